@@ -1,0 +1,31 @@
+# `make train` and `make test` on a fresh machine. Everything also works without make: see README.md.
+PYTHON ?= python3
+ARGS   ?=
+# What torchrun would choose, without its warning. With cores to spare on a CPU: make train OMP_NUM_THREADS=8
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: train test test-slow lint
+
+# one process per GPU, or two CPU processes; flags go in ARGS: make train ARGS="--steps 50 --out runs/try"
+train: .venv/installed
+	.venv/bin/torchrun --nproc_per_node $$(.venv/bin/python -c "import torch; print(torch.cuda.device_count() or 2)") train_llama3.py $(ARGS)
+
+test: .venv/installed-dev
+	.venv/bin/python -m pytest -m "not slow and not gpu" $(ARGS)
+
+test-slow: .venv/installed-dev
+	.venv/bin/python -m pytest -m "slow and not gpu" $(ARGS)
+
+lint: .venv/installed-dev
+	.venv/bin/ruff check .
+
+# The two stamp files make the next start instant: pip runs again only when a requirements file changes.
+.venv/installed: requirements.txt
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Python ' + sys.version.split()[0] + ' is too old: needs 3.11 or newer; type: make train PYTHON=python3.12')"
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --requirement requirements.txt
+	@touch $@
+
+.venv/installed-dev: requirements-dev.txt .venv/installed
+	.venv/bin/python -m pip install --requirement requirements-dev.txt
+	@touch $@

@@ -1,0 +1,896 @@
+"""checkpoint.py owns what a run leaves on disk: nothing is lost, and nothing damaged is trained on.
+
+    python checkpoint.py ls runs/llama3                           # steps, sizes, layouts, complete or damaged
+    python checkpoint.py verify runs/llama3/checkpoints/step-100  # exit status 0: every byte is as it was written
+    python checkpoint.py diff STEP_FOLDER STEP_FOLDER             # the first tensor that differs, and how many do
+
+Section 1 holds our own checkpoints. torch's distributed checkpoint (DCP) writes the tensors: every rank its shards, and
+any layout reads them. What DCP lacks is added here, because training dies at any moment and disks lie:
+  - a save goes to step-N.tmp-x and is renamed to step-N at the end: a folder named step-N is complete, or is not there;
+  - manifest.json lists size and crc32 of every file: DCP loads a flipped bit in a tensor without an error;
+  - keys, shapes and dtypes are compared before a tensor is touched: DCP overwrites in place as it reads, and casts;
+  - no pickled object is written, and DCP's own pickle (.metadata) is read by an unpickler that runs nothing.
+
+<run>/checkpoints/step-100/
+    .metadata  __0_0.distcp ...  tensors, "model.<fqn>" and "optimizer.<fqn>.<state name>", one file per rank
+    state.json                   step, data cursor ... as the recipe gave them; which model, data and optimizer this is
+    config.json  recipe.py  tokenizer.json   what it takes to repeat the run and to sample from it
+    manifest.json                size and crc32 of all of the above, and a hash of itself
+"""
+import difflib
+import fcntl
+import fnmatch
+import hashlib
+import importlib
+import json
+import math
+import os
+import pickle
+import re
+import resource
+import shutil
+import signal
+import socket
+import sys
+import time
+import uuid
+import warnings
+import zlib
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 1. Our own checkpoints (DCP)
+# ----------------------------------------------------------------------------------------------------------------------
+
+FORMAT_VERSION = 1
+STEP_FOLDER = re.compile(r"step-(0|[1-9]\d*)")  # with fullmatch: a folder that a user renamed to old-step-5 is not ours
+LEFTOVER = re.compile(r"step-\d+\.tmp-.*|trash-.*")  # of a process killed while it saved or purged
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig:
+    init_from: str = ""  # start from this run folder's newest checkpoint, or from one step folder
+    init_model_only: bool = True  # with --init_from: only the weights, from step 0; else everything, as if it were this run
+    load_step: int = -1  # continue from this step; newer ones are set aside as abandoned-N (-1 = the newest)
+    exclude_from_loading: list[str] = field(default_factory=list)  # do not load: optimizer, or parameters (head,blocks.0.*)
+    checkpoint_async: Literal["off", "thread", "process"] = "off"  # who writes while training goes on
+    keep_latest_k: int = 10  # older checkpoints are deleted once a newer one is complete (0 = keep all)
+    checkpoint_first_step: bool = False  # save after the run's first step too: shows at once that saving works
+    load_only: bool = False  # read checkpoints, never write one
+    last_save_model_only: bool = False  # the last checkpoint holds only the weights: smaller, but it cannot be continued
+
+
+class Damaged(ValueError):
+    """A checkpoint folder is not as it was written; says which file and how."""
+
+
+class Failed(ValueError):
+    """Something failed on some rank: raised on every rank, with the first reason."""
+
+
+# --- Folders and manifests: plain files, no process group ---
+
+
+def step_folders(run: str) -> list[tuple[int, str]]:
+    """(step, path) of the checkpoints of a run folder, newest first."""
+    root = os.path.join(run, "checkpoints")
+    found = [STEP_FOLDER.fullmatch(name) for name in (os.listdir(root) if os.path.isdir(root) else [])]
+    return sorted([(int(m[1]), os.path.join(root, m[0])) for m in found if m], reverse=True)
+
+
+def read_manifest(folder: str) -> dict:
+    """The manifest of a step folder whose files are all there, in their sizes, and no others. Raises Damaged."""
+    try:
+        with open(os.path.join(folder, "manifest.json"), "rb") as f:
+            raw = f.read()
+        manifest = json.loads(raw)
+        # Bytes are compared, not only values: some flipped bits change the text of a JSON file and nothing that it says.
+        if raw != json_bytes(manifest) or manifest["sha256"] != own_hash(manifest):
+            raise Damaged("manifest.json is not as it was written")
+        if manifest["format_version"] != FORMAT_VERSION:
+            raise Damaged(f"its format_version is {manifest['format_version']}, this code reads {FORMAT_VERSION}")
+        named = STEP_FOLDER.fullmatch(os.path.basename(os.path.abspath(folder)))
+        if named and int(named[1]) != manifest["step"]:
+            raise Damaged(f"its manifest.json is that of step {manifest['step']}")
+        files = manifest["files"]
+        for name in sorted(set(os.listdir(folder)) ^ {*files, "manifest.json"}):
+            raise Damaged(f"{name} is missing" if name in files else f"{name} is not in manifest.json")
+        for path, (size, _) in ((os.path.join(folder, name), entry) for name, entry in files.items()):
+            if os.path.islink(path) or not os.path.isfile(path) or os.path.getsize(path) != size:
+                raise Damaged(f"{os.path.basename(path)} is not a plain file of {size} bytes")
+    except OSError as error:
+        raise Damaged(f"{os.path.basename(error.filename or folder)}: {error.strerror}") from None
+    except Damaged:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise Damaged("manifest.json is not as it was written") from None
+    return manifest
+
+
+def checksums(folder: str, names: list[str], progress=lambda n_bytes: None) -> dict[str, list]:
+    """{name: [bytes, crc32 in hex]}, four files at a time: zlib lets go of Python's lock while it works."""
+
+    def checksum(name):
+        size, crc, buffer = 0, 0, memoryview(bytearray(1 << 22))
+        with open(os.path.join(folder, name), "rb", buffering=0) as f:
+            while n := f.readinto(buffer):
+                size, crc = size + n, zlib.crc32(buffer[:n], crc)
+                progress(n)
+        return [size, f"{crc:08x}"]
+
+    with ThreadPoolExecutor(4) as pool:
+        return dict(zip(names, pool.map(checksum, names)))
+
+
+def check_files(folder: str, manifest: dict, names=None, progress=lambda n_bytes: None):
+    """Reads these files of a step folder, or all; raises Damaged where a single bit is not as written."""
+    try:
+        found = checksums(folder, list(manifest["files"] if names is None else names), progress)
+    except OSError as error:
+        raise Damaged(f"{os.path.basename(error.filename or folder)}: {error.strerror}") from None
+    for name, entry in found.items():
+        if entry != manifest["files"][name]:
+            raise Damaged(f"{name} has crc32 {entry[1]} instead of {manifest['files'][name][1]}")
+
+
+def verify(folder: str) -> dict:
+    """The manifest of a step folder in which every byte of every file is as written. Raises Damaged."""
+    manifest = read_manifest(folder)
+    check_files(folder, manifest)
+    return manifest
+
+
+def json_bytes(value) -> bytes:
+    return (json.dumps(value, indent=1) + "\n").encode()
+
+
+def own_hash(manifest: dict) -> str:
+    return hashlib.sha256(json_bytes({k: v for k, v in manifest.items() if k != "sha256"})).hexdigest()
+
+
+def read_json(path: str):
+    with open(path, "rb") as f:
+        return json.loads(f.read())
+
+
+def write_file(path: str, content: bytes):
+    with open(path, "wb") as f:
+        f.write(content)
+        f.flush()
+        os.fsync(f.fileno())
+
+
+def sync_folder(folder: str):
+    """A new or changed name is on the disk only when its folder is."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# --- Which checkpoint, and may this run continue it? ---
+
+
+def restarted() -> bool:
+    """torchrun or Slurm started this job again: same command line, but it must go on from its newest checkpoint."""
+    return any(os.environ.get(name, "0") != "0" for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+
+
+def candidates(run: str, step: int = -1) -> list[tuple[int, str]]:
+    """(step, path) of the run's checkpoints to try, best first; of `step` alone when it is given. Raises ValueError."""
+    found = step_folders(run)
+    if step < 0:
+        return found
+    if step not in dict(found):
+        there = ", ".join(str(n) for n, _ in found) or "none"
+        raise ValueError(f"step {step} is not among the checkpoints of {run}; these are: {there}")
+    return [(step, dict(found)[step])]
+
+
+def locate(folder: str) -> tuple[str, int]:
+    """(run folder, step or -1) of a path that names a run folder with checkpoints or one of its step folders."""
+    parent, name = os.path.split(os.path.abspath(folder))
+    if os.path.isdir(folder) and os.path.basename(parent) == "checkpoints" and STEP_FOLDER.fullmatch(name):
+        return os.path.dirname(parent), int(name.removeprefix("step-"))
+    if not step_folders(folder):
+        raise ValueError(f"{folder} holds no checkpoint; give a run folder, or one of its folders checkpoints/step-N")
+    return folder, -1
+
+
+def start_of(out: str, cfg: CheckpointConfig) -> tuple[str, int, bool] | None:
+    """(run, step or -1, everything) that a run in folder `out` starts from; everything: not only the weights."""
+    step = -1 if restarted() else cfg.load_step
+    if step >= 0 or step_folders(out):
+        return out, step, True
+    return (*locate(cfg.init_from), not cfg.init_model_only) if cfg.init_from else None
+
+
+def check_run(out: str, identity: dict, cfg: CheckpointConfig):
+    """Raises ValueError when this run may not continue what is in `out`, or --init_from; reads only small files."""
+    if cfg.keep_latest_k < 0:
+        raise ValueError(f"--keep_latest_k {cfg.keep_latest_k}: give a number of checkpoints, or 0 to keep all")
+    start = start_of(out, cfg)
+    for _, path in candidates(*start[:2]) if start else []:
+        try:
+            check_files(path, read_manifest(path), ["state.json"])
+        except Damaged:
+            continue  # load() says so; what counts here is the newest that it may take
+        return check_continuable(path, identity) if start[2] else None
+    if start:
+        raise ValueError(all_damaged(*start[:2]))
+
+
+def check_continuable(path: str, identity: dict):
+    """Raises ValueError when the checkpoint is one of another model, data or optimizer, or lacks the optimizer state."""
+    saved, run = read_json(os.path.join(path, "state.json")), os.path.dirname(os.path.dirname(path))
+    changed = [f"{name} is {new} but {run} was trained with {old}" for name, old, new in changes(saved["identity"], identity)]
+    if changed:
+        raise ValueError(f"{'; '.join(changed)}; use --out NEW to train another model, or give the old values to continue")
+    if saved["model_only"]:
+        raise ValueError(f"{path} holds only the weights (it was the last of --last_save_model_only) and cannot be continued; "
+                         f"start a new run from it with --init_from {path} --out NEW")
+
+
+def changes(old, new, name=""):
+    """Yields (name, old value, new value) where two nested dicts differ."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in [*new, *(key for key in old if key not in new)]:
+            inner = key if name in ("", "model") else f"{name}.{key}"  # n_layers, but data.seq_len
+            yield from changes(old.get(key, "not set"), new.get(key, "not set"), inner)
+    elif json_bytes(old) != json_bytes(new):  # as JSON: a tuple is a list after it was saved
+        yield name, *(f"{value}" if len(f"{value}") <= 40 else f"{value}"[:16] + "..." for value in (old, new))
+
+
+def all_damaged(run: str, step: int) -> str:
+    if step >= 0:
+        return f"step {step} of {run} is damaged (python checkpoint.py ls {run} says how); choose another step"
+    return (f"every checkpoint of {run} is damaged (python checkpoint.py ls {run} says how); it will not begin again at "
+            "step 0 over them: use --out NEW, or move the folder checkpoints away")
+
+
+def lock_run(out: str):
+    """Rank 0 holds <out>/.lock until its process ends, however it ends: two jobs never write into one run folder.
+
+    Waits up to 30 s, because workers of a killed launcher take some seconds to notice; then ValueError names the pid.
+    """
+    if int(os.environ.get("RANK", 0)) != 0:
+        return
+    os.makedirs(out, exist_ok=True)
+    descriptor = os.open(os.path.join(out, ".lock"), os.O_RDWR | os.O_CREAT, 0o644)  # left open: closing it would unlock
+    for tries_left in range(300, -1, -1):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{os.getpid()} on {socket.gethostname()}".encode(), 0)
+            return
+        except BlockingIOError:
+            holder = os.pread(descriptor, 200, 0).decode(errors="replace")
+            if not tries_left:
+                raise ValueError(f"{out} is in use by process {holder}: stop that first, or use --out NEW") from None
+            if tries_left == 300:
+                print(f"checkpoint: {out} is in use by process {holder}; waiting up to 30 s", flush=True)
+            time.sleep(0.1)
+        except OSError as error:  # a file system without locks, or without room for the pid
+            return print(f"checkpoint: {out}/.lock: {error.strerror}; see that no second job writes there", flush=True)
+
+
+# --- DCP: tensors to files and back ---
+
+
+def import_dcp():
+    import torch.distributed.checkpoint as dcp  # takes a while: only what saves or loads pays for it
+
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one plain process is meant to be one
+    return dcp
+
+
+def write_tensors(tensors: dict[str, Tensor], folder: str, group, process=None):
+    """Every rank writes its shards; of what several ranks hold alike, one does. Collective on `group`.
+
+    process: this rank's writer process, which then does the writing; the planning, with its collectives, stays here.
+    """
+    dcp = import_dcp()
+
+    class Writer(dcp.FileSystemWriter):
+        def write_data(self, plan, planner):
+            if process is None:
+                return super().write_data(plan, planner)
+            written = torch.futures.Future()
+            written.set_result(process.write(folder, plan, {item.index: planner.resolve_data(item) for item in plan.items}))
+            return written
+
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+    dcp.save(tensors, storage_writer=Writer(folder), planner=planner, process_group=group, no_dist=group is None)
+
+
+class WriterProcess:
+    """A process of its own that writes files, so that serialising does not take Python's lock from the training loop.
+
+    It has no process group and outlives no parent: it ends when the pipe does. Tensors reach it through shared memory.
+    """
+
+    def __init__(self):
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # each shared tensor takes a file descriptor
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+        spawn = torch.multiprocessing.get_context("spawn")  # a fork would copy CUDA and locks held by other threads
+        self.pipe, theirs = spawn.Pipe()
+        self.process = spawn.Process(target=serve_writes, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()  # so that recv() fails at once when the process dies
+
+    def write(self, folder, plan, tensors):
+        try:
+            self.pipe.send((folder, plan, tensors))
+            answer = self.pipe.recv()
+        except (EOFError, OSError):
+            raise RuntimeError(f"the writer process {self.process.pid} has died") from None
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    def close(self):
+        self.pipe.close()
+        self.process.join(10)
+
+
+def serve_writes(pipe):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # launchers signal the whole group; the save under way shall be completed
+    writer, planner = import_dcp().FileSystemWriter, SimpleNamespace()
+    while True:
+        try:
+            folder, plan, tensors = pipe.recv()
+        except (EOFError, OSError):
+            return
+        planner.resolve_data = lambda item, tensors=tensors: tensors[item.index]
+        try:
+            pipe.send(writer(folder).write_data(plan, planner).value())
+        except Exception as error:
+            pipe.send(error)
+        del tensors
+
+
+def read_tensors(tensors: dict[str, Tensor], folder: str, metadata, group=None):
+    """Overwrites `tensors` (plain or DTensor, any layout) with what the folder holds under the same keys."""
+    dcp = import_dcp()
+
+    class Reader(dcp.FileSystemReader):
+        def read_metadata(self):  # DCP's own would unpickle the file, and with it run it
+            return metadata
+
+    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
+    try:
+        dcp.load(tensors, storage_reader=Reader(folder), planner=planner, process_group=group, no_dist=group is None)
+    except dcp.api.CheckpointException as error:  # a BaseException, which no `except Exception` stops
+        raise ValueError(f"{folder}: {reason(error)}") from None
+
+
+def read_metadata(folder: str, files: dict[str, list]):
+    """DCP's table of tensors and shards. Raises ValueError on anything that our checkpoints do not hold.
+
+    .metadata is a pickle, and a pickle is a program: pickle.load would run what the file says. Here every class that it
+    may name is an inert stand-in, made anew each time so that a file cannot spoil it; any other name is refused; and
+    DCP's objects are then built from checked values.
+    """
+    from torch.distributed.checkpoint import filesystem, metadata
+
+    class StandIn:
+        def __init__(self, *args):
+            pass
+
+        def __setstate__(self, state):
+            self.state = state
+
+    names = {("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch.serialization", "_get_layout")}
+    names |= {("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}  # the folder's name, which is not used
+    names |= {("torch.distributed.checkpoint.metadata", name) for name in (
+        "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
+        "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING")}
+    stand_ins = {name: type(name[1], (StandIn,), {}) for name in names}
+
+    class Unpickler(pickle.Unpickler):
+        def find_class(self, module, name):
+            if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+                return getattr(torch, name)
+            if (module, name) != ("torch", "Size") and (module, name) not in stand_ins:
+                raise ValueError(f"it names {module}.{name}, which no checkpoint of ours needs")
+            return stand_ins.get((module, name), tuple)
+
+    table = metadata.Metadata(state_dict_metadata={}, storage_data={})
+    try:
+        with open(os.path.join(folder, ".metadata"), "rb") as f:
+            read = Unpickler(f).load().state
+        for key, tensor in read["state_dict_metadata"].items():
+            if type(tensor) is not stand_ins["torch.distributed.checkpoint.metadata", "TensorStorageMetadata"]:
+                raise ValueError(f"{key} is a pickled object, not a tensor")
+            chunks = [metadata.ChunkStorageMetadata(torch.Size(chunk.state["offsets"]), torch.Size(chunk.state["sizes"]))
+                      for chunk in tensor.state["chunks"]]
+            size, properties = torch.Size(tensor.state["size"]), metadata.TensorProperties(tensor.state["properties"].state[0])
+            if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
+                raise ValueError(f"the shards of {key} do not add up to {tuple(size)}")  # DCP would leave the rest as it was
+            table.state_dict_metadata[key] = metadata.TensorStorageMetadata(properties, size, chunks)
+        for index, info in ((index.state, info.state) for index, info in read["storage_data"].items()):
+            path, start, length = info["relative_path"], info["offset"], info["length"]
+            if path not in files or start < 0 or start + length > files[path][0]:
+                raise ValueError(f"{index['fqn']} is said to be in {path} at {start}, which is no part of this checkpoint")
+            index = metadata.MetadataIndex(index["fqn"], index.get("offset"), index.get("index"))
+            table.storage_data[index] = filesystem._StorageInfo(path, start, length)
+    except Exception as error:
+        raise ValueError(f"{folder}/.metadata is refused: {reason(error)}") from None
+    return table
+
+
+def reason(error: BaseException) -> str:
+    """An error in one line; of those that DCP collected, the first rank's."""
+    for rank, (inner, _) in getattr(error, "failures", {}).items():
+        return (f"rank {rank}: " if rank else "") + reason(inner)
+    text = " ".join(str(error).split())
+    if "unexpected pos" in text:  # how torch.save reports a write that came up short
+        return "a file could not be written to its end: the disk is full, or a quota or file size limit is reached"
+    return text if text and isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {text}"
+
+
+def named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """fqn -> parameter (tied ones once) or persistent buffer, under the plain model's names."""
+    buffers = [(n, t) for n, t in module.state_dict(keep_vars=True).items()
+               if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)]
+    wrappers = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")  # compile's and activation checkpointing's
+    return {wrappers.sub("", name): tensor for name, tensor in [*module.named_parameters(), *buffers]}
+
+
+def covers(patterns: list[str], key: str) -> bool:
+    """Whether a pattern names the tensor of key "model.<fqn>" or "optimizer.<fqn>.<name>", or a module that it is in."""
+    fqn = key.removeprefix("model.") if key.startswith("model.") else key.removeprefix("optimizer.").rpartition(".")[0]
+    return any(fnmatch.fnmatchcase(fqn, end) for pattern in patterns for end in (pattern, f"{pattern}.*"))
+
+
+# --- Save and load ---
+
+
+class Checkpoints:
+    """Saves and loads one run. Build it last: the weights exist and the optimizer has them.
+
+    modules: this rank's part of the model (several with interleaved pipeline stages), under the full model's fqns.
+    optimizer: one, or a list of several that share the parameters out. identity: {"model": ..., "data": ...,
+    "optimizer": ...}, which a continued run must not change. group: gloo, made here when there is a process group: a
+    background thread talks to its peers on it, and two threads on one gloo group crash.
+    """
+
+    def __init__(self, cfg: CheckpointConfig, out: str, *, modules: list[nn.Module], optimizer, identity: dict, config: dict,
+                 source: str, tokenizer_file: str | None = None, group=None):
+        self.cfg, self.out, self.modules, self.identity = cfg, out, modules, identity
+        self.config, self.source, self.tokenizer_file = config, source, tokenizer_file
+        self.optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
+        # Taken once, while FSDP holds them sharded: after an evaluation that leaves them gathered, module.parameters()
+        # would be the gathered copies, and not what the optimizer updates.
+        params = [item for m in modules for item in named_tensors(m).items() if isinstance(item[1], nn.Parameter)]
+        self.params = dict(reversed(params))
+        # A V-shaped pipeline with tied embeddings: first and last stage on one rank, two equal parameters of one name.
+        self.twins = {fqn: param for fqn, param in params if param is not self.params[fqn]}
+        known = {id(param) for _, param in params}
+        for optimizer in self.optimizers:
+            held = [param for param_group in optimizer.param_groups for param in param_group["params"]]
+            assert all(id(param) in known for param in held), "build the optimizer after fully_shard"
+            # Weights that change while they are copied are no checkpoint; as a hook, no loop can forget to wait.
+            optimizer.register_step_pre_hook(lambda *_: self.wait_staged())
+        if group is None and dist.is_initialized():
+            # 30 minutes, for ranks wait here for the slowest disk; a rank that died is noticed at once all the same
+            group = dist.new_group(backend="gloo", timeout=timedelta(minutes=30), group_desc="checkpoint")
+        self.group, self.rank, self.world_size = group, 0, 1
+        if group is not None:
+            self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.pool, self.stager, self.staged, self.flight = ThreadPoolExecutor(1), None, None, None
+        self.process = WriterProcess() if cfg.checkpoint_async == "process" and not cfg.load_only else None
+        if self.rank == 0 and not cfg.load_only and os.path.isdir(os.path.join(out, "checkpoints")):
+            for name in filter(LEFTOVER.fullmatch, os.listdir(os.path.join(out, "checkpoints"))):
+                shutil.rmtree(os.path.join(out, "checkpoints", name), ignore_errors=True)
+
+    def save(self, step: int, state: dict, last=False, model_only=False) -> bool:
+        """Writes checkpoints/step-<step>; every rank calls it. state: JSON values, which load() will return.
+
+        False: nothing was saved, one line has said why, and what was there before is untouched; the last save of a run
+        raises RuntimeError instead. With checkpoint_async it returns when the copy to CPU memory is under way.
+        """
+        if self.cfg.load_only:
+            return False
+        self.finish_flight()
+        # As text now: what the loop changes later is not for a background thread to see.
+        about = json_bytes(dict(step=step, model_only=model_only, identity=self.identity, state=state))
+        if last or self.cfg.checkpoint_async == "off":  # the last has nothing to overlap with
+            saved = self.write(step, about, lambda: self.tensors(not model_only))
+            if last and not saved:
+                raise RuntimeError(f"the last checkpoint, step {step}, could not be saved to {self.out}")
+            return saved
+        if self.stager is None:
+            staging, cuda = import_dcp().staging, torch.cuda.is_available()
+            self.stager = staging.DefaultStager(staging.StagingOptions(
+                use_pinned_memory=cuda, use_non_blocking_copy=cuda, use_shared_memory=self.process is not None))
+        tensors = self.tensors(True)
+        for key in tensors.keys() - {f"model.{fqn}" for fqn in self.params}:
+            if key.startswith("model."):  # a buffer: the next forward may change it while the copy is under way
+                tensors[key] = tensors[key].clone()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # the stager copies on a stream of its own, which does not wait for the optimizer's
+        self.staged = self.stager.stage(tensors)
+        self.flight = self.pool.submit(self.write, step, about, self.staged.result, self.process)
+        return True
+
+    def wait_staged(self):
+        """Returns when the weights may change; every optimizer calls it before it steps."""
+        if self.staged is not None:
+            wait([self.staged])  # an error in it is the save's to report
+            self.staged = None
+
+    def close(self):
+        """Waits for the save in flight, and raises its error."""
+        self.finish_flight()
+        self.pool.shutdown()
+        if self.stager is not None:
+            self.stager.close()
+        if self.process is not None:
+            self.process.close()
+
+    def finish_flight(self):
+        """At most one save is in flight, so the background threads of all ranks save in the same order."""
+        self.wait_staged()
+        flight, self.flight = self.flight, None
+        if flight is not None and not flight.result() and self.process is not None:
+            self.process.close()
+            self.process = None  # on all ranks, for they agree on the result
+            self.say("from now on a thread saves, for a writer process may have died")
+
+    def write(self, step, about, get_tensors, process=None) -> bool:
+        """The whole save, in the training thread or the background one: the same collectives in the same order everywhere."""
+        began, folder = time.perf_counter(), None
+        try:
+            folder = self.on_rank_0(lambda: self.begin(step))
+            if folder is None:
+                return True
+            tensors = self.everywhere(get_tensors)  # not inside DCP's collectives, where the peers would wait for ever
+            self.everywhere(lambda: write_tensors(tensors, folder, self.group, process))
+            names = [name for name in os.listdir(folder) if name.startswith(f"__{self.rank}_")]
+            own = self.everywhere(lambda: checksums(folder, names))
+            listed = {name: entry for part in self.gather(own) for name, entry in part.items()}
+            size = self.on_rank_0(lambda: self.commit(step, folder, about, listed))
+        except Failed as error:
+            if self.rank == 0 and folder:
+                shutil.rmtree(folder, ignore_errors=True)  # or it would fill the disk for all later saves
+            newest = step_folders(self.out)[:1]
+            self.say(f"step-{step} is NOT SAVED: {error}; the newest is {newest[0][1] if newest else 'none yet'}")
+            return False
+        self.say(f"saved {self.path(step)} ({size / 1e6:.1f} MB in {time.perf_counter() - began:.2f} s)")
+        return True
+
+    def begin(self, step) -> str | None:
+        """Makes the folder to write to (rank 0). None: this step is saved already."""
+        if os.path.isdir(self.path(step)):
+            try:
+                return read_manifest(self.path(step)) and None
+            except Damaged as error:
+                self.set_aside(self.path(step), f"damaged: {error}")
+        folder = f"{self.path(step)}.tmp-{uuid.uuid4().hex[:8]}"
+        os.makedirs(folder)
+        return folder
+
+    def commit(self, step, folder, about, listed) -> int:
+        """Completes the folder, gives it its name, then purges older ones (rank 0). Returns its size in bytes."""
+        for name, (size, _) in listed.items():  # by stat: listings are cached on network file systems
+            if not os.path.isfile(os.path.join(folder, name)) or os.path.getsize(os.path.join(folder, name)) != size:
+                raise OSError(f"rank 0 does not see {name}: {self.out} must be on a file system that all machines share")
+        extra = {"state.json": about, "config.json": json_bytes(self.config), "recipe.py": self.source.encode()}
+        if self.tokenizer_file:
+            with open(self.tokenizer_file, "rb") as f:
+                extra["tokenizer.json"] = f.read()
+        for name, content in extra.items():
+            write_file(os.path.join(folder, name), content)
+        files = listed | checksums(folder, [".metadata", *extra])
+        manifest = dict(format_version=FORMAT_VERSION, step=step, world_size=self.world_size, torch=torch.__version__)
+        manifest["files"] = files
+        write_file(os.path.join(folder, "manifest.json"), json_bytes(manifest | {"sha256": own_hash(manifest)}))
+        # The order is the promise: contents on the disk, then the name, then the name on the disk, then older ones go.
+        sync_folder(folder)
+        os.rename(folder, self.path(step))
+        sync_folder(os.path.dirname(folder))
+        if self.cfg.keep_latest_k:
+            for n, path in [entry for entry in step_folders(self.out) if entry[0] < step][self.cfg.keep_latest_k - 1 :]:
+                trash = os.path.join(os.path.dirname(path), f"trash-{n}-{uuid.uuid4().hex[:8]}")
+                os.rename(path, trash)
+                self.pool.submit(shutil.rmtree, trash, ignore_errors=True)  # after a kill the next start goes on with it
+        return sum(size for size, _ in files.values())
+
+    def load(self) -> dict | None:
+        """Continues the run, or starts it from --init_from: weights and optimizer state in place, on every rank.
+
+        Returns the state that save() was given; None when this run starts at step 0. Raises ValueError, the same on all
+        ranks, before a tensor is touched.
+        """
+        start = self.on_rank_0(lambda: start_of(self.out, self.cfg))
+        if start is None:
+            return None
+        run, _, everything = start
+        if self.cfg.init_from and run == self.out:
+            self.say(f"--init_from {self.cfg.init_from} is IGNORED: {self.out} has checkpoints of its own")
+        folder, manifest = self.choose(*start)
+        if everything:
+            self.on_rank_0(lambda: check_continuable(folder, self.identity))
+        table = self.everywhere(lambda: read_metadata(folder, manifest["files"]))
+        excluded = [name.removeprefix("model.") for name in self.cfg.exclude_from_loading]
+        self.check_excluded(excluded)
+        if with_optimizer := everything and "optimizer" not in excluded:
+            keys = [key for key in table.state_dict_metadata if key.startswith("optimizer.") and not covers(excluded, key)]
+            with_state = {key.removeprefix("optimizer.").rpartition(".")[0] for key in keys}
+            self.everywhere(lambda: self.create_optimizer_state(with_state))
+        tensors = {key: t for key, t in self.tensors(with_optimizer).items() if not covers(excluded, key)}
+        wanted = {key: t for key, t in table.state_dict_metadata.items()
+                  if not covers(excluded, key) and (with_optimizer or key.startswith("model."))}
+        self.check_fit(tensors, wanted, folder, same_dtype=everything)
+        self.everywhere(lambda: read_tensors(tensors, folder, table, self.group))
+        for fqn, twin in self.twins.items():
+            twin.detach().copy_(self.params[fqn].detach())
+            for name, t in self.state_of(twin).items():
+                t.copy_(self.state_of(self.params[fqn])[name])
+        what = "continuing from" if everything else "step 0, with the weights of"
+        self.say(f"{what} {folder} (written by {manifest['world_size']} rank(s))")
+        return read_json(os.path.join(folder, "state.json"))["state"] if everything else None
+
+    def choose(self, run, step, everything) -> tuple[str, dict]:
+        """(folder, manifest) of the newest checkpoint that is good to the last bit: one decision for all ranks, each of
+        which reads its share of the files."""
+        damaged = []
+        for n, folder in self.on_rank_0(lambda: candidates(run, step)):
+            try:
+                manifest = self.on_rank_0(lambda: read_manifest(folder))  # noqa: B023
+                self.everywhere(lambda: self.check_share(folder, manifest))  # noqa: B023
+            except Failed as error:
+                self.say(f"step-{n} of {run} is DAMAGED: {error}")
+                damaged.append(folder)
+                continue
+            if run == self.out and not self.cfg.load_only:
+                # Only now: as long as nothing good is found, the next start must see them all, and refuse too.
+                self.on_rank_0(lambda: [self.set_aside(path, "damaged" if path in damaged else "abandoned")
+                                        for other, path in step_folders(run) if other > n])  # noqa: B023
+            return folder, manifest
+        raise ValueError(all_damaged(run, step))
+
+    def check_share(self, folder, manifest):
+        """Reads this rank's share of the files: every world_size-th, by size."""
+        names = sorted(manifest["files"], key=lambda name: manifest["files"][name])[self.rank :: self.world_size]
+        done, total, said = 0, sum(manifest["files"][name][0] for name in names), time.perf_counter()
+
+        def progress(n_bytes):
+            nonlocal done, said
+            done += n_bytes
+            if time.perf_counter() - said > 5:
+                said = time.perf_counter()
+                self.say(f"verifying {folder}: {done / total:.0%} of {total / 1e9:.1f} GB per rank")
+
+        check_files(folder, manifest, names, progress)
+
+    def check_excluded(self, patterns):
+        known = {fqn for part in self.gather([fqn for m in self.modules for fqn in named_tensors(m)]) for fqn in part}
+        for pattern in patterns:
+            if pattern != "optimizer" and not any(covers([pattern], f"model.{fqn}") for fqn in known):
+                near = difflib.get_close_matches(pattern, ["optimizer", *known], 1)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                raise ValueError(f"--exclude_from_loading {pattern}: no such parameter{hint}")
+
+    def create_optimizer_state(self, fqns: set[str]):
+        """Lets torch create the state of these parameters, by a step with zero gradients and lr 0 that changes no weight.
+
+        The others keep none: they are excluded, or never had a gradient.
+        """
+        for fqn, param in [*self.params.items(), *self.twins.items()]:
+            param.grad = torch.zeros_like(param) if fqn in fqns else None
+        for optimizer in self.optimizers:
+            lrs = [group["lr"] for group in optimizer.param_groups]
+            for group, lr in zip(optimizer.param_groups, lrs):
+                group["lr"] = torch.zeros_like(lr) if isinstance(lr, Tensor) else 0.0
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            for group, lr in zip(optimizer.param_groups, lrs):
+                group["lr"] = lr
+
+    def check_fit(self, tensors, there, folder, same_dtype):
+        """Raises ValueError that lists the keys which are missing, unknown, or of another shape or dtype. DCP itself would
+        ignore unknown keys, cast dtypes, and find a wrong shape after it has overwritten half of the model."""
+        found = self.gather([
+            {key: "" for key in tensors if key not in there},
+            {key: f" {tuple(there[key].size)}, here {tuple(t.shape)}" for key, t in tensors.items()
+             if key in there and there[key].size != t.shape},
+            {key: f" {there[key].properties.dtype}, here {t.dtype}" for key, t in tensors.items()
+             if same_dtype and key in there and there[key].properties.dtype != t.dtype},
+            {key: "" for key in there if key not in tensors},
+        ])
+        problems = []
+        for what, parts in zip(("missing", "shape", "dtype", "unknown"), zip(*found)):
+            keys = {key: text for part in parts for key, text in part.items()}
+            if what == "unknown":  # each pipeline stage lacks what the others have: unknown is what no rank has
+                keys = {key: "" for key in keys if all(key in part for part in parts)}
+            if keys:
+                some = ", ".join(f"{key}{text}" for key, text in list(keys.items())[:3])
+                problems.append(f"{what}: {some}" + (f" and {len(keys) - 3} more" if len(keys) > 3 else ""))
+        if problems:
+            raise ValueError(f"{folder} does not fit this model: {'; '.join(problems)}".replace("torch.", ""))
+
+    def tensors(self, with_optimizer) -> dict[str, Tensor]:
+        """The flat dict that DCP writes, and reads into in place."""
+        every = {fqn: tensor for module in self.modules for fqn, tensor in named_tensors(module).items()} | self.params
+        found = {f"model.{fqn}": tensor.detach() for fqn, tensor in every.items()}
+        for fqn, param in self.params.items() if with_optimizer else ():
+            for name, t in self.state_of(param).items():
+                if not isinstance(t, Tensor):
+                    raise ValueError(f"optimizer state {name} of {fqn} is a {type(t).__name__}: make it a tensor")
+                if t.numel() > 1 and hasattr(param, "placements") and not hasattr(t, "placements"):
+                    raise ValueError(f"optimizer state {name} of {fqn} is no DTensor: DCP would save one rank's only")
+                found[f"optimizer.{fqn}.{name}"] = t.detach()
+        return found
+
+    def state_of(self, param) -> dict:
+        return next((optimizer.state[param] for optimizer in self.optimizers if param in optimizer.state), {})
+
+    # --- ranks that agree ---
+
+    def gather(self, value) -> list:
+        """The values of all ranks."""
+        values = [None] * self.world_size
+        if self.group is None:
+            return [value]
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def everywhere(self, work):
+        """work() of this rank; raises Failed on all ranks when it fails on one. Without this a rank that fails leaves, and
+        its peers wait for it in the next collective."""
+        result, error = None, None
+        try:
+            result = work()
+        except BaseException as caught:
+            if not isinstance(caught, Exception) and type(caught).__name__ != "CheckpointException":
+                raise  # Ctrl-C; but DCP's errors are BaseExceptions, too
+            error = reason(caught)
+        for rank, failed in enumerate(self.gather(error)):
+            if failed is not None:
+                raise Failed(f"rank {rank}: {failed}" if rank else failed)
+        return result
+
+    def on_rank_0(self, work):
+        """What work() returns on rank 0, on all ranks; Failed on all when it fails."""
+        return self.gather(self.everywhere(lambda: work() if self.rank == 0 else None))[0]
+
+    def set_aside(self, path, why):
+        """Renames a step folder, so that it is no candidate any more and the user's to look at and to delete."""
+        target = os.path.join(os.path.dirname(path), f"{why.split(':')[0]}-{os.path.basename(path)[5:]}-{uuid.uuid4().hex[:4]}")
+        os.rename(path, target)
+        self.say(f"{path} is now {target} ({why})")
+
+    def path(self, step) -> str:
+        return os.path.join(self.out, "checkpoints", f"step-{step}")
+
+    def say(self, text):
+        if self.rank == 0:
+            print(f"checkpoint: {text}", flush=True)
+
+
+# --- One process: a model to sample from, and the command line ---
+
+
+def load_model(folder: str, device="cpu", dtype: torch.dtype | None = None) -> tuple[nn.Module, dict]:
+    """(plain model on `device`, state) of a step folder, or of a run folder's newest good checkpoint. Raises ValueError."""
+    run, step = locate(folder)
+    for n, path in candidates(run, step):
+        try:
+            manifest = verify(path)
+            break
+        except Damaged as error:
+            print(f"checkpoint: step-{n} of {run} is DAMAGED: {error}", flush=True)
+    else:
+        raise ValueError(all_damaged(run, step))
+    saved = read_json(os.path.join(path, "state.json"))
+    fields = dict(saved["identity"]["model"])
+    module, name = fields.pop("module"), fields.pop("class")
+    if not re.fullmatch(r"models\.[A-Za-z_]\w*", module):  # a file does not get to choose what is imported
+        raise ValueError(f"{path} is of a model {module}.{name}; only those in models/ are loaded")
+    module = importlib.import_module(module)
+    with torch.device("meta"):  # memory only once, and in the wanted dtype
+        model = getattr(module, name)(getattr(module, f"{name}Config")(**fields)).to(dtype)
+    model.to_empty(device=device)
+    tensors = {f"model.{fqn}": t.detach() for fqn, t in named_tensors(model).items()}
+    computed = {id(buffer) for buffer in model.buffers()} - {id(t) for t in named_tensors(model).values()}
+    assert not computed, "a buffer that no checkpoint holds is empty now: compute it in forward"
+    table = read_metadata(path, manifest["files"])
+    odd = sorted({key for key in table.state_dict_metadata if key.startswith("model.")} ^ tensors.keys())
+    if odd:
+        raise ValueError(f"{path} does not fit {module.__name__}.{name}: {len(odd)} odd tensors, the first is {odd[0]}")
+    read_tensors(tensors, path, table)
+    return model, saved["state"]
+
+
+def ls(run: str) -> int:
+    if not os.path.isdir(run):
+        return usage(f"{run} is no folder; give a run folder such as runs/llama3")
+    for n, path in step_folders(run):
+        size, layout, status = sum(e.stat().st_size for e in os.scandir(path) if e.is_file()), "", "complete"
+        try:
+            manifest, config = verify(path), read_json(os.path.join(path, "config.json"))
+            axes = [axis for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep") if config.get(axis, 1) not in (1, -1)]
+            layout = ", ".join([f"{manifest['world_size']} rank(s)", *(f"{axis} {config[axis]}" for axis in axes)])
+            if read_json(os.path.join(path, "state.json"))["model_only"]:
+                status = "complete, only the weights"
+        except Damaged as error:
+            status = f"DAMAGED: {error}"
+        print(f"step-{n:<8} {size / 1e6:10.1f} MB   {layout:34} {status}")
+    if not step_folders(run):
+        print(f"{run} has no checkpoints")
+    return 0
+
+
+def verify_command(folder: str) -> int:
+    try:
+        files = verify(folder)["files"]
+    except Damaged as error:
+        print(f"{folder} is DAMAGED: {error}")
+        return 1
+    print(f"{folder} is good: {len(files)} files, {sum(size for size, _ in files.values()) / 1e6:.1f} MB")
+    return 0
+
+
+def diff(a: str, b: str) -> int:
+    """Compares two step folders, with one pair of tensors in memory at a time; by bits, so NaN equals NaN."""
+    try:
+        tables = [read_metadata(folder, verify(folder)["files"]) for folder in (a, b)]
+    except ValueError as error:
+        return usage(f"cannot compare: {error}")
+    differ, keys = {}, sorted({key for table in tables for key in table.state_dict_metadata})
+    for key in keys:
+        kinds = [table.state_dict_metadata.get(key) for table in tables]
+        if None in kinds:
+            differ[key] = f"only in {a if kinds[0] else b}"
+        elif kinds[0].size != kinds[1].size or kinds[0].properties.dtype != kinds[1].properties.dtype:
+            differ[key] = " / ".join(f"{tuple(kind.size)} {kind.properties.dtype}" for kind in kinds)
+        else:
+            pair = [{key: torch.empty(kind.size, dtype=kind.properties.dtype)} for kind in kinds]
+            for tensors, folder, table in zip(pair, (a, b), tables):
+                read_tensors(tensors, folder, table)
+            x, y = (tensors[key].reshape(-1) for tensors in pair)
+            if not torch.equal(x.view(torch.uint8), y.view(torch.uint8)):
+                far = (x.double() - y.double()).abs()
+                differ[key] = f"{int((far != 0).sum())} of {far.numel()} elements, by up to {far.max():.3g}"
+    states = [read_json(os.path.join(folder, "state.json"))["state"] for folder in (a, b)]
+    for name, old, new in changes(*states):
+        print(f"state.json: {name} is {old} / {new}")
+    first = next(iter(differ), None)
+    print(f"{len(differ)} of {len(keys)} tensors differ" + (f", the first is {first}: {differ[first]}" if differ else ""))
+    return int(bool(differ))
+
+
+def usage(message: str) -> int:
+    print(message, file=sys.stderr)
+    return 2
+
+
+def main(argv: list[str]) -> int:
+    if argv in (["-h"], ["--help"]):
+        print(__doc__)
+        return 0
+    command = {("ls", 2): ls, ("verify", 2): verify_command, ("diff", 3): diff}.get((argv[0] if argv else "", len(argv)))
+    if command is None:
+        return usage("usage: python checkpoint.py ls RUN | verify STEP_FOLDER | diff STEP_FOLDER STEP_FOLDER")
+    return command(*argv[1:])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 2. Hugging Face
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,220 @@
+"""Command line and config.json from dataclasses: one field is one flag, the comment behind it is its --help.
+
+    @dataclass(kw_only=True)
+    class Config(DataConfig, CheckpointConfig):     # inherits the option groups of the modules that it uses
+        steps: int = 1000                           # optimizer steps   <- `--steps 20`, and the text that --help prints
+        compile: bool = True                        # compile blocks    <- `--compile`, `--no-compile`, `--compile false`
+    cfg = parse_config(Config)
+
+Field types: int, float, str, bool, Literal[...], list[int], list[str] (comma separated) and `X | None` (the word none).
+Every field has a default. A wrong command line ends with status 2 and exactly one line on stderr, from rank 0 only.
+"""
+
+import argparse
+import ast
+import dataclasses
+import difflib
+import inspect
+import io
+import json
+import math
+import os
+import re
+import sys
+import textwrap
+import tokenize
+from typing import Literal, NoReturn, get_args, get_origin, get_type_hints
+
+
+def usage_error(message) -> NoReturn:
+    """One line on stderr (all ranks see the same command line, so only rank 0 speaks), then exit status 2."""
+    if os.environ.get("RANK", "0") == "0":
+        print("error:", " ".join(str(message).splitlines()), file=sys.stderr, flush=True)
+    raise SystemExit(2)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with our manners: an error is one line without the usage, no abbreviations, help from rank 0 only."""
+
+    def __init__(self, **kwargs):
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+
+    def error(self, message):
+        usage_error(message.removeprefix("argument "))
+
+    def print_help(self, file=None):
+        if os.environ.get("RANK", "0") == "0":
+            super().print_help(file)
+
+
+def parse_config(Config, argv=None):
+    """The Config that `argv` (default: sys.argv) spells. `--config FILE` is read first, wherever it stands; flags win."""
+    kinds, helps, recipe = get_type_hints(Config), {}, sys.modules.get(Config.__module__)
+    parser = Parser(usage=argparse.SUPPRESS, description=(recipe and recipe.__doc__ or "").strip())
+    parser.add_argument("--config", metavar="FILE", help="config.json of a saved run to start from; other flags override it")
+    for group, fields in option_groups(Config).items():
+        section, comments = parser.add_argument_group(f"{group.__module__}.{group.__name__}"), trailing_comments(group)
+        for field in fields:
+            name, is_bool, default = field.name, kinds[field.name] is bool, spell(default_of(field)) or '""'
+            helps[name] = comments.get(name, "")
+            text = f"{helps[name]} [default: {default}{f'; --no-{name} turns it off' if is_bool else ''}]"
+            section.add_argument(f"--{name}", default=argparse.SUPPRESS, metavar=describe(kinds[name]),
+                                 help=text.replace("%", "%%"), **({"nargs": "?", "const": "true"} if is_bool else {}))
+            if is_bool:
+                section.add_argument(f"--no-{name}", dest=name, action="store_const", const="false",
+                                     default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    given, unknown = parser.parse_known_args(glue_values(sys.argv[1:] if argv is None else argv))
+    if unknown and not unknown[0].startswith("-"):
+        usage_error(f"unexpected argument {unknown[0]!r}; flags are written --name value, see --help")
+    if unknown:
+        flag, negated = unknown[0].split("=")[0], {f"no-{name}": "" for name in kinds if kinds[name] is bool}
+        usage_error(f"unknown flag {flag}; {did_you_mean(flag, helps | negated, '--')}--help lists all flags")
+
+    values = {} if given.config is None else read_config(given.config, helps, kinds)
+    for name, text in vars(given).items():
+        if name != "config":
+            try:
+                values[name] = parse_value(text, kinds[name])
+            except (ValueError, KeyError):
+                usage_error(f"--{name} {text!r}: need {describe(kinds[name])}")
+    try:
+        return Config(**values)
+    except ValueError as error:  # from a __post_init__
+        usage_error(error)
+
+
+def glue_values(argv) -> list:
+    """["--lr", "-1e-4"] -> ["--lr=-1e-4"]: argparse takes -1e-4 and -inf for flags, but ours all have two dashes."""
+    glued = []
+    for arg in argv:
+        is_value = re.match(r"-[^-]", arg) and arg != "-h" and glued and re.fullmatch(r"--[\w-]+", glued[-1])
+        glued[-1:] = [f"{glued[-1]}={arg}"] if is_value else [*glued[-1:], arg]
+    return glued
+
+
+def read_config(path, helps, kinds) -> dict:
+    """Field values of a saved config.json; what does not fit the flags is a usage error."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            saved = json.load(file)
+        if not isinstance(saved, dict):
+            raise ValueError(f"a JSON {type(saved).__name__}")
+    except (OSError, ValueError, RecursionError) as error:
+        usage_error(f"--config {path!r}: {error}; need a config.json that a run has saved")
+    saved.pop("_run", None)  # what save_config() tells about the run; not flags
+    for name, value in saved.items():
+        if name not in helps:
+            usage_error(f"{path}: unknown key {name!r}; {did_you_mean(name, helps, '')}--help lists all names")
+        try:
+            saved[name] = parse_value(spell(value), kinds[name])
+            same_type = isinstance(value, bool) == isinstance(saved[name], bool)  # True == 1 in Python
+            if not same_type or saved[name] != value not in ("inf", "-inf"):
+                raise ValueError
+        except (ValueError, KeyError):
+            usage_error(f"{path}: {name} = {json.dumps(value)}: need {describe(kinds[name])}")
+    return saved
+
+
+def save_config(cfg, path, run: dict):
+    """Writes the flags and, under the reserved key "_run", what else identifies the run. --config reads it."""
+    flags = dataclasses.asdict(cfg)
+    flags |= {k: str(v) for k, v in flags.items() if isinstance(v, float) and math.isinf(v)}  # JSON has no Infinity
+    with open(f"{path}.tmp", "w", encoding="utf-8") as file:
+        json.dump(flags | {"_run": run}, file, indent=2, allow_nan=False)
+    os.replace(f"{path}.tmp", path)
+
+
+def option_groups(Config) -> dict:
+    """{class: its fields}, the recipe's own class first. A subclass may change a default; two groups may not share a name."""
+    fields, owner = {field.name: field for field in dataclasses.fields(Config)}, {}
+    for group in Config.__mro__:
+        for name in inspect.get_annotations(group):
+            if name in ("config", "help"):
+                raise TypeError(f"{group.__qualname__}.{name}: --{name} is reserved, rename the field")
+            if name in fields and not issubclass(owner.setdefault(name, group), group):
+                raise TypeError(f"{owner[name].__qualname__} and {group.__qualname__} both declare --{name}: rename one field")
+    return {group: [fields[name] for name in fields if owner[name] is group] for group in dict.fromkeys(owner.values())}
+
+
+def trailing_comments(group) -> dict:
+    """{field: the comment at the end of its line}; empty where the source is not at hand (python -c, zipped)."""
+    try:
+        source = textwrap.dedent(inspect.getsource(group))
+        tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
+        body = ast.parse(source).body[0].body
+    except (OSError, TypeError, SyntaxError, tokenize.TokenError):
+        return {}
+    comments = {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
+    return {node.target.id: comments.get(node.end_lineno, "") for node in body if isinstance(node, ast.AnnAssign)}
+
+
+def default_of(field):
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def unwrap(kind):
+    """(kind without None, whether None is allowed)"""
+    inner = [k for k in get_args(kind) if k is not type(None)]
+    return (inner[0], True) if type(None) in get_args(kind) else (kind, False)
+
+
+def describe(kind) -> str:
+    """What a flag of this kind takes, for --help and for error lines."""
+    kind, optional = unwrap(kind)
+    if get_origin(kind) is Literal:
+        text = "|".join(map(str, get_args(kind)))
+    elif get_origin(kind) is list:
+        text = describe(get_args(kind)[0]) + ",..."
+    else:
+        text = {int: "integer", float: "number", str: "text", bool: "true|false"}[kind]
+    return text + "|none" * optional
+
+
+def parse_value(text: str, kind):
+    """The value that `text` spells; ValueError or KeyError if it spells none."""
+    kind, optional = unwrap(kind)
+    if optional and text.lower() == "none":
+        return None
+    if get_origin(kind) is list:
+        return [parse_value(item.strip(), get_args(kind)[0]) for item in text.split(",")] if text.strip() else []
+    if get_origin(kind) is Literal:
+        return {str(choice): choice for choice in get_args(kind)}[text]
+    if kind is bool:
+        return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+    value = kind(text)
+    if value != value:  # NaN: no flag means anything by it, and two configs that hold it never compare equal
+        raise ValueError
+    return value
+
+
+def spell(value) -> str:
+    """The text that parse_value() turns back into `value`."""
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
+def did_you_mean(name: str, helps: dict, dashes: str) -> str:
+    """"did you mean --steps? " or "". Tries the name in our spelling, its words in a help text, then similar letters."""
+    wanted = re.sub(r"\W", "_", name.lstrip("-").lower())
+    words = wanted.replace("_", " ").split()
+    hits = {n: sum(len(word) > 2 and word in helps[n].lower() for word in words) for n in helps}
+    found = [n for n in helps if n == wanted]
+    found += sorted((n for n in helps if len(words) > 1 and " ".join(words) in helps[n].lower()), key=len)
+    found += difflib.get_close_matches(wanted, helps, n=1) + sorted(filter(hits.get, hits), key=hits.get, reverse=True)
+    return f"did you mean {dashes}{found[0]}? " if found else ""
+
+
+def override_fields(instance, text: str, flag: str):
+    """A copy of a dataclass instance with the fields of "n_layers=4,dim=512" changed. ValueError for what does not fit."""
+    kinds, changes = get_type_hints(type(instance)), {}
+    for item in filter(None, text.split(",")):
+        name, equals, value = (part.strip() for part in item.partition("="))
+        if not equals or name not in kinds:
+            raise ValueError(f"{flag}: {item.strip()!r} is no field=value; {did_you_mean(name, dict.fromkeys(kinds, ''), '')}"
+                             f"fields are {', '.join(kinds)}")
+        try:
+            changes[name] = parse_value(value, kinds[name])
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{flag}: {name} needs {getattr(kinds[name], '__name__', kinds[name])}, not {value!r}") from None
+    return dataclasses.replace(instance, **changes)

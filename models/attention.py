@@ -1,0 +1,87 @@
+"""The attention kernels: which one runs, what its mask is, and the KV cache. Nothing here knows of other processes.
+
+B batch, T sequence, H query heads, G key/value heads (H a multiple of G), K head_dim, S keys seen so far
+
+A block never builds a mask: it calls `attend(q, k, v)`, which the model makes once per forward with
+`causal_attention(doc_ids)`. That call is the one seam here: context parallelism puts its own maker in its place
+(`model.make_attend`, see parallel.py), and generation hands each block the `attend` of its KVCache.
+"""
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, mask=None, is_causal=False, scale=None) -> Tensor:
+    """Scaled dot-product attention: q (B, H, T, K), k and v (B, G, S, K) -> (B, H, T, K).
+
+    `mask` is boolean, True where a query may look, broadcastable to (B, H, T, S).
+    """
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+@cache
+def compiled_flex_attention():
+    """FlexAttention is only fast, and only lean in memory, when compiled; once per process is enough."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def causal_attention(doc_ids: Tensor | None = None, q_index: Tensor | None = None):
+    """Return attend(q, k, v, scale=None). With doc_ids (B, S), attention stops at document boundaries as well.
+
+    q_index (T,): the positions of the queries, where they are only some of the S positions (context parallelism).
+    """
+    if doc_ids is None:
+        return lambda q, k, v, scale=None: sdpa(q, k, v, is_causal=True, scale=scale)
+
+    S = doc_ids.shape[1]
+    k_index = torch.arange(S, device=doc_ids.device)
+    q_index = k_index if q_index is None else q_index
+    if doc_ids.is_cuda:  # a boolean mask would rule out the flash kernel there and cost B*T*S bytes
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        def same_document(b, h, q, k):
+            return (q_index[q] >= k) & (doc_ids[b, q_index[q]] == doc_ids[b, k])
+
+        block_mask = create_block_mask(same_document, doc_ids.shape[0], None, len(q_index), S, device=doc_ids.device)
+        return lambda q, k, v, scale=None: compiled_flex_attention()(
+            q, k, v, block_mask=block_mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+
+    same = doc_ids[:, q_index, None] == doc_ids[:, None, :]
+    mask = (same & (q_index[:, None] >= k_index))[:, None]  # (B, 1, T, S), made once and shared by all layers
+    return lambda q, k, v, scale=None: sdpa(q, k, v, mask, scale=scale)
+
+
+class KVCache:
+    """Keys and values of one layer, so that generating a token costs one token and not the whole sequence.
+
+    Prompts of different lengths are padded on the left: `start` (B,) is the first real position of each row. All rows
+    then share one `length`. Memory is taken at the first call, when the shapes are known (under TP they are local).
+    """
+
+    def __init__(self, max_len: int, start: Tensor | None = None):
+        self.max_len, self.start, self.length = max_len, start, 0
+        self.k = self.v = None  # (B, G, max_len, K)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale=None) -> Tensor:
+        """Append k, v (B, G, T, K) and attend from q (B, H, T, K) to all that is cached."""
+        if self.k is None:
+            self.k = k.new_zeros(*k.shape[:2], self.max_len, k.shape[3])
+            self.v = v.new_zeros(*v.shape[:2], self.max_len, v.shape[3])
+        begin, end = self.length, self.length + k.shape[2]
+        assert end <= self.max_len, f"KV cache holds {self.max_len} tokens, {end} were given"
+        self.k[:, :, begin:end], self.v[:, :, begin:end] = k, v
+        self.length = end
+        q_index = torch.arange(begin, end, device=q.device)[:, None]  # (T, 1)
+        k_index = torch.arange(end, device=q.device)[None, :]  # (1, S)
+        mask = (k_index <= q_index)[None, None]  # (1, 1, T, S)
+        if self.start is not None:
+            # Padding is hidden, but a padded query still sees itself: a row without any key would be NaN.
+            mask = mask & (k_index >= self.start[:, None, None, None]) | (k_index == q_index)
+        return sdpa(q, self.k[:, :, :end], self.v[:, :, :end], mask, scale=scale)

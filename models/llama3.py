@@ -1,0 +1,246 @@
+"""Llama 3, 3.1 and 3.2: a plain torch model of one file; it builds and runs on a laptop without any process group.
+
+B batch, T sequence (T/cp on this rank), D dim, H heads (H/tp), G key/value heads (G/tp), K head_dim, F ffn_dim (F/tp),
+V vocab (V/tp). Under sequence parallelism the activations between attention and FFN are (B, T/cp/tp, D).
+
+Architecture: The Llama 3 Herd of Models, arXiv:2407.21783. Numbers of the flavors: the config.json of meta-llama's
+Hugging Face repositories.
+"""
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.attention import KVCache, causal_attention
+from models.loss import linear_cross_entropy
+
+
+@dataclass(kw_only=True)
+class Llama3Config:
+    dim: int = 256
+    n_layers: int = 6
+    n_heads: int = 8
+    n_kv_heads: int = 4
+    head_dim: int = 64
+    ffn_dim: int = 512
+    vocab_size: int = 4096
+    norm_eps: float = 1e-5
+    rope_theta: float = 500000.0
+    rope_scaling: dict | None = None  # as in config.json: factor, low_freq_factor, high_freq_factor, original_max_position_embeddings
+    tie_embeddings: bool = False
+    max_seq_len: int = 8192
+
+    @classmethod
+    def from_hf(cls, config_json: dict) -> "Llama3Config":
+        """The config of a Hugging Face folder's config.json, in the spelling of transformers 4 or 5.
+
+        Raises ValueError naming the field that this model cannot represent.
+        """
+        hf = dict(config_json)
+        rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})  # transformers 5 / 4
+        theta = rope.pop("rope_theta", hf.get("rope_theta", 10000.0))
+        rope_type = rope.pop("rope_type", rope.pop("type", "default"))
+        for field, value, wanted in [
+            ("model_type", hf.get("model_type"), "llama"),
+            ("hidden_act", hf.get("hidden_act", "silu"), "silu"),
+            ("attention_bias", hf.get("attention_bias", False), False),
+            ("mlp_bias", hf.get("mlp_bias", False), False),
+            ("rope_type", rope_type if rope_type != "default" else "llama3", "llama3"),
+        ]:
+            if value != wanted:
+                raise ValueError(f"config.json: {field} is {value!r}; models/llama3.py has only {wanted!r}")
+        keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        if rope_type == "llama3" and (missing := [k for k in keys if k not in rope]):
+            raise ValueError(f"config.json: rope scaling 'llama3' lacks {', '.join(missing)}")
+        heads = hf["num_attention_heads"]
+        return cls(
+            dim=hf["hidden_size"],
+            n_layers=hf["num_hidden_layers"],
+            n_heads=heads,
+            n_kv_heads=hf.get("num_key_value_heads") or heads,
+            head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
+            ffn_dim=hf["intermediate_size"],
+            vocab_size=hf["vocab_size"],
+            norm_eps=hf.get("rms_norm_eps", 1e-6),
+            rope_theta=float(theta),
+            rope_scaling={k: rope[k] for k in keys} if rope_type == "llama3" else None,
+            tie_embeddings=hf.get("tie_word_embeddings", False),
+            max_seq_len=hf.get("max_position_embeddings", 2048),
+        )
+
+
+def scaled(factor: float) -> dict:
+    return dict(factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+
+
+_3_1 = partial(Llama3Config, vocab_size=128256, head_dim=128, n_kv_heads=8, rope_scaling=scaled(8.0), max_seq_len=131072)
+_3_2 = partial(_3_1, tie_embeddings=True, rope_scaling=scaled(32.0))  # 3.2 stretches 32x, not 8x: other frequencies everywhere
+FLAVORS = {
+    "debug": Llama3Config(),
+    "1B": _3_2(dim=2048, n_layers=16, n_heads=32, head_dim=64, ffn_dim=8192),
+    "3B": _3_2(dim=3072, n_layers=28, n_heads=24, ffn_dim=8192),
+    "8B": _3_1(dim=4096, n_layers=32, n_heads=32, ffn_dim=14336),
+    "70B": _3_1(dim=8192, n_layers=80, n_heads=64, ffn_dim=28672),
+    "405B": _3_1(dim=16384, n_layers=126, n_heads=128, ffn_dim=53248),
+}
+
+
+def rope_frequencies(config, device) -> Tensor:
+    """(K/2,) radians per position, fp32 (RoPE eq. 34, arXiv:2104.09864), stretched for long context as Llama 3.1 does."""
+    K = config.head_dim
+    freq = config.rope_theta ** (-torch.arange(0, K, 2, dtype=torch.float32, device=device) / K)
+    if config.rope_scaling is None:
+        return freq
+    s = config.rope_scaling
+    original, low, high = s["original_max_position_embeddings"], s["low_freq_factor"], s["high_freq_factor"]
+    wavelength = 2 * math.pi / freq
+    # 0 for wavelengths beyond the trained context (stretched by factor), 1 for short ones (kept), linear between
+    keep = ((original / wavelength - low) / (high - low)).clamp(0, 1)
+    return (1 - keep) * freq / s["factor"] + keep * freq
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding in half-split order, as on disk at Hugging Face. x (B, H, T, K); cos, sin (B or 1, 1, T, K/2) fp32."""
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.wq = nn.Linear(config.dim, config.n_heads * config.head_dim, bias=False)
+        self.wk = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
+        self.wv = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
+        self.wo = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=False)
+
+    def forward(self, x, cos, sin, attend):
+        B, T, _ = x.shape
+        # -1: the number of heads on this rank, H/tp; every head is computed by exactly one TP rank
+        q = self.wq(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, H/tp, T/cp, K)
+        k = self.wk(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, G/tp, T/cp, K)
+        v = self.wv(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, G/tp, T/cp, K)
+        out = attend(rotate(q, cos, sin), rotate(k, cos, sin), v)  # (B, H/tp, T/cp, K)
+        return self.wo(out.transpose(1, 2).reshape(B, T, -1))  # (B, T/cp, D), summed over tp
+
+
+class FeedForward(nn.Module):
+    """SwiGLU, arXiv:2002.05202: w2(silu(w1 x) * w3 x)."""
+
+    def __init__(self, dim, ffn_dim):
+        super().__init__()
+        self.w1 = nn.Linear(dim, ffn_dim, bias=False)
+        self.w2 = nn.Linear(ffn_dim, dim, bias=False)
+        self.w3 = nn.Linear(dim, ffn_dim, bias=False)
+
+    def forward(self, x):
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))  # (B, T/cp, F/tp) inside
+
+
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.attn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attn = Attention(config)
+        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.ffn = FeedForward(config.dim, config.ffn_dim)
+
+    def forward(self, h, cos, sin, attend):
+        h = h + self.attn(self.attn_norm(h), cos, sin, attend)
+        return h + self.ffn(self.ffn_norm(h))
+
+
+class Llama3(nn.Module):
+    """The whole model, or a pipeline stage of it: the same class with the parts that other stages own set to None."""
+
+    def __init__(self, config: Llama3Config):
+        super().__init__()
+        self.config = config
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        self.blocks = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        # tied: the head is the embedding's weight, and there is no second parameter that could drift from it
+        self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
+        # The three seams that parallel.py replaces; see context_parallel and tensor_parallel there.
+        self.make_attend, self.token_loss, self.logits = causal_attention, linear_cross_entropy, F.linear
+
+    def forward(self, tokens, labels=None, positions=None, doc_ids=None, loss_denom=None, cache=None):
+        """tokens (B, T) -> logits (B, T, V) in compute dtype, or with labels (B, T) the scalar sum of token losses / loss_denom.
+
+        positions (B, T) or (1, T), default 0..T-1; doc_ids (B, T) of the whole sequence: attention stays inside a
+        document. cache: from make_cache, for generation. A later pipeline stage takes activations in place of tokens.
+        """
+        h = tokens if tokens.is_floating_point() else self.tok_embeddings(tokens)  # (B, T/cp, D)
+        if positions is None:
+            positions = torch.arange(h.shape[1], device=h.device)[None]
+        angle = positions[:, None, :, None] * rope_frequencies(self.config, h.device)  # (B, 1, T/cp, K/2) fp32
+        cos, sin = angle.cos(), angle.sin()
+        attend = self.make_attend(doc_ids) if cache is None else None
+        for i, block in self.blocks.items():
+            h = block(h, cos, sin, attend or cache[int(i)].attend)
+        if self.norm is None:
+            return h  # the next pipeline stage goes on from here
+        h = self.norm(h)
+        weight = (self.head or self.tok_embeddings).weight  # (V/tp, D)
+        if labels is None:
+            return self.logits(h, weight)
+        return self.token_loss(h, weight, labels, loss_denom)
+
+    def make_cache(self, max_len: int, start: Tensor | None = None) -> list[KVCache]:
+        """One empty KVCache per layer for max_len tokens; start (B,): first real position of each left-padded row."""
+        return [KVCache(max_len, start) for _ in range(self.config.n_layers)]
+
+    def init_std(self, fqn: str) -> float:
+        """Standard deviation of a weight's initial normal distribution; norms start at 1 and are not asked for.
+
+        What is added to the residual stream is scaled down by sqrt(2 L), so that its variance does not grow with depth (GPT-2).
+        """
+        return 0.02 / math.sqrt(2 * self.config.n_layers) if fqn.endswith(("wo.weight", "w2.weight")) else 0.02
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """Forward and backward, PaLM's convention (arXiv:2204.02311, app. B): 6 N + 12 L H K T; lookups are free, the head is not."""
+        c = self.config
+        n = sum(p.numel() for p in self.parameters()) - (0 if c.tie_embeddings else c.vocab_size * c.dim)
+        return 6 * n + 12 * c.n_layers * c.n_heads * c.head_dim * seq_len
+
+    def tp_plan(self) -> dict[str, str]:
+        """fqn pattern -> style of parallel.tensor_parallel. Between blocks, activations are sharded along the sequence."""
+        plan = {
+            "tok_embeddings": "vocab_embedding",
+            "blocks.*.attn_norm": "sequence_norm",
+            "blocks.*.attn": "gather_sequence",
+            "blocks.*.attn.wq": "colwise",
+            "blocks.*.attn.wk": "colwise",
+            "blocks.*.attn.wv": "colwise",
+            "blocks.*.attn.wo": "rowwise",
+            "blocks.*.ffn_norm": "sequence_norm",
+            "blocks.*.ffn": "gather_sequence",
+            "blocks.*.ffn.w1": "colwise",
+            "blocks.*.ffn.w3": "colwise",
+            "blocks.*.ffn.w2": "rowwise",
+            "norm": "sequence_norm",
+        }
+        return plan if self.config.tie_embeddings else plan | {"head": "vocab_head"}
+
+    def hf_keys(self) -> dict[str, str]:
+        """fqn -> name in Hugging Face's files. Pure renames: RoPE is half-split on both sides."""
+        names = {"tok_embeddings.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
+        if not self.config.tie_embeddings:
+            names["head.weight"] = "lm_head.weight"
+        block = {
+            "attn_norm": "input_layernorm",
+            "attn.wq": "self_attn.q_proj",
+            "attn.wk": "self_attn.k_proj",
+            "attn.wv": "self_attn.v_proj",
+            "attn.wo": "self_attn.o_proj",
+            "ffn_norm": "post_attention_layernorm",
+            "ffn.w1": "mlp.gate_proj",
+            "ffn.w2": "mlp.down_proj",
+            "ffn.w3": "mlp.up_proj",
+        }
+        for i in range(self.config.n_layers):
+            names |= {f"blocks.{i}.{ours}.weight": f"model.layers.{i}.{theirs}.weight" for ours, theirs in block.items()}
+        return names

@@ -1,0 +1,1009 @@
+"""Everything that makes one model run on many devices: start-up, mesh, TP, CP, PP, FSDP2, and the sums that keep it exact.
+
+One process drives one device. The processes form a grid with one named axis per kind of parallelism, outermost first:
+
+    pp            pipeline: each rank holds some layers; activations travel between neighbours
+    dp_replicate  copies of the model; gradients are all-reduced between them
+    dp_shard      FSDP: parameters, gradients and optimizer state are sharded; all-gathered when needed
+    cp            context: each rank holds a part of every sequence; FSDP shards over cp as well
+    tp            tensor: each rank holds a part of every matrix, and between blocks a part of the sequence
+
+Whatever the grid, the model trained is the same, because of five rules: the same weights (init_weights), the same data
+(data.py), the same loss (count_tokens, forward_backward), the same gradient norm (clip_grad_norm), the same code path
+(shard wraps the model even on one device).
+"""
+import copy
+import datetime
+import fnmatch
+import hashlib
+import math
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+
+from models.attention import causal_attention, sdpa
+from models.loss import IGNORE, linear_cross_entropy
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+Schedule = Literal[
+    "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+]
+ONE_STAGE_PER_RANK = ("GPipe", "1F1B")
+ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # rank r holds stages r and last-r: the pipeline goes down and comes back
+
+
+@dataclass(kw_only=True)
+class ParallelConfig:
+    dp_replicate: int = 1  # copies of the (sharded) model, gradients all-reduced between them: HSDP, or DDP with dp_shard 1
+    dp_shard: int = -1  # ranks that share one copy of parameters, gradients, optimizer state (FSDP2); -1 = what is left
+    tp: int = 1  # tensor parallelism with sequence parallelism: every matrix is split over this many ranks
+    pp: int = 1  # pipeline parallelism: the layers are split over this many ranks
+    cp: int = 1  # context parallelism: every sequence is split over this many ranks
+    reshard_after_forward: Literal["default", "always", "never"] = "default"  # free a block's weights after its forward; default = always without pp, never with it
+    cpu_offload: bool = False  # keep parameters, gradients and optimizer state in host memory (slow, small)
+    loss_parallel: bool = True  # under tp, split the loss over the vocabulary; off = over the sequence, gathering the head
+    async_tp: bool = False  # overlap tp's communication with its matmuls (CUDA and --compile only)
+    pp_schedule: Schedule = "1F1B"  # order of the micro-batches' forwards and backwards
+    pp_schedule_csv: str = ""  # a schedule of your own: one row per rank, cells like 0F0,0B0 (stage, action, micro-batch)
+    pp_microbatch_size: int = 1  # sequences per micro-batch
+    pp_layers_per_stage: int | None = None  # layers per stage; none = one or two stages per rank, as the schedule needs
+    pp_first_stage_less_layers: int = 1  # the embedding counts as this many layers when stages are balanced
+    pp_last_stage_less_layers: int = 1  # the head and the loss count as this many layers when stages are balanced
+    pp_stage_fqns: str = ""  # explicit split, stages by ';': "tok_embeddings,blocks.0;blocks.1,norm,head"
+    cp_method: Literal["allgather", "alltoall"] = "allgather"  # gather all keys and values, or (Ulysses) trade sequence for heads
+    compute_dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matmuls and activations; auto = bfloat16 where native
+    param_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of the parameters that the optimizer updates
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype in which gradients are summed over ranks
+    ac: Literal["none", "full", "selective", "op", "budget"] = "none"  # recompute activations: all, every k-th block, half the matmuls
+    ac_every: int = 2  # --ac selective: checkpoint every k-th block
+    ac_budget: float = 0.5  # --ac budget: share of the activation memory to keep (0 = recompute all, 1 = keep all)
+    compile: bool = False  # torch.compile each block
+    deterministic: bool = False  # bitwise reproducible kernels, slower on GPUs
+    init_timeout_s: int = 300  # a collective that waits longer than this before or in the first step ends the run
+    train_timeout_s: int = 100  # the same after the first step of this process, when everything is compiled and connected
+
+
+# ---------------------------------------------------------------- layout: the numbers, checked before anything is built
+
+
+@dataclass
+class Layout:
+    """The degrees of all axes, and what follows from them; `connect` adds the device, the process groups and the mesh."""
+
+    cfg: ParallelConfig
+    degrees: dict[str, int]
+    world_size: int
+    local_batch_size: int  # sequences that one data rank runs per forward
+    global_batch_size: int  # sequences per optimizer step, over all data ranks
+    device: torch.device = torch.device("cpu")
+    compute_dtype: torch.dtype = torch.float32
+    rank: int = 0
+    mesh: DeviceMesh | None = None  # pp, dp_replicate, fsdp (= dp_shard x cp), tp
+    axes: DeviceMesh | None = None  # the same ranks with all five axes
+    schedules: dict = field(default_factory=dict)  # pipeline schedules by batch shape
+    loss_denom: Tensor | None = None  # pipeline: tokens of the global batch that is under way
+
+    def __getattr__(self, name):  # layout.tp instead of layout.degrees["tp"]
+        if name in AXES:
+            return self.degrees[name]
+        raise AttributeError(name)
+
+    @property
+    def data_ranks(self) -> int:  # ranks with different sequences
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def data_rank(self) -> int:
+        return self.rank // (self.cp * self.tp) % self.data_ranks
+
+    @property
+    def accumulation(self) -> int:
+        return self.global_batch_size // (self.local_batch_size * self.data_ranks)
+
+    @property
+    def n_microbatches(self) -> int:  # of the pipeline: accumulation is nothing but more micro-batches there
+        return self.accumulation * self.local_batch_size // self.cfg.pp_microbatch_size
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        return self.axes[axis].get_group()
+
+    def coordinate(self, axis: str) -> int:
+        return self.axes[axis].get_local_rank()
+
+    def __str__(self):
+        return " x ".join(f"{a} {n}" for a, n in self.degrees.items() if n > 1) or "one process"
+
+
+def divisors(*numbers) -> str:
+    """'1, 2, 4 or 8': what divides all of the numbers, for error messages."""
+    g = math.gcd(*numbers)
+    fits = [str(d) for d in range(1, g + 1) if g % d == 0]
+    return " or ".join(filter(None, [", ".join(fits[:-1]), fits[-1]]))
+
+
+def check_layout(cfg: ParallelConfig, model_config, *, seq_len, local_batch_size, global_batch_size, device="auto", world_size=None):
+    """The Layout that the flags ask for. Raises ValueError with every violation, each with the values and what to type instead."""
+    world_size = world_size or int(os.environ.get("WORLD_SIZE", 1))
+    degrees = {axis: getattr(cfg, axis) for axis in AXES}
+    errors = [f"--{a} {n} must be at least 1" for a, n in degrees.items() if n < 1 and (a, n) != ("dp_shard", -1)]
+    if errors:
+        raise ValueError("; ".join(errors))
+    others = math.prod(n for a, n in degrees.items() if a != "dp_shard")
+    if degrees["dp_shard"] == -1:
+        degrees["dp_shard"] = world_size // others
+    product = others * degrees["dp_shard"]
+    if product != world_size:
+        equation = f"{'*'.join(AXES)} = {'*'.join(str(getattr(cfg, a)) for a in AXES)}"
+        fix = f"leave out --dp_shard (it becomes {world_size // others})" if world_size % others == 0 else "change a degree"
+        start = product or others
+        raise ValueError(f"{world_size} processes but {equation} needs {start}; {fix} or start {start} processes")
+
+    tp, pp, cp = degrees["tp"], degrees["pp"], degrees["cp"]
+    data_ranks = degrees["dp_replicate"] * degrees["dp_shard"]
+    if local_batch_size < 1:
+        raise ValueError(f"--local_batch_size {local_batch_size} must be at least 1")
+    if global_batch_size == -1:
+        global_batch_size = local_batch_size * data_ranks
+    forward = local_batch_size * data_ranks
+    if global_batch_size < 1 or global_batch_size % forward:
+        near = max(1, round(global_batch_size / forward)) * forward
+        errors.append(
+            f"--global_batch_size {global_batch_size} is not a multiple of --local_batch_size {local_batch_size} x {data_ranks} data "
+            f"rank{'s' * (data_ranks > 1)} = {forward}; use --global_batch_size {near}"
+        )
+    layout = Layout(cfg, degrees, world_size, local_batch_size, global_batch_size, rank=int(os.environ.get("RANK", 0)))
+
+    c = model_config
+    for name, size in [("n_heads", c.n_heads), ("n_kv_heads", c.n_kv_heads), ("ffn_dim", c.ffn_dim)]:
+        if size % tp:
+            errors.append(f"--tp {tp} does not divide {name} {size}; use {divisors(c.n_heads, c.n_kv_heads, c.ffn_dim)}")
+    if seq_len > c.max_seq_len:
+        errors.append(f"--seq_len {seq_len} is longer than the model's max_seq_len {c.max_seq_len}; use --model_args max_seq_len={seq_len}")
+    pieces = (2 * cp if cp > 1 else 1) * tp  # cp cuts a sequence into 2*cp chunks, tp each rank's part into tp
+    if seq_len < 1 or seq_len % pieces:
+        rule = f"{'2*cp' if cp > 1 else '1'}*tp = {pieces}"
+        errors.append(f"--seq_len {seq_len} is not a multiple of {rule}; use --seq_len {max(1, round(seq_len / pieces)) * pieces}")
+    heads, kv_heads = c.n_heads // tp, c.n_kv_heads // tp
+    if cp > 1 and cfg.cp_method == "alltoall" and tp <= c.n_kv_heads and (heads % cp or (kv_heads % cp and cp % kv_heads)):
+        errors.append(f"--cp_method alltoall needs cp {cp} to divide the {heads} heads of a tp rank, and to divide or be a multiple "
+                      f"of its {kv_heads} kv heads; use --cp_method allgather")
+    on_cuda = device == "cuda" or device == "auto" and torch.cuda.is_available()
+    if cfg.async_tp and not (on_cuda and cfg.compile and tp > 1):
+        errors.append("--async_tp works on CUDA with --compile and --tp 2 or more only: it rewrites compiled matmuls; leave it out")
+    if cfg.ac == "budget" and not cfg.compile:
+        errors.append("--ac budget needs --compile: the compiler chooses what to keep; add --compile or use --ac op")
+    if cfg.ac_every < 1 or not 0 <= cfg.ac_budget <= 1:
+        errors.append(f"--ac_every {cfg.ac_every} must be at least 1 and --ac_budget {cfg.ac_budget} between 0 and 1")
+    if pp > 1 and not errors:
+        errors += pipeline_errors(layout, c)
+    if errors:
+        raise ValueError("; ".join(dict.fromkeys(errors)))
+    return layout
+
+
+def pipeline_errors(layout: Layout, model_config) -> list[str]:
+    cfg, pp, name = layout.cfg, layout.pp, layout.cfg.pp_schedule
+    if layout.local_batch_size % cfg.pp_microbatch_size:
+        return [f"--pp_microbatch_size {cfg.pp_microbatch_size} does not divide --local_batch_size {layout.local_batch_size}; "
+                f"use {divisors(layout.local_batch_size)}"]
+    errors, n = [], layout.n_microbatches
+    if cfg.pp_schedule_csv:
+        name = cfg.pp_schedule_csv
+    fewest = {"1F1B": pp, "DualPipeV": 2 * pp}.get(name, 1)
+    if n < fewest:
+        sequences = fewest * cfg.pp_microbatch_size
+        errors.append(f"--pp_schedule {name} with --pp {pp} needs at least {fewest} micro-batches, but there are {n} (local batch x "
+                      f"accumulation / micro-batch size); use --local_batch_size {sequences} or more")
+    if name in ("Interleaved1F1B", "InterleavedZeroBubble") and n % max(1, n // pp):
+        errors.append(f"--pp_schedule {name} needs a number of micro-batches divisible by its {n // pp} rounds, not {n}; use a "
+                      f"multiple of --pp {pp}")
+    if name in ZERO_BUBBLE:
+        if cfg.reshard_after_forward == "always":
+            errors.append(f"--reshard_after_forward always gives wrong gradients with --pp_schedule {name}: its two half backwards "
+                          "would see resharded weights; use never")
+        if cfg.ac != "none":
+            errors.append(f"--ac {cfg.ac} with --pp_schedule {name} would recompute each block many times; use --ac none or 1F1B")
+        if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
+            errors.append(f"--pp_schedule {name} is broken in torch {torch.__version__} (fixed in 2.13); use 1F1B or Interleaved1F1B")
+    try:
+        split = split_stages(cfg, pp, model_config.n_layers)
+    except ValueError as e:
+        return errors + [str(e)]
+    per_rank, single = len(split) / pp, name in ONE_STAGE_PER_RANK
+    wanted = "exactly 1" if single else "exactly 2" if name in V_SHAPED else "2 or more"
+    if not cfg.pp_schedule_csv and (per_rank != int(per_rank) or (single and per_rank != 1) or (name in V_SHAPED and per_rank != 2)
+                                    or (not single and per_rank < 2)):
+        errors.append(f"{len(split)} stages over --pp {pp} ranks, but --pp_schedule {name} needs {wanted} per rank; change "
+                      "--pp_layers_per_stage or --pp_stage_fqns")
+    return errors
+
+
+# ---------------------------------------------------------------- processes: start, agree, stop
+
+
+def connect(layout: Layout, device: str = "auto", seed: int = 0) -> None:
+    """Join the other processes: device, threads, process groups and mesh. Plain `python` is a world of one."""
+    cfg, env = layout.cfg, os.environ
+    local_rank, local_world = int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1))
+    if cfg.deterministic:
+        env["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read when CUDA starts
+        torch.use_deterministic_algorithms(True)
+    if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
+        layout.device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(layout.device)
+        backend, native_bf16 = "cpu:gloo,cuda:nccl", True
+    else:
+        backend, native_bf16 = "gloo", torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        # more threads than cores made a small run 15 times slower
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world))
+    layout.compute_dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}.get(
+        cfg.compute_dtype, torch.bfloat16 if native_bf16 else torch.float32
+    )
+    torch.manual_seed(seed)
+
+    if "RANK" in env:
+        # torchrun keeps one store for all restarts: without a prefix of its own, a restarted rank reads dead addresses
+        is_master = env.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and layout.rank == 0
+        timeout = datetime.timedelta(seconds=cfg.init_timeout_s)
+        store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), layout.world_size, is_master, timeout=timeout)
+        store = dist.PrefixStore("attempt" + env.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        watch_launcher()
+    else:
+        timeout, store = None, dist.HashStore()
+    dist.init_process_group(backend, store=store, rank=layout.rank, world_size=layout.world_size, timeout=timeout)
+    make_mesh(layout)
+
+
+def make_mesh(layout: Layout) -> None:
+    """Lay the ranks out on the named axes: neighbours in rank share tp, the fastest links, and pp crosses the slowest."""
+    fsdp = layout.dp_shard * layout.cp  # cp ranks hold different tokens, so FSDP treats them as data ranks
+    shape, names = (layout.pp, layout.dp_replicate, fsdp, layout.tp), ("pp", "dp_replicate", "fsdp", "tp")
+    layout.mesh = init_device_mesh(layout.device.type, shape, mesh_dim_names=names)
+    layout.axes = layout.mesh._unflatten("fsdp", (layout.dp_shard, layout.cp), ("dp_shard", "cp"))
+
+
+def watch_launcher() -> None:
+    """End this process when its launcher dies: torchrun killed by SIGKILL would leave workers that go on writing checkpoints."""
+    launcher = os.getppid()
+
+    def watch():
+        while os.getppid() == launcher:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def train_timeouts(layout: Layout) -> None:
+    """After the first step of this process nothing slow is left: a collective that hangs now is a fault, and found sooner."""
+    for group in dist.distributed_c10d._world.pg_map:
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=layout.cfg.train_timeout_s), group)
+
+
+class StopSignal:
+    """SIGTERM, SIGINT or SIGUSR1: finish the step, save, exit. A second Ctrl-C, two seconds later, ends the process at once."""
+
+    def __init__(self):
+        self.received, self.at = "", 0.0
+        for s in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(s, self.handle)
+
+    def handle(self, number, frame):
+        # launchers deliver one Ctrl-C or one scancel twice within moments: only a later SIGINT means "now"
+        if number == signal.SIGINT and self.received and time.monotonic() - self.at > 2:
+            os._exit(130)
+        if not self.received:
+            self.received, self.at = signal.Signals(number).name, time.monotonic()
+
+    def agreed(self, layout: Layout) -> bool:
+        """True on every rank at the same step if any rank was signalled: handlers run at different moments on each."""
+        if layout.world_size == 1:
+            return bool(self.received)
+        flag = torch.tensor([int(bool(self.received))])  # on the host, so that no device waits for it
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag.item())
+
+
+def run(main, cfg) -> None:
+    """Run main(cfg) and end the process with the status that tells what happened: 0 done, 2 wrong usage, 1 failure.
+
+    A ValueError before the processes are connected is the user's, shown in one line by rank 0; later it is a failure.
+    """
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun then shows the first rank's traceback instead of just a status
+        from torch.distributed.elastic.multiprocessing.errors import record
+
+        main = record(main)
+    rank, status = int(os.environ.get("RANK", 0)), 0
+    try:
+        main(cfg)
+    except BaseException as e:  # CheckpointException and KeyboardInterrupt are no Exceptions
+        message = " ".join(str(e).split())
+        if isinstance(e, SystemExit):
+            status = e.code if isinstance(e.code, int) else 0 if e.code is None else 1
+        elif isinstance(e, ValueError) and not dist.is_initialized():
+            status = 2
+            if rank == 0:
+                print(f"error: {message}", file=sys.stderr)
+        else:
+            status = 1
+            if not isinstance(e, (ValueError, RuntimeError)) or rank == 0:
+                if not isinstance(e, ValueError):
+                    traceback.print_exc()
+                print(f"error on rank {rank}: {type(e).__name__}: {message}", file=sys.stderr)
+    if status == 0 and dist.is_initialized():
+        disconnect()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # gloo's threads abort now and then in a normal exit, and torchrun would count that as a failure
+
+
+def disconnect() -> None:
+    """Leave together: a rank that ends while another still talks to it makes that one fail."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def check_replicas(stages, layout: Layout, **values) -> None:
+    """All ranks that hold the same part of a parameter must hold the same numbers, and all ranks the same `values`.
+
+    Raises RuntimeError naming the first difference and its rank. Runs once: a wrong seed or file on one node is found
+    here and not a week later.
+    """
+    mine = {(name, 0): repr(value) for name, value in values.items()}
+    for stage in stages:
+        for fqn, p in stage.named_parameters():
+            shape, offset = local_slice(p)
+            bits = local_tensor(p).detach().contiguous().view(torch.int16).long()
+            mine[fqn, (shape, offset)] = (bits * torch.arange(1, bits.numel() + 1, device=bits.device).view_as(bits)).sum().item()
+    everyone = [None] * layout.world_size
+    dist.all_gather_object(everyone, mine)
+    first = {}
+    for rank, theirs in enumerate(everyone):
+        for key, value in theirs.items():
+            owner, expected = first.setdefault(key, (rank, value))
+            if value != expected:
+                raise RuntimeError(f"{key[0]} differs between rank {owner} and rank {rank}: same seed, flags and files on every node?")
+
+
+# ---------------------------------------------------------------- tensor parallelism
+
+
+class GatherSequence(torch.distributed.tensor.parallel.ParallelStyle):
+    """Before attention or FFN: all-gather the sequence, (B, T/tp, D) -> (B, T, D); backward: reduce-scatter."""
+
+    def _apply(self, module, mesh):
+        def gather(module, args):
+            x = DTensor.from_local(args[0], mesh, [Shard(1)], run_check=False)
+            return (x.redistribute(placements=[Replicate()]), *args[1:])
+
+        module.register_forward_pre_hook(gather)
+        return module
+
+
+class VocabEmbedding(RowwiseParallel):
+    """Each rank looks up the tokens of its part of the vocabulary; the sum over ranks leaves sharded along the sequence."""
+
+    def __init__(self):
+        super().__init__(input_layouts=Replicate(), output_layouts=Shard(1))
+
+    def _apply(self, module, mesh):
+        module = super()._apply(module, mesh)
+        # A compiled block cannot take the asynchronous tensor that leaves here, and its wait() would cut the gradient.
+        module.register_forward_hook(lambda module, args, out: out.clone())
+        return module
+
+
+class VocabHead(torch.distributed.tensor.parallel.ParallelStyle):
+    """The head's rows, one part of the vocabulary per rank; vocab_parallel_loss and vocab_parallel_logits multiply with it."""
+
+    def _apply(self, module, mesh):
+        module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0)], src_data_rank=None))
+        return module
+
+
+TP_STYLES = {
+    "colwise": lambda: ColwiseParallel(),  # W (out/tp, in): no communication, the output is this rank's heads or channels
+    "rowwise": lambda: RowwiseParallel(output_layouts=Shard(1)),  # W (out, in/tp): reduce-scatter along the sequence
+    "gather_sequence": lambda: GatherSequence(),
+    # the weight is replicated and sees a part of the tokens: as a DTensor its gradient is summed over tp, which a plain
+    # weight's would not be
+    "sequence_norm": lambda: SequenceParallel(use_local_output=True),
+    "vocab_embedding": VocabEmbedding,
+    "vocab_head": VocabHead,
+}
+
+
+def check_tp_plan(model) -> None:
+    """Every pattern of the plan must name a module of the full model: a misspelt one would silently leave a layer unsharded."""
+    names = [n for n, _ in model.named_modules()]
+    for pattern, style in model.tp_plan().items():
+        if style not in TP_STYLES:
+            raise ValueError(f"tp_plan: {pattern!r} asks for style {style!r}; parallel.TP_STYLES has {', '.join(TP_STYLES)}")
+        if not fnmatch.filter(names, pattern):
+            raise ValueError(f"tp_plan: pattern {pattern!r} matches no module of {type(model).__name__}")
+
+
+def tensor_parallel(stage, layout: Layout) -> None:
+    """Split the matrices over tp as the model's tp_plan says. Per block and direction: 2 all-gathers, 2 reduce-scatters of B*T*D."""
+    if layout.tp == 1:
+        return
+    mesh = layout.mesh["tp"]
+    names = [n for n, _ in stage.named_modules()]
+    plan = {n: style for pattern, style in stage.tp_plan().items() for n in fnmatch.filter(names, pattern)}
+    parallelize_module(stage, mesh, {n: TP_STYLES[style]() for n, style in plan.items()})
+    if layout.cfg.loss_parallel:
+        stage.token_loss = partial(vocab_parallel_loss, mesh=mesh)
+    else:
+        stage.token_loss = partial(gathered_head_loss, mesh=mesh)
+    stage.logits = partial(vocab_parallel_logits, mesh=mesh)
+    if layout.cfg.async_tp:
+        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+        torch._inductor.config._micro_pipeline_tp = True
+        enable_symm_mem_for_group(mesh.get_group().group_name)
+
+
+def vocab_parallel_loss(h, weight, labels, denom, *, mesh) -> Tensor:
+    """linear_cross_entropy with each rank's rows of the head; h (B, T/tp, D). The result is the whole loss on every tp rank."""
+
+    def all_reduce(x, op):
+        dist.all_reduce(x, op=dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM, group=mesh.get_group())
+        return x
+
+    h = AllGather.apply(h, 1, mesh.get_group())  # (B, T, D); backward sums the ranks' gradients of h
+    start = local_slice(weight)[1][0]
+    return linear_cross_entropy(h, weight.to_local(), labels, denom, all_reduce, start)
+
+
+def gathered_head_loss(h, weight, labels, denom, *, mesh) -> Tensor:
+    """--no-loss_parallel: gather the head and compute the loss of this rank's T/tp tokens. The result is this rank's summand."""
+    weight = weight.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+    return linear_cross_entropy(h, weight, labels.chunk(mesh.size(), 1)[mesh.get_local_rank()], denom)
+
+
+def vocab_parallel_logits(h, weight, *, mesh) -> Tensor:
+    """(B, T/tp, D) -> (B, T, V), whole on every rank: for generation and evaluation by hand, not for training."""
+    h = AllGather.apply(h, 1, mesh.get_group())
+    local = torch.nn.functional.linear(h, weight.to_local())  # (B, T, V/tp)
+    shape = torch.Size((*h.shape[:-1], weight.shape[0]))
+    stride = (shape[1] * shape[2], shape[2], 1)
+    return DTensor.from_local(local, mesh, [Shard(2)], run_check=False, shape=shape, stride=stride).full_tensor()
+
+
+# ---------------------------------------------------------------- context parallelism
+
+# torch 2.13 renamed both collectives, 2.11 has only the old names
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class AllGather(torch.autograd.Function):
+    """Concatenate the ranks' x along dim. Backward: every rank used the result, so gradients are summed, and scattered back."""
+
+    @staticmethod
+    def forward(ctx, x, dim, group):
+        ctx.dim, ctx.group = dim, group
+        x = x.movedim(dim, 0).contiguous()
+        out = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
+        all_gather_single(out, x, group=group)
+        return out.movedim(0, dim)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.movedim(ctx.dim, 0).contiguous()
+        out = grad.new_empty(grad.shape[0] // dist.get_world_size(ctx.group), *grad.shape[1:])
+        reduce_scatter_single(out, grad, group=ctx.group)
+        return out.movedim(0, ctx.dim), None, None
+
+
+class AllToAll(torch.autograd.Function):
+    """Piece i of x (split along dim 0 into one piece per rank) goes to rank i. Its own inverse, so also its own backward."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        out = torch.empty_like(x := x.contiguous())
+        dist.all_to_all_single(out, x, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        return AllToAll.apply(grad, ctx.group), None
+
+
+def sequence_index(T: int, cp: int, rank: int) -> Tensor:
+    """Positions of this cp rank: chunks rank and 2cp-1-rank of 2cp. A cheap early chunk and a dear late one: causal attention
+    then costs every rank the same."""
+    chunks = torch.arange(T).chunk(2 * cp)
+    return torch.cat([chunks[rank], chunks[2 * cp - 1 - rank]])
+
+
+def natural_order(x: Tensor, dim: int, cp: int) -> Tensor:
+    """Undo sequence_index on a tensor gathered in rank order: chunk i comes from rank i (first half) or rank 2cp-1-i (second)."""
+    chunks = x.chunk(2 * cp, dim)
+    return torch.cat([chunks[2 * i] for i in range(cp)] + [chunks[2 * i + 1] for i in reversed(range(cp))], dim)
+
+
+def context_parallel(stage, layout: Layout) -> None:
+    """Replace the model's attention by one that sees the keys and values of all cp ranks."""
+    if layout.cp > 1:
+        attend = all_gather_attention if layout.cfg.cp_method == "allgather" else all_to_all_attention
+        stage.make_attend = partial(attend, group=layout.group("cp"))
+
+
+def all_gather_attention(doc_ids=None, *, group):
+    """Gather keys and values, 2*B*T*G*K elements per layer (small under GQA), and attend from this rank's queries."""
+    cp, rank = dist.get_world_size(group), dist.get_rank(group)
+    if doc_ids is not None:
+        doc_attend = causal_attention(doc_ids, sequence_index(doc_ids.shape[1], cp, rank).to(doc_ids.device))
+
+    def attend(q, k, v, scale=None):  # q (B, H, T/cp, K), k and v (B, G, T/cp, K)
+        kv = natural_order(AllGather.apply(torch.cat([k, v], -1), 2, group), 2, cp)  # one collective for both
+        k, v = kv.split([k.shape[-1], v.shape[-1]], -1)  # (B, G, T, K)
+        if doc_ids is not None:
+            return doc_attend(q, k, v, scale=scale)
+        from torch.nn.attention.bias import causal_lower_right
+
+        c, out = q.shape[2] // 2, []
+        for q_chunk, i in zip(q.chunk(2, dim=2), (rank, 2 * cp - 1 - rank), strict=True):
+            end = (i + 1) * c  # chunk i sees the keys of chunks 0..i; the triangle sits in the lower right corner
+            out.append(sdpa(q_chunk, k[:, :, :end], v[:, :, :end], causal_lower_right(c, end), scale=scale))
+        return torch.cat(out, 2)
+
+    return attend
+
+
+def all_to_all_attention(doc_ids=None, *, group):
+    """Ulysses (arXiv:2309.14509): trade a part of every sequence for whole sequences of H/cp heads, and back."""
+    cp = dist.get_world_size(group)
+    attend_whole = causal_attention(doc_ids)
+
+    def heads_to_sequence(x):  # (B, H, T/cp, K) -> (B, H/cp, T, K)
+        B, H, T, K = x.shape
+        x = AllToAll.apply(x.unflatten(1, (cp, H // cp)).transpose(0, 1), group)  # (cp, B, H/cp, T/cp, K), one piece per rank
+        return natural_order(x.permute(1, 2, 0, 3, 4).reshape(B, H // cp, cp * T, K), 2, cp)
+
+    def sequence_to_heads(x):  # (B, H/cp, T, K) -> (B, H, T/cp, K)
+        pieces = [x.index_select(2, sequence_index(x.shape[2], cp, r).to(x.device)) for r in range(cp)]
+        x = AllToAll.apply(torch.stack(pieces), group)  # (cp, B, H/cp, T/cp, K)
+        return x.transpose(0, 1).flatten(1, 2)
+
+    def attend(q, k, v, scale=None):
+        if k.shape[1] % cp:  # fewer kv heads than ranks: every rank gets a copy of the one that its query heads share
+            k, v = (x.repeat_interleave(cp // x.shape[1], dim=1) for x in (k, v))
+        return sequence_to_heads(attend_whole(*map(heads_to_sequence, (q, k, v)), scale=scale))
+
+    return attend
+
+
+# ---------------------------------------------------------------- activation checkpointing, compile
+
+
+def checkpoint_activations(stage, layout: Layout) -> None:
+    """Recompute in the backward instead of keeping: --ac full all of a block, selective every k-th block, op every second matmul."""
+    from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+    cfg = layout.cfg
+    if cfg.ac in ("none", "budget"):
+        return  # the budget is the compiler's business: compile_blocks
+
+    aten = torch.ops.aten
+    attention = [n for n in dir(aten) if re.fullmatch(r"_scaled_dot_product_(flash|efficient|cudnn)_attention(_for_cpu)?", n)]
+    saved = {getattr(aten, n).default for n in attention}
+    # functional collectives of TP: a recomputed reduce-scatter would run on the wire again
+    saved.add(torch.ops._c10d_functional.reduce_scatter_tensor.default)
+
+    def contexts():
+        matmuls = {False: 0, True: 0}  # forward and recomputation count alike, so that they agree which one was kept
+
+        def policy(ctx, op, *args, **kwargs):
+            if op is aten.mm.default:
+                matmuls[ctx.is_recompute] += 1
+                keep = matmuls[ctx.is_recompute] % 2 == 0
+            else:
+                keep = op in saved
+            return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(policy)
+
+    for i, block in stage.blocks.items():
+        if cfg.ac == "selective" and int(i) % cfg.ac_every:
+            continue
+        options = {"context_fn": contexts} if cfg.ac == "op" else {}
+        # wrapping forward, and not the module, leaves every parameter's name as it was; there is no dropout to replay
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **options)
+
+
+def compile_blocks(stage, layout: Layout) -> None:
+    """Compile each block by itself: all blocks share one compilation, and FSDP's hooks stay outside of it."""
+    cfg = layout.cfg
+    if not cfg.compile:
+        return
+    if cfg.ac == "budget":
+        torch._functorch.config.activation_memory_budget = cfg.ac_budget
+    if cfg.pp_schedule in ZERO_BUBBLE and layout.pp > 1:
+        torch._functorch.config.donated_buffer = False  # the split backward reads them twice
+    for block in stage.blocks.values():
+        block.forward = torch.compile(block.forward, fullgraph=layout.cp == 1)
+
+
+# ---------------------------------------------------------------- FSDP2, HSDP, DDP: one wrapper for all
+
+
+def shard(stage, layout: Layout) -> None:
+    """fully_shard every block, then the rest, over (dp_shard x cp), replicated over dp_replicate; also at degree 1, so that mixed
+    precision is the same everywhere. Per block: an all-gather of its weights before use, a reduce-scatter of its gradients."""
+    cfg = layout.cfg
+    mesh = layout.mesh["dp_replicate", "fsdp"] if layout.dp_replicate > 1 else layout.mesh["fsdp"]
+    stage.to(getattr(torch, cfg.param_dtype))
+    options = dict(
+        mesh=mesh,
+        mp_policy=MixedPrecisionPolicy(param_dtype=layout.compute_dtype, reduce_dtype=getattr(torch, cfg.reduce_dtype)),
+    )
+    if cfg.cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+    # Under a pipeline every micro-batch would gather the weights again, and zero-bubble schedules would go wrong (pipeline_errors).
+    reshard = {"always": True, "never": False, "default": layout.pp == 1}[cfg.reshard_after_forward]
+    for block in stage.blocks.values():
+        fully_shard(block, reshard_after_forward=reshard, **options)
+    if stage.tok_embeddings is not None and not stage.config.tie_embeddings:
+        fully_shard(stage.tok_embeddings, reshard_after_forward=reshard, **options)
+    # The root keeps the norm and the head, whose weight the loss uses directly: they are gathered before its forward.
+    fully_shard(stage, reshard_after_forward=False, **options)
+    for module in stage.modules():
+        if isinstance(module, FSDPModule):
+            # the loss is divided by the tokens of the global batch already: gradients are summed, not averaged
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+
+
+def local_tensor(p: Tensor) -> Tensor:
+    return p.to_local() if isinstance(p, DTensor) else p
+
+
+def local_slice(p: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(shape, offset) of this rank's part of a parameter in the whole parameter."""
+    if not isinstance(p, DTensor):
+        return tuple(p.shape), (0,) * p.dim()
+    shape, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
+    return tuple(shape), tuple(offset)
+
+
+def init_weights(stage, layout: Layout, seed: int) -> None:
+    """Allocate the meta parameters on the device and fill them: a function of (seed, fqn) alone, so equal in every layout.
+
+    A parameter is drawn in blocks of rows, each from a generator of its own, and a rank draws only the blocks that it holds
+    a part of: 405B parameters take no longer per rank than their shard, and never more memory than one block.
+    """
+    stage.to_empty(device="cpu" if layout.cfg.cpu_offload else layout.device)
+    norms = {id(m.weight) for m in stage.modules() if isinstance(m, nn.RMSNorm)}
+    for fqn, p in stage.named_parameters():
+        local = local_tensor(p.detach())
+        if id(p) in norms:
+            local.fill_(1.0)
+            continue
+        (rows, *_), (first, *_) = shape, offset = local_slice(p)
+        block = 1 if p.dim() == 3 else 1024  # a stack of experts: one generator per expert
+        rest = tuple(slice(o, o + n) for o, n in zip(offset[1:], shape[1:], strict=True))
+        for b in range(first // block, math.ceil((first + rows) / block) if local.numel() else 0):
+            digest = hashlib.sha256(f"{seed}/{fqn}/{b}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+            begin, end = max(first, b * block), min(first + rows, (b + 1) * block)
+            n = min(block, p.shape[0] - b * block)  # rows of this block in the whole parameter
+            drawn = torch.randn(n, *p.shape[1:], generator=generator)[begin - b * block : end - b * block]
+            local[begin - first : end - first] = drawn[(slice(None), *rest)] * stage.init_std(fqn)
+
+
+# ---------------------------------------------------------------- pipeline parallelism
+
+
+def split_stages(cfg: ParallelConfig, pp: int, n_layers: int) -> list[list[str]]:
+    """Module names of every pipeline stage, in order. Raises ValueError when the layers do not fill the stages."""
+    blocks = [f"blocks.{i}" for i in range(n_layers)]
+    everything = ["tok_embeddings", *blocks, "norm", "head"]
+    if cfg.pp_stage_fqns:
+        split = [[n.strip() for n in stage.split(",")] for stage in cfg.pp_stage_fqns.split(";")]
+        given = [n for stage in split for n in stage]
+        for n in given:
+            if n not in everything:
+                raise ValueError(f"--pp_stage_fqns: {n!r} is no module of the model; use tok_embeddings, blocks.0 .. blocks.{n_layers - 1}, norm, head")
+        if given != everything:
+            wrong = next((a for a, b in zip(everything, given + [None], strict=False) if a != b), given[-1])
+            raise ValueError(f"--pp_stage_fqns must name every module once and in order; {wrong!r} is missing, repeated or misplaced")
+        return split
+    first, last = cfg.pp_first_stage_less_layers, cfg.pp_last_stage_less_layers
+    weight = n_layers + first + last  # the embedding and the head count as layers when the work is balanced
+    if cfg.pp_schedule_csv:
+        n = 1 + max(map(int, re.findall(r"(\d+)[FBIW]", read_csv(cfg.pp_schedule_csv))), default=0)
+    elif cfg.pp_layers_per_stage:
+        n = math.ceil(weight / cfg.pp_layers_per_stage)
+        if n % pp:
+            raise ValueError(f"--pp_layers_per_stage {cfg.pp_layers_per_stage} makes {n} stages of {n_layers} layers, not a multiple of --pp {pp}")
+    else:
+        n = pp if cfg.pp_schedule in ONE_STAGE_PER_RANK else 2 * pp
+    sizes = [weight // n + (i < weight % n) for i in range(n)]
+    sizes[0] -= first
+    sizes[-1] -= last
+    if min(sizes) < (n > n_layers) or min(sizes[1:-1], default=1) < 1 or min(sizes) < 0:
+        raise ValueError(f"{n_layers} layers are too few for {n} pipeline stages; use a smaller --pp or more layers")
+    bounds = [sum(sizes[:i]) for i in range(n + 1)]
+    split = [blocks[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    split[0].insert(0, "tok_embeddings")
+    split[-1] += ["norm", "head"]
+    return split
+
+
+def read_csv(path: str) -> str:
+    try:
+        with open(path) as f:
+            return f.read()
+    except OSError as e:
+        raise ValueError(f"--pp_schedule_csv {path}: {e.strerror}") from None
+
+
+def stage_ids(layout: Layout, n_stages: int, rank: int) -> list[int]:
+    """The stages of a pipeline rank: every pp-th, or for V schedules one on the way down and one on the way back."""
+    if layout.cfg.pp_schedule_csv:
+        row = read_csv(layout.cfg.pp_schedule_csv).splitlines()[rank]
+        return sorted(set(map(int, re.findall(r"(\d+)[FBIW]", row))))
+    if layout.cfg.pp_schedule in V_SHAPED:
+        return [rank, n_stages - 1 - rank]
+    return list(range(rank, n_stages, layout.pp))
+
+
+def pipeline_stages(model, layout: Layout) -> list[nn.Module]:
+    """This rank's stages: copies of the (meta) model without the parts that others hold, names unchanged. [model] without pp."""
+    split = split_stages(layout.cfg, layout.pp, model.config.n_layers) if layout.pp > 1 else [[]]
+    stages = []
+    for i in stage_ids(layout, len(split), layout.coordinate("pp")) if layout.pp > 1 else [0]:
+        stage = model
+        if layout.pp > 1:
+            stage = copy.deepcopy(model)
+            keep = set(split[i])
+            if model.config.tie_embeddings and i == len(split) - 1:
+                keep.add("tok_embeddings")  # the head's weight: a copy, kept equal by sum_tied_gradients
+            for name in ("tok_embeddings", "norm", "head"):
+                if name not in keep:
+                    setattr(stage, name, None)
+            for name in [n for n in stage.blocks if f"blocks.{n}" not in keep]:
+                del stage.blocks[name]
+        stage.index, stage.n_stages = i, len(split)
+        stages.append(stage)
+    return stages
+
+
+def tied_copy(stage):
+    """The last stage's copy of the embedding's weight under pp, or None."""
+    is_copy = stage.index == stage.n_stages - 1 > 0 and stage.tok_embeddings is not None
+    return stage.tok_embeddings.weight if is_copy else None
+
+
+def sum_tied_gradients(stages, layout: Layout) -> None:
+    """Under pp the embedding's weight and its copy in the head each got a part of the gradient: give both the sum."""
+    first = next((s.tok_embeddings.weight for s in stages if s.index == 0 and s.n_stages > 1 and s.config.tie_embeddings), None)
+    last = next((w for s in stages if (w := tied_copy(s)) is not None), None)
+    mine = [local_tensor(w.grad) for w in (first, last) if w is not None]
+    if len(mine) == 2:  # a V schedule: both ends are on this rank
+        mine[0].add_(mine[1])
+        mine[1].copy_(mine[0])
+    elif len(mine) == 1:
+        group = layout.group("pp")
+        ends = dist.get_process_group_ranks(group)
+        peer = ends[-1] if last is None else ends[0]
+        theirs = torch.empty_like(mine[0])
+        ops = [dist.P2POp(dist.isend, mine[0].clone(), peer, group), dist.P2POp(dist.irecv, theirs, peer, group)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        mine[0].add_(theirs)
+
+
+def pipeline_schedule(stages, layout: Layout, T: int):
+    """torch's schedule object for sequences with T tokens on this rank. Built once per shape: its buffers keep the first one."""
+    key = (layout.n_microbatches, T)
+    if key in layout.schedules:
+        return layout.schedules[key]
+    from torch.distributed.pipelining import PipelineStage, schedules
+
+    B, D, device = layout.cfg.pp_microbatch_size, stages[0].config.dim, layout.device
+    # The shapes are given, not inferred: inference runs a real forward on garbage, and resets FSDP's gradients.
+    tokens = torch.empty(B, T, dtype=torch.int64, device=device)
+    h = torch.empty(B, T // layout.tp, D, dtype=layout.compute_dtype, device=device, requires_grad=True)
+    loss = torch.empty((), dtype=torch.float32, device=device, requires_grad=True)
+    parts = [
+        PipelineStage(
+            s, s.index, s.n_stages, device, group=layout.group("pp"),
+            input_args=(tokens if s.index == 0 else h,), output_args=(loss if s.index == s.n_stages - 1 else h,),
+        )
+        for s in stages
+    ]
+    options = dict(
+        n_microbatches=layout.n_microbatches,
+        # the last stage's forward returns the sum of token losses itself, as FSDP has the head's weight at hand only there
+        loss_fn=lambda loss, target: loss / layout.loss_denom,
+        scale_grads=False,  # divided by the tokens of the global batch: dividing by micro-batches as well would be wrong
+    )
+    name = layout.cfg.pp_schedule
+    if layout.cfg.pp_schedule_csv:
+        schedule = schedules._PipelineScheduleRuntime(parts, **options)
+        schedule._load_csv(layout.cfg.pp_schedule_csv, format="compute_only")
+    else:
+        schedule = schedules.get_schedule_class(name)(parts[0] if name in ONE_STAGE_PER_RANK else parts, **options)
+    layout.schedules[key] = schedule
+    return schedule
+
+
+def pipeline_forward(stages, layout: Layout, microbatches: list[dict]) -> Tensor:
+    """Forward only, for evaluation: all micro-batches through each of this rank's stages. Returns the summed loss (0 elsewhere).
+
+    torch's schedule.eval fails on V schedules and on a loss computed inside the stage.
+    """
+    group = layout.group("pp")
+    ranks = dist.get_process_group_ranks(group)
+    owner = {i: r for r in range(layout.pp) for i in stage_ids(layout, stages[0].n_stages, r)}
+    mine, local, sends = layout.coordinate("pp"), {}, []
+    total = torch.zeros((), device=layout.device)
+    for stage in stages:
+        for m, batch in enumerate(microbatches):
+            x = batch["tokens"]
+            if stage.index > 0:
+                x = local.pop((stage.index, m), None)
+                if x is None:
+                    shape = (*batch["tokens"].shape[:1], batch["tokens"].shape[1] // layout.tp, stage.config.dim)
+                    x = torch.empty(shape, dtype=layout.compute_dtype, device=layout.device)
+                    dist.recv(x, ranks[owner[stage.index - 1]], group)
+            out = stage(x, **{k: v for k, v in batch.items() if k != "tokens"})
+            if stage.index == stage.n_stages - 1:
+                total += out
+            elif owner[stage.index + 1] == mine:
+                local[stage.index + 1, m] = out
+            else:
+                out = out.contiguous()
+                sends.append((dist.isend(out, ranks[owner[stage.index + 1]], group), out))  # keep it until it has left
+    for work, _ in sends:
+        work.wait()
+    return total
+
+
+# ---------------------------------------------------------------- one training step
+
+
+def inputs(batch, a: int | None, layout: Layout) -> dict[str, Tensor]:
+    """Keyword arguments of the model for accumulation step a (None: all steps at once): this cp rank's part of each sequence."""
+    pick = (lambda x: x.flatten(0, 1)) if a is None else (lambda x: x[a])
+    out = {"tokens": pick(batch.tokens), "labels": pick(batch.labels), "positions": pick(batch.positions)}  # (B, T)
+    if layout.cp > 1:
+        index = sequence_index(out["tokens"].shape[1], layout.cp, layout.coordinate("cp")).to(out["tokens"].device)
+        out = {k: v.index_select(1, index) for k, v in out.items()}  # (B, T/cp)
+    if batch.doc_ids is not None:
+        out["doc_ids"] = pick(batch.doc_ids)  # whole sequences: a query's keys may be on any rank
+    return out
+
+
+def count_tokens(labels: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """(tokens with a loss in the global batch, of this data rank): the one denominator of every layout. Stays on the device."""
+    mine = (labels != IGNORE).sum()
+    total = mine.clone()
+    dist.all_reduce(total)
+    # every data rank was counted once by each of its pp, cp and tp ranks
+    return (total // (layout.world_size // layout.data_ranks)).clamp(min=1), mine
+
+
+def forward_backward(stages, batch, layout: Layout) -> Tensor:
+    """Gradients of the mean loss over the global batch, complete when this returns. Gives this rank's part for reduce_loss.
+
+    Gradients travel once per step: FSDP's reduce-scatter waits for the last accumulation step.
+    """
+    denom, mine = count_tokens(batch.labels, layout)
+    total = torch.zeros((), device=layout.device)
+    if layout.pp > 1:
+        kwargs = inputs(batch, None, layout)
+        tokens, layout.loss_denom = kwargs.pop("tokens"), denom
+        schedule = pipeline_schedule(stages, layout, tokens.shape[1])
+        args = [tokens] if stages[0].index == 0 else []
+        if any(s.index == s.n_stages - 1 for s in stages):
+            schedule.step(*args, target=kwargs["labels"], losses=(losses := []), return_outputs=False, **kwargs)
+            total = torch.stack(losses).sum().detach()
+        else:
+            schedule.step(*args, return_outputs=False, **kwargs)
+        if stages[0].config.tie_embeddings:
+            sum_tied_gradients(stages, layout)
+    else:
+        model = stages[0]
+        for a in range(batch.tokens.shape[0]):
+            last = a == batch.tokens.shape[0] - 1
+            model.set_requires_gradient_sync(last)
+            model.set_is_last_backward(last)
+            loss = model(**inputs(batch, a, layout), loss_denom=denom)
+            loss.backward()
+            total += loss.detach()
+    if layout.cfg.loss_parallel:
+        total = total / layout.tp  # every tp rank has the whole loss
+    return torch.stack([total, total * denom / mine.clamp(min=1)])
+
+
+def reduce_loss(part: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """(mean loss over the tokens of the global batch, largest mean of one data rank), on every rank."""
+    table = part.new_zeros(2, layout.data_ranks)
+    table[:, layout.data_rank] = part
+    dist.all_reduce(table)
+    return table[0].sum(), table[1].max()
+
+
+@torch.no_grad()
+def evaluate(stages, batches, layout: Layout) -> tuple[float, float | None]:
+    """(loss in nats per token, in bits per byte or None where the bytes are unknown) over all batches of all data ranks."""
+    sums = torch.zeros(3, dtype=torch.float64, device=layout.device)
+    n_bytes_known = True
+    for batch in batches:
+        if layout.pp > 1:
+            kwargs = inputs(batch, None, layout)
+            size = layout.cfg.pp_microbatch_size
+            pieces = [dict(zip(kwargs, v, strict=True)) for v in zip(*(v.split(size) for v in kwargs.values()), strict=True)]
+            loss = pipeline_forward(stages, layout, pieces)
+        else:
+            loss = sum(stages[0](**inputs(batch, a, layout)) for a in range(batch.tokens.shape[0]))
+        sums[0] += loss / (layout.tp if layout.cfg.loss_parallel else 1)
+        # counted by every pp, cp and tp rank of this data rank: taken as a share
+        copies = layout.world_size // layout.data_ranks
+        sums[1] += (batch.labels != IGNORE).sum() / copies
+        n_bytes_known = n_bytes_known and batch.n_bytes is not None
+        sums[2] += (batch.n_bytes or 0) / copies
+    for stage in stages:
+        for module in stage.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # without a backward nothing else frees the gathered weights
+    dist.all_reduce(sums)
+    total, tokens, n_bytes = sums.tolist()
+    return total / max(tokens, 1), total / n_bytes / math.log(2) if n_bytes_known and n_bytes else None
+
+
+def clip_grad_norm(stages, max_norm: float, layout: Layout) -> Tensor:
+    """Scale the gradients so that their norm is at most max_norm; returns the norm before, a 0-d tensor, equal on every rank.
+
+    One rule for every layout: a rank adds the squares of its part of each gradient, divided by the number of ranks that hold
+    the same part; one all-reduce over all ranks gives the square of the norm. Right for parameters on different meshes, for
+    pipeline stages, and for a tied weight that two stages hold (counted once).
+    """
+    squares = torch.zeros((), device=layout.device)
+    grads: list[Tensor] = []
+    groups: dict[int, list[Tensor]] = {}  # number of ranks that hold the same part -> local gradients
+    copies = {id(w) for s in stages if (w := tied_copy(s)) is not None}
+    ranks_per_stage = layout.world_size // layout.pp
+    for stage in stages:
+        for p in stage.parameters():
+            if p.grad is None:
+                continue
+            grads.append(local_tensor(p.grad))
+            replicas = ranks_per_stage
+            if isinstance(p.grad, DTensor):
+                mesh = p.grad.device_mesh
+                sharded = math.prod(mesh.size(i) for i, x in enumerate(p.grad.placements) if not x.is_replicate())
+                replicas = ranks_per_stage // sharded
+            if id(p) not in copies:
+                groups.setdefault(replicas, []).append(grads[-1])
+    for replicas, members in groups.items():
+        norm = torch.nn.utils.get_total_norm([g.float() for g in members])
+        squares += (norm**2 / replicas).to(layout.device)
+    dist.all_reduce(squares)
+    norm = squares.sqrt()
+    if max_norm > 0 and grads:
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(grads, scale.to(grads[0].device))
+    return norm

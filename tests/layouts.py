@@ -1,0 +1,146 @@
+"""What the parallel tests share: a tiny problem, the plain one-process answer, and the same steps on a layout."""
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+import parallel
+from models.llama3 import Llama3, Llama3Config
+from models.loss import IGNORE
+
+LR, SEED, STEPS, T = 1e-3, 3, 3, 16
+SMALL = dict(dim=32, n_layers=4, n_heads=8, n_kv_heads=4, head_dim=8, ffn_dim=64, vocab_size=101, max_seq_len=64)
+
+
+@dataclass
+class Batch:  # the part of data.Batch that parallel.py reads
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    positions: torch.Tensor
+    doc_ids: torch.Tensor | None
+    n_bytes: int | None = None
+
+
+def config(**changes) -> Llama3Config:
+    return Llama3Config(**{**SMALL, **changes})
+
+
+def global_batch(step: int, n: int, doc_mask: bool) -> Batch:
+    """(n, T) sequences with ragged masks: no two sequences have equally many valid tokens, one has none."""
+    g = torch.Generator().manual_seed(100 + step)
+    tokens = torch.randint(0, 101, (n, T), generator=g)
+    labels = torch.randint(0, 101, (n, T), generator=g)
+    for i in range(n):
+        labels[i, : (3 * i + step) % T] = IGNORE
+    labels[n - 1] = IGNORE
+    positions, doc_ids = torch.arange(T).repeat(n, 1), None
+    if doc_mask:
+        doc_ids = (torch.rand(n, T, generator=g) < 0.2).long().cumsum(1)
+        starts = torch.cat([torch.ones(n, 1, dtype=torch.bool), doc_ids.diff(dim=1) > 0], 1)
+        positions = positions - torch.where(starts, positions, 0).cummax(1).values
+    return Batch(tokens, labels, positions, doc_ids)
+
+
+def reference(model_config, n: int, doc_mask=False) -> list[dict]:
+    """STEPS of AdamW on one process in plain torch: no parallel.py, no FSDP, no chunked loss, torch's own clipping."""
+    model = Llama3(model_config)
+    layout = parallel.Layout(parallel.ParallelConfig(), {a: 1 for a in parallel.AXES}, 1, n, n)
+    parallel.init_weights(model, layout, SEED)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    out = []
+    for step in range(STEPS):
+        b = global_batch(step, n, doc_mask)
+        logits = model(b.tokens, positions=b.positions, doc_ids=b.doc_ids).float()
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), b.labels.flatten(), ignore_index=IGNORE)
+        loss.backward()
+        grads = {n: p.grad.clone() for n, p in model.named_parameters()}
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        out.append({"loss": loss.item(), "norm": norm.item(), "grads": grads})
+    b = global_batch(99, n, doc_mask)
+    with torch.no_grad():
+        logits = model(b.tokens, positions=b.positions, doc_ids=b.doc_ids).float()
+        val = torch.nn.functional.cross_entropy(logits.flatten(0, 1), b.labels.flatten(), ignore_index=IGNORE).item()
+    out.append({"val": val, "weights": {n: p.detach().clone() for n, p in model.named_parameters()}})
+    return out
+
+
+def full(t):
+    return (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
+
+
+def build(model_config, flags: dict, n: int, local_batch_size: int):
+    """(stages, layout) as a recipe builds them, in fp32 unless the flags say otherwise."""
+    cfg = parallel.ParallelConfig(**{"compute_dtype": "float32", **flags})
+    layout = parallel.check_layout(
+        cfg, model_config, seq_len=T, local_batch_size=local_batch_size, global_batch_size=n, device="cpu"
+    )
+    if cfg.compute_dtype == "bfloat16":
+        layout.compute_dtype = torch.bfloat16
+    parallel.make_mesh(layout)
+    with torch.device("meta"):
+        model = Llama3(model_config)
+    parallel.check_tp_plan(model)
+    stages = parallel.pipeline_stages(model, layout)
+    for stage in stages:
+        parallel.tensor_parallel(stage, layout)
+        parallel.context_parallel(stage, layout)
+        parallel.checkpoint_activations(stage, layout)
+        parallel.compile_blocks(stage, layout)
+        parallel.shard(stage, layout)
+        parallel.init_weights(stage, layout, SEED)
+    return stages, layout
+
+
+def local_batch(b: Batch, layout) -> Batch:
+    """This data rank's slice, (accumulation, local batch, T)."""
+    size = layout.global_batch_size // layout.data_ranks
+    pick = lambda x: None if x is None else x[layout.data_rank * size :][:size].unflatten(0, (layout.accumulation, -1))  # noqa: E731
+    return Batch(pick(b.tokens), pick(b.labels), pick(b.positions), pick(b.doc_ids))
+
+
+def train(model_config, flags: dict, n: int, local_batch_size: int, doc_mask=False, mutate=None) -> list[dict]:
+    """The same STEPS through parallel.py on this rank's part of the layout. `mutate` seeds a mistake: see test_mutants."""
+    if mutate:
+        mutate()
+    stages, layout = build(model_config, flags, n, local_batch_size)
+    params = [(fqn, p) for s in stages for fqn, p in s.named_parameters()]
+    optimizer = torch.optim.AdamW([p for _, p in params], lr=LR, foreach=True)
+    out = []
+    for step in range(STEPS):
+        loss = parallel.forward_backward(stages, local_batch(global_batch(step, n, doc_mask), layout), layout)
+        loss, _ = parallel.reduce_loss(loss, layout)
+        grads = {fqn: full(p.grad) for fqn, p in params}
+        norm = parallel.clip_grad_norm(stages, 0.5, layout)
+        optimizer.step()
+        optimizer.zero_grad()
+        out.append({"loss": loss.item(), "norm": norm.item(), "grads": grads})
+    val, _ = parallel.evaluate(stages, [local_batch(global_batch(99, n, doc_mask), layout)], layout)
+    out.append({"val": val, "weights": {fqn: full(p) for fqn, p in params}})
+    dist.barrier()
+    return out
+
+
+def first_difference(got: list[dict], want: list[dict], first_grad_only=False) -> str:
+    """'' when a rank's steps equal the reference's within the tolerances of DESIGN, else what differs first, by fqn."""
+    for step, (g, w) in enumerate(zip(got[:-1], want[:-1], strict=True)):
+        if abs(g["loss"] - w["loss"]) > 1e-5:
+            return f"step {step}: loss {g['loss']} instead of {w['loss']}"
+        for fqn, grad in g["grads"].items():
+            if (error := relative(grad, w["grads"][fqn])) > 1e-4:
+                return f"step {step}: gradient of {fqn} off by {error:.1e}"
+        if abs(g["norm"] - w["norm"]) > 2e-5 * w["norm"]:
+            return f"step {step}: grad norm {g['norm']} instead of {w['norm']}"
+    if abs(got[-1]["val"] - want[-1]["val"]) > 2e-5:
+        return f"validation loss {got[-1]['val']} instead of {want[-1]['val']}"
+    for fqn, weight in got[-1]["weights"].items():
+        # AdamW turns a near-zero gradient's rounding into a step of either sign, so weights get room for some of those
+        if (error := (weight - want[-1]["weights"][fqn]).abs().max().item()) > 2 * LR * STEPS * 0.2:
+            return f"weight {fqn} off by {error:.1e}"
+    return ""
+
+
+def relative(a, b) -> float:
+    return ((a - b).norm() / b.norm().clamp(min=1e-8)).item()

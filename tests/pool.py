@@ -1,0 +1,74 @@
+"""A pool of gloo workers, kept for the whole test session: starting processes costs seconds, a layout costs tenths.
+
+    results = pool(4).run(function, arg, ...)     # one result per rank; the function runs on every rank
+
+The function must be importable (top level of a test module). A failure on any rank kills the pool, because gloo cannot be
+used after a mismatch; the next call starts a new one.
+"""
+import atexit
+import functools
+import os
+import queue
+import tempfile
+import traceback
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+TIMEOUT_S = 120
+
+
+def worker(rank, world_size, store_file, tasks, results):
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size))
+    torch.set_num_threads(1)
+    store = dist.FileStore(store_file, world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+    while (task := tasks.get()) is not None:
+        function, args = task
+        try:
+            results.put((rank, None, function(*args)))
+        except BaseException:
+            results.put((rank, traceback.format_exc(), None))
+
+
+class Pool:
+    def __init__(self, world_size: int):
+        context = mp.get_context("spawn")
+        self.world_size, self.results = world_size, context.Queue()
+        self.tasks = [context.Queue() for _ in range(world_size)]
+        store = tempfile.mktemp()
+        args = (world_size, store)
+        self.workers = [
+            context.Process(target=worker, args=(r, *args, self.tasks[r], self.results), daemon=True) for r in range(world_size)
+        ]
+        for w in self.workers:
+            w.start()
+
+    def run(self, function, *args) -> list:
+        for tasks in self.tasks:
+            tasks.put((function, args))
+        out = [None] * self.world_size
+        for _ in range(self.world_size):
+            try:
+                rank, error, result = self.results.get(timeout=TIMEOUT_S)
+            except queue.Empty:
+                error, rank = f"no answer within {TIMEOUT_S} s", "?"
+            if error:
+                self.close()
+                raise RuntimeError(f"{function.__name__}{args} failed on rank {rank} of {self.world_size}:\n{error}")
+            out[rank] = result
+        return out
+
+    def close(self):
+        pool.cache_clear()
+        for w in self.workers:
+            w.kill()
+
+
+@functools.cache
+def pool(world_size: int) -> Pool:
+    p = Pool(world_size)
+    atexit.register(p.close)
+    return p

@@ -1,0 +1,203 @@
+"""metrics.py: the file, the printed line, the peaks, the garbage collector, the curve."""
+import gc
+import json
+import math
+import sys
+
+import pytest
+import torch
+
+import metrics
+from metrics import Metrics, MetricsConfig, loss_curve, peak_flops
+
+KEYS = [
+    "step", "loss", "loss_max", "grad_norm", "lr", "tokens", "tokens_per_second",
+    "mfu", "memory_gib", "step_time_s", "data_time_s", "tokens_hash",
+]
+
+
+def make(out, **options):
+    defaults = dict(rank0=True, world_size=2, device="cpu", flops_per_token=10, first_step=1, steps=10, log_every=1, tokens=0)
+    return Metrics(str(out), MetricsConfig(gc_every=options.pop("gc_every", 0)), **defaults | options)
+
+
+def train(m, steps, loss=lambda step: torch.tensor(8.0 / step)):
+    for step in steps:
+        m.start_step()
+        m.data_done()
+        m.end_step(100)
+        if m.due(step):
+            m.log(step, loss=loss(step), loss_max=loss(step), grad_norm=torch.tensor(0.5), lr=1e-3, tokens_hash=f"h{step}")
+
+
+def strict_lines(out):
+    """The lines as a strict JSON reader sees them: NaN and Infinity, which Python's reader would take, are errors."""
+
+    def refuse(name):
+        raise ValueError(name)
+
+    return [json.loads(text, parse_constant=refuse) for text in open(out / "metrics.jsonl")]
+
+
+def test_line_has_the_contract_keys_and_full_precision(tmp_path, capsys):
+    m = make(tmp_path)
+    third = torch.tensor(1 / 3)
+    train(m, [1, 2], loss=lambda step: third)
+    lines = strict_lines(tmp_path)  # already there before close: every line is flushed
+    m.close()
+    assert [list(line) for line in lines] == [KEYS, KEYS]
+    assert lines[1]["loss"] == third.item() and lines[1]["tokens"] == 200 and lines[1]["tokens_hash"] == "h2"
+    assert lines[1]["mfu"] is None and 0.01 < lines[1]["memory_gib"] < 100
+    assert lines[1]["tokens_per_second"] == pytest.approx(100 / lines[1]["step_time_s"])
+    assert "step 2/10  loss 0.3333  grad_norm 0.500  lr 1.00e-03" in capsys.readouterr().out
+
+
+def test_nan_is_null(tmp_path, capsys):
+    m = make(tmp_path)
+    train(m, [1], loss=lambda step: torch.tensor(math.nan))
+    m.log_val(1, torch.tensor(math.inf), None)
+    m.close()
+    first, val = strict_lines(tmp_path)
+    assert first["loss"] is None and first["grad_norm"] == 0.5
+    assert val == {"step": 1, "val_loss": None, "val_bits_per_byte": None}
+    assert "loss nan" in capsys.readouterr().out
+
+
+def test_extra_fields_and_tokens_go_on_after_resume(tmp_path):
+    m = make(tmp_path, first_step=6, tokens=500)
+    m.start_step()
+    m.end_step(100)
+    extra = {"moe_dead_experts": torch.tensor(3), "moe_load_max_over_mean": 1.5}
+    m.log(6, loss=1.0, loss_max=1.0, grad_norm=1.0, lr=0.1, tokens_hash="", extra=extra)
+    m.close()
+    (line,) = strict_lines(tmp_path)
+    assert line["tokens"] == m.tokens == 600
+    assert line["moe_dead_experts"] == 3 and line["moe_load_max_over_mean"] == 1.5
+
+
+def test_continued_run_drops_the_lines_that_it_does_again(tmp_path):
+    m = make(tmp_path)
+    train(m, range(1, 6))
+    m.log_val(3, 2.5, 1.5)
+    m.log_val(5, 2.0, 1.2)
+    m.close()
+    before = strict_lines(tmp_path)
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 2, "loss": 1.')  # killed in the middle of a line
+    m = make(tmp_path, first_step=4, tokens=300)
+    assert strict_lines(tmp_path) == [line for line in before if line["step"] < 4]
+    train(m, [4])
+    m.close()
+    assert [line["step"] for line in strict_lines(tmp_path)] == [1, 2, 3, 3, 4]
+    assert strict_lines(tmp_path)[-1]["tokens"] == 400
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl"]
+
+
+def test_new_run_in_the_same_folder_keeps_nothing(tmp_path):
+    m = make(tmp_path)
+    m.log_val(0, 8.3)
+    train(m, [1, 2])
+    m.close()
+    make(tmp_path).close()
+    assert strict_lines(tmp_path) == []
+
+
+def test_other_ranks_write_print_and_read_nothing(tmp_path, capsys):
+    m = make(tmp_path / "run", rank0=False)
+    never_read = torch.empty((), device="meta")  # .item() of a meta tensor raises, as a stand-in for waiting on a device
+    train(m, [1, 2], loss=lambda step: never_read)
+    m.log_val(2, never_read)
+    m.close()
+    assert not (tmp_path / "run").exists() and capsys.readouterr().out == "" and m.tokens == 200
+
+
+def test_only_logged_steps_read_the_loss_and_means_cover_the_interval(tmp_path, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: clock[0])
+    m = make(tmp_path, log_every=4, flops_per_token=1e12)
+    m.job_flops = 1e15
+    for step in range(1, 9):
+        m.start_step()
+        clock[0] += 0.5  # data
+        m.data_done()
+        clock[0] += 1.5  # compute
+        m.end_step(1000)
+        if m.due(step):
+            m.log(step, loss=1.0, loss_max=1.0, grad_norm=1.0, lr=0.1, tokens_hash="")
+        clock[0] += 100.0  # validation and checkpoints are no training time
+    m.close()
+    lines = strict_lines(tmp_path)
+    assert [line["step"] for line in lines] == [1, 4, 8]
+    for line in lines:
+        assert (line["step_time_s"], line["data_time_s"], line["tokens_per_second"]) == (2.0, 0.5, 500.0)
+        assert line["mfu"] == 0.5  # 500 tokens/s * 1e12 FLOPs/token of 1e15 FLOP/s
+
+
+@pytest.mark.parametrize("log_every, steps, logged", [(1, 3, [1, 2, 3]), (4, 10, [1, 4, 8, 10]), (0, 5, [1, 5])])
+def test_due(tmp_path, log_every, steps, logged):
+    m = make(tmp_path, log_every=log_every, steps=steps)
+    m.close()
+    assert [step for step in range(1, steps + 1) if m.due(step)] == logged
+
+
+@pytest.mark.parametrize("name, peak", [
+    ("NVIDIA A100-SXM4-80GB", 312e12),
+    ("NVIDIA A100-PCIE-40GB", 312e12),
+    ("NVIDIA H100 80GB HBM3", 989e12),
+    ("NVIDIA H100 PCIe", 756e12),
+    ("NVIDIA H100 NVL", 835e12),
+    ("NVIDIA H200", 989e12),
+    ("NVIDIA H200 NVL", 835e12),
+    ("NVIDIA B200", 2250e12),
+    ("AMD Instinct MI300X", 1307e12),
+    ("NVIDIA GB200", None),
+    ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+    ("NVIDIA GeForce RTX 4090", None),
+    ("Tesla V100-SXM2-32GB", None),
+])
+def test_peak_table(name, peak):
+    assert peak_flops(name) == peak
+
+
+def test_garbage_is_collected_on_schedule_and_the_collector_comes_back(tmp_path, monkeypatch):
+    assert gc.isenabled()
+    collected = []
+    monkeypatch.setattr(gc, "collect", lambda generation=2: collected.append((generation, m.step if collected else None)))
+    m = make(tmp_path, gc_every=3, rank0=False)
+    assert not gc.isenabled()
+    train(m, range(1, 8))
+    m.close()
+    assert gc.isenabled() and collected == [(2, None), (1, 3), (1, 6)]
+    m = make(tmp_path, gc_every=0, rank0=False)
+    assert gc.isenabled()
+    m.close()
+
+
+def test_bar_only_on_a_terminal_and_wiped_before_anything_is_printed(tmp_path, monkeypatch, capsys):
+    m = make(tmp_path / "pipe")
+    train(m, [1])
+    m.close()
+    assert "\r" not in capsys.readouterr().out
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    m = make(tmp_path / "terminal", log_every=2)
+    train(m, [1, 2, 3])
+    out = capsys.readouterr().out
+    assert "step 2/10 [###..." in out
+    assert all(piece.rsplit("\r\033[K")[-1].startswith("step") for piece in out.split("\n")[:-1])
+    assert out.endswith("\r\033[K")
+    m.close()
+
+
+def test_loss_curve():
+    lines = [{"step": step, "loss": 8.0 - step / 25} for step in range(1, 101)]
+    lines += [{"step": step, "val_loss": 9.0 - step / 25} for step in (50, 100)] + [{"step": 101, "loss": None}]
+    picture = loss_curve(lines).split("\n")
+    assert "training" in picture[0] and "validation" in picture[0]
+    body = picture[1:13]
+    assert len(body) == 12 and all(len(row) <= 71 for row in picture)
+    assert body[0].split("|")[0].strip() == "7.960" and body[0].split("|")[1][0] == "."  # begins at the top left
+    assert body[-1].split("|")[0].strip() == "4.000" and body[-1].endswith(".")  # ends at the bottom right
+    assert sum(row.count("o") for row in body) == 2
+    assert picture[-1].split() == ["step", "1", "100"]
+    assert "fewer than two" in loss_curve(lines[:1])
+    assert loss_curve([{"step": 1, "loss": 2.0}, {"step": 2, "loss": 2.0}])  # a flat line has no height to divide by
