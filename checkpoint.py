@@ -353,7 +353,7 @@ def serve_writes(pipe):
             return
         planner.resolve_data = lambda item, tensors=tensors: tensors[item.index]
         try:
-            pipe.send(writer(folder).write_data(plan, planner).value())
+            pipe.send(writer(folder, per_thread_copy_ahead=0).write_data(plan, planner).value())  # 0: nothing is on a GPU here
         except Exception as error:
             pipe.send(error)
         del tensors

@@ -22,6 +22,7 @@ import os
 import re
 import sys
 import textwrap
+import time
 import tokenize
 from typing import Literal, NoReturn, get_args, get_origin, get_type_hints
 
@@ -30,6 +31,8 @@ def usage_error(message) -> NoReturn:
     """One line on stderr (all ranks see the same command line, so only rank 0 speaks), then exit status 2."""
     if os.environ.get("RANK", "0") == "0":
         print("error:", " ".join(str(message).splitlines()), file=sys.stderr, flush=True)
+    else:
+        time.sleep(5)  # torchrun ends all ranks when the first one ends: that must not be before rank 0 has spoken
     raise SystemExit(2)
 
 
@@ -53,7 +56,8 @@ def parse_config(Config, argv=None):
     parser = Parser(usage=argparse.SUPPRESS, description=(recipe and recipe.__doc__ or "").strip())
     parser.add_argument("--config", metavar="FILE", help="config.json of a saved run to start from; other flags override it")
     for group, fields in option_groups(Config).items():
-        section, comments = parser.add_argument_group(f"{group.__module__}.{group.__name__}"), trailing_comments(group)
+        title = f"{group.__module__}.{group.__name__}".removeprefix("__main__.")
+        section, comments = parser.add_argument_group(title), trailing_comments(group)
         for field in fields:
             name, is_bool, default = field.name, kinds[field.name] is bool, spell(default_of(field)) or '""'
             helps[name] = comments.get(name, "")
@@ -201,7 +205,8 @@ def did_you_mean(name: str, helps: dict, dashes: str) -> str:
     hits = {n: sum(len(word) > 2 and word in helps[n].lower() for word in words) for n in helps}
     found = [n for n in helps if n == wanted]
     found += sorted((n for n in helps if len(words) > 1 and " ".join(words) in helps[n].lower()), key=len)
-    found += difflib.get_close_matches(wanted, helps, n=1) + sorted(filter(hits.get, hits), key=hits.get, reverse=True)
+    found += difflib.get_close_matches(wanted, helps, n=1) + [word for word in words if word in helps]
+    found += sorted((n for n in helps if 2 * hits[n] > len(words)), key=hits.get, reverse=True)
     return f"did you mean {dashes}{found[0]}? " if found else ""
 
 

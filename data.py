@@ -27,7 +27,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,9 +70,9 @@ class Piece(NamedTuple):
     closed: bool  # a document ends here; else (a long .txt) the next piece goes on with it
 
 
-def cut_into_pieces(paths: list) -> list:
+def cut_into_pieces(paths: list, eot_text: str) -> list:
     """Many documents (lines of a .jsonl) are split by hash, so that validation is like training; else the tail validates."""
-    pieces = []
+    pieces, newline = [], re.compile(b"\n(?!%s)" % re.escape(eot_text.encode()))  # an eot stays with the document it ends
     for path in paths:
         if path.suffix not in (".txt", ".jsonl") or not path.is_file():
             raise ValueError(f'{path}: need a .txt file, or a .jsonl file with a JSON object {{"text": ...}} per line')
@@ -85,7 +85,7 @@ def cut_into_pieces(paths: list) -> list:
             border = size if by_hash else tail_border(text, is_jsonl)
             for split, start, end in ("hash" if by_hash else "train", 0, border), ("val", border, size):
                 while start < end:
-                    stop = text.find(b"\n", start + chunk, end) + 1 or end
+                    stop = found.end() if (found := newline.search(text, start + chunk, end)) else end
                     pieces.append(Piece(path, start, stop, split, is_jsonl or stop == end))
                     start = stop
     return pieces
@@ -95,9 +95,11 @@ def tail_border(text: mmap.mmap, is_jsonl: bool) -> int:
     """Where the last 20th of a text begins: at a line, or, where a .txt has no lines thereabouts, at a character."""
     border = len(text) - len(text) // VAL_PART
     line = text.rfind(b"\n", 0 if is_jsonl else border - border // VAL_PART, border) + 1
-    while not line and border < len(text) and (is_jsonl or text[border] & 0xC0 == 0x80):  # 10xxxxxx: inside a UTF-8 character
+    if line or is_jsonl:
+        return line or len(text)  # a single JSON object: nothing to validate on
+    while border < len(text) and text[border] & 0xC0 == 0x80:  # 10xxxxxx: inside a UTF-8 character
         border += 1
-    return line or border
+    return border
 
 
 def read_documents(piece: Piece, eot_text: str):
@@ -164,8 +166,11 @@ def find_tokenizer(path: str, eot: str = ""):
         raise ValueError(f"--tokenizer {path}: need a tokenizer.json, or a folder that holds one")
     tokenizer, names, config = load_tokenizer(file), [eot] if eot else list(EOT_NAMES), file.with_name("tokenizer_config.json")
     if config.is_file() and not eot:
-        eos = json.loads(config.read_text("utf-8")).get("eos_token") or ""
-        names.append(eos["content"] if isinstance(eos, dict) else eos)
+        try:
+            eos = json.loads(config.read_text("utf-8")).get("eos_token") or ""
+            names.append(eos["content"] if isinstance(eos, dict) else eos)
+        except (ValueError, KeyError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{config} is damaged ({error!r})") from None
     special = {token.content for token in tokenizer.get_added_tokens_decoder().values()}  # a BPE may know "</s>" as HTML
     eot_id = next((tokenizer.token_to_id(name) for name in names if name in special or name == eot), None)
     if eot_id is None:
@@ -177,11 +182,11 @@ def find_tokenizer(path: str, eot: str = ""):
     return file, eot_id, vocab_size
 
 
-def train_tokenizer(pieces: list, file: Path):
+def train_tokenizer(path: Path, file: Path):
     """Byte-level BPE of 4096 ids, or fewer where a short text has no more pairs that occur twice."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    texts, size = [], 0
+    texts, size, pieces = [], 0, cut_into_pieces([path], EOT_NAMES[0])
     for split, text, _ in (document for piece in pieces for document in read_documents(piece, EOT_NAMES[0])):
         if split == "train":
             texts.extend(cut_at_lines(text))
@@ -231,11 +236,6 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def say(text: str, end="\n"):
-    if os.environ.get("RANK", "0") == "0":
-        print(text, end=end, file=sys.stderr, flush=True)
-
-
 def intact_shard(path: Path, made_from: bytes):
     """The index entry of a shard that was made from this and has the right checksum, else None."""
     if not path.is_file() or path.stat().st_size < HEADER.size:
@@ -283,7 +283,7 @@ def build_shards(paths: list, tokenizer: tuple, folder: Path, workers: int = 1):
 
     tokenizer: from find_tokenizer(). workers: processes; 1 = here, with the threads of the `tokenizers` library."""
     tokenizer_file, eot, vocab_size = tokenizer
-    pieces = cut_into_pieces(paths)
+    pieces = cut_into_pieces(paths, load_tokenizer(tokenizer_file).id_to_token(eot))
     source = {"inputs": [[path.name, path.stat().st_size] for path in paths], "tokenizer": sha256_file(tokenizer_file)}
     if (folder / "index.json").exists() and ((old := read_index(folder))["source"], old["eot"]) != (source, eot):
         raise ValueError(f"{folder} holds shards that were made from other files or with another tokenizer; name a new --out")
@@ -299,12 +299,20 @@ def build_shards(paths: list, tokenizer: tuple, folder: Path, workers: int = 1):
         for done, entries in enumerate(do(job, pieces, range(len(pieces))), 1):
             for split, entry in entries.items():
                 splits[split].append(entry)
-            if sys.stderr.isatty() or done == len(pieces):
-                bar = "#" * (30 * done // len(pieces))
-                say(f"\rtokenizing [{bar:30}] {done}/{len(pieces)}", end="\n" if done == len(pieces) else "")
-    index = {"version": VERSION, "vocab_size": vocab_size, "eot": eot, "source": source, "splits": splits,
-             "documents": {split: sum(entry["documents"] for entry in splits[split]) for split in splits}}
+            if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
+                bar, end = "#" * (30 * done // len(pieces)), "\n" * (done == len(pieces))
+                print(f"\rtokenizing [{bar:30}] {done}/{len(pieces)}", end=end, file=sys.stderr, flush=True)
+    index = {"version": VERSION, "vocab_size": vocab_size, "eot": eot, "source": source, "documents": count_documents(splits),
+             "splits": splits}
     write_file(folder / "index.json", json.dumps({"sha256": data_hash(index), **index}, indent=1).encode())
+    listed = {entry["name"] for entry in chain(*splits.values())}
+    for path in folder.iterdir():  # what is left of an interrupted run
+        if re.fullmatch(r"(train|val)-\d+\.bin(\.tmp-\d+)?", path.name) and path.name not in listed:
+            path.unlink()
+
+
+def count_documents(splits: dict) -> dict:
+    return {split: sum(entry["documents"] for entry in entries) for split, entries in splits.items()}
 
 
 def data_hash(index: dict) -> str:
@@ -318,13 +326,13 @@ def read_index(folder: Path) -> dict:
         index = json.loads((folder / "index.json").read_text("utf-8"))
         if index["version"] != VERSION:
             raise ValueError(f"format version {index['version']}, need {VERSION}")
-        for entry in index["splits"]["train"] + index["splits"]["val"]:
+        for entry in chain(*index["splits"].values()):
             if not re.fullmatch(r"(train|val)-\d+\.bin", entry["name"]):
                 raise ValueError(f"{entry['name']!r} is not the name of a shard")
             if min(entry["tokens"], entry["documents"], index["eot"], index["vocab_size"] - index["eot"] - 1) < 0:
                 raise ValueError("impossible numbers")
-        if index["sha256"] != data_hash(index):
-            raise ValueError("its checksums do not fit together")
+        if index["sha256"] != data_hash(index) or index["documents"] != count_documents(index["splits"]):
+            raise ValueError("its checksums and counts do not fit together")
         return index
     except FileNotFoundError:
         raise ValueError(f"{folder}: no index.json, so it is not a folder of finished token shards; make one: "
@@ -344,8 +352,8 @@ def open_shard(folder: Path, entry: dict, index: dict) -> np.ndarray:
     wanted = [index["vocab_size"], index["eot"], entry["tokens"], entry["documents"]]
     if (magic, version, numbers) != (MAGIC, VERSION, wanted) or itemsize != (2 if index["vocab_size"] <= 65536 else 4):
         raise ValueError(f"{path}: its header is damaged or belongs to other data; {cure}")
-    if (size := path.stat().st_size) != HEADER.size + itemsize * entry["tokens"]:
-        needed = HEADER.size + itemsize * entry["tokens"]
+    size, needed = path.stat().st_size, HEADER.size + itemsize * entry["tokens"]
+    if not size == needed == entry["bytes"]:
         raise ValueError(f"{path} is {'truncated' if size < needed else 'too long'}: {size} bytes, need {needed}; {cure}")
     return np.memmap(path, f"<u{itemsize}", "r", HEADER.size) if entry["tokens"] else np.empty(0, f"<u{itemsize}")
 
@@ -359,7 +367,7 @@ def find_damage(folder: Path) -> list:
     tokenizer = folder / "tokenizer.json"
     if not tokenizer.is_file() or sha256_file(tokenizer) != index["source"]["tokenizer"]:
         problems.append(f"{tokenizer} is missing or changed")
-    for entry in index["splits"]["train"] + index["splits"]["val"]:
+    for entry in chain(*index["splits"].values()):
         try:
             tokens, path = open_shard(folder, entry, index), folder / entry["name"]
         except ValueError as error:
@@ -385,7 +393,7 @@ def stdlib_files() -> list:
     for folder, folders, names in os.walk(root):
         folders[:] = sorted(set(folders) - STDLIB_SKIPPED)
         found += [Path(folder, name) for name in sorted(set(names) - STDLIB_SKIPPED)
-                  if name.endswith(".py") and not name.startswith("_sysconfigdata")]
+                  if name.endswith(".py") and not name.startswith("_sysconfigdata") and Path(folder, name).is_file()]
     if (size := sum(path.stat().st_size for path in found)) < 2_000_000:
         raise ValueError(f"--data stdlib: this Python comes without its sources ({size / 1e6:.1f} MB in {root}); train on your "
                          "own text with --data FILE.txt")
@@ -427,15 +435,15 @@ def cached_corpus(data: str, tokenizer: str, cache_dir: str) -> Path:
         if data == "stdlib":
             collect_stdlib(paths, cache / "stdlib.jsonl")
             paths = [cache / "stdlib.jsonl"]
-        pieces, found = cut_into_pieces(paths), find_tokenizer(tokenizer) if tokenizer else None
+        found = find_tokenizer(tokenizer) if tokenizer else None
         key = (VERSION, sha256_file(paths[0]), (sha256_file(found[0]), *found[1:]) if found else BPE_VOCAB)
         folder = cache / f"{paths[0].stem}-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
         if not (folder / "index.json").is_file():
-            say(f"{data}: {paths[0].stat().st_size / 1e6:.1f} MB of text, tokenized once into {folder}")
+            if os.environ.get("RANK", "0") == "0":
+                print(f"{data}: {paths[0].stat().st_size / 1e6:.1f} MB of text, tokenized once into {folder}", flush=True)
             folder.mkdir(exist_ok=True)
             if not found:
-                say(f"training a byte-level BPE of {BPE_VOCAB} ids on it")
-                train_tokenizer(pieces, folder / "tokenizer.json")
+                train_tokenizer(paths[0], folder / "tokenizer.json")
                 found = find_tokenizer(str(folder))
             build_shards(paths, found, folder)
         link.unlink(missing_ok=True)  # it may lead to a folder that somebody deleted
@@ -486,7 +494,7 @@ class TokenData:
 
     def __init__(self, folder: Path, seq_len: int, data_seed: int = 0, doc_mask: bool = False):
         index, tokenizer_file = read_index(folder), folder / "tokenizer.json"
-        splits, tokenizer_sha256 = index["splits"], index["source"]["tokenizer"]
+        splits, tokenizer_sha256 = index["splits"].items(), index["source"]["tokenizer"]
         tokenizer_json = tokenizer_file.read_bytes() if tokenizer_file.is_file() else b""
         if tokenizer_json and hashlib.sha256(tokenizer_json).hexdigest() != tokenizer_sha256:
             raise ValueError(f"{tokenizer_file} is not the tokenizer that these shards were made with; make the shards again")
@@ -494,13 +502,10 @@ class TokenData:
         self.vocab_size, self.eot = index["vocab_size"], index["eot"]
         self.tokenizer_file = str(tokenizer_file) if tokenizer_json else None
         self.token_bytes = bytes_of_tokens(tokenizer_json, self.vocab_size) if tokenizer_json else None
-        self.shards = {split: [open_shard(folder, entry, index) for entry in entries] for split, entries in splits.items()}
+        self.shards = {split: [open_shard(folder, entry, index) for entry in entries] for split, entries in splits}
         self.ends = {split: np.cumsum([len(shard) for shard in shards]) for split, shards in self.shards.items()}
         n_tokens, n_val_tokens = (sum(map(len, self.shards[split])) for split in ("train", "val"))
         self.n_samples, self.n_val_samples = (n_tokens - 1) // seq_len, -(-max(0, n_val_tokens - 1) // seq_len)
-        if self.n_samples < 1:
-            raise ValueError(f"{n_tokens} training tokens in {folder} are fewer than a sequence and its last label, --seq_len "
-                             f"{seq_len} + 1; take a longer text or --seq_len {max(1, n_tokens - 1)}")
         self.fingerprint = {"data_sha256": index["sha256"], "n_tokens": n_tokens, "tokenizer_sha256": tokenizer_sha256,
                             "seq_len": seq_len, "data_seed": data_seed, "doc_mask": doc_mask}
 
@@ -515,8 +520,8 @@ class TokenData:
                 row[:len(part)] = part
                 row, position = row[len(part):], position + len(part)
         if out.max(initial=0) >= self.vocab_size:
-            raise ValueError(f"{self.folder} is damaged: token id {out.max()}, but the vocabulary ends at {self.vocab_size - 1}; "
-                             f"see python data.py check {self.folder}")
+            raise ValueError(f"{self.folder} is damaged: token id {out.max()} in a vocabulary of {self.vocab_size}; see "
+                             f"python data.py check {self.folder}")
         return out
 
     def arrays(self, windows: np.ndarray):
@@ -530,7 +535,8 @@ class TokenData:
         start = np.maximum.accumulate(np.where(begins, positions, 0), axis=1)
         return tokens, np.where(is_eot, -100, labels), positions - start, np.cumsum(begins, axis=1)
 
-    def batches(self, first_sample: int, global_batch_size: int, local_batch_size: int, data_rank: int, data_ranks: int, device):
+    def batches(self, first_sample: int, global_batch_size: int, local_batch_size: int, data_rank: int, data_ranks: int,
+                device: torch.device | str):
         """Endless iterator of Batch from cursor first_sample on. Rank r has sequences r*A*B .. (r+1)*A*B of a global batch."""
         if global_batch_size < 1 or global_batch_size % (local_batch_size * data_ranks):
             raise ValueError(f"--global_batch_size {global_batch_size} is not a multiple of --local_batch_size x data ranks = "
@@ -552,7 +558,7 @@ class TokenData:
 
         return prefetch(make(), torch.device(device))
 
-    def val_batches(self, n_sequences: int, local_batch_size: int, data_rank: int, data_ranks: int, device):
+    def val_batches(self, n_sequences: int, local_batch_size: int, data_rank: int, data_ranks: int, device: torch.device | str):
         """Iterator of Batch (A = 1) over n_sequences validation windows, or all if there are fewer: the same in every layout
         and for every data_seed. Every rank gets as many batches; where the sequences do not divide, the rest has no labels."""
         n, rows = min(n_sequences, self.n_val_samples), local_batch_size * data_ranks
@@ -602,7 +608,8 @@ def prefetch(batches, device: torch.device):
     def close():
         stop.set()
         free.release()
-        thread.join()
+        if threading.current_thread() is not thread:  # the garbage collector may run anywhere
+            thread.join()
 
     thread = threading.Thread(target=work, name="prefetch", daemon=True)
     thread.start()
@@ -633,10 +640,15 @@ def open_data(cfg: DataConfig, seq_len: int) -> TokenData:
             folder = Path(cfg.data)
             if cfg.tokenizer and sha256_file(find_tokenizer(cfg.tokenizer)[0]) != read_index(folder)["source"]["tokenizer"]:
                 raise ValueError(f"--tokenizer {cfg.tokenizer} is not the one that {folder} was made with; leave it out")
-        return TokenData(folder, seq_len, cfg.data_seed, cfg.doc_mask)
+        data = TokenData(folder, seq_len, cfg.data_seed, cfg.doc_mask)
     except OSError as error:
         raise ValueError(f"{error.filename}: {error.strerror}; --data must be readable and --cache_dir "
                          f"{cache_folder(cfg.cache_dir)} writable") from error
+    if data.n_samples < 1:
+        n_tokens = data.fingerprint["n_tokens"]
+        raise ValueError(f"--data {cfg.data}: {n_tokens} training tokens, but one sequence with its last label needs --seq_len "
+                         f"{seq_len} + 1; take a longer text or --seq_len {max(1, n_tokens - 1)}")
+    return data
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -179,13 +179,17 @@ class TextStream:
 
 
 def continue_texts(model, tokenizer, eot, texts: list[str], max_new_tokens: int, show=None, **options) -> list[str]:
-    """What the model writes after each text; show(piece) is called with the pieces of the first as they come."""
+    """What the model writes after each text. show(piece) gets the first text and what follows it, as it comes."""
     # no beginning-of-text token: training text has none; an empty text is the beginning of a document, which follows an eot
     prompts = [tokenizer.encode(text, add_special_tokens=False).ids or [eot] * (eot is not None) for text in texts]
     stream = TextStream(tokenizer)
-    on_token = show and (lambda row, token: row == 0 and show(stream.push(token)))
+
+    def on_token(row, token):
+        if row == 0 and show is not None:
+            show(stream.push(token) if stream.ids else texts[0] + stream.push(token))
+
     new = generate(model, prompts, max_new_tokens, eot=eot, stream=on_token, **options)
-    if show:
+    if show is not None:
         show(stream.push(None))
     return [tokenizer.decode(ids) for ids in new]
 
@@ -197,8 +201,9 @@ def print_sample(run: str, n_params: int, prompt="def ", max_new_tokens=120):
         print(f"for a sample: {command}")  # loading it here would keep all devices waiting
         return
     try:
-        parts = open_checkpoint(run, "cuda" if torch.cuda.is_available() else "cpu")
-        (text,) = continue_texts(*parts, [prompt], max_new_tokens, temperature=0.8, top_p=0.95)
+        model, tokenizer, eot = open_checkpoint(run, "cuda" if torch.cuda.is_available() else "cpu")
+        max_new_tokens = min(max_new_tokens, model.config.max_seq_len // 2)
+        (text,) = continue_texts(model, tokenizer, eot, [prompt], max_new_tokens, temperature=0.8, top_p=0.95)
         print(f"checkpoint: {step_folders(run)[0][1]}\nsample (for others: {command}):\n\n{prompt}{text}", flush=True)
     except Exception as error:
         print(f"no sample: {error}", flush=True)
@@ -218,7 +223,6 @@ def main(argv: list[str]):
             raise ValueError("--device cuda: torch finds no GPU here; use --device cpu")
         parts = open_checkpoint(cfg.checkpoint, device)
         if len(texts) == 1:
-            print(texts[0], end="", flush=True)
             continue_texts(*parts, texts, cfg.max_new_tokens, partial(print, end="", flush=True), **options)
             print()
         else:

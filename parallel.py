@@ -36,7 +36,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.nn.attention.bias import causal_lower_right
 
+from config import usage_error
 from models.attention import causal_attention, sdpa
 from models.loss import IGNORE, linear_cross_entropy
 
@@ -56,7 +58,7 @@ class ParallelConfig:
     tp: int = 1  # tensor parallelism with sequence parallelism: every matrix is split over this many ranks
     pp: int = 1  # pipeline parallelism: the layers are split over this many ranks
     cp: int = 1  # context parallelism: every sequence is split over this many ranks
-    reshard_after_forward: Literal["default", "always", "never"] = "default"  # free a block's weights after its forward; default = always without pp, never with it
+    reshard_after_forward: Literal["default", "always", "never"] = "default"  # free a block's weights after forward; default = not under pp
     cpu_offload: bool = False  # keep parameters, gradients and optimizer state in host memory (slow, small)
     loss_parallel: bool = True  # under tp, split the loss over the vocabulary; off = over the sequence, gathering the head
     async_tp: bool = False  # overlap tp's communication with its matmuls (CUDA and --compile only)
@@ -67,14 +69,16 @@ class ParallelConfig:
     pp_first_stage_less_layers: int = 1  # the embedding counts as this many layers when stages are balanced
     pp_last_stage_less_layers: int = 1  # the head and the loss count as this many layers when stages are balanced
     pp_stage_fqns: str = ""  # explicit split, stages by ';': "tok_embeddings,blocks.0;blocks.1,norm,head"
-    cp_method: Literal["allgather", "alltoall"] = "allgather"  # gather all keys and values, or (Ulysses) trade sequence for heads
+    cp_method: Literal["allgather", "alltoall"] = "allgather"  # gather all keys and values, or trade sequence for heads (Ulysses)
     compute_dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matmuls and activations; auto = bfloat16 where native
     param_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of the parameters that the optimizer updates
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype in which gradients are summed over ranks
-    ac: Literal["none", "full", "selective", "op", "budget"] = "none"  # recompute activations: all, every k-th block, half the matmuls
+    ac: Literal["none", "full", "selective", "op", "budget"] = "none"  # what the backward recomputes: blocks, every k-th, half their matmuls
     ac_every: int = 2  # --ac selective: checkpoint every k-th block
     ac_budget: float = 0.5  # --ac budget: share of the activation memory to keep (0 = recompute all, 1 = keep all)
     compile: bool = False  # torch.compile each block
+    check_parity: bool = False  # train 3 steps on one process and on this layout, in fp32, and compare; start it with python
+    flight_recorder: bool = False  # when a collective times out, every rank writes its last ones to <out>/trace (NCCL only)
     deterministic: bool = False  # bitwise reproducible kernels, slower on GPUs
     init_timeout_s: int = 300  # a collective that waits longer than this before or in the first step ends the run
     train_timeout_s: int = 100  # the same after the first step of this process, when everything is compiled and connected
@@ -138,8 +142,10 @@ def divisors(*numbers) -> str:
     return " or ".join(filter(None, [", ".join(fits[:-1]), fits[-1]]))
 
 
-def check_layout(cfg: ParallelConfig, model_config, *, seq_len, local_batch_size, global_batch_size, device="auto", world_size=None):
-    """The Layout that the flags ask for. Raises ValueError with every violation, each with the values and what to type instead."""
+def check_layout(
+    cfg: ParallelConfig, model_config, *, seq_len, local_batch_size, global_batch_size, device="auto", world_size=None
+) -> Layout:
+    """The Layout that the flags ask for. Raises ValueError with every violation: the values, and what to type instead."""
     world_size = world_size or int(os.environ.get("WORLD_SIZE", 1))
     degrees = {axis: getattr(cfg, axis) for axis in AXES}
     errors = [f"--{a} {n} must be at least 1" for a, n in degrees.items() if n < 1 and (a, n) != ("dp_shard", -1)]
@@ -165,28 +171,34 @@ def check_layout(cfg: ParallelConfig, model_config, *, seq_len, local_batch_size
     if global_batch_size < 1 or global_batch_size % forward:
         near = max(1, round(global_batch_size / forward)) * forward
         errors.append(
-            f"--global_batch_size {global_batch_size} is not a multiple of --local_batch_size {local_batch_size} x {data_ranks} data "
-            f"rank{'s' * (data_ranks > 1)} = {forward}; use --global_batch_size {near}"
+            f"--global_batch_size {global_batch_size} is not a multiple of --local_batch_size {local_batch_size} x {data_ranks} "
+            f"data rank{'s' * (data_ranks > 1)} = {forward}; use --global_batch_size {near}"
         )
     layout = Layout(cfg, degrees, world_size, local_batch_size, global_batch_size, rank=int(os.environ.get("RANK", 0)))
 
     c = model_config
-    for name, size in [("n_heads", c.n_heads), ("n_kv_heads", c.n_kv_heads), ("ffn_dim", c.ffn_dim)]:
-        if size % tp:
-            errors.append(f"--tp {tp} does not divide {name} {size}; use {divisors(c.n_heads, c.n_kv_heads, c.ffn_dim)}")
+    sizes = {"n_heads": c.n_heads, "n_kv_heads": c.n_kv_heads, "ffn_dim": c.ffn_dim}
+    if odd := [f"{name} {size}" for name, size in sizes.items() if size % tp]:
+        errors.append(f"--tp {tp} does not divide {', '.join(odd)}; use {divisors(*sizes.values())}")
     if seq_len > c.max_seq_len:
-        errors.append(f"--seq_len {seq_len} is longer than the model's max_seq_len {c.max_seq_len}; use --model_args max_seq_len={seq_len}")
+        longer = f"--model_args max_seq_len={seq_len}"
+        errors.append(f"--seq_len {seq_len} is longer than the model's max_seq_len {c.max_seq_len}; use {longer}")
     pieces = (2 * cp if cp > 1 else 1) * tp  # cp cuts a sequence into 2*cp chunks, tp each rank's part into tp
     if seq_len < 1 or seq_len % pieces:
-        rule = f"{'2*cp' if cp > 1 else '1'}*tp = {pieces}"
-        errors.append(f"--seq_len {seq_len} is not a multiple of {rule}; use --seq_len {max(1, round(seq_len / pieces)) * pieces}")
+        rule = " x ".join(["2", "cp"] * (cp > 1) + ["tp"] * (tp > 1))
+        near = max(1, round(seq_len / pieces)) * pieces
+        errors.append(f"--seq_len {seq_len} is not a multiple of {rule + ' = ' if rule else ''}{pieces}; use --seq_len {near}")
     heads, kv_heads = c.n_heads // tp, c.n_kv_heads // tp
     if cp > 1 and cfg.cp_method == "alltoall" and tp <= c.n_kv_heads and (heads % cp or (kv_heads % cp and cp % kv_heads)):
-        errors.append(f"--cp_method alltoall needs cp {cp} to divide the {heads} heads of a tp rank, and to divide or be a multiple "
-                      f"of its {kv_heads} kv heads; use --cp_method allgather")
+        errors.append(
+            f"--cp_method alltoall needs cp {cp} to divide the {heads} heads of a tp rank, and to divide or be a multiple of "
+            f"its {kv_heads} kv heads; use --cp_method allgather"
+        )
     on_cuda = device == "cuda" or device == "auto" and torch.cuda.is_available()
+    if cfg.flight_recorder and not on_cuda:
+        errors.append("--flight_recorder records NCCL's collectives, and a CPU run has none; leave it out")
     if cfg.async_tp and not (on_cuda and cfg.compile and tp > 1):
-        errors.append("--async_tp works on CUDA with --compile and --tp 2 or more only: it rewrites compiled matmuls; leave it out")
+        errors.append("--async_tp rewrites compiled matmuls: it needs CUDA, --compile and --tp 2 or more; leave it out")
     if cfg.ac == "budget" and not cfg.compile:
         errors.append("--ac budget needs --compile: the compiler chooses what to keep; add --compile or use --ac op")
     if cfg.ac_every < 1 or not 0 <= cfg.ac_budget <= 1:
@@ -209,37 +221,45 @@ def pipeline_errors(layout: Layout, model_config) -> list[str]:
     fewest = {"1F1B": pp, "DualPipeV": 2 * pp}.get(name, 1)
     if n < fewest:
         sequences = fewest * cfg.pp_microbatch_size
-        errors.append(f"--pp_schedule {name} with --pp {pp} needs at least {fewest} micro-batches, but there are {n} (local batch x "
-                      f"accumulation / micro-batch size); use --local_batch_size {sequences} or more")
+        errors.append(
+            f"--pp_schedule {name} with --pp {pp} needs at least {fewest} micro-batches, but there are {n} (local batch x "
+            f"accumulation / micro-batch size); use --local_batch_size {sequences} or more"
+        )
     if name in ("Interleaved1F1B", "InterleavedZeroBubble") and n % max(1, n // pp):
         errors.append(f"--pp_schedule {name} needs a number of micro-batches divisible by its {n // pp} rounds, not {n}; use a "
                       f"multiple of --pp {pp}")
     if name in ZERO_BUBBLE:
         if cfg.reshard_after_forward == "always":
-            errors.append(f"--reshard_after_forward always gives wrong gradients with --pp_schedule {name}: its two half backwards "
-                          "would see resharded weights; use never")
+            errors.append(
+                f"--reshard_after_forward always gives wrong gradients with --pp_schedule {name}: its two half backwards would "
+                "see resharded weights; use never"
+            )
         if cfg.ac != "none":
-            errors.append(f"--ac {cfg.ac} with --pp_schedule {name} would recompute each block many times; use --ac none or 1F1B")
+            errors.append(f"--ac {cfg.ac} with --pp_schedule {name} recomputes each block many times; use --ac none or 1F1B")
         if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
-            errors.append(f"--pp_schedule {name} is broken in torch {torch.__version__} (fixed in 2.13); use 1F1B or Interleaved1F1B")
+            errors.append(f"--pp_schedule {name} fails in torch {torch.__version__}, needs 2.13; use 1F1B or Interleaved1F1B")
     try:
         split = split_stages(cfg, pp, model_config.n_layers)
     except ValueError as e:
         return errors + [str(e)]
-    per_rank, single = len(split) / pp, name in ONE_STAGE_PER_RANK
-    wanted = "exactly 1" if single else "exactly 2" if name in V_SHAPED else "2 or more"
-    if not cfg.pp_schedule_csv and (per_rank != int(per_rank) or (single and per_rank != 1) or (name in V_SHAPED and per_rank != 2)
-                                    or (not single and per_rank < 2)):
-        errors.append(f"{len(split)} stages over --pp {pp} ranks, but --pp_schedule {name} needs {wanted} per rank; change "
-                      "--pp_layers_per_stage or --pp_stage_fqns")
+    fewest, most = (1, 1) if name in ONE_STAGE_PER_RANK else (2, 2) if name in V_SHAPED else (2, len(split))
+    if not cfg.pp_schedule_csv and (len(split) % pp or not fewest <= len(split) // pp <= most):
+        wanted = f"exactly {fewest}" if fewest == most else f"{fewest} or more"
+        errors.append(
+            f"{len(split)} stages over --pp {pp} ranks, but --pp_schedule {name} needs {wanted} per rank; change "
+            "--pp_layers_per_stage or --pp_stage_fqns"
+        )
     return errors
 
 
 # ---------------------------------------------------------------- processes: start, agree, stop
 
 
-def connect(layout: Layout, device: str = "auto", seed: int = 0) -> None:
-    """Join the other processes: device, threads, process groups and mesh. Plain `python` is a world of one."""
+def connect(layout: Layout, device: str = "auto", seed: int = 0, trace: str = "trace") -> None:
+    """Join the other processes: device, threads, process groups and mesh. Plain `python` is a world of one.
+
+    trace: folder of --flight_recorder, to be read with torch's `torchfrtrace`.
+    """
     cfg, env = layout.cfg, os.environ
     local_rank, local_world = int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1))
     if cfg.deterministic:
@@ -258,6 +278,10 @@ def connect(layout: Layout, device: str = "auto", seed: int = 0) -> None:
     )
     torch.manual_seed(seed)
 
+    if cfg.flight_recorder:
+        os.makedirs(trace, exist_ok=True)
+        env |= {"TORCH_NCCL_TRACE_BUFFER_SIZE": "20000", "TORCH_FR_BUFFER_SIZE": "20000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+        env |= {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{trace}/rank_", "TORCH_FR_DUMP_TEMP_FILE": f"{trace}/rank_"}
     if "RANK" in env:
         # torchrun keeps one store for all restarts: without a prefix of its own, a restarted rank reads dead addresses
         is_master = env.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and layout.rank == 0
@@ -280,7 +304,7 @@ def make_mesh(layout: Layout) -> None:
 
 
 def watch_launcher() -> None:
-    """End this process when its launcher dies: torchrun killed by SIGKILL would leave workers that go on writing checkpoints."""
+    """End this process when its launcher dies: torchrun killed by SIGKILL leaves workers that go on writing checkpoints."""
     launcher = os.getppid()
 
     def watch():
@@ -326,24 +350,26 @@ def run(main, cfg) -> None:
 
     A ValueError before the processes are connected is the user's, shown in one line by rank 0; later it is a failure.
     """
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun then shows the first rank's traceback instead of just a status
-        from torch.distributed.elastic.multiprocessing.errors import record
-
-        main = record(main)
     rank, status = int(os.environ.get("RANK", 0)), 0
     try:
+        if cfg.check_parity:
+            from dryrun import check_parity
+
+            raise SystemExit(check_parity(cfg, {axis: getattr(cfg, axis) for axis in AXES}))
         main(cfg)
     except BaseException as e:  # CheckpointException and KeyboardInterrupt are no Exceptions
         message = " ".join(str(e).split())
         if isinstance(e, SystemExit):
             status = e.code if isinstance(e.code, int) else 0 if e.code is None else 1
         elif isinstance(e, ValueError) and not dist.is_initialized():
-            status = 2
-            if rank == 0:
-                print(f"error: {message}", file=sys.stderr)
+            usage_error(message)
         else:
             status = 1
-            if not isinstance(e, (ValueError, RuntimeError)) or rank == 0:
+            if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun then shows the first failure, not just its status
+                from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+                get_error_handler().record_exception(e)
+            if rank == 0 or not isinstance(e, ValueError):  # every rank raises the same ValueError
                 if not isinstance(e, ValueError):
                     traceback.print_exc()
                 print(f"error on rank {rank}: {type(e).__name__}: {message}", file=sys.stderr)
@@ -371,7 +397,8 @@ def check_replicas(stages, layout: Layout, **values) -> None:
         for fqn, p in stage.named_parameters():
             shape, offset = local_slice(p)
             bits = local_tensor(p).detach().contiguous().view(torch.int16).long()
-            mine[fqn, (shape, offset)] = (bits * torch.arange(1, bits.numel() + 1, device=bits.device).view_as(bits)).sum().item()
+            places = torch.arange(1, bits.numel() + 1, device=bits.device).view_as(bits)
+            mine[fqn, (shape, offset)] = (bits * places).sum().item()
     everyone = [None] * layout.world_size
     dist.all_gather_object(everyone, mine)
     first = {}
@@ -379,7 +406,7 @@ def check_replicas(stages, layout: Layout, **values) -> None:
         for key, value in theirs.items():
             owner, expected = first.setdefault(key, (rank, value))
             if value != expected:
-                raise RuntimeError(f"{key[0]} differs between rank {owner} and rank {rank}: same seed, flags and files on every node?")
+                raise RuntimeError(f"{key[0]} differs between ranks {owner} and {rank}: same seed, flags, files on every node?")
 
 
 # ---------------------------------------------------------------- tensor parallelism
@@ -441,7 +468,8 @@ def check_tp_plan(model) -> None:
 
 
 def tensor_parallel(stage, layout: Layout) -> None:
-    """Split the matrices over tp as the model's tp_plan says. Per block and direction: 2 all-gathers, 2 reduce-scatters of B*T*D."""
+    """Split the matrices over tp as the model's tp_plan says. Per block, forward and backward each: two all-gathers and two
+    reduce-scatters of B*T*D elements."""
     if layout.tp == 1:
         return
     mesh = layout.mesh["tp"]
@@ -473,7 +501,7 @@ def vocab_parallel_loss(h, weight, labels, denom, *, mesh) -> Tensor:
 
 
 def gathered_head_loss(h, weight, labels, denom, *, mesh) -> Tensor:
-    """--no-loss_parallel: gather the head and compute the loss of this rank's T/tp tokens. The result is this rank's summand."""
+    """--no-loss_parallel: gather the head, and compute the loss of this rank's T/tp tokens: this rank's summand."""
     weight = weight.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
     return linear_cross_entropy(h, weight, labels.chunk(mesh.size(), 1)[mesh.get_local_rank()], denom)
 
@@ -536,7 +564,7 @@ def sequence_index(T: int, cp: int, rank: int) -> Tensor:
 
 
 def natural_order(x: Tensor, dim: int, cp: int) -> Tensor:
-    """Undo sequence_index on a tensor gathered in rank order: chunk i comes from rank i (first half) or rank 2cp-1-i (second)."""
+    """Undo sequence_index on a tensor gathered in rank order: chunk i is of rank i (first half) or rank 2cp-1-i (second)."""
     chunks = x.chunk(2 * cp, dim)
     return torch.cat([chunks[2 * i] for i in range(cp)] + [chunks[2 * i + 1] for i in reversed(range(cp))], dim)
 
@@ -548,32 +576,31 @@ def context_parallel(stage, layout: Layout) -> None:
         stage.make_attend = partial(attend, group=layout.group("cp"))
 
 
-def all_gather_attention(doc_ids=None, *, group):
+def all_gather_attention(positions, doc_ids=None, *, group):
     """Gather keys and values, 2*B*T*G*K elements per layer (small under GQA), and attend from this rank's queries."""
     cp, rank = dist.get_world_size(group), dist.get_rank(group)
-    if doc_ids is not None:
-        doc_attend = causal_attention(doc_ids, sequence_index(doc_ids.shape[1], cp, rank).to(doc_ids.device))
+    chunk = positions.shape[1] // 2  # this rank has chunks `rank` and `2cp-1-rank`; chunk i sees the keys of chunks 0..i
+    ends = [(rank + 1) * chunk, (2 * cp - rank) * chunk]
+    if doc_ids is None:  # the causal triangle sits in the lower right corner; made here, as checkpointing cannot trace it
+        masks = [causal_lower_right(chunk, end) for end in ends]
+    else:
+        doc_attend = causal_attention(positions, doc_ids, sequence_index(2 * cp * chunk, cp, rank).to(doc_ids.device))
 
     def attend(q, k, v, scale=None):  # q (B, H, T/cp, K), k and v (B, G, T/cp, K)
         kv = natural_order(AllGather.apply(torch.cat([k, v], -1), 2, group), 2, cp)  # one collective for both
         k, v = kv.split([k.shape[-1], v.shape[-1]], -1)  # (B, G, T, K)
         if doc_ids is not None:
             return doc_attend(q, k, v, scale=scale)
-        from torch.nn.attention.bias import causal_lower_right
-
-        c, out = q.shape[2] // 2, []
-        for q_chunk, i in zip(q.chunk(2, dim=2), (rank, 2 * cp - 1 - rank), strict=True):
-            end = (i + 1) * c  # chunk i sees the keys of chunks 0..i; the triangle sits in the lower right corner
-            out.append(sdpa(q_chunk, k[:, :, :end], v[:, :, :end], causal_lower_right(c, end), scale=scale))
-        return torch.cat(out, 2)
+        parts = zip(q.chunk(2, dim=2), ends, masks, strict=True)
+        return torch.cat([sdpa(qc, k[:, :, :end], v[:, :, :end], mask, scale=scale) for qc, end, mask in parts], 2)
 
     return attend
 
 
-def all_to_all_attention(doc_ids=None, *, group):
+def all_to_all_attention(positions, doc_ids=None, *, group):
     """Ulysses (arXiv:2309.14509): trade a part of every sequence for whole sequences of H/cp heads, and back."""
     cp = dist.get_world_size(group)
-    attend_whole = causal_attention(doc_ids)
+    attend_whole = causal_attention(positions, doc_ids)
 
     def heads_to_sequence(x):  # (B, H, T/cp, K) -> (B, H/cp, T, K)
         B, H, T, K = x.shape
@@ -597,7 +624,7 @@ def all_to_all_attention(doc_ids=None, *, group):
 
 
 def checkpoint_activations(stage, layout: Layout) -> None:
-    """Recompute in the backward instead of keeping: --ac full all of a block, selective every k-th block, op every second matmul."""
+    """Recompute in the backward instead of keeping: --ac full every block, selective every k-th, op half of the matmuls."""
     from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
     cfg = layout.cfg
@@ -648,8 +675,8 @@ def compile_blocks(stage, layout: Layout) -> None:
 
 
 def shard(stage, layout: Layout) -> None:
-    """fully_shard every block, then the rest, over (dp_shard x cp), replicated over dp_replicate; also at degree 1, so that mixed
-    precision is the same everywhere. Per block: an all-gather of its weights before use, a reduce-scatter of its gradients."""
+    """fully_shard every block, then the rest, over dp_shard x cp, replicated over dp_replicate; also at degree 1, so that
+    mixed precision is the same everywhere. Per block: an all-gather of its weights before use, a reduce-scatter of its gradients."""
     cfg = layout.cfg
     mesh = layout.mesh["dp_replicate", "fsdp"] if layout.dp_replicate > 1 else layout.mesh["fsdp"]
     stage.to(getattr(torch, cfg.param_dtype))
@@ -659,7 +686,7 @@ def shard(stage, layout: Layout) -> None:
     )
     if cfg.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-    # Under a pipeline every micro-batch would gather the weights again, and zero-bubble schedules would go wrong (pipeline_errors).
+    # Under a pipeline every micro-batch would gather the weights again, and zero-bubble schedules would even go wrong.
     reshard = {"always": True, "never": False, "default": layout.pp == 1}[cfg.reshard_after_forward]
     for block in stage.blocks.values():
         fully_shard(block, reshard_after_forward=reshard, **options)
@@ -723,10 +750,11 @@ def split_stages(cfg: ParallelConfig, pp: int, n_layers: int) -> list[list[str]]
         given = [n for stage in split for n in stage]
         for n in given:
             if n not in everything:
-                raise ValueError(f"--pp_stage_fqns: {n!r} is no module of the model; use tok_embeddings, blocks.0 .. blocks.{n_layers - 1}, norm, head")
+                names = f"tok_embeddings, blocks.0 .. blocks.{n_layers - 1}, norm, head"
+                raise ValueError(f"--pp_stage_fqns: {n!r} is no module of the model; use {names}")
         if given != everything:
             wrong = next((a for a, b in zip(everything, given + [None], strict=False) if a != b), given[-1])
-            raise ValueError(f"--pp_stage_fqns must name every module once and in order; {wrong!r} is missing, repeated or misplaced")
+            raise ValueError(f"--pp_stage_fqns must name each module once, in order; {wrong!r} is missing, repeated or misplaced")
         return split
     first, last = cfg.pp_first_stage_less_layers, cfg.pp_last_stage_less_layers
     weight = n_layers + first + last  # the embedding and the head count as layers when the work is balanced
@@ -735,7 +763,8 @@ def split_stages(cfg: ParallelConfig, pp: int, n_layers: int) -> list[list[str]]
     elif cfg.pp_layers_per_stage:
         n = math.ceil(weight / cfg.pp_layers_per_stage)
         if n % pp:
-            raise ValueError(f"--pp_layers_per_stage {cfg.pp_layers_per_stage} makes {n} stages of {n_layers} layers, not a multiple of --pp {pp}")
+            made = f"--pp_layers_per_stage {cfg.pp_layers_per_stage} makes {n} stages of {n_layers} layers"
+            raise ValueError(f"{made}, which is no multiple of --pp {pp}; use another number of layers per stage")
     else:
         n = pp if cfg.pp_schedule in ONE_STAGE_PER_RANK else 2 * pp
     sizes = [weight // n + (i < weight % n) for i in range(n)]
@@ -769,7 +798,7 @@ def stage_ids(layout: Layout, n_stages: int, rank: int) -> list[int]:
 
 
 def pipeline_stages(model, layout: Layout) -> list[nn.Module]:
-    """This rank's stages: copies of the (meta) model without the parts that others hold, names unchanged. [model] without pp."""
+    """This rank's stages: copies of the (meta) model without the parts that others hold, names unchanged; [model] if pp 1."""
     split = split_stages(layout.cfg, layout.pp, model.config.n_layers) if layout.pp > 1 else [[]]
     stages = []
     for i in stage_ids(layout, len(split), layout.coordinate("pp")) if layout.pp > 1 else [0]:
@@ -815,7 +844,7 @@ def sum_tied_gradients(stages, layout: Layout) -> None:
 
 
 def pipeline_schedule(stages, layout: Layout, T: int):
-    """torch's schedule object for sequences with T tokens on this rank. Built once per shape: its buffers keep the first one."""
+    """torch's schedule for sequences of T tokens on this rank. Built once per shape, because its buffers keep the first."""
     key = (layout.n_microbatches, T)
     if key in layout.schedules:
         return layout.schedules[key]
@@ -850,7 +879,7 @@ def pipeline_schedule(stages, layout: Layout, T: int):
 
 
 def pipeline_forward(stages, layout: Layout, microbatches: list[dict]) -> Tensor:
-    """Forward only, for evaluation: all micro-batches through each of this rank's stages. Returns the summed loss (0 elsewhere).
+    """Forward only, for evaluation: all micro-batches through each of this rank's stages. Returns the summed loss, or 0.
 
     torch's schedule.eval fails on V schedules and on a loss computed inside the stage.
     """
@@ -885,7 +914,7 @@ def pipeline_forward(stages, layout: Layout, microbatches: list[dict]) -> Tensor
 
 
 def inputs(batch, a: int | None, layout: Layout) -> dict[str, Tensor]:
-    """Keyword arguments of the model for accumulation step a (None: all steps at once): this cp rank's part of each sequence."""
+    """Arguments of the model for accumulation step a (None: all steps at once): this cp rank's part of each sequence."""
     pick = (lambda x: x.flatten(0, 1)) if a is None else (lambda x: x[a])
     out = {"tokens": pick(batch.tokens), "labels": pick(batch.labels), "positions": pick(batch.positions)}  # (B, T)
     if layout.cp > 1:
@@ -981,7 +1010,7 @@ def clip_grad_norm(stages, max_norm: float, layout: Layout) -> Tensor:
     the same part; one all-reduce over all ranks gives the square of the norm. Right for parameters on different meshes, for
     pipeline stages, and for a tied weight that two stages hold (counted once).
     """
-    squares = torch.zeros((), device=layout.device)
+    squares = torch.zeros((), dtype=torch.float64, device=layout.device)
     grads: list[Tensor] = []
     groups: dict[int, list[Tensor]] = {}  # number of ranks that hold the same part -> local gradients
     copies = {id(w) for s in stages if (w := tied_copy(s)) is not None}
@@ -999,11 +1028,24 @@ def clip_grad_norm(stages, max_norm: float, layout: Layout) -> Tensor:
             if id(p) not in copies:
                 groups.setdefault(replicas, []).append(grads[-1])
     for replicas, members in groups.items():
-        norm = torch.nn.utils.get_total_norm([g.float() for g in members])
-        squares += (norm**2 / replicas).to(layout.device)
+        norms = torch._foreach_norm(members, 2, dtype=torch.float64)  # in fp32 a sum of a million squares loses six digits
+        squares += (torch.stack(norms) ** 2).sum().to(layout.device) / replicas
     dist.all_reduce(squares)
-    norm = squares.sqrt()
+    norm = squares.sqrt().float()
+    if "NANOTITAN_RECORD" in os.environ:
+        record_step(stages, layout, os.environ["NANOTITAN_RECORD"])
     if max_norm > 0 and grads:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(grads, scale.to(grads[0].device))
     return norm
+
+
+def record_step(stages, layout: Layout, folder: str) -> None:
+    """Write this step's whole gradients, and the weights before the update, for --check_parity (dryrun.py)."""
+    os.makedirs(folder, exist_ok=True)
+    whole = lambda t: (t.full_tensor() if isinstance(t, DTensor) else t).detach().cpu().clone()  # noqa: E731  all ranks take part
+    named = [(fqn, p) for stage in stages for fqn, p in stage.named_parameters()]
+    part = {"gradient": {n: whole(p.grad) for n, p in named if p.grad is not None}, "weight": {n: whole(p) for n, p in named}}
+    if layout.rank % (layout.world_size // layout.pp) == 0:  # one rank of each pipeline rank's group
+        n = len([f for f in os.listdir(folder) if f.endswith(f"-{layout.rank}.pt")])
+        torch.save(part, os.path.join(folder, f"{n}-{layout.rank}.pt"))

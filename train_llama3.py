@@ -21,9 +21,26 @@ from generate import print_sample
 from metrics import Metrics, MetricsConfig
 from models.llama3 import FLAVORS, Llama3
 from parallel import (
-    ParallelConfig, StopSignal, check_layout, check_replicas, check_tp_plan, checkpoint_activations, clip_grad_norm,
-    compile_blocks, connect, context_parallel, disconnect, evaluate, forward_backward, init_weights, pipeline_stages,
-    reduce_loss, run, shard, tensor_parallel, train_timeouts,
+    ParallelConfig,
+    StopSignal,
+    check_layout,
+    check_replicas,
+    check_tp_plan,
+    checkpoint_activations,
+    clip_grad_norm,
+    compile_blocks,
+    connect,
+    context_parallel,
+    disconnect,
+    evaluate,
+    forward_backward,
+    init_weights,
+    pipeline_stages,
+    reduce_loss,
+    run,
+    shard,
+    tensor_parallel,
+    train_timeouts,
 )
 
 
@@ -41,7 +58,7 @@ class Config(ParallelConfig, CheckpointConfig, DataConfig, MetricsConfig):
     muon_lr: float = 0.02  # --optimizer muon: peak learning rate of the matrices
     min_lr_ratio: float = 0.1  # the learning rate ends at this share of its peak
     warmup_steps: int = 20  # steps of linear warmup
-    decay_ratio: float | None = None  # share of the steps that decay at the end (warmup, stable, decay); none = decay right after warmup
+    decay_ratio: float | None = None  # share of the steps that decays at the end; none = decay right after warmup
     decay_type: Literal["cosine", "linear", "sqrt"] = "cosine"  # shape of the decay
     schedule_steps: int = -1  # length of the learning rate schedule, where it is not the length of the run; -1 = steps
     beta1: float = 0.9  # AdamW: decay of the gradient's mean
@@ -50,7 +67,7 @@ class Config(ParallelConfig, CheckpointConfig, DataConfig, MetricsConfig):
     weight_decay: float = 0.1  # weight decay, decoupled from the gradient
     wd_on: Literal["matrices", "all"] = "matrices"  # what decays: matrices only, or norms as well
     max_norm: float = 1.0  # gradients are scaled down to this norm; 0 = never
-    on_nan: Literal["stop", "skip"] = "stop"  # a loss or gradient that is not finite: end the run before it harms the weights, or skip the step
+    on_nan: Literal["stop", "skip"] = "stop"  # a gradient that is not finite: end the run, or skip the step; no weight sees it
     seed: int = 0  # of the initial weights
     val_every: int = 50  # steps between validations (and one at the end); 0 = never
     val_batches: int = 8  # size of the validation set, in batches of 8 sequences; the same sequences in every layout
@@ -89,8 +106,8 @@ def build_optimizers(stages, cfg: Config) -> list[torch.optim.Optimizer]:
     optimizers = []
     if groups:  # a pipeline stage in the middle may have matrices only
         on_cuda = rest[0].device.type == "cuda"
-        adamw = torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=on_cuda, foreach=not on_cuda)
-        optimizers.append(adamw)
+        betas = (cfg.beta1, cfg.beta2)
+        optimizers.append(torch.optim.AdamW(groups, cfg.lr, betas, cfg.eps, fused=on_cuda, foreach=not on_cuda))
     if matrices:
         group = {"params": matrices, "peak_lr": cfg.muon_lr}
         optimizers.append(torch.optim.Muon([group], lr=cfg.muon_lr, weight_decay=cfg.weight_decay))
@@ -108,14 +125,14 @@ def main(cfg: Config):
 
     # 2. data: one fixed global order of sequences; the layout decides who reads which, never what is trained on
     data = open_data(cfg, cfg.seq_len)
-    if data.vocab_size > (size := model_config.vocab_size):
-        raise ValueError(f"the tokenizer has {data.vocab_size} ids, the model vocab_size {size}; use --model_args vocab_size={data.vocab_size}")
+    if (ids := data.vocab_size) > model_config.vocab_size:
+        raise ValueError(f"the tokenizer has {ids} ids, the model {model_config.vocab_size}; use --model_args vocab_size={ids}")
     model_identity = {"module": Llama3.__module__, "class": Llama3.__name__, **asdict(model_config)}
     identity = {"model": model_identity, "data": data.fingerprint, "optimizer": {"name": cfg.optimizer}}
     check_run(cfg.out, identity, cfg)
     lock_run(cfg.out)
     stop = StopSignal()
-    connect(layout, cfg.device, cfg.seed)
+    connect(layout, cfg.device, cfg.seed, trace=f"{cfg.out}/trace")
 
     # 3. model: shapes only, no memory yet
     with torch.device("meta"):
@@ -146,12 +163,12 @@ def main(cfg: Config):
     check_replicas(stages, layout, data=data.fingerprint, flags=asdict(cfg))
     if rank0:
         if state["step"] >= cfg.steps:
-            print(f"{cfg.out} is finished: it has done {state['step']} of {cfg.steps} steps; use --steps to go on or --out NEW to start anew")
+            print(f"{cfg.out} is finished: {state['step']} of {cfg.steps} steps are done; use a larger --steps, or --out NEW")
         os.makedirs(cfg.out, exist_ok=True)
-        save_config(cfg, f"{cfg.out}/config.json", run={"torch": torch.__version__, "world_size": layout.world_size, **identity})
+        save_config(cfg, f"{cfg.out}/config.json", {"torch": torch.__version__, "world_size": layout.world_size, **identity})
         print(f"{cfg.flavor}: {n_params:,} parameters | {layout} on {layout.device.type}, {str(layout.compute_dtype)[6:]} | "
-              f"{layout.global_batch_size} sequences x {cfg.seq_len} tokens per step ({layout.accumulation} x {cfg.local_batch_size} "
-              f"on {layout.data_ranks} data ranks)")
+              f"{layout.global_batch_size} sequences x {cfg.seq_len} tokens per step, {layout.accumulation} x "
+              f"{cfg.local_batch_size} on each of {layout.data_ranks} data ranks")
         if cfg.warmup_steps > (total := cfg.steps if cfg.schedule_steps == -1 else cfg.schedule_steps):
             print(f"--warmup_steps {cfg.warmup_steps} is longer than the schedule; it is clamped to {total}")
     if state["step"] >= cfg.steps:
@@ -164,8 +181,8 @@ def main(cfg: Config):
         cfg.out, cfg, rank0=rank0, world_size=layout.world_size, device=layout.device, flops_per_token=flops_per_token,
         first_step=first, steps=cfg.steps, log_every=cfg.log_every, tokens=state["tokens"],
     )
-    split = dict(local_batch_size=cfg.local_batch_size, data_rank=layout.data_rank, data_ranks=layout.data_ranks, device=layout.device)
-    batches = data.batches(state["samples"], layout.global_batch_size, **split)
+    mine = (cfg.local_batch_size, layout.data_rank, layout.data_ranks, layout.device)
+    batches = data.batches(state["samples"], layout.global_batch_size, *mine)
     tokens_per_step = layout.global_batch_size * cfg.seq_len
     for step in range(first, cfg.steps + 1):
         metrics.start_step()
@@ -181,7 +198,7 @@ def main(cfg: Config):
                 optimizer.step()
         elif cfg.on_nan == "stop":
             good = next((path for _, path in step_folders(cfg.out)), "none yet")
-            raise RuntimeError(f"step {step}: the gradient norm is {grad_norm.item()}; the weights were not changed, last checkpoint: {good}")
+            raise RuntimeError(f"step {step}: gradient norm {grad_norm.item()}, weights unchanged; last good checkpoint: {good}")
         elif rank0:
             print(f"step {step}: the gradient norm is {grad_norm.item()}; step skipped")
         for optimizer in optimizers:
@@ -197,7 +214,7 @@ def main(cfg: Config):
         stopping = stop.agreed(layout)
         last = step == cfg.steps or stopping
         if cfg.val_every and (step % cfg.val_every == 0 or step == cfg.steps):
-            metrics.log_val(step, *evaluate(stages, data.val_batches(8 * cfg.val_batches, **split), layout))
+            metrics.log_val(step, *evaluate(stages, data.val_batches(8 * cfg.val_batches, *mine), layout))
         if cfg.checkpoint_every and (step % cfg.checkpoint_every == 0 or last or (step == 1 and cfg.checkpoint_first_step)):
             checkpoints.save(step, state, last=last)
         if stopping:

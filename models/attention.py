@@ -3,7 +3,7 @@
 B batch, T sequence, H query heads, G key/value heads (H a multiple of G), K head_dim, S keys seen so far
 
 A block never builds a mask: it calls `attend(q, k, v)`, which the model makes once per forward with
-`causal_attention(doc_ids)`. That call is the one seam here: context parallelism puts its own maker in its place
+`causal_attention(positions, doc_ids)`. That call is the one seam here: context parallelism puts its own maker in its place
 (`model.make_attend`, see parallel.py), and generation hands each block the `attend` of its KVCache.
 """
 from functools import cache
@@ -31,8 +31,9 @@ def compiled_flex_attention():
     return torch.compile(flex_attention, dynamic=False)
 
 
-def causal_attention(doc_ids: Tensor | None = None, q_index: Tensor | None = None):
-    """Return attend(q, k, v, scale=None). With doc_ids (B, S), attention stops at document boundaries as well.
+def causal_attention(positions: Tensor, doc_ids: Tensor | None = None, q_index: Tensor | None = None):
+    """Return attend(q, k, v, scale=None) for queries at positions (B or 1, T). With doc_ids (B, S), attention stops at
+    document boundaries as well.
 
     q_index (T,): the positions of the queries, where they are only some of the S positions (context parallelism).
     """

@@ -29,7 +29,7 @@ class Llama3Config:
     vocab_size: int = 4096
     norm_eps: float = 1e-5
     rope_theta: float = 500000.0
-    rope_scaling: dict | None = None  # as in config.json: factor, low_freq_factor, high_freq_factor, original_max_position_embeddings
+    rope_scaling: dict | None = None  # config.json's factor, low_freq_factor, high_freq_factor, original_max_position_embeddings
     tie_embeddings: bool = False
     max_seq_len: int = 8192
 
@@ -168,7 +168,7 @@ class Llama3(nn.Module):
         self.make_attend, self.token_loss, self.logits = causal_attention, linear_cross_entropy, F.linear
 
     def forward(self, tokens, labels=None, positions=None, doc_ids=None, loss_denom=None, cache=None):
-        """tokens (B, T) -> logits (B, T, V) in compute dtype, or with labels (B, T) the scalar sum of token losses / loss_denom.
+        """tokens (B, T) -> logits (B, T, V) in compute dtype; with labels (B, T): the sum of token losses / loss_denom, a scalar.
 
         positions (B, T) or (1, T), default 0..T-1; doc_ids (B, T) of the whole sequence: attention stays inside a
         document. cache: from make_cache, for generation. A later pipeline stage takes activations in place of tokens.
@@ -178,7 +178,7 @@ class Llama3(nn.Module):
             positions = torch.arange(h.shape[1], device=h.device)[None]
         angle = positions[:, None, :, None] * rope_frequencies(self.config, h.device)  # (B, 1, T/cp, K/2) fp32
         cos, sin = angle.cos(), angle.sin()
-        attend = self.make_attend(doc_ids) if cache is None else None
+        attend = self.make_attend(positions, doc_ids) if cache is None else None
         for i, block in self.blocks.items():
             h = block(h, cos, sin, attend or cache[int(i)].attend)
         if self.norm is None:
@@ -201,7 +201,7 @@ class Llama3(nn.Module):
         return 0.02 / math.sqrt(2 * self.config.n_layers) if fqn.endswith(("wo.weight", "w2.weight")) else 0.02
 
     def flops_per_token(self, seq_len: int) -> int:
-        """Forward and backward, PaLM's convention (arXiv:2204.02311, app. B): 6 N + 12 L H K T; lookups are free, the head is not."""
+        """Forward and backward, PaLM's convention (arXiv:2204.02311, app. B): 6 N + 12 L H K T; N without the lookup table."""
         c = self.config
         n = sum(p.numel() for p in self.parameters()) - (0 if c.tie_embeddings else c.vocab_size * c.dim)
         return 6 * n + 12 * c.n_layers * c.n_heads * c.head_dim * seq_len

@@ -1,9 +1,12 @@
 """generate.py: the cache gives what a full forward gives, rows do not see each other, and the command line."""
+import random
+
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import generate as generate_module
-from generate import generate, sample, truncate
+from generate import TextStream, continue_texts, generate, main, open_checkpoint, print_sample, sample, truncate
 from models.llama3 import Llama3, Llama3Config
 
 PROMPTS = [[5, 9, 2, 77, 31, 8], [3], [60, 61, 62], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]]
@@ -132,3 +135,93 @@ def test_errors(model, prompts, options, message):
     with pytest.raises(ValueError, match=message) as error:
         generate(model, prompts, **{"max_new_tokens": 5} | options)
     assert "\n" not in str(error.value)
+
+
+# ---------------------------------------------------------------- text and the command line
+
+TEXT = "def f(x):\n    return 'naïve', '日本語', '🙂🙃'  # für alle\n"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """Bytes and a few merges; like those of the built-in corpus, most tokens of a non-English character are parts of it."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<|endoftext|>"]
+    trainer = trainers.BpeTrainer(vocab_size=280, initial_alphabet=alphabet, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator([TEXT[:25]] * 9, trainer)
+    return tokenizer
+
+
+@pytest.fixture
+def run_folder(tmp_path, tokenizer, monkeypatch):
+    """A run folder with a tokenizer; its model is made here rather than loaded. Reading real ones is test_checkpoint.py's."""
+    step = tmp_path / "run" / "checkpoints" / "step-3"
+    step.mkdir(parents=True)
+    tokenizer.save(str(step / "tokenizer.json"))
+    torch.manual_seed(1)
+    config = Llama3Config(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=64, vocab_size=280, max_seq_len=256)
+    model = Llama3(config)
+    monkeypatch.setattr(generate_module, "load_model", lambda folder, device, dtype: (model, {"step": 3}))
+    return tmp_path / "run"
+
+
+def test_streamed_pieces_are_whole_characters_and_add_up(tokenizer):
+    ids = tokenizer.encode(TEXT).ids
+    assert "\ufffd" in tokenizer.decode(ids[-20:-19])  # so there are characters of several tokens
+    stream = TextStream(tokenizer)
+    pieces = [stream.push(token) for token in ids] + [stream.push(None)]
+    assert "".join(pieces) == TEXT and "\ufffd" not in "".join(pieces)
+    assert pieces[0] == tokenizer.decode(ids[:1])  # shown at once, not at the end
+
+
+def test_streamed_pieces_add_up_for_bytes_that_are_no_text(tokenizer):
+    for seed in range(20):
+        ids = random.Random(seed).choices(range(1, 280), k=40)  # what an untrained model says
+        stream = TextStream(tokenizer)
+        assert "".join([stream.push(token) for token in ids] + [stream.push(None)]) == tokenizer.decode(ids)
+
+
+def test_texts_of_a_batch_and_an_empty_text(run_folder):
+    parts = open_checkpoint(str(run_folder))
+    assert parts[2] == 0
+    both = continue_texts(*parts, ["def f", ""], 12, temperature=0)
+    assert both == [continue_texts(*parts, [text], 12, temperature=0)[0] for text in ("def f", "")]
+
+
+def test_command_line_streams_one_prompt_and_prints_several(run_folder, capsys):
+    common = ["--checkpoint", str(run_folder), "--max_new_tokens", "12", "--device", "cpu"]
+    main([*common, "--prompt", "a, b = "])
+    streamed = capsys.readouterr().out
+    parts = open_checkpoint(str(run_folder))
+    assert streamed == "a, b = " + continue_texts(*parts, ["a, b = "], 12, temperature=0.8)[0] + "\n"
+    main([*common, "--prompt", "a, b = ", "--prompt", "x"])
+    assert capsys.readouterr().out.startswith("--- 'a, b = '\n" + streamed)
+    main([*common, "--prompt", "a, b = ", "--seed", "1"])
+    assert capsys.readouterr().out != streamed
+
+
+@pytest.mark.parametrize("argv, message", [
+    (["--max_new_tokens", "255"], "the model's max_seq_len is 256"),
+    (["--top_p", "3"], "top_p is 3.0"),
+    (["--promt", "x"], "unknown flag --promt; did you mean --prompt?"),
+    (["--prompt"], "--prompt"),
+    (["--checkpoint", "nowhere"], "nowhere"),
+    (["--device", "cuda"], "--device cuda: torch finds no GPU"),
+])
+def test_command_line_errors_are_one_line_and_status_2(run_folder, capsys, monkeypatch, argv, message):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as exit:
+        main(["--checkpoint", str(run_folder), *argv])
+    out, err = capsys.readouterr()
+    assert exit.value.code == 2 and out == "" and err.count("\n") == 1 and message in err
+
+
+def test_sample_at_the_end_of_a_run_never_fails_it(run_folder, capsys):
+    print_sample(str(run_folder), n_params=1000)
+    assert "step-3\nsample" in capsys.readouterr().out
+    print_sample(str(run_folder), n_params=8_000_000_000)
+    assert "python generate.py --checkpoint" in capsys.readouterr().out
+    print_sample(str(run_folder.parent), n_params=1000)
+    assert "no sample: " in capsys.readouterr().out

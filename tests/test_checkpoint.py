@@ -1,0 +1,686 @@
+"""checkpoint.py: what is saved comes back to the bit, in any layout; what is damaged is noticed; what is killed leaves no debris."""
+import copy
+import json
+import multiprocessing
+import os
+import pickle
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from layouts import SMALL, build, config, full, global_batch, local_batch
+from pool import pool
+from torch import nn
+
+import checkpoint
+import parallel
+from checkpoint import CheckpointConfig, Checkpoints, Damaged, check_run, diff, load_model, lock_run, step_folders, verify
+from models.llama3 import Llama3, Llama3Config
+
+IDENTITY = {
+    "model": {"module": "models.llama3", "class": "Llama3", **asdict(config())},
+    "data": {"sha256": "12ab", "seq_len": 16},
+    "optimizer": {"name": "adamw"},
+}
+
+
+class Net(nn.Module):
+    def __init__(self, seed, width=24):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.norm, self.last = nn.Linear(width, width), nn.LayerNorm(width), nn.Linear(width, 7)
+        self.register_buffer("counts", torch.zeros(5))
+        self.register_buffer("scratch", torch.zeros(5), persistent=False)
+
+    def forward(self, x):
+        self.counts += 1
+        return self.last(self.norm(self.first(x)).relu())
+
+
+def trained(seed=0, steps=2, optimizer="adamw", width=24):
+    """(net, optimizers) after some steps; seed 1 and no steps is what a fresh start would have."""
+    net = Net(seed, width)
+    matrices = [net.first.weight, net.last.weight] if optimizer == "muon" else []
+    rest = [p for p in net.parameters() if not any(p is m for m in matrices)]
+    optimizers = [torch.optim.AdamW(rest, lr=1e-2)] + ([torch.optim.Muon(matrices, lr=1e-2)] if matrices else [])
+    for _ in range(steps):
+        net(torch.randn(4, width)).square().sum().backward()
+        for o in optimizers:
+            o.step()
+            o.zero_grad()
+    return net, optimizers
+
+
+def of(net, optimizers, out, **flags):
+    return Checkpoints(
+        CheckpointConfig(**flags), str(out), modules=[net], optimizer=optimizers, identity=IDENTITY, config={"tp": 1}, source="print(1)\n"
+    )
+
+
+def saved(out, *steps, **flags):
+    """A run with checkpoints at these steps; the weights are those of `trained(0, step)`."""
+    for step in steps:
+        assert of(*trained(0, step), out, **flags).save(step, {"step": step, "samples": 8 * step})
+    return out
+
+
+def everything(net, optimizers):
+    tensors = {name: t for name, t in net.state_dict().items()}
+    for name, p in net.named_parameters():
+        for o in optimizers:
+            tensors |= {f"{name}.{k}": v for k, v in o.state.get(p, {}).items()}
+    return tensors
+
+
+def assert_same(a, b):
+    a, b = everything(*a), everything(*b)
+    assert a.keys() == b.keys()
+    for key in a:
+        assert a[key].dtype == b[key].dtype and torch.equal(a[key], b[key]), key
+
+
+def path(out, step):
+    return str(Path(out) / "checkpoints" / f"step-{step}")
+
+
+def names(out):
+    return sorted(p.name for p in (Path(out) / "checkpoints").iterdir())
+
+
+def forked(function, *args):
+    """The exit code of function(*args) in a copy of this process, which may be killed or run out of disk."""
+    process = multiprocessing.get_context("fork").Process(target=function, args=args)
+    process.start()
+    process.join(60)
+    assert process.exitcode is not None, "hangs"
+    return process.exitcode
+
+
+def rewrite(folder, name, content):
+    """What an attacker does who can compute checksums, too."""
+    (Path(folder) / name).write_bytes(content)
+    manifest = json.loads((Path(folder) / "manifest.json").read_bytes())
+    manifest["files"] |= checkpoint.checksums(folder, [name])
+    manifest["sha256"] = checkpoint.own_hash(manifest)
+    (Path(folder) / "manifest.json").write_bytes(checkpoint.json_bytes(manifest))
+
+
+def flip(file, bit):
+    content = bytearray(Path(file).read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    Path(file).write_bytes(content)
+
+
+# --- one process
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_what_is_saved_comes_back(tmp_path, optimizer):
+    run = trained(0, 2, optimizer)
+    assert of(*run, tmp_path).save(2, {"step": 2, "list": (1, 2)})
+    fresh = trained(1, 0, optimizer)
+    assert of(*fresh, tmp_path).load() == {"step": 2, "list": [1, 2]}
+    assert_same(run, fresh)
+    for net, optimizers in (run, fresh):  # and training goes on alike
+        torch.manual_seed(5)
+        net(torch.randn(4, 24)).square().sum().backward()
+        for o in optimizers:
+            o.step()
+    assert_same(run, fresh)
+    assert fresh[1][0].param_groups[0]["lr"] == 1e-2
+    verify(path(tmp_path, 2))
+    assert Path(path(tmp_path, 2), "recipe.py").read_text() == "print(1)\n"
+
+
+def test_nothing_there_is_a_fresh_start(tmp_path):
+    run = trained(0, 0)
+    check_run(str(tmp_path), IDENTITY, CheckpointConfig())
+    assert of(*run, tmp_path).load() is None
+    assert_same(run, trained(0, 0))
+
+
+def test_parameters_without_gradient_have_no_state(tmp_path):
+    net, optimizers = trained(0, 0)
+    net.last.requires_grad_(False)
+    net(torch.randn(4, 24)).sum().backward()
+    optimizers[0].step()
+    of(net, optimizers, tmp_path).save(1, {})
+    fresh = trained(1, 0)
+    of(*fresh, tmp_path).load()
+    assert_same((net, optimizers), fresh)
+    assert fresh[0].last.weight not in fresh[1][0].state
+
+
+def test_wrapped_names_are_those_of_the_plain_model(tmp_path):
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    net, optimizers = trained(0, 1)
+    net.first = checkpoint_wrapper(net.first)
+    net.last = torch.compile(net.last)
+    of(net, optimizers, tmp_path).save(1, {})
+    fresh = trained(1, 0)
+    of(*fresh, tmp_path).load()
+    assert torch.equal(fresh[0].last.weight, net.last.weight)
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_async_saves_what_was_there_when_save_was_called(tmp_path, mode):
+    net, optimizers = trained(0, 1)
+    sync, background = of(net, optimizers, tmp_path / "sync"), of(net, optimizers, tmp_path / "async", checkpoint_async=mode)
+    for step in (1, 2):
+        assert sync.save(step, {"step": step})
+        state = {"step": step}
+        assert background.save(step, state)
+        state["step"] = "changed later"
+        net.counts += 1  # a forward pass may change a buffer at once
+        net(torch.randn(4, 24)).sum().backward()
+        optimizers[0].step()  # waits by itself until the copy is made
+        with torch.no_grad():
+            for p in net.parameters():
+                p.mul_(3)
+    background.close()
+    for step in (1, 2):
+        assert diff(path(tmp_path / "sync", step), path(tmp_path / "async", step)) == 0
+        assert json.loads(Path(path(tmp_path / "async", step), "state.json").read_text())["state"] == {"step": step}
+
+
+def test_a_dead_writer_process_costs_one_save(tmp_path, capsys):
+    checkpoints = of(*trained(0, 1), tmp_path, checkpoint_async="process")
+    checkpoints.process.process.kill()
+    checkpoints.process.process.join()
+    checkpoints.save(1, {})
+    checkpoints.save(2, {})
+    checkpoints.close()
+    assert names(tmp_path) == ["step-2"]
+    assert "step-1 is NOT SAVED: the writer process" in capsys.readouterr().out
+
+
+def test_keep_latest_k(tmp_path):
+    for k, expected in ((2, ["step-2", "step-3"]), (1, ["step-3"]), (0, ["step-1", "step-2", "step-3"])):
+        checkpoints = of(*trained(0, 1), tmp_path / str(k), keep_latest_k=k)
+        for step in (1, 2, 3):
+            checkpoints.save(step, {})
+        checkpoints.close()
+        assert names(tmp_path / str(k)) == expected
+
+
+def test_an_existing_step_is_never_overwritten(tmp_path):
+    saved(tmp_path, 1)
+    before = Path(path(tmp_path, 1), "manifest.json").read_bytes()
+    assert of(*trained(5, 1), tmp_path).save(1, {})
+    assert Path(path(tmp_path, 1), "manifest.json").read_bytes() == before
+    os.remove(path(tmp_path, 1) + "/__0_0.distcp")  # but a damaged one makes room
+    assert of(*trained(5, 1), tmp_path).save(1, {})
+    verify(path(tmp_path, 1))
+    assert [n.rpartition("-")[0] for n in names(tmp_path)] == ["damaged-1", "step"]
+
+
+def kill_while_saving(out, function_name, after):
+    """Saves step 2 and dies by SIGKILL when the save calls a function of checkpoint.py, or right after it."""
+    owner = os if function_name == "rename" else checkpoint
+    original = getattr(owner, function_name)
+
+    def dying(*args, **kwargs):
+        if after:
+            original(*args, **kwargs)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(owner, function_name, dying)
+    of(*trained(0, 2), out, keep_latest_k=1).save(2, {"step": 2})
+
+
+@pytest.mark.parametrize("function_name, after, survivor", [
+    ("write_tensors", False, 1), ("write_tensors", True, 1), ("checksums", False, 1), ("write_file", True, 1),
+    ("rename", False, 1), ("rename", True, 2),
+])
+def test_kill_9_in_the_middle_of_a_save(tmp_path, function_name, after, survivor):
+    saved(tmp_path, 1)
+    assert forked(kill_while_saving, tmp_path, function_name, after) == -signal.SIGKILL
+    assert survivor == 2 or len(names(tmp_path)) == 2, "killed too early to leave anything"
+    fresh = trained(1, 0)
+    assert of(*fresh, tmp_path).load()["step"] == survivor
+    assert_same(fresh, trained(0, survivor))
+    assert [n for n in names(tmp_path) if not n.startswith("step-")] == []
+    verify(path(tmp_path, survivor))
+
+
+def save_with_a_full_disk(out):
+    out_of_disk = of(*trained(0, 2, width=200), out)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
+    assert out_of_disk.save(2, {}) is False
+    assert names(out) == ["step-1"]
+    try:
+        out_of_disk.save(3, {}, last=True)
+    except RuntimeError as error:
+        assert "step 3" in str(error)
+    else:
+        os._exit(7)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert out_of_disk.save(4, {})
+    os._exit(0)
+
+
+def test_full_disk(tmp_path):
+    saved(tmp_path, 1)
+    assert forked(save_with_a_full_disk, tmp_path) == 0
+    assert names(tmp_path) == ["step-1", "step-4"]
+    verify(path(tmp_path, 1))
+
+
+def test_no_permission(tmp_path, capsys):
+    Path(tmp_path, "checkpoints").write_text("a file where the folder should be")
+    assert of(*trained(), tmp_path).save(1, {}) is False
+    assert capsys.readouterr().out.count("\n") == 1
+
+
+def test_every_flipped_bit_is_noticed(tmp_path):
+    folder, rng = Path(path(saved(tmp_path, 1, 2), 2)), random.Random(0)
+    files = sorted(folder.iterdir())
+    for trial in range(200):
+        file = files[trial % len(files)]
+        bit = rng.randrange(8 * file.stat().st_size)
+        flip(file, bit)
+        with pytest.raises(Damaged):
+            verify(str(folder))
+        if trial < 12:  # and a run continues from the one before
+            aside = copy.copy(folder)
+            fresh = trained(1, 0)
+            assert of(*fresh, tmp_path, load_only=True).load()["step"] == 1
+            assert aside.exists()
+        flip(file, bit)
+    verify(str(folder))
+
+
+@pytest.mark.parametrize("damage", ["missing", "unlisted", "truncated", "link", "renamed"])
+def test_every_other_damage_is_noticed(tmp_path, damage, capsys):
+    folder = Path(path(saved(tmp_path, 1, 2), 2))
+    shard = folder / "__0_0.distcp"
+    if damage == "missing":
+        shard.unlink()
+    elif damage == "unlisted":
+        (folder / "__1_0.distcp").write_bytes(b"")
+    elif damage == "truncated":
+        os.truncate(shard, shard.stat().st_size - 64)
+    elif damage == "link":
+        shard.rename(tmp_path / "elsewhere")
+        shard.symlink_to(tmp_path / "elsewhere")
+    elif damage == "renamed":
+        folder = folder.rename(folder.with_name("step-3"))
+    with pytest.raises(Damaged):
+        verify(str(folder))
+    fresh = trained(1, 0)
+    assert of(*fresh, tmp_path).load()["step"] == 1
+    assert "DAMAGED" in capsys.readouterr().out
+    assert_same(fresh, trained(0, 1))
+    assert [n.split("-")[0] for n in names(tmp_path)] == ["damaged", "step"]  # out of the way of keep_latest_k
+
+
+def test_all_damaged_is_refused(tmp_path):
+    saved(tmp_path, 1, 2)
+    for step in (1, 2):
+        flip(path(tmp_path, step) + "/__0_0.distcp", 12345)
+    for _ in range(2):  # the second start, too
+        with pytest.raises(ValueError, match="every checkpoint of .* is damaged"):
+            of(*trained(1, 0), tmp_path).load()
+    for step in (1, 2):
+        os.remove(path(tmp_path, step) + "/manifest.json")
+    with pytest.raises(ValueError, match="every checkpoint of .* is damaged"):
+        check_run(str(tmp_path), IDENTITY, CheckpointConfig())
+
+
+def test_load_step(tmp_path):
+    saved(tmp_path, 2, 4, 10)
+    assert of(*trained(1, 0), tmp_path, load_only=True, load_step=4).load()["step"] == 4
+    assert names(tmp_path) == ["step-10", "step-2", "step-4"]
+    with pytest.raises(ValueError, match="step 5 .* these are: 10, 4, 2"):
+        check_run(str(tmp_path), IDENTITY, CheckpointConfig(load_step=5))
+    with pytest.raises(ValueError, match="none"):
+        check_run(str(tmp_path / "new"), IDENTITY, CheckpointConfig(load_step=5))
+    # one history per run: what is newer than the step that it goes on from is set aside
+    assert of(*trained(1, 0), tmp_path, load_step=4).load()["step"] == 4
+    assert [n.split("-")[0] for n in names(tmp_path)] == ["abandoned", "step", "step"]
+    flip(path(tmp_path, 4) + "/__0_0.distcp", 12345)
+    with pytest.raises(ValueError, match="step 4 of .* is damaged"):
+        of(*trained(1, 0), tmp_path, load_step=4).load()
+
+
+def test_a_restart_by_the_launcher_goes_on_from_the_newest(tmp_path, monkeypatch):
+    saved(tmp_path, 2, 4)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    check_run(str(tmp_path), IDENTITY, CheckpointConfig(load_step=2))
+    assert of(*trained(1, 0), tmp_path, load_step=2).load()["step"] == 4
+
+
+@pytest.mark.parametrize("excluded", [["optimizer"], ["last"], ["model.last.*"], ["last.weight", "counts"]])
+def test_exclude_from_loading(tmp_path, excluded):
+    saved(tmp_path, 2)
+    fresh, start, there = trained(1, 0), everything(*trained(1, 0)), everything(*trained(0, 2))
+    assert of(*fresh, tmp_path, exclude_from_loading=excluded).load()["step"] == 2
+    for name, tensor in everything(*fresh).items():
+        left = any(name.startswith(e.removeprefix("model.").removesuffix(".*")) for e in excluded)
+        assert torch.equal(tensor, start[name] if left else there[name]), name
+    stateless = [n for n, p in fresh[0].named_parameters() if p not in fresh[1][0].state]
+    assert stateless == [n for n, _ in fresh[0].named_parameters() if excluded == ["optimizer"] or n in there and any(
+        n.startswith(e.removeprefix("model.").removesuffix(".*")) for e in excluded)]
+
+
+def test_unknown_exclusion(tmp_path):
+    saved(tmp_path, 2)
+    with pytest.raises(ValueError, match="lst.weight: no such parameter; did you mean last.weight"):
+        of(*trained(), tmp_path, exclude_from_loading=["lst.weight"]).load()
+
+
+def test_changed_identity_is_refused_by_name(tmp_path):
+    saved(tmp_path, 2)
+    changed = copy.deepcopy(IDENTITY)
+    changed["model"]["n_layers"], changed["data"]["seq_len"] = 8, 32
+    with pytest.raises(ValueError) as error:
+        check_run(str(tmp_path), changed, CheckpointConfig())
+    assert f"n_layers is 8 but {tmp_path} was trained with 4" in str(error.value) and "--out NEW" in str(error.value)
+    assert "data.seq_len is 32" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_model_that_does_not_fit_is_untouched(tmp_path):
+    saved(tmp_path, 2)
+    net, optimizers = Net(1), None
+    net.last, net.extra = nn.Linear(24, 8), nn.Linear(2, 2)
+    del net.norm
+    net.first.bfloat16()
+    optimizers = [torch.optim.AdamW(net.parameters())]
+    before = {name: t.clone() for name, t in net.state_dict().items()}
+    with pytest.raises(ValueError) as error:
+        of(net, optimizers, tmp_path).load()
+    for text in ("missing: model.extra.weight", "shape: model.last.weight (7, 24), here (8, 24)", "unknown: model.norm.weight",
+                 "dtype: model.first.weight float32, here bfloat16"):
+        assert text in str(error.value)
+    assert all(torch.equal(t, before[name]) for name, t in net.state_dict().items())
+
+
+def test_init_from(tmp_path, capsys):
+    saved(tmp_path / "old", 2, 4)
+    for source, step in ((tmp_path / "old", 4), (path(tmp_path / "old", 2), 2)):
+        weights = trained(1, 0)
+        check_run(str(tmp_path / "new"), {"model": {}}, CheckpointConfig(init_from=str(source)))
+        assert of(*weights, tmp_path / "new", init_from=str(source)).load() is None
+        assert torch.equal(weights[0].last.weight, trained(0, step)[0].last.weight) and not weights[1][0].state
+        everything_of_it = trained(1, 0)
+        flags = dict(init_from=str(source), init_model_only=False)
+        check_run(str(tmp_path / "new"), IDENTITY, CheckpointConfig(**flags))
+        assert of(*everything_of_it, tmp_path / "new", **flags).load()["step"] == step
+        assert_same(everything_of_it, trained(0, step))
+    with pytest.raises(ValueError, match="n_layers is 5"):
+        check_run(str(tmp_path / "new"), {**IDENTITY, "model": {**IDENTITY["model"], "n_layers": 5}}, CheckpointConfig(**flags))
+    with pytest.raises(ValueError, match="holds no checkpoint"):
+        check_run(str(tmp_path / "new"), IDENTITY, CheckpointConfig(init_from=str(tmp_path)))
+    assert names(tmp_path / "old") == ["step-2", "step-4"]
+    saved(tmp_path / "new", 1)
+    assert of(*trained(1, 0), tmp_path / "new", init_from=str(tmp_path / "old")).load()["step"] == 1
+    assert "IGNORED" in capsys.readouterr().out
+
+
+def test_weights_in_another_dtype_may_start_a_run_but_not_continue_one(tmp_path):
+    saved(tmp_path, 2)
+    net = Net(1).bfloat16()
+    of(net, [torch.optim.AdamW(net.parameters())], tmp_path / "new", init_from=str(tmp_path)).load()
+    assert torch.equal(net.last.weight, trained(0, 2)[0].last.weight.bfloat16())
+
+
+def test_model_only(tmp_path):
+    of(*trained(0, 2), tmp_path).save(2, {"step": 2}, last=True, model_only=True)
+    for attempt in (lambda: check_run(str(tmp_path), IDENTITY, CheckpointConfig()), lambda: of(*trained(1, 0), tmp_path).load()):
+        with pytest.raises(ValueError, match="holds only the weights .* --init_from"):
+            attempt()
+    fresh = trained(1, 0)
+    of(*fresh, tmp_path / "new", init_from=str(tmp_path)).load()
+    assert torch.equal(fresh[0].last.weight, trained(0, 2)[0].last.weight)
+
+
+def test_load_only_writes_nothing(tmp_path):
+    assert of(*trained(), tmp_path / "run", load_only=True).save(1, {}, last=True) is False
+    assert not (tmp_path / "run").exists()
+
+
+class Evil:
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.marker}",)
+
+
+def test_an_evil_metadata_runs_nothing(tmp_path):
+    folder = path(saved(tmp_path, 2), 2)
+    good = Path(folder, ".metadata").read_bytes()
+    evil = pickle.loads(good)
+    outside = copy.deepcopy(evil)
+    next(iter(outside.storage_data.values())).relative_path = "../../../secret.distcp"
+    beyond = copy.deepcopy(evil)
+    next(iter(beyond.storage_data.values())).length = 10**9
+    partial = copy.deepcopy(evil)
+    partial.state_dict_metadata["model.first.weight"].chunks = []
+    pickled = copy.deepcopy(evil)
+    pickled.state_dict_metadata["model.first.weight"] = checkpoint.import_dcp().metadata.BytesStorageMetadata()
+    evil.planner_data = Evil(tmp_path / "was here")
+    for content, message in ((evil, "posix.system"), (outside, "secret.distcp"), (beyond, "no part of"), (partial, "do not add up"),
+                             (pickled, "is a pickled object"), ([], "refused"), (3, "refused")):
+        rewrite(folder, ".metadata", pickle.dumps(content))
+        verify(folder)  # its checksums are right, which says nothing about its author
+        fresh = trained(1, 0)
+        with pytest.raises(ValueError, match=f"refused.*{message}|{message}"):
+            of(*fresh, tmp_path).load()
+        assert_same(fresh, trained(1, 0))
+    assert not (tmp_path / "was here").exists()
+
+
+def test_a_checkpoint_does_not_choose_what_is_imported(tmp_path):
+    state = json.loads(Path(path(saved(tmp_path, 2), 2), "state.json").read_text())
+    state["identity"]["model"]["module"] = "os.path"
+    rewrite(path(tmp_path, 2), "state.json", checkpoint.json_bytes(state))
+    with pytest.raises(ValueError, match="only those in models/"):
+        load_model(str(tmp_path))
+
+
+def hold_lock(out, ready):
+    lock_run(str(out))
+    ready.set()
+    time.sleep(60)
+
+
+def test_lock(tmp_path, monkeypatch):
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+    holder = context.Process(target=hold_lock, args=(tmp_path, ready))
+    holder.start()
+    assert ready.wait(30)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    with pytest.raises(ValueError, match=f"in use by process {holder.pid} on"):
+        lock_run(str(tmp_path))
+    monkeypatch.setenv("RANK", "1")
+    lock_run(str(tmp_path))  # only rank 0 holds it
+    monkeypatch.setenv("RANK", "0")
+    holder.kill()
+    holder.join()
+    lock_run(str(tmp_path))
+
+
+def command(*args):
+    root = Path(checkpoint.__file__).parent
+    done = subprocess.run([sys.executable, "checkpoint.py", *map(str, args)], cwd=root, capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_command_line(tmp_path):
+    saved(tmp_path, 2, 4)
+    a, b = path(tmp_path, 2), path(tmp_path, 4)
+    assert command("verify", a)[0] == 0
+    status, out, _ = command("diff", a, b)
+    assert status == 1 and "first.bias" in out and "state.json: step is 2 / 4" in out
+    assert command("diff", a, a)[0] == 0
+    flip(b + "/recipe.py", 3)
+    assert command("verify", b)[0] == 1
+    status, out, _ = command("ls", tmp_path)
+    assert status == 0 and "recipe.py" in out.splitlines()[0] and "complete" in out.splitlines()[1]
+    for wrong in ([], ["verify"], ["nonsense", a], ["ls", tmp_path / "nowhere"], ["diff", a, b]):
+        status, _, err = command(*wrong)
+        assert status == 2 and err.count("\n") == 1, (wrong, err)
+
+
+def test_load_model(tmp_path):
+    torch.manual_seed(3)
+    model = Llama3(config(tie_embeddings=True))
+    optimizer = torch.optim.AdamW(model.parameters())
+    identity = {**IDENTITY, "model": {**IDENTITY["model"], "tie_embeddings": True}}
+    Checkpoints(CheckpointConfig(), str(tmp_path), modules=[model], optimizer=optimizer, identity=identity, config={}, source="").save(
+        7, {"step": 7})
+    tokens = torch.arange(12)[None]
+    for folder in (tmp_path, path(tmp_path, 7)):
+        loaded, state = load_model(str(folder))
+        assert state == {"step": 7} and loaded.config == Llama3Config(**SMALL, tie_embeddings=True)
+        assert torch.equal(loaded(tokens), model(tokens))
+    assert load_model(str(tmp_path), dtype=torch.bfloat16)[0].norm.weight.dtype == torch.bfloat16
+
+
+# --- several processes: any layout continues any layout's checkpoint, bit for bit
+
+FOUR = {
+    "dp4": {},
+    "hsdp": dict(dp_replicate=2, dp_shard=2),
+    "tp2": dict(dp_shard=2, tp=2),
+    "pp2": dict(dp_shard=2, pp=2),
+    "pp2tp2": dict(pp=2, tp=2),
+    "cp2": dict(dp_shard=2, cp=2),
+    "tp4": dict(tp=4),
+    "interleaved": dict(dp_shard=2, pp=2, pp_schedule="Interleaved1F1B", pp_layers_per_stage=1),
+}
+TWO = {"dp2 of 2": {}, "pp2 of 2": dict(pp=2)}
+
+
+def run_layout(flags, source, target, *, train=0, mode="off", tie=False, keep=10):
+    """Loads `source` into this layout, trains, saves to `target`; returns {key: hash} of the tensors that this rank has."""
+    stages, layout = build(config(tie_embeddings=tie), flags, n=8, local_batch_size=2)
+    optimizer = torch.optim.AdamW([p for s in stages for p in s.parameters()], lr=1e-3, foreach=True)
+    c = Checkpoints(CheckpointConfig(checkpoint_async=mode, keep_latest_k=keep), target, modules=stages, optimizer=optimizer,
+                    identity=IDENTITY, config=flags, source="")
+    step = 0
+    if source:
+        c.out, c.cfg.load_only = source, True
+        step = c.load()["step"]
+        c.out, c.cfg.load_only = target, False
+    for _ in range(train):
+        parallel.forward_backward(stages, local_batch(global_batch(step, 8, False), layout), layout)
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        if target and mode != "off":
+            c.save(step, {"step": step})
+    if target and mode == "off":
+        assert c.save(step, {"step": step})
+    hashes = {key: (full(t).double() * torch.arange(1, t.numel() + 1).view(t.shape)).sum().item() for key, t in c.tensors(True).items()}
+    c.close()
+    return hashes
+
+
+def merged(parts):
+    whole = {}
+    for part in parts:
+        for key, value in part.items():
+            assert whole.setdefault(key, value) == value, key
+    return whole
+
+
+def test_any_layout_continues_any_layout(tmp_path):
+    first = str(tmp_path / "0")
+    hashes = merged(pool(4).run(run_layout_kwargs, {}, None, first, dict(train=2)))
+    assert len(hashes) == len(SMALLEST_KEYS)
+    before = first
+    for i, (name, flags) in enumerate([*FOUR.items(), *TWO.items(), *reversed(FOUR.items())]):  # a chain through all of them, and back to dp4
+        after = str(tmp_path / str(i + 1))
+        got = merged(pool(2 if name in TWO else 4).run(run_layout_kwargs, flags, before, after, {}))
+        assert got == hashes, name
+        assert diff(path(first, 2), path(after, 2)) == 0, name
+        before = after
+    # and one plain process
+    model = Llama3(config())
+    optimizer = torch.optim.AdamW(model.parameters())
+    one = Checkpoints(CheckpointConfig(), before, modules=[model], optimizer=optimizer, identity=IDENTITY, config={}, source="")
+    assert one.load() == {"step": 2}
+    one.out = str(tmp_path / "one")
+    assert one.save(2, {"step": 2}) and diff(path(first, 2), path(one.out, 2)) == 0
+
+
+def run_layout_kwargs(flags, source, target, kwargs):
+    return run_layout(flags, source, target, **kwargs)
+
+
+SMALLEST_KEYS = [f"{kind}{name}" for name, _ in Llama3(config()).named_parameters()
+                 for kind in ("model.", "optimizer.step.", "optimizer.exp_avg.", "optimizer.exp_avg_sq.")]
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_tied_embeddings_at_both_ends_of_a_pipeline(tmp_path, schedule):
+    whole, ends = str(tmp_path / "whole"), str(tmp_path / "ends")
+    hashes = merged(pool(2).run(run_layout_kwargs, {}, None, whole, dict(train=2, tie=True)))
+    got = merged(pool(2).run(run_layout_kwargs, dict(pp=2, pp_schedule=schedule), whole, ends, dict(tie=True)))
+    assert got == hashes and diff(path(whole, 2), path(ends, 2)) == 0
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_async_on_several_ranks_while_they_train(tmp_path, mode):
+    sync, background = str(tmp_path / "sync"), str(tmp_path / "async")
+    for target, how in ((sync, "off"), (background, mode)):
+        pool(4).run(run_layout_kwargs, FOUR["tp2"], None, target, dict(train=4, mode=how, keep=2))
+    assert diff(path(sync, 4), path(background, 4)) == 0
+    assert names(background) == ["step-3", "step-4"]
+
+
+def save_with_one_failing_rank(out, failing):
+    stages, _ = build(config(), {}, n=8, local_batch_size=2)
+    optimizer = torch.optim.AdamW(stages[0].parameters())
+    c = Checkpoints(CheckpointConfig(), out, modules=stages, optimizer=optimizer, identity=IDENTITY, config={}, source="")
+    dcp = checkpoint.import_dcp()
+    original = dcp.FileSystemWriter.write_data
+
+    def full_disk(*args):
+        raise OSError(28, "No space left on device")
+
+    try:
+        if c.rank == failing:
+            dcp.FileSystemWriter.write_data = full_disk
+        first = c.save(1, {})
+    finally:
+        dcp.FileSystemWriter.write_data = original
+    return first, c.save(2, {}), step_folders(out)
+
+
+def test_one_rank_fails_and_all_agree(tmp_path):
+    for first, second, folders in pool(2).run(save_with_one_failing_rank, str(tmp_path), 1):
+        assert (first, second, [n for n, _ in folders]) == (False, True, [2])
+    assert names(tmp_path) == ["step-2"]
+
+
+def load_error(out):
+    stages, _ = build(config(), {}, n=8, local_batch_size=2)
+    optimizer = torch.optim.AdamW(stages[0].parameters())
+    c = Checkpoints(CheckpointConfig(), out, modules=stages, optimizer=optimizer, identity=IDENTITY, config={}, source="")
+    try:
+        return c.load()
+    except ValueError as error:
+        return str(error)
+
+
+def test_all_ranks_take_the_same_decision(tmp_path):
+    out = str(tmp_path)
+    for step in (1, 2):
+        pool(2).run(run_layout_kwargs, {}, None, out, dict(train=step))
+    flip(path(out, 2) + "/__1_0.distcp", 4321)
+    assert pool(2).run(load_error, out) == [{"step": 1}, {"step": 1}]
+    flip(path(out, 1) + "/__1_0.distcp", 4321)
+    one, two = pool(2).run(load_error, out)
+    assert one == two and "every checkpoint" in one

@@ -1,0 +1,317 @@
+"""config.py: what a command line may say, what is refused and with which line, --config, --help."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar, Literal, Optional
+
+import pytest
+
+from config import Parser, parse_config, save_config, usage_error
+
+REPO = Path(__file__).parent.parent
+
+
+@dataclass(kw_only=True)
+class DataOptions:
+    data: str = "stdlib"  # what to train on: stdlib, a folder or a file
+    load_step: int = -1  # checkpoint to load; -1 = the newest
+
+
+@dataclass(kw_only=True)
+class Config(DataOptions):
+    kinds: ClassVar[int] = 3  # no flag
+    steps: int = 10  # optimizer steps, 100% of them
+    flavor: Literal["debug", "1B"] = "debug"  # model size
+    gpus: Literal[1, 8] = 1  # a choice of integers
+    lr: float = 3e-4  # peak learning rate, reached after warmup_steps
+    min_lr_ratio: float = 0.1  # final learning rate / lr
+    decay_ratio: float | None = None  # none = decay right after warmup
+    note: Optional[str] = None  # noqa: UP045 (the old spelling must work too)
+    compile: bool = True  # compile the blocks
+    plot: bool = False  # draw
+    sizes: list[int] = field(default_factory=lambda: [1, 2])  # some integers
+    names: list[str] = field(default_factory=list)  # some names
+    local_batch_size: int = 4  # sequences per forward
+    global_batch_size: int = (
+        -1
+    )  # sequences per step
+
+
+def refused(capsys, *argv, config=Config) -> str:
+    """The one line on stderr."""
+    with pytest.raises(SystemExit) as stop:
+        parse_config(config, list(argv))
+    out, err = capsys.readouterr()
+    assert stop.value.code == 2 and out == "" and err.count("\n") == 1 and err.endswith("\n"), err
+    return err
+
+
+def parsed(*argv) -> dict:
+    defaults = vars(Config())
+    return {name: value for name, value in vars(parse_config(Config, list(argv))).items() if value != defaults[name]}
+
+
+@pytest.mark.parametrize("argv, changed", [
+    ("", {}),
+    ("--steps 5", {"steps": 5}),
+    ("--steps=5 --steps 6", {"steps": 6}),
+    ("--load_step -3 --lr -1e-4", {"load_step": -3, "lr": -1e-4}),
+    ("--lr inf --min_lr_ratio -inf", {"lr": float("inf"), "min_lr_ratio": float("-inf")}),
+    ("--lr 1", {"lr": 1.0}),
+    ("--flavor 1B --gpus 8", {"flavor": "1B", "gpus": 8}),
+    ("--decay_ratio 0.5 --note x", {"decay_ratio": 0.5, "note": "x"}),
+    ("--decay_ratio 0.5 --decay_ratio none --note none", {}),
+    ("--no-compile --plot", {"compile": False, "plot": True}),
+    ("--compile=false --plot=true", {"compile": False, "plot": True}),
+    ("--compile False --plot TRUE --steps 7", {"compile": False, "plot": True, "steps": 7}),
+    ("--no-compile --compile --plot --no-plot", {}),
+    ("--sizes 3,-4 --names a,b", {"sizes": [3, -4], "names": ["a", "b"]}),
+    ("--sizes -4,3", {"sizes": [-4, 3]}),
+    ("--sizes= --names x", {"sizes": [], "names": ["x"]}),
+    ("--data= --note=a=b", {"data": "", "note": "a=b"}),
+    ("--data -", {"data": "-"}),
+    ("--data -x", {"data": "-x"}),
+])
+def test_accepted(argv, changed):
+    assert parsed(*argv.split()) == changed
+
+
+def test_values_with_spaces_and_empty_values():
+    assert parsed("--data", "", "--note", "two words") == {"data": "", "note": "two words"}
+    assert parsed("--names", "a, b") == {"names": ["a", "b"]}
+    assert type(parse_config(Config, ["--lr", "1"]).lr) is float
+
+
+@pytest.mark.parametrize("argv, parts", [
+    ("--stpes 5", ["unknown flag --stpes", "did you mean --steps?"]),
+    ("--stpes=5", ["unknown flag --stpes;", "did you mean --steps?"]),
+    ("--stpes -5", ["unknown flag --stpes;", "did you mean --steps?"]),
+    ("--learning_rate 1", ["did you mean --lr?"]),
+    ("--learning-rate 1", ["did you mean --lr?"]),
+    ("--local-batch-size 3", ["unknown flag --local-batch-size", "did you mean --local_batch_size?"]),
+    ("--Steps 3", ["did you mean --steps?"]),
+    ("--batch_size 3", ["did you mean --local_batch_size?"]),
+    ("--checkpoint 3", ["did you mean --load_step?"]),
+    ("-steps 3", ["unknown flag -steps", "did you mean --steps?"]),
+    ("--step 3", ["unknown flag --step;", "did you mean --steps?"]),  # no abbreviations
+    ("--no-compil", ["did you mean --no-compile?"]),
+    ("--no_compile", ["did you mean --no-compile?"]),
+    ("--no-steps", ["unknown flag --no-steps"]),
+    ("--qqqq", ["unknown flag --qqqq", "--help"]),
+    ("--kinds 4", ["unknown flag --kinds"]),
+    ("5", ["unexpected argument '5'", "--help"]),
+    ("--plot 5", ["--plot '5'", "true|false"]),
+    ("--no-plot=true", ["--no-plot"]),
+    ("--steps 1.5", ["--steps '1.5'", "integer"]),
+    ("--steps=", ["--steps ''", "integer"]),
+    ("--steps none", ["--steps 'none'", "integer"]),
+    ("--steps", ["--steps"]),
+    ("--steps --plot", ["--steps"]),
+    ("--lr fast", ["--lr 'fast'", "number"]),
+    ("--lr nan", ["--lr 'nan'", "number"]),
+    ("--decay_ratio x", ["--decay_ratio 'x'", "number|none"]),
+    ("--flavor 2B", ["--flavor '2B'", "debug|1B"]),
+    ("--gpus 2", ["--gpus '2'", "1|8"]),
+    ("--sizes 1,x", ["--sizes '1,x'", "integer,..."]),
+    ("--sizes 1,,2", ["--sizes '1,,2'"]),
+])
+def test_refused(capsys, argv, parts):
+    line = refused(capsys, *argv.split())
+    assert all(part in line for part in parts), line
+
+
+def test_a_newline_in_a_value_stays_on_one_line(capsys):
+    assert "--steps" in refused(capsys, "--steps", "1\n2")
+    with pytest.raises(SystemExit):
+        usage_error(ValueError("first\nsecond\r\nthird"))
+    assert capsys.readouterr().err == "error: first second third\n"
+
+
+def test_only_rank_0_speaks(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    for argv, status in (["--stpes", "5"], 2), (["--help"], 0):
+        with pytest.raises(SystemExit) as stop:
+            parse_config(Config, argv)
+        assert stop.value.code == status
+    assert capsys.readouterr() == ("", "")
+
+
+def test_config_file_round_trip_and_overrides(tmp_path):
+    cfg = parse_config(Config, "--lr inf --no-compile --sizes= --names a,b --decay_ratio 0.25 --data=".split())
+    path = tmp_path / "config.json"
+    save_config(cfg, path, run={"torch": "2.13", "model": {"dim": 8}})
+    assert json.loads(path.read_text(), parse_constant=pytest.fail)["_run"] == {"torch": "2.13", "model": {"dim": 8}}
+    assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
+    assert parse_config(Config, ["--config", str(path)]) == cfg
+    assert parse_config(Config, [f"--config={path}"]) == cfg
+    for argv in ["--steps", "99", "--config", str(path)], ["--config", str(path), "--steps", "99"]:
+        assert vars(parse_config(Config, argv)) == vars(cfg) | {"steps": 99}
+
+
+@pytest.mark.parametrize("text, parts", [
+    ('{"stpes": 5}', ["unknown key 'stpes'", "did you mean steps?"]),
+    ('{"learning_rate": 5}', ["did you mean lr?"]),
+    ('{"steps": "5"}', ['steps = "5"', "integer"]),
+    ('{"steps": true}', ["steps = true", "integer"]),
+    ('{"steps": 5.0}', ["steps = 5.0", "integer"]),
+    ('{"steps": null}', ["steps = null", "integer"]),
+    ('{"compile": 1}', ["compile = 1", "true|false"]),
+    ('{"compile": "true"}', ['compile = "true"']),
+    ('{"lr": "0.1"}', ['lr = "0.1"', "number"]),
+    ('{"lr": NaN}', ["lr = NaN"]),
+    ('{"lr": [1]}', ["lr = [1]"]),
+    ('{"flavor": "2B"}', ['flavor = "2B"', "debug|1B"]),
+    ('{"gpus": "8"}', ['gpus = "8"']),
+    ('{"sizes": 3}', ["sizes = 3", "integer,..."]),
+    ('{"sizes": ["3"]}', ['sizes = ["3"]']),
+    ('{"data": 3}', ["data = 3", "text"]),
+    ('{"note": {}}', ["note = {}"]),
+    ("[1]", ["JSON list"]),
+    ("{", ["config.json"]),
+    ("", ["config.json"]),
+    ("\udcff", ["config.json"]),
+    ("[" * 100_000, ["config.json"]),
+])
+def test_config_file_refused(capsys, tmp_path, text, parts):
+    path = tmp_path / "config.json"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    line = refused(capsys, "--config", str(path))
+    assert str(path) in line and all(part in line for part in parts), line
+
+
+def test_config_file_missing_or_a_folder(capsys, tmp_path):
+    assert "No such file" in refused(capsys, "--config", str(tmp_path / "none.json"))
+    assert str(tmp_path) in refused(capsys, "--config", str(tmp_path))
+
+
+def test_config_file_numbers(tmp_path):
+    (tmp_path / "c.json").write_text('{"lr": 1, "min_lr_ratio": "-inf", "decay_ratio": null, "_run": {"anything": [1]}}')
+    cfg = parse_config(Config, ["--config", str(tmp_path / "c.json")])
+    assert (cfg.lr, cfg.min_lr_ratio, cfg.decay_ratio) == (1.0, float("-inf"), None)
+
+
+def test_help(capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse_config(Config, ["--help"])
+    out, err = capsys.readouterr()
+    assert stop.value.code == 0 and err == ""
+    assert out.startswith(__doc__)
+    flat = " ".join(out.split())
+    assert "optimizer steps, 100% of them [default: 10]" in flat
+    assert "compile the blocks [default: true; --no-compile turns it off]" in flat
+    assert "--flavor debug|1B model size [default: debug]" in flat
+    assert "--decay_ratio number|none none = decay right after warmup [default: none]" in flat
+    assert "some integers [default: 1,2]" in flat and 'some names [default: ""]' in flat
+    assert "sequences per step [default: -1]" in flat  # a field over several lines
+    assert flat.index("Config:") < flat.index("--steps") < flat.index("DataOptions:") < flat.index("--load_step")
+    assert "kinds" not in flat
+
+
+def test_two_groups_may_not_share_a_name():
+    @dataclass(kw_only=True)
+    class Other:
+        load_step: int = 0
+
+    @dataclass(kw_only=True)
+    class Both(DataOptions, Other):
+        pass
+
+    @dataclass(kw_only=True)
+    class Reserved:
+        config: str = ""
+
+    with pytest.raises(TypeError, match="DataOptions.*Other.*--load_step"):
+        parse_config(Both, [])
+    with pytest.raises(TypeError, match="--config is reserved"):
+        parse_config(Reserved, [])
+
+
+def test_a_recipe_may_change_a_default(capsys):
+    @dataclass(kw_only=True)
+    class Recipe(DataOptions):
+        load_step: int = 7  # another default
+
+    assert parse_config(Recipe, []).load_step == 7
+    with pytest.raises(SystemExit):
+        parse_config(Recipe, ["--help"])
+    assert "another default [default: 7]" in " ".join(capsys.readouterr().out.split())
+
+
+def test_classes_without_source(capsys):
+    space = {"__name__": "nowhere"}
+    exec("from dataclasses import dataclass\n@dataclass(kw_only=True)\nclass C:\n    steps: int = 1  # unseen", space)
+    assert parse_config(space["C"], ["--steps", "2"]).steps == 2
+    with pytest.raises(SystemExit) as stop:
+        parse_config(space["C"], ["--help"])
+    assert stop.value.code == 0 and "--steps" in capsys.readouterr().out
+    assert "did you mean --steps?" in refused(capsys, "--stpes", "2", config=space["C"])
+
+
+def test_post_init_errors_are_usage_errors(capsys):
+    @dataclass(kw_only=True)
+    class Checked:
+        steps: int = 1
+
+        def __post_init__(self):
+            if self.steps < 0:
+                raise ValueError("--steps must not be negative")
+
+    assert "--steps must not be negative" in refused(capsys, "--steps", "-1", config=Checked)
+
+
+def test_parser_of_the_small_clis(capsys):
+    parser = Parser()
+    parser.add_argument("--out", required=True)
+    for argv in [], ["--ou", "x"], ["--out"]:
+        with pytest.raises(SystemExit) as stop:
+            parser.parse_args(argv)
+        assert stop.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+
+
+RECIPE = '''"""Train something.
+
+    python recipe.py --steps 5    # 50% done
+The end.
+"""
+
+from dataclasses import dataclass
+
+from config import parse_config
+
+
+@dataclass(kw_only=True)
+class Config:
+    steps: int = 10  # optimizer steps
+    lr: float = 3e-4  # peak learning rate, reached after warmup_steps
+
+
+if __name__ == "__main__":
+    print(parse_config(Config))
+'''
+
+
+@pytest.mark.parametrize("argv, rank, status, out, err", [
+    ("--steps 5", "0", 0, "Config(steps=5, lr=0.0003)\n", ""),
+    ("--stpes 5", "0", 2, "", "error: unknown flag --stpes; did you mean --steps? --help lists all flags\n"),
+    ("--stpes 5", "1", 2, "", ""),
+    ("--learning_rate 5", "0", 2, "", "error: unknown flag --learning_rate; did you mean --lr? --help lists all flags\n"),
+    ("--help", "1", 0, "", ""),
+])
+def test_as_a_script(tmp_path, argv, rank, status, out, err):
+    (tmp_path / "recipe.py").write_text(RECIPE)
+    env = os.environ | {"PYTHONPATH": str(REPO), "RANK": rank}
+    done = subprocess.run([sys.executable, tmp_path / "recipe.py", *argv.split()], capture_output=True, text=True, env=env)
+    assert (done.returncode, done.stdout, done.stderr) == (status, out, err)
+
+
+def test_help_of_a_script(tmp_path):
+    (tmp_path / "recipe.py").write_text(RECIPE)
+    env = os.environ | {"PYTHONPATH": str(REPO)}
+    done = subprocess.run([sys.executable, tmp_path / "recipe.py", "--help"], capture_output=True, text=True, env=env)
+    assert done.returncode == 0 and done.stderr == ""
+    assert done.stdout.startswith("Train something.\n\n    python recipe.py --steps 5    # 50% done\n")
+    assert "--steps integer  optimizer steps [default: 10]" in done.stdout

@@ -1,0 +1,787 @@
+"""data.py: one global order of sequences in every layout, shards that are as they were written, one line per user error."""
+
+import gc
+import itertools
+import json
+import math
+import os
+import random
+import shutil
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+import data
+from data import DataConfig, TokenData, open_data, permute
+
+REPO = Path(__file__).parent.parent
+SHAKESPEARE = REPO.parent / "shared" / "data" / "tinyshakespeare.txt"  # real text, where it is at hand
+WORDS = "the a model reads trains writes token shard of and to layer gradient rank step seed loss axis".split()
+
+
+def sentences(count: int, seed: int) -> str:
+    words = random.Random(seed)
+    return "".join(" ".join(words.choices(WORDS, k=8)) + f" {words.random():.3f}.\n" for _ in range(count))
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory) -> Path:
+    """400 documents as .jsonl, in a folder that serves as the cache too."""
+    folder = tmp_path_factory.mktemp("corpus")
+    lines = [json.dumps({"text": sentences(1 + i % 7, seed=i)}) for i in range(400)]
+    (folder / "docs.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def shards(corpus) -> Path:
+    """The folder of token shards of the corpus."""
+    return open_corpus(corpus).folder
+
+
+def open_corpus(corpus, seq_len=32, **flags) -> TokenData:
+    return open_data(DataConfig(data=str(corpus / "docs.jsonl"), cache_dir=str(corpus), **flags), seq_len)
+
+
+def copy_of(shards: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(shards, tmp_path / "tokens"))
+
+
+def all_tokens(folder: Path, split: str) -> np.ndarray:
+    """The tokens of a split, read without data.py's own reader."""
+    index = json.loads((folder / "index.json").read_text())
+    dtype = np.uint16 if index["vocab_size"] <= 65536 else np.uint32
+    return np.concatenate([np.fromfile(folder / s["name"], dtype, offset=112) for s in index["splits"][split]])
+
+
+def take(batches, count: int) -> list:
+    taken = list(itertools.islice(batches, count))
+    batches.close()
+    return taken
+
+
+def flat(batches, name="tokens") -> torch.Tensor:
+    """(sequences, T) of all batches, in order."""
+    return torch.cat([getattr(batch, name).flatten(0, 1) for batch in batches])
+
+
+def refused(call, *parts):
+    with pytest.raises(ValueError) as error:
+        call()
+    line = str(error.value)
+    assert "\n" not in line and all(part in line for part in parts), line
+    return line
+
+
+# ---- the global order ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 16, 17, 100, 257, 1000, 4097])
+def test_permutation_is_a_bijection(n):
+    everything = permute(np.arange(n), n, "0/0")
+    assert sorted(everything) == list(range(n))
+    for k in {0, n // 2, n - 1}:  # any k alone: no state
+        assert permute(np.array([k]), n, "0/0")[0] == everything[k]
+    if n >= 100:
+        assert (everything != np.arange(n)).mean() > 0.9
+        assert (everything != permute(np.arange(n), n, "0/1")).mean() > 0.9
+
+
+def test_permutation_is_even():
+    """Each of 8 elements lands in each place about equally often, and neighbours do not stay together."""
+    orders = np.stack([permute(np.arange(8), 8, f"{seed}/0") for seed in range(4000)])
+    counts = np.stack([np.bincount(column, minlength=8) for column in orders.T])
+    assert abs(counts - 500).max() < 5 * math.sqrt(500)
+    steps = np.diff(permute(np.arange(10_000), 10_000, "7/3"))
+    assert (np.abs(steps) == 1).mean() < 0.01 and abs(np.sign(steps).mean()) < 0.05
+
+
+def test_huge_index_is_cheap():
+    n = 10**12 + 1
+    inside = permute(np.arange(n - 1000, n), n, "x")
+    assert len(set(inside)) == 1000 and inside.min() >= 0 and inside.max() < n
+
+
+def test_windows_are_the_text(corpus, shards):
+    """Every window of an epoch is a stretch of the concatenated shards, each exactly once; labels are the next tokens."""
+    tokens, loaded = all_tokens(shards, "train"), open_corpus(corpus)
+    assert loaded.n_samples == (len(tokens) - 1) // 32 and loaded.fingerprint["n_tokens"] == len(tokens)
+    batches = take(loaded.batches(0, 4, 4, 0, 1, "cpu"), -(-loaded.n_samples // 4))
+    sequences, labels = flat(batches)[:loaded.n_samples].numpy(), flat(batches, "labels")[:loaded.n_samples].numpy()
+    order = permute(np.arange(loaded.n_samples), loaded.n_samples, "0/0")
+    for sequence, label, number in zip(sequences, labels, order):
+        assert (sequence == tokens[number * 32:number * 32 + 32]).all()
+        assert (label == tokens[number * 32 + 1:number * 32 + 33]).all()
+    assert batches[0].tokens.dtype == batches[0].labels.dtype == batches[0].positions.dtype == torch.int64
+    assert (batches[0].positions == torch.arange(32)).all() and batches[0].doc_ids is None
+    assert batches[0].n_bytes is None and batches[0].samples == 4
+
+
+@pytest.mark.parametrize("doc_mask", [False, True])
+def test_same_batches_in_every_layout(corpus, doc_mask):
+    loaded = open_corpus(corpus, doc_mask=doc_mask)
+    straight = take(loaded.batches(0, 12, 12, 0, 1, "cpu"), 5)
+    names = ["tokens", "labels", "positions"] + ["doc_ids"] * doc_mask
+    for ranks in 1, 2, 3, 4, 6, 12:
+        for local in {1, 12 // ranks}:
+            split = [take(loaded.batches(0, 12, local, rank, ranks, "cpu"), 5) for rank in range(ranks)]
+            for step, one in enumerate(straight):
+                assert split[0][step].tokens.shape == (12 // local // ranks, local, 32)
+                assert split[0][step].samples == 12
+                assert split[0][step].hash == one.hash and all(split[rank][step].hash == "" for rank in range(1, ranks))
+                for name in names:
+                    joined = flat([split[rank][step] for rank in range(ranks)], name)
+                    assert torch.equal(joined, flat([one], name)), (ranks, local, step, name)
+    assert len({batch.hash for batch in straight}) == 5
+
+
+def test_resume_anywhere_with_any_batch_size(corpus):
+    """The cursor is all the state: also in a later epoch, across its border, and with another batch size."""
+    loaded = open_corpus(corpus)
+    n = loaded.n_samples
+    straight = flat(take(loaded.batches(0, 8, 8, 0, 1, "cpu"), 3 * n // 8))
+    for cursor, size in (8, 8), (n - 3, 6), (n, 4), (2 * n - 5, 10), (13, 1):
+        batch = take(loaded.batches(cursor, size, size, 0, 1, "cpu"), 1)
+        assert torch.equal(flat(batch), straight[cursor:cursor + size])
+    rows = [tuple(row.tolist()) for row in straight]
+    assert Counter(rows[:n]) == Counter(rows[n:2 * n]) and rows[:n] != rows[n:2 * n]  # an epoch: the same in another order
+    bigger = take(loaded.batches(0, 3 * n, n, 0, 1, "cpu"), 1)  # a batch of three epochs
+    assert torch.equal(flat(bigger)[:len(straight)], straight)
+
+
+def test_hash_and_order_depend_on_the_seed_only(corpus):
+    first, again = (take(open_corpus(corpus).batches(0, 8, 4, 0, 1, "cpu"), 3) for _ in range(2))
+    other = take(open_corpus(corpus, data_seed=1).batches(0, 8, 4, 0, 1, "cpu"), 3)
+    assert [b.hash for b in first] == [b.hash for b in again] != [b.hash for b in other]
+    assert all(int(b.hash, 16) >= 0 for b in first)
+    masked = take(open_corpus(corpus, doc_mask=True).batches(0, 8, 4, 0, 1, "cpu"), 3)
+    assert torch.equal(flat(first), flat(masked)) and [b.hash for b in first] != [b.hash for b in masked]  # other labels
+    prints = [open_corpus(corpus, **flags).fingerprint for flags in ({}, {"data_seed": 1}, {"doc_mask": True})]
+    assert len({json.dumps(p) for p in prints}) == 3 and open_corpus(corpus).fingerprint == prints[0]
+    assert open_corpus(corpus, seq_len=16).fingerprint != prints[0]
+
+
+def test_validation_is_the_same_in_every_layout(corpus, shards):
+    loaded, tokens = open_corpus(corpus, doc_mask=True), all_tokens(shards, "val")
+    assert loaded.n_val_samples == -(-(len(tokens) - 1) // 32)
+    bytes_of = np.array([len(text) for text in map(loaded_text(shards), range(loaded.vocab_size))])
+    for wanted in 1, 10, 10**6:
+        reference = None
+        for local, ranks in (4, 1), (3, 2), (1, 4), (16, 3):
+            per_rank = [list(loaded.val_batches(wanted, local, rank, ranks, "cpu")) for rank in range(ranks)]
+            assert len({len(batches) for batches in per_rank}) == 1
+            assert {batch.tokens.shape for batches in per_rank for batch in batches} == {(1, local, 32)}
+            n = min(wanted, loaded.n_val_samples)
+            joined = [torch.cat([flat(step, name) for step in zip(*per_rank)]) for name in ("tokens", "labels", "doc_ids")]
+            assert (joined[1][n:] == -100).all() and (joined[1][:n] >= 0).any(1).all()
+            reference = reference or [array[:n] for array in joined]
+            assert all(torch.equal(array[:n], known) for array, known in zip(joined, reference))
+            assert sum(batch.samples for batch in per_rank[0]) == n
+            valid = joined[1][joined[1] >= 0].numpy()
+            assert sum(batch.n_bytes for batches in per_rank for batch in batches) == bytes_of[valid].sum()
+    seeds = [flat(list(open_corpus(corpus, data_seed=s).val_batches(8, 8, 0, 1, "cpu"))) for s in (0, 1)]
+    assert torch.equal(*seeds)
+    every_label = flat(list(open_corpus(corpus).val_batches(10**6, 8, 0, 1, "cpu")), "labels")
+    assert (every_label >= 0).sum() == len(tokens) - 1  # all validation text counts, the last, shorter window too
+
+
+def loaded_text(folder: Path):
+    """id -> the bytes of one token, by `tokenizers` itself; no bytes for the special token."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    decode = {c: b for b, c in byte_characters().items()}
+    return lambda i: b"" if i == tokenizer.token_to_id("<|endoftext|>") else bytes(decode[c] for c in tokenizer.id_to_token(i))
+
+
+def byte_characters() -> dict:
+    """GPT-2's table from bytes to printable characters (openai/gpt-2, encoder.py)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [b for b in range(256) if b not in printable]
+    return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(rest)}
+
+
+def test_doc_mask_arrays(corpus):
+    """Positions, ids and labels against a loop over the tokens."""
+    loaded, some_boundary = open_corpus(corpus, doc_mask=True), False
+    batch = take(loaded.batches(0, 32, 32, 0, 1, "cpu"), 1)[0]
+    plain = take(open_corpus(corpus).batches(0, 32, 32, 0, 1, "cpu"), 1)[0]
+    for row in range(32):
+        document = position = 0
+        for t in range(32):
+            token = int(batch.tokens[0, row, t])
+            assert (batch.doc_ids[0, row, t], batch.positions[0, row, t]) == (document, position)
+            assert batch.labels[0, row, t] == (-100 if token == loaded.eot else plain.labels[0, row, t])
+            position += 1
+            if token == loaded.eot:
+                document, position, some_boundary = document + 1, 0, True
+    assert some_boundary and (plain.labels >= 0).all()
+
+
+def test_batch_sizes_must_divide(corpus):
+    refused(lambda: open_corpus(corpus).batches(0, 10, 4, 0, 1, "cpu"), "--global_batch_size 10", "--local_batch_size", "4")
+    refused(lambda: open_corpus(corpus).batches(0, 8, 4, 0, 4, "cpu"), "4 x 4 = 16")
+
+
+# ---- the prefetch thread -------------------------------------------------------------------------------------------
+
+
+def prefetch_threads() -> int:
+    return sum(thread.name == "prefetch" for thread in threading.enumerate())
+
+
+def test_prefetch_ends_when_closed_or_collected(corpus):
+    loaded = open_corpus(corpus)
+    gc.collect()
+    assert prefetch_threads() == 0
+    batches = loaded.batches(0, 4, 4, 0, 1, "cpu")
+    assert prefetch_threads() == 0  # nothing to clean up if it is never used
+    next(batches)
+    assert prefetch_threads() == 1
+    batches.close()
+    assert prefetch_threads() == 0
+    batches = loaded.batches(0, 4, 4, 0, 1, "cpu")
+    next(batches)
+    del batches
+    gc.collect()
+    assert prefetch_threads() == 0
+    for _ in loaded.val_batches(4, 2, 0, 1, "cpu"):
+        break
+    list(loaded.val_batches(4, 2, 0, 1, "cpu"))
+    gc.collect()
+    assert prefetch_threads() == 0
+
+
+def test_prefetch_keeps_two_ready_and_no_more(corpus, monkeypatch):
+    loaded, read, two = open_corpus(corpus), [], threading.Event()
+    windows = loaded.windows
+
+    def counting(split, numbers):
+        read.append(len(numbers))
+        if len(read) == 3:
+            two.set()
+        return windows(split, numbers)
+
+    monkeypatch.setattr(loaded, "windows", counting)
+    batches = loaded.batches(0, 4, 4, 0, 1, "cpu")
+    next(batches)
+    assert two.wait(10)  # the next two are read while the consumer does something else
+    assert not two.clear() and len(read) == 3
+    batches.close()
+    assert len(read) == 3
+
+
+def test_prefetch_raises_the_error_of_its_thread(corpus, monkeypatch):
+    loaded = open_corpus(corpus)
+    windows, calls = loaded.windows, itertools.count()
+
+    def failing(split, numbers):
+        if next(calls) == 2:
+            raise RuntimeError("the disk is gone")
+        return windows(split, numbers)
+
+    monkeypatch.setattr(loaded, "windows", failing)
+    batches = loaded.batches(0, 4, 4, 0, 1, "cpu")
+    assert next(batches).samples == next(batches).samples == 4
+    with pytest.raises(RuntimeError, match="the disk is gone"):
+        next(batches)
+    assert prefetch_threads() == 0
+
+
+def test_only_rank_0_reads_the_whole_batch(corpus, monkeypatch):
+    loaded, sizes = open_corpus(corpus), []
+    windows = loaded.windows
+    monkeypatch.setattr(loaded, "windows", lambda split, numbers: sizes.append(len(numbers)) or windows(split, numbers))
+    take(loaded.batches(0, 16, 2, 3, 4, "cpu"), 1)
+    assert set(sizes) == {4}
+
+
+def test_exit_with_an_open_iterator(corpus):
+    code = ("from data import *\n"
+            f"d = open_data(DataConfig(data={str(corpus / 'docs.jsonl')!r}, cache_dir={str(corpus)!r}), 32)\n"
+            "batches = d.batches(0, 4, 4, 0, 1, 'cpu')\nnext(batches)\nvals = d.val_batches(8, 1, 0, 1, 'cpu')\nnext(vals)\n")
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+# ---- text in the cache ---------------------------------------------------------------------------------------------
+
+
+def test_documents_are_kept_and_split_by_hash(corpus, shards):
+    index, documents = json.loads((shards / "index.json").read_text()), []
+    tokenizer = Tokenizer.from_file(str(shards / "tokenizer.json"))
+    for split in "train", "val":
+        tokens = all_tokens(shards, split)
+        ends = np.flatnonzero(tokens == index["eot"])
+        assert len(ends) == index["documents"][split] and ends[-1] == len(tokens) - 1
+        documents.append([tokenizer.decode(part[:-1]) for part in np.split(tokens, ends + 1)[:-1]])
+    texts = [json.loads(line)["text"] for line in open(corpus / "docs.jsonl")]
+    assert Counter(documents[0] + documents[1]) == Counter(texts)
+    assert 5 <= len(documents[1]) <= 50 and index["vocab_size"] == tokenizer.get_vocab_size() < 4096
+
+
+def test_token_bytes_add_up(corpus, shards):
+    loaded, total = open_corpus(corpus), 0
+    for split in "train", "val":
+        total += loaded.token_bytes[all_tokens(shards, split)].sum()
+    assert total == sum(len(json.loads(line)["text"].encode()) for line in open(corpus / "docs.jsonl"))
+    assert loaded.token_bytes[loaded.eot] == 0 and loaded.token_bytes.shape == (loaded.vocab_size,)
+
+
+def test_second_start_reads_no_text(corpus, monkeypatch):
+    known = open_corpus(corpus).fingerprint
+    monkeypatch.setattr(data, "cut_into_pieces", pytest.fail)
+    monkeypatch.setattr(data, "find_tokenizer", pytest.fail)
+    assert open_corpus(corpus).fingerprint == known
+
+
+def test_cache_is_keyed_by_content(tmp_path):
+    def start(name, text):
+        (tmp_path / name).write_text(text)
+        return open_data(DataConfig(data=str(tmp_path / name), cache_dir=str(tmp_path / "cache")), 16)
+
+    text = sentences(300, seed=1)
+    first, touched, changed, back = (start("a.txt", t) for t in (text, text, text + "more.\n", text))
+    assert first.fingerprint == touched.fingerprint == back.fingerprint != changed.fingerprint
+    assert first.folder == touched.folder == back.folder != changed.folder
+    shutil.rmtree(first.folder)  # the user may tidy up
+    assert start("a.txt", text).fingerprint == first.fingerprint
+
+
+def test_plain_text_keeps_every_character_and_its_tail_validates(tmp_path):
+    text = "\ufeff" + sentences(1000, seed=2) + "žluťoučký kůň 🐎\r\n" * 30 + "the end without a newline"
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    loaded = open_data(DataConfig(data=str(tmp_path / "a.txt"), cache_dir=str(tmp_path)), 16)
+    tokenizer = Tokenizer.from_file(loaded.tokenizer_file)
+    parts = [all_tokens(loaded.folder, split) for split in ("train", "val")]
+    assert all(part[-1] == loaded.eot and (part == loaded.eot).sum() == 1 for part in parts)
+    train, val = (tokenizer.decode(part[:-1]) for part in parts)
+    assert "\ufeff" + train + val == text and train.endswith("\n")
+    assert 0.05 <= len(val.encode()) / len(text.encode()) < 0.06
+
+
+def test_text_without_lines_is_cut_between_characters(tmp_path):
+    text = "žluťoučký kůň úpěl ďábelské ódy " * 300
+    (tmp_path / "a.txt").write_text(text, "utf-8")
+    loaded = open_data(DataConfig(data=str(tmp_path / "a.txt"), cache_dir=str(tmp_path)), 8)
+    tokenizer = Tokenizer.from_file(loaded.tokenizer_file)
+    assert "".join(tokenizer.decode(all_tokens(loaded.folder, split)[:-1]) for split in ("train", "val")) == text
+
+
+def test_eot_in_plain_text_separates_documents_but_not_in_json(tmp_path):
+    (tmp_path / "a.txt").write_text(sentences(60, 1) + "<|endoftext|>" + sentences(60, 2) + "<|endoftext|>")
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": sentences(60, 1) + "<|endoftext|>" + sentences(60, 2)}) + "\n")
+    for name, documents in ("a.txt", {"train": 2, "val": 1}), ("b.jsonl", {"train": 1, "val": 0}):
+        loaded = open_data(DataConfig(data=str(tmp_path / name), cache_dir=str(tmp_path)), 8)
+        assert json.loads((loaded.folder / "index.json").read_text())["documents"] == documents
+        assert data.find_damage(loaded.folder) == []
+    refused(lambda: loaded.val_batches(4, 4, 0, 1, "cpu"), "no text for validation", "--val_every 0")
+
+
+def test_no_document_end_is_lost_between_pieces(tmp_path):
+    """The usual layout of story collections: the separator stands on a line of its own, a piece may end anywhere."""
+    stories = [sentences(1 + i % 5, seed=i) for i in range(12_000)]
+    (tmp_path / "a.txt").write_text("<|endoftext|>\n".join(stories))
+    pieces = data.cut_into_pieces([tmp_path / "a.txt"], "<|endoftext|>")
+    assert len(pieces) > 2
+    ends = [(split, closed) for piece in pieces for split, text, closed in data.read_documents(piece, "<|endoftext|>")]
+    assert abs(sum(closed for _, closed in ends) - len(stories)) <= 1  # one more where validation begins within a story
+
+
+def test_long_text_in_pieces(tmp_path):
+    """A text of several pieces and segments is one document, and nothing is lost where it is cut."""
+    text = sentences(30_000, seed=3) * 2
+    (tmp_path / "a.txt").write_text(text)
+    loaded = open_data(DataConfig(data=str(tmp_path / "a.txt"), cache_dir=str(tmp_path)), 1000)
+    index = json.loads((loaded.folder / "index.json").read_text())
+    assert len(index["splits"]["train"]) >= 2 and index["documents"] == {"train": 1, "val": 1}
+    tokens = all_tokens(loaded.folder, "train")
+    tokenizer = Tokenizer.from_file(loaded.tokenizer_file)
+    assert text.startswith(tokenizer.decode(tokens[:-1])) and data.find_damage(loaded.folder) == []
+    border = index["splits"]["train"][0]["tokens"] // 1000
+    assert (loaded.windows("train", [border])[0] == tokens[border * 1000:border * 1000 + 1001]).all()  # over two shards
+
+
+@pytest.mark.skipif(not SHAKESPEARE.exists(), reason="no tinyshakespeare.txt")
+def test_tinyshakespeare(tmp_path):
+    loaded = open_data(DataConfig(data=str(SHAKESPEARE), cache_dir=str(tmp_path)), 256)
+    assert loaded.vocab_size == 4096 and loaded.fingerprint["n_tokens"] > 250_000 and loaded.n_val_samples > 50
+    assert loaded.token_bytes[all_tokens(loaded.folder, "train")].mean() > 2.5
+
+
+def test_several_ranks_build_once(tmp_path):
+    (tmp_path / "a.txt").write_text(sentences(2000, seed=4))
+    code = (f"from data import *\nprint(open_data(DataConfig(data={str(tmp_path / 'a.txt')!r}, "
+            f"cache_dir={str(tmp_path / 'cache')!r}), 32).fingerprint)")
+    ranks = [subprocess.Popen([sys.executable, "-c", code], cwd=REPO, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                              env=os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"})
+             for rank in range(3)]
+    outputs = [rank.communicate(timeout=100) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0, 0], outputs
+    assert len({out.splitlines()[-1] for out, _ in outputs}) == 1 and all(err == "" for _, err in outputs)
+    assert [len(out.splitlines()) for out, _ in outputs[1:]] == [1, 1]  # only rank 0 tells what it does
+    assert sorted(path.name.split("-")[0] for path in (tmp_path / "cache").iterdir() if not path.is_symlink()) == ["a", "lock"]
+
+
+# ---- the built-in corpus -------------------------------------------------------------------------------------------
+
+
+def test_stdlib_corpus(tmp_path):
+    cfg = DataConfig(cache_dir=str(tmp_path))
+    loaded = open_data(cfg, 256)
+    index = json.loads((loaded.folder / "index.json").read_text())
+    assert loaded.vocab_size == 4096 and Tokenizer.from_file(loaded.tokenizer_file).get_vocab_size() == 4096
+    assert loaded.fingerprint["n_tokens"] > 1_000_000
+    assert 0.01 < index["documents"]["val"] / index["documents"]["train"] < 0.1 and loaded.n_val_samples > 64
+    assert data.find_damage(loaded.folder) == []
+    begin = time.monotonic()
+    assert open_data(cfg, 256).fingerprint == loaded.fingerprint
+    assert time.monotonic() - begin < 2  # 0.05 s on an idle machine
+
+
+def test_stdlib_selection(tmp_path, monkeypatch):
+    root = tmp_path / "python"
+    files = {"a.py": b"a = 1\n", "b/c.py": b"c = 2\n", "b/same.py": b"a = 1\n", "latin.py": b"\xe9\n", "empty.py": b"",
+             "big.py": b"x = 'y'\n" * 300_000}
+    files |= dict.fromkeys(["test/t.py", "b/tests/t.py", "idlelib/idle_test/t.py", "encodings/cp1.py", "site-packages/p.py",
+                            "_sysconfigdata_x.py", "pydoc_data/topics.py", "html/entities.py", "x.txt"], b"unwanted = 1\n")
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(text)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(root)})
+    target = tmp_path / "stdlib.jsonl"
+    data.collect_stdlib(data.stdlib_files(), target)
+    records = [json.loads(line) for line in open(target)]
+    assert [record["split_key"] for record in records if record["text"]] == ["a.py", "big.py", "b/c.py"]
+    (root / "big.py").write_bytes(b"x = 1\n")
+    refused(lambda: open_data(DataConfig(cache_dir=str(tmp_path)), 16), "--data FILE.txt", str(root))
+    shutil.rmtree(root)
+    refused(lambda: open_data(DataConfig(cache_dir=str(tmp_path)), 16), "--data FILE.txt")
+
+
+def test_cache_folder(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert data.cache_folder("") == Path("/somewhere/nanotitan") and data.cache_folder("/x") == Path("/x")
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert data.cache_folder("") == Path("/home/me/Library/Caches/nanotitan")
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert data.cache_folder("") == Path("/home/me/.cache/nanotitan")
+
+
+# ---- tokenizers ----------------------------------------------------------------------------------------------------
+
+
+def word_tokenizer(path: Path, size: int = 0, special=(), **settings) -> Path:
+    """A tokenizer.json that knows WORDS (and more, up to `size`)."""
+    vocab = {word: i for i, word in enumerate(dict.fromkeys([*WORDS, "[UNK]", *(f"w{i}" for i in range(size))]))}
+    tokenizer = Tokenizer(models.WordLevel(dict(itertools.islice(vocab.items(), max(size, len(WORDS) + 1))), unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(list(special))
+    if settings:
+        tokenizer.enable_truncation(**settings)
+    path.parent.mkdir(exist_ok=True)
+    tokenizer.save(str(path))
+    return path
+
+
+@pytest.mark.parametrize("special, config, expected", [
+    (["<s>", "</s>"], None, "</s>"),
+    (["<|im_end|>", "<|endoftext|>"], None, "<|endoftext|>"),
+    (["<stop>"], {"eos_token": "<stop>"}, "<stop>"),
+    (["<stop>"], {"eos_token": {"content": "<stop>", "special": True}}, "<stop>"),
+    (["<stop>"], {"eos_token": None}, None),
+    (["<stop>"], None, None),
+])
+def test_eot_is_found(tmp_path, special, config, expected):
+    file = word_tokenizer(tmp_path / "hf" / "tokenizer.json", special=special)
+    if config:
+        (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps(config))
+    for path in tmp_path / "hf", file:
+        if expected is None:
+            refused(lambda path=path: data.find_tokenizer(str(path)), "--eot", str(path))
+        else:
+            eot = Tokenizer.from_file(str(file)).token_to_id(expected)
+            assert data.find_tokenizer(str(path)) == (file, eot, len(WORDS) + 1 + len(special))
+    assert data.find_tokenizer(str(file), "the")[1] == 0
+    refused(lambda: data.find_tokenizer(str(file), "<nope>"), "<nope>")
+
+
+def test_given_tokenizer_and_uint32(tmp_path):
+    """More than 65,536 ids need uint32; truncation settings in a tokenizer.json must not cut documents."""
+    file = word_tokenizer(tmp_path / "hf" / "tokenizer.json", size=70_000, special=["</s>"], max_length=5)
+    (tmp_path / "a.txt").write_text(" ".join(["the", "w69000", "model"] * 500))
+    loaded = open_data(DataConfig(data=str(tmp_path / "a.txt"), tokenizer=str(file.parent), cache_dir=str(tmp_path / "c")), 16)
+    tokens = all_tokens(loaded.folder, "train")
+    assert tokens.dtype == np.uint32 and tokens.max() == 70_000 == loaded.eot and len(tokens) > 1400
+    assert (loaded.vocab_size, loaded.token_bytes) == (70_001, None)
+    assert next(loaded.val_batches(2, 2, 0, 1, "cpu")).n_bytes is None
+    assert data.find_damage(loaded.folder) == []
+    same = open_data(DataConfig(data=str(loaded.folder), tokenizer=str(file)), 16)
+    assert same.fingerprint == loaded.fingerprint and same.tokenizer_file == str(loaded.folder / "tokenizer.json")
+    other = word_tokenizer(tmp_path / "other" / "tokenizer.json", special=["</s>"])
+    refused(lambda: open_data(DataConfig(data=str(loaded.folder), tokenizer=str(other)), 16), "--tokenizer", "leave it out")
+    again = open_data(DataConfig(data=str(tmp_path / "a.txt"), tokenizer=str(other), cache_dir=str(tmp_path / "c")), 16)
+    assert again.fingerprint["tokenizer_sha256"] != loaded.fingerprint["tokenizer_sha256"] and again.folder != loaded.folder
+
+
+# ---- what a user can get wrong: one line each ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, content, parts", [
+    ("none.txt", None, ["none.txt", "no such file", "stdlib"]),
+    ("a.csv", b"1,2", ["a.csv", ".txt", ".jsonl"]),
+    ("empty.txt", b"", ["empty.txt is empty"]),
+    ("short.txt", b"ab\n", ["short.txt", "--seq_len 64", "longer text"]),
+    ("space.txt", b"\n \n", ["space.txt", "--seq_len"]),
+    ("latin.txt", b"caf\xe9 " * 100, ["latin.txt", "byte 3", "UTF-8", "iconv"]),
+    ("a.jsonl", b'{"text": "ok"}\n\n{"text": "ok"\n', ["a.jsonl line 3", '"text"']),
+    ("b.jsonl", b'{"text": "ok"}\n{"content": "no"}\n', ["b.jsonl line 2", "KeyError('text')"]),
+    ("c.jsonl", b'{"text": 3}\n', ["c.jsonl line 1", '"text"']),
+    ("d.jsonl", b"[1]\n", ["d.jsonl line 1"]),
+    ("e.jsonl", b'{"text": "\\ud800"}\n', ["e.jsonl line 1"]),
+    ("f.jsonl", b'{"text": ""}\n' * 200, ["f.jsonl", "0 training tokens"]),
+    ("g.jsonl", b'{"text": "' + b"ok " * 50 + b'"}\n{"te', ["g.jsonl line 2"]),
+    ("h.jsonl", b'{"text": "ok"}\n' * 100 + b"oops\n", ["h.jsonl line 101"]),
+])
+def test_bad_text(tmp_path, name, content, parts):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    refused(lambda: open_data(DataConfig(data=str(tmp_path / name), cache_dir=str(tmp_path / "cache")), 64), *parts)
+
+
+def test_line_numbers_count_from_the_start_of_the_file(tmp_path):
+    lines = [json.dumps({"text": "x" * 20_000})] * 300
+    lines[250] = "broken"
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    assert len(data.cut_into_pieces([tmp_path / "a.jsonl"], "<|endoftext|>")) > 3
+    refused(lambda: open_data(DataConfig(data=str(tmp_path / "a.jsonl"), cache_dir=str(tmp_path)), 64), "a.jsonl line 251:")
+
+
+@pytest.mark.parametrize("path, content, parts", [
+    ("none", None, ["--tokenizer", "none"]),
+    ("t.json", b"{}", ["--tokenizer", "t.json", "not a tokenizer.json"]),
+    ("t.json", b"\xff", ["--tokenizer", "t.json"]),
+])
+def test_bad_tokenizer(tmp_path, path, content, parts):
+    (tmp_path / "a.txt").write_text(sentences(20, 0))
+    if content:
+        (tmp_path / path).write_bytes(content)
+    cfg = DataConfig(data=str(tmp_path / "a.txt"), tokenizer=str(tmp_path / path), cache_dir=str(tmp_path / "cache"))
+    refused(lambda: open_data(cfg, 8), *parts)
+
+
+def test_bad_seq_len_and_cache(tmp_path):
+    (tmp_path / "a.txt").write_text(sentences(20, 0))
+    refused(lambda: open_data(DataConfig(data=str(tmp_path / "a.txt"), cache_dir=str(tmp_path)), 0), "--seq_len 0")
+    cfg = DataConfig(data=str(tmp_path / "a.txt"), cache_dir=str(tmp_path / "a.txt"))
+    refused(lambda: open_data(cfg, 8), "--cache_dir", str(tmp_path / "a.txt"))
+
+
+def test_folder_without_index(tmp_path):
+    refused(lambda: open_data(DataConfig(data=str(tmp_path)), 8), str(tmp_path), "index.json", "data.py prepare")
+
+
+def change_index(folder: Path, change):
+    index = json.loads((folder / "index.json").read_text())
+    change(index)
+    (folder / "index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("name", ["../train-00000.bin", "/etc/passwd", "a/../train-00000.bin", "..\\x", "", "index.json", 3])
+def test_shards_stay_inside_the_folder(shards, tmp_path, name):
+    folder = copy_of(shards, tmp_path)
+    shutil.copy(folder / "train-00000.bin", tmp_path / "train-00000.bin")
+    change_index(folder, lambda index: index["splits"]["train"][0].update(name=name))
+    refused(lambda: TokenData(folder, 8), "index.json is damaged")
+
+
+@pytest.mark.parametrize("change", [
+    lambda index: index.pop("splits"),
+    lambda index: index["splits"].pop("val"),
+    lambda index: index.update(version=99),
+    lambda index: index.update(vocab_size=7),
+    lambda index: index.update(eot=-1),
+    lambda index: index.update(eot="0"),
+    lambda index: index.update(source=None),
+    lambda index: index["splits"]["train"].reverse() or index["splits"]["train"].append(index["splits"]["val"][0]),
+    lambda index: index["splits"]["train"][0].update(tokens=-5),
+])
+def test_damaged_index(shards, tmp_path, change):
+    folder = copy_of(shards, tmp_path)
+    change_index(folder, change)
+    refused(lambda: TokenData(folder, 8), "index.json is damaged")
+    (folder / "index.json").write_text("{")
+    refused(lambda: TokenData(folder, 8), "index.json is damaged")
+    assert len(data.find_damage(folder)) == 1
+
+
+def test_damaged_shards(shards, tmp_path):
+    folder = copy_of(shards, tmp_path)
+    shard = folder / "train-00000.bin"
+    whole = shard.read_bytes()
+    for content, parts in [(whole[:-2], ["truncated"]), (whole + b"\0", ["too long"]),
+                           (whole[:50], ["truncated"]), (whole[:30], ["header"]), (b"", ["header"]),
+                           (b"X" + whole[1:], ["header"]), (whole[:12] + b"\4" + whole[13:], ["header"]),
+                           (whole[:16] + b"\xff" + whole[17:], ["header"])]:
+        shard.write_bytes(content)
+        refused(lambda: TokenData(folder, 8), str(shard), "make the shards again", *parts)
+        assert any(str(shard) in line for line in data.find_damage(folder))
+    shard.unlink()
+    refused(lambda: TokenData(folder, 8), str(shard), "missing")
+    shard.write_bytes(whole)
+    assert data.find_damage(folder) == []
+
+
+def test_check_finds_every_flipped_byte(shards, tmp_path):
+    folder = copy_of(shards, tmp_path)
+    places = random.Random(0)
+    for name in "train-00000.bin", "val-00000.bin", "tokenizer.json", "index.json":
+        whole = (folder / name).read_bytes()
+        named = whole.find(b'"inputs"'), whole.find(b'"tokenizer"')  # file names, kept for the reader
+        for place in [*range(0, 112, 9), len(whole) - 1, *(places.randrange(len(whole)) for _ in range(20))]:
+            if name == "index.json" and (whole[place] in b" \n" or named[0] <= place <= named[1]):
+                continue
+            (folder / name).write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1:])
+            assert data.find_damage(folder), (name, place)
+        (folder / name).write_bytes(whole)
+    assert data.find_damage(folder) == []
+
+
+def test_ids_beyond_the_vocabulary_never_reach_the_model(shards, tmp_path):
+    folder = copy_of(shards, tmp_path)
+    shard = folder / "train-00000.bin"
+    shard.write_bytes(shard.read_bytes()[:112] + b"\xff" * (shard.stat().st_size - 112))
+    refused(lambda: next(TokenData(folder, 8).batches(0, 1, 1, 0, 1, "cpu")), "65535", "data.py check")
+    assert any("token id 65535" in line for line in data.find_damage(folder))
+
+
+def test_another_tokenizer_in_the_folder(shards, tmp_path):
+    folder = copy_of(shards, tmp_path)
+    tokenizer = folder / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text() + " ")
+    refused(lambda: TokenData(folder, 8), "tokenizer.json", "make the shards again")
+    tokenizer.unlink()
+    bare = TokenData(folder, 8)
+    assert (bare.tokenizer_file, bare.token_bytes) == (None, None) and len(data.find_damage(folder)) == 1
+
+
+# ---- the command line ----------------------------------------------------------------------------------------------
+
+
+def run_cli(*argv):
+    return subprocess.run([sys.executable, REPO / "data.py", *map(str, argv)], capture_output=True, text=True, timeout=100)
+
+
+def call_cli(monkeypatch, capsys, *argv):
+    """(status, stdout, stderr) of main(), without the start of another process."""
+    monkeypatch.setattr(sys, "argv", ["data.py", *map(str, argv)])
+    try:
+        data.main()
+        status = 0
+    except SystemExit as stop:
+        status = stop.code or 0
+    return status, *capsys.readouterr()
+
+
+def test_prepare_in_processes(corpus, shards, tmp_path):
+    """Two worker processes write what one process writes, from several files; check and training accept it."""
+    (tmp_path / "a.txt").write_text(sentences(500, seed=9))
+    argv = ["prepare", "--input", corpus / "docs.jsonl", tmp_path / "a.txt", "--tokenizer", shards / "tokenizer.json"]
+    done = run_cli(*argv, "--out", tmp_path / "two", "--workers", 2)
+    assert done.returncode == 0 and "train: " in done.stdout and done.stderr == "", done.stderr
+    data.build_shards([corpus / "docs.jsonl", tmp_path / "a.txt"], data.find_tokenizer(str(shards)), tmp_path / "one")
+    files = sorted(path.name for path in (tmp_path / "one").iterdir())
+    assert files == sorted(path.name for path in (tmp_path / "two").iterdir())
+    assert all((tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes() for name in files)
+    loaded = open_data(DataConfig(data=str(tmp_path / "two")), 16)
+    assert loaded.n_samples > open_corpus(corpus, 16).n_samples and loaded.n_val_samples > 1
+    check = run_cli("check", tmp_path / "two")
+    assert check.returncode == 0 and check.stdout == done.stdout and check.stderr == ""
+
+
+def test_progress_bar_on_a_terminal(corpus, shards, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    argv = ["prepare", "--input", corpus / "docs.jsonl", "--tokenizer", shards, "--out", tmp_path / "out"]
+    status, _, err = call_cli(monkeypatch, capsys, *argv)
+    assert status == 0 and err.endswith(f"tokenizing [{'#' * 30}] 1/1\n")
+
+
+def test_prepare_again_keeps_what_is_intact(corpus, shards, tmp_path, monkeypatch, capsys):
+    argv = ["prepare", "--input", corpus / "docs.jsonl", "--tokenizer", shards, "--out", tmp_path / "out"]
+    assert call_cli(monkeypatch, capsys, *argv)[0] == 0
+    out = tmp_path / "out"
+    whole = {path.name: path.read_bytes() for path in out.iterdir()}
+    times = {name: (out / name).stat().st_mtime_ns for name in whole}
+
+    (out / "index.json").unlink()  # as if it had been interrupted, with a shard half written and one damaged
+    (out / "train-00000.bin.tmp-77").write_bytes(b"half")
+    (out / "train-00009.bin").write_bytes(b"of another run")
+    damaged = bytearray(whole["val-00000.bin"])
+    damaged[-1] ^= 1
+    (out / "val-00000.bin").write_bytes(damaged)
+    (out / "pytorch_model.bin").write_bytes(b"not ours")
+    assert call_cli(monkeypatch, capsys, *argv)[0] == 0
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == whole | {"pytorch_model.bin": b"not ours"}
+
+    times = {name: (out / name).stat().st_mtime_ns for name in whole}
+    encoded = []
+    monkeypatch.setattr(data, "read_documents", lambda *args: encoded.append(args) or iter(()))
+    assert call_cli(monkeypatch, capsys, *argv)[0] == 0 and encoded == []  # all intact: nothing is tokenized again
+    assert all((out / name).stat().st_mtime_ns == times[name] for name in whole if name.endswith(".bin"))
+
+
+def test_prepare_refuses_a_folder_of_other_data(corpus, shards, tmp_path, monkeypatch, capsys):
+    (tmp_path / "a.txt").write_text(sentences(100, seed=5))
+    argv = ["prepare", "--tokenizer", shards, "--out", tmp_path / "out", "--input"]
+    assert call_cli(monkeypatch, capsys, *argv, corpus / "docs.jsonl")[0] == 0
+    status, out, err = call_cli(monkeypatch, capsys, *argv, tmp_path / "a.txt")
+    assert status == 2 and err.count("\n") == 1 and "new --out" in err
+
+
+def test_check_reports_a_flipped_byte(shards, tmp_path, monkeypatch, capsys):
+    folder = copy_of(shards, tmp_path)
+    assert call_cli(monkeypatch, capsys, "check", folder)[0] == 0
+    shard = bytearray((folder / "train-00000.bin").read_bytes())
+    shard[200] ^= 16
+    (folder / "train-00000.bin").write_bytes(shard)
+    status, out, err = call_cli(monkeypatch, capsys, "check", folder)
+    assert status == 1 and out == "" and "train-00000.bin: wrong checksum" in err
+    assert call_cli(monkeypatch, capsys, "check", tmp_path / "nowhere")[0] == 1
+
+
+@pytest.mark.parametrize("argv, part", [
+    ([], "required"),
+    (["prepare"], "--input"),
+    (["prepare", "--input", "none.txt", "--tokenizer", "TOKENIZER", "--out", "OUT"], "none.txt"),
+    (["prepare", "--input", "TOKENIZER", "--tokenizer", "TOKENIZER", "--out", "OUT"], ".jsonl"),
+    (["prepare", "--input", "a.txt", "--tokenizer", "nowhere", "--out", "OUT"], "--tokenizer nowhere"),
+    (["prepare", "--input", "a.txt", "--tokenizer", "TOKENIZER", "--out", "OUT", "--eot", "<no>"], "<no>"),
+    (["prepare", "--input", "a.txt", "--tokenizer", "TOKENIZER", "--out", "OUT", "--oops", "1"], "--oops"),
+    (["prepare", "--input", "a.txt", "--tokenizer", "TOKENIZER", "--out", "a.txt"], "a.txt"),
+    (["prepare", "--input", "a.txt", "--tokenizer", "TOKENIZER", "--out", "OUT", "--workers", "x"], "--workers"),
+    (["check"], "DIR"),
+    (["what"], "what"),
+])
+def test_cli_errors_are_one_line(shards, tmp_path, monkeypatch, capsys, argv, part):
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text(sentences(20, 0))
+    names = {"TOKENIZER": str(shards / "tokenizer.json"), "OUT": str(tmp_path / "out")}
+    status, out, err = call_cli(monkeypatch, capsys, *(names.get(arg, arg) for arg in argv))
+    assert status == 2 and out == "" and err.count("\n") == 1 and part in err, err
+
+
+def test_prepare_takes_eot(tmp_path, monkeypatch, capsys):
+    file = word_tokenizer(tmp_path / "tokenizer.json")
+    (tmp_path / "a.txt").write_text("token shard of layer " * 100)
+    status, _, _ = call_cli(monkeypatch, capsys, "prepare", "--input", tmp_path / "a.txt", "--tokenizer", file, "--eot", "the",
+                            "--out", tmp_path / "out")
+    assert status == 0 and open_data(DataConfig(data=str(tmp_path / "out")), 8).eot == 0
