@@ -332,7 +332,7 @@ class WriterProcess:
             self.pipe.send((folder, plan, tensors))
             answer = self.pipe.recv()
         except (EOFError, OSError):
-            raise RuntimeError(f"the writer process {self.process.pid} has died") from None
+            raise ChildProcessError(f"the writer process {self.process.pid} has died") from None
         if isinstance(answer, BaseException):
             raise answer
         return answer

@@ -72,7 +72,7 @@ class Piece(NamedTuple):
 
 def cut_into_pieces(paths: list, eot_text: str) -> list:
     """Many documents (lines of a .jsonl) are split by hash, so that validation is like training; else the tail validates."""
-    pieces, newline = [], re.compile(b"\n(?!%s)" % re.escape(eot_text.encode()))  # an eot stays with the document it ends
+    pieces, eot = [], re.escape(eot_text.encode())
     for path in paths:
         if path.suffix not in (".txt", ".jsonl") or not path.is_file():
             raise ValueError(f'{path}: need a .txt file, or a .jsonl file with a JSON object {{"text": ...}} per line')
@@ -81,11 +81,12 @@ def cut_into_pieces(paths: list, eot_text: str) -> list:
         chunk = min(max(size // 64, 1 << 20), 32 << 20)  # enough pieces for all processes, few enough files
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
             is_jsonl = path.suffix == ".jsonl"
+            between = re.compile(b"\n" if is_jsonl else b"\n(?!%s)|%s" % (eot, eot))  # an eot ends what is before it
             by_hash = is_jsonl and sum(1 for _ in islice(re.finditer(b"\n", text), MANY_DOCUMENTS)) == MANY_DOCUMENTS
             border = size if by_hash else tail_border(text, is_jsonl)
             for split, start, end in ("hash" if by_hash else "train", 0, border), ("val", border, size):
                 while start < end:
-                    stop = found.end() if (found := newline.search(text, start + chunk, end)) else end
+                    stop = found.end() if (found := between.search(text, start + chunk, end)) else end
                     pieces.append(Piece(path, start, stop, split, is_jsonl or stop == end))
                     start = stop
     return pieces

@@ -36,10 +36,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
-from torch.nn.attention.bias import causal_lower_right
 
 from config import usage_error
-from models.attention import causal_attention, sdpa
+from models.attention import causal_attention, lower_right_mask, sdpa
 from models.loss import IGNORE, linear_cross_entropy
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -58,7 +57,7 @@ class ParallelConfig:
     tp: int = 1  # tensor parallelism with sequence parallelism: every matrix is split over this many ranks
     pp: int = 1  # pipeline parallelism: the layers are split over this many ranks
     cp: int = 1  # context parallelism: every sequence is split over this many ranks
-    reshard_after_forward: Literal["default", "always", "never"] = "default"  # free a block's weights after forward; default = not under pp
+    reshard_after_forward: Literal["default", "always", "never"] = "default"  # free weights after forward; default: not with pp
     cpu_offload: bool = False  # keep parameters, gradients and optimizer state in host memory (slow, small)
     loss_parallel: bool = True  # under tp, split the loss over the vocabulary; off = over the sequence, gathering the head
     async_tp: bool = False  # overlap tp's communication with its matmuls (CUDA and --compile only)
@@ -69,11 +68,11 @@ class ParallelConfig:
     pp_first_stage_less_layers: int = 1  # the embedding counts as this many layers when stages are balanced
     pp_last_stage_less_layers: int = 1  # the head and the loss count as this many layers when stages are balanced
     pp_stage_fqns: str = ""  # explicit split, stages by ';': "tok_embeddings,blocks.0;blocks.1,norm,head"
-    cp_method: Literal["allgather", "alltoall"] = "allgather"  # gather all keys and values, or trade sequence for heads (Ulysses)
+    cp_method: Literal["allgather", "alltoall"] = "allgather"  # gather keys and values, or trade sequence for heads
     compute_dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matmuls and activations; auto = bfloat16 where native
     param_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of the parameters that the optimizer updates
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype in which gradients are summed over ranks
-    ac: Literal["none", "full", "selective", "op", "budget"] = "none"  # what the backward recomputes: blocks, every k-th, half their matmuls
+    ac: Literal["none", "full", "selective", "op", "budget"] = "none"  # what the backward recomputes of a block
     ac_every: int = 2  # --ac selective: checkpoint every k-th block
     ac_budget: float = 0.5  # --ac budget: share of the activation memory to keep (0 = recompute all, 1 = keep all)
     compile: bool = False  # torch.compile each block
@@ -171,8 +170,8 @@ def check_layout(
     if global_batch_size < 1 or global_batch_size % forward:
         near = max(1, round(global_batch_size / forward)) * forward
         errors.append(
-            f"--global_batch_size {global_batch_size} is not a multiple of --local_batch_size {local_batch_size} x {data_ranks} "
-            f"data rank{'s' * (data_ranks > 1)} = {forward}; use --global_batch_size {near}"
+            f"--global_batch_size {global_batch_size} is not a multiple of --local_batch_size {local_batch_size} x "
+            f"{data_ranks} data rank{'s' * (data_ranks > 1)} = {forward}; use --global_batch_size {near}"
         )
     layout = Layout(cfg, degrees, world_size, local_batch_size, global_batch_size, rank=int(os.environ.get("RANK", 0)))
 
@@ -316,8 +315,11 @@ def watch_launcher() -> None:
 
 
 def train_timeouts(layout: Layout) -> None:
-    """After the first step of this process nothing slow is left: a collective that hangs now is a fault, and found sooner."""
-    for group in dist.distributed_c10d._world.pg_map:
+    """After the first step of this process nothing slow is left: a collective that hangs now is a fault, and found sooner.
+
+    The group in which ranks wait for the slowest disk (checkpoint.py) keeps its own patience.
+    """
+    for group in [None, *layout.mesh.get_all_groups(), *layout.axes.get_all_groups()]:
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=layout.cfg.train_timeout_s), group)
 
 
@@ -396,9 +398,11 @@ def check_replicas(stages, layout: Layout, **values) -> None:
     for stage in stages:
         for fqn, p in stage.named_parameters():
             shape, offset = local_slice(p)
-            bits = local_tensor(p).detach().contiguous().view(torch.int16).long()
-            places = torch.arange(1, bits.numel() + 1, device=bits.device).view_as(bits)
-            mine[fqn, (shape, offset)] = (bits * places).sum().item()
+            total = 0
+            for bits in local_tensor(p).detach().contiguous().view(torch.int16).flatten().split(2**24):
+                places = torch.arange(1, bits.numel() + 1, device=bits.device)  # so that swapped numbers do not cancel
+                total = total * 31 % 2**61 + (bits * places).sum().item()
+            mine[fqn, (shape, offset)] = total
     everyone = [None] * layout.world_size
     dist.all_gather_object(everyone, mine)
     first = {}
@@ -581,8 +585,8 @@ def all_gather_attention(positions, doc_ids=None, *, group):
     cp, rank = dist.get_world_size(group), dist.get_rank(group)
     chunk = positions.shape[1] // 2  # this rank has chunks `rank` and `2cp-1-rank`; chunk i sees the keys of chunks 0..i
     ends = [(rank + 1) * chunk, (2 * cp - rank) * chunk]
-    if doc_ids is None:  # the causal triangle sits in the lower right corner; made here, as checkpointing cannot trace it
-        masks = [causal_lower_right(chunk, end) for end in ends]
+    if doc_ids is None:
+        masks = [lower_right_mask(chunk, end, positions.device) for end in ends]
     else:
         doc_attend = causal_attention(positions, doc_ids, sequence_index(2 * cp * chunk, cp, rank).to(doc_ids.device))
 
@@ -676,7 +680,7 @@ def compile_blocks(stage, layout: Layout) -> None:
 
 def shard(stage, layout: Layout) -> None:
     """fully_shard every block, then the rest, over dp_shard x cp, replicated over dp_replicate; also at degree 1, so that
-    mixed precision is the same everywhere. Per block: an all-gather of its weights before use, a reduce-scatter of its gradients."""
+    mixed precision is the same everywhere. Per block: all-gather its weights before use, reduce-scatter its gradients."""
     cfg = layout.cfg
     mesh = layout.mesh["dp_replicate", "fsdp"] if layout.dp_replicate > 1 else layout.mesh["fsdp"]
     stage.to(getattr(torch, cfg.param_dtype))
@@ -686,10 +690,11 @@ def shard(stage, layout: Layout) -> None:
     )
     if cfg.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-    # Under a pipeline every micro-batch would gather the weights again, and zero-bubble schedules would even go wrong.
-    reshard = {"always": True, "never": False, "default": layout.pp == 1}[cfg.reshard_after_forward]
-    for block in stage.blocks.values():
-        fully_shard(block, reshard_after_forward=reshard, **options)
+    reshard = reshards(layout)
+    blocks = list(stage.blocks.values())
+    for block in blocks:
+        # the backward starts with the last block: what it needs first is not freed just before
+        fully_shard(block, reshard_after_forward=reshard and block is not blocks[-1], **options)
     if stage.tok_embeddings is not None and not stage.config.tie_embeddings:
         fully_shard(stage.tok_embeddings, reshard_after_forward=reshard, **options)
     # The root keeps the norm and the head, whose weight the loss uses directly: they are gathered before its forward.
@@ -699,6 +704,12 @@ def shard(stage, layout: Layout) -> None:
             # the loss is divided by the tokens of the global batch already: gradients are summed, not averaged
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
+
+
+def reshards(layout: Layout) -> bool:
+    """Whether a block's weights are freed after its forward. Under a pipeline every micro-batch would gather them again, and
+    zero-bubble schedules would even go wrong."""
+    return {"always": True, "never": False, "default": layout.pp == 1}[layout.cfg.reshard_after_forward]
 
 
 def local_tensor(p: Tensor) -> Tensor:
@@ -763,8 +774,8 @@ def split_stages(cfg: ParallelConfig, pp: int, n_layers: int) -> list[list[str]]
     elif cfg.pp_layers_per_stage:
         n = math.ceil(weight / cfg.pp_layers_per_stage)
         if n % pp:
-            made = f"--pp_layers_per_stage {cfg.pp_layers_per_stage} makes {n} stages of {n_layers} layers"
-            raise ValueError(f"{made}, which is no multiple of --pp {pp}; use another number of layers per stage")
+            made = f"--pp_layers_per_stage {cfg.pp_layers_per_stage} makes {n} stages"
+            raise ValueError(f"{made} of {n_layers} layers, no multiple of --pp {pp}; use another number")
     else:
         n = pp if cfg.pp_schedule in ONE_STAGE_PER_RANK else 2 * pp
     sizes = [weight // n + (i < weight % n) for i in range(n)]
@@ -959,6 +970,8 @@ def forward_backward(stages, batch, layout: Layout) -> Tensor:
             last = a == batch.tokens.shape[0] - 1
             model.set_requires_gradient_sync(last)
             model.set_is_last_backward(last)
+            # what stays gathered between forward and backward may stay for the next accumulation step as well
+            model.set_reshard_after_backward(last, recurse=not reshards(layout))
             loss = model(**inputs(batch, a, layout), loss_denom=denom)
             loss.backward()
             total += loss.detach()

@@ -198,7 +198,7 @@ def main(cfg: Config):
                 optimizer.step()
         elif cfg.on_nan == "stop":
             good = next((path for _, path in step_folders(cfg.out)), "none yet")
-            raise RuntimeError(f"step {step}: gradient norm {grad_norm.item()}, weights unchanged; last good checkpoint: {good}")
+            raise RuntimeError(f"step {step}: gradient norm {grad_norm.item()}, weights unchanged; last checkpoint: {good}")
         elif rank0:
             print(f"step {step}: the gradient norm is {grad_norm.item()}; step skipped")
         for optimizer in optimizers:

@@ -59,6 +59,15 @@ def causal_attention(positions: Tensor, doc_ids: Tensor | None = None, q_index: 
     return lambda q, k, v, scale=None: sdpa(q, k, v, mask, scale=scale)
 
 
+def lower_right_mask(T: int, S: int, device: torch.device):
+    """The mask of T queries that are the last T of S positions: a causal triangle in the lower right corner of (T, S)."""
+    if device.type == "cuda":  # no tensor there, but a note to the flash kernel
+        from torch.nn.attention.bias import causal_lower_right
+
+        return causal_lower_right(T, S)
+    return torch.ones(T, S, dtype=torch.bool, device=device).tril(S - T)
+
+
 class KVCache:
     """Keys and values of one layer, so that generating a token costs one token and not the whole sequence.
 

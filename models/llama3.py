@@ -29,7 +29,7 @@ class Llama3Config:
     vocab_size: int = 4096
     norm_eps: float = 1e-5
     rope_theta: float = 500000.0
-    rope_scaling: dict | None = None  # config.json's factor, low_freq_factor, high_freq_factor, original_max_position_embeddings
+    rope_scaling: dict | None = None  # factor, low_freq_factor, high_freq_factor, original_max_position_embeddings
     tie_embeddings: bool = False
     max_seq_len: int = 8192
 
@@ -168,7 +168,7 @@ class Llama3(nn.Module):
         self.make_attend, self.token_loss, self.logits = causal_attention, linear_cross_entropy, F.linear
 
     def forward(self, tokens, labels=None, positions=None, doc_ids=None, loss_denom=None, cache=None):
-        """tokens (B, T) -> logits (B, T, V) in compute dtype; with labels (B, T): the sum of token losses / loss_denom, a scalar.
+        """tokens (B, T) -> logits (B, T, V) in compute dtype; with labels (B, T): the scalar sum of token losses / loss_denom.
 
         positions (B, T) or (1, T), default 0..T-1; doc_ids (B, T) of the whole sequence: attention stays inside a
         document. cache: from make_cache, for generation. A later pipeline stage takes activations in place of tokens.

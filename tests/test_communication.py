@@ -1,0 +1,114 @@
+"""What goes over the wire in one step, counted on real gloo runs: as much as the textbook says, and no more.
+
+L layers, P parameters of a block, N tokens of the global batch on this rank, D dim; everything in fp32 here, 4 bytes.
+"""
+import pytest
+from counters import Collectives, LiveMemory
+from layouts import SMALL, T, build, config, global_batch, local_batch
+from pool import pool
+
+import parallel
+
+L, D, V = SMALL["n_layers"], SMALL["dim"], SMALL["vocab_size"]
+
+
+def count(flags, n, b, problem=None):
+    """Collectives of one training step, after a first one that connects everything."""
+    stages, layout = build(config(**(problem or {})), flags, n, b)
+    batch = local_batch(global_batch(0, n, False), layout)
+    parallel.forward_backward(stages, batch, layout)
+    with Collectives(layout) as collectives:
+        parallel.forward_backward(stages, batch, layout)
+        parallel.clip_grad_norm(stages, 1.0, layout)
+    return collectives.counts
+
+
+def block_bytes(tp=1) -> int:
+    c = config()
+    matrices = D * c.head_dim * (2 * c.n_heads + 2 * c.n_kv_heads) + 3 * D * c.ffn_dim
+    return 4 * (matrices // tp + 2 * D)
+
+
+def embedding_bytes(rows=V) -> int:  # FSDP pads the rows to a multiple of the ranks
+    return 4 * rows * D
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_fsdp_reduces_once_per_step_and_gathers_twice_per_accumulation(accumulation):
+    counts = pool(2).run(count, {}, 2 * accumulation, 1)[0]
+    # backward gathers all blocks again but the last, and the embedding; the root (norm, head) stays from the first forward on
+    assert counts["fsdp", "all_gather"][0] == accumulation * (2 * L - 1 + 2) + 1
+    assert counts["fsdp", "reduce_scatter"][0] == L + 2  # blocks, embedding, root: not times accumulation
+    padded = V + V % 2
+    assert counts["fsdp", "reduce_scatter"][1] == L * block_bytes() + 2 * embedding_bytes(padded) + 4 * D
+    assert counts["fsdp", "all_reduce"] == [2, 16]  # number of tokens, gradient norm: eight bytes each
+    assert set(counts) == {("fsdp", "all_gather"), ("fsdp", "reduce_scatter"), ("fsdp", "all_reduce")}
+
+
+def test_weights_that_are_never_resharded_are_gathered_once_per_step():
+    counts = pool(2).run(count, dict(reshard_after_forward="never"), 6, 1)[0]
+    assert counts["fsdp", "all_gather"][0] == L + 2
+    assert counts["fsdp", "reduce_scatter"][0] == L + 2
+
+
+def test_hsdp_all_reduces_shards_only():
+    counts = pool(4).run(count, dict(dp_replicate=2), 4, 1)[0]
+    assert counts["fsdp", "reduce_scatter"][0] == L + 2
+    assert counts["dp_replicate", "all_reduce"][0] == L + 2
+    assert counts["dp_replicate", "all_reduce"][1] == counts["fsdp", "reduce_scatter"][1] // 2
+
+
+def test_tensor_parallel_moves_four_activations_per_block_and_direction():
+    b = 2
+    counts = pool(2).run(count, dict(tp=2), b, b)[0]
+    activation = 4 * b * T * D  # a whole (B, T, D)
+    # forward: gather before attention and FFN, scatter behind both; the backward mirrors it. Around the blocks: the embedding
+    # (scatter, then gather) and the loss (gather, then scatter)
+    assert counts["tp", "all_gather"] == [4 * L + 2, (4 * L + 2) * activation]
+    assert counts["tp", "reduce_scatter"] == [4 * L + 2, (4 * L + 2) * activation]
+    # the loss: maximum, and (sum of exp, target logit); the norms' gradients: two per block and the last; two scalars
+    assert counts["tp", "all_reduce"][0] == 2 + 2 * L + 1 + 2
+    assert counts["tp", "all_reduce"][1] == 3 * 4 * b * T + (2 * L + 1) * 4 * D + 16
+
+
+def test_context_parallel_gathers_keys_and_values_once_per_layer():
+    b = 2
+    counts = pool(4).run(count, dict(cp=2), 2 * b, b)[0]
+    kv = 4 * b * T * 2 * config().n_kv_heads * config().head_dim
+    assert counts["cp", "all_gather"] == [L, L * kv]
+    assert counts["cp", "reduce_scatter"] == [L, L * kv]
+
+
+def test_ulysses_trades_four_tensors_per_layer_and_direction():
+    counts = pool(4).run(count, dict(cp=2, cp_method="alltoall"), 4, 2)[0]
+    assert counts["cp", "all_to_all"][0] == 2 * 4 * L  # q, k, v and the output, forward and backward
+
+
+def test_pipeline_moves_one_activation_per_microbatch_and_reduces_once():
+    n = 4
+    first, second, *_ = pool(2).run(count, dict(pp=2), n, n)
+    activation = 4 * T * D
+    assert first["pp", "send"] == [n, n * activation] == second["pp", "recv"]
+    assert second["pp", "send"] == [n, n * activation] == first["pp", "recv"]
+    counts = pool(4).run(count, dict(pp=2), 2 * n, n)[0]
+    assert counts["fsdp", "reduce_scatter"][0] == L // 2 + 2  # its blocks, the embedding, the (empty) root
+
+
+def memory_after_forward(ac: str) -> int:
+    """Bytes of activations that the backward will need."""
+    stages, layout = build(config(dim=64, ffn_dim=256), dict(ac=ac), 4, 4)
+    batch = local_batch(global_batch(0, 4, False), layout)
+    parallel.forward_backward(stages, batch, layout)
+    args = parallel.inputs(batch, 0, layout)
+    with LiveMemory() as memory:
+        loss = stages[0](**args)
+        live = memory.live
+    loss.backward()
+    return live
+
+
+def test_activation_checkpointing_keeps_less():
+    kept = {ac: pool(1).run(memory_after_forward, ac)[0] for ac in ("none", "op", "selective", "full")}
+    assert kept["full"] < 0.4 * kept["none"]
+    assert kept["full"] < kept["selective"] < 0.8 * kept["none"]
+    assert kept["full"] < kept["op"] < 0.8 * kept["none"]
