@@ -22,6 +22,7 @@ import fcntl
 import fnmatch
 import hashlib
 import importlib
+import io
 import json
 import math
 import os
@@ -39,6 +40,7 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
 
@@ -89,8 +91,7 @@ def step_folders(run: str) -> list[tuple[int, str]]:
 def read_manifest(folder: str) -> dict:
     """The manifest of a step folder whose files are all there, in their sizes, and no others. Raises Damaged."""
     try:
-        with open(os.path.join(folder, "manifest.json"), "rb") as f:
-            raw = f.read()
+        raw = Path(folder, "manifest.json").read_bytes()
         manifest = json.loads(raw)
         # Bytes are compared, not only values: some flipped bits change the text of a JSON file and nothing that it says.
         if raw != json_bytes(manifest) or manifest["sha256"] != own_hash(manifest):
@@ -115,8 +116,11 @@ def read_manifest(folder: str) -> dict:
     return manifest
 
 
-def checksums(folder: str, names: list[str], progress=lambda n_bytes: None) -> dict[str, list]:
-    """{name: [bytes, crc32 in hex]}, four files at a time: zlib lets go of Python's lock while it works."""
+def checksums(folder: str, names: list[str], progress=lambda n_bytes: None, sync=False) -> dict[str, list]:
+    """{name: [bytes, crc32 in hex]}, four files at a time: zlib lets go of Python's lock while it works.
+
+    sync: also make their contents durable; the disk and the processor work side by side.
+    """
 
     def checksum(name):
         size, crc, buffer = 0, 0, memoryview(bytearray(1 << 22))
@@ -126,8 +130,11 @@ def checksums(folder: str, names: list[str], progress=lambda n_bytes: None) -> d
                 progress(n)
         return [size, f"{crc:08x}"]
 
-    with ThreadPoolExecutor(4) as pool:
-        return dict(zip(names, pool.map(checksum, names)))
+    with ThreadPoolExecutor(4) as pool, ThreadPoolExecutor(4) as disk:
+        synced = disk.map(fsync, [os.path.join(folder, name) for name in names] if sync else [])
+        found = dict(zip(names, pool.map(checksum, names)))
+        list(synced)  # raises what went wrong there
+    return found
 
 
 def check_files(folder: str, manifest: dict, names=None, progress=lambda n_bytes: None):
@@ -156,21 +163,13 @@ def own_hash(manifest: dict) -> str:
     return hashlib.sha256(json_bytes({k: v for k, v in manifest.items() if k != "sha256"})).hexdigest()
 
 
-def read_json(path: str):
-    with open(path, "rb") as f:
-        return json.loads(f.read())
+def read_json(*path: str):
+    return json.loads(Path(*path).read_bytes())
 
 
-def write_file(path: str, content: bytes):
-    with open(path, "wb") as f:
-        f.write(content)
-        f.flush()
-        os.fsync(f.fileno())
-
-
-def sync_folder(folder: str):
-    """A new or changed name is on the disk only when its folder is."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def fsync(path: str):
+    """Makes a file's content durable, or a folder's names: a renamed file is on the disk only when its folder is."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -231,7 +230,7 @@ def check_run(out: str, identity: dict, cfg: CheckpointConfig):
 
 def check_continuable(path: str, identity: dict):
     """Raises ValueError when the checkpoint is one of another model, data or optimizer, or lacks the optimizer state."""
-    saved, run = read_json(os.path.join(path, "state.json")), os.path.dirname(os.path.dirname(path))
+    saved, run = read_json(path, "state.json"), os.path.dirname(os.path.dirname(path))
     changed = [f"{name} is {new} but {run} was trained with {old}" for name, old, new in changes(saved["identity"], identity)]
     if changed:
         raise ValueError(f"{'; '.join(changed)}; use --out NEW to train another model, or give the old values to continue")
@@ -309,7 +308,7 @@ def write_tensors(tensors: dict[str, Tensor], folder: str, group, process=None):
             return written
 
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
-    dcp.save(tensors, storage_writer=Writer(folder), planner=planner, process_group=group, no_dist=group is None)
+    dcp.save(tensors, storage_writer=Writer(folder, sync_files=False), planner=planner, process_group=group, no_dist=group is None)
 
 
 class WriterProcess:
@@ -353,7 +352,8 @@ def serve_writes(pipe):
             return
         planner.resolve_data = lambda item, tensors=tensors: tensors[item.index]
         try:
-            pipe.send(writer(folder, per_thread_copy_ahead=0).write_data(plan, planner).value())  # 0: nothing is on a GPU here
+            written = writer(folder, sync_files=False, per_thread_copy_ahead=0).write_data(plan, planner)  # 0: all is on the CPU
+            pipe.send(written.value())
         except Exception as error:
             pipe.send(error)
         del tensors
@@ -407,8 +407,7 @@ def read_metadata(folder: str, files: dict[str, list]):
 
     table = metadata.Metadata(state_dict_metadata={}, storage_data={})
     try:
-        with open(os.path.join(folder, ".metadata"), "rb") as f:
-            read = Unpickler(f).load().state
+        read = Unpickler(io.BytesIO(Path(folder, ".metadata").read_bytes())).load().state
         for key, tensor in read["state_dict_metadata"].items():
             if type(tensor) is not stand_ins["torch.distributed.checkpoint.metadata", "TensorStorageMetadata"]:
                 raise ValueError(f"{key} is a pickled object, not a tensor")
@@ -558,7 +557,7 @@ class Checkpoints:
             tensors = self.everywhere(get_tensors)  # not inside DCP's collectives, where the peers would wait for ever
             self.everywhere(lambda: write_tensors(tensors, folder, self.group, process))
             names = [name for name in os.listdir(folder) if name.startswith(f"__{self.rank}_")]
-            own = self.everywhere(lambda: checksums(folder, names))
+            own = self.everywhere(lambda: checksums(folder, names, sync=True))
             listed = {name: entry for part in self.gather(own) for name, entry in part.items()}
             size = self.on_rank_0(lambda: self.commit(step, folder, about, listed))
         except Failed as error:
@@ -588,18 +587,18 @@ class Checkpoints:
                 raise OSError(f"rank 0 does not see {name}: {self.out} must be on a file system that all machines share")
         extra = {"state.json": about, "config.json": json_bytes(self.config), "recipe.py": self.source.encode()}
         if self.tokenizer_file:
-            with open(self.tokenizer_file, "rb") as f:
-                extra["tokenizer.json"] = f.read()
+            extra["tokenizer.json"] = Path(self.tokenizer_file).read_bytes()
         for name, content in extra.items():
-            write_file(os.path.join(folder, name), content)
-        files = listed | checksums(folder, [".metadata", *extra])
+            Path(folder, name).write_bytes(content)
+        files = listed | checksums(folder, [".metadata", *extra], sync=True)
         manifest = dict(format_version=FORMAT_VERSION, step=step, world_size=self.world_size, torch=torch.__version__)
         manifest["files"] = files
-        write_file(os.path.join(folder, "manifest.json"), json_bytes(manifest | {"sha256": own_hash(manifest)}))
+        Path(folder, "manifest.json").write_bytes(json_bytes(manifest | {"sha256": own_hash(manifest)}))
         # The order is the promise: contents on the disk, then the name, then the name on the disk, then older ones go.
-        sync_folder(folder)
+        fsync(os.path.join(folder, "manifest.json"))
+        fsync(folder)
         os.rename(folder, self.path(step))
-        sync_folder(os.path.dirname(folder))
+        fsync(os.path.dirname(folder))
         if self.cfg.keep_latest_k:
             for n, path in [entry for entry in step_folders(self.out) if entry[0] < step][self.cfg.keep_latest_k - 1 :]:
                 trash = os.path.join(os.path.dirname(path), f"trash-{n}-{uuid.uuid4().hex[:8]}")
@@ -640,7 +639,7 @@ class Checkpoints:
                 t.copy_(self.state_of(self.params[fqn])[name])
         what = "continuing from" if everything else "step 0, with the weights of"
         self.say(f"{what} {folder} (written by {manifest['world_size']} rank(s))")
-        return read_json(os.path.join(folder, "state.json"))["state"] if everything else None
+        return read_json(folder, "state.json")["state"] if everything else None
 
     def choose(self, run, step, everything) -> tuple[str, dict]:
         """(folder, manifest) of the newest checkpoint that is good to the last bit: one decision for all ranks, each of
@@ -794,7 +793,7 @@ def load_model(folder: str, device="cpu", dtype: torch.dtype | None = None) -> t
             print(f"checkpoint: step-{n} of {run} is DAMAGED: {error}", flush=True)
     else:
         raise ValueError(all_damaged(run, step))
-    saved = read_json(os.path.join(path, "state.json"))
+    saved = read_json(path, "state.json")
     fields = dict(saved["identity"]["model"])
     module, name = fields.pop("module"), fields.pop("class")
     if not re.fullmatch(r"models\.[A-Za-z_]\w*", module):  # a file does not get to choose what is imported
@@ -820,10 +819,10 @@ def ls(run: str) -> int:
     for n, path in step_folders(run):
         size, layout, status = sum(e.stat().st_size for e in os.scandir(path) if e.is_file()), "", "complete"
         try:
-            manifest, config = verify(path), read_json(os.path.join(path, "config.json"))
+            manifest, config = verify(path), read_json(path, "config.json")
             axes = [axis for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep") if config.get(axis, 1) not in (1, -1)]
             layout = ", ".join([f"{manifest['world_size']} rank(s)", *(f"{axis} {config[axis]}" for axis in axes)])
-            if read_json(os.path.join(path, "state.json"))["model_only"]:
+            if read_json(path, "state.json")["model_only"]:
                 status = "complete, only the weights"
         except Damaged as error:
             status = f"DAMAGED: {error}"
@@ -864,7 +863,7 @@ def diff(a: str, b: str) -> int:
             if not torch.equal(x.view(torch.uint8), y.view(torch.uint8)):
                 far = (x.double() - y.double()).abs()
                 differ[key] = f"{int((far != 0).sum())} of {far.numel()} elements, by up to {far.max():.3g}"
-    states = [read_json(os.path.join(folder, "state.json"))["state"] for folder in (a, b)]
+    states = [read_json(folder, "state.json")["state"] for folder in (a, b)]
     for name, old, new in changes(*states):
         print(f"state.json: {name} is {old} / {new}")
     first = next(iter(differ), None)

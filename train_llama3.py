@@ -20,6 +20,7 @@ from data import DataConfig, open_data
 from generate import print_sample
 from metrics import Metrics, MetricsConfig
 from models.llama3 import FLAVORS, Llama3
+from optim import Muon
 from parallel import (
     ParallelConfig,
     StopSignal,
@@ -53,9 +54,8 @@ class Config(ParallelConfig, CheckpointConfig, DataConfig, MetricsConfig):
     seq_len: int = 256  # tokens per sequence
     local_batch_size: int = 8  # sequences that one data rank runs per forward
     global_batch_size: int = -1  # sequences per optimizer step over all data ranks; -1 = local_batch_size x data ranks
-    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon for the matrices of the blocks, AdamW for the rest
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon for the blocks' matrices, AdamW for the rest; learns faster
     lr: float = 3e-3  # peak learning rate, reached after warmup_steps
-    muon_lr: float = 0.02  # --optimizer muon: peak learning rate of the matrices
     min_lr_ratio: float = 0.1  # the learning rate ends at this share of its peak
     warmup_steps: int = 20  # steps of linear warmup
     decay_ratio: float | None = None  # share of the steps that decays at the end; none = decay right after warmup
@@ -94,7 +94,7 @@ def lr_at(step: int, cfg: Config) -> float:
 
 
 def build_optimizers(stages, cfg: Config) -> list[torch.optim.Optimizer]:
-    """AdamW for everything, or Muon for the blocks' matrices and AdamW for the rest. Each group keeps its peak as "peak_lr"."""
+    """AdamW for everything, or Muon for the blocks' matrices and AdamW for the rest; one learning rate serves both."""
     params = [(fqn, p) for stage in stages for fqn, p in stage.named_parameters()]
     matrices = [p for fqn, p in params if cfg.optimizer == "muon" and p.dim() == 2 and fqn.startswith("blocks.")]
     taken = {id(p) for p in matrices}
@@ -102,15 +102,15 @@ def build_optimizers(stages, cfg: Config) -> list[torch.optim.Optimizer]:
     decays = [p for p in rest if p.dim() > 1 or cfg.wd_on == "all"]
     others = [p for p in rest if p.dim() <= 1 and cfg.wd_on != "all"]
     groups = [{"params": decays, "weight_decay": cfg.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    groups = [g | {"peak_lr": cfg.lr} for g in groups if g["params"]]
+    groups = [group for group in groups if group["params"]]
     optimizers = []
     if groups:  # a pipeline stage in the middle may have matrices only
         on_cuda = rest[0].device.type == "cuda"
         betas = (cfg.beta1, cfg.beta2)
         optimizers.append(torch.optim.AdamW(groups, cfg.lr, betas, cfg.eps, fused=on_cuda, foreach=not on_cuda))
     if matrices:
-        group = {"params": matrices, "peak_lr": cfg.muon_lr}
-        optimizers.append(torch.optim.Muon([group], lr=cfg.muon_lr, weight_decay=cfg.weight_decay))
+        # updates of the size that AdamW's have, so that the learning rate and the decay carry over (arXiv:2502.16982)
+        optimizers.append(Muon(matrices, cfg.lr, cfg.weight_decay, adjust_lr_fn="match_rms_adamw"))
     return optimizers
 
 
@@ -188,13 +188,13 @@ def main(cfg: Config):
         metrics.start_step()
         batch = next(batches)
         metrics.data_done()
-        scale = lr_at(step, cfg)
+        lr = cfg.lr * lr_at(step, cfg)
         loss = forward_backward(stages, batch, layout)  # sum of token losses / tokens of the global batch, and its gradients
         grad_norm = clip_grad_norm(stages, cfg.max_norm, layout)
         if grad_norm.isfinite():
             for optimizer in optimizers:
                 for group in optimizer.param_groups:
-                    group["lr"] = group["peak_lr"] * scale
+                    group["lr"] = lr
                 optimizer.step()
         elif cfg.on_nan == "stop":
             good = next((path for _, path in step_folders(cfg.out)), "none yet")
@@ -208,7 +208,7 @@ def main(cfg: Config):
 
         if metrics.due(step):
             loss, loss_max = reduce_loss(loss, layout)
-            metrics.log(step, loss=loss, loss_max=loss_max, grad_norm=grad_norm, lr=cfg.lr * scale, tokens_hash=batch.hash)
+            metrics.log(step, loss=loss, loss_max=loss_max, grad_norm=grad_norm, lr=lr, tokens_hash=batch.hash)
         if step == first:
             train_timeouts(layout)
         stopping = stop.agreed(layout)

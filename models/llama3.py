@@ -49,12 +49,16 @@ class Llama3Config:
             ("attention_bias", hf.get("attention_bias", False), False),
             ("mlp_bias", hf.get("mlp_bias", False), False),
             ("rope_type", rope_type if rope_type != "default" else "llama3", "llama3"),
+            ("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 1.0),
         ]:
             if value != wanted:
                 raise ValueError(f"config.json: {field} is {value!r}; models/llama3.py has only {wanted!r}")
         keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
         if rope_type == "llama3" and (missing := [k for k in keys if k not in rope]):
             raise ValueError(f"config.json: rope scaling 'llama3' lacks {', '.join(missing)}")
+        sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+        if missing := [k for k in sizes if k not in hf]:
+            raise ValueError(f"config.json lacks {', '.join(missing)}")
         heads = hf["num_attention_heads"]
         return cls(
             dim=hf["hidden_size"],
@@ -91,7 +95,8 @@ FLAVORS = {
 def rope_frequencies(config, device) -> Tensor:
     """(K/2,) radians per position, fp32 (RoPE eq. 34, arXiv:2104.09864), stretched for long context as Llama 3.1 does."""
     K = config.head_dim
-    freq = config.rope_theta ** (-torch.arange(0, K, 2, dtype=torch.float32, device=device) / K)
+    # a reciprocal, as in transformers: at position 100,000 the last bit of a frequency turns a head by 0.01 radians
+    freq = 1.0 / config.rope_theta ** (torch.arange(0, K, 2, dtype=torch.float32, device=device) / K)
     if config.rope_scaling is None:
         return freq
     s = config.rope_scaling

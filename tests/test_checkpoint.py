@@ -243,8 +243,8 @@ def kill_while_saving(out, function_name, after):
 
 
 @pytest.mark.parametrize("function_name, after, survivor", [
-    ("write_tensors", False, 1), ("write_tensors", True, 1), ("write_file", True, 1), ("sync_folder", True, 1),  # before the rename
-    ("step_folders", False, 2), ("rmtree", False, 2),  # after it, before and in the purge
+    ("write_tensors", False, 1), ("write_tensors", True, 1), ("own_hash", False, 1), ("fsync", True, 1),  # before
+    ("step_folders", False, 2), ("rmtree", False, 2),  # after the rename
 ])
 def test_kill_9_in_the_middle_of_a_save(tmp_path, function_name, after, survivor):
     saved(tmp_path, 1)

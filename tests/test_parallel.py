@@ -4,7 +4,12 @@ Each row of LAYOUTS runs three AdamW steps through parallel.py on real gloo proc
 with plain torch in one process (layouts.reference): loss atol 1e-5, every gradient rel 1e-4, grad norm rtol 2e-5, the
 validation loss, the weights. docs/parallelism.md draws its support matrix from this table.
 """
+from contextlib import contextmanager
+from functools import partial
+from unittest import mock
+
 import pytest
+import torch
 from layouts import config, first_difference, reference, train
 from pool import pool
 
@@ -76,6 +81,15 @@ SLOW = [  # eight processes: three and four axes at once
 ]
 
 
+COMPILED = [
+    (1, dict(compile=True), dict(n=4, b=2)),
+    (2, dict(compile=True, ac="op"), dict(n=4, b=2)),
+    (2, dict(compile=True, tp=2), dict(n=4, b=2)),
+    (2, dict(compile=True, cp=2), dict(n=4, b=2)),
+    (2, dict(compile=True, pp=2, pp_schedule="InterleavedZeroBubble"), dict(n=8, b=4)),
+]
+
+
 def name(row) -> str:
     processes, flags, problem = row
     return f"{processes}-" + "-".join(f"{k}={v}" for k, v in {**flags, **problem}.items())
@@ -100,3 +114,16 @@ def test_layout_equals_one_process(row):
 @pytest.mark.parametrize("row", SLOW, ids=name)
 def test_eight_processes_equal_one(row):
     assert compare(*row) == ""
+
+
+@contextmanager
+def without_inductor():
+    """Dynamo's and AOTAutograd's graphs, run op by op: what can break under FSDP and TP, without minutes of g++."""
+    with mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+        yield
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", COMPILED, ids=name)
+def test_compiled_layout_equals_one_process(row):
+    assert compare(*row, mutate=without_inductor) == ""

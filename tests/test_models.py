@@ -1,0 +1,531 @@
+"""models/: the flavors' numbers, each kernel against a slow and obvious one, parity with transformers, the chunked loss."""
+import math
+import threading
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+import models.loss
+from models.attention import KVCache, causal_attention, sdpa
+from models.llama3 import FLAVORS, Llama3, Llama3Config, rope_frequencies, rotate, scaled
+from models.loss import IGNORE, linear_cross_entropy
+
+TINY = dict(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=64, vocab_size=97, max_seq_len=64)
+SHORT_ROPE = dict(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
+VARIANTS = {
+    "plain": {},
+    "scaled_rope": dict(rope_scaling=SHORT_ROPE),
+    "tied": dict(tie_embeddings=True),
+    "wide_heads": dict(n_heads=4, n_kv_heads=1, head_dim=24),  # head_dim is not dim / n_heads
+    "no_gqa": dict(n_kv_heads=4, norm_eps=1e-3, rope_theta=100.0),
+}
+
+
+def tiny(**changes) -> Llama3:
+    torch.manual_seed(0)
+    model = Llama3(Llama3Config(**TINY | changes))
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.2) if p.dim() == 2 else torch.nn.init.uniform_(p, 0.5, 1.5)
+    return model
+
+
+def random_tokens(*shape, seed=0):
+    return torch.randint(0, TINY["vocab_size"], shape, generator=torch.Generator().manual_seed(seed))
+
+
+def on_meta(flavor: str) -> Llama3:
+    with torch.device("meta"):
+        return Llama3(FLAVORS[flavor])
+
+
+# ---------------------------------------------------------------- numbers
+
+
+@pytest.mark.parametrize("flavor, published", [
+    ("1B", 1_235_814_400), ("3B", 3_212_749_824), ("8B", 8_030_261_248), ("70B", 70_553_706_496), ("405B", 405_853_388_800),
+])
+def test_parameter_counts_are_those_of_the_published_models(flavor, published):
+    assert sum(p.numel() for p in on_meta(flavor).parameters()) == published
+
+
+@pytest.mark.parametrize("flavor, factor", [("1B", 32), ("3B", 32), ("8B", 8), ("70B", 8), ("405B", 8)])
+def test_flavors_are_3_1_and_3_2(flavor, factor):
+    c = FLAVORS[flavor]
+    assert (c.rope_scaling, c.rope_theta, c.norm_eps) == (scaled(float(factor)), 500000.0, 1e-5)
+    assert (c.max_seq_len, c.vocab_size, c.tie_embeddings) == (131072, 128256, flavor in ("1B", "3B"))
+
+
+def test_debug_flavor_fits_every_layout():
+    c = FLAVORS["debug"]
+    assert c.n_layers >= 6 and c.n_heads % 4 == c.n_kv_heads % 4 == 0
+
+
+def test_flops_per_token():
+    # 8B: 6 x (all but the input embedding) + 12 x 32 layers x 32 heads x 128 x 8192
+    assert on_meta("8B").flops_per_token(8192) == 6 * (8_030_261_248 - 128256 * 4096) + 12 * 32 * 32 * 128 * 8192
+    # 1B: the embedding is the head too, and a head is multiplied with: it stays, once
+    assert on_meta("1B").flops_per_token(4096) == 6 * 1_235_814_400 + 12 * 16 * 32 * 64 * 4096
+    wide = Llama3Config(**TINY | VARIANTS["wide_heads"])  # H K is not D here: attention costs what its heads cost
+    with torch.device("meta"):
+        model = Llama3(wide)
+    n = 3 * (32 * 96 + 2 * 32 * 24 + 96 * 32 + 3 * 32 * 64 + 2 * 32) + 32 + 97 * 32
+    assert model.flops_per_token(64) == 6 * n + 12 * 3 * 4 * 24 * 64
+
+
+@pytest.mark.parametrize("flavor", FLAVORS)
+def test_every_parameter_has_one_hugging_face_name(flavor):
+    model = on_meta(flavor)
+    names = model.hf_keys()
+    assert set(names) == {n for n, _ in model.named_parameters()} and len(set(names.values())) == len(names)
+
+
+def test_initial_deviations():
+    model = tiny()
+    stds = {fqn: model.init_std(fqn) for fqn, p in model.named_parameters() if p.dim() == 2}
+    small = {fqn for fqn, std in stds.items() if std == 0.02 / math.sqrt(6)}
+    assert small == {f"blocks.{i}.{name}.weight" for i in range(3) for name in ("attn.wo", "ffn.w2")}
+    assert {std for fqn, std in stds.items() if fqn not in small} == {0.02}
+
+
+# ---------------------------------------------------------------- attention
+
+
+def slow_attention(q, k, v, may_look, scale=None):
+    """softmax(q k' scale) v, one query at a time. q (B, H, T, K); k, v (B, G, S, K); may_look(b, t, s)."""
+    B, H, T, K = q.shape
+    G, S = k.shape[1], k.shape[2]
+    out = torch.zeros_like(q)
+    for b in range(B):
+        for h in range(H):
+            g = h // (H // G)  # neighbouring query heads share a kv head
+            for t in range(T):
+                seen = [s for s in range(S) if may_look(b, t, s)]
+                scores = torch.stack([q[b, h, t] @ k[b, g, s] for s in seen]) * (scale or K**-0.5)
+                out[b, h, t] = scores.softmax(0) @ v[b, g, seen]
+    return out
+
+
+def random_qkv(H, G, T=11, S=11, B=2, K=6):
+    g = torch.Generator().manual_seed(1)
+    return [torch.randn(B, n, length, K, generator=g, dtype=torch.float64) for n, length in ((H, T), (G, S), (G, S))]
+
+
+DOC_IDS = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2, 3, 4], [0] * 11])
+
+
+@pytest.mark.parametrize("H, G", [(4, 4), (6, 2), (4, 1)])
+@pytest.mark.parametrize("scale", [None, 0.1])
+def test_causal_attention(H, G, scale):
+    q, k, v = random_qkv(H, G)
+    attend = causal_attention(torch.arange(11)[None])
+    torch.testing.assert_close(attend(q, k, v, scale=scale), slow_attention(q, k, v, lambda b, t, s: s <= t, scale))
+
+
+@pytest.mark.parametrize("H, G", [(4, 4), (6, 2)])
+def test_document_mask(H, G):
+    q, k, v = random_qkv(H, G)
+    wanted = slow_attention(q, k, v, lambda b, t, s: s <= t and DOC_IDS[b, t] == DOC_IDS[b, s], 0.3)
+    torch.testing.assert_close(causal_attention(torch.arange(11)[None], DOC_IDS)(q, k, v, scale=0.3), wanted)
+    mask = (DOC_IDS[:, :, None] == DOC_IDS[:, None, :]) & torch.ones(11, 11, dtype=torch.bool).tril()
+    torch.testing.assert_close(sdpa(q, k, v, mask[:, None], scale=0.3), wanted)
+
+
+def test_document_mask_for_some_of_the_queries():
+    """Context parallelism: a rank has the queries of positions q_index and the keys of all."""
+    q, k, v = random_qkv(4, 2)
+    q_index = torch.tensor([2, 3, 8, 9])
+    attend = causal_attention(q_index[None], DOC_IDS, q_index)
+    whole = causal_attention(torch.arange(11)[None], DOC_IDS)(q, k, v)
+    torch.testing.assert_close(attend(q[:, :, q_index], k, v), whole[:, :, q_index])
+
+
+def test_kv_cache_against_slow_attention():
+    """Rows padded on the left by 0 and 4: real queries see real keys, and padding is finite."""
+    q, k, v = random_qkv(4, 2)
+    start, cache = torch.tensor([0, 4]), KVCache(13, torch.tensor([0, 4]))
+    parts = [cache.attend(*(x[:, :, a:b] for x in (q, k, v)), scale=0.3) for a, b in ((0, 5), (5, 6), (6, 7), (7, 11))]
+    wanted = slow_attention(q, k, v, lambda b, t, s: s == t or start[b] <= s <= t, 0.3)
+    torch.testing.assert_close(torch.cat(parts, 2), wanted)
+    with pytest.raises(AssertionError, match="KV cache holds 13 tokens, 14 were given"):
+        cache.attend(q[:, :, :3], k[:, :, :3], v[:, :, :3])
+
+
+@pytest.mark.parametrize("variant", ["scaled_rope", "tied"])
+def test_what_the_padding_holds_never_matters(variant):
+    """test_generate.py compares padded rows with full forwards; here: their logits are the same bits whatever was padded."""
+    model, start = tiny(**VARIANTS[variant]), torch.tensor([0, 5])
+    logits = []
+    for filler in (0, 41):
+        tokens = random_tokens(2, 12)
+        tokens[1, :5] = filler
+        positions = (torch.arange(12) - start[:, None]).clamp(min=0)
+        cache = model.make_cache(12, start)
+        with torch.no_grad():
+            parts = [model(tokens[:, a:b], positions=positions[:, a:b], cache=cache) for a, b in ((0, 8), (8, 9), (9, 12))]
+        logits.append(torch.cat(parts, 1))
+    assert torch.equal(logits[0][0], logits[1][0]) and torch.equal(logits[0][1, 5:], logits[1][1, 5:])
+    with torch.no_grad():
+        torch.testing.assert_close(logits[0][1, 5:], model(tokens[1:, 5:])[0], atol=2e-5, rtol=1e-4)
+
+
+# ---------------------------------------------------------------- RoPE
+
+
+@pytest.mark.parametrize("name, head_dim, factor", [("3.0", 128, None), ("3.1", 128, 8.0), ("3.2-1B", 64, 32.0)])
+def test_rope_is_that_of_transformers(name, head_dim, factor):
+    """To the bit: an angle is position x frequency, so at position 131,000 the last bit of a frequency is 0.01 radians."""
+    scaling = scaled(factor) if factor else None
+    parameters = dict(rope_theta=500000.0, rope_type="llama3" if factor else "default") | (scaling or {})
+    theirs = LlamaRotaryEmbedding(LlamaConfig(hidden_size=4 * head_dim, num_attention_heads=4, head_dim=head_dim,
+                                              max_position_embeddings=131072, rope_parameters=parameters))
+    ours = rope_frequencies(Llama3Config(head_dim=head_dim, rope_scaling=scaling), "cpu")
+    assert torch.equal(ours, theirs.inv_freq)
+    if factor:  # all three branches of the rule are used: kept, interpolated, stretched
+        plain = rope_frequencies(Llama3Config(head_dim=head_dim), "cpu")
+        ratio = plain / ours
+        assert ratio[0] == 1 and abs(ratio[-1] - factor) < 1e-4 and ((ratio > 1.01) & (ratio < factor - 0.1)).any()
+
+    positions = torch.tensor([[0, 1, 8191, 8192, 20000, 131071]])  # trained on 8192
+    q, k = torch.randn(2, 1, 4, 6, head_dim, generator=torch.Generator().manual_seed(0))
+    wanted = apply_rotary_pos_emb(q, k, *theirs(q, positions))
+    angle = positions[:, None, :, None] * ours
+    for x, y in zip((q, k), wanted):
+        torch.testing.assert_close(rotate(x, angle.cos(), angle.sin()), y, atol=1e-6, rtol=0)
+
+
+def test_rotation_keeps_lengths_and_depends_on_distance_only():
+    freq = rope_frequencies(Llama3Config(**TINY), "cpu").double()
+    q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def turned(x, position):
+        return rotate(x, (position * freq).cos(), (position * freq).sin())
+
+    assert abs(turned(q, 37).norm() - q.norm()) < 1e-6
+    assert abs((turned(q, 5) * turned(k, 2)).sum() - (turned(q, 1005) * turned(k, 1002)).sum()) < 1e-5
+
+
+# ---------------------------------------------------------------- parity with transformers
+
+
+def hugging_face_twin(model: Llama3) -> LlamaForCausalLM:
+    """transformers' model with the same weights; every one of them must be set."""
+    c = model.config
+    rope = dict(rope_theta=c.rope_theta, rope_type="llama3" if c.rope_scaling else "default") | (c.rope_scaling or {})
+    twin = LlamaForCausalLM(LlamaConfig(
+        hidden_size=c.dim, num_hidden_layers=c.n_layers, num_attention_heads=c.n_heads, num_key_value_heads=c.n_kv_heads,
+        head_dim=c.head_dim, intermediate_size=c.ffn_dim, vocab_size=c.vocab_size, rms_norm_eps=c.norm_eps,
+        rope_parameters=rope, tie_word_embeddings=c.tie_embeddings, max_position_embeddings=c.max_seq_len,
+        attn_implementation="eager",
+    ))
+    params, names = dict(twin.named_parameters()), model.hf_keys()
+    assert set(names.values()) == set(params)
+    with torch.no_grad():
+        for fqn, p in model.named_parameters():
+            params[names[fqn]].copy_(p)
+    return twin
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_and_gradients_equal_transformers(variant):
+    model = tiny(**VARIANTS[variant])
+    twin = hugging_face_twin(model)
+    tokens = random_tokens(2, 48)  # three times the original length of the scaled RoPE
+    labels = random_tokens(2, 48, seed=1)
+    labels[0, :7] = IGNORE
+    theirs = twin(tokens).logits
+    assert (model(tokens) - theirs).abs().max() < 5e-5
+    assert Llama3Config.from_hf(twin.config.to_dict()) == model.config
+
+    loss = F.cross_entropy(theirs.flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
+    loss.backward()
+    ours = model(tokens, labels=labels, loss_denom=(labels != IGNORE).sum())
+    ours.backward()
+    assert abs(ours - loss) < 1e-5
+    wanted = dict(twin.named_parameters())
+    for fqn, p in model.named_parameters():
+        grad = wanted[model.hf_keys()[fqn]].grad
+        assert (p.grad - grad).norm() <= 1e-4 * grad.norm(), fqn
+
+
+def test_positions_may_be_given():
+    """The same positions by default, for all rows, or row by row; only distances count."""
+    model, tokens = tiny(), random_tokens(2, 16)
+    logits = model(tokens)
+    assert torch.equal(model(tokens, positions=torch.arange(16)[None]), logits)
+    assert torch.equal(model(tokens, positions=torch.arange(16).repeat(2, 1)), logits)
+    torch.testing.assert_close(model(tokens, positions=torch.arange(16)[None] + 30), logits, atol=1e-4, rtol=0)
+
+
+HF = dict(
+    model_type="llama", hidden_size=64, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2, intermediate_size=96,
+    vocab_size=1000, rms_norm_eps=1e-5, max_position_embeddings=131072,
+)
+WANTED = dict(dim=64, n_layers=2, n_heads=8, n_kv_heads=2, head_dim=8, ffn_dim=96, vocab_size=1000, max_seq_len=131072)
+
+
+@pytest.mark.parametrize("hf, changes", [
+    (dict(rope_theta=5e5, rope_scaling=None), {}),  # Llama 3 as transformers 4 wrote it
+    (dict(rope_theta=5e5, rope_scaling=scaled(8.0) | {"rope_type": "llama3"}), dict(rope_scaling=scaled(8.0))),  # 3.1
+    (dict(rope_theta=5e5, rope_scaling=scaled(8.0) | {"type": "llama3"}), dict(rope_scaling=scaled(8.0))),  # the older key
+    (dict(rope_parameters=dict(rope_theta=5e5, rope_type="default")), {}),  # transformers 5
+    (dict(rope_parameters=scaled(32.0) | dict(rope_theta=5e5, rope_type="llama3")), dict(rope_scaling=scaled(32.0))),
+    (dict(rope_theta=10000), dict(rope_theta=10000.0)),  # an integer in JSON
+    ({}, dict(rope_theta=10000.0)),  # Llama 1: defaults of transformers
+    (dict(rope_theta=5e5, head_dim=32), dict(head_dim=32)),
+    (dict(rope_theta=5e5, head_dim=None, num_key_value_heads=None), dict(n_kv_heads=8)),
+    (dict(rope_theta=5e5, tie_word_embeddings=True), dict(tie_embeddings=True)),
+    (dict(rope_theta=5e5, rms_norm_eps=1e-6), dict(norm_eps=1e-6)),
+])
+def test_from_hf(hf, changes):
+    assert Llama3Config.from_hf(HF | hf) == Llama3Config(**WANTED | dict(rope_theta=5e5) | changes)
+
+
+@pytest.mark.parametrize("hf, words", [
+    (dict(model_type="qwen3"), "model_type is 'qwen3'"),
+    (dict(hidden_act="gelu"), "hidden_act is 'gelu'"),
+    (dict(attention_bias=True), "attention_bias is True"),
+    (dict(mlp_bias=True), "mlp_bias is True"),
+    (dict(rope_scaling=dict(type="linear", factor=2.0)), "rope_type is 'linear'"),
+    (dict(rope_scaling=dict(rope_type="yarn", factor=2.0)), "rope_type is 'yarn'"),
+    (dict(rope_parameters=dict(rope_theta=1e4, rope_type="dynamic", factor=2.0)), "rope_type is 'dynamic'"),
+    (dict(rope_parameters=dict(rope_theta=1e4, rope_type="llama3", factor=2.0)), "lacks low_freq_factor, high_freq_factor"),
+    (dict(rope_parameters=dict(rope_type="default", partial_rotary_factor=0.5)), "partial_rotary_factor is 0.5"),
+])
+def test_from_hf_refuses_what_it_cannot_represent(hf, words):
+    with pytest.raises(ValueError, match=words) as error:
+        Llama3Config.from_hf(HF | hf)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "field", ["hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"]
+)
+def test_from_hf_names_a_missing_field(field):
+    with pytest.raises(ValueError, match=field):
+        Llama3Config.from_hf({k: v for k, v in HF.items() if k != field})
+
+
+def test_from_hf_needs_a_model_type():
+    with pytest.raises(ValueError, match="model_type is None"):
+        Llama3Config.from_hf({})
+
+
+# ---------------------------------------------------------------- documents and tied weights
+
+
+def two_documents(first_seed: int):
+    """(2, 20): a first document of 9 or 6 tokens by first_seed, then one that is always the same."""
+    tokens = random_tokens(2, 20, seed=7)
+    lengths = torch.tensor([9, 6])
+    doc_ids = (torch.arange(20) >= lengths[:, None]).long()
+    tokens = torch.where(doc_ids == 0, random_tokens(2, 20, seed=first_seed), tokens)
+    return tokens, torch.arange(20) - doc_ids * lengths[:, None], doc_ids
+
+
+def test_documents_do_not_leak():
+    model = tiny()
+    (a, positions, doc_ids), (b, _, _) = two_documents(1), two_documents(2)
+    second = doc_ids == 1
+    assert torch.equal(a[second], b[second]) and not torch.equal(a, b)
+    with torch.no_grad():
+        masked = [model(x, positions=positions, doc_ids=doc_ids) for x in (a, b)]
+        open_ = [model(x) for x in (a, b)]
+    assert torch.equal(masked[0][second], masked[1][second])  # the same bits
+    assert not torch.equal(masked[0][~second], masked[1][~second])
+    assert (open_[0][second] - open_[1][second]).abs().amax(-1).min() > 1e-3  # without the mask every token changes
+    for row, start in ((0, 9), (1, 6)):  # and a document is what it would be alone
+        torch.testing.assert_close(masked[0][row, start:], model(a[row : row + 1, start:])[0], atol=1e-5, rtol=1e-4)
+
+
+def test_gradients_do_not_leak():
+    model = tiny()
+    tokens, positions, doc_ids = two_documents(1)
+    model(tokens, labels=torch.where(doc_ids == 1, tokens, IGNORE), positions=positions, doc_ids=doc_ids).backward()
+    only_first = sorted(set(tokens[doc_ids == 0].tolist()) - set(tokens[doc_ids == 1].tolist()))
+    assert only_first and not model.tok_embeddings.weight.grad[only_first].any()
+
+
+def test_tied_weights_are_one_parameter_whose_gradient_is_that_of_both_uses():
+    tied, twin = tiny(tie_embeddings=True), tiny()
+    assert tied.head is None and not [n for n, _ in tied.named_parameters() if "head" in n]
+    with torch.no_grad():
+        for fqn, p in tied.named_parameters():
+            twin.get_parameter(fqn).copy_(p)
+        twin.head.weight.copy_(tied.tok_embeddings.weight)
+    tokens, labels = random_tokens(2, 16), random_tokens(2, 16, seed=1)
+    for model in (tied, twin):
+        model(tokens, labels=labels, loss_denom=32).backward()
+    assert torch.equal(tied(tokens), twin(tokens))
+    wanted = twin.tok_embeddings.weight.grad + twin.head.weight.grad
+    torch.testing.assert_close(tied.tok_embeddings.weight.grad, wanted, rtol=1e-5, atol=1e-7)
+    assert twin.tok_embeddings.weight.grad.any() and twin.head.weight.grad.any()
+
+
+def test_a_pipeline_of_stages_is_the_model():
+    """What parallel.pipeline_stages does: parts set to None or deleted, names unchanged, activations in place of tokens."""
+    whole, first, last = tiny(), tiny(), tiny()
+    first.norm = first.head = last.tok_embeddings = None
+    del first.blocks["2"], last.blocks["0"], last.blocks["1"]
+    names = [n for stage in (first, last) for n, _ in stage.named_parameters()]
+    assert sorted(names) == sorted(n for n, _ in whole.named_parameters())
+    tokens, labels = random_tokens(2, 16), random_tokens(2, 16, seed=1)
+    assert torch.equal(last(first(tokens)), whole(tokens))
+    assert torch.equal(last(first(tokens), labels=labels, loss_denom=7), whole(tokens, labels=labels, loss_denom=7))
+
+
+# ---------------------------------------------------------------- the chunked loss
+
+
+def loss_problem(N=700, D=48, V=331, dtype=torch.float32):
+    g = torch.Generator().manual_seed(5)
+    h = torch.randn(N, D, generator=g).to(dtype).requires_grad_()
+    weight = (torch.randn(V, D, generator=g) / 4).to(dtype).requires_grad_()
+    labels = torch.randint(0, V, (N,), generator=g)
+    labels[torch.rand(N, generator=g) < 0.2] = IGNORE
+    return h, weight, labels
+
+
+def plain_loss(h, weight, labels, denom):
+    return F.cross_entropy(F.linear(h, weight).float(), labels, ignore_index=IGNORE, reduction="sum") / denom
+
+
+def off(a, b) -> float:
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+@pytest.mark.parametrize("N", [256, 700, 1])  # chunks of 256: one; two and a rest; less than one
+@pytest.mark.parametrize("denom", [37, torch.tensor(37), None])
+def test_loss_equals_cross_entropy(monkeypatch, N, denom):
+    monkeypatch.setattr(models.loss, "CHUNK_ELEMENTS", 1)
+    h, weight, labels = loss_problem(N)
+    labels[0] = 3
+    wanted = torch.autograd.grad(expected := plain_loss(h, weight, labels, 1 if denom is None else denom), (h, weight))
+    loss = linear_cross_entropy(h, weight, labels, denom)
+    assert loss.dtype == torch.float32 and loss.dim() == 0 and abs(loss - expected) < 1e-6 * expected
+    for got, want in zip(torch.autograd.grad(loss, (h, weight)), wanted):
+        assert off(got, want) < 1e-5
+        assert not got[(want == 0).all(1)].any()  # an ignored token has no gradient at all
+
+
+def test_loss_scales_with_the_gradient_that_comes_in():
+    h, weight, labels = loss_problem()
+    got = torch.autograd.grad(linear_cross_entropy(h, weight, labels, 10) * -3, (h, weight))
+    want = torch.autograd.grad(plain_loss(h, weight, labels, 10) * -3, (h, weight))
+    assert max(map(off, got, want)) < 1e-5
+
+
+def test_loss_of_a_batch_of_sequences_and_without_gradients():
+    h, weight, labels = loss_problem()
+    whole = linear_cross_entropy(h, weight, labels, 5)
+    assert torch.equal(linear_cross_entropy(h.view(7, 100, -1), weight, labels.view(7, 100), 5), whole)
+    with torch.no_grad():
+        assert torch.equal(linear_cross_entropy(h, weight, labels, 5), whole)
+    want = torch.autograd.grad(plain_loss(h, weight, labels, 5), (h, weight))
+    (dh,) = torch.autograd.grad(linear_cross_entropy(h, weight.detach(), labels, 5), h)  # a frozen head
+    (dw,) = torch.autograd.grad(linear_cross_entropy(h.detach(), weight, labels, 5), weight)
+    assert off(dh, want[0]) < 1e-5 and off(dw, want[1]) < 1e-5
+
+
+def test_loss_of_nothing_is_zero_with_zero_gradients():
+    h, weight, labels = loss_problem()
+    loss = linear_cross_entropy(h, weight, torch.full_like(labels, IGNORE), 1)
+    assert loss == 0 and not any(g.any() for g in torch.autograd.grad(loss, (h, weight)))
+
+
+def test_loss_of_huge_logits_is_finite():
+    h, weight, labels = loss_problem()
+    loss = linear_cross_entropy(h * 1e4, weight, labels, 1)
+    expected = plain_loss(h * 1e4, weight, labels, 1)
+    assert loss.isfinite() and abs(loss - expected) < 1e-5 * expected
+    assert all(g.isfinite().all() for g in torch.autograd.grad(loss, (h, weight)))
+
+
+def test_loss_in_bf16_is_as_near_to_the_truth_as_the_plain_one(monkeypatch):
+    monkeypatch.setattr(models.loss, "CHUNK_ELEMENTS", 1)
+    h, weight, labels = loss_problem(N=3000, dtype=torch.bfloat16)
+    exact = [x.detach().float().requires_grad_() for x in (h, weight)]
+    truth = plain_loss(*exact, labels, 2400)
+    want = torch.autograd.grad(truth, exact)
+    loss = linear_cross_entropy(h, weight, labels, 2400)
+    got = torch.autograd.grad(loss, (h, weight))
+    plain = torch.autograd.grad(plain_loss(h, weight, labels, 2400), (h, weight))
+    assert loss.dtype == torch.float32 and abs(loss - truth) < 1e-3 * truth  # the sum is fp32, the logits are not
+    for g, w, p, what in zip(got, want, plain, "hw"):
+        assert g.dtype == torch.bfloat16 and off(g, w) < 0.005 and off(g, w) < 1.5 * off(p, w), what
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_vocab_parallel_loss(monkeypatch, dtype):
+    """Two threads play two ranks with 166 and 165 of 331 rows; their all_reduce waits for both and then combines."""
+    monkeypatch.setattr(models.loss, "CHUNK_ELEMENTS", 1)
+    h, weight, labels = loss_problem(dtype=dtype)
+    meeting, offered, losses, grads = threading.Barrier(2, timeout=30), [None, None], [None, None], [None, None]
+
+    def rank(r):
+        def all_reduce(x, op):
+            offered[r] = x.clone()
+            meeting.wait()
+            both = torch.stack(offered)
+            meeting.wait()
+            return both.amax(0) if op == "max" else both.sum(0)
+
+        own_h, own_w = h.detach().clone().requires_grad_(), weight.detach()[r * 166 : (r + 1) * 166].clone().requires_grad_()
+        losses[r] = linear_cross_entropy(own_h, own_w, labels, 500, all_reduce, r * 166)
+        grads[r] = torch.autograd.grad(losses[r], (own_h, own_w))
+
+    threads = [threading.Thread(target=rank, args=(r,)) for r in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    whole = linear_cross_entropy(h, weight, labels, 500)
+    dh, dw = torch.autograd.grad(whole, (h, weight))
+    tolerance = 1e-5 if dtype == torch.float32 else 0.01
+    assert torch.equal(*losses) and abs(losses[0] - whole) < 1e-6 * whole
+    assert off(grads[0][0] + grads[1][0], dh) < tolerance  # each rank has a summand of the gradient of h
+    assert off(torch.cat([grads[0][1], grads[1][1]]), dw) < tolerance
+
+
+class PeakBytes(TorchDispatchMode):
+    """Most bytes alive at once in storages that were made under this mode."""
+
+    def __init__(self, *known):
+        super().__init__()
+        self.now = self.peak = 0
+        self.seen = weakref.WeakSet(t.untyped_storage() for t in known)
+
+    def freed(self, n_bytes):
+        self.now -= n_bytes
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in tree_iter(out):
+            if isinstance(t, torch.Tensor) and (storage := t.untyped_storage()) not in self.seen:
+                self.seen.add(storage)
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self.freed, storage.nbytes())
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_loss_needs_less_than_a_third_of_the_memory(dtype):
+    """N 4096, V 32000: on the meta device, for sizes are all that counts here."""
+    with torch.device("meta"):
+        h, weight = torch.empty(4096, 256, dtype=dtype), torch.empty(32000, 256, dtype=dtype)
+        labels = torch.empty(4096, dtype=torch.int64)
+    h.requires_grad_(), weight.requires_grad_()
+    peaks = []
+    for function in (plain_loss, linear_cross_entropy):
+        with PeakBytes(h, weight, labels) as memory:
+            torch.autograd.grad(function(h, weight, labels, 4096), (h, weight))
+        peaks.append(memory.peak)
+    plain, chunked = peaks
+    assert plain > 2 * 4096 * 32000 * 4  # it does hold the logits and their gradient in fp32: the measure is not blind
+    assert chunked < plain / 3
