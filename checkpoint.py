@@ -184,56 +184,54 @@ def restarted() -> bool:
     return any(os.environ.get(name, "0") != "0" for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
 
 
-def candidates(run: str, step: int = -1) -> list[tuple[int, str]]:
-    """(step, path) of the run's checkpoints to try, best first; of `step` alone when it is given. Raises ValueError."""
-    found = step_folders(run)
-    if step < 0:
-        return found
-    if step not in dict(found):
-        there = ", ".join(str(n) for n, _ in found) or "none"
-        raise ValueError(f"step {step} is not among the checkpoints of {run}; these are: {there}")
-    return [(step, dict(found)[step])]
-
-
-def locate(folder: str) -> tuple[str, int]:
-    """(run folder, step or -1) of a path that names a run folder with checkpoints or one of its step folders."""
-    parent, name = os.path.split(os.path.abspath(folder))
-    if os.path.isdir(folder) and os.path.basename(parent) == "checkpoints" and STEP_FOLDER.fullmatch(name):
-        return os.path.dirname(parent), int(name.removeprefix("step-"))
-    if not step_folders(folder):
+def candidates(folder: str, step: int = -1) -> list[str]:
+    """The step folders to try, best first: all of a run folder or that of `step`; or the step folder that `folder` is."""
+    if os.path.isfile(os.path.join(folder, "manifest.json")):
+        return [folder]
+    found = dict(step_folders(folder))
+    if step >= 0 and step not in found:
+        raise ValueError(f"{folder} has no checkpoint of step {step}; it has the steps {', '.join(map(str, found)) or 'none'}")
+    if not found:
         raise ValueError(f"{folder} holds no checkpoint; give a run folder, or one of its folders checkpoints/step-N")
-    return folder, -1
+    return [found[step]] if step >= 0 else list(found.values())
+
+
+def none_good(folder: str, paths: list[str]) -> ValueError:
+    names = ", ".join(os.path.basename(path) for path in paths[:3]) + ", ..." * (len(paths) > 3)
+    return ValueError(f"{folder} has no undamaged checkpoint among {names} (python checkpoint.py ls {folder} says what is wrong); "
+                      "nothing begins again at step 0 over them: use --out NEW or another --load_step, or move them away")
 
 
 def start_of(out: str, cfg: CheckpointConfig) -> tuple[str, int, bool] | None:
-    """(run, step or -1, everything) that a run in folder `out` starts from; everything: not only the weights."""
+    """(folder, step or -1, everything) that a run in `out` starts from; everything: not only the weights. None: nothing."""
     step = -1 if restarted() else cfg.load_step
     if step >= 0 or step_folders(out):
         return out, step, True
-    return (*locate(cfg.init_from), not cfg.init_model_only) if cfg.init_from else None
+    return (cfg.init_from, -1, not cfg.init_model_only) if cfg.init_from else None
 
 
 def check_run(out: str, identity: dict, cfg: CheckpointConfig):
     """Raises ValueError when this run may not continue what is in `out`, or --init_from; reads only small files."""
     if cfg.keep_latest_k < 0:
         raise ValueError(f"--keep_latest_k {cfg.keep_latest_k}: give a number of checkpoints, or 0 to keep all")
-    start = start_of(out, cfg)
-    for _, path in candidates(*start[:2]) if start else []:
-        try:
-            check_files(path, read_manifest(path), ["state.json"])
-        except Damaged:
-            continue  # load() says so; what counts here is the newest that it may take
-        return check_continuable(path, identity) if start[2] else None
-    if start:
-        raise ValueError(all_damaged(*start[:2]))
+    if start := start_of(out, cfg):
+        folder, step, everything = start
+        for path in (paths := candidates(folder, step)):
+            try:
+                check_files(path, read_manifest(path), ["state.json"])
+            except Damaged:
+                continue  # load() says so; what counts here is the newest that it may take
+            return check_continuable(path, folder, identity) if everything else None
+        raise none_good(folder, paths)
 
 
-def check_continuable(path: str, identity: dict):
+def check_continuable(path: str, folder: str, identity: dict):
     """Raises ValueError when the checkpoint is one of another model, data or optimizer, or lacks the optimizer state."""
-    saved, run = read_json(path, "state.json"), os.path.dirname(os.path.dirname(path))
-    changed = [f"{name} is {new} but {run} was trained with {old}" for name, old, new in changes(saved["identity"], identity)]
+    saved = read_json(path, "state.json")
+    changed = list(changes(saved["identity"], identity))
     if changed:
-        raise ValueError(f"{'; '.join(changed)}; use --out NEW to train another model, or give the old values to continue")
+        text = "; ".join(f"{name} is {new} but {folder} was trained with {old}" for name, old, new in changed)
+        raise ValueError(f"{text}; use --out NEW to train another model, or give the old values to continue")
     if saved["model_only"]:
         raise ValueError(f"{path} holds only the weights (it was the last of --last_save_model_only) and cannot be continued; "
                          f"start a new run from it with --init_from {path} --out NEW")
@@ -247,13 +245,6 @@ def changes(old, new, name=""):
             yield from changes(old.get(key, "not set"), new.get(key, "not set"), inner)
     elif json_bytes(old) != json_bytes(new):  # as JSON: a tuple is a list after it was saved
         yield name, *(f"{value}" if len(f"{value}") <= 40 else f"{value}"[:16] + "..." for value in (old, new))
-
-
-def all_damaged(run: str, step: int) -> str:
-    if step >= 0:
-        return f"step {step} of {run} is damaged (python checkpoint.py ls {run} says how); choose another step"
-    return (f"every checkpoint of {run} is damaged (python checkpoint.py ls {run} says how); it will not begin again at "
-            "step 0 over them: use --out NEW, or move the folder checkpoints away")
 
 
 def lock_run(out: str):
@@ -292,10 +283,11 @@ def import_dcp():
     return dcp
 
 
-def write_tensors(tensors: dict[str, Tensor], folder: str, group, process=None):
+def write_tensors(tensors: dict[str, Tensor], folder: str, group, staged=False, process=None):
     """Every rank writes its shards; of what several ranks hold alike, one does. Collective on `group`.
 
-    process: this rank's writer process, which then does the writing; the planning, with its collectives, stays here.
+    staged: all tensors are in CPU memory already. process: this rank's writer process, which then does the writing; the
+    planning, with its collectives, stays here.
     """
     dcp = import_dcp()
 
@@ -307,8 +299,10 @@ def write_tensors(tensors: dict[str, Tensor], folder: str, group, process=None):
             written.set_result(process.write(folder, plan, {item.index: planner.resolve_data(item) for item in plan.items}))
             return written
 
+    # With copy_ahead DCP asks for a CUDA stream, which in a background thread would be one of GPU 0 on every rank.
+    writer = Writer(folder, sync_files=False, per_thread_copy_ahead=0 if staged else 10_000_000)
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
-    dcp.save(tensors, storage_writer=Writer(folder, sync_files=False), planner=planner, process_group=group, no_dist=group is None)
+    dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
 
 
 class WriterProcess:
@@ -342,21 +336,21 @@ class WriterProcess:
 
 
 def serve_writes(pipe):
+    """The main function of the writer process."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # launchers signal the whole group; the save under way shall be completed
-    writer, planner = import_dcp().FileSystemWriter, SimpleNamespace()
+    dcp = import_dcp()
     while True:
         try:
             folder, plan, tensors = pipe.recv()
         except (EOFError, OSError):
             return
-        planner.resolve_data = lambda item, tensors=tensors: tensors[item.index]
+        planner = SimpleNamespace(resolve_data=lambda item, tensors=tensors: tensors[item.index])
         try:
-            written = writer(folder, sync_files=False, per_thread_copy_ahead=0).write_data(plan, planner)  # 0: all is on the CPU
-            pipe.send(written.value())
+            writer = dcp.FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=0)
+            pipe.send(writer.write_data(plan, planner).value())
         except Exception as error:
             pipe.send(error)
-        del tensors
 
 
 def read_tensors(tensors: dict[str, Tensor], folder: str, metadata, group=None):
@@ -513,14 +507,14 @@ class Checkpoints:
             staging, cuda = import_dcp().staging, torch.cuda.is_available()
             self.stager = staging.DefaultStager(staging.StagingOptions(
                 use_pinned_memory=cuda, use_non_blocking_copy=cuda, use_shared_memory=self.process is not None))
-        tensors = self.tensors(True)
+        tensors = self.tensors(not model_only)
         for key in tensors.keys() - {f"model.{fqn}" for fqn in self.params}:
             if key.startswith("model."):  # a buffer: the next forward may change it while the copy is under way
                 tensors[key] = tensors[key].clone()
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the stager copies on a stream of its own, which does not wait for the optimizer's
         self.staged = self.stager.stage(tensors)
-        self.flight = self.pool.submit(self.write, step, about, self.staged.result, self.process)
+        self.flight = self.pool.submit(self.write, step, about, self.staged.result, staged=True)
         return True
 
     def wait_staged(self):
@@ -544,10 +538,10 @@ class Checkpoints:
         flight, self.flight = self.flight, None
         if flight is not None and not flight.result() and self.process is not None:
             self.process.close()
-            self.process = None  # on all ranks, for they agree on the result
+            self.process = self.stager = None  # on all ranks, for they agree on the result
             self.say("from now on a thread saves, for a writer process may have died")
 
-    def write(self, step, about, get_tensors, process=None) -> bool:
+    def write(self, step, about, get_tensors, staged=False) -> bool:
         """The whole save, in the training thread or the background one: the same collectives in the same order everywhere."""
         began, folder = time.perf_counter(), None
         try:
@@ -555,9 +549,8 @@ class Checkpoints:
             if folder is None:
                 return True
             tensors = self.everywhere(get_tensors)  # not inside DCP's collectives, where the peers would wait for ever
-            self.everywhere(lambda: write_tensors(tensors, folder, self.group, process))
-            names = [name for name in os.listdir(folder) if name.startswith(f"__{self.rank}_")]
-            own = self.everywhere(lambda: checksums(folder, names, sync=True))
+            self.everywhere(lambda: write_tensors(tensors, folder, self.group, staged, self.process if staged else None))
+            own = self.everywhere(lambda: checksums(folder, fnmatch.filter(os.listdir(folder), f"__{self.rank}_*"), sync=True))
             listed = {name: entry for part in self.gather(own) for name, entry in part.items()}
             size = self.on_rank_0(lambda: self.commit(step, folder, about, listed))
         except Failed as error:
@@ -566,6 +559,7 @@ class Checkpoints:
             newest = step_folders(self.out)[:1]
             self.say(f"step-{step} is NOT SAVED: {error}; the newest is {newest[0][1] if newest else 'none yet'}")
             return False
+        self.purge(step)
         self.say(f"saved {self.path(step)} ({size / 1e6:.1f} MB in {time.perf_counter() - began:.2f} s)")
         return True
 
@@ -581,7 +575,7 @@ class Checkpoints:
         return folder
 
     def commit(self, step, folder, about, listed) -> int:
-        """Completes the folder, gives it its name, then purges older ones (rank 0). Returns its size in bytes."""
+        """Completes the folder and gives it its name (rank 0). Returns its size in bytes."""
         for name, (size, _) in listed.items():  # by stat: listings are cached on network file systems
             if not os.path.isfile(os.path.join(folder, name)) or os.path.getsize(os.path.join(folder, name)) != size:
                 raise OSError(f"rank 0 does not see {name}: {self.out} must be on a file system that all machines share")
@@ -594,17 +588,23 @@ class Checkpoints:
         manifest = dict(format_version=FORMAT_VERSION, step=step, world_size=self.world_size, torch=torch.__version__)
         manifest["files"] = files
         Path(folder, "manifest.json").write_bytes(json_bytes(manifest | {"sha256": own_hash(manifest)}))
-        # The order is the promise: contents on the disk, then the name, then the name on the disk, then older ones go.
+        # The order is the promise: contents on the disk, then the name, then the name on the disk; only then older ones go.
         fsync(os.path.join(folder, "manifest.json"))
         fsync(folder)
         os.rename(folder, self.path(step))
         fsync(os.path.dirname(folder))
-        if self.cfg.keep_latest_k:
+        return sum(size for size, _ in files.values())
+
+    def purge(self, step):
+        """Deletes what keep_latest_k leaves no room for, once `step` is complete. A kill leaves the rest to the next start."""
+        if self.rank == 0 and self.cfg.keep_latest_k:
             for n, path in [entry for entry in step_folders(self.out) if entry[0] < step][self.cfg.keep_latest_k - 1 :]:
                 trash = os.path.join(os.path.dirname(path), f"trash-{n}-{uuid.uuid4().hex[:8]}")
-                os.rename(path, trash)
-                self.pool.submit(shutil.rmtree, trash, ignore_errors=True)  # after a kill the next start goes on with it
-        return sum(size for size, _ in files.values())
+                try:
+                    os.rename(path, trash)
+                    self.pool.submit(shutil.rmtree, trash, ignore_errors=True)
+                except OSError as error:
+                    self.say(f"{path} could not be deleted: {error.strerror}")
 
     def load(self) -> dict | None:
         """Continues the run, or starts it from --init_from: weights and optimizer state in place, on every rank.
@@ -615,12 +615,12 @@ class Checkpoints:
         start = self.on_rank_0(lambda: start_of(self.out, self.cfg))
         if start is None:
             return None
-        run, _, everything = start
-        if self.cfg.init_from and run == self.out:
+        source, _, everything = start
+        if self.cfg.init_from and source == self.out:
             self.say(f"--init_from {self.cfg.init_from} is IGNORED: {self.out} has checkpoints of its own")
         folder, manifest = self.choose(*start)
         if everything:
-            self.on_rank_0(lambda: check_continuable(folder, self.identity))
+            self.on_rank_0(lambda: check_continuable(folder, source, self.identity))
         table = self.everywhere(lambda: read_metadata(folder, manifest["files"]))
         excluded = [name.removeprefix("model.") for name in self.cfg.exclude_from_loading]
         self.check_excluded(excluded)
@@ -641,24 +641,24 @@ class Checkpoints:
         self.say(f"{what} {folder} (written by {manifest['world_size']} rank(s))")
         return read_json(folder, "state.json")["state"] if everything else None
 
-    def choose(self, run, step, everything) -> tuple[str, dict]:
+    def choose(self, source, step, everything) -> tuple[str, dict]:
         """(folder, manifest) of the newest checkpoint that is good to the last bit: one decision for all ranks, each of
         which reads its share of the files."""
         damaged = []
-        for n, folder in self.on_rank_0(lambda: candidates(run, step)):
+        for folder in (paths := self.on_rank_0(lambda: candidates(source, step))):
             try:
-                manifest = self.on_rank_0(lambda: read_manifest(folder))  # noqa: B023
-                self.everywhere(lambda: self.check_share(folder, manifest))  # noqa: B023
+                manifest = self.on_rank_0(lambda folder=folder: read_manifest(folder))
+                self.everywhere(lambda folder=folder, manifest=manifest: self.check_share(folder, manifest))
             except Failed as error:
-                self.say(f"step-{n} of {run} is DAMAGED: {error}")
+                self.say(f"{folder} is DAMAGED: {error}")
                 damaged.append(folder)
                 continue
-            if run == self.out and not self.cfg.load_only:
+            if source == self.out and not self.cfg.load_only:
                 # Only now: as long as nothing good is found, the next start must see them all, and refuse too.
-                self.on_rank_0(lambda: [self.set_aside(path, "damaged" if path in damaged else "abandoned")
-                                        for other, path in step_folders(run) if other > n])  # noqa: B023
+                self.on_rank_0(lambda n=manifest["step"]: [self.set_aside(path, "damaged" if path in damaged else "abandoned")
+                                                           for newer, path in step_folders(source) if newer > n])
             return folder, manifest
-        raise ValueError(all_damaged(run, step))
+        raise none_good(source, paths)
 
     def check_share(self, folder, manifest):
         """Reads this rank's share of the files: every world_size-th, by size."""
@@ -767,7 +767,8 @@ class Checkpoints:
 
     def set_aside(self, path, why):
         """Renames a step folder, so that it is no candidate any more and the user's to look at and to delete."""
-        target = os.path.join(os.path.dirname(path), f"{why.split(':')[0]}-{os.path.basename(path)[5:]}-{uuid.uuid4().hex[:4]}")
+        name = f"{why.split(':')[0]}-{os.path.basename(path).removeprefix('step-')}-{uuid.uuid4().hex[:4]}"
+        target = os.path.join(os.path.dirname(path), name)
         os.rename(path, target)
         self.say(f"{path} is now {target} ({why})")
 
@@ -784,15 +785,14 @@ class Checkpoints:
 
 def load_model(folder: str, device="cpu", dtype: torch.dtype | None = None) -> tuple[nn.Module, dict]:
     """(plain model on `device`, state) of a step folder, or of a run folder's newest good checkpoint. Raises ValueError."""
-    run, step = locate(folder)
-    for n, path in candidates(run, step):
+    for path in (paths := candidates(folder)):
         try:
             manifest = verify(path)
             break
         except Damaged as error:
-            print(f"checkpoint: step-{n} of {run} is DAMAGED: {error}", flush=True)
+            print(f"checkpoint: {path} is DAMAGED: {error}", flush=True)
     else:
-        raise ValueError(all_damaged(run, step))
+        raise none_good(folder, paths)
     saved = read_json(path, "state.json")
     fields = dict(saved["identity"]["model"])
     module, name = fields.pop("module"), fields.pop("class")

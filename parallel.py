@@ -214,9 +214,13 @@ def pipeline_errors(layout: Layout, model_config) -> list[str]:
     if layout.local_batch_size % cfg.pp_microbatch_size:
         return [f"--pp_microbatch_size {cfg.pp_microbatch_size} does not divide --local_batch_size {layout.local_batch_size}; "
                 f"use {divisors(layout.local_batch_size)}"]
-    errors, n = [], layout.n_microbatches
+    errors, n, splits_backward = [], layout.n_microbatches, name in ZERO_BUBBLE
     if cfg.pp_schedule_csv:
-        name = cfg.pp_schedule_csv
+        name, table = cfg.pp_schedule_csv, read_csv(cfg.pp_schedule_csv)
+        splits_backward = bool(re.search(r"\dI\d", table))
+        rows, last = len(table.splitlines()), max(map(int, re.findall(r"\d+F(\d+)", table)), default=-1)
+        if rows != pp or last + 1 != n:
+            return [f"--pp_schedule_csv {name} is for {rows} ranks and {last + 1} micro-batches, but there are --pp {pp} and {n}"]
     fewest = {"1F1B": pp, "DualPipeV": 2 * pp}.get(name, 1)
     if n < fewest:
         sequences = fewest * cfg.pp_microbatch_size
@@ -227,7 +231,7 @@ def pipeline_errors(layout: Layout, model_config) -> list[str]:
     if name in ("Interleaved1F1B", "InterleavedZeroBubble") and n % max(1, n // pp):
         errors.append(f"--pp_schedule {name} needs a number of micro-batches divisible by its {n // pp} rounds, not {n}; use a "
                       f"multiple of --pp {pp}")
-    if name in ZERO_BUBBLE:
+    if splits_backward:
         if cfg.reshard_after_forward == "always":
             errors.append(
                 f"--reshard_after_forward always gives wrong gradients with --pp_schedule {name}: its two half backwards would "
@@ -669,7 +673,7 @@ def compile_blocks(stage, layout: Layout) -> None:
         return
     if cfg.ac == "budget":
         torch._functorch.config.activation_memory_budget = cfg.ac_budget
-    if cfg.pp_schedule in ZERO_BUBBLE and layout.pp > 1:
+    if layout.pp > 1 and (cfg.pp_schedule in ZERO_BUBBLE or cfg.pp_schedule_csv):
         torch._functorch.config.donated_buffer = False  # the split backward reads them twice
     for block in stage.blocks.values():
         block.forward = torch.compile(block.forward, fullgraph=layout.cp == 1)

@@ -4,14 +4,19 @@ Each row of LAYOUTS runs three AdamW steps through parallel.py on real gloo proc
 with plain torch in one process (layouts.reference): loss atol 1e-5, every gradient rel 1e-4, grad norm rtol 2e-5, the
 validation loss, the weights. docs/parallelism.md draws its support matrix from this table.
 """
+import subprocess
+import sys
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from layouts import config, first_difference, reference, train
+from layouts import build, config, first_difference, reference, train
 from pool import pool
+
+import parallel
 
 # (processes, flags, {batch and model}); n: global batch in sequences, b: local batch, so n / (b x data ranks) is the
 # accumulation; doc: document masks; the rest are fields of the model config
@@ -127,3 +132,75 @@ def without_inductor():
 @pytest.mark.parametrize("row", COMPILED, ids=name)
 def test_compiled_layout_equals_one_process(row):
     assert compare(*row, mutate=without_inductor) == ""
+
+
+def test_schedule_from_csv(tmp_path):
+    """Hand-written: 1F1B for two ranks and four micro-batches, and a zero-bubble order with the backward in two halves."""
+    for text in (
+        "0F0,0F1,0B0,0F2,0B1,0F3,0B2,0B3\n1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3\n",
+        "0F0,0F1,0I0,0W0,0F2,0I1,0W1,0F3,0I2,0W2,0I3,0W3\n1F0,1I0,1F1,1I1,1W0,1F2,1I2,1W1,1F3,1I3,1W2,1W3\n",
+    ):
+        (tmp_path / "order.csv").write_text(text)
+        assert compare(2, dict(pp=2, pp_schedule_csv=str(tmp_path / "order.csv")), dict(n=4, b=4, tie_embeddings=True)) == ""
+
+
+@pytest.mark.parametrize(
+    "processes, flags", [(2, {}), (4, dict(dp_replicate=2)), (4, dict(tp=2)), (2, dict(cp=2)), (2, dict(pp=2))]
+)
+def test_bf16_compute_stays_near_fp32(processes, flags):
+    """Parameters, sums over ranks and the optimizer in fp32, matmuls in bf16: loss within 4e-3, gradient norm within 2 %."""
+    want = reference(config(), 8)
+    for got in pool(processes).run(train, config(), flags | {"compute_dtype": "bfloat16"}, 8, 2):
+        for g, w in zip(got[:-1], want[:-1], strict=True):
+            assert abs(g["loss"] - w["loss"]) < 4e-3 * w["loss"]
+            assert abs(g["norm"] - w["norm"]) < 2e-2 * w["norm"]
+        assert all(weight.dtype == torch.float32 for weight in got[-1]["weights"].values())
+        assert any(g["loss"] != w["loss"] for g, w in zip(got[:-1], want[:-1], strict=True))  # it did compute in bf16
+
+
+def test_two_runs_are_equal_to_the_last_bit():
+    first, second = (pool(4).run(train, config(), dict(tp=2, deterministic=True), 8, 2)[0] for _ in range(2))
+    assert [s["loss"] for s in first[:-1]] == [s["loss"] for s in second[:-1]]
+    assert all(torch.equal(w, second[-1]["weights"][fqn]) for fqn, w in first[-1]["weights"].items())
+
+
+def replicas_after(flags, change_rank):
+    """The message of check_replicas when one rank's norm is a little off."""
+    stages, layout = build(config(), flags, 4, 1)
+    if layout.rank == change_rank:
+        with torch.no_grad():
+            parallel.local_tensor(stages[0].norm.weight)[0] += 1e-3
+    try:
+        parallel.check_replicas(stages, layout, seed=3)
+    except RuntimeError as e:
+        return str(e)
+
+
+def test_a_rank_with_other_weights_is_named():
+    assert pool(4).run(replicas_after, dict(dp_replicate=4), None) == [None] * 4
+    for message in pool(4).run(replicas_after, dict(dp_replicate=4), 2):
+        assert "norm.weight differs between ranks 0 and 2" in message
+    assert "differs between ranks 2 and 3" in pool(4).run(replicas_after, dict(tp=2, dp_replicate=1), 3)[0]
+
+
+@pytest.mark.slow
+def test_check_parity_passes_and_finds_a_forkers_mistake(tmp_path):
+    """The user's command, on the recipe and on a copy of it with a mistake: its gradients are averaged, not summed."""
+    flags = ["--local_batch_size", "2", "--seq_len", "64", "--model_args", "n_layers=2,dim=64", "--check_parity", "--tp", "2"]
+    recipe = Path(__file__).parent.parent / "train_llama3.py"
+    run = lambda file, *more: subprocess.run(  # noqa: E731
+        [sys.executable, file, *flags, *more], capture_output=True, text=True, cwd=recipe.parent
+    )
+    good = run(recipe)
+    assert good.returncode == 0 and "check_parity: equal" in good.stdout, good.stdout + good.stderr
+    mistake = """
+        import torch.distributed as dist
+        if layout.world_size > 1:
+            stages[0].blocks["1"].ffn.w1.weight.grad.to_local().mul_(0.5)
+        grad_norm = clip"""
+    copy = tmp_path / "train_mine.py"
+    source = recipe.read_text().replace("\n        grad_norm = clip", mistake)
+    copy.write_text(f"import sys\nsys.path.insert(0, {str(recipe.parent)!r})\n" + source)
+    bad = run(copy)
+    assert bad.returncode == 1, bad.stdout + bad.stderr
+    assert "step 1 differs first in the gradient of blocks.1.ffn.w1.weight" in bad.stdout
