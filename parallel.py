@@ -220,7 +220,7 @@ def pipeline_errors(layout: Layout, model_config) -> list[str]:
         splits_backward = bool(re.search(r"\dI\d", table))
         rows, last = len(table.splitlines()), max(map(int, re.findall(r"\d+F(\d+)", table)), default=-1)
         if rows != pp or last + 1 != n:
-            return [f"--pp_schedule_csv {name} is for {rows} ranks and {last + 1} micro-batches, but there are --pp {pp} and {n}"]
+            return [f"--pp_schedule_csv {name} is for {rows} ranks and {last + 1} micro-batches, not for --pp {pp} and {n}"]
     fewest = {"1F1B": pp, "DualPipeV": 2 * pp}.get(name, 1)
     if n < fewest:
         sequences = fewest * cfg.pp_microbatch_size
@@ -769,7 +769,7 @@ def split_stages(cfg: ParallelConfig, pp: int, n_layers: int) -> list[list[str]]
                 raise ValueError(f"--pp_stage_fqns: {n!r} is no module of the model; use {names}")
         if given != everything:
             wrong = next((a for a, b in zip(everything, given + [None], strict=False) if a != b), given[-1])
-            raise ValueError(f"--pp_stage_fqns must name each module once, in order; {wrong!r} is missing, repeated or misplaced")
+            raise ValueError(f"--pp_stage_fqns must name each module once, in order; {wrong!r} is missing, double or misplaced")
         return split
     first, last = cfg.pp_first_stage_less_layers, cfg.pp_last_stage_less_layers
     weight = n_layers + first + last  # the embedding and the head count as layers when the work is balanced

@@ -20,11 +20,11 @@ from models.loss import linear_cross_entropy
 
 @dataclass(kw_only=True)
 class Llama3Config:
-    dim: int = 256
+    dim: int = 192
     n_layers: int = 6
     n_heads: int = 8
     n_kv_heads: int = 4
-    head_dim: int = 64
+    head_dim: int = 32
     ffn_dim: int = 512
     vocab_size: int = 4096
     norm_eps: float = 1e-5

@@ -35,7 +35,8 @@ class Collectives(TorchDispatchMode):
             flat = [*tree_iter((args, kwargs)), *tree_iter(out)]
             group = next((a for a in reversed(flat) if isinstance(a, str) and a in self.axes), None)
             if group is None:
-                group = next(dist.ProcessGroup.unbox(a).group_name for a in flat if isinstance(a, torch.ScriptObject) and is_group(a))
+                objects = (a for a in flat if isinstance(a, torch.ScriptObject))
+                group = next(dist.ProcessGroup.unbox(a).group_name for a in objects if is_group(a))
             entry = self.counts.setdefault((self.axes.get(group, group), OPS[name]), [0, 0])
             entry[0] += 1
             entry[1] += max(t.numel() * t.element_size() for t in flat if isinstance(t, torch.Tensor))

@@ -440,9 +440,9 @@ def test_weights_in_another_dtype_may_start_a_run_but_not_continue_one(tmp_path)
 
 def test_model_only(tmp_path):
     of(*trained(0, 2), tmp_path).save(2, {"step": 2}, last=True, model_only=True)
-    for attempt in (lambda: check_run(str(tmp_path), IDENTITY, CheckpointConfig()), lambda: of(*trained(1, 0), tmp_path).load()):
+    for refusal in (lambda: check_run(str(tmp_path), IDENTITY, CheckpointConfig()), of(*trained(1, 0), tmp_path).load):
         with pytest.raises(ValueError, match="holds only the weights .* --init_from"):
-            attempt()
+            refusal()
     fresh = trained(1, 0)
     of(*fresh, tmp_path / "new", init_from=str(tmp_path)).load()
     assert torch.equal(fresh[0].last.weight, trained(0, 2)[0].last.weight)
