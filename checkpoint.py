@@ -198,8 +198,8 @@ def candidates(folder: str, step: int = -1) -> list[str]:
 
 def none_good(folder: str, paths: list[str]) -> ValueError:
     names = ", ".join(os.path.basename(path) for path in paths[:3]) + ", ..." * (len(paths) > 3)
-    return ValueError(f"{folder} has no undamaged checkpoint among {names} (python checkpoint.py ls {folder} says how); nothing "
-                      "begins again at step 0 over them: use --out NEW or another --load_step, or move them away")
+    return ValueError(f"{folder} has no undamaged checkpoint among {names} (python checkpoint.py ls {folder} says how); "
+                      "nothing begins again at step 0 over them: use --out NEW or another --load_step, or move them away")
 
 
 def start_of(out: str, cfg: CheckpointConfig) -> tuple[str, int, bool] | None:

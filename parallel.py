@@ -151,14 +151,16 @@ def check_layout(
     if errors:
         raise ValueError("; ".join(errors))
     others = math.prod(n for a, n in degrees.items() if a != "dp_shard")
-    if degrees["dp_shard"] == -1:
+    if degrees["dp_shard"] == -1 and world_size % others == 0:
         degrees["dp_shard"] = world_size // others
-    product = others * degrees["dp_shard"]
+    named = [a for a in AXES if degrees[a] != -1]
+    product = math.prod(degrees[a] for a in named)
     if product != world_size:
-        equation = f"{'*'.join(AXES)} = {'*'.join(str(getattr(cfg, a)) for a in AXES)}"
         fix = f"leave out --dp_shard (it becomes {world_size // others})" if world_size % others == 0 else "change a degree"
-        start = product or others
-        raise ValueError(f"{world_size} processes but {equation} needs {start}; {fix} or start {start} processes")
+        raise ValueError(
+            f"{world_size} process{'es' * (world_size > 1)} but {'*'.join(named)} = {'*'.join(str(degrees[a]) for a in named)} "
+            f"= {product}; {fix} or start {product} processes"
+        )
 
     tp, pp, cp = degrees["tp"], degrees["pp"], degrees["cp"]
     data_ranks = degrees["dp_replicate"] * degrees["dp_shard"]
@@ -194,6 +196,12 @@ def check_layout(
             f"its {kv_heads} kv heads; use --cp_method allgather"
         )
     on_cuda = device == "cuda" or device == "auto" and torch.cuda.is_available()
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if on_cuda and local_world > torch.cuda.device_count():
+        errors.append(
+            f"{local_world} process{'es' * (local_world > 1)} here, but torch finds {torch.cuda.device_count()} GPUs; "
+            "use --device cpu or fewer processes"
+        )
     if cfg.flight_recorder and not on_cuda:
         errors.append("--flight_recorder records NCCL's collectives, and a CPU run has none; leave it out")
     if cfg.async_tp and not (on_cuda and cfg.compile and tp > 1):
@@ -367,6 +375,8 @@ def run(main, cfg) -> None:
         message = " ".join(str(e).split())
         if isinstance(e, SystemExit):
             status = e.code if isinstance(e.code, int) else 0 if e.code is None else 1
+        elif isinstance(e, KeyboardInterrupt):  # before the loop, which finishes its step: nothing to finish yet
+            status = 130
         elif isinstance(e, ValueError) and not dist.is_initialized():
             usage_error(message)
         else:

@@ -50,7 +50,7 @@ class Config(ParallelConfig, CheckpointConfig, DataConfig, MetricsConfig):
     flavor: Literal["debug", "1B", "3B", "8B", "70B", "405B"] = "debug"  # model size: see FLAVORS in models/llama3.py
     model_args: str = ""  # fields of the flavor to change for an ablation: "n_layers=4,dim=512"
     out: str = "runs/llama3"  # folder for everything that the run writes; the same folder again continues the run
-    steps: int = 300  # optimizer steps
+    steps: int = 200  # optimizer steps
     seq_len: int = 256  # tokens per sequence
     local_batch_size: int = 8  # sequences that one data rank runs per forward
     global_batch_size: int = -1  # sequences per optimizer step over all data ranks; -1 = local_batch_size x data ranks
@@ -127,6 +127,8 @@ def main(cfg: Config):
     data = open_data(cfg, cfg.seq_len)
     if (ids := data.vocab_size) > model_config.vocab_size:
         raise ValueError(f"the tokenizer has {ids} ids, the model {model_config.vocab_size}; use --model_args vocab_size={ids}")
+    if cfg.val_every and not data.n_val_samples:
+        raise ValueError(f"--data {cfg.data} has no validation text; use --val_every 0")
     model_identity = {"module": Llama3.__module__, "class": Llama3.__name__, **asdict(model_config)}
     identity = {"model": model_identity, "data": data.fingerprint, "optimizer": {"name": cfg.optimizer}}
     check_run(cfg.out, identity, cfg)
@@ -216,10 +218,10 @@ def main(cfg: Config):
         if cfg.val_every and (step % cfg.val_every == 0 or step == cfg.steps):
             metrics.log_val(step, *evaluate(stages, data.val_batches(8 * cfg.val_batches, *mine), layout))
         if cfg.checkpoint_every and (step % cfg.checkpoint_every == 0 or last or (step == 1 and cfg.checkpoint_first_step)):
-            checkpoints.save(step, state, last=last)
+            checkpoints.save(step, state, last=last, model_only=cfg.last_save_model_only and step == cfg.steps)
         if stopping:
             if rank0:
-                print(f"{stop.received or 'a signal'}: stopped after step {step}; the same command continues the run")
+                print(f"{stop.received or 'a signal to another rank'}: stopped after step {step}")
             break
     batches.close()
     checkpoints.close()

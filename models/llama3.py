@@ -33,6 +33,15 @@ class Llama3Config:
     tie_embeddings: bool = False
     max_seq_len: int = 8192
 
+    def __post_init__(self):
+        sizes = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size", "max_seq_len")
+        if wrong := [f"{name} {getattr(self, name)}" for name in sizes if getattr(self, name) < 1]:
+            raise ValueError(f"the model's {', '.join(wrong)} must be at least 1")
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.n_kv_heads}, which they share")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} is odd, and RoPE turns pairs; use {self.head_dim + 1}")
+
     @classmethod
     def from_hf(cls, config_json: dict) -> "Llama3Config":
         """The config of a Hugging Face folder's config.json, in the spelling of transformers 4 or 5.

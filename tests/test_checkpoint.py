@@ -257,7 +257,9 @@ def test_kill_9_in_the_middle_of_a_save(tmp_path, function_name, after, survivor
     verify(path(tmp_path, survivor))
 
 
-def save_with_a_full_disk(out):
+def save_with_a_full_disk(out, log):
+    for stream in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     out_of_disk = of(*trained(0, 2, width=200), out)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
     assert out_of_disk.save(2, {}) is False
@@ -275,7 +277,9 @@ def save_with_a_full_disk(out):
 
 def test_full_disk(tmp_path):
     saved(tmp_path, 1)
-    assert forked(save_with_a_full_disk, tmp_path) == 0
+    assert forked(save_with_a_full_disk, tmp_path, tmp_path / "log") == 0
+    said = [line.split(":")[1].split(str(tmp_path))[0] for line in (tmp_path / "log").read_text().splitlines()]
+    assert said == [" step-2 is NOT SAVED", " step-3 is NOT SAVED", " saved "]  # one line each, on stdout and stderr together
     assert names(tmp_path) == ["step-1", "step-4"]
     verify(path(tmp_path, 1))
 
@@ -296,10 +300,7 @@ def test_every_flipped_bit_is_noticed(tmp_path):
         with pytest.raises(Damaged):
             verify(str(folder))
         if trial < 12:  # and a run continues from the one before
-            aside = copy.copy(folder)
-            fresh = trained(1, 0)
-            assert of(*fresh, tmp_path, load_only=True).load()["step"] == 1
-            assert aside.exists()
+            assert of(*trained(1, 0), tmp_path, load_only=True).load()["step"] == 1
         flip(file, bit)
     verify(str(folder))
 
@@ -369,12 +370,11 @@ def test_exclude_from_loading(tmp_path, excluded):
     saved(tmp_path, 2)
     fresh, start, there = trained(1, 0), everything(*trained(1, 0)), everything(*trained(0, 2))
     assert of(*fresh, tmp_path, exclude_from_loading=excluded).load()["step"] == 2
+    prefixes = tuple(e.removeprefix("model.").removesuffix(".*") for e in excluded)
     for name, tensor in everything(*fresh).items():
-        left = any(name.startswith(e.removeprefix("model.").removesuffix(".*")) for e in excluded)
-        assert torch.equal(tensor, start[name] if left else there[name]), name
-    stateless = [n for n, p in fresh[0].named_parameters() if p not in fresh[1][0].state]
-    assert stateless == [n for n, _ in fresh[0].named_parameters() if excluded == ["optimizer"] or n in there and any(
-        n.startswith(e.removeprefix("model.").removesuffix(".*")) for e in excluded)]
+        assert torch.equal(tensor, start[name] if name.startswith(prefixes) else there[name]), name
+    for name, param in fresh[0].named_parameters():  # a parameter that starts anew has no moments of its former life
+        assert (param in fresh[1][0].state) == (excluded != ["optimizer"] and not name.startswith(prefixes)), name
 
 
 def test_unknown_exclusion(tmp_path):

@@ -1,0 +1,289 @@
+"""Wrong command lines: each rule of parallel.check_layout with its line, and what a user sees, as whole processes.
+
+A row of RULES: what is asked for, words that the one line must hold, and what to change so that it is accepted: the cure that
+the line itself names. `test_recipes.py` runs the command lines that are right.
+"""
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from data import DataConfig, open_data
+from models.llama3 import Llama3Config
+from parallel import ParallelConfig, check_layout
+
+REPO = Path(__file__).parent.parent
+MODEL = Llama3Config(n_layers=6, n_heads=8, n_kv_heads=4, head_dim=64, ffn_dim=512, max_seq_len=8192)
+RECIPE = dict(seq_len=64, local_batch_size=4, global_batch_size=-1, device="cpu", world_size=1)
+FIELDS = asdict(MODEL)
+
+
+def check(**given):
+    """check_layout with these flags, recipe values and fields of the model, on top of one process and MODEL."""
+    recipe = RECIPE | {k: given.pop(k) for k in RECIPE if k in given}
+    model = replace(MODEL, **{k: given.pop(k) for k in list(given) if k in FIELDS})
+    return check_layout(ParallelConfig(**given), model, **recipe)
+
+
+def refusal(**given) -> str:
+    with pytest.raises(ValueError) as error:
+        check(**given)
+    message = str(error.value)
+    assert message and "\n" not in message
+    return message
+
+
+PP = dict(world_size=2, pp=2)
+STAGES = "tok_embeddings,blocks.0,blocks.1,blocks.2;blocks.3,blocks.4,blocks.5,norm,head"
+FOUR_STAGES = "tok_embeddings,blocks.0;blocks.1,blocks.2;blocks.3,blocks.4;blocks.5,norm,head"
+
+RULES = [
+    # the processes and the degrees
+    (dict(world_size=4, dp_replicate=2, dp_shard=3), ["4 processes but pp*dp_replicate*dp_shard*cp*tp = 1*2*3*1*1 = 6",
+     "leave out --dp_shard (it becomes 2)", "or start 6 processes"], dict(dp_shard=-1)),
+    (dict(world_size=4, dp_replicate=2, dp_shard=3), ["start 6 processes"], dict(world_size=6)),
+    (dict(world_size=6, tp=4), ["6 processes but", "= 1*1*1*4 = 4", "change a degree or start 4"], dict(world_size=4)),
+    (dict(world_size=2, pp=2, cp=2), ["2 processes but", "= 2*1*2*1 = 4", "start 4 processes"], dict(world_size=4)),
+    (dict(world_size=1, dp_shard=2), ["1 process but", "leave out --dp_shard (it becomes 1)"], dict(dp_shard=-1)),
+    (dict(device="cuda"), ["torch finds 0 GPUs", "use --device cpu"], dict(device="cpu")),
+    # batch
+    (dict(local_batch_size=0), ["--local_batch_size 0 must be at least 1"], dict(local_batch_size=1)),
+    (dict(global_batch_size=10), ["--global_batch_size 10 is not a multiple of --local_batch_size 4 x 1 data rank = 4",
+     "use --global_batch_size 8"], dict(global_batch_size=8)),
+    (dict(world_size=4, dp_replicate=2, global_batch_size=20), ["--local_batch_size 4 x 4 data ranks = 16",
+     "use --global_batch_size 16"], dict(global_batch_size=16)),
+    (dict(global_batch_size=3), ["use --global_batch_size 4"], dict(global_batch_size=4)),
+    (dict(global_batch_size=0), ["--global_batch_size 0", "use --global_batch_size 4"], dict(global_batch_size=4)),
+    # sequence
+    (dict(seq_len=8193), ["--seq_len 8193 is longer than the model's max_seq_len 8192", "--model_args max_seq_len=8193"],
+     dict(max_seq_len=8193)),
+    (dict(seq_len=0), ["--seq_len 0", "at least 1"], dict(seq_len=1)),
+    (dict(world_size=2, tp=2, seq_len=33), ["--seq_len 33 is not a multiple of tp = 2", "use --seq_len 32"], dict(seq_len=32)),
+    (dict(world_size=2, cp=2, seq_len=30), ["--seq_len 30 is not a multiple of 2 x cp = 4", "use --seq_len 32"],
+     dict(seq_len=32)),
+    (dict(world_size=4, cp=2, tp=2, seq_len=30), ["--seq_len 30 is not a multiple of 2 x cp x tp = 8", "use --seq_len 32"],
+     dict(seq_len=32)),
+    (dict(world_size=4, cp=2, tp=2, seq_len=3), ["use --seq_len 8"], dict(seq_len=8)),
+    (dict(world_size=4, tp=4, seq_len=255, max_seq_len=255), ["use --seq_len 252"], dict(seq_len=252)),  # 256 is nearer
+    # tensor parallelism
+    (dict(world_size=8, tp=8), ["--tp 8 does not divide n_kv_heads 4", "use 1, 2 or 4"], dict(world_size=4, tp=4)),
+    (dict(world_size=3, tp=3, seq_len=66), ["--tp 3 does not divide n_heads 8, n_kv_heads 4, ffn_dim 512", "use 1, 2 or 4"],
+     dict(world_size=2, tp=2)),
+    (dict(world_size=4, tp=4, ffn_dim=514), ["--tp 4 does not divide ffn_dim 514", "use 1 or 2"], dict(world_size=2, tp=2)),
+    (dict(world_size=4, tp=4, n_heads=6, n_kv_heads=2), ["n_heads 6, n_kv_heads 2", "use 1 or 2"], dict(world_size=2, tp=2)),
+    (dict(world_size=2, tp=2, async_tp=True), ["--async_tp", "CUDA", "--compile", "leave it out"], dict(async_tp=False)),
+    # context parallelism
+    (dict(world_size=3, cp=3, cp_method="alltoall", seq_len=66), ["--cp_method alltoall", "cp 3", "8 heads",
+     "use --cp_method allgather"], dict(cp_method="allgather")),
+    (dict(world_size=6, cp=6, cp_method="alltoall", seq_len=60, n_heads=12), ["4 kv heads", "use --cp_method allgather"],
+     dict(cp_method="allgather")),
+    (dict(world_size=16, cp=4, tp=4, cp_method="alltoall"), ["the 2 heads of a tp rank", "use --cp_method allgather"],
+     dict(cp_method="allgather")),
+    # activation checkpointing, debugging
+    (dict(ac="budget"), ["--ac budget needs --compile", "use --ac op"], dict(compile=True)),
+    (dict(ac="budget"), ["add --compile or use --ac op"], dict(ac="op")),
+    (dict(ac="selective", ac_every=0), ["--ac_every 0", "at least 1"], dict(ac_every=1)),
+    (dict(ac="budget", compile=True, ac_budget=1.5), ["--ac_budget 1.5", "between 0 and 1"], dict(ac_budget=1.0)),
+    (dict(flight_recorder=True), ["--flight_recorder", "NCCL", "leave it out"], dict(flight_recorder=False)),
+    # pipeline: micro-batches
+    (PP | dict(pp_microbatch_size=3), ["--pp_microbatch_size 3 does not divide --local_batch_size 4", "use 1, 2 or 4"],
+     dict(pp_microbatch_size=2)),
+    (PP | dict(pp_microbatch_size=0), ["--pp_microbatch_size 0"], dict(pp_microbatch_size=1)),
+    (PP | dict(pp_microbatch_size=-1, pp_schedule="GPipe"), ["--pp_microbatch_size -1"], dict(pp_microbatch_size=1)),
+    (PP | dict(local_batch_size=1), ["--pp_schedule 1F1B with --pp 2 needs at least 2 micro-batches, but there are 1",
+     "use --local_batch_size 2"], dict(local_batch_size=2)),
+    (PP | dict(pp_microbatch_size=4), ["use --local_batch_size 8 or more"], dict(local_batch_size=8)),
+    (PP | dict(pp_schedule="DualPipeV", local_batch_size=3), ["--pp_schedule DualPipeV with --pp 2 needs at least 4",
+     "use --local_batch_size 4"], dict(local_batch_size=4)),
+    *[(PP | dict(pp_schedule=s, local_batch_size=5), [f"--pp_schedule {s}", "divisible by its 2 rounds, not 5",
+       "multiple of --pp 2"], dict(local_batch_size=6)) for s in ("Interleaved1F1B", "InterleavedZeroBubble")],
+    # pipeline: stages
+    (dict(world_size=8, pp=8, local_batch_size=8), ["6 layers are too few for 8 pipeline stages", "or more layers"],
+     dict(n_layers=8)),
+    (dict(world_size=4, pp=4, pp_schedule="ZBVZeroBubble"), ["6 layers are too few for 8 pipeline stages", "smaller --pp"],
+     dict(world_size=2, pp=2)),
+    (PP | dict(n_layers=4, pp_first_stage_less_layers=9), ["4 layers are too few for 2 pipeline stages"],
+     dict(pp_first_stage_less_layers=1)),
+    (PP | dict(pp_layers_per_stage=3), ["--pp_layers_per_stage 3 makes 3 stages of 6 layers, no multiple of --pp 2"],
+     dict(pp_layers_per_stage=4)),
+    (PP | dict(pp_layers_per_stage=0), ["--pp_layers_per_stage 0"], dict(pp_layers_per_stage=4)),
+    (PP | dict(pp_layers_per_stage=-1), ["--pp_layers_per_stage -1"], dict(pp_layers_per_stage=4)),
+    (PP | dict(pp_layers_per_stage=2), ["4 stages over --pp 2 ranks", "--pp_schedule 1F1B needs exactly 1 per rank",
+     "--pp_layers_per_stage"], dict(pp_layers_per_stage=4)),
+    *[(PP | dict(pp_schedule=s, pp_stage_fqns=STAGES), ["2 stages over --pp 2 ranks", f"{s} needs exactly 2 per rank",
+       "--pp_stage_fqns"], dict(pp_stage_fqns=FOUR_STAGES)) for s in ("ZBVZeroBubble", "DualPipeV")],
+    (PP | dict(pp_schedule="ZBVZeroBubble", pp_layers_per_stage=2, n_layers=14), ["8 stages over --pp 2", "exactly 2"],
+     dict(pp_layers_per_stage=4)),
+    *[(PP | dict(pp_schedule=s, pp_stage_fqns=STAGES), ["2 stages over --pp 2 ranks", f"--pp_schedule {s} needs", "per rank"],
+       dict(pp_stage_fqns=FOUR_STAGES)) for s in ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")],
+    (PP | dict(pp_stage_fqns=STAGES.replace("blocks.3", "block.3")), ["--pp_stage_fqns: 'block.3' is no module",
+     "use tok_embeddings, blocks.0 .. blocks.5, norm, head"], dict(pp_stage_fqns=STAGES)),
+    (PP | dict(pp_stage_fqns=STAGES.replace("blocks.4,", "")), ["--pp_stage_fqns", "'blocks.4' is missing"],
+     dict(pp_stage_fqns=STAGES)),
+    (PP | dict(pp_stage_fqns=STAGES.replace(",head", "")), ["'head' is missing"], dict(pp_stage_fqns=STAGES)),
+    (PP | dict(pp_stage_fqns=STAGES.replace("norm", "norm,norm")), ["'head' is missing"],
+     dict(pp_stage_fqns=STAGES)),
+    (PP | dict(pp_stage_fqns=STAGES + ",head"), ["'head' is missing"], dict(pp_stage_fqns=STAGES)),
+    (PP | dict(pp_stage_fqns=STAGES.replace("blocks.0,blocks.1", "blocks.1,blocks.0")), ["in order", "'blocks.0'"],
+     dict(pp_stage_fqns=STAGES)),
+    (PP | dict(pp_schedule_csv="nowhere.csv"), ["--pp_schedule_csv nowhere.csv: No such file"], dict(pp_schedule_csv="")),
+    # pipeline: what torch cannot do with it
+    *[(PP | dict(pp_schedule=s, reshard_after_forward="always"), ["--reshard_after_forward always", f"--pp_schedule {s}",
+       "use never"], dict(reshard_after_forward="never"))
+      for s in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")],
+    *[(PP | dict(pp_schedule=s, ac="full"), ["--ac full", f"--pp_schedule {s}", "use --ac none"], dict(ac="none"))
+      for s in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")],
+]
+
+
+@pytest.mark.parametrize("given, words, cure", RULES, ids=lambda x: "-".join(f"{k}={v}" for k, v in x.items())[:70]
+                         if isinstance(x, dict) else "")
+def test_rule(given, words, cure, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    message = refusal(**given)
+    for text in words:
+        assert text in message
+    check(**given | cure)
+
+
+@pytest.mark.parametrize("axis", ["pp", "dp_replicate", "dp_shard", "cp", "tp"])
+@pytest.mark.parametrize("degree", [0, -1, -2])
+def test_degrees_are_at_least_1(axis, degree):
+    if (axis, degree) == ("dp_shard", -1):  # the one that may be: what is left
+        assert check(dp_shard=-1, world_size=6, dp_replicate=2).dp_shard == 3
+    else:
+        assert f"--{axis} {degree} must be at least 1" in refusal(**{axis: degree})
+
+
+@pytest.mark.parametrize("given, words", [
+    (dict(tp=0, pp=-3, dp_shard=-2), ["--tp 0", "--pp -3", "--dp_shard -2"]),
+    (dict(world_size=3, tp=3, global_batch_size=10, seq_len=8200, ac="budget", flight_recorder=True),
+     ["--tp 3", "--global_batch_size 10", "max_seq_len 8192", "multiple of tp = 3", "--ac budget", "--flight_recorder"]),
+    (PP | dict(pp_schedule="DualPipeV", local_batch_size=2, ac="op", reshard_after_forward="always", pp_stage_fqns=STAGES),
+     ["at least 4 micro-batches", "--reshard_after_forward always", "--ac op", "exactly 2 per rank"]),
+])
+def test_violations_are_listed_together(given, words):
+    message = refusal(**given)
+    assert all(text in message for text in words) and message.count(";") >= len(words) - 1
+
+
+@pytest.mark.parametrize("fields, words", [
+    (dict(n_kv_heads=3), ["n_heads 8", "n_kv_heads 3"]),
+    (dict(n_kv_heads=0), ["n_kv_heads 0"]),
+    (dict(head_dim=7), ["head_dim 7"]),  # RoPE turns pairs
+    (dict(n_layers=0), ["n_layers 0"]),
+    (dict(dim=0), ["dim 0"]),
+    (dict(ffn_dim=-4), ["ffn_dim -4"]),
+])
+def test_model_fields_that_make_no_model(fields, words):
+    """--model_args may set any field. The config refuses them itself, so those of a Hugging Face folder are refused as well."""
+    message = refusal(**fields)
+    assert all(text in message for text in words)
+
+
+@pytest.mark.parametrize("given, expected", [
+    (dict(), dict(data_ranks=1, accumulation=1, global_batch_size=4, dp_shard=1)),
+    (dict(world_size=8, dp_replicate=2, tp=2), dict(data_ranks=4, dp_shard=2, accumulation=1, global_batch_size=16)),
+    (dict(world_size=8, cp=2, tp=2, global_batch_size=24), dict(data_ranks=2, dp_shard=2, accumulation=3)),
+    (PP | dict(global_batch_size=12, pp_microbatch_size=2), dict(data_ranks=1, accumulation=3, n_microbatches=6)),
+    (dict(world_size=4, cp=4, cp_method="alltoall", n_kv_heads=2), dict(cp=4)),  # fewer kv heads than ranks
+    (dict(world_size=4, cp=4, cp_method="alltoall", n_kv_heads=1, n_heads=4), dict(cp=4)),
+])
+def test_layouts_that_are_fine(given, expected):
+    layout = check(**given)
+    assert {name: getattr(layout, name) for name in expected} == expected
+
+
+# ---------------------------------------------------------------- as a process
+
+
+def run(*argv, launch=(), timeout=120) -> subprocess.CompletedProcess:
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | {"CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, *launch, "train_llama3.py", *map(str, argv)]
+    return subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, timeout=timeout)
+
+
+def refused(tmp_path, *argv) -> str:
+    """The one line of a recipe that ends with status 2 before it trains anything."""
+    done = run("--model_args", "n_layers=1,dim=8,ffn_dim=8", "--steps", 2, *argv, "--out", tmp_path / "run")
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+    assert "step" not in done.stdout and not (tmp_path / "run" / "metrics.jsonl").exists()
+    return done.stderr
+
+
+def test_unknown_flag(tmp_path):
+    assert "did you mean --steps?" in refused(tmp_path, "--stpes", 5)
+
+
+def test_global_batch_size(tmp_path):
+    assert "use --global_batch_size 8" in refused(tmp_path, "--global_batch_size", 10, "--local_batch_size", 4)
+    assert not (tmp_path / "run").exists()
+
+
+def test_device_cuda_without_a_gpu(tmp_path):
+    assert "use --device cpu" in refused(tmp_path, "--device", "cuda")
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory) -> Path:
+    """A folder of token shards with a tokenizer of its own, made the way that --data FILE.txt makes it."""
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "text.txt").write_text("".join(f"line {i} of {i * i}\n" for i in range(3000)))
+    return open_data(DataConfig(data=str(folder / "text.txt"), cache_dir=str(folder / "cache")), 32).folder
+
+
+def test_truncated_shard(tmp_path, shards):
+    shutil.copytree(shards, tmp_path / "shards")
+    shard = tmp_path / "shards" / "train-00000.bin"
+    os.truncate(shard, shard.stat().st_size - 1)
+    line = refused(tmp_path, "--data", tmp_path / "shards")
+    assert f"{shard} is truncated" in line and "make the shards again" in line
+
+
+def test_empty_text(tmp_path):
+    (tmp_path / "empty.txt").touch()
+    line = refused(tmp_path, "--data", tmp_path / "empty.txt", "--cache_dir", tmp_path / "cache")
+    assert "empty.txt is empty; give a file with text in it" in line
+
+
+def test_folder_without_index(tmp_path):
+    (tmp_path / "folder").mkdir()
+    line = refused(tmp_path, "--data", tmp_path / "folder")
+    assert "no index.json" in line and "python data.py prepare" in line
+
+
+def test_tokenizer_with_more_ids_than_the_vocabulary(tmp_path, shards):
+    line = refused(tmp_path, "--data", shards, "--model_args", "vocab_size=100")
+    ids = line.split("has ")[1].split(" ids")[0]
+    assert int(ids) > 100 and f"use --model_args vocab_size={ids}" in line
+
+
+def test_nothing_to_validate_on_is_found_before_training(tmp_path):
+    """One JSON object is one document, and it is for training."""
+    (tmp_path / "one.jsonl").write_text('{"text": "%s"}\n' % ("word " * 3000))
+    line = refused(tmp_path, "--data", tmp_path / "one.jsonl", "--cache_dir", tmp_path / "cache")
+    assert "one.jsonl has no validation text; use --val_every 0" in line
+
+
+@pytest.mark.parametrize("flag, value", [("steps", -3), ("val_batches", 0)])
+def test_numbers_that_mean_nothing(tmp_path, flag, value):
+    assert f"--{flag} {value}" in refused(tmp_path, f"--{flag}", value)
+
+
+def test_one_line_from_all_ranks(tmp_path):
+    """Under torchrun, which adds a page of its own: one rank speaks, and the others do not wait for a timeout."""
+    began = time.monotonic()
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = run("--tp", 3, "--out", tmp_path / "run", launch=launch)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert done.returncode == 1 and len(lines) == 1, done.stderr
+    assert "2 processes but pp*dp_replicate*cp*tp = 1*1*1*3 = 3" in lines[0]
+    assert time.monotonic() - began < 20
+    assert not (tmp_path / "run").exists()
