@@ -57,6 +57,8 @@ class ParallelConfig:
     tp: int = 1  # tensor parallelism with sequence parallelism: every matrix is split over this many ranks
     pp: int = 1  # pipeline parallelism: the layers are split over this many ranks
     cp: int = 1  # context parallelism: every sequence is split over this many ranks
+    ep: int = 1  # expert parallelism: the experts are split over this many of the dp_shard x cp x tp ranks
+    etp: int = 1  # 1: tp ranks hold whole experts (ep may borrow tp); tp: every expert is split over the tp ranks
     reshard_after_forward: Literal["default", "always", "never"] = "default"  # free weights after forward; default: not with pp
     cpu_offload: bool = False  # keep parameters, gradients and optimizer state in host memory (slow, small)
     loss_parallel: bool = True  # under tp, split the loss over the vocabulary; off = over the sequence, gathering the head
@@ -100,6 +102,7 @@ class Layout:
     rank: int = 0
     mesh: DeviceMesh | None = None  # pp, dp_replicate, fsdp (= dp_shard x cp), tp
     axes: DeviceMesh | None = None  # the same ranks with all five axes
+    experts: DeviceMesh | None = None  # MoE: the same ranks as pp, dp_replicate, efsdp, ep, etp
     schedules: dict = field(default_factory=dict)  # pipeline schedules by batch shape
     loss_denom: Tensor | None = None  # pipeline: tokens of the global batch that is under way
 
@@ -210,11 +213,29 @@ def check_layout(
         errors.append("--ac budget needs --compile: the compiler chooses what to keep; add --compile or use --ac op")
     if cfg.ac_every < 1 or not 0 <= cfg.ac_budget <= 1:
         errors.append(f"--ac_every {cfg.ac_every} must be at least 1 and --ac_budget {cfg.ac_budget} between 0 and 1")
+    errors += expert_errors(layout, c)
     if pp > 1 and not errors:
         errors += pipeline_errors(layout, c)
     if errors:
         raise ValueError("; ".join(dict.fromkeys(errors)))
     return layout
+
+
+def expert_errors(layout: Layout, model_config) -> list[str]:
+    ep, etp, n_experts = layout.cfg.ep, layout.cfg.etp, getattr(model_config, "n_experts", 0)
+    if not n_experts:
+        return [f"--{name} {n} is for models with experts, and this flavor has none; leave it out"
+                for name, n in (("ep", ep), ("etp", etp)) if n != 1]
+    errors = []
+    if etp not in (1, layout.tp):
+        errors.append(f"--etp {etp} must be 1 or --tp {layout.tp}")
+    if etp > 1 and model_config.moe_ffn_dim % etp:
+        errors.append(f"--etp {etp} does not divide moe_ffn_dim {model_config.moe_ffn_dim}; use --etp 1")
+    lenders = layout.dp_shard * layout.cp * (1 if etp > 1 else layout.tp)
+    if ep < 1 or n_experts % ep or lenders % ep:
+        ranks = f"dp_shard x cp{' x tp' if etp == 1 else ''} = {lenders}"
+        errors.append(f"--ep {ep} must divide n_experts {n_experts} and {ranks}; use {divisors(n_experts, lenders)}")
+    return errors
 
 
 def pipeline_errors(layout: Layout, model_config) -> list[str]:
@@ -312,6 +333,16 @@ def make_mesh(layout: Layout) -> None:
     shape, names = (layout.pp, layout.dp_replicate, fsdp, layout.tp), ("pp", "dp_replicate", "fsdp", "tp")
     layout.mesh = init_device_mesh(layout.device.type, shape, mesh_dim_names=names)
     layout.axes = layout.mesh._unflatten("fsdp", (layout.dp_shard, layout.cp), ("dp_shard", "cp"))
+
+
+def expert_mesh(layout: Layout) -> DeviceMesh:
+    """The ranks as the experts see them: ep and etp innermost, and efsdp, what is left of dp_shard x cp x tp, shards them."""
+    if layout.experts is None:
+        ep, etp = layout.cfg.ep, layout.cfg.etp
+        shape = (layout.pp, layout.dp_replicate, layout.dp_shard * layout.cp * layout.tp // (ep * etp), ep, etp)
+        names = ("pp", "dp_replicate", "efsdp", "ep", "etp")
+        layout.experts = init_device_mesh(layout.device.type, shape, mesh_dim_names=names)
+    return layout.experts
 
 
 def watch_launcher() -> None:
@@ -467,9 +498,10 @@ TP_STYLES = {
     "colwise": lambda: ColwiseParallel(),  # W (out/tp, in): no communication, the output is this rank's heads or channels
     "rowwise": lambda: RowwiseParallel(output_layouts=Shard(1)),  # W (out, in/tp): reduce-scatter along the sequence
     "gather_sequence": lambda: GatherSequence(),
-    # the weight is replicated and sees a part of the tokens: as a DTensor its gradient is summed over tp, which a plain
-    # weight's would not be
-    "sequence_norm": lambda: SequenceParallel(use_local_output=True),
+    # replicated weights (norms, routers) that see a part of the tokens: as DTensors their gradient is summed over tp, which a
+    # plain weight's would not be
+    "sequence": lambda: SequenceParallel(use_local_output=True),
+    "head_norm": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),  # (B, T, H/tp, K): a part of the heads
     "vocab_embedding": VocabEmbedding,
     "vocab_head": VocabHead,
 }
@@ -559,19 +591,35 @@ class AllGather(torch.autograd.Function):
         return out.movedim(0, ctx.dim), None, None
 
 
-class AllToAll(torch.autograd.Function):
-    """Piece i of x (split along dim 0 into one piece per rank) goes to rank i. Its own inverse, so also its own backward."""
+class ReduceScatter(torch.autograd.Function):
+    """Sum the ranks' x, each rank keeps its part along dim. Backward: the inverse of AllGather's, an all-gather."""
 
     @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        out = torch.empty_like(x := x.contiguous())
-        dist.all_to_all_single(out, x, group=group)
+    def forward(ctx, x, dim, group):
+        ctx.dim, ctx.group = dim, group
+        x = x.movedim(dim, 0).contiguous()
+        out = x.new_empty(x.shape[0] // dist.get_world_size(group), *x.shape[1:])
+        reduce_scatter_single(out, x, group=group)
+        return out.movedim(0, dim)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return AllGather.apply(grad, ctx.dim, ctx.group), None, None
+
+
+class AllToAll(torch.autograd.Function):
+    """Rows of x to all ranks: sent[i] of them to rank i, received[i] from it; equal shares if None. Backward: back again."""
+
+    @staticmethod
+    def forward(ctx, x, group, sent=None, received=None):
+        ctx.group, ctx.sent, ctx.received = group, sent, received
+        out = x.new_empty((x.shape[0] if received is None else sum(received), *x.shape[1:]))
+        dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        return AllToAll.apply(grad, ctx.group), None
+        return AllToAll.apply(grad, ctx.group, ctx.received, ctx.sent), None, None, None
 
 
 def sequence_index(T: int, cp: int, rank: int) -> Tensor:
@@ -638,6 +686,92 @@ def all_to_all_attention(positions, doc_ids=None, *, group):
     return attend
 
 
+# ---------------------------------------------------------------- expert parallelism
+
+
+def expert_parallel(stage, layout: Layout, *, aux_coef: float = 0.0, force_balance: bool = False) -> None:
+    """Split the experts over ep (and each expert over etp); tokens travel to their experts and back, two all-to-alls per layer.
+
+    Tokens stay split along the sequence over tp, so with etp 1 every tp rank routes its own; with etp = tp the tp ranks gather
+    them first, each computes its part of every expert's hidden width, and the sums are scattered back.
+    aux_coef, force_balance: see models.moe.Balance.
+    """
+    from models.moe import Balance, Experts, swiglu_experts
+
+    blocks = [block for block in stage.blocks.values() if hasattr(block, "moe")]
+    if not blocks:
+        return
+    mesh, etp = expert_mesh(layout), layout.cfg.etp
+    for block in blocks:
+        experts, balance = block.moe.experts, block.moe.balance
+        assert isinstance(experts, Experts) and isinstance(balance, Balance)
+        if layout.cfg.ep * etp > 1:
+            for name, dim in (("w1", 1), ("w2", 2), ("w3", 1)):  # F is dim 1 of w1 and w3, dim 2 of w2
+                placements = [Shard(0), Shard(dim)] if etp > 1 else [Shard(0)]
+                over = mesh["ep", "etp"] if etp > 1 else mesh["ep"]
+                w = distribute_tensor(getattr(experts, name), over, placements, src_data_rank=None)
+                setattr(experts, name, nn.Parameter(w))
+            experts.forward = partial(exchange_tokens, experts, swiglu_experts, mesh["ep"].get_group())
+        if etp > 1:
+            block.moe.forward = partial(gathered_moe, block.moe.forward, layout.group("tp"))
+        sharers = [layout.group(axis) for axis in ("cp", "tp") if layout.degrees[axis] > 1 and (axis, etp > 1) != ("tp", True)]
+        balance.aux_scale, balance.force = aux_coef / layout.global_batch_size, force_balance
+        if etp > 1:  # every tp rank adds the loss of all of its ranks' tokens
+            balance.aux_scale /= etp
+        balance.parts = layout.cp * (layout.tp if etp == 1 else 1)
+        balance.sum_over_parts = partial(sum_over, groups=sharers)
+
+
+def sum_over(x: Tensor, groups) -> Tensor:
+    for group in groups:
+        dist.all_reduce(x, group=group)
+    return x
+
+
+def gathered_moe(moe_forward, group, x: Tensor) -> Tensor:
+    """etp = tp: (B, T/tp, D) -> every tp rank's part of the result for all T -> summed, (B, T/tp, D)."""
+    return ReduceScatter.apply(moe_forward(AllGather.apply(x, 1, group)), 1, group)
+
+
+def exchange_tokens(experts, compute, group, x: Tensor, counts: Tensor) -> Tensor:
+    """Experts.forward over ep ranks: x (N*k, D) sorted by expert, so also by the rank that holds it; counts (E,)."""
+    ep = dist.get_world_size(group)
+    arriving = torch.empty_like(counts)  # (ep * E/ep,): from every rank, its rows for each of this rank's experts
+    dist.all_to_all_single(arriving, counts, group=group)
+    sent, received = torch.stack([counts, arriving]).view(2, ep, -1).sum(-1).tolist()  # sizes the host must know: a sync
+    x = AllToAll.apply(x, group, sent, received)  # sorted by (rank, expert)
+    expert = torch.arange(len(counts) // ep, device=x.device).repeat(ep).repeat_interleave(arriving)
+    order = expert.argsort(stable=True)
+    y = compute(x[order], arriving.view(ep, -1).sum(0), *(local_tensor(w) for w in (experts.w1, experts.w2, experts.w3)))
+    y = y[order.argsort()]  # as they came
+    return AllToAll.apply(y, group, received, sent)
+
+
+@torch.no_grad()
+def balance_experts(stages, layout: Layout, mode: str, rate: float) -> dict[str, float]:
+    """After an optimizer step: sum each layer's load over all ranks, and with mode bias move the biases against it
+    (arXiv:2408.15664: up by rate below the mean load, down above, then centred). Returns statistics; loads restart at 0.
+    """
+    from models.moe import load_statistics
+
+    layers = [block.moe.balance for stage in stages for block in stage.blocks.values() if hasattr(block, "moe")]
+    statistics = torch.zeros(2, device=layout.device)
+    if layers:
+        loads = torch.stack([layer.load for layer in layers])  # (layers, E)
+        sum_over(loads, [layout.mesh[axis].get_group() for axis in ("dp_replicate", "fsdp", "tp")])
+        loads /= layout.cfg.etp  # with etp = tp every tp rank counted all tokens
+        for layer, load in zip(layers, loads, strict=True):
+            if mode == "bias":
+                step = (load.mean() - load).sign() * rate
+                layer.bias += step - step.mean()
+            layer.load.zero_()
+        statistics[0], statistics[1] = load_statistics(loads)
+    worst, dead = statistics[:1], statistics[1:]  # of this pipeline rank's layers
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=layout.group("pp"))
+    dist.all_reduce(dead, group=layout.group("pp"))
+    return {"moe_load_max_over_mean": worst[0], "moe_dead_experts": dead[0]}
+
+
 # ---------------------------------------------------------------- activation checkpointing, compile
 
 
@@ -697,7 +831,8 @@ def shard(stage, layout: Layout) -> None:
     mixed precision is the same everywhere. Per block: all-gather its weights before use, reduce-scatter its gradients."""
     cfg = layout.cfg
     mesh = layout.mesh["dp_replicate", "fsdp"] if layout.dp_replicate > 1 else layout.mesh["fsdp"]
-    stage.to(getattr(torch, cfg.param_dtype))
+    for p in stage.parameters():  # not the buffers: balancing biases count in thousandths
+        p.data = p.data.to(getattr(torch, cfg.param_dtype))
     options = dict(
         mesh=mesh,
         mp_policy=MixedPrecisionPolicy(param_dtype=layout.compute_dtype, reduce_dtype=getattr(torch, cfg.reduce_dtype)),
@@ -707,6 +842,10 @@ def shard(stage, layout: Layout) -> None:
     reshard = reshards(layout)
     blocks = list(stage.blocks.values())
     for block in blocks:
+        if hasattr(block, "moe"):  # before the block: each parameter belongs to the innermost fully_shard around it
+            experts = expert_mesh(layout)
+            experts = experts["dp_replicate", "efsdp"] if layout.dp_replicate > 1 else experts["efsdp"]
+            fully_shard(block.moe.experts, reshard_after_forward=reshard, **options | {"mesh": experts})
         # the backward starts with the last block: what it needs first is not freed just before
         fully_shard(block, reshard_after_forward=reshard and block is not blocks[-1], **options)
     if stage.tok_embeddings is not None and not stage.config.tie_embeddings:
@@ -745,6 +884,8 @@ def init_weights(stage, layout: Layout, seed: int) -> None:
     a part of: 405B parameters take no longer per rank than their shard, and never more memory than one block.
     """
     stage.to_empty(device="cpu" if layout.cfg.cpu_offload else layout.device)
+    for buffer in stage.buffers():
+        buffer.zero_()
     norms = {id(m.weight) for m in stage.modules() if isinstance(m, nn.RMSNorm)}
     for fqn, p in stage.named_parameters():
         local = local_tensor(p.detach())

@@ -84,6 +84,28 @@ class Llama3Config:
             max_seq_len=hf.get("max_position_embeddings", 2048),
         )
 
+    def to_hf(self) -> dict:
+        """The inverse: a config.json in the spelling of transformers 4, which 5 reads as well."""
+        return dict(
+            architectures=["LlamaForCausalLM"],
+            model_type="llama",
+            hidden_size=self.dim,
+            num_hidden_layers=self.n_layers,
+            num_attention_heads=self.n_heads,
+            num_key_value_heads=self.n_kv_heads,
+            head_dim=self.head_dim,
+            intermediate_size=self.ffn_dim,
+            vocab_size=self.vocab_size,
+            rms_norm_eps=self.norm_eps,
+            rope_theta=self.rope_theta,
+            rope_scaling=self.rope_scaling and {"rope_type": "llama3", **self.rope_scaling},
+            tie_word_embeddings=self.tie_embeddings,
+            max_position_embeddings=self.max_seq_len,
+            hidden_act="silu",
+            attention_bias=False,
+            mlp_bias=False,
+        )
+
 
 def scaled(factor: float) -> dict:
     return dict(factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
@@ -224,18 +246,18 @@ class Llama3(nn.Module):
         """fqn pattern -> style of parallel.tensor_parallel. Between blocks, activations are sharded along the sequence."""
         plan = {
             "tok_embeddings": "vocab_embedding",
-            "blocks.*.attn_norm": "sequence_norm",
+            "blocks.*.attn_norm": "sequence",
             "blocks.*.attn": "gather_sequence",
             "blocks.*.attn.wq": "colwise",
             "blocks.*.attn.wk": "colwise",
             "blocks.*.attn.wv": "colwise",
             "blocks.*.attn.wo": "rowwise",
-            "blocks.*.ffn_norm": "sequence_norm",
+            "blocks.*.ffn_norm": "sequence",
             "blocks.*.ffn": "gather_sequence",
             "blocks.*.ffn.w1": "colwise",
             "blocks.*.ffn.w3": "colwise",
             "blocks.*.ffn.w2": "rowwise",
-            "norm": "sequence_norm",
+            "norm": "sequence",
         }
         return plan if self.config.tie_embeddings else plan | {"head": "vocab_head"}
 

@@ -17,7 +17,7 @@ from models.loss import IGNORE
 @contextmanager
 def norm_without_all_reduce():
     """Trap 2: a replicated norm on sequence-sharded activations, as a plain weight whose gradient nobody sums over tp."""
-    with mock.patch.dict(parallel.TP_STYLES, sequence_norm=PlainStyle):
+    with mock.patch.dict(parallel.TP_STYLES, sequence=PlainStyle):
         yield
 
 

@@ -152,6 +152,24 @@ def test_rule(given, words, cure, monkeypatch):
     check(**given | cure)
 
 
+@pytest.mark.parametrize("given, words", [
+    (dict(world_size=4, pp=4), ["is for 2 ranks", "--pp 4"]),
+    (PP | dict(local_batch_size=3), ["2 micro-batches", "3"]),
+    (PP | dict(local_batch_size=2, n_layers=1), ["1 layers are too few for 4 pipeline stages"]),
+    (PP | dict(local_batch_size=2), []),
+])
+def test_csv_of_another_layout(given, words, tmp_path):
+    """Two ranks, two stages each, two micro-batches."""
+    rows = "0F0,0F1,2F0,2F1,2B0,2B1,0B0,0B1", "1F0,1F1,3F0,3F1,3B0,3B1,1B0,1B1"
+    (tmp_path / "schedule.csv").write_text("\n".join(rows) + "\n")
+    given = given | dict(pp_schedule_csv=str(tmp_path / "schedule.csv"), pp_schedule="Interleaved1F1B")
+    if words:
+        message = refusal(**given)
+        assert all(text in message for text in words)
+    else:
+        assert check(**given).n_microbatches == 2
+
+
 @pytest.mark.parametrize("axis", ["pp", "dp_replicate", "dp_shard", "cp", "tp"])
 @pytest.mark.parametrize("degree", [0, -1, -2])
 def test_degrees_are_at_least_1(axis, degree):

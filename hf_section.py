@@ -1,0 +1,632 @@
+"""Hugging Face, both ways: to become section 2 of checkpoint.py."""
+import importlib
+import json
+import math
+import os
+import re
+import shutil
+import sys
+import uuid
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import asdict, fields
+from datetime import timedelta
+from fnmatch import fnmatchcase
+from itertools import groupby
+from pathlib import Path
+from typing import Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from checkpoint import (
+    CheckpointConfig,
+    Checkpoints,
+    Damaged,
+    Failed,
+    candidates,
+    covers,
+    fsync,
+    json_bytes,
+    named_tensors,
+    none_good,
+    read_json,
+    read_metadata,
+    read_tensors,
+    reason,
+    usage,
+    verify,
+)
+from config import Parser, spell, unwrap
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 2. Hugging Face
+# ----------------------------------------------------------------------------------------------------------------------
+
+# model_type of config.json -> where our model is. The rest is in the model's own file: Config.from_hf and to_hf translate
+# config.json, and hf_keys() names the tensors: fqn -> name, or for a stack of experts (E, ...) a list of E names.
+HF_MODELS = {"llama": ("models.llama3", "Llama3")}
+HF_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # what we write, and read unless quantised
+FP8_BLOCK = 128  # fp8 weights have one scale per block of 128 x 128, in a tensor <name>_scale_inv (DeepSeek-V3, sec. 3.3.2)
+# Bytes of a file that anyone may have written; the largest of the published ones have 9 (index), 33 (tokenizer) and 4 MB
+HF_LIMITS = {"model.safetensors.index.json": 1 << 26, "tokenizer.json": 1 << 26, "tokenizer_config.json": 1 << 24}
+SMALL_FILE, SAFETENSORS_HEADER = 1 << 20, 1 << 25
+
+
+# --- Reading what anyone may have written: no pickle, no way out of the folder, no absurd sizes ---
+
+
+def is_hf_folder(folder: str) -> bool:
+    """Whether it holds weights as Hugging Face keeps them. Those in pickles count, too: to be refused with the reason."""
+    names = [f"{stem}{end}" for stem in ("model.safetensors", "pytorch_model.bin") for end in ("", ".index.json")]
+    there = [name for name in ("manifest.json", *names) if os.path.lexists(os.path.join(folder, name))]
+    return bool(there) and there[0] != "manifest.json"
+
+
+def hf_file(folder: str, name: str, limit: float = math.inf) -> str:
+    """The real path of a file in the folder. Raises ValueError for a name or a link that leads out of it, or `limit` bytes.
+
+    Links lead to other files of the folder; those of a Hugging Face cache, <repo>/snapshots/<revision>/, to <repo>/blobs.
+    """
+    if not isinstance(name, str) or not re.fullmatch(r"\w[\w .+=-]*", name):
+        raise ValueError(f"{folder}: {name!r} is not the name of a file in this folder")
+    path, home = os.path.join(folder, name), os.path.realpath(folder)
+    homes, snapshots = [home], os.path.dirname(home)
+    if os.path.basename(snapshots) == "snapshots":
+        homes.append(os.path.join(os.path.dirname(snapshots), "blobs"))
+    real = os.path.realpath(path)
+    if os.path.dirname(real) not in homes:
+        raise ValueError(f"{path} is a link that leads out of the folder, to {real}; put the file itself there")
+    if not os.path.isfile(real):
+        raise ValueError(f"{path} is missing" if not os.path.lexists(real) else f"{path} is no plain file")
+    if os.path.getsize(real) > limit:
+        raise ValueError(f"{path} has {os.path.getsize(real):,} bytes, which is absurd: {limit:,} are the most")
+    return real
+
+
+def read_hf_json(folder: str, name: str) -> dict:
+    real = hf_file(folder, name, HF_LIMITS.get(name, SMALL_FILE))
+    try:
+        value = read_json(real)
+    except (ValueError, OSError, RecursionError) as error:
+        raise ValueError(f"{os.path.join(folder, name)} is not JSON that can be read: {reason(error)}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{os.path.join(folder, name)} holds a JSON {type(value).__name__}, not an object")
+    return value
+
+
+def read_hf_config(folder: str, Config=None):
+    """The model config that the folder's config.json tells, of the class Config or of the one for its model_type."""
+    found, path = read_hf_json(folder, "config.json"), os.path.join(folder, "config.json")
+    if Config is None:
+        kind = found.get("model_type")
+        if not isinstance(kind, str) or kind not in HF_MODELS:
+            raise ValueError(f"{path}: model_type is {kind!r}; there is a model for {', '.join(HF_MODELS)}")
+        module, name = HF_MODELS[kind]
+        Config = getattr(importlib.import_module(module), f"{name}Config")
+    try:
+        config = Config.from_hf(found)
+    except Exception as error:  # whatever it is, a value in the file led there
+        raise ValueError(f"{path}: {reason(error).removeprefix('config.json: ')}") from None
+    for name, kind in get_type_hints(Config).items():
+        value, (kind, optional) = getattr(config, name), unwrap(kind)
+        good = {
+            int: type(value) is int and 0 <= value < 2**31,
+            float: type(value) in (int, float),
+            dict: type(value) is dict and all(type(v) in (int, float, str) for v in value.values()),
+            Literal: value in get_args(kind),
+        }.get(get_origin(kind) or kind, type(value) is kind)
+        if not good and not (optional and value is None):
+            raise ValueError(f"{path}: {name} would be {str(value)[:40]!r}, not {getattr(kind, '__name__', kind)}")
+    return config
+
+
+def check_hf_config(model_config, folder: str):
+    """Raises ValueError with every field in which the folder's config.json is another model, and what to type instead."""
+    theirs = read_hf_config(folder, type(model_config))
+    flavors = sys.modules[type(model_config).__module__].FLAVORS
+
+    def differing(config):
+        return {f.name: getattr(theirs, f.name) for f in fields(config) if getattr(config, f.name) != getattr(theirs, f.name)}
+
+    if differ := differing(model_config):
+        text = "; ".join(f"{name} is {value} there, {getattr(model_config, name)} here" for name, value in differ.items())
+        nearest = min(flavors, key=lambda name: len(differing(flavors[name])))
+        args = differing(flavors[nearest])
+        fix = f'use --flavor {nearest} and {"--model_args" if args else "no --model_args"}'
+        if args:
+            fix += ' "' + ",".join(f"{name}={spell(value)}" for name, value in args.items()) + '"'
+        if any(isinstance(value, dict) for value in args.values()):  # no flag spells these
+            fix = f"add a flavor with its values to FLAVORS in {type(model_config).__module__.replace('.', '/')}.py"
+        raise ValueError(f"{folder}/config.json is of another model: {text}; {fix}")
+
+
+def check_hf_tokenizer(folder: str, vocab_size: int) -> str | None:
+    """The folder's tokenizer.json, all of whose ids the model has; None: there is none."""
+    if not os.path.lexists(path := os.path.join(folder, "tokenizer.json")):
+        return None
+    from data import load_tokenizer
+
+    file = hf_file(folder, "tokenizer.json", HF_LIMITS["tokenizer.json"])
+    try:
+        ids = load_tokenizer(Path(file)).get_vocab(with_added_tokens=True).values()
+    except ValueError as error:
+        raise ValueError(f"{path}: {reason(error).removeprefix(f'--tokenizer {file}: ')}") from None
+    if max(ids, default=0) >= vocab_size:
+        raise ValueError(f"{path}: its ids go up to {max(ids)}, but config.json says that vocab_size is {vocab_size}")
+    return path
+
+
+def read_chat(folder: str) -> tuple[str | None, dict[str, str]]:
+    """(chat template or None, special tokens by name such as eos_token) of a Hugging Face folder."""
+    has = {name: os.path.lexists(os.path.join(folder, name)) for name in ("tokenizer_config.json", "chat_template.jinja")}
+    rules = read_hf_json(folder, "tokenizer_config.json") if has["tokenizer_config.json"] else {}
+    tokens = {name: value.get("content") if isinstance(value, dict) else value for name, value in rules.items()
+              if name.endswith("_token")}
+    template = rules.get("chat_template")
+    if has["chat_template.jinja"]:
+        template = Path(hf_file(folder, "chat_template.jinja", SMALL_FILE)).read_text("utf-8")
+    elif isinstance(template, list):  # several, by name
+        template = next((t.get("template") for t in template if isinstance(t, dict) and t.get("name") == "default"), None)
+    return template if isinstance(template, str) else None, {k: v for k, v in tokens.items() if isinstance(v, str)}
+
+
+class HFTensors:
+    """The tensors of a Hugging Face folder, by name. Files are mapped, not read: a slice costs its own bytes only."""
+
+    def __init__(self, folder: str):
+        self.folder, self.opened = folder, {}
+        if os.path.lexists(os.path.join(folder, "model.safetensors")):
+            self.where = dict.fromkeys(self.open("model.safetensors").keys(), "model.safetensors")
+            return
+        if not os.path.lexists(os.path.join(folder, index := "model.safetensors.index.json")):
+            raise ValueError(f"{folder} has neither model.safetensors nor {index}; weights in .bin files are pickles, which can "
+                             "run any code, and are not read: save them again as safetensors, with transformers")
+        self.where = read_hf_json(folder, index).get("weight_map")
+        if not isinstance(self.where, dict) or not all(isinstance(file, str) for file in self.where.values()):
+            raise ValueError(f"{os.path.join(folder, index)} has no weight_map of tensor names to file names")
+        for file in sorted(set(self.where.values())):
+            hf_file(folder, file)
+
+    def open(self, file: str):
+        if file not in self.opened:
+            from safetensors import SafetensorError, safe_open
+
+            real, path = hf_file(self.folder, file), os.path.join(self.folder, file)
+            try:
+                with open(real, "rb") as f:
+                    size = int.from_bytes(f.read(8), "little")
+                if size > SAFETENSORS_HEADER:
+                    raise ValueError(f"a header of {size:,} bytes is absurd: {SAFETENSORS_HEADER:,} are the most")
+                self.opened[file] = safe_open(real, "pt")
+            except (ValueError, OSError, SafetensorError) as error:
+                raise ValueError(f"{path} is no safetensors file that can be read: {reason(error)}") from None
+        return self.opened[file]
+
+    def slice(self, name: str):
+        """safetensors' handle of a tensor: shape, dtype, and parts of it."""
+        if name not in (file := self.open(self.where[name])).keys():
+            raise ValueError(f"{self.folder}: the index says that {name} is in {self.where[name]}, but it is not")
+        return file.get_slice(name)
+
+    def problem(self, name: str, shape: tuple) -> str:
+        """What is wrong with a tensor that should have this shape, or ''."""
+        found, dtype = tuple(self.slice(name).get_shape()), self.slice(name).get_dtype()
+        if found != shape:
+            return f"{name} is {found} there, {shape} here"
+        if dtype == "F8_E4M3" and (scale := f"{name}_scale_inv") in self.where:
+            blocks, scales = tuple(math.ceil(n / FP8_BLOCK) for n in shape), tuple(self.slice(scale).get_shape())
+            good = len(shape) == 2 and scales == blocks and self.slice(scale).get_dtype() in HF_DTYPES.values()
+            return "" if good else f"{scale} is {scales} there, and should be {blocks} floats"
+        if dtype not in HF_DTYPES.values() or f"{name}_scale_inv" in self.where:
+            return f"{name} is {dtype}, which is no {' or '.join(HF_DTYPES.values())}, nor F8_E4M3 with a {name}_scale_inv"
+        return ""
+
+    def read(self, name: str, offset: tuple, shape: tuple) -> Tensor:
+        """The part of a tensor that starts at `offset`: as in the file, or fp32 where the file is quantised."""
+        part = self.slice(name)[tuple(slice(o, o + n) for o, n in zip(offset, shape)) or ...]
+        if f"{name}_scale_inv" not in self.where:
+            return part
+        block = [slice(o // FP8_BLOCK, math.ceil((o + n) / FP8_BLOCK)) for o, n in zip(offset, shape)]
+        scale = self.slice(f"{name}_scale_inv")[tuple(block)].float().repeat_interleave(FP8_BLOCK, dim=1)
+        scale = scale[:, offset[1] % FP8_BLOCK :][:, : shape[1]]  # (block rows, columns): the part may begin inside a block
+        ends = [min((i + 1) * FP8_BLOCK - offset[0], shape[0]) for i in range(block[0].start, block[0].stop)]
+        part = part.float()
+        for begin, end, factors in zip([0, *ends], ends, scale):
+            part[begin:end] *= factors
+        return part
+
+
+def open_saved(folder: str) -> tuple[str, nn.Module, object, dict]:
+    """(path, model on meta, DCP's table, state.json) of a step folder or a run folder's newest good checkpoint."""
+    for path in (paths := candidates(folder)):
+        try:
+            manifest = verify(path)
+            break
+        except Damaged as error:
+            print(f"checkpoint: {path} is DAMAGED: {error}", flush=True)
+    else:
+        raise none_good(folder, paths)
+    saved = read_json(path, "state.json")
+    fields = dict(saved["identity"]["model"])
+    module, name = fields.pop("module"), fields.pop("class")
+    if not re.fullmatch(r"models\.[A-Za-z_]\w*", module):  # a file does not get to choose what is imported
+        raise ValueError(f"{path} is of a model {module}.{name}; only those in models/ are loaded")
+    module = importlib.import_module(module)
+    with torch.device("meta"):
+        model = getattr(module, name)(getattr(module, f"{name}Config")(**fields))
+    table = read_metadata(path, manifest["files"])
+    there = {key for key in table.state_dict_metadata if key.startswith("model.")}
+    if odd := sorted(there ^ {f"model.{fqn}" for fqn in named_tensors(model)}):
+        raise ValueError(f"{path} does not fit {module.__name__}.{name}: {len(odd)} odd tensors, the first is {odd[0]}")
+    return path, model, table, saved
+
+
+# --- Names to tensors ---
+
+
+def gather_all(value, group) -> list:
+    """The values of all ranks of the group; None: of this one process."""
+    values = [value] * (dist.get_world_size(group) if group else 1)
+    if group:
+        dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def all_or_none(work, group):
+    """work() of this rank; raises Failed on all ranks when it fails on one, which would otherwise be waited for for ever."""
+    result, error = None, None
+    try:
+        result = work()
+    except Exception as caught:
+        error = reason(caught)
+    for rank, failed in enumerate(gather_all(error, group)):
+        if failed is not None:
+            raise Failed(f"rank {rank}: {failed}" if rank else failed)
+    return result
+
+
+def own_group(modules: list[nn.Module], group):
+    """The group on which ranks agree, each of which has a part of the model; None where this process has all of it."""
+    sharded = any(hasattr(t, "placements") for module in modules for t in named_tensors(module).values())
+    if group is None and sharded:
+        group = dist.new_group(backend="gloo", timeout=timedelta(minutes=30), group_desc="hugging face")  # for slow disks
+    return group
+
+
+def local_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """(this rank's part of a plain tensor or DTensor, its offset in the whole)."""
+    if not hasattr(tensor, "placements"):
+        return tensor.detach(), (0,) * tensor.dim()
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1]
+    return tensor.detach().to_local(), tuple(offset)
+
+
+def hf_names(module: nn.Module) -> dict[str, list[str]]:
+    """fqn -> names in Hugging Face's files: one, or one per expert of a stack."""
+    return {fqn: [names] if isinstance(names, str) else list(names) for fqn, names in module.hf_keys().items()}
+
+
+def match_names(module: nn.Module, source: HFTensors, exclude) -> tuple[set[str], list[str], str | None]:
+    """(fqns that are not loaded, those of them that the files leave out, the name of a head that is the embedding's twin).
+
+    Raises ValueError with the names that are missing in the files, or that the model does not know.
+    """
+    names, optional = hf_names(module), getattr(module, "hf_optional", list)()  # patterns of names: MTP layers
+    mtp = [fqn for fqn, group in names.items() if any(fnmatchcase(group[0], pattern) for pattern in optional)]
+    absent = [] if any(name in source.where for fqn in mtp for name in names[fqn]) else mtp
+    skipped = {fqn for fqn in names if covers(list(exclude), f"model.{fqn}")} | set(absent)
+    missing = [name for fqn, group in names.items() if fqn not in skipped for name in group if name not in source.where]
+    known = {name for group in names.values() for name in group}
+    # A scale belongs to its weight; and old files hold a table of rotary frequencies, which are computed here.
+    unknown = [name for name in source.where if name.removesuffix("_scale_inv") not in known
+               and not any(fnmatchcase(name, pattern) for pattern in ("*.rotary_emb.inv_freq", *optional))]
+    twin = "lm_head.weight" if module.config.tie_embeddings and "lm_head.weight" in unknown else None
+    unknown = [name for name in unknown if name != twin]
+    problems = [f"{what}: {some(found)}" for what, found in (("missing", missing), ("unknown", unknown)) if found]
+    if problems:
+        raise ValueError(f"{source.folder} does not fit {type(module).__name__}: {'; '.join(problems)}")
+    return skipped, absent, twin
+
+
+def some(texts: list[str]) -> str:
+    return ", ".join(texts[:3]) + f" and {len(texts) - 3} more" * (len(texts) > 3)
+
+
+def plan_reads(modules: list[nn.Module], source: HFTensors, exclude=()) -> tuple[list[tuple], list[str]]:
+    """([(name, offset, where it goes)] of this rank, fqns that the files leave out and may). Raises ValueError."""
+    (skipped, absent, twin), keys = match_names(modules[0], source, exclude), modules[0].hf_keys()
+    reads, problems = [], []
+    for fqn, tensor in [item for module in modules for item in named_tensors(module).items()]:
+        if fqn not in keys:
+            raise ValueError(f"hf_keys() of {type(modules[0]).__name__} has no name for {fqn}")
+        if fqn in skipped:
+            continue
+        (local, offset), names, shape = local_part(tensor), keys[fqn], tuple(tensor.shape)
+        if isinstance(names, str):
+            new = [(names, offset, local)]
+        else:  # a stack of experts: only those of this rank
+            assert len(names) == shape[0], f"{fqn} is a stack of {shape[0]}, but hf_keys() gives {len(names)} names"
+            new, shape = [(names[offset[0] + i], offset[1:], part) for i, part in enumerate(local)], shape[1:]
+        problems += filter(None, (source.problem(name, shape) for name, _, _ in new))
+        reads += [read for read in new if read[2].numel()]
+        if twin and fqn == "tok_embeddings.weight" and not problems:
+            head = source.problem(twin, shape) or torch.equal(*(source.read(n, offset, local.shape) for n in (twin, names)))
+            problems += [] if head is True else [f"{twin} is not equal to {names}, although this model ties the two"]
+    if problems:
+        raise ValueError(f"{source.folder} does not fit {type(modules[0]).__name__}: {some(problems)}")
+    return reads, absent
+
+
+@torch.no_grad()
+def load_hf(model, folder: str, exclude=(), group=None) -> list[str]:
+    """Fills a model from a Hugging Face folder; sharded in any way, each rank reads no more than its slice of each tensor.
+
+    model: plain, or sharded by parallel.py, or the list of this rank's pipeline stages. exclude: parameters to leave alone,
+    as in --exclude_from_loading. Returns the fqns that the files leave out and may (MTP layers): they keep their values.
+    Raises ValueError, the same on all ranks, before a weight is touched.
+    """
+    modules = model if isinstance(model, list) else [model]
+    group = own_group(modules, group)
+    source = all_or_none(lambda: HFTensors(folder), group)
+    reads, absent = all_or_none(lambda: plan_reads(modules, source, exclude), group)
+
+    def fill():
+        for name, offset, local in reads:
+            local.copy_(source.read(name, offset, tuple(local.shape)))  # casts, after any dequantisation
+
+    all_or_none(fill, group)
+    if absent and (group is None or dist.get_rank(group) == 0):
+        print(f"checkpoint: {folder} leaves out {some(absent)}, which this model has", flush=True)
+    return absent
+
+
+def load_hf_model(folder: str, device="cpu", dtype: torch.dtype | None = None) -> tuple[nn.Module, str | None]:
+    """(plain model on `device`, its tokenizer.json or None). dtype None: that of the files, bfloat16 for fp8."""
+    config, source = read_hf_config(folder), HFTensors(folder)
+    if config.n_layers > len(source.where):
+        raise ValueError(f"{folder}/config.json: {config.n_layers} layers, but the files hold {len(source.where)} tensors")
+    tokenizer_file = check_hf_tokenizer(folder, config.vocab_size)
+    with torch.device("meta"):
+        model = getattr(sys.modules[type(config).__module__], type(config).__name__.removesuffix("Config"))(config)
+    reads, _ = plan_reads([model], source)  # all fits, before memory is taken for what a file claims
+    kinds = {name: kind for kind, name in HF_DTYPES.items()}
+    for param in model.parameters():  # not the buffers: the bias of an expert is fp32
+        param.data = param.data.to(dtype or kinds.get(source.slice(reads[0][0]).get_dtype(), torch.bfloat16))
+    model.to_empty(device=device)
+    tensors = named_tensors(model)
+    for fqn in load_hf(model, folder):
+        nn.init.zeros_(tensors[fqn])
+    return model, tokenizer_file
+
+
+# --- Writing: each rank some of the files, one tensor at a time ---
+
+
+class HFEntry(NamedTuple):
+    """A tensor of a file to write."""
+
+    fqn: str
+    name: str
+    expert: int | None  # its place in the stack that the fqn is
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def plan_files(names: dict, everyone: list[dict], max_bytes: float) -> list[tuple[list[int], int, list[HFEntry]]]:
+    """[(ranks that have its tensors, the one that writes it, its tensors)] of every file.
+
+    everyone: {fqn: (shape, dtype)} of every rank. Ranks with the same fqns, a pipeline stage, share out their files. What
+    two stages have (a tied embedding), the first one writes.
+    """
+    owner, files = {}, []
+    for rank, kinds in enumerate(everyone):
+        for fqn in kinds:
+            owner.setdefault(fqn, rank)
+    if odd := sorted(owner.keys() ^ names.keys()):
+        raise ValueError(f"hf_keys() and the model's parameters differ in {some(odd)}")
+    for stage in dict.fromkeys(map(tuple, everyone)):
+        ranks, cut = [rank for rank, kinds in enumerate(everyone) if tuple(kinds) == stage], [[]]
+        for fqn in (fqn for fqn in stage if owner[fqn] == ranks[0]):
+            (shape, dtype), name = everyone[ranks[0]][fqn], names[fqn]
+            stack = [HFEntry(fqn, n, i, shape[1:], dtype) for i, n in enumerate(name)] if not isinstance(name, str) else []
+            for entry in stack or [HFEntry(fqn, name, None, shape, dtype)]:
+                if cut[-1] and sum(e.size for e in cut[-1]) + entry.size > max_bytes:
+                    cut.append([])
+                cut[-1].append(entry)
+        n = min(len(cut), len(ranks))  # writers, far apart: those of one machine share its disk or its network card
+        # wide dtypes first: then every number starts at a multiple of its size
+        files += [(ranks, ranks[i % n * len(ranks) // n], sorted(file, key=lambda e: -e.dtype.itemsize))
+                  for i, file in enumerate(cut)]
+    return files
+
+
+def check_export(folder: str):
+    """Raises ValueError when an export would have to overwrite something."""
+    if os.path.lexists(folder) and (not os.path.isdir(folder) or os.listdir(folder)):
+        raise ValueError(f"{folder} is there already and not an empty folder; export to another, or remove it")
+
+
+def begin_export(folder: str) -> str:
+    check_export(folder)
+    temporary = f"{os.path.abspath(folder)}.tmp-{uuid.uuid4().hex[:8]}"
+    os.makedirs(temporary)
+    return temporary
+
+
+def in_turn(files: list[tuple]):
+    """Yields (path, writer, parts, i): part i of each of some files, so that several disks are busy, and not one by one."""
+    n = len({writer for _, writer, _ in files})
+    for wave in (files[first : first + n] for first in range(0, len(files), n)):
+        for i in range(max(len(parts) for _, _, parts in wave)):
+            yield from ((path, writer, parts, i) for path, writer, parts in wave if i < len(parts))
+
+
+def write_part(path: str, parts: list[list[HFEntry]], i: int, tensor: Tensor):
+    """Appends the tensors of part i, all from `tensor`, to a safetensors file; before the first, its header."""
+    with open(path, "ab") as file:
+        if i == 0:
+            header, end = {"__metadata__": {"format": "pt"}}, 0  # without it older versions of transformers refuse the file
+            for e in (e for part in parts for e in part):
+                header[e.name] = {"dtype": HF_DTYPES[e.dtype], "shape": e.shape, "data_offsets": [end, end := end + e.size]}
+            text = json.dumps(header, separators=(",", ":")).encode()
+            text += b" " * (-len(text) % 8)
+            file.write(len(text).to_bytes(8, "little") + text)
+        for e in parts[i]:
+            whole = tensor if e.expert is None else tensor[e.expert]
+            if e.dtype == torch.float16 and not whole.isfinite().all():
+                raise ValueError(f"{e.fqn} has numbers beyond float16's 65504; export it as bfloat16")
+            file.write(whole.contiguous().view(-1).view(torch.uint8).numpy())
+        if i == len(parts) - 1:
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def write_hf(folder: str, config, names: dict, kinds: dict, whole, max_shard_gb: float, tokenizer_file=None, group=None):
+    """Writes a Hugging Face folder; every rank of `group` calls it. kinds: {fqn: (shape, dtype in the file)} of this rank.
+
+    whole(fqn) gives the whole tensor in that dtype to all ranks that have the fqn, which call it in the same order. A rank
+    that writes does so in the background, while the next tensor travels: it holds two at most.
+    """
+    rank = dist.get_rank(group) if group else 0
+    everyone = gather_all(kinds, group)
+    files = all_or_none(lambda: plan_files(names, everyone, max_shard_gb * 1e9), group)
+    titles = [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
+    files = dict(zip(titles if len(files) > 1 else ["model.safetensors"], files))
+    temporary = gather_all(all_or_none(lambda: begin_export(folder) if rank == 0 else None, group), group)[0]
+    mine = [(os.path.join(temporary, title), writer, [list(part) for _, part in groupby(entries, key=lambda e: e.fqn)])
+            for title, (ranks, writer, entries) in files.items() if rank in ranks]
+    writing = []
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            for path, writer, parts, i in in_turn(mine):
+                tensor = whole(parts[i][0].fqn)
+                if writer == rank:
+                    wait(writing[-1:])
+                    writing.append(pool.submit(write_part, path, parts, i, tensor.cpu()))
+        all_or_none(lambda: [part.result() for part in writing], group)
+        all_or_none(lambda: commit_export(temporary, folder, config, files, tokenizer_file) if rank == 0 else None, group)
+    finally:
+        if rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)  # what is left of a failure
+
+
+def commit_export(temporary: str, folder: str, config, files: dict, tokenizer_file: str | None):
+    """Adds what is not tensors, and gives the folder its name."""
+    entries = {title: entries for title, (_, _, entries) in files.items()}
+    dtypes = [e.dtype for found in entries.values() for e in found]
+    extra, eot = {}, None
+    if tokenizer_file:
+        from data import find_tokenizer, load_tokenizer
+
+        extra["tokenizer.json"], beside = Path(tokenizer_file).read_bytes(), Path(tokenizer_file).with_name
+        for name in ("tokenizer_config.json", "chat_template.jinja"):
+            if beside(name).is_file():
+                extra[name] = beside(name).read_bytes()
+        try:
+            eot = find_tokenizer(tokenizer_file)[1]
+        except ValueError:
+            pass  # no known name for it: whoever generates with it must say where texts end
+        rules = dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=config.max_seq_len)
+        if eot is not None:
+            rules["eos_token"] = load_tokenizer(Path(tokenizer_file)).id_to_token(eot)
+        extra.setdefault("tokenizer_config.json", json_bytes(rules | {"clean_up_tokenization_spaces": False}))
+    ends = dict(bos_token_id=None, eos_token_id=eot, pad_token_id=eot)  # left out, transformers would take 1 and 2
+    dtype = str(max(dtypes, key=dtypes.count)).removeprefix("torch.")
+    extra["config.json"] = json_bytes(config.to_hf() | ends | dict(torch_dtype=dtype))
+    extra["generation_config.json"] = json_bytes(ends)
+    if len(files) > 1:
+        where = {e.name: title for title, found in entries.items() for e in found}
+        size = sum(e.size for found in entries.values() for e in found)
+        extra["model.safetensors.index.json"] = json_bytes(dict(metadata=dict(total_size=size), weight_map=where))
+    if unseen := sorted(set(files) - set(os.listdir(temporary))):
+        raise OSError(f"rank 0 does not see {some(unseen)}: {folder} must be on a file system that all machines share")
+    for name, content in extra.items():
+        Path(temporary, name).write_bytes(content)
+        fsync(os.path.join(temporary, name))
+    fsync(temporary)
+    os.rename(temporary, folder)
+    fsync(os.path.dirname(temporary))
+
+
+@torch.no_grad()
+def save_hf(model, folder: str, dtype=torch.bfloat16, max_shard_gb=5.0, tokenizer_file: str | None = None, group=None):
+    """Writes a model as a Hugging Face folder that transformers opens: weights in `dtype`, buffers as they are.
+
+    model: plain (call it on one rank), or sharded by parallel.py, or the list of this rank's pipeline stages (call it on all
+    ranks). Raises ValueError, the same on all ranks; `folder` is then not there, or as it was.
+    """
+    modules = model if isinstance(model, list) else [model]
+    tensors: dict[str, Tensor] = {}
+    for module in modules:
+        for part in module.modules():
+            if hasattr(part, "reshard"):
+                part.reshard()  # FSDP: what is gathered now is not what the optimizer updates
+        tensors |= {fqn: tensor for fqn, tensor in named_tensors(module).items() if fqn not in tensors}
+    kinds = {fqn: (tuple(t.shape), dtype if isinstance(t, nn.Parameter) else t.dtype) for fqn, t in tensors.items()}
+
+    def whole(fqn):
+        local = tensors[fqn].detach()
+        if not hasattr(local, "placements"):
+            return local.to(kinds[fqn][1])
+        rest = dict(run_check=False, shape=local.shape, stride=local.stride())
+        part = local.to_local().to(kinds[fqn][1])  # before it travels: half the bytes
+        return type(local).from_local(part, local.device_mesh, local.placements, **rest).full_tensor()
+
+    group = own_group(modules, group)
+    write_hf(folder, modules[0].config, modules[0].hf_keys(), kinds, whole, max_shard_gb, tokenizer_file, group)
+
+
+# --- Command line ---
+
+
+def to_hf(folder: str, out: str, dtype="bfloat16", max_shard_gb=5.0):
+    """Exports a step folder, or a run folder's newest good checkpoint, with one tensor in memory at a time."""
+    path, model, table, _ = open_saved(folder)
+    tensors = named_tensors(model)
+    kinds = {fqn: (tuple(t.shape), getattr(torch, dtype) if isinstance(t, nn.Parameter) else t.dtype) for fqn, t in tensors.items()}
+
+    def whole(fqn):
+        tensor = torch.empty(kinds[fqn][0], dtype=table.state_dict_metadata[f"model.{fqn}"].properties.dtype)
+        read_tensors({f"model.{fqn}": tensor}, path, table)
+        return tensor.to(kinds[fqn][1])
+
+    tokenizer_file = os.path.join(path, "tokenizer.json")
+    tokenizer_file = tokenizer_file if os.path.isfile(tokenizer_file) else None
+    write_hf(out, model.config, model.hf_keys(), kinds, whole, max_shard_gb, tokenizer_file)
+
+
+def from_hf(folder: str, out: str):
+    """Writes a Hugging Face folder as a checkpoint of ours, of step 0: --init_from takes it, and generate.py."""
+    check_export(out)
+    model, tokenizer_file = load_hf_model(folder)
+    identity = {"module": type(model).__module__, "class": type(model).__name__, **asdict(model.config)}
+    checkpoints = Checkpoints(
+        CheckpointConfig(), out, modules=[model], optimizer=[], identity={"model": identity, "data": {}, "optimizer": {}},
+        config={}, source="", tokenizer_file=tokenizer_file,
+    )
+    checkpoints.save(0, {"step": 0, "samples": 0, "tokens": 0}, last=True, model_only=True)
+    checkpoints.close()
+
+
+def hf_command(argv: list[str]) -> int:
+    """python checkpoint.py to_hf | from_hf ..."""
+    parser = Parser(prog=f"python checkpoint.py {argv[0]}")
+    parser.add_argument("folder", help="a step folder or a run folder" if argv[0] == "to_hf" else "a Hugging Face folder")
+    parser.add_argument("out", help="folder to write; it must be new")
+    if argv[0] == "to_hf":
+        parser.add_argument("--dtype", choices=[str(dtype)[6:] for dtype in HF_DTYPES], default="bfloat16", help="of the weights")
+        parser.add_argument("--max_shard_gb", type=float, default=5.0, help="size of a file, in GB")
+    options = vars(parser.parse_args(argv[1:]))
+    try:
+        {"to_hf": to_hf, "from_hf": from_hf}[argv[0]](**options)
+    except (ValueError, RuntimeError) as error:
+        return usage(f"error: {error}")
+    print(f"{options['out']} is written")
+    return 0

@@ -1,0 +1,121 @@
+"""What mixture-of-experts models share: sorting tokens by expert, the grouped matmul, load counting, the balancing loss.
+
+N tokens on this rank (B * T/cp/tp), D dim, E experts (E/ep on this rank), k experts per token, F moe_ffn_dim
+
+Each model keeps its own router; a router gives `index` (N, k), the chosen experts, and `weight` (N, k), how much of each.
+Routing is dropless: every token reaches all of its experts, however uneven the load.
+"""
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+grouped_mm = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+
+
+def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """x (N, in) sorted by expert, weight (E, out, in), counts (E,): rows of x per expert, maybe none. Returns (N, out).
+
+    The kernel wants rows that are multiples of 16 bytes, and has no fp32 on GPUs; otherwise one matmul per expert.
+    """
+    aligned = all(n * x.element_size() % 16 == 0 for n in weight.shape[1:])
+    if grouped_mm is not None and aligned and (x.dtype == torch.bfloat16 or not x.is_cuda):
+        return grouped_mm(x, weight.transpose(1, 2), offs=counts.cumsum(0).to(torch.int32))
+    parts = x.split(counts.tolist())
+    return torch.cat([F.linear(part, w) for part, w in zip(parts, weight, strict=True)])
+
+
+class Experts(nn.Module):
+    """E SwiGLU feed-forward networks side by side. parallel.expert_parallel puts an exchange of tokens around it."""
+
+    def __init__(self, n_experts: int, dim: int, ffn_dim: int):
+        super().__init__()
+        self.w1 = nn.Parameter(torch.empty(n_experts, ffn_dim, dim))
+        self.w2 = nn.Parameter(torch.empty(n_experts, dim, ffn_dim))
+        self.w3 = nn.Parameter(torch.empty(n_experts, ffn_dim, dim))
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        """x (N*k, D) sorted by expert, counts (E,) -> (N*k, D) in the same order."""
+        return swiglu_experts(x, counts, self.w1, self.w2, self.w3)
+
+
+def swiglu_experts(x: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+    return grouped_linear(F.silu(grouped_linear(x, w1, counts)) * grouped_linear(x, w3, counts), w2, counts)
+
+
+def apply_experts(experts: Experts, x: Tensor, index: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """Send each token to its k experts and add up what comes back, weighted: x (N, D), index and weight (N, k) -> (N, D)."""
+    k = index.shape[1]
+    order = index.flatten().argsort(stable=True)  # (N*k,) token copies, expert by expert
+    token = order // k
+    y = experts(x[token], counts) * weight.flatten()[order, None].to(x.dtype)  # (N*k, D)
+    # summed in fp32: k terms of bf16 would lose what the weights were computed for
+    return torch.zeros(x.shape, dtype=torch.float32, device=x.device).index_add(0, token, y.float()).to(x.dtype)
+
+
+def in_forward() -> bool:
+    """False while activation checkpointing recomputes inside a backward: load must be counted once."""
+    return torch._C._current_graph_task_id() == -1
+
+
+class AddLoss(torch.autograd.Function):
+    """Return x and give `loss` the gradient 1: a loss that arises inside a layer joins the model's, on any pipeline stage."""
+
+    @staticmethod
+    def forward(ctx, x, loss):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, torch.ones((), dtype=torch.float32, device=grad.device)
+
+
+class Balance(nn.Module):
+    """Keeps the experts of one layer equally busy, in one of the ways of --moe_balance, and counts how busy they are.
+
+    bias: added to the scores when experts are chosen, never to their weights; parallel.balance_experts moves it after each
+        step against the load (arXiv:2408.15664).
+    aux: a loss of coef * E * sum_e f_e P_e, with f_e the share of choices and P_e the mean probability (Switch,
+        arXiv:2101.03961, eq. 4), per sequence and averaged over the sequences of the global batch: the same in every layout,
+        which the usual batch-wise form is not.
+    none: no balancing. force (--moe_force_balance): round-robin instead of the router, for benchmarks.
+    """
+
+    def __init__(self, n_experts: int):
+        super().__init__()
+        self.n_experts = n_experts
+        self.register_buffer("bias", torch.zeros(n_experts))
+        self.register_buffer("load", torch.zeros(n_experts), persistent=False)  # tokens per expert since the last step
+        self.aux_scale = 0.0  # coefficient / sequences in the global batch
+        self.force = False
+        # parallel.py, where cp and tp ranks share a sequence: into how many parts it is cut, and the sum over them
+        self.parts, self.sum_over_parts = 1, lambda x: x
+
+    def choose(self, scores: Tensor, k: int) -> Tensor:
+        """Indices (N, k) of the chosen experts from the router's scores (N, E)."""
+        if self.force:
+            n = torch.arange(scores.shape[0] * k, device=scores.device)
+            return (n % self.n_experts).view(-1, k)
+        return (scores + self.bias).topk(k, dim=-1).indices
+
+    def count(self, index: Tensor) -> Tensor:
+        """Rows per expert (E,) of this call; adds them to the load."""
+        counts = torch.bincount(index.flatten(), minlength=self.n_experts)
+        if torch.is_grad_enabled() and in_forward():
+            self.load += counts
+        return counts
+
+    def add_loss(self, x: Tensor, probs: Tensor, index: Tensor, B: int) -> Tensor:
+        """x (N, D) unchanged, with the balancing loss of its B sequences attached. probs (N, E), index (N, k)."""
+        if self.aux_scale == 0.0 or not torch.is_grad_enabled():
+            return x
+        k, E = index.shape[1], self.n_experts
+        T = self.parts * x.shape[0] // B  # tokens of a whole sequence
+        chosen = F.one_hot(index.view(B, -1), E).sum(1).float()  # (B, E)
+        f = self.sum_over_parts(chosen) / (T * k)  # no gradient flows through a count
+        P = probs.view(B, -1, E).sum(1) / T  # (B, E) this rank's part of the mean: the ranks' losses add up
+        return AddLoss.apply(x, self.aux_scale * E * (f * P).sum())
+
+
+def load_statistics(loads: Tensor) -> tuple[Tensor, Tensor]:
+    """(largest load over mean load in the worst layer, experts without any token in all layers) of loads (layers, E)."""
+    return (loads.amax(1) / loads.mean(1).clamp(min=1e-9)).max(), (loads == 0).sum()

@@ -1,0 +1,319 @@
+"""Qwen3, dense and mixture-of-experts: Llama 3 with a norm on every query and key head, and experts in place of the FFN.
+
+B batch, T sequence (T/cp on this rank), D dim, H heads (H/tp), G key/value heads (G/tp), K head_dim, F ffn_dim (F/tp),
+V vocab (V/tp), E experts (E/ep). Under sequence parallelism the activations between attention and FFN are (B, T/cp/tp, D).
+
+Architecture: Qwen3 Technical Report, arXiv:2505.09388. Numbers of the flavors: the config.json of Qwen's Hugging Face
+repositories. What is not as in models/llama3.py says so; the rest is the same to the letter (tests/test_copies.py).
+"""
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.attention import KVCache, causal_attention
+from models.loss import linear_cross_entropy
+from models.moe import Balance, Experts, apply_experts
+
+
+@dataclass(kw_only=True)
+class Qwen3Config:
+    dim: int = 192
+    n_layers: int = 6
+    n_heads: int = 8
+    n_kv_heads: int = 4
+    head_dim: int = 32
+    ffn_dim: int = 512
+    vocab_size: int = 4096
+    norm_eps: float = 1e-6
+    rope_theta: float = 1000000.0
+    rope_scaling: None = None  # none in Qwen3; the field is there because every model has it
+    tie_embeddings: bool = False
+    max_seq_len: int = 40960
+    n_experts: int = 0  # 0: dense
+    top_k: int = 8  # experts per token
+    moe_ffn_dim: int = 768
+    norm_topk_prob: bool = True  # the weights of a token's experts are scaled to sum 1
+
+    def __post_init__(self):
+        sizes = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size", "max_seq_len")
+        if wrong := [f"{name} {getattr(self, name)}" for name in sizes if getattr(self, name) < 1]:
+            raise ValueError(f"the model's {', '.join(wrong)} must be at least 1")
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.n_kv_heads}, which they share")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} is odd, and RoPE turns pairs; use {self.head_dim + 1}")
+        if self.n_experts and not 1 <= self.top_k <= self.n_experts:
+            raise ValueError(f"top_k {self.top_k} must be between 1 and n_experts {self.n_experts}")
+
+    @classmethod
+    def from_hf(cls, config_json: dict) -> "Qwen3Config":
+        """The config of a Hugging Face folder's config.json, in the spelling of transformers 4 or 5.
+
+        Raises ValueError naming the field that this model cannot represent.
+        """
+        hf = dict(config_json)
+        rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})  # transformers 5 / 4
+        theta = rope.pop("rope_theta", hf.get("rope_theta", 10000.0))
+        moe = hf.get("model_type") == "qwen3_moe"
+        for field, value, wanted in [
+            ("model_type", "qwen3" if moe else hf.get("model_type"), "qwen3"),
+            ("hidden_act", hf.get("hidden_act", "silu"), "silu"),
+            ("attention_bias", hf.get("attention_bias", False), False),
+            ("use_sliding_window", hf.get("use_sliding_window") or False, False),
+            ("rope_type", rope.pop("rope_type", rope.pop("type", "default")), "default"),
+            ("decoder_sparse_step", hf.get("decoder_sparse_step", 1), 1),
+            ("mlp_only_layers", hf.get("mlp_only_layers") or [], []),
+        ]:
+            if value != wanted:
+                raise ValueError(f"config.json: {field} is {value!r}; models/qwen3.py has only {wanted!r}")
+        sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+        if missing := [k for k in sizes if k not in hf]:
+            raise ValueError(f"config.json lacks {', '.join(missing)}")
+        heads = hf["num_attention_heads"]
+        experts = dict(
+            n_experts=hf.get("num_experts") or hf.get("num_local_experts"),  # transformers 4 / 5
+            top_k=hf["num_experts_per_tok"],
+            moe_ffn_dim=hf["moe_intermediate_size"],
+            norm_topk_prob=hf.get("norm_topk_prob", False),
+        )
+        return cls(
+            dim=hf["hidden_size"],
+            n_layers=hf["num_hidden_layers"],
+            n_heads=heads,
+            n_kv_heads=hf.get("num_key_value_heads") or heads,
+            head_dim=hf.get("head_dim") or 128,
+            ffn_dim=hf["intermediate_size"],
+            vocab_size=hf["vocab_size"],
+            norm_eps=hf.get("rms_norm_eps", 1e-6),
+            rope_theta=float(theta),
+            tie_embeddings=hf.get("tie_word_embeddings", False),
+            max_seq_len=hf.get("max_position_embeddings", 32768),
+            **(experts if moe else {}),
+        )
+
+
+_qwen3 = partial(Qwen3Config, vocab_size=151936, head_dim=128, n_kv_heads=8)  # head_dim is 128 whatever dim / n_heads is
+_moe = partial(_qwen3, n_experts=128, top_k=8, n_kv_heads=4)
+_debug_moe = dict(n_experts=8, top_k=2, moe_ffn_dim=256)  # as many active parameters as debug
+FLAVORS = {
+    "debug": Qwen3Config(),
+    "debug_moe": Qwen3Config(**_debug_moe),
+    "0.6B": _qwen3(dim=1024, n_layers=28, n_heads=16, ffn_dim=3072, tie_embeddings=True),
+    "1.7B": _qwen3(dim=2048, n_layers=28, n_heads=16, ffn_dim=6144, tie_embeddings=True),
+    "4B": _qwen3(dim=2560, n_layers=36, n_heads=32, ffn_dim=9728, tie_embeddings=True),
+    "8B": _qwen3(dim=4096, n_layers=36, n_heads=32, ffn_dim=12288),
+    "14B": _qwen3(dim=5120, n_layers=40, n_heads=40, ffn_dim=17408),
+    "32B": _qwen3(dim=5120, n_layers=64, n_heads=64, ffn_dim=25600),
+    "30B-A3B": _moe(dim=2048, n_layers=48, n_heads=32, ffn_dim=6144, moe_ffn_dim=768),
+    "235B-A22B": _moe(dim=4096, n_layers=94, n_heads=64, ffn_dim=12288, moe_ffn_dim=1536),
+}
+
+
+# differs from llama3: no stretching for long context
+def rope_frequencies(config, device) -> Tensor:
+    """(K/2,) radians per position, fp32 (RoPE eq. 34, arXiv:2104.09864)."""
+    K = config.head_dim
+    return config.rope_theta ** (-torch.arange(0, K, 2, dtype=torch.float32, device=device) / K)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding in half-split order, as on disk at Hugging Face. x (B, H, T, K); cos, sin (B or 1, 1, T, K/2) fp32."""
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+
+
+# differs from llama3: every head's query and key is normalised, before RoPE
+class Attention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.wq = nn.Linear(config.dim, config.n_heads * config.head_dim, bias=False)
+        self.wk = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
+        self.wv = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
+        self.wo = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=False)
+        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)
+        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)
+
+    def forward(self, x, cos, sin, attend):
+        B, T, _ = x.shape
+        # -1: the number of heads on this rank, H/tp; every head is computed by exactly one TP rank
+        q = self.q_norm(self.wq(x).view(B, T, -1, self.head_dim)).transpose(1, 2)  # (B, H/tp, T/cp, K)
+        k = self.k_norm(self.wk(x).view(B, T, -1, self.head_dim)).transpose(1, 2)  # (B, G/tp, T/cp, K)
+        v = self.wv(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, G/tp, T/cp, K)
+        out = attend(rotate(q, cos, sin), rotate(k, cos, sin), v)  # (B, H/tp, T/cp, K)
+        return self.wo(out.transpose(1, 2).reshape(B, T, -1))  # (B, T/cp, D), summed over tp
+
+
+class FeedForward(nn.Module):
+    """SwiGLU, arXiv:2002.05202: w2(silu(w1 x) * w3 x)."""
+
+    def __init__(self, dim, ffn_dim):
+        super().__init__()
+        self.w1 = nn.Linear(dim, ffn_dim, bias=False)
+        self.w2 = nn.Linear(ffn_dim, dim, bias=False)
+        self.w3 = nn.Linear(dim, ffn_dim, bias=False)
+
+    def forward(self, x):
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))  # (B, T/cp, F/tp) inside
+
+
+class Router(nn.Module):
+    """Scores of the experts, in fp32: rounding here would send tokens elsewhere."""
+
+    def __init__(self, dim, n_experts):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_experts, dim))
+
+    def forward(self, x):
+        return F.linear(x.float(), self.weight.float())  # (B, T/cp/tp, E)
+
+
+class MoE(nn.Module):
+    """softmax over all experts, then top-k, then (norm_topk_prob) weights that sum to 1."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.top_k, self.norm_topk_prob = config.top_k, config.norm_topk_prob
+        self.router = Router(config.dim, config.n_experts)
+        self.experts = Experts(config.n_experts, config.dim, config.moe_ffn_dim)
+        self.balance = Balance(config.n_experts)
+
+    def forward(self, x):
+        B, D = x.shape[0], x.shape[-1]
+        probs = self.router(x).softmax(-1).flatten(0, 1)  # (N, E)
+        index = self.balance.choose(probs, self.top_k)  # (N, k)
+        weight = probs.gather(1, index)
+        if self.norm_topk_prob:
+            weight = weight / weight.sum(-1, keepdim=True)
+        flat = self.balance.add_loss(x.reshape(-1, D), probs, index, B)  # (N, D)
+        return apply_experts(self.experts, flat, index, weight, self.balance.count(index)).view_as(x)
+
+
+# differs from llama3: experts in place of the FFN, where the flavor has them
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.attn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attn = Attention(config)
+        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        if config.n_experts:
+            self.moe = MoE(config)
+        else:
+            self.ffn = FeedForward(config.dim, config.ffn_dim)
+
+    def forward(self, h, cos, sin, attend):
+        h = h + self.attn(self.attn_norm(h), cos, sin, attend)
+        return h + (self.moe if hasattr(self, "moe") else self.ffn)(self.ffn_norm(h))
+
+
+class Qwen3(nn.Module):
+    """The whole model, or a pipeline stage of it: the same class with the parts that other stages own set to None."""
+
+    def __init__(self, config: Qwen3Config):
+        super().__init__()
+        self.config = config
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        self.blocks = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        # tied: the head is the embedding's weight, and there is no second parameter that could drift from it
+        self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
+        # The three seams that parallel.py replaces; see context_parallel and tensor_parallel there.
+        self.make_attend, self.token_loss, self.logits = causal_attention, linear_cross_entropy, F.linear
+
+    def forward(self, tokens, labels=None, positions=None, doc_ids=None, loss_denom=None, cache=None):
+        """tokens (B, T) -> logits (B, T, V) in compute dtype; with labels (B, T): the scalar sum of token losses / loss_denom.
+
+        positions (B, T) or (1, T), default 0..T-1; doc_ids (B, T) of the whole sequence: attention stays inside a
+        document. cache: from make_cache, for generation. A later pipeline stage takes activations in place of tokens.
+        """
+        h = tokens if tokens.is_floating_point() else self.tok_embeddings(tokens)  # (B, T/cp, D)
+        if positions is None:
+            positions = torch.arange(h.shape[1], device=h.device)[None]
+        angle = positions[:, None, :, None] * rope_frequencies(self.config, h.device)  # (B, 1, T/cp, K/2) fp32
+        cos, sin = angle.cos(), angle.sin()
+        attend = self.make_attend(positions, doc_ids) if cache is None else None
+        for i, block in self.blocks.items():
+            h = block(h, cos, sin, attend or cache[int(i)].attend)
+        if self.norm is None:
+            return h  # the next pipeline stage goes on from here
+        h = self.norm(h)
+        weight = (self.head or self.tok_embeddings).weight  # (V/tp, D)
+        if labels is None:
+            return self.logits(h, weight)
+        return self.token_loss(h, weight, labels, loss_denom)
+
+    def make_cache(self, max_len: int, start: Tensor | None = None) -> list[KVCache]:
+        """One empty KVCache per layer for max_len tokens; start (B,): first real position of each left-padded row."""
+        return [KVCache(max_len, start) for _ in range(self.config.n_layers)]
+
+    def init_std(self, fqn: str) -> float:
+        """Standard deviation of a weight's initial normal distribution; norms start at 1 and are not asked for.
+
+        What is added to the residual stream is scaled down by sqrt(2 L), so that its variance does not grow with depth (GPT-2).
+        """
+        return 0.02 / math.sqrt(2 * self.config.n_layers) if fqn.endswith(("wo.weight", "w2.weight", "experts.w2")) else 0.02
+
+    def n_active_params(self) -> int:
+        """Parameters that one token meets: all but the experts that it is not sent to."""
+        c = self.config
+        idle = c.n_layers * (c.n_experts - c.top_k) * 3 * c.dim * c.moe_ffn_dim if c.n_experts else 0
+        return sum(p.numel() for p in self.parameters()) - idle
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """Forward and backward, PaLM's convention (arXiv:2204.02311, app. B): 6 N + 12 L H K T; N active, without lookups."""
+        c = self.config
+        n = self.n_active_params() - (0 if c.tie_embeddings else c.vocab_size * c.dim)
+        return 6 * n + 12 * c.n_layers * c.n_heads * c.head_dim * seq_len
+
+    def tp_plan(self) -> dict[str, str]:
+        """fqn pattern -> style of parallel.tensor_parallel. Between blocks, activations are sharded along the sequence."""
+        plan = {
+            "tok_embeddings": "vocab_embedding",
+            "blocks.*.attn_norm": "sequence",
+            "blocks.*.attn": "gather_sequence",
+            "blocks.*.attn.wq": "colwise",
+            "blocks.*.attn.wk": "colwise",
+            "blocks.*.attn.wv": "colwise",
+            "blocks.*.attn.q_norm": "head_norm",
+            "blocks.*.attn.k_norm": "head_norm",
+            "blocks.*.attn.wo": "rowwise",
+            "blocks.*.ffn_norm": "sequence",
+            "norm": "sequence",
+        }
+        if self.config.n_experts:
+            plan["blocks.*.moe.router"] = "sequence"  # the experts: parallel.expert_parallel
+        else:
+            plan |= {"blocks.*.ffn": "gather_sequence", "blocks.*.ffn.w1": "colwise", "blocks.*.ffn.w3": "colwise"}
+            plan["blocks.*.ffn.w2"] = "rowwise"
+        return plan if self.config.tie_embeddings else plan | {"head": "vocab_head"}
+
+    def hf_keys(self) -> dict[str, str | list[str]]:
+        """fqn -> name in Hugging Face's files, or the names of the experts of a stack. RoPE is half-split on both sides."""
+        names = {"tok_embeddings.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
+        if not self.config.tie_embeddings:
+            names["head.weight"] = "lm_head.weight"
+        block = {
+            "attn_norm": "input_layernorm",
+            "attn.wq": "self_attn.q_proj",
+            "attn.wk": "self_attn.k_proj",
+            "attn.wv": "self_attn.v_proj",
+            "attn.wo": "self_attn.o_proj",
+            "attn.q_norm": "self_attn.q_norm",
+            "attn.k_norm": "self_attn.k_norm",
+            "ffn_norm": "post_attention_layernorm",
+        }
+        ffn = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+        if self.config.n_experts:
+            block["moe.router"] = "mlp.gate"
+        else:
+            block |= {f"ffn.{ours}": f"mlp.{theirs}" for ours, theirs in ffn.items()}
+        for i in range(self.config.n_layers):
+            for ours, theirs in ffn.items() if self.config.n_experts else ():
+                experts = [f"model.layers.{i}.mlp.experts.{e}.{theirs}.weight" for e in range(self.config.n_experts)]
+                names[f"blocks.{i}.moe.experts.{ours}"] = experts
+            names |= {f"blocks.{i}.{ours}.weight": f"model.layers.{i}.{theirs}.weight" for ours, theirs in block.items()}
+        return names

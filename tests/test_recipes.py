@@ -1,0 +1,244 @@
+"""The recipes as a user runs them: every command line of README.md and of the docstrings, and whole runs against each other.
+
+A command is taken as it is written, in an empty folder, with flags appended that make it small. Runs are compared through
+metrics.jsonl alone.
+"""
+import ast
+import dataclasses
+import importlib
+import json
+import math
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import checkpoint
+from config import option_groups, parse_config, trailing_comments
+from data import DataConfig, build_shards, find_tokenizer, open_data
+from parallel import AXES
+
+REPO = Path(__file__).parent.parent
+RECIPES = sorted(path.name for path in REPO.glob("train_*.py"))
+DOCUMENTED = [REPO / name for name in (*RECIPES, "generate.py", "data.py", "checkpoint.py")]
+MODEL = "n_layers=2,dim=32,n_heads=4,n_kv_heads=2,head_dim=8,ffn_dim=64,vocab_size=4096"
+TINY = ["--model_args", MODEL, "--seq_len", 32, "--log_every", 1, "--val_batches", 1, "--device", "cpu"]
+TRAIN_KEYS = {"step", "loss", "loss_max", "grad_norm", "lr", "tokens", "tokens_per_second", "mfu", "memory_gib", "step_time_s",
+              "data_time_s", "tokens_hash"}
+VAL_KEYS = {"step", "val_loss", "val_bits_per_byte"}
+ENV = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | {"OMP_NUM_THREADS": "1"}
+
+
+def launch(processes: int, *argv) -> list[str]:
+    """The command for a recipe: plain python for one process, as torchrun runs it for more."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)] if processes > 1 else []
+    return [sys.executable, *torchrun, *map(str, argv)]
+
+
+def run(command: list[str], cwd=REPO, timeout=240) -> str:
+    """stdout of a command that must end with status 0."""
+    done = subprocess.run(command, cwd=cwd, env=ENV, capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+def metrics(out) -> list[dict]:
+    return [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
+
+
+def train_lines(out) -> list[dict]:
+    return [line for line in metrics(out) if "loss" in line]
+
+
+# ---------------------------------------------------------------- the command lines that we publish
+
+
+def commands_in(text: str) -> list[str]:
+    return [line.strip() for line in text.replace("\\\n", "").splitlines() if re.match(r"\s*(python|torchrun) ", line)]
+
+
+def published() -> list[str]:
+    blocks = re.findall(r"^```\w*\n(.*?)^```", (REPO / "README.md").read_text(), re.M | re.S)
+    texts = blocks + [ast.get_docstring(ast.parse(path.read_text())) or "" for path in DOCUMENTED]
+    return list(dict.fromkeys(shlex.join(shlex.split(line, comments=True)) for text in texts for line in commands_in(text)))
+
+
+COMMANDS = published()
+COMPILED = [command for command in COMMANDS if "--compile" in command]
+
+
+def split_command(command: str) -> tuple[int, str, list[str]]:
+    """(processes, script, its arguments): as many processes as the degrees need, else at most two."""
+    program, *args = shlex.split(command)
+    if program == "python":
+        return 1, args[0], args[1:]
+    given = int(args.pop(args.index("--nproc_per_node") + 1))
+    args.remove("--nproc_per_node")
+    degrees = [int(args[args.index(f"--{axis}") + 1]) for axis in AXES if f"--{axis}" in args]
+    return math.prod(degrees) if degrees else min(given, 2), args[0], args[1:]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """What the commands find: a finished run in runs/llama3, a text or two, a tokenizer.json, token shards in tokens."""
+    folder = tmp_path_factory.mktemp("user")
+    lines = [f"line {i} of {i * i}\n" for i in range(3000)]
+    (folder / "a.txt").write_text("".join(lines))
+    (folder / "b.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    made = open_data(DataConfig(data=str(folder / "a.txt"), cache_dir=str(folder / "cache")), 32).folder
+    (folder / "tokenizer.json").write_bytes((made / "tokenizer.json").read_bytes())
+    build_shards([folder / "a.txt"], find_tokenizer(str(folder / "tokenizer.json")), folder / "tokens")
+    run(launch(1, REPO / "train_llama3.py", *TINY, "--steps", 4, "--checkpoint_every", 2), folder)
+    return folder
+
+
+def run_published(command: str, folder: Path, out: str, *more) -> tuple[str, Path]:
+    processes, script, args = split_command(command)
+    args = [re.sub(r"step-\d+", "step-4", arg).replace("STEP_FOLDER", "runs/llama3/checkpoints/step-4") for arg in args]
+    if script in RECIPES:
+        args += [*TINY, "--steps", 4, "--local_batch_size", 2, "--out", out]
+    elif script == "generate.py":
+        args += ["--max_new_tokens", 8, "--device", "cpu"]
+    elif args[0] == "prepare":
+        args += ["--workers", 1, "--out", out]
+    return run(launch(processes, REPO / script, *args, *more), folder), folder / out
+
+
+def check_run_folder(out: Path, script: str):
+    """DESIGN's contract of a run folder, after 4 steps that were all logged."""
+    lines = metrics(out)
+    train, val = [line for line in lines if "loss" in line], [line for line in lines if "val_loss" in line]
+    assert [line["step"] for line in train] == [1, 2, 3, 4] and [line["step"] for line in val] == [4]
+    assert all(set(line) == TRAIN_KEYS for line in train) and all(set(line) == VAL_KEYS for line in val)
+    assert all(math.isfinite(line["loss"]) and line["tokens"] == line["step"] * train[0]["tokens"] for line in train)
+    Config = importlib.import_module(script.removesuffix(".py")).Config
+    saved = json.loads((out / "config.json").read_text())
+    assert set(saved) == {field.name for field in dataclasses.fields(Config)} | {"_run"}
+    again = dataclasses.asdict(parse_config(Config, ["--config", str(out / "config.json")]))
+    assert again == {k: v for k, v in saved.items() if k != "_run"}
+    assert checkpoint.verify(out / "checkpoints" / "step-4")["step"] == 4
+    assert (out / "checkpoints" / "step-4" / "recipe.py").read_bytes() == (REPO / script).read_bytes()
+
+
+def test_commands_were_found():
+    """The collector sees all of them: README and every documented file have some, and each names a file that is there."""
+    scripts = [split_command(command)[1] for command in COMMANDS]
+    assert set(scripts) == {path.name for path in DOCUMENTED}
+    assert [name for name in RECIPES if scripts.count(name) < 2] == []
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_published_command(command, folder):
+    script = split_command(command)[1]
+    compiled = ["--no-compile"] if "--compile" in command else []  # minutes: test_published_command_compiled
+    stdout, out = run_published(command, folder, f"out/{COMMANDS.index(command)}", *compiled)
+    if script in RECIPES:
+        check_run_folder(out, script)
+        assert "loss   . training" in stdout and f"checkpoint: out/{COMMANDS.index(command)}/checkpoints/step-4" in stdout
+        assert "sample (" in stdout  # the curve, the checkpoint, a sample: how every run ends
+    elif script == "generate.py":
+        prompts = [b for a, b in zip(shlex.split(command), shlex.split(command)[1:]) if a == "--prompt"]
+        assert all(prompt in stdout for prompt in prompts)
+    elif script == "data.py":
+        assert re.search(r"train: [\d,]+ tokens", stdout) and "sha256" in stdout
+        assert (out / "index.json").exists() or "prepare" not in command
+    else:
+        assert re.search("complete|is good|0 of \\d+ tensors differ", stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMPILED)
+def test_published_command_compiled(command, folder):
+    _, out = run_published(command, folder, f"out/compiled-{COMMANDS.index(command)}")
+    check_run_folder(out, split_command(command)[1])
+
+
+# ---------------------------------------------------------------- flags
+
+CONFIGS = [*RECIPES, "generate.py"]
+
+
+@pytest.mark.parametrize("script", CONFIGS)
+def test_every_flag_has_a_help_text(script):
+    Config = importlib.import_module(script.removesuffix(".py")).Config
+    for group, fields in option_groups(Config).items():
+        comments = trailing_comments(group)
+        assert [field.name for field in fields if len(comments.get(field.name, "")) < 5] == []
+
+
+@pytest.mark.parametrize("script", CONFIGS)
+def test_no_dead_flags(script):
+    """Every field is read as cfg.<name>, somewhere; the degrees of the mesh are read in a loop over AXES."""
+    Config = importlib.import_module(script.removesuffix(".py")).Config
+    others = [path for path in (*REPO.glob("*.py"), *REPO.glob("models/*.py")) if path.name not in CONFIGS]
+    read = set(AXES)
+    for path in (*others, REPO / script):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                owner = node.value
+                if getattr(owner, "id", None) == "cfg" or getattr(owner, "attr", None) == "cfg":
+                    read.add(node.attr)
+    assert [field.name for field in dataclasses.fields(Config) if field.name not in read] == []
+
+
+# ---------------------------------------------------------------- whole runs
+
+EXACT = [*TINY, "--compute_dtype", "float32", "--local_batch_size", 2, "--global_batch_size", 8]
+
+
+def assert_same_training(a: list[dict], b: list[dict]):
+    assert [line["step"] for line in a] == [line["step"] for line in b]
+    for x, y in zip(a, b):
+        assert {k: x[k] for k in ("tokens", "lr", "tokens_hash")} == {k: y[k] for k in ("tokens", "lr", "tokens_hash")}
+        assert abs(x["loss"] - y["loss"]) <= 1e-5 and abs(x["grad_norm"] - y["grad_norm"]) <= 1e-4 * y["grad_norm"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_four_processes_train_what_one_does(tmp_path, recipe):
+    runs = {1: [], 4: ["--dp_replicate", 2, "--dp_shard", 2]}
+    commands = {n: launch(n, recipe, *EXACT, "--steps", 6, *degrees, "--out", tmp_path / str(n)) for n, degrees in runs.items()}
+    for command in commands.values():
+        run(command)
+    one, four = train_lines(tmp_path / "1"), train_lines(tmp_path / "4")
+    assert len(one) == 6 and one[-1]["loss"] < one[0]["loss"]
+    assert_same_training(four, one)
+    val = [metrics(tmp_path / name)[-1]["val_loss"] for name in ("1", "4")]
+    assert abs(val[0] - val[1]) <= 1e-5
+
+    # a finished run: the same command says so, and changes nothing
+    before = (tmp_path / "1" / "metrics.jsonl").read_bytes()
+    assert "is finished: 6 of 6 steps are done" in run(commands[1])
+    assert (tmp_path / "1" / "metrics.jsonl").read_bytes() == before
+    assert os.listdir(tmp_path / "1" / "checkpoints") == ["step-6"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_stopped_by_sigterm_and_continued_by_two_processes(tmp_path, recipe):
+    """4 processes until SIGTERM, then 2, against 1 that nobody disturbs: the same tokens, the same losses."""
+    # the schedule has a length of its own, so that the last step can be chosen when it is known where the first part ended
+    common = [recipe, *EXACT, "--schedule_steps", 10, "--val_every", 0, "--checkpoint_every", 1_000_000]
+    out = tmp_path / "stopped"
+    with open(tmp_path / "log", "w") as log:
+        command = launch(4, *common, "--steps", 1_000_000, "--out", out)
+        job = subprocess.Popen(command, cwd=REPO, env=ENV, stdout=log, stderr=log)
+        deadline = time.monotonic() + 120
+        while not (out / "metrics.jsonl").exists() or (out / "metrics.jsonl").read_bytes().count(b"\n") < 3:
+            assert job.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()[-4000:]
+            time.sleep(0.02)
+        job.send_signal(signal.SIGTERM)
+        job.wait(120)  # its status is torchrun's, which is always 1 after a signal
+    stopped = train_lines(out)[-1]["step"]
+    assert f"stopped after step {stopped}" in (tmp_path / "log").read_text()
+    assert os.listdir(out / "checkpoints") == [f"step-{stopped}"]
+
+    steps = stopped + 4
+    stdout = run(launch(2, *common, "--steps", steps, "--out", out))
+    assert f"continuing from {out}/checkpoints/step-{stopped} (written by 4 rank(s))" in stdout
+    run(launch(1, *common, "--steps", steps, "--out", tmp_path / "whole"))
+    assert_same_training(train_lines(out), train_lines(tmp_path / "whole"))
