@@ -180,8 +180,8 @@ class HFTensors:
             self.where = dict.fromkeys(self.open("model.safetensors").keys(), "model.safetensors")
             return
         if not os.path.lexists(os.path.join(folder, index := "model.safetensors.index.json")):
-            raise ValueError(f"{folder} has neither model.safetensors nor {index}; weights in .bin files are pickles, which can "
-                             "run any code, and are not read: save them again as safetensors, with transformers")
+            raise ValueError(f"{folder} has neither model.safetensors nor {index}; weights in .bin files are pickles, which "
+                             "can run any code, and are not read: save them again as safetensors, with transformers")
         self.where = read_hf_json(folder, index).get("weight_map")
         if not isinstance(self.where, dict) or not all(isinstance(file, str) for file in self.where.values()):
             raise ValueError(f"{os.path.join(folder, index)} has no weight_map of tensor names to file names")
@@ -309,40 +309,51 @@ def hf_names(module: nn.Module) -> dict[str, list[str]]:
     return {fqn: [names] if isinstance(names, str) else list(names) for fqn, names in module.hf_keys().items()}
 
 
-def match_names(module: nn.Module, source: HFTensors, exclude) -> tuple[set[str], list[str], str | None]:
-    """(fqns that are not loaded, those of them that the files leave out, the name of a head that is the embedding's twin).
+class Match(NamedTuple):
+    """How the names in the files and those of a model fit together."""
 
-    Raises ValueError with the names that are missing in the files, or that the model does not know.
-    """
+    skipped: set[str]  # fqns that are not loaded: excluded, or absent
+    absent: list[str]  # fqns that the files leave out, and may
+    extra: list[str]  # names of tensors that the model leaves out, and may
+    twin: str | None  # name of a head that the files hold although it is the embedding
+
+
+def match_names(module: nn.Module, source: HFTensors, exclude) -> Match:
+    """Raises ValueError with the names that are missing in the files, or that the model does not know."""
     names, optional = hf_names(module), getattr(module, "hf_optional", list)()  # patterns of names: MTP layers
-    mtp = [fqn for fqn, group in names.items() if any(fnmatchcase(group[0], pattern) for pattern in optional)]
+
+    def covered(name, patterns):
+        return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+    mtp = [fqn for fqn, group in names.items() if covered(group[0], optional)]
     absent = [] if any(name in source.where for fqn in mtp for name in names[fqn]) else mtp
     skipped = {fqn for fqn in names if covers(list(exclude), f"model.{fqn}")} | set(absent)
     missing = [name for fqn, group in names.items() if fqn not in skipped for name in group if name not in source.where]
     known = {name for group in names.values() for name in group}
     # A scale belongs to its weight; and old files hold a table of rotary frequencies, which are computed here.
-    unknown = [name for name in source.where if name.removesuffix("_scale_inv") not in known
-               and not any(fnmatchcase(name, pattern) for pattern in ("*.rotary_emb.inv_freq", *optional))]
-    twin = "lm_head.weight" if module.config.tie_embeddings and "lm_head.weight" in unknown else None
-    unknown = [name for name in unknown if name != twin]
+    others = [name for name in source.where if name.removesuffix("_scale_inv") not in known
+              and not name.endswith(".rotary_emb.inv_freq")]
+    extra = [name for name in others if covered(name, optional)]
+    twin = "lm_head.weight" if module.config.tie_embeddings and "lm_head.weight" in others else None
+    unknown = [name for name in others if name not in extra and name != twin]
     problems = [f"{what}: {some(found)}" for what, found in (("missing", missing), ("unknown", unknown)) if found]
     if problems:
         raise ValueError(f"{source.folder} does not fit {type(module).__name__}: {'; '.join(problems)}")
-    return skipped, absent, twin
+    return Match(skipped, absent, extra, twin)
 
 
 def some(texts: list[str]) -> str:
     return ", ".join(texts[:3]) + f" and {len(texts) - 3} more" * (len(texts) > 3)
 
 
-def plan_reads(modules: list[nn.Module], source: HFTensors, exclude=()) -> tuple[list[tuple], list[str]]:
-    """([(name, offset, where it goes)] of this rank, fqns that the files leave out and may). Raises ValueError."""
-    (skipped, absent, twin), keys = match_names(modules[0], source, exclude), modules[0].hf_keys()
+def plan_reads(modules: list[nn.Module], source: HFTensors, exclude=()) -> tuple[list[tuple], Match]:
+    """([(name, offset, where it goes)] of this rank, what the names are like). Raises ValueError; reads no tensor."""
+    match, keys = match_names(modules[0], source, exclude), modules[0].hf_keys()
     reads, problems = [], []
     for fqn, tensor in [item for module in modules for item in named_tensors(module).items()]:
-        if fqn not in keys:
+        if fqn not in keys and isinstance(tensor, nn.Parameter):
             raise ValueError(f"hf_keys() of {type(modules[0]).__name__} has no name for {fqn}")
-        if fqn in skipped:
+        if fqn in match.skipped or fqn not in keys:
             continue
         (local, offset), names, shape = local_part(tensor), keys[fqn], tuple(tensor.shape)
         if isinstance(names, str):
@@ -352,12 +363,13 @@ def plan_reads(modules: list[nn.Module], source: HFTensors, exclude=()) -> tuple
             new, shape = [(names[offset[0] + i], offset[1:], part) for i, part in enumerate(local)], shape[1:]
         problems += filter(None, (source.problem(name, shape) for name, _, _ in new))
         reads += [read for read in new if read[2].numel()]
-        if twin and fqn == "tok_embeddings.weight" and not problems:
-            head = source.problem(twin, shape) or torch.equal(*(source.read(n, offset, local.shape) for n in (twin, names)))
-            problems += [] if head is True else [f"{twin} is not equal to {names}, although this model ties the two"]
+        if match.twin and fqn == "tok_embeddings.weight" and not problems:
+            head = source.problem(match.twin, shape)
+            if head or not torch.equal(*(source.read(name, offset, tuple(local.shape)) for name in (match.twin, names))):
+                problems.append(head or f"{match.twin} is not equal to {names}, but this model ties the two")
     if problems:
         raise ValueError(f"{source.folder} does not fit {type(modules[0]).__name__}: {some(problems)}")
-    return reads, absent
+    return reads, match
 
 
 @torch.no_grad()
@@ -371,16 +383,21 @@ def load_hf(model, folder: str, exclude=(), group=None) -> list[str]:
     modules = model if isinstance(model, list) else [model]
     group = own_group(modules, group)
     source = all_or_none(lambda: HFTensors(folder), group)
-    reads, absent = all_or_none(lambda: plan_reads(modules, source, exclude), group)
+    reads, match = all_or_none(lambda: plan_reads(modules, source, exclude), group)
 
     def fill():
         for name, offset, local in reads:
             local.copy_(source.read(name, offset, tuple(local.shape)))  # casts, after any dequantisation
+        for module in modules:
+            for fqn, tensor in named_tensors(module).items():
+                if fqn not in module.hf_keys():
+                    tensor.zero_()  # a buffer without a name there: what balances our experts, and not theirs
 
     all_or_none(fill, group)
-    if absent and (group is None or dist.get_rank(group) == 0):
-        print(f"checkpoint: {folder} leaves out {some(absent)}, which this model has", flush=True)
-    return absent
+    for who, what in (("leaves out", match.absent), ("has, and this model leaves out,", match.extra)):
+        if what and (group is None or dist.get_rank(group) == 0):
+            print(f"checkpoint: {folder} {who} {some(what)}", flush=True)
+    return match.absent
 
 
 def load_hf_model(folder: str, device="cpu", dtype: torch.dtype | None = None) -> tuple[nn.Module, str | None]:
@@ -396,6 +413,8 @@ def load_hf_model(folder: str, device="cpu", dtype: torch.dtype | None = None) -
     for param in model.parameters():  # not the buffers: the bias of an expert is fp32
         param.data = param.data.to(dtype or kinds.get(source.slice(reads[0][0]).get_dtype(), torch.bfloat16))
     model.to_empty(device=device)
+    for buffer in model.buffers():
+        buffer.zero_()
     tensors = named_tensors(model)
     for fqn in load_hf(model, folder):
         nn.init.zeros_(tensors[fqn])
@@ -555,6 +574,12 @@ def commit_export(temporary: str, folder: str, config, files: dict, tokenizer_fi
     fsync(os.path.dirname(temporary))
 
 
+def file_kinds(tensors: dict[str, Tensor], module: nn.Module, dtype: torch.dtype) -> dict[str, tuple]:
+    """fqn -> (shape, dtype in the file): parameters in `dtype`, buffers as they are, those without a name not at all."""
+    kinds = {fqn: (tuple(t.shape), dtype if isinstance(t, nn.Parameter) else t.dtype) for fqn, t in tensors.items()}
+    return {fqn: kind for fqn, kind in kinds.items() if fqn in module.hf_keys() or isinstance(tensors[fqn], nn.Parameter)}
+
+
 @torch.no_grad()
 def save_hf(model, folder: str, dtype=torch.bfloat16, max_shard_gb=5.0, tokenizer_file: str | None = None, group=None):
     """Writes a model as a Hugging Face folder that transformers opens: weights in `dtype`, buffers as they are.
@@ -569,7 +594,10 @@ def save_hf(model, folder: str, dtype=torch.bfloat16, max_shard_gb=5.0, tokenize
             if hasattr(part, "reshard"):
                 part.reshard()  # FSDP: what is gathered now is not what the optimizer updates
         tensors |= {fqn: tensor for fqn, tensor in named_tensors(module).items() if fqn not in tensors}
-    kinds = {fqn: (tuple(t.shape), dtype if isinstance(t, nn.Parameter) else t.dtype) for fqn, t in tensors.items()}
+    group, kinds = own_group(modules, group), file_kinds(tensors, modules[0], dtype)
+    lost = [fqn for fqn, t in tensors.items() if fqn not in kinds and t.any()]
+    if lost := [fqn for part in gather_all(lost, group) for fqn in part]:
+        print(f"checkpoint: {folder} has no place for {some(lost)}; a model without them is a little different", flush=True)
 
     def whole(fqn):
         local = tensors[fqn].detach()
@@ -579,7 +607,6 @@ def save_hf(model, folder: str, dtype=torch.bfloat16, max_shard_gb=5.0, tokenize
         part = local.to_local().to(kinds[fqn][1])  # before it travels: half the bytes
         return type(local).from_local(part, local.device_mesh, local.placements, **rest).full_tensor()
 
-    group = own_group(modules, group)
     write_hf(folder, modules[0].config, modules[0].hf_keys(), kinds, whole, max_shard_gb, tokenizer_file, group)
 
 
@@ -589,8 +616,7 @@ def save_hf(model, folder: str, dtype=torch.bfloat16, max_shard_gb=5.0, tokenize
 def to_hf(folder: str, out: str, dtype="bfloat16", max_shard_gb=5.0):
     """Exports a step folder, or a run folder's newest good checkpoint, with one tensor in memory at a time."""
     path, model, table, _ = open_saved(folder)
-    tensors = named_tensors(model)
-    kinds = {fqn: (tuple(t.shape), getattr(torch, dtype) if isinstance(t, nn.Parameter) else t.dtype) for fqn, t in tensors.items()}
+    kinds = file_kinds(named_tensors(model), model, getattr(torch, dtype))
 
     def whole(fqn):
         tensor = torch.empty(kinds[fqn][0], dtype=table.state_dict_metadata[f"model.{fqn}"].properties.dtype)
@@ -621,7 +647,7 @@ def hf_command(argv: list[str]) -> int:
     parser.add_argument("folder", help="a step folder or a run folder" if argv[0] == "to_hf" else "a Hugging Face folder")
     parser.add_argument("out", help="folder to write; it must be new")
     if argv[0] == "to_hf":
-        parser.add_argument("--dtype", choices=[str(dtype)[6:] for dtype in HF_DTYPES], default="bfloat16", help="of the weights")
+        parser.add_argument("--dtype", choices=[str(d)[6:] for d in HF_DTYPES], default="bfloat16", help="of the weights")
         parser.add_argument("--max_shard_gb", type=float, default=5.0, help="size of a file, in GB")
     options = vars(parser.parse_args(argv[1:]))
     try:
