@@ -3,13 +3,16 @@
     python generate.py --checkpoint runs/llama3 --prompt "def "
     python generate.py --checkpoint runs/llama3/checkpoints/step-300 --prompt "class " --prompt "import " --temperature 0
     python generate.py --checkpoint runs/llama3 --prompt "for i in" --top_k 50 --top_p 0.9 --seed 7
+    python generate.py --checkpoint HUGGING_FACE_FOLDER --prompt "Who are you?" --chat
 
 B batch (prompts), T tokens, V vocab
 """
 import hashlib
+import json
 import os
 import sys
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from typing import Literal
 
@@ -19,6 +22,7 @@ from torch import Tensor
 from checkpoint import load_model, step_folders
 from config import Parser, parse_config, usage_error
 from data import find_tokenizer, load_tokenizer
+from hf_section import is_hf_folder, load_hf_model, read_chat
 
 PREFILL_CHUNK = 512  # prompt tokens per forward: logits of a whole long prompt are B*T*V numbers that nobody reads
 
@@ -135,28 +139,60 @@ def generate(
 
 @dataclass(kw_only=True)
 class Config:
-    checkpoint: str = "runs/llama3"  # a run folder (its newest checkpoint) or one of its folders checkpoints/step-N
+    checkpoint: str = "runs/llama3"  # a run folder (its newest checkpoint), a checkpoints/step-N, or a Hugging Face folder
     prompt: str = "def "  # text to continue; give the flag several times for several texts in one batch
     max_new_tokens: int = 200  # tokens to add, at most: a text may end before
     temperature: float = 0.8  # below 1 plays safe, above 1 is bold, 0 always takes the likeliest token
     top_k: int = 0  # choose among this many likeliest tokens only; 0 = all
     top_p: float = 1.0  # choose among the likeliest tokens that together have this probability; 1 = all
+    chat: bool = False  # the prompt is a question to a chat model: wrap it in the chat template of the Hugging Face folder
     seed: int = 0  # another seed is another sample
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto = a GPU if there is one
 
 
 def open_checkpoint(folder: str, device="cpu"):
-    """(model, tokenizer, eot id or None) of a run folder or a step folder. Raises ValueError."""
+    """(model, tokenizer, eot id or None) of a run folder, a step folder or a Hugging Face folder. Raises ValueError."""
     # bf16 on GPUs: every new token reads all weights once, so half the bytes is twice the speed
-    model, _ = load_model(folder, device, torch.bfloat16 if torch.device(device).type == "cuda" else None)
+    load, eos = (load_hf_model, read_chat(folder)[1].get("eos_token", "")) if is_hf_folder(folder) else (load_model, "")
+    model, _ = load(folder, device, torch.bfloat16 if torch.device(device).type == "cuda" else None)
     for path in [folder, *(path for _, path in step_folders(folder))]:
         if os.path.isfile(os.path.join(path, "tokenizer.json")):
             try:
-                eot = find_tokenizer(path)[1]
+                eot = find_tokenizer(path, eos)[1]
             except ValueError:
                 eot = None  # no name that is known for it: texts run on to max_new_tokens
             return model, load_tokenizer(os.path.join(path, "tokenizer.json")), eot
     raise ValueError(f"{folder} has no tokenizer.json, its data came without one: call generate.generate with token ids")
+
+
+def chat_prompts(folder: str):
+    """text -> the prompt with which a chat model is asked it, by the folder's chat template. Raises ValueError."""
+    template, special_tokens = read_chat(folder) if is_hf_folder(folder) else (None, {})
+    if template is None:
+        raise ValueError(f"--chat: {folder} has no chat template (tokenizer_config.json, chat_template.jinja); leave it out")
+    try:
+        import jinja2.sandbox
+    except ImportError:
+        raise ValueError("--chat: chat templates are written in jinja2; pip install jinja2") from None
+
+    def fail(message):
+        raise jinja2.TemplateError(message)
+
+    # A template is a program, and anyone may have written this one: the sandbox keeps it from Python's objects. The options
+    # and names are those that transformers gives it.
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+    environment.globals |= dict(raise_exception=fail, strftime_now=lambda text: datetime.now().strftime(text))
+
+    def render(text: str) -> str:
+        values = dict(messages=[{"role": "user", "content": text}], tools=None, documents=None, add_generation_prompt=True)
+        try:
+            return environment.from_string(template).render(**special_tokens, **values)
+        except Exception as error:  # whatever the template makes Python raise
+            raise ValueError(f"--chat: the chat template of {folder} fails: {error}") from None
+
+    return render
 
 
 class TextStream:
@@ -178,15 +214,23 @@ class TextStream:
         return text[len(before) :]
 
 
-def continue_texts(model, tokenizer, eot, texts: list[str], max_new_tokens: int, show=None, **options) -> list[str]:
-    """What the model writes after each text. show(piece) gets the first text and what follows it, as it comes."""
-    # no beginning-of-text token: training text has none; an empty text is the beginning of a document, which follows an eot
-    prompts = [tokenizer.encode(text, add_special_tokens=False).ids or [eot] * (eot is not None) for text in texts]
+def continue_texts(
+    model, tokenizer, eot, texts: list[str], max_new_tokens: int, show=None, bos=False, chat=None, **options
+) -> list[str]:
+    """What the model writes after each text. show(piece) gets the first text and what follows it, as it comes.
+
+    bos: begin as the tokenizer says; False, because our training text has no beginning-of-text token. chat: from
+    chat_prompts(); the texts are questions then, and show() gets the answer only.
+    """
+    prompts = [chat(text) for text in texts] if chat else texts
+    tokenizer.encode_special_tokens = chat is None  # a template's markers are tokens; in any other text they are text
+    # an empty text is the beginning of a document, which follows an eot
+    prompts = [tokenizer.encode(text, add_special_tokens=bos and not chat).ids or [eot] * (eot is not None) for text in prompts]
     stream = TextStream(tokenizer)
 
     def on_token(row, token):
         if row == 0 and show is not None:
-            show(stream.push(token) if stream.ids else texts[0] + stream.push(token))
+            show(stream.push(token) if stream.ids or chat else texts[0] + stream.push(token))
 
     new = generate(model, prompts, max_new_tokens, eot=eot, stream=on_token, **options)
     if show is not None:
@@ -221,13 +265,14 @@ def main(argv: list[str]):
     try:
         if device == "cuda" and not torch.cuda.is_available():
             raise ValueError("--device cuda: torch finds no GPU here; use --device cpu")
+        options |= dict(bos=is_hf_folder(cfg.checkpoint), chat=chat_prompts(cfg.checkpoint) if cfg.chat else None)
         parts = open_checkpoint(cfg.checkpoint, device)
         if len(texts) == 1:
             continue_texts(*parts, texts, cfg.max_new_tokens, partial(print, end="", flush=True), **options)
             print()
         else:
             for text, new in zip(texts, continue_texts(*parts, texts, cfg.max_new_tokens, **options)):
-                print(f"--- {text!r}\n{text}{new}\n")
+                print(f"--- {text!r}\n{'' if cfg.chat else text}{new}\n")
     except ValueError as error:
         usage_error(error)
 

@@ -273,6 +273,10 @@ def gather_all(value, group) -> list:
     return values
 
 
+def rank_in(group) -> int:
+    return dist.get_rank(group) if group else 0
+
+
 def all_or_none(work, group):
     """work() of this rank; raises Failed on all ranks when it fails on one, which would otherwise be waited for for ever."""
     result, error = None, None
@@ -395,7 +399,7 @@ def load_hf(model, folder: str, exclude=(), group=None) -> list[str]:
 
     all_or_none(fill, group)
     for who, what in (("leaves out", match.absent), ("has, and this model leaves out,", match.extra)):
-        if what and (group is None or dist.get_rank(group) == 0):
+        if what and rank_in(group) == 0:
             print(f"checkpoint: {folder} {who} {some(what)}", flush=True)
     return match.absent
 
@@ -513,7 +517,7 @@ def write_hf(folder: str, config, names: dict, kinds: dict, whole, max_shard_gb:
     whole(fqn) gives the whole tensor in that dtype to all ranks that have the fqn, which call it in the same order. A rank
     that writes does so in the background, while the next tensor travels: it holds two at most.
     """
-    rank = dist.get_rank(group) if group else 0
+    rank = rank_in(group)
     everyone = gather_all(kinds, group)
     files = all_or_none(lambda: plan_files(names, everyone, max_shard_gb * 1e9), group)
     titles = [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
@@ -575,9 +579,14 @@ def commit_export(temporary: str, folder: str, config, files: dict, tokenizer_fi
 
 
 def file_kinds(tensors: dict[str, Tensor], module: nn.Module, dtype: torch.dtype) -> dict[str, tuple]:
-    """fqn -> (shape, dtype in the file): parameters in `dtype`, buffers as they are, those without a name not at all."""
+    """fqn -> (shape, dtype in the file): parameters in `dtype`, buffers as they are, or not at all without a name there."""
     kinds = {fqn: (tuple(t.shape), dtype if isinstance(t, nn.Parameter) else t.dtype) for fqn, t in tensors.items()}
     return {fqn: kind for fqn, kind in kinds.items() if fqn in module.hf_keys() or isinstance(tensors[fqn], nn.Parameter)}
+
+
+def say_lost(folder: str, fqns: list[str]):
+    if fqns:
+        print(f"checkpoint: {folder} has no place for {some(fqns)}: without them that model is not quite this one", flush=True)
 
 
 @torch.no_grad()
@@ -595,9 +604,9 @@ def save_hf(model, folder: str, dtype=torch.bfloat16, max_shard_gb=5.0, tokenize
                 part.reshard()  # FSDP: what is gathered now is not what the optimizer updates
         tensors |= {fqn: tensor for fqn, tensor in named_tensors(module).items() if fqn not in tensors}
     group, kinds = own_group(modules, group), file_kinds(tensors, modules[0], dtype)
-    lost = [fqn for fqn, t in tensors.items() if fqn not in kinds and t.any()]
-    if lost := [fqn for part in gather_all(lost, group) for fqn in part]:
-        print(f"checkpoint: {folder} has no place for {some(lost)}; a model without them is a little different", flush=True)
+    lost = gather_all([fqn for fqn, t in tensors.items() if fqn not in kinds and t.any()], group)
+    if rank_in(group) == 0:
+        say_lost(folder, [fqn for part in lost for fqn in part])
 
     def whole(fqn):
         local = tensors[fqn].detach()
@@ -618,14 +627,17 @@ def to_hf(folder: str, out: str, dtype="bfloat16", max_shard_gb=5.0):
     path, model, table, _ = open_saved(folder)
     kinds = file_kinds(named_tensors(model), model, getattr(torch, dtype))
 
-    def whole(fqn):
-        tensor = torch.empty(kinds[fqn][0], dtype=table.state_dict_metadata[f"model.{fqn}"].properties.dtype)
+    def read(fqn):
+        saved = table.state_dict_metadata[f"model.{fqn}"]
+        tensor = torch.empty(saved.size, dtype=saved.properties.dtype)
         read_tensors({f"model.{fqn}": tensor}, path, table)
-        return tensor.to(kinds[fqn][1])
+        return tensor
+
+    say_lost(out, [fqn for fqn in named_tensors(model) if fqn not in kinds and read(fqn).any()])
 
     tokenizer_file = os.path.join(path, "tokenizer.json")
     tokenizer_file = tokenizer_file if os.path.isfile(tokenizer_file) else None
-    write_hf(out, model.config, model.hf_keys(), kinds, whole, max_shard_gb, tokenizer_file)
+    write_hf(out, model.config, model.hf_keys(), kinds, lambda fqn: read(fqn).to(kinds[fqn][1]), max_shard_gb, tokenizer_file)
 
 
 def from_hf(folder: str, out: str):

@@ -20,10 +20,12 @@ import math
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
+import uuid
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -134,7 +136,8 @@ class Layout:
         return self.axes[axis].get_local_rank()
 
     def __str__(self):
-        return " x ".join(f"{a} {n}" for a, n in self.degrees.items() if n > 1) or "one process"
+        borrowed = {"ep": self.cfg.ep, "etp": self.cfg.etp}
+        return " x ".join(f"{a} {n}" for a, n in (self.degrees | borrowed).items() if n > 1) or "one process"
 
 
 def divisors(*numbers) -> str:
@@ -315,16 +318,39 @@ def connect(layout: Layout, device: str = "auto", seed: int = 0, trace: str = "t
         env |= {"TORCH_NCCL_TRACE_BUFFER_SIZE": "20000", "TORCH_FR_BUFFER_SIZE": "20000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
         env |= {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{trace}/rank_", "TORCH_FR_DUMP_TEMP_FILE": f"{trace}/rank_"}
     if "RANK" in env:
-        # torchrun keeps one store for all restarts: without a prefix of its own, a restarted rank reads dead addresses
+        # torchrun's agent holds the store, if it says so
         is_master = env.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and layout.rank == 0
         timeout = datetime.timedelta(seconds=cfg.init_timeout_s)
         store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), layout.world_size, is_master, timeout=timeout)
-        store = dist.PrefixStore("attempt" + env.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-        watch_launcher()
+        store = dist.PrefixStore(agree_on_attempt(store, layout), store)
     else:
         timeout, store = None, dist.HashStore()
     dist.init_process_group(backend, store=store, rank=layout.rank, world_size=layout.world_size, timeout=timeout)
     make_mesh(layout)
+
+
+def agree_on_attempt(store: dist.Store, layout: Layout) -> str:
+    """A name that the processes of this attempt have in common, and no earlier attempt had.
+
+    torchrun keeps one store for all restarts, full of dead processes' addresses, and its restart count is no name: every
+    node counts its own. So each rank leaves a word of its own, and rank 0 answers every word it finds with the name; one
+    that a dead process left there is overwritten soon, and answered then.
+    """
+    mine = uuid.uuid4().hex
+    if layout.rank > 0:
+        store.set(f"rank {layout.rank}", mine)
+        name = store.get(mine).decode()  # waits for the answer
+        store.add(f"{name} joined", 1)
+        return name
+    deadline = time.monotonic() + layout.cfg.init_timeout_s
+    while missing := layout.world_size - 1 - store.add(f"{mine} joined", 0):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{missing} of {layout.world_size} processes did not come in {layout.cfg.init_timeout_s} s")
+        for rank in range(1, layout.world_size):
+            if store.check([f"rank {rank}"]):
+                store.set(store.get(f"rank {rank}").decode(), mine)
+        time.sleep(0.02)
+    return mine
 
 
 def make_mesh(layout: Layout) -> None:
@@ -347,7 +373,12 @@ def expert_mesh(layout: Layout) -> DeviceMesh:
 
 def watch_launcher() -> None:
     """End this process when its launcher dies: torchrun killed by SIGKILL leaves workers that go on writing checkpoints."""
-    launcher = os.getppid()
+    launcher, env = os.getppid(), os.environ
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and env.get("GROUP_RANK") == "0":
+        try:  # it may have died while we were importing torch; then nobody answers at its store
+            socket.create_connection((env["MASTER_ADDR"], int(env["MASTER_PORT"])), timeout=60).close()
+        except OSError as error:
+            raise RuntimeError(f"torchrun, which started this process, is gone: {error}") from None
 
     def watch():
         while os.getppid() == launcher:
@@ -397,6 +428,8 @@ def run(main, cfg) -> None:
     """
     rank, status = int(os.environ.get("RANK", 0)), 0
     try:
+        if "RANK" in os.environ:
+            watch_launcher()
         if cfg.check_parity:
             from dryrun import check_parity
 
@@ -757,14 +790,14 @@ def balance_experts(stages, layout: Layout, mode: str, rate: float) -> dict[str,
     layers = [block.moe.balance for stage in stages for block in stage.blocks.values() if hasattr(block, "moe")]
     statistics = torch.zeros(2, device=layout.device)
     if layers:
-        loads = torch.stack([layer.load for layer in layers])  # (layers, E)
+        loads = torch.stack([torch.zeros_like(x.bias) if x.load is None else x.load for x in layers])  # (layers, E)
         sum_over(loads, [layout.mesh[axis].get_group() for axis in ("dp_replicate", "fsdp", "tp")])
         loads /= layout.cfg.etp  # with etp = tp every tp rank counted all tokens
         for layer, load in zip(layers, loads, strict=True):
             if mode == "bias":
                 step = (load.mean() - load).sign() * rate
                 layer.bias += step - step.mean()
-            layer.load.zero_()
+            layer.load = None
         statistics[0], statistics[1] = load_statistics(loads)
     worst, dead = statistics[:1], statistics[1:]  # of this pipeline rank's layers
     dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=layout.group("pp"))

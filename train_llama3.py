@@ -47,7 +47,7 @@ from parallel import (
 
 @dataclass(kw_only=True)
 class Config(ParallelConfig, CheckpointConfig, DataConfig, MetricsConfig):
-    flavor: Literal["debug", "1B", "3B", "8B", "70B", "405B"] = "debug"  # model size: see FLAVORS in models/llama3.py
+    flavor: Literal[tuple(FLAVORS)] = "debug"  # model size: see FLAVORS in models/llama3.py
     model_args: str = ""  # fields of the flavor to change for an ablation: "n_layers=4,dim=512"
     out: str = "runs/llama3"  # folder for everything that the run writes; the same folder again continues the run
     steps: int = 200  # optimizer steps

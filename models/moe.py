@@ -84,7 +84,7 @@ class Balance(nn.Module):
         super().__init__()
         self.n_experts = n_experts
         self.register_buffer("bias", torch.zeros(n_experts))
-        self.register_buffer("load", torch.zeros(n_experts), persistent=False)  # tokens per expert since the last step
+        self.load = None  # (E,) tokens per expert since the last step, fp32
         self.aux_scale = 0.0  # coefficient / sequences in the global batch
         self.force = False
         # parallel.py, where cp and tp ranks share a sequence: into how many parts it is cut, and the sum over them
@@ -101,7 +101,7 @@ class Balance(nn.Module):
         """Rows per expert (E,) of this call; adds them to the load."""
         counts = torch.bincount(index.flatten(), minlength=self.n_experts)
         if torch.is_grad_enabled() and in_forward():
-            self.load += counts
+            self.load = counts.float() + (0 if self.load is None else self.load)
         return counts
 
     def add_loss(self, x: Tensor, probs: Tensor, index: Tensor, B: int) -> Tensor:

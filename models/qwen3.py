@@ -74,12 +74,13 @@ class Qwen3Config:
         if missing := [k for k in sizes if k not in hf]:
             raise ValueError(f"config.json lacks {', '.join(missing)}")
         heads = hf["num_attention_heads"]
-        experts = dict(
-            n_experts=hf.get("num_experts") or hf.get("num_local_experts"),  # transformers 4 / 5
-            top_k=hf["num_experts_per_tok"],
-            moe_ffn_dim=hf["moe_intermediate_size"],
-            norm_topk_prob=hf.get("norm_topk_prob", False),
-        )
+        experts = {}
+        if moe:
+            experts["n_experts"] = hf.get("num_experts") or hf.get("num_local_experts")  # transformers 4 / 5
+            experts |= {"top_k": hf.get("num_experts_per_tok"), "moe_ffn_dim": hf.get("moe_intermediate_size")}
+            if missing := [k for k, v in experts.items() if v is None]:
+                raise ValueError(f"config.json has no number for {', '.join(missing)}")
+            experts["norm_topk_prob"] = hf.get("norm_topk_prob", False)
         return cls(
             dim=hf["hidden_size"],
             n_layers=hf["num_hidden_layers"],
@@ -92,7 +93,7 @@ class Qwen3Config:
             rope_theta=float(theta),
             tie_embeddings=hf.get("tie_word_embeddings", False),
             max_seq_len=hf.get("max_position_embeddings", 32768),
-            **(experts if moe else {}),
+            **experts,
         )
 
 

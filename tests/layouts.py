@@ -80,7 +80,7 @@ def reference(model_config, n: int, doc_mask=False) -> list[dict]:
         for balance in balances([model]).values():
             direction = torch.sign(balance.load.mean() - balance.load) * BIAS_RATE
             balance.bias += direction - direction.mean()
-            balance.load.zero_()
+            balance.load = None
         biases = {fqn: balance.bias.clone() for fqn, balance in balances([model]).items()}
         out.append({"loss": loss.item(), "norm": norm.item(), "grads": grads, "biases": biases})
     b = global_batch(99, n, doc_mask)

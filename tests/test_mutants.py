@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from test_parallel import compare
+from test_parallel import MOE, compare
 
 import parallel
 from models.loss import IGNORE
@@ -122,6 +122,40 @@ def norm_of_own_stage():
         yield
 
 
+@contextmanager
+def experts_not_reduced_over_tp():
+    """Experts sharded like the dense weights, over dp x cp only, though every tp rank sends them other tokens."""
+    with mock.patch.object(parallel, "expert_mesh", lambda layout: {"efsdp": layout.mesh["fsdp"], "ep": layout.mesh["tp"]}):
+        yield
+
+
+@contextmanager
+def weights_doubled_on_the_way():
+    """A wrong expert scale: what comes back from another rank is multiplied."""
+    real = parallel.AllToAll.apply
+    with mock.patch.object(parallel.AllToAll, "apply", lambda x, *args: real(x * 1.5, *args)):
+        yield
+
+
+@contextmanager
+def balancing_loss_per_microbatch():
+    """Trap 15: the auxiliary loss averaged over the sequences of this rank's forward, not of the global batch."""
+    real = parallel.expert_parallel
+
+    def wrong(stage, layout, *, aux_coef):
+        real(stage, layout, aux_coef=aux_coef * layout.global_batch_size / layout.local_batch_size)
+
+    with mock.patch.object(parallel, "expert_parallel", wrong):
+        yield
+
+
+@contextmanager
+def own_load_only():
+    """Biases moved by the load of this rank's tokens."""
+    with mock.patch.object(parallel, "sum_over", lambda x, groups: x):
+        yield
+
+
 ZERO_BUBBLE = dict(pp=2, pp_schedule="InterleavedZeroBubble", reshard_after_forward="always")
 MUTANTS = [  # mutant, layout, what the report must name
     (norm_without_all_reduce, (2, dict(tp=2), dict(n=4, b=2)), "gradient of blocks.0.attn_norm.weight"),
@@ -133,6 +167,10 @@ MUTANTS = [  # mutant, layout, what the report must name
     (tied_gradient_not_exchanged, (2, dict(pp=2), dict(n=4, b=2, tie_embeddings=True)), "gradient of tok_embeddings.weight"),
     (positions_not_balanced, (2, dict(cp=2), dict(n=4, b=2)), "gradient of"),
     (averaged_gradients, (2, {}, dict(n=4, b=2)), "gradient of tok_embeddings.weight"),
+    (experts_not_reduced_over_tp, (2, dict(tp=2), dict(n=4, b=2, **MOE)), "gradient of blocks.0.moe.experts.w1"),
+    (weights_doubled_on_the_way, (2, dict(ep=2), dict(n=4, b=1, **MOE)), "gradient of"),
+    (balancing_loss_per_microbatch, (2, dict(ep=2), dict(n=4, b=1, **MOE)), "gradient of"),
+    (own_load_only, (2, dict(ep=2), dict(n=4, b=1, **MOE)), "bias of blocks.0"),
     (norm_of_own_stage, (2, dict(pp=2), dict(n=4, b=2)), "grad norm"),
 ]
 

@@ -32,7 +32,8 @@ TINY = ["--model_args", MODEL, "--seq_len", 32, "--log_every", 1, "--val_batches
 TRAIN_KEYS = {"step", "loss", "loss_max", "grad_norm", "lr", "tokens", "tokens_per_second", "mfu", "memory_gib", "step_time_s",
               "data_time_s", "tokens_hash"}
 VAL_KEYS = {"step", "val_loss", "val_bits_per_byte"}
-ENV = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | {"OMP_NUM_THREADS": "1"}
+# One thread each, whatever the recipe asks for: two that spin for each other on a busy machine take 50 times as long.
+ENV = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | {"OMP_THREAD_LIMIT": "1"}
 
 
 def launch(processes: int, *argv) -> list[str]:
