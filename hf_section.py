@@ -45,7 +45,8 @@ from config import Parser, spell, unwrap
 
 # model_type of config.json -> where our model is. The rest is in the model's own file: Config.from_hf and to_hf translate
 # config.json, and hf_keys() names the tensors: fqn -> name, or for a stack of experts (E, ...) a list of E names.
-HF_MODELS = {"llama": ("models.llama3", "Llama3")}
+QWEN3 = ("models.qwen3", "Qwen3")
+HF_MODELS = {"llama": ("models.llama3", "Llama3"), "qwen3": QWEN3, "qwen3_moe": QWEN3}
 HF_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # what we write, and read unless quantised
 FP8_BLOCK = 128  # fp8 weights have one scale per block of 128 x 128, in a tensor <name>_scale_inv (DeepSeek-V3, sec. 3.3.2)
 # Bytes of a file that anyone may have written; the largest of the published ones have 9 (index), 33 (tokenizer) and 4 MB
@@ -515,7 +516,7 @@ def write_hf(folder: str, config, names: dict, kinds: dict, whole, max_shard_gb:
     """Writes a Hugging Face folder; every rank of `group` calls it. kinds: {fqn: (shape, dtype in the file)} of this rank.
 
     whole(fqn) gives the whole tensor in that dtype to all ranks that have the fqn, which call it in the same order. A rank
-    that writes does so in the background, while the next tensor travels: it holds two at most.
+    that writes does so in the background, while the next tensor travels: it holds two, and what torch needs to gather one.
     """
     rank = rank_in(group)
     everyone = gather_all(kinds, group)
@@ -533,6 +534,7 @@ def write_hf(folder: str, config, names: dict, kinds: dict, whole, max_shard_gb:
                 if writer == rank:
                     wait(writing[-1:])
                     writing.append(pool.submit(write_part, path, parts, i, tensor.cpu()))
+                del tensor
         all_or_none(lambda: [part.result() for part in writing], group)
         all_or_none(lambda: commit_export(temporary, folder, config, files, tokenizer_file) if rank == 0 else None, group)
     finally:

@@ -96,6 +96,37 @@ class Qwen3Config:
             **experts,
         )
 
+    def to_hf(self) -> dict:
+        """The inverse: a config.json in the spelling of transformers 4, which 5 reads as well."""
+        experts = dict(
+            num_experts=self.n_experts,
+            num_experts_per_tok=self.top_k,
+            moe_intermediate_size=self.moe_ffn_dim,
+            norm_topk_prob=self.norm_topk_prob,
+            decoder_sparse_step=1,
+            mlp_only_layers=[],
+        )
+        return dict(
+            architectures=["Qwen3MoeForCausalLM" if self.n_experts else "Qwen3ForCausalLM"],
+            model_type="qwen3_moe" if self.n_experts else "qwen3",
+            hidden_size=self.dim,
+            num_hidden_layers=self.n_layers,
+            num_attention_heads=self.n_heads,
+            num_key_value_heads=self.n_kv_heads,
+            head_dim=self.head_dim,
+            intermediate_size=self.ffn_dim,
+            vocab_size=self.vocab_size,
+            rms_norm_eps=self.norm_eps,
+            rope_theta=self.rope_theta,
+            rope_scaling=None,
+            tie_word_embeddings=self.tie_embeddings,
+            max_position_embeddings=self.max_seq_len,
+            hidden_act="silu",
+            attention_bias=False,
+            use_sliding_window=False,
+            **(experts if self.n_experts else {}),
+        )
+
 
 _qwen3 = partial(Qwen3Config, vocab_size=151936, head_dim=128, n_kv_heads=8)  # head_dim is 128 whatever dim / n_heads is
 _moe = partial(_qwen3, n_experts=128, top_k=8, n_kv_heads=4)

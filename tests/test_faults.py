@@ -1,0 +1,466 @@
+"""A run goes on after whatever ends its processes: kill -9, signals, NaN, hangs, a lost node, another number of processes.
+
+The recipe is started as a user would start it, and disturbed from outside while it trains. What must come out is what an
+undisturbed run gives: the same metrics.jsonl and the same tensors, to the bit where the number of processes is the same.
+
+    CHAOS_KILLS=20 python -m pytest tests/test_faults.py -m slow -k chaos     # make chaos
+"""
+import contextlib
+import itertools
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+import checkpoint
+from checkpoint import LEFTOVER, STEP_FOLDER, step_folders
+from data import DataConfig, open_data
+from metrics import read_lines
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
+
+REPO = Path(__file__).parent.parent
+RECIPE = REPO / "train_llama3.py"
+STEPS = 60
+MODEL = "n_layers=2,dim=32,n_heads=4,n_kv_heads=4,head_dim=8,ffn_dim=64"
+FLAGS = ["--model_args", MODEL, "--seq_len", 32, "--local_batch_size", 1, "--steps", STEPS, "--val_every", 0, "--log_every", 1,
+         "--checkpoint_every", 2, "--device", "cpu", "--compute_dtype", "float32"]
+ENDLESS = ["--steps", 1_000_000]
+SAME = ("step", "loss", "loss_max", "grad_norm", "lr", "tokens", "tokens_hash")
+NOT_OURS = re.compile("RANK|WORLD_SIZE|LOCAL_|GROUP_|MASTER_|SLURM|TORCH")  # of a launcher that runs these tests
+numbers = itertools.count()
+
+
+# ---------------------------------------------------------------- starting, watching and killing jobs
+
+
+class Job:
+    """A launcher and all that it starts, found by an environment variable that they inherit."""
+
+    def __init__(self, command, out, log, **env):
+        self.out, self.log, self.mark = Path(out), Path(log), f"{os.getpid()}.{next(numbers)}"
+        env = {k: v for k, v in os.environ.items() if not NOT_OURS.match(k)} | {"OMP_NUM_THREADS": "1"} | env
+        env |= {"PYTHONPATH": str(REPO), "JOB_OF_THE_TEST": self.mark}
+        with open(log, "w") as file:
+            words = [str(word) for word in command]
+            self.launcher = subprocess.Popen(words, env=env, cwd=self.log.parent, stdout=file, stderr=file)
+
+    def processes(self) -> dict[int, dict[str, str]]:
+        """{pid: its environment} of those that are alive, the launcher too."""
+        found = {}
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError):  # they come and go
+                words = os.fsdecode(Path("/proc", pid, "environ").read_bytes()).split("\0")
+                if f"JOB_OF_THE_TEST={self.mark}" in words:
+                    found[int(pid)] = dict(word.split("=", 1) for word in words if "=" in word)
+        return found
+
+    def worker(self, rank) -> int | None:
+        """The pid of a rank; its writer process, if it has one, is younger."""
+        return min((pid for pid, env in self.processes().items() if env.get("RANK") == str(rank)), default=None)
+
+    def kill_everything(self):
+        while pids := self.processes():
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.launcher.poll()
+
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def last_step(self) -> int:
+        return max((line["step"] for line in read_lines(f"{self.out}/metrics.jsonl")), default=0)
+
+    def until(self, condition, timeout=90):
+        """Waits until condition() holds; a job that ends before fails the test."""
+        deadline = time.monotonic() + timeout
+        while not condition():
+            assert self.launcher.poll() is None, f"ended with {self.launcher.returncode} before that\n{self.text()[-3000:]}"
+            assert time.monotonic() < deadline, f"not within {timeout} s\n{self.text()[-3000:]}"
+            time.sleep(0.005)
+
+    def until_step(self, step):
+        self.until(lambda: self.last_step() >= step)
+
+    def end(self, within=120) -> int:
+        """Waits until no process of the job is left; returns the launcher's status."""
+        deadline = time.monotonic() + within
+        while self.launcher.poll() is None or self.processes():
+            assert time.monotonic() < deadline, f"after {within} s: {list(self.processes())}\n{self.text()[-3000:]}"
+            time.sleep(0.01)
+        return self.launcher.returncode
+
+
+DATA = []  # --data and --cache_dir: a small text, tokenized once
+
+
+@pytest.fixture(scope="module", autouse=True)
+def text(tmp_path_factory):
+    folder, rng = tmp_path_factory.mktemp("text"), random.Random(0)
+    words = ["".join(rng.choices("abcdefghij", k=rng.randint(2, 8))) for _ in range(200)]
+    (folder / "a.txt").write_text("\n\n".join(" ".join(rng.choices(words, k=60)) for _ in range(300)))
+    DATA[:] = ["--data", folder / "a.txt", "--cache_dir", folder / "cache"]
+    open_data(DataConfig(data=str(folder / "a.txt"), cache_dir=str(folder / "cache")), 32)
+
+
+@pytest.fixture
+def start(tmp_path):
+    """start(out, processes, flag, ...) -> Job; what is left of them is killed when the test ends."""
+    jobs = []
+
+    def start(out, processes, *flags, script=RECIPE, torchrun=(), **env):
+        launcher = ["-m", "torch.distributed.run", "--nproc_per_node", processes, *torchrun] if processes > 1 or torchrun else []
+        command = [sys.executable, *launcher, script, *FLAGS, *DATA, "--out", out, *flags]
+        jobs.append(Job(command, out, tmp_path / f"log {len(jobs)}", **env))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.kill_everything()
+
+
+def whole_run(folder, processes, *flags) -> Path:
+    """The folder of a run that nobody disturbs."""
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", processes]
+    job = Job([sys.executable, *launcher, RECIPE, *FLAGS, *DATA, "--out", folder / "whole", *flags], folder / "whole", folder / "log")
+    try:
+        assert job.end() == 0, job.text()[-4000:]
+    finally:
+        job.kill_everything()
+    return folder / "whole"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(text, tmp_path_factory) -> Path:
+    return whole_run(tmp_path_factory.mktemp("undisturbed"), 2)
+
+
+def assert_same_run(out, other, tolerance=None):
+    """Every step once and with the same numbers, no debris, and the same tensors at the end.
+
+    tolerance: of the loss, where another number of processes adds in another order, and only the data is the same."""
+    ours, theirs = ([{key: line[key] for key in SAME} for line in read_lines(f"{run}/metrics.jsonl")] for run in (out, other))
+    assert [line["step"] for line in ours] == list(range(1, len(theirs) + 1))
+    if tolerance is None:
+        assert ours == theirs
+        (step, path), (other_step, other_path) = step_folders(str(out))[0], step_folders(str(other))[0]
+        assert step == other_step == len(ours) and checkpoint.diff(path, other_path) == 0
+    for a, b in zip(ours, theirs):
+        assert all(a[key] == b[key] for key in ("tokens_hash", "tokens", "lr"))
+        assert abs(a["loss"] - b["loss"]) <= (tolerance or 0)
+    assert all_good(out) == len(ours)
+    assert [name for name in os.listdir(f"{out}/checkpoints") if not STEP_FOLDER.fullmatch(name)] == []
+
+
+def all_good(out) -> int:
+    """The newest step (0: none). Every checkpoint must be as it was written; what is none, the next start will clean up."""
+    names = os.listdir(f"{out}/checkpoints") if os.path.isdir(f"{out}/checkpoints") else []
+    assert [name for name in names if not STEP_FOLDER.fullmatch(name) and not LEFTOVER.fullmatch(name)] == []
+    return max([checkpoint.verify(path)["step"] for _, path in step_folders(str(out))], default=0)
+
+
+def fork(folder, lines) -> Path:
+    """A copy of the recipe in another folder, with `lines` in every step between the backward and the clipping."""
+    source, place = RECIPE.read_text(), "        grad_norm = clip_grad_norm("
+    assert source.count(place) == 1
+    script = folder / "train_fork.py"
+    script.write_text(source.replace(place, textwrap.indent(textwrap.dedent(lines).strip("\n"), " " * 8) + "\n" + place))
+    return script
+
+
+# ---------------------------------------------------------------- processes that die
+
+
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_kill_9_of_one_rank(tmp_path, start, undisturbed, rank):
+    """torchrun --max_restarts goes on by itself."""
+    job = start(tmp_path / "run", 2, torchrun=["--max_restarts", 3])
+    job.until_step(9)
+    os.kill(job.worker(rank), signal.SIGKILL)
+    assert job.end() == 0
+    assert_same_run(job.out, undisturbed)
+    assert job.text().count("continuing from") == 1  # one death, one restart: none is wasted on addresses of the dead
+
+
+def test_kill_9_of_the_launcher(tmp_path, start, undisturbed):
+    """Its workers end, so the same command can be given again at once."""
+    first = start(tmp_path / "run", 2)
+    first.until_step(9)
+    first.launcher.kill()
+    second = start(tmp_path / "run", 2)
+    first.end(within=5)
+    assert second.end() == 0
+    assert_same_run(second.out, undisturbed)
+
+
+def test_kill_9_of_the_launcher_while_it_starts(tmp_path, start):
+    """Its workers notice, even if they were still importing torch when it died."""
+    job = start(tmp_path / "run", 2, *ENDLESS)
+    job.until(lambda: job.worker(0) and job.worker(1))
+    job.launcher.kill()
+    job.end(within=30)  # how long the import takes is the machine's
+
+
+def test_a_run_that_always_fails_at_the_same_step_ends(tmp_path, start):
+    """--on_nan stop, the default, when one rank has no finite gradient: torchrun's restarts do not help, and it gives up."""
+    script = fork(tmp_path, """
+        if step == 5 and layout.rank == 1:
+            next(stages[0].parameters()).grad.mul_(float("nan"))
+    """)
+    job = start(tmp_path / "run", 2, script=script, torchrun=["--max_restarts", 2])
+    assert job.end() == 1
+    assert job.text().count("continuing from") == 2
+    assert f"step 5: gradient norm nan, weights unchanged; last checkpoint: {job.out}/checkpoints/step-4" in job.text()
+    assert all_good(job.out) == 4 and sorted(os.listdir(job.out / "checkpoints")) == ["step-2", "step-4"]
+
+
+@pytest.mark.slow
+def test_chaos(tmp_path, start):
+    """kill -9 of everything at random moments, and the same command again until the run is done."""
+    kills, rng, saved = int(os.environ.get("CHAOS_KILLS", 5)), random.Random(0), 0
+    steps = ["--steps", 40 + 20 * kills]
+    for kill in range(kills):
+        # the ways to write take turns; what they write is the same
+        job = start(tmp_path / "run", 2, *steps, "--checkpoint_async", ("off", "thread", "process")[kill % 3])
+        if rng.random() < 0.25:
+            wait = rng.uniform(0, 5)  # while it starts, or whatever it does then
+        else:
+            job.until_step(saved + rng.randint(1, 10))
+            wait = rng.uniform(0, 0.05)
+        moment = time.monotonic() + wait
+        job.until(lambda moment=moment: time.monotonic() > moment)
+        job.kill_everything()
+        continued, before, saved = re.findall(r"continuing from .*/step-(\d+) ", job.text()), saved, all_good(job.out)
+        print(f"kill {kill + 1} at step {job.last_step()}: the newest checkpoint is that of step {saved}")
+        assert saved >= before and continued in ([], [str(before)])
+    job = start(tmp_path / "run", 2, *steps)
+    assert job.end() == 0
+    assert f"/step-{saved} (written by 2 rank(s))" in job.text()
+    assert_same_run(job.out, whole_run(tmp_path, 2, *steps))
+
+
+@pytest.mark.slow
+def test_another_number_of_processes_after_each_kill(tmp_path, start):
+    """2, then 1, then 3 data ranks with the same global batch: the same tokens in each step, and the same losses."""
+    batch = ["--global_batch_size", 6]
+    for processes, step in ((2, 9), (1, 29)):
+        job = start(tmp_path / "run", processes, *batch)
+        job.until_step(step)
+        job.kill_everything()
+    job = start(tmp_path / "run", 3, *batch)
+    assert job.end() == 0
+    assert "(written by 1 rank(s))" in job.text()
+    assert_same_run(job.out, whole_run(tmp_path, 2, *batch), tolerance=1e-4)
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs(tmp_path, start, undisturbed):
+    """The others wait for --train_timeout_s, torchrun for --shutdown-timeout; then all is as if it had died."""
+    job = start(tmp_path / "run", 2, "--train_timeout_s", 3, torchrun=["--max_restarts", 1, "--shutdown-timeout", 2])
+    job.until_step(9)
+    os.kill(job.worker(1), signal.SIGSTOP)
+    assert job.end() == 0
+    assert_same_run(job.out, undisturbed)
+
+
+@pytest.mark.slow
+def test_a_second_start_in_the_same_folder(tmp_path, start):
+    first = start(tmp_path / "run", 1, *ENDLESS, "--checkpoint_every", 0)
+    first.until_step(1)
+    began = time.monotonic()
+    second = start(tmp_path / "run", 1)
+    assert second.end() == 2 and time.monotonic() - began > 30
+    assert f"error: {second.out} is in use by process {first.worker(0) or first.launcher.pid} on " in second.text()
+    assert first.launcher.poll() is None and not (second.out / "checkpoints").exists()
+
+
+# ---------------------------------------------------------------- numbers that are not finite
+
+
+def test_on_nan_stop(tmp_path, start):
+    """Status 1, the last line names the last good checkpoint, and the optimizer does not see the gradient."""
+    script = fork(tmp_path, """
+        if step == 5:
+            next(stages[0].parameters()).grad.mul_(float("inf"))
+            for optimizer in optimizers:
+                optimizer.register_step_pre_hook(lambda *_: print("the optimizer steps", flush=True))
+    """)
+    job = start(tmp_path / "run", 1, script=script)
+    assert job.end() == 1
+    good = f"{job.out}/checkpoints/step-4"
+    last_line = job.text().splitlines()[-1]
+    assert re.fullmatch(f"error on rank 0: RuntimeError: step 5: .*, weights unchanged; last checkpoint: {good}", last_line)
+    assert "the optimizer steps" not in job.text() and all_good(job.out) == 4
+
+
+def test_on_nan_skip(tmp_path, start):
+    """One rank's gradient is not finite: all ranks skip the step, and go on with the next batch."""
+    script = fork(tmp_path, """
+        if step == 5 and layout.rank == 1:
+            next(stages[0].parameters()).grad.mul_(float("nan"))
+    """)
+    job = start(tmp_path / "run", 2, "--on_nan", "skip", "--steps", 7, "--checkpoint_every", 1, script=script)
+    assert job.end() == 0
+    assert job.text().count("step skipped") == 1
+    lines = read_lines(f"{job.out}/metrics.jsonl")
+    assert [line["step"] for line in lines if line["grad_norm"] is None] == [5] and len(lines) == 7
+    assert len({line["tokens_hash"] for line in lines}) == 7 and [line["tokens"] for line in lines] == [64 * i for i in range(1, 8)]
+    steps = [path for _, path in reversed(step_folders(str(job.out)))]
+    differ = [checkpoint.diff(a, b) for a, b in itertools.pairwise(steps)]
+    assert differ == [1, 1, 1, 0, 1, 1]  # step-4 and step-5 hold the same weights and moments
+
+
+# ---------------------------------------------------------------- signals
+
+
+def test_sigusr1_under_torchrun(tmp_path, start):
+    """What Slurm sends before a job's time is over: all ranks finish the same step and save."""
+    handle = ["--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]
+    job = start(tmp_path / "run", 2, *ENDLESS, "--checkpoint_every", 1_000_000, torchrun=[*handle, "--max_restarts", 3])
+    job.until_step(3)
+    job.launcher.send_signal(signal.SIGUSR1)
+    assert job.end() == 1  # torchrun's own status after any signal
+    assert f"SIGUSR1: stopped after step {job.last_step()}" in job.text()
+    assert os.listdir(job.out / "checkpoints") == [f"step-{all_good(job.out)}"] == [f"step-{job.last_step()}"]
+
+
+@pytest.mark.slow
+def test_sigusr1_that_torchrun_does_not_handle(tmp_path, start):
+    """It kills torchrun, and the workers follow: only the checkpoints remain."""
+    job = start(tmp_path / "run", 2, *ENDLESS)
+    job.until_step(5)
+    job.launcher.send_signal(signal.SIGUSR1)
+    assert job.end(within=5) == -signal.SIGUSR1
+    assert "stopped after step" not in job.text() and all_good(job.out) >= 4
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_ctrl_c_twice_at_once(tmp_path, start, processes):
+    """One Ctrl-C that a launcher delivers twice: the step is finished and saved."""
+    job = start(tmp_path / "run", processes, *ENDLESS, "--checkpoint_every", 1_000_000)
+    job.until_step(3)
+    job.launcher.send_signal(signal.SIGINT)
+    job.launcher.send_signal(signal.SIGINT)
+    assert job.end() == (0 if processes == 1 else 1)
+    assert f"SIGINT: stopped after step {job.last_step()}" in job.text()
+    assert os.listdir(job.out / "checkpoints") == [f"step-{all_good(job.out)}"] == [f"step-{job.last_step()}"]
+
+
+def test_ctrl_c_twice(tmp_path, start):
+    """The second one, after two seconds, ends a process that does not come to the end of its step."""
+    script = fork(tmp_path, """
+        if step == 5:
+            import time
+            open(f"{cfg.out}/step 5", "w").close()
+            time.sleep(600)
+    """)
+    job = start(tmp_path / "run", 1, script=script)
+    job.until((job.out / "step 5").exists)
+    began = time.monotonic()
+    while job.launcher.poll() is None:
+        job.launcher.send_signal(signal.SIGINT)
+        assert time.monotonic() - began < 30
+        time.sleep(0.1)
+    assert job.end() == 130 and time.monotonic() - began > 2
+    assert all_good(job.out) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("patience", [2, 60])
+def test_shutdown_timeout(tmp_path, start, patience):
+    """torchrun kills what has not saved within --shutdown-timeout."""
+    script = fork(tmp_path, """
+        if step == 5:
+            import time
+            open(f"{cfg.out}/step 5 of rank {layout.rank}", "w").close()
+            time.sleep(5)
+    """)
+    job = start(tmp_path / "run", 2, "--checkpoint_every", 4, script=script, torchrun=["--shutdown-timeout", patience])
+    job.until(lambda: all((job.out / f"step 5 of rank {rank}").exists() for rank in (0, 1)))
+    job.launcher.send_signal(signal.SIGTERM)
+    assert job.end() == 1
+    assert all_good(job.out) == (4 if patience == 2 else 5)
+
+
+# ---------------------------------------------------------------- several machines: two torchrun agents
+
+
+class Nodes:
+    """Two torchrun agents on this machine that take each other for two machines; the first holds the rendezvous."""
+
+    def __init__(self, start, out, nnodes):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self.start_job, self.out, self.nnodes = start, out, nnodes
+        self.first = self.start()
+        self.first.until(self.has_rendezvous)
+        self.second = self.start()
+
+    def start(self) -> Job:
+        # a lost node is noticed after 3 s instead of 15, and a smaller job starts after 1 s instead of 30
+        timing = "keep_alive_interval=1,last_call_timeout=1"
+        flags = ["--nnodes", self.nnodes, "--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{self.port}", "--rdzv_id", "job",
+                 "--rdzv_conf", timing, "--local_addr", "127.0.0.1", "--max_restarts", 3]
+        flags = ["--global_batch_size", 2], flags
+        return self.start_job(self.out, 1, *flags[0], torchrun=flags[1], TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+
+    def has_rendezvous(self) -> bool:
+        with socket.socket() as s:
+            return s.connect_ex(("127.0.0.1", self.port)) == 0
+
+
+@pytest.mark.slow
+def test_a_node_is_replaced(tmp_path, start, undisturbed):
+    """The other node waits for it, and both continue from the newest checkpoint."""
+    nodes = Nodes(start, tmp_path / "run", "2")
+    nodes.first.until_step(9)
+    nodes.second.launcher.kill()
+    nodes.second.end(within=5)
+    replacement = nodes.start()
+    assert replacement.end() == 0 and nodes.first.end() == 0
+    assert_same_run(nodes.out, undisturbed)
+
+
+@pytest.mark.slow
+def test_a_node_is_lost(tmp_path, start, undisturbed):
+    """--nnodes 1:2: the other node goes on alone, with the same global batch."""
+    nodes = Nodes(start, tmp_path / "run", "1:2")
+    nodes.first.until_step(9)
+    nodes.second.launcher.kill()
+    assert nodes.first.end() == 0
+    assert "(written by 2 rank(s))" in nodes.first.text()
+    assert_same_run(nodes.out, undisturbed, tolerance=1e-4)
+
+
+@pytest.mark.slow
+def test_a_node_joins(tmp_path, start, undisturbed):
+    """--nnodes 1:2: torchrun stops the one that runs, which saves, and starts both."""
+    nodes = Nodes(start, tmp_path / "run", "1:2")
+    nodes.first.until_step(9)
+    nodes.second.launcher.kill()
+    nodes.first.until(lambda: "continuing from" in nodes.first.text())
+    replacement = nodes.start()
+    assert replacement.end() == 0 and nodes.first.end() == 0
+    assert "SIGTERM: stopped after step" in nodes.first.text() and "(written by 1 rank(s))" in nodes.first.text() + replacement.text()
+    assert_same_run(nodes.out, undisturbed, tolerance=1e-4)
+
+
+@pytest.mark.slow
+def test_the_node_with_the_rendezvous_is_lost(tmp_path, start, undisturbed):
+    """The others end with status 1; all nodes started again continue."""
+    nodes = Nodes(start, tmp_path / "run", "2")
+    nodes.first.until_step(9)
+    nodes.first.launcher.kill()
+    assert nodes.second.end(within=60) == 1
+    again = Nodes(start, tmp_path / "run", "2")
+    assert again.first.end() == 0 and again.second.end() == 0
+    assert_same_run(again.out, undisturbed)

@@ -1,0 +1,833 @@
+"""Hugging Face, both ways: transformers is the oracle for what the files mean, and one process for every layout."""
+import json
+import math
+import os
+import re
+import shutil
+import threading
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from counters import LiveMemory
+from layouts import build, config, full
+from pool import pool
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, pre_tokenizers, processors, trainers
+from tokenizers.models import BPE
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+import generate
+import hf_section as hf
+import parallel
+from checkpoint import load_model, verify
+from config import override_fields
+from models.llama3 import FLAVORS, Llama3, Llama3Config
+
+# ---------------------------------------------------------------- their files, our model
+
+TINY = dict(hidden_size=32, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, head_dim=8, intermediate_size=64,
+            vocab_size=101, max_position_embeddings=64, rms_norm_eps=1e-5, bos_token_id=None, eos_token_id=None)
+SCALED = dict(rope_type="llama3", rope_theta=5e5, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
+              original_max_position_embeddings=16)
+VARIANTS = {
+    "plain": {},
+    "scaled_rope": dict(rope_parameters=SCALED),
+    "tied": dict(tie_word_embeddings=True),
+    "wide_heads": dict(head_dim=24, num_key_value_heads=1, rms_norm_eps=1e-3),
+    "sharded": {},
+    "bf16": {},
+    "moe": dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True),
+}
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory):
+    """variant -> (transformers' model in fp32, the folder that it wrote)."""
+    made = {}
+
+    def make(variant):
+        if variant not in made:
+            torch.manual_seed(1)
+            classes = (Qwen3MoeConfig, Qwen3MoeForCausalLM) if variant == "moe" else (LlamaConfig, LlamaForCausalLM)
+            model = classes[1](classes[0](**TINY | VARIANTS[variant]))
+            for p in model.parameters():
+                nn.init.normal_(p, std=0.2) if p.dim() > 1 else nn.init.uniform_(p, 0.5, 1.5)
+            folder = tmp_path_factory.mktemp(variant)
+            model.to(torch.bfloat16 if variant == "bf16" else torch.float32)
+            model.save_pretrained(folder, max_shard_size="60KB" if variant == "sharded" else "1GB")
+            made[variant] = classes[1].from_pretrained(folder, dtype=torch.float32), str(folder)
+        return made[variant]
+
+    return make
+
+
+def tokens(seed=0):
+    return torch.randint(0, 101, (2, 40), generator=torch.Generator().manual_seed(seed))
+
+
+def tensors_of(folder) -> dict:
+    return {name: t for file in Path(folder).glob("*.safetensors") for name, t in load_file(file).items()}
+
+
+def assert_equal_files(a, b):
+    a, b = tensors_of(a), tensors_of(b)
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]), name
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_their_files_give_their_logits_and_gradients(theirs, variant):
+    model, folder = theirs(variant)
+    ours, _ = hf.load_hf_model(folder, dtype=torch.float32)
+    expected = model(tokens()).logits
+    torch.testing.assert_close(ours(tokens()), expected, atol=5e-5, rtol=0)
+    labels = tokens(1)
+    torch.nn.functional.cross_entropy(expected.flatten(0, 1), labels.flatten()).backward()
+    ours(tokens(), labels, loss_denom=labels.numel()).backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    for fqn, name in ours.hf_keys().items():
+        if isinstance(name, str):  # transformers itself stacks experts otherwise; their gradients pass through all the rest
+            grad = ours.get_parameter(fqn).grad
+            assert (grad - grads[name]).norm() < 1e-4 * grads[name].norm(), fqn
+    model.zero_grad()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_our_files_give_them_our_logits_and_a_round_trip_is_bit_identical(theirs, variant, tmp_path):
+    model, folder = theirs(variant)
+    dtype = torch.bfloat16 if variant == "bf16" else torch.float32
+    ours, _ = hf.load_hf_model(folder, dtype=torch.float32)  # as in training
+    hf.save_hf(ours, str(tmp_path / "out"), dtype, max_shard_gb=6e-5 if variant == "sharded" else 5)
+    assert_equal_files(folder, tmp_path / "out")
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert type(back) is type(model)
+    torch.testing.assert_close(back(tokens()).logits, ours(tokens()), atol=5e-5, rtol=0)
+    # its config.json, in the spelling of transformers 4, says the same to us and to transformers 5
+    assert hf.read_hf_config(str(tmp_path / "out")) == ours.config
+    same = {k: v for k, v in model.config.to_dict().items() if k not in ("dtype", "use_cache", "_name_or_path", "pad_token_id")}
+    assert same.items() <= back.config.to_dict().items()
+    assert back.config.eos_token_id is None and not back.generation_config.eos_token_id  # and not 2, the default
+
+
+def test_files_have_at_most_max_shard_gb_and_transformers_reads_which_is_where(theirs, tmp_path):
+    ours, _ = hf.load_hf_model(theirs("plain")[1])
+    hf.save_hf(ours, str(tmp_path / "out"), torch.float32, max_shard_gb=3e-5)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    total = 0
+    for file in (tmp_path / "out").glob("*.safetensors"):
+        found = load_file(file)
+        assert {name for name, where in index["weight_map"].items() if where == file.name} == set(found)
+        size = sum(t.numel() * t.element_size() for t in found.values())
+        assert size <= 30000
+        total += size
+    files = sorted(set(index["weight_map"].values()))
+    assert files == [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))] and len(files) > 8
+    assert index["metadata"]["total_size"] == total == sum(4 * p.numel() for p in ours.parameters())
+
+
+def test_bf16_and_float16_exports_round_once(theirs, tmp_path):
+    ours, _ = hf.load_hf_model(theirs("plain")[1])
+    for dtype in (torch.bfloat16, torch.float16):
+        hf.save_hf(ours, str(tmp_path / str(dtype)), dtype)
+        for fqn, name in ours.hf_keys().items():
+            assert torch.equal(tensors_of(tmp_path / str(dtype))[name], ours.get_parameter(fqn).to(dtype))
+    with torch.no_grad():
+        ours.blocks["1"].ffn.w1.weight[0, 0] = 7e4
+    with pytest.raises(ValueError, match="blocks.1.ffn.w1.weight has numbers beyond float16"):
+        hf.save_hf(ours, str(tmp_path / "out"), torch.float16)
+    assert sorted(os.listdir(tmp_path)) == ["torch.bfloat16", "torch.float16"]
+
+
+def test_an_export_overwrites_nothing_and_a_failed_one_leaves_nothing(theirs, tmp_path, monkeypatch):
+    ours, _ = hf.load_hf_model(theirs("plain")[1])
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="used is there already and not an empty folder"):
+        hf.save_hf(ours, str(tmp_path / "used"))
+    (tmp_path / "empty").mkdir()
+    hf.save_hf(ours, str(tmp_path / "empty"))
+
+    def full_disk(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(hf, "write_part", full_disk)
+    with pytest.raises(ValueError, match="No space left"):
+        hf.save_hf(ours, str(tmp_path / "new"))
+    assert sorted(os.listdir(tmp_path)) == ["empty", "used"] and os.listdir(tmp_path / "used") == ["notes.txt"]
+
+
+# ---------------------------------------------------------------- any layout
+
+LAYOUTS = [
+    (2, {}, "sharded"),
+    (2, dict(tp=2), "tied"),
+    (2, dict(pp=2), "sharded"),
+    (2, dict(pp=2, pp_schedule="ZBVZeroBubble"), "tied"),  # first and last stage on one rank
+    (2, dict(ep=2), "moe"),
+    (4, dict(tp=2), "plain"),
+    (4, dict(dp_replicate=2, pp=2), "tied"),
+    (4, dict(ep=2, tp=2), "moe"),
+]
+
+
+def import_and_export(flags, folder, out):
+    """On one rank of a layout: (whole weights, bytes read, bytes of its shards, peak of what was allocated)."""
+    read, original = [], hf.HFTensors.read
+
+    def counted(self, name, offset, shape):
+        part = original(self, name, offset, shape)
+        read.append((name, part.numel() * part.element_size()))
+        return part
+
+    stages, _ = build(hf.read_hf_config(folder), flags, n=8, local_batch_size=4)
+    shards = [parallel.local_tensor(p) for s in stages for p in s.parameters()]
+    hf.HFTensors.read = counted
+    with LiveMemory() as memory:
+        add = memory.add
+        memory.add = lambda storage, before: None if is_file(storage, folder) else add(storage, before)
+        hf.load_hf(stages, folder)
+    hf.HFTensors.read = original
+    weights = {fqn: full(p) for s in stages for fqn, p in s.named_parameters()}
+    hf.save_hf(stages, out, torch.float32, max_shard_gb=6e-5)
+    return weights, read, sum(t.numel() * t.element_size() for t in shards), memory.peak
+
+
+def is_file(storage, folder) -> bool:
+    """Whether it is a mapped file: as large as one, and no tensor is."""
+    return storage.nbytes() in {file.stat().st_size for file in Path(folder).glob("*.safetensors")}
+
+
+@pytest.mark.parametrize("n, flags, variant", LAYOUTS, ids=lambda value: str(value))
+def test_every_layout_reads_and_writes_what_one_process_does(theirs, tmp_path, n, flags, variant):
+    folder = theirs(variant)[1]
+    plain, _ = hf.load_hf_model(folder)
+    results = pool(n).run(import_and_export, flags, folder, str(tmp_path / "out"))
+    expected = dict(plain.named_parameters())
+    assert {fqn for weights, *_ in results for fqn in weights} == set(expected)
+    largest = max(4 * math.prod(t.shape) for t in tensors_of(folder).values())
+    for weights, read, shards, peak in results:
+        for fqn, weight in weights.items():
+            assert torch.equal(weight, expected[fqn]), fqn
+        assert sum(size for _, size in read) == shards  # its slices, and nothing else
+        assert peak <= largest
+    if flags.get("ep"):  # a rank opens its experts only
+        groups = [{name for name, _ in read if ".experts." in name} for _, read, *_ in results]
+        assert len(set.union(*groups)) == n * len(groups[0])
+    assert_equal_files(folder, tmp_path / "out")
+    hf.save_hf(plain, str(tmp_path / "plain"), torch.float32, max_shard_gb=6e-5)
+    for name in os.listdir(tmp_path / "plain"):
+        if name.endswith("config.json"):
+            assert (tmp_path / "plain" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that is not a mapped file."""
+    return 1024 * int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+
+
+class PeakMemory:
+    """The most that anonymous memory grows inside the context: what torch's allocations do not show is in it, too."""
+
+    def __enter__(self):
+        self.start = self.peak = anonymous_bytes()
+        self.done = threading.Event()
+        self.thread = threading.Thread(target=self.watch)
+        self.thread.start()
+        return self
+
+    def watch(self):
+        while not self.done.wait(0.0005):
+            self.peak = max(self.peak, anonymous_bytes())
+
+    def __exit__(self, *_):
+        self.done.set()
+        self.thread.join()
+        self.grown = max(self.peak, anonymous_bytes()) - self.start
+
+
+def memory_of_import_and_export(model_config, folder, out):
+    stages, _ = build(model_config, dict(tp=2), n=8, local_batch_size=4)
+    with PeakMemory() as importing:
+        hf.load_hf(stages, folder)
+    with LiveMemory() as exporting:
+        hf.save_hf(stages, out, torch.float32, max_shard_gb=0.02)
+    return importing.grown, exporting.peak
+
+
+def test_no_rank_holds_more_than_its_shard_and_few_tensors(tmp_path):
+    """FSDP x TP on 4 ranks; the shards are there before, so the growth is what comes on top of them."""
+    model_config = config(dim=512, n_layers=5, ffn_dim=3072, vocab_size=4096, head_dim=64)
+    whole = Llama3(model_config)
+    hf.save_hf(whole, str(tmp_path / "in"), torch.float32)
+    total, largest = sum(4 * p.numel() for p in whole.parameters()), 4 * 4096 * 512
+    slack = 4_000_000  # buffers of gloo, Python's objects
+    assert total > 14 * largest
+    folders = str(tmp_path / "in"), str(tmp_path / "out")
+    for importing, exporting in pool(4).run(memory_of_import_and_export, model_config, *folders):
+        assert importing <= largest + slack
+        assert exporting <= 4.5 * largest  # one is being written, one is gathered, for which torch takes up to three more
+    assert_equal_files(tmp_path / "in", tmp_path / "out")
+
+
+def fail_to_import(flags, folder, out):
+    stages, _ = build(config(), flags, n=8, local_batch_size=4)
+    before = {fqn: full(p) for s in stages for fqn, p in s.named_parameters()}
+    errors = []
+    for work in (lambda: hf.load_hf(stages, folder), lambda: hf.save_hf(stages, out)):
+        try:
+            work()
+        except ValueError as error:
+            errors.append(str(error))
+    unchanged = all(torch.equal(before[fqn], full(p)) for s in stages for fqn, p in s.named_parameters())
+    return errors, unchanged
+
+
+def test_what_one_rank_finds_all_ranks_raise_before_a_weight_is_touched(theirs, tmp_path):
+    found = tensors_of(theirs("plain")[1])
+    found["model.norm.weight"] = torch.ones(31)  # the last stage's business
+    (tmp_path / "bad").mkdir()
+    save_file(found, tmp_path / "bad" / "model.safetensors")
+    (tmp_path / "file").write_text("in the way")
+    for errors, unchanged in pool(2).run(fail_to_import, dict(pp=2), str(tmp_path / "bad"), str(tmp_path / "file")):
+        assert unchanged and "rank 1: " in errors[0] and "model.norm.weight is (31,) there, (32,) here" in errors[0]
+        assert "file is there already" in errors[1]
+
+
+# ---------------------------------------------------------------- the table: stacks of experts, fp8, optional layers, buffers
+
+
+class Toy(nn.Module):
+    """What Qwen3-MoE and DeepSeek need of the table, small: a stack of experts, a buffer, a layer that files may lack."""
+
+    def __init__(self, device="cpu"):
+        super().__init__()
+        self.config = SimpleNamespace(tie_embeddings=False, max_seq_len=8, to_hf=lambda: {"model_type": "toy"})
+        self.proj = nn.Parameter(torch.randn(300, 200, device=device))
+        self.experts = nn.Parameter(torch.randn(8, 6, 4, device=device))
+        self.mtp = nn.Parameter(torch.randn(3, device=device))
+        self.register_buffer("bias", torch.randn(8, device=device))
+        self.register_buffer("ours_only", torch.zeros(2, device=device))
+
+    def hf_keys(self):
+        experts = [f"model.experts.{e}.weight" for e in range(8)]
+        return {"proj": "model.proj.weight", "experts": experts, "mtp": "model.layers.61.weight", "bias": "model.bias"}
+
+    def hf_optional(self):
+        return ["model.layers.61.*"]
+
+
+def toy_files(folder, **changes):
+    """Files of a Toy, each tensor in its own, with an index."""
+    g = torch.Generator().manual_seed(2)
+    found = {"model.proj.weight": torch.randn(300, 200, generator=g), "model.bias": torch.randn(8, generator=g),
+             "model.layers.61.weight": torch.ones(3)}
+    found |= {f"model.experts.{e}.weight": torch.randn(6, 4, generator=g) for e in range(8)}
+    found = {name: t for name, t in {**found, **changes}.items() if t is not None}
+    Path(folder).mkdir(exist_ok=True)
+    for i, (name, t) in enumerate(found.items()):
+        save_file({name: t}, Path(folder, f"{i}.safetensors"))
+    index = {"weight_map": {name: f"{i}.safetensors" for i, name in enumerate(found)}}
+    Path(folder, "model.safetensors.index.json").write_text(json.dumps(index))
+    return found
+
+
+def test_stacks_buffers_and_optional_layers(tmp_path, capsys):
+    found = toy_files(tmp_path / "in")
+    toy = Toy()
+    toy.ours_only += 1
+    assert hf.load_hf(toy, str(tmp_path / "in")) == []
+    for e in range(8):
+        assert torch.equal(toy.experts[e], found[f"model.experts.{e}.weight"])
+    assert torch.equal(toy.bias, found["model.bias"]) and not toy.ours_only.any()
+    hf.save_hf(toy, str(tmp_path / "out"), torch.bfloat16, max_shard_gb=1e-7)
+    written = tensors_of(tmp_path / "out")
+    assert written.keys() == found.keys()
+    for name, t in found.items():  # a buffer keeps its dtype
+        assert torch.equal(written[name], t if name == "model.bias" else t.bfloat16())
+    toy.ours_only += 1
+    hf.save_hf(toy, str(tmp_path / "out2"))
+    assert "has no place for ours_only" in capsys.readouterr().out
+
+    toy_files(tmp_path / "without", **{"model.layers.61.weight": None})
+    toy.mtp.data.fill_(5)
+    assert hf.load_hf(toy, str(tmp_path / "without")) == ["mtp"] and toy.mtp.tolist() == [5, 5, 5]
+    assert "leaves out mtp" in capsys.readouterr().out
+    toy_files(tmp_path / "more", **{"model.layers.61.other.weight": torch.ones(1)})
+    hf.load_hf(toy, str(tmp_path / "more"))
+    assert "model.layers.61.other.weight" in capsys.readouterr().out
+
+
+def experts_of_a_rank(folder, out):
+    names, original = [], hf.HFTensors.read
+    toy, mesh = Toy(), init_device_mesh("cpu", (2,))
+    toy.experts = nn.Parameter(distribute_tensor(toy.experts.detach(), mesh, [Shard(0)]))
+    hf.HFTensors.read = lambda self, name, *rest: names.append(name) or original(self, name, *rest)
+    opened, original_open = set(), hf.HFTensors.open
+    hf.HFTensors.open = lambda self, file: opened.add(file) or original_open(self, file)
+    hf.load_hf(toy, folder)
+    hf.HFTensors.read, hf.HFTensors.open = original, original_open
+    hf.save_hf(toy, out, torch.float32)
+    return {name for name in names if "experts" in name}, len(opened), toy.experts.to_local().detach()
+
+
+def test_an_expert_parallel_rank_reads_its_experts_only(tmp_path):
+    found = toy_files(tmp_path / "in")
+    results = pool(2).run(experts_of_a_rank, str(tmp_path / "in"), str(tmp_path / "out"))
+    for rank, (names, n_opened, local) in enumerate(results):
+        mine = [f"model.experts.{e}.weight" for e in range(4 * rank, 4 * rank + 4)]
+        assert names == set(mine) and n_opened == 7  # 4 experts and 3 other tensors, of 11 files
+        assert torch.equal(local, torch.stack([found[name] for name in mine]))
+    assert_equal_files(tmp_path / "in", tmp_path / "out")
+
+
+def test_fp8_blocks_against_a_loop(tmp_path):
+    g = torch.Generator().manual_seed(3)
+    codes = (torch.randn(300, 200, generator=g) * 50).to(torch.float8_e4m3fn)  # 3 x 2 blocks, the last ones partial
+    scale = torch.rand(3, 2, generator=g) * 1e-3
+    toy_files(tmp_path, **{"model.proj.weight": codes, "model.proj.weight_scale_inv": scale})
+    expected = torch.empty(300, 200)
+    for i in range(300):
+        for j in range(200):
+            expected[i, j] = codes[i, j].float() * scale[i // 128, j // 128]
+    toy = Toy()
+    hf.load_hf(toy, str(tmp_path))
+    assert torch.equal(toy.proj, expected)
+    source = hf.HFTensors(str(tmp_path))  # slices that begin and end anywhere, as FSDP's and TP's do
+    for r, c, rows, columns in [(0, 0, 300, 200), (5, 7, 1, 1), (100, 100, 100, 100), (128, 0, 128, 128), (127, 127, 2, 2),
+                                (256, 128, 44, 72), (299, 199, 1, 1), (1, 0, 299, 200), (0, 130, 300, 3)]:
+        part = source.read("model.proj.weight", (r, c), (rows, columns))
+        assert torch.equal(part, expected[r : r + rows, c : c + columns])
+    toy.bfloat16()  # dequantised in fp32, then rounded once
+    hf.load_hf(toy, str(tmp_path))
+    assert torch.equal(toy.proj, expected.bfloat16())
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"model.proj.weight": torch.zeros(300, 200, dtype=torch.float8_e4m3fn)}, "model.proj.weight is F8_E4M3, which is no F32"),
+    ({"model.proj.weight": torch.zeros(300, 200, dtype=torch.int32)}, "model.proj.weight is I32"),
+    ({"model.proj.weight_scale_inv": torch.ones(3, 2)}, "model.proj.weight is F32, which is no F32 .* with a"),
+    ({"model.proj.weight": torch.zeros(300, 200, dtype=torch.float8_e4m3fn), "model.proj.weight_scale_inv": torch.ones(3, 3)},
+     "model.proj.weight_scale_inv is .3, 3. there, and should be .3, 2. floats"),
+    ({"model.proj.weight": torch.zeros(200, 300)}, "model.proj.weight is .200, 300. there, .300, 200. here"),
+    ({"model.experts.5.weight": torch.zeros(4, 6)}, "model.experts.5.weight is .4, 6. there, .6, 4. here"),
+    ({"model.experts.5.weight": None, "model.bias": None}, "missing: model.experts.5.weight, model.bias$"),
+    ({f"model.experts.{e}.weight": None for e in range(8)} | {"odd": torch.ones(1)},
+     "missing: model.experts.0.weight, model.experts.1.weight, model.experts.2.weight and 5 more; unknown: odd"),
+    ({"other_scale_inv": torch.ones(1)}, "unknown: other_scale_inv"),
+])
+def test_what_does_not_fit_is_refused_by_name(tmp_path, changes, message):
+    toy_files(tmp_path, **changes)
+    toy = Toy()
+    before = toy.proj.clone()
+    with pytest.raises(ValueError, match=message) as error:
+        hf.load_hf(toy, str(tmp_path))
+    assert "\n" not in str(error.value) and torch.equal(toy.proj, before)
+
+
+def test_a_parameter_without_a_name_is_refused_both_ways(tmp_path):
+    toy_files(tmp_path / "in")
+    toy = Toy()
+    toy.extra = nn.Parameter(torch.ones(1))
+    with pytest.raises(ValueError, match="no name for extra"):
+        hf.load_hf(toy, str(tmp_path / "in"))
+    with pytest.raises(ValueError, match="differ in extra"):
+        hf.save_hf(toy, str(tmp_path / "out"))
+
+
+def test_a_head_beside_a_tied_embedding_and_tables_of_frequencies(theirs, tmp_path):
+    found = tensors_of(theirs("tied")[1])
+    assert "lm_head.weight" not in found
+    found |= {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(4) for i in range(4)}  # in files of 2023
+    ours, _ = hf.load_hf_model(theirs("tied")[1])
+    save_file(found | {"lm_head.weight": found["model.embed_tokens.weight"].clone()}, tmp_path / "model.safetensors")
+    hf.load_hf(ours, str(tmp_path))
+    save_file(found | {"lm_head.weight": found["model.embed_tokens.weight"] + 1e-3}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="lm_head.weight is not equal to model.embed_tokens.weight, but this"):
+        hf.load_hf(ours, str(tmp_path))
+
+
+def test_excluded_parameters_keep_their_values(theirs, tmp_path):
+    found = tensors_of(theirs("plain")[1])
+    del found["lm_head.weight"]
+    save_file(found, tmp_path / "model.safetensors")
+    ours = Llama3(hf.read_hf_config(theirs("plain")[1]))
+    nn.init.constant_(ours.head.weight, 3.0)
+    with pytest.raises(ValueError, match="missing: lm_head.weight"):
+        hf.load_hf(ours, str(tmp_path))
+    hf.load_hf(ours, str(tmp_path), exclude=["head"])
+    assert (ours.head.weight == 3).all() and torch.equal(ours.norm.weight, found["model.norm.weight"])
+
+
+# ---------------------------------------------------------------- config.json against the flavor
+
+
+def write_config(folder, **changes):
+    saved = FLAVORS["debug"].to_hf() | changes
+    Path(folder, "config.json").write_text(json.dumps(saved))
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", list(FLAVORS))
+def test_to_hf_is_the_inverse_of_from_hf(name):
+    assert Llama3Config.from_hf(json.loads(json.dumps(FLAVORS[name].to_hf()))) == FLAVORS[name]
+
+
+def test_every_disagreement_is_named_with_both_values(tmp_path):
+    other = dict(
+        hidden_size=512, num_hidden_layers=7, num_attention_heads=16, num_key_value_heads=2, head_dim=16, intermediate_size=999,
+        vocab_size=1000, rms_norm_eps=1e-6, rope_theta=10000.0, tie_word_embeddings=True, max_position_embeddings=4096,
+        rope_scaling={name: value for name, value in SCALED.items() if name != "rope_theta"},
+    )
+    ours, theirs = FLAVORS["debug"], Llama3Config.from_hf(FLAVORS["debug"].to_hf() | other)
+    with pytest.raises(ValueError) as error:
+        hf.check_hf_config(ours, write_config(tmp_path, **other))
+    for f in fields(ours):
+        assert f"{f.name} is {getattr(theirs, f.name)} there, {getattr(ours, f.name)} here" in str(error.value)
+    assert "add a flavor with its values to FLAVORS in models/llama3.py" in str(error.value)
+    for name, value in other.items():  # and each of them alone
+        with pytest.raises(ValueError, match="is of another model") as error:
+            hf.check_hf_config(ours, write_config(tmp_path, **{name: value}))
+        assert str(error.value).count(" there, ") == 1
+
+
+def test_the_error_says_which_flavor_it_is_or_what_to_type(tmp_path):
+    saved = FLAVORS["1B"].to_hf()
+    with pytest.raises(ValueError, match="n_layers is 16 there, .* use --flavor 1B and no --model_args"):
+        hf.check_hf_config(FLAVORS["debug"], write_config(tmp_path, **saved))
+    folder = write_config(tmp_path, **saved | dict(max_position_embeddings=8192, rms_norm_eps=2e-5))
+    with pytest.raises(ValueError, match="--flavor 1B and --model_args") as error:
+        hf.check_hf_config(FLAVORS["1B"], folder)
+    args = str(error.value).split('--model_args "')[1].rstrip('"')
+    assert args == "norm_eps=2e-05,max_seq_len=8192"
+    hf.check_hf_config(override_fields(FLAVORS["1B"], args, "--model_args"), folder)  # typed, it is accepted
+    folder = write_config(tmp_path, **saved | dict(rope_scaling=None))
+    with pytest.raises(ValueError) as error:
+        hf.check_hf_config(FLAVORS["1B"], folder)
+    args = str(error.value).split('--model_args "')[1].rstrip('"')
+    hf.check_hf_config(override_fields(FLAVORS["1B"], args, "--model_args"), folder)
+    hf.check_hf_config(FLAVORS["1B"], write_config(tmp_path, **saved))
+
+
+@pytest.mark.parametrize("changes, message", [
+    (dict(model_type="mamba"), "model_type is 'mamba'; there is a model for llama"),
+    (dict(model_type=["llama"]), "model_type is ['llama']"),
+    (dict(hidden_act="gelu"), "hidden_act is 'gelu'"),
+    (dict(num_attention_heads="8"), "TypeError"),
+    (dict(num_hidden_layers=True), "n_layers would be 'True', not int"),
+    (dict(num_hidden_layers=-1), "n_layers"),
+    (dict(num_hidden_layers=1000), "1000 layers, but the files hold 39 tensors"),
+    (dict(vocab_size=2**40), "vocab_size would be '1099511627776', not int"),
+    (dict(rms_norm_eps="1e-5"), "norm_eps would be '1e-5', not float"),
+    (dict(tie_word_embeddings="no"), "tie_embeddings would be 'no', not bool"),
+    (dict(rope_scaling=dict(SCALED, factor=[2])), "rope_scaling"),
+    (dict(rope_scaling=7), "config.json"),
+    (dict(num_attention_heads=0), "config.json"),
+])
+def test_values_that_are_none(theirs, tmp_path, changes, message):
+    shutil.copytree(theirs("plain")[1], tmp_path / "in")
+    saved = json.loads((tmp_path / "in" / "config.json").read_text()) | changes
+    if "rope_scaling" in changes:
+        del saved["rope_parameters"]
+    (tmp_path / "in" / "config.json").write_text(json.dumps(saved))
+    with pytest.raises(ValueError) as error:
+        hf.load_hf_model(str(tmp_path / "in"))
+    assert message in str(error.value) and str(tmp_path / "in") in str(error.value) and "\n" not in str(error.value)
+
+
+# ---------------------------------------------------------------- files of strangers
+
+
+def raw_safetensors(header, data=b"", claimed=None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return (len(text) if claimed is None else claimed).to_bytes(8, "little") + text + data
+
+
+def one(start, end, shape=(2,)):
+    return {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
+
+
+@pytest.mark.parametrize("content, message", [
+    (raw_safetensors({}, claimed=1 << 26), "a header of 67,108,864 bytes is absurd"),
+    (raw_safetensors({}, claimed=2**63), "absurd"),
+    (raw_safetensors({}, claimed=5000), "header"),
+    (raw_safetensors({"a": one(0, 8), "b": one(4, 12)}, b"\0" * 12), "offset"),  # they overlap
+    (raw_safetensors({"a": one(0, 8), "b": one(0, 8)}, b"\0" * 8), "offset"),
+    (raw_safetensors({"a": one(0, 8), "b": one(12, 20)}, b"\0" * 20), "offset"),  # a hole
+    (raw_safetensors({"a": one(0, 8, (2**62, 4))}, b"\0" * 8), "offset|shape|overflow"),
+    (raw_safetensors({"a": one(0, 800)}, b"\0" * 8), "r"),  # beyond the end
+    (raw_safetensors(b"[" * 100000), "header"),
+    (b"\x80\x04", "no safetensors file"),
+    (b"", "no safetensors file"),
+])
+def test_safetensors_that_lie(tmp_path, content, message):
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match=message) as error:
+        hf.HFTensors(str(tmp_path))
+    assert str(tmp_path / "model.safetensors") in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("file", [
+    "../secret.safetensors", "/etc/passwd", "sub/model.safetensors", "..", ".", "", ".hidden", "a\\b", "a\0b",
+    "link.safetensors", "missing.safetensors", "folder",
+])
+def test_an_index_leads_nowhere_else(theirs, tmp_path, file):
+    """In every case there is a perfectly good file at the end of the path: it is not opened."""
+    folder = tmp_path / "in"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "folder").mkdir()
+    good = Path(theirs("plain")[1], "model.safetensors")
+    for path in (tmp_path / "secret.safetensors", folder / "sub" / "model.safetensors", folder / "a\\b", folder / ".hidden"):
+        shutil.copy(good, path)
+    (folder / "link.safetensors").symlink_to(tmp_path / "secret.safetensors")
+    names = list(tensors_of(theirs("plain")[1]))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, file)}))
+    model = Llama3(hf.read_hf_config(theirs("plain")[1]))
+    with pytest.raises(ValueError) as error:
+        hf.load_hf(model, str(folder))
+    assert str(folder) in str(error.value) and "\n" not in str(error.value)
+    wanted = {"missing.safetensors": "is missing", "folder": "is no plain file", "link.safetensors": "leads out of the folder"}
+    assert wanted.get(file, "is not the name of a file in this folder") in str(error.value)
+
+
+def test_links_of_a_hugging_face_cache(theirs, tmp_path):
+    blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "0123abcd"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for i, file in enumerate(Path(theirs("sharded")[1]).iterdir()):
+        shutil.copy(file, blobs / f"{i}")
+        (snapshot / file.name).symlink_to(f"../../blobs/{i}")
+    model, _ = hf.load_hf_model(str(snapshot))
+    (tmp_path / "shortcut").symlink_to(snapshot)  # the folder itself may be reached in any way
+    hf.load_hf(model, str(tmp_path / "shortcut"))
+    file = next(snapshot.glob("*.safetensors"))
+    shutil.move(blobs, tmp_path / "models--a--b" / "elsewhere")
+    for link in snapshot.iterdir():
+        target = "../../elsewhere/" + os.path.basename(os.readlink(link))
+        link.unlink()
+        link.symlink_to(target)
+    with pytest.raises(ValueError, match="leads out of the folder"):
+        hf.load_hf(model, str(snapshot))
+    assert file.is_file()
+
+
+def test_only_the_files_of_the_index_are_read(theirs, tmp_path):
+    shutil.copytree(theirs("sharded")[1], tmp_path / "in")
+    (tmp_path / "in" / "zz.safetensors").write_bytes(b"broken, and nobody's business")
+    hf.load_hf_model(str(tmp_path / "in"))
+    index = json.loads((tmp_path / "in" / "model.safetensors.index.json").read_text())
+    a = next(iter(index["weight_map"]))
+    index["weight_map"][a] = next(file for file in index["weight_map"].values() if file != index["weight_map"][a])
+    (tmp_path / "in" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=f"the index says that {a} is in .*, but it is not"):
+        hf.load_hf_model(str(tmp_path / "in"))
+
+
+@pytest.mark.parametrize("name, content, message", [
+    ("config.json", b'{"a":' * 100000 + b"1" + b"}" * 100000, "not JSON that can be read: RecursionError"),
+    ("config.json", b"{" + b" " * (1 << 20) + b"}", "1,048,578 bytes, which is absurd"),
+    ("config.json", b"[1]", "holds a JSON list, not an object"),
+    ("config.json", b"\xff\xfe", "not JSON"),
+    ("config.json", b"{", "not JSON"),
+    ("model.safetensors.index.json", b"{}", "has no weight_map"),
+    ("model.safetensors.index.json", b'{"weight_map": {"a": ["b"]}}', "has no weight_map"),
+    ("model.safetensors.index.json", b'{"weight_map": 3}', "has no weight_map"),
+])
+def test_json_that_is_none(theirs, tmp_path, name, content, message):
+    shutil.copytree(theirs("sharded")[1], tmp_path / "in")
+    (tmp_path / "in" / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message) as error:
+        hf.load_hf_model(str(tmp_path / "in"))
+    assert str(tmp_path / "in" / name) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_pickles_are_refused_with_the_reason(tmp_path):
+    write_config(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    assert hf.is_hf_folder(str(tmp_path))
+    with pytest.raises(ValueError, match="pickles, which can run any code"):
+        hf.load_hf_model(str(tmp_path))
+
+
+# ---------------------------------------------------------------- tokenizers, text, the command line
+
+TEXT = "def f(x):\n    return x + 1\n\n\nclass A:\n    def g(self):\n        return self.f(2)\n"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """As Llama 3's: byte-level BPE, a beginning-of-text token that the tokenizer puts in front, chat markers."""
+    made = Tokenizer(BPE())
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    special = ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"]
+    trainer = trainers.BpeTrainer(vocab_size=290, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=special,
+                                  show_progress=False)
+    made.train_from_iterator([TEXT] * 9, trainer)
+    begin = "<|begin_of_text|>"
+    made.post_processor = processors.TemplateProcessing(single=f"{begin} $A", special_tokens=[(begin, 0)])
+    return made
+
+
+CHAT = ("{{- bos_token }}{%- for m in messages %}{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' }}"
+        "{{ m['content'] | trim + '<|eot_id|>' }}{%- endfor %}{%- if tools is not none %}{{ tools | tojson }}{% endif %}"
+        "{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}")
+
+
+@pytest.fixture
+def chat_folder(tmp_path, tokenizer):
+    """A folder like that of an instruct model."""
+    torch.manual_seed(3)
+    model = LlamaForCausalLM(LlamaConfig(**TINY | dict(vocab_size=300, max_position_embeddings=256)))
+    for p in model.parameters():
+        if p.dim() > 1:
+            nn.init.normal_(p, std=0.2)
+    folder = tmp_path / "chat"
+    model.save_pretrained(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    rules = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|begin_of_text|>",
+             "eos_token": {"content": "<|eot_id|>", "__type": "AddedToken"}, "chat_template": CHAT}
+    (folder / "tokenizer_config.json").write_text(json.dumps(rules))
+    return folder
+
+
+def greedy(folder, text, capsys, *flags, n=24):
+    capsys.readouterr()
+    argv = ["--checkpoint", str(folder), "--prompt", text, "--temperature", "0", "--max_new_tokens", str(n), "--device", "cpu"]
+    generate.main([*argv, *flags])
+    return capsys.readouterr().out.removesuffix("\n")
+
+
+def test_greedy_text_is_that_of_transformers(chat_folder, capsys):
+    model, theirs = AutoModelForCausalLM.from_pretrained(chat_folder), AutoTokenizer.from_pretrained(chat_folder)
+    options = dict(max_new_tokens=24, do_sample=False, eos_token_id=2, pad_token_id=2)
+    ids = model.generate(**theirs("def f", return_tensors="pt"), **options)
+    assert greedy(chat_folder, "def f", capsys) == theirs.decode(ids[0], skip_special_tokens=True)
+    # and the same as a chat: the template's markers are tokens, those that somebody types are text
+    messages = [{"role": "user", "content": "  What is <|eot_id|>?"}]
+    render = generate.chat_prompts(str(chat_folder))
+    assert render("  What is <|eot_id|>?") == theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    ids = theirs.apply_chat_template([{"role": "user", "content": "x + 1"}], add_generation_prompt=True, return_tensors="pt")
+    ids = ids if isinstance(ids, torch.Tensor) else ids["input_ids"]
+    new = model.generate(ids, **options)[0, ids.shape[1] :]
+    assert greedy(chat_folder, "x + 1", capsys, "--chat") == theirs.decode(new, skip_special_tokens=True)
+
+
+def test_chat_templates_by_name_and_in_a_file_of_their_own(chat_folder):
+    rules = json.loads((chat_folder / "tokenizer_config.json").read_text())
+    expected = generate.chat_prompts(str(chat_folder))("hello")
+    templates = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": rules.pop("chat_template")}]
+    (chat_folder / "tokenizer_config.json").write_text(json.dumps(rules | {"chat_template": templates}))
+    assert generate.chat_prompts(str(chat_folder))("hello") == expected
+    (chat_folder / "tokenizer_config.json").write_text(json.dumps(rules))
+    (chat_folder / "chat_template.jinja").write_text(CHAT)
+    assert generate.chat_prompts(str(chat_folder))("hello") == expected
+
+
+@pytest.mark.parametrize("template, message", [
+    ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
+    ("{{ messages.append(1) }}", "unsafe"),
+    ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+    ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
+    ("{{ 1/0 }}", "division"),
+    ("{% if %}", "chat template of .* fails"),
+    (None, "has no chat template"),
+])
+def test_chat_templates_of_strangers(chat_folder, template, message, capsys):
+    (chat_folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    with pytest.raises(SystemExit):
+        greedy(chat_folder, "hello", capsys, "--chat")
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and str(chat_folder) in error
+    with pytest.raises(ValueError, match=message):
+        generate.chat_prompts(str(chat_folder))("hello")
+
+
+def test_without_jinja2_the_error_says_what_to_install(chat_folder, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "jinja2.sandbox", None)
+    monkeypatch.setitem(__import__("sys").modules, "jinja2", None)
+    with pytest.raises(ValueError, match="pip install jinja2"):
+        generate.chat_prompts(str(chat_folder))
+
+
+@pytest.mark.parametrize("damage, message", [
+    (lambda rules: rules["model"]["vocab"].update(zz=2**32 - 1), "its ids go up to 4294967295"),
+    (lambda rules: rules["model"]["vocab"].update(zz=300), "its ids go up to 300, but config.json says that vocab_size is 300"),
+    (lambda rules: rules.pop("model"), "not a tokenizer.json"),
+    (lambda rules: rules.update(model=[[]]), "not a tokenizer.json"),
+])
+def test_tokenizers_that_are_none(chat_folder, damage, message):
+    rules = json.loads((chat_folder / "tokenizer.json").read_text())
+    damage(rules)
+    (chat_folder / "tokenizer.json").write_text(json.dumps(rules))
+    with pytest.raises(ValueError, match=message) as error:
+        hf.load_hf_model(str(chat_folder))
+    assert str(chat_folder / "tokenizer.json") in str(error.value) and "\n" not in str(error.value)
+
+
+def test_absurd_tokenizers(chat_folder):
+    with open(chat_folder / "tokenizer.json", "wb") as file:
+        file.truncate(1 << 27)  # a hole: it costs nothing, and nobody may read it
+    with pytest.raises(ValueError, match="tokenizer.json has 134,217,728 bytes, which is absurd"):
+        hf.load_hf_model(str(chat_folder))
+    (chat_folder / "tokenizer.json").write_bytes(b"[" * 1_000_000)
+    with pytest.raises(ValueError, match="tokenizer.json: not a tokenizer.json"):
+        hf.load_hf_model(str(chat_folder))
+
+
+def test_from_hf_and_to_hf(chat_folder, tmp_path, capsys):
+    run, out = str(tmp_path / "run"), str(tmp_path / "out")
+    assert hf.hf_command(["from_hf", str(chat_folder), run]) == 0
+    verify(f"{run}/checkpoints/step-0")
+    model, state = load_model(run)
+    assert state == {"step": 0, "samples": 0, "tokens": 0}
+    assert torch.equal(model(tokens()), hf.load_hf_model(str(chat_folder))[0](tokens()))
+    assert hf.hf_command(["to_hf", run, out, "--dtype", "float32", "--max_shard_gb", "0.00005"]) == 0
+    assert_equal_files(chat_folder, out)
+    theirs = AutoTokenizer.from_pretrained(out)
+    assert theirs("def f").input_ids == AutoTokenizer.from_pretrained(chat_folder)("def f").input_ids
+    assert theirs.eos_token == "<|end_of_text|>"  # the one that we know by name: a run's folder keeps no tokenizer_config.json
+    exported = AutoModelForCausalLM.from_pretrained(out)
+    assert exported.config.eos_token_id == exported.generation_config.eos_token_id == 1
+    ids = exported.generate(**theirs("x", return_tensors="pt"), max_new_tokens=12, do_sample=False)
+    assert greedy(out, "x", capsys, n=12) == theirs.decode(ids[0], skip_special_tokens=True)
+    for argv in (["from_hf", str(chat_folder), run], ["to_hf", run, out], ["to_hf", str(tmp_path / "nowhere"), out + "2"],
+                 ["from_hf", str(tmp_path), out + "2"]):
+        assert hf.hf_command(argv) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and error.count("\n") == 1
+    with pytest.raises(SystemExit):
+        hf.hf_command(["to_hf", run, out + "2", "--dtype", "int8"])
+    assert not os.path.exists(out + "2")
+
+
+def test_the_files_beside_a_tokenizer_come_along(chat_folder, tmp_path):
+    model, tokenizer_file = hf.load_hf_model(str(chat_folder))
+    hf.save_hf(model, str(tmp_path / "out"), tokenizer_file=tokenizer_file)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (chat_folder / name).read_bytes()
+
+
+def test_hugging_face_folders_are_told_from_ours(chat_folder, tmp_path):
+    hf.from_hf(str(chat_folder), str(tmp_path / "run"))
+    assert hf.is_hf_folder(str(chat_folder))
+    for ours in (tmp_path / "run", tmp_path / "run" / "checkpoints" / "step-0", tmp_path / "nowhere", tmp_path):
+        assert not hf.is_hf_folder(str(ours))
+
+
+def test_what_to_hf_keeps_of_other_fields(theirs):
+    saved = asdict(hf.read_hf_config(theirs("scaled_rope")[1]))
+    assert Llama3Config.from_hf(Llama3Config(**saved).to_hf()) == Llama3Config(**saved)
+    assert replace(Llama3Config(**saved), rope_scaling=None).to_hf()["rope_scaling"] is None
