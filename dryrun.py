@@ -16,14 +16,16 @@ import tempfile
 import weakref
 from collections import Counter
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
@@ -63,13 +65,13 @@ class Watch(TorchDispatchMode):
     live, peak: bytes of tensors made inside that are alive now, and at the worst moment
     """
 
-    def __init__(self, layout):
+    def __init__(self, layout=None):
         super().__init__()
         self.moved, self.flops, self.live, self.peak, self.sizes = Counter(), Counter(), 0, 0, {}
-        self.axes = {dist.group.WORLD.group_name: "world"}
-        meshes = [m for m in (layout.experts, layout.axes, layout.mesh) if m is not None]
-        for mesh in meshes:  # an axis that spans all ranks has the world's group, and its name here
-            self.axes |= {mesh.get_group(axis).group_name: axis for axis in mesh.mesh_dim_names if mesh[axis].size() > 1}
+        self.axes = {}  # name of a process group -> the axes that it serves: one that spans all ranks has the world's group
+        for mesh in [m for m in layout and (layout.experts, layout.axes, layout.mesh) or () if m is not None]:
+            for axis in mesh.mesh_dim_names:
+                self.axes.setdefault(mesh.get_group(axis).group_name, []).extend([axis] * (mesh[axis].size() > 1))
 
     def __enter__(self):
         resize = torch.UntypedStorage.resize_  # how FSDP frees a block's weights, and takes the memory again
@@ -108,9 +110,12 @@ class Watch(TorchDispatchMode):
             group = next((a for a in reversed(flat) if isinstance(a, str) and a in self.axes), None)
             if group is None:
                 objects = (a for a in flat if isinstance(a, torch.ScriptObject))
-                group = next(dist.ProcessGroup.unbox(a).group_name for a in objects if is_group(a))
-            size = max(t.numel() * t.element_size() for t in flat if isinstance(t, torch.Tensor))
-            self.moved[phase(), self.axes.get(group, group), OPS[name], size] += 1
+                group = next((dist.ProcessGroup.unbox(a).group_name for a in objects if is_group(a)), None)
+            axes = self.axes.get(group, ["world"])
+            if axes:  # nothing travels in a group of one
+                trades = [a for a in axes if a in ("ep", "cp")] if OPS[name] == "all_to_all" else []
+                size = max(t.numel() * t.element_size() for t in flat if isinstance(t, torch.Tensor))
+                self.moved[phase(), (trades or axes)[-1], OPS[name], size] += 1
         return out
 
     def run(self, func, *args, **kwargs):
@@ -240,20 +245,387 @@ def dry_world():
     """What the code under a dry run finds different: no start-up handshakes, no masks that only CPU kernels need."""
     from torch.distributed.pipelining import schedules
 
-    def local_slice(p, original=parallel.local_slice):
-        with _disable_current_modes():  # computed with tensors whose values count
-            return original(p)
+    def really(function):  # what computes places and ranks, with tensors whose values count
+        def run(*args):
+            with _disable_current_modes():
+                return function(*args)
+
+        return run
+
+    def shapes_are_given(schedule, pipeline_stages, *args):  # the result of a vote of all ranks, torch 2.13
+        for stage in pipeline_stages:
+            stage._inference_mode = sys.modules["torch.distributed.pipelining.stage"].InferenceMode.STATIC
 
     with ExitStack() as stack:
         for owner, name, value in [
-            (parallel, "local_slice", local_slice),
+            (parallel, "local_slice", really(parallel.local_slice)),
+            (DeviceMesh, "__getitem__", really(DeviceMesh.__getitem__)),
             (parallel, "lower_right_mask", lambda T, S, device: None),  # CUDA's flash kernel has it built in
-            (schedules._PipelineSchedule, "_warmup_p2p", lambda *args: None),
+            (schedules._PipelineSchedule, "_warmup_p2p", shapes_are_given),
         ]:
             stack.enter_context(mock.patch.object(owner, name, value, create=True))
-        yield
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        try:
+            yield
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            _clear_sharding_prop_cache()  # it holds this world's groups, and would find them in the next
+
+
+# ---------------------------------------------------------------- one step, measured
+
+
+def gathered(stage) -> int:
+    """Bytes of weights that FSDP holds whole at the moment."""
+    whole = [p for p in stage.parameters() if not is_sharded_by_fsdp(p)]
+    return sum({(s := local_tensor(p).untyped_storage())._cdata: s.nbytes() for p in whole}.values())
+
+
+def is_sharded_by_fsdp(p) -> bool:
+    return isinstance(p, DTensor) and {"fsdp", "efsdp"} & set(p.device_mesh.mesh_dim_names)
+
+
+def size_of(tensors) -> int:
+    return sum(local.numel() * local.element_size() for t in tensors if isinstance(t, torch.Tensor) for local in [local_tensor(t)])
+
+
+def observe(stages, optimizers, layout, seq_len: int, n: int, watch_type=DryWatch) -> Counter:
+    """Run a training step of n micro-batches (pipeline) or accumulation steps, and measure it, on any kind of tensor.
+
+    Keys: parameters, gradients, optimizer, peak: bytes; (activations, stage): bytes that one micro-batch leaves for its
+    backward; (flops, phase), (flops, stage): of the step, and of its forwards alone; a stage is its place on this rank; (moved, phase, axis, op, bytes): how often.
+    """
+    out, params = Counter(), [p for stage in stages for p in stage.parameters()]
+    for p in params:  # one step before, so that the optimizer has its state
+        p.grad = torch.zeros_like(p)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    out["parameters"] = size_of(params)
+    out["optimizer"] = size_of(t for optimizer in optimizers for state in optimizer.state.values() for t in state.values())
+    if layout.pp > 1:
+        layout.local_batch_size = layout.cfg.pp_microbatch_size * n
+    layout.global_batch_size = layout.local_batch_size * layout.data_ranks * (1 if layout.pp > 1 else n)
+    tokens = torch.randint(0, stages[0].config.vocab_size, (layout.accumulation, layout.local_batch_size, seq_len))
+    batch = SimpleNamespace(tokens=tokens, labels=tokens, positions=torch.arange(seq_len).expand_as(tokens), doc_ids=None)
+
+    before, place = {}, {id(stage): i for i, stage in enumerate(stages)}
+    watch = watch_type(layout)
+
+    def enter(stage, *args):
+        before[place[id(stage)]] = watch.live - gathered(stage), watch.flops["forward"]
+
+    def leave(stage, *args):
+        live, flops = before[place[id(stage)]]
+        out["activations", place[id(stage)]] = watch.live - gathered(stage) - live
+        out["flops", place[id(stage)]] += watch.flops["forward"] - flops
+
+    hooks = [h for s in stages for h in (s.register_forward_pre_hook(enter, prepend=True), s.register_forward_hook(leave))]
+    with watch:
+        parallel.forward_backward(stages, batch, layout)
+        out["gradients"] = size_of(p.grad for stage in stages for p in stage.parameters())
+        parallel.clip_grad_norm(stages, 1.0, layout)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if getattr(stages[0].config, "n_experts", 0):
+            parallel.balance_experts(stages, layout, "bias", 1e-3)
+    for hook in hooks:
+        hook.remove()
+    out["peak"] = out["parameters"] + out["optimizer"] + watch.peak
+    out.update({("flops", name): flops for name, flops in watch.flops.items()})
+    out.update({("moved", *key): n for key, n in watch.moved.items()})
+    return out
+
+
+MOST_BLOCKS = 3  # of one kind that are run; more are extrapolated
+MOST_MICROBATCHES = 3  # likewise
+
+
+def block_kinds(stages) -> dict:
+    """{(place of the stage, whether it is recomputed, its parameters' shapes): names of the blocks that are alike}"""
+    kinds = {}
+    for i, stage in enumerate(stages):
+        for name, block in stage.blocks.items():
+            shapes = tuple((n, p.shape, local_tensor(p).shape) for n, p in block.named_parameters())
+            kinds.setdefault((i, isinstance(block.forward, partial), shapes), []).append(name)
+    return kinds
+
+
+def rank_kind(stages):
+    """Equal for pipeline ranks that do the same work."""
+    ends = [(s.index == 0, s.index == s.n_stages - 1) for s in stages]
+    neighbours = [b.index - a.index == 1 for a, b in zip(stages, stages[1:])]
+    blocks = tuple((kind, len(names)) for kind, names in block_kinds(stages).items())
+    return (*ends, *neighbours, blocks)
+
+
+def leave_out_blocks(stages, optimizers, less=None) -> None:
+    """Keep MOST_BLOCKS of each kind of block, the first ones and the last, and of the kind `less` one fewer."""
+    for kind, names in block_kinds(stages).items():
+        most = min(MOST_BLOCKS, len(names)) - (kind == less)
+        for name in names[most - 1 : -1]:
+            del stages[kind[0]].blocks[name]
+    alive = {id(p) for stage in stages for p in stage.parameters()}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if id(p) in alive]
+
+
+def plus(a, factor, b) -> Counter:
+    return Counter({key: a[key] + factor * b[key] for key in a.keys() | b.keys()})  # a | b would drop what is negative
+
+
+def run_few(main, cfg, pp_rank: int, n: int, less=None) -> Counter:
+    """observe() of n micro-batches or accumulation steps through few blocks, on fake tensors."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with dry_world():
+        stages, optimizers, layout = dry_build(main, cfg, pp_rank, fake)
+        leave_out_blocks(stages, optimizers, less)
+        with fake:
+            out = observe(stages, optimizers, layout, cfg.seq_len, n)
+    ids = [stage.index for stage in stages]
+    # without what the order that was run holds; the real order's activations are added in dry_run
+    out["peak"] -= in_flight(rows_of(layout.cfg, layout.pp, n, stages[0].n_stages)[pp_rank], ids, out)
+    return out
+
+
+def measure(main, cfg, pp_rank: int, kinds: dict, n: int) -> Counter:
+    """A step of n micro-batches or accumulation steps from runs with few of them, through few blocks: all blocks of a kind cost
+    the same. Exact for what is linear in both; parameters, gradients and optimizer state are.
+    """
+    results = []
+    ns = [n] if n <= MOST_MICROBATCHES or cfg.pp_schedule_csv else [MOST_MICROBATCHES - 1, MOST_MICROBATCHES]
+    for m in ns:
+        total = few = run_few(main, cfg, pp_rank, m)
+        for kind, names in kinds.items():
+            if (more := len(names) - MOST_BLOCKS) > 0:
+                total = plus(total, more, plus(few, -1, run_few(main, cfg, pp_rank, m, less=kind)))
+        results.append(total)
+    if len(ns) == 1:
+        return results[0]
+    step = plus(results[1], n - ns[1], plus(results[1], -1, results[0]))
+    return Counter({key: results[1][key] if key[0] == "activations" else value for key, value in step.items()})
+
+
+# ---------------------------------------------------------------- the pipeline's schedule
+
+
+def rows_of(cfg, pp: int, n: int, n_stages: int) -> list[list[tuple[str, int, int]]]:
+    """Per pipeline rank its actions in order: (F forward | B backward | I, W its two halves, stage, micro-batch)."""
+    if pp == 1:
+        return [[(kind, 0, m) for m in range(n) for kind in "FB"]]
+    if cfg.pp_schedule_csv:
+        table = parallel.read_csv(cfg.pp_schedule_csv).splitlines()
+        return [[(k, int(s), int(m)) for s, k, m in re.findall(r"(\d+)([FBIW])(\d+)", line)] for line in table]
+    if cfg.pp_schedule in parallel.ONE_STAGE_PER_RANK:  # by hand: torch's order of 1F1B is one off on the last rank
+        rows = []
+        for rank in range(pp):
+            ahead = n if cfg.pp_schedule == "GPipe" else min(n, pp - rank)
+            row = [("F", rank, m) for m in range(ahead)]
+            for m in range(n):
+                row.append(("B", rank, m))
+                if ahead + m < n:
+                    row.append(("F", rank, ahead + m))
+            rows.append(row)
+        return rows
+    from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+
+    rows = []
+    for ops in get_schedule_ops(cfg.pp_schedule, pp, n, n_stages // pp):
+        flat = [a for op in ops if op is not None for a in (op.sub_actions or (op,))]
+        rows.append([(str(a.computation_type), a.stage_index, a.microbatch_index) for a in flat])
+        rows[-1] = [a for a in rows[-1] if a[0] in "FBIW"]  # not REDUCE_GRAD
+    return rows
+
+
+def simulate(rows, cost=lambda kind, stage: 2 if kind == "B" else 1) -> list[list[tuple]]:
+    """Per rank (start, end, kind, stage, micro-batch), each as early as its place in the row and what it waits for allow."""
+    last = max(stage for row in rows for _, stage, _ in row)
+    done, times, waiting, clock = {}, [[] for _ in rows], [list(row) for row in rows], [0] * len(rows)
+    while any(waiting):
+        moved = False
+        for rank, row in enumerate(waiting):
+            while row:
+                kind, stage, m = row[0]
+                needs = {"F": [("F", stage - 1, m)] if stage else [], "W": [("I", stage, m)]}.get(kind)
+                if needs is None:
+                    needs = [("F", stage, m)] + [("B", stage + 1, m)] * (stage < last)
+                if any(need not in done for need in needs):
+                    break
+                start = max([clock[rank], *(done[need] for need in needs)])
+                clock[rank] = start + cost(kind, stage)
+                times[rank].append((start, clock[rank], *row.pop(0)))
+                done["B" if kind == "I" else kind, stage, m] = clock[rank]
+                if kind == "I":
+                    done[kind, stage, m] = clock[rank]
+                moved = True
+        assert moved, f"the schedule waits for itself: {[row[:1] for row in waiting]}"
+    return times
+
+
+def bubble(times) -> float:
+    """Share of the ranks' time in which they wait."""
+    end = max(row[-1][1] for row in times)
+    return 1 - sum(e - s for row in times for s, e, *_ in row) / (len(times) * end)
+
+
+def in_flight(row, ids: list[int], step: Counter) -> int:
+    """Most bytes of activations that a rank with the stages `ids` holds: from a micro-batch's forward to its backward's end."""
+    now = most = 0
+    for kind, stage, _ in row:
+        now += {"F": 1, "I": 0}.get(kind, -1) * step["activations", ids.index(stage)]
+        most = max(most, now)
+    return most
+
+
+# ---------------------------------------------------------------- --dry_run: the report
+
+DEVICES = (80, 141, 192)  # GB, of 10^9 bytes: what is left to a gibibyte is the driver's, NCCL's and the allocator's
+
+
+@dataclass
+class Rank:
+    """One pipeline rank's first device, in one step."""
+
+    stages: list
+    step: Counter  # see observe
+    activations: int = 0  # bytes, of all micro-batches that are under way at the worst moment
+    peak: int = 0
+    same_as: int | None = None  # an earlier rank that does the same work
+
+    @property
+    def ids(self):
+        return [stage.index for stage in self.stages]
+
+    def flops(self, *phases) -> int:
+        return sum(self.step["flops", name] for name in phases)
+
+
+@dataclass
+class Report:
+    layout: object
+    ranks: list[Rank]
+    n: int  # micro-batches, or accumulation steps
+    times: list  # simulate: the schedule, forward and both halves of a backward one unit each
+    n_params: int
+    device_bubble: float  # the bubble when every stage takes the time of its FLOPs
+    mfu_bound: float
+    guessed: list[str]
+
+
+def plan(main, cfg) -> tuple:
+    """(layout, stages of every pipeline rank, micro-batches or accumulation steps): built, nothing is run yet."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    everyone = []
+    for pp_rank in range(max(1, cfg.pp)):
+        with dry_world():
+            stages, _, layout = dry_build(main, cfg, pp_rank, FakeTensorMode(allow_non_fake_inputs=True))
+            everyone.append((stages, block_kinds(stages), rank_kind(stages)))
+    return layout, everyone, layout.n_microbatches if layout.pp > 1 else layout.accumulation
+
+
+def make_report(main, cfg) -> Report:
+    layout, everyone, n = plan(main, cfg)
+    n_stages = everyone[0][0][0].n_stages
+    rows = rows_of(cfg, layout.pp, n, n_stages)
+    ranks, first, guessed = [], {}, set()
+    for pp_rank, (stages, kinds, kind) in enumerate(everyone):
+        if kind not in first:
+            first[kind] = pp_rank
+            ranks.append(Rank(stages, measure(main, cfg, pp_rank, kinds, n)))
+        else:
+            ranks.append(Rank(stages, ranks[first[kind]].step, same_as=first[kind]))
+        rank = ranks[-1]
+        rank.activations = in_flight(rows[pp_rank], rank.ids, rank.step)
+        rank.peak = rank.step["peak"] + rank.activations
+        if cfg.cpu_offload:
+            rank.peak -= rank.step["parameters"] + rank.step["optimizer"]
+        guessed |= {f"{MOST_BLOCKS} of {len(names)} equal layers" for names in kinds.values() if len(names) > MOST_BLOCKS}
+    if n > MOST_MICROBATCHES and not cfg.pp_schedule_csv:
+        guessed.add(f"{MOST_MICROBATCHES} of {n} {'micro-batches' if layout.pp > 1 else 'accumulation steps'}")
+    copies = {id(w) for r in ranks for s in r.stages if (w := parallel.tied_copy(s)) is not None}
+    n_params = sum(p.numel() for r in ranks for s in r.stages for p in s.parameters() if id(p) not in copies)
+    owner = {i: rank for rank in ranks for i in rank.ids}
+
+    def cost(kind, stage):
+        rank = owner[stage]
+        forward = rank.step["flops", rank.ids.index(stage)]
+        backward = rank.flops("backward", "recompute") * forward / max(1, rank.flops("forward"))
+        return {"F": forward, "B": backward}.get(kind, backward / 2) / n
+
+    timed = simulate(rows, cost)
+    useful = sum(rank.flops("forward", "backward") for rank in ranks)
+    mfu_bound = useful / (layout.pp * max(row[-1][1] for row in timed))
+    return Report(layout, ranks, n, simulate(rows), n_params, bubble(timed), mfu_bound, sorted(guessed))
+
+
+def table(rows: list[list]) -> str:
+    """Columns as wide as their widest cell; the first is flush left."""
+    widths = [max(len(str(row[i])) for row in rows) for i in range(len(rows[0]))]
+    cells = lambda row: [str(c).ljust(w) if i == 0 else str(c).rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]  # noqa: E731
+    return "\n".join("  ".join(cells(row)).rstrip() for row in rows)
+
+
+def gib(n: float) -> str:
+    return f"{n / 2**30:.2f}" if n >= 2**30 / 100 or n <= 0 else f"{n / 2**30:.1g}"
+
+
+def print_report(cfg, report: Report) -> None:
+    layout, ranks = report.layout, report.ranks
+    print(f"dry run: {report.n_params:,} parameters | {layout} = {layout.world_size:,} devices | "
+          f"{str(layout.compute_dtype)[6:]} compute | {layout.data_ranks * layout.local_batch_size * (1 if layout.pp > 1 else report.n)} "
+          f"sequences x {cfg.seq_len} tokens per step")
+    print(f"\nThe first device of each pipeline rank, GiB; the peak fits ({' / '.join(map(str, DEVICES))} GB) or does not:\n")
+    lines = [["pp rank", "layers", "parameters", "gradients", "optimizer", "activations", "peak", "fits", "TFLOPs/step"]]
+    for i, rank in enumerate(ranks):
+        fits = " / ".join("yes" if rank.peak <= size * 1e9 else "no" for size in DEVICES)
+        sizes = [rank.step["parameters"], rank.step["gradients"], rank.step["optimizer"], rank.activations, rank.peak]
+        tera = rank.flops("forward", "backward", "recompute") / 1e12
+        lines.append([i, sum(len(s.blocks) for s in rank.stages), *map(gib, sizes), fits, f"{tera:,.3g}"])
+    print(table(lines))
+
+    different = [i for i, rank in enumerate(ranks) if rank.same_as is None]
+    names = [", ".join(str(j) for j, r in enumerate(ranks) if j == i or r.same_as == i) for i in different]
+    print("\nCollectives of one step: number, GiB (of the largest tensor of each, summed), by axis:\n")
+    counts = [totals({key[1:]: n for key, n in ranks[i].step.items() if key[0] == "moved"}) for i in different]
+    lines = [["axis", "operation", *(f"pp rank {name}" for name in names)]]
+    for axis, op in sorted({key for c in counts for key in c}):
+        cells = [c.get((axis, op), (0, 0)) for c in counts]
+        lines.append([axis, op, *(f"{number:,} x, {gib(size)}" if number else "-" for number, size in cells)])
+    print(table(lines) if len(lines) > 1 else "none")
+
+    whole, lost = sum(r.flops("forward", "backward", "recompute") for r in ranks), sum(r.flops("recompute") for r in ranks)
+    print()
+    if layout.pp > 1:
+        order = cfg.pp_schedule_csv or cfg.pp_schedule
+        print(f"Pipeline: {order}, {report.n} micro-batches: bubble {bubble(report.times):.1%} if all stages take as long, "
+              f"{report.device_bubble:.1%} with these stages' FLOPs")
+    print(f"MFU at most {report.mfu_bound:.1%}, were all but the pipeline's waiting"
+          + f" and the recomputation ({lost / whole:.1%} of the FLOPs)" * bool(lost) + " free")
+    worst = max(ranks, key=lambda r: r.peak)
+    verdict = [f"{size} GB: {'fits' if worst.peak <= size * 1e9 else 'does not fit'}" for size in DEVICES]
+    print(f"Peak {gib(worst.peak)} GiB on pipeline rank {ranks.index(worst)}. {', '.join(verdict)}")
+    print("\nHow this was found: the recipe's own code ran under a fake process group, on tensors without memory.")
+    if report.guessed:
+        print(f"Run were {', '.join(report.guessed)}; the rest is linear. Parameters, gradients and optimizer state are exact.")
+    print("Activations are what torch's CPU kernels keep; CUDA kernels and --compile keep less. The peak counts tensors only.")
+    if cfg.cpu_offload:
+        print("--cpu_offload: parameters, gradients and optimizer state are in host memory, not in the peak.")
+    if cfg.ac == "budget":
+        print("--ac budget is the compiler's decision: shown as --ac none.")
+
+
+def dry_run(main, cfg) -> int:
+    """--dry_run, --explain and --plot of a recipe; returns the exit status."""
+    if "RANK" in os.environ:
+        raise ValueError("--dry_run, --explain and --plot run in one process: use python, not torchrun")
+    if cfg.dry_run:
+        print_report(cfg, make_report(main, cfg))
+    return 0
 
 
 # ---------------------------------------------------------------- --check_parity

@@ -14,6 +14,7 @@ import sys
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -161,7 +162,7 @@ def open_checkpoint(folder: str, device="cpu"):
                 eot = find_tokenizer(path, eos)[1]
             except ValueError:
                 eot = None  # no name that is known for it: texts run on to max_new_tokens
-            return model, load_tokenizer(os.path.join(path, "tokenizer.json")), eot
+            return model, load_tokenizer(Path(path, "tokenizer.json")), eot
     raise ValueError(f"{folder} has no tokenizer.json, its data came without one: call generate.generate with token ids")
 
 
@@ -214,6 +215,15 @@ class TextStream:
         return text[len(before) :]
 
 
+def encode(tokenizer, text: str, bos: bool) -> list[int]:
+    try:
+        return tokenizer.encode(text, add_special_tokens=bos).ids
+    except BaseException as error:  # a regular expression of a stranger's tokenizer.json that gives up makes it panic
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"the tokenizer fails on {text[:40]!r}: {error}") from None
+
+
 def continue_texts(
     model, tokenizer, eot, texts: list[str], max_new_tokens: int, show=None, bos=False, chat=None, **options
 ) -> list[str]:
@@ -225,7 +235,7 @@ def continue_texts(
     prompts = [chat(text) for text in texts] if chat else texts
     tokenizer.encode_special_tokens = chat is None  # a template's markers are tokens; in any other text they are text
     # an empty text is the beginning of a document, which follows an eot
-    prompts = [tokenizer.encode(text, add_special_tokens=bos and not chat).ids or [eot] * (eot is not None) for text in prompts]
+    prompts = [encode(tokenizer, text, bos and not chat) or [eot] * (eot is not None) for text in prompts]
     stream = TextStream(tokenizer)
 
     def on_token(row, token):

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import sys
+import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, fields
@@ -43,61 +44,62 @@ from config import Parser, spell, unwrap
 # 2. Hugging Face
 # ----------------------------------------------------------------------------------------------------------------------
 
-# model_type of config.json -> where our model is. The rest is in the model's own file: Config.from_hf and to_hf translate
-# config.json, and hf_keys() names the tensors: fqn -> name, or for a stack of experts (E, ...) a list of E names.
+# model_type of a config.json -> where our model is. All else that differs between models is in their own files:
+# Config.from_hf and to_hf translate config.json; hf_keys() is the table fqn -> name in the files, or for a stack of experts
+# (E, ...) a list of E names; hf_optional(), where a model has it, lists patterns of names that files may lack or add (MTP).
 QWEN3 = ("models.qwen3", "Qwen3")
 HF_MODELS = {"llama": ("models.llama3", "Llama3"), "qwen3": QWEN3, "qwen3_moe": QWEN3}
-HF_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # what we write, and read unless quantised
-FP8_BLOCK = 128  # fp8 weights have one scale per block of 128 x 128, in a tensor <name>_scale_inv (DeepSeek-V3, sec. 3.3.2)
-# Bytes of a file that anyone may have written; the largest of the published ones have 9 (index), 33 (tokenizer) and 4 MB
+HF_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+FP8_BLOCK = 128  # fp8 weights have one scale per 128 x 128 block, in a tensor <name>_scale_inv (arXiv:2412.19437, sec. 3.3.2)
+# The most bytes of a file that anyone may have written. Of those that are published the largest have 9, 33 and 4 MB.
 HF_LIMITS = {"model.safetensors.index.json": 1 << 26, "tokenizer.json": 1 << 26, "tokenizer_config.json": 1 << 24}
-SMALL_FILE, SAFETENSORS_HEADER = 1 << 20, 1 << 25
+HF_LIMIT, SAFETENSORS_HEADER_LIMIT = 1 << 20, 1 << 25
 
 
-# --- Reading what anyone may have written: no pickle, no way out of the folder, no absurd sizes ---
+# --- Files of strangers: no pickle, no way out of the folder, no absurd sizes ---
 
 
 def is_hf_folder(folder: str) -> bool:
-    """Whether it holds weights as Hugging Face keeps them. Those in pickles count, too: to be refused with the reason."""
-    names = [f"{stem}{end}" for stem in ("model.safetensors", "pytorch_model.bin") for end in ("", ".index.json")]
-    there = [name for name in ("manifest.json", *names) if os.path.lexists(os.path.join(folder, name))]
-    return bool(there) and there[0] != "manifest.json"
+    """Whether it holds weights as Hugging Face keeps them. Those in pickles count, too: they are refused with the reason."""
+    weights = [f"{stem}{end}" for stem in ("model.safetensors", "pytorch_model.bin") for end in ("", ".index.json")]
+    found = [name for name in ("manifest.json", *weights) if os.path.lexists(os.path.join(folder, name))]
+    return bool(found) and found[0] != "manifest.json"
 
 
 def hf_file(folder: str, name: str, limit: float = math.inf) -> str:
-    """The real path of a file in the folder. Raises ValueError for a name or a link that leads out of it, or `limit` bytes.
+    """The real path of a file of the folder. Raises ValueError for a name or a link that leads elsewhere, or for its size.
 
-    Links lead to other files of the folder; those of a Hugging Face cache, <repo>/snapshots/<revision>/, to <repo>/blobs.
+    A link may lead to another file of the folder; in a Hugging Face cache, <repo>/snapshots/<revision>/, to <repo>/blobs.
     """
-    if not isinstance(name, str) or not re.fullmatch(r"\w[\w .+=-]*", name):
+    if not re.fullmatch(r"\w[\w .+=-]*", name):
         raise ValueError(f"{folder}: {name!r} is not the name of a file in this folder")
     path, home = os.path.join(folder, name), os.path.realpath(folder)
-    homes, snapshots = [home], os.path.dirname(home)
-    if os.path.basename(snapshots) == "snapshots":
-        homes.append(os.path.join(os.path.dirname(snapshots), "blobs"))
+    homes, (repo, parent) = [home], os.path.split(os.path.dirname(home))
+    if parent == "snapshots":
+        homes.append(os.path.join(repo, "blobs"))
     real = os.path.realpath(path)
     if os.path.dirname(real) not in homes:
         raise ValueError(f"{path} is a link that leads out of the folder, to {real}; put the file itself there")
     if not os.path.isfile(real):
-        raise ValueError(f"{path} is missing" if not os.path.lexists(real) else f"{path} is no plain file")
+        raise ValueError(f"{path} is no plain file" if os.path.lexists(real) else f"{path} is missing")
     if os.path.getsize(real) > limit:
         raise ValueError(f"{path} has {os.path.getsize(real):,} bytes, which is absurd: {limit:,} are the most")
     return real
 
 
 def read_hf_json(folder: str, name: str) -> dict:
-    real = hf_file(folder, name, HF_LIMITS.get(name, SMALL_FILE))
+    real, path = hf_file(folder, name, HF_LIMITS.get(name, HF_LIMIT)), os.path.join(folder, name)
     try:
         value = read_json(real)
     except (ValueError, OSError, RecursionError) as error:
-        raise ValueError(f"{os.path.join(folder, name)} is not JSON that can be read: {reason(error)}") from None
+        raise ValueError(f"{path} is not JSON that can be read: {reason(error)}") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{os.path.join(folder, name)} holds a JSON {type(value).__name__}, not an object")
+        raise ValueError(f"{path} holds a JSON {type(value).__name__}, not an object")
     return value
 
 
 def read_hf_config(folder: str, Config=None):
-    """The model config that the folder's config.json tells, of the class Config or of the one for its model_type."""
+    """The model config that config.json tells, of class Config or of the one for its model_type. Raises ValueError."""
     found, path = read_hf_json(folder, "config.json"), os.path.join(folder, "config.json")
     if Config is None:
         kind = found.get("model_type")
@@ -111,21 +113,21 @@ def read_hf_config(folder: str, Config=None):
         raise ValueError(f"{path}: {reason(error).removeprefix('config.json: ')}") from None
     for name, kind in get_type_hints(Config).items():
         value, (kind, optional) = getattr(config, name), unwrap(kind)
-        good = {
+        fits = {
             int: type(value) is int and 0 <= value < 2**31,
             float: type(value) in (int, float),
-            dict: type(value) is dict and all(type(v) in (int, float, str) for v in value.values()),
+            dict: type(value) is dict and all(type(number) in (int, float) for number in value.values()),
             Literal: value in get_args(kind),
         }.get(get_origin(kind) or kind, type(value) is kind)
-        if not good and not (optional and value is None):
+        if not fits and not (optional and value is None):
             raise ValueError(f"{path}: {name} would be {str(value)[:40]!r}, not {getattr(kind, '__name__', kind)}")
     return config
 
 
 def check_hf_config(model_config, folder: str):
-    """Raises ValueError with every field in which the folder's config.json is another model, and what to type instead."""
-    theirs = read_hf_config(folder, type(model_config))
-    flavors = sys.modules[type(model_config).__module__].FLAVORS
+    """Raises ValueError with every field in which config.json tells of another model, and what to type instead."""
+    theirs, module = read_hf_config(folder, type(model_config)), type(model_config).__module__
+    flavors = sys.modules[module].FLAVORS
 
     def differing(config):
         return {f.name: getattr(theirs, f.name) for f in fields(config) if getattr(config, f.name) != getattr(theirs, f.name)}
@@ -134,53 +136,53 @@ def check_hf_config(model_config, folder: str):
         text = "; ".join(f"{name} is {value} there, {getattr(model_config, name)} here" for name, value in differ.items())
         nearest = min(flavors, key=lambda name: len(differing(flavors[name])))
         args = differing(flavors[nearest])
-        fix = f'use --flavor {nearest} and {"--model_args" if args else "no --model_args"}'
-        if args:
-            fix += ' "' + ",".join(f"{name}={spell(value)}" for name, value in args.items()) + '"'
+        spelt = ",".join(f"{name}={spell(value)}" for name, value in args.items())
+        fix = f'use --flavor {nearest} and --model_args "{spelt}"' if args else f"use --flavor {nearest} and no --model_args"
         if any(isinstance(value, dict) for value in args.values()):  # no flag spells these
-            fix = f"add a flavor with its values to FLAVORS in {type(model_config).__module__.replace('.', '/')}.py"
+            fix = f"add a flavor with its values to FLAVORS in {module.replace('.', '/')}.py"
         raise ValueError(f"{folder}/config.json is of another model: {text}; {fix}")
 
 
 def check_hf_tokenizer(folder: str, vocab_size: int) -> str | None:
-    """The folder's tokenizer.json, all of whose ids the model has; None: there is none."""
-    if not os.path.lexists(path := os.path.join(folder, "tokenizer.json")):
-        return None
+    """The path of tokenizer.json, all of whose ids the model has; None where there is none. Raises ValueError."""
     from data import load_tokenizer
 
-    file = hf_file(folder, "tokenizer.json", HF_LIMITS["tokenizer.json"])
+    path = os.path.join(folder, "tokenizer.json")
+    if not os.path.lexists(path):
+        return None
+    hf_file(folder, "tokenizer.json", HF_LIMITS["tokenizer.json"])
     try:
-        ids = load_tokenizer(Path(file)).get_vocab(with_added_tokens=True).values()
+        last = max(load_tokenizer(Path(path)).get_vocab(with_added_tokens=True).values(), default=0)
     except ValueError as error:
-        raise ValueError(f"{path}: {reason(error).removeprefix(f'--tokenizer {file}: ')}") from None
-    if max(ids, default=0) >= vocab_size:
-        raise ValueError(f"{path}: its ids go up to {max(ids)}, but config.json says that vocab_size is {vocab_size}")
+        raise ValueError(f"{path}: {reason(error).removeprefix(f'--tokenizer {path}: ')}") from None
+    if last >= vocab_size:
+        raise ValueError(f"{path}: its ids go up to {last}, but config.json says that vocab_size is {vocab_size}")
     return path
 
 
 def read_chat(folder: str) -> tuple[str | None, dict[str, str]]:
-    """(chat template or None, special tokens by name such as eos_token) of a Hugging Face folder."""
-    has = {name: os.path.lexists(os.path.join(folder, name)) for name in ("tokenizer_config.json", "chat_template.jinja")}
-    rules = read_hf_json(folder, "tokenizer_config.json") if has["tokenizer_config.json"] else {}
-    tokens = {name: value.get("content") if isinstance(value, dict) else value for name, value in rules.items()
-              if name.endswith("_token")}
-    template = rules.get("chat_template")
-    if has["chat_template.jinja"]:
-        template = Path(hf_file(folder, "chat_template.jinja", SMALL_FILE)).read_text("utf-8")
-    elif isinstance(template, list):  # several, by name
+    """(chat template or None, the special tokens by name, such as eos_token) of a Hugging Face folder."""
+    rules, template = {}, None
+    if os.path.lexists(os.path.join(folder, "tokenizer_config.json")):
+        rules = read_hf_json(folder, "tokenizer_config.json")
+        template = rules.get("chat_template")
+    if isinstance(template, list):  # several, by name
         template = next((t.get("template") for t in template if isinstance(t, dict) and t.get("name") == "default"), None)
-    return template if isinstance(template, str) else None, {k: v for k, v in tokens.items() if isinstance(v, str)}
+    if os.path.lexists(os.path.join(folder, "chat_template.jinja")):
+        template = Path(hf_file(folder, "chat_template.jinja", HF_LIMIT)).read_text("utf-8")
+    tokens = {name: t.get("content") if isinstance(t, dict) else t for name, t in rules.items() if name.endswith("_token")}
+    return template if isinstance(template, str) else None, {name: t for name, t in tokens.items() if isinstance(t, str)}
 
 
 class HFTensors:
-    """The tensors of a Hugging Face folder, by name. Files are mapped, not read: a slice costs its own bytes only."""
+    """The tensors of a Hugging Face folder, by name. Files are mapped, not read: a slice costs its own bytes and no more."""
 
     def __init__(self, folder: str):
-        self.folder, self.opened = folder, {}
+        self.folder, self.opened, index = folder, {}, "model.safetensors.index.json"
         if os.path.lexists(os.path.join(folder, "model.safetensors")):
             self.where = dict.fromkeys(self.open("model.safetensors").keys(), "model.safetensors")
             return
-        if not os.path.lexists(os.path.join(folder, index := "model.safetensors.index.json")):
+        if not os.path.lexists(os.path.join(folder, index)):
             raise ValueError(f"{folder} has neither model.safetensors nor {index}; weights in .bin files are pickles, which "
                              "can run any code, and are not read: save them again as safetensors, with transformers")
         self.where = read_hf_json(folder, index).get("weight_map")
@@ -193,97 +195,76 @@ class HFTensors:
         if file not in self.opened:
             from safetensors import SafetensorError, safe_open
 
-            real, path = hf_file(self.folder, file), os.path.join(self.folder, file)
+            real = hf_file(self.folder, file)
             try:
                 with open(real, "rb") as f:
                     size = int.from_bytes(f.read(8), "little")
-                if size > SAFETENSORS_HEADER:
-                    raise ValueError(f"a header of {size:,} bytes is absurd: {SAFETENSORS_HEADER:,} are the most")
+                if size > SAFETENSORS_HEADER_LIMIT:
+                    raise ValueError(f"a header of {size:,} bytes is absurd: {SAFETENSORS_HEADER_LIMIT:,} are the most")
                 self.opened[file] = safe_open(real, "pt")
             except (ValueError, OSError, SafetensorError) as error:
+                path = os.path.join(self.folder, file)
                 raise ValueError(f"{path} is no safetensors file that can be read: {reason(error)}") from None
         return self.opened[file]
 
-    def slice(self, name: str):
-        """safetensors' handle of a tensor: shape, dtype, and parts of it."""
+    def handle(self, name: str):
+        """safetensors' handle of a tensor: its shape and dtype, and parts of it by indexing."""
         if name not in (file := self.open(self.where[name])).keys():
             raise ValueError(f"{self.folder}: the index says that {name} is in {self.where[name]}, but it is not")
         return file.get_slice(name)
 
     def problem(self, name: str, shape: tuple) -> str:
-        """What is wrong with a tensor that should have this shape, or ''."""
-        found, dtype = tuple(self.slice(name).get_shape()), self.slice(name).get_dtype()
+        """What is wrong with a tensor that should have this shape; '' if nothing is."""
+        found, dtype, scale = tuple(self.handle(name).get_shape()), self.handle(name).get_dtype(), f"{name}_scale_inv"
         if found != shape:
             return f"{name} is {found} there, {shape} here"
-        if dtype == "F8_E4M3" and (scale := f"{name}_scale_inv") in self.where:
-            blocks, scales = tuple(math.ceil(n / FP8_BLOCK) for n in shape), tuple(self.slice(scale).get_shape())
-            good = len(shape) == 2 and scales == blocks and self.slice(scale).get_dtype() in HF_DTYPES.values()
-            return "" if good else f"{scale} is {scales} there, and should be {blocks} floats"
-        if dtype not in HF_DTYPES.values() or f"{name}_scale_inv" in self.where:
-            return f"{name} is {dtype}, which is no {' or '.join(HF_DTYPES.values())}, nor F8_E4M3 with a {name}_scale_inv"
+        if dtype == "F8_E4M3" and scale in self.where:
+            blocks, scales = tuple(math.ceil(n / FP8_BLOCK) for n in shape), tuple(self.handle(scale).get_shape())
+            fits = len(shape) == 2 and scales == blocks and self.handle(scale).get_dtype() in HF_DTYPES.values()
+            return "" if fits else f"{scale} is {scales} there, and should be {blocks} floats"
+        if dtype not in HF_DTYPES.values() or scale in self.where:
+            return f"{name} is {dtype}, which is no {' or '.join(HF_DTYPES.values())}, nor F8_E4M3 with a {scale}"
         return ""
 
     def read(self, name: str, offset: tuple, shape: tuple) -> Tensor:
-        """The part of a tensor that starts at `offset`: as in the file, or fp32 where the file is quantised."""
-        part = self.slice(name)[tuple(slice(o, o + n) for o, n in zip(offset, shape)) or ...]
+        """The part of a tensor that begins at `offset`: as in the file, or in fp32 where the file is quantised."""
+        part = self.handle(name)[tuple(slice(o, o + n) for o, n in zip(offset, shape)) or ...]
         if f"{name}_scale_inv" not in self.where:
             return part
-        block = [slice(o // FP8_BLOCK, math.ceil((o + n) / FP8_BLOCK)) for o, n in zip(offset, shape)]
-        scale = self.slice(f"{name}_scale_inv")[tuple(block)].float().repeat_interleave(FP8_BLOCK, dim=1)
-        scale = scale[:, offset[1] % FP8_BLOCK :][:, : shape[1]]  # (block rows, columns): the part may begin inside a block
-        ends = [min((i + 1) * FP8_BLOCK - offset[0], shape[0]) for i in range(block[0].start, block[0].stop)]
+        rows, columns = (slice(o // FP8_BLOCK, math.ceil((o + n) / FP8_BLOCK)) for o, n in zip(offset, shape))
+        scale = self.handle(f"{name}_scale_inv")[rows, columns].float().repeat_interleave(FP8_BLOCK, dim=1)
+        scale = scale[:, offset[1] % FP8_BLOCK :][:, : shape[1]]  # (rows of blocks, columns): a part may begin inside a block
         part = part.float()
-        for begin, end, factors in zip([0, *ends], ends, scale):
-            part[begin:end] *= factors
+        for block, factors in zip(range(rows.start, rows.stop), scale):
+            begin, end = block * FP8_BLOCK - offset[0], (block + 1) * FP8_BLOCK - offset[0]
+            part[max(begin, 0) : end] *= factors
         return part
 
 
-def open_saved(folder: str) -> tuple[str, nn.Module, object, dict]:
-    """(path, model on meta, DCP's table, state.json) of a step folder or a run folder's newest good checkpoint."""
-    for path in (paths := candidates(folder)):
-        try:
-            manifest = verify(path)
-            break
-        except Damaged as error:
-            print(f"checkpoint: {path} is DAMAGED: {error}", flush=True)
-    else:
-        raise none_good(folder, paths)
-    saved = read_json(path, "state.json")
-    fields = dict(saved["identity"]["model"])
-    module, name = fields.pop("module"), fields.pop("class")
-    if not re.fullmatch(r"models\.[A-Za-z_]\w*", module):  # a file does not get to choose what is imported
-        raise ValueError(f"{path} is of a model {module}.{name}; only those in models/ are loaded")
-    module = importlib.import_module(module)
-    with torch.device("meta"):
-        model = getattr(module, name)(getattr(module, f"{name}Config")(**fields))
-    table = read_metadata(path, manifest["files"])
-    there = {key for key in table.state_dict_metadata if key.startswith("model.")}
-    if odd := sorted(there ^ {f"model.{fqn}" for fqn in named_tensors(model)}):
-        raise ValueError(f"{path} does not fit {module.__name__}.{name}: {len(odd)} odd tensors, the first is {odd[0]}")
-    return path, model, table, saved
-
-
-# --- Names to tensors ---
-
-
-def gather_all(value, group) -> list:
-    """The values of all ranks of the group; None: of this one process."""
-    values = [value] * (dist.get_world_size(group) if group else 1)
-    if group:
-        dist.all_gather_object(values, value, group=group)
-    return values
+# --- Ranks that agree ---
 
 
 def rank_in(group) -> int:
     return dist.get_rank(group) if group else 0
 
 
+def gather_all(value, group) -> list:
+    """The values of all ranks of the group; group None: this process is alone."""
+    values = [value] * (dist.get_world_size(group) if group else 1)
+    if group:
+        dist.all_gather_object(values, value, group=group)
+    return values
+
+
 def all_or_none(work, group):
-    """work() of this rank; raises Failed on all ranks when it fails on one, which would otherwise be waited for for ever."""
+    """work() of this rank; raises Failed on all ranks when it fails on one. Without this a rank that fails leaves, and its
+    peers wait for it in the next collective."""
     result, error = None, None
     try:
         result = work()
-    except Exception as caught:
+    except BaseException as caught:
+        if not isinstance(caught, Exception) and type(caught).__name__ != "CheckpointException":
+            raise  # Ctrl-C; but DCP's errors are BaseExceptions, too
         error = reason(caught)
     for rank, failed in enumerate(gather_all(error, group)):
         if failed is not None:
@@ -291,16 +272,60 @@ def all_or_none(work, group):
     return result
 
 
+def rank_0_only(work, group):
+    """What work() returns on rank 0, on all ranks; Failed on all when it fails."""
+    return gather_all(all_or_none(lambda: work() if rank_in(group) == 0 else None, group), group)[0]
+
+
 def own_group(modules: list[nn.Module], group):
-    """The group on which ranks agree, each of which has a part of the model; None where this process has all of it."""
+    """`group`, or one made here where ranks hold parts of one model; None where this process holds all of it."""
     sharded = any(hasattr(t, "placements") for module in modules for t in named_tensors(module).values())
-    if group is None and sharded:
-        group = dist.new_group(backend="gloo", timeout=timedelta(minutes=30), group_desc="hugging face")  # for slow disks
+    if group is None and sharded:  # 30 minutes, because ranks wait here for the slowest disk
+        group = dist.new_group(backend="gloo", timeout=timedelta(minutes=30), group_desc="hugging face")
     return group
 
 
+# --- Import: names to tensors, each rank its slices ---
+
+
+class Match(NamedTuple):
+    """How the names in the files and the model's fit together."""
+
+    skipped: set[str]  # fqns that are not loaded: excluded, or absent
+    absent: list[str]  # fqns that the files lack, and may
+    extra: list[str]  # names that the model lacks, and may
+    twin: str | None  # name of a head that the files hold although it is the embedding
+
+
+def match_names(module: nn.Module, source: HFTensors, exclude) -> Match:
+    """Raises ValueError with the names that the files lack, or that the model does not know."""
+    names = {fqn: [name] if isinstance(name, str) else name for fqn, name in module.hf_keys().items()}
+    known, optional = {name for group in names.values() for name in group}, getattr(module, "hf_optional", list)()
+
+    def may_differ(name):
+        return any(fnmatchcase(name, pattern) for pattern in optional)
+
+    mtp = [fqn for fqn, group in names.items() if may_differ(group[0])]
+    absent = [] if any(name in source.where for fqn in mtp for name in names[fqn]) else mtp  # all of it, or nothing
+    skipped = {fqn for fqn in names if covers(list(exclude), f"model.{fqn}")} | set(absent)
+    missing = [name for fqn, group in names.items() if fqn not in skipped for name in group if name not in source.where]
+    # A scale belongs to its weight; and files of 2023 hold tables of rotary frequencies, which are computed here.
+    others = [name for name in source.where if name.removesuffix("_scale_inv") not in known
+              and not name.endswith(".rotary_emb.inv_freq")]
+    twin = "lm_head.weight" if module.config.tie_embeddings and "lm_head.weight" in others else None
+    unknown = [name for name in others if name != twin and not may_differ(name)]
+    problems = [f"{what}: {some(found)}" for what, found in (("missing", missing), ("unknown", unknown)) if found]
+    if problems:
+        raise ValueError(f"{source.folder} does not fit {type(module).__name__}: {'; '.join(problems)}")
+    return Match(skipped, absent, [name for name in others if may_differ(name)], twin)
+
+
+def some(texts: list[str]) -> str:
+    return ", ".join(texts[:3]) + f" and {len(texts) - 3} more" * (len(texts) > 3)
+
+
 def local_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """(this rank's part of a plain tensor or DTensor, its offset in the whole)."""
+    """(this rank's part of a plain tensor or a DTensor, where it begins in the whole)."""
     if not hasattr(tensor, "placements"):
         return tensor.detach(), (0,) * tensor.dim()
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -309,50 +334,8 @@ def local_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     return tensor.detach().to_local(), tuple(offset)
 
 
-def hf_names(module: nn.Module) -> dict[str, list[str]]:
-    """fqn -> names in Hugging Face's files: one, or one per expert of a stack."""
-    return {fqn: [names] if isinstance(names, str) else list(names) for fqn, names in module.hf_keys().items()}
-
-
-class Match(NamedTuple):
-    """How the names in the files and those of a model fit together."""
-
-    skipped: set[str]  # fqns that are not loaded: excluded, or absent
-    absent: list[str]  # fqns that the files leave out, and may
-    extra: list[str]  # names of tensors that the model leaves out, and may
-    twin: str | None  # name of a head that the files hold although it is the embedding
-
-
-def match_names(module: nn.Module, source: HFTensors, exclude) -> Match:
-    """Raises ValueError with the names that are missing in the files, or that the model does not know."""
-    names, optional = hf_names(module), getattr(module, "hf_optional", list)()  # patterns of names: MTP layers
-
-    def covered(name, patterns):
-        return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-    mtp = [fqn for fqn, group in names.items() if covered(group[0], optional)]
-    absent = [] if any(name in source.where for fqn in mtp for name in names[fqn]) else mtp
-    skipped = {fqn for fqn in names if covers(list(exclude), f"model.{fqn}")} | set(absent)
-    missing = [name for fqn, group in names.items() if fqn not in skipped for name in group if name not in source.where]
-    known = {name for group in names.values() for name in group}
-    # A scale belongs to its weight; and old files hold a table of rotary frequencies, which are computed here.
-    others = [name for name in source.where if name.removesuffix("_scale_inv") not in known
-              and not name.endswith(".rotary_emb.inv_freq")]
-    extra = [name for name in others if covered(name, optional)]
-    twin = "lm_head.weight" if module.config.tie_embeddings and "lm_head.weight" in others else None
-    unknown = [name for name in others if name not in extra and name != twin]
-    problems = [f"{what}: {some(found)}" for what, found in (("missing", missing), ("unknown", unknown)) if found]
-    if problems:
-        raise ValueError(f"{source.folder} does not fit {type(module).__name__}: {'; '.join(problems)}")
-    return Match(skipped, absent, extra, twin)
-
-
-def some(texts: list[str]) -> str:
-    return ", ".join(texts[:3]) + f" and {len(texts) - 3} more" * (len(texts) > 3)
-
-
 def plan_reads(modules: list[nn.Module], source: HFTensors, exclude=()) -> tuple[list[tuple], Match]:
-    """([(name, offset, where it goes)] of this rank, what the names are like). Raises ValueError; reads no tensor."""
+    """([(name, where to begin, what to fill)] of this rank, how the names match). Raises ValueError; fills nothing yet."""
     match, keys = match_names(modules[0], source, exclude), modules[0].hf_keys()
     reads, problems = [], []
     for fqn, tensor in [item for module in modules for item in named_tensors(module).items()]:
@@ -363,7 +346,7 @@ def plan_reads(modules: list[nn.Module], source: HFTensors, exclude=()) -> tuple
         (local, offset), names, shape = local_part(tensor), keys[fqn], tuple(tensor.shape)
         if isinstance(names, str):
             new = [(names, offset, local)]
-        else:  # a stack of experts: only those of this rank
+        else:  # a stack of experts: only those that this rank holds
             assert len(names) == shape[0], f"{fqn} is a stack of {shape[0]}, but hf_keys() gives {len(names)} names"
             new, shape = [(names[offset[0] + i], offset[1:], part) for i, part in enumerate(local)], shape[1:]
         problems += filter(None, (source.problem(name, shape) for name, _, _ in new))
@@ -379,10 +362,10 @@ def plan_reads(modules: list[nn.Module], source: HFTensors, exclude=()) -> tuple
 
 @torch.no_grad()
 def load_hf(model, folder: str, exclude=(), group=None) -> list[str]:
-    """Fills a model from a Hugging Face folder; sharded in any way, each rank reads no more than its slice of each tensor.
+    """Fills a model from a Hugging Face folder; sharded in any way, each rank reads its slice of each tensor and no more.
 
     model: plain, or sharded by parallel.py, or the list of this rank's pipeline stages. exclude: parameters to leave alone,
-    as in --exclude_from_loading. Returns the fqns that the files leave out and may (MTP layers): they keep their values.
+    as in --exclude_from_loading. Returns the fqns that the files lack and may (MTP layers): they keep their values.
     Raises ValueError, the same on all ranks, before a weight is touched.
     """
     modules = model if isinstance(model, list) else [model]
@@ -396,12 +379,13 @@ def load_hf(model, folder: str, exclude=(), group=None) -> list[str]:
         for module in modules:
             for fqn, tensor in named_tensors(module).items():
                 if fqn not in module.hf_keys():
-                    tensor.zero_()  # a buffer without a name there: what balances our experts, and not theirs
+                    tensor.zero_()  # a buffer without a name there: what balances our experts has not moved yet
 
     all_or_none(fill, group)
-    for who, what in (("leaves out", match.absent), ("has, and this model leaves out,", match.extra)):
-        if what and rank_in(group) == 0:
-            print(f"checkpoint: {folder} {who} {some(what)}", flush=True)
+    if rank_in(group) == 0:
+        for names, what in ((match.absent, "the files lack"), (match.extra, "the model lacks")):
+            if names:
+                print(f"checkpoint: {folder} is loaded without what {what}: {some(names)}", flush=True)
     return match.absent
 
 
@@ -414,19 +398,17 @@ def load_hf_model(folder: str, device="cpu", dtype: torch.dtype | None = None) -
     with torch.device("meta"):
         model = getattr(sys.modules[type(config).__module__], type(config).__name__.removesuffix("Config"))(config)
     reads, _ = plan_reads([model], source)  # all fits, before memory is taken for what a file claims
-    kinds = {name: kind for kind, name in HF_DTYPES.items()}
-    for param in model.parameters():  # not the buffers: the bias of an expert is fp32
-        param.data = param.data.to(dtype or kinds.get(source.slice(reads[0][0]).get_dtype(), torch.bfloat16))
+    of_files = {name: kind for kind, name in HF_DTYPES.items()}.get(source.handle(reads[0][0]).get_dtype(), torch.bfloat16)
+    for param in model.parameters():  # not the buffers: an expert's bias stays fp32
+        param.data = param.data.to(dtype or of_files)
     model.to_empty(device=device)
-    for buffer in model.buffers():
-        buffer.zero_()
     tensors = named_tensors(model)
     for fqn in load_hf(model, folder):
         nn.init.zeros_(tensors[fqn])
     return model, tokenizer_file
 
 
-# --- Writing: each rank some of the files, one tensor at a time ---
+# --- Export: each rank writes some of the files, one tensor at a time ---
 
 
 class HFEntry(NamedTuple):
@@ -459,33 +441,20 @@ def plan_files(names: dict, everyone: list[dict], max_bytes: float) -> list[tupl
         ranks, cut = [rank for rank, kinds in enumerate(everyone) if tuple(kinds) == stage], [[]]
         for fqn in (fqn for fqn in stage if owner[fqn] == ranks[0]):
             (shape, dtype), name = everyone[ranks[0]][fqn], names[fqn]
-            stack = [HFEntry(fqn, n, i, shape[1:], dtype) for i, n in enumerate(name)] if not isinstance(name, str) else []
+            stack = [] if isinstance(name, str) else [HFEntry(fqn, n, i, shape[1:], dtype) for i, n in enumerate(name)]
             for entry in stack or [HFEntry(fqn, name, None, shape, dtype)]:
                 if cut[-1] and sum(e.size for e in cut[-1]) + entry.size > max_bytes:
                     cut.append([])
                 cut[-1].append(entry)
         n = min(len(cut), len(ranks))  # writers, far apart: those of one machine share its disk or its network card
-        # wide dtypes first: then every number starts at a multiple of its size
+        # wide dtypes first: then every number begins at a multiple of its size
         files += [(ranks, ranks[i % n * len(ranks) // n], sorted(file, key=lambda e: -e.dtype.itemsize))
                   for i, file in enumerate(cut)]
     return files
 
 
-def check_export(folder: str):
-    """Raises ValueError when an export would have to overwrite something."""
-    if os.path.lexists(folder) and (not os.path.isdir(folder) or os.listdir(folder)):
-        raise ValueError(f"{folder} is there already and not an empty folder; export to another, or remove it")
-
-
-def begin_export(folder: str) -> str:
-    check_export(folder)
-    temporary = f"{os.path.abspath(folder)}.tmp-{uuid.uuid4().hex[:8]}"
-    os.makedirs(temporary)
-    return temporary
-
-
 def in_turn(files: list[tuple]):
-    """Yields (path, writer, parts, i): part i of each of some files, so that several disks are busy, and not one by one."""
+    """Yields (path, writer, parts, i): part i of some files in turn, so that their writers' disks are busy side by side."""
     n = len({writer for _, writer, _ in files})
     for wave in (files[first : first + n] for first in range(0, len(files), n)):
         for i in range(max(len(parts) for _, _, parts in wave)):
@@ -493,7 +462,7 @@ def in_turn(files: list[tuple]):
 
 
 def write_part(path: str, parts: list[list[HFEntry]], i: int, tensor: Tensor):
-    """Appends the tensors of part i, all from `tensor`, to a safetensors file; before the first, its header."""
+    """Appends the tensors of part i, all of them from `tensor`, to a safetensors file; before the first, its header."""
     with open(path, "ab") as file:
         if i == 0:
             header, end = {"__metadata__": {"format": "pt"}}, 0  # without it older versions of transformers refuse the file
@@ -512,22 +481,27 @@ def write_part(path: str, parts: list[list[HFEntry]], i: int, tensor: Tensor):
             os.fsync(file.fileno())
 
 
+def check_export(folder: str):
+    """Raises ValueError when an export would have to overwrite something."""
+    if os.path.lexists(folder) and (not os.path.isdir(folder) or os.listdir(folder)):
+        raise ValueError(f"{folder} is there already and not an empty folder; export to another, or remove it")
+
+
 def write_hf(folder: str, config, names: dict, kinds: dict, whole, max_shard_gb: float, tokenizer_file=None, group=None):
     """Writes a Hugging Face folder; every rank of `group` calls it. kinds: {fqn: (shape, dtype in the file)} of this rank.
 
     whole(fqn) gives the whole tensor in that dtype to all ranks that have the fqn, which call it in the same order. A rank
     that writes does so in the background, while the next tensor travels: it holds two, and what torch needs to gather one.
     """
-    rank = rank_in(group)
-    everyone = gather_all(kinds, group)
-    files = all_or_none(lambda: plan_files(names, everyone, max_shard_gb * 1e9), group)
-    titles = [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
-    files = dict(zip(titles if len(files) > 1 else ["model.safetensors"], files))
-    temporary = gather_all(all_or_none(lambda: begin_export(folder) if rank == 0 else None, group), group)[0]
-    mine = [(os.path.join(temporary, title), writer, [list(part) for _, part in groupby(entries, key=lambda e: e.fqn)])
-            for title, (ranks, writer, entries) in files.items() if rank in ranks]
-    writing = []
+    began, temporary = time.perf_counter(), f"{os.path.abspath(folder)}.tmp-{uuid.uuid4().hex[:8]}"
+    temporary = rank_0_only(lambda: check_export(folder) or os.makedirs(temporary) or temporary, group)
+    everyone, rank, writing = gather_all(kinds, group), rank_in(group), []
     try:
+        files = all_or_none(lambda: plan_files(names, everyone, max_shard_gb * 1e9), group)
+        titles = [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
+        files = dict(zip(titles if len(files) > 1 else ["model.safetensors"], files))
+        mine = [(os.path.join(temporary, title), writer, [list(part) for _, part in groupby(entries, key=lambda e: e.fqn)])
+                for title, (ranks, writer, entries) in files.items() if rank in ranks]
         with ThreadPoolExecutor(1) as pool:
             for path, writer, parts, i in in_turn(mine):
                 tensor = whole(parts[i][0].fqn)
@@ -536,48 +510,53 @@ def write_hf(folder: str, config, names: dict, kinds: dict, whole, max_shard_gb:
                     writing.append(pool.submit(write_part, path, parts, i, tensor.cpu()))
                 del tensor
         all_or_none(lambda: [part.result() for part in writing], group)
-        all_or_none(lambda: commit_export(temporary, folder, config, files, tokenizer_file) if rank == 0 else None, group)
+        entries = {title: entries for title, (_, _, entries) in files.items()}
+        size = rank_0_only(lambda: commit_export(temporary, folder, config, entries, tokenizer_file), group)
     finally:
         if rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)  # what is left of a failure
+            shutil.rmtree(temporary, ignore_errors=True)  # what a failure leaves
+    if rank == 0:
+        seconds = time.perf_counter() - began
+        print(f"checkpoint: exported {folder} ({len(files)} files, {size / 1e6:.1f} MB in {seconds:.2f} s)", flush=True)
 
 
-def commit_export(temporary: str, folder: str, config, files: dict, tokenizer_file: str | None):
-    """Adds what is not tensors, and gives the folder its name."""
-    entries = {title: entries for title, (_, _, entries) in files.items()}
-    dtypes = [e.dtype for found in entries.values() for e in found]
-    extra, eot = {}, None
-    if tokenizer_file:
-        from data import find_tokenizer, load_tokenizer
-
-        extra["tokenizer.json"], beside = Path(tokenizer_file).read_bytes(), Path(tokenizer_file).with_name
-        for name in ("tokenizer_config.json", "chat_template.jinja"):
-            if beside(name).is_file():
-                extra[name] = beside(name).read_bytes()
-        try:
-            eot = find_tokenizer(tokenizer_file)[1]
-        except ValueError:
-            pass  # no known name for it: whoever generates with it must say where texts end
-        rules = dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=config.max_seq_len)
-        if eot is not None:
-            rules["eos_token"] = load_tokenizer(Path(tokenizer_file)).id_to_token(eot)
-        extra.setdefault("tokenizer_config.json", json_bytes(rules | {"clean_up_tokenization_spaces": False}))
-    ends = dict(bos_token_id=None, eos_token_id=eot, pad_token_id=eot)  # left out, transformers would take 1 and 2
-    dtype = str(max(dtypes, key=dtypes.count)).removeprefix("torch.")
-    extra["config.json"] = json_bytes(config.to_hf() | ends | dict(torch_dtype=dtype))
-    extra["generation_config.json"] = json_bytes(ends)
-    if len(files) > 1:
-        where = {e.name: title for title, found in entries.items() for e in found}
-        size = sum(e.size for found in entries.values() for e in found)
-        extra["model.safetensors.index.json"] = json_bytes(dict(metadata=dict(total_size=size), weight_map=where))
-    if unseen := sorted(set(files) - set(os.listdir(temporary))):
+def commit_export(temporary: str, folder: str, config, entries: dict[str, list[HFEntry]], tokenizer_file: str | None) -> int:
+    """Adds all that is not tensors and gives the folder its name (rank 0). Returns the bytes of its tensors."""
+    if unseen := sorted(entries.keys() - set(os.listdir(temporary))):
         raise OSError(f"rank 0 does not see {some(unseen)}: {folder} must be on a file system that all machines share")
+    flat = [(title, e) for title, found in entries.items() for e in found]
+    dtypes, size = [str(e.dtype)[6:] for _, e in flat], sum(e.size for _, e in flat)
+    extra, eot = tokenizer_files(tokenizer_file, config.max_seq_len) if tokenizer_file else ({}, None)
+    ends = dict(bos_token_id=None, eos_token_id=eot, pad_token_id=eot)  # left out, transformers would take 1 and 2
+    extra["config.json"] = json_bytes(config.to_hf() | ends | dict(torch_dtype=max(dtypes, key=dtypes.count)))
+    extra["generation_config.json"] = json_bytes(ends)
+    if len(entries) > 1:
+        index = dict(metadata=dict(total_size=size), weight_map={e.name: title for title, e in flat})
+        extra["model.safetensors.index.json"] = json_bytes(index)
     for name, content in extra.items():
         Path(temporary, name).write_bytes(content)
         fsync(os.path.join(temporary, name))
     fsync(temporary)
     os.rename(temporary, folder)
     fsync(os.path.dirname(temporary))
+    return size
+
+
+def tokenizer_files(file: str, max_seq_len: int) -> tuple[dict[str, bytes], int | None]:
+    """({name: content} of the tokenizer's files, the id that ends a text or None where no known name tells it)."""
+    from data import find_tokenizer, load_tokenizer
+
+    try:
+        eot = find_tokenizer(file)[1]
+        end = {"eos_token": load_tokenizer(Path(file)).id_to_token(eot)}
+    except ValueError:
+        eot, end = None, {}
+    rules = dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=max_seq_len, **end)
+    found = {"tokenizer_config.json": json_bytes(rules | {"clean_up_tokenization_spaces": False})}
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if (beside := Path(file).with_name(name)).is_file():  # of a Hugging Face folder; a run's has tokenizer.json only
+            found[name] = beside.read_bytes()
+    return found, eot
 
 
 def file_kinds(tensors: dict[str, Tensor], module: nn.Module, dtype: torch.dtype) -> dict[str, tuple]:
@@ -596,27 +575,26 @@ def save_hf(model, folder: str, dtype=torch.bfloat16, max_shard_gb=5.0, tokenize
     """Writes a model as a Hugging Face folder that transformers opens: weights in `dtype`, buffers as they are.
 
     model: plain (call it on one rank), or sharded by parallel.py, or the list of this rank's pipeline stages (call it on all
-    ranks). Raises ValueError, the same on all ranks; `folder` is then not there, or as it was.
+    ranks). Raises ValueError, the same on all ranks, and `folder` is then as it was.
     """
-    modules = model if isinstance(model, list) else [model]
-    tensors: dict[str, Tensor] = {}
+    modules, tensors = model if isinstance(model, list) else [model], {}
     for module in modules:
         for part in module.modules():
             if hasattr(part, "reshard"):
                 part.reshard()  # FSDP: what is gathered now is not what the optimizer updates
-        tensors |= {fqn: tensor for fqn, tensor in named_tensors(module).items() if fqn not in tensors}
+        for fqn, tensor in named_tensors(module).items():
+            tensors.setdefault(fqn, tensor)
     group, kinds = own_group(modules, group), file_kinds(tensors, modules[0], dtype)
     lost = gather_all([fqn for fqn, t in tensors.items() if fqn not in kinds and t.any()], group)
     if rank_in(group) == 0:
         say_lost(folder, [fqn for part in lost for fqn in part])
 
     def whole(fqn):
-        local = tensors[fqn].detach()
-        if not hasattr(local, "placements"):
-            return local.to(kinds[fqn][1])
-        rest = dict(run_check=False, shape=local.shape, stride=local.stride())
-        part = local.to_local().to(kinds[fqn][1])  # before it travels: half the bytes
-        return type(local).from_local(part, local.device_mesh, local.placements, **rest).full_tensor()
+        tensor, dtype = tensors[fqn].detach(), kinds[fqn][1]
+        if not hasattr(tensor, "placements"):
+            return tensor.to(dtype)
+        local, rest = tensor.to_local().to(dtype), dict(run_check=False, shape=tensor.shape, stride=tensor.stride())
+        return type(tensor).from_local(local, tensor.device_mesh, tensor.placements, **rest).full_tensor()
 
     write_hf(folder, modules[0].config, modules[0].hf_keys(), kinds, whole, max_shard_gb, tokenizer_file, group)
 
@@ -626,8 +604,9 @@ def save_hf(model, folder: str, dtype=torch.bfloat16, max_shard_gb=5.0, tokenize
 
 def to_hf(folder: str, out: str, dtype="bfloat16", max_shard_gb=5.0):
     """Exports a step folder, or a run folder's newest good checkpoint, with one tensor in memory at a time."""
+    check_export(out)
     path, model, table, _ = open_saved(folder)
-    kinds = file_kinds(named_tensors(model), model, getattr(torch, dtype))
+    tokenizer_file, kinds = os.path.join(path, "tokenizer.json"), file_kinds(named_tensors(model), model, getattr(torch, dtype))
 
     def read(fqn):
         saved = table.state_dict_metadata[f"model.{fqn}"]
@@ -636,14 +615,12 @@ def to_hf(folder: str, out: str, dtype="bfloat16", max_shard_gb=5.0):
         return tensor
 
     say_lost(out, [fqn for fqn in named_tensors(model) if fqn not in kinds and read(fqn).any()])
-
-    tokenizer_file = os.path.join(path, "tokenizer.json")
-    tokenizer_file = tokenizer_file if os.path.isfile(tokenizer_file) else None
-    write_hf(out, model.config, model.hf_keys(), kinds, lambda fqn: read(fqn).to(kinds[fqn][1]), max_shard_gb, tokenizer_file)
+    write_hf(out, model.config, model.hf_keys(), kinds, lambda fqn: read(fqn).to(kinds[fqn][1]), max_shard_gb,
+             tokenizer_file if os.path.isfile(tokenizer_file) else None)
 
 
 def from_hf(folder: str, out: str):
-    """Writes a Hugging Face folder as a checkpoint of ours, of step 0: --init_from takes it, and generate.py."""
+    """Writes a Hugging Face folder as a run folder of ours with one checkpoint, of step 0, for --init_from and generate.py."""
     check_export(out)
     model, tokenizer_file = load_hf_model(folder)
     identity = {"module": type(model).__module__, "class": type(model).__name__, **asdict(model.config)}
@@ -656,17 +633,44 @@ def from_hf(folder: str, out: str):
 
 
 def hf_command(argv: list[str]) -> int:
-    """python checkpoint.py to_hf | from_hf ..."""
+    """python checkpoint.py to_hf STEP_FOLDER OUT, or from_hf HF_FOLDER OUT."""
+    exports = argv[0] == "to_hf"
     parser = Parser(prog=f"python checkpoint.py {argv[0]}")
-    parser.add_argument("folder", help="a step folder or a run folder" if argv[0] == "to_hf" else "a Hugging Face folder")
-    parser.add_argument("out", help="folder to write; it must be new")
-    if argv[0] == "to_hf":
+    parser.add_argument("folder", help="a step folder, or a run folder" if exports else "a Hugging Face folder")
+    parser.add_argument("out", help="the folder to write; it must be new")
+    if exports:
         parser.add_argument("--dtype", choices=[str(d)[6:] for d in HF_DTYPES], default="bfloat16", help="of the weights")
-        parser.add_argument("--max_shard_gb", type=float, default=5.0, help="size of a file, in GB")
-    options = vars(parser.parse_args(argv[1:]))
+        parser.add_argument("--max_shard_gb", type=float, default=5.0, help="the most that a file may have, in GB")
     try:
-        {"to_hf": to_hf, "from_hf": from_hf}[argv[0]](**options)
+        (to_hf if exports else from_hf)(**vars(parser.parse_args(argv[1:])))
     except (ValueError, RuntimeError) as error:
         return usage(f"error: {error}")
-    print(f"{options['out']} is written")
     return 0
+
+
+# --- For section 1: load_model in two steps ---
+
+
+def open_saved(folder: str) -> tuple[str, nn.Module, object, dict]:
+    """(path, model on meta, DCP's table, state.json) of a step folder, or of a run folder's newest good checkpoint."""
+    for path in (paths := candidates(folder)):
+        try:
+            manifest = verify(path)
+            break
+        except Damaged as error:
+            print(f"checkpoint: {path} is DAMAGED: {error}", flush=True)
+    else:
+        raise none_good(folder, paths)
+    saved = read_json(path, "state.json")
+    values = dict(saved["identity"]["model"])
+    module, name = values.pop("module"), values.pop("class")
+    if not re.fullmatch(r"models\.[A-Za-z_]\w*", module):  # a file does not get to choose what is imported
+        raise ValueError(f"{path} is of a model {module}.{name}; only those in models/ are loaded")
+    module = importlib.import_module(module)
+    with torch.device("meta"):
+        model = getattr(module, name)(getattr(module, f"{name}Config")(**values))
+    table = read_metadata(path, manifest["files"])
+    there = {key for key in table.state_dict_metadata if key.startswith("model.")}
+    if odd := sorted(there ^ {f"model.{fqn}" for fqn in named_tensors(model)}):
+        raise ValueError(f"{path} does not fit {module.__name__}.{name}: {len(odd)} odd tensors: {some(odd)}")
+    return path, model, table, saved

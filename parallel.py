@@ -80,6 +80,9 @@ class ParallelConfig:
     ac_every: int = 2  # --ac selective: checkpoint every k-th block
     ac_budget: float = 0.5  # --ac budget: share of the activation memory to keep (0 = recompute all, 1 = keep all)
     compile: bool = False  # torch.compile each block
+    dry_run: bool = False  # no device, no launcher: report memory, collectives, FLOPs and bubble of this layout
+    explain: bool = False  # one page on one block: how each parameter is placed, and what travels when, and why
+    plot: bool = False  # draw the pipeline's schedule, rank x time, into <out>/pipeline.png (needs matplotlib) and as text
     check_parity: bool = False  # train 3 steps on one process and on this layout, in fp32, and compare; start it with python
     flight_recorder: bool = False  # when a collective times out, every rank writes its last ones to <out>/trace (NCCL only)
     deterministic: bool = False  # bitwise reproducible kernels, slower on GPUs
@@ -187,13 +190,15 @@ def check_layout(
     sizes = {"n_heads": c.n_heads, "n_kv_heads": c.n_kv_heads, "ffn_dim": c.ffn_dim}
     if odd := [f"{name} {size}" for name, size in sizes.items() if size % tp]:
         errors.append(f"--tp {tp} does not divide {', '.join(odd)}; use {divisors(*sizes.values())}")
+    if seq_len < 1:
+        raise ValueError(f"--seq_len {seq_len} must be at least 1")
     if seq_len > c.max_seq_len:
         longer = f"--model_args max_seq_len={seq_len}"
         errors.append(f"--seq_len {seq_len} is longer than the model's max_seq_len {c.max_seq_len}; use {longer}")
     pieces = (2 * cp if cp > 1 else 1) * tp  # cp cuts a sequence into 2*cp chunks, tp each rank's part into tp
-    if seq_len < 1 or seq_len % pieces:
+    if seq_len % pieces:
         rule = " x ".join(["2", "cp"] * (cp > 1) + ["tp"] * (tp > 1))
-        near = max(1, round(seq_len / pieces)) * pieces
+        near = max(1, min(round(seq_len / pieces), c.max_seq_len // pieces)) * pieces
         errors.append(f"--seq_len {seq_len} is not a multiple of {rule + ' = ' if rule else ''}{pieces}; use --seq_len {near}")
     heads, kv_heads = c.n_heads // tp, c.n_kv_heads // tp
     if cp > 1 and cfg.cp_method == "alltoall" and tp <= c.n_kv_heads and (heads % cp or (kv_heads % cp and cp % kv_heads)):
@@ -201,9 +206,9 @@ def check_layout(
             f"--cp_method alltoall needs cp {cp} to divide the {heads} heads of a tp rank, and to divide or be a multiple of "
             f"its {kv_heads} kv heads; use --cp_method allgather"
         )
-    on_cuda = device == "cuda" or device == "auto" and torch.cuda.is_available()
+    on_cuda = cfg.dry_run or device == "cuda" or device == "auto" and torch.cuda.is_available()
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if on_cuda and local_world > torch.cuda.device_count():
+    if on_cuda and not cfg.dry_run and local_world > torch.cuda.device_count():
         errors.append(
             f"{local_world} process{'es' * (local_world > 1)} here, but torch finds {torch.cuda.device_count()} GPUs; "
             "use --device cpu or fewer processes"
@@ -243,6 +248,9 @@ def expert_errors(layout: Layout, model_config) -> list[str]:
 
 def pipeline_errors(layout: Layout, model_config) -> list[str]:
     cfg, pp, name = layout.cfg, layout.pp, layout.cfg.pp_schedule
+    counts = {"pp_microbatch_size": cfg.pp_microbatch_size, "pp_layers_per_stage": cfg.pp_layers_per_stage}
+    if wrong := [f"--{flag} {n} must be at least 1" for flag, n in counts.items() if n is not None and n < 1]:
+        return wrong
     if layout.local_batch_size % cfg.pp_microbatch_size:
         return [f"--pp_microbatch_size {cfg.pp_microbatch_size} does not divide --local_batch_size {layout.local_batch_size}; "
                 f"use {divisors(layout.local_batch_size)}"]
@@ -252,17 +260,20 @@ def pipeline_errors(layout: Layout, model_config) -> list[str]:
         splits_backward = bool(re.search(r"\dI\d", table))
         rows, last = len(table.splitlines()), max(map(int, re.findall(r"\d+F(\d+)", table)), default=-1)
         if rows != pp or last + 1 != n:
-            return [f"--pp_schedule_csv {name} is for {rows} ranks and {last + 1} micro-batches, not for --pp {pp} and {n}"]
+            fits = f"use --pp {rows} and --local_batch_size {(last + 1) * cfg.pp_microbatch_size}"
+            return [f"--pp_schedule_csv {name} is for {rows} ranks and {last + 1} micro-batches, not {pp} and {n}; {fits}"]
     fewest = {"1F1B": pp, "DualPipeV": 2 * pp}.get(name, 1)
     if n < fewest:
-        sequences = fewest * cfg.pp_microbatch_size
+        sequences = math.ceil(fewest * cfg.pp_microbatch_size / layout.accumulation)
         errors.append(
             f"--pp_schedule {name} with --pp {pp} needs at least {fewest} micro-batches, but there are {n} (local batch x "
-            f"accumulation / micro-batch size); use --local_batch_size {sequences} or more"
+            f"accumulation / micro-batch size); use --local_batch_size {sequences} and --global_batch_size "
+            f"{sequences * layout.data_ranks * layout.accumulation}, or more"
         )
     if name in ("Interleaved1F1B", "InterleavedZeroBubble") and n % max(1, n // pp):
-        errors.append(f"--pp_schedule {name} needs a number of micro-batches divisible by its {n // pp} rounds, not {n}; use a "
-                      f"multiple of --pp {pp}")
+        sequences = pp * (n // pp) * cfg.pp_microbatch_size // layout.accumulation or cfg.pp_microbatch_size
+        rule = f"a number of micro-batches that its {n // pp} rounds of --pp {pp} divide, not {n}"
+        errors.append(f"--pp_schedule {name} needs {rule}; use --local_batch_size {sequences}")
     if splits_backward:
         if cfg.reshard_after_forward == "always":
             errors.append(
@@ -277,7 +288,7 @@ def pipeline_errors(layout: Layout, model_config) -> list[str]:
         split = split_stages(cfg, pp, model_config.n_layers)
     except ValueError as e:
         return errors + [str(e)]
-    fewest, most = (1, 1) if name in ONE_STAGE_PER_RANK else (2, 2) if name in V_SHAPED else (2, len(split))
+    fewest, most = (1, 1) if name in ONE_STAGE_PER_RANK else (2, 2) if name in V_SHAPED else (2, model_config.n_layers)
     if not cfg.pp_schedule_csv and (len(split) % pp or not fewest <= len(split) // pp <= most):
         wanted = f"exactly {fewest}" if fewest == most else f"{fewest} or more"
         errors.append(
@@ -306,8 +317,8 @@ def connect(layout: Layout, device: str = "auto", seed: int = 0, trace: str = "t
         backend, native_bf16 = "cpu:gloo,cuda:nccl", True
     else:
         backend, native_bf16 = "gloo", torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-        # more threads than cores made a small run 15 times slower
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world))
+        if "OMP_NUM_THREADS" not in env:  # more threads than cores made a small run 15 times slower
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world))
     layout.compute_dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}.get(
         cfg.compute_dtype, torch.bfloat16 if native_bf16 else torch.float32
     )
@@ -434,6 +445,10 @@ def run(main, cfg) -> None:
             from dryrun import check_parity
 
             raise SystemExit(check_parity(cfg, {axis: getattr(cfg, axis) for axis in AXES}))
+        if cfg.dry_run or cfg.explain or cfg.plot:
+            from dryrun import dry_run
+
+            raise SystemExit(dry_run(main, cfg))
         main(cfg)
     except BaseException as e:  # CheckpointException and KeyboardInterrupt are no Exceptions
         message = " ".join(str(e).split())
@@ -963,7 +978,8 @@ def split_stages(cfg: ParallelConfig, pp: int, n_layers: int) -> list[list[str]]
         n = math.ceil(weight / cfg.pp_layers_per_stage)
         if n % pp:
             made = f"--pp_layers_per_stage {cfg.pp_layers_per_stage} makes {n} stages"
-            raise ValueError(f"{made} of {n_layers} layers, no multiple of --pp {pp}; use another number")
+            fits = " or ".join(str(k) for k in range(1, weight + 1) if math.ceil(weight / k) % pp == 0)
+            raise ValueError(f"{made} of {n_layers} layers, no multiple of --pp {pp}; use {fits or 'a smaller --pp'}")
     else:
         n = pp if cfg.pp_schedule in ONE_STAGE_PER_RANK else 2 * pp
     sizes = [weight // n + (i < weight % n) for i in range(n)]

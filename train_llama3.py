@@ -116,6 +116,8 @@ def build_optimizers(stages, cfg: Config) -> list[torch.optim.Optimizer]:
 
 def main(cfg: Config):
     # 1. devices: all that the flags can get wrong is found here, before anything is built
+    if cfg.steps < 1 or cfg.val_batches < 1:
+        raise ValueError(f"--steps {cfg.steps} and --val_batches {cfg.val_batches} must be at least 1")
     model_config = override_fields(FLAVORS[cfg.flavor], cfg.model_args, "--model_args")
     layout = check_layout(
         cfg, model_config, seq_len=cfg.seq_len, local_batch_size=cfg.local_batch_size,

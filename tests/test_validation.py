@@ -98,11 +98,11 @@ RULES = [
     (PP | dict(pp_microbatch_size=-1, pp_schedule="GPipe"), ["--pp_microbatch_size -1"], dict(pp_microbatch_size=1)),
     (PP | dict(local_batch_size=1), ["--pp_schedule 1F1B with --pp 2 needs at least 2 micro-batches, but there are 1",
      "use --local_batch_size 2"], dict(local_batch_size=2)),
-    (PP | dict(pp_microbatch_size=4), ["use --local_batch_size 8 or more"], dict(local_batch_size=8)),
+    (PP | dict(pp_microbatch_size=4), ["use --local_batch_size 8 and --global_batch_size 8"], dict(local_batch_size=8)),
     (PP | dict(pp_schedule="DualPipeV", local_batch_size=3), ["--pp_schedule DualPipeV with --pp 2 needs at least 4",
      "use --local_batch_size 4"], dict(local_batch_size=4)),
-    *[(PP | dict(pp_schedule=s, local_batch_size=5), [f"--pp_schedule {s}", "divisible by its 2 rounds, not 5",
-       "multiple of --pp 2"], dict(local_batch_size=6)) for s in ("Interleaved1F1B", "InterleavedZeroBubble")],
+    *[(PP | dict(pp_schedule=s, local_batch_size=5), [f"--pp_schedule {s}", "2 rounds of --pp 2 divide, not 5",
+       "use --local_batch_size 4"], dict(local_batch_size=4)) for s in ("Interleaved1F1B", "InterleavedZeroBubble")],
     # pipeline: stages
     (dict(world_size=8, pp=8, local_batch_size=8), ["6 layers are too few for 8 pipeline stages", "or more layers"],
      dict(n_layers=8)),
@@ -153,7 +153,7 @@ def test_rule(given, words, cure, monkeypatch):
 
 
 @pytest.mark.parametrize("given, words", [
-    (dict(world_size=4, pp=4), ["is for 2 ranks", "--pp 4"]),
+    (dict(world_size=4, pp=4), ["is for 2 ranks", "not 4 and", "use --pp 2"]),
     (PP | dict(local_batch_size=3), ["2 micro-batches", "3"]),
     (PP | dict(local_batch_size=2, n_layers=1), ["1 layers are too few for 4 pipeline stages"]),
     (PP | dict(local_batch_size=2), []),
