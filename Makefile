@@ -4,7 +4,7 @@ ARGS   ?=
 # What torchrun would choose, without its warning. With cores to spare on a CPU: make train OMP_NUM_THREADS=8
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test test-slow lint
+.PHONY: train test test-slow chaos lint
 
 # One process per GPU, or two CPU processes; flags go in ARGS: make train ARGS="--steps 50 --out runs/try". Muon, because it
 # learns in two minutes on a CPU what AdamW, the recipe's default, learns in four.
@@ -16,6 +16,10 @@ test: .venv/installed-dev
 
 test-slow: .venv/installed-dev
 	.venv/bin/python -m pytest -m "slow and not gpu" $(ARGS)
+
+# kill -9 of everything, 20 times, at random moments of one run; CHAOS_KILLS=100 make chaos
+chaos: .venv/installed-dev
+	CHAOS_KILLS=$${CHAOS_KILLS:-20} .venv/bin/python -m pytest tests/test_faults.py -s -m slow -k test_chaos $(ARGS)
 
 lint: .venv/installed-dev
 	.venv/bin/ruff check .

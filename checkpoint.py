@@ -3,6 +3,7 @@
     python checkpoint.py ls runs/llama3                           # steps, sizes, layouts, complete or damaged
     python checkpoint.py verify runs/llama3/checkpoints/step-100  # exit status 0: every byte is as it was written
     python checkpoint.py diff STEP_FOLDER STEP_FOLDER             # the first tensor that differs, and how many do
+    python checkpoint.py to_hf STEP_FOLDER OUT                    # to Hugging Face's format; from_hf: from it
 
 Section 1 holds our own checkpoints. torch's distributed checkpoint (DCP) writes the tensors: every rank its shards, and
 any layout reads them. What DCP lacks is added here, because training dies at any moment and disks lie:
@@ -59,7 +60,7 @@ LEFTOVER = re.compile(r"step-\d+\.tmp-.*|trash-.*")  # of a process killed while
 
 @dataclass(kw_only=True)
 class CheckpointConfig:
-    init_from: str = ""  # start from this run folder's newest checkpoint, or from one step folder
+    init_from: str = ""  # start from this run folder's newest checkpoint, one step folder, or a Hugging Face folder
     init_model_only: bool = True  # with --init_from: only the weights, from step 0; else everything, as if it were this run
     load_step: int = -1  # continue from this step; newer ones are set aside as abandoned-N (-1 = the newest)
     exclude_from_loading: list[str] = field(default_factory=list)  # do not load: optimizer, or parameters (head,blocks.0.*)
@@ -68,6 +69,8 @@ class CheckpointConfig:
     checkpoint_first_step: bool = False  # save after the run's first step too: shows at once that saving works
     load_only: bool = False  # read checkpoints, never write one
     last_save_model_only: bool = False  # the last checkpoint holds only the weights: smaller, but it cannot be continued
+    export_hf: str = ""  # new folder for the final weights in Hugging Face's format
+    export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # --export_hf: dtype of the weights
 
 
 class Damaged(ValueError):
@@ -207,7 +210,7 @@ def start_of(out: str, cfg: CheckpointConfig) -> tuple[str, int, bool] | None:
     step = -1 if restarted() else cfg.load_step
     if step >= 0 or step_folders(out):
         return out, step, True
-    return (cfg.init_from, -1, not cfg.init_model_only) if cfg.init_from else None
+    return (cfg.init_from, -1, not cfg.init_model_only) if cfg.init_from and not is_hf_folder(cfg.init_from) else None
 
 
 def check_run(out: str, identity: dict, cfg: CheckpointConfig):
@@ -613,7 +616,11 @@ class Checkpoints:
         ranks, before a tensor is touched.
         """
         start = self.on_rank_0(lambda: start_of(self.out, self.cfg))
+        excluded = [name.removeprefix("model.") for name in self.cfg.exclude_from_loading]
         if start is None:
+            if self.cfg.init_from:
+                load_hf(self.modules, self.cfg.init_from, excluded, self.group)
+                self.say(f"step 0, with the weights of {self.cfg.init_from} (Hugging Face)")
             return None
         source, _, everything = start
         if self.cfg.init_from and source == self.out:
@@ -622,7 +629,6 @@ class Checkpoints:
         if everything:
             self.on_rank_0(lambda: check_continuable(folder, source, self.identity))
         table = self.everywhere(lambda: read_metadata(folder, manifest["files"]))
-        excluded = [name.removeprefix("model.") for name in self.cfg.exclude_from_loading]
         self.check_excluded(excluded)
         if with_optimizer := everything and "optimizer" not in excluded:
             keys = [key for key in table.state_dict_metadata if key.startswith("optimizer.") and not covers(excluded, key)]
@@ -880,15 +886,40 @@ def main(argv: list[str]) -> int:
     if argv in (["-h"], ["--help"]):
         print(__doc__)
         return 0
+    if argv[:1] in (["to_hf"], ["from_hf"]):
+        from hf import hf_command
+
+        return hf_command(argv)
     command = {("ls", 2): ls, ("verify", 2): verify_command, ("diff", 3): diff}.get((argv[0] if argv else "", len(argv)))
     if command is None:
-        return usage("usage: python checkpoint.py ls RUN | verify STEP_FOLDER | diff STEP_FOLDER STEP_FOLDER")
+        return usage("usage: python checkpoint.py ls RUN | verify STEP_FOLDER | diff STEP_FOLDER STEP_FOLDER | "
+                     "to_hf STEP_FOLDER OUT | from_hf HF_FOLDER OUT")
     return command(*argv[1:])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# 2. Hugging Face
+# 2. Hugging Face: hf.py, a file of its own because it is another idea of the same size
 # ----------------------------------------------------------------------------------------------------------------------
+
+
+def is_hf_folder(folder: str) -> bool:
+    import hf  # it stands on section 1, so it cannot be imported above
+
+    return hf.is_hf_folder(folder)
+
+
+def load_hf(model, folder: str, exclude=(), group=None) -> list[str]:
+    """See hf.load_hf."""
+    import hf
+
+    return hf.load_hf(model, folder, exclude, group)
+
+
+def save_hf(model, folder: str, dtype=torch.bfloat16, max_shard_gb=5.0, tokenizer_file: str | None = None, group=None):
+    """See hf.save_hf."""
+    import hf
+
+    hf.save_hf(model, folder, dtype, max_shard_gb, tokenizer_file, group)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,6 @@ from torch.utils.flop_counter import flop_registry
 import parallel
 from parallel import local_tensor
 
-
 # ---------------------------------------------------------------- watching a step, op by op
 
 OPS = {
@@ -61,17 +60,20 @@ class Watch(TorchDispatchMode):
     """What runs inside the context, on real tensors or on fake ones:
 
     moved: {(phase, axis, op, bytes of the largest tensor involved): how often}
-    flops: {phase: FLOPs of matmuls and attention}; phases are forward, backward, recompute
+    flops: {phase: FLOPs of matmuls and attention}; phases are forward, backward, recompute, update
     live, peak: bytes of tensors made inside that are alive now, and at the worst moment
     """
 
     def __init__(self, layout=None):
         super().__init__()
         self.moved, self.flops, self.live, self.peak, self.sizes = Counter(), Counter(), 0, 0, {}
+        self.updating = False  # the gradients are complete, the optimizer's turn
         self.axes = {}  # name of a process group -> the axes that it serves: one that spans all ranks has the world's group
         for mesh in [m for m in layout and (layout.experts, layout.axes, layout.mesh) or () if m is not None]:
             for axis in mesh.mesh_dim_names:
                 self.axes.setdefault(mesh.get_group(axis).group_name, []).extend([axis] * (mesh[axis].size() > 1))
+        if layout and layout.world_size > 1 and not self.axes.get(world := dist.group.WORLD.group_name):
+            self.axes[world] = ["world"]
 
     def __enter__(self):
         resize = torch.UntypedStorage.resize_  # how FSDP frees a block's weights, and takes the memory again
@@ -102,20 +104,20 @@ class Watch(TorchDispatchMode):
                 self.change(key, storage.nbytes())
                 weakref.finalize(storage, self.change, key, None)
         if name in FLOPS:
-            self.flops[phase()] += FLOPS[name](out, *args, **kwargs)
+            self.flops[self.phase()] += FLOPS[name](out, *args, **kwargs)
         elif func._overloadpacket in flop_registry:
-            self.flops[phase()] += flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
+            self.flops[self.phase()] += flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
         if func.namespace in ("c10d", "_c10d_functional") and name in OPS:
             flat = [*tree_iter((args, kwargs)), *tree_iter(out)]
             group = next((a for a in reversed(flat) if isinstance(a, str) and a in self.axes), None)
             if group is None:
                 objects = (a for a in flat if isinstance(a, torch.ScriptObject))
                 group = next((dist.ProcessGroup.unbox(a).group_name for a in objects if is_group(a)), None)
-            axes = self.axes.get(group, ["world"])
+            axes = self.axes.get(group, [group])
             if axes:  # nothing travels in a group of one
                 trades = [a for a in axes if a in ("ep", "cp")] if OPS[name] == "all_to_all" else []
                 size = max(t.numel() * t.element_size() for t in flat if isinstance(t, torch.Tensor))
-                self.moved[phase(), (trades or axes)[-1], OPS[name], size] += 1
+                self.moved[self.phase(), (trades or axes)[-1], OPS[name], size] += 1
         return out
 
     def run(self, func, *args, **kwargs):
@@ -130,6 +132,16 @@ class Watch(TorchDispatchMode):
         else:
             self.sizes[key] = size
 
+    def phase(self) -> str:
+        if torch._C._current_graph_task_id() == -1:
+            return "update" if self.updating else "forward"
+        return "recompute" if torch.is_grad_enabled() else "backward"
+
+    def mark(self) -> int:
+        """The peak since the last mark."""
+        peak, self.peak = self.peak, self.live
+        return peak
+
     @property
     def counts(self) -> dict:
         """{(axis, op): [number, bytes]}"""
@@ -143,12 +155,6 @@ def totals(moved) -> dict:
         entry[0] += n
         entry[1] += n * size
     return counts
-
-
-def phase() -> str:
-    if torch._C._current_graph_task_id() == -1:
-        return "forward"
-    return "recompute" if torch.is_grad_enabled() else "backward"
 
 
 def is_group(obj) -> bool:
@@ -169,10 +175,13 @@ class DryWatch(Watch):
         if func is torch.ops.aten.bincount.default:  # tokens per expert
             self.rows = args[0].numel()
             return args[0].new_empty(args[2])
-        if func is torch.ops.aten._local_scalar_dense.default:  # tokens to and from each rank that holds experts
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.int64:  # tokens to and from each rank that holds experts
             return self.rows // self.ep
         if func is torch.ops.aten.repeat_interleave.Tensor:  # the expert of each token
             return args[0].new_empty(self.rows)
+        if func is torch.ops.aten._grouped_mm.default:  # torch's own shape rule wants bf16
+            x, w, experts = args[0], args[1], kwargs.get("offs", args[2] if len(args) > 2 else None)
+            return x.new_empty((x.shape[0], w.shape[-1]) if w.dim() == 3 else (len(experts), x.shape[0], w.shape[1]))
         return func(*args, **kwargs)
 
 
@@ -214,7 +223,7 @@ def build(main, cfg, connect, init_weights=None):
 
 
 # What a dry run executes in place of a schedule, with 2 or 3 micro-batches: the same collectives, in a simpler order
-SIMPLE_ORDER = {"1F1B": "GPipe", "Interleaved1F1B": "LoopedBFS", "InterleavedZeroBubble": "LoopedBFS", "DualPipeV": "ZBVZeroBubble"}
+SIMPLE_ORDER = {"1F1B": "GPipe", "DualPipeV": "ZBVZeroBubble"}
 
 
 def dry_build(main, cfg, pp_rank: int, fake):
@@ -289,57 +298,105 @@ def size_of(tensors) -> int:
     return sum(local.numel() * local.element_size() for t in tensors if isinstance(t, torch.Tensor) for local in [local_tensor(t)])
 
 
-def observe(stages, optimizers, layout, seq_len: int, n: int, watch_type=DryWatch) -> Counter:
-    """Run a training step of n micro-batches (pipeline) or accumulation steps, and measure it, on any kind of tensor.
-
-    Keys: parameters, gradients, optimizer, peak: bytes; (activations, stage): bytes that one micro-batch leaves for its
-    backward; (flops, phase), (flops, stage): of the step, and of its forwards alone; a stage is its place on this rank; (moved, phase, axis, op, bytes): how often.
-    """
+def prepare(stages, optimizers, layout, watch_type=DryWatch) -> Counter:
+    """Take one step with gradients of zero, so that the optimizer has its state; its bytes and the parameters'."""
     out, params = Counter(), [p for stage in stages for p in stage.parameters()]
-    for p in params:  # one step before, so that the optimizer has its state
-        p.grad = torch.zeros_like(p)
+    with watch_type(layout):
+        for p in params:
+            p.grad = torch.zeros_like(p)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    out["parameters"] = size_of(params)
+    out["optimizer"] = size_of(t for optimizer in optimizers for state in optimizer.state.values() for t in state.values())
+    return out
+
+
+def update(stages, optimizers, layout, watch) -> Counter:
+    """What a recipe does when the gradients are complete."""
+    watch.updating = True
+    parallel.clip_grad_norm(stages, 1.0, layout)
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
-    out["parameters"] = size_of(params)
-    out["optimizer"] = size_of(t for optimizer in optimizers for state in optimizer.state.values() for t in state.values())
+    if getattr(stages[0].config, "n_experts", 0):
+        parallel.balance_experts(stages, layout, "bias", 1e-3)
+
+
+def observe(stages, optimizers, layout, seq_len: int, n: int, watch_type=DryWatch) -> Counter:
+    """Run a training step of n micro-batches (pipeline) or accumulation steps, and measure it, on any kind of tensor.
+
+    A stage is its place on this rank. Keys, all but the last two in bytes:
+    parameters, gradients, optimizer
+    (activations, stage): what one micro-batch leaves for its backward
+    peak: of forwards and backwards, without those activations; update: of the optimizer's step; measured: of all together
+    (flops, phase), (flops, stage): of the step, and of its forwards alone
+    (moved, phase, axis, op, bytes): how often
+    """
+    out = prepare(stages, optimizers, layout, watch_type)
     if layout.pp > 1:
         layout.local_batch_size = layout.cfg.pp_microbatch_size * n
     layout.global_batch_size = layout.local_batch_size * layout.data_ranks * (1 if layout.pp > 1 else n)
     tokens = torch.randint(0, stages[0].config.vocab_size, (layout.accumulation, layout.local_batch_size, seq_len))
     batch = SimpleNamespace(tokens=tokens, labels=tokens, positions=torch.arange(seq_len).expand_as(tokens), doc_ids=None)
 
-    before, place = {}, {id(stage): i for i, stage in enumerate(stages)}
-    watch = watch_type(layout)
+    watch, before, held, peaks = watch_type(layout), {}, Counter(), []
+    place = {stage.index: i for i, stage in enumerate(stages)}
+
+    def mark():  # (the peak since the last mark, micro-batches per stage that were under way)
+        peaks.append((watch.mark(), dict(held)))
 
     def enter(stage, *args):
-        before[place[id(stage)]] = watch.live - gathered(stage), watch.flops["forward"]
+        mark()
+        if layout.pp == 1:
+            held.clear()  # the backward is over
+        held[place[stage.index]] += 1
+        before[stage.index] = watch.live - gathered(stage), watch.flops["forward"]
 
     def leave(stage, *args):
-        live, flops = before[place[id(stage)]]
-        out["activations", place[id(stage)]] = watch.live - gathered(stage) - live
-        out["flops", place[id(stage)]] += watch.flops["forward"] - flops
+        i, (live, flops) = place[stage.index], before[stage.index]
+        out["activations", i] = watch.live - gathered(stage) - live
+        out["flops", i] += watch.flops["forward"] - flops
+        mark()
 
-    hooks = [h for s in stages for h in (s.register_forward_pre_hook(enter, prepend=True), s.register_forward_hook(leave))]
-    with watch:
+    def ends(backward):  # of the pipeline: a whole one, or its second half
+        def run(stage, *args, full_backward=True, **kwargs):
+            done = backward(stage, *args, **kwargs | ({} if full_backward else {"full_backward": False}))
+            mark()
+            held[place[stage.stage_index]] -= full_backward
+            return done
+
+        return run
+
+    with ExitStack() as stack:
+        for stage in stages:
+            hooks = stage.register_forward_pre_hook(enter, prepend=True), stage.register_forward_hook(leave)
+            stack.callback(lambda hooks=hooks: [hook.remove() for hook in hooks])
+        if layout.pp > 1:
+            from torch.distributed.pipelining import PipelineStage
+
+            for name in ("backward_one_chunk", "backward_weight_one_chunk"):
+                stack.enter_context(mock.patch.object(PipelineStage, name, ends(getattr(PipelineStage, name))))
+        stack.enter_context(watch)
         parallel.forward_backward(stages, batch, layout)
+        mark()
         out["gradients"] = size_of(p.grad for stage in stages for p in stage.parameters())
-        parallel.clip_grad_norm(stages, 1.0, layout)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        if getattr(stages[0].config, "n_experts", 0):
-            parallel.balance_experts(stages, layout, "bias", 1e-3)
-    for hook in hooks:
-        hook.remove()
-    out["peak"] = out["parameters"] + out["optimizer"] + watch.peak
+        update(stages, optimizers, layout, watch)
+    state = out["parameters"] + out["optimizer"]
+    out["peak"] = state + max(peak - sum(k * out["activations", i] for i, k in now.items()) for peak, now in peaks)
+    out["update"] = state + watch.mark()
+    out["measured"] = max(out["update"], *(state + peak for peak, _ in peaks))
     out.update({("flops", name): flops for name, flops in watch.flops.items()})
-    out.update({("moved", *key): n for key, n in watch.moved.items()})
+    out.update({("moved", *key): number for key, number in watch.moved.items()})
     return out
 
 
-MOST_BLOCKS = 3  # of one kind that are run; more are extrapolated
-MOST_MICROBATCHES = 3  # likewise
+MOST_MICROBATCHES = 3  # that are run; more are extrapolated
+
+
+def most_blocks(layout) -> int:
+    """Blocks of one kind that are run; more are extrapolated. FSDP holds two at a time, and the last one longer."""
+    return 3 if parallel.reshards(layout) else 2
 
 
 def block_kinds(stages) -> dict:
@@ -360,10 +417,10 @@ def rank_kind(stages):
     return (*ends, *neighbours, blocks)
 
 
-def leave_out_blocks(stages, optimizers, less=None) -> None:
-    """Keep MOST_BLOCKS of each kind of block, the first ones and the last, and of the kind `less` one fewer."""
+def leave_out_blocks(stages, optimizers, most_of_a_kind: int, less=None) -> None:
+    """Keep that many of each kind of block, the first ones and the last, and of the kind `less` one fewer."""
     for kind, names in block_kinds(stages).items():
-        most = min(MOST_BLOCKS, len(names)) - (kind == less)
+        most = min(most_of_a_kind, len(names)) - (kind == less)
         for name in names[most - 1 : -1]:
             del stages[kind[0]].blocks[name]
     alive = {id(p) for stage in stages for p in stage.parameters()}
@@ -383,34 +440,45 @@ def run_few(main, cfg, pp_rank: int, n: int, less=None) -> Counter:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with dry_world():
         stages, optimizers, layout = dry_build(main, cfg, pp_rank, fake)
-        leave_out_blocks(stages, optimizers, less)
+        leave_out_blocks(stages, optimizers, most_blocks(layout), less)
         with fake:
-            out = observe(stages, optimizers, layout, cfg.seq_len, n)
-    ids = [stage.index for stage in stages]
-    # without what the order that was run holds; the real order's activations are added in dry_run
-    out["peak"] -= in_flight(rows_of(layout.cfg, layout.pp, n, stages[0].n_stages)[pp_rank], ids, out)
-    return out
+            return observe(stages, optimizers, layout, cfg.seq_len, n)
 
 
 def measure(main, cfg, pp_rank: int, kinds: dict, n: int) -> Counter:
     """A step of n micro-batches or accumulation steps from runs with few of them, through few blocks: all blocks of a kind cost
     the same. Exact for what is linear in both; parameters, gradients and optimizer state are.
     """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    fake, watch = FakeTensorMode(allow_non_fake_inputs=True), None
+    with dry_world():  # the optimizer's step with all layers: Muon's exchanges are not linear in them
+        stages, optimizers, layout = dry_build(main, cfg, pp_rank, fake)
+        with fake:
+            exact, watch = prepare(stages, optimizers, layout), DryWatch(layout)
+            for p in (p for stage in stages for p in stage.parameters()):
+                p.grad = torch.zeros_like(p)
+            with watch:
+                update(stages, optimizers, layout, watch)
+    exact.update({("moved", *key): number for key, number in watch.moved.items()})
+
     results = []
     ns = [n] if n <= MOST_MICROBATCHES or cfg.pp_schedule_csv else [MOST_MICROBATCHES - 1, MOST_MICROBATCHES]
     for m in ns:
         total = few = run_few(main, cfg, pp_rank, m)
         for kind, names in kinds.items():
-            if (more := len(names) - MOST_BLOCKS) > 0:
+            if (more := len(names) - most_blocks(layout)) > 0:
                 total = plus(total, more, plus(few, -1, run_few(main, cfg, pp_rank, m, less=kind)))
         results.append(total)
-    if len(ns) == 1:
-        return results[0]
-    step = plus(results[1], n - ns[1], plus(results[1], -1, results[0]))
-    return Counter({key: results[1][key] if key[0] == "activations" else value for key, value in step.items()})
+    step = results[0] if len(ns) == 1 else plus(results[1], n - ns[1], plus(results[1], -1, results[0]))
+    step = {key: results[-1][key] if key[0] == "activations" else value for key, value in step.items()}
+    return Counter({key: value for key, value in step.items() if key[:2] != ("moved", "update")} | exact)
 
 
 # ---------------------------------------------------------------- the pipeline's schedule
+
+
+LETTERS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
 
 
 def rows_of(cfg, pp: int, n: int, n_stages: int) -> list[list[tuple[str, int, int]]]:
@@ -436,8 +504,8 @@ def rows_of(cfg, pp: int, n: int, n_stages: int) -> list[list[tuple[str, int, in
     rows = []
     for ops in get_schedule_ops(cfg.pp_schedule, pp, n, n_stages // pp):
         flat = [a for op in ops if op is not None for a in (op.sub_actions or (op,))]
-        rows.append([(str(a.computation_type), a.stage_index, a.microbatch_index) for a in flat])
-        rows[-1] = [a for a in rows[-1] if a[0] in "FBIW"]  # not REDUCE_GRAD
+        rows.append([(LETTERS.get(a.computation_type.name), a.stage_index, a.microbatch_index) for a in flat])
+        rows[-1] = [a for a in rows[-1] if a[0]]  # not REDUCE_GRAD
     return rows
 
 
@@ -541,10 +609,11 @@ def make_report(main, cfg) -> Report:
             ranks.append(Rank(stages, ranks[first[kind]].step, same_as=first[kind]))
         rank = ranks[-1]
         rank.activations = in_flight(rows[pp_rank], rank.ids, rank.step)
-        rank.peak = rank.step["peak"] + rank.activations
+        rank.peak = max(rank.step["peak"] + rank.activations, rank.step["update"])
         if cfg.cpu_offload:
             rank.peak -= rank.step["parameters"] + rank.step["optimizer"]
-        guessed |= {f"{MOST_BLOCKS} of {len(names)} equal layers" for names in kinds.values() if len(names) > MOST_BLOCKS}
+        most = most_blocks(layout)
+        guessed |= {f"{most} of {len(names)} equal layers" for names in kinds.values() if len(names) > most}
     if n > MOST_MICROBATCHES and not cfg.pp_schedule_csv:
         guessed.add(f"{MOST_MICROBATCHES} of {n} {'micro-batches' if layout.pp > 1 else 'accumulation steps'}")
     copies = {id(w) for r in ranks for s in r.stages if (w := parallel.tied_copy(s)) is not None}
@@ -570,8 +639,9 @@ def table(rows: list[list]) -> str:
     return "\n".join("  ".join(cells(row)).rstrip() for row in rows)
 
 
-def gib(n: float) -> str:
-    return f"{n / 2**30:.2f}" if n >= 2**30 / 100 or n <= 0 else f"{n / 2**30:.1g}"
+def human(n: float) -> str:
+    unit = next((i for i in range(4) if n < 1000 * 1024**i), 4)
+    return f"{n / 1024**unit:.3g} {'B KiB MiB GiB TiB'.split()[unit]}"
 
 
 def print_report(cfg, report: Report) -> None:
@@ -579,23 +649,23 @@ def print_report(cfg, report: Report) -> None:
     print(f"dry run: {report.n_params:,} parameters | {layout} = {layout.world_size:,} devices | "
           f"{str(layout.compute_dtype)[6:]} compute | {layout.data_ranks * layout.local_batch_size * (1 if layout.pp > 1 else report.n)} "
           f"sequences x {cfg.seq_len} tokens per step")
-    print(f"\nThe first device of each pipeline rank, GiB; the peak fits ({' / '.join(map(str, DEVICES))} GB) or does not:\n")
+    print(f"\nThe first device of each pipeline rank; the peak fits ({' / '.join(map(str, DEVICES))} GB) or does not:\n")
     lines = [["pp rank", "layers", "parameters", "gradients", "optimizer", "activations", "peak", "fits", "TFLOPs/step"]]
     for i, rank in enumerate(ranks):
         fits = " / ".join("yes" if rank.peak <= size * 1e9 else "no" for size in DEVICES)
         sizes = [rank.step["parameters"], rank.step["gradients"], rank.step["optimizer"], rank.activations, rank.peak]
         tera = rank.flops("forward", "backward", "recompute") / 1e12
-        lines.append([i, sum(len(s.blocks) for s in rank.stages), *map(gib, sizes), fits, f"{tera:,.3g}"])
+        lines.append([i, sum(len(s.blocks) for s in rank.stages), *map(human, sizes), fits, f"{tera:,.3g}"])
     print(table(lines))
 
     different = [i for i, rank in enumerate(ranks) if rank.same_as is None]
     names = [", ".join(str(j) for j, r in enumerate(ranks) if j == i or r.same_as == i) for i in different]
-    print("\nCollectives of one step: number, GiB (of the largest tensor of each, summed), by axis:\n")
+    print("\nCollectives of one step: number and bytes (of the largest tensor of each, summed), by axis:\n")
     counts = [totals({key[1:]: n for key, n in ranks[i].step.items() if key[0] == "moved"}) for i in different]
     lines = [["axis", "operation", *(f"pp rank {name}" for name in names)]]
     for axis, op in sorted({key for c in counts for key in c}):
         cells = [c.get((axis, op), (0, 0)) for c in counts]
-        lines.append([axis, op, *(f"{number:,} x, {gib(size)}" if number else "-" for number, size in cells)])
+        lines.append([axis, op, *(f"{number:,} x, {human(size)}" if number else "-" for number, size in cells)])
     print(table(lines) if len(lines) > 1 else "none")
 
     whole, lost = sum(r.flops("forward", "backward", "recompute") for r in ranks), sum(r.flops("recompute") for r in ranks)
@@ -608,7 +678,7 @@ def print_report(cfg, report: Report) -> None:
           + f" and the recomputation ({lost / whole:.1%} of the FLOPs)" * bool(lost) + " free")
     worst = max(ranks, key=lambda r: r.peak)
     verdict = [f"{size} GB: {'fits' if worst.peak <= size * 1e9 else 'does not fit'}" for size in DEVICES]
-    print(f"Peak {gib(worst.peak)} GiB on pipeline rank {ranks.index(worst)}. {', '.join(verdict)}")
+    print(f"Peak {human(worst.peak)} on pipeline rank {ranks.index(worst)}. {', '.join(verdict)}")
     print("\nHow this was found: the recipe's own code ran under a fake process group, on tensors without memory.")
     if report.guessed:
         print(f"Run were {', '.join(report.guessed)}; the rest is linear. Parameters, gradients and optimizer state are exact.")

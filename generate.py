@@ -23,7 +23,7 @@ from torch import Tensor
 from checkpoint import load_model, step_folders
 from config import Parser, parse_config, usage_error
 from data import find_tokenizer, load_tokenizer
-from hf_section import is_hf_folder, load_hf_model, read_chat
+from hf import is_hf_folder, load_hf_model, read_chat
 
 PREFILL_CHUNK = 512  # prompt tokens per forward: logits of a whole long prompt are B*T*V numbers that nobody reads
 

@@ -14,10 +14,11 @@ from typing import Literal
 
 import torch
 
-from checkpoint import CheckpointConfig, Checkpoints, check_run, lock_run, step_folders
+from checkpoint import CheckpointConfig, Checkpoints, check_run, is_hf_folder, lock_run, save_hf, step_folders
 from config import override_fields, parse_config, save_config
 from data import DataConfig, open_data
 from generate import print_sample
+from hf import check_export, check_hf_config
 from metrics import Metrics, MetricsConfig
 from models.qwen3 import FLAVORS, Qwen3
 from optim import Muon
@@ -141,6 +142,10 @@ def main(cfg: Config):
     model_identity = {"module": Qwen3.__module__, "class": Qwen3.__name__, **asdict(model_config)}
     identity = {"model": model_identity, "data": data.fingerprint, "optimizer": {"name": cfg.optimizer}}
     check_run(cfg.out, identity, cfg)
+    if is_hf_folder(cfg.init_from):
+        check_hf_config(model_config, cfg.init_from)
+    if cfg.export_hf and all(step < cfg.steps for step, _ in step_folders(cfg.out)):
+        check_export(cfg.export_hf)
     lock_run(cfg.out)
     stop = StopSignal()
     connect(layout, cfg.device, cfg.seed, trace=f"{cfg.out}/trace")
@@ -240,6 +245,8 @@ def main(cfg: Config):
             break
     batches.close()
     checkpoints.close()
+    if cfg.export_hf and not stopping:
+        save_hf(stages, cfg.export_hf, getattr(torch, cfg.export_dtype), tokenizer_file=data.tokenizer_file)
     metrics.close()
     disconnect()
     if rank0 and not stopping and cfg.checkpoint_every:

@@ -8,13 +8,14 @@ asynchronous save takes from the steps beside it shows only in how long it runs.
 so they come out of memory, on both sides.
 """
 import contextlib
+import multiprocessing
 import os
 import shutil
 import statistics
 import sys
 import time
 import zlib
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 from unittest import mock
@@ -70,8 +71,7 @@ def main(cfg: Config):
     connect(layout, cfg.device)
     model, optimizer = trained(cfg, layout, model_config)
     group = dist.new_group(backend="gloo")  # for DCP's asynchronous saves
-    (folder,) = box = [f"{cfg.folder}/benchmark-{os.getpid()}"]
-    dist.broadcast_object_list(box)
+    dist.broadcast_object_list(box := [f"{cfg.folder}/benchmark-{os.getpid()}"])
     folder = box[0]
 
     def ours(mode, load_only=False):
@@ -142,6 +142,8 @@ def main(cfg: Config):
             dist.barrier()
     for checkpoints in writers.values():
         checkpoints.close()
+    for process in multiprocessing.active_children():  # DCP's, which would complain when this process is gone
+        process.kill()
     if layout.rank == 0:
         print_results(cfg, layout, size, waits, totals)
 
@@ -151,15 +153,15 @@ def print_results(cfg, layout, size, waits, totals):
     zlib.crc32(data)
     speed = len(data) / (time.perf_counter() - began)
     print(f"{cfg.flavor} {cfg.model_args} on {layout.world_size} x {layout.device.type}, {os.cpu_count()} cores, torch "
-          f"{torch.__version__}: {size / 1e6:.0f} MB; medians of {cfg.repeats} (smallest-largest), x: times dcp.save or dcp.load")
-    print(f"{'':30} training waits{'':17} until it is durable")
+          f"{torch.__version__}: {size / 1e6:.0f} MB; medians of {cfg.repeats} (smallest-largest)")
+    print(f"{'':30} training waits{'':26} until it is durable")
     for name, values in waits.items():
         base = "dcp.load" if "load" in name else "dcp.save"
         cells = []
         for mine, theirs in ((values, waits[base]), (totals[name], totals[base])):
             median = statistics.median(mine)
-            cells.append(f"{median:7.3f} s ({min(mine):.3f}-{max(mine):.3f}) {median / statistics.median(theirs):5.2f} x")
-        print(f"{name:30} {cells[0]:31} {cells[1] if 'load' not in name else ''}")
+            cells.append(f"{median:7.3f} s ({min(mine):.3f}-{max(mine):.3f}) {median / statistics.median(theirs):5.2f} x {base}")
+        print(f"{name:30} {cells[0]:40} {cells[1] if 'load' not in name else ''}")
     full, without = (statistics.median(waits[name]) for name in ("--checkpoint_async off", "the same without checksums"))
     print(f"checksums: {1 - without / full:.1%} of the save; one core does {speed / 1e9:.1f} GB/s")
 

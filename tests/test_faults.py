@@ -122,11 +122,14 @@ def start(tmp_path):
     """start(out, processes, flag, ...) -> Job; what is left of them is killed when the test ends."""
     jobs = []
 
-    def start(out, processes, *flags, script=RECIPE, torchrun=(), **env):
-        command = launch(processes, torchrun, script, out, *flags)
+    def job(command, out, **env):
         jobs.append(Job(command, out, tmp_path / f"log {len(jobs)}", **env))
         return jobs[-1]
 
+    def start(out, processes, *flags, script=RECIPE, torchrun=(), **env):
+        return job(launch(processes, torchrun, script, out, *flags), out, **env)
+
+    start.job = job  # for other commands
     yield start
     for job in jobs:
         job.kill_everything()
@@ -468,3 +471,53 @@ def test_the_node_with_the_rendezvous_is_lost(tmp_path, start, undisturbed):
     again = Nodes(start, tmp_path / "run", "2")
     assert again.first.end() == 0 and again.second.end() == 0
     assert_same_run(again.out, undisturbed)
+
+
+# ---------------------------------------------------------------- Slurm
+
+
+@pytest.mark.slow
+def test_slurm_script(tmp_path, start):
+    """The script of docs/cluster.md, with stand-ins for srun and scontrol: it requeues itself while there is progress."""
+    (script,) = re.findall(r"```bash\n(#!/bin/bash.*?)```", (REPO / "docs" / "cluster.md").read_text(), re.S)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    out = tmp_path / "run"
+    programs = {
+        "srun": f'while [ "$1" != torchrun ]; do shift; done; shift\n'
+                f'exec {sys.executable} -m torch.distributed.run --local_addr 127.0.0.1 "$@"\n',
+        "scontrol": f'case $1 in show) echo 127.0.0.1;; requeue) echo $2 >> {tmp_path}/requeued;; esac\n',
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}")
+        (tmp_path / name).chmod(0o755)
+
+    def submit(name, *flags, **env):
+        text = script
+        ours = {r"^out=.*$": f"out={out}", r" 8 ": " 2 ", r"29500": str(port), r" train_llama3\.py .* --out":
+                f" {RECIPE} {' '.join(map(str, [*FLAGS, *DATA, *flags]))} --out"}
+        for pattern, replacement in ours.items():
+            text, n = re.subn(pattern, replacement, text, flags=re.M)
+            assert n == 1, pattern
+        (tmp_path / name).write_text(text)
+        env |= {"SLURM_JOB_ID": "77", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "n[1-4]"}
+        return start.job(["bash", tmp_path / name], out, PATH=f"{tmp_path}:{os.environ['PATH']}", **env)
+
+    def requeued():
+        return (tmp_path / "requeued").read_text().split() if (tmp_path / "requeued").exists() else []
+
+    job = submit("1.sh", *ENDLESS, "--checkpoint_every", 1_000_000)
+    job.until_step(3)
+    (torchrun,) = (pid for pid in job.processes() if b"torch.distributed.run" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    os.kill(torchrun, signal.SIGUSR1)
+    assert job.end() == 1 and requeued() == ["77"]
+    stopped = all_good(out)
+    assert f"SIGUSR1: stopped after step {stopped}" in job.text()
+
+    job = submit("2.sh", "--lr", "nonsense", SLURM_RESTART_COUNT="1")
+    assert job.end() == 1 and requeued() == ["77"]  # no progress
+
+    # what --load_step says is for the first start
+    job = submit("3.sh", "--steps", stopped + 3, "--load_step", 1, SLURM_RESTART_COUNT="1")
+    assert job.end() == 0 and requeued() == ["77"]
+    assert f"/step-{stopped} (written by 2 rank(s))" in job.text() and all_good(out) == stopped + 3

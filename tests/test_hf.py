@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import generate
-import hf_section as hf
+import hf
 import parallel
 from checkpoint import load_model, verify
 from config import override_fields

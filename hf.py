@@ -1,4 +1,8 @@
-"""Hugging Face, both ways: to become section 2 of checkpoint.py."""
+"""Hugging Face, both ways: section 2 of checkpoint.py, which re-exports load_hf and save_hf.
+
+    python checkpoint.py to_hf runs/llama3 OUT --dtype bfloat16 --max_shard_gb 5
+    python checkpoint.py from_hf HF_FOLDER OUT
+"""
 import importlib
 import json
 import math
@@ -39,10 +43,6 @@ from checkpoint import (
     verify,
 )
 from config import Parser, spell, unwrap
-
-# ----------------------------------------------------------------------------------------------------------------------
-# 2. Hugging Face
-# ----------------------------------------------------------------------------------------------------------------------
 
 # model_type of a config.json -> where our model is. All else that differs between models is in their own files:
 # Config.from_hf and to_hf translate config.json; hf_keys() is the table fqn -> name in the files, or for a stack of experts
