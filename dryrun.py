@@ -689,12 +689,157 @@ def print_report(cfg, report: Report) -> None:
         print("--ac budget is the compiler's decision: shown as --ac none.")
 
 
+# ---------------------------------------------------------------- --explain: one block
+
+AGAIN = "the same weights again: they were freed after the forward"
+REASONS = {  # (axis, operation, phase)
+    ("fsdp", "all_gather", "forward"): "the weights, whole, before they are used",
+    ("fsdp", "all_gather", "backward"): AGAIN,
+    ("fsdp", "reduce_scatter", "backward"): "the gradients: summed over data and cp ranks, each keeps its shard",
+    ("efsdp", "all_gather", "forward"): "the weights of this rank's experts, whole, before they are used",
+    ("efsdp", "all_gather", "backward"): AGAIN,
+    ("efsdp", "reduce_scatter", "backward"): "the experts' gradients: summed, each rank keeps its shard",
+    ("dp_replicate", "all_reduce", "backward"): "the shards of the gradients, summed over the copies of the model",
+    ("tp", "all_gather", "forward"): "the sequence, whole, before attention and FFN: each rank computes other heads and channels of it",
+    ("tp", "reduce_scatter", "forward"): "partial sums behind attention and FFN; each rank keeps its part of the sequence",
+    ("tp", "all_gather", "backward"): "the mirror of the forward's reduce-scatter",
+    ("tp", "reduce_scatter", "backward"): "the mirror of the forward's all-gather",
+    ("tp", "all_gather", "recompute"): "the forward's, as its result was not kept",
+    ("tp", "reduce_scatter", "recompute"): "the forward's, as its result was not kept",
+    ("tp", "all_reduce", "forward"): "what ranks with parts of one sequence must agree on",
+    ("tp", "all_reduce", "backward"): "gradients of weights that every rank holds: each saw a part of the tokens or heads",
+    ("cp", "all_gather", "forward"): "keys and values of the whole sequence, for this rank's queries",
+    ("cp", "all_gather", "recompute"): "the forward's, as its result was not kept",
+    ("cp", "reduce_scatter", "backward"): "gradients of keys and values: every rank used them all",
+    ("cp", "all_to_all", "forward"): "q, k, v: parts of a sequence for whole sequences of fewer heads; the output: back",
+    ("cp", "all_to_all", "recompute"): "the forward's, as its result was not kept",
+    ("cp", "all_to_all", "backward"): "the mirror of the forward's",
+    ("ep", "all_to_all", "forward"): "how many tokens come; the tokens to their experts; the results back",
+    ("ep", "all_to_all", "recompute"): "the forward's, as its result was not kept",
+    ("ep", "all_to_all", "backward"): "gradients of the results to the experts, and of the tokens back",
+}
+
+
+def placed(p) -> str:
+    """'tp: rows, fsdp: rows', with dimensions named by number beyond matrices."""
+    if not isinstance(p, DTensor):
+        return "whole"
+    names = {1: ["rows"], 2: ["rows", "columns"]}.get(p.dim(), [f"dim {d}" for d in range(p.dim())])
+    axes = zip(p.device_mesh.mesh_dim_names, p.placements, strict=True)
+    # FSDP's axes stand first in the mesh, and split what the others left
+    said = [f"{a}: {'whole' if x.is_replicate() else names[x.dim]}" for a, x in axes if p.device_mesh[a].size() > 1]
+    return ", ".join(reversed(said)) or "whole"
+
+
+def explain(main, cfg) -> None:
+    layout, everyone, _ = plan(main, cfg)
+    stages, kinds, _ = everyone[0]
+    kind, names = max(kinds.items(), key=lambda item: len(item[1]))
+    if len(names) < 2:
+        raise ValueError("--explain compares a model with one that has a layer less: it needs two equal layers on a rank")
+    block = stages[kind[0]].blocks[names[0]]
+    print(f"One block of {layout}: blocks.{names[0]}, one of {len(names)} alike on the first device\n")
+    lines = [["parameter", "whole", "split by", "on this device", ""]]
+    shape = lambda s: " x ".join(map(str, s))  # noqa: E731
+    with dry_world():
+        for name, p in block.named_parameters():
+            lines.append([name, shape(p.shape), placed(p), shape(local_tensor(p).shape), human(size_of([p]))])
+    print(table(lines))
+    n = 1 if layout.pp == 1 else layout.n_microbatches if cfg.pp_schedule_csv else 1
+    step = plus(run_few(main, cfg, 0, n), -1, run_few(main, cfg, 0, n, less=kind))
+    print(f"\nWhat travels for it in one forward and backward of {layout.cfg.pp_microbatch_size if layout.pp > 1 else layout.local_batch_size}"
+          f" x {cfg.seq_len} tokens. Bytes: of the largest tensor of each; of these a rank sends and\nreceives (n-1)/n over an axis "
+          "of n ranks in an all-gather, reduce-scatter or all-to-all, twice that in an all-reduce.\n")
+    lines = [["phase", "axis", "operation", "number", "bytes", "why"]]
+    for p in ("forward", "recompute", "backward", "update"):
+        moved = Counter({key[1:]: k for key, k in step.items() if key[:2] == ("moved", p) and k})
+        for (axis, op), (number, size) in totals(moved).items():
+            lines.append([p, axis, op, number, human(size), REASONS.get((axis, op, p), "")])
+    print(left_table(lines) if len(lines) > 1 else "Nothing: no axis has more than one rank.")
+    if layout.pp > 1:
+        print("\nBetween pipeline ranks only the activations behind a stage's last block travel, and their gradients back.")
+    print(f"\nFLOPs: {sum(step['flops', f] for f in ('forward', 'backward', 'recompute')):.3g} on each device.")
+
+
+def left_table(rows: list[list]) -> str:
+    widths = [max(len(str(row[i])) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join("  ".join(str(c).ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+# ---------------------------------------------------------------- --plot: the pipeline's schedule
+
+COLORS = {"F": "#4c78a8", "B": "#f58518", "I": "#f58518", "W": "#54a24b", "idle": "#e6e6e6"}
+MEANINGS = {"F": "forward", "B": "backward", "I": "backward, input", "W": "backward, weight", "idle": "idle"}
+
+
+def halves(times):
+    """A whole backward is two units: its input half, then its weight half."""
+    for rank, row in enumerate(times):
+        for start, end, kind, stage, m in row:
+            middle = (start + end) / 2
+            parts = [(start, middle, "I"), (middle, end, "W")] if kind == "B" else [(start, end, kind)]
+            yield from ((rank, a, b, k, stage, m) for a, b, k in parts)
+
+
+def text_picture(times) -> str:
+    """One line per rank, one character per unit of time: F, I (backward, input), W (backward, weight) or '.'"""
+    end = max(row[-1][1] for row in times)
+    lines = [["."] * round(end) for _ in times]
+    for rank, a, b, kind, *_ in halves(times):
+        lines[rank][round(a) : round(b)] = kind * (round(b) - round(a))
+    return "\n".join(f"rank {i:>3} |{''.join(line)}|" for i, line in enumerate(lines))
+
+
+def draw(times, title: str, path: str) -> None:
+    try:
+        import matplotlib
+    except ImportError:
+        raise ValueError("--plot draws with matplotlib, which is not installed: pip install matplotlib") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    end, n = max(row[-1][1] for row in times), len(times)
+    figure, axes = pyplot.subplots(figsize=(min(20, max(8, end / 3)), 1.6 + 0.45 * n), layout="constrained")
+    axes.barh(range(n), [end] * n, height=0.9, color=COLORS["idle"])
+    shades = max(stage for row in times for *_, stage, _ in row) >= n  # several stages per rank: later ones are hatched
+    for rank, a, b, kind, stage, m in halves(times):
+        axes.barh(rank, b - a, left=a, height=0.9, color=COLORS[kind], edgecolor="white", linewidth=0.6,
+                  hatch="///" if shades and stage >= n else None)
+        if end <= 120:
+            axes.text((a + b) / 2, rank, m, ha="center", va="center", fontsize=7, color="white", fontweight="bold")
+    patches = [matplotlib.patches.Patch(color=COLORS[k], label=MEANINGS[k]) for k in ("F", "I", "W", "idle")]
+    if shades:
+        patches.append(matplotlib.patches.Patch(facecolor="white", edgecolor="gray", hatch="///", label="second stage of a rank"))
+    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False)
+    axes.set(xlim=(0, end), yticks=range(n), xlabel="time (one forward = 1); the numbers are micro-batches", ylabel="pipeline rank", title=title)
+    axes.invert_yaxis()
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def plot(main, cfg) -> None:
+    layout, everyone, n = plan(main, cfg)
+    if layout.pp == 1:
+        raise ValueError("--plot draws a pipeline's schedule: use --pp 2 or more")
+    times = simulate(rows_of(cfg, layout.pp, n, everyone[0][0][0].n_stages))
+    title = f"{cfg.pp_schedule_csv or cfg.pp_schedule}, pp {layout.pp}, {n} micro-batches: bubble {bubble(times):.1%}"
+    print(f"{title}\n{text_picture(times)}\nF forward, I backward of the input, W backward of the weights, . idle")
+    path = os.path.join(cfg.out, "pipeline.png")
+    draw(times, title, path)
+    print(path)
+
+
 def dry_run(main, cfg) -> int:
     """--dry_run, --explain and --plot of a recipe; returns the exit status."""
     if "RANK" in os.environ:
         raise ValueError("--dry_run, --explain and --plot run in one process: use python, not torchrun")
     if cfg.dry_run:
         print_report(cfg, make_report(main, cfg))
+    if cfg.explain:
+        explain(main, cfg)
+    if cfg.plot:
+        plot(main, cfg)
     return 0
 
 
