@@ -3,7 +3,8 @@
     python checkpoint.py ls runs/llama3                           # steps, sizes, layouts, complete or damaged
     python checkpoint.py verify runs/llama3/checkpoints/step-100  # exit status 0: every byte is as it was written
     python checkpoint.py diff STEP_FOLDER STEP_FOLDER             # the first tensor that differs, and how many do
-    python checkpoint.py to_hf STEP_FOLDER OUT                    # to Hugging Face's format; from_hf: from it
+    python checkpoint.py to_hf runs/llama3 OUT --dtype bfloat16   # a run's newest checkpoint in Hugging Face's format
+    python checkpoint.py from_hf HF_FOLDER runs/theirs            # and back
 
 Section 1 holds our own checkpoints. torch's distributed checkpoint (DCP) writes the tensors: every rank its shards, and
 any layout reads them. What DCP lacks is added here, because training dies at any moment and disks lie:
@@ -619,6 +620,7 @@ class Checkpoints:
         excluded = [name.removeprefix("model.") for name in self.cfg.exclude_from_loading]
         if start is None:
             if self.cfg.init_from:
+                self.check_excluded(excluded)
                 load_hf(self.modules, self.cfg.init_from, excluded, self.group)
                 self.say(f"step 0, with the weights of {self.cfg.init_from} (Hugging Face)")
             return None
@@ -806,7 +808,9 @@ def load_model(folder: str, device="cpu", dtype: torch.dtype | None = None) -> t
         raise ValueError(f"{path} is of a model {module}.{name}; only those in models/ are loaded")
     module = importlib.import_module(module)
     with torch.device("meta"):  # memory only once, and in the wanted dtype
-        model = getattr(module, name)(getattr(module, f"{name}Config")(**fields)).to(dtype)
+        model = getattr(module, name)(getattr(module, f"{name}Config")(**fields))
+    for param in model.parameters():  # not the buffers: an expert's bias stays fp32
+        param.data = param.data.to(dtype or param.dtype)
     model.to_empty(device=device)
     tensors = {f"model.{fqn}": t.detach() for fqn, t in named_tensors(model).items()}
     computed = {id(buffer) for buffer in model.buffers()} - {id(t) for t in named_tensors(model).values()}

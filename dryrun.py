@@ -100,9 +100,11 @@ class Watch(TorchDispatchMode):
         inside = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)]
         known = {t.untyped_storage()._cdata for t in inside}
         for t in tree_iter(out):
-            if isinstance(t, torch.Tensor) and (key := (storage := t.untyped_storage())._cdata) not in known | self.sizes.keys():
-                self.change(key, storage.nbytes())
-                weakref.finalize(storage, self.change, key, None)
+            if isinstance(t, torch.Tensor):
+                storage = t.untyped_storage()
+                if (key := storage._cdata) not in known and key not in self.sizes:
+                    self.change(key, storage.nbytes())
+                    weakref.finalize(storage, self.change, key, None)
         if name in FLOPS:
             self.flops[self.phase()] += FLOPS[name](out, *args, **kwargs)
         elif func._overloadpacket in flop_registry:
@@ -115,9 +117,11 @@ class Watch(TorchDispatchMode):
                 group = next((dist.ProcessGroup.unbox(a).group_name for a in objects if is_group(a)), None)
             axes = self.axes.get(group, [group])
             if axes:  # nothing travels in a group of one
-                trades = [a for a in axes if a in ("ep", "cp")] if OPS[name] == "all_to_all" else []
+                if len(axes) > 1 and OPS[name] != "all_reduce":  # axes over the same ranks: whose is it?
+                    fsdp = called_by_fsdp()
+                    axes = [a for a in axes if (a in ("dp_replicate", "dp_shard", "fsdp", "efsdp")) == fsdp] or axes
                 size = max(t.numel() * t.element_size() for t in flat if isinstance(t, torch.Tensor))
-                self.moved[self.phase(), (trades or axes)[-1], OPS[name], size] += 1
+                self.moved[self.phase(), axes[-1], OPS[name], size] += 1
         return out
 
     def run(self, func, *args, **kwargs):
@@ -157,6 +161,13 @@ def totals(moved) -> dict:
     return counts
 
 
+def called_by_fsdp() -> bool:
+    frame = sys._getframe()
+    while frame is not None and "_fully_shard" not in frame.f_code.co_filename:
+        frame = frame.f_back
+    return frame is not None
+
+
 def is_group(obj) -> bool:
     try:
         return isinstance(dist.ProcessGroup.unbox(obj), dist.ProcessGroup)
@@ -175,8 +186,8 @@ class DryWatch(Watch):
         if func is torch.ops.aten.bincount.default:  # tokens per expert
             self.rows = args[0].numel()
             return args[0].new_empty(args[2])
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.int64:  # tokens to and from each rank that holds experts
-            return self.rows // self.ep
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.int64:
+            return self.rows // self.ep  # tokens to and from each rank that holds experts
         if func is torch.ops.aten.repeat_interleave.Tensor:  # the expert of each token
             return args[0].new_empty(self.rows)
         if func is torch.ops.aten._grouped_mm.default:  # torch's own shape rule wants bf16
@@ -207,7 +218,8 @@ def build(main, cfg, connect, init_weights=None):
         raise Built(modules, optimizer)
 
     nothing = lambda *args, **kwargs: None  # noqa: E731
-    data = SimpleNamespace(vocab_size=0, n_val_samples=1, n_samples=1, fingerprint={}, tokenizer_file=None)
+    data = SimpleNamespace(
+        vocab_size=0, n_val_samples=1, fingerprint={}, tokenizer_file=None)
     stand_ins = dict(open_data=lambda *args: data, check_run=nothing, lock_run=nothing, StopSignal=nothing,
                      connect=stand_in_connect, Checkpoints=checkpoints)
     if init_weights:
@@ -295,7 +307,8 @@ def is_sharded_by_fsdp(p) -> bool:
 
 
 def size_of(tensors) -> int:
-    return sum(local.numel() * local.element_size() for t in tensors if isinstance(t, torch.Tensor) for local in [local_tensor(t)])
+    local = [local_tensor(t) for t in tensors if isinstance(t, torch.Tensor)]
+    return sum(t.numel() * t.element_size() for t in local)
 
 
 def prepare(stages, optimizers, layout, watch_type=DryWatch) -> Counter:
@@ -430,7 +443,7 @@ def leave_out_blocks(stages, optimizers, most_of_a_kind: int, less=None) -> None
 
 
 def plus(a, factor, b) -> Counter:
-    return Counter({key: a[key] + factor * b[key] for key in a.keys() | b.keys()})  # a | b would drop what is negative
+    return Counter({key: a[key] + factor * b[key] for key in {**a, **b}})  # a | b would drop what is negative
 
 
 def run_few(main, cfg, pp_rank: int, n: int, less=None) -> Counter:
@@ -632,11 +645,14 @@ def make_report(main, cfg) -> Report:
     return Report(layout, ranks, n, simulate(rows), n_params, bubble(timed), mfu_bound, sorted(guessed))
 
 
-def table(rows: list[list]) -> str:
-    """Columns as wide as their widest cell; the first is flush left."""
+def table(rows: list[list], right=True) -> str:
+    """Columns as wide as their widest cell, flush right but for the first."""
     widths = [max(len(str(row[i])) for row in rows) for i in range(len(rows[0]))]
-    cells = lambda row: [str(c).ljust(w) if i == 0 else str(c).rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]  # noqa: E731
-    return "\n".join("  ".join(cells(row)).rstrip() for row in rows)
+    lines = []
+    for row in rows:
+        cells = [str(c).rjust(w) if right and i else str(c).ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 def human(n: float) -> str:
@@ -646,9 +662,8 @@ def human(n: float) -> str:
 
 def print_report(cfg, report: Report) -> None:
     layout, ranks = report.layout, report.ranks
-    print(f"dry run: {report.n_params:,} parameters | {layout} = {layout.world_size:,} devices | "
-          f"{str(layout.compute_dtype)[6:]} compute | {layout.data_ranks * layout.local_batch_size * (1 if layout.pp > 1 else report.n)} "
-          f"sequences x {cfg.seq_len} tokens per step")
+    print(f"dry run: {report.n_params:,} parameters | {layout} = {layout.world_size:,} device{'s' * (layout.world_size > 1)} | "
+          f"{str(layout.compute_dtype)[6:]} compute | {layout.global_batch_size} sequences x {cfg.seq_len} tokens per step")
     print(f"\nThe first device of each pipeline rank; the peak fits ({' / '.join(map(str, DEVICES))} GB) or does not:\n")
     lines = [["pp rank", "layers", "parameters", "gradients", "optimizer", "activations", "peak", "fits", "TFLOPs/step"]]
     for i, rank in enumerate(ranks):
@@ -700,7 +715,7 @@ REASONS = {  # (axis, operation, phase)
     ("efsdp", "all_gather", "backward"): AGAIN,
     ("efsdp", "reduce_scatter", "backward"): "the experts' gradients: summed, each rank keeps its shard",
     ("dp_replicate", "all_reduce", "backward"): "the shards of the gradients, summed over the copies of the model",
-    ("tp", "all_gather", "forward"): "the sequence, whole, before attention and FFN: each rank computes other heads and channels of it",
+    ("tp", "all_gather", "forward"): "the sequence, whole, before attention and FFN: each rank has other heads and channels",
     ("tp", "reduce_scatter", "forward"): "partial sums behind attention and FFN; each rank keeps its part of the sequence",
     ("tp", "all_gather", "backward"): "the mirror of the forward's reduce-scatter",
     ("tp", "reduce_scatter", "backward"): "the mirror of the forward's all-gather",
@@ -725,9 +740,9 @@ def placed(p) -> str:
     if not isinstance(p, DTensor):
         return "whole"
     names = {1: ["rows"], 2: ["rows", "columns"]}.get(p.dim(), [f"dim {d}" for d in range(p.dim())])
-    axes = zip(p.device_mesh.mesh_dim_names, p.placements, strict=True)
+    axes = zip(p.device_mesh.mesh_dim_names, p.device_mesh.shape, p.placements, strict=True)
     # FSDP's axes stand first in the mesh, and split what the others left
-    said = [f"{a}: {'whole' if x.is_replicate() else names[x.dim]}" for a, x in axes if p.device_mesh[a].size() > 1]
+    said = [f"{a}: {'whole' if x.is_replicate() else names[x.dim]}" for a, size, x in axes if size > 1]
     return ", ".join(reversed(said)) or "whole"
 
 
@@ -741,29 +756,23 @@ def explain(main, cfg) -> None:
     print(f"One block of {layout}: blocks.{names[0]}, one of {len(names)} alike on the first device\n")
     lines = [["parameter", "whole", "split by", "on this device", ""]]
     shape = lambda s: " x ".join(map(str, s))  # noqa: E731
-    with dry_world():
-        for name, p in block.named_parameters():
-            lines.append([name, shape(p.shape), placed(p), shape(local_tensor(p).shape), human(size_of([p]))])
-    print(table(lines))
-    n = 1 if layout.pp == 1 else layout.n_microbatches if cfg.pp_schedule_csv else 1
+    for name, p in block.named_parameters():
+        lines.append([name, shape(p.shape), placed(p), shape(local_tensor(p).shape), human(size_of([p]))])
+    print(table(lines, right=False))
+    n = layout.n_microbatches if cfg.pp_schedule_csv else 1
     step = plus(run_few(main, cfg, 0, n), -1, run_few(main, cfg, 0, n, less=kind))
-    print(f"\nWhat travels for it in one forward and backward of {layout.cfg.pp_microbatch_size if layout.pp > 1 else layout.local_batch_size}"
-          f" x {cfg.seq_len} tokens. Bytes: of the largest tensor of each; of these a rank sends and\nreceives (n-1)/n over an axis "
-          "of n ranks in an all-gather, reduce-scatter or all-to-all, twice that in an all-reduce.\n")
+    size = f"{cfg.pp_microbatch_size if layout.pp > 1 else cfg.local_batch_size} x {cfg.seq_len}"
+    print(f"\nWhat travels for it in one forward and backward of {size} tokens. Bytes: of the largest tensor "
+          "of each;\na rank sends and receives (n-1)/n of them over an axis of n ranks, and twice that in an all-reduce.\n")
     lines = [["phase", "axis", "operation", "number", "bytes", "why"]]
     for p in ("forward", "recompute", "backward", "update"):
         moved = Counter({key[1:]: k for key, k in step.items() if key[:2] == ("moved", p) and k})
         for (axis, op), (number, size) in totals(moved).items():
             lines.append([p, axis, op, number, human(size), REASONS.get((axis, op, p), "")])
-    print(left_table(lines) if len(lines) > 1 else "Nothing: no axis has more than one rank.")
+    print(table(lines, right=False) if len(lines) > 1 else "Nothing: no axis has more than one rank.")
     if layout.pp > 1:
         print("\nBetween pipeline ranks only the activations behind a stage's last block travel, and their gradients back.")
     print(f"\nFLOPs: {sum(step['flops', f] for f in ('forward', 'backward', 'recompute')):.3g} on each device.")
-
-
-def left_table(rows: list[list]) -> str:
-    widths = [max(len(str(row[i])) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("  ".join(str(c).ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
 # ---------------------------------------------------------------- --plot: the pipeline's schedule
@@ -801,17 +810,18 @@ def draw(times, title: str, path: str) -> None:
     end, n = max(row[-1][1] for row in times), len(times)
     figure, axes = pyplot.subplots(figsize=(min(20, max(8, end / 3)), 1.6 + 0.45 * n), layout="constrained")
     axes.barh(range(n), [end] * n, height=0.9, color=COLORS["idle"])
-    shades = max(stage for row in times for *_, stage, _ in row) >= n  # several stages per rank: later ones are hatched
+    shades = max(stage for row in times for *_, stage, _ in row) >= n  # several stages per rank: later ones are paler
     for rank, a, b, kind, stage, m in halves(times):
         axes.barh(rank, b - a, left=a, height=0.9, color=COLORS[kind], edgecolor="white", linewidth=0.6,
-                  hatch="///" if shades and stage >= n else None)
+                  alpha=0.6 if shades and stage >= n else 1)
         if end <= 120:
             axes.text((a + b) / 2, rank, m, ha="center", va="center", fontsize=7, color="white", fontweight="bold")
     patches = [matplotlib.patches.Patch(color=COLORS[k], label=MEANINGS[k]) for k in ("F", "I", "W", "idle")]
     if shades:
-        patches.append(matplotlib.patches.Patch(facecolor="white", edgecolor="gray", hatch="///", label="second stage of a rank"))
+        patches.append(matplotlib.patches.Patch(color=COLORS["F"], alpha=0.6, label="paler: a rank's later stage"))
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False)
-    axes.set(xlim=(0, end), yticks=range(n), xlabel="time (one forward = 1); the numbers are micro-batches", ylabel="pipeline rank", title=title)
+    axes.set(xlim=(0, end), xlabel="time (one forward = 1); the numbers are micro-batches")
+    axes.set(yticks=range(n), ylabel="pipeline rank", title=title)
     axes.invert_yaxis()
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     figure.savefig(path, dpi=110)

@@ -1,8 +1,4 @@
-"""Hugging Face, both ways: section 2 of checkpoint.py, which re-exports load_hf and save_hf.
-
-    python checkpoint.py to_hf runs/llama3 OUT --dtype bfloat16 --max_shard_gb 5
-    python checkpoint.py from_hf HF_FOLDER OUT
-"""
+"""Hugging Face, both ways: section 2 of checkpoint.py, which re-exports load_hf and save_hf, and has the command line."""
 import importlib
 import json
 import math
@@ -63,7 +59,7 @@ def is_hf_folder(folder: str) -> bool:
     """Whether it holds weights as Hugging Face keeps them. Those in pickles count, too: they are refused with the reason."""
     weights = [f"{stem}{end}" for stem in ("model.safetensors", "pytorch_model.bin") for end in ("", ".index.json")]
     found = [name for name in ("manifest.json", *weights) if os.path.lexists(os.path.join(folder, name))]
-    return bool(found) and found[0] != "manifest.json"
+    return folder != "" and found[:1] not in ([], ["manifest.json"])
 
 
 def hf_file(folder: str, name: str, limit: float = math.inf) -> str:

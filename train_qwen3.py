@@ -143,6 +143,8 @@ def main(cfg: Config):
     identity = {"model": model_identity, "data": data.fingerprint, "optimizer": {"name": cfg.optimizer}}
     check_run(cfg.out, identity, cfg)
     if is_hf_folder(cfg.init_from):
+        if not cfg.init_model_only:
+            raise ValueError(f"--no-init_model_only: {cfg.init_from} holds weights and no more; leave it out")
         check_hf_config(model_config, cfg.init_from)
     if cfg.export_hf and all(step < cfg.steps for step, _ in step_folders(cfg.out)):
         check_export(cfg.export_hf)
@@ -192,6 +194,8 @@ def main(cfg: Config):
             print(f"--warmup_steps {cfg.warmup_steps} is longer than the schedule; it is clamped to {total}")
     if state["step"] >= cfg.steps:
         checkpoints.close()
+        if cfg.export_hf and not os.path.exists(cfg.export_hf):  # a finished run can still be exported
+            save_hf(stages, cfg.export_hf, getattr(torch, cfg.export_dtype), tokenizer_file=data.tokenizer_file)
         return
 
     # 7. loop

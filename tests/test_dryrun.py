@@ -1,11 +1,13 @@
 """The dry run against reality: the same recipe on real gloo processes has the same bytes, collectives and memory.
 
 What is compared on every pipeline rank's first device: parameters, gradients and optimizer state to the byte; collectives by
-axis and operation in number and bytes (1 % for the tokens that experts exchange, as routing is uneven in reality); the
-activations that a micro-batch leaves, and the peak, within 15 %. The dry run executes 3 of the 5 layers here.
+axis and operation in number and bytes, with experts that are equally busy, as the dry run assumes; what a micro-batch leaves
+for its backward, and the peak, within 15 %. The dry run executes 2 or 3 of the 5 layers and at most 3 micro-batches here.
 """
 import importlib
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import dryrun
 import parallel
-from dryrun import Watch
+from dryrun import Watch, bubble, rows_of, simulate
 
 REPO = Path(__file__).parent.parent
 SMALL = "n_layers=5,dim=64,n_heads=4,n_kv_heads=2,head_dim=16,ffn_dim=128,vocab_size=512"
@@ -87,6 +89,140 @@ def test_dry_run_equals_gloo(name):
         for key in first:
             if key[0] == "activations":
                 assert step[key] == pytest.approx(first[key], rel=0.15), key
-                print(name, pp_rank, key, step[key] / first[key])
-        print(name, pp_rank, "peak", rank.peak / first["measured"])
-        # assert rank.peak == pytest.approx(first["measured"], rel=0.15)
+        # what lies between the halves of a backward is not followed: DualPipeV is estimated 25 % too high
+        assert rank.peak == pytest.approx(first["measured"], rel=0.3 if flags.get("pp_schedule") == "DualPipeV" else 0.15)
+
+
+@pytest.mark.parametrize("left_out", ["attn_norm", "ffn"])
+def test_another_plan_is_another_report(monkeypatch, left_out):
+    """What is left out of tp_plan is whole on every tp rank. A norm: its gradient is no longer summed. A FFN: more bytes."""
+    recipe = importlib.import_module("train_llama3")
+    cfg, plan = config("train_llama3", dict(tp=2, dp_shard=2)), recipe.Llama3.tp_plan
+    before = dryrun.make_report(recipe.main, cfg).ranks[0].step
+    changed = lambda model: {k: v for k, v in plan(model).items() if left_out not in k.split(".")}  # noqa: E731
+    monkeypatch.setattr(recipe.Llama3, "tp_plan", changed)
+    after = dryrun.make_report(recipe.main, cfg).ranks[0].step
+    moved = [dryrun.totals({key[1:]: n for key, n in step.items() if key[0] == "moved"}) for step in (before, after)]
+    fewer = {key: moved[0][key][0] - moved[1][key][0] for key in moved[0] if moved[0][key] != moved[1][key]}
+    grown = after["parameters"] - before["parameters"]
+    if left_out == "attn_norm":
+        assert fewer == {("tp", "all_reduce"): 5} and grown == 0
+    else:
+        assert fewer["tp", "all_gather"] == fewer["tp", "reduce_scatter"] == 2 * 5
+        assert grown == 5 * 3 * 64 * 128 * 4 // 2 // 2  # two FSDP ranks have half each, and no longer a quarter
+
+
+def run(recipe: str, *argv) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, REPO / recipe, *map(str, argv)], capture_output=True, text=True, cwd=REPO, timeout=300)
+
+
+def test_every_violation_at_once():
+    wrong = run("train_llama3.py", "--tp", 3, "--cp", 2, "--seq_len", 250, "--global_batch_size", 7, "--dry_run")
+    assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1
+    for words in ("--tp 3 does not divide", "--seq_len 250 is not a multiple", "--global_batch_size 7 is not a multiple"):
+        assert words in wrong.stderr
+
+
+def test_the_report_of_a_layout_no_laptop_has(tmp_path):
+    """No data is read, no folder made; a layer's numbers by hand: 8B, 8 x 128 devices."""
+    out = tmp_path / "run"
+    done = run("train_llama3.py", "--flavor", "8B", "--seq_len", 8192, "--local_batch_size", 1, "--dp_shard", 128, "--tp", 8,
+               "--dry_run", "--explain", "--data", "/nowhere", "--out", out)
+    assert done.returncode == 0, done.stderr
+    assert not out.exists()
+    assert "8,030,261,248 parameters | dp_shard 128 x tp 8 = 1,024 devices" in done.stdout
+    assert "80 GB: fits, 141 GB: fits, 192 GB: fits" in done.stdout
+    lines = [line.split() for line in done.stdout.splitlines()]
+    wo = next(line for line in lines if line[:1] == ["attn.wo.weight"])
+    assert wo[1:4] == ["4096", "x", "4096"] and " ".join(wo[4:11]) == "tp: columns, fsdp: rows 32 x 512"
+    # two per block and direction, each of 8192 x 4096 bf16
+    assert ["forward", "tp", "all_gather", "2", "128", "MiB"] in [line[:6] for line in lines]
+    assert ["backward", "tp", "reduce_scatter", "2", "128", "MiB"] in [line[:6] for line in lines]
+
+
+def test_torchrun_is_not_needed():
+    env = dict(parallel.os.environ, RANK="0", WORLD_SIZE="1")
+    command = [sys.executable, REPO / "train_llama3.py", "--dry_run"]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
+    assert done.returncode == 2 and "use python, not torchrun" in done.stderr
+
+
+# ---------------------------------------------------------------- schedules and pictures
+
+BUBBLES = dict(GPipe=3 / 11, LoopedBFS=3 / 19, Interleaved1F1B=3 / 19, InterleavedZeroBubble=1 / 17, ZBVZeroBubble=1 / 17,
+               DualPipeV=1 / 17) | {"1F1B": 3 / 11}
+
+
+@pytest.mark.parametrize("name", BUBBLES)
+def test_schedule(name):
+    """4 ranks, 8 micro-batches, forward and both halves of a backward of one unit: the papers' bubbles, drawn as computed."""
+    stages = 4 if name in parallel.ONE_STAGE_PER_RANK else 8
+    times = simulate(rows_of(parallel.ParallelConfig(pp=4, pp_schedule=name), 4, 8, stages))
+    assert bubble(times) == pytest.approx(BUBBLES[name], abs=2e-3)
+    work = sorted((kind, stage, m) for row in times for *_, kind, stage, m in row if kind in "FB")
+    assert [w for w in work if w[0] == "F"] == [("F", s, m) for s in range(stages) for m in range(8)]
+    picture = dryrun.text_picture(times)
+    drawn = "".join(line.split("|")[1] for line in picture.splitlines())
+    assert drawn.count(".") / len(drawn) == pytest.approx(bubble(times), abs=1e-9)
+    assert {k: drawn.count(k) for k in "FIW"} == dict.fromkeys("FIW", 8 * stages)
+
+
+def test_1f1b_holds_as_many_microbatches_as_ranks_are_behind():
+    rows = rows_of(parallel.ParallelConfig(pp=4), 4, 8, 4)
+    assert [dryrun.in_flight(row, [r], {("activations", 0): 1}) for r, row in enumerate(rows)] == [4, 3, 2, 1]
+
+
+def test_plot_without_matplotlib_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ValueError, match="pip install matplotlib"):
+        dryrun.draw([[(0, 1, "F", 0, 0)]], "", str(tmp_path / "a.png"))
+
+
+def test_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    times = simulate(rows_of(parallel.ParallelConfig(pp=4, pp_schedule="DualPipeV"), 4, 8, 8))
+    dryrun.draw(times, "DualPipeV", str(tmp_path / "a.png"))
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+# ---------------------------------------------------------------- docs/parallelism.md
+
+GUIDE = REPO / "docs" / "parallelism.md"
+BEGIN, END = "<!-- support matrix: python tests/test_dryrun.py -->\n", "<!-- end -->\n"
+FEATURES = {
+    "FSDP": lambda f, p, fsdp: fsdp > 1,
+    "replicas": lambda f, p, fsdp: f.get("dp_replicate", 1) > 1,
+    "TP": lambda f, p, fsdp: f.get("tp", 1) > 1,
+    "CP": lambda f, p, fsdp: f.get("cp", 1) > 1,
+    "PP": lambda f, p, fsdp: f.get("pp", 1) > 1,
+    "EP": lambda f, p, fsdp: f.get("ep", 1) > 1,
+    "ETP": lambda f, p, fsdp: f.get("etp", 1) > 1,
+    "recomputation": lambda f, p, fsdp: f.get("ac", "none") != "none",
+    "document masks": lambda f, p, fsdp: p.get("doc", False),
+    "tied embeddings": lambda f, p, fsdp: p.get("tie_embeddings", False),
+    "accumulation": lambda f, p, fsdp: p["n"] > p["b"] * fsdp * f.get("dp_replicate", 1),
+}
+
+
+def support_matrix() -> str:
+    """How many layouts of tests/test_parallel.py have both features; on the diagonal, the feature at all."""
+    from test_parallel import LAYOUTS, SLOW
+
+    found = []
+    for processes, flags, problem in LAYOUTS + SLOW:
+        others = math.prod(flags.get(axis, 1) for axis in parallel.AXES if axis != "dp_shard")
+        found.append({name for name, has in FEATURES.items() if has(flags, problem, processes // others)})
+    names = list(FEATURES)
+    lines = [["", *names], ["---"] * (len(names) + 1)]
+    lines += [[a, *(str(sum({a, b} <= f for f in found) or "-") for b in names)] for a in names]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def test_the_support_matrix_is_that_of_the_tests():
+    written = GUIDE.read_text().split(BEGIN)[1].split(END)[0]
+    assert written == support_matrix(), "stale: run `python tests/test_dryrun.py`"
+
+
+if __name__ == "__main__":
+    text = GUIDE.read_text()
+    GUIDE.write_text(text.split(BEGIN)[0] + BEGIN + support_matrix() + END + text.split(END)[1])

@@ -233,10 +233,10 @@ def test_a_run_that_always_fails_at_the_same_step_ends(tmp_path, start):
 def test_chaos(tmp_path, start):
     """kill -9 of everything at random moments, and the same command again until the run is done."""
     kills, rng, saved = int(os.environ.get("CHAOS_KILLS", 5)), random.Random(0), 0
+    reached = 0  # the last step in metrics.jsonl: lines that the next start will drop are no sign of its life
     steps = ["--steps", 40 + 20 * kills]
     for kill in range(kills):
         # the ways to write take turns; what they write is the same
-        reached = job.last_step() if kill else 0  # lines that the next start will drop are no sign of its life
         job = start(tmp_path / "run", 2, *steps, "--checkpoint_async", ("off", "thread", "process")[kill % 3])
         if rng.random() < 0.25:
             wait = rng.uniform(0, 5)  # while it starts, or whatever it does then
@@ -247,7 +247,8 @@ def test_chaos(tmp_path, start):
         job.until(lambda moment=moment: time.monotonic() > moment)
         job.kill_everything()
         continued, before, saved = re.findall(r"continuing from .*/step-(\d+) ", job.text()), saved, all_good(job.out)
-        print(f"kill {kill + 1} at step {job.last_step()}: the newest checkpoint is that of step {saved}")
+        reached = max(reached, job.last_step())
+        print(f"kill {kill + 1} at step {reached}: the newest checkpoint is that of step {saved}")
         assert saved >= before and continued in ([], [str(before)])
     job = start(tmp_path / "run", 2, *steps)
     assert job.end() == 0

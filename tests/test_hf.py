@@ -4,6 +4,8 @@ import math
 import os
 import re
 import shutil
+import subprocess
+import sys
 import threading
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -25,8 +27,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import generate
 import hf
 import parallel
-from checkpoint import load_model, verify
+from checkpoint import CheckpointConfig, Checkpoints, load_model, verify
 from config import override_fields
+from data import DataConfig, open_data
 from models.llama3 import FLAVORS, Llama3, Llama3Config
 
 # ---------------------------------------------------------------- their files, our model
@@ -198,7 +201,6 @@ def import_and_export(flags, folder, out):
     weights = {fqn: full(p) for s in stages for fqn, p in s.named_parameters()}
     hf.save_hf(stages, out, torch.float32, max_shard_gb=6e-5)
     return weights, read, sum(t.numel() * t.element_size() for t in shards), memory.peak
-
 
 
 @pytest.mark.parametrize("n, flags, variant", LAYOUTS, ids=lambda value: str(value))
@@ -822,9 +824,11 @@ def test_the_files_beside_a_tokenizer_come_along(chat_folder, tmp_path):
         assert (tmp_path / "out" / name).read_bytes() == (chat_folder / name).read_bytes()
 
 
-def test_hugging_face_folders_are_told_from_ours(chat_folder, tmp_path):
+def test_hugging_face_folders_are_told_from_ours(chat_folder, tmp_path, monkeypatch):
     hf.from_hf(str(chat_folder), str(tmp_path / "run"))
     assert hf.is_hf_folder(str(chat_folder))
+    monkeypatch.chdir(chat_folder)
+    assert hf.is_hf_folder(".") and not hf.is_hf_folder("")  # no --init_from at all
     for ours in (tmp_path / "run", tmp_path / "run" / "checkpoints" / "step-0", tmp_path / "nowhere", tmp_path):
         assert not hf.is_hf_folder(str(ours))
 
@@ -833,3 +837,63 @@ def test_what_to_hf_keeps_of_other_fields(theirs):
     saved = asdict(hf.read_hf_config(theirs("scaled_rope")[1]))
     assert Llama3Config.from_hf(Llama3Config(**saved).to_hf()) == Llama3Config(**saved)
     assert replace(Llama3Config(**saved), rope_scaling=None).to_hf()["rope_scaling"] is None
+
+
+# ---------------------------------------------------------------- a run that begins with a folder and ends with one
+
+
+def run_of(folder, out, stages, **flags):
+    model = {"module": "models.llama3", "class": "Llama3", **asdict(stages[0].config)}
+    identity = {"model": model, "data": {}, "optimizer": {}}
+    optimizer = torch.optim.AdamW([p for s in stages for p in s.parameters()])
+    cfg = CheckpointConfig(init_from=folder, **flags)
+    return Checkpoints(cfg, out, modules=stages, optimizer=optimizer, identity=identity, config={}, source="")
+
+
+def begin(flags, folder, out):
+    stages, _ = build(hf.read_hf_config(folder), flags, n=8, local_batch_size=4)
+    checkpoints = run_of(folder, out, stages)
+    assert checkpoints.load() is None  # step 0
+    weights = {fqn: full(p) for s in stages for fqn, p in s.named_parameters()}
+    with torch.no_grad():
+        stages[0].norm.weight.zero_()
+    assert checkpoints.save(1, {"step": 1})
+    assert checkpoints.load() == {"step": 1}  # now the run has a checkpoint of its own: the folder is ignored
+    checkpoints.close()
+    return weights, full(stages[0].norm.weight)
+
+
+def test_a_run_begins_with_a_folder(theirs, tmp_path):
+    expected = dict(hf.load_hf_model(theirs("sharded")[1])[0].named_parameters())
+    for weights, norm in pool(2).run(begin, dict(tp=2), theirs("sharded")[1], str(tmp_path)):
+        assert all(torch.equal(weight, expected[fqn]) for fqn, weight in weights.items()) and not norm.any()
+
+
+def test_excluded_parameters_of_a_run(theirs, tmp_path):
+    model = Llama3(hf.read_hf_config(theirs("plain")[1]))
+    nn.init.constant_(model.head.weight, 3.0)
+    run_of(theirs("plain")[1], str(tmp_path), [model], exclude_from_loading=["head"]).load()
+    assert (model.head.weight == 3).all() and model.norm.weight[0] == theirs("plain")[0].model.norm.weight[0]
+
+
+@pytest.mark.slow
+def test_continued_pretraining_with_tp_2_gives_the_same_greedy_text_everywhere(tmp_path, capsys):
+    made = open_data(DataConfig(), 64)
+    values = FLAVORS["debug"].to_hf() | dict(num_hidden_layers=2, bos_token_id=None, eos_token_id=None)
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**values)).save_pretrained(tmp_path / "in", max_shard_size="3MB")
+    argv = ["train_llama3.py", "--init_from", tmp_path / "in", "--model_args", "n_layers=2", "--out", tmp_path / "run",
+            "--tp", 2, "--export_hf", tmp_path / "out", "--export_dtype", "bfloat16", "--device", "cpu", "--steps", 20,
+            "--seq_len", 64, "--local_batch_size", 2, "--val_every", 0]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 4, *argv]
+    subprocess.run(list(map(str, command)), cwd=Path(__file__).parent.parent, check=True, timeout=240)
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == Path(made.tokenizer_file).read_bytes()
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+    hf.to_hf(str(tmp_path / "run"), str(tmp_path / "bf16"))
+    assert_equal_files(tmp_path / "out", tmp_path / "bf16")
+    hf.to_hf(str(tmp_path / "run"), str(tmp_path / "fp32"), dtype="float32")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "fp32")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "fp32")
+    ids = model.generate(**tokenizer("def f", return_tensors="pt"), max_new_tokens=24, do_sample=False)
+    text = tokenizer.decode(ids[0], skip_special_tokens=True)
+    assert greedy(tmp_path / "fp32", "def f", capsys) == greedy(tmp_path / "run", "def f", capsys) == text
