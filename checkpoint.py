@@ -4,7 +4,7 @@
     python checkpoint.py verify runs/llama3/checkpoints/step-100  # exit status 0: every byte is as it was written
     python checkpoint.py diff STEP_FOLDER STEP_FOLDER             # the first tensor that differs, and how many do
     python checkpoint.py to_hf runs/llama3 OUT --dtype bfloat16   # a run's newest checkpoint in Hugging Face's format
-    python checkpoint.py from_hf HF_FOLDER runs/theirs            # and back
+    python checkpoint.py from_hf HUGGING_FACE_FOLDER runs/theirs  # and back
 
 Section 1 holds our own checkpoints. torch's distributed checkpoint (DCP) writes the tensors: every rank its shards, and
 any layout reads them. What DCP lacks is added here, because training dies at any moment and disks lie:

@@ -689,8 +689,9 @@ def print_report(cfg, report: Report) -> None:
         order = cfg.pp_schedule_csv or cfg.pp_schedule
         print(f"Pipeline: {order}, {report.n} micro-batches: bubble {bubble(report.times):.1%} if all stages take as long, "
               f"{report.device_bubble:.1%} with these stages' FLOPs")
-    print(f"MFU at most {report.mfu_bound:.1%}, were all but the pipeline's waiting"
-          + f" and the recomputation ({lost / whole:.1%} of the FLOPs)" * bool(lost) + " free")
+    why = ["the pipeline's waiting"] * (layout.pp > 1) + [f"recomputation ({lost / whole:.1%} of the FLOPs)"] * bool(lost)
+    print(f"MFU at most {report.mfu_bound:.1%}: {' and '.join(why) or 'nobody waits for a pipeline, nothing is recomputed'}; "
+          "communication and kernels take the rest")
     worst = max(ranks, key=lambda r: r.peak)
     verdict = [f"{size} GB: {'fits' if worst.peak <= size * 1e9 else 'does not fit'}" for size in DEVICES]
     print(f"Peak {human(worst.peak)} on pipeline rank {ranks.index(worst)}. {', '.join(verdict)}")
@@ -765,7 +766,7 @@ def explain(main, cfg) -> None:
     print(f"\nWhat travels for it in one forward and backward of {size} tokens. Bytes: of the largest tensor "
           "of each;\na rank sends and receives (n-1)/n of them over an axis of n ranks, and twice that in an all-reduce.\n")
     lines = [["phase", "axis", "operation", "number", "bytes", "why"]]
-    for p in ("forward", "recompute", "backward", "update"):
+    for p in ("forward", "recompute", "backward"):
         moved = Counter({key[1:]: k for key, k in step.items() if key[:2] == ("moved", p) and k})
         for (axis, op), (number, size) in totals(moved).items():
             lines.append([p, axis, op, number, human(size), REASONS.get((axis, op, p), "")])

@@ -89,8 +89,9 @@ def test_dry_run_equals_gloo(name):
         for key in first:
             if key[0] == "activations":
                 assert step[key] == pytest.approx(first[key], rel=0.15), key
-        # what lies between the halves of a backward is not followed: DualPipeV is estimated 25 % too high
-        assert rank.peak == pytest.approx(first["measured"], rel=0.3 if flags.get("pp_schedule") == "DualPipeV" else 0.15)
+        # a backward frees a part after its first half, which is not followed: DualPipeV is estimated 25 % too high
+        tolerance = 0.3 if flags.get("pp_schedule") == "DualPipeV" else 0.15
+        assert rank.peak == pytest.approx(first["measured"], rel=tolerance)
 
 
 @pytest.mark.parametrize("left_out", ["attn_norm", "ffn"])
