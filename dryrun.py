@@ -339,10 +339,11 @@ def update(stages, optimizers, layout, watch) -> Counter:
 def observe(stages, optimizers, layout, seq_len: int, n: int, watch_type=DryWatch) -> Counter:
     """Run a training step of n micro-batches (pipeline) or accumulation steps, and measure it, on any kind of tensor.
 
-    A stage is its place on this rank. Keys, all but the last two in bytes:
+    A stage is its place on this rank. Keys, all but (flops, ..) and (moved, ..) in bytes:
     parameters, gradients, optimizer
     (activations, stage): what one micro-batch leaves for its backward
-    peak: of forwards and backwards, without those activations; update: of the optimizer's step; measured: of all together
+    (peak, moment): of forwards and backwards, without those activations. By moment, as each is linear in the layers, and their
+        maximum is not; update: of the optimizer's step; measured: of all together
     (flops, phase), (flops, stage): of the step, and of its forwards alone
     (moved, phase, axis, op, bytes): how often
     """
@@ -353,14 +354,16 @@ def observe(stages, optimizers, layout, seq_len: int, n: int, watch_type=DryWatc
     tokens = torch.randint(0, stages[0].config.vocab_size, (layout.accumulation, layout.local_batch_size, seq_len))
     batch = SimpleNamespace(tokens=tokens, labels=tokens, positions=torch.arange(seq_len).expand_as(tokens), doc_ids=None)
 
-    watch, before, held, peaks = watch_type(layout), {}, Counter(), []
-    place = {stage.index: i for i, stage in enumerate(stages)}
+    watch, before, held, peaks, place = watch_type(layout), {}, Counter(), [], {s.index: i for i, s in enumerate(stages)}
+    now = "start"
 
-    def mark():  # (the peak since the last mark, micro-batches per stage that were under way)
-        peaks.append((watch.mark(), dict(held)))
+    def mark(what):  # the peak since the last mark: (what was going on, bytes, micro-batches per stage that were under way)
+        nonlocal now
+        peaks.append((now, watch.mark(), dict(held)))
+        now = what
 
     def enter(stage, *args):
-        mark()
+        mark("first forward")
         if layout.pp == 1:
             held.clear()  # the backward is over
         held[place[stage.index]] += 1
@@ -370,12 +373,17 @@ def observe(stages, optimizers, layout, seq_len: int, n: int, watch_type=DryWatc
         i, (live, flops) = place[stage.index], before[stage.index]
         out["activations", i] = watch.live - gathered(stage) - live
         out["flops", i] += watch.flops["forward"] - flops
-        mark()
+        mark("head backward")
+
+    def block_hook(which, block, args, output):
+        mark(f"behind {which} forward")
+        if output.requires_grad:
+            output.register_hook(lambda grad: mark(f"{which} backward"))
 
     def ends(backward):  # of the pipeline: a whole one, or its second half
         def run(stage, *args, full_backward=True, **kwargs):
             done = backward(stage, *args, **kwargs | ({} if full_backward else {"full_backward": False}))
-            mark()
+            mark("between")
             held[place[stage.stage_index]] -= full_backward
             return done
 
@@ -383,7 +391,11 @@ def observe(stages, optimizers, layout, seq_len: int, n: int, watch_type=DryWatc
 
     with ExitStack() as stack:
         for stage in stages:
-            hooks = stage.register_forward_pre_hook(enter, prepend=True), stage.register_forward_hook(leave)
+            hooks = [stage.register_forward_pre_hook(enter, prepend=True), stage.register_forward_hook(leave)]
+            blocks = list(stage.blocks.values())
+            for block in blocks:
+                which = "first" if block is blocks[0] else "last" if block is blocks[-1] else "inner"
+                hooks.append(block.register_forward_hook(partial(block_hook, which)))
             stack.callback(lambda hooks=hooks: [hook.remove() for hook in hooks])
         if layout.pp > 1:
             from torch.distributed.pipelining import PipelineStage
@@ -392,13 +404,16 @@ def observe(stages, optimizers, layout, seq_len: int, n: int, watch_type=DryWatc
                 stack.enter_context(mock.patch.object(PipelineStage, name, ends(getattr(PipelineStage, name))))
         stack.enter_context(watch)
         parallel.forward_backward(stages, batch, layout)
-        mark()
+        mark("")
         out["gradients"] = size_of(p.grad for stage in stages for p in stage.parameters())
         update(stages, optimizers, layout, watch)
     state = out["parameters"] + out["optimizer"]
-    out["peak"] = state + max(peak - sum(k * out["activations", i] for i, k in now.items()) for peak, now in peaks)
+    for what, peak, under_way in peaks:
+        rest = state + peak - sum(k * out["activations", i] for i, k in under_way.items())
+        if "inner" not in what:  # between its neighbours in memory as well; and absent where few blocks are run
+            out["peak", what] = max(rest, out.get(("peak", what), rest))
     out["update"] = state + watch.mark()
-    out["measured"] = max(out["update"], *(state + peak for peak, _ in peaks))
+    out["measured"] = max(out["update"], *(state + peak for _, peak, _ in peaks))
     out.update({("flops", name): flops for name, flops in watch.flops.items()})
     out.update({("moved", *key): number for key, number in watch.moved.items()})
     return out
@@ -484,7 +499,10 @@ def measure(main, cfg, pp_rank: int, kinds: dict, n: int) -> Counter:
                 total = plus(total, more, plus(few, -1, run_few(main, cfg, pp_rank, m, less=kind)))
         results.append(total)
     step = results[0] if len(ns) == 1 else plus(results[1], n - ns[1], plus(results[1], -1, results[0]))
-    step = {key: results[-1][key] if key[0] == "activations" else value for key, value in step.items()}
+    # memory does not grow with n, but for the buffers that receive from a neighbour: one per micro-batch for the whole step
+    received = sum(key[4] * k for key, k in results[-1].items() if key[0] == "moved" and key[2:4] == ("pp", "recv")) // ns[-1]
+    grows = {"activations": 0, "peak": received * (n - ns[-1])}
+    step = {key: results[-1][key] + grows[key[0]] if key[0] in grows else value for key, value in step.items()}
     return Counter({key: value for key, value in step.items() if key[:2] != ("moved", "update")} | exact)
 
 
@@ -622,7 +640,7 @@ def make_report(main, cfg) -> Report:
             ranks.append(Rank(stages, ranks[first[kind]].step, same_as=first[kind]))
         rank = ranks[-1]
         rank.activations = in_flight(rows[pp_rank], rank.ids, rank.step)
-        rank.peak = max(rank.step["peak"] + rank.activations, rank.step["update"])
+        rank.peak = max([rank.step["update"], *(rank.activations + b for key, b in rank.step.items() if key[0] == "peak")])
         if cfg.cpu_offload:
             rank.peak -= rank.step["parameters"] + rank.step["optimizer"]
         most = most_blocks(layout)

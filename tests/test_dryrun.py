@@ -91,6 +91,7 @@ def test_dry_run_equals_gloo(name):
                 assert step[key] == pytest.approx(first[key], rel=0.15), key
         # a backward frees a part after its first half, which is not followed: DualPipeV is estimated 25 % too high
         tolerance = 0.3 if flags.get("pp_schedule") == "DualPipeV" else 0.15
+        print(name, pp_rank, "peak", rank.peak / first["measured"])
         assert rank.peak == pytest.approx(first["measured"], rel=tolerance)
 
 

@@ -342,6 +342,17 @@ def test_sigusr1_under_torchrun(tmp_path, start):
 
 
 @pytest.mark.slow
+def test_a_signal_to_one_rank(tmp_path, start):
+    """All agree on the step, and the job ends with status 0."""
+    job = start(tmp_path / "run", 2, *ENDLESS, "--checkpoint_every", 1_000_000)
+    job.until_step(3)
+    os.kill(job.worker(1), signal.SIGTERM)
+    assert job.end() == 0
+    assert "a signal to another rank: stopped after step" in job.text()
+    assert os.listdir(job.out / "checkpoints") == [f"step-{all_good(job.out)}"] == [f"step-{job.last_step()}"]
+
+
+@pytest.mark.slow
 def test_sigusr1_that_torchrun_does_not_handle(tmp_path, start):
     """It kills torchrun, and the workers follow: only the checkpoints remain."""
     job = start(tmp_path / "run", 2, *ENDLESS)
