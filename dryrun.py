@@ -419,12 +419,8 @@ def observe(stages, optimizers, layout, seq_len: int, n: int, watch_type=DryWatc
     return out
 
 
-MOST_MICROBATCHES = 3  # that are run; more are extrapolated
-
-
-def most_blocks(layout) -> int:
-    """Blocks of one kind that are run; more are extrapolated. FSDP holds two at a time, and the last one longer."""
-    return 3 if parallel.reshards(layout) else 2
+MOST_BLOCKS = 3  # of one kind that are run; more are extrapolated. Less by one: still a first and a last
+MOST_MICROBATCHES = 3  # likewise
 
 
 def block_kinds(stages) -> dict:
@@ -445,10 +441,10 @@ def rank_kind(stages):
     return (*ends, *neighbours, blocks)
 
 
-def leave_out_blocks(stages, optimizers, most_of_a_kind: int, less=None) -> None:
-    """Keep that many of each kind of block, the first ones and the last, and of the kind `less` one fewer."""
+def leave_out_blocks(stages, optimizers, less=None) -> None:
+    """Keep MOST_BLOCKS of each kind of block, the first ones and the last, and of the kind `less` one fewer."""
     for kind, names in block_kinds(stages).items():
-        most = min(most_of_a_kind, len(names)) - (kind == less)
+        most = min(MOST_BLOCKS, len(names)) - (kind == less)
         for name in names[most - 1 : -1]:
             del stages[kind[0]].blocks[name]
     alive = {id(p) for stage in stages for p in stage.parameters()}
@@ -468,7 +464,7 @@ def run_few(main, cfg, pp_rank: int, n: int, less=None) -> Counter:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with dry_world():
         stages, optimizers, layout = dry_build(main, cfg, pp_rank, fake)
-        leave_out_blocks(stages, optimizers, most_blocks(layout), less)
+        leave_out_blocks(stages, optimizers, less)
         with fake:
             return observe(stages, optimizers, layout, cfg.seq_len, n)
 
@@ -495,7 +491,7 @@ def measure(main, cfg, pp_rank: int, kinds: dict, n: int) -> Counter:
     for m in ns:
         total = few = run_few(main, cfg, pp_rank, m)
         for kind, names in kinds.items():
-            if (more := len(names) - most_blocks(layout)) > 0:
+            if (more := len(names) - MOST_BLOCKS) > 0:
                 total = plus(total, more, plus(few, -1, run_few(main, cfg, pp_rank, m, less=kind)))
         results.append(total)
     step = results[0] if len(ns) == 1 else plus(results[1], n - ns[1], plus(results[1], -1, results[0]))
@@ -643,8 +639,7 @@ def make_report(main, cfg) -> Report:
         rank.peak = max([rank.step["update"], *(rank.activations + b for key, b in rank.step.items() if key[0] == "peak")])
         if cfg.cpu_offload:
             rank.peak -= rank.step["parameters"] + rank.step["optimizer"]
-        most = most_blocks(layout)
-        guessed |= {f"{most} of {len(names)} equal layers" for names in kinds.values() if len(names) > most}
+        guessed |= {f"{MOST_BLOCKS} of {len(names)} equal layers" for names in kinds.values() if len(names) > MOST_BLOCKS}
     if n > MOST_MICROBATCHES and not cfg.pp_schedule_csv:
         guessed.add(f"{MOST_MICROBATCHES} of {n} {'micro-batches' if layout.pp > 1 else 'accumulation steps'}")
     copies = {id(w) for r in ranks for s in r.stages if (w := parallel.tied_copy(s)) is not None}

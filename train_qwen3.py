@@ -58,7 +58,7 @@ class Config(ParallelConfig, CheckpointConfig, DataConfig, MetricsConfig):
     moe_force_balance: bool = False  # round-robin instead of the router: for benchmarks, the model learns little
     model_args: str = ""  # fields of the flavor to change for an ablation: "n_layers=4,dim=512"
     out: str = "runs/qwen3"  # folder for everything that the run writes; the same folder again continues the run
-    steps: int = 200  # optimizer steps
+    steps: int = 160  # optimizer steps
     seq_len: int = 256  # tokens per sequence
     local_batch_size: int = 8  # sequences that one data rank runs per forward
     global_batch_size: int = -1  # sequences per optimizer step over all data ranks; -1 = local_batch_size x data ranks

@@ -160,7 +160,8 @@ def print_results(cfg, layout, size, waits, totals):
         cells = []
         for mine, theirs in ((values, waits[base]), (totals[name], totals[base])):
             median = statistics.median(mine)
-            cells.append(f"{median:7.3f} s ({min(mine):.3f}-{max(mine):.3f}) {median / statistics.median(theirs):5.2f} x {base}")
+            ratio = median / statistics.median(theirs)
+            cells.append(f"{median:7.3f} s ({min(mine):.3f}-{max(mine):.3f}) {ratio:5.2f} x {base}")
         print(f"{name:30} {cells[0]:40} {cells[1] if 'load' not in name else ''}")
     full, without = (statistics.median(waits[name]) for name in ("--checkpoint_async off", "the same without checksums"))
     print(f"checksums: {1 - without / full:.1%} of the save; one core does {speed / 1e9:.1f} GB/s")

@@ -16,14 +16,18 @@ import subprocess
 import sys
 import textwrap
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
 import checkpoint
 from checkpoint import LEFTOVER, STEP_FOLDER, step_folders
 from data import DataConfig, open_data
 from metrics import read_lines
+from parallel import agree_on_attempt
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
 
@@ -289,6 +293,24 @@ def test_a_second_start_in_the_same_folder(tmp_path, start):
     assert second.end() == 2 and time.monotonic() - began > 30
     assert f"error: {second.out} is in use by process {first.worker(0) or first.launcher.pid} on " in second.text()
     assert first.launcher.poll() is None and not (second.out / "checkpoints").exists()
+
+
+def test_each_attempt_has_a_name_of_its_own():
+    """The ranks of one attempt agree on it, whatever earlier ones left in the store that torchrun keeps."""
+    store, limits = dist.HashStore(), SimpleNamespace(init_timeout_s=30)
+
+    def attempt(world_size):
+        layouts = [SimpleNamespace(rank=rank, world_size=world_size, cfg=limits) for rank in range(world_size)]
+        with ThreadPoolExecutor(world_size) as threads:
+            (name,) = set(threads.map(lambda layout: agree_on_attempt(store, layout), layouts))
+        return name
+
+    names = [attempt(world_size) for world_size in (3, 3, 1, 4)]
+    store.set("rank 1", "of a process that died before it was answered")
+    assert len({*names, attempt(3)}) == 5
+    limits.init_timeout_s = 0
+    with pytest.raises(TimeoutError, match="1 of 2 processes did not come in 0 s"):
+        agree_on_attempt(store, SimpleNamespace(rank=0, world_size=2, cfg=limits))
 
 
 # ---------------------------------------------------------------- numbers that are not finite
