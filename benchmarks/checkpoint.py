@@ -153,18 +153,18 @@ def print_results(cfg, layout, size, waits, totals):
     zlib.crc32(data)
     speed = len(data) / (time.perf_counter() - began)
     print(f"{cfg.flavor} {cfg.model_args} on {layout.world_size} x {layout.device.type}, {os.cpu_count()} cores, torch "
-          f"{torch.__version__}: {size / 1e6:.0f} MB; medians of {cfg.repeats} (smallest-largest)")
-    print(f"{'':30} training waits{'':26} until it is durable")
+          f"{torch.__version__}: {size / 1e6:.0f} MB. Shortest of {cfg.repeats} (median), and the shortest as a multiple")
+    print(f"{'':30} training waits{'':22} until it is durable")
     for name, values in waits.items():
-        base = "dcp.load" if "load" in name else "dcp.save"
-        cells = []
+        base, cells = "dcp.load" if "load" in name else "dcp.save", []
         for mine, theirs in ((values, waits[base]), (totals[name], totals[base])):
-            median = statistics.median(mine)
-            ratio = median / statistics.median(theirs)
-            cells.append(f"{median:7.3f} s ({min(mine):.3f}-{max(mine):.3f}) {ratio:5.2f} x {base}")
-        print(f"{name:30} {cells[0]:40} {cells[1] if 'load' not in name else ''}")
-    full, without = (statistics.median(waits[name]) for name in ("--checkpoint_async off", "the same without checksums"))
-    print(f"checksums: {1 - without / full:.1%} of the save; one core does {speed / 1e9:.1f} GB/s")
+            ratio = min(mine) / min(theirs)  # of the shortest: what else the machine does can only add
+            cells.append(f"{min(mine):.3f} s ({statistics.median(mine):.3f}) {ratio:5.2f} x {base}")
+        print(f"{name:30} {cells[0]:36} {cells[1] if 'load' not in name else ''}")
+    for how, kind in ((min, "shortest"), (statistics.median, "median")):
+        full, without = (how(waits[name]) for name in ("--checkpoint_async off", "the same without checksums"))
+        print(f"checksums: {1 - without / full:.1%} of the save ({kind})")
+    print(f"crc32 on one core: {speed / 1e9:.1f} GB/s")
 
 
 if __name__ == "__main__":

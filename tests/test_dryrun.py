@@ -2,7 +2,8 @@
 
 What is compared on every pipeline rank's first device: parameters, gradients and optimizer state to the byte; collectives by
 axis and operation in number and bytes, with experts that are equally busy, as the dry run assumes; what a micro-batch leaves
-for its backward, and the peak, within 15 %. The dry run executes 3 of the 5 layers and at most 3 micro-batches here.
+for its backward within 1 %, and the peak within 15 %: 0.5 % without a pipeline, 15 % with zero-bubble schedules. Of 5 layers
+and 4 or 5 micro-batches the dry run executes 3.
 """
 import importlib
 import math
@@ -88,11 +89,8 @@ def test_dry_run_equals_gloo(name):
             assert counts[key][1] == size, key
         for key in first:
             if key[0] == "activations":
-                assert step[key] == pytest.approx(first[key], rel=0.15), key
-        # a backward frees a part after its first half, which is not followed: DualPipeV is estimated 25 % too high
-        tolerance = 0.3 if flags.get("pp_schedule") == "DualPipeV" else 0.15
-        print(name, pp_rank, "peak", rank.peak / first["measured"])
-        assert rank.peak == pytest.approx(first["measured"], rel=tolerance)
+                assert step[key] == pytest.approx(first[key], rel=0.01), key
+        assert rank.peak == pytest.approx(first["measured"], rel=0.15 if "pp" in flags else 0.01)
 
 
 @pytest.mark.parametrize("left_out", ["attn_norm", "ffn"])
