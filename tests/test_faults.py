@@ -212,6 +212,7 @@ def test_kill_9_of_the_launcher(tmp_path, start, undisturbed):
     assert_same_run(second.out, undisturbed)
 
 
+@pytest.mark.slow
 def test_kill_9_of_the_launcher_while_it_starts(tmp_path, start):
     """Its workers notice, even if they were still importing torch when it died."""
     job = start(tmp_path / "run", 2, *ENDLESS)
