@@ -17,20 +17,30 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-TIMEOUT_S = 120
+TIMEOUT_S = 600  # a deadlock ends; a machine that is busy with other things does not fail a test
 
 
 def worker(rank, world_size, store_file, tasks, results):
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     store = dist.FileStore(store_file, world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=300))
     while (task := tasks.get()) is not None:
         function, args = task
         try:
-            results.put((rank, None, function(*args)))
+            result = function(*args)
+            destroy_groups()
+            results.put((rank, None, result))
         except BaseException:
             results.put((rank, traceback.format_exc(), None))
+
+
+def destroy_groups():
+    """Each gloo group has a thread that wakes every 10 ms, so those of finished layouts would soon take all of the CPU."""
+    dist.barrier()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 class Pool:
