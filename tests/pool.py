@@ -16,31 +16,36 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 TIMEOUT_S = 600  # a deadlock ends; a machine that is busy with other things does not fail a test
+
+
+class SharedLoop(ProcessGroupGloo):
+    """Gloo groups that share one device. Each device has a thread that wakes every 10 ms; a pool that kept those of all the
+    layouts it ran had hundreds, and they took the CPU."""
+
+    device = None
+
+    def __init__(self, store, rank, world_size, timeout):
+        SharedLoop.device = SharedLoop.device or ProcessGroupGloo.create_default_device()
+        options = ProcessGroupGloo._Options()
+        options._devices, options._timeout = [SharedLoop.device], timeout
+        super().__init__(store, rank, world_size, options)
 
 
 def worker(rank, world_size, store_file, tasks, results):
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
+    dist.distributed_c10d.ProcessGroupGloo = SharedLoop
     store = dist.FileStore(store_file, world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=300))
     while (task := tasks.get()) is not None:
         function, args = task
         try:
-            result = function(*args)
-            destroy_groups()
-            results.put((rank, None, result))
+            results.put((rank, None, function(*args)))
         except BaseException:
             results.put((rank, traceback.format_exc(), None))
-
-
-def destroy_groups():
-    """Each gloo group has a thread that wakes every 10 ms, so those of finished layouts would soon take all of the CPU."""
-    dist.barrier()
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
 
 
 class Pool:
