@@ -43,8 +43,9 @@ from config import Parser, spell, unwrap
 # model_type of a config.json -> where our model is. All else that differs between models is in their own files:
 # Config.from_hf and to_hf translate config.json; hf_keys() is the table fqn -> name in the files, or for a stack of experts
 # (E, ...) a list of E names; hf_optional(), where a model has it, lists patterns of names that files may lack or add (MTP).
-QWEN3 = ("models.qwen3", "Qwen3")
+QWEN3, DEEPSEEK = ("models.qwen3", "Qwen3"), ("models.deepseek", "DeepSeek")
 HF_MODELS = {"llama": ("models.llama3", "Llama3"), "qwen3": QWEN3, "qwen3_moe": QWEN3}
+HF_MODELS |= {"deepseek_v2": DEEPSEEK, "deepseek_v3": DEEPSEEK}
 HF_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 FP8_BLOCK = 128  # fp8 weights have one scale per 128 x 128 block, in a tensor <name>_scale_inv (arXiv:2412.19437, sec. 3.3.2)
 # The most bytes of a file that anyone may have written. Of those that are published the largest have 9, 33 and 4 MB.
@@ -126,7 +127,8 @@ def check_hf_config(model_config, folder: str):
     flavors = sys.modules[module].FLAVORS
 
     def differing(config):
-        return {f.name: getattr(theirs, f.name) for f in fields(config) if getattr(config, f.name) != getattr(theirs, f.name)}
+        names = [f.name for f in fields(config) if f.name != "mtp_depth"]  # with or without: load_hf says what it leaves out
+        return {name: getattr(theirs, name) for name in names if getattr(config, name) != getattr(theirs, name)}
 
     if differ := differing(model_config):
         text = "; ".join(f"{name} is {value} there, {getattr(model_config, name)} here" for name, value in differ.items())
@@ -175,6 +177,7 @@ class HFTensors:
 
     def __init__(self, folder: str):
         self.folder, self.opened, index = folder, {}, "model.safetensors.index.json"
+        self.stacks = {}  # name of one expert's matrix -> (stack that holds it, which expert, which part of how many, experts)
         if os.path.lexists(os.path.join(folder, "model.safetensors")):
             self.where = dict.fromkeys(self.open("model.safetensors").keys(), "model.safetensors")
             return
@@ -203,6 +206,21 @@ class HFTensors:
                 raise ValueError(f"{path} is no safetensors file that can be read: {reason(error)}") from None
         return self.opened[file]
 
+    def unstack(self, names: list[str]):
+        """The names of single experts, as published files have them, for files with all experts of a layer in two tensors.
+
+        Those are as transformers 5 has them in memory, gate_up_proj (E, 2F, D) with the gate's rows first and down_proj
+        (E, D, F). What follows sees the experts one by one, so a rank still reads its own and no more.
+        """
+        found = re.fullmatch(r"(.*\.experts)\.0\.(gate|up|down)_proj\.weight", names[0])
+        if not found or any(name in self.where for name in names):
+            return
+        layer, which = found.groups()
+        stack, part = (f"{layer}.down_proj", (0, 1)) if which == "down" else (f"{layer}.gate_up_proj", (which == "up", 2))
+        if stack in self.where:
+            self.where |= dict.fromkeys(names, self.where[stack])
+            self.stacks |= {name: (stack, e, *part, len(names)) for e, name in enumerate(names)}
+
     def handle(self, name: str):
         """safetensors' handle of a tensor: its shape and dtype, and parts of it by indexing."""
         if name not in (file := self.open(self.where[name])).keys():
@@ -211,6 +229,11 @@ class HFTensors:
 
     def problem(self, name: str, shape: tuple) -> str:
         """What is wrong with a tensor that should have this shape; '' if nothing is."""
+        if name in self.stacks:
+            name, _, _, parts, n_experts = self.stacks[name]
+            shape = (n_experts, parts * shape[0], *shape[1:])
+            if f"{name}_scale_inv" in self.where:
+                return f"{name} is quantised; fp8 experts are read from files with a tensor for each of them"
         found, dtype, scale = tuple(self.handle(name).get_shape()), self.handle(name).get_dtype(), f"{name}_scale_inv"
         if found != shape:
             return f"{name} is {found} there, {shape} here"
@@ -224,6 +247,11 @@ class HFTensors:
 
     def read(self, name: str, offset: tuple, shape: tuple) -> Tensor:
         """The part of a tensor that begins at `offset`: as in the file, or in fp32 where the file is quantised."""
+        if name in self.stacks:
+            name, expert, i, parts, _ = self.stacks[name]
+            handle = self.handle(name)
+            offset = (expert, i * (handle.get_shape()[1] // parts) + offset[0], *offset[1:])
+            return handle[tuple(slice(o, o + n) for o, n in zip(offset, (1, *shape)))][0]
         part = self.handle(name)[tuple(slice(o, o + n) for o, n in zip(offset, shape)) or ...]
         if f"{name}_scale_inv" not in self.where:
             return part
@@ -296,7 +324,10 @@ class Match(NamedTuple):
 def match_names(module: nn.Module, source: HFTensors, exclude) -> Match:
     """Raises ValueError with the names that the files lack, or that the model does not know."""
     names = {fqn: [name] if isinstance(name, str) else name for fqn, name in module.hf_keys().items()}
+    for group in names.values():
+        source.unstack(group)
     known, optional = {name for group in names.values() for name in group}, getattr(module, "hf_optional", list)()
+    known |= {stack for stack, *_ in source.stacks.values()}
 
     def may_differ(name):
         return any(fnmatchcase(name, pattern) for pattern in optional)
@@ -345,7 +376,7 @@ def plan_reads(modules: list[nn.Module], source: HFTensors, exclude=()) -> tuple
         else:  # a stack of experts: only those that this rank holds
             assert len(names) == shape[0], f"{fqn} is a stack of {shape[0]}, but hf_keys() gives {len(names)} names"
             new, shape = [(names[offset[0] + i], offset[1:], part) for i, part in enumerate(local)], shape[1:]
-        problems += filter(None, (source.problem(name, shape) for name, _, _ in new))
+        problems += dict.fromkeys(filter(None, (source.problem(name, shape) for name, _, _ in new)))
         reads += [read for read in new if read[2].numel()]
         if match.twin and fqn == "tok_embeddings.weight" and not problems:
             head = source.problem(match.twin, shape)
@@ -391,16 +422,19 @@ def load_hf_model(folder: str, device="cpu", dtype: torch.dtype | None = None) -
     if config.n_layers > len(source.where):
         raise ValueError(f"{folder}/config.json: {config.n_layers} layers, but the files hold {len(source.where)} tensors")
     tokenizer_file = check_hf_tokenizer(folder, config.vocab_size)
+    mtp = f"model.layers.{config.n_layers}."  # many files come without it, with the config that it was trained with
+    if getattr(config, "mtp_depth", 0) and not any(name.startswith(mtp) for name in source.where):
+        config.mtp_depth = 0
+        print(f"checkpoint: {folder} is loaded without multi-token prediction: the files lack {mtp}*", flush=True)
     with torch.device("meta"):
         model = getattr(sys.modules[type(config).__module__], type(config).__name__.removesuffix("Config"))(config)
     reads, _ = plan_reads([model], source)  # all fits, before memory is taken for what a file claims
-    of_files = {name: kind for kind, name in HF_DTYPES.items()}.get(source.handle(reads[0][0]).get_dtype(), torch.bfloat16)
+    first = source.stacks.get(reads[0][0], reads[0])[0]
+    of_files = {name: kind for kind, name in HF_DTYPES.items()}.get(source.handle(first).get_dtype(), torch.bfloat16)
     for param in model.parameters():  # not the buffers: an expert's bias stays fp32
         param.data = param.data.to(dtype or of_files)
     model.to_empty(device=device)
-    tensors = named_tensors(model)
-    for fqn in load_hf(model, folder):
-        nn.init.zeros_(tensors[fqn])
+    load_hf(model, folder)
     return model, tokenizer_file
 
 

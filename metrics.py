@@ -1,5 +1,6 @@
 """What a run reports: metrics.jsonl, a line per logged step, a progress bar, a loss curve. And when garbage is collected."""
 import gc
+import importlib.util
 import json
 import math
 import os
@@ -14,7 +15,28 @@ import torch
 
 @dataclass(kw_only=True)
 class MetricsConfig:
+    plot: bool = False  # draw the loss curve, <out>/loss.png; for several processes, but without torchrun: mesh and schedule
+    tensorboard: bool = False  # write the numbers of metrics.jsonl to <out>/tb as well
+    wandb: str = ""  # send them to this project of Weights & Biases as well
+    profile: str = ""  # steps to trace, like 10-12: every rank writes a file to <out>/trace that ui.perfetto.dev opens
+    memory_snapshot: bool = False  # record CUDA allocations, for pytorch.org/memory_viz: in <out>/trace, also if out of memory
     gc_every: int = 50  # collect garbage every N steps, on all ranks in the same step; 0: whenever Python likes
+
+    def __post_init__(self):
+        for package in ("tensorboard", "wandb"):
+            if getattr(self, package) and importlib.util.find_spec(package) is None:
+                raise ValueError(f"--{package} needs a package that is not installed: pip install {package}")
+        if self.profile and profiled_steps(self.profile) is None:
+            raise ValueError(f"--profile {self.profile!r} must be one step or the first and last of some, like 10-12")
+        if self.memory_snapshot and not torch.cuda.is_available():
+            raise ValueError("--memory_snapshot records CUDA's allocator, and torch finds no GPU here; leave it out")
+
+
+def profiled_steps(text: str) -> range | None:
+    """'10-12' -> range(10, 13); None for what is no such thing."""
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    steps = match and range(int(match[1]), int(match[2] or match[1]) + 1)
+    return steps if steps and steps.start > 0 else None
 
 
 # Dense bf16 FLOP/s of one device, without sparsity (the vendors' data sheets). The first match counts; a device that is
@@ -46,9 +68,9 @@ def peak_memory_gib(device) -> float:
 
 
 def plain(value):
-    """A JSON value: 0-d tensors become numbers (this waits for the device), NaN and infinity become null."""
+    """A JSON value: tensors become numbers or lists (this waits for the device), a NaN or infinity becomes null."""
     if isinstance(value, torch.Tensor):
-        value = value.item()
+        value = value.tolist()
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -107,13 +129,30 @@ class Metrics:
         peak = peak_flops(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
         self.job_flops = peak and peak * world_size
         self.reset_interval()
-        self.file, self.bar = None, False
+        self.out, self.rank, self.profiler = out, int(os.environ.get("RANK", 0)), None
+        self.profiled = profiled_steps(cfg.profile) or range(0)
+        if cfg.memory_snapshot:
+            torch.cuda.memory._record_memory_history()
+            torch._C._cuda_attach_out_of_memory_observer(lambda *_: self.dump_memory("out-of-memory"))
+        self.file, self.bar, self.writers = None, False, []
         if rank0:
             os.makedirs(out, exist_ok=True)
             self.path = os.path.join(out, "metrics.jsonl")
             drop_lines_from(self.path, first_step if first_step > 1 else 0)  # step 0: validation before any training
             self.file = open(self.path, "a")
             self.bar = sys.stdout.isatty()
+            if cfg.tensorboard:
+                from torch.utils.tensorboard import SummaryWriter
+
+                board = SummaryWriter(os.path.join(out, "tb"), purge_step=first_step)
+                self.writers.append(lambda step, line: [board.add_scalar(k, v, step) for k, v in line.items()])
+            if cfg.wandb:
+                import wandb
+
+                # one id per folder: a continued run continues its curves
+                name = re.sub(r"[^\w-]", "-", os.path.abspath(out))[-60:]
+                project = wandb.init(project=cfg.wandb, id=name, name=out, resume="allow", config=vars(cfg))
+                self.writers.append(lambda step, line: project.log(line, step=step))
         # Python starts a collection whenever a rank happens to have made enough objects. Ranks pause at different
         # moments, and each pause is one that all the others wait for; so pause together, and rarely.
         self.gc_was_on = gc.isenabled()
@@ -128,6 +167,11 @@ class Metrics:
         self.step_ended = time.perf_counter()
 
     def start_step(self):
+        if self.step + 1 in self.profiled and self.profiler is None:
+            kinds = [torch.profiler.ProfilerActivity.CPU]
+            kinds += [torch.profiler.ProfilerActivity.CUDA] if self.device.type == "cuda" else []
+            self.profiler = torch.profiler.profile(activities=kinds)
+            self.profiler.start()
         self.step_started = time.perf_counter()
         # Drawn while a step runs and wiped at its end, so whatever is printed between two steps meets an empty line.
         if self.bar and self.steps > 0:
@@ -150,15 +194,29 @@ class Metrics:
             gc.collect(1)  # young objects only: milliseconds
         self.step_ended = time.perf_counter()
         self.step_time += self.step_ended - self.step_started
+        if self.profiler is not None and (self.step == self.profiled[-1] or self.step == self.steps):
+            self.profiler.stop()
+            self.profiler.export_chrome_trace(self.trace_file(f"steps-{self.cfg.profile}-rank-{self.rank}.json.gz"))
+            self.profiler, self.profiled = None, range(0)
         if self.bar:
             print("\r\033[K", end="", flush=True)
+
+    def trace_file(self, name: str) -> str:
+        os.makedirs(os.path.join(self.out, "trace"), exist_ok=True)
+        return os.path.join(self.out, "trace", name)
+
+    def dump_memory(self, when: str):
+        torch.cuda.memory._dump_snapshot(self.trace_file(f"memory-{when}-rank-{self.rank}.pickle"))
 
     def due(self, step: int) -> bool:
         """Whether this step is logged: the first, every log_every-th, the last. Only the step decides, not the rank."""
         return step in (1, self.steps) or (self.log_every > 0 and step % self.log_every == 0)
 
-    def log(self, step: int, *, loss, loss_max, grad_norm, lr: float, tokens_hash: str, extra: dict | None = None):
-        """Write and print one training line. loss: mean over the valid tokens of the global batch; extra: more JSON fields."""
+    def log(self, step: int, *, loss, loss_max, grad_norm, lr: float, tokens_hash: str, extra: dict | None = None, show=True):
+        """Write and print one training line. loss: mean over the valid tokens of the global batch; extra: more JSON fields.
+
+        show=False: only write it; the recipe prints a line of its own.
+        """
         if self.rank0:
             # Reading the loss waits for the device, and that wait belongs to the steps that it finishes.
             loss, loss_max, grad_norm = plain(loss), plain(loss_max), plain(grad_norm)
@@ -180,7 +238,8 @@ class Metrics:
                 "tokens_hash": tokens_hash,
             } | (extra or {})
             self.write(line)
-            print(train_line(line, self.steps), flush=True)
+            if show:
+                print(train_line(line, self.steps), flush=True)
         self.reset_interval()
 
     def log_val(self, step: int, val_loss, val_bits_per_byte=None):
@@ -194,17 +253,25 @@ class Metrics:
 
     def write(self, line: dict):
         """Append one line and flush it: whoever follows the file, or the run that replaces a killed one, finds it whole."""
-        self.file.write(json.dumps({key: plain(value) for key, value in line.items()}) + "\n")
+        line = {key: plain(value) for key, value in line.items()}
+        self.file.write(json.dumps(line) + "\n")
         self.file.flush()
+        numbers = {key: value for key, value in line.items() if type(value) in (int, float) and key != "step"}
+        for write in self.writers:
+            write(line["step"], numbers)
 
     def close(self):
         """Print the loss curve of the whole run and give Python its garbage collector back."""
         if self.gc_was_on:
             gc.enable()
+        if self.cfg.memory_snapshot:
+            self.dump_memory(f"step-{self.step}")
         if self.file is not None:
             self.file.close()
             self.file = None
             print(loss_curve(read_lines(self.path)), flush=True)
+            if self.cfg.plot:
+                draw_curves(read_lines(self.path), os.path.join(self.out, "loss.png"))
 
 
 def number(value: float | None, spec: str) -> str:
@@ -226,6 +293,30 @@ def train_line(line: dict, steps: int) -> str:
         f"ETA {left // 3600}:{left // 60 % 60:02}:{left % 60:02}",
     ]
     return "  ".join(part for part in parts if part)
+
+
+def draw_curves(lines: list[dict], path: str):
+    """The losses of a metrics.jsonl, and its rewards if it has some, as a picture."""
+    if importlib.util.find_spec("matplotlib") is None:
+        print("--plot: no picture without matplotlib: pip install matplotlib", flush=True)
+        return
+    import matplotlib
+
+    matplotlib.use("Agg")  # files, no windows
+    import matplotlib.pyplot as plt
+
+    found = [k for k in ("loss", "val_loss", "reward_mean", "eval_reward") if any(line.get(k) is not None for line in lines)]
+    panels = [names for names in ([k for k in found if "loss" in k], [k for k in found if "reward" in k]) if names]
+    figure, axes = plt.subplots(1, len(panels), figsize=(7 * len(panels), 4.5), squeeze=False, layout="constrained")
+    for axis, names in zip(axes[0], panels):
+        for name in names:
+            points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+            axis.plot(*zip(*points), label=name, marker="o" if len(points) < 40 else "", markersize=3)
+        axis.set(xlabel="step", ylabel="nats per token" if "loss" in names[0] else "reward")
+        axis.grid(alpha=0.3), axis.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    print(f"picture: {path}", flush=True)
 
 
 def loss_curve(lines: list[dict], rows=12, columns=60) -> str:

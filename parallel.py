@@ -81,8 +81,12 @@ class ParallelConfig:
     ac_budget: float = 0.5  # --ac budget: share of the activation memory to keep (0 = recompute all, 1 = keep all)
     compile: bool = False  # torch.compile each block
     dry_run: bool = False  # no device, no launcher: report memory, collectives, FLOPs and bubble of this layout
+    plan: bool = False  # predict tokens/s and MFU of this layout on --machine, with the error of such predictions
+    machine: Literal["H100", "H200", "B200"] = "H100"  # --plan: the device, with its FLOP/s and bandwidths
+    nvlink_gb_s: float = 0.0  # --plan: GB/s per device and direction inside a node; 0 = the machine's
+    network_gb_s: float = 0.0  # --plan: GB/s per device and direction between nodes; 0 = the machine's
+    devices_per_node: int = 0  # --plan: devices that NVLink connects; 0 = the machine's
     explain: bool = False  # one page on one block: how each parameter is placed, and what travels when, and why
-    plot: bool = False  # draw the pipeline's schedule, rank x time, into <out>/pipeline.png (needs matplotlib) and as text
     check_parity: bool = False  # train 3 steps on one process and on this layout, in fp32, and compare; start it with python
     flight_recorder: bool = False  # when a collective times out, every rank writes its last ones to <out>/trace (NCCL only)
     deterministic: bool = False  # bitwise reproducible kernels, slower on GPUs
@@ -105,6 +109,7 @@ class Layout:
     device: torch.device = torch.device("cpu")
     compute_dtype: torch.dtype = torch.float32
     rank: int = 0
+    mtp: bool = False  # the model has multi-token prediction
     mesh: DeviceMesh | None = None  # pp, dp_replicate, fsdp (= dp_shard x cp), tp
     axes: DeviceMesh | None = None  # the same ranks with all five axes
     experts: DeviceMesh | None = None  # MoE: the same ranks as pp, dp_replicate, efsdp, ep, etp
@@ -185,9 +190,12 @@ def check_layout(
             f"{data_ranks} data rank{'s' * (data_ranks > 1)} = {forward}; use --global_batch_size {near}"
         )
     layout = Layout(cfg, degrees, world_size, local_batch_size, global_batch_size, rank=int(os.environ.get("RANK", 0)))
+    layout.mtp = getattr(model_config, "mtp_depth", 0) > 0
 
     c = model_config
     sizes = {"n_heads": c.n_heads, "n_kv_heads": c.n_kv_heads, "ffn_dim": c.ffn_dim}
+    if shared := getattr(c, "n_shared_experts", 0):
+        sizes["n_shared_experts x moe_ffn_dim"] = shared * c.moe_ffn_dim
     if odd := [f"{name} {size}" for name, size in sizes.items() if size % tp]:
         errors.append(f"--tp {tp} does not divide {', '.join(odd)}; use {divisors(*sizes.values())}")
     if seq_len < 1:
@@ -222,7 +230,7 @@ def check_layout(
     if cfg.ac_every < 1 or not 0 <= cfg.ac_budget <= 1:
         errors.append(f"--ac_every {cfg.ac_every} must be at least 1 and --ac_budget {cfg.ac_budget} between 0 and 1")
     errors += expert_errors(layout, c)
-    if pp > 1 and not errors:
+    if pp > 1 and layout.accumulation:
         errors += pipeline_errors(layout, c)
     if errors:
         raise ValueError("; ".join(dict.fromkeys(errors)))
@@ -445,7 +453,8 @@ def run(main, cfg) -> None:
             from dryrun import check_parity
 
             raise SystemExit(check_parity(cfg, {axis: getattr(cfg, axis) for axis in AXES}))
-        if cfg.dry_run or cfg.explain or cfg.plot:
+        plots_layout = cfg.plot and "RANK" not in os.environ and any(getattr(cfg, axis) > 1 for axis in AXES)
+        if cfg.dry_run or cfg.plan or cfg.explain or plots_layout:
             from dryrun import dry_run
 
             raise SystemExit(dry_run(main, cfg))
@@ -521,6 +530,14 @@ class GatherSequence(torch.distributed.tensor.parallel.ParallelStyle):
         return module
 
 
+class Gather(torch.distributed.tensor.parallel.ParallelStyle):
+    """After a module without weights: all-gather the sequence, (B, T/tp, ...) -> (B, T, ...); backward: reduce-scatter."""
+
+    def _apply(self, module, mesh):
+        module.register_forward_hook(lambda module, args, out: AllGather.apply(out, 1, mesh.get_group()))
+        return module
+
+
 class VocabEmbedding(RowwiseParallel):
     """Each rank looks up the tokens of its part of the vocabulary; the sum over ranks leaves sharded along the sequence."""
 
@@ -549,6 +566,8 @@ TP_STYLES = {
     # replicated weights (norms, routers) that see a part of the tokens: as DTensors their gradient is summed over tp, which a
     # plain weight's would not be
     "sequence": lambda: SequenceParallel(use_local_output=True),
+    "gather": lambda: Gather(),
+    "gather_colwise": lambda: ColwiseParallel(input_layouts=Shard(1)),  # the same, after an all-gather of the sequence
     "head_norm": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),  # (B, T, H/tp, K): a part of the heads
     "vocab_embedding": VocabEmbedding,
     "vocab_head": VocabHead,
@@ -611,6 +630,12 @@ def vocab_parallel_logits(h, weight, *, mesh) -> Tensor:
     shape = torch.Size((*h.shape[:-1], weight.shape[0]))
     stride = (shape[1] * shape[2], shape[2], 1)
     return DTensor.from_local(local, mesh, [Shard(2)], run_check=False, shape=shape, stride=stride).full_tensor()
+
+
+def all_blocks(stage) -> dict[int, nn.Module]:
+    """Layer number -> block. DeepSeek's multi-token prediction has a block as well, behind the last."""
+    mtp = {stage.config.n_layers: stage.mtp.block} if getattr(stage, "mtp", None) is not None else {}
+    return {int(i): block for i, block in stage.blocks.items()} | mtp
 
 
 # ---------------------------------------------------------------- context parallelism
@@ -744,9 +769,9 @@ def expert_parallel(stage, layout: Layout, *, aux_coef: float = 0.0, force_balan
     them first, each computes its part of every expert's hidden width, and the sums are scattered back.
     aux_coef, force_balance: see models.moe.Balance.
     """
-    from models.moe import Balance, Experts, swiglu_experts
+    from models.moe import Balance, Experts
 
-    blocks = [block for block in stage.blocks.values() if hasattr(block, "moe")]
+    blocks = [block for block in all_blocks(stage).values() if hasattr(block, "moe")]
     if not blocks:
         return
     mesh, etp = expert_mesh(layout), layout.cfg.etp
@@ -759,7 +784,7 @@ def expert_parallel(stage, layout: Layout, *, aux_coef: float = 0.0, force_balan
                 over = mesh["ep", "etp"] if etp > 1 else mesh["ep"]
                 w = distribute_tensor(getattr(experts, name), over, placements, src_data_rank=None)
                 setattr(experts, name, nn.Parameter(w))
-            experts.forward = partial(exchange_tokens, experts, swiglu_experts, mesh["ep"].get_group())
+            experts.forward = partial(exchange_tokens, experts, mesh["ep"].get_group())
         if etp > 1:
             block.moe.forward = partial(gathered_moe, block.moe.forward, layout.group("tp"))
         sharers = [layout.group(axis) for axis in ("cp", "tp") if layout.degrees[axis] > 1 and (axis, etp > 1) != ("tp", True)]
@@ -781,43 +806,48 @@ def gathered_moe(moe_forward, group, x: Tensor) -> Tensor:
     return ReduceScatter.apply(moe_forward(AllGather.apply(x, 1, group)), 1, group)
 
 
-def exchange_tokens(experts, compute, group, x: Tensor, counts: Tensor) -> Tensor:
+def exchange_tokens(experts, group, x: Tensor, counts: Tensor) -> Tensor:
     """Experts.forward over ep ranks: x (N*k, D) sorted by expert, so also by the rank that holds it; counts (E,)."""
     ep = dist.get_world_size(group)
     arriving = torch.empty_like(counts)  # (ep * E/ep,): from every rank, its rows for each of this rank's experts
     dist.all_to_all_single(arriving, counts, group=group)
-    sent, received = torch.stack([counts, arriving]).view(2, ep, -1).sum(-1).tolist()  # sizes the host must know: a sync
+    # the all-to-all takes its sizes from the host: the one place where a layer waits for the device
+    sent, received = torch.stack([counts, arriving]).view(2, ep, -1).sum(-1).tolist()
     x = AllToAll.apply(x, group, sent, received)  # sorted by (rank, expert)
-    expert = torch.arange(len(counts) // ep, device=x.device).repeat(ep).repeat_interleave(arriving)
-    order = expert.argsort(stable=True)
-    y = compute(x[order], arriving.view(ep, -1).sum(0), *(local_tensor(w) for w in (experts.w1, experts.w2, experts.w3)))
+    expert = torch.arange(len(counts) // ep, device=x.device).repeat(ep)
+    order = expert.repeat_interleave(arriving, output_size=len(x)).argsort(stable=True)
+    weights = (local_tensor(w) for w in (experts.w1, experts.w2, experts.w3))
+    y = experts.compute(x[order], arriving.view(ep, -1).sum(0), *weights)
     y = y[order.argsort()]  # as they came
     return AllToAll.apply(y, group, received, sent)
 
 
 @torch.no_grad()
-def balance_experts(stages, layout: Layout, mode: str, rate: float) -> dict[str, float]:
+def balance_experts(stages, layout: Layout, mode: str, rate: float, per_layer: bool = False) -> dict[str, Tensor]:
     """After an optimizer step: sum each layer's load over all ranks, and with mode bias move the biases against it
     (arXiv:2408.15664: up by rate below the mean load, down above, then centred). Returns statistics; loads restart at 0.
+    per_layer: with moe_load (layers, E), each expert's share of its layer's load; zeros for a layer without experts.
     """
     from models.moe import load_statistics
 
-    layers = [block.moe.balance for stage in stages for block in stage.blocks.values() if hasattr(block, "moe")]
-    statistics = torch.zeros(2, device=layout.device)
-    if layers:
-        loads = torch.stack([torch.zeros_like(x.bias) if x.load is None else x.load for x in layers])  # (layers, E)
-        sum_over(loads, [layout.mesh[axis].get_group() for axis in ("dp_replicate", "fsdp", "tp")])
-        loads /= layout.cfg.etp  # with etp = tp every tp rank counted all tokens
-        for layer, load in zip(layers, loads, strict=True):
-            if mode == "bias":
-                step = (load.mean() - load).sign() * rate
-                layer.bias += step - step.mean()
-            layer.load = None
-        statistics[0], statistics[1] = load_statistics(loads)
-    worst, dead = statistics[:1], statistics[1:]  # of this pipeline rank's layers
-    dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=layout.group("pp"))
-    dist.all_reduce(dead, group=layout.group("pp"))
-    return {"moe_load_max_over_mean": worst[0], "moe_dead_experts": dead[0]}
+    config = stages[0].config
+    layers = {i: block.moe.balance for stage in stages for i, block in all_blocks(stage).items() if hasattr(block, "moe")}
+    n_layers = config.n_layers + getattr(config, "mtp_depth", 0)
+    loads = torch.zeros(n_layers, config.n_experts, device=layout.device)
+    for i, balance in layers.items():
+        if balance.load is not None:  # None: no forward since the last call
+            loads[i] = balance.load
+        balance.load = None
+    # every rank has other tokens, or under pp other layers: one sum over all of them gives everyone the whole table
+    sum_over(loads, [None])
+    loads /= layout.cfg.etp  # with etp = tp every tp rank counted all tokens
+    if mode == "bias":
+        for i, balance in layers.items():
+            step = (loads[i].mean() - loads[i]).sign() * rate
+            balance.bias += step - step.mean()
+    worst, dead = load_statistics(loads)
+    shares = {"moe_load": loads / loads.sum(1, keepdim=True).clamp(min=1)} if per_layer else {}
+    return {"moe_load_max_over_mean": worst, "moe_dead_experts": dead} | shares
 
 
 # ---------------------------------------------------------------- activation checkpointing, compile
@@ -850,8 +880,8 @@ def checkpoint_activations(stage, layout: Layout) -> None:
 
         return create_selective_checkpoint_contexts(policy)
 
-    for i, block in stage.blocks.items():
-        if cfg.ac == "selective" and int(i) % cfg.ac_every:
+    for i, block in all_blocks(stage).items():
+        if cfg.ac == "selective" and i % cfg.ac_every:
             continue
         options = {"context_fn": contexts} if cfg.ac == "op" else {}
         # wrapping forward, and not the module, leaves every parameter's name as it was; there is no dropout to replay
@@ -859,7 +889,11 @@ def checkpoint_activations(stage, layout: Layout) -> None:
 
 
 def compile_blocks(stage, layout: Layout) -> None:
-    """Compile each block by itself: all blocks share one compilation, and FSDP's hooks stay outside of it."""
+    """Compile each block by itself: all blocks share one compilation, and FSDP's hooks stay outside of it.
+
+    A block with experts holds an exchange of tokens whose sizes only the run knows: there, its attention and the arithmetic of
+    its experts are compiled apart, and routing and exchange stay as they are.
+    """
     cfg = layout.cfg
     if not cfg.compile:
         return
@@ -867,8 +901,25 @@ def compile_blocks(stage, layout: Layout) -> None:
         torch._functorch.config.activation_memory_budget = cfg.ac_budget
     if layout.pp > 1 and (cfg.pp_schedule in ZERO_BUBBLE or cfg.pp_schedule_csv):
         torch._functorch.config.donated_buffer = False  # the split backward reads them twice
-    for block in stage.blocks.values():
-        block.forward = torch.compile(block.forward, fullgraph=layout.cp == 1)
+    for block in all_blocks(stage).values():
+        whole = block.attn if hasattr(block, "moe") else block
+        whole.forward = torch.compile(whole.forward, fullgraph=layout.cp == 1)
+        if hasattr(block, "moe"):
+            block.moe.experts.compute = partial(compiled_experts, torch.compile(block.moe.experts.compute, fullgraph=True))
+
+
+def compiled_experts(compiled, x: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+    """Experts.compute, compiled once for all numbers of rows of x (N*k, D).
+
+    Not where that is impossible: for the compiler, the grouped matmul is bf16 only (so the experts of an fp32 run, and thus of
+    a CPU without bf16, stay as they are), its substitute waits for the device, and 0 and 1 rows would be constants.
+    """
+    from models.moe import kernel_fits, swiglu_experts
+
+    if x.dtype != torch.bfloat16 or len(x) < 2 or not kernel_fits(x, w1):
+        return swiglu_experts(x, counts, w1, w2, w3)
+    torch._dynamo.mark_dynamic(x, 0)
+    return compiled(x, counts, w1, w2, w3)
 
 
 # ---------------------------------------------------------------- FSDP2, HSDP, DDP: one wrapper for all
@@ -888,7 +939,7 @@ def shard(stage, layout: Layout) -> None:
     if cfg.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     reshard = reshards(layout)
-    blocks = list(stage.blocks.values())
+    blocks = list(all_blocks(stage).values())
     for block in blocks:
         if hasattr(block, "moe"):  # before the block: each parameter belongs to the innermost fully_shard around it
             experts = expert_mesh(layout)
@@ -1021,16 +1072,23 @@ def pipeline_stages(model, layout: Layout) -> list[nn.Module]:
         if layout.pp > 1:
             stage = copy.deepcopy(model)
             keep = set(split[i])
-            if model.config.tie_embeddings and i == len(split) - 1:
-                keep.add("tok_embeddings")  # the head's weight: a copy, kept equal by sum_tied_gradients
-            for name in ("tok_embeddings", "norm", "head"):
-                if name not in keep:
+            if i == len(split) - 1:
+                keep.add("mtp")
+                if embeds_at_both_ends(model.config):
+                    keep.add("tok_embeddings")  # a copy, kept equal by sum_tied_gradients
+            for name in ("tok_embeddings", "norm", "head", "mtp"):
+                if name not in keep and hasattr(stage, name):
                     setattr(stage, name, None)
             for name in [n for n in stage.blocks if f"blocks.{n}" not in keep]:
                 del stage.blocks[name]
         stage.index, stage.n_stages = i, len(split)
         stages.append(stage)
     return stages
+
+
+def embeds_at_both_ends(config) -> bool:
+    """Whether the last stage of a pipeline needs the embedding, too: as a tied head, or for multi-token prediction."""
+    return config.tie_embeddings or getattr(config, "mtp_depth", 0) > 0
 
 
 def tied_copy(stage):
@@ -1040,8 +1098,8 @@ def tied_copy(stage):
 
 
 def sum_tied_gradients(stages, layout: Layout) -> None:
-    """Under pp the embedding's weight and its copy in the head each got a part of the gradient: give both the sum."""
-    first = next((s.tok_embeddings.weight for s in stages if s.index == 0 and s.n_stages > 1 and s.config.tie_embeddings), None)
+    """Under pp the embedding's weight and its copy in the last stage each got a part of the gradient: give both the sum."""
+    first = next((s.tok_embeddings.weight for s in stages if s.index == 0), None)
     last = next((w for s in stages if (w := tied_copy(s)) is not None), None)
     mine = [local_tensor(w.grad) for w in (first, last) if w is not None]
     if len(mine) == 2:  # a V schedule: both ends are on this rank
@@ -1132,6 +1190,11 @@ def inputs(batch, a: int | None, layout: Layout) -> dict[str, Tensor]:
     """Arguments of the model for accumulation step a (None: all steps at once): this cp rank's part of each sequence."""
     pick = (lambda x: x.flatten(0, 1)) if a is None else (lambda x: x[a])
     out = {"tokens": pick(batch.tokens), "labels": pick(batch.labels), "positions": pick(batch.positions)}  # (B, T)
+    if layout.mtp:  # what lies to the right of a token may be on another cp rank
+        from models.deepseek import shift_targets
+
+        doc_ids = None if batch.doc_ids is None else pick(batch.doc_ids)
+        out["next_tokens"], out["next_labels"] = shift_targets(out["tokens"], out["labels"], doc_ids)
     if layout.cp > 1:
         index = sequence_index(out["tokens"].shape[1], layout.cp, layout.coordinate("cp")).to(out["tokens"].device)
         out = {k: v.index_select(1, index) for k, v in out.items()}  # (B, T/cp)
@@ -1166,7 +1229,7 @@ def forward_backward(stages, batch, layout: Layout) -> Tensor:
             total = torch.stack(losses).sum().detach()
         else:
             schedule.step(*args, return_outputs=False, **kwargs)
-        if stages[0].config.tie_embeddings:
+        if embeds_at_both_ends(stages[0].config):
             sum_tied_gradients(stages, layout)
     else:
         model = stages[0]

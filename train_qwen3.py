@@ -53,9 +53,11 @@ class Config(ParallelConfig, CheckpointConfig, DataConfig, MetricsConfig):
     flavor: Literal[tuple(FLAVORS)] = "debug"  # model size: see FLAVORS in models/qwen3.py
     # qwen3: how to keep the experts equally busy
     moe_balance: Literal["bias", "aux", "none"] = "bias"  # adjust selection biases, add a balancing loss, or neither
-    moe_bias_rate: float = 1e-3  # --moe_balance bias: how far a bias moves per step
-    moe_aux_coef: float = 1e-3  # --moe_balance aux: weight of the balancing loss
+    # 1e-2 for both: runs of thousands of steps do with 1e-3, but within hundreds it balances nothing (benchmarks/RESULTS.md)
+    moe_bias_rate: float = 1e-2  # --moe_balance bias: how far a bias moves per step
+    moe_aux_coef: float = 1e-2  # --moe_balance aux: weight of the balancing loss
     moe_force_balance: bool = False  # round-robin instead of the router: for benchmarks, the model learns little
+    moe_load_per_layer: bool = False  # metrics.jsonl also gets moe_load: for every layer, each expert's share of the load
     model_args: str = ""  # fields of the flavor to change for an ablation: "n_layers=4,dim=512"
     out: str = "runs/qwen3"  # folder for everything that the run writes; the same folder again continues the run
     steps: int = 160  # optimizer steps
@@ -227,7 +229,9 @@ def main(cfg: Config):
         for optimizer in optimizers:
             optimizer.zero_grad()
         # qwen3: the biases move after the weights, by the load of the whole global batch
-        balance = balance_experts(stages, layout, cfg.moe_balance, cfg.moe_bias_rate) if model_config.n_experts else {}
+        balance = {}
+        if model_config.n_experts:
+            balance = balance_experts(stages, layout, cfg.moe_balance, cfg.moe_bias_rate, cfg.moe_load_per_layer)
         state = {"step": step, "samples": state["samples"] + batch.samples, "tokens": state["tokens"] + tokens_per_step}
         metrics.end_step(tokens_per_step)
 

@@ -68,3 +68,59 @@ def linear_cross_entropy(h: Tensor, weight: Tensor, labels: Tensor, denom=None, 
     """
     total = LinearCrossEntropy.apply(h.reshape(-1, h.shape[-1]), weight, labels.reshape(-1), all_reduce, vocab_start)
     return total if denom is None else total / denom
+
+
+def log_normalizer(logits: Tensor, all_reduce=alone) -> Tensor:
+    """log sum exp over the vocabulary, (n,) from fp32 logits (n, V/tp). One formula for the generator and the trainer: two that
+    round differently would look like a difference between their policies."""
+    top = all_reduce(logits.amax(-1), "max")
+    return top + all_reduce((logits - top[:, None]).exp().sum(-1), "sum").log()
+
+
+class TokenLogprobs(torch.autograd.Function):
+    """As LinearCrossEntropy, for losses that weigh every token in their own way: the weights are known only after the forward,
+    so the backward computes each chunk's logits again."""
+
+    @staticmethod
+    def chunks(h, weight, labels, temperature, vocab_start):
+        """Yields (rows, fp32 logits (n, V/tp) at the temperature, the label's index (n, 1), whether it is on this rank (n))."""
+        V = weight.shape[0]
+        size = max(256, CHUNK_ELEMENTS // V)
+        for begin in range(0, h.shape[0], size):
+            rows = slice(begin, begin + size)
+            local = labels[rows] - vocab_start
+            mine = (local >= 0) & (local < V)
+            yield rows, F.linear(h[rows], weight).float().div_(temperature), torch.where(mine, local, 0)[:, None], mine
+
+    @staticmethod
+    def forward(ctx, h, weight, labels, temperature, all_reduce, vocab_start):
+        logprobs, entropy, lse = (h.new_empty(h.shape[0], dtype=torch.float32) for _ in range(3))
+        for rows, logits, index, mine in TokenLogprobs.chunks(h, weight, labels, temperature, vocab_start):
+            lse[rows] = log_normalizer(logits, all_reduce)
+            target = all_reduce(torch.where(mine, logits.gather(1, index)[:, 0], 0.0), "sum")
+            logprobs[rows] = target - lse[rows]
+            p = (logits - lse[rows, None]).exp()
+            entropy[rows] = lse[rows] - all_reduce(logits.mul_(p).sum(1), "sum")
+        ctx.save_for_backward(h, weight, labels, lse)
+        ctx.options = temperature, vocab_start
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        h, weight, labels, lse = ctx.saved_tensors
+        dh, dw = torch.empty_like(h), torch.zeros_like(weight, dtype=torch.float32)
+        for rows, logits, index, mine in TokenLogprobs.chunks(h, weight, labels, *ctx.options):
+            # d logprob / d logit = (one_hot(label) - softmax) / temperature
+            dlogits = logits.sub_(lse[rows, None]).exp_().neg_().scatter_add_(1, index, mine.float()[:, None])
+            dlogits = dlogits.mul_(grad[rows, None] / ctx.options[0]).to(h.dtype)
+            torch.mm(dlogits, weight, out=dh[rows])
+            dw += dlogits.T @ h[rows]
+        return dh, dw.to(weight.dtype), None, None, None, None
+
+
+def token_logprobs(h: Tensor, weight: Tensor, labels: Tensor, temperature=1.0, all_reduce=alone, vocab_start=0):
+    """(log-probability of each label, entropy of its distribution; the latter without gradient), both fp32 and shaped like
+    labels (...); h (..., D), weight (V, D), every label a token. Vocab parallelism as in linear_cross_entropy."""
+    flat = TokenLogprobs.apply(h.reshape(-1, h.shape[-1]), weight, labels.reshape(-1), temperature, all_reduce, vocab_start)
+    return tuple(x.reshape(labels.shape).clone() for x in flat)  # no views: FSDP's hooks need tensors of their own

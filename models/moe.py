@@ -12,15 +12,18 @@ from torch import Tensor, nn
 grouped_mm = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
 
-def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """x (N, in) sorted by expert, weight (E, out, in), counts (E,): rows of x per expert, maybe none. Returns (N, out).
-
-    The kernel wants rows that are multiples of 16 bytes, and has no fp32 on GPUs; otherwise one matmul per expert.
-    """
+def kernel_fits(x: Tensor, weight: Tensor) -> bool:
+    """Whether grouped_mm can multiply x (N, in) with weight (E, out, in): it wants rows of multiples of 16 bytes, no fp32 on
+    GPUs, and at least one row (its backward fails on none, which a rank may get of all experts)."""
     aligned = all(n * x.element_size() % 16 == 0 for n in weight.shape[1:])
-    if grouped_mm is not None and aligned and (x.dtype == torch.bfloat16 or not x.is_cuda):
+    return grouped_mm is not None and len(x) > 0 and aligned and (x.dtype == torch.bfloat16 or not x.is_cuda)
+
+
+def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """x (N, in) sorted by expert, weight (E, out, in), counts (E,): rows of x per expert, maybe none. Returns (N, out)."""
+    if kernel_fits(x, weight):
         return grouped_mm(x, weight.transpose(1, 2), offs=counts.cumsum(0).to(torch.int32))
-    parts = x.split(counts.tolist())
+    parts = x.split(counts.tolist())  # one matmul per expert, whose sizes the host must know: a sync
     return torch.cat([F.linear(part, w) for part, w in zip(parts, weight, strict=True)])
 
 
@@ -32,10 +35,11 @@ class Experts(nn.Module):
         self.w1 = nn.Parameter(torch.empty(n_experts, ffn_dim, dim))
         self.w2 = nn.Parameter(torch.empty(n_experts, dim, ffn_dim))
         self.w3 = nn.Parameter(torch.empty(n_experts, ffn_dim, dim))
+        self.compute = swiglu_experts  # the seam where parallel.compile_blocks puts a compiled one
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """x (N*k, D) sorted by expert, counts (E,) -> (N*k, D) in the same order."""
-        return swiglu_experts(x, counts, self.w1, self.w2, self.w3)
+        return self.compute(x, counts, self.w1, self.w2, self.w3)
 
 
 def swiglu_experts(x: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
@@ -90,16 +94,18 @@ class Balance(nn.Module):
         # parallel.py, where cp and tp ranks share a sequence: into how many parts it is cut, and the sum over them
         self.parts, self.sum_over_parts = 1, lambda x: x
 
-    def choose(self, scores: Tensor, k: int) -> Tensor:
-        """Indices (N, k) of the chosen experts from the router's scores (N, E)."""
+    def choose(self, scores: Tensor, k: int, limit=lambda scores: scores) -> Tensor:
+        """Indices (N, k) of the chosen experts from the router's scores (N, E); limit: puts -inf where none may be chosen."""
         if self.force:
             n = torch.arange(scores.shape[0] * k, device=scores.device)
             return (n % self.n_experts).view(-1, k)
-        return (scores + self.bias).topk(k, dim=-1).indices
+        return limit(scores + self.bias).topk(k, dim=-1).indices
 
     def count(self, index: Tensor) -> Tensor:
         """Rows per expert (E,) of this call; adds them to the load."""
-        counts = torch.bincount(index.flatten(), minlength=self.n_experts)
+        chosen = index.flatten()
+        counts = torch.zeros(self.n_experts, dtype=torch.int64, device=index.device)
+        counts.scatter_add_(0, chosen, torch.ones_like(chosen))  # bincount would have to wait for the device
         if torch.is_grad_enabled() and in_forward():
             self.load = counts.float() + (0 if self.load is None else self.load)
         return counts
@@ -117,5 +123,9 @@ class Balance(nn.Module):
 
 
 def load_statistics(loads: Tensor) -> tuple[Tensor, Tensor]:
-    """(largest load over mean load in the worst layer, experts without any token in all layers) of loads (layers, E)."""
-    return (loads.amax(1) / loads.mean(1).clamp(min=1e-9)).max(), (loads == 0).sum()
+    """(largest load over mean load in the worst layer, experts without any token in all layers) of loads (layers, E).
+
+    A row of zeros is a layer without experts: it counts as neither.
+    """
+    total = loads.sum(1, keepdim=True)  # (layers, 1)
+    return (loads.amax(1) / loads.mean(1).clamp(min=1e-9)).max(), ((loads == 0) & (total > 0)).sum()

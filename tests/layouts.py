@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import parallel
+from models.deepseek import DeepSeek, DeepSeekConfig
 from models.llama3 import Llama3, Llama3Config
 from models.loss import IGNORE
 from models.qwen3 import Qwen3, Qwen3Config
@@ -28,17 +29,22 @@ class Batch:  # the part of data.Batch that parallel.py reads
 MOE = dict(n_experts=8, top_k=2, moe_ffn_dim=32)
 AUX_COEF, BIAS_RATE = 0.02, 1e-3
 # routers that are sure of what they choose: with the usual 0.02 hundreds of choices would hang on the fourth digit
-Qwen3.init_std = lambda self, fqn, usual=Qwen3.init_std: 0.5 if "router" in fqn else usual(self, fqn)
-MODELS = {Llama3Config: Llama3, Qwen3Config: Qwen3}
+for Model in (Qwen3, DeepSeek):
+    Model.init_std = lambda self, fqn, usual=Model.init_std: 0.5 if "router" in fqn else usual(self, fqn)
+MODELS = {Llama3Config: Llama3, Qwen3Config: Qwen3, DeepSeekConfig: DeepSeek}
+MLA = dict(q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, moe_ffn_dim=32)
 
 
 def config(model="llama3", **changes):
+    if model == "deepseek":
+        small = {k: v for k, v in SMALL.items() if k not in ("n_kv_heads", "head_dim")}
+        return DeepSeekConfig(**{**small, **MLA, **changes})
     return {"llama3": Llama3Config, "qwen3": Qwen3Config}[model](**{**SMALL, **changes})
 
 
 def balances(stages) -> dict:
-    """fqn of a MoE layer -> its Balance."""
-    return {f"blocks.{i}": block.moe.balance for s in stages for i, block in s.blocks.items() if hasattr(block, "moe")}
+    """Layer number -> the Balance of its experts."""
+    return {i: block.moe.balance for s in stages for i, block in parallel.all_blocks(s).items() if hasattr(block, "moe")}
 
 
 def global_batch(step: int, n: int, doc_mask: bool) -> Batch:
@@ -71,7 +77,12 @@ def reference(model_config, n: int, doc_mask=False) -> list[dict]:
         b = global_batch(step, n, doc_mask)
         logits = model(b.tokens, positions=b.positions, doc_ids=b.doc_ids).float()
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), b.labels.flatten(), ignore_index=IGNORE)
-        loss.backward()
+        if getattr(model, "mtp", None) is not None:  # a term of the gradient only; tests/test_deepseek.py checks it by itself
+            for balance in balances([model]).values():
+                balance.load = None
+            model(b.tokens, b.labels, b.positions, b.doc_ids, (b.labels != IGNORE).sum()).backward()
+        else:
+            loss.backward()
         grads = {n: p.grad.clone() for n, p in model.named_parameters()}
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
@@ -99,8 +110,7 @@ def clear_seed_of(fields: tuple, kind, n: int, doc_mask: bool) -> int:
         model = MODELS[kind](kind(**dict(fields)))
         parallel.init_weights(model, layout, seed)
         margins = watch_margins(model)
-        with torch.no_grad():
-            model(b.tokens, positions=b.positions, doc_ids=b.doc_ids)
+        model(b.tokens, b.labels, b.positions, b.doc_ids)  # with gradients: MTP is for training only
         if min(margins, default=1) > 1.2e-4:
             return seed
 
@@ -112,15 +122,24 @@ def clear_seed(model_config, n: int, doc_mask: bool) -> int:
 
 def watch_margins(model) -> list[float]:
     """Fills up with the distance between the last chosen and the first not chosen expert's score, of each call."""
-    margins = []
-    for block in model.blocks.values():
-        if hasattr(block, "moe"):
+    margins, c = [], model.config
+    for balance in balances([model]).values():
 
-            def hook(router, args, scores, k=block.moe.top_k, balance=block.moe.balance):
-                top = (scores.softmax(-1) + balance.bias).topk(k + 1, dim=-1).values
-                margins.append((top[..., k - 1] - top[..., k]).min().item())
+        def choose(scores, k, limit=lambda scores: scores, usual=balance.choose, bias=balance.bias):
+            scores = scores.detach() + bias
+            top = limit(scores).topk(k + 1, dim=-1).values
+            margins.append((top[:, k - 1] - top[:, k]).min().item())  # infinite where a token's groups hold no more than k
+            if c.__class__ is DeepSeekConfig and c.score_func == "sigmoid":  # the auxiliary loss counts the best scores as well
+                top = (scores - bias).topk(k + 1, dim=-1).values
+                margins.append((top[:, k - 1] - top[:, k]).min().item())
+            if c.__class__ is DeepSeekConfig and c.top_k_groups < c.n_groups:
+                grouped = scores.unflatten(-1, (c.n_groups, -1))
+                best = grouped.topk(2).values.sum(-1) if c.score_func == "sigmoid" else grouped.amax(-1)
+                best = best.topk(c.top_k_groups + 1).values
+                margins.append((best[:, -2] - best[:, -1]).min().item())
+            return usual(scores - bias, k, limit)
 
-            block.moe.router.register_forward_hook(hook)
+        balance.choose = choose
     return margins
 
 
@@ -177,7 +196,8 @@ def run_steps(model_config, flags, n, local_batch_size, doc_mask) -> list[dict]:
         norm = parallel.clip_grad_norm(stages, 0.5, layout)
         optimizer.step()
         optimizer.zero_grad()
-        parallel.balance_experts(stages, layout, "bias", BIAS_RATE)
+        if getattr(model_config, "n_experts", 0):
+            parallel.balance_experts(stages, layout, "bias", BIAS_RATE)
         biases = {fqn: balance.bias.clone() for fqn, balance in balances(stages).items()}
         out.append({"loss": loss.item(), "norm": norm.item(), "grads": grads, "biases": biases})
     val, _ = parallel.evaluate(stages, [local_batch(global_batch(99, n, doc_mask), layout)], layout)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from layouts import SMALL, build, config, full, global_batch, local_batch
+from layouts import MOE, SMALL, build, config, full, global_batch, local_batch
 from pool import pool
 from torch import nn
 
@@ -574,7 +574,8 @@ TWO = {"dp2 of 2": {}, "pp2 of 2": dict(pp=2)}
 def run_layout(flags, source, target, options):
     """Loads `source` into this layout, trains, saves to `target`; returns {key: hash} of the tensors that this rank has."""
     steps, mode = options.get("steps", 0), options.get("mode", "off")
-    stages, layout = build(config(tie_embeddings=options.get("tie", False)), flags, n=8, local_batch_size=2)
+    model_config = config("qwen3", **MOE) if options.get("moe") else config(tie_embeddings=options.get("tie", False))
+    stages, layout = build(model_config, flags, n=8, local_batch_size=2)
     optimizer = torch.optim.AdamW([p for s in stages for p in s.parameters()], lr=1e-3, foreach=True)
     rest = dict(modules=stages, optimizer=optimizer, identity=IDENTITY, config=flags, source="")
     if mode == "process":
@@ -587,6 +588,8 @@ def run_layout(flags, source, target, options):
         parallel.forward_backward(stages, local_batch(global_batch(step, 8, False), layout), layout)
         optimizer.step()
         optimizer.zero_grad()
+        if options.get("moe"):
+            parallel.balance_experts(stages, layout, "bias", 1e-3)
         step += 1
         if mode != "off":
             assert c.save(step, {"step": step})
@@ -622,6 +625,22 @@ def test_any_layout_continues_any_layout(tmp_path):
     assert Checkpoints(CheckpointConfig(load_only=True), before, **rest).load() == {"step": 2}
     assert Checkpoints(CheckpointConfig(), str(tmp_path / "one"), **rest).save(2, {"step": 2})
     assert diff(path(first, 2), path(tmp_path / "one", 2)) == 0
+
+
+def test_any_expert_layout_continues_any(tmp_path):
+    """Experts, their moments and the biases that balance them, over every kind of split: back at the first, to the bit."""
+    first = before = str(tmp_path / "0")
+    hashes = merged(pool(4).run(run_layout, dict(ep=2), None, first, {"steps": 2, "moe": True}))
+    biases = [value for key, value in hashes.items() if key.endswith("balance.bias")]
+    assert len(biases) == 4 and all(biases)
+    assert sum(".moe.experts.w" in key for key in hashes) == 4 * 3 * 4  # 4 layers, 3 matrices; weight, two moments, step
+    for i, (n, flags) in enumerate([
+        (2, {}), (4, dict(ep=4)), (4, dict(tp=2, ep=2, etp=2)), (4, dict(tp=2, ep=4)), (4, dict(pp=2, ep=2)), (4, dict(ep=2)),
+    ]):
+        after = str(tmp_path / str(i + 1))
+        got = merged(pool(n).run(run_layout, flags, before, after, {"moe": True}))
+        assert got == hashes and diff(path(first, 2), path(after, 2)) == 0, flags
+        before = after
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])

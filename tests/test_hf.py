@@ -49,12 +49,26 @@ VARIANTS = {
 }
 
 
+def write_indexed(folder, tensors: dict):
+    """Each tensor in a file of its own, with an index."""
+    Path(folder).mkdir(exist_ok=True)
+    for i, (name, t) in enumerate(tensors.items()):
+        save_file({name: t}, Path(folder, f"{i}.safetensors"))
+    index = {"weight_map": {name: f"{i}.safetensors" for i, name in enumerate(tensors)}}
+    Path(folder, "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory):
     """variant -> (transformers' model in fp32, the folder that it wrote)."""
     made = {}
 
     def make(variant):
+        if variant == "stacked" and variant not in made:
+            model, folder = make("moe")
+            made[variant] = model, str(tmp_path_factory.mktemp(variant))
+            shutil.copy(Path(folder, "config.json"), made[variant][1])
+            write_indexed(made[variant][1], model.state_dict())  # transformers 5 has experts stacked in memory
         if variant not in made:
             torch.manual_seed(1)
             kind = "Qwen3Moe" if variant == "moe" else "Llama"
@@ -178,6 +192,8 @@ LAYOUTS = [
     (4, dict(tp=2), "plain"),
     (4, dict(dp_replicate=2, pp=2), "tied"),
     (4, dict(ep=2, tp=2), "moe"),
+    (2, dict(ep=2), "stacked"),
+    (4, dict(ep=2, cp=2), "stacked"),
 ]
 
 
@@ -219,11 +235,35 @@ def test_every_layout_reads_and_writes_what_one_process_does(theirs, tmp_path, n
     if flags.get("ep"):  # a rank opens its experts only
         groups = [{name for name, _ in read if ".experts." in name} for _, read, *_ in results]
         assert len(set.union(*groups)) == n * len(groups[0])
-    assert_equal_files(folder, tmp_path / "out")
+    assert_equal_files(theirs("moe")[1] if variant == "stacked" else folder, tmp_path / "out")
     hf.save_hf(plain, str(tmp_path / "plain"), torch.float32, max_shard_gb=6e-5)
     for name in os.listdir(tmp_path / "plain"):
         if name.endswith("config.json"):
             assert (tmp_path / "plain" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
+
+
+def test_stacked_experts_are_the_same_experts(theirs, tmp_path):
+    """As transformers 5 has them in memory, where the names of published files hold one expert's matrix each."""
+    model, folder = theirs("stacked")
+    stacks = {name: t for name, t in tensors_of(folder).items() if name.endswith((".gate_up_proj", ".down_proj"))}
+    assert len(stacks) == 2 * 4 and not any(".experts.0." in name for name in tensors_of(folder))
+    ours, _ = hf.load_hf_model(folder)
+    torch.testing.assert_close(ours(tokens()), model(tokens()).logits, atol=5e-5, rtol=0)
+    single = {"model.layers.1.mlp.experts.3.up_proj.weight": torch.zeros(32, 32)}
+    gate_up, bf16 = "model.layers.2.mlp.experts.gate_up_proj", {name: t.bfloat16() for name, t in tensors_of(folder).items()}
+    for changes, message in [
+        ({gate_up: torch.zeros(8, 32, 64)}, f"{gate_up} is .8, 32, 64. there, .8, 64, 32. here$"),
+        ({gate_up: torch.zeros(4, 64, 32)}, f"{gate_up} is .4, 64, 32. there, .8, 64, 32. here$"),
+        ({gate_up: torch.zeros(8, 64, 32, dtype=torch.float8_e4m3fn), f"{gate_up}_scale_inv": torch.ones(8, 1, 1)},
+         f"{gate_up} is quantised; fp8 experts are read from"),
+        (single, "missing: model.layers.1.mlp.experts.0.up_proj.weight, "),  # half of one layout, half of the other
+    ]:
+        write_indexed(tmp_path, bf16 | changes)
+        shutil.copy(Path(folder, "config.json"), tmp_path)
+        with pytest.raises(ValueError, match=message):
+            hf.load_hf_model(str(tmp_path))
+    write_indexed(tmp_path, bf16)
+    assert {p.dtype for p in hf.load_hf_model(str(tmp_path))[0].parameters()} == {torch.bfloat16}
 
 
 def anonymous_bytes() -> int:
@@ -329,11 +369,7 @@ def toy_files(folder, **changes):
              "model.layers.61.weight": torch.ones(3)}
     found |= {f"model.experts.{e}.weight": torch.randn(6, 4, generator=g) for e in range(8)}
     found = {name: t for name, t in {**found, **changes}.items() if t is not None}
-    Path(folder).mkdir(exist_ok=True)
-    for i, (name, t) in enumerate(found.items()):
-        save_file({name: t}, Path(folder, f"{i}.safetensors"))
-    index = {"weight_map": {name: f"{i}.safetensors" for i, name in enumerate(found)}}
-    Path(folder, "model.safetensors.index.json").write_text(json.dumps(index))
+    write_indexed(folder, found)
     return found
 
 

@@ -1,5 +1,7 @@
 """metrics.py: the file, the printed line, the peaks, the garbage collector, the curve."""
 import gc
+import gzip
+import importlib.util
 import json
 import math
 import sys
@@ -201,3 +203,52 @@ def test_loss_curve():
     assert picture[-1].split() == ["step", "1", "100"]
     assert "fewer than two" in loss_curve(lines[:1])
     assert loss_curve([{"step": 1, "loss": 2.0}, {"step": 2, "loss": 2.0}])  # a flat line has no height to divide by
+
+
+def test_tensorboard_has_the_numbers_of_the_file(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    m = Metrics(str(tmp_path), MetricsConfig(tensorboard=True, gc_every=0), rank0=True, world_size=1, device="cpu",
+                flops_per_token=10, first_step=1, steps=3, log_every=1)
+    train(m, [1, 2, 3])
+    m.log_val(3, 1.25, None)
+    m.close()
+    events = EventAccumulator(str(tmp_path / "tb")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 8.0), (2, 4.0), (3, pytest.approx(8 / 3))]
+    assert [(e.step, e.value) for e in events.Scalars("val_loss")] == [(3, 1.25)]
+
+
+def test_profile_traces_the_steps_it_names(tmp_path):
+    m = Metrics(str(tmp_path), MetricsConfig(profile="2-3", gc_every=0), rank0=True, world_size=1, device="cpu",
+                flops_per_token=10, first_step=1, steps=9, log_every=1)
+    for step in range(1, 6):
+        m.start_step()
+        torch.zeros(8).view(2, 4).logsumexp(dim=0) if step in (2, 3) else torch.zeros(3).cosh()
+        m.end_step(1)
+    m.close()
+    (trace,) = (tmp_path / "trace").iterdir()
+    names = [event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]]
+    assert "aten::logsumexp" in names and "aten::cosh" not in names
+
+
+def test_plot_is_a_picture_of_the_losses(tmp_path, capsys):
+    m = Metrics(str(tmp_path), MetricsConfig(plot=True, gc_every=0), rank0=True, world_size=1, device="cpu",
+                flops_per_token=10, first_step=1, steps=3, log_every=1)
+    train(m, [1, 2, 3])
+    m.close()
+    assert (tmp_path / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert "picture: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flags, message", [
+    (dict(profile="3-2"), "--profile '3-2' must be"),
+    (dict(profile="0"), "--profile '0' must be"),
+    (dict(profile="ten"), "--profile 'ten' must be"),
+    (dict(wandb="x"), "pip install wandb"),
+    (dict(memory_snapshot=True), "--memory_snapshot records CUDA's allocator"),
+])
+def test_instruments_that_are_not_there(flags, message, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=message):
+        MetricsConfig(**flags)

@@ -1,13 +1,22 @@
 """Experts: the grouped arithmetic against a loop, routing and parameters against transformers and the published counts."""
+from functools import partial
+
+import layouts
 import pytest
 import torch
 import torch.nn.functional as F
+from layouts import build, clear_seed, global_batch, local_batch
+from pool import pool
+from test_parallel import compare, without_inductor
+from test_parallel import name as row_name
+from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3Config as HFConfig
 from transformers import Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import models.moe
-from models.moe import Balance, Experts, apply_experts, load_statistics
+import parallel
+from models.moe import Balance, Experts, apply_experts, load_statistics, swiglu_experts
 from models.qwen3 import FLAVORS, MoE, Qwen3, Qwen3Config
 
 TINY = dict(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=64, vocab_size=97, max_seq_len=64)
@@ -67,6 +76,19 @@ def test_grouped_equals_loop(use_kernel, used, monkeypatch):
         results.append([out, *torch.autograd.grad(out.sin().sum(), leaves)])
     for ours, want in zip(*results, strict=True):
         torch.testing.assert_close(ours, want, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("use_kernel", [True, False])
+def test_a_rank_without_tokens(use_kernel, monkeypatch):
+    """Nothing in, nothing out, and gradients of zeros: FSDP waits for a gradient of every rank."""
+    if not use_kernel:
+        monkeypatch.setattr(models.moe, "grouped_mm", None)
+    torch.manual_seed(0)
+    x, w1, w2, w3 = (torch.randn(shape, requires_grad=True) for shape in [(0, 16), (4, 24, 16), (4, 16, 24), (4, 24, 16)])
+    out = swiglu_experts(x, torch.zeros(4, dtype=torch.int64), w1, w2, w3)
+    assert out.shape == (0, 16)
+    for grad, leaf in zip(torch.autograd.grad(out.sum(), (x, w1, w2, w3)), (x, w1, w2, w3), strict=True):
+        assert torch.equal(grad, torch.zeros_like(leaf))
 
 
 def transformers_model(moe: bool, tied: bool, norm_topk_prob: bool):
@@ -183,6 +205,108 @@ def test_forced_balance_and_statistics():
     layer.balance.force = True
     layer(x)
     assert layer.balance.load.tolist() == [10, 10, 10, 10]
-    worst, dead = load_statistics(torch.tensor([[10.0, 10, 10, 10], [40, 0, 0, 0]]))
+    # the last row is a layer without experts
+    worst, dead = load_statistics(torch.tensor([[10.0, 10, 10, 10], [40, 0, 0, 0], [0, 0, 0, 0]]))
     assert (worst.item(), dead.item()) == (4.0, 3)
     assert Balance(4).bias.dtype == torch.float32
+
+
+def loads_of_a_step(flags, seed) -> dict:
+    """What balance_experts reports on this rank after one step."""
+    stages, layout = build(PROBLEM, flags, 8, 2, seed)
+    parallel.forward_backward(stages, local_batch(global_batch(0, 8, False), layout), layout)
+    return parallel.balance_experts(stages, layout, "none", 0.0, per_layer=True)
+
+
+PROBLEM = layouts.config("qwen3", **layouts.MOE)
+
+
+@pytest.mark.parametrize("flags", [dict(ep=2), dict(pp=2), dict(tp=2, ep=2), dict(tp=2, etp=2), dict(cp=2)], ids=str)
+def test_loads_per_layer_are_those_of_one_process(flags):
+    seed = clear_seed(PROBLEM, 8, False)
+    model = Qwen3(PROBLEM)
+    parallel.init_weights(model, parallel.Layout(parallel.ParallelConfig(), {a: 1 for a in parallel.AXES}, 1, 8, 8), seed)
+    b = global_batch(0, 8, False)
+    model(b.tokens, positions=b.positions)
+    loads = torch.stack([block.moe.balance.load for block in model.blocks.values()])  # (layers, E)
+    assert loads.sum(1).tolist() == [8 * layouts.T * PROBLEM.top_k] * PROBLEM.n_layers
+    worst, dead = load_statistics(loads)
+    for got in pool(2).run(loads_of_a_step, flags, seed):
+        torch.testing.assert_close(got["moe_load"], loads / loads.sum(1, keepdim=True), rtol=1e-6, atol=0)
+        assert (got["moe_load_max_over_mean"], got["moe_dead_experts"]) == (worst, dead)
+
+
+def test_loads_per_layer_go_into_metrics_jsonl_on_request(tmp_path):
+    from test_recipes import TINY, launch, metrics, run
+
+    sizes = TINY[1] + ",n_experts=8,top_k=2,moe_ffn_dim=32"
+    flags = ["train_qwen3.py", *TINY, "--model_args", sizes, "--steps", 2, "--val_every", 0, "--checkpoint_every", 0]
+    run(launch(1, *flags, "--moe_load_per_layer", "--out", tmp_path))
+    for line in metrics(tmp_path):
+        assert [len(layer) for layer in line["moe_load"]] == [8, 8]
+        assert all(abs(sum(layer) - 1) < 1e-5 for layer in line["moe_load"])
+        assert abs(8 * max(map(max, line["moe_load"])) - line["moe_load_max_over_mean"]) < 1e-4
+
+
+def test_compiled_experts_are_the_experts_with_one_graph_for_all_numbers_of_tokens():
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    counters.clear()
+    shapes = [(4, 24, 16), (4, 16, 24), (4, 24, 16)]
+    weights = [torch.randn(shape, dtype=torch.bfloat16).mul(0.3).requires_grad_() for shape in shapes]
+    compiled = partial(parallel.compiled_experts, torch.compile(swiglu_experts, backend="aot_eager", fullgraph=True))
+    for n in (40, 7, 0, 33, 1, 2, 64):
+        x = torch.randn(n, 16, dtype=torch.bfloat16)
+        counts = torch.bincount(torch.randint(0, 4, (n,)), minlength=4)
+        results = []
+        for function in (swiglu_experts, compiled):
+            leaves = [x.clone().requires_grad_(), *weights]
+            out = function(leaves[0].clone(), counts, *weights)
+            results.append([out, *torch.autograd.grad(out.float().square().sum(), leaves)])
+        for ours, want in zip(*results, strict=True):
+            torch.testing.assert_close(ours, want)
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+
+
+COMPILED = [  # fp32, where the experts stay as they are
+    (2, dict(compile=True, ep=2, tp=2), dict(n=4, b=2, **layouts.MOE)),
+    (2, dict(compile=True, ep=2, ac="full"), dict(n=4, b=2, **layouts.MOE)),
+    (2, dict(compile=True, pp=2, pp_schedule="InterleavedZeroBubble"), dict(n=8, b=4, **layouts.MOE)),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", COMPILED, ids=row_name)
+def test_compiled_layout_equals_one_process(row):
+    assert compare(*row, mutate=without_inductor) == ""
+
+
+def graphs_by_step(name, problem, flags) -> list[tuple[int, int]]:
+    """(graphs compiled so far, graph breaks so far) after each of four steps, on this rank."""
+    torch._dynamo.reset()
+    counters.clear()
+    out = []
+    with without_inductor():
+        stages, layout = build(layouts.config(name, **problem), dict(compile=True) | flags, 4, 1)
+        for step in range(4):
+            parallel.forward_backward(stages, local_batch(global_batch(step, 4, False), layout), layout)
+            with torch.no_grad():
+                for p in (p for stage in stages for p in stage.parameters()):
+                    p.sub_(p.grad, alpha=0.1)  # so that routing changes
+                    p.grad = None
+            if problem:
+                parallel.balance_experts(stages, layout, "bias", 1e-2)
+            out.append((counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())))
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, problem, flags, graphs", [
+    ("llama3", {}, {}, 1),
+    ("qwen3", layouts.MOE, dict(ep=2, compute_dtype="bfloat16"), 2),  # attention, and experts for any number of tokens
+    ("qwen3", layouts.MOE, dict(ep=2, tp=2, compute_dtype="bfloat16"), 2),
+    ("qwen3", layouts.MOE, dict(ep=2), 1),  # fp32
+], ids=str)
+def test_no_graph_breaks_and_no_recompilation(name, problem, flags, graphs):
+    for steps in pool(2).run(graphs_by_step, name, problem, flags):
+        assert steps == [(graphs, 0)] * 4

@@ -95,7 +95,28 @@ LAYOUTS += [
     (4, dict(ep=2, dp_replicate=2), dict(n=4, b=1, **MOE)),
     *[(4, dict(pp=2, ep=2, pp_schedule=s), dict(n=16, b=4, **MOE)) for s in ("1F1B", "InterleavedZeroBubble", "DualPipeV")],
 ]
-SLOW = [  # eight processes: three and four axes at once
+DS, MTP = dict(model="deepseek"), dict(model="deepseek", mtp_depth=1)
+V2 = dict(model="deepseek", score_func="softmax", norm_topk_prob=False, route_scale=2.0, q_lora_rank=0)
+LAYOUTS += [
+    # latent attention, expert groups, shared experts; multi-token prediction needs the token to the right, and the embedding
+    # at both ends of a pipeline
+    (1, {}, dict(n=4, b=2, doc=True, **MTP)),
+    (2, {}, dict(n=4, b=1, **MTP)),
+    (2, dict(ep=2, ac="full"), dict(n=4, b=1, **MTP)),
+    (2, dict(tp=2), dict(n=4, b=2, **MTP)),
+    (2, dict(tp=2, ep=2), dict(n=4, b=2, **V2)),
+    (2, dict(tp=2, etp=2), dict(n=4, b=2, **DS)),
+    (2, dict(tp=2, loss_parallel=False), dict(n=4, b=2, **MTP)),
+    (2, dict(cp=2), dict(n=4, b=2, doc=True, **MTP)),
+    (2, dict(cp=2, cp_method="alltoall"), dict(n=4, b=2, **MTP)),
+    *[(2, dict(pp=2, pp_schedule=s), dict(n=8, b=4, **MTP)) for s in ("1F1B", "InterleavedZeroBubble", "DualPipeV")],
+    (2, dict(pp=2), dict(n=8, b=4, tie_embeddings=True, **MTP)),
+    (4, dict(ep=2, tp=2), dict(n=4, b=2, doc=True, **MTP)),
+    (4, dict(cp=2, tp=2, ep=4), dict(n=4, b=2, **MTP)),
+    (4, dict(dp_replicate=2, ep=2), dict(n=4, b=1, **MTP)),
+    (4, dict(pp=2, ep=2, pp_schedule="DualPipeV"), dict(n=16, b=4, **MTP)),
+]
+SLOW = [  # three and four axes at once, on eight processes; more of the same
     (8, dict(pp=2, tp=2, cp=2), dict(n=8, b=4, tie_embeddings=True, doc=True)),
     (8, dict(pp=2, tp=2), dict(n=8, b=2, doc=True)),
     (8, dict(pp=2, cp=2, pp_schedule="Interleaved1F1B"), dict(n=8, b=4)),
@@ -110,6 +131,16 @@ SLOW = [  # eight processes: three and four axes at once
     (8, dict(dp_replicate=2, tp=2, ep=4), dict(n=4, b=1, **MOE)),
     (8, dict(pp=2, tp=2, ep=2, etp=2, pp_schedule="Interleaved1F1B"), dict(n=8, b=4, **MOE)),
     (8, dict(pp=2, cp=2, ep=4, pp_schedule="ZBVZeroBubble"), dict(n=8, b=4, doc=True, **MOE)),
+    (8, dict(pp=2, cp=2, tp=2, ep=4), dict(n=4, b=4, **MTP)),
+    (8, dict(pp=2, tp=2, ep=4, pp_schedule="DualPipeV"), dict(n=16, b=8, **MTP)),
+    (8, dict(pp=2, cp=2, ep=4, pp_schedule="ZBVZeroBubble"), dict(n=8, b=4, doc=True, **MTP)),
+    (8, dict(dp_replicate=2, tp=2, ep=4), dict(n=4, b=1, **MTP)),
+    (4, dict(ep=4, tp=2), dict(n=4, b=1, **MTP)),
+    (4, dict(tp=2, etp=2, ep=2), dict(n=4, b=2, **V2)),
+    (4, dict(pp=2, ep=2, pp_schedule="ZBVZeroBubble"), dict(n=16, b=4, **MTP)),
+    (4, dict(pp=2, ep=2, pp_schedule="Interleaved1F1B"), dict(n=16, b=4, **V2)),
+    (4, dict(pp=2, tp=2), dict(n=4, b=2, **MTP)),
+    (4, dict(pp=2, cp=2), dict(n=4, b=2, doc=True, **MTP)),
 ]
 
 

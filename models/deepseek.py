@@ -1,0 +1,569 @@
+"""DeepSeek-V2 and V3: latent attention, many small experts beside shared ones, and multi-token prediction.
+
+B batch, T sequence (T/cp on this rank), D dim, H heads (H/tp), N qk_nope_head_dim, P qk_rope_head_dim, K = N + P,
+U v_head_dim, R kv_lora_rank, Q q_lora_rank, F ffn_dim (F/tp), V vocab (V/tp), E experts (E/ep). Under sequence parallelism the
+activations between attention and FFN, and the latents of attention, have T/cp/tp tokens.
+
+Architecture: DeepSeek-V2, arXiv:2405.04434 (attention: sec. 2.1), and V3, arXiv:2412.19437 (routing: sec. 2.1.2, multi-token
+prediction: sec. 2.2). Numbers of the flavors: the config.json of DeepSeek's and Moonshot's Hugging Face repositories. What is
+not as in models/qwen3.py says so; the rest is the same to the letter (tests/test_copies.py).
+"""
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.attention import KVCache, causal_attention
+from models.loss import IGNORE, linear_cross_entropy
+from models.moe import Balance, Experts, apply_experts
+
+LATENT_EPS = 1e-6  # of the two norms inside attention: as published, whatever norm_eps is (Moonlight's is 1e-5)
+YARN = ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "original_max_position_embeddings")
+
+
+@dataclass(kw_only=True)
+class DeepSeekConfig:
+    dim: int = 192
+    n_layers: int = 6
+    n_heads: int = 8
+    ffn_dim: int = 512  # of the dense layers
+    vocab_size: int = 4096
+    norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: dict | None = None  # yarn, with the names of Hugging Face's config.json: see YARN
+    rope_interleave: bool = True  # RoPE turns neighbours (0, 1), (2, 3) ...; False: the two halves of a head
+    tie_embeddings: bool = False
+    max_seq_len: int = 163840
+    q_lora_rank: int = 96  # queries come from a latent of this size; 0: directly from the activations
+    kv_lora_rank: int = 64  # keys and values come from a latent of this size; it is all that generation caches
+    qk_nope_head_dim: int = 32  # part of a query or key head without position
+    qk_rope_head_dim: int = 16  # part with RoPE; of the key it is one for all heads
+    v_head_dim: int = 32
+    n_dense_layers: int = 1  # the first layers have a dense FFN
+    n_experts: int = 8
+    n_shared_experts: int = 1  # experts that every token visits: one FFN of n_shared_experts * moe_ffn_dim
+    top_k: int = 2  # routed experts per token
+    moe_ffn_dim: int = 160
+    n_groups: int = 4  # experts are in groups (of a node each, when it was trained) ...
+    top_k_groups: int = 2  # ... and a token's experts come from its best groups only
+    score_func: Literal["sigmoid", "softmax"] = "sigmoid"  # V3, V2; a group scores as its best two, or its best one
+    norm_topk_prob: bool = True  # the weights of a token's experts are scaled to sum 1, before route_scale
+    route_scale: float = 1.0
+    mtp_depth: int = 0  # 1: one more layer predicts the token after the next, in training only
+
+    def __post_init__(self):
+        sizes = ("dim", "n_layers", "n_heads", "ffn_dim", "vocab_size", "max_seq_len", "kv_lora_rank", "qk_nope_head_dim",
+                 "qk_rope_head_dim", "v_head_dim", "n_experts", "moe_ffn_dim", "n_groups", "top_k_groups")
+        if wrong := [f"{name} {getattr(self, name)}" for name in sizes if getattr(self, name) < 1]:
+            raise ValueError(f"the model's {', '.join(wrong)} must be at least 1")
+        if self.qk_rope_head_dim % 2:
+            raise ValueError(f"qk_rope_head_dim {self.qk_rope_head_dim} is odd, and RoPE turns pairs")
+        if not 0 <= self.n_dense_layers < self.n_layers:
+            raise ValueError(f"n_dense_layers {self.n_dense_layers} must be between 0 and n_layers - 1 = {self.n_layers - 1}")
+        if min(self.q_lora_rank, self.n_shared_experts) < 0 or self.mtp_depth not in (0, 1):
+            raise ValueError(f"q_lora_rank {self.q_lora_rank} and n_shared_experts {self.n_shared_experts} must be 0 or more, "
+                             f"mtp_depth {self.mtp_depth} 0 or 1")
+        per_group = self.n_experts // self.n_groups
+        if self.n_experts % self.n_groups or (self.n_groups > 1 and self.score_func == "sigmoid" and per_group < 2):
+            raise ValueError(f"n_experts {self.n_experts} in n_groups {self.n_groups} makes no whole groups, of 2 or more with "
+                             "score_func sigmoid")
+        if self.top_k_groups > self.n_groups or not 1 <= self.top_k <= self.top_k_groups * per_group:
+            raise ValueError(f"top_k {self.top_k} must be between 1 and the {self.top_k_groups * per_group} experts of "
+                             f"top_k_groups {self.top_k_groups} of n_groups {self.n_groups}")
+
+    @property
+    def n_kv_heads(self) -> int:  # every head has keys and values of its own, made from the one latent
+        return self.n_heads
+
+    @property
+    def head_dim(self) -> int:  # of queries and keys
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @classmethod
+    def from_hf(cls, config_json: dict) -> "DeepSeekConfig":
+        """The config of a Hugging Face folder's config.json, in the spelling of transformers 4 or 5.
+
+        Raises ValueError naming the field that this model cannot represent.
+        """
+        hf = dict(config_json)
+        rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})  # transformers 5 / 4
+        theta = rope.pop("rope_theta", hf.get("rope_theta", 10000.0))
+        kind = rope.pop("rope_type", rope.pop("type", "default"))
+        rope.pop("type", None)
+        v3 = hf.get("model_type") == "deepseek_v3"
+        method = hf.get("topk_method") or ("noaux_tc" if v3 else "greedy")
+        grouped = method != "greedy"
+        for field, value, wanted in [
+            ("model_type", hf.get("model_type"), ("deepseek_v3", "deepseek_v2")),
+            ("hidden_act", hf.get("hidden_act", "silu"), ("silu",)),
+            ("attention_bias", hf.get("attention_bias", False), (False,)),
+            ("rope_type", kind, ("default", "yarn")),
+            ("moe_layer_freq", hf.get("moe_layer_freq", 1), (1,)),
+            ("topk_method", method, ("noaux_tc",) if v3 else ("greedy", "group_limited_greedy")),
+            ("scoring_func", hf.get("scoring_func", "sigmoid" if v3 else "softmax"), ("sigmoid" if v3 else "softmax",)),
+            # V2's own code then leaves out the scale, transformers the normalisation; no published model asks for it
+            ("norm_topk_prob", v3 or hf.get("norm_topk_prob", False), (v3,)),
+            ("num_nextn_predict_layers", mtp := hf.get("num_nextn_predict_layers") or hf.get("num_mtp_layers") or 0, (0, 1)),
+        ]:
+            if value not in wanted:
+                raise ValueError(f"config.json: {field} is {value!r}; models/deepseek.py has only {wanted[0]!r}")
+        if odd := sorted(rope.keys() - set(YARN)):
+            raise ValueError(f"config.json: rope scaling has {', '.join(odd)}; models/deepseek.py knows {', '.join(YARN)}")
+        names = dict(
+            dim="hidden_size", n_layers="num_hidden_layers", n_heads="num_attention_heads", ffn_dim="intermediate_size",
+            vocab_size="vocab_size", kv_lora_rank="kv_lora_rank", qk_nope_head_dim="qk_nope_head_dim",
+            qk_rope_head_dim="qk_rope_head_dim", v_head_dim="v_head_dim", n_experts="n_routed_experts",
+            top_k="num_experts_per_tok", moe_ffn_dim="moe_intermediate_size", n_dense_layers="first_k_dense_replace",
+        )
+        if missing := [theirs for theirs in names.values() if hf.get(theirs) is None]:
+            raise ValueError(f"config.json has no number for {', '.join(missing)}")
+        return cls(
+            **{ours: hf[theirs] for ours, theirs in names.items()},
+            norm_eps=hf.get("rms_norm_eps", 1e-6),
+            rope_theta=float(theta),
+            rope_scaling={name: rope[name] for name in YARN if rope.get(name) is not None} if kind == "yarn" else None,
+            rope_interleave=hf.get("rope_interleave", True),
+            tie_embeddings=hf.get("tie_word_embeddings", False),
+            max_seq_len=hf.get("max_position_embeddings", 163840),
+            q_lora_rank=hf.get("q_lora_rank") or 0,
+            n_shared_experts=hf.get("n_shared_experts") or 0,
+            n_groups=(hf.get("n_group") or 1) if grouped else 1,
+            top_k_groups=(hf.get("topk_group") or 1) if grouped else 1,
+            score_func="sigmoid" if v3 else "softmax",
+            norm_topk_prob=hf.get("norm_topk_prob", True) if v3 else False,
+            route_scale=float(hf.get("routed_scaling_factor", 1.0)),
+            mtp_depth=mtp,
+        )
+
+    def to_hf(self) -> dict:
+        """The inverse: a config.json in the spelling of transformers 4, which 5 reads as well."""
+        v3 = self.score_func == "sigmoid"
+        if not v3 and (self.norm_topk_prob or not self.rope_interleave):
+            raise ValueError("score_func softmax is DeepSeek-V2, which has neither norm_topk_prob nor half-split RoPE")
+        groups = "group_limited_greedy" if self.n_groups > 1 else "greedy"
+        return dict(
+            architectures=["DeepseekV3ForCausalLM" if v3 else "DeepseekV2ForCausalLM"],
+            model_type="deepseek_v3" if v3 else "deepseek_v2",
+            hidden_size=self.dim,
+            num_hidden_layers=self.n_layers,
+            num_attention_heads=self.n_heads,
+            num_key_value_heads=self.n_heads,
+            intermediate_size=self.ffn_dim,
+            vocab_size=self.vocab_size,
+            rms_norm_eps=self.norm_eps,
+            rope_theta=self.rope_theta,
+            rope_scaling=self.rope_scaling and {"type": "yarn", "rope_type": "yarn", **self.rope_scaling},
+            rope_interleave=self.rope_interleave,
+            tie_word_embeddings=self.tie_embeddings,
+            max_position_embeddings=self.max_seq_len,
+            q_lora_rank=self.q_lora_rank or None,
+            kv_lora_rank=self.kv_lora_rank,
+            qk_nope_head_dim=self.qk_nope_head_dim,
+            qk_rope_head_dim=self.qk_rope_head_dim,
+            v_head_dim=self.v_head_dim,
+            first_k_dense_replace=self.n_dense_layers,
+            moe_layer_freq=1,
+            n_routed_experts=self.n_experts,
+            n_shared_experts=self.n_shared_experts,
+            num_experts_per_tok=self.top_k,
+            moe_intermediate_size=self.moe_ffn_dim,
+            n_group=self.n_groups,
+            topk_group=self.top_k_groups,
+            topk_method="noaux_tc" if v3 else groups,
+            scoring_func=self.score_func,
+            norm_topk_prob=self.norm_topk_prob,
+            routed_scaling_factor=self.route_scale,
+            num_nextn_predict_layers=self.mtp_depth,
+            hidden_act="silu",
+            attention_bias=False,
+        )
+
+
+def yarn(mscale: float) -> dict:
+    return dict(factor=40, beta_fast=32, beta_slow=1, mscale=mscale, mscale_all_dim=mscale,
+                original_max_position_embeddings=4096)
+
+
+_heads = dict(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+_v2 = partial(DeepSeekConfig, **_heads, vocab_size=102400, score_func="softmax", norm_topk_prob=False, n_shared_experts=2,
+              top_k=6, rope_scaling=yarn(0.707))
+_small = dict(dim=2048, n_layers=27, n_heads=16, q_lora_rank=0, n_experts=64, moe_ffn_dim=1408, n_groups=1, top_k_groups=1)
+FLAVORS = {
+    "debug": DeepSeekConfig(),
+    "debug_mtp": DeepSeekConfig(mtp_depth=1),
+    "16B": _v2(**_small, ffn_dim=10944),  # V2-Lite
+    "236B": _v2(
+        dim=5120, n_layers=60, n_heads=128, q_lora_rank=1536, ffn_dim=12288, n_experts=160, moe_ffn_dim=1536, n_groups=8,
+        top_k_groups=3, route_scale=16.0,
+    ),  # V2; V2.5 has mscale 1
+    "671B": DeepSeekConfig(
+        **_heads, dim=7168, n_layers=61, n_heads=128, q_lora_rank=1536, ffn_dim=18432, vocab_size=129280, n_dense_layers=3,
+        n_experts=256, top_k=8, moe_ffn_dim=2048, n_groups=8, top_k_groups=4, route_scale=2.5, rope_scaling=yarn(1.0),
+    ),  # V3; mtp_depth=1 as it was trained
+    "moonlight-16B": DeepSeekConfig(
+        **_heads, **_small, ffn_dim=11264, vocab_size=163840, norm_eps=1e-5, rope_theta=50000.0, max_seq_len=8192,
+        n_shared_experts=2, top_k=6, route_scale=2.446,
+    ),
+}
+
+
+# differs from qwen3: yarn, for contexts longer than those of most of the training
+def rope_frequencies(config, device) -> Tensor:
+    """(P/2,) radians per position, fp32 (RoPE eq. 34, arXiv:2104.09864; yarn: sec. 3.2 of arXiv:2309.00071).
+
+    Pairs that turn more than beta_fast times within the original context stay, those that turn less than beta_slow times are
+    slowed down by `factor`, and between the two there is a ramp.
+    """
+    P, s = config.qk_rope_head_dim, config.rope_scaling
+    frequencies = config.rope_theta ** (-torch.arange(0, P, 2, dtype=torch.float32, device=device) / P)
+    if s is None:
+        return frequencies
+
+    def pair_that_turns(times):
+        return P * math.log(s["original_max_position_embeddings"] / (times * 2 * math.pi)) / (2 * math.log(config.rope_theta))
+
+    low = max(math.floor(pair_that_turns(s.get("beta_fast", 32))), 0)
+    high = min(math.ceil(pair_that_turns(s.get("beta_slow", 1))), P - 1)
+    ramp = ((torch.arange(P // 2, device=device) - low) / max(high - low, 0.001)).clamp(0, 1)  # 0: stays, 1: slowed down
+    return frequencies * (1 - ramp) + frequencies / s["factor"] * ramp
+
+
+def attention_factors(config) -> tuple[float, float]:
+    """(factor of cos and sin, factor of the softmax scale): what yarn does to the entropy of attention."""
+    s = config.rope_scaling
+    if s is None:
+        return 1.0, 1.0
+
+    def m(mscale):
+        return 0.1 * mscale * math.log(s["factor"]) + 1 if s["factor"] > 1 else 1.0
+
+    mscale, all_dim = s.get("mscale", 0), s.get("mscale_all_dim", 0)
+    return (m(mscale) / m(all_dim) if mscale and all_dim else m(1)), m(all_dim) ** 2
+
+
+# differs from qwen3: the pairs that turn are neighbours on disk, unless rope_interleave is off
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleave: bool) -> Tensor:
+    """Rotary embedding; x (B, H, T, P); cos, sin (B or 1, 1, T, P/2) fp32. The result has the halves apart either way: queries
+    and keys agree on it, and nobody else sees it."""
+    a, b = (x[..., 0::2].float(), x[..., 1::2].float()) if interleave else x.float().chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+
+
+# differs from qwen3: multi-head latent attention
+class Attention(nn.Module):
+    """Keys and values of all heads are made from one latent of R numbers per token (c, normalised) and one rotated key of P
+    numbers (k_rope): arXiv:2405.04434, eq. 9-19. TP shards the heads; the latents are computed for a part of the sequence per
+    tp rank, and gathered: R + P + Q numbers per token on the wire in place of D."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.dims = N, P, U, R = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim, config.kv_lora_rank
+        H, Q = config.n_heads, config.q_lora_rank
+        if Q:
+            self.wq_a = nn.Linear(config.dim, Q, bias=False)
+            self.q_norm = nn.RMSNorm(Q, eps=LATENT_EPS)
+            self.wq_b = nn.Linear(Q, H * (N + P), bias=False)
+        else:
+            self.wq = nn.Linear(config.dim, H * (N + P), bias=False)
+        self.wkv_a = nn.Linear(config.dim, R + P, bias=False)
+        self.kv_norm = nn.RMSNorm(R, eps=LATENT_EPS)
+        self.k_rope = nn.Identity()  # a name for tp_plan: where the rotated key is gathered
+        self.wkv_b = nn.Linear(R, H * (N + U), bias=False)
+        self.wo = nn.Linear(H * U, config.dim, bias=False)
+        self.interleave, self.scale = config.rope_interleave, (N + P) ** -0.5 * attention_factors(config)[1]
+
+    def forward(self, x, cos, sin, attend, cache=None):
+        N, P, U, R = self.dims
+        q = self.wq_b(self.q_norm(self.wq_a(x))) if hasattr(self, "wq_a") else self.wq(x)  # (B, T/cp, H/tp * K)
+        B, T, _ = q.shape
+        q_nope, q_rope = q.view(B, T, -1, N + P).transpose(1, 2).split([N, P], -1)  # (B, H/tp, T/cp, N), (B, H/tp, T/cp, P)
+        q_rope = rotate(q_rope, cos, sin, self.interleave)
+        c, k_rope = self.wkv_a(x).split([R, P], -1)  # (B, T/cp/tp, R), (B, T/cp/tp, P)
+        c, k_rope = self.kv_norm(c), rotate(self.k_rope(k_rope)[:, None], cos, sin, self.interleave)  # k_rope (B, 1, T/cp, P)
+        if cache is None:
+            k_nope, v = self.wkv_b(c).view(B, T, -1, N + U).transpose(1, 2).split([N, U], -1)  # (B, H/tp, T/cp, N or U)
+            k = torch.cat([k_nope, k_rope.expand(-1, k_nope.shape[1], -1, -1)], -1)  # (B, H/tp, T/cp, K)
+            out = attend(torch.cat([q_nope, q_rope], -1), k, v, scale=self.scale)  # (B, H/tp, T/cp, U)
+        else:
+            # Generation keeps R + P numbers per token. q . (w_k c) = (q w_k) . c, so the keys of the past are never made: all
+            # heads attend to the latents themselves (arXiv:2405.04434, end of sec. 2.1.2), and w_v comes after.
+            w_k, w_v = self.wkv_b.weight.view(-1, N + U, R).split([N, U], 1)  # (H, N, R), (H, U, R)
+            latent = torch.cat([c[:, None], k_rope], -1)  # (B, 1, T, R + P)
+            q = torch.cat([q_nope @ w_k, q_rope], -1)  # (B, H, T, R + P)
+            out = cache.attend(q, latent, None, scale=self.scale)[..., :R] @ w_v.transpose(1, 2)  # (B, H, T, U)
+        return self.wo(out.transpose(1, 2).reshape(B, T, -1))  # (B, T/cp, D), summed over tp
+
+
+class FeedForward(nn.Module):
+    """SwiGLU, arXiv:2002.05202: w2(silu(w1 x) * w3 x)."""
+
+    def __init__(self, dim, ffn_dim):
+        super().__init__()
+        self.w1 = nn.Linear(dim, ffn_dim, bias=False)
+        self.w2 = nn.Linear(ffn_dim, dim, bias=False)
+        self.w3 = nn.Linear(dim, ffn_dim, bias=False)
+
+    def forward(self, x):
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))  # (B, T/cp, F/tp) inside
+
+
+class Router(nn.Module):
+    """Scores of the experts, in fp32: rounding here would send tokens elsewhere."""
+
+    def __init__(self, dim, n_experts):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_experts, dim))
+
+    def forward(self, x):
+        return F.linear(x.float(), self.weight.float())  # (B, T/cp/tp, E)
+
+
+# differs from qwen3: sigmoid or softmax, groups, and a scale
+class MoE(nn.Module):
+    """The routed experts: arXiv:2412.19437, eq. 12-16 (V3, sigmoid), arXiv:2405.04434, eq. 20-22 (V2, softmax)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config, self.top_k = config, config.top_k
+        self.router = Router(config.dim, config.n_experts)
+        self.experts = Experts(config.n_experts, config.dim, config.moe_ffn_dim)
+        self.balance = Balance(config.n_experts)
+
+    def forward(self, x):
+        B, D, c = x.shape[0], x.shape[-1], self.config
+        logits = self.router(x).flatten(0, 1)  # (N, E), N the tokens here
+        scores = logits.sigmoid() if c.score_func == "sigmoid" else logits.softmax(-1)
+        index = self.balance.choose(scores, self.top_k, self.best_groups)  # (N, k)
+        weight = scores.gather(1, index)
+        if c.norm_topk_prob:
+            weight = weight / (weight.sum(-1, keepdim=True) + 1e-20)
+        # for the balancing loss, V3, eq. 18-19: it counts the best scores, whatever the biases and the groups make of them
+        probs = scores / scores.sum(-1, keepdim=True)
+        best = scores.topk(self.top_k, -1).indices if c.score_func == "sigmoid" else index
+        flat = self.balance.add_loss(x.reshape(-1, D), probs, best, B)  # (N, D)
+        return apply_experts(self.experts, flat, index, weight * c.route_scale, self.balance.count(index)).view_as(x)
+
+    def best_groups(self, scores: Tensor) -> Tensor:
+        """scores (N, E) with -inf outside each token's top_k_groups groups."""
+        c = self.config
+        if c.top_k_groups == c.n_groups:
+            return scores
+        grouped = scores.unflatten(-1, (c.n_groups, -1))  # (N, groups, E / groups)
+        best = grouped.topk(2, -1).values.sum(-1) if c.score_func == "sigmoid" else grouped.amax(-1)  # (N, groups)
+        outside = torch.ones_like(best, dtype=torch.bool).scatter(-1, best.topk(c.top_k_groups, -1).indices, False)
+        return grouped.masked_fill(outside[..., None], -torch.inf).flatten(-2)
+
+
+# differs from qwen3: the first layers are dense, the others have shared experts as well
+class Block(nn.Module):
+    def __init__(self, config, is_dense: bool):
+        super().__init__()
+        self.attn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attn = Attention(config)
+        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        if is_dense:
+            self.ffn = FeedForward(config.dim, config.ffn_dim)
+        else:
+            self.moe = MoE(config)
+            shared_dim = config.n_shared_experts * config.moe_ffn_dim
+            self.shared = FeedForward(config.dim, shared_dim) if shared_dim else None
+
+    def forward(self, h, cos, sin, attend, cache=None):
+        h = h + self.attn(self.attn_norm(h), cos, sin, attend, cache)
+        x = self.ffn_norm(h)
+        if hasattr(self, "ffn"):
+            return h + self.ffn(x)
+        return h + self.moe(x) + (self.shared(x) if self.shared is not None else 0)
+
+
+class MTP(nn.Module):
+    """Multi-token prediction, depth 1: from position i's output and the embedding of token i+1, predict token i+2.
+
+    arXiv:2412.19437, eq. 21-23. As in the published weights, the embedding is the first half of what is projected, and the
+    output is taken after the model's last norm.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.enorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.hnorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.eh_proj = nn.Linear(2 * config.dim, config.dim, bias=False)
+        self.block = Block(config, is_dense=False)
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+
+    def forward(self, h, embedded, cos, sin, attend):
+        """h and embedded (B, T/cp/tp, D) -> (B, T/cp/tp, D), ready for the head."""
+        return self.norm(self.block(self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(h)], -1)), cos, sin, attend))
+
+
+class WeighIn(torch.autograd.Function):
+    """Return `loss` and give `extra` the gradient of weight * extra: what is reported stays the loss of the next token."""
+
+    @staticmethod
+    def forward(ctx, loss, extra, weight):
+        ctx.weight = weight
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, ctx.weight * grad, None
+
+
+def shift_targets(tokens: Tensor, labels: Tensor, doc_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(tokens, labels) of the positions one to the right, (B, T) each: what MTP needs at position i is token i+1 and label
+    i+1. Done before a sequence is split over ranks. The last position has none, and no document looks into the next."""
+    next_tokens, next_labels = tokens.roll(-1, 1), labels.roll(-1, 1)
+    last = torch.zeros_like(labels, dtype=torch.bool)
+    last[:, -1] = True
+    if doc_ids is not None:
+        last |= doc_ids != doc_ids.roll(-1, 1)
+    return next_tokens, next_labels.masked_fill(last, IGNORE)
+
+
+class DeepSeek(nn.Module):
+    """The whole model, or a pipeline stage of it: the same class with the parts that other stages own set to None."""
+
+    def __init__(self, config: DeepSeekConfig):
+        super().__init__()
+        self.config = config
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        self.blocks = nn.ModuleDict({str(i): Block(config, i < config.n_dense_layers) for i in range(config.n_layers)})
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        # tied: the head is the embedding's weight, and there is no second parameter that could drift from it
+        self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.mtp = MTP(config) if config.mtp_depth else None
+        self.mtp_weight = 0.3  # of its loss; the recipe's --mtp_weight
+        # The three seams that parallel.py replaces; see context_parallel and tensor_parallel there.
+        self.make_attend, self.token_loss, self.logits = causal_attention, linear_cross_entropy, F.linear
+
+    def forward(
+        self, tokens, labels=None, positions=None, doc_ids=None, loss_denom=None, cache=None, next_tokens=None, next_labels=None
+    ):
+        """tokens (B, T) -> logits (B, T, V) in compute dtype; with labels (B, T): the scalar sum of token losses / loss_denom.
+
+        positions (B, T) or (1, T), default 0..T-1; doc_ids (B, T) of the whole sequence: attention stays inside a
+        document. cache: from make_cache, for generation. A later pipeline stage takes activations in place of tokens.
+        next_tokens, next_labels: from shift_targets, where this is only a part of a sequence or a stage; else made here.
+        MTP's loss is part of the gradient and not of the value.
+        """
+        h = tokens if tokens.is_floating_point() else self.tok_embeddings(tokens)  # (B, T/cp, D)
+        if positions is None:
+            positions = torch.arange(h.shape[1], device=h.device)[None]
+        angle = positions[:, None, :, None] * rope_frequencies(self.config, h.device)  # (B, 1, T/cp, P/2) fp32
+        cos, sin = (x * attention_factors(self.config)[0] for x in (angle.cos(), angle.sin()))
+        attend = self.make_attend(positions, doc_ids) if cache is None else None
+        for i, block in self.blocks.items():
+            h = block(h, cos, sin, attend, cache and cache[int(i)])
+        if self.norm is None:
+            return h  # the next pipeline stage goes on from here
+        h = self.norm(h)
+        weight = (self.head or self.tok_embeddings).weight  # (V/tp, D)
+        if labels is None:
+            return self.logits(h, weight)
+        loss = self.token_loss(h, weight, labels, loss_denom)
+        if self.mtp is None or not torch.is_grad_enabled():
+            return loss
+        if next_tokens is None:
+            next_tokens, next_labels = shift_targets(tokens, labels, doc_ids)
+        h = self.mtp(h, self.tok_embeddings(next_tokens), cos, sin, attend)
+        return WeighIn.apply(loss, self.token_loss(h, weight, next_labels, loss_denom), self.mtp_weight)
+
+    def make_cache(self, max_len: int, start: Tensor | None = None) -> list[KVCache]:
+        """One empty KVCache per layer for max_len tokens; start (B,): first real position of each left-padded row."""
+        return [KVCache(max_len, start) for _ in range(self.config.n_layers)]
+
+    def init_std(self, fqn: str) -> float:
+        """Standard deviation of a weight's initial normal distribution; norms start at 1 and are not asked for.
+
+        What is added to the residual stream is scaled down by sqrt(2 L), so that its variance does not grow with depth (GPT-2).
+        """
+        return 0.02 / math.sqrt(2 * self.config.n_layers) if fqn.endswith(("wo.weight", "w2.weight", "experts.w2")) else 0.02
+
+    def n_active_params(self) -> int:
+        """Parameters that one token meets: all but the experts that it is not sent to."""
+        c = self.config
+        idle = (c.n_layers - c.n_dense_layers + c.mtp_depth) * (c.n_experts - c.top_k) * 3 * c.dim * c.moe_ffn_dim
+        return sum(p.numel() for p in self.parameters()) - idle
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """Forward and backward, PaLM's convention (arXiv:2204.02311, app. B): 6 N + 6 L H (K + U) T; N active, without lookups.
+
+        MTP counts as one layer more, and as a second use of the head.
+        """
+        c, embedding = self.config, self.config.vocab_size * self.config.dim
+        n = self.n_active_params() - (0 if c.tie_embeddings else embedding) + c.mtp_depth * embedding
+        return 6 * n + 6 * (c.n_layers + c.mtp_depth) * c.n_heads * (c.head_dim + c.v_head_dim) * seq_len
+
+    def tp_plan(self) -> dict[str, str]:
+        """fqn pattern -> style of parallel.tensor_parallel. Between blocks, activations are sharded along the sequence."""
+        c = self.config
+        block = {
+            "attn_norm": "sequence",
+            "attn.wkv_a": "sequence",
+            "attn.kv_norm": "sequence",
+            "attn.k_rope": "gather",
+            "attn.wkv_b": "gather_colwise",
+            "attn.wo": "rowwise",
+            "ffn_norm": "sequence",
+        }
+        if c.q_lora_rank:
+            block |= {"attn.wq_a": "sequence", "attn.q_norm": "sequence", "attn.wq_b": "gather_colwise"}
+        else:
+            block["attn.wq"] = "gather_colwise"
+        ffn = {"": "gather_sequence", ".w1": "colwise", ".w3": "colwise", ".w2": "rowwise"}
+        dense = {f"ffn{name}": style for name, style in ffn.items()} if c.n_dense_layers else {}
+        sparse = {"moe.router": "sequence"}  # the experts: parallel.expert_parallel
+        sparse |= {f"shared{name}": style for name, style in ffn.items()} if c.n_shared_experts else {}
+        plan = {"tok_embeddings": "vocab_embedding", "norm": "sequence"}
+        plan |= {f"blocks.*.{name}": style for name, style in (block | dense | sparse).items()}
+        if c.mtp_depth:
+            plan |= {f"mtp.{name}": "sequence" for name in ("enorm", "hnorm", "eh_proj", "norm")}
+            plan |= {f"mtp.block.{name}": style for name, style in (block | sparse).items()}
+        return plan if c.tie_embeddings else plan | {"head": "vocab_head"}
+
+    def hf_keys(self) -> dict[str, str | list[str]]:
+        """fqn -> name in Hugging Face's files, or the names of the experts of a stack. MTP is the layer after the last."""
+        c = self.config
+        names = {"tok_embeddings.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
+        if not c.tie_embeddings:
+            names["head.weight"] = "lm_head.weight"
+        block = {
+            "attn_norm": "input_layernorm",
+            "attn.wkv_a": "self_attn.kv_a_proj_with_mqa",
+            "attn.kv_norm": "self_attn.kv_a_layernorm",
+            "attn.wkv_b": "self_attn.kv_b_proj",
+            "attn.wo": "self_attn.o_proj",
+            "ffn_norm": "post_attention_layernorm",
+        }
+        if c.q_lora_rank:
+            block |= {"attn.wq_a": "self_attn.q_a_proj", "attn.wq_b": "self_attn.q_b_proj"}
+            block["attn.q_norm"] = "self_attn.q_a_layernorm"
+        else:
+            block["attn.wq"] = "self_attn.q_proj"
+        ffn = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+        dense = {f"ffn.{ours}": f"mlp.{theirs}" for ours, theirs in ffn.items()}
+        sparse = {"moe.router": "mlp.gate"}
+        if c.n_shared_experts:
+            sparse |= {f"shared.{ours}": f"mlp.shared_experts.{theirs}" for ours, theirs in ffn.items()}
+        for i in range(c.n_layers + c.mtp_depth):
+            prefix, layer = f"blocks.{i}" if i < c.n_layers else "mtp.block", f"model.layers.{i}"
+            table = block | (dense if i < c.n_dense_layers else sparse)
+            names |= {f"{prefix}.{ours}.weight": f"{layer}.{theirs}.weight" for ours, theirs in table.items()}
+            if i >= c.n_dense_layers:
+                for ours, theirs in ffn.items():
+                    experts = [f"{layer}.mlp.experts.{e}.{theirs}.weight" for e in range(c.n_experts)]
+                    names[f"{prefix}.moe.experts.{ours}"] = experts
+                if c.score_func == "sigmoid":
+                    names[f"{prefix}.moe.balance.bias"] = f"{layer}.mlp.gate.e_score_correction_bias"
+        if c.mtp_depth:
+            table = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "norm": "shared_head.norm"}
+            names |= {f"mtp.{ours}.weight": f"model.layers.{c.n_layers}.{theirs}.weight" for ours, theirs in table.items()}
+        return names
+
+    def hf_optional(self) -> list[str]:
+        """Names in Hugging Face's files that may be there or not: MTP's, with its copies of the embedding and the head."""
+        return [f"model.layers.{self.config.n_layers}.*"]

@@ -1,0 +1,271 @@
+"""Train DeepSeek-V2 or V3 on any number of devices: train_qwen3.py with latent attention and multi-token prediction.
+
+    python train_deepseek.py                                                     # one process, built-in corpus
+    torchrun --nproc_per_node 2 train_deepseek.py --flavor debug_mtp --ep 2      # predicts two tokens, experts on two ranks
+    torchrun --nproc_per_node 4 train_deepseek.py --pp 2 --pp_schedule DualPipeV --ep 2 --steps 20
+
+The same command again continues the run. What a run writes: runs/deepseek/{config.json, metrics.jsonl, checkpoints/}.
+Read next: `diff train_qwen3.py train_deepseek.py`, models/deepseek.py, models/moe.py, expert_parallel in parallel.py.
+"""
+import math
+import os
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+import torch
+
+from checkpoint import CheckpointConfig, Checkpoints, check_run, is_hf_folder, lock_run, save_hf, step_folders
+from config import override_fields, parse_config, save_config
+from data import DataConfig, open_data
+from generate import print_sample
+from hf import check_export, check_hf_config
+from metrics import Metrics, MetricsConfig
+from models.deepseek import FLAVORS, DeepSeek
+from optim import Muon
+from parallel import (
+    ParallelConfig,
+    StopSignal,
+    balance_experts,
+    check_layout,
+    check_replicas,
+    check_tp_plan,
+    checkpoint_activations,
+    clip_grad_norm,
+    compile_blocks,
+    connect,
+    context_parallel,
+    disconnect,
+    evaluate,
+    expert_parallel,
+    forward_backward,
+    init_weights,
+    pipeline_stages,
+    reduce_loss,
+    run,
+    shard,
+    tensor_parallel,
+    train_timeouts,
+)
+
+
+@dataclass(kw_only=True)
+class Config(ParallelConfig, CheckpointConfig, DataConfig, MetricsConfig):
+    flavor: Literal[tuple(FLAVORS)] = "debug"  # model size: see FLAVORS in models/deepseek.py
+    # qwen3: how to keep the experts equally busy
+    moe_balance: Literal["bias", "aux", "none"] = "bias"  # adjust selection biases, add a balancing loss, or neither
+    moe_bias_rate: float = 1e-3  # --moe_balance bias: how far a bias moves per step
+    # deepseek: the loss is sequence-wise and joins the biases, as in V3 (arXiv:2412.19437, eq. 17)
+    moe_aux_coef: float = 1e-4  # weight of the balancing loss, unless --moe_balance none
+    moe_force_balance: bool = False  # round-robin instead of the router: for benchmarks, the model learns little
+    moe_load_per_layer: bool = False  # metrics.jsonl also gets moe_load: for every layer, each expert's share of the load
+    # deepseek: multi-token prediction
+    mtp_weight: float = 0.3  # of the loss of the token after the next, in flavors that predict it (mtp_depth 1)
+    model_args: str = ""  # fields of the flavor to change for an ablation: "n_layers=4,dim=512"
+    out: str = "runs/deepseek"  # folder for everything that the run writes; the same folder again continues the run
+    steps: int = 160  # optimizer steps
+    seq_len: int = 256  # tokens per sequence
+    # deepseek: enough micro-batches for a pipeline of 16 ranks, as it was trained
+    local_batch_size: int = 16  # sequences that one data rank runs per forward
+    global_batch_size: int = -1  # sequences per optimizer step over all data ranks; -1 = local_batch_size x data ranks
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon for the blocks' matrices, AdamW for the rest; learns faster
+    lr: float = 3e-3  # peak learning rate, reached after warmup_steps
+    min_lr_ratio: float = 0.1  # the learning rate ends at this share of its peak
+    warmup_steps: int = 20  # steps of linear warmup
+    decay_ratio: float | None = None  # share of the steps that decays at the end; none = decay right after warmup
+    decay_type: Literal["cosine", "linear", "sqrt"] = "cosine"  # shape of the decay
+    schedule_steps: int = -1  # length of the learning rate schedule, where it is not the length of the run; -1 = steps
+    beta1: float = 0.9  # AdamW: decay of the gradient's mean
+    beta2: float = 0.95  # AdamW: decay of the squared gradient's mean
+    eps: float = 1e-8  # AdamW: added to the root of the squared gradient's mean
+    weight_decay: float = 0.1  # weight decay, decoupled from the gradient
+    wd_on: Literal["matrices", "all"] = "matrices"  # what decays: matrices only, or norms as well
+    max_norm: float = 1.0  # gradients are scaled down to this norm; 0 = never
+    on_nan: Literal["stop", "skip"] = "stop"  # a gradient that is not finite: end the run, or skip the step; no weight sees it
+    seed: int = 0  # of the initial weights
+    val_every: int = 50  # steps between validations (and one at the end); 0 = never
+    val_batches: int = 8  # size of the validation set, in batches of 8 sequences; the same sequences in every layout
+    checkpoint_every: int = 100  # steps between checkpoints (and one at the end); 0 = never
+    log_every: int = 10  # steps between log lines
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto = a GPU if there is one
+
+
+def lr_at(step: int, cfg: Config) -> float:
+    """Share of the peak learning rate at a step (from 1): warmup, stable, decay. A pure function, so there is no state to save.
+
+    One virtual step beyond the last makes the last learning rate larger than its minimum, so no step is wasted.
+    """
+    total = cfg.steps if cfg.schedule_steps == -1 else cfg.schedule_steps
+    warmup = min(cfg.warmup_steps, total)
+    decay = total - warmup if cfg.decay_ratio is None else min(round(total * cfg.decay_ratio), total - warmup)
+    if step <= warmup:
+        return step / max(warmup, 1)
+    x = min((step - (total - decay)) / (decay + 1), 1.0)  # progress of the decay
+    if x <= 0:
+        return 1.0
+    shape = {"cosine": 0.5 * (1 + math.cos(math.pi * x)), "linear": 1 - x, "sqrt": 1 - math.sqrt(x)}[cfg.decay_type]
+    return cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * shape
+
+
+def build_optimizers(stages, cfg: Config) -> list[torch.optim.Optimizer]:
+    """AdamW for everything, or Muon for the blocks' matrices and AdamW for the rest; one learning rate serves both."""
+    params = [(fqn, p) for stage in stages for fqn, p in stage.named_parameters()]
+    matrices = [p for fqn, p in params if cfg.optimizer == "muon" and p.dim() == 2 and fqn.startswith("blocks.")]
+    taken = {id(p) for p in matrices}
+    rest = [p for _, p in params if id(p) not in taken]
+    decays = [p for p in rest if p.dim() > 1 or cfg.wd_on == "all"]
+    others = [p for p in rest if p.dim() <= 1 and cfg.wd_on != "all"]
+    groups = [{"params": decays, "weight_decay": cfg.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups = [group for group in groups if group["params"]]
+    optimizers = []
+    if groups:  # a pipeline stage in the middle may have matrices only
+        on_cuda = rest[0].device.type == "cuda"
+        betas = (cfg.beta1, cfg.beta2)
+        optimizers.append(torch.optim.AdamW(groups, cfg.lr, betas, cfg.eps, fused=on_cuda, foreach=not on_cuda))
+    if matrices:
+        # updates of the size that AdamW's have, so that the learning rate and the decay carry over (arXiv:2502.16982)
+        optimizers.append(Muon(matrices, cfg.lr, cfg.weight_decay, adjust_lr_fn="match_rms_adamw"))
+    return optimizers
+
+
+def main(cfg: Config):
+    # 1. devices: all that the flags can get wrong is found here, before anything is built
+    if cfg.steps < 1 or cfg.val_batches < 1:
+        raise ValueError(f"--steps {cfg.steps} and --val_batches {cfg.val_batches} must be at least 1")
+    model_config = override_fields(FLAVORS[cfg.flavor], cfg.model_args, "--model_args")
+    layout = check_layout(
+        cfg, model_config, seq_len=cfg.seq_len, local_batch_size=cfg.local_batch_size,
+        global_batch_size=cfg.global_batch_size, device=cfg.device,
+    )
+    rank0 = layout.rank == 0
+
+    # 2. data: one fixed global order of sequences; the layout decides who reads which, never what is trained on
+    data = open_data(cfg, cfg.seq_len)
+    if (ids := data.vocab_size) > model_config.vocab_size:
+        raise ValueError(f"the tokenizer has {ids} ids, the model {model_config.vocab_size}; use --model_args vocab_size={ids}")
+    if cfg.val_every and not data.n_val_samples:
+        raise ValueError(f"--data {cfg.data} has no validation text; use --val_every 0")
+    model_identity = {"module": DeepSeek.__module__, "class": DeepSeek.__name__, **asdict(model_config)}
+    identity = {"model": model_identity, "data": data.fingerprint, "optimizer": {"name": cfg.optimizer}}
+    check_run(cfg.out, identity, cfg)
+    if is_hf_folder(cfg.init_from):
+        if not cfg.init_model_only:
+            raise ValueError(f"--no-init_model_only: {cfg.init_from} holds weights and no more; leave it out")
+        check_hf_config(model_config, cfg.init_from)
+    if cfg.export_hf and all(step < cfg.steps for step, _ in step_folders(cfg.out)):
+        check_export(cfg.export_hf)
+    lock_run(cfg.out)
+    stop = StopSignal()
+    connect(layout, cfg.device, cfg.seed, trace=f"{cfg.out}/trace")
+
+    # 3. model: shapes only, no memory yet
+    with torch.device("meta"):
+        model = DeepSeek(model_config)
+    # deepseek: what the second prediction weighs
+    model.mtp_weight = cfg.mtp_weight
+    check_tp_plan(model)
+    n_params, flops_per_token = sum(p.numel() for p in model.parameters()), model.flops_per_token(cfg.seq_len)
+
+    # 4. parallelism. The order matters: the pipeline picks the layers, TP decides what each matrix holds, checkpointing wraps
+    #    a block, compile sees the wrapped block, FSDP shards what is left, and only then is memory taken and filled.
+    stages = pipeline_stages(model, layout)  # [model] unless pp > 1
+    for stage in stages:
+        tensor_parallel(stage, layout)
+        # qwen3: experts have an axis of their own
+        # deepseek: with the biases as well
+        aux_coef = cfg.moe_aux_coef if cfg.moe_balance != "none" else 0.0
+        expert_parallel(stage, layout, aux_coef=aux_coef, force_balance=cfg.moe_force_balance)
+        context_parallel(stage, layout)
+        checkpoint_activations(stage, layout)
+        compile_blocks(stage, layout)
+        shard(stage, layout)
+        init_weights(stage, layout, cfg.seed)  # the same weights in every layout
+
+    # 5. optimizer: after sharding, so that its state is sharded like the parameters
+    optimizers = build_optimizers(stages, cfg)
+
+    # 6. checkpoint: continue where the run stopped, on this layout or another
+    checkpoints = Checkpoints(
+        cfg, cfg.out, modules=stages, optimizer=optimizers, identity=identity, config=asdict(cfg),
+        source=open(__file__).read(), tokenizer_file=data.tokenizer_file,
+    )
+    state = checkpoints.load() or {"step": 0, "samples": 0, "tokens": 0}
+    check_replicas(stages, layout, data=data.fingerprint, flags=asdict(cfg))
+    if rank0:
+        if state["step"] >= cfg.steps:
+            print(f"{cfg.out} is finished: {state['step']} of {cfg.steps} steps are done; use a larger --steps, or --out NEW")
+        os.makedirs(cfg.out, exist_ok=True)
+        save_config(cfg, f"{cfg.out}/config.json", {"torch": torch.__version__, "world_size": layout.world_size, **identity})
+        print(f"{cfg.flavor}: {n_params:,} parameters | {layout} on {layout.device.type}, {str(layout.compute_dtype)[6:]} | "
+              f"{layout.global_batch_size} sequences x {cfg.seq_len} tokens per step, {layout.accumulation} x "
+              f"{cfg.local_batch_size} on each of {layout.data_ranks} data ranks")
+        if cfg.warmup_steps > (total := cfg.steps if cfg.schedule_steps == -1 else cfg.schedule_steps):
+            print(f"--warmup_steps {cfg.warmup_steps} is longer than the schedule; it is clamped to {total}")
+    if state["step"] >= cfg.steps:
+        checkpoints.close()
+        if cfg.export_hf and not os.path.exists(cfg.export_hf):  # a finished run can still be exported
+            save_hf(stages, cfg.export_hf, getattr(torch, cfg.export_dtype), tokenizer_file=data.tokenizer_file)
+        return
+
+    # 7. loop
+    first = state["step"] + 1
+    metrics = Metrics(
+        cfg.out, cfg, rank0=rank0, world_size=layout.world_size, device=layout.device, flops_per_token=flops_per_token,
+        first_step=first, steps=cfg.steps, log_every=cfg.log_every, tokens=state["tokens"],
+    )
+    mine = (cfg.local_batch_size, layout.data_rank, layout.data_ranks, layout.device)
+    batches = data.batches(state["samples"], layout.global_batch_size, *mine)
+    tokens_per_step = layout.global_batch_size * cfg.seq_len
+    for step in range(first, cfg.steps + 1):
+        metrics.start_step()
+        batch = next(batches)
+        metrics.data_done()
+        lr = cfg.lr * lr_at(step, cfg)
+        loss = forward_backward(stages, batch, layout)  # sum of token losses / tokens of the global batch, and its gradients
+        grad_norm = clip_grad_norm(stages, cfg.max_norm, layout)
+        if grad_norm.isfinite():
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = lr
+                optimizer.step()
+        elif cfg.on_nan == "stop":
+            good = next((path for _, path in step_folders(cfg.out)), "none yet")
+            raise RuntimeError(f"step {step}: gradient norm {grad_norm.item()}, weights unchanged; last checkpoint: {good}")
+        elif rank0:
+            print(f"step {step}: the gradient norm is {grad_norm.item()}; step skipped")
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        # qwen3: the biases move after the weights, by the load of the whole global batch
+        balance = {}
+        if model_config.n_experts:
+            balance = balance_experts(stages, layout, cfg.moe_balance, cfg.moe_bias_rate, cfg.moe_load_per_layer)
+        state = {"step": step, "samples": state["samples"] + batch.samples, "tokens": state["tokens"] + tokens_per_step}
+        metrics.end_step(tokens_per_step)
+
+        if metrics.due(step):
+            loss, loss_max = reduce_loss(loss, layout)
+            # qwen3: how busy the experts are
+            metrics.log(step, loss=loss, loss_max=loss_max, grad_norm=grad_norm, lr=lr, tokens_hash=batch.hash, extra=balance)
+        if step == first:
+            train_timeouts(layout)
+        stopping = stop.agreed(layout)
+        last = step == cfg.steps or stopping
+        if cfg.val_every and (step % cfg.val_every == 0 or step == cfg.steps):
+            metrics.log_val(step, *evaluate(stages, data.val_batches(8 * cfg.val_batches, *mine), layout))
+        if cfg.checkpoint_every and (step % cfg.checkpoint_every == 0 or last or (step == 1 and cfg.checkpoint_first_step)):
+            checkpoints.save(step, state, last=last, model_only=cfg.last_save_model_only and step == cfg.steps)
+        if stopping:
+            if rank0:
+                print(f"{stop.received or 'a signal to another rank'}: stopped after step {step}")
+            break
+    batches.close()
+    checkpoints.close()
+    if cfg.export_hf and not stopping:
+        save_hf(stages, cfg.export_hf, getattr(torch, cfg.export_dtype), tokenizer_file=data.tokenizer_file)
+    metrics.close()
+    disconnect()
+    if rank0 and not stopping and cfg.checkpoint_every:
+        print_sample(cfg.out, n_params)
+
+
+if __name__ == "__main__":
+    run(main, parse_config(Config))
