@@ -771,11 +771,10 @@ def expert_parallel(stage, layout: Layout, *, aux_coef: float = 0.0, force_balan
     """
     from models.moe import Balance, Experts
 
-    blocks = [block for block in all_blocks(stage).values() if hasattr(block, "moe")]
-    if not blocks:
+    if not getattr(stage.config, "n_experts", 0):
         return
-    mesh, etp = expert_mesh(layout), layout.cfg.etp
-    for block in blocks:
+    mesh, etp = expert_mesh(layout), layout.cfg.etp  # made by all ranks together, also those whose stage has no experts
+    for block in (block for block in all_blocks(stage).values() if hasattr(block, "moe")):
         experts, balance = block.moe.experts, block.moe.balance
         assert isinstance(experts, Experts) and isinstance(balance, Balance)
         if layout.cfg.ep * etp > 1:

@@ -219,7 +219,7 @@ def first_difference(got: list[dict], want: list[dict]) -> str:
             extra = g["norm"] ** 2 - w["norm"] ** 2  # a gradient counted twice, or not at all, leaves its own square here
             guilty = min(w["grads"], key=lambda fqn: abs(abs(extra) - w["grads"][fqn].norm().item() ** 2))
             found.append(f"grad norm {g['norm']} instead of {w['norm']}" + f", as if {guilty} were miscounted" * (not bad))
-        found += [f"bias of {fqn}" for fqn, b in g["biases"].items() if not torch.equal(b, w["biases"][fqn])][:1]
+        found += [f"bias of blocks.{fqn}" for fqn, b in g["biases"].items() if not torch.equal(b, w["biases"][fqn])][:1]
         if found:
             return f"step {step}: " + "; ".join(found)
         if w["biases"]:  # one rounding may send a token to another expert from here on: the first step is the proof

@@ -111,6 +111,7 @@ LAYOUTS += [
     (2, dict(cp=2, cp_method="alltoall"), dict(n=4, b=2, **MTP)),
     *[(2, dict(pp=2, pp_schedule=s), dict(n=8, b=4, **MTP)) for s in ("1F1B", "InterleavedZeroBubble", "DualPipeV")],
     (2, dict(pp=2), dict(n=8, b=4, tie_embeddings=True, **MTP)),
+    (2, dict(pp=2), dict(n=8, b=4, n_dense_layers=2, **DS)),  # the first rank has no experts
     (4, dict(ep=2, tp=2), dict(n=4, b=2, doc=True, **MTP)),
     (4, dict(cp=2, tp=2, ep=4), dict(n=4, b=2, **MTP)),
     (4, dict(dp_replicate=2, ep=2), dict(n=4, b=1, **MTP)),

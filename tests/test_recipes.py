@@ -29,7 +29,10 @@ REPO = Path(__file__).parent.parent
 RECIPES = sorted(path.name for path in REPO.glob("train_*.py"))
 DOCUMENTED = [REPO / name for name in (*RECIPES, "generate.py", "data.py", "checkpoint.py")]
 MODEL = "n_layers=2,dim=32,n_heads=4,n_kv_heads=2,head_dim=8,ffn_dim=64,vocab_size=4096"
-TINY = ["--model_args", MODEL, "--seq_len", 32, "--log_every", 1, "--val_batches", 1, "--device", "cpu"]
+MLA = ("n_layers=4,dim=32,n_heads=4,ffn_dim=64,vocab_size=4096,q_lora_rank=16,kv_lora_rank=16,qk_nope_head_dim=8,"
+       "qk_rope_head_dim=4,v_head_dim=8,moe_ffn_dim=32")
+SMALL = ["--seq_len", 32, "--log_every", 1, "--val_batches", 1, "--device", "cpu"]
+TINY = ["--model_args", MODEL, *SMALL]
 TRAIN_KEYS = {"step", "loss", "loss_max", "grad_norm", "lr", "tokens", "tokens_per_second", "mfu", "memory_gib", "step_time_s",
               "data_time_s", "tokens_hash"}
 MOE_KEYS = {"moe_load_max_over_mean", "moe_dead_experts"}
@@ -42,6 +45,10 @@ def launch(processes: int, *argv) -> list[str]:
     """The command for a recipe: plain python for one process, as torchrun runs it for more."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)] if processes > 1 else []
     return [sys.executable, *torchrun, *map(str, argv)]
+
+
+def tiny(script: str) -> list:
+    return ["--model_args", MLA, *SMALL] if "deepseek" in script else TINY
 
 
 def run(command: list[str], cwd=REPO, timeout=240) -> str:
@@ -124,8 +131,10 @@ def run_published(command: str, folder: Path, out: str, *more) -> tuple[str, Pat
     processes, script, args = split_command(command)
     args = [re.sub(r"step-\d+", "step-4", arg).replace("STEP_FOLDER", "runs/llama3/checkpoints/step-4") for arg in args]
     args = [hugging_face_folder(folder) if arg == "HUGGING_FACE_FOLDER" else arg for arg in args]
-    if script in RECIPES:
-        args += [*TINY, "--steps", 4, "--local_batch_size", 2, "--out", out]
+    if "--dry_run" in args:
+        pass  # as it stands: it is for models of any size
+    elif script in RECIPES:
+        args += [*tiny(script), "--steps", 4, "--local_batch_size", 4 if "--pp_schedule" in args else 2, "--out", out]
     elif script == "generate.py":
         args += ["--max_new_tokens", 8, "--device", "cpu"]
     elif args[0] == "prepare":
@@ -158,7 +167,7 @@ def test_commands_were_found():
 
 
 @pytest.mark.parametrize("command", [
-    pytest.param(c, marks=pytest.mark.slow if split_command(c)[0] > 2 else []) for c in COMMANDS
+    pytest.param(c, marks=pytest.mark.slow if split_command(c)[0] > 2 or "--dry_run" in c else []) for c in COMMANDS
 ], ids=name)
 def test_published_command(command, folder):
     script = split_command(command)[1]
@@ -166,6 +175,8 @@ def test_published_command(command, folder):
     stdout, out = run_published(command, folder, f"out/{COMMANDS.index(command)}", *compiled)
     if "--check_parity" in command:
         assert "check_parity: equal" in stdout
+    elif "--dry_run" in command:
+        assert "fits" in stdout and "bubble" in stdout
     elif script in RECIPES:
         check_run_folder(out, script)
         assert "loss   . training" in stdout and f"checkpoint: out/{COMMANDS.index(command)}/checkpoints/step-4" in stdout
@@ -218,7 +229,7 @@ def test_no_dead_flags(script):
 # ---------------------------------------------------------------- whole runs
 
 TRAINED = [pytest.param(name, marks=[] if name == "train_llama3.py" else pytest.mark.slow) for name in RECIPES]
-EXACT = [*TINY, "--compute_dtype", "float32", "--local_batch_size", 2, "--global_batch_size", 8]
+EXACT = ["--compute_dtype", "float32", "--local_batch_size", 2, "--global_batch_size", 8]
 
 
 def assert_same_training(a: list[dict], b: list[dict]):
@@ -231,7 +242,8 @@ def assert_same_training(a: list[dict], b: list[dict]):
 @pytest.mark.parametrize("recipe", TRAINED)
 def test_four_processes_train_what_one_does(tmp_path, recipe):
     runs = {1: [], 4: ["--dp_replicate", 2, "--dp_shard", 2]}
-    commands = {n: launch(n, recipe, *EXACT, "--steps", 6, *degrees, "--out", tmp_path / str(n)) for n, degrees in runs.items()}
+    common = [*tiny(recipe), *EXACT, "--steps", 6]
+    commands = {n: launch(n, recipe, *common, *degrees, "--out", tmp_path / str(n)) for n, degrees in runs.items()}
     for command in commands.values():
         run(command)
     one, four = train_lines(tmp_path / "1"), train_lines(tmp_path / "4")
@@ -251,7 +263,7 @@ def test_four_processes_train_what_one_does(tmp_path, recipe):
 def test_stopped_by_sigterm_and_continued_by_two_processes(tmp_path, recipe):
     """4 processes until SIGTERM, then 2, against 1 that nobody disturbs: the same tokens, the same losses."""
     # the schedule has a length of its own, so that the last step can be chosen when it is known where the first part ended
-    common = [recipe, *EXACT, "--schedule_steps", 10, "--val_every", 0, "--checkpoint_every", 1_000_000]
+    common = [recipe, *tiny(recipe), *EXACT, "--schedule_steps", 10, "--val_every", 0, "--checkpoint_every", 1_000_000]
     out = tmp_path / "stopped"
     with open(tmp_path / "log", "w") as log:
         command = launch(4, *common, "--steps", 1_000_000, "--out", out)
