@@ -658,8 +658,8 @@ MACHINES = {
 }
 # Fitted to what others published, see benchmarks/scaling.py: the share of the data sheet's FLOP/s and bandwidths that a
 # compiled bf16 step reaches; and how far a row was off, on average and at worst, when it was left out of the fit
-EFFICIENCY, BANDWIDTH = 0.6, 0.5
-MEAN_ERROR, WORST_ERROR = 0.0, 0.0
+EFFICIENCY, BANDWIDTH = 0.29, 1.0
+MEAN_ERROR, WORST_ERROR = 0.23, 0.81
 OVERLAPPED = ("fsdp", "efsdp", "dp_replicate")  # behind arithmetic that does not wait for them
 
 
@@ -714,15 +714,16 @@ def predict(report, machine: Machine, efficiency=EFFICIENCY, bandwidth=BANDWIDTH
     times = simulate(report.rows, cost)
     slowest = max(parts, key=lambda part: part["compute"] + part["wire"])
     seconds = duration(times) + max(part["uncovered"] for part in parts)
-    return slowest | dict(seconds=seconds, bubble=seconds - slowest["compute"] - slowest["wire"] - slowest["uncovered"])
+    busy = slowest["compute"] + slowest["wire"] + slowest["uncovered"]
+    return slowest | dict(seconds=seconds, bubble=max(0.0, seconds - busy))
 
 
 def machine_of(cfg) -> Machine:
-    known = MACHINES[cfg.machine]
+    flags = dict(nvlink_gb_s=cfg.nvlink_gb_s, network_gb_s=cfg.network_gb_s, devices_per_node=cfg.devices_per_node)
+    if wrong := [f"--{name} {value}" for name, value in flags.items() if value < 0]:
+        raise ValueError(f"{', '.join(wrong)} must not be negative; 0 is the machine's own")
     given = dict(nvlink=cfg.nvlink_gb_s * 1e9, network=cfg.network_gb_s * 1e9, per_node=cfg.devices_per_node)
-    if wrong := [f"--{name} must not be negative" for name, value in given.items() if value < 0]:
-        raise ValueError("; ".join(wrong))
-    return replace(known, **{name: value for name, value in given.items() if value})
+    return replace(MACHINES[cfg.machine], **{name: value for name, value in given.items() if value})
 
 
 def print_plan(cfg, report, machine: Machine) -> None:
@@ -997,12 +998,15 @@ def check_parity(cfg, degrees: dict[str, int]) -> int:
     """
     if "RANK" in os.environ:
         raise ValueError("--check_parity starts its own processes: run it with python, not torchrun")
+    if degrees["dp_shard"] == -1:  # as many as the experts must borrow
+        borrowed = degrees["cp"] * (degrees["tp"] if cfg.etp == 1 else 1)
+        degrees = degrees | {"dp_shard": max(cfg.ep, 1) // math.gcd(max(cfg.ep, 1), max(borrowed, 1))}
     world_size = math.prod(max(n, 1) for n in degrees.values())
     data_ranks = max(degrees["dp_replicate"], 1) * max(degrees["dp_shard"], 1)
     batch = cfg.global_batch_size if cfg.global_batch_size != -1 else cfg.local_batch_size * data_ranks
     both = dict(check_parity=False, steps=STEPS, compute_dtype="float32", global_batch_size=batch, checkpoint_every=0,
                 val_every=0, log_every=1, device="cuda" if torch.cuda.device_count() >= world_size else "cpu")
-    one = dict.fromkeys(degrees, 1) | dict(ac="none", compile=False, cpu_offload=False)
+    one = dict.fromkeys(degrees, 1) | dict(ep=1, etp=1, ac="none", compile=False, cpu_offload=False)
     with tempfile.TemporaryDirectory() as folder:
         runs = {"one process": (1, both | one), "layout": (world_size, both | {a: max(n, 1) for a, n in degrees.items()})}
         for name, (processes, flags) in runs.items():

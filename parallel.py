@@ -13,9 +13,11 @@ Whatever the grid, the model trained is the same, because of five rules: the sam
 (shard wraps the model even on one device).
 """
 import copy
+import dataclasses
 import datetime
 import fnmatch
 import hashlib
+import logging
 import math
 import os
 import re
@@ -80,6 +82,9 @@ class ParallelConfig:
     ac_every: int = 2  # --ac selective: checkpoint every k-th block
     ac_budget: float = 0.5  # --ac budget: share of the activation memory to keep (0 = recompute all, 1 = keep all)
     compile: bool = False  # torch.compile each block
+    float8: Literal["off", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "off"  # matmuls of the blocks in float8 (torchao)
+    float8_filter: list[str] = field(default_factory=list)  # linears to leave as they are: parts of names, like attn.wk,ffn.w2
+    float8_all_gather: bool = False  # --float8 tensorwise on GPUs: FSDP gathers the weights in float8, half the bytes
     dry_run: bool = False  # no device, no launcher: report memory, collectives, FLOPs and bubble of this layout
     plan: bool = False  # predict tokens/s and MFU of this layout on --machine, with the error of such predictions
     machine: Literal["H100", "H200", "B200"] = "H100"  # --plan: the device, with its FLOP/s and bandwidths
@@ -229,12 +234,27 @@ def check_layout(
         errors.append("--ac budget needs --compile: the compiler chooses what to keep; add --compile or use --ac op")
     if cfg.ac_every < 1 or not 0 <= cfg.ac_budget <= 1:
         errors.append(f"--ac_every {cfg.ac_every} must be at least 1 and --ac_budget {cfg.ac_budget} between 0 and 1")
+    if cfg.float8 != "off":
+        errors += float8_errors(cfg, on_cuda)
     errors += expert_errors(layout, c)
     if pp > 1 and layout.accumulation:
         errors += pipeline_errors(layout, c)
     if errors:
         raise ValueError("; ".join(dict.fromkeys(errors)))
     return layout
+
+
+def float8_errors(cfg: ParallelConfig, on_cuda: bool) -> list[str]:
+    errors = []
+    if cfg.dry_run or cfg.explain or cfg.plan:
+        errors.append(f"--float8 {cfg.float8} is not in the dry run, which would count bf16; leave it out")
+    elif on_cuda and torch.cuda.get_device_capability() < (8, 9):
+        errors.append(f"--float8 {cfg.float8} needs a GPU with float8 matmuls (H100, L40 or newer); use --float8 off")
+    elif not on_cuda and cfg.compile:
+        errors.append(f"--float8 {cfg.float8} is emulated on CPU, and the emulation cannot be compiled; leave out --compile")
+    if cfg.float8_all_gather and (cfg.float8 != "tensorwise" or not on_cuda):
+        errors.append("--float8_all_gather needs --float8 tensorwise and GPUs: rows have scales of their own; leave it out")
+    return errors
 
 
 def expert_errors(layout: Layout, model_config) -> list[str]:
@@ -919,6 +939,39 @@ def compiled_experts(compiled, x: Tensor, counts: Tensor, w1: Tensor, w2: Tensor
         return swiglu_experts(x, counts, w1, w2, w3)
     torch._dynamo.mark_dynamic(x, 0)
     return compiled(x, counts, w1, w2, w3)
+
+
+# ---------------------------------------------------------------- float8
+
+
+def float8_linears(stage, layout: Layout) -> None:
+    """Let the blocks' linears multiply in float8, with scales from each call's own numbers: torchao.float8. Parameters, their
+    names and the optimizer stay as they are. Not the head, the router and the stacked experts, nor what has a dimension, on
+    this rank, that is no multiple of 16."""
+    cfg = layout.cfg
+    if cfg.float8 == "off":
+        return
+    logging.getLogger("torchao").setLevel(logging.ERROR)  # it tells of kernels for other Pythons that it could not load
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    def wanted(module, fqn):
+        sizes = [n // layout.tp if n % layout.tp == 0 else n for n in module.weight.shape]
+        in_block = fqn.startswith(("blocks.", "mtp."))
+        return in_block and all(n % 16 == 0 for n in sizes) and not any(part in fqn for part in cfg.float8_filter)
+
+    config = Float8LinearConfig.from_recipe_name(cfg.float8)
+    emulate = layout.device.type == "cpu"
+    config = dataclasses.replace(config, emulate=emulate, enable_fsdp_float8_all_gather=cfg.float8_all_gather)
+    convert_to_float8_training(stage, config=config, module_filter_fn=wanted)
+
+
+def float8_scales(stages, layout: Layout) -> None:
+    """After an optimizer step: the scales of all weights with one all-reduce, which FSDP would else ask for one by one."""
+    if layout.cfg.float8_all_gather:
+        from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+        for stage in stages:
+            precompute_float8_dynamic_scale_for_fsdp(stage)
 
 
 # ---------------------------------------------------------------- FSDP2, HSDP, DDP: one wrapper for all

@@ -37,6 +37,8 @@ from parallel import (
     disconnect,
     evaluate,
     expert_parallel,
+    float8_linears,
+    float8_scales,
     forward_backward,
     init_weights,
     pipeline_stages,
@@ -53,8 +55,8 @@ class Config(ParallelConfig, CheckpointConfig, DataConfig, MetricsConfig):
     flavor: Literal[tuple(FLAVORS)] = "debug"  # model size: see FLAVORS in models/deepseek.py
     # qwen3: how to keep the experts equally busy
     moe_balance: Literal["bias", "aux", "none"] = "bias"  # adjust selection biases, add a balancing loss, or neither
-    moe_bias_rate: float = 1e-3  # --moe_balance bias: how far a bias moves per step
-    # deepseek: the loss is sequence-wise and joins the biases, as in V3 (arXiv:2412.19437, eq. 17)
+    # deepseek: 1e-3 as in V3 would balance nothing within hundreds of steps; the loss is sequence-wise and joins the biases
+    moe_bias_rate: float = 1e-2  # --moe_balance bias: how far a bias moves per step
     moe_aux_coef: float = 1e-4  # weight of the balancing loss, unless --moe_balance none
     moe_force_balance: bool = False  # round-robin instead of the router: for benchmarks, the model learns little
     moe_load_per_layer: bool = False  # metrics.jsonl also gets moe_load: for every layer, each expert's share of the load
@@ -169,6 +171,7 @@ def main(cfg: Config):
     #    a block, compile sees the wrapped block, FSDP shards what is left, and only then is memory taken and filled.
     stages = pipeline_stages(model, layout)  # [model] unless pp > 1
     for stage in stages:
+        float8_linears(stage, layout)
         tensor_parallel(stage, layout)
         # qwen3: experts have an axis of their own
         # deepseek: with the biases as well
@@ -232,6 +235,7 @@ def main(cfg: Config):
             raise RuntimeError(f"step {step}: gradient norm {grad_norm.item()}, weights unchanged; last checkpoint: {good}")
         elif rank0:
             print(f"step {step}: the gradient norm is {grad_norm.item()}; step skipped")
+        float8_scales(stages, layout)
         for optimizer in optimizers:
             optimizer.zero_grad()
         # qwen3: the biases move after the weights, by the load of the whole global batch

@@ -35,6 +35,8 @@ from parallel import (
     context_parallel,
     disconnect,
     evaluate,
+    float8_linears,
+    float8_scales,
     forward_backward,
     init_weights,
     pipeline_stages,
@@ -155,6 +157,7 @@ def main(cfg: Config):
     #    a block, compile sees the wrapped block, FSDP shards what is left, and only then is memory taken and filled.
     stages = pipeline_stages(model, layout)  # [model] unless pp > 1
     for stage in stages:
+        float8_linears(stage, layout)
         tensor_parallel(stage, layout)
         context_parallel(stage, layout)
         checkpoint_activations(stage, layout)
@@ -214,6 +217,7 @@ def main(cfg: Config):
             raise RuntimeError(f"step {step}: gradient norm {grad_norm.item()}, weights unchanged; last checkpoint: {good}")
         elif rank0:
             print(f"step {step}: the gradient norm is {grad_norm.item()}; step skipped")
+        float8_scales(stages, layout)
         for optimizer in optimizers:
             optimizer.zero_grad()
         state = {"step": step, "samples": state["samples"] + batch.samples, "tokens": state["tokens"] + tokens_per_step}

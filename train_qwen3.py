@@ -37,6 +37,8 @@ from parallel import (
     disconnect,
     evaluate,
     expert_parallel,
+    float8_linears,
+    float8_scales,
     forward_backward,
     init_weights,
     pipeline_stages,
@@ -164,6 +166,7 @@ def main(cfg: Config):
     #    a block, compile sees the wrapped block, FSDP shards what is left, and only then is memory taken and filled.
     stages = pipeline_stages(model, layout)  # [model] unless pp > 1
     for stage in stages:
+        float8_linears(stage, layout)
         tensor_parallel(stage, layout)
         # qwen3: experts have an axis of their own
         aux_coef = cfg.moe_aux_coef if cfg.moe_balance == "aux" else 0.0
@@ -226,6 +229,7 @@ def main(cfg: Config):
             raise RuntimeError(f"step {step}: gradient norm {grad_norm.item()}, weights unchanged; last checkpoint: {good}")
         elif rank0:
             print(f"step {step}: the gradient norm is {grad_norm.item()}; step skipped")
+        float8_scales(stages, layout)
         for optimizer in optimizers:
             optimizer.zero_grad()
         # qwen3: the biases move after the weights, by the load of the whole global batch

@@ -161,6 +161,7 @@ def build(model_config, flags: dict, n: int, local_batch_size: int, seed=3):
     parallel.check_tp_plan(model)
     stages = parallel.pipeline_stages(model, layout)
     for stage in stages:
+        parallel.float8_linears(stage, layout)
         parallel.tensor_parallel(stage, layout)
         parallel.expert_parallel(stage, layout, aux_coef=AUX_COEF)
         parallel.context_parallel(stage, layout)

@@ -144,11 +144,12 @@ def test_every_way_to_save_memory_shows():
     assert kept["full"] < kept["selective"] < plain.activations and kept["full"] < kept["op"] < plain.activations
     assert report_of(ac="budget", compile=True, **flags).ranks[0].activations == plain.activations  # the report says so
     full = report_of(ac="full", **flags)
-    assert full.ranks[0].flops("recompute") > 0.8 * full.ranks[0].flops("forward") and full.mfu_bound < 0.8
+    # all but the head, whose loss computes its gradients in the forward as well
+    assert 0.7 < full.ranks[0].flops("recompute") / full.ranks[0].flops("forward") < 0.9 and full.mfu_bound < 0.85
     offloaded = report_of(cpu_offload=True, **flags).ranks[0]
     assert offloaded.peak < plain.peak - 0.9 * (plain.step["parameters"] + plain.step["optimizer"])
     wide = report_of(**flags | dict(compute_dtype="float32")).ranks[0]
-    assert 1.7 * plain.activations < wide.activations < 2.1 * plain.activations
+    assert 1.4 * plain.activations < wide.activations < 2.1 * plain.activations
 
 
 def test_a_peak_fits_up_to_the_last_byte(capsys):

@@ -9,6 +9,7 @@ from layouts import build, clear_seed, global_batch, local_batch
 from pool import pool
 from test_parallel import compare, without_inductor
 from test_parallel import name as row_name
+from test_recipes import launch, metrics, run
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3Config as HFConfig
@@ -236,16 +237,24 @@ def test_loads_per_layer_are_those_of_one_process(flags):
         assert (got["moe_load_max_over_mean"], got["moe_dead_experts"]) == (worst, dead)
 
 
-def test_loads_per_layer_go_into_metrics_jsonl_on_request(tmp_path):
-    from test_recipes import TINY, launch, metrics, run
+SIZES = "n_layers=2,dim=32,n_heads=4,n_kv_heads=2,head_dim=8,ffn_dim=64,moe_ffn_dim=32"
+RECIPE = ["train_qwen3.py", "--flavor", "debug_moe", "--model_args", SIZES, "--seq_len", 32]
 
-    sizes = TINY[1] + ",n_experts=8,top_k=2,moe_ffn_dim=32"
-    flags = ["train_qwen3.py", *TINY, "--model_args", sizes, "--steps", 2, "--val_every", 0, "--checkpoint_every", 0]
-    run(launch(1, *flags, "--moe_load_per_layer", "--out", tmp_path))
+
+def test_loads_per_layer_go_into_metrics_jsonl_on_request(tmp_path):
+    flags = ["--steps", 2, "--log_every", 1, "--val_every", 0, "--checkpoint_every", 0, "--device", "cpu"]
+    run(launch(1, *RECIPE, *flags, "--moe_load_per_layer", "--out", tmp_path))
     for line in metrics(tmp_path):
         assert [len(layer) for layer in line["moe_load"]] == [8, 8]
         assert all(abs(sum(layer) - 1) < 1e-5 for layer in line["moe_load"])
         assert abs(8 * max(map(max, line["moe_load"])) - line["moe_load_max_over_mean"]) < 1e-4
+
+
+@pytest.mark.slow
+def test_check_parity_gives_one_process_no_expert_axis(tmp_path):
+    """--ep is for the layout alone, and brings the ranks that it borrows."""
+    stdout = run(launch(1, *RECIPE, "--check_parity", "--ep", 2, "--local_batch_size", 2, "--out", tmp_path))
+    assert "3 steps on layout (2 processes)" in stdout and "check_parity: equal" in stdout
 
 
 def test_compiled_experts_are_the_experts_with_one_graph_for_all_numbers_of_tokens():
@@ -269,9 +278,9 @@ def test_compiled_experts_are_the_experts_with_one_graph_for_all_numbers_of_toke
 
 
 COMPILED = [  # fp32, where the experts stay as they are
-    (2, dict(compile=True, ep=2, tp=2), dict(n=4, b=2, **layouts.MOE)),
-    (2, dict(compile=True, ep=2, ac="full"), dict(n=4, b=2, **layouts.MOE)),
-    (2, dict(compile=True, pp=2, pp_schedule="InterleavedZeroBubble"), dict(n=8, b=4, **layouts.MOE)),
+    (2, dict(compile=True, ep=2, tp=2), dict(n=4, b=2, model="qwen3", **layouts.MOE)),
+    (2, dict(compile=True, ep=2, ac="full"), dict(n=4, b=2, model="qwen3", **layouts.MOE)),
+    (2, dict(compile=True, pp=2, pp_schedule="InterleavedZeroBubble"), dict(n=8, b=4, model="qwen3", **layouts.MOE)),
 ]
 
 

@@ -219,6 +219,36 @@ def test_bf16_compute_stays_near_fp32(processes, flags):
         assert any(g["loss"] != w["loss"] for g, w in zip(got[:-1], want[:-1], strict=True))  # it did compute in bf16
 
 
+@pytest.mark.parametrize("processes, flags", [(1, {}), (2, {}), (2, dict(tp=2)), (2, dict(pp=2))], ids=str)
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_float8_stays_near_fp32(recipe, processes, flags):
+    """Emulated here. Loss within 1 %, every block's gradients point the same way; and it did compute in float8."""
+    want, n_blocks = reference(config(), 8), 0
+    for got in pool(processes).run(train, config(), flags | {"float8": recipe}, 8, 4):
+        for g, w in zip(got[:-1], want[:-1], strict=True):
+            assert abs(g["loss"] - w["loss"]) < 1e-2 * w["loss"]
+        for fqn, grad in got[0]["grads"].items():
+            same = torch.nn.functional.cosine_similarity(grad.flatten(), want[0]["grads"][fqn].flatten(), dim=0)
+            assert same > 0.97, fqn
+            off = ((grad - want[0]["grads"][fqn]).norm() / want[0]["grads"][fqn].norm()).item()
+            assert off > 1e-3 or "ffn" not in fqn, fqn
+            n_blocks += fqn.startswith("blocks.")
+    assert n_blocks
+
+
+def linear_types(flags: dict) -> dict[str, str]:
+    stages, _ = build(config(), {"float8": "rowwise", **flags}, 4, 2)
+    return {fqn: type(module).__name__ for fqn, module in stages[0].named_modules() if isinstance(module, torch.nn.Linear)}
+
+
+def test_float8_filter():
+    (all_of_them,) = pool(1).run(linear_types, {})
+    (filtered,) = pool(1).run(linear_types, {"float8_filter": ["wk", "blocks.0.ffn"]})
+    assert all(("Float8" in kind) == (fqn != "head") for fqn, kind in all_of_them.items())
+    left = {fqn for fqn, kind in filtered.items() if "Float8" not in kind}
+    assert left == {"head", *(f"blocks.{i}.attn.wk" for i in range(4)), *(f"blocks.0.ffn.w{i}" for i in (1, 2, 3))}
+
+
 def test_two_runs_are_equal_to_the_last_bit():
     first, second = (pool(4).run(train, config(), dict(tp=2, deterministic=True), 8, 2)[0] for _ in range(2))
     assert [s["loss"] for s in first[:-1]] == [s["loss"] for s in second[:-1]]
