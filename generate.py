@@ -11,19 +11,26 @@ import hashlib
 import json
 import os
 import sys
+from collections import deque
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from checkpoint import load_model, step_folders
 from config import Parser, parse_config, usage_error
 from data import find_tokenizer, load_tokenizer
 from hf import is_hf_folder, load_hf_model, read_chat
+from models.attention import sdpa
+from models.loss import log_normalizer
+from parallel import AllGather
 
 PREFILL_CHUNK = 512  # prompt tokens per forward: logits of a whole long prompt are B*T*V numbers that nobody reads
 
@@ -133,6 +140,182 @@ def generate(
         # rows that have ended go on in the batch, and nobody looks at what they say
         logits = model(token[:, None], positions=(lengths + n)[:, None], cache=cache)[:, -1]  # (B, V)
     return (new_ids, new_logprobs) if logprobs else new_ids
+
+
+# ---------------------------------------------------------------- rollouts: many samples of each prompt, for grpo.py
+
+
+class SlotCache:
+    """Keys and values of one layer for rows that are at different lengths: a row that has ended is overwritten by the next.
+
+    `view` is shared by all layers and set before each forward: at (R, T), the position of each new token in its row; keys,
+    how many of the positions are looked at; mask (R, 1, T, keys); query_rows, see rollout().
+    """
+
+    def __init__(self, rows: int, max_len: int, view):
+        self.rows, self.max_len, self.view = rows, max_len, view
+        self.k = self.v = None  # (R, G, max_len, K)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale=None) -> Tensor:
+        """Store k, v (R, G, T, K) at the rows' positions and attend from q (R, H, T, K) to what each row has so far."""
+        if self.k is None:
+            self.k, self.v = (k.new_zeros(self.rows, k.shape[1], self.max_len, k.shape[3]) for _ in range(2))
+        row = torch.arange(self.rows, device=q.device)[:, None]
+        self.k[row, :, self.view.at], self.v[row, :, self.view.at] = k.transpose(1, 2), v.transpose(1, 2)
+        T, mask = q.shape[2], self.view.mask
+        if T < self.view.query_rows:  # copies of the last query, which nobody reads
+            more = self.view.query_rows - T
+            q, mask = (torch.cat([x, x[:, :, -1:].expand(-1, -1, more, -1)], 2) for x in (q, mask))
+        keys = self.view.keys
+        return sdpa(q, self.k[:, :, :keys], self.v[:, :, :keys], mask, scale=scale)[:, :, :T]
+
+
+def column_logits(h: Tensor, weight: Tensor, *, column: Tensor, mesh=None) -> Tensor:
+    """fp32 logits (R, V) at one column of each row: h (R, T/tp, D), column (R,). All others would be computed for nobody."""
+    row = torch.arange(h.shape[0], device=h.device)
+    if mesh is None:
+        return F.linear(h[row, column], weight).float()
+    h = AllGather.apply(h, 1, mesh.get_group())  # (R, T, D)
+    local = F.linear(h[row, column], weight.to_local()).float()  # (R, V/tp)
+    shape = torch.Size((h.shape[0], weight.shape[0]))
+    return DTensor.from_local(local, mesh, [Shard(1)], run_check=False, shape=shape, stride=(shape[1], 1)).full_tensor()
+
+
+def draw(logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """logits (R, V) fp32 and one uniform number per row (R,) -> tokens (R,) and their log-probabilities at the temperature.
+
+    Temperature 0 takes the likeliest token, and reports its log-probability at temperature 1.
+    """
+    logits = logits / (temperature or 1.0)
+    logits = logits - log_normalizer(logits)[:, None]
+    if temperature == 0:
+        token = logits.argmax(-1)
+    else:
+        cdf = logits.double().exp().cumsum(-1)  # in fp32 a sum over V words would round the rare ones away
+        # the first token whose share goes beyond u: one of probability 0 never does
+        token = torch.searchsorted(cdf, u.double()[:, None] * cdf[:, -1:], right=True)[:, 0].clamp(max=logits.shape[1] - 1)
+    return token, logits.gather(-1, token[:, None])[:, 0]
+
+
+@torch.no_grad()
+def rollout(
+    model, prompts: list[list[int]], noise: Tensor, temperature: float, eot: int, *, max_len: int, rows=512, tool=None,
+    tp_mesh=None, batch_invariant=False, agree=lambda *flags: flags,
+) -> list[dict]:
+    """G samples of each of P prompts, as dicts(ids, logprobs, mask, truncated), those of a prompt next to each other.
+
+    noise (P, G, max_new_tokens): uniform numbers, one per token, so that a sample depends on the weights, its prompt and its
+    noise, and not on the row that it is in, its neighbours, or the number of processes. At most `rows` samples run at once;
+    rows that have ended are given to the next prompt, which is read once for its G samples. A sample ends with `eot`, which
+    is part of it, or is truncated: at max_new_tokens, or when prompt and sample have max_len tokens.
+
+    tool(ids so far) -> ids to go on with: they are fed as if sampled, with mask 0 (the model did not choose them).
+    tp_mesh: the model is tensor parallel, and its ranks, given the same arguments, sample the same.
+    batch_invariant: every matrix product has shapes whose rounding does not depend on the batch, for exact equality with a
+    training forward over max_len tokens (grpo.py says where that was tested).
+    agree: see lockstep() in grpo.py; experts on several ranks need all of them in every forward.
+    """
+    P, G, max_new = noise.shape
+    device = next(model.parameters()).device
+    width = tp_mesh.size() if tp_mesh else 1  # under TP activations are cut along the sequence: a column for each rank
+    n_rows = max(G, min(rows // G, P) * G, 8 * batch_invariant)
+    capacity = max_len + width  # the columns that only fill up `width` may lie behind the last token
+
+    def forward(caches, tokens, at, column):
+        """Run tokens (R, T) at positions at (R, T); logits (R, V) of one column of each row."""
+        view.at, view.keys = at, capacity if batch_invariant else int(at.max()) + 1
+        view.mask = (torch.arange(view.keys, device=device) <= at[:, :, None])[:, None]  # (R, 1, T, keys)
+        model.logits = partial(column_logits, column=column, mesh=tp_mesh)
+        return model(tokens, positions=at, cache=caches)
+
+    def new_caches(n):
+        return [SlotCache(n, capacity, view) for _ in range(model.config.n_layers)]
+
+    def read_prompts(part):
+        """(caches, logits after the last token) of some prompts, padded on the right."""
+        part = part + part[:1] * (8 * batch_invariant - len(part))
+        T = -(-max(len(p) for p in part) // width) * width
+        tokens = torch.tensor([p + [0] * (T - len(p)) for p in part], device=device)
+        at = torch.arange(T, device=device).expand(len(part), -1)
+        caches = new_caches(len(part))
+        return caches, forward(caches, tokens, at, torch.tensor([len(p) - 1 for p in part], device=device))
+
+    view = SimpleNamespace(query_rows=8 if batch_invariant else 0)
+    usual_logits, noise = model.logits, noise.to(device)
+    caches, waiting, results = new_caches(n_rows), deque(range(P)), [None] * (P * G)
+    sample = torch.full((n_rows,), -1, device=device)  # which sample a row is at, -1 none
+    length, count = torch.zeros_like(sample), torch.zeros_like(sample)  # tokens in the cache; new tokens
+    u, ids = torch.zeros(n_rows, max_new, device=device), torch.zeros(n_rows, max_new, dtype=torch.long, device=device)
+    logprobs, mask = torch.zeros(n_rows, max_new, device=device), torch.ones(n_rows, max_new, device=device)
+    logits, forced = None, {}  # forced: row -> tokens of the tool that are still to be fed
+    try:
+        while True:
+            # refill: whole groups, and not for the sake of a few rows, because each refill is a forward of its own
+            free = (sample < 0).nonzero()[:, 0]
+            n = min(len(free) // G, len(waiting))
+            n = n if n >= min(len(waiting), max(1, n_rows // G // 4)) else 0
+            refill, running = agree(n > 0, n > 0 or len(free) < len(sample))
+            if not running:
+                break
+            if refill:
+                group = [waiting.popleft() for _ in range(n)]
+                read, first = read_prompts([prompts[p] for p in group] or [[0]])
+                logits = first.new_zeros(len(sample), first.shape[1]) if logits is None else logits
+                for i, p in enumerate(group):
+                    slots, T = free[i * G : (i + 1) * G], len(prompts[p])
+                    for layer, one in zip(caches, read):
+                        if layer.k is None:
+                            shape = (len(sample), *one.k.shape[1:])
+                            layer.k, layer.v = one.k.new_zeros(shape), one.v.new_zeros(shape)
+                        layer.k[slots, :, :T], layer.v[slots, :, :T] = one.k[i, :, :T], one.v[i, :, :T]
+                    logits[slots], length[slots], count[slots] = first[i], T, 0
+                    sample[slots], u[slots], mask[slots] = torch.arange(p * G, (p + 1) * G, device=device), noise[p], 1.0
+            if logits is None:  # nothing to do here, but other ranks count on this one
+                logits = torch.zeros(len(sample), model.config.vocab_size, device=device)
+
+            row = torch.arange(len(sample), device=device)
+            at = count.clamp(max=max_new - 1)
+            token, logprob = draw(logits, u[row, at], temperature)
+            for r in list(forced):
+                token[r], logprob[r], mask[r, at[r]] = forced[r].pop(0), 0.0, 0.0
+                if not forced[r]:
+                    del forced[r]
+            ids[row, at], logprobs[row, at] = token, logprob
+            busy = sample >= 0
+            count += busy
+            ended = (token == eot) & (mask[row, at] > 0)
+            done = busy & (ended | (count == max_new) | (length + 1 >= max_len))
+            if tool is not None:
+                for r in (busy & ~done).nonzero()[:, 0].tolist():
+                    if r not in forced and (answer := tool(ids[r, : count[r]].tolist())):
+                        forced[r] = list(answer)
+            if done.any():
+                slots = done.nonzero()[:, 0]
+                columns = [x[slots].tolist() for x in (sample, count, ids, logprobs, mask, ended)]
+                for s, n, *lists, whole in zip(*columns):
+                    results[s] = dict(zip(("ids", "logprobs", "mask"), (x[:n] for x in lists)), truncated=not whole)
+                sample[slots] = -1
+                for r in slots.tolist():
+                    forced.pop(r, None)
+            # few rows are left, and no prompts for the others: go on with those few
+            left = (sample >= 0).nonzero()[:, 0]
+            if not waiting and not forced and 8 < len(sample) and max(len(left), 8 * batch_invariant) <= len(sample) // 2:
+                left = torch.cat([left, (sample < 0).nonzero()[: max(0, 8 - len(left)), 0]])
+                sample, length, count, u, ids, logprobs, mask, token = (
+                    x[left] for x in (sample, length, count, u, ids, logprobs, mask, token))
+                for layer in caches:
+                    layer.rows, layer.k, layer.v = len(left), layer.k[left], layer.v[left]
+            if not agree(False, bool((sample >= 0).any()))[1]:
+                continue  # there may be prompts left
+            length.masked_fill_(sample < 0, 0)
+            at = length[:, None] + torch.arange(width, device=device)
+            tokens = torch.zeros_like(at)
+            tokens[:, 0] = token
+            logits = forward(caches, tokens, at, torch.zeros_like(length))
+            length += sample >= 0
+    finally:
+        model.logits = usual_logits
+    return results
 
 
 # ---------------------------------------------------------------- text

@@ -55,8 +55,9 @@ class Config(ParallelConfig, CheckpointConfig, DataConfig, MetricsConfig):
     flavor: Literal[tuple(FLAVORS)] = "debug"  # model size: see FLAVORS in models/deepseek.py
     # qwen3: how to keep the experts equally busy
     moe_balance: Literal["bias", "aux", "none"] = "bias"  # adjust selection biases, add a balancing loss, or neither
-    # deepseek: 1e-3 as in V3 would balance nothing within hundreds of steps; the loss is sequence-wise and joins the biases
+    # 1e-2 for both: runs of thousands of steps do with 1e-3, but within hundreds it balances nothing (benchmarks/RESULTS.md)
     moe_bias_rate: float = 1e-2  # --moe_balance bias: how far a bias moves per step
+    # deepseek: as in V3, where it is sequence-wise and joins the biases (arXiv:2412.19437, eq. 17)
     moe_aux_coef: float = 1e-4  # weight of the balancing loss, unless --moe_balance none
     moe_force_balance: bool = False  # round-robin instead of the router: for benchmarks, the model learns little
     moe_load_per_layer: bool = False  # metrics.jsonl also gets moe_load: for every layer, each expert's share of the load

@@ -27,7 +27,7 @@ from parallel import AXES
 
 REPO = Path(__file__).parent.parent
 RECIPES = sorted(path.name for path in REPO.glob("train_*.py"))
-DOCUMENTED = [REPO / name for name in (*RECIPES, "generate.py", "data.py", "checkpoint.py")]
+DOCUMENTED = [REPO / name for name in (*RECIPES, "grpo.py", "generate.py", "data.py", "checkpoint.py")]
 MODEL = "n_layers=2,dim=32,n_heads=4,n_kv_heads=2,head_dim=8,ffn_dim=64,vocab_size=4096"
 MLA = ("n_layers=4,dim=32,n_heads=4,ffn_dim=64,vocab_size=4096,q_lora_rank=16,kv_lora_rank=16,qk_nope_head_dim=8,"
        "qk_rope_head_dim=4,v_head_dim=8,moe_ffn_dim=32")
@@ -135,6 +135,9 @@ def run_published(command: str, folder: Path, out: str, *more) -> tuple[str, Pat
         pass  # as it stands: it is for models of any size
     elif script in RECIPES:
         args += [*tiny(script), "--steps", 4, "--local_batch_size", 4 if "--pp_schedule" in args else 2, "--out", out]
+    elif script == "grpo.py":
+        args += ["--steps", 2, "--prompts_per_step", 4, "--group_size", 2, "--sft_steps", 2, "--eval_n", 8, "--eval_k", 2,
+                 "--device", "cpu", "--out", out]
     elif script == "generate.py":
         args += ["--max_new_tokens", 8, "--device", "cpu"]
     elif args[0] == "prepare":
@@ -181,6 +184,12 @@ def test_published_command(command, folder):
         check_run_folder(out, script)
         assert "loss   . training" in stdout and f"checkpoint: out/{COMMANDS.index(command)}/checkpoints/step-4" in stdout
         assert "sample (" in stdout  # the curve, the checkpoint, a sample: how every run ends
+    elif script == "grpo.py":
+        lines = [line for line in metrics(out) if "reward_mean" in line]
+        assert [line["step"] for line in lines] == [1, 2] == [line["policy_version"] for line in lines]
+        assert all(TRAIN_KEYS | {"logprob_max_diff", "logprob_k3"} <= set(line) for line in lines)
+        assert sum("eval_reward" in line for line in metrics(out)) == 2 and "held-out prompts" in stdout
+        assert checkpoint.verify(out / "checkpoints" / "step-2")["step"] == 2
     elif script == "generate.py":
         prompts = [b for a, b in zip(shlex.split(command), shlex.split(command)[1:]) if a == "--prompt"]
         assert all(prompt in stdout for prompt in prompts) or "--chat" in command and stdout.strip()
@@ -200,7 +209,7 @@ def test_published_command_compiled(command, folder):
 
 # ---------------------------------------------------------------- flags
 
-CONFIGS = [*RECIPES, "generate.py"]
+CONFIGS = [*RECIPES, "grpo.py", "generate.py"]
 
 
 @pytest.mark.parametrize("script", CONFIGS)
