@@ -95,6 +95,7 @@ class ParallelConfig:
     check_parity: bool = False  # train 3 steps on one process and on this layout, in fp32, and compare; start it with python
     flight_recorder: bool = False  # when a collective times out, every rank writes its last ones to <out>/trace (NCCL only)
     deterministic: bool = False  # bitwise reproducible kernels, slower on GPUs
+    optimizer_in_backward: bool = False  # update each weight when its gradient is there and free it: less memory, no clipping
     init_timeout_s: int = 300  # a collective that waits longer than this before or in the first step ends the run
     train_timeout_s: int = 100  # the same after the first step of this process, when everything is compiled and connected
 
@@ -120,6 +121,7 @@ class Layout:
     experts: DeviceMesh | None = None  # MoE: the same ranks as pp, dp_replicate, efsdp, ep, etp
     schedules: dict = field(default_factory=dict)  # pipeline schedules by batch shape
     loss_denom: Tensor | None = None  # pipeline: tokens of the global batch that is under way
+    squares: Tensor | None = None  # --optimizer_in_backward: sum of the squares of the gradients that are gone
 
     def __getattr__(self, name):  # layout.tp instead of layout.degrees["tp"]
         if name in AXES:
@@ -234,6 +236,11 @@ def check_layout(
         errors.append("--ac budget needs --compile: the compiler chooses what to keep; add --compile or use --ac op")
     if cfg.ac_every < 1 or not 0 <= cfg.ac_budget <= 1:
         errors.append(f"--ac_every {cfg.ac_every} must be at least 1 and --ac_budget {cfg.ac_budget} between 0 and 1")
+    if cfg.optimizer_in_backward and (pp > 1 or layout.accumulation > 1 or cfg.cpu_offload):
+        errors.append(
+            f"--optimizer_in_backward needs one backward per step and gradients on the device, but --pp is {pp}, accumulation "
+            f"{layout.accumulation}, --cpu_offload {cfg.cpu_offload}; leave it out"
+        )
     if cfg.float8 != "off":
         errors += float8_errors(cfg, on_cuda)
     errors += expert_errors(layout, c)
@@ -1335,6 +1342,33 @@ def evaluate(stages, batches, layout: Layout) -> tuple[float, float | None]:
     return total / max(tokens, 1), total / n_bytes / math.log(2) if n_bytes_known and n_bytes else None
 
 
+def replicas(grad: Tensor, layout: Layout) -> int:
+    """How many ranks of a pipeline stage hold the same part of this gradient."""
+    sharded = 1
+    if isinstance(grad, DTensor):
+        sharded = math.prod(grad.device_mesh.size(i) for i, x in enumerate(grad.placements) if not x.is_replicate())
+    return layout.world_size // layout.pp // sharded
+
+
+def step_in_backward(optimizers, layout: Layout) -> None:
+    """--optimizer_in_backward: from now on each parameter is updated within the backward, when its gradient has been summed over
+    the ranks, and the gradient is freed. There are never more gradients in memory than those of one FSDP unit."""
+    if not layout.cfg.optimizer_in_backward:
+        return
+    layout.squares = torch.zeros((), dtype=torch.float64, device=layout.device)
+
+    def update(p, optimizer, group):
+        layout.squares += local_tensor(p.grad).double().square().sum() / replicas(p.grad, layout)
+        everything, optimizer.param_groups = optimizer.param_groups, [{**group, "params": [p]}]
+        optimizer.step()
+        optimizer.param_groups, p.grad = everything, None
+
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.register_post_accumulate_grad_hook(partial(update, optimizer=optimizer, group=group))
+
+
 def clip_grad_norm(stages, max_norm: float, layout: Layout) -> Tensor:
     """Scale the gradients so that their norm is at most max_norm; returns the norm before, a 0-d tensor, equal on every rank.
 
@@ -1343,25 +1377,22 @@ def clip_grad_norm(stages, max_norm: float, layout: Layout) -> Tensor:
     pipeline stages, and for a tied weight that two stages hold (counted once).
     """
     squares = torch.zeros((), dtype=torch.float64, device=layout.device)
+    if layout.squares is not None:
+        squares += layout.squares
+        layout.squares.zero_()
     grads: list[Tensor] = []
     groups: dict[int, list[Tensor]] = {}  # number of ranks that hold the same part -> local gradients
     copies = {id(w) for s in stages if (w := tied_copy(s)) is not None}
-    ranks_per_stage = layout.world_size // layout.pp
     for stage in stages:
         for p in stage.parameters():
             if p.grad is None:
                 continue
             grads.append(local_tensor(p.grad))
-            replicas = ranks_per_stage
-            if isinstance(p.grad, DTensor):
-                mesh = p.grad.device_mesh
-                sharded = math.prod(mesh.size(i) for i, x in enumerate(p.grad.placements) if not x.is_replicate())
-                replicas = ranks_per_stage // sharded
             if id(p) not in copies:
-                groups.setdefault(replicas, []).append(grads[-1])
-    for replicas, members in groups.items():
+                groups.setdefault(replicas(p.grad, layout), []).append(grads[-1])
+    for n, members in groups.items():
         norms = torch._foreach_norm(members, 2, dtype=torch.float64)  # in fp32 a sum of a million squares loses six digits
-        squares += (torch.stack(norms) ** 2).sum().to(layout.device) / replicas
+        squares += (torch.stack(norms) ** 2).sum().to(layout.device) / n
     dist.all_reduce(squares)
     norm = squares.sqrt().float()
     if "NANOTITAN_RECORD" in os.environ:

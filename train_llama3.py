@@ -43,6 +43,7 @@ from parallel import (
     reduce_loss,
     run,
     shard,
+    step_in_backward,
     tensor_parallel,
     train_timeouts,
 )
@@ -127,6 +128,9 @@ def main(cfg: Config):
         global_batch_size=cfg.global_batch_size, device=cfg.device,
     )
     rank0 = layout.rank == 0
+    if cfg.optimizer_in_backward and (cfg.max_norm, cfg.optimizer, cfg.on_nan) != (0, "adamw", "stop"):
+        raise ValueError("--optimizer_in_backward moves weights before the norm of all gradients is known; use --max_norm 0, "
+                         "--optimizer adamw and --on_nan stop")
 
     # 2. data: one fixed global order of sequences; the layout decides who reads which, never what is trained on
     data = open_data(cfg, cfg.seq_len)
@@ -174,6 +178,7 @@ def main(cfg: Config):
         source=open(__file__).read(), tokenizer_file=data.tokenizer_file,
     )
     state = checkpoints.load() or {"step": 0, "samples": 0, "tokens": 0}
+    step_in_backward(optimizers, layout)
     check_replicas(stages, layout, data=data.fingerprint, flags=asdict(cfg))
     if rank0:
         if state["step"] >= cfg.steps:
@@ -205,16 +210,17 @@ def main(cfg: Config):
         batch = next(batches)
         metrics.data_done()
         lr = cfg.lr * lr_at(step, cfg)
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            group["lr"] = lr
         loss = forward_backward(stages, batch, layout)  # sum of token losses / tokens of the global batch, and its gradients
         grad_norm = clip_grad_norm(stages, cfg.max_norm, layout)
         if grad_norm.isfinite():
             for optimizer in optimizers:
-                for group in optimizer.param_groups:
-                    group["lr"] = lr
                 optimizer.step()
         elif cfg.on_nan == "stop":
             good = next((path for _, path in step_folders(cfg.out)), "none yet")
-            raise RuntimeError(f"step {step}: gradient norm {grad_norm.item()}, weights unchanged; last checkpoint: {good}")
+            weights = "the weights have seen it" if cfg.optimizer_in_backward else "weights unchanged"
+            raise RuntimeError(f"step {step}: gradient norm {grad_norm.item()}, {weights}; last checkpoint: {good}")
         elif rank0:
             print(f"step {step}: the gradient norm is {grad_norm.item()}; step skipped")
         float8_scales(stages, layout)

@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from layouts import build, config, first_difference, reference, train
+from layouts import build, config, first_difference, full, global_batch, local_batch, reference, train
 from pool import pool
 
 import parallel
@@ -247,6 +247,31 @@ def test_float8_filter():
     assert all(("Float8" in kind) == (fqn != "head") for fqn, kind in all_of_them.items())
     left = {fqn for fqn, kind in filtered.items() if "Float8" not in kind}
     assert left == {"head", *(f"blocks.{i}.attn.wk" for i in range(4)), *(f"blocks.0.ffn.w{i}" for i in (1, 2, 3))}
+
+
+def in_backward(on: bool, flags: dict) -> tuple[list, dict, int]:
+    """(norms, weights, most gradients at one time after an update) of three steps without clipping."""
+    stages, layout = build(config(), {"optimizer_in_backward": on, **flags}, 4, 4 // (2 if "dp_shard" in flags else 1))
+    params = dict(stages[0].named_parameters())
+    optimizer = torch.optim.AdamW(params.values(), lr=1e-3)
+    parallel.step_in_backward([optimizer], layout)
+    alive, norms = [0], []
+    optimizer.register_step_post_hook(lambda *_: alive.append(sum(p.grad is not None for p in params.values())))
+    for step in range(3):
+        parallel.forward_backward(stages, local_batch(global_batch(step, 4, False), layout), layout)
+        norms.append(parallel.clip_grad_norm(stages, 0.0, layout).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, {fqn: full(p) for fqn, p in params.items()}, max(alive)
+
+
+@pytest.mark.parametrize("flags", [{"tp": 2}, {"dp_shard": 2}], ids=str)
+def test_optimizer_in_backward(flags):
+    """The same weights and the same norm, with one gradient in memory instead of all."""
+    usual, early = (pool(2).run(in_backward, on, flags)[0] for on in (False, True))
+    assert early[0] == pytest.approx(usual[0], rel=1e-6)
+    assert all(torch.allclose(early[1][fqn], weight, atol=1e-6) for fqn, weight in usual[1].items())
+    assert usual[2] == len(usual[1]) and early[2] <= 1
 
 
 def test_two_runs_are_equal_to_the_last_bit():
