@@ -1351,7 +1351,7 @@ def replicas(grad: Tensor, layout: Layout) -> int:
 
 
 def step_in_backward(optimizers, layout: Layout) -> None:
-    """--optimizer_in_backward: from now on each parameter is updated within the backward, when its gradient has been summed over
+    """--optimizer_in_backward: from now on each parameter is updated within the backward, when its gradient is summed over
     the ranks, and the gradient is freed. There are never more gradients in memory than those of one FSDP unit."""
     if not layout.cfg.optimizer_in_backward:
         return

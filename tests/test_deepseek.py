@@ -1,0 +1,801 @@
+"""DeepSeek: against transformers, against the papers written out token by token, the published counts, files, and layouts."""
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from layouts import BIAS_RATE, balances, build, config, global_batch, local_batch, watch_margins
+from pool import pool
+from safetensors import safe_open
+from safetensors.torch import save_file
+from test_parallel import compare, name
+
+import hf
+import models.deepseek
+import parallel
+from config import override_fields
+from generate import generate
+from models.attention import causal_attention, sdpa
+from models.deepseek import FLAVORS, DeepSeek, DeepSeekConfig, MoE, shift_targets
+from models.loss import IGNORE
+
+REPO = Path(__file__).parent.parent
+
+
+def normal(model, std=0.1, seed=0):
+    """Weights that leave nothing out: norms off 1, biases off 0."""
+    g = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for n, t in [*model.named_parameters(), *model.named_buffers()]:
+            if "inv_freq" not in n:
+                t.normal_(1.0 if "norm" in n else 0.0, std, generator=g)
+    return model
+
+
+def tiny(**changes) -> DeepSeekConfig:
+    return config("deepseek", **changes)
+
+
+def random_tokens(*shape, vocab=101, seed=0):
+    return torch.randint(0, vocab, shape, generator=torch.Generator().manual_seed(seed))
+
+
+# ---------------------------------------------------------------- transformers
+
+COMMON = dict(
+    hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=4, n_shared_experts=1, n_routed_experts=8, routed_scaling_factor=2.5, kv_lora_rank=32, q_lora_rank=24,
+    qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=24, n_group=4, topk_group=2, num_experts_per_tok=3,
+    first_k_dense_replace=1, norm_topk_prob=True, vocab_size=101, max_position_embeddings=256, rms_norm_eps=1e-6,
+    attn_implementation="eager",
+)
+YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=8.0, beta_fast=32, beta_slow=1, original_max_position_embeddings=32,
+            mscale=0.707, mscale_all_dim=0.707)
+V2 = dict(norm_topk_prob=False, topk_method="greedy")
+VARIANTS = {
+    "v3": {},
+    "v3_plain": dict(q_lora_rank=None, n_group=1, topk_group=1, norm_topk_prob=False),
+    "v3_yarn": dict(rope_parameters=YARN),
+    "v3_yarn_mscales": dict(rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=0.5)),
+    "v3_half_tied": dict(rope_interleave=False, tie_word_embeddings=True),
+    "v3_moonlight": dict(q_lora_rank=None, n_group=1, topk_group=1, n_shared_experts=2, rms_norm_eps=1e-5,
+                         rope_parameters=dict(rope_type="default", rope_theta=50000.0), routed_scaling_factor=2.446),
+    "v2": V2 | dict(topk_method="group_limited_greedy", routed_scaling_factor=16.0, rope_parameters=YARN),
+    "v2_lite": V2 | dict(q_lora_rank=None, n_group=1, topk_group=1, rope_parameters=YARN, routed_scaling_factor=1.0),
+}
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory):
+    """variant -> (transformers' model in fp32, the folder that it wrote)."""
+    import transformers  # not above: the pool's workers import this file, too, and would wait for it
+
+    made = {}
+
+    def make(variant):
+        if variant not in made:
+            kind = f"Deepseek{variant[:2].upper()}"
+            Config, Model = getattr(transformers, f"{kind}Config"), getattr(transformers, f"{kind}ForCausalLM")
+            model = normal(Model(Config(**COMMON | VARIANTS[variant])).float().eval())
+            folder = str(tmp_path_factory.mktemp(variant))
+            model.save_pretrained(folder)
+            made[variant] = model, folder
+        return made[variant]
+
+    return make
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_gradients_and_files_equal_transformers(theirs, variant, tmp_path):
+    from test_moe import stacked
+
+    model, folder = theirs(variant)
+    ours, _ = hf.load_hf_model(folder)
+    tokens = random_tokens(2, 40, seed=1)
+    want = model(tokens).logits
+    torch.testing.assert_close(ours(tokens), want, atol=1e-5, rtol=1e-5)
+
+    model.zero_grad()
+    F.cross_entropy(want.flatten(0, 1), tokens.flatten()).backward()
+    ours(tokens, labels=tokens, loss_denom=tokens.numel()).backward()
+    gradients = {n: p.grad for n, p in model.named_parameters()}
+    for fqn, p in ours.named_parameters():
+        grad = stacked(gradients, ours.hf_keys()[fqn])
+        assert grad.norm() > 1e-7 and (p.grad - grad).norm() <= 1e-4 * grad.norm(), fqn
+
+    out = str(tmp_path / "out")
+    hf.save_hf(ours, out, torch.float32)
+    with safe_open(f"{folder}/model.safetensors", "pt") as a, safe_open(f"{out}/model.safetensors", "pt") as b:
+        assert set(a.keys()) == set(b.keys())
+        assert all(torch.equal(a.get_tensor(n), b.get_tensor(n)) for n in a.keys())
+    again = type(model).from_pretrained(out, attn_implementation="eager").float()
+    assert again.config.architectures == [type(model).__name__]
+    with torch.no_grad():
+        assert torch.equal(again(tokens).logits, want)
+
+
+def test_norms_of_the_latents_keep_their_eps(theirs, monkeypatch):
+    """Moonlight's other norms have 1e-5. With it in these, the logits would not be those of transformers."""
+    model, folder = theirs("v3_moonlight")
+    tokens = random_tokens(2, 20, seed=1)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.kv_a_proj_with_mqa.weight.mul_(0.01)  # a latent so small that eps matters
+        want = model(tokens).logits
+        ours, _ = hf.load_hf_model(folder)
+        ours.blocks["1"].attn.wkv_a.weight.mul_(0.01)
+        torch.testing.assert_close(ours(tokens), want, atol=1e-5, rtol=1e-5)
+        ours.blocks["1"].attn.kv_norm.eps = 1e-5
+        assert (ours(tokens) - want).abs().max() > 1e-3
+        model.model.layers[1].self_attn.kv_a_proj_with_mqa.weight.mul_(100)
+
+
+def in_the_old_spelling(new: dict) -> dict:
+    """A config.json of transformers 5 as transformers 4 wrote it."""
+    old = {k: v for k, v in new.items() if k not in ("rope_parameters", "dtype", "num_local_experts", "head_dim")}
+    rope = dict(new["rope_parameters"])
+    old["rope_theta"] = rope.pop("rope_theta")
+    kind = rope.pop("rope_type")
+    old["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
+    return old
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_both_spellings_of_config_json(theirs, variant):
+    new = json.loads(Path(theirs(variant)[1], "config.json").read_text())
+    found, old = DeepSeekConfig.from_hf(new), in_the_old_spelling(new)
+    assert DeepSeekConfig.from_hf(old) == found and "rope_parameters" in new
+    assert DeepSeekConfig.from_hf(found.to_hf()) == found
+    assert (found.rope_scaling is None) == ("yarn" not in variant and not variant.startswith("v2"))
+
+
+PUBLISHED = dict(  # config.json of deepseek-ai/DeepSeek-V3, all that says something about the model
+    architectures=["DeepseekV3ForCausalLM"], attention_bias=False, attention_dropout=0.0, aux_loss_alpha=0.001, ep_size=1,
+    first_k_dense_replace=3, hidden_act="silu", hidden_size=7168, initializer_range=0.02, intermediate_size=18432,
+    kv_lora_rank=512, max_position_embeddings=163840, model_type="deepseek_v3", moe_intermediate_size=2048, moe_layer_freq=1,
+    n_group=8, n_routed_experts=256, n_shared_experts=1, norm_topk_prob=True, num_attention_heads=128, num_experts_per_tok=8,
+    num_hidden_layers=61, num_key_value_heads=128, num_nextn_predict_layers=1, pretraining_tp=1, q_lora_rank=1536,
+    qk_nope_head_dim=128, qk_rope_head_dim=64, rms_norm_eps=1e-6, rope_theta=10000, routed_scaling_factor=2.5,
+    rope_scaling=dict(beta_fast=32, beta_slow=1, factor=40, mscale=1.0, mscale_all_dim=1.0,
+                      original_max_position_embeddings=4096, type="yarn"),
+    scoring_func="sigmoid", seq_aux=True, tie_word_embeddings=False, topk_group=4, topk_method="noaux_tc", use_cache=True,
+    v_head_dim=128, vocab_size=129280, quantization_config=dict(quant_method="fp8", weight_block_size=[128, 128]),
+)
+
+
+def test_the_published_config_is_the_flavor():
+    assert DeepSeekConfig.from_hf(PUBLISHED) == replace(FLAVORS["671B"], mtp_depth=1)
+    for flavor, c in FLAVORS.items():
+        assert DeepSeekConfig.from_hf(c.to_hf()) == c, flavor
+    wrong = dict(model_type="qwen3", hidden_act="gelu", attention_bias=True, moe_layer_freq=2, topk_method="greedy",
+                 scoring_func="softmax", num_nextn_predict_layers=2)
+    for field, value in wrong.items():
+        with pytest.raises(ValueError, match=f"{field} is {value!r}"):
+            DeepSeekConfig.from_hf(PUBLISHED | {field: value})
+    with pytest.raises(ValueError, match="rope scaling has attention_factor"):
+        DeepSeekConfig.from_hf(PUBLISHED | {"rope_scaling": PUBLISHED["rope_scaling"] | {"attention_factor": 2.0}})
+    with pytest.raises(ValueError, match="no number for kv_lora_rank"):
+        DeepSeekConfig.from_hf({k: v for k, v in PUBLISHED.items() if k != "kv_lora_rank"})
+
+
+# ---------------------------------------------------------------- routing, token by token
+
+
+def route(logits: list[float], bias: list[float], c: DeepSeekConfig) -> tuple[dict[int, float], float]:
+    """({expert: weight} of one token, the closest call), in plain Python from the papers."""
+    if c.score_func == "sigmoid":  # V3, arXiv:2412.19437, eq. 12-16
+        s = [1 / (1 + math.exp(-x)) for x in logits]
+    else:  # V2, arXiv:2405.04434, eq. 20-22, and sec. 2.2.2 for the groups
+        s = [math.exp(x) / sum(map(math.exp, logits)) for x in logits]
+    choice, size = [a + b for a, b in zip(s, bias)], len(s) // c.n_groups
+    groups = [list(range(g * size, (g + 1) * size)) for g in range(c.n_groups)]
+    best_of = 2 if c.score_func == "sigmoid" else 1
+    strength = [sum(sorted(choice[e] for e in group)[-best_of:]) for group in groups]
+    ranked = sorted(range(c.n_groups), key=lambda g: -strength[g])
+    calls = []
+    if c.top_k_groups < c.n_groups:
+        calls.append(strength[ranked[c.top_k_groups - 1]] - strength[ranked[c.top_k_groups]])
+    allowed = sorted((e for g in ranked[: c.top_k_groups] for e in groups[g]), key=lambda e: -choice[e])
+    if len(allowed) > c.top_k:
+        calls.append(choice[allowed[c.top_k - 1]] - choice[allowed[c.top_k]])
+    chosen = allowed[: c.top_k]
+    total = sum(s[e] for e in chosen) if c.norm_topk_prob else 1.0
+    return {e: s[e] / total * c.route_scale for e in chosen}, min(calls)
+
+
+V3_ROUTES = dict(n_experts=16, n_groups=4, top_k_groups=2, top_k=4, route_scale=2.5)
+V2_ROUTES = dict(score_func="softmax", norm_topk_prob=False)
+ROUTES = {
+    "v3": V3_ROUTES,
+    "v3_one_group": V3_ROUTES | dict(n_groups=1, top_k_groups=1),
+    "v3_not_normalised": V3_ROUTES | dict(norm_topk_prob=False),
+    "v2_groups": V3_ROUTES | V2_ROUTES | dict(n_groups=8, top_k_groups=3, route_scale=16.0),
+    "v2_greedy": V3_ROUTES | V2_ROUTES | dict(n_groups=1, top_k_groups=1, route_scale=1.0),
+}
+
+
+@pytest.mark.parametrize("case", ROUTES)
+def test_routing_against_a_loop(case):
+    c = tiny(**ROUTES[case])
+    layer, g = normal(MoE(c), std=0.3), torch.Generator().manual_seed(1)
+    biased = c.score_func == "sigmoid"
+    layer.balance.bias.normal_(0, 0.2, generator=g).mul_(biased)
+    x = torch.randn(3, 21, c.dim, generator=g)
+    with torch.no_grad():
+        got = layer(x).flatten(0, 1)
+        logits, moved, closest, clear = layer.router(x).flatten(0, 1).tolist(), 0, [], 0
+        for n, token in enumerate(x.flatten(0, 1)):
+            weights, call = route(logits[n], layer.balance.bias.tolist(), c)
+            moved += set(weights) != set(route(logits[n], [0.0] * c.n_experts, c)[0])
+            closest.append(call)
+            if call < 1e-5:  # either answer would be right
+                continue
+            clear += 1
+            want = torch.zeros(c.dim)
+            for e, w in weights.items():
+                hidden = F.silu(layer.experts.w1[e] @ token) * (layer.experts.w3[e] @ token)
+                want += w * (layer.experts.w2[e] @ hidden)
+            torch.testing.assert_close(got[n], want, atol=2e-5 * c.route_scale, rtol=1e-4)
+            if c.norm_topk_prob:
+                assert abs(sum(weights.values()) - c.route_scale) < 1e-6
+    assert clear >= 60 and (moved > 10) == biased
+
+
+def test_group_scores_are_two_in_v3_and_one_in_v2():
+    """Group 0 has the one best expert, group 1 the two best together."""
+    scores = torch.tensor([[0.9, 0.1, 0.6, 0.5, 0.2, 0.2, 0.3, 0.1]])
+    for changes, group in ({}, 1), (V2_ROUTES, 0):
+        limited = MoE(tiny(top_k=1, top_k_groups=1, **changes)).best_groups(scores)
+        assert limited.isfinite().nonzero()[:, 1].tolist() == [2 * group, 2 * group + 1]
+
+
+# ---------------------------------------------------------------- balancing
+
+
+@pytest.mark.parametrize("case", ["v3", "v3_one_group", "v2_groups"])
+def test_sequence_wise_loss_against_a_loop(case):
+    """V3, eq. 17-20: per sequence, from the best scores without biases. V2, eq. 23-25, counts what was chosen."""
+    c, alpha, B, T = tiny(**ROUTES[case]), 0.07, 3, 13
+    layer, g = normal(MoE(c), std=0.3), torch.Generator().manual_seed(2)
+    layer.balance.bias.normal_(0, 0.3, generator=g).mul_(c.score_func == "sigmoid")
+    x = torch.randn(B, T, c.dim, generator=g, requires_grad=True)
+    layer.balance.aux_scale = alpha / B
+    (layer(x) * 0).sum().backward()
+    got = layer.router.weight.grad.clone(), x.grad.clone()
+    layer.zero_grad()
+    x.grad = None
+
+    loss, E, k = 0.0, c.n_experts, c.top_k
+    for sequence in x:
+        f, P = [0.0] * E, [0.0] * E
+        for token in sequence:
+            logits = layer.router.weight @ token
+            s = logits.sigmoid() if c.score_func == "sigmoid" else logits.softmax(0)
+            if c.score_func == "sigmoid":
+                best = sorted(range(E), key=lambda e: -s[e].item())[:k]
+            else:
+                best = route(logits.tolist(), [0.0] * E, c)[0]
+            for e in range(E):
+                f[e] += E / (k * T) * (e in best)
+                P[e] = P[e] + s[e] / s.sum() / T
+        loss = loss + alpha * sum(f[e] * P[e] for e in range(E)) / B
+    loss.backward()
+    for ours, want in zip(got, (layer.router.weight.grad, x.grad)):
+        torch.testing.assert_close(ours, want, atol=1e-8, rtol=1e-4)
+
+
+N_BIAS_STEPS, N_SEQUENCES = 5, 8
+BIAS_MODEL = dict(mtp_depth=1, top_k=3, route_scale=2.5)
+
+
+def bias_steps(flags: dict, local_batch_size: int, seed: int):
+    """({layer: (bias before, load, bias after)} of five AdamW steps, the closest call of a router), of a rank of a layout."""
+    stages, layout = build(tiny(**BIAS_MODEL), flags, N_SEQUENCES, local_batch_size, seed)
+    margins = [watch_margins(stage) for stage in stages]
+    # eps: a gradient that is nothing but rounding does not become a whole step, as it would with 1e-8
+    optimizer = torch.optim.AdamW([p for s in stages for p in s.parameters()], lr=1e-3, eps=1e-4, foreach=True)
+    seen = []
+    for step in range(N_BIAS_STEPS):
+        parallel.forward_backward(stages, local_batch(global_batch(step, N_SEQUENCES, False), layout), layout)
+        parallel.clip_grad_norm(stages, 1.0, layout)
+        optimizer.step()
+        optimizer.zero_grad()
+        before = {i: (b.bias.clone(), b.load.clone()) for i, b in balances(stages).items()}
+        parallel.balance_experts(stages, layout, "bias", BIAS_RATE)
+        seen.append({i: (*before[i], b.bias.clone()) for i, b in balances(stages).items()})
+    return seen, min(min(m, default=1) for m in margins)
+
+
+BIAS_LAYOUTS = [
+    (2, dict(ep=2), 2), (2, dict(tp=2), 4), (2, dict(cp=2, ac="full"), 4), (2, dict(pp=2), 4),
+    (4, dict(ep=4, tp=2, ac="full"), 2),
+    *[pytest.param(*row, marks=pytest.mark.slow) for row in (
+        (2, dict(tp=2, etp=2), 4), (4, dict(pp=2, ep=2, pp_schedule="DualPipeV"), 4), (4, dict(cp=2, ep=4), 2))],
+]
+BIAS_SEED = 4  # of the few that route clearly through all steps
+
+
+@pytest.fixture(scope="module")
+def biases_of_one_process():
+    ((seen, margin),) = pool(1).run(bias_steps, {}, 4, BIAS_SEED)
+    assert margin > 2e-5  # far above the rounding of another layout
+    return seen
+
+
+def test_biases_follow_the_sign_of_the_load(biases_of_one_process):
+    for step in biases_of_one_process:
+        assert set(step) == {1, 2, 3, 4}  # layer 0 is dense, layer 4 is MTP's
+        for before, load, after in step.values():
+            assert load.sum() == 3 * 8 * 16  # each token once, although the step accumulates over two forwards
+            rule = [BIAS_RATE * ((load.mean() > x).float() - (load.mean() < x).float()) for x in load]
+            torch.testing.assert_close(after, before + torch.stack(rule) - torch.stack(rule).mean(), atol=1e-7, rtol=0)
+    assert max(after.abs().max() for _, _, after in biases_of_one_process[-1].values()) > 3 * BIAS_RATE
+
+
+@pytest.mark.parametrize("processes, flags, local_batch_size", BIAS_LAYOUTS, ids=str)
+def test_biases_after_five_steps_equal_one_process(biases_of_one_process, processes, flags, local_batch_size):
+    found = set()
+    for seen, _ in pool(processes).run(bias_steps, flags, local_batch_size, BIAS_SEED):
+        for step, (ours, want) in enumerate(zip(seen, biases_of_one_process, strict=True)):
+            for i, (_, _, bias) in ours.items():
+                found.add(i)
+                assert torch.equal(bias, want[i][2]), f"step {step}, layer {i}"
+    assert found == {1, 2, 3, 4}
+
+
+# ---------------------------------------------------------------- counts
+
+COUNTS = {  # published total and active; V3's and Moonlight's include the selection biases, which are buffers here
+    "16B": (15_706_484_224, 2_661_150_208, 0),
+    "236B": (235_741_434_880, 21_375_800_320, 0),
+    "671B": (671_026_419_200, 37_552_297_472, 58 * 256),
+    "moonlight-16B": (15_960_110_208, 2_914_776_192, 26 * 64),
+}
+
+
+@pytest.mark.parametrize("flavor", COUNTS)
+def test_parameter_counts(flavor):
+    with torch.device("meta"):
+        model = DeepSeek(FLAVORS[flavor])
+    total, active, biases = COUNTS[flavor]
+    named = {fqn for fqn in model.hf_keys() if fqn.endswith("balance.bias")}
+    assert sum(b.numel() for fqn, b in model.named_buffers() if fqn in named) == biases
+    assert sum(p.numel() for p in model.parameters()) + biases == total
+    assert model.n_active_params() + biases == active
+
+
+def test_counts_of_multi_token_prediction_and_flops():
+    with torch.device("meta"):
+        v3, both = DeepSeek(FLAVORS["671B"]), DeepSeek(replace(FLAVORS["671B"], mtp_depth=1))
+        lite = DeepSeek(FLAVORS["16B"])
+    layer = sum(p.numel() for p in v3.blocks["60"].parameters())
+    assert sum(p.numel() for p in both.mtp.parameters()) == layer + 2 * 7168 * 7168 + 3 * 7168
+    # V2-Lite, by hand: matrices of attention, dense FFN, experts that one token meets, norms, head; then attention over T
+    attention = 2048 * 16 * 192 + 2048 * 576 + 512 * 16 * 256 + 16 * 128 * 2048
+    norms = 27 * (2 * 2048 + 512) + 2048
+    ffn = 3 * 2048 * 10944 + 26 * ((6 + 2) * 3 * 2048 * 1408 + 64 * 2048)
+    matmuls = 27 * attention + norms + ffn + 102400 * 2048
+    assert lite.flops_per_token(4096) == 6 * matmuls + 6 * 27 * 16 * (192 + 128) * 4096
+    # MTP: its layer without the idle experts, its projection and norms, and the head once more
+    idle = (256 - 8) * 3 * 7168 * 2048
+    extra = layer - idle + 2 * 7168 * 7168 + 3 * 7168 + 129280 * 7168
+    assert both.flops_per_token(4096) - v3.flops_per_token(4096) == 6 * extra + 6 * 128 * (192 + 128) * 4096
+
+
+def test_debug_flavors_can_be_split():
+    for flavor in ("debug", "debug_mtp"):
+        c = FLAVORS[flavor]
+        assert c.n_layers >= 6 and c.n_heads % 4 == 0 and c.n_experts % 8 == 0
+        assert c.ffn_dim % 4 == 0 and c.moe_ffn_dim * c.n_shared_experts % 4 == 0
+    assert replace(FLAVORS["debug_mtp"], mtp_depth=0) == FLAVORS["debug"]
+
+
+# ---------------------------------------------------------------- generation
+
+
+@pytest.mark.parametrize("changes", [{}, dict(q_lora_rank=0, **V2_ROUTES), dict(rope_interleave=False, mtp_depth=1)])
+def test_the_cache_keeps_the_latent_and_gives_the_same_logits(changes):
+    model = normal(DeepSeek(tiny(**changes)))
+    c, tokens = model.config, random_tokens(2, 24, seed=3)
+    with torch.no_grad():
+        want = model(tokens)
+        cache = model.make_cache(24)
+        parts = [model(tokens[:, :9], positions=torch.arange(9)[None], cache=cache)]
+        parts += [model(tokens[:, i : i + 1], positions=torch.tensor([[i]]), cache=cache) for i in range(9, 24)]
+        torch.testing.assert_close(torch.cat(parts, 1), want, atol=1e-5, rtol=1e-5)
+        assert len(cache) == c.n_layers
+        for layer in cache:
+            assert layer.k.untyped_storage().data_ptr() == layer.v.untyped_storage().data_ptr()
+            assert layer.k.untyped_storage().nbytes() == 4 * 2 * 24 * (c.kv_lora_rank + c.qk_rope_head_dim)
+
+        start = torch.tensor([0, 7])  # the second row begins later: padded on the left
+        positions = (torch.arange(24) - start[:, None]).clamp(min=0)
+        cache = model.make_cache(24, start)
+        parts = [slice(i, i + 4) for i in range(0, 24, 4)]
+        padded = torch.cat([model(tokens[:, part], positions=positions[:, part], cache=cache) for part in parts], 1)
+        torch.testing.assert_close(padded[0], want[0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(padded[1, 7:], model(tokens[1:, 7:])[0], atol=1e-5, rtol=1e-5)
+
+
+def test_generate_equals_the_full_forward():
+    model = normal(DeepSeek(tiny(mtp_depth=1)), std=0.2)
+    model.mtp.forward = None  # for training only
+    prompts = [random_tokens(n, seed=n).tolist() for n in (5, 11, 8)]
+    ids, logprobs = generate(model, prompts, 8, temperature=0, logprobs=True)
+    for prompt, new, values in zip(prompts, ids, logprobs):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + new]))[0, len(prompt) - 1 : -1].log_softmax(-1)
+        assert logits.argmax(-1).tolist() == new
+        torch.testing.assert_close(logits.amax(-1), torch.tensor(values), atol=1e-5, rtol=1e-5)
+
+
+# ---------------------------------------------------------------- multi-token prediction
+
+
+def test_shift_targets_by_hand():
+    tokens, labels = torch.tensor([[10, 11, 12, 13, 14]]), torch.tensor([[11, 12, 13, IGNORE, 15]])
+    next_tokens, next_labels = shift_targets(tokens, labels)
+    assert next_tokens[0, :4].tolist() == [11, 12, 13, 14] and next_labels.tolist() == [[12, 13, IGNORE, 15, IGNORE]]
+    next_tokens, next_labels = shift_targets(tokens, labels, torch.tensor([[0, 0, 1, 1, 1]]))
+    assert next_tokens[0, [0, 2, 3]].tolist() == [11, 13, 14]
+    assert next_labels.tolist() == [[12, IGNORE, IGNORE, 15, IGNORE]]
+
+
+def mtp_losses(model, tokens, labels, doc_ids):
+    """(sum of next-token losses, sum of the losses of the tokens after): arXiv:2412.19437, eq. 21-25, a document at a time."""
+    D, head, mtp = model.config.dim, model.head.weight, model.mtp
+    embed, first, second = model.tok_embeddings.weight, 0.0, 0.0
+    rms = lambda x, norm: x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight  # noqa: E731
+    w_embed, w_h = mtp.eh_proj.weight[:, :D], mtp.eh_proj.weight[:, D:]
+    for row, label, docs in zip(tokens, labels, doc_ids):
+        for doc in docs.unique():
+            t, y = row[docs == doc], label[docs == doc]  # y[i] is token i+1, or IGNORE
+            T = len(t)
+            angle = torch.arange(T)[:, None] * models.deepseek.rope_frequencies(model.config, "cpu")
+            rope = [x[None, None] for x in (angle.cos(), angle.sin())]
+            attend = causal_attention(torch.arange(T)[None])
+            h = embed[t][None]
+            for block in model.blocks.values():
+                h = block(h, *rope, attend)
+            h = rms(h, model.norm)[0]
+            first = first + F.cross_entropy(h @ head.T, y, ignore_index=IGNORE, reduction="sum")
+            if T < 2:
+                continue
+            mixed = rms(h[:-1], mtp.hnorm) @ w_h.T + rms(embed[t[1:]], mtp.enorm) @ w_embed.T  # eq. 21, of 0 .. T-2
+            out = rms(mtp.block(mixed[None], *(x[:, :, : T - 1] for x in rope), attend)[0], mtp.norm)  # eq. 22
+            for i in range(T - 1):  # eq. 23-24: position i predicts token i+2, which is the label of position i+1
+                if y[i + 1] != IGNORE:
+                    second = second - (out[i] @ head.T).log_softmax(-1)[y[i + 1]]
+    return first, second
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_loss_and_gradients_of_multi_token_prediction(documents):
+    model = normal(DeepSeek(tiny(n_layers=2, mtp_depth=1)))
+    model.mtp_weight = 0.7
+    b = global_batch(0, 4, documents)
+    denom = (b.labels != IGNORE).sum()
+    loss = model(b.tokens, b.labels, b.positions, b.doc_ids, denom)
+    loss.backward()
+    got = {fqn: p.grad.clone() for fqn, p in model.named_parameters()}
+    model.zero_grad()
+    docs = torch.zeros_like(b.tokens) if b.doc_ids is None else b.doc_ids
+    first, second = mtp_losses(model, b.tokens, b.labels, docs)
+    torch.testing.assert_close(loss, first / denom, atol=1e-6, rtol=1e-6)  # what is reported is the next token's
+    assert second > 0.3 * first
+    ((first + 0.7 * second) / denom).backward()
+    for fqn, p in model.named_parameters():
+        assert p.grad.norm() > 0 and (got[fqn] - p.grad).norm() <= 1e-4 * p.grad.norm(), fqn
+    assert model.mtp.block.moe.balance.load.sum() > 0
+
+
+def test_no_multi_token_prediction_without_gradients():
+    model = normal(DeepSeek(tiny(n_layers=2, mtp_depth=1)))
+    model.mtp.forward = None
+    tokens = random_tokens(2, 8)
+    with torch.no_grad():
+        model(tokens, tokens)
+    model(tokens)  # logits, as for RL and for generation
+    with pytest.raises(TypeError):
+        model(tokens, tokens)
+
+
+# ---------------------------------------------------------------- files
+
+
+def write(folder, c: DeepSeekConfig, tensors: dict, **changes):
+    Path(folder).mkdir()
+    save_file(tensors, Path(folder, "model.safetensors"))
+    Path(folder, "config.json").write_text(json.dumps(c.to_hf() | changes))
+    return str(folder)
+
+
+def published_tensors(model) -> dict:
+    """A model's tensors under the names of published files, experts one by one, contiguous."""
+    state, found = dict([*model.named_parameters(), *model.named_buffers()]), {}
+    for fqn, names in model.hf_keys().items():
+        parts = [state[fqn]] if isinstance(names, str) else state[fqn]
+        found |= {n: t.detach().clone() for n, t in zip([names] if isinstance(names, str) else names, parts)}
+    return found
+
+
+def test_layers_of_multi_token_prediction_in_files(tmp_path, capsys):
+    from transformers import DeepseekV3ForCausalLM
+
+    model = normal(DeepSeek(tiny(mtp_depth=1)))
+    c, tensors, tokens = model.config, published_tensors(model), random_tokens(2, 9)
+    with torch.no_grad():
+        want = model(tokens)
+    mtp = {n: t for n, t in tensors.items() if n.startswith("model.layers.4.")}
+    assert {n.removeprefix("model.layers.4.") for n in mtp} > {
+        "enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight", "self_attn.kv_a_proj_with_mqa.weight",
+        "mlp.gate.e_score_correction_bias", "mlp.shared_experts.up_proj.weight", "mlp.experts.7.down_proj.weight"}
+    copies = {f"model.layers.4.{n}": tensors[m].clone() for n, m in
+              (("embed_tokens.weight", "model.embed_tokens.weight"), ("shared_head.head.weight", "lm_head.weight"))}
+    full = write(tmp_path / "full", c, tensors | copies)
+    without = write(tmp_path / "without", c, {n: t for n, t in tensors.items() if n not in mtp})
+
+    def said():
+        return capsys.readouterr().out.splitlines()
+
+    with_mtp, _ = hf.load_hf_model(full)
+    (line,) = said()
+    assert "without what the model lacks: model.layers.4.embed_tokens.weight, model.layers.4.shared_head.head.weight" in line
+    for (fqn, a), b in zip(with_mtp.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(a, b), fqn
+    assert torch.equal(with_mtp.mtp.block.moe.balance.bias, model.mtp.block.moe.balance.bias)
+    assert torch.equal(with_mtp(tokens), want)
+
+    plain = normal(DeepSeek(replace(c, mtp_depth=0)), seed=5)
+    assert hf.load_hf(plain, full) == []
+    (line,) = said()
+    assert f"without what the model lacks: {min(mtp)}"[:40] in line and "more" in line and torch.equal(plain(tokens), want)
+
+    fresh = normal(DeepSeek(c), seed=5)
+    before = fresh.mtp.eh_proj.weight.clone()
+    absent = hf.load_hf(fresh, without)
+    (line,) = said()
+    assert "without what the files lack: mtp." in line
+    assert set(absent) == {fqn for fqn in fresh.hf_keys() if fqn.startswith("mtp.")}
+    assert torch.equal(fresh(tokens), want) and torch.equal(fresh.mtp.eh_proj.weight, before)
+
+    # config.json says that there is a layer, and no file has it: not a model with an empty one
+    dropped, _ = hf.load_hf_model(without)
+    (line,) = said()
+    assert "without multi-token prediction: the files lack model.layers.4.*" in line
+    assert dropped.config.mtp_depth == 0 and dropped.mtp is None and torch.equal(dropped(tokens), want)
+
+    half = write(tmp_path / "half", c, {n: t for n, t in tensors.items() if "hnorm" not in n})
+    with pytest.raises(ValueError, match="missing: model.layers.4.hnorm.weight$"):
+        hf.load_hf_model(half)
+
+    out = str(tmp_path / "out")
+    hf.save_hf(model, out, torch.float32)
+    with safe_open(f"{out}/model.safetensors", "pt") as file:
+        assert set(file.keys()) == set(tensors) and all(torch.equal(file.get_tensor(n), t) for n, t in tensors.items())
+    assert json.loads(Path(out, "config.json").read_text())["num_nextn_predict_layers"] == 1
+    opened = DeepseekV3ForCausalLM.from_pretrained(out).float()
+    with torch.no_grad():
+        torch.testing.assert_close(opened(tokens).logits, want, atol=1e-5, rtol=1e-5)
+
+
+ODD = dict(dim=160, ffn_dim=200, moe_ffn_dim=136, q_lora_rank=144, kv_lora_rank=40, n_heads=4, qk_nope_head_dim=24,
+           qk_rope_head_dim=8, v_head_dim=36, n_layers=2, mtp_depth=1)
+
+
+def test_fp8_blocks_of_all_linear_weights(tmp_path):
+    """Sizes that are no multiples of 128: the last block of rows and of columns is a part of one."""
+    model, g = normal(DeepSeek(tiny(**ODD))), torch.Generator().manual_seed(4)
+    files, want, n_quantised, n_edges = {}, {}, 0, 0
+    as_they_are = ("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight", "eh_proj.weight")
+    for n, t in published_tensors(model).items():
+        if t.dim() < 2 or n.endswith(as_they_are):
+            files[n] = want[n] = t if n.endswith("bias") else t.bfloat16()
+            continue
+        rows, columns = t.shape
+        codes = (torch.randn(t.shape, generator=g) * 60).to(torch.float8_e4m3fn)
+        scale = torch.rand(math.ceil(rows / 128), math.ceil(columns / 128), generator=g) * 1e-3
+        want[n] = torch.empty(t.shape)
+        for i in range(scale.shape[0]):
+            for j in range(scale.shape[1]):
+                block = slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128)
+                want[n][block] = codes[block].float() * scale[i, j]
+        files |= {n: codes, f"{n}_scale_inv": scale}
+        n_quantised += 1
+        n_edges += bool(rows % 128 or columns % 128)
+    assert n_quantised == 3 * 5 + 3 + 2 * (8 + 1) * 3 and n_edges == n_quantised  # attention, dense, routed and shared experts
+    folder = write(tmp_path / "in", model.config, files, quantization_config=PUBLISHED["quantization_config"])
+    for dtype in (torch.float32, None):
+        ours, _ = hf.load_hf_model(folder, dtype=dtype)
+        for n, t in published_tensors(ours).items():
+            kind = torch.float32 if dtype or n.endswith("bias") else torch.bfloat16
+            assert t.dtype == kind and torch.equal(t, want[n].to(kind)), n
+    hf.save_hf(ours, str(tmp_path / "out"), torch.bfloat16)
+    with safe_open(str(tmp_path / "out" / "model.safetensors"), "pt") as file:
+        assert not any("scale_inv" in n for n in file.keys())
+        for n, t in want.items():  # the biases are compared with scores in their seventh digit: they stay fp32
+            assert torch.equal(file.get_tensor(n), t if n.endswith("bias") else t.bfloat16()), n
+    assert "quantization_config" not in json.loads(Path(tmp_path, "out", "config.json").read_text())
+
+
+BIG = dict(n_dense_layers=3, n_experts=256, n_groups=8, top_k_groups=4, top_k=8, dim=8, ffn_dim=8, moe_ffn_dim=8,
+           n_heads=4, q_lora_rank=4, kv_lora_rank=4, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4, vocab_size=16)
+
+
+def write_big(folder, n_layers):
+    """All experts of the 671B in fp8, each matrix tiny: a file per layer and 32 experts, and one with the rest."""
+    c, parts = tiny(**BIG, n_layers=n_layers), {}
+    with torch.device("meta"):
+        model = DeepSeek(c)
+    shapes = {fqn: t.shape for fqn, t in [*model.named_parameters(), *model.named_buffers()]}
+    for fqn, names in model.hf_keys().items():
+        if isinstance(names, str):
+            parts.setdefault("rest", {})[names] = torch.zeros(shapes[fqn])
+            continue
+        for e, n in enumerate(names):
+            file = parts.setdefault(f"layer-{fqn.split('.')[1]}-experts-{e // 32}", {})
+            file[n] = torch.full(shapes[fqn][1:], 2.0).to(torch.float8_e4m3fn)
+            file[f"{n}_scale_inv"] = torch.full((1, 1), e + 1.0)
+    Path(folder).mkdir()
+    for title, tensors in parts.items():
+        save_file(tensors, Path(folder, f"{title}.safetensors"))
+    index = {"weight_map": {n: f"{title}.safetensors" for title, tensors in parts.items() for n in tensors}}
+    Path(folder, "model.safetensors.index.json").write_text(json.dumps(index))
+    Path(folder, "config.json").write_text(json.dumps(c.to_hf()))
+    return str(folder), len(index["weight_map"])
+
+
+def files_of_a_rank(folder, n_layers):
+    """(files opened, numbers read of experts, its part of a stack of the last layer's) of a rank of ep 4."""
+    stages, layout = build(hf.read_hf_config(folder), dict(ep=4), n=4, local_batch_size=1)
+    opened, read = set(), []
+    original_open, original_read = hf.HFTensors.open, hf.HFTensors.read
+    hf.HFTensors.open = lambda self, file: opened.add(file) or original_open(self, file)
+    hf.HFTensors.read = lambda self, n, offset, shape: read.append((".mlp.experts." in n) * math.prod(shape)) or original_read(
+        self, n, offset, shape)
+    hf.load_hf(stages, folder)
+    hf.HFTensors.open, hf.HFTensors.read = original_open, original_read
+    return opened, sum(read), parallel.local_tensor(stages[0].blocks[str(n_layers - 1)].moe.experts.w2.detach()).clone()
+
+
+@pytest.mark.parametrize("n_layers", [4, pytest.param(61, marks=pytest.mark.slow)])
+def test_a_rank_opens_the_files_of_its_own_experts_only(tmp_path, n_layers):
+    folder, n_tensors = write_big(tmp_path / "big", n_layers)
+    n_moe = n_layers - 3
+    assert n_tensors > n_moe * 256 * 3 * 2
+    for rank, (opened, read, w2) in enumerate(pool(4).run(files_of_a_rank, folder, n_layers)):
+        mine = {f"layer-{i}-experts-{part}.safetensors" for i in range(3, n_layers) for part in (2 * rank, 2 * rank + 1)}
+        assert opened == mine | {"rest.safetensors"} and len(mine) == n_moe * 2  # of n_moe x 8
+        assert read == n_moe * 64 * 3 * 8 * 8
+        assert torch.equal(w2, 2.0 * torch.arange(64 * rank + 1, 64 * rank + 65.0)[:, None, None].expand(64, 8, 8))
+
+
+# ---------------------------------------------------------------- heads of two sizes
+
+
+@pytest.mark.parametrize("mask", ["causal", "documents"])
+def test_values_smaller_than_keys(mask):
+    """The zeros that fill up v for the fast kernel change neither the result nor a gradient."""
+    g = torch.Generator().manual_seed(6)
+    doc_ids = (torch.rand(2, 19, generator=g) < 0.2).long().cumsum(1) if mask == "documents" else None
+    tensors = [torch.randn(2, 4, 19, size, generator=g) for size in (24, 24, 16)]
+    may_look = torch.ones(19, 19).tril().bool().expand(2, 1, 19, 19)
+    if doc_ids is not None:
+        may_look = may_look & (doc_ids[:, None, :, None] == doc_ids[:, None, None, :])
+    attend = causal_attention(torch.arange(19)[None], doc_ids)
+
+    def plain(q, k, v, scale):
+        return (q @ k.transpose(-1, -2) * scale).masked_fill(~may_look, -torch.inf).softmax(-1) @ v
+
+    results = []
+    for function in (attend, plain):
+        leaves = [t.clone().requires_grad_() for t in tensors]
+        out = function(*leaves, scale=0.3)
+        assert out.shape == (2, 4, 19, 16)
+        results.append([out, *torch.autograd.grad(out.sin().sum(), leaves)])
+    for ours, want in zip(*results, strict=True):
+        torch.testing.assert_close(ours, want, atol=2e-6, rtol=1e-5)
+
+
+def test_the_kernel_gets_heads_of_one_size(monkeypatch):
+    """Flash kernels take one size; beyond 256 there is none, and the generator's latents are compared as they are."""
+    seen, usual = [], F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, **o: seen.append(v.shape[-1]) or usual(q, k, v, **o))
+    for K, U in ((192, 128), (128, 128), (576, 512)):
+        out = sdpa(*(torch.randn(1, 2, 3, size) for size in (K, K, U)))
+        assert out.shape[-1] == U
+    assert seen == [192, 128, 512]
+
+
+# ---------------------------------------------------------------- layouts
+
+MLA, MTP = dict(model="deepseek", n_layers=3), dict(model="deepseek", n_layers=3, mtp_depth=1)
+PIPE = dict(model="deepseek", n_layers=4, mtp_depth=1)  # enough for two stages per rank
+LAYOUTS = [
+    (1, {}, dict(n=4, b=2, doc=True, **MTP)),
+    (2, dict(tp=2), dict(n=4, b=2, **MTP)),
+    (2, dict(tp=2, etp=2), dict(n=4, b=2, q_lora_rank=0, **MLA)),
+    (2, dict(cp=2), dict(n=4, b=2, doc=True, **MTP)),
+    (2, dict(cp=2, cp_method="alltoall"), dict(n=4, b=2, **MLA)),
+    (2, dict(ep=2, ac="full"), dict(n=4, b=1, **MTP)),
+    (2, dict(pp=2), dict(n=8, b=4, **MTP)),
+    (2, dict(pp=2, pp_schedule="DualPipeV"), dict(n=8, b=4, **PIPE)),
+    (4, dict(pp=2, tp=2, pp_schedule="ZBVZeroBubble"), dict(n=4, b=4, **PIPE)),
+]
+SLOW = [
+    (4, dict(ep=4, tp=2), dict(n=4, b=1, **MTP)),
+    (2, {}, dict(n=4, b=1, **MTP)),
+    (2, dict(tp=2), dict(n=4, b=2, tie_embeddings=True, **MTP)),
+    (2, dict(tp=2, loss_parallel=False), dict(n=4, b=2, **MTP)),
+    (2, dict(pp=2), dict(n=8, b=4, tie_embeddings=True, doc=True, **MTP)),
+    (2, dict(tp=2), dict(n=4, b=2, score_func="softmax", norm_topk_prob=False, rope_interleave=False, **MLA)),
+    (4, dict(cp=2, ep=4), dict(n=4, b=1, doc=True, **MTP)),
+    (4, dict(dp_replicate=2, ep=2), dict(n=8, b=1, **MTP)),
+    (4, dict(ep=2, tp=2, etp=2), dict(n=4, b=1, **MTP)),
+    *[(4, dict(pp=2, ep=2, pp_schedule=s), dict(n=16, b=4, **PIPE))
+      for s in ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")],
+    (8, dict(pp=2, cp=2, tp=2, ep=4), dict(n=4, b=4, **MTP)),
+    (8, dict(pp=2, tp=2, ep=4, pp_schedule="DualPipeV"), dict(n=8, b=4, **PIPE)),
+    (8, dict(pp=2, cp=2, ep=4, pp_schedule="InterleavedZeroBubble"), dict(n=8, b=4, doc=True, **PIPE)),
+    (8, dict(dp_replicate=2, tp=2, cp=2, ep=4), dict(n=4, b=2, doc=True, **MTP)),
+]
+
+
+@pytest.mark.parametrize("row", LAYOUTS, ids=name)
+def test_layout_equals_one_process(row):
+    assert compare(*row) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", SLOW, ids=name)
+def test_more_layouts_equal_one_process(row):
+    assert compare(*row) == ""
+
+
+# ---------------------------------------------------------------- what a user can get wrong
+
+
+@pytest.mark.parametrize("args, words", [
+    ("n_groups=3", "n_experts 8 in n_groups 3 makes no whole groups"),
+    ("n_groups=8", "n_groups 8 makes no whole groups, of 2 or more with score_func sigmoid"),
+    ("top_k=5", "top_k 5 must be between 1 and the 4 experts of top_k_groups 2 of n_groups 4"),
+    ("top_k_groups=5", "top_k_groups 5 of n_groups 4"),
+    ("mtp_depth=2", "mtp_depth 2 0 or 1"),
+    ("qk_rope_head_dim=15", "qk_rope_head_dim 15 is odd"),
+    ("n_dense_layers=6", "n_dense_layers 6 must be between 0 and n_layers - 1 = 5"),
+    ("kv_lora_rank=0", "kv_lora_rank 0 must be at least 1"),
+    ("q_lora_rank=-1", "q_lora_rank -1"),
+    ("score_func=tanh", "score_func"),
+])
+def test_model_args_that_make_no_model(args, words):
+    with pytest.raises(ValueError, match=words) as error:
+        override_fields(FLAVORS["debug_mtp"], args, "--model_args")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("world_size, flags, words", [
+    (3, dict(tp=3), "--tp 3 does not divide n_heads 8"),
+    (16, dict(pp=16), "6 layers are too few for 16 pipeline stages; use a smaller --pp"),
+    (6, dict(ep=3, dp_shard=6), "--ep 3"),
+    (16, dict(tp=16), "--tp 16 does not divide"),
+])
+def test_layouts_that_make_no_sense(world_size, flags, words):
+    with pytest.raises(ValueError, match=words) as error:
+        parallel.check_layout(parallel.ParallelConfig(**flags), FLAVORS["debug_mtp"], seq_len=96, local_batch_size=16,
+                              global_batch_size=-1, device="cpu", world_size=world_size)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--model_args", "n_groups=3"], "n_groups 3 makes no whole groups"),
+    (["--dry_run", "--tp", "3"], "--tp 3"),
+])
+def test_the_command_says_it_in_one_line(flags, words, tmp_path):
+    command = [sys.executable, "train_deepseek.py", "--flavor", "debug_mtp", "--out", str(tmp_path / "run"), *flags]
+    result = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+    assert result.returncode == 2 and words in result.stderr and result.stderr.count("\n") == 1, result.stderr
+    assert not (tmp_path / "run").exists()
