@@ -269,9 +269,11 @@ class Metrics:
         if self.file is not None:
             self.file.close()
             self.file = None
-            print(loss_curve(read_lines(self.path)), flush=True)
+            lines = read_lines(self.path)
+            is_rl = any("reward_mean" in line for line in lines)
+            print(loss_curve(lines, *(("reward_mean", "eval_reward") if is_rl else ("loss", "val_loss"))), flush=True)
             if self.cfg.plot:
-                draw_curves(read_lines(self.path), os.path.join(self.out, "loss.png"))
+                draw_curves(lines, os.path.join(self.out, "loss.png"))
 
 
 def number(value: float | None, spec: str) -> str:
@@ -319,10 +321,10 @@ def draw_curves(lines: list[dict], path: str):
     print(f"picture: {path}", flush=True)
 
 
-def loss_curve(lines: list[dict], rows=12, columns=60) -> str:
-    """Training (.) and validation (o) loss over the steps as text; steps that share a column are averaged."""
-    train = [(line["step"], line["loss"]) for line in lines if line.get("loss") is not None]
-    val = [(line["step"], line["val_loss"]) for line in lines if line.get("val_loss") is not None]
+def loss_curve(lines: list[dict], training="loss", validation="val_loss", rows=12, columns=60) -> str:
+    """Two numbers of the lines, for training (.) and validation (o), as text; steps that share a column are averaged."""
+    train = [(line["step"], line[training]) for line in lines if line.get(training) is not None]
+    val = [(line["step"], line[validation]) for line in lines if line.get(validation) is not None]
     if len(train) < 2:
         return "no loss curve: fewer than two training steps were logged"
     steps, losses = zip(*train + val)
@@ -337,7 +339,7 @@ def loss_curve(lines: list[dict], rows=12, columns=60) -> str:
             grid[round((rows - 1) * (1 - height))][column] = mark
     labels = [f"{high - (high - low) * i / (rows - 1):9.3f}" if i % 3 == 0 or i == rows - 1 else " " * 9 for i in range(rows)]
     return "\n".join(
-        ["     loss   . training   o validation" if val else "     loss   . training"]
+        [f"{training.removesuffix('_mean'):>9}   . training" + "   o validation" * bool(val)]
         + [f"{label} |{''.join(row).rstrip()}" for label, row in zip(labels, grid)]
         + [" " * 10 + "+" + "-" * columns, f"{'step':>9}  {first}{last:>{columns - len(str(first))}}"]
     )

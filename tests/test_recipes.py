@@ -188,7 +188,7 @@ def test_published_command(command, folder):
         lines = [line for line in metrics(out) if "reward_mean" in line]
         assert [line["step"] for line in lines] == [1, 2] == [line["policy_version"] for line in lines]
         assert all(TRAIN_KEYS | {"logprob_max_diff", "logprob_k3"} <= set(line) for line in lines)
-        assert sum("eval_reward" in line for line in metrics(out)) == 2 and "held-out prompts" in stdout
+        assert sum("eval_reward" in line for line in metrics(out)) == 2 and "reward   . training   o validation" in stdout
         assert checkpoint.verify(out / "checkpoints" / "step-2")["step"] == 2
     elif script == "generate.py":
         prompts = [b for a, b in zip(shlex.split(command), shlex.split(command)[1:]) if a == "--prompt"]

@@ -1,0 +1,644 @@
+"""Reinforcement learning with verifiable rewards: GRPO and its descendants, trainer and generator in one program.
+
+    python grpo.py                                                                           # reverses digits, on a CPU
+    python grpo.py --env calculator --max_new_tokens 40 --seq_len 64 --out runs/calculator   # several turns, with a tool
+    torchrun --nproc_per_node 4 grpo.py --dp_shard 2 --tp 2 --out runs/grpo-4                # the same samples, losses, rewards
+    torchrun --nproc_per_node 4 grpo.py --gen_ranks 2 --async_steps 1 --out runs/grpo-async  # two ranks sample while two train
+    python grpo.py --init_from HUGGING_FACE_FOLDER --env sum_digits --lr 1e-6 --max_new_tokens 64 --seq_len 256 --out runs/hf
+
+One step of the algorithm, with the numbers that the code below carries:
+
+    (1) prompts     x, a pure function of (seed, cursor); an eighth of all prompts is held out for evaluation
+    (2) rollouts    G samples y_i ~ mu(.|x) of each prompt, mu = the current policy at the sampling temperature
+    (3) rewards     R_i = reward(x, y_i)
+    (4) advantages  A_i = R_i - mean_G(R), divided by std_G(R) with --std_norm; groups of equal rewards carry no gradient
+    (5) loss        - sum_it min(r_it A_i, clip(r_it) A_i) / Z with r_it = pi(y_it) / mu(y_it), or as --loss says
+    (6) optimizer   one division by Z, which is counted over all ranks and micro-batches; clip the norm; AdamW
+    (7) version     the policy is one version on, and the next rollouts use it
+
+The same command again continues the run; it writes runs/grpo/{config.json, metrics.jsonl, samples.jsonl, checkpoints/}.
+Own tasks: --env my_env.py, see environments.py. Read next: rollouts.py, rollout() in generate.py, models/loss.py.
+"""
+import hashlib
+import importlib
+import json
+import math
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from checkpoint import (
+    CheckpointConfig,
+    Checkpoints,
+    candidates,
+    check_run,
+    is_hf_folder,
+    lock_run,
+    read_json,
+    save_hf,
+    step_folders,
+)
+from config import override_fields, parse_config, save_config, usage_error
+from environments import Text, draw_task, open_env, supervised_sample
+from hf import check_export, check_hf_config, read_hf_config
+from metrics import Metrics, MetricsConfig, drop_lines_from
+from models.attention import sdpa
+from models.llama3 import Llama3Config
+from models.loss import token_logprobs
+from models.qwen3 import Qwen3Config
+from parallel import (
+    AllGather,
+    ParallelConfig,
+    StopSignal,
+    balance_experts,
+    check_layout,
+    check_replicas,
+    check_tp_plan,
+    checkpoint_activations,
+    clip_grad_norm,
+    connect,
+    context_parallel,
+    disconnect,
+    expert_parallel,
+    init_weights,
+    local_slice,
+    local_tensor,
+    reduce_loss,
+    reshards,
+    run,
+    sequence_index,
+    shard,
+    tensor_parallel,
+    train_timeouts,
+)
+from rollouts import Generators, InPlace, generate_forever, open_bridge, reshard, sample_groups, unshard
+
+SMALL = dict(dim=96, n_layers=3, n_heads=4, n_kv_heads=4, head_dim=24, ffn_dim=288, max_seq_len=1024, rope_theta=10000.0)
+FLAVORS = {  # of the demos on characters; anything larger comes from --init_from
+    "debug": Llama3Config(**SMALL),
+    "debug_moe": Qwen3Config(**SMALL, n_experts=8, top_k=2, moe_ffn_dim=96),
+}
+# --clip_low and --clip_high as published
+CLIP = {"grpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2), "dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
+
+
+@dataclass(kw_only=True)
+class Config(ParallelConfig, CheckpointConfig, MetricsConfig):
+    flavor: Literal[tuple(FLAVORS)] = "debug"  # model without --init_from: a small Llama 3, or Qwen3 with experts
+    model_args: str = ""  # fields of the flavor to change: "n_layers=4,dim=128"
+    out: str = "runs/grpo"  # folder for everything that the run writes; the same folder again continues the run
+    env: str = "reverse"  # the task: reverse, sum_digits, countdown, calculator, gsm8k, or a file of your own, my_env.py
+    env_data: str = ""  # --env gsm8k: a .jsonl of problems with "question" and "answer"
+    steps: int = 300  # optimizer steps
+    prompts_per_step: int = 32  # prompts per step, over all ranks
+    group_size: int = 8  # G, samples per prompt
+    minibatches: int = 1  # optimizer updates per step, on equal parts of its groups
+    max_new_tokens: int = 16  # a sample that has not ended by then is truncated
+    seq_len: int = 32  # prompt and sample together, in tokens, at most
+    temperature: float = 1.0  # of sampling, and of the log-probabilities that are trained
+    loss: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] = "dr_grpo"  # see policy_loss in grpo.py
+    std_norm: bool = False  # divide advantages by the standard deviation of the group's rewards
+    clip_low: float | None = None  # ratios below 1 - this are clipped; none = as published for the loss
+    clip_high: float | None = None  # ratios above 1 + this are clipped; none = as published for the loss
+    tis: float = 0.0  # truncated importance sampling: cap of pi_old / mu, e.g. 2; 0 = off, the ratio is against mu itself
+    kl_coef: float = 0.0  # weight of the KL divergence (k3) from the initial policy
+    dynamic_sampling: int = 0  # rounds of further prompts to replace groups of equal rewards (DAPO uses it); 0 = off
+    overlong_tokens: int = 0  # reward falls by up to 1 over this many tokens before max_new_tokens (DAPO eq. 13); 0 = off
+    mask_truncated: bool = False  # leave truncated samples out of the loss and of its denominator
+    async_steps: Literal[0, 1] = 0  # 1: rollouts are one policy version behind, so that they and training overlap
+    gen_ranks: int = 0  # the last ranks only sample, each with a whole model; 0 = the trainer's ranks sample, in place
+    batch_invariant: bool = False  # generator and trainer agree to the last bit (CPU, one thread, without tp, cp, ep); slower
+    abort_k3: float = 0.05  # stop when generator and trainer differ by more than this k3 divergence; 0 = never
+    control: Literal["none", "frozen", "random"] = "none"  # for comparison: no updates, or rewards by a coin
+    sft_steps: int = 200  # steps of supervised warm-up on answers, at most, for models that begin at random
+    sft_loss: float = 0.25  # the warm-up ends when its loss per token is below this: most is left to learn
+    sft_lr: float = 1e-3  # learning rate of the warm-up, whatever --lr is
+    lr: float = 5e-4  # peak learning rate, reached after warmup_steps
+    min_lr_ratio: float = 0.1  # the learning rate falls linearly to this share of its peak
+    warmup_steps: int = 30  # steps of linear warmup
+    beta1: float = 0.9  # AdamW: decay of the gradient's mean
+    beta2: float = 0.95  # AdamW: decay of the squared gradient's mean
+    eps: float = 1e-8  # AdamW: added to the root of the squared gradient's mean
+    weight_decay: float = 0.0  # AdamW: weight decay, decoupled from the gradient
+    max_norm: float = 1.0  # gradients are scaled down to this norm; 0 = never
+    local_batch_size: int = 64  # sequences that one data rank runs per forward
+    rollout_rows: int = 512  # samples that one rank runs at once
+    seed: int = 0  # of the initial weights, prompts and samples
+    eval_every: int = 100  # steps between evaluations, with one before the first step and one at the end; 0 = never
+    eval_n: int = 1024  # held-out prompts
+    eval_k: int = 4  # samples per held-out prompt, for pass@k; a greedy one comes on top
+    checkpoint_every: int = 100  # steps between checkpoints (and one at the end); 0 = never
+    log_every: int = 10  # steps between printed lines, and between samples in samples.jsonl; metrics.jsonl has every step
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto = a GPU if there is one
+
+
+# ---------------------------------------------------------------- the policy
+
+
+def model_of(cfg: Config, vocab_size: int):
+    """(model class, model config): the flavor's, or that of --init_from. Raises ValueError."""
+    if not cfg.init_from:
+        config = override_fields(FLAVORS[cfg.flavor], cfg.model_args, "--model_args")
+        config = replace(config, vocab_size=-(-vocab_size // 8) * 8)  # a multiple of 8, for --tp and for fast matmuls
+    elif is_hf_folder(cfg.init_from):
+        config = override_fields(read_hf_config(cfg.init_from), cfg.model_args, "--model_args")
+        check_hf_config(config, cfg.init_from)
+    else:
+        fields = dict(read_json(candidates(cfg.init_from)[0], "state.json")["identity"]["model"])
+        module, name = fields.pop("module"), fields.pop("class")
+        config = getattr(importlib.import_module(module), f"{name}Config")(**fields)
+    return getattr(sys.modules[type(config).__module__], type(config).__name__.removesuffix("Config")), config
+
+
+def build_policy(cfg: Config, layout, Model, model_config):
+    """The model on its devices, ready for both halves: called with labels it returns (log-probabilities, entropy), (B, T)."""
+    with torch.device("meta"):
+        model = Model(model_config)
+    check_tp_plan(model)
+    tensor_parallel(model, layout)
+    expert_parallel(model, layout)
+    context_parallel(model, layout)
+    checkpoint_activations(model, layout)
+    shard(model, layout)
+    init_weights(model, layout, cfg.seed)
+    mesh = layout.mesh["tp"] if layout.tp > 1 else None
+    model.token_loss = partial(sampled_logprobs, temperature=cfg.temperature, mesh=mesh)
+    if cfg.batch_invariant:
+        model.make_attend = fixed_shape_attention
+    model.index, model.n_stages, model.reshards = 0, 1, reshards(layout)  # a pipeline of one stage
+    return model
+
+
+def sampled_logprobs(h, weight, labels, denom, *, temperature, mesh):
+    """The model's token_loss seam. At the temperature that sampled them: otherwise the ratio of a sample to itself is not 1."""
+    if mesh is None:
+        return token_logprobs(h, weight, labels, temperature)
+
+    def all_reduce(x, op):
+        dist.all_reduce(x, op=dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM, group=mesh.get_group())
+        return x
+
+    h = AllGather.apply(h, 1, mesh.get_group())  # (B, T, D); backward sums the ranks' gradients of h
+    return token_logprobs(h, weight.to_local(), labels, temperature, all_reduce, local_slice(weight)[1][0])
+
+
+def fixed_shape_attention(positions, doc_ids=None):
+    """--batch_invariant: the kernel, the mask and the number of keys that rollout() uses as well."""
+    T = positions.shape[1]
+    mask = torch.ones(T, T, dtype=torch.bool, device=positions.device).tril()
+    return lambda q, k, v, scale=None: sdpa(q, k, v, mask, scale=scale)
+
+
+def policy_loss(kind, lp, old, mu, advantage, mask, n, clip, tis=0.0, sequence_sum=lambda x: x.sum(1, keepdim=True)):
+    """-(objective) of each token (B, T), to be summed and divided by Z; and where the clip cut a gradient off.
+
+    lp: log pi(y_t) of the policy that is trained. old: the one the ratio is against, mu's unless --tis. mu: the sampler's.
+    mask (B, T): tokens that the model sampled, EOS among them. n (B, 1): their number in the whole sequence. Equations:
+    GRPO 2402.03300 (3), Dr. GRPO 2503.20783, DAPO 2503.14476 (8), GSPO 2507.18071 (5-7), CISPO 2506.13585 (4-5).
+    """
+    if kind == "sft":
+        return -lp * mask, torch.zeros_like(mask)
+    low, high = clip
+    log_ratio = (lp - old) * mask
+    if kind == "gspo":  # one ratio per sequence, the geometric mean, written so that every token gets its gradient (GSPO-token)
+        log_ratio = sequence_sum(log_ratio.detach()) / n + (lp - lp.detach())
+    ratio = log_ratio.exp()
+    if kind == "cispo":  # the weight is clipped, and no token loses its gradient
+        objective = ratio.detach().clamp(1 - low, 1 + high) * advantage * lp
+        clipped = ratio > 1 + high
+    else:
+        objective = torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+        clipped = torch.where(advantage > 0, ratio > 1 + high, ratio < 1 - low) & (advantage != 0)
+    if tis:
+        objective = objective * (old - mu).exp().clamp(max=tis).detach()
+    weight = mask / n if kind in ("grpo", "gspo") else mask  # a mean per sequence, or every token counts the same
+    return -objective * weight, clipped * mask
+
+
+def count(kind: str, samples: list[dict], max_new_tokens: int) -> float:
+    """Z of some samples: what the sum of their losses is divided by. Adds up over ranks, micro-batches and calls."""
+    if kind in ("grpo", "gspo"):
+        return len(samples)
+    return len(samples) * max_new_tokens if kind == "dr_grpo" else sum(sum(s["mask"]) for s in samples)
+
+
+def advantages(rewards: list[float], std_norm: bool) -> list[float]:
+    """(4) of one group: reward minus the group's mean; exactly 0 when all are equal, also for a group of one."""
+    mean = sum(rewards) / len(rewards)
+    if max(rewards) == min(rewards):
+        return [0.0] * len(rewards)
+    std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / len(rewards))
+    return [(r - mean) / (std + 1e-6 if std_norm else 1.0) for r in rewards]
+
+
+def overlong_penalty(n: int, longest: int, buffer: int) -> float:
+    """DAPO (13): 0 up to longest - buffer tokens, then falling to -1 at longest."""
+    return -min(max(n - (longest - buffer), 0) / buffer, 1.0) if buffer else 0.0
+
+
+class Trainer:
+    """The training half, as few calls as the Tinker API has: any loop that has samples with rewards can drive it.
+
+    A sample is a dict: prompt, ids (token ids), logprobs (mu's, one per id), mask (1.0 where the model chose the id),
+    advantage. Every rank is given the same list, and takes its share.
+    """
+
+    def __init__(self, cfg: Config, layout, model, reference=None, **about):
+        self.cfg, self.layout, self.model, self.reference, self.about = cfg, layout, model, reference, about
+        self.new_optimizer()
+        self.policy_version, self.denominator, self.stores = 0, 0.0, {}
+
+    def new_optimizer(self):
+        cfg, on_cuda = self.cfg, self.layout.device.type == "cuda"
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps, cfg.weight_decay,
+            fused=on_cuda, foreach=not on_cuda)
+
+    def microbatches(self, samples):
+        """This data rank's share in micro-batches, long samples together; as many on every rank, for collectives need all."""
+        cfg, layout = self.cfg, self.layout
+        order = sorted(samples, key=lambda s: -len(s["prompt"]) - len(s["ids"]))
+        share = order[layout.data_rank :: layout.data_ranks]
+        n = -(-len(order) // (cfg.local_batch_size * layout.data_ranks))
+        for i in range(max(n, 1)):
+            part = share[i * cfg.local_batch_size : (i + 1) * cfg.local_batch_size]
+            yield part, self.pack(part or [dict(prompt=[0], ids=[0], logprobs=[0.0], mask=[0.0], advantage=0.0)])
+
+    def pack(self, part):
+        """Tensors (B, T/cp) of some samples. Label t is the token after input t; right padding is masked, whatever its id."""
+        layout = self.layout
+        T = max(len(s["prompt"]) + len(s["ids"]) - 1 for s in part)
+        multiple = (2 * layout.cp if layout.cp > 1 else 1) * layout.tp
+        T = self.cfg.seq_len if self.cfg.batch_invariant else -(-T // multiple) * multiple
+        rows = {name: [] for name in ("tokens", "labels", "mask", "mu", "old")}
+        for s in part:
+            whole, skip = s["prompt"] + s["ids"], [0.0] * (len(s["prompt"]) - 1)
+            values = dict(tokens=whole[:-1], labels=whole[1:], mask=skip + s["mask"], mu=skip + s["logprobs"])
+            for name, row in (values | {"old": skip + s.get("old", s["logprobs"])}).items():
+                rows[name].append(row + [0] * (T - len(row)))
+        kinds = dict(tokens=torch.long, labels=torch.long)
+        out = {name: torch.tensor(x, dtype=kinds.get(name, torch.float32)) for name, x in rows.items()}
+        out["n"] = out["mask"].sum(1, keepdim=True).clamp(min=1).expand(-1, T)
+        out["advantage"] = torch.tensor([[s["advantage"]] for s in part]).expand(-1, T)
+        out["positions"] = torch.arange(T).expand(len(part), -1)
+        if layout.cp > 1:
+            index = sequence_index(T, layout.cp, layout.coordinate("cp"))
+            out = {name: x.index_select(1, index) for name, x in out.items()}
+        return {name: x.to(layout.device) for name, x in out.items()}
+
+    @torch.no_grad()
+    def score(self, samples):
+        """For several updates on the same samples: the policy before the first of them, that ratios of --tis are against."""
+        for part, b in self.microbatches(samples):
+            lp, _ = self.model(b["tokens"], labels=b["labels"], positions=b["positions"])
+            for s, row in zip(part, lp.tolist()):
+                s["old"] = row[len(s["prompt"]) - 1 :][: len(s["ids"])]
+        reshard(self.model)
+
+    def sequence_sum(self, x):
+        """(B, 1) from (B, T/cp): over the whole sequence."""
+        x = x.sum(1, keepdim=True)
+        if self.layout.cp > 1:
+            dist.all_reduce(x, group=self.layout.group("cp"))
+        return x
+
+    def forward_backward(self, samples, loss: str = "", counted=None) -> dict:
+        """(5) Add the gradient of the summed loss. N calls are one call on the union: optim_step() divides, once.
+
+        counted: what the denominator counts, where that is more than `samples`: others whose gradient is known to be 0.
+        Returns means over these samples, and how far the trainer's log-probabilities are from the generator's.
+        """
+        cfg, layout, model, kind = self.cfg, self.layout, self.model, loss or self.cfg.loss
+        usual = CLIP.get(kind, (0.0, 0.0))
+        clip = [given if given is not None else default for given, default in zip((cfg.clip_low, cfg.clip_high), usual)]
+        tis, kl_coef = (0.0, 0.0) if kind == "sft" else (cfg.tis, cfg.kl_coef)
+        batches = list(self.microbatches(samples))
+        sums = torch.zeros(6, dtype=torch.float64, device=layout.device)
+        worst = torch.zeros((), device=layout.device)
+        for i, (_, b) in enumerate(batches):
+            last = i == len(batches) - 1
+            model.set_requires_gradient_sync(last)  # gradients travel once, with the last micro-batch
+            model.set_is_last_backward(last)
+            model.set_reshard_after_backward(last, recurse=not model.reshards)
+            lp, entropy = model(b["tokens"], labels=b["labels"], positions=b["positions"])  # (B, T/cp), both
+            assert lp.dtype == torch.float32, lp.dtype
+            mask, mu, old = b["mask"], b["mu"], lp.detach() if tis and cfg.minibatches == 1 else b["old"]
+            per_token, clipped = policy_loss(kind, lp, old, mu, b["advantage"], mask, b["n"], clip, tis, self.sequence_sum)
+            if kl_coef:  # k3, 2402.03300 (4), weighted like the rest
+                with torch.no_grad():
+                    ref, _ = self.reference(b["tokens"], labels=b["labels"], positions=b["positions"])
+                k3 = (ref - lp).exp() - (ref - lp) - 1
+                per_token = per_token + kl_coef * k3 * mask / (b["n"] if kind in ("grpo", "gspo") else 1)
+            per_token.sum().backward()
+            d = ((lp.detach() - mu) * mask).double()  # 0 where both policies agree; k3 is about d^2 / 2: lost in fp32
+            outside = d.expm1().abs() > 0.1
+            sums += torch.stack([x.detach().sum().double() for x in (
+                per_token, d.expm1() - d, outside, entropy * mask, clipped, mask)])
+            worst = torch.maximum(worst, d.abs().max().float())
+        z = count(kind, counted or samples, cfg.max_new_tokens)
+        self.denominator += z
+        mine = count(kind, [s for part, _ in batches for s in part], cfg.max_new_tokens)
+        total, loss_max = reduce_loss(torch.stack([sums[0], sums[0] / max(mine, 1)]) / layout.tp, layout)
+        dist.all_reduce(sums)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        k3, outside, entropy, clipped, tokens = sums[1:].tolist()
+        means = dict(logprob_k3=k3, ratio_outside=outside, entropy=entropy, clip_share=clipped)
+        means = {name: x / max(tokens, 1) for name, x in means.items()}
+        return dict(loss=total.item() / max(z, 1), loss_max=loss_max.item(), logprob_max_diff=worst.item(), **means)
+
+    def optim_step(self, lr: float | None = None, update=True) -> dict:
+        """(6) One update with the gradients of all calls since the last, which are gone then; (7) the version is one on."""
+        grads = [local_tensor(p.grad) for p in self.model.parameters() if p.grad is not None]
+        torch._foreach_mul_(grads, 1 / max(self.denominator, 1))
+        norm = clip_grad_norm([self.model], self.cfg.max_norm, self.layout)
+        if not norm.isfinite():
+            raise RuntimeError(f"gradient norm {norm.item()} at policy version {self.policy_version}; weights unchanged")
+        if update:
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.cfg.lr if lr is None else lr
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.denominator = 0.0
+        self.policy_version += 1
+        return {"grad_norm": norm.item(), "policy_version": self.policy_version}
+
+    def store(self, path: str) -> Checkpoints:
+        if path not in self.stores:
+            self.stores[path] = Checkpoints(self.cfg, path, modules=[self.model], optimizer=self.optimizer, **self.about)
+        return self.stores[path]
+
+    def save_checkpoint(self, path: str, state: dict | None = None, step: int | None = None, **options):
+        """Write <path>/checkpoints/step-<step or version>: weights, optimizer, version, and JSON that the loop wants back."""
+        state = (state or {}) | {"policy_version": self.policy_version}
+        self.store(path).save(self.policy_version if step is None else step, state, **options)
+
+    def load_checkpoint(self, path: str) -> dict | None:
+        """Continue from the newest checkpoint in path, or take the weights of --init_from; the loop's state, or None."""
+        state = self.store(path).load()
+        self.policy_version = state["policy_version"] if state else 0
+        return state
+
+    def push_weights(self):
+        """(7) The next rollouts use this version: the generator is this very module, or gets a copy in Generators.submit()."""
+        unshard(self.model)
+
+
+# ---------------------------------------------------------------- warm-up and evaluation
+
+
+def warm_up(trainer, cfg: Config, env, text):
+    """A model that begins at random first imitates some answers, so that some of its samples earn a reward at all."""
+    recent, step = [], -1
+    for step in range(cfg.sft_steps):
+        tasks = [draw_task(env, f"sft/{cfg.seed}", 128 * step + i) for i in range(128)]
+        metrics = trainer.forward_backward([supervised_sample(env, text, *task) for task in tasks], "sft")
+        recent = [*recent[-3:], metrics["loss"]]
+        trainer.optim_step(cfg.sft_lr * min(1, (step + 1) / 10))
+        if sum(recent) / len(recent) < cfg.sft_loss:
+            break
+    trainer.new_optimizer()
+    trainer.policy_version = 0
+    if trainer.layout.rank == 0:
+        print(f"supervised warm-up: {step + 1} steps" + f", loss {metrics['loss']:.3f}" * bool(recent), flush=True)
+
+
+def evaluate(trainer, cfg: Config, env, text) -> dict:
+    """Held-out prompts: mean reward of samples (pass@1) and of greedy ones, share with a full reward among k (pass@k)."""
+    trainer.push_weights()
+    task = (cfg, env, text, trainer.layout, trainer.model, "eval", range(cfg.eval_n))
+    samples = sample_groups(*task, cfg.eval_k, cfg.temperature)
+    greedy = sample_groups(*task, 1, 0.0)
+    reshard(trainer.model)
+    rewards = [s["reward"] for s in samples]
+    best = [max(rewards[i : i + cfg.eval_k]) for i in range(0, len(rewards), cfg.eval_k)]
+    return {"eval_reward": sum(rewards) / len(rewards), "eval_greedy": sum(s["reward"] for s in greedy) / len(greedy),
+            "eval_pass_at_k": sum(r >= 1 for r in best) / len(best), "eval_n": cfg.eval_n, "eval_k": cfg.eval_k}
+
+
+def lr_at(step: int, cfg: Config) -> float:
+    """Share of the peak learning rate at a step (from 1): linear warmup, then linear decay."""
+    decay = 1 - (step - 1) / cfg.steps * (1 - cfg.min_lr_ratio)
+    return min(step / max(cfg.warmup_steps, 1), 1.0) * decay
+
+
+def check_flags(cfg: Config):
+    """Raises ValueError for what grpo.py itself cannot do, with the reason."""
+    at_least_1 = ("steps", "prompts_per_step", "group_size", "minibatches", "max_new_tokens", "local_batch_size",
+                  "rollout_rows", "eval_n", "eval_k")
+    if wrong := [f"--{name} {getattr(cfg, name)}" for name in at_least_1 if getattr(cfg, name) < 1]:
+        raise ValueError(f"{', '.join(wrong)} must be at least 1")
+    for wrong, message in [
+        (cfg.pp > 1, f"--pp {cfg.pp}: a new token needs all layers, so a pipeline would idle; use --tp, --dp_shard or --cp"),
+        (cfg.compile, "--compile: rollouts change their shapes with every token; leave it out"),
+        (cfg.temperature <= 0, f"--temperature {cfg.temperature} must be above 0: greedy samples are all the same"),
+        (cfg.prompts_per_step % cfg.minibatches, f"--minibatches {cfg.minibatches} does not divide --prompts_per_step "
+         f"{cfg.prompts_per_step}"),
+        (cfg.batch_invariant and (cfg.tp > 1 or cfg.cp > 1 or cfg.ep > 1), "--batch_invariant: sums over tp, cp or ep ranks "
+         "round differently in decoding and in training; leave these out"),
+        (cfg.tis and cfg.cp > 1 and cfg.minibatches > 1, "--tis with --cp and --minibatches is not there; use --minibatches 1"),
+        (cfg.env == "gsm8k" and not cfg.env_data, "--env gsm8k needs --env_data FILE.jsonl, its problems"),
+        (cfg.check_parity or cfg.dry_run or cfg.explain or cfg.plan, "--check_parity, --dry_run, --explain and --plan are for "
+         "train_*.py"),
+        (cfg.float8 != "off", f"--float8 {cfg.float8}: samples would come from weights in another precision; leave it out"),
+        (cfg.optimizer_in_backward, "--optimizer_in_backward: the loss is divided after the last backward; leave it out"),
+        (cfg.gen_ranks and not 0 < cfg.gen_ranks < int(os.environ.get("WORLD_SIZE", 1)), f"--gen_ranks {cfg.gen_ranks} must "
+         f"leave a process to train: {os.environ.get('WORLD_SIZE', 1)} were started, use torchrun --nproc_per_node"),
+    ]:
+        if wrong:
+            raise ValueError(message)
+
+
+def main(cfg: Config):
+    # 1. devices
+    if cfg.compute_dtype == "auto" and (cfg.device == "cpu" or not torch.cuda.is_available()):
+        cfg.compute_dtype = "float32"  # these models are small, and the proof is sharper
+
+    # 2. data: tasks and tokens
+    env = open_env(cfg.env, cfg.env_data)
+    text = Text(env, cfg.init_from, cfg.out)
+    Model, model_config = model_of(cfg, text.tokenizer.get_vocab_size())
+    n_trainers = int(os.environ.get("WORLD_SIZE", 1)) - cfg.gen_ranks
+    layout = check_layout(
+        cfg, model_config, seq_len=cfg.seq_len, local_batch_size=cfg.local_batch_size, global_batch_size=-1, device=cfg.device,
+        world_size=n_trainers)
+    if cfg.batch_invariant or "OMP_NUM_THREADS" not in os.environ and model_config.dim < 512:
+        os.environ["OMP_NUM_THREADS"] = "1"  # threads that wait for each other cost a model of this size more than they bring
+        torch.set_num_threads(1)
+    model_identity = {"module": Model.__module__, "class": Model.__name__, **asdict(model_config)}
+    identity = {"model": model_identity, "data": {"env": cfg.env, "seed": cfg.seed}, "optimizer": {"name": "adamw"}}
+    check_run(cfg.out, identity, cfg)
+    if cfg.export_hf and all(step < cfg.steps for step, _ in step_folders(cfg.out)):
+        check_export(cfg.export_hf)
+    if layout.rank >= n_trainers:
+        return generate_forever(cfg, env, text, Model, model_config, n_trainers)
+    lock_run(cfg.out)
+    os.makedirs(cfg.out, exist_ok=True)
+    rank0 = layout.rank == 0
+    if rank0:
+        text.save()
+    stop = StopSignal()
+    connect(layout, cfg.device, cfg.seed, trace=f"{cfg.out}/trace")
+
+    # 3. model  4. parallelism
+    model = build_policy(cfg, layout, Model, model_config)
+    reference = build_policy(cfg, layout, Model, model_config) if cfg.kl_coef else None
+
+    # 5. optimizer
+    about = dict(identity=identity, config=asdict(cfg), source=open(__file__).read(), tokenizer_file=text.file)
+    trainer = Trainer(cfg, layout, model, reference, **about)
+
+    # 6. checkpoint: --init_from's weights or the warm-up's, unless there is something to continue
+    if reference is not None:
+        start = Trainer(cfg, layout, reference, **about)
+        if cfg.init_from:
+            start.load_checkpoint(f"{cfg.out}/reference")  # which has none: so it takes --init_from's weights
+        else:
+            warm_up(start, cfg, env, text)
+    if not cfg.init_from and not step_folders(cfg.out):
+        warm_up(trainer, cfg, env, text)
+    state = trainer.load_checkpoint(cfg.out) or {"step": 0, "cursor": 0, "tokens": 0, "batch": None}
+    check_replicas([model], layout, flags=asdict(cfg))
+    first = state["step"] + 1
+    if rank0:
+        save_config(cfg, f"{cfg.out}/config.json", {"torch": torch.__version__, "world_size": layout.world_size, **identity})
+        print(f"{cfg.env}: {sum(p.numel() for p in model.parameters()):,} parameters | {layout} on {layout.device.type}, "
+              f"{str(layout.compute_dtype)[6:]} | {cfg.prompts_per_step} prompts x {cfg.group_size} samples per step, "
+              f"{'in place' if not cfg.gen_ranks else f'by {cfg.gen_ranks} generator ranks'}", flush=True)
+        drop_lines_from(f"{cfg.out}/samples.jsonl", first)
+
+    # 7. loop
+    if state["step"] >= cfg.steps and rank0:
+        print(f"{cfg.out} is finished: {state['step']} of {cfg.steps} steps are done; use a larger --steps, or --out NEW")
+    bridge = open_bridge(cfg, n_trainers)[1] if cfg.gen_ranks and rank0 else None
+    engine = Generators(trainer, bridge) if cfg.gen_ranks else InPlace(trainer, cfg, env, text, layout)
+    metrics = Metrics(
+        cfg.out, cfg, rank0=rank0, world_size=layout.world_size, device=layout.device,
+        flops_per_token=model.flops_per_token(cfg.seq_len), first_step=first, steps=cfg.steps, log_every=cfg.log_every,
+        tokens=state["tokens"],
+    )
+    batch, stopping = state["batch"], False  # made, not trained on yet: only with --async_steps 1
+
+    def log_eval(step):
+        if cfg.eval_every and (step % cfg.eval_every == 0 or step == cfg.steps):
+            line = {"step": step} | evaluate(trainer, cfg, env, text)
+            if rank0:
+                metrics.write(line)
+                print(f"step {step}/{cfg.steps}  eval_reward {line['eval_reward']:.4f}  greedy {line['eval_greedy']:.4f}  "
+                      f"pass@{cfg.eval_k} {line['eval_pass_at_k']:.4f}  ({cfg.eval_n} held-out prompts)", flush=True)
+
+    if first == 1:
+        log_eval(0)
+    for step in range(first, cfg.steps + 1):
+        metrics.start_step()
+        # (1) prompts, (2) rollouts, (3) rewards
+        if batch is None:
+            engine.submit(state["cursor"])
+            batch = engine.collect()
+        metrics.data_done()
+        ahead = cfg.async_steps and step < cfg.steps
+        if ahead:  # the next batch is made while this one is trained on, by the policy of now
+            engine.submit(batch["cursor"])
+        samples, staleness, trained_from = batch["samples"], trainer.policy_version - batch["version"], time.time()
+        assert staleness <= cfg.async_steps * cfg.minibatches, (staleness, cfg.async_steps)
+
+        # (4) advantages
+        groups = [samples[i : i + cfg.group_size] for i in range(0, len(samples), cfg.group_size)]
+        for group in groups:
+            scores = [s["reward"] + overlong_penalty(len(s["ids"]), cfg.max_new_tokens, cfg.overlong_tokens) for s in group]
+            for s, a in zip(group, advantages(scores, cfg.std_norm)):
+                s["advantage"] = a
+                if cfg.mask_truncated and s["truncated"]:
+                    s["advantage"], s["mask"] = 0.0, [0.0] * len(s["ids"])
+
+        # (5) loss, (6) optimizer
+        lr = cfg.lr * lr_at(step, cfg)
+        size = len(groups) // cfg.minibatches
+        parts = [sum(groups[i : i + size], []) for i in range(0, len(groups), size)]
+        # equal rewards: A = 0, no gradient, so no forward; they stay in the denominator
+        kept = [part if cfg.kl_coef else [s for s in part if s["advantage"] != 0] or part[: cfg.group_size] for part in parts]
+        if cfg.tis and cfg.minibatches > 1:
+            for some in kept:
+                trainer.score(some)
+        for i, (part, some) in enumerate(zip(parts, kept)):
+            found = trainer.forward_backward(some, counted=part)
+            if i == 0:
+                proof = found  # later parts are trained by a policy that has moved on
+            found |= trainer.optim_step(lr, update=cfg.control != "frozen")
+        if cfg.abort_k3 and proof["logprob_k3"] > cfg.abort_k3:
+            raise RuntimeError(f"step {step}: logprob_k3 {proof['logprob_k3']:.3g} is above --abort_k3 {cfg.abort_k3}: the "
+                               "generator does not sample from the policy that is trained")
+        balance = balance_experts([model], layout, "none", 0.0) if getattr(model_config, "n_experts", 0) else {}
+
+        # (7) the next policy version
+        trained_until, n_tokens = time.time(), sum(len(s["prompt"]) + len(s["ids"]) for s in samples)
+        metrics.end_step(n_tokens)
+        rewards, lengths = torch.tensor([s["reward"] for s in samples]), torch.tensor([len(s["ids"]) for s in samples]).float()
+        flat = torch.tensor([len({s["reward"] for s in group}) == 1 for group in groups]).float()
+        ids = hashlib.sha256(json.dumps([s["ids"] for s in samples]).encode()).hexdigest()[:16]
+        seconds = batch["ended"] - batch["began"]
+        all_failed = [len({s["reward"] for s in group}) == 1 and group[0]["reward"] == 0 for group in groups]
+        extra = dict(
+            reward_mean=rewards.mean(), reward_std=rewards.std(unbiased=False), zero_variance_groups=flat.mean(),
+            all_failed_groups=sum(all_failed) / len(groups), prompts_drawn=batch["drawn"], length_mean=lengths.mean(),
+            length_max=lengths.max(), truncated=sum(s["truncated"] for s in samples) / len(samples),
+            **{name: proof[name] for name in ("logprob_max_diff", "logprob_k3", "ratio_outside", "entropy")},
+            clip_share=found["clip_share"], policy_version=found["policy_version"], staleness=staleness,
+            rollout_s=seconds, train_s=trained_until - trained_from,
+            rollout_tokens_per_second=lengths.sum() / max(seconds, 1e-9), rollout_began=batch["began"],
+            rollout_ended=batch["ended"], train_began=trained_from, train_ended=trained_until, **balance,
+        )
+        metrics.log(step, loss=found["loss"], loss_max=found["loss_max"], grad_norm=found["grad_norm"], lr=lr, tokens_hash=ids,
+                    extra=extra, show=False)
+        if rank0 and metrics.due(step):
+            print(f"step {step}/{cfg.steps}  reward {rewards.mean():.3f}  loss {found['loss']:+.4f}  "
+                  f"entropy {proof['entropy']:.3f}  length {lengths.mean():.1f}  equal {flat.mean():.0%}  "
+                  f"k3 {proof['logprob_k3']:.0e}  grad_norm {found['grad_norm']:.3f}  "
+                  f"rollout {seconds:.2f} s  train {extra['train_s']:.2f} s", flush=True)
+            with open(f"{cfg.out}/samples.jsonl", "a") as file:
+                for s in groups[0][:4]:
+                    shown = {"step": step, "prompt": text.tokenizer.decode(s["prompt"]), "completion": s["text"]}
+                    shown |= {k: s[k] for k in ("reward", "advantage", "truncated")}
+                    file.write(json.dumps(shown, ensure_ascii=False) + "\n")
+        state = {"step": step, "cursor": batch["cursor"], "tokens": metrics.tokens, "batch": None}
+        batch = None
+        if step == first:
+            train_timeouts(layout)
+        stopping = stop.agreed(layout)
+        last = step == cfg.steps or stopping
+        log_eval(step)
+        first_save = step == 1 and cfg.checkpoint_first_step
+        saving = cfg.checkpoint_every and (step % cfg.checkpoint_every == 0 or last or first_save)
+        if ahead and (saving or not stopping):
+            batch = state["batch"] = engine.collect()
+        if saving:
+            only = cfg.last_save_model_only and step == cfg.steps
+            trainer.save_checkpoint(cfg.out, state, step=step, last=last, model_only=only)
+        if stopping:
+            break
+    trainer.store(cfg.out).close()
+    if bridge is not None:
+        engine.send(torch.tensor([-1, 0]))  # the generators may go
+    if cfg.export_hf and not stopping and not os.path.exists(cfg.export_hf):
+        save_hf([model], cfg.export_hf, getattr(torch, cfg.export_dtype), tokenizer_file=text.file)
+    if rank0:
+        metrics.close()
+        if stopping:
+            print(f"{stop.received or 'a signal to another rank'}: stopped after step {metrics.step}")
+        if newest := step_folders(cfg.out)[:1]:
+            print(f"checkpoint: {newest[0][1]}   samples: {cfg.out}/samples.jsonl", flush=True)
+    disconnect()
+
+
+if __name__ == "__main__":
+    config = parse_config(Config)
+    try:
+        check_flags(config)
+    except ValueError as error:  # before run(), which knows flags that are refused here
+        usage_error(error)
+    run(main, config)

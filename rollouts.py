@@ -1,0 +1,192 @@
+"""Rollouts for grpo.py: tasks in, samples with rewards out, by the trainer's own ranks or by ranks of their own.
+
+    engine.submit(cursor)     # the next prompts, for the policy as it is now
+    batch = engine.collect()  # {"samples": [...], "cursor": where the next prompts begin, "version": of the policy, ...}
+
+These two calls are all that the training loop knows of an engine, so one that asks a server over HTTP would fit as well
+(docs/grpo.md). InPlace works with the trainer's weights where they are; Generators sends them to other ranks.
+"""
+import hashlib
+import os
+import pickle
+import random
+import time
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from environments import draw_task
+from generate import rollout
+from parallel import check_layout
+
+
+def unshard(model):
+    """Gather the weights once and keep them, as the training forward multiplies with them: decoding needs no collectives."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_reshard_after_forward(False, recurse=False)
+            module.unshard()
+
+
+def reshard(model):
+    """Back to shards, as they are trained: after rollouts, or a forward without a backward."""
+    last = list(model.blocks.values())[-1]
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+            module.set_reshard_after_forward(model.reshards and module not in (model, last), recurse=False)
+
+
+def lockstep(layout):
+    """With experts on several ranks every forward is collective: ranks refill and end together. Else each at its own pace."""
+    if layout.cfg.ep == 1:
+        return lambda *flags: flags
+
+    def agree(*flags):
+        flags = torch.tensor([int(flag) for flag in flags], device=layout.device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        return flags.bool().tolist()
+
+    return agree
+
+
+def sample_groups(cfg, env, text, layout, model, split, indices, group_size, temperature) -> list[dict]:
+    """(1)-(3): group_size samples for each task of a split, with rewards; the whole list on every rank, in the tasks' order.
+
+    Noise and tasks are functions of (seed, index): neither the number of ranks nor a resumed run changes a sample.
+    """
+    # (1) prompts
+    mine = indices[layout.data_rank :: layout.data_ranks]
+    tasks = [draw_task(env, split, i)[0] for i in mine]
+    prompts = [text.prompt(task) for task in tasks]
+    if too_long := [len(p) for p in prompts if len(p) >= cfg.seq_len]:
+        raise RuntimeError(f"a prompt has {too_long[0]} tokens, and --seq_len {cfg.seq_len} leaves no room to answer: raise it")
+    noise = torch.empty(len(mine), group_size, cfg.max_new_tokens)
+    for row, i in zip(noise, mine):
+        digest = hashlib.sha256(f"{cfg.seed}/{split}/{i}".encode()).digest()
+        row.copy_(torch.rand(row.shape, generator=torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))))
+    # (2) rollouts
+    samples = rollout(
+        model, prompts, noise, temperature, text.eot, max_len=cfg.seq_len, rows=cfg.rollout_rows, tool=text.tool(env),
+        tp_mesh=layout.mesh["tp"] if layout.tp > 1 else None, batch_invariant=cfg.batch_invariant, agree=lockstep(layout),
+    )
+    # (3) rewards: of the text that the ids spell; the ids themselves are what is trained on, never the text encoded again
+    for j, s in enumerate(samples):
+        s["group"], s["prompt"], s["text"] = mine[j // group_size], prompts[j // group_size], text.decode(s["ids"])
+        s["reward"] = float(env.reward(tasks[j // group_size], s["text"]))
+        if cfg.control == "random" and split != "eval":
+            s["reward"] = float(random.Random(f"{cfg.seed}/{split}/{s['group']}/{j % group_size}").random() < 0.5)
+    if layout.world_size > 1:
+        everyone, copies = [None] * layout.world_size, layout.cp * layout.tp
+        dist.all_gather_object(everyone, samples)
+        for rank, theirs in enumerate(everyone):  # cp and tp ranks of one data rank work on the same samples
+            if [s["ids"] for s in theirs] != [s["ids"] for s in everyone[rank - rank % copies]]:
+                raise RuntimeError(f"ranks {rank - rank % copies} and {rank} share one model but sampled different tokens")
+        samples = [s for part in everyone[::copies] for s in part]
+        samples.sort(key=lambda s: s["group"])  # stable, so groups stay whole
+    return samples
+
+
+def make_batch(cfg, env, text, layout, model, cursor: int, version: int) -> dict:
+    """(1)-(3) of one step. With --dynamic_sampling groups of equal rewards are replaced, in rounds, by those of new prompts."""
+    began, size, groups = time.time(), cfg.prompts_per_step, []
+    for _ in range(1 + cfg.dynamic_sampling):
+        indices = range(cursor, cursor + size)
+        samples = sample_groups(cfg, env, text, layout, model, f"train/{cfg.seed}", indices, cfg.group_size, cfg.temperature)
+        cursor += size
+        groups += [samples[i : i + cfg.group_size] for i in range(0, len(samples), cfg.group_size)]
+        groups.sort(key=lambda group: len({s["reward"] for s in group}) == 1)  # stable: what has a gradient comes first
+        if not cfg.dynamic_sampling or len({s["reward"] for s in groups[size - 1]}) > 1:
+            break
+    samples = [s for group in groups[:size] for s in group]
+    return dict(samples=samples, cursor=cursor, version=version, drawn=len(groups), began=began, ended=time.time())
+
+
+class InPlace:
+    """The trainer's own ranks sample, with the weights where they are. submit() does the work, collect() hands it over."""
+
+    def __init__(self, trainer, *task):
+        self.trainer, self.task = trainer, task
+
+    def submit(self, cursor: int):
+        self.trainer.push_weights()
+        self.batch = make_batch(*self.task, self.trainer.model, cursor, self.trainer.policy_version)
+        reshard(self.trainer.model)
+
+    def collect(self) -> dict:
+        return self.batch
+
+
+class Generators:
+    """--gen_ranks: ranks that only sample, each with a whole model. submit() sends weights and returns; they work meanwhile."""
+
+    def __init__(self, trainer, bridge):
+        self.trainer, self.bridge = trainer, bridge
+
+    def submit(self, cursor: int):
+        model, layout = self.trainer.model, self.trainer.layout
+        self.send(torch.tensor([cursor, self.trainer.policy_version]))
+        for _, t in sorted(model.state_dict().items()):
+            t = t.full_tensor() if isinstance(t, DTensor) else t  # collective among the trainer's ranks
+            self.send(t.to("cpu", layout.compute_dtype if t.is_floating_point() else t.dtype).contiguous())
+
+    def send(self, t: Tensor):
+        if self.bridge is not None:
+            self.bridge.broadcast(t, 0).wait()
+
+    def collect(self) -> dict:
+        box = [None]
+        if self.bridge is not None:
+            size = torch.zeros(1, dtype=torch.long)
+            self.bridge.recv([size], 1, 0).wait()
+            data = torch.empty(int(size), dtype=torch.uint8)
+            self.bridge.recv([data], 1, 0).wait()
+            box = [pickle.loads(data.numpy().tobytes())]  # from our own generators, over our own connection
+        dist.broadcast_object_list(box, 0)
+        return box[0]
+
+
+def open_bridge(cfg, n_trainers: int):
+    """(store, group of trainer rank 0 and all generators) of this attempt; no torch default group can span both worlds."""
+    env, rank = os.environ, int(os.environ["RANK"])
+    timeout = timedelta(hours=2)  # one side waits as long as the other takes for its part of a step
+    connecting = timedelta(seconds=cfg.init_timeout_s)
+    store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), None, False, timeout=connecting)
+    store = dist.PrefixStore(f"rollouts/{env.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    group = dist.PrefixStore("bridge", store)
+    return store, dist.ProcessGroupGloo(group, max(0, rank - n_trainers + 1), cfg.gen_ranks + 1, timeout)
+
+
+def generate_forever(cfg, env, text, Model, model_config, n_trainers: int):
+    """The whole life of a generator rank: weights in, samples out, until a negative cursor."""
+    rank = int(os.environ["RANK"]) - n_trainers
+    layout = check_layout(
+        replace(cfg, dp_shard=cfg.gen_ranks, dp_replicate=1, tp=1, cp=1, ep=1, etp=1), model_config, seq_len=cfg.seq_len,
+        local_batch_size=1, global_batch_size=-1, device=cfg.device, world_size=cfg.gen_ranks)
+    layout.rank = rank
+    on_cuda = cfg.device != "cpu" and torch.cuda.is_available()
+    layout.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_cuda else torch.device("cpu")
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    store, bridge = open_bridge(cfg, n_trainers)
+    dist.init_process_group("gloo", store=dist.PrefixStore("world", store), rank=rank, world_size=cfg.gen_ranks)
+    dtype = {"auto": torch.bfloat16, "bfloat16": torch.bfloat16, "float32": torch.float32}[cfg.compute_dtype]
+    model = Model(model_config).to(layout.device, dtype)
+    while True:
+        bridge.broadcast(header := torch.zeros(2, dtype=torch.long), 0).wait()
+        cursor, version = header.tolist()
+        if cursor < 0:
+            return
+        for _, t in sorted(model.state_dict().items()):
+            bridge.broadcast(received := torch.empty(t.shape, dtype=t.dtype), 0).wait()
+            t.copy_(received)
+        batch = make_batch(cfg, env, text, layout, model, cursor, version)
+        if rank == 0:
+            data = torch.frombuffer(bytearray(pickle.dumps(batch)), dtype=torch.uint8)
+            bridge.send([torch.tensor([len(data)])], 0, 0).wait()
+            bridge.send([data], 0, 0).wait()

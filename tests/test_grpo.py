@@ -1,0 +1,701 @@
+"""grpo.py: every known slip of policy-gradient code has a test here; layouts, resume and separate generators equal one process.
+
+The slips are those that public implementations made: each test says which one it would catch.
+"""
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import environments
+import generate
+import grpo
+import parallel
+import rollouts
+from grpo import Config, Trainer, advantages, count, overlong_penalty, policy_loss
+from models.llama3 import Llama3, Llama3Config
+from models.loss import token_logprobs
+from tests.pool import pool
+
+REPO = Path(__file__).parent.parent
+ENV = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+ENV |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+SMALL = "dim=32,n_layers=2,n_heads=4,n_kv_heads=2,head_dim=8,ffn_dim=64"
+TINY = ["--env", REPO / "tests" / "env_counting.py", "--model_args", SMALL, "--prompts_per_step", 4, "--group_size", 4,
+        "--max_new_tokens", 8, "--seq_len", 16, "--device", "cpu", "--sft_steps", 3, "--eval_n", 8, "--eval_k", 2,
+        "--eval_every", 2, "--local_batch_size", 8, "--log_every", 1]
+MODEL = Llama3Config(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=64, vocab_size=24, max_seq_len=64)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_process_group():
+    """trainer_of() makes one of this process alone; other test files expect none."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def sharp_model(config=MODEL, seed=0):
+    """A model with an opinion: logits spread out, so that a wrong position or temperature shows."""
+    torch.manual_seed(seed)
+    model = Llama3(config)
+    for p in model.parameters():
+        if p.ndim == 2:
+            torch.nn.init.normal_(p, std=0.3)
+    return model
+
+
+def samples_of(model, n_prompts=4, group_size=3, max_new_tokens=9, temperature=1.0, eot=0, seed=0, **options):
+    """Rollouts of random prompts of different lengths, with random rewards turned into advantages."""
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(1, 24) for _ in range(rng.randint(1, 7))] for _ in range(n_prompts)]
+    noise = torch.rand(n_prompts, group_size, max_new_tokens, generator=torch.Generator().manual_seed(seed))
+    samples = generate.rollout(model, prompts, noise, temperature, eot, **{"max_len": 32} | options)
+    for i, s in enumerate(samples):
+        s["prompt"], s["advantage"] = prompts[i // group_size], rng.uniform(-1, 1)
+    return samples
+
+
+def full_logprobs(model, s, temperature=1.0):
+    """Log-probabilities of a sample's ids from one forward over it, by hand."""
+    logits = model(torch.tensor([s["prompt"] + s["ids"]]))[0, len(s["prompt"]) - 1 : -1].float() / temperature
+    return logits.log_softmax(-1).gather(-1, torch.tensor(s["ids"])[:, None])[:, 0]
+
+
+def trainer_of(seed=0, **flags):
+    """A Trainer around sharp_model() on this process's layout; with n ranks, --dp_shard and the like in flags."""
+    cfg = Config(**{"compute_dtype": "float32", "device": "cpu", "seq_len": 32, "max_new_tokens": 9, "max_norm": 0.0, **flags})
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    layout = parallel.check_layout(
+        cfg, MODEL, seq_len=cfg.seq_len, local_batch_size=cfg.local_batch_size, global_batch_size=-1, device="cpu",
+        world_size=world)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    layout.rank = dist.get_rank()
+    parallel.make_mesh(layout)
+    model = grpo.build_policy(cfg, layout, Llama3, MODEL)
+    plain = dict(sharp_model(seed=seed).named_parameters())
+    for fqn, p in model.named_parameters():
+        whole = plain[fqn].detach()
+        part = tuple(slice(o, o + n) for n, o in zip(*parallel.local_slice(p)))
+        parallel.local_tensor(p).data.copy_(whole[part])
+    return Trainer(cfg, layout, model)
+
+
+def gradients(trainer):
+    return {fqn: (p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad).clone()
+            for fqn, p in trainer.model.named_parameters() if p.grad is not None}
+
+
+def assert_close(a: dict, b: dict, tolerance=1e-5):
+    assert a.keys() == b.keys() and a
+    for fqn in a:
+        assert (a[fqn] - b[fqn]).norm() <= tolerance * b[fqn].norm().clamp(min=1e-6), fqn
+
+
+# ---------------------------------------------------------------- log-probabilities
+
+
+def test_uniform_model_and_finite_difference():
+    """Shift by one: logits at t speak of token t+1."""
+    h, labels = torch.randn(2, 5, 8), torch.randint(24, (2, 5))
+    logprobs, entropy = token_logprobs(h, torch.zeros(24, 8), labels)
+    assert (logprobs + math.log(24)).abs().max() < 1e-6 > (entropy - math.log(24)).abs().max()
+    model, s = sharp_model(), dict(prompt=[3, 1], ids=[7, 9])
+    trainer = trainer_of()
+    packed = trainer.pack([s | dict(logprobs=[0.0] * 2, mask=[1.0] * 2, advantage=1.0)])
+    assert packed["tokens"].tolist() == [[3, 1, 7]] and packed["labels"].tolist() == [[1, 7, 9]]
+    assert packed["mask"].tolist() == [[0, 1, 1]]
+    lp, _ = trainer.model(packed["tokens"], labels=packed["labels"], positions=packed["positions"])
+    assert torch.allclose(lp[0, 1:], full_logprobs(model, s), atol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_token_logprobs_and_gradient_equal_autograd(temperature, monkeypatch):
+    monkeypatch.setattr("models.loss.CHUNK_ELEMENTS", 1)
+    h = torch.randn(700, 8, dtype=torch.float32, requires_grad=True)  # three chunks of 256 rows at most
+    w, labels, g = torch.randn(24, 8, requires_grad=True), torch.randint(24, (700,)), torch.randn(700)
+    reference = (h @ w.T / temperature).log_softmax(-1)
+    want = torch.autograd.grad((reference.gather(1, labels[:, None])[:, 0] * g).sum(), (h, w))
+    lp, entropy = token_logprobs(h, w, labels, temperature)
+    assert torch.allclose(lp, reference.gather(1, labels[:, None])[:, 0], atol=1e-5)
+    assert torch.allclose(entropy, -(reference.exp() * reference).sum(-1), atol=1e-4) and not entropy.requires_grad
+    for a, b in zip(torch.autograd.grad((lp * g).sum(), (h, w)), want):
+        assert torch.allclose(a, b, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_log_softmax_is_in_fp32_on_both_sides(dtype):
+    lp, entropy = token_logprobs(torch.randn(3, 8, dtype=dtype), torch.randn(24, 8, dtype=dtype), torch.tensor([1, 2, 3]))
+    assert lp.dtype == entropy.dtype == torch.float32
+    h, w = torch.randn(3, 1, 8, dtype=dtype), torch.randn(24, 8, dtype=dtype)
+    logits = generate.column_logits(h, w, column=torch.zeros(3).long())
+    assert logits.dtype == torch.float32 and generate.draw(logits, torch.rand(3), 1.0)[1].dtype == torch.float32
+
+
+# ---------------------------------------------------------------- rollouts
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_rollout_logprobs_are_those_of_a_full_forward(temperature):
+    """Temperature: at T = 0.6 the mean ratio is 1, and 2 or more where the trainer forgets it."""
+    model = sharp_model()
+    samples = samples_of(model, n_prompts=8, group_size=8, temperature=temperature)
+    right = torch.cat([full_logprobs(model, s, temperature) - torch.tensor(s["logprobs"]) for s in samples])
+    assert right.abs().max() < 1e-4 and abs(right.exp().mean() - 1) < 1e-3
+    wrong = torch.cat([full_logprobs(model, s, 1.5 * temperature) - torch.tensor(s["logprobs"]) for s in samples])
+    assert wrong.abs().max() > 0.1
+
+
+def test_a_sample_depends_on_its_noise_and_not_on_its_row():
+    """Refill, compaction, prefill batches, padding: none of them changes a sample."""
+    model = sharp_model()
+    together = samples_of(model, n_prompts=11, group_size=3)
+    lengths = {len(s["ids"]) for s in together}
+    assert len(lengths) > 3 and any(not s["truncated"] for s in together)  # rows end at different times, so rows are refilled
+    for rows in (3, 7, 100):
+        again = samples_of(model, n_prompts=11, group_size=3, rows=rows)
+        assert [s["ids"] for s in again] == [s["ids"] for s in together]
+        for a, b in zip(again, together):
+            assert torch.allclose(torch.tensor(a["logprobs"]), torch.tensor(b["logprobs"]), atol=1e-5)
+
+
+def test_prompts_are_read_once_for_their_group_and_rows_are_refilled():
+    model, seen = sharp_model(), []
+    hook = model.register_forward_pre_hook(lambda m, args: seen.append(tuple(args[0].shape)))
+    samples = samples_of(model, n_prompts=6, group_size=4, rows=8)
+    hook.remove()
+    prefills = [shape for i, shape in enumerate(seen) if i == 0 or shape[0] not in (8,)]
+    assert sum(shape[0] for shape in prefills if shape[0] <= 2) == 6  # every prompt in one row of one prefill
+    alone = sum(max(len(s["ids"]) for s in samples[i : i + 8]) for i in range(0, 24, 8))
+    assert len([s for s in seen if s[0] == 8]) <= alone
+
+
+def test_eos_is_in_and_everything_after_it_is_out_also_when_padding_is_eos():
+    """The EOS that was sampled is trained, in the mask and in the logprobs; the padding id may be the same."""
+    model = sharp_model()
+    samples = samples_of(model, n_prompts=12)
+    whole = [s for s in samples if not s["truncated"]]
+    assert whole and all(s["ids"][-1] == 0 and 0 not in s["ids"][:-1] and s["mask"] == [1.0] * len(s["ids"]) for s in whole)
+    packed = trainer_of().pack(samples)  # right padding is id 0 as well
+    assert packed["mask"].sum() == sum(len(s["ids"]) for s in samples)
+    for row, s in zip(range(len(samples)), samples):
+        ends = len(s["prompt"]) + len(s["ids"]) - 1
+        assert packed["mask"][row, ends - 1] == 1 and packed["mask"][row, ends:].sum() == 0
+
+
+def test_samples_follow_the_distribution():
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, -torch.inf]]).repeat(20000, 1)
+    u = torch.rand(20000, generator=torch.Generator().manual_seed(0))
+    tokens, lp = generate.draw(logits, u, 0.7)
+    assert (tokens.bincount(minlength=5) / 20000 - (logits[0] / 0.7).softmax(-1)).abs().max() < 0.015
+    assert torch.allclose(lp, (logits[0] / 0.7).log_softmax(-1)[tokens]) and 4 not in tokens
+    assert generate.draw(logits[:1], torch.tensor([1 - 2**-24]), 1.0)[0] == 3 and generate.draw(logits[:1], u[:1], 0.0)[0] == 0
+
+
+def test_batch_invariant_is_exact():
+    """Bit for bit on one thread, for these shapes; elsewhere it is close, and no more is promised."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        trainer = trainer_of(batch_invariant=True, local_batch_size=5)
+        samples = samples_of(trainer.model, n_prompts=6, group_size=4, batch_invariant=True)
+        found = trainer.forward_backward(samples)
+        assert found["logprob_max_diff"] == 0.0 == found["logprob_k3"] == found["ratio_outside"]
+        trainer = trainer_of()
+        found = trainer.forward_backward(samples_of(trainer.model, n_prompts=6, group_size=4))
+        assert 0 < found["logprob_max_diff"] < 1e-4
+    finally:
+        torch.set_num_threads(threads)
+
+
+# ---------------------------------------------------------------- advantages and losses
+
+
+def test_advantages():
+    """Groups of one, of equal rewards, biased standard deviation."""
+    assert advantages([1.0], True) == [0.0] and advantages([0.3] * 4, True) == [0.0] * 4 and advantages([1.0], False) == [0.0]
+    assert advantages([1.0, 0.0, 0.0, 0.0], False) == [0.75, -0.25, -0.25, -0.25]
+    a = torch.tensor(advantages([1.0, 0.0, 0.0, 0.0], True))
+    assert abs(a.square().mean() - 1) < 1e-4 and abs(a.sum()) < 1e-6
+
+
+def test_overlong_penalty():
+    assert [overlong_penalty(n, 20, 10) for n in (5, 10, 15, 20)] == [0, 0, -0.5, -1] and overlong_penalty(20, 20, 0) == 0
+
+
+def by_hand(kind, samples, model, clip):
+    """The objectives as the papers write them: a loop over samples and tokens."""
+    total, tokens = 0.0, sum(len(s["ids"]) for s in samples)
+    for s in samples:
+        lp, mu, A = full_logprobs(model, s), torch.tensor(s["logprobs"]), s["advantage"]
+        r, n = (lp - mu).exp(), len(s["ids"])
+        if kind == "gspo":
+            r = ((lp - mu).sum() / n).exp()
+            total += min(r * A, r.clamp(1 - clip[0], 1 + clip[1]) * A) / len(samples)
+        elif kind == "cispo":
+            total += (r.detach().clamp(max=1 + clip[1]) * A * lp).sum() / tokens
+        else:
+            weight = {"grpo": 1 / n / len(samples), "dr_grpo": 1 / (len(samples) * 9), "dapo": 1 / tokens}[kind]
+            total += sum(torch.min(x * A, x.clamp(1 - clip[0], 1 + clip[1]) * A) for x in r) * weight
+    return -total
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "dapo", "gspo", "cispo"])
+def test_losses_and_gradients_equal_the_papers(kind):
+    """Denominators, clipping on the objective, sequence ratios: off-policy by a different sampler."""
+    clip = {"gspo": (0.01, 0.015)}.get(kind, (0.2, 0.28) if kind != "cispo" else (1.0, 0.3))
+    trainer = trainer_of(loss=kind, clip_low=clip[0], clip_high=clip[1], local_batch_size=5)
+    samples = samples_of(sharp_model(seed=0), n_prompts=5)
+    rng = random.Random(1)
+    for s in samples:  # an older policy
+        s["logprobs"] = [lp + rng.gauss(0, 0.3) for lp in s["logprobs"]]
+    plain = sharp_model()
+    want = by_hand(kind, samples, plain, clip)
+    want.backward()
+    found = trainer.forward_backward(samples)
+    assert found["loss"] == pytest.approx(want.item(), abs=1e-5) and found["clip_share"] > 0
+    # the Trainer divides in optim_step
+    got = {fqn: g / trainer.denominator for fqn, g in gradients(trainer).items()}
+    assert_close(got, {fqn: p.grad for fqn, p in plain.named_parameters()}, 1e-4)
+
+
+def test_clipped_tokens_have_no_gradient_on_one_side_only():
+    lp = torch.log(torch.tensor([[1.5, 1.5, 0.5, 0.5, 1.0]])).requires_grad_()
+    A, one, zero = torch.tensor([[1.0, -1.0, 1.0, -1.0, 1.0]]), torch.ones(1, 5), torch.zeros(1, 5)
+    loss, clipped = policy_loss("dapo", lp, zero, zero, A, one, one, (0.2, 0.28))
+    loss.sum().backward()
+    assert (lp.grad != 0).tolist() == [[False, True, True, False, True]] and clipped.tolist() == [[1, 0, 0, 1, 0]]
+
+
+def test_truncated_importance_sampling_weighs_the_gradient():
+    lp = torch.log(torch.tensor([[0.5, 0.5, 0.5]])).requires_grad_()
+    mu = torch.log(torch.tensor([[0.5, 0.1, 0.9]]))
+    loss, _ = policy_loss("dapo", lp, lp.detach(), mu, torch.ones(1, 3), torch.ones(1, 3), 1, (0.2, 0.28), tis=2.0)
+    loss.sum().backward()
+    assert torch.allclose(-lp.grad, torch.tensor([[1.0, 2.0, 0.5 / 0.9]]))
+
+
+def test_several_updates_keep_the_policy_before_the_first():
+    """--tis with --minibatches: the ratio of later updates is against that policy, not against the one of the moment."""
+    trainer, samples = trainer_of(tis=2.0, minibatches=2, loss="dapo"), samples_of(sharp_model())
+    for s in samples:
+        s["logprobs"] = [lp - 0.4 for lp in s["logprobs"]]  # a sampler that was less sure
+    trainer.score(samples)
+    for s in samples:
+        assert torch.allclose(torch.tensor(s["old"]), full_logprobs(sharp_model(), s), atol=1e-4)
+    first = trainer.forward_backward(samples)
+    assert first["clip_share"] == 0  # the ratio is 1; against the sampler it would be 1.5, and clipped
+    want = -sum(math.exp(0.4) * s["advantage"] * len(s["ids"]) for s in samples) / sum(len(s["ids"]) for s in samples)
+    assert first["loss"] == pytest.approx(want, rel=1e-3)
+    trainer.optim_step(0.02)
+    assert trainer.forward_backward(samples)["clip_share"] > 0
+
+
+def test_kl_to_the_reference_is_k3():
+    trainer = trainer_of(kl_coef=0.5, loss="dapo")
+    trainer.reference = trainer_of(seed=1).model
+    samples = samples_of(sharp_model())
+    for s in samples:
+        s["advantage"] = 0.0
+    plain, other = sharp_model(), sharp_model(seed=1)
+    total = 0.0
+    for s in samples:
+        d = full_logprobs(other, s).detach() - full_logprobs(plain, s)
+        total += (d.exp() - d - 1).sum()
+    want = 0.5 * total / sum(len(s["ids"]) for s in samples)
+    want.backward()
+    found = trainer.forward_backward(samples)
+    assert found["loss"] == pytest.approx(want.item(), rel=1e-4) and want > 0
+    assert_close({k: g / trainer.denominator for k, g in gradients(trainer).items()},
+                 {k: p.grad for k, p in plain.named_parameters()}, 1e-4)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "dapo"])
+def test_many_calls_and_microbatches_are_one(kind):
+    """The denominator is one per optimizer step: not one per micro-batch, per call, or per step divided again."""
+    samples = samples_of(sharp_model(), n_prompts=7)
+    whole, parts = trainer_of(loss=kind, local_batch_size=64), trainer_of(loss=kind, local_batch_size=2)
+    whole.forward_backward(samples)
+    for part in (samples[:4], samples[4:5], samples[5:]):
+        parts.forward_backward(part)
+    assert whole.denominator == parts.denominator == count(kind, samples, 9)
+    assert_close(gradients(parts), gradients(whole), 1e-5)
+    norms = [t.optim_step(1e-3) for t in (whole, parts)]
+    assert norms[0]["grad_norm"] == pytest.approx(norms[1]["grad_norm"], rel=1e-5)
+    assert norms[0]["policy_version"] == 1 and whole.denominator == 0 and not gradients(whole)
+    for (fqn, a), (_, b) in zip(whole.model.named_parameters(), parts.model.named_parameters()):
+        assert torch.allclose(a.to_local(), b.to_local(), atol=1e-5), fqn
+
+
+def test_groups_of_equal_rewards_may_be_left_out():
+    """A = 0 exactly: leaving them out of the forward, and not of the denominator, changes neither loss nor gradient."""
+    samples = samples_of(sharp_model(), n_prompts=6)
+    for s in samples[6:15]:
+        s["advantage"] = 0.0
+    whole, kept = trainer_of(loss="dr_grpo"), trainer_of(loss="dr_grpo")
+    a, b = whole.forward_backward(samples), kept.forward_backward(samples[:6] + samples[15:], counted=samples)
+    assert_close(gradients(kept), gradients(whole), 1e-5)
+    assert a["loss"] == pytest.approx(b["loss"], rel=1e-4) and whole.denominator == kept.denominator == 18 * 9
+
+
+def test_order_of_samples_does_not_matter_once_advantages_are_known():
+    """Group ids: shuffling must not split groups; advantages belong to samples before anything is sorted."""
+    samples = samples_of(sharp_model(), n_prompts=6)
+    a, b = trainer_of(local_batch_size=4), trainer_of(local_batch_size=4)
+    a.forward_backward(samples)
+    b.forward_backward(random.Random(0).sample(samples, len(samples)))
+    assert_close(gradients(a), gradients(b), 1e-5)
+
+
+def test_truncated_samples_leave_numerator_and_denominator_together():
+    samples = samples_of(sharp_model(), n_prompts=6)
+    cut, rest = [s for s in samples if s["truncated"]], [s for s in samples if not s["truncated"]]
+    assert cut and rest
+    masked = [s | dict(mask=[0.0] * len(s["ids"]), advantage=0.0) if s["truncated"] else s for s in samples]
+    a, b = trainer_of(loss="dapo"), trainer_of(loss="dapo")
+    a.forward_backward(masked)
+    b.forward_backward(rest)
+    assert a.denominator == b.denominator == sum(len(s["ids"]) for s in rest)
+    assert_close(gradients(a), gradients(b), 1e-5)
+
+
+def test_wrong_old_logprobs_are_noticed():
+    """A ratio that is 1 by construction hides them; the proof compares with what the generator said. Negative tests."""
+    samples = samples_of(sharp_model(), n_prompts=6)
+    assert trainer_of().forward_backward(samples)["logprob_max_diff"] < 1e-4
+    for wrong in (trainer_of(seed=1), trainer_of(temperature=0.9)):  # stale weights, another temperature
+        found = wrong.forward_backward(samples)
+        assert found["logprob_max_diff"] > 0.02 and found["logprob_k3"] > 1e-4
+    shifted = [s | dict(logprobs=s["logprobs"][1:] + s["logprobs"][:1]) for s in samples]
+    assert trainer_of().forward_backward(shifted)["logprob_max_diff"] > 0.1
+
+
+# ---------------------------------------------------------------- tools, text, environments
+
+
+def test_tool_tokens_are_read_and_not_trained():
+    """What the tool said is in the context, has no gradient, and is no part of the denominator."""
+    model = sharp_model()
+    tool = lambda ids: [20, 21] if ids[-1] == 7 else []  # noqa: E731
+    found = [s for seed in range(30) for s in samples_of(model, seed=seed, tool=tool) if 7 in s["ids"][:-3]]
+    assert found
+    for s in found:
+        i = s["ids"].index(7)
+        assert s["ids"][i + 1 : i + 3] == [20, 21] and s["mask"][i : i + 4] == [1, 0, 0, 1][: len(s["mask"]) - i]
+        chosen = torch.tensor(s["mask"]) > 0
+        assert torch.allclose(full_logprobs(model, s)[chosen], torch.tensor(s["logprobs"])[chosen], atol=1e-4)
+    # a sample that ends with the tool's words: others in their place change nothing at all
+    end = [dict(prompt=[1, 2], ids=[5, 7, a, b], logprobs=[-1.0, -1.0, 0.0, 0.0], mask=[1.0, 1.0, 0.0, 0.0], advantage=1.0)
+           for a, b in ((20, 21), (3, 4))]
+    trainers = [trainer_of(loss="dapo") for _ in end]
+    losses = [t.forward_backward([s])["loss"] for t, s in zip(trainers, end)]
+    assert losses[0] == losses[1] and trainers[0].denominator == 2
+    assert all(torch.equal(a, b) for a, b in zip(gradients(trainers[0]).values(), gradients(trainers[1]).values()))
+
+
+@pytest.mark.parametrize("name", ["reverse", "sum_digits", "countdown", "calculator"])
+def test_environments_pay_for_their_own_answers_only(name):
+    env = environments.open_env(name)
+    tasks = [environments.draw_task(env, "train/0", i) for i in range(50)]
+    assert all(env.reward(prompt, answer) == 1.0 for prompt, answer in tasks)
+    assert all(env.reward(prompt, "") == 0.0 == env.reward(prompt, "1") for prompt, _ in tasks if tasks[0][1] != "1")
+    held_out = {environments.draw_task(env, "eval", i)[0] for i in range(50)}
+    assert not held_out & {environments.draw_task(env, f"train/{seed}", i)[0] for seed in range(3) for i in range(300)}
+    text = grpo.Text(env, "", "")
+    for prompt, answer in tasks:
+        s = grpo.supervised_sample(env, text, prompt, answer)
+        assert text.decode(s["ids"]) == answer and text.tokenizer.decode(s["prompt"]) == prompt
+        masked = text.decode([t for t, m in zip(s["ids"], s["mask"]) if not m])
+        assert masked == ("".join(f"{turn.split('=')[1]};" for turn in answer.split(";")[:-1]) if name == "calculator" else "")
+
+
+def test_gsm8k_and_own_environments(tmp_path):
+    lines = [{"question": f"{i} and {i}?", "answer": f"<<{i}+{i}>> so\n#### 1,0{i:02d}"} for i in range(40)]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    env = environments.open_env("gsm8k", str(tmp_path / "p.jsonl"))
+    prompt, answer = environments.draw_task(env, "eval", 0)
+    number = answer.split("#### ")[1].replace(",", "")
+    assert env.reward(prompt, f"I think 12, no: #### {number}") == 1.0 == env.reward(prompt, f"it is {number}.0")
+    assert env.reward(prompt, "#### 12") == 0.0 == env.reward(prompt, "no idea")
+    (tmp_path / "mine.py").write_text("def make(rng):\n    return str(rng.random()), 'x'\n")
+    with pytest.raises(ValueError, match="mine.py does not define reward"):
+        environments.open_env(str(tmp_path / "mine.py"))
+    with pytest.raises(ValueError, match="--env nope is no file ending in .py and none of reverse"):
+        environments.open_env("nope")
+    with pytest.raises(ValueError, match="need a .jsonl with question and answer"):
+        environments.open_env("gsm8k", str(tmp_path / "mine.py"))
+
+
+def test_arithmetic_is_no_eval():
+    assert environments.arithmetic("2*(3+4)-1") == 13
+    for text in ("2**9", "1/0", "a", "__import__('os')", "(" * 5000, "", "1+", "-1", "2 3"):
+        assert environments.arithmetic(text) is None
+
+
+def test_what_is_trained_are_the_sampled_ids():
+    """Never text encoded again: "1" + "2" may be one token "12" there."""
+    env = environments.open_env("reverse")
+    cfg = Config(prompts_per_step=3, group_size=2, seq_len=20)
+    text = grpo.Text(env, "", "")
+    trainer = trainer_of(seq_len=20)  # its vocabulary of 24 covers the 12 ids of this text
+    text.decode = lambda ids: "something else"
+    batch = rollouts.make_batch(cfg, env, text, trainer.layout, trainer.model, 0, 0)
+    for s in batch["samples"]:
+        packed = trainer.pack([s | {"advantage": 1.0}])
+        assert packed["labels"][0][packed["mask"][0] > 0].tolist() == s["ids"] and s["text"] == "something else"
+
+
+# ---------------------------------------------------------------- several ranks
+
+
+def ranks_train(flags: dict, samples):
+    """On every rank: loss, gradients / denominator, and the rollouts of the same prompts."""
+    trainer = trainer_of(local_batch_size=3, **flags)
+    found = trainer.forward_backward(samples)
+    grads = {fqn: g / trainer.denominator for fqn, g in gradients(trainer).items()}
+    norm = trainer.optim_step(1e-2)["grad_norm"]
+    trainer.push_weights()
+    env = environments.open_env("reverse")
+    cfg = replace(trainer.cfg, prompts_per_step=5, group_size=3)
+    batch = rollouts.make_batch(cfg, env, grpo.Text(env, "", ""), trainer.layout, trainer.model, 0, 1)
+    grpo.reshard(trainer.model)
+    again = trainer.forward_backward([s | {"advantage": 0.5} for s in batch["samples"]])
+    dist.barrier()
+    return found, grads, norm, [s["ids"] for s in batch["samples"]], again
+
+
+LAYOUTS = [(2, {"dp_shard": 2}), (2, {"tp": 2}), (2, {"cp": 2, "loss": "gspo"})]
+LARGE = [(4, {"dp_shard": 2, "tp": 2}), (4, {"dp_replicate": 2, "cp": 2}),
+         (4, {"dp_replicate": 2, "dp_shard": 2, "loss": "grpo"})]
+
+
+@pytest.mark.parametrize("n, flags", LAYOUTS + [pytest.param(*x, marks=pytest.mark.slow) for x in LARGE], ids=str)
+def test_layouts_equal_one_process(n, flags):
+    """Gradients summed, not averaged, over ranks with unequal tokens; empty ranks take part; tp ranks sample alike."""
+    samples = samples_of(sharp_model(), n_prompts=5, group_size=1)  # 5 samples: micro-batches of 3 and of 2, or of 3, 2, 0, 0
+    loss = flags.get("loss", "dapo")
+    want = pool(1).run(ranks_train, {"loss": loss}, samples)[0]
+    for rank, (found, grads, norm, ids, again) in enumerate(pool(n).run(ranks_train, flags | {"loss": loss}, samples)):
+        for name in ("loss", "entropy", "clip_share", "ratio_outside"):
+            assert found[name] == pytest.approx(want[0][name], abs=2e-5), (rank, name)
+        assert_close(grads, want[1], 1e-4)
+        assert norm == pytest.approx(want[2], rel=1e-4)
+        assert ids == want[3] and again["logprob_max_diff"] < 1e-4  # rollouts: the same tokens; trained where they were sampled
+
+
+# ---------------------------------------------------------------- whole runs
+
+
+def launch(processes, *argv):
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)] if processes > 1 else []
+    return [sys.executable, *torchrun, str(REPO / "grpo.py"), *map(str, argv)]
+
+
+def run(processes, *argv, status=0):
+    done = subprocess.run(launch(processes, *argv), env=ENV, capture_output=True, text=True, timeout=400)
+    assert done.returncode == status, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout if status == 0 else done.stderr
+
+
+def lines_of(out) -> list[dict]:
+    return [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps_of(out) -> list[dict]:
+    return [line for line in lines_of(out) if "reward_mean" in line]
+
+
+def assert_same(a, b, tolerance):
+    assert all(x["grad_norm"] > 0 for x in a)  # with rewards that are all equal any two runs would be the same
+    assert [x["step"] for x in a] == [x["step"] for x in b]
+    for x, y in zip(a, b):
+        assert all(x[name] == y[name] for name in ("tokens_hash", "reward_mean", "policy_version"))
+        assert abs(x["loss"] - y["loss"]) <= tolerance and abs(x["grad_norm"] - y["grad_norm"]) <= 100 * tolerance
+
+
+def test_a_run_and_its_folder(tmp_path):
+    out = tmp_path / "run"
+    stdout = run(1, *TINY, "--steps", 3, "--out", out)
+    steps, evals = steps_of(out), [line for line in lines_of(out) if "eval_reward" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3] == [line["policy_version"] for line in steps]
+    assert [line["step"] for line in evals] == [0, 2, 3]
+    assert all(line["grad_norm"] > 0 for line in steps)  # there were rewards
+    assert all(line["logprob_max_diff"] < 1e-4 and line["logprob_k3"] < 1e-6 and line["staleness"] == 0 for line in steps)
+    shown = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    assert {s["step"] for s in shown} == {1, 2, 3} and set(shown[0]) >= {"prompt", "completion", "reward"}
+    assert "reward   . training   o validation" in stdout and (out / "checkpoints" / "step-3").is_dir()
+    before = (out / "metrics.jsonl").read_bytes()
+    assert "is finished" in run(1, *TINY, "--steps", 3, "--out", out) and (out / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--pp", 2], "a new token needs all layers"),
+    (["--env", "gsm8k"], "needs --env_data"),
+    (["--gen_ranks", 1], "must leave a process to train"),
+    (["--minibatches", 3], "does not divide --prompts_per_step 4"),
+    (["--temperature", 0], "must be above 0"),
+    (["--group_size", 0], "--group_size 0 must be at least 1"),
+])
+def test_usage_errors_are_one_line(flags, message, capsys, monkeypatch):
+    cfg = grpo.parse_config(Config, [*map(str, TINY), *map(str, flags)])
+    with pytest.raises(ValueError, match=message) as error:
+        grpo.check_flags(cfg)
+    assert "\n" not in str(error.value)
+
+
+# The first steps of a run, by several processes and by one: the same tokens and rewards, losses and norms to fp32 rounding.
+TURNS = ["--env", REPO / "tests" / "env_turns.py", "--max_new_tokens", 24, "--seq_len", 32]
+AHEAD = ["--async_steps", 1, "--max_new_tokens", 48, "--seq_len", 56]
+SAME = [*TINY, "--steps", 3, "--eval_every", 0, "--checkpoint_every", 0, "--lr", "1e-3", "--compute_dtype", "float32"]
+
+
+def assert_at_once(steps):
+    """The next batch was begun before this one had been trained on, and was not ready when that began."""
+    for step, after in zip(steps, steps[1:]):
+        assert after["rollout_began"] < step["train_ended"] and after["rollout_ended"] > step["train_began"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes, flags, one", [
+    (4, ["--dp_shard", 2, "--tp", 2], []),
+    (2, ["--cp", 2, "--loss", "gspo"], ["--loss", "gspo"]),
+    (2, ["--flavor", "debug_moe", "--ep", 2], ["--flavor", "debug_moe"]),
+    (2, ["--dp_shard", 2, *TURNS], TURNS),
+    (4, ["--gen_ranks", 2, *AHEAD], AHEAD),
+], ids=str)
+def test_processes_take_the_steps_of_one(tmp_path, processes, flags, one):
+    extra = ["n_layers=2,dim=32,moe_ffn_dim=32"] if "debug_moe" in flags else [SMALL]
+    run(processes, *SAME, "--model_args", *extra, *flags, "--out", tmp_path / "many")
+    run(1, *SAME, "--model_args", *extra, *one, "--out", tmp_path / "one")
+    many = steps_of(tmp_path / "many")
+    assert_same(many, steps_of(tmp_path / "one"), 1e-5)
+    if "--async_steps" in flags:
+        assert [line["staleness"] for line in many] == [0, 1, 1]
+        assert_at_once(many)
+
+
+def test_separate_generators_equal_the_emulation(tmp_path):
+    """One trainer and one generator, one step ahead, against one process that keeps to the same schedule."""
+    run(2, *SAME, "--gen_ranks", 1, *AHEAD, "--out", tmp_path / "two")
+    run(1, *SAME, *AHEAD, "--out", tmp_path / "one")
+    two, one = steps_of(tmp_path / "two"), steps_of(tmp_path / "one")
+    assert_same(two, one, 1e-5)
+    assert [line["staleness"] for line in two] == [0, 1, 1] == [line["staleness"] for line in one]
+    assert_at_once(two)
+    assert two[0]["logprob_max_diff"] < 1e-4 < two[2]["logprob_max_diff"]  # one policy apart
+
+
+@pytest.mark.parametrize("where, flags", [
+    pytest.param("rollout", [], marks=pytest.mark.slow), ("training", ["--async_steps", 1])])
+def test_killed_and_continued_is_undisturbed(tmp_path, where, flags):
+    """kill -9 inside the rollouts of step 4, or in its update: the run goes on from step 2, with the same rewards."""
+    out = tmp_path / "killed"
+    argv = [*map(str, TINY), "--steps", "5", "--checkpoint_every", "2", *map(str, flags), "--out"]
+    code = f"""
+import os, signal, sys
+import grpo, rollouts, generate
+sys.argv = ['grpo.py', *{argv!r}, {str(out)!r}]
+def kill_at(function, call):
+    calls = []
+    def wrapped(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*args, **kwargs)
+    return wrapped
+if {where!r} == 'rollout':
+    make, drawn = rollouts.make_batch, []
+    def make_batch(*args):
+        drawn.append(1)
+        if len(drawn) == 4:
+            generate.draw = kill_at(generate.draw, 3)
+        return make(*args)
+    rollouts.make_batch = make_batch
+else:
+    grpo.Trainer.optim_step = kill_at(grpo.Trainer.optim_step, 3 + 4)  # three steps of warm-up, then the fourth update
+grpo.run(grpo.main, grpo.parse_config(grpo.Config))
+"""
+    killed = subprocess.run([sys.executable, "-c", code], env=ENV, cwd=REPO, capture_output=True, text=True, timeout=400)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
+    assert [line["step"] for line in steps_of(out)] == [1, 2, 3] and os.listdir(out / "checkpoints") == ["step-2"]
+    assert "continuing from" in run(1, *argv, out)
+    run(1, *argv, tmp_path / "whole")
+    assert_same(steps_of(out), steps_of(tmp_path / "whole"), 0.0)
+    for name in ("eval_reward", "eval_greedy"):
+        assert [x[name] for x in lines_of(out) if name in x] == [x[name] for x in lines_of(tmp_path / "whole") if name in x]
+
+
+def test_from_a_hugging_face_folder_and_back(tmp_path):
+    """A tiny random Qwen3 with a real tokenizer and chat template: trained, exported, and transformers reads it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    tokenizer.train_from_iterator(["Sum the digits of 123: 6"] * 9, trainers.BpeTrainer(
+        vocab_size=280, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    theirs = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    theirs.chat_template = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+                            "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(Qwen3Config(
+        vocab_size=288, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        intermediate_size=64, tie_word_embeddings=True, max_position_embeddings=256)).save_pretrained(tmp_path / "hf")
+    theirs.save_pretrained(tmp_path / "hf")
+    flags = [*TINY[:2], *TINY[4:], "--seq_len", 64, "--steps", 2, "--kl_coef", 0.1, "--minibatches", 2]
+    run(1, "--init_from", tmp_path / "hf", *flags, "--out", tmp_path / "run", "--export_hf", tmp_path / "back")
+    steps = steps_of(tmp_path / "run")
+    assert len(steps) == 2 and all(line["grad_norm"] > 0 and 0 < line["logprob_max_diff"] < 1e-4 for line in steps)
+    shown = json.loads((tmp_path / "run" / "samples.jsonl").read_text().splitlines()[0])
+    assert shown["prompt"].startswith("user\n") and shown["prompt"].endswith(">\nassistant\n")
+    model, again = AutoModelForCausalLM.from_pretrained(tmp_path / "back"), AutoTokenizer.from_pretrained(tmp_path / "back")
+    before = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    ids = again("Sum the digits of 123", return_tensors="pt").input_ids
+    assert torch.isfinite(model(ids).logits).all() and not torch.equal(model(ids).logits, before(ids).logits)
+    ours, _ = grpo.sys.modules["hf"].load_hf_model(str(tmp_path / "back"))
+    assert torch.allclose(ours(ids), model(ids).logits, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_controls(tmp_path):
+    """--control frozen and --lr 0 leave the weights alone, after the same warm-up; --control random pays by a coin."""
+    outs = {}
+    for name, flags in {"frozen": ["--control", "frozen"], "zero": ["--lr", 0], "random": ["--control", "random"]}.items():
+        run(1, *TINY, "--steps", 4, *flags, "--out", tmp_path / name)
+        outs[name] = lines_of(tmp_path / name)
+    for name in ("frozen", "zero"):
+        evals = [line for line in outs[name] if "eval_greedy" in line]
+        assert len({line["eval_greedy"] for line in evals}) == 1 == len({line["eval_reward"] for line in evals})
+    assert [x["tokens_hash"] for x in outs["frozen"] if "loss" in x] == [x["tokens_hash"] for x in outs["zero"] if "loss" in x]
+    assert all(0 < x["reward_mean"] < 1 for x in outs["random"] if "loss" in x)
+
+
+@pytest.mark.slow
+def test_dynamic_sampling_fills_the_batch(tmp_path):
+    """DAPO: groups of equal rewards are replaced by those of further prompts; the cursor counts all that were drawn."""
+    (tmp_path / "coin.py").write_text(
+        "ALPHABET = '0123456789'\nmake = lambda rng: (str(rng.randrange(10**6)), '1')\n"
+        "reward = lambda prompt, completion: float(sum(map(ord, completion)) % 2 and int(prompt) % 3 == 0)\n")
+    flags = ["--env", tmp_path / "coin.py", "--steps", 2, "--loss", "dapo", "--overlong_tokens", 4, "--dynamic_sampling", 40]
+    run(1, *TINY, *flags, "--out", tmp_path / "run")
+    steps = steps_of(tmp_path / "run")
+    assert all(line["zero_variance_groups"] == 0 and line["prompts_drawn"] > 4 for line in steps)
+    run(1, *TINY, *flags[:-2], "--out", tmp_path / "without")
+    assert all(line["zero_variance_groups"] > 0 and line["prompts_drawn"] == 4 for line in steps_of(tmp_path / "without"))
+
+
+def test_drifted_run_stops(tmp_path):
+    """--abort_k3: an lr that throws the policy far in one step, with samples that are one version old."""
+    error = run(1, *TINY, "--steps", 6, "--async_steps", 1, "--lr", 1, "--warmup_steps", 0, "--out", tmp_path / "run", status=1)
+    assert "is above --abort_k3 0.05" in error
