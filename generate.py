@@ -156,18 +156,22 @@ class SlotCache:
         self.rows, self.max_len, self.view = rows, max_len, view
         self.k = self.v = None  # (R, G, max_len, K)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale=None) -> Tensor:
-        """Store k, v (R, G, T, K) at the rows' positions and attend from q (R, H, T, K) to what each row has so far."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor | None, scale=None) -> Tensor:
+        """Store k, v (R, G, T, K) at the rows' positions and attend from q (R, H, T, K) to what each row has so far. v None:
+        the keys are the values."""
         if self.k is None:
-            self.k, self.v = (k.new_zeros(self.rows, k.shape[1], self.max_len, k.shape[3]) for _ in range(2))
+            self.k = k.new_zeros(self.rows, k.shape[1], self.max_len, k.shape[3])
+            self.v = None if v is None else torch.zeros_like(self.k)
         row = torch.arange(self.rows, device=q.device)[:, None]
-        self.k[row, :, self.view.at], self.v[row, :, self.view.at] = k.transpose(1, 2), v.transpose(1, 2)
+        self.k[row, :, self.view.at] = k.transpose(1, 2)
+        if v is not None:
+            self.v[row, :, self.view.at] = v.transpose(1, 2)
         T, mask = q.shape[2], self.view.mask
         if T < self.view.query_rows:  # copies of the last query, which nobody reads
             more = self.view.query_rows - T
             q, mask = (torch.cat([x, x[:, :, -1:].expand(-1, -1, more, -1)], 2) for x in (q, mask))
-        keys = self.view.keys
-        return sdpa(q, self.k[:, :, :keys], self.v[:, :, :keys], mask, scale=scale)[:, :, :T]
+        keys, values = self.view.keys, self.k if v is None else self.v
+        return sdpa(q, self.k[:, :, :keys], values[:, :, :keys], mask, scale=scale)[:, :, :T]
 
 
 def column_logits(h: Tensor, weight: Tensor, *, column: Tensor, mesh=None) -> Tensor:
@@ -265,9 +269,11 @@ def rollout(
                     slots, T = free[i * G : (i + 1) * G], len(prompts[p])
                     for layer, one in zip(caches, read):
                         if layer.k is None:
-                            shape = (len(sample), *one.k.shape[1:])
-                            layer.k, layer.v = one.k.new_zeros(shape), one.v.new_zeros(shape)
-                        layer.k[slots, :, :T], layer.v[slots, :, :T] = one.k[i, :, :T], one.v[i, :, :T]
+                            layer.k = one.k.new_zeros(len(sample), *one.k.shape[1:])
+                            layer.v = None if one.v is None else torch.zeros_like(layer.k)
+                        layer.k[slots, :, :T] = one.k[i, :, :T]
+                        if one.v is not None:
+                            layer.v[slots, :, :T] = one.v[i, :, :T]
                     logits[slots], length[slots], count[slots] = first[i], T, 0
                     sample[slots], u[slots], mask[slots] = torch.arange(p * G, (p + 1) * G, device=device), noise[p], 1.0
             if logits is None:  # nothing to do here, but other ranks count on this one
@@ -304,7 +310,8 @@ def rollout(
                 sample, length, count, u, ids, logprobs, mask, token = (
                     x[left] for x in (sample, length, count, u, ids, logprobs, mask, token))
                 for layer in caches:
-                    layer.rows, layer.k, layer.v = len(left), layer.k[left], layer.v[left]
+                    layer.rows, layer.k = len(left), layer.k[left]
+                    layer.v = None if layer.v is None else layer.v[left]
             if not agree(False, bool((sample >= 0).any()))[1]:
                 continue  # there may be prompts left
             length.masked_fill_(sample < 0, 0)

@@ -153,6 +153,10 @@ def model_of(cfg: Config, vocab_size: int):
         fields = dict(read_json(candidates(cfg.init_from)[0], "state.json")["identity"]["model"])
         module, name = fields.pop("module"), fields.pop("class")
         config = getattr(importlib.import_module(module), f"{name}Config")(**fields)
+    if hasattr(config, "mtp_depth"):  # DeepSeek
+        if cfg.tp > 1:
+            raise ValueError(f"--tp {cfg.tp}: rollouts of DeepSeek cache latents, which tp does not split; use --dp_shard")
+        config = replace(config, mtp_depth=0)  # a second prediction has no place in these losses
     return getattr(sys.modules[type(config).__module__], type(config).__name__.removesuffix("Config")), config
 
 

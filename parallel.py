@@ -1014,7 +1014,8 @@ def shard(stage, layout: Layout) -> None:
         if isinstance(module, FSDPModule):
             # the loss is divided by the tokens of the global batch already: gradients are summed, not averaged
             module.set_force_sum_reduction_for_comms(True)
-            module.set_gradient_divide_factor(1.0)
+            if layout.world_size > 1:  # alone, torch would copy each gradient to divide it by 1
+                module.set_gradient_divide_factor(1.0)
 
 
 def reshards(layout: Layout) -> bool:

@@ -635,10 +635,11 @@ grpo.run(grpo.main, grpo.parse_config(grpo.Config))
         assert [x[name] for x in lines_of(out) if name in x] == [x[name] for x in lines_of(tmp_path / "whole") if name in x]
 
 
-def test_from_a_hugging_face_folder_and_back(tmp_path):
-    """A tiny random Qwen3 with a real tokenizer and chat template: trained, exported, and transformers reads it."""
+@pytest.mark.parametrize("kind", ["qwen3", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
+def test_from_a_hugging_face_folder_and_back(tmp_path, kind):
+    """A tiny random model with a real tokenizer and chat template: trained, exported, and transformers reads it."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -649,9 +650,12 @@ def test_from_a_hugging_face_folder_and_back(tmp_path):
     theirs.chat_template = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
                             "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
     torch.manual_seed(0)
-    Qwen3ForCausalLM(Qwen3Config(
-        vocab_size=288, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-        intermediate_size=64, tie_word_embeddings=True, max_position_embeddings=256)).save_pretrained(tmp_path / "hf")
+    sizes = dict(vocab_size=288, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+                 tie_word_embeddings=True, max_position_embeddings=256)
+    sizes |= dict(num_key_value_heads=2, head_dim=8) if kind == "qwen3" else dict(
+        num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8,
+        n_routed_experts=8, n_group=4, topk_group=2, num_experts_per_tok=2, moe_intermediate_size=32, first_k_dense_replace=1)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).save_pretrained(tmp_path / "hf")
     theirs.save_pretrained(tmp_path / "hf")
     flags = [*TINY[:2], *TINY[4:], "--seq_len", 64, "--steps", 2, "--kl_coef", 0.1, "--minibatches", 2]
     run(1, "--init_from", tmp_path / "hf", *flags, "--out", tmp_path / "run", "--export_hf", tmp_path / "back")

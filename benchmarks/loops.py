@@ -1,0 +1,290 @@
+"""One training step each of our Llama, of transformers' LlamaForCausalLM and of torchtitan's model, and how to time them.
+
+Every variant lives in a process of its own, so that peak memory is its own; the processes take turns, so that what else the
+machine does meets all of them alike. Used by train_cpu.py and train.py.
+"""
+import importlib
+import importlib.util
+import multiprocessing
+import os
+import re
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+REPO = Path(__file__).parent.parent
+# Not torch, and none of our modules that import it: the parent only waits, and a child's peak memory starts with its parent's
+
+
+@dataclass(kw_only=True)
+class StepConfig:
+    model_args: str = ""  # fields of Llama3Config: "n_layers=4,dim=512"
+    seq_len: int = 256  # tokens per sequence
+    local_batch_size: int = 4  # sequences per step
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of matmuls and activations; weights and optimizer stay float32
+    rounds: int = 9  # rounds that count; their order changes
+    steps_per_round: int = 2  # steps per turn of a variant
+
+
+def variants(compiled: bool, eager: bool = True) -> list[str]:
+    """'system' or 'system, compiled'; ours first."""
+    systems = ["ours", "transformers"] + ["torchtitan"] * (importlib.util.find_spec("torchtitan") is not None)
+    return [s for s in systems if eager] + [f"{s}, compiled" for s in systems if compiled]
+
+
+def random_batch(cfg, device):
+    """The same tokens for everyone; labels are the next tokens. (B, T) each."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(llama_config(cfg).vocab_size, (cfg.local_batch_size, cfg.seq_len + 1), generator=generator).to(device)
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def llama_config(cfg):
+    from config import override_fields
+    from models.llama3 import Llama3Config
+
+    return override_fields(Llama3Config(), cfg.model_args, "--model_args")
+
+
+def ours(cfg, device, compiled):
+    """(model, step) exactly as train_llama3.py makes them on one process; step() returns the loss, a 0-d tensor."""
+    import torch
+
+    import parallel
+    import train_llama3
+    from data import Batch
+    from models.llama3 import Llama3
+
+    recipe = train_llama3.Config(
+        seq_len=cfg.seq_len, local_batch_size=cfg.local_batch_size, compute_dtype=cfg.dtype, compile=compiled,
+        ac=getattr(cfg, "ac", "none"), float8=getattr(cfg, "float8", "off"),
+    )
+    config = llama_config(cfg)
+    layout = parallel.check_layout(
+        recipe, config, seq_len=cfg.seq_len, local_batch_size=cfg.local_batch_size, global_batch_size=-1, device=device.type
+    )
+    parallel.connect(layout, device.type)
+    with torch.device("meta"):
+        model = Llama3(config)
+    stages = parallel.pipeline_stages(model, layout)
+    parallel.float8_linears(model, layout)
+    parallel.checkpoint_activations(model, layout)
+    parallel.compile_blocks(model, layout)
+    parallel.shard(model, layout)
+    parallel.init_weights(model, layout, seed=0)
+    optimizers = train_llama3.build_optimizers(stages, recipe)
+    tokens, labels = random_batch(cfg, device)
+    positions = torch.arange(cfg.seq_len, device=device).expand(cfg.local_batch_size, -1)
+    batch = Batch(tokens[None], labels[None], positions[None], None, samples=cfg.local_batch_size, hash="")
+
+    def step():
+        loss = parallel.forward_backward(stages, batch, layout)
+        grad_norm = parallel.clip_grad_norm(stages, recipe.max_norm, layout)
+        assert grad_norm.isfinite()  # the recipe's one question to the device
+        for optimizer in optimizers:
+            optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        return loss[0]
+
+    return model, step
+
+
+def plain_step(model, loss_of, cfg, device):
+    """The loop that everybody writes: autocast where the dtype asks for it, clip, AdamW."""
+    import torch
+
+    options = {"fused": True} if device.type == "cuda" else {"foreach": True}
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3, (0.9, 0.95), 1e-8, weight_decay=0.1, **options)
+    tokens, labels = random_batch(cfg, device)
+
+    def step():
+        with torch.autocast(device.type, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
+            loss = loss_of(tokens, labels)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def transformers(cfg, device, compiled):
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(**llama_config(cfg).to_hf() | {"use_cache": False}, attn_implementation="sdpa")
+    with device:
+        model = LlamaForCausalLM(config).float().train()
+    model.forward = torch.compile(model.forward) if compiled else model.forward
+    return model, plain_step(model, lambda x, y: model(x, labels=y, shift_labels=y).loss, cfg, device)
+
+
+def torchtitan(cfg, device, compiled):
+    """The model of torchtitan 0.2.2 in the plain loop; its RoPE turns neighbours, which costs the same."""
+    import torch.nn.functional as F
+    from torchtitan.models.llama3.model.args import TransformerModelArgs
+    from torchtitan.models.llama3.model.model import Transformer
+
+    c = llama_config(cfg)
+    if c.head_dim * c.n_heads != c.dim:
+        raise ValueError(f"torchtitan needs n_heads x head_dim = dim, not {c.n_heads} x {c.head_dim} and {c.dim}")
+    with device:
+        model = Transformer(TransformerModelArgs(
+            dim=c.dim, n_layers=c.n_layers, n_heads=c.n_heads, n_kv_heads=c.n_kv_heads, vocab_size=c.vocab_size,
+            multiple_of=c.ffn_dim, ffn_dim_multiplier=c.ffn_dim / int(8 * c.dim / 3), rope_theta=c.rope_theta,
+            max_seq_len=cfg.seq_len,
+        ))
+        model.init_weights()
+    if compiled:
+        for block in model.layers.values():
+            block.compile(fullgraph=True)
+    return model, plain_step(model, lambda x, y: F.cross_entropy(model(x).flatten(0, 1).float(), y.flatten()), cfg, device)
+
+
+def same_as_ours(model, cfg) -> None:
+    """Our model with transformers' weights has its loss, so both do the same arithmetic."""
+    import torch
+
+    from models.llama3 import Llama3
+
+    with torch.no_grad():
+        plain = Llama3(llama_config(cfg)).to(device := model.device)
+        theirs = model.state_dict()
+        plain.load_state_dict({fqn: theirs[key] for fqn, key in plain.hf_keys().items()})
+        tokens, labels = random_batch(cfg, device)
+        mine, other = plain(tokens, labels=labels) / labels.numel(), model(tokens, labels=labels, shift_labels=labels).loss
+    assert abs(mine - other) < 1e-4 * other, f"loss {mine.item()} here, {other.item()} in transformers"
+
+
+def peak_bytes(device) -> int:
+    """Peak so far: allocated tensors on a GPU, resident memory on a CPU."""
+    from metrics import peak_memory_gib
+
+    status = Path("/proc/self/status")
+    if device.type == "cpu" and status.exists():  # getrusage starts with the peak of the process that started this one
+        return int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1]) * 1024
+    return round(peak_memory_gib(device) * 2**30)
+
+
+def count_ops(step) -> dict:
+    """Operators of one step that write memory, and the bytes that they write; views write nothing."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_iter
+
+    no_write = {"aten::_unsafe_view", "aten::empty.memory_format", "aten::empty_like", "aten::empty_strided", "aten::new_empty"}
+    size = lambda x: sum(t.numel() * t.element_size() for t in tree_iter(x) if isinstance(t, torch.Tensor))  # noqa: E731
+    counts = {"ops": 0, "bytes": 0}
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            schema = func._schema
+            written = 0
+            for i, arg in enumerate(schema.arguments):
+                if arg.alias_info is not None and arg.alias_info.is_write:
+                    written += size(args[i] if i < len(args) else (kwargs or {}).get(arg.name))
+            results = out if isinstance(out, tuple) else (out,)
+            for value, ret in zip(results, schema.returns):
+                written += size(value) if ret.alias_info is None and func.name() not in no_write else 0
+            if written:
+                counts["ops"] += 1
+                counts["bytes"] += written
+            return out
+
+    with Count():
+        step()
+    return counts
+
+
+def work(pipe, name, cfg, device_type):
+    """A child's life: build, warm up, then a turn whenever the parent asks; at the end memory and counts."""
+    import torch
+
+    device = torch.device(device_type)
+    system, _, compiled = name.partition(", ")
+    build = {"ours": ours, "transformers": transformers, "torchtitan": torchtitan}[system]
+    clock = time.process_time if device_type == "cpu" else time.perf_counter
+    wait = torch.cuda.synchronize if device_type == "cuda" else lambda: None
+    begin = clock()
+    try:
+        modules = {"ours": "train_llama3", "transformers": "transformers.models.llama.modeling_llama",
+                   "torchtitan": "torchtitan.models.llama3.model.model"}
+        for module in (modules[system], "torch._dynamo"):  # the first AdamW of a process imports it
+            importlib.import_module(module)
+        before = peak_bytes(device)
+        model, step = build(cfg, device, bool(compiled))
+        for _ in range(2):  # the second has the optimizer's state
+            step()
+        wait()
+        pipe.send({"first": clock() - begin})
+        while pipe.recv() == "turn":
+            if device_type == "cuda":
+                torch.cuda.empty_cache()  # the others need it
+            begin = clock()
+            for _ in range(cfg.steps_per_round):
+                step()
+            wait()
+            pipe.send((clock() - begin) / cfg.steps_per_round)
+        report = {"before": before, "peak": peak_bytes(device), "parameters": sum(p.numel() for p in model.parameters())}
+        if device_type == "cpu" and not compiled:
+            report |= count_ops(step)
+            if system == "transformers":
+                same_as_ours(model, cfg)
+        pipe.send(report)
+    except Exception as error:
+        pipe.send(error)
+        raise
+    finally:
+        sys.stdout.flush()
+        os._exit(0)  # gloo's threads abort now and then in a normal exit
+
+
+def measure(names: list[str], cfg_of, rounds: int, device_type: str) -> dict[str, dict]:
+    """name -> its report with "times": seconds per step, one per round. cfg_of(name) is its StepConfig."""
+    context = multiprocessing.get_context("spawn")
+    pipes, processes, reports = {}, [], {}
+    try:
+        for name in names:
+            pipes[name], theirs = context.Pipe()
+            processes.append(context.Process(target=work, args=(theirs, name.partition(": ")[0], cfg_of(name), device_type)))
+            processes[-1].start()
+            theirs.close()
+            print(f"{name} ...", file=sys.stderr, flush=True)
+            reports[name] = answer(pipes[name], name) | {"times": []}
+        for i in range(rounds + 1):  # the first does not count
+            for name in names[i % len(names) :] + names[: i % len(names)]:
+                pipes[name].send("turn")
+                took = answer(pipes[name], name)
+                reports[name]["times"] += [took] * (i > 0)
+        for name in names:
+            pipes[name].send("end")
+            reports[name] |= answer(pipes[name], name)
+    finally:
+        for process in processes:
+            process.terminate()
+            process.join()
+    return reports
+
+
+def answer(pipe, name):
+    try:
+        got = pipe.recv()
+    except EOFError:
+        got = RuntimeError("the process died")
+    if isinstance(got, Exception):
+        raise SystemExit(f"{name}: {type(got).__name__}: {got}")
+    return got
+
+
+def ratio_of(reports, name, base) -> float:
+    """Median over rounds of base's time / name's time: how many times as fast as base, with each round's noise cancelled."""
+    return statistics.median(b / a for a, b in zip(reports[name]["times"], reports[base]["times"], strict=True))

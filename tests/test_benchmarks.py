@@ -1,0 +1,144 @@
+"""The benchmarks run, at a small size, and what they claim without timing holds: nothing heavy is imported at the start, and
+between two log lines nothing waits for the device."""
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_recipes import ENV, MLA, MODEL
+
+from benchmarks.startup import HEAVY
+
+REPO = Path(__file__).parent.parent
+SHAPE = "dim=32,n_layers=2,n_heads=4,n_kv_heads=2,head_dim=8,ffn_dim=64,vocab_size=128"
+
+
+def run(*argv, status=0) -> str:
+    """stdout of a Python process, or stderr where it is to fail."""
+    env = ENV | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *map(str, argv)], cwd=REPO, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == status, f"{argv}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout if status == 0 else done.stderr
+
+
+def rows(stdout: str) -> dict[str, list[str]]:
+    """First cell -> the other cells of every line of the printed tables."""
+    cells = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in stdout.splitlines() if line.startswith("|")]
+    return {first: rest for first, *rest in cells}
+
+
+def test_train_cpu():
+    """Both systems have equally many parameters and (asserted in the benchmark) the same loss; the counts are there."""
+    table = rows(run("benchmarks/train_cpu.py", "--rounds", 1, "--steps_per_round", 1, "--seq_len", 32, "--model_args", SHAPE))
+    assert table["ours"][0] == table["transformers"][0]
+    assert all(float(cell.replace(",", "")) > 0 for name in ("ours", "transformers") for cell in table[name])
+
+
+@pytest.mark.slow
+def test_train_cpu_against_another_shape():
+    flags = ["--rounds", 1, "--steps_per_round", 1, "--seq_len", 32, "--model_args", SHAPE, "--against", "n_layers=1"]
+    table = rows(run("benchmarks/train_cpu.py", *flags))
+    ours, other = (int(table[name][0].replace(",", "")) for name in ("ours: as it is", "ours: n_layers=1"))
+    assert ours - other == 2 * 32 + 32 * (4 + 2 + 2 + 4) * 8 + 3 * 32 * 64  # one block
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [SHAPE, f"{SHAPE},n_experts=4,top_k=2,moe_ffn_dim=16"], ids=["dense", "experts"])
+def test_kernels(shape):
+    flags = ["--rounds", 1, "--seq_len", 32, "--local_batch_size", 2, "--loss_vocab", 256, "--matmul_size", 64]
+    table = rows(run("benchmarks/kernels.py", *flags, "--model_args", shape))
+    wanted = {"attention", "loss", "norms, rope", "chunked", "F.cross_entropy", "48", "96", "192"}
+    assert wanted | ({"experts"} if "experts" in shape else {"w1 w2 w3, silu", "step", "the rest"}) <= set(table)
+
+
+@pytest.mark.slow
+def test_startup():
+    stdout = run("benchmarks/startup.py", "--rounds", 1, "--imports")
+    assert {"ours", "transformers"} <= set(rows(stdout)) and "heavy ones among them: none" in stdout
+
+
+def test_train_needs_a_gpu():
+    env = {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "benchmarks/train.py"], cwd=REPO, env=ENV | env, capture_output=True, text=True)
+    assert done.returncode == 1 and "needs a GPU" in done.stderr and "Traceback" not in done.stderr
+
+
+# ---------------------------------------------------------------- what a run imports, and when it waits
+
+# Runs a recipe and prints {"steps": {step: [source lines that asked the device for a value]}, "modules": [...]}.
+# On a GPU each such question ends the overlap of the host with the device.
+WATCH = """
+import json, linecache, os, sys, threading
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+recipe = __import__(sys.argv[1])
+from config import parse_config
+from metrics import Metrics
+steps = {}
+# AdamW's count of steps, which is not asked for where AdamW is fused; and which part of a parameter a rank has
+ON_THE_HOST = ("_get_value", "compute_local_shape_and_global_offset")
+
+def note():
+    frame = sys._getframe(1)
+    while frame and os.path.dirname(frame.f_code.co_filename) not in (os.getcwd(), os.getcwd() + "/models"):
+        if frame.f_code.co_name in ON_THE_HOST:
+            return
+        frame = frame.f_back
+    if steps and threading.current_thread() is threading.main_thread():
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip() if frame else "inside torch"
+        if "one_hot(" not in line:  # it looks for its largest number on a CPU only
+            steps[max(steps)].append(line)
+
+ASKS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::_unique2", "aten::bincount"}
+
+class Asks(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        by_mask = func.name() == "aten::index.Tensor" and any(i is not None and i.dtype == torch.bool for i in args[1])
+        if func.name() in ASKS or by_mask:
+            note()
+        return func(*args, **(kwargs or {}))
+
+def noted(method):
+    def wrapper(*args, **kwargs):
+        note()
+        return method(*args, **kwargs)
+    return wrapper
+
+for name in ("tolist", "cpu", "numpy"):
+    setattr(torch.Tensor, name, noted(getattr(torch.Tensor, name)))
+start_step = Metrics.start_step
+def start(self):
+    steps[self.step + 1] = []
+    start_step(self)
+Metrics.start_step = start
+with Asks():
+    recipe.main(parse_config(recipe.Config, sys.argv[2:]))
+print("WATCHED", json.dumps({"steps": steps, "modules": sorted(sys.modules)}))
+sys.stdout.flush()
+os._exit(0)
+"""
+FLAGS = ["--steps", 5, "--log_every", 0, "--val_every", 0, "--checkpoint_every", 0, "--seq_len", 32, "--device", "cpu"]
+
+
+def watch(recipe: str, *flags) -> dict:
+    stdout = run("-c", WATCH, recipe, *FLAGS, *flags)
+    return json.loads(re.search(r"^WATCHED (.*)$", stdout, re.M)[1])
+
+
+@pytest.mark.parametrize("recipe, flags", [
+    ("train_llama3", ["--model_args", MODEL]),
+    pytest.param("train_llama3", ["--model_args", MODEL, "--optimizer", "muon"], marks=pytest.mark.slow),
+    pytest.param("train_qwen3", ["--flavor", "debug_moe", "--model_args", MODEL + ",moe_ffn_dim=32"], marks=pytest.mark.slow),
+    pytest.param("train_deepseek", ["--model_args", MLA], marks=pytest.mark.slow),
+], ids=["llama3", "muon", "qwen3 with experts", "deepseek"])
+def test_nothing_waits_for_the_device_and_nothing_heavy_is_imported(recipe, flags, tmp_path):
+    """Steps 1 and 5 are logged. In the others the loop asks one thing of the device: whether the gradients are finite, as no
+    weight may see one that is not."""
+    found = watch(recipe, *flags, "--out", tmp_path)
+    assert [found["steps"][step] for step in "234"] == [["if grad_norm.isfinite():"]] * 3
+    assert len(found["steps"]["5"]) > 1, "a logged step reads its numbers: the detector works"
+    assert [module for module in HEAVY if module in found["modules"]] == []
+    assert os.path.exists(tmp_path / "metrics.jsonl")
