@@ -51,7 +51,7 @@ def tiny(script: str) -> list:
     return ["--model_args", MLA, *SMALL] if "deepseek" in script else TINY
 
 
-def run(command: list[str], cwd=REPO, timeout=240) -> str:
+def run(command: list[str], cwd=REPO, timeout=600) -> str:
     """stdout of a command that must end with status 0."""
     done = subprocess.run(command, cwd=cwd, env=ENV, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
