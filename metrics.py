@@ -63,8 +63,11 @@ def peak_memory_gib(device) -> float:
     """Peak since the start of this process, in GiB: allocated tensors on a GPU, resident memory on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if sys.platform == "darwin":
+        return peak / 2**30  # bytes there, KiB on Linux
+    with open("/proc/self/status") as file:  # ru_maxrss begins at the peak of the process that launched this one
+        return next((int(line.split()[1]) for line in file if line.startswith("VmHWM")), peak) / 2**20
 
 
 def plain(value):
