@@ -483,6 +483,12 @@ def test_a_node_is_lost(tmp_path, start, undisturbed):
     assert_same_run(nodes.out, undisturbed, tolerance=1e-4)
 
 
+def is_pending(pid: int, number: int) -> bool:
+    """Whether a stopped process will get this signal as soon as it goes on."""
+    pending = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("ShdPnd"))
+    return bool(int(pending.split()[1], 16) >> (number - 1) & 1)
+
+
 @pytest.mark.slow
 def test_a_node_joins(tmp_path, start, undisturbed):
     """--nnodes 1:2: torchrun stops the one that runs, which saves, and starts both."""
@@ -490,7 +496,11 @@ def test_a_node_joins(tmp_path, start, undisturbed):
     nodes.first.until_step(9)
     nodes.second.launcher.kill()
     nodes.first.until(lambda: "continuing from" in nodes.first.text())
+    alone = nodes.first.worker(0)
+    os.kill(alone, signal.SIGSTOP)  # it would be done before the other has started
     replacement = nodes.start()
+    nodes.first.until(lambda: is_pending(alone, signal.SIGTERM))
+    os.kill(alone, signal.SIGCONT)
     assert replacement.end() == 0 and nodes.first.end() == 0
     said = nodes.first.text() + replacement.text()  # whichever has rank 0
     assert "SIGTERM: stopped after step" in said and "(written by 1 rank(s))" in said
