@@ -151,6 +151,7 @@ COMPILED = [
     (2, dict(compile=True, tp=2), dict(n=4, b=2)),
     (2, dict(compile=True, cp=2), dict(n=4, b=2)),
     (2, dict(compile=True, pp=2, pp_schedule="InterleavedZeroBubble"), dict(n=8, b=4)),
+    (2, dict(compile=True, tp=2, ep=2), dict(n=4, b=2, model="deepseek", mtp_depth=1)),
 ]
 
 
