@@ -43,8 +43,9 @@ class LinearCrossEntropy(torch.autograd.Function):
             sums = all_reduce(torch.stack([exp.sum(1), torch.where(mine, target, 0.0)]), "sum")
             total += torch.where(valid, sums[0].log() + top - sums[1], 0.0).sum()
             if wants_h or wants_w:
-                dlogits = exp.mul_((valid / sums[0])[:, None])  # softmax - one_hot(label), zero where there is no loss
-                dlogits = dlogits.scatter_add_(1, local, -mine.float()[:, None]).to(h.dtype)
+                dlogits = exp.div_(sums[0][:, None])  # softmax - one_hot(label), zero where there is no loss
+                dlogits.scatter_add_(1, local, -mine.float()[:, None])
+                dlogits = dlogits.mul_(valid[:, None]).to(h.dtype)
                 if wants_h:
                     torch.mm(dlogits, weight, out=dh[begin : begin + rows])
                 if wants_w:

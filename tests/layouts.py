@@ -214,7 +214,8 @@ def first_difference(got: list[dict], want: list[dict]) -> str:
         if abs(g["loss"] - w["loss"]) > 1e-5:
             found.append(f"loss {g['loss']} instead of {w['loss']}")
         off = {fqn: relative(grad, w["grads"][fqn]) for fqn, grad in g["grads"].items()}
-        if bad := [fqn for fqn in off if off[fqn] > 1e-4]:
+        # later steps start from weights in which AdamW has amplified the rounding of the first
+        if bad := [fqn for fqn in off if off[fqn] > (1e-4 if step == 0 else 5e-4)]:
             found.append(f"gradient of {bad[0]} off by {off[bad[0]]:.1e} ({len(bad)} of {len(off)} are)")
         if abs(g["norm"] - w["norm"]) > 2e-5 * w["norm"]:
             extra = g["norm"] ** 2 - w["norm"] ** 2  # a gradient counted twice, or not at all, leaves its own square here
