@@ -315,6 +315,10 @@ def pipeline_errors(layout: Layout, model_config) -> list[str]:
                 f"--reshard_after_forward always gives wrong gradients with --pp_schedule {name}: its two half backwards would "
                 "see resharded weights; use never"
             )
+        if model_config.tie_embeddings and layout.mtp:
+            errors.append(
+                f"--pp_schedule {name} cannot halve the backward of a tied embedding with mtp_depth 1; use 1F1B"
+            )
         if cfg.ac != "none":
             errors.append(f"--ac {cfg.ac} with --pp_schedule {name} recomputes each block many times; use --ac none or 1F1B")
         if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):

@@ -790,6 +790,14 @@ def test_layouts_that_make_no_sense(world_size, flags, words):
     assert "\n" not in str(error.value)
 
 
+def test_tied_embedding_with_mtp_has_no_half_backward():
+    """torch's split backward walks the graph of the shared weight twice, and fails."""
+    tied = override_fields(FLAVORS["debug_mtp"], "tie_embeddings=true", "--model_args")
+    flags = parallel.ParallelConfig(pp=2, pp_schedule="ZBVZeroBubble")
+    with pytest.raises(ValueError, match="cannot halve the backward of a tied embedding"):
+        parallel.check_layout(flags, tied, seq_len=96, local_batch_size=16, global_batch_size=-1, device="cpu", world_size=2)
+
+
 @pytest.mark.parametrize("flags, words", [
     (["--model_args", "n_groups=3"], "n_groups 3 makes no whole groups"),
     (["--dry_run", "--tp", "3"], "--tp 3"),
