@@ -36,6 +36,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 import parallel
+from models.loss import CHUNK_ELEMENTS
 from parallel import local_tensor
 
 # ---------------------------------------------------------------- watching a step, op by op
@@ -292,6 +293,8 @@ def dry_world(main, cfg, pp_rank: int):
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, RANK=str(rank), WORLD_SIZE=str(world_size)))
+        if cfg.device != "cpu":  # fake tensors say that they are on the CPU: chunks as large as on a GPU
+            stack.enter_context(mock.patch.dict(CHUNK_ELEMENTS, cpu=CHUNK_ELEMENTS["cuda"]))
         for owner, name, value in [
             (parallel, "local_slice", unwatched(parallel.local_slice)),
             (DeviceMesh, "__getitem__", unwatched(DeviceMesh.__getitem__)),

@@ -32,6 +32,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from checkpoint import (
     CheckpointConfig,
@@ -259,10 +260,9 @@ class Trainer:
         self.policy_version, self.denominator, self.stores = 0, 0.0, {}
 
     def new_optimizer(self):
-        cfg, on_cuda = self.cfg, self.layout.device.type == "cuda"
+        cfg = self.cfg
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps, cfg.weight_decay,
-            fused=on_cuda, foreach=not on_cuda)
+            self.model.parameters(), cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps, cfg.weight_decay, fused=True)
 
     def microbatches(self, samples):
         """This data rank's share in micro-batches, long samples together; as many on every rank, for collectives need all."""
@@ -327,9 +327,10 @@ class Trainer:
         worst = torch.zeros((), device=layout.device)
         for i, (_, b) in enumerate(batches):
             last = i == len(batches) - 1
-            model.set_requires_gradient_sync(last)  # gradients travel once, with the last micro-batch
-            model.set_is_last_backward(last)
-            model.set_reshard_after_backward(last, recurse=not model.reshards)
+            if isinstance(model, FSDPModule):
+                model.set_requires_gradient_sync(last)  # gradients travel once, with the last micro-batch
+                model.set_is_last_backward(last)
+                model.set_reshard_after_backward(last, recurse=not model.reshards)
             lp, entropy = model(b["tokens"], labels=b["labels"], positions=b["positions"])  # (B, T/cp), both
             assert lp.dtype == torch.float32, lp.dtype
             mask, mu, old = b["mask"], b["mu"], lp.detach() if tis and cfg.minibatches == 1 else b["old"]
@@ -524,7 +525,7 @@ def main(cfg: Config):
     metrics = Metrics(
         cfg.out, cfg, rank0=rank0, world_size=layout.world_size, device=layout.device,
         flops_per_token=model.flops_per_token(cfg.seq_len), first_step=first, steps=cfg.steps, log_every=cfg.log_every,
-        tokens=state["tokens"],
+        tokens=state["tokens"], stages=[model],
     )
     batch, stopping = state["batch"], False  # made, not trained on yet: only with --async_steps 1
 

@@ -28,7 +28,8 @@ import torch.nn.functional as F  # noqa: E402
 from benchmarks import loops  # noqa: E402
 from config import override_fields, parse_config  # noqa: E402
 from models.attention import sdpa  # noqa: E402
-from models.llama3 import FeedForward, rotate  # noqa: E402
+from models.layers import rotate  # noqa: E402
+from models.llama3 import FeedForward  # noqa: E402
 from models.loss import linear_cross_entropy  # noqa: E402
 from models.qwen3 import MoE, Qwen3Config  # noqa: E402
 

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.attention import KVCache, causal_attention
+from models.layers import RMSNorm, rotate
 from models.loss import IGNORE, linear_cross_entropy
 from models.moe import Balance, Experts, apply_experts
 
@@ -246,13 +247,6 @@ def attention_factors(config) -> tuple[float, float]:
 
 
 # differs from qwen3: the pairs that turn are neighbours on disk, unless rope_interleave is off
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleave: bool) -> Tensor:
-    """Rotary embedding; x (B, H, T, P); cos, sin (B or 1, 1, T, P/2) fp32. The result has the halves apart either way: queries
-    and keys agree on it, and nobody else sees it."""
-    a, b = (x[..., 0::2].float(), x[..., 1::2].float()) if interleave else x.float().chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
-
-
 # differs from qwen3: multi-head latent attention
 class Attention(nn.Module):
     """Keys and values of all heads are made from one latent of R numbers per token (c, normalised) and one rotated key of P
@@ -265,12 +259,12 @@ class Attention(nn.Module):
         H, Q = config.n_heads, config.q_lora_rank
         if Q:
             self.wq_a = nn.Linear(config.dim, Q, bias=False)
-            self.q_norm = nn.RMSNorm(Q, eps=LATENT_EPS)
+            self.q_norm = RMSNorm(Q, eps=LATENT_EPS)
             self.wq_b = nn.Linear(Q, H * (N + P), bias=False)
         else:
             self.wq = nn.Linear(config.dim, H * (N + P), bias=False)
         self.wkv_a = nn.Linear(config.dim, R + P, bias=False)
-        self.kv_norm = nn.RMSNorm(R, eps=LATENT_EPS)
+        self.kv_norm = RMSNorm(R, eps=LATENT_EPS)
         self.k_rope = nn.Identity()  # a name for tp_plan: where the rotated key is gathered
         self.wkv_b = nn.Linear(R, H * (N + U), bias=False)
         self.wo = nn.Linear(H * U, config.dim, bias=False)
@@ -362,9 +356,9 @@ class MoE(nn.Module):
 class Block(nn.Module):
     def __init__(self, config, is_dense: bool):
         super().__init__()
-        self.attn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attn_norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.attn = Attention(config)
-        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.ffn_norm = RMSNorm(config.dim, eps=config.norm_eps)
         if is_dense:
             self.ffn = FeedForward(config.dim, config.ffn_dim)
         else:
@@ -389,11 +383,11 @@ class MTP(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.enorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.hnorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.enorm = RMSNorm(config.dim, eps=config.norm_eps)
+        self.hnorm = RMSNorm(config.dim, eps=config.norm_eps)
         self.eh_proj = nn.Linear(2 * config.dim, config.dim, bias=False)
         self.block = Block(config, is_dense=False)
-        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.norm = RMSNorm(config.dim, eps=config.norm_eps)
 
     def forward(self, h, embedded, cos, sin, attend):
         """h and embedded (B, T/cp/tp, D) -> (B, T/cp/tp, D), ready for the head."""
@@ -432,7 +426,7 @@ class DeepSeek(nn.Module):
         self.config = config
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleDict({str(i): Block(config, i < config.n_dense_layers) for i in range(config.n_layers)})
-        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.norm = RMSNorm(config.dim, eps=config.norm_eps)
         # tied: the head is the embedding's weight, and there is no second parameter that could drift from it
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
         self.mtp = MTP(config) if config.mtp_depth else None

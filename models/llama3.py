@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.attention import KVCache, causal_attention
+from models.layers import RMSNorm, rotate
 from models.loss import linear_cross_entropy
 
 
@@ -138,12 +139,6 @@ def rope_frequencies(config, device) -> Tensor:
     return (1 - keep) * freq / s["factor"] + keep * freq
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding in half-split order, as on disk at Hugging Face. x (B, H, T, K); cos, sin (B or 1, 1, T, K/2) fp32."""
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
-
-
 class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -179,9 +174,9 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.attn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attn_norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.attn = Attention(config)
-        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.ffn_norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.ffn = FeedForward(config.dim, config.ffn_dim)
 
     def forward(self, h, cos, sin, attend):
@@ -197,7 +192,7 @@ class Llama3(nn.Module):
         self.config = config
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
-        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.norm = RMSNorm(config.dim, eps=config.norm_eps)
         # tied: the head is the embedding's weight, and there is no second parameter that could drift from it
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
         # The three seams that parallel.py replaces; see context_parallel and tensor_parallel there.

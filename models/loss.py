@@ -12,7 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 IGNORE = -100  # a label with this value has no loss, as in F.cross_entropy
-CHUNK_ELEMENTS = 2**24  # logits per chunk: 64 MiB in fp32
+
+
+# Logits per chunk: in fp32 64 MiB on a CPU, 1 GiB on a GPU. With fewer rows a GPU would spend the time of the head's matmuls on
+# adding up its gradient.
+CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**28, "meta": 2**28}
 
 
 def alone(x: Tensor, op: str) -> Tensor:
@@ -20,53 +24,67 @@ def alone(x: Tensor, op: str) -> Tensor:
     return x
 
 
+def softmax_loss(h: Tensor, weight: Tensor, labels: Tensor, all_reduce, vocab_start: int, gradient: bool):
+    """One chunk, compiled by --compile: (sum of its losses in fp32, their gradient by the logits (n, V) or None)."""
+    V = weight.shape[0]
+    logits = F.linear(h, weight).float()  # (n, V)
+    valid = labels != IGNORE
+    local = labels - vocab_start
+    mine = (local >= 0) & (local < V)  # the label's logit is on this rank; never of IGNORE, which is negative
+    local = torch.where(mine, local, 0)[:, None]
+    target = logits.gather(1, local)[:, 0]
+    top = all_reduce(logits.amax(1), "max")
+    exp = logits.sub_(top[:, None]).exp_()
+    # one reduction for two sums: of exp over the vocabulary, and of the logit that exactly one rank has
+    sums = all_reduce(torch.stack([exp.sum(1), torch.where(mine, target, 0.0)]), "sum")
+    loss = torch.where(valid, sums[0].log() + top - sums[1], 0.0).sum()
+    if not gradient:
+        return loss, None
+    # softmax - one_hot(label), zero where there is no loss
+    dlogits = exp.div_(torch.where(valid, sums[0], torch.inf)[:, None])
+    if torch.compiler.is_compiling():  # part of the same pass there, which a scatter would cut in two
+        dlogits = dlogits - ((torch.arange(V, device=h.device) == local) & mine[:, None]).float()
+    else:
+        dlogits.scatter_add_(1, local, -mine.float()[:, None])
+    return loss, dlogits.to(h.dtype)
+
+
 class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h, weight, labels, all_reduce, vocab_start):
+    def forward(ctx, h, weight, labels, all_reduce, vocab_start, kernel):
         wants_h, wants_w = ctx.needs_input_grad[:2]
-        V = weight.shape[0]
-        rows = max(256, CHUNK_ELEMENTS // V)
+        rows = max(256, CHUNK_ELEMENTS[h.device.type] // weight.shape[0])
         total = h.new_zeros((), dtype=torch.float32)
         dh = torch.empty_like(h) if wants_h else None
-        dw = torch.zeros_like(weight, dtype=torch.float32) if wants_w else None
+        dw = None
         for begin in range(0, h.shape[0], rows):
-            hc, yc = h[begin : begin + rows], labels[begin : begin + rows]  # (n, D), (n)
-            valid = yc != IGNORE
-            local = yc - vocab_start
-            mine = valid & (local >= 0) & (local < V)  # the label's logit is on this rank
-            local = torch.where(mine, local, 0)[:, None]
-            logits = F.linear(hc, weight).float()  # (n, V)
-            target = logits.gather(1, local)[:, 0]
-            top = all_reduce(logits.amax(1), "max")
-            exp = logits.sub_(top[:, None]).exp_()
-            # one reduction for two sums: of exp over the vocabulary, and of the logit that exactly one rank has
-            sums = all_reduce(torch.stack([exp.sum(1), torch.where(mine, target, 0.0)]), "sum")
-            total += torch.where(valid, sums[0].log() + top - sums[1], 0.0).sum()
-            if wants_h or wants_w:
-                dlogits = exp.div_(sums[0][:, None])  # softmax - one_hot(label), zero where there is no loss
-                dlogits.scatter_add_(1, local, -mine.float()[:, None])
-                dlogits = dlogits.mul_(valid[:, None]).to(h.dtype)
-                if wants_h:
-                    torch.mm(dlogits, weight, out=dh[begin : begin + rows])
-                if wants_w:
-                    dw += dlogits.T @ hc  # fp32 sum over chunks: in bf16 the later chunks would be rounded away
-        ctx.save_for_backward(dh, dw.to(weight.dtype) if wants_w else None)
+            hc = h[begin : begin + rows]  # (n, D)
+            loss, dlogits = kernel(hc, weight, labels[begin : begin + rows], all_reduce, vocab_start, wants_h or wants_w)
+            total += loss
+            if wants_h:
+                torch.mm(dlogits, weight, out=dh[begin : begin + rows])
+            if wants_w:  # fp32 sum over chunks: in bf16 the later chunks would be rounded away
+                part = dlogits.T @ hc
+                dw = part if dw is None else dw.float().add_(part)
+        ctx.save_for_backward(dh, dw if dw is None else dw.to(weight.dtype))
         return total
 
     @staticmethod
     def backward(ctx, grad):
         dh, dw = ctx.saved_tensors
         scale = lambda g: None if g is None else g * grad.to(g.dtype)  # noqa: E731
-        return scale(dh), scale(dw), None, None, None
+        return scale(dh), scale(dw), None, None, None, None
 
 
-def linear_cross_entropy(h: Tensor, weight: Tensor, labels: Tensor, denom=None, all_reduce=alone, vocab_start=0) -> Tensor:
+def linear_cross_entropy(
+    h: Tensor, weight: Tensor, labels: Tensor, denom=None, all_reduce=alone, vocab_start=0, kernel=softmax_loss
+) -> Tensor:
     """Sum of the token losses / denom, a scalar in fp32. h (..., D), weight (V, D), labels (...) with IGNORE for no loss.
 
     Under vocab parallelism each rank holds `weight` rows vocab_start .. vocab_start+V/tp and passes an `all_reduce(x, op)`
     over its peers; the gradient of h is then this rank's summand. denom None divides by nothing.
     """
-    total = LinearCrossEntropy.apply(h.reshape(-1, h.shape[-1]), weight, labels.reshape(-1), all_reduce, vocab_start)
+    total = LinearCrossEntropy.apply(h.reshape(-1, h.shape[-1]), weight, labels.reshape(-1), all_reduce, vocab_start, kernel)
     return total if denom is None else total / denom
 
 
@@ -85,7 +103,7 @@ class TokenLogprobs(torch.autograd.Function):
     def chunks(h, weight, labels, temperature, vocab_start):
         """Yields (rows, fp32 logits (n, V/tp) at the temperature, the label's index (n, 1), whether it is on this rank (n))."""
         V = weight.shape[0]
-        size = max(256, CHUNK_ELEMENTS // V)
+        size = max(256, CHUNK_ELEMENTS[h.device.type] // V)
         for begin in range(0, h.shape[0], size):
             rows = slice(begin, begin + size)
             local = labels[rows] - vocab_start

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.attention import KVCache, causal_attention
+from models.layers import RMSNorm, rotate
 from models.loss import linear_cross_entropy
 from models.moe import Balance, Experts, apply_experts
 
@@ -152,12 +153,6 @@ def rope_frequencies(config, device) -> Tensor:
     return config.rope_theta ** (-torch.arange(0, K, 2, dtype=torch.float32, device=device) / K)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding in half-split order, as on disk at Hugging Face. x (B, H, T, K); cos, sin (B or 1, 1, T, K/2) fp32."""
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
-
-
 # differs from llama3: every head's query and key is normalised, before RoPE
 class Attention(nn.Module):
     def __init__(self, config):
@@ -167,8 +162,8 @@ class Attention(nn.Module):
         self.wk = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
         self.wv = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
         self.wo = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=False)
-        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)
-        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)
+        self.q_norm = RMSNorm(config.head_dim, eps=config.norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, eps=config.norm_eps)
 
     def forward(self, x, cos, sin, attend):
         B, T, _ = x.shape
@@ -229,9 +224,9 @@ class MoE(nn.Module):
 class Block(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.attn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attn_norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.attn = Attention(config)
-        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.ffn_norm = RMSNorm(config.dim, eps=config.norm_eps)
         if config.n_experts:
             self.moe = MoE(config)
         else:
@@ -250,7 +245,7 @@ class Qwen3(nn.Module):
         self.config = config
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
-        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.norm = RMSNorm(config.dim, eps=config.norm_eps)
         # tied: the head is the embedding's weight, and there is no second parameter that could drift from it
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
         # The three seams that parallel.py replaces; see context_parallel and tensor_parallel there.

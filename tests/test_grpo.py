@@ -23,7 +23,7 @@ import parallel
 import rollouts
 from grpo import Config, Trainer, advantages, count, overlong_penalty, policy_loss
 from models.llama3 import Llama3, Llama3Config
-from models.loss import token_logprobs
+from models.loss import CHUNK_ELEMENTS, token_logprobs
 from tests.pool import pool
 
 REPO = Path(__file__).parent.parent
@@ -121,7 +121,7 @@ def test_uniform_model_and_finite_difference():
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_token_logprobs_and_gradient_equal_autograd(temperature, monkeypatch):
-    monkeypatch.setattr("models.loss.CHUNK_ELEMENTS", 1)
+    monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 1)
     h = torch.randn(700, 8, dtype=torch.float32, requires_grad=True)  # three chunks of 256 rows at most
     w, labels, g = torch.randn(24, 8, requires_grad=True), torch.randint(24, (700,)), torch.randn(700)
     reference = (h @ w.T / temperature).log_softmax(-1)
@@ -334,7 +334,7 @@ def test_many_calls_and_microbatches_are_one(kind):
     assert norms[0]["grad_norm"] == pytest.approx(norms[1]["grad_norm"], rel=1e-5)
     assert norms[0]["policy_version"] == 1 and whole.denominator == 0 and not gradients(whole)
     for (fqn, a), (_, b) in zip(whole.model.named_parameters(), parts.model.named_parameters()):
-        assert torch.allclose(a.to_local(), b.to_local(), atol=1e-5), fqn
+        assert torch.allclose(a, b, atol=1e-5), fqn
 
 
 def test_groups_of_equal_rewards_may_be_left_out():

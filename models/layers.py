@@ -1,0 +1,75 @@
+"""RMSNorm and rotary embedding, which all models share. Written so that eager mode reads and writes memory as rarely as it can.
+
+B batch, T sequence, D dim, H heads, K head_dim, N tokens (B*T)
+"""
+import torch
+from torch import Tensor, nn
+
+
+class RMSNorm(nn.RMSNorm):
+    """torch has one kernel for it on GPUs, and the compiler makes one. Left alone elsewhere, it falls into twenty operators."""
+
+    def forward(self, x):
+        if not (x.is_cuda or hasattr(x, "placements") or torch.compiler.is_compiling()):  # placements: a DTensor
+            return Normalize.apply(x, self.weight, self.eps)
+        return super().forward(x)
+
+
+class Normalize(torch.autograd.Function):
+    """x / rms(x) * weight in fp32 (arXiv:1910.07467, eq. 4)."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)  # (..., 1)
+        r = torch.addcmul(torch.tensor(eps), norm, norm, value=1 / x.shape[-1]).rsqrt_()
+        ctx.save_for_backward(x, weight, r)
+        return (x * r).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, r = ctx.saved_tensors
+        normed = x * r
+        product = grad * normed
+        dw = product.flatten(0, -2).sum(0).to(weight.dtype)  # (D)
+        # dx = r (g - normed <g, normed> / D), where g = grad * weight
+        dot = (product @ weight.float())[..., None]
+        dx = (grad * weight).float().addcmul_(normed, dot, value=-1 / x.shape[-1]).mul_(r)
+        return dx.to(x.dtype), dw, None
+
+
+class Rotate(torch.autograd.Function):
+    """Three operators each way; autograd's own derivative would take twenty, and write three times as much."""
+
+    @staticmethod
+    def forward(ctx, x, cos, sin, interleave):
+        ctx.save_for_backward(cos, sin)
+        ctx.interleave = interleave
+        a, b = (pairs := pair_up(x, interleave)).unbind(-2)
+        out = pairs * cos[..., None, :]  # (..., 2, K/2) fp32
+        out_a, out_b = out.unbind(-2)
+        out_a.addcmul_(b, sin, value=-1)
+        out_b.addcmul_(a, sin)
+        return out.flatten(-2).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        cos, sin = ctx.saved_tensors
+        a, b = (pairs := pair_up(grad, False)).unbind(-2)
+        dx = pairs * cos[..., None, :]  # a rotation's derivative turns back
+        da, db = dx.unbind(-2)
+        da.addcmul_(b, sin)
+        db.addcmul_(a, sin, value=-1)
+        dx = dx.transpose(-1, -2) if ctx.interleave else dx
+        return dx.flatten(-2).to(grad.dtype), None, None, None
+
+
+def pair_up(x: Tensor, interleave: bool) -> Tensor:
+    """(..., K) -> (..., 2, K/2), a view: what is rotated together is (0, i) and (1, i)."""
+    return x.unflatten(-1, (-1, 2)).transpose(-1, -2) if interleave else x.unflatten(-1, (2, -1))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleave: bool = False) -> Tensor:
+    """Rotary embedding (arXiv:2104.09864) in fp32; x (B, H, T, K); cos, sin (B or 1, 1, T, K/2) fp32. Half-split order, as on
+    disk at Hugging Face. interleave: neighbours in x are a pair (DeepSeek); the result is half-split all the same: queries
+    and keys agree on it, and nobody else sees it."""
+    return Rotate.apply(x, cos, sin, interleave)
