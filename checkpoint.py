@@ -453,6 +453,25 @@ def covers(patterns: list[str], key: str) -> bool:
 # --- Save and load ---
 
 
+def local_part(t: Tensor) -> Tensor:
+    return t.to_local() if hasattr(t, "placements") else t
+
+
+def is_quantized(t: Tensor) -> bool:
+    """Whether it is a moment of torchao's optimizers, whose blocks and scales fit this layout only."""
+    return type(local_part(t)).__module__.startswith("torchao.")
+
+
+def dequantized(t: Tensor) -> Tensor:
+    """In fp32 and of this rank's shape, so that every layout, and every other --adamw_moments, can load it."""
+    if not is_quantized(t):
+        return t
+    local = local_part(t).dequantize().float()
+    if not hasattr(t, "placements"):
+        return local
+    return type(t).from_local(local, t.device_mesh, t.placements, run_check=False, shape=t.shape, stride=t.stride())
+
+
 class Checkpoints:
     """Saves and loads one run. Build it last: the weights exist and the optimizer has them.
 
@@ -641,6 +660,10 @@ class Checkpoints:
                   if not covers(excluded, key) and (with_optimizer or key.startswith("model."))}
         self.check_fit(tensors, wanted, folder, same_dtype=everything)
         self.everywhere(lambda: read_tensors(tensors, folder, table, self.group))
+        for fqn, param in self.params.items():
+            for name, t in self.state_of(param).items():
+                if is_quantized(t) and (key := f"optimizer.{fqn}.{name}") in tensors:
+                    local_part(t).copy_(local_part(tensors[key]))  # quantizes
         for fqn, twin in self.twins.items():
             twin.detach().copy_(self.params[fqn].detach())
             for name, t in self.state_of(twin).items():
@@ -729,7 +752,7 @@ class Checkpoints:
             raise ValueError(f"{folder} does not fit this model: {'; '.join(problems)}".replace("torch.", ""))
 
     def tensors(self, with_optimizer) -> dict[str, Tensor]:
-        """The flat dict that DCP writes, and reads into in place."""
+        """The flat dict that DCP writes, and reads into in place (what is quantized, into a copy in fp32)."""
         every = {fqn: tensor for module in self.modules for fqn, tensor in named_tensors(module).items()} | self.params
         found = {f"model.{fqn}": tensor.detach() for fqn, tensor in every.items()}
         for fqn, param in self.params.items() if with_optimizer else ():
@@ -738,7 +761,7 @@ class Checkpoints:
                     raise ValueError(f"optimizer state {name} of {fqn} is a {type(t).__name__}: make it a tensor")
                 if t.numel() > 1 and hasattr(param, "placements") and not hasattr(t, "placements"):
                     raise ValueError(f"optimizer state {name} of {fqn} is no DTensor: DCP would save one rank's only")
-                found[f"optimizer.{fqn}.{name}"] = t.detach()
+                found[f"optimizer.{fqn}.{name}"] = dequantized(t.detach())
         return found
 
     def state_of(self, param) -> dict:

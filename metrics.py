@@ -9,6 +9,7 @@ import resource
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -19,6 +20,7 @@ class MetricsConfig:
     tensorboard: bool = False  # write the numbers of metrics.jsonl to <out>/tb as well
     wandb: str = ""  # send them to this project of Weights & Biases as well
     profile: str = ""  # steps to trace, like 10-12: every rank writes a file to <out>/trace that ui.perfetto.dev opens
+    layer_times: int = 0  # a step whose blocks are timed, forward and backward: a table, and a file per rank in <out>/trace
     memory_snapshot: bool = False  # record CUDA allocations, for pytorch.org/memory_viz: in <out>/trace, also if out of memory
     gc_every: int = 50  # collect garbage every N steps, on all ranks in the same step; 0: whenever Python likes
 
@@ -124,7 +126,7 @@ class Metrics:
 
     def __init__(
         self, out: str, cfg: MetricsConfig, *, rank0: bool, world_size: int, device, flops_per_token: int,
-        first_step: int, steps: int, log_every: int, tokens: int = 0,
+        first_step: int, steps: int, log_every: int, tokens: int = 0, stages=(),
     ):
         self.cfg, self.rank0, self.steps, self.log_every, self.tokens = cfg, rank0, steps, log_every, tokens
         self.device, self.flops_per_token = torch.device(device), flops_per_token
@@ -133,22 +135,27 @@ class Metrics:
         self.job_flops = peak and peak * world_size
         self.reset_interval()
         self.out, self.rank, self.profiler = out, int(os.environ.get("RANK", 0)), None
+        self.stages, self.layer_times = stages, None
         self.profiled = profiled_steps(cfg.profile) or range(0)
         if cfg.memory_snapshot:
             torch.cuda.memory._record_memory_history()
             torch._C._cuda_attach_out_of_memory_observer(lambda *_: self.dump_memory("out-of-memory"))
-        self.file, self.bar, self.writers = None, False, []
+        self.file, self.bar, self.writers, self.closers = None, False, [], []
         if rank0:
             os.makedirs(out, exist_ok=True)
             self.path = os.path.join(out, "metrics.jsonl")
             drop_lines_from(self.path, first_step if first_step > 1 else 0)  # step 0: validation before any training
             self.file = open(self.path, "a")
             self.bar = sys.stdout.isatty()
+            for flag, wanted in ("layer_times", cfg.layer_times), ("profile", self.profiled.start):
+                if wanted and not first_step <= wanted <= steps:
+                    print(f"--{flag}: step {wanted} is none of this run's, {first_step} to {steps}", flush=True)
             if cfg.tensorboard:
                 from torch.utils.tensorboard import SummaryWriter
 
                 board = SummaryWriter(os.path.join(out, "tb"), purge_step=first_step)
                 self.writers.append(lambda step, line: [board.add_scalar(k, v, step) for k, v in line.items()])
+                self.closers.append(board.close)
             if cfg.wandb:
                 import wandb
 
@@ -156,6 +163,7 @@ class Metrics:
                 name = re.sub(r"[^\w-]", "-", os.path.abspath(out))[-60:]
                 project = wandb.init(project=cfg.wandb, id=name, name=out, resume="allow", config=vars(cfg))
                 self.writers.append(lambda step, line: project.log(line, step=step))
+                self.closers.append(project.finish)
         # Python starts a collection whenever a rank happens to have made enough objects. Ranks pause at different
         # moments, and each pause is one that all the others wait for; so pause together, and rarely.
         self.gc_was_on = gc.isenabled()
@@ -175,6 +183,8 @@ class Metrics:
             kinds += [torch.profiler.ProfilerActivity.CUDA] if self.device.type == "cuda" else []
             self.profiler = torch.profiler.profile(activities=kinds)
             self.profiler.start()
+        if self.step + 1 == self.cfg.layer_times:
+            self.layer_times = LayerTimes(self.stages, self.device)
         self.step_started = time.perf_counter()
         # Drawn while a step runs and wiped at its end, so whatever is printed between two steps meets an empty line.
         if self.bar and self.steps > 0:
@@ -203,6 +213,13 @@ class Metrics:
             self.profiler, self.profiled = None, range(0)
         if self.bar:
             print("\r\033[K", end="", flush=True)
+        if self.layer_times is not None:
+            times, self.layer_times = self.layer_times.read(), None
+            with open(self.trace_file(f"layers-step-{self.step}-rank-{self.rank}.json"), "w") as file:
+                json.dump({"step": self.step, "blocks": times}, file, indent=1)
+            if self.rank0:
+                print(f"step {self.step}, ms per block of rank {self.rank}:  forward  backward\n" + "\n".join(
+                    f"{block:>10} {t['forward_ms']:>26.2f} {t['backward_ms']:>9.2f}" for block, t in times.items()), flush=True)
 
     def trace_file(self, name: str) -> str:
         os.makedirs(os.path.join(self.out, "trace"), exist_ok=True)
@@ -269,6 +286,8 @@ class Metrics:
             gc.enable()
         if self.cfg.memory_snapshot:
             self.dump_memory(f"step-{self.step}")
+        for close in self.closers:  # what they have not written yet would be lost with the process
+            close()
         if self.file is not None:
             self.file.close()
             self.file = None
@@ -277,6 +296,48 @@ class Metrics:
             print(loss_curve(lines, *(("reward_mean", "eval_reward") if is_rl else ("loss", "val_loss"))), flush=True)
             if self.cfg.plot:
                 draw_curves(lines, os.path.join(self.out, "loss.png"))
+
+
+class LayerTimes:
+    """Forward and backward of each block, from now until read(), by hooks on what goes in and comes out; several micro-batches
+    add up, and what is recomputed counts as backward. A device is asked for its own clock, so nothing waits before read()."""
+
+    def __init__(self, stages, device):
+        self.device, self.calls, self.open, self.handles = device, {}, {}, []
+        for stage in stages:
+            for name, block in stage.blocks.items():
+                self.calls[name] = []
+                self.handles.append(block.register_forward_pre_hook(partial(self.before, name), prepend=True))
+                self.handles.append(block.register_forward_hook(partial(self.after, name)))
+
+    def now(self):
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def before(self, name, block, args):
+        if torch.is_grad_enabled():
+            self.open[name] = call = {"forward": [self.now()], "backward": []}
+            if args[0].requires_grad:
+                args[0].register_hook(lambda grad: call["backward"].append(self.now()))
+
+    def after(self, name, block, args, out):
+        if torch.is_grad_enabled():
+            call = self.open.pop(name)
+            call["forward"].append(self.now())
+            out.register_hook(lambda grad: call["backward"].append(self.now()))
+            self.calls[name].append(call)
+
+    def read(self) -> dict[str, dict[str, float]]:
+        for handle in self.handles:
+            handle.remove()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        between = lambda a, b: a.elapsed_time(b) if self.device.type == "cuda" else 1000 * (b - a)  # noqa: E731
+        return {name: {f"{part}_ms": sum(between(*call[part]) for call in calls if len(call[part]) == 2)
+                       for part in ("forward", "backward")} for name, calls in self.calls.items()}
 
 
 def number(value: float | None, spec: str) -> str:

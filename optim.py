@@ -1,21 +1,60 @@
-"""Muon for sharded matrices: torch.optim.Muon with the work shared between the ranks.
+"""AdamW with moments of fewer bits, and Muon for sharded matrices: torch.optim.Muon with the work shared between the ranks.
 
 Muon (Keller Jordan, 2024) makes the singular values of each matrix's momentum equal with five Newton-Schulz steps, 15 matrix
 products. torch's own, given FSDP's DTensors, communicates in every one of them. Here each matrix is gathered once, one rank
 does its 15 products, and the results are exchanged: as many bytes as one FSDP forward, and 1/ranks of the arithmetic.
 """
+import logging
 from itertools import groupby
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
-from parallel import local_slice
+from parallel import local_slice, local_tensor
+
+
+def adamw(groups, lr: float, betas, eps: float, moments: str = "param", stochastic_rounding: bool = False):
+    """torch's fused AdamW; or torchao's (arXiv:2110.02861), each of whose two moments takes 2 bytes per parameter (bfloat16), 1
+    (8bit, fp8) or 1/2 (4bit), and which can round bf16 weights up or down by chance, so that small updates are not lost.
+
+    torchao compiles a step per shape of parameter (seconds each on a CPU) and asks the device whether to skip.
+    """
+    if moments == "param" and not stochastic_rounding:
+        return torch.optim.AdamW(groups, lr, betas, eps, fused=True)
+    if any(isinstance(local_tensor(p), FakeTensor) for group in groups for p in group["params"]):
+        raise ValueError("--adamw_moments and --stochastic_rounding are compiled, which a dry run cannot be; leave them out")
+    logging.getLogger("torchao").setLevel(logging.ERROR)  # it tells of kernels for other Pythons that it could not load
+    from torchao import optim
+
+    kinds = {"8bit": optim.AdamW8bit, "4bit": optim.AdamW4bit, "fp8": optim.AdamWFp8}
+
+    class AdamW(kinds.get(moments, optim._AdamW)):
+        found_inf = None
+
+        def _new_buffer(self, p, signed):
+            if moments == "bfloat16":
+                return torch.zeros_like(p, dtype=torch.bfloat16)
+            # .float(): codes that pass for bf16 do not compile
+            return super()._new_buffer(p if moments == "param" else p.float(), signed)
+
+        def step(self):
+            if self.found_inf is None or not self.found_inf:
+                with torch._functorch.config.patch(enable_autograd_cache=False):  # it would take 4bit's graph for 8bit's
+                    super().step()
+
+    return AdamW(groups, lr, betas, eps, bf16_stochastic_round=stochastic_rounding)
 
 
 class Muon(torch.optim.Muon):
-    """torch.optim.Muon for 2-D parameters, plain or sharded in any way; equal to it on one process."""
+    """torch.optim.Muon for 2-D parameters, plain or sharded in any way; equal to it on one process.
+
+    found_inf: 0-d tensor, 1.0 to let the next step change nothing; as in torch's fused optimizers.
+    """
+
+    found_inf = None
 
     @torch.no_grad()
     def step(self):
@@ -24,7 +63,10 @@ class Muon(torch.optim.Muon):
             for p in params:  # momentum is elementwise: on the shards
                 if p not in self.state or not self.state[p]:
                     self.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
-                self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
+                buffer, grad = local_tensor(self.state[p]["momentum_buffer"]), local_tensor(p.grad)
+                if self.found_inf is not None:  # gradient := momentum, which changes nothing in the next line
+                    torch.where(self.found_inf.bool(), buffer, grad, out=grad)
+                buffer.lerp_(grad, 1 - group["momentum"])
             # the same order on all ranks, equal shapes together: one exchange serves one matrix per rank
             params.sort(key=lambda p: tuple(p.shape))
             for _, same_shape in groupby(params, key=lambda p: p.shape):
@@ -52,6 +94,6 @@ class Muon(torch.optim.Muon):
             for p, result in zip(chunk, results, strict=False):
                 shape, offset = local_slice(p)
                 part = result[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
-                local = p.to_local() if isinstance(p, DTensor) else p
-                local.mul_(1 - group["lr"] * group["weight_decay"])
-                local.add_(part, alpha=-_adjust_lr(group["lr"], group["adjust_lr_fn"], p.shape))
+                local, moves = local_tensor(p), 1.0 if self.found_inf is None else 1.0 - self.found_inf
+                local.mul_(1 - group["lr"] * group["weight_decay"] * moves)
+                local.add_(part * moves, alpha=-_adjust_lr(group["lr"], group["adjust_lr_fn"], p.shape))

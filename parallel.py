@@ -43,7 +43,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from config import usage_error
 from models.attention import causal_attention, lower_right_mask, sdpa
-from models.loss import IGNORE, linear_cross_entropy
+from models.loss import IGNORE, linear_cross_entropy, softmax_loss
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 Schedule = Literal[
@@ -82,7 +82,8 @@ class ParallelConfig:
     ac_every: int = 2  # --ac selective: checkpoint every k-th block
     ac_budget: float = 0.5  # --ac budget: share of the activation memory to keep (0 = recompute all, 1 = keep all)
     compile: bool = False  # torch.compile each block
-    float8: Literal["off", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "off"  # matmuls of the blocks in float8 (torchao)
+    float8: Literal["off", "tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8", "nvfp4"] = "off"  # blocks' matmuls (torchao)
+    float8_experts: bool = False  # the experts' grouped matmuls as well, with --float8 rowwise or mxfp8
     float8_filter: list[str] = field(default_factory=list)  # linears to leave as they are: parts of names, like attn.wk,ffn.w2
     float8_all_gather: bool = False  # --float8 tensorwise on GPUs: FSDP gathers the weights in float8, half the bytes
     dry_run: bool = False  # no device, no launcher: report memory, collectives, FLOPs and bubble of this layout
@@ -241,8 +242,8 @@ def check_layout(
             f"--optimizer_in_backward needs one backward per step and gradients on the device, but --pp is {pp}, accumulation "
             f"{layout.accumulation}, --cpu_offload {cfg.cpu_offload}; leave it out"
         )
-    if cfg.float8 != "off":
-        errors += float8_errors(cfg, on_cuda)
+    if cfg.float8 != "off" or cfg.float8_experts:
+        errors += float8_errors(layout, c, on_cuda, seq_len)
     errors += expert_errors(layout, c)
     if pp > 1 and layout.accumulation:
         errors += pipeline_errors(layout, c)
@@ -251,15 +252,35 @@ def check_layout(
     return layout
 
 
-def float8_errors(cfg: ParallelConfig, on_cuda: bool) -> list[str]:
-    errors = []
+def float8_errors(layout: Layout, model_config, on_cuda: bool, seq_len: int) -> list[str]:
+    cfg, errors = layout.cfg, []
+    kind = cfg.float8
+    block = {"mxfp8": 32, "nvfp4": 128}.get(kind, 1)
+    sequences = cfg.pp_microbatch_size if layout.pp > 1 else layout.local_batch_size
+    tokens = sequences * seq_len // layout.cp  # of one forward: the sum that is the weight's gradient is cut into blocks, too
     if cfg.dry_run or cfg.explain or cfg.plan:
-        errors.append(f"--float8 {cfg.float8} is not in the dry run, which would count bf16; leave it out")
-    elif on_cuda and torch.cuda.get_device_capability() < (8, 9):
-        errors.append(f"--float8 {cfg.float8} needs a GPU with float8 matmuls (H100, L40 or newer); use --float8 off")
-    elif not on_cuda and cfg.compile:
-        errors.append(f"--float8 {cfg.float8} is emulated on CPU, and the emulation cannot be compiled; leave out --compile")
-    if cfg.float8_all_gather and (cfg.float8 != "tensorwise" or not on_cuda):
+        errors.append(f"--float8 {kind} is not in the dry run, which would count bf16; leave it out")
+    elif on_cuda:
+        major, minor = torch.cuda.get_device_capability()
+        if (major, minor) < (8, 9):
+            errors.append(f"--float8 {kind} needs a GPU with float8 matmuls (H100, L40 or newer); use --float8 off")
+        elif block > 1 and major < 10:
+            errors.append(f"--float8 {kind} needs a Blackwell GPU (capability 10.0; this one has {major}.{minor}); use rowwise")
+    elif kind == "nvfp4" or cfg.float8_experts and kind != "mxfp8":
+        wish = "--float8 nvfp4" if kind == "nvfp4" else f"--float8_experts with --float8 {kind}"
+        errors.append(f"{wish} needs a GPU, for torchao has no emulation of it; on a CPU use --float8 mxfp8")
+    elif cfg.compile:
+        errors.append(f"--float8 {kind} is emulated on CPU, and the emulation cannot be compiled; leave out --compile")
+    if block > 1 and layout.tp > 1:
+        errors.append(f"--float8 {kind} does not split matrices over --tp {layout.tp}; use rowwise, or --tp 1")
+    if tokens % block:
+        now = f"{sequences} x {seq_len} / {layout.cp} = {tokens}"
+        errors.append(f"--float8 {kind} needs a multiple of {block} tokens in a forward, not {now}; use another --seq_len")
+    if cfg.float8_experts and kind not in ("rowwise", "mxfp8"):
+        errors.append(f"--float8_experts needs --float8 rowwise or mxfp8, not {kind}")
+    if cfg.float8_experts and not getattr(model_config, "n_experts", 0):
+        errors.append("--float8_experts is for models with experts, and this flavor has none; leave it out")
+    if cfg.float8_all_gather and (kind != "tensorwise" or not on_cuda):
         errors.append("--float8_all_gather needs --float8 tensorwise and GPUs: rows have scales of their own; leave it out")
     return errors
 
@@ -636,7 +657,7 @@ def tensor_parallel(stage, layout: Layout) -> None:
         enable_symm_mem_for_group(mesh.get_group().group_name)
 
 
-def vocab_parallel_loss(h, weight, labels, denom, *, mesh) -> Tensor:
+def vocab_parallel_loss(h, weight, labels, denom, *, mesh, kernel=softmax_loss) -> Tensor:
     """linear_cross_entropy with each rank's rows of the head; h (B, T/tp, D). The result is the whole loss on every tp rank."""
 
     def all_reduce(x, op):
@@ -645,13 +666,13 @@ def vocab_parallel_loss(h, weight, labels, denom, *, mesh) -> Tensor:
 
     h = AllGather.apply(h, 1, mesh.get_group())  # (B, T, D); backward sums the ranks' gradients of h
     start = local_slice(weight)[1][0]
-    return linear_cross_entropy(h, weight.to_local(), labels, denom, all_reduce, start)
+    return linear_cross_entropy(h, weight.to_local(), labels, denom, all_reduce, start, kernel)
 
 
-def gathered_head_loss(h, weight, labels, denom, *, mesh) -> Tensor:
+def gathered_head_loss(h, weight, labels, denom, *, mesh, kernel=softmax_loss) -> Tensor:
     """--no-loss_parallel: gather the head, and compute the loss of this rank's T/tp tokens: this rank's summand."""
     weight = weight.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-    return linear_cross_entropy(h, weight, labels.chunk(mesh.size(), 1)[mesh.get_local_rank()], denom)
+    return linear_cross_entropy(h, weight, labels.chunk(mesh.size(), 1)[mesh.get_local_rank()], denom, kernel=kernel)
 
 
 def vocab_parallel_logits(h, weight, *, mesh) -> Tensor:
@@ -853,7 +874,7 @@ def exchange_tokens(experts, group, x: Tensor, counts: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def balance_experts(stages, layout: Layout, mode: str, rate: float, per_layer: bool = False) -> dict[str, Tensor]:
+def balance_experts(stages, layout: Layout, mode: str, rate: float | Tensor, per_layer: bool = False) -> dict[str, Tensor]:
     """After an optimizer step: sum each layer's load over all ranks, and with mode bias move the biases against it
     (arXiv:2408.15664: up by rate below the mean load, down above, then centred). Returns statistics; loads restart at 0.
     per_layer: with moe_load (layers, E), each expert's share of its layer's load; zeros for a layer without experts.
@@ -919,7 +940,7 @@ def checkpoint_activations(stage, layout: Layout) -> None:
 
 
 def compile_blocks(stage, layout: Layout) -> None:
-    """Compile each block by itself: all blocks share one compilation, and FSDP's hooks stay outside of it.
+    """Compile each block by itself, and the loss: all blocks share one compilation, and FSDP's hooks stay outside of it.
 
     A block with experts holds an exchange of tokens whose sizes only the run knows: there, its attention and the arithmetic of
     its experts are compiled apart, and routing and exchange stay as they are.
@@ -931,10 +952,11 @@ def compile_blocks(stage, layout: Layout) -> None:
         torch._functorch.config.activation_memory_budget = cfg.ac_budget
     if layout.pp > 1 and (cfg.pp_schedule in ZERO_BUBBLE or cfg.pp_schedule_csv):
         torch._functorch.config.donated_buffer = False  # the split backward reads them twice
+    stage.token_loss = partial(stage.token_loss, kernel=torch.compile(softmax_loss))
     for block in all_blocks(stage).values():
         whole = block.attn if hasattr(block, "moe") else block
         whole.forward = torch.compile(whole.forward, fullgraph=layout.cp == 1)
-        if hasattr(block, "moe"):
+        if hasattr(block, "moe") and not cfg.float8_experts:  # those quantize in kernels of their own
             block.moe.experts.compute = partial(compiled_experts, torch.compile(block.moe.experts.compute, fullgraph=True))
 
 
@@ -957,23 +979,82 @@ def compiled_experts(compiled, x: Tensor, counts: Tensor, w1: Tensor, w2: Tensor
 
 def float8_linears(stage, layout: Layout) -> None:
     """Let the blocks' linears multiply in float8, with scales from each call's own numbers: torchao.float8. Parameters, their
-    names and the optimizer stay as they are. Not the head, the router and the stacked experts, nor what has a dimension, on
-    this rank, that is no multiple of 16."""
+    names and the optimizer stay as they are. Not the head, the router and, but for --float8_experts, the stacked experts, nor
+    what has a dimension, on this rank, that is no multiple of 16 (mxfp8: 32, nvfp4: 128)."""
     cfg = layout.cfg
     if cfg.float8 == "off":
         return
     logging.getLogger("torchao").setLevel(logging.ERROR)  # it tells of kernels for other Pythons that it could not load
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    block = {"mxfp8": 32, "nvfp4": 128}.get(cfg.float8, 16)
 
     def wanted(module, fqn):
         sizes = [n // layout.tp if n % layout.tp == 0 else n for n in module.weight.shape]
         in_block = fqn.startswith(("blocks.", "mtp."))
-        return in_block and all(n % 16 == 0 for n in sizes) and not any(part in fqn for part in cfg.float8_filter)
+        return in_block and all(n % block == 0 for n in sizes) and not any(part in fqn for part in cfg.float8_filter)
 
-    config = Float8LinearConfig.from_recipe_name(cfg.float8)
-    emulate = layout.device.type == "cpu"
-    config = dataclasses.replace(config, emulate=emulate, enable_fsdp_float8_all_gather=cfg.float8_all_gather)
-    convert_to_float8_training(stage, config=config, module_filter_fn=wanted)
+    if block > 16:
+        multiply = mxfp8_matmul(layout) if cfg.float8 == "mxfp8" else nvfp4_matmul()
+        for fqn, module in stage.named_modules():
+            if isinstance(module, nn.Linear) and wanted(module, fqn):
+                module.forward = partial(lambda module, x: multiply(x, module.weight), module)
+    else:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        config = Float8LinearConfig.from_recipe_name(cfg.float8)
+        emulate = layout.device.type == "cpu"
+        config = dataclasses.replace(config, emulate=emulate, enable_fsdp_float8_all_gather=cfg.float8_all_gather)
+        convert_to_float8_training(stage, config=config, module_filter_fn=wanted)
+    if cfg.float8_experts:
+        for block in all_blocks(stage).values():
+            if hasattr(block, "moe"):
+                block.moe.experts.compute = partial(float8_experts, grouped_matmul=float8_grouped_matmul(layout))
+
+
+def mxfp8_matmul(layout: Layout):
+    """(x (..., in), weight (out, in)) -> (..., out), all three matmuls of a training step in e4m3 with a power of two per 32
+    numbers (OCP Microscaling Formats v1.0). Emulated on a CPU: quantized, and multiplied as what the codes stand for."""
+    from torchao.prototype.moe_training.mxfp8_linear import _to_mxfp8_then_scaled_mm
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+
+    kernel = KernelPreference.EMULATED if layout.device.type == "cpu" else KernelPreference.AUTO
+    return lambda x, w: _to_mxfp8_then_scaled_mm(x, w, kernel, ScaleCalculationMode.RCEIL)
+
+
+def nvfp4_matmul():
+    """As mxfp8_matmul in 4 bits: Hadamard rotation and stochastic rounding of the gradients (arXiv:2509.25149)."""
+    from torchao.prototype.moe_training.nvfp4_training.nvfp4_linear import nvfp4_linear
+    from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+
+    signs = tuple(1 if bit == "1" else -1 for bit in f"{0x9E37:016b}")  # any fixed ones, the same on all ranks
+    seed = torch.zeros(1, dtype=torch.int64, device="cuda")
+    return lambda x, w: nvfp4_linear(x, w, None, kernel_preference=KernelPreference.TRITON, sr_seed=seed, sign_vector=signs)
+
+
+def float8_grouped_matmul(layout: Layout):
+    """(x (N, in) sorted by expert, weight (E, in, out), ends of the experts' rows) -> (N, out). An expert's rows are padded to
+    what the kernels want."""
+    from torchao.prototype import moe_training
+    from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+
+    options = dict(out_dtype=torch.bfloat16, pad_token_groups_for_grouped_mm=True)
+    if layout.cfg.float8 == "rowwise":
+        multiply = moe_training._to_fp8_rowwise_then_scaled_grouped_mm
+    else:
+        multiply = moe_training._to_mxfp8_then_scaled_grouped_mm
+        options["kernel_preference"] = KernelPreference.EMULATED if layout.device.type == "cpu" else KernelPreference.AUTO
+    return lambda x, w, ends: multiply(x.bfloat16(), w.bfloat16(), ends, **options).to(x.dtype)
+
+
+def float8_experts(x: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, *, grouped_matmul) -> Tensor:
+    """Experts.compute in float8; a rank without a row has nothing to multiply, and takes the usual way."""
+    from models.moe import swiglu_experts
+
+    if len(x) == 0:
+        return swiglu_experts(x, counts, w1, w2, w3)
+    ends = counts.cumsum(0).to(torch.int32)
+    linear = lambda x, w: grouped_matmul(x, w.transpose(1, 2), ends)  # noqa: E731
+    return linear(nn.functional.silu(linear(x, w1)) * linear(x, w3), w2)
 
 
 def float8_scales(stages, layout: Layout) -> None:
@@ -990,11 +1071,18 @@ def float8_scales(stages, layout: Layout) -> None:
 
 def shard(stage, layout: Layout) -> None:
     """fully_shard every block, then the rest, over dp_shard x cp, replicated over dp_replicate; also at degree 1, so that
-    mixed precision is the same everywhere. Per block: all-gather its weights before use, reduce-scatter its gradients."""
+    mixed precision is the same everywhere. Per block: all-gather its weights before use, reduce-scatter its gradients.
+
+    Only one process that computes in float32 does without: there is nothing to mix or to send, and FSDP would still copy
+    every weight and gradient.
+    """
     cfg = layout.cfg
     mesh = layout.mesh["dp_replicate", "fsdp"] if layout.dp_replicate > 1 else layout.mesh["fsdp"]
     for p in stage.parameters():  # not the buffers: balancing biases count in thousandths
         p.data = p.data.to(getattr(torch, cfg.param_dtype))
+    dtypes = {getattr(torch, cfg.param_dtype), layout.compute_dtype, getattr(torch, cfg.reduce_dtype)}
+    if layout.world_size == 1 and dtypes == {torch.float32} and not (cfg.cpu_offload or cfg.float8_all_gather):
+        return
     options = dict(
         mesh=mesh,
         mp_policy=MixedPrecisionPolicy(param_dtype=layout.compute_dtype, reduce_dtype=getattr(torch, cfg.reduce_dtype)),
@@ -1299,14 +1387,15 @@ def forward_backward(stages, batch, layout: Layout) -> Tensor:
         model = stages[0]
         for a in range(batch.tokens.shape[0]):
             last = a == batch.tokens.shape[0] - 1
-            model.set_requires_gradient_sync(last)
-            model.set_is_last_backward(last)
-            # what stays gathered between forward and backward may stay for the next accumulation step as well
-            model.set_reshard_after_backward(last, recurse=not reshards(layout))
+            if isinstance(model, FSDPModule):
+                model.set_requires_gradient_sync(last)
+                model.set_is_last_backward(last)
+                # what stays gathered between forward and backward may stay for the next accumulation step as well
+                model.set_reshard_after_backward(last, recurse=not reshards(layout))
             loss = model(**inputs(batch, a, layout), loss_denom=denom)
             loss.backward()
             total += loss.detach()
-    if layout.cfg.loss_parallel:
+    if layout.cfg.loss_parallel and layout.tp > 1:
         total = total / layout.tp  # every tp rank has the whole loss
     return torch.stack([total, total * denom / mine.clamp(min=1)])
 
@@ -1406,6 +1495,21 @@ def clip_grad_norm(stages, max_norm: float, layout: Layout) -> Tensor:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(grads, scale.to(grads[0].device))
     return norm
+
+
+def skip_if_not_finite(optimizers, grad_norm: Tensor, layout: Layout) -> None:
+    """The next step() changes neither weights nor moments if the norm is not finite, and the host need not know: `found_inf` is
+    how torch.amp.GradScaler tells a fused optimizer the same. Read the norms when they are logged: not_finite."""
+    found_inf = (~grad_norm.isfinite()).float()
+    for optimizer in optimizers:
+        optimizer.found_inf = found_inf.cpu() if layout.cfg.cpu_offload else found_inf
+
+
+def not_finite(norms: dict[int, Tensor]) -> list[tuple[int, float]]:
+    """(step, gradient norm) of the steps that were skipped; empties norms. Waits for the device: log lines do anyway."""
+    values = dict(zip(norms, torch.stack([*norms.values()]).tolist(), strict=True))
+    norms.clear()
+    return [(step, norm) for step, norm in values.items() if not math.isfinite(norm)]
 
 
 def record_step(stages, layout: Layout, folder: str) -> None:

@@ -21,7 +21,7 @@ from generate import print_sample
 from hf import check_export, check_hf_config
 from metrics import Metrics, MetricsConfig
 from models.qwen3 import FLAVORS, Qwen3
-from optim import Muon
+from optim import Muon, adamw
 from parallel import (
     ParallelConfig,
     StopSignal,
@@ -41,10 +41,12 @@ from parallel import (
     float8_scales,
     forward_backward,
     init_weights,
+    not_finite,
     pipeline_stages,
     reduce_loss,
     run,
     shard,
+    skip_if_not_finite,
     step_in_backward,
     tensor_parallel,
     train_timeouts,
@@ -77,10 +79,12 @@ class Config(ParallelConfig, CheckpointConfig, DataConfig, MetricsConfig):
     beta1: float = 0.9  # AdamW: decay of the gradient's mean
     beta2: float = 0.95  # AdamW: decay of the squared gradient's mean
     eps: float = 1e-8  # AdamW: added to the root of the squared gradient's mean
+    adamw_moments: Literal["param", "bfloat16", "8bit", "4bit", "fp8"] = "param"  # what AdamW keeps: as --param_dtype, or less
+    stochastic_rounding: bool = False  # round the weights of --param_dtype bfloat16 up or down by chance: small steps survive
     weight_decay: float = 0.1  # weight decay, decoupled from the gradient
     wd_on: Literal["matrices", "all"] = "matrices"  # what decays: matrices only, or norms as well
     max_norm: float = 1.0  # gradients are scaled down to this norm; 0 = never
-    on_nan: Literal["stop", "skip"] = "stop"  # a gradient that is not finite: end the run, or skip the step; no weight sees it
+    on_nan: Literal["stop", "skip"] = "stop"  # a gradient is not finite: no weight sees it; stop at the next log line or save
     seed: int = 0  # of the initial weights
     val_every: int = 50  # steps between validations (and one at the end); 0 = never
     val_batches: int = 8  # size of the validation set, in batches of 8 sequences; the same sequences in every layout
@@ -118,9 +122,8 @@ def build_optimizers(stages, cfg: Config) -> list[torch.optim.Optimizer]:
     groups = [group for group in groups if group["params"]]
     optimizers = []
     if groups:  # a pipeline stage in the middle may have matrices only
-        on_cuda = rest[0].device.type == "cuda"
         betas = (cfg.beta1, cfg.beta2)
-        optimizers.append(torch.optim.AdamW(groups, cfg.lr, betas, cfg.eps, fused=on_cuda, foreach=not on_cuda))
+        optimizers.append(adamw(groups, cfg.lr, betas, cfg.eps, cfg.adamw_moments, cfg.stochastic_rounding))
     if matrices:
         # updates of the size that AdamW's have, so that the learning rate and the decay carry over (arXiv:2502.16982)
         optimizers.append(Muon(matrices, cfg.lr, cfg.weight_decay, adjust_lr_fn="match_rms_adamw"))
@@ -140,6 +143,9 @@ def main(cfg: Config):
     if cfg.optimizer_in_backward and (cfg.max_norm, cfg.optimizer, cfg.on_nan) != (0, "adamw", "stop"):
         raise ValueError("--optimizer_in_backward moves weights before the norm of all gradients is known; use --max_norm 0, "
                          "--optimizer adamw and --on_nan stop")
+
+    if cfg.stochastic_rounding and (cfg.param_dtype, cfg.optimizer) != ("bfloat16", "adamw"):
+        raise ValueError("--stochastic_rounding is for bf16 weights under AdamW; use --param_dtype bfloat16 --optimizer adamw")
 
     # 2. data: one fixed global order of sequences; the layout decides who reads which, never what is trained on
     data = open_data(cfg, cfg.seq_len)
@@ -212,50 +218,55 @@ def main(cfg: Config):
     first = state["step"] + 1
     metrics = Metrics(
         cfg.out, cfg, rank0=rank0, world_size=layout.world_size, device=layout.device, flops_per_token=flops_per_token,
-        first_step=first, steps=cfg.steps, log_every=cfg.log_every, tokens=state["tokens"],
+        first_step=first, steps=cfg.steps, log_every=cfg.log_every, tokens=state["tokens"], stages=stages,
     )
     mine = (cfg.local_batch_size, layout.data_rank, layout.data_ranks, layout.device)
     batches = data.batches(state["samples"], layout.global_batch_size, *mine)
-    tokens_per_step = layout.global_batch_size * cfg.seq_len
+    tokens_per_step, norms = layout.global_batch_size * cfg.seq_len, {}
     for step in range(first, cfg.steps + 1):
         metrics.start_step()
         batch = next(batches)
         metrics.data_done()
         lr = cfg.lr * lr_at(step, cfg)
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-            group["lr"] = lr
+            group["lr"] = torch.tensor(lr) if isinstance(group["lr"], torch.Tensor) else lr  # a tensor: torchao's compiled step
         loss = forward_backward(stages, batch, layout)  # sum of token losses / tokens of the global batch, and its gradients
         grad_norm = clip_grad_norm(stages, cfg.max_norm, layout)
-        if grad_norm.isfinite():
-            for optimizer in optimizers:
-                optimizer.step()
-        elif cfg.on_nan == "stop":
-            good = next((path for _, path in step_folders(cfg.out)), "none yet")
-            weights = "the weights have seen it" if cfg.optimizer_in_backward else "weights unchanged"
-            raise RuntimeError(f"step {step}: gradient norm {grad_norm.item()}, {weights}; last checkpoint: {good}")
-        elif rank0:
-            print(f"step {step}: the gradient norm is {grad_norm.item()}; step skipped")
+        norms[step] = grad_norm
+        skip_if_not_finite(optimizers, grad_norm, layout)  # decided on the device: the host hurries on
+        for optimizer in optimizers:
+            optimizer.step()
         float8_scales(stages, layout)
         for optimizer in optimizers:
             optimizer.zero_grad()
         # qwen3: the biases move after the weights, by the load of the whole global batch
         balance = {}
         if model_config.n_experts:
-            balance = balance_experts(stages, layout, cfg.moe_balance, cfg.moe_bias_rate, cfg.moe_load_per_layer)
+            rate = cfg.moe_bias_rate * grad_norm.isfinite()  # 0 in a step that is skipped
+            balance = balance_experts(stages, layout, cfg.moe_balance, rate, cfg.moe_load_per_layer)
         state = {"step": step, "samples": state["samples"] + batch.samples, "tokens": state["tokens"] + tokens_per_step}
         metrics.end_step(tokens_per_step)
 
+        stopping = stop.agreed(layout)
+        last = step == cfg.steps or stopping
+        saving = cfg.checkpoint_every and (step % cfg.checkpoint_every == 0 or last or step == 1 and cfg.checkpoint_first_step)
+        if metrics.due(step) or saving:
+            for bad, norm in not_finite(norms):
+                if cfg.on_nan == "stop":
+                    good = next((path for _, path in step_folders(cfg.out)), "none yet")
+                    weights = "the weights have seen it" if cfg.optimizer_in_backward else "weights unchanged"
+                    raise RuntimeError(f"step {bad}: gradient norm {norm}, {weights}; last checkpoint: {good}")
+                if rank0:
+                    print(f"step {bad}: the gradient norm is {norm}; step skipped")
         if metrics.due(step):
             loss, loss_max = reduce_loss(loss, layout)
             # qwen3: how busy the experts are
             metrics.log(step, loss=loss, loss_max=loss_max, grad_norm=grad_norm, lr=lr, tokens_hash=batch.hash, extra=balance)
         if step == first:
             train_timeouts(layout)
-        stopping = stop.agreed(layout)
-        last = step == cfg.steps or stopping
         if cfg.val_every and (step % cfg.val_every == 0 or step == cfg.steps):
             metrics.log_val(step, *evaluate(stages, data.val_batches(8 * cfg.val_batches, *mine), layout))
-        if cfg.checkpoint_every and (step % cfg.checkpoint_every == 0 or last or (step == 1 and cfg.checkpoint_first_step)):
+        if saving:
             checkpoints.save(step, state, last=last, model_only=cfg.last_save_model_only and step == cfg.steps)
         if stopping:
             if rank0:

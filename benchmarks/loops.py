@@ -25,6 +25,8 @@ class StepConfig:
     seq_len: int = 256  # tokens per sequence
     local_batch_size: int = 4  # sequences per step
     dtype: Literal["float32", "bfloat16"] = "float32"  # of matmuls and activations; weights and optimizer stay float32
+    flags: str = ""  # more flags of train_llama3.py, for ours: "--ac full"
+    counts: bool = True  # on a CPU count the operators of an eager step, and the bytes that they write
     rounds: int = 9  # rounds that count; their order changes
     steps_per_round: int = 2  # steps per turn of a variant
 
@@ -57,13 +59,12 @@ def ours(cfg, device, compiled):
 
     import parallel
     import train_llama3
+    from config import parse_config
     from data import Batch
     from models.llama3 import Llama3
 
-    recipe = train_llama3.Config(
-        seq_len=cfg.seq_len, local_batch_size=cfg.local_batch_size, compute_dtype=cfg.dtype, compile=compiled,
-        ac=getattr(cfg, "ac", "none"), float8=getattr(cfg, "float8", "off"),
-    )
+    shape = ["--seq_len", cfg.seq_len, "--local_batch_size", cfg.local_batch_size, "--compute_dtype", cfg.dtype]
+    recipe = parse_config(train_llama3.Config, [*map(str, shape), *["--compile"] * compiled, *cfg.flags.split()])
     config = llama_config(cfg)
     layout = parallel.check_layout(
         recipe, config, seq_len=cfg.seq_len, local_batch_size=cfg.local_batch_size, global_batch_size=-1, device=device.type
@@ -78,6 +79,7 @@ def ours(cfg, device, compiled):
     parallel.shard(model, layout)
     parallel.init_weights(model, layout, seed=0)
     optimizers = train_llama3.build_optimizers(stages, recipe)
+    parallel.step_in_backward(optimizers, layout)
     tokens, labels = random_batch(cfg, device)
     positions = torch.arange(cfg.seq_len, device=device).expand(cfg.local_batch_size, -1)
     batch = Batch(tokens[None], labels[None], positions[None], None, samples=cfg.local_batch_size, hash="")
@@ -85,9 +87,10 @@ def ours(cfg, device, compiled):
     def step():
         loss = parallel.forward_backward(stages, batch, layout)
         grad_norm = parallel.clip_grad_norm(stages, recipe.max_norm, layout)
-        assert grad_norm.isfinite()  # the recipe's one question to the device
+        parallel.skip_if_not_finite(optimizers, grad_norm, layout)
         for optimizer in optimizers:
             optimizer.step()
+        parallel.float8_scales(stages, layout)
         for optimizer in optimizers:
             optimizer.zero_grad()
         return loss[0]
@@ -129,6 +132,7 @@ def transformers(cfg, device, compiled):
 
 def torchtitan(cfg, device, compiled):
     """The model of torchtitan 0.2.2 in the plain loop; its RoPE turns neighbours, which costs the same."""
+    import torch
     import torch.nn.functional as F
     from torchtitan.models.llama3.model.args import TransformerModelArgs
     from torchtitan.models.llama3.model.model import Transformer
@@ -142,6 +146,7 @@ def torchtitan(cfg, device, compiled):
             multiple_of=c.ffn_dim, ffn_dim_multiplier=c.ffn_dim / int(8 * c.dim / 3), rope_theta=c.rope_theta,
             max_seq_len=cfg.seq_len,
         ))
+    with torch.no_grad():
         model.init_weights()
     if compiled:
         for block in model.layers.values():
@@ -235,7 +240,7 @@ def work(pipe, name, cfg, device_type):
             wait()
             pipe.send((clock() - begin) / cfg.steps_per_round)
         report = {"before": before, "peak": peak_bytes(device), "parameters": sum(p.numel() for p in model.parameters())}
-        if device_type == "cpu" and not compiled:
+        if device_type == "cpu" and not compiled and cfg.counts:
             report |= count_ops(step)
             if system == "transformers":
                 same_as_ours(model, cfg)

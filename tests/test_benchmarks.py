@@ -55,6 +55,15 @@ def test_kernels(shape):
 
 
 @pytest.mark.slow
+def test_memory():
+    """Every way to save memory runs; at this size it saves nothing that could be asserted."""
+    flags = ["--rounds", 1, "--seq_len", 32, "--model_args", SHAPE]
+    table = rows(run("benchmarks/memory.py", *flags))
+    wanted = {"as it is", "--ac full", "--optimizer_in_backward", "--adamw_moments 4bit", "the same, --stochastic_rounding"}
+    assert wanted <= set(table) and all(float(row[0]) > 0 for name, row in table.items() if name in wanted)
+
+
+@pytest.mark.slow
 def test_startup():
     stdout = run("benchmarks/startup.py", "--rounds", 1, "--imports")
     assert {"ours", "transformers"} <= set(rows(stdout)) and "heavy ones among them: none" in stdout
@@ -135,10 +144,9 @@ def watch(recipe: str, *flags) -> dict:
     pytest.param("train_deepseek", ["--model_args", MLA], marks=pytest.mark.slow),
 ], ids=["llama3", "muon", "qwen3 with experts", "deepseek"])
 def test_nothing_waits_for_the_device_and_nothing_heavy_is_imported(recipe, flags, tmp_path):
-    """Steps 1 and 5 are logged. In the others the loop asks one thing of the device: whether the gradients are finite, as no
-    weight may see one that is not."""
+    """Steps 1 and 5 are logged. In the others the loop asks nothing of the device, not even if the gradients are finite."""
     found = watch(recipe, *flags, "--out", tmp_path)
-    assert [found["steps"][step] for step in "234"] == [["if grad_norm.isfinite():"]] * 3
+    assert [found["steps"][step] for step in "234"] == [[]] * 3
     assert len(found["steps"]["5"]) > 1, "a logged step reads its numbers: the detector works"
     assert [module for module in HEAVY if module in found["modules"]] == []
     assert os.path.exists(tmp_path / "metrics.jsonl")

@@ -231,6 +231,59 @@ def test_profile_traces_the_steps_it_names(tmp_path):
     assert "aten::logsumexp" in names and "aten::cosh" not in names
 
 
+def test_layer_times_are_those_of_the_step_it_names(tmp_path, capsys, monkeypatch):
+    """By a clock that each matmul of a block moves: block 1 has three times the layers of block 0; two micro-batches add up."""
+    clock = [0.0]
+    monkeypatch.setattr("metrics.time.perf_counter", lambda: clock[0])
+
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            clock[0] += 0.001
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            clock[0] += 0.002
+            return grad
+
+    class Block(torch.nn.Module):
+        def __init__(self, n):
+            super().__init__()
+            self.n = n
+
+        def forward(self, h):
+            for _ in range(self.n):
+                h = Slow.apply(h)
+            return h
+
+    stage = torch.nn.Module()
+    stage.blocks = torch.nn.ModuleDict({"0": Block(1), "1": Block(3)})
+    m = Metrics(str(tmp_path), MetricsConfig(layer_times=2, gc_every=0), rank0=True, world_size=1, device="cpu",
+                flops_per_token=10, first_step=1, steps=3, log_every=1, stages=[stage])
+    for _ in range(3):
+        m.start_step()
+        for _ in range(2):
+            stage.blocks["1"](stage.blocks["0"](torch.ones(2, requires_grad=True))).sum().backward()
+            with torch.no_grad():
+                stage.blocks["0"](torch.ones(2))  # an evaluation is no part of it
+        m.end_step(1)
+    m.close()
+    (file,) = (tmp_path / "trace").iterdir()
+    assert file.name == "layers-step-2-rank-0.json"
+    times = json.loads(file.read_text())["blocks"]
+    assert times["0"] == {"forward_ms": pytest.approx(2), "backward_ms": pytest.approx(4)}
+    assert times["1"] == {"forward_ms": pytest.approx(6), "backward_ms": pytest.approx(12)}
+    assert "step 2, ms per block" in capsys.readouterr().out and not stage.blocks["0"]._forward_hooks
+
+
+def test_a_step_that_never_comes_is_said(tmp_path, capsys):
+    Metrics(str(tmp_path), MetricsConfig(layer_times=20, profile="30", gc_every=0), rank0=True, world_size=1, device="cpu",
+            flops_per_token=10, first_step=1, steps=9, log_every=1).close()
+    said = capsys.readouterr().out
+    assert "--layer_times: step 20 is none of this run's, 1 to 9" in said and "--profile: step 30" in said
+
+
 def test_plot_is_a_picture_of_the_losses(tmp_path, capsys):
     m = Metrics(str(tmp_path), MetricsConfig(plot=True, gc_every=0), rank0=True, world_size=1, device="cpu",
                 flops_per_token=10, first_step=1, steps=3, log_every=1)

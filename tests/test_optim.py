@@ -1,11 +1,14 @@
-"""Muon: equal to torch's own on one process, and the same on shards as on whole matrices."""
+"""Muon: equal to torch's own on one process, and the same on shards as on whole matrices. AdamW with smaller moments."""
+from unittest import mock
+
 import pytest
 import torch
 from layouts import build, config, full, global_batch, local_batch
 from pool import pool
 
 import parallel
-from optim import Muon
+from checkpoint import CheckpointConfig, Checkpoints, local_part
+from optim import Muon, adamw
 
 OPTIONS = dict(lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
 
@@ -44,3 +47,94 @@ def test_sharded_equals_whole(processes, flags):
     for part in pool(processes).run(steps, flags, 4):
         for fqn, weight in part.items():
             assert torch.equal(weight, whole[fqn]), fqn
+
+
+# ---------------------------------------------------------------- AdamW with smaller moments
+
+MODEL = dict(dim=128, n_layers=2, head_dim=32, n_heads=4, n_kv_heads=4, ffn_dim=256, vocab_size=128)
+
+
+def n_bytes(t) -> int:
+    """Of this rank's part; torchao's lookup tables, a KB per tensor here, would be shared by larger tensors."""
+    t = local_part(t)
+    parts = [t.codes, t.scale] if hasattr(t, "scale") else [t]
+    return sum(part.numel() * part.element_size() for part in parts)
+
+
+def train(flags: dict, moments: str, folder=None, steps=8, source=None):
+    """(losses, bytes of moments per number of this rank's weights, the moments in fp32) of a small run, not compiled."""
+    stages, layout = build(config(**MODEL), flags, 4, 4 // (2 if flags.get("dp_shard") == 2 else 1))
+    params = [p for s in stages for p in s.parameters()]
+    optimizer = adamw([{"params": params}], 3e-3, (0.9, 0.95), 1e-8, moments, flags.get("param_dtype") == "bfloat16")
+    with mock.patch.object(torch, "compile", lambda function, **options: function):
+        about = dict(modules=stages, optimizer=optimizer, identity={}, config={}, source="")
+        if source:
+            checkpoints = Checkpoints(CheckpointConfig(load_only=True), source, **about)
+            checkpoints.load()
+            checkpoints.close()
+        losses = []
+        for step in range(steps):
+            loss = parallel.forward_backward(stages, local_batch(global_batch(step % 2, 4, False), layout), layout)
+            parallel.skip_if_not_finite([optimizer], parallel.clip_grad_norm(stages, 1.0, layout), layout)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(parallel.reduce_loss(loss, layout)[0].item())
+        checkpoints = Checkpoints(CheckpointConfig(), folder or "nowhere", **about)
+        if folder and not source:
+            assert checkpoints.save(1, {"step": 1})
+        whole = {k: full(t) for k, t in checkpoints.tensors(True).items() if "exp_avg" in k}
+        checkpoints.close()
+    numbers = sum(local_part(p).numel() for p in params)
+    held = sum(n_bytes(t) for p in params for name, t in optimizer.state[p].items() if name != "step")
+    return losses, held / numbers, whole
+
+
+# two moments of 4, 2, 1 or 1/2 bytes; norms are small, and stay as they are
+@pytest.mark.parametrize("moments, size", [("param", 8), ("bfloat16", 4), ("8bit", 2), ("4bit", 1), ("fp8", 2)])
+@pytest.mark.parametrize("processes, flags", [(1, {}), (2, dict(dp_shard=2)), (2, dict(tp=2))], ids=str)
+def test_smaller_moments_train_as_well(moments, size, processes, flags):
+    want = pool(1).run(train, {}, "param")[0][0]
+    for losses, per_number, _ in pool(processes).run(train, flags, moments):
+        assert size <= per_number < 1.1 * size
+        assert losses[0] == pytest.approx(want[0], rel=1e-5) and losses[-1] < 0.9 * losses[0]
+        assert losses[-1] < 1.05 * want[-1]
+
+
+@pytest.mark.parametrize("moments", ["bfloat16", "8bit", "4bit", "fp8"])
+def test_smaller_moments_are_saved_and_loaded_by_any_layout(tmp_path, moments):
+    """In the checkpoint they are plain numbers; a load rounds them again, by less than one of their steps."""
+    (_, _, saved) = pool(2).run(train, dict(dp_shard=2), moments, str(tmp_path))[0]
+    for processes, flags in ((2, dict(dp_shard=2)), (2, dict(tp=2)), (1, {})):
+        (_, per_number, loaded) = pool(processes).run(train, flags, moments, str(tmp_path), 0, str(tmp_path))[0]
+        assert per_number < 4.5 and loaded.keys() == saved.keys()
+        for key, t in saved.items():
+            assert (loaded[key].float() - t.float()).norm() <= 0.2 * t.float().norm(), key
+
+
+def test_stochastic_rounding_keeps_small_updates():
+    """A step of a thousandth of the weights is less than half of what bf16 can show: rounded to nearest, nothing would move."""
+    def moved(stochastic_rounding):
+        torch.manual_seed(0)
+        p = torch.nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
+        optimizer = adamw([{"params": [p], "weight_decay": 0.0}], 1e-3, (0.9, 0.95), 1e-8, "bfloat16", stochastic_rounding)
+        with mock.patch.object(torch, "compile", lambda function, **options: function):
+            for _ in range(20):
+                p.grad = torch.ones_like(p)
+                optimizer.step()
+        return 1 - p.float().mean().item()
+
+    assert moved(False) == 0 and moved(True) == pytest.approx(0.02, rel=0.1)
+
+
+@pytest.mark.parametrize("moments", ["param", "8bit"])
+def test_a_step_that_is_skipped_changes_nothing(moments):
+    p = torch.nn.Parameter(torch.ones(64, 64))
+    optimizer = adamw([{"params": [p]}], 1e-2, (0.9, 0.95), 1e-8, moments)
+    with mock.patch.object(torch, "compile", lambda function, **options: function):
+        for norm in (1.0, float("nan"), 1.0):
+            before = p.detach().clone()
+            p.grad = torch.full_like(p, norm)
+            parallel.skip_if_not_finite([optimizer], torch.tensor(norm), mock.Mock(cfg=parallel.ParallelConfig()))
+            optimizer.step()
+            assert torch.equal(p, before) == (norm != 1.0) and p.isfinite().all()
+    assert optimizer.state[p]["step"] == 2

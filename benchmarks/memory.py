@@ -1,0 +1,79 @@
+"""What each way to save memory saves and costs: peak memory and tokens per second of our Llama, all in one run.
+
+    python benchmarks/memory.py                              # layers of the 1B model; 4 of its 16, so that a laptop has room
+    python benchmarks/memory.py --model_args "dim=2048,n_layers=16,n_heads=32,n_kv_heads=8,head_dim=64,ffn_dim=8192,\
+vocab_size=128256,tie_embeddings=true" --seq_len 8192 --local_batch_size 2           # the whole 1B model: for a GPU
+
+One process and one device. On a CPU, time is CPU seconds and memory that of the whole process without its imports.
+"""
+import os
+import statistics
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+sys.path[0] = str(Path(__file__).parent.parent)  # in benchmarks/ are files of the same names as the modules imported here
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch  # noqa: E402
+
+from benchmarks.loops import StepConfig, measure, ratio_of  # noqa: E402
+from config import parse_config  # noqa: E402
+
+
+@dataclass(kw_only=True)
+class Config(StepConfig):
+    model_args: str = (  # fields of Llama3Config
+        "dim=2048,n_layers=4,n_heads=32,n_kv_heads=8,head_dim=64,ffn_dim=8192,vocab_size=16384,tie_embeddings=true"
+    )
+    seq_len: int = 512  # tokens per sequence
+    local_batch_size: int = 1  # sequences per step
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of matmuls and activations; weights and optimizer stay float32
+    counts: bool = False  # torchao's optimizers compile, which the count would disturb
+    rounds: int = 3  # rounds that count; their order changes
+    steps_per_round: int = 1  # steps per turn of a variant
+    only: str = ""  # rows with this in their name
+
+
+ROWS = {
+    "as it is": "",
+    "--ac op": "--ac op",
+    "--ac selective": "--ac selective",
+    "--ac full": "--ac full",
+    "--optimizer_in_backward": "--optimizer_in_backward --max_norm 0",
+    "--adamw_moments bfloat16": "--adamw_moments bfloat16",
+    "--adamw_moments 8bit": "--adamw_moments 8bit",
+    "--adamw_moments 4bit": "--adamw_moments 4bit",
+    "--adamw_moments fp8": "--adamw_moments fp8",
+    "--param_dtype bfloat16": "--param_dtype bfloat16",
+    "the same, --stochastic_rounding": "--param_dtype bfloat16 --stochastic_rounding",
+    "the same, 8bit, full, in backward": "--param_dtype bfloat16 --stochastic_rounding --adamw_moments 8bit --ac full "
+                                         "--optimizer_in_backward --max_norm 0",
+    "--cpu_offload": "--cpu_offload",  # GPU
+    "--compile": "--compile",  # GPU
+    "--compile --ac budget": "--compile --ac budget",  # GPU
+}
+
+
+def main(cfg: Config):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows = {name: flags for name, flags in ROWS.items() if cfg.only in name}
+    if device == "cpu":
+        rows = {name: flags for name, flags in rows.items() if "compile" not in name and "offload" not in name}
+    configs = {f"ours: {name}": replace(cfg, flags=f"{cfg.flags} {flags}") for name, flags in rows.items()}
+    reports = {}
+    for name in configs:  # one after the other: together they would not fit
+        reports |= measure([name], configs.get, cfg.rounds, device)
+    tokens, first = cfg.seq_len * cfg.local_batch_size, next(iter(configs))
+    print(f"{cfg.model_args}; {tokens:,} tokens per step, {cfg.dtype}, {device}, {cfg.rounds} rounds")
+    print("| | peak GiB | of the first | tokens/s | x the first |\n|" + " --- |" * 5)
+    gib = lambda r: (r["peak"] - (r["before"] if device == "cpu" else 0)) / 2**30  # noqa: E731
+    for name, r in reports.items():
+        speed = tokens / statistics.median(r["times"])
+        print(f"| {name.removeprefix('ours: ')} | {gib(r):.2f} | {gib(r) / gib(reports[first]):.0%} | {speed:,.0f} | "
+              f"{ratio_of(reports, name, first):.2f} |")
+
+
+if __name__ == "__main__":
+    main(parse_config(Config))
