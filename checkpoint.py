@@ -463,13 +463,12 @@ def is_quantized(t: Tensor) -> bool:
 
 
 def dequantized(t: Tensor) -> Tensor:
-    """In fp32 and of this rank's shape, so that every layout, and every other --adamw_moments, can load it."""
+    """In fp32, so that every layout, and every other --adamw_moments, can load it; on the host, for where moments of 8 bits
+    fit, those of all parameters in 32 may not. from_local would move a DTensor's part back to its mesh's device."""
     if not is_quantized(t):
         return t
-    local = local_part(t).dequantize().float()
-    if not hasattr(t, "placements"):
-        return local
-    return type(t).from_local(local, t.device_mesh, t.placements, run_check=False, shape=t.shape, stride=t.stride())
+    local = local_part(t).dequantize().float().cpu()
+    return type(t)(local, t._spec, requires_grad=False) if hasattr(t, "placements") else local
 
 
 class Checkpoints:
@@ -663,7 +662,7 @@ class Checkpoints:
         for fqn, param in self.params.items():
             for name, t in self.state_of(param).items():
                 if is_quantized(t) and (key := f"optimizer.{fqn}.{name}") in tensors:
-                    local_part(t).copy_(local_part(tensors[key]))  # quantizes
+                    local_part(t).copy_(local_part(tensors[key]).to(t.device))  # quantizes
         for fqn, twin in self.twins.items():
             twin.detach().copy_(self.params[fqn].detach())
             for name, t in self.state_of(twin).items():
@@ -737,7 +736,7 @@ class Checkpoints:
             {key: f" {tuple(there[key].size)}, here {tuple(t.shape)}" for key, t in tensors.items()
              if key in there and there[key].size != t.shape},
             {key: f" {there[key].properties.dtype}, here {t.dtype}" for key, t in tensors.items()
-             if same_dtype and key in there and there[key].properties.dtype != t.dtype},
+             if same_dtype and key.startswith("model.") and key in there and there[key].properties.dtype != t.dtype},
             {key: "" for key in there if key not in tensors},
         ])
         problems = []

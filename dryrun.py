@@ -660,9 +660,10 @@ MACHINES = {
     "B200": Machine(2250e12, 900e9, 50e9),
 }
 # Fitted to what others published, see benchmarks/scaling.py: the share of the data sheet's FLOP/s and bandwidths that a
-# compiled bf16 step reaches; and how far a row was off, on average and at worst, when it was left out of the fit
-EFFICIENCY, BANDWIDTH = 0.29, 1.0
-MEAN_ERROR, WORST_ERROR = 0.23, 0.81
+# compiled bf16 step reaches, and attention's own share of the FLOP/s; and how far a row was off, on average and at worst,
+# when it was left out of the fit
+EFFICIENCY, BANDWIDTH, ATTENTION = 0.44, 0.59, 0.18
+MEAN_ERROR, WORST_ERROR = 0.1, 0.23
 OVERLAPPED = ("fsdp", "efsdp", "dp_replicate")  # behind arithmetic that does not wait for them
 
 
@@ -690,10 +691,13 @@ def wire_seconds(layout, axis: str, op: str, size: int, machine: Machine) -> flo
     return size * share / speed
 
 
-def predict(report, machine: Machine, efficiency=EFFICIENCY, bandwidth=BANDWIDTH, matmul_gain=1.0) -> dict:
+def predict(
+    report, machine: Machine, efficiency=EFFICIENCY, bandwidth=BANDWIDTH, attention_efficiency=ATTENTION, matmul_gain=1.0
+) -> dict:
     """Seconds of one step, and the parts of the slowest rank: compute, wire (that it waits for), hidden, uncovered, bubble.
 
-    matmul_gain: how much faster than bf16 the matmuls are that are not attention's.
+    attention_efficiency: share of the data sheet's FLOP/s that attention gets; efficiency: what the other matmuls get, and
+    matmul_gain: how much faster than bf16 they are.
     """
     layout, parts = report.layout, []
     # a causal kernel does half of what is counted; all_gather_attention has left out most of the other half already
@@ -704,8 +708,9 @@ def predict(report, machine: Machine, efficiency=EFFICIENCY, bandwidth=BANDWIDTH
             if key[0] == "moved":
                 wire[key[2]] += number * wire_seconds(layout, *key[2:], machine) / bandwidth
         attention = rank.flops("attention")
-        flops = (rank.flops("forward", "backward", "recompute") - attention) / matmul_gain + attention * causal
-        compute, hidden = flops / (efficiency * machine.flops), sum(wire[a] for a in OVERLAPPED)
+        matmuls = (rank.flops("forward", "backward", "recompute") - attention) / (efficiency * matmul_gain)
+        compute = (matmuls + attention * causal / attention_efficiency) / machine.flops
+        hidden = sum(wire[a] for a in OVERLAPPED)
         parts.append(dict(compute=compute, wire=wire.total() - hidden, hidden=hidden, uncovered=max(0, hidden - compute)))
     owner = {i: (rank, part) for rank, part in zip(report.ranks, parts, strict=True) for i in rank.ids}
 
@@ -742,7 +747,8 @@ def print_plan(cfg, report, machine: Machine) -> None:
     print(table([[text, f"{p[key]:.3g} s", f"{p[key] / p['seconds']:.0%}"] for key, text in names.items()]))
     print(f"\nAssumed: {machine.flops / 1e12:.0f} TFLOP/s (bf16, dense), NVLink {machine.nvlink / 1e9:g} GB/s in a node of "
           f"{machine.per_node}, network {machine.network / 1e9:g} GB/s per device, each way;\n{EFFICIENCY:.0%} of the FLOP/s "
-          f"and {BANDWIDTH:.0%} of the bandwidths are reached (--compile, bf16). Causal attention costs half of its FLOPs."
+          f"({ATTENTION:.0%} in attention) and {BANDWIDTH:.0%} of the bandwidths are reached (--compile, bf16). Causal "
+          f"attention costs half of its FLOPs."
           f"\nfsdp and dp_replicate ({p['hidden']:.3g} s) hide behind arithmetic, the other axes do not. No stragglers.")
     if not cfg.compile:
         print("Without --compile expect about a seventh less (torchtitan, 8B on 8 H100: 5,762 instead of 6,667 tokens/s).")

@@ -62,6 +62,7 @@ from parallel import (
     check_replicas,
     check_tp_plan,
     checkpoint_activations,
+    choose_attention,
     clip_grad_norm,
     connect,
     context_parallel,
@@ -489,6 +490,7 @@ def main(cfg: Config):
         text.save()
     stop = StopSignal()
     connect(layout, cfg.device, cfg.seed, trace=f"{cfg.out}/trace")
+    choose_attention(layout, model_config, cfg.seq_len, cfg.local_batch_size)
 
     # 3. model  4. parallelism
     model = build_policy(cfg, layout, Model, model_config)

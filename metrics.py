@@ -147,9 +147,9 @@ class Metrics:
             drop_lines_from(self.path, first_step if first_step > 1 else 0)  # step 0: validation before any training
             self.file = open(self.path, "a")
             self.bar = sys.stdout.isatty()
-            for flag, wanted in ("layer_times", cfg.layer_times), ("profile", self.profiled.start):
-                if wanted and not first_step <= wanted <= steps:
-                    print(f"--{flag}: step {wanted} is none of this run's, {first_step} to {steps}", flush=True)
+            for flag, wanted in ("layer_times", [cfg.layer_times] * (cfg.layer_times > 0)), ("profile", self.profiled):
+                if wanted and (wanted[-1] < first_step or wanted[0] > steps):
+                    print(f"--{flag}: step {wanted[0]} is none of this run's, {first_step} to {steps}", flush=True)
             if cfg.tensorboard:
                 from torch.utils.tensorboard import SummaryWriter
 
@@ -218,8 +218,9 @@ class Metrics:
             with open(self.trace_file(f"layers-step-{self.step}-rank-{self.rank}.json"), "w") as file:
                 json.dump({"step": self.step, "blocks": times}, file, indent=1)
             if self.rank0:
-                print(f"step {self.step}, ms per block of rank {self.rank}:  forward  backward\n" + "\n".join(
-                    f"{block:>10} {t['forward_ms']:>26.2f} {t['backward_ms']:>9.2f}" for block, t in times.items()), flush=True)
+                rows = [f"{block:>10} {number(t['forward_ms'], '26.2f')} {number(t['backward_ms'], '9.2f')}"
+                        for block, t in times.items()]
+                print("\n".join([f"step {self.step}, ms per block of rank 0:  forward  backward", *rows]), flush=True)
 
     def trace_file(self, name: str) -> str:
         os.makedirs(os.path.join(self.out, "trace"), exist_ok=True)
@@ -305,7 +306,10 @@ class LayerTimes:
     def __init__(self, stages, device):
         self.device, self.calls, self.open, self.handles = device, {}, {}, []
         for stage in stages:
-            for name, block in stage.blocks.items():
+            blocks = dict(stage.blocks.items())
+            if getattr(stage, "mtp", None) is not None:
+                blocks["mtp"] = stage.mtp.block
+            for name, block in blocks.items():
                 self.calls[name] = []
                 self.handles.append(block.register_forward_pre_hook(partial(self.before, name), prepend=True))
                 self.handles.append(block.register_forward_hook(partial(self.after, name)))
@@ -327,17 +331,20 @@ class LayerTimes:
         if torch.is_grad_enabled():
             call = self.open.pop(name)
             call["forward"].append(self.now())
-            out.register_hook(lambda grad: call["backward"].append(self.now()))
+            if out.requires_grad:
+                out.register_hook(lambda grad: call["backward"].append(self.now()))
             self.calls[name].append(call)
 
-    def read(self) -> dict[str, dict[str, float]]:
+    def read(self) -> dict[str, dict[str, float | None]]:
+        """Block -> its times; None where there was no backward between the two: an input or an output without gradient."""
         for handle in self.handles:
             handle.remove()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         between = lambda a, b: a.elapsed_time(b) if self.device.type == "cuda" else 1000 * (b - a)  # noqa: E731
-        return {name: {f"{part}_ms": sum(between(*call[part]) for call in calls if len(call[part]) == 2)
-                       for part in ("forward", "backward")} for name, calls in self.calls.items()}
+        total = lambda spans: sum(between(*span) for span in spans) if all(len(s) == 2 for s in spans) else None  # noqa: E731
+        return {name: {f"{part}_ms": total([call[part] for call in calls]) for part in ("forward", "backward")}
+                for name, calls in self.calls.items()}
 
 
 def number(value: float | None, spec: str) -> str:

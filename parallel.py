@@ -75,6 +75,7 @@ class ParallelConfig:
     pp_last_stage_less_layers: int = 1  # the head and the loss count as this many layers when stages are balanced
     pp_stage_fqns: str = ""  # explicit split, stages by ';': "tok_embeddings,blocks.0;blocks.1,norm,head"
     cp_method: Literal["allgather", "alltoall"] = "allgather"  # gather keys and values, or trade sequence for heads
+    attention: Literal["auto", "flash", "cudnn"] = "auto"  # kernel of a GPU; auto: both race at the start, on this run's shapes
     compute_dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matmuls and activations; auto = bfloat16 where native
     param_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of the parameters that the optimizer updates
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype in which gradients are summed over ranks
@@ -229,6 +230,8 @@ def check_layout(
             f"{local_world} process{'es' * (local_world > 1)} here, but torch finds {torch.cuda.device_count()} GPUs; "
             "use --device cpu or fewer processes"
         )
+    if cfg.attention != "auto" and not on_cuda:
+        errors.append(f"--attention {cfg.attention} is a kernel of GPUs, and a CPU has one of its own; leave it out")
     if cfg.flight_recorder and not on_cuda:
         errors.append("--flight_recorder records NCCL's collectives, and a CPU run has none; leave it out")
     if cfg.async_tp and not (on_cuda and cfg.compile and tp > 1):
@@ -255,6 +258,8 @@ def check_layout(
 def float8_errors(layout: Layout, model_config, on_cuda: bool, seq_len: int) -> list[str]:
     cfg, errors = layout.cfg, []
     kind = cfg.float8
+    if cfg.float8_experts and kind not in ("rowwise", "mxfp8"):
+        return [f"--float8_experts needs --float8 rowwise or mxfp8, not {kind}; leave it out"]
     block = {"mxfp8": 32, "nvfp4": 128}.get(kind, 1)
     sequences = cfg.pp_microbatch_size if layout.pp > 1 else layout.local_batch_size
     tokens = sequences * seq_len // layout.cp  # of one forward: the sum that is the weight's gradient is cut into blocks, too
@@ -276,8 +281,6 @@ def float8_errors(layout: Layout, model_config, on_cuda: bool, seq_len: int) -> 
     if tokens % block:
         now = f"{sequences} x {seq_len} / {layout.cp} = {tokens}"
         errors.append(f"--float8 {kind} needs a multiple of {block} tokens in a forward, not {now}; use another --seq_len")
-    if cfg.float8_experts and kind not in ("rowwise", "mxfp8"):
-        errors.append(f"--float8_experts needs --float8 rowwise or mxfp8, not {kind}")
     if cfg.float8_experts and not getattr(model_config, "n_experts", 0):
         errors.append("--float8_experts is for models with experts, and this flavor has none; leave it out")
     if cfg.float8_all_gather and (kind != "tensorwise" or not on_cuda):
@@ -398,6 +401,46 @@ def connect(layout: Layout, device: str = "auto", seed: int = 0, trace: str = "t
         timeout, store = None, dist.HashStore()
     dist.init_process_group(backend, store=store, rank=layout.rank, world_size=layout.world_size, timeout=timeout)
     make_mesh(layout)
+
+
+def choose_attention(layout: Layout, config, seq_len: int, local_batch_size: int) -> None:
+    """On GPUs, leave the faster of flash and cuDNN attention switched on, forward and backward measured on this run's shapes.
+
+    Not where there is no choice: fp32 has neither, and the masks of --cp_method allgather only flash.
+    """
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    cfg, choice = layout.cfg, layout.cfg.attention
+    if layout.device.type != "cuda" or layout.compute_dtype == torch.float32 or layout.cp > 1 and cfg.cp_method == "allgather":
+        return
+    if choice == "auto":
+        B, heads = cfg.pp_microbatch_size if layout.pp > 1 else local_batch_size, layout.tp * layout.cp
+        shape = lambda n: (B, max(1, n // heads), seq_len, config.head_dim)  # noqa: E731
+        q, k, v = (torch.randn(shape(n), device=layout.device, dtype=layout.compute_dtype, requires_grad=True)
+                   for n in (config.n_heads, config.n_kv_heads, config.n_kv_heads))
+        times = torch.full((2,), math.inf, device=layout.device)
+        for i, backend in enumerate((SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            try:
+                for step in range(6):
+                    if step == 3:  # the first ones warm up
+                        begin.record()
+                    with sdpa_kernel(backend):
+                        sdpa(q, k, v, is_causal=True).sum().backward()
+                end.record()
+                end.synchronize()
+                times[i] = begin.elapsed_time(end) / 3
+            except RuntimeError:  # no such kernel for these shapes, or in this build
+                pass
+        dist.all_reduce(times)  # one choice for all ranks
+        flash, cudnn = (times / layout.world_size).tolist()
+        if not min(flash, cudnn) < math.inf:
+            return
+        choice = "flash" if flash <= cudnn else "cudnn"
+        if layout.rank == 0:
+            print(f"attention: flash {flash:.2f} ms, cuDNN {cudnn:.2f} ms per layer, forward and backward: {choice}")
+    torch.backends.cuda.enable_flash_sdp(choice == "flash")
+    torch.backends.cuda.enable_cudnn_sdp(choice == "cudnn")
 
 
 def agree_on_attempt(store: dist.Store, layout: Layout) -> str:
@@ -1499,7 +1542,12 @@ def clip_grad_norm(stages, max_norm: float, layout: Layout) -> Tensor:
 
 def skip_if_not_finite(optimizers, grad_norm: Tensor, layout: Layout) -> None:
     """The next step() changes neither weights nor moments if the norm is not finite, and the host need not know: `found_inf` is
-    how torch.amp.GradScaler tells a fused optimizer the same. Read the norms when they are logged: not_finite."""
+    how torch.amp.GradScaler tells a fused optimizer the same. Read the norms when they are logged: not_finite.
+
+    With --optimizer_in_backward it is too late for that: the weights have moved.
+    """
+    if layout.cfg.optimizer_in_backward:
+        return
     found_inf = (~grad_norm.isfinite()).float()
     for optimizer in optimizers:
         optimizer.found_inf = found_inf.cpu() if layout.cfg.cpu_offload else found_inf

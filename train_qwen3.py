@@ -30,6 +30,7 @@ from parallel import (
     check_replicas,
     check_tp_plan,
     checkpoint_activations,
+    choose_attention,
     clip_grad_norm,
     compile_blocks,
     connect,
@@ -79,7 +80,7 @@ class Config(ParallelConfig, CheckpointConfig, DataConfig, MetricsConfig):
     beta1: float = 0.9  # AdamW: decay of the gradient's mean
     beta2: float = 0.95  # AdamW: decay of the squared gradient's mean
     eps: float = 1e-8  # AdamW: added to the root of the squared gradient's mean
-    adamw_moments: Literal["param", "bfloat16", "8bit", "4bit", "fp8"] = "param"  # what AdamW keeps: as --param_dtype, or less
+    adamw_moments: Literal["param", "bfloat16", "8bit", "4bit", "fp8"] = "param"  # AdamW's moments; param = as --param_dtype
     stochastic_rounding: bool = False  # round the weights of --param_dtype bfloat16 up or down by chance: small steps survive
     weight_decay: float = 0.1  # weight decay, decoupled from the gradient
     wd_on: Literal["matrices", "all"] = "matrices"  # what decays: matrices only, or norms as well
@@ -165,6 +166,7 @@ def main(cfg: Config):
     lock_run(cfg.out)
     stop = StopSignal()
     connect(layout, cfg.device, cfg.seed, trace=f"{cfg.out}/trace")
+    choose_attention(layout, model_config, cfg.seq_len, cfg.local_batch_size)
 
     # 3. model: shapes only, no memory yet
     with torch.device("meta"):
@@ -250,12 +252,14 @@ def main(cfg: Config):
         stopping = stop.agreed(layout)
         last = step == cfg.steps or stopping
         saving = cfg.checkpoint_every and (step % cfg.checkpoint_every == 0 or last or step == 1 and cfg.checkpoint_first_step)
-        if metrics.due(step) or saving:
+        validating = cfg.val_every and (step % cfg.val_every == 0 or step == cfg.steps)
+        if metrics.due(step) or saving or validating or stopping:
             for bad, norm in not_finite(norms):
                 if cfg.on_nan == "stop":
                     good = next((path for _, path in step_folders(cfg.out)), "none yet")
-                    weights = "the weights have seen it" if cfg.optimizer_in_backward else "weights unchanged"
-                    raise RuntimeError(f"step {bad}: gradient norm {norm}, {weights}; last checkpoint: {good}")
+                    weights = "the weights have seen it" if cfg.optimizer_in_backward else "weights unchanged by it"
+                    raise RuntimeError(f"step {bad}: gradient norm {norm}, {weights}, noticed after step {step}; last "
+                                       f"checkpoint: {good}")
                 if rank0:
                     print(f"step {bad}: the gradient norm is {norm}; step skipped")
         if metrics.due(step):
@@ -264,7 +268,7 @@ def main(cfg: Config):
             metrics.log(step, loss=loss, loss_max=loss_max, grad_norm=grad_norm, lr=lr, tokens_hash=batch.hash, extra=balance)
         if step == first:
             train_timeouts(layout)
-        if cfg.val_every and (step % cfg.val_every == 0 or step == cfg.steps):
+        if validating:
             metrics.log_val(step, *evaluate(stages, data.val_batches(8 * cfg.val_batches, *mine), layout))
         if saving:
             checkpoints.save(step, state, last=last, model_only=cfg.last_save_model_only and step == cfg.steps)

@@ -3,9 +3,10 @@
     python benchmarks/scaling.py             # no GPU; a dry run per layout, a few minutes
     python benchmarks/scaling.py "8B" 70B    # only these of RUNS
 
-Three constants are fitted to all rows at once: the share of the data sheet's FLOP/s, the share of the bandwidths, and how much
-faster float8 makes the matmuls. The error that counts is that of a row which was left out of the fit; dryrun.py prints it with
-every prediction. The run fails when the rows no longer say what dryrun.EFFICIENCY and its neighbours hold.
+Four constants are fitted to all rows at once: the share of the data sheet's FLOP/s that matmuls get, that of the bandwidths,
+attention's share of the FLOP/s, and how much faster float8 makes the matmuls. The error that counts is that of a row which was
+left out of the fit; dryrun.py prints it with every prediction. The run fails when the rows no longer say what
+dryrun.EFFICIENCY and its neighbours hold.
 """
 import copy
 import importlib
@@ -59,22 +60,22 @@ def with_data_ranks(report, dp_shard: int):
 
 def speed(report, cfg, constants, float8: bool) -> float:
     """Tokens per second and GPU."""
-    efficiency, bandwidth, gain = constants
-    seconds = predict(report, MACHINES["H100"], efficiency, bandwidth, gain if float8 else 1.0)["seconds"]
+    *shares, gain = constants
+    seconds = predict(report, MACHINES["H100"], *shares, gain if float8 else 1.0)["seconds"]
     return report.layout.global_batch_size * cfg.seq_len / report.layout.world_size / seconds
 
 
 def fit(rows) -> list[float]:
     """The constants with the least mean square of log(predicted / published), by steps along one of them at a time."""
     loss = lambda c: sum(math.log(speed(report, cfg, c, float8) / published) ** 2 for report, cfg, float8, published in rows)  # noqa: E731
-    best, step = [0.6, 0.5, 1.4], 1.2
+    best, step = [0.6, 0.5, 0.4, 1.4], 1.2
     lowest = loss(best)
     while step > 1.005:
         moved = False
-        for i in range(3):
+        for i in range(len(best)):
             for factor in (step, 1 / step):
                 tried = [*best[:i], best[i] * factor, *best[i + 1 :]]
-                if max(tried[:2]) <= 1 and tried[2] >= 1 and (error := loss(tried)) < lowest:
+                if max(tried[:3]) <= 1 and tried[3] >= 1 and (error := loss(tried)) < lowest:
                     best, lowest, moved = tried, error, True
         step = step if moved else math.sqrt(step)
     return best
@@ -103,8 +104,8 @@ def main():
         print(f"| {chosen[i][0]}: {report.layout} | {report.layout.world_size} | {dtype} | {published:,} | {fitted:,.0f} | "
               f"{fitted / published - 1:+.0%} | {errors[-1]:+.0%} |")
     mean, worst = sum(map(abs, errors)) / len(errors), max(map(abs, errors))
-    print(f"\nFitted: {constants[0]:.2f} of the FLOP/s, {constants[1]:.2f} of the bandwidths, float8 matmuls "
-          f"{constants[2]:.2f} x. Left out: {mean:.0%} off on average, {worst:.0%} at worst.")
+    print(f"\nFitted: {constants[0]:.2f} of the FLOP/s, {constants[2]:.2f} in attention, {constants[1]:.2f} of the bandwidths, "
+          f"float8 matmuls {constants[3]:.2f} x. Left out: {mean:.0%} off on average, {worst:.0%} at worst.")
     print("\n| model | layout | GPUs | tokens/s per GPU | MFU |\n|" + " --- |" * 5)
     for name, sizes in GROWTH.items():
         for dp in sizes if name in reports else ():
@@ -112,10 +113,11 @@ def main():
             tokens = speed(report, cfg, constants, float8=False)
             mfu = tokens * report.flops_per_token / MACHINES["H100"].flops
             print(f"| {name} | {report.layout} | {report.layout.world_size:,} | {tokens:,.0f} | {mfu:.0%} |")
-    now = [round(x, 2) for x in (*constants[:2], mean, worst)]
-    kept = [dryrun.EFFICIENCY, dryrun.BANDWIDTH, dryrun.MEAN_ERROR, dryrun.WORST_ERROR]
+    now = [round(x, 2) for x in (*constants[:3], mean, worst)]
+    kept = [dryrun.EFFICIENCY, dryrun.BANDWIDTH, dryrun.ATTENTION, dryrun.MEAN_ERROR, dryrun.WORST_ERROR]
     if chosen == ROWS and now != kept:
-        raise SystemExit(f"dryrun.py has EFFICIENCY, BANDWIDTH, MEAN_ERROR, WORST_ERROR = {kept}; the rows now say {now}")
+        names = "EFFICIENCY, BANDWIDTH, ATTENTION, MEAN_ERROR, WORST_ERROR"
+        raise SystemExit(f"dryrun.py has {names} = {kept}; the rows now say {now}")
 
 
 if __name__ == "__main__":

@@ -4,15 +4,16 @@ B batch, T sequence, D dim, H heads, K head_dim, N tokens (B*T)
 """
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 
 class RMSNorm(nn.RMSNorm):
     """torch has one kernel for it on GPUs, and the compiler makes one. Left alone elsewhere, it falls into twenty operators."""
 
     def forward(self, x):
-        if not (x.is_cuda or hasattr(x, "placements") or torch.compiler.is_compiling()):  # placements: a DTensor
-            return Normalize.apply(x, self.weight, self.eps)
-        return super().forward(x)
+        if x.is_cuda or hasattr(x, "placements") or torch.compiler.is_compiling() or x.dtype == torch.float64:
+            return super().forward(x)  # placements: a DTensor
+        return Normalize.apply(x, self.weight, self.eps)
 
 
 class Normalize(torch.autograd.Function):
@@ -26,11 +27,12 @@ class Normalize(torch.autograd.Function):
         return (x * r).mul_(weight).to(x.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         x, weight, r = ctx.saved_tensors
         normed = x * r
         product = grad * normed
-        dw = product.flatten(0, -2).sum(0).to(weight.dtype)  # (D)
+        dw = product.sum_to_size(weight.shape).to(weight.dtype) if ctx.needs_input_grad[1] else None  # (D)
         # dx = r (g - normed <g, normed> / D), where g = grad * weight
         dot = (product @ weight.float())[..., None]
         dx = (grad * weight).float().addcmul_(normed, dot, value=-1 / x.shape[-1]).mul_(r)

@@ -3,7 +3,7 @@
 N tokens (B*T), D dim, V vocab (V/tp on this rank under vocab parallelism)
 
 The logits of N = 16,384 tokens over V = 128,256 words take 8.4 GB in fp32, their gradient as much again: more than
-the 8B model's activations. So the head's matmul, the loss and both gradients are computed together, a few hundred
+the 8B model's activations. So the head's matmul, the loss and both gradients are computed together, a chunk of
 tokens at a time, and the gradients are kept from the forward until the backward asks for them. torch's own
 `F.linear_cross_entropy` (2.13) sums in bf16 and refuses DTensor weights, hence this one.
 """
@@ -51,8 +51,8 @@ def softmax_loss(h: Tensor, weight: Tensor, labels: Tensor, all_reduce, vocab_st
 
 class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h, weight, labels, all_reduce, vocab_start, kernel):
-        wants_h, wants_w = ctx.needs_input_grad[:2]
+    def forward(ctx, h, weight, labels, all_reduce, vocab_start, kernel, gradient):
+        wants_h, wants_w = (gradient and needed for needed in ctx.needs_input_grad[:2])
         rows = max(256, CHUNK_ELEMENTS[h.device.type] // weight.shape[0])
         total = h.new_zeros((), dtype=torch.float32)
         dh = torch.empty_like(h) if wants_h else None
@@ -73,7 +73,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad):
         dh, dw = ctx.saved_tensors
         scale = lambda g: None if g is None else g * grad.to(g.dtype)  # noqa: E731
-        return scale(dh), scale(dw), None, None, None, None
+        return scale(dh), scale(dw), None, None, None, None, None
 
 
 def linear_cross_entropy(
@@ -84,7 +84,8 @@ def linear_cross_entropy(
     Under vocab parallelism each rank holds `weight` rows vocab_start .. vocab_start+V/tp and passes an `all_reduce(x, op)`
     over its peers; the gradient of h is then this rank's summand. denom None divides by nothing.
     """
-    total = LinearCrossEntropy.apply(h.reshape(-1, h.shape[-1]), weight, labels.reshape(-1), all_reduce, vocab_start, kernel)
+    flat, gradient = h.reshape(-1, h.shape[-1]), torch.is_grad_enabled()  # which is off inside of every Function
+    total = LinearCrossEntropy.apply(flat, weight, labels.reshape(-1), all_reduce, vocab_start, kernel, gradient)
     return total if denom is None else total / denom
 
 

@@ -185,14 +185,15 @@ def test_a_prediction_is_arithmetic_plus_what_is_waited_for():
     machine = dryrun.MACHINES["H100"]
     one = report_of(dp_shard=1)
     rank = one.ranks[0]
-    flops = rank.flops("forward", "backward") - rank.flops("attention") / 2
-    assert dryrun.predict(one, machine, 0.5, 0.5)["seconds"] == pytest.approx(flops / (0.5 * machine.flops))
+    attention = rank.flops("attention")
+    flops = (rank.flops("forward", "backward") - attention) / 0.5 + attention / 2 / 0.25
+    assert dryrun.predict(one, machine, 0.5, 0.5, 0.25)["seconds"] == pytest.approx(flops / machine.flops)
     two = report_of(tp=2, dp_shard=1)
     p, faster = (dryrun.predict(two, machine, 0.5, bandwidth) for bandwidth in (0.5, 1.0))
     assert p["wire"] == pytest.approx(2 * faster["wire"]) and p["seconds"] > faster["seconds"]
     assert p["seconds"] == pytest.approx(p["compute"] + p["wire"] + p["uncovered"])
     piped = report_of(pp=2, dp_shard=1)
-    p = dryrun.predict(piped, machine, 0.5, 1e9)
+    p = dryrun.predict(piped, machine, 0.5, 1e9, 0.5)
     waiting = 1 - bubble(simulate(piped.rows, piped.cost))
     work = sum(r.flops("forward", "backward") - r.flops("attention") / 2 for r in piped.ranks) / 2
     assert p["seconds"] == pytest.approx(work / waiting / (0.5 * machine.flops), rel=0.05)

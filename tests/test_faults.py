@@ -230,7 +230,8 @@ def test_a_run_that_always_fails_at_the_same_step_ends(tmp_path, start):
     job = start(tmp_path / "run", 2, script=script, torchrun=["--max_restarts", 1])
     assert job.end() == 1
     assert job.text().count("continuing from") == 1
-    assert f"step 5: gradient norm nan, weights unchanged; last checkpoint: {job.out}/checkpoints/step-4" in job.text()
+    said = "step 5: gradient norm nan, weights unchanged by it, noticed after step 5; last checkpoint:"
+    assert f"{said} {job.out}/checkpoints/step-4" in job.text()
     assert all_good(job.out) == 4 and sorted(os.listdir(job.out / "checkpoints")) == ["step-2", "step-4"]
 
 
@@ -326,8 +327,8 @@ def test_on_nan_stop(tmp_path, start):
     job = start(tmp_path / "run", 1, "--log_every", 0, script=script)
     assert job.end() == 1
     good = f"{job.out}/checkpoints/step-4"
-    last_line = job.text().splitlines()[-1]
-    assert re.fullmatch(f"error on rank 0: RuntimeError: step 5: .*, weights unchanged; last checkpoint: {good}", last_line)
+    last_line, said = job.text().splitlines()[-1], "weights unchanged by it, noticed after step 6; last checkpoint:"
+    assert re.fullmatch(f"error on rank 0: RuntimeError: step 5: .*, {said} {good}", last_line)
     assert all_good(job.out) == 4
 
 

@@ -2,6 +2,7 @@
 import math
 import threading
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 import models.loss
 from models.attention import KVCache, causal_attention, sdpa
-from models.layers import rotate
+from models.layers import RMSNorm, rotate
 from models.llama3 import FLAVORS, Llama3, Llama3Config, rope_frequencies, scaled
 from models.loss import IGNORE, linear_cross_entropy
 
@@ -492,6 +493,48 @@ def test_vocab_parallel_loss(monkeypatch, dtype):
     assert torch.equal(*losses) and abs(losses[0] - whole) < 1e-6 * whole
     assert off(grads[0][0] + grads[1][0], dh) < tolerance  # each rank has a summand of the gradient of h
     assert off(torch.cat([grads[0][1], grads[1][1]]), dw) < tolerance
+
+
+@pytest.mark.parametrize("N", [512, 700])  # whole chunks; and a rest, which is another shape
+def test_compiled_loss(monkeypatch, N):
+    monkeypatch.setitem(models.loss.CHUNK_ELEMENTS, "cpu", 1)
+    h, weight, labels = loss_problem(N)
+    kernel = torch.compile(models.loss.softmax_loss, backend="aot_eager", fullgraph=True)
+    whole, compiled = (linear_cross_entropy(h, weight, labels, 9, **kw) for kw in ({}, {"kernel": kernel}))
+    assert abs(whole - compiled) < 1e-6 * whole
+    for got, want in zip(torch.autograd.grad(compiled, (h, weight)), torch.autograd.grad(whole, (h, weight))):
+        assert off(got, want) < 1e-6
+    with torch.no_grad():
+        assert torch.equal(linear_cross_entropy(h, weight, labels, 9, kernel=kernel), compiled)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norm_and_rotation_equal_torch(dtype):
+    """Written by hand for few operators: against torch's own forms and what autograd makes of them, in fp64 and in dtype."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    x, grad, weight = drawn(2, 3, 5, 8), drawn(2, 3, 5, 8), drawn(8)
+    angle = drawn(2, 1, 5, 4)
+
+    def plain_rotate(x, interleave):
+        a, b = (x[..., 0::2], x[..., 1::2]) if interleave else x.chunk(2, -1)
+        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
+
+    norm = RMSNorm(8, eps=1e-5, dtype=dtype)
+    norm.weight.data.copy_(weight)
+    exact = norm.weight.detach().double().requires_grad_()
+    cases = [(lambda x: norm(x), lambda x: F.rms_norm(x, (8,), exact, 1e-5), norm.weight, exact)]
+    for interleave in (False, True):
+        ours = partial(rotate, cos=angle.cos().float(), sin=angle.sin().float(), interleave=interleave)
+        cases.append((ours, partial(plain_rotate, interleave=interleave), None, None))
+    for ours, plain, w, w_exact in cases:
+        mine = x.to(dtype).requires_grad_()
+        true = mine.detach().double().requires_grad_()
+        got, want = ours(mine), plain(true)
+        got.backward(grad.to(dtype)), want.backward(grad.to(dtype).double())
+        pairs = [(got, want), (mine.grad, true.grad)] + ([(w.grad, w_exact.grad)] if w is not None else [])
+        for a, b in pairs:
+            assert a.dtype == dtype and off(a, b) < (1e-6 if dtype == torch.float32 else 6e-3)
 
 
 class PeakBytes(TorchDispatchMode):

@@ -7,7 +7,7 @@ from layouts import build, config, full, global_batch, local_batch
 from pool import pool
 
 import parallel
-from checkpoint import CheckpointConfig, Checkpoints, local_part
+from checkpoint import CheckpointConfig, Checkpoints, dequantized, local_part
 from optim import Muon, adamw
 
 OPTIONS = dict(lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
@@ -104,9 +104,10 @@ def test_smaller_moments_train_as_well(moments, size, processes, flags):
 def test_smaller_moments_are_saved_and_loaded_by_any_layout(tmp_path, moments):
     """In the checkpoint they are plain numbers; a load rounds them again, by less than one of their steps."""
     (_, _, saved) = pool(2).run(train, dict(dp_shard=2), moments, str(tmp_path))[0]
-    for processes, flags in ((2, dict(dp_shard=2)), (2, dict(tp=2)), (1, {})):
-        (_, per_number, loaded) = pool(processes).run(train, flags, moments, str(tmp_path), 0, str(tmp_path))[0]
-        assert per_number < 4.5 and loaded.keys() == saved.keys()
+    for processes, flags, kind in ((2, dict(dp_shard=2), moments), (2, dict(tp=2), moments), (1, {}, moments),
+                                   (1, {}, "param"), (2, dict(dp_shard=2), "8bit"), (1, {}, "bfloat16")):
+        (_, per_number, loaded) = pool(processes).run(train, flags, kind, str(tmp_path), 0, str(tmp_path))[0]
+        assert per_number < (4.5 if kind != "param" else 9) and loaded.keys() == saved.keys()
         for key, t in saved.items():
             assert (loaded[key].float() - t.float()).norm() <= 0.2 * t.float().norm(), key
 
@@ -132,9 +133,11 @@ def test_a_step_that_is_skipped_changes_nothing(moments):
     optimizer = adamw([{"params": [p]}], 1e-2, (0.9, 0.95), 1e-8, moments)
     with mock.patch.object(torch, "compile", lambda function, **options: function):
         for norm in (1.0, float("nan"), 1.0):
-            before = p.detach().clone()
+            before, state = p.detach().clone(), dequantized(optimizer.state[p]["exp_avg"]).clone() if optimizer.state else None
             p.grad = torch.full_like(p, norm)
             parallel.skip_if_not_finite([optimizer], torch.tensor(norm), mock.Mock(cfg=parallel.ParallelConfig()))
             optimizer.step()
             assert torch.equal(p, before) == (norm != 1.0) and p.isfinite().all()
+            if state is not None:
+                assert torch.equal(dequantized(optimizer.state[p]["exp_avg"]), state) == (norm != 1.0)
     assert optimizer.state[p]["step"] == 2

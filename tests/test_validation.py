@@ -51,15 +51,18 @@ RULES = [
     (dict(world_size=2, pp=2, cp=2), ["2 processes but", "= 2*1*2*1 = 4", "start 4 processes"], dict(world_size=4)),
     (dict(world_size=1, dp_shard=2), ["1 process but", "leave out --dp_shard (it becomes 1)"], dict(dp_shard=-1)),
     (dict(device="cuda"), ["torch finds 0 GPUs", "use --device cpu"], dict(device="cpu")),
-    # float8
+    # kernels
+    (dict(attention="cudnn"), ["--attention cudnn is a kernel of GPUs", "leave it out"], dict(attention="auto")),
     (dict(float8="nvfp4"), ["--float8 nvfp4 needs a GPU", "on a CPU use --float8 mxfp8"], dict(float8="mxfp8")),
     (dict(float8="rowwise", compile=True), ["--float8 rowwise is emulated on CPU", "leave out --compile"], dict(compile=False)),
     (dict(float8="mxfp8", world_size=2, tp=2), ["--float8 mxfp8 does not split matrices over --tp 2", "use rowwise"],
      dict(float8="rowwise")),
     (dict(float8="mxfp8", seq_len=63), ["--float8 mxfp8 needs a multiple of 32 tokens in a forward, not 4 x 63 / 1 = 252"],
      dict(seq_len=64)),
-    (dict(float8="tensorwise", float8_experts=True), ["--float8_experts needs --float8 rowwise or mxfp8, not tensorwise",
-     "this flavor has none; leave it out"], dict(float8_experts=False)),
+    (dict(float8="tensorwise", float8_experts=True), ["--float8_experts needs --float8 rowwise or mxfp8, not tensorwise"],
+     dict(float8_experts=False)),
+    (dict(float8_experts=True), ["--float8_experts needs --float8 rowwise or mxfp8, not off"], dict(float8_experts=False)),
+    (dict(float8="mxfp8", float8_experts=True), ["this flavor has none; leave it out"], dict(float8_experts=False)),
     (dict(float8="rowwise", float8_all_gather=True), ["--float8_all_gather needs --float8 tensorwise and GPUs"],
      dict(float8_all_gather=False)),
     # batch
