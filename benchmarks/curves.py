@@ -1,7 +1,7 @@
 """Does a cheaper precision train as well? Whole runs of train_llama3.py on the built-in text, in fp32 and in the others.
 
     python benchmarks/curves.py                                  # 300 steps, three seeds; on a CPU float8 is emulated: an hour
-    python benchmarks/curves.py --only mxfp8 --seeds 0           # fp32 and the rows with this in their name
+    python benchmarks/curves.py --only mxfp8 --seeds 0           # fp32 and this row
 
 A seed is that of the weights and of the order of the data. The noise is how far fp32 runs of different seeds lie apart. A run
 that is in --out already is not run again.
@@ -23,7 +23,7 @@ from config import parse_config  # noqa: E402
 class Config:
     steps: int = 300  # optimizer steps of each run
     seeds: list[str] = field(default_factory=lambda: ["0", "1", "2"])  # of the weights and of the data
-    only: str = ""  # rows with this in their name, besides fp32
+    only: list[str] = field(default_factory=list)  # these rows, besides fp32
     flags: str = "--seq_len 128 --local_batch_size 8"  # more flags of train_llama3.py, for all runs
     out: str = "runs/curves"  # folder for the runs
 
@@ -60,7 +60,7 @@ def final_loss(cfg: Config, name: str, seed: str) -> float:
 
 
 def main(cfg: Config):
-    rows = [name for name in ROWS if name == "fp32" or cfg.only in name]
+    rows = [name for name in ROWS if name == "fp32" or not cfg.only or name in cfg.only]
     losses = {}
     for name in rows:
         for seed in cfg.seeds:
