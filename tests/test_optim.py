@@ -28,9 +28,9 @@ def test_equals_torch_on_plain_matrices():
         assert torch.equal(ours, theirs)
 
 
-def steps(flags, n):
+def steps(flags, n, problem):
     """Weights after three Muon steps whose gradients are the same in every layout, to the last bit: the weights themselves."""
-    stages, layout = build(config(), flags, n, 1 if flags.get("pp", 1) == 1 else 2)
+    stages, layout = build(config(**problem), flags, n, 1 if flags.get("pp", 1) == 1 else 2)
     params = [(fqn, p) for s in stages for fqn, p in s.named_parameters() if p.dim() == 2 and fqn.startswith("blocks.")]
     optimizer = Muon([p for _, p in params], **OPTIONS)
     parallel.forward_backward(stages, local_batch(global_batch(0, n, False), layout), layout)
@@ -41,10 +41,15 @@ def steps(flags, n):
     return {fqn: full(p) for fqn, p in params}
 
 
-@pytest.mark.parametrize("processes, flags", [(2, {}), (4, dict(dp_replicate=2)), (4, dict(tp=2)), (2, dict(pp=2)), (4, {})])
-def test_sharded_equals_whole(processes, flags):
-    whole = pool(1).run(steps, {}, 4)[0]
-    for part in pool(processes).run(steps, flags, 4):
+EXPERTS = dict(model="qwen3", n_experts=8, top_k=2, moe_ffn_dim=32)  # stacked in three dimensions: AdamW's, not Muon's
+
+
+@pytest.mark.parametrize("processes, flags, problem", [
+    (2, {}, {}), (4, dict(dp_replicate=2), {}), (4, dict(tp=2), {}), (2, dict(pp=2), {}), (4, {}, {}),
+    (4, dict(tp=2, ep=2), EXPERTS), (4, dict(tp=2, ep=4, etp=1), EXPERTS)], ids=str)
+def test_sharded_equals_whole(processes, flags, problem):
+    whole = pool(1).run(steps, {}, 4, problem)[0]
+    for part in pool(processes).run(steps, flags, 4, problem):
         for fqn, weight in part.items():
             assert torch.equal(weight, whole[fqn]), fqn
 
