@@ -132,6 +132,24 @@ def test_stochastic_rounding_keeps_small_updates():
     assert moved(False) == 0 and moved(True) == pytest.approx(0.02, rel=0.1)
 
 
+def rounded_copies(flags: dict) -> dict:
+    torch.manual_seed(0)  # as parallel.connect does on every rank
+    stages, layout = build(config(**MODEL), {**flags, "param_dtype": "bfloat16"}, 4, 2)
+    optimizer = adamw([{"params": list(stages[0].parameters())}], 3e-3, (0.9, 0.95), 1e-8, "8bit", True)
+    with mock.patch.object(torch, "compile", lambda function, **options: function):
+        for step in range(3):
+            parallel.forward_backward(stages, local_batch(global_batch(step, 4, False), layout), layout)
+            optimizer.step()
+            optimizer.zero_grad()
+    return {fqn: local_part(p.detach()).clone() for fqn, p in stages[0].named_parameters()}
+
+
+def test_copies_are_rounded_alike():
+    """Chance must be the same on ranks that hold the same weights, or they would drift apart."""
+    first, second = pool(2).run(rounded_copies, dict(dp_replicate=2, dp_shard=1))
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
 @pytest.mark.parametrize("moments", ["param", "8bit"])
 def test_a_step_that_is_skipped_changes_nothing(moments):
     p = torch.nn.Parameter(torch.ones(64, 64))
