@@ -30,6 +30,8 @@ class MetricsConfig:
                 raise ValueError(f"--{package} needs a package that is not installed: pip install {package}")
         if self.profile and profiled_steps(self.profile) is None:
             raise ValueError(f"--profile {self.profile!r} must be one step or the first and last of some, like 10-12")
+        if self.layer_times < 0:
+            raise ValueError(f"--layer_times {self.layer_times} must be a step, or 0 for none")
         if self.memory_snapshot and not torch.cuda.is_available():
             raise ValueError("--memory_snapshot records CUDA's allocator, and torch finds no GPU here; leave it out")
 

@@ -297,6 +297,7 @@ def test_plot_is_a_picture_of_the_losses(tmp_path, capsys):
     (dict(profile="3-2"), "--profile '3-2' must be"),
     (dict(profile="0"), "--profile '0' must be"),
     (dict(profile="ten"), "--profile 'ten' must be"),
+    (dict(layer_times=-1), "--layer_times -1 must be a step, or 0 for none"),
     (dict(wandb="x"), "pip install wandb"),
     (dict(memory_snapshot=True), "--memory_snapshot records CUDA's allocator"),
 ])
