@@ -101,6 +101,7 @@ class GSM8K:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"--env_data {path!r}: {error!r}; need a .jsonl with question and answer in each line") from None
         GSM8K.answers = {question: final_number(answer) for question, answer in GSM8K.problems}
+        GSM8K.ALPHABET = "".join(sorted(set(string.printable).union(*(q + a for q, a in GSM8K.problems))))
 
     def make(rng):
         return rng.choice(GSM8K.problems)
@@ -172,7 +173,7 @@ class Text:
 
     def __init__(self, env, source: str, out: str):
         """source: a Hugging Face folder or a checkpoint with a tokenizer; "": one of the environment's characters is made."""
-        self.chat, self.bos = None, False
+        self.chat, self.bos, self.alphabet = None, False, None
         if source and not is_hf_folder(source):
             source = candidates(source)[0]  # a checkpoint of ours has its tokenizer with it
         if source:
@@ -185,7 +186,8 @@ class Text:
             self.tokenizer = load_tokenizer(Path(self.file))
         else:
             self.file, self.eot = f"{out}/tokenizer.json", 0
-            self.tokenizer = character_tokenizer(getattr(env, "ALPHABET", string.printable))
+            self.alphabet = getattr(env, "ALPHABET", string.printable)
+            self.tokenizer = character_tokenizer(self.alphabet)
         self.tokenizer.encode_special_tokens = not self.chat  # a template's markers are tokens; in any other text they are text
 
     def save(self):
@@ -193,11 +195,12 @@ class Text:
             self.tokenizer.save(self.file)
 
     def prompt(self, text: str) -> list[int]:
-        ids = encode(self.tokenizer, self.chat(text) if self.chat else text, self.bos and not self.chat)
-        return ids or [self.eot]
+        return self.ids(self.chat(text) if self.chat else text, self.bos and not self.chat) or [self.eot]
 
-    def ids(self, text: str) -> list[int]:
-        return encode(self.tokenizer, text, False)
+    def ids(self, text: str, bos: bool = False) -> list[int]:
+        if self.alphabet and (other := set(text) - set(self.alphabet)):
+            raise ValueError(f"{min(other)!r} in {text[:60]!r} is not in the ALPHABET of --env; add it there")
+        return encode(self.tokenizer, text, bos)
 
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids[:-1] if ids[-1:] == [self.eot] else ids)

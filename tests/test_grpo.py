@@ -27,6 +27,7 @@ from models.loss import CHUNK_ELEMENTS, token_logprobs
 from tests.pool import pool
 
 REPO = Path(__file__).parent.parent
+GSM8K = REPO.parent / "shared" / "data" / "gsm8k_train.jsonl"  # the published problems, where they are at hand
 ENV = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
 ENV |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 SMALL = "dim=32,n_layers=2,n_heads=4,n_kv_heads=2,head_dim=8,ffn_dim=64"
@@ -430,10 +431,22 @@ def test_gsm8k_and_own_environments(tmp_path):
     (tmp_path / "mine.py").write_text("def make(rng):\n    return str(rng.random()), 'x'\n")
     with pytest.raises(ValueError, match="mine.py does not define reward"):
         environments.open_env(str(tmp_path / "mine.py"))
+    with pytest.raises(ValueError, match="'é' in '1é>' is not in the ALPHABET of --env; add it there"):
+        grpo.Text(environments.Reverse, "", "").prompt("1é>")
     with pytest.raises(ValueError, match="--env nope is no file ending in .py and none of reverse"):
         environments.open_env("nope")
     with pytest.raises(ValueError, match="need a .jsonl with question and answer"):
         environments.open_env("gsm8k", str(tmp_path / "mine.py"))
+
+
+@pytest.mark.skipif(not GSM8K.exists(), reason="no gsm8k_train.jsonl")
+def test_the_published_gsm8k():
+    env = environments.open_env("gsm8k", str(GSM8K))
+    assert len(env.problems) == 7473
+    assert all(env.reward(prompt, answer) == 1.0 for prompt, answer in env.problems)
+    assert not any(env.reward(prompt, f"{answer}\nNo: #### {env.answers[prompt] + 1}") for prompt, answer in env.problems)
+    text = grpo.Text(env, "", "")  # a model from nothing reads the few characters that are not ASCII as well
+    assert all(text.decode(text.prompt(prompt)) == prompt for prompt, _ in env.problems)
 
 
 def test_arithmetic_is_no_eval():
