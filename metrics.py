@@ -8,6 +8,7 @@ import re
 import resource
 import sys
 import time
+import uuid
 from dataclasses import dataclass
 from functools import partial
 
@@ -161,9 +162,12 @@ class Metrics:
             if cfg.wandb:
                 import wandb
 
-                # one id per folder: a continued run continues its curves
-                name = re.sub(r"[^\w-]", "-", os.path.abspath(out))[-60:]
-                project = wandb.init(project=cfg.wandb, id=name, name=out, resume="allow", config=vars(cfg))
+                known = os.path.join(out, "wandb_id")  # a continued run continues its curves
+                if first_step == 1 or not os.path.exists(known):
+                    with open(known, "w") as file:
+                        file.write(uuid.uuid4().hex)
+                run_id = open(known).read()
+                project = wandb.init(project=cfg.wandb, id=run_id, name=out, dir=out, resume="allow", config=vars(cfg))
                 self.writers.append(lambda step, line: project.log(line, step=step))
                 self.closers.append(project.finish)
         # Python starts a collection whenever a rank happens to have made enough objects. Ranks pause at different

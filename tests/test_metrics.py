@@ -293,6 +293,22 @@ def test_plot_is_a_picture_of_the_losses(tmp_path, capsys):
     assert "picture: " in capsys.readouterr().out
 
 
+def test_wandb_continues_the_curves_of_a_continued_run_only(tmp_path, monkeypatch):
+    """With the real package, where it is installed; offline, so its files are all that is written."""
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    files = []
+    for first_step in (1, 3, 1):
+        m = Metrics(str(tmp_path), MetricsConfig(wandb="nano", gc_every=0), rank0=True, world_size=1, device="cpu",
+                    flops_per_token=10, first_step=first_step, steps=4, log_every=1)
+        train(m, [first_step, first_step + 1])
+        m.close()
+        files.append((tmp_path / "wandb" / "latest-run").resolve())
+    first, continued, new = (next(file.glob("run-*.wandb")) for file in files)
+    assert first.name == continued.name != new.name
+    assert first.read_bytes().count(b"grad_norm") == continued.read_bytes().count(b"grad_norm") >= 2
+
+
 @pytest.mark.parametrize("flags, message", [
     (dict(profile="3-2"), "--profile '3-2' must be"),
     (dict(profile="0"), "--profile '0' must be"),
