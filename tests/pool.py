@@ -10,6 +10,7 @@ import functools
 import os
 import queue
 import tempfile
+import time
 import traceback
 from datetime import timedelta
 
@@ -61,20 +62,26 @@ class Pool:
         for w in self.workers:
             w.start()
 
-    def run(self, function, *args) -> list:
+    def run(self, function, *args, tries: int = 2) -> list:
         for tasks in self.tasks:
             tasks.put((function, args))
-        out = [None] * self.world_size
-        for _ in range(self.world_size):
+        out, deadline = {}, time.monotonic() + TIMEOUT_S
+        while len(out) < self.world_size:
+            error, rank = None, "?"
             try:
-                rank, error, result = self.results.get(timeout=TIMEOUT_S)
+                rank, error, out[rank] = self.results.get(timeout=1)
             except queue.Empty:
-                error, rank = f"no answer within {TIMEOUT_S} s", "?"
-            if error:
+                if time.monotonic() > deadline:
+                    error = f"no answer within {TIMEOUT_S} s"
+            time.sleep(0.5 if error else 0)  # a rank hears of a peer's end before the system has told us
+            died = [w.exitcode for w in self.workers if not w.is_alive()]
+            if error or died:
                 self.close()
-                raise RuntimeError(f"{function.__name__}{args} failed on rank {rank} of {self.world_size}:\n{error}")
-            out[rank] = result
-        return out
+                if died and tries > 1:  # a thread of gloo's crashes once in thousands of runs, in the middle of anything
+                    print(f"pool: workers ended with {died}; running {function.__name__} again", flush=True)
+                    return pool(self.world_size).run(function, *args, tries=tries - 1)
+                raise RuntimeError(f"{function.__name__}{args} failed on rank {rank} of {self.world_size}:\n{error or died}")
+        return [out[rank] for rank in range(self.world_size)]
 
     def close(self):
         pool.cache_clear()
