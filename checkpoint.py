@@ -42,6 +42,7 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
@@ -206,6 +207,24 @@ def none_good(folder: str, paths: list[str]) -> ValueError:
                       "nothing begins again at step 0 over them: use --out NEW or another --load_step, or move them away")
 
 
+def is_hf_folder(folder: str) -> bool:
+    """Whether it holds weights as Hugging Face keeps them. Those in pickles count, too: they are refused with the reason."""
+    weights = [f"{stem}{end}" for stem in ("model.safetensors", "pytorch_model.bin") for end in ("", ".index.json")]
+    found = [name for name in ("manifest.json", *weights) if os.path.lexists(os.path.join(folder, name))]
+    return folder != "" and found[:1] not in ([], ["manifest.json"])
+
+
+def newest_readable(folder: str, step: int = -1) -> str:
+    """The newest checkpoint whose manifest and state.json are as written; reads nothing else. Raises ValueError."""
+    for path in (paths := candidates(folder, step)):
+        try:
+            check_files(path, read_manifest(path), ["state.json"])
+            return path
+        except Damaged:
+            continue  # load() says so; what counts here is the newest that it may take
+    raise none_good(folder, paths)
+
+
 def start_of(out: str, cfg: CheckpointConfig) -> tuple[str, int, bool] | None:
     """(folder, step or -1, everything) that a run in `out` starts from; everything: not only the weights. None: nothing."""
     step = -1 if restarted() else cfg.load_step
@@ -220,13 +239,23 @@ def check_run(out: str, identity: dict, cfg: CheckpointConfig):
         raise ValueError(f"--keep_latest_k {cfg.keep_latest_k}: give a number of checkpoints, or 0 to keep all")
     if start := start_of(out, cfg):
         folder, step, everything = start
-        for path in (paths := candidates(folder, step)):
-            try:
-                check_files(path, read_manifest(path), ["state.json"])
-            except Damaged:
-                continue  # load() says so; what counts here is the newest that it may take
-            return check_continuable(path, folder, identity) if everything else None
-        raise none_good(folder, paths)
+        path = newest_readable(folder, step)
+        if everything:
+            check_continuable(path, folder, identity)
+        elif wrong := [change for change in model_changes(path, identity) if change[0] not in may_change(cfg)]:
+            text = "; ".join(f"{name} is {old} there, {new} here" for name, old, new in wrong)
+            raise ValueError(f"--init_from {folder} is of another model: {text}; give the model of the checkpoint")
+
+
+def model_changes(path: str, identity: dict) -> list[tuple]:
+    """[(name, value there, value here)] of the model's fields that differ from those of a checkpoint."""
+    return list(changes(read_json(path, "state.json")["identity"]["model"], identity["model"], "model"))
+
+
+def may_change(cfg: CheckpointConfig) -> set[str]:
+    """Fields that --init_from may change: to read longer texts; and what only adds or removes tensors, which are compared."""
+    excluded = {"vocab_size", "n_layers", "tie_embeddings"} if set(cfg.exclude_from_loading) - {"optimizer"} else set()
+    return {"max_seq_len", "rope_theta", "rope_scaling", "mtp_depth"} | excluded
 
 
 def check_continuable(path: str, folder: str, identity: dict):
@@ -258,8 +287,11 @@ def lock_run(out: str):
     """
     if int(os.environ.get("RANK", 0)) != 0:
         return
-    os.makedirs(out, exist_ok=True)
-    descriptor = os.open(os.path.join(out, ".lock"), os.O_RDWR | os.O_CREAT, 0o644)  # left open: closing it would unlock
+    try:
+        os.makedirs(out, exist_ok=True)
+        descriptor = os.open(os.path.join(out, ".lock"), os.O_RDWR | os.O_CREAT, 0o644)  # left open: closing it would unlock
+    except OSError as error:
+        raise ValueError(f"--out {out!r} is no folder to write to: {error.strerror}") from None
     for tries_left in range(300, -1, -1):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -450,6 +482,48 @@ def covers(patterns: list[str], key: str) -> bool:
     return any(fnmatch.fnmatchcase(fqn, end) for pattern in patterns for end in (pattern, f"{pattern}.*"))
 
 
+# --- Ranks that agree ---
+
+
+def rank_in(group) -> int:
+    return dist.get_rank(group) if group else 0
+
+
+def gather(value, group) -> list:
+    """The values of all ranks of the group; group None: this process is alone."""
+    values = [value] * (dist.get_world_size(group) if group else 1)
+    if group:
+        dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def everywhere(work, group):
+    """work() of this rank; raises Failed on all ranks when it fails on one. Without this a rank that fails leaves, and its
+    peers wait for it in the next collective."""
+    result, error = None, None
+    try:
+        result = work()
+    except BaseException as caught:
+        if not isinstance(caught, Exception) and type(caught).__name__ != "CheckpointException":
+            raise  # Ctrl-C; but DCP's errors are BaseExceptions, too
+        error = reason(caught)
+    for rank, failed in enumerate(gather(error, group)):
+        if failed is not None:
+            raise Failed(f"rank {rank}: {failed}" if rank else failed)
+    return result
+
+
+def on_rank_0(work, group):
+    """What work() returns on rank 0, on all ranks; Failed on all when it fails."""
+    return gather(everywhere(lambda: work() if rank_in(group) == 0 else None, group), group)[0]
+
+
+def new_gloo_group(name: str):
+    """Of all processes, for what they tell each other about files."""
+    # 30 minutes, for ranks wait here for the slowest disk; a rank that died is noticed at once all the same
+    return dist.new_group(backend="gloo", timeout=timedelta(minutes=30), group_desc=name)
+
+
 # --- Save and load ---
 
 
@@ -476,12 +550,12 @@ class Checkpoints:
 
     modules: this rank's part of the model (several with interleaved pipeline stages), under the full model's fqns.
     optimizer: one, or a list of several that share the parameters out. identity: {"model": ..., "data": ...,
-    "optimizer": ...}, which a continued run must not change. group: gloo, made here when there is a process group: a
+    "optimizer": ...}, which a continued run must not change. Makes a gloo group of its own when there is a process group: a
     background thread talks to its peers on it, and two threads on one gloo group crash.
     """
 
     def __init__(self, cfg: CheckpointConfig, out: str, *, modules: list[nn.Module], optimizer, identity: dict, config: dict,
-                 source: str, tokenizer_file: str | None = None, group=None):
+                 source: str, tokenizer_file: str | None = None):
         self.cfg, self.out, self.modules, self.identity = cfg, out, modules, identity
         self.config, self.source, self.tokenizer_file = config, source, tokenizer_file
         self.optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
@@ -497,12 +571,9 @@ class Checkpoints:
             assert all(id(param) in known for param in held), "build the optimizer after fully_shard"
             # Weights that change while they are copied are no checkpoint; as a hook, no loop can forget to wait.
             optimizer.register_step_pre_hook(lambda *_: self.wait_staged())
-        if group is None and dist.is_initialized():
-            # 30 minutes, for ranks wait here for the slowest disk; a rank that died is noticed at once all the same
-            group = dist.new_group(backend="gloo", timeout=timedelta(minutes=30), group_desc="checkpoint")
-        self.group, self.rank, self.world_size = group, 0, 1
-        if group is not None:
-            self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        group = new_gloo_group("checkpoint") if dist.is_initialized() else None
+        self.group, self.rank, self.world_size = group, rank_in(group), dist.get_world_size(group) if group else 1
+        self.gather, self.everywhere, self.on_rank_0 = (partial(f, group=group) for f in (gather, everywhere, on_rank_0))
         self.pool, self.stager, self.staged, self.flight = ThreadPoolExecutor(1), None, None, None
         self.process = WriterProcess() if cfg.checkpoint_async == "process" and not cfg.load_only else None
         if self.rank == 0 and not cfg.load_only and os.path.isdir(os.path.join(out, "checkpoints")):
@@ -525,6 +596,9 @@ class Checkpoints:
             if last and not saved:
                 raise RuntimeError(f"the last checkpoint, step {step}, could not be saved to {self.out}")
             return saved
+        if self.stager is not None and torch.__version__ < "2.13":  # there each one stages once
+            self.stager.close()
+            self.stager = None
         if self.stager is None:
             staging, cuda = import_dcp().staging, torch.cuda.is_available()
             self.stager = staging.DefaultStager(staging.StagingOptions(
@@ -668,7 +742,8 @@ class Checkpoints:
             for name, t in self.state_of(twin).items():
                 t.copy_(self.state_of(self.params[fqn])[name])
         what = "continuing from" if everything else "step 0, with the weights of"
-        self.say(f"{what} {folder} (written by {manifest['world_size']} rank(s))")
+        changed = "".join(f"; {name} was {old}, is {new}" for name, old, new in model_changes(folder, self.identity))
+        self.say(f"{what} {folder} (written by {manifest['world_size']} rank(s)){changed}")
         return read_json(folder, "state.json")["state"] if everything else None
 
     def choose(self, source, step, everything) -> tuple[str, dict]:
@@ -766,35 +841,6 @@ class Checkpoints:
     def state_of(self, param) -> dict:
         return next((optimizer.state[param] for optimizer in self.optimizers if param in optimizer.state), {})
 
-    # --- ranks that agree ---
-
-    def gather(self, value) -> list:
-        """The values of all ranks."""
-        values = [None] * self.world_size
-        if self.group is None:
-            return [value]
-        dist.all_gather_object(values, value, group=self.group)
-        return values
-
-    def everywhere(self, work):
-        """work() of this rank; raises Failed on all ranks when it fails on one. Without this a rank that fails leaves, and
-        its peers wait for it in the next collective."""
-        result, error = None, None
-        try:
-            result = work()
-        except BaseException as caught:
-            if not isinstance(caught, Exception) and type(caught).__name__ != "CheckpointException":
-                raise  # Ctrl-C; but DCP's errors are BaseExceptions, too
-            error = reason(caught)
-        for rank, failed in enumerate(self.gather(error)):
-            if failed is not None:
-                raise Failed(f"rank {rank}: {failed}" if rank else failed)
-        return result
-
-    def on_rank_0(self, work):
-        """What work() returns on rank 0, on all ranks; Failed on all when it fails."""
-        return self.gather(self.everywhere(lambda: work() if self.rank == 0 else None))[0]
-
     def set_aside(self, path, why):
         """Renames a step folder, so that it is no candidate any more and the user's to look at and to delete."""
         name = f"{why.split(':')[0]}-{os.path.basename(path).removeprefix('step-')}-{uuid.uuid4().hex[:4]}"
@@ -813,8 +859,18 @@ class Checkpoints:
 # --- One process: a model to sample from, and the command line ---
 
 
-def load_model(folder: str, device="cpu", dtype: torch.dtype | None = None) -> tuple[nn.Module, dict]:
-    """(plain model on `device`, state) of a step folder, or of a run folder's newest good checkpoint. Raises ValueError."""
+def saved_model(path: str) -> tuple[type, object]:
+    """(class of the model in models/, its config) of a step folder. Raises ValueError for a class from anywhere else."""
+    fields = dict(read_json(path, "state.json")["identity"]["model"])
+    module, name = fields.pop("module"), fields.pop("class")
+    if not re.fullmatch(r"models\.[A-Za-z_]\w*", module):  # a file does not get to choose what is imported
+        raise ValueError(f"{path} is of a model {module}.{name}; only those in models/ are loaded")
+    module = importlib.import_module(module)
+    return getattr(module, name), getattr(module, f"{name}Config")(**fields)
+
+
+def open_saved(folder: str) -> tuple[str, nn.Module, object]:
+    """(path, model on meta, DCP's table) of a step folder, or of a run folder's newest good checkpoint. Raises ValueError."""
     for path in (paths := candidates(folder)):
         try:
             manifest = verify(path)
@@ -823,26 +879,28 @@ def load_model(folder: str, device="cpu", dtype: torch.dtype | None = None) -> t
             print(f"checkpoint: {path} is DAMAGED: {error}", flush=True)
     else:
         raise none_good(folder, paths)
-    saved = read_json(path, "state.json")
-    fields = dict(saved["identity"]["model"])
-    module, name = fields.pop("module"), fields.pop("class")
-    if not re.fullmatch(r"models\.[A-Za-z_]\w*", module):  # a file does not get to choose what is imported
-        raise ValueError(f"{path} is of a model {module}.{name}; only those in models/ are loaded")
-    module = importlib.import_module(module)
+    Model, config = saved_model(path)
     with torch.device("meta"):  # memory only once, and in the wanted dtype
-        model = getattr(module, name)(getattr(module, f"{name}Config")(**fields))
+        model = Model(config)
+    table = read_metadata(path, manifest["files"])
+    there = {key for key in table.state_dict_metadata if key.startswith("model.")}
+    if odd := sorted(there ^ {f"model.{fqn}" for fqn in named_tensors(model)}):
+        kind = f"{Model.__module__}.{Model.__name__}"
+        raise ValueError(f"{path} does not fit {kind}: {len(odd)} odd tensors, the first is {odd[0]}")
+    return path, model, table
+
+
+def load_model(folder: str, device="cpu", dtype: torch.dtype | None = None) -> tuple[nn.Module, dict]:
+    """(plain model on `device`, state) of a step folder, or of a run folder's newest good checkpoint. Raises ValueError."""
+    path, model, table = open_saved(folder)
     for param in model.parameters():  # not the buffers: an expert's bias stays fp32
         param.data = param.data.to(dtype or param.dtype)
     model.to_empty(device=device)
     tensors = {f"model.{fqn}": t.detach() for fqn, t in named_tensors(model).items()}
     computed = {id(buffer) for buffer in model.buffers()} - {id(t) for t in named_tensors(model).values()}
     assert not computed, "a buffer that no checkpoint holds is empty now: compute it in forward"
-    table = read_metadata(path, manifest["files"])
-    odd = sorted({key for key in table.state_dict_metadata if key.startswith("model.")} ^ tensors.keys())
-    if odd:
-        raise ValueError(f"{path} does not fit {module.__name__}.{name}: {len(odd)} odd tensors, the first is {odd[0]}")
     read_tensors(tensors, path, table)
-    return model, saved["state"]
+    return model, read_json(path, "state.json")["state"]
 
 
 def ls(run: str) -> int:
@@ -928,15 +986,9 @@ def main(argv: list[str]) -> int:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def is_hf_folder(folder: str) -> bool:
-    import hf  # it stands on section 1, so it cannot be imported above
-
-    return hf.is_hf_folder(folder)
-
-
 def load_hf(model, folder: str, exclude=(), group=None) -> list[str]:
     """See hf.load_hf."""
-    import hf
+    import hf  # it stands on section 1, so it cannot be imported above
 
     return hf.load_hf(model, folder, exclude, group)
 

@@ -81,10 +81,22 @@ def parse_config(Config, argv=None):
                 values[name] = parse_value(text, kinds[name])
             except (ValueError, KeyError):
                 usage_error(f"--{name} {text!r}: need {describe(kinds[name])}")
+    for field in dataclasses.fields(Config):  # a default of -1 has a meaning of its own; other counts are never negative
+        value, least = values.get(field.name), min(default_of(field) or 0, 0) if unwrap(kinds[field.name])[0] is int else None
+        if value is not None and least is not None and not least <= value < 2**63:
+            usage_error(f"--{field.name} {value} must be {least} or more, and below 2**63")
     try:
         return Config(**values)
     except ValueError as error:  # from a __post_init__
         usage_error(error)
+
+
+def check_range(cfg, least: float, most: float, *names: str):
+    """Raises ValueError for the first of these fields that is outside of [least, most]; None counts as inside."""
+    for name in names:
+        if (value := getattr(cfg, name)) is not None and not least <= value <= most:
+            limits = f"{least:g} or more" if most == math.inf else f"between {least:g} and {most:g}"
+            raise ValueError(f"--{name} {value} must be {limits}")
 
 
 def glue_values(argv) -> list:

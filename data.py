@@ -9,7 +9,6 @@ is a header (HEADER below) and little-endian token ids, uint16 where the vocabul
 ends with the end-of-text token (eot), which is how document boundaries are kept.
 """
 
-import atexit
 import contextlib
 import fcntl
 import hashlib
@@ -17,14 +16,14 @@ import json
 import mmap
 import multiprocessing
 import os
-import queue
 import re
 import struct
 import sys
 import sysconfig
 import threading
 import time
-from concurrent.futures import ProcessPoolExecutor
+from collections import deque
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import chain, islice
@@ -588,42 +587,24 @@ def prefetch(batches, device: torch.device):
     """Yields the batches on `device`. A thread keeps two ready, so that reading and hashing cost the training step nothing.
 
     An error in the thread is raised here. The thread ends with this generator (close(), garbage collection) or at exit."""
-    ready, free, stop = queue.SimpleQueue(), threading.Semaphore(2), threading.Event()
     gpu = None if device.type != "cuda" else torch.cuda.current_device() if device.index is None else device.index
 
     def on_tensors(change, batch):
         return Batch(**{name: change(value) if torch.is_tensor(value) else value for name, value in vars(batch).items()})
 
-    def work():
-        try:
-            if gpu is not None:
-                torch.cuda.set_device(gpu)  # a new thread is on GPU 0, and pinning there would cost every rank a context on it
-            while free.acquire() and not stop.is_set():
-                batch = next(batches, None)
-                ready.put(batch if gpu is None or batch is None else on_tensors(torch.Tensor.pin_memory, batch))
-                if batch is None:
-                    return
-        except BaseException as error:
-            ready.put(error)
+    def load():
+        batch = next(batches, None)
+        return batch if gpu is None or batch is None else on_tensors(torch.Tensor.pin_memory, batch)
 
-    def close():
-        stop.set()
-        free.release()
-        if threading.current_thread() is not thread:  # the garbage collector may run anywhere
-            thread.join()
-
-    thread = threading.Thread(target=work, name="prefetch", daemon=True)
-    thread.start()
-    atexit.register(close)  # before the interpreter is taken down around a running thread
+    # a new thread is on GPU 0, and pinning there would cost every rank a context on it
+    thread = ThreadPoolExecutor(1, "prefetch", *(() if gpu is None else (torch.cuda.set_device, (gpu,))))
     try:
-        while (batch := ready.get()) is not None:
-            free.release()
-            if isinstance(batch, BaseException):
-                raise batch
+        ready = deque(thread.submit(load) for _ in range(2))
+        while (batch := ready.popleft().result()) is not None:
+            ready.append(thread.submit(load))
             yield batch if gpu is None else on_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
-    finally:
-        close()
-        atexit.unregister(close)
+    finally:  # by the garbage collector anywhere, in the thread itself as well, which cannot wait for itself
+        thread.shutdown(wait=not threading.current_thread().name.startswith("prefetch"), cancel_futures=True)
 
 
 def open_data(cfg: DataConfig, seq_len: int) -> TokenData:
@@ -673,6 +654,8 @@ def main():
     try:
         folder = cached_corpus("stdlib", "", args.cache_dir) if args.command == "stdlib" else Path(args.out)
         if args.command == "prepare":
+            if not args.out or args.workers < 1:
+                raise ValueError(f"--out {args.out!r} must be a folder, and --workers {args.workers} at least 1")
             build_shards([Path(path) for path in args.input], find_tokenizer(args.tokenizer, args.eot), folder, args.workers)
         if args.command == "check" and (damage := find_damage(folder)):
             print("\n".join(damage), file=sys.stderr)

@@ -22,7 +22,7 @@ import string
 import zlib
 from pathlib import Path
 
-from checkpoint import candidates, is_hf_folder
+from checkpoint import is_hf_folder, newest_readable
 from data import find_tokenizer, load_tokenizer
 from generate import chat_prompts, encode
 from hf import check_hf_tokenizer, read_chat
@@ -175,7 +175,7 @@ class Text:
         """source: a Hugging Face folder or a checkpoint with a tokenizer; "": one of the environment's characters is made."""
         self.chat, self.bos, self.alphabet = None, False, None
         if source and not is_hf_folder(source):
-            source = candidates(source)[0]  # a checkpoint of ours has its tokenizer with it
+            source = newest_readable(source)  # a checkpoint of ours has its tokenizer with it
         if source:
             self.file = check_hf_tokenizer(source, 1 << 31)
             if self.file is None:

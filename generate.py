@@ -22,15 +22,14 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
 
-from checkpoint import load_model, step_folders
+from checkpoint import is_hf_folder, load_model, step_folders
 from config import Parser, parse_config, usage_error
 from data import find_tokenizer, load_tokenizer
-from hf import is_hf_folder, load_hf_model, read_chat
+from hf import load_hf_model, read_chat
 from models.attention import sdpa
 from models.loss import log_normalizer
-from parallel import AllGather
+from parallel import AllGather, whole_vocab
 
 PREFILL_CHUNK = 512  # prompt tokens per forward: logits of a whole long prompt are B*T*V numbers that nobody reads
 
@@ -180,9 +179,7 @@ def column_logits(h: Tensor, weight: Tensor, *, column: Tensor, mesh=None) -> Te
     if mesh is None:
         return F.linear(h[row, column], weight).float()
     h = AllGather.apply(h, 1, mesh.get_group())  # (R, T, D)
-    local = F.linear(h[row, column], weight.to_local()).float()  # (R, V/tp)
-    shape = torch.Size((h.shape[0], weight.shape[0]))
-    return DTensor.from_local(local, mesh, [Shard(1)], run_check=False, shape=shape, stride=(shape[1], 1)).full_tensor()
+    return whole_vocab(F.linear(h[row, column], weight.to_local()).float(), weight.shape[0], mesh)
 
 
 def draw(logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -216,8 +213,8 @@ def rollout(
     tool(ids so far) -> ids to go on with: they are fed as if sampled, with mask 0 (the model did not choose them).
     tp_mesh: the model is tensor parallel, and its ranks, given the same arguments, sample the same.
     batch_invariant: every matrix product has shapes whose rounding does not depend on the batch, for exact equality with a
-    training forward over max_len tokens (grpo.py says where that was tested).
-    agree: see lockstep() in grpo.py; experts on several ranks need all of them in every forward.
+    training forward over max_len tokens (docs/grpo.md says where that was tested).
+    agree: see lockstep() in rollouts.py; experts on several ranks need all of them in every forward.
     """
     P, G, max_new = noise.shape
     device = next(model.parameters()).device

@@ -20,7 +20,6 @@ The same command again continues the run; it writes runs/grpo/{config.json, metr
 Own tasks: --env my_env.py, see environments.py. Read next: rollouts.py, rollout() in generate.py, models/loss.py.
 """
 import hashlib
-import importlib
 import json
 import math
 import os
@@ -37,12 +36,12 @@ from torch.distributed.fsdp import FSDPModule
 from checkpoint import (
     CheckpointConfig,
     Checkpoints,
-    candidates,
     check_run,
     is_hf_folder,
     lock_run,
-    read_json,
+    newest_readable,
     save_hf,
+    saved_model,
     step_folders,
 )
 from config import override_fields, parse_config, save_config, usage_error
@@ -54,7 +53,7 @@ from models.llama3 import Llama3Config
 from models.loss import token_logprobs
 from models.qwen3 import Qwen3Config
 from parallel import (
-    AllGather,
+    AXES,
     ParallelConfig,
     StopSignal,
     balance_experts,
@@ -69,7 +68,6 @@ from parallel import (
     disconnect,
     expert_parallel,
     init_weights,
-    local_slice,
     local_tensor,
     reduce_loss,
     reshards,
@@ -78,6 +76,7 @@ from parallel import (
     shard,
     tensor_parallel,
     train_timeouts,
+    vocab_parallel_loss,
 )
 from rollouts import Generators, InPlace, generate_forever, open_bridge, reshard, sample_groups, unshard
 
@@ -152,9 +151,9 @@ def model_of(cfg: Config, vocab_size: int):
         config = override_fields(read_hf_config(cfg.init_from), cfg.model_args, "--model_args")
         check_hf_config(config, cfg.init_from)
     else:
-        fields = dict(read_json(candidates(cfg.init_from)[0], "state.json")["identity"]["model"])
-        module, name = fields.pop("module"), fields.pop("class")
-        config = getattr(importlib.import_module(module), f"{name}Config")(**fields)
+        if cfg.model_args:
+            raise ValueError(f"--model_args {cfg.model_args}: the model is that of --init_from {cfg.init_from}; leave it out")
+        config = saved_model(newest_readable(cfg.init_from))[1]
     if hasattr(config, "mtp_depth"):  # DeepSeek
         if cfg.tp > 1:
             raise ValueError(f"--tp {cfg.tp}: rollouts of DeepSeek cache latents, which tp does not split; use --dp_shard")
@@ -185,13 +184,7 @@ def sampled_logprobs(h, weight, labels, denom, *, temperature, mesh):
     """The model's token_loss seam. At the temperature that sampled them: otherwise the ratio of a sample to itself is not 1."""
     if mesh is None:
         return token_logprobs(h, weight, labels, temperature)
-
-    def all_reduce(x, op):
-        dist.all_reduce(x, op=dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM, group=mesh.get_group())
-        return x
-
-    h = AllGather.apply(h, 1, mesh.get_group())  # (B, T, D); backward sums the ranks' gradients of h
-    return token_logprobs(h, weight.to_local(), labels, temperature, all_reduce, local_slice(weight)[1][0])
+    return vocab_parallel_loss(h, weight, labels, temperature, mesh=mesh, loss=token_logprobs)
 
 
 def fixed_shape_attention(positions, doc_ids=None):
@@ -411,7 +404,7 @@ def warm_up(trainer, cfg: Config, env, text):
     trainer.new_optimizer()
     trainer.policy_version = 0
     if trainer.layout.rank == 0:
-        print(f"supervised warm-up: {step + 1} steps" + f", loss {metrics['loss']:.3f}" * bool(recent), flush=True)
+        print(f"supervised warm-up: {step + 1} steps, loss {recent[-1]:.3f}" if recent else "no supervised warm-up", flush=True)
 
 
 def evaluate(trainer, cfg: Config, env, text) -> dict:
@@ -451,6 +444,8 @@ def check_flags(cfg: Config):
         (cfg.env == "gsm8k" and not cfg.env_data, "--env gsm8k needs --env_data FILE.jsonl, its problems"),
         (cfg.check_parity or cfg.dry_run or cfg.explain or cfg.plan, "--check_parity, --dry_run, --explain and --plan are for "
          "train_*.py"),
+        (cfg.plot and "RANK" not in os.environ and any(getattr(cfg, axis) > 1 for axis in AXES), "--plot without torchrun "
+         "draws layouts, which train_*.py does; grpo.py draws the rewards of a run: start it with torchrun"),
         (cfg.float8 != "off", f"--float8 {cfg.float8}: samples would come from weights in another precision; leave it out"),
         (cfg.optimizer_in_backward, "--optimizer_in_backward: the loss is divided after the last backward; leave it out"),
         (cfg.gen_ranks and not 0 < cfg.gen_ranks < int(os.environ.get("WORLD_SIZE", 1)), f"--gen_ranks {cfg.gen_ranks} must "

@@ -10,35 +10,34 @@ import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, fields
-from datetime import timedelta
 from fnmatch import fnmatchcase
 from itertools import groupby
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from checkpoint import (
     CheckpointConfig,
     Checkpoints,
-    Damaged,
-    Failed,
-    candidates,
     covers,
+    everywhere,
     fsync,
+    gather,
     json_bytes,
     named_tensors,
-    none_good,
+    new_gloo_group,
+    on_rank_0,
+    open_saved,
+    rank_in,
     read_json,
-    read_metadata,
     read_tensors,
     reason,
     usage,
-    verify,
 )
 from config import Parser, spell, unwrap
+from parallel import local_slice, local_tensor
 
 # model_type of a config.json -> where our model is. All else that differs between models is in their own files:
 # Config.from_hf and to_hf translate config.json; hf_keys() is the table fqn -> name in the files, or for a stack of experts
@@ -54,13 +53,6 @@ HF_LIMIT, SAFETENSORS_HEADER_LIMIT = 1 << 20, 1 << 25
 
 
 # --- Files of strangers: no pickle, no way out of the folder, no absurd sizes ---
-
-
-def is_hf_folder(folder: str) -> bool:
-    """Whether it holds weights as Hugging Face keeps them. Those in pickles count, too: they are refused with the reason."""
-    weights = [f"{stem}{end}" for stem in ("model.safetensors", "pytorch_model.bin") for end in ("", ".index.json")]
-    found = [name for name in ("manifest.json", *weights) if os.path.lexists(os.path.join(folder, name))]
-    return folder != "" and found[:1] not in ([], ["manifest.json"])
 
 
 def hf_file(folder: str, name: str, limit: float = math.inf) -> str:
@@ -265,48 +257,10 @@ class HFTensors:
         return part
 
 
-# --- Ranks that agree ---
-
-
-def rank_in(group) -> int:
-    return dist.get_rank(group) if group else 0
-
-
-def gather_all(value, group) -> list:
-    """The values of all ranks of the group; group None: this process is alone."""
-    values = [value] * (dist.get_world_size(group) if group else 1)
-    if group:
-        dist.all_gather_object(values, value, group=group)
-    return values
-
-
-def all_or_none(work, group):
-    """work() of this rank; raises Failed on all ranks when it fails on one. Without this a rank that fails leaves, and its
-    peers wait for it in the next collective."""
-    result, error = None, None
-    try:
-        result = work()
-    except BaseException as caught:
-        if not isinstance(caught, Exception) and type(caught).__name__ != "CheckpointException":
-            raise  # Ctrl-C; but DCP's errors are BaseExceptions, too
-        error = reason(caught)
-    for rank, failed in enumerate(gather_all(error, group)):
-        if failed is not None:
-            raise Failed(f"rank {rank}: {failed}" if rank else failed)
-    return result
-
-
-def rank_0_only(work, group):
-    """What work() returns on rank 0, on all ranks; Failed on all when it fails."""
-    return gather_all(all_or_none(lambda: work() if rank_in(group) == 0 else None, group), group)[0]
-
-
 def own_group(modules: list[nn.Module], group):
     """`group`, or one made here where ranks hold parts of one model; None where this process holds all of it."""
     sharded = any(hasattr(t, "placements") for module in modules for t in named_tensors(module).values())
-    if group is None and sharded:  # 30 minutes, because ranks wait here for the slowest disk
-        group = dist.new_group(backend="gloo", timeout=timedelta(minutes=30), group_desc="hugging face")
-    return group
+    return new_gloo_group("hugging face") if group is None and sharded else group
 
 
 # --- Import: names to tensors, each rank its slices ---
@@ -351,16 +305,6 @@ def some(texts: list[str]) -> str:
     return ", ".join(texts[:3]) + f" and {len(texts) - 3} more" * (len(texts) > 3)
 
 
-def local_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """(this rank's part of a plain tensor or a DTensor, where it begins in the whole)."""
-    if not hasattr(tensor, "placements"):
-        return tensor.detach(), (0,) * tensor.dim()
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1]
-    return tensor.detach().to_local(), tuple(offset)
-
-
 def plan_reads(modules: list[nn.Module], source: HFTensors, exclude=()) -> tuple[list[tuple], Match]:
     """([(name, where to begin, what to fill)] of this rank, how the names match). Raises ValueError; fills nothing yet."""
     match, keys = match_names(modules[0], source, exclude), modules[0].hf_keys()
@@ -370,7 +314,8 @@ def plan_reads(modules: list[nn.Module], source: HFTensors, exclude=()) -> tuple
             raise ValueError(f"hf_keys() of {type(modules[0]).__name__} has no name for {fqn}")
         if fqn in match.skipped or fqn not in keys:
             continue
-        (local, offset), names, shape = local_part(tensor), keys[fqn], tuple(tensor.shape)
+        local, names, shape = local_tensor(tensor.detach()), keys[fqn], tuple(tensor.shape)
+        offset = local_slice(tensor)[1]  # where this rank's part begins in the whole
         if isinstance(names, str):
             new = [(names, offset, local)]
         else:  # a stack of experts: only those that this rank holds
@@ -397,8 +342,8 @@ def load_hf(model, folder: str, exclude=(), group=None) -> list[str]:
     """
     modules = model if isinstance(model, list) else [model]
     group = own_group(modules, group)
-    source = all_or_none(lambda: HFTensors(folder), group)
-    reads, match = all_or_none(lambda: plan_reads(modules, source, exclude), group)
+    source = everywhere(lambda: HFTensors(folder), group)
+    reads, match = everywhere(lambda: plan_reads(modules, source, exclude), group)
 
     def fill():
         for name, offset, local in reads:
@@ -408,7 +353,7 @@ def load_hf(model, folder: str, exclude=(), group=None) -> list[str]:
                 if fqn not in module.hf_keys():
                     tensor.zero_()  # a buffer without a name there: what balances our experts has not moved yet
 
-    all_or_none(fill, group)
+    everywhere(fill, group)
     if rank_in(group) == 0:
         for names, what in ((match.absent, "the files lack"), (match.extra, "the model lacks")):
             if names:
@@ -512,7 +457,9 @@ def write_part(path: str, parts: list[list[HFEntry]], i: int, tensor: Tensor):
 
 
 def check_export(folder: str):
-    """Raises ValueError when an export would have to overwrite something."""
+    """Raises ValueError when an export would have to overwrite something, or has no name."""
+    if not folder:
+        raise ValueError("the folder to export to has an empty name")
     if os.path.lexists(folder) and (not os.path.isdir(folder) or os.listdir(folder)):
         raise ValueError(f"{folder} is there already and not an empty folder; export to another, or remove it")
 
@@ -523,11 +470,13 @@ def write_hf(folder: str, config, names: dict, kinds: dict, whole, max_shard_gb:
     whole(fqn) gives the whole tensor in that dtype to all ranks that have the fqn, which call it in the same order. A rank
     that writes does so in the background, while the next tensor travels: it holds two, and what torch needs to gather one.
     """
+    if not max_shard_gb > 0:
+        raise ValueError(f"max_shard_gb {max_shard_gb} must be above 0")
     began, temporary = time.perf_counter(), f"{os.path.abspath(folder)}.tmp-{uuid.uuid4().hex[:8]}"
-    temporary = rank_0_only(lambda: check_export(folder) or os.makedirs(temporary) or temporary, group)
-    everyone, rank, writing = gather_all(kinds, group), rank_in(group), []
+    temporary = on_rank_0(lambda: check_export(folder) or os.makedirs(temporary) or temporary, group)
+    everyone, rank, writing = gather(kinds, group), rank_in(group), []
     try:
-        files = all_or_none(lambda: plan_files(names, everyone, max_shard_gb * 1e9), group)
+        files = everywhere(lambda: plan_files(names, everyone, max_shard_gb * 1e9), group)
         titles = [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
         files = dict(zip(titles if len(files) > 1 else ["model.safetensors"], files))
         mine = [(os.path.join(temporary, title), writer, [list(part) for _, part in groupby(entries, key=lambda e: e.fqn)])
@@ -539,9 +488,9 @@ def write_hf(folder: str, config, names: dict, kinds: dict, whole, max_shard_gb:
                     wait(writing[-1:])
                     writing.append(pool.submit(write_part, path, parts, i, tensor.cpu()))
                 del tensor
-        all_or_none(lambda: [part.result() for part in writing], group)
+        everywhere(lambda: [part.result() for part in writing], group)
         entries = {title: entries for title, (_, _, entries) in files.items()}
-        size = rank_0_only(lambda: commit_export(temporary, folder, config, entries, tokenizer_file), group)
+        size = on_rank_0(lambda: commit_export(temporary, folder, config, entries, tokenizer_file), group)
     finally:
         if rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)  # what a failure leaves
@@ -615,7 +564,7 @@ def save_hf(model, folder: str, dtype=torch.bfloat16, max_shard_gb=5.0, tokenize
         for fqn, tensor in named_tensors(module).items():
             tensors.setdefault(fqn, tensor)
     group, kinds = own_group(modules, group), file_kinds(tensors, modules[0], dtype)
-    lost = gather_all([fqn for fqn, t in tensors.items() if fqn not in kinds and t.any()], group)
+    lost = gather([fqn for fqn, t in tensors.items() if fqn not in kinds and t.any()], group)
     if rank_in(group) == 0:
         say_lost(folder, [fqn for part in lost for fqn in part])
 
@@ -635,7 +584,7 @@ def save_hf(model, folder: str, dtype=torch.bfloat16, max_shard_gb=5.0, tokenize
 def to_hf(folder: str, out: str, dtype="bfloat16", max_shard_gb=5.0):
     """Exports a step folder, or a run folder's newest good checkpoint, with one tensor in memory at a time."""
     check_export(out)
-    path, model, table, _ = open_saved(folder)
+    path, model, table = open_saved(folder)
     tokenizer_file, kinds = os.path.join(path, "tokenizer.json"), file_kinds(named_tensors(model), model, getattr(torch, dtype))
 
     def read(fqn):
@@ -676,31 +625,3 @@ def hf_command(argv: list[str]) -> int:
     except (ValueError, RuntimeError) as error:
         return usage(f"error: {error}")
     return 0
-
-
-# --- For section 1: load_model in two steps ---
-
-
-def open_saved(folder: str) -> tuple[str, nn.Module, object, dict]:
-    """(path, model on meta, DCP's table, state.json) of a step folder, or of a run folder's newest good checkpoint."""
-    for path in (paths := candidates(folder)):
-        try:
-            manifest = verify(path)
-            break
-        except Damaged as error:
-            print(f"checkpoint: {path} is DAMAGED: {error}", flush=True)
-    else:
-        raise none_good(folder, paths)
-    saved = read_json(path, "state.json")
-    values = dict(saved["identity"]["model"])
-    module, name = values.pop("module"), values.pop("class")
-    if not re.fullmatch(r"models\.[A-Za-z_]\w*", module):  # a file does not get to choose what is imported
-        raise ValueError(f"{path} is of a model {module}.{name}; only those in models/ are loaded")
-    module = importlib.import_module(module)
-    with torch.device("meta"):
-        model = getattr(module, name)(getattr(module, f"{name}Config")(**values))
-    table = read_metadata(path, manifest["files"])
-    there = {key for key in table.state_dict_metadata if key.startswith("model.")}
-    if odd := sorted(there ^ {f"model.{fqn}" for fqn in named_tensors(model)}):
-        raise ValueError(f"{path} does not fit {module.__name__}.{name}: {len(odd)} odd tensors: {some(odd)}")
-    return path, model, table, saved

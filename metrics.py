@@ -11,8 +11,11 @@ import time
 import uuid
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
+
+from data import write_file
 
 
 @dataclass(kw_only=True)
@@ -98,18 +101,11 @@ def read_lines(path: str) -> list[dict]:
 
 
 def drop_lines_from(path: str, first_step: int):
-    """Take the lines of steps >= first_step out of a metrics.jsonl: the run is about to do them again.
-
-    Written next to the file and renamed, so that a kill here loses no line.
-    """
+    """Take the lines of steps >= first_step out of a metrics.jsonl: the run does them again. A kill here loses none."""
     if not os.path.exists(path):
         return
     kept = [line for line in read_lines(path) if line["step"] < first_step]
-    with open(path + ".new", "w") as file:
-        file.writelines(json.dumps(line) + "\n" for line in kept)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(path + ".new", path)
+    write_file(Path(path), "".join(json.dumps(line) + "\n" for line in kept).encode())
 
 
 class Metrics:

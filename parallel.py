@@ -10,7 +10,7 @@ One process drives one device. The processes form a grid with one named axis per
 
 Whatever the grid, the model trained is the same, because of five rules: the same weights (init_weights), the same data
 (data.py), the same loss (count_tokens, forward_backward), the same gradient norm (clip_grad_norm), the same code path
-(shard wraps the model even on one device).
+(shard wraps the model even on one device, unless that computes in float32).
 """
 import copy
 import dataclasses
@@ -230,6 +230,8 @@ def check_layout(
             f"{local_world} process{'es' * (local_world > 1)} here, but torch finds {torch.cuda.device_count()} GPUs; "
             "use --device cpu or fewer processes"
         )
+    if min(cfg.init_timeout_s, cfg.train_timeout_s) < 1:
+        errors.append(f"--init_timeout_s {cfg.init_timeout_s} and --train_timeout_s {cfg.train_timeout_s} must be at least 1")
     if cfg.attention != "auto" and not on_cuda:
         errors.append(f"--attention {cfg.attention} is a kernel of GPUs, and a CPU has one of its own; leave it out")
     if cfg.flight_recorder and not on_cuda:
@@ -345,7 +347,7 @@ def pipeline_errors(layout: Layout, model_config) -> list[str]:
             )
         if cfg.ac != "none":
             errors.append(f"--ac {cfg.ac} with --pp_schedule {name} recomputes each block many times; use --ac none or 1F1B")
-        if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
+        if torch.__version__ < "2.13":
             errors.append(f"--pp_schedule {name} fails in torch {torch.__version__}, needs 2.13; use 1F1B or Interleaved1F1B")
     try:
         split = split_stages(cfg, pp, model_config.n_layers)
@@ -633,6 +635,22 @@ class Gather(torch.distributed.tensor.parallel.ParallelStyle):
         return module
 
 
+class SequenceLinear(torch.distributed.tensor.parallel.ParallelStyle):
+    """A whole matrix that sees a part of the tokens (B, T/tp, D): its gradient is summed over tp. The tokens go in as rows,
+    because torch 2.11 has no product of a DTensor that is split along dim 1."""
+
+    def _apply(self, module, mesh):
+        module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, [Replicate()], src_data_rank=None))
+        plain = module.forward
+
+        def forward(x):
+            rows = DTensor.from_local(x.flatten(0, -2), mesh, [Shard(0)], run_check=False)
+            return plain(rows).to_local().unflatten(0, x.shape[:-1])
+
+        module.forward = forward
+        return module
+
+
 class VocabEmbedding(RowwiseParallel):
     """Each rank looks up the tokens of its part of the vocabulary; the sum over ranks leaves sharded along the sequence."""
 
@@ -658,9 +676,10 @@ TP_STYLES = {
     "colwise": lambda: ColwiseParallel(),  # W (out/tp, in): no communication, the output is this rank's heads or channels
     "rowwise": lambda: RowwiseParallel(output_layouts=Shard(1)),  # W (out, in/tp): reduce-scatter along the sequence
     "gather_sequence": lambda: GatherSequence(),
-    # replicated weights (norms, routers) that see a part of the tokens: as DTensors their gradient is summed over tp, which a
-    # plain weight's would not be
+    # replicated weights that see a part of the tokens: as DTensors their gradient is summed over tp, which a plain weight's
+    # would not be; norms, and below whole matrices such as routers
     "sequence": lambda: SequenceParallel(use_local_output=True),
+    "sequence_linear": lambda: SequenceLinear(),
     "gather": lambda: Gather(),
     "gather_colwise": lambda: ColwiseParallel(input_layouts=Shard(1)),  # the same, after an all-gather of the sequence
     "head_norm": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),  # (B, T, H/tp, K): a part of the heads
@@ -700,16 +719,15 @@ def tensor_parallel(stage, layout: Layout) -> None:
         enable_symm_mem_for_group(mesh.get_group().group_name)
 
 
-def vocab_parallel_loss(h, weight, labels, denom, *, mesh, kernel=softmax_loss) -> Tensor:
-    """linear_cross_entropy with each rank's rows of the head; h (B, T/tp, D). The result is the whole loss on every tp rank."""
+def vocab_parallel_loss(h, weight, labels, denom, *, mesh, loss=linear_cross_entropy, **options):
+    """A loss of models/loss.py with each rank's rows of the head; h (B, T/tp, D). The result is whole on every tp rank."""
 
     def all_reduce(x, op):
         dist.all_reduce(x, op=dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM, group=mesh.get_group())
         return x
 
     h = AllGather.apply(h, 1, mesh.get_group())  # (B, T, D); backward sums the ranks' gradients of h
-    start = local_slice(weight)[1][0]
-    return linear_cross_entropy(h, weight.to_local(), labels, denom, all_reduce, start, kernel)
+    return loss(h, weight.to_local(), labels, denom, all_reduce, vocab_start=local_slice(weight)[1][0], **options)
 
 
 def gathered_head_loss(h, weight, labels, denom, *, mesh, kernel=softmax_loss) -> Tensor:
@@ -721,10 +739,14 @@ def gathered_head_loss(h, weight, labels, denom, *, mesh, kernel=softmax_loss) -
 def vocab_parallel_logits(h, weight, *, mesh) -> Tensor:
     """(B, T/tp, D) -> (B, T, V), whole on every rank: for generation and evaluation by hand, not for training."""
     h = AllGather.apply(h, 1, mesh.get_group())
-    local = torch.nn.functional.linear(h, weight.to_local())  # (B, T, V/tp)
-    shape = torch.Size((*h.shape[:-1], weight.shape[0]))
-    stride = (shape[1] * shape[2], shape[2], 1)
-    return DTensor.from_local(local, mesh, [Shard(2)], run_check=False, shape=shape, stride=stride).full_tensor()
+    return whole_vocab(torch.nn.functional.linear(h, weight.to_local()), weight.shape[0], mesh)
+
+
+def whole_vocab(logits: Tensor, V: int, mesh) -> Tensor:
+    """This rank's part of the vocabulary (..., V/tp), even or not -> (..., V), on every rank."""
+    whole = torch.empty(*logits.shape[:-1], V, device="meta")
+    kind = dict(run_check=False, shape=whole.shape, stride=whole.stride())
+    return DTensor.from_local(logits, mesh, [Shard(logits.dim() - 1)], **kind).full_tensor()
 
 
 def all_blocks(stage) -> dict[int, nn.Module]:
@@ -1048,9 +1070,11 @@ def float8_linears(stage, layout: Layout) -> None:
         config = dataclasses.replace(config, emulate=emulate, enable_fsdp_float8_all_gather=cfg.float8_all_gather)
         convert_to_float8_training(stage, config=config, module_filter_fn=wanted)
     if cfg.float8_experts:
+        from models.moe import swiglu_experts
+
         for block in all_blocks(stage).values():
             if hasattr(block, "moe"):
-                block.moe.experts.compute = partial(float8_experts, grouped_matmul=float8_grouped_matmul(layout))
+                block.moe.experts.compute = partial(swiglu_experts, linear=float8_grouped_linear(layout))
 
 
 def mxfp8_matmul(layout: Layout):
@@ -1074,11 +1098,12 @@ def nvfp4_matmul():
     return lambda x, w: nvfp4_linear(x, w, None, kernel_preference=KernelPreference.TRITON, sr_seed=seed, sign_vector=signs)
 
 
-def float8_grouped_matmul(layout: Layout):
-    """(x (N, in) sorted by expert, weight (E, in, out), ends of the experts' rows) -> (N, out). An expert's rows are padded to
-    what the kernels want."""
+def float8_grouped_linear(layout: Layout):
+    """models.moe.grouped_linear in float8: an expert's rows are padded to what the kernels want."""
     from torchao.prototype import moe_training
     from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+
+    from models.moe import grouped_linear
 
     options = dict(out_dtype=torch.bfloat16, pad_token_groups_for_grouped_mm=True)
     if layout.cfg.float8 == "rowwise":
@@ -1086,18 +1111,14 @@ def float8_grouped_matmul(layout: Layout):
     else:
         multiply = moe_training._to_mxfp8_then_scaled_grouped_mm
         options["kernel_preference"] = KernelPreference.EMULATED if layout.device.type == "cpu" else KernelPreference.AUTO
-    return lambda x, w, ends: multiply(x.bfloat16(), w.bfloat16(), ends, **options).to(x.dtype)
 
+    def linear(x, weight, counts):
+        if len(x) == 0:  # a rank without a row has nothing to multiply, and takes the usual way
+            return grouped_linear(x, weight, counts)
+        ends = counts.cumsum(0).to(torch.int32)
+        return multiply(x.bfloat16(), weight.transpose(1, 2).bfloat16(), ends, **options).to(x.dtype)
 
-def float8_experts(x: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, *, grouped_matmul) -> Tensor:
-    """Experts.compute in float8; a rank without a row has nothing to multiply, and takes the usual way."""
-    from models.moe import swiglu_experts
-
-    if len(x) == 0:
-        return swiglu_experts(x, counts, w1, w2, w3)
-    ends = counts.cumsum(0).to(torch.int32)
-    linear = lambda x, w: grouped_matmul(x, w.transpose(1, 2), ends)  # noqa: E731
-    return linear(nn.functional.silu(linear(x, w1)) * linear(x, w3), w2)
+    return linear
 
 
 def float8_scales(stages, layout: Layout) -> None:

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 
 from checkpoint import CheckpointConfig, Checkpoints, check_run, is_hf_folder, lock_run, save_hf, step_folders
-from config import override_fields, parse_config, save_config
+from config import check_range, override_fields, parse_config, save_config
 from data import DataConfig, open_data
 from generate import print_sample
 from hf import check_export, check_hf_config
@@ -139,6 +139,8 @@ def main(cfg: Config):
     # 1. devices: all that the flags can get wrong is found here, before anything is built
     if cfg.steps < 1 or cfg.val_batches < 1:
         raise ValueError(f"--steps {cfg.steps} and --val_batches {cfg.val_batches} must be at least 1")
+    check_range(cfg, 0, math.inf, "lr", "eps", "weight_decay", "max_norm")
+    check_range(cfg, 0, 1, "beta1", "beta2", "min_lr_ratio", "decay_ratio")
     model_config = override_fields(FLAVORS[cfg.flavor], cfg.model_args, "--model_args")
     layout = check_layout(
         cfg, model_config, seq_len=cfg.seq_len, local_batch_size=cfg.local_batch_size,

@@ -25,6 +25,14 @@ from models.moe import Balance, Experts, apply_experts
 LATENT_EPS = 1e-6  # of the two norms inside attention: as published, whatever norm_eps is (Moonlight's is 1e-5)
 YARN = ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "original_max_position_embeddings")
 
+# our name of a size -> Hugging Face's, in config.json
+HF_SIZES = dict(
+    dim="hidden_size", n_layers="num_hidden_layers", n_heads="num_attention_heads", ffn_dim="intermediate_size",
+    vocab_size="vocab_size", kv_lora_rank="kv_lora_rank", qk_nope_head_dim="qk_nope_head_dim",
+    qk_rope_head_dim="qk_rope_head_dim", v_head_dim="v_head_dim", n_experts="n_routed_experts",
+    top_k="num_experts_per_tok", moe_ffn_dim="moe_intermediate_size", n_dense_layers="first_k_dense_replace",
+)
+
 
 @dataclass(kw_only=True)
 class DeepSeekConfig:
@@ -114,16 +122,12 @@ class DeepSeekConfig:
                 raise ValueError(f"config.json: {field} is {value!r}; models/deepseek.py has only {wanted[0]!r}")
         if odd := sorted(rope.keys() - set(YARN)):
             raise ValueError(f"config.json: rope scaling has {', '.join(odd)}; models/deepseek.py knows {', '.join(YARN)}")
-        names = dict(
-            dim="hidden_size", n_layers="num_hidden_layers", n_heads="num_attention_heads", ffn_dim="intermediate_size",
-            vocab_size="vocab_size", kv_lora_rank="kv_lora_rank", qk_nope_head_dim="qk_nope_head_dim",
-            qk_rope_head_dim="qk_rope_head_dim", v_head_dim="v_head_dim", n_experts="n_routed_experts",
-            top_k="num_experts_per_tok", moe_ffn_dim="moe_intermediate_size", n_dense_layers="first_k_dense_replace",
-        )
-        if missing := [theirs for theirs in names.values() if hf.get(theirs) is None]:
+        if kind == "yarn" and (missing := [k for k in ("factor", "original_max_position_embeddings") if rope.get(k) is None]):
+            raise ValueError(f"config.json: rope scaling 'yarn' lacks {', '.join(missing)}")
+        if missing := [theirs for theirs in HF_SIZES.values() if hf.get(theirs) is None]:
             raise ValueError(f"config.json has no number for {', '.join(missing)}")
         return cls(
-            **{ours: hf[theirs] for ours, theirs in names.items()},
+            **{ours: hf[theirs] for ours, theirs in HF_SIZES.items()},
             norm_eps=hf.get("rms_norm_eps", 1e-6),
             rope_theta=float(theta),
             rope_scaling={name: rope[name] for name in YARN if rope.get(name) is not None} if kind == "yarn" else None,
@@ -149,12 +153,8 @@ class DeepSeekConfig:
         return dict(
             architectures=["DeepseekV3ForCausalLM" if v3 else "DeepseekV2ForCausalLM"],
             model_type="deepseek_v3" if v3 else "deepseek_v2",
-            hidden_size=self.dim,
-            num_hidden_layers=self.n_layers,
-            num_attention_heads=self.n_heads,
+            **{theirs: getattr(self, ours) for ours, theirs in HF_SIZES.items()},
             num_key_value_heads=self.n_heads,
-            intermediate_size=self.ffn_dim,
-            vocab_size=self.vocab_size,
             rms_norm_eps=self.norm_eps,
             rope_theta=self.rope_theta,
             rope_scaling=self.rope_scaling and {"type": "yarn", "rope_type": "yarn", **self.rope_scaling},
@@ -162,16 +162,8 @@ class DeepSeekConfig:
             tie_word_embeddings=self.tie_embeddings,
             max_position_embeddings=self.max_seq_len,
             q_lora_rank=self.q_lora_rank or None,
-            kv_lora_rank=self.kv_lora_rank,
-            qk_nope_head_dim=self.qk_nope_head_dim,
-            qk_rope_head_dim=self.qk_rope_head_dim,
-            v_head_dim=self.v_head_dim,
-            first_k_dense_replace=self.n_dense_layers,
             moe_layer_freq=1,
-            n_routed_experts=self.n_experts,
             n_shared_experts=self.n_shared_experts,
-            num_experts_per_tok=self.top_k,
-            moe_intermediate_size=self.moe_ffn_dim,
             n_group=self.n_groups,
             topk_group=self.top_k_groups,
             topk_method="noaux_tc" if v3 else groups,
@@ -246,7 +238,6 @@ def attention_factors(config) -> tuple[float, float]:
     return (m(mscale) / m(all_dim) if mscale and all_dim else m(1)), m(all_dim) ** 2
 
 
-# differs from qwen3: the pairs that turn are neighbours on disk, unless rope_interleave is off
 # differs from qwen3: multi-head latent attention
 class Attention(nn.Module):
     """Keys and values of all heads are made from one latent of R numbers per token (c, normalised) and one rotated key of P
@@ -497,7 +488,7 @@ class DeepSeek(nn.Module):
         c = self.config
         block = {
             "attn_norm": "sequence",
-            "attn.wkv_a": "sequence",
+            "attn.wkv_a": "sequence_linear",
             "attn.kv_norm": "sequence",
             "attn.k_rope": "gather",
             "attn.wkv_b": "gather_colwise",
@@ -505,17 +496,17 @@ class DeepSeek(nn.Module):
             "ffn_norm": "sequence",
         }
         if c.q_lora_rank:
-            block |= {"attn.wq_a": "sequence", "attn.q_norm": "sequence", "attn.wq_b": "gather_colwise"}
+            block |= {"attn.wq_a": "sequence_linear", "attn.q_norm": "sequence", "attn.wq_b": "gather_colwise"}
         else:
             block["attn.wq"] = "gather_colwise"
         ffn = {"": "gather_sequence", ".w1": "colwise", ".w3": "colwise", ".w2": "rowwise"}
         dense = {f"ffn{name}": style for name, style in ffn.items()} if c.n_dense_layers else {}
-        sparse = {"moe.router": "sequence"}  # the experts: parallel.expert_parallel
+        sparse = {"moe.router": "sequence_linear"}  # the experts: parallel.expert_parallel
         sparse |= {f"shared{name}": style for name, style in ffn.items()} if c.n_shared_experts else {}
         plan = {"tok_embeddings": "vocab_embedding", "norm": "sequence"}
         plan |= {f"blocks.*.{name}": style for name, style in (block | dense | sparse).items()}
         if c.mtp_depth:
-            plan |= {f"mtp.{name}": "sequence" for name in ("enorm", "hnorm", "eh_proj", "norm")}
+            plan |= {f"mtp.{name}": "sequence" for name in ("enorm", "hnorm", "norm")} | {"mtp.eh_proj": "sequence_linear"}
             plan |= {f"mtp.block.{name}": style for name, style in (block | sparse).items()}
         return plan if c.tie_embeddings else plan | {"head": "vocab_head"}
 

@@ -18,6 +18,10 @@ from models.attention import KVCache, causal_attention
 from models.layers import RMSNorm, rotate
 from models.loss import linear_cross_entropy
 
+# our name of a size -> Hugging Face's, in config.json
+HF_SIZES = dict(dim="hidden_size", n_layers="num_hidden_layers", n_heads="num_attention_heads", ffn_dim="intermediate_size",
+                vocab_size="vocab_size")
+
 
 @dataclass(kw_only=True)
 class Llama3Config:
@@ -66,18 +70,13 @@ class Llama3Config:
         keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
         if rope_type == "llama3" and (missing := [k for k in keys if k not in rope]):
             raise ValueError(f"config.json: rope scaling 'llama3' lacks {', '.join(missing)}")
-        sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
-        if missing := [k for k in sizes if k not in hf]:
+        if missing := [k for k in HF_SIZES.values() if k not in hf]:
             raise ValueError(f"config.json lacks {', '.join(missing)}")
         heads = hf["num_attention_heads"]
         return cls(
-            dim=hf["hidden_size"],
-            n_layers=hf["num_hidden_layers"],
-            n_heads=heads,
+            **{ours: hf[theirs] for ours, theirs in HF_SIZES.items()},
             n_kv_heads=hf.get("num_key_value_heads") or heads,
             head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
-            ffn_dim=hf["intermediate_size"],
-            vocab_size=hf["vocab_size"],
             norm_eps=hf.get("rms_norm_eps", 1e-6),
             rope_theta=float(theta),
             rope_scaling={k: rope[k] for k in keys} if rope_type == "llama3" else None,
@@ -90,13 +89,9 @@ class Llama3Config:
         return dict(
             architectures=["LlamaForCausalLM"],
             model_type="llama",
-            hidden_size=self.dim,
-            num_hidden_layers=self.n_layers,
-            num_attention_heads=self.n_heads,
+            **{theirs: getattr(self, ours) for ours, theirs in HF_SIZES.items()},
             num_key_value_heads=self.n_kv_heads,
             head_dim=self.head_dim,
-            intermediate_size=self.ffn_dim,
-            vocab_size=self.vocab_size,
             rms_norm_eps=self.norm_eps,
             rope_theta=self.rope_theta,
             rope_scaling=self.rope_scaling and {"rope_type": "llama3", **self.rope_scaling},

@@ -42,8 +42,8 @@ class Experts(nn.Module):
         return self.compute(x, counts, self.w1, self.w2, self.w3)
 
 
-def swiglu_experts(x: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
-    return grouped_linear(F.silu(grouped_linear(x, w1, counts)) * grouped_linear(x, w3, counts), w2, counts)
+def swiglu_experts(x: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, linear=grouped_linear) -> Tensor:
+    return linear(F.silu(linear(x, w1, counts)) * linear(x, w3, counts), w2, counts)
 
 
 def apply_experts(experts: Experts, x: Tensor, index: Tensor, weight: Tensor, counts: Tensor) -> Tensor:

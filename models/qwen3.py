@@ -19,6 +19,10 @@ from models.layers import RMSNorm, rotate
 from models.loss import linear_cross_entropy
 from models.moe import Balance, Experts, apply_experts
 
+# our name of a size -> Hugging Face's, in config.json
+HF_SIZES = dict(dim="hidden_size", n_layers="num_hidden_layers", n_heads="num_attention_heads", ffn_dim="intermediate_size",
+                vocab_size="vocab_size")
+
 
 @dataclass(kw_only=True)
 class Qwen3Config:
@@ -71,8 +75,7 @@ class Qwen3Config:
         ]:
             if value != wanted:
                 raise ValueError(f"config.json: {field} is {value!r}; models/qwen3.py has only {wanted!r}")
-        sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
-        if missing := [k for k in sizes if k not in hf]:
+        if missing := [k for k in HF_SIZES.values() if k not in hf]:
             raise ValueError(f"config.json lacks {', '.join(missing)}")
         heads = hf["num_attention_heads"]
         experts = {}
@@ -83,13 +86,9 @@ class Qwen3Config:
                 raise ValueError(f"config.json has no number for {', '.join(missing)}")
             experts["norm_topk_prob"] = hf.get("norm_topk_prob", False)
         return cls(
-            dim=hf["hidden_size"],
-            n_layers=hf["num_hidden_layers"],
-            n_heads=heads,
+            **{ours: hf[theirs] for ours, theirs in HF_SIZES.items()},
             n_kv_heads=hf.get("num_key_value_heads") or heads,
             head_dim=hf.get("head_dim") or 128,
-            ffn_dim=hf["intermediate_size"],
-            vocab_size=hf["vocab_size"],
             norm_eps=hf.get("rms_norm_eps", 1e-6),
             rope_theta=float(theta),
             tie_embeddings=hf.get("tie_word_embeddings", False),
@@ -110,13 +109,9 @@ class Qwen3Config:
         return dict(
             architectures=["Qwen3MoeForCausalLM" if self.n_experts else "Qwen3ForCausalLM"],
             model_type="qwen3_moe" if self.n_experts else "qwen3",
-            hidden_size=self.dim,
-            num_hidden_layers=self.n_layers,
-            num_attention_heads=self.n_heads,
+            **{theirs: getattr(self, ours) for ours, theirs in HF_SIZES.items()},
             num_key_value_heads=self.n_kv_heads,
             head_dim=self.head_dim,
-            intermediate_size=self.ffn_dim,
-            vocab_size=self.vocab_size,
             rms_norm_eps=self.norm_eps,
             rope_theta=self.rope_theta,
             rope_scaling=None,
@@ -312,7 +307,7 @@ class Qwen3(nn.Module):
             "norm": "sequence",
         }
         if self.config.n_experts:
-            plan["blocks.*.moe.router"] = "sequence"  # the experts: parallel.expert_parallel
+            plan["blocks.*.moe.router"] = "sequence_linear"  # the experts: parallel.expert_parallel
         else:
             plan |= {"blocks.*.ffn": "gather_sequence", "blocks.*.ffn.w1": "colwise", "blocks.*.ffn.w3": "colwise"}
             plan["blocks.*.ffn.w2"] = "rowwise"

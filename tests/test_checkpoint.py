@@ -21,6 +21,7 @@ from pool import pool
 from torch import nn
 
 import checkpoint
+import grpo
 import parallel
 from checkpoint import CheckpointConfig, Checkpoints, Damaged, check_run, diff, load_model, lock_run, step_folders, verify
 from models.llama3 import Llama3, Llama3Config
@@ -413,7 +414,7 @@ def test_init_from(tmp_path, capsys):
     saved(tmp_path / "old", 2, 4)
     for source, step in ((tmp_path / "old", 4), (path(tmp_path / "old", 2), 2)):
         weights = trained(1, 0)
-        check_run(str(tmp_path / "new"), {"model": {}}, CheckpointConfig(init_from=str(source)))
+        check_run(str(tmp_path / "new"), {"model": IDENTITY["model"]}, CheckpointConfig(init_from=str(source)))
         assert of(*weights, tmp_path / "new", init_from=str(source)).load() is None
         assert torch.equal(weights[0].last.weight, trained(0, step)[0].last.weight) and not weights[1][0].state
         everything_of_it = trained(1, 0)
@@ -429,6 +430,34 @@ def test_init_from(tmp_path, capsys):
     saved(tmp_path / "new", 1)
     assert of(*trained(1, 0), tmp_path / "new", init_from=str(tmp_path / "old")).load()["step"] == 1
     assert "IGNORED" in capsys.readouterr().out
+
+
+def test_init_from_another_model_is_refused_though_the_shapes_fit(tmp_path, capsys):
+    saved(tmp_path / "old", 2)
+
+    def check(excluded=(), **changed):
+        flags = CheckpointConfig(init_from=str(tmp_path / "old"), exclude_from_loading=[*excluded])
+        check_run(str(tmp_path / "new"), {**IDENTITY, "model": {**IDENTITY["model"], **changed}}, flags)
+
+    for changed in (dict(norm_eps=10.0), dict(n_heads=2, head_dim=2), dict(vocab_size=9)):
+        with pytest.raises(ValueError, match="; ".join(f"{name} is .* there, {value} here" for name, value in changed.items())):
+            check(**changed)
+    check(excluded=["head"], vocab_size=9)
+    with pytest.raises(ValueError, match="norm_eps is 1e-05 there, 10.0 here"):
+        check(excluded=["head"], norm_eps=10.0)
+    longer = dict(max_seq_len=4096, rope_theta=1e6)  # to read longer texts: allowed, and said
+    check(**longer)
+    new = of(*trained(1, 0), tmp_path / "new", init_from=str(tmp_path / "old"))
+    new.identity = {**IDENTITY, "model": {**IDENTITY["model"], **longer}}
+    new.load()
+    assert "rope_theta was 500000.0, is 1000000.0" in capsys.readouterr().out
+
+
+def test_an_out_that_is_no_folder(tmp_path):
+    (tmp_path / "file").touch()
+    for out in ("", str(tmp_path / "file"), str(tmp_path / "file" / "run")):
+        with pytest.raises(ValueError, match=f"--out '{out}' is no folder to write to: "):
+            lock_run(out)
 
 
 def test_weights_in_another_dtype_may_start_a_run_but_not_continue_one(tmp_path):
@@ -491,8 +520,14 @@ def test_a_checkpoint_does_not_choose_what_is_imported(tmp_path):
     state = json.loads(Path(path(saved(tmp_path, 2), 2), "state.json").read_text())
     state["identity"]["model"]["module"] = "os.path"
     rewrite(path(tmp_path, 2), "state.json", checkpoint.json_bytes(state))
-    with pytest.raises(ValueError, match="only those in models/"):
-        load_model(str(tmp_path))
+    for reader in (load_model, lambda folder: grpo.model_of(grpo.Config(init_from=folder), 8)):
+        with pytest.raises(ValueError, match="only those in models/"):
+            reader(str(tmp_path))
+    os.remove(os.path.join(path(tmp_path, 2), "state.json"))
+    saved(tmp_path, 1)
+    assert grpo.model_of(grpo.Config(init_from=str(tmp_path)), 8)[1] == config()  # of the one before
+    with pytest.raises(ValueError, match="--model_args n_layers=1: the model is that of --init_from"):
+        grpo.model_of(grpo.Config(init_from=str(tmp_path), model_args="n_layers=1"), 8)
 
 
 def hold_lock(out, ready):

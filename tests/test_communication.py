@@ -12,6 +12,7 @@ from layouts import SMALL, T, build, config, global_batch, local_batch
 from pool import pool
 
 import parallel
+from dryrun import totals
 
 L, D, V = SMALL["n_layers"], SMALL["dim"], SMALL["vocab_size"]
 
@@ -24,7 +25,7 @@ def count(flags, n, b, problem=None):
     with Collectives(layout) as collectives:
         parallel.forward_backward(stages, batch, layout)
         parallel.clip_grad_norm(stages, 1.0, layout)
-    return collectives.counts
+    return totals(collectives.moved)
 
 
 def block_bytes(tp=1) -> int:

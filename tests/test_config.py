@@ -1,6 +1,7 @@
 """config.py: what a command line may say, what is refused and with which line, --config, --help."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from typing import ClassVar, Literal, Optional
 
 import pytest
 
-from config import Parser, parse_config, save_config, usage_error
+from config import Parser, check_range, parse_config, save_config, usage_error
 
 REPO = Path(__file__).parent.parent
 
@@ -59,7 +60,7 @@ def parsed(*argv) -> dict:
     ("", {}),
     ("--steps 5", {"steps": 5}),
     ("--steps=5 --steps 6", {"steps": 6}),
-    ("--load_step -3 --lr -1e-4", {"load_step": -3, "lr": -1e-4}),
+    ("--load_step 3 --global_batch_size -1 --lr -1e-4", {"load_step": 3, "lr": -1e-4}),
     ("--lr inf --min_lr_ratio -inf", {"lr": float("inf"), "min_lr_ratio": float("-inf")}),
     ("--lr 1", {"lr": 1.0}),
     ("--flavor 1B --gpus 8", {"flavor": "1B", "gpus": 8}),
@@ -107,6 +108,9 @@ def test_values_with_spaces_and_empty_values():
     ("--plot 5", ["--plot '5'", "true|false"]),
     ("--no-plot=true", ["--no-plot"]),
     ("--steps 1.5", ["--steps '1.5'", "integer"]),
+    ("--steps -1", ["--steps -1 must be 0 or more"]),
+    ("--load_step -2", ["--load_step -2 must be -1 or more"]),
+    ("--steps 99999999999999999999", ["below 2**63"]),
     ("--steps=", ["--steps ''", "integer"]),
     ("--steps none", ["--steps 'none'", "integer"]),
     ("--steps", ["--steps"]),
@@ -122,6 +126,14 @@ def test_values_with_spaces_and_empty_values():
 def test_refused(capsys, argv, parts):
     line = refused(capsys, *argv.split())
     assert all(part in line for part in parts), line
+
+
+def test_check_range():
+    check_range(Config(), 0, math.inf, "lr", "decay_ratio")
+    with pytest.raises(ValueError, match="--lr -0.1 must be 0 or more"):
+        check_range(Config(lr=-0.1), 0, math.inf, "decay_ratio", "lr")
+    with pytest.raises(ValueError, match="--min_lr_ratio 2 must be between 0 and 1"):
+        check_range(Config(min_lr_ratio=2), 0, 1, "min_lr_ratio")
 
 
 def test_a_newline_in_a_value_stays_on_one_line(capsys):
@@ -257,10 +269,10 @@ def test_post_init_errors_are_usage_errors(capsys):
         steps: int = 1
 
         def __post_init__(self):
-            if self.steps < 0:
-                raise ValueError("--steps must not be negative")
+            if self.steps == 3:
+                raise ValueError("--steps must not be 3")
 
-    assert "--steps must not be negative" in refused(capsys, "--steps", "-1", config=Checked)
+    assert "--steps must not be 3" in refused(capsys, "--steps", "3", config=Checked)
 
 
 def test_parser_of_the_small_clis(capsys):

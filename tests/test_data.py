@@ -234,7 +234,7 @@ def test_batch_sizes_must_divide(corpus):
 
 
 def prefetch_threads() -> int:
-    return sum(thread.name == "prefetch" for thread in threading.enumerate())
+    return sum(thread.name.startswith("prefetch") for thread in threading.enumerate())
 
 
 def test_prefetch_ends_when_closed_or_collected(corpus):

@@ -1,4 +1,6 @@
-"""DeepSeek: against transformers, against the papers written out token by token, the published counts, files, and layouts."""
+"""DeepSeek: against transformers, against the papers written out token by token, the published counts, and files.
+
+Its layouts are in test_parallel.py."""
 import json
 import math
 import subprocess
@@ -13,7 +15,6 @@ from layouts import BIAS_RATE, balances, build, config, global_batch, local_batc
 from pool import pool
 from safetensors import safe_open
 from safetensors.torch import save_file
-from test_parallel import compare, name
 
 import hf
 import models.deepseek
@@ -178,6 +179,8 @@ def test_the_published_config_is_the_flavor():
             DeepSeekConfig.from_hf(PUBLISHED | {field: value})
     with pytest.raises(ValueError, match="rope scaling has attention_factor"):
         DeepSeekConfig.from_hf(PUBLISHED | {"rope_scaling": PUBLISHED["rope_scaling"] | {"attention_factor": 2.0}})
+    with pytest.raises(ValueError, match="rope scaling 'yarn' lacks factor"):
+        DeepSeekConfig.from_hf(PUBLISHED | {"rope_scaling": PUBLISHED["rope_scaling"] | {"factor": None}})
     with pytest.raises(ValueError, match="no number for kv_lora_rank"):
         DeepSeekConfig.from_hf({k: v for k, v in PUBLISHED.items() if k != "kv_lora_rank"})
 
@@ -709,51 +712,6 @@ def test_the_kernel_gets_heads_of_one_size(monkeypatch):
         out = sdpa(*(torch.randn(1, 2, 3, size) for size in (K, K, U)))
         assert out.shape[-1] == U
     assert seen == [192, 128, 512]
-
-
-# ---------------------------------------------------------------- layouts
-
-MLA, MTP = dict(model="deepseek", n_layers=3), dict(model="deepseek", n_layers=3, mtp_depth=1)
-PIPE = dict(model="deepseek", n_layers=4, mtp_depth=1)  # enough for two stages per rank
-LAYOUTS = [
-    (1, {}, dict(n=4, b=2, doc=True, **MTP)),
-    (2, dict(tp=2), dict(n=4, b=2, **MTP)),
-    (2, dict(tp=2, etp=2), dict(n=4, b=2, q_lora_rank=0, **MLA)),
-    (2, dict(cp=2), dict(n=4, b=2, doc=True, **MTP)),
-    (2, dict(cp=2, cp_method="alltoall"), dict(n=4, b=2, **MLA)),
-    (2, dict(ep=2, ac="full"), dict(n=4, b=1, **MTP)),
-    (2, dict(pp=2), dict(n=8, b=4, **MTP)),
-    (2, dict(pp=2, pp_schedule="DualPipeV"), dict(n=8, b=4, **PIPE)),
-    (4, dict(pp=2, tp=2, pp_schedule="ZBVZeroBubble"), dict(n=4, b=4, **PIPE)),
-]
-SLOW = [
-    (4, dict(ep=4, tp=2), dict(n=4, b=1, **MTP)),
-    (2, {}, dict(n=4, b=1, **MTP)),
-    (2, dict(tp=2), dict(n=4, b=2, tie_embeddings=True, **MTP)),
-    (2, dict(tp=2, loss_parallel=False), dict(n=4, b=2, **MTP)),
-    (2, dict(pp=2), dict(n=8, b=4, tie_embeddings=True, doc=True, **MTP)),
-    (2, dict(tp=2), dict(n=4, b=2, score_func="softmax", norm_topk_prob=False, rope_interleave=False, **MLA)),
-    (4, dict(cp=2, ep=4), dict(n=4, b=1, doc=True, **MTP)),
-    (4, dict(dp_replicate=2, ep=2), dict(n=8, b=1, **MTP)),
-    (4, dict(ep=2, tp=2, etp=2), dict(n=4, b=1, **MTP)),
-    *[(4, dict(pp=2, ep=2, pp_schedule=s), dict(n=16, b=4, **PIPE))
-      for s in ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")],
-    (8, dict(pp=2, cp=2, tp=2, ep=4), dict(n=4, b=4, **MTP)),
-    (8, dict(pp=2, tp=2, ep=4, pp_schedule="DualPipeV"), dict(n=8, b=4, **PIPE)),
-    (8, dict(pp=2, cp=2, ep=4, pp_schedule="InterleavedZeroBubble"), dict(n=8, b=4, doc=True, **PIPE)),
-    (8, dict(dp_replicate=2, tp=2, cp=2, ep=4), dict(n=4, b=2, doc=True, **MTP)),
-]
-
-
-@pytest.mark.parametrize("row", LAYOUTS, ids=name)
-def test_layout_equals_one_process(row):
-    assert compare(*row) == ""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("row", SLOW, ids=name)
-def test_more_layouts_equal_one_process(row):
-    assert compare(*row) == ""
 
 
 # ---------------------------------------------------------------- what a user can get wrong

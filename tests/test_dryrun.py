@@ -81,11 +81,13 @@ LAYOUTS = {
     "experts x tp x fsdp": ("train_qwen3", 4, dict(ep=2, tp=2, model_args=MOE, moe_force_balance=True)),
     "experts split": ("train_qwen3", 4, dict(ep=2, tp=2, etp=2, model_args=MOE, moe_force_balance=True)),
     "muon": ("train_llama3", 2, dict(optimizer="muon")),
+    "muon, tp": ("train_llama3", 2, dict(optimizer="muon", tp=2)),
 }
 
 
 FIRST = (
     "fsdp, accumulation", "fsdp x tp", "cp all-to-all, fsdp", "pp, tied", "pp, down and back", "experts x tp x fsdp", "muon",
+    "muon, tp",
 )
 
 

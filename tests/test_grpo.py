@@ -551,6 +551,11 @@ def test_a_run_and_its_folder(tmp_path):
     assert "is finished" in run(1, *TINY, "--steps", 3, "--out", out) and (out / "metrics.jsonl").read_bytes() == before
 
 
+def test_a_run_without_a_warm_up(tmp_path):
+    flags = ["--sft_steps", 0, "--steps", 1, "--eval_every", 0, "--out", tmp_path / "run"]
+    assert "no supervised warm-up" in run(1, *TINY, *flags)
+
+
 @pytest.mark.parametrize("flags, message", [
     (["--pp", 2], "a new token needs all layers"),
     (["--env", "gsm8k"], "needs --env_data"),
@@ -558,6 +563,7 @@ def test_a_run_and_its_folder(tmp_path):
     (["--minibatches", 3], "does not divide --prompts_per_step 4"),
     (["--temperature", 0], "must be above 0"),
     (["--group_size", 0], "--group_size 0 must be at least 1"),
+    (["--plot", "--tp", 2], "--plot without torchrun draws layouts"),
 ])
 def test_usage_errors_are_one_line(flags, message, capsys, monkeypatch):
     cfg = grpo.parse_config(Config, [*map(str, TINY), *map(str, flags)])

@@ -27,7 +27,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import generate
 import hf
 import parallel
-from checkpoint import CheckpointConfig, Checkpoints, load_model, verify
+from checkpoint import CheckpointConfig, Checkpoints, is_hf_folder, load_model, verify
 from config import override_fields
 from data import DataConfig, open_data
 from models.llama3 import FLAVORS, Llama3, Llama3Config
@@ -685,7 +685,7 @@ def test_json_that_is_none(theirs, tmp_path, name, content, message):
 def test_pickles_are_refused_with_the_reason(tmp_path):
     write_config(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
-    assert hf.is_hf_folder(str(tmp_path))
+    assert is_hf_folder(str(tmp_path))
     with pytest.raises(ValueError, match="pickles, which can run any code"):
         hf.load_hf_model(str(tmp_path))
 
@@ -862,11 +862,11 @@ def test_the_files_beside_a_tokenizer_come_along(chat_folder, tmp_path):
 
 def test_hugging_face_folders_are_told_from_ours(chat_folder, tmp_path, monkeypatch):
     hf.from_hf(str(chat_folder), str(tmp_path / "run"))
-    assert hf.is_hf_folder(str(chat_folder))
+    assert is_hf_folder(str(chat_folder))
     monkeypatch.chdir(chat_folder)
-    assert hf.is_hf_folder(".") and not hf.is_hf_folder("")  # no --init_from at all
+    assert is_hf_folder(".") and not is_hf_folder("")  # no --init_from at all
     for ours in (tmp_path / "run", tmp_path / "run" / "checkpoints" / "step-0", tmp_path / "nowhere", tmp_path):
-        assert not hf.is_hf_folder(str(ours))
+        assert not is_hf_folder(str(ours))
 
 
 def test_what_to_hf_keeps_of_other_fields(theirs):

@@ -117,7 +117,7 @@ LAYOUTS += [
     (4, dict(dp_replicate=2, ep=2), dict(n=4, b=1, **MTP)),
     (4, dict(pp=2, ep=2, pp_schedule="DualPipeV"), dict(n=16, b=4, **MTP)),
 ]
-SLOW = [  # three and four axes at once, on eight processes; more of the same
+SLOW = [  # three and four axes at once, most on eight processes; more of the same
     (8, dict(pp=2, tp=2, cp=2), dict(n=8, b=4, tie_embeddings=True, doc=True)),
     (8, dict(pp=2, tp=2), dict(n=8, b=2, doc=True)),
     (8, dict(pp=2, cp=2, pp_schedule="Interleaved1F1B"), dict(n=8, b=4)),
@@ -142,6 +142,17 @@ SLOW = [  # three and four axes at once, on eight processes; more of the same
     (4, dict(pp=2, ep=2, pp_schedule="Interleaved1F1B"), dict(n=16, b=4, **V2)),
     (4, dict(pp=2, tp=2), dict(n=4, b=2, **MTP)),
     (4, dict(pp=2, cp=2), dict(n=4, b=2, doc=True, **MTP)),
+    (2, dict(tp=2), dict(n=4, b=2, tie_embeddings=True, **MTP)),
+    (2, dict(tp=2), dict(n=4, b=2, rope_interleave=False, **V2 | dict(q_lora_rank=24))),
+    (2, dict(pp=2), dict(n=8, b=4, tie_embeddings=True, doc=True, **MTP)),
+    (4, dict(pp=2, tp=2, pp_schedule="ZBVZeroBubble"), dict(n=4, b=4, **MTP)),
+    (4, dict(cp=2, ep=4), dict(n=4, b=1, doc=True, **MTP)),
+    (4, dict(dp_replicate=2, ep=2), dict(n=8, b=1, **MTP)),
+    (4, dict(ep=2, tp=2, etp=2), dict(n=4, b=1, **MTP)),
+    *[(4, dict(pp=2, ep=2, pp_schedule=s), dict(n=16, b=4, **MTP))
+      for s in ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")],
+    (8, dict(pp=2, cp=2, ep=4, pp_schedule="InterleavedZeroBubble"), dict(n=8, b=4, doc=True, **MTP)),
+    (8, dict(dp_replicate=2, tp=2, cp=2, ep=4), dict(n=4, b=2, doc=True, **MTP)),
 ]
 
 
@@ -179,7 +190,7 @@ def test_layout_equals_one_process(row):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", SLOW, ids=name)
-def test_eight_processes_equal_one(row):
+def test_more_layouts_equal_one_process(row):
     assert compare(*row) == ""
 
 
