@@ -823,7 +823,8 @@ class Checkpoints:
                 some = ", ".join(f"{key}{text}" for key, text in list(keys.items())[:3])
                 problems.append(f"{what}: {some}" + (f" and {len(keys) - 3} more" if len(keys) > 3 else ""))
         if problems:
-            raise ValueError(f"{folder} does not fit this model: {'; '.join(problems)}".replace("torch.", ""))
+            fix = "; give the --param_dtype that it was trained with" if any(p.startswith("dtype") for p in problems) else ""
+            raise ValueError(f"{folder} does not fit this model: {'; '.join(problems)}{fix}".replace("torch.", ""))
 
     def tensors(self, with_optimizer) -> dict[str, Tensor]:
         """The flat dict that DCP writes, and reads into in place (what is quantized, into a copy in fp32)."""

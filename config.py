@@ -84,7 +84,7 @@ def parse_config(Config, argv=None):
     for field in dataclasses.fields(Config):  # a default of -1 has a meaning of its own; other counts are never negative
         value, least = values.get(field.name), min(default_of(field) or 0, 0) if unwrap(kinds[field.name])[0] is int else None
         if value is not None and least is not None and not least <= value < 2**63:
-            usage_error(f"--{field.name} {value} must be {least} or more, and below 2**63")
+            usage_error(f"--{field.name} {value} must be {f'{least} or more' if value < least else 'below 2**63'}")
     try:
         return Config(**values)
     except ValueError as error:  # from a __post_init__

@@ -44,7 +44,7 @@ from checkpoint import (
     saved_model,
     step_folders,
 )
-from config import override_fields, parse_config, save_config, usage_error
+from config import check_range, override_fields, parse_config, save_config, usage_error
 from environments import Text, draw_task, open_env, supervised_sample
 from hf import check_export, check_hf_config, read_hf_config
 from metrics import Metrics, MetricsConfig, drop_lines_from
@@ -432,6 +432,8 @@ def check_flags(cfg: Config):
                   "rollout_rows", "eval_n", "eval_k")
     if wrong := [f"--{name} {getattr(cfg, name)}" for name in at_least_1 if getattr(cfg, name) < 1]:
         raise ValueError(f"{', '.join(wrong)} must be at least 1")
+    check_range(cfg, 0, math.inf, "lr", "sft_lr", "eps", "weight_decay", "max_norm", "kl_coef", "tis", "clip_low", "clip_high")
+    check_range(cfg, 0, 1, "beta1", "beta2", "min_lr_ratio")
     for wrong, message in [
         (cfg.pp > 1, f"--pp {cfg.pp}: a new token needs all layers, so a pipeline would idle; use --tp, --dp_shard or --cp"),
         (cfg.compile, "--compile: rollouts change their shapes with every token; leave it out"),

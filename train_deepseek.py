@@ -137,8 +137,7 @@ def build_optimizers(stages, cfg: Config) -> list[torch.optim.Optimizer]:
 
 def main(cfg: Config):
     # 1. devices: all that the flags can get wrong is found here, before anything is built
-    if cfg.steps < 1 or cfg.val_batches < 1:
-        raise ValueError(f"--steps {cfg.steps} and --val_batches {cfg.val_batches} must be at least 1")
+    check_range(cfg, 1, math.inf, "steps", "val_batches")
     check_range(cfg, 0, math.inf, "lr", "eps", "weight_decay", "max_norm")
     check_range(cfg, 0, 1, "beta1", "beta2", "min_lr_ratio", "decay_ratio")
     model_config = override_fields(FLAVORS[cfg.flavor], cfg.model_args, "--model_args")

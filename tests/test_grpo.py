@@ -563,6 +563,7 @@ def test_a_run_without_a_warm_up(tmp_path):
     (["--minibatches", 3], "does not divide --prompts_per_step 4"),
     (["--temperature", 0], "must be above 0"),
     (["--group_size", 0], "--group_size 0 must be at least 1"),
+    (["--tis", "-1"], "--tis -1.0 must be 0 or more"),
     (["--plot", "--tp", 2], "--plot without torchrun draws layouts"),
 ])
 def test_usage_errors_are_one_line(flags, message, capsys, monkeypatch):
