@@ -678,6 +678,9 @@ class Checkpoints:
         extra = {"state.json": about, "config.json": json_bytes(self.config), "recipe.py": self.source.encode()}
         if self.tokenizer_file:
             extra["tokenizer.json"] = Path(self.tokenizer_file).read_bytes()
+            for name in ("tokenizer_config.json", "chat_template.jinja"):  # of a Hugging Face folder: to_hf gives them back
+                if (beside := Path(self.tokenizer_file).with_name(name)).is_file():
+                    extra[name] = beside.read_bytes()
         for name, content in extra.items():
             Path(folder, name).write_bytes(content)
         files = listed | checksums(folder, [".metadata", *extra], sync=True)

@@ -533,7 +533,7 @@ def tokenizer_files(file: str, max_seq_len: int) -> tuple[dict[str, bytes], int 
     rules = dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=max_seq_len, **end)
     found = {"tokenizer_config.json": json_bytes(rules | {"clean_up_tokenization_spaces": False})}
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        if (beside := Path(file).with_name(name)).is_file():  # of a Hugging Face folder; a run's has tokenizer.json only
+        if (beside := Path(file).with_name(name)).is_file():  # as in a Hugging Face folder
             found[name] = beside.read_bytes()
     return found, eot
 

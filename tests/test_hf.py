@@ -856,8 +856,13 @@ def test_from_hf_and_to_hf(chat_folder, tmp_path, capsys):
 def test_the_files_beside_a_tokenizer_come_along(chat_folder, tmp_path):
     model, tokenizer_file = hf.load_hf_model(str(chat_folder))
     hf.save_hf(model, str(tmp_path / "out"), tokenizer_file=tokenizer_file)
+    (chat_folder / "chat_template.jinja").write_text("{{ messages }}")
+    hf.from_hf(str(chat_folder), str(tmp_path / "run"))
+    hf.to_hf(str(tmp_path / "run"), str(tmp_path / "back"))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (chat_folder / name).read_bytes()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):  # through a checkpoint of ours as well
+        assert (tmp_path / "back" / name).read_bytes() == (chat_folder / name).read_bytes()
 
 
 def test_hugging_face_folders_are_told_from_ours(chat_folder, tmp_path, monkeypatch):
