@@ -50,6 +50,7 @@ FP8_BLOCK = 128  # fp8 weights have one scale per 128 x 128 block, in a tensor <
 # The most bytes of a file that anyone may have written. Of those that are published the largest have 9, 33 and 4 MB.
 HF_LIMITS = {"model.safetensors.index.json": 1 << 26, "tokenizer.json": 1 << 26, "tokenizer_config.json": 1 << 24}
 HF_LIMIT, SAFETENSORS_HEADER_LIMIT = 1 << 20, 1 << 25
+PROGRESS_S = 5  # seconds between the lines in which a long import says how far it is
 
 
 # --- Files of strangers: no pickle, no way out of the folder, no absurd sizes ---
@@ -346,8 +347,14 @@ def load_hf(model, folder: str, exclude=(), group=None) -> list[str]:
     reads, match = everywhere(lambda: plan_reads(modules, source, exclude), group)
 
     def fill():
+        done, total, said = 0, sum(local.numel() for *_, local in reads), time.perf_counter()
         for name, offset, local in reads:
             local.copy_(source.read(name, offset, tuple(local.shape)))  # casts, after any dequantisation
+            done += local.numel()
+            if rank_in(group) == 0 and time.perf_counter() - said > PROGRESS_S:
+                said = time.perf_counter()
+                share = f"{done / max(total, 1):.0%} of {total / 1e9:.1f} G parameters per rank"
+                print(f"checkpoint: reading {folder}: {share}", flush=True)
         for module in modules:
             for fqn, tensor in named_tensors(module).items():
                 if fqn not in module.hf_keys():

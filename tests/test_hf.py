@@ -865,6 +865,13 @@ def test_the_files_beside_a_tokenizer_come_along(chat_folder, tmp_path):
         assert (tmp_path / "back" / name).read_bytes() == (chat_folder / name).read_bytes()
 
 
+def test_a_long_import_says_how_far_it_is(chat_folder, monkeypatch, capsys):
+    monkeypatch.setattr(hf, "PROGRESS_S", -1)
+    hf.load_hf_model(str(chat_folder))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"checkpoint: reading {chat_folder}: ") and ": 100% of 0.0 G parameters per rank" in lines[-1]
+
+
 def test_hugging_face_folders_are_told_from_ours(chat_folder, tmp_path, monkeypatch):
     hf.from_hf(str(chat_folder), str(tmp_path / "run"))
     assert is_hf_folder(str(chat_folder))
