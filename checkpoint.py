@@ -745,7 +745,8 @@ class Checkpoints:
             for name, t in self.state_of(twin).items():
                 t.copy_(self.state_of(self.params[fqn])[name])
         what = "continuing from" if everything else "step 0, with the weights of"
-        changed = "".join(f"; {name} was {old}, is {new}" for name, old, new in model_changes(folder, self.identity))
+        differ = [] if everything else model_changes(folder, self.identity)
+        changed = "".join(f"; {name} was {old}, is {new}" for name, old, new in differ)
         self.say(f"{what} {folder} (written by {manifest['world_size']} rank(s)){changed}")
         return read_json(folder, "state.json")["state"] if everything else None
 
