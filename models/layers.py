@@ -74,4 +74,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleave: bool = False) -> Ten
     """Rotary embedding (arXiv:2104.09864) in fp32; x (B, H, T, K); cos, sin (B or 1, 1, T, K/2) fp32. Half-split order, as on
     disk at Hugging Face. interleave: neighbours in x are a pair (DeepSeek); the result is half-split all the same: queries
     and keys agree on it, and nobody else sees it."""
+    if torch.compiler.is_compiling():  # it fuses these, and in torch 2.11 gives Rotate a gradient of zero
+        a, b = pair_up(x, interleave).unbind(-2)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
     return Rotate.apply(x, cos, sin, interleave)

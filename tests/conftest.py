@@ -1,14 +1,20 @@
-"""What an older torch cannot run is skipped, where a row of a test is about nothing else."""
+"""What an older torch cannot run is skipped, where a test or a row of one is about nothing else."""
 import re
 
 import pytest
 import torch
+from torch.distributed.run import get_args_parser
+
+OLDER = []  # (what a test's name contains, why it is skipped)
+if torch.__version__ < "2.13":
+    schedules = "ZeroBubble|DualPipeV|zero_bubble|zero bubble|down and back|schedule_from_csv"
+    OLDER.append((schedules, "this --pp_schedule is refused before torch 2.13: parallel.pipeline_errors"))
+if "--shutdown-timeout" not in get_args_parser().format_help():
+    OLDER.append(("a_rank_that_hangs|shutdown_timeout|slurm_script", "this torchrun has no --shutdown-timeout"))
 
 
 def pytest_collection_modifyitems(items):
-    if torch.__version__ >= "2.13":
-        return
-    splits_backward = re.compile("ZeroBubble|DualPipeV|zero_bubble|zero bubble|down and back|schedule_from_csv")
     for item in items:
-        if splits_backward.search(item.nodeid):
-            item.add_marker(pytest.mark.skip(reason="--pp_schedule is refused before torch 2.13: parallel.pipeline_errors"))
+        for names, reason in OLDER:
+            if re.search(names, item.nodeid):
+                item.add_marker(pytest.mark.skip(reason=reason))

@@ -838,7 +838,7 @@ def test_from_hf_and_to_hf(chat_folder, tmp_path, capsys):
     assert_equal_files(chat_folder, out)
     theirs = transformers.AutoTokenizer.from_pretrained(out)
     assert theirs("def f").input_ids[0] == 0  # it begins as the tokenizer says
-    assert theirs.eos_token == "<|end_of_text|>"  # the one that we know by name: a run's folder keeps no tokenizer_config.json
+    assert theirs.eos_token == "<|eot_id|>" and theirs.chat_template  # as in the folder that it came from
     exported = transformers.AutoModelForCausalLM.from_pretrained(out)
     assert exported.config.eos_token_id == exported.generation_config.eos_token_id == 1
     ids = exported.generate(**theirs("x", return_tensors="pt"), max_new_tokens=12, do_sample=False)

@@ -201,8 +201,7 @@ def without_inductor():
         yield
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("row", COMPILED, ids=name)
+@pytest.mark.parametrize("row", [COMPILED[0], *(pytest.param(row, marks=pytest.mark.slow) for row in COMPILED[1:])], ids=name)
 def test_compiled_layout_equals_one_process(row):
     assert compare(*row, mutate=without_inductor) == ""
 
