@@ -248,14 +248,15 @@ def check_run(out: str, identity: dict, cfg: CheckpointConfig):
 
 
 def model_changes(path: str, identity: dict) -> list[tuple]:
-    """[(name, value there, value here)] of the model's fields that differ from those of a checkpoint."""
-    return list(changes(read_json(path, "state.json")["identity"]["model"], identity["model"], "model"))
+    """[(name, value there, value here)] of the fields that the model has in common with a checkpoint's, and that differ."""
+    there = read_json(path, "state.json")["identity"]["model"]
+    return [change for change in changes(there, identity["model"], "model") if "not set" not in change]
 
 
 def may_change(cfg: CheckpointConfig) -> set[str]:
-    """Fields that --init_from may change: to read longer texts; and what only adds or removes tensors, which are compared."""
+    """Fields that --init_from may change: for a fork, to read longer texts, and what only adds or removes tensors."""
     excluded = {"vocab_size", "n_layers", "tie_embeddings"} if set(cfg.exclude_from_loading) - {"optimizer"} else set()
-    return {"max_seq_len", "rope_theta", "rope_scaling", "mtp_depth"} | excluded
+    return {"module", "class", "max_seq_len", "rope_theta", "rope_scaling", "mtp_depth"} | excluded
 
 
 def check_continuable(path: str, folder: str, identity: dict):

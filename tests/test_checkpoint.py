@@ -445,6 +445,7 @@ def test_init_from_another_model_is_refused_though_the_shapes_fit(tmp_path, caps
     check(excluded=["head"], vocab_size=9)
     with pytest.raises(ValueError, match="norm_eps is 1e-05 there, 10.0 here"):
         check(excluded=["head"], norm_eps=10.0)
+    check(module="models.mine", window=128)  # a fork's model, with a field of its own
     longer = dict(max_seq_len=4096, rope_theta=1e6)  # to read longer texts: allowed, and said
     check(**longer)
     new = of(*trained(1, 0), tmp_path / "new", init_from=str(tmp_path / "old"))
