@@ -17,6 +17,7 @@ any layout reads them. What DCP lacks is added here, because training dies at an
     .metadata  __0_0.distcp ...  tensors, "model.<fqn>" and "optimizer.<fqn>.<state name>", one file per rank
     state.json                   step, data cursor ... as the recipe gave them; which model, data and optimizer this is
     config.json  recipe.py  tokenizer.json   what it takes to repeat the run and to sample from it
+    tokenizer_config.json  chat_template.jinja   where the tokenizer is a Hugging Face folder's
     manifest.json                size and crc32 of all of the above, and a hash of itself
 """
 import difflib

@@ -13,6 +13,7 @@ import tempfile
 import time
 import traceback
 from datetime import timedelta
+from multiprocessing.connection import wait
 
 import torch
 import torch.distributed as dist
@@ -73,7 +74,8 @@ class Pool:
             except queue.Empty:
                 if time.monotonic() > deadline:
                     error = f"no answer within {TIMEOUT_S} s"
-            time.sleep(0.5 if error else 0)  # a rank hears of a peer's end before the system has told us
+            # after an error a little patience: a rank hears of a peer's end before the system has told us
+            wait([w.sentinel for w in self.workers], timeout=0.5 if error else 0)
             died = [w.exitcode for w in self.workers if not w.is_alive()]
             if error or died:
                 self.close()
