@@ -32,7 +32,7 @@ def adamw(groups, lr: float, betas, eps: float, moments: str = "param", stochast
     kinds = {"8bit": optim.AdamW8bit, "4bit": optim.AdamW4bit, "fp8": optim.AdamWFp8}
 
     class AdamW(kinds.get(moments, optim._AdamW)):
-        found_inf = None
+        found_inf, _step_supports_amp_scaling = None, True  # parallel.skip_if_not_finite
 
         def _new_buffer(self, p, signed):
             if moments == "bfloat16":
@@ -54,7 +54,7 @@ class Muon(torch.optim.Muon):
     found_inf: 0-d tensor, 1.0 to let the next step change nothing; as in torch's fused optimizers.
     """
 
-    found_inf = None
+    found_inf, _step_supports_amp_scaling = None, True  # parallel.skip_if_not_finite
 
     @torch.no_grad()
     def step(self):

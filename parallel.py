@@ -1562,16 +1562,23 @@ def clip_grad_norm(stages, max_norm: float, layout: Layout) -> Tensor:
 
 
 def skip_if_not_finite(optimizers, grad_norm: Tensor, layout: Layout) -> None:
-    """The next step() changes neither weights nor moments if the norm is not finite, and the host need not know: `found_inf` is
-    how torch.amp.GradScaler tells a fused optimizer the same. Read the norms when they are logged: not_finite.
+    """The next step() of each optimizer changes neither weights nor moments if the norm is not finite.
 
-    With --optimizer_in_backward it is too late for that: the weights have moved.
+    torch's fused optimizers, and those of optim.py, announce with _step_supports_amp_scaling that they read `found_inf`, as
+    torch.amp.GradScaler tells them: decided on the device, the host hurries on; read the norms when they are logged
+    (not_finite). For any other optimizer the host asks, one wait per step, and takes the gradients away: a parameter without
+    one is left alone. The same before a first step, as torch's fused SGD fills its momentum only in one that is not skipped.
+
+    With --optimizer_in_backward it is too late for all that: the weights have moved.
     """
     if layout.cfg.optimizer_in_backward:
         return
     found_inf = (~grad_norm.isfinite()).float()
     for optimizer in optimizers:
-        optimizer.found_inf = found_inf.cpu() if layout.cfg.cpu_offload else found_inf
+        if getattr(optimizer, "_step_supports_amp_scaling", False) and optimizer.state:
+            optimizer.found_inf = found_inf.cpu() if layout.cfg.cpu_offload else found_inf
+        elif found_inf:
+            optimizer.zero_grad(set_to_none=True)
 
 
 def not_finite(norms: dict[int, Tensor]) -> list[tuple[int, float]]:

@@ -332,14 +332,42 @@ def test_on_nan_stop(tmp_path, start):
     assert all_good(job.out) == 4
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+LION = """
+class Lion(torch.optim.Optimizer):
+    def __init__(self, groups, lr):
+        super().__init__(groups, dict(lr=lr))
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    m = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                    p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(m.lerp(p.grad, 0.1).sign() * group["lr"])
+                    m.lerp_(p.grad, 0.01)
+
+
+def build_optimizers("""
+
+
+def with_lion(script):
+    """The forked recipe with an optimizer of its own, which has never heard of found_inf."""
+    source, adamw = script.read_text(), "adamw(groups, cfg.lr, betas, cfg.eps, cfg.adamw_moments, cfg.stochastic_rounding)"
+    assert source.count(adamw) == 1
+    script.write_text(source.replace(adamw, "Lion(groups, cfg.lr / 10)").replace("def build_optimizers(", LION.lstrip()))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "lion"])
 def test_on_nan_skip(tmp_path, start, optimizer):
     """One rank's gradient is not finite: all ranks skip the step, and go on with the next batch."""
     script = fork(tmp_path, """
         if step == 5 and layout.rank == 1:
             stages[0].blocks["1"].attn.wo.weight.grad.mul_(float("nan"))
     """)
-    flags = ["--optimizer", optimizer, "--on_nan", "skip", "--steps", 7, "--checkpoint_every", 1]
+    if optimizer == "lion":
+        with_lion(script)
+    flags = ["--optimizer", "muon" if optimizer == "muon" else "adamw", "--on_nan", "skip", "--steps", 7]
+    flags += ["--checkpoint_every", 1]
     job = start(tmp_path / "run", 2, *flags, script=script)
     assert job.end() == 0
     assert job.text().count("step 5: the gradient norm is nan; step skipped") == 1
