@@ -1368,35 +1368,33 @@ def pipeline_schedule(stages, layout: Layout, T: int):
 
 
 def pipeline_forward(stages, layout: Layout, microbatches: list[dict]) -> Tensor:
-    """Forward only, for evaluation: all micro-batches through each of this rank's stages. Returns the summed loss, or 0.
+    """Forward only, for evaluation. Returns the loss summed over the micro-batches on the rank of the last stage, else 0.
 
-    torch's schedule.eval fails on V schedules and on a loss computed inside the stage.
+    A relay: all micro-batches go through one stage, then to the rank of the next. So at any time a rank waits for one other
+    only, which is waiting for it, and nothing can hang even where a send waits for its receive (NCCL). Meanwhile the first
+    ranks of a 1F1B pipeline are with the next call. torch's own schedule.eval fails on V schedules and on a loss computed
+    inside the stage.
     """
     group = layout.group("pp")
     ranks = dist.get_process_group_ranks(group)
-    owner = {i: r for r in range(layout.pp) for i in stage_ids(layout, stages[0].n_stages, r)}
-    mine, local, sends = layout.coordinate("pp"), {}, []
-    total = torch.zeros((), device=layout.device)
-    for stage in stages:
-        for m, batch in enumerate(microbatches):
-            x = batch["tokens"]
-            if stage.index > 0:
-                x = local.pop((stage.index, m), None)
-                if x is None:
-                    shape = (*batch["tokens"].shape[:1], batch["tokens"].shape[1] // layout.tp, stage.config.dim)
-                    x = torch.empty(shape, dtype=layout.compute_dtype, device=layout.device)
-                    dist.recv(x, ranks[owner[stage.index - 1]], group)
-            out = stage(x, **{k: v for k, v in batch.items() if k != "tokens"})
-            if stage.index == stage.n_stages - 1:
-                total += out
-            elif owner[stage.index + 1] == mine:
-                local[stage.index + 1, m] = out
-            else:
-                out = out.contiguous()
-                sends.append((dist.isend(out, ranks[owner[stage.index + 1]], group), out))  # keep it until it has left
-    for work, _ in sends:
-        work.wait()
-    return total
+    n_stages, mine, by_index = stages[0].n_stages, layout.coordinate("pp"), {s.index: s for s in stages}
+    owner = {i: r for r in range(layout.pp) for i in stage_ids(layout, n_stages, r)}
+    B, T = microbatches[0]["tokens"].shape
+    shape = (B, T // layout.tp, stages[0].config.dim)
+    h = []  # per micro-batch what goes into the stage, then what comes out of it
+    for i in range(n_stages):
+        if owner[i] != mine:
+            if i + 1 < n_stages and owner[i + 1] == mine:
+                h = [torch.empty(shape, dtype=layout.compute_dtype, device=layout.device) for _ in microbatches]
+                for x in h:
+                    dist.recv(x, ranks[owner[i]], group)
+            continue
+        arguments = [b if i == 0 else b | {"tokens": x} for b, x in zip(microbatches, h if i else microbatches, strict=True)]
+        h = [by_index[i](**a) for a in arguments]
+        if i + 1 < n_stages and owner[i + 1] != mine:
+            for x in h:
+                dist.send(x.contiguous(), ranks[owner[i + 1]], group)
+    return torch.stack(h).sum() if owner[n_stages - 1] == mine else torch.zeros((), device=layout.device)
 
 
 # ---------------------------------------------------------------- one training step

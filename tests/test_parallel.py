@@ -6,7 +6,8 @@ validation loss, the weights. docs/parallelism.md draws its support matrix from 
 """
 import subprocess
 import sys
-from contextlib import contextmanager
+from collections import deque
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -192,6 +193,44 @@ def test_layout_equals_one_process(row):
 @pytest.mark.parametrize("row", SLOW, ids=name)
 def test_more_layouts_equal_one_process(row):
     assert compare(*row) == ""
+
+
+# ---------------------------------------------------------------- evaluation with a pipeline
+
+
+def talk(flags: dict, n: int, n_layers: int) -> list[tuple[str, int]]:
+    """What this rank sends and receives in an evaluation, in the order in which it would be queued: (send or recv, peer)."""
+    stages, layout = build(config(n_layers=n_layers), flags, n, n)
+    said = []
+
+    def heard(name, usual):
+        def run(tensor, peer, group):
+            said.append((name, peer))
+            return usual(tensor, peer, group)
+
+        return run
+
+    names = {"send": "send", "isend": "send", "recv": "recv", "irecv": "recv"}
+    with ExitStack() as stack:
+        for name, kind in names.items():
+            stack.enter_context(mock.patch.object(parallel.dist, name, heard(kind, getattr(parallel.dist, name))))
+        parallel.evaluate(stages, [local_batch(global_batch(step, n, False), layout) for step in (0, 1)], layout)
+    return said
+
+
+@pytest.mark.parametrize("processes, flags", [
+    (2, dict(pp=2)), (2, dict(pp=2, pp_schedule="Interleaved1F1B")), (2, dict(pp=2, pp_schedule="ZBVZeroBubble")),
+    (4, dict(pp=4, pp_schedule="Interleaved1F1B")), (4, dict(pp=4, pp_schedule="DualPipeV")),
+    (4, dict(pp=2, tp=2, pp_schedule="Interleaved1F1B"))], ids=str)
+def test_evaluation_cannot_hang_where_a_send_waits_for_its_receive(processes, flags):
+    """NCCL may run the messages of a pair one after the other: played with messages that are a handshake, all must arrive."""
+    left = {rank: deque(said) for rank, said in enumerate(pool(processes).run(talk, flags, 8, 8))}
+    assert any(left.values())
+    while meeting := next(((a, said[0][1]) for a, said in left.items() if said and said[0][0] == "send"
+                           and left[said[0][1]] and left[said[0][1]][0] == ("recv", a)), None):
+        for rank in meeting:
+            left[rank].popleft()
+    assert not any(left.values()), {rank: list(said)[:3] for rank, said in left.items()}
 
 
 @contextmanager
