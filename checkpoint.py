@@ -41,7 +41,7 @@ import uuid
 import warnings
 import zlib
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -216,10 +216,10 @@ def is_hf_folder(folder: str) -> bool:
 
 
 def newest_readable(folder: str, step: int = -1) -> str:
-    """The newest checkpoint whose manifest and state.json are as written; reads nothing else. Raises ValueError."""
+    """The newest checkpoint whose small files are as written; reads nothing else. Raises ValueError."""
     for path in (paths := candidates(folder, step)):
         try:
-            check_files(path, read_manifest(path), ["state.json"])
+            check_files(path, read_manifest(path), ["state.json", "config.json"])
             return path
         except Damaged:
             continue  # load() says so; what counts here is the newest that it may take
@@ -234,8 +234,11 @@ def start_of(out: str, cfg: CheckpointConfig) -> tuple[str, int, bool] | None:
     return (cfg.init_from, -1, not cfg.init_model_only) if cfg.init_from and not is_hf_folder(cfg.init_from) else None
 
 
-def check_run(out: str, identity: dict, cfg: CheckpointConfig):
-    """Raises ValueError when this run may not continue what is in `out`, or --init_from; reads only small files."""
+def check_run(out: str, identity: dict, cfg: CheckpointConfig, lr_at=None):
+    """Raises ValueError when this run may not continue what is in `out`, or --init_from; reads only small files.
+
+    Of a run that goes on, rank 0 says which flags have changed; lr_at, the recipe's, tells what follows for the learning rate.
+    """
     if cfg.keep_latest_k < 0:
         raise ValueError(f"--keep_latest_k {cfg.keep_latest_k}: give a number of checkpoints, or 0 to keep all")
     if start := start_of(out, cfg):
@@ -243,9 +246,94 @@ def check_run(out: str, identity: dict, cfg: CheckpointConfig):
         path = newest_readable(folder, step)
         if everything:
             check_continuable(path, folder, identity)
+            if int(os.environ.get("RANK", 0)) == 0 and (text := changed_flags(path, cfg, lr_at)):
+                print(text, flush=True)
         elif wrong := [change for change in model_changes(path, identity) if change[0] not in may_change(cfg)]:
             text = "; ".join(f"{name} is {old} there, {new} here" for name, old, new in wrong)
             raise ValueError(f"--init_from {folder} is of another model: {text}; give the model of the checkpoint")
+
+
+# Flags that change no number of the training: they say where it runs and what is written and shown. Data and tokenizer are
+# compared by their contents.
+UNTOLD_FLAGS = set("""
+    out device log_every checkpoint_every init_from init_model_only load_step exclude_from_loading checkpoint_async
+    keep_latest_k checkpoint_first_step load_only last_save_model_only export_hf export_dtype data tokenizer cache_dir plot
+    tensorboard wandb profile layer_times memory_snapshot gc_every dry_run plan machine nvlink_gb_s network_gb_s
+    devices_per_node explain check_parity flight_recorder init_timeout_s train_timeout_s
+""".split())
+
+
+def trained_flags(path: str) -> dict:
+    """The flags that a step folder was written with. Older ones may hold global_batch_size -1: here it is the number."""
+    flags, processes = read_json(path, "config.json"), read_json(path, "manifest.json")["world_size"]
+    if flags.get("global_batch_size") == -1:
+        flags["global_batch_size"] = flags["local_batch_size"] * (processes // math.prod(flags[a] for a in ("pp", "cp", "tp")))
+    return flags
+
+
+def continued(cfg) -> str | None:
+    """The step folder from which a start with these flags trains on; None for a start at step 0 or after the last step."""
+    start = start_of(cfg.out, cfg)
+    path = newest_readable(*start[:2]) if start and start[2] else None
+    return path if path and read_json(path, "manifest.json")["step"] < cfg.steps else None
+
+
+def changed_flags(path: str, cfg, lr_at=None) -> str:
+    """One line: in which flags `cfg` differs from those that a step folder was trained with, and the learning rate that
+    follows; empty where nothing differs, or where nothing is left to train."""
+    step, old, new = read_json(path, "manifest.json")["step"], trained_flags(path), asdict(cfg)
+    if step >= new.get("steps", math.inf):
+        return ""
+    told = [name for name in new if name in old and name not in UNTOLD_FLAGS]
+    differ = [f"{name} {was} -> {now}" for name in told for _, was, now in changes(old[name], new[name], name)]
+    if not differ:
+        return ""
+    text = f"flags that differ from those of step {step}: {', '.join(differ)}"
+    if lr_at is None:
+        return text
+
+    def rate(n, **flags):
+        flags = SimpleNamespace(**new | flags)
+        return flags.lr * lr_at(n, flags)
+
+    before, usual, now = rate(step, **old), rate(step + 1, **old), rate(step + 1)
+    if not math.isclose(usual, now, rel_tol=1e-6):
+        text += f"; the learning rate goes from {before:.2e} to {now:.2e} at step {step + 1}"
+        length = old["steps"] if old.get("schedule_steps", -1) == -1 else old["schedule_steps"]
+        if "schedule_steps" in new and math.isclose(usual, rate(step + 1, schedule_steps=length), rel_tol=1e-6):
+            text += f"; --schedule_steps {length} keeps the old schedule"
+    return text
+
+
+def keep_batch(cfg):
+    """Resolves --global_batch_size -1 in place, so that what is saved holds a number: that of the run which is continued, or
+    local_batch_size x data ranks in a new one.
+
+    A batch that comes from a checkpoint or a config.json is kept on any number of processes: local_batch_size, which only
+    says how much runs at once, then becomes the largest smaller one that divides, and rank 0 says so. Raises ValueError.
+    """
+    processes, others = int(os.environ.get("WORLD_SIZE", 1)), cfg.pp * cfg.cp * cfg.tp
+    if min(cfg.pp, cfg.cp, cfg.tp, cfg.local_batch_size) < 1 or processes % others:
+        return  # check_layout says what is wrong
+    data_ranks, source = processes // others, "--config" if "global_batch_size" in getattr(cfg, "from_file", ()) else ""
+    if cfg.global_batch_size == -1:
+        path = None if cfg.dry_run else continued(cfg)
+        kept = trained_flags(path).get("global_batch_size") if path else None
+        source, cfg.global_batch_size = path if kept else "", kept or cfg.local_batch_size * data_ranks
+    share, size = cfg.global_batch_size // data_ranks, cfg.pp_microbatch_size if cfg.pp > 1 else 1
+    if not source or size < 1 or cfg.global_batch_size % (cfg.local_batch_size * data_ranks) == 0:
+        return
+    fits = [n for n in range(1, min(cfg.local_batch_size, share) + 1) if share % n == 0 and n % size == 0]
+    if cfg.global_batch_size % data_ranks or not fits:
+        near = -(-cfg.global_batch_size // (data_ranks * size)) * data_ranks * size
+        each = f" in micro-batches of {size}" * (size > 1)
+        raise ValueError(f"the global batch of {source} is {cfg.global_batch_size} sequences, which {data_ranks} data ranks "
+                         f"cannot share{each}; use --global_batch_size {near} to change it, another number of processes to "
+                         "keep it, or --out NEW to train another model")
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(f"the global batch stays {cfg.global_batch_size} sequences, as in {source}: --local_batch_size "
+              f"{cfg.local_batch_size} becomes {fits[-1]} on {data_ranks} data ranks", flush=True)
+    cfg.local_batch_size = fits[-1]
 
 
 def model_changes(path: str, identity: dict) -> list[tuple]:

@@ -86,9 +86,11 @@ def parse_config(Config, argv=None):
         if value is not None and least is not None and not least <= value < 2**63:
             usage_error(f"--{field.name} {value} must be {f'{least} or more' if value < least else 'below 2**63'}")
     try:
-        return Config(**values)
+        cfg = Config(**values)
     except ValueError as error:  # from a __post_init__
         usage_error(error)
+    cfg.from_file = values.keys() - vars(given).keys()  # no field: where a value comes from, for checkpoint.keep_batch
+    return cfg
 
 
 def check_range(cfg, least: float, most: float, *names: str):

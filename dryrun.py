@@ -7,6 +7,7 @@
 --plot          the mesh and the pipeline's schedule as pictures
 --check_parity  three real steps on one process and on the layout, compared
 """
+import copy
 import importlib.util
 import math
 import os
@@ -301,7 +302,9 @@ def dry_world(main, cfg, pp_rank: int):
         ]:
             stack.enter_context(mock.patch.object(owner, name, value, create=True))
         try:
-            built = build(main, replace(cfg, dry_run=True), connect, init_weights)
+            dry = copy.copy(cfg)  # not replace(), which would forget what came from --config: see checkpoint.keep_batch
+            dry.dry_run = True
+            built = build(main, dry, connect, init_weights)
             with fake:
                 yield built
         finally:
@@ -1014,6 +1017,8 @@ def check_parity(cfg, degrees: dict[str, int]) -> int:
     batch = cfg.global_batch_size if cfg.global_batch_size != -1 else cfg.local_batch_size * data_ranks
     both = dict(check_parity=False, steps=STEPS, compute_dtype="float32", global_batch_size=batch, checkpoint_every=0,
                 export_hf="", val_every=0, log_every=1, device="cuda" if torch.cuda.device_count() >= world_size else "cpu")
+    if "global_batch_size" in getattr(cfg, "from_file", ()):
+        del both["global_batch_size"]  # both runs read it from there, and find the local batch that fits
     one = dict.fromkeys(degrees, 1) | dict(ep=1, etp=1, ac="none", compile=False, cpu_offload=False)
     with tempfile.TemporaryDirectory() as folder:
         runs = {"one process": (1, both | one), "layout": (world_size, both | {a: max(n, 1) for a, n in degrees.items()})}

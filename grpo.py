@@ -475,7 +475,7 @@ def main(cfg: Config):
         torch.set_num_threads(1)
     model_identity = {"module": Model.__module__, "class": Model.__name__, **asdict(model_config)}
     identity = {"model": model_identity, "data": {"env": cfg.env, "seed": cfg.seed}, "optimizer": {"name": "adamw"}}
-    check_run(cfg.out, identity, cfg)
+    check_run(cfg.out, identity, cfg, lr_at)
     if cfg.export_hf and all(step < cfg.steps for step, _ in step_folders(cfg.out)):
         check_export(cfg.export_hf)
     if layout.rank >= n_trainers:

@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from checkpoint import CheckpointConfig, Checkpoints, check_run, is_hf_folder, lock_run, save_hf, step_folders
+from checkpoint import CheckpointConfig, Checkpoints, check_run, is_hf_folder, keep_batch, lock_run, save_hf, step_folders
 from config import check_range, override_fields, parse_config, save_config
 from data import DataConfig, open_data
 from generate import print_sample
@@ -69,7 +69,7 @@ class Config(ParallelConfig, CheckpointConfig, DataConfig, MetricsConfig):
     steps: int = 160  # optimizer steps
     seq_len: int = 256  # tokens per sequence
     local_batch_size: int = 8  # sequences that one data rank runs per forward
-    global_batch_size: int = -1  # sequences per optimizer step over all data ranks; -1 = local_batch_size x data ranks
+    global_batch_size: int = -1  # sequences per optimizer step; -1 = local_batch_size x data ranks; a resumed run keeps its own
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon for the blocks' matrices, AdamW for the rest; learns faster
     lr: float = 3e-3  # peak learning rate, reached after warmup_steps
     min_lr_ratio: float = 0.1  # the learning rate ends at this share of its peak
@@ -137,6 +137,7 @@ def main(cfg: Config):
     check_range(cfg, 0, math.inf, "lr", "eps", "weight_decay", "max_norm")
     check_range(cfg, 0, 1, "beta1", "beta2", "min_lr_ratio", "decay_ratio")
     model_config = override_fields(FLAVORS[cfg.flavor], cfg.model_args, "--model_args")
+    keep_batch(cfg)  # a continued run keeps its global batch on any number of processes
     layout = check_layout(
         cfg, model_config, seq_len=cfg.seq_len, local_batch_size=cfg.local_batch_size,
         global_batch_size=cfg.global_batch_size, device=cfg.device,
@@ -157,7 +158,7 @@ def main(cfg: Config):
         raise ValueError(f"--data {cfg.data} has no validation text; use --val_every 0")
     model_identity = {"module": Qwen3.__module__, "class": Qwen3.__name__, **asdict(model_config)}
     identity = {"model": model_identity, "data": data.fingerprint, "optimizer": {"name": cfg.optimizer}}
-    check_run(cfg.out, identity, cfg)
+    check_run(cfg.out, identity, cfg, lr_at)
     if is_hf_folder(cfg.init_from):
         if not cfg.init_model_only:
             raise ValueError(f"--no-init_model_only: {cfg.init_from} holds weights and no more; leave it out")
@@ -204,8 +205,6 @@ def main(cfg: Config):
     if rank0:
         if state["step"] >= cfg.steps:
             print(f"{cfg.out} is finished: {state['step']} of {cfg.steps} steps are done; use a larger --steps, or --out NEW")
-        os.makedirs(cfg.out, exist_ok=True)
-        save_config(cfg, f"{cfg.out}/config.json", {"torch": torch.__version__, "world_size": layout.world_size, **identity})
         print(f"{cfg.flavor}: {n_params:,} parameters | {layout} on {layout.device.type}, {str(layout.compute_dtype)[6:]} | "
               f"{layout.global_batch_size} sequences x {cfg.seq_len} tokens per step, {layout.accumulation} x "
               f"{cfg.local_batch_size} on each of {layout.data_ranks} data ranks")
@@ -218,6 +217,8 @@ def main(cfg: Config):
         return
 
     # 7. loop
+    if rank0:  # the flags of a start that trains: what a finished run was trained with stays
+        save_config(cfg, f"{cfg.out}/config.json", {"torch": torch.__version__, "world_size": layout.world_size, **identity})
     first = state["step"] + 1
     metrics = Metrics(
         cfg.out, cfg, rank0=rank0, world_size=layout.world_size, device=layout.device, flops_per_token=flops_per_token,

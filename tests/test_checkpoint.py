@@ -1,5 +1,6 @@
 """checkpoint.py: what is saved comes back to the bit in any layout, damage is noticed, and a kill leaves no debris."""
 import copy
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -11,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,11 @@ from torch import nn
 import checkpoint
 import grpo
 import parallel
+import train_deepseek
+import train_llama3
+import train_qwen3
 from checkpoint import CheckpointConfig, Checkpoints, Damaged, check_run, diff, load_model, lock_run, step_folders, verify
+from config import parse_config, save_config
 from models.llama3 import Llama3, Llama3Config
 
 IDENTITY = {
@@ -466,6 +471,117 @@ def test_weights_in_another_dtype_may_start_a_run_but_not_continue_one(tmp_path)
     net = Net(1).bfloat16()
     of(net, [torch.optim.AdamW(net.parameters())], tmp_path / "new", init_from=str(tmp_path)).load()
     assert torch.equal(net.last.weight, trained(0, 2)[0].last.weight.bfloat16())
+
+
+# --- a continued run: its global batch, and the flags that differ
+
+
+def a_run(out, processes=1, step=20, **flags):
+    """(flags, a run folder): with a checkpoint of `step`, as train_llama3.py would leave it on so many processes."""
+    cfg = train_llama3.Config(out=str(out), steps=20, warmup_steps=2, local_batch_size=4, **flags)
+    checkpoints = of(*trained(), out)
+    checkpoints.config, checkpoints.world_size = asdict(cfg), processes
+    checkpoints.save(step, {"step": step})
+    return cfg
+
+
+def resolved(monkeypatch, cfg, processes, **flags):
+    """(global, local batch) that keep_batch gives a start with these flags on so many processes."""
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    cfg = replace(cfg, **flags)
+    checkpoint.keep_batch(cfg)
+    # whatever it is, the layout takes it
+    parallel.check_layout(cfg, config(), seq_len=16, local_batch_size=cfg.local_batch_size,
+                          global_batch_size=cfg.global_batch_size, device="cpu")
+    return cfg.global_batch_size, cfg.local_batch_size
+
+
+@pytest.mark.parametrize("processes, flags, expected, says", [
+    (1, {}, (8, 4), False),
+    (2, {}, (8, 4), False),
+    (4, {}, (8, 2), True),
+    (8, {"local_batch_size": 3}, (8, 1), True),
+    (1, {"local_batch_size": 3}, (8, 2), True),
+    (1, {"local_batch_size": 16}, (8, 8), True),
+    (4, {"tp": 2}, (8, 4), False),
+    (2, {"pp": 2, "pp_microbatch_size": 2, "local_batch_size": 7}, (8, 4), True),
+    (4, {"global_batch_size": 16}, (16, 4), False),  # what is asked for wins
+])
+@pytest.mark.parametrize("old", [8, -1])
+def test_a_continued_run_keeps_its_global_batch(tmp_path, monkeypatch, capsys, old, processes, flags, expected, says):
+    cfg = a_run(tmp_path, processes=2, global_batch_size=old)  # -1: an old checkpoint, of 2 x 4 sequences
+    cfg = replace(cfg, global_batch_size=-1, steps=40)
+    assert resolved(monkeypatch, cfg, processes, **flags) == expected
+    out = capsys.readouterr().out
+    assert (f"stays 8 sequences, as in {path(tmp_path, 20)}" in out and f"becomes {expected[1]} on" in out) == says
+
+
+def test_a_batch_that_the_ranks_cannot_share_is_refused(tmp_path, monkeypatch):
+    cfg = replace(a_run(tmp_path, global_batch_size=8), global_batch_size=-1, steps=40)
+    with pytest.raises(ValueError, match="is 8 sequences, which 3 data ranks cannot share; use --global_batch_size 9"):
+        resolved(monkeypatch, cfg, 3)
+    with pytest.raises(ValueError, match="2 data ranks cannot share in micro-batches of 3; use --global_batch_size 12"):
+        resolved(monkeypatch, cfg, 4, pp=2, pp_microbatch_size=3, local_batch_size=3)
+    assert resolved(monkeypatch, cfg, 3, local_batch_size=3, global_batch_size=9) == (9, 3)
+
+
+def test_the_batch_of_a_new_run_is_its_own(tmp_path, monkeypatch):
+    cfg = replace(a_run(tmp_path / "old", global_batch_size=8), global_batch_size=-1, steps=40)
+    new = dict(out=str(tmp_path / "new"), init_from=cfg.out)
+    assert resolved(monkeypatch, cfg, 4, **new) == (16, 4)
+    assert resolved(monkeypatch, cfg, 4, **new, init_model_only=False) == (8, 2)  # "as if it were this run"
+    assert resolved(monkeypatch, cfg, 4, steps=20) == (16, 4)  # nothing left to train
+    # a dry run is about the flags, whatever lies in the folder
+    assert resolved(monkeypatch, cfg, 4, dry_run=True) == (16, 4)
+
+
+def test_the_batch_of_a_config_file_is_kept_and_that_of_a_flag_is_not_bent(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    save_config(train_llama3.Config(out=str(tmp_path / "run"), global_batch_size=8), tmp_path / "config.json", {})
+    cfg = parse_config(train_llama3.Config, ["--config", str(tmp_path / "config.json")])
+    checkpoint.keep_batch(cfg)
+    assert (cfg.global_batch_size, cfg.local_batch_size) == (8, 2)
+    assert "as in --config: --local_batch_size 8 becomes 2 on 4 data ranks" in capsys.readouterr().out
+    for argv in (["--global_batch_size", "8"], ["--config", str(tmp_path / "config.json"), "--global_batch_size", "8"]):
+        cfg = parse_config(train_llama3.Config, argv)
+        checkpoint.keep_batch(cfg)
+        assert (cfg.global_batch_size, cfg.local_batch_size) == (8, 8)  # for check_layout to refuse
+
+
+def test_changed_flags_are_told_with_what_follows(tmp_path, monkeypatch, capsys):
+    cfg, lr_at = a_run(tmp_path, global_batch_size=4), train_llama3.lr_at
+    capsys.readouterr()
+
+    def told(**flags):
+        check_run(cfg.out, IDENTITY, replace(cfg, **flags), lr_at)
+        out = capsys.readouterr().out
+        assert out.count("\n") == bool(out)
+        return out
+
+    assert told() == "" == told(lr=1.0)  # 20 of 20 steps are done: nothing is trained with these flags
+    old, new = cfg.lr * lr_at(20, cfg), cfg.lr * lr_at(21, replace(cfg, steps=40))
+    assert told(steps=40, log_every=3, device="cpu", checkpoint_every=7) == (
+        f"flags that differ from those of step 20: steps 20 -> 40; the learning rate goes from {old:.2e} to {new:.2e} "
+        f"at step 21; --schedule_steps 20 keeps the old schedule\n")
+    assert told(steps=40, schedule_steps=20) == (
+        "flags that differ from those of step 20: steps 20 -> 40, schedule_steps -1 -> 20\n")
+    line = told(steps=40, schedule_steps=20, lr=1e-3, beta2=0.9, weight_decay=0.0, seed=1, global_batch_size=16, tp=2)
+    for text in ("lr 0.003 -> 0.001", "beta2 0.95 -> 0.9", "weight_decay 0.1 -> 0.0", "seed 0 -> 1", "tp 1 -> 2",
+                 "global_batch_size 4 -> 16", "to 1.00e-04 at step 21"):
+        assert text in line
+    assert "keeps the old" not in line
+    monkeypatch.setenv("RANK", "1")
+    assert told(steps=40) == ""
+
+
+@pytest.mark.parametrize("recipe", [train_llama3, train_qwen3, train_deepseek, grpo])
+def test_flags_that_are_not_told_exist_and_concern_no_training(recipe):
+    fields = {field.name for field in dataclasses.fields(recipe.Config)}
+    left_out = checkpoint.UNTOLD_FLAGS & fields
+    told = {"lr", "steps", "warmup_steps", "seed", "local_batch_size", "tp", "compute_dtype", "weight_decay", "max_norm"}
+    assert len(left_out) > 30 and not told & left_out and told <= fields
+    if recipe is not grpo:
+        assert checkpoint.UNTOLD_FLAGS <= fields
 
 
 def test_model_only(tmp_path):

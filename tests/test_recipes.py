@@ -262,9 +262,12 @@ def test_four_processes_train_what_one_does(tmp_path, recipe):
     assert abs(val[0] - val[1]) <= 1e-5
 
     # a finished run: the same command says so, and changes nothing
-    before = (tmp_path / "1" / "metrics.jsonl").read_bytes()
-    assert "is finished: 6 of 6 steps are done" in run(commands[1])
-    assert (tmp_path / "1" / "metrics.jsonl").read_bytes() == before
+    def files():
+        return [(tmp_path / "1" / name).read_bytes() for name in ("metrics.jsonl", "config.json")]
+
+    before = files()
+    assert "is finished: 6 of 6 steps are done" in run([*commands[1], "--lr", "0.1"])
+    assert files() == before
     assert os.listdir(tmp_path / "1" / "checkpoints") == ["step-6"]
 
 
@@ -292,6 +295,17 @@ def test_stopped_by_sigterm_and_continued_by_two_processes(tmp_path, recipe):
     assert f"continuing from {out}/checkpoints/step-{stopped} (written by 4 rank(s))" in stdout
     run(launch(1, *common, "--steps", steps, "--out", tmp_path / "whole"))
     assert_same_training(train_lines(out), train_lines(tmp_path / "whole"))
+
+
+def test_the_batch_stays_on_another_number_of_processes_and_new_flags_are_told(tmp_path):
+    flags = [*TINY, "--local_batch_size", 2, "--warmup_steps", 1, "--val_every", 0, "--out", tmp_path]
+    run(launch(1, "train_llama3.py", *flags, "--steps", 4))
+    stdout = run(launch(2, "train_llama3.py", *flags, "--steps", 8))
+    assert "the global batch stays 2 sequences" in stdout and "--local_batch_size 2 becomes 1 on 2 data ranks" in stdout
+    assert "local_batch_size 2 -> 1" in stdout and "steps 4 -> 8; the learning rate goes from 6.95e-04" in stdout
+    assert {line["tokens"] / line["step"] for line in train_lines(tmp_path)} == {2 * 32}
+    saved = [json.loads(path.read_text()) for path in (tmp_path / "config.json", tmp_path / "checkpoints/step-8/config.json")]
+    assert [config["global_batch_size"] for config in saved] == [2, 2]
 
 
 # ---------------------------------------------------------------- options of the loop, in whole runs
