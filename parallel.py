@@ -1147,10 +1147,9 @@ def shard(stage, layout: Layout) -> None:
     dtypes = {getattr(torch, cfg.param_dtype), layout.compute_dtype, getattr(torch, cfg.reduce_dtype)}
     if layout.world_size == 1 and dtypes == {torch.float32} and not (cfg.cpu_offload or cfg.float8_all_gather):
         return
-    options = dict(
-        mesh=mesh,
-        mp_policy=MixedPrecisionPolicy(param_dtype=layout.compute_dtype, reduce_dtype=getattr(torch, cfg.reduce_dtype)),
-    )
+    # Weights are cast for the forward. What is handed to a block is not: FSDP would cast cos and sin, which are fp32, as well.
+    dtypes = dict(param_dtype=layout.compute_dtype, reduce_dtype=getattr(torch, cfg.reduce_dtype))
+    options = dict(mesh=mesh, mp_policy=MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False))
     if cfg.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     reshard = reshards(layout)

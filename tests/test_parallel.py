@@ -6,7 +6,7 @@ validation loss, the weights. docs/parallelism.md draws its support matrix from 
 """
 import subprocess
 import sys
-from collections import deque
+from collections import defaultdict, deque
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -389,3 +389,84 @@ def test_check_parity_passes_and_finds_a_forkers_mistake(tmp_path):
     bad = run(copy)
     assert bad.returncode == 1, bad.stdout + bad.stderr
     assert "step 1 differs first in the gradient of blocks.1.ffn.w1.weight" in bad.stdout
+
+
+@contextmanager
+def watch_dtypes(seen: dict[str, set], off: dict[str, float]):
+    """seen: what reaches attention, rotation, routers and the choice of experts, by dtype; off: how far each norm's output is
+    from the same in fp32, in units of one rounding to the output's dtype."""
+    from models import attention, deepseek, llama3, moe, qwen3
+
+    real_rotate, real_sdpa, real_choose, real_apply = llama3.rotate, attention.sdpa, moe.Balance.choose, moe.apply_experts
+
+    def rotate(x, cos, sin, *rest):
+        seen["rotated"].add(x.dtype)
+        seen["cos, sin"] |= {cos.dtype, sin.dtype}
+        return real_rotate(x, cos, sin, *rest)
+
+    def sdpa(q, k, v, *args, **kwargs):
+        seen["attention"] |= {q.dtype, k.dtype, v.dtype}
+        return real_sdpa(q, k, v, *args, **kwargs)
+
+    def choose(self, scores, *args):
+        seen["scores"] |= {scores.dtype, self.bias.dtype}
+        return real_choose(self, scores, *args)
+
+    def apply_experts(experts, x, index, weight, counts):
+        seen["expert inputs"].add(x.dtype)
+        seen["expert weights"].add(weight.dtype)
+        return real_apply(experts, x, index, weight, counts)
+
+    def norm_forward(module, args, out):
+        if isinstance(module, torch.nn.RMSNorm):
+            x, weight, got = (parallel.local_tensor(t).detach() for t in (args[0], module.weight, out))
+            seen["norms"] |= {x.dtype, weight.dtype, got.dtype}
+            want = x.double() / (x.double().square().mean(-1, keepdim=True) + module.eps).sqrt() * weight.double()
+            error = (got.double() - want).abs() / want.abs().clamp(min=1e-30) / torch.finfo(got.dtype).eps
+            off["norms"] = max(off.get("norms", 0.0), error.max().item())
+
+    hook = torch.nn.modules.module.register_module_forward_hook(norm_forward)
+    places = [(m, "rotate", rotate) for m in (llama3, qwen3, deepseek)] + [(m, "sdpa", sdpa) for m in (attention, parallel)]
+    places += [(m, "apply_experts", apply_experts) for m in (qwen3, deepseek)] + [(moe.Balance, "choose", choose)]
+    try:
+        with ExitStack() as stack:
+            for owner, name, value in places:
+                stack.enter_context(mock.patch.object(owner, name, value))
+            yield
+    finally:
+        hook.remove()
+
+
+def dtypes_of_a_step(problem: dict, flags: dict) -> tuple[dict, dict, dict]:
+    n = 8
+    stages, layout = build(config(**problem), flags | {"compute_dtype": "bfloat16"}, n, 2)
+    for stage in stages:
+        for norm in (m for m in stage.modules() if isinstance(m, torch.nn.RMSNorm)):  # ones would hide their rounding
+            parallel.local_tensor(norm.weight.data).uniform_(0.5, 2.0)
+    seen, off = defaultdict(set), {}
+    with watch_dtypes(seen, off):
+        parallel.forward_backward(stages, local_batch(global_batch(0, n, False), layout), layout)
+    grads = {str(p.grad.dtype) for stage in stages for p in stage.parameters() if p.grad is not None}
+    return dict(seen), off, grads
+
+
+BF16 = [(1, {}), (2, dict(tp=2)), (2, dict(cp=2)), (2, dict(cp=2, cp_method="alltoall")), (2, dict(pp=2)),
+        (2, dict(cpu_offload=True)), (2, dict(ac="full")), (2, dict(ep=2)), (2, dict(tp=2, etp=2))]
+KINDS = {"llama3": {}, "qwen3": dict(model="qwen3"), "qwen3_moe": MOE, "deepseek": dict(model="deepseek"), "mtp": MTP, "v2": V2}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("processes, flags", BF16, ids=str)
+def test_what_a_bf16_run_computes_in_fp32(kind, processes, flags):
+    """docs/numerics.md: cos and sin, scores of the router and the weights of a token's experts are fp32 in bf16 runs, too."""
+    experts = "n_experts" in KINDS[kind] or "deepseek" in KINDS[kind].values()
+    if not experts and ("ep" in flags or "etp" in flags):
+        pytest.skip("has no experts")
+    bf16, fp32 = {torch.bfloat16}, {torch.float32}
+    want = {"rotated": bf16, "cos, sin": fp32, "attention": bf16, "norms": bf16}
+    if experts:
+        want |= {"scores": fp32, "expert inputs": bf16, "expert weights": fp32}
+    for seen, off, grads in pool(processes).run(dtypes_of_a_step, KINDS[kind], flags):
+        assert seen == want
+        assert off["norms"] < 0.51  # one rounding at the end; rounding in between, too, would make it 1 to 2
+        assert grads == {"torch.float32"}
