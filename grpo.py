@@ -114,6 +114,7 @@ class Config(ParallelConfig, CheckpointConfig, MetricsConfig):
     mask_truncated: bool = False  # leave truncated samples out of the loss and of its denominator
     async_steps: Literal[0, 1] = 0  # 1: rollouts are one policy version behind, so that they and training overlap
     gen_ranks: int = 0  # the last ranks only sample, each with a whole model; 0 = the trainer's ranks sample, in place
+    rollout_timeout_s: int = 7200  # a rank that waits longer for others' samples, tools or rewards ends the run
     batch_invariant: bool = False  # generator and trainer agree to the last bit (CPU, one thread, without tp, cp, ep); slower
     abort_k3: float = 0.05  # stop when generator and trainer differ by more than this k3 divergence; 0 = never
     control: Literal["none", "frozen", "random"] = "none"  # for comparison: no updates, or rewards by a coin
@@ -429,7 +430,7 @@ def lr_at(step: int, cfg: Config) -> float:
 def check_flags(cfg: Config):
     """Raises ValueError for what grpo.py itself cannot do, with the reason."""
     at_least_1 = ("steps", "prompts_per_step", "group_size", "minibatches", "max_new_tokens", "local_batch_size",
-                  "rollout_rows", "eval_n", "eval_k")
+                  "rollout_rows", "rollout_timeout_s", "eval_n", "eval_k")
     if wrong := [f"--{name} {getattr(cfg, name)}" for name in at_least_1 if getattr(cfg, name) < 1]:
         raise ValueError(f"{', '.join(wrong)} must be at least 1")
     check_range(cfg, 0, math.inf, "lr", "sft_lr", "eps", "weight_decay", "max_norm", "kl_coef", "tis", "clip_low", "clip_high")
@@ -478,6 +479,7 @@ def main(cfg: Config):
     check_run(cfg.out, identity, cfg, lr_at)
     if cfg.export_hf and all(step < cfg.steps for step, _ in step_folders(cfg.out)):
         check_export(cfg.export_hf)
+    stop = StopSignal()  # of generators too: those that a Ctrl-C ended would take the step with them
     if layout.rank >= n_trainers:
         return generate_forever(cfg, env, text, Model, model_config, n_trainers)
     lock_run(cfg.out)
@@ -485,7 +487,6 @@ def main(cfg: Config):
     rank0 = layout.rank == 0
     if rank0:
         text.save()
-    stop = StopSignal()
     connect(layout, cfg.device, cfg.seed, trace=f"{cfg.out}/trace")
     choose_attention(layout, model_config, cfg.seq_len, cfg.local_batch_size)
 
@@ -618,7 +619,7 @@ def main(cfg: Config):
         log_eval(step)
         first_save = step == 1 and cfg.checkpoint_first_step
         saving = cfg.checkpoint_every and (step % cfg.checkpoint_every == 0 or last or first_save)
-        if ahead and (saving or not stopping):
+        if ahead:  # also when the run stops: the checkpoint keeps it, and a generator goes only when its samples are fetched
             batch = state["batch"] = engine.collect()
         if saving:
             only = cfg.last_save_model_only and step == cfg.steps
@@ -626,8 +627,7 @@ def main(cfg: Config):
         if stopping:
             break
     trainer.store(cfg.out).close()
-    if bridge is not None:
-        engine.send(torch.tensor([-1, 0]))  # the generators may go
+    engine.close()
     if cfg.export_hf and not stopping and not os.path.exists(cfg.export_hf):
         save_hf([model], cfg.export_hf, getattr(torch, cfg.export_dtype), tokenizer_file=text.file)
     if rank0:

@@ -2,10 +2,12 @@
 
     engine.submit(cursor)     # the next prompts, for the policy as it is now
     batch = engine.collect()  # {"samples": [...], "cursor": where the next prompts begin, "version": of the policy, ...}
+    engine.close()            # when the run ends: every submit() has had its collect()
 
-These two calls are all that the training loop knows of an engine, so one that asks a server over HTTP would fit as well
+These calls are all that the training loop knows of an engine, so one that asks a server over HTTP would fit as well
 (docs/grpo.md). InPlace works with the trainer's weights where they are; Generators sends them to other ranks.
 """
+import functools
 import hashlib
 import os
 import pickle
@@ -42,14 +44,24 @@ def reshard(model):
             module.set_reshard_after_forward(model.reshards and module not in (model, last), recurse=False)
 
 
-def lockstep(layout):
-    """With experts on several ranks every forward is collective: ranks refill and end together. Else each at its own pace."""
-    if layout.cfg.ep == 1:
+@functools.cache
+def patient_group(world, timeout_s: int):
+    """All processes of `world`, for what nobody can bound: how long samples, tools and rewards take on another rank. Training
+    keeps its own, short --train_timeout_s, by which a rank that hangs is found."""
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc="rollouts")
+
+
+def lockstep(layout, tool=None):
+    """With experts on several ranks every forward is collective: ranks refill and end together. Else each at its own pace.
+
+    So are forwards under tp, where all ranks do the same: there they wait for each other only where a tool may hold one up."""
+    if layout.cfg.ep == 1 and not (layout.tp > 1 and tool):
         return lambda *flags: flags
+    group = patient_group(dist.group.WORLD, layout.cfg.rollout_timeout_s)
 
     def agree(*flags):
-        flags = torch.tensor([int(flag) for flag in flags], device=layout.device)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        flags = torch.tensor([int(flag) for flag in flags])
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
         return flags.bool().tolist()
 
     return agree
@@ -60,6 +72,7 @@ def sample_groups(cfg, env, text, layout, model, split, indices, group_size, tem
 
     Noise and tasks are functions of (seed, index): neither the number of ranks nor a resumed run changes a sample.
     """
+    group = patient_group(dist.group.WORLD, cfg.rollout_timeout_s) if layout.world_size > 1 else None  # all come here at once
     # (1) prompts
     mine = indices[layout.data_rank :: layout.data_ranks]
     tasks = [draw_task(env, split, i)[0] for i in mine]
@@ -71,9 +84,10 @@ def sample_groups(cfg, env, text, layout, model, split, indices, group_size, tem
         digest = hashlib.sha256(f"{cfg.seed}/{split}/{i}".encode()).digest()
         row.copy_(torch.rand(row.shape, generator=torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))))
     # (2) rollouts
+    tool = text.tool(env)
     samples = rollout(
-        model, prompts, noise, temperature, text.eot, max_len=cfg.seq_len, rows=cfg.rollout_rows, tool=text.tool(env),
-        tp_mesh=layout.mesh["tp"] if layout.tp > 1 else None, batch_invariant=cfg.batch_invariant, agree=lockstep(layout),
+        model, prompts, noise, temperature, text.eot, max_len=cfg.seq_len, rows=cfg.rollout_rows, tool=tool,
+        tp_mesh=layout.mesh["tp"] if layout.tp > 1 else None, batch_invariant=cfg.batch_invariant, agree=lockstep(layout, tool),
     )
     # (3) rewards: of the text that the ids spell; the ids themselves are what is trained on, never the text encoded again
     for j, s in enumerate(samples):
@@ -83,7 +97,7 @@ def sample_groups(cfg, env, text, layout, model, split, indices, group_size, tem
             s["reward"] = float(random.Random(f"{cfg.seed}/{split}/{s['group']}/{j % group_size}").random() < 0.5)
     if layout.world_size > 1:
         everyone, copies = [None] * layout.world_size, layout.cp * layout.tp
-        dist.all_gather_object(everyone, samples)
+        dist.all_gather_object(everyone, samples, group=group)
         for rank, theirs in enumerate(everyone):  # cp and tp ranks of one data rank work on the same samples
             if [s["ids"] for s in theirs] != [s["ids"] for s in everyone[rank - rank % copies]]:
                 raise RuntimeError(f"ranks {rank - rank % copies} and {rank} share one model but sampled different tokens")
@@ -121,6 +135,9 @@ class InPlace:
     def collect(self) -> dict:
         return self.batch
 
+    def close(self):
+        pass
+
 
 class Generators:
     """--gen_ranks: ranks that only sample, each with a whole model. submit() sends weights and returns; they work meanwhile."""
@@ -147,14 +164,18 @@ class Generators:
             data = torch.empty(int(size), dtype=torch.uint8)
             self.bridge.recv([data], 1, 0).wait()
             box = [pickle.loads(data.numpy().tobytes())]  # from our own generators, over our own connection
-        dist.broadcast_object_list(box, 0)
+        # the other trainers wait here for as long as the generators need
+        dist.broadcast_object_list(box, 0, group=patient_group(dist.group.WORLD, self.trainer.cfg.rollout_timeout_s))
         return box[0]
+
+    def close(self):
+        self.send(torch.tensor([-1, 0]))  # the generators may go
 
 
 def open_bridge(cfg, n_trainers: int):
     """(store, group of trainer rank 0 and all generators) of this attempt; no torch default group can span both worlds."""
     env, rank = os.environ, int(os.environ["RANK"])
-    timeout = timedelta(hours=2)  # one side waits as long as the other takes for its part of a step
+    timeout = timedelta(seconds=cfg.rollout_timeout_s)  # one side waits as long as the other takes for its part of a step
     connecting = timedelta(seconds=cfg.init_timeout_s)
     store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), None, False, timeout=connecting)
     store = dist.PrefixStore(f"rollouts/{env.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
@@ -163,7 +184,11 @@ def open_bridge(cfg, n_trainers: int):
 
 
 def generate_forever(cfg, env, text, Model, model_config, n_trainers: int):
-    """The whole life of a generator rank: weights in, samples out, until a negative cursor."""
+    """The whole life of a generator rank: weights in, samples out, until a negative cursor.
+
+    Signals do not end it, see StopSignal: the trainers finish their step with what it samples, and then say that it may go.
+    When they die their connection breaks, and this rank fails.
+    """
     rank = int(os.environ["RANK"]) - n_trainers
     layout = check_layout(
         replace(cfg, dp_shard=cfg.gen_ranks, dp_replicate=1, tp=1, cp=1, ep=1, etp=1), model_config, seq_len=cfg.seq_len,

@@ -25,6 +25,7 @@ from grpo import Config, Trainer, advantages, count, overlong_penalty, policy_lo
 from models.llama3 import Llama3, Llama3Config
 from models.loss import CHUNK_ELEMENTS, token_logprobs
 from tests.pool import pool
+from tests.test_faults import Job
 
 REPO = Path(__file__).parent.parent
 GSM8K = REPO.parent / "shared" / "data" / "gsm8k_train.jsonl"  # the published problems, where they are at hand
@@ -722,3 +723,151 @@ def test_drifted_run_stops(tmp_path):
     """--abort_k3: an lr that throws the policy far in one step, with samples that are one version old."""
     error = run(1, *TINY, "--steps", 6, "--async_steps", 1, "--lr", 1, "--warmup_steps", 0, "--out", tmp_path / "run", status=1)
     assert "is above --abort_k3 0.05" in error
+
+
+# ---------------------------------------------------------------- signals, hangs, patience
+
+WAITS = '''
+import os, time
+from tests.env_counting import ALPHABET, make
+import tests.env_counting
+
+here, calls = os.path.dirname(__file__), 0
+
+
+def reward(prompt, completion, truncated=False):
+    """As env_counting.py; in step 4 it waits until a test has done its worst."""
+    global calls
+    calls += 1
+    if calls == 16 * 3 + 1 and not os.path.exists(f"{here}/go"):
+        open(f"{here}/waiting", "w").close()
+        while not os.path.exists(f"{here}/go"):
+            time.sleep(0.01)
+    return tests.env_counting.reward(prompt, completion)
+'''
+LONG = [*TINY[2:], "--steps", 6, "--eval_every", 0, "--checkpoint_every", 100, "--compute_dtype", "float32"]
+
+
+@pytest.fixture
+def start(tmp_path):
+    """start(processes, flag, ...) -> Job of the task that waits; what is left of it is killed when the test ends."""
+    jobs = []
+    (tmp_path / "env.py").write_text(WAITS)
+
+    def start(processes, *flags):
+        command = launch(processes, *LONG, "--env", tmp_path / "env.py", "--out", tmp_path / "run", *flags)
+        jobs.append(Job(command, tmp_path / "run", tmp_path / f"log {len(jobs)}"))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.kill_everything()
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+@pytest.mark.parametrize("processes, how", [
+    pytest.param(1, "SIGTERM", marks=pytest.mark.slow), (2, "SIGTERM to the workers"),
+    pytest.param(2, "SIGINT to all", marks=pytest.mark.slow)])
+def test_a_signal_saves_and_ends(tmp_path, start, processes, how, steps_ahead):
+    """In place and with a generator rank, in step and one ahead: the step is finished and saved, and the run can go on."""
+    flags = ["--async_steps", steps_ahead] + ["--gen_ranks", 1] * (processes > 1)
+    job = start(processes, *flags)
+    job.until((tmp_path / "waiting").exists)
+    for pid in job.processes():
+        if pid != job.launcher.pid or "workers" not in how:
+            os.kill(pid, signal.SIGINT if "SIGINT" in how else signal.SIGTERM)
+    (tmp_path / "go").touch()
+    assert job.end(within=60) == (1 if "all" in how else 0)  # torchrun's own status after a signal to it is 1
+    said = job.text()
+    assert "stopped after step" in said and "error on rank" not in said
+    assert os.listdir(job.out / "checkpoints") == [f"step-{job.last_step()}"] and 3 <= job.last_step() <= 4
+    again = start(processes, *flags)
+    assert again.end() == 0 and "continuing from" in again.text()
+    (tmp_path / "env.py").write_text(WAITS.replace("16 * 3", "-1"))
+    run(1, *LONG, "--env", tmp_path / "env.py", "--out", tmp_path / "whole", *flags[:2])
+    assert_same(steps_of(job.out), steps_of(tmp_path / "whole"), 1e-5 if processes > 1 else 0.0)
+
+
+def test_a_signal_without_checkpoints_ends_as_well(tmp_path, start):
+    job = start(2, "--gen_ranks", 1, "--async_steps", 1, "--checkpoint_every", 0)
+    job.until((tmp_path / "waiting").exists)
+    os.kill(job.worker(0), signal.SIGTERM)
+    (tmp_path / "go").touch()
+    assert job.end(within=60) == 0 and "stopped after step" in job.text()
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_trainer_and_generator_end_together(tmp_path, start, rank):
+    """Whichever dies, the other does not wait for it, even if no launcher ends it: torchrun is stopped here."""
+    job = start(2, "--gen_ranks", 1)
+    job.until((tmp_path / "waiting").exists)
+    os.kill(job.launcher.pid, signal.SIGSTOP)
+    os.kill(job.worker(rank), signal.SIGKILL)
+    (tmp_path / "go").touch()
+
+    def zombie(pid):
+        return Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+    others = [pid for pid, env in job.processes().items() if env.get("RANK") == str(1 - rank)]
+    job.until(lambda: all(not Path("/proc", str(pid)).exists() or zombie(pid) for pid in others), timeout=30)
+
+
+HANGS = """
+import os, sys, time
+sys.path.insert(0, {repo!r})
+import grpo
+optim_step, begun = grpo.Trainer.optim_step, []
+
+
+def hang(self, *args, **options):
+    begun.append(1)
+    if os.environ["RANK"] == "1" and len(begun) == 3 + 3:  # three steps of warm-up, then step 3
+        time.sleep(600)
+    return optim_step(self, *args, **options)
+
+
+grpo.Trainer.optim_step = hang
+grpo.run(grpo.main, grpo.parse_config(grpo.Config))
+"""
+SLOW_REWARD = """
+import os, time
+import tests.env_counting
+from tests.env_counting import ALPHABET, make
+
+calls = 0
+
+
+def reward(prompt, completion, truncated=False):
+    global calls
+    calls += 1
+    if os.environ["RANK"] == os.environ["LATE"] and calls == 2 * 16 // int(os.environ["SAMPLERS"]) + 1:  # in step 3
+        time.sleep(9)
+    return tests.env_counting.reward(prompt, completion)
+"""
+
+
+@pytest.mark.parametrize("processes, late, samplers, flags", [
+    (2, 1, 2, ["--dp_shard", 2]), pytest.param(3, 2, 1, ["--gen_ranks", 1], marks=pytest.mark.slow)], ids=str)
+def test_rewards_may_take_longer_than_training(tmp_path, processes, late, samplers, flags):
+    """--train_timeout_s is for collectives in training: other ranks, and trainers of generators, wait for a slow reward."""
+    (tmp_path / "env.py").write_text(SLOW_REWARD)
+    command = launch(processes, *LONG, "--steps", 4, "--checkpoint_every", 0, "--train_timeout_s", 6,
+                     "--env", tmp_path / "env.py", "--out", tmp_path / "run", *flags)
+    job = Job(command, tmp_path / "run", tmp_path / "log", LATE=str(late), SAMPLERS=str(samplers))
+    try:
+        assert job.end() == 0, job.text()[-3000:]
+    finally:
+        job.kill_everything()
+    assert max(line["rollout_s"] for line in steps_of(job.out)) > 8 and job.last_step() == 4
+
+
+def test_a_hang_in_training_still_ends_the_run(tmp_path):
+    (tmp_path / "hangs.py").write_text(HANGS.format(repo=str(REPO)))
+    flags = ["--eval_every", 0, "--dp_shard", 2, "--train_timeout_s", 6, "--out", tmp_path / "run"]
+    command = [word.replace(str(REPO / "grpo.py"), str(tmp_path / "hangs.py")) for word in launch(2, *TINY, *flags)]
+    job = Job(command, tmp_path / "run", tmp_path / "log")
+    try:
+        job.until(lambda: "error on rank 0" in job.text())
+        assert job.last_step() == 2 and "imed out" in job.text()
+    finally:
+        job.kill_everything()
