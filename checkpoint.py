@@ -52,6 +52,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from config import FROM_FILE
+
 # ----------------------------------------------------------------------------------------------------------------------
 # 1. Our own checkpoints (DCP)
 # ----------------------------------------------------------------------------------------------------------------------
@@ -315,7 +317,7 @@ def keep_batch(cfg):
     processes, others = int(os.environ.get("WORLD_SIZE", 1)), cfg.pp * cfg.cp * cfg.tp
     if min(cfg.pp, cfg.cp, cfg.tp, cfg.local_batch_size) < 1 or processes % others:
         return  # check_layout says what is wrong
-    data_ranks, source = processes // others, "--config" if "global_batch_size" in getattr(cfg, "from_file", ()) else ""
+    data_ranks, source = processes // others, "--config" if "global_batch_size" in FROM_FILE else ""
     if cfg.global_batch_size == -1:
         path = None if cfg.dry_run else continued(cfg)
         kept = trained_flags(path).get("global_batch_size") if path else None

@@ -26,6 +26,8 @@ import time
 import tokenize
 from typing import Literal, NoReturn, get_args, get_origin, get_type_hints
 
+FROM_FILE = set()  # fields whose values came from --config when this process read its command line: checkpoint.keep_batch
+
 
 def usage_error(message) -> NoReturn:
     """One line on stderr (all ranks see the same command line, so only rank 0 speaks), then exit status 2."""
@@ -89,7 +91,8 @@ def parse_config(Config, argv=None):
         cfg = Config(**values)
     except ValueError as error:  # from a __post_init__
         usage_error(error)
-    cfg.from_file = values.keys() - vars(given).keys()  # no field: where a value comes from, for checkpoint.keep_batch
+    FROM_FILE.clear()
+    FROM_FILE.update(values.keys() - vars(given).keys())
     return cfg
 
 

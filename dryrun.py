@@ -7,7 +7,6 @@
 --plot          the mesh and the pipeline's schedule as pictures
 --check_parity  three real steps on one process and on the layout, compared
 """
-import copy
 import importlib.util
 import math
 import os
@@ -37,6 +36,7 @@ from torch.utils.flop_counter import flop_registry
 
 import optim
 import parallel
+from config import FROM_FILE
 from metrics import peak_flops, read_lines
 from models.loss import CHUNK_ELEMENTS
 from parallel import local_tensor
@@ -302,9 +302,7 @@ def dry_world(main, cfg, pp_rank: int):
         ]:
             stack.enter_context(mock.patch.object(owner, name, value, create=True))
         try:
-            dry = copy.copy(cfg)  # not replace(), which would forget what came from --config: see checkpoint.keep_batch
-            dry.dry_run = True
-            built = build(main, dry, connect, init_weights)
+            built = build(main, replace(cfg, dry_run=True), connect, init_weights)
             with fake:
                 yield built
         finally:
@@ -1017,7 +1015,7 @@ def check_parity(cfg, degrees: dict[str, int]) -> int:
     batch = cfg.global_batch_size if cfg.global_batch_size != -1 else cfg.local_batch_size * data_ranks
     both = dict(check_parity=False, steps=STEPS, compute_dtype="float32", global_batch_size=batch, checkpoint_every=0,
                 export_hf="", val_every=0, log_every=1, device="cuda" if torch.cuda.device_count() >= world_size else "cpu")
-    if "global_batch_size" in getattr(cfg, "from_file", ()):
+    if "global_batch_size" in FROM_FILE:
         del both["global_batch_size"]  # both runs read it from there, and find the local batch that fits
     one = dict.fromkeys(degrees, 1) | dict(ep=1, etp=1, ac="none", compile=False, cpu_offload=False)
     with tempfile.TemporaryDirectory() as folder:

@@ -537,6 +537,8 @@ def test_the_batch_of_a_new_run_is_its_own(tmp_path, monkeypatch):
 
 def test_the_batch_of_a_config_file_is_kept_and_that_of_a_flag_is_not_bent(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setattr(checkpoint, "FROM_FILE", set())
+    monkeypatch.setattr("config.FROM_FILE", checkpoint.FROM_FILE)  # of this process: not for the tests after this one
     save_config(train_llama3.Config(out=str(tmp_path / "run"), global_batch_size=8), tmp_path / "config.json", {})
     cfg = parse_config(train_llama3.Config, ["--config", str(tmp_path / "config.json")])
     checkpoint.keep_batch(cfg)

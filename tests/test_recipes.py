@@ -302,7 +302,7 @@ def test_the_batch_stays_on_another_number_of_processes_and_new_flags_are_told(t
     run(launch(1, "train_llama3.py", *flags, "--steps", 4))
     stdout = run(launch(2, "train_llama3.py", *flags, "--steps", 8))
     assert "the global batch stays 2 sequences" in stdout and "--local_batch_size 2 becomes 1 on 2 data ranks" in stdout
-    assert "local_batch_size 2 -> 1" in stdout and "steps 4 -> 8; the learning rate goes from 6.95e-04" in stdout
+    assert "steps 4 -> 8, local_batch_size 2 -> 1; the learning rate goes from 6.95e-04 to 1.65e-03 at step 5" in stdout
     assert {line["tokens"] / line["step"] for line in train_lines(tmp_path)} == {2 * 32}
     saved = [json.loads(path.read_text()) for path in (tmp_path / "config.json", tmp_path / "checkpoints/step-8/config.json")]
     assert [config["global_batch_size"] for config in saved] == [2, 2]
