@@ -139,6 +139,15 @@ class InPlace:
         pass
 
 
+def multiplied(model, compute_dtype: torch.dtype) -> list[tuple[Tensor, torch.dtype]]:
+    """All parameters and buffers in the order of their names, with the dtype in which a forward of the trainer sees them: FSDP
+    casts parameters, norms and routers among them, and leaves buffers as they are. Held in any other, a generator's samples
+    would come from another function: an expert's selection bias in bf16 sends tokens elsewhere."""
+    parameters = [(fqn, p, compute_dtype) for fqn, p in model.named_parameters()]
+    buffers = [(fqn, b, b.dtype) for fqn, b in model.named_buffers()]
+    return [(t, dtype) for _, t, dtype in sorted(parameters + buffers, key=lambda entry: entry[0])]
+
+
 class Generators:
     """--gen_ranks: ranks that only sample, each with a whole model. submit() sends weights and returns; they work meanwhile."""
 
@@ -148,9 +157,9 @@ class Generators:
     def submit(self, cursor: int):
         model, layout = self.trainer.model, self.trainer.layout
         self.send(torch.tensor([cursor, self.trainer.policy_version]))
-        for _, t in sorted(model.state_dict().items()):
+        for t, dtype in multiplied(model, layout.compute_dtype):
             t = t.full_tensor() if isinstance(t, DTensor) else t  # collective among the trainer's ranks
-            self.send(t.to("cpu", layout.compute_dtype if t.is_floating_point() else t.dtype).contiguous())
+            self.send(t.to("cpu", dtype).contiguous())
 
     def send(self, t: Tensor):
         if self.bridge is not None:
@@ -201,15 +210,17 @@ def generate_forever(cfg, env, text, Model, model_config, n_trainers: int):
     store, bridge = open_bridge(cfg, n_trainers)
     dist.init_process_group("gloo", store=dist.PrefixStore("world", store), rank=rank, world_size=cfg.gen_ranks)
     dtype = {"auto": torch.bfloat16, "bfloat16": torch.bfloat16, "float32": torch.float32}[cfg.compute_dtype]
-    model = Model(model_config).to(layout.device, dtype)
+    model = Model(model_config).to(layout.device)
+    for t, as_multiplied in multiplied(model, dtype):
+        t.data = t.data.to(as_multiplied)
     while True:
         bridge.broadcast(header := torch.zeros(2, dtype=torch.long), 0).wait()
         cursor, version = header.tolist()
         if cursor < 0:
             return
-        for _, t in sorted(model.state_dict().items()):
+        for t, _ in multiplied(model, dtype):
             bridge.broadcast(received := torch.empty(t.shape, dtype=t.dtype), 0).wait()
-            t.copy_(received)
+            t.data.copy_(received)
         batch = make_batch(cfg, env, text, layout, model, cursor, version)
         if rank == 0:
             data = torch.frombuffer(bytearray(pickle.dumps(batch)), dtype=torch.uint8)

@@ -655,11 +655,10 @@ grpo.run(grpo.main, grpo.parse_config(grpo.Config))
         assert [x[name] for x in lines_of(out) if name in x] == [x[name] for x in lines_of(tmp_path / "whole") if name in x]
 
 
-@pytest.mark.parametrize("kind", ["qwen3", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
-def test_from_a_hugging_face_folder_and_back(tmp_path, kind):
-    """A tiny random model with a real tokenizer and chat template: trained, exported, and transformers reads it."""
+def hf_folder(folder, kind, std=0.02):
+    """A tiny random model with a real tokenizer and chat template, as transformers writes it."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -671,12 +670,45 @@ def test_from_a_hugging_face_folder_and_back(tmp_path, kind):
                             "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
     torch.manual_seed(0)
     sizes = dict(vocab_size=288, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
-                 tie_word_embeddings=True, max_position_embeddings=256)
-    sizes |= dict(num_key_value_heads=2, head_dim=8) if kind == "qwen3" else dict(
-        num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8,
-        n_routed_experts=8, n_group=4, topk_group=2, num_experts_per_tok=2, moe_intermediate_size=32, first_k_dense_replace=1)
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).save_pretrained(tmp_path / "hf")
-    theirs.save_pretrained(tmp_path / "hf")
+                 tie_word_embeddings=True, max_position_embeddings=256, initializer_range=std)
+    if kind == "deepseek_v3":
+        sizes |= dict(
+            num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8,
+            n_routed_experts=8, n_group=4, topk_group=2, num_experts_per_tok=2, moe_intermediate_size=32,
+            first_k_dense_replace=1)
+    else:
+        sizes |= dict(num_key_value_heads=2, head_dim=8)
+    if kind == "qwen3_moe":
+        sizes |= dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
+    for name, buffer in model.named_buffers():
+        if "e_score_correction_bias" in name:
+            buffer.uniform_(-0.5, 0.5)
+    model.save_pretrained(folder)
+    theirs.save_pretrained(folder)
+
+
+@pytest.mark.parametrize("kind, dtype", [
+    pytest.param(kind, dtype, marks=[] if (kind, dtype) == ("deepseek_v3", "bfloat16") else pytest.mark.slow)
+    for kind in ("llama", "qwen3_moe", "deepseek_v3") for dtype in ("bfloat16", "float32")])
+def test_generator_ranks_compute_what_the_trainer_computes(tmp_path, kind, dtype):
+    """To the last bit: the same tokens, and the same log-probabilities, which the loss and its gradient are made of."""
+    hf_folder(tmp_path / "hf", kind, std=0.3)
+    flags = [*TINY[:2], *TINY[4:], "--init_from", tmp_path / "hf", "--seq_len", 64, "--max_new_tokens", 24, "--steps", 3,
+             "--eval_every", 0, "--checkpoint_every", 0, "--compute_dtype", dtype]
+    run(1, *flags, "--out", tmp_path / "one")
+    run(2, *flags, "--gen_ranks", 1, "--out", tmp_path / "two")
+    exact = ("tokens_hash", "reward_mean", "loss", "grad_norm", "logprob_max_diff")
+    one, two = ([{name: step[name] for name in exact} for step in steps_of(tmp_path / out)] for out in ("one", "two"))
+    assert one == two and all(step["grad_norm"] > 0 for step in one)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
+def test_from_a_hugging_face_folder_and_back(tmp_path, kind):
+    """A tiny random model with a real tokenizer and chat template: trained, exported, and transformers reads it."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    hf_folder(tmp_path / "hf", kind)
     flags = [*TINY[:2], *TINY[4:], "--seq_len", 64, "--steps", 2, "--kl_coef", 0.1, "--minibatches", 2]
     run(1, "--init_from", tmp_path / "hf", *flags, "--out", tmp_path / "run", "--export_hf", tmp_path / "back")
     steps = steps_of(tmp_path / "run")
