@@ -16,13 +16,15 @@ One step of the algorithm, with the numbers that the code below carries:
     (6) optimizer   one division by Z, which is counted over all ranks and micro-batches; clip the norm; AdamW
     (7) version     the policy is one version on, and the next rollouts use it
 
-The same command again continues the run; it writes runs/grpo/{config.json, metrics.jsonl, samples.jsonl, checkpoints/}.
+The same command again continues the run; it writes runs/grpo/{config.json, metrics.jsonl, samples.jsonl, checkpoints/},
+and with --kl_coef the initial policy, reference/.
 Own tasks: --env my_env.py, see environments.py. Read next: rollouts.py, rollout() in generate.py, models/loss.py.
 """
 import hashlib
 import json
 import math
 import os
+import shutil
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
@@ -78,7 +80,7 @@ from parallel import (
     train_timeouts,
     vocab_parallel_loss,
 )
-from rollouts import Generators, InPlace, generate_forever, open_bridge, reshard, sample_groups, unshard
+from rollouts import Generators, InPlace, generate_forever, made_with, open_bridge, reshard, sample_groups, still_valid, unshard
 
 SMALL = dict(dim=96, n_layers=3, n_heads=4, n_kv_heads=4, head_dim=24, ffn_dim=288, max_seq_len=1024, rope_theta=10000.0)
 FLAVORS = {  # of the demos on characters; anything larger comes from --init_from
@@ -408,6 +410,24 @@ def warm_up(trainer, cfg: Config, env, text):
         print(f"supervised warm-up: {step + 1} steps, loss {recent[-1]:.3f}" if recent else "no supervised warm-up", flush=True)
 
 
+def keep_reference(cfg: Config, layout, reference, model, is_new: bool, about: dict):
+    """--kl_coef: the policy that this run began with. A new run writes <out>/reference, a continued one reads it."""
+    folder = f"{cfg.out}/reference"
+    if is_new:
+        reshard(model)
+        for ours, theirs in zip(reference.state_dict().values(), model.state_dict().values(), strict=True):
+            ours.copy_(theirs)
+        if layout.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)  # of a run that ended before its first checkpoint
+    plain = replace(cfg, init_from="", load_step=-1, exclude_from_loading=[], checkpoint_async="off")
+    store = Checkpoints(plain, folder, modules=[reference], optimizer=[], **about)
+    if is_new:
+        store.save(0, {}, last=True)
+    else:
+        store.load()
+    store.close()
+
+
 def evaluate(trainer, cfg: Config, env, text) -> dict:
     """Held-out prompts: mean reward of samples (pass@1) and of greedy ones, share with a full reward among k (pass@k)."""
     trainer.push_weights()
@@ -477,6 +497,9 @@ def main(cfg: Config):
     model_identity = {"module": Model.__module__, "class": Model.__name__, **asdict(model_config)}
     identity = {"model": model_identity, "data": {"env": cfg.env, "seed": cfg.seed}, "optimizer": {"name": "adamw"}}
     check_run(cfg.out, identity, cfg, lr_at)
+    if cfg.kl_coef and step_folders(cfg.out) and not step_folders(f"{cfg.out}/reference"):
+        raise ValueError(f"--kl_coef {cfg.kl_coef}: {cfg.out} was begun without it, and has not kept its initial policy; leave "
+                         "it out, or use --out NEW")
     if cfg.export_hf and all(step < cfg.steps for step, _ in step_folders(cfg.out)):
         check_export(cfg.export_hf)
     stop = StopSignal()  # of generators too: those that a Ctrl-C ended would take the step with them
@@ -499,15 +522,12 @@ def main(cfg: Config):
     trainer = Trainer(cfg, layout, model, reference, **about)
 
     # 6. checkpoint: --init_from's weights or the warm-up's, unless there is something to continue
-    if reference is not None:
-        start = Trainer(cfg, layout, reference, **about)
-        if cfg.init_from:
-            start.load_checkpoint(f"{cfg.out}/reference")  # which has none: so it takes --init_from's weights
-        else:
-            warm_up(start, cfg, env, text)
-    if not cfg.init_from and not step_folders(cfg.out):
+    is_new = not step_folders(cfg.out)
+    if not cfg.init_from and is_new:
         warm_up(trainer, cfg, env, text)
     state = trainer.load_checkpoint(cfg.out) or {"step": 0, "cursor": 0, "tokens": 0, "batch": None}
+    if reference is not None:
+        keep_reference(cfg, layout, reference, model, is_new, about)
     check_replicas([model], layout, flags=asdict(cfg))
     first = state["step"] + 1
     if rank0:
@@ -527,7 +547,8 @@ def main(cfg: Config):
         flops_per_token=model.flops_per_token(cfg.seq_len), first_step=first, steps=cfg.steps, log_every=cfg.log_every,
         tokens=state["tokens"], stages=[model],
     )
-    batch, stopping = state["batch"], False  # made, not trained on yet: only with --async_steps 1
+    # a batch that is made, but not trained on yet: only with --async_steps 1
+    batch, stopping = still_valid(state["batch"], state.get("made_with"), cfg, rank0), False
 
     def log_eval(step):
         if cfg.eval_every and (step % cfg.eval_every == 0 or step == cfg.steps):
@@ -550,7 +571,9 @@ def main(cfg: Config):
         if ahead:  # the next batch is made while this one is trained on, by the policy of now
             engine.submit(batch["cursor"])
         samples, staleness, trained_from = batch["samples"], trainer.policy_version - batch["version"], time.time()
-        assert staleness <= cfg.async_steps * cfg.minibatches, (staleness, cfg.async_steps)
+        if staleness > cfg.async_steps * cfg.minibatches:
+            raise RuntimeError(f"step {step}: the samples are {staleness} policy versions old, more than --async_steps "
+                               f"{cfg.async_steps} x --minibatches {cfg.minibatches}: the engine has mixed up its batches")
 
         # (4) advantages
         groups = [samples[i : i + cfg.group_size] for i in range(0, len(samples), cfg.group_size)]
@@ -610,7 +633,7 @@ def main(cfg: Config):
                     shown = {"step": step, "prompt": text.tokenizer.decode(s["prompt"]), "completion": s["text"]}
                     shown |= {k: s[k] for k in ("reward", "advantage", "truncated")}
                     file.write(json.dumps(shown, ensure_ascii=False) + "\n")
-        state = {"step": step, "cursor": batch["cursor"], "tokens": metrics.tokens, "batch": None}
+        state = {"step": step, "cursor": batch["cursor"], "tokens": metrics.tokens, "batch": None, "made_with": made_with(cfg)}
         batch = None
         if step == first:
             train_timeouts(layout)

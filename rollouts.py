@@ -15,6 +15,7 @@ import random
 import time
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -119,6 +120,26 @@ def make_batch(cfg, env, text, layout, model, cursor: int, version: int) -> dict
             break
     samples = [s for group in groups[:size] for s in group]
     return dict(samples=samples, cursor=cursor, version=version, drawn=len(groups), began=began, ended=time.time())
+
+
+def made_with(cfg) -> dict:
+    """What a batch depends on, apart from the weights: a checkpoint that holds one says with what it was made."""
+    names = ("env", "env_data", "seed", "prompts_per_step", "group_size", "minibatches", "max_new_tokens", "seq_len",
+             "temperature", "dynamic_sampling", "control", "async_steps")
+    files = {f"the content of --{name}": getattr(cfg, name) for name in ("env", "env_data")}
+    return {f"--{name}": getattr(cfg, name) for name in names} | {
+        name: hashlib.sha256(Path(path).read_bytes()).hexdigest()[:8] for name, path in files.items() if os.path.isfile(path)}
+
+
+def still_valid(batch: dict | None, flags: dict | None, cfg, rank0: bool) -> dict | None:
+    """A checkpoint's batch, if this run would make the same one; else None, and the loop samples its prompts again."""
+    old, new = flags or {}, made_with(cfg)
+    differ = [f"{name} {old.get(name)} -> {new.get(name)}" for name in new | old if old.get(name) != new.get(name)]
+    if batch is None or not differ:
+        return batch
+    if rank0:
+        print(f"the batch in the checkpoint was made with other flags ({', '.join(differ)}): its prompts are sampled again")
+    return None
 
 
 class InPlace:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -653,6 +654,45 @@ grpo.run(grpo.main, grpo.parse_config(grpo.Config))
     assert_same(steps_of(out), steps_of(tmp_path / "whole"), 0.0)
     for name in ("eval_reward", "eval_greedy"):
         assert [x[name] for x in lines_of(out) if name in x] == [x[name] for x in lines_of(tmp_path / "whole") if name in x]
+
+
+def test_a_batch_of_other_flags_is_sampled_again(tmp_path):
+    """--async_steps 1 keeps a batch in the checkpoint; with another --group_size it would merge the groups of two prompts."""
+    out, flags = tmp_path / "run", [*TINY, "--steps", 4, "--eval_every", 0, "--checkpoint_every", 2]
+    run(1, *flags, "--async_steps", 1, "--out", out)
+    again = {}
+    for name, other in {"same": ["--async_steps", 1], "step": [], "group": ["--async_steps", 1, "--group_size", 8]}.items():
+        shutil.copytree(out, tmp_path / name)
+        said = run(1, *flags, *other, "--load_step", 2, "--out", tmp_path / name)
+        again[name] = steps_of(tmp_path / name)[2:]
+        assert ("sampled again" in said) == (name != "same") and len(again[name]) == 2
+    assert_same(again["same"], steps_of(out)[2:], 0.0)
+    assert "--async_steps 1 -> 0" not in said and "--group_size 4 -> 8" in said
+    assert [line["staleness"] for line in again["step"]] == [0, 0] and [line["staleness"] for line in again["group"]] == [0, 1]
+    state = json.loads((tmp_path / "group" / "checkpoints" / "step-2" / "state.json").read_text())["state"]
+    prompts = [s["prompt"] for s in state["batch"]["samples"]]
+    shown = [json.loads(line) for line in (tmp_path / "group" / "samples.jsonl").read_text().splitlines()]
+    assert len({s["prompt"] for s in shown if s["step"] == 3}) == 1 and prompts[0] != prompts[4]  # a group has one prompt
+
+
+@pytest.mark.parametrize("start", ["warm-up", pytest.param("own run", marks=pytest.mark.slow)])
+def test_the_reference_is_saved_once(tmp_path, start):
+    """--kl_coef: a continued run, --load_step and all, in another layout, is held by the policy that it began with."""
+    flags = [*TINY, "--steps", 4, "--checkpoint_every", 2, "--eval_every", 0, "--kl_coef", 0.1, "--compute_dtype", "float32"]
+    if start == "own run":
+        run(1, *TINY, "--steps", 1, "--eval_every", 0, "--out", tmp_path / "first")
+        del flags[2:4]  # its --model_args
+        flags += ["--init_from", tmp_path / "first"]
+    out = tmp_path / "run"
+    run(1, *flags, "--out", out)
+    saved = {path: path.stat().st_mtime_ns for path in (out / "reference").rglob("*") if path.is_file()}
+    whole = steps_of(out)
+    for processes, tolerance in ((1, 0.0), (2, 1e-5)):
+        said = run(processes, *flags, "--load_step", 2, "--out", out)
+        assert "supervised warm-up" not in said and saved == {path: path.stat().st_mtime_ns for path in saved}
+        assert_same(steps_of(out), whole, tolerance)
+    shutil.rmtree(out / "reference")
+    assert "has not kept its initial policy; leave it out, or use --out NEW" in run(1, *flags, "--out", out, status=2)
 
 
 def hf_folder(folder, kind, std=0.02):
