@@ -41,7 +41,7 @@ import uuid
 import warnings
 import zlib
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -52,7 +52,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from config import FROM_FILE
+from config import FROM_FILE, Need, flag
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 1. Our own checkpoints (DCP)
@@ -63,19 +63,26 @@ STEP_FOLDER = re.compile(r"step-(0|[1-9]\d*)")  # with fullmatch: a folder that 
 LEFTOVER = re.compile(r"step-\d+\.tmp-.*|trash-.*")  # of a process killed while it saved or purged
 
 
+# What flags need to have an effect: see config.py
+INIT = Need("without --init_from", lambda c: c.init_from)
+LOADING = Need("without --init_from or a checkpoint in --out", lambda c: c.init_from or step_folders(c.out))
+SAVING = Need("with --load_only", lambda c: not c.load_only)
+EXPORT = Need("without --export_hf", lambda c: c.export_hf)
+
+
 @dataclass(kw_only=True)
 class CheckpointConfig:
     init_from: str = ""  # start from this run folder's newest checkpoint, one step folder, or a Hugging Face folder
-    init_model_only: bool = True  # with --init_from: only the weights, from step 0; else everything, as if it were this run
+    init_model_only: bool = flag(True, INIT)  # take only its weights, from step 0; else everything, as if it were this run
     load_step: int = -1  # continue from this step; newer ones are set aside as abandoned-N (-1 = the newest)
-    exclude_from_loading: list[str] = field(default_factory=list)  # do not load: optimizer, or parameters (head,blocks.0.*)
-    checkpoint_async: Literal["off", "thread", "process"] = "off"  # who writes while training goes on
-    keep_latest_k: int = 10  # older checkpoints are deleted once a newer one is complete (0 = keep all)
-    checkpoint_first_step: bool = False  # save after the run's first step too: shows at once that saving works
+    exclude_from_loading: list[str] = flag([], LOADING)  # do not load: optimizer, or parameters (head,blocks.0.*)
+    checkpoint_async: Literal["off", "thread", "process"] = flag("off", SAVING)  # who writes while training goes on
+    keep_latest_k: int = flag(10, SAVING)  # older checkpoints are deleted once a newer one is complete (0 = keep all)
+    checkpoint_first_step: bool = flag(False, SAVING)  # save after the run's first step too: shows at once that saving works
     load_only: bool = False  # read checkpoints, never write one
-    last_save_model_only: bool = False  # the last checkpoint holds only the weights: smaller, but it cannot be continued
+    last_save_model_only: bool = flag(False, SAVING)  # the last one holds only weights: smaller, but it cannot be continued
     export_hf: str = ""  # new folder for the final weights in Hugging Face's format
-    export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # --export_hf: dtype of the weights
+    export_dtype: Literal["float32", "bfloat16", "float16"] = flag("float32", EXPORT)  # of its weights; checkpoints never round
 
 
 class Damaged(ValueError):

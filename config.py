@@ -8,6 +8,14 @@
 
 Field types: int, float, str, bool, Literal[...], list[int], list[str] (comma separated) and `X | None` (the word none).
 Every field has a default. A wrong command line ends with status 2 and exactly one line on stderr, from rank 0 only.
+
+No flag is ignored. One that does something only beside others says so where it is declared, and is refused without them:
+
+    PIPELINE = Need("without --pp 2 or more", lambda c: c.pp > 1)
+        pp_schedule: Schedule = flag("1F1B", PIPELINE)  # order of the micro-batches' forwards and backwards
+
+Only what somebody asked for is refused: never a default, and not the details of what is on by itself and was switched off
+(`--val_batches 4 --val_every 0` says clearly enough that there is no validation).
 """
 
 import argparse
@@ -24,7 +32,9 @@ import sys
 import textwrap
 import time
 import tokenize
-from typing import Literal, NoReturn, get_args, get_origin, get_type_hints
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin, get_type_hints
 
 FROM_FILE = set()  # fields whose values came from --config when this process read its command line: checkpoint.keep_batch
 
@@ -36,6 +46,47 @@ def usage_error(message) -> NoReturn:
     else:
         time.sleep(5)  # torchrun ends all ranks when the first one ends: that must not be before rank 0 has spoken
     raise SystemExit(2)
+
+
+class Need(NamedTuple):
+    """What a flag needs to have an effect."""
+
+    text: str  # completes the sentence "--flag value has no effect ...": "without --pp 2 or more", "with --init_from"
+    met: Callable[[SimpleNamespace], Any]  # is given what parallel.facts() knows: all flags, all fields of the model, and more
+
+
+GPU = Need("without a GPU", lambda c: c.on_cuda)
+
+
+def flag(default, *needs: Need):
+    """A field of a Config that has an effect only where all its needs are met: see no_effect."""
+    metadata = {"needs": needs}
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def needs_of(Config, name: str) -> tuple[Need, ...]:
+    """As declared by the class itself or the nearest one that it inherits from: a new default keeps the needs."""
+    fields = [vars(group).get("__dataclass_fields__", {}).get(name) for group in Config.__mro__]
+    return next((field.metadata["needs"] for field in fields if field is not None and "needs" in field.metadata), ())
+
+
+def unmet_needs(cfg, facts: SimpleNamespace) -> dict[str, Need]:
+    """{field: its first need that is not met} of the fields that differ from their default."""
+    given = [field.name for field in dataclasses.fields(cfg) if getattr(cfg, field.name) != default_of(field)]
+    unmet = {name: [need for need in needs_of(type(cfg), name) if not need.met(facts)] for name in given}
+    return {name: needs[0] for name, needs in unmet.items() if needs}
+
+
+def no_effect(cfg, facts: SimpleNamespace) -> list[str]:
+    """One sentence per need that is not met, with all the flags that were given for nothing."""
+    unmet, sentences = unmet_needs(cfg, facts), []
+    for need in dict.fromkeys(unmet.values()):
+        names = [spell_flag(name, getattr(cfg, name)) for name in unmet if unmet[name] == need]
+        verb, them = ("has", "it") if len(names) == 1 else ("have", "them")
+        sentences.append(f"{', '.join(names)} {verb} no effect {need.text}; leave {them} out")
+    return sentences
 
 
 class Parser(argparse.ArgumentParser):
@@ -63,7 +114,8 @@ def parse_config(Config, argv=None):
         for field in fields:
             name, is_bool, default = field.name, kinds[field.name] is bool, spell(default_of(field)) or '""'
             helps[name] = comments.get(name, "")
-            text = f"{helps[name]} [default: {default}{f'; --no-{name} turns it off' if is_bool else ''}]"
+            notes = [f"--no-{name} turns it off"] * is_bool + [f"no effect {need.text}" for need in needs_of(Config, name)]
+            text = f"{helps[name]} [{'; '.join([f'default: {default}', *notes])}]"
             section.add_argument(f"--{name}", default=argparse.SUPPRESS, metavar=describe(kinds[name]),
                                  help=text.replace("%", "%%"), **({"nargs": "?", "const": "true"} if is_bool else {}))
             if is_bool:
@@ -213,6 +265,13 @@ def spell(value) -> str:
     if isinstance(value, list):
         return ",".join(map(str, value))
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
+def spell_flag(name: str, value) -> str:
+    """As it is typed: --pp_schedule GPipe, --plan, --no-loss_parallel."""
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no-{name}"
+    return f"--{name} " + (spell(value) or '""')
 
 
 def did_you_mean(name: str, helps: dict, dashes: str) -> str:

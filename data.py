@@ -33,7 +33,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from config import Parser, usage_error
+from config import Need, Parser, flag, usage_error
 
 MAGIC, VERSION = b"NTTOKENS", 1
 # magic, version, bytes per token, vocab size, eot, tokens, documents, sha256 of what it was made from, sha256 of its tokens
@@ -46,13 +46,16 @@ STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages"
                   "encodings", "pydoc_data", "entities.py"}  # the last three are 2 MB of tables, not text to learn from
 
 
+TEXT = Need("with --data of token shards, which need no cache", lambda c: not os.path.isdir(c.data))  # see config.py
+
+
 @dataclass(kw_only=True)
 class DataConfig:
     data: str = "stdlib"  # stdlib (Python's own sources), a .txt or .jsonl file, or a folder from python data.py prepare
     tokenizer: str = ""  # tokenizer.json or a Hugging Face folder; empty: a byte-level BPE of 4096 ids, trained on the text
     doc_mask: bool = False  # documents do not see each other: attention, positions and labels stop where a document ends
     data_seed: int = 0  # another seed is another order of the same sequences
-    cache_dir: str = ""  # folder for tokenized text; empty: nanotitan in the user's cache folder
+    cache_dir: str = flag("", TEXT)  # folder for tokenized text; empty: nanotitan in the user's cache folder
 
 
 # ---------------------------------------------------------------------------------------------------------------------

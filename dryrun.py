@@ -36,7 +36,7 @@ from torch.utils.flop_counter import flop_registry
 
 import optim
 import parallel
-from config import FROM_FILE
+from config import FROM_FILE, no_effect, spell, unmet_needs
 from metrics import peak_flops, read_lines
 from models.loss import CHUNK_ELEMENTS
 from parallel import local_tensor
@@ -997,7 +997,37 @@ STEPS = 3
 LATER = {"adamw": 10, "muon": 100, "experts": math.inf}
 
 
-def check_parity(cfg, degrees: dict[str, int]) -> int:
+def model_config_of(main, cfg):
+    """What the recipe's main gives check_layout as the model's config; it ends there."""
+
+    def seen(cfg, model_config, **kwargs):
+        raise Built(model_config)
+
+    patches = [mock.patch.object(parallel, "check_layout", seen)]
+    patches += [mock.patch.dict(main.__globals__, check_layout=seen)] * ("check_layout" in main.__globals__)
+    with ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        try:
+            main(replace(cfg, dry_run=True))  # a copy, and nothing of an earlier run is looked at
+        except Built as built:
+            return built.args[0]
+    raise RuntimeError("main ended without a call of check_layout")
+
+
+def half_flags(cfg, flags: dict, model_config) -> dict:
+    """Flags of one half of --check_parity, and the defaults of all those that have no effect in it and would be refused."""
+    flags, defaults = {name: value for name, value in flags.items() if hasattr(cfg, name)}, type(cfg)()
+    while True:  # without one flag another may have no effect either
+        half = replace(cfg, **flags)
+        degrees = {axis: getattr(half, axis) for axis in parallel.AXES}
+        unmet = unmet_needs(half, parallel.facts(half, model_config, degrees, half.device))
+        if not unmet:
+            return flags
+        flags |= {name: getattr(defaults, name) for name in unmet}
+
+
+def check_parity(main, cfg, degrees: dict[str, int]) -> int:
     """Train STEPS steps of the running recipe on one process and on the layout, in fp32; compare; return the exit status.
 
     Works for any copy of a recipe: it is started twice with flags appended, and parallel.clip_grad_norm, where a step's
@@ -1010,6 +1040,9 @@ def check_parity(cfg, degrees: dict[str, int]) -> int:
     if degrees["dp_shard"] == -1:  # as many as the experts must borrow
         borrowed = degrees["cp"] * (degrees["tp"] if cfg.etp == 1 else 1)
         degrees = degrees | {"dp_shard": max(cfg.ep, 1) // math.gcd(max(cfg.ep, 1), max(borrowed, 1))}
+    model_config = model_config_of(main, cfg)
+    if unused := no_effect(cfg, parallel.facts(cfg, model_config, degrees, cfg.device)):
+        raise ValueError("; ".join(unused))
     world_size = math.prod(max(n, 1) for n in degrees.values())
     data_ranks = max(degrees["dp_replicate"], 1) * max(degrees["dp_shard"], 1)
     batch = cfg.global_batch_size if cfg.global_batch_size != -1 else cfg.local_batch_size * data_ranks
@@ -1027,7 +1060,7 @@ def check_parity(cfg, degrees: dict[str, int]) -> int:
             if processes > 1:
                 launch += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
             # a flag given twice has its last value
-            extra = [f"--{k}={v}" for k, v in (flags | {"out": out}).items() if hasattr(cfg, k)]
+            extra = [f"--{k}={spell(v)}" for k, v in half_flags(cfg, flags | {"out": out}, model_config).items()]
             env = os.environ | {"NANOTITAN_RECORD": out + "_record"}
             done = subprocess.run([*launch, *sys.argv, *extra], env=env, capture_output=True, text=True)
             if done.returncode:

@@ -46,7 +46,7 @@ from checkpoint import (
     saved_model,
     step_folders,
 )
-from config import check_range, override_fields, parse_config, save_config, usage_error
+from config import Need, check_range, flag, override_fields, parse_config, save_config, usage_error
 from environments import Text, draw_task, open_env, supervised_sample
 from hf import check_export, check_hf_config, read_hf_config
 from metrics import Metrics, MetricsConfig, drop_lines_from
@@ -90,14 +90,19 @@ FLAVORS = {  # of the demos on characters; anything larger comes from --init_fro
 # --clip_low and --clip_high as published
 CLIP = {"grpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2), "dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
 
+# What flags need to have an effect: see config.py
+OWN_MODEL = Need("with --init_from, which says what the model is", lambda c: not c.init_from)
+WARM_UP = Need("with --init_from: its model needs no warm-up", lambda c: not c.init_from)
+GSM8K = Need("without --env gsm8k", lambda c: c.env == "gsm8k")
+
 
 @dataclass(kw_only=True)
 class Config(ParallelConfig, CheckpointConfig, MetricsConfig):
-    flavor: Literal[tuple(FLAVORS)] = "debug"  # model without --init_from: a small Llama 3, or Qwen3 with experts
+    flavor: Literal[tuple(FLAVORS)] = flag("debug", OWN_MODEL)  # a small Llama 3, or Qwen3 with experts
     model_args: str = ""  # fields of the flavor to change: "n_layers=4,dim=128"
     out: str = "runs/grpo"  # folder for everything that the run writes; the same folder again continues the run
     env: str = "reverse"  # the task: reverse, sum_digits, countdown, calculator, gsm8k, or a file of your own, my_env.py
-    env_data: str = ""  # --env gsm8k: a .jsonl of problems with "question" and "answer"
+    env_data: str = flag("", GSM8K)  # a .jsonl of problems with "question" and "answer"
     steps: int = 300  # optimizer steps
     prompts_per_step: int = 32  # prompts per step, over all ranks
     group_size: int = 8  # G, samples per prompt
@@ -120,9 +125,9 @@ class Config(ParallelConfig, CheckpointConfig, MetricsConfig):
     batch_invariant: bool = False  # generator and trainer agree to the last bit (CPU, one thread, without tp, cp, ep); slower
     abort_k3: float = 0.05  # stop when generator and trainer differ by more than this k3 divergence; 0 = never
     control: Literal["none", "frozen", "random"] = "none"  # for comparison: no updates, or rewards by a coin
-    sft_steps: int = 200  # steps of supervised warm-up on answers, at most, for models that begin at random
-    sft_loss: float = 0.25  # the warm-up ends when its loss per token is below this: most is left to learn
-    sft_lr: float = 1e-3  # learning rate of the warm-up, whatever --lr is
+    sft_steps: int = 200  # steps of supervised warm-up on answers, at most, where --init_from gives no model
+    sft_loss: float = flag(0.25, WARM_UP)  # the warm-up ends when its loss per token is below this: most is left to learn
+    sft_lr: float = flag(1e-3, WARM_UP)  # learning rate of the warm-up, whatever --lr is
     lr: float = 5e-4  # peak learning rate, reached after warmup_steps
     min_lr_ratio: float = 0.1  # the learning rate falls linearly to this share of its peak
     warmup_steps: int = 30  # steps of linear warmup
@@ -457,6 +462,8 @@ def check_flags(cfg: Config):
     check_range(cfg, 0, 1, "beta1", "beta2", "min_lr_ratio")
     for wrong, message in [
         (cfg.pp > 1, f"--pp {cfg.pp}: a new token needs all layers, so a pipeline would idle; use --tp, --dp_shard or --cp"),
+        (not cfg.loss_parallel, "--no-loss_parallel: under tp the log-probabilities of a token are always split over the "
+         "vocabulary; leave it out"),
         (cfg.compile, "--compile: rollouts change their shapes with every token; leave it out"),
         (cfg.temperature <= 0, f"--temperature {cfg.temperature} must be above 0: greedy samples are all the same"),
         (cfg.prompts_per_step % cfg.minibatches, f"--minibatches {cfg.minibatches} does not divide --prompts_per_step "

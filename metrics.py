@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from config import GPU, flag
 from data import write_file
 
 
@@ -25,7 +26,7 @@ class MetricsConfig:
     wandb: str = ""  # send them to this project of Weights & Biases as well
     profile: str = ""  # steps to trace, like 10-12: every rank writes a file to <out>/trace that ui.perfetto.dev opens
     layer_times: int = 0  # a step whose blocks are timed, forward and backward: a table, and a file per rank in <out>/trace
-    memory_snapshot: bool = False  # record CUDA allocations, for pytorch.org/memory_viz: in <out>/trace, also if out of memory
+    memory_snapshot: bool = flag(False, GPU)  # CUDA allocations for pytorch.org/memory_viz, in <out>/trace; also if it runs out
     gc_every: int = 50  # collect garbage every N steps, on all ranks in the same step; 0: whenever Python likes
 
     def __post_init__(self):
@@ -36,8 +37,6 @@ class MetricsConfig:
             raise ValueError(f"--profile {self.profile!r} must be one step or the first and last of some, like 10-12")
         if self.layer_times < 0:
             raise ValueError(f"--layer_times {self.layer_times} must be a step, or 0 for none")
-        if self.memory_snapshot and not torch.cuda.is_available():
-            raise ValueError("--memory_snapshot records CUDA's allocator, and torch finds no GPU here; leave it out")
 
 
 def profiled_steps(text: str) -> range | None:

@@ -30,6 +30,7 @@ import traceback
 import uuid
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Literal
 
 import torch
@@ -41,7 +42,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
-from config import usage_error
+from config import GPU, Need, flag, no_effect, usage_error
 from models.attention import causal_attention, lower_right_mask, sdpa
 from models.loss import IGNORE, linear_cross_entropy, softmax_loss
 
@@ -52,6 +53,30 @@ Schedule = Literal[
 ONE_STAGE_PER_RANK = ("GPipe", "1F1B")
 ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # rank r holds stages r and last-r: the pipeline goes down and comes back
+Reshard = Literal["default", "always", "never"]
+
+# What flags need to have an effect, see config.py; c is what facts() knows
+TP = Need("without --tp 2 or more", lambda c: c.tp > 1)
+CP = Need("without --cp 2 or more", lambda c: c.cp > 1)
+PIPELINE = Need("without --pp 2 or more", lambda c: c.pp > 1)
+NO_CSV = Need("with --pp_schedule_csv, which says it all", lambda c: not c.pp_schedule_csv)
+NO_FQNS = Need("with --pp_stage_fqns, which says it all", lambda c: not c.pp_stage_fqns)
+EXPERTS = Need("without experts, and this flavor has none", lambda c: getattr(c, "n_experts", 0))
+AC_SELECTIVE = Need("without --ac selective", lambda c: c.ac == "selective")
+AC_BUDGET = Need("without --ac budget", lambda c: c.ac == "budget")
+FLOAT8 = Need("without --float8", lambda c: c.float8 != "off")
+FLOAT8_TENSORWISE = Need("without --float8 tensorwise", lambda c: c.float8 == "tensorwise")
+FLOAT8_EXPERTS = Need("without --float8 rowwise or mxfp8", lambda c: c.float8 in ("rowwise", "mxfp8"))
+# kernels to choose from exist for bf16 only, and the masks of documents and of gathered keys have one kernel each
+KERNELS = [GPU, Need("in float32", lambda c: c.dtype != torch.float32),
+           Need("with --cp_method allgather", lambda c: c.cp == 1 or c.cp_method != "allgather"),
+           Need("with --doc_mask", lambda c: not getattr(c, "doc_mask", False))]
+ASYNC_TP = Need("without CUDA, --compile and --tp 2 or more", lambda c: c.on_cuda and c.compile and c.tp > 1)
+WRAPPED = Need("in one process that computes in float32: nothing is gathered", lambda c: c.world_size > 1 or c.cpu_offload
+               or c.float8_all_gather or c.dtype != torch.float32 or "bfloat16" in (c.param_dtype, c.reduce_dtype))
+NCCL = Need("without NCCL, so without GPUs", lambda c: c.on_cuda)
+LAUNCHED = Need("in one process without torchrun", lambda c: c.world_size > 1 or "RANK" in os.environ)
+PLAN = Need("without --plan", lambda c: c.plan)
 
 
 @dataclass(kw_only=True)
@@ -61,45 +86,45 @@ class ParallelConfig:
     tp: int = 1  # tensor parallelism with sequence parallelism: every matrix is split over this many ranks
     pp: int = 1  # pipeline parallelism: the layers are split over this many ranks
     cp: int = 1  # context parallelism: every sequence is split over this many ranks
-    ep: int = 1  # expert parallelism: the experts are split over this many of the dp_shard x cp x tp ranks
-    etp: int = 1  # 1: tp ranks hold whole experts (ep may borrow tp); tp: every expert is split over the tp ranks
-    reshard_after_forward: Literal["default", "always", "never"] = "default"  # free weights after forward; default: not with pp
+    ep: int = flag(1, EXPERTS)  # expert parallelism: the experts are split over this many of the dp_shard x cp x tp ranks
+    etp: int = flag(1, EXPERTS)  # 1: tp ranks hold whole experts (ep may borrow tp); tp: tp ranks split every expert
+    reshard_after_forward: Reshard = flag("default", WRAPPED)  # free gathered weights after the forward; default: unless pp
     cpu_offload: bool = False  # keep parameters, gradients and optimizer state in host memory (slow, small)
-    loss_parallel: bool = True  # under tp, split the loss over the vocabulary; off = over the sequence, gathering the head
-    async_tp: bool = False  # overlap tp's communication with its matmuls (CUDA and --compile only)
-    pp_schedule: Schedule = "1F1B"  # order of the micro-batches' forwards and backwards
-    pp_schedule_csv: str = ""  # a schedule of your own: one row per rank, cells like 0F0,0B0 (stage, action, micro-batch)
-    pp_microbatch_size: int = 1  # sequences per micro-batch
-    pp_layers_per_stage: int | None = None  # layers per stage; none = one or two stages per rank, as the schedule needs
-    pp_first_stage_less_layers: int = 1  # the embedding counts as this many layers when stages are balanced
-    pp_last_stage_less_layers: int = 1  # the head and the loss count as this many layers when stages are balanced
-    pp_stage_fqns: str = ""  # explicit split, stages by ';': "tok_embeddings,blocks.0;blocks.1,norm,head"
-    cp_method: Literal["allgather", "alltoall"] = "allgather"  # gather keys and values, or trade sequence for heads
-    attention: Literal["auto", "flash", "cudnn"] = "auto"  # kernel of a GPU; auto: both race at the start, on this run's shapes
+    loss_parallel: bool = flag(True, TP)  # split the loss over the vocabulary; off = over the sequence, gathering the head
+    async_tp: bool = flag(False, ASYNC_TP)  # overlap tp's communication with its matmuls
+    pp_schedule: Schedule = flag("1F1B", PIPELINE, NO_CSV)  # order of the micro-batches' forwards and backwards
+    pp_schedule_csv: str = flag("", PIPELINE)  # a file: one row per rank, cells like 0F0,0B0 (stage, action, micro-batch)
+    pp_microbatch_size: int = flag(1, PIPELINE)  # sequences per micro-batch
+    pp_layers_per_stage: int | None = flag(None, PIPELINE, NO_CSV, NO_FQNS)  # none = one or two stages per rank, as needed
+    pp_first_stage_less_layers: int = flag(1, PIPELINE, NO_FQNS)  # the embedding counts as so many, to balance stages
+    pp_last_stage_less_layers: int = flag(1, PIPELINE, NO_FQNS)  # the head and the loss count as so many layers
+    pp_stage_fqns: str = flag("", PIPELINE)  # explicit split, stages by ';': "tok_embeddings,blocks.0;blocks.1,norm,head"
+    cp_method: Literal["allgather", "alltoall"] = flag("allgather", CP)  # gather keys and values, or trade sequence for heads
+    attention: Literal["auto", "flash", "cudnn"] = flag("auto", *KERNELS)  # kernel; auto: both race, on this run's shapes
     compute_dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matmuls and activations; auto = bfloat16 where native
     param_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of the parameters that the optimizer updates
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype in which gradients are summed over ranks
     ac: Literal["none", "full", "selective", "op", "budget"] = "none"  # what the backward recomputes of a block
-    ac_every: int = 2  # --ac selective: checkpoint every k-th block
-    ac_budget: float = 0.5  # --ac budget: share of the activation memory to keep (0 = recompute all, 1 = keep all)
+    ac_every: int = flag(2, AC_SELECTIVE)  # checkpoint every k-th block
+    ac_budget: float = flag(0.5, AC_BUDGET)  # share of the activation memory to keep: 0 = recompute all, 1 = keep all
     compile: bool = False  # torch.compile each block
     float8: Literal["off", "tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8", "nvfp4"] = "off"  # blocks' matmuls (torchao)
-    float8_experts: bool = False  # the experts' grouped matmuls as well, with --float8 rowwise or mxfp8
-    float8_filter: list[str] = field(default_factory=list)  # linears to leave as they are: parts of names, like attn.wk,ffn.w2
-    float8_all_gather: bool = False  # --float8 tensorwise on GPUs: FSDP gathers the weights in float8, half the bytes
+    float8_experts: bool = flag(False, FLOAT8_EXPERTS, EXPERTS)  # the experts' grouped matmuls as well
+    float8_filter: list[str] = flag([], FLOAT8)  # linears to leave alone: parts of names, like attn.wk,ffn.w2
+    float8_all_gather: bool = flag(False, FLOAT8_TENSORWISE, GPU)  # FSDP gathers the weights in float8, half the bytes
     dry_run: bool = False  # no device, no launcher: report memory, collectives, FLOPs and bubble of this layout
     plan: bool = False  # predict tokens/s and MFU of this layout on --machine, with the error of such predictions
-    machine: Literal["H100", "H200", "B200"] = "H100"  # --plan: the device, with its FLOP/s and bandwidths
-    nvlink_gb_s: float = 0.0  # --plan: GB/s per device and direction inside a node; 0 = the machine's
-    network_gb_s: float = 0.0  # --plan: GB/s per device and direction between nodes; 0 = the machine's
-    devices_per_node: int = 0  # --plan: devices that NVLink connects; 0 = the machine's
+    machine: Literal["H100", "H200", "B200"] = flag("H100", PLAN)  # the device, with its FLOP/s and bandwidths
+    nvlink_gb_s: float = flag(0.0, PLAN)  # GB/s per device and direction inside a node; 0 = the machine's
+    network_gb_s: float = flag(0.0, PLAN)  # GB/s per device and direction between nodes; 0 = the machine's
+    devices_per_node: int = flag(0, PLAN)  # devices that NVLink connects; 0 = the machine's
     explain: bool = False  # one page on one block: how each parameter is placed, and what travels when, and why
     check_parity: bool = False  # train 3 steps on one process and on this layout, in fp32, and compare; start it with python
-    flight_recorder: bool = False  # when a collective times out, every rank writes its last ones to <out>/trace (NCCL only)
+    flight_recorder: bool = flag(False, NCCL)  # when a collective times out, every rank writes its last ones to <out>/trace
     deterministic: bool = False  # bitwise reproducible kernels, slower on GPUs
     optimizer_in_backward: bool = False  # update each weight when its gradient is there and free it: less memory, no clipping
-    init_timeout_s: int = 300  # a collective that waits longer than this before or in the first step ends the run
-    train_timeout_s: int = 100  # the same after the first step of this process, when everything is compiled and connected
+    init_timeout_s: int = flag(300, LAUNCHED)  # a collective that waits longer before or in the first step ends the run
+    train_timeout_s: int = flag(100, LAUNCHED)  # the same after the first step: everything is compiled and connected
 
 
 # ---------------------------------------------------------------- layout: the numbers, checked before anything is built
@@ -164,6 +189,23 @@ def divisors(*numbers) -> str:
     return " or ".join(filter(None, [", ".join(fits[:-1]), fits[-1]]))
 
 
+def runs_on_cuda(cfg: ParallelConfig, device: str) -> bool:
+    return cfg.dry_run or device == "cuda" or device == "auto" and torch.cuda.is_available()
+
+
+def dtype_of_compute(cfg: ParallelConfig, on_cuda: bool) -> torch.dtype:
+    native_bf16 = on_cuda or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if cfg.compute_dtype == "bfloat16" or cfg.compute_dtype == "auto" and native_bf16 else torch.float32
+
+
+def facts(cfg: ParallelConfig, model_config, degrees: dict[str, int], device: str) -> SimpleNamespace:
+    """What decides whether a flag has an effect (Need in config.py): every flag and every field of the model by its name; the
+    degrees as they are, dp_shard too; and world_size, on_cuda and dtype, in which the model computes."""
+    on_cuda = runs_on_cuda(cfg, device)
+    more = dict(world_size=math.prod(degrees.values()), on_cuda=on_cuda, dtype=dtype_of_compute(cfg, on_cuda))
+    return SimpleNamespace(**vars(model_config) | vars(cfg) | degrees | more)
+
+
 def check_layout(
     cfg: ParallelConfig, model_config, *, seq_len, local_batch_size, global_batch_size, device="auto", world_size=None
 ) -> Layout:
@@ -223,7 +265,7 @@ def check_layout(
             f"--cp_method alltoall needs cp {cp} to divide the {heads} heads of a tp rank, and to divide or be a multiple of "
             f"its {kv_heads} kv heads; use --cp_method allgather"
         )
-    on_cuda = cfg.dry_run or device == "cuda" or device == "auto" and torch.cuda.is_available()
+    on_cuda = runs_on_cuda(cfg, device)
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if on_cuda and not cfg.dry_run and local_world > torch.cuda.device_count():
         errors.append(
@@ -232,12 +274,7 @@ def check_layout(
         )
     if min(cfg.init_timeout_s, cfg.train_timeout_s) < 1:
         errors.append(f"--init_timeout_s {cfg.init_timeout_s} and --train_timeout_s {cfg.train_timeout_s} must be at least 1")
-    if cfg.attention != "auto" and not on_cuda:
-        errors.append(f"--attention {cfg.attention} is a kernel of GPUs, and a CPU has one of its own; leave it out")
-    if cfg.flight_recorder and not on_cuda:
-        errors.append("--flight_recorder records NCCL's collectives, and a CPU run has none; leave it out")
-    if cfg.async_tp and not (on_cuda and cfg.compile and tp > 1):
-        errors.append("--async_tp rewrites compiled matmuls: it needs CUDA, --compile and --tp 2 or more; leave it out")
+    errors += no_effect(cfg, facts(cfg, model_config, degrees, device))
     if cfg.ac == "budget" and not cfg.compile:
         errors.append("--ac budget needs --compile: the compiler chooses what to keep; add --compile or use --ac op")
     if cfg.ac_every < 1 or not 0 <= cfg.ac_budget <= 1:
@@ -247,7 +284,7 @@ def check_layout(
             f"--optimizer_in_backward needs one backward per step and gradients on the device, but --pp is {pp}, accumulation "
             f"{layout.accumulation}, --cpu_offload {cfg.cpu_offload}; leave it out"
         )
-    if cfg.float8 != "off" or cfg.float8_experts:
+    if cfg.float8 != "off":
         errors += float8_errors(layout, c, on_cuda, seq_len)
     errors += expert_errors(layout, c)
     if pp > 1 and layout.accumulation:
@@ -260,8 +297,6 @@ def check_layout(
 def float8_errors(layout: Layout, model_config, on_cuda: bool, seq_len: int) -> list[str]:
     cfg, errors = layout.cfg, []
     kind = cfg.float8
-    if cfg.float8_experts and kind not in ("rowwise", "mxfp8"):
-        return [f"--float8_experts needs --float8 rowwise or mxfp8, not {kind}; leave it out"]
     block = {"mxfp8": 32, "nvfp4": 128}.get(kind, 1)
     sequences = cfg.pp_microbatch_size if layout.pp > 1 else layout.local_batch_size
     tokens = sequences * seq_len // layout.cp  # of one forward: the sum that is the weight's gradient is cut into blocks, too
@@ -283,18 +318,13 @@ def float8_errors(layout: Layout, model_config, on_cuda: bool, seq_len: int) -> 
     if tokens % block:
         now = f"{sequences} x {seq_len} / {layout.cp} = {tokens}"
         errors.append(f"--float8 {kind} needs a multiple of {block} tokens in a forward, not {now}; use another --seq_len")
-    if cfg.float8_experts and not getattr(model_config, "n_experts", 0):
-        errors.append("--float8_experts is for models with experts, and this flavor has none; leave it out")
-    if cfg.float8_all_gather and (kind != "tensorwise" or not on_cuda):
-        errors.append("--float8_all_gather needs --float8 tensorwise and GPUs: rows have scales of their own; leave it out")
     return errors
 
 
 def expert_errors(layout: Layout, model_config) -> list[str]:
     ep, etp, n_experts = layout.cfg.ep, layout.cfg.etp, getattr(model_config, "n_experts", 0)
     if not n_experts:
-        return [f"--{name} {n} is for models with experts, and this flavor has none; leave it out"
-                for name, n in (("ep", ep), ("etp", etp)) if n != 1]
+        return []
     errors = []
     if etp not in (1, layout.tp):
         errors.append(f"--etp {etp} must be 1 or --tp {layout.tp}")
@@ -379,14 +409,12 @@ def connect(layout: Layout, device: str = "auto", seed: int = 0, trace: str = "t
     if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
         layout.device = torch.device("cuda", local_rank)
         torch.cuda.set_device(layout.device)
-        backend, native_bf16 = "cpu:gloo,cuda:nccl", True
+        backend = "cpu:gloo,cuda:nccl"
     else:
-        backend, native_bf16 = "gloo", torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        backend = "gloo"
         if "OMP_NUM_THREADS" not in env:  # more threads than cores made a small run 15 times slower
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world))
-    layout.compute_dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}.get(
-        cfg.compute_dtype, torch.bfloat16 if native_bf16 else torch.float32
-    )
+    layout.compute_dtype = dtype_of_compute(cfg, layout.device.type == "cuda")
     torch.manual_seed(seed)
 
     if cfg.flight_recorder:
@@ -549,7 +577,7 @@ def run(main, cfg) -> None:
         if cfg.check_parity:
             from dryrun import check_parity
 
-            raise SystemExit(check_parity(cfg, {axis: getattr(cfg, axis) for axis in AXES}))
+            raise SystemExit(check_parity(main, cfg, {axis: getattr(cfg, axis) for axis in AXES}))
         plots_layout = cfg.plot and "RANK" not in os.environ and any(getattr(cfg, axis) > 1 for axis in AXES)
         if cfg.dry_run or cfg.plan or cfg.explain or plots_layout:
             from dryrun import dry_run

@@ -13,7 +13,6 @@ import os
 import pickle
 import random
 import time
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from environments import draw_task
 from generate import rollout
-from parallel import check_layout
+from parallel import ParallelConfig, check_layout
 
 
 def unshard(model):
@@ -221,8 +220,8 @@ def generate_forever(cfg, env, text, Model, model_config, n_trainers: int):
     """
     rank = int(os.environ["RANK"]) - n_trainers
     layout = check_layout(
-        replace(cfg, dp_shard=cfg.gen_ranks, dp_replicate=1, tp=1, cp=1, ep=1, etp=1), model_config, seq_len=cfg.seq_len,
-        local_batch_size=1, global_batch_size=-1, device=cfg.device, world_size=cfg.gen_ranks)
+        ParallelConfig(dp_shard=cfg.gen_ranks), model_config, seq_len=cfg.seq_len, local_batch_size=1, global_batch_size=-1,
+        device=cfg.device, world_size=cfg.gen_ranks)
     layout.rank = rank
     on_cuda = cfg.device != "cpu" and torch.cuda.is_available()
     layout.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_cuda else torch.device("cpu")

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 
 from checkpoint import CheckpointConfig, Checkpoints, check_run, is_hf_folder, keep_batch, lock_run, save_hf, step_folders
-from config import check_range, override_fields, parse_config, save_config
+from config import Need, check_range, flag, override_fields, parse_config, save_config
 from data import DataConfig, open_data
 from generate import print_sample
 from hf import check_export, check_hf_config
@@ -51,6 +51,10 @@ from parallel import (
     train_timeouts,
 )
 
+# What flags need to have an effect: see config.py
+BF16_ADAMW = Need("without --param_dtype bfloat16 and --optimizer adamw",
+                  lambda c: (c.param_dtype, c.optimizer) == ("bfloat16", "adamw"))
+
 
 @dataclass(kw_only=True)
 class Config(ParallelConfig, CheckpointConfig, DataConfig, MetricsConfig):
@@ -72,7 +76,7 @@ class Config(ParallelConfig, CheckpointConfig, DataConfig, MetricsConfig):
     beta2: float = 0.95  # AdamW: decay of the squared gradient's mean
     eps: float = 1e-8  # AdamW: added to the root of the squared gradient's mean
     adamw_moments: Literal["param", "bfloat16", "8bit", "4bit", "fp8"] = "param"  # AdamW's moments; param = as --param_dtype
-    stochastic_rounding: bool = False  # round the weights of --param_dtype bfloat16 up or down by chance: small steps survive
+    stochastic_rounding: bool = flag(False, BF16_ADAMW)  # round weights up or down by chance, so that small steps survive
     weight_decay: float = 0.1  # weight decay, decoupled from the gradient
     wd_on: Literal["matrices", "all"] = "matrices"  # what decays: matrices only, or norms as well
     max_norm: float = 1.0  # gradients are scaled down to this norm; 0 = never
@@ -137,9 +141,6 @@ def main(cfg: Config):
     if cfg.optimizer_in_backward and (cfg.max_norm, cfg.optimizer, cfg.on_nan) != (0, "adamw", "stop"):
         raise ValueError("--optimizer_in_backward moves weights before the norm of all gradients is known; use --max_norm 0, "
                          "--optimizer adamw and --on_nan stop")
-
-    if cfg.stochastic_rounding and (cfg.param_dtype, cfg.optimizer) != ("bfloat16", "adamw"):
-        raise ValueError("--stochastic_rounding is for bf16 weights under AdamW; use --param_dtype bfloat16 --optimizer adamw")
 
     # 2. data: one fixed global order of sequences; the layout decides who reads which, never what is trained on
     data = open_data(cfg, cfg.seq_len)

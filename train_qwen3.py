@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 
 from checkpoint import CheckpointConfig, Checkpoints, check_run, is_hf_folder, keep_batch, lock_run, save_hf, step_folders
-from config import check_range, override_fields, parse_config, save_config
+from config import Need, check_range, flag, override_fields, parse_config, save_config
 from data import DataConfig, open_data
 from generate import print_sample
 from hf import check_export, check_hf_config
@@ -23,6 +23,7 @@ from metrics import Metrics, MetricsConfig
 from models.qwen3 import FLAVORS, Qwen3
 from optim import Muon, adamw
 from parallel import (
+    EXPERTS,
     ParallelConfig,
     StopSignal,
     balance_experts,
@@ -53,17 +54,24 @@ from parallel import (
     train_timeouts,
 )
 
+# What flags need to have an effect: see config.py
+BF16_ADAMW = Need("without --param_dtype bfloat16 and --optimizer adamw",
+                  lambda c: (c.param_dtype, c.optimizer) == ("bfloat16", "adamw"))
+# qwen3: the experts' flags
+BIAS = Need("without --moe_balance bias", lambda c: c.moe_balance == "bias")
+AUX = Need("without --moe_balance aux", lambda c: c.moe_balance == "aux")
+
 
 @dataclass(kw_only=True)
 class Config(ParallelConfig, CheckpointConfig, DataConfig, MetricsConfig):
     flavor: Literal[tuple(FLAVORS)] = "debug"  # model size: see FLAVORS in models/qwen3.py
     # qwen3: how to keep the experts equally busy
-    moe_balance: Literal["bias", "aux", "none"] = "bias"  # adjust selection biases, add a balancing loss, or neither
+    moe_balance: Literal["bias", "aux", "none"] = flag("bias", EXPERTS)  # adjust selection biases, add a loss, or neither
     # 1e-2 for both: runs of thousands of steps do with 1e-3, but within hundreds it balances nothing (benchmarks/RESULTS.md)
-    moe_bias_rate: float = 1e-2  # --moe_balance bias: how far a bias moves per step
-    moe_aux_coef: float = 1e-2  # --moe_balance aux: weight of the balancing loss
-    moe_force_balance: bool = False  # round-robin instead of the router: for benchmarks, the model learns little
-    moe_load_per_layer: bool = False  # metrics.jsonl also gets moe_load: for every layer, each expert's share of the load
+    moe_bias_rate: float = flag(1e-2, EXPERTS, BIAS)  # how far a bias moves per step
+    moe_aux_coef: float = flag(1e-2, EXPERTS, AUX)  # weight of the balancing loss
+    moe_force_balance: bool = flag(False, EXPERTS)  # round-robin instead of the router: for benchmarks, the model learns little
+    moe_load_per_layer: bool = flag(False, EXPERTS)  # metrics.jsonl also gets moe_load: each expert's share, for every layer
     model_args: str = ""  # fields of the flavor to change for an ablation: "n_layers=4,dim=512"
     out: str = "runs/qwen3"  # folder for everything that the run writes; the same folder again continues the run
     steps: int = 160  # optimizer steps
@@ -81,7 +89,7 @@ class Config(ParallelConfig, CheckpointConfig, DataConfig, MetricsConfig):
     beta2: float = 0.95  # AdamW: decay of the squared gradient's mean
     eps: float = 1e-8  # AdamW: added to the root of the squared gradient's mean
     adamw_moments: Literal["param", "bfloat16", "8bit", "4bit", "fp8"] = "param"  # AdamW's moments; param = as --param_dtype
-    stochastic_rounding: bool = False  # round the weights of --param_dtype bfloat16 up or down by chance: small steps survive
+    stochastic_rounding: bool = flag(False, BF16_ADAMW)  # round weights up or down by chance, so that small steps survive
     weight_decay: float = 0.1  # weight decay, decoupled from the gradient
     wd_on: Literal["matrices", "all"] = "matrices"  # what decays: matrices only, or norms as well
     max_norm: float = 1.0  # gradients are scaled down to this norm; 0 = never
@@ -146,9 +154,6 @@ def main(cfg: Config):
     if cfg.optimizer_in_backward and (cfg.max_norm, cfg.optimizer, cfg.on_nan) != (0, "adamw", "stop"):
         raise ValueError("--optimizer_in_backward moves weights before the norm of all gradients is known; use --max_norm 0, "
                          "--optimizer adamw and --on_nan stop")
-
-    if cfg.stochastic_rounding and (cfg.param_dtype, cfg.optimizer) != ("bfloat16", "adamw"):
-        raise ValueError("--stochastic_rounding is for bf16 weights under AdamW; use --param_dtype bfloat16 --optimizer adamw")
 
     # 2. data: one fixed global order of sequences; the layout decides who reads which, never what is trained on
     data = open_data(cfg, cfg.seq_len)

@@ -7,11 +7,12 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar, Literal, Optional
 
 import pytest
 
-from config import Parser, check_range, parse_config, save_config, usage_error
+from config import Need, Parser, check_range, flag, no_effect, parse_config, save_config, usage_error
 
 REPO = Path(__file__).parent.parent
 
@@ -221,6 +222,56 @@ def test_help(capsys):
     assert "sequences per step [default: -1]" in flat  # a field over several lines
     assert flat.index("Config:") < flat.index("--steps") < flat.index("DataOptions:") < flat.index("--load_step")
     assert "kinds" not in flat
+
+
+PIPELINE = Need("without --pp 2 or more", lambda c: c.pp > 1)
+MANUAL = Need("with --auto", lambda c: not c.auto)
+
+
+@dataclass(kw_only=True)
+class Pipeline:
+    pp: int = 1  # ranks
+    auto: bool = False  # let it choose
+    schedule: str = flag("1F1B", PIPELINE, MANUAL)  # order of the micro-batches
+    parts: list[int] = flag([1, 2], PIPELINE)  # layers per rank
+    balance: bool = flag(True, PIPELINE)  # equal parts
+    last: float | None = flag(None, MANUAL)  # of the last rank
+
+
+@pytest.mark.parametrize("argv, sentences", [
+    ("", []),
+    ("--schedule 1F1B --parts 1,2 --balance --last none", []),  # a default that somebody types is no wish
+    ("--auto", []),
+    ("--pp 2 --schedule GPipe --no-balance", []),
+    ("--schedule GPipe", ["--schedule GPipe has no effect without --pp 2 or more; leave it out"]),
+    ("--no-balance --auto --last 2", ["--no-balance has no effect without --pp 2 or more; leave it out",
+                                      "--last 2.0 has no effect with --auto; leave it out"]),
+    ("--schedule GPipe --parts 3", ["--schedule GPipe, --parts 3 have no effect without --pp 2 or more; leave them out"]),
+    ("--pp 2 --schedule GPipe --auto", ["--schedule GPipe has no effect with --auto; leave it out"]),
+    ("--parts=", ['--parts "" has no effect without --pp 2 or more; leave it out']),
+])
+def test_flags_without_effect_are_named_with_what_they_need(argv, sentences):
+    cfg = parse_config(Pipeline, argv.split())
+    assert no_effect(cfg, SimpleNamespace(**vars(cfg))) == sentences
+
+
+def test_a_new_default_keeps_the_needs_and_help_names_them(capsys):
+    @dataclass(kw_only=True)
+    class Fork(Pipeline):
+        schedule: str = "GPipe"  # order of the micro-batches, ours
+        more: int = flag(0, Need("without more", lambda c: False))  # own flag
+
+    cfg = parse_config(Fork, ["--schedule", "1F1B", "--more", "1"])
+    assert no_effect(cfg, SimpleNamespace(**vars(cfg))) == [
+        "--schedule 1F1B has no effect without --pp 2 or more; leave it out",
+        "--more 1 has no effect without more; leave it out"]
+    assert no_effect(Fork(), SimpleNamespace(**vars(Fork()))) == []
+    assert Pipeline().parts is not Pipeline().parts
+    with pytest.raises(SystemExit):
+        parse_config(Fork, ["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "layers per rank [default: 1,2; no effect without --pp 2 or more]" in text
+    assert "ours [default: GPipe; no effect without --pp 2 or more; no effect with --auto]" in text
 
 
 def test_two_groups_may_not_share_a_name():

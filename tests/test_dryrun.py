@@ -143,7 +143,7 @@ def test_every_violation_at_once():
                 "--ac", "budget", "--ep", 2, "--local_batch_size", 4, "--dry_run")
     assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1
     for words in ("--tp 3 does not divide", "--seq_len 250 is not a multiple", "--pp 16 needs at least 16 micro-batches",
-                  "6 layers are too few", "--ac budget needs --compile", "--ep 2 is for models with experts"):
+                  "6 layers are too few", "--ac budget needs --compile", "--ep 2 has no effect without experts"):
         assert words in wrong.stderr
 
 

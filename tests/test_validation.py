@@ -3,19 +3,24 @@
 A row of RULES: what is asked for, words that the one line must hold, and what to change so that it is accepted: the cure that
 the line itself names. `test_recipes.py` runs the command lines that are right.
 """
+import importlib
 import os
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import dryrun
+import train_llama3
+from config import Need, flag, parse_config
 from data import DataConfig, open_data
 from models.llama3 import Llama3Config
-from parallel import ParallelConfig, check_layout
+from parallel import AXES, ParallelConfig, check_layout
 
 REPO = Path(__file__).parent.parent
 MODEL = Llama3Config(n_layers=6, n_heads=8, n_kv_heads=4, head_dim=64, ffn_dim=512, max_seq_len=8192)
@@ -52,18 +57,21 @@ RULES = [
     (dict(world_size=1, dp_shard=2), ["1 process but", "leave out --dp_shard (it becomes 1)"], dict(dp_shard=-1)),
     (dict(device="cuda"), ["torch finds 0 GPUs", "use --device cpu"], dict(device="cpu")),
     # kernels
-    (dict(attention="cudnn"), ["--attention cudnn is a kernel of GPUs", "leave it out"], dict(attention="auto")),
+    (dict(attention="cudnn"), ["--attention cudnn has no effect without a GPU", "leave it out"], dict(attention="auto")),
     (dict(float8="nvfp4"), ["--float8 nvfp4 needs a GPU", "on a CPU use --float8 mxfp8"], dict(float8="mxfp8")),
     (dict(float8="rowwise", compile=True), ["--float8 rowwise is emulated on CPU", "leave out --compile"], dict(compile=False)),
     (dict(float8="mxfp8", world_size=2, tp=2), ["--float8 mxfp8 does not split matrices over --tp 2", "use rowwise"],
      dict(float8="rowwise")),
     (dict(float8="mxfp8", seq_len=63), ["--float8 mxfp8 needs a multiple of 32 tokens in a forward, not 4 x 63 / 1 = 252"],
      dict(seq_len=64)),
-    (dict(float8="tensorwise", float8_experts=True), ["--float8_experts needs --float8 rowwise or mxfp8, not tensorwise"],
+    (dict(float8="tensorwise", float8_experts=True), ["--float8_experts has no effect without --float8 rowwise or mxfp8"],
      dict(float8_experts=False)),
-    (dict(float8_experts=True), ["--float8_experts needs --float8 rowwise or mxfp8, not off"], dict(float8_experts=False)),
+    (dict(float8_experts=True), ["--float8_experts has no effect without --float8 rowwise or mxfp8"],
+     dict(float8_experts=False)),
     (dict(float8="mxfp8", float8_experts=True), ["this flavor has none; leave it out"], dict(float8_experts=False)),
-    (dict(float8="rowwise", float8_all_gather=True), ["--float8_all_gather needs --float8 tensorwise and GPUs"],
+    (dict(float8="rowwise", float8_all_gather=True), ["--float8_all_gather has no effect without --float8 tensorwise"],
+     dict(float8_all_gather=False)),
+    (dict(float8="tensorwise", float8_all_gather=True), ["--float8_all_gather has no effect without a GPU"],
      dict(float8_all_gather=False)),
     # batch
     (dict(local_batch_size=0), ["--local_batch_size 0 must be at least 1"], dict(local_batch_size=1)),
@@ -175,7 +183,7 @@ def test_csv_of_another_layout(given, words, tmp_path):
     """Two ranks, two stages each, two micro-batches."""
     rows = "0F0,0F1,2F0,2F1,2B0,2B1,0B0,0B1", "1F0,1F1,3F0,3F1,3B0,3B1,1B0,1B1"
     (tmp_path / "schedule.csv").write_text("\n".join(rows) + "\n")
-    given = given | dict(pp_schedule_csv=str(tmp_path / "schedule.csv"), pp_schedule="Interleaved1F1B")
+    given = given | dict(pp_schedule_csv=str(tmp_path / "schedule.csv"))
     if words:
         message = refusal(**given)
         assert all(text in message for text in words)
@@ -229,6 +237,122 @@ def test_model_fields_that_make_no_model(fields, words):
 def test_layouts_that_are_fine(given, expected):
     layout = check(**given)
     assert {name: getattr(layout, name) for name in expected} == expected
+
+
+# ---------------------------------------------------------------- flags that would do nothing
+
+# flags, words of the line, what gives them an effect; where that needs a GPU or another flavor: None
+WITHOUT_EFFECT = [
+    (dict(pp_schedule="ZBVZeroBubble"), ["--pp_schedule ZBVZeroBubble has no effect without --pp 2 or more; leave it out"], PP),
+    (dict(pp_microbatch_size=7), ["--pp_microbatch_size 7 has no effect without --pp"], PP | dict(local_batch_size=14)),
+    (dict(pp_stage_fqns="garbage"), ["--pp_stage_fqns garbage has no effect without --pp"], None),
+    (dict(pp_schedule_csv="/nonexistent.csv"), ["--pp_schedule_csv /nonexistent.csv has no effect without --pp"], None),
+    (dict(pp_layers_per_stage=3), ["--pp_layers_per_stage 3 has no effect without --pp"], PP | dict(n_layers=4)),
+    (dict(pp_first_stage_less_layers=0, pp_last_stage_less_layers=0),
+     ["--pp_first_stage_less_layers 0, --pp_last_stage_less_layers 0 have no effect", "leave them out"], PP),
+    (PP | dict(pp_stage_fqns=STAGES, pp_layers_per_stage=3), ["--pp_layers_per_stage 3 has no effect with --pp_stage_fqns"],
+     dict(pp_layers_per_stage=None)),
+    (dict(cp_method="alltoall"), ["--cp_method alltoall has no effect without --cp 2 or more"], dict(cp=2, world_size=2)),
+    (dict(loss_parallel=False), ["--no-loss_parallel has no effect without --tp 2 or more"], dict(tp=2, world_size=2)),
+    (dict(float8_filter=["wq", "wk"]), ["--float8_filter wq,wk has no effect without --float8"], dict(float8="mxfp8")),
+    (dict(float8_all_gather=True), ["--float8_all_gather has no effect without --float8 tensorwise"], None),
+    (dict(machine="B200", nvlink_gb_s=3), ["--machine B200, --nvlink_gb_s 3 have no effect without --plan"], dict(plan=True)),
+    (dict(network_gb_s=3, devices_per_node=4), ["--network_gb_s 3, --devices_per_node 4 have no effect"], dict(plan=True)),
+    (dict(ac_every=3), ["--ac_every 3 has no effect without --ac selective"], dict(ac="selective")),
+    (dict(ac_every=3, ac="full"), ["--ac_every 3 has no effect without --ac selective"], dict(ac="selective")),
+    (dict(ac_budget=0.1), ["--ac_budget 0.1 has no effect without --ac budget"], dict(ac="budget", compile=True)),
+    (dict(ep=2, etp=2), ["--ep 2, --etp 2 have no effect without experts, and this flavor has none"], None),
+    (dict(async_tp=True), ["--async_tp has no effect without CUDA, --compile and --tp 2 or more"], None),
+    (dict(attention="flash"), ["--attention flash has no effect without a GPU"], None),
+    (dict(attention="flash", dry_run=True, compute_dtype="float32"), ["--attention flash has no effect in float32"],
+     dict(compute_dtype="auto")),
+    (dict(flight_recorder=True), ["--flight_recorder has no effect without NCCL"], dict(dry_run=True)),
+    (dict(reshard_after_forward="never", compute_dtype="float32"), ["--reshard_after_forward never has no effect in one"],
+     dict(compute_dtype="bfloat16")),
+    (dict(init_timeout_s=9, train_timeout_s=9), ["--init_timeout_s 9, --train_timeout_s 9 have no effect in one process"],
+     dict(world_size=2)),
+]
+
+
+@pytest.mark.parametrize("given, words, cure", WITHOUT_EFFECT, ids=lambda x: "-".join(f"{k}={v}" for k, v in x.items())[:70]
+                         if isinstance(x, dict) else "")
+def test_flags_that_would_do_nothing(given, words, cure, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("RANK", raising=False)
+    message = refusal(**given)
+    for text in words:
+        assert text in message
+    if cure is not None:
+        check(**given | cure)
+
+
+@pytest.mark.parametrize("flags, words", [
+    ("train_llama3 --pp_schedule ZBVZeroBubble --cp_method alltoall --machine B200 --ac_every 3 --export_dtype float16",
+     ["--pp_schedule ZBVZeroBubble", "--cp_method alltoall", "--machine B200", "--ac_every 3", "--export_dtype float16"]),
+    ("train_llama3 --no-init_model_only", ["--no-init_model_only has no effect without --init_from"]),
+    ("train_llama3 --exclude_from_loading head", ["--exclude_from_loading head has no effect without --init_from or a ch"]),
+    ("train_llama3 --last_save_model_only --export_dtype bfloat16", ["--export_dtype bfloat16 has no effect without --exp"]),
+    ("train_llama3 --load_only --keep_latest_k 2 --checkpoint_async thread",
+     ["--checkpoint_async thread, --keep_latest_k 2 have no effect with --load_only"]),
+    ("train_llama3 --stochastic_rounding", ["--stochastic_rounding", "--param_dtype bfloat16 and --optimizer adamw"]),
+    ("train_llama3 --memory_snapshot --device cpu", ["--memory_snapshot has no effect without a GPU"]),
+    ("train_llama3 --data tests --cache_dir x", ["--cache_dir x has no effect with --data of token shards"]),
+    ("train_qwen3 --moe_balance aux --moe_aux_coef 1 --moe_bias_rate 1 --moe_force_balance --moe_load_per_layer",
+     ["--moe_balance aux, --moe_bias_rate 1.0, --moe_aux_coef 1.0, --moe_force_balance, --moe_load_per_layer have no effect"]),
+    ("train_qwen3 --flavor debug_moe --moe_aux_coef 1", ["--moe_aux_coef 1.0 has no effect without --moe_balance aux"]),
+    ("train_qwen3 --flavor debug_moe --moe_balance aux --moe_bias_rate 1", ["--moe_bias_rate 1.0", "--moe_balance bias"]),
+    ("train_deepseek --moe_balance none --moe_aux_coef 1", ["--moe_aux_coef 1.0 has no effect with --moe_balance none"]),
+    ("train_deepseek --mtp_weight 1", ["--mtp_weight 1.0 has no effect without mtp_depth 1"]),
+    ("grpo --no-loss_parallel", ["--no-loss_parallel", "leave it out"]),
+    ("grpo --pp_schedule GPipe", ["--pp_schedule GPipe has no effect without --pp 2 or more"]),
+    ("grpo --env_data tests/test_flags.py", ["--env_data tests/test_flags.py has no effect without --env gsm8k"]),
+])
+def test_recipes_refuse_flags_that_would_do_nothing(flags, words, tmp_path, capsys):
+    """In this process: main raises before it touches anything."""
+    name, *argv = flags.split()
+    recipe = importlib.import_module(name)
+    cfg = parse_config(recipe.Config, [*argv, "--out", str(tmp_path / "run")])
+    with pytest.raises(ValueError) as error:
+        getattr(recipe, "check_flags", lambda cfg: None)(cfg)
+        recipe.main(cfg)
+    assert all(text in str(error.value) for text in words), error.value
+    assert not (tmp_path / "run").exists()
+
+
+@dataclass(kw_only=True)
+class Fork(train_llama3.Config):
+    wide: bool = flag(False, Need("without --tp 2 or more and dim 32", lambda c: c.tp > 1 and c.dim == 32))  # own flag
+
+
+def test_both_halves_of_check_parity_are_given_no_flag_in_vain(tmp_path, monkeypatch):
+    """What needs the layout returns to its default on one process; what a half switches off takes its details with it."""
+    argv = ("--tp 2 --pp 2 --no-loss_parallel --pp_schedule GPipe --train_timeout_s 9 --wide --ac selective --ac_every 3 "
+            "--export_hf new --export_dtype bfloat16 --exclude_from_loading head --load_step 3 --model_args dim=32").split()
+    cfg, halves = parse_config(Fork, argv), []
+    (tmp_path / "checkpoints" / "step-3").mkdir(parents=True)
+    cfg.out = str(tmp_path)  # has a checkpoint, so --exclude_from_loading means something to it
+
+    def started(command, **kwargs):
+        halves.append(parse_config(Fork, command[command.index("recipe.py") + 1 :]))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(sys, "argv", ["recipe.py", *argv])
+    monkeypatch.setattr(dryrun, "subprocess", SimpleNamespace(run=started))
+    monkeypatch.setattr(dryrun, "read_records", lambda out: [{"gradient": {}}])
+    monkeypatch.setattr(dryrun, "print_comparison", lambda *records: 0)
+    assert dryrun.check_parity(train_llama3.main, cfg, {axis: getattr(cfg, axis) for axis in AXES}) == 0
+    one, layout = halves
+    for half, size in (one, 1), (layout, 4):
+        check_layout(half, replace(MODEL, dim=32), seq_len=64, local_batch_size=4, global_batch_size=4, device="cpu",
+                     world_size=size)
+        assert (half.export_dtype, half.exclude_from_loading) == ("float32", [])
+    named = ("tp", "loss_parallel", "pp_schedule", "train_timeout_s", "wide", "ac", "ac_every")
+    assert [getattr(one, name) for name in named] == [1, True, "1F1B", 100, False, "none", 2]
+    assert [getattr(layout, name) for name in named] == [2, False, "GPipe", 9, True, "selective", 3]
+    with pytest.raises(ValueError, match="--cp_method alltoall has no effect without --cp 2"):  # before anything is started
+        cfg.cp_method = "alltoall"
+        dryrun.check_parity(train_llama3.main, cfg, {axis: getattr(cfg, axis) for axis in AXES})
+    assert len(halves) == 2
 
 
 # ---------------------------------------------------------------- as a process
