@@ -41,6 +41,7 @@ HEADER = struct.Struct("<8sIIQQQQ32s32s")
 EOT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 VAL_PART = 20  # one document in 20 is for validation, or the last 20th of a file with few documents
 MANY_DOCUMENTS = 100
+OPEN_SHARDS = 32  # files that stay mapped; another one is mapped in microseconds
 BPE_VOCAB, BPE_BYTES = 4096, 10_000_000  # the tokenizer that we train ourselves: its ids, and the text that it is trained on
 STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__",
                   "encodings", "pydoc_data", "entities.py"}  # the last three are 2 MB of tables, not text to learn from
@@ -344,8 +345,8 @@ def read_index(folder: Path) -> dict:
         raise ValueError(f"{folder}/index.json is damaged ({error!r}); delete it and make the shards again") from None
 
 
-def open_shard(folder: Path, entry: dict, index: dict) -> np.ndarray:
-    """The tokens of a shard, memory-mapped. ValueError if its header, its size and the index do not say the same."""
+def check_shard(folder: Path, entry: dict, index: dict):
+    """Raises ValueError if a shard's header, its size and the index do not say the same. Leaves no file open."""
     path, cure = folder / entry["name"], f"delete it and {folder}/index.json and make the shards again"
     if not path.is_file():
         raise ValueError(f"{path} is missing; {cure}")
@@ -358,7 +359,11 @@ def open_shard(folder: Path, entry: dict, index: dict) -> np.ndarray:
     size, needed = path.stat().st_size, HEADER.size + itemsize * entry["tokens"]
     if not size == needed == entry["bytes"]:
         raise ValueError(f"{path} is {'truncated' if size < needed else 'too long'}: {size} bytes, need {needed}; {cure}")
-    return np.memmap(path, f"<u{itemsize}", "r", HEADER.size) if entry["tokens"] else np.empty(0, f"<u{itemsize}")
+
+
+def map_shard(path: Path, vocab_size: int) -> np.ndarray:
+    """The tokens of a shard that is not empty, memory-mapped."""
+    return np.memmap(path, "<u2" if vocab_size <= 65536 else "<u4", "r", HEADER.size)
 
 
 def find_damage(folder: Path) -> list:
@@ -372,10 +377,12 @@ def find_damage(folder: Path) -> list:
         problems.append(f"{tokenizer} is missing or changed")
     for entry in chain(*index["splits"].values()):
         try:
-            tokens, path = open_shard(folder, entry, index), folder / entry["name"]
+            check_shard(folder, entry, index)
         except ValueError as error:
             problems.append(str(error))
             continue
+        path = folder / entry["name"]
+        tokens = map_shard(path, index["vocab_size"]) if entry["tokens"] else np.empty(0, np.uint16)
         documents = int((tokens == index["eot"]).sum())
         if sha256_file(path) != entry["sha256"]:
             problems.append(f"{path}: wrong checksum, a byte has changed")
@@ -467,7 +474,7 @@ class Batch:
     positions: torch.Tensor  # (A, B, T) int64
     doc_ids: torch.Tensor | None  # (A, B, T) int64, counts the documents of a sequence; None without doc_mask
     samples: int  # sequences in the global batch
-    hash: str  # of the tokens and labels of the global batch, the same in every layout; on data rank 0 in training, else ""
+    hash: str  # training: of this data rank's tokens and labels; parallel.reduce_hash makes that of the global batch of it
     n_bytes: int | None = None  # validation: bytes of text behind this rank's labels; None where the tokenizer does not tell
 
 
@@ -505,9 +512,13 @@ class TokenData:
         self.vocab_size, self.eot = index["vocab_size"], index["eot"]
         self.tokenizer_file = str(tokenizer_file) if tokenizer_json else None
         self.token_bytes = bytes_of_tokens(tokenizer_json, self.vocab_size) if tokenizer_json else None
-        self.shards = {split: [open_shard(folder, entry, index) for entry in entries] for split, entries in splits}
-        self.ends = {split: np.cumsum([len(shard) for shard in shards]) for split, shards in self.shards.items()}
-        n_tokens, n_val_tokens = (sum(map(len, self.shards[split])) for split in ("train", "val"))
+        for entry in chain(*index["splits"].values()):
+            check_shard(folder, entry, index)
+        # a map holds a file open, and a process may open 1,024: mapped when they are read, and only the last ones stay so
+        self.map_shard = lru_cache(OPEN_SHARDS)(partial(map_shard, vocab_size=self.vocab_size))
+        self.shards = {split: [folder / entry["name"] for entry in entries] for split, entries in splits}
+        self.ends = {split: np.cumsum([entry["tokens"] for entry in entries]) for split, entries in splits}
+        n_tokens, n_val_tokens = (sum(entry["tokens"] for entry in index["splits"][split]) for split in ("train", "val"))
         self.n_samples, self.n_val_samples = (n_tokens - 1) // seq_len, -(-max(0, n_val_tokens - 1) // seq_len)
         self.fingerprint = {"data_sha256": index["sha256"], "n_tokens": n_tokens, "tokenizer_sha256": tokenizer_sha256,
                             "seq_len": seq_len, "data_seed": data_seed, "doc_mask": doc_mask}
@@ -519,7 +530,7 @@ class TokenData:
             position = number * self.seq_len
             while len(row) and position < self.ends[split][-1]:  # a window may go over several shards
                 i = np.searchsorted(self.ends[split], position, side="right")
-                part = self.shards[split][i][position - self.ends[split][i]:][:len(row)]
+                part = self.map_shard(self.shards[split][i])[position - self.ends[split][i]:][:len(row)]
                 row[:len(part)] = part
                 row, position = row[len(part):], position + len(part)
         if out.max(initial=0) >= self.vocab_size:
@@ -538,6 +549,11 @@ class TokenData:
         start = np.maximum.accumulate(np.where(begins, positions, 0), axis=1)
         return tokens, np.where(is_eot, -100, labels), positions - start, np.cumsum(begins, axis=1)
 
+    def has_labels(self, split: str, n_samples: int) -> bool:
+        """Whether any token of a split has a loss. Reads until it finds one: of usual text the first windows only."""
+        return any((self.arrays(self.windows(split, range(i, min(i + 64, n_samples))))[1] >= 0).any()
+                   for i in range(0, n_samples, 64))
+
     def batches(self, first_sample: int, global_batch_size: int, local_batch_size: int, data_rank: int, data_ranks: int,
                 device: torch.device | str):
         """Endless iterator of Batch from cursor first_sample on. Rank r has sequences r*A*B .. (r+1)*A*B of a global batch."""
@@ -545,18 +561,18 @@ class TokenData:
             raise ValueError(f"--global_batch_size {global_batch_size} is not a multiple of --local_batch_size x data ranks = "
                              f"{local_batch_size} x {data_ranks} = {local_batch_size * data_ranks}")
         share = global_batch_size // data_ranks
-        mine = slice(data_rank * share, (data_rank + 1) * share) if data_rank else slice(None)  # rank 0 hashes the whole batch
+        first_row = data_rank * share  # of the global batch
 
         def make():
             cursor = first_sample
             while True:
-                epochs, numbers = np.divmod(np.arange(cursor, cursor + global_batch_size)[mine], self.n_samples)
+                epochs, numbers = np.divmod(np.arange(cursor + first_row, cursor + first_row + share), self.n_samples)
                 for epoch in np.unique(epochs):
                     here = epochs == epoch
                     numbers[here] = permute(numbers[here], self.n_samples, f"{self.data_seed}/{epoch}")
                 arrays = self.arrays(self.windows("train", numbers))
-                digest = "" if data_rank else hashlib.sha256(np.stack(arrays[:2])).hexdigest()[:16]
-                yield Batch(*to_tensors(arrays, share, local_batch_size), global_batch_size, digest)
+                digest = f"{hash_sequences(*arrays[:2], first_row):012x}"
+                yield Batch(*to_tensors(arrays, local_batch_size), global_batch_size, digest)
                 cursor += global_batch_size
 
         return prefetch(make(), torch.device(device))
@@ -576,14 +592,30 @@ class TokenData:
                 windows[:len(mine)] = self.windows("val", mine)
                 arrays = self.arrays(windows)
                 n_bytes = None if self.token_bytes is None else int(self.token_bytes[arrays[1][arrays[1] >= 0]].sum())
-                yield Batch(*to_tensors(arrays, local_batch_size, local_batch_size), min(rows, n - first), "", n_bytes)
+                yield Batch(*to_tensors(arrays, local_batch_size), min(rows, n - first), "", n_bytes)
 
         return prefetch(make(), torch.device(device))
 
 
-def to_tensors(arrays, share: int, local_batch_size: int) -> list:
-    """The first `share` sequences of each array as a tensor (A, B, T)."""
-    return [a if a is None else torch.from_numpy(a[:share].reshape(-1, local_batch_size, a.shape[-1]).copy()) for a in arrays]
+def scramble(x: np.ndarray) -> np.ndarray:
+    """uint64 to uint64, one to one; near numbers become unlike ones."""
+    x = (x ^ (x >> np.uint64(32))) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
+    return x ^ (x >> np.uint64(32))
+
+
+def hash_sequences(tokens: np.ndarray, labels: np.ndarray, first_row: int) -> int:
+    """A number below 2**48 for some rows (sequences, T) of a global batch. The sum over all rows, modulo 2**48, is the same
+    however they are shared out, and another one if a token, a label or the order of the rows changes."""
+    weights = scramble(np.arange(1, tokens.shape[1] + 1, dtype=np.uint64)) | np.uint64(1)  # odd: no change is multiplied away
+    pairs = tokens.astype(np.uint64) + (labels.astype(np.uint64) << np.uint64(32))
+    rows = np.arange(first_row + 1, first_row + 1 + len(tokens), dtype=np.uint64)
+    return int(scramble((pairs * weights).sum(1, dtype=np.uint64) + scramble(rows)).sum(dtype=np.uint64)) % 2**48
+
+
+def to_tensors(arrays, local_batch_size: int) -> list:
+    """Each array (sequences, T) as a tensor (A, B, T)."""
+    return [a if a is None else torch.from_numpy(a.reshape(-1, local_batch_size, a.shape[-1]).copy()) for a in arrays]
 
 
 def prefetch(batches, device: torch.device):
@@ -633,6 +665,11 @@ def open_data(cfg: DataConfig, seq_len: int) -> TokenData:
         n_tokens = data.fingerprint["n_tokens"]
         raise ValueError(f"--data {cfg.data}: {n_tokens} training tokens, but one sequence with its last label needs --seq_len "
                          f"{seq_len} + 1; take a longer text or --seq_len {max(1, n_tokens - 1)}")
+    if not data.has_labels("train", data.n_samples):
+        raise ValueError(f"--data {cfg.data}: no token of the training text has a loss, every label is masked"
+                         + "; --doc_mask masks the token behind the end of a document, and these are empty" * cfg.doc_mask)
+    if not data.has_labels("val", data.n_val_samples):
+        data.n_val_samples = 0  # a loss of 0.0000 over no token would look like a good one
     return data
 
 

@@ -1453,6 +1453,15 @@ def count_tokens(labels: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     return (total // (layout.world_size // layout.data_ranks)).clamp(min=1), mine
 
 
+def check_first_batch(batch, layout: Layout) -> None:
+    """Raises RuntimeError if no token of a run's first batch has a loss: it could go on for ever at loss 0.0000. Later ones
+    may be without, so nobody waits for the device to ask them."""
+    n = (batch.labels != IGNORE).sum()
+    dist.all_reduce(n)
+    if not n:
+        raise RuntimeError(f"no token of the first batch has a loss: all its labels are {IGNORE}; train on data with labels")
+
+
 def forward_backward(stages, batch, layout: Layout) -> Tensor:
     """Gradients of the mean loss over the global batch, complete when this returns. Gives this rank's part for reduce_loss.
 
@@ -1497,9 +1506,18 @@ def reduce_loss(part: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     return table[0].sum(), table[1].max()
 
 
+def reduce_hash(share: str, layout: Layout) -> str:
+    """Hash of the tokens and labels of the global batch, on every rank, from that of each data rank's sequences (data.py)."""
+    speaks = layout.rank < layout.world_size // layout.pp and layout.rank % (layout.cp * layout.tp) == 0  # one per data rank
+    total = torch.tensor(int(share, 16) * speaks)  # on the host, so that no device waits for it
+    dist.all_reduce(total)
+    return f"{total.item() % 2**48:012x}"
+
+
 @torch.no_grad()
 def evaluate(stages, batches, layout: Layout) -> tuple[float, float | None]:
-    """(loss in nats per token, in bits per byte or None where the bytes are unknown) over all batches of all data ranks."""
+    """(loss in nats per token, in bits per byte or None where the bytes are unknown) over all batches of all data ranks.
+    NaN where no token has a loss."""
     sums = torch.zeros(3, dtype=torch.float64, device=layout.device)
     n_bytes_known = True
     for batch in batches:
@@ -1522,7 +1540,7 @@ def evaluate(stages, batches, layout: Layout) -> tuple[float, float | None]:
                 module.reshard()  # without a backward nothing else frees the gathered weights
     dist.all_reduce(sums)
     total, tokens, n_bytes = sums.tolist()
-    return total / max(tokens, 1), total / n_bytes / math.log(2) if n_bytes_known and n_bytes else None
+    return total / tokens if tokens else math.nan, total / n_bytes / math.log(2) if n_bytes_known and n_bytes else None
 
 
 def replicas(grad: Tensor, layout: Layout) -> int:

@@ -27,6 +27,7 @@ from parallel import (
     ParallelConfig,
     StopSignal,
     balance_experts,
+    check_first_batch,
     check_layout,
     check_replicas,
     check_tp_plan,
@@ -45,6 +46,7 @@ from parallel import (
     init_weights,
     not_finite,
     pipeline_stages,
+    reduce_hash,
     reduce_loss,
     run,
     shard,
@@ -248,6 +250,8 @@ def main(cfg: Config):
         lr = cfg.lr * lr_at(step, cfg)
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = torch.tensor(lr) if isinstance(group["lr"], torch.Tensor) else lr  # a tensor: torchao's compiled step
+        if step == 1:
+            check_first_batch(batch, layout)
         loss = forward_backward(stages, batch, layout)  # sum of token losses / tokens of the global batch, and its gradients
         grad_norm = clip_grad_norm(stages, cfg.max_norm, layout)
         norms[step] = grad_norm
@@ -280,8 +284,9 @@ def main(cfg: Config):
                     print(f"step {bad}: the gradient norm is {norm}; step skipped")
         if metrics.due(step):
             loss, loss_max = reduce_loss(loss, layout)
+            tokens_hash = reduce_hash(batch.hash, layout)
             # qwen3: how busy the experts are
-            metrics.log(step, loss=loss, loss_max=loss_max, grad_norm=grad_norm, lr=lr, tokens_hash=batch.hash, extra=balance)
+            metrics.log(step, loss=loss, loss_max=loss_max, grad_norm=grad_norm, lr=lr, tokens_hash=tokens_hash, extra=balance)
         if step == first:
             train_timeouts(layout)
         if validating:

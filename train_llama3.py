@@ -25,6 +25,7 @@ from optim import Muon, adamw
 from parallel import (
     ParallelConfig,
     StopSignal,
+    check_first_batch,
     check_layout,
     check_replicas,
     check_tp_plan,
@@ -42,6 +43,7 @@ from parallel import (
     init_weights,
     not_finite,
     pipeline_stages,
+    reduce_hash,
     reduce_loss,
     run,
     shard,
@@ -223,6 +225,8 @@ def main(cfg: Config):
         lr = cfg.lr * lr_at(step, cfg)
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = torch.tensor(lr) if isinstance(group["lr"], torch.Tensor) else lr  # a tensor: torchao's compiled step
+        if step == 1:
+            check_first_batch(batch, layout)
         loss = forward_backward(stages, batch, layout)  # sum of token losses / tokens of the global batch, and its gradients
         grad_norm = clip_grad_norm(stages, cfg.max_norm, layout)
         norms[step] = grad_norm
@@ -250,7 +254,8 @@ def main(cfg: Config):
                     print(f"step {bad}: the gradient norm is {norm}; step skipped")
         if metrics.due(step):
             loss, loss_max = reduce_loss(loss, layout)
-            metrics.log(step, loss=loss, loss_max=loss_max, grad_norm=grad_norm, lr=lr, tokens_hash=batch.hash)
+            tokens_hash = reduce_hash(batch.hash, layout)
+            metrics.log(step, loss=loss, loss_max=loss_max, grad_norm=grad_norm, lr=lr, tokens_hash=tokens_hash)
         if step == first:
             train_timeouts(layout)
         if validating:

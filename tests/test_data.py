@@ -13,15 +13,19 @@ import sysconfig
 import threading
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
+from pool import pool
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import data
-from data import DataConfig, TokenData, open_data, permute
+import parallel
+from data import DataConfig, TokenData, build_shards, find_tokenizer, hash_sequences, open_data, permute
 
 REPO = Path(__file__).parent.parent
 SHAKESPEARE = REPO.parent / "shared" / "data" / "tinyshakespeare.txt"  # real text, where it is at hand
@@ -137,7 +141,7 @@ def test_same_batches_in_every_layout(corpus, doc_mask):
             for step, one in enumerate(straight):
                 assert split[0][step].tokens.shape == (12 // local // ranks, local, 32)
                 assert split[0][step].samples == 12
-                assert split[0][step].hash == one.hash and all(split[rank][step].hash == "" for rank in range(1, ranks))
+                assert sum(int(part[step].hash, 16) for part in split) % 2**48 == int(one.hash, 16)
                 for name in names:
                     joined = flat([split[rank][step] for rank in range(ranks)], name)
                     assert torch.equal(joined, flat([one], name)), (ranks, local, step, name)
@@ -295,12 +299,104 @@ def test_prefetch_raises_the_error_of_its_thread(corpus, monkeypatch):
     assert prefetch_threads() == 0
 
 
-def test_only_rank_0_reads_the_whole_batch(corpus, monkeypatch):
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_rank_reads_its_own_share_only(corpus, monkeypatch, rank):
     loaded, sizes = open_corpus(corpus), []
     windows = loaded.windows
     monkeypatch.setattr(loaded, "windows", lambda split, numbers: sizes.append(len(numbers)) or windows(split, numbers))
-    take(loaded.batches(0, 16, 2, 3, 4, "cpu"), 1)
+    take(loaded.batches(0, 16, 2, rank, 4, "cpu"), 1)
     assert set(sizes) == {4}
+
+
+def test_the_hash_sees_every_change():
+    """Of one token or label, of two that trade places, of the order of the sequences; and no two of these look alike."""
+    tokens = np.random.default_rng(0).integers(0, 50, (4, 6))
+    labels = np.where(tokens < 10, -100, np.roll(tokens, -1, 1))
+    whole = hash_sequences(tokens, labels, 0)
+    assert 0 <= whole < 2**48
+    seen = [whole, hash_sequences(tokens, labels, 1), hash_sequences(tokens[::-1], labels[::-1], 0)]
+    for i, j in itertools.product(range(4), range(6)):
+        for array, change in itertools.product((tokens, labels), (1, 1 << 20)):
+            array[i, j] += change
+            seen.append(hash_sequences(tokens, labels, 0))
+            array[i, j] -= change
+    for a, b in itertools.combinations(range(4), 2):
+        order = [{a: b, b: a}.get(i, i) for i in range(4)]
+        seen.append(hash_sequences(tokens[order], labels[order], 0))
+        order = [{a: b, b: a}.get(i, i) for i in range(6)]
+        seen.append(hash_sequences(tokens[:, order], labels, 0))
+    assert len(set(seen)) == len(seen) == 3 + 4 * 24 + 12
+    assert hash_sequences(tokens, labels, 0) == whole
+
+
+def hash_of(flags: dict, rows: int) -> str:
+    layout = parallel.Layout(parallel.ParallelConfig(), {axis: flags.get(axis, 1) for axis in parallel.AXES},
+                             torch.distributed.get_world_size(), rows, rows, rank=torch.distributed.get_rank())
+    tokens = np.arange(rows * 5).reshape(rows, 5)
+    share = rows // layout.data_ranks
+    mine = slice(layout.data_rank * share, (layout.data_rank + 1) * share)
+    return parallel.reduce_hash(f"{hash_sequences(tokens[mine], -tokens[mine], mine.start):012x}", layout)
+
+
+def test_every_layout_has_the_same_hash():
+    want, = set(pool(1).run(hash_of, {}, 8))
+    layouts = [dict(dp_shard=4), dict(dp_replicate=2, dp_shard=2), dict(pp=2, dp_shard=2), dict(tp=2, dp_shard=2),
+               dict(cp=2, dp_replicate=2), dict(pp=2, tp=2), dict(cp=2, tp=2)]
+    assert {h for flags in layouts for h in pool(4).run(hash_of, flags, 8)} == {want} != set(pool(1).run(hash_of, {}, 4))
+
+
+def one_label(masked: bool):
+    layout = parallel.Layout(parallel.ParallelConfig(), dict.fromkeys(parallel.AXES, 1) | {"dp_shard": 2}, 2, 2, 2)
+    labels = torch.full((1, 1, 4), -100)
+    if torch.distributed.get_rank() == 1 and not masked:
+        labels[0, 0, 2] = 3
+    try:
+        return parallel.check_first_batch(Mock(labels=labels), layout)
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_a_first_batch_without_any_loss_stops_the_run():
+    """One label on one rank is enough to go on."""
+    assert pool(2).run(one_label, False) == [None, None]
+    assert all("no token of the first batch has a loss" in said for said in pool(2).run(one_label, True))
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_text_without_any_loss(shards, tmp_path, split):
+    """Nothing but the ends of documents, which --doc_mask leaves out: refused at once, or no validation."""
+    folder = copy_of(shards, tmp_path)
+    index = json.loads((folder / "index.json").read_text())
+    for entry in index["splits"][split]:
+        raw = np.fromfile(folder / entry["name"], np.uint8)
+        raw[112:].view(np.uint16)[:] = index["eot"]
+        raw.tofile(folder / entry["name"])
+    cfg = DataConfig(data=str(folder), doc_mask=True)
+    if split == "train":
+        refused(lambda: open_data(cfg, 32), "no token of the training text has a loss", "--doc_mask")
+    else:
+        assert open_data(cfg, 32).n_val_samples == 0 < open_data(DataConfig(data=str(folder)), 32).n_val_samples
+    assert open_data(DataConfig(data=str(folder)), 32).n_samples > 0  # to predict the ends is possible
+
+
+def test_more_shards_than_files_that_may_be_open(tmp_path, corpus):
+    """In training and in validation at once, from two threads; and the order is that of all shards together."""
+    lines = (corpus / "docs.jsonl").read_text().splitlines(keepends=True)
+    texts = [tmp_path / f"{i:03}.jsonl" for i in range(100)]
+    for i, path in enumerate(texts):
+        path.write_text("".join(lines[4 * i:4 * i + 4]))
+    tokenizer = find_tokenizer(str(open_corpus(corpus).folder))
+    build_shards(texts, tokenizer, tmp_path / "many")
+    code = ("import resource, hashlib\nfrom data import *\n"
+            "resource.setrlimit(resource.RLIMIT_NOFILE, (80, 80))\n"
+            f"d = open_data(DataConfig(data={str(tmp_path / 'many')!r}), 16)\n"
+            "training, out = d.batches(0, 64, 64, 0, 1, 'cpu'), []\n"
+            "for _ in range(4):\n"
+            "    out += [next(training), *d.val_batches(512, 64, 0, 1, 'cpu')]\n"
+            "print(len(d.shards['train']), hashlib.sha256(b''.join(b.tokens.numpy().tobytes() for b in out)).hexdigest())\n")
+    run = partial(subprocess.run, cwd=REPO, capture_output=True, text=True, timeout=60)
+    few, many = (run([sys.executable, "-c", text]) for text in (code, code.replace("(80, 80)", "(1000, 1000)")))
+    assert few.stdout == many.stdout != "" and int(few.stdout.split()[0]) >= 80, few.stderr
 
 
 def test_exit_with_an_open_iterator(corpus):

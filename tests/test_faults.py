@@ -379,6 +379,15 @@ def test_on_nan_skip(tmp_path, start, optimizer):
     assert differ == [1, 1, 1, 0, 1, 1]  # step-4 and step-5 hold the same weights and moments
 
 
+def test_a_fork_that_masks_every_label(tmp_path, start):
+    script, place = fork(tmp_path, ""), "        if step == 1:\n"
+    assert script.read_text().count(place) == 1
+    script.write_text(script.read_text().replace(place, "        batch.labels.fill_(-100)\n" + place))
+    job = start(tmp_path / "run", 1, script=script)
+    assert job.end() == 1 and job.last_step() == 0
+    assert "RuntimeError: no token of the first batch has a loss" in job.text().splitlines()[-1]
+
+
 # ---------------------------------------------------------------- signals
 
 
