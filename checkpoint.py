@@ -17,7 +17,7 @@ any layout reads them. What DCP lacks is added here, because training dies at an
     .metadata  __0_0.distcp ...  tensors, "model.<fqn>" and "optimizer.<fqn>.<state name>", one file per rank
     state.json                   step, data cursor ... as the recipe gave them; which model, data and optimizer this is
     config.json  recipe.py  tokenizer.json   what it takes to repeat the run and to sample from it
-    tokenizer_config.json  chat_template.jinja   where the tokenizer is a Hugging Face folder's
+    tokenizer_config.json  chat_template.jinja ...   where the tokenizer is a Hugging Face folder's
     manifest.json                size and crc32 of all of the above, and a hash of itself
 """
 import difflib
@@ -53,6 +53,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from config import FROM_FILE, Need, flag
+from data import files_beside
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 1. Our own checkpoints (DCP)
@@ -207,7 +208,10 @@ def candidates(folder: str, step: int = -1) -> list[str]:
     if step >= 0 and step not in found:
         raise ValueError(f"{folder} has no checkpoint of step {step}; it has the steps {', '.join(map(str, found)) or 'none'}")
     if not found:
-        raise ValueError(f"{folder} holds no checkpoint; give a run folder, or one of its folders checkpoints/step-N")
+        from hf import hub_hint
+
+        what = "holds no checkpoint" if os.path.isdir(folder) else "is no folder"
+        raise ValueError(f"{folder} {what}; give a run folder, or one of its folders checkpoints/step-N{hub_hint(folder)}")
     return [found[step]] if step >= 0 else list(found.values())
 
 
@@ -228,7 +232,8 @@ def newest_readable(folder: str, step: int = -1) -> str:
     """The newest checkpoint whose small files are as written; reads nothing else. Raises ValueError."""
     for path in (paths := candidates(folder, step)):
         try:
-            check_files(path, read_manifest(path), ["state.json", "config.json"])
+            manifest = read_manifest(path)
+            check_files(path, manifest, [name for name in manifest["files"] if not name.startswith((".metadata", "__"))])
             return path
         except Damaged:
             continue  # load() says so; what counts here is the newest that it may take
@@ -243,6 +248,46 @@ def start_of(out: str, cfg: CheckpointConfig) -> tuple[str, int, bool] | None:
     return (cfg.init_from, -1, not cfg.init_model_only) if cfg.init_from and not is_hf_folder(cfg.init_from) else None
 
 
+def source_tokenizer(cfg) -> str:
+    """The tokenizer.json that belongs to the weights of --init_from: the default for text. "" where there is none to follow.
+
+    A run that has checkpoints of its own follows those, for what it began with may be gone. Raises ValueError.
+    """
+    is_text = cfg.data == "stdlib" or not os.path.isdir(cfg.data)
+    if not cfg.init_from or cfg.tokenizer or not is_text or has_new_ids(cfg) or cfg.dry_run:
+        return ""
+    start = start_of(cfg.out, cfg)
+    file = os.path.join(newest_readable(*start[:2]) if start else cfg.init_from, "tokenizer.json")
+    if not os.path.lexists(file):
+        raise ValueError(f"{file} is missing, so nothing tells how to cut --data {cfg.data} into the ids that these weights "
+                         "know; give their tokenizer with --tokenizer")
+    return os.path.dirname(file)
+
+
+def has_new_ids(cfg) -> bool:
+    """Whether the embedding is not loaded, and so no id has a meaning yet."""
+    return covers([name.removeprefix("model.") for name in cfg.exclude_from_loading], "model.tok_embeddings.weight")
+
+
+def check_tokenizer(out: str, identity: dict, cfg):
+    """Raises ValueError when the data has other ids than the weights of --init_from were trained with."""
+    from hf import HF_LIMITS, hf_file
+
+    here, start = identity.get("data", {}).get("tokenizer_sha256"), start_of(out, cfg)
+    if not cfg.init_from or here is None or has_new_ids(cfg) or start and start[0] != cfg.init_from:
+        return
+    path, there = newest_readable(*start[:2]) if start else cfg.init_from, None
+    if start:
+        there = read_json(path, "state.json")["identity"]["data"].get("tokenizer_sha256")
+    if there is None and os.path.lexists(os.path.join(path, "tokenizer.json")):
+        there = hashlib.sha256(Path(hf_file(path, "tokenizer.json", HF_LIMITS["tokenizer.json"])).read_bytes()).hexdigest()
+    if there not in (None, here):
+        fix = f"leave out --tokenizer {cfg.tokenizer}" if cfg.tokenizer else f"make the shards with --tokenizer {path}"
+        raise ValueError(f"--init_from {cfg.init_from} was trained with another tokenizer (sha256 {there[:12]}) than the data "
+                         f"has ({here[:12]}), so its embedding knows other ids; {fix}, or --exclude_from_loading "
+                         "tok_embeddings,head to learn new ones")
+
+
 def check_run(out: str, identity: dict, cfg: CheckpointConfig, lr_at=None):
     """Raises ValueError when this run may not continue what is in `out`, or --init_from; reads only small files.
 
@@ -250,6 +295,7 @@ def check_run(out: str, identity: dict, cfg: CheckpointConfig, lr_at=None):
     """
     if cfg.keep_latest_k < 0:
         raise ValueError(f"--keep_latest_k {cfg.keep_latest_k}: give a number of checkpoints, or 0 to keep all")
+    check_tokenizer(out, identity, cfg)
     if start := start_of(out, cfg):
         folder, step, everything = start
         path = newest_readable(folder, step)
@@ -777,9 +823,7 @@ class Checkpoints:
         extra = {"state.json": about, "config.json": json_bytes(self.config), "recipe.py": self.source.encode()}
         if self.tokenizer_file:
             extra["tokenizer.json"] = Path(self.tokenizer_file).read_bytes()
-            for name in ("tokenizer_config.json", "chat_template.jinja"):  # of a Hugging Face folder: to_hf gives them back
-                if (beside := Path(self.tokenizer_file).with_name(name)).is_file():
-                    extra[name] = beside.read_bytes()
+            extra |= files_beside(self.tokenizer_file)  # of a Hugging Face folder: to_hf gives them back
         for name, content in extra.items():
             Path(folder, name).write_bytes(content)
         files = listed | checksums(folder, [".metadata", *extra], sync=True)

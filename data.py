@@ -43,6 +43,8 @@ VAL_PART = 20  # one document in 20 is for validation, or the last 20th of a fil
 MANY_DOCUMENTS = 100
 OPEN_SHARDS = 32  # files that stay mapped; another one is mapped in microseconds
 BPE_VOCAB, BPE_BYTES = 4096, 10_000_000  # the tokenizer that we train ourselves: its ids, and the text that it is trained on
+# What a Hugging Face folder has beside tokenizer.json: special tokens, chat template, and which ids end an answer
+BESIDE = ("tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "generation_config.json")
 STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__",
                   "encodings", "pydoc_data", "entities.py"}  # the last three are 2 MB of tables, not text to learn from
 
@@ -53,7 +55,7 @@ TEXT = Need("with --data of token shards, which need no cache", lambda c: not os
 @dataclass(kw_only=True)
 class DataConfig:
     data: str = "stdlib"  # stdlib (Python's own sources), a .txt or .jsonl file, or a folder from python data.py prepare
-    tokenizer: str = ""  # tokenizer.json or a Hugging Face folder; empty: a byte-level BPE of 4096 ids, trained on the text
+    tokenizer: str = ""  # tokenizer.json or Hugging Face folder; empty: --init_from's, or a BPE of 4096 ids, made of the text
     doc_mask: bool = False  # documents do not see each other: attention, positions and labels stop where a document ends
     data_seed: int = 0  # another seed is another order of the same sequences
     cache_dir: str = flag("", TEXT)  # folder for tokenized text; empty: nanotitan in the user's cache folder
@@ -163,15 +165,30 @@ def load_tokenizer(file: Path):
     return tokenizer
 
 
+def files_beside(tokenizer_file) -> dict:
+    """{name: content} of the files that go wherever this tokenizer.json goes. ValueError for links elsewhere, absurd sizes."""
+    from hf import HF_LIMIT, HF_LIMITS, hf_file  # here, because hf.py stands on everything else
+
+    folder = os.path.dirname(os.path.abspath(tokenizer_file))
+    there = [name for name in BESIDE if os.path.lexists(os.path.join(folder, name))]
+    return {name: Path(hf_file(folder, name, HF_LIMITS.get(name, HF_LIMIT))).read_bytes() for name in there}
+
+
 def find_tokenizer(path: str, eot: str = ""):
     """(tokenizer.json, eot id, vocab size) for a tokenizer.json or a folder that holds one."""
-    file = Path(path, "tokenizer.json") if os.path.isdir(path) else Path(path)
+    from hf import HF_LIMITS, hf_file, hub_hint
+
+    file, limit = Path(path, "tokenizer.json") if os.path.isdir(path) else Path(path), HF_LIMITS["tokenizer.json"]
     if not file.is_file():
-        raise ValueError(f"--tokenizer {path}: need a tokenizer.json, or a folder that holds one")
+        raise ValueError(f"--tokenizer {path}: need a tokenizer.json, or a folder that holds one{hub_hint(path)}")
+    if os.path.isdir(path):
+        hf_file(path, "tokenizer.json", limit)
+    elif file.stat().st_size > limit:
+        raise ValueError(f"--tokenizer {path} has {file.stat().st_size:,} bytes, which is absurd: {limit:,} are the most")
     tokenizer, names, config = load_tokenizer(file), [eot] if eot else list(EOT_NAMES), file.with_name("tokenizer_config.json")
-    if config.is_file() and not eot:
+    if (rules := files_beside(file).get(config.name)) and not eot:
         try:
-            eos = json.loads(config.read_text("utf-8")).get("eos_token") or ""
+            eos = json.loads(rules).get("eos_token") or ""
             names.append(eos["content"] if isinstance(eos, dict) else eos)
         except (ValueError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(f"{config} is damaged ({error!r})") from None
@@ -292,7 +309,9 @@ def build_shards(paths: list, tokenizer: tuple, folder: Path, workers: int = 1):
     if (folder / "index.json").exists() and ((old := read_index(folder))["source"], old["eot"]) != (source, eot):
         raise ValueError(f"{folder} holds shards that were made from other files or with another tokenizer; name a new --out")
     folder.mkdir(parents=True, exist_ok=True)
-    write_file(folder / "tokenizer.json", tokenizer_file.read_bytes())
+    files = {"tokenizer.json": tokenizer_file.read_bytes()} | files_beside(tokenizer_file)
+    for name, content in files.items():
+        write_file(folder / name, content)
     job = partial(tokenize_piece, folder=folder, tokenizer_file=tokenizer_file, eot=eot, vocab_size=vocab_size)
     splits, workers = {"train": [], "val": []}, min(workers, len(pieces))
     with contextlib.ExitStack() as stack:
@@ -306,8 +325,9 @@ def build_shards(paths: list, tokenizer: tuple, folder: Path, workers: int = 1):
             if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
                 bar, end = "#" * (30 * done // len(pieces)), "\n" * (done == len(pieces))
                 print(f"\rtokenizing [{bar:30}] {done}/{len(pieces)}", end=end, file=sys.stderr, flush=True)
-    index = {"version": VERSION, "vocab_size": vocab_size, "eot": eot, "source": source, "documents": count_documents(splits),
-             "splits": splits}
+    beside = {name: hashlib.sha256(content).hexdigest() for name, content in files.items() if name in BESIDE}
+    index = {"version": VERSION, "vocab_size": vocab_size, "eot": eot, "source": source, "beside": beside,
+             "documents": count_documents(splits), "splits": splits}
     write_file(folder / "index.json", json.dumps({"sha256": data_hash(index), **index}, indent=1).encode())
     listed = {entry["name"] for entry in chain(*splits.values())}
     for path in folder.iterdir():  # what is left of an interrupted run
@@ -335,6 +355,8 @@ def read_index(folder: Path) -> dict:
                 raise ValueError(f"{entry['name']!r} is not the name of a shard")
             if min(entry["tokens"], entry["documents"], index["eot"], index["vocab_size"] - index["eot"] - 1) < 0:
                 raise ValueError("impossible numbers")
+        if not index.get("beside", {}).keys() <= set(BESIDE):
+            raise ValueError(f"{index['beside']} names other files than {BESIDE}")
         if index["sha256"] != data_hash(index) or index["documents"] != count_documents(index["splits"]):
             raise ValueError("its checksums and counts do not fit together")
         return index
@@ -372,9 +394,9 @@ def find_damage(folder: Path) -> list:
         index, problems = read_index(folder), []
     except ValueError as error:
         return [str(error)]
-    tokenizer = folder / "tokenizer.json"
-    if not tokenizer.is_file() or sha256_file(tokenizer) != index["source"]["tokenizer"]:
-        problems.append(f"{tokenizer} is missing or changed")
+    for name, sha256 in {"tokenizer.json": index["source"]["tokenizer"], **index.get("beside", {})}.items():
+        if not (folder / name).is_file() or sha256_file(folder / name) != sha256:
+            problems.append(f"{folder / name} is missing or changed")
     for entry in chain(*index["splits"].values()):
         try:
             check_shard(folder, entry, index)
@@ -430,7 +452,8 @@ def cached_corpus(data: str, tokenizer: str, cache_dir: str) -> Path:
 
     A link named after sizes and times of the files leads to it, so that a start does not read all the text again."""
     cache, paths = cache_folder(cache_dir), stdlib_files() if data == "stdlib" else [Path(data)]
-    rules = [Path(tokenizer, name) for name in ("", "tokenizer.json", "tokenizer_config.json") if tokenizer]
+    home = tokenizer if os.path.isdir(tokenizer) else os.path.dirname(tokenizer)
+    rules = [Path(tokenizer), *(Path(home, name) for name in ("tokenizer.json", *BESIDE))] if tokenizer else []
     stats = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths + rules if path.is_file()]
     link = cache / hashlib.sha256(repr((VERSION, BPE_VOCAB, data == "stdlib", tokenizer, stats)).encode()).hexdigest()[:16]
     if (link / "index.json").is_file():
@@ -447,6 +470,8 @@ def cached_corpus(data: str, tokenizer: str, cache_dir: str) -> Path:
             paths = [cache / "stdlib.jsonl"]
         found = find_tokenizer(tokenizer) if tokenizer else None
         key = (VERSION, sha256_file(paths[0]), (sha256_file(found[0]), *found[1:]) if found else BPE_VOCAB)
+        if found and (beside := files_beside(found[0])):  # a base model and its chat model may share a tokenizer.json
+            key += (hashlib.sha256(repr(beside).encode()).hexdigest(),)
         folder = cache / f"{paths[0].stem}-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
         if not (folder / "index.json").is_file():
             if os.environ.get("RANK", "0") == "0":
@@ -642,17 +667,18 @@ def prefetch(batches, device: torch.device):
         thread.shutdown(wait=not threading.current_thread().name.startswith("prefetch"), cancel_futures=True)
 
 
-def open_data(cfg: DataConfig, seq_len: int) -> TokenData:
+def open_data(cfg: DataConfig, seq_len: int, tokenizer: str = "") -> TokenData:
     """The data that --data names, tokenized first if it is text. ValueError with one line for whatever a user can get wrong.
 
-    Needs no process group: ranks that call it together wait until one of them has filled the cache."""
+    tokenizer: for text without --tokenizer; "": one is trained on it. Needs no process group: ranks that call it together
+    wait until one of them has filled the cache."""
     if seq_len < 1:
         raise ValueError(f"--seq_len {seq_len}: need at least 1")
     if cfg.data != "stdlib" and not os.path.exists(cfg.data):
         raise ValueError(f"--data {cfg.data}: no such file; need stdlib, a .txt or .jsonl file, or a folder of token shards")
     try:
         if cfg.data == "stdlib" or not os.path.isdir(cfg.data):
-            folder = cached_corpus(cfg.data, cfg.tokenizer, cfg.cache_dir)
+            folder = cached_corpus(cfg.data, cfg.tokenizer or tokenizer, cfg.cache_dir)
         else:
             folder = Path(cfg.data)
             if cfg.tokenizer and sha256_file(find_tokenizer(cfg.tokenizer)[0]) != read_index(folder)["source"]["tokenizer"]:

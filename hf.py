@@ -70,11 +70,22 @@ def hf_file(folder: str, name: str, limit: float = math.inf) -> str:
     real = os.path.realpath(path)
     if os.path.dirname(real) not in homes:
         raise ValueError(f"{path} is a link that leads out of the folder, to {real}; put the file itself there")
+    if not os.path.isdir(folder):
+        raise ValueError(f"{folder} is no folder{hub_hint(folder)}")
     if not os.path.isfile(real):
         raise ValueError(f"{path} is no plain file" if os.path.lexists(real) else f"{path} is missing")
     if os.path.getsize(real) > limit:
         raise ValueError(f"{path} has {os.path.getsize(real):,} bytes, which is absurd: {limit:,} are the most")
     return real
+
+
+def hub_hint(path: str) -> str:
+    """How to get what a path may mean that is not there but looks like a name on the Hugging Face Hub; else ''."""
+    owner, _, name = path.rpartition("/")
+    looks = re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", path) and not path.endswith((".json", ".txt")) and owner != "runs"
+    if not looks or os.path.lexists(path) or owner and os.path.isdir(owner):
+        return ""
+    return f"; a model of the Hugging Face Hub must be on the disk first: hf download {path} --local-dir {name}"
 
 
 def read_hf_json(folder: str, name: str) -> dict:
@@ -514,8 +525,11 @@ def commit_export(temporary: str, folder: str, config, entries: dict[str, list[H
     dtypes, size = [str(e.dtype)[6:] for _, e in flat], sum(e.size for _, e in flat)
     extra, eot = tokenizer_files(tokenizer_file, config.max_seq_len) if tokenizer_file else ({}, None)
     ends = dict(bos_token_id=None, eos_token_id=eot, pad_token_id=eot)  # left out, transformers would take 1 and 2
+    sampling = json.loads(extra.get("generation_config.json", b"{}"))  # of the folder that the tokenizer came from
+    if isinstance(sampling.get("eos_token_id"), list):  # a chat model's answers end with one of several
+        ends["eos_token_id"] = sampling["eos_token_id"]
     extra["config.json"] = json_bytes(config.to_hf() | ends | dict(torch_dtype=max(dtypes, key=dtypes.count)))
-    extra["generation_config.json"] = json_bytes(ends)
+    extra["generation_config.json"] = json_bytes(sampling | ends)
     if len(entries) > 1:
         index = dict(metadata=dict(total_size=size), weight_map={e.name: title for title, e in flat})
         extra["model.safetensors.index.json"] = json_bytes(index)
@@ -530,7 +544,7 @@ def commit_export(temporary: str, folder: str, config, entries: dict[str, list[H
 
 def tokenizer_files(file: str, max_seq_len: int) -> tuple[dict[str, bytes], int | None]:
     """({name: content} of the tokenizer's files, the id that ends a text or None where no known name tells it)."""
-    from data import find_tokenizer, load_tokenizer
+    from data import files_beside, find_tokenizer, load_tokenizer
 
     try:
         eot = find_tokenizer(file)[1]
@@ -539,10 +553,7 @@ def tokenizer_files(file: str, max_seq_len: int) -> tuple[dict[str, bytes], int 
         eot, end = None, {}
     rules = dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=max_seq_len, **end)
     found = {"tokenizer_config.json": json_bytes(rules | {"clean_up_tokenization_spaces": False})}
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        if (beside := Path(file).with_name(name)).is_file():  # as in a Hugging Face folder
-            found[name] = beside.read_bytes()
-    return found, eot
+    return found | files_beside(file) | {"tokenizer.json": Path(file).read_bytes()}, eot
 
 
 def file_kinds(tensors: dict[str, Tensor], module: nn.Module, dtype: torch.dtype) -> dict[str, tuple]:

@@ -14,7 +14,17 @@ from typing import Literal
 
 import torch
 
-from checkpoint import CheckpointConfig, Checkpoints, check_run, is_hf_folder, keep_batch, lock_run, save_hf, step_folders
+from checkpoint import (
+    CheckpointConfig,
+    Checkpoints,
+    check_run,
+    is_hf_folder,
+    keep_batch,
+    lock_run,
+    save_hf,
+    source_tokenizer,
+    step_folders,
+)
 from config import Need, check_range, flag, override_fields, parse_config, save_config
 from data import DataConfig, open_data
 from generate import print_sample
@@ -158,7 +168,7 @@ def main(cfg: Config):
                          "--optimizer adamw and --on_nan stop")
 
     # 2. data: one fixed global order of sequences; the layout decides who reads which, never what is trained on
-    data = open_data(cfg, cfg.seq_len)
+    data = open_data(cfg, cfg.seq_len, source_tokenizer(cfg))
     if (ids := data.vocab_size) > model_config.vocab_size:
         raise ValueError(f"the tokenizer has {ids} ids, the model {model_config.vocab_size}; use --model_args vocab_size={ids}")
     if cfg.val_every and not data.n_val_samples:

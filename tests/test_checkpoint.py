@@ -23,12 +23,25 @@ from torch import nn
 
 import checkpoint
 import grpo
+import hf
 import parallel
 import train_deepseek
 import train_llama3
 import train_qwen3
-from checkpoint import CheckpointConfig, Checkpoints, Damaged, check_run, diff, load_model, lock_run, step_folders, verify
+from checkpoint import (
+    CheckpointConfig,
+    Checkpoints,
+    Damaged,
+    check_run,
+    diff,
+    load_model,
+    lock_run,
+    source_tokenizer,
+    step_folders,
+    verify,
+)
 from config import parse_config, save_config
+from data import DataConfig, find_tokenizer, open_data, sha256_file
 from models.llama3 import Llama3, Llama3Config
 
 IDENTITY = {
@@ -437,6 +450,22 @@ def test_init_from(tmp_path, capsys):
     assert "IGNORED" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name, hint", [
+    ("gpt2", "hf download gpt2 --local-dir gpt2"),
+    ("meta-llama/Llama-3.2-1B", "hf download meta-llama/Llama-3.2-1B --local-dir Llama-3.2-1B"),
+    ("runs/gone", None), ("/nowhere/gpt2", None), ("./gpt2", None), ("here/gone", None),
+])
+def test_names_on_the_hub_need_a_download(tmp_path, monkeypatch, name, hint):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    for start in (lambda: check_run("new", IDENTITY, CheckpointConfig(init_from=name)), lambda: hf.from_hf(name, "new"),
+                  lambda: find_tokenizer(name)):
+        with pytest.raises(ValueError) as error:
+            start()
+        line = str(error.value)
+        assert name in line and ("hf download" in line) == bool(hint) and (hint or "") in line
+
+
 def test_init_from_another_model_is_refused_though_the_shapes_fit(tmp_path, capsys):
     saved(tmp_path / "old", 2)
 
@@ -584,6 +613,82 @@ def test_flags_that_are_not_told_exist_and_concern_no_training(recipe):
     assert len(left_out) > 30 and not told & left_out and told <= fields
     if recipe is not grpo:
         assert checkpoint.UNTOLD_FLAGS <= fields
+
+
+# --- --init_from: the ids of its tokenizer
+
+
+@pytest.fixture
+def book(tmp_path):
+    """flags of a text, and two tokenizers that do not agree"""
+    for name in ("book", "first", "second"):
+        (tmp_path / f"{name}.txt").write_text("".join(f"{name} line {i} of {i * i}\n" for i in range(300)))
+    flags = dict(cache_dir=str(tmp_path / "cache"), out=str(tmp_path / "new"), data=str(tmp_path / "book.txt"))
+    made = [open_data(DataConfig(data=str(tmp_path / f"{name}.txt"), cache_dir=flags["cache_dir"]), 16).folder
+            for name in ("first", "second")]
+    return flags, *map(str, made)
+
+
+def source_of(kind, folder, tokenizer) -> str:
+    """Weights with this tokenizer, or with none: a run folder, a step folder, or a Hugging Face folder."""
+    if kind == "hugging face":
+        folder.mkdir()
+        (folder / "model.safetensors").touch()
+        if tokenizer:
+            shutil.copy(f"{tokenizer}/tokenizer.json", folder)
+        return str(folder)
+    checkpoints = of(*trained(), folder)
+    checkpoints.tokenizer_file = tokenizer and f"{tokenizer}/tokenizer.json"
+    checkpoints.save(3, {"step": 3})
+    return path(folder, 3) if kind == "step" else str(folder)
+
+
+def start(flags, **more):
+    """The tokenizer's sha256 of a start with these flags, which check_run has let through."""
+    cfg = train_llama3.Config(**flags | more)
+    data = open_data(cfg, 16, source_tokenizer(cfg))
+    check_run(cfg.out, IDENTITY | {"data": data.fingerprint}, cfg)
+    return data.fingerprint["tokenizer_sha256"]
+
+
+@pytest.mark.parametrize("kind", ["run", "step", "hugging face"])
+def test_init_from_goes_on_with_the_ids_of_its_tokenizer(tmp_path, book, kind):
+    flags, first, second = book
+    flags["init_from"] = source_of(kind, tmp_path / "source", first)
+    its, other = (sha256_file(Path(folder, "tokenizer.json")) for folder in (first, second))
+    assert start(flags) == its == start(flags, tokenizer=first) == start(flags, data=first)
+    for wrong, fix in ((dict(tokenizer=second), "leave out --tokenizer"), (dict(data=second), "make the shards with")):
+        with pytest.raises(ValueError, match=f"another tokenizer .sha256 {its[:12]}. than the data has .{other[:12]}.*{fix}"):
+            start(flags, **wrong)
+        assert start(flags, **wrong, exclude_from_loading=["tok_embeddings", "head"]) == other
+    assert start(flags, exclude_from_loading=["model.tok_embeddings.*"]) not in (its, other)  # new ids: a tokenizer of its own
+    assert start(flags | {"init_from": ""}) not in (its, other)
+
+
+@pytest.mark.parametrize("kind", ["run", "hugging face"])
+def test_weights_without_a_tokenizer_need_one(tmp_path, book, kind):
+    flags, first, second = book
+    flags["init_from"] = source_of(kind, tmp_path / "source", None)
+    with pytest.raises(ValueError, match="tokenizer.json is missing, .*; give their tokenizer with --tokenizer"):
+        start(flags)
+    assert start(flags, tokenizer=first) == start(flags, data=first)
+
+
+def test_a_run_that_goes_on_keeps_the_tokenizer_it_began_with(tmp_path, book):
+    """Also when the folder of --init_from is gone; and from another run folder, with everything."""
+    flags, first, second = book
+    flags["init_from"] = source_of("run", tmp_path / "source", first)
+    its = start(flags)
+    identity = IDENTITY | {"data": open_data(cfg := train_llama3.Config(**flags), 16, source_tokenizer(cfg)).fingerprint}
+    checkpoints = of(*trained(), flags["out"])
+    checkpoints.identity, checkpoints.tokenizer_file = identity, f"{first}/tokenizer.json"
+    checkpoints.save(3, {"step": 3})
+    shutil.rmtree(flags["init_from"])
+    assert start(flags) == its
+    more = dict(init_from=flags["out"], init_model_only=False, out=str(tmp_path / "third"))
+    assert start(flags, **more) == its
+    with pytest.raises(ValueError, match="another tokenizer"):
+        start(flags, **more, tokenizer=second)
 
 
 def test_model_only(tmp_path):

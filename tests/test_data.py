@@ -629,6 +629,50 @@ def test_given_tokenizer_and_uint32(tmp_path):
     assert again.fingerprint["tokenizer_sha256"] != loaded.fingerprint["tokenizer_sha256"] and again.folder != loaded.folder
 
 
+CHAT_FILES = {"tokenizer_config.json": b'{"eos_token": "</s>"}', "chat_template.jinja": b"{{ messages }}",
+              "special_tokens_map.json": b"{}", "generation_config.json": b'{"eos_token_id": [3, 4]}'}
+
+
+def chat_tokenizer(folder: Path, template=b"{{ messages }}") -> Path:
+    file = word_tokenizer(folder / "tokenizer.json", special=["</s>"])
+    for name, content in (CHAT_FILES | {"chat_template.jinja": template}).items():
+        (folder / name).write_bytes(content)
+    return file
+
+
+def test_the_files_beside_a_tokenizer_come_along(tmp_path, monkeypatch, capsys):
+    """Through the cache and through prepare, for a folder and for its tokenizer.json; and a changed one is noticed."""
+    (tmp_path / "a.txt").write_text(sentences(200, 0))
+    file = chat_tokenizer(tmp_path / "hf")
+    cfg = DataConfig(data=str(tmp_path / "a.txt"), tokenizer=str(file.parent), cache_dir=str(tmp_path / "c"))
+    argv = ["prepare", "--input", tmp_path / "a.txt", "--tokenizer", file, "--out", tmp_path / "tokens", "--workers", 1]
+    assert call_cli(monkeypatch, capsys, *argv)[0] == 0
+    for folder in Path(open_data(cfg, 16).tokenizer_file).parent, tmp_path / "tokens":
+        assert {name: (folder / name).read_bytes() for name in CHAT_FILES} == CHAT_FILES
+        assert data.find_damage(folder) == []
+    # the same tokenizer.json with another template: other files, but the same data
+    chat_tokenizer(tmp_path / "hf", b"{{ other }}")
+    again = open_data(cfg, 16)
+    assert Path(again.tokenizer_file).with_name("chat_template.jinja").read_bytes() == b"{{ other }}"
+    assert again.fingerprint == open_data(DataConfig(data=str(tmp_path / "tokens")), 16).fingerprint
+    (tmp_path / "tokens" / "chat_template.jinja").write_bytes(b"{{ evil }}")
+    assert data.find_damage(tmp_path / "tokens") == [f"{tmp_path / 'tokens' / 'chat_template.jinja'} is missing or changed"]
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", *CHAT_FILES])
+def test_a_tokenizer_of_strangers(tmp_path, name):
+    file = chat_tokenizer(tmp_path / "hf")
+    (tmp_path / "secret").write_bytes((file.parent / name).read_bytes())
+    (file.parent / name).unlink()
+    (file.parent / name).symlink_to(tmp_path / "secret")
+    refused(lambda: data.find_tokenizer(str(file.parent)), name, "is a link that leads out of the folder")
+    (file.parent / name).unlink()
+    with open(file.parent / name, "wb") as sparse:
+        sparse.truncate(1 << 30)
+    for path in file.parent, file:
+        refused(lambda path=path: data.find_tokenizer(str(path)), name, "which is absurd")
+
+
 # ---- what a user can get wrong: one line each ----------------------------------------------------------------------
 
 

@@ -218,6 +218,21 @@ def test_command_line_errors_are_one_line_and_status_2(run_folder, capsys, monke
     assert exit.value.code == 2 and out == "" and err.count("\n") == 1 and message in err
 
 
+@pytest.mark.parametrize("argv, message", [
+    (["runs/x", "--prompt", "x"], "unexpected argument 'runs/x': the run to sample from is --checkpoint runs/x"),
+    (["--prompt", "x", "runs/x"], "the run to sample from is --checkpoint runs/x"),
+    (["--checkpoint", "runs/gone"], "runs/gone is no folder; give a run folder, or one of its folders checkpoints/step-N\n"),
+    (["--checkpoint", "Qwen/Qwen3-0.6B"], "must be on the disk first: hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B"),
+    (["--checkpoint", "."], ". holds no checkpoint; give a run folder"),
+])
+def test_a_folder_that_is_no_run(tmp_path, monkeypatch, capsys, argv, message):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as exit:
+        main(argv)
+    out, err = capsys.readouterr()
+    assert exit.value.code == 2 and out == "" and err.count("\n") == 1 and message in err
+
+
 def test_sample_at_the_end_of_a_run_never_fails_it(run_folder, capsys):
     print_sample(str(run_folder), n_params=1000)
     assert "step-3\nsample" in capsys.readouterr().out

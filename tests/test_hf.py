@@ -865,6 +865,15 @@ def test_the_files_beside_a_tokenizer_come_along(chat_folder, tmp_path):
         assert (tmp_path / "back" / name).read_bytes() == (chat_folder / name).read_bytes()
 
 
+def test_a_chat_model_that_ends_its_answers_in_several_ways_is_exported_as_such(chat_folder, tmp_path):
+    (chat_folder / "generation_config.json").write_text('{"eos_token_id": [1, 2], "temperature": 0.6, "do_sample": true}')
+    hf.from_hf(str(chat_folder), str(tmp_path / "run"))
+    hf.to_hf(str(tmp_path / "run"), str(tmp_path / "out"))
+    theirs = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
+    assert (theirs.eos_token_id, theirs.temperature, theirs.pad_token_id) == ([1, 2], 0.6, 1)
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "out").eos_token_id == [1, 2]
+
+
 def test_a_long_import_says_how_far_it_is(chat_folder, monkeypatch, capsys):
     monkeypatch.setattr(hf, "PROGRESS_S", -1)
     hf.load_hf_model(str(chat_folder))
@@ -932,7 +941,7 @@ def test_continued_pretraining_with_tp_2_gives_the_same_greedy_text_everywhere(t
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**values)).save_pretrained(tmp_path / "in", max_shard_size="3MB")
     argv = ["train_llama3.py", "--init_from", tmp_path / "in", "--model_args", "n_layers=2", "--out", tmp_path / "run",
             "--tp", 2, "--export_hf", tmp_path / "out", "--export_dtype", "bfloat16", "--device", "cpu", "--steps", 20,
-            "--seq_len", 64, "--local_batch_size", 2, "--val_every", 0]
+            "--seq_len", 64, "--local_batch_size", 2, "--val_every", 0, "--tokenizer", made.tokenizer_file]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 4, *argv]
     subprocess.run(list(map(str, command)), cwd=Path(__file__).parent.parent, check=True, timeout=240)
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == Path(made.tokenizer_file).read_bytes()
