@@ -60,8 +60,8 @@ from parallel import (
     StopSignal,
     balance_experts,
     check_layout,
+    check_model,
     check_replicas,
-    check_tp_plan,
     checkpoint_activations,
     choose_attention,
     clip_grad_norm,
@@ -173,7 +173,7 @@ def build_policy(cfg: Config, layout, Model, model_config):
     """The model on its devices, ready for both halves: called with labels it returns (log-probabilities, entropy), (B, T)."""
     with torch.device("meta"):
         model = Model(model_config)
-    check_tp_plan(model)
+    check_model(model)
     tensor_parallel(model, layout)
     expert_parallel(model, layout)
     context_parallel(model, layout)

@@ -1219,20 +1219,74 @@ def local_slice(p: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(shape), tuple(offset)
 
 
+NORMS = (nn.RMSNorm, nn.LayerNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def check_model(model) -> None:
+    """What the full model says of itself must fit it, before memory is taken: raises ValueError for a pattern of tp_plan or
+    init_constants that names nothing, and for a parameter or buffer without an initial value."""
+    check_tp_plan(model)
+    names = [fqn for fqn, _ in [*model.named_parameters(), *model.named_buffers()]]
+    for pattern in constants_of(model):
+        if not fnmatch.filter(names, pattern):
+            raise ValueError(f"init_constants: pattern {pattern!r} matches no parameter or buffer of {type(model).__name__}")
+    initial_values(model)
+
+
+def constants_of(model) -> dict[str, float]:
+    return model.init_constants() if hasattr(model, "init_constants") else {}
+
+
+def initial_values(stage) -> dict[str, tuple[float, float]]:
+    """fqn -> (number, 0) for a parameter or buffer that starts as this number, (0, standard deviation) for one that is drawn.
+
+    The first rule that knows it decides: the model's init_constants; a norm of any class starts at 1, a bias at 0; the model's
+    init_std; the matrix of an nn.Linear or nn.Embedding gets 0.02. What no rule knows raises ValueError: the numbers that a
+    constructor gave are lost on the meta device, and zeros or noise in their place would train as well, only worse.
+    """
+    values, constants, model = {}, constants_of(stage), type(stage).__name__
+    for path, module in stage.named_modules():
+        for name, t in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            fqn = f"{path}.{name}" if path else name
+            number, std = usual_value(module, name, t), None
+            number = next((value for pattern, value in constants.items() if fnmatch.fnmatch(fqn, pattern)), number)
+            if not isinstance(t, nn.Parameter):
+                if number is None:
+                    raise ValueError(f"buffer {fqn} is empty on the meta device: compute it in forward, or add a number for it "
+                                     f"to init_constants, in class {model}")
+            elif t.dim() == 0:
+                raise ValueError(f"parameter {fqn} has no dimension, and FSDP needs one: make it nn.Parameter(torch.empty(1))")
+            elif number is None:
+                usual = 0.02 if name == "weight" and isinstance(module, (nn.Linear, nn.Embedding)) else None
+                std = given if (given := stage.init_std(fqn)) is not None else usual
+                if std is None:
+                    raise ValueError(f"parameter {fqn} has no initial value: add a standard deviation for it to init_std, or a "
+                                     f"number to init_constants, in class {model}")
+            values[fqn] = (0.0 if number is None else float(number), float(std or 0))
+    return values
+
+
+def usual_value(module: nn.Module, name: str, t: Tensor) -> float | None:
+    """What every model agrees on: 0 for biases, 1 for norms (known by class, or by a class name such as MyNorm)."""
+    if name == "bias":
+        return 0.0
+    if isinstance(module, NORMS) or "Norm" in type(module).__name__ and t.dim() == 1:  # a matrix in WeightNormLinear is drawn
+        return {"weight": 1.0, "running_mean": 0.0, "running_var": 1.0, "num_batches_tracked": 0.0}.get(name)
+    return None
+
+
 def init_weights(stage, layout: Layout, seed: int) -> None:
     """Allocate the meta parameters on the device and fill them: a function of (seed, fqn) alone, so equal in every layout.
 
     A parameter is drawn in blocks of rows, each from a generator of its own, and a rank draws only the blocks that it holds
     a part of: 405B parameters take no longer per rank than their shard, and never more memory than one block.
     """
+    values = initial_values(stage)
     stage.to_empty(device="cpu" if layout.cfg.cpu_offload else layout.device)
-    for buffer in stage.buffers():
-        buffer.zero_()
-    norms = {id(m.weight) for m in stage.modules() if isinstance(m, nn.RMSNorm)}
-    for fqn, p in stage.named_parameters():
-        local = local_tensor(p.detach())
-        if id(p) in norms:
-            local.fill_(1.0)
+    for fqn, p in [*stage.named_parameters(), *stage.named_buffers()]:
+        local, (number, std) = local_tensor(p.detach()), values[fqn]
+        if std == 0:
+            local.fill_(number)
             continue
         (rows, *_), (first, *_) = shape, offset = local_slice(p)
         block = 1 if p.dim() == 3 else 1024  # a stack of experts: one generator per expert
@@ -1243,7 +1297,7 @@ def init_weights(stage, layout: Layout, seed: int) -> None:
             begin, end = max(first, b * block), min(first + rows, (b + 1) * block)
             n = min(block, p.shape[0] - b * block)  # rows of this block in the whole parameter
             drawn = torch.randn(n, *p.shape[1:], generator=generator)[begin - b * block : end - b * block]
-            local[begin - first : end - first] = drawn[(slice(None), *rest)] * stage.init_std(fqn)
+            local[begin - first : end - first] = drawn[(slice(None), *rest)] * std
 
 
 # ---------------------------------------------------------------- pipeline parallelism

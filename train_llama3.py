@@ -37,8 +37,8 @@ from parallel import (
     StopSignal,
     check_first_batch,
     check_layout,
+    check_model,
     check_replicas,
-    check_tp_plan,
     checkpoint_activations,
     choose_attention,
     clip_grad_norm,
@@ -177,7 +177,7 @@ def main(cfg: Config):
     # 3. model: shapes only, no memory yet
     with torch.device("meta"):
         model = Llama3(model_config)
-    check_tp_plan(model)
+    check_model(model)
     n_params, flops_per_token = sum(p.numel() for p in model.parameters()), model.flops_per_token(cfg.seq_len)
 
     # 4. parallelism. The order matters: the pipeline picks the layers, TP decides what each matrix holds, checkpointing wraps

@@ -219,12 +219,17 @@ class Llama3(nn.Module):
         """One empty KVCache per layer for max_len tokens; start (B,): first real position of each left-padded row."""
         return [KVCache(max_len, start) for _ in range(self.config.n_layers)]
 
-    def init_std(self, fqn: str) -> float:
-        """Standard deviation of a weight's initial normal distribution; norms start at 1 and are not asked for.
+    def init_std(self, fqn: str) -> float | None:
+        """Standard deviation of a weight's initial normal distribution, None for what is no weight of this model. Not asked for
+        norms, which start at 1, and biases, at 0; other rules, and numbers of your own: parallel.initial_values.
 
         What is added to the residual stream is scaled down by sqrt(2 L), so that its variance does not grow with depth (GPT-2).
         """
-        return 0.02 / math.sqrt(2 * self.config.n_layers) if fqn.endswith(("wo.weight", "w2.weight")) else 0.02
+        name = ".".join(fqn.split(".")[-2:])
+        if name in ("wo.weight", "w2.weight"):
+            return 0.02 / math.sqrt(2 * self.config.n_layers)
+        matrices = ("tok_embeddings", "wq", "wk", "wv", "w1", "w3", "head")
+        return 0.02 if name in [f"{matrix}.weight" for matrix in matrices] else None
 
     def flops_per_token(self, seq_len: int) -> int:
         """Forward and backward, PaLM's convention (arXiv:2204.02311, app. B): 6 N + 12 L H K T; N without the lookup table."""

@@ -272,12 +272,17 @@ class Qwen3(nn.Module):
         """One empty KVCache per layer for max_len tokens; start (B,): first real position of each left-padded row."""
         return [KVCache(max_len, start) for _ in range(self.config.n_layers)]
 
-    def init_std(self, fqn: str) -> float:
-        """Standard deviation of a weight's initial normal distribution; norms start at 1 and are not asked for.
+    def init_std(self, fqn: str) -> float | None:
+        """Standard deviation of a weight's initial normal distribution, None for what is no weight of this model. Not asked for
+        norms, which start at 1, and biases, at 0; other rules, and numbers of your own: parallel.initial_values.
 
         What is added to the residual stream is scaled down by sqrt(2 L), so that its variance does not grow with depth (GPT-2).
         """
-        return 0.02 / math.sqrt(2 * self.config.n_layers) if fqn.endswith(("wo.weight", "w2.weight", "experts.w2")) else 0.02
+        name = ".".join(fqn.split(".")[-2:])
+        if name in ("wo.weight", "w2.weight", "experts.w2"):
+            return 0.02 / math.sqrt(2 * self.config.n_layers)
+        matrices = ("tok_embeddings", "wq", "wk", "wv", "w1", "w3", "router", "head")
+        return 0.02 if name in ["experts.w1", "experts.w3", *(f"{matrix}.weight" for matrix in matrices)] else None
 
     def n_active_params(self) -> int:
         """Parameters that one token meets: all but the experts that it is not sent to."""

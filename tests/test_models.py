@@ -1,18 +1,23 @@
 """models/: the flavors' numbers, each kernel against a slow and obvious one, parity with transformers, the chunked loss."""
+import hashlib
 import math
 import threading
 import weakref
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 import models.loss
+import parallel
+from models import deepseek, llama3, qwen3
 from models.attention import KVCache, causal_attention, sdpa
 from models.layers import RMSNorm, rotate
 from models.llama3 import FLAVORS, Llama3, Llama3Config, rope_frequencies, scaled
@@ -93,6 +98,115 @@ def test_initial_deviations():
     small = {fqn for fqn, std in stds.items() if std == 0.02 / math.sqrt(6)}
     assert small == {f"blocks.{i}.{name}.weight" for i in range(3) for name in ("attn.wo", "ffn.w2")}
     assert {std for fqn, std in stds.items() if fqn not in small} == {0.02}
+
+
+@pytest.mark.parametrize("name", ["llama3", "llama3 tied", "qwen3", "qwen3 moe", "deepseek", "deepseek mtp", "deepseek v2"])
+def test_initial_weights_are_those_of_earlier_versions(name):
+    """To the last bit: a repeated experiment starts where it did before models could say numbers of their own."""
+    small = dict(dim=32, n_layers=2, n_heads=4, ffn_dim=64, vocab_size=1100)
+    flavor, changes = {
+        "llama3": (llama3.FLAVORS["debug"], {}),
+        "llama3 tied": (llama3.FLAVORS["debug"], dict(tie_embeddings=True)),
+        "qwen3": (qwen3.FLAVORS["debug"], {}),
+        "qwen3 moe": (qwen3.FLAVORS["debug_moe"], {}),
+        "deepseek": (deepseek.FLAVORS["debug"], {}),
+        "deepseek mtp": (deepseek.FLAVORS["debug_mtp"], {}),
+        "deepseek v2": (deepseek.FLAVORS["debug"], dict(q_lora_rank=0, n_shared_experts=2, n_dense_layers=0)),
+    }[name]
+    with torch.device("meta"):
+        model = {"l": llama3.Llama3, "q": qwen3.Qwen3, "d": deepseek.DeepSeek}[name[0]](replace(flavor, **small | changes))
+    for fqn, p in initialised(model, seed=3).named_parameters():
+        if "norm" in fqn.split(".")[-2]:
+            assert (p == 1).all()
+            continue
+        size, draws = 1 if p.dim() == 3 else 1024, []
+        for b in range(-(-len(p) // size)):
+            seed = int.from_bytes(hashlib.sha256(f"3/{fqn}/{b}".encode()).digest()[:7], "little")
+            draws.append(torch.randn(min(size, len(p) - b * size), *p.shape[1:], generator=torch.Generator().manual_seed(seed)))
+        std = 0.02 / math.sqrt(4) if fqn.endswith(("wo.weight", "w2.weight", "experts.w2")) else 0.02
+        std = model.init_std(fqn) if "router" in fqn else std  # tests/layouts.py gives routers a larger one
+        assert torch.equal(p, torch.cat(draws) * std), fqn
+    assert all((b == 0).all() for b in model.buffers())
+
+
+def initialised(model, seed=0):
+    layout = parallel.Layout(parallel.ParallelConfig(), {a: 1 for a in parallel.AXES}, 1, 1, 1)
+    parallel.check_model(model)
+    parallel.init_weights(model, layout, seed)
+    return model
+
+
+class RootMeanNorm(nn.Module):  # a norm of a fork's own
+    def __init__(self, dim):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(dim)), nn.Parameter(torch.zeros(dim))
+
+
+class Bare(nn.Module):
+    def __init__(self, name, tensor, buffer=False):
+        super().__init__()
+        self.register_buffer(name, tensor) if buffer else self.register_parameter(name, nn.Parameter(tensor))
+
+
+CONFIGS = {Llama3: Llama3Config(), qwen3.Qwen3: qwen3.FLAVORS["debug_moe"], deepseek.DeepSeek: deepseek.FLAVORS["debug_mtp"]}
+
+
+def forked(constants=None, std=None, cls=Llama3, **parts) -> nn.Module:
+    """A model on meta with more parts in its first block."""
+
+    class Fork(cls):
+        if constants is not None:
+
+            def init_constants(self):
+                return constants
+
+        def init_std(self, fqn):
+            return (std or {}).get(fqn, super().init_std(fqn))
+
+    with torch.device("meta"):
+        model = Fork(CONFIGS[cls])
+        for name, make in parts.items():
+            model.blocks["0"].add_module(name, make())
+    return model
+
+
+@pytest.mark.parametrize("cls", CONFIGS)
+def test_a_forks_own_parameters_start_as_its_model_says(cls):
+    norms = dict(layer=lambda: nn.LayerNorm(24), group=lambda: nn.GroupNorm(2, 24), own=lambda: RootMeanNorm(24),
+                 batch=lambda: nn.BatchNorm1d(24))
+    model = forked(
+        {"blocks.*.gain.scale": 0.2, "blocks.0.zero.weight": 0, "*.slopes": 3}, {"blocks.0.table.codes": 0.5}, cls, **norms,
+        gain=lambda: Bare("scale", torch.full((1,), 0.2)), zero=lambda: RootMeanNorm(24), linear=lambda: nn.Linear(24, 48),
+        table=lambda: Bare("codes", torch.empty(3000, 4)), slopes=lambda: Bare("slopes", torch.ones(4), buffer=True))
+    got = initialised(model).blocks["0"]
+    for name in norms:
+        assert (getattr(got, name).weight == 1).all() and (getattr(got, name).bias == 0).all()
+    assert (got.batch.running_var == 1).all() and (got.batch.running_mean == 0).all() and got.batch.num_batches_tracked == 0
+    assert got.gain.scale.tolist() == pytest.approx([0.2]) and (got.zero.weight == 0).all() and (got.slopes.slopes == 3).all()
+    assert (got.linear.bias == 0).all() and abs(got.linear.weight.std() - 0.02) < 0.002
+    assert abs(got.table.codes.std() - 0.5) < 0.02
+
+
+@pytest.mark.parametrize("cls", CONFIGS)
+@pytest.mark.parametrize("part, message", [
+    (lambda: Bare("scale", torch.full((1,), 0.2)), "blocks.0.part.scale has no initial value: .* init_std.* init_constants"),
+    (lambda: Bare("weight", torch.empty(8, 8)), "parameter blocks.0.part.weight has no initial value"),  # of no nn.Linear
+    (lambda: Bare("temperature", torch.tensor(1.0)), "parameter blocks.0.part.temperature has no dimension"),
+    (lambda: Bare("slopes", torch.ones(4), buffer=True), "buffer blocks.0.part.slopes is empty on the meta device"),
+    (lambda: nn.Conv1d(8, 8, 4), "parameter blocks.0.part.weight has no initial value"),
+], ids=["bare", "bare weight", "0-d", "buffer", "conv"])
+def test_a_parameter_that_no_rule_covers_is_named(cls, part, message):
+    model = forked(cls=cls, part=part)
+    for stop in (lambda: parallel.check_model(model), lambda: initialised(model)):
+        with pytest.raises(ValueError, match=message) as error:
+            stop()
+        assert "\n" not in str(error.value)
+    assert all(p.is_meta for p in model.parameters())  # no memory was taken
+
+
+def test_a_pattern_of_init_constants_that_names_nothing():
+    with pytest.raises(ValueError, match=r"init_constants: pattern 'blocks.\*.gian' matches no parameter or buffer of Fork"):
+        parallel.check_model(forked({"blocks.*.gian": 0.2}))
 
 
 # ---------------------------------------------------------------- attention

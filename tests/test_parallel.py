@@ -8,16 +8,20 @@ import subprocess
 import sys
 from collections import defaultdict, deque
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from layouts import build, config, first_difference, full, global_batch, local_batch, reference, train
+from layouts import MODELS, SMALL, build, config, first_difference, full, global_batch, local_batch, reference, train
 from pool import pool
+from torch import nn
 
 import parallel
+from models import llama3
+from models.layers import rotate
 
 # (processes, flags, {batch and model}); n: global batch in sequences, b: local batch, so n / (b x data ranks) is the
 # accumulation; doc: document masks; the rest are fields of the model config
@@ -470,3 +474,75 @@ def test_what_a_bf16_run_computes_in_fp32(kind, processes, flags):
         assert seen == want
         assert off["norms"] < 0.51  # one rounding at the end; rounding in between, too, would make it 1 to 2
         assert grads == {"torch.float32"}
+
+
+# ---------------------------------------------------------------- a fork with parameters of its own
+
+
+class Gain(nn.Module):
+    """What docs/fork_me.md advises: a bare parameter in a module of its own, so that tp_plan has a name to give a style to."""
+
+    def __init__(self, *shape):
+        super().__init__()
+        self.gain = nn.Parameter(torch.empty(*shape))
+
+    def forward(self, x):
+        return x * self.gain
+
+
+class ForkAttention(llama3.Attention):
+    def __init__(self, config):
+        super().__init__(config)
+        self.per_head, self.sharpness = Gain(config.n_heads, 1), Gain(1)
+
+    def forward(self, x, cos, sin, attend):
+        B, T, _ = x.shape
+        q, k, v = (w(x).view(B, T, -1, self.head_dim) for w in (self.wq, self.wk, self.wv))
+        q = self.sharpness(self.per_head(q))  # (B, T/cp, H/tp, K)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = attend(rotate(q, cos, sin), rotate(k, cos, sin), v)
+        return self.wo(out.transpose(1, 2).reshape(B, T, -1))
+
+
+class ForkBlock(llama3.Block):
+    def __init__(self, config):
+        super().__init__(config)
+        self.attn, self.residual = ForkAttention(config), Gain(config.dim)
+        self.ffn_norm = nn.LayerNorm(config.dim)
+
+    def forward(self, h, cos, sin, attend):
+        h = h + self.residual(self.attn(self.attn_norm(h), cos, sin, attend))
+        return h + self.ffn(self.ffn_norm(h))
+
+
+@dataclass(kw_only=True)
+class ForkConfig(llama3.Llama3Config):
+    pass
+
+
+class Fork(llama3.Llama3):
+    def __init__(self, config):
+        super().__init__(config)
+        self.blocks = nn.ModuleDict({str(i): ForkBlock(config) for i in range(config.n_layers)})
+
+    def init_constants(self):
+        return {"*.residual.gain": 0.5, "*.sharpness.gain": 1.5, "*.per_head.gain": 0.8}
+
+    def tp_plan(self):
+        attn = {"blocks.*.attn.per_head": "head_norm", "blocks.*.attn.sharpness": "head_norm"}
+        return super().tp_plan() | attn | {"blocks.*.residual": "sequence"}
+
+
+MODELS[ForkConfig] = Fork
+
+
+@pytest.mark.parametrize("processes, flags", [
+    (2, dict(tp=2)), (2, {}), pytest.param(2, dict(pp=2), marks=pytest.mark.slow),
+    pytest.param(4, dict(tp=2, cp=2), marks=pytest.mark.slow), pytest.param(4, dict(tp=4), marks=pytest.mark.slow)], ids=str)
+def test_a_forks_own_parameters_under_every_layout(processes, flags):
+    fork = ForkConfig(**SMALL)
+    results = pool(processes).run(train, fork, flags, 4, 4 if "pp" in flags else 2 // (2 if flags == {} else 1))
+    want = reference(fork, 4)
+    assert [first_difference(got, want) for got in results] == [""] * processes
+    for name in ("residual", "attn.sharpness", "attn.per_head"):
+        assert want[0]["grads"][f"blocks.1.{name}.gain"].abs().min() > 0
