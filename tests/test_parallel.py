@@ -7,10 +7,11 @@ validation loss, the weights. docs/parallelism.md draws its support matrix from 
 import subprocess
 import sys
 from collections import defaultdict, deque
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 from unittest import mock
 
 import pytest
@@ -19,7 +20,10 @@ from layouts import MODELS, SMALL, build, config, first_difference, full, global
 from pool import pool
 from torch import nn
 
+import dryrun
 import parallel
+import train_llama3
+from config import parse_config
 from models import llama3
 from models.layers import rotate
 
@@ -373,6 +377,37 @@ def test_a_rank_with_other_weights_is_named():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("argv, same", [("", True), ("--lr 0.1 --dp_replicate 1 --seq_len 64", True), ("--ac full", False),
+                                        ("--cpu_offload", False), ("--compile", False), ("--cp 2", False)])
+def test_check_parity_needs_something_to_compare(argv, same, monkeypatch):
+    """One process compared with itself would be equal whatever is wrong with a recipe."""
+    cfg, started = parse_config(train_llama3.Config, ["--check_parity", *argv.split()]), []
+    monkeypatch.setattr(dryrun.subprocess, "run", lambda command, **kwargs: started.append(command) or mock.Mock(returncode=0))
+    monkeypatch.setattr(dryrun, "read_records", lambda out: [{"gradient": {}}])
+    monkeypatch.setattr(dryrun, "print_comparison", lambda *records: 0)
+    with pytest.raises(ValueError, match="add a layout like --tp 2") if same else nullcontext():
+        dryrun.check_parity(train_llama3.main, cfg, {axis: getattr(cfg, axis) for axis in parallel.AXES})
+    assert len(started) == (0 if same else 2)
+
+
+def test_check_parity_of_an_optimizer_that_it_does_not_know(monkeypatch, tmp_path):
+    """After the first update nobody knows how far rounding may go: a fork's flag --optimizer lion is no KeyError."""
+
+    @dataclass(kw_only=True)
+    class Fork(train_llama3.Config):
+        optimizer: Literal["lion", "adamw"] = "lion"
+
+    tensors = {"gradient": {"w": torch.ones(2)}, "weight": {"w": torch.ones(2)}}
+    steps = [dict(loss=1.0, norm=1.0, hash="0", **tensors) for _ in range(3)]
+    off = [dict(step, gradient={"w": torch.full((2,), 1.0 + 0.1 * n)}) for n, step in enumerate(steps)]
+    monkeypatch.setattr(dryrun.subprocess, "run", lambda *args, **kwargs: mock.Mock(returncode=0))
+    for optimizer, layout, status in ("lion", off, 0), ("lion", off[::-1], 1), ("adamw", off, 1), ("adamw", steps, 0):
+        records = iter([steps, layout])
+        monkeypatch.setattr(dryrun, "read_records", lambda out, records=records: next(records))
+        cfg = Fork(optimizer=optimizer, tp=2)
+        assert dryrun.check_parity(train_llama3.main, cfg, {axis: getattr(cfg, axis) for axis in parallel.AXES}) == status
+
+
 def test_check_parity_passes_and_finds_a_forkers_mistake(tmp_path):
     """The user's command, on the recipe and on a copy of it with a mistake: its gradients are averaged, not summed."""
     flags = ["--local_batch_size", "2", "--seq_len", "64", "--model_args", "n_layers=2,dim=64", "--check_parity", "--tp", "2"]
