@@ -21,6 +21,7 @@ import logging
 import math
 import os
 import re
+import shlex
 import signal
 import socket
 import sys
@@ -222,9 +223,12 @@ def check_layout(
     product = math.prod(degrees[a] for a in named)
     if product != world_size:
         fix = f"leave out --dp_shard (it becomes {world_size // others})" if world_size % others == 0 else "change a degree"
+        start = f"start {product} processes"
+        if "RANK" not in os.environ and product <= 16:  # plain python; more than a node needs docs/cluster.md
+            start += f": torchrun --nproc_per_node {product} {shlex.join(sys.argv)}"
         raise ValueError(
             f"{world_size} process{'es' * (world_size > 1)} but {'*'.join(named)} = {'*'.join(str(degrees[a]) for a in named)} "
-            f"= {product}; {fix} or start {product} processes"
+            f"= {product}; {fix} or {start}"
         )
 
     tp, pp, cp = degrees["tp"], degrees["pp"], degrees["cp"]

@@ -1,8 +1,11 @@
 """config.py: what a command line may say, what is refused and with which line, --config, --help."""
 
+import dataclasses
+import importlib
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -12,7 +15,18 @@ from typing import ClassVar, Literal, Optional
 
 import pytest
 
-from config import Need, Parser, check_range, flag, no_effect, parse_config, save_config, usage_error
+from config import (
+    ELSEWHERE,
+    Need,
+    Parser,
+    check_range,
+    flag,
+    hint,
+    no_effect,
+    parse_config,
+    save_config,
+    usage_error,
+)
 
 REPO = Path(__file__).parent.parent
 
@@ -73,6 +87,7 @@ def parsed(*argv) -> dict:
     ("--no-compile --compile --plot --no-plot", {}),
     ("--sizes 3,-4 --names a,b", {"sizes": [3, -4], "names": ["a", "b"]}),
     ("--sizes -4,3", {"sizes": [-4, 3]}),
+    ("--steps 1e3 --sizes 2.5e1,2E+02", {"steps": 1000, "sizes": [25, 200]}),
     ("--sizes= --names x", {"sizes": [], "names": ["x"]}),
     ("--data= --note=a=b", {"data": "", "note": "a=b"}),
     ("--data -", {"data": "-"}),
@@ -113,6 +128,10 @@ def test_values_with_spaces_and_empty_values():
     ("--load_step -2", ["--load_step -2 must be -1 or more"]),
     ("--steps 99999999999999999999", ["below 2**63"]),
     ("--steps=", ["--steps ''", "integer"]),
+    ("--steps 1.55e1", ["--steps '1.55e1'", "integer"]),
+    ("--steps 1e-3", ["--steps '1e-3'", "integer"]),
+    ("--steps 1e99", ["below 2**63"]),
+    ("--steps 1e999999999", ["--steps '1e999999999'", "integer"]),
     ("--steps none", ["--steps 'none'", "integer"]),
     ("--steps", ["--steps"]),
     ("--steps --plot", ["--steps"]),
@@ -222,6 +241,55 @@ def test_help(capsys):
     assert "sequences per step [default: -1]" in flat  # a field over several lines
     assert flat.index("Config:") < flat.index("--steps") < flat.index("DataOptions:") < flat.index("--load_step")
     assert "kinds" not in flat
+
+
+@dataclass(kw_only=True)
+class Recipe:
+    steps: int = 10  # optimizer steps
+    out: str = "runs"  # folder
+    local_batch_size: int = 4  # sequences per forward
+    global_batch_size: int = -1  # sequences per step
+    checkpoint_every: int = 100  # steps between checkpoints
+    val_every: int = 50  # steps between validations
+    compute_dtype: Literal["auto", "bfloat16"] = "auto"  # of matmuls
+    model_args: str = ""  # fields of the flavor
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # where
+
+
+@pytest.mark.parametrize("argv, answer", [
+    ("--dtype bfloat16", "did you mean --compute_dtype? --help"),
+    ("--bf16", "use --compute_dtype bfloat16"),
+    ("--save_every 5", "did you mean --checkpoint_every?"),
+    ("--max_iters 5", "did you mean --steps?"),
+    ("--max-steps 5", "did you mean --steps?"),
+    ("--training.steps 5", "did you mean --steps?"),
+    ("--eval_interval 5", "did you mean --val_every?"),
+    ("--grad_accum 5", "use --global_batch_size: "),
+    ("--gradient_accumulation_steps=5", "use --global_batch_size: "),
+    ("--batch_size 5", "did you mean --local_batch_size? It is what one data rank runs at once; --global_batch_size"),
+    ("--resume", "the same --out continues where it stopped; --help"),
+    ("--resume_from_checkpoint x", "the same --out continues"),
+    ("--nproc_per_node 2", "before the script: torchrun --nproc_per_node 2 FILE"),
+    ("--epochs 3", "--steps counts optimizer steps"),
+    ("--n_layer 3", "--model_args n_layers=4,dim=512"),
+    ("--device mps", "--device 'mps': need auto|cpu|cuda; --device knows cpu and cuda"),
+    ("config.json", "unexpected argument 'config.json'; did you mean --config config.json?"),
+])
+def test_names_of_other_projects_are_answered(capsys, argv, answer):
+    assert answer in refused(capsys, *argv.split(), config=Recipe)
+
+
+def test_an_answer_names_a_flag_that_is_there(capsys):
+    """Each of the table names a flag of some program first, and is not given where that flag does not exist."""
+    flags = {field.name for name in ("train_llama3", "grpo", "generate")
+             for field in dataclasses.fields(importlib.import_module(name).Config)}
+    for names, answer in ELSEWHERE.items():
+        first = re.search(r"--(\w+)", answer)[1]
+        assert first in flags, answer
+        assert all(hint(name, flags) and hint(name, flags - {first}) != answer for name in names.split())
+        assert [name for name in names.split() if name in flags and name not in first and hint(name, {name})] == []
+    assert hint("resume", set()) == hint("no_such_name", flags) == ""
+    assert "compute_dtype" not in refused(capsys, "--dtype", "x")  # the Config of this file has no such flag
 
 
 PIPELINE = Need("without --pp 2 or more", lambda c: c.pp > 1)

@@ -377,6 +377,12 @@ def test_unknown_flag(tmp_path):
     assert "did you mean --steps?" in refused(tmp_path, "--stpes", 5)
 
 
+def test_plain_python_is_told_the_torchrun_command(tmp_path):
+    line = refused(tmp_path, "--tp", 2, "--model_args", "dim=8")
+    assert "or start 2 processes: torchrun --nproc_per_node 2 train_llama3.py --model_args " in line
+    assert line.rstrip().endswith(f"--model_args dim=8 --out {tmp_path / 'run'}")
+
+
 def test_global_batch_size(tmp_path):
     assert "use --global_batch_size 8" in refused(tmp_path, "--global_batch_size", 10, "--local_batch_size", 4)
     assert not (tmp_path / "run").exists()
