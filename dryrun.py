@@ -855,11 +855,13 @@ def text_picture(times) -> str:
     return "\n".join(f"rank {i:>3} |{''.join(line)}|" for i, line in enumerate(lines))
 
 
-AXIS_COLORS = {"tp": "#4c78a8", "cp": "#72b7b2", "dp_shard": "#54a24b", "dp_replicate": "#eeca3b", "pp": "#f58518"}
+AXIS_COLORS = {"tp": "#4c78a8", "cp": "#72b7b2", "fsdp": "#54a24b", "dp_replicate": "#eeca3b", "pp": "#f58518",
+               "ep": "#b279a2", "etp": "#ff9da6", "efsdp": "#9d755d"}
 AXIS_MEANINGS = {
     "tp": "activations, four times per block and direction", "cp": "keys and values of every block",
-    "dp_shard": "weights before use, gradients after", "dp_replicate": "sums of gradients, once per step",
+    "fsdp": "weights, gradients (dp_shard x cp)", "dp_replicate": "sums of gradients, once per step",
     "pp": "activations between stages", "ep": "tokens to their experts and back",
+    "etp": "tokens to the parts of experts and back", "efsdp": "the experts' weights, gradients",
 }
 
 
@@ -900,22 +902,28 @@ def draw_schedule(times, title: str, path: str) -> None:
 
 
 def mesh_groups(layout) -> dict[str, list[int]]:
-    """{axis: the ranks that device 0 shares the axis with, itself first}, innermost axis first."""
-    spans = {axis: axis_span(layout, axis) for axis in [*reversed(parallel.AXES), *["ep"] * (layout.cfg.ep > 1)]}
-    return {axis: list(range(0, n * distance, distance)) for axis, (n, distance) in spans.items()}
+    """{axis: the ranks of device 0's group, itself first} of the groups of more than one that something travels in, from the
+    meshes that the recipe made, innermost axis first and the experts' last. FSDP's is dp_shard x cp."""
+    groups = {}
+    for mesh, axes in (layout.axes, ["tp", "cp"]), (layout.mesh, ["fsdp", "dp_replicate", "pp"]), (
+            layout.experts, ["etp", "ep", "efsdp"]):
+        for axis in axes if mesh is not None else ():
+            ranks = mesh.mesh.movedim(mesh.mesh_dim_names.index(axis), -1).flatten(0, -2)[0].tolist()
+            groups |= {axis: ranks} if len(ranks) > 1 else {}
+    return groups
 
 
 def text_mesh(layout) -> str:
     lines = [["axis", "ranks", "device 0 is with", "what travels"]]
     for axis, ranks in mesh_groups(layout).items():
-        if len(ranks) > 1:
-            named = ", ".join(map(str, ranks[:4])) + (f" .. {ranks[-1]}" if len(ranks) > 4 else "")
-            lines.append([axis, len(ranks), named, AXIS_MEANINGS[axis]])
+        named = ", ".join(map(str, ranks[:4])) + (f" .. {ranks[-1]}" if len(ranks) > 4 else "")
+        lines.append([axis, len(ranks), named, AXIS_MEANINGS[axis]])
     return table(lines, right=False) if len(lines) > 1 else "one device: no axis"
 
 
 def draw_mesh(layout, path: str) -> None:
-    """A cell per device; coloured are those that device 0 exchanges with, by axis. Of large meshes only the beginning."""
+    """A cell per device; coloured are those that device 0 exchanges with, a stripe for each axis that they share. Of large
+    meshes only the beginning."""
     pyplot, patches = pyplot_and_patches()
     inner, data = layout.cp * layout.tp, layout.data_ranks
     n, w, h = min(8, layout.pp), min(32, data), min(16, inner)  # panels, and cells of each
@@ -923,25 +931,26 @@ def draw_mesh(layout, path: str) -> None:
     side = min(0.42, 13 / (columns * (w + 1)))  # inches per cell
     size = (max(7.5, columns * (w + 1) * side), math.ceil(n / columns) * (h + 1.6) * side + 1.6)
     figure, all_axes = pyplot.subplots(math.ceil(n / columns), columns, figsize=size, layout="constrained", squeeze=False)
-    peers = {rank: axis for axis, ranks in mesh_groups(layout).items() if axis != "ep" for rank in ranks[1:]}
+    groups, all_ranks = mesh_groups(layout), layout.axes.mesh.reshape(layout.pp, data, inner).tolist()
     for i, axes in enumerate(all_axes.flat):
         axes.set_axis_off()
         if i >= n:
             continue
         for d in range(w):
             for j in range(h):
-                rank = (i * data + d) * inner + j
-                color = "#222222" if rank == 0 else AXIS_COLORS.get(peers.get(rank), COLORS["idle"])
-                axes.add_patch(patches.Rectangle((d, j), 0.92, 0.92, color=color))
+                rank = all_ranks[i][d][j]
+                shared = [AXIS_COLORS[axis] for axis, ranks in groups.items() if rank in ranks]
+                colors = ["#222222"] if rank == 0 else shared or [COLORS["idle"]]
+                for k, color in enumerate(colors):
+                    left, width = d + 0.92 * k / len(colors), 0.92 / len(colors)
+                    axes.add_patch(patches.Rectangle((left, j), width, 0.92, color=color, linewidth=0))
                 if side > 0.22:
-                    dark = rank == 0 or rank in peers
                     axes.text(d + 0.46, j + 0.46, rank, ha="center", va="center", fontsize=min(8, side * 20),
-                              color="white" if dark else "#444444")
+                              color="white" if shared else "#444444")
         axes.set(xlim=(0, w), ylim=(h, 0), aspect="equal")
         axes.set_title(f"pp {i}" if layout.pp > 1 else "", fontsize=9, loc="left")
-    used = {axis: ranks for axis, ranks in mesh_groups(layout).items() if len(ranks) > 1 and axis != "ep"}
     entries = [patches.Patch(color="#222222", label="device 0")]
-    entries += [patches.Patch(color=AXIS_COLORS[a], label=f"{a} {len(r)}: {AXIS_MEANINGS[a]}") for a, r in used.items()]
+    entries += [patches.Patch(color=AXIS_COLORS[a], label=f"{a} {len(r)}: {AXIS_MEANINGS[a]}") for a, r in groups.items()]
     figure.legend(handles=entries, loc="outside lower center", ncols=1 if len(entries) < 4 else 2, frameon=False, fontsize=9)
     cut = [f"{n} of {layout.pp} pipeline ranks"] * (n < layout.pp)
     cut += [f"{w} of {data} columns"] * (w < data) + [f"{h} of {inner} rows"] * (h < inner)

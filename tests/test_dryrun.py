@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -272,21 +273,73 @@ def test_1f1b_holds_as_many_microbatches_as_ranks_are_behind():
     assert [dryrun.in_flight(row, [r], {("activations", 0): 1}) for r, row in enumerate(rows)] == [4, 3, 2, 1]
 
 
-def test_the_drawn_mesh_is_the_mesh():
-    """The groups of device 0, as make_mesh and expert_mesh have them."""
-    recipe = importlib.import_module("train_qwen3")
-    flags = dict(pp=2, dp_replicate=2, dp_shard=2, cp=2, tp=2, ep=4, model_args=MOE, local_batch_size=2)
-    with dryrun.dry_world(recipe.main, config("train_qwen3", flags), 0) as (_, _, layout):
-        real = {axis: torch.distributed.get_process_group_ranks(layout.group(axis)) for axis in parallel.AXES}
-        real["ep"] = torch.distributed.get_process_group_ranks(layout.experts["ep"].get_group())
-    assert dryrun.mesh_groups(layout) == real
-    assert len(dryrun.text_mesh(layout).splitlines()) == 1 + len(real)
+@contextmanager
+def world(recipe="train_llama3", **flags):
+    """The layout of a recipe in a world of fake processes, with its meshes."""
+    flags = dict(local_batch_size=2, dp_shard=1) | flags
+    main = importlib.import_module(recipe).main
+    with dryrun.dry_world(main, config(recipe, flags), 0) as (_, _, layout):
+        yield layout
+
+
+def groups_of_fsdp(stages) -> set[tuple]:
+    """The ranks over which the parameters of this device are really sharded, or split, or copied."""
+    meshes = {p.device_mesh for stage in stages for p in stage.parameters()}
+    return {tuple(torch.distributed.get_process_group_ranks(mesh.get_group(i))) for mesh in meshes for i in range(mesh.ndim)}
+
+
+@pytest.mark.parametrize("recipe, flags", [
+    ("train_llama3", dict(dp_shard=4)),
+    ("train_llama3", dict(pp=2, dp_shard=2, cp=2, tp=2)),
+    ("train_llama3", dict(pp=2, dp_replicate=2, cp=2)),
+    ("train_qwen3", dict(pp=2, dp_replicate=2, dp_shard=2, cp=2, tp=2, ep=4, model_args=MOE)),
+    ("train_qwen3", dict(dp_shard=4, cp=2, tp=2, ep=2, etp=2, model_args=MOE)),
+    ("train_qwen3", dict(dp_replicate=2, dp_shard=2, tp=2, model_args=MOE))], ids=str)
+def test_the_drawn_mesh_is_the_mesh(recipe, flags, tmp_path, monkeypatch):
+    """The groups of device 0 are those that its parameters, its layers and its experts communicate in."""
+    main, drawn = importlib.import_module(recipe).main, {}
+    with dryrun.dry_world(main, config(recipe, dict(local_batch_size=2, dp_shard=1) | flags), 0) as (stages, _, layout):
+        ranks = torch.distributed.get_process_group_ranks
+        real = {axis: ranks(layout.group(axis)) for axis in ("tp", "cp", "dp_replicate", "pp")}
+        real["fsdp"] = ranks(layout.mesh["fsdp"].get_group())
+        if "model_args" in flags:
+            real |= {axis: ranks(layout.experts[axis].get_group()) for axis in ("etp", "ep", "efsdp")}
+        sharded = {group for group in groups_of_fsdp(stages) if len(group) > 1}
+    real = {axis: group for axis, group in real.items() if len(group) > 1}
+    groups = dryrun.mesh_groups(layout)
+    assert groups == real and sharded <= {tuple(group) for group in groups.values()}
+    assert {axis: dryrun.axis_span(layout, axis) for axis in real} == {a: (len(g), g[1] - g[0]) for a, g in real.items()}
+    text = {line.split()[0]: line for line in dryrun.text_mesh(layout).splitlines()[1:]}
+    assert text.keys() == real.keys()
+    assert all(re.search(rf" {len(g)} +{', '.join(map(str, g[:4]))}\b", text[axis]) for axis, g in real.items())
+
+    class Cell:  # in place of the picture: which colours a device has
+        def __init__(self, place, width, height, color, linewidth):
+            drawn.setdefault((int(place[0] + 1e-6), place[1]), set()).add(color)
+
+    if layout.pp == 1 and importlib.util.find_spec("matplotlib"):
+        pyplot, patches = dryrun.pyplot_and_patches()
+        stand_in = SimpleNamespace(Rectangle=Cell, Patch=patches.Patch)
+        monkeypatch.setattr(dryrun, "pyplot_and_patches", lambda: (pyplot, stand_in))
+        monkeypatch.setattr(pyplot.Axes, "add_patch", lambda axes, patch: None)
+        dryrun.draw_mesh(layout, str(tmp_path / "mesh.png"))
+        inner = layout.cp * layout.tp
+        for axis, group in real.items():
+            colored = {d * inner + j for (d, j), colors in drawn.items() if dryrun.AXIS_COLORS[axis] in colors}
+            assert colored == set(group[1:]), axis
+
+
+def test_fsdp_of_device_0_is_with_the_cp_ranks():
+    with world(pp=2, dp_shard=2, cp=2, tp=2) as layout:
+        pass
+    assert dryrun.mesh_groups(layout) == {"tp": [0, 1], "cp": [0, 2], "fsdp": [0, 2, 4, 6], "pp": [0, 8]}
 
 
 def test_plot_without_matplotlib_is_text(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(dryrun.importlib.util, "find_spec", lambda name: None)
     cfg = config("train_llama3", dict(pp=2, dp_shard=1, out=str(tmp_path)))
-    layout = layout_of(pp=2)
+    with world(pp=2) as layout:
+        pass
     dryrun.plot(cfg, SimpleNamespace(layout=layout, n=4, rows=rows_of(cfg, 2, 4, 2)))
     shown = capsys.readouterr().out
     assert "rank   0 |FF..IWFIWFIW.IW|" in shown and "pp    2      0, 1" in shown and "pip install matplotlib" in shown
@@ -297,7 +350,9 @@ def test_plot(tmp_path):
     pytest.importorskip("matplotlib")
     times = simulate(rows_of(parallel.ParallelConfig(pp=4, pp_schedule="DualPipeV"), 4, 8, 8))
     dryrun.draw_schedule(times, "DualPipeV", str(tmp_path / "a.png"))
-    dryrun.draw_mesh(layout_of(pp=2, dp_shard=64, tp=8), str(tmp_path / "b.png"))
+    with world(pp=2, dp_shard=64, tp=2) as layout:
+        pass
+    dryrun.draw_mesh(layout, str(tmp_path / "b.png"))
     for name in "ab":
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
