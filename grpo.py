@@ -660,8 +660,8 @@ def main(cfg: Config):
     engine.close()
     if cfg.export_hf and not stopping and not os.path.exists(cfg.export_hf):
         save_hf([model], cfg.export_hf, getattr(torch, cfg.export_dtype), tokenizer_file=text.file)
+    metrics.close()
     if rank0:
-        metrics.close()
         if stopping:
             print(f"{stop.received or 'a signal to another rank'}: stopped after step {metrics.step}")
         if newest := step_folders(cfg.out)[:1]:

@@ -182,7 +182,7 @@ class Metrics:
         if self.step + 1 in self.profiled and self.profiler is None:
             kinds = [torch.profiler.ProfilerActivity.CPU]
             kinds += [torch.profiler.ProfilerActivity.CUDA] if self.device.type == "cuda" else []
-            self.profiler = torch.profiler.profile(activities=kinds)
+            self.profiler, self.profiled = torch.profiler.profile(activities=kinds), range(self.step + 1, self.profiled.stop)
             self.profiler.start()
         if self.step + 1 == self.cfg.layer_times:
             self.layer_times = LayerTimes(self.stages, self.device)
@@ -209,9 +209,7 @@ class Metrics:
         self.step_ended = time.perf_counter()
         self.step_time += self.step_ended - self.step_started
         if self.profiler is not None and (self.step == self.profiled[-1] or self.step == self.steps):
-            self.profiler.stop()
-            self.profiler.export_chrome_trace(self.trace_file(f"steps-{self.cfg.profile}-rank-{self.rank}.json.gz"))
-            self.profiler, self.profiled = None, range(0)
+            self.write_trace()
         if self.bar:
             print("\r\033[K", end="", flush=True)
         if self.layer_times is not None:
@@ -222,6 +220,13 @@ class Metrics:
                 rows = [f"{block:>10} {number(t['forward_ms'], '26.2f')} {number(t['backward_ms'], '9.2f')}"
                         for block, t in times.items()]
                 print("\n".join([f"step {self.step}, ms per block of rank 0:  forward  backward", *rows]), flush=True)
+
+    def write_trace(self):
+        """The steps from the first of --profile to the one that is done, which the file is named after."""
+        steps = "-".join(map(str, dict.fromkeys((self.profiled[0], self.step))))
+        self.profiler.stop()
+        self.profiler.export_chrome_trace(self.trace_file(f"steps-{steps}-rank-{self.rank}.json.gz"))
+        self.profiler, self.profiled = None, range(0)
 
     def trace_file(self, name: str) -> str:
         os.makedirs(os.path.join(self.out, "trace"), exist_ok=True)
@@ -283,7 +288,10 @@ class Metrics:
             write(line["step"], numbers)
 
     def close(self):
-        """Print the loss curve of the whole run and give Python its garbage collector back."""
+        """On all ranks: write what is still being recorded, after a signal for instance; print the loss curve of the whole run;
+        and give Python its garbage collector back."""
+        if self.profiler is not None:
+            self.write_trace()
         if self.gc_was_on:
             gc.enable()
         if self.cfg.memory_snapshot:

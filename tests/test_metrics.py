@@ -228,7 +228,23 @@ def test_profile_traces_the_steps_it_names(tmp_path):
     m.close()
     (trace,) = (tmp_path / "trace").iterdir()
     names = [event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]]
-    assert "aten::logsumexp" in names and "aten::cosh" not in names
+    assert "aten::logsumexp" in names and "aten::cosh" not in names and trace.name == "steps-2-3-rank-0.json.gz"
+
+
+@pytest.mark.parametrize("rank0", [True, False])
+@pytest.mark.parametrize("first, stop, name", [(1, 4, "steps-3-4"), (1, 3, "steps-3"), (5, 6, "steps-5-6"), (1, 2, None)])
+def test_a_run_that_stops_while_it_is_profiled_keeps_the_trace(tmp_path, rank0, first, stop, name):
+    """As after a signal: the loop ends with close(), and the file tells which steps it has."""
+    m = Metrics(str(tmp_path), MetricsConfig(profile="3-8", gc_every=0), rank0=rank0, world_size=1, device="cpu",
+                flops_per_token=10, first_step=first, steps=9, log_every=0)
+    for _ in range(first, stop + 1):
+        m.start_step()
+        torch.zeros(8).view(2, 4).logsumexp(dim=0)
+        m.end_step(1)
+    m.close()
+    traces = [path for path in (tmp_path / "trace").iterdir()] if (tmp_path / "trace").exists() else []
+    assert [path.name for path in traces] == [f"{name}-rank-0.json.gz"] * bool(name)
+    assert all(b"aten::logsumexp" in gzip.decompress(path.read_bytes()) for path in traces)
 
 
 def test_layer_times_are_those_of_the_step_it_names(tmp_path, capsys, monkeypatch):
