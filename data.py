@@ -1,6 +1,7 @@
 """Text to token shards, and one global order of sequences: the batch of a step depends on (data, data_seed, cursor) alone.
 
     python data.py stdlib                       # the built-in corpus: the sources of Python's standard library, into the cache
+    python data.py tokenizer --input a.txt b.jsonl --vocab_size 8192 --out tokenizer.json      # a byte-level BPE of your own
     python data.py prepare --input a.txt b.jsonl --tokenizer tokenizer.json --out tokens       # then train with --data tokens
     python data.py check tokens                 # is every byte as it was written? exit status 0 or 1
 
@@ -42,7 +43,7 @@ EOT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 VAL_PART = 20  # one document in 20 is for validation, or the last 20th of a file with few documents
 MANY_DOCUMENTS = 100
 OPEN_SHARDS = 32  # files that stay mapped; another one is mapped in microseconds
-BPE_VOCAB, BPE_BYTES = 4096, 10_000_000  # the tokenizer that we train ourselves: its ids, and the text that it is trained on
+BPE_VOCAB, BPE_BYTES = 4096, 10_000_000  # the tokenizer that we train ourselves: its ids, and text for so many
 # What a Hugging Face folder has beside tokenizer.json: special tokens, chat template, and which ids end an answer
 BESIDE = ("tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "generation_config.json")
 STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__",
@@ -75,14 +76,29 @@ class Piece(NamedTuple):
     closed: bool  # a document ends here; else (a long .txt) the next piece goes on with it
 
 
+UNPACK = {".gz": "gunzip -k", ".zst": "unzstd", ".xz": "unxz -k", ".bz2": "bunzip2 -k", ".zip": "unzip"}
+PARQUET = """python -c "import pandas; pandas.read_parquet('{0}')[['text']].to_json('{1}', orient='records', lines=True)\""""
+
+
+def check_text(path: Path):
+    """Raises ValueError with what to do about a file that is not text to train on."""
+    if path.is_file() and path.suffix in UNPACK:
+        raise ValueError(f"{path} is compressed; unpack it first: {UNPACK[path.suffix]} {path}")
+    if path.is_file() and path.suffix == ".parquet":
+        convert = PARQUET.format(path, path.with_suffix(".jsonl"))
+        raise ValueError(f"{path}: write its column of text to a .jsonl first: {convert}")
+    if path.suffix not in (".txt", ".jsonl") or not path.is_file():
+        raise ValueError(f'{path}: need a .txt file, or a .jsonl file with a JSON object {{"text": ...}} per line')
+    if not path.stat().st_size:
+        raise ValueError(f"{path} is empty; give a file with text in it")
+
+
 def cut_into_pieces(paths: list, eot_text: str) -> list:
     """Many documents (lines of a .jsonl) are split by hash, so that validation is like training; else the tail validates."""
     pieces, eot = [], re.escape(eot_text.encode())
     for path in paths:
-        if path.suffix not in (".txt", ".jsonl") or not path.is_file():
-            raise ValueError(f'{path}: need a .txt file, or a .jsonl file with a JSON object {{"text": ...}} per line')
-        if not (size := path.stat().st_size):
-            raise ValueError(f"{path} is empty; give a file with text in it")
+        check_text(path)
+        size = path.stat().st_size
         chunk = min(max(size // 64, 1 << 20), 32 << 20)  # enough pieces for all processes, few enough files
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
             is_jsonl = path.suffix == ".jsonl"
@@ -203,23 +219,27 @@ def find_tokenizer(path: str, eot: str = ""):
     return file, eot_id, vocab_size
 
 
-def train_tokenizer(path: Path, file: Path):
-    """Byte-level BPE of 4096 ids, or fewer where a short text has no more pairs that occur twice."""
+def train_tokenizer(paths: list, file: Path, vocab_size: int = BPE_VOCAB):
+    """Byte-level BPE, trained on the beginning of each text; of fewer ids where short texts have no more pairs that occur
+    twice. Returns how many."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    texts, size, pieces = [], 0, cut_into_pieces([path], EOT_NAMES[0])
-    for split, text, _ in (document for piece in pieces for document in read_documents(piece, EOT_NAMES[0])):
-        if split == "train":
-            texts.extend(cut_at_lines(text))
-            size += len(text)
-        if size >= BPE_BYTES:
-            break
+    texts, enough = [], BPE_BYTES * vocab_size // BPE_VOCAB // len(paths)
+    for path in paths:
+        size, pieces = 0, cut_into_pieces([path], EOT_NAMES[0])
+        for split, text, _ in (document for piece in pieces for document in read_documents(piece, EOT_NAMES[0])):
+            if split == "train":
+                texts.extend(cut_at_lines(text))
+                size += len(text)
+            if size >= enough:
+                break
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()  # all 256 bytes, so that no text is unknown
     tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=BPE_VOCAB, special_tokens=[EOT_NAMES[0]], initial_alphabet=alphabet, min_frequency=2, show_progress=False))
+        vocab_size=vocab_size, special_tokens=[EOT_NAMES[0]], initial_alphabet=alphabet, min_frequency=2, show_progress=False))
     write_file(file, tokenizer.to_str().encode())
+    return tokenizer.get_vocab_size()
 
 
 def bytes_of_tokens(tokenizer_json: bytes, vocab_size: int):
@@ -454,6 +474,8 @@ def cached_corpus(data: str, tokenizer: str, cache_dir: str) -> Path:
     cache, paths = cache_folder(cache_dir), stdlib_files() if data == "stdlib" else [Path(data)]
     home = tokenizer if os.path.isdir(tokenizer) else os.path.dirname(tokenizer)
     rules = [Path(tokenizer), *(Path(home, name) for name in ("tokenizer.json", *BESIDE))] if tokenizer else []
+    if data != "stdlib":
+        check_text(paths[0])
     stats = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths + rules if path.is_file()]
     link = cache / hashlib.sha256(repr((VERSION, BPE_VOCAB, data == "stdlib", tokenizer, stats)).encode()).hexdigest()[:16]
     if (link / "index.json").is_file():
@@ -478,7 +500,7 @@ def cached_corpus(data: str, tokenizer: str, cache_dir: str) -> Path:
                 print(f"{data}: {paths[0].stat().st_size / 1e6:.1f} MB of text, tokenized once into {folder}", flush=True)
             folder.mkdir(exist_ok=True)
             if not found:
-                train_tokenizer(paths[0], folder / "tokenizer.json")
+                train_tokenizer(paths, folder / "tokenizer.json")
                 found = find_tokenizer(str(folder))
             build_shards(paths, found, folder)
         link.unlink(missing_ok=True)  # it may lead to a folder that somebody deleted
@@ -703,11 +725,28 @@ def open_data(cfg: DataConfig, seq_len: int, tokenizer: str = "") -> TokenData:
 # Command line
 
 
+def own_tokenizer(paths: list, out: Path, vocab_size: int):
+    """python data.py tokenizer"""
+    least, most = 257, 1 << 20
+    if not least <= vocab_size <= most:
+        raise ValueError(f"--vocab_size {vocab_size} must be between {least:,}, all bytes and {EOT_NAMES[0]}, and {most:,}")
+    if out.suffix != ".json" or out.exists():
+        raise ValueError(f"--out {out} {'is there already' if out.exists() else 'is no .json'}; name a new file, like own.json")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    found = train_tokenizer(paths, out, vocab_size)
+    fewer = f" instead of {vocab_size:,}, for no other pair of tokens occurs twice in this text" * (found < vocab_size)
+    print(f"{out}: {found:,} ids{fewer}; train with --tokenizer {out}")
+
+
 def main():
     parser = Parser(description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="stdlib|prepare|check")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="stdlib|tokenizer|prepare|check")
     stdlib = commands.add_parser("stdlib", help="build the built-in corpus")
     stdlib.add_argument("--cache_dir", default="", help="instead of the user's cache folder")
+    own = commands.add_parser("tokenizer", help="train a byte-level BPE on text files, for --tokenizer")
+    own.add_argument("--input", nargs="+", required=True, help=".txt and .jsonl files")
+    own.add_argument("--vocab_size", type=int, default=BPE_VOCAB, help=f"ids, {EOT_NAMES[0]} among them [default: {BPE_VOCAB}]")
+    own.add_argument("--out", required=True, metavar="FILE.json", help="file to write")
     prepare = commands.add_parser("prepare", help="tokenize text files into a folder of token shards")
     prepare.add_argument("--input", nargs="+", required=True, help=".txt and .jsonl files")
     prepare.add_argument("--tokenizer", required=True, help="tokenizer.json, or a Hugging Face folder")
@@ -723,6 +762,8 @@ def main():
             if not args.out or args.workers < 1:
                 raise ValueError(f"--out {args.out!r} must be a folder, and --workers {args.workers} at least 1")
             build_shards([Path(path) for path in args.input], find_tokenizer(args.tokenizer, args.eot), folder, args.workers)
+        if args.command == "tokenizer":
+            return own_tokenizer([Path(path) for path in args.input], folder, args.vocab_size)
         if args.command == "check" and (damage := find_damage(folder)):
             print("\n".join(damage), file=sys.stderr)
             raise SystemExit(1)

@@ -679,6 +679,9 @@ def test_a_tokenizer_of_strangers(tmp_path, name):
 @pytest.mark.parametrize("name, content, parts", [
     ("none.txt", None, ["none.txt", "no such file", "stdlib"]),
     ("a.csv", b"1,2", ["a.csv", ".txt", ".jsonl"]),
+    ("a.jsonl.gz", b"1", ["a.jsonl.gz is compressed", "gunzip -k", "a.jsonl.gz"]),
+    ("a.txt.zst", b"1", ["a.txt.zst is compressed", "unzstd"]),
+    ("a.parquet", b"PAR1", ["a.parquet", "pandas.read_parquet", "a.jsonl"]),
     ("empty.txt", b"", ["empty.txt is empty"]),
     ("short.txt", b"ab\n", ["short.txt", "--seq_len 64", "longer text"]),
     ("space.txt", b"\n \n", ["space.txt", "--seq_len"]),
@@ -908,12 +911,23 @@ def test_check_reports_a_flipped_byte(shards, tmp_path, monkeypatch, capsys):
     (["prepare", "--input", "a.txt", "--tokenizer", "TOKENIZER", "--out", "OUT", "--oops", "1"], "--oops"),
     (["prepare", "--input", "a.txt", "--tokenizer", "TOKENIZER", "--out", "a.txt"], "a.txt"),
     (["prepare", "--input", "a.txt", "--tokenizer", "TOKENIZER", "--out", "OUT", "--workers", "x"], "--workers"),
+    (["prepare", "--input", "a.txt.gz", "--tokenizer", "TOKENIZER", "--out", "OUT"], "gunzip -k a.txt.gz"),
+    (["tokenizer", "--input", "a.txt.gz", "--out", "b.json"], "gunzip -k a.txt.gz"),
+    (["tokenizer", "--input", "a.txt", "--vocab_size", "256", "--out", "b.json"], "--vocab_size 256 must be between 257"),
+    (["tokenizer", "--input", "a.txt", "--vocab_size", "2000000000", "--out", "b.json"], "1,048,576"),
+    (["tokenizer", "--input", "a.txt", "--vocab_size", "x", "--out", "b.json"], "--vocab_size"),
+    (["tokenizer", "--input", "a.txt", "--out", "TOKENIZER"], "is there already"),
+    (["tokenizer", "--input", "a.txt", "--out", "folder"], "is no .json"),
+    (["tokenizer", "--input", "none.txt", "--out", "b.json"], "none.txt"),
+    (["tokenizer", "--input", "empty.jsonl", "--out", "b.json"], "empty.jsonl is empty"),
     (["check"], "DIR"),
     (["what"], "what"),
 ])
 def test_cli_errors_are_one_line(shards, tmp_path, monkeypatch, capsys, argv, part):
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text(sentences(20, 0))
+    Path("a.txt.gz").write_bytes(b"1")
+    Path("empty.jsonl").touch()
     names = {"TOKENIZER": str(shards / "tokenizer.json"), "OUT": str(tmp_path / "out")}
     status, out, err = call_cli(monkeypatch, capsys, *(names.get(arg, arg) for arg in argv))
     assert status == 2 and out == "" and err.count("\n") == 1 and part in err, err
@@ -925,3 +939,21 @@ def test_prepare_takes_eot(tmp_path, monkeypatch, capsys):
     status, _, _ = call_cli(monkeypatch, capsys, "prepare", "--input", tmp_path / "a.txt", "--tokenizer", file, "--eot", "the",
                             "--out", tmp_path / "out")
     assert status == 0 and open_data(DataConfig(data=str(tmp_path / "out")), 8).eot == 0
+
+
+def test_own_tokenizer(corpus, tmp_path, monkeypatch, capsys):
+    """Trained on all files named, of the size that was asked for, and good for a run: all text comes back."""
+    (tmp_path / "odd.txt").write_text("zyzzyva zyzzyva zyzzyva\n" * 400 + sentences(400, 1))
+    argv = ["--input", corpus / "docs.jsonl", tmp_path / "odd.txt", "--vocab_size", 400, "--out", tmp_path / "x" / "own.json"]
+    status, out, _ = call_cli(monkeypatch, capsys, "tokenizer", *argv)
+    assert status == 0 and "own.json: 400 ids; train with --tokenizer" in out
+    tokenizer = Tokenizer.from_file(str(tmp_path / "x" / "own.json"))
+    assert len(tokenizer.encode(" zyzzyva").ids) == 1 < len(tokenizer.encode(" zyxwvu").ids)
+    assert tokenizer.decode(tokenizer.encode("caf\u00e9 \U0001f600\n").ids) == "caf\u00e9 \U0001f600\n"
+    cfg = DataConfig(data=str(tmp_path / "odd.txt"), tokenizer=str(tmp_path / "x" / "own.json"), cache_dir=str(tmp_path))
+    loaded = open_data(cfg, 16)
+    assert loaded.vocab_size == 400 and tokenizer.id_to_token(loaded.eot) == "<|endoftext|>"
+    (tmp_path / "tiny.txt").write_text("abc\n")
+    argv = ["--input", tmp_path / "tiny.txt", "--out", tmp_path / "tiny.json"]
+    status, out, _ = call_cli(monkeypatch, capsys, "tokenizer", *argv)
+    assert status == 0 and "tiny.json: 257 ids instead of 4,096" in out
