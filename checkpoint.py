@@ -20,6 +20,7 @@ any layout reads them. What DCP lacks is added here, because training dies at an
     tokenizer_config.json  chat_template.jinja ...   where the tokenizer is a Hugging Face folder's
     manifest.json                size and crc32 of all of the above, and a hash of itself
 """
+import copy
 import difflib
 import fcntl
 import fnmatch
@@ -348,8 +349,9 @@ def changed_flags(path: str, cfg, lr_at=None) -> str:
         return text
 
     def rate(n, **flags):
-        flags = SimpleNamespace(**new | flags)
-        return flags.lr * lr_at(n, flags)
+        other = copy.copy(cfg)  # a copy: lr_at of a fork may call what its Config defines
+        vars(other).update(flags)
+        return other.lr * lr_at(n, other)
 
     before, usual, now = rate(step, **old), rate(step + 1, **old), rate(step + 1)
     if not math.isclose(usual, now, rel_tol=1e-6):

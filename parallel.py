@@ -76,7 +76,6 @@ ASYNC_TP = Need("without CUDA, --compile and --tp 2 or more", lambda c: c.on_cud
 WRAPPED = Need("in one process that computes in float32: nothing is gathered", lambda c: c.world_size > 1 or c.cpu_offload
                or c.float8_all_gather or c.dtype != torch.float32 or "bfloat16" in (c.param_dtype, c.reduce_dtype))
 NCCL = Need("without NCCL, so without GPUs", lambda c: c.on_cuda)
-LAUNCHED = Need("in one process without torchrun", lambda c: c.world_size > 1 or "RANK" in os.environ)
 PLAN = Need("without --plan", lambda c: c.plan)
 
 
@@ -124,8 +123,8 @@ class ParallelConfig:
     flight_recorder: bool = flag(False, NCCL)  # when a collective times out, every rank writes its last ones to <out>/trace
     deterministic: bool = False  # bitwise reproducible kernels, slower on GPUs
     optimizer_in_backward: bool = False  # update each weight when its gradient is there and free it: less memory, no clipping
-    init_timeout_s: int = flag(300, LAUNCHED)  # a collective that waits longer before or in the first step ends the run
-    train_timeout_s: int = flag(100, LAUNCHED)  # the same after the first step: everything is compiled and connected
+    init_timeout_s: int = 300  # a collective that waits longer before or in the first step ends the run
+    train_timeout_s: int = 100  # the same after the first step: everything is compiled and connected
 
 
 # ---------------------------------------------------------------- layout: the numbers, checked before anything is built

@@ -601,6 +601,12 @@ def test_changed_flags_are_told_with_what_follows(tmp_path, monkeypatch, capsys)
                  "global_batch_size 4 -> 16", "to 1.00e-04 at step 21"):
         assert text in line
     assert "keeps the old" not in line
+
+    class Fork(train_llama3.Config):
+        total = property(lambda self: self.steps)  # a fork's lr_at may call what its Config defines
+
+    cfg, lr_at = Fork(**vars(cfg)), lambda step, cfg: 1 / cfg.total
+    assert "from 1.50e-04 to 7.50e-05 at step 21; --schedule_steps" not in (line := told(steps=40)) and "to 7.50e-05" in line
     monkeypatch.setenv("RANK", "1")
     assert told(steps=40) == ""
 

@@ -269,8 +269,6 @@ WITHOUT_EFFECT = [
     (dict(flight_recorder=True), ["--flight_recorder has no effect without NCCL"], dict(dry_run=True)),
     (dict(reshard_after_forward="never", compute_dtype="float32"), ["--reshard_after_forward never has no effect in one"],
      dict(compute_dtype="bfloat16")),
-    (dict(init_timeout_s=9, train_timeout_s=9), ["--init_timeout_s 9, --train_timeout_s 9 have no effect in one process"],
-     dict(world_size=2)),
 ]
 
 
@@ -326,7 +324,7 @@ class Fork(train_llama3.Config):
 
 def test_both_halves_of_check_parity_are_given_no_flag_in_vain(tmp_path, monkeypatch):
     """What needs the layout returns to its default on one process; what a half switches off takes its details with it."""
-    argv = ("--tp 2 --pp 2 --no-loss_parallel --pp_schedule GPipe --train_timeout_s 9 --wide --ac selective --ac_every 3 "
+    argv = ("--tp 2 --pp 2 --no-loss_parallel --pp_schedule GPipe --wide --ac selective --ac_every 3 "
             "--export_hf new --export_dtype bfloat16 --exclude_from_loading head --load_step 3 --model_args dim=32").split()
     cfg, halves = parse_config(Fork, argv), []
     (tmp_path / "checkpoints" / "step-3").mkdir(parents=True)
@@ -346,9 +344,9 @@ def test_both_halves_of_check_parity_are_given_no_flag_in_vain(tmp_path, monkeyp
         check_layout(half, replace(MODEL, dim=32), seq_len=64, local_batch_size=4, global_batch_size=4, device="cpu",
                      world_size=size)
         assert (half.export_dtype, half.exclude_from_loading) == ("float32", [])
-    named = ("tp", "loss_parallel", "pp_schedule", "train_timeout_s", "wide", "ac", "ac_every")
-    assert [getattr(one, name) for name in named] == [1, True, "1F1B", 100, False, "none", 2]
-    assert [getattr(layout, name) for name in named] == [2, False, "GPipe", 9, True, "selective", 3]
+    named = ("tp", "loss_parallel", "pp_schedule", "wide", "ac", "ac_every")
+    assert [getattr(one, name) for name in named] == [1, True, "1F1B", False, "none", 2]
+    assert [getattr(layout, name) for name in named] == [2, False, "GPipe", True, "selective", 3]
     with pytest.raises(ValueError, match="--cp_method alltoall has no effect without --cp 2"):  # before anything is started
         cfg.cp_method = "alltoall"
         dryrun.check_parity(train_llama3.main, cfg, {axis: getattr(cfg, axis) for axis in AXES})
