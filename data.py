@@ -596,6 +596,15 @@ class TokenData:
         start = np.maximum.accumulate(np.where(begins, positions, 0), axis=1)
         return tokens, np.where(is_eot, -100, labels), positions - start, np.cumsum(begins, axis=1)
 
+    def first_words(self) -> str:
+        """How the validation text begins, or the training text where there is none: a prompt to go on from."""
+        split, n = ("val", self.n_val_samples) if self.n_val_samples else ("train", self.n_samples)
+        ids = self.windows(split, range(min(n, 1 + 256 // self.seq_len)))[:, :-1].ravel()
+        decode = load_tokenizer(Path(self.tokenizer_file)).decode
+        documents = [part[(part >= 0) & (part != self.eot)].tolist() for part in np.split(ids, np.flatnonzero(ids == self.eot))]
+        line = next((line for part in documents for line in decode(part).splitlines() if line.strip()), "")
+        return " ".join(line.split()[:4])[:60].rstrip("\ufffd")  # 60: not all writing has spaces
+
     def has_labels(self, split: str, n_samples: int) -> bool:
         """Whether any token of a split has a loss. Reads until it finds one: of usual text the first windows only."""
         return any((self.arrays(self.windows(split, range(i, min(i + 64, n_samples))))[1] >= 0).any()

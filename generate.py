@@ -10,6 +10,7 @@ B batch (prompts), T tokens, V vocab
 import hashlib
 import json
 import os
+import shlex
 import sys
 from collections import deque
 from dataclasses import dataclass
@@ -435,13 +436,15 @@ def continue_texts(
     return [tokenizer.decode(ids) for ids in new]
 
 
-def print_sample(run: str, n_params: int, prompt="def ", max_new_tokens=120):
-    """Show what the newest checkpoint of a run writes. The run is done and saved by now, so nothing here may fail it."""
-    command = f'python generate.py --checkpoint {run} --prompt "{prompt}"'
-    if n_params > 2e9:
-        print(f"for a sample: {command}")  # loading it here would keep all devices waiting
-        return
+def print_sample(run: str, n_params: int, data=None, max_new_tokens=120):
+    """Show how the newest checkpoint of a run goes on from the first words of its data (data.TokenData), or from "def ". The
+    run is done and saved by now, so nothing here may fail it."""
     try:
+        prompt = data.first_words() if data is not None and data.tokenizer_file else "def "
+        command = f"python generate.py --checkpoint {run} --prompt {shlex.quote(prompt)}"
+        if n_params > 2e9:
+            print(f"for a sample: {command}")  # loading it here would keep all devices waiting
+            return
         model, tokenizer, eot = open_checkpoint(run, "cuda" if torch.cuda.is_available() else "cpu")
         max_new_tokens = min(max_new_tokens, model.config.max_seq_len // 2)
         (text,) = continue_texts(model, tokenizer, eot, [prompt], max_new_tokens, temperature=0.8, top_p=0.95)

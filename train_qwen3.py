@@ -305,7 +305,7 @@ def main(cfg: Config):
     metrics.close()
     disconnect()
     if rank0 and not stopping and cfg.checkpoint_every:
-        print_sample(cfg.out, n_params)
+        print_sample(cfg.out, n_params, None if cfg.data == "stdlib" else data)  # stdlib: programs, which go on from "def "
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
 """generate.py: the cache gives what a full forward gives, rows do not see each other, and the command line."""
+import json
 import random
+import shlex
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import generate as generate_module
+from data import DataConfig, open_data
 from generate import TextStream, continue_texts, generate, main, open_checkpoint, print_sample, sample, truncate
 from models.llama3 import Llama3, Llama3Config
 
@@ -231,6 +234,18 @@ def test_a_folder_that_is_no_run(tmp_path, monkeypatch, capsys, argv, message):
         main(argv)
     out, err = capsys.readouterr()
     assert exit.value.code == 2 and out == "" and err.count("\n") == 1 and message in err
+
+
+def test_sample_at_the_end_of_a_run_goes_on_from_its_own_data(run_folder, tmp_path, capsys):
+    """From the beginning of the validation text, or of the training text where there is none."""
+    (tmp_path / "a.txt").write_text("Good morning, it's a fine day today.\n" * 300 + "It's now getting rather late\n" * 40)
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": "\n  Long ago \n and far away " * 60}) + "\n")
+    for name, words in ("a.txt", "It's now getting rather"), ("b.jsonl", "Long ago"):
+        data = open_data(DataConfig(data=str(tmp_path / name), cache_dir=str(tmp_path)), 16)
+        assert (data.n_val_samples > 0) == (name == "a.txt")
+        print_sample(str(run_folder), 1000, data)
+        shown = capsys.readouterr().out
+        assert f"--prompt {shlex.quote(words)})" in shown and f"\n\n{words}" in shown
 
 
 def test_sample_at_the_end_of_a_run_never_fails_it(run_folder, capsys):
