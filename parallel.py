@@ -42,6 +42,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from config import GPU, Need, flag, no_effect, usage_error
 from models.attention import causal_attention, lower_right_mask, sdpa
@@ -791,6 +792,8 @@ def all_blocks(stage) -> dict[int, nn.Module]:
 # torch 2.13 renamed both collectives, 2.11 has only the old names
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# These return what they received instead of writing into a tensor that they are given: --ac op can keep such a result.
+functional = torch.ops._c10d_functional
 
 
 class AllGather(torch.autograd.Function):
@@ -819,9 +822,8 @@ class ReduceScatter(torch.autograd.Function):
     def forward(ctx, x, dim, group):
         ctx.dim, ctx.group = dim, group
         x = x.movedim(dim, 0).contiguous()
-        out = x.new_empty(x.shape[0] // dist.get_world_size(group), *x.shape[1:])
-        reduce_scatter_single(out, x, group=group)
-        return out.movedim(0, dim)
+        out = functional.reduce_scatter_tensor(x, "sum", dist.get_world_size(group), group.group_name)
+        return functional.wait_tensor(out).movedim(0, dim)
 
     @staticmethod
     def backward(ctx, grad):
@@ -834,9 +836,10 @@ class AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group, sent=None, received=None):
         ctx.group, ctx.sent, ctx.received = group, sent, received
-        out = x.new_empty((x.shape[0] if received is None else sum(received), *x.shape[1:]))
-        dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
-        return out
+        n = dist.get_world_size(group)
+        equal = [x.shape[0] // n] * n
+        out = functional.all_to_all_single(x.contiguous(), received or equal, sent or equal, group.group_name)
+        return functional.wait_tensor(out)
 
     @staticmethod
     def backward(ctx, grad):
@@ -956,8 +959,7 @@ def gathered_moe(moe_forward, group, x: Tensor) -> Tensor:
 def exchange_tokens(experts, group, x: Tensor, counts: Tensor) -> Tensor:
     """Experts.forward over ep ranks: x (N*k, D) sorted by expert, so also by the rank that holds it; counts (E,)."""
     ep = dist.get_world_size(group)
-    arriving = torch.empty_like(counts)  # (ep * E/ep,): from every rank, its rows for each of this rank's experts
-    dist.all_to_all_single(arriving, counts, group=group)
+    arriving = AllToAll.apply(counts, group)  # (ep * E/ep,): from every rank, its rows for each of this rank's experts
     # the all-to-all takes its sizes from the host: the one place where a layer waits for the device
     sent, received = torch.stack([counts, arriving]).view(2, ep, -1).sum(-1).tolist()
     x = AllToAll.apply(x, group, sent, received)  # sorted by (rank, expert)
@@ -1000,6 +1002,40 @@ def balance_experts(stages, layout: Layout, mode: str, rate: float | Tensor, per
 # ---------------------------------------------------------------- activation checkpointing, compile
 
 
+# What --ac op keeps beside every other matmul: dear to compute again, or to send again. Some of these only newer torch has.
+KEPT = {
+    "aten": (
+        "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention", "_scaled_mm", "_scaled_mm_v2",
+        "_scaled_grouped_mm", "_scaled_grouped_mm_v2", "_grouped_mm",
+    ),
+    "_c10d_functional": ("all_to_all_single", "reduce_scatter_tensor"),
+    # FlexAttention, and that in its compiled form: see models.attention.compiled_flex_attention
+    "higher_order": ("flex_attention", "inductor_compiled_code"),
+}
+
+
+class Only(TorchDispatchMode):
+    """Hands to one of torch's two modes of selective checkpointing only the ops that may be kept, and runs the others.
+
+    torch's modes count every op, and the recomputation must have those of the forward. But the experts are an FSDP unit inside
+    the checkpointed block, whose hooks do something else then: their weights may be there already, or have to be gathered.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, ops: set, mode: TorchDispatchMode):
+        super().__init__()
+        self.ops, self.mode = ops, mode
+
+    @classmethod
+    def ignore_compile_internals(cls):
+        return True
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        return self.mode.__torch_dispatch__(op, types, args, kwargs) if op in self.ops else op(*args, **(kwargs or {}))
+
+
 def checkpoint_activations(stage, layout: Layout) -> None:
     """Recompute in the backward instead of keeping: --ac full every block, selective every k-th, op half of the matmuls."""
     from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -1008,29 +1044,30 @@ def checkpoint_activations(stage, layout: Layout) -> None:
     if cfg.ac in ("none", "budget"):
         return  # the budget is the compiler's business: compile_blocks
 
-    aten = torch.ops.aten
-    attention = [n for n in dir(aten) if re.fullmatch(r"_scaled_dot_product_(flash|efficient|cudnn)_attention(_for_cpu)?", n)]
-    saved = {getattr(aten, n).default for n in attention}
-    # functional collectives of TP: a recomputed reduce-scatter would run on the wire again
-    saved.add(torch.ops._c10d_functional.reduce_scatter_tensor.default)
+    found = [getattr(getattr(torch.ops, space), name, None) for space, names in KEPT.items() for name in names]
+    saved = {getattr(op, "default", op) for op in found if op is not None}
+    mm = torch.ops.aten.mm.default
 
-    def contexts():
+    def contexts(is_compiled: bool):
         matmuls = {False: 0, True: 0}  # forward and recomputation count alike, so that they agree which one was kept
 
         def policy(ctx, op, *args, **kwargs):
-            if op is aten.mm.default:
+            if op is mm:
                 matmuls[ctx.is_recompute] += 1
                 keep = matmuls[ctx.is_recompute] % 2 == 0
             else:
                 keep = op in saved
             return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
-        return create_selective_checkpoint_contexts(policy)
+        modes = create_selective_checkpoint_contexts(policy)
+        # the compiler wants torch's own modes, and finds no FSDP unit in a block that it compiles as a whole
+        return modes if is_compiled else tuple(Only({mm, *saved}, mode) for mode in modes)
 
     for i, block in all_blocks(stage).items():
         if cfg.ac == "selective" and i % cfg.ac_every:
             continue
-        options = {"context_fn": contexts} if cfg.ac == "op" else {}
+        is_compiled = cfg.compile and not hasattr(block, "moe")
+        options = {"context_fn": partial(contexts, is_compiled)} if cfg.ac == "op" else {}
         # wrapping forward, and not the module, leaves every parameter's name as it was; there is no dropout to replay
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **options)
 

@@ -29,9 +29,12 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask=None, is_causal=False, scale=None
 @cache
 def compiled_flex_attention():
     """FlexAttention is only fast, and only lean in memory, when compiled; once per process is enough."""
+    from torch._inductor import config
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=False)
+    # so that --ac op sees it and keeps its result; compiled code is invisible to it otherwise
+    visible = {"wrap_inductor_compiled_regions": True} if hasattr(config, "wrap_inductor_compiled_regions") else None
+    return torch.compile(flex_attention, dynamic=False, options=visible)
 
 
 def causal_attention(positions: Tensor, doc_ids: Tensor | None = None, q_index: Tensor | None = None):

@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 from unittest import mock
 
@@ -19,6 +20,7 @@ import torch
 from layouts import MODELS, SMALL, build, config, first_difference, full, global_batch, local_batch, reference, train
 from pool import pool
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import dryrun
 import parallel
@@ -126,6 +128,12 @@ LAYOUTS += [
     (4, dict(dp_replicate=2, ep=2), dict(n=4, b=1, **MTP)),
     (4, dict(pp=2, ep=2, pp_schedule="DualPipeV"), dict(n=16, b=4, **MTP)),
 ]
+LAYOUTS += [  # activation checkpointing with experts: an FSDP unit inside the checkpointed block, on one rank or several
+    (2, dict(ac="op", ep=2), dict(n=4, b=1, **MOE)),
+    (2, dict(ac="op", tp=2), dict(n=4, b=2, **MTP)),
+    (2, dict(ac="op", dp_replicate=2), dict(n=4, b=1, **MOE)),
+    (2, dict(ac="selective", ep=2), dict(n=4, b=1, **MTP)),
+]
 SLOW = [  # three and four axes at once, most on eight processes; more of the same
     (8, dict(pp=2, tp=2, cp=2), dict(n=8, b=4, tie_embeddings=True, doc=True)),
     (8, dict(pp=2, tp=2), dict(n=8, b=2, doc=True)),
@@ -160,6 +168,13 @@ SLOW = [  # three and four axes at once, most on eight processes; more of the sa
     (4, dict(ep=2, tp=2, etp=2), dict(n=4, b=1, **MTP)),
     *[(4, dict(pp=2, ep=2, pp_schedule=s), dict(n=16, b=4, **MTP))
       for s in ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")],
+    *[(2, dict(ac=ac, **layout), dict(n=4, b=1, **model)) for model in (MOE, MTP) for ac in ("op", "full", "selective")
+      for layout in ({}, dict(ep=2), dict(dp_replicate=2))],
+    *[(2, dict(ac=ac, tp=2, **more), dict(n=4, b=2, **model)) for model in (MOE, MTP) for ac in ("op", "full", "selective")
+      for more in ({}, dict(ep=2), dict(etp=2))],
+    *[(4, dict(ac="op", **layout), dict(n=4, b=1, **MOE)) for layout in (
+        dict(ep=2), dict(ep=4), dict(dp_replicate=2, ep=2), dict(tp=2, ep=4), dict(tp=2, etp=2, ep=2), dict(cp=2, ep=4))],
+    (2, dict(ac="op", pp=2), dict(n=8, b=4, **MTP)),
     (8, dict(pp=2, cp=2, ep=4, pp_schedule="InterleavedZeroBubble"), dict(n=8, b=4, doc=True, **MTP)),
     (8, dict(dp_replicate=2, tp=2, cp=2, ep=4), dict(n=4, b=2, doc=True, **MTP)),
 ]
@@ -581,3 +596,75 @@ def test_a_forks_own_parameters_under_every_layout(processes, flags):
     assert [first_difference(got, want) for got in results] == [""] * processes
     for name in ("residual", "attn.sharpness", "attn.per_head"):
         assert want[0]["grads"][f"blocks.1.{name}.gain"].abs().min() > 0
+
+
+# ---------------------------------------------------------------- what --ac op keeps
+
+
+def step_with(flags: dict, problem: dict) -> tuple[dict[str, int], float]:
+    """({op: how often it ran within the backward}, loss) of one step."""
+    counts = defaultdict(int)
+
+    class Count(TorchDispatchMode):  # entered before the checkpoint's modes: it sees what they let through
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            if torch._C._current_graph_task_id() != -1:
+                counts[op._opname if hasattr(op, "_opname") else str(op)] += 1
+            return op(*args, **(kwargs or {}))
+
+    stages, layout = build(config(**problem), flags, 4, 4 // (2 if "ep" in flags or "dp_replicate" in flags else 1))
+    with Count():
+        loss = parallel.forward_backward(stages, local_batch(global_batch(0, 4, False), layout), layout)
+    return dict(counts), parallel.reduce_loss(loss, layout)[0].item()
+
+
+ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+@pytest.mark.parametrize("processes, flags, problem, kept", [
+    (1, dict(compute_dtype="bfloat16"), MOE, [ATTENTION, "_grouped_mm"]),
+    (1, dict(compute_dtype="bfloat16"), MTP, [ATTENTION, "_grouped_mm"]),
+    (2, dict(ep=2), MOE, [ATTENTION, "_grouped_mm", "all_to_all_single"]),
+    (2, dict(dp_replicate=2), MOE, [ATTENTION, "_grouped_mm"]),
+    (2, dict(tp=2, etp=2), MOE, [ATTENTION, "_grouped_mm", "reduce_scatter_tensor"]),
+    (2, dict(cp=2, cp_method="alltoall"), {}, [ATTENTION, "all_to_all_single"]),
+], ids=str)
+def test_ac_op_keeps_what_is_dear_to_compute_or_send_again(processes, flags, problem, kept):
+    """Within the backward, these ops run as often as without checkpointing, where --ac full runs them again."""
+    steps = {ac: pool(processes).run(step_with, flags | {"ac": ac}, problem)[0] for ac in ("none", "op", "full")}
+    (none, loss), (op, op_loss), (full, full_loss) = steps.values()
+    for name in kept:
+        assert none.get(name, 0) == op.get(name, 0) < full[name], name
+    assert none["mm"] < op["mm"] < full["mm"]
+    assert loss == op_loss == full_loss
+
+
+class ScaledLinear(torch.autograd.Function):
+    """x W' in float8, as torchao does it: the kernel is inside a Function."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(weight)
+        x8, w8, one = x.to(torch.float8_e4m3fn), weight.to(torch.float8_e4m3fn), torch.ones(())
+        return torch._scaled_mm(x8, w8.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad @ ctx.saved_tensors[0], None
+
+
+def test_ac_op_keeps_float8_matmuls():
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            counts[op] += 1
+            return op(*args, **(kwargs or {}))
+
+    for ac, times in (("op", 1), ("full", 2)):
+        counts, block = defaultdict(int), nn.Linear(16, 16)
+        block.forward = lambda x: ScaledLinear.apply(x, block.weight).sigmoid()  # noqa: B023
+        layout = SimpleNamespace(cfg=parallel.ParallelConfig(ac=ac))
+        parallel.checkpoint_activations(SimpleNamespace(blocks={"0": block}, config=None), layout)
+        with Count():
+            block(torch.randn(16, 16, requires_grad=True)).sum().backward()
+        assert counts[torch.ops.aten._scaled_mm.default] == times
+    assert {"_scaled_mm_v2", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"} <= set(parallel.KEPT["aten"])  # of GPUs only
+    assert "flex_attention" in parallel.KEPT["higher_order"]
