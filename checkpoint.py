@@ -16,7 +16,8 @@ any layout reads them. What DCP lacks is added here, because training dies at an
 <run>/checkpoints/step-100/
     .metadata  __0_0.distcp ...  tensors, "model.<fqn>" and "optimizer.<fqn>.<state name>", one file per rank
     state.json                   step, data cursor ... as the recipe gave them; which model, data and optimizer this is
-    config.json  recipe.py  tokenizer.json   what it takes to repeat the run and to sample from it
+    config.json  recipe.py  code.json  tokenizer.json   what it takes to repeat the run and to sample from it; code.json
+                                 holds the source of every local module that the recipe imported
     tokenizer_config.json  chat_template.jinja ...   where the tokenizer is a Hugging Face folder's
     manifest.json                size and crc32 of all of the above, and a hash of itself
 """
@@ -37,6 +38,7 @@ import shutil
 import signal
 import socket
 import sys
+import sysconfig
 import time
 import uuid
 import warnings
@@ -427,6 +429,30 @@ def changes(old, new, name=""):
         yield name, *(f"{value}" if len(f"{value}") <= 40 else f"{value}"[:16] + "..." for value in (old, new))
 
 
+def local_code() -> dict[str, str]:
+    """{path: source} of the modules that this program has imported from the folder of its recipe or of this file, or below."""
+    recipe, found = getattr(sys.modules["__main__"], "__file__", None) or __file__, {}
+    files = {getattr(module, "__dict__", {}).get("__file__") for module in list(sys.modules.values())}
+    files = sorted(os.path.realpath(file) for file in files if isinstance(file, str) and file.endswith(".py"))
+    elsewhere = os.path.realpath(sysconfig.get_paths()["stdlib"]) + os.sep  # an environment may lie in the recipe's folder
+    for root in (os.path.dirname(os.path.realpath(file)) + os.sep for file in (recipe, __file__)):
+        for file in files:
+            if file.startswith(root) and not file.startswith(elsewhere) and "-packages" + os.sep not in file:
+                found.setdefault(file.removeprefix(root), Path(file).read_text("utf-8", "replace"))
+    return found
+
+
+def changed_code(path: str, code: dict[str, str]) -> list[str]:
+    """The files of `code` that are new or other ones since a step folder was written; those before code.json tell nothing.
+
+    What the checkpoint holds is compared as text and never run.
+    """
+    if not os.path.isfile(os.path.join(path, "code.json")):
+        return []
+    there = read_json(path, "code.json")
+    return [file + " (new)" * (file not in there) for file in code if there.get(file) != code[file]]
+
+
 def lock_run(out: str):
     """Rank 0 holds <out>/.lock until its process ends, however it ends: two jobs never write into one run folder.
 
@@ -705,6 +731,7 @@ class Checkpoints:
                  source: str, tokenizer_file: str | None = None):
         self.cfg, self.out, self.modules, self.identity = cfg, out, modules, identity
         self.config, self.source, self.tokenizer_file = config, source, tokenizer_file
+        self.code = local_code() if source else {}  # now: who edits a file while this runs does not change this run
         self.optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
         # Taken once, while FSDP holds them sharded: after an evaluation that leaves them gathered, module.parameters()
         # would be the gathered copies, and not what the optimizer updates.
@@ -823,6 +850,8 @@ class Checkpoints:
             if not os.path.isfile(os.path.join(folder, name)) or os.path.getsize(os.path.join(folder, name)) != size:
                 raise OSError(f"rank 0 does not see {name}: {self.out} must be on a file system that all machines share")
         extra = {"state.json": about, "config.json": json_bytes(self.config), "recipe.py": self.source.encode()}
+        if self.code:
+            extra["code.json"] = json_bytes(self.code)
         if self.tokenizer_file:
             extra["tokenizer.json"] = Path(self.tokenizer_file).read_bytes()
             extra |= files_beside(self.tokenizer_file)  # of a Hugging Face folder: to_hf gives them back
@@ -893,6 +922,8 @@ class Checkpoints:
         differ = [] if everything else model_changes(folder, self.identity)
         changed = "".join(f"; {name} was {old}, is {new}" for name, old, new in differ)
         self.say(f"{what} {folder} (written by {manifest['world_size']} rank(s)){changed}")
+        if self.rank == 0 and (files := changed_code(folder, self.code)):
+            self.say(f"code that has changed since step {manifest['step']} was written: {', '.join(files)}")
         return read_json(folder, "state.json")["state"] if everything else None
 
     def choose(self, source, step, everything) -> tuple[str, dict]:

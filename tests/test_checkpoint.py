@@ -697,6 +697,71 @@ def test_a_run_that_goes_on_keeps_the_tokenizer_it_began_with(tmp_path, book):
         start(flags, **more, tokenizer=second)
 
 
+# --- the code that a run was trained with
+
+FORK = """import sys
+sys.path.append({repo!r})
+from types import SimpleNamespace
+import torch
+from checkpoint import CheckpointConfig, Checkpoints
+from mine import build
+from parts.block import WIDTH
+net = build(WIDTH)
+cfg, out = CheckpointConfig(init_from=sys.argv[2] if len(sys.argv) > 2 else ""), sys.argv[1]
+run = Checkpoints(cfg, out, modules=[net], optimizer=torch.optim.AdamW(net.parameters()), config={{}},
+                  identity={{"model": {{}}, "data": {{}}, "optimizer": {{}}}}, source=open(__file__).read())
+state = run.load() or {{"step": 0}}
+open(sys.modules["mine"].__file__, "a").write("# edited while it trains\\n")
+run.save(state["step"] + 1, {{"step": state["step"] + 1}})
+"""
+
+
+def test_changed_code_is_told_when_a_run_goes_on(tmp_path):
+    """A fork in a folder of its own, with a module beside it and one in a folder below, and our files from another place."""
+    fork, out = tmp_path / "fork", tmp_path / "run"
+    (fork / "parts").mkdir(parents=True)
+    mine = "import torch\ndef build(width):\n    return torch.nn.Linear(width, width)\n"
+    (fork / "train_mine.py").write_text(FORK.format(repo=str(Path(checkpoint.__file__).parent)))
+    (fork / "mine.py").write_text(mine)
+    (fork / "parts" / "block.py").write_text("WIDTH = 4\n")
+
+    def start(*argv) -> list[str]:
+        command = [sys.executable, fork / "train_mine.py", *argv]
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return [line.split(": ", 2)[2] for line in done.stdout.splitlines() if "code that has changed since step" in line]
+
+    assert start(out) == []
+    verify(path(out, 1))
+    saved = json.loads(Path(path(out, 1), "code.json").read_bytes())
+    assert saved["mine.py"] == mine and saved["parts/block.py"] == "WIDTH = 4\n"  # as imported, not as they are by now
+    assert {"train_mine.py", "checkpoint.py", "config.py"} <= saved.keys() and len(saved) < 20
+    assert saved["train_mine.py"] == Path(path(out, 1), "recipe.py").read_text()
+
+    (fork / "parts" / "block.py").write_text("WIDTH = 4  # other\n")
+    assert start(out) == ["mine.py, parts/block.py"]
+    (fork / "parts" / "block.py").write_text("raise SystemExit('nothing runs what a checkpoint holds')\nWIDTH = 4\n")
+    rewrite(path(out, 2), "code.json", json.dumps(saved | {"mine.py": "raise SystemExit(3)", "gone.py": ""}).encode())
+    (fork / "parts" / "block.py").write_text("WIDTH = 2 * 2\n")
+    assert start(out) == ["mine.py, parts/block.py"]
+    (fork / "train_mine.py").rename(fork / "train_new.py")
+    (fork / "train_new.py").write_text((fork / "train_new.py").read_text().replace("parts.block", "new_block"))
+    (fork / "train_new.py").rename(fork / "train_mine.py")
+    (fork / "new_block.py").write_text("WIDTH = 4\n")
+    assert start(tmp_path / "other", out) == ["mine.py, new_block.py (new), train_mine.py"]
+
+
+def test_checkpoints_without_code_continue(tmp_path, capsys):
+    saved(tmp_path, 1)
+    manifest = json.loads(Path(path(tmp_path, 1), "manifest.json").read_bytes())
+    Path(path(tmp_path, 1), "code.json").unlink()
+    del manifest["files"]["code.json"]
+    manifest["sha256"] = checkpoint.own_hash(manifest)
+    Path(path(tmp_path, 1), "manifest.json").write_bytes(checkpoint.json_bytes(manifest))
+    assert of(*trained(1, 0), tmp_path).load()["step"] == 1
+    assert "code that has changed" not in capsys.readouterr().out
+
+
 def test_model_only(tmp_path):
     of(*trained(0, 2), tmp_path).save(2, {"step": 2}, last=True, model_only=True)
     for refusal in (lambda: check_run(str(tmp_path), IDENTITY, CheckpointConfig()), of(*trained(1, 0), tmp_path).load):
