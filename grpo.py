@@ -508,7 +508,7 @@ def main(cfg: Config):
         raise ValueError(f"--kl_coef {cfg.kl_coef}: {cfg.out} was begun without it, and has not kept its initial policy; leave "
                          "it out, or use --out NEW")
     if cfg.export_hf and all(step < cfg.steps for step, _ in step_folders(cfg.out)):
-        check_export(cfg.export_hf)
+        check_export(cfg.export_hf, Model, model_config)
     stop = StopSignal()  # of generators too: those that a Ctrl-C ended would take the step with them
     if layout.rank >= n_trainers:
         return generate_forever(cfg, env, text, Model, model_config, n_trainers)

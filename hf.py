@@ -9,7 +9,7 @@ import sys
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from fnmatch import fnmatchcase
 from itertools import groupby
 from pathlib import Path
@@ -474,8 +474,84 @@ def write_part(path: str, parts: list[list[HFEntry]], i: int, tensor: Tensor):
             os.fsync(file.fileno())
 
 
-def check_export(folder: str):
-    """Raises ValueError when an export would have to overwrite something, or has no name."""
+class OtherModel(ValueError):
+    """What config.json would tell is not the model whose weights lie beside it."""
+
+
+def check_same_model(Model, config):
+    """Raises OtherModel where an export's config.json would make others open another model than this class.
+
+    A class that is not the one of HF_MODELS for its model_type must say that it computes the same function: its to_hf() then
+    holds its own name, which a copy of the file has not got. Names, shapes and, of such a class, logits are compared, too.
+    """
+    told, own = config.to_hf(), f"{Model.__module__}.{Model.__name__}"
+    kind = told.get("model_type")
+    if kind not in HF_MODELS:
+        return  # a type of its own, which nobody takes for another
+    module, name = HF_MODELS[kind]
+    if own != f"{module}.{name}" and told.get("nanotitan_model") != own:
+        raise OtherModel(f"an export of {own} would be opened as {kind}, which is {module}.{name}; if transformers' {kind} "
+                         f'computes the same function, let to_hf() of its config return "nanotitan_model": "{own}", too, else '
+                         "a model_type of its own")
+    Theirs, Config = (getattr(importlib.import_module(module), n) for n in (name, f"{name}Config"))
+    try:
+        if Model is Theirs and Config.from_hf(told) == config:
+            return  # the same in all
+        with torch.device("meta"):
+            ours, theirs = Model(config), Theirs(Config.from_hf(told))
+    except ValueError as error:
+        raise OtherModel(f"to_hf() of {own} tells of a {kind} that there is not: {error}") from None
+    a, b = file_shapes(ours), file_shapes(theirs)
+    if odd := [f"{n} is {b.get(n, 'missing')} there, {a.get(n, 'missing')} here" for n in {**a, **b} if a.get(n) != b.get(n)]:
+        raise OtherModel(f"an export of {own} would be opened as another {kind}: {some(odd)}")
+    if type(ours) is not type(theirs) and not same_logits(Model, config, Theirs, Config):
+        raise OtherModel(f"{own} says that it computes the same function as {module}.{name}, but with the same weights its "
+                         "logits are others; let to_hf() return a model_type of its own")
+
+
+def file_shapes(model: nn.Module) -> dict[str, tuple]:
+    """{name in the files: shape}, without what files may lack (MTP)."""
+    keys, found, optional = model.hf_keys(), {}, getattr(model, "hf_optional", list)()
+    for fqn, tensor in named_tensors(model).items():
+        if fqn not in keys and isinstance(tensor, nn.Parameter):
+            raise OtherModel(f"hf_keys() of {type(model).__name__} has no name for {fqn}")
+        names = keys.get(fqn, [])
+        found |= {names: tuple(tensor.shape)} if isinstance(names, str) else dict.fromkeys(names, tuple(tensor.shape[1:]))
+    return {name: shape for name, shape in found.items() if not any(fnmatchcase(name, pattern) for pattern in optional)}
+
+
+@torch.no_grad()
+def same_logits(Model, config, Theirs, Config) -> bool:
+    """Whether two classes compute the same from the same weights: small, with the sizes of a flavor of the second's file."""
+
+    def counts(c):
+        return {f.name: getattr(c, f.name) for f in fields(c) if type(getattr(c, f.name)) is int and hasattr(config, f.name)}
+
+    def as_this(c):  # has experts, has latents ... where this one has them
+        return sum(bool(n) == bool(getattr(config, key)) for key, n in counts(c).items())
+
+    flavors = sys.modules[Theirs.__module__].FLAVORS.values()
+    small = replace(config, **counts(max(flavors, key=lambda c: (as_this(c), -c.dim * c.n_layers))))
+    tokens, logits, values = torch.arange(32).reshape(2, 16) % small.vocab_size, [], {}
+    for model in (Model(small), Theirs(Config.from_hf(small.to_hf()))):
+        keys, generator = model.hf_keys(), torch.Generator().manual_seed(0)
+        for fqn, tensor in named_tensors(model).items():
+            name = str(keys.get(fqn))
+            if name not in values:
+                noise = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
+                values[name] = noise / tensor.shape[-1] ** 0.5 if tensor.dim() > 1 else 1 + 0.1 * noise
+            if isinstance(tensor, nn.Parameter):
+                tensor.copy_(values[name])
+            else:
+                tensor.zero_()  # what balances experts
+        logits.append(model(tokens).float())
+    return torch.allclose(*logits, rtol=1e-3, atol=1e-4 * logits[1].std().item())
+
+
+def check_export(folder: str, Model=None, config=None):
+    """Raises ValueError when an export would have to overwrite something, or has no name, or would tell of another model."""
+    if Model is not None:
+        check_same_model(Model, config)
     if not folder:
         raise ValueError("the folder to export to has an empty name")
     if os.path.lexists(folder) and (not os.path.isdir(folder) or os.listdir(folder)):
@@ -582,6 +658,8 @@ def save_hf(model, folder: str, dtype=torch.bfloat16, max_shard_gb=5.0, tokenize
         for fqn, tensor in named_tensors(module).items():
             tensors.setdefault(fqn, tensor)
     group, kinds = own_group(modules, group), file_kinds(tensors, modules[0], dtype)
+    Model = next(c for c in type(modules[0]).__mro__ if not c.__module__.startswith("torch."))  # FSDP's class is put before it
+    on_rank_0(lambda: check_same_model(Model, modules[0].config), group)
     lost = gather([fqn for fqn, t in tensors.items() if fqn not in kinds and t.any()], group)
     if rank_in(group) == 0:
         say_lost(folder, [fqn for part in lost for fqn in part])
@@ -603,6 +681,7 @@ def to_hf(folder: str, out: str, dtype="bfloat16", max_shard_gb=5.0):
     """Exports a step folder, or a run folder's newest good checkpoint, with one tensor in memory at a time."""
     check_export(out)
     path, model, table = open_saved(folder)
+    check_same_model(type(model), model.config)
     tokenizer_file, kinds = os.path.join(path, "tokenizer.json"), file_kinds(named_tensors(model), model, getattr(torch, dtype))
 
     def read(fqn):
@@ -640,6 +719,9 @@ def hf_command(argv: list[str]) -> int:
         parser.add_argument("--max_shard_gb", type=float, default=5.0, help="the most that a file may have, in GB")
     try:
         (to_hf if exports else from_hf)(**vars(parser.parse_args(argv[1:])))
+    except OtherModel as error:  # no other command line would do it
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except (ValueError, RuntimeError) as error:
         return usage(f"error: {error}")
     return 0

@@ -187,7 +187,7 @@ def main(cfg: Config):
             raise ValueError(f"--no-init_model_only: {cfg.init_from} holds weights and no more; leave it out")
         check_hf_config(model_config, cfg.init_from)
     if cfg.export_hf and all(step < cfg.steps for step, _ in step_folders(cfg.out)):
-        check_export(cfg.export_hf)
+        check_export(cfg.export_hf, DeepSeek, model_config)
     lock_run(cfg.out)
     stop = StopSignal()
     connect(layout, cfg.device, cfg.seed, trace=f"{cfg.out}/trace")

@@ -9,7 +9,7 @@ import sys
 import threading
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -337,6 +337,112 @@ def test_what_one_rank_finds_all_ranks_raise_before_a_weight_is_touched(theirs, 
     for errors, unchanged in pool(2).run(fail_to_import, dict(pp=2), str(tmp_path / "bad"), str(tmp_path / "file")):
         assert unchanged and "rank 1: " in errors[0] and "model.norm.weight is (31,) there, (32,) here" in errors[0]
         assert "file is there already" in errors[1]
+
+
+# ---------------------------------------------------------------- a fork's model is not exported as another one
+
+
+@pytest.fixture
+def fork(monkeypatch):
+    """fork(file, (old, new) ...) -> (models.mine, a copy of models/<file>.py with its text changed, its class)."""
+
+    def make(file, *changes):
+        module, text = ModuleType("models.mine"), Path(hf.__file__).with_name("models").joinpath(f"{file}.py").read_text()
+        for old, new in changes:
+            assert old in text, old
+            text = text.replace(old, new)
+        monkeypatch.setitem(sys.modules, "models.mine", module)
+        exec(compile(text, "models/mine.py", "exec"), module.__dict__)
+        return module, getattr(module, {"llama3": "Llama3", "qwen3": "Qwen3", "deepseek": "DeepSeek"}[file])
+
+    return make
+
+
+def declare(name):
+    """to_hf() as docs/fork_me.md says it: this class computes what transformers' does."""
+    return "        return dict(\n            architectures", f"""        return dict(
+            nanotitan_model="models.mine.{name}",
+            architectures"""
+
+
+def small(module, flavor="debug"):
+    return replace(module.FLAVORS[flavor], n_layers=2, vocab_size=64)
+
+
+def save_run(model, out):
+    identity = {"module": type(model).__module__, "class": type(model).__name__, **asdict(model.config)}
+    checkpoints = Checkpoints(CheckpointConfig(), str(out), modules=[model], optimizer=[], source="", config={},
+                              identity={"model": identity, "data": {}, "optimizer": {}})
+    checkpoints.save(1, {"step": 1})
+    checkpoints.close()
+
+
+RELU2 = ("F.silu(self.w1(x))", "F.relu(self.w1(x)).square()")
+DECLARED = declare("Llama3")
+
+
+@pytest.mark.parametrize("file, flavor", [
+    ("llama3", "debug"), ("qwen3", "debug"), ("qwen3", "debug_moe"), ("deepseek", "debug"),
+])
+def test_a_copy_of_a_model_is_exported_when_it_says_that_it_is_the_same(tmp_path, fork, file, flavor):
+    module, Model = fork(file)
+    with pytest.raises(ValueError, match=f'return "nanotitan_model": "models.mine.{Model.__name__}", too, else a model_type'):
+        hf.check_export(str(tmp_path / "out"), Model, small(module, flavor))
+    module, Model = fork(file, declare(Model.__name__))
+    hf.check_export(str(tmp_path / "out"), Model, small(module, flavor))
+
+
+@pytest.mark.parametrize("changes, message", [
+    ([RELU2], "would be opened as llama"),
+    ([RELU2, DECLARED], "its logits are others"),
+    ([("h = self.norm(h)", "h = 2 * self.norm(h)"), DECLARED], "its logits are others"),
+    ([declare("Other")], "would be opened as llama"),  # the name of the file that this one was copied from
+    ([("        self.w1 = nn.Linear(", "        ffn_dim *= 2\n        self.w1 = nn.Linear("), DECLARED],
+     r"another llama: model.layers.0.mlp.gate_proj.weight is \(\d+, 256\) there, \(\d+, 256\) here"),
+    ([("self.w3 = nn.Linear(dim, ffn_dim, bias=False)", "self.w3 = nn.Linear(dim, ffn_dim)"), DECLARED],
+     "no name for blocks.0.ffn.w3.bias"),
+    ([('            hidden_act="silu",', '            hidden_act="relu2",'), DECLARED], "hidden_act is 'relu2'"),
+])
+def test_another_model_is_not_exported_as_one_of_theirs(tmp_path, fork, capsys, changes, message):
+    module, Model = fork("llama3", *changes)
+    model, out = Model(small(module)), str(tmp_path / "out")
+    for export in (lambda: hf.check_export(out, Model, model.config), lambda: hf.save_hf(model, out)):
+        with pytest.raises(ValueError, match=message) as error:
+            export()
+        assert "\n" not in str(error.value)
+    save_run(model, tmp_path / "run")
+    assert hf.hf_command(["to_hf", str(tmp_path / "run"), out]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and not os.path.exists(out)
+
+
+def test_a_declared_copy_is_what_transformers_opens(tmp_path, fork):
+    module, Model = fork("llama3", DECLARED)
+    torch.manual_seed(0)
+    model = Model(small(module)).eval()
+    save_run(model, tmp_path / "run")
+    hf.save_hf(model, str(tmp_path / "saved"), torch.float32)
+    hf.to_hf(str(tmp_path / "run"), str(tmp_path / "out"), dtype="float32")
+    x = torch.arange(24).reshape(2, 12)
+    for folder in ("saved", "out"):
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder)
+        assert (theirs(x).logits - model(x)).abs().max() < 1e-4
+        assert torch.equal(hf.load_hf_model(str(tmp_path / folder))[0](x), model(x))  # and so do we, as the registered class
+
+
+def test_an_export_that_tells_of_another_model_is_refused_before_anything_is_trained(tmp_path):
+    """A fork as a user has it: a recipe and a model of its own, with one line changed."""
+    root = Path(hf.__file__).parent
+    (tmp_path / "models").symlink_to(root / "models")
+    recipe = (root / "train_llama3.py").read_text()
+    recipe = recipe.replace("from models.llama3 import", "from relu2 import")
+    (tmp_path / "train_mine.py").write_text(f"import sys\nsys.path.append({str(root)!r})\n" + recipe)
+    (tmp_path / "relu2.py").write_text((root / "models" / "llama3.py").read_text().replace(*RELU2))
+    command = [sys.executable, "train_mine.py", "--steps", "2", "--device", "cpu", "--export_hf", "out", "--out", "run"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert 'error: an export of relu2.Llama3 would be opened as llama, which is models.llama3.Llama3' in done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 # ---------------------------------------------------------------- the table: stacks of experts, fp8, optional layers, buffers

@@ -308,6 +308,20 @@ def test_the_batch_stays_on_another_number_of_processes_and_new_flags_are_told(t
     assert [config["global_batch_size"] for config in saved] == [2, 2]
 
 
+def test_other_data_in_the_middle_of_a_run(folder, tmp_path):
+    """As docs/fork_me.md says: not under the same name, but from its weights, with its ids."""
+    flags = [*TINY, "--steps", 2, "--local_batch_size", 2, "--val_every", 0, "--cache_dir", tmp_path / "cache"]
+    source, book = folder / "runs" / "llama3", ["--data", folder / "a.txt"]
+    command = launch(1, REPO / "train_llama3.py", *flags, *book, "--steps", 8, "--out", source)
+    refused = subprocess.run(command, cwd=folder, env=ENV, capture_output=True, text=True)
+    assert refused.returncode == 2 and "use --out NEW to train another model, or give the old values" in refused.stderr
+    stdout = run(launch(1, REPO / "train_llama3.py", *flags, *book, "--init_from", source, "--out", tmp_path / "new"), folder)
+    assert f"step 0, with the weights of {source}/checkpoints/step-4" in stdout
+    tokenizers = [path / "tokenizer.json" for path in (source / "checkpoints" / "step-4", tmp_path / "new/checkpoints/step-2")]
+    assert tokenizers[0].read_bytes() == tokenizers[1].read_bytes()
+    assert train_lines(tmp_path / "new")[0]["loss"] < math.log(4096) + 0.1
+
+
 # ---------------------------------------------------------------- options of the loop, in whole runs
 
 
