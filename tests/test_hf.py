@@ -398,7 +398,7 @@ def test_a_copy_of_a_model_is_exported_when_it_says_that_it_is_the_same(tmp_path
     ([("h = self.norm(h)", "h = 2 * self.norm(h)"), DECLARED], "its logits are others"),
     ([declare("Other")], "would be opened as llama"),  # the name of the file that this one was copied from
     ([("        self.w1 = nn.Linear(", "        ffn_dim *= 2\n        self.w1 = nn.Linear("), DECLARED],
-     r"another llama: model.layers.0.mlp.gate_proj.weight is \(\d+, 256\) there, \(\d+, 256\) here"),
+     r"another llama: model.layers.0.mlp.gate_proj.weight is \(512, 192\) there, \(1024, 192\) here"),
     ([("self.w3 = nn.Linear(dim, ffn_dim, bias=False)", "self.w3 = nn.Linear(dim, ffn_dim)"), DECLARED],
      "no name for blocks.0.ffn.w3.bias"),
     ([('            hidden_act="silu",', '            hidden_act="relu2",'), DECLARED], "hidden_act is 'relu2'"),
