@@ -1,7 +1,7 @@
 """checkpoint.py owns what a run leaves on disk: nothing is lost, and nothing damaged is trained on.
 
-    python checkpoint.py ls runs/llama3                           # steps, sizes, layouts, complete or damaged
-    python checkpoint.py verify runs/llama3/checkpoints/step-100  # exit status 0: every byte is as it was written
+    python checkpoint.py ls runs/llama3                           # steps, sizes, layouts, complete or damaged, at a glance
+    python checkpoint.py verify runs/llama3                       # reads all; exit status 0: every byte is as it was written
     python checkpoint.py diff STEP_FOLDER STEP_FOLDER             # the first tensor that differs, and how many do
     python checkpoint.py to_hf runs/llama3 OUT --dtype bfloat16   # a run's newest checkpoint in Hugging Face's format
     python checkpoint.py from_hf HUGGING_FACE_FOLDER runs/theirs  # and back
@@ -167,6 +167,13 @@ def check_files(folder: str, manifest: dict, names=None, progress=lambda n_bytes
             raise Damaged(f"{name} has crc32 {entry[1]} instead of {manifest['files'][name][1]}")
 
 
+def read_small(folder: str) -> dict:
+    """The manifest of a step folder whose files have their sizes, and of which all but the tensors are as written."""
+    manifest = read_manifest(folder)
+    check_files(folder, manifest, [name for name in manifest["files"] if not name.startswith((".metadata", "__"))])
+    return manifest
+
+
 def verify(folder: str) -> dict:
     """The manifest of a step folder in which every byte of every file is as written. Raises Damaged."""
     manifest = read_manifest(folder)
@@ -220,7 +227,7 @@ def candidates(folder: str, step: int = -1) -> list[str]:
 
 def none_good(folder: str, paths: list[str]) -> ValueError:
     names = ", ".join(os.path.basename(path) for path in paths[:3]) + ", ..." * (len(paths) > 3)
-    return ValueError(f"{folder} has no undamaged checkpoint among {names} (python checkpoint.py ls {folder} says how); "
+    return ValueError(f"{folder} has no undamaged checkpoint among {names} (python checkpoint.py verify {folder} says how); "
                       "nothing begins again at step 0 over them: use --out NEW or another --load_step, or move them away")
 
 
@@ -235,8 +242,7 @@ def newest_readable(folder: str, step: int = -1) -> str:
     """The newest checkpoint whose small files are as written; reads nothing else. Raises ValueError."""
     for path in (paths := candidates(folder, step)):
         try:
-            manifest = read_manifest(path)
-            check_files(path, manifest, [name for name in manifest["files"] if not name.startswith((".metadata", "__"))])
+            read_small(path)
             return path
         except Damaged:
             continue  # load() says so; what counts here is the newest that it may take
@@ -1088,13 +1094,13 @@ def ls(run: str) -> int:
     if not os.path.isdir(run):
         return usage(f"{run} is no folder; give a run folder such as runs/llama3")
     for n, path in step_folders(run):
-        size, layout, status = sum(e.stat().st_size for e in os.scandir(path) if e.is_file()), "", "complete"
+        size, layout, status = sum(e.stat().st_size for e in os.scandir(path) if e.is_file()), "", "complete (bytes not read)"
         try:
-            manifest, config = verify(path), read_json(path, "config.json")
+            manifest, config = read_small(path), read_json(path, "config.json")
             axes = [axis for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep") if config.get(axis, 1) not in (1, -1)]
             layout = ", ".join([f"{manifest['world_size']} rank(s)", *(f"{axis} {config[axis]}" for axis in axes)])
             if read_json(path, "state.json")["model_only"]:
-                status = "complete, only the weights"
+                status += ", only the weights"
         except Damaged as error:
             status = f"DAMAGED: {error}"
         print(f"step-{n:<8} {size / 1e6:10.1f} MB   {layout:34} {status}")
@@ -1104,13 +1110,20 @@ def ls(run: str) -> int:
 
 
 def verify_command(folder: str) -> int:
-    try:
-        files = verify(folder)["files"]
-    except Damaged as error:
-        print(f"{folder} is DAMAGED: {error}")
+    """0 only if every byte of a step folder, or of all those of a run folder, is as it was written."""
+    of_run = [path for _, path in step_folders(folder)] if not os.path.lexists(os.path.join(folder, "manifest.json")) else []
+    if not of_run and os.path.isdir(os.path.join(folder, "checkpoints")):
+        print(f"{folder} holds no checkpoint")
         return 1
-    print(f"{folder} is good: {len(files)} files, {sum(size for size, _ in files.values()) / 1e6:.1f} MB")
-    return 0
+    status = 0
+    for path in of_run or [folder]:
+        try:
+            files = verify(path)["files"]
+            print(f"{path} is good: {len(files)} files, {sum(size for size, _ in files.values()) / 1e6:.1f} MB", flush=True)
+        except Damaged as error:
+            print(f"{path} is DAMAGED: {error}", flush=True)
+            status = 1
+    return status
 
 
 def diff(a: str, b: str) -> int:
@@ -1157,7 +1170,7 @@ def main(argv: list[str]) -> int:
         return hf_command(argv)
     command = {("ls", 2): ls, ("verify", 2): verify_command, ("diff", 3): diff}.get((argv[0] if argv else "", len(argv)))
     if command is None:
-        return usage("usage: python checkpoint.py ls RUN | verify STEP_FOLDER | diff STEP_FOLDER STEP_FOLDER | "
+        return usage("usage: python checkpoint.py ls RUN | verify RUN | verify STEP_FOLDER | diff STEP_FOLDER STEP_FOLDER | "
                      "to_hf STEP_FOLDER OUT | from_hf HF_FOLDER OUT")
     return command(*argv[1:])
 

@@ -867,6 +867,39 @@ def test_command_line(tmp_path, capsys):
         assert capsys.readouterr().err.count("\n") == 1, wrong
 
 
+def test_verify_reads_every_byte_of_a_run_and_ls_does_not(tmp_path, capsys, monkeypatch):
+    saved(tmp_path, 2, 4)
+
+    def command(*argv):
+        capsys.readouterr()
+        return checkpoint.main([str(arg) for arg in argv]), capsys.readouterr().out
+
+    (tmp_path / "checkpoints" / "step-6.tmp-1234").mkdir()  # of a save that was killed: no checkpoint
+    assert checkpoint.main(["verify", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines[-2:]] == [f"{path(tmp_path, n)} is good" for n in (4, 2)]
+
+    tensors = next(name for name in os.listdir(path(tmp_path, 2)) if name.startswith("__"))
+    flip(f"{path(tmp_path, 2)}/{tensors}", 1000)
+    status, out = command("ls", tmp_path)
+    assert status == 0 and out.count("complete (bytes not read)") == 2
+    status, out = command("verify", tmp_path)
+    assert status == 1 and "step-4 is good" in out and f"step-2 is DAMAGED: {tensors} has crc32" in out
+    assert command("verify", path(tmp_path, 4))[0] == 0 and command("verify", path(tmp_path, 2))[0] == 1
+
+    opened, original = [], checkpoint.checksums
+    monkeypatch.setattr(checkpoint, "checksums", lambda at, names, *rest: opened.extend(names) or original(at, names, *rest))
+    assert checkpoint.main(["ls", str(tmp_path)]) == 0 and "state.json" in opened and tensors not in opened
+    os.truncate(f"{path(tmp_path, 4)}/{tensors}", 10)
+    Path(path(tmp_path, 2), "manifest.json").unlink()
+    assert checkpoint.main(["ls", str(tmp_path)]) == 0 and capsys.readouterr().out.count("DAMAGED") == 2
+    for folder in (tmp_path, path(tmp_path, 2), tmp_path / "nowhere", tmp_path / "checkpoints" / "step-6.tmp-1234"):
+        assert checkpoint.main(["verify", str(folder)]) == 1, folder
+    shutil.rmtree(tmp_path / "checkpoints")
+    (tmp_path / "checkpoints").mkdir()
+    assert checkpoint.main(["verify", str(tmp_path)]) == 1 and "holds no checkpoint" in capsys.readouterr().out
+
+
 def test_load_model(tmp_path):
     torch.manual_seed(3)
     model = Llama3(config(tie_embeddings=True))
