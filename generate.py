@@ -28,7 +28,7 @@ from checkpoint import is_hf_folder, load_model, step_folders
 from config import Parser, parse_config, usage_error
 from data import find_tokenizer, load_tokenizer
 from hf import load_hf_model, read_chat
-from models.attention import sdpa
+from models.attention import PerCall, sdpa
 from models.loss import log_normalizer
 from parallel import AllGather, whole_vocab
 
@@ -145,8 +145,8 @@ def generate(
 # ---------------------------------------------------------------- rollouts: many samples of each prompt, for grpo.py
 
 
-class SlotCache:
-    """Keys and values of one layer for rows that are at different lengths: a row that has ended is overwritten by the next.
+class SlotCache(PerCall):
+    """Keys and values of one call of attend, for rows of different lengths: a row that has ended is overwritten by the next.
 
     `view` is shared by all layers and set before each forward: at (R, T), the position of each new token in its row; keys,
     how many of the positions are looked at; mask (R, 1, T, keys); query_rows, see rollout().
@@ -155,8 +155,12 @@ class SlotCache:
     def __init__(self, rows: int, max_len: int, view):
         self.rows, self.max_len, self.view = rows, max_len, view
         self.k = self.v = None  # (R, G, max_len, K)
+        self.later = []
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor | None, scale=None) -> Tensor:
+    def empty(self) -> "SlotCache":
+        return SlotCache(self.rows, self.max_len, self.view)
+
+    def append(self, q: Tensor, k: Tensor, v: Tensor | None, scale=None) -> Tensor:
         """Store k, v (R, G, T, K) at the rows' positions and attend from q (R, H, T, K) to what each row has so far. v None:
         the keys are the values."""
         if self.k is None:
@@ -265,13 +269,14 @@ def rollout(
                 logits = first.new_zeros(len(sample), first.shape[1]) if logits is None else logits
                 for i, p in enumerate(group):
                     slots, T = free[i * G : (i + 1) * G], len(prompts[p])
-                    for layer, one in zip(caches, read):
-                        if layer.k is None:
-                            layer.k = one.k.new_zeros(len(sample), *one.k.shape[1:])
-                            layer.v = None if one.v is None else torch.zeros_like(layer.k)
-                        layer.k[slots, :, :T] = one.k[i, :, :T]
+                    layers = [(layer, one.calls()) for layer, one in zip(caches, read)]
+                    for kept, one in (pair for layer, ones in layers for pair in zip(layer.calls(len(ones)), ones)):
+                        if kept.k is None:
+                            kept.k = one.k.new_zeros(len(sample), *one.k.shape[1:])
+                            kept.v = None if one.v is None else torch.zeros_like(kept.k)
+                        kept.k[slots, :, :T] = one.k[i, :, :T]
                         if one.v is not None:
-                            layer.v[slots, :, :T] = one.v[i, :, :T]
+                            kept.v[slots, :, :T] = one.v[i, :, :T]
                     logits[slots], length[slots], count[slots] = first[i], T, 0
                     sample[slots], u[slots], mask[slots] = torch.arange(p * G, (p + 1) * G, device=device), noise[p], 1.0
             if logits is None:  # nothing to do here, but other ranks count on this one
@@ -307,9 +312,9 @@ def rollout(
                 left = torch.cat([left, (sample < 0).nonzero()[: max(0, 8 - len(left)), 0]])
                 sample, length, count, u, ids, logprobs, mask, token = (
                     x[left] for x in (sample, length, count, u, ids, logprobs, mask, token))
-                for layer in caches:
-                    layer.rows, layer.k = len(left), layer.k[left]
-                    layer.v = None if layer.v is None else layer.v[left]
+                for kept in (cache for layer in caches for cache in layer.calls()):
+                    kept.rows, kept.k = len(left), kept.k[left]
+                    kept.v = None if kept.v is None else kept.v[left]
             if not agree(False, bool((sample >= 0).any()))[1]:
                 continue  # there may be prompts left
             length.masked_fill_(sample < 0, 0)

@@ -7,6 +7,7 @@ A block never builds a mask: it calls `attend(q, k, v)`, which the model makes o
 (`model.make_attend`, see parallel.py), and generation hands each block the `attend` of its KVCache.
 """
 from functools import cache
+from itertools import count
 
 import torch
 import torch.nn.functional as F
@@ -75,8 +76,24 @@ def lower_right_mask(T: int, S: int, device: torch.device):
     return torch.ones(T, S, dtype=torch.bool, device=device).tril(S - T)
 
 
-class KVCache:
-    """Keys and values of one layer, so that generating a token costs one token and not the whole sequence.
+class PerCall:
+    """A block that calls attend twice (differential attention) has two sets of keys and values: within a forward the first call
+    goes on with this cache, the n-th with the n-th of `calls()`. Take `attend` once per forward and block, and call that."""
+
+    def calls(self, n: int = 0) -> list:
+        """The caches of this layer, at least n. Those after the first are made by empty()."""
+        while len(self.later) < n - 1:
+            self.later.append(self.empty())
+        return [self, *self.later]
+
+    @property
+    def attend(self):
+        number = count(1)
+        return lambda q, k, v, scale=None: self.calls(n := next(number))[n - 1].append(q, k, v, scale)
+
+
+class KVCache(PerCall):
+    """Keys and values of one call of attend, so that generating a token costs one token and not the whole sequence.
 
     Prompts of different lengths are padded on the left: `start` (B,) is the first real position of each row. All rows
     then share one `length`. Memory is taken at the first call, when the shapes are known (under TP they are local).
@@ -85,8 +102,12 @@ class KVCache:
     def __init__(self, max_len: int, start: Tensor | None = None):
         self.max_len, self.start, self.length = max_len, start, 0
         self.k = self.v = None  # (B, G, max_len, K)
+        self.later = []
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor | None, scale=None) -> Tensor:
+    def empty(self) -> "KVCache":
+        return KVCache(self.max_len, self.start)
+
+    def append(self, q: Tensor, k: Tensor, v: Tensor | None, scale=None) -> Tensor:
         """Append k, v (B, G, T, K) and attend from q (B, H, T, K) to all that is cached. v None: the keys are the values."""
         if self.k is None:
             self.k = k.new_zeros(*k.shape[:2], self.max_len, k.shape[3])

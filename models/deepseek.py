@@ -261,7 +261,7 @@ class Attention(nn.Module):
         self.wo = nn.Linear(H * U, config.dim, bias=False)
         self.interleave, self.scale = config.rope_interleave, (N + P) ** -0.5 * attention_factors(config)[1]
 
-    def forward(self, x, cos, sin, attend, cache=None):
+    def forward(self, x, cos, sin, attend, attend_cached=None):
         N, P, U, R = self.dims
         q = self.wq_b(self.q_norm(self.wq_a(x))) if hasattr(self, "wq_a") else self.wq(x)  # (B, T/cp, H/tp * K)
         B, T, _ = q.shape
@@ -269,7 +269,7 @@ class Attention(nn.Module):
         q_rope = rotate(q_rope, cos, sin, self.interleave)
         c, k_rope = self.wkv_a(x).split([R, P], -1)  # (B, T/cp/tp, R), (B, T/cp/tp, P)
         c, k_rope = self.kv_norm(c), rotate(self.k_rope(k_rope)[:, None], cos, sin, self.interleave)  # k_rope (B, 1, T/cp, P)
-        if cache is None:
+        if attend_cached is None:
             k_nope, v = self.wkv_b(c).view(B, T, -1, N + U).transpose(1, 2).split([N, U], -1)  # (B, H/tp, T/cp, N or U)
             k = torch.cat([k_nope, k_rope.expand(-1, k_nope.shape[1], -1, -1)], -1)  # (B, H/tp, T/cp, K)
             out = attend(torch.cat([q_nope, q_rope], -1), k, v, scale=self.scale)  # (B, H/tp, T/cp, U)
@@ -279,7 +279,7 @@ class Attention(nn.Module):
             w_k, w_v = self.wkv_b.weight.view(-1, N + U, R).split([N, U], 1)  # (H, N, R), (H, U, R)
             latent = torch.cat([c[:, None], k_rope], -1)  # (B, 1, T, R + P)
             q = torch.cat([q_nope @ w_k, q_rope], -1)  # (B, H, T, R + P)
-            out = cache.attend(q, latent, None, scale=self.scale)[..., :R] @ w_v.transpose(1, 2)  # (B, H, T, U)
+            out = attend_cached(q, latent, None, scale=self.scale)[..., :R] @ w_v.transpose(1, 2)  # (B, H, T, U)
         return self.wo(out.transpose(1, 2).reshape(B, T, -1))  # (B, T/cp, D), summed over tp
 
 
@@ -357,8 +357,8 @@ class Block(nn.Module):
             shared_dim = config.n_shared_experts * config.moe_ffn_dim
             self.shared = FeedForward(config.dim, shared_dim) if shared_dim else None
 
-    def forward(self, h, cos, sin, attend, cache=None):
-        h = h + self.attn(self.attn_norm(h), cos, sin, attend, cache)
+    def forward(self, h, cos, sin, attend, attend_cached=None):
+        h = h + self.attn(self.attn_norm(h), cos, sin, attend, attend_cached)
         x = self.ffn_norm(h)
         if hasattr(self, "ffn"):
             return h + self.ffn(x)
@@ -442,7 +442,7 @@ class DeepSeek(nn.Module):
         cos, sin = (x * attention_factors(self.config)[0] for x in (angle.cos(), angle.sin()))
         attend = self.make_attend(positions, doc_ids) if cache is None else None
         for i, block in self.blocks.items():
-            h = block(h, cos, sin, attend, cache and cache[int(i)])
+            h = block(h, cos, sin, attend, cache and cache[int(i)].attend)
         if self.norm is None:
             return h  # the next pipeline stage goes on from here
         h = self.norm(h)

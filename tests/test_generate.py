@@ -1,16 +1,20 @@
 """generate.py: the cache gives what a full forward gives, rows do not see each other, and the command line."""
+import copy
 import json
 import random
 import shlex
+from dataclasses import replace
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers import models as token_models
 
 import generate as generate_module
 from data import DataConfig, open_data
 from generate import TextStream, continue_texts, generate, main, open_checkpoint, print_sample, sample, truncate
-from models.llama3 import Llama3, Llama3Config
+from models import deepseek
+from models.llama3 import Attention, Llama3, Llama3Config
 
 PROMPTS = [[5, 9, 2, 77, 31, 8], [3], [60, 61, 62], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]]
 
@@ -30,6 +34,56 @@ def full_logprobs(model, prompt, new, temperature=1.0):
     """Log-probabilities of `new` after `prompt` from one forward without a cache."""
     logits = model(torch.tensor([prompt + new]))[0, len(prompt) - 1 : -1].float() / temperature
     return logits.log_softmax(-1).gather(-1, torch.tensor(new)[:, None])[:, 0]
+
+
+class TwoAttentions(torch.nn.Module):
+    """Differential attention (arXiv:2410.05258): the difference of two, with keys of their own."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.first, self.second = Attention(config), Attention(config)
+
+    def forward(self, x, *rest):
+        return self.first(x, *rest) - 0.5 * self.second(x, *rest)
+
+
+def twice(model):
+    """The model, with two calls of attend in the second of its blocks."""
+    torch.manual_seed(1)
+    model = copy.deepcopy(model)
+    model.blocks["1"].attn = TwoAttentions(model.config)
+    for p in model.blocks["1"].attn.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    return model
+
+
+def test_a_block_that_attends_twice(model):
+    """Each call has keys of its own: with a cache, in chunks, in a batch and in rollouts the model is what it is without."""
+    other = twice(model)
+    test_cached_decode_equals_full_forward(other, [5, 1, 1, 4, 1])
+    new, logprobs = generate(other, PROMPTS, 8, seed=3, logprobs=True)
+    for prompt, ids, values in zip(PROMPTS, new, logprobs, strict=True):
+        assert torch.allclose(full_logprobs(other, prompt, ids), torch.tensor(values), atol=1e-4)
+    for rows in (4, 64):  # with fewer rows than samples, rows are refilled, and given up at the end
+        noise = torch.rand(4, 3, 7, generator=torch.Generator().manual_seed(0))
+        samples = generate_module.rollout(other, PROMPTS, noise, 1.0, 0, max_len=32, rows=rows)
+        for i, s in enumerate(samples):
+            want = full_logprobs(other, PROMPTS[i // 3], s["ids"])
+            assert torch.allclose(want, torch.tensor(s["logprobs"]), atol=1e-4)
+
+
+def test_a_latent_block_that_attends_twice():
+    """DeepSeek hands attend_cached to its attention, and two of these have two caches of latents."""
+    torch.manual_seed(0)
+    config = replace(deepseek.FLAVORS["debug"], n_layers=2, dim=32, n_heads=4, ffn_dim=64, vocab_size=97)
+    other = deepseek.DeepSeek(config)
+    first, second = other.blocks["1"].attn, deepseek.Attention(config)
+    other.blocks["1"].attn = both = torch.nn.Module()
+    both.first, both.second = first, second
+    both.forward = lambda *args: first(*args) - 0.5 * second(*args)
+    for p in other.parameters():
+        torch.nn.init.normal_(p, std=0.2) if p.dim() > 1 else torch.nn.init.ones_(p)
+    test_cached_decode_equals_full_forward(other, [5, 1, 1, 4, 1])
 
 
 @pytest.mark.parametrize("chunks", [[12], [1] * 12, [5, 1, 1, 4, 1]])
@@ -148,7 +202,7 @@ TEXT = "def f(x):\n    return 'naïve', '日本語', '🙂🙃'  # für alle\n"
 @pytest.fixture(scope="module")
 def tokenizer():
     """Bytes and a few merges; like those of the built-in corpus, most tokens of a non-English character are parts of it."""
-    tokenizer = Tokenizer(models.BPE())
+    tokenizer = Tokenizer(token_models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     special = ["<|endoftext|>"]
