@@ -1067,6 +1067,9 @@ def open_saved(folder: str) -> tuple[str, nn.Module, object]:
     else:
         raise none_good(folder, paths)
     Model, config = saved_model(path)
+    code = {file: text for file, text in local_code().items() if file.startswith("models" + os.sep)}
+    if files := [file for file in changed_code(path, code) if not file.endswith("(new)")]:
+        print(f"checkpoint: code that has changed since step {manifest['step']} was written: {', '.join(files)}", flush=True)
     with torch.device("meta"):  # memory only once, and in the wanted dtype
         model = Model(config)
     table = read_metadata(path, manifest["files"])

@@ -484,7 +484,10 @@ def check_same_model(Model, config):
     A class that is not the one of HF_MODELS for its model_type must say that it computes the same function: its to_hf() then
     holds its own name, which a copy of the file has not got. Names, shapes and, of such a class, logits are compared, too.
     """
-    told, own = config.to_hf(), f"{Model.__module__}.{Model.__name__}"
+    own = f"{Model.__module__}.{Model.__name__}"
+    if not hasattr(config, "to_hf") or not hasattr(Model, "hf_keys"):
+        raise OtherModel(f"{own} cannot be exported: it needs hf_keys(), and to_hf() of its config")
+    told = config.to_hf()
     kind = told.get("model_type")
     if kind not in HF_MODELS:
         return  # a type of its own, which nobody takes for another

@@ -747,6 +747,17 @@ def test_changed_code_is_told_when_a_run_goes_on(tmp_path):
     assert start(tmp_path / "other", out) == ["mine.py, new_block.py (new), train_mine.py"]
 
 
+def test_a_model_whose_file_has_changed_is_told_where_one_samples_from_it(tmp_path, capsys):
+    checkpoints = of(Llama3(config()), [], tmp_path)
+    checkpoints.save(1, {"step": 1})
+    load_model(str(tmp_path))
+    assert "code that has changed" not in capsys.readouterr().out
+    there = checkpoints.code | {"models/llama3.py": "", "models/gone.py": "", "train_llama3.py": ""}
+    rewrite(path(tmp_path, 1), "code.json", json.dumps(there).encode())
+    load_model(str(tmp_path))
+    assert "code that has changed since step 1 was written: models/llama3.py\n" in capsys.readouterr().out
+
+
 def test_checkpoints_without_code_continue(tmp_path, capsys):
     saved(tmp_path, 1)
     manifest = json.loads(Path(path(tmp_path, 1), "manifest.json").read_bytes())
