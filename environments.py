@@ -7,13 +7,20 @@ An environment is anything, a class here and a module in a file of your own, tha
 
 and may have
 
+    problems                              a list of (prompt, answer), all there are, in the place of make: each is drawn once
+                                          before any is drawn again
+    reward(..., truncated)                a third parameter: whether the sample was cut off before its end. The tasks here pay
+                                          nothing then, for the last number that a model happened to reach is no answer
     ALPHABET                              characters of a model that begins at random; without it printable ASCII
     TOOL_END, tool(completion) -> str     when a completion ends with TOOL_END, the tool's text comes next: the model reads it,
                                           but did not write it, so it carries no gradient
 """
 import ast
+import functools
 import importlib.util
+import inspect
 import json
+import math
 import operator
 import os
 import random
@@ -23,8 +30,8 @@ import zlib
 from pathlib import Path
 
 from checkpoint import is_hf_folder, newest_readable
-from data import find_tokenizer, load_tokenizer
-from generate import chat_prompts, encode
+from data import load_tokenizer
+from generate import chat_prompts, encode, ends_of, has_bos
 from hf import check_hf_tokenizer, read_chat
 
 
@@ -39,19 +46,16 @@ class Reverse:
         number = digits(rng, 5)
         return f"{number}>", number[::-1]
 
-    def reward(prompt, completion):
-        return float(completion == prompt[-2::-1])
+    def reward(prompt, completion, truncated=False):
+        return float(completion == prompt[-2::-1] and not truncated)
 
 
 class SumDigits:
     ALPHABET = string.digits + "Sum the digits of :"
+    problems = [(f"Sum the digits of {i:03}: ", str(sum(map(int, f"{i:03}")))) for i in range(1000)]
 
-    def make(rng):
-        number = digits(rng, 3)
-        return f"Sum the digits of {number}: ", str(sum(map(int, number)))
-
-    def reward(prompt, completion):
-        return float(completion.strip() == str(sum(map(int, re.findall(r"\d", prompt)))))
+    def reward(prompt, completion, truncated=False):
+        return float(completion.strip() == str(sum(map(int, re.findall(r"\d", prompt)))) and not truncated)
 
 
 class Countdown:
@@ -64,10 +68,10 @@ class Countdown:
         answer = "".join(f"{rng.choice('+-*')}{n}" for n in rng.sample(numbers, 3))[1:]
         return f"{' '.join(map(str, numbers))} = {arithmetic(answer)}: ", answer
 
-    def reward(prompt, completion):
+    def reward(prompt, completion, truncated=False):
         numbers, target = prompt.rstrip(": ").split(" = ")
         used = sorted(re.findall(r"\d+", completion)) == sorted(numbers.split())
-        return float(used and arithmetic(completion) == int(target))
+        return float(used and arithmetic(completion) == int(target) and not truncated)
 
 
 class Calculator:
@@ -84,12 +88,12 @@ class Calculator:
         value = arithmetic(re.split(r"[;:]", completion[:-1])[-1])
         return f"{'' if value is None else value};"
 
-    def reward(prompt, completion):
-        return float(completion.split(";")[-1] == str(arithmetic(prompt.rstrip(": "))))
+    def reward(prompt, completion, truncated=False):
+        return float(completion.split(";")[-1] == str(arithmetic(prompt.rstrip(": "))) and not truncated)
 
 
 class GSM8K:
-    """Grade-school problems from a .jsonl; the reward looks at the last number only."""
+    """Grade-school problems from a .jsonl; the reward looks at the number behind #### only, or at the last one without it."""
 
     HINT = "\nThink step by step, and end with the answer alone on a line: #### number"
     problems: list = []
@@ -101,24 +105,34 @@ class GSM8K:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"--env_data {path!r}: {error!r}; need a .jsonl with question and answer in each line") from None
         GSM8K.answers = {question: final_number(answer) for question, answer in GSM8K.problems}
+        if wrong := [question for question, number in GSM8K.answers.items() if number is None]:
+            raise ValueError(f"--env_data {path!r}: the answer to {wrong[0][:60]!r} ends with no number: none can be right")
         GSM8K.ALPHABET = "".join(sorted(set(string.printable).union(*(q + a for q, a in GSM8K.problems))))
 
-    def make(rng):
-        return rng.choice(GSM8K.problems)
-
-    def reward(prompt, completion):
+    def reward(prompt, completion, truncated=False):
         found = final_number(completion)
-        return float(found is not None and found == GSM8K.answers[prompt])
+        return float(found is not None and found == GSM8K.answers[prompt] and not truncated)
+
+
+# All that may belong to one number. A minus behind a letter, a digit or a bracket subtracts.
+NUMBER = re.compile(r"(?:(?<![\w)])-)?\$?(?:(?<!\w)\.)?[0-9](?:[0-9,./$-]*[0-9])?", re.ASCII)
 
 
 def final_number(text: str) -> float | None:
-    """The number behind the last ####, else the last one in the text."""
-    numbers = re.findall(r"-?\d[\d,]*\.?\d*", text.rpartition("####")[2] if "####" in text else text)
-    return float(numbers[-1].replace(",", "")) if numbers else None
+    """The first number behind the last ####, else the last one in the text. None where that is none: 1,2,3 or 1/2 or 3-5."""
+    before, marker, after = text.rpartition("####")
+    found = NUMBER.findall(after)
+    word = (found[0] if marker else found[-1]) if found else ""
+    if not re.fullmatch(r"-?\$?([0-9]{1,3}(,[0-9]{3})+|[0-9]+)?(\.[0-9]+)?", word) or not word:
+        return None
+    return float(re.sub(r"[$,]", "", word))
 
 
 def arithmetic(text: str) -> int | None:
     """The value of + - * and parentheses over small integers; None for anything else. It is a model that writes this."""
+    text = text.strip()
+    if not re.fullmatch(r"[0-9+*() -]{1,100}", text):  # Python would read comments and 1_000 as well
+        return None
     operations = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 
     def value(node):
@@ -127,7 +141,7 @@ def arithmetic(text: str) -> int | None:
         return {int: node.value}[type(node.value)]
 
     try:
-        return value(ast.parse(text, mode="eval").body) if len(text) < 100 else None
+        return value(ast.parse(text, mode="eval").body)
     except (SyntaxError, KeyError, AttributeError, ValueError, RecursionError, MemoryError):
         return None
 
@@ -137,6 +151,7 @@ ENVS = {"reverse": Reverse, "sum_digits": SumDigits, "countdown": Countdown, "ca
 
 def open_env(name: str, data: str = ""):
     """The environment that --env names; data: --env_data. Raises ValueError."""
+    shuffled.cache_clear()
     if name not in ENVS:
         if not name.endswith(".py") or not os.path.isfile(name):
             raise ValueError(f"--env {name} is no file ending in .py and none of {', '.join(ENVS)}")
@@ -146,7 +161,7 @@ def open_env(name: str, data: str = ""):
             spec.loader.exec_module(env)
         except Exception as error:
             raise ValueError(f"--env {name}: {error!r}") from None
-        wanted = ["make", "reward"] + ["TOOL_END"] * hasattr(env, "tool")
+        wanted = ["make"] * (not hasattr(env, "problems")) + ["reward"] + ["TOOL_END"] * hasattr(env, "tool")
         if missing := [name for name in wanted if not hasattr(env, name)]:
             raise ValueError(f"--env {name} does not define {' and '.join(missing)}; environments.py says what it needs")
         return env
@@ -155,14 +170,79 @@ def open_env(name: str, data: str = ""):
     return ENVS[name]
 
 
-def draw_task(env, split: str, index: int) -> tuple[str, str]:
-    """(prompt, answer) number `index` of a split: a pure function. An eighth of all prompts, by their hash, is held out."""
-    rng = random.Random(f"{split}/{index}")
-    for _ in range(10_000):
-        prompt, answer = env.make(rng)
-        if (zlib.crc32(prompt.encode()) % 8 == 0) == (split == "eval"):
-            return prompt, answer
-    raise ValueError(f"{env.__name__}.make gives no prompts for the split {split}: it needs more than a few different prompts")
+def is_held_out(prompt: str) -> bool:
+    """An eighth of all prompts, by their hash: they are for evaluation, and never trained on."""
+    return zlib.crc32(prompt.encode()) % 8 == 0
+
+
+@functools.lru_cache(8)
+def shuffled(env, split: str, epoch: int) -> list[tuple[str, str]]:
+    """The problems of a split, each prompt once, in the order of one pass through them."""
+    tasks = [task for task in dict(env.problems).items() if is_held_out(task[0]) == (split == "eval")]
+    return random.Random(f"{split}/{epoch}").sample(tasks, len(tasks))
+
+
+def draw_task(env, split: str, index: int, fits=lambda prompt: True) -> tuple[str, str]:
+    """(prompt, answer) number `index` of a split: a pure function. "eval" is what is held out, all others are the rest.
+
+    From a list of problems without replacement, pass after pass. What make() gives is drawn again while it belongs to the
+    other split, or fits(prompt) says no.
+    """
+    if hasattr(env, "problems"):
+        if tasks := shuffled(env, split, 0):
+            return shuffled(env, split, index // len(tasks))[index % len(tasks)]
+    else:
+        rng = random.Random(f"{split}/{index}")
+        for _ in range(10_000):
+            prompt, answer = env.make(rng)
+            if is_held_out(prompt) == (split == "eval") and fits(prompt):
+                return prompt, answer
+    what = "problems" if hasattr(env, "problems") else "make"
+    raise ValueError(f"{env.__name__}.{what} gives no prompts for the split {split}: it needs more than a few different ones, "
+                     "and some that are short enough for --seq_len")
+
+
+def held_out_tasks(env, n: int, fits=lambda prompt: True) -> list[str]:
+    """The first n different held-out prompts; fewer where draw after draw finds no other."""
+    found, index, last_new = {}, 0, 0
+    while len(found) < n and index - last_new <= 100 + 10 * len(found):
+        prompt = draw_task(env, "eval", index, fits)[0]
+        index += 1
+        if prompt not in found:
+            found[prompt], last_new = True, index
+    return list(found)
+
+
+def leave_out_long(env, text, seq_len: int) -> int:
+    """Take the problems whose prompts fill seq_len out of the list; returns how many. Prompts that make() gives are judged when
+    they are drawn. Raises ValueError where nothing is left."""
+    if not hasattr(env, "problems"):
+        draw_task(env, "train", 0, lambda prompt: text.fits(prompt, seq_len))
+        return 0
+    lengths = {prompt: len(text.prompt(prompt)) for prompt, _ in env.problems}
+    before, env.problems = env.problems, [task for task in env.problems if lengths[task[0]] < seq_len]
+    if not env.problems:
+        raise ValueError(f"--seq_len {seq_len} leaves no room to answer: the shortest of {len(before):,} prompts has "
+                         f"{min(lengths.values(), default=0)} tokens; raise it")
+    shuffled.cache_clear()
+    return len(before) - len(env.problems)
+
+
+def pay(env, prompt: str, completion: str, truncated: bool) -> float:
+    """(3) The reward of a sample. Raises ValueError that names prompt and completion where it is no finite number."""
+    try:
+        asks = "truncated" in inspect.signature(env.reward).parameters
+        value = env.reward(prompt, completion, **({"truncated": truncated} if asks else {}))
+        if not math.isfinite(reward := float(value)):
+            raise ValueError(f"it is {value}")
+    except Exception as error:
+        raise ValueError(f"no reward for prompt {short(prompt)}, completion {short(completion)}: {error!r}") from None
+    return reward
+
+
+def short(text: str) -> str:
+    """In one line, the middle of long ones left out."""
+    return repr(text if len(text) <= 400 else f"{text[:200]} ... {text[-200:]}")
 
 
 # ---------------------------------------------------------------- their texts as tokens
@@ -180,14 +260,14 @@ class Text:
             self.file = check_hf_tokenizer(source, 1 << 31)
             if self.file is None:
                 raise ValueError(f"--init_from {source} has no tokenizer.json")
-            template, special = read_chat(source) if is_hf_folder(source) else (None, {})
-            self.eot = find_tokenizer(source, special.get("eos_token", ""))[1]
-            self.chat, self.bos = template and chat_prompts(source), is_hf_folder(source)
+            self.ends = ends_of(source)
+            self.chat, self.bos = read_chat(source)[0] and chat_prompts(source), has_bos(source)
             self.tokenizer = load_tokenizer(Path(self.file))
         else:
-            self.file, self.eot = f"{out}/tokenizer.json", 0
+            self.file, self.ends = f"{out}/tokenizer.json", [0]
             self.alphabet = getattr(env, "ALPHABET", string.printable)
             self.tokenizer = character_tokenizer(self.alphabet)
+        self.eot = self.ends[0]
         self.tokenizer.encode_special_tokens = not self.chat  # a template's markers are tokens; in any other text they are text
 
     def save(self):
@@ -202,8 +282,17 @@ class Text:
             raise ValueError(f"{min(other)!r} in {text[:60]!r} is not in the ALPHABET of --env; add it there")
         return encode(self.tokenizer, text, bos)
 
+    def fits(self, text: str, seq_len: int) -> bool:
+        """Whether a prompt leaves room for a sample of one token at least."""
+        return len(self.prompt(text)) < seq_len
+
     def decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids[:-1] if ids[-1:] == [self.eot] else ids)
+        """The text of a sample without its end. Other special tokens show: no answer is right with <|im_start|> in it."""
+        return self.tokenizer.decode(ids[:-1] if ids and ids[-1] in self.ends else ids, skip_special_tokens=False)
+
+    def unknown(self, vocab_size: int) -> list[int]:
+        """Ids of the model that are none of the tokenizer's: they would be invisible in the text that earns the reward."""
+        return sorted(set(range(vocab_size)) - set(self.tokenizer.get_vocab(with_added_tokens=True).values()))
 
     def tool(self, env):
         """The environment's tool from ids to ids, for rollout(); None if it has none."""

@@ -24,12 +24,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from checkpoint import is_hf_folder, load_model, step_folders
+from checkpoint import is_hf_folder, load_model, newest_readable, read_json, step_folders
 from config import Parser, parse_config, usage_error
 from data import find_tokenizer, load_tokenizer
-from hf import load_hf_model, read_chat
+from hf import load_hf_model, read_chat, read_hf_json
 from models.attention import PerCall, sdpa
-from models.loss import log_normalizer
+from models.loss import NEVER, log_normalizer
 from parallel import AllGather, whole_vocab
 
 PREFILL_CHUNK = 512  # prompt tokens per forward: logits of a whole long prompt are B*T*V numbers that nobody reads
@@ -101,13 +101,13 @@ def sample(logits: Tensor, generators, temperature: float, top_k: int, top_p: fl
 @torch.no_grad()
 def generate(
     model, prompts: list[list[int]], max_new_tokens: int, temperature=1.0, top_k=0, top_p=1.0, seed=0,
-    eot: int | None = None, stream=None, logprobs=False,
+    eot: int | list[int] | None = None, stream=None, logprobs=False,
 ):
     """Continue each prompt (token ids, any lengths) by up to max_new_tokens; return one list of new ids per prompt.
 
-    A row ends with its first `eot`, which is part of the result. Temperature 0 takes the likeliest token. What a row gets
-    depends on the model, its prompt, `seed` and its index, not on the rest of the batch (up to rounding). stream(row, id)
-    is called for every new token. With logprobs=True returns (ids, logprobs), see sample(). Raises ValueError.
+    A row ends with its first `eot`, or any of several, which is part of the result. Temperature 0 takes the likeliest token.
+    What a row gets depends on the model, its prompt, `seed` and its index, not on the rest of the batch (up to rounding).
+    stream(row, id) is called for every new token. With logprobs=True returns (ids, logprobs), see sample(). Raises ValueError.
     """
     check_request(model.config, prompts, max_new_tokens, temperature, top_k, top_p)
     device = next(model.parameters()).device
@@ -122,6 +122,7 @@ def generate(
         part = slice(begin, begin + PREFILL_CHUNK)
         logits = model(tokens[:, part], positions=positions[:, part], cache=cache)[:, -1]  # (B, V)
 
+    ends = {eot} if isinstance(eot, int) else set(eot or ())
     generators = [row_generator(seed, row, device) for row in range(len(prompts))]
     new_ids, new_logprobs = [[] for _ in prompts], [[] for _ in prompts]
     running = set(range(len(prompts)))
@@ -133,7 +134,7 @@ def generate(
             new_logprobs[row].append(values[row])
             if stream is not None:
                 stream(row, ids[row])
-            if ids[row] == eot:
+            if ids[row] in ends:
                 running.remove(row)
         if not running or n + 1 == max_new_tokens:
             break
@@ -205,17 +206,19 @@ def draw(logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor, Tensor]
 
 @torch.no_grad()
 def rollout(
-    model, prompts: list[list[int]], noise: Tensor, temperature: float, eot: int, *, max_len: int, rows=512, tool=None,
-    tp_mesh=None, batch_invariant=False, agree=lambda *flags: flags,
+    model, prompts: list[list[int]], noise: Tensor, temperature: float, eot: int | list[int], *, max_len: int, rows=512,
+    tool=None, tp_mesh=None, batch_invariant=False, agree=lambda *flags: flags,
 ) -> list[dict]:
     """G samples of each of P prompts, as dicts(ids, logprobs, mask, truncated), those of a prompt next to each other.
 
     noise (P, G, max_new_tokens): uniform numbers, one per token, so that a sample depends on the weights, its prompt and its
     noise, and not on the row that it is in, its neighbours, or the number of processes. At most `rows` samples run at once;
-    rows that have ended are given to the next prompt, which is read once for its G samples. A sample ends with `eot`, which
-    is part of it, or is truncated: at max_new_tokens, or when prompt and sample have max_len tokens.
+    rows that have ended are given to the next prompt, which is read once for its G samples. A sample ends with `eot`, or any
+    of several, which is part of it, or is truncated: at max_new_tokens, or when prompt and sample have max_len tokens.
 
-    tool(ids so far) -> ids to go on with: they are fed as if sampled, with mask 0 (the model did not choose them).
+    tool(ids so far) -> ids to go on with: they are fed as if sampled, with mask 0 (the model did not choose them). It answers
+    the model, never itself.
+    model.unknown_ids, where there are any: ids that are never sampled.
     tp_mesh: the model is tensor parallel, and its ranks, given the same arguments, sample the same.
     batch_invariant: every matrix product has shapes whose rounding does not depend on the batch, for exact equality with a
     training forward over max_len tokens (docs/grpo.md says where that was tested).
@@ -247,7 +250,8 @@ def rollout(
         return caches, forward(caches, tokens, at, torch.tensor([len(p) - 1 for p in part], device=device))
 
     view = SimpleNamespace(query_rows=8 if batch_invariant else 0)
-    usual_logits, noise = model.logits, noise.to(device)
+    ends = torch.tensor([eot] if isinstance(eot, int) else eot, device=device)
+    usual_logits, noise, unknown = model.logits, noise.to(device), getattr(model, "unknown_ids", None)
     caches, waiting, results = new_caches(n_rows), deque(range(P)), [None] * (P * G)
     sample = torch.full((n_rows,), -1, device=device)  # which sample a row is at, -1 none
     length, count = torch.zeros_like(sample), torch.zeros_like(sample)  # tokens in the cache; new tokens
@@ -284,6 +288,8 @@ def rollout(
 
             row = torch.arange(len(sample), device=device)
             at = count.clamp(max=max_new - 1)
+            if unknown is not None:
+                logits.index_fill_(1, unknown, NEVER)
             token, logprob = draw(logits, u[row, at], temperature)
             for r in list(forced):
                 token[r], logprob[r], mask[r, at[r]] = forced[r].pop(0), 0.0, 0.0
@@ -292,10 +298,11 @@ def rollout(
             ids[row, at], logprobs[row, at] = token, logprob
             busy = sample >= 0
             count += busy
-            ended = (token == eot) & (mask[row, at] > 0)
+            chosen = mask[row, at] > 0
+            ended = torch.isin(token, ends) & chosen
             done = busy & (ended | (count == max_new) | (length + 1 >= max_len))
             if tool is not None:
-                for r in (busy & ~done).nonzero()[:, 0].tolist():
+                for r in (busy & chosen & ~done).nonzero()[:, 0].tolist():
                     if r not in forced and (answer := tool(ids[r, : count[r]].tolist())):
                         forced[r] = list(answer)
             if done.any():
@@ -339,29 +346,48 @@ class Config:
     temperature: float = 0.8  # below 1 plays safe, above 1 is bold, 0 always takes the likeliest token
     top_k: int = 0  # choose among this many likeliest tokens only; 0 = all
     top_p: float = 1.0  # choose among the likeliest tokens that together have this probability; 1 = all
-    chat: bool = False  # the prompt is a question to a chat model: wrap it in the chat template of the Hugging Face folder
+    chat: bool = False  # the prompt is a question to a chat model: wrap it in the chat template of its tokenizer
     seed: int = 0  # another seed is another sample
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto = a GPU if there is one
 
 
 def open_checkpoint(folder: str, device="cpu"):
-    """(model, tokenizer, eot id or None) of a run folder, a step folder or a Hugging Face folder. Raises ValueError."""
+    """(model, tokenizer, eot id, several, or None) of a run, step or Hugging Face folder. Raises ValueError."""
     # bf16 on GPUs: every new token reads all weights once, so half the bytes is twice the speed
-    load, eos = (load_hf_model, read_chat(folder)[1].get("eos_token", "")) if is_hf_folder(folder) else (load_model, "")
-    model, _ = load(folder, device, torch.bfloat16 if torch.device(device).type == "cuda" else None)
+    dtype = torch.bfloat16 if torch.device(device).type == "cuda" else None
+    model, _ = (load_hf_model if is_hf_folder(folder) else load_model)(folder, device, dtype)
     for path in [folder, *(path for _, path in step_folders(folder))]:
         if os.path.isfile(os.path.join(path, "tokenizer.json")):
             try:
-                eot = find_tokenizer(path, eos)[1]
+                ends = ends_of(path)
             except ValueError:
-                eot = None  # no name that is known for it: texts run on to max_new_tokens
-            return model, load_tokenizer(Path(path, "tokenizer.json")), eot
+                ends = [None]  # no name that is known for one: texts run on to max_new_tokens
+            return model, load_tokenizer(Path(path, "tokenizer.json")), ends if len(ends) > 1 else ends[0]
     raise ValueError(f"{folder} has no tokenizer.json, its data came without one: call generate.generate with token ids")
+
+
+def ends_of(folder: str) -> list[int]:
+    """The ids that end a text: a Hugging Face folder's eos_token and what its generation_config.json lists; for a checkpoint of
+    ours what ended the documents of its training, and the eos_token if its tokenizer came with one. Raises ValueError."""
+    eos = read_chat(folder)[1].get("eos_token", "")
+    found = [find_tokenizer(folder, name)[1] for name in ([eos] if is_hf_folder(folder) else ["", *[eos] * (eos != "")])]
+    if os.path.lexists(os.path.join(folder, "generation_config.json")):
+        listed = read_hf_json(folder, "generation_config.json").get("eos_token_id")
+        found += [i for i in (listed if isinstance(listed, list) else [listed]) if type(i) is int and i >= 0]
+    return list(dict.fromkeys(found))
+
+
+def has_bos(folder: str) -> bool:
+    """Whether texts begin as the tokenizer says: for models from Hugging Face folders, and what grpo.py made of them. The text
+    that we train on has no beginning-of-text token."""
+    path = step_folders(folder)[0][1] if step_folders(folder) else folder
+    about = os.path.join(path, "state.json")
+    return is_hf_folder(folder) or os.path.isfile(about) and bool(read_json(about)["state"].get("bos"))
 
 
 def chat_prompts(folder: str):
     """text -> the prompt with which a chat model is asked it, by the folder's chat template. Raises ValueError."""
-    template, special_tokens = read_chat(folder) if is_hf_folder(folder) else (None, {})
+    template, special_tokens = read_chat(folder if is_hf_folder(folder) else newest_readable(folder))
     if template is None:
         raise ValueError(f"--chat: {folder} has no chat template (tokenizer_config.json, chat_template.jinja); leave it out")
     try:
@@ -426,16 +452,17 @@ def continue_texts(
     chat_prompts(); the texts are questions then, and show() gets the answer only.
     """
     prompts = [chat(text) for text in texts] if chat else texts
+    ends = eot if isinstance(eot, list) else [eot] * (eot is not None)
     tokenizer.encode_special_tokens = chat is None  # a template's markers are tokens; in any other text they are text
-    # an empty text is the beginning of a document, which follows an eot
-    prompts = [encode(tokenizer, text, bos and not chat) or [eot] * (eot is not None) for text in prompts]
+    # an empty text is the beginning of a document, which follows the end of another
+    prompts = [encode(tokenizer, text, bos and not chat) or ends[:1] for text in prompts]
     stream = TextStream(tokenizer)
 
     def on_token(row, token):
         if row == 0 and show is not None:
             show(stream.push(token) if stream.ids or chat else texts[0] + stream.push(token))
 
-    new = generate(model, prompts, max_new_tokens, eot=eot, stream=on_token, **options)
+    new = generate(model, prompts, max_new_tokens, eot=ends, stream=on_token, **options)
     if show is not None:
         show(stream.push(None))
     return [tokenizer.decode(ids) for ids in new]
@@ -472,7 +499,7 @@ def main(argv: list[str]):
     try:
         if device == "cuda" and not torch.cuda.is_available():
             raise ValueError("--device cuda: torch finds no GPU here; use --device cpu")
-        options |= dict(bos=is_hf_folder(cfg.checkpoint), chat=chat_prompts(cfg.checkpoint) if cfg.chat else None)
+        options |= dict(bos=has_bos(cfg.checkpoint), chat=chat_prompts(cfg.checkpoint) if cfg.chat else None)
         parts = open_checkpoint(cfg.checkpoint, device)
         if len(texts) == 1:
             continue_texts(*parts, texts, cfg.max_new_tokens, partial(print, end="", flush=True), **options)

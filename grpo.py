@@ -47,7 +47,7 @@ from checkpoint import (
     step_folders,
 )
 from config import Need, check_range, flag, override_fields, parse_config, save_config, usage_error
-from environments import Text, draw_task, open_env, supervised_sample
+from environments import Text, draw_task, held_out_tasks, leave_out_long, open_env, supervised_sample
 from hf import check_export, check_hf_config, read_hf_config
 from metrics import Metrics, MetricsConfig, drop_lines_from
 from models.attention import sdpa
@@ -80,7 +80,18 @@ from parallel import (
     train_timeouts,
     vocab_parallel_loss,
 )
-from rollouts import Generators, InPlace, generate_forever, made_with, open_bridge, reshard, sample_groups, still_valid, unshard
+from rollouts import (
+    Generators,
+    InPlace,
+    generate_forever,
+    made_with,
+    open_bridge,
+    reshard,
+    sample_groups,
+    still_valid,
+    unknown_ids,
+    unshard,
+)
 
 SMALL = dict(dim=96, n_layers=3, n_heads=4, n_kv_heads=4, head_dim=24, ffn_dim=288, max_seq_len=1024, rope_theta=10000.0)
 FLAVORS = {  # of the demos on characters; anything larger comes from --init_from
@@ -140,7 +151,7 @@ class Config(ParallelConfig, CheckpointConfig, MetricsConfig):
     rollout_rows: int = 512  # samples that one rank runs at once
     seed: int = 0  # of the initial weights, prompts and samples
     eval_every: int = 100  # steps between evaluations, with one before the first step and one at the end; 0 = never
-    eval_n: int = 1024  # held-out prompts
+    eval_n: int = 1024  # held-out prompts, all different; a task that has fewer is evaluated on those
     eval_k: int = 4  # samples per held-out prompt, for pass@k; a greedy one comes on top
     checkpoint_every: int = 100  # steps between checkpoints (and one at the end); 0 = never
     log_every: int = 10  # steps between printed lines, and between samples in samples.jsonl; metrics.jsonl has every step
@@ -169,7 +180,7 @@ def model_of(cfg: Config, vocab_size: int):
     return getattr(sys.modules[type(config).__module__], type(config).__name__.removesuffix("Config")), config
 
 
-def build_policy(cfg: Config, layout, Model, model_config):
+def build_policy(cfg: Config, layout, Model, model_config, unknown=None):
     """The model on its devices, ready for both halves: called with labels it returns (log-probabilities, entropy), (B, T)."""
     with torch.device("meta"):
         model = Model(model_config)
@@ -181,18 +192,19 @@ def build_policy(cfg: Config, layout, Model, model_config):
     shard(model, layout)
     init_weights(model, layout, cfg.seed)
     mesh = layout.mesh["tp"] if layout.tp > 1 else None
-    model.token_loss = partial(sampled_logprobs, temperature=cfg.temperature, mesh=mesh)
+    model.token_loss = partial(sampled_logprobs, temperature=cfg.temperature, mesh=mesh, unknown=unknown)
+    model.unknown_ids = unknown
     if cfg.batch_invariant:
         model.make_attend = fixed_shape_attention
     model.index, model.n_stages, model.reshards = 0, 1, reshards(layout)  # a pipeline of one stage
     return model
 
 
-def sampled_logprobs(h, weight, labels, denom, *, temperature, mesh):
+def sampled_logprobs(h, weight, labels, denom, *, temperature, mesh, unknown=None):
     """The model's token_loss seam. At the temperature that sampled them: otherwise the ratio of a sample to itself is not 1."""
     if mesh is None:
-        return token_logprobs(h, weight, labels, temperature)
-    return vocab_parallel_loss(h, weight, labels, temperature, mesh=mesh, loss=token_logprobs)
+        return token_logprobs(h, weight, labels, temperature, unknown=unknown)
+    return vocab_parallel_loss(h, weight, labels, temperature, mesh=mesh, loss=token_logprobs, unknown=unknown)
 
 
 def fixed_shape_attention(positions, doc_ids=None):
@@ -218,7 +230,7 @@ def policy_loss(kind, lp, old, mu, advantage, mask, n, clip, tis=0.0, sequence_s
     ratio = log_ratio.exp()
     if kind == "cispo":  # the weight is clipped, and no token loses its gradient
         objective = ratio.detach().clamp(1 - low, 1 + high) * advantage * lp
-        clipped = ratio > 1 + high
+        clipped = (ratio > 1 + high) & (advantage != 0)
     else:
         objective = torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
         clipped = torch.where(advantage > 0, ratio > 1 + high, ratio < 1 - low) & (advantage != 0)
@@ -228,8 +240,23 @@ def policy_loss(kind, lp, old, mu, advantage, mask, n, clip, tis=0.0, sequence_s
     return -objective * weight, clipped * mask
 
 
+def compare(lp, entropy, b):
+    """(sums over the sampled tokens of a micro-batch: k3, ratios outside 1 +- 0.1, entropy, 1; the largest difference): how far
+    the trainer's log-probabilities are from those that the generator recorded. k3 is about d^2 / 2, which fp32 would lose."""
+    d = ((lp - b["mu"]) * b["sampled"]).double()
+    sums = [x.sum().double() for x in (d.expm1() - d, d.expm1().abs() > 0.1, entropy * b["sampled"], b["sampled"])]
+    return torch.stack(sums), d.abs().max().float()
+
+
+def whole_step(parts: list[dict], name: str, weight: str) -> float:
+    """One number for a step from those of its parts, each with its weight."""
+    return sum(part[name] * part[weight] for part in parts) / max(sum(part[weight] for part in parts), 1)
+
+
 def count(kind: str, samples: list[dict], max_new_tokens: int) -> float:
-    """Z of some samples: what the sum of their losses is divided by. Adds up over ranks, micro-batches and calls."""
+    """Z of some samples: what the sum of their losses is divided by. Adds up over ranks, micro-batches and calls. A sample
+    without a trained token (--mask_truncated) is not counted, whatever the loss."""
+    samples = [s for s in samples if any(s["mask"])]
     if kind in ("grpo", "gspo"):
         return len(samples)
     return len(samples) * max_new_tokens if kind == "dr_grpo" else sum(sum(s["mask"]) for s in samples)
@@ -252,8 +279,9 @@ def overlong_penalty(n: int, longest: int, buffer: int) -> float:
 class Trainer:
     """The training half, as few calls as the Tinker API has: any loop that has samples with rewards can drive it.
 
-    A sample is a dict: prompt, ids (token ids), logprobs (mu's, one per id), mask (1.0 where the model chose the id),
-    advantage. Every rank is given the same list, and takes its share.
+    A sample is a dict: prompt, ids (token ids), logprobs (mu's, one per id), mask (1.0 where the id is trained), advantage;
+    and sampled (1.0 where the model chose the id), if that is not the mask. Every rank is given the same list, and takes its
+    share.
     """
 
     def __init__(self, cfg: Config, layout, model, reference=None, **about):
@@ -282,11 +310,12 @@ class Trainer:
         T = max(len(s["prompt"]) + len(s["ids"]) - 1 for s in part)
         multiple = (2 * layout.cp if layout.cp > 1 else 1) * layout.tp
         T = self.cfg.seq_len if self.cfg.batch_invariant else -(-T // multiple) * multiple
-        rows = {name: [] for name in ("tokens", "labels", "mask", "mu", "old")}
+        rows = {name: [] for name in ("tokens", "labels", "mask", "sampled", "mu", "old")}
         for s in part:
             whole, skip = s["prompt"] + s["ids"], [0.0] * (len(s["prompt"]) - 1)
             values = dict(tokens=whole[:-1], labels=whole[1:], mask=skip + s["mask"], mu=skip + s["logprobs"])
-            for name, row in (values | {"old": skip + s.get("old", s["logprobs"])}).items():
+            values |= dict(old=skip + s.get("old", s["logprobs"]), sampled=skip + s.get("sampled", s["mask"]))
+            for name, row in values.items():
                 rows[name].append(row + [0] * (T - len(row)))
         kinds = dict(tokens=torch.long, labels=torch.long)
         out = {name: torch.tensor(x, dtype=kinds.get(name, torch.float32)) for name, x in rows.items()}
@@ -299,13 +328,26 @@ class Trainer:
         return {name: x.to(layout.device) for name, x in out.items()}
 
     @torch.no_grad()
-    def score(self, samples):
-        """For several updates on the same samples: the policy before the first of them, that ratios of --tis are against."""
+    def score(self, samples) -> dict:
+        """The proof, see compare(), of samples that are not trained now. With --tis it also leaves their log-probabilities in
+        them: for several updates on the same samples, ratios are against the policy before the first of them."""
+        sums, worst = 0, torch.zeros((), device=self.layout.device)
         for part, b in self.microbatches(samples):
-            lp, _ = self.model(b["tokens"], labels=b["labels"], positions=b["positions"])
-            for s, row in zip(part, lp.tolist()):
+            lp, entropy = self.model(b["tokens"], labels=b["labels"], positions=b["positions"])
+            more, difference = compare(lp, entropy, b)
+            sums, worst = sums + more, torch.maximum(worst, difference)
+            for s, row in zip(part, lp.tolist()) if self.cfg.tis and self.cfg.minibatches > 1 else ():
                 s["old"] = row[len(s["prompt"]) - 1 :][: len(s["ids"])]
         reshard(self.model)
+        return self.proof(sums, worst)
+
+    def proof(self, sums, worst) -> dict:
+        """What compare() found on all ranks, as means over `tokens` sampled tokens."""
+        dist.all_reduce(sums)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        *sums, tokens = sums.tolist()
+        means = {name: x / max(tokens, 1) for name, x in zip(("logprob_k3", "ratio_outside", "entropy"), sums)}
+        return means | dict(logprob_max_diff=worst.item(), tokens=tokens)
 
     def sequence_sum(self, x):
         """(B, 1) from (B, T/cp): over the whole sequence."""
@@ -325,7 +367,8 @@ class Trainer:
         clip = [given if given is not None else default for given, default in zip((cfg.clip_low, cfg.clip_high), usual)]
         tis, kl_coef = (0.0, 0.0) if kind == "sft" else (cfg.tis, cfg.kl_coef)
         batches = list(self.microbatches(samples))
-        sums = torch.zeros(6, dtype=torch.float64, device=layout.device)
+        sums = torch.zeros(2, dtype=torch.float64, device=layout.device)
+        compared = torch.zeros(4, dtype=torch.float64, device=layout.device)
         worst = torch.zeros((), device=layout.device)
         for i, (_, b) in enumerate(batches):
             last = i == len(batches) - 1
@@ -343,21 +386,17 @@ class Trainer:
                 k3 = (ref - lp).exp() - (ref - lp) - 1
                 per_token = per_token + kl_coef * k3 * mask / (b["n"] if kind in ("grpo", "gspo") else 1)
             per_token.sum().backward()
-            d = ((lp.detach() - mu) * mask).double()  # 0 where both policies agree; k3 is about d^2 / 2: lost in fp32
-            outside = d.expm1().abs() > 0.1
-            sums += torch.stack([x.detach().sum().double() for x in (
-                per_token, d.expm1() - d, outside, entropy * mask, clipped, mask)])
-            worst = torch.maximum(worst, d.abs().max().float())
+            sums += torch.stack([x.detach().sum().double() for x in (per_token, clipped)])
+            more, difference = compare(lp.detach(), entropy, b)
+            compared, worst = compared + more, torch.maximum(worst, difference)
         z = count(kind, counted or samples, cfg.max_new_tokens)
         self.denominator += z
         mine = count(kind, [s for part, _ in batches for s in part], cfg.max_new_tokens)
         total, loss_max = reduce_loss(torch.stack([sums[0], sums[0] / max(mine, 1)]) / layout.tp, layout)
         dist.all_reduce(sums)
-        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-        k3, outside, entropy, clipped, tokens = sums[1:].tolist()
-        means = dict(logprob_k3=k3, ratio_outside=outside, entropy=entropy, clip_share=clipped)
-        means = {name: x / max(tokens, 1) for name, x in means.items()}
-        return dict(loss=total.item() / max(z, 1), loss_max=loss_max.item(), logprob_max_diff=worst.item(), **means)
+        proof = self.proof(compared, worst)
+        return proof | dict(loss=total.item() / max(z, 1), loss_max=loss_max.item(), denominator=z,
+                            clip_share=sums[1].item() / max(proof["tokens"], 1))
 
     def optim_step(self, lr: float | None = None, update=True) -> dict:
         """(6) One update with the gradients of all calls since the last, which are gone then; (7) the version is one on."""
@@ -401,9 +440,9 @@ class Trainer:
 
 def warm_up(trainer, cfg: Config, env, text):
     """A model that begins at random first imitates some answers, so that some of its samples earn a reward at all."""
-    recent, step = [], -1
+    recent, step, fits = [], -1, partial(text.fits, seq_len=cfg.seq_len)
     for step in range(cfg.sft_steps):
-        tasks = [draw_task(env, f"sft/{cfg.seed}", 128 * step + i) for i in range(128)]
+        tasks = [draw_task(env, f"sft/{cfg.seed}", 128 * step + i, fits) for i in range(128)]
         metrics = trainer.forward_backward([supervised_sample(env, text, *task) for task in tasks], "sft")
         recent = [*recent[-3:], metrics["loss"]]
         trainer.optim_step(cfg.sft_lr * min(1, (step + 1) / 10))
@@ -433,17 +472,17 @@ def keep_reference(cfg: Config, layout, reference, model, is_new: bool, about: d
     store.close()
 
 
-def evaluate(trainer, cfg: Config, env, text) -> dict:
+def evaluate(trainer, cfg: Config, env, text, prompts: list[str]) -> dict:
     """Held-out prompts: mean reward of samples (pass@1) and of greedy ones, share with a full reward among k (pass@k)."""
     trainer.push_weights()
-    task = (cfg, env, text, trainer.layout, trainer.model, "eval", range(cfg.eval_n))
+    task = (cfg, env, text, trainer.layout, trainer.model, [(f"eval/{i}", prompt) for i, prompt in enumerate(prompts)])
     samples = sample_groups(*task, cfg.eval_k, cfg.temperature)
     greedy = sample_groups(*task, 1, 0.0)
     reshard(trainer.model)
     rewards = [s["reward"] for s in samples]
     best = [max(rewards[i : i + cfg.eval_k]) for i in range(0, len(rewards), cfg.eval_k)]
     return {"eval_reward": sum(rewards) / len(rewards), "eval_greedy": sum(s["reward"] for s in greedy) / len(greedy),
-            "eval_pass_at_k": sum(r >= 1 for r in best) / len(best), "eval_n": cfg.eval_n, "eval_k": cfg.eval_k}
+            "eval_pass_at_k": sum(r >= 1 for r in best) / len(best), "eval_n": len(prompts), "eval_k": cfg.eval_k}
 
 
 def lr_at(step: int, cfg: Config) -> float:
@@ -468,6 +507,10 @@ def check_flags(cfg: Config):
         (cfg.temperature <= 0, f"--temperature {cfg.temperature} must be above 0: greedy samples are all the same"),
         (cfg.prompts_per_step % cfg.minibatches, f"--minibatches {cfg.minibatches} does not divide --prompts_per_step "
          f"{cfg.prompts_per_step}"),
+        (cfg.group_size == 1, "--group_size 1: an advantage is a reward compared with others of the same prompt, so it would "
+         "be 0; use 2 or more"),
+        (cfg.max_new_tokens >= cfg.seq_len, f"--max_new_tokens {cfg.max_new_tokens} leaves no room for a prompt in --seq_len "
+         f"{cfg.seq_len}, which holds both; raise --seq_len or lower --max_new_tokens"),
         (cfg.batch_invariant and (cfg.tp > 1 or cfg.cp > 1 or cfg.ep > 1), "--batch_invariant: sums over tp, cp or ep ranks "
          "round differently in decoding and in training; leave these out"),
         (cfg.tis and cfg.cp > 1 and cfg.minibatches > 1, "--tis with --cp and --minibatches is not there; use --minibatches 1"),
@@ -494,6 +537,8 @@ def main(cfg: Config):
     env = open_env(cfg.env, cfg.env_data)
     text = Text(env, cfg.init_from, cfg.out)
     Model, model_config = model_of(cfg, text.tokenizer.get_vocab_size())
+    n_too_long = leave_out_long(env, text, cfg.seq_len)
+    held_out = held_out_tasks(env, cfg.eval_n, partial(text.fits, seq_len=cfg.seq_len)) if cfg.eval_every else []
     n_trainers = int(os.environ.get("WORLD_SIZE", 1)) - cfg.gen_ranks
     layout = check_layout(
         cfg, model_config, seq_len=cfg.seq_len, local_batch_size=cfg.local_batch_size, global_batch_size=-1, device=cfg.device,
@@ -521,8 +566,9 @@ def main(cfg: Config):
     choose_attention(layout, model_config, cfg.seq_len, cfg.local_batch_size)
 
     # 3. model  4. parallelism
-    model = build_policy(cfg, layout, Model, model_config)
-    reference = build_policy(cfg, layout, Model, model_config) if cfg.kl_coef else None
+    unknown = unknown_ids(text, model_config, layout.device)
+    model = build_policy(cfg, layout, Model, model_config, unknown)
+    reference = build_policy(cfg, layout, Model, model_config, unknown) if cfg.kl_coef else None
 
     # 5. optimizer
     about = dict(identity=identity, config=asdict(cfg), source=open(__file__).read(), tokenizer_file=text.file)
@@ -542,6 +588,10 @@ def main(cfg: Config):
         print(f"{cfg.env}: {sum(p.numel() for p in model.parameters()):,} parameters | {layout} on {layout.device.type}, "
               f"{str(layout.compute_dtype)[6:]} | {cfg.prompts_per_step} prompts x {cfg.group_size} samples per step, "
               f"{'in place' if not cfg.gen_ranks else f'by {cfg.gen_ranks} generator ranks'}", flush=True)
+        if n_too_long:
+            print(f"{n_too_long:,} problems are left out: with their prompts --seq_len {cfg.seq_len} leaves no room to answer")
+        if cfg.eval_every and len(held_out) < cfg.eval_n:
+            print(f"--eval_n {cfg.eval_n}: there are {len(held_out)} different held-out prompts, all of which are used")
         drop_lines_from(f"{cfg.out}/samples.jsonl", first)
 
     # 7. loop
@@ -559,11 +609,11 @@ def main(cfg: Config):
 
     def log_eval(step):
         if cfg.eval_every and (step % cfg.eval_every == 0 or step == cfg.steps):
-            line = {"step": step} | evaluate(trainer, cfg, env, text)
+            line = {"step": step} | evaluate(trainer, cfg, env, text, held_out)
             if rank0:
                 metrics.write(line)
                 print(f"step {step}/{cfg.steps}  eval_reward {line['eval_reward']:.4f}  greedy {line['eval_greedy']:.4f}  "
-                      f"pass@{cfg.eval_k} {line['eval_pass_at_k']:.4f}  ({cfg.eval_n} held-out prompts)", flush=True)
+                      f"pass@{cfg.eval_k} {line['eval_pass_at_k']:.4f}  ({len(held_out)} held-out prompts)", flush=True)
 
     if first == 1:
         log_eval(0)
@@ -589,25 +639,34 @@ def main(cfg: Config):
             for s, a in zip(group, advantages(scores, cfg.std_norm)):
                 s["advantage"] = a
                 if cfg.mask_truncated and s["truncated"]:
-                    s["advantage"], s["mask"] = 0.0, [0.0] * len(s["ids"])
+                    s["advantage"], s["sampled"], s["mask"] = 0.0, s["mask"], [0.0] * len(s["ids"])
 
         # (5) loss, (6) optimizer
         lr = cfg.lr * lr_at(step, cfg)
         size = len(groups) // cfg.minibatches
         parts = [sum(groups[i : i + size], []) for i in range(0, len(groups), size)]
-        # equal rewards: A = 0, no gradient, so no forward; they stay in the denominator
+        # equal rewards: A = 0, no gradient, so no backward; they stay in the denominator
         kept = [part if cfg.kl_coef else [s for s in part if s["advantage"] != 0] or part[: cfg.group_size] for part in parts]
+        # the proof is of all that was sampled: before the first update, for after it the policy has moved on
+        at_once = {id(s) for s in kept[0]}
+        rest, updates = [s for s in samples if id(s) not in at_once], []
+        proofs = [trainer.score(rest)] if rest else []
         if cfg.tis and cfg.minibatches > 1:
-            for some in kept:
-                trainer.score(some)
-        for i, (part, some) in enumerate(zip(parts, kept)):
+            trainer.score(kept[0])
+        for part, some in zip(parts, kept):
             found = trainer.forward_backward(some, counted=part)
-            if i == 0:
-                proof = found  # later parts are trained by a policy that has moved on
-            found |= trainer.optim_step(lr, update=cfg.control != "frozen")
-        if cfg.abort_k3 and proof["logprob_k3"] > cfg.abort_k3:
-            raise RuntimeError(f"step {step}: logprob_k3 {proof['logprob_k3']:.3g} is above --abort_k3 {cfg.abort_k3}: the "
-                               "generator does not sample from the policy that is trained")
+            if not updates:
+                proofs.append(found)
+                proof = {name: whole_step(proofs, name, "tokens") for name in ("logprob_k3", "ratio_outside", "entropy")}
+                proof["logprob_max_diff"] = max(p["logprob_max_diff"] for p in proofs)
+                if cfg.abort_k3 and proof["logprob_k3"] > cfg.abort_k3:
+                    raise RuntimeError(f"step {step}: logprob_k3 {proof['logprob_k3']:.3g} is above --abort_k3 {cfg.abort_k3}: "
+                                       "the generator does not sample from the policy that is trained")
+            updates.append(found | trainer.optim_step(lr, update=cfg.control != "frozen"))
+        found = dict(
+            loss=whole_step(updates, "loss", "denominator"), loss_max=max(u["loss_max"] for u in updates),
+            grad_norm=sum(u["grad_norm"] for u in updates) / len(updates), policy_version=updates[-1]["policy_version"],
+            clip_share=sum(u["clip_share"] * u["tokens"] for u in updates) / sum(p["tokens"] for p in proofs))
         balance = balance_experts([model], layout, "none", 0.0) if getattr(model_config, "n_experts", 0) else {}
 
         # (7) the next policy version
@@ -620,10 +679,10 @@ def main(cfg: Config):
         all_failed = [len({s["reward"] for s in group}) == 1 and group[0]["reward"] == 0 for group in groups]
         extra = dict(
             reward_mean=rewards.mean(), reward_std=rewards.std(unbiased=False), zero_variance_groups=flat.mean(),
-            all_failed_groups=sum(all_failed) / len(groups), prompts_drawn=batch["drawn"], length_mean=lengths.mean(),
+            all_failed_groups=sum(all_failed) / len(groups), prompts_drawn=batch["drawn"],
+            prompts_too_long=batch["too_long"], length_mean=lengths.mean(),
             length_max=lengths.max(), truncated=sum(s["truncated"] for s in samples) / len(samples),
-            **{name: proof[name] for name in ("logprob_max_diff", "logprob_k3", "ratio_outside", "entropy")},
-            clip_share=found["clip_share"], policy_version=found["policy_version"], staleness=staleness,
+            **proof, clip_share=found["clip_share"], policy_version=found["policy_version"], staleness=staleness,
             rollout_s=seconds, train_s=trained_until - trained_from,
             rollout_tokens_per_second=lengths.sum() / max(seconds, 1e-9), rollout_began=batch["began"],
             rollout_ended=batch["ended"], train_began=trained_from, train_ended=trained_until, **balance,
@@ -634,13 +693,15 @@ def main(cfg: Config):
             print(f"step {step}/{cfg.steps}  reward {rewards.mean():.3f}  loss {found['loss']:+.4f}  "
                   f"entropy {proof['entropy']:.3f}  length {lengths.mean():.1f}  equal {flat.mean():.0%}  "
                   f"k3 {proof['logprob_k3']:.0e}  grad_norm {found['grad_norm']:.3f}  "
-                  f"rollout {seconds:.2f} s  train {extra['train_s']:.2f} s", flush=True)
+                  f"rollout {seconds:.2f} s  train {extra['train_s']:.2f} s"
+                  + f"  {batch['too_long']} prompts too long" * (batch["too_long"] > 0), flush=True)
             with open(f"{cfg.out}/samples.jsonl", "a") as file:
                 for s in groups[0][:4]:
                     shown = {"step": step, "prompt": text.tokenizer.decode(s["prompt"]), "completion": s["text"]}
                     shown |= {k: s[k] for k in ("reward", "advantage", "truncated")}
                     file.write(json.dumps(shown, ensure_ascii=False) + "\n")
-        state = {"step": step, "cursor": batch["cursor"], "tokens": metrics.tokens, "batch": None, "made_with": made_with(cfg)}
+        state = {"step": step, "cursor": batch["cursor"], "tokens": metrics.tokens, "batch": None, "made_with": made_with(cfg),
+                 "bos": text.bos}
         batch = None
         if step == first:
             train_timeouts(layout)

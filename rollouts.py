@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from environments import draw_task
+from environments import draw_task, pay, short
 from generate import rollout
 from parallel import ParallelConfig, check_layout
 
@@ -42,6 +42,12 @@ def reshard(model):
         if isinstance(module, FSDPModule):
             module.reshard()
             module.set_reshard_after_forward(model.reshards and module not in (model, last), recurse=False)
+
+
+def unknown_ids(text, model_config, device) -> Tensor | None:
+    """Ids that the model has and its tokenizer lacks, for generator and trainer alike; None: there are none."""
+    ids = text.unknown(model_config.vocab_size)
+    return torch.tensor(ids, device=device) if ids else None
 
 
 @functools.cache
@@ -67,58 +73,77 @@ def lockstep(layout, tool=None):
     return agree
 
 
-def sample_groups(cfg, env, text, layout, model, split, indices, group_size, temperature) -> list[dict]:
-    """(1)-(3): group_size samples for each task of a split, with rewards; the whole list on every rank, in the tasks' order.
+def sample_groups(cfg, env, text, layout, model, tasks: list[tuple[str, str]], group_size, temperature) -> list[dict]:
+    """(2), (3): group_size samples for each (name, prompt), with rewards; the whole list on every rank, in the tasks' order.
 
-    Noise and tasks are functions of (seed, index): neither the number of ranks nor a resumed run changes a sample.
+    Noise is a function of seed and name: neither the number of ranks nor a resumed run changes a sample. Raises ValueError on
+    all ranks when a reward or a tool fails on one.
     """
     group = patient_group(dist.group.WORLD, cfg.rollout_timeout_s) if layout.world_size > 1 else None  # all come here at once
-    # (1) prompts
-    mine = indices[layout.data_rank :: layout.data_ranks]
-    tasks = [draw_task(env, split, i)[0] for i in mine]
-    prompts = [text.prompt(task) for task in tasks]
-    if too_long := [len(p) for p in prompts if len(p) >= cfg.seq_len]:
-        raise RuntimeError(f"a prompt has {too_long[0]} tokens, and --seq_len {cfg.seq_len} leaves no room to answer: raise it")
+    mine = range(len(tasks))[layout.data_rank :: layout.data_ranks]
+    prompts = [text.prompt(tasks[i][1]) for i in mine]
     noise = torch.empty(len(mine), group_size, cfg.max_new_tokens)
     for row, i in zip(noise, mine):
-        digest = hashlib.sha256(f"{cfg.seed}/{split}/{i}".encode()).digest()
+        digest = hashlib.sha256(f"{cfg.seed}/{tasks[i][0]}".encode()).digest()
         row.copy_(torch.rand(row.shape, generator=torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))))
     # (2) rollouts
-    tool = text.tool(env)
+    failed, tool = [], text.tool(env)
+
+    def answer(ids):
+        try:
+            return tool(ids)
+        except Exception as error:  # raised here, it would leave other ranks waiting in their next forward
+            failed.append(f"the tool fails at completion {short(text.decode(ids))}: {error!r}")
+            return []
+
     samples = rollout(
-        model, prompts, noise, temperature, text.eot, max_len=cfg.seq_len, rows=cfg.rollout_rows, tool=tool,
+        model, prompts, noise, temperature, text.ends, max_len=cfg.seq_len, rows=cfg.rollout_rows, tool=tool and answer,
         tp_mesh=layout.mesh["tp"] if layout.tp > 1 else None, batch_invariant=cfg.batch_invariant, agree=lockstep(layout, tool),
     )
     # (3) rewards: of the text that the ids spell; the ids themselves are what is trained on, never the text encoded again
     for j, s in enumerate(samples):
         s["group"], s["prompt"], s["text"] = mine[j // group_size], prompts[j // group_size], text.decode(s["ids"])
-        s["reward"] = float(env.reward(tasks[j // group_size], s["text"]))
-        if cfg.control == "random" and split != "eval":
-            s["reward"] = float(random.Random(f"{cfg.seed}/{split}/{s['group']}/{j % group_size}").random() < 0.5)
+        name, prompt = tasks[s["group"]]
+        try:
+            s["reward"] = pay(env, prompt, s["text"], s["truncated"])
+        except ValueError as error:
+            failed.append(str(error))
+            break
+        if cfg.control == "random" and not name.startswith("eval/"):
+            s["reward"] = float(random.Random(f"{cfg.seed}/{name}/{j % group_size}").random() < 0.5)
+    everyone, copies = [(failed, samples)] * layout.world_size, layout.cp * layout.tp
     if layout.world_size > 1:
-        everyone, copies = [None] * layout.world_size, layout.cp * layout.tp
-        dist.all_gather_object(everyone, samples, group=group)
-        for rank, theirs in enumerate(everyone):  # cp and tp ranks of one data rank work on the same samples
-            if [s["ids"] for s in theirs] != [s["ids"] for s in everyone[rank - rank % copies]]:
-                raise RuntimeError(f"ranks {rank - rank % copies} and {rank} share one model but sampled different tokens")
-        samples = [s for part in everyone[::copies] for s in part]
-        samples.sort(key=lambda s: s["group"])  # stable, so groups stay whole
-    return samples
+        dist.all_gather_object(everyone, (failed, samples), group=group)
+    if reasons := [reason for failed, _ in everyone for reason in failed]:
+        raise ValueError(f"--env {cfg.env}: {reasons[0]}")
+    everyone = [samples for _, samples in everyone]
+    for rank, theirs in enumerate(everyone):  # cp and tp ranks of one data rank work on the same samples
+        if [s["ids"] for s in theirs] != [s["ids"] for s in everyone[rank - rank % copies]]:
+            raise RuntimeError(f"ranks {rank - rank % copies} and {rank} share one model but sampled different tokens")
+    # stable, so groups stay whole
+    return sorted((s for part in everyone[::copies] for s in part), key=lambda s: s["group"])
 
 
 def make_batch(cfg, env, text, layout, model, cursor: int, version: int) -> dict:
     """(1)-(3) of one step. With --dynamic_sampling groups of equal rewards are replaced, in rounds, by those of new prompts."""
-    began, size, groups = time.time(), cfg.prompts_per_step, []
+    began, size, groups, too_long = time.time(), cfg.prompts_per_step, [], []
+
+    def fits(prompt):
+        return text.fits(prompt, cfg.seq_len) or too_long.append(prompt)
+
     for _ in range(1 + cfg.dynamic_sampling):
-        indices = range(cursor, cursor + size)
-        samples = sample_groups(cfg, env, text, layout, model, f"train/{cfg.seed}", indices, cfg.group_size, cfg.temperature)
+        # (1) prompts
+        split = f"train/{cfg.seed}"
+        tasks = [(f"{split}/{i}", draw_task(env, split, i, fits)[0]) for i in range(cursor, cursor + size)]
+        samples = sample_groups(cfg, env, text, layout, model, tasks, cfg.group_size, cfg.temperature)
         cursor += size
         groups += [samples[i : i + cfg.group_size] for i in range(0, len(samples), cfg.group_size)]
         groups.sort(key=lambda group: len({s["reward"] for s in group}) == 1)  # stable: what has a gradient comes first
         if not cfg.dynamic_sampling or len({s["reward"] for s in groups[size - 1]}) > 1:
             break
     samples = [s for group in groups[:size] for s in group]
-    return dict(samples=samples, cursor=cursor, version=version, drawn=len(groups), began=began, ended=time.time())
+    return dict(samples=samples, cursor=cursor, version=version, drawn=len(groups), too_long=len(too_long), began=began,
+                ended=time.time())
 
 
 def made_with(cfg) -> dict:
@@ -195,6 +220,8 @@ class Generators:
             box = [pickle.loads(data.numpy().tobytes())]  # from our own generators, over our own connection
         # the other trainers wait here for as long as the generators need
         dist.broadcast_object_list(box, 0, group=patient_group(dist.group.WORLD, self.trainer.cfg.rollout_timeout_s))
+        if "error" in box[0]:
+            raise ValueError(box[0]["error"])
         return box[0]
 
     def close(self):
@@ -231,6 +258,7 @@ def generate_forever(cfg, env, text, Model, model_config, n_trainers: int):
     dist.init_process_group("gloo", store=dist.PrefixStore("world", store), rank=rank, world_size=cfg.gen_ranks)
     dtype = {"auto": torch.bfloat16, "bfloat16": torch.bfloat16, "float32": torch.float32}[cfg.compute_dtype]
     model = Model(model_config).to(layout.device)
+    model.unknown_ids = unknown_ids(text, model_config, layout.device)
     for t, as_multiplied in multiplied(model, dtype):
         t.data = t.data.to(as_multiplied)
     while True:
@@ -241,8 +269,13 @@ def generate_forever(cfg, env, text, Model, model_config, n_trainers: int):
         for t, _ in multiplied(model, dtype):
             bridge.broadcast(received := torch.empty(t.shape, dtype=t.dtype), 0).wait()
             t.data.copy_(received)
-        batch = make_batch(cfg, env, text, layout, model, cursor, version)
+        try:
+            batch = make_batch(cfg, env, text, layout, model, cursor, version)
+        except ValueError as error:  # the same on all generators; the trainers end the run
+            batch = {"error": str(error)}
         if rank == 0:
             data = torch.frombuffer(bytearray(pickle.dumps(batch)), dtype=torch.uint8)
             bridge.send([torch.tensor([len(data)])], 0, 0).wait()
             bridge.send([data], 0, 0).wait()
+        if "error" in batch:
+            return

@@ -89,6 +89,11 @@ def linear_cross_entropy(
     return total if denom is None else total / denom
 
 
+# The logit of ids that no tokenizer knows, in sampling and in training alike: a probability of 0 and a gradient of 0. It is
+# finite, because 0 * -inf, in the entropy, would be NaN.
+NEVER = -1e30
+
+
 def log_normalizer(logits: Tensor, all_reduce=alone) -> Tensor:
     """log sum exp over the vocabulary, (n,) from fp32 logits (n, V/tp). One formula for the generator and the trainer: two that
     round differently would look like a difference between their policies."""
@@ -101,7 +106,7 @@ class TokenLogprobs(torch.autograd.Function):
     so the backward computes each chunk's logits again."""
 
     @staticmethod
-    def chunks(h, weight, labels, temperature, vocab_start):
+    def chunks(h, weight, labels, temperature, vocab_start, unknown):
         """Yields (rows, fp32 logits (n, V/tp) at the temperature, the label's index (n, 1), whether it is on this rank (n))."""
         V = weight.shape[0]
         size = max(256, CHUNK_ELEMENTS[h.device.type] // V)
@@ -109,19 +114,23 @@ class TokenLogprobs(torch.autograd.Function):
             rows = slice(begin, begin + size)
             local = labels[rows] - vocab_start
             mine = (local >= 0) & (local < V)
-            yield rows, F.linear(h[rows], weight).float().div_(temperature), torch.where(mine, local, 0)[:, None], mine
+            logits = F.linear(h[rows], weight).float().div_(temperature)
+            if unknown is not None:
+                here = unknown - vocab_start
+                logits.index_fill_(1, here[(here >= 0) & (here < V)], NEVER)
+            yield rows, logits, torch.where(mine, local, 0)[:, None], mine
 
     @staticmethod
-    def forward(ctx, h, weight, labels, temperature, all_reduce, vocab_start):
+    def forward(ctx, h, weight, labels, temperature, all_reduce, vocab_start, unknown):
         logprobs, entropy, lse = (h.new_empty(h.shape[0], dtype=torch.float32) for _ in range(3))
-        for rows, logits, index, mine in TokenLogprobs.chunks(h, weight, labels, temperature, vocab_start):
+        for rows, logits, index, mine in TokenLogprobs.chunks(h, weight, labels, temperature, vocab_start, unknown):
             lse[rows] = log_normalizer(logits, all_reduce)
             target = all_reduce(torch.where(mine, logits.gather(1, index)[:, 0], 0.0), "sum")
             logprobs[rows] = target - lse[rows]
             p = (logits - lse[rows, None]).exp()
             entropy[rows] = lse[rows] - all_reduce(logits.mul_(p).sum(1), "sum")
         ctx.save_for_backward(h, weight, labels, lse)
-        ctx.options = temperature, vocab_start
+        ctx.options = temperature, vocab_start, unknown
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
@@ -135,11 +144,13 @@ class TokenLogprobs(torch.autograd.Function):
             dlogits = dlogits.mul_(grad[rows, None] / ctx.options[0]).to(h.dtype)
             torch.mm(dlogits, weight, out=dh[rows])
             dw += dlogits.T @ h[rows]
-        return dh, dw.to(weight.dtype), None, None, None, None
+        return dh, dw.to(weight.dtype), None, None, None, None, None
 
 
-def token_logprobs(h: Tensor, weight: Tensor, labels: Tensor, temperature=1.0, all_reduce=alone, vocab_start=0):
+def token_logprobs(h: Tensor, weight: Tensor, labels: Tensor, temperature=1.0, all_reduce=alone, vocab_start=0, unknown=None):
     """(log-probability of each label, entropy of its distribution; the latter without gradient), both fp32 and shaped like
-    labels (...); h (..., D), weight (V, D), every label a token. Vocab parallelism as in linear_cross_entropy."""
-    flat = TokenLogprobs.apply(h.reshape(-1, h.shape[-1]), weight, labels.reshape(-1), temperature, all_reduce, vocab_start)
+    labels (...); h (..., D), weight (V, D), every label a token. Vocab parallelism as in linear_cross_entropy.
+    unknown: ids with probability 0, see NEVER."""
+    flat = h.reshape(-1, h.shape[-1]), weight, labels.reshape(-1)
+    flat = TokenLogprobs.apply(*flat, temperature, all_reduce, vocab_start, unknown)
     return tuple(x.reshape(labels.shape).clone() for x in flat)  # no views: FSDP's hooks need tensors of their own

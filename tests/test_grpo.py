@@ -12,6 +12,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ from tests.test_faults import Job
 REPO = Path(__file__).parent.parent
 GSM8K = REPO.parent / "shared" / "data" / "gsm8k_train.jsonl"  # the published problems, where they are at hand
 ENV = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-ENV |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+ENV |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "PYTHONPATH": str(REPO)}
 SMALL = "dim=32,n_layers=2,n_heads=4,n_kv_heads=2,head_dim=8,ffn_dim=64"
 TINY = ["--env", REPO / "tests" / "env_counting.py", "--model_args", SMALL, "--prompts_per_step", 4, "--group_size", 4,
         "--max_new_tokens", 8, "--seq_len", 16, "--device", "cpu", "--sft_steps", 3, "--eval_n", 8, "--eval_k", 2,
@@ -74,7 +75,7 @@ def full_logprobs(model, s, temperature=1.0):
     return logits.log_softmax(-1).gather(-1, torch.tensor(s["ids"])[:, None])[:, 0]
 
 
-def trainer_of(seed=0, **flags):
+def trainer_of(seed=0, unknown=None, **flags):
     """A Trainer around sharp_model() on this process's layout; with n ranks, --dp_shard and the like in flags."""
     cfg = Config(**{"compute_dtype": "float32", "device": "cpu", "seq_len": 32, "max_new_tokens": 9, "max_norm": 0.0, **flags})
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -85,7 +86,7 @@ def trainer_of(seed=0, **flags):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     layout.rank = dist.get_rank()
     parallel.make_mesh(layout)
-    model = grpo.build_policy(cfg, layout, Llama3, MODEL)
+    model = grpo.build_policy(cfg, layout, Llama3, MODEL, unknown and torch.tensor(unknown))
     plain = dict(sharp_model(seed=seed).named_parameters())
     for fqn, p in model.named_parameters():
         whole = plain[fqn].detach()
@@ -360,16 +361,27 @@ def test_order_of_samples_does_not_matter_once_advantages_are_known():
     assert_close(gradients(a), gradients(b), 1e-5)
 
 
-def test_truncated_samples_leave_numerator_and_denominator_together():
+def mask_truncated(samples):
+    return [s | dict(mask=[0.0] * len(s["ids"]), sampled=s["mask"], advantage=0.0) if s["truncated"] else s for s in samples]
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "dapo", "gspo", "cispo"])
+def test_truncated_samples_leave_numerator_and_denominator_together(kind):
+    """--mask_truncated: as if they had never been sampled, except in the proof, which is of all that was."""
     samples = samples_of(sharp_model(), n_prompts=6)
     cut, rest = [s for s in samples if s["truncated"]], [s for s in samples if not s["truncated"]]
     assert cut and rest
-    masked = [s | dict(mask=[0.0] * len(s["ids"]), advantage=0.0) if s["truncated"] else s for s in samples]
-    a, b = trainer_of(loss="dapo"), trainer_of(loss="dapo")
-    a.forward_backward(masked)
-    b.forward_backward(rest)
-    assert a.denominator == b.denominator == sum(len(s["ids"]) for s in rest)
-    assert_close(gradients(a), gradients(b), 1e-5)
+    plain, trainer = sharp_model(), trainer_of(loss=kind, clip_low=0.2, clip_high=0.28, local_batch_size=4)
+    want = by_hand(kind, rest, plain, (0.2, 0.28))
+    want.backward()
+    found = trainer.forward_backward(mask_truncated(samples))
+    assert found["loss"] == pytest.approx(want.item(), abs=1e-5) and found["tokens"] == sum(len(s["ids"]) for s in samples)
+    got = {fqn: g / trainer.denominator for fqn, g in gradients(trainer).items()}
+    assert_close(got, {fqn: p.grad for fqn, p in plain.named_parameters()}, 1e-4)
+    whole = trainer_of(loss=kind).forward_backward(samples)
+    for name in ("logprob_k3", "logprob_max_diff", "ratio_outside", "entropy"):
+        assert found[name] == pytest.approx(whole[name], rel=1e-3, abs=1e-5)
+    assert trainer_of().forward_backward(mask_truncated(cut))["loss"] == 0  # nothing left, and nothing to divide by
 
 
 def test_wrong_old_logprobs_are_noticed():
@@ -381,6 +393,47 @@ def test_wrong_old_logprobs_are_noticed():
         assert found["logprob_max_diff"] > 0.02 and found["logprob_k3"] > 1e-4
     shifted = [s | dict(logprobs=s["logprobs"][1:] + s["logprobs"][:1]) for s in samples]
     assert trainer_of().forward_backward(shifted)["logprob_max_diff"] > 0.1
+
+
+def test_ids_that_the_tokenizer_lacks_are_never_sampled():
+    """They would be invisible in the text that earns the reward. Generator and trainer give them the probability 0 alike."""
+    unknown = [3, 7, 14, 19, 23]
+    usual, samples = (samples_of(trainer_of(unknown=ids).model, n_prompts=8, group_size=6) for ids in (None, unknown))
+    assert {i for s in usual for i in s["ids"]} & set(unknown) and not {i for s in samples for i in s["ids"]} & set(unknown)
+    trainer, other = trainer_of(unknown=unknown), trainer_of()
+    found = trainer.forward_backward(samples)
+    assert found["logprob_max_diff"] < 1e-4 and math.isfinite(found["entropy"])
+    assert other.forward_backward(samples)["logprob_max_diff"] > 0.01
+    head = gradients(trainer)[next(fqn for fqn in gradients(trainer) if fqn.endswith("head.weight"))]
+    assert (head[unknown] == 0).all() and head.isfinite().all() and head.any()
+
+
+def test_metrics_are_those_of_the_whole_step(tmp_path):
+    """With lr 0 every part of a step is trained by one policy: what is logged cannot depend on how many parts there are, nor on
+    whether groups of equal rewards, which have no gradient, are forwarded for another reason."""
+    flags = ["--lr", 0, "--steps", 2, "--eval_every", 0, "--checkpoint_every", 0, "--clip_low", 0, "--clip_high", 0,
+             "--async_steps", 1, "--temperature", 0.9, "--prompts_per_step", 8, "--group_size", 2]
+    runs = {}
+    for name, more in {"plain": [], "parts": ["--minibatches", 4], "all": ["--kl_coef", 1e-12]}.items():
+        run(1, *TINY, *flags, *more, "--out", tmp_path / name)
+        runs[name] = steps_of(tmp_path / name)
+    assert any(0 < step["zero_variance_groups"] < 1 for step in runs["plain"])
+    for name in ("parts", "all"):
+        for a, b in zip(runs["plain"], runs[name], strict=True):
+            assert a["tokens_hash"] == b["tokens_hash"]
+            assert all(a[key] == pytest.approx(b[key], rel=1e-4) for key in ("entropy", "ratio_outside"))
+            assert a["loss"] == pytest.approx(b["loss"], abs=1e-6) and a["logprob_max_diff"] < 1e-4 > b["logprob_max_diff"]
+
+
+def test_numbers_of_a_step_are_weighted():
+    parts = [dict(loss=1.0, clip=0.5, n=10), dict(loss=4.0, clip=0.0, n=30)]
+    assert grpo.whole_step(parts, "loss", "n") == 3.25 and grpo.whole_step(parts, "clip", "n") == 0.125
+    trainer, samples = trainer_of(), samples_of(sharp_model(), n_prompts=6)
+    whole = trainer.forward_backward(samples)
+    pieces = [trainer.score(samples[:5]), trainer.forward_backward(samples[5:])]  # forwarded only, and trained
+    for name in ("logprob_k3", "ratio_outside", "entropy"):
+        assert grpo.whole_step(pieces, name, "tokens") == pytest.approx(whole[name], rel=1e-4, abs=1e-9)
+    assert 0 < max(p["logprob_max_diff"] for p in pieces) < 1e-4
 
 
 # ---------------------------------------------------------------- tools, text, environments
@@ -404,6 +457,106 @@ def test_tool_tokens_are_read_and_not_trained():
     losses = [t.forward_backward([s])["loss"] for t, s in zip(trainers, end)]
     assert losses[0] == losses[1] and trainers[0].denominator == 2
     assert all(torch.equal(a, b) for a, b in zip(gradients(trainers[0]).values(), gradients(trainers[1]).values()))
+
+
+def test_a_tool_answers_the_model_and_not_itself():
+    """Text of the tool that ends with TOOL_END is no question."""
+    tool = lambda ids: [20, 7] if ids[-1] == 7 else []  # noqa: E731
+    samples = [s for seed in range(30) for s in samples_of(sharp_model(), seed=seed, tool=tool) if 7 in s["ids"][:-3]]
+    assert samples
+    for s in samples:
+        i = s["ids"].index(7)
+        assert s["ids"][i + 1 : i + 3] == [20, 7] and s["mask"][i : i + 4] == [1, 0, 0, 1][: len(s["mask"]) - i]
+
+
+@pytest.mark.parametrize("text, number", [
+    ("#### 18 dollars and 20 cents", 18), ("#### -5", -5), ("####-5", -5), ("3, so #### 1,234.5", 1234.5), ("$1,000", 1000),
+    ("so -$5.", -5), ("20-5=15.", 15), ("it is .5", 0.5), ("the answer is 7", 7), ("7. So: 8.", 8), ("#### 1\n#### 2", 2),
+    ("1,2,3", None), ("1/2", None), ("3-5", None), ("1,23", None), ("#### none", None), ("", None), ("1.2.3", None), ("x-5", 5),
+])
+def test_final_number(text, number):
+    assert environments.final_number(text) == number
+
+
+@pytest.mark.parametrize("completion, reward", [
+    ("3*7-2", 1), (" 3*7-2", 1), ("3*7-2 ", 1), ("(3 * 7) - 2", 1), ("3*7 #2", 0), ("3*7-2 #", 0), ("3*7-2\n#", 0),
+    ("3*7--2", 0), ("2_1-2", 0), ("3*7-2;", 0), ("3*7-2=19", 0), ("7+7+3+2", 0), ("\u0663*7-2", 0)])
+def test_countdown(completion, reward):
+    assert environments.Countdown.reward("3 7 2 = 19: ", completion) == reward
+    assert environments.Countdown.reward("12 3 = 15: ", "1_2+3") == environments.Countdown.reward("3 7 2 = 21: ", "3*7 #2") == 0
+
+
+def test_what_was_cut_off_is_not_paid_for():
+    """By the tasks here; those of others decide, if they ask."""
+    for name in ("reverse", "sum_digits", "countdown", "calculator"):
+        env = environments.open_env(name)
+        prompt, answer = environments.draw_task(env, "eval", 3)
+        assert environments.pay(env, prompt, answer, False) == 1 and environments.pay(env, prompt, answer, True) == 0
+    asks = SimpleNamespace(reward=lambda prompt, completion, truncated: -1.0 if truncated else 1.0)
+    other = SimpleNamespace(reward=lambda prompt, completion: 0.5)
+    assert [environments.pay(env, "", "", True) for env in (asks, other)] == [-1.0, 0.5]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "x", "raise"])
+def test_a_reward_that_is_none_names_its_sample(value):
+    def reward(prompt, completion):
+        if value == "raise":
+            raise KeyError("no\nsuch key")
+        return value
+
+    with pytest.raises(ValueError, match="no reward for prompt '1 2', completion 'some\\\\nwhere'") as error:
+        environments.pay(SimpleNamespace(reward=reward), "1 2", "some\nwhere", False)
+    assert "\n" not in str(error.value)
+
+
+def test_prompts_are_drawn_without_replacement_where_there_is_a_list():
+    env = environments.open_env("sum_digits")
+    prompts = [prompt for prompt, _ in env.problems]
+    held_out = environments.held_out_tasks(env, 1024)
+    assert len(held_out) == len(set(held_out)) == sum(map(environments.is_held_out, prompts)) == 122
+    n = len(prompts) - len(held_out)
+    drawn = [environments.draw_task(env, "train/0", i)[0] for i in range(2 * n)]
+    assert set(drawn[:n]) == set(drawn[n:]) == set(prompts) - set(held_out) and drawn[:n] != drawn[n:]
+    assert set(environments.held_out_tasks(env, 50)) < set(held_out)
+    many = environments.held_out_tasks(environments.open_env("reverse"), 1024)
+    assert len(set(many)) == 1024 and all(map(environments.is_held_out, many))
+    small = SimpleNamespace(__name__="small", make=lambda rng: (str(rng.randrange(100)), ""))  # nobody says how many there are
+    assert sorted(environments.held_out_tasks(small, 1024)) == sorted(filter(environments.is_held_out, map(str, range(100))))
+
+
+LENGTHS = """
+ALPHABET = "0123456789>"
+make = lambda rng: ("7" * rng.randint(1, 25) + ">", "7")
+reward = lambda prompt, completion: float(len(completion) % 2)
+"""
+
+
+@pytest.mark.parametrize("finite", [False, True])
+def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path, finite):
+    """--seq_len 16 has no room for an answer to most of them: once that ended the run, and again after every restart."""
+    more = "problems = [('7' * (i % 25) + str(i) + '>', '7') for i in range(400)]\ndel make\n" if finite else ""
+    (tmp_path / "env.py").write_text(LENGTHS + more)
+    said = run(1, *TINY, "--env", tmp_path / "env.py", "--steps", 2, "--checkpoint_every", 0, "--out", tmp_path / "run")
+    steps = steps_of(tmp_path / "run")
+    assert len(steps) == 2 and all((line["prompts_too_long"] > 0) == (not finite) for line in steps)
+    assert ("problems are left out: with their prompts --seq_len 16 leaves no room" if finite else " prompts too long") in said
+    flags = ["--env", tmp_path / "env.py", "--seq_len", 2, "--max_new_tokens", 1, "--out", tmp_path / "none"]
+    said = run(1, *TINY, *flags, status=2)
+    assert "--seq_len" in said and said.count("\n") == 1 and not (tmp_path / "none" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("processes, flags", [
+    (1, []), pytest.param(2, ["--dp_shard", 2], marks=pytest.mark.slow), (2, ["--gen_ranks", 1, "--async_steps", 1])], ids=str)
+def test_a_reward_that_fails_ends_the_run_in_one_line(tmp_path, processes, flags):
+    (tmp_path / "env.py").write_text(
+        "import tests.env_counting\nfrom tests.env_counting import ALPHABET, make\ncalls = []\n\n\n"
+        "def reward(prompt, completion):\n    calls.append(1)\n"
+        "    return None if len(calls) == 20 else tests.env_counting.reward(prompt, completion)\n")
+    said = run(processes, *TINY, "--env", tmp_path / "env.py", "--steps", 9, "--eval_every", 0, "--checkpoint_every", 0, *flags,
+               "--out", tmp_path / "run", status=1)
+    ours = [line for line in said.splitlines() if "error on rank" in line]
+    assert len(ours) == 1 and "env.py: no reward for prompt '" in ours[0] and ", completion '" in ours[0]
+    assert processes > 1 or said.count("\n") == 1  # torchrun adds a report of its own
 
 
 @pytest.mark.parametrize("name", ["reverse", "sum_digits", "countdown", "calculator"])
@@ -447,6 +600,11 @@ def test_the_published_gsm8k():
     assert len(env.problems) == 7473
     assert all(env.reward(prompt, answer) == 1.0 for prompt, answer in env.problems)
     assert not any(env.reward(prompt, f"{answer}\nNo: #### {env.answers[prompt] + 1}") for prompt, answer in env.problems)
+    assert not any(env.reward(prompt, answer, truncated=True) for prompt, answer in env.problems)
+    for file, n in ((GSM8K, 7473), (GSM8K.with_name("gsm8k_test.jsonl"), 1319)):
+        answers = [json.loads(line)["answer"] for line in file.read_text("utf-8").splitlines()]
+        assert len(answers) == n
+        assert all(environments.final_number(a) == float(a.split("#### ")[1].replace(",", "")) for a in answers)
     text = grpo.Text(env, "", "")  # a model from nothing reads the few characters that are not ASCII as well
     assert all(text.decode(text.prompt(prompt)) == prompt for prompt, _ in env.problems)
 
@@ -489,7 +647,7 @@ def ranks_train(flags: dict, samples):
     return found, grads, norm, [s["ids"] for s in batch["samples"]], again
 
 
-LAYOUTS = [(2, {"dp_shard": 2}), (2, {"tp": 2}), (2, {"cp": 2, "loss": "gspo"})]
+LAYOUTS = [(2, {"dp_shard": 2}), (2, {"tp": 2, "unknown": [13, 19, 23]}), (2, {"cp": 2, "loss": "gspo"})]
 LARGE = [(4, {"dp_shard": 2, "tp": 2}), (4, {"dp_replicate": 2, "cp": 2}),
          (4, {"dp_replicate": 2, "dp_shard": 2, "loss": "grpo"})]
 
@@ -497,9 +655,11 @@ LARGE = [(4, {"dp_shard": 2, "tp": 2}), (4, {"dp_replicate": 2, "cp": 2}),
 @pytest.mark.parametrize("n, flags", LAYOUTS + [pytest.param(*x, marks=pytest.mark.slow) for x in LARGE], ids=str)
 def test_layouts_equal_one_process(n, flags):
     """Gradients summed, not averaged, over ranks with unequal tokens; empty ranks take part; tp ranks sample alike."""
-    samples = samples_of(sharp_model(), n_prompts=5, group_size=1)  # 5 samples: micro-batches of 3 and of 2, or of 3, 2, 0, 0
+    samples = mask_truncated(samples_of(sharp_model(), n_prompts=5, group_size=1))
+    assert {sum(s["mask"]) > 0 for s in samples} == {True, False}  # 5 samples: micro-batches of 3 and of 2, or of 3, 2, 0, 0
     loss = flags.get("loss", "dapo")
-    want = pool(1).run(ranks_train, {"loss": loss}, samples)[0]
+    alone = {"loss": loss} | {name: flags[name] for name in flags if name == "unknown"}
+    want = pool(1).run(ranks_train, alone, samples)[0]
     for rank, (found, grads, norm, ids, again) in enumerate(pool(n).run(ranks_train, flags | {"loss": loss}, samples)):
         for name in ("loss", "entropy", "clip_share", "ratio_outside"):
             assert found[name] == pytest.approx(want[0][name], abs=2e-5), (rank, name)
@@ -565,6 +725,8 @@ def test_a_run_without_a_warm_up(tmp_path):
     (["--minibatches", 3], "does not divide --prompts_per_step 4"),
     (["--temperature", 0], "must be above 0"),
     (["--group_size", 0], "--group_size 0 must be at least 1"),
+    (["--group_size", 1], "--group_size 1: an advantage is a reward compared with others"),
+    (["--max_new_tokens", 512, "--seq_len", 256], "--max_new_tokens 512 leaves no room for a prompt in --seq_len 256"),
     (["--tis", "-1"], "--tis -1.0 must be 0 or more"),
     (["--plot", "--tp", 2], "--plot without torchrun draws layouts"),
 ])
@@ -761,6 +923,21 @@ def test_from_a_hugging_face_folder_and_back(tmp_path, kind):
     assert torch.isfinite(model(ids).logits).all() and not torch.equal(model(ids).logits, before(ids).logits)
     ours, _ = grpo.sys.modules["hf"].load_hf_model(str(tmp_path / "back"))
     assert torch.allclose(ours(ids), model(ids).logits, atol=1e-4)
+
+
+def test_own_checkpoints_keep_the_chat_template_and_the_ends(tmp_path, capsys):
+    """What --init_from a Hugging Face folder brought along is there for --init_from of the run, and for generate.py --chat."""
+    hf_folder(tmp_path / "hf", "qwen3")
+    (tmp_path / "hf" / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 0]}))
+    flags = [*TINY[:2], *TINY[4:], "--seq_len", 64, "--eval_every", 0, "--steps", 1, "--init_from", tmp_path / "hf"]
+    run(1, *flags, "--out", tmp_path / "run")
+    env = environments.open_env(str(TINY[1]))
+    theirs, ours = (grpo.Text(env, str(tmp_path / name), "") for name in ("hf", "run"))
+    assert theirs.ends == [2, 0] and sorted(ours.ends) == [0, 2] and theirs.bos and ours.bos
+    assert theirs.prompt("12>") == ours.prompt("12>") and "user" in ours.tokenizer.decode(ours.prompt("12>"))
+    argv = ["--checkpoint", str(tmp_path / "run"), "--chat", "--prompt", "12>", "--max_new_tokens", "4", "--device", "cpu"]
+    generate.main(argv)
+    assert capsys.readouterr().out.endswith("\n")
 
 
 @pytest.mark.slow
