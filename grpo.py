@@ -184,7 +184,7 @@ def build_policy(cfg: Config, layout, Model, model_config, unknown=None):
     """The model on its devices, ready for both halves: called with labels it returns (log-probabilities, entropy), (B, T)."""
     with torch.device("meta"):
         model = Model(model_config)
-    check_model(model)
+    check_model(model, layout)
     tensor_parallel(model, layout)
     expert_parallel(model, layout)
     context_parallel(model, layout)

@@ -29,6 +29,7 @@ import threading
 import time
 import traceback
 import uuid
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -1262,15 +1263,68 @@ def local_slice(p: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 NORMS = (nn.RMSNorm, nn.LayerNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-def check_model(model) -> None:
+def check_model(model, layout: Layout) -> None:
     """What the full model says of itself must fit it, before memory is taken: raises ValueError for a pattern of tp_plan or
-    init_constants that names nothing, and for a parameter or buffer without an initial value."""
+    init_constants that names nothing, for a parameter or buffer without an initial value, and for more than memory holds."""
     check_tp_plan(model)
     names = [fqn for fqn, _ in [*model.named_parameters(), *model.named_buffers()]]
     for pattern in constants_of(model):
         if not fnmatch.filter(names, pattern):
             raise ValueError(f"init_constants: pattern {pattern!r} matches no parameter or buffer of {type(model).__name__}")
     initial_values(model)
+    check_memory(model, layout)
+
+
+def check_memory(model, layout: Layout) -> None:
+    """Raise ValueError with the numbers where parameters, gradients and moments alone, shared evenly by all processes, exceed
+    what a device or its host has. A lower bound: activations, buffers and an uneven split come on top."""
+    cfg, GB = layout.cfg, 1e9
+    if cfg.dry_run:
+        return
+    size = getattr(torch, cfg.param_dtype).itemsize
+    # per number; of an optimizer that is not known here nothing is assumed
+    adamw = {"param": 2 * size, "bfloat16": 4, "8bit": 2, "fp8": 2, "4bit": 1}.get(getattr(cfg, "adamw_moments", ""), 0)
+    total = Counter()
+    for fqn, p in model.named_parameters():
+        n, kind = p.numel() * layout.dp_replicate / layout.world_size, getattr(cfg, "optimizer", "")
+        total["parameters"] += n * size
+        total["gradients"] += 0 if cfg.optimizer_in_backward else n * size
+        is_muons = kind == "muon" and p.dim() == 2 and fqn.startswith("blocks.")
+        total["moments"] += n * (size if is_muons else adamw if kind in ("adamw", "muon") else 0)
+    on_host = layout.device.type == "cpu" or cfg.cpu_offload
+    sharers = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if on_host else 1
+    has = host_memory() if on_host else torch.cuda.get_device_properties(layout.device).total_memory
+    if (needs := sum(total.values()) * sharers) > has:
+        parts = " + ".join(f"{kind} {n * sharers / GB:.1f}" for kind, n in total.items() if n)
+        where = f"the {sharers} process{'es' * (sharers > 1)} of a host" if on_host else "each device"
+        less = ["more processes with --dp_shard, --tp or --pp"] + ["fewer --dp_replicate"] * (layout.dp_replicate > 1)
+        less += ["--cpu_offload"] * (not on_host) + ["--adamw_moments 8bit"] * bool(total["moments"]) + ["a smaller --flavor"]
+        raise ValueError(f"{where} would need at least {needs / GB:.1f} GB ({parts}), and there are {has / GB:.1f} GB; "
+                         f"use {', '.join(less[:-1])} or {less[-1]}; --dry_run shows what a layout needs")
+
+
+def host_memory() -> int:
+    """Bytes that the processes of this host may use together: memory, or a control group's limit of it, and swap."""
+    try:
+        with open("/proc/meminfo") as f:
+            sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in f if line.split()[1].isdigit()}
+        swap = sizes.get("SwapTotal", 0)
+        limits = [sizes["MemTotal"] + swap]
+        with open("/proc/self/cgroup") as f:
+            groups = [line.rstrip("\n").split(":", 2)[1:] for line in f]
+    except (OSError, KeyError):  # no Linux: nothing is refused
+        return sys.maxsize
+    for kind, path in groups:  # "" is version 2
+        if kind == "" or "memory" in kind.split(","):
+            root, name = ("/sys/fs/cgroup", "memory.max") if kind == "" else ("/sys/fs/cgroup/memory", "memory.limit_in_bytes")
+            folders = path.strip("/").split("/")
+            for depth in range(len(folders) + 1):
+                try:
+                    with open(os.path.join(root, *folders[:depth], name)) as f:
+                        limits += [int(text) + swap] if (text := f.read().strip()).isdigit() else []  # else "max"
+                except OSError:
+                    pass  # a container sees its own folders only
+    return min(limits)
 
 
 def constants_of(model) -> dict[str, float]:

@@ -198,7 +198,7 @@ def main(cfg: Config):
         model = DeepSeek(model_config)
     # deepseek: what the second prediction weighs
     model.mtp_weight = cfg.mtp_weight
-    check_model(model)
+    check_model(model, layout)
     n_params, flops_per_token = sum(p.numel() for p in model.parameters()), model.flops_per_token(cfg.seq_len)
 
     # 4. parallelism. The order matters: the pipeline picks the layers, TP decides what each matrix holds, checkpointing wraps

@@ -190,7 +190,7 @@ def main(cfg: Config):
     # 3. model: shapes only, no memory yet
     with torch.device("meta"):
         model = Qwen3(model_config)
-    check_model(model)
+    check_model(model, layout)
     n_params, flops_per_token = sum(p.numel() for p in model.parameters()), model.flops_per_token(cfg.seq_len)
 
     # 4. parallelism. The order matters: the pipeline picks the layers, TP decides what each matrix holds, checkpointing wraps

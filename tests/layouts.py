@@ -158,7 +158,7 @@ def build(model_config, flags: dict, n: int, local_batch_size: int, seed=3):
     parallel.make_mesh(layout)
     with torch.device("meta"):
         model = MODELS[type(model_config)](model_config)
-    parallel.check_model(model)
+    parallel.check_model(model, layout)
     stages = parallel.pipeline_stages(model, layout)
     for stage in stages:
         parallel.float8_linears(stage, layout)

@@ -1,10 +1,15 @@
 """models/: the flavors' numbers, each kernel against a slow and obvious one, parity with transformers, the chunked loss."""
 import hashlib
+import io
 import math
+import subprocess
+import sys
 import threading
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 import models.loss
 import parallel
+import train_llama3
 from models import deepseek, llama3, qwen3
 from models.attention import KVCache, causal_attention, sdpa
 from models.layers import RMSNorm, rotate
@@ -130,10 +136,12 @@ def test_initial_weights_are_those_of_earlier_versions(name):
 
 
 def initialised(model, seed=0):
-    layout = parallel.Layout(parallel.ParallelConfig(), {a: 1 for a in parallel.AXES}, 1, 1, 1)
-    parallel.check_model(model)
-    parallel.init_weights(model, layout, seed)
+    parallel.check_model(model, ALONE)
+    parallel.init_weights(model, ALONE, seed)
     return model
+
+
+ALONE = parallel.Layout(parallel.ParallelConfig(), {a: 1 for a in parallel.AXES}, 1, 1, 1)
 
 
 class RootMeanNorm(nn.Module):  # a norm of a fork's own
@@ -197,7 +205,7 @@ def test_a_forks_own_parameters_start_as_its_model_says(cls):
 ], ids=["bare", "bare weight", "0-d", "buffer", "conv"])
 def test_a_parameter_that_no_rule_covers_is_named(cls, part, message):
     model = forked(cls=cls, part=part)
-    for stop in (lambda: parallel.check_model(model), lambda: initialised(model)):
+    for stop in (lambda: parallel.check_model(model, ALONE), lambda: initialised(model)):
         with pytest.raises(ValueError, match=message) as error:
             stop()
         assert "\n" not in str(error.value)
@@ -206,7 +214,81 @@ def test_a_parameter_that_no_rule_covers_is_named(cls, part, message):
 
 def test_a_pattern_of_init_constants_that_names_nothing():
     with pytest.raises(ValueError, match=r"init_constants: pattern 'blocks.\*.gian' matches no parameter or buffer of Fork"):
-        parallel.check_model(forked({"blocks.*.gian": 0.2}))
+        parallel.check_model(forked({"blocks.*.gian": 0.2}), ALONE)
+
+
+# flags, processes, processes of the host -> bytes per parameter and share of them that the host must hold
+@pytest.mark.parametrize("flags, world, local, per_parameter", [
+    ({}, 1, 1, 16), ({"param_dtype": "bfloat16"}, 1, 1, 8), ({"adamw_moments": "8bit"}, 1, 1, 10),
+    ({"adamw_moments": "bfloat16"}, 1, 1, 12), ({"adamw_moments": "4bit"}, 1, 1, 9),
+    ({"optimizer_in_backward": True}, 1, 1, 12),
+    ({}, 8, 2, 16 / 4), ({"dp_replicate": 4}, 8, 2, 16), ({"tp": 4}, 8, 8, 16), ({"pp": 2, "tp": 2}, 4, 1, 4),
+    ({"cpu_offload": True}, 2, 2, 16),
+], ids=str)
+def test_what_cannot_fit_memory_is_refused_with_the_numbers(monkeypatch, flags, world, local, per_parameter):
+    """To the byte: what fits is not refused."""
+    with torch.device("meta"):
+        model = Llama3(Llama3Config())
+    cfg = train_llama3.Config(**flags)
+    degrees = {a: max(getattr(cfg, a), 1) for a in parallel.AXES}
+    layout = parallel.Layout(cfg, degrees, world, 1, world)
+    needs = sum(p.numel() for p in model.parameters()) * per_parameter
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
+    monkeypatch.setattr(parallel, "host_memory", lambda: needs + 1)
+    parallel.check_model(model, layout)
+    monkeypatch.setattr(parallel, "host_memory", lambda: needs - 1)
+    numbers = rf"at least {needs / 1e9:.1f} GB .*there are {(needs - 1) / 1e9:.1f} GB; .*--dp_shard"
+    with pytest.raises(ValueError, match=numbers):
+        parallel.check_model(model, layout)
+    cfg.dry_run = True
+    parallel.check_model(model, layout)
+
+
+def test_muon_has_one_moment_for_its_matrices(monkeypatch):
+    with torch.device("meta"):
+        model = Llama3(Llama3Config())
+    cfg = train_llama3.Config(optimizer="muon")
+    matrices = sum(p.numel() for fqn, p in model.named_parameters() if p.dim() == 2 and fqn.startswith("blocks."))
+    needs = sum(p.numel() for p in model.parameters()) * 16 - 4 * matrices
+    for has, refused in ((needs - 1, True), (needs + 1, False)):
+        monkeypatch.setattr(parallel, "host_memory", lambda: has)  # noqa: B023
+        with pytest.raises(ValueError, match="at least") if refused else nullcontext():
+            parallel.check_model(model, parallel.Layout(cfg, ALONE.degrees, 1, 1, 1))
+
+
+def test_host_memory_is_that_of_the_tightest_control_group(monkeypatch):
+    real = open
+    files = {
+        "/proc/meminfo": "MemTotal: 1000 kB\nSwapTotal: 10 kB\nHugePages_Total: 0\n",
+        "/proc/self/cgroup": "4:cpu,memory:/a/b\n0::/job/x\n",
+        "/sys/fs/cgroup/memory/a/memory.limit_in_bytes": "900000", "/sys/fs/cgroup/job/x/memory.max": "max",
+        "/sys/fs/cgroup/job/memory.max": "500000",
+    }
+
+    def fake(path, *args, **kwargs):
+        if str(path).startswith(("/proc", "/sys")):
+            if path not in files:
+                raise FileNotFoundError(path)
+            return io.StringIO(files[path])
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr("builtins.open", fake)
+    assert parallel.host_memory() == 500000 + 10 * 1024
+    del files["/sys/fs/cgroup/job/memory.max"]
+    assert parallel.host_memory() == 900000 + 10 * 1024
+    files["/sys/fs/cgroup/memory/a/memory.limit_in_bytes"] = "9223372036854771712"
+    assert parallel.host_memory() == 1010 * 1024
+    del files["/proc/meminfo"]
+    assert parallel.host_memory() == sys.maxsize
+
+
+def test_70b_on_this_machine_ends_with_the_number(tmp_path):
+    if parallel.host_memory() > 1.1e12:
+        pytest.skip("it fits")
+    command = [sys.executable, "train_llama3.py", "--flavor", "70B", "--device", "cpu", "--out", tmp_path / "run"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent, timeout=300)
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
+    assert "1128.9 GB (parameters 282.2 + gradients 282.2 + moments 564.4)" in done.stderr
 
 
 # ---------------------------------------------------------------- attention
