@@ -606,12 +606,23 @@ def run(main, cfg) -> None:
             if rank == 0 or not isinstance(e, ValueError):  # every rank raises the same ValueError
                 if not isinstance(e, ValueError):
                     traceback.print_exc()
-                print(f"error on rank {rank}: {type(e).__name__}: {message}", file=sys.stderr)
+                print(f"error on rank {rank}: {type(e).__name__}: {message}{failed_module(e)}", file=sys.stderr)
     if status == 0 and dist.is_initialized():
         disconnect()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # gloo's threads abort now and then in a normal exit, and torchrun would count that as a failure
+
+
+def failed_module(error: BaseException) -> str:
+    """" (in blocks.0.attn.wq, a Linear)": the innermost module of the model that was running when the error came up, or ""."""
+    owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules = [owner for owner in owners if isinstance(owner, nn.Module)]
+    names = {module: fqn for fqn, module in modules[0].named_modules()} if modules else {}
+    inside = [module for module in modules if names.get(module)]
+    if not inside:
+        return ""
+    return f" (in {names[inside[-1]]}, a {type(inside[-1]).__name__.removeprefix('FSDP')})"
 
 
 def disconnect() -> None:

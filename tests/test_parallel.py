@@ -668,3 +668,23 @@ def test_ac_op_keeps_float8_matmuls():
         assert counts[torch.ops.aten._scaled_mm.default] == times
     assert {"_scaled_mm_v2", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"} <= set(parallel.KEPT["aten"])  # of GPUs only
     assert "flex_attention" in parallel.KEPT["higher_order"]
+
+
+def where_it_fails(flags: dict) -> str:
+    """A fork that forgot the style of a module whose shape is that of all heads."""
+    plan = Fork.tp_plan
+    with mock.patch.object(Fork, "tp_plan", lambda self: {k: v for k, v in plan(self).items() if "per_head" not in k}):
+        stages, layout = build(ForkConfig(**SMALL), flags, 4, 4)
+        try:
+            parallel.forward_backward(stages, local_batch(global_batch(0, 4, False), layout), layout)
+        except RuntimeError as error:
+            return parallel.failed_module(error)
+
+
+def test_an_error_names_the_module_in_which_it_happened():
+    """--check_parity shows this line of the layout's half."""
+    name = " (in blocks.0.attn.per_head, a Gain)"
+    assert pool(2).run(where_it_fails, dict(tp=2)) == [name, name]
+    assert pool(2).run(where_it_fails, dict(tp=2, ac="full")) == [name, name]
+    assert pool(1).run(where_it_fails, {}) == [None]
+    assert parallel.failed_module(ValueError("no model")) == ""
