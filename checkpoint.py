@@ -71,6 +71,7 @@ LEFTOVER = re.compile(r"step-\d+\.tmp-.*|trash-.*")  # of a process killed while
 INIT = Need("without --init_from", lambda c: c.init_from)
 LOADING = Need("without --init_from or a checkpoint in --out", lambda c: c.init_from or step_folders(c.out))
 SAVING = Need("with --load_only", lambda c: not c.load_only)
+EVER = Need("with --checkpoint_every 0", lambda c: getattr(c, "checkpoint_every", 1))
 EXPORT = Need("without --export_hf", lambda c: c.export_hf)
 
 
@@ -80,11 +81,11 @@ class CheckpointConfig:
     init_model_only: bool = flag(True, INIT)  # take only its weights, from step 0; else everything, as if it were this run
     load_step: int = -1  # continue from this step; newer ones are set aside as abandoned-N (-1 = the newest)
     exclude_from_loading: list[str] = flag([], LOADING)  # do not load: optimizer, or parameters (head,blocks.0.*)
-    checkpoint_async: Literal["off", "thread", "process"] = flag("off", SAVING)  # who writes while training goes on
+    checkpoint_async: Literal["off", "thread", "process"] = flag("off", SAVING, EVER)  # who writes while training goes on
     keep_latest_k: int = flag(10, SAVING)  # older checkpoints are deleted once a newer one is complete (0 = keep all)
-    checkpoint_first_step: bool = flag(False, SAVING)  # save after the run's first step too: shows at once that saving works
+    checkpoint_first_step: bool = flag(False, SAVING, EVER)  # save after the first step too: shows at once that saving works
     load_only: bool = False  # read checkpoints, never write one
-    last_save_model_only: bool = flag(False, SAVING)  # the last one holds only weights: smaller, but it cannot be continued
+    last_save_model_only: bool = flag(False, SAVING, EVER)  # the last one has only weights: smaller, but it cannot be continued
     export_hf: str = ""  # new folder for the final weights in Hugging Face's format
     export_dtype: Literal["float32", "bfloat16", "float16"] = flag("float32", EXPORT)  # of its weights; checkpoints never round
 
@@ -436,12 +437,14 @@ def changes(old, new, name=""):
 
 
 def local_code() -> dict[str, str]:
-    """{path: source} of the modules that this program has imported from the folder of its recipe or of this file, or below."""
-    recipe, found = getattr(sys.modules["__main__"], "__file__", None) or __file__, {}
+    """{path: source} of the modules that this program has imported from the folder of its recipe, of this file or of the user's
+    --env, or below."""
+    recipe, env = (getattr(sys.modules.get(name), "__file__", None) or __file__ for name in ("__main__", "nanotitan_env"))
+    found = {}
     files = {getattr(module, "__dict__", {}).get("__file__") for module in list(sys.modules.values())}
     files = sorted(os.path.realpath(file) for file in files if isinstance(file, str) and file.endswith(".py"))
     elsewhere = os.path.realpath(sysconfig.get_paths()["stdlib"]) + os.sep  # an environment may lie in the recipe's folder
-    for root in (os.path.dirname(os.path.realpath(file)) + os.sep for file in (recipe, __file__)):
+    for root in (os.path.dirname(os.path.realpath(file)) + os.sep for file in (recipe, __file__, env)):
         for file in files:
             if file.startswith(root) and not file.startswith(elsewhere) and "-packages" + os.sep not in file:
                 found.setdefault(file.removeprefix(root), Path(file).read_text("utf-8", "replace"))

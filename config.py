@@ -81,12 +81,26 @@ def unmet_needs(cfg, facts: SimpleNamespace) -> dict[str, Need]:
 
 
 def no_effect(cfg, facts: SimpleNamespace) -> list[str]:
-    """One sentence per need that is not met, with all the flags that were given for nothing."""
-    unmet, sentences = unmet_needs(cfg, facts), []
+    """One sentence per need that is not met, with all the flags that were given for nothing.
+
+    What nobody typed, because it came from --config, returns to its default instead, and rank 0 says so.
+    """
+    unmet = unmet_needs(cfg, facts)
+    if (returned := {name: need for name, need in unmet.items() if name in FROM_FILE}) and os.environ.get("RANK", "0") == "0":
+        print("--config: " + "; ".join(without_effect(cfg, returned, "back to the default")), flush=True)
+    for field in dataclasses.fields(cfg):
+        if field.name in returned:
+            setattr(cfg, field.name, default_of(field))
+            setattr(facts, field.name, default_of(field))
+    return without_effect(cfg, unmet_needs(cfg, facts), "leave {them} out")
+
+
+def without_effect(cfg, unmet: dict[str, Need], cure: str) -> list[str]:
+    sentences = []
     for need in dict.fromkeys(unmet.values()):
         names = [spell_flag(name, getattr(cfg, name)) for name in unmet if unmet[name] == need]
         verb, them = ("has", "it") if len(names) == 1 else ("have", "them")
-        sentences.append(f"{', '.join(names)} {verb} no effect {need.text}; leave {them} out")
+        sentences.append(f"{', '.join(names)} {verb} no effect {need.text}; {cure.format(them=them)}")
     return sentences
 
 

@@ -26,6 +26,7 @@ import os
 import random
 import re
 import string
+import sys
 import zlib
 from pathlib import Path
 
@@ -155,8 +156,8 @@ def open_env(name: str, data: str = ""):
     if name not in ENVS:
         if not name.endswith(".py") or not os.path.isfile(name):
             raise ValueError(f"--env {name} is no file ending in .py and none of {', '.join(ENVS)}")
-        spec = importlib.util.spec_from_file_location("env", name)
-        env = importlib.util.module_from_spec(spec)
+        spec = importlib.util.spec_from_file_location("nanotitan_env", name)
+        env = sys.modules["nanotitan_env"] = importlib.util.module_from_spec(spec)  # checkpoints keep its source
         try:
             spec.loader.exec_module(env)
         except Exception as error:

@@ -550,8 +550,8 @@ def main(cfg: Config):
     identity = {"model": model_identity, "data": {"env": cfg.env, "seed": cfg.seed}, "optimizer": {"name": "adamw"}}
     check_run(cfg.out, identity, cfg, lr_at)
     if cfg.kl_coef and step_folders(cfg.out) and not step_folders(f"{cfg.out}/reference"):
-        raise ValueError(f"--kl_coef {cfg.kl_coef}: {cfg.out} was begun without it, and has not kept its initial policy; leave "
-                         "it out, or use --out NEW")
+        raise ValueError(f"--kl_coef {cfg.kl_coef}: {cfg.out} has not kept its initial policy: it was begun without this "
+                         "flag, or by an older grpo.py; leave it out, or use --out NEW")
     if cfg.export_hf and all(step < cfg.steps for step, _ in step_folders(cfg.out)):
         check_export(cfg.export_hf, Model, model_config)
     stop = StopSignal()  # of generators too: those that a Ctrl-C ended would take the step with them
@@ -584,7 +584,9 @@ def main(cfg: Config):
     check_replicas([model], layout, flags=asdict(cfg))
     first = state["step"] + 1
     if rank0:
-        save_config(cfg, f"{cfg.out}/config.json", {"torch": torch.__version__, "world_size": layout.world_size, **identity})
+        if state["step"] < cfg.steps:  # what a finished run was trained with stays
+            about_run = {"torch": torch.__version__, "world_size": layout.world_size, **identity}
+            save_config(cfg, f"{cfg.out}/config.json", about_run)
         print(f"{cfg.env}: {sum(p.numel() for p in model.parameters()):,} parameters | {layout} on {layout.device.type}, "
               f"{str(layout.compute_dtype)[6:]} | {cfg.prompts_per_step} prompts x {cfg.group_size} samples per step, "
               f"{'in place' if not cfg.gen_ranks else f'by {cfg.gen_ranks} generator ranks'}", flush=True)

@@ -1373,7 +1373,7 @@ def initial_values(stage) -> dict[str, tuple[float, float]]:
 
 def usual_value(module: nn.Module, name: str, t: Tensor) -> float | None:
     """What every model agrees on: 0 for biases, 1 for norms (known by class, or by a class name such as MyNorm)."""
-    if name == "bias":
+    if name.endswith("bias"):  # in_proj_bias too
         return 0.0
     if isinstance(module, NORMS) or "Norm" in type(module).__name__ and t.dim() == 1:  # a matrix in WeightNormLinear is drawn
         return {"weight": 1.0, "running_mean": 0.0, "running_var": 1.0, "num_batches_tracked": 0.0}.get(name)
@@ -1769,7 +1769,8 @@ def skip_if_not_finite(optimizers, grad_norm: Tensor, layout: Layout) -> None:
     torch's fused optimizers, and those of optim.py, announce with _step_supports_amp_scaling that they read `found_inf`, as
     torch.amp.GradScaler tells them: decided on the device, the host hurries on; read the norms when they are logged
     (not_finite). For any other optimizer the host asks, one wait per step, and takes the gradients away: a parameter without
-    one is left alone. The same before a first step, as torch's fused SGD fills its momentum only in one that is not skipped.
+    one is left alone. The same for one without state yet, as torch's fused SGD fills its momentum only in a step that is not
+    skipped.
 
     With --optimizer_in_backward it is too late for all that: the weights have moved.
     """

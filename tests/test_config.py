@@ -323,6 +323,15 @@ def test_flags_without_effect_are_named_with_what_they_need(argv, sentences):
     assert no_effect(cfg, SimpleNamespace(**vars(cfg))) == sentences
 
 
+def test_flags_without_effect_that_nobody_typed_return_to_their_defaults(tmp_path, capsys):
+    """--config of a run with a pipeline, and --pp 1: who asks for that need not type each of the pipeline's flags again."""
+    save_config(Pipeline(pp=2, schedule="GPipe", parts=[3]), tmp_path / "config.json", run={})
+    cfg = parse_config(Pipeline, ["--config", str(tmp_path / "config.json"), "--pp", "1", "--parts", "4"])
+    assert no_effect(cfg, SimpleNamespace(**vars(cfg))) == ["--parts 4 has no effect without --pp 2 or more; leave it out"]
+    said = "--config: --schedule GPipe has no effect without --pp 2 or more; back to the default\n"
+    assert (cfg.schedule, cfg.parts) == (Pipeline().schedule, [4]) and capsys.readouterr().out == said
+
+
 def test_a_new_default_keeps_the_needs_and_help_names_them(capsys):
     @dataclass(kw_only=True)
     class Fork(Pipeline):

@@ -709,8 +709,11 @@ def test_a_run_and_its_folder(tmp_path):
     shown = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
     assert {s["step"] for s in shown} == {1, 2, 3} and set(shown[0]) >= {"prompt", "completion", "reward"}
     assert "reward   . training   o validation" in stdout and (out / "checkpoints" / "step-3").is_dir()
-    before = (out / "metrics.jsonl").read_bytes()
-    assert "is finished" in run(1, *TINY, "--steps", 3, "--out", out) and (out / "metrics.jsonl").read_bytes() == before
+    code = json.loads((out / "checkpoints" / "step-3" / "code.json").read_bytes())
+    assert {"grpo.py", "models/llama3.py", "tests/env_counting.py"} <= code.keys()  # the user's reward, too
+    before = [(out / name).read_bytes() for name in ("metrics.jsonl", "config.json")]
+    assert "is finished" in run(1, *TINY, "--steps", 3, "--lr", 0.1, "--out", out)
+    assert [(out / name).read_bytes() for name in ("metrics.jsonl", "config.json")] == before
 
 
 def test_a_run_without_a_warm_up(tmp_path):
@@ -854,7 +857,7 @@ def test_the_reference_is_saved_once(tmp_path, start):
         assert "supervised warm-up" not in said and saved == {path: path.stat().st_mtime_ns for path in saved}
         assert_same(steps_of(out), whole, tolerance)
     shutil.rmtree(out / "reference")
-    assert "has not kept its initial policy; leave it out, or use --out NEW" in run(1, *flags, "--out", out, status=2)
+    assert "has not kept its initial policy: it was begun without this flag" in run(1, *flags, "--out", out, status=2)
 
 
 def hf_folder(folder, kind, std=0.02):
