@@ -56,7 +56,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from config import FROM_FILE, Need, flag
-from data import files_beside
+from data import BESIDE, files_beside, sha256_file, tokenizer_path
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 1. Our own checkpoints (DCP)
@@ -64,6 +64,7 @@ from data import files_beside
 
 FORMAT_VERSION = 1
 STEP_FOLDER = re.compile(r"step-(0|[1-9]\d*)")  # with fullmatch: a folder that a user renamed to old-step-5 is not ours
+ABOUT = ("state.json", "config.json")  # what a start reads of a step folder before its tensors
 LEFTOVER = re.compile(r"step-\d+\.tmp-.*|trash-.*")  # of a process killed while it saved or purged
 
 
@@ -168,10 +169,11 @@ def check_files(folder: str, manifest: dict, names=None, progress=lambda n_bytes
             raise Damaged(f"{name} has crc32 {entry[1]} instead of {manifest['files'][name][1]}")
 
 
-def read_small(folder: str) -> dict:
-    """The manifest of a step folder whose files have their sizes, and of which all but the tensors are as written."""
+def read_small(folder: str, names=None) -> dict:
+    """The manifest of a step folder whose files have their sizes; these, or all but the tensors, are as written."""
     manifest = read_manifest(folder)
-    check_files(folder, manifest, [name for name in manifest["files"] if not name.startswith((".metadata", "__"))])
+    small = [name for name in manifest["files"] if not name.startswith((".metadata", "__"))]
+    check_files(folder, manifest, [name for name in small if names is None or name in names])
     return manifest
 
 
@@ -239,11 +241,14 @@ def is_hf_folder(folder: str) -> bool:
     return folder != "" and found[:1] not in ([], ["manifest.json"])
 
 
-def newest_readable(folder: str, step: int = -1) -> str:
-    """The newest checkpoint whose small files are as written; reads nothing else. Raises ValueError."""
+def newest_readable(folder: str, step: int = -1, names=None) -> str:
+    """The newest checkpoint of which the files of these names, or all but the tensors, are as written. Raises ValueError.
+
+    Every rank of a start calls it, several times: it names what it will read, for a tokenizer has megabytes.
+    """
     for path in (paths := candidates(folder, step)):
         try:
-            read_small(path)
+            read_small(path, names)
             return path
         except Damaged:
             continue  # load() says so; what counts here is the newest that it may take
@@ -267,11 +272,12 @@ def source_tokenizer(cfg) -> str:
     if not cfg.init_from or cfg.tokenizer or not is_text or has_new_ids(cfg) or cfg.dry_run:
         return ""
     start = start_of(cfg.out, cfg)
-    file = os.path.join(newest_readable(*start[:2]) if start else cfg.init_from, "tokenizer.json")
+    folder = newest_readable(*start[:2], (*ABOUT, "tokenizer.json", *BESIDE)) if start else cfg.init_from
+    file = os.path.join(folder, "tokenizer.json")
     if not os.path.lexists(file):
         raise ValueError(f"{file} is missing, so nothing tells how to cut --data {cfg.data} into the ids that these weights "
                          "know; give their tokenizer with --tokenizer")
-    return os.path.dirname(file)
+    return folder
 
 
 def has_new_ids(cfg) -> bool:
@@ -281,21 +287,39 @@ def has_new_ids(cfg) -> bool:
 
 def check_tokenizer(out: str, identity: dict, cfg):
     """Raises ValueError when the data has other ids than the weights of --init_from were trained with."""
-    from hf import HF_LIMITS, hf_file
-
     here, start = identity.get("data", {}).get("tokenizer_sha256"), start_of(out, cfg)
     if not cfg.init_from or here is None or has_new_ids(cfg) or start and start[0] != cfg.init_from:
         return
-    path, there = newest_readable(*start[:2]) if start else cfg.init_from, None
+    path, there = newest_readable(*start[:2], ABOUT) if start else cfg.init_from, None
     if start:
         there = read_json(path, "state.json")["identity"]["data"].get("tokenizer_sha256")
     if there is None and os.path.lexists(os.path.join(path, "tokenizer.json")):
-        there = hashlib.sha256(Path(hf_file(path, "tokenizer.json", HF_LIMITS["tokenizer.json"])).read_bytes()).hexdigest()
-    if there not in (None, here):
+        there = sha256_file(tokenizer_path(path))
+    if there not in (None, here) and not same_ids({path: there, cfg.tokenizer or cfg.data: here}):
         fix = f"leave out --tokenizer {cfg.tokenizer}" if cfg.tokenizer else f"make the shards with --tokenizer {path}"
         raise ValueError(f"--init_from {cfg.init_from} was trained with another tokenizer (sha256 {there[:12]}) than the data "
                          f"has ({here[:12]}), so its embedding knows other ids; {fix}, or --exclude_from_loading "
                          "tok_embeddings,head to learn new ones")
+
+
+def same_ids(tokenizers: dict[str, str]) -> bool:
+    """Whether {path: sha256 of its tokenizer.json} cut all text into the same ids: then they differ in what a file says about
+    padding or templates, which nothing here uses. False where one of the files is gone or another one by now."""
+    try:
+        if any(sha256_file(tokenizer_path(path)) != known for path, known in tokenizers.items()):
+            return False
+        a, b = (cuts(read_json(tokenizer_path(path))) for path in tokenizers)
+    except (ValueError, LookupError, TypeError, AttributeError, OSError, RecursionError):
+        return False
+    return a == b
+
+
+def cuts(rules: dict) -> tuple:
+    """What decides into which ids a tokenizer.json cuts a text."""
+    model, added = rules["model"], {token["content"]: token["id"] for token in rules.get("added_tokens") or []}
+    vocab = model["vocab"] | added if isinstance(model["vocab"], dict) else (model["vocab"], added)  # Unigram: [text, score]
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model.get("merges") or []]  # spelt in two ways
+    return model.get("type"), vocab, merges, rules.get("normalizer"), rules.get("pre_tokenizer")
 
 
 def check_run(out: str, identity: dict, cfg: CheckpointConfig, lr_at=None):
@@ -308,7 +332,7 @@ def check_run(out: str, identity: dict, cfg: CheckpointConfig, lr_at=None):
     check_tokenizer(out, identity, cfg)
     if start := start_of(out, cfg):
         folder, step, everything = start
-        path = newest_readable(folder, step)
+        path = newest_readable(folder, step, ABOUT)
         if everything:
             check_continuable(path, folder, identity)
             if int(os.environ.get("RANK", 0)) == 0 and (text := changed_flags(path, cfg, lr_at)):
@@ -339,7 +363,7 @@ def trained_flags(path: str) -> dict:
 def continued(cfg) -> str | None:
     """The step folder from which a start with these flags trains on; None for a start at step 0 or after the last step."""
     start = start_of(cfg.out, cfg)
-    path = newest_readable(*start[:2]) if start and start[2] else None
+    path = newest_readable(*start[:2], ABOUT) if start and start[2] else None
     return path if path and read_json(path, "manifest.json")["step"] < cfg.steps else None
 
 
@@ -727,6 +751,11 @@ def dequantized(t: Tensor) -> Tensor:
     return type(t)(local, t._spec, requires_grad=False) if hasattr(t, "placements") else local
 
 
+def tokenizer_and_beside(file: str) -> dict[str, bytes]:
+    """{name: content} of a tokenizer.json and what a Hugging Face folder has beside it, which to_hf gives back."""
+    return {"tokenizer.json": tokenizer_path(file).read_bytes()} | files_beside(file)
+
+
 class Checkpoints:
     """Saves and loads one run. Build it last: the weights exist and the optimizer has them.
 
@@ -739,7 +768,7 @@ class Checkpoints:
     def __init__(self, cfg: CheckpointConfig, out: str, *, modules: list[nn.Module], optimizer, identity: dict, config: dict,
                  source: str, tokenizer_file: str | None = None):
         self.cfg, self.out, self.modules, self.identity = cfg, out, modules, identity
-        self.config, self.source, self.tokenizer_file = config, source, tokenizer_file
+        self.config, self.source = config, source
         self.code = local_code() if source else {}  # now: who edits a file while this runs does not change this run
         self.optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
         # Taken once, while FSDP holds them sharded: after an evaluation that leaves them gathered, module.parameters()
@@ -757,6 +786,9 @@ class Checkpoints:
         group = new_gloo_group("checkpoint") if dist.is_initialized() else None
         self.group, self.rank, self.world_size = group, rank_in(group), dist.get_world_size(group) if group else 1
         self.gather, self.everywhere, self.on_rank_0 = (partial(f, group=group) for f in (gather, everywhere, on_rank_0))
+        # Read now: what is wrong with these files is said before anything is trained, and no later edit changes this run.
+        reads = self.rank == 0 and tokenizer_file and not cfg.load_only
+        self.tokenizer = self.everywhere(lambda: tokenizer_and_beside(tokenizer_file) if reads else {})
         self.pool, self.stager, self.staged, self.flight = ThreadPoolExecutor(1), None, None, None
         self.process = WriterProcess() if cfg.checkpoint_async == "process" and not cfg.load_only else None
         if self.rank == 0 and not cfg.load_only and os.path.isdir(os.path.join(out, "checkpoints")):
@@ -859,11 +891,9 @@ class Checkpoints:
             if not os.path.isfile(os.path.join(folder, name)) or os.path.getsize(os.path.join(folder, name)) != size:
                 raise OSError(f"rank 0 does not see {name}: {self.out} must be on a file system that all machines share")
         extra = {"state.json": about, "config.json": json_bytes(self.config), "recipe.py": self.source.encode()}
+        extra |= self.tokenizer
         if self.code:
             extra["code.json"] = json_bytes(self.code)
-        if self.tokenizer_file:
-            extra["tokenizer.json"] = Path(self.tokenizer_file).read_bytes()
-            extra |= files_beside(self.tokenizer_file)  # of a Hugging Face folder: to_hf gives them back
         for name, content in extra.items():
             Path(folder, name).write_bytes(content)
         files = listed | checksums(folder, [".metadata", *extra], sync=True)
@@ -1066,13 +1096,14 @@ def open_saved(folder: str) -> tuple[str, nn.Module, object]:
             manifest = verify(path)
             break
         except Damaged as error:
-            print(f"checkpoint: {path} is DAMAGED: {error}", flush=True)
+            print(f"checkpoint: {path} is DAMAGED: {error}", file=sys.stderr, flush=True)  # stdout is for what one samples
     else:
         raise none_good(folder, paths)
     Model, config = saved_model(path)
     code = {file: text for file, text in local_code().items() if file.startswith("models" + os.sep)}
     if files := [file for file in changed_code(path, code) if not file.endswith("(new)")]:
-        print(f"checkpoint: code that has changed since step {manifest['step']} was written: {', '.join(files)}", flush=True)
+        text = f"checkpoint: code that has changed since step {manifest['step']} was written: {', '.join(files)}"
+        print(text, file=sys.stderr, flush=True)
     with torch.device("meta"):  # memory only once, and in the wanted dtype
         model = Model(config)
     table = read_metadata(path, manifest["files"])

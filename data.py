@@ -190,8 +190,8 @@ def files_beside(tokenizer_file) -> dict:
     return {name: Path(hf_file(folder, name, HF_LIMITS.get(name, HF_LIMIT))).read_bytes() for name in there}
 
 
-def find_tokenizer(path: str, eot: str = ""):
-    """(tokenizer.json, eot id, vocab size) for a tokenizer.json or a folder that holds one."""
+def tokenizer_path(path: str) -> Path:
+    """The tokenizer.json that this path is, or that the folder holds. ValueError for links elsewhere and absurd sizes."""
     from hf import HF_LIMITS, hf_file, hub_hint
 
     file, limit = Path(path, "tokenizer.json") if os.path.isdir(path) else Path(path), HF_LIMITS["tokenizer.json"]
@@ -201,6 +201,12 @@ def find_tokenizer(path: str, eot: str = ""):
         hf_file(path, "tokenizer.json", limit)
     elif file.stat().st_size > limit:
         raise ValueError(f"--tokenizer {path} has {file.stat().st_size:,} bytes, which is absurd: {limit:,} are the most")
+    return file
+
+
+def find_tokenizer(path: str, eot: str = ""):
+    """(tokenizer.json, eot id, vocab size) for a tokenizer.json or a folder that holds one."""
+    file = tokenizer_path(path)
     tokenizer, names, config = load_tokenizer(file), [eot] if eot else list(EOT_NAMES), file.with_name("tokenizer_config.json")
     if (rules := files_beside(file).get(config.name)) and not eot:
         try:
@@ -470,14 +476,17 @@ def cache_folder(cache_dir: str) -> Path:
 def cached_corpus(data: str, tokenizer: str, cache_dir: str) -> Path:
     """The folder of token shards for a text, made if it is not in the cache yet; named after the hash of text and tokenizer.
 
-    A link named after sizes and times of the files leads to it, so that a start does not read all the text again."""
+    A link named after size and time of the text leads to it, so that a start does not read all the text again. The tokenizer's
+    files are small: their contents count, for every checkpoint has a copy of them under another path."""
     cache, paths = cache_folder(cache_dir), stdlib_files() if data == "stdlib" else [Path(data)]
-    home = tokenizer if os.path.isdir(tokenizer) else os.path.dirname(tokenizer)
-    rules = [Path(tokenizer), *(Path(home, name) for name in ("tokenizer.json", *BESIDE))] if tokenizer else []
+    rules = None
+    if tokenizer:
+        file = tokenizer_path(tokenizer)
+        rules = sha256_file(file), sorted(files_beside(file).items())
     if data != "stdlib":
         check_text(paths[0])
-    stats = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths + rules if path.is_file()]
-    link = cache / hashlib.sha256(repr((VERSION, BPE_VOCAB, data == "stdlib", tokenizer, stats)).encode()).hexdigest()[:16]
+    stats = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+    link = cache / hashlib.sha256(repr((VERSION, BPE_VOCAB, data == "stdlib", rules, stats)).encode()).hexdigest()[:16]
     if (link / "index.json").is_file():
         return link.resolve()
     cache.mkdir(parents=True, exist_ok=True)

@@ -78,9 +78,9 @@ def trained(seed=0, steps=2, optimizer="adamw", width=24):
     return net, optimizers
 
 
-def of(net, optimizers, out, **flags):
-    cfg, rest = CheckpointConfig(**flags), dict(identity=IDENTITY, config={"tp": 1}, source="print(1)\n")
-    return Checkpoints(cfg, str(out), modules=[net], optimizer=optimizers, **rest)
+def of(net, optimizers, out, identity=IDENTITY, tokenizer_file=None, **flags):
+    cfg, rest = CheckpointConfig(**flags), dict(config={"tp": 1}, source="print(1)\n", tokenizer_file=tokenizer_file)
+    return Checkpoints(cfg, str(out), modules=[net], optimizer=optimizers, identity=identity, **rest)
 
 
 def saved(out, *steps, **flags):
@@ -643,9 +643,7 @@ def source_of(kind, folder, tokenizer) -> str:
         if tokenizer:
             shutil.copy(f"{tokenizer}/tokenizer.json", folder)
         return str(folder)
-    checkpoints = of(*trained(), folder)
-    checkpoints.tokenizer_file = tokenizer and f"{tokenizer}/tokenizer.json"
-    checkpoints.save(3, {"step": 3})
+    of(*trained(), folder, tokenizer_file=tokenizer and f"{tokenizer}/tokenizer.json").save(3, {"step": 3})
     return path(folder, 3) if kind == "step" else str(folder)
 
 
@@ -686,15 +684,76 @@ def test_a_run_that_goes_on_keeps_the_tokenizer_it_began_with(tmp_path, book):
     flags["init_from"] = source_of("run", tmp_path / "source", first)
     its = start(flags)
     identity = IDENTITY | {"data": open_data(cfg := train_llama3.Config(**flags), 16, source_tokenizer(cfg)).fingerprint}
-    checkpoints = of(*trained(), flags["out"])
-    checkpoints.identity, checkpoints.tokenizer_file = identity, f"{first}/tokenizer.json"
-    checkpoints.save(3, {"step": 3})
+    of(*trained(), flags["out"], identity, f"{first}/tokenizer.json").save(3, {"step": 3})
     shutil.rmtree(flags["init_from"])
     assert start(flags) == its
     more = dict(init_from=flags["out"], init_model_only=False, out=str(tmp_path / "third"))
     assert start(flags, **more) == its
     with pytest.raises(ValueError, match="another tokenizer"):
         start(flags, **more, tokenizer=second)
+
+
+@pytest.mark.parametrize("kind", ["run", "hugging face"])
+def test_a_tokenizer_of_the_same_ids_is_no_other_one(tmp_path, book, kind):
+    """Chat models are published with another post_processor, truncation or padding than their base models."""
+    flags, first, second = book
+    flags["init_from"] = source_of(kind, tmp_path / "source", first)
+    rules = json.loads(Path(first, "tokenizer.json").read_bytes())
+    model = rules["model"]
+    joined = [" ".join(pair) if isinstance(pair, list) else pair.split(" ") for pair in model["merges"]]  # the other spelling
+    same = dict(truncation=dict(direction="Right", max_length=9, strategy="LongestFirst", stride=0),
+                post_processor=dict(type="ByteLevel", add_prefix_space=True, trim_offsets=False, use_regex=True),
+                model=model | {"merges": joined})
+    a, b, *rest = model["vocab"]
+    swapped = model["vocab"] | {a: model["vocab"][b], b: model["vocab"][a]}
+    new = rules["added_tokens"][0] | dict(id=len(model["vocab"]), content="<new>")
+    others = [dict(normalizer=dict(type="Lowercase")), dict(pre_tokenizer=rules["pre_tokenizer"] | {"add_prefix_space": True}),
+              dict(model=model | {"merges": model["merges"][::-1]}), dict(model=model | {"vocab": swapped}),
+              dict(added_tokens=[*rules["added_tokens"], new])]
+    for i, (changes, is_same) in enumerate([(same, True), *((other, False) for other in others)]):
+        (folder := tmp_path / f"other{i}").mkdir()
+        file = folder / "tokenizer.json"
+        file.write_text(json.dumps(rules | changes))
+        shards = open_data(DataConfig(data=flags["data"], tokenizer=str(file), cache_dir=flags["cache_dir"]), 16).folder
+        for more in dict(tokenizer=str(file)), dict(data=str(shards)):
+            if is_same:
+                assert start(flags, **more) == sha256_file(file) != sha256_file(Path(first, "tokenizer.json"))
+            else:
+                with pytest.raises(ValueError, match="another tokenizer"):
+                    start(flags, **more)
+
+
+def test_a_start_reads_of_a_checkpoint_what_it_needs(tmp_path, book, monkeypatch):
+    """Every rank does it, several times; a tokenizer has megabytes."""
+    flags, first, second = book
+    source_of("run", tmp_path / "new", first)
+    read, checks = [], checkpoint.check_files
+    monkeypatch.setattr(checkpoint, "check_files", lambda path, whole, names: read.append(names) or checks(path, whole, names))
+    cfg = train_llama3.Config(**flags, steps=9)
+    checkpoint.keep_batch(cfg)
+    check_run(cfg.out, IDENTITY, cfg)
+    assert len(read) > 1 and all(sorted(names) == ["config.json", "state.json"] for names in read)
+    for name in "state.json", "config.json", "tokenizer.json":  # each is checked where it is taken
+        of(*trained(), flags["out"], tokenizer_file=f"{first}/tokenizer.json").save(4, {"step": 4})
+        file = Path(path(flags["out"], 4), name)
+        file.write_bytes(file.read_bytes()[:-1] + b" ")
+        assert source_tokenizer(train_llama3.Config(**flags, init_from="runs/gone")) == path(flags["out"], 3)
+        shutil.rmtree(path(flags["out"], 4))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_tokenizer_that_no_checkpoint_can_hold_is_refused_before_training(tmp_path, book, name):
+    first = Path(book[1])
+    (first / "chat_template.jinja").write_text("{{ messages }}")
+    checkpoints = of(*trained(), tmp_path / "run", tokenizer_file=str(first / "tokenizer.json"))
+    with open(first / name, "wb") as sparse:
+        sparse.truncate(1 << 30)
+    with pytest.raises(ValueError, match=f"{name}.* has 1,073,741,824 bytes, which is absurd"):
+        of(*trained(), tmp_path / "other", tokenizer_file=str(first / "tokenizer.json"))
+    of(*trained(), tmp_path / "other", tokenizer_file=str(first / "tokenizer.json"), load_only=True)  # never writes one
+    assert checkpoints.save(1, {})  # what is edited later changes no run
+    assert Path(path(tmp_path / "run", 1), "chat_template.jinja").read_text() == "{{ messages }}"
+    assert json.loads(Path(path(tmp_path / "run", 1), "tokenizer.json").read_bytes())["model"]
 
 
 # --- the code that a run was trained with
@@ -751,11 +810,12 @@ def test_a_model_whose_file_has_changed_is_told_where_one_samples_from_it(tmp_pa
     checkpoints = of(Llama3(config()), [], tmp_path)
     checkpoints.save(1, {"step": 1})
     load_model(str(tmp_path))
-    assert "code that has changed" not in capsys.readouterr().out
+    assert "code that has changed" not in capsys.readouterr().err
     there = checkpoints.code | {"models/llama3.py": "", "models/gone.py": "", "train_llama3.py": ""}
     rewrite(path(tmp_path, 1), "code.json", json.dumps(there).encode())
     load_model(str(tmp_path))
-    assert "code that has changed since step 1 was written: models/llama3.py\n" in capsys.readouterr().out
+    said = capsys.readouterr()  # stdout is for what one samples
+    assert "code that has changed since step 1 was written: models/llama3.py\n" in said.err and not said.out
 
 
 def test_checkpoints_without_code_continue(tmp_path, capsys):

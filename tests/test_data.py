@@ -659,6 +659,31 @@ def test_the_files_beside_a_tokenizer_come_along(tmp_path, monkeypatch, capsys):
     assert data.find_damage(tmp_path / "tokens") == [f"{tmp_path / 'tokens' / 'chat_template.jinja'} is missing or changed"]
 
 
+def test_a_copy_of_the_tokenizer_finds_the_same_shards_without_reading_the_text(tmp_path, monkeypatch):
+    """Every checkpoint of a run has a copy, which is the default of the next start."""
+    text, file = tmp_path / "a.txt", chat_tokenizer(tmp_path / "hf")
+    text.write_text(sentences(200, 0))
+
+    def folder(tokenizer):
+        return open_data(DataConfig(data=str(text), tokenizer=str(tokenizer), cache_dir=str(tmp_path / "c")), 16).folder
+
+    first, hashed, sha256_file = folder(file), [], data.sha256_file
+    monkeypatch.setattr(data, "sha256_file", lambda path: hashed.append(Path(path)) or sha256_file(path))
+    copy = Path(shutil.copytree(tmp_path / "hf", tmp_path / "step-3"))
+    os.utime(file, (1, 1))
+    assert {folder(path) for path in (copy, copy / "tokenizer.json", tmp_path / "hf", file)} == {first} and text not in hashed
+    stamp = file.stat()
+    file.write_text(file.read_text().replace('"axis"', '"AXIS"'))  # of the same size and time
+    os.utime(file, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    data.load_tokenizer.cache_clear()
+    other = folder(file)
+    assert other != first and text in hashed
+    (copy / "chat_template.jinja").write_bytes(b"{{ other }}")
+    assert folder(copy) not in (first, other)
+    (copy / "tokenizer.json").unlink()
+    refused(lambda: folder(copy), "need a tokenizer.json")
+
+
 @pytest.mark.parametrize("name", ["tokenizer.json", *CHAT_FILES])
 def test_a_tokenizer_of_strangers(tmp_path, name):
     file = chat_tokenizer(tmp_path / "hf")
