@@ -775,6 +775,7 @@ run.save(state["step"] + 1, {{"step": state["step"] + 1}})
 """
 
 
+@pytest.mark.slow
 def test_changed_code_is_told_when_a_run_goes_on(tmp_path):
     """A fork in a folder of its own, with a module beside it and one in a folder below, and our files from another place."""
     fork, out = tmp_path / "fork", tmp_path / "run"

@@ -338,6 +338,7 @@ def hash_of(flags: dict, rows: int) -> str:
     return parallel.reduce_hash(f"{hash_sequences(tokens[mine], -tokens[mine], mine.start):012x}", layout)
 
 
+@pytest.mark.slow
 def test_every_layout_has_the_same_hash():
     want, = set(pool(1).run(hash_of, {}, 8))
     layouts = [dict(dp_shard=4), dict(dp_replicate=2, dp_shard=2), dict(pp=2, dp_shard=2), dict(tp=2, dp_shard=2),

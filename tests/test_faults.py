@@ -357,7 +357,7 @@ def with_lion(script):
     script.write_text(source.replace(adamw, "Lion(groups, cfg.lr / 10)").replace("def build_optimizers(", LION.lstrip()))
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon", "lion"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", pytest.param("lion", marks=pytest.mark.slow)])
 def test_on_nan_skip(tmp_path, start, optimizer):
     """One rank's gradient is not finite: all ranks skip the step, and go on with the next batch."""
     script = fork(tmp_path, """

@@ -408,6 +408,7 @@ def test_ids_that_the_tokenizer_lacks_are_never_sampled():
     assert (head[unknown] == 0).all() and head.isfinite().all() and head.any()
 
 
+@pytest.mark.slow
 def test_metrics_are_those_of_the_whole_step(tmp_path):
     """With lr 0 every part of a step is trained by one policy: what is logged cannot depend on how many parts there are, nor on
     whether groups of equal rewards, which have no gradient, are forwarded for another reason."""
@@ -531,7 +532,7 @@ reward = lambda prompt, completion: float(len(completion) % 2)
 """
 
 
-@pytest.mark.parametrize("finite", [False, True])
+@pytest.mark.parametrize("finite", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path, finite):
     """--seq_len 16 has no room for an answer to most of them: once that ended the run, and again after every restart."""
     more = "problems = [('7' * (i % 25) + str(i) + '>', '7') for i in range(400)]\ndel make\n" if finite else ""
@@ -546,7 +547,8 @@ def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path, finite):
 
 
 @pytest.mark.parametrize("processes, flags", [
-    (1, []), pytest.param(2, ["--dp_shard", 2], marks=pytest.mark.slow), (2, ["--gen_ranks", 1, "--async_steps", 1])], ids=str)
+    (1, []), pytest.param(2, ["--dp_shard", 2], marks=pytest.mark.slow),
+    pytest.param(2, ["--gen_ranks", 1, "--async_steps", 1], marks=pytest.mark.slow)], ids=str)
 def test_a_reward_that_fails_ends_the_run_in_one_line(tmp_path, processes, flags):
     (tmp_path / "env.py").write_text(
         "import tests.env_counting\nfrom tests.env_counting import ALPHABET, make\ncalls = []\n\n\n"
@@ -647,8 +649,8 @@ def ranks_train(flags: dict, samples):
     return found, grads, norm, [s["ids"] for s in batch["samples"]], again
 
 
-LAYOUTS = [(2, {"dp_shard": 2}), (2, {"tp": 2, "unknown": [13, 19, 23]}), (2, {"cp": 2, "loss": "gspo"})]
-LARGE = [(4, {"dp_shard": 2, "tp": 2}), (4, {"dp_replicate": 2, "cp": 2}),
+LAYOUTS = [(2, {"dp_shard": 2}), (2, {"tp": 2}), (2, {"cp": 2, "loss": "gspo"})]
+LARGE = [(2, {"tp": 2, "unknown": [13, 19, 23]}), (4, {"dp_shard": 2, "tp": 2}), (4, {"dp_replicate": 2, "cp": 2}),
          (4, {"dp_replicate": 2, "dp_shard": 2, "loss": "grpo"})]
 
 
@@ -821,6 +823,7 @@ grpo.run(grpo.main, grpo.parse_config(grpo.Config))
         assert [x[name] for x in lines_of(out) if name in x] == [x[name] for x in lines_of(tmp_path / "whole") if name in x]
 
 
+@pytest.mark.slow
 def test_a_batch_of_other_flags_is_sampled_again(tmp_path):
     """--async_steps 1 keeps a batch in the checkpoint; with another --group_size it would merge the groups of two prompts."""
     out, flags = tmp_path / "run", [*TINY, "--steps", 4, "--eval_every", 0, "--checkpoint_every", 2]
@@ -840,7 +843,8 @@ def test_a_batch_of_other_flags_is_sampled_again(tmp_path):
     assert len({s["prompt"] for s in shown if s["step"] == 3}) == 1 and prompts[0] != prompts[4]  # a group has one prompt
 
 
-@pytest.mark.parametrize("start", ["warm-up", pytest.param("own run", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("start", ["warm-up", "own run"])
 def test_the_reference_is_saved_once(tmp_path, start):
     """--kl_coef: a continued run, --load_step and all, in another layout, is held by the policy that it began with."""
     flags = [*TINY, "--steps", 4, "--checkpoint_every", 2, "--eval_every", 0, "--kl_coef", 0.1, "--compute_dtype", "float32"]
@@ -893,9 +897,9 @@ def hf_folder(folder, kind, std=0.02):
     theirs.save_pretrained(folder)
 
 
-@pytest.mark.parametrize("kind, dtype", [
-    pytest.param(kind, dtype, marks=[] if (kind, dtype) == ("deepseek_v3", "bfloat16") else pytest.mark.slow)
-    for kind in ("llama", "qwen3_moe", "deepseek_v3") for dtype in ("bfloat16", "float32")])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "deepseek_v3"])
 def test_generator_ranks_compute_what_the_trainer_computes(tmp_path, kind, dtype):
     """To the last bit: the same tokens, and the same log-probabilities, which the loss and its gradient are made of."""
     hf_folder(tmp_path / "hf", kind, std=0.3)
@@ -1016,10 +1020,10 @@ def start(tmp_path):
         job.kill_everything()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps_ahead", [0, 1])
 @pytest.mark.parametrize("processes, how", [
-    pytest.param(1, "SIGTERM", marks=pytest.mark.slow), (2, "SIGTERM to the workers"),
-    pytest.param(2, "SIGINT to all", marks=pytest.mark.slow)])
+    (1, "SIGTERM"), (2, "SIGTERM to the workers"), (2, "SIGINT to all")])
 def test_a_signal_saves_and_ends(tmp_path, start, processes, how, steps_ahead):
     """In place and with a generator rank, in step and one ahead: the step is finished and saved, and the run can go on."""
     flags = ["--async_steps", steps_ahead] + ["--gen_ranks", 1] * (processes > 1)
@@ -1048,7 +1052,8 @@ def test_a_signal_without_checkpoints_ends_as_well(tmp_path, start):
     assert job.end(within=60) == 0 and "stopped after step" in job.text()
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_trainer_and_generator_end_together(tmp_path, start, rank):
     """Whichever dies, the other does not wait for it, even if no launcher ends it: torchrun is stopped here."""
     job = start(2, "--gen_ranks", 1)
@@ -1098,8 +1103,9 @@ def reward(prompt, completion, truncated=False):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes, late, samplers, flags", [
-    (2, 1, 2, ["--dp_shard", 2]), pytest.param(3, 2, 1, ["--gen_ranks", 1], marks=pytest.mark.slow)], ids=str)
+    (2, 1, 2, ["--dp_shard", 2]), (3, 2, 1, ["--gen_ranks", 1])], ids=str)
 def test_rewards_may_take_longer_than_training(tmp_path, processes, late, samplers, flags):
     """--train_timeout_s is for collectives in training: other ranks, and trainers of generators, wait for a slow reward."""
     (tmp_path / "env.py").write_text(SLOW_REWARD)
@@ -1113,6 +1119,7 @@ def test_rewards_may_take_longer_than_training(tmp_path, processes, late, sample
     assert max(line["rollout_s"] for line in steps_of(job.out)) > 8 and job.last_step() == 4
 
 
+@pytest.mark.slow
 def test_a_hang_in_training_still_ends_the_run(tmp_path):
     (tmp_path / "hangs.py").write_text(HANGS.format(repo=str(REPO)))
     flags = ["--eval_every", 0, "--dp_shard", 2, "--train_timeout_s", 6, "--out", tmp_path / "run"]

@@ -539,6 +539,7 @@ def test_a_large_copy_is_compared_in_small_sizes(fork):
         hf.check_same_model(Model, flavor)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("edited", ["a file of its own", "the original"])
 def test_an_export_that_tells_of_another_model_is_refused_before_anything_is_trained(tmp_path, edited):
     """A fork as a user has it, with one line changed: of a recipe and a model of its own, or in a folder copied whole."""

@@ -282,6 +282,7 @@ def test_host_memory_is_that_of_the_tightest_control_group(monkeypatch):
     assert parallel.host_memory() == sys.maxsize
 
 
+@pytest.mark.slow
 def test_70b_on_this_machine_ends_with_the_number(tmp_path):
     if parallel.host_memory() > 1.1e12:
         pytest.skip("it fits")

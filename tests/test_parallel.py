@@ -129,10 +129,7 @@ LAYOUTS += [
     (4, dict(pp=2, ep=2, pp_schedule="DualPipeV"), dict(n=16, b=4, **MTP)),
 ]
 LAYOUTS += [  # activation checkpointing with experts: an FSDP unit inside the checkpointed block, on one rank or several
-    (2, dict(ac="op", ep=2), dict(n=4, b=1, **MOE)),
-    (2, dict(ac="op", tp=2), dict(n=4, b=2, **MTP)),
-    (2, dict(ac="op", dp_replicate=2), dict(n=4, b=1, **MOE)),
-    (2, dict(ac="selective", ep=2), dict(n=4, b=1, **MTP)),
+    (2, dict(ac="op", ep=2), dict(n=4, b=1, **MOE)),  # the others are in SLOW
 ]
 SLOW = [  # three and four axes at once, most on eight processes; more of the same
     (8, dict(pp=2, tp=2, cp=2), dict(n=8, b=4, tie_embeddings=True, doc=True)),
@@ -243,8 +240,9 @@ def talk(flags: dict, n: int, n_layers: int) -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize("processes, flags", [
     (2, dict(pp=2)), (2, dict(pp=2, pp_schedule="Interleaved1F1B")), (2, dict(pp=2, pp_schedule="ZBVZeroBubble")),
-    (4, dict(pp=4, pp_schedule="Interleaved1F1B")), (4, dict(pp=4, pp_schedule="DualPipeV")),
-    (4, dict(pp=2, tp=2, pp_schedule="Interleaved1F1B"))], ids=str)
+    *[pytest.param(4, flags, marks=pytest.mark.slow) for flags in (
+        dict(pp=4, pp_schedule="Interleaved1F1B"), dict(pp=4, pp_schedule="DualPipeV"),
+        dict(pp=2, tp=2, pp_schedule="Interleaved1F1B"))]], ids=str)
 def test_evaluation_cannot_hang_where_a_send_waits_for_its_receive(processes, flags):
     """NCCL may run the messages of a pair one after the other: played with messages that are a handshake, all must arrive."""
     left = {rank: deque(said) for rank, said in enumerate(pool(processes).run(talk, flags, 8, 8))}
@@ -423,6 +421,7 @@ def test_check_parity_of_an_optimizer_that_it_does_not_know(monkeypatch, tmp_pat
         assert dryrun.check_parity(train_llama3.main, cfg, {axis: getattr(cfg, axis) for axis in parallel.AXES}) == status
 
 
+@pytest.mark.slow
 def test_check_parity_passes_and_finds_a_forkers_mistake(tmp_path):
     """The user's command, on the recipe and on a copy of it with a mistake: its gradients are averaged, not summed."""
     flags = ["--local_batch_size", "2", "--seq_len", "64", "--model_args", "n_layers=2,dim=64", "--check_parity", "--tp", "2"]
@@ -509,8 +508,9 @@ BF16 = [(1, {}), (2, dict(tp=2)), (2, dict(cp=2)), (2, dict(cp=2, cp_method="all
 KINDS = {"llama3": {}, "qwen3": dict(model="qwen3"), "qwen3_moe": MOE, "deepseek": dict(model="deepseek"), "mtp": MTP, "v2": V2}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("processes, flags", BF16, ids=str)
+@pytest.mark.parametrize("processes, flags, kind", [
+    pytest.param(processes, flags, kind, marks=[] if flags in ({}, {"pp": 2}) or kind == "llama3" else pytest.mark.slow)
+    for processes, flags in BF16 for kind in KINDS], ids=str)
 def test_what_a_bf16_run_computes_in_fp32(kind, processes, flags):
     """docs/numerics.md: cos and sin, scores of the router and the weights of a token's experts are fp32 in bf16 runs, too."""
     experts = "n_experts" in KINDS[kind] or "deepseek" in KINDS[kind].values()

@@ -142,6 +142,8 @@ def run_published(command: str, folder: Path, out: str, *more) -> tuple[str, Pat
         args += ["--max_new_tokens", 8, "--device", "cpu"]
     elif args[0] == "prepare":
         args += ["--workers", 1, "--out", out]
+    elif args[0] == "tokenizer":
+        args += ["--out", f"{out}.json"]
     return run(launch(processes, REPO / script, *args, *more), folder), folder / out
 
 
@@ -193,6 +195,8 @@ def test_published_command(command, folder):
     elif script == "generate.py":
         prompts = [b for a, b in zip(shlex.split(command), shlex.split(command)[1:]) if a == "--prompt"]
         assert all(prompt in stdout for prompt in prompts) or "--chat" in command and stdout.strip()
+    elif " tokenizer " in command:
+        assert Path(f"{out}.json").is_file()
     elif script == "data.py":
         assert re.search(r"train: [\d,]+ tokens", stdout) and "sha256" in stdout
         assert (out / "index.json").exists() or "prepare" not in command
@@ -282,6 +286,7 @@ def test_stopped_by_sigterm_and_continued_by_two_processes(tmp_path, recipe):
     assert_same_training(train_lines(out), train_lines(tmp_path / "whole"))
 
 
+@pytest.mark.slow
 def test_the_batch_stays_on_another_number_of_processes_and_new_flags_are_told(tmp_path):
     flags = [*TINY, "--local_batch_size", 2, "--warmup_steps", 1, "--val_every", 0, "--out", tmp_path]
     run(launch(1, "train_llama3.py", *flags, "--steps", 4))
@@ -293,6 +298,7 @@ def test_the_batch_stays_on_another_number_of_processes_and_new_flags_are_told(t
     assert [config["global_batch_size"] for config in saved] == [2, 2]
 
 
+@pytest.mark.slow
 def test_other_data_in_the_middle_of_a_run(folder, tmp_path):
     """As docs/fork_me.md says: not under the same name, but from its weights, with its ids."""
     flags = [*TINY, "--steps", 2, "--local_batch_size", 2, "--val_every", 0, "--cache_dir", tmp_path / "cache"]
