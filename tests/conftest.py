@@ -5,12 +5,21 @@ import pytest
 import torch
 from torch.distributed.run import get_args_parser
 
+from config import FROM_FILE
+
 OLDER = []  # (what a test's name contains, why it is skipped)
 if torch.__version__ < "2.13":
     schedules = "ZeroBubble|Dua|zero_bubble|zero bubble|down and back|schedule_from_csv"
     OLDER.append((schedules, "this --pp_schedule is refused before torch 2.13: parallel.pipeline_errors"))
 if "--shutdown-timeout" not in get_args_parser().format_help():
     OLDER.append(("a_rank_that_hangs|shutdown_timeout|slurm_script", "this torchrun has no --shutdown-timeout"))
+
+
+@pytest.fixture(autouse=True)
+def no_command_line_before_this_one():
+    """A program reads one command line; a test that read one with --config must not be remembered by the next test."""
+    yield
+    FROM_FILE.clear()
 
 
 def pytest_collection_modifyitems(items):
