@@ -1040,6 +1040,7 @@ def merged(parts):
     return whole
 
 
+@pytest.mark.slow
 def test_any_layout_continues_any_layout(tmp_path):
     first = before = str(tmp_path / "0")
     hashes = merged(pool(4).run(run_layout, {}, None, first, {"steps": 2}))
@@ -1058,6 +1059,7 @@ def test_any_layout_continues_any_layout(tmp_path):
     assert diff(path(first, 2), path(tmp_path / "one", 2)) == 0
 
 
+@pytest.mark.slow
 def test_any_expert_layout_continues_any(tmp_path):
     """Experts, their moments and the biases that balance them, over every kind of split: back at the first, to the bit."""
     first = before = str(tmp_path / "0")

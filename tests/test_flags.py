@@ -667,7 +667,12 @@ def name_of(row) -> str:
     return f"{row.program}-{row.flag}={row.value}"
 
 
-@pytest.mark.parametrize("row", ROWS, ids=name_of)
+# rows that start processes of their own, or plan a layout: more than a second each
+LONG = {"checkpoint_async", "pp_schedule", "pp_microbatch_size", "pp_stage_fqns", "ep", "etp", "dp_replicate", "keep_latest_k",
+        "nvlink_gb_s", "network_gb_s", "devices_per_node", "env_data"}
+
+
+@pytest.mark.parametrize("row", [pytest.param(r, marks=[pytest.mark.slow] * (r.flag in LONG)) for r in ROWS], ids=name_of)
 def test_a_flag_has_its_effect(row):
     if row.flag == "device" and torch.cuda.is_available():
         pytest.skip("the line that is expected is that of a machine without a GPU")

@@ -311,7 +311,7 @@ def test_float8_stays_near_fp32(recipe, processes, flags):
     assert n_blocks
 
 
-@pytest.mark.parametrize("processes, flags", [(1, {}), (2, dict(ep=2))], ids=str)
+@pytest.mark.parametrize("processes, flags", [(1, {}), pytest.param(2, dict(ep=2), marks=pytest.mark.slow)], ids=str)
 def test_float8_experts_stay_near_fp32(processes, flags):
     """mxfp8, emulated: the loss within 1 %, and the experts' gradients are near those in fp32, but not as near as rounding."""
     experts = config(**MOE | dict(dim=64))
