@@ -45,7 +45,6 @@ import warnings
 import zlib
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,19 +54,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from config import FROM_FILE, Need, flag
-from data import BESIDE, files_beside, sha256_file, tokenizer_path
+from data import BESIDE, files_beside, tokenizer_path
+from distributed.agree import Failed, everywhere, gather, new_gloo_group, on_rank_0, rank_in, reason
+from distributed.layout import local_tensor, named_tensors
+from support.config import FROM_FILE, Need, Parser, flag
+from support.files import fsync, json_bytes, read_json, sha256_file
+from support.hf import (
+    HF_DTYPES,
+    OtherModel,
+    check_export,
+    check_same_model,
+    covers,
+    file_kinds,
+    load_hf,
+    load_hf_model,
+    say_lost,
+    write_hf,
+)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 1. Our own checkpoints (DCP)
 # ----------------------------------------------------------------------------------------------------------------------
-
 FORMAT_VERSION = 1
 STEP_FOLDER = re.compile(r"step-(0|[1-9]\d*)")  # with fullmatch: a folder that a user renamed to old-step-5 is not ours
 ABOUT = ("state.json", "config.json")  # what a start reads of a step folder before its tensors
 LEFTOVER = re.compile(r"step-\d+\.tmp-.*|trash-.*")  # of a process killed while it saved or purged
-
-
 # What flags need to have an effect: see config.py
 INIT = Need("without --init_from", lambda c: c.init_from)
 LOADING = Need("without --init_from or a checkpoint in --out", lambda c: c.init_from or step_folders(c.out))
@@ -95,13 +106,7 @@ class Damaged(ValueError):
     """A checkpoint folder is not as it was written; says which file and how."""
 
 
-class Failed(ValueError):
-    """Something failed on some rank: raised on every rank, with the first reason."""
-
-
 # --- Folders and manifests: plain files, no process group ---
-
-
 def step_folders(run: str) -> list[tuple[int, str]]:
     """(step, path) of the checkpoints of a run folder, newest first."""
     root = os.path.join(run, "checkpoints")
@@ -184,30 +189,11 @@ def verify(folder: str) -> dict:
     return manifest
 
 
-def json_bytes(value) -> bytes:
-    return (json.dumps(value, indent=1) + "\n").encode()
-
-
 def own_hash(manifest: dict) -> str:
     return hashlib.sha256(json_bytes({k: v for k, v in manifest.items() if k != "sha256"})).hexdigest()
 
 
-def read_json(*path: str):
-    return json.loads(Path(*path).read_bytes())
-
-
-def fsync(path: str):
-    """Makes a file's content durable, or a folder's names: a renamed file is on the disk only when its folder is."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 # --- Which checkpoint, and may this run continue it? ---
-
-
 def restarted() -> bool:
     """torchrun or Slurm started this job again: same command line, but it must go on from its newest checkpoint."""
     return any(os.environ.get(name, "0") != "0" for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
@@ -221,7 +207,7 @@ def candidates(folder: str, step: int = -1) -> list[str]:
     if step >= 0 and step not in found:
         raise ValueError(f"{folder} has no checkpoint of step {step}; it has the steps {', '.join(map(str, found)) or 'none'}")
     if not found:
-        from hf import hub_hint
+        from support.files import hub_hint
 
         what = "holds no checkpoint" if os.path.isdir(folder) else "is no folder"
         raise ValueError(f"{folder} {what}; give a run folder, or one of its folders checkpoints/step-N{hub_hint(folder)}")
@@ -516,8 +502,6 @@ def lock_run(out: str):
 
 
 # --- DCP: tensors to files and back ---
-
-
 def import_dcp():
     import torch.distributed.checkpoint as dcp  # takes a while: only what saves or loads pays for it
 
@@ -664,82 +648,9 @@ def read_metadata(folder: str, files: dict[str, list]):
     return table
 
 
-def reason(error: BaseException) -> str:
-    """An error in one line; of those that DCP collected, the first rank's."""
-    for rank, (inner, _) in getattr(error, "failures", {}).items():
-        return (f"rank {rank}: " if rank else "") + reason(inner)
-    text = " ".join(str(error).split())
-    if "unexpected pos" in text:  # how torch.save reports a write that came up short
-        return "a file could not be written to its end: the disk is full, or a quota or file size limit is reached"
-    return text if text and isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {text}"
-
-
-def named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """fqn -> parameter (tied ones once) or persistent buffer, under the plain model's names."""
-    buffers = [(n, t) for n, t in module.state_dict(keep_vars=True).items()
-               if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)]
-    wrappers = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")  # compile's and activation checkpointing's
-    return {wrappers.sub("", name): tensor for name, tensor in [*module.named_parameters(), *buffers]}
-
-
-def covers(patterns: list[str], key: str) -> bool:
-    """Whether a pattern names the tensor of key "model.<fqn>" or "optimizer.<fqn>.<name>", or a module that it is in."""
-    fqn = key.removeprefix("model.") if key.startswith("model.") else key.removeprefix("optimizer.").rpartition(".")[0]
-    return any(fnmatch.fnmatchcase(fqn, end) for pattern in patterns for end in (pattern, f"{pattern}.*"))
-
-
-# --- Ranks that agree ---
-
-
-def rank_in(group) -> int:
-    return dist.get_rank(group) if group else 0
-
-
-def gather(value, group) -> list:
-    """The values of all ranks of the group; group None: this process is alone."""
-    values = [value] * (dist.get_world_size(group) if group else 1)
-    if group:
-        dist.all_gather_object(values, value, group=group)
-    return values
-
-
-def everywhere(work, group):
-    """work() of this rank; raises Failed on all ranks when it fails on one. Without this a rank that fails leaves, and its
-    peers wait for it in the next collective."""
-    result, error = None, None
-    try:
-        result = work()
-    except BaseException as caught:
-        if not isinstance(caught, Exception) and type(caught).__name__ != "CheckpointException":
-            raise  # Ctrl-C; but DCP's errors are BaseExceptions, too
-        error = reason(caught)
-    for rank, failed in enumerate(gather(error, group)):
-        if failed is not None:
-            raise Failed(f"rank {rank}: {failed}" if rank else failed)
-    return result
-
-
-def on_rank_0(work, group):
-    """What work() returns on rank 0, on all ranks; Failed on all when it fails."""
-    return gather(everywhere(lambda: work() if rank_in(group) == 0 else None, group), group)[0]
-
-
-def new_gloo_group(name: str):
-    """Of all processes, for what they tell each other about files."""
-    # 30 minutes, for ranks wait here for the slowest disk; a rank that died is noticed at once all the same
-    return dist.new_group(backend="gloo", timeout=timedelta(minutes=30), group_desc=name)
-
-
-# --- Save and load ---
-
-
-def local_part(t: Tensor) -> Tensor:
-    return t.to_local() if hasattr(t, "placements") else t
-
-
 def is_quantized(t: Tensor) -> bool:
     """Whether it is a moment of torchao's optimizers, whose blocks and scales fit this layout only."""
-    return type(local_part(t)).__module__.startswith("torchao.")
+    return type(local_tensor(t)).__module__.startswith("torchao.")
 
 
 def dequantized(t: Tensor) -> Tensor:
@@ -747,7 +658,7 @@ def dequantized(t: Tensor) -> Tensor:
     fit, those of all parameters in 32 may not. from_local would move a DTensor's part back to its mesh's device."""
     if not is_quantized(t):
         return t
-    local = local_part(t).dequantize().float().cpu()
+    local = local_tensor(t).dequantize().float().cpu()
     return type(t)(local, t._spec, requires_grad=False) if hasattr(t, "placements") else local
 
 
@@ -952,7 +863,7 @@ class Checkpoints:
         for fqn, param in self.params.items():
             for name, t in self.state_of(param).items():
                 if is_quantized(t) and (key := f"optimizer.{fqn}.{name}") in tensors:
-                    local_part(t).copy_(local_part(tensors[key]).to(t.device))  # quantizes
+                    local_tensor(t).copy_(local_tensor(tensors[key]).to(t.device))  # quantizes
         for fqn, twin in self.twins.items():
             twin.detach().copy_(self.params[fqn].detach())
             for name, t in self.state_of(twin).items():
@@ -1077,8 +988,6 @@ class Checkpoints:
 
 
 # --- One process: a model to sample from, and the command line ---
-
-
 def saved_model(path: str) -> tuple[type, object]:
     """(class of the model in models/, its config) of a step folder. Raises ValueError for a class from anywhere else."""
     fields = dict(read_json(path, "state.json")["identity"]["model"])
@@ -1202,7 +1111,6 @@ def main(argv: list[str]) -> int:
         print(__doc__)
         return 0
     if argv[:1] in (["to_hf"], ["from_hf"]):
-        from hf import hf_command
 
         return hf_command(argv)
     command = {("ls", 2): ls, ("verify", 2): verify_command, ("diff", 3): diff}.get((argv[0] if argv else "", len(argv)))
@@ -1212,23 +1120,54 @@ def main(argv: list[str]) -> int:
     return command(*argv[1:])
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# 2. Hugging Face: hf.py, a file of its own because it is another idea of the same size
-# ----------------------------------------------------------------------------------------------------------------------
+def to_hf(folder: str, out: str, dtype="bfloat16", max_shard_gb=5.0):
+    """Exports a step folder, or a run folder's newest good checkpoint, with one tensor in memory at a time."""
+    check_export(out)
+    path, model, table = open_saved(folder)
+    check_same_model(type(model), model.config)
+    tokenizer_file, kinds = os.path.join(path, "tokenizer.json"), file_kinds(named_tensors(model), model, getattr(torch, dtype))
+
+    def read(fqn):
+        saved = table.state_dict_metadata[f"model.{fqn}"]
+        tensor = torch.empty(saved.size, dtype=saved.properties.dtype)
+        read_tensors({f"model.{fqn}": tensor}, path, table)
+        return tensor
+
+    say_lost(out, [fqn for fqn in named_tensors(model) if fqn not in kinds and read(fqn).any()])
+    write_hf(out, model.config, model.hf_keys(), kinds, lambda fqn: read(fqn).to(kinds[fqn][1]), max_shard_gb,
+             tokenizer_file if os.path.isfile(tokenizer_file) else None)
 
 
-def load_hf(model, folder: str, exclude=(), group=None) -> list[str]:
-    """See hf.load_hf."""
-    import hf  # it stands on section 1, so it cannot be imported above
+def from_hf(folder: str, out: str):
+    """Writes a Hugging Face folder as a run folder of ours with one checkpoint, of step 0, for --init_from and generate.py."""
+    check_export(out)
+    model, tokenizer_file = load_hf_model(folder)
+    identity = {"module": type(model).__module__, "class": type(model).__name__, **asdict(model.config)}
+    checkpoints = Checkpoints(
+        CheckpointConfig(), out, modules=[model], optimizer=[], identity={"model": identity, "data": {}, "optimizer": {}},
+        config={}, source="", tokenizer_file=tokenizer_file,
+    )
+    checkpoints.save(0, {"step": 0, "samples": 0, "tokens": 0}, last=True, model_only=True)
+    checkpoints.close()
 
-    return hf.load_hf(model, folder, exclude, group)
 
-
-def save_hf(model, folder: str, dtype=torch.bfloat16, max_shard_gb=5.0, tokenizer_file: str | None = None, group=None):
-    """See hf.save_hf."""
-    import hf
-
-    hf.save_hf(model, folder, dtype, max_shard_gb, tokenizer_file, group)
+def hf_command(argv: list[str]) -> int:
+    """python checkpoint.py to_hf STEP_FOLDER OUT, or from_hf HF_FOLDER OUT."""
+    exports = argv[0] == "to_hf"
+    parser = Parser(prog=f"python checkpoint.py {argv[0]}")
+    parser.add_argument("folder", help="a step folder, or a run folder" if exports else "a Hugging Face folder")
+    parser.add_argument("out", help="the folder to write; it must be new")
+    if exports:
+        parser.add_argument("--dtype", choices=[str(d)[6:] for d in HF_DTYPES], default="bfloat16", help="of the weights")
+        parser.add_argument("--max_shard_gb", type=float, default=5.0, help="the most that a file may have, in GB")
+    try:
+        (to_hf if exports else from_hf)(**vars(parser.parse_args(argv[1:])))
+    except OtherModel as error:  # no other command line would do it
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except (ValueError, RuntimeError) as error:
+        return usage(f"error: {error}")
+    return 0
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ A folder of token shards holds train-00000.bin, val-00000.bin, ..., tokenizer.js
 is a header (HEADER below) and little-endian token ids, uint16 where the vocabulary allows it, else uint32. Each document
 ends with the end-of-text token (eot), which is how document boundaries are kept.
 """
-
 import contextlib
 import fcntl
 import hashlib
@@ -34,7 +33,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from config import Need, Parser, flag, usage_error
+from support.config import Need, Parser, flag, usage_error
+from support.files import sha256_file, write_file
 
 MAGIC, VERSION = b"NTTOKENS", 1
 # magic, version, bytes per token, vocab size, eot, tokens, documents, sha256 of what it was made from, sha256 of its tokens
@@ -48,8 +48,6 @@ BPE_VOCAB, BPE_BYTES = 4096, 10_000_000  # the tokenizer that we train ourselves
 BESIDE = ("tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "generation_config.json")
 STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__",
                   "encodings", "pydoc_data", "entities.py"}  # the last three are 2 MB of tables, not text to learn from
-
-
 TEXT = Need("with --data of token shards, which need no cache", lambda c: not os.path.isdir(c.data))  # see config.py
 
 
@@ -64,8 +62,6 @@ class DataConfig:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Text -> documents
-
-
 class Piece(NamedTuple):
     """Bytes start..end of a text file, from line to line: the work for one shard per split."""
 
@@ -165,8 +161,6 @@ def cut_at_lines(text: str, size: int = 1 << 16):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Tokenizers
-
-
 @lru_cache(maxsize=1)
 def load_tokenizer(file: Path):
     from tokenizers import Tokenizer  # here, because a run on finished shards needs no tokenizer
@@ -183,7 +177,7 @@ def load_tokenizer(file: Path):
 
 def files_beside(tokenizer_file) -> dict:
     """{name: content} of the files that go wherever this tokenizer.json goes. ValueError for links elsewhere, absurd sizes."""
-    from hf import HF_LIMIT, HF_LIMITS, hf_file  # here, because hf.py stands on everything else
+    from support.files import HF_LIMIT, HF_LIMITS, hf_file
 
     folder = os.path.dirname(os.path.abspath(tokenizer_file))
     there = [name for name in BESIDE if os.path.lexists(os.path.join(folder, name))]
@@ -192,7 +186,7 @@ def files_beside(tokenizer_file) -> dict:
 
 def tokenizer_path(path: str) -> Path:
     """The tokenizer.json that this path is, or that the folder holds. ValueError for links elsewhere and absurd sizes."""
-    from hf import HF_LIMITS, hf_file, hub_hint
+    from support.files import HF_LIMITS, hf_file, hub_hint
 
     file, limit = Path(path, "tokenizer.json") if os.path.isdir(path) else Path(path), HF_LIMITS["tokenizer.json"]
     if not file.is_file():
@@ -259,28 +253,6 @@ def bytes_of_tokens(tokenizer_json: bytes, vocab_size: int):
     for token in rules.get("added_tokens") or []:
         count[token["id"]] = 0 if token["special"] else len(token["content"].encode())
     return count
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Documents -> token shards
-
-
-def write_file(path: Path, *parts: bytes):
-    """The whole file or nothing: written under another name, synced, renamed."""
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    try:
-        with open(temporary, "wb") as file:
-            file.writelines(parts)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def sha256_file(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def intact_shard(path: Path, made_from: bytes):
@@ -443,8 +415,6 @@ def find_damage(folder: Path) -> list:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The cache: the built-in corpus, and text files that are tokenized when they are first used
-
-
 def stdlib_files() -> list:
     """The sources of the running Python's standard library, without tests and tables."""
     root, found = Path(sysconfig.get_paths()["stdlib"]), []
@@ -519,8 +489,6 @@ def cached_corpus(data: str, tokenizer: str, cache_dir: str) -> Path:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The global order of sequences
-
-
 @dataclass
 class Batch:
     """What a data rank trains on in one step. A gradient accumulation steps, B local_batch_size, T seq_len."""
@@ -741,8 +709,6 @@ def open_data(cfg: DataConfig, seq_len: int, tokenizer: str = "") -> TokenData:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Command line
-
-
 def own_tokenizer(paths: list, out: Path, vocab_size: int):
     """python data.py tokenizer"""
     least, most = 257, 1 << 20

@@ -24,13 +24,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from checkpoint import is_hf_folder, load_model, newest_readable, read_json, step_folders
-from config import Parser, parse_config, usage_error
+from checkpoint import is_hf_folder, load_model, newest_readable, step_folders
 from data import find_tokenizer, load_tokenizer
-from hf import load_hf_model, read_chat, read_hf_json
+from distributed.layout import AllGather
 from models.attention import PerCall, sdpa
 from models.loss import NEVER, log_normalizer
-from parallel import AllGather, whole_vocab
+from parallel import whole_vocab
+from support.config import Parser, parse_config, usage_error
+from support.files import read_json
+from support.hf import load_hf_model, read_chat, read_hf_json
 
 PREFILL_CHUNK = 512  # prompt tokens per forward: logits of a whole long prompt are B*T*V numbers that nobody reads
 
@@ -144,8 +146,6 @@ def generate(
 
 
 # ---------------------------------------------------------------- rollouts: many samples of each prompt, for grpo.py
-
-
 class SlotCache(PerCall):
     """Keys and values of one call of attend, for rows of different lengths: a row that has ended is overwritten by the next.
 
@@ -336,8 +336,6 @@ def rollout(
 
 
 # ---------------------------------------------------------------- text
-
-
 @dataclass(kw_only=True)
 class Config:
     checkpoint: str = "runs/llama3"  # a run folder (its newest checkpoint), a checkpoints/step-N, or a Hugging Face folder

@@ -42,45 +42,32 @@ from checkpoint import (
     is_hf_folder,
     lock_run,
     newest_readable,
-    save_hf,
     saved_model,
     step_folders,
 )
-from config import Need, check_range, flag, override_fields, parse_config, save_config, usage_error
-from environments import Text, draw_task, held_out_tasks, leave_out_long, open_env, supervised_sample
-from hf import check_export, check_hf_config, read_hf_config
-from metrics import Metrics, MetricsConfig, drop_lines_from
+from distributed.experts import balance_experts, expert_parallel
+from distributed.launch import LaunchConfig, StopSignal, choose_attention, connect, disconnect, run, train_timeouts
+from distributed.layout import ParallelConfig, local_tensor
+from distributed.refusals import check_layout, check_model, check_replicas
 from models.attention import sdpa
 from models.llama3 import Llama3Config
 from models.loss import token_logprobs
 from models.qwen3 import Qwen3Config
 from parallel import (
-    AXES,
-    ParallelConfig,
-    StopSignal,
-    balance_experts,
-    check_layout,
-    check_model,
-    check_replicas,
+    TP_STYLES,
     checkpoint_activations,
-    choose_attention,
     clip_grad_norm,
-    connect,
     context_parallel,
-    disconnect,
-    expert_parallel,
     init_weights,
-    local_tensor,
     reduce_loss,
     reshards,
-    run,
     sequence_index,
     shard,
     tensor_parallel,
-    train_timeouts,
     vocab_parallel_loss,
 )
-from rollouts import (
+from rl.environments import Text, draw_task, held_out_tasks, leave_out_long, open_env, supervised_sample
+from rl.rollouts import (
     Generators,
     InPlace,
     generate_forever,
@@ -92,6 +79,9 @@ from rollouts import (
     unknown_ids,
     unshard,
 )
+from support.config import Need, check_range, flag, override_fields, parse_config, save_config, usage_error
+from support.hf import check_export, check_hf_config, read_hf_config, save_hf
+from support.metrics import Metrics, MetricsConfig, drop_lines_from
 
 SMALL = dict(dim=96, n_layers=3, n_heads=4, n_kv_heads=4, head_dim=24, ffn_dim=288, max_seq_len=1024, rope_theta=10000.0)
 FLAVORS = {  # of the demos on characters; anything larger comes from --init_from
@@ -100,7 +90,6 @@ FLAVORS = {  # of the demos on characters; anything larger comes from --init_fro
 }
 # --clip_low and --clip_high as published
 CLIP = {"grpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2), "dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
-
 # What flags need to have an effect: see config.py
 OWN_MODEL = Need("with --init_from, which says what the model is", lambda c: not c.init_from)
 WARM_UP = Need("with --init_from: its model needs no warm-up", lambda c: not c.init_from)
@@ -108,7 +97,7 @@ GSM8K = Need("without --env gsm8k", lambda c: c.env == "gsm8k")
 
 
 @dataclass(kw_only=True)
-class Config(ParallelConfig, CheckpointConfig, MetricsConfig):
+class Config(ParallelConfig, LaunchConfig, CheckpointConfig, MetricsConfig):
     flavor: Literal[tuple(FLAVORS)] = flag("debug", OWN_MODEL)  # a small Llama 3, or Qwen3 with experts
     model_args: str = ""  # fields of the flavor to change: "n_layers=4,dim=128"
     out: str = "runs/grpo"  # folder for everything that the run writes; the same folder again continues the run
@@ -159,8 +148,6 @@ class Config(ParallelConfig, CheckpointConfig, MetricsConfig):
 
 
 # ---------------------------------------------------------------- the policy
-
-
 def model_of(cfg: Config, vocab_size: int):
     """(model class, model config): the flavor's, or that of --init_from. Raises ValueError."""
     if not cfg.init_from:
@@ -184,7 +171,7 @@ def build_policy(cfg: Config, layout, Model, model_config, unknown=None):
     """The model on its devices, ready for both halves: called with labels it returns (log-probabilities, entropy), (B, T)."""
     with torch.device("meta"):
         model = Model(model_config)
-    check_model(model, layout)
+    check_model(model, layout, TP_STYLES)
     tensor_parallel(model, layout)
     expert_parallel(model, layout)
     context_parallel(model, layout)
@@ -436,8 +423,6 @@ class Trainer:
 
 
 # ---------------------------------------------------------------- warm-up and evaluation
-
-
 def warm_up(trainer, cfg: Config, env, text):
     """A model that begins at random first imitates some answers, so that some of its samples earn a reward at all."""
     recent, step, fits = [], -1, partial(text.fits, seq_len=cfg.seq_len)
@@ -515,11 +500,6 @@ def check_flags(cfg: Config):
          "round differently in decoding and in training; leave these out"),
         (cfg.tis and cfg.cp > 1 and cfg.minibatches > 1, "--tis with --cp and --minibatches is not there; use --minibatches 1"),
         (cfg.env == "gsm8k" and not cfg.env_data, "--env gsm8k needs --env_data FILE.jsonl, its problems"),
-        (cfg.check_parity or cfg.dry_run or cfg.explain or cfg.plan, "--check_parity, --dry_run, --explain and --plan are for "
-         "train_*.py"),
-        (cfg.plot and "RANK" not in os.environ and any(getattr(cfg, axis) > 1 for axis in AXES), "--plot without torchrun "
-         "draws layouts, which train_*.py does; grpo.py draws the rewards of a run: start it with torchrun"),
-        (cfg.float8 != "off", f"--float8 {cfg.float8}: samples would come from weights in another precision; leave it out"),
         (cfg.optimizer_in_backward, "--optimizer_in_backward: the loss is divided after the last backward; leave it out"),
         (cfg.gen_ranks and not 0 < cfg.gen_ranks < int(os.environ.get("WORLD_SIZE", 1)), f"--gen_ranks {cfg.gen_ranks} must "
          f"leave a process to train: {os.environ.get('WORLD_SIZE', 1)} were started, use torchrun --nproc_per_node"),

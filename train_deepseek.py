@@ -21,50 +21,40 @@ from checkpoint import (
     is_hf_folder,
     keep_batch,
     lock_run,
-    save_hf,
     source_tokenizer,
     step_folders,
 )
-from config import Need, check_range, flag, override_fields, parse_config, save_config
 from data import DataConfig, open_data
+from distributed.experts import balance_experts, expert_parallel
+from distributed.float8 import Float8Config, float8_linears, float8_scales
+from distributed.launch import LaunchConfig, StopSignal, choose_attention, connect, disconnect, run, train_timeouts
+from distributed.layout import EXPERTS, ParallelConfig
+from distributed.pipeline import PipelineConfig, pipeline_stages
+from distributed.refusals import check_first_batch, check_layout, check_model, check_replicas
 from generate import print_sample
-from hf import check_export, check_hf_config
-from metrics import Metrics, MetricsConfig
 from models.deepseek import FLAVORS, DeepSeek
-from optim import Muon, adamw
 from parallel import (
-    EXPERTS,
-    ParallelConfig,
-    StopSignal,
-    balance_experts,
-    check_first_batch,
-    check_layout,
-    check_model,
-    check_replicas,
+    TP_STYLES,
     checkpoint_activations,
-    choose_attention,
     clip_grad_norm,
     compile_blocks,
-    connect,
     context_parallel,
-    disconnect,
     evaluate,
-    expert_parallel,
-    float8_linears,
-    float8_scales,
     forward_backward,
     init_weights,
-    not_finite,
-    pipeline_stages,
     reduce_hash,
     reduce_loss,
-    run,
     shard,
-    skip_if_not_finite,
-    step_in_backward,
     tensor_parallel,
-    train_timeouts,
 )
+from support.config import Need, check_range, flag, override_fields, parse_config, save_config
+from support.dryrun import DryRunConfig
+from support.hf import check_export, check_hf_config, save_hf
+from support.metrics import Metrics, MetricsConfig
+from support.optim import Muon, adamw, not_finite, skip_if_not_finite, step_in_backward
+from support.parity import ParityConfig
+from support.plan import PlanConfig
+from support.reports import with_reports
 
 # What flags need to have an effect: see config.py
 BF16_ADAMW = Need("without --param_dtype bfloat16 and --optimizer adamw",
@@ -77,7 +67,10 @@ MTP = Need("without mtp_depth 1, and this flavor has 0", lambda c: c.mtp_depth)
 
 
 @dataclass(kw_only=True)
-class Config(ParallelConfig, CheckpointConfig, DataConfig, MetricsConfig):
+class Config(
+    ParallelConfig, LaunchConfig, PipelineConfig, Float8Config, DryRunConfig, PlanConfig, ParityConfig, CheckpointConfig,
+    DataConfig, MetricsConfig,
+):
     flavor: Literal[tuple(FLAVORS)] = "debug"  # model size: see FLAVORS in models/deepseek.py
     # qwen3: how to keep the experts equally busy
     moe_balance: Literal["bias", "aux", "none"] = flag("bias", EXPERTS)  # adjust selection biases, add a loss, or neither
@@ -198,7 +191,7 @@ def main(cfg: Config):
         model = DeepSeek(model_config)
     # deepseek: what the second prediction weighs
     model.mtp_weight = cfg.mtp_weight
-    check_model(model, layout)
+    check_model(model, layout, TP_STYLES)
     n_params, flops_per_token = sum(p.numel() for p in model.parameters()), model.flops_per_token(cfg.seq_len)
 
     # 4. parallelism. The order matters: the pipeline picks the layers, TP decides what each matrix holds, checkpointing wraps
@@ -318,4 +311,4 @@ def main(cfg: Config):
 
 
 if __name__ == "__main__":
-    run(main, parse_config(Config))
+    run(with_reports(main), parse_config(Config))

@@ -21,47 +21,39 @@ from checkpoint import (
     is_hf_folder,
     keep_batch,
     lock_run,
-    save_hf,
     source_tokenizer,
     step_folders,
 )
-from config import Need, check_range, flag, override_fields, parse_config, save_config
 from data import DataConfig, open_data
+from distributed.float8 import Float8Config, float8_linears, float8_scales
+from distributed.launch import LaunchConfig, StopSignal, choose_attention, connect, disconnect, run, train_timeouts
+from distributed.layout import ParallelConfig
+from distributed.pipeline import PipelineConfig, pipeline_stages
+from distributed.refusals import check_first_batch, check_layout, check_model, check_replicas
 from generate import print_sample
-from hf import check_export, check_hf_config
-from metrics import Metrics, MetricsConfig
 from models.llama3 import FLAVORS, Llama3
-from optim import Muon, adamw
 from parallel import (
-    ParallelConfig,
-    StopSignal,
-    check_first_batch,
-    check_layout,
-    check_model,
-    check_replicas,
+    TP_STYLES,
     checkpoint_activations,
-    choose_attention,
     clip_grad_norm,
     compile_blocks,
-    connect,
     context_parallel,
-    disconnect,
     evaluate,
-    float8_linears,
-    float8_scales,
     forward_backward,
     init_weights,
-    not_finite,
-    pipeline_stages,
     reduce_hash,
     reduce_loss,
-    run,
     shard,
-    skip_if_not_finite,
-    step_in_backward,
     tensor_parallel,
-    train_timeouts,
 )
+from support.config import Need, check_range, flag, override_fields, parse_config, save_config
+from support.dryrun import DryRunConfig
+from support.hf import check_export, check_hf_config, save_hf
+from support.metrics import Metrics, MetricsConfig
+from support.optim import Muon, adamw, not_finite, skip_if_not_finite, step_in_backward
+from support.parity import ParityConfig
+from support.plan import PlanConfig
+from support.reports import with_reports
 
 # What flags need to have an effect: see config.py
 BF16_ADAMW = Need("without --param_dtype bfloat16 and --optimizer adamw",
@@ -69,7 +61,10 @@ BF16_ADAMW = Need("without --param_dtype bfloat16 and --optimizer adamw",
 
 
 @dataclass(kw_only=True)
-class Config(ParallelConfig, CheckpointConfig, DataConfig, MetricsConfig):
+class Config(
+    ParallelConfig, LaunchConfig, PipelineConfig, Float8Config, DryRunConfig, PlanConfig, ParityConfig, CheckpointConfig,
+    DataConfig, MetricsConfig,
+):
     flavor: Literal[tuple(FLAVORS)] = "debug"  # model size: see FLAVORS in models/llama3.py
     model_args: str = ""  # fields of the flavor to change for an ablation: "n_layers=4,dim=512"
     out: str = "runs/llama3"  # folder for everything that the run writes; the same folder again continues the run
@@ -177,7 +172,7 @@ def main(cfg: Config):
     # 3. model: shapes only, no memory yet
     with torch.device("meta"):
         model = Llama3(model_config)
-    check_model(model, layout)
+    check_model(model, layout, TP_STYLES)
     n_params, flops_per_token = sum(p.numel() for p in model.parameters()), model.flops_per_token(cfg.seq_len)
 
     # 4. parallelism. The order matters: the pipeline picks the layers, TP decides what each matrix holds, checkpointing wraps
@@ -287,4 +282,4 @@ def main(cfg: Config):
 
 
 if __name__ == "__main__":
-    run(main, parse_config(Config))
+    run(with_reports(main), parse_config(Config))

@@ -24,13 +24,18 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from support.files import fsync
+
 sys.path[0] = str(Path(__file__).parent.parent)  # in benchmarks/ this file would pass for the checkpoint.py that it imports
 
-import checkpoint  # noqa: E402
-from checkpoint import CheckpointConfig, Checkpoints  # noqa: E402
-from config import override_fields, parse_config  # noqa: E402
-from models.llama3 import FLAVORS, Llama3  # noqa: E402
-from parallel import ParallelConfig, check_layout, connect, init_weights, run, shard, tensor_parallel  # noqa: E402
+import checkpoint
+from checkpoint import CheckpointConfig, Checkpoints
+from distributed.launch import connect, run
+from distributed.layout import ParallelConfig
+from distributed.refusals import check_layout
+from models.llama3 import FLAVORS, Llama3
+from parallel import init_weights, shard, tensor_parallel
+from support.config import override_fields, parse_config
 
 
 @dataclass(kw_only=True)
@@ -61,7 +66,7 @@ def without_reading(folder, names, progress=None, sync=False):
     """checkpoint.checksums, but it only makes the files durable."""
     paths = [os.path.join(folder, name) for name in names]
     for path in paths if sync else ():
-        checkpoint.fsync(path)
+        fsync(path)
     return {name: [os.path.getsize(path), "00000000"] for name, path in zip(names, paths)}
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 REPO = Path(__file__).parent.parent
 sys.path[0] = str(REPO)  # in benchmarks/ are files of the same names as the modules imported here
 
-from config import parse_config  # noqa: E402
+from support.config import parse_config
 
 
 @dataclass(kw_only=True)

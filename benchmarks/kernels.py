@@ -22,16 +22,16 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).parent.parent)  # in benchmarks/ are files of the same names as the modules imported here
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
+import torch
+import torch.nn.functional as F
 
-from benchmarks import loops  # noqa: E402
-from config import override_fields, parse_config  # noqa: E402
-from models.attention import sdpa  # noqa: E402
-from models.layers import rotate  # noqa: E402
-from models.llama3 import FeedForward  # noqa: E402
-from models.loss import linear_cross_entropy  # noqa: E402
-from models.qwen3 import MoE, Qwen3Config  # noqa: E402
+from benchmarks import loops
+from models.attention import sdpa
+from models.layers import rotate
+from models.llama3 import FeedForward
+from models.loss import linear_cross_entropy
+from models.qwen3 import MoE, Qwen3Config
+from support.config import override_fields, parse_config
 
 
 @dataclass(kw_only=True)

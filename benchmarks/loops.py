@@ -15,6 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from distributed.float8 import float8_linears, float8_scales
+from distributed.launch import connect
+from distributed.pipeline import pipeline_stages
+from distributed.refusals import check_layout
+from support.optim import skip_if_not_finite, step_in_backward
+
 REPO = Path(__file__).parent.parent
 # Not torch, and none of our modules that import it: the parent only waits, and a child's peak memory starts with its parent's
 
@@ -47,8 +53,8 @@ def random_batch(cfg, device):
 
 
 def llama_config(cfg):
-    from config import override_fields
     from models.llama3 import Llama3Config
+    from support.config import override_fields
 
     return override_fields(Llama3Config(), cfg.model_args, "--model_args")
 
@@ -59,27 +65,27 @@ def ours(cfg, device, compiled):
 
     import parallel
     import train_llama3
-    from config import parse_config
     from data import Batch
     from models.llama3 import Llama3
+    from support.config import parse_config
 
     shape = ["--seq_len", cfg.seq_len, "--local_batch_size", cfg.local_batch_size, "--compute_dtype", cfg.dtype]
     recipe = parse_config(train_llama3.Config, [*map(str, shape), *["--compile"] * compiled, *cfg.flags.split()])
     config = llama_config(cfg)
-    layout = parallel.check_layout(
+    layout = check_layout(
         recipe, config, seq_len=cfg.seq_len, local_batch_size=cfg.local_batch_size, global_batch_size=-1, device=device.type
     )
-    parallel.connect(layout, device.type)
+    connect(layout, device.type)
     with torch.device("meta"):
         model = Llama3(config)
-    stages = parallel.pipeline_stages(model, layout)
-    parallel.float8_linears(model, layout)
+    stages = pipeline_stages(model, layout)
+    float8_linears(model, layout)
     parallel.checkpoint_activations(model, layout)
     parallel.compile_blocks(model, layout)
     parallel.shard(model, layout)
     parallel.init_weights(model, layout, seed=0)
     optimizers = train_llama3.build_optimizers(stages, recipe)
-    parallel.step_in_backward(optimizers, layout)
+    step_in_backward(optimizers, layout)
     tokens, labels = random_batch(cfg, device)
     positions = torch.arange(cfg.seq_len, device=device).expand(cfg.local_batch_size, -1)
     batch = Batch(tokens[None], labels[None], positions[None], None, samples=cfg.local_batch_size, hash="")
@@ -87,10 +93,10 @@ def ours(cfg, device, compiled):
     def step():
         loss = parallel.forward_backward(stages, batch, layout)
         grad_norm = parallel.clip_grad_norm(stages, recipe.max_norm, layout)
-        parallel.skip_if_not_finite(optimizers, grad_norm, layout)
+        skip_if_not_finite(optimizers, grad_norm, layout)
         for optimizer in optimizers:
             optimizer.step()
-        parallel.float8_scales(stages, layout)
+        float8_scales(stages, layout)
         for optimizer in optimizers:
             optimizer.zero_grad()
         return loss[0]
@@ -171,7 +177,7 @@ def same_as_ours(model, cfg) -> None:
 
 def peak_bytes(device) -> int:
     """Peak so far: allocated tensors on a GPU, resident memory on a CPU."""
-    from metrics import peak_memory_gib
+    from support.metrics import peak_memory_gib
 
     status = Path("/proc/self/status")
     if device.type == "cpu" and status.exists():  # getrusage starts with the peak of the process that started this one

@@ -21,9 +21,9 @@ import torch
 
 sys.path[0] = str(Path(__file__).parent.parent)  # in benchmarks/ are files of the same names as the modules imported here
 
-import models.moe  # noqa: E402
-from config import parse_config  # noqa: E402
-from models.qwen3 import MoE, Qwen3Config  # noqa: E402
+import models.moe
+from models.qwen3 import MoE, Qwen3Config
+from support.config import parse_config
 
 
 @dataclass(kw_only=True)

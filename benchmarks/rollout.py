@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from generate import draw, rollout  # noqa: E402
-from hf import load_hf_model  # noqa: E402
+from generate import draw, rollout
+from support.hf import load_hf_model
 
 
 @torch.no_grad()

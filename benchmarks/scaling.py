@@ -15,11 +15,13 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from support.plan import ATTENTION, BANDWIDTH, EFFICIENCY, MEAN_ERROR, WORST_ERROR
+
 REPO = Path(__file__).parent.parent
 sys.path[0] = str(REPO)  # in place of this folder, whose checkpoint.py is another
 
-import dryrun  # noqa: E402
-from dryrun import MACHINES, make_report, predict  # noqa: E402
+from support.dryrun import make_report
+from support.plan import MACHINES, predict
 
 # One dry run per entry; more data ranks move the same bytes per rank, so rows and predictions share them
 RUNS = {
@@ -114,7 +116,7 @@ def main():
             mfu = tokens * report.flops_per_token / MACHINES["H100"].flops
             print(f"| {name} | {report.layout} | {report.layout.world_size:,} | {tokens:,.0f} | {mfu:.0%} |")
     now = [round(x, 2) for x in (*constants[:3], mean, worst)]
-    kept = [dryrun.EFFICIENCY, dryrun.BANDWIDTH, dryrun.ATTENTION, dryrun.MEAN_ERROR, dryrun.WORST_ERROR]
+    kept = [EFFICIENCY, BANDWIDTH, ATTENTION, MEAN_ERROR, WORST_ERROR]
     if chosen == ROWS and now != kept:
         names = "EFFICIENCY, BANDWIDTH, ATTENTION, MEAN_ERROR, WORST_ERROR"
         raise SystemExit(f"dryrun.py has {names} = {kept}; the rows now say {now}")

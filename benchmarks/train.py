@@ -19,11 +19,11 @@ from typing import Literal
 sys.path[0] = str(Path(__file__).parent.parent)  # in benchmarks/ are files of the same names as the modules imported here
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
-import torch  # noqa: E402
+import torch
 
-from benchmarks.loops import StepConfig, llama_config, measure, ratio_of, variants  # noqa: E402
-from config import parse_config  # noqa: E402
-from metrics import peak_flops  # noqa: E402
+from benchmarks.loops import StepConfig, llama_config, measure, ratio_of, variants
+from support.config import parse_config
+from support.metrics import peak_flops
 
 LLAMA_1B = "dim=2048,n_layers=16,n_heads=32,n_kv_heads=8,head_dim=64,ffn_dim=8192,vocab_size=128256"
 

@@ -18,8 +18,8 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).parent.parent)  # in benchmarks/ are files of the same names as the modules imported here
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from benchmarks.loops import StepConfig, measure, ratio_of, variants  # noqa: E402
-from config import parse_config  # noqa: E402
+from benchmarks.loops import StepConfig, measure, ratio_of, variants
+from support.config import parse_config
 
 
 @dataclass(kw_only=True)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.distributed.run import get_args_parser
 
-from config import FROM_FILE
+from support.config import FROM_FILE
 
 OLDER = []  # (what a test's name contains, why it is skipped)
 if torch.__version__ < "2.13":

@@ -1,4 +1,4 @@
 """Counting what really happens in a run: collectives with their bytes and axis, and live memory. The dry run counts alike."""
-from dryrun import Watch
+from support.dryrun import Watch
 
 Collectives = LiveMemory = Watch

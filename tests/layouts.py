@@ -8,10 +8,18 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import parallel
+from distributed.experts import balance_experts, expert_parallel
+from distributed.float8 import Float8Config, float8_linears
+from distributed.launch import LaunchConfig
+from distributed.layout import AXES, Layout, ParallelConfig, all_blocks, make_mesh
+from distributed.pipeline import PipelineConfig, pipeline_stages
+from distributed.refusals import check_layout, check_model
 from models.deepseek import DeepSeek, DeepSeekConfig
 from models.llama3 import Llama3, Llama3Config
 from models.loss import IGNORE
 from models.qwen3 import Qwen3, Qwen3Config
+from parallel import TP_STYLES
+from support.plan import PlanConfig
 
 LR, STEPS, T = 1e-3, 3, 16
 SMALL = dict(dim=32, n_layers=4, n_heads=8, n_kv_heads=4, head_dim=8, ffn_dim=64, vocab_size=101, max_seq_len=64)
@@ -24,6 +32,11 @@ class Batch:  # the part of data.Batch that parallel.py reads
     positions: torch.Tensor
     doc_ids: torch.Tensor | None
     n_bytes: int | None = None
+
+
+@dataclass(kw_only=True)
+class Flags(ParallelConfig, LaunchConfig, PipelineConfig, Float8Config, PlanConfig):
+    """The option groups that every train_*.py inherits, but for those of data, checkpoints and metrics."""
 
 
 MOE = dict(n_experts=8, top_k=2, moe_ffn_dim=32)
@@ -44,7 +57,7 @@ def config(model="llama3", **changes):
 
 def balances(stages) -> dict:
     """Layer number -> the Balance of its experts."""
-    return {i: block.moe.balance for s in stages for i, block in parallel.all_blocks(s).items() if hasattr(block, "moe")}
+    return {i: block.moe.balance for s in stages for i, block in all_blocks(s).items() if hasattr(block, "moe")}
 
 
 def global_batch(step: int, n: int, doc_mask: bool) -> Batch:
@@ -66,7 +79,7 @@ def global_batch(step: int, n: int, doc_mask: bool) -> Batch:
 def reference(model_config, n: int, doc_mask=False) -> list[dict]:
     """STEPS of AdamW on one process in plain torch: no parallel.py, no FSDP, no chunked loss, torch's own clipping."""
     model = MODELS[type(model_config)](model_config)
-    layout = parallel.Layout(parallel.ParallelConfig(), {a: 1 for a in parallel.AXES}, 1, n, n)
+    layout = Layout(Flags(), {a: 1 for a in AXES}, 1, n, n)
     parallel.init_weights(model, layout, clear_seed(model_config, n, doc_mask))
     margins = watch_margins(model)
     for balance in balances([model]).values():
@@ -104,7 +117,7 @@ def reference(model_config, n: int, doc_mask=False) -> list[dict]:
 
 @functools.cache
 def clear_seed_of(fields: tuple, kind, n: int, doc_mask: bool) -> int:
-    layout = parallel.Layout(parallel.ParallelConfig(), {a: 1 for a in parallel.AXES}, 1, n, n)
+    layout = Layout(Flags(), {a: 1 for a in AXES}, 1, n, n)
     b = global_batch(0, n, doc_mask)
     for seed in range(3, 1000):
         model = MODELS[kind](kind(**dict(fields)))
@@ -149,21 +162,21 @@ def full(t):
 
 def build(model_config, flags: dict, n: int, local_batch_size: int, seed=3):
     """(stages, layout) as a recipe builds them, in fp32 unless the flags say otherwise."""
-    cfg = parallel.ParallelConfig(**{"compute_dtype": "float32", **flags})
-    layout = parallel.check_layout(
+    cfg = Flags(**{"compute_dtype": "float32", **flags})
+    layout = check_layout(
         cfg, model_config, seq_len=T, local_batch_size=local_batch_size, global_batch_size=n, device="cpu"
     )
     if cfg.compute_dtype == "bfloat16":
         layout.compute_dtype = torch.bfloat16
-    parallel.make_mesh(layout)
+    make_mesh(layout)
     with torch.device("meta"):
         model = MODELS[type(model_config)](model_config)
-    parallel.check_model(model, layout)
-    stages = parallel.pipeline_stages(model, layout)
+    check_model(model, layout, TP_STYLES)
+    stages = pipeline_stages(model, layout)
     for stage in stages:
-        parallel.float8_linears(stage, layout)
+        float8_linears(stage, layout)
         parallel.tensor_parallel(stage, layout)
-        parallel.expert_parallel(stage, layout, aux_coef=AUX_COEF)
+        expert_parallel(stage, layout, aux_coef=AUX_COEF)
         parallel.context_parallel(stage, layout)
         parallel.checkpoint_activations(stage, layout)
         parallel.compile_blocks(stage, layout)
@@ -198,7 +211,7 @@ def run_steps(model_config, flags, n, local_batch_size, doc_mask) -> list[dict]:
         optimizer.step()
         optimizer.zero_grad()
         if getattr(model_config, "n_experts", 0):
-            parallel.balance_experts(stages, layout, "bias", BIAS_RATE)
+            balance_experts(stages, layout, "bias", BIAS_RATE)
         biases = {fqn: balance.bias.clone() for fqn, balance in balances(stages).items()}
         out.append({"loss": loss.item(), "norm": norm.item(), "grads": grads, "biases": biases})
     val, _ = parallel.evaluate(stages, [local_batch(global_batch(99, n, doc_mask), layout)], layout)

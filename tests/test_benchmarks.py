@@ -84,8 +84,8 @@ import json, linecache, os, sys, threading
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 recipe = __import__(sys.argv[1])
-from config import parse_config
-from metrics import Metrics
+from support.config import parse_config
+from support.metrics import Metrics
 steps = {}
 # AdamW's count of steps, which is not asked for where AdamW is fused; and which part of a parameter a rank has
 ON_THE_HOST = ("_get_value", "compute_local_shape_and_global_offset")

@@ -23,7 +23,6 @@ from torch import nn
 
 import checkpoint
 import grpo
-import hf
 import parallel
 import train_deepseek
 import train_llama3
@@ -40,9 +39,12 @@ from checkpoint import (
     step_folders,
     verify,
 )
-from config import parse_config, save_config
-from data import DataConfig, find_tokenizer, open_data, sha256_file
+from data import DataConfig, find_tokenizer, open_data
+from distributed.experts import balance_experts
+from distributed.refusals import check_layout
 from models.llama3 import Llama3, Llama3Config
+from support.config import parse_config, save_config
+from support.files import json_bytes, sha256_file
 
 IDENTITY = {
     "model": {"module": "models.llama3", "class": "Llama3", **asdict(config())},
@@ -134,7 +136,7 @@ def rewrite(folder, name, content):
     manifest = json.loads((Path(folder) / "manifest.json").read_bytes())
     manifest["files"] |= checkpoint.checksums(folder, [name])
     manifest["sha256"] = checkpoint.own_hash(manifest)
-    (Path(folder) / "manifest.json").write_bytes(checkpoint.json_bytes(manifest))
+    (Path(folder) / "manifest.json").write_bytes(json_bytes(manifest))
 
 
 def flip(file, bit):
@@ -458,7 +460,7 @@ def test_init_from(tmp_path, capsys):
 def test_names_on_the_hub_need_a_download(tmp_path, monkeypatch, name, hint):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
-    for start in (lambda: check_run("new", IDENTITY, CheckpointConfig(init_from=name)), lambda: hf.from_hf(name, "new"),
+    for start in (lambda: check_run("new", IDENTITY, CheckpointConfig(init_from=name)), lambda: checkpoint.from_hf(name, "new"),
                   lambda: find_tokenizer(name)):
         with pytest.raises(ValueError) as error:
             start()
@@ -520,7 +522,7 @@ def resolved(monkeypatch, cfg, processes, **flags):
     cfg = replace(cfg, **flags)
     checkpoint.keep_batch(cfg)
     # whatever it is, the layout takes it
-    parallel.check_layout(cfg, config(), seq_len=16, local_batch_size=cfg.local_batch_size,
+    check_layout(cfg, config(), seq_len=16, local_batch_size=cfg.local_batch_size,
                           global_batch_size=cfg.global_batch_size, device="cpu")
     return cfg.global_batch_size, cfg.local_batch_size
 
@@ -567,7 +569,7 @@ def test_the_batch_of_a_new_run_is_its_own(tmp_path, monkeypatch):
 def test_the_batch_of_a_config_file_is_kept_and_that_of_a_flag_is_not_bent(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setattr(checkpoint, "FROM_FILE", set())
-    monkeypatch.setattr("config.FROM_FILE", checkpoint.FROM_FILE)  # of this process: not for the tests after this one
+    monkeypatch.setattr("support.config.FROM_FILE", checkpoint.FROM_FILE)  # of this process: not for the tests after this one
     save_config(train_llama3.Config(out=str(tmp_path / "run"), global_batch_size=8), tmp_path / "config.json", {})
     cfg = parse_config(train_llama3.Config, ["--config", str(tmp_path / "config.json")])
     checkpoint.keep_batch(cfg)
@@ -825,7 +827,7 @@ def test_checkpoints_without_code_continue(tmp_path, capsys):
     Path(path(tmp_path, 1), "code.json").unlink()
     del manifest["files"]["code.json"]
     manifest["sha256"] = checkpoint.own_hash(manifest)
-    Path(path(tmp_path, 1), "manifest.json").write_bytes(checkpoint.json_bytes(manifest))
+    Path(path(tmp_path, 1), "manifest.json").write_bytes(json_bytes(manifest))
     assert of(*trained(1, 0), tmp_path).load()["step"] == 1
     assert "code that has changed" not in capsys.readouterr().out
 
@@ -882,7 +884,7 @@ def test_an_evil_metadata_runs_nothing(tmp_path):
 def test_a_checkpoint_does_not_choose_what_is_imported(tmp_path):
     state = json.loads(Path(path(saved(tmp_path, 2), 2), "state.json").read_text())
     state["identity"]["model"]["module"] = "os.path"
-    rewrite(path(tmp_path, 2), "state.json", checkpoint.json_bytes(state))
+    rewrite(path(tmp_path, 2), "state.json", json_bytes(state))
     for reader in (load_model, lambda folder: grpo.model_of(grpo.Config(init_from=folder), 8)):
         with pytest.raises(ValueError, match="only those in models/"):
             reader(str(tmp_path))
@@ -1020,7 +1022,7 @@ def run_layout(flags, source, target, options):
         optimizer.step()
         optimizer.zero_grad()
         if options.get("moe"):
-            parallel.balance_experts(stages, layout, "bias", 1e-3)
+            balance_experts(stages, layout, "bias", 1e-3)
         step += 1
         if mode != "off":
             assert c.save(step, {"step": step})

@@ -12,7 +12,7 @@ from layouts import SMALL, T, build, config, global_batch, local_batch
 from pool import pool
 
 import parallel
-from dryrun import totals
+from support.dryrun import totals
 
 L, D, V = SMALL["n_layers"], SMALL["dim"], SMALL["vocab_size"]
 

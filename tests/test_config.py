@@ -15,18 +15,7 @@ from typing import ClassVar, Literal, Optional
 
 import pytest
 
-from config import (
-    ELSEWHERE,
-    Need,
-    Parser,
-    check_range,
-    flag,
-    hint,
-    no_effect,
-    parse_config,
-    save_config,
-    usage_error,
-)
+from support.config import ELSEWHERE, Need, Parser, check_range, flag, hint, no_effect, parse_config, save_config, usage_error
 
 REPO = Path(__file__).parent.parent
 
@@ -420,7 +409,7 @@ The end.
 
 from dataclasses import dataclass
 
-from config import parse_config
+from support.config import parse_config
 
 
 @dataclass(kw_only=True)

@@ -20,12 +20,16 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from layouts import Flags
 from pool import pool
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import data
 import parallel
+import support.files
 from data import DataConfig, TokenData, build_shards, find_tokenizer, hash_sequences, open_data, permute
+from distributed.layout import AXES, Layout
+from distributed.refusals import check_first_batch
 
 REPO = Path(__file__).parent.parent
 SHAKESPEARE = REPO.parent / "shared" / "data" / "tinyshakespeare.txt"  # real text, where it is at hand
@@ -330,7 +334,7 @@ def test_the_hash_sees_every_change():
 
 
 def hash_of(flags: dict, rows: int) -> str:
-    layout = parallel.Layout(parallel.ParallelConfig(), {axis: flags.get(axis, 1) for axis in parallel.AXES},
+    layout = Layout(Flags(), {axis: flags.get(axis, 1) for axis in AXES},
                              torch.distributed.get_world_size(), rows, rows, rank=torch.distributed.get_rank())
     tokens = np.arange(rows * 5).reshape(rows, 5)
     share = rows // layout.data_ranks
@@ -347,12 +351,12 @@ def test_every_layout_has_the_same_hash():
 
 
 def one_label(masked: bool):
-    layout = parallel.Layout(parallel.ParallelConfig(), dict.fromkeys(parallel.AXES, 1) | {"dp_shard": 2}, 2, 2, 2)
+    layout = Layout(Flags(), dict.fromkeys(AXES, 1) | {"dp_shard": 2}, 2, 2, 2)
     labels = torch.full((1, 1, 4), -100)
     if torch.distributed.get_rank() == 1 and not masked:
         labels[0, 0, 2] = 3
     try:
-        return parallel.check_first_batch(Mock(labels=labels), layout)
+        return check_first_batch(Mock(labels=labels), layout)
     except RuntimeError as error:
         return str(error)
 
@@ -668,7 +672,7 @@ def test_a_copy_of_the_tokenizer_finds_the_same_shards_without_reading_the_text(
     def folder(tokenizer):
         return open_data(DataConfig(data=str(text), tokenizer=str(tokenizer), cache_dir=str(tmp_path / "c")), 16).folder
 
-    first, hashed, sha256_file = folder(file), [], data.sha256_file
+    first, hashed, sha256_file = folder(file), [], support.files.sha256_file
     monkeypatch.setattr(data, "sha256_file", lambda path: hashed.append(Path(path)) or sha256_file(path))
     copy = Path(shutil.copytree(tmp_path / "hf", tmp_path / "step-3"))
     os.utime(file, (1, 1))

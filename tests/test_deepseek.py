@@ -11,19 +11,22 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from layouts import BIAS_RATE, balances, build, config, global_batch, local_batch, watch_margins
+from layouts import BIAS_RATE, Flags, balances, build, config, global_batch, local_batch, watch_margins
 from pool import pool
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-import hf
 import models.deepseek
 import parallel
-from config import override_fields
+from distributed.experts import balance_experts
+from distributed.layout import local_tensor
+from distributed.refusals import check_layout
 from generate import generate
 from models.attention import causal_attention, sdpa
 from models.deepseek import FLAVORS, DeepSeek, DeepSeekConfig, MoE, shift_targets
 from models.loss import IGNORE
+from support import hf
+from support.config import override_fields
 
 REPO = Path(__file__).parent.parent
 
@@ -308,7 +311,7 @@ def bias_steps(flags: dict, local_batch_size: int, seed: int):
         optimizer.step()
         optimizer.zero_grad()
         before = {i: (b.bias.clone(), b.load.clone()) for i, b in balances(stages).items()}
-        parallel.balance_experts(stages, layout, "bias", BIAS_RATE)
+        balance_experts(stages, layout, "bias", BIAS_RATE)
         seen.append({i: (*before[i], b.bias.clone()) for i, b in balances(stages).items()})
     return seen, min(min(m, default=1) for m in margins)
 
@@ -662,7 +665,7 @@ def files_of_a_rank(folder, n_layers):
         self, n, offset, shape)
     hf.load_hf(stages, folder)
     hf.HFTensors.open, hf.HFTensors.read = original_open, original_read
-    return opened, sum(read), parallel.local_tensor(stages[0].blocks[str(n_layers - 1)].moe.experts.w2.detach()).clone()
+    return opened, sum(read), local_tensor(stages[0].blocks[str(n_layers - 1)].moe.experts.w2.detach()).clone()
 
 
 @pytest.mark.parametrize("n_layers", [4, pytest.param(61, marks=pytest.mark.slow)])
@@ -743,7 +746,7 @@ def test_model_args_that_make_no_model(args, words):
 ])
 def test_layouts_that_make_no_sense(world_size, flags, words):
     with pytest.raises(ValueError, match=words) as error:
-        parallel.check_layout(parallel.ParallelConfig(**flags), FLAVORS["debug_mtp"], seq_len=96, local_batch_size=16,
+        check_layout(Flags(**flags), FLAVORS["debug_mtp"], seq_len=96, local_batch_size=16,
                               global_batch_size=-1, device="cpu", world_size=world_size)
     assert "\n" not in str(error.value)
 
@@ -751,9 +754,9 @@ def test_layouts_that_make_no_sense(world_size, flags, words):
 def test_tied_embedding_with_mtp_has_no_half_backward():
     """torch's split backward walks the graph of the shared weight twice, and fails."""
     tied = override_fields(FLAVORS["debug_mtp"], "tie_embeddings=true", "--model_args")
-    flags = parallel.ParallelConfig(pp=2, pp_schedule="ZBVZeroBubble")
+    flags = Flags(pp=2, pp_schedule="ZBVZeroBubble")
     with pytest.raises(ValueError, match="cannot halve the backward of a tied embedding"):
-        parallel.check_layout(flags, tied, seq_len=96, local_batch_size=16, global_batch_size=-1, device="cpu", world_size=2)
+        check_layout(flags, tied, seq_len=96, local_batch_size=16, global_batch_size=-1, device="cpu", world_size=2)
 
 
 @pytest.mark.parametrize("flags, words", [

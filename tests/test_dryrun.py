@@ -17,12 +17,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from layouts import Flags
 from pool import pool
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-import dryrun
 import parallel
-from dryrun import Watch, bubble, rows_of, simulate
+import support.pictures
+from distributed import experts, launch, pipeline
+from distributed import layout as layouts
+from distributed.layout import AXES, Layout, make_mesh
+from distributed.pipeline import ONE_STAGE_PER_RANK, n_microbatches
+from support import dryrun, pictures
+from support.dryrun import Watch, bubble, rows_of, simulate
+from support.pictures import AXIS_COLORS, draw_mesh, draw_schedule, mesh_groups, plot, text_mesh, text_picture
+from support.plan import MACHINES, WORST_ERROR, Machine, axis_span, predict, wire_seconds
 
 REPO = Path(__file__).parent.parent
 SMALL = "n_layers=5,dim=64,n_heads=4,n_kv_heads=2,head_dim=16,ffn_dim=128,vocab_size=512"
@@ -50,8 +58,8 @@ def really(recipe: str, flags: dict) -> dict:
     cfg = config(recipe, flags)
     _clear_sharding_prop_cache()  # of the layouts that ran before in this process
     torch.manual_seed(int(parallel.os.environ["RANK"]))
-    stages, optimizers, layout = dryrun.build(importlib.import_module(recipe).main, cfg, parallel.make_mesh)
-    n = layout.n_microbatches if layout.pp > 1 else layout.accumulation
+    stages, optimizers, layout = dryrun.build(importlib.import_module(recipe).main, cfg, make_mesh)
+    n = n_microbatches(layout) if layout.pp > 1 else layout.accumulation
     first = dryrun.observe(stages, optimizers, layout, cfg.seq_len, n, Settled(layout))  # its memory: nothing left from before
     second = dryrun.observe(stages, optimizers, layout, cfg.seq_len, n, Watch(layout))  # its collectives: all are connected
     counts = dryrun.totals({key[1:]: number for key, number in second.items() if key[0] == "moved"})
@@ -96,7 +104,7 @@ FIRST = (
 def test_dry_run_equals_gloo(name):
     recipe, processes, flags = LAYOUTS[name]
     everyone = pool(processes).run(really, recipe, flags)
-    degrees = {axis: flags.get(axis, 1) for axis in parallel.AXES}
+    degrees = {axis: flags.get(axis, 1) for axis in AXES}
     degrees["dp_shard"] = processes // math.prod(degrees.values())
     report = dryrun.make_report(importlib.import_module(recipe).main, config(recipe, flags | degrees))
     for pp_rank, rank in enumerate(report.ranks):
@@ -179,14 +187,14 @@ def test_a_peak_fits_up_to_the_last_byte(capsys):
 # ---------------------------------------------------------------- --plan
 
 
-def layout_of(**degrees) -> parallel.Layout:
-    sizes = {axis: degrees.get(axis, 1) for axis in parallel.AXES}
-    return parallel.Layout(parallel.ParallelConfig(**degrees), sizes, math.prod(sizes.values()), 1, 1)
+def layout_of(**degrees) -> Layout:
+    sizes = {axis: degrees.get(axis, 1) for axis in AXES}
+    return Layout(Flags(**degrees), sizes, math.prod(sizes.values()), 1, 1)
 
 
 def test_a_group_uses_the_links_that_it_spans():
-    machine, size = dryrun.Machine(flops=1.0, nvlink=400.0, network=50.0), 800
-    seconds = lambda axis, op, **degrees: dryrun.wire_seconds(layout_of(**degrees), axis, op, size, machine)  # noqa: E731
+    machine, size = Machine(flops=1.0, nvlink=400.0, network=50.0), 800
+    seconds = lambda axis, op, **degrees: wire_seconds(layout_of(**degrees), axis, op, size, machine)  # noqa: E731
     assert seconds("tp", "all_gather", tp=8, dp_shard=4) == 800 * 7 / 8 / 400  # in a node
     assert seconds("fsdp", "all_gather", tp=8, dp_shard=4) == 800 * 3 / 4 / 50  # one rank in each node: one network card
     assert seconds("fsdp", "reduce_scatter", tp=2, dp_shard=16) == 800 * 15 / 16 / 200  # four ranks in each node: four cards
@@ -197,18 +205,18 @@ def test_a_group_uses_the_links_that_it_spans():
 
 
 def test_a_prediction_is_arithmetic_plus_what_is_waited_for():
-    machine = dryrun.MACHINES["H100"]
+    machine = MACHINES["H100"]
     one = report_of(dp_shard=1)
     rank = one.ranks[0]
     attention = rank.flops("attention")
     flops = (rank.flops("forward", "backward") - attention) / 0.5 + attention / 2 / 0.25
-    assert dryrun.predict(one, machine, 0.5, 0.5, 0.25)["seconds"] == pytest.approx(flops / machine.flops)
+    assert predict(one, machine, 0.5, 0.5, 0.25)["seconds"] == pytest.approx(flops / machine.flops)
     two = report_of(tp=2, dp_shard=1)
-    p, faster = (dryrun.predict(two, machine, 0.5, bandwidth) for bandwidth in (0.5, 1.0))
+    p, faster = (predict(two, machine, 0.5, bandwidth) for bandwidth in (0.5, 1.0))
     assert p["wire"] == pytest.approx(2 * faster["wire"]) and p["seconds"] > faster["seconds"]
     assert p["seconds"] == pytest.approx(p["compute"] + p["wire"] + p["uncovered"])
     piped = report_of(pp=2, dp_shard=1)
-    p = dryrun.predict(piped, machine, 0.5, 1e9, 0.5)
+    p = predict(piped, machine, 0.5, 1e9, 0.5)
     waiting = 1 - bubble(simulate(piped.rows, piped.cost))
     work = sum(r.flops("forward", "backward") - r.flops("attention") / 2 for r in piped.ranks) / 2
     assert p["seconds"] == pytest.approx(work / waiting / (0.5 * machine.flops), rel=0.05)
@@ -217,7 +225,7 @@ def test_a_prediction_is_arithmetic_plus_what_is_waited_for():
 def test_the_plan_is_printed_with_its_error_and_assumptions():
     done = run("train_llama3.py", "--tp", 2, "--dp_shard", 8, "--plan", "--machine", "B200", "--nvlink_gb_s", 123)
     assert done.returncode == 0, done.stderr
-    for words in ("16 x B200", "off on average", f"{dryrun.WORST_ERROR:.0%} at worst", "2250 TFLOP/s", "NVLink 123 GB/s",
+    for words in ("16 x B200", "off on average", f"{WORST_ERROR:.0%} at worst", "2250 TFLOP/s", "NVLink 123 GB/s",
                   "network 50 GB/s"):
         assert words in done.stdout
     wrong = run("train_llama3.py", "--plan", "--network_gb_s", -1)
@@ -257,19 +265,19 @@ BUBBLES = dict(GPipe=3 / 11, LoopedBFS=3 / 19, Interleaved1F1B=3 / 19, Interleav
 @pytest.mark.parametrize("name", BUBBLES)
 def test_schedule(name):
     """4 ranks, 8 micro-batches, forward and both halves of a backward of one unit: the papers' bubbles, drawn as computed."""
-    stages = 4 if name in parallel.ONE_STAGE_PER_RANK else 8
-    times = simulate(rows_of(parallel.ParallelConfig(pp=4, pp_schedule=name), 4, 8, stages))
+    stages = 4 if name in ONE_STAGE_PER_RANK else 8
+    times = simulate(rows_of(Flags(pp=4, pp_schedule=name), 4, 8, stages))
     assert bubble(times) == pytest.approx(BUBBLES[name], abs=2e-3)
     work = sorted((kind, stage, m) for row in times for *_, kind, stage, m in row if kind in "FB")
     assert [w for w in work if w[0] == "F"] == [("F", s, m) for s in range(stages) for m in range(8)]
-    picture = dryrun.text_picture(times)
+    picture = text_picture(times)
     drawn = "".join(line.split("|")[1] for line in picture.splitlines())
     assert drawn.count(".") / len(drawn) == pytest.approx(bubble(times), abs=1e-9)
     assert {k: drawn.count(k) for k in "FIW"} == dict.fromkeys("FIW", 8 * stages)
 
 
 def test_1f1b_holds_as_many_microbatches_as_ranks_are_behind():
-    rows = rows_of(parallel.ParallelConfig(pp=4), 4, 8, 4)
+    rows = rows_of(Flags(pp=4), 4, 8, 4)
     assert [dryrun.in_flight(row, [r], {("activations", 0): 1}) for r, row in enumerate(rows)] == [4, 3, 2, 1]
 
 
@@ -306,10 +314,10 @@ def test_the_drawn_mesh_is_the_mesh(recipe, flags, tmp_path, monkeypatch):
             real |= {axis: ranks(layout.experts[axis].get_group()) for axis in ("etp", "ep", "efsdp")}
         sharded = {group for group in groups_of_fsdp(stages) if len(group) > 1}
     real = {axis: group for axis, group in real.items() if len(group) > 1}
-    groups = dryrun.mesh_groups(layout)
+    groups = mesh_groups(layout)
     assert groups == real and sharded <= {tuple(group) for group in groups.values()}
-    assert {axis: dryrun.axis_span(layout, axis) for axis in real} == {a: (len(g), g[1] - g[0]) for a, g in real.items()}
-    text = {line.split()[0]: line for line in dryrun.text_mesh(layout).splitlines()[1:]}
+    assert {axis: axis_span(layout, axis) for axis in real} == {a: (len(g), g[1] - g[0]) for a, g in real.items()}
+    text = {line.split()[0]: line for line in text_mesh(layout).splitlines()[1:]}
     assert text.keys() == real.keys()
     assert all(re.search(rf" {len(g)} +{', '.join(map(str, g[:4]))}\b", text[axis]) for axis, g in real.items())
 
@@ -318,29 +326,29 @@ def test_the_drawn_mesh_is_the_mesh(recipe, flags, tmp_path, monkeypatch):
             drawn.setdefault((int(place[0] + 1e-6), place[1]), set()).add(color)
 
     if layout.pp == 1 and importlib.util.find_spec("matplotlib"):
-        pyplot, patches = dryrun.pyplot_and_patches()
+        pyplot, patches = support.pictures.pyplot_and_patches()
         stand_in = SimpleNamespace(Rectangle=Cell, Patch=patches.Patch)
-        monkeypatch.setattr(dryrun, "pyplot_and_patches", lambda: (pyplot, stand_in))
+        monkeypatch.setattr(support.pictures, "pyplot_and_patches", lambda: (pyplot, stand_in))
         monkeypatch.setattr(pyplot.Axes, "add_patch", lambda axes, patch: None)
-        dryrun.draw_mesh(layout, str(tmp_path / "mesh.png"))
+        draw_mesh(layout, str(tmp_path / "mesh.png"))
         inner = layout.cp * layout.tp
         for axis, group in real.items():
-            colored = {d * inner + j for (d, j), colors in drawn.items() if dryrun.AXIS_COLORS[axis] in colors}
+            colored = {d * inner + j for (d, j), colors in drawn.items() if AXIS_COLORS[axis] in colors}
             assert colored == set(group[1:]), axis
 
 
 def test_fsdp_of_device_0_is_with_the_cp_ranks():
     with world(pp=2, dp_shard=2, cp=2, tp=2) as layout:
         pass
-    assert dryrun.mesh_groups(layout) == {"tp": [0, 1], "cp": [0, 2], "fsdp": [0, 2, 4, 6], "pp": [0, 8]}
+    assert mesh_groups(layout) == {"tp": [0, 1], "cp": [0, 2], "fsdp": [0, 2, 4, 6], "pp": [0, 8]}
 
 
 def test_plot_without_matplotlib_is_text(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(dryrun.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(pictures.importlib.util, "find_spec", lambda name: None)
     cfg = config("train_llama3", dict(pp=2, dp_shard=1, out=str(tmp_path)))
     with world(pp=2) as layout:
         pass
-    dryrun.plot(cfg, SimpleNamespace(layout=layout, n=4, rows=rows_of(cfg, 2, 4, 2)))
+    plot(cfg, SimpleNamespace(layout=layout, n=4, rows=rows_of(cfg, 2, 4, 2)))
     shown = capsys.readouterr().out
     assert "rank   0 |FF..IWFIWFIW.IW|" in shown and "pp    2      0, 1" in shown and "pip install matplotlib" in shown
     assert not list(tmp_path.iterdir())
@@ -348,11 +356,11 @@ def test_plot_without_matplotlib_is_text(monkeypatch, tmp_path, capsys):
 
 def test_plot(tmp_path):
     pytest.importorskip("matplotlib")
-    times = simulate(rows_of(parallel.ParallelConfig(pp=4, pp_schedule="DualPipeV"), 4, 8, 8))
-    dryrun.draw_schedule(times, "DualPipeV", str(tmp_path / "a.png"))
+    times = simulate(rows_of(Flags(pp=4, pp_schedule="DualPipeV"), 4, 8, 8))
+    draw_schedule(times, "DualPipeV", str(tmp_path / "a.png"))
     with world(pp=2, dp_shard=64, tp=2) as layout:
         pass
-    dryrun.draw_mesh(layout, str(tmp_path / "b.png"))
+    draw_mesh(layout, str(tmp_path / "b.png"))
     for name in "ab":
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
@@ -382,7 +390,7 @@ def support_matrix() -> str:
 
     found = []
     for processes, flags, problem in LAYOUTS + SLOW:
-        others = math.prod(flags.get(axis, 1) for axis in parallel.AXES if axis != "dp_shard")
+        others = math.prod(flags.get(axis, 1) for axis in AXES if axis != "dp_shard")
         found.append({name for name, has in FEATURES.items() if has(flags, problem, processes // others)})
     names = list(FEATURES)
     lines = [["", *names], ["---"] * (len(names) + 1)]
@@ -396,8 +404,9 @@ def test_the_support_matrix_is_that_of_the_tests():
 
 
 def test_the_guide_names_functions_that_exist():
+    rooms = [parallel, pipeline, experts, launch, layouts]
     named = [name for line in GUIDE.read_text().split("Function")[1:] for name in re.findall(r"`(\w+)`", line.split(".")[0])]
-    assert len(named) > 8 and [name for name in named if not hasattr(parallel, name)] == ["tp_plan"]
+    assert len(named) > 8 and [name for name in named if not any(hasattr(m, name) for m in rooms)] == ["tp_plan"]
     pictures = re.findall(r"!\[\w+\]\((\S+)\)", GUIDE.read_text())
     assert len(pictures) == 5 and all((GUIDE.parent / name).exists() for name in pictures)
 

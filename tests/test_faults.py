@@ -26,8 +26,8 @@ import torch.distributed as dist
 import checkpoint
 from checkpoint import LEFTOVER, STEP_FOLDER, step_folders
 from data import DataConfig, open_data
-from metrics import read_lines
-from parallel import agree_on_attempt
+from distributed.launch import agree_on_attempt
+from support.metrics import read_lines
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
 

@@ -35,18 +35,20 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 import checkpoint
-import dryrun
+import distributed.launch
 import generate
 import grpo
-import metrics
 import models.attention
 import models.llama3
-import optim
 import parallel
-import rollouts
-from config import option_groups
+import support.parity
 from data import DataConfig, open_data
-from parallel import local_tensor
+from distributed.layout import local_tensor
+from distributed.pipeline import split_stages
+from rl import rollouts
+from support import dryrun, metrics, optim
+from support.config import option_groups
+from support.parity import model_config_of
 
 REPO = Path(__file__).parent.parent
 PROGRAMS = ["train_llama3", "train_qwen3", "train_deepseek", "grpo", "generate"]
@@ -251,7 +253,8 @@ def observed(program: str, cfg, poison=0, launched=False, continues=False, drift
 def built(program: str, cfg):
     """Stages, optimizers and layout as the recipe's main makes them, before any step."""
     with tidy(), contextlib.redirect_stdout(io.StringIO()):
-        stages, optimizers, layout = dryrun.build(MAINS[program], cfg, lambda layout: parallel.connect(layout, "cpu", cfg.seed))
+        connect = lambda layout: distributed.launch.connect(layout, "cpu", cfg.seed)  # noqa: E731
+        stages, optimizers, layout = dryrun.build(MAINS[program], cfg, connect)
         budget = torch._functorch.config.activation_memory_budget
     return SimpleNamespace(model=stages[0], optimizer=optimizers[0], layout=layout, budget=budget)
 
@@ -284,15 +287,15 @@ def printed(program: str, cfg) -> str:
         raise Ended
 
     with tidy(), mock.patch.object(os, "_exit", end), contextlib.redirect_stdout(text), contextlib.suppress(Ended), \
-            mock.patch.object(dryrun, "check_parity", lambda main, cfg, degrees: print("parity of", degrees)):
-        parallel.run(module.main if modes else lambda cfg: print("trains"), cfg)
+            mock.patch.object(support.parity, "check_parity", lambda main, cfg, degrees: print("parity of", degrees)):
+        distributed.launch.run(module.main if modes else lambda cfg: print("trains"), cfg)
     return text.getvalue()
 
 
 def configured(program: str, cfg):
     """The model's config that main makes of the flags."""
     with tidy():
-        return dryrun.model_config_of(MAINS[program], cfg)
+        return model_config_of(MAINS[program], cfg)
 
 
 def patience(program: str, cfg) -> list:
@@ -305,7 +308,7 @@ def patience(program: str, cfg) -> list:
 
 def split(program: str, cfg) -> list:
     """The modules of each pipeline stage of a model of 10 layers."""
-    return parallel.split_stages(cfg, cfg.pp, 10)
+    return split_stages(cfg, cfg.pp, 10)
 
 
 def opened(program: str, cfg):

@@ -18,14 +18,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import environments
 import generate
 import grpo
-import parallel
-import rollouts
+from distributed.layout import local_slice, local_tensor, make_mesh
+from distributed.refusals import check_layout
 from grpo import Config, Trainer, advantages, count, overlong_penalty, policy_loss
 from models.llama3 import Llama3, Llama3Config
 from models.loss import CHUNK_ELEMENTS, token_logprobs
+from rl import environments, rollouts
 from tests.pool import pool
 from tests.test_faults import Job
 
@@ -79,19 +79,19 @@ def trainer_of(seed=0, unknown=None, **flags):
     """A Trainer around sharp_model() on this process's layout; with n ranks, --dp_shard and the like in flags."""
     cfg = Config(**{"compute_dtype": "float32", "device": "cpu", "seq_len": 32, "max_new_tokens": 9, "max_norm": 0.0, **flags})
     world = dist.get_world_size() if dist.is_initialized() else 1
-    layout = parallel.check_layout(
+    layout = check_layout(
         cfg, MODEL, seq_len=cfg.seq_len, local_batch_size=cfg.local_batch_size, global_batch_size=-1, device="cpu",
         world_size=world)
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     layout.rank = dist.get_rank()
-    parallel.make_mesh(layout)
+    make_mesh(layout)
     model = grpo.build_policy(cfg, layout, Llama3, MODEL, unknown and torch.tensor(unknown))
     plain = dict(sharp_model(seed=seed).named_parameters())
     for fqn, p in model.named_parameters():
         whole = plain[fqn].detach()
-        part = tuple(slice(o, o + n) for n, o in zip(*parallel.local_slice(p)))
-        parallel.local_tensor(p).data.copy_(whole[part])
+        part = tuple(slice(o, o + n) for n, o in zip(*local_slice(p)))
+        local_tensor(p).data.copy_(whole[part])
     return Trainer(cfg, layout, model)
 
 

@@ -24,13 +24,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+import checkpoint
 import generate
-import hf
-import parallel
 from checkpoint import CheckpointConfig, Checkpoints, is_hf_folder, load_model, verify
-from config import override_fields
 from data import DataConfig, open_data
+from distributed.layout import local_tensor
 from models.llama3 import FLAVORS, Llama3, Llama3Config
+from support import hf
+from support.config import override_fields
 
 # ---------------------------------------------------------------- their files, our model
 
@@ -207,7 +208,7 @@ def import_and_export(flags, folder, out):
         return part
 
     stages, _ = build(hf.read_hf_config(folder), flags, n=8, local_batch_size=4)
-    shards = [parallel.local_tensor(p) for s in stages for p in s.parameters()]
+    shards = [local_tensor(p) for s in stages for p in s.parameters()]
     hf.HFTensors.read = counted
     with LiveMemory() as memory:
         change, files = memory.change, {file.stat().st_size for file in Path(folder).glob("*.safetensors")}
@@ -413,7 +414,7 @@ def test_another_model_is_not_exported_as_one_of_theirs(tmp_path, fork, capsys, 
             export()
         assert "\n" not in str(error.value)
     save_run(model, tmp_path / "run")
-    assert hf.hf_command(["to_hf", str(tmp_path / "run"), out]) == 1
+    assert checkpoint.hf_command(["to_hf", str(tmp_path / "run"), out]) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and not os.path.exists(out)
 
@@ -424,7 +425,7 @@ def test_a_declared_copy_is_what_transformers_opens(tmp_path, fork):
     model = Model(small(module)).eval()
     save_run(model, tmp_path / "run")
     hf.save_hf(model, str(tmp_path / "saved"), torch.float32)
-    hf.to_hf(str(tmp_path / "run"), str(tmp_path / "out"), dtype="float32")
+    checkpoint.to_hf(str(tmp_path / "run"), str(tmp_path / "out"), dtype="float32")
     x = torch.arange(24).reshape(2, 12)
     for folder in ("saved", "out"):
         theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder)
@@ -1052,12 +1053,12 @@ def test_a_tokenizer_that_panics(chat_folder, capsys):
 
 def test_from_hf_and_to_hf(chat_folder, tmp_path, capsys):
     run, out = str(tmp_path / "run"), str(tmp_path / "out")
-    assert hf.hf_command(["from_hf", str(chat_folder), run]) == 0
+    assert checkpoint.hf_command(["from_hf", str(chat_folder), run]) == 0
     verify(f"{run}/checkpoints/step-0")
     model, state = load_model(run)
     assert state == {"step": 0, "samples": 0, "tokens": 0}
     assert torch.equal(model(tokens()), hf.load_hf_model(str(chat_folder))[0](tokens()))
-    assert hf.hf_command(["to_hf", run, out, "--dtype", "float32", "--max_shard_gb", "0.00005"]) == 0
+    assert checkpoint.hf_command(["to_hf", run, out, "--dtype", "float32", "--max_shard_gb", "0.00005"]) == 0
     assert_equal_files(chat_folder, out)
     theirs = transformers.AutoTokenizer.from_pretrained(out)
     assert theirs("def f").input_ids[0] == 0  # it begins as the tokenizer says
@@ -1068,11 +1069,11 @@ def test_from_hf_and_to_hf(chat_folder, tmp_path, capsys):
     assert greedy(out, "x", capsys, n=12) == theirs.decode(ids[0], skip_special_tokens=True)
     for argv in (["from_hf", str(chat_folder), run], ["to_hf", run, out], ["to_hf", str(tmp_path / "nowhere"), out + "2"],
                  ["from_hf", str(tmp_path), out + "2"]):
-        assert hf.hf_command(argv) == 2
+        assert checkpoint.hf_command(argv) == 2
         error = capsys.readouterr().err
         assert error.startswith("error: ") and error.count("\n") == 1
     with pytest.raises(SystemExit):
-        hf.hf_command(["to_hf", run, out + "2", "--dtype", "int8"])
+        checkpoint.hf_command(["to_hf", run, out + "2", "--dtype", "int8"])
     assert not os.path.exists(out + "2")
 
 
@@ -1080,8 +1081,8 @@ def test_the_files_beside_a_tokenizer_come_along(chat_folder, tmp_path):
     model, tokenizer_file = hf.load_hf_model(str(chat_folder))
     hf.save_hf(model, str(tmp_path / "out"), tokenizer_file=tokenizer_file)
     (chat_folder / "chat_template.jinja").write_text("{{ messages }}")
-    hf.from_hf(str(chat_folder), str(tmp_path / "run"))
-    hf.to_hf(str(tmp_path / "run"), str(tmp_path / "back"))
+    checkpoint.from_hf(str(chat_folder), str(tmp_path / "run"))
+    checkpoint.to_hf(str(tmp_path / "run"), str(tmp_path / "back"))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (chat_folder / name).read_bytes()
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):  # through a checkpoint of ours as well
@@ -1090,8 +1091,8 @@ def test_the_files_beside_a_tokenizer_come_along(chat_folder, tmp_path):
 
 def test_a_chat_model_that_ends_its_answers_in_several_ways_is_exported_as_such(chat_folder, tmp_path):
     (chat_folder / "generation_config.json").write_text('{"eos_token_id": [1, 2], "temperature": 0.6, "do_sample": true}')
-    hf.from_hf(str(chat_folder), str(tmp_path / "run"))
-    hf.to_hf(str(tmp_path / "run"), str(tmp_path / "out"))
+    checkpoint.from_hf(str(chat_folder), str(tmp_path / "run"))
+    checkpoint.to_hf(str(tmp_path / "run"), str(tmp_path / "out"))
     theirs = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
     assert (theirs.eos_token_id, theirs.temperature, theirs.pad_token_id) == ([1, 2], 0.6, 1)
     assert transformers.AutoConfig.from_pretrained(tmp_path / "out").eos_token_id == [1, 2]
@@ -1105,7 +1106,7 @@ def test_a_long_import_says_how_far_it_is(chat_folder, monkeypatch, capsys):
 
 
 def test_hugging_face_folders_are_told_from_ours(chat_folder, tmp_path, monkeypatch):
-    hf.from_hf(str(chat_folder), str(tmp_path / "run"))
+    checkpoint.from_hf(str(chat_folder), str(tmp_path / "run"))
     assert is_hf_folder(str(chat_folder))
     monkeypatch.chdir(chat_folder)
     assert is_hf_folder(".") and not is_hf_folder("")  # no --init_from at all
@@ -1169,9 +1170,9 @@ def test_continued_pretraining_with_tp_2_gives_the_same_greedy_text_everywhere(t
     subprocess.run(list(map(str, command)), cwd=Path(__file__).parent.parent, check=True, timeout=240)
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == Path(made.tokenizer_file).read_bytes()
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
-    hf.to_hf(str(tmp_path / "run"), str(tmp_path / "bf16"))
+    checkpoint.to_hf(str(tmp_path / "run"), str(tmp_path / "bf16"))
     assert_equal_files(tmp_path / "out", tmp_path / "bf16")
-    hf.to_hf(str(tmp_path / "run"), str(tmp_path / "fp32"), dtype="float32")
+    checkpoint.to_hf(str(tmp_path / "run"), str(tmp_path / "fp32"), dtype="float32")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "fp32")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "fp32")
     ids = model.generate(**tokenizer("def f", return_tensors="pt"), max_new_tokens=24, do_sample=False)

@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 
-import metrics
-from metrics import Metrics, MetricsConfig, loss_curve, peak_flops
+from support import metrics
+from support.metrics import Metrics, MetricsConfig, loss_curve, peak_flops
 
 KEYS = [
     "step", "loss", "loss_max", "grad_norm", "lr", "tokens", "tokens_per_second",
@@ -250,7 +250,7 @@ def test_a_run_that_stops_while_it_is_profiled_keeps_the_trace(tmp_path, rank0, 
 def test_layer_times_are_those_of_the_step_it_names(tmp_path, capsys, monkeypatch):
     """By a clock that each matmul of a block moves: block 1 has three times the layers of block 0; two micro-batches add up."""
     clock = [0.0]
-    monkeypatch.setattr("metrics.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("support.metrics.time.perf_counter", lambda: clock[0])
 
     class Slow(torch.autograd.Function):
         @staticmethod

@@ -14,20 +14,25 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from layouts import Flags
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+import distributed.refusals
 import models.loss
 import parallel
 import train_llama3
+from distributed.layout import AXES, Layout
+from distributed.refusals import check_model
 from models import deepseek, llama3, qwen3
 from models.attention import KVCache, causal_attention, sdpa
 from models.layers import RMSNorm, rotate
 from models.llama3 import FLAVORS, Llama3, Llama3Config, rope_frequencies, scaled
 from models.loss import IGNORE, linear_cross_entropy
+from parallel import TP_STYLES
 
 TINY = dict(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=64, vocab_size=97, max_seq_len=64)
 SHORT_ROPE = dict(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
@@ -136,12 +141,12 @@ def test_initial_weights_are_those_of_earlier_versions(name):
 
 
 def initialised(model, seed=0):
-    parallel.check_model(model, ALONE)
+    check_model(model, ALONE, TP_STYLES)
     parallel.init_weights(model, ALONE, seed)
     return model
 
 
-ALONE = parallel.Layout(parallel.ParallelConfig(), {a: 1 for a in parallel.AXES}, 1, 1, 1)
+ALONE = Layout(Flags(), {a: 1 for a in AXES}, 1, 1, 1)
 
 
 class RootMeanNorm(nn.Module):  # a norm of a fork's own
@@ -205,7 +210,7 @@ def test_a_forks_own_parameters_start_as_its_model_says(cls):
 ], ids=["bare", "bare weight", "0-d", "buffer", "conv"])
 def test_a_parameter_that_no_rule_covers_is_named(cls, part, message):
     model = forked(cls=cls, part=part)
-    for stop in (lambda: parallel.check_model(model, ALONE), lambda: initialised(model)):
+    for stop in (lambda: check_model(model, ALONE, TP_STYLES), lambda: initialised(model)):
         with pytest.raises(ValueError, match=message) as error:
             stop()
         assert "\n" not in str(error.value)
@@ -214,7 +219,7 @@ def test_a_parameter_that_no_rule_covers_is_named(cls, part, message):
 
 def test_a_pattern_of_init_constants_that_names_nothing():
     with pytest.raises(ValueError, match=r"init_constants: pattern 'blocks.\*.gian' matches no parameter or buffer of Fork"):
-        parallel.check_model(forked({"blocks.*.gian": 0.2}), ALONE)
+        check_model(forked({"blocks.*.gian": 0.2}), ALONE, TP_STYLES)
 
 
 # flags, processes, processes of the host -> bytes per parameter and share of them that the host must hold
@@ -230,18 +235,16 @@ def test_what_cannot_fit_memory_is_refused_with_the_numbers(monkeypatch, flags, 
     with torch.device("meta"):
         model = Llama3(Llama3Config())
     cfg = train_llama3.Config(**flags)
-    degrees = {a: max(getattr(cfg, a), 1) for a in parallel.AXES}
-    layout = parallel.Layout(cfg, degrees, world, 1, world)
+    degrees = {a: max(getattr(cfg, a), 1) for a in AXES}
+    layout = Layout(cfg, degrees, world, 1, world)
     needs = sum(p.numel() for p in model.parameters()) * per_parameter
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
-    monkeypatch.setattr(parallel, "host_memory", lambda: needs + 1)
-    parallel.check_model(model, layout)
-    monkeypatch.setattr(parallel, "host_memory", lambda: needs - 1)
+    monkeypatch.setattr(distributed.refusals, "host_memory", lambda: needs + 1)
+    check_model(model, layout, TP_STYLES)
+    monkeypatch.setattr(distributed.refusals, "host_memory", lambda: needs - 1)
     numbers = rf"at least {needs / 1e9:.1f} GB .*there are {(needs - 1) / 1e9:.1f} GB; .*--dp_shard"
     with pytest.raises(ValueError, match=numbers):
-        parallel.check_model(model, layout)
-    cfg.dry_run = True
-    parallel.check_model(model, layout)
+        check_model(model, layout, TP_STYLES)
 
 
 def test_muon_has_one_moment_for_its_matrices(monkeypatch):
@@ -251,9 +254,9 @@ def test_muon_has_one_moment_for_its_matrices(monkeypatch):
     matrices = sum(p.numel() for fqn, p in model.named_parameters() if p.dim() == 2 and fqn.startswith("blocks."))
     needs = sum(p.numel() for p in model.parameters()) * 16 - 4 * matrices
     for has, refused in ((needs - 1, True), (needs + 1, False)):
-        monkeypatch.setattr(parallel, "host_memory", lambda: has)  # noqa: B023
+        monkeypatch.setattr(distributed.refusals, "host_memory", lambda: has)  # noqa: B023
         with pytest.raises(ValueError, match="at least") if refused else nullcontext():
-            parallel.check_model(model, parallel.Layout(cfg, ALONE.degrees, 1, 1, 1))
+            check_model(model, Layout(cfg, ALONE.degrees, 1, 1, 1), TP_STYLES)
 
 
 def test_host_memory_is_that_of_the_tightest_control_group(monkeypatch):
@@ -273,18 +276,18 @@ def test_host_memory_is_that_of_the_tightest_control_group(monkeypatch):
         return real(path, *args, **kwargs)
 
     monkeypatch.setattr("builtins.open", fake)
-    assert parallel.host_memory() == 500000 + 10 * 1024
+    assert distributed.refusals.host_memory() == 500000 + 10 * 1024
     del files["/sys/fs/cgroup/job/memory.max"]
-    assert parallel.host_memory() == 900000 + 10 * 1024
+    assert distributed.refusals.host_memory() == 900000 + 10 * 1024
     files["/sys/fs/cgroup/memory/a/memory.limit_in_bytes"] = "9223372036854771712"
-    assert parallel.host_memory() == 1010 * 1024
+    assert distributed.refusals.host_memory() == 1010 * 1024
     del files["/proc/meminfo"]
-    assert parallel.host_memory() == sys.maxsize
+    assert distributed.refusals.host_memory() == sys.maxsize
 
 
 @pytest.mark.slow
 def test_70b_on_this_machine_ends_with_the_number(tmp_path):
-    if parallel.host_memory() > 1.1e12:
+    if distributed.refusals.host_memory() > 1.1e12:
         pytest.skip("it fits")
     command = [sys.executable, "train_llama3.py", "--flavor", "70B", "--device", "cpu", "--out", tmp_path / "run"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent, timeout=300)

@@ -5,7 +5,7 @@ import layouts
 import pytest
 import torch
 import torch.nn.functional as F
-from layouts import build, clear_seed, global_batch, local_batch
+from layouts import Flags, build, clear_seed, global_batch, local_batch
 from pool import pool
 from test_parallel import compare, without_inductor
 from test_parallel import name as row_name
@@ -17,6 +17,8 @@ from transformers import Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import models.moe
 import parallel
+from distributed.experts import balance_experts, compiled_experts
+from distributed.layout import AXES, Layout
 from models.moe import Balance, Experts, apply_experts, load_statistics, swiglu_experts
 from models.qwen3 import FLAVORS, MoE, Qwen3, Qwen3Config
 
@@ -216,7 +218,7 @@ def loads_of_a_step(flags, seed) -> dict:
     """What balance_experts reports on this rank after one step."""
     stages, layout = build(PROBLEM, flags, 8, 2, seed)
     parallel.forward_backward(stages, local_batch(global_batch(0, 8, False), layout), layout)
-    return parallel.balance_experts(stages, layout, "none", 0.0, per_layer=True)
+    return balance_experts(stages, layout, "none", 0.0, per_layer=True)
 
 
 PROBLEM = layouts.config("qwen3", **layouts.MOE)
@@ -226,7 +228,7 @@ PROBLEM = layouts.config("qwen3", **layouts.MOE)
 def test_loads_per_layer_are_those_of_one_process(flags):
     seed = clear_seed(PROBLEM, 8, False)
     model = Qwen3(PROBLEM)
-    parallel.init_weights(model, parallel.Layout(parallel.ParallelConfig(), {a: 1 for a in parallel.AXES}, 1, 8, 8), seed)
+    parallel.init_weights(model, Layout(Flags(), {a: 1 for a in AXES}, 1, 8, 8), seed)
     b = global_batch(0, 8, False)
     model(b.tokens, positions=b.positions)
     loads = torch.stack([block.moe.balance.load for block in model.blocks.values()])  # (layers, E)
@@ -263,7 +265,7 @@ def test_compiled_experts_are_the_experts_with_one_graph_for_all_numbers_of_toke
     counters.clear()
     shapes = [(4, 24, 16), (4, 16, 24), (4, 24, 16)]
     weights = [torch.randn(shape, dtype=torch.bfloat16).mul(0.3).requires_grad_() for shape in shapes]
-    compiled = partial(parallel.compiled_experts, torch.compile(swiglu_experts, backend="aot_eager", fullgraph=True))
+    compiled = partial(compiled_experts, torch.compile(swiglu_experts, backend="aot_eager", fullgraph=True))
     for n in (40, 7, 0, 33, 1, 2, 64):
         x = torch.randn(n, 16, dtype=torch.bfloat16)
         counts = torch.bincount(torch.randint(0, 4, (n,)), minlength=4)
@@ -304,7 +306,7 @@ def graphs_by_step(name, problem, flags) -> list[tuple[int, int]]:
                     p.sub_(p.grad, alpha=0.1)  # so that routing changes
                     p.grad = None
             if problem:
-                parallel.balance_experts(stages, layout, "bias", 1e-2)
+                balance_experts(stages, layout, "bias", 1e-2)
             out.append((counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())))
     return out
 

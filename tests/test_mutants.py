@@ -6,11 +6,17 @@ A mutant is a context manager that breaks parallel.py inside the workers and men
 from contextlib import contextmanager
 from unittest import mock
 
+import layouts
 import pytest
 import torch
 from test_parallel import MOE, compare
 
+import distributed.experts
+import distributed.layout
+import distributed.pipeline
+import distributed.refusals
 import parallel
+from distributed.layout import AllToAll
 from models.loss import IGNORE
 
 
@@ -43,7 +49,7 @@ def waiting_embedding():
 @contextmanager
 def reshard_in_zero_bubble():
     """Trap 1: the refusal taken away."""
-    with mock.patch.object(parallel, "pipeline_errors", lambda layout, model_config: []):
+    with mock.patch.object(distributed.refusals, "pipeline_errors", lambda layout, model_config: []):
         yield
 
 
@@ -125,35 +131,36 @@ def norm_of_own_stage():
 @contextmanager
 def experts_not_reduced_over_tp():
     """Experts sharded like the dense weights, over dp x cp only, though every tp rank sends them other tokens."""
-    with mock.patch.object(parallel, "expert_mesh", lambda layout: {"efsdp": layout.mesh["fsdp"], "ep": layout.mesh["tp"]}):
+    wrong = lambda layout: {"efsdp": layout.mesh["fsdp"], "ep": layout.mesh["tp"]}  # noqa: E731
+    with mock.patch.object(parallel, "expert_mesh", wrong), mock.patch.object(distributed.experts, "expert_mesh", wrong):
         yield
 
 
 @contextmanager
 def weights_doubled_on_the_way():
     """A wrong expert scale: what comes back from another rank is multiplied."""
-    real = parallel.AllToAll.apply
+    real = AllToAll.apply
     louder = lambda x, *args: real(x * 1.5 if x.is_floating_point() else x, *args)  # noqa: E731  how many travel stays true
-    with mock.patch.object(parallel.AllToAll, "apply", louder):
+    with mock.patch.object(AllToAll, "apply", louder):
         yield
 
 
 @contextmanager
 def balancing_loss_per_microbatch():
     """Trap 15: the auxiliary loss averaged over the sequences of this rank's forward, not of the global batch."""
-    real = parallel.expert_parallel
+    real = distributed.experts.expert_parallel
 
     def wrong(stage, layout, *, aux_coef):
         real(stage, layout, aux_coef=aux_coef * layout.global_batch_size / layout.local_batch_size)
 
-    with mock.patch.object(parallel, "expert_parallel", wrong):
+    with mock.patch.object(layouts, "expert_parallel", wrong):
         yield
 
 
 @contextmanager
 def own_load_only():
     """Biases moved by the load of this rank's tokens."""
-    with mock.patch.object(parallel, "sum_over", lambda x, groups: x):
+    with mock.patch.object(distributed.experts, "sum_over", lambda x, groups: x):
         yield
 
 

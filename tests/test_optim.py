@@ -7,8 +7,9 @@ from layouts import build, config, full, global_batch, local_batch
 from pool import pool
 
 import parallel
-from checkpoint import CheckpointConfig, Checkpoints, dequantized, local_part
-from optim import Muon, adamw
+from checkpoint import CheckpointConfig, Checkpoints, dequantized
+from distributed.layout import local_tensor
+from support.optim import Muon, adamw, skip_if_not_finite
 
 OPTIONS = dict(lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
 
@@ -61,7 +62,7 @@ MODEL = dict(dim=128, n_layers=2, head_dim=32, n_heads=4, n_kv_heads=4, ffn_dim=
 
 def n_bytes(t) -> int:
     """Of this rank's part; torchao's lookup tables, a KB per tensor here, would be shared by larger tensors."""
-    t = local_part(t)
+    t = local_tensor(t)
     parts = [t.codes, t.scale] if hasattr(t, "scale") else [t]
     return sum(part.numel() * part.element_size() for part in parts)
 
@@ -80,7 +81,7 @@ def train(flags: dict, moments: str, folder=None, steps=8, source=None):
         losses = []
         for step in range(steps):
             loss = parallel.forward_backward(stages, local_batch(global_batch(step % 2, 4, False), layout), layout)
-            parallel.skip_if_not_finite([optimizer], parallel.clip_grad_norm(stages, 1.0, layout), layout)
+            skip_if_not_finite([optimizer], parallel.clip_grad_norm(stages, 1.0, layout), layout)
             optimizer.step()
             optimizer.zero_grad()
             losses.append(parallel.reduce_loss(loss, layout)[0].item())
@@ -89,7 +90,7 @@ def train(flags: dict, moments: str, folder=None, steps=8, source=None):
             assert checkpoints.save(1, {"step": 1})
         whole = {k: full(t) for k, t in checkpoints.tensors(True).items() if "exp_avg" in k}
         checkpoints.close()
-    numbers = sum(local_part(p).numel() for p in params)
+    numbers = sum(local_tensor(p).numel() for p in params)
     held = sum(n_bytes(t) for p in params for name, t in optimizer.state[p].items() if name != "step")
     return losses, held / numbers, whole
 
@@ -141,7 +142,7 @@ def rounded_copies(flags: dict) -> dict:
             parallel.forward_backward(stages, local_batch(global_batch(step, 4, False), layout), layout)
             optimizer.step()
             optimizer.zero_grad()
-    return {fqn: local_part(p.detach()).clone() for fqn, p in stages[0].named_parameters()}
+    return {fqn: local_tensor(p.detach()).clone() for fqn, p in stages[0].named_parameters()}
 
 
 def test_copies_are_rounded_alike():
@@ -196,10 +197,10 @@ def skipped(kind: str, flags: dict, n: int, bad: set, rank: int) -> list:
             for i, p in enumerate(params):
                 p.grad = (p.detach() + (0 if step in bad else step) + i).sin()
             if step in bad and layout.rank == rank:
-                local_part(stages[0].blocks["1"].attn.wo.weight.grad)[1, 1] = float("nan")
+                local_tensor(stages[0].blocks["1"].attn.wo.weight.grad)[1, 1] = float("nan")
             norm = parallel.clip_grad_norm(stages, 1.0, layout)
             assert norm.isfinite() == (step not in bad)
-            parallel.skip_if_not_finite([optimizer], norm, layout)
+            skip_if_not_finite([optimizer], norm, layout)
             optimizer.step()
             optimizer.zero_grad()
             state = {(i, name): dequantized(t).clone() if isinstance(t, torch.Tensor) else t
@@ -209,7 +210,7 @@ def skipped(kind: str, flags: dict, n: int, bad: set, rank: int) -> list:
 
 
 def same(a: dict, b: dict) -> bool:
-    equal = lambda x, y: torch.equal(local_part(x), local_part(y)) if isinstance(x, torch.Tensor) else x == y  # noqa: E731
+    equal = lambda x, y: torch.equal(local_tensor(x), local_tensor(y)) if isinstance(x, torch.Tensor) else x == y  # noqa: E731
     return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
 
 
@@ -224,7 +225,7 @@ def test_a_step_that_is_not_finite_changes_nothing(kind):
         for steps in pool(processes).run(skipped, kind, flags, 4, {2}, processes - 1):
             (weights, state), (after, state_after) = steps[1], steps[2]
             assert same(weights, after) and same(state, state_after), flags
-            assert not same(after, steps[3][0]) and all(p.isfinite().all() for p in map(local_part, steps[3][0].values()))
+            assert not same(after, steps[3][0]) and all(p.isfinite().all() for p in map(local_tensor, steps[3][0].values()))
 
 
 @pytest.mark.parametrize("kind", [
@@ -233,6 +234,6 @@ def test_a_first_step_that_is_not_finite_leaves_nothing_behind(kind):
     """Neither does it count as the first one, in which some optimizers fill their moments in another way."""
     begin, one = pool(1).run(skipped, kind, {}, 4, {0, 1}, 0)[0], pool(1).run(skipped, kind, {}, 4, {0, 1, 3}, 0)[0]
     assert same(begin[0][0], begin[1][0]) and same(begin[2][0], one[3][0]) and same(begin[2][1], one[3][1])
-    assert all(p.isfinite().all() for p in map(local_part, begin[3][0].values()))
+    assert all(p.isfinite().all() for p in map(local_tensor, begin[3][0].values()))
     states = [t for t in begin[2][1].values() if isinstance(t, torch.Tensor)]
-    assert all(local_part(t).isfinite().all() for t in states)
+    assert all(local_tensor(t).isfinite().all() for t in states)

@@ -22,12 +22,17 @@ from pool import pool
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import dryrun
 import parallel
+import support.parity
 import train_llama3
-from config import parse_config
+from distributed.launch import failed_module
+from distributed.layout import AXES, ParallelConfig, local_tensor
+from distributed.refusals import check_replicas
 from models import llama3
 from models.layers import rotate
+from support.config import parse_config
+from support.optim import step_in_backward
+from support.parity import check_parity
 
 # (processes, flags, {batch and model}); n: global batch in sequences, b: local batch, so n / (b x data ranks) is the
 # accumulation; doc: document masks; the rest are fields of the model config
@@ -344,7 +349,7 @@ def in_backward(on: bool, flags: dict) -> tuple[list, dict, int]:
     stages, layout = build(config(), {"optimizer_in_backward": on, **flags}, 4, 4 // (2 if "dp_shard" in flags else 1))
     params = dict(stages[0].named_parameters())
     optimizer = torch.optim.AdamW(params.values(), lr=1e-3)
-    parallel.step_in_backward([optimizer], layout)
+    step_in_backward([optimizer], layout)
     alive, norms = [0], []
     optimizer.register_step_post_hook(lambda *_: alive.append(sum(p.grad is not None for p in params.values())))
     for step in range(3):
@@ -375,9 +380,9 @@ def replicas_after(flags, change_rank):
     stages, layout = build(config(), flags, 4, 1)
     if layout.rank == change_rank:
         with torch.no_grad():
-            parallel.local_tensor(stages[0].norm.weight)[0] += 1e-3
+            local_tensor(stages[0].norm.weight)[0] += 1e-3
     try:
-        parallel.check_replicas(stages, layout, seed=3)
+        check_replicas(stages, layout, seed=3)
     except RuntimeError as e:
         return str(e)
 
@@ -395,11 +400,12 @@ def test_a_rank_with_other_weights_is_named():
 def test_check_parity_needs_something_to_compare(argv, same, monkeypatch):
     """One process compared with itself would be equal whatever is wrong with a recipe."""
     cfg, started = parse_config(train_llama3.Config, ["--check_parity", *argv.split()]), []
-    monkeypatch.setattr(dryrun.subprocess, "run", lambda command, **kwargs: started.append(command) or mock.Mock(returncode=0))
-    monkeypatch.setattr(dryrun, "read_records", lambda out: [{"gradient": {}}])
-    monkeypatch.setattr(dryrun, "print_comparison", lambda *records: 0)
+    run = lambda command, **kwargs: started.append(command) or mock.Mock(returncode=0)  # noqa: E731
+    monkeypatch.setattr(support.parity.subprocess, "run", run)
+    monkeypatch.setattr(support.parity, "read_records", lambda out: [{"gradient": {}}])
+    monkeypatch.setattr(support.parity, "print_comparison", lambda *records: 0)
     with pytest.raises(ValueError, match="add a layout like --tp 2") if same else nullcontext():
-        dryrun.check_parity(train_llama3.main, cfg, {axis: getattr(cfg, axis) for axis in parallel.AXES})
+        check_parity(train_llama3.main, cfg, {axis: getattr(cfg, axis) for axis in AXES})
     assert len(started) == (0 if same else 2)
 
 
@@ -413,12 +419,12 @@ def test_check_parity_of_an_optimizer_that_it_does_not_know(monkeypatch, tmp_pat
     tensors = {"gradient": {"w": torch.ones(2)}, "weight": {"w": torch.ones(2)}}
     steps = [dict(loss=1.0, norm=1.0, hash="0", **tensors) for _ in range(3)]
     off = [dict(step, gradient={"w": torch.full((2,), 1.0 + 0.1 * n)}) for n, step in enumerate(steps)]
-    monkeypatch.setattr(dryrun.subprocess, "run", lambda *args, **kwargs: mock.Mock(returncode=0))
+    monkeypatch.setattr(support.parity.subprocess, "run", lambda *args, **kwargs: mock.Mock(returncode=0))
     for optimizer, layout, status in ("lion", off, 0), ("lion", off[::-1], 1), ("adamw", off, 1), ("adamw", steps, 0):
         records = iter([steps, layout])
-        monkeypatch.setattr(dryrun, "read_records", lambda out, records=records: next(records))
+        monkeypatch.setattr(support.parity, "read_records", lambda out, records=records: next(records))
         cfg = Fork(optimizer=optimizer, tp=2)
-        assert dryrun.check_parity(train_llama3.main, cfg, {axis: getattr(cfg, axis) for axis in parallel.AXES}) == status
+        assert check_parity(train_llama3.main, cfg, {axis: getattr(cfg, axis) for axis in AXES}) == status
 
 
 @pytest.mark.slow
@@ -472,7 +478,7 @@ def watch_dtypes(seen: dict[str, set], off: dict[str, float]):
 
     def norm_forward(module, args, out):
         if isinstance(module, torch.nn.RMSNorm):
-            x, weight, got = (parallel.local_tensor(t).detach() for t in (args[0], module.weight, out))
+            x, weight, got = (local_tensor(t).detach() for t in (args[0], module.weight, out))
             seen["norms"] |= {x.dtype, weight.dtype, got.dtype}
             want = x.double() / (x.double().square().mean(-1, keepdim=True) + module.eps).sqrt() * weight.double()
             error = (got.double() - want).abs() / want.abs().clamp(min=1e-30) / torch.finfo(got.dtype).eps
@@ -495,7 +501,7 @@ def dtypes_of_a_step(problem: dict, flags: dict) -> tuple[dict, dict, dict]:
     stages, layout = build(config(**problem), flags | {"compute_dtype": "bfloat16"}, n, 2)
     for stage in stages:
         for norm in (m for m in stage.modules() if isinstance(m, torch.nn.RMSNorm)):  # ones would hide their rounding
-            parallel.local_tensor(norm.weight.data).uniform_(0.5, 2.0)
+            local_tensor(norm.weight.data).uniform_(0.5, 2.0)
     seen, off = defaultdict(set), {}
     with watch_dtypes(seen, off):
         parallel.forward_backward(stages, local_batch(global_batch(0, n, False), layout), layout)
@@ -661,7 +667,7 @@ def test_ac_op_keeps_float8_matmuls():
     for ac, times in (("op", 1), ("full", 2)):
         counts, block = defaultdict(int), nn.Linear(16, 16)
         block.forward = lambda x: ScaledLinear.apply(x, block.weight).sigmoid()  # noqa: B023
-        layout = SimpleNamespace(cfg=parallel.ParallelConfig(ac=ac))
+        layout = SimpleNamespace(cfg=ParallelConfig(ac=ac))
         parallel.checkpoint_activations(SimpleNamespace(blocks={"0": block}, config=None), layout)
         with Count():
             block(torch.randn(16, 16, requires_grad=True)).sum().backward()
@@ -678,7 +684,7 @@ def where_it_fails(flags: dict) -> str:
         try:
             parallel.forward_backward(stages, local_batch(global_batch(0, 4, False), layout), layout)
         except RuntimeError as error:
-            return parallel.failed_module(error)
+            return failed_module(error)
 
 
 def test_an_error_names_the_module_in_which_it_happened():
@@ -687,4 +693,4 @@ def test_an_error_names_the_module_in_which_it_happened():
     assert pool(2).run(where_it_fails, dict(tp=2)) == [name, name]
     assert pool(2).run(where_it_fails, dict(tp=2, ac="full")) == [name, name]
     assert pool(1).run(where_it_fails, {}) == [None]
-    assert parallel.failed_module(ValueError("no model")) == ""
+    assert failed_module(ValueError("no model")) == ""

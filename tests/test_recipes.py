@@ -21,9 +21,9 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import checkpoint
-from config import option_groups, parse_config, trailing_comments
 from data import DataConfig, build_shards, find_tokenizer, open_data
-from parallel import AXES
+from distributed.layout import AXES
+from support.config import option_groups, parse_config, trailing_comments
 
 REPO = Path(__file__).parent.parent
 RECIPES = sorted(path.name for path in REPO.glob("train_*.py"))

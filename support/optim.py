@@ -5,15 +5,66 @@ products. torch's own, given FSDP's DTensors, communicates in every one of them.
 does its 15 products, and the results are exchanged: as many bytes as one FSDP forward, and 1/ranks of the arithmetic.
 """
 import logging
+import math
+from functools import partial
 from itertools import groupby
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
-from parallel import local_slice, local_tensor
+from distributed.layout import Layout, local_slice, local_tensor
+from parallel import replicas
+
+
+def step_in_backward(optimizers, layout: Layout) -> None:
+    """--optimizer_in_backward: from now on each parameter is updated within the backward, when its gradient is summed over
+    the ranks, and the gradient is freed. There are never more gradients in memory than those of one FSDP unit."""
+    if not layout.cfg.optimizer_in_backward:
+        return
+    layout.squares = torch.zeros((), dtype=torch.float64, device=layout.device)
+
+    def update(p, optimizer, group):
+        layout.squares += local_tensor(p.grad).double().square().sum() / replicas(p.grad, layout)
+        everything, optimizer.param_groups = optimizer.param_groups, [{**group, "params": [p]}]
+        optimizer.step()
+        optimizer.param_groups, p.grad = everything, None
+
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.register_post_accumulate_grad_hook(partial(update, optimizer=optimizer, group=group))
+
+
+def skip_if_not_finite(optimizers, grad_norm: Tensor, layout: Layout) -> None:
+    """The next step() of each optimizer changes neither weights nor moments if the norm is not finite.
+
+    torch's fused optimizers, and those of optim.py, announce with _step_supports_amp_scaling that they read `found_inf`, as
+    torch.amp.GradScaler tells them: decided on the device, the host hurries on; read the norms when they are logged
+    (not_finite). For any other optimizer the host asks, one wait per step, and takes the gradients away: a parameter without
+    one is left alone. The same for one without state yet, as torch's fused SGD fills its momentum only in a step that is not
+    skipped.
+
+    With --optimizer_in_backward it is too late for all that: the weights have moved.
+    """
+    if layout.cfg.optimizer_in_backward:
+        return
+    found_inf = (~grad_norm.isfinite()).float()
+    for optimizer in optimizers:
+        if getattr(optimizer, "_step_supports_amp_scaling", False) and optimizer.state:
+            optimizer.found_inf = found_inf.cpu() if layout.cfg.cpu_offload else found_inf
+        elif found_inf:
+            optimizer.zero_grad(set_to_none=True)
+
+
+def not_finite(norms: dict[int, Tensor]) -> list[tuple[int, float]]:
+    """(step, gradient norm) of the steps that were skipped; empties norms. Waits for the device: log lines do anyway."""
+    values = dict(zip(norms, torch.stack([*norms.values()]).tolist(), strict=True))
+    norms.clear()
+    return [(step, norm) for step, norm in values.items() if not math.isfinite(norm)]
 
 
 def adamw(groups, lr: float, betas, eps: float, moments: str = "param", stochastic_rounding: bool = False):

@@ -22,9 +22,10 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from environments import draw_task, pay, short
+from distributed.layout import ParallelConfig
+from distributed.refusals import check_layout
 from generate import rollout
-from parallel import ParallelConfig, check_layout
+from rl.environments import draw_task, pay, short
 
 
 def unshard(model):

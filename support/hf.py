@@ -1,4 +1,5 @@
 """Hugging Face, both ways: section 2 of checkpoint.py, which re-exports load_hf and save_hf, and has the command line."""
+import fnmatch
 import importlib
 import json
 import math
@@ -10,7 +11,7 @@ import time
 import uuid
 import zlib
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from fnmatch import fnmatchcase
 from itertools import groupby
 from pathlib import Path
@@ -20,33 +21,24 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from checkpoint import (
-    CheckpointConfig,
-    Checkpoints,
-    covers,
-    everywhere,
-    fsync,
-    gather,
-    json_bytes,
-    named_tensors,
-    new_gloo_group,
-    on_rank_0,
-    open_saved,
-    rank_in,
-    read_json,
-    read_tensors,
-    reason,
-    usage,
-)
-from config import Parser, spell, unwrap
-from parallel import local_slice, local_tensor
+from data import files_beside
+from distributed.agree import everywhere, gather, new_gloo_group, on_rank_0, rank_in, reason
+from distributed.layout import local_slice, local_tensor, named_tensors
+from support.config import spell, unwrap
+from support.files import HF_LIMIT, HF_LIMITS, SAFETENSORS_HEADER_LIMIT, fsync, hf_file, json_bytes, read_json
+
+
+def covers(patterns: list[str], key: str) -> bool:
+    """Whether a pattern names the tensor of key "model.<fqn>" or "optimizer.<fqn>.<name>", or a module that it is in."""
+    fqn = key.removeprefix("model.") if key.startswith("model.") else key.removeprefix("optimizer.").rpartition(".")[0]
+    return any(fnmatch.fnmatchcase(fqn, end) for pattern in patterns for end in (pattern, f"{pattern}.*"))
+
 
 # model_type of a config.json -> where our model is. All else that differs between models is in their own files:
 # Config.from_hf and to_hf translate config.json; hf_keys() is the table fqn -> name in the files, or for a stack of experts
 # (E, ...) a list of E names; hf_optional(), where a model has it, lists patterns of names that files may lack or add (MTP).
 QWEN3, DEEPSEEK = ("models.qwen3", "Qwen3"), ("models.deepseek", "DeepSeek")
 HF_MODELS = {"llama": ("models.llama3", "Llama3"), "qwen3": QWEN3, "qwen3_moe": QWEN3}
-HF_MODELS |= {"deepseek_v2": DEEPSEEK, "deepseek_v3": DEEPSEEK}
 HF_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 # model_type -> (fields of a small config that uses all that its models have, fingerprint() of it). Compared before every
 # export, for an edit of a registered model need not change a name or a shape. After a change that is meant, and that
@@ -83,45 +75,7 @@ FINGERPRINTS = {
     ),
 }
 FP8_BLOCK = 128  # fp8 weights have one scale per 128 x 128 block, in a tensor <name>_scale_inv (arXiv:2412.19437, sec. 3.3.2)
-# The most bytes of a file that anyone may have written. Of those that are published the largest have 9, 33 and 4 MB.
-HF_LIMITS = {"model.safetensors.index.json": 1 << 26, "tokenizer.json": 1 << 26, "tokenizer_config.json": 1 << 24}
-HF_LIMIT, SAFETENSORS_HEADER_LIMIT = 1 << 20, 1 << 25
 PROGRESS_S = 5  # seconds between the lines in which a long import says how far it is
-
-
-# --- Files of strangers: no pickle, no way out of the folder, no absurd sizes ---
-
-
-def hf_file(folder: str, name: str, limit: float = math.inf) -> str:
-    """The real path of a file of the folder. Raises ValueError for a name or a link that leads elsewhere, or for its size.
-
-    A link may lead to another file of the folder; in a Hugging Face cache, <repo>/snapshots/<revision>/, to <repo>/blobs.
-    """
-    if not re.fullmatch(r"\w[\w .+=-]*", name):
-        raise ValueError(f"{folder}: {name!r} is not the name of a file in this folder")
-    path, home = os.path.join(folder, name), os.path.realpath(folder)
-    homes, (repo, parent) = [home], os.path.split(os.path.dirname(home))
-    if parent == "snapshots":
-        homes.append(os.path.join(repo, "blobs"))
-    real = os.path.realpath(path)
-    if os.path.dirname(real) not in homes:
-        raise ValueError(f"{path} is a link that leads out of the folder, to {real}; put the file itself there")
-    if not os.path.isdir(folder):
-        raise ValueError(f"{folder} is no folder{hub_hint(folder)}")
-    if not os.path.isfile(real):
-        raise ValueError(f"{path} is no plain file" if os.path.lexists(real) else f"{path} is missing")
-    if os.path.getsize(real) > limit:
-        raise ValueError(f"{path} has {os.path.getsize(real):,} bytes, which is absurd: {limit:,} are the most")
-    return real
-
-
-def hub_hint(path: str) -> str:
-    """How to get what a path may mean that is not there but looks like a name on the Hugging Face Hub; else ''."""
-    owner, _, name = path.rpartition("/")
-    looks = re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", path) and not path.endswith((".json", ".txt")) and owner != "runs"
-    if not looks or os.path.lexists(path) or owner and os.path.isdir(owner):
-        return ""
-    return f"; a model of the Hugging Face Hub must be on the disk first: hf download {path} --local-dir {name}"
 
 
 def read_hf_json(folder: str, name: str) -> dict:
@@ -311,8 +265,6 @@ def own_group(modules: list[nn.Module], group):
 
 
 # --- Import: names to tensors, each rank its slices ---
-
-
 class Match(NamedTuple):
     """How the names in the files and the model's fit together."""
 
@@ -437,8 +389,6 @@ def load_hf_model(folder: str, device="cpu", dtype: torch.dtype | None = None) -
 
 
 # --- Export: each rank writes some of the files, one tensor at a time ---
-
-
 class HFEntry(NamedTuple):
     """A tensor of a file to write."""
 
@@ -704,7 +654,7 @@ def commit_export(temporary: str, folder: str, config, entries: dict[str, list[H
 
 def tokenizer_files(file: str, max_seq_len: int) -> tuple[dict[str, bytes], int | None]:
     """({name: content} of the tokenizer's files, the id that ends a text or None where no known name tells it)."""
-    from data import files_beside, find_tokenizer, load_tokenizer
+    from data import find_tokenizer, load_tokenizer
 
     try:
         eot = find_tokenizer(file)[1]
@@ -758,54 +708,4 @@ def save_hf(model, folder: str, dtype=torch.bfloat16, max_shard_gb=5.0, tokenize
     write_hf(folder, modules[0].config, modules[0].hf_keys(), kinds, whole, max_shard_gb, tokenizer_file, group)
 
 
-# --- Command line ---
-
-
-def to_hf(folder: str, out: str, dtype="bfloat16", max_shard_gb=5.0):
-    """Exports a step folder, or a run folder's newest good checkpoint, with one tensor in memory at a time."""
-    check_export(out)
-    path, model, table = open_saved(folder)
-    check_same_model(type(model), model.config)
-    tokenizer_file, kinds = os.path.join(path, "tokenizer.json"), file_kinds(named_tensors(model), model, getattr(torch, dtype))
-
-    def read(fqn):
-        saved = table.state_dict_metadata[f"model.{fqn}"]
-        tensor = torch.empty(saved.size, dtype=saved.properties.dtype)
-        read_tensors({f"model.{fqn}": tensor}, path, table)
-        return tensor
-
-    say_lost(out, [fqn for fqn in named_tensors(model) if fqn not in kinds and read(fqn).any()])
-    write_hf(out, model.config, model.hf_keys(), kinds, lambda fqn: read(fqn).to(kinds[fqn][1]), max_shard_gb,
-             tokenizer_file if os.path.isfile(tokenizer_file) else None)
-
-
-def from_hf(folder: str, out: str):
-    """Writes a Hugging Face folder as a run folder of ours with one checkpoint, of step 0, for --init_from and generate.py."""
-    check_export(out)
-    model, tokenizer_file = load_hf_model(folder)
-    identity = {"module": type(model).__module__, "class": type(model).__name__, **asdict(model.config)}
-    checkpoints = Checkpoints(
-        CheckpointConfig(), out, modules=[model], optimizer=[], identity={"model": identity, "data": {}, "optimizer": {}},
-        config={}, source="", tokenizer_file=tokenizer_file,
-    )
-    checkpoints.save(0, {"step": 0, "samples": 0, "tokens": 0}, last=True, model_only=True)
-    checkpoints.close()
-
-
-def hf_command(argv: list[str]) -> int:
-    """python checkpoint.py to_hf STEP_FOLDER OUT, or from_hf HF_FOLDER OUT."""
-    exports = argv[0] == "to_hf"
-    parser = Parser(prog=f"python checkpoint.py {argv[0]}")
-    parser.add_argument("folder", help="a step folder, or a run folder" if exports else "a Hugging Face folder")
-    parser.add_argument("out", help="the folder to write; it must be new")
-    if exports:
-        parser.add_argument("--dtype", choices=[str(d)[6:] for d in HF_DTYPES], default="bfloat16", help="of the weights")
-        parser.add_argument("--max_shard_gb", type=float, default=5.0, help="the most that a file may have, in GB")
-    try:
-        (to_hf if exports else from_hf)(**vars(parser.parse_args(argv[1:])))
-    except OtherModel as error:  # no other command line would do it
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except (ValueError, RuntimeError) as error:
-        return usage(f"error: {error}")
-    return 0
+HF_MODELS |= {"deepseek_v2": DEEPSEEK, "deepseek_v3": DEEPSEEK}

@@ -17,7 +17,6 @@ No flag is ignored. One that does something only beside others says so where it 
 Only what somebody asked for is refused: never a default, and not the details of what is on by itself and was switched off
 (`--val_batches 4 --val_every 0` says clearly enough that there is no validation).
 """
-
 import argparse
 import ast
 import dataclasses

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from config import GPU, flag
-from data import write_file
+from support.config import GPU, flag
+from support.files import write_file
 
 
 @dataclass(kw_only=True)

@@ -33,7 +33,7 @@ from pathlib import Path
 from checkpoint import is_hf_folder, newest_readable
 from data import load_tokenizer
 from generate import chat_prompts, encode, ends_of, has_bos
-from hf import check_hf_tokenizer, read_chat
+from support.hf import check_hf_tokenizer, read_chat
 
 
 def digits(rng, n: int) -> str:
@@ -247,8 +247,6 @@ def short(text: str) -> str:
 
 
 # ---------------------------------------------------------------- their texts as tokens
-
-
 class Text:
     """Texts of an environment as token ids, and back."""
 

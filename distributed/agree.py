@@ -1,0 +1,57 @@
+"""Ranks that fail together and answer together."""
+from datetime import timedelta
+
+import torch.distributed as dist
+
+
+class Failed(ValueError):
+    """Something failed on some rank: raised on every rank, with the first reason."""
+
+
+def reason(error: BaseException) -> str:
+    """An error in one line; of those that DCP collected, the first rank's."""
+    for rank, (inner, _) in getattr(error, "failures", {}).items():
+        return (f"rank {rank}: " if rank else "") + reason(inner)
+    text = " ".join(str(error).split())
+    if "unexpected pos" in text:  # how torch.save reports a write that came up short
+        return "a file could not be written to its end: the disk is full, or a quota or file size limit is reached"
+    return text if text and isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {text}"
+
+
+def rank_in(group) -> int:
+    return dist.get_rank(group) if group else 0
+
+
+def gather(value, group) -> list:
+    """The values of all ranks of the group; group None: this process is alone."""
+    values = [value] * (dist.get_world_size(group) if group else 1)
+    if group:
+        dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def everywhere(work, group):
+    """work() of this rank; raises Failed on all ranks when it fails on one. Without this a rank that fails leaves, and its
+    peers wait for it in the next collective."""
+    result, error = None, None
+    try:
+        result = work()
+    except BaseException as caught:
+        if not isinstance(caught, Exception) and type(caught).__name__ != "CheckpointException":
+            raise  # Ctrl-C; but DCP's errors are BaseExceptions, too
+        error = reason(caught)
+    for rank, failed in enumerate(gather(error, group)):
+        if failed is not None:
+            raise Failed(f"rank {rank}: {failed}" if rank else failed)
+    return result
+
+
+def on_rank_0(work, group):
+    """What work() returns on rank 0, on all ranks; Failed on all when it fails."""
+    return gather(everywhere(lambda: work() if rank_in(group) == 0 else None, group), group)[0]
+
+
+def new_gloo_group(name: str):
+    """Of all processes, for what they tell each other about files."""
+    # 30 minutes, for ranks wait here for the slowest disk; a rank that died is noticed at once all the same
+    return dist.new_group(backend="gloo", timeout=timedelta(minutes=30), group_desc=name)

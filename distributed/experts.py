@@ -1,0 +1,109 @@
+"""Expert parallelism: the experts are split over ranks, and tokens travel to their experts and back."""
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from distributed.layout import AllGather, AllToAll, Layout, ReduceScatter, all_blocks, expert_mesh, local_tensor
+
+
+def expert_parallel(stage, layout: Layout, *, aux_coef: float = 0.0, force_balance: bool = False) -> None:
+    """Split the experts over ep (and each expert over etp); tokens travel to their experts and back, two all-to-alls per layer.
+
+    Tokens stay split along the sequence over tp, so with etp 1 every tp rank routes its own; with etp = tp the tp ranks gather
+    them first, each computes its part of every expert's hidden width, and the sums are scattered back.
+    aux_coef, force_balance: see models.moe.Balance.
+    """
+    from models.moe import Balance, Experts
+
+    if not getattr(stage.config, "n_experts", 0):
+        return
+    mesh, etp = expert_mesh(layout), layout.cfg.etp  # made by all ranks together, also those whose stage has no experts
+    for block in (block for block in all_blocks(stage).values() if hasattr(block, "moe")):
+        experts, balance = block.moe.experts, block.moe.balance
+        assert isinstance(experts, Experts) and isinstance(balance, Balance)
+        if layout.cfg.ep * etp > 1:
+            for name, dim in (("w1", 1), ("w2", 2), ("w3", 1)):  # F is dim 1 of w1 and w3, dim 2 of w2
+                placements = [Shard(0), Shard(dim)] if etp > 1 else [Shard(0)]
+                over = mesh["ep", "etp"] if etp > 1 else mesh["ep"]
+                w = distribute_tensor(getattr(experts, name), over, placements, src_data_rank=None)
+                setattr(experts, name, nn.Parameter(w))
+            experts.forward = partial(exchange_tokens, experts, mesh["ep"].get_group())
+        if etp > 1:
+            block.moe.forward = partial(gathered_moe, block.moe.forward, layout.group("tp"))
+        sharers = [layout.group(axis) for axis in ("cp", "tp") if layout.degrees[axis] > 1 and (axis, etp > 1) != ("tp", True)]
+        balance.aux_scale, balance.force = aux_coef / layout.global_batch_size, force_balance
+        if etp > 1:  # every tp rank adds the loss of all of its ranks' tokens
+            balance.aux_scale /= etp
+        balance.parts = layout.cp * (layout.tp if etp == 1 else 1)
+        balance.sum_over_parts = partial(sum_over, groups=sharers)
+
+
+def sum_over(x: Tensor, groups) -> Tensor:
+    for group in groups:
+        dist.all_reduce(x, group=group)
+    return x
+
+
+def gathered_moe(moe_forward, group, x: Tensor) -> Tensor:
+    """etp = tp: (B, T/tp, D) -> every tp rank's part of the result for all T -> summed, (B, T/tp, D)."""
+    return ReduceScatter.apply(moe_forward(AllGather.apply(x, 1, group)), 1, group)
+
+
+def exchange_tokens(experts, group, x: Tensor, counts: Tensor) -> Tensor:
+    """Experts.forward over ep ranks: x (N*k, D) sorted by expert, so also by the rank that holds it; counts (E,)."""
+    ep = dist.get_world_size(group)
+    arriving = AllToAll.apply(counts, group)  # (ep * E/ep,): from every rank, its rows for each of this rank's experts
+    # the all-to-all takes its sizes from the host: the one place where a layer waits for the device
+    sent, received = torch.stack([counts, arriving]).view(2, ep, -1).sum(-1).tolist()
+    x = AllToAll.apply(x, group, sent, received)  # sorted by (rank, expert)
+    expert = torch.arange(len(counts) // ep, device=x.device).repeat(ep)
+    order = expert.repeat_interleave(arriving, output_size=len(x)).argsort(stable=True)
+    weights = (local_tensor(w) for w in (experts.w1, experts.w2, experts.w3))
+    y = experts.compute(x[order], arriving.view(ep, -1).sum(0), *weights)
+    y = y[order.argsort()]  # as they came
+    return AllToAll.apply(y, group, received, sent)
+
+
+@torch.no_grad()
+def balance_experts(stages, layout: Layout, mode: str, rate: float | Tensor, per_layer: bool = False) -> dict[str, Tensor]:
+    """After an optimizer step: sum each layer's load over all ranks, and with mode bias move the biases against it
+    (arXiv:2408.15664: up by rate below the mean load, down above, then centred). Returns statistics; loads restart at 0.
+    per_layer: with moe_load (layers, E), each expert's share of its layer's load; zeros for a layer without experts.
+    """
+    from models.moe import load_statistics
+
+    config = stages[0].config
+    layers = {i: block.moe.balance for stage in stages for i, block in all_blocks(stage).items() if hasattr(block, "moe")}
+    n_layers = config.n_layers + getattr(config, "mtp_depth", 0)
+    loads = torch.zeros(n_layers, config.n_experts, device=layout.device)
+    for i, balance in layers.items():
+        if balance.load is not None:  # None: no forward since the last call
+            loads[i] = balance.load
+        balance.load = None
+    # every rank has other tokens, or under pp other layers: one sum over all of them gives everyone the whole table
+    sum_over(loads, [None])
+    loads /= layout.cfg.etp  # with etp = tp every tp rank counted all tokens
+    if mode == "bias":
+        for i, balance in layers.items():
+            step = (loads[i].mean() - loads[i]).sign() * rate
+            balance.bias += step - step.mean()
+    worst, dead = load_statistics(loads)
+    shares = {"moe_load": loads / loads.sum(1, keepdim=True).clamp(min=1)} if per_layer else {}
+    return {"moe_load_max_over_mean": worst, "moe_dead_experts": dead} | shares
+
+
+def compiled_experts(compiled, x: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+    """Experts.compute, compiled once for all numbers of rows of x (N*k, D).
+
+    Not where that is impossible: for the compiler, the grouped matmul is bf16 only (so the experts of an fp32 run, and thus of
+    a CPU without bf16, stay as they are), its substitute waits for the device, and 0 and 1 rows would be constants.
+    """
+    from models.moe import kernel_fits, swiglu_experts
+
+    if x.dtype != torch.bfloat16 or len(x) < 2 or not kernel_fits(x, w1):
+        return swiglu_experts(x, counts, w1, w2, w3)
+    torch._dynamo.mark_dynamic(x, 0)
+    return compiled(x, counts, w1, w2, w3)

@@ -1,0 +1,203 @@
+"""The numbers of a layout: how many ranks each axis has, the meshes, and the three collectives that have a backward."""
+import re
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from support.config import Need, flag
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+Reshard = Literal["default", "always", "never"]
+# What flags need to have an effect, see config.py; c is what facts() knows
+TP = Need("without --tp 2 or more", lambda c: c.tp > 1)
+CP = Need("without --cp 2 or more", lambda c: c.cp > 1)
+EXPERTS = Need("without experts, and this flavor has none", lambda c: getattr(c, "n_experts", 0))
+AC_SELECTIVE = Need("without --ac selective", lambda c: c.ac == "selective")
+AC_BUDGET = Need("without --ac budget", lambda c: c.ac == "budget")
+ASYNC_TP = Need("without CUDA, --compile and --tp 2 or more", lambda c: c.on_cuda and c.compile and c.tp > 1)
+WRAPPED = Need("in one process that computes in float32: nothing is gathered", lambda c: c.world_size > 1 or c.cpu_offload
+               or c.dtype != torch.float32 or "bfloat16" in (c.param_dtype, c.reduce_dtype))
+
+
+@dataclass(kw_only=True)
+class ParallelConfig:
+    dp_replicate: int = 1  # copies of the (sharded) model, gradients all-reduced between them: HSDP, or DDP with dp_shard 1
+    dp_shard: int = -1  # ranks that share one copy of parameters, gradients, optimizer state (FSDP2); -1 = what is left
+    tp: int = 1  # tensor parallelism with sequence parallelism: every matrix is split over this many ranks
+    pp: int = 1  # pipeline parallelism: the layers are split over this many ranks
+    cp: int = 1  # context parallelism: every sequence is split over this many ranks
+    ep: int = flag(1, EXPERTS)  # expert parallelism: the experts are split over this many of the dp_shard x cp x tp ranks
+    etp: int = flag(1, EXPERTS)  # 1: tp ranks hold whole experts (ep may borrow tp); tp: tp ranks split every expert
+    reshard_after_forward: Reshard = flag("default", WRAPPED)  # free gathered weights after the forward; default: unless pp
+    cpu_offload: bool = False  # keep parameters, gradients and optimizer state in host memory (slow, small)
+    loss_parallel: bool = flag(True, TP)  # split the loss over the vocabulary; off = over the sequence, gathering the head
+    async_tp: bool = flag(False, ASYNC_TP)  # overlap tp's communication with its matmuls
+    cp_method: Literal["allgather", "alltoall"] = flag("allgather", CP)  # gather keys and values, or trade sequence for heads
+    compute_dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matmuls and activations; auto = bfloat16 where native
+    param_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of the parameters that the optimizer updates
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype in which gradients are summed over ranks
+    ac: Literal["none", "full", "selective", "op", "budget"] = "none"  # what the backward recomputes of a block
+    ac_every: int = flag(2, AC_SELECTIVE)  # checkpoint every k-th block
+    ac_budget: float = flag(0.5, AC_BUDGET)  # share of the activation memory to keep: 0 = recompute all, 1 = keep all
+    compile: bool = False  # torch.compile each block
+    optimizer_in_backward: bool = False  # update each weight when its gradient is there and free it: less memory, no clipping
+
+
+@dataclass
+class Layout:
+    """The degrees of all axes, and what follows from them; `connect` adds the device, the process groups and the mesh."""
+
+    cfg: ParallelConfig
+    degrees: dict[str, int]
+    world_size: int
+    local_batch_size: int  # sequences that one data rank runs per forward
+    global_batch_size: int  # sequences per optimizer step, over all data ranks
+    device: torch.device = torch.device("cpu")
+    compute_dtype: torch.dtype = torch.float32
+    rank: int = 0
+    mtp: bool = False  # the model has multi-token prediction
+    mesh: DeviceMesh | None = None  # pp, dp_replicate, fsdp (= dp_shard x cp), tp
+    axes: DeviceMesh | None = None  # the same ranks with all five axes
+    experts: DeviceMesh | None = None  # MoE: the same ranks as pp, dp_replicate, efsdp, ep, etp
+    schedules: dict = field(default_factory=dict)  # pipeline schedules by batch shape
+    loss_denom: Tensor | None = None  # pipeline: tokens of the global batch that is under way
+    squares: Tensor | None = None  # --optimizer_in_backward: sum of the squares of the gradients that are gone
+
+    def __getattr__(self, name):  # layout.tp instead of layout.degrees["tp"]
+        if name in AXES:
+            return self.degrees[name]
+        raise AttributeError(name)
+
+    @property
+    def data_ranks(self) -> int:  # ranks with different sequences
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def data_rank(self) -> int:
+        return self.rank // (self.cp * self.tp) % self.data_ranks
+
+    @property
+    def accumulation(self) -> int:
+        return self.global_batch_size // (self.local_batch_size * self.data_ranks)
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        return self.axes[axis].get_group()
+
+    def coordinate(self, axis: str) -> int:
+        return self.axes[axis].get_local_rank()
+
+    def __str__(self):
+        borrowed = {"ep": self.cfg.ep, "etp": self.cfg.etp}
+        return " x ".join(f"{a} {n}" for a, n in (self.degrees | borrowed).items() if n > 1) or "one process"
+
+
+def dtype_of_compute(cfg: ParallelConfig, on_cuda: bool) -> torch.dtype:
+    native_bf16 = on_cuda or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if cfg.compute_dtype == "bfloat16" or cfg.compute_dtype == "auto" and native_bf16 else torch.float32
+
+
+def make_mesh(layout: Layout) -> None:
+    """Lay the ranks out on the named axes: neighbours in rank share tp, the fastest links, and pp crosses the slowest."""
+    fsdp = layout.dp_shard * layout.cp  # cp ranks hold different tokens, so FSDP treats them as data ranks
+    shape, names = (layout.pp, layout.dp_replicate, fsdp, layout.tp), ("pp", "dp_replicate", "fsdp", "tp")
+    layout.mesh = init_device_mesh(layout.device.type, shape, mesh_dim_names=names)
+    layout.axes = layout.mesh._unflatten(2, (layout.dp_shard, layout.cp), ("dp_shard", "cp"))  # by name fails in torch 2.11
+
+
+def expert_mesh(layout: Layout) -> DeviceMesh:
+    """The ranks as the experts see them: ep and etp innermost, and efsdp, what is left of dp_shard x cp x tp, shards them."""
+    if layout.experts is None:
+        ep, etp = layout.cfg.ep, layout.cfg.etp
+        shape = (layout.pp, layout.dp_replicate, layout.dp_shard * layout.cp * layout.tp // (ep * etp), ep, etp)
+        names = ("pp", "dp_replicate", "efsdp", "ep", "etp")
+        layout.experts = init_device_mesh(layout.device.type, shape, mesh_dim_names=names)
+    return layout.experts
+
+
+def all_blocks(stage) -> dict[int, nn.Module]:
+    """Layer number -> block. DeepSeek's multi-token prediction has a block as well, behind the last."""
+    mtp = {stage.config.n_layers: stage.mtp.block} if getattr(stage, "mtp", None) is not None else {}
+    return {int(i): block for i, block in stage.blocks.items()} | mtp
+
+
+# torch 2.13 renamed both collectives, 2.11 has only the old names
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# These return what they received instead of writing into a tensor that they are given: --ac op can keep such a result.
+functional = torch.ops._c10d_functional
+
+
+class AllGather(torch.autograd.Function):
+    """Concatenate the ranks' x along dim. Backward: every rank used the result, so gradients are summed, and scattered back."""
+
+    @staticmethod
+    def forward(ctx, x, dim, group):
+        ctx.dim, ctx.group = dim, group
+        x = x.movedim(dim, 0).contiguous()
+        out = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
+        all_gather_single(out, x, group=group)
+        return out.movedim(0, dim)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.movedim(ctx.dim, 0).contiguous()
+        out = grad.new_empty(grad.shape[0] // dist.get_world_size(ctx.group), *grad.shape[1:])
+        reduce_scatter_single(out, grad, group=ctx.group)
+        return out.movedim(0, ctx.dim), None, None
+
+
+class ReduceScatter(torch.autograd.Function):
+    """Sum the ranks' x, each rank keeps its part along dim. Backward: the inverse of AllGather's, an all-gather."""
+
+    @staticmethod
+    def forward(ctx, x, dim, group):
+        ctx.dim, ctx.group = dim, group
+        x = x.movedim(dim, 0).contiguous()
+        out = functional.reduce_scatter_tensor(x, "sum", dist.get_world_size(group), group.group_name)
+        return functional.wait_tensor(out).movedim(0, dim)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return AllGather.apply(grad, ctx.dim, ctx.group), None, None
+
+
+class AllToAll(torch.autograd.Function):
+    """Rows of x to all ranks: sent[i] of them to rank i, received[i] from it; equal shares if None. Backward: back again."""
+
+    @staticmethod
+    def forward(ctx, x, group, sent=None, received=None):
+        ctx.group, ctx.sent, ctx.received = group, sent, received
+        n = dist.get_world_size(group)
+        equal = [x.shape[0] // n] * n
+        out = functional.all_to_all_single(x.contiguous(), received or equal, sent or equal, group.group_name)
+        return functional.wait_tensor(out)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return AllToAll.apply(grad, ctx.group, ctx.received, ctx.sent), None, None, None
+
+
+def local_tensor(p: Tensor) -> Tensor:
+    return p.to_local() if isinstance(p, DTensor) else p
+
+
+def local_slice(p: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(shape, offset) of this rank's part of a parameter in the whole parameter."""
+    if not isinstance(p, DTensor):
+        return tuple(p.shape), (0,) * p.dim()
+    shape, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
+    return tuple(shape), tuple(offset)
+
+
+def named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """fqn -> parameter (tied ones once) or persistent buffer, under the plain model's names."""
+    buffers = [(n, t) for n, t in module.state_dict(keep_vars=True).items()
+               if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)]
+    wrappers = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")  # compile's and activation checkpointing's
+    return {wrappers.sub("", name): tensor for name, tensor in [*module.named_parameters(), *buffers]}

@@ -1,0 +1,216 @@
+"""Pipeline parallelism: which layers a rank holds, torch's schedules, and the weight that two stages share."""
+import copy
+import math
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distributed.layout import Layout, ParallelConfig, local_tensor
+from support.config import Need, flag
+
+Schedule = Literal[
+    "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+]
+PIPELINE = Need("without --pp 2 or more", lambda c: c.pp > 1)
+NO_CSV = Need("with --pp_schedule_csv, which says it all", lambda c: not c.pp_schedule_csv)
+NO_FQNS = Need("with --pp_stage_fqns, which says it all", lambda c: not c.pp_stage_fqns)
+
+
+@dataclass(kw_only=True)
+class PipelineConfig:
+    pp_schedule: Schedule = flag("1F1B", PIPELINE, NO_CSV)  # order of the micro-batches' forwards and backwards
+    pp_schedule_csv: str = flag("", PIPELINE)  # a file: one row per rank, cells like 0F0,0B0 (stage, action, micro-batch)
+    pp_microbatch_size: int = flag(1, PIPELINE)  # sequences per micro-batch
+    pp_layers_per_stage: int | None = flag(None, PIPELINE, NO_CSV, NO_FQNS)  # none = one or two stages per rank, as needed
+    pp_first_stage_less_layers: int = flag(1, PIPELINE, NO_FQNS)  # the embedding counts as so many, to balance stages
+    pp_last_stage_less_layers: int = flag(1, PIPELINE, NO_FQNS)  # the head and the loss count as so many layers
+    pp_stage_fqns: str = flag("", PIPELINE)  # explicit split, stages by ';': "tok_embeddings,blocks.0;blocks.1,norm,head"
+
+
+ONE_STAGE_PER_RANK = ("GPipe", "1F1B")
+ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # rank r holds stages r and last-r: the pipeline goes down and comes back
+
+
+def n_microbatches(layout: Layout) -> int:
+    """Micro-batches of a step: gradient accumulation is nothing but more of them."""
+    return layout.accumulation * layout.local_batch_size // layout.cfg.pp_microbatch_size
+
+
+def split_stages(cfg: ParallelConfig, pp: int, n_layers: int) -> list[list[str]]:
+    """Module names of every pipeline stage, in order. Raises ValueError when the layers do not fill the stages."""
+    blocks = [f"blocks.{i}" for i in range(n_layers)]
+    everything = ["tok_embeddings", *blocks, "norm", "head"]
+    if cfg.pp_stage_fqns:
+        split = [[n.strip() for n in stage.split(",")] for stage in cfg.pp_stage_fqns.split(";")]
+        given = [n for stage in split for n in stage]
+        for n in given:
+            if n not in everything:
+                names = f"tok_embeddings, blocks.0 .. blocks.{n_layers - 1}, norm, head"
+                raise ValueError(f"--pp_stage_fqns: {n!r} is no module of the model; use {names}")
+        if given != everything:
+            wrong = next((a for a, b in zip(everything, given + [None], strict=False) if a != b), given[-1])
+            raise ValueError(f"--pp_stage_fqns must name each module once, in order; {wrong!r} is missing, double or misplaced")
+        return split
+    first, last = cfg.pp_first_stage_less_layers, cfg.pp_last_stage_less_layers
+    weight = n_layers + first + last  # the embedding and the head count as layers when the work is balanced
+    if cfg.pp_schedule_csv:
+        n = 1 + max(map(int, re.findall(r"(\d+)[FBIW]", read_csv(cfg.pp_schedule_csv))), default=0)
+    elif cfg.pp_layers_per_stage:
+        n = math.ceil(weight / cfg.pp_layers_per_stage)
+        if n % pp:
+            made = f"--pp_layers_per_stage {cfg.pp_layers_per_stage} makes {n} stages"
+            fits = " or ".join(str(k) for k in range(1, weight + 1) if math.ceil(weight / k) % pp == 0)
+            raise ValueError(f"{made} of {n_layers} layers, no multiple of --pp {pp}; use {fits or 'a smaller --pp'}")
+    else:
+        n = pp if cfg.pp_schedule in ONE_STAGE_PER_RANK else 2 * pp
+    sizes = [weight // n + (i < weight % n) for i in range(n)]
+    sizes[0] -= first
+    sizes[-1] -= last
+    if min(sizes) < (n > n_layers) or min(sizes[1:-1], default=1) < 1 or min(sizes) < 0:
+        raise ValueError(f"{n_layers} layers are too few for {n} pipeline stages; use a smaller --pp or more layers")
+    bounds = [sum(sizes[:i]) for i in range(n + 1)]
+    split = [blocks[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    split[0].insert(0, "tok_embeddings")
+    split[-1] += ["norm", "head"]
+    return split
+
+
+def read_csv(path: str) -> str:
+    try:
+        with open(path) as f:
+            return f.read()
+    except OSError as e:
+        raise ValueError(f"--pp_schedule_csv {path}: {e.strerror}") from None
+
+
+def stage_ids(layout: Layout, n_stages: int, rank: int) -> list[int]:
+    """The stages of a pipeline rank: every pp-th, or for V schedules one on the way down and one on the way back."""
+    if layout.cfg.pp_schedule_csv:
+        row = read_csv(layout.cfg.pp_schedule_csv).splitlines()[rank]
+        return sorted(set(map(int, re.findall(r"(\d+)[FBIW]", row))))
+    if layout.cfg.pp_schedule in V_SHAPED:
+        return [rank, n_stages - 1 - rank]
+    return list(range(rank, n_stages, layout.pp))
+
+
+def pipeline_stages(model, layout: Layout) -> list[nn.Module]:
+    """This rank's stages: copies of the (meta) model without the parts that others hold, names unchanged; [model] if pp 1."""
+    split = split_stages(layout.cfg, layout.pp, model.config.n_layers) if layout.pp > 1 else [[]]
+    stages = []
+    for i in stage_ids(layout, len(split), layout.coordinate("pp")) if layout.pp > 1 else [0]:
+        stage = model
+        if layout.pp > 1:
+            stage = copy.deepcopy(model)
+            keep = set(split[i])
+            if i == len(split) - 1:
+                keep.add("mtp")
+                if embeds_at_both_ends(model.config):
+                    keep.add("tok_embeddings")  # a copy, kept equal by sum_tied_gradients
+            for name in ("tok_embeddings", "norm", "head", "mtp"):
+                if name not in keep and hasattr(stage, name):
+                    setattr(stage, name, None)
+            for name in [n for n in stage.blocks if f"blocks.{n}" not in keep]:
+                del stage.blocks[name]
+        stage.index, stage.n_stages = i, len(split)
+        stages.append(stage)
+    return stages
+
+
+def embeds_at_both_ends(config) -> bool:
+    """Whether the last stage of a pipeline needs the embedding, too: as a tied head, or for multi-token prediction."""
+    return config.tie_embeddings or getattr(config, "mtp_depth", 0) > 0
+
+
+def tied_copy(stage):
+    """The last stage's copy of the embedding's weight under pp, or None."""
+    is_copy = stage.index == stage.n_stages - 1 > 0 and stage.tok_embeddings is not None
+    return stage.tok_embeddings.weight if is_copy else None
+
+
+def sum_tied_gradients(stages, layout: Layout) -> None:
+    """Under pp the embedding's weight and its copy in the last stage each got a part of the gradient: give both the sum."""
+    first = next((s.tok_embeddings.weight for s in stages if s.index == 0), None)
+    last = next((w for s in stages if (w := tied_copy(s)) is not None), None)
+    mine = [local_tensor(w.grad) for w in (first, last) if w is not None]
+    if len(mine) == 2:  # a V schedule: both ends are on this rank
+        mine[0].add_(mine[1])
+        mine[1].copy_(mine[0])
+    elif len(mine) == 1:
+        group = layout.group("pp")
+        ends = dist.get_process_group_ranks(group)
+        peer = ends[-1] if last is None else ends[0]
+        theirs = torch.empty_like(mine[0])
+        ops = [dist.P2POp(dist.isend, mine[0].clone(), peer, group), dist.P2POp(dist.irecv, theirs, peer, group)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        mine[0].add_(theirs)
+
+
+def pipeline_schedule(stages, layout: Layout, T: int):
+    """torch's schedule for sequences of T tokens on this rank. Built once per shape, because its buffers keep the first."""
+    key = (n_microbatches(layout), T)
+    if key in layout.schedules:
+        return layout.schedules[key]
+    from torch.distributed.pipelining import PipelineStage, schedules
+
+    B, D, device = layout.cfg.pp_microbatch_size, stages[0].config.dim, layout.device
+    # The shapes are given, not inferred: inference runs a real forward on garbage, and resets FSDP's gradients.
+    tokens = torch.empty(B, T, dtype=torch.int64, device=device)
+    h = torch.empty(B, T // layout.tp, D, dtype=layout.compute_dtype, device=device, requires_grad=True)
+    loss = torch.empty((), dtype=torch.float32, device=device, requires_grad=True)
+    parts = [
+        PipelineStage(
+            s, s.index, s.n_stages, device, group=layout.group("pp"),
+            input_args=(tokens if s.index == 0 else h,), output_args=(loss if s.index == s.n_stages - 1 else h,),
+        )
+        for s in stages
+    ]
+    options = dict(
+        n_microbatches=n_microbatches(layout),
+        # the last stage's forward returns the sum of token losses itself, as FSDP has the head's weight at hand only there
+        loss_fn=lambda loss, target: loss / layout.loss_denom,
+        scale_grads=False,  # divided by the tokens of the global batch: dividing by micro-batches as well would be wrong
+    )
+    name = layout.cfg.pp_schedule
+    if layout.cfg.pp_schedule_csv:
+        schedule = schedules._PipelineScheduleRuntime(parts, **options)
+        schedule._load_csv(layout.cfg.pp_schedule_csv, format="compute_only")
+    else:
+        schedule = schedules.get_schedule_class(name)(parts[0] if name in ONE_STAGE_PER_RANK else parts, **options)
+    layout.schedules[key] = schedule
+    return schedule
+
+
+def pipeline_forward(stages, layout: Layout, microbatches: list[dict]) -> Tensor:
+    """Forward only, for evaluation. Returns the loss summed over the micro-batches on the rank of the last stage, else 0.
+
+    A relay: all micro-batches go through one stage, then to the rank of the next. So at any time a rank waits for one other
+    only, which is waiting for it, and nothing can hang even where a send waits for its receive (NCCL). Meanwhile the first
+    ranks of a 1F1B pipeline are with the next call. torch's own schedule.eval fails on V schedules and on a loss computed
+    inside the stage.
+    """
+    group = layout.group("pp")
+    ranks = dist.get_process_group_ranks(group)
+    n_stages, mine, by_index = stages[0].n_stages, layout.coordinate("pp"), {s.index: s for s in stages}
+    owner = {i: r for r in range(layout.pp) for i in stage_ids(layout, n_stages, r)}
+    B, T = microbatches[0]["tokens"].shape
+    shape = (B, T // layout.tp, stages[0].config.dim)
+    h = []  # per micro-batch what goes into the stage, then what comes out of it
+    for i in range(n_stages):
+        if owner[i] != mine:
+            if i + 1 < n_stages and owner[i + 1] == mine:
+                h = [torch.empty(shape, dtype=layout.compute_dtype, device=layout.device) for _ in microbatches]
+                for x in h:
+                    dist.recv(x, ranks[owner[i]], group)
+            continue
+        arguments = [b if i == 0 else b | {"tokens": x} for b, x in zip(microbatches, h if i else microbatches, strict=True)]
+        h = [by_index[i](**a) for a in arguments]
+        if i + 1 < n_stages and owner[i + 1] != mine:
+            for x in h:
+                dist.send(x.contiguous(), ranks[owner[i + 1]], group)
+    return torch.stack(h).sum() if owner[n_stages - 1] == mine else torch.zeros((), device=layout.device)

@@ -1,0 +1,80 @@
+"""Files that must survive a power cut, and files of strangers."""
+import hashlib
+import json
+import math
+import os
+import re
+from pathlib import Path
+
+
+def json_bytes(value) -> bytes:
+    return (json.dumps(value, indent=1) + "\n").encode()
+
+
+def read_json(*path: str):
+    return json.loads(Path(*path).read_bytes())
+
+
+def fsync(path: str):
+    """Makes a file's content durable, or a folder's names: a renamed file is on the disk only when its folder is."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# Documents -> token shards
+def write_file(path: Path, *parts: bytes):
+    """The whole file or nothing: written under another name, synced, renamed."""
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    try:
+        with open(temporary, "wb") as file:
+            file.writelines(parts)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def sha256_file(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# The most bytes of a file that anyone may have written. Of those that are published the largest have 9, 33 and 4 MB.
+HF_LIMITS = {"model.safetensors.index.json": 1 << 26, "tokenizer.json": 1 << 26, "tokenizer_config.json": 1 << 24}
+HF_LIMIT, SAFETENSORS_HEADER_LIMIT = 1 << 20, 1 << 25
+
+
+def hf_file(folder: str, name: str, limit: float = math.inf) -> str:
+    """The real path of a file of the folder. Raises ValueError for a name or a link that leads elsewhere, or for its size.
+
+    A link may lead to another file of the folder; in a Hugging Face cache, <repo>/snapshots/<revision>/, to <repo>/blobs.
+    """
+    if not re.fullmatch(r"\w[\w .+=-]*", name):
+        raise ValueError(f"{folder}: {name!r} is not the name of a file in this folder")
+    path, home = os.path.join(folder, name), os.path.realpath(folder)
+    homes, (repo, parent) = [home], os.path.split(os.path.dirname(home))
+    if parent == "snapshots":
+        homes.append(os.path.join(repo, "blobs"))
+    real = os.path.realpath(path)
+    if os.path.dirname(real) not in homes:
+        raise ValueError(f"{path} is a link that leads out of the folder, to {real}; put the file itself there")
+    if not os.path.isdir(folder):
+        raise ValueError(f"{folder} is no folder{hub_hint(folder)}")
+    if not os.path.isfile(real):
+        raise ValueError(f"{path} is no plain file" if os.path.lexists(real) else f"{path} is missing")
+    if os.path.getsize(real) > limit:
+        raise ValueError(f"{path} has {os.path.getsize(real):,} bytes, which is absurd: {limit:,} are the most")
+    return real
+
+
+def hub_hint(path: str) -> str:
+    """How to get what a path may mean that is not there but looks like a name on the Hugging Face Hub; else ''."""
+    owner, _, name = path.rpartition("/")
+    looks = re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", path) and not path.endswith((".json", ".txt")) and owner != "runs"
+    if not looks or os.path.lexists(path) or owner and os.path.isdir(owner):
+        return ""
+    return f"; a model of the Hugging Face Hub must be on the disk first: hf download {path} --local-dir {name}"

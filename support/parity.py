@@ -1,0 +1,168 @@
+"""--check_parity: train a few steps on one process and on a layout, and compare every gradient and weight."""
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from unittest import mock
+
+import torch
+
+import distributed.refusals
+from distributed.layout import AXES
+from distributed.refusals import facts, runs_on_cuda
+from support.config import FROM_FILE, no_effect, spell, unmet_needs
+from support.dryrun import Built
+from support.metrics import read_lines
+
+
+@dataclass(kw_only=True)
+class ParityConfig:
+    check_parity: bool = False  # train 3 steps on one process and on this layout, in fp32, and compare; start it with python
+
+
+
+# fp32, three steps. Every mistake of tests/test_mutants.py is far above these; weights get more room than gradients because
+# AdamW divides a gradient by its own size, so that the rounding of a tiny one moves a weight as far as a large one does.
+LOSS_TOLERANCE, NORM_TOLERANCE, GRADIENT_TOLERANCE, WEIGHT_TOLERANCE = 1e-5, 2e-5, 1e-4, 5e-4
+STEPS = 3
+# After the first update the weights differ by rounding, and gradients by more: so many times the tolerances of step 1. Muon
+# makes small directions as large as the others; a router may send a token that is on the edge to another expert; and what
+# the optimizer of a fork does with rounding, nobody knows.
+LATER = {"adamw": 10, "muon": 100}
+
+
+def model_config_of(main, cfg):
+    """What the recipe's main gives check_layout as the model's config; it ends there."""
+
+    def seen(cfg, model_config, **kwargs):
+        raise Built(model_config)
+
+    patches = [mock.patch.object(distributed.refusals, "check_layout", seen)]
+    patches += [mock.patch.dict(main.__globals__, check_layout=seen)] * ("check_layout" in main.__globals__)
+    with ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        try:
+            main(replace(cfg, dry_run=True))  # a copy, and nothing of an earlier run is looked at
+        except Built as built:
+            return built.args[0]
+    raise RuntimeError("main ended without a call of check_layout")
+
+
+def half_flags(cfg, flags: dict, model_config) -> dict:
+    """Flags of one half of --check_parity, and the defaults of all those that have no effect in it and would be refused."""
+    flags, defaults = {name: value for name, value in flags.items() if hasattr(cfg, name)}, type(cfg)()
+    while True:  # without one flag another may have no effect either
+        half = replace(cfg, **flags)
+        degrees = {axis: getattr(half, axis) for axis in AXES}
+        unmet = unmet_needs(half, facts(half, model_config, degrees, runs_on_cuda(half.device)))
+        if not unmet:
+            return flags
+        flags |= {name: getattr(defaults, name) for name in unmet}
+
+
+def check_parity(main, cfg, degrees: dict[str, int]) -> int:
+    """Train STEPS steps of the running recipe on one process and on the layout, in fp32; compare; return the exit status.
+
+    Works for any copy of a recipe: it is started twice with flags appended, and parallel.clip_grad_norm, where a step's
+    gradients are complete, writes them down (record_step there).
+    """
+    if "RANK" in os.environ:
+        raise ValueError("--check_parity starts its own processes: run it with python, not torchrun")
+    if cfg.optimizer_in_backward:
+        raise ValueError("--check_parity compares gradients, which --optimizer_in_backward frees; leave one of them out")
+    if degrees["dp_shard"] == -1:  # as many as the experts must borrow
+        borrowed = degrees["cp"] * (degrees["tp"] if cfg.etp == 1 else 1)
+        degrees = degrees | {"dp_shard": max(cfg.ep, 1) // math.gcd(max(cfg.ep, 1), max(borrowed, 1))}
+    model_config = model_config_of(main, cfg)
+    if unused := no_effect(cfg, facts(cfg, model_config, degrees, runs_on_cuda(cfg.device))):
+        raise ValueError("; ".join(unused))
+    world_size = math.prod(max(n, 1) for n in degrees.values())
+    data_ranks = max(degrees["dp_replicate"], 1) * max(degrees["dp_shard"], 1)
+    batch = cfg.global_batch_size if cfg.global_batch_size != -1 else cfg.local_batch_size * data_ranks
+    both = dict(check_parity=False, steps=STEPS, compute_dtype="float32", global_batch_size=batch, checkpoint_every=0,
+                export_hf="", val_every=0, log_every=1, device="cuda" if torch.cuda.device_count() >= world_size else "cpu")
+    if "global_batch_size" in FROM_FILE:
+        del both["global_batch_size"]  # both runs read it from there, and find the local batch that fits
+    one = dict.fromkeys(degrees, 1) | dict(ep=1, etp=1, ac="none", compile=False, cpu_offload=False)
+    with tempfile.TemporaryDirectory() as folder:
+        halves = {"one process": one, "layout": {a: max(n, 1) for a, n in degrees.items()}}
+        halves = {name: half_flags(cfg, both | half | {"out": os.path.join(folder, name.replace(" ", "_"))}, model_config)
+                  for name, half in halves.items()}
+        if len({repr(replace(cfg, **half | {"out": ""})) for half in halves.values()}) == 1:
+            raise ValueError("--check_parity compares one process with a layout, and these flags ask for one process without "
+                             "anything to compare; add a layout like --tp 2, or --ac, --compile or --cpu_offload")
+        runs = {}
+        for name, flags in halves.items():
+            processes, out = math.prod(flags[axis] for axis in AXES), flags["out"]
+            print(f"check_parity: {STEPS} steps on {name} ({processes} process{'es' * (processes > 1)}) ...", flush=True)
+            launch = [sys.executable]
+            if processes > 1:
+                launch += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+            # a flag given twice has its last value
+            extra = [f"--{k}={spell(v)}" for k, v in flags.items()]
+            env = os.environ | {"NANOTITAN_RECORD": out + "_record"}
+            done = subprocess.run([*launch, *sys.argv, *extra], env=env, capture_output=True, text=True)
+            if done.returncode:
+                lines = done.stderr.splitlines()
+                reason = [line for line in lines if line.startswith("error")] or lines[-20:]
+                print("\n".join(reason[:1] if reason[0].startswith("error: ") else reason), file=sys.stderr)
+                return done.returncode if processes == 1 else 2 if reason[0].startswith("error: ") else 1
+            runs[name] = read_records(out)
+        has_experts = any(".experts." in fqn for fqn in runs["layout"][0]["gradient"])
+        later = math.inf if has_experts else LATER.get(getattr(cfg, "optimizer", "adamw"), math.inf)
+        return print_comparison(*runs.values(), later)
+
+
+def read_records(out: str) -> list[dict]:
+    """Per step: loss, norm, tokens_hash, and gradients and weights by fqn, of all pipeline stages together."""
+    lines = [line for line in read_lines(os.path.join(out, "metrics.jsonl")) if "loss" in line]
+    steps = []
+    for n, line in enumerate(lines):
+        step = {"loss": line["loss"], "norm": line["grad_norm"], "hash": line["tokens_hash"], "gradient": {}, "weight": {}}
+        for file in sorted(os.listdir(out + "_record")):
+            if file.startswith(f"{n}-"):
+                part = torch.load(os.path.join(out + "_record", file), weights_only=True, mmap=True)
+                step["gradient"] |= part["gradient"]
+                step["weight"] |= part["weight"]
+        steps.append(step)
+    return steps
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a - b).norm() / b.norm().clamp(min=1e-12)).item()
+
+
+def print_comparison(one: list[dict], layout: list[dict], later: float = 1) -> int:
+    """The table; 0 when all is within tolerance, else 1 after a line that names the first difference.
+
+    later: how many times the tolerances of loss, norm and gradients hold after step 1; infinite: then only the weights after
+    the first update count.
+    """
+    first = ""
+    head = ["loss, 1 process", "layout", "norm, 1 process", "layout"]
+    print("step", *(f"{text:>16}" for text in head), " worst gradient / worst weight")
+    for n, (a, b) in enumerate(zip(one, layout, strict=True), 1):
+        problems, worst, slack = [], {}, 1 if n == 1 else later
+        # the third weights come from the gradients of step 2
+        weight_tolerance = WEIGHT_TOLERANCE if n <= 2 or later < math.inf else math.inf
+        if a["hash"] != b["hash"]:
+            problems.append("the tokens of the global batch")
+        for kind, tolerance in (("gradient", slack * GRADIENT_TOLERANCE), ("weight", weight_tolerance)):
+            if missing := sorted(a[kind].keys() ^ b[kind].keys()):
+                problems.append(f"the {kind} of {missing[0]}, which only one of the two has")
+            errors = {fqn: relative(b[kind][fqn].float(), a[kind][fqn].float()) for fqn in a[kind] if fqn in b[kind]}
+            worst[kind] = max(errors.items(), key=lambda item: item[1])
+            problems += [f"the {kind} of {fqn} by {e:.1e} (relative)" for fqn, e in errors.items() if not e <= tolerance][:1]
+        if not abs(a["loss"] - b["loss"]) <= slack * LOSS_TOLERANCE * max(1.0, abs(a["loss"])):
+            problems.append(f"the loss, {b['loss']} instead of {a['loss']}")
+        if not abs(a["norm"] - b["norm"]) <= slack * NORM_TOLERANCE * abs(a["norm"]):
+            problems.append(f"the gradient norm, {b['norm']} instead of {a['norm']}")
+        first = first or (problems and f"step {n} differs first in {problems[0]}") or ""
+        notes = " / ".join(f"{e:.1e} {fqn}" for fqn, e in worst.values())
+        print(f"{n:>4} {a['loss']:>16.8f} {b['loss']:>16.8f} {a['norm']:>16.8f} {b['norm']:>16.8f}  {notes}")
+    print(f"check_parity: NOT EQUAL: {first}" if first else "check_parity: equal")
+    return int(bool(first))

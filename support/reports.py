@@ -1,0 +1,45 @@
+"""The flags that report in place of training: --dry_run, --plan, --explain, --plot of a layout, --check_parity."""
+import os
+
+from distributed.layout import AXES
+
+
+def with_reports(main):
+    """main, or what a flag asks for in its place: run(with_reports(main), cfg). A report ends with its exit status."""
+
+    def main_or_report(cfg):
+        plots_layout = cfg.plot and "RANK" not in os.environ and any(getattr(cfg, axis) > 1 for axis in AXES)
+        if cfg.check_parity:
+            from support.parity import check_parity
+
+            raise SystemExit(check_parity(main, cfg, {axis: getattr(cfg, axis) for axis in AXES}))
+        if cfg.dry_run or cfg.plan or cfg.explain or plots_layout:
+            raise SystemExit(dry_run(main, cfg))
+        main(cfg)
+
+    return main_or_report
+
+
+def dry_run(main, cfg) -> int:
+    """--dry_run, --plan, --explain and --plot of a recipe; returns the exit status."""
+    from support.dryrun import make_report, print_report
+    from support.explain import explain
+    from support.pictures import plot
+    from support.plan import machine_of, print_plan
+
+    if "RANK" in os.environ:
+        raise ValueError("--dry_run, --plan, --explain and --plot run in one process: use python, not torchrun")
+    if cfg.float8 != "off":
+        raise ValueError(f"--float8 {cfg.float8} is not in the dry run, which would count bf16; leave it out")
+    machine = machine_of(cfg)
+    if cfg.dry_run or cfg.plan or cfg.plot:
+        report = make_report(main, cfg)
+    if cfg.dry_run:
+        print_report(cfg, report)
+    if cfg.plan:
+        print_plan(cfg, report, machine)
+    if cfg.explain:
+        explain(main, cfg)
+    if cfg.plot:
+        plot(cfg, report)
+    return 0

@@ -1,0 +1,83 @@
+"""The house: which file stands on which. An import goes down a layer or stays in it, never up, and never in a circle."""
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+# Bottom up. A file may import files of its own layer, as long as no circle comes of it, and of all layers below.
+LAYERS = [
+    ["models", "support.config", "support.files"],
+    ["distributed.layout"],
+    ["distributed"],
+    ["parallel"],
+    ["data", "support", "checkpoint"],
+    ["rl", "generate"],
+    ["grpo", "train_llama3", "train_qwen3", "train_deepseek"],
+]
+
+
+def house() -> dict[str, str]:
+    """{module: source} of all that is not tests or benchmarks."""
+    files = [p for folder in (".", "models", "distributed", "support", "rl") for p in ROOT.glob(f"{folder}/*.py")]
+    names = {str(p.relative_to(ROOT).with_suffix("")).replace("/", "."): p.read_text() for p in files}
+    return {name: text for name, text in names.items() if not name.endswith("__init__")}
+
+
+def layer(module: str) -> int:
+    """Of the longest name that the module's name begins with."""
+    fits = [(len(name), i) for i, names in enumerate(LAYERS) for name in names if f"{module}.".startswith(f"{name}.")]
+    assert fits, f"{module}.py is in no layer: add it to LAYERS"
+    return max(fits)[1]
+
+
+def imports(sources: dict[str, str]) -> dict[str, set[str]]:
+    """{module: the modules of the house that it imports, at its top or inside a function}."""
+    found = {}
+    for name, text in sources.items():
+        nodes = list(ast.walk(ast.parse(text)))
+        asked = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        for node in nodes:
+            if isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{name} has a relative import"
+                asked |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        found[name] = asked & sources.keys()
+    return found
+
+
+def wrong(sources: dict[str, str]) -> list[str]:
+    graph, errors = imports(sources), []
+    for name, asked in graph.items():
+        errors += [f"{name} imports {other}, a layer above it" for other in sorted(asked) if layer(other) > layer(name)]
+    left = dict(graph)
+    while free := [name for name, asked in left.items() if not asked & left.keys()]:  # imports nothing that is left
+        for name in free:
+            del left[name]
+    return errors + [f"a circle of imports among {', '.join(sorted(left))}"] * bool(left)
+
+
+def test_imports_go_down():
+    assert wrong(house()) == []
+
+
+@pytest.mark.parametrize("module, line, words", [
+    ("distributed.layout", "from parallel import shard", "distributed.layout imports parallel, a layer above it"),
+    ("models.llama3", "def f():\n    import distributed.pipeline", "models.llama3 imports distributed.pipeline, a layer above"),
+    ("distributed.pipeline", "from distributed import refusals", "a circle of imports among"),
+    ("support.hf", "from checkpoint import load_model", "a circle of imports among"),
+])
+def test_an_import_that_is_turned_round_is_found(module, line, words):
+    sources = house()
+    errors = wrong(sources | {module: sources[module] + "\n" + line + "\n"})
+    assert any(words in error for error in errors)
+
+
+def test_folders_are_packages():
+    """A folder without __init__.py loses against an installed package of its name: there is one called distributed."""
+    for folder in ("models", "distributed", "support", "rl"):
+        assert (ROOT / folder / "__init__.py").is_file()
+
+
+def test_models_know_no_process_groups():
+    for path in ROOT.glob("models/*.py"):
+        assert "torch.distributed" not in path.read_text(), path
