@@ -3,6 +3,7 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.run import get_args_parser
 
 from support.config import FROM_FILE
@@ -20,6 +21,14 @@ def no_command_line_before_this_one():
     """A program reads one command line; a test that read one with --config must not be remembered by the next test."""
     yield
     FROM_FILE.clear()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_process_group_before_this_file():
+    """A test file may make a process group of this process alone; the next file expects none."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def pytest_collection_modifyitems(items):

@@ -1,10 +1,13 @@
 """What the parallel tests share: a tiny problem, the plain one-process answer, and the same steps on a layout."""
 import functools
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from pool import pool
 from torch.distributed.tensor import DTensor
 
 import parallel
@@ -251,3 +254,40 @@ def first_difference(got: list[dict], want: list[dict]) -> str:
 
 def relative(a, b) -> float:
     return ((a - b).norm() / b.norm().clamp(min=1e-8)).item()
+
+
+def row_name(row) -> str:
+    processes, flags, problem = row
+    return f"{processes}-" + "-".join(f"{k}={v}" for k, v in {**flags, **problem}.items())
+
+
+def compare(processes: int, flags: dict, problem: dict, mutate=None) -> str:
+    """'' or the first difference of any rank to the one-process reference."""
+    problem = dict(problem)
+    n, b, doc = problem.pop("n"), problem.pop("b"), problem.pop("doc", False)
+    model_config = config(**problem)
+    want = reference(model_config, n, doc)
+    results = pool(processes).run(train, model_config, flags, n, b, doc, mutate)
+    differences = [d for got in results if (d := first_difference(got, want))]
+    # every rank sees a wrong norm, and only the rank that holds the parameter why
+    return next((d for d in differences if "gradient" in d), differences[0] if differences else "")
+
+
+@contextmanager
+def without_inductor():
+    """Dynamo's and AOTAutograd's graphs, run op by op: what can break under FSDP and TP, without minutes of g++."""
+    with mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+        yield
+
+
+def stacked(theirs: dict, names) -> torch.Tensor:
+    """Our tensor from transformers' state dict, whether it keeps experts one by one or (5.x, in memory) stacked and fused."""
+    if isinstance(names, str):
+        return theirs[names]
+    if names[0] in theirs:
+        return torch.stack([theirs[n] for n in names])
+    layer, which = names[0].split(".experts.")[0], names[0].split(".")[-2]
+    if which == "down_proj":
+        return theirs[f"{layer}.experts.down_proj"]
+    gate, up = theirs[f"{layer}.experts.gate_up_proj"].chunk(2, dim=1)
+    return gate if which == "gate_proj" else up

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_recipes import ENV, MLA, MODEL
+from runs import ENV, MLA, MODEL
 
 from benchmarks.startup import HEAVY
 

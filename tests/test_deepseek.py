@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from layouts import BIAS_RATE, Flags, balances, build, config, global_batch, local_batch, watch_margins
+from layouts import BIAS_RATE, Flags, balances, build, config, global_batch, local_batch, stacked, watch_margins
 from pool import pool
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -96,8 +96,6 @@ def theirs(tmp_path_factory):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_gradients_and_files_equal_transformers(theirs, variant, tmp_path):
-    from test_moe import stacked
-
     model, folder = theirs(variant)
     ours, _ = hf.load_hf_model(folder)
     tokens = random_tokens(2, 40, seed=1)

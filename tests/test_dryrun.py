@@ -11,35 +11,21 @@ import re
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
+from dry import MOE, REPO, SMALL, config, report_of, run
 from layouts import Flags
 from pool import pool
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import parallel
-import support.pictures
 from distributed import experts, launch, pipeline
 from distributed import layout as layouts
-from distributed.layout import AXES, Layout, make_mesh
-from distributed.pipeline import ONE_STAGE_PER_RANK, n_microbatches
-from support import dryrun, pictures
-from support.dryrun import Watch, bubble, rows_of, simulate
-from support.pictures import AXIS_COLORS, draw_mesh, draw_schedule, mesh_groups, plot, text_mesh, text_picture
-from support.plan import MACHINES, WORST_ERROR, Machine, axis_span, predict, wire_seconds
-
-REPO = Path(__file__).parent.parent
-SMALL = "n_layers=5,dim=64,n_heads=4,n_kv_heads=2,head_dim=16,ffn_dim=128,vocab_size=512"
-MOE = SMALL + ",n_experts=8,top_k=2,moe_ffn_dim=64"
-
-
-def config(recipe: str, flags: dict):
-    small = dict(model_args=SMALL, seq_len=64, local_batch_size=4, compute_dtype="float32", device="cpu", steps=2)
-    return importlib.import_module(recipe).Config(**small | flags)
+from distributed.layout import AXES, make_mesh
+from distributed.pipeline import n_microbatches
+from support import dryrun
+from support.dryrun import Watch, rows_of
 
 
 class Settled(Watch):
@@ -142,11 +128,6 @@ def test_another_plan_is_another_report(monkeypatch, left_out):
         assert grown == 5 * 3 * 64 * 128 * 4 // 2 // 2  # two FSDP ranks have half each, and no longer a quarter
 
 
-def run(recipe: str, *argv) -> subprocess.CompletedProcess:
-    command = [sys.executable, REPO / recipe, *map(str, argv)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=REPO, timeout=300)
-
-
 def test_every_violation_at_once():
     wrong = run("train_llama3.py", "--tp", 3, "--cp", 2, "--seq_len", 250, "--global_batch_size", 12, "--pp", 16,
                 "--ac", "budget", "--ep", 2, "--local_batch_size", 4, "--dry_run")
@@ -154,10 +135,6 @@ def test_every_violation_at_once():
     for words in ("--tp 3 does not divide", "--seq_len 250 is not a multiple", "--pp 16 needs at least 16 micro-batches",
                   "6 layers are too few", "--ac budget needs --compile", "--ep 2 has no effect without experts"):
         assert words in wrong.stderr
-
-
-def report_of(**flags):
-    return dryrun.make_report(importlib.import_module("train_llama3").main, config("train_llama3", flags))
 
 
 def test_every_way_to_save_memory_shows():
@@ -187,68 +164,6 @@ def test_a_peak_fits_up_to_the_last_byte(capsys):
 # ---------------------------------------------------------------- --plan
 
 
-def layout_of(**degrees) -> Layout:
-    sizes = {axis: degrees.get(axis, 1) for axis in AXES}
-    return Layout(Flags(**degrees), sizes, math.prod(sizes.values()), 1, 1)
-
-
-def test_a_group_uses_the_links_that_it_spans():
-    machine, size = Machine(flops=1.0, nvlink=400.0, network=50.0), 800
-    seconds = lambda axis, op, **degrees: wire_seconds(layout_of(**degrees), axis, op, size, machine)  # noqa: E731
-    assert seconds("tp", "all_gather", tp=8, dp_shard=4) == 800 * 7 / 8 / 400  # in a node
-    assert seconds("fsdp", "all_gather", tp=8, dp_shard=4) == 800 * 3 / 4 / 50  # one rank in each node: one network card
-    assert seconds("fsdp", "reduce_scatter", tp=2, dp_shard=16) == 800 * 15 / 16 / 200  # four ranks in each node: four cards
-    assert seconds("dp_replicate", "all_reduce", dp_replicate=2, dp_shard=8) == 2 * 800 / 2 / 50
-    assert seconds("ep", "all_to_all", dp_shard=16, ep=8) == 800 * 7 / 8 / 400
-    assert seconds("efsdp", "all_gather", dp_shard=16, ep=8) == 800 / 2 / 50
-    assert seconds("pp", "send", pp=2, tp=8) == 800 / 50 and seconds("pp", "recv", pp=2, tp=8) == 0
-
-
-def test_a_prediction_is_arithmetic_plus_what_is_waited_for():
-    machine = MACHINES["H100"]
-    one = report_of(dp_shard=1)
-    rank = one.ranks[0]
-    attention = rank.flops("attention")
-    flops = (rank.flops("forward", "backward") - attention) / 0.5 + attention / 2 / 0.25
-    assert predict(one, machine, 0.5, 0.5, 0.25)["seconds"] == pytest.approx(flops / machine.flops)
-    two = report_of(tp=2, dp_shard=1)
-    p, faster = (predict(two, machine, 0.5, bandwidth) for bandwidth in (0.5, 1.0))
-    assert p["wire"] == pytest.approx(2 * faster["wire"]) and p["seconds"] > faster["seconds"]
-    assert p["seconds"] == pytest.approx(p["compute"] + p["wire"] + p["uncovered"])
-    piped = report_of(pp=2, dp_shard=1)
-    p = predict(piped, machine, 0.5, 1e9, 0.5)
-    waiting = 1 - bubble(simulate(piped.rows, piped.cost))
-    work = sum(r.flops("forward", "backward") - r.flops("attention") / 2 for r in piped.ranks) / 2
-    assert p["seconds"] == pytest.approx(work / waiting / (0.5 * machine.flops), rel=0.05)
-
-
-def test_the_plan_is_printed_with_its_error_and_assumptions():
-    done = run("train_llama3.py", "--tp", 2, "--dp_shard", 8, "--plan", "--machine", "B200", "--nvlink_gb_s", 123)
-    assert done.returncode == 0, done.stderr
-    for words in ("16 x B200", "off on average", f"{WORST_ERROR:.0%} at worst", "2250 TFLOP/s", "NVLink 123 GB/s",
-                  "network 50 GB/s"):
-        assert words in done.stdout
-    wrong = run("train_llama3.py", "--plan", "--network_gb_s", -1)
-    assert wrong.returncode == 2 and "--network_gb_s" in wrong.stderr
-
-
-def test_the_report_of_a_layout_no_laptop_has(tmp_path):
-    """No data is read, no folder made; a layer's numbers by hand: 8B, 8 x 128 devices."""
-    out = tmp_path / "run"
-    done = run("train_llama3.py", "--flavor", "8B", "--seq_len", 8192, "--local_batch_size", 1, "--dp_shard", 128, "--tp", 8,
-               "--dry_run", "--explain", "--data", "/nowhere", "--out", out)
-    assert done.returncode == 0, done.stderr
-    assert not out.exists()
-    assert "8,030,261,248 parameters | dp_shard 128 x tp 8 = 1,024 devices" in done.stdout
-    assert "80 GB: fits, 141 GB: fits, 192 GB: fits" in done.stdout
-    lines = [line.split() for line in done.stdout.splitlines()]
-    wo = next(line for line in lines if line[:1] == ["attn.wo.weight"])
-    assert wo[1:4] == ["4096", "x", "4096"] and " ".join(wo[4:11]) == "tp: columns, fsdp: rows 32 x 512"
-    # two per block and direction, each of 8192 x 4096 bf16
-    assert ["forward", "tp", "all_gather", "2", "128", "MiB"] in [line[:6] for line in lines]
-    assert ["backward", "tp", "reduce_scatter", "2", "128", "MiB"] in [line[:6] for line in lines]
-
-
 def test_torchrun_is_not_needed():
     env = dict(parallel.os.environ, RANK="0", WORLD_SIZE="1")
     command = [sys.executable, REPO / "train_llama3.py", "--dry_run"]
@@ -258,111 +173,10 @@ def test_torchrun_is_not_needed():
 
 # ---------------------------------------------------------------- schedules and pictures
 
-BUBBLES = dict(GPipe=3 / 11, LoopedBFS=3 / 19, Interleaved1F1B=3 / 19, InterleavedZeroBubble=1 / 17, ZBVZeroBubble=1 / 17,
-               DualPipeV=1 / 17) | {"1F1B": 3 / 11}
-
-
-@pytest.mark.parametrize("name", BUBBLES)
-def test_schedule(name):
-    """4 ranks, 8 micro-batches, forward and both halves of a backward of one unit: the papers' bubbles, drawn as computed."""
-    stages = 4 if name in ONE_STAGE_PER_RANK else 8
-    times = simulate(rows_of(Flags(pp=4, pp_schedule=name), 4, 8, stages))
-    assert bubble(times) == pytest.approx(BUBBLES[name], abs=2e-3)
-    work = sorted((kind, stage, m) for row in times for *_, kind, stage, m in row if kind in "FB")
-    assert [w for w in work if w[0] == "F"] == [("F", s, m) for s in range(stages) for m in range(8)]
-    picture = text_picture(times)
-    drawn = "".join(line.split("|")[1] for line in picture.splitlines())
-    assert drawn.count(".") / len(drawn) == pytest.approx(bubble(times), abs=1e-9)
-    assert {k: drawn.count(k) for k in "FIW"} == dict.fromkeys("FIW", 8 * stages)
-
 
 def test_1f1b_holds_as_many_microbatches_as_ranks_are_behind():
     rows = rows_of(Flags(pp=4), 4, 8, 4)
     assert [dryrun.in_flight(row, [r], {("activations", 0): 1}) for r, row in enumerate(rows)] == [4, 3, 2, 1]
-
-
-@contextmanager
-def world(recipe="train_llama3", **flags):
-    """The layout of a recipe in a world of fake processes, with its meshes."""
-    flags = dict(local_batch_size=2, dp_shard=1) | flags
-    main = importlib.import_module(recipe).main
-    with dryrun.dry_world(main, config(recipe, flags), 0) as (_, _, layout):
-        yield layout
-
-
-def groups_of_fsdp(stages) -> set[tuple]:
-    """The ranks over which the parameters of this device are really sharded, or split, or copied."""
-    meshes = {p.device_mesh for stage in stages for p in stage.parameters()}
-    return {tuple(torch.distributed.get_process_group_ranks(mesh.get_group(i))) for mesh in meshes for i in range(mesh.ndim)}
-
-
-@pytest.mark.parametrize("recipe, flags", [
-    ("train_llama3", dict(dp_shard=4)),
-    ("train_llama3", dict(pp=2, dp_shard=2, cp=2, tp=2)),
-    ("train_llama3", dict(pp=2, dp_replicate=2, cp=2)),
-    ("train_qwen3", dict(pp=2, dp_replicate=2, dp_shard=2, cp=2, tp=2, ep=4, model_args=MOE)),
-    ("train_qwen3", dict(dp_shard=4, cp=2, tp=2, ep=2, etp=2, model_args=MOE)),
-    ("train_qwen3", dict(dp_replicate=2, dp_shard=2, tp=2, model_args=MOE))], ids=str)
-def test_the_drawn_mesh_is_the_mesh(recipe, flags, tmp_path, monkeypatch):
-    """The groups of device 0 are those that its parameters, its layers and its experts communicate in."""
-    main, drawn = importlib.import_module(recipe).main, {}
-    with dryrun.dry_world(main, config(recipe, dict(local_batch_size=2, dp_shard=1) | flags), 0) as (stages, _, layout):
-        ranks = torch.distributed.get_process_group_ranks
-        real = {axis: ranks(layout.group(axis)) for axis in ("tp", "cp", "dp_replicate", "pp")}
-        real["fsdp"] = ranks(layout.mesh["fsdp"].get_group())
-        if "model_args" in flags:
-            real |= {axis: ranks(layout.experts[axis].get_group()) for axis in ("etp", "ep", "efsdp")}
-        sharded = {group for group in groups_of_fsdp(stages) if len(group) > 1}
-    real = {axis: group for axis, group in real.items() if len(group) > 1}
-    groups = mesh_groups(layout)
-    assert groups == real and sharded <= {tuple(group) for group in groups.values()}
-    assert {axis: axis_span(layout, axis) for axis in real} == {a: (len(g), g[1] - g[0]) for a, g in real.items()}
-    text = {line.split()[0]: line for line in text_mesh(layout).splitlines()[1:]}
-    assert text.keys() == real.keys()
-    assert all(re.search(rf" {len(g)} +{', '.join(map(str, g[:4]))}\b", text[axis]) for axis, g in real.items())
-
-    class Cell:  # in place of the picture: which colours a device has
-        def __init__(self, place, width, height, color, linewidth):
-            drawn.setdefault((int(place[0] + 1e-6), place[1]), set()).add(color)
-
-    if layout.pp == 1 and importlib.util.find_spec("matplotlib"):
-        pyplot, patches = support.pictures.pyplot_and_patches()
-        stand_in = SimpleNamespace(Rectangle=Cell, Patch=patches.Patch)
-        monkeypatch.setattr(support.pictures, "pyplot_and_patches", lambda: (pyplot, stand_in))
-        monkeypatch.setattr(pyplot.Axes, "add_patch", lambda axes, patch: None)
-        draw_mesh(layout, str(tmp_path / "mesh.png"))
-        inner = layout.cp * layout.tp
-        for axis, group in real.items():
-            colored = {d * inner + j for (d, j), colors in drawn.items() if AXIS_COLORS[axis] in colors}
-            assert colored == set(group[1:]), axis
-
-
-def test_fsdp_of_device_0_is_with_the_cp_ranks():
-    with world(pp=2, dp_shard=2, cp=2, tp=2) as layout:
-        pass
-    assert mesh_groups(layout) == {"tp": [0, 1], "cp": [0, 2], "fsdp": [0, 2, 4, 6], "pp": [0, 8]}
-
-
-def test_plot_without_matplotlib_is_text(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(pictures.importlib.util, "find_spec", lambda name: None)
-    cfg = config("train_llama3", dict(pp=2, dp_shard=1, out=str(tmp_path)))
-    with world(pp=2) as layout:
-        pass
-    plot(cfg, SimpleNamespace(layout=layout, n=4, rows=rows_of(cfg, 2, 4, 2)))
-    shown = capsys.readouterr().out
-    assert "rank   0 |FF..IWFIWFIW.IW|" in shown and "pp    2      0, 1" in shown and "pip install matplotlib" in shown
-    assert not list(tmp_path.iterdir())
-
-
-def test_plot(tmp_path):
-    pytest.importorskip("matplotlib")
-    times = simulate(rows_of(Flags(pp=4, pp_schedule="DualPipeV"), 4, 8, 8))
-    draw_schedule(times, "DualPipeV", str(tmp_path / "a.png"))
-    with world(pp=2, dp_shard=64, tp=2) as layout:
-        pass
-    draw_mesh(layout, str(tmp_path / "b.png"))
-    for name in "ab":
-        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
 # ---------------------------------------------------------------- docs/parallelism.md

@@ -659,7 +659,7 @@ ELSEWHERE = {
     "float8_all_gather": "docs/gpu_checklist.md",
     "flight_recorder": "docs/gpu_checklist.md",
     "memory_snapshot": "docs/gpu_checklist.md",
-    "gen_ranks": "tests/test_grpo.py",  # needs several processes
+    "gen_ranks": "tests/test_rollouts.py",  # needs several processes
 }
 
 

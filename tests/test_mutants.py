@@ -9,7 +9,8 @@ from unittest import mock
 import layouts
 import pytest
 import torch
-from test_parallel import MOE, compare
+from layouts import compare
+from test_parallel import MOE
 
 import distributed.experts
 import distributed.layout

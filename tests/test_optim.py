@@ -9,7 +9,7 @@ from pool import pool
 import parallel
 from checkpoint import CheckpointConfig, Checkpoints, dequantized
 from distributed.layout import local_tensor
-from support.optim import Muon, adamw, skip_if_not_finite
+from support.optim import Muon, adamw, skip_if_not_finite, step_in_backward
 
 OPTIONS = dict(lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
 
@@ -237,3 +237,28 @@ def test_a_first_step_that_is_not_finite_leaves_nothing_behind(kind):
     assert all(p.isfinite().all() for p in map(local_tensor, begin[3][0].values()))
     states = [t for t in begin[2][1].values() if isinstance(t, torch.Tensor)]
     assert all(local_tensor(t).isfinite().all() for t in states)
+
+
+def in_backward(on: bool, flags: dict) -> tuple[list, dict, int]:
+    """(norms, weights, most gradients at one time after an update) of three steps without clipping."""
+    stages, layout = build(config(), {"optimizer_in_backward": on, **flags}, 4, 4 // (2 if "dp_shard" in flags else 1))
+    params = dict(stages[0].named_parameters())
+    optimizer = torch.optim.AdamW(params.values(), lr=1e-3)
+    step_in_backward([optimizer], layout)
+    alive, norms = [0], []
+    optimizer.register_step_post_hook(lambda *_: alive.append(sum(p.grad is not None for p in params.values())))
+    for step in range(3):
+        parallel.forward_backward(stages, local_batch(global_batch(step, 4, False), layout), layout)
+        norms.append(parallel.clip_grad_norm(stages, 0.0, layout).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, {fqn: full(p) for fqn, p in params.items()}, max(alive)
+
+
+@pytest.mark.parametrize("flags", [{"tp": 2}, {"dp_shard": 2}], ids=str)
+def test_optimizer_in_backward(flags):
+    """The same weights and the same norm, with one gradient in memory instead of all."""
+    usual, early = (pool(2).run(in_backward, on, flags)[0] for on in (False, True))
+    assert early[0] == pytest.approx(usual[0], rel=1e-6)
+    assert all(torch.allclose(early[1][fqn], weight, atol=1e-6) for fqn, weight in usual[1].items())
+    assert usual[2] == len(usual[1]) and early[2] <= 1

@@ -4,35 +4,37 @@ Each row of LAYOUTS runs three AdamW steps through parallel.py on real gloo proc
 with plain torch in one process (layouts.reference): loss atol 1e-5, every gradient rel 1e-4, grad norm rtol 2e-5, the
 validation loss, the weights. docs/parallelism.md draws its support matrix from this table.
 """
-import subprocess
-import sys
-from collections import defaultdict, deque
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections import defaultdict
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal
 from unittest import mock
 
 import pytest
 import torch
-from layouts import MODELS, SMALL, build, config, first_difference, full, global_batch, local_batch, reference, train
+from layouts import (
+    MODELS,
+    SMALL,
+    build,
+    compare,
+    config,
+    first_difference,
+    global_batch,
+    local_batch,
+    reference,
+    row_name,
+    train,
+    without_inductor,
+)
 from pool import pool
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import parallel
-import support.parity
-import train_llama3
 from distributed.launch import failed_module
-from distributed.layout import AXES, ParallelConfig, local_tensor
-from distributed.refusals import check_replicas
+from distributed.layout import ParallelConfig, local_tensor
 from models import llama3
 from models.layers import rotate
-from support.config import parse_config
-from support.optim import step_in_backward
-from support.parity import check_parity
 
 # (processes, flags, {batch and model}); n: global batch in sequences, b: local batch, so n / (b x data ranks) is the
 # accumulation; doc: document masks; the rest are fields of the model config
@@ -192,30 +194,13 @@ COMPILED = [
 ]
 
 
-def name(row) -> str:
-    processes, flags, problem = row
-    return f"{processes}-" + "-".join(f"{k}={v}" for k, v in {**flags, **problem}.items())
-
-
-def compare(processes: int, flags: dict, problem: dict, mutate=None) -> str:
-    """'' or the first difference of any rank to the one-process reference."""
-    problem = dict(problem)
-    n, b, doc = problem.pop("n"), problem.pop("b"), problem.pop("doc", False)
-    model_config = config(**problem)
-    want = reference(model_config, n, doc)
-    results = pool(processes).run(train, model_config, flags, n, b, doc, mutate)
-    differences = [d for got in results if (d := first_difference(got, want))]
-    # every rank sees a wrong norm, and only the rank that holds the parameter why
-    return next((d for d in differences if "gradient" in d), differences[0] if differences else "")
-
-
-@pytest.mark.parametrize("row", LAYOUTS, ids=name)
+@pytest.mark.parametrize("row", LAYOUTS, ids=row_name)
 def test_layout_equals_one_process(row):
     assert compare(*row) == ""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", SLOW, ids=name)
+@pytest.mark.parametrize("row", SLOW, ids=row_name)
 def test_more_layouts_equal_one_process(row):
     assert compare(*row) == ""
 
@@ -223,62 +208,10 @@ def test_more_layouts_equal_one_process(row):
 # ---------------------------------------------------------------- evaluation with a pipeline
 
 
-def talk(flags: dict, n: int, n_layers: int) -> list[tuple[str, int]]:
-    """What this rank sends and receives in an evaluation, in the order in which it would be queued: (send or recv, peer)."""
-    stages, layout = build(config(n_layers=n_layers), flags, n, n)
-    said = []
-
-    def heard(name, usual):
-        def run(tensor, peer, group):
-            said.append((name, peer))
-            return usual(tensor, peer, group)
-
-        return run
-
-    names = {"send": "send", "isend": "send", "recv": "recv", "irecv": "recv"}
-    with ExitStack() as stack:
-        for name, kind in names.items():
-            stack.enter_context(mock.patch.object(parallel.dist, name, heard(kind, getattr(parallel.dist, name))))
-        parallel.evaluate(stages, [local_batch(global_batch(step, n, False), layout) for step in (0, 1)], layout)
-    return said
-
-
-@pytest.mark.parametrize("processes, flags", [
-    (2, dict(pp=2)), (2, dict(pp=2, pp_schedule="Interleaved1F1B")), (2, dict(pp=2, pp_schedule="ZBVZeroBubble")),
-    *[pytest.param(4, flags, marks=pytest.mark.slow) for flags in (
-        dict(pp=4, pp_schedule="Interleaved1F1B"), dict(pp=4, pp_schedule="DualPipeV"),
-        dict(pp=2, tp=2, pp_schedule="Interleaved1F1B"))]], ids=str)
-def test_evaluation_cannot_hang_where_a_send_waits_for_its_receive(processes, flags):
-    """NCCL may run the messages of a pair one after the other: played with messages that are a handshake, all must arrive."""
-    left = {rank: deque(said) for rank, said in enumerate(pool(processes).run(talk, flags, 8, 8))}
-    assert any(left.values())
-    while meeting := next(((a, said[0][1]) for a, said in left.items() if said and said[0][0] == "send"
-                           and left[said[0][1]] and left[said[0][1]][0] == ("recv", a)), None):
-        for rank in meeting:
-            left[rank].popleft()
-    assert not any(left.values()), {rank: list(said)[:3] for rank, said in left.items()}
-
-
-@contextmanager
-def without_inductor():
-    """Dynamo's and AOTAutograd's graphs, run op by op: what can break under FSDP and TP, without minutes of g++."""
-    with mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
-        yield
-
-
-@pytest.mark.parametrize("row", [COMPILED[0], *(pytest.param(row, marks=pytest.mark.slow) for row in COMPILED[1:])], ids=name)
+@pytest.mark.parametrize("row", [
+    COMPILED[0], *(pytest.param(row, marks=pytest.mark.slow) for row in COMPILED[1:])], ids=row_name)
 def test_compiled_layout_equals_one_process(row):
     assert compare(*row, mutate=without_inductor) == ""
-
-
-def test_schedule_from_csv(tmp_path):
-    """Hand-written: 1F1B for two ranks and four micro-batches, and a zero-bubble order with the backward in two halves."""
-    for text in (
-        "0F0,0F1,0B0,0F2,0B1,0F3,0B2,0B3\n1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3\n",
-        "0F0,0F1,0I0,0W0,0F2,0I1,0W1,0F3,0I2,0W2,0I3,0W3\n1F0,1I0,1F1,1I1,1W0,1F2,1I2,1W1,1F3,1I3,1W2,1W3\n",
-    ):
-        (tmp_path / "order.csv").write_text(text)
-        assert compare(2, dict(pp=2, pp_schedule_csv=str(tmp_path / "order.csv")), dict(n=4, b=4, tie_embeddings=True)) == ""
 
 
 @pytest.mark.parametrize(
@@ -295,159 +228,10 @@ def test_bf16_compute_stays_near_fp32(processes, flags):
         assert any(g["loss"] != w["loss"] for g, w in zip(got[:-1], want[:-1], strict=True))  # it did compute in bf16
 
 
-FLOAT8 = [(recipe, *layout) for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
-          for layout in ((1, {}), (2, {}), (2, dict(tp=2)), (2, dict(pp=2, pp_microbatch_size=2)))
-          if recipe != "mxfp8" or "tp" not in layout[1]]
-
-
-@pytest.mark.parametrize("recipe, processes, flags", FLOAT8, ids=str)
-def test_float8_stays_near_fp32(recipe, processes, flags):
-    """Emulated here. Loss within 1 %, every block's gradients point the same way; and it did compute in float8."""
-    want, n_blocks = reference(config(), 8), 0
-    for got in pool(processes).run(train, config(), flags | {"float8": recipe}, 8, 4):
-        for g, w in zip(got[:-1], want[:-1], strict=True):
-            assert abs(g["loss"] - w["loss"]) < 1e-2 * w["loss"]
-        for fqn, grad in got[0]["grads"].items():
-            same = torch.nn.functional.cosine_similarity(grad.flatten(), want[0]["grads"][fqn].flatten(), dim=0)
-            assert same > 0.97, fqn
-            off = ((grad - want[0]["grads"][fqn]).norm() / want[0]["grads"][fqn].norm()).item()
-            assert off > 1e-3 or "ffn" not in fqn, fqn
-            n_blocks += fqn.startswith("blocks.")
-    assert n_blocks
-
-
-@pytest.mark.parametrize("processes, flags", [(1, {}), pytest.param(2, dict(ep=2), marks=pytest.mark.slow)], ids=str)
-def test_float8_experts_stay_near_fp32(processes, flags):
-    """mxfp8, emulated: the loss within 1 %, and the experts' gradients are near those in fp32, but not as near as rounding."""
-    experts = config(**MOE | dict(dim=64))
-    want = pool(processes).run(train, experts, flags, 8, 4)[0]
-    for float8_experts in (True, False):
-        on = {"float8": "mxfp8", "float8_experts": float8_experts, "float8_filter": ["attn"]}
-        got = pool(processes).run(train, experts, flags | on, 8, 4)[0]
-        assert abs(got[0]["loss"] - want[0]["loss"]) < 1e-2 * want[0]["loss"]
-        for fqn, grad in got[0]["grads"].items():
-            if ".experts." in fqn:
-                off = ((grad - want[0]["grads"][fqn]).norm() / want[0]["grads"][fqn].norm()).item()
-                assert 1e-3 < off < 0.3 if float8_experts else off < 1e-3, (fqn, off)
-
-
-def linear_types(flags: dict) -> dict[str, str]:
-    stages, _ = build(config(), {"float8": "rowwise", **flags}, 4, 2)
-    return {fqn: type(module).__name__ for fqn, module in stages[0].named_modules() if isinstance(module, torch.nn.Linear)}
-
-
-def test_float8_filter():
-    (all_of_them,) = pool(1).run(linear_types, {})
-    (filtered,) = pool(1).run(linear_types, {"float8_filter": ["wk", "blocks.0.ffn"]})
-    assert all(("Float8" in kind) == (fqn != "head") for fqn, kind in all_of_them.items())
-    left = {fqn for fqn, kind in filtered.items() if "Float8" not in kind}
-    assert left == {"head", *(f"blocks.{i}.attn.wk" for i in range(4)), *(f"blocks.0.ffn.w{i}" for i in (1, 2, 3))}
-
-
-def in_backward(on: bool, flags: dict) -> tuple[list, dict, int]:
-    """(norms, weights, most gradients at one time after an update) of three steps without clipping."""
-    stages, layout = build(config(), {"optimizer_in_backward": on, **flags}, 4, 4 // (2 if "dp_shard" in flags else 1))
-    params = dict(stages[0].named_parameters())
-    optimizer = torch.optim.AdamW(params.values(), lr=1e-3)
-    step_in_backward([optimizer], layout)
-    alive, norms = [0], []
-    optimizer.register_step_post_hook(lambda *_: alive.append(sum(p.grad is not None for p in params.values())))
-    for step in range(3):
-        parallel.forward_backward(stages, local_batch(global_batch(step, 4, False), layout), layout)
-        norms.append(parallel.clip_grad_norm(stages, 0.0, layout).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return norms, {fqn: full(p) for fqn, p in params.items()}, max(alive)
-
-
-@pytest.mark.parametrize("flags", [{"tp": 2}, {"dp_shard": 2}], ids=str)
-def test_optimizer_in_backward(flags):
-    """The same weights and the same norm, with one gradient in memory instead of all."""
-    usual, early = (pool(2).run(in_backward, on, flags)[0] for on in (False, True))
-    assert early[0] == pytest.approx(usual[0], rel=1e-6)
-    assert all(torch.allclose(early[1][fqn], weight, atol=1e-6) for fqn, weight in usual[1].items())
-    assert usual[2] == len(usual[1]) and early[2] <= 1
-
-
 def test_two_runs_are_equal_to_the_last_bit():
     first, second = (pool(4).run(train, config(), dict(tp=2, deterministic=True), 8, 2)[0] for _ in range(2))
     assert [s["loss"] for s in first[:-1]] == [s["loss"] for s in second[:-1]]
     assert all(torch.equal(w, second[-1]["weights"][fqn]) for fqn, w in first[-1]["weights"].items())
-
-
-def replicas_after(flags, change_rank):
-    """The message of check_replicas when one rank's norm is a little off."""
-    stages, layout = build(config(), flags, 4, 1)
-    if layout.rank == change_rank:
-        with torch.no_grad():
-            local_tensor(stages[0].norm.weight)[0] += 1e-3
-    try:
-        check_replicas(stages, layout, seed=3)
-    except RuntimeError as e:
-        return str(e)
-
-
-def test_a_rank_with_other_weights_is_named():
-    assert pool(4).run(replicas_after, dict(dp_replicate=4), None) == [None] * 4
-    for message in pool(4).run(replicas_after, dict(dp_replicate=4), 2):
-        assert "norm.weight differs between ranks 0 and 2" in message
-    assert "differs between ranks 2 and 3" in pool(4).run(replicas_after, dict(tp=2, dp_replicate=1), 3)[0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("argv, same", [("", True), ("--lr 0.1 --dp_replicate 1 --seq_len 64", True), ("--ac full", False),
-                                        ("--cpu_offload", False), ("--compile", False), ("--cp 2", False)])
-def test_check_parity_needs_something_to_compare(argv, same, monkeypatch):
-    """One process compared with itself would be equal whatever is wrong with a recipe."""
-    cfg, started = parse_config(train_llama3.Config, ["--check_parity", *argv.split()]), []
-    run = lambda command, **kwargs: started.append(command) or mock.Mock(returncode=0)  # noqa: E731
-    monkeypatch.setattr(support.parity.subprocess, "run", run)
-    monkeypatch.setattr(support.parity, "read_records", lambda out: [{"gradient": {}}])
-    monkeypatch.setattr(support.parity, "print_comparison", lambda *records: 0)
-    with pytest.raises(ValueError, match="add a layout like --tp 2") if same else nullcontext():
-        check_parity(train_llama3.main, cfg, {axis: getattr(cfg, axis) for axis in AXES})
-    assert len(started) == (0 if same else 2)
-
-
-def test_check_parity_of_an_optimizer_that_it_does_not_know(monkeypatch, tmp_path):
-    """After the first update nobody knows how far rounding may go: a fork's flag --optimizer lion is no KeyError."""
-
-    @dataclass(kw_only=True)
-    class Fork(train_llama3.Config):
-        optimizer: Literal["lion", "adamw"] = "lion"
-
-    tensors = {"gradient": {"w": torch.ones(2)}, "weight": {"w": torch.ones(2)}}
-    steps = [dict(loss=1.0, norm=1.0, hash="0", **tensors) for _ in range(3)]
-    off = [dict(step, gradient={"w": torch.full((2,), 1.0 + 0.1 * n)}) for n, step in enumerate(steps)]
-    monkeypatch.setattr(support.parity.subprocess, "run", lambda *args, **kwargs: mock.Mock(returncode=0))
-    for optimizer, layout, status in ("lion", off, 0), ("lion", off[::-1], 1), ("adamw", off, 1), ("adamw", steps, 0):
-        records = iter([steps, layout])
-        monkeypatch.setattr(support.parity, "read_records", lambda out, records=records: next(records))
-        cfg = Fork(optimizer=optimizer, tp=2)
-        assert check_parity(train_llama3.main, cfg, {axis: getattr(cfg, axis) for axis in AXES}) == status
-
-
-@pytest.mark.slow
-def test_check_parity_passes_and_finds_a_forkers_mistake(tmp_path):
-    """The user's command, on the recipe and on a copy of it with a mistake: its gradients are averaged, not summed."""
-    flags = ["--local_batch_size", "2", "--seq_len", "64", "--model_args", "n_layers=2,dim=64", "--check_parity", "--tp", "2"]
-    recipe = Path(__file__).parent.parent / "train_llama3.py"
-    run = lambda file, *more: subprocess.run(  # noqa: E731
-        [sys.executable, file, *flags, *more], capture_output=True, text=True, cwd=recipe.parent
-    )
-    good = run(recipe)
-    assert good.returncode == 0 and "check_parity: equal" in good.stdout, good.stdout + good.stderr
-    mistake = """
-        import torch.distributed as dist
-        if layout.world_size > 1:
-            stages[0].blocks["1"].ffn.w1.weight.grad.to_local().mul_(0.5)
-        grad_norm = clip"""
-    copy = tmp_path / "train_mine.py"
-    source = recipe.read_text().replace("\n        grad_norm = clip", mistake)
-    copy.write_text(f"import sys\nsys.path.insert(0, {str(recipe.parent)!r})\n" + source)
-    bad = run(copy)
-    assert bad.returncode == 1, bad.stdout + bad.stderr
-    assert "step 1 differs first in the gradient of blocks.1.ffn.w1.weight" in bad.stdout
 
 
 @contextmanager

@@ -13,11 +13,11 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from runs import ENV, MLA, MODEL, REPO, launch, metrics, run, train_lines
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import checkpoint
@@ -25,45 +25,18 @@ from data import DataConfig, build_shards, find_tokenizer, open_data
 from distributed.layout import AXES
 from support.config import option_groups, parse_config, trailing_comments
 
-REPO = Path(__file__).parent.parent
 RECIPES = sorted(path.name for path in REPO.glob("train_*.py"))
 DOCUMENTED = [REPO / name for name in (*RECIPES, "grpo.py", "generate.py", "data.py", "checkpoint.py")]
-MODEL = "n_layers=2,dim=32,n_heads=4,n_kv_heads=2,head_dim=8,ffn_dim=64,vocab_size=4096"
-MLA = ("n_layers=4,dim=32,n_heads=4,ffn_dim=64,vocab_size=4096,q_lora_rank=16,kv_lora_rank=16,qk_nope_head_dim=8,"
-       "qk_rope_head_dim=4,v_head_dim=8,moe_ffn_dim=32")
 SMALL = ["--seq_len", 32, "--log_every", 1, "--val_batches", 1, "--device", "cpu"]
 TINY = ["--model_args", MODEL, *SMALL]
 TRAIN_KEYS = {"step", "loss", "loss_max", "grad_norm", "lr", "tokens", "tokens_per_second", "mfu", "memory_gib", "step_time_s",
               "data_time_s", "tokens_hash"}
 MOE_KEYS = {"moe_load_max_over_mean", "moe_dead_experts"}
 VAL_KEYS = {"step", "val_loss", "val_bits_per_byte"}
-# threads that spin while they wait for each other take 50 times as long on a busy machine
-ENV = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | {"OMP_WAIT_POLICY": "passive"}
-
-
-def launch(processes: int, *argv) -> list[str]:
-    """The command for a recipe: plain python for one process, as torchrun runs it for more."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)] if processes > 1 else []
-    return [sys.executable, *torchrun, *map(str, argv)]
 
 
 def tiny(script: str) -> list:
     return ["--model_args", MLA, *SMALL] if "deepseek" in script else TINY
-
-
-def run(command: list[str], cwd=REPO, timeout=600) -> str:
-    """stdout of a command that must end with status 0."""
-    done = subprocess.run(command, cwd=cwd, env=ENV, capture_output=True, text=True, timeout=timeout)
-    assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    return done.stdout
-
-
-def metrics(out) -> list[dict]:
-    return [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
-
-
-def train_lines(out) -> list[dict]:
-    return [line for line in metrics(out) if "loss" in line]
 
 
 # ---------------------------------------------------------------- the command lines that we publish

@@ -3,16 +3,14 @@
 The recipe is started as a user would start it, and disturbed from outside while it trains. What must come out is what an
 undisturbed run gives: the same metrics.jsonl and the same tensors, to the bit where the number of processes is the same.
 
-    CHAOS_KILLS=20 python -m pytest tests/test_faults.py -m slow -k chaos     # make chaos
+    CHAOS_KILLS=20 python -m pytest tests/test_launch.py -m slow -k chaos     # make chaos
 """
-import contextlib
 import itertools
 import os
 import random
 import re
 import signal
 import socket
-import subprocess
 import sys
 import textwrap
 import time
@@ -22,6 +20,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
+from runs import Job
 
 import checkpoint
 from checkpoint import LEFTOVER, STEP_FOLDER, step_folders
@@ -39,69 +38,6 @@ FLAGS = ["--model_args", MODEL, "--seq_len", 32, "--local_batch_size", 1, "--ste
          "--checkpoint_every", 2, "--device", "cpu", "--compute_dtype", "float32"]
 ENDLESS = ["--steps", 1_000_000]
 SAME = ("step", "loss", "loss_max", "grad_norm", "lr", "tokens", "tokens_hash")
-NOT_OURS = re.compile("RANK|WORLD_SIZE|LOCAL_|GROUP_|MASTER_|SLURM|TORCH")  # of a launcher that runs these tests
-numbers = itertools.count()
-
-
-# ---------------------------------------------------------------- starting, watching and killing jobs
-
-
-class Job:
-    """A launcher and all that it starts, found by an environment variable that they inherit."""
-
-    def __init__(self, command, out, log, **env):
-        self.out, self.log, self.mark = Path(out), Path(log), f"{os.getpid()}.{next(numbers)}"
-        env = {k: v for k, v in os.environ.items() if not NOT_OURS.match(k)} | {"OMP_NUM_THREADS": "1"} | env
-        env |= {"PYTHONPATH": str(REPO), "JOB_OF_THE_TEST": self.mark}
-        with open(log, "w") as file:
-            words = [str(word) for word in command]
-            self.launcher = subprocess.Popen(words, env=env, cwd=self.log.parent, stdout=file, stderr=file)
-
-    def processes(self) -> dict[int, dict[str, str]]:
-        """{pid: its environment} of those that are alive, the launcher too."""
-        found = {}
-        for pid in filter(str.isdigit, os.listdir("/proc")):
-            with contextlib.suppress(OSError):  # they come and go
-                words = os.fsdecode(Path("/proc", pid, "environ").read_bytes()).split("\0")
-                if f"JOB_OF_THE_TEST={self.mark}" in words:
-                    found[int(pid)] = dict(word.split("=", 1) for word in words if "=" in word)
-        return found
-
-    def worker(self, rank) -> int | None:
-        """The pid of a rank; its writer process, if it has one, is younger."""
-        return min((pid for pid, env in self.processes().items() if env.get("RANK") == str(rank)), default=None)
-
-    def kill_everything(self):
-        while pids := self.processes():
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            self.launcher.poll()
-
-    def text(self) -> str:
-        return self.log.read_text(errors="replace")
-
-    def last_step(self) -> int:
-        return max((line["step"] for line in read_lines(f"{self.out}/metrics.jsonl")), default=0)
-
-    def until(self, condition, timeout=90):
-        """Waits until condition() holds; a job that ends before fails the test."""
-        deadline = time.monotonic() + timeout
-        while not condition():
-            assert self.launcher.poll() is None, f"ended with {self.launcher.returncode} before that\n{self.text()[-3000:]}"
-            assert time.monotonic() < deadline, f"not within {timeout} s\n{self.text()[-3000:]}"
-            time.sleep(0.005)
-
-    def until_step(self, step):
-        self.until(lambda: self.last_step() >= step)
-
-    def end(self, within=120) -> int:
-        """Waits until no process of the job is left; returns the launcher's status."""
-        deadline = time.monotonic() + within
-        while self.launcher.poll() is None or self.processes():
-            assert time.monotonic() < deadline, f"after {within} s: {list(self.processes())}\n{self.text()[-3000:]}"
-            time.sleep(0.01)
-        return self.launcher.returncode
 
 
 DATA = []  # --data and --cache_dir: a small text, tokenized once

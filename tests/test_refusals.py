@@ -8,24 +8,20 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from layouts import Flags
+from layouts import Flags, build, config
+from pool import pool
 
-import support.parity
-import train_llama3
 from data import DataConfig, open_data
-from distributed.layout import AXES
+from distributed.layout import local_tensor
 from distributed.pipeline import n_microbatches
-from distributed.refusals import check_layout
+from distributed.refusals import check_layout, check_replicas
 from models.llama3 import Llama3Config
-from support import parity
-from support.config import Need, flag, parse_config
-from support.parity import check_parity
+from support.config import parse_config
 
 REPO = Path(__file__).parent.parent
 MODEL = Llama3Config(n_layers=6, n_heads=8, n_kv_heads=4, head_dim=64, ffn_dim=512, max_seq_len=8192)
@@ -324,42 +320,6 @@ def test_recipes_refuse_flags_that_would_do_nothing(flags, words, tmp_path, caps
     assert not (tmp_path / "run").exists()
 
 
-@dataclass(kw_only=True)
-class Fork(train_llama3.Config):
-    wide: bool = flag(False, Need("without --tp 2 or more and dim 32", lambda c: c.tp > 1 and c.dim == 32))  # own flag
-
-
-def test_both_halves_of_check_parity_are_given_no_flag_in_vain(tmp_path, monkeypatch):
-    """What needs the layout returns to its default on one process; what a half switches off takes its details with it."""
-    argv = ("--tp 2 --pp 2 --no-loss_parallel --pp_schedule GPipe --wide --ac selective --ac_every 3 "
-            "--export_hf new --export_dtype bfloat16 --exclude_from_loading head --load_step 3 --model_args dim=32").split()
-    cfg, halves = parse_config(Fork, argv), []
-    (tmp_path / "checkpoints" / "step-3").mkdir(parents=True)
-    cfg.out = str(tmp_path)  # has a checkpoint, so --exclude_from_loading means something to it
-
-    def started(command, **kwargs):
-        halves.append(parse_config(Fork, command[command.index("recipe.py") + 1 :]))
-        return subprocess.CompletedProcess(command, 0)
-
-    monkeypatch.setattr(sys, "argv", ["recipe.py", *argv])
-    monkeypatch.setattr(parity, "subprocess", SimpleNamespace(run=started))
-    monkeypatch.setattr(support.parity, "read_records", lambda out: [{"gradient": {}}])
-    monkeypatch.setattr(support.parity, "print_comparison", lambda *records: 0)
-    assert check_parity(train_llama3.main, cfg, {axis: getattr(cfg, axis) for axis in AXES}) == 0
-    one, layout = halves
-    for half, size in (one, 1), (layout, 4):
-        check_layout(half, replace(MODEL, dim=32), seq_len=64, local_batch_size=4, global_batch_size=4, device="cpu",
-                     world_size=size)
-        assert (half.export_dtype, half.exclude_from_loading) == ("float32", [])
-    named = ("tp", "loss_parallel", "pp_schedule", "wide", "ac", "ac_every")
-    assert [getattr(one, name) for name in named] == [1, True, "1F1B", False, "none", 2]
-    assert [getattr(layout, name) for name in named] == [2, False, "GPipe", True, "selective", 3]
-    with pytest.raises(ValueError, match="--cp_method alltoall has no effect without --cp 2"):  # before anything is started
-        cfg.cp_method = "alltoall"
-        check_parity(train_llama3.main, cfg, {axis: getattr(cfg, axis) for axis in AXES})
-    assert len(halves) == 2
-
-
 # ---------------------------------------------------------------- as a process
 
 
@@ -451,3 +411,25 @@ def test_one_line_from_all_ranks(tmp_path):
     assert done.returncode == 1 and len(lines) == 1, done.stderr
     assert "2 processes but pp*dp_replicate*cp*tp = 1*1*1*3 = 3" in lines[0]
     assert not (tmp_path / "run").exists()
+
+
+# ---------------------------------------------------------------- copies that differ
+
+
+def replicas_after(flags, change_rank):
+    """The message of check_replicas when one rank's norm is a little off."""
+    stages, layout = build(config(), flags, 4, 1)
+    if layout.rank == change_rank:
+        with torch.no_grad():
+            local_tensor(stages[0].norm.weight)[0] += 1e-3
+    try:
+        check_replicas(stages, layout, seed=3)
+    except RuntimeError as e:
+        return str(e)
+
+
+def test_a_rank_with_other_weights_is_named():
+    assert pool(4).run(replicas_after, dict(dp_replicate=4), None) == [None] * 4
+    for message in pool(4).run(replicas_after, dict(dp_replicate=4), 2):
+        assert "norm.weight differs between ranks 0 and 2" in message
+    assert "differs between ranks 2 and 3" in pool(4).run(replicas_after, dict(tp=2, dp_replicate=1), 3)[0]

@@ -5,11 +5,9 @@ import layouts
 import pytest
 import torch
 import torch.nn.functional as F
-from layouts import Flags, build, clear_seed, global_batch, local_batch
+from layouts import Flags, build, clear_seed, compare, global_batch, local_batch, row_name, stacked, without_inductor
 from pool import pool
-from test_parallel import compare, without_inductor
-from test_parallel import name as row_name
-from test_recipes import launch, metrics, run
+from runs import launch, metrics, run
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3Config as HFConfig
@@ -104,19 +102,6 @@ def transformers_model(moe: bool, tied: bool, norm_topk_prob: bool):
         common |= dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=norm_topk_prob)
         return Qwen3MoeForCausalLM(Qwen3MoeConfig(**common)).float()
     return Qwen3ForCausalLM(HFConfig(**common)).float()
-
-
-def stacked(theirs: dict, names) -> torch.Tensor:
-    """Our tensor from transformers' state dict, whether it keeps experts one by one or (5.x, in memory) stacked and fused."""
-    if isinstance(names, str):
-        return theirs[names]
-    if names[0] in theirs:
-        return torch.stack([theirs[n] for n in names])
-    layer, which = names[0].split(".experts.")[0], names[0].split(".")[-2]
-    if which == "down_proj":
-        return theirs[f"{layer}.experts.down_proj"]
-    gate, up = theirs[f"{layer}.experts.gate_up_proj"].chunk(2, dim=1)
-    return gate if which == "gate_proj" else up
 
 
 KINDS = [(False, False, True), (False, True, True), (True, False, True), (True, False, False)]

@@ -1,0 +1,35 @@
+"""What the tests of the dry run, the plan and the pictures share: small configurations of a recipe, and their reports."""
+import importlib
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+from support import dryrun
+
+REPO = Path(__file__).parent.parent
+SMALL = "n_layers=5,dim=64,n_heads=4,n_kv_heads=2,head_dim=16,ffn_dim=128,vocab_size=512"
+MOE = SMALL + ",n_experts=8,top_k=2,moe_ffn_dim=64"
+
+
+def config(recipe: str, flags: dict):
+    small = dict(model_args=SMALL, seq_len=64, local_batch_size=4, compute_dtype="float32", device="cpu", steps=2)
+    return importlib.import_module(recipe).Config(**small | flags)
+
+
+def run(recipe: str, *argv) -> subprocess.CompletedProcess:
+    command = [sys.executable, REPO / recipe, *map(str, argv)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=REPO, timeout=300)
+
+
+def report_of(**flags):
+    return dryrun.make_report(importlib.import_module("train_llama3").main, config("train_llama3", flags))
+
+
+@contextmanager
+def world(recipe="train_llama3", **flags):
+    """The layout of a recipe in a world of fake processes, with its meshes."""
+    flags = dict(local_batch_size=2, dp_shard=1) | flags
+    main = importlib.import_module(recipe).main
+    with dryrun.dry_world(main, config(recipe, flags), 0) as (_, _, layout):
+        yield layout

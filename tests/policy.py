@@ -1,0 +1,153 @@
+"""What the tests of GRPO share: a small policy and samples of it, a Trainer around it, and whole runs of grpo.py."""
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import generate
+import grpo
+from distributed.layout import local_slice, local_tensor, make_mesh
+from distributed.refusals import check_layout
+from grpo import Config, Trainer
+from models.llama3 import Llama3, Llama3Config
+
+REPO = Path(__file__).parent.parent
+ENV = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+ENV |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "PYTHONPATH": str(REPO)}
+SMALL = "dim=32,n_layers=2,n_heads=4,n_kv_heads=2,head_dim=8,ffn_dim=64"
+TINY = ["--env", REPO / "tests" / "env_counting.py", "--model_args", SMALL, "--prompts_per_step", 4, "--group_size", 4,
+        "--max_new_tokens", 8, "--seq_len", 16, "--device", "cpu", "--sft_steps", 3, "--eval_n", 8, "--eval_k", 2,
+        "--eval_every", 2, "--local_batch_size", 8, "--log_every", 1]
+MODEL = Llama3Config(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=64, vocab_size=24, max_seq_len=64)
+
+
+def sharp_model(config=MODEL, seed=0):
+    """A model with an opinion: logits spread out, so that a wrong position or temperature shows."""
+    torch.manual_seed(seed)
+    model = Llama3(config)
+    for p in model.parameters():
+        if p.ndim == 2:
+            torch.nn.init.normal_(p, std=0.3)
+    return model
+
+
+def samples_of(model, n_prompts=4, group_size=3, max_new_tokens=9, temperature=1.0, eot=0, seed=0, **options):
+    """Rollouts of random prompts of different lengths, with random rewards turned into advantages."""
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(1, 24) for _ in range(rng.randint(1, 7))] for _ in range(n_prompts)]
+    noise = torch.rand(n_prompts, group_size, max_new_tokens, generator=torch.Generator().manual_seed(seed))
+    samples = generate.rollout(model, prompts, noise, temperature, eot, **{"max_len": 32} | options)
+    for i, s in enumerate(samples):
+        s["prompt"], s["advantage"] = prompts[i // group_size], rng.uniform(-1, 1)
+    return samples
+
+
+def full_logprobs(model, s, temperature=1.0):
+    """Log-probabilities of a sample's ids from one forward over it, by hand."""
+    logits = model(torch.tensor([s["prompt"] + s["ids"]]))[0, len(s["prompt"]) - 1 : -1].float() / temperature
+    return logits.log_softmax(-1).gather(-1, torch.tensor(s["ids"])[:, None])[:, 0]
+
+
+def trainer_of(seed=0, unknown=None, **flags):
+    """A Trainer around sharp_model() on this process's layout; with n ranks, --dp_shard and the like in flags."""
+    cfg = Config(**{"compute_dtype": "float32", "device": "cpu", "seq_len": 32, "max_new_tokens": 9, "max_norm": 0.0, **flags})
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    layout = check_layout(
+        cfg, MODEL, seq_len=cfg.seq_len, local_batch_size=cfg.local_batch_size, global_batch_size=-1, device="cpu",
+        world_size=world)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    layout.rank = dist.get_rank()
+    make_mesh(layout)
+    model = grpo.build_policy(cfg, layout, Llama3, MODEL, unknown and torch.tensor(unknown))
+    plain = dict(sharp_model(seed=seed).named_parameters())
+    for fqn, p in model.named_parameters():
+        whole = plain[fqn].detach()
+        part = tuple(slice(o, o + n) for n, o in zip(*local_slice(p)))
+        local_tensor(p).data.copy_(whole[part])
+    return Trainer(cfg, layout, model)
+
+
+def gradients(trainer):
+    return {fqn: (p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad).clone()
+            for fqn, p in trainer.model.named_parameters() if p.grad is not None}
+
+
+def assert_close(a: dict, b: dict, tolerance=1e-5):
+    assert a.keys() == b.keys() and a
+    for fqn in a:
+        assert (a[fqn] - b[fqn]).norm() <= tolerance * b[fqn].norm().clamp(min=1e-6), fqn
+
+
+def launch(processes, *argv):
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)] if processes > 1 else []
+    return [sys.executable, *torchrun, str(REPO / "grpo.py"), *map(str, argv)]
+
+
+def run(processes, *argv, status=0):
+    done = subprocess.run(launch(processes, *argv), env=ENV, capture_output=True, text=True, timeout=400)
+    assert done.returncode == status, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout if status == 0 else done.stderr
+
+
+def lines_of(out) -> list[dict]:
+    return [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps_of(out) -> list[dict]:
+    return [line for line in lines_of(out) if "reward_mean" in line]
+
+
+def assert_same(a, b, tolerance):
+    assert all(x["grad_norm"] > 0 for x in a)  # with rewards that are all equal any two runs would be the same
+    assert [x["step"] for x in a] == [x["step"] for x in b]
+    for x, y in zip(a, b):
+        assert all(x[name] == y[name] for name in ("tokens_hash", "reward_mean", "policy_version"))
+        assert abs(x["loss"] - y["loss"]) <= tolerance and abs(x["grad_norm"] - y["grad_norm"]) <= 100 * tolerance
+
+
+AHEAD = ["--async_steps", 1, "--max_new_tokens", 48, "--seq_len", 56]
+SAME = [*TINY, "--steps", 3, "--eval_every", 0, "--checkpoint_every", 0, "--lr", "1e-3", "--compute_dtype", "float32"]
+
+
+def assert_at_once(steps):
+    """A next batch was begun before this one had been trained on. Not at every step: a busy machine may hold a process up."""
+    assert any(after["rollout_began"] < step["train_ended"] for step, after in zip(steps, steps[1:]))
+
+
+def hf_folder(folder, kind, std=0.02):
+    """A tiny random model with a real tokenizer and chat template, as transformers writes it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    tokenizer.train_from_iterator(["Sum the digits of 123: 6"] * 9, trainers.BpeTrainer(
+        vocab_size=280, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    theirs = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    theirs.chat_template = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+                            "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=288, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+                 tie_word_embeddings=True, max_position_embeddings=256, initializer_range=std)
+    if kind == "deepseek_v3":
+        sizes |= dict(
+            num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8,
+            n_routed_experts=8, n_group=4, topk_group=2, num_experts_per_tok=2, moe_intermediate_size=32,
+            first_k_dense_replace=1)
+    else:
+        sizes |= dict(num_key_value_heads=2, head_dim=8)
+    if kind == "qwen3_moe":
+        sizes |= dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
+    for name, buffer in model.named_buffers():
+        if "e_score_correction_bias" in name:
+            buffer.uniform_(-0.5, 0.5)
+    model.save_pretrained(folder)
+    theirs.save_pretrained(folder)

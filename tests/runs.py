@@ -1,0 +1,104 @@
+"""What starts programs for the tests, and reads what they leave: the command of a recipe, jobs that are watched and killed."""
+import contextlib
+import itertools
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from support.metrics import read_lines
+
+REPO = Path(__file__).parent.parent
+MODEL = "n_layers=2,dim=32,n_heads=4,n_kv_heads=2,head_dim=8,ffn_dim=64,vocab_size=4096"
+MLA = ("n_layers=4,dim=32,n_heads=4,ffn_dim=64,vocab_size=4096,q_lora_rank=16,kv_lora_rank=16,qk_nope_head_dim=8,"
+       "qk_rope_head_dim=4,v_head_dim=8,moe_ffn_dim=32")
+# threads that spin while they wait for each other take 50 times as long on a busy machine
+ENV = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | {"OMP_WAIT_POLICY": "passive"}
+
+
+def launch(processes: int, *argv) -> list[str]:
+    """The command for a recipe: plain python for one process, as torchrun runs it for more."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)] if processes > 1 else []
+    return [sys.executable, *torchrun, *map(str, argv)]
+
+
+def run(command: list[str], cwd=REPO, timeout=600) -> str:
+    """stdout of a command that must end with status 0."""
+    done = subprocess.run(command, cwd=cwd, env=ENV, capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+def metrics(out) -> list[dict]:
+    return [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
+
+
+def train_lines(out) -> list[dict]:
+    return [line for line in metrics(out) if "loss" in line]
+
+
+NOT_OURS = re.compile("RANK|WORLD_SIZE|LOCAL_|GROUP_|MASTER_|SLURM|TORCH")  # of a launcher that runs these tests
+numbers = itertools.count()
+
+
+class Job:
+    """A launcher and all that it starts, found by an environment variable that they inherit."""
+
+    def __init__(self, command, out, log, **env):
+        self.out, self.log, self.mark = Path(out), Path(log), f"{os.getpid()}.{next(numbers)}"
+        env = {k: v for k, v in os.environ.items() if not NOT_OURS.match(k)} | {"OMP_NUM_THREADS": "1"} | env
+        env |= {"PYTHONPATH": str(REPO), "JOB_OF_THE_TEST": self.mark}
+        with open(log, "w") as file:
+            words = [str(word) for word in command]
+            self.launcher = subprocess.Popen(words, env=env, cwd=self.log.parent, stdout=file, stderr=file)
+
+    def processes(self) -> dict[int, dict[str, str]]:
+        """{pid: its environment} of those that are alive, the launcher too."""
+        found = {}
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError):  # they come and go
+                words = os.fsdecode(Path("/proc", pid, "environ").read_bytes()).split("\0")
+                if f"JOB_OF_THE_TEST={self.mark}" in words:
+                    found[int(pid)] = dict(word.split("=", 1) for word in words if "=" in word)
+        return found
+
+    def worker(self, rank) -> int | None:
+        """The pid of a rank; its writer process, if it has one, is younger."""
+        return min((pid for pid, env in self.processes().items() if env.get("RANK") == str(rank)), default=None)
+
+    def kill_everything(self):
+        while pids := self.processes():
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.launcher.poll()
+
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def last_step(self) -> int:
+        return max((line["step"] for line in read_lines(f"{self.out}/metrics.jsonl")), default=0)
+
+    def until(self, condition, timeout=90):
+        """Waits until condition() holds; a job that ends before fails the test."""
+        deadline = time.monotonic() + timeout
+        while not condition():
+            assert self.launcher.poll() is None, f"ended with {self.launcher.returncode} before that\n{self.text()[-3000:]}"
+            assert time.monotonic() < deadline, f"not within {timeout} s\n{self.text()[-3000:]}"
+            time.sleep(0.005)
+
+    def until_step(self, step):
+        self.until(lambda: self.last_step() >= step)
+
+    def end(self, within=120) -> int:
+        """Waits until no process of the job is left; returns the launcher's status."""
+        deadline = time.monotonic() + within
+        while self.launcher.poll() is None or self.processes():
+            assert time.monotonic() < deadline, f"after {within} s: {list(self.processes())}\n{self.text()[-3000:]}"
+            time.sleep(0.01)
+        return self.launcher.returncode

@@ -1,0 +1,158 @@
+"""Tasks and their rewards: what is paid for, which prompts are drawn and which are held out, against rl/environments.py."""
+import json
+from types import SimpleNamespace
+
+import pytest
+from policy import REPO, TINY, run, steps_of
+
+import grpo
+from rl import environments
+
+GSM8K = REPO.parent / "shared" / "data" / "gsm8k_train.jsonl"  # the published problems, where they are at hand
+
+
+@pytest.mark.parametrize("text, number", [
+    ("#### 18 dollars and 20 cents", 18), ("#### -5", -5), ("####-5", -5), ("3, so #### 1,234.5", 1234.5), ("$1,000", 1000),
+    ("so -$5.", -5), ("20-5=15.", 15), ("it is .5", 0.5), ("the answer is 7", 7), ("7. So: 8.", 8), ("#### 1\n#### 2", 2),
+    ("1,2,3", None), ("1/2", None), ("3-5", None), ("1,23", None), ("#### none", None), ("", None), ("1.2.3", None), ("x-5", 5),
+])
+def test_final_number(text, number):
+    assert environments.final_number(text) == number
+
+
+@pytest.mark.parametrize("completion, reward", [
+    ("3*7-2", 1), (" 3*7-2", 1), ("3*7-2 ", 1), ("(3 * 7) - 2", 1), ("3*7 #2", 0), ("3*7-2 #", 0), ("3*7-2\n#", 0),
+    ("3*7--2", 0), ("2_1-2", 0), ("3*7-2;", 0), ("3*7-2=19", 0), ("7+7+3+2", 0), ("\u0663*7-2", 0)])
+def test_countdown(completion, reward):
+    assert environments.Countdown.reward("3 7 2 = 19: ", completion) == reward
+    assert environments.Countdown.reward("12 3 = 15: ", "1_2+3") == environments.Countdown.reward("3 7 2 = 21: ", "3*7 #2") == 0
+
+
+def test_what_was_cut_off_is_not_paid_for():
+    """By the tasks here; those of others decide, if they ask."""
+    for name in ("reverse", "sum_digits", "countdown", "calculator"):
+        env = environments.open_env(name)
+        prompt, answer = environments.draw_task(env, "eval", 3)
+        assert environments.pay(env, prompt, answer, False) == 1 and environments.pay(env, prompt, answer, True) == 0
+    asks = SimpleNamespace(reward=lambda prompt, completion, truncated: -1.0 if truncated else 1.0)
+    other = SimpleNamespace(reward=lambda prompt, completion: 0.5)
+    assert [environments.pay(env, "", "", True) for env in (asks, other)] == [-1.0, 0.5]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "x", "raise"])
+def test_a_reward_that_is_none_names_its_sample(value):
+    def reward(prompt, completion):
+        if value == "raise":
+            raise KeyError("no\nsuch key")
+        return value
+
+    with pytest.raises(ValueError, match="no reward for prompt '1 2', completion 'some\\\\nwhere'") as error:
+        environments.pay(SimpleNamespace(reward=reward), "1 2", "some\nwhere", False)
+    assert "\n" not in str(error.value)
+
+
+def test_prompts_are_drawn_without_replacement_where_there_is_a_list():
+    env = environments.open_env("sum_digits")
+    prompts = [prompt for prompt, _ in env.problems]
+    held_out = environments.held_out_tasks(env, 1024)
+    assert len(held_out) == len(set(held_out)) == sum(map(environments.is_held_out, prompts)) == 122
+    n = len(prompts) - len(held_out)
+    drawn = [environments.draw_task(env, "train/0", i)[0] for i in range(2 * n)]
+    assert set(drawn[:n]) == set(drawn[n:]) == set(prompts) - set(held_out) and drawn[:n] != drawn[n:]
+    assert set(environments.held_out_tasks(env, 50)) < set(held_out)
+    many = environments.held_out_tasks(environments.open_env("reverse"), 1024)
+    assert len(set(many)) == 1024 and all(map(environments.is_held_out, many))
+    small = SimpleNamespace(__name__="small", make=lambda rng: (str(rng.randrange(100)), ""))  # nobody says how many there are
+    assert sorted(environments.held_out_tasks(small, 1024)) == sorted(filter(environments.is_held_out, map(str, range(100))))
+
+
+LENGTHS = """
+ALPHABET = "0123456789>"
+make = lambda rng: ("7" * rng.randint(1, 25) + ">", "7")
+reward = lambda prompt, completion: float(len(completion) % 2)
+"""
+
+
+@pytest.mark.parametrize("finite", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path, finite):
+    """--seq_len 16 has no room for an answer to most of them: once that ended the run, and again after every restart."""
+    more = "problems = [('7' * (i % 25) + str(i) + '>', '7') for i in range(400)]\ndel make\n" if finite else ""
+    (tmp_path / "env.py").write_text(LENGTHS + more)
+    said = run(1, *TINY, "--env", tmp_path / "env.py", "--steps", 2, "--checkpoint_every", 0, "--out", tmp_path / "run")
+    steps = steps_of(tmp_path / "run")
+    assert len(steps) == 2 and all((line["prompts_too_long"] > 0) == (not finite) for line in steps)
+    assert ("problems are left out: with their prompts --seq_len 16 leaves no room" if finite else " prompts too long") in said
+    flags = ["--env", tmp_path / "env.py", "--seq_len", 2, "--max_new_tokens", 1, "--out", tmp_path / "none"]
+    said = run(1, *TINY, *flags, status=2)
+    assert "--seq_len" in said and said.count("\n") == 1 and not (tmp_path / "none" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("processes, flags", [
+    (1, []), pytest.param(2, ["--dp_shard", 2], marks=pytest.mark.slow),
+    pytest.param(2, ["--gen_ranks", 1, "--async_steps", 1], marks=pytest.mark.slow)], ids=str)
+def test_a_reward_that_fails_ends_the_run_in_one_line(tmp_path, processes, flags):
+    (tmp_path / "env.py").write_text(
+        "import tests.env_counting\nfrom tests.env_counting import ALPHABET, make\ncalls = []\n\n\n"
+        "def reward(prompt, completion):\n    calls.append(1)\n"
+        "    return None if len(calls) == 20 else tests.env_counting.reward(prompt, completion)\n")
+    said = run(processes, *TINY, "--env", tmp_path / "env.py", "--steps", 9, "--eval_every", 0, "--checkpoint_every", 0, *flags,
+               "--out", tmp_path / "run", status=1)
+    ours = [line for line in said.splitlines() if "error on rank" in line]
+    assert len(ours) == 1 and "env.py: no reward for prompt '" in ours[0] and ", completion '" in ours[0]
+    assert processes > 1 or said.count("\n") == 1  # torchrun adds a report of its own
+
+
+@pytest.mark.parametrize("name", ["reverse", "sum_digits", "countdown", "calculator"])
+def test_environments_pay_for_their_own_answers_only(name):
+    env = environments.open_env(name)
+    tasks = [environments.draw_task(env, "train/0", i) for i in range(50)]
+    assert all(env.reward(prompt, answer) == 1.0 for prompt, answer in tasks)
+    assert all(env.reward(prompt, "") == 0.0 == env.reward(prompt, "1") for prompt, _ in tasks if tasks[0][1] != "1")
+    held_out = {environments.draw_task(env, "eval", i)[0] for i in range(50)}
+    assert not held_out & {environments.draw_task(env, f"train/{seed}", i)[0] for seed in range(3) for i in range(300)}
+    text = grpo.Text(env, "", "")
+    for prompt, answer in tasks:
+        s = grpo.supervised_sample(env, text, prompt, answer)
+        assert text.decode(s["ids"]) == answer and text.tokenizer.decode(s["prompt"]) == prompt
+        masked = text.decode([t for t, m in zip(s["ids"], s["mask"]) if not m])
+        assert masked == ("".join(f"{turn.split('=')[1]};" for turn in answer.split(";")[:-1]) if name == "calculator" else "")
+
+
+def test_gsm8k_and_own_environments(tmp_path):
+    lines = [{"question": f"{i} and {i}?", "answer": f"<<{i}+{i}>> so\n#### 1,0{i:02d}"} for i in range(40)]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    env = environments.open_env("gsm8k", str(tmp_path / "p.jsonl"))
+    prompt, answer = environments.draw_task(env, "eval", 0)
+    number = answer.split("#### ")[1].replace(",", "")
+    assert env.reward(prompt, f"I think 12, no: #### {number}") == 1.0 == env.reward(prompt, f"it is {number}.0")
+    assert env.reward(prompt, "#### 12") == 0.0 == env.reward(prompt, "no idea")
+    (tmp_path / "mine.py").write_text("def make(rng):\n    return str(rng.random()), 'x'\n")
+    with pytest.raises(ValueError, match="mine.py does not define reward"):
+        environments.open_env(str(tmp_path / "mine.py"))
+    with pytest.raises(ValueError, match="'é' in '1é>' is not in the ALPHABET of --env; add it there"):
+        grpo.Text(environments.Reverse, "", "").prompt("1é>")
+    with pytest.raises(ValueError, match="--env nope is no file ending in .py and none of reverse"):
+        environments.open_env("nope")
+    with pytest.raises(ValueError, match="need a .jsonl with question and answer"):
+        environments.open_env("gsm8k", str(tmp_path / "mine.py"))
+
+
+@pytest.mark.skipif(not GSM8K.exists(), reason="no gsm8k_train.jsonl")
+def test_the_published_gsm8k():
+    env = environments.open_env("gsm8k", str(GSM8K))
+    assert len(env.problems) == 7473
+    assert all(env.reward(prompt, answer) == 1.0 for prompt, answer in env.problems)
+    assert not any(env.reward(prompt, f"{answer}\nNo: #### {env.answers[prompt] + 1}") for prompt, answer in env.problems)
+    assert not any(env.reward(prompt, answer, truncated=True) for prompt, answer in env.problems)
+    for file, n in ((GSM8K, 7473), (GSM8K.with_name("gsm8k_test.jsonl"), 1319)):
+        answers = [json.loads(line)["answer"] for line in file.read_text("utf-8").splitlines()]
+        assert len(answers) == n
+        assert all(environments.final_number(a) == float(a.split("#### ")[1].replace(",", "")) for a in answers)
+    text = grpo.Text(env, "", "")  # a model from nothing reads the few characters that are not ASCII as well
+    assert all(text.decode(text.prompt(prompt)) == prompt for prompt, _ in env.problems)
+
+
+def test_arithmetic_is_no_eval():
+    assert environments.arithmetic("2*(3+4)-1") == 13
+    for text in ("2**9", "1/0", "a", "__import__('os')", "(" * 5000, "", "1+", "-1", "2 3"):
+        assert environments.arithmetic(text) is None

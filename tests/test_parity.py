@@ -1,0 +1,115 @@
+"""--check_parity: the user's comparison of a layout with one process, against support/parity.py."""
+import subprocess
+import sys
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Literal
+from unittest import mock
+
+import pytest
+import torch
+
+import support.parity
+import train_llama3
+from distributed.layout import AXES
+from distributed.refusals import check_layout
+from models.llama3 import Llama3Config
+from support import parity
+from support.config import Need, flag, parse_config
+from support.parity import check_parity
+
+MODEL = Llama3Config(n_layers=6, n_heads=8, n_kv_heads=4, head_dim=64, ffn_dim=512, max_seq_len=8192)
+
+
+@dataclass(kw_only=True)
+class Fork(train_llama3.Config):
+    wide: bool = flag(False, Need("without --tp 2 or more and dim 32", lambda c: c.tp > 1 and c.dim == 32))  # own flag
+
+
+def test_both_halves_of_check_parity_are_given_no_flag_in_vain(tmp_path, monkeypatch):
+    """What needs the layout returns to its default on one process; what a half switches off takes its details with it."""
+    argv = ("--tp 2 --pp 2 --no-loss_parallel --pp_schedule GPipe --wide --ac selective --ac_every 3 "
+            "--export_hf new --export_dtype bfloat16 --exclude_from_loading head --load_step 3 --model_args dim=32").split()
+    cfg, halves = parse_config(Fork, argv), []
+    (tmp_path / "checkpoints" / "step-3").mkdir(parents=True)
+    cfg.out = str(tmp_path)  # has a checkpoint, so --exclude_from_loading means something to it
+
+    def started(command, **kwargs):
+        halves.append(parse_config(Fork, command[command.index("recipe.py") + 1 :]))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(sys, "argv", ["recipe.py", *argv])
+    monkeypatch.setattr(parity, "subprocess", SimpleNamespace(run=started))
+    monkeypatch.setattr(support.parity, "read_records", lambda out: [{"gradient": {}}])
+    monkeypatch.setattr(support.parity, "print_comparison", lambda *records: 0)
+    assert check_parity(train_llama3.main, cfg, {axis: getattr(cfg, axis) for axis in AXES}) == 0
+    one, layout = halves
+    for half, size in (one, 1), (layout, 4):
+        check_layout(half, replace(MODEL, dim=32), seq_len=64, local_batch_size=4, global_batch_size=4, device="cpu",
+                     world_size=size)
+        assert (half.export_dtype, half.exclude_from_loading) == ("float32", [])
+    named = ("tp", "loss_parallel", "pp_schedule", "wide", "ac", "ac_every")
+    assert [getattr(one, name) for name in named] == [1, True, "1F1B", False, "none", 2]
+    assert [getattr(layout, name) for name in named] == [2, False, "GPipe", True, "selective", 3]
+    with pytest.raises(ValueError, match="--cp_method alltoall has no effect without --cp 2"):  # before anything is started
+        cfg.cp_method = "alltoall"
+        check_parity(train_llama3.main, cfg, {axis: getattr(cfg, axis) for axis in AXES})
+    assert len(halves) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("argv, same", [("", True), ("--lr 0.1 --dp_replicate 1 --seq_len 64", True), ("--ac full", False),
+                                        ("--cpu_offload", False), ("--compile", False), ("--cp 2", False)])
+def test_check_parity_needs_something_to_compare(argv, same, monkeypatch):
+    """One process compared with itself would be equal whatever is wrong with a recipe."""
+    cfg, started = parse_config(train_llama3.Config, ["--check_parity", *argv.split()]), []
+    run = lambda command, **kwargs: started.append(command) or mock.Mock(returncode=0)  # noqa: E731
+    monkeypatch.setattr(support.parity.subprocess, "run", run)
+    monkeypatch.setattr(support.parity, "read_records", lambda out: [{"gradient": {}}])
+    monkeypatch.setattr(support.parity, "print_comparison", lambda *records: 0)
+    with pytest.raises(ValueError, match="add a layout like --tp 2") if same else nullcontext():
+        check_parity(train_llama3.main, cfg, {axis: getattr(cfg, axis) for axis in AXES})
+    assert len(started) == (0 if same else 2)
+
+
+def test_check_parity_of_an_optimizer_that_it_does_not_know(monkeypatch, tmp_path):
+    """After the first update nobody knows how far rounding may go: a fork's flag --optimizer lion is no KeyError."""
+
+    @dataclass(kw_only=True)
+    class Fork(train_llama3.Config):
+        optimizer: Literal["lion", "adamw"] = "lion"
+
+    tensors = {"gradient": {"w": torch.ones(2)}, "weight": {"w": torch.ones(2)}}
+    steps = [dict(loss=1.0, norm=1.0, hash="0", **tensors) for _ in range(3)]
+    off = [dict(step, gradient={"w": torch.full((2,), 1.0 + 0.1 * n)}) for n, step in enumerate(steps)]
+    monkeypatch.setattr(support.parity.subprocess, "run", lambda *args, **kwargs: mock.Mock(returncode=0))
+    for optimizer, layout, status in ("lion", off, 0), ("lion", off[::-1], 1), ("adamw", off, 1), ("adamw", steps, 0):
+        records = iter([steps, layout])
+        monkeypatch.setattr(support.parity, "read_records", lambda out, records=records: next(records))
+        cfg = Fork(optimizer=optimizer, tp=2)
+        assert check_parity(train_llama3.main, cfg, {axis: getattr(cfg, axis) for axis in AXES}) == status
+
+
+@pytest.mark.slow
+def test_check_parity_passes_and_finds_a_forkers_mistake(tmp_path):
+    """The user's command, on the recipe and on a copy of it with a mistake: its gradients are averaged, not summed."""
+    flags = ["--local_batch_size", "2", "--seq_len", "64", "--model_args", "n_layers=2,dim=64", "--check_parity", "--tp", "2"]
+    recipe = Path(__file__).parent.parent / "train_llama3.py"
+    run = lambda file, *more: subprocess.run(  # noqa: E731
+        [sys.executable, file, *flags, *more], capture_output=True, text=True, cwd=recipe.parent
+    )
+    good = run(recipe)
+    assert good.returncode == 0 and "check_parity: equal" in good.stdout, good.stdout + good.stderr
+    mistake = """
+        import torch.distributed as dist
+        if layout.world_size > 1:
+            stages[0].blocks["1"].ffn.w1.weight.grad.to_local().mul_(0.5)
+        grad_norm = clip"""
+    copy = tmp_path / "train_mine.py"
+    source = recipe.read_text().replace("\n        grad_norm = clip", mistake)
+    copy.write_text(f"import sys\nsys.path.insert(0, {str(recipe.parent)!r})\n" + source)
+    bad = run(copy)
+    assert bad.returncode == 1, bad.stdout + bad.stderr
+    assert "step 1 differs first in the gradient of blocks.1.ffn.w1.weight" in bad.stdout

@@ -1,0 +1,202 @@
+"""Samples of a policy, in place and on ranks of their own: the same tokens and log-probabilities, against rl/rollouts.py."""
+import json
+import math
+import shutil
+
+import pytest
+import torch
+from policy import (
+    AHEAD,
+    SAME,
+    TINY,
+    assert_at_once,
+    assert_same,
+    full_logprobs,
+    gradients,
+    hf_folder,
+    run,
+    samples_of,
+    sharp_model,
+    steps_of,
+    trainer_of,
+)
+
+import generate
+import grpo
+from grpo import Config
+from rl import environments, rollouts
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_rollout_logprobs_are_those_of_a_full_forward(temperature):
+    """Temperature: at T = 0.6 the mean ratio is 1, and 2 or more where the trainer forgets it."""
+    model = sharp_model()
+    samples = samples_of(model, n_prompts=8, group_size=8, temperature=temperature)
+    right = torch.cat([full_logprobs(model, s, temperature) - torch.tensor(s["logprobs"]) for s in samples])
+    assert right.abs().max() < 1e-4 and abs(right.exp().mean() - 1) < 1e-3
+    wrong = torch.cat([full_logprobs(model, s, 1.5 * temperature) - torch.tensor(s["logprobs"]) for s in samples])
+    assert wrong.abs().max() > 0.1
+
+
+def test_a_sample_depends_on_its_noise_and_not_on_its_row():
+    """Refill, compaction, prefill batches, padding: none of them changes a sample."""
+    model = sharp_model()
+    together = samples_of(model, n_prompts=11, group_size=3)
+    lengths = {len(s["ids"]) for s in together}
+    assert len(lengths) > 3 and any(not s["truncated"] for s in together)  # rows end at different times, so rows are refilled
+    for rows in (3, 7, 100):
+        again = samples_of(model, n_prompts=11, group_size=3, rows=rows)
+        assert [s["ids"] for s in again] == [s["ids"] for s in together]
+        for a, b in zip(again, together):
+            assert torch.allclose(torch.tensor(a["logprobs"]), torch.tensor(b["logprobs"]), atol=1e-5)
+
+
+def test_prompts_are_read_once_for_their_group_and_rows_are_refilled():
+    model, seen = sharp_model(), []
+    hook = model.register_forward_pre_hook(lambda m, args: seen.append(tuple(args[0].shape)))
+    samples = samples_of(model, n_prompts=6, group_size=4, rows=8)
+    hook.remove()
+    prefills = [shape for i, shape in enumerate(seen) if i == 0 or shape[0] not in (8,)]
+    assert sum(shape[0] for shape in prefills if shape[0] <= 2) == 6  # every prompt in one row of one prefill
+    alone = sum(max(len(s["ids"]) for s in samples[i : i + 8]) for i in range(0, 24, 8))
+    assert len([s for s in seen if s[0] == 8]) <= alone
+
+
+def test_eos_is_in_and_everything_after_it_is_out_also_when_padding_is_eos():
+    """The EOS that was sampled is trained, in the mask and in the logprobs; the padding id may be the same."""
+    model = sharp_model()
+    samples = samples_of(model, n_prompts=12)
+    whole = [s for s in samples if not s["truncated"]]
+    assert whole and all(s["ids"][-1] == 0 and 0 not in s["ids"][:-1] and s["mask"] == [1.0] * len(s["ids"]) for s in whole)
+    packed = trainer_of().pack(samples)  # right padding is id 0 as well
+    assert packed["mask"].sum() == sum(len(s["ids"]) for s in samples)
+    for row, s in zip(range(len(samples)), samples):
+        ends = len(s["prompt"]) + len(s["ids"]) - 1
+        assert packed["mask"][row, ends - 1] == 1 and packed["mask"][row, ends:].sum() == 0
+
+
+def test_samples_follow_the_distribution():
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, -torch.inf]]).repeat(20000, 1)
+    u = torch.rand(20000, generator=torch.Generator().manual_seed(0))
+    tokens, lp = generate.draw(logits, u, 0.7)
+    assert (tokens.bincount(minlength=5) / 20000 - (logits[0] / 0.7).softmax(-1)).abs().max() < 0.015
+    assert torch.allclose(lp, (logits[0] / 0.7).log_softmax(-1)[tokens]) and 4 not in tokens
+    assert generate.draw(logits[:1], torch.tensor([1 - 2**-24]), 1.0)[0] == 3 and generate.draw(logits[:1], u[:1], 0.0)[0] == 0
+
+
+def test_batch_invariant_is_exact():
+    """Bit for bit on one thread, for these shapes; elsewhere it is close, and no more is promised."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        trainer = trainer_of(batch_invariant=True, local_batch_size=5)
+        samples = samples_of(trainer.model, n_prompts=6, group_size=4, batch_invariant=True)
+        found = trainer.forward_backward(samples)
+        assert found["logprob_max_diff"] == 0.0 == found["logprob_k3"] == found["ratio_outside"]
+        trainer = trainer_of()
+        found = trainer.forward_backward(samples_of(trainer.model, n_prompts=6, group_size=4))
+        assert 0 < found["logprob_max_diff"] < 1e-4
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_ids_that_the_tokenizer_lacks_are_never_sampled():
+    """They would be invisible in the text that earns the reward. Generator and trainer give them the probability 0 alike."""
+    unknown = [3, 7, 14, 19, 23]
+    usual, samples = (samples_of(trainer_of(unknown=ids).model, n_prompts=8, group_size=6) for ids in (None, unknown))
+    assert {i for s in usual for i in s["ids"]} & set(unknown) and not {i for s in samples for i in s["ids"]} & set(unknown)
+    trainer, other = trainer_of(unknown=unknown), trainer_of()
+    found = trainer.forward_backward(samples)
+    assert found["logprob_max_diff"] < 1e-4 and math.isfinite(found["entropy"])
+    assert other.forward_backward(samples)["logprob_max_diff"] > 0.01
+    head = gradients(trainer)[next(fqn for fqn in gradients(trainer) if fqn.endswith("head.weight"))]
+    assert (head[unknown] == 0).all() and head.isfinite().all() and head.any()
+
+
+def test_tool_tokens_are_read_and_not_trained():
+    """What the tool said is in the context, has no gradient, and is no part of the denominator."""
+    model = sharp_model()
+    tool = lambda ids: [20, 21] if ids[-1] == 7 else []  # noqa: E731
+    found = [s for seed in range(30) for s in samples_of(model, seed=seed, tool=tool) if 7 in s["ids"][:-3]]
+    assert found
+    for s in found:
+        i = s["ids"].index(7)
+        assert s["ids"][i + 1 : i + 3] == [20, 21] and s["mask"][i : i + 4] == [1, 0, 0, 1][: len(s["mask"]) - i]
+        chosen = torch.tensor(s["mask"]) > 0
+        assert torch.allclose(full_logprobs(model, s)[chosen], torch.tensor(s["logprobs"])[chosen], atol=1e-4)
+    # a sample that ends with the tool's words: others in their place change nothing at all
+    end = [dict(prompt=[1, 2], ids=[5, 7, a, b], logprobs=[-1.0, -1.0, 0.0, 0.0], mask=[1.0, 1.0, 0.0, 0.0], advantage=1.0)
+           for a, b in ((20, 21), (3, 4))]
+    trainers = [trainer_of(loss="dapo") for _ in end]
+    losses = [t.forward_backward([s])["loss"] for t, s in zip(trainers, end)]
+    assert losses[0] == losses[1] and trainers[0].denominator == 2
+    assert all(torch.equal(a, b) for a, b in zip(gradients(trainers[0]).values(), gradients(trainers[1]).values()))
+
+
+def test_a_tool_answers_the_model_and_not_itself():
+    """Text of the tool that ends with TOOL_END is no question."""
+    tool = lambda ids: [20, 7] if ids[-1] == 7 else []  # noqa: E731
+    samples = [s for seed in range(30) for s in samples_of(sharp_model(), seed=seed, tool=tool) if 7 in s["ids"][:-3]]
+    assert samples
+    for s in samples:
+        i = s["ids"].index(7)
+        assert s["ids"][i + 1 : i + 3] == [20, 7] and s["mask"][i : i + 4] == [1, 0, 0, 1][: len(s["mask"]) - i]
+
+
+def test_what_is_trained_are_the_sampled_ids():
+    """Never text encoded again: "1" + "2" may be one token "12" there."""
+    env = environments.open_env("reverse")
+    cfg = Config(prompts_per_step=3, group_size=2, seq_len=20)
+    text = grpo.Text(env, "", "")
+    trainer = trainer_of(seq_len=20)  # its vocabulary of 24 covers the 12 ids of this text
+    text.decode = lambda ids: "something else"
+    batch = rollouts.make_batch(cfg, env, text, trainer.layout, trainer.model, 0, 0)
+    for s in batch["samples"]:
+        packed = trainer.pack([s | {"advantage": 1.0}])
+        assert packed["labels"][0][packed["mask"][0] > 0].tolist() == s["ids"] and s["text"] == "something else"
+
+
+def test_separate_generators_equal_the_emulation(tmp_path):
+    """One trainer and one generator, one step ahead, against one process that keeps to the same schedule."""
+    run(2, *SAME, "--gen_ranks", 1, *AHEAD, "--out", tmp_path / "two")
+    run(1, *SAME, *AHEAD, "--out", tmp_path / "one")
+    two, one = steps_of(tmp_path / "two"), steps_of(tmp_path / "one")
+    assert_same(two, one, 1e-5)
+    assert [line["staleness"] for line in two] == [0, 1, 1] == [line["staleness"] for line in one]
+    assert_at_once(two)
+    assert two[0]["logprob_max_diff"] < 1e-4 < two[2]["logprob_max_diff"]  # one policy apart
+
+
+@pytest.mark.slow
+def test_a_batch_of_other_flags_is_sampled_again(tmp_path):
+    """--async_steps 1 keeps a batch in the checkpoint; with another --group_size it would merge the groups of two prompts."""
+    out, flags = tmp_path / "run", [*TINY, "--steps", 4, "--eval_every", 0, "--checkpoint_every", 2]
+    run(1, *flags, "--async_steps", 1, "--out", out)
+    again = {}
+    for name, other in {"same": ["--async_steps", 1], "step": [], "group": ["--async_steps", 1, "--group_size", 8]}.items():
+        shutil.copytree(out, tmp_path / name)
+        said = run(1, *flags, *other, "--load_step", 2, "--out", tmp_path / name)
+        again[name] = steps_of(tmp_path / name)[2:]
+        assert ("sampled again" in said) == (name != "same") and len(again[name]) == 2
+    assert_same(again["same"], steps_of(out)[2:], 0.0)
+    assert "--async_steps 1 -> 0" not in said and "--group_size 4 -> 8" in said
+    assert [line["staleness"] for line in again["step"]] == [0, 0] and [line["staleness"] for line in again["group"]] == [0, 1]
+    state = json.loads((tmp_path / "group" / "checkpoints" / "step-2" / "state.json").read_text())["state"]
+    prompts = [s["prompt"] for s in state["batch"]["samples"]]
+    shown = [json.loads(line) for line in (tmp_path / "group" / "samples.jsonl").read_text().splitlines()]
+    assert len({s["prompt"] for s in shown if s["step"] == 3}) == 1 and prompts[0] != prompts[4]  # a group has one prompt
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "deepseek_v3"])
+def test_generator_ranks_compute_what_the_trainer_computes(tmp_path, kind, dtype):
+    """To the last bit: the same tokens, and the same log-probabilities, which the loss and its gradient are made of."""
+    hf_folder(tmp_path / "hf", kind, std=0.3)
+    flags = [*TINY[:2], *TINY[4:], "--init_from", tmp_path / "hf", "--seq_len", 64, "--max_new_tokens", 24, "--steps", 3,
+             "--eval_every", 0, "--checkpoint_every", 0, "--compute_dtype", dtype]
+    run(1, *flags, "--out", tmp_path / "one")
+    run(2, *flags, "--gen_ranks", 1, "--out", tmp_path / "two")
+    exact = ("tokens_hash", "reward_mean", "loss", "grad_norm", "logprob_max_diff")
+    one, two = ([{name: step[name] for name in exact} for step in steps_of(tmp_path / out)] for out in ("one", "two"))
+    assert one == two and all(step["grad_norm"] > 0 for step in one)
