@@ -15,7 +15,6 @@ Whatever the grid, the model trained is the same, because of five rules: the sam
 import fnmatch
 import hashlib
 import math
-import os
 from functools import partial
 
 import torch
@@ -536,20 +535,7 @@ def clip_grad_norm(stages, max_norm: float, layout: Layout) -> Tensor:
         squares += (torch.stack(norms) ** 2).sum().to(layout.device) / n
     dist.all_reduce(squares)
     norm = squares.sqrt().float()
-    if "NANOTITAN_RECORD" in os.environ:
-        record_step(stages, layout, os.environ["NANOTITAN_RECORD"])
     if max_norm > 0 and grads:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(grads, scale.to(grads[0].device))
     return norm
-
-
-def record_step(stages, layout: Layout, folder: str) -> None:
-    """Write this step's whole gradients, and the weights before the update, for --check_parity (dryrun.py)."""
-    os.makedirs(folder, exist_ok=True)
-    whole = lambda t: (t.full_tensor() if isinstance(t, DTensor) else t).detach().cpu().clone()  # noqa: E731  all ranks take part
-    named = [(fqn, p) for stage in stages for fqn, p in stage.named_parameters()]
-    part = {"gradient": {n: whole(p.grad) for n, p in named if p.grad is not None}, "weight": {n: whole(p) for n, p in named}}
-    if layout.rank % (layout.world_size // layout.pp) == 0:  # one rank of each pipeline rank's group
-        n = len([f for f in os.listdir(folder) if f.endswith(f"-{layout.rank}.pt")])
-        torch.save(part, os.path.join(folder, f"{n}-{layout.rank}.pt"))

@@ -23,19 +23,18 @@ class ParityConfig:
     check_parity: bool = False  # train 3 steps on one process and on this layout, in fp32, and compare; start it with python
 
 
-
-# fp32, three steps. Every mistake of tests/test_mutants.py is far above these; weights get more room than gradients because
-# AdamW divides a gradient by its own size, so that the rounding of a tiny one moves a weight as far as a large one does.
+STEPS, RECORD = 3, "_record"  # appended to a half's --out: the folder of its gradients
+# In fp32, from the first step on. Every mistake of tests/test_mutants.py is far above these. Weights get more room than
+# gradients because AdamW divides a gradient by its own size: the rounding of a tiny one moves a weight as far as a large one.
 LOSS_TOLERANCE, NORM_TOLERANCE, GRADIENT_TOLERANCE, WEIGHT_TOLERANCE = 1e-5, 2e-5, 1e-4, 5e-4
-STEPS = 3
-# After the first update the weights differ by rounding, and gradients by more: so many times the tolerances of step 1. Muon
-# makes small directions as large as the others; a router may send a token that is on the edge to another expert; and what
-# the optimizer of a fork does with rounding, nobody knows.
+# After the first update the weights differ by rounding, and the gradients by more: the tolerances of step 1 are multiplied
+# by this. Muon makes small directions as large as the others. With experts, or an optimizer that is not listed here, nothing
+# can be said: a router may send a token to another expert because of a rounding.
 LATER = {"adamw": 10, "muon": 100}
 
 
 def model_config_of(main, cfg):
-    """What the recipe's main gives check_layout as the model's config; it ends there."""
+    """The config of the model that main would build: what it gives check_layout, where it ends here."""
 
     def seen(cfg, model_config, **kwargs):
         raise Built(model_config)
@@ -52,8 +51,8 @@ def model_config_of(main, cfg):
     raise RuntimeError("main ended without a call of check_layout")
 
 
-def half_flags(cfg, flags: dict, model_config) -> dict:
-    """Flags of one half of --check_parity, and the defaults of all those that have no effect in it and would be refused."""
+def without_refused(cfg, flags: dict, model_config) -> dict:
+    """flags of one half, and the default of every other flag that has no effect beside them and would be refused."""
     flags, defaults = {name: value for name, value in flags.items() if hasattr(cfg, name)}, type(cfg)()
     while True:  # without one flag another may have no effect either
         half = replace(cfg, **flags)
@@ -64,68 +63,81 @@ def half_flags(cfg, flags: dict, model_config) -> dict:
         flags |= {name: getattr(defaults, name) for name in unmet}
 
 
-def check_parity(main, cfg, degrees: dict[str, int]) -> int:
-    """Train STEPS steps of the running recipe on one process and on the layout, in fp32; compare; return the exit status.
-
-    Works for any copy of a recipe: it is started twice with flags appended, and parallel.clip_grad_norm, where a step's
-    gradients are complete, writes them down (record_step there).
-    """
-    if "RANK" in os.environ:
-        raise ValueError("--check_parity starts its own processes: run it with python, not torchrun")
-    if cfg.optimizer_in_backward:
-        raise ValueError("--check_parity compares gradients, which --optimizer_in_backward frees; leave one of them out")
+def flags_of_halves(main, cfg, degrees: dict[str, int], folder: str) -> dict[str, dict]:
+    """{name of a half: the flags that make it of the user's command}. ValueError if there is nothing to compare."""
     if degrees["dp_shard"] == -1:  # as many as the experts must borrow
         borrowed = degrees["cp"] * (degrees["tp"] if cfg.etp == 1 else 1)
         degrees = degrees | {"dp_shard": max(cfg.ep, 1) // math.gcd(max(cfg.ep, 1), max(borrowed, 1))}
     model_config = model_config_of(main, cfg)
     if unused := no_effect(cfg, facts(cfg, model_config, degrees, runs_on_cuda(cfg.device))):
         raise ValueError("; ".join(unused))
-    world_size = math.prod(max(n, 1) for n in degrees.values())
-    data_ranks = max(degrees["dp_replicate"], 1) * max(degrees["dp_shard"], 1)
-    batch = cfg.global_batch_size if cfg.global_batch_size != -1 else cfg.local_batch_size * data_ranks
-    both = dict(check_parity=False, steps=STEPS, compute_dtype="float32", global_batch_size=batch, checkpoint_every=0,
-                export_hf="", val_every=0, log_every=1, device="cuda" if torch.cuda.device_count() >= world_size else "cpu")
-    if "global_batch_size" in FROM_FILE:
-        del both["global_batch_size"]  # both runs read it from there, and find the local batch that fits
+    degrees = {axis: max(n, 1) for axis, n in degrees.items()}
+    device = "cuda" if torch.cuda.device_count() >= math.prod(degrees.values()) else "cpu"
+    both = dict(check_parity=False, steps=STEPS, compute_dtype="float32", checkpoint_every=0, export_hf="", val_every=0,
+                log_every=1, device=device)
+    if "global_batch_size" not in FROM_FILE:  # else both halves read it from --config, and find the local batch that fits
+        local = cfg.local_batch_size * degrees["dp_replicate"] * degrees["dp_shard"]
+        both["global_batch_size"] = local if cfg.global_batch_size == -1 else cfg.global_batch_size
     one = dict.fromkeys(degrees, 1) | dict(ep=1, etp=1, ac="none", compile=False, cpu_offload=False)
+    halves = {name: without_refused(cfg, both | half | {"out": os.path.join(folder, name.replace(" ", "_"))}, model_config)
+              for name, half in {"one process": one, "layout": degrees}.items()}
+    if len({repr(replace(cfg, **half | {"out": ""})) for half in halves.values()}) == 1:
+        raise ValueError("--check_parity compares one process with a layout, and these flags ask for one process without "
+                         "anything to compare; add a layout like --tp 2, or --ac, --compile or --cpu_offload")
+    return halves
+
+
+def run_half(name: str, flags: dict) -> int:
+    """Run the recipe of this process again with these flags; returns the exit status, after its error line if it failed."""
+    processes = math.prod(flags[axis] for axis in AXES)
+    print(f"check_parity: {STEPS} steps on {name} ({processes} process{'es' * (processes > 1)}) ...", flush=True)
+    command = [sys.executable]
+    if processes > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    command += [os.path.join(os.path.dirname(os.path.abspath(__file__)), "record.py"), flags["out"] + RECORD, *sys.argv]
+    command += [f"--{flag}={spell(value)}" for flag, value in flags.items()]  # a flag given twice has its last value
+    done = subprocess.run(command, capture_output=True, text=True)
+    if not done.returncode:
+        return 0
+    lines = done.stderr.splitlines()
+    errors = [line for line in lines if line.startswith("error")]
+    is_refused = bool(errors) and errors[0].startswith("error: ")
+    print("\n".join(errors[:1] if is_refused else errors or lines[-20:]), file=sys.stderr)
+    return done.returncode if processes == 1 else 2 if is_refused else 1  # torchrun's own status is always 1
+
+
+def check_parity(main, cfg, degrees: dict[str, int]) -> int:
+    """Train STEPS steps of the running recipe on one process and on the layout, in fp32; compare; return the exit status.
+
+    Works for any copy of a recipe: support/record.py runs it twice, with flags appended, and writes down the gradients that
+    parallel.clip_grad_norm is given.
+    """
+    if "RANK" in os.environ:
+        raise ValueError("--check_parity starts its own processes: run it with python, not torchrun")
+    if cfg.optimizer_in_backward:
+        raise ValueError("--check_parity compares gradients, which --optimizer_in_backward frees; leave one of them out")
     with tempfile.TemporaryDirectory() as folder:
-        halves = {"one process": one, "layout": {a: max(n, 1) for a, n in degrees.items()}}
-        halves = {name: half_flags(cfg, both | half | {"out": os.path.join(folder, name.replace(" ", "_"))}, model_config)
-                  for name, half in halves.items()}
-        if len({repr(replace(cfg, **half | {"out": ""})) for half in halves.values()}) == 1:
-            raise ValueError("--check_parity compares one process with a layout, and these flags ask for one process without "
-                             "anything to compare; add a layout like --tp 2, or --ac, --compile or --cpu_offload")
-        runs = {}
-        for name, flags in halves.items():
-            processes, out = math.prod(flags[axis] for axis in AXES), flags["out"]
-            print(f"check_parity: {STEPS} steps on {name} ({processes} process{'es' * (processes > 1)}) ...", flush=True)
-            launch = [sys.executable]
-            if processes > 1:
-                launch += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-            # a flag given twice has its last value
-            extra = [f"--{k}={spell(v)}" for k, v in flags.items()]
-            env = os.environ | {"NANOTITAN_RECORD": out + "_record"}
-            done = subprocess.run([*launch, *sys.argv, *extra], env=env, capture_output=True, text=True)
-            if done.returncode:
-                lines = done.stderr.splitlines()
-                reason = [line for line in lines if line.startswith("error")] or lines[-20:]
-                print("\n".join(reason[:1] if reason[0].startswith("error: ") else reason), file=sys.stderr)
-                return done.returncode if processes == 1 else 2 if reason[0].startswith("error: ") else 1
-            runs[name] = read_records(out)
-        has_experts = any(".experts." in fqn for fqn in runs["layout"][0]["gradient"])
+        runs = []
+        for name, flags in flags_of_halves(main, cfg, degrees, folder).items():
+            if status := run_half(name, flags):
+                return status
+            runs.append(read_records(flags["out"]))
+        has_experts = any(".experts." in fqn for fqn in runs[0][0]["gradient"])
         later = math.inf if has_experts else LATER.get(getattr(cfg, "optimizer", "adamw"), math.inf)
-        return print_comparison(*runs.values(), later)
+        return print_comparison(*runs, later)
 
 
 def read_records(out: str) -> list[dict]:
     """Per step: loss, norm, tokens_hash, and gradients and weights by fqn, of all pipeline stages together."""
     lines = [line for line in read_lines(os.path.join(out, "metrics.jsonl")) if "loss" in line]
+    if not os.path.isdir(out + RECORD):
+        raise RuntimeError("this recipe calls parallel.clip_grad_norm nowhere, so there are no gradients to compare")
     steps = []
     for n, line in enumerate(lines):
         step = {"loss": line["loss"], "norm": line["grad_norm"], "hash": line["tokens_hash"], "gradient": {}, "weight": {}}
-        for file in sorted(os.listdir(out + "_record")):
+        for file in sorted(os.listdir(out + RECORD)):
             if file.startswith(f"{n}-"):
-                part = torch.load(os.path.join(out + "_record", file), weights_only=True, mmap=True)
+                part = torch.load(os.path.join(out + RECORD, file), weights_only=True, mmap=True)
                 step["gradient"] |= part["gradient"]
                 step["weight"] |= part["weight"]
         steps.append(step)

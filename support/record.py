@@ -1,0 +1,59 @@
+"""Runs a recipe as python would, and writes down the gradients and weights of each step: one half of --check_parity.
+
+    python support/record.py FOLDER recipe.py --steps 3 ...
+
+The recipe knows nothing of it: before it starts, parallel.clip_grad_norm is replaced by a function that writes and then calls
+the real one. That is the place where a step's gradients are complete and not yet scaled.
+"""
+import functools
+import inspect
+import os
+import sys
+import types
+
+
+def recording(clip_grad_norm, folder: str):
+    """clip_grad_norm, which first writes FOLDER/<step>-<rank>.pt on one rank of each pipeline rank's group."""
+    import torch  # not at the top: this file may not import anything before sys.path[0] is the recipe's folder
+    from torch.distributed.tensor import DTensor
+
+    def whole(tensor):  # a collective: all ranks call it in the same order
+        return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
+
+    signature, n_steps = inspect.signature(clip_grad_norm), 0
+
+    @functools.wraps(clip_grad_norm)
+    def record_and_clip(*args, **kwargs):
+        nonlocal n_steps
+        given = signature.bind(*args, **kwargs).arguments
+        stages, layout = given["stages"], given["layout"]
+        named = [(fqn, p) for stage in stages for fqn, p in stage.named_parameters()]
+        gradients = {fqn: whole(p.grad) for fqn, p in named if p.grad is not None}
+        weights = {fqn: whole(p) for fqn, p in named}
+        if layout.rank % (layout.world_size // layout.pp) == 0:
+            os.makedirs(folder, exist_ok=True)
+            torch.save({"gradient": gradients, "weight": weights}, os.path.join(folder, f"{n_steps}-{layout.rank}.pt"))
+        n_steps += 1
+        return clip_grad_norm(*args, **kwargs)
+
+    return record_and_clip
+
+
+def main():
+    """python recipe.py --flags, as exactly as it can be imitated, on top of a parallel.clip_grad_norm that records."""
+    _, folder, recipe, *flags = sys.argv
+    sys.argv = [recipe, *flags]
+    house = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    sys.path[0] = os.path.dirname(os.path.realpath(recipe))  # where Python looks first
+    sys.path.append(house)  # some recipes add the house to sys.path themselves, but parallel is imported before they can
+    import parallel
+
+    parallel.clip_grad_norm = recording(parallel.clip_grad_norm, folder)
+    sys.modules["__main__"] = module = types.ModuleType("__main__")
+    module.__file__ = os.path.abspath(recipe)
+    with open(recipe, "rb") as source:
+        exec(compile(source.read(), module.__file__, "exec"), vars(module))
+
+
+if __name__ == "__main__":
+    main()
