@@ -11,10 +11,12 @@ any layout reads them. What DCP lacks is added here, because training dies at an
   - a save goes to step-N.tmp-x and is renamed to step-N at the end: a folder named step-N is complete, or is not there;
   - manifest.json lists size and crc32 of every file: DCP loads a flipped bit in a tensor without an error;
   - keys, shapes and dtypes are compared before a tensor is touched: DCP overwrites in place as it reads, and casts;
-  - no pickled object is written, and DCP's own pickle (.metadata) is read by an unpickler that runs nothing.
+  - nothing is unpickled: a pickle can run any code. DCP's table of shards is plain JSON here, tensors.json in place of
+    .metadata, and the tensors themselves are read with weights_only.
 
 <run>/checkpoints/step-100/
-    .metadata  __0_0.distcp ...  tensors, "model.<fqn>" and "optimizer.<fqn>.<state name>", one file per rank
+    __0_0.distcp ...             tensors, "model.<fqn>" and "optimizer.<fqn>.<state name>", one file per rank
+    tensors.json                 dtype and shape of every tensor, and where its shards are in those files
     state.json                   step, data cursor ... as the recipe gave them; which model, data and optimizer this is
     config.json  recipe.py  code.json  tokenizer.json   what it takes to repeat the run and to sample from it; code.json
                                  holds the source of every local module that the recipe imported
@@ -27,11 +29,9 @@ import fcntl
 import fnmatch
 import hashlib
 import importlib
-import io
 import json
 import math
 import os
-import pickle
 import re
 import resource
 import shutil
@@ -58,7 +58,7 @@ from data import BESIDE, files_beside, tokenizer_path
 from distributed.agree import Failed, everywhere, gather, new_gloo_group, on_rank_0, rank_in, reason
 from distributed.layout import local_tensor, named_tensors
 from support.config import FROM_FILE, Need, Parser, flag
-from support.files import fsync, json_bytes, read_json, sha256_file
+from support.files import fsync, json_bytes, read_json, sha256_file, write_file
 from support.hf import (
     HF_DTYPES,
     OtherModel,
@@ -75,7 +75,8 @@ from support.hf import (
 # ----------------------------------------------------------------------------------------------------------------------
 # 1. Our own checkpoints (DCP)
 # ----------------------------------------------------------------------------------------------------------------------
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+TABLE = "tensors.json"  # where every shard of every tensor is
 STEP_FOLDER = re.compile(r"step-(0|[1-9]\d*)")  # with fullmatch: a folder that a user renamed to old-step-5 is not ours
 ABOUT = ("state.json", "config.json")  # what a start reads of a step folder before its tensors
 LEFTOVER = re.compile(r"step-\d+\.tmp-.*|trash-.*")  # of a process killed while it saved or purged
@@ -123,7 +124,8 @@ def read_manifest(folder: str) -> dict:
         if raw != json_bytes(manifest) or manifest["sha256"] != own_hash(manifest):
             raise Damaged("manifest.json is not as it was written")
         if manifest["format_version"] != FORMAT_VERSION:
-            raise Damaged(f"its format_version is {manifest['format_version']}, this code reads {FORMAT_VERSION}")
+            raise Damaged(f"it is of format {manifest['format_version']} and this code reads {FORMAT_VERSION}; with the code "
+                          "that wrote it, python checkpoint.py to_hf exports its weights")
         named = STEP_FOLDER.fullmatch(os.path.basename(os.path.abspath(folder)))
         if named and int(named[1]) != manifest["step"]:
             raise Damaged(f"its manifest.json is that of step {manifest['step']}")
@@ -177,7 +179,7 @@ def check_files(folder: str, manifest: dict, names=None, progress=lambda n_bytes
 def read_small(folder: str, names=None) -> dict:
     """The manifest of a step folder whose files have their sizes; these, or all but the tensors, are as written."""
     manifest = read_manifest(folder)
-    small = [name for name in manifest["files"] if not name.startswith((".metadata", "__"))]
+    small = [name for name in manifest["files"] if not name.startswith((TABLE, "__"))]
     check_files(folder, manifest, [name for name in small if names is None or name in names])
     return manifest
 
@@ -214,10 +216,12 @@ def candidates(folder: str, step: int = -1) -> list[str]:
     return [found[step]] if step >= 0 else list(found.values())
 
 
-def none_good(folder: str, paths: list[str]) -> ValueError:
-    names = ", ".join(os.path.basename(path) for path in paths[:3]) + ", ..." * (len(paths) > 3)
-    return ValueError(f"{folder} has no undamaged checkpoint among {names} (python checkpoint.py verify {folder} says how); "
-                      "nothing begins again at step 0 over them: use --out NEW or another --load_step, or move them away")
+def none_good(folder: str, damaged: dict[str, Exception]) -> ValueError:
+    """damaged: {path of a step folder: what is wrong with it}, the newest first."""
+    names, (path, why) = [os.path.basename(path) for path in damaged], next(iter(damaged.items()))
+    return ValueError(f"{folder} has no undamaged checkpoint among {', '.join(names[:3])}{', ...' * (len(names) > 3)} "
+                      f"({os.path.basename(path)}: {why}); nothing begins again at step 0 over them: use --out NEW or another "
+                      "--load_step, or move them away")
 
 
 def is_hf_folder(folder: str) -> bool:
@@ -232,13 +236,14 @@ def newest_readable(folder: str, step: int = -1, names=None) -> str:
 
     Every rank of a start calls it, several times: it names what it will read, for a tokenizer has megabytes.
     """
-    for path in (paths := candidates(folder, step)):
+    damaged = {}
+    for path in candidates(folder, step):
         try:
             read_small(path, names)
             return path
-        except Damaged:
-            continue  # load() says so; what counts here is the newest that it may take
-    raise none_good(folder, paths)
+        except Damaged as error:
+            damaged[path] = error  # load() says so; what counts here is the newest that it may take
+    raise none_good(folder, damaged)
 
 
 def start_of(out: str, cfg: CheckpointConfig) -> tuple[str, int, bool] | None:
@@ -525,6 +530,9 @@ def write_tensors(tensors: dict[str, Tensor], folder: str, group, staged=False, 
             written.set_result(process.write(folder, plan, {item.index: planner.resolve_data(item) for item in plan.items}))
             return written
 
+        def finish(self, metadata, results):  # on rank 0; DCP's own would pickle the table into a file .metadata
+            write_file(Path(folder, TABLE), table_bytes(metadata, results))
+
     # With copy_ahead DCP asks for a CUDA stream, which in a background thread would be one of GPU 0 on every rank.
     writer = Writer(folder, sync_files=False, per_thread_copy_ahead=0 if staged else 10_000_000)
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
@@ -579,13 +587,13 @@ def serve_writes(pipe):
             pipe.send(error)
 
 
-def read_tensors(tensors: dict[str, Tensor], folder: str, metadata, group=None):
+def read_tensors(tensors: dict[str, Tensor], folder: str, table, group=None):
     """Overwrites `tensors` (plain or DTensor, any layout) with what the folder holds under the same keys."""
     dcp = import_dcp()
 
     class Reader(dcp.FileSystemReader):
-        def read_metadata(self):  # DCP's own would unpickle the file, and with it run it
-            return metadata
+        def read_metadata(self):  # DCP's own would unpickle a file .metadata, and a pickle can run any code
+            return table
 
     planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
     try:
@@ -594,57 +602,47 @@ def read_tensors(tensors: dict[str, Tensor], folder: str, metadata, group=None):
         raise ValueError(f"{folder}: {reason(error)}") from None
 
 
-def read_metadata(folder: str, files: dict[str, list]):
-    """DCP's table of tensors and shards. Raises ValueError on anything that our checkpoints do not hold.
+def table_bytes(metadata, results) -> bytes:
+    """The content of tensors.json, from what DCP knows on rank 0 when all ranks have written.
 
-    .metadata is a pickle, and a pickle is a program: pickle.load would run what the file says. Here every class that it
-    may name is an inert stand-in, made anew each time so that a file cannot spoil it; any other name is refused; and
-    DCP's objects are then built from checked values.
+    A shard is [index of its file, first byte, bytes, *offset in the tensor, *shape], which is short on purpose: a model of 70
+    billion parameters on 1,024 ranks has two million of them.
     """
+    where = {(written.index.fqn, written.index.offset): written.storage_data for part in results for written in part}
+    files = {name: i for i, name in enumerate(sorted({info.relative_path for info in where.values()}))}
+
+    def shard(key, chunk):
+        info = where[key, chunk.offsets]
+        return [files[info.relative_path], info.offset, info.length, *chunk.offsets, *chunk.sizes]
+
+    tensors = {key: dict(dtype=str(t.properties.dtype)[6:], shape=t.size, shards=[shard(key, chunk) for chunk in t.chunks])
+               for key, t in metadata.state_dict_metadata.items()}
+    return json.dumps(dict(files=[*files], tensors=tensors), separators=(",", ":")).encode()
+
+
+def read_table(folder: str, files: dict[str, list]):
+    """tensors.json as DCP's Metadata. Raises ValueError where it tells of bytes that are none of this checkpoint's files, for
+    right checksums say nothing about who wrote it. files: those of the manifest."""
     from torch.distributed.checkpoint import filesystem, metadata
-
-    class StandIn:
-        def __init__(self, *args):
-            pass
-
-        def __setstate__(self, state):
-            self.state = state
-
-    names = {("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch.serialization", "_get_layout")}
-    names |= {("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}  # the folder's name, which is not used
-    names |= {("torch.distributed.checkpoint.metadata", name) for name in (
-        "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
-        "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING")}
-    stand_ins = {name: type(name[1], (StandIn,), {}) for name in names}
-
-    class Unpickler(pickle.Unpickler):
-        def find_class(self, module, name):
-            if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-                return getattr(torch, name)
-            if (module, name) != ("torch", "Size") and (module, name) not in stand_ins:
-                raise ValueError(f"it names {module}.{name}, which no checkpoint of ours needs")
-            return stand_ins.get((module, name), tuple)
 
     table = metadata.Metadata(state_dict_metadata={}, storage_data={})
     try:
-        read = Unpickler(io.BytesIO(Path(folder, ".metadata").read_bytes())).load().state
-        for key, tensor in read["state_dict_metadata"].items():
-            if type(tensor) is not stand_ins["torch.distributed.checkpoint.metadata", "TensorStorageMetadata"]:
-                raise ValueError(f"{key} is a pickled object, not a tensor")
-            chunks = [metadata.ChunkStorageMetadata(torch.Size(chunk.state["offsets"]), torch.Size(chunk.state["sizes"]))
-                      for chunk in tensor.state["chunks"]]
-            size, properties = torch.Size(tensor.state["size"]), metadata.TensorProperties(tensor.state["properties"].state[0])
+        saved = read_json(folder, TABLE)
+        for key, tensor in saved["tensors"].items():
+            size, dtype, chunks = torch.Size(tensor["shape"]), getattr(torch, tensor["dtype"]), []
+            for file, start, length, *place in tensor["shards"]:
+                name, offsets, sizes = saved["files"][file], torch.Size(place[: len(size)]), torch.Size(place[len(size) :])
+                if name not in files or min(file, start, length, *place) < 0 or start + length > files[name][0]:
+                    raise ValueError(f"{key} is said to be in {name} at {start}, which is no part of this checkpoint")
+                chunks.append(metadata.ChunkStorageMetadata(offsets, sizes))
+                table.storage_data[metadata.MetadataIndex(key, offsets)] = filesystem._StorageInfo(name, start, length)
+            if not isinstance(dtype, torch.dtype):
+                raise ValueError(f"{tensor['dtype']} is no dtype")
             if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
                 raise ValueError(f"the shards of {key} do not add up to {tuple(size)}")  # DCP would leave the rest as it was
-            table.state_dict_metadata[key] = metadata.TensorStorageMetadata(properties, size, chunks)
-        for index, info in ((index.state, info.state) for index, info in read["storage_data"].items()):
-            path, start, length = info["relative_path"], info["offset"], info["length"]
-            if path not in files or start < 0 or start + length > files[path][0]:
-                raise ValueError(f"{index['fqn']} is said to be in {path} at {start}, which is no part of this checkpoint")
-            index = metadata.MetadataIndex(index["fqn"], index.get("offset"), index.get("index"))
-            table.storage_data[index] = filesystem._StorageInfo(path, start, length)
+            table.state_dict_metadata[key] = metadata.TensorStorageMetadata(metadata.TensorProperties(dtype), size, chunks)
     except Exception as error:
-        raise ValueError(f"{folder}/.metadata is refused: {reason(error)}") from None
+        raise ValueError(f"{folder}/{TABLE} is refused: {reason(error)}") from None
     return table
 
 
@@ -807,7 +805,7 @@ class Checkpoints:
             extra["code.json"] = json_bytes(self.code)
         for name, content in extra.items():
             Path(folder, name).write_bytes(content)
-        files = listed | checksums(folder, [".metadata", *extra], sync=True)
+        files = listed | checksums(folder, [TABLE, *extra], sync=True)
         manifest = dict(format_version=FORMAT_VERSION, step=step, world_size=self.world_size, torch=torch.__version__)
         manifest["files"] = files
         Path(folder, "manifest.json").write_bytes(json_bytes(manifest | {"sha256": own_hash(manifest)}))
@@ -849,7 +847,7 @@ class Checkpoints:
         folder, manifest = self.choose(*start)
         if everything:
             self.on_rank_0(lambda: check_continuable(folder, source, self.identity))
-        table = self.everywhere(lambda: read_metadata(folder, manifest["files"]))
+        table = self.everywhere(lambda: read_table(folder, manifest["files"]))
         self.check_excluded(excluded)
         if with_optimizer := everything and "optimizer" not in excluded:
             keys = [key for key in table.state_dict_metadata if key.startswith("optimizer.") and not covers(excluded, key)]
@@ -879,21 +877,21 @@ class Checkpoints:
     def choose(self, source, step, everything) -> tuple[str, dict]:
         """(folder, manifest) of the newest checkpoint that is good to the last bit: one decision for all ranks, each of
         which reads its share of the files."""
-        damaged = []
-        for folder in (paths := self.on_rank_0(lambda: candidates(source, step))):
+        damaged = {}
+        for folder in self.on_rank_0(lambda: candidates(source, step)):
             try:
                 manifest = self.on_rank_0(lambda folder=folder: read_manifest(folder))
                 self.everywhere(lambda folder=folder, manifest=manifest: self.check_share(folder, manifest))
             except Failed as error:
                 self.say(f"{folder} is DAMAGED: {error}")
-                damaged.append(folder)
+                damaged[folder] = error
                 continue
             if source == self.out and not self.cfg.load_only:
                 # Only now: as long as nothing good is found, the next start must see them all, and refuse too.
                 self.on_rank_0(lambda n=manifest["step"]: [self.set_aside(path, "damaged" if path in damaged else "abandoned")
                                                            for newer, path in step_folders(source) if newer > n])
             return folder, manifest
-        raise none_good(source, paths)
+        raise none_good(source, damaged)
 
     def check_share(self, folder, manifest):
         """Reads this rank's share of the files: every world_size-th, by size."""
@@ -1000,14 +998,16 @@ def saved_model(path: str) -> tuple[type, object]:
 
 def open_saved(folder: str) -> tuple[str, nn.Module, object]:
     """(path, model on meta, DCP's table) of a step folder, or of a run folder's newest good checkpoint. Raises ValueError."""
-    for path in (paths := candidates(folder)):
+    damaged = {}
+    for path in candidates(folder):
         try:
             manifest = verify(path)
             break
         except Damaged as error:
+            damaged[path] = error
             print(f"checkpoint: {path} is DAMAGED: {error}", file=sys.stderr, flush=True)  # stdout is for what one samples
     else:
-        raise none_good(folder, paths)
+        raise none_good(folder, damaged)
     Model, config = saved_model(path)
     code = {file: text for file, text in local_code().items() if file.startswith("models" + os.sep)}
     if files := [file for file in changed_code(path, code) if not file.endswith("(new)")]:
@@ -1015,7 +1015,7 @@ def open_saved(folder: str) -> tuple[str, nn.Module, object]:
         print(text, file=sys.stderr, flush=True)
     with torch.device("meta"):  # memory only once, and in the wanted dtype
         model = Model(config)
-    table = read_metadata(path, manifest["files"])
+    table = read_table(path, manifest["files"])
     there = {key for key in table.state_dict_metadata if key.startswith("model.")}
     if odd := sorted(there ^ {f"model.{fqn}" for fqn in named_tensors(model)}):
         kind = f"{Model.__module__}.{Model.__name__}"
@@ -1075,7 +1075,7 @@ def verify_command(folder: str) -> int:
 def diff(a: str, b: str) -> int:
     """Compares two step folders, with one pair of tensors in memory at a time; by bits, so NaN equals NaN."""
     try:
-        tables = [read_metadata(folder, verify(folder)["files"]) for folder in (a, b)]
+        tables = [read_table(folder, verify(folder)["files"]) for folder in (a, b)]
     except ValueError as error:
         return usage(f"cannot compare: {error}")
     differ, keys = {}, sorted({key for table in tables for key in table.state_dict_metadata})
