@@ -18,21 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.attention import KVCache, causal_attention
+from models.hf_config import SHARED_FIELDS, SHARED_FIXED, config_from_hf, config_to_hf
 from models.layers import RMSNorm, rotate
 from models.loss import IGNORE, linear_cross_entropy
 from models.moe import Balance, Experts, apply_experts
 
 LATENT_EPS = 1e-6  # of the two norms inside attention: as published, whatever norm_eps is (Moonlight's is 1e-5)
-YARN = ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "original_max_position_embeddings")
-
-# our name of a size -> Hugging Face's, in config.json
-HF_SIZES = dict(
-    dim="hidden_size", n_layers="num_hidden_layers", n_heads="num_attention_heads", ffn_dim="intermediate_size",
-    vocab_size="vocab_size", kv_lora_rank="kv_lora_rank", qk_nope_head_dim="qk_nope_head_dim",
-    qk_rope_head_dim="qk_rope_head_dim", v_head_dim="v_head_dim", n_experts="n_routed_experts",
-    top_k="num_experts_per_tok", moe_ffn_dim="moe_intermediate_size", n_dense_layers="first_k_dense_replace",
-)
-
 
 @dataclass(kw_only=True)
 class DeepSeekConfig:
@@ -43,7 +34,7 @@ class DeepSeekConfig:
     vocab_size: int = 4096
     norm_eps: float = 1e-6
     rope_theta: float = 10000.0
-    rope_scaling: dict | None = None  # yarn, with the names of Hugging Face's config.json: see YARN
+    rope_scaling: dict | None = None  # yarn, with the names of Hugging Face's config.json: HF_ROPE
     rope_interleave: bool = True  # RoPE turns neighbours (0, 1), (2, 3) ...; False: the two halves of a head
     tie_embeddings: bool = False
     max_seq_len: int = 163840
@@ -94,86 +85,24 @@ class DeepSeekConfig:
 
     @classmethod
     def from_hf(cls, config_json: dict) -> "DeepSeekConfig":
-        """The config of a Hugging Face folder's config.json, in the spelling of transformers 4 or 5.
-
-        Raises ValueError naming the field that this model cannot represent.
-        """
-        hf = dict(config_json)
-        rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})  # transformers 5 / 4
-        theta = rope.pop("rope_theta", hf.get("rope_theta", 10000.0))
-        kind = rope.pop("rope_type", rope.pop("type", "default"))
-        rope.pop("type", None)
-        v3 = hf.get("model_type") == "deepseek_v3"
-        method = hf.get("topk_method") or ("noaux_tc" if v3 else "greedy")
-        grouped = method != "greedy"
-        for field, value, wanted in [
-            ("model_type", hf.get("model_type"), ("deepseek_v3", "deepseek_v2")),
-            ("hidden_act", hf.get("hidden_act", "silu"), ("silu",)),
-            ("attention_bias", hf.get("attention_bias", False), (False,)),
-            ("rope_type", kind, ("default", "yarn")),
-            ("moe_layer_freq", hf.get("moe_layer_freq", 1), (1,)),
-            ("topk_method", method, ("noaux_tc",) if v3 else ("greedy", "group_limited_greedy")),
-            ("scoring_func", hf.get("scoring_func", "sigmoid" if v3 else "softmax"), ("sigmoid" if v3 else "softmax",)),
-            # V2's own code then leaves out the scale, transformers the normalisation; no published model asks for it
-            ("norm_topk_prob", v3 or hf.get("norm_topk_prob", False), (v3,)),
-            ("num_nextn_predict_layers", mtp := hf.get("num_nextn_predict_layers") or hf.get("num_mtp_layers") or 0, (0, 1)),
-        ]:
-            if value not in wanted:
-                raise ValueError(f"config.json: {field} is {value!r}; models/deepseek.py has only {wanted[0]!r}")
-        if odd := sorted(rope.keys() - set(YARN)):
-            raise ValueError(f"config.json: rope scaling has {', '.join(odd)}; models/deepseek.py knows {', '.join(YARN)}")
-        if kind == "yarn" and (missing := [k for k in ("factor", "original_max_position_embeddings") if rope.get(k) is None]):
-            raise ValueError(f"config.json: rope scaling 'yarn' lacks {', '.join(missing)}")
-        if missing := [theirs for theirs in HF_SIZES.values() if hf.get(theirs) is None]:
-            raise ValueError(f"config.json has no number for {', '.join(missing)}")
-        return cls(
-            **{ours: hf[theirs] for ours, theirs in HF_SIZES.items()},
-            norm_eps=hf.get("rms_norm_eps", 1e-6),
-            rope_theta=float(theta),
-            rope_scaling={name: rope[name] for name in YARN if rope.get(name) is not None} if kind == "yarn" else None,
-            rope_interleave=hf.get("rope_interleave", True),
-            tie_embeddings=hf.get("tie_word_embeddings", False),
-            max_seq_len=hf.get("max_position_embeddings", 163840),
-            q_lora_rank=hf.get("q_lora_rank") or 0,
-            n_shared_experts=hf.get("n_shared_experts") or 0,
-            n_groups=(hf.get("n_group") or 1) if grouped else 1,
-            top_k_groups=(hf.get("topk_group") or 1) if grouped else 1,
-            score_func="sigmoid" if v3 else "softmax",
-            norm_topk_prob=hf.get("norm_topk_prob", True) if v3 else False,
-            route_scale=float(hf.get("routed_scaling_factor", 1.0)),
-            mtp_depth=mtp,
-        )
+        """The config of a Hugging Face folder's config.json. Raises ValueError naming what this model cannot represent."""
+        is_v2 = config_json.get("model_type") == "deepseek_v2"
+        mtp = config_json.get("num_nextn_predict_layers") or config_json.get("num_mtp_layers") or 0  # two names
+        hf = config_json | {"num_nextn_predict_layers": mtp}
+        if is_v2 and hf.get("topk_method", "greedy") in ("greedy", None):
+            hf |= dict(n_group=1, topk_group=1)  # all experts compete, whatever groups the file tells of
+        return config_from_hf(cls, hf, HF_FIELDS, HF_V2 if is_v2 else HF_V3, HF_ROPE)
 
     def to_hf(self) -> dict:
-        """The inverse: a config.json in the spelling of transformers 4, which 5 reads as well."""
-        v3 = self.score_func == "sigmoid"
-        if not v3 and (self.norm_topk_prob or not self.rope_interleave):
+        """The inverse: a config.json, as transformers reads it."""
+        is_v2 = self.score_func == "softmax"
+        if is_v2 and (self.norm_topk_prob or not self.rope_interleave):
             raise ValueError("score_func softmax is DeepSeek-V2, which has neither norm_topk_prob nor half-split RoPE")
-        groups = "group_limited_greedy" if self.n_groups > 1 else "greedy"
-        return dict(
-            architectures=["DeepseekV3ForCausalLM" if v3 else "DeepseekV2ForCausalLM"],
-            model_type="deepseek_v3" if v3 else "deepseek_v2",
-            **{theirs: getattr(self, ours) for ours, theirs in HF_SIZES.items()},
-            num_key_value_heads=self.n_heads,
-            rms_norm_eps=self.norm_eps,
-            rope_theta=self.rope_theta,
-            rope_scaling=self.rope_scaling and {"type": "yarn", "rope_type": "yarn", **self.rope_scaling},
-            rope_interleave=self.rope_interleave,
-            tie_word_embeddings=self.tie_embeddings,
-            max_position_embeddings=self.max_seq_len,
-            q_lora_rank=self.q_lora_rank or None,
-            moe_layer_freq=1,
-            n_shared_experts=self.n_shared_experts,
-            n_group=self.n_groups,
-            topk_group=self.top_k_groups,
-            topk_method="noaux_tc" if v3 else groups,
-            scoring_func=self.score_func,
-            norm_topk_prob=self.norm_topk_prob,
-            routed_scaling_factor=self.route_scale,
-            num_nextn_predict_layers=self.mtp_depth,
-            hidden_act="silu",
-            attention_bias=False,
-        )
+        name, table = ("DeepseekV2ForCausalLM", HF_V2) if is_v2 else ("DeepseekV3ForCausalLM", HF_V3)
+        rope = self.rope_scaling and {"type": "yarn", "rope_type": "yarn", **self.rope_scaling}
+        found = config_to_hf(self, HF_FIELDS, table) | dict(architectures=[name], rope_scaling=rope)
+        found |= dict(num_key_value_heads=self.n_heads, q_lora_rank=self.q_lora_rank or None)
+        return found | dict(topk_method="group_limited_greedy") if is_v2 and self.n_groups > 1 else found
 
 
 def yarn(mscale: float) -> dict:
@@ -557,3 +486,36 @@ class DeepSeek(nn.Module):
     def hf_optional(self) -> list[str]:
         """Names in Hugging Face's files that may be there or not: MTP's, with its copies of the embedding and the head."""
         return [f"model.layers.{self.config.n_layers}.*"]
+
+
+# Hugging Face's config.json; models/hf_config.py says what the tables mean.
+HF_FIELDS = SHARED_FIELDS | dict(
+    rope_interleave=("rope_interleave", True),
+    max_seq_len=("max_position_embeddings", 163840),
+    q_lora_rank=("q_lora_rank", 0),
+    kv_lora_rank=("kv_lora_rank", None),
+    qk_nope_head_dim=("qk_nope_head_dim", None),
+    qk_rope_head_dim=("qk_rope_head_dim", None),
+    v_head_dim=("v_head_dim", None),
+    n_dense_layers=("first_k_dense_replace", None),
+    n_experts=("n_routed_experts", None),
+    n_shared_experts=("n_shared_experts", 0),
+    top_k=("num_experts_per_tok", None),
+    moe_ffn_dim=("moe_intermediate_size", None),
+    n_groups=("n_group", 1),
+    top_k_groups=("topk_group", 1),
+    score_func=("scoring_func", None),
+    norm_topk_prob=("norm_topk_prob", True),
+    route_scale=("routed_scaling_factor", 1.0),
+    mtp_depth=("num_nextn_predict_layers", 0),
+)
+HF_FIXED = SHARED_FIXED | dict(moe_layer_freq=(1,), num_nextn_predict_layers=(0, 1))
+HF_V3 = dict(model_type=("deepseek_v3",), topk_method=("noaux_tc", None), scoring_func=("sigmoid",)) | HF_FIXED
+HF_V2 = dict(
+    model_type=("deepseek_v2",),
+    topk_method=("greedy", "group_limited_greedy", None),
+    scoring_func=("softmax",),
+    rope_interleave=(True,),
+    norm_topk_prob=(False,),  # True: V2's own code leaves out the scale, transformers the normalisation; no published V2 has it
+) | HF_FIXED
+HF_ROPE = ("yarn", ("factor", "original_max_position_embeddings"), ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"))

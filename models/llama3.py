@@ -15,12 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.attention import KVCache, causal_attention
+from models.hf_config import SHARED_FIELDS, SHARED_FIXED, config_from_hf, config_to_hf
 from models.layers import RMSNorm, rotate
 from models.loss import linear_cross_entropy
-
-# our name of a size -> Hugging Face's, in config.json
-HF_SIZES = dict(dim="hidden_size", n_layers="num_hidden_layers", n_heads="num_attention_heads", ffn_dim="intermediate_size",
-                vocab_size="vocab_size")
 
 
 @dataclass(kw_only=True)
@@ -49,58 +46,13 @@ class Llama3Config:
 
     @classmethod
     def from_hf(cls, config_json: dict) -> "Llama3Config":
-        """The config of a Hugging Face folder's config.json, in the spelling of transformers 4 or 5.
-
-        Raises ValueError naming the field that this model cannot represent.
-        """
-        hf = dict(config_json)
-        rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})  # transformers 5 / 4
-        theta = rope.pop("rope_theta", hf.get("rope_theta", 10000.0))
-        rope_type = rope.pop("rope_type", rope.pop("type", "default"))
-        for field, value, wanted in [
-            ("model_type", hf.get("model_type"), "llama"),
-            ("hidden_act", hf.get("hidden_act", "silu"), "silu"),
-            ("attention_bias", hf.get("attention_bias", False), False),
-            ("mlp_bias", hf.get("mlp_bias", False), False),
-            ("rope_type", rope_type if rope_type != "default" else "llama3", "llama3"),
-            ("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 1.0),
-        ]:
-            if value != wanted:
-                raise ValueError(f"config.json: {field} is {value!r}; models/llama3.py has only {wanted!r}")
-        keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        if rope_type == "llama3" and (missing := [k for k in keys if k not in rope]):
-            raise ValueError(f"config.json: rope scaling 'llama3' lacks {', '.join(missing)}")
-        if missing := [k for k in HF_SIZES.values() if k not in hf]:
-            raise ValueError(f"config.json lacks {', '.join(missing)}")
-        heads = hf["num_attention_heads"]
-        return cls(
-            **{ours: hf[theirs] for ours, theirs in HF_SIZES.items()},
-            n_kv_heads=hf.get("num_key_value_heads") or heads,
-            head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
-            norm_eps=hf.get("rms_norm_eps", 1e-6),
-            rope_theta=float(theta),
-            rope_scaling={k: rope[k] for k in keys} if rope_type == "llama3" else None,
-            tie_embeddings=hf.get("tie_word_embeddings", False),
-            max_seq_len=hf.get("max_position_embeddings", 2048),
-        )
+        """The config of a Hugging Face folder's config.json. Raises ValueError naming what this model cannot represent."""
+        return config_from_hf(cls, config_json, HF_FIELDS, HF_FIXED, HF_ROPE)
 
     def to_hf(self) -> dict:
-        """The inverse: a config.json in the spelling of transformers 4, which 5 reads as well."""
-        return dict(
-            architectures=["LlamaForCausalLM"],
-            model_type="llama",
-            **{theirs: getattr(self, ours) for ours, theirs in HF_SIZES.items()},
-            num_key_value_heads=self.n_kv_heads,
-            head_dim=self.head_dim,
-            rms_norm_eps=self.norm_eps,
-            rope_theta=self.rope_theta,
-            rope_scaling=self.rope_scaling and {"rope_type": "llama3", **self.rope_scaling},
-            tie_word_embeddings=self.tie_embeddings,
-            max_position_embeddings=self.max_seq_len,
-            hidden_act="silu",
-            attention_bias=False,
-            mlp_bias=False,
-        )
+        """The inverse: a config.json, as transformers reads it."""
+        rope = self.rope_scaling and {"rope_type": "llama3", **self.rope_scaling}
+        return config_to_hf(self, HF_FIELDS, HF_FIXED) | dict(architectures=["LlamaForCausalLM"], rope_scaling=rope)
 
 
 def scaled(factor: float) -> dict:
@@ -275,3 +227,13 @@ class Llama3(nn.Module):
         for i in range(self.config.n_layers):
             names |= {f"blocks.{i}.{ours}.weight": f"model.layers.{i}.{theirs}.weight" for ours, theirs in block.items()}
         return names
+
+
+# Hugging Face's config.json; models/hf_config.py says what the tables mean.
+HF_FIELDS = SHARED_FIELDS | dict(
+    n_kv_heads=("num_key_value_heads", lambda hf: hf["num_attention_heads"]),
+    head_dim=("head_dim", lambda hf: hf["hidden_size"] // hf["num_attention_heads"]),
+    max_seq_len=("max_position_embeddings", 2048),
+)
+HF_FIXED = dict(model_type=("llama",), mlp_bias=(False,)) | SHARED_FIXED
+HF_ROPE = ("llama3", ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ())

@@ -15,13 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.attention import KVCache, causal_attention
+from models.hf_config import SHARED_FIELDS, SHARED_FIXED, config_from_hf, config_to_hf
 from models.layers import RMSNorm, rotate
 from models.loss import linear_cross_entropy
 from models.moe import Balance, Experts, apply_experts
-
-# our name of a size -> Hugging Face's, in config.json
-HF_SIZES = dict(dim="hidden_size", n_layers="num_hidden_layers", n_heads="num_attention_heads", ffn_dim="intermediate_size",
-                vocab_size="vocab_size")
 
 
 @dataclass(kw_only=True)
@@ -56,72 +53,16 @@ class Qwen3Config:
 
     @classmethod
     def from_hf(cls, config_json: dict) -> "Qwen3Config":
-        """The config of a Hugging Face folder's config.json, in the spelling of transformers 4 or 5.
-
-        Raises ValueError naming the field that this model cannot represent.
-        """
-        hf = dict(config_json)
-        rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})  # transformers 5 / 4
-        theta = rope.pop("rope_theta", hf.get("rope_theta", 10000.0))
-        moe = hf.get("model_type") == "qwen3_moe"
-        for field, value, wanted in [
-            ("model_type", "qwen3" if moe else hf.get("model_type"), "qwen3"),
-            ("hidden_act", hf.get("hidden_act", "silu"), "silu"),
-            ("attention_bias", hf.get("attention_bias", False), False),
-            ("use_sliding_window", hf.get("use_sliding_window") or False, False),
-            ("rope_type", rope.pop("rope_type", rope.pop("type", "default")), "default"),
-            ("decoder_sparse_step", hf.get("decoder_sparse_step", 1), 1),
-            ("mlp_only_layers", hf.get("mlp_only_layers") or [], []),
-        ]:
-            if value != wanted:
-                raise ValueError(f"config.json: {field} is {value!r}; models/qwen3.py has only {wanted!r}")
-        if missing := [k for k in HF_SIZES.values() if k not in hf]:
-            raise ValueError(f"config.json lacks {', '.join(missing)}")
-        heads = hf["num_attention_heads"]
-        experts = {}
-        if moe:
-            experts["n_experts"] = hf.get("num_experts") or hf.get("num_local_experts")  # transformers 4 / 5
-            experts |= {"top_k": hf.get("num_experts_per_tok"), "moe_ffn_dim": hf.get("moe_intermediate_size")}
-            if missing := [k for k, v in experts.items() if v is None]:
-                raise ValueError(f"config.json has no number for {', '.join(missing)}")
-            experts["norm_topk_prob"] = hf.get("norm_topk_prob", False)
-        return cls(
-            **{ours: hf[theirs] for ours, theirs in HF_SIZES.items()},
-            n_kv_heads=hf.get("num_key_value_heads") or heads,
-            head_dim=hf.get("head_dim") or 128,
-            norm_eps=hf.get("rms_norm_eps", 1e-6),
-            rope_theta=float(theta),
-            tie_embeddings=hf.get("tie_word_embeddings", False),
-            max_seq_len=hf.get("max_position_embeddings", 32768),
-            **experts,
-        )
+        """The config of a Hugging Face folder's config.json. Raises ValueError naming what this model cannot represent."""
+        experts = config_json.get("num_experts") or config_json.get("num_local_experts")  # transformers 4 / 5
+        fields = HF_FIELDS | (HF_EXPERTS if config_json.get("model_type") == "qwen3_moe" else {})
+        return config_from_hf(cls, config_json | {"num_experts": experts}, fields, HF_FIXED | HF_FIXED_EXPERTS)
 
     def to_hf(self) -> dict:
-        """The inverse: a config.json in the spelling of transformers 4, which 5 reads as well."""
-        experts = dict(
-            num_experts=self.n_experts,
-            num_experts_per_tok=self.top_k,
-            moe_intermediate_size=self.moe_ffn_dim,
-            norm_topk_prob=self.norm_topk_prob,
-            decoder_sparse_step=1,
-            mlp_only_layers=[],
-        )
-        return dict(
-            architectures=["Qwen3MoeForCausalLM" if self.n_experts else "Qwen3ForCausalLM"],
-            model_type="qwen3_moe" if self.n_experts else "qwen3",
-            **{theirs: getattr(self, ours) for ours, theirs in HF_SIZES.items()},
-            num_key_value_heads=self.n_kv_heads,
-            head_dim=self.head_dim,
-            rms_norm_eps=self.norm_eps,
-            rope_theta=self.rope_theta,
-            rope_scaling=None,
-            tie_word_embeddings=self.tie_embeddings,
-            max_position_embeddings=self.max_seq_len,
-            hidden_act="silu",
-            attention_bias=False,
-            use_sliding_window=False,
-            **(experts if self.n_experts else {}),
-        )
+        """The inverse: a config.json, as transformers reads it."""
+        experts = config_to_hf(self, HF_EXPERTS, HF_FIXED_EXPERTS) if self.n_experts else {}
+        name = "Qwen3MoeForCausalLM" if self.n_experts else "Qwen3ForCausalLM"
+        return config_to_hf(self, HF_FIELDS, HF_FIXED) | experts | dict(architectures=[name], rope_scaling=None)
 
 
 _qwen3 = partial(Qwen3Config, vocab_size=151936, head_dim=128, n_kv_heads=8)  # head_dim is 128 whatever dim / n_heads is
@@ -344,3 +285,20 @@ class Qwen3(nn.Module):
                 names[f"blocks.{i}.moe.experts.{ours}"] = experts
             names |= {f"blocks.{i}.{ours}.weight": f"model.layers.{i}.{theirs}.weight" for ours, theirs in block.items()}
         return names
+
+
+# Hugging Face's config.json; models/hf_config.py says what the tables mean.
+HF_FIELDS = SHARED_FIELDS | dict(
+    n_kv_heads=("num_key_value_heads", lambda hf: hf["num_attention_heads"]),
+    head_dim=("head_dim", 128),
+    max_seq_len=("max_position_embeddings", 32768),
+)
+HF_EXPERTS = dict(
+    n_experts=("num_experts", None),
+    top_k=("num_experts_per_tok", None),
+    moe_ffn_dim=("moe_intermediate_size", None),
+    norm_topk_prob=("norm_topk_prob", False),
+)
+HF_FIXED = dict(model_type=("qwen3", "qwen3_moe"), use_sliding_window=(False, None)) | SHARED_FIXED
+# experts in every layer
+HF_FIXED_EXPERTS = dict(model_type=("qwen3_moe", "qwen3"), decoder_sparse_step=(1,), mlp_only_layers=([], None))

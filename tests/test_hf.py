@@ -33,6 +33,8 @@ from models.llama3 import FLAVORS, Llama3, Llama3Config
 from support import hf
 from support.config import override_fields
 
+ROOT = Path(__file__).parent.parent
+
 # ---------------------------------------------------------------- their files, our model
 
 TINY = dict(hidden_size=32, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, head_dim=8, intermediate_size=64,
@@ -350,7 +352,7 @@ def fork(monkeypatch):
     name: "models.<file>" puts it in the place of the original, as one who edits that has it."""
 
     def make(file, *changes, name="models.mine"):
-        module, text = ModuleType(name), Path(hf.__file__).with_name("models").joinpath(f"{file}.py").read_text()
+        module, text = ModuleType(name), (ROOT / "models" / f"{file}.py").read_text()
         for old, new in changes:
             assert old in text, old
             text = text.replace(old, new)
@@ -363,9 +365,7 @@ def fork(monkeypatch):
 
 def declare(name):
     """to_hf() as docs/fork_me.md says it: this class computes what transformers' does."""
-    return "        return dict(\n            architectures", f"""        return dict(
-            nanotitan_model="models.mine.{name}",
-            architectures"""
+    return "dict(architectures=", f'dict(nanotitan_model="models.mine.{name}", architectures='
 
 
 def small(module, flavor="debug"):
@@ -404,7 +404,8 @@ def test_a_copy_of_a_model_is_exported_when_it_says_that_it_is_the_same(tmp_path
      r"another llama: model.layers.0.mlp.gate_proj.weight is \(512, 192\) there, \(1024, 192\) here"),
     ([("self.w3 = nn.Linear(dim, ffn_dim, bias=False)", "self.w3 = nn.Linear(dim, ffn_dim)"), DECLARED],
      "no name for blocks.0.ffn.w3.bias"),
-    ([('            hidden_act="silu",', '            hidden_act="relu2",'), DECLARED], "hidden_act is 'relu2'"),
+    ([("HF_FIXED = dict(", "HF_FIXED = SHARED_FIXED | dict(hidden_act=('relu2',), "), (" | SHARED_FIXED", ""), DECLARED],
+     "hidden_act is 'relu2'"),
 ])
 def test_another_model_is_not_exported_as_one_of_theirs(tmp_path, fork, capsys, changes, message):
     module, Model = fork("llama3", *changes)
@@ -544,7 +545,7 @@ def test_a_large_copy_is_compared_in_small_sizes(fork):
 @pytest.mark.parametrize("edited", ["a file of its own", "the original"])
 def test_an_export_that_tells_of_another_model_is_refused_before_anything_is_trained(tmp_path, edited):
     """A fork as a user has it, with one line changed: of a recipe and a model of its own, or in a folder copied whole."""
-    root = Path(hf.__file__).parent
+    root = ROOT
     recipe, model = (root / "train_llama3.py").read_text(), (root / "models" / "llama3.py").read_text().replace(*RELU2)
     if edited == "the original":
         shutil.copytree(root / "models", tmp_path / "models", ignore=shutil.ignore_patterns("__pycache__"))
