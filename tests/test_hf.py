@@ -404,8 +404,7 @@ def test_a_copy_of_a_model_is_exported_when_it_says_that_it_is_the_same(tmp_path
      r"another llama: model.layers.0.mlp.gate_proj.weight is \(512, 192\) there, \(1024, 192\) here"),
     ([("self.w3 = nn.Linear(dim, ffn_dim, bias=False)", "self.w3 = nn.Linear(dim, ffn_dim)"), DECLARED],
      "no name for blocks.0.ffn.w3.bias"),
-    ([("HF_FIXED = dict(", "HF_FIXED = SHARED_FIXED | dict(hidden_act=('relu2',), "), (" | SHARED_FIXED", ""), DECLARED],
-     "hidden_act is 'relu2'"),
+    ([("mlp_bias=(False,)) | SHARED_FIXED", "mlp_bias=(True,)) | SHARED_FIXED"), DECLARED], "mlp_bias is True"),
 ])
 def test_another_model_is_not_exported_as_one_of_theirs(tmp_path, fork, capsys, changes, message):
     module, Model = fork("llama3", *changes)
@@ -545,18 +544,17 @@ def test_a_large_copy_is_compared_in_small_sizes(fork):
 @pytest.mark.parametrize("edited", ["a file of its own", "the original"])
 def test_an_export_that_tells_of_another_model_is_refused_before_anything_is_trained(tmp_path, edited):
     """A fork as a user has it, with one line changed: of a recipe and a model of its own, or in a folder copied whole."""
-    root = ROOT
-    recipe, model = (root / "train_llama3.py").read_text(), (root / "models" / "llama3.py").read_text().replace(*RELU2)
+    recipe, model = (ROOT / "train_llama3.py").read_text(), (ROOT / "models" / "llama3.py").read_text().replace(*RELU2)
     if edited == "the original":
-        shutil.copytree(root / "models", tmp_path / "models", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / "models", tmp_path / "models", ignore=shutil.ignore_patterns("__pycache__"))
         (tmp_path / "models" / "llama3.py").write_text(model)
         message = "error: an export of models.llama3.Llama3 would be opened as llama, but its file"
     else:
-        (tmp_path / "models").symlink_to(root / "models")
+        (tmp_path / "models").symlink_to(ROOT / "models")
         recipe = recipe.replace("from models.llama3 import", "from relu2 import")
         (tmp_path / "relu2.py").write_text(model)
         message = "error: an export of relu2.Llama3 would be opened as llama, which is models.llama3.Llama3"
-    (tmp_path / "train_mine.py").write_text(f"import sys\nsys.path.append({str(root)!r})\n" + recipe)
+    (tmp_path / "train_mine.py").write_text(f"import sys\nsys.path.append({str(ROOT)!r})\n" + recipe)
     command = [sys.executable, "train_mine.py", "--steps", "2", "--device", "cpu", "--export_hf", "out", "--out", "run"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr

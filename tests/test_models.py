@@ -483,6 +483,7 @@ WANTED = dict(dim=64, n_layers=2, n_heads=8, n_kv_heads=2, head_dim=8, ffn_dim=9
     (dict(rope_theta=5e5, head_dim=None, num_key_value_heads=None), dict(n_kv_heads=8)),
     (dict(rope_theta=5e5, tie_word_embeddings=True), dict(tie_embeddings=True)),
     (dict(rope_theta=5e5, rms_norm_eps=1e-6), dict(norm_eps=1e-6)),
+    (dict(rope_theta=5e5, tie_word_embeddings=None, partial_rotary_factor=None, rope_parameters=None), {}),  # null: left out
 ])
 def test_from_hf(hf, changes):
     got, wanted = Llama3Config.from_hf(HF | hf), Llama3Config(**WANTED | dict(rope_theta=5e5) | changes)
@@ -499,6 +500,11 @@ def test_from_hf(hf, changes):
     (dict(rope_parameters=dict(rope_theta=1e4, rope_type="dynamic", factor=2.0)), "rope_type is 'dynamic'"),
     (dict(rope_parameters=dict(rope_theta=1e4, rope_type="llama3", factor=2.0)), "lacks low_freq_factor, high_freq_factor"),
     (dict(rope_parameters=dict(rope_type="default", partial_rotary_factor=0.5)), "partial_rotary_factor is 0.5"),
+    (dict(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5"),  # as transformers 4 wrote it
+    (dict(rope_parameters=dict(full_attention=dict(rope_theta=1e4, rope_type="default"))), "rope scaling has full_attention"),
+    (dict(rope_parameters=scaled(8.0) | dict(rope_type="llama3", factor=None)), "rope scaling 'llama3' lacks factor$"),
+    (dict(hidden_act=None), "hidden_act is None; models/llama3.py has only 'silu'"),
+    (dict(hidden_size=None, vocab_size=None), "no number for hidden_size, vocab_size"),
 ])
 def test_from_hf_refuses_what_it_cannot_represent(hf, words):
     with pytest.raises(ValueError, match=words) as error:
