@@ -63,11 +63,13 @@ from support.hf import (
     HF_DTYPES,
     OtherModel,
     check_export,
+    check_hf_config,
     check_same_model,
     covers,
     file_kinds,
     load_hf,
     load_hf_model,
+    save_hf,
     say_lost,
     write_hf,
 )
@@ -260,7 +262,7 @@ def source_tokenizer(cfg) -> str:
     A run that has checkpoints of its own follows those, for what it began with may be gone. Raises ValueError.
     """
     is_text = cfg.data == "stdlib" or not os.path.isdir(cfg.data)
-    if not cfg.init_from or cfg.tokenizer or not is_text or has_new_ids(cfg) or cfg.dry_run:
+    if not cfg.init_from or cfg.tokenizer or not is_text or has_new_ids(cfg):
         return ""
     start = start_of(cfg.out, cfg)
     folder = newest_readable(*start[:2], (*ABOUT, "tokenizer.json", *BESIDE)) if start else cfg.init_from
@@ -338,7 +340,7 @@ def check_run(out: str, identity: dict, cfg: CheckpointConfig, lr_at=None):
 UNTOLD_FLAGS = set("""
     out device log_every checkpoint_every init_from init_model_only load_step exclude_from_loading checkpoint_async
     keep_latest_k checkpoint_first_step load_only last_save_model_only export_hf export_dtype data tokenizer cache_dir plot
-    tensorboard wandb profile layer_times memory_snapshot gc_every dry_run plan machine nvlink_gb_s network_gb_s
+    tensorboard wandb profile memory_snapshot gc_every dry_run plan machine nvlink_gb_s network_gb_s
     devices_per_node explain check_parity flight_recorder init_timeout_s train_timeout_s
 """.split())
 
@@ -398,7 +400,7 @@ def keep_batch(cfg):
         return  # check_layout says what is wrong
     data_ranks, source = processes // others, "--config" if "global_batch_size" in FROM_FILE else ""
     if cfg.global_batch_size == -1:
-        path = None if cfg.dry_run else continued(cfg)
+        path = continued(cfg)
         kept = trained_flags(path).get("global_batch_size") if path else None
         source, cfg.global_batch_size = path if kept else "", kept or cfg.local_batch_size * data_ranks
     share, size = cfg.global_batch_size // data_ranks, cfg.pp_microbatch_size if cfg.pp > 1 else 1
@@ -504,6 +506,29 @@ def lock_run(out: str):
             time.sleep(0.1)
         except OSError as error:  # a file system without locks, or without room for the pid
             return print(f"checkpoint: {out}/.lock: {error.strerror}; see that no second job writes there", flush=True)
+
+
+def claim_run(cfg, Model, model_config, data, lr_at=None) -> dict:
+    """May --out go on, --init_from be read, --export_hf be written, and does the data fit the model? Raises ValueError if not,
+    before anything is built. Locks --out, and returns what identifies the run: a continued one must not change it.
+
+    cfg: of a recipe; data: of open_data; lr_at: the recipe's, to tell what changed flags do to the learning rate.
+    """
+    if (ids := data.vocab_size) > model_config.vocab_size:
+        raise ValueError(f"the tokenizer has {ids} ids, the model {model_config.vocab_size}; use --model_args vocab_size={ids}")
+    if cfg.val_every and not data.n_val_samples:
+        raise ValueError(f"--data {cfg.data} has no validation text; use --val_every 0")
+    model = {"module": Model.__module__, "class": Model.__name__, **asdict(model_config)}
+    identity = {"model": model, "data": data.fingerprint, "optimizer": {"name": cfg.optimizer}}
+    check_run(cfg.out, identity, cfg, lr_at)
+    if is_hf_folder(cfg.init_from):
+        if not cfg.init_model_only:
+            raise ValueError(f"--no-init_model_only: {cfg.init_from} holds weights and no more; leave it out")
+        check_hf_config(model_config, cfg.init_from)
+    if cfg.export_hf and all(step < cfg.steps for step, _ in step_folders(cfg.out)):
+        check_export(cfg.export_hf, Model, model_config)
+    lock_run(cfg.out)
+    return identity
 
 
 # --- DCP: tensors to files and back ---
@@ -677,6 +702,7 @@ class Checkpoints:
     def __init__(self, cfg: CheckpointConfig, out: str, *, modules: list[nn.Module], optimizer, identity: dict, config: dict,
                  source: str, tokenizer_file: str | None = None):
         self.cfg, self.out, self.modules, self.identity = cfg, out, modules, identity
+        self.tokenizer_file = tokenizer_file
         self.config, self.source = config, source
         self.code = local_code() if source else {}  # now: who edits a file while this runs does not change this run
         self.optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
@@ -743,14 +769,16 @@ class Checkpoints:
             wait([self.staged])  # an error in it is the save's to report
             self.staged = None
 
-    def close(self):
-        """Waits for the save in flight, and raises its error."""
+    def close(self, export=False):
+        """Waits for the save in flight, and raises its error. export: then write --export_hf, if it is given."""
         self.finish_flight()
         self.pool.shutdown()
         if self.stager is not None:
             self.stager.close()
         if self.process is not None:
             self.process.close()
+        if export and self.cfg.export_hf:
+            save_hf(self.modules, self.cfg.export_hf, getattr(torch, self.cfg.export_dtype), tokenizer_file=self.tokenizer_file)
 
     def finish_flight(self):
         """At most one save is in flight, so the background threads of all ranks save in the same order."""

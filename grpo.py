@@ -584,7 +584,7 @@ def main(cfg: Config):
     metrics = Metrics(
         cfg.out, cfg, rank0=rank0, world_size=layout.world_size, device=layout.device,
         flops_per_token=model.flops_per_token(cfg.seq_len), first_step=first, steps=cfg.steps, log_every=cfg.log_every,
-        tokens=state["tokens"], stages=[model],
+        tokens=state["tokens"],
     )
     # a batch that is made, but not trained on yet: only with --async_steps 1
     batch, stopping = still_valid(state["batch"], state.get("made_with"), cfg, rank0), False
@@ -597,15 +597,15 @@ def main(cfg: Config):
                 print(f"step {step}/{cfg.steps}  eval_reward {line['eval_reward']:.4f}  greedy {line['eval_greedy']:.4f}  "
                       f"pass@{cfg.eval_k} {line['eval_pass_at_k']:.4f}  ({len(held_out)} held-out prompts)", flush=True)
 
+    def make(cursor):
+        engine.submit(cursor)
+        return engine.collect()
+
     if first == 1:
         log_eval(0)
     for step in range(first, cfg.steps + 1):
-        metrics.start_step()
         # (1) prompts, (2) rollouts, (3) rewards
-        if batch is None:
-            engine.submit(state["cursor"])
-            batch = engine.collect()
-        metrics.data_done()
+        batch = metrics.start_step(iter([batch]) if batch else iter(partial(make, state["cursor"]), None))
         ahead = cfg.async_steps and step < cfg.steps
         if ahead:  # the next batch is made while this one is trained on, by the policy of now
             engine.submit(batch["cursor"])

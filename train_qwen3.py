@@ -14,16 +14,7 @@ from typing import Literal
 
 import torch
 
-from checkpoint import (
-    CheckpointConfig,
-    Checkpoints,
-    check_run,
-    is_hf_folder,
-    keep_batch,
-    lock_run,
-    source_tokenizer,
-    step_folders,
-)
+from checkpoint import CheckpointConfig, Checkpoints, claim_run, keep_batch, source_tokenizer
 from data import DataConfig, open_data
 from distributed.experts import balance_experts, expert_parallel
 from distributed.float8 import Float8Config, float8_linears, float8_scales
@@ -48,13 +39,10 @@ from parallel import (
     tensor_parallel,
 )
 from support.config import Need, check_range, flag, override_fields, parse_config, save_config
-from support.dryrun import DryRunConfig
-from support.hf import check_export, check_hf_config, save_hf
+from support.guard import Guard
 from support.metrics import Metrics, MetricsConfig
-from support.optim import Muon, adamw, not_finite, skip_if_not_finite, step_in_backward
-from support.parity import ParityConfig
-from support.plan import PlanConfig
-from support.reports import with_reports
+from support.optim import Muon, adamw, set_lr, step_in_backward
+from support.reports import ReportConfig, with_reports
 
 # What flags need to have an effect: see config.py
 BF16_ADAMW = Need("without --param_dtype bfloat16 and --optimizer adamw",
@@ -66,8 +54,7 @@ AUX = Need("without --moe_balance aux", lambda c: c.moe_balance == "aux")
 
 @dataclass(kw_only=True)
 class Config(
-    ParallelConfig, LaunchConfig, PipelineConfig, Float8Config, DryRunConfig, PlanConfig, ParityConfig, CheckpointConfig,
-    DataConfig, MetricsConfig,
+    ParallelConfig, LaunchConfig, PipelineConfig, Float8Config, ReportConfig, CheckpointConfig, DataConfig, MetricsConfig
 ):
     flavor: Literal[tuple(FLAVORS)] = "debug"  # model size: see FLAVORS in models/qwen3.py
     # qwen3: how to keep the experts equally busy
@@ -105,6 +92,16 @@ class Config(
     checkpoint_every: int = 100  # steps between checkpoints (and one at the end); 0 = never
     log_every: int = 10  # steps between log lines
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto = a GPU if there is one
+
+    def __post_init__(self):  # what is wrong with flags by themselves; check_layout sees them together with the model
+        super().__post_init__()
+        check_range(self, 1, math.inf, "steps", "val_batches")
+        check_range(self, 0, math.inf, "lr", "eps", "weight_decay", "max_norm")
+        check_range(self, 0, 1, "beta1", "beta2", "min_lr_ratio", "decay_ratio")
+        if self.optimizer_in_backward and (self.max_norm, self.optimizer, self.on_nan) != (0, "adamw", "stop"):
+            raise ValueError("--optimizer_in_backward moves weights before the norm of all gradients is known; use "
+                             "--max_norm 0, --optimizer adamw and --on_nan stop")
+
 
 
 def lr_at(step: int, cfg: Config) -> float:
@@ -146,36 +143,17 @@ def build_optimizers(stages, cfg: Config) -> list[torch.optim.Optimizer]:
 
 def main(cfg: Config):
     # 1. devices: all that the flags can get wrong is found here, before anything is built
-    check_range(cfg, 1, math.inf, "steps", "val_batches")
-    check_range(cfg, 0, math.inf, "lr", "eps", "weight_decay", "max_norm")
-    check_range(cfg, 0, 1, "beta1", "beta2", "min_lr_ratio", "decay_ratio")
     model_config = override_fields(FLAVORS[cfg.flavor], cfg.model_args, "--model_args")
     keep_batch(cfg)  # a continued run keeps its global batch on any number of processes
     layout = check_layout(
         cfg, model_config, seq_len=cfg.seq_len, local_batch_size=cfg.local_batch_size,
         global_batch_size=cfg.global_batch_size, device=cfg.device,
     )
-    rank0 = layout.rank == 0
-    if cfg.optimizer_in_backward and (cfg.max_norm, cfg.optimizer, cfg.on_nan) != (0, "adamw", "stop"):
-        raise ValueError("--optimizer_in_backward moves weights before the norm of all gradients is known; use --max_norm 0, "
-                         "--optimizer adamw and --on_nan stop")
 
     # 2. data: one fixed global order of sequences; the layout decides who reads which, never what is trained on
     data = open_data(cfg, cfg.seq_len, source_tokenizer(cfg))
-    if (ids := data.vocab_size) > model_config.vocab_size:
-        raise ValueError(f"the tokenizer has {ids} ids, the model {model_config.vocab_size}; use --model_args vocab_size={ids}")
-    if cfg.val_every and not data.n_val_samples:
-        raise ValueError(f"--data {cfg.data} has no validation text; use --val_every 0")
-    model_identity = {"module": Qwen3.__module__, "class": Qwen3.__name__, **asdict(model_config)}
-    identity = {"model": model_identity, "data": data.fingerprint, "optimizer": {"name": cfg.optimizer}}
-    check_run(cfg.out, identity, cfg, lr_at)
-    if is_hf_folder(cfg.init_from):
-        if not cfg.init_model_only:
-            raise ValueError(f"--no-init_model_only: {cfg.init_from} holds weights and no more; leave it out")
-        check_hf_config(model_config, cfg.init_from)
-    if cfg.export_hf and all(step < cfg.steps for step, _ in step_folders(cfg.out)):
-        check_export(cfg.export_hf, Qwen3, model_config)
-    lock_run(cfg.out)
+    # may --out go on, --init_from be read, --export_hf be written? Locks --out
+    identity = claim_run(cfg, Qwen3, model_config, data, lr_at)
     stop = StopSignal()
     connect(layout, cfg.device, cfg.seed, trace=f"{cfg.out}/trace")
     choose_attention(layout, model_config, cfg.seq_len, cfg.local_batch_size)
@@ -212,19 +190,15 @@ def main(cfg: Config):
     state = checkpoints.load() or {"step": 0, "samples": 0, "tokens": 0}
     step_in_backward(optimizers, layout)
     check_replicas(stages, layout, data=data.fingerprint, flags=asdict(cfg))
+    rank0 = layout.rank == 0
     if rank0:
-        if state["step"] >= cfg.steps:
-            print(f"{cfg.out} is finished: {state['step']} of {cfg.steps} steps are done; use a larger --steps, or --out NEW")
-        print(f"{cfg.flavor}: {n_params:,} parameters | {layout} on {layout.device.type}, {str(layout.compute_dtype)[6:]} | "
-              f"{layout.global_batch_size} sequences x {cfg.seq_len} tokens per step, {layout.accumulation} x "
-              f"{cfg.local_batch_size} on each of {layout.data_ranks} data ranks")
+        print(f"{cfg.flavor}: {n_params:,} parameters | {layout.step_text(cfg.seq_len)}")
         if cfg.warmup_steps > (total := cfg.steps if cfg.schedule_steps == -1 else cfg.schedule_steps):
             print(f"--warmup_steps {cfg.warmup_steps} is longer than the schedule; it is clamped to {total}")
     if state["step"] >= cfg.steps:
-        checkpoints.close()
-        if cfg.export_hf and not os.path.exists(cfg.export_hf):  # a finished run can still be exported
-            save_hf(stages, cfg.export_hf, getattr(torch, cfg.export_dtype), tokenizer_file=data.tokenizer_file)
-        return
+        if rank0:
+            print(f"{cfg.out} is finished: {state['step']} of {cfg.steps} steps are done; use a larger --steps, or --out NEW")
+        return checkpoints.close(export=not os.path.exists(cfg.export_hf))  # a finished run can still be exported
 
     # 7. loop
     if rank0:  # the flags of a start that trains: what a finished run was trained with stays
@@ -232,29 +206,24 @@ def main(cfg: Config):
     first = state["step"] + 1
     metrics = Metrics(
         cfg.out, cfg, rank0=rank0, world_size=layout.world_size, device=layout.device, flops_per_token=flops_per_token,
-        first_step=first, steps=cfg.steps, log_every=cfg.log_every, tokens=state["tokens"], stages=stages,
+        first_step=first, steps=cfg.steps, log_every=cfg.log_every, tokens=state["tokens"],
     )
+    guard = Guard(optimizers, layout, cfg.on_nan, cfg.out)
     mine = (cfg.local_batch_size, layout.data_rank, layout.data_ranks, layout.device)
     batches = data.batches(state["samples"], layout.global_batch_size, *mine)
-    tokens_per_step, norms = layout.global_batch_size * cfg.seq_len, {}
+    tokens_per_step = layout.global_batch_size * cfg.seq_len
     for step in range(first, cfg.steps + 1):
-        metrics.start_step()
-        batch = next(batches)
-        metrics.data_done()
-        lr = cfg.lr * lr_at(step, cfg)
-        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-            group["lr"] = torch.tensor(lr) if isinstance(group["lr"], torch.Tensor) else lr  # a tensor: torchao's compiled step
+        batch = metrics.start_step(batches)
         if step == 1:
             check_first_batch(batch, layout)
+        lr = set_lr(optimizers, cfg.lr * lr_at(step, cfg))
         loss = forward_backward(stages, batch, layout)  # sum of token losses / tokens of the global batch, and its gradients
         grad_norm = clip_grad_norm(stages, cfg.max_norm, layout)
-        norms[step] = grad_norm
-        skip_if_not_finite(optimizers, grad_norm, layout)  # decided on the device: the host hurries on
+        guard.before_update(step, grad_norm)  # a step with a NaN gradient changes nothing; that is decided on the GPU
         for optimizer in optimizers:
             optimizer.step()
-        float8_scales(stages, layout)
-        for optimizer in optimizers:
             optimizer.zero_grad()
+        float8_scales(stages, layout)
         # qwen3: the biases move after the weights, by the load of the whole global batch
         balance = {}
         if model_config.n_experts:
@@ -268,14 +237,7 @@ def main(cfg: Config):
         saving = cfg.checkpoint_every and (step % cfg.checkpoint_every == 0 or last or step == 1 and cfg.checkpoint_first_step)
         validating = cfg.val_every and (step % cfg.val_every == 0 or step == cfg.steps)
         if metrics.due(step) or saving or validating or stopping:
-            for bad, norm in not_finite(norms):
-                if cfg.on_nan == "stop":
-                    good = next((path for _, path in step_folders(cfg.out)), "none yet")
-                    weights = "the weights have seen it" if cfg.optimizer_in_backward else "weights unchanged by it"
-                    raise RuntimeError(f"step {bad}: gradient norm {norm}, {weights}, noticed after step {step}; last "
-                                       f"checkpoint: {good}")
-                if rank0:
-                    print(f"step {bad}: the gradient norm is {norm}; step skipped")
+            guard.report(step)
         if metrics.due(step):
             loss, loss_max = reduce_loss(loss, layout)
             tokens_hash = reduce_hash(batch.hash, layout)
@@ -292,9 +254,7 @@ def main(cfg: Config):
                 print(f"{stop.received or 'a signal to another rank'}: stopped after step {step}")
             break
     batches.close()
-    checkpoints.close()
-    if cfg.export_hf and not stopping:
-        save_hf(stages, cfg.export_hf, getattr(torch, cfg.export_dtype), tokenizer_file=data.tokenizer_file)
+    checkpoints.close(export=not stopping)
     metrics.close()
     disconnect()
     if rank0 and not stopping and cfg.checkpoint_every:

@@ -19,7 +19,8 @@ from distributed.float8 import float8_linears, float8_scales
 from distributed.launch import connect
 from distributed.pipeline import pipeline_stages
 from distributed.refusals import check_layout
-from support.optim import skip_if_not_finite, step_in_backward
+from support.guard import skip_if_not_finite
+from support.optim import step_in_backward
 
 REPO = Path(__file__).parent.parent
 # Not torch, and none of our modules that import it: the parent only waits, and a child's peak memory starts with its parent's
@@ -93,12 +94,12 @@ def ours(cfg, device, compiled):
     def step():
         loss = parallel.forward_backward(stages, batch, layout)
         grad_norm = parallel.clip_grad_norm(stages, recipe.max_norm, layout)
-        skip_if_not_finite(optimizers, grad_norm, layout)
+        if not recipe.optimizer_in_backward:
+            skip_if_not_finite(optimizers, grad_norm, on_host=recipe.cpu_offload)
         for optimizer in optimizers:
             optimizer.step()
-        float8_scales(stages, layout)
-        for optimizer in optimizers:
             optimizer.zero_grad()
+        float8_scales(stages, layout)
         return loss[0]
 
     return model, step

@@ -92,6 +92,11 @@ class Layout:
     def coordinate(self, axis: str) -> int:
         return self.axes[axis].get_local_rank()
 
+    def step_text(self, seq_len: int) -> str:
+        """Where the model runs, and how a step's sequences are shared out: for the line that a run begins with."""
+        return (f"{self} on {self.device.type}, {str(self.compute_dtype)[6:]} | {self.global_batch_size} sequences x {seq_len} "
+                f"tokens per step, {self.accumulation} x {self.local_batch_size} on each of {self.data_ranks} data ranks")
+
     def __str__(self):
         borrowed = {"ep": self.cfg.ep, "etp": self.cfg.etp}
         return " x ".join(f"{a} {n}" for a, n in (self.degrees | borrowed).items() if n > 1) or "one process"

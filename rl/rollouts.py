@@ -13,6 +13,7 @@ import os
 import pickle
 import random
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from distributed.launch import LaunchConfig
 from distributed.layout import ParallelConfig
 from distributed.refusals import check_layout
 from generate import rollout
@@ -240,6 +242,11 @@ def open_bridge(cfg, n_trainers: int):
     return store, dist.ProcessGroupGloo(group, max(0, rank - n_trainers + 1), cfg.gen_ranks + 1, timeout)
 
 
+@dataclass(kw_only=True)
+class GeneratorConfig(ParallelConfig, LaunchConfig):
+    """Flags of a generator's layout, all but one at their defaults: it samples, and nothing of it is sharded."""
+
+
 def generate_forever(cfg, env, text, Model, model_config, n_trainers: int):
     """The whole life of a generator rank: weights in, samples out, until a negative cursor.
 
@@ -248,7 +255,7 @@ def generate_forever(cfg, env, text, Model, model_config, n_trainers: int):
     """
     rank = int(os.environ["RANK"]) - n_trainers
     layout = check_layout(
-        ParallelConfig(dp_shard=cfg.gen_ranks), model_config, seq_len=cfg.seq_len, local_batch_size=1, global_batch_size=-1,
+        GeneratorConfig(dp_shard=cfg.gen_ranks), model_config, seq_len=cfg.seq_len, local_batch_size=1, global_batch_size=-1,
         device=cfg.device, world_size=cfg.gen_ranks)
     layout.rank = rank
     on_cuda = cfg.device != "cpu" and torch.cuda.is_available()

@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
+import checkpoint
 import distributed.layout
 import parallel
 from distributed import refusals
@@ -39,14 +40,6 @@ from distributed.layout import AXES, local_tensor, make_mesh
 from distributed.pipeline import ONE_STAGE_PER_RANK, n_microbatches, read_csv
 from models.loss import CHUNK_ELEMENTS
 from support import optim
-
-
-@dataclass(kw_only=True)
-class DryRunConfig:
-    dry_run: bool = False  # no device, no launcher: report memory, collectives, FLOPs and bubble of this layout
-    explain: bool = False  # one page on one block: how each parameter is placed, and what travels when, and why
-
-
 
 # ---------------------------------------------------------------- watching a step, op by op
 OPS = {
@@ -227,10 +220,20 @@ class Built(BaseException):
     """The recipe has its model and its optimizers: as far as a dry run goes."""
 
 
-def build(main, cfg, connect, init_weights=None):
+@contextmanager
+def no_earlier_run():
+    """What is in --out is neither looked at nor locked while a recipe's main runs for a report."""
+    with ExitStack() as stack:
+        for name in "check_run", "lock_run", "continued":
+            stack.enter_context(mock.patch.object(checkpoint, name, lambda *args, **kwargs: None))
+        yield
+
+
+def build(main, cfg, connect, **stand_ins):
     """(stages, optimizers, layout) from the recipe's own main, run up to its checkpoints.
 
     Where main would touch data, disk or other processes it finds stand-ins; the rest of it is its own code and parallel.py's.
+    stand_ins: more of them, by the name that main knows them by.
     """
     seen = []
 
@@ -242,14 +245,12 @@ def build(main, cfg, connect, init_weights=None):
         raise Built(modules, optimizer)
 
     nothing = lambda *args, **kwargs: None  # noqa: E731
-    data = SimpleNamespace(
-        vocab_size=0, n_val_samples=1, fingerprint={}, tokenizer_file=None)
-    stand_ins = dict(check_layout=partial(refusals.check_layout, on_cuda=True), open_data=lambda *args: data, check_run=nothing,
-                     lock_run=nothing, StopSignal=nothing, connect=stand_in_connect, Checkpoints=checkpoints)
-    if init_weights:
-        stand_ins["init_weights"] = init_weights
+    data = SimpleNamespace(vocab_size=0, n_val_samples=1, fingerprint={}, tokenizer_file=None)
+    stand_ins |= dict(source_tokenizer=nothing, open_data=lambda *args: data, check_run=nothing, lock_run=nothing,
+                      StopSignal=nothing, connect=stand_in_connect, Checkpoints=checkpoints)
     names = main.__globals__
-    with mock.patch.dict(names, {name: value for name, value in stand_ins.items() if name in names}):
+    known = {name: value for name, value in stand_ins.items() if name in names}
+    with mock.patch.dict(names, known), no_earlier_run():
         try:
             main(cfg)
         except Built as built:
@@ -307,7 +308,8 @@ def dry_world(main, cfg, pp_rank: int):
         ]:
             stack.enter_context(mock.patch.object(owner, name, value, create=True))
         try:
-            built = build(main, replace(cfg, dry_run=True), connect, init_weights)
+            on_gpus = partial(refusals.check_layout, on_cuda=True)
+            built = build(main, replace(cfg), connect, init_weights=init_weights, check_layout=on_gpus)
             with fake:
                 yield built
         finally:

@@ -10,7 +10,6 @@ import sys
 import time
 import uuid
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,7 +24,6 @@ class MetricsConfig:
     tensorboard: bool = False  # write the numbers of metrics.jsonl to <out>/tb as well
     wandb: str = ""  # send them to this project of Weights & Biases as well
     profile: str = ""  # steps to trace, like 10-12: every rank writes a file to <out>/trace that ui.perfetto.dev opens
-    layer_times: int = 0  # a step whose blocks are timed, forward and backward: a table, and a file per rank in <out>/trace
     memory_snapshot: bool = flag(False, GPU)  # CUDA allocations for pytorch.org/memory_viz, in <out>/trace; also if it runs out
     gc_every: int = 50  # collect garbage every N steps, on all ranks in the same step; 0: whenever Python likes
 
@@ -35,8 +33,6 @@ class MetricsConfig:
                 raise ValueError(f"--{package} needs a package that is not installed: pip install {package}")
         if self.profile and profiled_steps(self.profile) is None:
             raise ValueError(f"--profile {self.profile!r} must be one step or the first and last of some, like 10-12")
-        if self.layer_times < 0:
-            raise ValueError(f"--layer_times {self.layer_times} must be a step, or 0 for none")
 
 
 def profiled_steps(text: str) -> range | None:
@@ -110,9 +106,7 @@ def drop_lines_from(path: str, first_step: int):
 class Metrics:
     """Times the steps on every rank, writes and prints on rank 0 alone.
 
-        metrics.start_step()
-        batch = next(batches)
-        metrics.data_done()
+        batch = metrics.start_step(batches)          # batches: any iterator; how long it takes is data_time_s
         ...                                          # forward, backward, optimizer
         metrics.end_step(tokens)                     # tokens of the global batch, counted on the host
         if metrics.due(step):                        # the same answer on every rank
@@ -124,7 +118,7 @@ class Metrics:
 
     def __init__(
         self, out: str, cfg: MetricsConfig, *, rank0: bool, world_size: int, device, flops_per_token: int,
-        first_step: int, steps: int, log_every: int, tokens: int = 0, stages=(),
+        first_step: int, steps: int, log_every: int, tokens: int = 0,
     ):
         self.cfg, self.rank0, self.steps, self.log_every, self.tokens = cfg, rank0, steps, log_every, tokens
         self.device, self.flops_per_token = torch.device(device), flops_per_token
@@ -133,7 +127,6 @@ class Metrics:
         self.job_flops = peak and peak * world_size
         self.reset_interval()
         self.out, self.rank, self.profiler = out, int(os.environ.get("RANK", 0)), None
-        self.stages, self.layer_times = stages, None
         self.profiled = profiled_steps(cfg.profile) or range(0)
         if cfg.memory_snapshot:
             torch.cuda.memory._record_memory_history()
@@ -145,9 +138,8 @@ class Metrics:
             drop_lines_from(self.path, first_step if first_step > 1 else 0)  # step 0: validation before any training
             self.file = open(self.path, "a")
             self.bar = sys.stdout.isatty()
-            for flag, wanted in ("layer_times", [cfg.layer_times] * (cfg.layer_times > 0)), ("profile", self.profiled):
-                if wanted and (wanted[-1] < first_step or wanted[0] > steps):
-                    print(f"--{flag}: step {wanted[0]} is none of this run's, {first_step} to {steps}", flush=True)
+            if self.profiled and (self.profiled[-1] < first_step or self.profiled[0] > steps):
+                print(f"--profile: step {self.profiled[0]} is none of this run's, {first_step} to {steps}", flush=True)
             if cfg.tensorboard:
                 from torch.utils.tensorboard import SummaryWriter
 
@@ -178,14 +170,13 @@ class Metrics:
         self.step_time = self.data_time = 0.0
         self.step_ended = time.perf_counter()
 
-    def start_step(self):
+    def start_step(self, batches):
+        """Begin a step: the next batch, and the time that it took to come."""
         if self.step + 1 in self.profiled and self.profiler is None:
             kinds = [torch.profiler.ProfilerActivity.CPU]
             kinds += [torch.profiler.ProfilerActivity.CUDA] if self.device.type == "cuda" else []
             self.profiler, self.profiled = torch.profiler.profile(activities=kinds), range(self.step + 1, self.profiled.stop)
             self.profiler.start()
-        if self.step + 1 == self.cfg.layer_times:
-            self.layer_times = LayerTimes(self.stages, self.device)
         self.step_started = time.perf_counter()
         # Drawn while a step runs and wiped at its end, so whatever is printed between two steps meets an empty line.
         if self.bar and self.steps > 0:
@@ -193,10 +184,9 @@ class Metrics:
             pace = f"  {self.step_time / self.n_steps:.2f} s/step" if self.n_steps else ""
             bar = f"{'#' * filled}{'.' * (30 - filled)}"
             print(f"\r\033[Kstep {self.step + 1}/{self.steps} [{bar}]{pace}", end="", flush=True)
-
-    def data_done(self):
-        """The batch is here: what passed since start_step was spent waiting for data."""
+        batch = next(batches)
         self.data_time += time.perf_counter() - self.step_started
+        return batch
 
     def end_step(self, tokens: int):
         """tokens: of the whole global batch, all ranks together."""
@@ -212,14 +202,6 @@ class Metrics:
             self.write_trace()
         if self.bar:
             print("\r\033[K", end="", flush=True)
-        if self.layer_times is not None:
-            times, self.layer_times = self.layer_times.read(), None
-            with open(self.trace_file(f"layers-step-{self.step}-rank-{self.rank}.json"), "w") as file:
-                json.dump({"step": self.step, "blocks": times}, file, indent=1)
-            if self.rank0:
-                rows = [f"{block:>10} {number(t['forward_ms'], '26.2f')} {number(t['backward_ms'], '9.2f')}"
-                        for block, t in times.items()]
-                print("\n".join([f"step {self.step}, ms per block of rank 0:  forward  backward", *rows]), flush=True)
 
     def write_trace(self):
         """The steps from the first of --profile to the one that is done, which the file is named after."""
@@ -306,54 +288,6 @@ class Metrics:
             print(loss_curve(lines, *(("reward_mean", "eval_reward") if is_rl else ("loss", "val_loss"))), flush=True)
             if self.cfg.plot:
                 draw_curves(lines, os.path.join(self.out, "loss.png"))
-
-
-class LayerTimes:
-    """Forward and backward of each block, from now until read(), by hooks on what goes in and comes out; several micro-batches
-    add up, and what is recomputed counts as backward. A device is asked for its own clock, so nothing waits before read()."""
-
-    def __init__(self, stages, device):
-        self.device, self.calls, self.open, self.handles = device, {}, {}, []
-        for stage in stages:
-            blocks = dict(stage.blocks.items())
-            if getattr(stage, "mtp", None) is not None:
-                blocks["mtp"] = stage.mtp.block
-            for name, block in blocks.items():
-                self.calls[name] = []
-                self.handles.append(block.register_forward_pre_hook(partial(self.before, name), prepend=True))
-                self.handles.append(block.register_forward_hook(partial(self.after, name)))
-
-    def now(self):
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def before(self, name, block, args):
-        if torch.is_grad_enabled():
-            self.open[name] = call = {"forward": [self.now()], "backward": []}
-            if args[0].requires_grad:
-                args[0].register_hook(lambda grad: call["backward"].append(self.now()))
-
-    def after(self, name, block, args, out):
-        if torch.is_grad_enabled():
-            call = self.open.pop(name)
-            call["forward"].append(self.now())
-            if out.requires_grad:
-                out.register_hook(lambda grad: call["backward"].append(self.now()))
-            self.calls[name].append(call)
-
-    def read(self) -> dict[str, dict[str, float | None]]:
-        """Block -> its times; None where there was no backward between the two: an input or an output without gradient."""
-        for handle in self.handles:
-            handle.remove()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        between = lambda a, b: a.elapsed_time(b) if self.device.type == "cuda" else 1000 * (b - a)  # noqa: E731
-        total = lambda spans: sum(between(*span) for span in spans) if all(len(s) == 2 for s in spans) else None  # noqa: E731
-        return {name: {f"{part}_ms": total([call[part] for call in calls]) for part in ("forward", "backward")}
-                for name, calls in self.calls.items()}
 
 
 def number(value: float | None, spec: str) -> str:

@@ -5,7 +5,6 @@ products. torch's own, given FSDP's DTensors, communicates in every one of them.
 does its 15 products, and the results are exchanged: as many bytes as one FSDP forward, and 1/ranks of the arithmetic.
 """
 import logging
-import math
 from functools import partial
 from itertools import groupby
 
@@ -39,32 +38,11 @@ def step_in_backward(optimizers, layout: Layout) -> None:
                 p.register_post_accumulate_grad_hook(partial(update, optimizer=optimizer, group=group))
 
 
-def skip_if_not_finite(optimizers, grad_norm: Tensor, layout: Layout) -> None:
-    """The next step() of each optimizer changes neither weights nor moments if the norm is not finite.
-
-    torch's fused optimizers, and those of optim.py, announce with _step_supports_amp_scaling that they read `found_inf`, as
-    torch.amp.GradScaler tells them: decided on the device, the host hurries on; read the norms when they are logged
-    (not_finite). For any other optimizer the host asks, one wait per step, and takes the gradients away: a parameter without
-    one is left alone. The same for one without state yet, as torch's fused SGD fills its momentum only in a step that is not
-    skipped.
-
-    With --optimizer_in_backward it is too late for all that: the weights have moved.
-    """
-    if layout.cfg.optimizer_in_backward:
-        return
-    found_inf = (~grad_norm.isfinite()).float()
-    for optimizer in optimizers:
-        if getattr(optimizer, "_step_supports_amp_scaling", False) and optimizer.state:
-            optimizer.found_inf = found_inf.cpu() if layout.cfg.cpu_offload else found_inf
-        elif found_inf:
-            optimizer.zero_grad(set_to_none=True)
-
-
-def not_finite(norms: dict[int, Tensor]) -> list[tuple[int, float]]:
-    """(step, gradient norm) of the steps that were skipped; empties norms. Waits for the device: log lines do anyway."""
-    values = dict(zip(norms, torch.stack([*norms.values()]).tolist(), strict=True))
-    norms.clear()
-    return [(step, norm) for step, norm in values.items() if not math.isfinite(norm)]
+def set_lr(optimizers, lr: float) -> float:
+    """Give all parameter groups this learning rate; returns it."""
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group["lr"] = torch.tensor(lr) if isinstance(group["lr"], Tensor) else lr  # torchao's compiled step wants a tensor
+    return lr
 
 
 def adamw(groups, lr: float, betas, eps: float, moments: str = "param", stochastic_rounding: bool = False):
@@ -83,7 +61,7 @@ def adamw(groups, lr: float, betas, eps: float, moments: str = "param", stochast
     kinds = {"8bit": optim.AdamW8bit, "4bit": optim.AdamW4bit, "fp8": optim.AdamWFp8}
 
     class AdamW(kinds.get(moments, optim._AdamW)):
-        found_inf, _step_supports_amp_scaling = None, True  # parallel.skip_if_not_finite
+        found_inf, _step_supports_amp_scaling = None, True  # see guard.py
 
         def _new_buffer(self, p, signed):
             if moments == "bfloat16":
@@ -105,7 +83,7 @@ class Muon(torch.optim.Muon):
     found_inf: 0-d tensor, 1.0 to let the next step change nothing; as in torch's fused optimizers.
     """
 
-    found_inf, _step_supports_amp_scaling = None, True  # parallel.skip_if_not_finite
+    found_inf, _step_supports_amp_scaling = None, True  # see guard.py
 
     @torch.no_grad()
     def step(self):

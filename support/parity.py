@@ -5,7 +5,7 @@ import subprocess
 import sys
 import tempfile
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from unittest import mock
 
 import torch
@@ -14,14 +14,8 @@ import distributed.refusals
 from distributed.layout import AXES
 from distributed.refusals import facts, runs_on_cuda
 from support.config import FROM_FILE, no_effect, spell, unmet_needs
-from support.dryrun import Built
+from support.dryrun import Built, no_earlier_run
 from support.metrics import read_lines
-
-
-@dataclass(kw_only=True)
-class ParityConfig:
-    check_parity: bool = False  # train 3 steps on one process and on this layout, in fp32, and compare; start it with python
-
 
 STEPS, RECORD = 3, "_record"  # appended to a half's --out: the folder of its gradients
 # In fp32, from the first step on. Every mistake of tests/test_mutants.py is far above these. Weights get more room than
@@ -42,10 +36,10 @@ def model_config_of(main, cfg):
     patches = [mock.patch.object(distributed.refusals, "check_layout", seen)]
     patches += [mock.patch.dict(main.__globals__, check_layout=seen)] * ("check_layout" in main.__globals__)
     with ExitStack() as stack:
-        for patch in patches:
+        for patch in [*patches, no_earlier_run()]:
             stack.enter_context(patch)
         try:
-            main(replace(cfg, dry_run=True))  # a copy, and nothing of an earlier run is looked at
+            main(replace(cfg))  # a copy: main resolves its batch size in place
         except Built as built:
             return built.args[0]
     raise RuntimeError("main ended without a call of check_layout")

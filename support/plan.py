@@ -2,25 +2,10 @@
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from distributed.layout import AXES
-from support.config import Need, flag
 from support.dryrun import duration, simulate, table
 from support.metrics import peak_flops
-
-PLAN = Need("without --plan", lambda c: c.plan)
-
-
-@dataclass(kw_only=True)
-class PlanConfig:
-    plan: bool = False  # predict tokens/s and MFU of this layout on --machine, with the error of such predictions
-    machine: Literal["H100", "H200", "B200"] = flag("H100", PLAN)  # the device, with its FLOP/s and bandwidths
-    nvlink_gb_s: float = flag(0.0, PLAN)  # GB/s per device and direction inside a node; 0 = the machine's
-    network_gb_s: float = flag(0.0, PLAN)  # GB/s per device and direction between nodes; 0 = the machine's
-    devices_per_node: int = flag(0, PLAN)  # devices that NVLink connects; 0 = the machine's
-
-
 
 
 @dataclass(frozen=True)

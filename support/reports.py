@@ -1,7 +1,27 @@
-"""The flags that report in place of training: --dry_run, --plan, --explain, --plot of a layout, --check_parity."""
+"""The flags that report in place of training: --dry_run, --plan, --explain, --plot of a layout, --check_parity.
+
+What they do is in dryrun.py, plan.py, explain.py, pictures.py and parity.py, imported only when one of them is given.
+"""
 import os
+from dataclasses import dataclass
+from typing import Literal
 
 from distributed.layout import AXES
+from support.config import Need, flag
+
+PLAN = Need("without --plan", lambda c: c.plan)
+
+
+@dataclass(kw_only=True)
+class ReportConfig:
+    dry_run: bool = False  # no device, no launcher: report memory, collectives, FLOPs and bubble of this layout
+    plan: bool = False  # predict tokens/s and MFU of this layout on --machine, with the error of such predictions
+    machine: Literal["H100", "H200", "B200"] = flag("H100", PLAN)  # the device, with its FLOP/s and bandwidths
+    nvlink_gb_s: float = flag(0.0, PLAN)  # GB/s per device and direction inside a node; 0 = the machine's
+    network_gb_s: float = flag(0.0, PLAN)  # GB/s per device and direction between nodes; 0 = the machine's
+    devices_per_node: int = flag(0, PLAN)  # devices that NVLink connects; 0 = the machine's
+    explain: bool = False  # one page on one block: how each parameter is placed, and what travels when, and why
+    check_parity: bool = False  # train 3 steps on one process and on this layout, in fp32, and compare; start it with python
 
 
 def with_reports(main):

@@ -22,7 +22,7 @@ from models.llama3 import Llama3, Llama3Config
 from models.loss import IGNORE
 from models.qwen3 import Qwen3, Qwen3Config
 from parallel import TP_STYLES
-from support.plan import PlanConfig
+from support.reports import ReportConfig
 
 LR, STEPS, T = 1e-3, 3, 16
 SMALL = dict(dim=32, n_layers=4, n_heads=8, n_kv_heads=4, head_dim=8, ffn_dim=64, vocab_size=101, max_seq_len=64)
@@ -38,7 +38,7 @@ class Batch:  # the part of data.Batch that parallel.py reads
 
 
 @dataclass(kw_only=True)
-class Flags(ParallelConfig, LaunchConfig, PipelineConfig, Float8Config, PlanConfig):
+class Flags(ParallelConfig, LaunchConfig, PipelineConfig, Float8Config, ReportConfig):
     """The option groups that every train_*.py inherits, but for those of data, checkpoints and metrics."""
 
 

@@ -119,9 +119,9 @@ def noted(method):
 for name in ("tolist", "cpu", "numpy"):
     setattr(torch.Tensor, name, noted(getattr(torch.Tensor, name)))
 start_step = Metrics.start_step
-def start(self):
+def start(self, batches):
     steps[self.step + 1] = []
-    start_step(self)
+    return start_step(self, batches)
 Metrics.start_step = start
 with Asks():
     recipe.main(parse_config(recipe.Config, sys.argv[2:]))

@@ -46,6 +46,7 @@ from distributed.refusals import check_layout
 from models.llama3 import FLAVORS as LLAMA3
 from models.llama3 import Llama3, Llama3Config
 from support.config import parse_config, save_config
+from support.dryrun import no_earlier_run
 from support.files import json_bytes, sha256_file
 
 IDENTITY = {
@@ -565,7 +566,8 @@ def test_the_batch_of_a_new_run_is_its_own(tmp_path, monkeypatch):
     assert resolved(monkeypatch, cfg, 4, **new, init_model_only=False) == (8, 2)  # "as if it were this run"
     assert resolved(monkeypatch, cfg, 4, steps=20) == (16, 4)  # nothing left to train
     # a dry run is about the flags, whatever lies in the folder
-    assert resolved(monkeypatch, cfg, 4, dry_run=True) == (16, 4)
+    with no_earlier_run():  # a dry run
+        assert resolved(monkeypatch, cfg, 4) == (16, 4)
 
 
 def test_the_batch_of_a_config_file_is_kept_and_that_of_a_flag_is_not_bent(tmp_path, monkeypatch, capsys):

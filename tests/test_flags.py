@@ -49,6 +49,7 @@ from rl import rollouts
 from support import dryrun, metrics, optim
 from support.config import option_groups
 from support.parity import model_config_of
+from support.reports import with_reports
 
 REPO = Path(__file__).parent.parent
 PROGRAMS = ["train_llama3", "train_qwen3", "train_deepseek", "grpo", "generate"]
@@ -288,7 +289,7 @@ def printed(program: str, cfg) -> str:
 
     with tidy(), mock.patch.object(os, "_exit", end), contextlib.redirect_stdout(text), contextlib.suppress(Ended), \
             mock.patch.object(support.parity, "check_parity", lambda main, cfg, degrees: print("parity of", degrees)):
-        distributed.launch.run(module.main if modes else lambda cfg: print("trains"), cfg)
+        distributed.launch.run(with_reports(module.main if modes else lambda cfg: print("trains")), cfg)
     return text.getvalue()
 
 
@@ -506,7 +507,6 @@ row("tensorboard", True, lambda new, old: any(file.startswith("tb/events") for f
 row("wandb", "team", lambda new, old: [call.kwargs["project"] for call in new.wandb.call_args_list] == ["team"]
     and new.wandb().log.call_count == 4)
 row("profile", "2-3", lambda new, old: "trace/steps-2-3-rank-0.json.gz" in new.files)
-row("layer_times", 2, lambda new, old: "trace/layers-step-2-rank-0.json" in new.files and "ms per block" in new.printed)
 row("gc_every", 2, lambda new, old: new.collected.count((1,)) == 2)
 # --- checkpoint.py
 row("init_from", "<run>", lambda new, old: equal(new.init, PLACES["run"].final) and steps(new) == [1, 2, 3, 4])

@@ -371,7 +371,6 @@ def test_a_run_without_a_warm_up(tmp_path):
     (["--group_size", 1], "--group_size 1: an advantage is a reward compared with others"),
     (["--max_new_tokens", 512, "--seq_len", 256], "--max_new_tokens 512 leaves no room for a prompt in --seq_len 256"),
     (["--tis", "-1"], "--tis -1.0 must be 0 or more"),
-    (["--plot", "--tp", 2], "--plot without torchrun draws layouts"),
 ])
 def test_usage_errors_are_one_line(flags, message, capsys, monkeypatch):
     cfg = grpo.parse_config(Config, [*map(str, TINY), *map(str, flags)])

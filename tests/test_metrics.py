@@ -25,8 +25,7 @@ def make(out, **options):
 
 def train(m, steps, loss=lambda step: torch.tensor(8.0 / step)):
     for step in steps:
-        m.start_step()
-        m.data_done()
+        m.start_step(iter([None]))
         m.end_step(100)
         if m.due(step):
             m.log(step, loss=loss(step), loss_max=loss(step), grad_norm=torch.tensor(0.5), lr=1e-3, tokens_hash=f"h{step}")
@@ -67,7 +66,7 @@ def test_nan_is_null(tmp_path, capsys):
 
 def test_extra_fields_and_tokens_go_on_after_resume(tmp_path):
     m = make(tmp_path, first_step=6, tokens=500)
-    m.start_step()
+    m.start_step(iter([None]))
     m.end_step(100)
     extra = {"moe_dead_experts": torch.tensor(3), "moe_load_max_over_mean": 1.5}
     m.log(6, loss=1.0, loss_max=1.0, grad_norm=1.0, lr=0.1, tokens_hash="", extra=extra)
@@ -118,10 +117,13 @@ def test_only_logged_steps_read_the_loss_and_means_cover_the_interval(tmp_path, 
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: clock[0])
     m = make(tmp_path, log_every=4, flops_per_token=1e12)
     m.job_flops = 1e15
+
+    def slow():
+        clock[0] += 0.5
+        yield None
+
     for step in range(1, 9):
-        m.start_step()
-        clock[0] += 0.5  # data
-        m.data_done()
+        m.start_step(slow())
         clock[0] += 1.5  # compute
         m.end_step(1000)
         if m.due(step):
@@ -222,7 +224,7 @@ def test_profile_traces_the_steps_it_names(tmp_path):
     m = Metrics(str(tmp_path), MetricsConfig(profile="2-3", gc_every=0), rank0=True, world_size=1, device="cpu",
                 flops_per_token=10, first_step=1, steps=9, log_every=1)
     for step in range(1, 6):
-        m.start_step()
+        m.start_step(iter([None]))
         torch.zeros(8).view(2, 4).logsumexp(dim=0) if step in (2, 3) else torch.zeros(3).cosh()
         m.end_step(1)
     m.close()
@@ -238,7 +240,7 @@ def test_a_run_that_stops_while_it_is_profiled_keeps_the_trace(tmp_path, rank0, 
     m = Metrics(str(tmp_path), MetricsConfig(profile="3-8", gc_every=0), rank0=rank0, world_size=1, device="cpu",
                 flops_per_token=10, first_step=first, steps=9, log_every=0)
     for _ in range(first, stop + 1):
-        m.start_step()
+        m.start_step(iter([None]))
         torch.zeros(8).view(2, 4).logsumexp(dim=0)
         m.end_step(1)
     m.close()
@@ -247,57 +249,11 @@ def test_a_run_that_stops_while_it_is_profiled_keeps_the_trace(tmp_path, rank0, 
     assert all(b"aten::logsumexp" in gzip.decompress(path.read_bytes()) for path in traces)
 
 
-def test_layer_times_are_those_of_the_step_it_names(tmp_path, capsys, monkeypatch):
-    """By a clock that each matmul of a block moves: block 1 has three times the layers of block 0; two micro-batches add up."""
-    clock = [0.0]
-    monkeypatch.setattr("support.metrics.time.perf_counter", lambda: clock[0])
-
-    class Slow(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            clock[0] += 0.001
-            return x * 1
-
-        @staticmethod
-        def backward(ctx, grad):
-            clock[0] += 0.002
-            return grad
-
-    class Block(torch.nn.Module):
-        def __init__(self, n):
-            super().__init__()
-            self.n = n
-
-        def forward(self, h):
-            for _ in range(self.n):
-                h = Slow.apply(h)
-            return h
-
-    stage = torch.nn.Module()
-    stage.blocks = torch.nn.ModuleDict({"0": Block(1), "1": Block(3)})
-    m = Metrics(str(tmp_path), MetricsConfig(layer_times=2, gc_every=0), rank0=True, world_size=1, device="cpu",
-                flops_per_token=10, first_step=1, steps=3, log_every=1, stages=[stage])
-    for _ in range(3):
-        m.start_step()
-        for _ in range(2):
-            stage.blocks["1"](stage.blocks["0"](torch.ones(2, requires_grad=True))).sum().backward()
-            with torch.no_grad():
-                stage.blocks["0"](torch.ones(2))  # an evaluation is no part of it
-        m.end_step(1)
-    m.close()
-    (file,) = (tmp_path / "trace").iterdir()
-    assert file.name == "layers-step-2-rank-0.json"
-    times = json.loads(file.read_text())["blocks"]
-    assert times["0"] == {"forward_ms": pytest.approx(2), "backward_ms": pytest.approx(4)}
-    assert times["1"] == {"forward_ms": pytest.approx(6), "backward_ms": pytest.approx(12)}
-    assert "step 2, ms per block" in capsys.readouterr().out and not stage.blocks["0"]._forward_hooks
-
-
 def test_a_step_that_never_comes_is_said(tmp_path, capsys):
-    Metrics(str(tmp_path), MetricsConfig(layer_times=20, profile="30", gc_every=0), rank0=True, world_size=1, device="cpu",
+    Metrics(str(tmp_path), MetricsConfig(profile="30", gc_every=0), rank0=True, world_size=1, device="cpu",
             flops_per_token=10, first_step=1, steps=9, log_every=1).close()
     said = capsys.readouterr().out
-    assert "--layer_times: step 20 is none of this run's, 1 to 9" in said and "--profile: step 30" in said
+    assert "--profile: step 30 is none of this run's, 1 to 9" in said
 
 
 def test_plot_is_a_picture_of_the_losses(tmp_path, capsys):
@@ -329,7 +285,6 @@ def test_wandb_continues_the_curves_of_a_continued_run_only(tmp_path, monkeypatc
     (dict(profile="3-2"), "--profile '3-2' must be"),
     (dict(profile="0"), "--profile '0' must be"),
     (dict(profile="ten"), "--profile 'ten' must be"),
-    (dict(layer_times=-1), "--layer_times -1 must be a step, or 0 for none"),
     (dict(wandb="x"), "pip install wandb"),
 ])
 def test_instruments_that_are_not_there(flags, message, monkeypatch):

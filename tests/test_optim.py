@@ -9,7 +9,8 @@ from pool import pool
 import parallel
 from checkpoint import CheckpointConfig, Checkpoints, dequantized
 from distributed.layout import local_tensor
-from support.optim import Muon, adamw, skip_if_not_finite, step_in_backward
+from support.guard import skip_if_not_finite
+from support.optim import Muon, adamw, step_in_backward
 
 OPTIONS = dict(lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
 
@@ -81,7 +82,7 @@ def train(flags: dict, moments: str, folder=None, steps=8, source=None):
         losses = []
         for step in range(steps):
             loss = parallel.forward_backward(stages, local_batch(global_batch(step % 2, 4, False), layout), layout)
-            skip_if_not_finite([optimizer], parallel.clip_grad_norm(stages, 1.0, layout), layout)
+            skip_if_not_finite([optimizer], parallel.clip_grad_norm(stages, 1.0, layout))
             optimizer.step()
             optimizer.zero_grad()
             losses.append(parallel.reduce_loss(loss, layout)[0].item())
@@ -200,7 +201,7 @@ def skipped(kind: str, flags: dict, n: int, bad: set, rank: int) -> list:
                 local_tensor(stages[0].blocks["1"].attn.wo.weight.grad)[1, 1] = float("nan")
             norm = parallel.clip_grad_norm(stages, 1.0, layout)
             assert norm.isfinite() == (step not in bad)
-            skip_if_not_finite([optimizer], norm, layout)
+            skip_if_not_finite([optimizer], norm)
             optimizer.step()
             optimizer.zero_grad()
             state = {(i, name): dequantized(t).clone() if isinstance(t, torch.Tensor) else t

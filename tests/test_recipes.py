@@ -289,17 +289,6 @@ def test_other_data_in_the_middle_of_a_run(folder, tmp_path):
 # ---------------------------------------------------------------- options of the loop, in whole runs
 
 
-@pytest.mark.parametrize("processes, flags", [
-    (2, ["--ac", "full"]), pytest.param(4, ["--dp_shard", 2, "--pp", 2, "--local_batch_size", 4], marks=pytest.mark.slow)])
-def test_layer_times_of_a_run(tmp_path, processes, flags):
-    always = ["--local_batch_size", 4, "--steps", 3, "--val_every", 0, "--checkpoint_every", 0, "--layer_times", 2]
-    stdout = run(launch(processes, "train_deepseek.py", *tiny("deepseek"), *always, *flags, "--out", tmp_path))
-    assert "step 2, ms per block of rank 0" in stdout
-    files = [json.loads(path.read_text())["blocks"] for path in sorted((tmp_path / "trace").iterdir())]
-    assert len(files) == processes and {name for file in files for name in file} == {"0", "1", "2", "3"}
-    assert all(t["forward_ms"] > 0 and t["backward_ms"] > 0 for file in files for t in file.values())
-
-
 @pytest.mark.slow
 def test_moments_of_8_bits_compiled_saved_and_continued(tmp_path):
     """As a user gets it, with torchao's compiled step: two processes, then one with other moments, which goes on learning."""
