@@ -582,9 +582,8 @@ def main(cfg: Config):
     bridge = open_bridge(cfg, n_trainers)[1] if cfg.gen_ranks and rank0 else None
     engine = Generators(trainer, bridge) if cfg.gen_ranks else InPlace(trainer, cfg, env, text, layout)
     metrics = Metrics(
-        cfg.out, cfg, rank0=rank0, world_size=layout.world_size, device=layout.device,
-        flops_per_token=model.flops_per_token(cfg.seq_len), first_step=first, steps=cfg.steps, log_every=cfg.log_every,
-        tokens=state["tokens"],
+        cfg.out, cfg, layout, flops_per_token=model.flops_per_token(cfg.seq_len), first_step=first, steps=cfg.steps,
+        log_every=cfg.log_every, tokens=state["tokens"],
     )
     # a batch that is made, but not trained on yet: only with --async_steps 1
     batch, stopping = still_valid(state["batch"], state.get("made_with"), cfg, rank0), False

@@ -127,6 +127,16 @@ def lr_at(step: int, cfg: Config) -> float:
     return cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * shape
 
 
+def notes(cfg: Config, done: int) -> str:
+    """What else there is to say at the start, each on a line of its own. done: steps of this run so far."""
+    total, lines = cfg.steps if cfg.schedule_steps == -1 else cfg.schedule_steps, [""]
+    if done >= cfg.steps:
+        lines.append(f"{cfg.out} is finished: {done} of {cfg.steps} steps are done; use a larger --steps, or --out NEW")
+    if cfg.warmup_steps > total:
+        lines.append(f"--warmup_steps {cfg.warmup_steps} is longer than the schedule; it is clamped to {total}")
+    return "\n".join(lines)
+
+
 def build_optimizers(stages, cfg: Config) -> list[torch.optim.Optimizer]:
     """AdamW for everything, or Muon for the blocks' matrices and AdamW for the rest; one learning rate serves both."""
     params = [(fqn, p) for stage in stages for fqn, p in stage.named_parameters()]
@@ -199,24 +209,17 @@ def main(cfg: Config):
     state = checkpoints.load() or {"step": 0, "samples": 0, "tokens": 0}
     step_in_backward(optimizers, layout)
     check_replicas(stages, layout, data=data.fingerprint, flags=asdict(cfg))
-    rank0 = layout.rank == 0
-    if rank0:
-        print(f"{cfg.flavor}: {n_params:,} parameters | {layout.step_text(cfg.seq_len)}")
-        if cfg.warmup_steps > (total := cfg.steps if cfg.schedule_steps == -1 else cfg.schedule_steps):
-            print(f"--warmup_steps {cfg.warmup_steps} is longer than the schedule; it is clamped to {total}")
+    if layout.rank == 0:
+        print(f"{cfg.flavor}: {n_params:,} parameters | {layout.step_text(cfg.seq_len)}{notes(cfg, state['step'])}")
     if state["step"] >= cfg.steps:
-        if rank0:
-            print(f"{cfg.out} is finished: {state['step']} of {cfg.steps} steps are done; use a larger --steps, or --out NEW")
         return checkpoints.close(export=not os.path.exists(cfg.export_hf))  # a finished run can still be exported
 
     # 7. loop
-    if rank0:  # the flags of a start that trains: what a finished run was trained with stays
+    if layout.rank == 0:  # the flags of a start that trains: what a finished run was trained with stays
         save_config(cfg, f"{cfg.out}/config.json", {"torch": torch.__version__, "world_size": layout.world_size, **identity})
     first = state["step"] + 1
-    metrics = Metrics(
-        cfg.out, cfg, rank0=rank0, world_size=layout.world_size, device=layout.device, flops_per_token=flops_per_token,
-        first_step=first, steps=cfg.steps, log_every=cfg.log_every, tokens=state["tokens"],
-    )
+    metrics = Metrics(cfg.out, cfg, layout, flops_per_token=flops_per_token, first_step=first, steps=cfg.steps,
+                      log_every=cfg.log_every, tokens=state["tokens"])
     guard = Guard(optimizers, layout, cfg.on_nan, cfg.out)
     mine = (cfg.local_batch_size, layout.data_rank, layout.data_ranks, layout.device)
     batches = data.batches(state["samples"], layout.global_batch_size, *mine)
@@ -259,14 +262,14 @@ def main(cfg: Config):
         if saving:
             checkpoints.save(step, state, last=last, model_only=cfg.last_save_model_only and step == cfg.steps)
         if stopping:
-            if rank0:
-                print(f"{stop.received or 'a signal to another rank'}: stopped after step {step}")
             break
+    if layout.rank == 0 and stopping:
+        print(f"{stop.received or 'a signal to another rank'}: stopped after step {step}")
     batches.close()
     checkpoints.close(export=not stopping)
     metrics.close()
     disconnect()
-    if rank0 and not stopping and cfg.checkpoint_every:
+    if layout.rank == 0 and not stopping and cfg.checkpoint_every:
         print_sample(cfg.out, n_params, None if cfg.data == "stdlib" else data)  # stdlib: programs, which go on from "def "
 
 

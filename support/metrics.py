@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from distributed.layout import Layout
 from support.config import GPU, flag
 from support.files import write_file
 
@@ -117,22 +118,22 @@ class Metrics:
     """
 
     def __init__(
-        self, out: str, cfg: MetricsConfig, *, rank0: bool, world_size: int, device, flops_per_token: int,
-        first_step: int, steps: int, log_every: int, tokens: int = 0,
+        self, out: str, cfg: MetricsConfig, layout: Layout, *, flops_per_token: int, first_step: int, steps: int,
+        log_every: int, tokens: int = 0,
     ):
-        self.cfg, self.rank0, self.steps, self.log_every, self.tokens = cfg, rank0, steps, log_every, tokens
-        self.device, self.flops_per_token = torch.device(device), flops_per_token
+        self.cfg, self.rank0, self.steps, self.log_every, self.tokens = cfg, layout.rank == 0, steps, log_every, tokens
+        self.device, self.flops_per_token = layout.device, flops_per_token
         self.step = first_step - 1  # the last one that is done
         peak = peak_flops(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
-        self.job_flops = peak and peak * world_size
+        self.job_flops = peak and peak * layout.world_size
         self.reset_interval()
-        self.out, self.rank, self.profiler = out, int(os.environ.get("RANK", 0)), None
+        self.out, self.rank, self.profiler = out, layout.rank, None
         self.profiled = profiled_steps(cfg.profile) or range(0)
         if cfg.memory_snapshot:
             torch.cuda.memory._record_memory_history()
             torch._C._cuda_attach_out_of_memory_observer(lambda *_: self.dump_memory("out-of-memory"))
         self.file, self.bar, self.writers, self.closers = None, False, [], []
-        if rank0:
+        if self.rank0:
             os.makedirs(out, exist_ok=True)
             self.path = os.path.join(out, "metrics.jsonl")
             drop_lines_from(self.path, first_step if first_step > 1 else 0)  # step 0: validation before any training

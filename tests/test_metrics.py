@@ -5,6 +5,7 @@ import importlib.util
 import json
 import math
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,8 +20,14 @@ KEYS = [
 
 
 def make(out, **options):
-    defaults = dict(rank0=True, world_size=2, device="cpu", flops_per_token=10, first_step=1, steps=10, log_every=1, tokens=0)
-    return Metrics(str(out), MetricsConfig(gc_every=options.pop("gc_every", 0)), **defaults | options)
+    layout = place(options.pop("rank0", True), world_size=2)
+    defaults = dict(flops_per_token=10, first_step=1, steps=10, log_every=1, tokens=0)
+    return Metrics(str(out), MetricsConfig(gc_every=options.pop("gc_every", 0)), layout, **defaults | options)
+
+
+def place(rank0=True, world_size=1):
+    """The part of a Layout that Metrics reads."""
+    return SimpleNamespace(rank=0 if rank0 else 1, world_size=world_size, device=torch.device("cpu"))
 
 
 def train(m, steps, loss=lambda step: torch.tensor(8.0 / step)):
@@ -210,7 +217,7 @@ def test_loss_curve():
 def test_tensorboard_has_the_numbers_of_the_file(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    m = Metrics(str(tmp_path), MetricsConfig(tensorboard=True, gc_every=0), rank0=True, world_size=1, device="cpu",
+    m = Metrics(str(tmp_path), MetricsConfig(tensorboard=True, gc_every=0), place(),
                 flops_per_token=10, first_step=1, steps=3, log_every=1)
     train(m, [1, 2, 3])
     m.log_val(3, 1.25, None)
@@ -221,7 +228,7 @@ def test_tensorboard_has_the_numbers_of_the_file(tmp_path):
 
 
 def test_profile_traces_the_steps_it_names(tmp_path):
-    m = Metrics(str(tmp_path), MetricsConfig(profile="2-3", gc_every=0), rank0=True, world_size=1, device="cpu",
+    m = Metrics(str(tmp_path), MetricsConfig(profile="2-3", gc_every=0), place(),
                 flops_per_token=10, first_step=1, steps=9, log_every=1)
     for step in range(1, 6):
         m.start_step(iter([None]))
@@ -237,7 +244,7 @@ def test_profile_traces_the_steps_it_names(tmp_path):
 @pytest.mark.parametrize("first, stop, name", [(1, 4, "steps-3-4"), (1, 3, "steps-3"), (5, 6, "steps-5-6"), (1, 2, None)])
 def test_a_run_that_stops_while_it_is_profiled_keeps_the_trace(tmp_path, rank0, first, stop, name):
     """As after a signal: the loop ends with close(), and the file tells which steps it has."""
-    m = Metrics(str(tmp_path), MetricsConfig(profile="3-8", gc_every=0), rank0=rank0, world_size=1, device="cpu",
+    m = Metrics(str(tmp_path), MetricsConfig(profile="3-8", gc_every=0), place(rank0),
                 flops_per_token=10, first_step=first, steps=9, log_every=0)
     for _ in range(first, stop + 1):
         m.start_step(iter([None]))
@@ -245,19 +252,19 @@ def test_a_run_that_stops_while_it_is_profiled_keeps_the_trace(tmp_path, rank0, 
         m.end_step(1)
     m.close()
     traces = [path for path in (tmp_path / "trace").iterdir()] if (tmp_path / "trace").exists() else []
-    assert [path.name for path in traces] == [f"{name}-rank-0.json.gz"] * bool(name)
+    assert [path.name for path in traces] == [f"{name}-rank-{0 if rank0 else 1}.json.gz"] * bool(name)
     assert all(b"aten::logsumexp" in gzip.decompress(path.read_bytes()) for path in traces)
 
 
 def test_a_step_that_never_comes_is_said(tmp_path, capsys):
-    Metrics(str(tmp_path), MetricsConfig(profile="30", gc_every=0), rank0=True, world_size=1, device="cpu",
+    Metrics(str(tmp_path), MetricsConfig(profile="30", gc_every=0), place(),
             flops_per_token=10, first_step=1, steps=9, log_every=1).close()
     said = capsys.readouterr().out
     assert "--profile: step 30 is none of this run's, 1 to 9" in said
 
 
 def test_plot_is_a_picture_of_the_losses(tmp_path, capsys):
-    m = Metrics(str(tmp_path), MetricsConfig(plot=True, gc_every=0), rank0=True, world_size=1, device="cpu",
+    m = Metrics(str(tmp_path), MetricsConfig(plot=True, gc_every=0), place(),
                 flops_per_token=10, first_step=1, steps=3, log_every=1)
     train(m, [1, 2, 3])
     m.close()
@@ -271,7 +278,7 @@ def test_wandb_continues_the_curves_of_a_continued_run_only(tmp_path, monkeypatc
     monkeypatch.setenv("WANDB_MODE", "offline")
     files = []
     for first_step in (1, 3, 1):
-        m = Metrics(str(tmp_path), MetricsConfig(wandb="nano", gc_every=0), rank0=True, world_size=1, device="cpu",
+        m = Metrics(str(tmp_path), MetricsConfig(wandb="nano", gc_every=0), place(),
                     flops_per_token=10, first_step=first_step, steps=4, log_every=1)
         train(m, [first_step, first_step + 1])
         m.close()
