@@ -27,7 +27,6 @@ import copy
 import difflib
 import fcntl
 import fnmatch
-import hashlib
 import importlib
 import json
 import math
@@ -42,7 +41,6 @@ import sysconfig
 import time
 import uuid
 import warnings
-import zlib
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -57,30 +55,42 @@ from torch import Tensor, nn
 from data import BESIDE, files_beside, tokenizer_path
 from distributed.agree import Failed, everywhere, gather, new_gloo_group, on_rank_0, rank_in, reason
 from distributed.layout import local_tensor, named_tensors
-from support.config import FROM_FILE, Need, Parser, flag
-from support.files import fsync, json_bytes, read_json, sha256_file, write_file
+from support.config import FROM_FILE, Need, Parser, flag, usage_error
+from support.files import json_bytes, publish, read_json, sha256_file, write_file
 from support.hf import (
     HF_DTYPES,
     OtherModel,
     check_export,
     check_hf_config,
     check_same_model,
-    covers,
     file_kinds,
     load_hf,
     load_hf_model,
+    matches,
     save_hf,
     say_lost,
     write_hf,
+)
+from support.manifest import (
+    ABOUT,
+    TABLE,
+    Damaged,
+    candidates,
+    check_files,
+    checksums,
+    is_hf_folder,
+    newest_good,
+    newest_readable,
+    read_manifest,
+    step_folders,
+    verify,
+    write_manifest,
 )
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 1. Our own checkpoints (DCP)
 # ----------------------------------------------------------------------------------------------------------------------
-FORMAT_VERSION = 2
-TABLE = "tensors.json"  # where every shard of every tensor is
-STEP_FOLDER = re.compile(r"step-(0|[1-9]\d*)")  # with fullmatch: a folder that a user renamed to old-step-5 is not ours
-ABOUT = ("state.json", "config.json")  # what a start reads of a step folder before its tensors
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")  # flags that `ls` shows
 LEFTOVER = re.compile(r"step-\d+\.tmp-.*|trash-.*")  # of a process killed while it saved or purged
 # What flags need to have an effect: see config.py
 INIT = Need("without --init_from", lambda c: c.init_from)
@@ -105,150 +115,13 @@ class CheckpointConfig:
     export_dtype: Literal["float32", "bfloat16", "float16"] = flag("float32", EXPORT)  # of its weights; checkpoints never round
 
 
-class Damaged(ValueError):
-    """A checkpoint folder is not as it was written; says which file and how."""
-
-
-# --- Folders and manifests: plain files, no process group ---
-def step_folders(run: str) -> list[tuple[int, str]]:
-    """(step, path) of the checkpoints of a run folder, newest first."""
-    root = os.path.join(run, "checkpoints")
-    found = [STEP_FOLDER.fullmatch(name) for name in (os.listdir(root) if os.path.isdir(root) else [])]
-    return sorted([(int(m[1]), os.path.join(root, m[0])) for m in found if m], reverse=True)
-
-
-def read_manifest(folder: str) -> dict:
-    """The manifest of a step folder whose files are all there, in their sizes, and no others. Raises Damaged."""
-    try:
-        raw = Path(folder, "manifest.json").read_bytes()
-        manifest = json.loads(raw)
-        # Bytes are compared, not only values: some flipped bits change the text of a JSON file and nothing that it says.
-        if raw != json_bytes(manifest) or manifest["sha256"] != own_hash(manifest):
-            raise Damaged("manifest.json is not as it was written")
-        if manifest["format_version"] != FORMAT_VERSION:
-            raise Damaged(f"it is of format {manifest['format_version']} and this code reads {FORMAT_VERSION}; with the code "
-                          "that wrote it, python checkpoint.py to_hf exports its weights")
-        named = STEP_FOLDER.fullmatch(os.path.basename(os.path.abspath(folder)))
-        if named and int(named[1]) != manifest["step"]:
-            raise Damaged(f"its manifest.json is that of step {manifest['step']}")
-        files = manifest["files"]
-        for name in sorted(set(os.listdir(folder)) ^ {*files, "manifest.json"}):
-            raise Damaged(f"{name} is missing" if name in files else f"{name} is not in manifest.json")
-        for path, (size, _) in ((os.path.join(folder, name), entry) for name, entry in files.items()):
-            if os.path.islink(path) or not os.path.isfile(path) or os.path.getsize(path) != size:
-                raise Damaged(f"{os.path.basename(path)} is not a plain file of {size} bytes")
-    except OSError as error:
-        raise Damaged(f"{os.path.basename(error.filename or folder)}: {error.strerror}") from None
-    except Damaged:
-        raise
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        raise Damaged("manifest.json is not as it was written") from None
-    return manifest
-
-
-def checksums(folder: str, names: list[str], progress=lambda n_bytes: None, sync=False) -> dict[str, list]:
-    """{name: [bytes, crc32 in hex]}, four files at a time: zlib lets go of Python's lock while it works.
-
-    sync: also make their contents durable; the disk and the processor work side by side.
-    """
-
-    def checksum(name):
-        size, crc, buffer = 0, 0, memoryview(bytearray(1 << 22))
-        with open(os.path.join(folder, name), "rb", buffering=0) as f:
-            while n := f.readinto(buffer):
-                size, crc = size + n, zlib.crc32(buffer[:n], crc)
-                progress(n)
-        return [size, f"{crc:08x}"]
-
-    with ThreadPoolExecutor(4) as pool, ThreadPoolExecutor(4) as disk:
-        synced = disk.map(fsync, [os.path.join(folder, name) for name in names] if sync else [])
-        found = dict(zip(names, pool.map(checksum, names)))
-        list(synced)  # raises what went wrong there
-    return found
-
-
-def check_files(folder: str, manifest: dict, names=None, progress=lambda n_bytes: None):
-    """Reads these files of a step folder, or all; raises Damaged where a single bit is not as written."""
-    try:
-        found = checksums(folder, list(manifest["files"] if names is None else names), progress)
-    except OSError as error:
-        raise Damaged(f"{os.path.basename(error.filename or folder)}: {error.strerror}") from None
-    for name, entry in found.items():
-        if entry != manifest["files"][name]:
-            raise Damaged(f"{name} has crc32 {entry[1]} instead of {manifest['files'][name][1]}")
-
-
-def read_small(folder: str, names=None) -> dict:
-    """The manifest of a step folder whose files have their sizes; these, or all but the tensors, are as written."""
-    manifest = read_manifest(folder)
-    small = [name for name in manifest["files"] if not name.startswith((TABLE, "__"))]
-    check_files(folder, manifest, [name for name in small if names is None or name in names])
-    return manifest
-
-
-def verify(folder: str) -> dict:
-    """The manifest of a step folder in which every byte of every file is as written. Raises Damaged."""
-    manifest = read_manifest(folder)
-    check_files(folder, manifest)
-    return manifest
-
-
-def own_hash(manifest: dict) -> str:
-    return hashlib.sha256(json_bytes({k: v for k, v in manifest.items() if k != "sha256"})).hexdigest()
-
-
 # --- Which checkpoint, and may this run continue it? ---
 def restarted() -> bool:
     """torchrun or Slurm started this job again: same command line, but it must go on from its newest checkpoint."""
     return any(os.environ.get(name, "0") != "0" for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
 
 
-def candidates(folder: str, step: int = -1) -> list[str]:
-    """The step folders to try, best first: all of a run folder or that of `step`; or the step folder that `folder` is."""
-    if os.path.isfile(os.path.join(folder, "manifest.json")):
-        return [folder]
-    found = dict(step_folders(folder))
-    if step >= 0 and step not in found:
-        raise ValueError(f"{folder} has no checkpoint of step {step}; it has the steps {', '.join(map(str, found)) or 'none'}")
-    if not found:
-        from support.files import hub_hint
-
-        what = "holds no checkpoint" if os.path.isdir(folder) else "is no folder"
-        raise ValueError(f"{folder} {what}; give a run folder, or one of its folders checkpoints/step-N{hub_hint(folder)}")
-    return [found[step]] if step >= 0 else list(found.values())
-
-
-def none_good(folder: str, damaged: dict[str, Exception]) -> ValueError:
-    """damaged: {path of a step folder: what is wrong with it}, the newest first."""
-    names, (path, why) = [os.path.basename(path) for path in damaged], next(iter(damaged.items()))
-    return ValueError(f"{folder} has no undamaged checkpoint among {', '.join(names[:3])}{', ...' * (len(names) > 3)} "
-                      f"({os.path.basename(path)}: {why}); nothing begins again at step 0 over them: use --out NEW or another "
-                      "--load_step, or move them away")
-
-
-def is_hf_folder(folder: str) -> bool:
-    """Whether it holds weights as Hugging Face keeps them. Those in pickles count, too: they are refused with the reason."""
-    weights = [f"{stem}{end}" for stem in ("model.safetensors", "pytorch_model.bin") for end in ("", ".index.json")]
-    found = [name for name in ("manifest.json", *weights) if os.path.lexists(os.path.join(folder, name))]
-    return folder != "" and found[:1] not in ([], ["manifest.json"])
-
-
-def newest_readable(folder: str, step: int = -1, names=None) -> str:
-    """The newest checkpoint of which the files of these names, or all but the tensors, are as written. Raises ValueError.
-
-    Every rank of a start calls it, several times: it names what it will read, for a tokenizer has megabytes.
-    """
-    damaged = {}
-    for path in candidates(folder, step):
-        try:
-            read_small(path, names)
-            return path
-        except Damaged as error:
-            damaged[path] = error  # load() says so; what counts here is the newest that it may take
-    raise none_good(folder, damaged)
-
-
-def start_of(out: str, cfg: CheckpointConfig) -> tuple[str, int, bool] | None:
+def resume_source(out: str, cfg: CheckpointConfig) -> tuple[str, int, bool] | None:
     """(folder, step or -1, everything) that a run in `out` starts from; everything: not only the weights. None: nothing."""
     step = -1 if restarted() else cfg.load_step
     if step >= 0 or step_folders(out):
@@ -264,7 +137,7 @@ def source_tokenizer(cfg) -> str:
     is_text = cfg.data == "stdlib" or not os.path.isdir(cfg.data)
     if not cfg.init_from or cfg.tokenizer or not is_text or has_new_ids(cfg):
         return ""
-    start = start_of(cfg.out, cfg)
+    start = resume_source(cfg.out, cfg)
     folder = newest_readable(*start[:2], (*ABOUT, "tokenizer.json", *BESIDE)) if start else cfg.init_from
     file = os.path.join(folder, "tokenizer.json")
     if not os.path.lexists(file):
@@ -275,12 +148,12 @@ def source_tokenizer(cfg) -> str:
 
 def has_new_ids(cfg) -> bool:
     """Whether the embedding is not loaded, and so no id has a meaning yet."""
-    return covers([name.removeprefix("model.") for name in cfg.exclude_from_loading], "model.tok_embeddings.weight")
+    return matches([name.removeprefix("model.") for name in cfg.exclude_from_loading], "model.tok_embeddings.weight")
 
 
 def check_tokenizer(out: str, identity: dict, cfg):
     """Raises ValueError when the data has other ids than the weights of --init_from were trained with."""
-    here, start = identity.get("data", {}).get("tokenizer_sha256"), start_of(out, cfg)
+    here, start = identity.get("data", {}).get("tokenizer_sha256"), resume_source(out, cfg)
     if not cfg.init_from or here is None or has_new_ids(cfg) or start and start[0] != cfg.init_from:
         return
     path, there = newest_readable(*start[:2], ABOUT) if start else cfg.init_from, None
@@ -323,7 +196,7 @@ def check_run(out: str, identity: dict, cfg: CheckpointConfig, lr_at=None):
     if cfg.keep_latest_k < 0:
         raise ValueError(f"--keep_latest_k {cfg.keep_latest_k}: give a number of checkpoints, or 0 to keep all")
     check_tokenizer(out, identity, cfg)
-    if start := start_of(out, cfg):
+    if start := resume_source(out, cfg):
         folder, step, everything = start
         path = newest_readable(folder, step, ABOUT)
         if everything:
@@ -355,7 +228,7 @@ def trained_flags(path: str) -> dict:
 
 def continued(cfg) -> str | None:
     """The step folder from which a start with these flags trains on; None for a start at step 0 or after the last step."""
-    start = start_of(cfg.out, cfg)
+    start = resume_source(cfg.out, cfg)
     path = newest_readable(*start[:2], ABOUT) if start and start[2] else None
     return path if path and read_json(path, "manifest.json")["step"] < cfg.steps else None
 
@@ -832,16 +705,12 @@ class Checkpoints:
         if self.code:
             extra["code.json"] = json_bytes(self.code)
         for name, content in extra.items():
-            Path(folder, name).write_bytes(content)
-        files = listed | checksums(folder, [TABLE, *extra], sync=True)
-        manifest = dict(format_version=FORMAT_VERSION, step=step, world_size=self.world_size, torch=torch.__version__)
-        manifest["files"] = files
-        Path(folder, "manifest.json").write_bytes(json_bytes(manifest | {"sha256": own_hash(manifest)}))
-        # The order is the promise: contents on the disk, then the name, then the name on the disk; only then older ones go.
-        fsync(os.path.join(folder, "manifest.json"))
-        fsync(folder)
-        os.rename(folder, self.path(step))
-        fsync(os.path.dirname(folder))
+            write_file(Path(folder, name), content)
+        files = listed | checksums(folder, [TABLE, *extra])
+        layout = {axis: self.config[axis] for axis in AXES if self.config.get(axis, 1) not in (1, -1)}
+        write_manifest(folder, files, step=step, model_only=json.loads(about)["model_only"], world_size=self.world_size,
+                       layout=layout, torch=torch.__version__)
+        publish(folder, self.path(step))
         return sum(size for size, _ in files.values())
 
     def purge(self, step):
@@ -861,7 +730,7 @@ class Checkpoints:
         Returns the state that save() was given; None when this run starts at step 0. Raises ValueError, the same on all
         ranks, before a tensor is touched.
         """
-        start = self.on_rank_0(lambda: start_of(self.out, self.cfg))
+        start = self.on_rank_0(lambda: resume_source(self.out, self.cfg))
         excluded = [name.removeprefix("model.") for name in self.cfg.exclude_from_loading]
         if start is None:
             if self.cfg.init_from:
@@ -878,12 +747,12 @@ class Checkpoints:
         table = self.everywhere(lambda: read_table(folder, manifest["files"]))
         self.check_excluded(excluded)
         if with_optimizer := everything and "optimizer" not in excluded:
-            keys = [key for key in table.state_dict_metadata if key.startswith("optimizer.") and not covers(excluded, key)]
+            keys = [key for key in table.state_dict_metadata if key.startswith("optimizer.") and not matches(excluded, key)]
             with_state = {key.removeprefix("optimizer.").rpartition(".")[0] for key in keys}
             self.everywhere(lambda: self.create_optimizer_state(with_state))
-        tensors = {key: t for key, t in self.tensors(with_optimizer).items() if not covers(excluded, key)}
+        tensors = {key: t for key, t in self.tensors(with_optimizer).items() if not matches(excluded, key)}
         wanted = {key: t for key, t in table.state_dict_metadata.items()
-                  if not covers(excluded, key) and (with_optimizer or key.startswith("model."))}
+                  if not matches(excluded, key) and (with_optimizer or key.startswith("model."))}
         self.check_fit(tensors, wanted, folder, same_dtype=everything)
         self.everywhere(lambda: read_tensors(tensors, folder, table, self.group))
         for fqn, param in self.params.items():
@@ -905,21 +774,20 @@ class Checkpoints:
     def choose(self, source, step, everything) -> tuple[str, dict]:
         """(folder, manifest) of the newest checkpoint that is good to the last bit: one decision for all ranks, each of
         which reads its share of the files."""
-        damaged = {}
-        for folder in self.on_rank_0(lambda: candidates(source, step)):
-            try:
-                manifest = self.on_rank_0(lambda folder=folder: read_manifest(folder))
-                self.everywhere(lambda folder=folder, manifest=manifest: self.check_share(folder, manifest))
-            except Failed as error:
-                self.say(f"{folder} is DAMAGED: {error}")
-                damaged[folder] = error
-                continue
-            if source == self.out and not self.cfg.load_only:
-                # Only now: as long as nothing good is found, the next start must see them all, and refuse too.
-                self.on_rank_0(lambda n=manifest["step"]: [self.set_aside(path, "damaged" if path in damaged else "abandoned")
-                                                           for newer, path in step_folders(source) if newer > n])
-            return folder, manifest
-        raise none_good(source, damaged)
+
+        def check(folder):
+            manifest = self.on_rank_0(lambda: read_manifest(folder))
+            self.everywhere(lambda: self.check_share(folder, manifest))
+            return manifest
+
+        paths = self.on_rank_0(lambda: candidates(source, step))
+        folder, manifest = newest_good(source, paths, check, self.say)
+        if source == self.out and not self.cfg.load_only:
+            # Only now: as long as nothing good is found, the next start must see them all, and refuse too.
+            damaged = paths[: paths.index(folder)]
+            self.on_rank_0(lambda: [self.set_aside(path, "damaged" if path in damaged else "abandoned")
+                                    for newer, path in step_folders(source) if newer > manifest["step"]])
+        return folder, manifest
 
     def check_share(self, folder, manifest):
         """Reads this rank's share of the files: every world_size-th, by size."""
@@ -938,7 +806,7 @@ class Checkpoints:
     def check_excluded(self, patterns):
         known = {fqn for part in self.gather([fqn for m in self.modules for fqn in named_tensors(m)]) for fqn in part}
         for pattern in patterns:
-            if pattern != "optimizer" and not any(covers([pattern], f"model.{fqn}") for fqn in known):
+            if pattern != "optimizer" and not any(matches([pattern], f"model.{fqn}") for fqn in known):
                 near = difflib.get_close_matches(pattern, ["optimizer", *known], 1)
                 hint = f"; did you mean {near[0]}?" if near else ""
                 raise ValueError(f"--exclude_from_loading {pattern}: no such parameter{hint}")
@@ -1026,21 +894,12 @@ def saved_model(path: str) -> tuple[type, object]:
 
 def open_saved(folder: str) -> tuple[str, nn.Module, object]:
     """(path, model on meta, DCP's table) of a step folder, or of a run folder's newest good checkpoint. Raises ValueError."""
-    damaged = {}
-    for path in candidates(folder):
-        try:
-            manifest = verify(path)
-            break
-        except Damaged as error:
-            damaged[path] = error
-            print(f"checkpoint: {path} is DAMAGED: {error}", file=sys.stderr, flush=True)  # stdout is for what one samples
-    else:
-        raise none_good(folder, damaged)
+    say = partial(print, "checkpoint:", file=sys.stderr, flush=True)  # stdout is for what one samples
+    path, manifest = newest_good(folder, candidates(folder), verify, say)
     Model, config = saved_model(path)
     code = {file: text for file, text in local_code().items() if file.startswith("models" + os.sep)}
     if files := [file for file in changed_code(path, code) if not file.endswith("(new)")]:
-        text = f"checkpoint: code that has changed since step {manifest['step']} was written: {', '.join(files)}"
-        print(text, file=sys.stderr, flush=True)
+        say(f"code that has changed since step {manifest['step']} was written: {', '.join(files)}")
     with torch.device("meta"):  # memory only once, and in the wanted dtype
         model = Model(config)
     table = read_table(path, manifest["files"])
@@ -1064,23 +923,21 @@ def load_model(folder: str, device="cpu", dtype: torch.dtype | None = None) -> t
     return model, read_json(path, "state.json")["state"]
 
 
-def ls(run: str) -> int:
+def ls(run: str):
+    """Shows what the manifests say; the sizes of the files are compared, their bytes are not read."""
     if not os.path.isdir(run):
-        return usage(f"{run} is no folder; give a run folder such as runs/llama3")
-    for n, path in step_folders(run):
-        size, layout, status = sum(e.stat().st_size for e in os.scandir(path) if e.is_file()), "", "complete (bytes not read)"
+        raise ValueError(f"{run} is no folder; give a run folder such as runs/llama3")
+    for step, path in step_folders(run):
         try:
-            manifest, config = read_small(path), read_json(path, "config.json")
-            axes = [axis for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep") if config.get(axis, 1) not in (1, -1)]
-            layout = ", ".join([f"{manifest['world_size']} rank(s)", *(f"{axis} {config[axis]}" for axis in axes)])
-            if read_json(path, "state.json")["model_only"]:
-                status += ", only the weights"
+            manifest = read_manifest(path)
+            size = sum(size for size, _ in manifest["files"].values())
+            layout = [f"{manifest['world_size']} rank(s)", *(f"{axis} {degree}" for axis, degree in manifest["layout"].items())]
+            status = "complete (bytes not read)" + ", only the weights" * manifest["model_only"]
+            print(f"step-{step:<8} {size / 1e6:10.1f} MB   {', '.join(layout):34} {status}")
         except Damaged as error:
-            status = f"DAMAGED: {error}"
-        print(f"step-{n:<8} {size / 1e6:10.1f} MB   {layout:34} {status}")
+            print(f"step-{step:<8} {'?':>10} MB   {'':34} DAMAGED: {error}")
     if not step_folders(run):
         print(f"{run} has no checkpoints")
-    return 0
 
 
 def verify_command(folder: str) -> int:
@@ -1105,7 +962,7 @@ def diff(a: str, b: str) -> int:
     try:
         tables = [read_table(folder, verify(folder)["files"]) for folder in (a, b)]
     except ValueError as error:
-        return usage(f"cannot compare: {error}")
+        raise ValueError(f"cannot compare: {error}") from None
     differ, keys = {}, sorted({key for table in tables for key in table.state_dict_metadata})
     for key in keys:
         kinds = [table.state_dict_metadata.get(key) for table in tables]
@@ -1127,25 +984,6 @@ def diff(a: str, b: str) -> int:
     first = next(iter(differ), None)
     print(f"{len(differ)} of {len(keys)} tensors differ" + (f", the first is {first}: {differ[first]}" if differ else ""))
     return int(bool(differ))
-
-
-def usage(message: str) -> int:
-    print(message, file=sys.stderr)
-    return 2
-
-
-def main(argv: list[str]) -> int:
-    if argv in (["-h"], ["--help"]):
-        print(__doc__)
-        return 0
-    if argv[:1] in (["to_hf"], ["from_hf"]):
-
-        return hf_command(argv)
-    command = {("ls", 2): ls, ("verify", 2): verify_command, ("diff", 3): diff}.get((argv[0] if argv else "", len(argv)))
-    if command is None:
-        return usage("usage: python checkpoint.py ls RUN | verify RUN | verify STEP_FOLDER | diff STEP_FOLDER STEP_FOLDER | "
-                     "to_hf STEP_FOLDER OUT | from_hf HF_FOLDER OUT")
-    return command(*argv[1:])
 
 
 def to_hf(folder: str, out: str, dtype="bfloat16", max_shard_gb=5.0):
@@ -1179,23 +1017,33 @@ def from_hf(folder: str, out: str):
     checkpoints.close()
 
 
-def hf_command(argv: list[str]) -> int:
-    """python checkpoint.py to_hf STEP_FOLDER OUT, or from_hf HF_FOLDER OUT."""
-    exports = argv[0] == "to_hf"
-    parser = Parser(prog=f"python checkpoint.py {argv[0]}")
-    parser.add_argument("folder", help="a step folder, or a run folder" if exports else "a Hugging Face folder")
-    parser.add_argument("out", help="the folder to write; it must be new")
-    if exports:
-        parser.add_argument("--dtype", choices=[str(d)[6:] for d in HF_DTYPES], default="bfloat16", help="of the weights")
-        parser.add_argument("--max_shard_gb", type=float, default=5.0, help="the most that a file may have, in GB")
+def main(argv: list[str]) -> int:
+    parser = Parser(prog="python checkpoint.py", description=__doc__)
+    commands = parser.add_subparsers(metavar="ls|verify|diff|to_hf|from_hf", required=True)
+
+    def add(function, name, **arguments):
+        command = commands.add_parser(name)
+        command.set_defaults(function=function)
+        for argument, text in arguments.items():
+            command.add_argument(argument, help=text)
+        return command
+
+    new = "the folder to write; it must be new"
+    add(ls, "ls", run="a run folder")
+    add(verify_command, "verify", folder="a run folder, or a step folder")
+    add(diff, "diff", a="a step folder", b="another one")
+    add(from_hf, "from_hf", folder="a Hugging Face folder", out=new)
+    command = add(to_hf, "to_hf", folder="a step folder, or a run folder", out=new)
+    command.add_argument("--dtype", choices=[str(d)[6:] for d in HF_DTYPES], default="bfloat16", help="of the weights")
+    command.add_argument("--max_shard_gb", type=float, default=5.0, help="the most that a file may have, in GB")
+    arguments = vars(parser.parse_args(argv))
     try:
-        (to_hf if exports else from_hf)(**vars(parser.parse_args(argv[1:])))
+        return arguments.pop("function")(**arguments) or 0
     except OtherModel as error:  # no other command line would do it
         print(f"error: {error}", file=sys.stderr)
         return 1
     except (ValueError, RuntimeError) as error:
-        return usage(f"error: {error}")
-    return 0
+        usage_error(error)
 
 
 if __name__ == "__main__":

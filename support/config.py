@@ -36,6 +36,8 @@ from decimal import Decimal
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin, get_type_hints
 
+from support.files import write_file
+
 FROM_FILE = set()  # fields whose values came from --config when this process read its command line: checkpoint.keep_batch
 
 
@@ -276,9 +278,7 @@ def save_config(cfg, path, run: dict):
     """Writes the flags and, under the reserved key "_run", what else identifies the run. --config reads it."""
     flags = dataclasses.asdict(cfg)
     flags |= {k: str(v) for k, v in flags.items() if isinstance(v, float) and math.isinf(v)}  # JSON has no Infinity
-    with open(f"{path}.tmp", "w", encoding="utf-8") as file:
-        json.dump(flags | {"_run": run}, file, indent=2, allow_nan=False)
-    os.replace(f"{path}.tmp", path)
+    write_file(path, json.dumps(flags | {"_run": run}, indent=2, allow_nan=False).encode())
 
 
 def option_groups(Config) -> dict:

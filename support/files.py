@@ -24,10 +24,9 @@ def fsync(path: str):
         os.close(descriptor)
 
 
-# Documents -> token shards
-def write_file(path: Path, *parts: bytes):
+def write_file(path: str | Path, *parts: bytes):
     """The whole file or nothing: written under another name, synced, renamed."""
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    temporary = Path(f"{path}.tmp-{os.getpid()}")
     try:
         with open(temporary, "wb") as file:
             file.writelines(parts)
@@ -36,6 +35,13 @@ def write_file(path: Path, *parts: bytes):
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def publish(temporary: str, folder: str):
+    """Gives a finished folder, whose files are synced, its name: after a power cut it is there as a whole, or not at all."""
+    fsync(temporary)
+    os.rename(temporary, folder)
+    fsync(os.path.dirname(os.path.abspath(folder)))
 
 
 def sha256_file(path: Path) -> str:

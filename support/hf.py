@@ -25,10 +25,10 @@ from data import files_beside
 from distributed.agree import everywhere, gather, new_gloo_group, on_rank_0, rank_in, reason
 from distributed.layout import local_slice, local_tensor, named_tensors
 from support.config import spell, unwrap
-from support.files import HF_LIMIT, HF_LIMITS, SAFETENSORS_HEADER_LIMIT, fsync, hf_file, json_bytes, read_json
+from support.files import HF_LIMIT, HF_LIMITS, SAFETENSORS_HEADER_LIMIT, hf_file, json_bytes, publish, read_json, write_file
 
 
-def covers(patterns: list[str], key: str) -> bool:
+def matches(patterns: list[str], key: str) -> bool:
     """Whether a pattern names the tensor of key "model.<fqn>" or "optimizer.<fqn>.<name>", or a module that it is in."""
     fqn = key.removeprefix("model.") if key.startswith("model.") else key.removeprefix("optimizer.").rpartition(".")[0]
     return any(fnmatch.fnmatchcase(fqn, end) for pattern in patterns for end in (pattern, f"{pattern}.*"))
@@ -287,7 +287,7 @@ def match_names(module: nn.Module, source: HFTensors, exclude) -> Match:
 
     mtp = [fqn for fqn, group in names.items() if may_differ(group[0])]
     absent = [] if any(name in source.where for fqn in mtp for name in names[fqn]) else mtp  # all of it, or nothing
-    skipped = {fqn for fqn in names if covers(list(exclude), f"model.{fqn}")} | set(absent)
+    skipped = {fqn for fqn in names if matches(list(exclude), f"model.{fqn}")} | set(absent)
     missing = [name for fqn, group in names.items() if fqn not in skipped for name in group if name not in source.where]
     # A scale belongs to its weight; and files of 2023 hold tables of rotary frequencies, which are computed here.
     others = [name for name in source.where if name.removesuffix("_scale_inv") not in known
@@ -644,11 +644,8 @@ def commit_export(temporary: str, folder: str, config, entries: dict[str, list[H
         index = dict(metadata=dict(total_size=size), weight_map={e.name: title for title, e in flat})
         extra["model.safetensors.index.json"] = json_bytes(index)
     for name, content in extra.items():
-        Path(temporary, name).write_bytes(content)
-        fsync(os.path.join(temporary, name))
-    fsync(temporary)
-    os.rename(temporary, folder)
-    fsync(os.path.dirname(temporary))
+        write_file(Path(temporary, name), content)
+    publish(temporary, folder)
     return size
 
 

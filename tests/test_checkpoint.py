@@ -45,9 +45,11 @@ from distributed.experts import balance_experts
 from distributed.refusals import check_layout
 from models.llama3 import FLAVORS as LLAMA3
 from models.llama3 import Llama3, Llama3Config
+from support import manifest
 from support.config import parse_config, save_config
 from support.dryrun import no_earlier_run
 from support.files import json_bytes, sha256_file
+from support.manifest import STEP_FOLDER, checksums, own_hash
 
 IDENTITY = {
     "model": {"module": "models.llama3", "class": "Llama3", **asdict(config())},
@@ -84,7 +86,7 @@ def trained(seed=0, steps=2, optimizer="adamw", width=24):
 
 
 def of(net, optimizers, out, identity=IDENTITY, tokenizer_file=None, **flags):
-    cfg, rest = CheckpointConfig(**flags), dict(config={"tp": 1}, source="print(1)\n", tokenizer_file=tokenizer_file)
+    cfg, rest = CheckpointConfig(**flags), dict(config={"tp": 2, "cp": 1}, source="print(1)\n", tokenizer_file=tokenizer_file)
     return Checkpoints(cfg, str(out), modules=[net], optimizer=optimizers, identity=identity, **rest)
 
 
@@ -136,10 +138,10 @@ def forked(function, *args):
 def rewrite(folder, name, content):
     """What an attacker does who can compute checksums, too."""
     (Path(folder) / name).write_bytes(content)
-    manifest = json.loads((Path(folder) / "manifest.json").read_bytes())
-    manifest["files"] |= checkpoint.checksums(folder, [name])
-    manifest["sha256"] = checkpoint.own_hash(manifest)
-    (Path(folder) / "manifest.json").write_bytes(json_bytes(manifest))
+    about = json.loads((Path(folder) / "manifest.json").read_bytes())
+    about["files"] |= checksums(folder, [name])
+    about["sha256"] = own_hash(about)
+    (Path(folder) / "manifest.json").write_bytes(json_bytes(about))
 
 
 def flip(file, bit):
@@ -267,7 +269,7 @@ def kill_while_saving(out, function_name, after):
 
 
 @pytest.mark.parametrize("function_name, after, survivor", [
-    ("write_tensors", False, 1), ("write_tensors", True, 1), ("own_hash", False, 1), ("fsync", True, 1),  # before
+    ("write_tensors", False, 1), ("write_tensors", True, 1), ("write_manifest", False, 1), ("publish", False, 1),  # before
     ("step_folders", False, 2), ("rmtree", False, 2),  # after the rename
 ])
 def test_kill_9_in_the_middle_of_a_save(tmp_path, function_name, after, survivor):
@@ -277,7 +279,7 @@ def test_kill_9_in_the_middle_of_a_save(tmp_path, function_name, after, survivor
     fresh = trained(1, 0)
     assert of(*fresh, tmp_path).load()["step"] == survivor
     assert_same(fresh, trained(0, survivor))
-    assert all(checkpoint.STEP_FOLDER.fullmatch(name) for name in names(tmp_path))
+    assert all(STEP_FOLDER.fullmatch(name) for name in names(tmp_path))
     verify(path(tmp_path, survivor))
 
 
@@ -733,8 +735,8 @@ def test_a_start_reads_of_a_checkpoint_what_it_needs(tmp_path, book, monkeypatch
     """Every rank does it, several times; a tokenizer has megabytes."""
     flags, first, second = book
     source_of("run", tmp_path / "new", first)
-    read, checks = [], checkpoint.check_files
-    monkeypatch.setattr(checkpoint, "check_files", lambda path, whole, names: read.append(names) or checks(path, whole, names))
+    read, checks = [], manifest.check_files
+    monkeypatch.setattr(manifest, "check_files", lambda path, whole, names: read.append(names) or checks(path, whole, names))
     cfg = train_llama3.Config(**flags, steps=9)
     checkpoint.keep_batch(cfg)
     check_run(cfg.out, IDENTITY, cfg)
@@ -827,11 +829,11 @@ def test_a_model_whose_file_has_changed_is_told_where_one_samples_from_it(tmp_pa
 
 def test_checkpoints_without_code_continue(tmp_path, capsys):
     saved(tmp_path, 1)
-    manifest = json.loads(Path(path(tmp_path, 1), "manifest.json").read_bytes())
+    about = json.loads(Path(path(tmp_path, 1), "manifest.json").read_bytes())
     Path(path(tmp_path, 1), "code.json").unlink()
-    del manifest["files"]["code.json"]
-    manifest["sha256"] = checkpoint.own_hash(manifest)
-    Path(path(tmp_path, 1), "manifest.json").write_bytes(json_bytes(manifest))
+    del about["files"]["code.json"]
+    about["sha256"] = own_hash(about)
+    Path(path(tmp_path, 1), "manifest.json").write_bytes(json_bytes(about))
     assert of(*trained(1, 0), tmp_path).load()["step"] == 1
     assert "code that has changed" not in capsys.readouterr().out
 
@@ -887,9 +889,9 @@ def test_an_evil_table_reads_nothing_from_elsewhere(tmp_path, change, message):
 
 
 def test_a_checkpoint_of_an_older_format_says_so(tmp_path, capsys):
-    manifest = json.loads(Path(path(saved(tmp_path, 2), 2), "manifest.json").read_bytes()) | {"format_version": 1}
-    manifest["sha256"] = checkpoint.own_hash(manifest)
-    Path(path(tmp_path, 2), "manifest.json").write_bytes(json_bytes(manifest))
+    about = json.loads(Path(path(saved(tmp_path, 2), 2), "manifest.json").read_bytes()) | {"format_version": 1}
+    about["sha256"] = own_hash(about)
+    Path(path(tmp_path, 2), "manifest.json").write_bytes(json_bytes(about))
     said = "it is of format 1 and this code reads 2; with the code that wrote it"
     with pytest.raises(ValueError, match=f"no undamaged checkpoint among step-2 .step-2: {said}"):
         check_run(str(tmp_path), IDENTITY, CheckpointConfig())
@@ -977,10 +979,11 @@ def test_command_line(tmp_path, capsys):
     flip(b + "/recipe.py", 3)
     assert command("verify", b)[0] == 1
     status, out, _ = command("ls", tmp_path)
-    assert status == 0 and "recipe.py" in out.splitlines()[0] and "complete" in out.splitlines()[1]
+    assert status == 0 and out.count("complete (bytes not read)") == 2
     capsys.readouterr()
     for wrong in ([], ["verify"], ["nonsense", a], ["ls", str(tmp_path / "nowhere")], ["diff", a, b]):
-        assert checkpoint.main(wrong) == 2
+        with pytest.raises(SystemExit, match="2"):
+            checkpoint.main(wrong)
         assert capsys.readouterr().err.count("\n") == 1, wrong
 
 
@@ -1004,9 +1007,11 @@ def test_verify_reads_every_byte_of_a_run_and_ls_does_not(tmp_path, capsys, monk
     assert status == 1 and "step-4 is good" in out and f"step-2 is DAMAGED: {tensors} has crc32" in out
     assert command("verify", path(tmp_path, 4))[0] == 0 and command("verify", path(tmp_path, 2))[0] == 1
 
-    opened, original = [], checkpoint.checksums
-    monkeypatch.setattr(checkpoint, "checksums", lambda at, names, *rest: opened.extend(names) or original(at, names, *rest))
-    assert checkpoint.main(["ls", str(tmp_path)]) == 0 and "state.json" in opened and tensors not in opened
+    for name in ("state.json", "config.json", "tensors.json"):  # ls reads manifests, and no more
+        flip(f"{path(tmp_path, 4)}/{name}", 100)
+    status, out = command("ls", tmp_path)
+    assert status == 0 and out.count("complete (bytes not read)") == 2
+    assert "1 rank(s), tp 2 " in out and "only the weights" not in out
     os.truncate(f"{path(tmp_path, 4)}/{tensors}", 10)
     Path(path(tmp_path, 2), "manifest.json").unlink()
     assert checkpoint.main(["ls", str(tmp_path)]) == 0 and capsys.readouterr().out.count("DAMAGED") == 2

@@ -414,7 +414,7 @@ def test_another_model_is_not_exported_as_one_of_theirs(tmp_path, fork, capsys, 
             export()
         assert "\n" not in str(error.value)
     save_run(model, tmp_path / "run")
-    assert checkpoint.hf_command(["to_hf", str(tmp_path / "run"), out]) == 1
+    assert checkpoint.main(["to_hf", str(tmp_path / "run"), out]) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and not os.path.exists(out)
 
@@ -1052,12 +1052,12 @@ def test_a_tokenizer_that_panics(chat_folder, capsys):
 
 def test_from_hf_and_to_hf(chat_folder, tmp_path, capsys):
     run, out = str(tmp_path / "run"), str(tmp_path / "out")
-    assert checkpoint.hf_command(["from_hf", str(chat_folder), run]) == 0
+    assert checkpoint.main(["from_hf", str(chat_folder), run]) == 0
     verify(f"{run}/checkpoints/step-0")
     model, state = load_model(run)
     assert state == {"step": 0, "samples": 0, "tokens": 0}
     assert torch.equal(model(tokens()), hf.load_hf_model(str(chat_folder))[0](tokens()))
-    assert checkpoint.hf_command(["to_hf", run, out, "--dtype", "float32", "--max_shard_gb", "0.00005"]) == 0
+    assert checkpoint.main(["to_hf", run, out, "--dtype", "float32", "--max_shard_gb", "0.00005"]) == 0
     assert_equal_files(chat_folder, out)
     theirs = transformers.AutoTokenizer.from_pretrained(out)
     assert theirs("def f").input_ids[0] == 0  # it begins as the tokenizer says
@@ -1068,11 +1068,12 @@ def test_from_hf_and_to_hf(chat_folder, tmp_path, capsys):
     assert greedy(out, "x", capsys, n=12) == theirs.decode(ids[0], skip_special_tokens=True)
     for argv in (["from_hf", str(chat_folder), run], ["to_hf", run, out], ["to_hf", str(tmp_path / "nowhere"), out + "2"],
                  ["from_hf", str(tmp_path), out + "2"]):
-        assert checkpoint.hf_command(argv) == 2
+        with pytest.raises(SystemExit, match="2"):
+            checkpoint.main(argv)
         error = capsys.readouterr().err
         assert error.startswith("error: ") and error.count("\n") == 1
     with pytest.raises(SystemExit):
-        checkpoint.hf_command(["to_hf", run, out + "2", "--dtype", "int8"])
+        checkpoint.main(["to_hf", run, out + "2", "--dtype", "int8"])
     assert not os.path.exists(out + "2")
 
 

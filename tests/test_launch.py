@@ -23,9 +23,10 @@ import torch.distributed as dist
 from runs import Job
 
 import checkpoint
-from checkpoint import LEFTOVER, STEP_FOLDER, step_folders
+from checkpoint import LEFTOVER, step_folders
 from data import DataConfig, open_data
 from distributed.launch import agree_on_attempt
+from support.manifest import STEP_FOLDER
 from support.metrics import read_lines
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
