@@ -63,6 +63,11 @@ def balances(stages) -> dict:
     return {i: block.moe.balance for s in stages for i, block in all_blocks(s).items() if hasattr(block, "moe")}
 
 
+def n_steps(model_config) -> int:
+    """STEPS; with experts one: after it a rounding may send a token to another expert, and nothing would be proven."""
+    return 1 if getattr(model_config, "n_experts", 0) else STEPS
+
+
 def global_batch(step: int, n: int, doc_mask: bool) -> Batch:
     """(n, T) sequences with ragged masks: no two sequences have equally many valid tokens, one has none."""
     g = torch.Generator().manual_seed(100 + step)
@@ -80,7 +85,7 @@ def global_batch(step: int, n: int, doc_mask: bool) -> Batch:
 
 
 def reference(model_config, n: int, doc_mask=False) -> list[dict]:
-    """STEPS of AdamW on one process in plain torch: no parallel.py, no FSDP, no chunked loss, torch's own clipping."""
+    """The steps of AdamW on one process in plain torch: no parallel.py, no FSDP, no chunked loss, torch's own clipping."""
     model = MODELS[type(model_config)](model_config)
     layout = Layout(Flags(), {a: 1 for a in AXES}, 1, n, n)
     parallel.init_weights(model, layout, clear_seed(model_config, n, doc_mask))
@@ -89,7 +94,7 @@ def reference(model_config, n: int, doc_mask=False) -> list[dict]:
         balance.aux_scale = AUX_COEF / n
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     out = []
-    for step in range(STEPS):
+    for step in range(n_steps(model_config)):
         b = global_batch(step, n, doc_mask)
         logits = model(b.tokens, positions=b.positions, doc_ids=b.doc_ids).float()
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), b.labels.flatten(), ignore_index=IGNORE)
@@ -196,7 +201,7 @@ def local_batch(b: Batch, layout) -> Batch:
 
 
 def train(model_config, flags: dict, n: int, local_batch_size: int, doc_mask=False, mutate=None) -> list[dict]:
-    """The same STEPS through parallel.py on this rank's part of the layout. `mutate`: a context with a mistake in it."""
+    """The same steps through parallel.py on this rank's part of the layout. `mutate`: a context with a mistake in it."""
     with mutate() if mutate else nullcontext():
         return run_steps(model_config, flags, n, local_batch_size, doc_mask)
 
@@ -206,7 +211,7 @@ def run_steps(model_config, flags, n, local_batch_size, doc_mask) -> list[dict]:
     params = [(fqn, p) for s in stages for fqn, p in s.named_parameters()]
     optimizer = torch.optim.AdamW([p for _, p in params], lr=LR, foreach=True)
     out = []
-    for step in range(STEPS):
+    for step in range(n_steps(model_config)):
         loss = parallel.forward_backward(stages, local_batch(global_batch(step, n, doc_mask), layout), layout)
         loss, _ = parallel.reduce_loss(loss, layout)
         grads = {fqn: full(torch.zeros_like(p) if p.grad is None else p.grad) for fqn, p in params}
@@ -240,7 +245,7 @@ def first_difference(got: list[dict], want: list[dict]) -> str:
         found += [f"bias of blocks.{fqn}" for fqn, b in g["biases"].items() if not torch.equal(b, w["biases"][fqn])][:1]
         if found:
             return f"step {step}: " + "; ".join(found)
-        if w["biases"]:  # one rounding may send a token to another expert from here on: the first step is the proof
+        if w["biases"]:  # in other batches a rounding may send a token to another expert: the step is the proof
             return ""
     if abs(got[-1]["val"] - want[-1]["val"]) > 2e-5:
         return f"validation loss {got[-1]['val']} instead of {want[-1]['val']}"

@@ -122,8 +122,9 @@ def names(out):
 
 # A server that has imported torch forks the processes that get killed or run out of disk: 0.1 s each instead of 3. This
 # process cannot be forked, because its autograd threads would be missing in the copy.
+# Python 3.11's server finds no files of this folder: torch is named by itself.
 forkserver = multiprocessing.get_context("forkserver")
-forkserver.set_forkserver_preload([__name__])
+forkserver.set_forkserver_preload(["torch.distributed.checkpoint", __name__])
 
 
 def forked(function, *args):
@@ -1126,7 +1127,7 @@ def test_any_expert_layout_continues_any(tmp_path):
         before = after
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize("schedule", [pytest.param("1F1B", marks=pytest.mark.slow), "ZBVZeroBubble"])
 def test_tied_embeddings_at_both_ends_of_a_pipeline(tmp_path, schedule):
     whole, ends = str(tmp_path / "whole"), str(tmp_path / "ends")
     hashes = merged(pool(2).run(run_layout, {}, None, whole, {"steps": 2, "tie": True}))
@@ -1134,7 +1135,7 @@ def test_tied_embeddings_at_both_ends_of_a_pipeline(tmp_path, schedule):
     assert got == hashes and diff(path(whole, 2), path(ends, 2)) == 0
 
 
-@pytest.mark.parametrize("mode", ["thread", "process"])
+@pytest.mark.parametrize("mode", ["thread", pytest.param("process", marks=pytest.mark.slow)])
 def test_async_on_several_ranks_while_they_train(tmp_path, mode):
     sync, background = str(tmp_path / "sync"), str(tmp_path / "async")
     for target, how in ((sync, "off"), (background, mode)):

@@ -1,4 +1,5 @@
 """Muon: equal to torch's own on one process, and the same on shards as on whole matrices. AdamW with smaller moments."""
+import functools
 from unittest import mock
 
 import pytest
@@ -96,18 +97,24 @@ def train(flags: dict, moments: str, folder=None, steps=8, source=None):
     return losses, held / numbers, whole
 
 
+@functools.cache
+def losses_of_one_process() -> list[float]:
+    return pool(1).run(train, {}, "param")[0][0]
+
+
 # two moments of 4, 2, 1 or 1/2 bytes; norms are small, and stay as they are
 @pytest.mark.parametrize("moments, size", [("param", 8), ("bfloat16", 4), ("8bit", 2), ("4bit", 1), ("fp8", 2)])
-@pytest.mark.parametrize("processes, flags", [(1, {}), (2, dict(dp_shard=2)), (2, dict(tp=2))], ids=str)
+@pytest.mark.parametrize("processes, flags", [
+    (1, {}), (2, dict(dp_shard=2)), pytest.param(2, dict(tp=2), marks=pytest.mark.slow)], ids=str)
 def test_smaller_moments_train_as_well(moments, size, processes, flags):
-    want = pool(1).run(train, {}, "param")[0][0]
+    want = losses_of_one_process()
     for losses, per_number, _ in pool(processes).run(train, flags, moments):
         assert size <= per_number < 1.1 * size
         assert losses[0] == pytest.approx(want[0], rel=1e-5) and losses[-1] < 0.9 * losses[0]
         assert losses[-1] < 1.05 * want[-1]
 
 
-@pytest.mark.parametrize("moments", ["bfloat16", "8bit", "4bit", "fp8"])
+@pytest.mark.parametrize("moments", [pytest.param("bfloat16", marks=pytest.mark.slow), "8bit", "4bit", "fp8"])
 def test_smaller_moments_are_saved_and_loaded_by_any_layout(tmp_path, moments):
     """In the checkpoint they are plain numbers; a load rounds them again, by less than one of their steps."""
     (_, _, saved) = pool(2).run(train, dict(dp_shard=2), moments, str(tmp_path))[0]

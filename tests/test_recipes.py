@@ -72,6 +72,11 @@ def split_command(command: str) -> tuple[int, str, list[str]]:
     return processes, args[0], args[1:]
 
 
+# the first command of each program, and the proof of a user's own layout; all others run in make test-slow
+QUICK = {next(c for c in COMMANDS if split_command(c)[1] == path.name) for path in DOCUMENTED}
+QUICK |= {c for c in COMMANDS if "--check_parity" in c}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """What the commands find: a finished run in runs/llama3, a text or two, a tokenizer.json, token shards in tokens."""
@@ -144,9 +149,7 @@ def test_commands_were_found():
     assert [name for name in RECIPES if scripts.count(name) < 2] == []
 
 
-@pytest.mark.parametrize("command", [
-    pytest.param(c, marks=pytest.mark.slow if split_command(c)[0] > 2 or "--dry_run" in c else []) for c in COMMANDS
-], ids=name)
+@pytest.mark.parametrize("command", [pytest.param(c, marks=[] if c in QUICK else pytest.mark.slow) for c in COMMANDS], ids=name)
 def test_published_command(command, folder):
     script = split_command(command)[1]
     compiled = ["--no-compile"] if "--compile" in command else []  # minutes: test_published_command_compiled
@@ -233,7 +236,8 @@ def test_four_processes_train_what_one_does(tmp_path, recipe):
     assert os.listdir(tmp_path / "1" / "checkpoints") == ["step-6"]
 
 
-@pytest.mark.parametrize("recipe", TRAINED)
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_stopped_by_sigterm_and_continued_by_two_processes(tmp_path, recipe):
     """4 processes until SIGTERM, then 2, against 1 that nobody disturbs: the same tokens, the same losses."""
     # the schedule has a length of its own, so that the last step can be chosen when it is known where the first part ended
