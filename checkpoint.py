@@ -59,10 +59,8 @@ from support.config import FROM_FILE, Need, Parser, flag, usage_error
 from support.files import json_bytes, publish, read_json, sha256_file, write_file
 from support.hf import (
     HF_DTYPES,
-    OtherModel,
     check_export,
     check_hf_config,
-    check_same_model,
     file_kinds,
     load_hf,
     load_hf_model,
@@ -86,6 +84,7 @@ from support.manifest import (
     verify,
     write_manifest,
 )
+from support.same_model import OtherModel, check_same_model
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 1. Our own checkpoints (DCP)

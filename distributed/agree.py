@@ -18,6 +18,11 @@ def reason(error: BaseException) -> str:
     return text if text and isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {text}"
 
 
+def some(names: list[str]) -> str:
+    """The first three, and how many more there are."""
+    return ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
+
+
 def rank_in(group) -> int:
     return dist.get_rank(group) if group else 0
 

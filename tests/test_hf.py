@@ -30,7 +30,7 @@ from checkpoint import CheckpointConfig, Checkpoints, is_hf_folder, load_model, 
 from data import DataConfig, open_data
 from distributed.layout import local_tensor
 from models.llama3 import FLAVORS, Llama3, Llama3Config
-from support import hf
+from support import hf, same_model
 from support.config import override_fields
 
 ROOT = Path(__file__).parent.parent
@@ -135,6 +135,10 @@ def test_our_files_give_them_our_logits_and_a_round_trip_is_bit_identical(theirs
     same = {k: v for k, v in model.config.to_dict().items() if k not in ("dtype", "use_cache", "_name_or_path", "pad_token_id")}
     assert same.items() <= back.config.to_dict().items()
     assert back.config.eos_token_id is None and not back.generation_config.eos_token_id  # and not 2, the default
+
+
+def test_both_ways_are_called_by_the_names_of_the_design():
+    assert checkpoint.load_hf is hf.load_hf and checkpoint.save_hf is hf.save_hf
 
 
 def test_files_have_at_most_max_shard_gb_and_transformers_reads_which_is_where(theirs, tmp_path):
@@ -435,13 +439,13 @@ def test_a_declared_copy_is_what_transformers_opens(tmp_path, fork):
 
 def model_of(kind):
     """(class, config of the fingerprint) for a model_type."""
-    Model, Config = hf.classes_of(kind)
-    return Model, Config(**hf.FINGERPRINTS[kind][0])
+    Model, Config = same_model.classes_of(kind)
+    return Model, Config(**same_model.FINGERPRINTS[kind][0])
 
 
-@pytest.mark.parametrize("kind", hf.HF_MODELS)
+@pytest.mark.parametrize("kind", same_model.HF_MODELS)
 def test_fingerprints_are_of_the_models_that_transformers_has(tmp_path, kind, monkeypatch):
-    """After a deliberate change of a model, which transformers must make, too: put the numbers that this prints into hf.py."""
+    """After a deliberate change of a model, which transformers must make, too: same_model.py gets the numbers printed here."""
     Model, small_config = model_of(kind)
     seen, forward = [], Model.forward
 
@@ -450,17 +454,17 @@ def test_fingerprints_are_of_the_models_that_transformers_has(tmp_path, kind, mo
         return seen[-1][2]
 
     monkeypatch.setattr(Model, "forward", remembered)
-    found = hf.fingerprint(kind)
+    found = same_model.fingerprint(kind)
     print(f'"{kind}": [{", ".join(f"{x:.4f}" for x in found)}]')
     [(model, tokens, logits)] = seen
     assert tokens.shape == (1, 512) and small_config.to_hf()["model_type"] == kind
     monkeypatch.undo()
-    hf.check_same_model(Model, small_config)
+    same_model.check_same_model(Model, small_config)
     hf.save_hf(model, str(tmp_path / "out"), torch.float32)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     with torch.no_grad():
         assert (theirs(tokens).logits - logits).abs().max() < 2e-3 * logits.std()
-    assert found == pytest.approx(hf.FINGERPRINTS[kind][1], rel=0, abs=2e-4)
+    assert found == pytest.approx(same_model.FINGERPRINTS[kind][1], rel=0, abs=2e-4)
 
 
 def test_a_fingerprint_leaves_everything_as_it_was():
@@ -469,7 +473,7 @@ def test_a_fingerprint_leaves_everything_as_it_was():
     try:
         torch.set_default_dtype(torch.bfloat16)
         with torch.device("meta"):
-            hf.check_same_model(*model_of("deepseek_v3"))
+            same_model.check_same_model(*model_of("deepseek_v3"))
             assert torch.empty(1).is_meta
         assert torch.get_default_dtype() == torch.bfloat16 and torch.is_grad_enabled()
     finally:
@@ -508,7 +512,7 @@ def test_an_edit_inside_a_registered_model_is_not_exported(tmp_path, fork, file,
     module, Model = fork(file, (old, new), name=f"models.{file}")
     config = next(iter(module.FLAVORS.values())) if flavor == "debug" else module.FLAVORS[flavor]
     for export in (lambda: hf.check_export(str(tmp_path / "out"), Model, config),
-                   lambda: hf.check_same_model(Model, replace(config, n_layers=2))):
+                   lambda: same_model.check_same_model(Model, replace(config, n_layers=2))):
         with pytest.raises(ValueError, match="an export of models.* would be opened as .*, but its file, or what") as error:
             export()
         assert "\n" not in str(error.value) and "a model_type of its own" in str(error.value)
@@ -522,22 +526,22 @@ def test_an_edit_that_a_field_of_the_config_switches_on_is_noticed(fork, tmp_pat
                ("        self.ffn = ", "        global POWER\n        POWER = config.power\n        self.ffn = "),
                ("F.silu(self.w1(x))", "F.silu(self.w1(x)) ** self.power")]
     module, Model = fork("llama3", *changes, name="models.llama3")
-    hf.check_same_model(Model, small(module))
+    same_model.check_same_model(Model, small(module))
     with pytest.raises(ValueError, match="its logits are others"):
-        hf.check_same_model(Model, replace(small(module), power=2))
+        same_model.check_same_model(Model, replace(small(module), power=2))
 
 
 def test_a_window_of_many_tokens_shows(fork):
     module, Model = fork("llama3", WINDOW, DECLARED)
     with pytest.raises(ValueError, match="its logits are others"):
-        hf.check_same_model(Model, small(module))
+        same_model.check_same_model(Model, small(module))
 
 
 def test_a_large_copy_is_compared_in_small_sizes(fork):
     """DeepSeek-V2 Lite has no latent for queries, V2 has one: 16 and 236 billion parameters are never made."""
     module, Model = fork("deepseek", declare("DeepSeek"))
     for flavor in module.FLAVORS.values():
-        hf.check_same_model(Model, flavor)
+        same_model.check_same_model(Model, flavor)
 
 
 @pytest.mark.slow
