@@ -498,7 +498,7 @@ class Batch:
     positions: torch.Tensor  # (A, B, T) int64
     doc_ids: torch.Tensor | None  # (A, B, T) int64, counts the documents of a sequence; None without doc_mask
     samples: int  # sequences in the global batch
-    hash: str  # training: of this data rank's tokens and labels; parallel.reduce_hash makes that of the global batch of it
+    hash: str  # training: of this data rank's tokens and labels; checks.reduce_hash makes that of the global batch of it
     n_bytes: int | None = None  # validation: bytes of text behind this rank's labels; None where the tokenizer does not tell
 
 

@@ -45,10 +45,11 @@ from checkpoint import (
     saved_model,
     step_folders,
 )
+from distributed.checks import check_model, check_replicas
 from distributed.experts import balance_experts, expert_parallel
 from distributed.launch import LaunchConfig, StopSignal, choose_attention, connect, disconnect, run, train_timeouts
 from distributed.layout import ParallelConfig, local_tensor
-from distributed.refusals import check_layout, check_model, check_replicas
+from distributed.refusals import check_layout
 from models.attention import sdpa
 from models.llama3 import Llama3Config
 from models.loss import token_logprobs
@@ -59,6 +60,7 @@ from parallel import (
     clip_grad_norm,
     context_parallel,
     init_weights,
+    make_mesh,
     reduce_loss,
     reshards,
     sequence_index,
@@ -543,6 +545,7 @@ def main(cfg: Config):
     if rank0:
         text.save()
     connect(layout, cfg.device, cfg.seed, trace=f"{cfg.out}/trace")
+    make_mesh(layout)
     choose_attention(layout, model_config, cfg.seq_len, cfg.local_batch_size)
 
     # 3. model  4. parallelism

@@ -1,4 +1,5 @@
-"""Everything that makes one model run on many devices: start-up, mesh, TP, CP, PP, FSDP2, and the sums that keep it exact.
+"""How one model runs on many devices, in the order in which one would teach it: the mesh, tensor parallelism, context
+parallelism, activation checkpointing and compile, FSDP2, the initial weights, one training step, the gradient norm.
 
 One process drives one device. The processes form a grid with one named axis per kind of parallelism, outermost first:
 
@@ -11,6 +12,9 @@ One process drives one device. The processes form a grid with one named axis per
 Whatever the grid, the model trained is the same, because of five rules: the same weights (init_weights), the same data
 (data.py), the same loss (count_tokens, forward_backward), the same gradient norm (clip_grad_norm), the same code path
 (shard wraps the model even on one device, unless that computes in float32).
+
+What this file stands on is in distributed/: the flags and the numbers of a layout (layout.py), what is refused (refusals.py),
+how processes start and end (launch.py), pipelines (pipeline.py), experts (experts.py), 8-bit matmuls (float8.py).
 """
 import fnmatch
 import hashlib
@@ -20,28 +24,53 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import checkpoint
 
 from distributed.experts import compiled_experts
-from distributed.layout import AllGather, AllToAll, Layout, all_blocks, expert_mesh, local_slice, local_tensor
-from distributed.pipeline import (
-    ZERO_BUBBLE,
-    embeds_at_both_ends,
-    pipeline_forward,
-    pipeline_schedule,
-    sum_tied_gradients,
-    tied_copy,
-)
-from distributed.refusals import initial_values
+from distributed.initial import initial_values
+from distributed.keep import keep_contexts
+from distributed.layout import AllGather, AllToAll, Layout, all_blocks, local_slice, local_tensor
+from distributed.pipeline import ZERO_BUBBLE, pipeline_forward, pipeline_forward_backward, tied_copy
 from models.attention import causal_attention, lower_right_mask, sdpa
 from models.loss import IGNORE, linear_cross_entropy, softmax_loss
 
 
+# ---------------------------------------------------------------- the mesh
+def make_mesh(layout: Layout) -> None:
+    """Lay the ranks out on named axes: neighbours in rank share tp, which needs the fastest links, and pp crosses the slowest.
+
+    Not everything is split over the same ranks, so there are three views of the one grid:
+
+        full_mesh    pp, dp_replicate, dp_shard, cp, tp   what the flags say
+        mesh         pp, dp_replicate, fsdp, tp           fsdp = dp_shard x cp: cp ranks hold other tokens, as data ranks do
+        expert_mesh  pp, dp_replicate, efsdp, ep, etp     only with experts: efsdp shards them over what ep and etp leave
+
+    With --dp_shard 2 --cp 2 --tp 2 on 8 ranks, tp is {0,1} {2,3} {4,5} {6,7}; cp {0,2} {1,3} {4,6} {5,7}; fsdp {0,2,4,6}
+    {1,3,5,7}. Nothing is sent here: process groups are made, and NCCL connects them at their first use.
+    """
+    device, pp, dp_replicate, tp = layout.device.type, layout.pp, layout.dp_replicate, layout.tp
+    fsdp = layout.dp_shard * layout.cp
+    layout.mesh = init_device_mesh(device, (pp, dp_replicate, fsdp, tp), mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"))
+    # the axis by its number: torch 2.11 cannot do this by name
+    layout.full_mesh = layout.mesh._unflatten(2, (layout.dp_shard, layout.cp), ("dp_shard", "cp"))
+    if layout.has_experts:
+        ep, etp = layout.cfg.ep, layout.cfg.etp
+        shape, names = (pp, dp_replicate, fsdp * tp // (ep * etp), ep, etp), ("pp", "dp_replicate", "efsdp", "ep", "etp")
+        layout.expert_mesh = init_device_mesh(device, shape, mesh_dim_names=names)
+
+
 # ---------------------------------------------------------------- tensor parallelism
-class GatherSequence(torch.distributed.tensor.parallel.ParallelStyle):
+class GatherSequence(ParallelStyle):
     """Before attention or FFN: all-gather the sequence, (B, T/tp, D) -> (B, T, D); backward: reduce-scatter."""
 
     def _apply(self, module, mesh):
@@ -53,7 +82,7 @@ class GatherSequence(torch.distributed.tensor.parallel.ParallelStyle):
         return module
 
 
-class Gather(torch.distributed.tensor.parallel.ParallelStyle):
+class Gather(ParallelStyle):
     """After a module without weights: all-gather the sequence, (B, T/tp, ...) -> (B, T, ...); backward: reduce-scatter."""
 
     def _apply(self, module, mesh):
@@ -61,9 +90,12 @@ class Gather(torch.distributed.tensor.parallel.ParallelStyle):
         return module
 
 
-class SequenceLinear(torch.distributed.tensor.parallel.ParallelStyle):
-    """A whole matrix that sees a part of the tokens (B, T/tp, D): its gradient is summed over tp. The tokens go in as rows,
-    because torch 2.11 has no product of a DTensor that is split along dim 1."""
+class SequenceLinear(ParallelStyle):
+    """A matrix that every tp rank holds whole, such as a router, and that sees T/tp of the tokens: x (B, T/tp, D).
+
+    Its gradients must be summed over tp: see "sequence" below. The tokens go in as rows (B*T/tp, D), because torch 2.11
+    cannot multiply a DTensor that is split along dim 1.
+    """
 
     def _apply(self, module, mesh):
         module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, [Replicate()], src_data_rank=None))
@@ -78,45 +110,50 @@ class SequenceLinear(torch.distributed.tensor.parallel.ParallelStyle):
 
 
 class VocabEmbedding(RowwiseParallel):
-    """Each rank looks up the tokens of its part of the vocabulary; the sum over ranks leaves sharded along the sequence."""
+    """V/tp rows of the table per rank, which looks up the tokens that it has; a reduce-scatter adds the ranks' results and
+    leaves each its part of the sequence: (B, T) -> (B, T/tp, D)."""
 
     def __init__(self):
         super().__init__(input_layouts=Replicate(), output_layouts=Shard(1))
 
     def _apply(self, module, mesh):
         module = super()._apply(module, mesh)
-        # A compiled block cannot take the asynchronous tensor that leaves here, and its wait() would cut the gradient.
+        # The result is a tensor whose data may still be on the way. A compiled block cannot take such a tensor, and calling
+        # its wait() would cut it off from autograd. A clone is an ordinary tensor with its gradient.
         module.register_forward_hook(lambda module, args, out: out.clone())
         return module
 
 
-class VocabHead(torch.distributed.tensor.parallel.ParallelStyle):
-    """The head's rows, one part of the vocabulary per rank; vocab_parallel_loss and vocab_parallel_logits multiply with it."""
+class VocabHead(ParallelStyle):
+    """V/tp rows of the head per rank; vocab_parallel_loss and vocab_parallel_logits multiply with them."""
 
     def _apply(self, module, mesh):
         module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0)], src_data_rank=None))
         return module
 
 
-TP_STYLES = {
+TP_STYLES = {  # what a model's tp_plan may ask for
     "colwise": lambda: ColwiseParallel(),  # W (out/tp, in): no communication, the output is this rank's heads or channels
     "rowwise": lambda: RowwiseParallel(output_layouts=Shard(1)),  # W (out, in/tp): reduce-scatter along the sequence
     "gather_sequence": lambda: GatherSequence(),
-    # replicated weights that see a part of the tokens: as DTensors their gradient is summed over tp, which a plain weight's
-    # would not be; norms, and below whole matrices such as routers
-    "sequence": lambda: SequenceParallel(use_local_output=True),
-    "sequence_linear": lambda: SequenceLinear(),
+    "gather_colwise": lambda: ColwiseParallel(input_layouts=Shard(1)),  # colwise after an all-gather of the sequence
     "gather": lambda: Gather(),
-    "gather_colwise": lambda: ColwiseParallel(input_layouts=Shard(1)),  # the same, after an all-gather of the sequence
-    "head_norm": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),  # (B, T, H/tp, K): a part of the heads
+    # Norms. Every tp rank holds the weight whole but sees only T/tp of the tokens (or H/tp of the heads), so its gradients
+    # must be summed over tp. A DTensor weight does that; a plain one silently does not.
+    "sequence": lambda: SequenceParallel(use_local_output=True),  # (B, T/tp, D)
+    "head_norm": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),  # (B, T, H/tp, K)
+    "sequence_linear": lambda: SequenceLinear(),
     "vocab_embedding": VocabEmbedding,
     "vocab_head": VocabHead,
 }
 
 
 def tensor_parallel(stage, layout: Layout) -> None:
-    """Split the matrices over tp as the model's tp_plan says. Per block, forward and backward each: two all-gathers and two
-    reduce-scatters of B*T*D elements."""
+    """Split the matrices over tp as the model's tp_plan says; between the blocks a rank holds T/tp of the sequence.
+
+    Per block, forward and backward each: two all-gathers and two reduce-scatters of B*T*D elements (2*B*T*D bytes in
+    bfloat16), and the next matmul waits for each of them. So tp belongs inside a node.
+    """
     if layout.tp == 1:
         return
     mesh = layout.mesh["tp"]
@@ -136,7 +173,11 @@ def tensor_parallel(stage, layout: Layout) -> None:
 
 
 def vocab_parallel_loss(h, weight, labels, denom, *, mesh, loss=linear_cross_entropy, **options):
-    """A loss of models/loss.py with each rank's rows of the head; h (B, T/tp, D). The result is whole on every tp rank."""
+    """A loss of models/loss.py from h (B, T/tp, D) and this rank's V/tp rows of the head. The result is whole on every tp rank.
+
+    One all-gather of h (B*T*D elements). Of the logits nothing travels but three numbers per token: the largest logit, the sum
+    of the exponentials, and the label's logit.
+    """
 
     def all_reduce(x, op):
         dist.all_reduce(x, op=dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM, group=mesh.get_group())
@@ -147,7 +188,8 @@ def vocab_parallel_loss(h, weight, labels, denom, *, mesh, loss=linear_cross_ent
 
 
 def gathered_head_loss(h, weight, labels, denom, *, mesh, kernel=softmax_loss) -> Tensor:
-    """--no-loss_parallel: gather the head, and compute the loss of this rank's T/tp tokens: this rank's summand."""
+    """--no-loss_parallel: all-gather the head's V*D elements instead, and compute the loss of this rank's T/tp tokens only.
+    Each tp rank then has a part of the loss, and the parts are added up."""
     weight = weight.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
     return linear_cross_entropy(h, weight, labels.chunk(mesh.size(), 1)[mesh.get_local_rank()], denom, kernel=kernel)
 
@@ -159,34 +201,40 @@ def vocab_parallel_logits(h, weight, *, mesh) -> Tensor:
 
 
 def whole_vocab(logits: Tensor, V: int, mesh) -> Tensor:
-    """This rank's part of the vocabulary (..., V/tp), even or not -> (..., V), on every rank."""
+    """All-gather logits: (..., V/tp), where the last rank may hold fewer than the others -> (..., V) on every rank."""
     whole = torch.empty(*logits.shape[:-1], V, device="meta")
     kind = dict(run_check=False, shape=whole.shape, stride=whole.stride())
     return DTensor.from_local(logits, mesh, [Shard(logits.dim() - 1)], **kind).full_tensor()
 
 
-def sequence_index(T: int, cp: int, rank: int) -> Tensor:
-    """Positions of this cp rank: chunks rank and 2cp-1-rank of 2cp. A cheap early chunk and a dear late one: causal attention
-    then costs every rank the same."""
-    chunks = torch.arange(T).chunk(2 * cp)
-    return torch.cat([chunks[rank], chunks[2 * cp - 1 - rank]])
-
-
-def natural_order(x: Tensor, dim: int, cp: int) -> Tensor:
-    """Undo sequence_index on a tensor gathered in rank order: chunk i is of rank i (first half) or rank 2cp-1-i (second)."""
-    chunks = x.chunk(2 * cp, dim)
-    return torch.cat([chunks[2 * i] for i in range(cp)] + [chunks[2 * i + 1] for i in reversed(range(cp))], dim)
-
-
+# ---------------------------------------------------------------- context parallelism
 def context_parallel(stage, layout: Layout) -> None:
-    """Replace the model's attention by one that sees the keys and values of all cp ranks."""
+    """Replace the model's attention by one that sees the keys and values of all cp ranks. Everything else in a model treats
+    each token by itself, so it needs no change when a rank holds T/cp of every sequence."""
     if layout.cp > 1:
         attend = all_gather_attention if layout.cfg.cp_method == "allgather" else all_to_all_attention
         stage.make_attend = partial(attend, group=layout.group("cp"))
 
 
+def sequence_index(T: int, cp: int, rank: int) -> Tensor:
+    """Positions (T/cp,) of the tokens of this cp rank: chunks rank and 2cp-1-rank of 2cp.
+
+    A late token attends to more keys than an early one. cp 2 cuts four chunks: rank 0 takes 0 and 3, rank 1 takes 1 and 2, so
+    both do the same causal work.
+    """
+    chunks = torch.arange(T).chunk(2 * cp)
+    return torch.cat([chunks[rank], chunks[2 * cp - 1 - rank]])
+
+
+def natural_order(x: Tensor, dim: int, cp: int) -> Tensor:
+    """Put a tensor that was gathered in rank order back into the order of the tokens: the inverse of sequence_index."""
+    chunks = x.chunk(2 * cp, dim)  # of rank 0 its early and its late chunk, then those of rank 1, ...
+    return torch.cat([chunks[2 * i] for i in range(cp)] + [chunks[2 * i + 1] for i in reversed(range(cp))], dim)
+
+
 def all_gather_attention(positions, doc_ids=None, *, group):
-    """Gather keys and values, 2*B*T*G*K elements per layer (small under GQA), and attend from this rank's queries."""
+    """--cp_method allgather: gather keys and values, and attend from this rank's queries. Per layer one all-gather of
+    2*B*T*G*K elements (few under grouped queries), and its reduce-scatter in the backward."""
     cp, rank = dist.get_world_size(group), dist.get_rank(group)
     chunk = positions.shape[1] // 2  # this rank has chunks `rank` and `2cp-1-rank`; chunk i sees the keys of chunks 0..i
     ends = [(rank + 1) * chunk, (2 * cp - rank) * chunk]
@@ -207,7 +255,8 @@ def all_gather_attention(positions, doc_ids=None, *, group):
 
 
 def all_to_all_attention(positions, doc_ids=None, *, group):
-    """Ulysses (arXiv:2309.14509): trade a part of every sequence for whole sequences of H/cp heads, and back."""
+    """--cp_method alltoall, Ulysses (arXiv:2309.14509): trade a part of every sequence for whole sequences of H/cp heads, attend,
+    and trade back. Per layer four all-to-alls (q, k, v, result) of this rank's own elements, B*T/cp*(2H+2G)*K together."""
     cp = dist.get_world_size(group)
     attend_whole = causal_attention(positions, doc_ids)
 
@@ -230,81 +279,27 @@ def all_to_all_attention(positions, doc_ids=None, *, group):
 
 
 # ---------------------------------------------------------------- activation checkpointing, compile
-# What --ac op keeps beside every other matmul: dear to compute again, or to send again. Some of these only newer torch has.
-KEPT = {
-    "aten": (
-        "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention", "_scaled_mm", "_scaled_mm_v2",
-        "_scaled_grouped_mm", "_scaled_grouped_mm_v2", "_grouped_mm",
-    ),
-    "_c10d_functional": ("all_to_all_single", "reduce_scatter_tensor"),
-    # FlexAttention, and that in its compiled form: see models.attention.compiled_flex_attention
-    "higher_order": ("flex_attention", "inductor_compiled_code"),
-}
-
-
-class Only(TorchDispatchMode):
-    """Hands to one of torch's two modes of selective checkpointing only the ops that may be kept, and runs the others.
-
-    torch's modes count every op, and the recomputation must have those of the forward. But the experts are an FSDP unit inside
-    the checkpointed block, whose hooks do something else then: their weights may be there already, or have to be gathered.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self, ops: set, mode: TorchDispatchMode):
-        super().__init__()
-        self.ops, self.mode = ops, mode
-
-    @classmethod
-    def ignore_compile_internals(cls):
-        return True
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        return self.mode.__torch_dispatch__(op, types, args, kwargs) if op in self.ops else op(*args, **(kwargs or {}))
-
-
 def checkpoint_activations(stage, layout: Layout) -> None:
-    """Recompute in the backward instead of keeping: --ac full every block, selective every k-th, op half of the matmuls."""
-    from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-
+    """Keep only the input of a block, (B, T/cp/tp, D), and compute the rest again in the backward: --ac full for every block,
+    selective for every k-th. With --ac op a block also keeps half of its matmuls and what is slow to compute or to send."""
     cfg = layout.cfg
     if cfg.ac in ("none", "budget"):
-        return  # the budget is the compiler's business: compile_blocks
-
-    found = [getattr(getattr(torch.ops, space), name, None) for space, names in KEPT.items() for name in names]
-    saved = {getattr(op, "default", op) for op in found if op is not None}
-    mm = torch.ops.aten.mm.default
-
-    def contexts(is_compiled: bool):
-        matmuls = {False: 0, True: 0}  # forward and recomputation count alike, so that they agree which one was kept
-
-        def policy(ctx, op, *args, **kwargs):
-            if op is mm:
-                matmuls[ctx.is_recompute] += 1
-                keep = matmuls[ctx.is_recompute] % 2 == 0
-            else:
-                keep = op in saved
-            return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
-
-        modes = create_selective_checkpoint_contexts(policy)
-        # the compiler wants torch's own modes, and finds no FSDP unit in a block that it compiles as a whole
-        return modes if is_compiled else tuple(Only({mm, *saved}, mode) for mode in modes)
-
+        return  # the compiler keeps to the budget: see compile_blocks
     for i, block in all_blocks(stage).items():
         if cfg.ac == "selective" and i % cfg.ac_every:
             continue
         is_compiled = cfg.compile and not hasattr(block, "moe")
-        options = {"context_fn": partial(contexts, is_compiled)} if cfg.ac == "op" else {}
-        # wrapping forward, and not the module, leaves every parameter's name as it was; there is no dropout to replay
+        options = {"context_fn": partial(keep_contexts, is_compiled)} if cfg.ac == "op" else {}
+        # Wrapping forward, and not the module, leaves every parameter's name as it was. These models have no dropout, so no
+        # random numbers need to be replayed.
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **options)
 
 
 def compile_blocks(stage, layout: Layout) -> None:
     """Compile each block by itself, and the loss: all blocks share one compilation, and FSDP's hooks stay outside of it.
 
-    A block with experts holds an exchange of tokens whose sizes only the run knows: there, its attention and the arithmetic of
-    its experts are compiled apart, and routing and exchange stay as they are.
+    Of a block with experts, the attention and the arithmetic of the experts are compiled one by one. Routing and the exchange of
+    tokens are not: how many tokens each expert gets is known only while it runs.
     """
     cfg = layout.cfg
     if not cfg.compile:
@@ -312,7 +307,7 @@ def compile_blocks(stage, layout: Layout) -> None:
     if cfg.ac == "budget":
         torch._functorch.config.activation_memory_budget = cfg.ac_budget
     if layout.pp > 1 and (cfg.pp_schedule in ZERO_BUBBLE or cfg.pp_schedule_csv):
-        torch._functorch.config.donated_buffer = False  # the split backward reads them twice
+        torch._functorch.config.donated_buffer = False  # the two halves of a split backward both read these buffers
     stage.token_loss = partial(stage.token_loss, kernel=torch.compile(softmax_loss))
     for block in all_blocks(stage).values():
         whole = block.attn if hasattr(block, "moe") else block
@@ -323,32 +318,36 @@ def compile_blocks(stage, layout: Layout) -> None:
 
 # ---------------------------------------------------------------- FSDP2, HSDP, DDP: one wrapper for all
 def shard(stage, layout: Layout) -> None:
-    """fully_shard every block, then the rest, over dp_shard x cp, replicated over dp_replicate; also at degree 1, so that
-    mixed precision is the same everywhere. Per block: all-gather its weights before use, reduce-scatter its gradients.
+    """fully_shard every block, then the rest, over dp_shard x cp, with copies over dp_replicate.
 
-    Only one process that computes in float32 does without: there is nothing to mix or to send, and FSDP would still copy
-    every weight and gradient.
+    Per block of P parameters on this tp rank: all-gather them in the compute dtype before the forward and again before the
+    backward, reduce-scatter P gradients in --reduce_dtype after it; with dp_replicate, all-reduce P / (dp_shard x cp) of them
+    between the copies. Also at degree 1, so that mixed precision is the same everywhere. Only one process that computes in
+    float32 goes without: there is nothing to cast or to send, and FSDP would still copy every weight and gradient.
     """
     cfg = layout.cfg
-    mesh = layout.mesh["dp_replicate", "fsdp"] if layout.dp_replicate > 1 else layout.mesh["fsdp"]
-    for p in stage.parameters():  # not the buffers: balancing biases count in thousandths
-        p.data = p.data.to(getattr(torch, cfg.param_dtype))
-    dtypes = {getattr(torch, cfg.param_dtype), layout.compute_dtype, getattr(torch, cfg.reduce_dtype)}
-    if layout.world_size == 1 and dtypes == {torch.float32} and not cfg.cpu_offload:
+    param_dtype, reduce_dtype = getattr(torch, cfg.param_dtype), getattr(torch, cfg.reduce_dtype)
+    for p in stage.parameters():  # not the buffers: balancing biases move in steps that bfloat16 would round away
+        p.data = p.data.to(param_dtype)
+    is_float32 = {param_dtype, layout.compute_dtype, reduce_dtype} == {torch.float32}
+    if layout.world_size == 1 and is_float32 and not cfg.cpu_offload:
         return
-    # Weights are cast for the forward. What is handed to a block is not: FSDP would cast cos and sin, which are fp32, as well.
-    dtypes = dict(param_dtype=layout.compute_dtype, reduce_dtype=getattr(torch, cfg.reduce_dtype))
-    options = dict(mesh=mesh, mp_policy=MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False))
+    # A block's weights are cast for its forward, its inputs are not: FSDP would cast cos and sin, which stay in fp32, as well.
+    dtypes = MixedPrecisionPolicy(param_dtype=layout.compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    options = dict(mp_policy=dtypes)
     if cfg.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-    reshard = reshards(layout)
-    blocks = list(all_blocks(stage).values())
+
+    def data_ranks(mesh, axis):  # two axes for HSDP: copies, each sharded over `axis`
+        return mesh["dp_replicate", axis] if layout.dp_replicate > 1 else mesh[axis]
+
+    options["mesh"] = data_ranks(layout.mesh, "fsdp")
+    reshard, blocks = reshards(layout), list(all_blocks(stage).values())
     for block in blocks:
-        if hasattr(block, "moe"):  # before the block: each parameter belongs to the innermost fully_shard around it
-            experts = expert_mesh(layout)
-            experts = experts["dp_replicate", "efsdp"] if layout.dp_replicate > 1 else experts["efsdp"]
-            fully_shard(block.moe.experts, reshard_after_forward=reshard, **options | {"mesh": experts})
-        # the backward starts with the last block: what it needs first is not freed just before
+        if hasattr(block, "moe"):  # before the block: a parameter belongs to the innermost fully_shard around it
+            expert_mesh = data_ranks(layout.expert_mesh, "efsdp")
+            fully_shard(block.moe.experts, reshard_after_forward=reshard, **options | {"mesh": expert_mesh})
+        # the backward begins with the last block, so its weights are not freed just before
         fully_shard(block, reshard_after_forward=reshard and block is not blocks[-1], **options)
     if stage.tok_embeddings is not None and not stage.config.tie_embeddings:
         fully_shard(stage.tok_embeddings, reshard_after_forward=reshard, **options)
@@ -363,13 +362,15 @@ def shard(stage, layout: Layout) -> None:
 
 
 def reshards(layout: Layout) -> bool:
-    """Whether a block's weights are freed after its forward. Under a pipeline every micro-batch would gather them again, and
-    zero-bubble schedules would even go wrong."""
+    """Whether a block's gathered weights are freed after its forward. Not under a pipeline: every micro-batch would gather them
+    again, and with zero-bubble schedules the gradients would be wrong."""
     return {"always": True, "never": False, "default": layout.pp == 1}[layout.cfg.reshard_after_forward]
 
 
+# ---------------------------------------------------------------- initial weights
 def init_weights(stage, layout: Layout, seed: int) -> None:
     """Allocate the meta parameters on the device and fill them: a function of (seed, fqn) alone, so equal in every layout.
+    Nothing travels.
 
     A parameter is drawn in blocks of rows, each from a generator of its own, and a rank draws only the blocks that it holds
     a part of: 405B parameters take no longer per rank than their shard, and never more memory than one block.
@@ -382,116 +383,95 @@ def init_weights(stage, layout: Layout, seed: int) -> None:
             local.fill_(number)
             continue
         (rows, *_), (first, *_) = shape, offset = local_slice(p)
-        block = 1 if p.dim() == 3 else 1024  # a stack of experts: one generator per expert
-        rest = tuple(slice(o, o + n) for o, n in zip(offset[1:], shape[1:], strict=True))
+        block = 1 if p.dim() == 3 else 1024  # rows; in a stack of experts one expert
+        columns = tuple(slice(o, o + n) for o, n in zip(offset[1:], shape[1:], strict=True))
         for b in range(first // block, math.ceil((first + rows) / block) if local.numel() else 0):
             digest = hashlib.sha256(f"{seed}/{fqn}/{b}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-            begin, end = max(first, b * block), min(first + rows, (b + 1) * block)
-            n = min(block, p.shape[0] - b * block)  # rows of this block in the whole parameter
-            drawn = torch.randn(n, *p.shape[1:], generator=generator)[begin - b * block : end - b * block]
-            local[begin - first : end - first] = drawn[(slice(None), *rest)] * std
+            drawn = torch.randn(min(block, p.shape[0] - b * block), *p.shape[1:], generator=generator)
+            begin, end = max(first, b * block), min(first + rows, (b + 1) * block)  # the rows of it that this rank holds
+            local[begin - first : end - first] = drawn[(slice(begin - b * block, end - b * block), *columns)] * std
 
 
 # ---------------------------------------------------------------- one training step
 def inputs(batch, a: int | None, layout: Layout) -> dict[str, Tensor]:
     """Arguments of the model for accumulation step a (None: all steps at once): this cp rank's part of each sequence."""
     pick = (lambda x: x.flatten(0, 1)) if a is None else (lambda x: x[a])
-    out = {"tokens": pick(batch.tokens), "labels": pick(batch.labels), "positions": pick(batch.positions)}  # (B, T)
-    if layout.mtp:  # what lies to the right of a token may be on another cp rank
+    kwargs = {"tokens": pick(batch.tokens), "labels": pick(batch.labels), "positions": pick(batch.positions)}  # (B, T)
+    if layout.mtp:  # before the sequence is cut: the next token may be on another cp rank
         from models.deepseek import shift_targets
 
         doc_ids = None if batch.doc_ids is None else pick(batch.doc_ids)
-        out["next_tokens"], out["next_labels"] = shift_targets(out["tokens"], out["labels"], doc_ids)
+        kwargs["next_tokens"], kwargs["next_labels"] = shift_targets(kwargs["tokens"], kwargs["labels"], doc_ids)
     if layout.cp > 1:
-        index = sequence_index(out["tokens"].shape[1], layout.cp, layout.coordinate("cp")).to(out["tokens"].device)
-        out = {k: v.index_select(1, index) for k, v in out.items()}  # (B, T/cp)
+        index = sequence_index(kwargs["tokens"].shape[1], layout.cp, layout.coordinate("cp")).to(kwargs["tokens"].device)
+        kwargs = {k: v.index_select(1, index) for k, v in kwargs.items()}  # (B, T/cp)
     if batch.doc_ids is not None:
-        out["doc_ids"] = pick(batch.doc_ids)  # whole sequences: a query's keys may be on any rank
-    return out
+        kwargs["doc_ids"] = pick(batch.doc_ids)  # (B, T): a query attends to keys of all cp ranks
+    return kwargs
 
 
 def count_tokens(labels: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """(tokens with a loss in the global batch, of this data rank): the one denominator of every layout. Stays on the device."""
+    """(tokens with a loss in the global batch, and in this data rank's part of it). The loss is divided by the first in every
+    layout. One all-reduce of one number; both stay on the device, so nothing waits for it."""
     mine = (labels != IGNORE).sum()
     total = mine.clone()
     dist.all_reduce(total)
-    # every data rank was counted once by each of its pp, cp and tp ranks
+    # all pp, cp and tp ranks of a data rank have added the same tokens
     return (total // (layout.world_size // layout.data_ranks)).clamp(min=1), mine
 
 
 def forward_backward(stages, batch, layout: Layout) -> Tensor:
-    """Gradients of the mean loss over the global batch, complete when this returns. Gives this rank's part for reduce_loss.
+    """Gradients of the mean loss over the global batch, complete when this returns. Gives this rank's part for reduce_loss: (2,),
+    its summand of the global mean, and the same divided by its own tokens only.
 
     Gradients travel once per step: FSDP's reduce-scatter waits for the last accumulation step.
     """
-    denom, mine = count_tokens(batch.labels, layout)
-    total = torch.zeros((), device=layout.device)
-    if layout.pp > 1:
-        kwargs = inputs(batch, None, layout)
-        tokens, layout.loss_denom = kwargs.pop("tokens"), denom
-        schedule = pipeline_schedule(stages, layout, tokens.shape[1])
-        args = [tokens] if stages[0].index == 0 else []
-        if any(s.index == s.n_stages - 1 for s in stages):
-            schedule.step(*args, target=kwargs["labels"], losses=(losses := []), return_outputs=False, **kwargs)
-            total = torch.stack(losses).sum().detach()
-        else:
-            schedule.step(*args, return_outputs=False, **kwargs)
-        if embeds_at_both_ends(stages[0].config):
-            sum_tied_gradients(stages, layout)
+    loss_denom, mine = count_tokens(batch.labels, layout)
+    if layout.pp > 1:  # gradient accumulation is nothing but more micro-batches
+        total = pipeline_forward_backward(stages, inputs(batch, None, layout), loss_denom, layout)
     else:
-        model = stages[0]
+        model, total = stages[0], torch.zeros((), device=layout.device)
         for a in range(batch.tokens.shape[0]):
             last = a == batch.tokens.shape[0] - 1
             if isinstance(model, FSDPModule):
                 model.set_requires_gradient_sync(last)
                 model.set_is_last_backward(last)
-                # what stays gathered between forward and backward may stay for the next accumulation step as well
+                # weights that stay gathered between forward and backward stay for the next accumulation step as well
                 model.set_reshard_after_backward(last, recurse=not reshards(layout))
-            loss = model(**inputs(batch, a, layout), loss_denom=denom)
+            loss = model(**inputs(batch, a, layout), loss_denom=loss_denom)
             loss.backward()
             total += loss.detach()
     if layout.cfg.loss_parallel and layout.tp > 1:
-        total = total / layout.tp  # every tp rank has the whole loss
-    return torch.stack([total, total * denom / mine.clamp(min=1)])
+        total = total / layout.tp  # every tp rank has computed the whole loss, and reduce_loss adds up all ranks
+    return torch.stack([total, total * loss_denom / mine.clamp(min=1)])
 
 
 def reduce_loss(part: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """(mean loss over the tokens of the global batch, largest mean of one data rank), on every rank."""
+    """(mean loss over the tokens of the global batch, largest mean of one data rank), on every rank. One all-reduce of two numbers
+    per data rank."""
     table = part.new_zeros(2, layout.data_ranks)
-    table[:, layout.data_rank] = part
+    table[:, layout.data_rank] = part  # the pp, cp and tp ranks of a data rank have parts of its loss: added up in its column
     dist.all_reduce(table)
     return table[0].sum(), table[1].max()
-
-
-def reduce_hash(share: str, layout: Layout) -> str:
-    """Hash of the tokens and labels of the global batch, on every rank, from that of each data rank's sequences (data.py)."""
-    speaks = layout.rank < layout.world_size // layout.pp and layout.rank % (layout.cp * layout.tp) == 0  # one per data rank
-    total = torch.tensor(int(share, 16) * speaks)  # on the host, so that no device waits for it
-    dist.all_reduce(total)
-    return f"{total.item() % 2**48:012x}"
 
 
 @torch.no_grad()
 def evaluate(stages, batches, layout: Layout) -> tuple[float, float | None]:
     """(loss in nats per token, in bits per byte or None where the bytes are unknown) over all batches of all data ranks.
-    NaN where no token has a loss."""
-    sums = torch.zeros(3, dtype=torch.float64, device=layout.device)
+    NaN where no token has a loss. Beside the forwards, one all-reduce of three numbers at the end."""
+    sums = torch.zeros(3, dtype=torch.float64, device=layout.device)  # of losses, tokens, bytes
+    copies = layout.world_size // layout.data_ranks  # ranks that count the same tokens: each adds its share
     n_bytes_known = True
     for batch in batches:
         if layout.pp > 1:
-            kwargs = inputs(batch, None, layout)
-            size = layout.cfg.pp_microbatch_size
-            pieces = [dict(zip(kwargs, v, strict=True)) for v in zip(*(v.split(size) for v in kwargs.values()), strict=True)]
-            loss = pipeline_forward(stages, layout, pieces)
+            loss = pipeline_forward(stages, inputs(batch, None, layout), layout)
         else:
             loss = sum(stages[0](**inputs(batch, a, layout)) for a in range(batch.tokens.shape[0]))
         sums[0] += loss / (layout.tp if layout.cfg.loss_parallel else 1)
-        # counted by every pp, cp and tp rank of this data rank: taken as a share
-        copies = layout.world_size // layout.data_ranks
         sums[1] += (batch.labels != IGNORE).sum() / copies
-        n_bytes_known = n_bytes_known and batch.n_bytes is not None
         sums[2] += (batch.n_bytes or 0) / copies
+        n_bytes_known = n_bytes_known and batch.n_bytes is not None
     for stage in stages:
         for module in stage.modules():
             if isinstance(module, FSDPModule):
@@ -501,6 +481,7 @@ def evaluate(stages, batches, layout: Layout) -> tuple[float, float | None]:
     return total / tokens if tokens else math.nan, total / n_bytes / math.log(2) if n_bytes_known and n_bytes else None
 
 
+# ---------------------------------------------------------------- the gradient norm
 def replicas(grad: Tensor, layout: Layout) -> int:
     """How many ranks of a pipeline stage hold the same part of this gradient."""
     sharded = 1

@@ -16,12 +16,13 @@ import torch
 
 from checkpoint import CheckpointConfig, Checkpoints, claim_run, keep_batch, source_tokenizer
 from data import DataConfig, open_data
+from distributed.checks import check_first_batch, check_model, check_replicas, reduce_hash
 from distributed.experts import balance_experts, expert_parallel
 from distributed.float8 import Float8Config, float8_linears, float8_scales
 from distributed.launch import LaunchConfig, StopSignal, choose_attention, connect, disconnect, run, train_timeouts
 from distributed.layout import EXPERTS, ParallelConfig
 from distributed.pipeline import PipelineConfig, pipeline_stages
-from distributed.refusals import check_first_batch, check_layout, check_model, check_replicas
+from distributed.refusals import check_layout
 from generate import print_sample
 from models.qwen3 import FLAVORS, Qwen3
 from parallel import (
@@ -33,7 +34,7 @@ from parallel import (
     evaluate,
     forward_backward,
     init_weights,
-    reduce_hash,
+    make_mesh,
     reduce_loss,
     shard,
     tensor_parallel,
@@ -166,6 +167,7 @@ def main(cfg: Config):
     identity = claim_run(cfg, Qwen3, model_config, data, lr_at)
     stop = StopSignal()
     connect(layout, cfg.device, cfg.seed, trace=f"{cfg.out}/trace")
+    make_mesh(layout)
     choose_attention(layout, model_config, cfg.seq_len, cfg.local_batch_size)
 
     # 3. model: shapes only, no memory yet

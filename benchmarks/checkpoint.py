@@ -34,7 +34,7 @@ from distributed.launch import connect, run
 from distributed.layout import ParallelConfig
 from distributed.refusals import check_layout
 from models.llama3 import FLAVORS, Llama3
-from parallel import init_weights, shard, tensor_parallel
+from parallel import init_weights, make_mesh, shard, tensor_parallel
 from support.config import override_fields, parse_config
 
 
@@ -74,6 +74,7 @@ def main(cfg: Config):
     model_config = override_fields(FLAVORS[cfg.flavor], cfg.model_args, "--model_args")
     layout = check_layout(cfg, model_config, seq_len=256, local_batch_size=1, global_batch_size=-1, device=cfg.device)
     connect(layout, cfg.device)
+    make_mesh(layout)
     model, optimizer = trained(cfg, layout, model_config)
     group = dist.new_group(backend="gloo")  # for DCP's asynchronous saves
     dist.broadcast_object_list(box := [f"{cfg.folder}/benchmark-{os.getpid()}"])

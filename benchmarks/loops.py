@@ -19,6 +19,7 @@ from distributed.float8 import float8_linears, float8_scales
 from distributed.launch import connect
 from distributed.pipeline import pipeline_stages
 from distributed.refusals import check_layout
+from parallel import make_mesh
 from support.guard import skip_if_not_finite
 from support.optim import step_in_backward
 
@@ -77,6 +78,7 @@ def ours(cfg, device, compiled):
         recipe, config, seq_len=cfg.seq_len, local_batch_size=cfg.local_batch_size, global_batch_size=-1, device=device.type
     )
     connect(layout, device.type)
+    make_mesh(layout)
     with torch.device("meta"):
         model = Llama3(config)
     stages = pipeline_stages(model, layout)

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from distributed.layout import AllGather, AllToAll, Layout, ReduceScatter, all_blocks, expert_mesh, local_tensor
+from distributed.layout import AllGather, AllToAll, Layout, ReduceScatter, all_blocks, local_tensor
 
 
 def expert_parallel(stage, layout: Layout, *, aux_coef: float = 0.0, force_balance: bool = False) -> None:
@@ -20,7 +20,7 @@ def expert_parallel(stage, layout: Layout, *, aux_coef: float = 0.0, force_balan
 
     if not getattr(stage.config, "n_experts", 0):
         return
-    mesh, etp = expert_mesh(layout), layout.cfg.etp  # made by all ranks together, also those whose stage has no experts
+    mesh, etp = layout.expert_mesh, layout.cfg.etp
     for block in (block for block in all_blocks(stage).values() if hasattr(block, "moe")):
         experts, balance = block.moe.experts, block.moe.balance
         assert isinstance(experts, Experts) and isinstance(balance, Balance)

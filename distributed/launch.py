@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distributed.layout import Layout, dtype_of_compute, make_mesh
+from distributed.layout import Layout, dtype_of_compute
 from models.attention import sdpa
 from support.config import GPU, Need, flag, usage_error
 
@@ -39,7 +39,7 @@ class LaunchConfig:
 
 
 def connect(layout: Layout, device: str = "auto", seed: int = 0, trace: str = "trace") -> None:
-    """Join the other processes: device, threads, process groups and mesh. Plain `python` is a world of one.
+    """Join the other processes: device, threads and the process group of all. Plain `python` is a world of one.
 
     trace: folder of --flight_recorder, to be read with torch's `torchfrtrace`.
     """
@@ -72,7 +72,6 @@ def connect(layout: Layout, device: str = "auto", seed: int = 0, trace: str = "t
     else:
         timeout, store = None, dist.HashStore()
     dist.init_process_group(backend, store=store, rank=layout.rank, world_size=layout.world_size, timeout=timeout)
-    make_mesh(layout)
 
 
 def choose_attention(layout: Layout, config, seq_len: int, local_batch_size: int) -> None:
@@ -161,7 +160,7 @@ def train_timeouts(layout: Layout) -> None:
 
     The group in which ranks wait for the slowest disk (checkpoint.py) keeps its own patience.
     """
-    for group in [None, *layout.mesh.get_all_groups(), *layout.axes.get_all_groups()]:
+    for group in [None, *layout.mesh.get_all_groups(), *layout.full_mesh.get_all_groups()]:
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=layout.cfg.train_timeout_s), group)
 
 

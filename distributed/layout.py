@@ -1,4 +1,4 @@
-"""The numbers of a layout: how many ranks each axis has, the meshes, and the three collectives that have a backward."""
+"""The flags and the numbers of a layout, the three collectives that have a backward, and this rank's part of a tensor."""
 import re
 from dataclasses import dataclass, field
 from typing import Literal
@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -14,7 +14,7 @@ from support.config import Need, flag
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 Reshard = Literal["default", "always", "never"]
-# What flags need to have an effect, see config.py; c is what facts() knows
+# What flags need to have an effect: see support/config.py. c is what refusals.facts() returns.
 TP = Need("without --tp 2 or more", lambda c: c.tp > 1)
 CP = Need("without --cp 2 or more", lambda c: c.cp > 1)
 EXPERTS = Need("without experts, and this flavor has none", lambda c: getattr(c, "n_experts", 0))
@@ -51,7 +51,7 @@ class ParallelConfig:
 
 @dataclass
 class Layout:
-    """The degrees of all axes, and what follows from them; `connect` adds the device, the process groups and the mesh."""
+    """The degrees of all axes, and what follows from them. `connect` sets the device, `make_mesh` the meshes."""
 
     cfg: ParallelConfig
     degrees: dict[str, int]
@@ -62,9 +62,10 @@ class Layout:
     compute_dtype: torch.dtype = torch.float32
     rank: int = 0
     mtp: bool = False  # the model has multi-token prediction
-    mesh: DeviceMesh | None = None  # pp, dp_replicate, fsdp (= dp_shard x cp), tp
-    axes: DeviceMesh | None = None  # the same ranks with all five axes
-    experts: DeviceMesh | None = None  # MoE: the same ranks as pp, dp_replicate, efsdp, ep, etp
+    has_experts: bool = False  # the model has layers with experts
+    mesh: DeviceMesh | None = None  # pp, dp_replicate, fsdp (= dp_shard x cp), tp; all three: see parallel.make_mesh
+    full_mesh: DeviceMesh | None = None  # the same ranks with all five axes
+    expert_mesh: DeviceMesh | None = None  # the same ranks as pp, dp_replicate, efsdp, ep, etp; None without experts
     schedules: dict = field(default_factory=dict)  # pipeline schedules by batch shape
     loss_denom: Tensor | None = None  # pipeline: tokens of the global batch that is under way
     squares: Tensor | None = None  # --optimizer_in_backward: sum of the squares of the gradients that are gone
@@ -87,10 +88,10 @@ class Layout:
         return self.global_batch_size // (self.local_batch_size * self.data_ranks)
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        return self.axes[axis].get_group()
+        return self.full_mesh[axis].get_group()
 
     def coordinate(self, axis: str) -> int:
-        return self.axes[axis].get_local_rank()
+        return self.full_mesh[axis].get_local_rank()
 
     def step_text(self, seq_len: int) -> str:
         """Where the model runs, and how a step's sequences are shared out: for the line that a run begins with."""
@@ -107,26 +108,8 @@ def dtype_of_compute(cfg: ParallelConfig, on_cuda: bool) -> torch.dtype:
     return torch.bfloat16 if cfg.compute_dtype == "bfloat16" or cfg.compute_dtype == "auto" and native_bf16 else torch.float32
 
 
-def make_mesh(layout: Layout) -> None:
-    """Lay the ranks out on the named axes: neighbours in rank share tp, the fastest links, and pp crosses the slowest."""
-    fsdp = layout.dp_shard * layout.cp  # cp ranks hold different tokens, so FSDP treats them as data ranks
-    shape, names = (layout.pp, layout.dp_replicate, fsdp, layout.tp), ("pp", "dp_replicate", "fsdp", "tp")
-    layout.mesh = init_device_mesh(layout.device.type, shape, mesh_dim_names=names)
-    layout.axes = layout.mesh._unflatten(2, (layout.dp_shard, layout.cp), ("dp_shard", "cp"))  # by name fails in torch 2.11
-
-
-def expert_mesh(layout: Layout) -> DeviceMesh:
-    """The ranks as the experts see them: ep and etp innermost, and efsdp, what is left of dp_shard x cp x tp, shards them."""
-    if layout.experts is None:
-        ep, etp = layout.cfg.ep, layout.cfg.etp
-        shape = (layout.pp, layout.dp_replicate, layout.dp_shard * layout.cp * layout.tp // (ep * etp), ep, etp)
-        names = ("pp", "dp_replicate", "efsdp", "ep", "etp")
-        layout.experts = init_device_mesh(layout.device.type, shape, mesh_dim_names=names)
-    return layout.experts
-
-
 def all_blocks(stage) -> dict[int, nn.Module]:
-    """Layer number -> block. DeepSeek's multi-token prediction has a block as well, behind the last."""
+    """Layer number -> block. The block of DeepSeek's multi-token prediction has the number after the last."""
     mtp = {stage.config.n_layers: stage.mtp.block} if getattr(stage, "mtp", None) is not None else {}
     return {int(i): block for i, block in stage.blocks.items()} | mtp
 
@@ -134,12 +117,12 @@ def all_blocks(stage) -> dict[int, nn.Module]:
 # torch 2.13 renamed both collectives, 2.11 has only the old names
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-# These return what they received instead of writing into a tensor that they are given: --ac op can keep such a result.
+# These return their result instead of writing into a tensor that they are given: --ac op can keep only what is returned.
 functional = torch.ops._c10d_functional
 
 
 class AllGather(torch.autograd.Function):
-    """Concatenate the ranks' x along dim. Backward: every rank used the result, so gradients are summed, and scattered back."""
+    """Concatenate the ranks' x along dim. Backward: all ranks used this rank's part, so a reduce-scatter adds their gradients."""
 
     @staticmethod
     def forward(ctx, x, dim, group):
@@ -158,7 +141,7 @@ class AllGather(torch.autograd.Function):
 
 
 class ReduceScatter(torch.autograd.Function):
-    """Sum the ranks' x, each rank keeps its part along dim. Backward: the inverse of AllGather's, an all-gather."""
+    """Sum the ranks' x; each rank keeps its part along dim. Backward: an all-gather."""
 
     @staticmethod
     def forward(ctx, x, dim, group):
@@ -173,7 +156,7 @@ class ReduceScatter(torch.autograd.Function):
 
 
 class AllToAll(torch.autograd.Function):
-    """Rows of x to all ranks: sent[i] of them to rank i, received[i] from it; equal shares if None. Backward: back again."""
+    """Send sent[i] rows of x to rank i and receive received[i] from it; None: as many for each. Backward: the other way round."""
 
     @staticmethod
     def forward(ctx, x, group, sent=None, received=None):
@@ -189,6 +172,7 @@ class AllToAll(torch.autograd.Function):
 
 
 def local_tensor(p: Tensor) -> Tensor:
+    """This rank's part of a parameter or gradient; a plain tensor is whole on every rank."""
     return p.to_local() if isinstance(p, DTensor) else p
 
 

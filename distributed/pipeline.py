@@ -37,7 +37,7 @@ V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # rank r holds stages r and last-r: t
 
 
 def n_microbatches(layout: Layout) -> int:
-    """Micro-batches of a step: gradient accumulation is nothing but more of them."""
+    """Micro-batches of a step, those of all gradient accumulation steps together."""
     return layout.accumulation * layout.local_batch_size // layout.cfg.pp_microbatch_size
 
 
@@ -186,14 +186,29 @@ def pipeline_schedule(stages, layout: Layout, T: int):
     return schedule
 
 
-def pipeline_forward(stages, layout: Layout, microbatches: list[dict]) -> Tensor:
-    """Forward only, for evaluation. Returns the loss summed over the micro-batches on the rank of the last stage, else 0.
+def pipeline_forward_backward(stages, kwargs: dict[str, Tensor], loss_denom: Tensor, layout: Layout) -> Tensor:
+    """One step of the schedule over all micro-batches; gradients are complete when this returns. kwargs: the model's arguments,
+    (sequences, T). Returns the loss on the rank of the last stage, divided by loss_denom, elsewhere 0."""
+    tokens, layout.loss_denom, losses = kwargs.pop("tokens"), loss_denom, []
+    schedule = pipeline_schedule(stages, layout, tokens.shape[1])
+    args = [tokens] if stages[0].index == 0 else []
+    if any(s.index == s.n_stages - 1 for s in stages):
+        kwargs = kwargs | dict(target=kwargs["labels"], losses=losses)  # the schedule fills losses
+    schedule.step(*args, return_outputs=False, **kwargs)
+    if embeds_at_both_ends(stages[0].config):
+        sum_tied_gradients(stages, layout)
+    return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=layout.device)
 
-    A relay: all micro-batches go through one stage, then to the rank of the next. So at any time a rank waits for one other
-    only, which is waiting for it, and nothing can hang even where a send waits for its receive (NCCL). Meanwhile the first
-    ranks of a 1F1B pipeline are with the next call. torch's own schedule.eval fails on V schedules and on a loss computed
-    inside the stage.
+
+def pipeline_forward(stages, kwargs: dict[str, Tensor], layout: Layout) -> Tensor:
+    """Forward only, for evaluation. Returns the sum of the token losses on the rank of the last stage, elsewhere 0.
+
+    A relay: all micro-batches go through one stage, then to the rank of the next. So a rank that sends has a partner that
+    receives, and nothing hangs where a send waits for its receive (NCCL). The ranks are idle in turn, but the first ones can
+    begin with the next batch. torch's own schedule.eval fails on V schedules and on a loss computed inside the stage.
     """
+    pieces = zip(*(x.split(layout.cfg.pp_microbatch_size) for x in kwargs.values()), strict=True)
+    microbatches = [dict(zip(kwargs, values, strict=True)) for values in pieces]
     group = layout.group("pp")
     ranks = dist.get_process_group_ranks(group)
     n_stages, mine, by_index = stages[0].n_stages, layout.coordinate("pp"), {s.index: s for s in stages}

@@ -215,7 +215,7 @@ class Qwen3(nn.Module):
 
     def init_std(self, fqn: str) -> float | None:
         """Standard deviation of a weight's initial normal distribution, None for what is no weight of this model. Not asked for
-        norms, which start at 1, and biases, at 0; other rules, and numbers of your own: parallel.initial_values.
+        norms, which start at 1, and biases, at 0; other rules, and numbers of your own: distributed/initial.py.
 
         What is added to the residual stream is scaled down by sqrt(2 L), so that its variance does not grow with depth (GPT-2).
         """

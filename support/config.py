@@ -54,7 +54,7 @@ class Need(NamedTuple):
     """What a flag needs to have an effect."""
 
     text: str  # completes the sentence "--flag value has no effect ...": "without --pp 2 or more", "with --init_from"
-    met: Callable[[SimpleNamespace], Any]  # is given what parallel.facts() knows: all flags, all fields of the model, and more
+    met: Callable[[SimpleNamespace], Any]  # is given what refusals.facts() knows: all flags, all fields of the model, and more
 
 
 GPU = Need("without a GPU", lambda c: c.on_cuda)

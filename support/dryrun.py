@@ -34,9 +34,9 @@ from torch.utils.flop_counter import flop_registry
 import checkpoint
 import distributed.layout
 import parallel
-from distributed import refusals
+from distributed import checks, refusals
 from distributed.experts import balance_experts
-from distributed.layout import AXES, local_tensor, make_mesh
+from distributed.layout import AXES, local_tensor
 from distributed.pipeline import ONE_STAGE_PER_RANK, n_microbatches, read_csv
 from models.loss import CHUNK_ELEMENTS
 from support import optim
@@ -86,7 +86,7 @@ class Watch(TorchDispatchMode):
         self.moved, self.flops, self.live, self.peak, self.sizes = Counter(), Counter(), 0, 0, {}
         self.outside = "forward"  # phase of what runs while autograd does not: forward, backward (of a pipeline), update
         self.axes = {}  # name of a process group -> the axes that it serves: one that spans all ranks has the world's group
-        for mesh in [m for m in layout and (layout.experts, layout.axes, layout.mesh) or () if m is not None]:
+        for mesh in [m for m in layout and (layout.expert_mesh, layout.full_mesh, layout.mesh) or () if m is not None]:
             for axis in mesh.mesh_dim_names:
                 self.axes.setdefault(mesh.get_group(axis).group_name, []).extend([axis] * (mesh[axis].size() > 1))
         if layout and layout.world_size > 1 and not self.axes.get(world := dist.group.WORLD.group_name):
@@ -284,7 +284,6 @@ def dry_world(main, cfg, pp_rank: int):
         layout.cfg = replace(layout.cfg, compile=False, async_tp=False, pp_schedule=order)
         layout.compute_dtype = torch.float32 if cfg.compute_dtype == "float32" else torch.bfloat16
         dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-        make_mesh(layout)
 
     def init_weights(stage, layout, seed):
         with fake:
@@ -301,7 +300,7 @@ def dry_world(main, cfg, pp_rank: int):
         for owner, name, value in [
             *[(module, "local_slice", unwatched(distributed.layout.local_slice)) for module in (parallel, optim)],
             (DeviceMesh, "__getitem__", unwatched(DeviceMesh.__getitem__)),
-            (refusals, "check_memory", lambda model, layout: None),
+            (checks, "check_memory", lambda model, layout: None),
             (parallel, "lower_right_mask", lambda T, S, device: None),  # CUDA's flash kernel has it built in
             (schedules._PipelineSchedule, "_warmup_p2p", shapes_are_given),
             (_PipelineStageBase, "_get_init_p2p_neighbors_ops", lambda stage: []),  # the handshake before torch 2.13

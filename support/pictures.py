@@ -78,8 +78,8 @@ def mesh_groups(layout) -> dict[str, list[int]]:
     """{axis: the ranks of device 0's group, itself first} of the groups of more than one that something travels in, from the
     meshes that the recipe made, innermost axis first and the experts' last. FSDP's is dp_shard x cp."""
     groups = {}
-    for mesh, axes in (layout.axes, ["tp", "cp"]), (layout.mesh, ["fsdp", "dp_replicate", "pp"]), (
-            layout.experts, ["etp", "ep", "efsdp"]):
+    for mesh, axes in (layout.full_mesh, ["tp", "cp"]), (layout.mesh, ["fsdp", "dp_replicate", "pp"]), (
+            layout.expert_mesh, ["etp", "ep", "efsdp"]):
         for axis in axes if mesh is not None else ():
             ranks = mesh.mesh.movedim(mesh.mesh_dim_names.index(axis), -1).flatten(0, -2)[0].tolist()
             groups |= {axis: ranks} if len(ranks) > 1 else {}
@@ -104,7 +104,7 @@ def draw_mesh(layout, path: str) -> None:
     side = min(0.42, 13 / (columns * (w + 1)))  # inches per cell
     size = (max(7.5, columns * (w + 1) * side), math.ceil(n / columns) * (h + 1.6) * side + 1.6)
     figure, all_axes = pyplot.subplots(math.ceil(n / columns), columns, figsize=size, layout="constrained", squeeze=False)
-    groups, all_ranks = mesh_groups(layout), layout.axes.mesh.reshape(layout.pp, data, inner).tolist()
+    groups, all_ranks = mesh_groups(layout), layout.full_mesh.mesh.reshape(layout.pp, data, inner).tolist()
     for i, axes in enumerate(all_axes.flat):
         axes.set_axis_off()
         if i >= n:

@@ -11,7 +11,7 @@ from support.config import FROM_FILE
 OLDER = []  # (what a test's name contains, why it is skipped)
 if torch.__version__ < "2.13":
     schedules = "ZeroBubble|Dua|zero_bubble|zero bubble|down and back|schedule_from_csv"
-    OLDER.append((schedules, "this --pp_schedule is refused before torch 2.13: parallel.pipeline_errors"))
+    OLDER.append((schedules, "this --pp_schedule is refused before torch 2.13: distributed/refusals.py"))
 if "--shutdown-timeout" not in get_args_parser().format_help():
     OLDER.append(("a_rank_that_hangs|shutdown_timeout|slurm_script", "this torchrun has no --shutdown-timeout"))
 

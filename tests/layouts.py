@@ -11,12 +11,13 @@ from pool import pool
 from torch.distributed.tensor import DTensor
 
 import parallel
+from distributed.checks import check_model
 from distributed.experts import balance_experts, expert_parallel
 from distributed.float8 import Float8Config, float8_linears
 from distributed.launch import LaunchConfig
-from distributed.layout import AXES, Layout, ParallelConfig, all_blocks, make_mesh
+from distributed.layout import AXES, Layout, ParallelConfig, all_blocks
 from distributed.pipeline import PipelineConfig, pipeline_stages
-from distributed.refusals import check_layout, check_model
+from distributed.refusals import check_layout
 from models.deepseek import DeepSeek, DeepSeekConfig
 from models.llama3 import Llama3, Llama3Config
 from models.loss import IGNORE
@@ -176,7 +177,7 @@ def build(model_config, flags: dict, n: int, local_batch_size: int, seed=3):
     )
     if cfg.compute_dtype == "bfloat16":
         layout.compute_dtype = torch.bfloat16
-    make_mesh(layout)
+    parallel.make_mesh(layout)
     with torch.device("meta"):
         model = MODELS[type(model_config)](model_config)
     check_model(model, layout, TP_STYLES)

@@ -11,10 +11,11 @@ import torch.distributed as dist
 
 import generate
 import grpo
-from distributed.layout import local_slice, local_tensor, make_mesh
+from distributed.layout import local_slice, local_tensor
 from distributed.refusals import check_layout
 from grpo import Config, Trainer
 from models.llama3 import Llama3, Llama3Config
+from parallel import make_mesh
 
 REPO = Path(__file__).parent.parent
 ENV = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}

@@ -25,11 +25,10 @@ from pool import pool
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import data
-import parallel
 import support.files
 from data import DataConfig, TokenData, build_shards, find_tokenizer, hash_sequences, open_data, permute
+from distributed.checks import check_first_batch, reduce_hash
 from distributed.layout import AXES, Layout
-from distributed.refusals import check_first_batch
 
 REPO = Path(__file__).parent.parent
 SHAKESPEARE = REPO.parent / "shared" / "data" / "tinyshakespeare.txt"  # real text, where it is at hand
@@ -339,7 +338,7 @@ def hash_of(flags: dict, rows: int) -> str:
     tokens = np.arange(rows * 5).reshape(rows, 5)
     share = rows // layout.data_ranks
     mine = slice(layout.data_rank * share, (layout.data_rank + 1) * share)
-    return parallel.reduce_hash(f"{hash_sequences(tokens[mine], -tokens[mine], mine.start):012x}", layout)
+    return reduce_hash(f"{hash_sequences(tokens[mine], -tokens[mine], mine.start):012x}", layout)
 
 
 @pytest.mark.slow

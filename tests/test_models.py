@@ -21,12 +21,12 @@ from torch.utils._pytree import tree_iter
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-import distributed.refusals
+import distributed.checks
 import models.loss
 import parallel
 import train_llama3
+from distributed.checks import check_model
 from distributed.layout import AXES, Layout
-from distributed.refusals import check_model
 from models import deepseek, llama3, qwen3
 from models.attention import KVCache, causal_attention, sdpa
 from models.layers import RMSNorm, rotate
@@ -239,9 +239,9 @@ def test_what_cannot_fit_memory_is_refused_with_the_numbers(monkeypatch, flags, 
     layout = Layout(cfg, degrees, world, 1, world)
     needs = sum(p.numel() for p in model.parameters()) * per_parameter
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
-    monkeypatch.setattr(distributed.refusals, "host_memory", lambda: needs + 1)
+    monkeypatch.setattr(distributed.checks, "host_memory", lambda: needs + 1)
     check_model(model, layout, TP_STYLES)
-    monkeypatch.setattr(distributed.refusals, "host_memory", lambda: needs - 1)
+    monkeypatch.setattr(distributed.checks, "host_memory", lambda: needs - 1)
     numbers = rf"at least {needs / 1e9:.1f} GB .*there are {(needs - 1) / 1e9:.1f} GB; .*--dp_shard"
     with pytest.raises(ValueError, match=numbers):
         check_model(model, layout, TP_STYLES)
@@ -254,7 +254,7 @@ def test_muon_has_one_moment_for_its_matrices(monkeypatch):
     matrices = sum(p.numel() for fqn, p in model.named_parameters() if p.dim() == 2 and fqn.startswith("blocks."))
     needs = sum(p.numel() for p in model.parameters()) * 16 - 4 * matrices
     for has, refused in ((needs - 1, True), (needs + 1, False)):
-        monkeypatch.setattr(distributed.refusals, "host_memory", lambda: has)  # noqa: B023
+        monkeypatch.setattr(distributed.checks, "host_memory", lambda: has)  # noqa: B023
         with pytest.raises(ValueError, match="at least") if refused else nullcontext():
             check_model(model, Layout(cfg, ALONE.degrees, 1, 1, 1), TP_STYLES)
 
@@ -276,18 +276,18 @@ def test_host_memory_is_that_of_the_tightest_control_group(monkeypatch):
         return real(path, *args, **kwargs)
 
     monkeypatch.setattr("builtins.open", fake)
-    assert distributed.refusals.host_memory() == 500000 + 10 * 1024
+    assert distributed.checks.host_memory() == 500000 + 10 * 1024
     del files["/sys/fs/cgroup/job/memory.max"]
-    assert distributed.refusals.host_memory() == 900000 + 10 * 1024
+    assert distributed.checks.host_memory() == 900000 + 10 * 1024
     files["/sys/fs/cgroup/memory/a/memory.limit_in_bytes"] = "9223372036854771712"
-    assert distributed.refusals.host_memory() == 1010 * 1024
+    assert distributed.checks.host_memory() == 1010 * 1024
     del files["/proc/meminfo"]
-    assert distributed.refusals.host_memory() == sys.maxsize
+    assert distributed.checks.host_memory() == sys.maxsize
 
 
 @pytest.mark.slow
 def test_70b_on_this_machine_ends_with_the_number(tmp_path):
-    if distributed.refusals.host_memory() > 1.1e12:
+    if distributed.checks.host_memory() > 1.1e12:
         pytest.skip("it fits")
     command = [sys.executable, "train_llama3.py", "--flavor", "70B", "--device", "cpu", "--out", tmp_path / "run"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent, timeout=300)

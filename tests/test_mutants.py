@@ -50,7 +50,7 @@ def waiting_embedding():
 @contextmanager
 def reshard_in_zero_bubble():
     """Trap 1: the refusal taken away."""
-    with mock.patch.object(distributed.refusals, "pipeline_errors", lambda layout, model_config: []):
+    with mock.patch.object(distributed.refusals, "pipeline_rows", lambda layout, c: []):
         yield
 
 
@@ -88,7 +88,7 @@ def tied_weight_counted_twice():
 @contextmanager
 def tied_gradient_not_exchanged():
     """Trap 17: the embedding and its copy in the head drift apart."""
-    with mock.patch.object(parallel, "sum_tied_gradients", lambda stages, layout: None):
+    with mock.patch.object(distributed.pipeline, "sum_tied_gradients", lambda stages, layout: None):
         yield
 
 
@@ -132,8 +132,13 @@ def norm_of_own_stage():
 @contextmanager
 def experts_not_reduced_over_tp():
     """Experts sharded like the dense weights, over dp x cp only, though every tp rank sends them other tokens."""
-    wrong = lambda layout: {"efsdp": layout.mesh["fsdp"], "ep": layout.mesh["tp"]}  # noqa: E731
-    with mock.patch.object(parallel, "expert_mesh", wrong), mock.patch.object(distributed.experts, "expert_mesh", wrong):
+    real = parallel.make_mesh
+
+    def wrong(layout):
+        real(layout)
+        layout.expert_mesh = {"efsdp": layout.mesh["fsdp"], "ep": layout.mesh["tp"]}
+
+    with mock.patch.object(parallel, "make_mesh", wrong):
         yield
 
 

@@ -54,7 +54,7 @@ def test_the_drawn_mesh_is_the_mesh(recipe, flags, tmp_path, monkeypatch):
         real = {axis: ranks(layout.group(axis)) for axis in ("tp", "cp", "dp_replicate", "pp")}
         real["fsdp"] = ranks(layout.mesh["fsdp"].get_group())
         if "model_args" in flags:
-            real |= {axis: ranks(layout.experts[axis].get_group()) for axis in ("etp", "ep", "efsdp")}
+            real |= {axis: ranks(layout.expert_mesh[axis].get_group()) for axis in ("etp", "ep", "efsdp")}
         sharded = {group for group in groups_of_fsdp(stages) if len(group) > 1}
     real = {axis: group for axis, group in real.items() if len(group) > 1}
     groups = mesh_groups(layout)

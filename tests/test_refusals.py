@@ -17,9 +17,10 @@ from layouts import Flags, build, config
 from pool import pool
 
 from data import DataConfig, open_data
+from distributed.checks import check_replicas
 from distributed.layout import local_tensor
 from distributed.pipeline import n_microbatches
-from distributed.refusals import check_layout, check_replicas
+from distributed.refusals import check_layout
 from models.llama3 import Llama3Config
 from support.config import parse_config
 

@@ -1,0 +1,128 @@
+"""What only a built model and running processes can tell: whether the model's tables fit it, memory holds it, and all ranks
+have the same weights and data."""
+import fnmatch
+import os
+import sys
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+
+from distributed.initial import constants_of, initial_values
+from distributed.layout import Layout, local_slice, local_tensor
+from models.loss import IGNORE
+
+
+def check_model(model, layout: Layout, styles) -> None:
+    """What the full model says of itself must fit it, before memory is taken. Raises ValueError for a pattern of tp_plan or
+    init_constants that names nothing, for a style that parallel.TP_STYLES does not have, for a parameter or buffer without an
+    initial value, and for more than memory holds."""
+    check_tp_plan(model, styles)
+    names = [fqn for fqn, _ in [*model.named_parameters(), *model.named_buffers()]]
+    for pattern in constants_of(model):
+        if not fnmatch.filter(names, pattern):
+            raise ValueError(f"init_constants: pattern {pattern!r} matches no parameter or buffer of {type(model).__name__}")
+    initial_values(model)
+    check_memory(model, layout)
+
+
+def check_tp_plan(model, styles) -> None:
+    """Every pattern of the plan must name a module of the full model: a misspelt one would silently leave a layer unsharded."""
+    names = [n for n, _ in model.named_modules()]
+    for pattern, style in model.tp_plan().items():
+        if style not in styles:
+            raise ValueError(f"tp_plan: {pattern!r} asks for style {style!r}; parallel.TP_STYLES has {', '.join(styles)}")
+        if not fnmatch.filter(names, pattern):
+            raise ValueError(f"tp_plan: pattern {pattern!r} matches no module of {type(model).__name__}")
+
+
+def check_memory(model, layout: Layout) -> None:
+    """Raise ValueError with the numbers where parameters, gradients and moments alone, shared evenly by all processes, exceed
+    what a device or its host has. A lower bound: activations, buffers and an uneven split come on top."""
+    cfg, GB = layout.cfg, 1e9
+    size = getattr(torch, cfg.param_dtype).itemsize
+    # per number; of an optimizer that is not known here nothing is assumed
+    adamw = {"param": 2 * size, "bfloat16": 4, "8bit": 2, "fp8": 2, "4bit": 1}.get(getattr(cfg, "adamw_moments", ""), 0)
+    total = Counter()
+    for fqn, p in model.named_parameters():
+        n, kind = p.numel() * layout.dp_replicate / layout.world_size, getattr(cfg, "optimizer", "")
+        total["parameters"] += n * size
+        total["gradients"] += 0 if cfg.optimizer_in_backward else n * size
+        is_muons = kind == "muon" and p.dim() == 2 and fqn.startswith("blocks.")
+        total["moments"] += n * (size if is_muons else adamw if kind in ("adamw", "muon") else 0)
+    on_host = layout.device.type == "cpu" or cfg.cpu_offload
+    sharers = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if on_host else 1
+    has = host_memory() if on_host else torch.cuda.get_device_properties(layout.device).total_memory
+    if (needs := sum(total.values()) * sharers) > has:
+        parts = " + ".join(f"{kind} {n * sharers / GB:.1f}" for kind, n in total.items() if n)
+        where = f"the {sharers} process{'es' * (sharers > 1)} of a host" if on_host else "each device"
+        less = ["more processes with --dp_shard, --tp or --pp"] + ["fewer --dp_replicate"] * (layout.dp_replicate > 1)
+        less += ["--cpu_offload"] * (not on_host) + ["--adamw_moments 8bit"] * bool(total["moments"]) + ["a smaller --flavor"]
+        raise ValueError(f"{where} would need at least {needs / GB:.1f} GB ({parts}), and there are {has / GB:.1f} GB; "
+                         f"use {', '.join(less[:-1])} or {less[-1]}; --dry_run shows what a layout needs")
+
+
+def host_memory() -> int:
+    """Bytes that the processes of this host may use together: memory, or a control group's limit of it, and swap."""
+    try:
+        with open("/proc/meminfo") as f:
+            sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in f if line.split()[1].isdigit()}
+        swap = sizes.get("SwapTotal", 0)
+        limits = [sizes["MemTotal"] + swap]
+        with open("/proc/self/cgroup") as f:
+            groups = [line.rstrip("\n").split(":", 2)[1:] for line in f]
+    except (OSError, KeyError):  # no Linux: nothing is refused
+        return sys.maxsize
+    for kind, path in groups:  # "" is version 2
+        if kind == "" or "memory" in kind.split(","):
+            root, name = ("/sys/fs/cgroup", "memory.max") if kind == "" else ("/sys/fs/cgroup/memory", "memory.limit_in_bytes")
+            folders = path.strip("/").split("/")
+            for depth in range(len(folders) + 1):
+                try:
+                    with open(os.path.join(root, *folders[:depth], name)) as f:
+                        limits += [int(text) + swap] if (text := f.read().strip()).isdigit() else []  # else "max"
+                except OSError:
+                    pass  # a container sees its own folders only
+    return min(limits)
+
+
+def check_replicas(stages, layout: Layout, **values) -> None:
+    """All ranks that hold the same part of a parameter must hold the same numbers, and all ranks the same `values`.
+
+    Raises RuntimeError naming the first difference and its rank. Runs once: a wrong seed or file on one node is found
+    here and not a week later.
+    """
+    mine = {(name, 0): repr(value) for name, value in values.items()}
+    for stage in stages:
+        for fqn, p in stage.named_parameters():
+            shape, offset = local_slice(p)
+            total = 0
+            for bits in local_tensor(p).detach().contiguous().view(torch.int16).flatten().split(2**24):
+                places = torch.arange(1, bits.numel() + 1, device=bits.device)  # so that swapped numbers do not cancel
+                total = total * 31 % 2**61 + (bits * places).sum().item()
+            mine[fqn, (shape, offset)] = total
+    everyone = [None] * layout.world_size
+    dist.all_gather_object(everyone, mine)
+    first = {}
+    for rank, theirs in enumerate(everyone):
+        for key, value in theirs.items():
+            owner, expected = first.setdefault(key, (rank, value))
+            if value != expected:
+                raise RuntimeError(f"{key[0]} differs between ranks {owner} and {rank}: same seed, flags, files on every node?")
+
+
+def check_first_batch(batch, layout: Layout) -> None:
+    """Raises RuntimeError if no token of a run's first batch has a loss: it could go on for ever at loss 0.0000. Later ones
+    may be without, so nobody waits for the device to ask them."""
+    n = (batch.labels != IGNORE).sum()
+    dist.all_reduce(n)
+    if not n:
+        raise RuntimeError(f"no token of the first batch has a loss: all its labels are {IGNORE}; train on data with labels")
+
+
+def reduce_hash(share: str, layout: Layout) -> str:
+    """Hash of the tokens and labels of the global batch, on every rank, from that of each data rank's sequences (data.py)."""
+    speaks = layout.rank < layout.world_size // layout.pp and layout.rank % (layout.cp * layout.tp) == 0  # one per data rank
+    total = torch.tensor(int(share, 16) * speaks)  # on the host, so that no device waits for it
+    dist.all_reduce(total)
+    return f"{total.item() % 2**48:012x}"

@@ -1,0 +1,48 @@
+"""How each parameter and buffer of a model starts: drawn, or a number. parallel.init_weights fills them in."""
+import fnmatch
+
+from torch import Tensor, nn
+
+NORMS = (nn.RMSNorm, nn.LayerNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def constants_of(model) -> dict[str, float]:
+    return model.init_constants() if hasattr(model, "init_constants") else {}
+
+
+def initial_values(stage) -> dict[str, tuple[float, float]]:
+    """fqn -> (number, 0) for a parameter or buffer that starts as this number, (0, standard deviation) for one that is drawn.
+
+    The first rule that knows it decides: the model's init_constants; a norm of any class starts at 1, a bias at 0; the model's
+    init_std; the matrix of an nn.Linear or nn.Embedding gets 0.02. What no rule knows raises ValueError: the numbers that a
+    constructor gave are lost on the meta device, and zeros or noise in their place would train as well, only worse.
+    """
+    values, constants, model = {}, constants_of(stage), type(stage).__name__
+    for path, module in stage.named_modules():
+        for name, t in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            fqn = f"{path}.{name}" if path else name
+            number, std = usual_value(module, name, t), None
+            number = next((value for pattern, value in constants.items() if fnmatch.fnmatch(fqn, pattern)), number)
+            if not isinstance(t, nn.Parameter):
+                if number is None:
+                    raise ValueError(f"buffer {fqn} is empty on the meta device: compute it in forward, or add a number for it "
+                                     f"to init_constants, in class {model}")
+            elif t.dim() == 0:
+                raise ValueError(f"parameter {fqn} has no dimension, and FSDP needs one: make it nn.Parameter(torch.empty(1))")
+            elif number is None:
+                usual = 0.02 if name == "weight" and isinstance(module, (nn.Linear, nn.Embedding)) else None
+                std = given if (given := stage.init_std(fqn)) is not None else usual
+                if std is None:
+                    raise ValueError(f"parameter {fqn} has no initial value: add a standard deviation for it to init_std, or a "
+                                     f"number to init_constants, in class {model}")
+            values[fqn] = (0.0 if number is None else float(number), float(std or 0))
+    return values
+
+
+def usual_value(module: nn.Module, name: str, t: Tensor) -> float | None:
+    """What every model agrees on: 0 for biases, 1 for norms (known by class, or by a class name such as MyNorm)."""
+    if name.endswith("bias"):  # in_proj_bias too
+        return 0.0
+    if isinstance(module, NORMS) or "Norm" in type(module).__name__ and t.dim() == 1:  # a matrix in WeightNormLinear is drawn
+        return {"weight": 1.0, "running_mean": 0.0, "running_var": 1.0, "num_batches_tracked": 0.0}.get(name)
+    return None

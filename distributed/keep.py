@@ -1,0 +1,58 @@
+"""What --ac op keeps of a block for its backward, and what it computes again."""
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+# Kept besides every other matmul, because computing or sending it again takes long. Some of these only newer torch has.
+KEPT = {
+    "aten": (
+        "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention", "_scaled_mm", "_scaled_mm_v2",
+        "_scaled_grouped_mm", "_scaled_grouped_mm_v2", "_grouped_mm",
+    ),
+    "_c10d_functional": ("all_to_all_single", "reduce_scatter_tensor"),
+    # FlexAttention, and that in its compiled form: see models.attention.compiled_flex_attention
+    "higher_order": ("flex_attention", "inductor_compiled_code"),
+}
+
+
+class Only(TorchDispatchMode):
+    """Hands to one of torch's two modes of selective checkpointing only the ops that may be kept, and runs the others.
+
+    torch's modes count all ops, and expect that the recomputation runs the same ones as the forward. It does not: the experts
+    are an FSDP unit inside of the checkpointed block, and in the recomputation their weights may still be gathered, so that
+    FSDP's hooks run fewer ops.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, ops: set, mode: TorchDispatchMode):
+        super().__init__()
+        self.ops, self.mode = ops, mode
+
+    @classmethod
+    def ignore_compile_internals(cls):
+        return True
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        return self.mode.__torch_dispatch__(op, types, args, kwargs) if op in self.ops else op(*args, **(kwargs or {}))
+
+
+def keep_contexts(is_compiled: bool) -> tuple:
+    """The context_fn of torch.utils.checkpoint: a mode for the forward and one for the recomputation, new for every forward."""
+    found = [getattr(getattr(torch.ops, space), name, None) for space, names in KEPT.items() for name in names]
+    kept = {getattr(op, "default", op) for op in found if op is not None}
+    mm = torch.ops.aten.mm.default
+    matmuls = {False: 0, True: 0}  # seen in the forward, in the recomputation: both keep every second one
+
+    def policy(ctx, op, *args, **kwargs):
+        if op is mm:
+            matmuls[ctx.is_recompute] += 1
+            keep = matmuls[ctx.is_recompute] % 2 == 0
+        else:
+            keep = op in kept
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    modes = create_selective_checkpoint_contexts(policy)
+    # The compiler accepts torch's own modes only; there is no FSDP unit inside of a block that is compiled as a whole.
+    return modes if is_compiled else tuple(Only({mm, *kept}, mode) for mode in modes)
