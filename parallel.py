@@ -255,8 +255,9 @@ def all_gather_attention(positions, doc_ids=None, *, group):
 
 
 def all_to_all_attention(positions, doc_ids=None, *, group):
-    """--cp_method alltoall, Ulysses (arXiv:2309.14509): trade a part of every sequence for whole sequences of H/cp heads, attend,
-    and trade back. Per layer four all-to-alls (q, k, v, result) of this rank's own elements, B*T/cp*(2H+2G)*K together."""
+    """--cp_method alltoall, Ulysses (arXiv:2309.14509): trade a part of every sequence for whole sequences of H/cp heads,
+    attend, and trade back. Per layer four all-to-alls of what this rank has: q, k, v and the result, B*T/cp*(2H+2G)*K elements
+    together; as many in the backward."""
     cp = dist.get_world_size(group)
     attend_whole = causal_attention(positions, doc_ids)
 
@@ -298,8 +299,8 @@ def checkpoint_activations(stage, layout: Layout) -> None:
 def compile_blocks(stage, layout: Layout) -> None:
     """Compile each block by itself, and the loss: all blocks share one compilation, and FSDP's hooks stay outside of it.
 
-    Of a block with experts, the attention and the arithmetic of the experts are compiled one by one. Routing and the exchange of
-    tokens are not: how many tokens each expert gets is known only while it runs.
+    Of a block with experts, the attention and the arithmetic of the experts are compiled one by one. Routing and the exchange
+    of tokens are not: how many tokens each expert gets is known only while it runs.
     """
     cfg = layout.cfg
     if not cfg.compile:
@@ -422,8 +423,8 @@ def count_tokens(labels: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
 
 
 def forward_backward(stages, batch, layout: Layout) -> Tensor:
-    """Gradients of the mean loss over the global batch, complete when this returns. Gives this rank's part for reduce_loss: (2,),
-    its summand of the global mean, and the same divided by its own tokens only.
+    """Gradients of the mean loss over the global batch, complete when this returns. Gives (2,) for reduce_loss:
+    what this rank adds to the mean loss of the global batch, and to that of its data rank.
 
     Gradients travel once per step: FSDP's reduce-scatter waits for the last accumulation step.
     """
@@ -448,8 +449,8 @@ def forward_backward(stages, batch, layout: Layout) -> Tensor:
 
 
 def reduce_loss(part: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """(mean loss over the tokens of the global batch, largest mean of one data rank), on every rank. One all-reduce of two numbers
-    per data rank."""
+    """(mean loss over the tokens of the global batch, largest mean of one data rank), on every rank. One all-reduce of two
+    numbers per data rank."""
     table = part.new_zeros(2, layout.data_ranks)
     table[:, layout.data_rank] = part  # the pp, cp and tp ranks of a data rank have parts of its loss: added up in its column
     dist.all_reduce(table)

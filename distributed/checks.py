@@ -41,7 +41,7 @@ def check_memory(model, layout: Layout) -> None:
     what a device or its host has. A lower bound: activations, buffers and an uneven split come on top."""
     cfg, GB = layout.cfg, 1e9
     size = getattr(torch, cfg.param_dtype).itemsize
-    # per number; of an optimizer that is not known here nothing is assumed
+    # bytes of AdamW's two moments of a parameter; 0 for an optimizer that is not known here
     adamw = {"param": 2 * size, "bfloat16": 4, "8bit": 2, "fp8": 2, "4bit": 1}.get(getattr(cfg, "adamw_moments", ""), 0)
     total = Counter()
     for fqn, p in model.named_parameters():
@@ -98,7 +98,7 @@ def check_replicas(stages, layout: Layout, **values) -> None:
             shape, offset = local_slice(p)
             total = 0
             for bits in local_tensor(p).detach().contiguous().view(torch.int16).flatten().split(2**24):
-                places = torch.arange(1, bits.numel() + 1, device=bits.device)  # so that swapped numbers do not cancel
+                places = torch.arange(1, bits.numel() + 1, device=bits.device)  # swapped numbers change the sum, too
                 total = total * 31 % 2**61 + (bits * places).sum().item()
             mine[fqn, (shape, offset)] = total
     everyone = [None] * layout.world_size
@@ -112,8 +112,8 @@ def check_replicas(stages, layout: Layout, **values) -> None:
 
 
 def check_first_batch(batch, layout: Layout) -> None:
-    """Raises RuntimeError if no token of a run's first batch has a loss: it could go on for ever at loss 0.0000. Later ones
-    may be without, so nobody waits for the device to ask them."""
+    """Raises RuntimeError if no token of a run's first batch has a loss: such a run would go on at loss 0.0000. Only the first
+    is asked, for the answer makes the host wait for the device, and a later batch may be without."""
     n = (batch.labels != IGNORE).sum()
     dist.all_reduce(n)
     if not n:
@@ -121,7 +121,8 @@ def check_first_batch(batch, layout: Layout) -> None:
 
 
 def reduce_hash(share: str, layout: Layout) -> str:
-    """Hash of the tokens and labels of the global batch, on every rank, from that of each data rank's sequences (data.py)."""
+    """Hash of the tokens and labels of the global batch, on every rank: the sum of the data ranks' hashes (data.py), so it is
+    the same in every layout."""
     speaks = layout.rank < layout.world_size // layout.pp and layout.rank % (layout.cp * layout.tp) == 0  # one per data rank
     total = torch.tensor(int(share, 16) * speaks)  # on the host, so that no device waits for it
     dist.all_reduce(total)

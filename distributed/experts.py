@@ -10,10 +10,11 @@ from distributed.layout import AllGather, AllToAll, Layout, ReduceScatter, all_b
 
 
 def expert_parallel(stage, layout: Layout, *, aux_coef: float = 0.0, force_balance: bool = False) -> None:
-    """Split the experts over ep (and each expert over etp); tokens travel to their experts and back, two all-to-alls per layer.
+    """Split the experts over ep (and each expert over etp). Per layer and direction two all-to-alls of B*T/tp*k*D elements:
+    each token travels to its k experts, and their results travel back.
 
-    Tokens stay split along the sequence over tp, so with etp 1 every tp rank routes its own; with etp = tp the tp ranks gather
-    them first, each computes its part of every expert's hidden width, and the sums are scattered back.
+    Between the layers a tp rank holds T/tp of the sequence. With etp 1 it routes these tokens by itself. With etp = tp the tp
+    ranks all-gather the tokens first, each computes its part of every expert's hidden width, and a reduce-scatter adds them up.
     aux_coef, force_balance: see models.moe.Balance.
     """
     from models.moe import Balance, Experts
@@ -35,7 +36,7 @@ def expert_parallel(stage, layout: Layout, *, aux_coef: float = 0.0, force_balan
             block.moe.forward = partial(gathered_moe, block.moe.forward, layout.group("tp"))
         sharers = [layout.group(axis) for axis in ("cp", "tp") if layout.degrees[axis] > 1 and (axis, etp > 1) != ("tp", True)]
         balance.aux_scale, balance.force = aux_coef / layout.global_batch_size, force_balance
-        if etp > 1:  # every tp rank adds the loss of all of its ranks' tokens
+        if etp > 1:  # every tp rank sees all T tokens and adds their whole auxiliary loss: each adds its share
             balance.aux_scale /= etp
         balance.parts = layout.cp * (layout.tp if etp == 1 else 1)
         balance.sum_over_parts = partial(sum_over, groups=sharers)
@@ -56,14 +57,14 @@ def exchange_tokens(experts, group, x: Tensor, counts: Tensor) -> Tensor:
     """Experts.forward over ep ranks: x (N*k, D) sorted by expert, so also by the rank that holds it; counts (E,)."""
     ep = dist.get_world_size(group)
     arriving = AllToAll.apply(counts, group)  # (ep * E/ep,): from every rank, its rows for each of this rank's experts
-    # the all-to-all takes its sizes from the host: the one place where a layer waits for the device
+    # The all-to-all needs its sizes on the host. This is the only place where a layer waits for the device.
     sent, received = torch.stack([counts, arriving]).view(2, ep, -1).sum(-1).tolist()
     x = AllToAll.apply(x, group, sent, received)  # sorted by (rank, expert)
     expert = torch.arange(len(counts) // ep, device=x.device).repeat(ep)
     order = expert.repeat_interleave(arriving, output_size=len(x)).argsort(stable=True)
     weights = (local_tensor(w) for w in (experts.w1, experts.w2, experts.w3))
     y = experts.compute(x[order], arriving.view(ep, -1).sum(0), *weights)
-    y = y[order.argsort()]  # as they came
+    y = y[order.argsort()]  # back in the order of arrival
     return AllToAll.apply(y, group, received, sent)
 
 
@@ -83,7 +84,7 @@ def balance_experts(stages, layout: Layout, mode: str, rate: float | Tensor, per
         if balance.load is not None:  # None: no forward since the last call
             loads[i] = balance.load
         balance.load = None
-    # every rank has other tokens, or under pp other layers: one sum over all of them gives everyone the whole table
+    # Ranks have different tokens, or under pp different layers, so the sum over all ranks is the whole table on each of them.
     sum_over(loads, [None])
     loads /= layout.cfg.etp  # with etp = tp every tp rank counted all tokens
     if mode == "bias":
@@ -98,8 +99,8 @@ def balance_experts(stages, layout: Layout, mode: str, rate: float | Tensor, per
 def compiled_experts(compiled, x: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
     """Experts.compute, compiled once for all numbers of rows of x (N*k, D).
 
-    Not where that is impossible: for the compiler, the grouped matmul is bf16 only (so the experts of an fp32 run, and thus of
-    a CPU without bf16, stay as they are), its substitute waits for the device, and 0 and 1 rows would be constants.
+    Runs uncompiled in three cases: in fp32, for the compiler knows the grouped matmul in bf16 only; without a kernel for it,
+    for the fallback loop synchronises; and with 0 or 1 rows, for which dynamo would compile a version of its own.
     """
     from models.moe import kernel_fits, swiglu_experts
 

@@ -25,16 +25,17 @@ class Float8Config:
     float8_all_gather: bool = flag(False, FLOAT8_TENSORWISE, GPU, GATHERED)  # FSDP gathers weights in float8, half the bytes
 
 
-
-
 def float8_linears(stage, layout: Layout) -> None:
     """Let the blocks' linears multiply in float8, with scales from each call's own numbers: torchao.float8. Parameters, their
-    names and the optimizer stay as they are. Not the head, the router and, but for --float8_experts, the stacked experts, nor
-    what has a dimension, on this rank, that is no multiple of 16 (mxfp8: 32, nvfp4: 128)."""
+    names and the optimizer stay as they are.
+
+    Left in the compute dtype: the head, the router, the stacked experts (unless --float8_experts), and a matrix with a
+    dimension on this rank that is no multiple of 16 (mxfp8: 32, nvfp4: 128).
+    """
     cfg = layout.cfg
     if cfg.float8 == "off":
         return
-    logging.getLogger("torchao").setLevel(logging.ERROR)  # it tells of kernels for other Pythons that it could not load
+    logging.getLogger("torchao").setLevel(logging.ERROR)  # it warns of kernels that are for other versions of Python
     block = {"mxfp8": 32, "nvfp4": 128}.get(cfg.float8, 16)
 
     def wanted(module, fqn):
@@ -98,7 +99,7 @@ def float8_grouped_linear(layout: Layout):
         options["kernel_preference"] = KernelPreference.EMULATED if layout.device.type == "cpu" else KernelPreference.AUTO
 
     def linear(x, weight, counts):
-        if len(x) == 0:  # a rank without a row has nothing to multiply, and takes the usual way
+        if len(x) == 0:  # the float8 kernels take no empty input
             return grouped_linear(x, weight, counts)
         ends = counts.cumsum(0).to(torch.int32)
         return multiply(x.bfloat16(), weight.transpose(1, 2).bfloat16(), ends, **options).to(x.dtype)
@@ -107,7 +108,8 @@ def float8_grouped_linear(layout: Layout):
 
 
 def float8_scales(stages, layout: Layout) -> None:
-    """After an optimizer step: the scales of all weights with one all-reduce, which FSDP would else ask for one by one."""
+    """After an optimizer step: find the scales of all weights with one all-reduce. Otherwise FSDP would send one all-reduce
+    per weight, just before it gathers that weight in float8."""
     if layout.cfg.float8_all_gather:
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 

@@ -21,7 +21,7 @@ from models.attention import sdpa
 from support.config import GPU, Need, flag, usage_error
 
 NCCL = Need("without NCCL, so without GPUs", lambda c: c.on_cuda)
-# kernels to choose from exist for bf16 only, and the masks of documents and of gathered keys have one kernel each
+# There is a choice of kernels for bf16 only, and the masks of documents and of gathered keys have one kernel each.
 KERNELS = [GPU, Need("in float32", lambda c: c.dtype != torch.float32),
            Need("with --cp_method allgather", lambda c: c.cp == 1 or c.cp_method != "allgather"),
            Need("with --doc_mask", lambda c: not getattr(c, "doc_mask", False))]
@@ -34,8 +34,6 @@ class LaunchConfig:
     flight_recorder: bool = flag(False, NCCL)  # when a collective times out, every rank writes its last ones to <out>/trace
     init_timeout_s: int = 300  # a collective that waits longer before or in the first step ends the run
     train_timeout_s: int = 100  # the same after the first step: everything is compiled and connected
-
-
 
 
 def connect(layout: Layout, device: str = "auto", seed: int = 0, trace: str = "trace") -> None:
@@ -77,7 +75,7 @@ def connect(layout: Layout, device: str = "auto", seed: int = 0, trace: str = "t
 def choose_attention(layout: Layout, config, seq_len: int, local_batch_size: int) -> None:
     """On GPUs, leave the faster of flash and cuDNN attention switched on, forward and backward measured on this run's shapes.
 
-    Not where there is no choice: fp32 has neither, and the masks of --cp_method allgather only flash.
+    There is no choice in fp32, which neither of them computes, and with --cp_method allgather, whose masks only flash takes.
     """
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -115,16 +113,17 @@ def choose_attention(layout: Layout, config, seq_len: int, local_batch_size: int
 
 
 def agree_on_attempt(store: dist.Store, layout: Layout) -> str:
-    """A name that the processes of this attempt have in common, and no earlier attempt had.
+    """A name for this attempt that all its processes know, and that no earlier attempt had: it goes before their keys.
 
-    torchrun keeps one store for all restarts, full of dead processes' addresses, and its restart count is no name: every
-    node counts its own. So each rank leaves a word of its own, and rank 0 answers every word it finds with the name; one
-    that a dead process left there is overwritten soon, and answered then.
+    torchrun keeps one store for all restarts, in which the addresses of dead processes still stand. Its restart count cannot
+    be the name, because each node has a count of its own. So rank 0 makes up a name, every other rank makes up a key and
+    writes it down, and rank 0 stores the name under each key that it finds, until all ranks have read it. A key that a dead
+    process left behind is soon overwritten by the living one.
     """
-    mine = uuid.uuid4().hex
+    mine = uuid.uuid4().hex  # rank 0: the name; others: the key under which they wait for it
     if layout.rank > 0:
         store.set(f"rank {layout.rank}", mine)
-        name = store.get(mine).decode()  # waits for the answer
+        name = store.get(mine).decode()  # waits until it is there
         store.add(f"{name} joined", 1)
         return name
     deadline = time.monotonic() + layout.cfg.init_timeout_s
@@ -142,7 +141,7 @@ def watch_launcher() -> None:
     """End this process when its launcher dies: torchrun killed by SIGKILL leaves workers that go on writing checkpoints."""
     launcher, env = os.getppid(), os.environ
     if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and env.get("GROUP_RANK") == "0":
-        try:  # it may have died while we were importing torch; then nobody answers at its store
+        try:  # torchrun may have died while we were importing torch: then nobody answers at its store
             socket.create_connection((env["MASTER_ADDR"], int(env["MASTER_PORT"])), timeout=60).close()
         except OSError as error:
             raise RuntimeError(f"torchrun, which started this process, is gone: {error}") from None
@@ -156,16 +155,14 @@ def watch_launcher() -> None:
 
 
 def train_timeouts(layout: Layout) -> None:
-    """After the first step of this process nothing slow is left: a collective that hangs now is a fault, and found sooner.
-
-    The group in which ranks wait for the slowest disk (checkpoint.py) keeps its own patience.
-    """
+    """After the first step everything is compiled and connected, so a collective that hangs is noticed after a shorter time.
+    The group of checkpoint.py keeps its long one: there, ranks wait for the slowest disk."""
     for group in [None, *layout.mesh.get_all_groups(), *layout.full_mesh.get_all_groups()]:
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=layout.cfg.train_timeout_s), group)
 
 
 class StopSignal:
-    """SIGTERM, SIGINT or SIGUSR1: finish the step, save, exit. A second Ctrl-C, two seconds later, ends the process at once."""
+    """SIGTERM, SIGINT or SIGUSR1: finish the step, save, exit. Another Ctrl-C more than two seconds later exits at once."""
 
     def __init__(self):
         self.received, self.at = "", 0.0
@@ -173,14 +170,15 @@ class StopSignal:
             signal.signal(s, self.handle)
 
     def handle(self, number, frame):
-        # launchers deliver one Ctrl-C or one scancel twice within moments: only a later SIGINT means "now"
+        # launchers may deliver one Ctrl-C or one scancel twice at nearly the same time: that does not mean "at once"
         if number == signal.SIGINT and self.received and time.monotonic() - self.at > 2:
             os._exit(130)
         if not self.received:
             self.received, self.at = signal.Signals(number).name, time.monotonic()
 
     def agreed(self, layout: Layout) -> bool:
-        """True on every rank at the same step if any rank was signalled: handlers run at different moments on each."""
+        """True on every rank at the same step if any rank was signalled. Signals reach the ranks at different moments; a rank
+        that stopped one step earlier would leave the others waiting for it."""
         if layout.world_size == 1:
             return bool(self.received)
         flag = torch.tensor([int(bool(self.received))])  # on the host, so that no device waits for it
@@ -189,38 +187,42 @@ class StopSignal:
 
 
 def run(main, cfg) -> None:
-    """Run main(cfg) and end the process with the status that tells what happened: 0 done, 2 wrong usage, 1 failure.
-
-    A ValueError before the processes are connected is the user's, shown in one line by rank 0; later it is a failure.
-    """
-    rank, status = int(os.environ.get("RANK", 0)), 0
+    """Run main(cfg) and end the process with the status that tells what happened: 0 done, 2 wrong usage, 1 failure."""
+    status = 0
     try:
         if "RANK" in os.environ:
             watch_launcher()
         main(cfg)
-    except BaseException as e:  # CheckpointException and KeyboardInterrupt are no Exceptions
-        message = " ".join(str(e).split())
-        if isinstance(e, SystemExit):
-            status = e.code if isinstance(e.code, int) else 0 if e.code is None else 1
-        elif isinstance(e, KeyboardInterrupt):  # before the loop, which finishes its step: nothing to finish yet
-            status = 130
-        elif isinstance(e, ValueError) and not dist.is_initialized():
-            usage_error(message)
-        else:
-            status = 1
-            if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun then shows the first failure, not just its status
-                from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-                get_error_handler().record_exception(e)
-            if rank == 0 or not isinstance(e, ValueError):  # every rank raises the same ValueError
-                if not isinstance(e, ValueError):
-                    traceback.print_exc()
-                print(f"error on rank {rank}: {type(e).__name__}: {message}{failed_module(e)}", file=sys.stderr)
+    except BaseException as error:  # CheckpointException and KeyboardInterrupt are no Exceptions
+        status = report(error)
     if status == 0 and dist.is_initialized():
         disconnect()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # gloo's threads abort now and then in a normal exit, and torchrun would count that as a failure
+
+
+def report(error: BaseException) -> int:
+    """Print what ended main, and return the exit status.
+
+    A ValueError before the processes are connected is the user's, shown in one line by rank 0; later it is a failure.
+    """
+    rank, message, is_known = int(os.environ.get("RANK", 0)), " ".join(str(error).split()), isinstance(error, ValueError)
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+    if isinstance(error, KeyboardInterrupt):  # before the loop, so there is no step to finish
+        return 130
+    if is_known and not dist.is_initialized():
+        usage_error(message)
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun then shows the first failure, not just its status
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)
+    if not is_known:
+        traceback.print_exception(error)
+    if rank == 0 or not is_known:  # every rank raises the same ValueError
+        print(f"error on rank {rank}: {type(error).__name__}: {message}{failed_module(error)}", file=sys.stderr)
+    return 1
 
 
 def failed_module(error: BaseException) -> str:

@@ -122,7 +122,7 @@ functional = torch.ops._c10d_functional
 
 
 class AllGather(torch.autograd.Function):
-    """Concatenate the ranks' x along dim. Backward: all ranks used this rank's part, so a reduce-scatter adds their gradients."""
+    """Concatenate the ranks' x along dim. Backward: every rank used every part, so a reduce-scatter adds up their gradients."""
 
     @staticmethod
     def forward(ctx, x, dim, group):
@@ -156,7 +156,7 @@ class ReduceScatter(torch.autograd.Function):
 
 
 class AllToAll(torch.autograd.Function):
-    """Send sent[i] rows of x to rank i and receive received[i] from it; None: as many for each. Backward: the other way round."""
+    """Send sent[i] rows of x to rank i, receive received[i] from it; None: all alike. Backward: the other way round."""
 
     @staticmethod
     def forward(ctx, x, group, sent=None, received=None):

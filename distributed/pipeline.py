@@ -133,7 +133,8 @@ def tied_copy(stage):
 
 
 def sum_tied_gradients(stages, layout: Layout) -> None:
-    """Under pp the embedding's weight and its copy in the last stage each got a part of the gradient: give both the sum."""
+    """The embedding's weight and its copy in the last stage each have a part of the gradient: give both the sum. The first and
+    the last pipeline rank send each other V/tp*D elements (FSDP: their shards of that)."""
     first = next((s.tok_embeddings.weight for s in stages if s.index == 0), None)
     last = next((w for s in stages if (w := tied_copy(s)) is not None), None)
     mine = [local_tensor(w.grad) for w in (first, last) if w is not None]
@@ -152,7 +153,7 @@ def sum_tied_gradients(stages, layout: Layout) -> None:
 
 
 def pipeline_schedule(stages, layout: Layout, T: int):
-    """torch's schedule for sequences of T tokens on this rank. Built once per shape, because its buffers keep the first."""
+    """torch's schedule for sequences of T tokens on this rank. One per shape: its buffers have the shape of the first batch."""
     key = (n_microbatches(layout), T)
     if key in layout.schedules:
         return layout.schedules[key]
@@ -172,9 +173,9 @@ def pipeline_schedule(stages, layout: Layout, T: int):
     ]
     options = dict(
         n_microbatches=n_microbatches(layout),
-        # the last stage's forward returns the sum of token losses itself, as FSDP has the head's weight at hand only there
+        # the last stage's forward returns the sum of token losses, because only there FSDP has the head's weight gathered
         loss_fn=lambda loss, target: loss / layout.loss_denom,
-        scale_grads=False,  # divided by the tokens of the global batch: dividing by micro-batches as well would be wrong
+        scale_grads=False,  # the loss is divided by the tokens of the global batch; torch would divide by the micro-batches too
     )
     name = layout.cfg.pp_schedule
     if layout.cfg.pp_schedule_csv:
