@@ -499,7 +499,7 @@ def clip_grad_norm(stages, max_norm: float, layout: Layout) -> Tensor:
     pipeline stages, and for a tied weight that two stages hold (counted once).
     """
     squares = torch.zeros((), dtype=torch.float64, device=layout.device)
-    if layout.squares is not None:
+    if layout.squares is not None:  # --optimizer_in_backward: of the gradients that are used and freed already
         squares += layout.squares
         layout.squares.zero_()
     grads: list[Tensor] = []

@@ -72,6 +72,26 @@ def test_an_import_that_is_turned_round_is_found(module, line, words):
     assert any(words in error for error in errors)
 
 
+def code_lines(path: Path) -> int:
+    """Without blank lines, comments and docstrings."""
+    tree, rest = ast.parse(path.read_text()), set()
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list) and body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
+            rest |= set(range(body[0].lineno, body[0].end_lineno + 1))
+    lines = path.read_text().splitlines()
+    return sum(bool(line.strip()) and line.strip()[0] != "#" and i not in rest for i, line in enumerate(lines, 1))
+
+
+def test_the_reading_path_is_read_in_one_sitting():
+    """train_llama3.py, models/llama3.py and parallel.py, of which no function is longer than a projector shows."""
+    path = [ROOT / name for name in ("train_llama3.py", "models/llama3.py", "parallel.py")]
+    assert sum(map(code_lines, path)) <= 840 and code_lines(path[-1]) <= 450
+    for node in ast.walk(ast.parse(path[-1].read_text())):
+        if isinstance(node, ast.FunctionDef):
+            assert node.end_lineno - node.lineno < 45, node.name
+
+
 def test_folders_are_packages():
     """A folder without __init__.py loses against an installed package of its name: there is one called distributed."""
     for folder in ("models", "distributed", "support", "rl"):

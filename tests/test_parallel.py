@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from unittest import mock
 
+import dry
 import pytest
 import torch
 from layouts import (
@@ -389,6 +390,27 @@ def test_a_forks_own_parameters_under_every_layout(processes, flags):
     assert [first_difference(got, want) for got in results] == [""] * processes
     for name in ("residual", "attn.sharpness", "attn.per_head"):
         assert want[0]["grads"][f"blocks.1.{name}.gain"].abs().min() > 0
+
+
+# ---------------------------------------------------------------- the mesh
+
+
+def test_three_views_of_one_grid():
+    """The example of make_mesh's docstring, and the same ranks as experts see them."""
+
+    def groups(mesh, axis):
+        return mesh.mesh.movedim(mesh.mesh_dim_names.index(axis), -1).flatten(0, -2).tolist()
+
+    with dry.world(dp_shard=2, cp=2, tp=2) as dense:
+        pass
+    assert groups(dense.mesh, "tp") == groups(dense.full_mesh, "tp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert groups(dense.full_mesh, "cp") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert groups(dense.mesh, "fsdp") == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert dense.expert_mesh is None
+    with dry.world("train_qwen3", dp_shard=2, cp=2, tp=2, ep=4, model_args=dry.MOE) as moe:
+        pass
+    assert groups(moe.expert_mesh, "ep") == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert groups(moe.expert_mesh, "efsdp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
 
 
 # ---------------------------------------------------------------- what --ac op keeps
