@@ -25,6 +25,7 @@ import json
 import math
 import os
 import shutil
+import string
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
@@ -48,7 +49,7 @@ from checkpoint import (
 from distributed.checks import check_model, check_replicas
 from distributed.experts import balance_experts, expert_parallel
 from distributed.launch import LaunchConfig, StopSignal, choose_attention, connect, disconnect, run, train_timeouts
-from distributed.layout import ParallelConfig, local_tensor
+from distributed.layout import AXES, ParallelConfig, local_tensor
 from distributed.refusals import check_layout
 from models.attention import sdpa
 from models.llama3 import Llama3Config
@@ -68,7 +69,7 @@ from parallel import (
     tensor_parallel,
     vocab_parallel_loss,
 )
-from rl.environments import Text, draw_task, held_out_tasks, leave_out_long, open_env, supervised_sample
+from rl.environments import draw_task, held_out_tasks, leave_out_long, open_env, supervised_sample
 from rl.rollouts import (
     Generators,
     InPlace,
@@ -84,6 +85,7 @@ from rl.rollouts import (
 from support.config import Need, check_range, flag, override_fields, parse_config, save_config, usage_error
 from support.hf import check_export, check_hf_config, read_hf_config, save_hf
 from support.metrics import Metrics, MetricsConfig, drop_lines_from
+from support.text import Text
 
 SMALL = dict(dim=96, n_layers=3, n_heads=4, n_kv_heads=4, head_dim=24, ffn_dim=288, max_seq_len=1024, rope_theta=10000.0)
 FLAVORS = {  # of the demos on characters; anything larger comes from --init_from
@@ -502,6 +504,8 @@ def check_flags(cfg: Config):
          "round differently in decoding and in training; leave these out"),
         (cfg.tis and cfg.cp > 1 and cfg.minibatches > 1, "--tis with --cp and --minibatches is not there; use --minibatches 1"),
         (cfg.env == "gsm8k" and not cfg.env_data, "--env gsm8k needs --env_data FILE.jsonl, its problems"),
+        (cfg.plot and "RANK" not in os.environ and any(getattr(cfg, axis) > 1 for axis in AXES), "--plot without torchrun "
+         "draws layouts, which train_*.py does; grpo.py draws the rewards of a run: start it with torchrun"),
         (cfg.optimizer_in_backward, "--optimizer_in_backward: the loss is divided after the last backward; leave it out"),
         (cfg.gen_ranks and not 0 < cfg.gen_ranks < int(os.environ.get("WORLD_SIZE", 1)), f"--gen_ranks {cfg.gen_ranks} must "
          f"leave a process to train: {os.environ.get('WORLD_SIZE', 1)} were started, use torchrun --nproc_per_node"),
@@ -517,7 +521,7 @@ def main(cfg: Config):
 
     # 2. data: tasks and tokens
     env = open_env(cfg.env, cfg.env_data)
-    text = Text(env, cfg.init_from, cfg.out)
+    text = Text(cfg.init_from, cfg.out, getattr(env, "ALPHABET", string.printable))
     Model, model_config = model_of(cfg, text.tokenizer.get_vocab_size())
     n_too_long = leave_out_long(env, text, cfg.seq_len)
     held_out = held_out_tasks(env, cfg.eval_n, partial(text.fits, seq_len=cfg.seq_len)) if cfg.eval_every else []

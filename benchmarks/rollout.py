@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from generate import draw, rollout
+from rl.decoding import draw, rollout
 from support.hf import load_hf_model
 
 

@@ -1,13 +1,12 @@
-"""The attention kernels: which one runs, what its mask is, and the KV cache. Nothing here knows of other processes.
+"""The attention kernels: which one runs, and what its mask is. Nothing here knows of other processes.
 
 B batch, T sequence, H query heads, G key/value heads (H a multiple of G), K head_dim, S keys seen so far
 
 A block never builds a mask: it calls `attend(q, k, v)`, which the model makes once per forward with
 `causal_attention(positions, doc_ids)`. That call is the one seam here: context parallelism puts its own maker in its place
-(`model.make_attend`, see parallel.py), and generation hands each block the `attend` of its KVCache.
+(`model.make_attend`, see parallel.py), and generation hands each block an `attend` that has a cache (rl/decoding.py).
 """
 from functools import cache
-from itertools import count
 
 import torch
 import torch.nn.functional as F
@@ -74,52 +73,3 @@ def lower_right_mask(T: int, S: int, device: torch.device):
 
         return causal_lower_right(T, S)
     return torch.ones(T, S, dtype=torch.bool, device=device).tril(S - T)
-
-
-class PerCall:
-    """A block that calls attend twice (differential attention) has two sets of keys and values: within a forward the first call
-    goes on with this cache, the n-th with the n-th of `calls()`. Take `attend` once per forward and block, and call that."""
-
-    def calls(self, n: int = 0) -> list:
-        """The caches of this layer, at least n. Those after the first are made by empty()."""
-        while len(self.later) < n - 1:
-            self.later.append(self.empty())
-        return [self, *self.later]
-
-    @property
-    def attend(self):
-        number = count(1)
-        return lambda q, k, v, scale=None: self.calls(n := next(number))[n - 1].append(q, k, v, scale)
-
-
-class KVCache(PerCall):
-    """Keys and values of one call of attend, so that generating a token costs one token and not the whole sequence.
-
-    Prompts of different lengths are padded on the left: `start` (B,) is the first real position of each row. All rows
-    then share one `length`. Memory is taken at the first call, when the shapes are known (under TP they are local).
-    """
-
-    def __init__(self, max_len: int, start: Tensor | None = None):
-        self.max_len, self.start, self.length = max_len, start, 0
-        self.k = self.v = None  # (B, G, max_len, K)
-        self.later = []
-
-    def empty(self) -> "KVCache":
-        return KVCache(self.max_len, self.start)
-
-    def append(self, q: Tensor, k: Tensor, v: Tensor | None, scale=None) -> Tensor:
-        """Append k, v (B, G, T, K) and attend from q (B, H, T, K) to all that is cached. v None: the keys are the values."""
-        if self.k is None:
-            self.k = k.new_zeros(*k.shape[:2], self.max_len, k.shape[3])
-            self.v = self.k if v is None else v.new_zeros(*v.shape[:2], self.max_len, v.shape[3])
-        begin, end = self.length, self.length + k.shape[2]
-        assert end <= self.max_len, f"KV cache holds {self.max_len} tokens, {end} were given"
-        self.k[:, :, begin:end], self.v[:, :, begin:end] = k, k if v is None else v
-        self.length = end
-        q_index = torch.arange(begin, end, device=q.device)[:, None]  # (T, 1)
-        k_index = torch.arange(end, device=q.device)[None, :]  # (1, S)
-        mask = (k_index <= q_index)[None, None]  # (1, 1, T, S)
-        if self.start is not None:
-            # Padding is hidden, but a padded query still sees itself: a row without any key would be NaN.
-            mask = mask & (k_index >= self.start[:, None, None, None]) | (k_index == q_index)
-        return sdpa(q, self.k[:, :, :end], self.v[:, :, :end], mask, scale=scale)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.attention import KVCache, causal_attention
+from models.attention import causal_attention
 from models.hf_config import SHARED_FIELDS, SHARED_FIXED, config_from_hf, config_to_hf
 from models.layers import RMSNorm, rotate
 from models.loss import IGNORE, linear_cross_entropy
@@ -360,7 +360,7 @@ class DeepSeek(nn.Module):
         """tokens (B, T) -> logits (B, T, V) in compute dtype; with labels (B, T): the scalar sum of token losses / loss_denom.
 
         positions (B, T) or (1, T), default 0..T-1; doc_ids (B, T) of the whole sequence: attention stays inside a
-        document. cache: from make_cache, for generation. A later pipeline stage takes activations in place of tokens.
+        document. cache: a RowCache, for generation. A later pipeline stage takes activations in place of tokens.
         next_tokens, next_labels: from shift_targets, where this is only a part of a sequence or a stage; else made here.
         MTP's loss is part of the gradient and not of the value.
         """
@@ -371,7 +371,7 @@ class DeepSeek(nn.Module):
         cos, sin = (x * attention_factors(self.config)[0] for x in (angle.cos(), angle.sin()))
         attend = self.make_attend(positions, doc_ids) if cache is None else None
         for i, block in self.blocks.items():
-            h = block(h, cos, sin, attend, cache and cache[int(i)].attend)
+            h = block(h, cos, sin, attend, cache and cache.attend(i))
         if self.norm is None:
             return h  # the next pipeline stage goes on from here
         h = self.norm(h)
@@ -385,10 +385,6 @@ class DeepSeek(nn.Module):
             next_tokens, next_labels = shift_targets(tokens, labels, doc_ids)
         h = self.mtp(h, self.tok_embeddings(next_tokens), cos, sin, attend)
         return WeighIn.apply(loss, self.token_loss(h, weight, next_labels, loss_denom), self.mtp_weight)
-
-    def make_cache(self, max_len: int, start: Tensor | None = None) -> list[KVCache]:
-        """One empty KVCache per layer for max_len tokens; start (B,): first real position of each left-padded row."""
-        return [KVCache(max_len, start) for _ in range(self.config.n_layers)]
 
     def init_std(self, fqn: str) -> float | None:
         """Standard deviation of a weight's initial normal distribution, None for what is no weight of this model. Not asked for

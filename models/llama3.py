@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.attention import KVCache, causal_attention
+from models.attention import causal_attention
 from models.hf_config import SHARED_FIELDS, SHARED_FIXED, config_from_hf, config_to_hf
 from models.layers import RMSNorm, rotate
 from models.loss import linear_cross_entropy
@@ -149,7 +149,7 @@ class Llama3(nn.Module):
         """tokens (B, T) -> logits (B, T, V) in compute dtype; with labels (B, T): the scalar sum of token losses / loss_denom.
 
         positions (B, T) or (1, T), default 0..T-1; doc_ids (B, T) of the whole sequence: attention stays inside a
-        document. cache: from make_cache, for generation. A later pipeline stage takes activations in place of tokens.
+        document. cache: a RowCache, for generation. A later pipeline stage takes activations in place of tokens.
         """
         h = tokens if tokens.is_floating_point() else self.tok_embeddings(tokens)  # (B, T/cp, D)
         if positions is None:
@@ -158,7 +158,7 @@ class Llama3(nn.Module):
         cos, sin = angle.cos(), angle.sin()
         attend = self.make_attend(positions, doc_ids) if cache is None else None
         for i, block in self.blocks.items():
-            h = block(h, cos, sin, attend or cache[int(i)].attend)
+            h = block(h, cos, sin, attend or cache.attend(i))
         if self.norm is None:
             return h  # the next pipeline stage goes on from here
         h = self.norm(h)
@@ -166,10 +166,6 @@ class Llama3(nn.Module):
         if labels is None:
             return self.logits(h, weight)
         return self.token_loss(h, weight, labels, loss_denom)
-
-    def make_cache(self, max_len: int, start: Tensor | None = None) -> list[KVCache]:
-        """One empty KVCache per layer for max_len tokens; start (B,): first real position of each left-padded row."""
-        return [KVCache(max_len, start) for _ in range(self.config.n_layers)]
 
     def init_std(self, fqn: str) -> float | None:
         """Standard deviation of a weight's initial normal distribution, None for what is no weight of this model. Not asked for

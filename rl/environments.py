@@ -30,11 +30,6 @@ import sys
 import zlib
 from pathlib import Path
 
-from checkpoint import is_hf_folder, newest_readable
-from data import load_tokenizer
-from generate import chat_prompts, encode, ends_of, has_bos
-from support.hf import check_hf_tokenizer, read_chat
-
 
 def digits(rng, n: int) -> str:
     return "".join(rng.choices(string.digits, k=n))
@@ -246,75 +241,17 @@ def short(text: str) -> str:
     return repr(text if len(text) <= 400 else f"{text[:200]} ... {text[-200:]}")
 
 
-# ---------------------------------------------------------------- their texts as tokens
-class Text:
-    """Texts of an environment as token ids, and back."""
-
-    def __init__(self, env, source: str, out: str):
-        """source: a Hugging Face folder or a checkpoint with a tokenizer; "": one of the environment's characters is made."""
-        self.chat, self.bos, self.alphabet = None, False, None
-        if source and not is_hf_folder(source):
-            source = newest_readable(source)  # a checkpoint of ours has its tokenizer with it
-        if source:
-            self.file = check_hf_tokenizer(source, 1 << 31)
-            if self.file is None:
-                raise ValueError(f"--init_from {source} has no tokenizer.json")
-            self.ends = ends_of(source)
-            self.chat, self.bos = read_chat(source)[0] and chat_prompts(source), has_bos(source)
-            self.tokenizer = load_tokenizer(Path(self.file))
-        else:
-            self.file, self.ends = f"{out}/tokenizer.json", [0]
-            self.alphabet = getattr(env, "ALPHABET", string.printable)
-            self.tokenizer = character_tokenizer(self.alphabet)
-        self.eot = self.ends[0]
-        self.tokenizer.encode_special_tokens = not self.chat  # a template's markers are tokens; in any other text they are text
-
-    def save(self):
-        if not os.path.exists(self.file):
-            self.tokenizer.save(self.file)
-
-    def prompt(self, text: str) -> list[int]:
-        return self.ids(self.chat(text) if self.chat else text, self.bos and not self.chat) or [self.eot]
-
-    def ids(self, text: str, bos: bool = False) -> list[int]:
-        if self.alphabet and (other := set(text) - set(self.alphabet)):
-            raise ValueError(f"{min(other)!r} in {text[:60]!r} is not in the ALPHABET of --env; add it there")
-        return encode(self.tokenizer, text, bos)
-
-    def fits(self, text: str, seq_len: int) -> bool:
-        """Whether a prompt leaves room for a sample of one token at least."""
-        return len(self.prompt(text)) < seq_len
-
-    def decode(self, ids: list[int]) -> str:
-        """The text of a sample without its end. Other special tokens show: no answer is right with <|im_start|> in it."""
-        return self.tokenizer.decode(ids[:-1] if ids and ids[-1] in self.ends else ids, skip_special_tokens=False)
-
-    def unknown(self, vocab_size: int) -> list[int]:
-        """Ids of the model that are none of the tokenizer's: they would be invisible in the text that earns the reward."""
-        return sorted(set(range(vocab_size)) - set(self.tokenizer.get_vocab(with_added_tokens=True).values()))
-
-    def tool(self, env):
-        """The environment's tool from ids to ids, for rollout(); None if it has none."""
-        if not hasattr(env, "tool"):
-            return None
-        ends = lambda ids: self.decode(ids[-len(env.TOOL_END) - 8 :]).endswith(env.TOOL_END)  # noqa: E731
-        return lambda ids: self.ids(env.tool(self.decode(ids))) if ends(ids) else []
-
-
-def character_tokenizer(alphabet: str):
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-
-    names = ["<|endoftext|>", *dict.fromkeys(alphabet)]
-    tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens(names[:1])
-    return tokenizer
+def tool_of(env, text):
+    """The environment's tool from ids to ids, for rollout(); None if it has none."""
+    if not hasattr(env, "tool"):
+        return None
+    asks = lambda ids: text.decode(ids[-len(env.TOOL_END) - 8 :]).endswith(env.TOOL_END)  # noqa: E731
+    return lambda ids: text.ids(env.tool(text.decode(ids))) if asks(ids) else []
 
 
 def supervised_sample(env, text, prompt: str, answer: str) -> dict:
     """An answer as if it had been sampled; what the tool says in it is masked, as in a rollout."""
-    ids, tool = text.ids(answer) + [text.eot], text.tool(env)
+    ids, tool = text.ids(answer) + [text.eot], tool_of(env, text)
     mask = [1.0] * len(ids)
     for i in range(len(ids) if tool else 0):
         said = tool(ids[: i + 1]) if mask[i] else []

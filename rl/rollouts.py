@@ -13,7 +13,6 @@ import os
 import pickle
 import random
 import time
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,11 +22,9 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from distributed.launch import LaunchConfig
-from distributed.layout import ParallelConfig
-from distributed.refusals import check_layout
-from generate import rollout
-from rl.environments import draw_task, pay, short
+from distributed.layout import AXES, Layout, ParallelConfig
+from rl.decoding import rollout, uniform_noise
+from rl.environments import draw_task, pay, short, tool_of
 
 
 def unshard(model):
@@ -65,13 +62,13 @@ def lockstep(layout, tool=None):
 
     So are forwards under tp, where all ranks do the same: there they wait for each other only where a tool may hold one up."""
     if layout.cfg.ep == 1 and not (layout.tp > 1 and tool):
-        return lambda *flags: flags
+        return lambda *numbers: numbers
     group = patient_group(dist.group.WORLD, layout.cfg.rollout_timeout_s)
 
-    def agree(*flags):
-        flags = torch.tensor([int(flag) for flag in flags])
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
-        return flags.bool().tolist()
+    def agree(*numbers):
+        numbers = torch.tensor([int(number) for number in numbers])
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
+        return numbers.tolist()
 
     return agree
 
@@ -87,10 +84,9 @@ def sample_groups(cfg, env, text, layout, model, tasks: list[tuple[str, str]], g
     prompts = [text.prompt(tasks[i][1]) for i in mine]
     noise = torch.empty(len(mine), group_size, cfg.max_new_tokens)
     for row, i in zip(noise, mine):
-        digest = hashlib.sha256(f"{cfg.seed}/{tasks[i][0]}".encode()).digest()
-        row.copy_(torch.rand(row.shape, generator=torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))))
+        row.copy_(uniform_noise(f"{cfg.seed}/{tasks[i][0]}", *row.shape))
     # (2) rollouts
-    failed, tool = [], text.tool(env)
+    failed, tool = [], tool_of(env, text)
 
     def answer(ids):
         try:
@@ -242,28 +238,21 @@ def open_bridge(cfg, n_trainers: int):
     return store, dist.ProcessGroupGloo(group, max(0, rank - n_trainers + 1), cfg.gen_ranks + 1, timeout)
 
 
-@dataclass(kw_only=True)
-class GeneratorConfig(ParallelConfig, LaunchConfig):
-    """Flags of a generator's layout, all but one at their defaults: it samples, and nothing of it is sharded."""
-
-
 def generate_forever(cfg, env, text, Model, model_config, n_trainers: int):
     """The whole life of a generator rank: weights in, samples out, until a negative cursor.
 
     Signals do not end it, see StopSignal: the trainers finish their step with what it samples, and then say that it may go.
     When they die their connection breaks, and this rank fails.
     """
-    rank = int(os.environ["RANK"]) - n_trainers
-    layout = check_layout(
-        GeneratorConfig(dp_shard=cfg.gen_ranks), model_config, seq_len=cfg.seq_len, local_batch_size=1, global_batch_size=-1,
-        device=cfg.device, world_size=cfg.gen_ranks)
-    layout.rank = rank
+    rank, n = int(os.environ["RANK"]) - n_trainers, cfg.gen_ranks
     on_cuda = cfg.device != "cpu" and torch.cuda.is_available()
-    layout.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_cuda else torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_cuda else torch.device("cpu")
+    degrees = dict.fromkeys(AXES, 1) | {"dp_shard": n}  # each has a whole model, and prompts of its own
+    layout = Layout(ParallelConfig(dp_shard=n), degrees, n, local_batch_size=1, global_batch_size=n, device=device, rank=rank)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     store, bridge = open_bridge(cfg, n_trainers)
-    dist.init_process_group("gloo", store=dist.PrefixStore("world", store), rank=rank, world_size=cfg.gen_ranks)
+    dist.init_process_group("gloo", store=dist.PrefixStore("world", store), rank=rank, world_size=n)
     dtype = {"auto": torch.bfloat16, "bfloat16": torch.bfloat16, "float32": torch.float32}[cfg.compute_dtype]
     model = Model(model_config).to(layout.device)
     model.unknown_ids = unknown_ids(text, model_config, layout.device)

@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import generate
 import grpo
 from distributed.layout import local_slice, local_tensor
 from distributed.refusals import check_layout
 from grpo import Config, Trainer
 from models.llama3 import Llama3, Llama3Config
 from parallel import make_mesh
+from rl.decoding import rollout
 
 REPO = Path(__file__).parent.parent
 ENV = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
@@ -42,7 +42,7 @@ def samples_of(model, n_prompts=4, group_size=3, max_new_tokens=9, temperature=1
     rng = random.Random(seed)
     prompts = [[rng.randrange(1, 24) for _ in range(rng.randint(1, 7))] for _ in range(n_prompts)]
     noise = torch.rand(n_prompts, group_size, max_new_tokens, generator=torch.Generator().manual_seed(seed))
-    samples = generate.rollout(model, prompts, noise, temperature, eot, **{"max_len": 32} | options)
+    samples = rollout(model, prompts, noise, temperature, eot, **{"max_len": 32} | options)
     for i, s in enumerate(samples):
         s["prompt"], s["advantage"] = prompts[i // group_size], rng.uniform(-1, 1)
     return samples

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from layouts import BIAS_RATE, Flags, balances, build, config, global_batch, local_batch, stacked, watch_margins
+from pieces import in_pieces
 from pool import pool
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -407,22 +408,14 @@ def test_the_cache_keeps_the_latent_and_gives_the_same_logits(changes):
     c, tokens = model.config, random_tokens(2, 24, seed=3)
     with torch.no_grad():
         want = model(tokens)
-        cache = model.make_cache(24)
-        parts = [model(tokens[:, :9], positions=torch.arange(9)[None], cache=cache)]
-        parts += [model(tokens[:, i : i + 1], positions=torch.tensor([[i]]), cache=cache) for i in range(9, 24)]
-        torch.testing.assert_close(torch.cat(parts, 1), want, atol=1e-5, rtol=1e-5)
-        assert len(cache) == c.n_layers
-        for layer in cache:
-            assert layer.k.untyped_storage().data_ptr() == layer.v.untyped_storage().data_ptr()
-            assert layer.k.untyped_storage().nbytes() == 4 * 2 * 24 * (c.kv_lora_rank + c.qk_rope_head_dim)
-
-        start = torch.tensor([0, 7])  # the second row begins later: padded on the left
-        positions = (torch.arange(24) - start[:, None]).clamp(min=0)
-        cache = model.make_cache(24, start)
-        parts = [slice(i, i + 4) for i in range(0, 24, 4)]
-        padded = torch.cat([model(tokens[:, part], positions=positions[:, part], cache=cache) for part in parts], 1)
-        torch.testing.assert_close(padded[0], want[0], atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(padded[1, 7:], model(tokens[1:, 7:])[0], atol=1e-5, rtol=1e-5)
+    logits, cache = in_pieces(model, tokens.tolist(), [1] * 15)
+    torch.testing.assert_close(torch.stack(logits), want, atol=1e-5, rtol=1e-5)
+    assert len(cache.kept) == c.n_layers
+    for (latents,) in cache.kept.values():
+        assert latents.untyped_storage().nbytes() == 4 * 2 * 24 * (c.kv_lora_rank + c.qk_rope_head_dim)
+    logits, _ = in_pieces(model, [tokens[0].tolist(), tokens[1, :17].tolist()], [4, 4, 4])  # the second row is shorter
+    torch.testing.assert_close(logits[0], want[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logits[1], want[1, :17], atol=1e-5, rtol=1e-5)
 
 
 def test_generate_equals_the_full_forward():

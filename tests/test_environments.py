@@ -110,7 +110,7 @@ def test_environments_pay_for_their_own_answers_only(name):
     assert all(env.reward(prompt, "") == 0.0 == env.reward(prompt, "1") for prompt, _ in tasks if tasks[0][1] != "1")
     held_out = {environments.draw_task(env, "eval", i)[0] for i in range(50)}
     assert not held_out & {environments.draw_task(env, f"train/{seed}", i)[0] for seed in range(3) for i in range(300)}
-    text = grpo.Text(env, "", "")
+    text = grpo.Text("", alphabet=env.ALPHABET)
     for prompt, answer in tasks:
         s = grpo.supervised_sample(env, text, prompt, answer)
         assert text.decode(s["ids"]) == answer and text.tokenizer.decode(s["prompt"]) == prompt
@@ -130,7 +130,7 @@ def test_gsm8k_and_own_environments(tmp_path):
     with pytest.raises(ValueError, match="mine.py does not define reward"):
         environments.open_env(str(tmp_path / "mine.py"))
     with pytest.raises(ValueError, match="'é' in '1é>' is not in the ALPHABET of --env; add it there"):
-        grpo.Text(environments.Reverse, "", "").prompt("1é>")
+        grpo.Text("", alphabet=environments.Reverse.ALPHABET).prompt("1é>")
     with pytest.raises(ValueError, match="--env nope is no file ending in .py and none of reverse"):
         environments.open_env("nope")
     with pytest.raises(ValueError, match="need a .jsonl with question and answer"):
@@ -148,7 +148,7 @@ def test_the_published_gsm8k():
         answers = [json.loads(line)["answer"] for line in file.read_text("utf-8").splitlines()]
         assert len(answers) == n
         assert all(environments.final_number(a) == float(a.split("#### ")[1].replace(",", "")) for a in answers)
-    text = grpo.Text(env, "", "")  # a model from nothing reads the few characters that are not ASCII as well
+    text = grpo.Text("", alphabet=env.ALPHABET)  # a model from nothing reads the few characters that are not ASCII as well
     assert all(text.decode(text.prompt(prompt)) == prompt for prompt, _ in env.problems)
 
 

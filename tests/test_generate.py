@@ -7,14 +7,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from pieces import in_pieces
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers import models as token_models
 
 import generate as generate_module
 from data import DataConfig, open_data
-from generate import TextStream, continue_texts, generate, main, open_checkpoint, print_sample, sample, truncate
+from generate import continue_texts, generate, main, open_checkpoint, print_sample
 from models import deepseek
 from models.llama3 import Attention, Llama3, Llama3Config
+from rl import decoding
+from support.text import TextStream
 
 PROMPTS = [[5, 9, 2, 77, 31, 8], [3], [60, 61, 62], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]]
 
@@ -66,7 +69,7 @@ def test_a_block_that_attends_twice(model):
         assert torch.allclose(full_logprobs(other, prompt, ids), torch.tensor(values), atol=1e-4)
     for rows in (4, 64):  # with fewer rows than samples, rows are refilled, and given up at the end
         noise = torch.rand(4, 3, 7, generator=torch.Generator().manual_seed(0))
-        samples = generate_module.rollout(other, PROMPTS, noise, 1.0, 0, max_len=32, rows=rows)
+        samples = decoding.rollout(other, PROMPTS, noise, 1.0, 0, max_len=32, rows=rows)
         for i, s in enumerate(samples):
             want = full_logprobs(other, PROMPTS[i // 3], s["ids"])
             assert torch.allclose(want, torch.tensor(s["logprobs"]), atol=1e-4)
@@ -89,26 +92,19 @@ def test_a_latent_block_that_attends_twice():
 @pytest.mark.parametrize("chunks", [[12], [1] * 12, [5, 1, 1, 4, 1]])
 def test_cached_decode_equals_full_forward(model, chunks):
     tokens = torch.randint(97, (3, 12), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        full = model(tokens)
-        cache = model.make_cache(12)
-        parts, begin = [], 0
-        for n in chunks:
-            positions = torch.arange(begin, begin + n)[None]
-            parts.append(model(tokens[:, begin : begin + n], positions=positions, cache=cache))
-            begin += n
-    torch.testing.assert_close(torch.cat(parts, 1), full, atol=2e-5, rtol=1e-4)
+    logits, _ = in_pieces(model, tokens.tolist(), chunks[1:])
+    torch.testing.assert_close(torch.stack(logits), model(tokens), atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("temperature", [0, 0.8])
 def test_ragged_batch_equals_each_prompt_alone(model, temperature, monkeypatch):
     together = generate(model, PROMPTS, 20, temperature=temperature, seed=4)
     assert [len(row) for row in together] == [20] * 4
-    monkeypatch.setattr(generate_module, "PREFILL_CHUNK", 3)  # prompts read in pieces, some of them all padding
+    monkeypatch.setattr(decoding, "PREFILL_CHUNK", 3)  # prompts read in pieces, some of them all padding
     assert generate(model, PROMPTS, 20, temperature=temperature, seed=4) == together
-    own_stream = generate_module.row_generator
     for row, prompt in enumerate(PROMPTS):
-        monkeypatch.setattr(generate_module, "row_generator", lambda seed, _, device, row=row: own_stream(seed, row, device))
+        noise = decoding.uniform_noise(f"4/{row}", 1, 20)
+        monkeypatch.setattr(generate_module, "uniform_noise", lambda name, *shape, noise=noise: noise)
         assert generate(model, [prompt], 20, temperature=temperature, seed=4) == [together[row]]
 
 
@@ -141,17 +137,18 @@ def test_seeds(model):
 
 def test_samples_follow_the_distribution():
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, -50.0]]).repeat(4000, 1)
-    generators = [generate_module.row_generator(0, row, "cpu") for row in range(4000)]
+    u = torch.cat([decoding.uniform_noise(f"0/{row}", 1) for row in range(4000)])
     for temperature, top_k, top_p in [(1.0, 0, 1.0), (2.0, 3, 1.0), (1.0, 0, 0.7)]:
-        tokens, logprobs = sample(logits, generators, temperature, top_k, top_p)
-        wanted = truncate(logits[:1] / temperature, top_k, top_p).softmax(-1)[0]
+        tokens, logprobs = decoding.draw(logits, u, temperature, top_k, top_p)
+        wanted = decoding.truncate(logits[:1] / temperature, top_k, top_p).softmax(-1)[0]
         assert (tokens.bincount(minlength=5) / 4000 - wanted).abs().max() < 0.03  # 0.008 is one standard deviation
-        assert torch.equal(logprobs, (logits / temperature).log_softmax(-1).gather(-1, tokens[:, None])[:, 0])
+        want = (logits / temperature).log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+        torch.testing.assert_close(logprobs, want)
 
 
 def test_truncate():
     logits = torch.tensor([[0.5, 0.1, 0.3, 0.1]]).log()
-    kept = lambda k, p: truncate(logits, k, p).isfinite()[0].tolist()  # noqa: E731
+    kept = lambda k, p: decoding.truncate(logits, k, p).isfinite()[0].tolist()  # noqa: E731
     assert kept(2, 1.0) == [True, False, True, False]
     assert kept(0, 0.5) == [True, False, False, False]
     assert kept(0, 0.6) == [True, False, True, False]

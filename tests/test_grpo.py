@@ -44,7 +44,7 @@ import generate
 import grpo
 from grpo import Config, advantages, count, overlong_penalty, policy_loss
 from models.loss import CHUNK_ELEMENTS, token_logprobs
-from rl import environments, rollouts
+from rl import decoding, environments, rollouts
 from support.hf import load_hf_model
 
 # ---------------------------------------------------------------- log-probabilities
@@ -83,8 +83,8 @@ def test_log_softmax_is_in_fp32_on_both_sides(dtype):
     lp, entropy = token_logprobs(torch.randn(3, 8, dtype=dtype), torch.randn(24, 8, dtype=dtype), torch.tensor([1, 2, 3]))
     assert lp.dtype == entropy.dtype == torch.float32
     h, w = torch.randn(3, 1, 8, dtype=dtype), torch.randn(24, 8, dtype=dtype)
-    logits = generate.column_logits(h, w, column=torch.zeros(3).long())
-    assert logits.dtype == torch.float32 and generate.draw(logits, torch.rand(3), 1.0)[1].dtype == torch.float32
+    logits = decoding.column_logits(h, w, column=torch.zeros(3).long())
+    assert logits.dtype == torch.float32 and decoding.draw(logits, torch.rand(3), 1.0)[1].dtype == torch.float32
 
 
 # ---------------------------------------------------------------- rollouts
@@ -307,7 +307,7 @@ def ranks_train(flags: dict, samples):
     trainer.push_weights()
     env = environments.open_env("reverse")
     cfg = replace(trainer.cfg, prompts_per_step=5, group_size=3)
-    batch = rollouts.make_batch(cfg, env, grpo.Text(env, "", ""), trainer.layout, trainer.model, 0, 1)
+    batch = rollouts.make_batch(cfg, env, grpo.Text("", alphabet=env.ALPHABET), trainer.layout, trainer.model, 0, 1)
     grpo.reshard(trainer.model)
     again = trainer.forward_backward([s | {"advantage": 0.5} for s in batch["samples"]])
     dist.barrier()
@@ -410,8 +410,8 @@ def test_killed_and_continued_is_undisturbed(tmp_path, where, flags):
     argv = [*map(str, TINY), "--steps", "5", "--checkpoint_every", "2", *map(str, flags), "--out"]
     code = f"""
 import os, signal, sys
-import grpo, generate
-from rl import rollouts
+import grpo
+from rl import decoding, rollouts
 sys.argv = ['grpo.py', *{argv!r}, {str(out)!r}]
 def kill_at(function, call):
     calls = []
@@ -426,7 +426,7 @@ if {where!r} == 'rollout':
     def make_batch(*args):
         drawn.append(1)
         if len(drawn) == 4:
-            generate.draw = kill_at(generate.draw, 3)
+            decoding.draw = kill_at(decoding.draw, 3)
         return make(*args)
     rollouts.make_batch = make_batch
 else:
@@ -490,8 +490,7 @@ def test_own_checkpoints_keep_the_chat_template_and_the_ends(tmp_path, capsys):
     (tmp_path / "hf" / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 0]}))
     flags = [*TINY[:2], *TINY[4:], "--seq_len", 64, "--eval_every", 0, "--steps", 1, "--init_from", tmp_path / "hf"]
     run(1, *flags, "--out", tmp_path / "run")
-    env = environments.open_env(str(TINY[1]))
-    theirs, ours = (grpo.Text(env, str(tmp_path / name), "") for name in ("hf", "run"))
+    theirs, ours = (grpo.Text(str(tmp_path / name)) for name in ("hf", "run"))
     assert theirs.ends == [2, 0] and sorted(ours.ends) == [0, 2] and theirs.bos and ours.bos
     assert theirs.prompt("12>") == ours.prompt("12>") and "user" in ours.tokenizer.decode(ours.prompt("12>"))
     argv = ["--checkpoint", str(tmp_path / "run"), "--chat", "--prompt", "12>", "--max_new_tokens", "4", "--device", "cpu"]

@@ -12,8 +12,8 @@ LAYERS = [
     ["distributed"],
     ["parallel"],
     ["data", "support", "checkpoint"],
-    ["rl", "generate"],
-    ["grpo", "train_llama3", "train_qwen3", "train_deepseek"],
+    ["rl"],
+    ["generate", "grpo", "train_llama3", "train_qwen3", "train_deepseek"],
 ]
 
 

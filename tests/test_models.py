@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from layouts import Flags
+from pieces import in_pieces
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -28,11 +29,12 @@ import train_llama3
 from distributed.checks import check_model
 from distributed.layout import AXES, Layout
 from models import deepseek, llama3, qwen3
-from models.attention import KVCache, causal_attention, sdpa
+from models.attention import causal_attention, sdpa
 from models.layers import RMSNorm, rotate
 from models.llama3 import FLAVORS, Llama3, Llama3Config, rope_frequencies, scaled
 from models.loss import IGNORE, linear_cross_entropy
 from parallel import TP_STYLES
+from rl.decoding import RowCache
 
 TINY = dict(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=64, vocab_size=97, max_seq_len=64)
 SHORT_ROPE = dict(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
@@ -347,33 +349,32 @@ def test_document_mask_for_some_of_the_queries():
     torch.testing.assert_close(attend(q[:, :, q_index], k, v), whole[:, :, q_index])
 
 
-def test_kv_cache_against_slow_attention():
-    """Rows padded on the left by 0 and 4: real queries see real keys, and padding is finite."""
+def test_row_cache_against_slow_attention():
+    """The second row has two tokens and three columns of padding in the first forward; its next tokens overwrite these."""
     q, k, v = random_qkv(4, 2)
-    start, cache = torch.tensor([0, 4]), KVCache(13, torch.tensor([0, 4]))
-    parts = [cache.attend(*(x[:, :, a:b] for x in (q, k, v)), scale=0.3) for a, b in ((0, 5), (5, 6), (6, 7), (7, 11))]
-    wanted = slow_attention(q, k, v, lambda b, t, s: s == t or start[b] <= s <= t, 0.3)
-    torch.testing.assert_close(torch.cat(parts, 2), wanted)
-    with pytest.raises(AssertionError, match="KV cache holds 13 tokens, 14 were given"):
-        cache.attend(q[:, :, :3], k[:, :, :3], v[:, :, :3])
+    wanted, cache = slow_attention(q, k, v, lambda b, t, s: s <= t, 0.3), RowCache(2, 11)
+    for columns in [[range(5), [0, 1, 8, 9, 10]], [[5], [2]], [[6], [3]], [range(7, 11), range(4, 8)]]:
+        columns = torch.tensor([list(row) for row in columns])
+        at = columns[1, :1] + torch.arange(columns.shape[1])
+        cache.place(torch.stack([columns[0], at]))
+        row = torch.arange(2)[:, None]
+        out = cache.attend("0")(*(x.transpose(1, 2)[row, columns].transpose(1, 2) for x in (q, k, v)), scale=0.3)
+        for b, t in ((b, t) for b in (0, 1) for t in range(out.shape[2]) if columns[b, t] == (columns[0], at)[b][t]):
+            torch.testing.assert_close(out[b, :, t], wanted[b, :, columns[b, t]])
+    with pytest.raises(IndexError):  # there is room for 11 tokens
+        cache.place(torch.tensor([[11], [8]]))
+        cache.attend("0")(q[:, :, :1], k[:, :, :1], v[:, :, :1])
 
 
 @pytest.mark.parametrize("variant", ["scaled_rope", "tied"])
 def test_what_the_padding_holds_never_matters(variant):
     """test_generate.py compares padded rows with full forwards; here: their logits are the same bits whatever was padded."""
-    model, start = tiny(**VARIANTS[variant]), torch.tensor([0, 5])
-    logits = []
-    for filler in (0, 41):
-        tokens = random_tokens(2, 12)
-        tokens[1, :5] = filler
-        positions = (torch.arange(12) - start[:, None]).clamp(min=0)
-        cache = model.make_cache(12, start)
-        with torch.no_grad():
-            parts = [model(tokens[:, a:b], positions=positions[:, a:b], cache=cache) for a, b in ((0, 8), (8, 9), (9, 12))]
-        logits.append(torch.cat(parts, 1))
-    assert torch.equal(logits[0][0], logits[1][0]) and torch.equal(logits[0][1, 5:], logits[1][1, 5:])
+    model, tokens = tiny(**VARIANTS[variant]), random_tokens(2, 12)
+    rows = [tokens[0].tolist(), tokens[1, :7].tolist()]
+    logits = [in_pieces(model, rows, [1, 3], filler)[0] for filler in (0, 41)]
+    assert all(torch.equal(a, b) for a, b in zip(*logits))
     with torch.no_grad():
-        torch.testing.assert_close(logits[0][1, 5:], model(tokens[1:, 5:])[0], atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(logits[0][1], model(tokens[1:, :7])[0], atol=2e-5, rtol=1e-4)
 
 
 # ---------------------------------------------------------------- RoPE

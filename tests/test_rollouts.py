@@ -21,10 +21,9 @@ from policy import (
     trainer_of,
 )
 
-import generate
 import grpo
 from grpo import Config
-from rl import environments, rollouts
+from rl import decoding, environments, rollouts
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -78,10 +77,10 @@ def test_eos_is_in_and_everything_after_it_is_out_also_when_padding_is_eos():
 def test_samples_follow_the_distribution():
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, -torch.inf]]).repeat(20000, 1)
     u = torch.rand(20000, generator=torch.Generator().manual_seed(0))
-    tokens, lp = generate.draw(logits, u, 0.7)
+    tokens, lp = decoding.draw(logits, u, 0.7)
     assert (tokens.bincount(minlength=5) / 20000 - (logits[0] / 0.7).softmax(-1)).abs().max() < 0.015
     assert torch.allclose(lp, (logits[0] / 0.7).log_softmax(-1)[tokens]) and 4 not in tokens
-    assert generate.draw(logits[:1], torch.tensor([1 - 2**-24]), 1.0)[0] == 3 and generate.draw(logits[:1], u[:1], 0.0)[0] == 0
+    assert decoding.draw(logits[:1], torch.tensor([1 - 2**-24]), 1.0)[0] == 3 and decoding.draw(logits[:1], u[:1], 0.0)[0] == 0
 
 
 def test_batch_invariant_is_exact():
@@ -147,7 +146,7 @@ def test_what_is_trained_are_the_sampled_ids():
     """Never text encoded again: "1" + "2" may be one token "12" there."""
     env = environments.open_env("reverse")
     cfg = Config(prompts_per_step=3, group_size=2, seq_len=20)
-    text = grpo.Text(env, "", "")
+    text = grpo.Text("", alphabet=env.ALPHABET)
     trainer = trainer_of(seq_len=20)  # its vocabulary of 24 covers the 12 ids of this text
     text.decode = lambda ids: "something else"
     batch = rollouts.make_batch(cfg, env, text, trainer.layout, trainer.model, 0, 0)
