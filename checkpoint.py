@@ -52,7 +52,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from data import BESIDE, files_beside, tokenizer_path
 from distributed.agree import Failed, everywhere, gather, new_gloo_group, on_rank_0, rank_in, reason
 from distributed.layout import local_tensor, named_tensors
 from support.config import FROM_FILE, Need, Parser, flag, usage_error
@@ -85,6 +84,7 @@ from support.manifest import (
     write_manifest,
 )
 from support.same_model import OtherModel, check_same_model
+from support.tokenizer import BESIDE, files_beside, tokenizer_path
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 1. Our own checkpoints (DCP)

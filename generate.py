@@ -16,11 +16,11 @@ from typing import Literal
 import torch
 
 from checkpoint import is_hf_folder, load_model, step_folders
-from data import load_tokenizer
 from rl.decoding import rollout, uniform_noise
 from support.config import Parser, parse_config, usage_error
 from support.hf import load_hf_model
 from support.text import TextStream, chat_prompts, encode, ends_of, has_bos
+from support.tokenizer import load_tokenizer
 
 
 def check_request(config, prompts, max_new_tokens, temperature, top_k, top_p):

@@ -18,12 +18,12 @@ from typing import Literal, NamedTuple, get_args, get_origin, get_type_hints
 import torch
 from torch import Tensor, nn
 
-from data import files_beside
 from distributed.agree import everywhere, gather, new_gloo_group, on_rank_0, rank_in, reason, some
 from distributed.layout import local_slice, local_tensor, named_tensors
 from support.config import spell, unwrap
 from support.files import HF_LIMIT, HF_LIMITS, SAFETENSORS_HEADER_LIMIT, hf_file, json_bytes, publish, read_json, write_file
 from support.same_model import HF_MODELS, check_same_model, classes_of
+from support.tokenizer import files_beside
 
 
 def matches(patterns: list[str], key: str) -> bool:
@@ -95,7 +95,7 @@ def check_hf_config(model_config, folder: str):
 
 def check_hf_tokenizer(folder: str, vocab_size: int) -> str | None:
     """The path of tokenizer.json, all of whose ids the model has; None where there is none. Raises ValueError."""
-    from data import load_tokenizer
+    from support.tokenizer import load_tokenizer
 
     path = os.path.join(folder, "tokenizer.json")
     if not os.path.lexists(path):
@@ -483,7 +483,7 @@ def commit_export(temporary: str, folder: str, config, entries: dict[str, list[H
 
 def tokenizer_files(file: str, max_seq_len: int) -> tuple[dict[str, bytes], int | None]:
     """({name: content} of the tokenizer's files, the id that ends a text or None where no known name tells it)."""
-    from data import find_tokenizer, load_tokenizer
+    from support.tokenizer import find_tokenizer, load_tokenizer
 
     try:
         eot = find_tokenizer(file)[1]

@@ -6,9 +6,9 @@ from datetime import datetime
 from pathlib import Path
 
 from checkpoint import is_hf_folder, newest_readable, step_folders
-from data import find_tokenizer, load_tokenizer
 from support.files import read_json
 from support.hf import check_hf_tokenizer, read_chat, read_hf_json
+from support.tokenizer import find_tokenizer, load_tokenizer
 
 
 def encode(tokenizer, text: str, bos: bool) -> list[int]:

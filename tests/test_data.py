@@ -1,6 +1,7 @@
 """data.py: one global order of sequences in every layout, shards that are as they were written, one line per user error."""
 
 import gc
+import io
 import itertools
 import json
 import math
@@ -26,9 +27,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import data
 import support.files
+import support.shards
 from data import DataConfig, TokenData, build_shards, find_tokenizer, hash_sequences, open_data, permute
 from distributed.checks import check_first_batch, reduce_hash
 from distributed.layout import AXES, Layout
+from support import corpus as texts
 
 REPO = Path(__file__).parent.parent
 SHAKESPEARE = REPO.parent / "shared" / "data" / "tinyshakespeare.txt"  # real text, where it is at hand
@@ -66,8 +69,7 @@ def copy_of(shards: Path, tmp_path: Path) -> Path:
 def all_tokens(folder: Path, split: str) -> np.ndarray:
     """The tokens of a split, read without data.py's own reader."""
     index = json.loads((folder / "index.json").read_text())
-    dtype = np.uint16 if index["vocab_size"] <= 65536 else np.uint32
-    return np.concatenate([np.fromfile(folder / s["name"], dtype, offset=112) for s in index["splits"][split]])
+    return np.concatenate([np.load(folder / s["name"]) for s in index["splits"][split]])
 
 
 def take(batches, count: int) -> list:
@@ -372,9 +374,7 @@ def test_text_without_any_loss(shards, tmp_path, split):
     folder = copy_of(shards, tmp_path)
     index = json.loads((folder / "index.json").read_text())
     for entry in index["splits"][split]:
-        raw = np.fromfile(folder / entry["name"], np.uint8)
-        raw[112:].view(np.uint16)[:] = index["eot"]
-        raw.tofile(folder / entry["name"])
+        np.load(folder / entry["name"], mmap_mode="r+")[:] = index["eot"]
     cfg = DataConfig(data=str(folder), doc_mask=True)
     if split == "train":
         refused(lambda: open_data(cfg, 32), "no token of the training text has a loss", "--doc_mask")
@@ -397,7 +397,7 @@ def test_more_shards_than_files_that_may_be_open(tmp_path, corpus):
             "training, out = d.batches(0, 64, 64, 0, 1, 'cpu'), []\n"
             "for _ in range(4):\n"
             "    out += [next(training), *d.val_batches(512, 64, 0, 1, 'cpu')]\n"
-            "print(len(d.shards['train']), hashlib.sha256(b''.join(b.tokens.numpy().tobytes() for b in out)).hexdigest())\n")
+            "print(len(d.ends['train']), hashlib.sha256(b''.join(b.tokens.numpy().tobytes() for b in out)).hexdigest())\n")
     run = partial(subprocess.run, cwd=REPO, capture_output=True, text=True, timeout=60)
     few, many = (run([sys.executable, "-c", text]) for text in (code, code.replace("(80, 80)", "(1000, 1000)")))
     assert few.stdout == many.stdout != "" and int(few.stdout.split()[0]) >= 80, few.stderr
@@ -437,8 +437,8 @@ def test_token_bytes_add_up(corpus, shards):
 
 def test_second_start_reads_no_text(corpus, monkeypatch):
     known = open_corpus(corpus).fingerprint
-    monkeypatch.setattr(data, "cut_into_pieces", pytest.fail)
-    monkeypatch.setattr(data, "find_tokenizer", pytest.fail)
+    monkeypatch.setattr(texts, "cut_into_pieces", pytest.fail)
+    monkeypatch.setattr(texts, "find_tokenizer", pytest.fail)
     assert open_corpus(corpus).fingerprint == known
 
 
@@ -489,9 +489,9 @@ def test_no_document_end_is_lost_between_pieces(tmp_path):
     """A separator at the start of a line belongs to the document above it, wherever the pieces end."""
     stories = [sentences(1, seed=i) for i in range(100)] * 500
     (tmp_path / "a.txt").write_text("<|endoftext|>".join(stories))
-    pieces = data.cut_into_pieces([tmp_path / "a.txt"], "<|endoftext|>")
+    pieces = texts.cut_into_pieces([tmp_path / "a.txt"], "<|endoftext|>")
     assert len(pieces) > 2
-    documents = [document for piece in pieces for document in data.read_documents(piece, "<|endoftext|>")]
+    documents = [document for piece in pieces for document in texts.read_documents(piece, "<|endoftext|>")]
     assert [text for _, text, _ in documents] == stories and all(closed for _, _, closed in documents)
 
 
@@ -557,7 +557,7 @@ def test_stdlib_selection(tmp_path, monkeypatch):
         (root / name).write_bytes(text)
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(root)})
     target = tmp_path / "stdlib.jsonl"
-    data.collect_stdlib(data.stdlib_files(), target)
+    texts.collect_stdlib(texts.stdlib_files(), target)
     records = [json.loads(line) for line in open(target)]
     assert [record["split_key"] for record in records if record["text"]] == ["a.py", "big.py", "b/c.py"]
     (root / "big.py").write_bytes(b"x = 1\n")
@@ -568,13 +568,13 @@ def test_stdlib_selection(tmp_path, monkeypatch):
 
 def test_cache_folder(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert data.cache_folder("") == Path("/somewhere/nanotitan") and data.cache_folder("/x") == Path("/x")
+    assert texts.cache_folder("") == Path("/somewhere/nanotitan") and texts.cache_folder("/x") == Path("/x")
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert data.cache_folder("") == Path("/home/me/Library/Caches/nanotitan")
+    assert texts.cache_folder("") == Path("/home/me/Library/Caches/nanotitan")
     monkeypatch.setattr(sys, "platform", "linux")
-    assert data.cache_folder("") == Path("/home/me/.cache/nanotitan")
+    assert texts.cache_folder("") == Path("/home/me/.cache/nanotitan")
 
 
 # ---- tokenizers ----------------------------------------------------------------------------------------------------
@@ -672,7 +672,7 @@ def test_a_copy_of_the_tokenizer_finds_the_same_shards_without_reading_the_text(
         return open_data(DataConfig(data=str(text), tokenizer=str(tokenizer), cache_dir=str(tmp_path / "c")), 16).folder
 
     first, hashed, sha256_file = folder(file), [], support.files.sha256_file
-    monkeypatch.setattr(data, "sha256_file", lambda path: hashed.append(Path(path)) or sha256_file(path))
+    monkeypatch.setattr(texts, "sha256_file", lambda path: hashed.append(Path(path)) or sha256_file(path))
     copy = Path(shutil.copytree(tmp_path / "hf", tmp_path / "step-3"))
     os.utime(file, (1, 1))
     assert {folder(path) for path in (copy, copy / "tokenizer.json", tmp_path / "hf", file)} == {first} and text not in hashed
@@ -734,7 +734,7 @@ def test_line_numbers_count_from_the_start_of_the_file(tmp_path):
     lines = [json.dumps({"text": "x" * 20_000})] * 300
     lines[250] = "broken"
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    assert len(data.cut_into_pieces([tmp_path / "a.jsonl"], "<|endoftext|>")) > 3
+    assert len(texts.cut_into_pieces([tmp_path / "a.jsonl"], "<|endoftext|>")) > 3
     refused(lambda: open_data(DataConfig(data=str(tmp_path / "a.jsonl"), cache_dir=str(tmp_path)), 64), "a.jsonl line 251:")
 
 
@@ -768,10 +768,10 @@ def change_index(folder: Path, change):
     (folder / "index.json").write_text(json.dumps(index))
 
 
-@pytest.mark.parametrize("name", ["../train-00000.bin", "/etc/passwd", "a/../train-00000.bin", "..\\x", "", "index.json", 3])
+@pytest.mark.parametrize("name", ["../train-00000.npy", "/etc/passwd", "a/../train-00000.npy", "..\\x", "", "index.json", 3])
 def test_shards_stay_inside_the_folder(shards, tmp_path, name):
     folder = copy_of(shards, tmp_path)
-    shutil.copy(folder / "train-00000.bin", tmp_path / "train-00000.bin")
+    shutil.copy(folder / "train-00000.npy", tmp_path / "train-00000.npy")
     change_index(folder, lambda index: index["splits"]["train"][0].update(name=name))
     refused(lambda: TokenData(folder, 8), "index.json is damaged")
 
@@ -796,16 +796,46 @@ def test_damaged_index(shards, tmp_path, change):
     assert len(data.find_damage(folder)) == 1
 
 
+def test_shards_are_arrays_that_numpy_reads(shards):
+    index = json.loads((shards / "index.json").read_text())
+    for entry in index["splits"]["train"]:
+        tokens = np.load(shards / entry["name"], mmap_mode="r")
+        assert tokens.dtype == np.uint16 and tokens.shape == (entry["tokens"],)
+
+
+def test_shards_of_the_format_before(shards, corpus, tmp_path, monkeypatch, capsys):
+    """One line says to prepare them again, wherever the folder is met; the cache makes a new one by itself."""
+    folder = copy_of(shards, tmp_path)
+    change_index(folder, lambda index: index.update(version=1) or index["splits"]["train"][0].update(name="train-00000.bin"))
+    for call in (lambda: TokenData(folder, 8), lambda: open_data(DataConfig(data=str(folder)), 8)):
+        refused(call, str(folder), "older format", "delete the folder and prepare it again: python data.py prepare")
+    for argv in ["check", folder], ["prepare", "--input", corpus / "docs.jsonl", "--tokenizer", shards, "--out", folder]:
+        status, _, err = call_cli(monkeypatch, capsys, *argv)
+        assert status == (1 if argv[0] == "check" else 2) and err.count("\n") == 1 and "older format" in err
+
+    (tmp_path / "a.txt").write_text(sentences(200, 0))
+    cfg = DataConfig(data=str(tmp_path / "a.txt"), cache_dir=str(tmp_path / "cache"))
+    with monkeypatch.context() as patched:
+        patched.setattr(texts, "VERSION", 1)
+        patched.setattr(support.shards, "VERSION", 1)
+        old = texts.cached_corpus(cfg.data, "", cfg.cache_dir)
+    assert json.loads((old / "index.json").read_text())["version"] == 1
+    new = open_data(cfg, 8).folder
+    assert new != old and new.parent == old.parent and data.find_damage(new) == []
+
+
 def test_damaged_shards(shards, tmp_path):
     folder = copy_of(shards, tmp_path)
-    shard = folder / "train-00000.bin"
+    shard = folder / "train-00000.npy"
     whole = shard.read_bytes()
-    for content, parts in [(whole[:-2], ["truncated"]), (whole + b"\0", ["too long"]),
-                           (whole[:50], ["truncated"]), (whole[:30], ["header"]), (b"", ["header"]),
-                           (b"X" + whole[1:], ["header"]), (whole[:12] + b"\4" + whole[13:], ["header"]),
-                           (whole[:16] + b"\xff" + whole[17:], ["header"])]:
+    other = io.BytesIO()
+    np.save(other, np.frombuffer(whole[128:], np.uint16).astype(np.int16))
+    places = 0, 6, 8, whole.index(b"<u2") + 2, whole.index(b",), }") - 1  # magic, version, length, dtype, shape
+    changed = [whole[:i] + bytes([whole[i] ^ 1]) + whole[i + 1:] for i in places]
+    for content, part in [(whole[:-2], "truncated"), (whole[:30], "truncated"), (b"", "truncated"), (whole + b"\0", "too long"),
+                          (other.getvalue(), "header"), *((content, "header") for content in changed)]:
         shard.write_bytes(content)
-        refused(lambda: TokenData(folder, 8), str(shard), "make the shards again", *parts)
+        refused(lambda: TokenData(folder, 8), str(shard), "make the shards again", part)
         assert any(str(shard) in line for line in data.find_damage(folder))
     shard.unlink()
     refused(lambda: TokenData(folder, 8), str(shard), "missing")
@@ -816,7 +846,7 @@ def test_damaged_shards(shards, tmp_path):
 def test_check_finds_every_flipped_byte(shards, tmp_path):
     folder = copy_of(shards, tmp_path)
     places = random.Random(0)
-    for name in "train-00000.bin", "val-00000.bin", "tokenizer.json", "index.json":
+    for name in "train-00000.npy", "val-00000.npy", "tokenizer.json", "index.json":
         whole = (folder / name).read_bytes()
         named = whole.find(b'"inputs"'), whole.find(b'"tokenizer"')  # file names, kept for the reader
         for place in [*range(0, 112, 9), len(whole) - 1, *(places.randrange(len(whole)) for _ in range(20))]:
@@ -830,8 +860,8 @@ def test_check_finds_every_flipped_byte(shards, tmp_path):
 
 def test_ids_beyond_the_vocabulary_never_reach_the_model(shards, tmp_path):
     folder = copy_of(shards, tmp_path)
-    shard = folder / "train-00000.bin"
-    shard.write_bytes(shard.read_bytes()[:112] + b"\xff" * (shard.stat().st_size - 112))
+    shard = folder / "train-00000.npy"
+    shard.write_bytes(shard.read_bytes()[:128] + b"\xff" * (shard.stat().st_size - 128))
     refused(lambda: next(TokenData(folder, 8).batches(0, 1, 1, 0, 1, "cpu")), "65535", "data.py check")
     assert any("token id 65535" in line for line in data.find_damage(folder))
 
@@ -895,20 +925,20 @@ def test_prepare_again_keeps_what_is_intact(corpus, shards, tmp_path, monkeypatc
     times = {name: (out / name).stat().st_mtime_ns for name in whole}
 
     (out / "index.json").unlink()  # as if it had been interrupted, with a shard half written and one damaged
-    (out / "train-00000.bin.tmp-77").write_bytes(b"half")
-    (out / "train-00009.bin").write_bytes(b"of another run")
-    damaged = bytearray(whole["val-00000.bin"])
+    (out / "train-00000.npy.tmp-77").write_bytes(b"half")
+    (out / "train-00009.npy").write_bytes(b"of another run")
+    damaged = bytearray(whole["val-00000.npy"])
     damaged[-1] ^= 1
-    (out / "val-00000.bin").write_bytes(damaged)
+    (out / "val-00000.npy").write_bytes(damaged)
     (out / "pytorch_model.bin").write_bytes(b"not ours")
     assert call_cli(monkeypatch, capsys, *argv)[0] == 0
     assert {path.name: path.read_bytes() for path in out.iterdir()} == whole | {"pytorch_model.bin": b"not ours"}
 
     times = {name: (out / name).stat().st_mtime_ns for name in whole}
     encoded = []
-    monkeypatch.setattr(data, "read_documents", lambda *args: encoded.append(args) or iter(()))
+    monkeypatch.setattr(texts, "read_documents", lambda *args: encoded.append(args) or iter(()))
     assert call_cli(monkeypatch, capsys, *argv)[0] == 0 and encoded == []  # all intact: nothing is tokenized again
-    assert all((out / name).stat().st_mtime_ns == times[name] for name in whole if name.endswith(".bin"))
+    assert all((out / name).stat().st_mtime_ns == times[name] for name in whole if name.endswith(".npy"))
 
 
 def test_prepare_refuses_a_folder_of_other_data(corpus, shards, tmp_path, monkeypatch, capsys):
@@ -922,11 +952,11 @@ def test_prepare_refuses_a_folder_of_other_data(corpus, shards, tmp_path, monkey
 def test_check_reports_a_flipped_byte(shards, tmp_path, monkeypatch, capsys):
     folder = copy_of(shards, tmp_path)
     assert call_cli(monkeypatch, capsys, "check", folder)[0] == 0
-    shard = bytearray((folder / "train-00000.bin").read_bytes())
+    shard = bytearray((folder / "train-00000.npy").read_bytes())
     shard[200] ^= 16
-    (folder / "train-00000.bin").write_bytes(shard)
+    (folder / "train-00000.npy").write_bytes(shard)
     status, out, err = call_cli(monkeypatch, capsys, "check", folder)
-    assert status == 1 and out == "" and "train-00000.bin: wrong checksum" in err
+    assert status == 1 and out == "" and "train-00000.npy: wrong checksum" in err
     assert call_cli(monkeypatch, capsys, "check", tmp_path / "nowhere")[0] == 1
 
 

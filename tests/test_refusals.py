@@ -370,7 +370,7 @@ def shards(tmp_path_factory) -> Path:
 
 def test_truncated_shard(tmp_path, shards):
     shutil.copytree(shards, tmp_path / "shards")
-    shard = tmp_path / "shards" / "train-00000.bin"
+    shard = tmp_path / "shards" / "train-00000.npy"
     os.truncate(shard, shard.stat().st_size - 1)
     line = refused(tmp_path, "--data", tmp_path / "shards")
     assert f"{shard} is truncated" in line and "make the shards again" in line

@@ -1,0 +1,300 @@
+"""Text -> token shards: documents of .txt and .jsonl files, tokenizers trained on them, and the cache of what was tokenized."""
+import contextlib
+import fcntl
+import hashlib
+import json
+import mmap
+import multiprocessing
+import os
+import re
+import sys
+import sysconfig
+import time
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from itertools import chain, islice
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from support.files import sha256_file, write_file
+from support.shards import VERSION, read_index, token_dtype, write_index, write_shard
+from support.tokenizer import BESIDE, EOT_NAMES, files_beside, find_tokenizer, load_tokenizer, tokenizer_path
+
+VAL_PART = 20  # one document in 20 is for validation, or the last 20th of a file with few documents
+MANY_DOCUMENTS = 100
+BPE_VOCAB, BPE_BYTES = 4096, 10_000_000  # the tokenizer that we train ourselves: its ids, and text for so many
+STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__",
+                  "encodings", "pydoc_data", "entities.py"}  # the last three are 2 MB of tables, not text to learn from
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Text -> documents
+class Piece(NamedTuple):
+    """Bytes start..end of a text file, from line to line: the work for one shard per split."""
+
+    path: Path
+    start: int
+    end: int
+    split: str  # "train", "val", or "hash": each document goes where its hash says
+    closed: bool  # a document ends here; else (a long .txt) the next piece goes on with it
+
+
+UNPACK = {".gz": "gunzip -k", ".zst": "unzstd", ".xz": "unxz -k", ".bz2": "bunzip2 -k", ".zip": "unzip"}
+PARQUET = """python -c "import pandas; pandas.read_parquet('{0}')[['text']].to_json('{1}', orient='records', lines=True)\""""
+
+
+def check_text(path: Path):
+    """Raises ValueError with what to do about a file that is not text to train on."""
+    if path.is_file() and path.suffix in UNPACK:
+        raise ValueError(f"{path} is compressed; unpack it first: {UNPACK[path.suffix]} {path}")
+    if path.is_file() and path.suffix == ".parquet":
+        convert = PARQUET.format(path, path.with_suffix(".jsonl"))
+        raise ValueError(f"{path}: write its column of text to a .jsonl first: {convert}")
+    if path.suffix not in (".txt", ".jsonl") or not path.is_file():
+        raise ValueError(f'{path}: need a .txt file, or a .jsonl file with a JSON object {{"text": ...}} per line')
+    if not path.stat().st_size:
+        raise ValueError(f"{path} is empty; give a file with text in it")
+
+
+def cut_into_pieces(paths: list, eot_text: str) -> list:
+    """Many documents (lines of a .jsonl) are split by hash, so that validation is like training; else the tail validates."""
+    pieces, eot = [], re.escape(eot_text.encode())
+    for path in paths:
+        check_text(path)
+        size = path.stat().st_size
+        chunk = min(max(size // 64, 1 << 20), 32 << 20)  # enough pieces for all processes, few enough files
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+            is_jsonl = path.suffix == ".jsonl"
+            between = re.compile(b"\n" if is_jsonl else b"\n(?!%s)|%s" % (eot, eot))  # an eot ends what is before it
+            by_hash = is_jsonl and sum(1 for _ in islice(re.finditer(b"\n", text), MANY_DOCUMENTS)) == MANY_DOCUMENTS
+            border = size if by_hash else tail_border(text, is_jsonl)
+            for split, start, end in ("hash" if by_hash else "train", 0, border), ("val", border, size):
+                while start < end:
+                    stop = found.end() if (found := between.search(text, start + chunk, end)) else end
+                    pieces.append(Piece(path, start, stop, split, is_jsonl or stop == end))
+                    start = stop
+    return pieces
+
+
+def tail_border(text: mmap.mmap, is_jsonl: bool) -> int:
+    """Where the last 20th of a text begins: at a line, or, where a .txt has no lines thereabouts, at a character."""
+    border = len(text) - len(text) // VAL_PART
+    line = text.rfind(b"\n", 0 if is_jsonl else border - border // VAL_PART, border) + 1
+    if line or is_jsonl:
+        return line or len(text)  # a single JSON object: nothing to validate on
+    while border < len(text) and text[border] & 0xC0 == 0x80:  # 10xxxxxx: inside a UTF-8 character
+        border += 1
+    return border
+
+
+def read_documents(piece: Piece, eot_text: str):
+    """Yields (split, text, closed). In a .txt file the eot token, spelled out, separates documents."""
+    with open(piece.path, "rb") as file:
+        file.seek(piece.start)
+        raw = file.read(piece.end - piece.start)
+    try:
+        text = raw.decode().removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{piece.path}: byte {piece.start + error.start} is not UTF-8; convert the file, for example: "
+                         "iconv -f latin1 -t utf-8") from None
+    if piece.path.suffix == ".txt":
+        *whole, last = text.split(eot_text)
+        yield from ((piece.split, document, True) for document in whole if document)
+        if last:
+            yield piece.split, last, piece.closed
+        return
+    for number, line in enumerate(text.split("\n")):
+        try:
+            record = json.loads(line) if line.strip() else {"text": ""}
+            document, key = record["text"], record.get("split_key", record["text"])  # our stdlib.jsonl is split by path
+            is_val = hashlib.sha256(key.encode()).digest()[0] * VAL_PART < 256  # 13 of 256: one in 20
+            document.encode()  # a string, and valid Unicode: "\ud800" is JSON, but no text
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            with open(piece.path, "rb") as file:
+                number += 1 + file.read(piece.start).count(b"\n")
+            raise ValueError(f'{piece.path} line {number}: need a JSON object with a string "text" ({error!r})') from None
+        if document:
+            yield ("val" if is_val else "train") if piece.split == "hash" else piece.split, document, True
+
+
+def cut_at_lines(text: str, size: int = 1 << 16):
+    """A long document in segments, to be tokenized side by side and in little memory; cut behind a newline if possible."""
+    start = 0
+    while start < len(text):
+        stop = len(text) if start + size >= len(text) else text.rfind("\n", start, start + size) + 1 or start + size
+        yield text[start:stop]
+        start = stop
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Documents -> tokenizer, documents -> token shards
+def train_tokenizer(paths: list, file: Path, vocab_size: int = BPE_VOCAB):
+    """Byte-level BPE, trained on the beginning of each text; of fewer ids where short texts have no more pairs that occur
+    twice. Returns how many."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    texts, enough = [], BPE_BYTES * vocab_size // BPE_VOCAB // len(paths)
+    for path in paths:
+        size, pieces = 0, cut_into_pieces([path], EOT_NAMES[0])
+        for split, text, _ in (document for piece in pieces for document in read_documents(piece, EOT_NAMES[0])):
+            if split == "train":
+                texts.extend(cut_at_lines(text))
+                size += len(text)
+            if size >= enough:
+                break
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()  # all 256 bytes, so that no text is unknown
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[EOT_NAMES[0]], initial_alphabet=alphabet, min_frequency=2, show_progress=False))
+    write_file(file, tokenizer.to_str().encode())
+    return tokenizer.get_vocab_size()
+
+
+def intact_entries(note: Path, made_from: str) -> dict | None:
+    """The entries that a note of tokenize_piece holds, if they are of shards made from this and no byte has changed since."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        known = json.loads(note.read_bytes())
+        entries = known["entries"].values()
+        if known["made_from"] == made_from and all(sha256_file(note.with_name(e["name"])) == e["sha256"] for e in entries):
+            return known["entries"]
+
+
+def tokenize_piece(piece: Piece, number: int, folder: Path, tokenizer_file: Path, eot: int, vocab_size: int) -> dict:
+    """Writes the shards of a piece and then a note, piece-00000.json, that they are done. Returns {split: entry of index.json}.
+
+    Where an earlier start has left the same note and its shards are intact, there is nothing to do."""
+    tokenizer, note, dtype = load_tokenizer(tokenizer_file), folder / f"piece-{number:05d}.json", token_dtype(vocab_size)
+    with open(piece.path, "rb") as file:
+        file.seek(piece.start)
+        source = hashlib.sha256(file.read(piece.end - piece.start) + tokenizer_file.read_bytes())
+    source.update(repr((VERSION, eot, vocab_size, piece.split, piece.closed, piece.path.suffix)).encode())
+    if entries := intact_entries(note, made_from := source.hexdigest()):
+        return entries
+
+    splits = ("train", "val") if piece.split == "hash" else (piece.split,)
+    segments, tokens, documents = [], {split: [np.empty(0, dtype)] for split in splits}, dict.fromkeys(splits, 0)
+    for split, text, closed in read_documents(piece, tokenizer.id_to_token(eot)):
+        *parts, last = cut_at_lines(text)
+        segments += [(split, part, False) for part in parts] + [(split, last, closed)]
+    for first in range(0, len(segments), 64):  # 4 MB of text at once, because they become 200 MB of Encoding objects
+        group = segments[first:first + 64]
+        encodings = tokenizer.encode_batch_fast([text for _, text, _ in group], add_special_tokens=False)
+        for (split, _, closed), encoding in zip(group, encodings):
+            tokens[split].append(np.array(encoding.ids + [eot] * closed, dtype))
+            documents[split] += closed
+    entries = {split: write_shard(folder / f"{split}-{number:05d}.npy", np.concatenate(tokens[split]), documents[split])
+               for split in splits}
+    write_file(note, json.dumps({"made_from": made_from, "entries": entries}).encode())
+    return entries
+
+
+def build_shards(paths: list, tokenizer: tuple, folder: Path, workers: int = 1):
+    """Tokenizes text files into a folder of token shards. Started again after an interruption it keeps what is finished.
+
+    tokenizer: from find_tokenizer(). workers: processes; 1 = here, with the threads of the `tokenizers` library."""
+    tokenizer_file, eot, vocab_size = tokenizer
+    pieces = cut_into_pieces(paths, load_tokenizer(tokenizer_file).id_to_token(eot))
+    source = {"inputs": [[path.name, path.stat().st_size] for path in paths], "tokenizer": sha256_file(tokenizer_file)}
+    if (folder / "index.json").exists() and ((old := read_index(folder))["source"], old["eot"]) != (source, eot):
+        raise ValueError(f"{folder} holds shards that were made from other files or with another tokenizer; name a new --out")
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {"tokenizer.json": tokenizer_file.read_bytes()} | files_beside(tokenizer_file)
+    for name, content in files.items():
+        write_file(folder / name, content)
+    job = partial(tokenize_piece, folder=folder, tokenizer_file=tokenizer_file, eot=eot, vocab_size=vocab_size)
+    splits, workers = {"train": [], "val": []}, min(workers, len(pieces))
+    with contextlib.ExitStack() as stack:
+        do = map
+        if workers > 1:
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread in each process
+            do = stack.enter_context(ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))).map
+        for done, entries in enumerate(do(job, pieces, range(len(pieces))), 1):
+            for split, entry in entries.items():
+                splits[split].append(entry)
+            if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
+                bar, end = "#" * (30 * done // len(pieces)), "\n" * (done == len(pieces))
+                print(f"\rtokenizing [{bar:30}] {done}/{len(pieces)}", end=end, file=sys.stderr, flush=True)
+    beside = {name: hashlib.sha256(content).hexdigest() for name, content in files.items() if name in BESIDE}
+    write_index(folder, {"vocab_size": vocab_size, "eot": eot, "source": source, "beside": beside, "splits": splits})
+    listed = {entry["name"] for entry in chain(*splits.values())} | {f"piece-{i:05d}.json" for i in range(len(pieces))}
+    for path in folder.iterdir():  # what is left of an interrupted run
+        if re.fullmatch(r"((train|val)-\d+\.npy|piece-\d+\.json)(\.tmp-\d+)?", path.name) and path.name not in listed:
+            path.unlink()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The cache: the built-in corpus, and text files that are tokenized when they are first used
+def stdlib_files() -> list:
+    """The sources of the running Python's standard library, without tests and tables."""
+    root, found = Path(sysconfig.get_paths()["stdlib"]), []
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(set(folders) - STDLIB_SKIPPED)
+        found += [Path(folder, name) for name in sorted(set(names) - STDLIB_SKIPPED)
+                  if name.endswith(".py") and not name.startswith("_sysconfigdata") and Path(folder, name).is_file()]
+    if (size := sum(path.stat().st_size for path in found)) < 2_000_000:
+        raise ValueError(f"--data stdlib: this Python comes without its sources ({size / 1e6:.1f} MB in {root}); train on your "
+                         "own text with --data FILE.txt")
+    return found
+
+
+def collect_stdlib(paths: list, target: Path):
+    """All sources as one .jsonl, each text once. Split by path: the same files validate in every version of Python."""
+    root, texts = sysconfig.get_paths()["stdlib"], {}
+    for path in paths:
+        with contextlib.suppress(UnicodeDecodeError):
+            texts.setdefault(path.read_bytes().decode(), path.relative_to(root).as_posix())
+    lines = [json.dumps({"split_key": name, "text": text}) + "\n" for text, name in texts.items()]
+    write_file(target, "".join(lines).encode())
+
+
+def cache_folder(cache_dir: str) -> Path:
+    home = os.path.expanduser("~/Library/Caches" if sys.platform == "darwin" else "~/.cache")
+    return Path(cache_dir or os.path.join(os.environ.get("XDG_CACHE_HOME") or home, "nanotitan")).absolute()
+
+
+def name_of(*what) -> str:
+    """A name for a file of the cache: another one if anything of what it holds is another."""
+    return hashlib.sha256(repr((VERSION, *what)).encode()).hexdigest()[:16]
+
+
+def cached_corpus(data: str, tokenizer: str, cache_dir: str) -> Path:
+    """The folder of token shards for a text, made if it is not in the cache yet; named after the hash of text and tokenizer.
+
+    A link named after size and time of the text leads to it, so that a start does not read all the text again. The tokenizer's
+    files are small: their contents count, for every checkpoint has a copy of them under another path."""
+    cache, paths, rules = cache_folder(cache_dir), stdlib_files() if data == "stdlib" else [Path(data)], BPE_VOCAB
+    if tokenizer:
+        file = tokenizer_path(tokenizer)
+        rules = sha256_file(file), sorted(files_beside(file).items())
+    if data != "stdlib":
+        check_text(paths[0])
+    stats = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+    link = cache / name_of(data == "stdlib", rules, stats)
+    if (link / "index.json").is_file():
+        return link.resolve()
+    cache.mkdir(parents=True, exist_ok=True)
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(1)  # all ranks come here together: rank 0 goes first, because it is the one that shows progress
+    with open(cache / "lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the others wait here, and find the corpus finished
+        if (link / "index.json").is_file():
+            return link.resolve()
+        if data == "stdlib":
+            collect_stdlib(paths, cache / "stdlib.jsonl")
+            paths = [cache / "stdlib.jsonl"]
+        found = find_tokenizer(tokenizer) if tokenizer else None
+        folder = cache / f"{paths[0].stem}-{name_of(sha256_file(paths[0]), rules)}"
+        if not (folder / "index.json").is_file():
+            if os.environ.get("RANK", "0") == "0":
+                print(f"{data}: {paths[0].stat().st_size / 1e6:.1f} MB of text, tokenized once into {folder}", flush=True)
+            folder.mkdir(exist_ok=True)
+            if not found:
+                train_tokenizer(paths, folder / "tokenizer.json")
+                found = find_tokenizer(str(folder))
+            build_shards(paths, found, folder)
+        link.unlink(missing_ok=True)  # it may lead to a folder that somebody deleted
+        link.symlink_to(folder.name)
+        return link.resolve()
