@@ -3,8 +3,6 @@
 Its layouts are in test_parallel.py."""
 import json
 import math
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from safetensors.torch import save_file
 
 import models.deepseek
 import parallel
+import train_deepseek
 from distributed.experts import balance_experts
 from distributed.layout import local_tensor
 from distributed.refusals import check_layout
@@ -27,7 +26,8 @@ from models.attention import causal_attention, sdpa
 from models.deepseek import FLAVORS, DeepSeek, DeepSeekConfig, MoE, shift_targets
 from models.loss import IGNORE
 from support import hf
-from support.config import override_fields
+from support.config import override_fields, parse_config
+from support.reports import with_reports
 
 REPO = Path(__file__).parent.parent
 
@@ -755,7 +755,8 @@ def test_tied_embedding_with_mtp_has_no_half_backward():
     (["--dry_run", "--tp", "3"], "--tp 3"),
 ])
 def test_the_command_says_it_in_one_line(flags, words, tmp_path):
-    command = [sys.executable, "train_deepseek.py", "--flavor", "debug_mtp", "--out", str(tmp_path / "run"), *flags]
-    result = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
-    assert result.returncode == 2 and words in result.stderr and result.stderr.count("\n") == 1, result.stderr
+    cfg = parse_config(train_deepseek.Config, ["--flavor", "debug_mtp", "--out", str(tmp_path / "run"), *flags])
+    with pytest.raises(ValueError) as error:
+        with_reports(train_deepseek.main)(cfg)
+    assert words in str(error.value) and "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from layouts import Flags, build, config
 from pool import pool
 
+import train_llama3
 from data import DataConfig, open_data
 from distributed.checks import check_replicas
 from distributed.layout import local_tensor
@@ -311,16 +313,91 @@ def test_flags_that_would_do_nothing(given, words, cure, monkeypatch):
     ("grpo --env_data tests/test_flags.py", ["--env_data tests/test_flags.py has no effect without --env gsm8k"]),
 ])
 def test_recipes_refuse_flags_that_would_do_nothing(flags, words, tmp_path, capsys):
-    """In this process: main raises before it touches anything, and a flag that the recipe does not have is not even parsed."""
     name, *argv = flags.split()
-    recipe = importlib.import_module(name)
+    line = refused_by(importlib.import_module(name), capsys, *argv, "--out", tmp_path / "run")
+    assert all(text in line for text in words), line
+    assert not (tmp_path / "run").exists()
+
+
+def refused_by(recipe, capsys, *argv) -> str:
+    """The line that refuses a command line, in this process: nothing is connected yet, so launch.run ends with status 2."""
     with pytest.raises((ValueError, SystemExit)) as error:
-        cfg = parse_config(recipe.Config, [*argv, "--out", str(tmp_path / "run")])
+        cfg = parse_config(recipe.Config, [*map(str, argv)])
         getattr(recipe, "check_flags", lambda cfg: None)(cfg)
         recipe.main(cfg)
-    said = str(error.value) + capsys.readouterr().err
-    assert all(text in said for text in words), said
+    assert not dist.is_initialized()
+    if error.type is SystemExit:  # of the parser, which prints the line itself
+        assert error.value.code == 2
+    return capsys.readouterr().err if error.type is SystemExit else str(error.value)
+
+
+@pytest.fixture
+def refused(tmp_path, capsys):
+    """refused(flag, value, ...): the line of a tiny run of train_llama3.py that ends before it trains anything."""
+
+    def refused(*argv) -> str:
+        tiny = ["--model_args", "n_layers=1,dim=8,ffn_dim=8", "--steps", 2, "--device", "cpu"]
+        line = refused_by(train_llama3, capsys, *tiny, *argv, "--out", tmp_path / "run")
+        assert not (tmp_path / "run" / "metrics.jsonl").exists()
+        return line
+
+    return refused
+
+
+def test_global_batch_size(tmp_path, refused):
+    assert "use --global_batch_size 8" in refused("--global_batch_size", 10, "--local_batch_size", 4)
     assert not (tmp_path / "run").exists()
+
+
+def test_device_cuda_without_a_gpu(refused, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "use --device cpu" in refused("--device", "cuda")
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory) -> Path:
+    """A folder of token shards with a tokenizer of its own, made the way that --data FILE.txt makes it."""
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "text.txt").write_text("".join(f"line {i} of {i * i}\n" for i in range(3000)))
+    return open_data(DataConfig(data=str(folder / "text.txt"), cache_dir=str(folder / "cache")), 32).folder
+
+
+def test_truncated_shard(tmp_path, shards, refused):
+    shutil.copytree(shards, tmp_path / "shards")
+    shard = tmp_path / "shards" / "train-00000.npy"
+    os.truncate(shard, shard.stat().st_size - 1)
+    line = refused("--data", tmp_path / "shards")
+    assert f"{shard} is truncated" in line and "make the shards again" in line
+
+
+def test_empty_text(tmp_path, refused):
+    (tmp_path / "empty.txt").touch()
+    line = refused("--data", tmp_path / "empty.txt", "--cache_dir", tmp_path / "cache")
+    assert "empty.txt is empty; give a file with text in it" in line
+
+
+def test_folder_without_index(tmp_path, refused):
+    (tmp_path / "folder").mkdir()
+    line = refused("--data", tmp_path / "folder")
+    assert "no index.json" in line and "python data.py prepare" in line
+
+
+def test_tokenizer_with_more_ids_than_the_vocabulary(shards, refused):
+    line = refused("--data", shards, "--model_args", "vocab_size=100")
+    ids = line.split("has ")[1].split(" ids")[0]
+    assert int(ids) > 100 and f"use --model_args vocab_size={ids}" in line
+
+
+def test_nothing_to_validate_on_is_found_before_training(tmp_path, refused):
+    """One JSON object is one document, and it is for training."""
+    (tmp_path / "one.jsonl").write_text('{"text": "%s"}\n' % ("word " * 3000))
+    line = refused("--data", tmp_path / "one.jsonl", "--cache_dir", tmp_path / "cache")
+    assert "one.jsonl has no validation text; use --val_every 0" in line
+
+
+@pytest.mark.parametrize("flag, value", [("steps", -3), ("val_batches", 0)])
+def test_numbers_that_mean_nothing(flag, value, refused):
+    assert f"--{flag} {value}" in refused(f"--{flag}", value)
 
 
 # ---------------------------------------------------------------- as a process
@@ -332,8 +409,8 @@ def run(*argv, launch=(), timeout=120) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, timeout=timeout)
 
 
-def refused(tmp_path, *argv) -> str:
-    """The one line of a recipe that ends with status 2 before it trains anything."""
+def refused_as_a_process(tmp_path, *argv) -> str:
+    """The same, as a user sees it: one line, and status 2."""
     done = run("--model_args", "n_layers=1,dim=8,ffn_dim=8", "--steps", 2, *argv, "--out", tmp_path / "run")
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
@@ -342,68 +419,13 @@ def refused(tmp_path, *argv) -> str:
 
 
 def test_unknown_flag(tmp_path):
-    assert "did you mean --steps?" in refused(tmp_path, "--stpes", 5)
+    assert "did you mean --steps?" in refused_as_a_process(tmp_path, "--stpes", 5)
 
 
 def test_plain_python_is_told_the_torchrun_command(tmp_path):
-    line = refused(tmp_path, "--tp", 2, "--model_args", "dim=8")
+    line = refused_as_a_process(tmp_path, "--tp", 2, "--model_args", "dim=8")
     assert "or start 2 processes: torchrun --nproc_per_node 2 train_llama3.py --model_args " in line
     assert line.rstrip().endswith(f"--model_args dim=8 --out {tmp_path / 'run'}")
-
-
-def test_global_batch_size(tmp_path):
-    assert "use --global_batch_size 8" in refused(tmp_path, "--global_batch_size", 10, "--local_batch_size", 4)
-    assert not (tmp_path / "run").exists()
-
-
-def test_device_cuda_without_a_gpu(tmp_path):
-    assert "use --device cpu" in refused(tmp_path, "--device", "cuda")
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory) -> Path:
-    """A folder of token shards with a tokenizer of its own, made the way that --data FILE.txt makes it."""
-    folder = tmp_path_factory.mktemp("data")
-    (folder / "text.txt").write_text("".join(f"line {i} of {i * i}\n" for i in range(3000)))
-    return open_data(DataConfig(data=str(folder / "text.txt"), cache_dir=str(folder / "cache")), 32).folder
-
-
-def test_truncated_shard(tmp_path, shards):
-    shutil.copytree(shards, tmp_path / "shards")
-    shard = tmp_path / "shards" / "train-00000.npy"
-    os.truncate(shard, shard.stat().st_size - 1)
-    line = refused(tmp_path, "--data", tmp_path / "shards")
-    assert f"{shard} is truncated" in line and "make the shards again" in line
-
-
-def test_empty_text(tmp_path):
-    (tmp_path / "empty.txt").touch()
-    line = refused(tmp_path, "--data", tmp_path / "empty.txt", "--cache_dir", tmp_path / "cache")
-    assert "empty.txt is empty; give a file with text in it" in line
-
-
-def test_folder_without_index(tmp_path):
-    (tmp_path / "folder").mkdir()
-    line = refused(tmp_path, "--data", tmp_path / "folder")
-    assert "no index.json" in line and "python data.py prepare" in line
-
-
-def test_tokenizer_with_more_ids_than_the_vocabulary(tmp_path, shards):
-    line = refused(tmp_path, "--data", shards, "--model_args", "vocab_size=100")
-    ids = line.split("has ")[1].split(" ids")[0]
-    assert int(ids) > 100 and f"use --model_args vocab_size={ids}" in line
-
-
-def test_nothing_to_validate_on_is_found_before_training(tmp_path):
-    """One JSON object is one document, and it is for training."""
-    (tmp_path / "one.jsonl").write_text('{"text": "%s"}\n' % ("word " * 3000))
-    line = refused(tmp_path, "--data", tmp_path / "one.jsonl", "--cache_dir", tmp_path / "cache")
-    assert "one.jsonl has no validation text; use --val_every 0" in line
-
-
-@pytest.mark.parametrize("flag, value", [("steps", -3), ("val_batches", 0)])
-def test_numbers_that_mean_nothing(tmp_path, flag, value):
-    assert f"--{flag} {value}" in refused(tmp_path, f"--{flag}", value)
 
 
 def test_one_line_from_all_ranks(tmp_path):
