@@ -44,22 +44,12 @@ def n_microbatches(layout: Layout) -> int:
 def split_stages(cfg: ParallelConfig, pp: int, n_layers: int) -> list[list[str]]:
     """Module names of every pipeline stage, in order. Raises ValueError when the layers do not fill the stages."""
     blocks = [f"blocks.{i}" for i in range(n_layers)]
-    everything = ["tok_embeddings", *blocks, "norm", "head"]
     if cfg.pp_stage_fqns:
-        split = [[n.strip() for n in stage.split(",")] for stage in cfg.pp_stage_fqns.split(";")]
-        given = [n for stage in split for n in stage]
-        for n in given:
-            if n not in everything:
-                names = f"tok_embeddings, blocks.0 .. blocks.{n_layers - 1}, norm, head"
-                raise ValueError(f"--pp_stage_fqns: {n!r} is no module of the model; use {names}")
-        if given != everything:
-            wrong = next((a for a, b in zip(everything, given + [None], strict=False) if a != b), given[-1])
-            raise ValueError(f"--pp_stage_fqns must name each module once, in order; {wrong!r} is missing, double or misplaced")
-        return split
+        return named_stages(cfg.pp_stage_fqns, ["tok_embeddings", *blocks, "norm", "head"])
     first, last = cfg.pp_first_stage_less_layers, cfg.pp_last_stage_less_layers
     weight = n_layers + first + last  # the embedding and the head count as layers when the work is balanced
     if cfg.pp_schedule_csv:
-        n = 1 + max(map(int, re.findall(r"(\d+)[FBIW]", read_csv(cfg.pp_schedule_csv))), default=0)
+        n = 1 + max((stage for row in csv_rows(cfg.pp_schedule_csv) for _, stage, _ in row), default=0)
     elif cfg.pp_layers_per_stage:
         n = math.ceil(weight / cfg.pp_layers_per_stage)
         if n % pp:
@@ -80,19 +70,33 @@ def split_stages(cfg: ParallelConfig, pp: int, n_layers: int) -> list[list[str]]
     return split
 
 
-def read_csv(path: str) -> str:
+def named_stages(text: str, everything: list[str]) -> list[list[str]]:
+    """--pp_stage_fqns: stages by ';', each with its modules by ','. Raises ValueError unless they are everything, in order."""
+    split = [[n.strip() for n in stage.split(",")] for stage in text.split(";")]
+    given = [n for stage in split for n in stage]
+    if unknown := [n for n in given if n not in everything]:
+        names = f"tok_embeddings, blocks.0 .. {everything[-3]}, norm, head"
+        raise ValueError(f"--pp_stage_fqns: {unknown[0]!r} is no module of the model; use {names}")
+    if given != everything:
+        wrong = next((a for a, b in zip(everything, given + [None], strict=False) if a != b), given[-1])
+        raise ValueError(f"--pp_stage_fqns must name each module once, in order; {wrong!r} is missing, double or misplaced")
+    return split
+
+
+def csv_rows(path: str) -> list[list[tuple[str, int, int]]]:
+    """--pp_schedule_csv: per rank its actions in order: (F forward | B backward | I, W its two halves, stage, micro-batch)."""
     try:
         with open(path) as f:
-            return f.read()
+            lines = f.read().splitlines()
     except OSError as e:
         raise ValueError(f"--pp_schedule_csv {path}: {e.strerror}") from None
+    return [[(kind, int(s), int(m)) for s, kind, m in re.findall(r"(\d+)([FBIW])(\d+)", line)] for line in lines]
 
 
 def stage_ids(layout: Layout, n_stages: int, rank: int) -> list[int]:
     """The stages of a pipeline rank: every pp-th, or for V schedules one on the way down and one on the way back."""
     if layout.cfg.pp_schedule_csv:
-        row = read_csv(layout.cfg.pp_schedule_csv).splitlines()[rank]
-        return sorted(set(map(int, re.findall(r"(\d+)[FBIW]", row))))
+        return sorted({stage for _, stage, _ in csv_rows(layout.cfg.pp_schedule_csv)[rank]})
     if layout.cfg.pp_schedule in V_SHAPED:
         return [rank, n_stages - 1 - rank]
     return list(range(rank, n_stages, layout.pp))
@@ -100,23 +104,19 @@ def stage_ids(layout: Layout, n_stages: int, rank: int) -> list[int]:
 
 def pipeline_stages(model, layout: Layout) -> list[nn.Module]:
     """This rank's stages: copies of the (meta) model without the parts that others hold, names unchanged; [model] if pp 1."""
-    split = split_stages(layout.cfg, layout.pp, model.config.n_layers) if layout.pp > 1 else [[]]
-    stages = []
-    for i in stage_ids(layout, len(split), layout.coordinate("pp")) if layout.pp > 1 else [0]:
-        stage = model
-        if layout.pp > 1:
-            stage = copy.deepcopy(model)
-            keep = set(split[i])
-            if i == len(split) - 1:
-                keep.add("mtp")
-                if embeds_at_both_ends(model.config):
-                    keep.add("tok_embeddings")  # a copy, kept equal by sum_tied_gradients
-            for name in ("tok_embeddings", "norm", "head", "mtp"):
-                if name not in keep and hasattr(stage, name):
-                    setattr(stage, name, None)
-            for name in [n for n in stage.blocks if f"blocks.{n}" not in keep]:
-                del stage.blocks[name]
+    if layout.pp == 1:
+        model.index, model.n_stages = 0, 1
+        return [model]
+    split, stages = split_stages(layout.cfg, layout.pp, model.config.n_layers), []
+    split[-1] += ["mtp"] + ["tok_embeddings"] * embeds_at_both_ends(model.config)  # a copy, kept equal by sum_tied_gradients
+    for i in stage_ids(layout, len(split), layout.coordinate("pp")):
+        stage = copy.deepcopy(model)
         stage.index, stage.n_stages = i, len(split)
+        for name in ("tok_embeddings", "norm", "head", "mtp"):
+            if name not in split[i] and hasattr(stage, name):
+                setattr(stage, name, None)
+        for name in [n for n in stage.blocks if f"blocks.{n}" not in split[i]]:
+            del stage.blocks[name]
         stages.append(stage)
     return stages
 

@@ -2,7 +2,6 @@
 one line that says what is wrong, with the values, and what to type instead. A new rule is a new row."""
 import math
 import os
-import re
 import shlex
 import sys
 from types import SimpleNamespace
@@ -10,7 +9,7 @@ from types import SimpleNamespace
 import torch
 
 from distributed.layout import AXES, Layout, ParallelConfig, dtype_of_compute
-from distributed.pipeline import ONE_STAGE_PER_RANK, V_SHAPED, ZERO_BUBBLE, n_microbatches, read_csv, split_stages
+from distributed.pipeline import ONE_STAGE_PER_RANK, V_SHAPED, ZERO_BUBBLE, csv_rows, n_microbatches, split_stages
 from support.config import no_effect
 
 
@@ -192,12 +191,12 @@ def pipeline_rows(layout: Layout, c) -> list[tuple]:
         return rows
     n, name, splits_backward = n_microbatches(layout), cfg.pp_schedule, cfg.pp_schedule in ZERO_BUBBLE
     if cfg.pp_schedule_csv:
-        name, table = cfg.pp_schedule_csv, read_csv(cfg.pp_schedule_csv)
-        splits_backward = bool(re.search(r"\dI\d", table))
-        ranks, last = len(table.splitlines()), max(map(int, re.findall(r"\d+F(\d+)", table)), default=-1)
-        if ranks != pp or last + 1 != n:
-            return [(True, f"--pp_schedule_csv {name} is for {ranks} ranks and {last + 1} micro-batches, not {pp} and {n}; use "
-                     f"--pp {ranks} and --local_batch_size {(last + 1) * size}")]
+        name, table = cfg.pp_schedule_csv, csv_rows(cfg.pp_schedule_csv)
+        splits_backward = any(kind == "I" for row in table for kind, _, _ in row)
+        ranks, count = len(table), 1 + max((m for row in table for kind, _, m in row if kind == "F"), default=-1)
+        if ranks != pp or count != n:
+            return [(True, f"--pp_schedule_csv {name} is for {ranks} ranks and {count} micro-batches, not {pp} and {n}; use "
+                     f"--pp {ranks} and --local_batch_size {count * size}")]
     rows = microbatch_rows(layout, name, n)
     if splits_backward:
         rows += split_backward_rows(layout, c, name)

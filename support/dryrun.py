@@ -9,7 +9,6 @@
 """
 import math
 import os
-import re
 import sys
 import weakref
 from collections import Counter
@@ -37,7 +36,7 @@ import parallel
 from distributed import checks, refusals
 from distributed.experts import balance_experts
 from distributed.layout import AXES, local_tensor
-from distributed.pipeline import ONE_STAGE_PER_RANK, n_microbatches, read_csv
+from distributed.pipeline import ONE_STAGE_PER_RANK, csv_rows, n_microbatches
 from models.loss import CHUNK_ELEMENTS
 from support import optim
 
@@ -445,8 +444,7 @@ def rows_of(cfg, pp: int, n: int, n_stages: int) -> list[list[tuple[str, int, in
     if pp == 1:
         return [[(kind, 0, m) for m in range(n) for kind in "FB"]]
     if cfg.pp_schedule_csv:
-        table = read_csv(cfg.pp_schedule_csv).splitlines()
-        return [[(k, int(s), int(m)) for s, k, m in re.findall(r"(\d+)([FBIW])(\d+)", line)] for line in table]
+        return csv_rows(cfg.pp_schedule_csv)
     if cfg.pp_schedule in ONE_STAGE_PER_RANK:  # by hand: torch's order of 1F1B is one off on the last rank
         rows = []
         for rank in range(pp):
