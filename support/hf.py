@@ -1,5 +1,4 @@
 """Hugging Face's folders, both ways: load_hf, save_hf and the checks before them. checkpoint.py has the command line."""
-import fnmatch
 import json
 import math
 import os
@@ -23,18 +22,17 @@ from distributed.layout import local_slice, local_tensor, named_tensors
 from support.config import spell, unwrap
 from support.files import HF_LIMIT, HF_LIMITS, SAFETENSORS_HEADER_LIMIT, hf_file, json_bytes, publish, read_json, write_file
 from support.same_model import HF_MODELS, check_same_model, classes_of
-from support.tokenizer import files_beside
+from support.tokenizer import files_beside, find_tokenizer, load_tokenizer
+
+HF_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+FP8_BLOCK = 128  # fp8 weights have one scale per 128 x 128 block, in a tensor <name>_scale_inv (arXiv:2412.19437, sec. 3.3.2)
+PROGRESS_S = 5  # seconds between the lines in which a long import says how far it is
 
 
 def matches(patterns: list[str], key: str) -> bool:
     """Whether a pattern names the tensor of key "model.<fqn>" or "optimizer.<fqn>.<name>", or a module that it is in."""
     fqn = key.removeprefix("model.") if key.startswith("model.") else key.removeprefix("optimizer.").rpartition(".")[0]
-    return any(fnmatch.fnmatchcase(fqn, end) for pattern in patterns for end in (pattern, f"{pattern}.*"))
-
-
-HF_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-FP8_BLOCK = 128  # fp8 weights have one scale per 128 x 128 block, in a tensor <name>_scale_inv (arXiv:2412.19437, sec. 3.3.2)
-PROGRESS_S = 5  # seconds between the lines in which a long import says how far it is
+    return any(fnmatchcase(fqn, end) for pattern in patterns for end in (pattern, f"{pattern}.*"))
 
 
 def read_hf_json(folder: str, name: str) -> dict:
@@ -49,7 +47,7 @@ def read_hf_json(folder: str, name: str) -> dict:
 
 
 def read_hf_config(folder: str, Config=None):
-    """The model config that config.json tells, of class Config or of the one for its model_type. Raises ValueError."""
+    """The model config that config.json tells of: of class Config, or of the class for its model_type. Raises ValueError."""
     found, path = read_hf_json(folder, "config.json"), os.path.join(folder, "config.json")
     if Config is None:
         kind = found.get("model_type")
@@ -62,15 +60,20 @@ def read_hf_config(folder: str, Config=None):
         raise ValueError(f"{path}: {reason(error).removeprefix('config.json: ')}") from None
     for name, kind in get_type_hints(Config).items():
         value, (kind, optional) = getattr(config, name), unwrap(kind)
-        fits = {
-            int: type(value) is int and 0 <= value < 2**31,
-            float: type(value) in (int, float),
-            dict: type(value) is dict and all(type(number) in (int, float) for number in value.values()),
-            Literal: value in get_args(kind),
-        }.get(get_origin(kind) or kind, type(value) is kind)
-        if not fits and not (optional and value is None):
+        if not fits(value, kind) and not (optional and value is None):
             raise ValueError(f"{path}: {name} would be {str(value)[:40]!r}, not {getattr(kind, '__name__', kind)}")
     return config
+
+
+def fits(value, kind) -> bool:
+    """Whether a value from a file is what the annotation of its field says: strangers may have written anything."""
+    if kind is int:
+        return type(value) is int and 0 <= value < 2**31
+    if kind is dict:
+        return type(value) is dict and all(type(number) in (int, float) for number in value.values())
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    return type(value) in ((int, float) if kind is float else (kind,))
 
 
 def check_hf_config(model_config, folder: str):
@@ -79,7 +82,7 @@ def check_hf_config(model_config, folder: str):
     flavors = sys.modules[module].FLAVORS
 
     def differing(config):
-        names = [f.name for f in fields(config) if f.name != "mtp_depth"]  # with or without: load_hf says what it leaves out
+        names = [f.name for f in fields(config) if f.name != "mtp_depth"]  # that may differ; load_hf says what it leaves out
         return {name: getattr(theirs, name) for name in names if getattr(config, name) != getattr(theirs, name)}
 
     if differ := differing(model_config):
@@ -88,15 +91,13 @@ def check_hf_config(model_config, folder: str):
         args = differing(flavors[nearest])
         spelt = ",".join(f"{name}={spell(value)}" for name, value in args.items())
         fix = f'use --flavor {nearest} and --model_args "{spelt}"' if args else f"use --flavor {nearest} and no --model_args"
-        if any(isinstance(value, dict) for value in args.values()):  # no flag spells these
+        if any(isinstance(value, dict) for value in args.values()):  # a dict cannot be typed as --model_args
             fix = f"add a flavor with its values to FLAVORS in {module.replace('.', '/')}.py"
         raise ValueError(f"{folder}/config.json is of another model: {text}; {fix}")
 
 
 def check_hf_tokenizer(folder: str, vocab_size: int) -> str | None:
-    """The path of tokenizer.json, all of whose ids the model has; None where there is none. Raises ValueError."""
-    from support.tokenizer import load_tokenizer
-
+    """The path of tokenizer.json, None without one. Raises ValueError when it has ids beyond the model's vocabulary."""
     path = os.path.join(folder, "tokenizer.json")
     if not os.path.lexists(path):
         return None
@@ -124,12 +125,22 @@ def read_chat(folder: str) -> tuple[str | None, dict[str, str]]:
     return template if isinstance(template, str) else None, {name: t for name, t in tokens.items() if isinstance(t, str)}
 
 
+class InStack(NamedTuple):
+    """Where the matrix of one expert is in a file that has all experts of a layer in one tensor."""
+
+    stack: str  # name of that tensor, (E, parts * rows, columns)
+    expert: int
+    part: int  # of an expert's rows: 0 the gate's, 1 the up projection's, where both are in one stack
+    parts: int
+    n_experts: int
+
+
 class HFTensors:
-    """The tensors of a Hugging Face folder, by name. Files are mapped, not read: a slice costs its own bytes and no more."""
+    """The tensors of a Hugging Face folder, by name. Files are mapped into memory: reading a slice reads only its bytes."""
 
     def __init__(self, folder: str):
         self.folder, self.opened, index = folder, {}, "model.safetensors.index.json"
-        self.stacks = {}  # name of one expert's matrix -> (stack that holds it, which expert, which part of how many, experts)
+        self.stacks: dict[str, InStack] = {}  # by the name that the expert's matrix has in published files
         if os.path.lexists(os.path.join(folder, "model.safetensors")):
             self.where = dict.fromkeys(self.open("model.safetensors").keys(), "model.safetensors")
             return
@@ -159,19 +170,19 @@ class HFTensors:
         return self.opened[file]
 
     def unstack(self, names: list[str]):
-        """The names of single experts, as published files have them, for files with all experts of a layer in two tensors.
+        """Makes files with all experts of a layer in two tensors look like published ones, with three matrices per expert.
 
-        Those are as transformers 5 has them in memory, gate_up_proj (E, 2F, D) with the gate's rows first and down_proj
-        (E, D, F). What follows sees the experts one by one, so a rank still reads its own and no more.
+        The two are as transformers 5 has them in memory: gate_up_proj (E, 2F, D), the gate's rows first, and down_proj
+        (E, D, F). Read expert by expert, each rank still reads only its own. names: of all experts, for one of the matrices.
         """
         found = re.fullmatch(r"(.*\.experts)\.0\.(gate|up|down)_proj\.weight", names[0])
         if not found or any(name in self.where for name in names):
             return
         layer, which = found.groups()
-        stack, part = (f"{layer}.down_proj", (0, 1)) if which == "down" else (f"{layer}.gate_up_proj", (which == "up", 2))
+        stack, part, parts = (f"{layer}.down_proj", 0, 1) if which == "down" else (f"{layer}.gate_up_proj", which == "up", 2)
         if stack in self.where:
             self.where |= dict.fromkeys(names, self.where[stack])
-            self.stacks |= {name: (stack, e, *part, len(names)) for e, name in enumerate(names)}
+            self.stacks |= {name: InStack(stack, e, part, parts, len(names)) for e, name in enumerate(names)}
 
     def handle(self, name: str):
         """safetensors' handle of a tensor: its shape and dtype, and parts of it by indexing."""
@@ -182,8 +193,8 @@ class HFTensors:
     def problem(self, name: str, shape: tuple) -> str:
         """What is wrong with a tensor that should have this shape; '' if nothing is."""
         if name in self.stacks:
-            name, _, _, parts, n_experts = self.stacks[name]
-            shape = (n_experts, parts * shape[0], *shape[1:])
+            place = self.stacks[name]
+            name, shape = place.stack, (place.n_experts, place.parts * shape[0], *shape[1:])
             if f"{name}_scale_inv" in self.where:
                 return f"{name} is quantised; fp8 experts are read from files with a tensor for each of them"
         found, dtype, scale = tuple(self.handle(name).get_shape()), self.handle(name).get_dtype(), f"{name}_scale_inv"
@@ -200,9 +211,9 @@ class HFTensors:
     def read(self, name: str, offset: tuple, shape: tuple) -> Tensor:
         """The part of a tensor that begins at `offset`: as in the file, or in fp32 where the file is quantised."""
         if name in self.stacks:
-            name, expert, i, parts, _ = self.stacks[name]
-            handle = self.handle(name)
-            offset = (expert, i * (handle.get_shape()[1] // parts) + offset[0], *offset[1:])
+            place, handle = self.stacks[name], self.handle(self.stacks[name].stack)
+            first_row = place.part * (handle.get_shape()[1] // place.parts)
+            offset = (place.expert, first_row + offset[0], *offset[1:])
             return handle[tuple(slice(o, o + n) for o, n in zip(offset, (1, *shape)))][0]
         part = self.handle(name)[tuple(slice(o, o + n) for o, n in zip(offset, shape)) or ...]
         if f"{name}_scale_inv" not in self.where:
@@ -218,7 +229,7 @@ class HFTensors:
 
 
 def own_group(modules: list[nn.Module], group):
-    """`group`, or one made here where ranks hold parts of one model; None where this process holds all of it."""
+    """`group`, or a new one of all ranks where the model is sharded; None where this process holds all of it."""
     sharded = any(hasattr(t, "placements") for module in modules for t in named_tensors(module).values())
     return new_gloo_group("hugging face") if group is None and sharded else group
 
@@ -239,13 +250,13 @@ def match_names(module: nn.Module, source: HFTensors, exclude) -> Match:
     for group in names.values():
         source.unstack(group)
     known, optional = {name for group in names.values() for name in group}, getattr(module, "hf_optional", list)()
-    known |= {stack for stack, *_ in source.stacks.values()}
+    known |= {place.stack for place in source.stacks.values()}
 
     def may_differ(name):
         return any(fnmatchcase(name, pattern) for pattern in optional)
 
     mtp = [fqn for fqn, group in names.items() if may_differ(group[0])]
-    absent = [] if any(name in source.where for fqn in mtp for name in names[fqn]) else mtp  # all of it, or nothing
+    absent = [] if any(name in source.where for fqn in mtp for name in names[fqn]) else mtp  # a part of it is an error below
     skipped = {fqn for fqn in names if matches(list(exclude), f"model.{fqn}")} | set(absent)
     missing = [name for fqn, group in names.items() if fqn not in skipped for name in group if name not in source.where]
     # A scale belongs to its weight; and files of 2023 hold tables of rotary frequencies, which are computed here.
@@ -311,7 +322,7 @@ def load_hf(model, folder: str, exclude=(), group=None) -> list[str]:
         for module in modules:
             for fqn, tensor in named_tensors(module).items():
                 if fqn not in module.hf_keys():
-                    tensor.zero_()  # a buffer without a name there: what balances our experts has not moved yet
+                    tensor.zero_()  # the bias that balances our experts, where theirs have none: it begins at 0
 
     everywhere(fill, group)
     if rank_in(group) == 0:
@@ -333,8 +344,8 @@ def load_hf_model(folder: str, device="cpu", dtype: torch.dtype | None = None) -
         print(f"checkpoint: {folder} is loaded without multi-token prediction: the files lack {mtp}*", flush=True)
     with torch.device("meta"):
         model = getattr(sys.modules[type(config).__module__], type(config).__name__.removesuffix("Config"))(config)
-    reads, _ = plan_reads([model], source)  # all fits, before memory is taken for what a file claims
-    first = source.stacks.get(reads[0][0], reads[0])[0]
+    reads, _ = plan_reads([model], source)  # raises if config.json claims more than is there, before memory is taken
+    first = source.stacks[reads[0][0]].stack if reads[0][0] in source.stacks else reads[0][0]
     of_files = {name: kind for kind, name in HF_DTYPES.items()}.get(source.handle(first).get_dtype(), torch.bfloat16)
     for param in model.parameters():  # not the buffers: an expert's bias stays fp32
         param.data = param.data.to(dtype or of_files)
@@ -358,11 +369,19 @@ class HFEntry(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def plan_files(names: dict, everyone: list[dict], max_bytes: float) -> list[tuple[list[int], int, list[HFEntry]]]:
-    """[(ranks that have its tensors, the one that writes it, its tensors)] of every file.
+class HFFile(NamedTuple):
+    """A file to write."""
 
-    everyone: {fqn: (shape, dtype)} of every rank. Ranks with the same fqns, a pipeline stage, share out their files. What
-    two stages have (a tied embedding), the first one writes.
+    ranks: list[int]  # that have its tensors, and gather them together
+    writer: int  # one of them
+    entries: list[HFEntry]
+
+
+def plan_files(names: dict, everyone: list[dict], max_bytes: float) -> list[HFFile]:
+    """Which rank writes which tensors into which file. everyone: {fqn: (shape, dtype)} of every rank.
+
+    Ranks with the same fqns, a pipeline stage, share their files out among themselves. What two stages have (a tied
+    embedding), the first one writes.
     """
     owner, files = {}, []
     for rank, kinds in enumerate(everyone):
@@ -380,9 +399,8 @@ def plan_files(names: dict, everyone: list[dict], max_bytes: float) -> list[tupl
                     cut.append([])
                 cut[-1].append(entry)
         n = min(len(cut), len(ranks))  # writers, far apart: those of one machine share its disk or its network card
-        # wide dtypes first: then every number begins at a multiple of its size
-        files += [(ranks, ranks[i % n * len(ranks) // n], sorted(file, key=lambda e: -e.dtype.itemsize))
-                  for i, file in enumerate(cut)]
+        for i, entries in enumerate(cut):  # wide dtypes first: then every number begins at a multiple of its size
+            files.append(HFFile(ranks, ranks[i % n * len(ranks) // n], sorted(entries, key=lambda e: -e.dtype.itemsize)))
     return files
 
 
@@ -415,7 +433,7 @@ def write_part(path: str, parts: list[list[HFEntry]], i: int, tensor: Tensor):
 
 
 def check_export(folder: str, Model=None, config=None):
-    """Raises ValueError when an export would have to overwrite something, or has no name, or would tell of another model."""
+    """Raises ValueError when the folder has no name or is in use, or when others would open the export as another model."""
     if Model is not None:
         check_same_model(Model, config)
     if not folder:
@@ -427,8 +445,8 @@ def check_export(folder: str, Model=None, config=None):
 def write_hf(folder: str, config, names: dict, kinds: dict, whole, max_shard_gb: float, tokenizer_file=None, group=None):
     """Writes a Hugging Face folder; every rank of `group` calls it. kinds: {fqn: (shape, dtype in the file)} of this rank.
 
-    whole(fqn) gives the whole tensor in that dtype to all ranks that have the fqn, which call it in the same order. A rank
-    that writes does so in the background, while the next tensor travels: it holds two, and what torch needs to gather one.
+    whole(fqn) gathers a tensor in that dtype on all ranks that have the fqn; all of these call it in the same order. A rank
+    writes in the background while the next tensor is gathered, so it holds two at a time.
     """
     if not max_shard_gb > 0:
         raise ValueError(f"max_shard_gb {max_shard_gb} must be above 0")
@@ -439,8 +457,8 @@ def write_hf(folder: str, config, names: dict, kinds: dict, whole, max_shard_gb:
         files = everywhere(lambda: plan_files(names, everyone, max_shard_gb * 1e9), group)
         titles = [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
         files = dict(zip(titles if len(files) > 1 else ["model.safetensors"], files))
-        mine = [(os.path.join(temporary, title), writer, [list(part) for _, part in groupby(entries, key=lambda e: e.fqn)])
-                for title, (ranks, writer, entries) in files.items() if rank in ranks]
+        mine = [(os.path.join(temporary, title), f.writer, [list(part) for _, part in groupby(f.entries, key=lambda e: e.fqn)])
+                for title, f in files.items() if rank in f.ranks]
         with ThreadPoolExecutor(1) as pool:
             for path, writer, parts, i in in_turn(mine):
                 tensor = whole(parts[i][0].fqn)
@@ -449,7 +467,7 @@ def write_hf(folder: str, config, names: dict, kinds: dict, whole, max_shard_gb:
                     writing.append(pool.submit(write_part, path, parts, i, tensor.cpu()))
                 del tensor
         everywhere(lambda: [part.result() for part in writing], group)
-        entries = {title: entries for title, (_, _, entries) in files.items()}
+        entries = {title: f.entries for title, f in files.items()}
         size = on_rank_0(lambda: commit_export(temporary, folder, config, entries, tokenizer_file), group)
     finally:
         if rank == 0:
@@ -466,7 +484,7 @@ def commit_export(temporary: str, folder: str, config, entries: dict[str, list[H
     flat = [(title, e) for title, found in entries.items() for e in found]
     dtypes, size = [str(e.dtype)[6:] for _, e in flat], sum(e.size for _, e in flat)
     extra, eot = tokenizer_files(tokenizer_file, config.max_seq_len) if tokenizer_file else ({}, None)
-    ends = dict(bos_token_id=None, eos_token_id=eot, pad_token_id=eot)  # left out, transformers would take 1 and 2
+    ends = dict(bos_token_id=None, eos_token_id=eot, pad_token_id=eot)  # transformers takes 1 and 2 for what is left out
     sampling = json.loads(extra.get("generation_config.json", b"{}"))  # of the folder that the tokenizer came from
     if isinstance(sampling.get("eos_token_id"), list):  # a chat model's answers end with one of several
         ends["eos_token_id"] = sampling["eos_token_id"]
@@ -482,9 +500,7 @@ def commit_export(temporary: str, folder: str, config, entries: dict[str, list[H
 
 
 def tokenizer_files(file: str, max_seq_len: int) -> tuple[dict[str, bytes], int | None]:
-    """({name: content} of the tokenizer's files, the id that ends a text or None where no known name tells it)."""
-    from support.tokenizer import find_tokenizer, load_tokenizer
-
+    """({name: content} of the tokenizer's files, the id that ends a text, None where no known name tells it)."""
     try:
         eot = find_tokenizer(file)[1]
         end = {"eos_token": load_tokenizer(Path(file)).id_to_token(eot)}
@@ -496,7 +512,7 @@ def tokenizer_files(file: str, max_seq_len: int) -> tuple[dict[str, bytes], int 
 
 
 def file_kinds(tensors: dict[str, Tensor], module: nn.Module, dtype: torch.dtype) -> dict[str, tuple]:
-    """fqn -> (shape, dtype in the file): parameters in `dtype`, buffers as they are, or not at all without a name there."""
+    """fqn -> (shape, dtype in the file): parameters in `dtype`, buffers in their own, those without a name in the files not."""
     kinds = {fqn: (tuple(t.shape), dtype if isinstance(t, nn.Parameter) else t.dtype) for fqn, t in tensors.items()}
     return {fqn: kind for fqn, kind in kinds.items() if fqn in module.hf_keys() or isinstance(tensors[fqn], nn.Parameter)}
 
@@ -517,11 +533,11 @@ def save_hf(model, folder: str, dtype=torch.bfloat16, max_shard_gb=5.0, tokenize
     for module in modules:
         for part in module.modules():
             if hasattr(part, "reshard"):
-                part.reshard()  # FSDP: what is gathered now is not what the optimizer updates
+                part.reshard()  # FSDP may hold gathered weights from before the optimizer's last step; the shards are new
         for fqn, tensor in named_tensors(module).items():
             tensors.setdefault(fqn, tensor)
     group, kinds = own_group(modules, group), file_kinds(tensors, modules[0], dtype)
-    Model = next(c for c in type(modules[0]).__mro__ if not c.__module__.startswith("torch."))  # FSDP's class is put before it
+    Model = next(c for c in type(modules[0]).__mro__ if not c.__module__.startswith("torch."))  # FSDP adds a class of its own
     on_rank_0(lambda: check_same_model(Model, modules[0].config), group)
     lost = gather([fqn for fqn, t in tensors.items() if fqn not in kinds and t.any()], group)
     if rank_in(group) == 0:
