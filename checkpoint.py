@@ -23,68 +23,49 @@ any layout reads them. What DCP lacks is added here, because training dies at an
     tokenizer_config.json  chat_template.jinja ...   where the tokenizer is a Hugging Face folder's
     manifest.json                size and crc32 of all of the above, and a hash of itself
 """
-import copy
 import difflib
-import fcntl
 import fnmatch
 import importlib
 import json
-import math
 import os
 import re
-import resource
 import shutil
-import signal
-import socket
 import sys
 import sysconfig
 import time
 import uuid
-import warnings
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distributed.agree import Failed, everywhere, gather, new_gloo_group, on_rank_0, rank_in, reason
+from distributed.agree import Failed, everywhere, gather, new_gloo_group, on_rank_0, rank_in
 from distributed.layout import local_tensor, named_tensors
-from support.config import FROM_FILE, Need, Parser, flag, usage_error
-from support.files import json_bytes, publish, read_json, sha256_file, write_file
-from support.hf import (
-    HF_DTYPES,
-    check_export,
-    check_hf_config,
-    file_kinds,
-    load_hf,
-    load_hf_model,
-    matches,
-    save_hf,
-    say_lost,
-    write_hf,
-)
+from support.config import Need, Parser, flag, usage_error
+from support.dcp import WriterProcess, import_dcp, read_table, read_tensors, write_tensors
+from support.files import json_bytes, publish, read_json, write_file
+from support.hf import HF_DTYPES, check_export, file_kinds, load_hf, load_hf_model, matches, save_hf, say_lost, write_hf
 from support.manifest import (
-    ABOUT,
     TABLE,
     Damaged,
     candidates,
     check_files,
     checksums,
-    is_hf_folder,
     newest_good,
-    newest_readable,
     read_manifest,
+    resume_source,
     step_folders,
     verify,
     write_manifest,
 )
+from support.resume import changes, check_continuable, model_changes
 from support.same_model import OtherModel, check_same_model
-from support.tokenizer import BESIDE, files_beside, tokenizer_path
+from support.tokenizer import files_beside, tokenizer_path
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 1. Our own checkpoints (DCP)
@@ -114,217 +95,7 @@ class CheckpointConfig:
     export_dtype: Literal["float32", "bfloat16", "float16"] = flag("float32", EXPORT)  # of its weights; checkpoints never round
 
 
-# --- Which checkpoint, and may this run continue it? ---
-def restarted() -> bool:
-    """torchrun or Slurm started this job again: same command line, but it must go on from its newest checkpoint."""
-    return any(os.environ.get(name, "0") != "0" for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
-
-
-def resume_source(out: str, cfg: CheckpointConfig) -> tuple[str, int, bool] | None:
-    """(folder, step or -1, everything) that a run in `out` starts from; everything: not only the weights. None: nothing."""
-    step = -1 if restarted() else cfg.load_step
-    if step >= 0 or step_folders(out):
-        return out, step, True
-    return (cfg.init_from, -1, not cfg.init_model_only) if cfg.init_from and not is_hf_folder(cfg.init_from) else None
-
-
-def source_tokenizer(cfg) -> str:
-    """The tokenizer.json that belongs to the weights of --init_from: the default for text. "" where there is none to follow.
-
-    A run that has checkpoints of its own follows those, for what it began with may be gone. Raises ValueError.
-    """
-    is_text = cfg.data == "stdlib" or not os.path.isdir(cfg.data)
-    if not cfg.init_from or cfg.tokenizer or not is_text or has_new_ids(cfg):
-        return ""
-    start = resume_source(cfg.out, cfg)
-    folder = newest_readable(*start[:2], (*ABOUT, "tokenizer.json", *BESIDE)) if start else cfg.init_from
-    file = os.path.join(folder, "tokenizer.json")
-    if not os.path.lexists(file):
-        raise ValueError(f"{file} is missing, so nothing tells how to cut --data {cfg.data} into the ids that these weights "
-                         "know; give their tokenizer with --tokenizer")
-    return folder
-
-
-def has_new_ids(cfg) -> bool:
-    """Whether the embedding is not loaded, and so no id has a meaning yet."""
-    return matches([name.removeprefix("model.") for name in cfg.exclude_from_loading], "model.tok_embeddings.weight")
-
-
-def check_tokenizer(out: str, identity: dict, cfg):
-    """Raises ValueError when the data has other ids than the weights of --init_from were trained with."""
-    here, start = identity.get("data", {}).get("tokenizer_sha256"), resume_source(out, cfg)
-    if not cfg.init_from or here is None or has_new_ids(cfg) or start and start[0] != cfg.init_from:
-        return
-    path, there = newest_readable(*start[:2], ABOUT) if start else cfg.init_from, None
-    if start:
-        there = read_json(path, "state.json")["identity"]["data"].get("tokenizer_sha256")
-    if there is None and os.path.lexists(os.path.join(path, "tokenizer.json")):
-        there = sha256_file(tokenizer_path(path))
-    if there not in (None, here) and not same_ids({path: there, cfg.tokenizer or cfg.data: here}):
-        fix = f"leave out --tokenizer {cfg.tokenizer}" if cfg.tokenizer else f"make the shards with --tokenizer {path}"
-        raise ValueError(f"--init_from {cfg.init_from} was trained with another tokenizer (sha256 {there[:12]}) than the data "
-                         f"has ({here[:12]}), so its embedding knows other ids; {fix}, or --exclude_from_loading "
-                         "tok_embeddings,head to learn new ones")
-
-
-def same_ids(tokenizers: dict[str, str]) -> bool:
-    """Whether {path: sha256 of its tokenizer.json} cut all text into the same ids: then they differ in what a file says about
-    padding or templates, which nothing here uses. False where one of the files is gone or another one by now."""
-    try:
-        if any(sha256_file(tokenizer_path(path)) != known for path, known in tokenizers.items()):
-            return False
-        a, b = (cuts(read_json(tokenizer_path(path))) for path in tokenizers)
-    except (ValueError, LookupError, TypeError, AttributeError, OSError, RecursionError):
-        return False
-    return a == b
-
-
-def cuts(rules: dict) -> tuple:
-    """What decides into which ids a tokenizer.json cuts a text."""
-    model, added = rules["model"], {token["content"]: token["id"] for token in rules.get("added_tokens") or []}
-    vocab = model["vocab"] | added if isinstance(model["vocab"], dict) else (model["vocab"], added)  # Unigram: [text, score]
-    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model.get("merges") or []]  # spelt in two ways
-    return model.get("type"), vocab, merges, rules.get("normalizer"), rules.get("pre_tokenizer")
-
-
-def check_run(out: str, identity: dict, cfg: CheckpointConfig, lr_at=None):
-    """Raises ValueError when this run may not continue what is in `out`, or --init_from; reads only small files.
-
-    Of a run that goes on, rank 0 says which flags have changed; lr_at, the recipe's, tells what follows for the learning rate.
-    """
-    if cfg.keep_latest_k < 0:
-        raise ValueError(f"--keep_latest_k {cfg.keep_latest_k}: give a number of checkpoints, or 0 to keep all")
-    check_tokenizer(out, identity, cfg)
-    if start := resume_source(out, cfg):
-        folder, step, everything = start
-        path = newest_readable(folder, step, ABOUT)
-        if everything:
-            check_continuable(path, folder, identity)
-            if int(os.environ.get("RANK", 0)) == 0 and (text := changed_flags(path, cfg, lr_at)):
-                print(text, flush=True)
-        elif wrong := [change for change in model_changes(path, identity) if change[0] not in may_change(cfg)]:
-            text = "; ".join(f"{name} is {old} there, {new} here" for name, old, new in wrong)
-            raise ValueError(f"--init_from {folder} is of another model: {text}; give the model of the checkpoint")
-
-
-# Flags that change no number of the training: they say where it runs and what is written and shown. Data and tokenizer are
-# compared by their contents.
-UNTOLD_FLAGS = set("""
-    out device log_every checkpoint_every init_from init_model_only load_step exclude_from_loading checkpoint_async
-    keep_latest_k checkpoint_first_step load_only last_save_model_only export_hf export_dtype data tokenizer cache_dir plot
-    tensorboard wandb profile memory_snapshot gc_every dry_run plan machine nvlink_gb_s network_gb_s
-    devices_per_node explain check_parity flight_recorder init_timeout_s train_timeout_s
-""".split())
-
-
-def trained_flags(path: str) -> dict:
-    """The flags that a step folder was written with. Older ones may hold global_batch_size -1: here it is the number."""
-    flags, processes = read_json(path, "config.json"), read_json(path, "manifest.json")["world_size"]
-    if flags.get("global_batch_size") == -1:
-        flags["global_batch_size"] = flags["local_batch_size"] * (processes // math.prod(flags[a] for a in ("pp", "cp", "tp")))
-    return flags
-
-
-def continued(cfg) -> str | None:
-    """The step folder from which a start with these flags trains on; None for a start at step 0 or after the last step."""
-    start = resume_source(cfg.out, cfg)
-    path = newest_readable(*start[:2], ABOUT) if start and start[2] else None
-    return path if path and read_json(path, "manifest.json")["step"] < cfg.steps else None
-
-
-def changed_flags(path: str, cfg, lr_at=None) -> str:
-    """One line: in which flags `cfg` differs from those that a step folder was trained with, and the learning rate that
-    follows; empty where nothing differs, or where nothing is left to train."""
-    step, old, new = read_json(path, "manifest.json")["step"], trained_flags(path), asdict(cfg)
-    if step >= new.get("steps", math.inf):
-        return ""
-    told = [name for name in new if name in old and name not in UNTOLD_FLAGS]
-    differ = [f"{name} {was} -> {now}" for name in told for _, was, now in changes(old[name], new[name], name)]
-    if not differ:
-        return ""
-    text = f"flags that differ from those of step {step}: {', '.join(differ)}"
-    if lr_at is None:
-        return text
-
-    def rate(n, **flags):
-        other = copy.copy(cfg)  # a copy: lr_at of a fork may call what its Config defines
-        vars(other).update(flags)
-        return other.lr * lr_at(n, other)
-
-    before, usual, now = rate(step, **old), rate(step + 1, **old), rate(step + 1)
-    if not math.isclose(usual, now, rel_tol=1e-6):
-        text += f"; the learning rate goes from {before:.2e} to {now:.2e} at step {step + 1}"
-        length = old["steps"] if old.get("schedule_steps", -1) == -1 else old["schedule_steps"]
-        if "schedule_steps" in new and math.isclose(usual, rate(step + 1, schedule_steps=length), rel_tol=1e-6):
-            text += f"; --schedule_steps {length} keeps the old schedule"
-    return text
-
-
-def keep_batch(cfg):
-    """Resolves --global_batch_size -1 in place, so that what is saved holds a number: that of the run which is continued, or
-    local_batch_size x data ranks in a new one.
-
-    A batch that comes from a checkpoint or a config.json is kept on any number of processes: local_batch_size, which only
-    says how much runs at once, then becomes the largest smaller one that divides, and rank 0 says so. Raises ValueError.
-    """
-    processes, others = int(os.environ.get("WORLD_SIZE", 1)), cfg.pp * cfg.cp * cfg.tp
-    if min(cfg.pp, cfg.cp, cfg.tp, cfg.local_batch_size) < 1 or processes % others:
-        return  # check_layout says what is wrong
-    data_ranks, source = processes // others, "--config" if "global_batch_size" in FROM_FILE else ""
-    if cfg.global_batch_size == -1:
-        path = continued(cfg)
-        kept = trained_flags(path).get("global_batch_size") if path else None
-        source, cfg.global_batch_size = path if kept else "", kept or cfg.local_batch_size * data_ranks
-    share, size = cfg.global_batch_size // data_ranks, cfg.pp_microbatch_size if cfg.pp > 1 else 1
-    if not source or size < 1 or cfg.global_batch_size % (cfg.local_batch_size * data_ranks) == 0:
-        return
-    fits = [n for n in range(1, min(cfg.local_batch_size, share) + 1) if share % n == 0 and n % size == 0]
-    if cfg.global_batch_size % data_ranks or not fits:
-        near = -(-cfg.global_batch_size // (data_ranks * size)) * data_ranks * size
-        each = f" in micro-batches of {size}" * (size > 1)
-        raise ValueError(f"the global batch of {source} is {cfg.global_batch_size} sequences, which {data_ranks} data ranks "
-                         f"cannot share{each}; use --global_batch_size {near} to change it, another number of processes to "
-                         "keep it, or --out NEW to train another model")
-    if int(os.environ.get("RANK", 0)) == 0:
-        print(f"the global batch stays {cfg.global_batch_size} sequences, as in {source}: --local_batch_size "
-              f"{cfg.local_batch_size} becomes {fits[-1]} on {data_ranks} data ranks", flush=True)
-    cfg.local_batch_size = fits[-1]
-
-
-def model_changes(path: str, identity: dict) -> list[tuple]:
-    """[(name, value there, value here)] of the fields that the model has in common with a checkpoint's, and that differ."""
-    there = read_json(path, "state.json")["identity"]["model"]
-    return [change for change in changes(there, identity["model"], "model") if "not set" not in change]
-
-
-def may_change(cfg: CheckpointConfig) -> set[str]:
-    """Fields that --init_from may change: for a fork, to read longer texts, and what only adds or removes tensors."""
-    excluded = {"vocab_size", "n_layers", "tie_embeddings"} if set(cfg.exclude_from_loading) - {"optimizer"} else set()
-    return {"module", "class", "max_seq_len", "rope_theta", "rope_scaling", "mtp_depth"} | excluded
-
-
-def check_continuable(path: str, folder: str, identity: dict):
-    """Raises ValueError when the checkpoint is one of another model, data or optimizer, or lacks the optimizer state."""
-    saved = read_json(path, "state.json")
-    changed = list(changes(saved["identity"], identity))
-    if changed:
-        text = "; ".join(f"{name} is {new} but {folder} was trained with {old}" for name, old, new in changed)
-        raise ValueError(f"{text}; use --out NEW to train another model, or give the old values to continue")
-    if saved["model_only"]:
-        raise ValueError(f"{path} holds only the weights (it was the last of --last_save_model_only) and cannot be continued; "
-                         f"start a new run from it with --init_from {path} --out NEW")
-
-
-def changes(old, new, name=""):
-    """Yields (name, old value, new value) where two nested dicts differ."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        for key in [*new, *(key for key in old if key not in new)]:
-            inner = key if name in ("", "model") else f"{name}.{key}"  # n_layers, but data.seq_len
-            yield from changes(old.get(key, "not set"), new.get(key, "not set"), inner)
-    elif json_bytes(old) != json_bytes(new):  # as JSON: a tuple is a list after it was saved
-        yield name, *(f"{value}" if len(f"{value}") <= 40 else f"{value}"[:16] + "..." for value in (old, new))
-
-
+# --- The code that a run was trained with ---
 def local_code() -> dict[str, str]:
     """{path: source} of the modules that this program has imported from the folder of its recipe, of this file or of the user's
     --env, or below."""
@@ -351,198 +122,8 @@ def changed_code(path: str, code: dict[str, str]) -> list[str]:
     return [file + " (new)" * (file not in there) for file in code if there.get(file) != code[file]]
 
 
-def lock_run(out: str):
-    """Rank 0 holds <out>/.lock until its process ends, however it ends: two jobs never write into one run folder.
 
-    Waits up to 30 s, because workers of a killed launcher take some seconds to notice; then ValueError names the pid.
-    """
-    if int(os.environ.get("RANK", 0)) != 0:
-        return
-    try:
-        os.makedirs(out, exist_ok=True)
-        descriptor = os.open(os.path.join(out, ".lock"), os.O_RDWR | os.O_CREAT, 0o644)  # left open: closing it would unlock
-    except OSError as error:
-        raise ValueError(f"--out {out!r} is no folder to write to: {error.strerror}") from None
-    for tries_left in range(300, -1, -1):
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"{os.getpid()} on {socket.gethostname()}".encode(), 0)
-            return
-        except BlockingIOError:
-            holder = os.pread(descriptor, 200, 0).decode(errors="replace")
-            if not tries_left:
-                raise ValueError(f"{out} is in use by process {holder}: stop that first, or use --out NEW") from None
-            if tries_left == 300:
-                print(f"checkpoint: {out} is in use by process {holder}; waiting up to 30 s", flush=True)
-            time.sleep(0.1)
-        except OSError as error:  # a file system without locks, or without room for the pid
-            return print(f"checkpoint: {out}/.lock: {error.strerror}; see that no second job writes there", flush=True)
-
-
-def claim_run(cfg, Model, model_config, data, lr_at=None) -> dict:
-    """May --out go on, --init_from be read, --export_hf be written, and does the data fit the model? Raises ValueError if not,
-    before anything is built. Locks --out, and returns what identifies the run: a continued one must not change it.
-
-    cfg: of a recipe; data: of open_data; lr_at: the recipe's, to tell what changed flags do to the learning rate.
-    """
-    if (ids := data.vocab_size) > model_config.vocab_size:
-        raise ValueError(f"the tokenizer has {ids} ids, the model {model_config.vocab_size}; use --model_args vocab_size={ids}")
-    if cfg.val_every and not data.n_val_samples:
-        raise ValueError(f"--data {cfg.data} has no validation text; use --val_every 0")
-    model = {"module": Model.__module__, "class": Model.__name__, **asdict(model_config)}
-    identity = {"model": model, "data": data.fingerprint, "optimizer": {"name": cfg.optimizer}}
-    check_run(cfg.out, identity, cfg, lr_at)
-    if is_hf_folder(cfg.init_from):
-        if not cfg.init_model_only:
-            raise ValueError(f"--no-init_model_only: {cfg.init_from} holds weights and no more; leave it out")
-        check_hf_config(model_config, cfg.init_from)
-    if cfg.export_hf and all(step < cfg.steps for step, _ in step_folders(cfg.out)):
-        check_export(cfg.export_hf, Model, model_config)
-    lock_run(cfg.out)
-    return identity
-
-
-# --- DCP: tensors to files and back ---
-def import_dcp():
-    import torch.distributed.checkpoint as dcp  # takes a while: only what saves or loads pays for it
-
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one plain process is meant to be one
-    return dcp
-
-
-def write_tensors(tensors: dict[str, Tensor], folder: str, group, staged=False, process=None):
-    """Every rank writes its shards; of what several ranks hold alike, one does. Collective on `group`.
-
-    staged: all tensors are in CPU memory already. process: this rank's writer process, which then does the writing; the
-    planning, with its collectives, stays here.
-    """
-    dcp = import_dcp()
-
-    class Writer(dcp.FileSystemWriter):
-        def write_data(self, plan, planner):
-            if process is None:
-                return super().write_data(plan, planner)
-            written = torch.futures.Future()
-            written.set_result(process.write(folder, plan, {item.index: planner.resolve_data(item) for item in plan.items}))
-            return written
-
-        def finish(self, metadata, results):  # on rank 0; DCP's own would pickle the table into a file .metadata
-            write_file(Path(folder, TABLE), table_bytes(metadata, results))
-
-    # With copy_ahead DCP asks for a CUDA stream, which in a background thread would be one of GPU 0 on every rank.
-    writer = Writer(folder, sync_files=False, per_thread_copy_ahead=0 if staged else 10_000_000)
-    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
-    dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
-
-
-class WriterProcess:
-    """A process of its own that writes files, so that serialising does not take Python's lock from the training loop.
-
-    It has no process group and outlives no parent: it ends when the pipe does. Tensors reach it through shared memory.
-    """
-
-    def __init__(self):
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # each shared tensor takes a file descriptor
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-        spawn = torch.multiprocessing.get_context("spawn")  # a fork would copy CUDA and locks held by other threads
-        self.pipe, theirs = spawn.Pipe()
-        self.process = spawn.Process(target=serve_writes, args=(theirs,), daemon=True)
-        self.process.start()
-        theirs.close()  # so that recv() fails at once when the process dies
-
-    def write(self, folder, plan, tensors):
-        try:
-            self.pipe.send((folder, plan, tensors))
-            answer = self.pipe.recv()
-        except (EOFError, OSError):
-            raise ChildProcessError(f"the writer process {self.process.pid} has died") from None
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer
-
-    def close(self):
-        self.pipe.close()
-        self.process.join(10)
-
-
-def serve_writes(pipe):
-    """The main function of the writer process."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # launchers signal the whole group; the save under way shall be completed
-    dcp = import_dcp()
-    while True:
-        try:
-            folder, plan, tensors = pipe.recv()
-        except (EOFError, OSError):
-            return
-        planner = SimpleNamespace(resolve_data=lambda item, tensors=tensors: tensors[item.index])
-        try:
-            writer = dcp.FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=0)
-            pipe.send(writer.write_data(plan, planner).value())
-        except Exception as error:
-            pipe.send(error)
-
-
-def read_tensors(tensors: dict[str, Tensor], folder: str, table, group=None):
-    """Overwrites `tensors` (plain or DTensor, any layout) with what the folder holds under the same keys."""
-    dcp = import_dcp()
-
-    class Reader(dcp.FileSystemReader):
-        def read_metadata(self):  # DCP's own would unpickle a file .metadata, and a pickle can run any code
-            return table
-
-    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
-    try:
-        dcp.load(tensors, storage_reader=Reader(folder), planner=planner, process_group=group, no_dist=group is None)
-    except dcp.api.CheckpointException as error:  # a BaseException, which no `except Exception` stops
-        raise ValueError(f"{folder}: {reason(error)}") from None
-
-
-def table_bytes(metadata, results) -> bytes:
-    """The content of tensors.json, from what DCP knows on rank 0 when all ranks have written.
-
-    A shard is [index of its file, first byte, bytes, *offset in the tensor, *shape], which is short on purpose: a model of 70
-    billion parameters on 1,024 ranks has two million of them.
-    """
-    where = {(written.index.fqn, written.index.offset): written.storage_data for part in results for written in part}
-    files = {name: i for i, name in enumerate(sorted({info.relative_path for info in where.values()}))}
-
-    def shard(key, chunk):
-        info = where[key, chunk.offsets]
-        return [files[info.relative_path], info.offset, info.length, *chunk.offsets, *chunk.sizes]
-
-    tensors = {key: dict(dtype=str(t.properties.dtype)[6:], shape=t.size, shards=[shard(key, chunk) for chunk in t.chunks])
-               for key, t in metadata.state_dict_metadata.items()}
-    return json.dumps(dict(files=[*files], tensors=tensors), separators=(",", ":")).encode()
-
-
-def read_table(folder: str, files: dict[str, list]):
-    """tensors.json as DCP's Metadata. Raises ValueError where it tells of bytes that are none of this checkpoint's files, for
-    right checksums say nothing about who wrote it. files: those of the manifest."""
-    from torch.distributed.checkpoint import filesystem, metadata
-
-    table = metadata.Metadata(state_dict_metadata={}, storage_data={})
-    try:
-        saved = read_json(folder, TABLE)
-        for key, tensor in saved["tensors"].items():
-            size, dtype, chunks = torch.Size(tensor["shape"]), getattr(torch, tensor["dtype"]), []
-            for file, start, length, *place in tensor["shards"]:
-                name, offsets, sizes = saved["files"][file], torch.Size(place[: len(size)]), torch.Size(place[len(size) :])
-                if name not in files or min(file, start, length, *place) < 0 or start + length > files[name][0]:
-                    raise ValueError(f"{key} is said to be in {name} at {start}, which is no part of this checkpoint")
-                chunks.append(metadata.ChunkStorageMetadata(offsets, sizes))
-                table.storage_data[metadata.MetadataIndex(key, offsets)] = filesystem._StorageInfo(name, start, length)
-            if not isinstance(dtype, torch.dtype):
-                raise ValueError(f"{tensor['dtype']} is no dtype")
-            if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
-                raise ValueError(f"the shards of {key} do not add up to {tuple(size)}")  # DCP would leave the rest as it was
-            table.state_dict_metadata[key] = metadata.TensorStorageMetadata(metadata.TensorProperties(dtype), size, chunks)
-    except Exception as error:
-        raise ValueError(f"{folder}/{TABLE} is refused: {reason(error)}") from None
-    return table
-
-
+# --- What a checkpoint holds ---
 def is_quantized(t: Tensor) -> bool:
     """Whether it is a moment of torchao's optimizers, whose blocks and scales fit this layout only."""
     return type(local_tensor(t)).__module__.startswith("torchao.")
@@ -737,10 +318,10 @@ class Checkpoints:
                 load_hf(self.modules, self.cfg.init_from, excluded, self.group)
                 self.say(f"step 0, with the weights of {self.cfg.init_from} (Hugging Face)")
             return None
-        source, _, everything = start
+        source, everything = start.folder, start.everything
         if self.cfg.init_from and source == self.out:
             self.say(f"--init_from {self.cfg.init_from} is IGNORED: {self.out} has checkpoints of its own")
-        folder, manifest = self.choose(*start)
+        folder, manifest = self.choose(source, start.step)
         if everything:
             self.on_rank_0(lambda: check_continuable(folder, source, self.identity))
         table = self.everywhere(lambda: read_table(folder, manifest["files"]))
@@ -770,7 +351,7 @@ class Checkpoints:
             self.say(f"code that has changed since step {manifest['step']} was written: {', '.join(files)}")
         return read_json(folder, "state.json")["state"] if everything else None
 
-    def choose(self, source, step, everything) -> tuple[str, dict]:
+    def choose(self, source, step) -> tuple[str, dict]:
         """(folder, manifest) of the newest checkpoint that is good to the last bit: one decision for all ranks, each of
         which reads its share of the files."""
 

@@ -15,10 +15,11 @@ from typing import Literal
 
 import torch
 
-from checkpoint import is_hf_folder, load_model, step_folders
+from checkpoint import load_model
 from rl.decoding import rollout, uniform_noise
 from support.config import Parser, parse_config, usage_error
 from support.hf import load_hf_model
+from support.manifest import is_hf_folder, step_folders
 from support.text import TextStream, chat_prompts, encode, ends_of, has_bos
 from support.tokenizer import load_tokenizer
 

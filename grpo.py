@@ -36,16 +36,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from checkpoint import (
-    CheckpointConfig,
-    Checkpoints,
-    check_run,
-    is_hf_folder,
-    lock_run,
-    newest_readable,
-    saved_model,
-    step_folders,
-)
+from checkpoint import CheckpointConfig, Checkpoints, saved_model
 from distributed.checks import check_model, check_replicas
 from distributed.experts import balance_experts, expert_parallel
 from distributed.launch import LaunchConfig, StopSignal, choose_attention, connect, disconnect, run, train_timeouts
@@ -84,7 +75,9 @@ from rl.rollouts import (
 )
 from support.config import Need, check_range, flag, override_fields, parse_config, save_config, usage_error
 from support.hf import check_export, check_hf_config, read_hf_config, save_hf
+from support.manifest import is_hf_folder, newest_readable, step_folders
 from support.metrics import Metrics, MetricsConfig, drop_lines_from
+from support.resume import check_run, lock_run
 from support.text import Text
 
 SMALL = dict(dim=96, n_layers=3, n_heads=4, n_kv_heads=4, head_dim=24, ffn_dim=288, max_seq_len=1024, rope_theta=10000.0)

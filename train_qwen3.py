@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from checkpoint import CheckpointConfig, Checkpoints, claim_run, keep_batch, source_tokenizer
+from checkpoint import CheckpointConfig, Checkpoints
 from data import DataConfig, open_data
 from distributed.checks import check_first_batch, check_model, check_replicas, reduce_hash
 from distributed.experts import balance_experts, expert_parallel
@@ -41,9 +41,11 @@ from parallel import (
 )
 from support.config import Need, check_range, flag, override_fields, parse_config, save_config
 from support.guard import Guard
+from support.init_tokenizer import source_tokenizer
 from support.metrics import Metrics, MetricsConfig
 from support.optim import Muon, adamw, set_lr, step_in_backward
 from support.reports import ReportConfig, with_reports
+from support.resume import claim_run, keep_batch
 
 # What flags need to have an effect: see config.py
 BF16_ADAMW = Need("without --param_dtype bfloat16 and --optimizer adamw",

@@ -30,7 +30,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
-import checkpoint
 import distributed.layout
 import parallel
 from distributed import checks, refusals
@@ -38,7 +37,7 @@ from distributed.experts import balance_experts
 from distributed.layout import AXES, local_tensor
 from distributed.pipeline import ONE_STAGE_PER_RANK, csv_rows, n_microbatches
 from models.loss import CHUNK_ELEMENTS
-from support import optim
+from support import optim, resume
 
 # ---------------------------------------------------------------- watching a step, op by op
 OPS = {
@@ -224,7 +223,7 @@ def no_earlier_run():
     """What is in --out is neither looked at nor locked while a recipe's main runs for a report."""
     with ExitStack() as stack:
         for name in "check_run", "lock_run", "continued":
-            stack.enter_context(mock.patch.object(checkpoint, name, lambda *args, **kwargs: None))
+            stack.enter_context(mock.patch.object(resume, name, lambda *args, **kwargs: None))
         yield
 
 

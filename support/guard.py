@@ -4,8 +4,8 @@ import math
 import torch
 from torch import Tensor
 
-from checkpoint import step_folders
 from distributed.layout import Layout
+from support.manifest import step_folders
 
 
 class Guard:

@@ -9,6 +9,7 @@ import re
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 from distributed.agree import Failed
 from support.files import fsync, hub_hint, json_bytes, write_file
@@ -130,6 +131,27 @@ def candidates(folder: str, step: int = -1) -> list[str]:
         what = "holds no checkpoint" if os.path.isdir(folder) else "is no folder"
         raise ValueError(f"{folder} {what}; give a run folder, or one of its folders checkpoints/step-N{hub_hint(folder)}")
     return [found[step]] if step >= 0 else list(found.values())
+
+
+def restarted() -> bool:
+    """torchrun or Slurm started this job again: same command line, but it must go on from its newest checkpoint."""
+    return any(os.environ.get(name, "0") != "0" for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+
+
+class Source(NamedTuple):
+    """What a run starts from, where that is a checkpoint of ours."""
+
+    folder: str  # a run folder or a step folder
+    step: int  # -1: the newest
+    everything: bool  # also the optimizer state, the step and the data cursor; else only the weights
+
+
+def resume_source(out: str, cfg) -> Source | None:
+    """The run folder `out` itself, once it has checkpoints; else --init_from. None: no checkpoint of ours."""
+    step = -1 if restarted() else cfg.load_step
+    if step >= 0 or step_folders(out):
+        return Source(out, step, True)
+    return Source(cfg.init_from, -1, not cfg.init_model_only) if cfg.init_from and not is_hf_folder(cfg.init_from) else None
 
 
 def newest_good(folder: str, paths: list[str], check, say=lambda text: None) -> tuple[str, dict]:

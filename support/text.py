@@ -5,9 +5,9 @@ import string
 from datetime import datetime
 from pathlib import Path
 
-from checkpoint import is_hf_folder, newest_readable, step_folders
 from support.files import read_json
 from support.hf import check_hf_tokenizer, read_chat, read_hf_json
+from support.manifest import is_hf_folder, newest_readable, step_folders
 from support.tokenizer import find_tokenizer, load_tokenizer
 
 

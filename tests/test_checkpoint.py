@@ -28,28 +28,19 @@ import parallel
 import train_deepseek
 import train_llama3
 import train_qwen3
-from checkpoint import (
-    CheckpointConfig,
-    Checkpoints,
-    Damaged,
-    check_run,
-    diff,
-    load_model,
-    lock_run,
-    source_tokenizer,
-    step_folders,
-    verify,
-)
+from checkpoint import CheckpointConfig, Checkpoints, Damaged, diff, load_model, step_folders, verify
 from data import DataConfig, find_tokenizer, open_data
 from distributed.experts import balance_experts
 from distributed.refusals import check_layout
 from models.llama3 import FLAVORS as LLAMA3
 from models.llama3 import Llama3, Llama3Config
-from support import manifest
+from support import dcp, manifest, resume
 from support.config import parse_config, save_config
 from support.dryrun import no_earlier_run
 from support.files import json_bytes, sha256_file
+from support.init_tokenizer import source_tokenizer
 from support.manifest import STEP_FOLDER, checksums, own_hash
+from support.resume import check_run, lock_run
 
 IDENTITY = {
     "model": {"module": "models.llama3", "class": "Llama3", **asdict(config())},
@@ -526,7 +517,7 @@ def resolved(monkeypatch, cfg, processes, **flags):
     """(global, local batch) that keep_batch gives a start with these flags on so many processes."""
     monkeypatch.setenv("WORLD_SIZE", str(processes))
     cfg = replace(cfg, **flags)
-    checkpoint.keep_batch(cfg)
+    resume.keep_batch(cfg)
     # whatever it is, the layout takes it
     check_layout(cfg, config(), seq_len=16, local_batch_size=cfg.local_batch_size,
                           global_batch_size=cfg.global_batch_size, device="cpu")
@@ -544,9 +535,8 @@ def resolved(monkeypatch, cfg, processes, **flags):
     (2, {"pp": 2, "pp_microbatch_size": 2, "local_batch_size": 7}, (8, 4), True),
     (4, {"global_batch_size": 16}, (16, 4), False),  # what is asked for wins
 ])
-@pytest.mark.parametrize("old", [8, -1])
-def test_a_continued_run_keeps_its_global_batch(tmp_path, monkeypatch, capsys, old, processes, flags, expected, says):
-    cfg = a_run(tmp_path, processes=2, global_batch_size=old)  # -1: an old checkpoint, of 2 x 4 sequences
+def test_a_continued_run_keeps_its_global_batch(tmp_path, monkeypatch, capsys, processes, flags, expected, says):
+    cfg = a_run(tmp_path, processes=2, global_batch_size=8)
     cfg = replace(cfg, global_batch_size=-1, steps=40)
     assert resolved(monkeypatch, cfg, processes, **flags) == expected
     out = capsys.readouterr().out
@@ -575,16 +565,16 @@ def test_the_batch_of_a_new_run_is_its_own(tmp_path, monkeypatch):
 
 def test_the_batch_of_a_config_file_is_kept_and_that_of_a_flag_is_not_bent(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setattr(checkpoint, "FROM_FILE", set())
-    monkeypatch.setattr("support.config.FROM_FILE", checkpoint.FROM_FILE)  # of this process: not for the tests after this one
+    monkeypatch.setattr(resume, "FROM_FILE", set())
+    monkeypatch.setattr("support.config.FROM_FILE", resume.FROM_FILE)  # of this process: not for the tests after this one
     save_config(train_llama3.Config(out=str(tmp_path / "run"), global_batch_size=8), tmp_path / "config.json", {})
     cfg = parse_config(train_llama3.Config, ["--config", str(tmp_path / "config.json")])
-    checkpoint.keep_batch(cfg)
+    resume.keep_batch(cfg)
     assert (cfg.global_batch_size, cfg.local_batch_size) == (8, 2)
     assert "as in --config: --local_batch_size 8 becomes 2 on 4 data ranks" in capsys.readouterr().out
     for argv in (["--global_batch_size", "8"], ["--config", str(tmp_path / "config.json"), "--global_batch_size", "8"]):
         cfg = parse_config(train_llama3.Config, argv)
-        checkpoint.keep_batch(cfg)
+        resume.keep_batch(cfg)
         assert (cfg.global_batch_size, cfg.local_batch_size) == (8, 8)  # for check_layout to refuse
 
 
@@ -623,11 +613,11 @@ def test_changed_flags_are_told_with_what_follows(tmp_path, monkeypatch, capsys)
 @pytest.mark.parametrize("recipe", [train_llama3, train_qwen3, train_deepseek, grpo])
 def test_flags_that_are_not_told_exist_and_concern_no_training(recipe):
     fields = {field.name for field in dataclasses.fields(recipe.Config)}
-    left_out = checkpoint.UNTOLD_FLAGS & fields
+    left_out = resume.UNTOLD_FLAGS & fields
     told = {"lr", "steps", "warmup_steps", "seed", "local_batch_size", "tp", "compute_dtype", "weight_decay", "max_norm"}
     assert len(left_out) > 20 and not told & left_out and told <= fields
     if recipe is not grpo:
-        assert checkpoint.UNTOLD_FLAGS <= fields
+        assert resume.UNTOLD_FLAGS <= fields
 
 
 # --- --init_from: the ids of its tokenizer
@@ -739,7 +729,7 @@ def test_a_start_reads_of_a_checkpoint_what_it_needs(tmp_path, book, monkeypatch
     read, checks = [], manifest.check_files
     monkeypatch.setattr(manifest, "check_files", lambda path, whole, names: read.append(names) or checks(path, whole, names))
     cfg = train_llama3.Config(**flags, steps=9)
-    checkpoint.keep_batch(cfg)
+    resume.keep_batch(cfg)
     check_run(cfg.out, IDENTITY, cfg)
     assert len(read) > 1 and all(sorted(names) == ["config.json", "state.json"] for names in read)
     for name in "state.json", "config.json", "tokenizer.json":  # each is checked where it is taken
@@ -917,10 +907,10 @@ def test_the_table_of_a_large_model_on_1024_ranks_stays_small(tmp_path):
             chunks.append(metadata.ChunkStorageMetadata(offsets, sizes))
         kind = metadata.TensorProperties(torch.float32)
         found.state_dict_metadata[key] = metadata.TensorStorageMetadata(kind, param.shape, chunks)
-    content = checkpoint.table_bytes(found, [written])
+    content = dcp.table_bytes(found, [written])
     assert 3e6 < len(content) and len(content) * 80 / 4 < 100e6
     (tmp_path / "tensors.json").write_bytes(content)
-    back = checkpoint.read_table(str(tmp_path), {f"__{rank}_0.distcp": [end, ""] for rank, end in enumerate(ends)})
+    back = dcp.read_table(str(tmp_path), {f"__{rank}_0.distcp": [end, ""] for rank, end in enumerate(ends)})
     assert back.state_dict_metadata == found.state_dict_metadata
     assert {one.index: vars(one.storage_data) for one in written} == {
         index: dict(relative_path=info.relative_path, offset=info.offset, length=info.length)
@@ -1148,18 +1138,18 @@ def save_with_one_failing_rank(out, failing):
     stages, _ = build(config(), {}, n=8, local_batch_size=2)
     optimizer = torch.optim.AdamW(stages[0].parameters())
     c = Checkpoints(CheckpointConfig(), out, modules=stages, optimizer=optimizer, identity=IDENTITY, config={}, source="")
-    dcp = checkpoint.import_dcp()
-    original = dcp.FileSystemWriter.write_data
+    torch_dcp = dcp.import_dcp()
+    original = torch_dcp.FileSystemWriter.write_data
 
     def full_disk(*args):
         raise OSError(28, "No space left on device")
 
     try:
         if c.rank == failing:
-            dcp.FileSystemWriter.write_data = full_disk
+            torch_dcp.FileSystemWriter.write_data = full_disk
         first = c.save(1, {})
     finally:
-        dcp.FileSystemWriter.write_data = original
+        torch_dcp.FileSystemWriter.write_data = original
     return first, c.save(2, {}), step_folders(out)
 
 

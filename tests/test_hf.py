@@ -26,12 +26,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import checkpoint
 import generate
-from checkpoint import CheckpointConfig, Checkpoints, is_hf_folder, load_model, verify
+from checkpoint import CheckpointConfig, Checkpoints, load_model, verify
 from data import DataConfig, open_data
 from distributed.layout import local_tensor
 from models.llama3 import FLAVORS, Llama3, Llama3Config
 from support import hf, same_model
 from support.config import override_fields
+from support.manifest import is_hf_folder
 
 ROOT = Path(__file__).parent.parent
 

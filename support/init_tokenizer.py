@@ -1,0 +1,71 @@
+"""--init_from: its weights know the ids of one tokenizer, so the data must be cut into ids by that one, or by an equal one."""
+import os
+
+from support.files import read_json, sha256_file
+from support.hf import matches
+from support.manifest import ABOUT, newest_readable, resume_source
+from support.tokenizer import BESIDE, tokenizer_path
+
+
+def source_tokenizer(cfg) -> str:
+    """The folder of the tokenizer.json that the weights of --init_from were trained with: the default for text. "" where the
+    flags name a tokenizer, or where there is none to follow.
+
+    A run that has checkpoints of its own takes it from those: the folder that it began with may be gone. Raises ValueError.
+    """
+    is_text = cfg.data == "stdlib" or not os.path.isdir(cfg.data)
+    if not cfg.init_from or cfg.tokenizer or not is_text or has_new_ids(cfg):
+        return ""
+    source, names = resume_source(cfg.out, cfg), (*ABOUT, "tokenizer.json", *BESIDE)
+    folder = newest_readable(source.folder, source.step, names) if source else cfg.init_from
+    file = os.path.join(folder, "tokenizer.json")
+    if not os.path.lexists(file):
+        raise ValueError(f"{file} is missing, so nothing tells how to cut --data {cfg.data} into the ids that these weights "
+                         "know; give their tokenizer with --tokenizer")
+    return folder
+
+
+def has_new_ids(cfg) -> bool:
+    """Whether the embedding starts at random: no id has a meaning yet, so any tokenizer will do."""
+    return matches([name.removeprefix("model.") for name in cfg.exclude_from_loading], "model.tok_embeddings.weight")
+
+
+def check_tokenizer(out: str, identity: dict, cfg):
+    """Raises ValueError when the data has other ids than the weights of --init_from were trained with."""
+    here, source = identity.get("data", {}).get("tokenizer_sha256"), resume_source(out, cfg)
+    if not cfg.init_from or here is None or has_new_ids(cfg) or source and source.folder != cfg.init_from:
+        return
+    path, there = cfg.init_from, None
+    if source:
+        path = newest_readable(source.folder, source.step, ABOUT)
+        there = read_json(path, "state.json")["identity"]["data"].get("tokenizer_sha256")
+    if there is None and os.path.lexists(os.path.join(path, "tokenizer.json")):
+        there = sha256_file(tokenizer_path(path))
+    if there not in (None, here) and not same_ids({path: there, cfg.tokenizer or cfg.data: here}):
+        fix = f"leave out --tokenizer {cfg.tokenizer}" if cfg.tokenizer else f"make the shards with --tokenizer {path}"
+        raise ValueError(f"--init_from {cfg.init_from} was trained with another tokenizer (sha256 {there[:12]}) than the data "
+                         f"has ({here[:12]}), so its embedding knows other ids; {fix}, or --exclude_from_loading "
+                         "tok_embeddings,head to learn new ones")
+
+
+def same_ids(tokenizers: dict[str, str]) -> bool:
+    """Whether two tokenizers, {path: sha256 of its tokenizer.json}, cut every text into the same ids.
+
+    Their files may still differ in padding and templates, which nothing here uses. False where a file is gone or was changed.
+    """
+    try:
+        if any(sha256_file(tokenizer_path(path)) != known for path, known in tokenizers.items()):
+            return False
+        a, b = (cuts(read_json(tokenizer_path(path))) for path in tokenizers)
+    except (ValueError, LookupError, TypeError, AttributeError, OSError, RecursionError):
+        return False
+    return a == b
+
+
+def cuts(rules: dict) -> tuple:
+    """The parts of a tokenizer.json that decide into which ids it cuts a text."""
+    model, added = rules["model"], {token["content"]: token["id"] for token in rules.get("added_tokens") or []}
+    vocab = model["vocab"] | added if isinstance(model["vocab"], dict) else (model["vocab"], added)  # Unigram: [text, score]
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model.get("merges") or []]  # spelt in two ways
+    return model.get("type"), vocab, merges, rules.get("normalizer"), rules.get("pre_tokenizer")
+

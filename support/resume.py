@@ -1,0 +1,203 @@
+"""What a start does about --out and --init_from before anything is built: may it go on from there, and what has changed?
+
+Only small files are read here, and no process is connected yet, so what is wrong is said within a second.
+"""
+import copy
+import fcntl
+import math
+import os
+import socket
+import time
+from dataclasses import asdict
+
+from support.config import FROM_FILE
+from support.files import json_bytes, read_json
+from support.hf import check_export, check_hf_config
+from support.init_tokenizer import check_tokenizer
+from support.manifest import ABOUT, is_hf_folder, newest_readable, resume_source, step_folders
+
+
+def claim_run(cfg, Model, model_config, data, lr_at=None) -> dict:
+    """May --out go on, --init_from be read, --export_hf be written, and does the data fit the model? Raises ValueError if not,
+    before anything is built. Locks --out, and returns what identifies the run: a continued one must not change it.
+
+    cfg: of a recipe; data: of open_data; lr_at: the recipe's, to tell what changed flags do to the learning rate.
+    """
+    if (ids := data.vocab_size) > model_config.vocab_size:
+        raise ValueError(f"the tokenizer has {ids} ids, the model {model_config.vocab_size}; use --model_args vocab_size={ids}")
+    if cfg.val_every and not data.n_val_samples:
+        raise ValueError(f"--data {cfg.data} has no validation text; use --val_every 0")
+    model = {"module": Model.__module__, "class": Model.__name__, **asdict(model_config)}
+    identity = {"model": model, "data": data.fingerprint, "optimizer": {"name": cfg.optimizer}}
+    check_run(cfg.out, identity, cfg, lr_at)
+    if is_hf_folder(cfg.init_from):
+        if not cfg.init_model_only:
+            raise ValueError(f"--no-init_model_only: {cfg.init_from} holds weights and no more; leave it out")
+        check_hf_config(model_config, cfg.init_from)
+    if cfg.export_hf and all(step < cfg.steps for step, _ in step_folders(cfg.out)):
+        check_export(cfg.export_hf, Model, model_config)
+    lock_run(cfg.out)
+    return identity
+
+
+def check_run(out: str, identity: dict, cfg, lr_at=None):
+    """Raises ValueError when this run may not continue what is in `out`, or start from --init_from.
+
+    When it may, rank 0 prints which flags have changed. lr_at: the recipe's, to say what they do to the learning rate.
+    """
+    if cfg.keep_latest_k < 0:
+        raise ValueError(f"--keep_latest_k {cfg.keep_latest_k}: give a number of checkpoints, or 0 to keep all")
+    check_tokenizer(out, identity, cfg)
+    if source := resume_source(out, cfg):
+        path = newest_readable(source.folder, source.step, ABOUT)
+        if source.everything:
+            check_continuable(path, source.folder, identity)
+            if int(os.environ.get("RANK", 0)) == 0 and (text := changed_flags(path, cfg, lr_at)):
+                print(text, flush=True)
+        elif wrong := [change for change in model_changes(path, identity) if change[0] not in may_change(cfg)]:
+            text = "; ".join(f"{name} is {old} there, {new} here" for name, old, new in wrong)
+            raise ValueError(f"--init_from {source.folder} is of another model: {text}; give the model of the checkpoint")
+
+
+def lock_run(out: str):
+    """Rank 0 holds <out>/.lock until its process ends, however it ends: two jobs never write into one run folder.
+
+    Waits up to 30 s, because workers of a killed launcher take some seconds to notice; then ValueError names the pid.
+    """
+    if int(os.environ.get("RANK", 0)) != 0:
+        return
+    try:
+        os.makedirs(out, exist_ok=True)
+        descriptor = os.open(os.path.join(out, ".lock"), os.O_RDWR | os.O_CREAT, 0o644)  # left open: closing it would unlock
+    except OSError as error:
+        raise ValueError(f"--out {out!r} is no folder to write to: {error.strerror}") from None
+    for tries_left in range(300, -1, -1):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{os.getpid()} on {socket.gethostname()}".encode(), 0)
+            return
+        except BlockingIOError:
+            holder = os.pread(descriptor, 200, 0).decode(errors="replace")
+            if not tries_left:
+                raise ValueError(f"{out} is in use by process {holder}: stop that first, or use --out NEW") from None
+            if tries_left == 300:
+                print(f"checkpoint: {out} is in use by process {holder}; waiting up to 30 s", flush=True)
+            time.sleep(0.1)
+        except OSError as error:  # a file system without locks, or without room for the pid
+            return print(f"checkpoint: {out}/.lock: {error.strerror}; see that no second job writes there", flush=True)
+
+
+# --- Is it the same model, on the same data? ---
+def model_changes(path: str, identity: dict) -> list[tuple]:
+    """[(name, value there, value here)] of the fields that the model has in common with a checkpoint's, and that differ."""
+    there = read_json(path, "state.json")["identity"]["model"]
+    return [change for change in changes(there, identity["model"], "model") if "not set" not in change]
+
+
+def may_change(cfg) -> set[str]:
+    """Fields of the model that may differ from those of --init_from: a fork has its own class, longer texts need other
+    positions, and some fields only add or remove tensors."""
+    excluded = {"vocab_size", "n_layers", "tie_embeddings"} if set(cfg.exclude_from_loading) - {"optimizer"} else set()
+    return {"module", "class", "max_seq_len", "rope_theta", "rope_scaling", "mtp_depth"} | excluded
+
+
+def check_continuable(path: str, folder: str, identity: dict):
+    """Raises ValueError when the checkpoint is one of another model, data or optimizer, or lacks the optimizer state."""
+    saved = read_json(path, "state.json")
+    changed = list(changes(saved["identity"], identity))
+    if changed:
+        text = "; ".join(f"{name} is {new} but {folder} was trained with {old}" for name, old, new in changed)
+        raise ValueError(f"{text}; use --out NEW to train another model, or give the old values to continue")
+    if saved["model_only"]:
+        raise ValueError(f"{path} holds only the weights (it was the last of --last_save_model_only) and cannot be continued; "
+                         f"start a new run from it with --init_from {path} --out NEW")
+
+
+def changes(old, new, name=""):
+    """Yields (name, old value, new value) where two nested dicts differ."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in [*new, *(key for key in old if key not in new)]:
+            inner = key if name in ("", "model") else f"{name}.{key}"  # n_layers, but data.seq_len
+            yield from changes(old.get(key, "not set"), new.get(key, "not set"), inner)
+    elif json_bytes(old) != json_bytes(new):  # as JSON: a tuple is a list after it was saved
+        yield name, *(f"{value}" if len(f"{value}") <= 40 else f"{value}"[:16] + "..." for value in (old, new))
+
+
+# --- With which flags was it trained? ---
+# Flags that change no number of the training: they say where it runs and what is written and shown. Data and tokenizer are
+# compared by their contents.
+UNTOLD_FLAGS = set("""
+    out device log_every checkpoint_every init_from init_model_only load_step exclude_from_loading checkpoint_async
+    keep_latest_k checkpoint_first_step load_only last_save_model_only export_hf export_dtype data tokenizer cache_dir plot
+    tensorboard wandb profile memory_snapshot gc_every dry_run plan machine nvlink_gb_s network_gb_s
+    devices_per_node explain check_parity flight_recorder init_timeout_s train_timeout_s
+""".split())
+
+
+def continued(cfg) -> str | None:
+    """The step folder from which a start with these flags trains on; None for a start at step 0 or after the last step."""
+    source = resume_source(cfg.out, cfg)
+    path = newest_readable(source.folder, source.step, ABOUT) if source and source.everything else None
+    return path if path and read_json(path, "manifest.json")["step"] < cfg.steps else None
+
+
+def changed_flags(path: str, cfg, lr_at=None) -> str:
+    """One line that names the flags of `cfg` which differ from those of a step folder, and what becomes of the learning rate.
+    Empty where nothing differs or no step is left to train."""
+    step, old, new = read_json(path, "manifest.json")["step"], read_json(path, "config.json"), asdict(cfg)
+    if step >= new.get("steps", math.inf):
+        return ""
+    told = [name for name in new if name in old and name not in UNTOLD_FLAGS]
+    differ = [f"{name} {was} -> {now}" for name in told for _, was, now in changes(old[name], new[name], name)]
+    if not differ:
+        return ""
+    text = f"flags that differ from those of step {step}: {', '.join(differ)}"
+    if lr_at is None:
+        return text
+
+    def rate(n, **flags):
+        other = copy.copy(cfg)  # a copy: lr_at of a fork may call what its Config defines
+        vars(other).update(flags)
+        return other.lr * lr_at(n, other)
+
+    before, usual, now = rate(step, **old), rate(step + 1, **old), rate(step + 1)
+    if not math.isclose(usual, now, rel_tol=1e-6):
+        text += f"; the learning rate goes from {before:.2e} to {now:.2e} at step {step + 1}"
+        length = old["steps"] if old.get("schedule_steps", -1) == -1 else old["schedule_steps"]
+        if "schedule_steps" in new and math.isclose(usual, rate(step + 1, schedule_steps=length), rel_tol=1e-6):
+            text += f"; --schedule_steps {length} keeps the old schedule"
+    return text
+
+
+def keep_batch(cfg):
+    """Replaces --global_batch_size -1 in cfg by a number: that of the run which is continued, or in a new run
+    local_batch_size x data ranks.
+
+    A batch that comes from a checkpoint or a config.json is kept on any number of processes. Where local_batch_size does not
+    divide it, the largest smaller one that does is taken, and rank 0 says so: that only changes how much runs at once.
+    Raises ValueError where no local_batch_size divides it.
+    """
+    processes, others = int(os.environ.get("WORLD_SIZE", 1)), cfg.pp * cfg.cp * cfg.tp
+    if min(cfg.pp, cfg.cp, cfg.tp, cfg.local_batch_size) < 1 or processes % others:
+        return  # check_layout says what is wrong
+    data_ranks, source = processes // others, "--config" if "global_batch_size" in FROM_FILE else ""
+    if cfg.global_batch_size == -1:
+        path = continued(cfg)
+        kept = read_json(path, "config.json").get("global_batch_size") if path else None
+        source, cfg.global_batch_size = path if kept else "", kept or cfg.local_batch_size * data_ranks
+    share, size = cfg.global_batch_size // data_ranks, cfg.pp_microbatch_size if cfg.pp > 1 else 1
+    if not source or size < 1 or cfg.global_batch_size % (cfg.local_batch_size * data_ranks) == 0:
+        return
+    fits = [n for n in range(1, min(cfg.local_batch_size, share) + 1) if share % n == 0 and n % size == 0]
+    if cfg.global_batch_size % data_ranks or not fits:
+        near = -(-cfg.global_batch_size // (data_ranks * size)) * data_ranks * size
+        each = f" in micro-batches of {size}" * (size > 1)
+        raise ValueError(f"the global batch of {source} is {cfg.global_batch_size} sequences, which {data_ranks} data ranks "
+                         f"cannot share{each}; use --global_batch_size {near} to change it, another number of processes to "
+                         "keep it, or --out NEW to train another model")
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(f"the global batch stays {cfg.global_batch_size} sequences, as in {source}: --local_batch_size "
+              f"{cfg.local_batch_size} becomes {fits[-1]} on {data_ranks} data ranks", flush=True)
+    cfg.local_batch_size = fits[-1]
+
