@@ -1,4 +1,5 @@
-"""What an older torch cannot run is skipped, where a test or a row of one is about nothing else."""
+"""For every test file: what an older torch cannot run is skipped, and no test remembers the command line or the process group
+of the one before."""
 import re
 
 import pytest

@@ -1,4 +1,4 @@
-"""checkpoint.py: what is saved comes back to the bit in any layout, damage is noticed, and a kill leaves no debris."""
+"""Checkpoints, against checkpoint.py: what is saved comes back to the bit in any layout, and damage is noticed."""
 import copy
 import dataclasses
 import json

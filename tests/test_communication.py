@@ -1,4 +1,4 @@
-"""What goes over the wire in one step, counted on real gloo runs: as much as the textbook says, and no more.
+"""What goes over the wire in one step, against parallel.py: as much as the textbook says, and no more, on real gloo runs.
 
 L layers, P parameters of a block, N tokens of the global batch on this rank, D dim; everything in fp32 here, 4 bytes.
 """
@@ -7,12 +7,11 @@ from unittest import mock
 
 import pytest
 import torch
-from counters import Collectives, LiveMemory
 from layouts import SMALL, T, build, config, global_batch, local_batch
 from pool import pool
 
 import parallel
-from support.dryrun import totals
+from support.dryrun import Watch, totals
 
 L, D, V = SMALL["n_layers"], SMALL["dim"], SMALL["vocab_size"]
 
@@ -22,7 +21,7 @@ def count(flags, n, b, problem=None):
     stages, layout = build(config(**(problem or {})), flags, n, b)
     batch = local_batch(global_batch(0, n, False), layout)
     parallel.forward_backward(stages, batch, layout)
-    with Collectives(layout) as collectives:
+    with Watch(layout) as collectives:
         parallel.forward_backward(stages, batch, layout)
         parallel.clip_grad_norm(stages, 1.0, layout)
     return totals(collectives.moved)
@@ -105,7 +104,7 @@ def memory_after_forward(ac: str) -> int:
     batch = local_batch(global_batch(0, 4, False), layout)
     parallel.forward_backward(stages, batch, layout)
     args = parallel.inputs(batch, 0, layout)
-    with LiveMemory() as memory:
+    with Watch() as memory:
         loss = stages[0](**args)
         live = memory.live
     loss.backward()

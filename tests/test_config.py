@@ -1,4 +1,4 @@
-"""config.py: what a command line may say, what is refused and with which line, --config, --help."""
+"""Command lines, against support/config.py: what one may say, what is refused and with which line, --config, --help."""
 
 import dataclasses
 import importlib

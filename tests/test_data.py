@@ -1,4 +1,4 @@
-"""data.py: one global order of sequences in every layout, shards that are as they were written, one line per user error."""
+"""Data, against data.py: one global order of sequences in every layout, shards as they were written, a line per user error."""
 
 import gc
 import io

@@ -1,4 +1,4 @@
-"""DeepSeek: against transformers, against the papers written out token by token, the published counts, and files.
+"""DeepSeek, against models/deepseek.py: transformers, the papers written out token by token, the published counts, and files.
 
 Its layouts are in test_parallel.py."""
 import json

@@ -1,4 +1,4 @@
-"""The dry run against reality: the same recipe on real gloo processes has the same bytes, collectives and memory.
+"""--dry_run, against support/dryrun.py: the same recipe on real gloo processes has the same bytes, collectives and memory.
 
 What is compared on every pipeline rank's first device: parameters, gradients and optimizer state to the byte; collectives by
 axis and operation in number and bytes, with experts that are equally busy, as the dry run assumes; what a micro-batch leaves

@@ -1,4 +1,4 @@
-"""Experts: the grouped arithmetic against a loop, routing and parameters against transformers and the published counts."""
+"""Experts, models/moe.py and distributed/experts.py: grouped against a loop, routing against transformers, loads per layer."""
 from functools import partial
 
 import layouts

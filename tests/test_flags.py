@@ -1,4 +1,4 @@
-"""What every flag does: one row per flag, with a value, and what must change when it is given.
+"""What every flag does, against all programs: one row per flag, with a value, and what must change when it is given.
 
 A row runs its program with and without the flag and compares what was seen: numbers of the log, weights, gradients,
 collectives, files, printed lines. The runs are small, in this process, and shared between rows. Three things keep the table

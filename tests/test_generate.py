@@ -1,4 +1,4 @@
-"""generate.py: the cache gives what a full forward gives, rows do not see each other, and the command line."""
+"""Text, against generate.py and rl/decoding.py: the cache gives what a full forward gives, rows do not see each other."""
 import copy
 import json
 import random

@@ -1,4 +1,4 @@
-"""grpo.py: every known slip of policy-gradient code has a test here; layouts, resume and separate generators equal one process.
+"""GRPO, against grpo.py: every known slip of policy-gradient code has a test here; layouts and resumed runs equal one process.
 
 The slips are those that public implementations made: each test says which one it would catch.
 """

@@ -1,4 +1,4 @@
-"""Hugging Face, both ways: transformers is the oracle for what the files mean, and one process for every layout."""
+"""Hugging Face, both ways, against support/hf.py: transformers says what the files mean, and one process for every layout."""
 import json
 import math
 import os
@@ -14,7 +14,6 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 import transformers  # imports a model when it is first named: the workers of a pool do not wait for them
-from counters import LiveMemory
 from layouts import build, config, full
 from pool import pool
 from safetensors.torch import load_file, save_file
@@ -32,6 +31,7 @@ from distributed.layout import local_tensor
 from models.llama3 import FLAVORS, Llama3, Llama3Config
 from support import hf, same_model
 from support.config import override_fields
+from support.dryrun import Watch
 from support.manifest import is_hf_folder
 
 ROOT = Path(__file__).parent.parent
@@ -217,7 +217,7 @@ def import_and_export(flags, folder, out):
     stages, _ = build(hf.read_hf_config(folder), flags, n=8, local_batch_size=4)
     shards = [local_tensor(p) for s in stages for p in s.parameters()]
     hf.HFTensors.read = counted
-    with LiveMemory() as memory:
+    with Watch() as memory:
         change, files = memory.change, {file.stat().st_size for file in Path(folder).glob("*.safetensors")}
         memory.change = lambda key, size: None if size in files else change(key, size)  # a mapped file takes no memory
         hf.load_hf(stages, folder)
@@ -303,7 +303,7 @@ def memory_of_import_and_export(model_config, folder, out):
     stages, _ = build(model_config, dict(tp=2), n=8, local_batch_size=4)
     with PeakMemory() as importing:
         hf.load_hf(stages, folder)
-    with LiveMemory() as exporting:
+    with Watch() as exporting:
         hf.save_hf(stages, out, torch.float32, max_shard_gb=0.02)
     return importing.grown, exporting.peak
 

@@ -1,4 +1,4 @@
-"""A run goes on after whatever ends its processes: kill -9, signals, NaN, hangs, a lost node, another number of processes.
+"""A run goes on after whatever ends its processes, against distributed/launch.py: kill -9, signals, NaN, hangs, lost nodes.
 
 The recipe is started as a user would start it, and disturbed from outside while it trains. What must come out is what an
 undisturbed run gives: the same metrics.jsonl and the same tensors, to the bit where the number of processes is the same.

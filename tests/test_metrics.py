@@ -1,4 +1,4 @@
-"""metrics.py: the file, the printed line, the peaks, the garbage collector, the curve."""
+"""What a run writes, against support/metrics.py: the file, the printed line, the peaks, the garbage collector, the curve."""
 import gc
 import gzip
 import importlib.util

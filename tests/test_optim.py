@@ -1,4 +1,4 @@
-"""Muon: equal to torch's own on one process, and the same on shards as on whole matrices. AdamW with smaller moments."""
+"""Optimizers, against support/optim.py: Muon equals torch's, on shards as on whole matrices; AdamW with smaller moments."""
 import functools
 from unittest import mock
 

@@ -1,4 +1,4 @@
-"""The proof: every layout trains the model that one process trains.
+"""The proof, against parallel.py: every layout trains the model that one process trains.
 
 Each row of LAYOUTS runs three AdamW steps through parallel.py on real gloo processes (with experts one: layouts.n_steps), with
 ragged masks, and is compared with plain torch in one process (layouts.reference): loss atol 1e-5, every gradient rel 1e-4,

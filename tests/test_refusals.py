@@ -1,4 +1,4 @@
-"""Wrong command lines: each rule of parallel.check_layout with its line, and what a user sees, as whole processes.
+"""Wrong command lines, against distributed/refusals.py: each rule of check_layout with its line, and what a user sees.
 
 A row of RULES: what is asked for, words that the one line must hold, and what to change so that it is accepted: the cure that
 the line itself names. `test_recipes.py` runs the command lines that are right.
