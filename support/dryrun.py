@@ -1,16 +1,12 @@
-"""What a layout does, before it is trusted with a real run, or before the machines for it are rented.
+"""--dry_run: what a layout costs, before the machines for it are rented.
 
---dry_run       the recipe's own parallelisation code under a fake process group of any size, on tensors without memory:
-                bytes, collectives, FLOPs and the pipeline's bubble, per pipeline rank
---explain       the same for one block, parameter by parameter and collective by collective
---plan          tokens per second and MFU on a named machine, predicted from the same numbers
---plot          the mesh and the pipeline's schedule as pictures
---check_parity  three real steps on one process and on the layout, compared
+The recipe's own parallelisation code runs under a fake process group of any size, on tensors without memory. Counted are bytes,
+collectives, FLOPs and the pipeline's bubble, for the first device of each pipeline rank. --plan, --plot and --explain start
+from the same numbers (plan.py, pictures.py, explain.py).
 """
 import math
 import os
 import sys
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
@@ -24,177 +20,22 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_iter
-from torch.utils.flop_counter import flop_registry
 
 import distributed.layout
 import parallel
 from distributed import checks, refusals
 from distributed.experts import balance_experts
 from distributed.layout import AXES, local_tensor
-from distributed.pipeline import ONE_STAGE_PER_RANK, csv_rows, n_microbatches
+from distributed.pipeline import n_microbatches
 from models.loss import CHUNK_ELEMENTS
 from support import optim, resume
-
-# ---------------------------------------------------------------- watching a step, op by op
-OPS = {
-    "_allgather_base_": "all_gather", "all_gather_into_tensor": "all_gather", "allgather_": "all_gather",
-    "_reduce_scatter_base_": "reduce_scatter", "reduce_scatter_tensor": "reduce_scatter",
-    "allreduce_": "all_reduce", "all_reduce": "all_reduce",
-    "alltoall_base_": "all_to_all", "all_to_all_single": "all_to_all",
-    "send": "send", "recv_": "recv",
-}
-
-
-def sdpa_flops(out, q, k, v, *rest, **kwargs) -> int:
-    return 4 * q.shape[:3].numel() * k.shape[2] * q.shape[3]  # q k^T, and the probabilities times v; the mask saves nothing
-
-
-FLOPS = {
-    "_scaled_dot_product_flash_attention_for_cpu": sdpa_flops,
-    "_scaled_dot_product_flash_attention_for_cpu_backward": lambda out, grad, *qkv, **kwargs: 2 * sdpa_flops(out, *qkv),
-    # (N, in) x (E, in, out), or for the weights' gradient (in, N) x (N, out)
-    "_grouped_mm": lambda out, x, w, *rest, **kwargs: 2 * x.numel() * w.shape[-1],
-}
-
-
-def unwatched(function):
-    """The function, on tensors whose values count and whom nobody counts."""
-
-    def run(*args):
-        with _disable_current_modes():
-            return function(*args)
-
-    return run
-
-
-class Watch(TorchDispatchMode):
-    """What runs inside the context, on real tensors or on fake ones:
-
-    moved: {(phase, axis, op, bytes of the largest tensor involved): how often}
-    flops: {phase: FLOPs of matmuls and attention}; phases are forward, backward, recompute, update; of these, "attention"
-    live, peak: bytes of tensors made inside that are alive now, and at the worst moment
-    """
-
-    def __init__(self, layout=None):
-        super().__init__()
-        self.moved, self.flops, self.live, self.peak, self.sizes = Counter(), Counter(), 0, 0, {}
-        self.outside = "forward"  # phase of what runs while autograd does not: forward, backward (of a pipeline), update
-        self.axes = {}  # name of a process group -> the axes that it serves: one that spans all ranks has the world's group
-        for mesh in [m for m in layout and (layout.expert_mesh, layout.full_mesh, layout.mesh) or () if m is not None]:
-            for axis in mesh.mesh_dim_names:
-                self.axes.setdefault(mesh.get_group(axis).group_name, []).extend([axis] * (mesh[axis].size() > 1))
-        if layout and layout.world_size > 1 and not self.axes.get(world := dist.group.WORLD.group_name):
-            self.axes[world] = ["world"]
-
-    def __enter__(self):
-        resize = torch.UntypedStorage.resize_  # how FSDP frees a block's weights, and takes the memory again
-
-        def counted(storage, size):
-            if storage._cdata in self.sizes:
-                self.change(storage._cdata, size)
-            return resize(storage, size)
-
-        self.patches = ExitStack()
-        self.patches.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", counted))
-        # DTensor finds shapes by running operations on whole tensors: that is not what this device does
-        shapes = "_propagate_tensor_meta_non_cached"
-        unseen = unwatched(getattr(ShardingPropagator, shapes))
-        self.patches.enter_context(mock.patch.object(ShardingPropagator, shapes, unseen))
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        self.patches.close()
-        return super().__exit__(*error)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # it dispatches again, with plain tensors and its collectives
-        kwargs = kwargs or {}
-        out = self.run(func, *args, **kwargs)
-        name = func._opname
-        inside = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)]
-        known = {t.untyped_storage()._cdata for t in inside}
-        for t in tree_iter(out):
-            if isinstance(t, torch.Tensor):
-                storage = t.untyped_storage()
-                if (key := storage._cdata) not in known and key not in self.sizes:
-                    self.change(key, storage.nbytes())
-                    weakref.finalize(storage, self.change, key, None)
-        flops = 0
-        if name in FLOPS:
-            flops = FLOPS[name](out, *args, **kwargs)
-        elif func._overloadpacket in flop_registry:
-            flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
-        self.flops[self.phase()] += flops
-        self.flops["attention"] += flops * ("attention" in name)
-        if func.namespace in ("c10d", "_c10d_functional") and name in OPS:
-            flat = [*tree_iter((args, kwargs)), *tree_iter(out)]
-            group = next((a for a in reversed(flat) if isinstance(a, str) and a in self.axes), None)
-            if group is None:
-                objects = (a for a in flat if isinstance(a, torch.ScriptObject))
-                group = next((dist.ProcessGroup.unbox(a).group_name for a in objects if is_group(a)), None)
-            axes = self.axes.get(group, [group])
-            if axes:  # nothing travels in a group of one
-                if len(axes) > 1 and OPS[name] != "all_reduce":  # axes over the same ranks: whose is it?
-                    fsdp = called_by_fsdp()
-                    axes = [a for a in axes if (a in ("dp_replicate", "dp_shard", "fsdp", "efsdp")) == fsdp] or axes
-                size = max(t.numel() * t.element_size() for t in flat if isinstance(t, torch.Tensor))
-                self.moved[self.phase(), axes[-1], OPS[name], size] += 1
-        return out
-
-    def run(self, func, *args, **kwargs):
-        return func(*args, **kwargs)
-
-    def change(self, key, size):
-        """A storage now has this many bytes; None: it is gone."""
-        self.live += (size or 0) - self.sizes.get(key, 0)
-        self.peak = max(self.peak, self.live)
-        if size is None:
-            self.sizes.pop(key, None)
-        else:
-            self.sizes[key] = size
-
-    def phase(self) -> str:
-        if torch._C._current_graph_task_id() == -1:
-            return self.outside
-        return "recompute" if torch.is_grad_enabled() else "backward"
-
-    def mark(self) -> int:
-        """The peak since the last mark."""
-        peak, self.peak = self.peak, self.live
-        return peak
-
-
-def totals(moved) -> dict:
-    """{(axis, op): [number, bytes]}"""
-    counts = {}
-    for (_, axis, op, size), n in moved.items():
-        entry = counts.setdefault((axis, op), [0, 0])
-        entry[0] += n
-        entry[1] += n * size
-    return counts
-
-
-def called_by_fsdp() -> bool:
-    frame = sys._getframe()
-    while frame is not None and "_fully_shard" not in frame.f_code.co_filename:
-        frame = frame.f_back
-    return frame is not None
-
-
-def is_group(obj) -> bool:
-    try:
-        return isinstance(dist.ProcessGroup.unbox(obj), dist.ProcessGroup)
-    except RuntimeError:
-        return False
+from support.schedule import bubble, duration, in_flight, rows_of, simulate
+from support.watch import Watch, totals, unwatched
 
 
 class DryWatch(Watch):
-    """Watch for fake tensors, with an answer where the program asks for a value. Experts are equally busy."""
+    """Watch for fake tensors, which have no values: where the program asks for one, all experts have equally many tokens."""
 
     def __init__(self, layout):
         super().__init__(layout)
@@ -207,7 +48,7 @@ class DryWatch(Watch):
             return self.rows // self.ep  # tokens to and from each rank that holds experts
         if func is torch.ops.aten.repeat_interleave.Tensor:  # the expert of each token
             return args[0].new_empty(self.rows)
-        if func is torch.ops.aten._grouped_mm.default:  # torch's own shape rule wants bf16
+        if func is torch.ops.aten._grouped_mm.default:  # torch's own rule for the shape accepts bf16 only
             x, w, experts = args[0], args[1], kwargs.get("offs", args[2] if len(args) > 2 else None)
             return x.new_empty((x.shape[0], w.shape[-1]) if w.dim() == 3 else (len(experts), x.shape[0], w.shape[1]))
         return func(*args, **kwargs)
@@ -215,7 +56,7 @@ class DryWatch(Watch):
 
 # ---------------------------------------------------------------- building the recipe's model without devices
 class Built(BaseException):
-    """The recipe has its model and its optimizers: as far as a dry run goes."""
+    """Ends the recipe's main where it has its model and its optimizers, which is all that a dry run needs."""
 
 
 @contextmanager
@@ -257,7 +98,7 @@ def build(main, cfg, connect, **stand_ins):
     raise RuntimeError("main ended before it made its Checkpoints: a dry run needs them to know that the model is complete")
 
 
-# What a dry run executes in place of a schedule, with 1 or 2 micro-batches: the same collectives, in a simpler order
+# What a dry run executes in place of a schedule: the same collectives in a simpler order, with 1 or 2 micro-batches
 SIMPLE_ORDER = {"1F1B": "GPipe", "DualPipeV": "ZBVZeroBubble"}
 
 
@@ -265,7 +106,7 @@ SIMPLE_ORDER = {"1F1B": "GPipe", "DualPipeV": "ZBVZeroBubble"}
 def dry_world(main, cfg, pp_rank: int):
     """(stages, optimizers, layout) of a pipeline rank's first device, in a world of fake processes and fake tensors.
 
-    What the code finds different there: no start-up handshakes, no masks that only CPU kernels need, no random numbers.
+    Left out there: the handshakes of a start, the masks that only CPU kernels need, random initial weights.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed.pipelining import schedules
@@ -277,7 +118,7 @@ def dry_world(main, cfg, pp_rank: int):
     rank = pp_rank * (world_size // max(1, cfg.pp))
 
     def connect(layout):
-        # compiled or not, the same bytes travel; and the order of the micro-batches is simulated, not run
+        # compiled or not, the same bytes travel; the order of the micro-batches is not run but simulated (schedule.py)
         order = cfg.pp_schedule if cfg.pp_schedule_csv else SIMPLE_ORDER.get(cfg.pp_schedule, cfg.pp_schedule)
         layout.cfg = replace(layout.cfg, compile=False, async_tp=False, pp_schedule=order)
         layout.compute_dtype = torch.float32 if cfg.compute_dtype == "float32" else torch.bfloat16
@@ -287,13 +128,13 @@ def dry_world(main, cfg, pp_rank: int):
         with fake:
             stage.to_empty(device="cpu")
 
-    def shapes_are_given(schedule, pipeline_stages, *args):  # the result of a vote of all ranks, torch 2.13
+    def shapes_are_given(schedule, pipeline_stages, *args):  # in torch 2.13 all ranks vote on it
         for stage in pipeline_stages:
             stage._inference_mode = sys.modules["torch.distributed.pipelining.stage"].InferenceMode.STATIC
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, RANK=str(rank), WORLD_SIZE=str(world_size)))
-        if cfg.device != "cpu":  # fake tensors say that they are on the CPU: chunks as large as on a GPU
+        if cfg.device != "cpu":  # fake tensors are on the CPU, but the loss shall take chunks as large as on a GPU
             stack.enter_context(mock.patch.dict(CHUNK_ELEMENTS, cpu=CHUNK_ELEMENTS["cuda"]))
         for owner, name, value in [
             *[(module, "local_slice", unwatched(distributed.layout.local_slice)) for module in (parallel, optim)],
@@ -312,7 +153,7 @@ def dry_world(main, cfg, pp_rank: int):
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
-            _clear_sharding_prop_cache()  # it holds this world's groups, and would find them in the next
+            _clear_sharding_prop_cache()  # else the next world would find this one's process groups
 
 
 # ---------------------------------------------------------------- one step, measured
@@ -332,11 +173,58 @@ def gathered(stage) -> int:
     return sum({s._cdata: s.nbytes() for s in storages}.values())
 
 
-def observe(stages, optimizers, layout, seq_len: int, n: int, watch: Watch) -> Counter:
-    """Run a training step of n micro-batches (pipeline) or accumulation steps, and measure it, on any kind of tensor. Memory
-    is right in the first step of a model: later ones find FSDP's buffers made.
+@contextmanager
+def stages_followed(stages, layout, watch: Watch, out: Counter):
+    """Follow each micro-batch through the stages of this rank, which are counted from 0.
 
-    A stage is its place on this rank. Keys, all but (flops, ..) and (moved, ..) in bytes:
+    Writes (activations, stage) and (flops, stage) into out: see observe. Yields a list that grows, of the memory's peak between
+    two marks, and how many micro-batches of each stage were between their forward and the end of their backward then; and the
+    function that sets a mark."""
+    before, under_way, peaks, place = {}, Counter(), [], {s.index: i for i, s in enumerate(stages)}
+
+    def mark():
+        peaks.append((watch.mark(), dict(under_way)))
+
+    def enter(stage, *args):
+        mark()
+        if layout.pp == 1:
+            under_way.clear()  # without a pipeline the backward of the micro-batch before is over
+        under_way[place[stage.index]] += 1
+        watch.outside = "forward"
+        before[stage.index] = watch.live - gathered(stage), watch.flops["forward"]
+
+    def leave(stage, *args):
+        i, (live, flops) = place[stage.index], before[stage.index]
+        out["activations", i] = watch.live - gathered(stage) - live
+        out["flops", i] += watch.flops["forward"] - flops
+
+    def marked(backward):  # a pipeline's backward: a whole one, or its second half, which frees the activations
+        def run(stage, *args, full_backward=True, **kwargs):
+            watch.outside = "backward"  # FSDP reduces the gradients after autograd has returned
+            done = backward(stage, *args, **kwargs | ({} if full_backward else {"full_backward": False}))
+            mark()
+            under_way[place[stage.stage_index]] -= full_backward
+            return done
+
+        return run
+
+    with ExitStack() as stack:
+        for stage in stages:
+            stack.callback(stage.register_forward_pre_hook(enter, prepend=True).remove)
+            stack.callback(stage.register_forward_hook(leave).remove)
+        if layout.pp > 1:
+            from torch.distributed.pipelining import PipelineStage
+
+            for name in ("backward_one_chunk", "backward_weight_one_chunk"):
+                stack.enter_context(mock.patch.object(PipelineStage, name, marked(getattr(PipelineStage, name))))
+        yield peaks, mark
+
+
+def observe(stages, optimizers, layout, seq_len: int, n: int, watch: Watch) -> Counter:
+    """Run a training step of n micro-batches (pipeline) or accumulation steps, and measure it, on any kind of tensor.
+
+    Memory is right in the first step of a model only: in later ones FSDP's buffers are there already, and are not counted.
+    A stage is named by its place on this rank. Keys, all but (flops, ..) and (moved, ..) in bytes:
     parameters, gradients, optimizer
     (activations, stage): what one micro-batch leaves for its backward
     peak: at the worst moment, without those activations; update: of the optimizer's step; measured: of all together
@@ -350,44 +238,7 @@ def observe(stages, optimizers, layout, seq_len: int, n: int, watch: Watch) -> C
     batch = SimpleNamespace(tokens=tokens, labels=tokens, positions=torch.arange(seq_len).expand_as(tokens), doc_ids=None)
     params = [p for stage in stages for p in stage.parameters()]
     out, had = Counter(parameters=size_of(params)), optimizer_state(optimizers)
-    before, held, peaks, place = {}, Counter(), [], {s.index: i for i, s in enumerate(stages)}
-
-    def mark():  # the peak since the last mark, and the micro-batches per stage that were under way
-        peaks.append((watch.mark(), dict(held)))
-
-    def enter(stage, *args):
-        mark()
-        if layout.pp == 1:
-            held.clear()  # the backward is over
-        held[place[stage.index]] += 1
-        watch.outside = "forward"
-        before[stage.index] = watch.live - gathered(stage), watch.flops["forward"]
-
-    def leave(stage, *args):
-        i, (live, flops) = place[stage.index], before[stage.index]
-        out["activations", i] = watch.live - gathered(stage) - live
-        out["flops", i] += watch.flops["forward"] - flops
-
-    def ends(backward):  # of the pipeline: a whole one, or its second half
-        def run(stage, *args, full_backward=True, **kwargs):
-            watch.outside = "backward"  # FSDP reduces gradients behind it
-            done = backward(stage, *args, **kwargs | ({} if full_backward else {"full_backward": False}))
-            mark()
-            held[place[stage.stage_index]] -= full_backward
-            return done
-
-        return run
-
-    with ExitStack() as stack:
-        for stage in stages:
-            stack.callback(stage.register_forward_pre_hook(enter, prepend=True).remove)
-            stack.callback(stage.register_forward_hook(leave).remove)
-        if layout.pp > 1:
-            from torch.distributed.pipelining import PipelineStage
-
-            for name in ("backward_one_chunk", "backward_weight_one_chunk"):
-                stack.enter_context(mock.patch.object(PipelineStage, name, ends(getattr(PipelineStage, name))))
-        stack.enter_context(watch)
+    with stages_followed(stages, layout, watch, out) as (peaks, mark), watch:
         parallel.forward_backward(stages, batch, layout)
         mark()
         out["gradients"] = size_of(p.grad for p in params)
@@ -409,11 +260,12 @@ def observe(stages, optimizers, layout, seq_len: int, n: int, watch: Watch) -> C
 
 
 def plus(a, factor, b) -> Counter:
-    return Counter({key: a[key] + factor * b[key] for key in {**a, **b}})  # a | b would drop what is negative
+    return Counter({key: a[key] + factor * b[key] for key in {**a, **b}})  # Counter's own operators drop what is negative
 
 
 def measure(stages, optimizers, layout, seq_len: int, n: int) -> Counter:
-    """A step of n micro-batches or accumulation steps from steps of 2 and of 1: each one more costs the same."""
+    """A step of n micro-batches or accumulation steps, computed from a step of 2 and a step of 1: each further one costs the
+    difference."""
     if n <= 2 or layout.cfg.pp_schedule_csv:
         return observe(stages, optimizers, layout, seq_len, n, DryWatch(layout))
     two, one = (observe(stages, optimizers, layout, seq_len, m, DryWatch(layout)) for m in (2, 1))
@@ -426,7 +278,7 @@ def measure(stages, optimizers, layout, seq_len: int, n: int) -> Counter:
 
 def rank_kind(stages):
     """Equal for pipeline ranks that do the same work."""
-    kind = [b.index - a.index == 1 for a, b in pairwise(stages)]  # then nothing travels between them
+    kind = [b.index - a.index == 1 for a, b in pairwise(stages)]  # nothing travels between neighbours on one rank
     for stage in stages:
         recomputed = tuple(isinstance(block.forward, partial) for block in stage.blocks.values())
         shapes = tuple((p.shape, local_tensor(p).shape) for p in stage.parameters())
@@ -434,82 +286,8 @@ def rank_kind(stages):
     return tuple(kind)
 
 
-# ---------------------------------------------------------------- the pipeline's schedule
-LETTERS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
-
-
-def rows_of(cfg, pp: int, n: int, n_stages: int) -> list[list[tuple[str, int, int]]]:
-    """Per pipeline rank its actions in order: (F forward | B backward | I, W its two halves, stage, micro-batch)."""
-    if pp == 1:
-        return [[(kind, 0, m) for m in range(n) for kind in "FB"]]
-    if cfg.pp_schedule_csv:
-        return csv_rows(cfg.pp_schedule_csv)
-    if cfg.pp_schedule in ONE_STAGE_PER_RANK:  # by hand: torch's order of 1F1B is one off on the last rank
-        rows = []
-        for rank in range(pp):
-            ahead = n if cfg.pp_schedule == "GPipe" else min(n, pp - rank)
-            row = [("F", rank, m) for m in range(ahead)]
-            for m in range(n):
-                row.append(("B", rank, m))
-                if ahead + m < n:
-                    row.append(("F", rank, ahead + m))
-            rows.append(row)
-        return rows
-    from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
-
-    rows = []
-    for ops in get_schedule_ops(cfg.pp_schedule, pp, n, n_stages // pp):
-        flat = [a for op in ops if op is not None for a in (op.sub_actions or (op,))]
-        rows.append([(LETTERS.get(a.computation_type.name), a.stage_index, a.microbatch_index) for a in flat])
-        rows[-1] = [a for a in rows[-1] if a[0]]  # not REDUCE_GRAD
-    return rows
-
-
-def simulate(rows, cost=lambda kind, stage: 2 if kind == "B" else 1) -> list[list[tuple]]:
-    """Per rank (start, end, kind, stage, micro-batch), each as early as its place in the row and what it waits for allow."""
-    last = max(stage for row in rows for _, stage, _ in row)
-    done, times, waiting, clock = {}, [[] for _ in rows], [list(row) for row in rows], [0] * len(rows)
-    while any(waiting):
-        moved = False
-        for rank, row in enumerate(waiting):
-            while row:
-                kind, stage, m = row[0]
-                needs = {"F": [("F", stage - 1, m)] if stage else [], "W": [("I", stage, m)]}.get(kind)
-                if needs is None:
-                    needs = [("F", stage, m)] + [("B", stage + 1, m)] * (stage < last)
-                if any(need not in done for need in needs):
-                    break
-                start = max([clock[rank], *(done[need] for need in needs)])
-                clock[rank] = start + cost(kind, stage)
-                times[rank].append((start, clock[rank], *row.pop(0)))
-                done["B" if kind == "I" else kind, stage, m] = clock[rank]
-                if kind == "I":
-                    done[kind, stage, m] = clock[rank]
-                moved = True
-        assert moved, f"the schedule waits for itself: {[row[:1] for row in waiting]}"
-    return times
-
-
-def duration(times) -> float:
-    return max(row[-1][1] for row in times)
-
-
-def bubble(times) -> float:
-    """Share of the ranks' time in which they wait."""
-    return 1 - sum(e - s for row in times for s, e, *_ in row) / (len(times) * duration(times))
-
-
-def in_flight(row, ids: list[int], step: Counter) -> int:
-    """Most bytes of activations that a rank with the stages `ids` holds: from a micro-batch's forward to its backward's end."""
-    now = most = 0
-    for kind, stage, _ in row:
-        now += {"F": 1, "I": 0}.get(kind, -1) * step["activations", ids.index(stage)]
-        most = max(most, now)
-    return most
-
-
 # ---------------------------------------------------------------- --dry_run: the report
-DEVICES = (80, 141, 192)  # GB, of 10^9 bytes: what is left to a gibibyte is the driver's, NCCL's and the allocator's
+DEVICES = (80, 141, 192)  # sizes in GB of 10^9 bytes. They have as many GiB, but driver, NCCL and allocator take the rest
 
 
 @dataclass
@@ -519,7 +297,7 @@ class Rank:
     stages: list
     step: Counter  # see observe
     same_as: int | None = None  # an earlier rank that does the same work
-    activations: int = 0  # bytes, of all micro-batches that are under way at the worst moment
+    activations: int = 0  # bytes of all micro-batches between their forward and backward, at the worst moment
     peak: int = 0
 
     @property
@@ -579,7 +357,7 @@ def make_report(main, cfg) -> Report:
 
 
 def table(rows: list[list], right=True) -> str:
-    """Columns as wide as their widest cell, flush right but for the first."""
+    """Text with columns as wide as their widest cell; all but the first are flush right, or none."""
     widths = [max(len(str(row[i])) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:
