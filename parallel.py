@@ -9,9 +9,13 @@ One process drives one device. The processes form a grid with one named axis per
     cp            context: each rank holds a part of every sequence; FSDP shards over cp as well
     tp            tensor: each rank holds a part of every matrix, and between blocks a part of the sequence
 
-Whatever the grid, the model trained is the same, because of five rules: the same weights (init_weights), the same data
-(data.py), the same loss (count_tokens, forward_backward), the same gradient norm (clip_grad_norm), the same code path
-(shard wraps the model even on one device, unless that computes in float32).
+Whatever the grid, the same model is trained, because of five rules:
+
+    1. same weights        how a parameter starts depends on the seed and its name only (init_weights)
+    2. same data           the global batch of a step is the same in every layout; a rank takes its part of it (data.py, inputs)
+    3. same loss           sum of token losses / tokens of the global batch, never a mean of means (count_tokens)
+    4. same gradient norm  every gradient counts once, however many ranks hold it (clip_grad_norm)
+    5. same code path      FSDP wraps the model even on one device, unless that computes in float32 (shard)
 
 What this file stands on is in distributed/: the flags and the numbers of a layout (layout.py), what is refused (refusals.py),
 how processes start and end (launch.py), pipelines (pipeline.py), experts (experts.py), 8-bit matmuls (float8.py).
