@@ -123,7 +123,8 @@ def check_first_batch(batch, layout: Layout) -> None:
 def reduce_hash(share: str, layout: Layout) -> str:
     """Hash of the tokens and labels of the global batch, on every rank: the sum of the data ranks' hashes (data.py), so it is
     the same in every layout."""
-    speaks = layout.rank < layout.world_size // layout.pp and layout.rank % (layout.cp * layout.tp) == 0  # one per data rank
-    total = torch.tensor(int(share, 16) * speaks)  # on the host, so that no device waits for it
+    # of the ranks with the same sequences the first pp, cp and tp rank adds the hash
+    is_first = layout.rank < layout.world_size // layout.pp and layout.rank % (layout.cp * layout.tp) == 0
+    total = torch.tensor(int(share, 16) * is_first)  # on the host, so that nothing waits for the device
     dist.all_reduce(total)
     return f"{total.item() % 2**48:012x}"

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from distributed.layout import Layout, dtype_of_compute
+from distributed.refusals import runs_on_cuda
 from models.attention import sdpa
 from support.config import GPU, Need, flag, usage_error
 
@@ -46,7 +47,7 @@ def connect(layout: Layout, device: str = "auto", seed: int = 0, trace: str = "t
     if cfg.deterministic:
         env["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read when CUDA starts
         torch.use_deterministic_algorithms(True)
-    if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
+    if runs_on_cuda(device):
         layout.device = torch.device("cuda", local_rank)
         torch.cuda.set_device(layout.device)
         backend = "cpu:gloo,cuda:nccl"
@@ -62,7 +63,7 @@ def connect(layout: Layout, device: str = "auto", seed: int = 0, trace: str = "t
         env |= {"TORCH_NCCL_TRACE_BUFFER_SIZE": "20000", "TORCH_FR_BUFFER_SIZE": "20000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
         env |= {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{trace}/rank_", "TORCH_FR_DUMP_TEMP_FILE": f"{trace}/rank_"}
     if "RANK" in env:
-        # torchrun's agent holds the store, if it says so
+        # torchrun's agent keeps the store and says so in this variable; other launchers leave that to rank 0
         is_master = env.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and layout.rank == 0
         timeout = datetime.timedelta(seconds=cfg.init_timeout_s)
         store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), layout.world_size, is_master, timeout=timeout)
