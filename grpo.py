@@ -18,7 +18,7 @@ One step of the algorithm, with the numbers that the code below carries:
 
 The same command again continues the run; it writes runs/grpo/{config.json, metrics.jsonl, samples.jsonl, checkpoints/},
 and with --kl_coef the initial policy, reference/.
-Own tasks: --env my_env.py, see environments.py. Read next: rollouts.py, rollout() in generate.py, models/loss.py.
+Own tasks: --env my_env.py, see rl/environments.py. Read next: rl/rollouts.py, rl/decoding.py, models/loss.py.
 """
 import hashlib
 import json
@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+import parallel
 from checkpoint import CheckpointConfig, Checkpoints, saved_model
 from distributed.checks import check_model, check_replicas
 from distributed.experts import balance_experts, expert_parallel
@@ -46,37 +47,14 @@ from models.attention import sdpa
 from models.llama3 import Llama3Config
 from models.loss import token_logprobs
 from models.qwen3 import Qwen3Config
-from parallel import (
-    TP_STYLES,
-    checkpoint_activations,
-    clip_grad_norm,
-    context_parallel,
-    init_weights,
-    make_mesh,
-    reduce_loss,
-    reshards,
-    sequence_index,
-    shard,
-    tensor_parallel,
-    vocab_parallel_loss,
-)
+from parallel import clip_grad_norm, make_mesh, reduce_loss
+from rl import rollouts
 from rl.environments import draw_task, held_out_tasks, leave_out_long, open_env, supervised_sample
-from rl.rollouts import (
-    Generators,
-    InPlace,
-    generate_forever,
-    made_with,
-    open_bridge,
-    reshard,
-    sample_groups,
-    still_valid,
-    unknown_ids,
-    unshard,
-)
-from support.config import Need, check_range, flag, override_fields, parse_config, save_config, usage_error
-from support.hf import check_export, check_hf_config, read_hf_config, save_hf
+from support.config import Need, check_range, flag, override_fields, parse_config, save_config
+from support.hf import check_export, check_hf_config, read_hf_config
 from support.manifest import is_hf_folder, newest_readable, step_folders
 from support.metrics import Metrics, MetricsConfig, drop_lines_from
+from support.optim import set_lr
 from support.resume import check_run, lock_run
 from support.text import Text
 
@@ -143,6 +121,42 @@ class Config(ParallelConfig, LaunchConfig, CheckpointConfig, MetricsConfig):
     log_every: int = 10  # steps between printed lines, and between samples in samples.jsonl; metrics.jsonl has every step
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto = a GPU if there is one
 
+    def __post_init__(self):
+        """Raises ValueError for what grpo.py itself cannot do, with the reason. check_layout sees the flags with the model."""
+        super().__post_init__()
+        check_range(self, 1, math.inf, "steps", "prompts_per_step", "group_size", "minibatches", "max_new_tokens",
+                    "local_batch_size", "rollout_rows", "rollout_timeout_s", "eval_n", "eval_k")
+        check_range(self, 0, math.inf, "lr", "sft_lr", "eps", "weight_decay", "max_norm", "kl_coef", "tis", "clip_low",
+                    "clip_high")
+        check_range(self, 0, 1, "beta1", "beta2", "min_lr_ratio")
+        n, layouts = int(os.environ.get("WORLD_SIZE", 1)), any(getattr(self, axis) > 1 for axis in AXES)
+        for wrong, message in [
+            (self.pp > 1, f"--pp {self.pp}: a new token needs all layers, so a pipeline would idle; use --tp, --dp_shard or "
+             "--cp"),
+            (not self.loss_parallel, "--no-loss_parallel: under tp the log-probabilities of a token are always split over the "
+             "vocabulary; leave it out"),
+            (self.compile, "--compile: rollouts change their shapes with every token; leave it out"),
+            (self.temperature <= 0, f"--temperature {self.temperature} must be above 0: greedy samples are all the same"),
+            (self.prompts_per_step % self.minibatches,
+             f"--minibatches {self.minibatches} does not divide --prompts_per_step {self.prompts_per_step}"),
+            (self.group_size == 1, "--group_size 1: an advantage is a reward compared with others of the same prompt, so it "
+             "would be 0; use 2 or more"),
+            (self.max_new_tokens >= self.seq_len, f"--max_new_tokens {self.max_new_tokens} leaves no room for a prompt in "
+             f"--seq_len {self.seq_len}, which holds both; raise --seq_len or lower --max_new_tokens"),
+            (self.batch_invariant and (self.tp > 1 or self.cp > 1 or self.ep > 1), "--batch_invariant: sums over tp, cp or ep "
+             "ranks round differently in decoding and in training; leave these out"),
+            (self.tis and self.cp > 1 and self.minibatches > 1,
+             "--tis with --cp and --minibatches is not there; use --minibatches 1"),
+            (self.env == "gsm8k" and not self.env_data, "--env gsm8k needs --env_data FILE.jsonl, its problems"),
+            (self.plot and "RANK" not in os.environ and layouts, "--plot without torchrun draws layouts, which train_*.py "
+             "does; grpo.py draws the rewards of a run: start it with torchrun"),
+            (self.optimizer_in_backward, "--optimizer_in_backward: the loss is divided after the last backward; leave it out"),
+            (self.gen_ranks and not 0 < self.gen_ranks < n, f"--gen_ranks {self.gen_ranks} must leave a process to train: "
+             f"{n} were started, use torchrun --nproc_per_node"),
+        ]:
+            if wrong:
+                raise ValueError(message)
+
 
 # ---------------------------------------------------------------- the policy
 def model_of(cfg: Config, vocab_size: int):
@@ -165,30 +179,29 @@ def model_of(cfg: Config, vocab_size: int):
 
 
 def build_policy(cfg: Config, layout, Model, model_config, unknown=None):
-    """The model on its devices, ready for both halves: called with labels it returns (log-probabilities, entropy), (B, T)."""
+    """The model on its devices, for both halves: called with labels it returns (log-probabilities, entropy), (B, T/cp) each.
+
+    unknown: see unknown_ids(). The log-probabilities are at the temperature that samples, or the ratio of a sample to itself
+    would not be 1.
+    """
     with torch.device("meta"):
         model = Model(model_config)
-    check_model(model, layout, TP_STYLES)
-    tensor_parallel(model, layout)
+    check_model(model, layout, parallel.TP_STYLES)
+    parallel.tensor_parallel(model, layout)
     expert_parallel(model, layout)
-    context_parallel(model, layout)
-    checkpoint_activations(model, layout)
-    shard(model, layout)
-    init_weights(model, layout, cfg.seed)
-    mesh = layout.mesh["tp"] if layout.tp > 1 else None
-    model.token_loss = partial(sampled_logprobs, temperature=cfg.temperature, mesh=mesh, unknown=unknown)
-    model.unknown_ids = unknown
+    parallel.context_parallel(model, layout)
+    parallel.checkpoint_activations(model, layout)
+    parallel.shard(model, layout)
+    parallel.init_weights(model, layout, cfg.seed)
+    logprobs = partial(token_logprobs, unknown=unknown)
+    if layout.tp > 1:
+        logprobs = partial(parallel.vocab_parallel_loss, mesh=layout.mesh["tp"], loss=token_logprobs, unknown=unknown)
+    model.token_loss = lambda h, weight, labels, denom: logprobs(h, weight, labels, cfg.temperature)
     if cfg.batch_invariant:
         model.make_attend = fixed_shape_attention
-    model.index, model.n_stages, model.reshards = 0, 1, reshards(layout)  # a pipeline of one stage
+    model.unknown_ids, model.index, model.n_stages = unknown, 0, 1  # a pipeline of one stage
+    model.reshards = parallel.reshards(layout)
     return model
-
-
-def sampled_logprobs(h, weight, labels, denom, *, temperature, mesh, unknown=None):
-    """The model's token_loss seam. At the temperature that sampled them: otherwise the ratio of a sample to itself is not 1."""
-    if mesh is None:
-        return token_logprobs(h, weight, labels, temperature, unknown=unknown)
-    return vocab_parallel_loss(h, weight, labels, temperature, mesh=mesh, loss=token_logprobs, unknown=unknown)
 
 
 def fixed_shape_attention(positions, doc_ids=None):
@@ -198,6 +211,7 @@ def fixed_shape_attention(positions, doc_ids=None):
     return lambda q, k, v, scale=None: sdpa(q, k, v, mask, scale=scale)
 
 
+# ---------------------------------------------------------------- the algorithm
 def policy_loss(kind, lp, old, mu, advantage, mask, n, clip, tis=0.0, sequence_sum=lambda x: x.sum(1, keepdim=True)):
     """-(objective) of each token (B, T), to be summed and divided by Z; and where the clip cut a gradient off.
 
@@ -237,7 +251,7 @@ def whole_step(parts: list[dict], name: str, weight: str) -> float:
     return sum(part[name] * part[weight] for part in parts) / max(sum(part[weight] for part in parts), 1)
 
 
-def count(kind: str, samples: list[dict], max_new_tokens: int) -> float:
+def loss_denominator(kind: str, samples: list[dict], max_new_tokens: int) -> float:
     """Z of some samples: what the sum of their losses is divided by. Adds up over ranks, micro-batches and calls. A sample
     without a trained token (--mask_truncated) is not counted, whatever the loss."""
     samples = [s for s in samples if any(s["mask"])]
@@ -260,18 +274,27 @@ def overlong_penalty(n: int, longest: int, buffer: int) -> float:
     return -min(max(n - (longest - buffer), 0) / buffer, 1.0) if buffer else 0.0
 
 
+def set_advantages(group: list[dict], cfg: Config):
+    """(4) for the samples of one prompt."""
+    scores = [s["reward"] + overlong_penalty(len(s["ids"]), cfg.max_new_tokens, cfg.overlong_tokens) for s in group]
+    for s, advantage in zip(group, advantages(scores, cfg.std_norm)):
+        s["advantage"] = advantage
+        if cfg.mask_truncated and s["truncated"]:
+            s["advantage"], s["sampled"], s["mask"] = 0.0, s["mask"], [0.0] * len(s["ids"])
+
+
 class Trainer:
-    """The training half, as few calls as the Tinker API has: any loop that has samples with rewards can drive it.
+    """The training half, in few calls: any loop that has samples with rewards can drive it.
 
     A sample is a dict: prompt, ids (token ids), logprobs (mu's, one per id), mask (1.0 where the id is trained), advantage;
     and sampled (1.0 where the model chose the id), if that is not the mask. Every rank is given the same list, and takes its
     share.
     """
 
-    def __init__(self, cfg: Config, layout, model, reference=None, **about):
-        self.cfg, self.layout, self.model, self.reference, self.about = cfg, layout, model, reference, about
+    def __init__(self, cfg: Config, layout, model, reference=None):
+        self.cfg, self.layout, self.model, self.reference = cfg, layout, model, reference
+        self.policy_version, self.denominator = 0, 0.0
         self.new_optimizer()
-        self.policy_version, self.denominator, self.stores = 0, 0.0, {}
 
     def new_optimizer(self):
         cfg = self.cfg
@@ -307,26 +330,30 @@ class Trainer:
         out["advantage"] = torch.tensor([[s["advantage"]] for s in part]).expand(-1, T)
         out["positions"] = torch.arange(T).expand(len(part), -1)
         if layout.cp > 1:
-            index = sequence_index(T, layout.cp, layout.coordinate("cp"))
+            index = parallel.sequence_index(T, layout.cp, layout.coordinate("cp"))
             out = {name: x.index_select(1, index) for name, x in out.items()}
         return {name: x.to(layout.device) for name, x in out.items()}
+
+    def forward(self, model, b):
+        """(log-probabilities, entropy) of the labels, (B, T/cp) each."""
+        return model(b["tokens"], labels=b["labels"], positions=b["positions"])
 
     @torch.no_grad()
     def score(self, samples) -> dict:
         """The proof, see compare(), of samples that are not trained now. With --tis it also leaves their log-probabilities in
         them: for several updates on the same samples, ratios are against the policy before the first of them."""
-        sums, worst = 0, torch.zeros((), device=self.layout.device)
+        found = []
         for part, b in self.microbatches(samples):
-            lp, entropy = self.model(b["tokens"], labels=b["labels"], positions=b["positions"])
-            more, difference = compare(lp, entropy, b)
-            sums, worst = sums + more, torch.maximum(worst, difference)
+            lp, entropy = self.forward(self.model, b)
+            found.append(compare(lp, entropy, b))
             for s, row in zip(part, lp.tolist()) if self.cfg.tis and self.cfg.minibatches > 1 else ():
                 s["old"] = row[len(s["prompt"]) - 1 :][: len(s["ids"])]
-        reshard(self.model)
-        return self.proof(sums, worst)
+        rollouts.reshard(self.model)
+        return self.proof(found)
 
-    def proof(self, sums, worst) -> dict:
-        """What compare() found on all ranks, as means over `tokens` sampled tokens."""
+    def proof(self, found) -> dict:
+        """What compare() found in the micro-batches of all ranks, as means over `tokens` sampled tokens."""
+        sums, worst = sum(sums for sums, _ in found), torch.stack([worst for _, worst in found]).max()
         dist.all_reduce(sums)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         *sums, tokens = sums.tolist()
@@ -340,7 +367,7 @@ class Trainer:
             dist.all_reduce(x, group=self.layout.group("cp"))
         return x
 
-    def forward_backward(self, samples, loss: str = "", counted=None) -> dict:
+    def train_on(self, samples, loss: str = "", counted=None) -> dict:
         """(5) Add the gradient of the summed loss. N calls are one call on the union: optim_step() divides, once.
 
         counted: what the denominator counts, where that is more than `samples`: others whose gradient is known to be 0.
@@ -348,41 +375,38 @@ class Trainer:
         """
         cfg, layout, model, kind = self.cfg, self.layout, self.model, loss or self.cfg.loss
         usual = CLIP.get(kind, (0.0, 0.0))
-        clip = [given if given is not None else default for given, default in zip((cfg.clip_low, cfg.clip_high), usual)]
+        clip = [default if given is None else given for given, default in zip((cfg.clip_low, cfg.clip_high), usual)]
         tis, kl_coef = (0.0, 0.0) if kind == "sft" else (cfg.tis, cfg.kl_coef)
-        batches = list(self.microbatches(samples))
+        batches, found = list(self.microbatches(samples)), []
         sums = torch.zeros(2, dtype=torch.float64, device=layout.device)
-        compared = torch.zeros(4, dtype=torch.float64, device=layout.device)
-        worst = torch.zeros((), device=layout.device)
         for i, (_, b) in enumerate(batches):
             last = i == len(batches) - 1
             if isinstance(model, FSDPModule):
                 model.set_requires_gradient_sync(last)  # gradients travel once, with the last micro-batch
                 model.set_is_last_backward(last)
                 model.set_reshard_after_backward(last, recurse=not model.reshards)
-            lp, entropy = model(b["tokens"], labels=b["labels"], positions=b["positions"])  # (B, T/cp), both
+            lp, entropy = self.forward(model, b)
             assert lp.dtype == torch.float32, lp.dtype
             mask, mu, old = b["mask"], b["mu"], lp.detach() if tis and cfg.minibatches == 1 else b["old"]
             per_token, clipped = policy_loss(kind, lp, old, mu, b["advantage"], mask, b["n"], clip, tis, self.sequence_sum)
             if kl_coef:  # k3, 2402.03300 (4), weighted like the rest
                 with torch.no_grad():
-                    ref, _ = self.reference(b["tokens"], labels=b["labels"], positions=b["positions"])
+                    ref, _ = self.forward(self.reference, b)
                 k3 = (ref - lp).exp() - (ref - lp) - 1
                 per_token = per_token + kl_coef * k3 * mask / (b["n"] if kind in ("grpo", "gspo") else 1)
             per_token.sum().backward()
             sums += torch.stack([x.detach().sum().double() for x in (per_token, clipped)])
-            more, difference = compare(lp.detach(), entropy, b)
-            compared, worst = compared + more, torch.maximum(worst, difference)
-        z = count(kind, counted or samples, cfg.max_new_tokens)
+            found.append(compare(lp.detach(), entropy, b))
+        z = loss_denominator(kind, counted or samples, cfg.max_new_tokens)
         self.denominator += z
-        mine = count(kind, [s for part, _ in batches for s in part], cfg.max_new_tokens)
+        mine = loss_denominator(kind, [s for part, _ in batches for s in part], cfg.max_new_tokens)
         total, loss_max = reduce_loss(torch.stack([sums[0], sums[0] / max(mine, 1)]) / layout.tp, layout)
         dist.all_reduce(sums)
-        proof = self.proof(compared, worst)
+        proof = self.proof(found)
         return proof | dict(loss=total.item() / max(z, 1), loss_max=loss_max.item(), denominator=z,
                             clip_share=sums[1].item() / max(proof["tokens"], 1))
 
-    def optim_step(self, lr: float | None = None, update=True) -> dict:
+    def optim_step(self, lr: float, update=True) -> dict:
         """(6) One update with the gradients of all calls since the last, which are gone then; (7) the version is one on."""
         grads = [local_tensor(p.grad) for p in self.model.parameters() if p.grad is not None]
         torch._foreach_mul_(grads, 1 / max(self.denominator, 1))
@@ -390,43 +414,50 @@ class Trainer:
         if not norm.isfinite():
             raise RuntimeError(f"gradient norm {norm.item()} at policy version {self.policy_version}; weights unchanged")
         if update:
-            for group in self.optimizer.param_groups:
-                group["lr"] = self.cfg.lr if lr is None else lr
+            set_lr([self.optimizer], lr)
             self.optimizer.step()
         self.optimizer.zero_grad()
         self.denominator = 0.0
         self.policy_version += 1
         return {"grad_norm": norm.item(), "policy_version": self.policy_version}
 
-    def store(self, path: str) -> Checkpoints:
-        if path not in self.stores:
-            self.stores[path] = Checkpoints(self.cfg, path, modules=[self.model], optimizer=self.optimizer, **self.about)
-        return self.stores[path]
 
-    def save_checkpoint(self, path: str, state: dict | None = None, step: int | None = None, **options):
-        """Write <path>/checkpoints/step-<step or version>: weights, optimizer, version, and JSON that the loop wants back."""
-        state = (state or {}) | {"policy_version": self.policy_version}
-        self.store(path).save(self.policy_version if step is None else step, state, **options)
+def update_policy(trainer: Trainer, groups: list[list[dict]], lr: float, step: int) -> dict:
+    """(5) and (6) of one step: an update for each of --minibatches parts of its groups. Returns the numbers of the step."""
+    cfg, size = trainer.cfg, len(groups) // trainer.cfg.minibatches
+    parts = [sum(groups[i : i + size], []) for i in range(0, len(groups), size)]
+    # Groups of equal rewards have no gradient, so they need no backward; they stay in the denominator.
+    kept = [part if cfg.kl_coef else [s for s in part if s["advantage"] != 0] or part[: cfg.group_size] for part in parts]
+    # The proof is of all that was sampled, and made before the first update: after it the policy is another.
+    at_once = {id(s) for s in kept[0]}
+    rest, updates = [s for part in parts for s in part if id(s) not in at_once], []
+    proofs = [trainer.score(rest)] if rest else []
+    if cfg.tis and cfg.minibatches > 1:
+        trainer.score(kept[0])
+    for part, some in zip(parts, kept):
+        found = trainer.train_on(some, counted=part)
+        if not updates:
+            proofs.append(found)
+            proof = {name: whole_step(proofs, name, "tokens") for name in ("logprob_k3", "ratio_outside", "entropy")}
+            if cfg.abort_k3 and proof["logprob_k3"] > cfg.abort_k3:
+                raise RuntimeError(f"step {step}: logprob_k3 {proof['logprob_k3']:.3g} is above --abort_k3 {cfg.abort_k3}: "
+                                   "the generator does not sample from the policy that is trained")
+        updates.append(found | trainer.optim_step(lr, update=cfg.control != "frozen"))
+    return proof | dict(
+        logprob_max_diff=max(p["logprob_max_diff"] for p in proofs), loss=whole_step(updates, "loss", "denominator"),
+        loss_max=max(u["loss_max"] for u in updates), grad_norm=sum(u["grad_norm"] for u in updates) / len(updates),
+        clip_share=sum(u["clip_share"] * u["tokens"] for u in updates) / sum(p["tokens"] for p in proofs),
+        policy_version=trainer.policy_version)
 
-    def load_checkpoint(self, path: str) -> dict | None:
-        """Continue from the newest checkpoint in path, or take the weights of --init_from; the loop's state, or None."""
-        state = self.store(path).load()
-        self.policy_version = state["policy_version"] if state else 0
-        return state
 
-    def push_weights(self):
-        """(7) The next rollouts use this version: the generator is this very module, or gets a copy in Generators.submit()."""
-        unshard(self.model)
-
-
-# ---------------------------------------------------------------- warm-up and evaluation
-def warm_up(trainer, cfg: Config, env, text):
+# ---------------------------------------------------------------- warm-up, reference, evaluation
+def warm_up(trainer: Trainer, env, text):
     """A model that begins at random first imitates some answers, so that some of its samples earn a reward at all."""
-    recent, step, fits = [], -1, partial(text.fits, seq_len=cfg.seq_len)
+    cfg, recent, step = trainer.cfg, [], -1
     for step in range(cfg.sft_steps):
-        tasks = [draw_task(env, f"sft/{cfg.seed}", 128 * step + i, fits) for i in range(128)]
-        metrics = trainer.forward_backward([supervised_sample(env, text, *task) for task in tasks], "sft")
-        recent = [*recent[-3:], metrics["loss"]]
+        tasks = [draw_task(env, f"sft/{cfg.seed}", 128 * step + i, partial(text.fits, seq_len=cfg.seq_len)) for i in range(128)]
+        found = trainer.train_on([supervised_sample(env, text, *task) for task in tasks], "sft")
+        recent = [*recent[-3:], found["loss"]]
         trainer.optim_step(cfg.sft_lr * min(1, (step + 1) / 10))
         if sum(recent) / len(recent) < cfg.sft_loss:
             break
@@ -436,17 +467,17 @@ def warm_up(trainer, cfg: Config, env, text):
         print(f"supervised warm-up: {step + 1} steps, loss {recent[-1]:.3f}" if recent else "no supervised warm-up", flush=True)
 
 
-def keep_reference(cfg: Config, layout, reference, model, is_new: bool, about: dict):
+def keep_reference(trainer: Trainer, is_new: bool, about: dict):
     """--kl_coef: the policy that this run began with. A new run writes <out>/reference, a continued one reads it."""
-    folder = f"{cfg.out}/reference"
+    cfg, folder = trainer.cfg, f"{trainer.cfg.out}/reference"
     if is_new:
-        reshard(model)
-        for ours, theirs in zip(reference.state_dict().values(), model.state_dict().values(), strict=True):
+        rollouts.reshard(trainer.model)
+        for ours, theirs in zip(trainer.reference.state_dict().values(), trainer.model.state_dict().values(), strict=True):
             ours.copy_(theirs)
-        if layout.rank == 0:
+        if trainer.layout.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)  # of a run that ended before its first checkpoint
     plain = replace(cfg, init_from="", load_step=-1, exclude_from_loading=[], checkpoint_async="off")
-    store = Checkpoints(plain, folder, modules=[reference], optimizer=[], **about)
+    store = Checkpoints(plain, folder, modules=[trainer.reference], optimizer=[], **about)
     if is_new:
         store.save(0, {}, last=True)
     else:
@@ -454,65 +485,95 @@ def keep_reference(cfg: Config, layout, reference, model, is_new: bool, about: d
     store.close()
 
 
-def evaluate(trainer, cfg: Config, env, text, prompts: list[str]) -> dict:
-    """Held-out prompts: mean reward of samples (pass@1) and of greedy ones, share with a full reward among k (pass@k)."""
-    trainer.push_weights()
-    task = (cfg, env, text, trainer.layout, trainer.model, [(f"eval/{i}", prompt) for i, prompt in enumerate(prompts)])
-    samples = sample_groups(*task, cfg.eval_k, cfg.temperature)
-    greedy = sample_groups(*task, 1, 0.0)
-    reshard(trainer.model)
+def evaluate_policy(trainer: Trainer, env, text, prompts: list[str], metrics: Metrics, step: int):
+    """Held-out prompts, if it is time for them: mean reward of samples (pass@1) and of greedy ones, share with a full reward
+    among k (pass@k). A line of metrics.jsonl, and one on the screen."""
+    cfg, layout = trainer.cfg, trainer.layout
+    if not cfg.eval_every or step % cfg.eval_every and step != cfg.steps:
+        return
+    tasks = [(f"eval/{i}", prompt) for i, prompt in enumerate(prompts)]
+    with rollouts.gathered(trainer.model):
+        samples = rollouts.sample_groups(cfg, env, text, layout, trainer.model, tasks, cfg.eval_k, cfg.temperature)
+        greedy = rollouts.sample_groups(cfg, env, text, layout, trainer.model, tasks, 1, 0.0)
     rewards = [s["reward"] for s in samples]
     best = [max(rewards[i : i + cfg.eval_k]) for i in range(0, len(rewards), cfg.eval_k)]
-    return {"eval_reward": sum(rewards) / len(rewards), "eval_greedy": sum(s["reward"] for s in greedy) / len(greedy),
+    line = {"eval_reward": sum(rewards) / len(rewards), "eval_greedy": sum(s["reward"] for s in greedy) / len(greedy),
             "eval_pass_at_k": sum(r >= 1 for r in best) / len(best), "eval_n": len(prompts), "eval_k": cfg.eval_k}
+    if layout.rank == 0:
+        metrics.write({"step": step} | line)
+        print(f"step {step}/{cfg.steps}  eval_reward {line['eval_reward']:.4f}  greedy {line['eval_greedy']:.4f}  "
+              f"pass@{cfg.eval_k} {line['eval_pass_at_k']:.4f}  ({len(prompts)} held-out prompts)", flush=True)
 
 
+# ---------------------------------------------------------------- the run
 def lr_at(step: int, cfg: Config) -> float:
     """Share of the peak learning rate at a step (from 1): linear warmup, then linear decay."""
     decay = 1 - (step - 1) / cfg.steps * (1 - cfg.min_lr_ratio)
     return min(step / max(cfg.warmup_steps, 1), 1.0) * decay
 
 
-def check_flags(cfg: Config):
-    """Raises ValueError for what grpo.py itself cannot do, with the reason."""
-    at_least_1 = ("steps", "prompts_per_step", "group_size", "minibatches", "max_new_tokens", "local_batch_size",
-                  "rollout_rows", "rollout_timeout_s", "eval_n", "eval_k")
-    if wrong := [f"--{name} {getattr(cfg, name)}" for name in at_least_1 if getattr(cfg, name) < 1]:
-        raise ValueError(f"{', '.join(wrong)} must be at least 1")
-    check_range(cfg, 0, math.inf, "lr", "sft_lr", "eps", "weight_decay", "max_norm", "kl_coef", "tis", "clip_low", "clip_high")
-    check_range(cfg, 0, 1, "beta1", "beta2", "min_lr_ratio")
-    for wrong, message in [
-        (cfg.pp > 1, f"--pp {cfg.pp}: a new token needs all layers, so a pipeline would idle; use --tp, --dp_shard or --cp"),
-        (not cfg.loss_parallel, "--no-loss_parallel: under tp the log-probabilities of a token are always split over the "
-         "vocabulary; leave it out"),
-        (cfg.compile, "--compile: rollouts change their shapes with every token; leave it out"),
-        (cfg.temperature <= 0, f"--temperature {cfg.temperature} must be above 0: greedy samples are all the same"),
-        (cfg.prompts_per_step % cfg.minibatches, f"--minibatches {cfg.minibatches} does not divide --prompts_per_step "
-         f"{cfg.prompts_per_step}"),
-        (cfg.group_size == 1, "--group_size 1: an advantage is a reward compared with others of the same prompt, so it would "
-         "be 0; use 2 or more"),
-        (cfg.max_new_tokens >= cfg.seq_len, f"--max_new_tokens {cfg.max_new_tokens} leaves no room for a prompt in --seq_len "
-         f"{cfg.seq_len}, which holds both; raise --seq_len or lower --max_new_tokens"),
-        (cfg.batch_invariant and (cfg.tp > 1 or cfg.cp > 1 or cfg.ep > 1), "--batch_invariant: sums over tp, cp or ep ranks "
-         "round differently in decoding and in training; leave these out"),
-        (cfg.tis and cfg.cp > 1 and cfg.minibatches > 1, "--tis with --cp and --minibatches is not there; use --minibatches 1"),
-        (cfg.env == "gsm8k" and not cfg.env_data, "--env gsm8k needs --env_data FILE.jsonl, its problems"),
-        (cfg.plot and "RANK" not in os.environ and any(getattr(cfg, axis) > 1 for axis in AXES), "--plot without torchrun "
-         "draws layouts, which train_*.py does; grpo.py draws the rewards of a run: start it with torchrun"),
-        (cfg.optimizer_in_backward, "--optimizer_in_backward: the loss is divided after the last backward; leave it out"),
-        (cfg.gen_ranks and not 0 < cfg.gen_ranks < int(os.environ.get("WORLD_SIZE", 1)), f"--gen_ranks {cfg.gen_ranks} must "
-         f"leave a process to train: {os.environ.get('WORLD_SIZE', 1)} were started, use torchrun --nproc_per_node"),
-    ]:
-        if wrong:
-            raise ValueError(message)
+def check_own_run(cfg: Config, Model, model_config) -> dict:
+    """May --out go on, and --export_hf be written? Raises ValueError; returns what a continued run must not change."""
+    model = {"module": Model.__module__, "class": Model.__name__, **asdict(model_config)}
+    identity = {"model": model, "data": {"env": cfg.env, "seed": cfg.seed}, "optimizer": {"name": "adamw"}}
+    check_run(cfg.out, identity, cfg, lr_at)
+    if cfg.kl_coef and step_folders(cfg.out) and not step_folders(f"{cfg.out}/reference"):
+        raise ValueError(f"--kl_coef {cfg.kl_coef}: {cfg.out} has not kept its initial policy: it was begun without this "
+                         "flag, or by an older grpo.py; leave it out, or use --out NEW")
+    if cfg.export_hf and all(step < cfg.steps for step, _ in step_folders(cfg.out)):
+        check_export(cfg.export_hf, Model, model_config)
+    return identity
+
+
+def introduce(cfg: Config, layout, identity: dict, n_params: int, n_too_long: int, n_held_out: int, done: int):
+    """What rank 0 says and writes before the loop. done: steps of this run so far."""
+    if done < cfg.steps:  # config.json has the flags of a start that trains: what a finished run was trained with stays
+        save_config(cfg, f"{cfg.out}/config.json", {"torch": torch.__version__, "world_size": layout.world_size, **identity})
+    print(f"{cfg.env}: {n_params:,} parameters | {layout} on {layout.device.type}, {str(layout.compute_dtype)[6:]} | "
+          f"{cfg.prompts_per_step} prompts x {cfg.group_size} samples per step, "
+          f"{'in place' if not cfg.gen_ranks else f'by {cfg.gen_ranks} generator ranks'}", flush=True)
+    if n_too_long:
+        print(f"{n_too_long:,} problems are left out: with their prompts --seq_len {cfg.seq_len} leaves no room to answer")
+    if cfg.eval_every and n_held_out < cfg.eval_n:
+        print(f"--eval_n {cfg.eval_n}: there are {n_held_out} different held-out prompts, all of which are used")
+    if done >= cfg.steps:
+        print(f"{cfg.out} is finished: {done} of {cfg.steps} steps are done; use a larger --steps, or --out NEW")
+    drop_lines_from(f"{cfg.out}/samples.jsonl", done + 1)
+
+
+def sample_numbers(groups: list[list[dict]], batch: dict) -> dict:
+    """What metrics.jsonl says of the samples of a step."""
+    samples = sum(groups, [])
+    rewards, lengths = torch.tensor([s["reward"] for s in samples]), torch.tensor([len(s["ids"]) for s in samples]).float()
+    equal = [len({s["reward"] for s in group}) == 1 for group in groups]
+    failed = [flat and group[0]["reward"] == 0 for flat, group in zip(equal, groups)]
+    seconds = batch["ended"] - batch["began"]
+    return dict(
+        reward_mean=rewards.mean(), reward_std=rewards.std(unbiased=False), prompts_drawn=batch["drawn"],
+        prompts_too_long=batch["too_long"], zero_variance_groups=torch.tensor(equal).float().mean(),
+        all_failed_groups=sum(failed) / len(groups),
+        length_mean=lengths.mean(), length_max=lengths.max(), truncated=sum(s["truncated"] for s in samples) / len(samples),
+        rollout_s=seconds, rollout_tokens_per_second=lengths.sum() / max(seconds, 1e-9), rollout_began=batch["began"],
+        rollout_ended=batch["ended"])
+
+
+def show_step(cfg: Config, step: int, line: dict, group: list[dict], text):
+    """One line on the screen, and some samples of one prompt in samples.jsonl."""
+    print(f"step {step}/{cfg.steps}  reward {line['reward_mean']:.3f}  loss {line['loss']:+.4f}  entropy {line['entropy']:.3f}"
+          f"  length {line['length_mean']:.1f}  equal {line['zero_variance_groups']:.0%}  k3 {line['logprob_k3']:.0e}"
+          f"  grad_norm {line['grad_norm']:.3f}  rollout {line['rollout_s']:.2f} s  train {line['train_s']:.2f} s"
+          + f"  {line['prompts_too_long']} prompts too long" * (line["prompts_too_long"] > 0), flush=True)
+    with open(f"{cfg.out}/samples.jsonl", "a") as file:
+        for s in group[:4]:
+            shown = {"step": step, "prompt": text.tokenizer.decode(s["prompt"]), "completion": s["text"]}
+            shown |= {k: s[k] for k in ("reward", "advantage", "truncated")}
+            file.write(json.dumps(shown, ensure_ascii=False) + "\n")
 
 
 def main(cfg: Config):
-    # 1. devices
+    # 1. task, model and devices: all that the flags can get wrong is found before anything is built
     if cfg.compute_dtype == "auto" and (cfg.device == "cpu" or not torch.cuda.is_available()):
-        cfg.compute_dtype = "float32"  # these models are small, and the proof is sharper
-
-    # 2. data: tasks and tokens
+        cfg.compute_dtype = "float32"  # these models are small, and trainer and generator agree in more digits
     env = open_env(cfg.env, cfg.env_data)
     text = Text(cfg.init_from, cfg.out, getattr(env, "ALPHABET", string.printable))
     Model, model_config = model_of(cfg, text.tokenizer.get_vocab_size())
@@ -525,86 +586,50 @@ def main(cfg: Config):
     if cfg.batch_invariant or "OMP_NUM_THREADS" not in os.environ and model_config.dim < 512:
         os.environ["OMP_NUM_THREADS"] = "1"  # threads that wait for each other cost a model of this size more than they bring
         torch.set_num_threads(1)
-    model_identity = {"module": Model.__module__, "class": Model.__name__, **asdict(model_config)}
-    identity = {"model": model_identity, "data": {"env": cfg.env, "seed": cfg.seed}, "optimizer": {"name": "adamw"}}
-    check_run(cfg.out, identity, cfg, lr_at)
-    if cfg.kl_coef and step_folders(cfg.out) and not step_folders(f"{cfg.out}/reference"):
-        raise ValueError(f"--kl_coef {cfg.kl_coef}: {cfg.out} has not kept its initial policy: it was begun without this "
-                         "flag, or by an older grpo.py; leave it out, or use --out NEW")
-    if cfg.export_hf and all(step < cfg.steps for step, _ in step_folders(cfg.out)):
-        check_export(cfg.export_hf, Model, model_config)
-    stop = StopSignal()  # of generators too: those that a Ctrl-C ended would take the step with them
+    identity = check_own_run(cfg, Model, model_config)
+    stop = StopSignal()  # also on generator ranks: if Ctrl-C ended them, the trainers could not finish their step
+
+    # 2. two kinds of ranks: the last --gen_ranks only sample, and stay in the next line until the run ends
     if layout.rank >= n_trainers:
-        return generate_forever(cfg, env, text, Model, model_config, n_trainers)
+        return rollouts.generate_forever(cfg, env, text, Model, model_config, n_trainers)
     lock_run(cfg.out)
     os.makedirs(cfg.out, exist_ok=True)
-    rank0 = layout.rank == 0
-    if rank0:
+    if layout.rank == 0:
         text.save()
     connect(layout, cfg.device, cfg.seed, trace=f"{cfg.out}/trace")
     make_mesh(layout)
     choose_attention(layout, model_config, cfg.seq_len, cfg.local_batch_size)
 
-    # 3. model  4. parallelism
-    unknown = unknown_ids(text, model_config, layout.device)
+    # 3. model, 4. parallelism, 5. optimizer
+    unknown = rollouts.unknown_ids(text, model_config, layout.device)
     model = build_policy(cfg, layout, Model, model_config, unknown)
     reference = build_policy(cfg, layout, Model, model_config, unknown) if cfg.kl_coef else None
-
-    # 5. optimizer
-    about = dict(identity=identity, config=asdict(cfg), source=open(__file__).read(), tokenizer_file=text.file)
-    trainer = Trainer(cfg, layout, model, reference, **about)
+    trainer = Trainer(cfg, layout, model, reference)
 
     # 6. checkpoint: --init_from's weights or the warm-up's, unless there is something to continue
     is_new = not step_folders(cfg.out)
     if not cfg.init_from and is_new:
-        warm_up(trainer, cfg, env, text)
-    state = trainer.load_checkpoint(cfg.out) or {"step": 0, "cursor": 0, "tokens": 0, "batch": None}
+        warm_up(trainer, env, text)
+    about = dict(identity=identity, config=asdict(cfg), source=open(__file__).read(), tokenizer_file=text.file)
+    checkpoints = Checkpoints(cfg, cfg.out, modules=[model], optimizer=trainer.optimizer, **about)
+    state = checkpoints.load() or {"step": 0, "cursor": 0, "tokens": 0, "batch": None, "policy_version": 0}
+    trainer.policy_version, first = state["policy_version"], state["step"] + 1
     if reference is not None:
-        keep_reference(cfg, layout, reference, model, is_new, about)
+        keep_reference(trainer, is_new, about)
     check_replicas([model], layout, flags=asdict(cfg))
-    first = state["step"] + 1
-    if rank0:
-        if state["step"] < cfg.steps:  # what a finished run was trained with stays
-            about_run = {"torch": torch.__version__, "world_size": layout.world_size, **identity}
-            save_config(cfg, f"{cfg.out}/config.json", about_run)
-        print(f"{cfg.env}: {sum(p.numel() for p in model.parameters()):,} parameters | {layout} on {layout.device.type}, "
-              f"{str(layout.compute_dtype)[6:]} | {cfg.prompts_per_step} prompts x {cfg.group_size} samples per step, "
-              f"{'in place' if not cfg.gen_ranks else f'by {cfg.gen_ranks} generator ranks'}", flush=True)
-        if n_too_long:
-            print(f"{n_too_long:,} problems are left out: with their prompts --seq_len {cfg.seq_len} leaves no room to answer")
-        if cfg.eval_every and len(held_out) < cfg.eval_n:
-            print(f"--eval_n {cfg.eval_n}: there are {len(held_out)} different held-out prompts, all of which are used")
-        drop_lines_from(f"{cfg.out}/samples.jsonl", first)
+    if layout.rank == 0:
+        introduce(cfg, layout, identity, sum(p.numel() for p in model.parameters()), n_too_long, len(held_out), state["step"])
 
     # 7. loop
-    if state["step"] >= cfg.steps and rank0:
-        print(f"{cfg.out} is finished: {state['step']} of {cfg.steps} steps are done; use a larger --steps, or --out NEW")
-    bridge = open_bridge(cfg, n_trainers)[1] if cfg.gen_ranks and rank0 else None
-    engine = Generators(trainer, bridge) if cfg.gen_ranks else InPlace(trainer, cfg, env, text, layout)
-    metrics = Metrics(
-        cfg.out, cfg, layout, flops_per_token=model.flops_per_token(cfg.seq_len), first_step=first, steps=cfg.steps,
-        log_every=cfg.log_every, tokens=state["tokens"],
-    )
-    # a batch that is made, but not trained on yet: only with --async_steps 1
-    batch, stopping = still_valid(state["batch"], state.get("made_with"), cfg, rank0), False
-
-    def log_eval(step):
-        if cfg.eval_every and (step % cfg.eval_every == 0 or step == cfg.steps):
-            line = {"step": step} | evaluate(trainer, cfg, env, text, held_out)
-            if rank0:
-                metrics.write(line)
-                print(f"step {step}/{cfg.steps}  eval_reward {line['eval_reward']:.4f}  greedy {line['eval_greedy']:.4f}  "
-                      f"pass@{cfg.eval_k} {line['eval_pass_at_k']:.4f}  ({len(held_out)} held-out prompts)", flush=True)
-
-    def make(cursor):
-        engine.submit(cursor)
-        return engine.collect()
-
+    engine = rollouts.open_engine(trainer, env, text, n_trainers)
+    metrics = Metrics(cfg.out, cfg, layout, flops_per_token=model.flops_per_token(cfg.seq_len), first_step=first,
+                      steps=cfg.steps, log_every=cfg.log_every, tokens=state["tokens"])
+    batch, stopping = rollouts.still_valid(state, cfg, layout.rank == 0), False  # with --async_steps 1 one was sampled ahead
     if first == 1:
-        log_eval(0)
+        evaluate_policy(trainer, env, text, held_out, metrics, 0)
     for step in range(first, cfg.steps + 1):
         # (1) prompts, (2) rollouts, (3) rewards
-        batch = metrics.start_step(iter([batch]) if batch else iter(partial(make, state["cursor"]), None))
+        batch = metrics.start_step(rollouts.next_batch(engine, batch, state["cursor"]))
         ahead = cfg.async_steps and step < cfg.steps
         if ahead:  # the next batch is made while this one is trained on, by the policy of now
             engine.submit(batch["cursor"])
@@ -616,105 +641,46 @@ def main(cfg: Config):
         # (4) advantages
         groups = [samples[i : i + cfg.group_size] for i in range(0, len(samples), cfg.group_size)]
         for group in groups:
-            scores = [s["reward"] + overlong_penalty(len(s["ids"]), cfg.max_new_tokens, cfg.overlong_tokens) for s in group]
-            for s, a in zip(group, advantages(scores, cfg.std_norm)):
-                s["advantage"] = a
-                if cfg.mask_truncated and s["truncated"]:
-                    s["advantage"], s["sampled"], s["mask"] = 0.0, s["mask"], [0.0] * len(s["ids"])
+            set_advantages(group, cfg)
 
         # (5) loss, (6) optimizer
         lr = cfg.lr * lr_at(step, cfg)
-        size = len(groups) // cfg.minibatches
-        parts = [sum(groups[i : i + size], []) for i in range(0, len(groups), size)]
-        # equal rewards: A = 0, no gradient, so no backward; they stay in the denominator
-        kept = [part if cfg.kl_coef else [s for s in part if s["advantage"] != 0] or part[: cfg.group_size] for part in parts]
-        # the proof is of all that was sampled: before the first update, for after it the policy has moved on
-        at_once = {id(s) for s in kept[0]}
-        rest, updates = [s for s in samples if id(s) not in at_once], []
-        proofs = [trainer.score(rest)] if rest else []
-        if cfg.tis and cfg.minibatches > 1:
-            trainer.score(kept[0])
-        for part, some in zip(parts, kept):
-            found = trainer.forward_backward(some, counted=part)
-            if not updates:
-                proofs.append(found)
-                proof = {name: whole_step(proofs, name, "tokens") for name in ("logprob_k3", "ratio_outside", "entropy")}
-                proof["logprob_max_diff"] = max(p["logprob_max_diff"] for p in proofs)
-                if cfg.abort_k3 and proof["logprob_k3"] > cfg.abort_k3:
-                    raise RuntimeError(f"step {step}: logprob_k3 {proof['logprob_k3']:.3g} is above --abort_k3 {cfg.abort_k3}: "
-                                       "the generator does not sample from the policy that is trained")
-            updates.append(found | trainer.optim_step(lr, update=cfg.control != "frozen"))
-        found = dict(
-            loss=whole_step(updates, "loss", "denominator"), loss_max=max(u["loss_max"] for u in updates),
-            grad_norm=sum(u["grad_norm"] for u in updates) / len(updates), policy_version=updates[-1]["policy_version"],
-            clip_share=sum(u["clip_share"] * u["tokens"] for u in updates) / sum(p["tokens"] for p in proofs))
+        found = update_policy(trainer, groups, lr, step)
         balance = balance_experts([model], layout, "none", 0.0) if getattr(model_config, "n_experts", 0) else {}
 
-        # (7) the next policy version
-        trained_until, n_tokens = time.time(), sum(len(s["prompt"]) + len(s["ids"]) for s in samples)
-        metrics.end_step(n_tokens)
-        rewards, lengths = torch.tensor([s["reward"] for s in samples]), torch.tensor([len(s["ids"]) for s in samples]).float()
-        flat = torch.tensor([len({s["reward"] for s in group}) == 1 for group in groups]).float()
-        ids = hashlib.sha256(json.dumps([s["ids"] for s in samples]).encode()).hexdigest()[:16]
-        seconds = batch["ended"] - batch["began"]
-        all_failed = [len({s["reward"] for s in group}) == 1 and group[0]["reward"] == 0 for group in groups]
-        extra = dict(
-            reward_mean=rewards.mean(), reward_std=rewards.std(unbiased=False), zero_variance_groups=flat.mean(),
-            all_failed_groups=sum(all_failed) / len(groups), prompts_drawn=batch["drawn"],
-            prompts_too_long=batch["too_long"], length_mean=lengths.mean(),
-            length_max=lengths.max(), truncated=sum(s["truncated"] for s in samples) / len(samples),
-            **proof, clip_share=found["clip_share"], policy_version=found["policy_version"], staleness=staleness,
-            rollout_s=seconds, train_s=trained_until - trained_from,
-            rollout_tokens_per_second=lengths.sum() / max(seconds, 1e-9), rollout_began=batch["began"],
-            rollout_ended=batch["ended"], train_began=trained_from, train_ended=trained_until, **balance,
-        )
-        metrics.log(step, loss=found["loss"], loss_max=found["loss_max"], grad_norm=found["grad_norm"], lr=lr, tokens_hash=ids,
-                    extra=extra, show=False)
-        if rank0 and metrics.due(step):
-            print(f"step {step}/{cfg.steps}  reward {rewards.mean():.3f}  loss {found['loss']:+.4f}  "
-                  f"entropy {proof['entropy']:.3f}  length {lengths.mean():.1f}  equal {flat.mean():.0%}  "
-                  f"k3 {proof['logprob_k3']:.0e}  grad_norm {found['grad_norm']:.3f}  "
-                  f"rollout {seconds:.2f} s  train {extra['train_s']:.2f} s"
-                  + f"  {batch['too_long']} prompts too long" * (batch["too_long"] > 0), flush=True)
-            with open(f"{cfg.out}/samples.jsonl", "a") as file:
-                for s in groups[0][:4]:
-                    shown = {"step": step, "prompt": text.tokenizer.decode(s["prompt"]), "completion": s["text"]}
-                    shown |= {k: s[k] for k in ("reward", "advantage", "truncated")}
-                    file.write(json.dumps(shown, ensure_ascii=False) + "\n")
-        state = {"step": step, "cursor": batch["cursor"], "tokens": metrics.tokens, "batch": None, "made_with": made_with(cfg),
-                 "bos": text.bos}
-        batch = None
+        # (7) the policy is one version on: log, evaluate, save
+        trained_until = time.time()
+        metrics.end_step(sum(len(s["prompt"]) + len(s["ids"]) for s in samples))
+        line = sample_numbers(groups, batch) | found | balance | dict(
+            staleness=staleness, train_s=trained_until - trained_from, train_began=trained_from, train_ended=trained_until)
+        tokens_hash = hashlib.sha256(json.dumps([s["ids"] for s in samples]).encode()).hexdigest()[:16]
+        metrics.log(step, loss=line["loss"], loss_max=line["loss_max"], grad_norm=line["grad_norm"], lr=lr,
+                    tokens_hash=tokens_hash, extra=line, show=False)
+        if layout.rank == 0 and metrics.due(step):
+            show_step(cfg, step, line, groups[0], text)
+        state = {"step": step, "cursor": batch["cursor"], "tokens": metrics.tokens, "policy_version": trainer.policy_version,
+                 "batch": None, "made_with": rollouts.made_with(cfg), "bos": text.bos}
         if step == first:
             train_timeouts(layout)
         stopping = stop.agreed(layout)
         last = step == cfg.steps or stopping
-        log_eval(step)
-        first_save = step == 1 and cfg.checkpoint_first_step
-        saving = cfg.checkpoint_every and (step % cfg.checkpoint_every == 0 or last or first_save)
+        evaluate_policy(trainer, env, text, held_out, metrics, step)
         if ahead:  # also when the run stops: the checkpoint keeps it, and a generator goes only when its samples are fetched
-            batch = state["batch"] = engine.collect()
-        if saving:
-            only = cfg.last_save_model_only and step == cfg.steps
-            trainer.save_checkpoint(cfg.out, state, step=step, last=last, model_only=only)
+            state["batch"] = engine.collect()
+        batch = state["batch"]
+        if cfg.checkpoint_every and (step % cfg.checkpoint_every == 0 or last or step == 1 and cfg.checkpoint_first_step):
+            checkpoints.save(step, state, last=last, model_only=cfg.last_save_model_only and step == cfg.steps)
         if stopping:
             break
-    trainer.store(cfg.out).close()
     engine.close()
-    if cfg.export_hf and not stopping and not os.path.exists(cfg.export_hf):
-        save_hf([model], cfg.export_hf, getattr(torch, cfg.export_dtype), tokenizer_file=text.file)
+    checkpoints.close(export=not stopping and not os.path.exists(cfg.export_hf))
     metrics.close()
-    if rank0:
-        if stopping:
-            print(f"{stop.received or 'a signal to another rank'}: stopped after step {metrics.step}")
-        if newest := step_folders(cfg.out)[:1]:
-            print(f"checkpoint: {newest[0][1]}   samples: {cfg.out}/samples.jsonl", flush=True)
+    if layout.rank == 0 and stopping:
+        print(f"{stop.received or 'a signal to another rank'}: stopped after step {metrics.step}")
+    if layout.rank == 0 and step_folders(cfg.out):
+        print(f"checkpoint: {step_folders(cfg.out)[0][1]}   samples: {cfg.out}/samples.jsonl", flush=True)
     disconnect()
 
 
 if __name__ == "__main__":
-    config = parse_config(Config)
-    try:
-        check_flags(config)
-    except ValueError as error:  # before run(), which knows flags that are refused here
-        usage_error(error)
-    run(main, config)
+    run(main, parse_config(Config))

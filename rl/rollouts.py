@@ -13,6 +13,7 @@ import os
 import pickle
 import random
 import time
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -27,12 +28,16 @@ from rl.decoding import rollout, uniform_noise
 from rl.environments import draw_task, pay, short, tool_of
 
 
-def unshard(model):
-    """Gather the weights once and keep them, as the training forward multiplies with them: decoding needs no collectives."""
+@contextmanager
+def gathered(model):
+    """Inside, each rank has the whole weights, in the dtype in which training multiplies with them, so that decoding needs no
+    collectives."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_reshard_after_forward(False, recurse=False)
             module.unshard()
+    yield
+    reshard(model)
 
 
 def reshard(model):
@@ -154,9 +159,9 @@ def made_with(cfg) -> dict:
         name: hashlib.sha256(Path(path).read_bytes()).hexdigest()[:8] for name, path in files.items() if os.path.isfile(path)}
 
 
-def still_valid(batch: dict | None, flags: dict | None, cfg, rank0: bool) -> dict | None:
+def still_valid(state: dict, cfg, rank0: bool) -> dict | None:
     """A checkpoint's batch, if this run would make the same one; else None, and the loop samples its prompts again."""
-    old, new = flags or {}, made_with(cfg)
+    batch, old, new = state["batch"], state.get("made_with") or {}, made_with(cfg)
     differ = [f"{name} {old.get(name)} -> {new.get(name)}" for name in new | old if old.get(name) != new.get(name)]
     if batch is None or not differ:
         return batch
@@ -172,9 +177,8 @@ class InPlace:
         self.trainer, self.task = trainer, task
 
     def submit(self, cursor: int):
-        self.trainer.push_weights()
-        self.batch = make_batch(*self.task, self.trainer.model, cursor, self.trainer.policy_version)
-        reshard(self.trainer.model)
+        with gathered(self.trainer.model):
+            self.batch = make_batch(*self.task, self.trainer.model, cursor, self.trainer.policy_version)
 
     def collect(self) -> dict:
         return self.batch
@@ -236,6 +240,22 @@ def open_bridge(cfg, n_trainers: int):
     store = dist.PrefixStore(f"rollouts/{env.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     group = dist.PrefixStore("bridge", store)
     return store, dist.ProcessGroupGloo(group, max(0, rank - n_trainers + 1), cfg.gen_ranks + 1, timeout)
+
+
+def open_engine(trainer, env, text, n_trainers: int):
+    """The engine that --gen_ranks asks for, on a trainer's rank."""
+    cfg, layout = trainer.cfg, trainer.layout
+    if not cfg.gen_ranks:
+        return InPlace(trainer, cfg, env, text, layout)
+    return Generators(trainer, open_bridge(cfg, n_trainers)[1] if layout.rank == 0 else None)
+
+
+def next_batch(engine, batch: dict | None, cursor: int):
+    """Yields the batch that was sampled ahead, or one that is sampled now."""
+    if batch is None:
+        engine.submit(cursor)
+        batch = engine.collect()
+    yield batch
 
 
 def generate_forever(cfg, env, text, Model, model_config, n_trainers: int):

@@ -212,7 +212,7 @@ def observed(program: str, cfg, poison=0, launched=False, continues=False, drift
                 SimpleNamespace(prompts=prompts, noise=noise, temperature=temperature, **k)),
                 sampled),
             wrap(module, "policy_loss", lambda *a: None if a[0] == "sft" else seen.losses.append(a)),
-            wrap(module.Trainer, "forward_backward", policy),
+            wrap(module.Trainer, "train_on", policy),
             wrap(module.Trainer, "optim_step", lambda trainer, lr=None, update=True: (
                 seen.warm_up if seen.warming else seen.lrs).append(lr))]
     else:
@@ -238,7 +238,6 @@ def observed(program: str, cfg, poison=0, launched=False, continues=False, drift
         for patch in [*patches, contextlib.redirect_stdout(texts)]:
             stack.enter_context(patch)
         try:
-            getattr(module, "check_flags", lambda cfg: None)(cfg)
             MAINS[program](cfg)
         except (ValueError, RuntimeError) as error:
             seen.error = str(error)

@@ -323,7 +323,6 @@ def refused_by(recipe, capsys, *argv) -> str:
     """The line that refuses a command line, in this process: nothing is connected yet, so launch.run ends with status 2."""
     with pytest.raises((ValueError, SystemExit)) as error:
         cfg = parse_config(recipe.Config, [*map(str, argv)])
-        getattr(recipe, "check_flags", lambda cfg: None)(cfg)
         recipe.main(cfg)
     assert not dist.is_initialized()
     if error.type is SystemExit:  # of the parser, which prints the line itself

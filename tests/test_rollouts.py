@@ -90,10 +90,10 @@ def test_batch_invariant_is_exact():
     try:
         trainer = trainer_of(batch_invariant=True, local_batch_size=5)
         samples = samples_of(trainer.model, n_prompts=6, group_size=4, batch_invariant=True)
-        found = trainer.forward_backward(samples)
+        found = trainer.train_on(samples)
         assert found["logprob_max_diff"] == 0.0 == found["logprob_k3"] == found["ratio_outside"]
         trainer = trainer_of()
-        found = trainer.forward_backward(samples_of(trainer.model, n_prompts=6, group_size=4))
+        found = trainer.train_on(samples_of(trainer.model, n_prompts=6, group_size=4))
         assert 0 < found["logprob_max_diff"] < 1e-4
     finally:
         torch.set_num_threads(threads)
@@ -105,9 +105,9 @@ def test_ids_that_the_tokenizer_lacks_are_never_sampled():
     usual, samples = (samples_of(trainer_of(unknown=ids).model, n_prompts=8, group_size=6) for ids in (None, unknown))
     assert {i for s in usual for i in s["ids"]} & set(unknown) and not {i for s in samples for i in s["ids"]} & set(unknown)
     trainer, other = trainer_of(unknown=unknown), trainer_of()
-    found = trainer.forward_backward(samples)
+    found = trainer.train_on(samples)
     assert found["logprob_max_diff"] < 1e-4 and math.isfinite(found["entropy"])
-    assert other.forward_backward(samples)["logprob_max_diff"] > 0.01
+    assert other.train_on(samples)["logprob_max_diff"] > 0.01
     head = gradients(trainer)[next(fqn for fqn in gradients(trainer) if fqn.endswith("head.weight"))]
     assert (head[unknown] == 0).all() and head.isfinite().all() and head.any()
 
@@ -127,7 +127,7 @@ def test_tool_tokens_are_read_and_not_trained():
     end = [dict(prompt=[1, 2], ids=[5, 7, a, b], logprobs=[-1.0, -1.0, 0.0, 0.0], mask=[1.0, 1.0, 0.0, 0.0], advantage=1.0)
            for a, b in ((20, 21), (3, 4))]
     trainers = [trainer_of(loss="dapo") for _ in end]
-    losses = [t.forward_backward([s])["loss"] for t, s in zip(trainers, end)]
+    losses = [t.train_on([s])["loss"] for t, s in zip(trainers, end)]
     assert losses[0] == losses[1] and trainers[0].denominator == 2
     assert all(torch.equal(a, b) for a, b in zip(gradients(trainers[0]).values(), gradients(trainers[1]).values()))
 
