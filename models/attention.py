@@ -19,7 +19,9 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask=None, is_causal=False, scale=None
     `mask` is boolean, True where a query may look, broadcastable to (B, H, T, S).
     """
     K, U = q.shape[-1], v.shape[-1]
-    if U < K <= 256:  # DeepSeek: flash kernels want one size, and from 1,000 tokens on zeros cost less than the plain kernel
+    # DeepSeek's values are narrower than its keys, and flash kernels want one width. From 1,000 tokens on, a flash kernel on
+    # values padded with zeros is faster than the plain kernel.
+    if U < K <= 256:
         v = F.pad(v, (0, K - U))
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
@@ -32,7 +34,7 @@ def compiled_flex_attention():
     from torch._inductor import config
     from torch.nn.attention.flex_attention import flex_attention
 
-    # so that --ac op sees it and keeps its result; compiled code is invisible to it otherwise
+    # --ac op decides operator by operator what to keep. Without this option it cannot see the compiled kernel, and repeats it.
     visible = {"wrap_inductor_compiled_regions": True} if hasattr(config, "wrap_inductor_compiled_regions") else None
     return torch.compile(flex_attention, dynamic=False, options=visible)
 
@@ -68,7 +70,7 @@ def causal_attention(positions: Tensor, doc_ids: Tensor | None = None, q_index: 
 
 def lower_right_mask(T: int, S: int, device: torch.device):
     """The mask of T queries that are the last T of S positions: a causal triangle in the lower right corner of (T, S)."""
-    if device.type == "cuda":  # no tensor there, but a note to the flash kernel
+    if device.type == "cuda":  # takes no memory: it only tells the flash kernel where the triangle is
         from torch.nn.attention.bias import causal_lower_right
 
         return causal_lower_right(T, S)

@@ -170,8 +170,8 @@ def attention_factors(config) -> tuple[float, float]:
 # differs from qwen3: multi-head latent attention
 class Attention(nn.Module):
     """Keys and values of all heads are made from one latent of R numbers per token (c, normalised) and one rotated key of P
-    numbers (k_rope): arXiv:2405.04434, eq. 9-19. TP shards the heads; the latents are computed for a part of the sequence per
-    tp rank, and gathered: R + P + Q numbers per token on the wire in place of D."""
+    numbers (k_rope): arXiv:2405.04434, eq. 9-19. TP shards the heads. Each tp rank computes the latents of its part of the
+    sequence, and then they are gathered: R + P + Q numbers per token travel in place of D."""
 
     def __init__(self, config):
         super().__init__()
@@ -185,7 +185,7 @@ class Attention(nn.Module):
             self.wq = nn.Linear(config.dim, H * (N + P), bias=False)
         self.wkv_a = nn.Linear(config.dim, R + P, bias=False)
         self.kv_norm = RMSNorm(R, eps=LATENT_EPS)
-        self.k_rope = nn.Identity()  # a name for tp_plan: where the rotated key is gathered
+        self.k_rope = nn.Identity()  # computes nothing: it is the place where tp_plan gathers the key from all tp ranks
         self.wkv_b = nn.Linear(R, H * (N + U), bias=False)
         self.wo = nn.Linear(H * U, config.dim, bias=False)
         self.interleave, self.scale = config.rope_interleave, (N + P) ** -0.5 * attention_factors(config)[1]
@@ -226,7 +226,7 @@ class FeedForward(nn.Module):
 
 
 class Router(nn.Module):
-    """Scores of the experts, in fp32: rounding here would send tokens elsewhere."""
+    """Scores of the experts, in fp32: rounded to bf16, close scores change places and tokens go to other experts."""
 
     def __init__(self, dim, n_experts):
         super().__init__()
@@ -314,19 +314,6 @@ class MTP(nn.Module):
         return self.norm(self.block(self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(h)], -1)), cos, sin, attend))
 
 
-class WeighIn(torch.autograd.Function):
-    """Return `loss` and give `extra` the gradient of weight * extra: what is reported stays the loss of the next token."""
-
-    @staticmethod
-    def forward(ctx, loss, extra, weight):
-        ctx.weight = weight
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, ctx.weight * grad, None
-
-
 def shift_targets(tokens: Tensor, labels: Tensor, doc_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(tokens, labels) of the positions one to the right, (B, T) each: what MTP needs at position i is token i+1 and label
     i+1. Done before a sequence is split over ranks. The last position has none, and no document looks into the next."""
@@ -347,11 +334,11 @@ class DeepSeek(nn.Module):
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleDict({str(i): Block(config, i < config.n_dense_layers) for i in range(config.n_layers)})
         self.norm = RMSNorm(config.dim, eps=config.norm_eps)
-        # tied: the head is the embedding's weight, and there is no second parameter that could drift from it
+        # tied: forward takes the embedding's weight for the head as well
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
         self.mtp = MTP(config) if config.mtp_depth else None
         self.mtp_weight = 0.3  # of its loss; the recipe's --mtp_weight
-        # The three seams that parallel.py replaces; see context_parallel and tensor_parallel there.
+        # Three functions that parallel.py replaces: context_parallel the first, tensor_parallel the other two.
         self.make_attend, self.token_loss, self.logits = causal_attention, linear_cross_entropy, F.linear
 
     def forward(
@@ -384,13 +371,14 @@ class DeepSeek(nn.Module):
         if next_tokens is None:
             next_tokens, next_labels = shift_targets(tokens, labels, doc_ids)
         h = self.mtp(h, self.tok_embeddings(next_tokens), cos, sin, attend)
-        return WeighIn.apply(loss, self.token_loss(h, weight, next_labels, loss_denom), self.mtp_weight)
+        mtp_loss = self.token_loss(h, weight, next_labels, loss_denom)
+        return loss + self.mtp_weight * (mtp_loss - mtp_loss.detach())  # adds 0 to the value, and its gradient to the gradient
 
     def init_std(self, fqn: str) -> float | None:
-        """Standard deviation of a weight's initial normal distribution, None for what is no weight of this model. Not asked for
-        norms, which start at 1, and biases, at 0; other rules, and numbers of your own: distributed/initial.py.
+        """Standard deviation of a weight's initial values; None for a name that this model does not know.
 
-        What is added to the residual stream is scaled down by sqrt(2 L), so that its variance does not grow with depth (GPT-2).
+        Norms start at 1 and biases at 0, as distributed/initial.py says. Matrices that write into the residual stream are
+        scaled down by sqrt(2 L), so that its variance does not grow with depth (GPT-2).
         """
         name = ".".join(fqn.split(".")[-2:])
         if name in ("wo.weight", "w2.weight", "experts.w2"):
@@ -441,7 +429,7 @@ class DeepSeek(nn.Module):
         return plan if c.tie_embeddings else plan | {"head": "vocab_head"}
 
     def hf_keys(self) -> dict[str, str | list[str]]:
-        """fqn -> name in Hugging Face's files, or the names of the experts of a stack. MTP is the layer after the last."""
+        """fqn -> name in Hugging Face's files; for a stack of experts a list of names. MTP is the layer after the last."""
         c = self.config
         names = {"tok_embeddings.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
         if not c.tie_embeddings:

@@ -1,4 +1,4 @@
-"""RMSNorm and rotary embedding, which all models share. Written so that eager mode reads and writes memory as rarely as it can.
+"""RMSNorm and rotary embedding, which all models share, with few passes over memory in eager mode.
 
 B batch, T sequence, D dim, H heads, K head_dim, N tokens (B*T)
 """
@@ -8,7 +8,7 @@ from torch.autograd.function import once_differentiable
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch has one kernel for it on GPUs, and the compiler makes one. Left alone elsewhere, it falls into twenty operators."""
+    """On a GPU or compiled, nn.RMSNorm is one kernel; eager on a CPU it is twenty operators, so Normalize does it in a few."""
 
     def forward(self, x):
         if x.is_cuda or hasattr(x, "placements") or torch.compiler.is_compiling() or x.dtype == torch.float64:
@@ -40,7 +40,8 @@ class Normalize(torch.autograd.Function):
 
 
 class Rotate(torch.autograd.Function):
-    """Three operators each way; autograd's own derivative would take twenty, and write three times as much."""
+    """A rotation in three operators, and its gradient in three. Left to autograd the gradient takes twenty, and writes three
+    times as much memory."""
 
     @staticmethod
     def forward(ctx, x, cos, sin, interleave):
@@ -72,9 +73,9 @@ def pair_up(x: Tensor, interleave: bool) -> Tensor:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleave: bool = False) -> Tensor:
     """Rotary embedding (arXiv:2104.09864) in fp32; x (B, H, T, K); cos, sin (B or 1, 1, T, K/2) fp32. Half-split order, as on
-    disk at Hugging Face. interleave: neighbours in x are a pair (DeepSeek); the result is half-split all the same: queries
-    and keys agree on it, and nobody else sees it."""
-    if torch.compiler.is_compiling():  # it fuses these, and in torch 2.11 gives Rotate a gradient of zero
+    disk at Hugging Face. interleave: x has its pairs side by side (DeepSeek). The result is half-split in both cases: only
+    products of queries and keys are used, and both have the same order."""
+    if torch.compiler.is_compiling():  # the compiler fuses these lines; with torch 2.11 it would give Rotate a gradient of zero
         a, b = pair_up(x, interleave).unbind(-2)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
     return Rotate.apply(x, cos, sin, interleave)

@@ -60,7 +60,7 @@ def scaled(factor: float) -> dict:
 
 
 _3_1 = partial(Llama3Config, vocab_size=128256, head_dim=128, n_kv_heads=8, rope_scaling=scaled(8.0), max_seq_len=131072)
-_3_2 = partial(_3_1, tie_embeddings=True, rope_scaling=scaled(32.0))  # 3.2 stretches 32x, not 8x: other frequencies everywhere
+_3_2 = partial(_3_1, tie_embeddings=True, rope_scaling=scaled(32.0))  # Llama 3.2 stretches by 32, not by 8
 FLAVORS = {
     "debug": Llama3Config(),
     "1B": _3_2(dim=2048, n_layers=16, n_heads=32, head_dim=64, ffn_dim=8192),
@@ -74,7 +74,7 @@ FLAVORS = {
 def rope_frequencies(config, device) -> Tensor:
     """(K/2,) radians per position, fp32 (RoPE eq. 34, arXiv:2104.09864), stretched for long context as Llama 3.1 does."""
     K = config.head_dim
-    # a reciprocal, as in transformers: at position 100,000 the last bit of a frequency turns a head by 0.01 radians
+    # 1 / theta^x and not theta^-x, as in transformers: they differ in the last bit, which is 0.01 radians at position 100,000
     freq = 1.0 / config.rope_theta ** (torch.arange(0, K, 2, dtype=torch.float32, device=device) / K)
     if config.rope_scaling is None:
         return freq
@@ -97,7 +97,7 @@ class Attention(nn.Module):
 
     def forward(self, x, cos, sin, attend):
         B, T, _ = x.shape
-        # -1: the number of heads on this rank, H/tp; every head is computed by exactly one TP rank
+        # -1 is the number of heads on this rank, H/tp: under tensor parallelism each rank computes some of the heads
         q = self.wq(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, H/tp, T/cp, K)
         k = self.wk(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, G/tp, T/cp, K)
         v = self.wv(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, G/tp, T/cp, K)
@@ -140,9 +140,9 @@ class Llama3(nn.Module):
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
         self.norm = RMSNorm(config.dim, eps=config.norm_eps)
-        # tied: the head is the embedding's weight, and there is no second parameter that could drift from it
+        # tied: forward takes the embedding's weight for the head as well
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
-        # The three seams that parallel.py replaces; see context_parallel and tensor_parallel there.
+        # Three functions that parallel.py replaces: context_parallel the first, tensor_parallel the other two.
         self.make_attend, self.token_loss, self.logits = causal_attention, linear_cross_entropy, F.linear
 
     def forward(self, tokens, labels=None, positions=None, doc_ids=None, loss_denom=None, cache=None):
@@ -168,10 +168,10 @@ class Llama3(nn.Module):
         return self.token_loss(h, weight, labels, loss_denom)
 
     def init_std(self, fqn: str) -> float | None:
-        """Standard deviation of a weight's initial normal distribution, None for what is no weight of this model. Not asked for
-        norms, which start at 1, and biases, at 0; other rules, and numbers of your own: distributed/initial.py.
+        """Standard deviation of a weight's initial values; None for a name that this model does not know.
 
-        What is added to the residual stream is scaled down by sqrt(2 L), so that its variance does not grow with depth (GPT-2).
+        Norms start at 1 and biases at 0, as distributed/initial.py says. Matrices that write into the residual stream are
+        scaled down by sqrt(2 L), so that its variance does not grow with depth (GPT-2).
         """
         name = ".".join(fqn.split(".")[-2:])
         if name in ("wo.weight", "w2.weight"):
@@ -205,7 +205,7 @@ class Llama3(nn.Module):
         return plan if self.config.tie_embeddings else plan | {"head": "vocab_head"}
 
     def hf_keys(self) -> dict[str, str]:
-        """fqn -> name in Hugging Face's files. Pure renames: RoPE is half-split on both sides."""
+        """fqn -> name in Hugging Face's files. The numbers are the same: both sides rotate element i together with i + K/2."""
         names = {"tok_embeddings.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
         if not self.config.tie_embeddings:
             names["head.weight"] = "lm_head.weight"

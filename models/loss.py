@@ -20,7 +20,7 @@ CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**28, "meta": 2**28}
 
 
 def alone(x: Tensor, op: str) -> Tensor:
-    """One process holds the whole vocabulary: nothing to reduce."""
+    """The all_reduce of a process that holds the whole vocabulary: there is nothing to reduce."""
     return x
 
 
@@ -35,14 +35,14 @@ def softmax_loss(h: Tensor, weight: Tensor, labels: Tensor, all_reduce, vocab_st
     target = logits.gather(1, local)[:, 0]
     top = all_reduce(logits.amax(1), "max")
     exp = logits.sub_(top[:, None]).exp_()
-    # one reduction for two sums: of exp over the vocabulary, and of the logit that exactly one rank has
+    # two sums in one all-reduce: of exp over the vocabulary, and of the label's logit, which all ranks but one add 0 to
     sums = all_reduce(torch.stack([exp.sum(1), torch.where(mine, target, 0.0)]), "sum")
     loss = torch.where(valid, sums[0].log() + top - sums[1], 0.0).sum()
     if not gradient:
         return loss, None
     # softmax - one_hot(label), zero where there is no loss
     dlogits = exp.div_(torch.where(valid, sums[0], torch.inf)[:, None])
-    if torch.compiler.is_compiling():  # part of the same pass there, which a scatter would cut in two
+    if torch.compiler.is_compiling():  # compiled, this is part of the one pass over the logits; a scatter would need a second
         dlogits = dlogits - ((torch.arange(V, device=h.device) == local) & mine[:, None]).float()
     else:
         dlogits.scatter_add_(1, local, -mine.float()[:, None])
@@ -71,9 +71,8 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        dh, dw = ctx.saved_tensors
-        scale = lambda g: None if g is None else g * grad.to(g.dtype)  # noqa: E731
-        return scale(dh), scale(dw), None, None, None, None, None
+        scaled = [None if g is None else g * grad.to(g.dtype) for g in ctx.saved_tensors]
+        return *scaled, None, None, None, None, None
 
 
 def linear_cross_entropy(
@@ -84,7 +83,7 @@ def linear_cross_entropy(
     Under vocab parallelism each rank holds `weight` rows vocab_start .. vocab_start+V/tp and passes an `all_reduce(x, op)`
     over its peers; the gradient of h is then this rank's summand. denom None divides by nothing.
     """
-    flat, gradient = h.reshape(-1, h.shape[-1]), torch.is_grad_enabled()  # which is off inside of every Function
+    flat, gradient = h.reshape(-1, h.shape[-1]), torch.is_grad_enabled()  # asked here: inside a Function it is always off
     total = LinearCrossEntropy.apply(flat, weight, labels.reshape(-1), all_reduce, vocab_start, kernel, gradient)
     return total if denom is None else total / denom
 
@@ -95,8 +94,8 @@ NEVER = -1e30
 
 
 def log_normalizer(logits: Tensor, all_reduce=alone) -> Tensor:
-    """log sum exp over the vocabulary, (n,) from fp32 logits (n, V/tp). One formula for the generator and the trainer: two that
-    round differently would look like a difference between their policies."""
+    """log sum exp over the vocabulary, (n,) from fp32 logits (n, V/tp). The generator and the trainer of grpo.py both use this
+    function: if they rounded differently, it would look as if their policies differed."""
     top = all_reduce(logits.amax(-1), "max")
     return top + all_reduce((logits - top[:, None]).exp().sum(-1), "sum").log()
 
@@ -153,4 +152,4 @@ def token_logprobs(h: Tensor, weight: Tensor, labels: Tensor, temperature=1.0, a
     unknown: ids with probability 0, see NEVER."""
     flat = h.reshape(-1, h.shape[-1]), weight, labels.reshape(-1)
     flat = TokenLogprobs.apply(*flat, temperature, all_reduce, vocab_start, unknown)
-    return tuple(x.reshape(labels.shape).clone() for x in flat)  # no views: FSDP's hooks need tensors of their own
+    return tuple(x.reshape(labels.shape).clone() for x in flat)  # clone: FSDP's hooks cannot work on views

@@ -13,17 +13,17 @@ grouped_mm = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", Non
 
 
 def kernel_fits(x: Tensor, weight: Tensor) -> bool:
-    """Whether grouped_mm can multiply x (N, in) with weight (E, out, in): it wants rows of multiples of 16 bytes, no fp32 on
-    GPUs, and at least one row (its backward fails on none, which a rank may get of all experts)."""
+    """Whether grouped_mm can multiply x (N, in) with weight (E, out, in). Its rows must be multiples of 16 bytes, on GPUs
+    it has no fp32, and its backward fails without any row, as when no token chose an expert of this rank."""
     aligned = all(n * x.element_size() % 16 == 0 for n in weight.shape[1:])
     return grouped_mm is not None and len(x) > 0 and aligned and (x.dtype == torch.bfloat16 or not x.is_cuda)
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """x (N, in) sorted by expert, weight (E, out, in), counts (E,): rows of x per expert, maybe none. Returns (N, out)."""
+    """x (N, in) sorted by expert, weight (E, out, in), counts (E,): rows of x per expert. Returns (N, out)."""
     if kernel_fits(x, weight):
         return grouped_mm(x, weight.transpose(1, 2), offs=counts.cumsum(0).to(torch.int32))
-    parts = x.split(counts.tolist())  # one matmul per expert, whose sizes the host must know: a sync
+    parts = x.split(counts.tolist())  # one matmul per expert: the host waits for the device to learn the sizes
     return torch.cat([F.linear(part, w) for part, w in zip(parts, weight, strict=True)])
 
 
@@ -35,7 +35,7 @@ class Experts(nn.Module):
         self.w1 = nn.Parameter(torch.empty(n_experts, ffn_dim, dim))
         self.w2 = nn.Parameter(torch.empty(n_experts, dim, ffn_dim))
         self.w3 = nn.Parameter(torch.empty(n_experts, ffn_dim, dim))
-        self.compute = swiglu_experts  # the seam where parallel.compile_blocks puts a compiled one
+        self.compute = swiglu_experts  # parallel.compile_blocks puts a compiled one here
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """x (N*k, D) sorted by expert, counts (E,) -> (N*k, D) in the same order."""
@@ -52,17 +52,18 @@ def apply_experts(experts: Experts, x: Tensor, index: Tensor, weight: Tensor, co
     order = index.flatten().argsort(stable=True)  # (N*k,) token copies, expert by expert
     token = order // k
     y = experts(x[token], counts) * weight.flatten()[order, None].to(x.dtype)  # (N*k, D)
-    # summed in fp32: k terms of bf16 would lose what the weights were computed for
+    # summed in fp32: the weights are fp32, and sums of k terms in bf16 would round their differences away
     return torch.zeros(x.shape, dtype=torch.float32, device=x.device).index_add(0, token, y.float()).to(x.dtype)
 
 
 def in_forward() -> bool:
-    """False while activation checkpointing recomputes inside a backward: load must be counted once."""
+    """False while activation checkpointing computes a forward again inside the backward: load must be counted only once."""
     return torch._C._current_graph_task_id() == -1
 
 
 class AddLoss(torch.autograd.Function):
-    """Return x and give `loss` the gradient 1: a loss that arises inside a layer joins the model's, on any pipeline stage."""
+    """Returns x unchanged and gives `loss` a gradient of 1: so a loss that is computed inside a layer is added to the model's,
+    whichever pipeline stage the layer is on."""
 
     @staticmethod
     def forward(ctx, x, loss):
@@ -91,7 +92,7 @@ class Balance(nn.Module):
         self.load = None  # (E,) tokens per expert since the last step, fp32
         self.aux_scale = 0.0  # coefficient / sequences in the global batch
         self.force = False
-        # parallel.py, where cp and tp ranks share a sequence: into how many parts it is cut, and the sum over them
+        # set where cp and tp ranks share a sequence: into how many parts it is cut, and a function that sums over them
         self.parts, self.sum_over_parts = 1, lambda x: x
 
     def choose(self, scores: Tensor, k: int, limit=lambda scores: scores) -> Tensor:
@@ -105,7 +106,7 @@ class Balance(nn.Module):
         """Rows per expert (E,) of this call; adds them to the load."""
         chosen = index.flatten()
         counts = torch.zeros(self.n_experts, dtype=torch.int64, device=index.device)
-        counts.scatter_add_(0, chosen, torch.ones_like(chosen))  # bincount would have to wait for the device
+        counts.scatter_add_(0, chosen, torch.ones_like(chosen))  # bincount would wait for the device
         if torch.is_grad_enabled() and in_forward():
             self.load = counts.float() + (0 if self.load is None else self.load)
         return counts

@@ -4,7 +4,7 @@ B batch, T sequence (T/cp on this rank), D dim, H heads (H/tp), G key/value head
 V vocab (V/tp), E experts (E/ep). Under sequence parallelism the activations between attention and FFN are (B, T/cp/tp, D).
 
 Architecture: Qwen3 Technical Report, arXiv:2505.09388. Numbers of the flavors: the config.json of Qwen's Hugging Face
-repositories. What is not as in models/llama3.py says so; the rest is the same to the letter (tests/test_copies.py).
+repositories. A comment says where and why this differs from models/llama3.py; all else is an equal copy (tests/test_copies.py).
 """
 import math
 from dataclasses import dataclass
@@ -103,7 +103,7 @@ class Attention(nn.Module):
 
     def forward(self, x, cos, sin, attend):
         B, T, _ = x.shape
-        # -1: the number of heads on this rank, H/tp; every head is computed by exactly one TP rank
+        # -1 is the number of heads on this rank, H/tp: under tensor parallelism each rank computes some of the heads
         q = self.q_norm(self.wq(x).view(B, T, -1, self.head_dim)).transpose(1, 2)  # (B, H/tp, T/cp, K)
         k = self.k_norm(self.wk(x).view(B, T, -1, self.head_dim)).transpose(1, 2)  # (B, G/tp, T/cp, K)
         v = self.wv(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, G/tp, T/cp, K)
@@ -125,7 +125,7 @@ class FeedForward(nn.Module):
 
 
 class Router(nn.Module):
-    """Scores of the experts, in fp32: rounding here would send tokens elsewhere."""
+    """Scores of the experts, in fp32: rounded to bf16, close scores change places and tokens go to other experts."""
 
     def __init__(self, dim, n_experts):
         super().__init__()
@@ -182,9 +182,9 @@ class Qwen3(nn.Module):
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
         self.norm = RMSNorm(config.dim, eps=config.norm_eps)
-        # tied: the head is the embedding's weight, and there is no second parameter that could drift from it
+        # tied: forward takes the embedding's weight for the head as well
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
-        # The three seams that parallel.py replaces; see context_parallel and tensor_parallel there.
+        # Three functions that parallel.py replaces: context_parallel the first, tensor_parallel the other two.
         self.make_attend, self.token_loss, self.logits = causal_attention, linear_cross_entropy, F.linear
 
     def forward(self, tokens, labels=None, positions=None, doc_ids=None, loss_denom=None, cache=None):
@@ -210,10 +210,10 @@ class Qwen3(nn.Module):
         return self.token_loss(h, weight, labels, loss_denom)
 
     def init_std(self, fqn: str) -> float | None:
-        """Standard deviation of a weight's initial normal distribution, None for what is no weight of this model. Not asked for
-        norms, which start at 1, and biases, at 0; other rules, and numbers of your own: distributed/initial.py.
+        """Standard deviation of a weight's initial values; None for a name that this model does not know.
 
-        What is added to the residual stream is scaled down by sqrt(2 L), so that its variance does not grow with depth (GPT-2).
+        Norms start at 1 and biases at 0, as distributed/initial.py says. Matrices that write into the residual stream are
+        scaled down by sqrt(2 L), so that its variance does not grow with depth (GPT-2).
         """
         name = ".".join(fqn.split(".")[-2:])
         if name in ("wo.weight", "w2.weight", "experts.w2"):
@@ -256,7 +256,7 @@ class Qwen3(nn.Module):
         return plan if self.config.tie_embeddings else plan | {"head": "vocab_head"}
 
     def hf_keys(self) -> dict[str, str | list[str]]:
-        """fqn -> name in Hugging Face's files, or the names of the experts of a stack. RoPE is half-split on both sides."""
+        """fqn -> name in Hugging Face's files; for a stack of experts, the list of their names. The numbers are the same."""
         names = {"tok_embeddings.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
         if not self.config.tie_embeddings:
             names["head.weight"] = "lm_head.weight"

@@ -228,7 +228,7 @@ def test_a_pattern_of_init_constants_that_names_nothing():
 @pytest.mark.parametrize("flags, world, local, per_parameter", [
     ({}, 1, 1, 16), ({"param_dtype": "bfloat16"}, 1, 1, 8), ({"adamw_moments": "8bit"}, 1, 1, 10),
     ({"adamw_moments": "bfloat16"}, 1, 1, 12), ({"adamw_moments": "4bit"}, 1, 1, 9),
-    ({"optimizer_in_backward": True}, 1, 1, 12),
+    ({"optimizer_in_backward": True, "max_norm": 0.0}, 1, 1, 12),
     ({}, 8, 2, 16 / 4), ({"dp_replicate": 4}, 8, 2, 16), ({"tp": 4}, 8, 8, 16), ({"pp": 2, "tp": 2}, 4, 1, 4),
     ({"cpu_offload": True}, 2, 2, 16),
 ], ids=str)
