@@ -37,8 +37,9 @@ from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin, get_type_hints
 
 from support.files import write_file
+from support.other_names import hint
 
-FROM_FILE = set()  # fields whose values came from --config when this process read its command line: checkpoint.keep_batch
+FROM_FILE = set()  # names of the fields that this process has from --config, and not from a flag
 
 
 def usage_error(message) -> NoReturn:
@@ -46,7 +47,7 @@ def usage_error(message) -> NoReturn:
     if os.environ.get("RANK", "0") == "0":
         print("error:", " ".join(str(message).splitlines()), file=sys.stderr, flush=True)
     else:
-        time.sleep(5)  # torchrun ends all ranks when the first one ends: that must not be before rank 0 has spoken
+        time.sleep(5)  # torchrun kills all ranks once one exits: let rank 0 print first
     raise SystemExit(2)
 
 
@@ -69,7 +70,7 @@ def flag(default, *needs: Need):
 
 
 def needs_of(Config, name: str) -> tuple[Need, ...]:
-    """As declared by the class itself or the nearest one that it inherits from: a new default keeps the needs."""
+    """The needs of a flag. A class that gives an inherited field another default keeps the needs that were declared with it."""
     fields = [vars(group).get("__dataclass_fields__", {}).get(name) for group in Config.__mro__]
     return next((field.metadata["needs"] for field in fields if field is not None and "needs" in field.metadata), ())
 
@@ -97,6 +98,7 @@ def no_effect(cfg, facts: SimpleNamespace) -> list[str]:
 
 
 def without_effect(cfg, unmet: dict[str, Need], cure: str) -> list[str]:
+    """cure: the end of each sentence; {them} in it becomes "it" or "them"."""
     sentences = []
     for need in dict.fromkeys(unmet.values()):
         names = [spell_flag(name, getattr(cfg, name)) for name in unmet if unmet[name] == need]
@@ -105,75 +107,8 @@ def without_effect(cfg, unmet: dict[str, Need], cure: str) -> list[str]:
     return sentences
 
 
-# How nanoGPT, nanochat, torchtitan, TRL, Hugging Face's Trainer and torchrun call it: what to type here. An answer counts
-# only where the Config has the flag that it names first. name=value: a value of one of our own flags.
-ELSEWHERE = {
-    "dtype torch_dtype precision mixed_precision amp_dtype": "did you mean --compute_dtype?",
-    "bf16 fp16 amp half": "use --compute_dtype bfloat16, which is the default on GPUs; there is no float16",
-    "save_every save_steps save_interval save_freq ckpt_every checkpoint_interval": "did you mean --checkpoint_every?",
-    "save_total_limit keep_last": "did you mean --keep_latest_k?",
-    "eval_every eval_interval eval_steps val_interval eval_strategy validation_freq": "did you mean --val_every?",
-    "eval_interval eval_steps": "did you mean --eval_every?",
-    "eval_iters val_steps eval_batches": "did you mean --val_batches?",
-    "log_interval logging_steps log_freq log_steps": "did you mean --log_every?",
-    "max_iters max_steps num_iterations num_steps iters train_steps training_steps": "did you mean --steps?",
-    "epochs num_epochs num_train_epochs": "--steps counts optimizer steps; an epoch has tokens / (global_batch_size x seq_len)",
-    "grad_accum grad_accum_steps gradient_accumulation_steps accumulation_steps":
-        "use --global_batch_size: what --local_batch_size on every data rank does not reach is accumulated",
-    "total_batch_size": "--global_batch_size is the size of a step, in sequences (not tokens)",
-    "batch_size device_batch_size micro_batch_size per_device_train_batch_size train_batch_size":
-        "did you mean --local_batch_size? It is what one data rank runs at once; --global_batch_size is a whole step",
-    "block_size context_length max_seq_len max_seq_length max_length sequence_length": "did you mean --seq_len?",
-    "resume resume_from resume_from_checkpoint auto_resume": "nothing to type: the same --out continues where it stopped",
-    "overwrite_output_dir force restart": "use --out NEW to begin anew, or delete the old folder",
-    "out_dir output_dir save_dir dump_folder": "did you mean --out?",
-    "learning_rate peak_lr max_lr": "did you mean --lr?",
-    "min_lr lr_min": "did you mean --min_lr_ratio? It is a share of --lr",
-    "warmup warmup_iters warmup_ratio lr_warmup_steps num_warmup_steps": "did you mean --warmup_steps?",
-    "lr_decay_iters lr_decay_steps": "did you mean --schedule_steps?",
-    "lr_scheduler_type lr_schedule decay_lr": "did you mean --decay_type?",
-    "grad_clip clip_grad clip_grad_norm max_grad_norm gradient_clip_val": "did you mean --max_norm?",
-    "adam_beta1": "did you mean --beta1?",
-    "adam_beta2": "did you mean --beta2?",
-    "adam_eps adam_epsilon": "did you mean --eps?",
-    "optim optimizer_name": "did you mean --optimizer?",
-    "n_layer n_layers num_layers depth n_head n_heads n_embd d_model hidden_size dim vocab_size rope_theta":
-        "fields of the model are in --model_args: --model_args n_layers=4,dim=512",
-    "dropout attention_dropout": "these models have no dropout; --model_args changes the fields that they have",
-    "dataset dataset_path data_dir data_path train_data train_file input_bin": "did you mean --data?",
-    "model model_name model_size model_type arch": "did you mean --flavor?",
-    "model_name_or_path pretrained checkpoint_path load_from ckpt": "did you mean --init_from?",
-    "gradient_checkpointing activation_checkpointing recompute": "did you mean --ac full?",
-    "fsdp zero zero_stage zero3 deepspeed data_parallel_shard_degree": "did you mean --dp_shard?",
-    "ddp dp dp_size data_parallel_size data_parallel_replicate_degree": "did you mean --dp_replicate?",
-    "tp_size tensor_parallel tensor_parallel_size tensor_parallel_degree": "did you mean --tp?",
-    "pp_size pipeline_parallel pipeline_parallel_size pipeline_parallel_degree": "did you mean --pp?",
-    "cp_size context_parallel context_parallel_size context_parallel_degree": "did you mean --cp?",
-    "ep_size expert_parallel expert_parallel_size expert_parallel_degree": "did you mean --ep?",
-    "torch_compile": "did you mean --compile?",
-    "use_wandb wandb_log wandb_project report_to": "did you mean --wandb PROJECT?",
-    "no_cuda cpu use_cpu": "did you mean --device cpu?",
-    "nproc_per_node nproc nnodes node_rank master_addr master_port rdzv_endpoint rdzv_backend standalone gpus num_gpus":
-        "--device is cpu or cuda; how many processes run is for torchrun, before the script: torchrun --nproc_per_node 2 FILE",
-    "start": "did you mean --prompt?",
-    "max_tokens max_length length num_tokens": "did you mean --max_new_tokens?",
-    "num_samples": "give --prompt several times, or another --seed",
-    "num_generations rollouts n_samples": "did you mean --group_size?",
-    "max_completion_length max_response_length": "did you mean --max_new_tokens?",
-    "beta kl_beta": "did you mean --kl_coef?",
-    "device=mps device=metal": "--device knows cpu and cuda: torch.distributed has no mps; use cpu",
-    "device=gpu device=cuda:0 device=0": "--device cuda, and torchrun gives each process a GPU of its own",
-}
-
-
-def hint(name: str, flags) -> str:
-    """What ELSEWHERE answers to somebody who types this, "" if nothing. flags: those that there are."""
-    answers = [text for names, text in ELSEWHERE.items() if name in names.split()]
-    return next((text for text in answers if re.search(r"--(\w+)", text)[1] in flags), "")
-
-
 class Parser(argparse.ArgumentParser):
-    """argparse with our manners: an error is one line without the usage, no abbreviations, help from rank 0 only."""
+    """argparse, but: an error is one line without the usage, flags are not abbreviated, and only rank 0 prints the help."""
 
     def __init__(self, **kwargs):
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
@@ -186,9 +121,9 @@ class Parser(argparse.ArgumentParser):
             super().print_help(file)
 
 
-def parse_config(Config, argv=None):
-    """The Config that `argv` (default: sys.argv) spells. `--config FILE` is read first, wherever it stands; flags win."""
-    kinds, helps, recipe = get_type_hints(Config), {}, sys.modules.get(Config.__module__)
+def make_parser(Config, kinds: dict) -> tuple[Parser, dict]:
+    """The parser, and {field: its help}. It leaves every value as text, and what was not given out of the result."""
+    helps, recipe = {}, sys.modules.get(Config.__module__)
     parser = Parser(usage=argparse.SUPPRESS, description=(recipe and recipe.__doc__ or "").strip())
     parser.add_argument("--config", metavar="FILE", help="config.json of a saved run to start from; other flags override it")
     for group, fields in option_groups(Config).items():
@@ -204,33 +139,46 @@ def parse_config(Config, argv=None):
             if is_bool:
                 section.add_argument(f"--no-{name}", dest=name, action="store_const", const="false",
                                      default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-    given, unknown = parser.parse_known_args(glue_values(sys.argv[1:] if argv is None else argv))
-    if unknown and not unknown[0].startswith("-"):
-        before = "config" if unknown[0].endswith(".json") else "checkpoint" if "checkpoint" in helps else None
-        wish = f"did you mean --{before} {unknown[0]}? " if before else ""
-        usage_error(f"unexpected argument {unknown[0]!r}; {wish}flags are written --name value, see --help")
-    if unknown:
-        flag, negated = unknown[0].split("=")[0], {f"no-{name}": "" for name in kinds if kinds[name] is bool}
-        usage_error(f"unknown flag {flag}; {did_you_mean(flag, helps | negated, '--')}--help lists all flags")
+    return parser, helps
 
-    values = {} if given.config is None else read_config(given.config, helps, kinds)
-    for name, text in vars(given).items():
-        if name != "config":
-            try:
-                values[name] = parse_value(text, kinds[name])
-            except (ValueError, KeyError):
-                wish = hint(f"{name}={text.lower()}", helps)
-                usage_error(f"--{name} {text!r}: need {describe(kinds[name])}" + (wish and f"; {wish}"))
-    for field in dataclasses.fields(Config):  # a default of -1 has a meaning of its own; other counts are never negative
-        value, least = values.get(field.name), min(default_of(field) or 0, 0) if unwrap(kinds[field.name])[0] is int else None
-        if value is not None and least is not None and not least <= value < 2**63:
-            usage_error(f"--{field.name} {value} must be {f'{least} or more' if value < least else 'below 2**63'}")
+
+def refuse_unknown(word: str, kinds: dict, helps: dict):
+    """A usage error for the first word of the command line that is no flag of ours."""
+    if word.startswith("-"):
+        flag, negated = word.split("=")[0], {f"no-{name}": "" for name in kinds if kinds[name] is bool}
+        usage_error(f"unknown flag {flag}; {did_you_mean(flag, helps | negated, '--')}--help lists all flags")
+    before = "config" if word.endswith(".json") else "checkpoint" if "checkpoint" in helps else None
+    wish = f"did you mean --{before} {word}? " if before else ""
+    usage_error(f"unexpected argument {word!r}; {wish}flags are written --name value, see --help")
+
+
+def parse_config(Config, argv=None):
+    """The Config that `argv` (default: sys.argv) spells. `--config FILE` is read first, wherever it stands; flags win."""
+    kinds = get_type_hints(Config)
+    parser, helps = make_parser(Config, kinds)
+    given, unknown = parser.parse_known_args(glue_values(sys.argv[1:] if argv is None else argv))
+    if unknown:
+        refuse_unknown(unknown[0], kinds, helps)
+    given = vars(given)
+    values = read_config(file, helps, kinds) if (file := given.pop("config")) is not None else {}
+    for name, text in given.items():
+        try:
+            values[name] = parse_value(text, kinds[name])
+        except (ValueError, KeyError):
+            wish = hint(f"{name}={text.lower()}", helps)
+            usage_error(f"--{name} {text!r}: need {describe(kinds[name])}" + (wish and f"; {wish}"))
+    for field in dataclasses.fields(Config):  # no count is negative, except where the default, -1, has a meaning of its own
+        value = values.get(field.name)
+        if value is not None and unwrap(kinds[field.name])[0] is int:
+            least = min(default_of(field) or 0, 0)
+            if not least <= value < 2**63:
+                usage_error(f"--{field.name} {value} must be {f'{least} or more' if value < least else 'below 2**63'}")
     try:
         cfg = Config(**values)
     except ValueError as error:  # from a __post_init__
         usage_error(error)
     FROM_FILE.clear()
-    FROM_FILE.update(values.keys() - vars(given).keys())
+    FROM_FILE.update(values.keys() - given.keys())
     return cfg
 
 

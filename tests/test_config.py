@@ -15,7 +15,8 @@ from typing import ClassVar, Literal, Optional
 
 import pytest
 
-from support.config import ELSEWHERE, Need, Parser, check_range, flag, hint, no_effect, parse_config, save_config, usage_error
+from support.config import Need, Parser, check_range, flag, no_effect, parse_config, save_config, usage_error
+from support.other_names import ELSEWHERE, hint
 
 REPO = Path(__file__).parent.parent
 

@@ -7,7 +7,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 # Bottom up. A file may import files of its own layer, as long as no circle comes of it, and of all layers below.
 LAYERS = [
-    ["models", "support.config", "support.files"],
+    ["models", "support.config", "support.files", "support.other_names"],
     ["distributed.layout"],
     ["distributed"],
     ["parallel"],
