@@ -6,13 +6,13 @@
     python checkpoint.py to_hf runs/llama3 OUT --dtype bfloat16   # a run's newest checkpoint in Hugging Face's format
     python checkpoint.py from_hf HUGGING_FACE_FOLDER runs/theirs  # and back
 
-Section 1 holds our own checkpoints. torch's distributed checkpoint (DCP) writes the tensors: every rank its shards, and
-any layout reads them. What DCP lacks is added here, because training dies at any moment and disks lie:
-  - a save goes to step-N.tmp-x and is renamed to step-N at the end: a folder named step-N is complete, or is not there;
-  - manifest.json lists size and crc32 of every file: DCP loads a flipped bit in a tensor without an error;
-  - keys, shapes and dtypes are compared before a tensor is touched: DCP overwrites in place as it reads, and casts;
-  - nothing is unpickled: a pickle can run any code. DCP's table of shards is plain JSON here, tensors.json in place of
-    .metadata, and the tensors themselves are read with weights_only.
+torch's distributed checkpoint (DCP) writes the tensors, every rank its shards, and any layout reads them. A process may be
+killed at any moment and a disk may return other bytes than were written, so this is added to it:
+  - a save goes to step-N.tmp-x and is renamed to step-N at the end, so a folder named step-N is always complete;
+  - manifest.json lists size and crc32 of every file; DCP by itself loads a flipped bit in a tensor without an error;
+  - keys, shapes and dtypes are compared before a tensor is touched; DCP overwrites in place while it reads, and casts;
+  - nothing is unpickled, for a pickle can run any code: what DCP would pickle is plain JSON, tensors.json.
+What a start does about an earlier run in --out is in support/resume.py.
 
 <run>/checkpoints/step-100/
     __0_0.distcp ...             tensors, "model.<fqn>" and "optimizer.<fqn>.<state name>", one file per rank
@@ -45,7 +45,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distributed.agree import Failed, everywhere, gather, new_gloo_group, on_rank_0, rank_in
-from distributed.layout import local_tensor, named_tensors
+from distributed.layout import AXES, local_tensor, named_tensors
 from support.config import Need, Parser, flag, usage_error
 from support.dcp import WriterProcess, import_dcp, read_table, read_tensors, write_tensors
 from support.files import json_bytes, publish, read_json, write_file
@@ -67,11 +67,7 @@ from support.resume import changes, check_continuable, model_changes
 from support.same_model import OtherModel, check_same_model
 from support.tokenizer import files_beside, tokenizer_path
 
-# ----------------------------------------------------------------------------------------------------------------------
-# 1. Our own checkpoints (DCP)
-# ----------------------------------------------------------------------------------------------------------------------
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")  # flags that `ls` shows
-LEFTOVER = re.compile(r"step-\d+\.tmp-.*|trash-.*")  # of a process killed while it saved or purged
+LEFTOVER = re.compile(r"step-\d+\.tmp-.*|trash-.*")  # what a process leaves that is killed while it saves or deletes
 # What flags need to have an effect: see config.py
 INIT = Need("without --init_from", lambda c: c.init_from)
 LOADING = Need("without --init_from or a checkpoint in --out", lambda c: c.init_from or step_folders(c.out))
@@ -97,13 +93,12 @@ class CheckpointConfig:
 
 # --- The code that a run was trained with ---
 def local_code() -> dict[str, str]:
-    """{path: source} of the modules that this program has imported from the folder of its recipe, of this file or of the user's
-    --env, or below."""
+    """{path: source} of all imported modules that are in or below the folder of the recipe, of this file, or of --env."""
     recipe, env = (getattr(sys.modules.get(name), "__file__", None) or __file__ for name in ("__main__", "nanotitan_env"))
     found = {}
     files = {getattr(module, "__dict__", {}).get("__file__") for module in list(sys.modules.values())}
     files = sorted(os.path.realpath(file) for file in files if isinstance(file, str) and file.endswith(".py"))
-    elsewhere = os.path.realpath(sysconfig.get_paths()["stdlib"]) + os.sep  # an environment may lie in the recipe's folder
+    elsewhere = os.path.realpath(sysconfig.get_paths()["stdlib"]) + os.sep  # a virtual environment may be in one of them
     for root in (os.path.dirname(os.path.realpath(file)) + os.sep for file in (recipe, __file__, env)):
         for file in files:
             if file.startswith(root) and not file.startswith(elsewhere) and "-packages" + os.sep not in file:
@@ -112,9 +107,9 @@ def local_code() -> dict[str, str]:
 
 
 def changed_code(path: str, code: dict[str, str]) -> list[str]:
-    """The files of `code` that are new or other ones since a step folder was written; those before code.json tell nothing.
+    """The files of `code` that are new, or differ from those in a step folder's code.json, if it has one.
 
-    What the checkpoint holds is compared as text and never run.
+    They are compared as text; no code of a checkpoint is ever run.
     """
     if not os.path.isfile(os.path.join(path, "code.json")):
         return []
@@ -122,16 +117,15 @@ def changed_code(path: str, code: dict[str, str]) -> list[str]:
     return [file + " (new)" * (file not in there) for file in code if there.get(file) != code[file]]
 
 
-
 # --- What a checkpoint holds ---
 def is_quantized(t: Tensor) -> bool:
-    """Whether it is a moment of torchao's optimizers, whose blocks and scales fit this layout only."""
+    """Whether t is a moment that torchao keeps in few bits. Its blocks and scales fit only the layout it was made in."""
     return type(local_tensor(t)).__module__.startswith("torchao.")
 
 
 def dequantized(t: Tensor) -> Tensor:
-    """In fp32, so that every layout, and every other --adamw_moments, can load it; on the host, for where moments of 8 bits
-    fit, those of all parameters in 32 may not. from_local would move a DTensor's part back to its mesh's device."""
+    """In fp32, which every layout and every --adamw_moments can load, and in CPU memory: where 8-bit moments just fit on a
+    GPU, those in fp32 would not. That rules out DTensor.from_local, which would move it to the GPU again."""
     if not is_quantized(t):
         return t
     local = local_tensor(t).dequantize().float().cpu()
@@ -139,12 +133,12 @@ def dequantized(t: Tensor) -> Tensor:
 
 
 def tokenizer_and_beside(file: str) -> dict[str, bytes]:
-    """{name: content} of a tokenizer.json and what a Hugging Face folder has beside it, which to_hf gives back."""
+    """{name: content} of a tokenizer.json and of what a Hugging Face folder has beside it, so that to_hf can write it again."""
     return {"tokenizer.json": tokenizer_path(file).read_bytes()} | files_beside(file)
 
 
 class Checkpoints:
-    """Saves and loads one run. Build it last: the weights exist and the optimizer has them.
+    """Saves and loads one run. Build it last, when the weights exist and the optimizer holds them.
 
     modules: this rank's part of the model (several with interleaved pipeline stages), under the full model's fqns.
     optimizer: one, or a list of several that share the parameters out. identity: {"model": ..., "data": ...,
@@ -157,24 +151,24 @@ class Checkpoints:
         self.cfg, self.out, self.modules, self.identity = cfg, out, modules, identity
         self.tokenizer_file = tokenizer_file
         self.config, self.source = config, source
-        self.code = local_code() if source else {}  # now: who edits a file while this runs does not change this run
+        self.code = local_code() if source else {}  # read now: later edits of a file are not what is running
         self.optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
         # Taken once, while FSDP holds them sharded: after an evaluation that leaves them gathered, module.parameters()
         # would be the gathered copies, and not what the optimizer updates.
         params = [item for m in modules for item in named_tensors(m).items() if isinstance(item[1], nn.Parameter)]
         self.params = dict(reversed(params))
-        # A V-shaped pipeline with tied embeddings: first and last stage on one rank, two equal parameters of one name.
+        # A V-shaped pipeline has its first and last stage on one rank: with tied embeddings, two equal parameters of one name.
         self.twins = {fqn: param for fqn, param in params if param is not self.params[fqn]}
         known = {id(param) for _, param in params}
         for optimizer in self.optimizers:
             held = [param for param_group in optimizer.param_groups for param in param_group["params"]]
             assert all(id(param) in known for param in held), "build the optimizer after fully_shard"
-            # Weights that change while they are copied are no checkpoint; as a hook, no loop can forget to wait.
+            # No weight may change while it is copied. The optimizer waits by itself, so no loop has to remember it.
             optimizer.register_step_pre_hook(lambda *_: self.wait_staged())
         group = new_gloo_group("checkpoint") if dist.is_initialized() else None
         self.group, self.rank, self.world_size = group, rank_in(group), dist.get_world_size(group) if group else 1
         self.gather, self.everywhere, self.on_rank_0 = (partial(f, group=group) for f in (gather, everywhere, on_rank_0))
-        # Read now: what is wrong with these files is said before anything is trained, and no later edit changes this run.
+        # Read now, so that what is wrong with these files is said before anything is trained.
         reads = self.rank == 0 and tokenizer_file and not cfg.load_only
         self.tokenizer = self.everywhere(lambda: tokenizer_and_beside(tokenizer_file) if reads else {})
         self.pool, self.stager, self.staged, self.flight = ThreadPoolExecutor(1), None, None, None
@@ -192,7 +186,7 @@ class Checkpoints:
         if self.cfg.load_only:
             return False
         self.finish_flight()
-        # As text now: what the loop changes later is not for a background thread to see.
+        # Made into text now, because the loop may change `state` while the background thread writes.
         about = json_bytes(dict(step=step, model_only=model_only, identity=self.identity, state=state))
         if last or self.cfg.checkpoint_async == "off":  # the last has nothing to overlap with
             saved = self.write(step, about, lambda: self.tensors(not model_only))
@@ -234,22 +228,22 @@ class Checkpoints:
             save_hf(self.modules, self.cfg.export_hf, getattr(torch, self.cfg.export_dtype), tokenizer_file=self.tokenizer_file)
 
     def finish_flight(self):
-        """At most one save is in flight, so the background threads of all ranks save in the same order."""
+        """Waits for the save under way. There is at most one, so the background threads of all ranks save in the same order."""
         self.wait_staged()
         flight, self.flight = self.flight, None
         if flight is not None and not flight.result() and self.process is not None:
             self.process.close()
-            self.process = self.stager = None  # on all ranks, for they agree on the result
+            self.process = self.stager = None  # on all ranks alike: they agreed on the result
             self.say("from now on a thread saves, for a writer process may have died")
 
     def write(self, step, about, get_tensors, staged=False) -> bool:
-        """The whole save, in the training thread or the background one: the same collectives in the same order everywhere."""
+        """The whole save, in the training thread or in the background. All ranks run the same collectives in the same order."""
         began, folder = time.perf_counter(), None
         try:
             folder = self.on_rank_0(lambda: self.begin(step))
             if folder is None:
                 return True
-            tensors = self.everywhere(get_tensors)  # not inside DCP's collectives, where the peers would wait for ever
+            tensors = self.everywhere(get_tensors)  # an error inside DCP's collectives would leave the peers waiting
             self.everywhere(lambda: write_tensors(tensors, folder, self.group, staged, self.process if staged else None))
             own = self.everywhere(lambda: checksums(folder, fnmatch.filter(os.listdir(folder), f"__{self.rank}_*"), sync=True))
             listed = {name: entry for part in self.gather(own) for name, entry in part.items()}
@@ -268,7 +262,8 @@ class Checkpoints:
         """Makes the folder to write to (rank 0). None: this step is saved already."""
         if os.path.isdir(self.path(step)):
             try:
-                return read_manifest(self.path(step)) and None
+                read_manifest(self.path(step))
+                return None
             except Damaged as error:
                 self.set_aside(self.path(step), f"damaged: {error}")
         folder = f"{self.path(step)}.tmp-{uuid.uuid4().hex[:8]}"
@@ -287,14 +282,14 @@ class Checkpoints:
         for name, content in extra.items():
             write_file(Path(folder, name), content)
         files = listed | checksums(folder, [TABLE, *extra])
-        layout = {axis: self.config[axis] for axis in AXES if self.config.get(axis, 1) not in (1, -1)}
+        layout = {axis: self.config[axis] for axis in (*AXES, "ep") if self.config.get(axis, 1) not in (1, -1)}
         write_manifest(folder, files, step=step, model_only=json.loads(about)["model_only"], world_size=self.world_size,
                        layout=layout, torch=torch.__version__)
         publish(folder, self.path(step))
         return sum(size for size, _ in files.values())
 
     def purge(self, step):
-        """Deletes what keep_latest_k leaves no room for, once `step` is complete. A kill leaves the rest to the next start."""
+        """Deletes all but the newest keep_latest_k, now that `step` is complete. What a kill leaves, the next start deletes."""
         if self.rank == 0 and self.cfg.keep_latest_k:
             for n, path in [entry for entry in step_folders(self.out) if entry[0] < step][self.cfg.keep_latest_k - 1 :]:
                 trash = os.path.join(os.path.dirname(path), f"trash-{n}-{uuid.uuid4().hex[:8]}")
@@ -363,14 +358,14 @@ class Checkpoints:
         paths = self.on_rank_0(lambda: candidates(source, step))
         folder, manifest = newest_good(source, paths, check, self.say)
         if source == self.out and not self.cfg.load_only:
-            # Only now: as long as nothing good is found, the next start must see them all, and refuse too.
+            # Only now: while no good one is found, all must stay where they are, so that the next start refuses, too.
             damaged = paths[: paths.index(folder)]
             self.on_rank_0(lambda: [self.set_aside(path, "damaged" if path in damaged else "abandoned")
                                     for newer, path in step_folders(source) if newer > manifest["step"]])
         return folder, manifest
 
     def check_share(self, folder, manifest):
-        """Reads this rank's share of the files: every world_size-th, by size."""
+        """Reads this rank's share of the files: sorted by size, every world_size-th."""
         names = sorted(manifest["files"], key=lambda name: manifest["files"][name])[self.rank :: self.world_size]
         done, total, said = 0, sum(manifest["files"][name][0] for name in names), time.perf_counter()
 
@@ -447,7 +442,7 @@ class Checkpoints:
         return next((optimizer.state[param] for optimizer in self.optimizers if param in optimizer.state), {})
 
     def set_aside(self, path, why):
-        """Renames a step folder, so that it is no candidate any more and the user's to look at and to delete."""
+        """Renames a step folder to damaged-N-x or abandoned-N-x: no start considers it again, and the user may delete it."""
         name = f"{why.split(':')[0]}-{os.path.basename(path).removeprefix('step-')}-{uuid.uuid4().hex[:4]}"
         target = os.path.join(os.path.dirname(path), name)
         os.rename(path, target)
@@ -466,7 +461,7 @@ def saved_model(path: str) -> tuple[type, object]:
     """(class of the model in models/, its config) of a step folder. Raises ValueError for a class from anywhere else."""
     fields = dict(read_json(path, "state.json")["identity"]["model"])
     module, name = fields.pop("module"), fields.pop("class")
-    if not re.fullmatch(r"models\.[A-Za-z_]\w*", module):  # a file does not get to choose what is imported
+    if not re.fullmatch(r"models\.[A-Za-z_]\w*", module):  # a file must not decide what is imported
         raise ValueError(f"{path} is of a model {module}.{name}; only those in models/ are loaded")
     module = importlib.import_module(module)
     return getattr(module, name), getattr(module, f"{name}Config")(**fields)

@@ -1,4 +1,4 @@
-"""Ranks that fail together and answer together."""
+"""When one rank fails, all fail with the same reason; what rank 0 finds out, all know."""
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -9,7 +9,7 @@ class Failed(ValueError):
 
 
 def reason(error: BaseException) -> str:
-    """An error in one line; of those that DCP collected, the first rank's."""
+    """An error as one line. DCP's CheckpointException holds one error per rank: then it is the first of those."""
     for rank, (inner, _) in getattr(error, "failures", {}).items():
         return (f"rank {rank}: " if rank else "") + reason(inner)
     text = " ".join(str(error).split())
@@ -36,14 +36,14 @@ def gather(value, group) -> list:
 
 
 def everywhere(work, group):
-    """work() of this rank; raises Failed on all ranks when it fails on one. Without this a rank that fails leaves, and its
-    peers wait for it in the next collective."""
+    """What work() returns on this rank; raises Failed on all ranks if it fails on any. Without this, a rank that fails would
+    leave, and its peers would wait for it in the next collective."""
     result, error = None, None
     try:
         result = work()
     except BaseException as caught:
         if not isinstance(caught, Exception) and type(caught).__name__ != "CheckpointException":
-            raise  # Ctrl-C; but DCP's errors are BaseExceptions, too
+            raise  # Ctrl-C. DCP's CheckpointException is no Exception either, but it is an error like any other
         error = reason(caught)
     for rank, failed in enumerate(gather(error, group)):
         if failed is not None:
@@ -57,6 +57,6 @@ def on_rank_0(work, group):
 
 
 def new_gloo_group(name: str):
-    """Of all processes, for what they tell each other about files."""
-    # 30 minutes, for ranks wait here for the slowest disk; a rank that died is noticed at once all the same
+    """A process group of all ranks, for what they tell each other about files."""
+    # 30 minutes, because ranks wait here for the slowest disk. A rank that has died is noticed at once all the same.
     return dist.new_group(backend="gloo", timeout=timedelta(minutes=30), group_desc=name)

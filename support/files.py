@@ -1,4 +1,4 @@
-"""Files that must survive a power cut, and files of strangers."""
+"""Writing files that survive a power cut, and reading files that anyone may have written."""
 import hashlib
 import json
 import math

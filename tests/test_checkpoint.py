@@ -1,6 +1,4 @@
 """Checkpoints, against checkpoint.py: what is saved comes back to the bit in any layout, and damage is noticed."""
-import copy
-import dataclasses
 import json
 import math
 import multiprocessing
@@ -11,8 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,96 +17,20 @@ import pytest
 import torch
 from layouts import MOE, SMALL, build, config, full, global_batch, local_batch
 from pool import pool
+from saves import IDENTITY, Net, assert_same, everything, flip, names, of, path, rewrite, saved, trained
 from torch import nn
 
 import checkpoint
 import grpo
 import parallel
-import train_deepseek
-import train_llama3
-import train_qwen3
 from checkpoint import CheckpointConfig, Checkpoints, Damaged, diff, load_model, step_folders, verify
-from data import DataConfig, find_tokenizer, open_data
 from distributed.experts import balance_experts
-from distributed.refusals import check_layout
 from models.llama3 import FLAVORS as LLAMA3
 from models.llama3 import Llama3, Llama3Config
-from support import dcp, manifest, resume
-from support.config import parse_config, save_config
-from support.dryrun import no_earlier_run
-from support.files import json_bytes, sha256_file
-from support.init_tokenizer import source_tokenizer
-from support.manifest import STEP_FOLDER, checksums, own_hash
-from support.resume import check_run, lock_run
-
-IDENTITY = {
-    "model": {"module": "models.llama3", "class": "Llama3", **asdict(config())},
-    "data": {"sha256": "12ab", "seq_len": 16},
-    "optimizer": {"name": "adamw"},
-}
-
-
-class Net(nn.Module):
-    def __init__(self, seed, width=24):
-        super().__init__()
-        torch.manual_seed(seed)
-        self.first, self.norm, self.last = nn.Linear(width, width), nn.LayerNorm(width), nn.Linear(width, 7)
-        self.register_buffer("counts", torch.zeros(5))
-        self.register_buffer("scratch", torch.zeros(5), persistent=False)
-
-    def forward(self, x):
-        self.counts += 1
-        return self.last(self.norm(self.first(x)).relu())
-
-
-def trained(seed=0, steps=2, optimizer="adamw", width=24):
-    """(net, optimizers) after some steps; seed 1 and no steps is what a fresh start would have."""
-    net = Net(seed, width)
-    matrices = [net.first.weight, net.last.weight] if optimizer == "muon" else []
-    rest = [p for p in net.parameters() if not any(p is m for m in matrices)]
-    optimizers = [torch.optim.AdamW(rest, lr=1e-2)] + ([torch.optim.Muon(matrices, lr=1e-2)] if matrices else [])
-    for _ in range(steps):
-        net(torch.randn(4, width)).square().sum().backward()
-        for o in optimizers:
-            o.step()
-            o.zero_grad()
-    return net, optimizers
-
-
-def of(net, optimizers, out, identity=IDENTITY, tokenizer_file=None, **flags):
-    cfg, rest = CheckpointConfig(**flags), dict(config={"tp": 2, "cp": 1}, source="print(1)\n", tokenizer_file=tokenizer_file)
-    return Checkpoints(cfg, str(out), modules=[net], optimizer=optimizers, identity=identity, **rest)
-
-
-def saved(out, *steps, **flags):
-    """A run with checkpoints at these steps; the weights are those of `trained(0, step)`."""
-    for step in steps:
-        assert of(*trained(0, step), out, **flags).save(step, {"step": step, "samples": 8 * step})
-    return out
-
-
-def everything(net, optimizers):
-    tensors = {name: t for name, t in net.state_dict().items()}
-    for name, p in net.named_parameters():
-        for o in optimizers:
-            tensors |= {f"{name}.{k}": v for k, v in o.state.get(p, {}).items()}
-    return tensors
-
-
-def assert_same(a, b):
-    a, b = everything(*a), everything(*b)
-    assert a.keys() == b.keys()
-    for key in a:
-        assert a[key].dtype == b[key].dtype and torch.equal(a[key], b[key]), key
-
-
-def path(out, step):
-    return str(Path(out) / "checkpoints" / f"step-{step}")
-
-
-def names(out):
-    return sorted(p.name for p in (Path(out) / "checkpoints").iterdir())
-
+from support import dcp
+from support.files import json_bytes
+from support.manifest import STEP_FOLDER, own_hash
+from support.resume import check_run
 
 # A server that has imported torch forks the processes that get killed or run out of disk: 0.1 s each instead of 3. This
 # process cannot be forked, because its autograd threads would be missing in the copy.
@@ -125,21 +46,6 @@ def forked(function, *args):
     process.join(60)
     assert process.exitcode is not None, "hangs"
     return process.exitcode
-
-
-def rewrite(folder, name, content):
-    """What an attacker does who can compute checksums, too."""
-    (Path(folder) / name).write_bytes(content)
-    about = json.loads((Path(folder) / "manifest.json").read_bytes())
-    about["files"] |= checksums(folder, [name])
-    about["sha256"] = own_hash(about)
-    (Path(folder) / "manifest.json").write_bytes(json_bytes(about))
-
-
-def flip(file, bit):
-    content = bytearray(Path(file).read_bytes())
-    content[bit // 8] ^= 1 << bit % 8
-    Path(file).write_bytes(content)
 
 
 # --- one process
@@ -401,16 +307,6 @@ def test_unknown_exclusion(tmp_path):
         of(*trained(), tmp_path, exclude_from_loading=["lst.weight"]).load()
 
 
-def test_changed_identity_is_refused_by_name(tmp_path):
-    saved(tmp_path, 2)
-    changed = copy.deepcopy(IDENTITY)
-    changed["model"]["n_layers"], changed["data"]["seq_len"] = 8, 32
-    with pytest.raises(ValueError) as error:
-        check_run(str(tmp_path), changed, CheckpointConfig())
-    assert f"n_layers is 8 but {tmp_path} was trained with 4" in str(error.value) and "--out NEW" in str(error.value)
-    assert "data.seq_len is 32" in str(error.value) and "\n" not in str(error.value)
-
-
 def test_a_model_that_does_not_fit_is_untouched(tmp_path):
     saved(tmp_path, 2)
     net, optimizers = Net(1), None
@@ -449,295 +345,11 @@ def test_init_from(tmp_path, capsys):
     assert "IGNORED" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name, hint", [
-    ("gpt2", "hf download gpt2 --local-dir gpt2"),
-    ("meta-llama/Llama-3.2-1B", "hf download meta-llama/Llama-3.2-1B --local-dir Llama-3.2-1B"),
-    ("runs/gone", None), ("/nowhere/gpt2", None), ("./gpt2", None), ("here/gone", None),
-])
-def test_names_on_the_hub_need_a_download(tmp_path, monkeypatch, name, hint):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "here").mkdir()
-    for start in (lambda: check_run("new", IDENTITY, CheckpointConfig(init_from=name)), lambda: checkpoint.from_hf(name, "new"),
-                  lambda: find_tokenizer(name)):
-        with pytest.raises(ValueError) as error:
-            start()
-        line = str(error.value)
-        assert name in line and ("hf download" in line) == bool(hint) and (hint or "") in line
-
-
-def test_init_from_another_model_is_refused_though_the_shapes_fit(tmp_path, capsys):
-    saved(tmp_path / "old", 2)
-
-    def check(excluded=(), **changed):
-        flags = CheckpointConfig(init_from=str(tmp_path / "old"), exclude_from_loading=[*excluded])
-        check_run(str(tmp_path / "new"), {**IDENTITY, "model": {**IDENTITY["model"], **changed}}, flags)
-
-    for changed in (dict(norm_eps=10.0), dict(n_heads=2, head_dim=2), dict(vocab_size=9)):
-        with pytest.raises(ValueError, match="; ".join(f"{name} is .* there, {value} here" for name, value in changed.items())):
-            check(**changed)
-    check(excluded=["head"], vocab_size=9)
-    with pytest.raises(ValueError, match="norm_eps is 1e-05 there, 10.0 here"):
-        check(excluded=["head"], norm_eps=10.0)
-    check(module="models.mine", window=128)  # a fork's model, with a field of its own
-    longer = dict(max_seq_len=4096, rope_theta=1e6)  # to read longer texts: allowed, and said
-    check(**longer)
-    new = of(*trained(1, 0), tmp_path / "new", init_from=str(tmp_path / "old"))
-    new.identity = {**IDENTITY, "model": {**IDENTITY["model"], **longer}}
-    new.load()
-    assert "rope_theta was 500000.0, is 1000000.0" in capsys.readouterr().out
-
-
-def test_an_out_that_is_no_folder(tmp_path):
-    (tmp_path / "file").touch()
-    for out in ("", str(tmp_path / "file"), str(tmp_path / "file" / "run")):
-        with pytest.raises(ValueError, match=f"--out '{out}' is no folder to write to: "):
-            lock_run(out)
-
-
 def test_weights_in_another_dtype_may_start_a_run_but_not_continue_one(tmp_path):
     saved(tmp_path, 2)
     net = Net(1).bfloat16()
     of(net, [torch.optim.AdamW(net.parameters())], tmp_path / "new", init_from=str(tmp_path)).load()
     assert torch.equal(net.last.weight, trained(0, 2)[0].last.weight.bfloat16())
-
-
-# --- a continued run: its global batch, and the flags that differ
-
-
-def a_run(out, processes=1, step=20, **flags):
-    """(flags, a run folder): with a checkpoint of `step`, as train_llama3.py would leave it on so many processes."""
-    cfg = train_llama3.Config(out=str(out), steps=20, warmup_steps=2, local_batch_size=4, **flags)
-    checkpoints = of(*trained(), out)
-    checkpoints.config, checkpoints.world_size = asdict(cfg), processes
-    checkpoints.save(step, {"step": step})
-    return cfg
-
-
-def resolved(monkeypatch, cfg, processes, **flags):
-    """(global, local batch) that keep_batch gives a start with these flags on so many processes."""
-    monkeypatch.setenv("WORLD_SIZE", str(processes))
-    cfg = replace(cfg, **flags)
-    resume.keep_batch(cfg)
-    # whatever it is, the layout takes it
-    check_layout(cfg, config(), seq_len=16, local_batch_size=cfg.local_batch_size,
-                          global_batch_size=cfg.global_batch_size, device="cpu")
-    return cfg.global_batch_size, cfg.local_batch_size
-
-
-@pytest.mark.parametrize("processes, flags, expected, says", [
-    (1, {}, (8, 4), False),
-    (2, {}, (8, 4), False),
-    (4, {}, (8, 2), True),
-    (8, {"local_batch_size": 3}, (8, 1), True),
-    (1, {"local_batch_size": 3}, (8, 2), True),
-    (1, {"local_batch_size": 16}, (8, 8), True),
-    (4, {"tp": 2}, (8, 4), False),
-    (2, {"pp": 2, "pp_microbatch_size": 2, "local_batch_size": 7}, (8, 4), True),
-    (4, {"global_batch_size": 16}, (16, 4), False),  # what is asked for wins
-])
-def test_a_continued_run_keeps_its_global_batch(tmp_path, monkeypatch, capsys, processes, flags, expected, says):
-    cfg = a_run(tmp_path, processes=2, global_batch_size=8)
-    cfg = replace(cfg, global_batch_size=-1, steps=40)
-    assert resolved(monkeypatch, cfg, processes, **flags) == expected
-    out = capsys.readouterr().out
-    assert (f"stays 8 sequences, as in {path(tmp_path, 20)}" in out and f"becomes {expected[1]} on" in out) == says
-
-
-def test_a_batch_that_the_ranks_cannot_share_is_refused(tmp_path, monkeypatch):
-    cfg = replace(a_run(tmp_path, global_batch_size=8), global_batch_size=-1, steps=40)
-    with pytest.raises(ValueError, match="is 8 sequences, which 3 data ranks cannot share; use --global_batch_size 9"):
-        resolved(monkeypatch, cfg, 3)
-    with pytest.raises(ValueError, match="2 data ranks cannot share in micro-batches of 3; use --global_batch_size 12"):
-        resolved(monkeypatch, cfg, 4, pp=2, pp_microbatch_size=3, local_batch_size=3)
-    assert resolved(monkeypatch, cfg, 3, local_batch_size=3, global_batch_size=9) == (9, 3)
-
-
-def test_the_batch_of_a_new_run_is_its_own(tmp_path, monkeypatch):
-    cfg = replace(a_run(tmp_path / "old", global_batch_size=8), global_batch_size=-1, steps=40)
-    new = dict(out=str(tmp_path / "new"), init_from=cfg.out)
-    assert resolved(monkeypatch, cfg, 4, **new) == (16, 4)
-    assert resolved(monkeypatch, cfg, 4, **new, init_model_only=False) == (8, 2)  # "as if it were this run"
-    assert resolved(monkeypatch, cfg, 4, steps=20) == (16, 4)  # nothing left to train
-    # a dry run is about the flags, whatever lies in the folder
-    with no_earlier_run():  # a dry run
-        assert resolved(monkeypatch, cfg, 4) == (16, 4)
-
-
-def test_the_batch_of_a_config_file_is_kept_and_that_of_a_flag_is_not_bent(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setattr(resume, "FROM_FILE", set())
-    monkeypatch.setattr("support.config.FROM_FILE", resume.FROM_FILE)  # of this process: not for the tests after this one
-    save_config(train_llama3.Config(out=str(tmp_path / "run"), global_batch_size=8), tmp_path / "config.json", {})
-    cfg = parse_config(train_llama3.Config, ["--config", str(tmp_path / "config.json")])
-    resume.keep_batch(cfg)
-    assert (cfg.global_batch_size, cfg.local_batch_size) == (8, 2)
-    assert "as in --config: --local_batch_size 8 becomes 2 on 4 data ranks" in capsys.readouterr().out
-    for argv in (["--global_batch_size", "8"], ["--config", str(tmp_path / "config.json"), "--global_batch_size", "8"]):
-        cfg = parse_config(train_llama3.Config, argv)
-        resume.keep_batch(cfg)
-        assert (cfg.global_batch_size, cfg.local_batch_size) == (8, 8)  # for check_layout to refuse
-
-
-def test_changed_flags_are_told_with_what_follows(tmp_path, monkeypatch, capsys):
-    cfg, lr_at = a_run(tmp_path, global_batch_size=4), train_llama3.lr_at
-    capsys.readouterr()
-
-    def told(**flags):
-        check_run(cfg.out, IDENTITY, replace(cfg, **flags), lr_at)
-        out = capsys.readouterr().out
-        assert out.count("\n") == bool(out)
-        return out
-
-    assert told() == "" == told(lr=1.0)  # 20 of 20 steps are done: nothing is trained with these flags
-    old, new = cfg.lr * lr_at(20, cfg), cfg.lr * lr_at(21, replace(cfg, steps=40))
-    assert told(steps=40, log_every=3, device="cpu", checkpoint_every=7) == (
-        f"flags that differ from those of step 20: steps 20 -> 40; the learning rate goes from {old:.2e} to {new:.2e} "
-        f"at step 21; --schedule_steps 20 keeps the old schedule\n")
-    assert told(steps=40, schedule_steps=20) == (
-        "flags that differ from those of step 20: steps 20 -> 40, schedule_steps -1 -> 20\n")
-    line = told(steps=40, schedule_steps=20, lr=1e-3, beta2=0.9, weight_decay=0.0, seed=1, global_batch_size=16, tp=2)
-    for text in ("lr 0.003 -> 0.001", "beta2 0.95 -> 0.9", "weight_decay 0.1 -> 0.0", "seed 0 -> 1", "tp 1 -> 2",
-                 "global_batch_size 4 -> 16", "to 1.00e-04 at step 21"):
-        assert text in line
-    assert "keeps the old" not in line
-
-    class Fork(train_llama3.Config):
-        total = property(lambda self: self.steps)  # a fork's lr_at may call what its Config defines
-
-    cfg, lr_at = Fork(**vars(cfg)), lambda step, cfg: 1 / cfg.total
-    assert "from 1.50e-04 to 7.50e-05 at step 21; --schedule_steps" not in (line := told(steps=40)) and "to 7.50e-05" in line
-    monkeypatch.setenv("RANK", "1")
-    assert told(steps=40) == ""
-
-
-@pytest.mark.parametrize("recipe", [train_llama3, train_qwen3, train_deepseek, grpo])
-def test_flags_that_are_not_told_exist_and_concern_no_training(recipe):
-    fields = {field.name for field in dataclasses.fields(recipe.Config)}
-    left_out = resume.UNTOLD_FLAGS & fields
-    told = {"lr", "steps", "warmup_steps", "seed", "local_batch_size", "tp", "compute_dtype", "weight_decay", "max_norm"}
-    assert len(left_out) > 20 and not told & left_out and told <= fields
-    if recipe is not grpo:
-        assert resume.UNTOLD_FLAGS <= fields
-
-
-# --- --init_from: the ids of its tokenizer
-
-
-@pytest.fixture
-def book(tmp_path):
-    """flags of a text, and two tokenizers that do not agree"""
-    for name in ("book", "first", "second"):
-        (tmp_path / f"{name}.txt").write_text("".join(f"{name} line {i} of {i * i}\n" for i in range(300)))
-    flags = dict(cache_dir=str(tmp_path / "cache"), out=str(tmp_path / "new"), data=str(tmp_path / "book.txt"))
-    made = [open_data(DataConfig(data=str(tmp_path / f"{name}.txt"), cache_dir=flags["cache_dir"]), 16).folder
-            for name in ("first", "second")]
-    return flags, *map(str, made)
-
-
-def source_of(kind, folder, tokenizer) -> str:
-    """Weights with this tokenizer, or with none: a run folder, a step folder, or a Hugging Face folder."""
-    if kind == "hugging face":
-        folder.mkdir()
-        (folder / "model.safetensors").touch()
-        if tokenizer:
-            shutil.copy(f"{tokenizer}/tokenizer.json", folder)
-        return str(folder)
-    of(*trained(), folder, tokenizer_file=tokenizer and f"{tokenizer}/tokenizer.json").save(3, {"step": 3})
-    return path(folder, 3) if kind == "step" else str(folder)
-
-
-def start(flags, **more):
-    """The tokenizer's sha256 of a start with these flags, which check_run has let through."""
-    cfg = train_llama3.Config(**flags | more)
-    data = open_data(cfg, 16, source_tokenizer(cfg))
-    check_run(cfg.out, IDENTITY | {"data": data.fingerprint}, cfg)
-    return data.fingerprint["tokenizer_sha256"]
-
-
-@pytest.mark.parametrize("kind", ["run", "step", "hugging face"])
-def test_init_from_goes_on_with_the_ids_of_its_tokenizer(tmp_path, book, kind):
-    flags, first, second = book
-    flags["init_from"] = source_of(kind, tmp_path / "source", first)
-    its, other = (sha256_file(Path(folder, "tokenizer.json")) for folder in (first, second))
-    assert start(flags) == its == start(flags, tokenizer=first) == start(flags, data=first)
-    for wrong, fix in ((dict(tokenizer=second), "leave out --tokenizer"), (dict(data=second), "make the shards with")):
-        with pytest.raises(ValueError, match=f"another tokenizer .sha256 {its[:12]}. than the data has .{other[:12]}.*{fix}"):
-            start(flags, **wrong)
-        assert start(flags, **wrong, exclude_from_loading=["tok_embeddings", "head"]) == other
-    assert start(flags, exclude_from_loading=["model.tok_embeddings.*"]) not in (its, other)  # new ids: a tokenizer of its own
-    assert start(flags | {"init_from": ""}) not in (its, other)
-
-
-@pytest.mark.parametrize("kind", ["run", "hugging face"])
-def test_weights_without_a_tokenizer_need_one(tmp_path, book, kind):
-    flags, first, second = book
-    flags["init_from"] = source_of(kind, tmp_path / "source", None)
-    with pytest.raises(ValueError, match="tokenizer.json is missing, .*; give their tokenizer with --tokenizer"):
-        start(flags)
-    assert start(flags, tokenizer=first) == start(flags, data=first)
-
-
-def test_a_run_that_goes_on_keeps_the_tokenizer_it_began_with(tmp_path, book):
-    """Also when the folder of --init_from is gone; and from another run folder, with everything."""
-    flags, first, second = book
-    flags["init_from"] = source_of("run", tmp_path / "source", first)
-    its = start(flags)
-    identity = IDENTITY | {"data": open_data(cfg := train_llama3.Config(**flags), 16, source_tokenizer(cfg)).fingerprint}
-    of(*trained(), flags["out"], identity, f"{first}/tokenizer.json").save(3, {"step": 3})
-    shutil.rmtree(flags["init_from"])
-    assert start(flags) == its
-    more = dict(init_from=flags["out"], init_model_only=False, out=str(tmp_path / "third"))
-    assert start(flags, **more) == its
-    with pytest.raises(ValueError, match="another tokenizer"):
-        start(flags, **more, tokenizer=second)
-
-
-@pytest.mark.parametrize("kind", ["run", "hugging face"])
-def test_a_tokenizer_of_the_same_ids_is_no_other_one(tmp_path, book, kind):
-    """Chat models are published with another post_processor, truncation or padding than their base models."""
-    flags, first, second = book
-    flags["init_from"] = source_of(kind, tmp_path / "source", first)
-    rules = json.loads(Path(first, "tokenizer.json").read_bytes())
-    model = rules["model"]
-    joined = [" ".join(pair) if isinstance(pair, list) else pair.split(" ") for pair in model["merges"]]  # the other spelling
-    same = dict(truncation=dict(direction="Right", max_length=9, strategy="LongestFirst", stride=0),
-                post_processor=dict(type="ByteLevel", add_prefix_space=True, trim_offsets=False, use_regex=True),
-                model=model | {"merges": joined})
-    a, b, *rest = model["vocab"]
-    swapped = model["vocab"] | {a: model["vocab"][b], b: model["vocab"][a]}
-    new = rules["added_tokens"][0] | dict(id=len(model["vocab"]), content="<new>")
-    others = [dict(normalizer=dict(type="Lowercase")), dict(pre_tokenizer=rules["pre_tokenizer"] | {"add_prefix_space": True}),
-              dict(model=model | {"merges": model["merges"][::-1]}), dict(model=model | {"vocab": swapped}),
-              dict(added_tokens=[*rules["added_tokens"], new])]
-    for i, (changes, is_same) in enumerate([(same, True), *((other, False) for other in others)]):
-        (folder := tmp_path / f"other{i}").mkdir()
-        file = folder / "tokenizer.json"
-        file.write_text(json.dumps(rules | changes))
-        shards = open_data(DataConfig(data=flags["data"], tokenizer=str(file), cache_dir=flags["cache_dir"]), 16).folder
-        for more in dict(tokenizer=str(file)), dict(data=str(shards)):
-            if is_same:
-                assert start(flags, **more) == sha256_file(file) != sha256_file(Path(first, "tokenizer.json"))
-            else:
-                with pytest.raises(ValueError, match="another tokenizer"):
-                    start(flags, **more)
-
-
-def test_a_start_reads_of_a_checkpoint_what_it_needs(tmp_path, book, monkeypatch):
-    """Every rank does it, several times; a tokenizer has megabytes."""
-    flags, first, second = book
-    source_of("run", tmp_path / "new", first)
-    read, checks = [], manifest.check_files
-    monkeypatch.setattr(manifest, "check_files", lambda path, whole, names: read.append(names) or checks(path, whole, names))
-    cfg = train_llama3.Config(**flags, steps=9)
-    resume.keep_batch(cfg)
-    check_run(cfg.out, IDENTITY, cfg)
-    assert len(read) > 1 and all(sorted(names) == ["config.json", "state.json"] for names in read)
-    for name in "state.json", "config.json", "tokenizer.json":  # each is checked where it is taken
-        of(*trained(), flags["out"], tokenizer_file=f"{first}/tokenizer.json").save(4, {"step": 4})
-        file = Path(path(flags["out"], 4), name)
-        file.write_bytes(file.read_bytes()[:-1] + b" ")
-        assert source_tokenizer(train_llama3.Config(**flags, init_from="runs/gone")) == path(flags["out"], 3)
-        shutil.rmtree(path(flags["out"], 4))
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
@@ -929,28 +541,6 @@ def test_a_checkpoint_does_not_choose_what_is_imported(tmp_path):
     assert grpo.model_of(grpo.Config(init_from=str(tmp_path)), 8)[1] == config()  # of the one before
     with pytest.raises(ValueError, match="--model_args n_layers=1: the model is that of --init_from"):
         grpo.model_of(grpo.Config(init_from=str(tmp_path), model_args="n_layers=1"), 8)
-
-
-def hold_lock(out, ready):
-    lock_run(str(out))
-    ready.set()
-    time.sleep(60)
-
-
-def test_lock(tmp_path, monkeypatch):
-    ready = forkserver.Event()
-    holder = forkserver.Process(target=hold_lock, args=(tmp_path, ready))
-    holder.start()
-    assert ready.wait(30)
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    with pytest.raises(ValueError, match=f"in use by process {holder.pid} on"):
-        lock_run(str(tmp_path))
-    monkeypatch.setenv("RANK", "1")
-    lock_run(str(tmp_path))  # only rank 0 holds it
-    monkeypatch.setenv("RANK", "0")
-    holder.kill()
-    holder.join()
-    lock_run(str(tmp_path))
 
 
 def command(*args):

@@ -1,0 +1,97 @@
+"""A small net with its optimizer, and checkpoints of it: for the tests of checkpoint.py and of what stands beside it."""
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from layouts import config
+from torch import nn
+
+from checkpoint import CheckpointConfig, Checkpoints
+from support.files import json_bytes
+from support.manifest import checksums, own_hash
+
+IDENTITY = {
+    "model": {"module": "models.llama3", "class": "Llama3", **asdict(config())},
+    "data": {"sha256": "12ab", "seq_len": 16},
+    "optimizer": {"name": "adamw"},
+}
+
+
+class Net(nn.Module):
+    def __init__(self, seed, width=24):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.norm, self.last = nn.Linear(width, width), nn.LayerNorm(width), nn.Linear(width, 7)
+        self.register_buffer("counts", torch.zeros(5))
+        self.register_buffer("scratch", torch.zeros(5), persistent=False)
+
+    def forward(self, x):
+        self.counts += 1
+        return self.last(self.norm(self.first(x)).relu())
+
+
+def trained(seed=0, steps=2, optimizer="adamw", width=24):
+    """(net, optimizers) after some steps; seed 1 and no steps is what a fresh start would have."""
+    net = Net(seed, width)
+    matrices = [net.first.weight, net.last.weight] if optimizer == "muon" else []
+    rest = [p for p in net.parameters() if not any(p is m for m in matrices)]
+    optimizers = [torch.optim.AdamW(rest, lr=1e-2)] + ([torch.optim.Muon(matrices, lr=1e-2)] if matrices else [])
+    for _ in range(steps):
+        net(torch.randn(4, width)).square().sum().backward()
+        for o in optimizers:
+            o.step()
+            o.zero_grad()
+    return net, optimizers
+
+
+def of(net, optimizers, out, identity=IDENTITY, tokenizer_file=None, **flags):
+    cfg, rest = CheckpointConfig(**flags), dict(config={"tp": 2, "cp": 1}, source="print(1)\n", tokenizer_file=tokenizer_file)
+    return Checkpoints(cfg, str(out), modules=[net], optimizer=optimizers, identity=identity, **rest)
+
+
+def saved(out, *steps, **flags):
+    """A run with checkpoints at these steps; the weights are those of `trained(0, step)`."""
+    for step in steps:
+        assert of(*trained(0, step), out, **flags).save(step, {"step": step, "samples": 8 * step})
+    return out
+
+
+def everything(net, optimizers):
+    tensors = {name: t for name, t in net.state_dict().items()}
+    for name, p in net.named_parameters():
+        for o in optimizers:
+            tensors |= {f"{name}.{k}": v for k, v in o.state.get(p, {}).items()}
+    return tensors
+
+
+def assert_same(a, b):
+    a, b = everything(*a), everything(*b)
+    assert a.keys() == b.keys()
+    for key in a:
+        assert a[key].dtype == b[key].dtype and torch.equal(a[key], b[key]), key
+
+
+def path(out, step):
+    return str(Path(out) / "checkpoints" / f"step-{step}")
+
+
+def names(out):
+    return sorted(p.name for p in (Path(out) / "checkpoints").iterdir())
+
+
+
+def rewrite(folder, name, content):
+    """What an attacker does who can compute checksums, too."""
+    (Path(folder) / name).write_bytes(content)
+    about = json.loads((Path(folder) / "manifest.json").read_bytes())
+    about["files"] |= checksums(folder, [name])
+    about["sha256"] = own_hash(about)
+    (Path(folder) / "manifest.json").write_bytes(json_bytes(about))
+
+
+def flip(file, bit):
+    content = bytearray(Path(file).read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    Path(file).write_bytes(content)
+

@@ -1,0 +1,132 @@
+"""The tokenizer of --init_from, against support/init_tokenizer.py: its weights meet the ids that they know or are refused."""
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from saves import IDENTITY, of, path, trained
+
+import train_llama3
+from data import DataConfig, open_data
+from support import manifest, resume
+from support.files import sha256_file
+from support.init_tokenizer import source_tokenizer
+from support.resume import check_run
+
+
+@pytest.fixture
+def book(tmp_path):
+    """flags of a text, and two tokenizers that do not agree"""
+    for name in ("book", "first", "second"):
+        (tmp_path / f"{name}.txt").write_text("".join(f"{name} line {i} of {i * i}\n" for i in range(300)))
+    flags = dict(cache_dir=str(tmp_path / "cache"), out=str(tmp_path / "new"), data=str(tmp_path / "book.txt"))
+    made = [open_data(DataConfig(data=str(tmp_path / f"{name}.txt"), cache_dir=flags["cache_dir"]), 16).folder
+            for name in ("first", "second")]
+    return flags, *map(str, made)
+
+
+def source_of(kind, folder, tokenizer) -> str:
+    """Weights with this tokenizer, or with none: a run folder, a step folder, or a Hugging Face folder."""
+    if kind == "hugging face":
+        folder.mkdir()
+        (folder / "model.safetensors").touch()
+        if tokenizer:
+            shutil.copy(f"{tokenizer}/tokenizer.json", folder)
+        return str(folder)
+    of(*trained(), folder, tokenizer_file=tokenizer and f"{tokenizer}/tokenizer.json").save(3, {"step": 3})
+    return path(folder, 3) if kind == "step" else str(folder)
+
+
+def start(flags, **more):
+    """The tokenizer's sha256 of a start with these flags, which check_run has let through."""
+    cfg = train_llama3.Config(**flags | more)
+    data = open_data(cfg, 16, source_tokenizer(cfg))
+    check_run(cfg.out, IDENTITY | {"data": data.fingerprint}, cfg)
+    return data.fingerprint["tokenizer_sha256"]
+
+
+@pytest.mark.parametrize("kind", ["run", "step", "hugging face"])
+def test_init_from_goes_on_with_the_ids_of_its_tokenizer(tmp_path, book, kind):
+    flags, first, second = book
+    flags["init_from"] = source_of(kind, tmp_path / "source", first)
+    its, other = (sha256_file(Path(folder, "tokenizer.json")) for folder in (first, second))
+    assert start(flags) == its == start(flags, tokenizer=first) == start(flags, data=first)
+    for wrong, fix in ((dict(tokenizer=second), "leave out --tokenizer"), (dict(data=second), "make the shards with")):
+        with pytest.raises(ValueError, match=f"another tokenizer .sha256 {its[:12]}. than the data has .{other[:12]}.*{fix}"):
+            start(flags, **wrong)
+        assert start(flags, **wrong, exclude_from_loading=["tok_embeddings", "head"]) == other
+    assert start(flags, exclude_from_loading=["model.tok_embeddings.*"]) not in (its, other)  # new ids: a tokenizer of its own
+    assert start(flags | {"init_from": ""}) not in (its, other)
+
+
+@pytest.mark.parametrize("kind", ["run", "hugging face"])
+def test_weights_without_a_tokenizer_need_one(tmp_path, book, kind):
+    flags, first, second = book
+    flags["init_from"] = source_of(kind, tmp_path / "source", None)
+    with pytest.raises(ValueError, match="tokenizer.json is missing, .*; give their tokenizer with --tokenizer"):
+        start(flags)
+    assert start(flags, tokenizer=first) == start(flags, data=first)
+
+
+def test_a_run_that_goes_on_keeps_the_tokenizer_it_began_with(tmp_path, book):
+    """Also when the folder of --init_from is gone; and from another run folder, with everything."""
+    flags, first, second = book
+    flags["init_from"] = source_of("run", tmp_path / "source", first)
+    its = start(flags)
+    identity = IDENTITY | {"data": open_data(cfg := train_llama3.Config(**flags), 16, source_tokenizer(cfg)).fingerprint}
+    of(*trained(), flags["out"], identity, f"{first}/tokenizer.json").save(3, {"step": 3})
+    shutil.rmtree(flags["init_from"])
+    assert start(flags) == its
+    more = dict(init_from=flags["out"], init_model_only=False, out=str(tmp_path / "third"))
+    assert start(flags, **more) == its
+    with pytest.raises(ValueError, match="another tokenizer"):
+        start(flags, **more, tokenizer=second)
+
+
+@pytest.mark.parametrize("kind", ["run", "hugging face"])
+def test_a_tokenizer_of_the_same_ids_is_no_other_one(tmp_path, book, kind):
+    """Chat models are published with another post_processor, truncation or padding than their base models."""
+    flags, first, second = book
+    flags["init_from"] = source_of(kind, tmp_path / "source", first)
+    rules = json.loads(Path(first, "tokenizer.json").read_bytes())
+    model = rules["model"]
+    joined = [" ".join(pair) if isinstance(pair, list) else pair.split(" ") for pair in model["merges"]]  # the other spelling
+    same = dict(truncation=dict(direction="Right", max_length=9, strategy="LongestFirst", stride=0),
+                post_processor=dict(type="ByteLevel", add_prefix_space=True, trim_offsets=False, use_regex=True),
+                model=model | {"merges": joined})
+    a, b, *rest = model["vocab"]
+    swapped = model["vocab"] | {a: model["vocab"][b], b: model["vocab"][a]}
+    new = rules["added_tokens"][0] | dict(id=len(model["vocab"]), content="<new>")
+    others = [dict(normalizer=dict(type="Lowercase")), dict(pre_tokenizer=rules["pre_tokenizer"] | {"add_prefix_space": True}),
+              dict(model=model | {"merges": model["merges"][::-1]}), dict(model=model | {"vocab": swapped}),
+              dict(added_tokens=[*rules["added_tokens"], new])]
+    for i, (changes, is_same) in enumerate([(same, True), *((other, False) for other in others)]):
+        (folder := tmp_path / f"other{i}").mkdir()
+        file = folder / "tokenizer.json"
+        file.write_text(json.dumps(rules | changes))
+        shards = open_data(DataConfig(data=flags["data"], tokenizer=str(file), cache_dir=flags["cache_dir"]), 16).folder
+        for more in dict(tokenizer=str(file)), dict(data=str(shards)):
+            if is_same:
+                assert start(flags, **more) == sha256_file(file) != sha256_file(Path(first, "tokenizer.json"))
+            else:
+                with pytest.raises(ValueError, match="another tokenizer"):
+                    start(flags, **more)
+
+
+def test_a_start_reads_of_a_checkpoint_what_it_needs(tmp_path, book, monkeypatch):
+    """Every rank does it, several times; a tokenizer has megabytes."""
+    flags, first, second = book
+    source_of("run", tmp_path / "new", first)
+    read, checks = [], manifest.check_files
+    monkeypatch.setattr(manifest, "check_files", lambda path, whole, names: read.append(names) or checks(path, whole, names))
+    cfg = train_llama3.Config(**flags, steps=9)
+    resume.keep_batch(cfg)
+    check_run(cfg.out, IDENTITY, cfg)
+    assert len(read) > 1 and all(sorted(names) == ["config.json", "state.json"] for names in read)
+    for name in "state.json", "config.json", "tokenizer.json":  # each is checked where it is taken
+        of(*trained(), flags["out"], tokenizer_file=f"{first}/tokenizer.json").save(4, {"step": 4})
+        file = Path(path(flags["out"], 4), name)
+        file.write_bytes(file.read_bytes()[:-1] + b" ")
+        assert source_tokenizer(train_llama3.Config(**flags, init_from="runs/gone")) == path(flags["out"], 3)
+        shutil.rmtree(path(flags["out"], 4))
+

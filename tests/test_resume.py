@@ -1,0 +1,220 @@
+"""Continuing a run, against support/resume.py: what a start refuses, keeps and says of what lies in --out or --init_from."""
+import copy
+import dataclasses
+import multiprocessing
+import time
+from dataclasses import asdict, replace
+
+import pytest
+from layouts import config
+from saves import IDENTITY, of, path, saved, trained
+
+import checkpoint
+import grpo
+import train_deepseek
+import train_llama3
+import train_qwen3
+from checkpoint import CheckpointConfig
+from distributed.refusals import check_layout
+from support import resume
+from support.config import parse_config, save_config
+from support.dryrun import no_earlier_run
+from support.resume import check_run, lock_run
+from support.tokenizer import find_tokenizer
+
+
+def test_changed_identity_is_refused_by_name(tmp_path):
+    saved(tmp_path, 2)
+    changed = copy.deepcopy(IDENTITY)
+    changed["model"]["n_layers"], changed["data"]["seq_len"] = 8, 32
+    with pytest.raises(ValueError) as error:
+        check_run(str(tmp_path), changed, CheckpointConfig())
+    assert f"n_layers is 8 but {tmp_path} was trained with 4" in str(error.value) and "--out NEW" in str(error.value)
+    assert "data.seq_len is 32" in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name, hint", [
+    ("gpt2", "hf download gpt2 --local-dir gpt2"),
+    ("meta-llama/Llama-3.2-1B", "hf download meta-llama/Llama-3.2-1B --local-dir Llama-3.2-1B"),
+    ("runs/gone", None), ("/nowhere/gpt2", None), ("./gpt2", None), ("here/gone", None),
+])
+def test_names_on_the_hub_need_a_download(tmp_path, monkeypatch, name, hint):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    for start in (lambda: check_run("new", IDENTITY, CheckpointConfig(init_from=name)), lambda: checkpoint.from_hf(name, "new"),
+                  lambda: find_tokenizer(name)):
+        with pytest.raises(ValueError) as error:
+            start()
+        line = str(error.value)
+        assert name in line and ("hf download" in line) == bool(hint) and (hint or "") in line
+
+
+def test_init_from_another_model_is_refused_though_the_shapes_fit(tmp_path, capsys):
+    saved(tmp_path / "old", 2)
+
+    def check(excluded=(), **changed):
+        flags = CheckpointConfig(init_from=str(tmp_path / "old"), exclude_from_loading=[*excluded])
+        check_run(str(tmp_path / "new"), {**IDENTITY, "model": {**IDENTITY["model"], **changed}}, flags)
+
+    for changed in (dict(norm_eps=10.0), dict(n_heads=2, head_dim=2), dict(vocab_size=9)):
+        with pytest.raises(ValueError, match="; ".join(f"{name} is .* there, {value} here" for name, value in changed.items())):
+            check(**changed)
+    check(excluded=["head"], vocab_size=9)
+    with pytest.raises(ValueError, match="norm_eps is 1e-05 there, 10.0 here"):
+        check(excluded=["head"], norm_eps=10.0)
+    check(module="models.mine", window=128)  # a fork's model, with a field of its own
+    longer = dict(max_seq_len=4096, rope_theta=1e6)  # to read longer texts: allowed, and said
+    check(**longer)
+    new = of(*trained(1, 0), tmp_path / "new", init_from=str(tmp_path / "old"))
+    new.identity = {**IDENTITY, "model": {**IDENTITY["model"], **longer}}
+    new.load()
+    assert "rope_theta was 500000.0, is 1000000.0" in capsys.readouterr().out
+
+
+def test_an_out_that_is_no_folder(tmp_path):
+    (tmp_path / "file").touch()
+    for out in ("", str(tmp_path / "file"), str(tmp_path / "file" / "run")):
+        with pytest.raises(ValueError, match=f"--out '{out}' is no folder to write to: "):
+            lock_run(out)
+
+
+
+def hold_lock(out, ready):
+    lock_run(str(out))
+    ready.set()
+    time.sleep(60)
+
+
+def test_lock(tmp_path, monkeypatch):
+    fork = multiprocessing.get_context("fork")  # it calls nothing but lock_run, so a copy of this process will do
+    ready = fork.Event()
+    holder = fork.Process(target=hold_lock, args=(tmp_path, ready))
+    holder.start()
+    assert ready.wait(30)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    with pytest.raises(ValueError, match=f"in use by process {holder.pid} on"):
+        lock_run(str(tmp_path))
+    monkeypatch.setenv("RANK", "1")
+    lock_run(str(tmp_path))  # only rank 0 holds it
+    monkeypatch.setenv("RANK", "0")
+    holder.kill()
+    holder.join()
+    lock_run(str(tmp_path))
+
+
+
+def a_run(out, processes=1, step=20, **flags):
+    """(flags, a run folder): with a checkpoint of `step`, as train_llama3.py would leave it on so many processes."""
+    cfg = train_llama3.Config(out=str(out), steps=20, warmup_steps=2, local_batch_size=4, **flags)
+    checkpoints = of(*trained(), out)
+    checkpoints.config, checkpoints.world_size = asdict(cfg), processes
+    checkpoints.save(step, {"step": step})
+    return cfg
+
+
+def resolved(monkeypatch, cfg, processes, **flags):
+    """(global, local batch) that keep_batch gives a start with these flags on so many processes."""
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    cfg = replace(cfg, **flags)
+    resume.keep_batch(cfg)
+    # whatever it is, the layout takes it
+    check_layout(cfg, config(), seq_len=16, local_batch_size=cfg.local_batch_size,
+                          global_batch_size=cfg.global_batch_size, device="cpu")
+    return cfg.global_batch_size, cfg.local_batch_size
+
+
+@pytest.mark.parametrize("processes, flags, expected, says", [
+    (1, {}, (8, 4), False),
+    (2, {}, (8, 4), False),
+    (4, {}, (8, 2), True),
+    (8, {"local_batch_size": 3}, (8, 1), True),
+    (1, {"local_batch_size": 3}, (8, 2), True),
+    (1, {"local_batch_size": 16}, (8, 8), True),
+    (4, {"tp": 2}, (8, 4), False),
+    (2, {"pp": 2, "pp_microbatch_size": 2, "local_batch_size": 7}, (8, 4), True),
+    (4, {"global_batch_size": 16}, (16, 4), False),  # what is asked for wins
+])
+def test_a_continued_run_keeps_its_global_batch(tmp_path, monkeypatch, capsys, processes, flags, expected, says):
+    cfg = a_run(tmp_path, processes=2, global_batch_size=8)
+    cfg = replace(cfg, global_batch_size=-1, steps=40)
+    assert resolved(monkeypatch, cfg, processes, **flags) == expected
+    out = capsys.readouterr().out
+    assert (f"stays 8 sequences, as in {path(tmp_path, 20)}" in out and f"becomes {expected[1]} on" in out) == says
+
+
+def test_a_batch_that_the_ranks_cannot_share_is_refused(tmp_path, monkeypatch):
+    cfg = replace(a_run(tmp_path, global_batch_size=8), global_batch_size=-1, steps=40)
+    with pytest.raises(ValueError, match="is 8 sequences, which 3 data ranks cannot share; use --global_batch_size 9"):
+        resolved(monkeypatch, cfg, 3)
+    with pytest.raises(ValueError, match="2 data ranks cannot share in micro-batches of 3; use --global_batch_size 12"):
+        resolved(monkeypatch, cfg, 4, pp=2, pp_microbatch_size=3, local_batch_size=3)
+    assert resolved(monkeypatch, cfg, 3, local_batch_size=3, global_batch_size=9) == (9, 3)
+
+
+def test_the_batch_of_a_new_run_is_its_own(tmp_path, monkeypatch):
+    cfg = replace(a_run(tmp_path / "old", global_batch_size=8), global_batch_size=-1, steps=40)
+    new = dict(out=str(tmp_path / "new"), init_from=cfg.out)
+    assert resolved(monkeypatch, cfg, 4, **new) == (16, 4)
+    assert resolved(monkeypatch, cfg, 4, **new, init_model_only=False) == (8, 2)  # "as if it were this run"
+    assert resolved(monkeypatch, cfg, 4, steps=20) == (16, 4)  # nothing left to train
+    # a dry run is about the flags, whatever lies in the folder
+    with no_earlier_run():  # a dry run
+        assert resolved(monkeypatch, cfg, 4) == (16, 4)
+
+
+def test_the_batch_of_a_config_file_is_kept_and_that_of_a_flag_is_not_bent(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setattr(resume, "FROM_FILE", set())
+    monkeypatch.setattr("support.config.FROM_FILE", resume.FROM_FILE)  # of this process: not for the tests after this one
+    save_config(train_llama3.Config(out=str(tmp_path / "run"), global_batch_size=8), tmp_path / "config.json", {})
+    cfg = parse_config(train_llama3.Config, ["--config", str(tmp_path / "config.json")])
+    resume.keep_batch(cfg)
+    assert (cfg.global_batch_size, cfg.local_batch_size) == (8, 2)
+    assert "as in --config: --local_batch_size 8 becomes 2 on 4 data ranks" in capsys.readouterr().out
+    for argv in (["--global_batch_size", "8"], ["--config", str(tmp_path / "config.json"), "--global_batch_size", "8"]):
+        cfg = parse_config(train_llama3.Config, argv)
+        resume.keep_batch(cfg)
+        assert (cfg.global_batch_size, cfg.local_batch_size) == (8, 8)  # for check_layout to refuse
+
+
+def test_changed_flags_are_told_with_what_follows(tmp_path, monkeypatch, capsys):
+    cfg, lr_at = a_run(tmp_path, global_batch_size=4), train_llama3.lr_at
+    capsys.readouterr()
+
+    def told(**flags):
+        check_run(cfg.out, IDENTITY, replace(cfg, **flags), lr_at)
+        out = capsys.readouterr().out
+        assert out.count("\n") == bool(out)
+        return out
+
+    assert told() == "" == told(lr=1.0)  # 20 of 20 steps are done: nothing is trained with these flags
+    old, new = cfg.lr * lr_at(20, cfg), cfg.lr * lr_at(21, replace(cfg, steps=40))
+    assert told(steps=40, log_every=3, device="cpu", checkpoint_every=7) == (
+        f"flags that differ from those of step 20: steps 20 -> 40; the learning rate goes from {old:.2e} to {new:.2e} "
+        f"at step 21; --schedule_steps 20 keeps the old schedule\n")
+    assert told(steps=40, schedule_steps=20) == (
+        "flags that differ from those of step 20: steps 20 -> 40, schedule_steps -1 -> 20\n")
+    line = told(steps=40, schedule_steps=20, lr=1e-3, beta2=0.9, weight_decay=0.0, seed=1, global_batch_size=16, tp=2)
+    for text in ("lr 0.003 -> 0.001", "beta2 0.95 -> 0.9", "weight_decay 0.1 -> 0.0", "seed 0 -> 1", "tp 1 -> 2",
+                 "global_batch_size 4 -> 16", "to 1.00e-04 at step 21"):
+        assert text in line
+    assert "keeps the old" not in line
+
+    class Fork(train_llama3.Config):
+        total = property(lambda self: self.steps)  # a fork's lr_at may call what its Config defines
+
+    cfg, lr_at = Fork(**vars(cfg)), lambda step, cfg: 1 / cfg.total
+    assert "from 1.50e-04 to 7.50e-05 at step 21; --schedule_steps" not in (line := told(steps=40)) and "to 7.50e-05" in line
+    monkeypatch.setenv("RANK", "1")
+    assert told(steps=40) == ""
+
+
+@pytest.mark.parametrize("recipe", [train_llama3, train_qwen3, train_deepseek, grpo])
+def test_flags_that_are_not_told_exist_and_concern_no_training(recipe):
+    fields = {field.name for field in dataclasses.fields(recipe.Config)}
+    left_out = resume.UNTOLD_FLAGS & fields
+    told = {"lr", "steps", "warmup_steps", "seed", "local_batch_size", "tp", "compute_dtype", "weight_decay", "max_norm"}
+    assert len(left_out) > 20 and not told & left_out and told <= fields
+    if recipe is not grpo:
+        assert resume.UNTOLD_FLAGS <= fields
+
