@@ -1,5 +1,9 @@
-"""The house: which file stands on which. An import goes down a layer or stays in it, never up, and never in a circle."""
+"""The house: which file stands on which. An import goes down a layer or stays in it, never up, and never in a circle; and every
+file stays small enough to be read."""
 import ast
+import io
+import tokenize
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -101,3 +105,47 @@ def test_folders_are_packages():
 def test_models_know_no_process_groups():
     for path in ROOT.glob("models/*.py"):
         assert "torch.distributed" not in path.read_text(), path
+
+
+# ---------------------------------------------------------------- small enough to be read
+
+
+def code_rows(text: str) -> set[int]:
+    """Numbers of the lines that hold code: not blank, no comment, no docstring."""
+    documented, holders = set(), (ast.Module, ast.ClassDef, ast.FunctionDef)
+    for node in (node for node in ast.walk(ast.parse(text)) if isinstance(node, holders) and ast.get_docstring(node)):
+        documented |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    silent = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    tokens = [token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type not in silent]
+    return {row for token in tokens for row in range(token.start[0], token.end[0] + 1)} - documented
+
+
+def test_the_reading_path_is_short():
+    path = ["train_llama3.py", "models/llama3.py", "parallel.py"]
+    assert sum(len(code_rows((ROOT / name).read_text())) for name in path) <= 840
+
+
+@pytest.mark.parametrize("module", sorted(house()))
+def test_a_file_has_at_most_560_lines_of_code(module):
+    assert len(code_rows(house()[module])) <= 560
+
+
+def test_functions_of_the_lecture_fit_on_a_screen():
+    text = (ROOT / "parallel.py").read_text()
+    rows = code_rows(text)
+    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+    assert functions and not [f.name for f in functions if len(rows & set(range(f.lineno, f.end_lineno + 1))) > 45]
+
+
+def test_a_name_is_one_thing():
+    """A function has one name in the whole house. Programs have a main; what the recipes copy is held equal by test_copies."""
+    owners = defaultdict(list)
+    for module, text in house().items():
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.FunctionDef) and node.name != "main":
+                owners[node.name].append(module)
+    recipes = {"train_llama3", "train_qwen3", "train_deepseek"}
+    models = {name for name in house() if name.startswith("models.")}
+    double = {name: found for name, found in owners.items() if len(found) > 1 and not set(found) <= recipes | {"grpo"}
+              and not set(found) <= models}
+    assert double == {}
