@@ -166,7 +166,7 @@ def optimizer_state(optimizers) -> int:
     return size_of(t for optimizer in optimizers for state in optimizer.state.values() for t in state.values())
 
 
-def gathered(stage) -> int:
+def gathered_bytes(stage) -> int:
     """Bytes of weights that FSDP holds whole at the moment."""
     sharded = lambda p: isinstance(p, DTensor) and {"fsdp", "efsdp"} & set(p.device_mesh.mesh_dim_names)  # noqa: E731
     storages = [local_tensor(p).untyped_storage() for p in stage.parameters() if not sharded(p)]
@@ -191,11 +191,11 @@ def stages_followed(stages, layout, watch: Watch, out: Counter):
             under_way.clear()  # without a pipeline the backward of the micro-batch before is over
         under_way[place[stage.index]] += 1
         watch.outside = "forward"
-        before[stage.index] = watch.live - gathered(stage), watch.flops["forward"]
+        before[stage.index] = watch.live - gathered_bytes(stage), watch.flops["forward"]
 
     def leave(stage, *args):
         i, (live, flops) = place[stage.index], before[stage.index]
-        out["activations", i] = watch.live - gathered(stage) - live
+        out["activations", i] = watch.live - gathered_bytes(stage) - live
         out["flops", i] += watch.flops["forward"] - flops
 
     def marked(backward):  # a pipeline's backward: a whole one, or its second half, which frees the activations

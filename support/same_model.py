@@ -92,10 +92,10 @@ def check_same_model(Model, config):
                          f'computes the same function, let to_hf() of its config return "nanotitan_model": "{own}", too, else '
                          "a model_type of its own")
     check_fingerprint(kind)
-    compare(Model, config, kind)
+    compare_with_theirs(Model, config, kind)
 
 
-def compare(Model, config, kind: str):
+def compare_with_theirs(Model, config, kind: str):
     """Raises OtherModel where the class of HF_MODELS, built from this model's config.json, is another model."""
     (Original, Config), own, original = classes_of(kind), f"{Model.__module__}.{Model.__name__}", ".".join(HF_MODELS[kind])
     try:
