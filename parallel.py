@@ -136,17 +136,17 @@ class VocabHead(ParallelStyle):
         return module
 
 
-TP_STYLES = {  # what a model's tp_plan may ask for
-    "colwise": lambda: ColwiseParallel(),  # W (out/tp, in): no communication, the output is this rank's heads or channels
+TP_STYLES = {  # what a model's tp_plan may ask for; called once per module
+    "colwise": ColwiseParallel,  # W (out/tp, in): no communication, the output is this rank's heads or channels
     "rowwise": lambda: RowwiseParallel(output_layouts=Shard(1)),  # W (out, in/tp): reduce-scatter along the sequence
-    "gather_sequence": lambda: GatherSequence(),
+    "gather_sequence": GatherSequence,
     "gather_colwise": lambda: ColwiseParallel(input_layouts=Shard(1)),  # colwise after an all-gather of the sequence
-    "gather": lambda: Gather(),
+    "gather": Gather,
     # Norms. Every tp rank holds the weight whole but sees only T/tp of the tokens (or H/tp of the heads), so its gradients
     # must be summed over tp. A DTensor weight does that; a plain one silently does not.
     "sequence": lambda: SequenceParallel(use_local_output=True),  # (B, T/tp, D)
     "head_norm": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),  # (B, T, H/tp, K)
-    "sequence_linear": lambda: SequenceLinear(),
+    "sequence_linear": SequenceLinear,
     "vocab_embedding": VocabEmbedding,
     "vocab_head": VocabHead,
 }
@@ -464,7 +464,7 @@ def reduce_loss(part: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def evaluate(stages, batches, layout: Layout) -> tuple[float, float | None]:
     """(loss in nats per token, in bits per byte or None where the bytes are unknown) over all batches of all data ranks.
-    NaN where no token has a loss. Beside the forwards, one all-reduce of three numbers at the end."""
+    NaN where no token has a loss. Besides the forwards, one all-reduce of three numbers at the end."""
     sums = torch.zeros(3, dtype=torch.float64, device=layout.device)  # of losses, tokens, bytes
     copies = layout.world_size // layout.data_ranks  # ranks that count the same tokens: each adds its share
     n_bytes_known = True
