@@ -51,7 +51,7 @@ class Batch:
     positions: torch.Tensor  # (A, B, T) int64
     doc_ids: torch.Tensor | None  # (A, B, T) int64, counts the documents of a sequence; None without doc_mask
     samples: int  # sequences in the global batch
-    hash: str  # training: of this data rank's tokens and labels; checks.reduce_hash makes that of the global batch of it
+    hash: str  # training: of this data rank's tokens and labels; checks.reduce_hash adds them up to that of the global batch
     n_bytes: int | None = None  # validation: bytes of text behind this rank's labels; None where the tokenizer does not tell
 
 
@@ -134,7 +134,7 @@ class TokenData:
         return " ".join(line.split()[:4])[:60].rstrip("\ufffd")  # 60: not all writing has spaces
 
     def has_labels(self, split: str, n_samples: int) -> bool:
-        """Whether any token of a split has a loss. Reads until it finds one: of usual text the first windows only."""
+        """Whether any token of a split has a loss. Reads windows until one has: in usual text that is the first."""
         return any((self.arrays(self.windows(split, range(i, min(i + 64, n_samples))))[1] >= 0).any()
                    for i in range(0, n_samples, 64))
 
@@ -222,7 +222,7 @@ def prefetch(batches, device: torch.device):
         while (batch := ready.popleft().result()) is not None:
             ready.append(thread.submit(load))
             yield batch if gpu is None else on_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
-    finally:  # by the garbage collector anywhere, in the thread itself as well, which cannot wait for itself
+    finally:  # the garbage collector may run this in any thread, also in our own, which must not wait for itself
         thread.shutdown(wait=not threading.current_thread().name.startswith("prefetch"), cancel_futures=True)
 
 
@@ -288,7 +288,7 @@ def main():
     prepare.add_argument("--out", required=True, help="folder to write; the same command again finishes what was interrupted")
     prepare.add_argument("--eot", default="", help="token that ends a document, where the tokenizer does not tell")
     prepare.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
-    check = commands.add_parser("check", help="verify header, sizes, checksums and ids of a folder of token shards")
+    check = commands.add_parser("check", help="verify sizes, checksums, counts and ids of a folder of token shards")
     check.add_argument("out", metavar="DIR", help="the folder")
     args = parser.parse_args()
     try:

@@ -23,8 +23,8 @@ from support.shards import VERSION, read_index, token_dtype, write_index, write_
 from support.tokenizer import BESIDE, EOT_NAMES, files_beside, find_tokenizer, load_tokenizer, tokenizer_path
 
 VAL_PART = 20  # one document in 20 is for validation, or the last 20th of a file with few documents
-MANY_DOCUMENTS = 100
-BPE_VOCAB, BPE_BYTES = 4096, 10_000_000  # the tokenizer that we train ourselves: its ids, and text for so many
+MANY_DOCUMENTS = 100  # lines of a .jsonl from which on a hash splits it
+BPE_VOCAB, BPE_BYTES = 4096, 10_000_000  # a tokenizer of our own has so many ids, and is trained on so much text
 STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__",
                   "encodings", "pydoc_data", "entities.py"}  # the last three are 2 MB of tables, not text to learn from
 
@@ -32,7 +32,7 @@ STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages"
 # ---------------------------------------------------------------------------------------------------------------------
 # Text -> documents
 class Piece(NamedTuple):
-    """Bytes start..end of a text file, from line to line: the work for one shard per split."""
+    """Bytes start..end of a text file, cut at a line or at the end of a document. One shard per split is made of it."""
 
     path: Path
     start: int
@@ -59,7 +59,8 @@ def check_text(path: Path):
 
 
 def cut_into_pieces(paths: list, eot_text: str) -> list:
-    """Many documents (lines of a .jsonl) are split by hash, so that validation is like training; else the tail validates."""
+    """The pieces of all files. A .jsonl of many lines is split into training and validation by the hash of each document, so
+    that both are alike; of any other text the tail is for validation."""
     pieces, eot = [], re.escape(eot_text.encode())
     for path in paths:
         check_text(path)

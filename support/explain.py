@@ -37,18 +37,18 @@ REASONS = {  # (axis, operation, phase)
 
 
 def placed(p) -> str:
-    """'tp: rows, fsdp: rows', with dimensions named by number beyond matrices."""
+    """How a parameter is split: 'tp: rows, fsdp: rows'. Dimensions of tensors beyond matrices are named by number."""
     if not isinstance(p, DTensor):
         return "whole"
     names = {1: ["rows"], 2: ["rows", "columns"]}.get(p.dim(), [f"dim {d}" for d in range(p.dim())])
     axes = zip(p.device_mesh.mesh_dim_names, p.device_mesh.shape, p.placements, strict=True)
-    # FSDP's axes stand first in the mesh, and split what the others left
+    # FSDP's axes stand first in the mesh but split last, so they are named last
     said = [f"{a}: {'whole' if x.is_replicate() else names[x.dim]}" for a, size, x in axes if size > 1]
     return ", ".join(reversed(said)) or "whole"
 
 
 def explain(main, cfg) -> None:
-    """What a block costs is the difference between a stage that ends in three and one that ends in two of them."""
+    """Run the first stage with three blocks and with two: what one block costs is the difference."""
     steps = []
     for keep in (3, 2):
         with dry_world(main, cfg, 0) as (stages, optimizers, layout):

@@ -143,17 +143,17 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def print_comparison(one: list[dict], layout: list[dict], later: float = 1) -> int:
-    """The table; 0 when all is within tolerance, else 1 after a line that names the first difference.
+    """Print the table; return 0 when all is within tolerance, else 1 after a line that names the first difference.
 
-    later: how many times the tolerances of loss, norm and gradients hold after step 1; infinite: then only the weights after
-    the first update count.
+    later: the tolerances of loss, norm and gradients are multiplied by it after step 1. If it is infinite, only step 1 and the
+    weights after the first update are compared.
     """
     first = ""
     head = ["loss, 1 process", "layout", "norm, 1 process", "layout"]
     print("step", *(f"{text:>16}" for text in head), " worst gradient / worst weight")
     for n, (a, b) in enumerate(zip(one, layout, strict=True), 1):
         problems, worst, slack = [], {}, 1 if n == 1 else later
-        # the third weights come from the gradients of step 2
+        # weights are recorded before the update: those of step 3 come from the gradients of step 2
         weight_tolerance = WEIGHT_TOLERANCE if n <= 2 or later < math.inf else math.inf
         if a["hash"] != b["hash"]:
             problems.append("the tokens of the global batch")

@@ -11,7 +11,7 @@ MEANINGS = {"F": "forward", "I": "backward of the input", "W": "backward of the 
 
 
 def halves(times):
-    """A whole backward is two units: its input half, then its weight half."""
+    """Yields (rank, start, end, kind, stage, micro-batch), with each whole backward cut in two: input, then weights."""
     for rank, row in enumerate(times):
         for start, end, kind, stage, m in row:
             middle = (start + end) / 2
@@ -95,8 +95,8 @@ def text_mesh(layout) -> str:
 
 
 def draw_mesh(layout, path: str) -> None:
-    """A cell per device; coloured are those that device 0 exchanges with, a stripe for each axis that they share. Of large
-    meshes only the beginning."""
+    """Draw a cell per device. Those that exchange something with device 0 have a stripe of colour for each axis that they share
+    with it. Of a large mesh only the beginning is drawn."""
     pyplot, patches = pyplot_and_patches()
     inner, data = layout.cp * layout.tp, layout.data_ranks
     n, w, h = min(8, layout.pp), min(32, data), min(16, inner)  # panels, and cells of each

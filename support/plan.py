@@ -21,16 +21,15 @@ MACHINES = {
     "H200": Machine(peak_flops("H200"), 450e9, 50e9),
     "B200": Machine(peak_flops("B200"), 900e9, 50e9),
 }
-# Fitted to what others published, see benchmarks/scaling.py: the share of the data sheet's FLOP/s and bandwidths that a
-# compiled bf16 step reaches, and attention's own share of the FLOP/s; and how far a row was off, on average and at worst,
-# when it was left out of the fit
+# Fitted to published runs (benchmarks/scaling.py): which share of the data sheet's FLOP/s and bandwidths a compiled bf16 step
+# reaches, and attention alone of the FLOP/s. The errors are of runs that were left out of the fit: on average, and the worst.
 EFFICIENCY, BANDWIDTH, ATTENTION = 0.44, 0.59, 0.18
 MEAN_ERROR, WORST_ERROR = 0.1, 0.23
-OVERLAPPED = ("fsdp", "efsdp", "dp_replicate")  # behind arithmetic that does not wait for them
+OVERLAPPED = ("fsdp", "efsdp", "dp_replicate")  # axes whose collectives run while the device computes
 
 
 def axis_span(layout, axis: str) -> tuple[int, int]:
-    """(ranks of a group, distance of neighbours in rank) on an axis of the dense or the expert mesh."""
+    """(ranks of a group, difference between the ranks of two neighbours) on an axis of the dense or the expert mesh."""
     sizes, ep, etp = layout.degrees, layout.cfg.ep, layout.cfg.etp
     dense = {a: sizes[a] for a in reversed(AXES)}  # innermost first
     fsdp = {"tp": sizes["tp"], "fsdp": sizes["cp"] * sizes["dp_shard"]}
@@ -43,8 +42,8 @@ def axis_span(layout, axis: str) -> tuple[int, int]:
 
 
 def wire_seconds(layout, axis: str, op: str, size: int, machine: Machine) -> float:
-    """Of one collective at full bandwidth. A group inside a node uses NVLink; one across nodes the network cards of all its
-    ranks in a node."""
+    """Seconds of one collective at full bandwidth. A group inside a node uses NVLink; a group across nodes uses the network
+    cards of all its ranks in a node."""
     n, distance = axis_span(layout, axis)
     speed = machine.nvlink
     if n * distance > machine.per_node:
@@ -62,7 +61,8 @@ def predict(
     matmul_gain: how much faster than bf16 they are.
     """
     layout, parts = report.layout, []
-    # a causal kernel does half of what is counted; all_gather_attention has left out most of the other half already
+    # A causal kernel does half of the FLOPs that are counted. all_gather_attention calls it on parts of the sequence, and has
+    # left out most of the other half itself.
     causal = 2 * layout.cp / (2 * layout.cp + 1) if layout.cp > 1 and layout.cfg.cp_method == "allgather" else 1 / 2
     for rank in report.ranks:
         wire = Counter()
@@ -76,7 +76,7 @@ def predict(
         parts.append(dict(compute=compute, wire=wire.total() - hidden, hidden=hidden, uncovered=max(0, hidden - compute)))
     owner = {i: (rank, part) for rank, part in zip(report.ranks, parts, strict=True) for i in rank.ids}
 
-    def cost(kind, stage):  # seconds: waiting for the wire lengthens forwards and backwards alike
+    def cost(kind, stage):  # in seconds; waiting for the wire makes forwards and backwards longer by the same share
         rank, part = owner[stage]
         per_flop = (part["compute"] + part["wire"]) / rank.flops("forward", "backward", "recompute")
         return report.cost(kind, stage) * per_flop

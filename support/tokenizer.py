@@ -19,7 +19,7 @@ def load_tokenizer(file: Path):
 
     try:
         tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # `tokenizers` raises nothing more special
+    except Exception as error:  # the library raises plain Exception
         raise ValueError(f"--tokenizer {file}: not a tokenizer.json ({error})") from None
     tokenizer.no_truncation()  # some tokenizer.json cut every text at 512 tokens
     tokenizer.no_padding()
