@@ -239,8 +239,9 @@ def policy_loss(kind, lp, old, mu, advantage, mask, n, clip, tis=0.0, sequence_s
 
 
 def compare(lp, entropy, b):
-    """(sums over the sampled tokens of a micro-batch: k3, ratios outside 1 +- 0.1, entropy, 1; the largest difference): how far
-    the trainer's log-probabilities are from those that the generator recorded. k3 is about d^2 / 2, which fp32 would lose."""
+    """How far the trainer's log-probabilities are from those that the generator recorded, over the sampled tokens of a
+    micro-batch: the sums of k3, of ratios outside 1 +- 0.1, of the entropy, and of 1; and the largest difference. In fp64,
+    because k3 is about d^2 / 2, which is below fp32's rounding of 1."""
     d = ((lp - b["mu"]) * b["sampled"]).double()
     sums = [x.sum().double() for x in (d.expm1() - d, d.expm1().abs() > 0.1, entropy * b["sampled"], b["sampled"])]
     return torch.stack(sums), d.abs().max().float()
@@ -252,8 +253,8 @@ def whole_step(parts: list[dict], name: str, weight: str) -> float:
 
 
 def loss_denominator(kind: str, samples: list[dict], max_new_tokens: int) -> float:
-    """Z of some samples: what the sum of their losses is divided by. Adds up over ranks, micro-batches and calls. A sample
-    without a trained token (--mask_truncated) is not counted, whatever the loss."""
+    """Z of some samples, by which the sum of their losses is divided. Ranks, micro-batches and calls add their parts of it. A
+    sample without a trained token (--mask_truncated) counts for nothing with every loss."""
     samples = [s for s in samples if any(s["mask"])]
     if kind in ("grpo", "gspo"):
         return len(samples)
@@ -302,7 +303,8 @@ class Trainer:
             self.model.parameters(), cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps, cfg.weight_decay, fused=True)
 
     def microbatches(self, samples):
-        """This data rank's share in micro-batches, long samples together; as many on every rank, for collectives need all."""
+        """This data rank's share in micro-batches, samples of like length together. Every rank has equally many, some of them
+        empty, because the collectives of a forward need all ranks."""
         cfg, layout = self.cfg, self.layout
         order = sorted(samples, key=lambda s: -len(s["prompt"]) - len(s["ids"]))
         share = order[layout.data_rank :: layout.data_ranks]
@@ -312,7 +314,7 @@ class Trainer:
             yield part, self.pack(part or [dict(prompt=[0], ids=[0], logprobs=[0.0], mask=[0.0], advantage=0.0)])
 
     def pack(self, part):
-        """Tensors (B, T/cp) of some samples. Label t is the token after input t; right padding is masked, whatever its id."""
+        """Tensors (B, T/cp) of some samples. Label t is the token after input t. Padding is on the right, with mask 0."""
         layout = self.layout
         T = max(len(s["prompt"]) + len(s["ids"]) - 1 for s in part)
         multiple = (2 * layout.cp if layout.cp > 1 else 1) * layout.tp
@@ -370,7 +372,7 @@ class Trainer:
     def train_on(self, samples, loss: str = "", counted=None) -> dict:
         """(5) Add the gradient of the summed loss. N calls are one call on the union: optim_step() divides, once.
 
-        counted: what the denominator counts, where that is more than `samples`: others whose gradient is known to be 0.
+        counted: the samples that the denominator counts, if there are more: some have no gradient and are left out here.
         Returns means over these samples, and how far the trainer's log-probabilities are from the generator's.
         """
         cfg, layout, model, kind = self.cfg, self.layout, self.model, loss or self.cfg.loss
@@ -452,7 +454,7 @@ def update_policy(trainer: Trainer, groups: list[list[dict]], lr: float, step: i
 
 # ---------------------------------------------------------------- warm-up, reference, evaluation
 def warm_up(trainer: Trainer, env, text):
-    """A model that begins at random first imitates some answers, so that some of its samples earn a reward at all."""
+    """Train a model that begins at random on some answers: until some of its samples earn a reward, there is no gradient."""
     cfg, recent, step = trainer.cfg, [], -1
     for step in range(cfg.sft_steps):
         tasks = [draw_task(env, f"sft/{cfg.seed}", 128 * step + i, partial(text.fits, seq_len=cfg.seq_len)) for i in range(128)]

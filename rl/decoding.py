@@ -167,7 +167,7 @@ def rollout(
     tp_mesh: the model is tensor parallel, and its ranks, given the same arguments, sample the same.
     batch_invariant: every matrix product has shapes whose rounding does not depend on the batch, for exact equality with a
     training forward over max_len tokens (docs/grpo.md says where that was tested).
-    agree(*numbers): the largest of each over the ranks that must run every forward together; see lockstep() in rollouts.py.
+    agree(*numbers): the largest of each over the ranks that must run every forward together; see lockstep() in rl/rollouts.py.
     """
     P, G, max_new = noise.shape
     NONE, device = P * G, next(model.parameters()).device

@@ -7,10 +7,10 @@ An environment is anything, a class here and a module in a file of your own, tha
 
 and may have
 
-    problems                              a list of (prompt, answer), all there are, in the place of make: each is drawn once
-                                          before any is drawn again
-    reward(..., truncated)                a third parameter: whether the sample was cut off before its end. The tasks here pay
-                                          nothing then, for the last number that a model happened to reach is no answer
+    problems                              instead of make: a list of all (prompt, answer); each is drawn once before any is
+                                          drawn again
+    reward(..., truncated)                a third parameter: whether the sample was cut off before its end. The tasks here then
+                                          pay 0: where a text was cut off, its last number is no answer
     ALPHABET                              characters of a model that begins at random; without it printable ASCII
     TOOL_END, tool(completion) -> str     when a completion ends with TOOL_END, the tool's text comes next: the model reads it,
                                           but did not write it, so it carries no gradient
@@ -110,7 +110,7 @@ class GSM8K:
         return float(found is not None and found == GSM8K.answers[prompt] and not truncated)
 
 
-# All that may belong to one number. A minus behind a letter, a digit or a bracket subtracts.
+# Everything that may belong to one number. A minus belongs to it unless a letter, a digit or a bracket stands before it.
 NUMBER = re.compile(r"(?:(?<![\w)])-)?\$?(?:(?<!\w)\.)?[0-9](?:[0-9,./$-]*[0-9])?", re.ASCII)
 
 
@@ -159,7 +159,7 @@ def open_env(name: str, data: str = ""):
             raise ValueError(f"--env {name}: {error!r}") from None
         wanted = ["make"] * (not hasattr(env, "problems")) + ["reward"] + ["TOOL_END"] * hasattr(env, "tool")
         if missing := [name for name in wanted if not hasattr(env, name)]:
-            raise ValueError(f"--env {name} does not define {' and '.join(missing)}; environments.py says what it needs")
+            raise ValueError(f"--env {name} does not define {' and '.join(missing)}; rl/environments.py says what it needs")
         return env
     if name == "gsm8k":
         GSM8K.load(data)
@@ -167,7 +167,7 @@ def open_env(name: str, data: str = ""):
 
 
 def is_held_out(prompt: str) -> bool:
-    """An eighth of all prompts, by their hash: they are for evaluation, and never trained on."""
+    """Whether a prompt is for evaluation, and never trained on: an eighth of all prompts, chosen by their hash."""
     return zlib.crc32(prompt.encode()) % 8 == 0
 
 

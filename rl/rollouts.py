@@ -4,8 +4,8 @@
     batch = engine.collect()  # {"samples": [...], "cursor": where the next prompts begin, "version": of the policy, ...}
     engine.close()            # when the run ends: every submit() has had its collect()
 
-These calls are all that the training loop knows of an engine, so one that asks a server over HTTP would fit as well
-(docs/grpo.md). InPlace works with the trainer's weights where they are; Generators sends them to other ranks.
+The training loop makes no other calls, so an engine that asks a server over HTTP would fit as well (docs/grpo.md). InPlace
+samples on the trainer's ranks, with the weights that are there; Generators sends the weights to ranks that only sample.
 """
 import functools
 import hashlib
@@ -41,7 +41,7 @@ def gathered(model):
 
 
 def reshard(model):
-    """Back to shards, as they are trained: after rollouts, or a forward without a backward."""
+    """Free the gathered weights, as the backward would: after rollouts, and after a forward without a backward."""
     last = list(model.blocks.values())[-1]
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -50,22 +50,24 @@ def reshard(model):
 
 
 def unknown_ids(text, model_config, device) -> Tensor | None:
-    """Ids that the model has and its tokenizer lacks, for generator and trainer alike; None: there are none."""
+    """Ids that the model has and its tokenizer lacks: generator and trainer give them probability 0. None: there are none."""
     ids = text.unknown(model_config.vocab_size)
     return torch.tensor(ids, device=device) if ids else None
 
 
 @functools.cache
 def patient_group(world, timeout_s: int):
-    """All processes of `world`, for what nobody can bound: how long samples, tools and rewards take on another rank. Training
-    keeps its own, short --train_timeout_s, by which a rank that hangs is found."""
+    """A group of all processes of `world` in which ranks wait for each other's samples, tools and rewards. These may take long,
+    and say nothing about a rank's health. In training a late rank is a hung one: there --train_timeout_s is short."""
     return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc="rollouts")
 
 
 def lockstep(layout, tool=None):
-    """With experts on several ranks every forward is collective: ranks refill and end together. Else each at its own pace.
+    """The `agree` of rollout(). With experts on several ranks every forward is collective, so all ranks must run equally many
+    forwards: they refill and end together. Without, a rank samples without waiting for others.
 
-    So are forwards under tp, where all ranks do the same: there they wait for each other only where a tool may hold one up."""
+    Under tp every forward is collective too, but all ranks have the same samples and do the same by themselves. Only a slow
+    tool may make one late; then the others wait here, in the patient group, and not in a collective of the forward."""
     if layout.cfg.ep == 1 and not (layout.tp > 1 and tool):
         return lambda *numbers: numbers
     group = patient_group(dist.group.WORLD, layout.cfg.rollout_timeout_s)
@@ -84,7 +86,8 @@ def sample_groups(cfg, env, text, layout, model, tasks: list[tuple[str, str]], g
     Noise is a function of seed and name: neither the number of ranks nor a resumed run changes a sample. Raises ValueError on
     all ranks when a reward or a tool fails on one.
     """
-    group = patient_group(dist.group.WORLD, cfg.rollout_timeout_s) if layout.world_size > 1 else None  # all come here at once
+    # made here, because all ranks must make it at the same place
+    group = patient_group(dist.group.WORLD, cfg.rollout_timeout_s) if layout.world_size > 1 else None
     mine = range(len(tasks))[layout.data_rank :: layout.data_ranks]
     prompts = [text.prompt(tasks[i][1]) for i in mine]
     noise = torch.empty(len(mine), group_size, cfg.max_new_tokens)
@@ -104,7 +107,7 @@ def sample_groups(cfg, env, text, layout, model, tasks: list[tuple[str, str]], g
         model, prompts, noise, temperature, text.ends, max_len=cfg.seq_len, rows=cfg.rollout_rows, tool=tool and answer,
         tp_mesh=layout.mesh["tp"] if layout.tp > 1 else None, batch_invariant=cfg.batch_invariant, agree=lockstep(layout, tool),
     )
-    # (3) rewards: of the text that the ids spell; the ids themselves are what is trained on, never the text encoded again
+    # (3) rewards: the environment sees text. What is trained are the sampled ids: encoding the text again may give others.
     for j, s in enumerate(samples):
         s["group"], s["prompt"], s["text"] = mine[j // group_size], prompts[j // group_size], text.decode(s["ids"])
         name, prompt = tasks[s["group"]]
@@ -124,12 +127,13 @@ def sample_groups(cfg, env, text, layout, model, tasks: list[tuple[str, str]], g
     for rank, theirs in enumerate(everyone):  # cp and tp ranks of one data rank work on the same samples
         if [s["ids"] for s in theirs] != [s["ids"] for s in everyone[rank - rank % copies]]:
             raise RuntimeError(f"ranks {rank - rank % copies} and {rank} share one model but sampled different tokens")
-    # stable, so groups stay whole
+    # sorted() keeps the order of equal keys, so the samples of a group stay in theirs
     return sorted((s for part in everyone[::copies] for s in part), key=lambda s: s["group"])
 
 
 def make_batch(cfg, env, text, layout, model, cursor: int, version: int) -> dict:
-    """(1)-(3) of one step. With --dynamic_sampling groups of equal rewards are replaced, in rounds, by those of new prompts."""
+    """(1)-(3) of one step. --dynamic_sampling: in up to so many more rounds, further prompts are sampled, and their groups
+    replace those of equal rewards, which have no gradient."""
     began, size, groups, too_long = time.time(), cfg.prompts_per_step, [], []
 
     def fits(prompt):
@@ -142,7 +146,7 @@ def make_batch(cfg, env, text, layout, model, cursor: int, version: int) -> dict
         samples = sample_groups(cfg, env, text, layout, model, tasks, cfg.group_size, cfg.temperature)
         cursor += size
         groups += [samples[i : i + cfg.group_size] for i in range(0, len(samples), cfg.group_size)]
-        groups.sort(key=lambda group: len({s["reward"] for s in group}) == 1)  # stable: what has a gradient comes first
+        groups.sort(key=lambda group: len({s["reward"] for s in group}) == 1)  # groups with a gradient first, else as drawn
         if not cfg.dynamic_sampling or len({s["reward"] for s in groups[size - 1]}) > 1:
             break
     samples = [s for group in groups[:size] for s in group]
@@ -151,7 +155,7 @@ def make_batch(cfg, env, text, layout, model, cursor: int, version: int) -> dict
 
 
 def made_with(cfg) -> dict:
-    """What a batch depends on, apart from the weights: a checkpoint that holds one says with what it was made."""
+    """All flags and files that a batch depends on, apart from the weights. It is saved with a batch that a checkpoint holds."""
     names = ("env", "env_data", "seed", "prompts_per_step", "group_size", "minibatches", "max_new_tokens", "seq_len",
              "temperature", "dynamic_sampling", "control", "async_steps")
     files = {f"the content of --{name}": getattr(cfg, name) for name in ("env", "env_data")}
@@ -160,7 +164,7 @@ def made_with(cfg) -> dict:
 
 
 def still_valid(state: dict, cfg, rank0: bool) -> dict | None:
-    """A checkpoint's batch, if this run would make the same one; else None, and the loop samples its prompts again."""
+    """The checkpoint's batch, if this run's flags would make the same one; else None, and its prompts are sampled again."""
     batch, old, new = state["batch"], state.get("made_with") or {}, made_with(cfg)
     differ = [f"{name} {old.get(name)} -> {new.get(name)}" for name in new | old if old.get(name) != new.get(name)]
     if batch is None or not differ:
@@ -171,7 +175,7 @@ def still_valid(state: dict, cfg, rank0: bool) -> dict | None:
 
 
 class InPlace:
-    """The trainer's own ranks sample, with the weights where they are. submit() does the work, collect() hands it over."""
+    """The trainer's own ranks sample. submit() does all the work, collect() returns its result."""
 
     def __init__(self, trainer, *task):
         self.trainer, self.task = trainer, task
@@ -188,16 +192,17 @@ class InPlace:
 
 
 def multiplied(model, compute_dtype: torch.dtype) -> list[tuple[Tensor, torch.dtype]]:
-    """All parameters and buffers in the order of their names, with the dtype in which a forward of the trainer sees them: FSDP
-    casts parameters, norms and routers among them, and leaves buffers as they are. Held in any other, a generator's samples
-    would come from another function: an expert's selection bias in bf16 sends tokens elsewhere."""
+    """All parameters and buffers in the order of their names, each with the dtype in which the trainer's forward uses it: FSDP
+    casts all parameters, and no buffers. A generator must use the same dtypes to compute the same: an expert's selection bias
+    in bf16, for instance, would send tokens to other experts."""
     parameters = [(fqn, p, compute_dtype) for fqn, p in model.named_parameters()]
     buffers = [(fqn, b, b.dtype) for fqn, b in model.named_buffers()]
     return [(t, dtype) for _, t, dtype in sorted(parameters + buffers, key=lambda entry: entry[0])]
 
 
 class Generators:
-    """--gen_ranks: ranks that only sample, each with a whole model. submit() sends weights and returns; they work meanwhile."""
+    """--gen_ranks: ranks that only sample, each with a whole model. submit() sends them the weights and returns while they
+    sample; collect() waits for their samples. bridge: on trainer rank 0, the group that connects it with the generators."""
 
     def __init__(self, trainer, bridge):
         self.trainer, self.bridge = trainer, bridge
@@ -232,9 +237,10 @@ class Generators:
 
 
 def open_bridge(cfg, n_trainers: int):
-    """(store, group of trainer rank 0 and all generators) of this attempt; no torch default group can span both worlds."""
+    """(store, group of trainer rank 0 and all generators) of this attempt of torchrun. Trainers and generators are two worlds
+    for torch.distributed, each with its own ranks from 0 on, so the group that connects them is made by hand."""
     env, rank = os.environ, int(os.environ["RANK"])
-    timeout = timedelta(seconds=cfg.rollout_timeout_s)  # one side waits as long as the other takes for its part of a step
+    timeout = timedelta(seconds=cfg.rollout_timeout_s)  # while one side does its part of a step, the other waits
     connecting = timedelta(seconds=cfg.init_timeout_s)
     store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), None, False, timeout=connecting)
     store = dist.PrefixStore(f"rollouts/{env.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
@@ -261,8 +267,8 @@ def next_batch(engine, batch: dict | None, cursor: int):
 def generate_forever(cfg, env, text, Model, model_config, n_trainers: int):
     """The whole life of a generator rank: weights in, samples out, until a negative cursor.
 
-    Signals do not end it, see StopSignal: the trainers finish their step with what it samples, and then say that it may go.
-    When they die their connection breaks, and this rank fails.
+    A signal does not end it (StopSignal only notes it): the trainers need its samples to finish their step, and then send the
+    negative cursor. If they die, the connection breaks and this rank fails.
     """
     rank, n = int(os.environ["RANK"]) - n_trainers, cfg.gen_ranks
     on_cuda = cfg.device != "cpu" and torch.cuda.is_available()
