@@ -238,7 +238,7 @@ def policy_loss(kind, lp, old, mu, advantage, mask, n, clip, tis=0.0, sequence_s
     return -objective * weight, clipped * mask
 
 
-def compare(lp, entropy, b):
+def compare_policies(lp, entropy, b):
     """How far the trainer's log-probabilities are from those that the generator recorded, over the sampled tokens of a
     micro-batch: the sums of k3, of ratios outside 1 +- 0.1, of the entropy, and of 1; and the largest difference. In fp64,
     because k3 is about d^2 / 2, which is below fp32's rounding of 1."""
@@ -342,19 +342,19 @@ class Trainer:
 
     @torch.no_grad()
     def score(self, samples) -> dict:
-        """The proof, see compare(), of samples that are not trained now. With --tis it also leaves their log-probabilities in
-        them: for several updates on the same samples, ratios are against the policy before the first of them."""
+        """The proof, see compare_policies(), of samples that are not trained now. With --tis and several updates per step it
+        also leaves their log-probabilities in them: the ratios of all updates are against the policy before the first."""
         found = []
         for part, b in self.microbatches(samples):
             lp, entropy = self.forward(self.model, b)
-            found.append(compare(lp, entropy, b))
+            found.append(compare_policies(lp, entropy, b))
             for s, row in zip(part, lp.tolist()) if self.cfg.tis and self.cfg.minibatches > 1 else ():
                 s["old"] = row[len(s["prompt"]) - 1 :][: len(s["ids"])]
         rollouts.reshard(self.model)
         return self.proof(found)
 
     def proof(self, found) -> dict:
-        """What compare() found in the micro-batches of all ranks, as means over `tokens` sampled tokens."""
+        """What compare_policies() found in the micro-batches of all ranks, as means over `tokens` sampled tokens."""
         sums, worst = sum(sums for sums, _ in found), torch.stack([worst for _, worst in found]).max()
         dist.all_reduce(sums)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
@@ -398,7 +398,7 @@ class Trainer:
                 per_token = per_token + kl_coef * k3 * mask / (b["n"] if kind in ("grpo", "gspo") else 1)
             per_token.sum().backward()
             sums += torch.stack([x.detach().sum().double() for x in (per_token, clipped)])
-            found.append(compare(lp.detach(), entropy, b))
+            found.append(compare_policies(lp.detach(), entropy, b))
         z = loss_denominator(kind, counted or samples, cfg.max_new_tokens)
         self.denominator += z
         mine = loss_denominator(kind, [s for part, _ in batches for s in part], cfg.max_new_tokens)
@@ -494,7 +494,7 @@ def evaluate_policy(trainer: Trainer, env, text, prompts: list[str], metrics: Me
     if not cfg.eval_every or step % cfg.eval_every and step != cfg.steps:
         return
     tasks = [(f"eval/{i}", prompt) for i, prompt in enumerate(prompts)]
-    with rollouts.gathered(trainer.model):
+    with rollouts.whole_weights(trainer.model):
         samples = rollouts.sample_groups(cfg, env, text, layout, trainer.model, tasks, cfg.eval_k, cfg.temperature)
         greedy = rollouts.sample_groups(cfg, env, text, layout, trainer.model, tasks, 1, 0.0)
     rewards = [s["reward"] for s in samples]

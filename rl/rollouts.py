@@ -29,7 +29,7 @@ from rl.environments import draw_task, pay, short, tool_of
 
 
 @contextmanager
-def gathered(model):
+def whole_weights(model):
     """Inside, each rank has the whole weights, in the dtype in which training multiplies with them, so that decoding needs no
     collectives."""
     for module in model.modules():
@@ -181,7 +181,7 @@ class InPlace:
         self.trainer, self.task = trainer, task
 
     def submit(self, cursor: int):
-        with gathered(self.trainer.model):
+        with whole_weights(self.trainer.model):
             self.batch = make_batch(*self.task, self.trainer.model, cursor, self.trainer.policy_version)
 
     def collect(self) -> dict:

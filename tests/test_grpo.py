@@ -306,7 +306,7 @@ def ranks_train(flags: dict, samples):
     norm = trainer.optim_step(1e-2)["grad_norm"]
     env = environments.open_env("reverse")
     cfg = replace(trainer.cfg, prompts_per_step=5, group_size=3)
-    with rollouts.gathered(trainer.model):
+    with rollouts.whole_weights(trainer.model):
         batch = rollouts.make_batch(cfg, env, grpo.Text("", alphabet=env.ALPHABET), trainer.layout, trainer.model, 0, 1)
     again = trainer.train_on([s | {"advantage": 0.5} for s in batch["samples"]])
     dist.barrier()
