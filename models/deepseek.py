@@ -25,6 +25,7 @@ from models.moe import Balance, Experts, apply_experts
 
 LATENT_EPS = 1e-6  # of the two norms inside attention: as published, whatever norm_eps is (Moonlight's is 1e-5)
 
+
 @dataclass(kw_only=True)
 class DeepSeekConfig:
     dim: int = 192
@@ -85,9 +86,12 @@ class DeepSeekConfig:
 
     @classmethod
     def from_hf(cls, config_json: dict) -> "DeepSeekConfig":
-        """The config of a Hugging Face folder's config.json. Raises ValueError naming what this model cannot represent."""
+        """The config of a Hugging Face folder's config.json. Raises ValueError naming what this model cannot represent.
+
+        The tables that say what means what are at the end of this file.
+        """
         is_v2 = config_json.get("model_type") == "deepseek_v2"
-        mtp = config_json.get("num_nextn_predict_layers") or config_json.get("num_mtp_layers") or 0  # two names
+        mtp = config_json.get("num_nextn_predict_layers") or config_json.get("num_mtp_layers") or 0  # both names are in use
         hf = config_json | {"num_nextn_predict_layers": mtp}
         if is_v2 and hf.get("topk_method", "greedy") in ("greedy", None):
             hf |= dict(n_group=1, topk_group=1)  # all experts compete, whatever groups the file tells of
@@ -347,7 +351,7 @@ class DeepSeek(nn.Module):
         """tokens (B, T) -> logits (B, T, V) in compute dtype; with labels (B, T): the scalar sum of token losses / loss_denom.
 
         positions (B, T) or (1, T), default 0..T-1; doc_ids (B, T) of the whole sequence: attention stays inside a
-        document. cache: a RowCache, for generation. A later pipeline stage takes activations in place of tokens.
+        document. cache: for generation, see rl/decoding.py. A later pipeline stage takes activations in place of tokens.
         next_tokens, next_labels: from shift_targets, where this is only a part of a sequence or a stage; else made here.
         MTP's loss is part of the gradient and not of the value.
         """

@@ -22,7 +22,8 @@ SHARED_FIXED = dict(hidden_act=("silu",), attention_bias=(False,))
 def config_from_hf(Config, config_json: dict, fields: dict, fixed: dict, stretch=("default", (), ())):
     """The Config that a config.json tells of. Raises ValueError naming the field that the model cannot represent.
 
-    stretch: (type of the RoPE scaling that the model knows, names that it needs, names that may be missing).
+    stretch: (type of the RoPE scaling that the model knows, names that it needs, names that may be missing). Left out, it knows
+    none.
     """
     file, (kind, needed, others) = f"{Config.__module__.replace('.', '/')}.py", stretch
     hf, scaling = gather_rope(config_json)

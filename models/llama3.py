@@ -46,7 +46,10 @@ class Llama3Config:
 
     @classmethod
     def from_hf(cls, config_json: dict) -> "Llama3Config":
-        """The config of a Hugging Face folder's config.json. Raises ValueError naming what this model cannot represent."""
+        """The config of a Hugging Face folder's config.json. Raises ValueError naming what this model cannot represent.
+
+        The tables that say what means what are at the end of this file.
+        """
         return config_from_hf(cls, config_json, HF_FIELDS, HF_FIXED, HF_ROPE)
 
     def to_hf(self) -> dict:
@@ -149,7 +152,7 @@ class Llama3(nn.Module):
         """tokens (B, T) -> logits (B, T, V) in compute dtype; with labels (B, T): the scalar sum of token losses / loss_denom.
 
         positions (B, T) or (1, T), default 0..T-1; doc_ids (B, T) of the whole sequence: attention stays inside a
-        document. cache: a RowCache, for generation. A later pipeline stage takes activations in place of tokens.
+        document. cache: for generation, see rl/decoding.py. A later pipeline stage takes activations in place of tokens.
         """
         h = tokens if tokens.is_floating_point() else self.tok_embeddings(tokens)  # (B, T/cp, D)
         if positions is None:

@@ -53,7 +53,10 @@ class Qwen3Config:
 
     @classmethod
     def from_hf(cls, config_json: dict) -> "Qwen3Config":
-        """The config of a Hugging Face folder's config.json. Raises ValueError naming what this model cannot represent."""
+        """The config of a Hugging Face folder's config.json. Raises ValueError naming what this model cannot represent.
+
+        The tables that say what means what are at the end of this file.
+        """
         experts = config_json.get("num_experts") or config_json.get("num_local_experts")  # transformers 4 / 5
         fields = HF_FIELDS | (HF_EXPERTS if config_json.get("model_type") == "qwen3_moe" else {})
         return config_from_hf(cls, config_json | {"num_experts": experts}, fields, HF_FIXED | HF_FIXED_EXPERTS)
@@ -191,7 +194,7 @@ class Qwen3(nn.Module):
         """tokens (B, T) -> logits (B, T, V) in compute dtype; with labels (B, T): the scalar sum of token losses / loss_denom.
 
         positions (B, T) or (1, T), default 0..T-1; doc_ids (B, T) of the whole sequence: attention stays inside a
-        document. cache: a RowCache, for generation. A later pipeline stage takes activations in place of tokens.
+        document. cache: for generation, see rl/decoding.py. A later pipeline stage takes activations in place of tokens.
         """
         h = tokens if tokens.is_floating_point() else self.tok_embeddings(tokens)  # (B, T/cp, D)
         if positions is None:

@@ -27,8 +27,8 @@ HF_MODELS = {
     "deepseek_v3": ("models.deepseek", "DeepSeek"),
 }
 # model_type -> (a small config that uses all that its models have, fingerprint() of it when transformers computed the same).
-# After a change that is meant, and that transformers makes, too, renew the numbers: pytest -rP tests/test_hf.py -k fingerprints
-# prints them.
+# After a change that is meant, and that transformers makes, too, renew the numbers:
+# pytest -rP tests/test_same_model.py -k fingerprints prints them.
 _sizes = dict(dim=64, n_layers=4, n_heads=4, ffn_dim=96, vocab_size=64, norm_eps=1e-5, rope_theta=10000.0, max_seq_len=4096)
 _heads = dict(n_kv_heads=2, head_dim=24)
 _yarn = dict(factor=4.0, beta_fast=32, beta_slow=1, mscale=0.7, mscale_all_dim=0.7, original_max_position_embeddings=128)
