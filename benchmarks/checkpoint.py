@@ -24,8 +24,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from support.files import fsync
-
 sys.path[0] = str(Path(__file__).parent.parent)  # in benchmarks/ this file would pass for the checkpoint.py that it imports
 
 import checkpoint
@@ -36,6 +34,7 @@ from distributed.refusals import check_layout
 from models.llama3 import FLAVORS, Llama3
 from parallel import init_weights, make_mesh, shard, tensor_parallel
 from support.config import override_fields, parse_config
+from support.files import fsync
 
 
 @dataclass(kw_only=True)

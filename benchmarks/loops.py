@@ -15,14 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from distributed.float8 import float8_linears, float8_scales
-from distributed.launch import connect
-from distributed.pipeline import pipeline_stages
-from distributed.refusals import check_layout
-from parallel import make_mesh
-from support.guard import skip_if_not_finite
-from support.optim import step_in_backward
-
 REPO = Path(__file__).parent.parent
 # Not torch, and none of our modules that import it: the parent only waits, and a child's peak memory starts with its parent's
 
@@ -68,8 +60,15 @@ def ours(cfg, device, compiled):
     import parallel
     import train_llama3
     from data import Batch
+    from distributed.float8 import float8_linears, float8_scales
+    from distributed.launch import connect
+    from distributed.pipeline import pipeline_stages
+    from distributed.refusals import check_layout
     from models.llama3 import Llama3
+    from parallel import make_mesh
     from support.config import parse_config
+    from support.guard import skip_if_not_finite
+    from support.optim import step_in_backward
 
     shape = ["--seq_len", cfg.seq_len, "--local_batch_size", cfg.local_batch_size, "--compute_dtype", cfg.dtype]
     recipe = parse_config(train_llama3.Config, [*map(str, shape), *["--compile"] * compiled, *cfg.flags.split()])

@@ -5,8 +5,8 @@
 
 Four constants are fitted to all rows at once: the share of the data sheet's FLOP/s that matmuls get, that of the bandwidths,
 attention's share of the FLOP/s, and how much faster float8 makes the matmuls. The error that counts is that of a row which was
-left out of the fit; dryrun.py prints it with every prediction. The run fails when the rows no longer say what
-dryrun.EFFICIENCY and its neighbours hold.
+left out of the fit; --plan prints it with every prediction. The run fails when the rows no longer say what EFFICIENCY and its
+neighbours in support/plan.py hold.
 """
 import copy
 import importlib
@@ -15,13 +15,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from support.plan import ATTENTION, BANDWIDTH, EFFICIENCY, MEAN_ERROR, WORST_ERROR
-
 REPO = Path(__file__).parent.parent
 sys.path[0] = str(REPO)  # in place of this folder, whose checkpoint.py is another
 
 from support.dryrun import make_report
-from support.plan import MACHINES, predict
+from support.plan import ATTENTION, BANDWIDTH, EFFICIENCY, MACHINES, MEAN_ERROR, WORST_ERROR, predict
 
 # One dry run per entry; more data ranks move the same bytes per rank, so rows and predictions share them
 RUNS = {
@@ -119,7 +117,7 @@ def main():
     kept = [EFFICIENCY, BANDWIDTH, ATTENTION, MEAN_ERROR, WORST_ERROR]
     if chosen == ROWS and now != kept:
         names = "EFFICIENCY, BANDWIDTH, ATTENTION, MEAN_ERROR, WORST_ERROR"
-        raise SystemExit(f"dryrun.py has {names} = {kept}; the rows now say {now}")
+        raise SystemExit(f"support/plan.py has {names} = {kept}; the rows now say {now}")
 
 
 if __name__ == "__main__":

@@ -149,3 +149,13 @@ def test_a_name_is_one_thing():
     double = {name: found for name, found in owners.items() if len(found) > 1 and not set(found) <= recipes | {"grpo"}
               and not set(found) <= models}
     assert double == {}
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("benchmarks/*.py")), ids=lambda path: path.name)
+def test_benchmarks_find_the_house_from_any_folder(path):
+    """python benchmarks/x.py looks for modules in benchmarks/ first: sys.path must be changed before ours are imported."""
+    ours, ready = {name.split(".")[0] for name in house()}, False
+    for node in ast.parse(path.read_text()).body:
+        ready = ready or isinstance(node, (ast.Assign, ast.Expr)) and ast.unparse(node).startswith("sys.path")
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", None) or ""]
+        assert ready or not {name.split(".")[0] for name in names} & ours, ast.unparse(node)
