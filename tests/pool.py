@@ -20,6 +20,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
+# A server that has imported torch forks the workers, and the processes that tests kill: each starts seconds earlier. (This
+# process cannot be forked, because its autograd threads would be missing in the copy.)
+forkserver = mp.get_context("forkserver")
+forkserver.set_forkserver_preload(
+    [f"torch.distributed.{name}" for name in ("checkpoint", "fsdp", "tensor.parallel", "pipelining")])
+
 TIMEOUT_S = 600  # a deadlock ends; a machine that is busy with other things does not fail a test
 
 
@@ -52,13 +58,12 @@ def worker(rank, world_size, store_file, tasks, results):
 
 class Pool:
     def __init__(self, world_size: int):
-        context = mp.get_context("spawn")
-        self.world_size, self.results = world_size, context.Queue()
-        self.tasks = [context.Queue() for _ in range(world_size)]
+        self.world_size, self.results = world_size, forkserver.Queue()
+        self.tasks = [forkserver.Queue() for _ in range(world_size)]
         store = tempfile.mktemp()
-        args = (world_size, store)
         self.workers = [
-            context.Process(target=worker, args=(r, *args, self.tasks[r], self.results), daemon=True) for r in range(world_size)
+            forkserver.Process(target=worker, args=(rank, world_size, store, tasks, self.results), daemon=True)
+            for rank, tasks in enumerate(self.tasks)
         ]
         for w in self.workers:
             w.start()

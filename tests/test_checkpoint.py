@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from layouts import MOE, SMALL, build, config, full, global_batch, local_batch
-from pool import pool
+from pool import forkserver, pool
 from saves import IDENTITY, Net, assert_same, everything, flip, names, of, path, rewrite, saved, trained
 from torch import nn
 
@@ -31,12 +31,6 @@ from support import dcp
 from support.files import json_bytes
 from support.manifest import STEP_FOLDER, own_hash
 from support.resume import check_run
-
-# A server that has imported torch forks the processes that get killed or run out of disk: 0.1 s each instead of 3. This
-# process cannot be forked, because its autograd threads would be missing in the copy.
-# Python 3.11's server finds no files of this folder: torch is named by itself.
-forkserver = multiprocessing.get_context("forkserver")
-forkserver.set_forkserver_preload(["torch.distributed.checkpoint", __name__])
 
 
 def forked(function, *args):

@@ -10,8 +10,6 @@ from pool import pool
 from runs import launch, metrics, run
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
-from transformers import Qwen3Config as HFConfig
-from transformers import Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import models.moe
 import parallel
@@ -93,6 +91,8 @@ def test_a_rank_without_tokens(use_kernel, monkeypatch):
 
 
 def transformers_model(moe: bool, tied: bool, norm_topk_prob: bool):
+    import transformers  # not above: the pool's workers import this file, too, and would wait for it
+
     torch.manual_seed(0)
     common = dict(
         hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=64,
@@ -100,8 +100,8 @@ def transformers_model(moe: bool, tied: bool, norm_topk_prob: bool):
     )
     if moe:
         common |= dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=norm_topk_prob)
-        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**common)).float()
-    return Qwen3ForCausalLM(HFConfig(**common)).float()
+        return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**common)).float()
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**common)).float()
 
 
 KINDS = [(False, False, True), (False, True, True), (True, False, True), (True, False, False)]

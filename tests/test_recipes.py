@@ -18,7 +18,6 @@ from pathlib import Path
 
 import pytest
 from runs import ENV, MLA, MODEL, REPO, launch, metrics, run, train_lines
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import checkpoint
 from data import DataConfig, build_shards, find_tokenizer, open_data
@@ -93,6 +92,8 @@ def folder(tmp_path_factory) -> Path:
 
 def hugging_face_folder(folder: Path) -> Path:
     """A chat model, as a download would leave it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     path = folder / "hf"
     if not path.exists():
         LlamaForCausalLM(LlamaConfig(
