@@ -22,14 +22,14 @@ from support.manifest import TABLE
 
 
 def import_dcp():
-    import torch.distributed.checkpoint as dcp  # takes a while: only what saves or loads pays for it
+    import torch.distributed.checkpoint as dcp  # here, so that only what saves or loads waits for it
 
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one plain process is meant to be one
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process without a launcher is fine
     return dcp
 
 
 def write_tensors(tensors: dict[str, Tensor], folder: str, group, staged=False, process=None):
-    """Every rank writes its shards; of what several ranks hold alike, one does. Collective on `group`.
+    """Every rank of `group` calls it and writes its shards; what several ranks hold alike, one of them writes.
 
     staged: all tensors are in CPU memory already. process: this rank's writer process, which then does the writing; the
     planning, with its collectives, stays here.
@@ -86,7 +86,7 @@ class WriterProcess:
 def serve_writes(pipe):
     """The main function of the writer process."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # launchers signal the whole group; the save under way shall be completed
+        signal.signal(number, signal.SIG_IGN)  # launchers signal all processes; this one completes its save
     dcp = import_dcp()
     while True:
         try:
@@ -117,11 +117,7 @@ def read_tensors(tensors: dict[str, Tensor], folder: str, table, group=None):
 
 
 def table_bytes(metadata, results) -> bytes:
-    """The content of tensors.json, from what DCP knows on rank 0 when all ranks have written.
-
-    A shard is [index of its file, first byte, bytes, *offset in the tensor, *shape], which is short on purpose: a model of 70
-    billion parameters on 1,024 ranks has two million of them.
-    """
+    """The content of tensors.json, from what DCP knows on rank 0 when all ranks have written."""
     where = {(written.index.fqn, written.index.offset): written.storage_data for part in results for written in part}
     files = {name: i for i, name in enumerate(sorted({info.relative_path for info in where.values()}))}
 
@@ -135,8 +131,10 @@ def table_bytes(metadata, results) -> bytes:
 
 
 def read_table(folder: str, files: dict[str, list]):
-    """tensors.json as DCP's Metadata. Raises ValueError where it tells of bytes that are none of this checkpoint's files, for
-    right checksums say nothing about who wrote it. files: those of the manifest."""
+    """tensors.json as DCP's Metadata. files: those of the manifest.
+
+    Raises ValueError where it points outside of these files: a stranger's checkpoint can have right checksums, too.
+    """
     from torch.distributed.checkpoint import filesystem, metadata
 
     table = metadata.Metadata(state_dict_metadata={}, storage_data={})
