@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from distributed.agree import gather
 from distributed.layout import AXES, Layout, ParallelConfig
 from rl.decoding import rollout, uniform_noise
 from rl.environments import draw_task, pay, short, tool_of
@@ -118,12 +119,10 @@ def sample_groups(cfg, env, text, layout, model, tasks: list[tuple[str, str]], g
             break
         if cfg.control == "random" and not name.startswith("eval/"):
             s["reward"] = float(random.Random(f"{cfg.seed}/{name}/{j % group_size}").random() < 0.5)
-    everyone, copies = [(failed, samples)] * layout.world_size, layout.cp * layout.tp
-    if layout.world_size > 1:
-        dist.all_gather_object(everyone, (failed, samples), group=group)
-    if reasons := [reason for failed, _ in everyone for reason in failed]:
+    failures, everyone = zip(*gather((failed, samples), group))  # of all ranks
+    if reasons := sum(failures, []):
         raise ValueError(f"--env {cfg.env}: {reasons[0]}")
-    everyone = [samples for _, samples in everyone]
+    copies = layout.cp * layout.tp
     for rank, theirs in enumerate(everyone):  # cp and tp ranks of one data rank work on the same samples
         if [s["ids"] for s in theirs] != [s["ids"] for s in everyone[rank - rank % copies]]:
             raise RuntimeError(f"ranks {rank - rank % copies} and {rank} share one model but sampled different tokens")
