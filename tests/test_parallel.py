@@ -72,7 +72,7 @@ LAYOUTS = [
     *[(2, dict(pp=2, pp_schedule=s), dict(n=8, b=4, tie_embeddings=True)) for s in ("ZBVZeroBubble", "DualPipeV")],
     *[
         (4, dict(pp=4, pp_schedule=s), dict(n=16, b=8, n_layers=8, tie_embeddings=True))
-        for s in ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+        for s in ("1F1B", "InterleavedZeroBubble", "DualPipeV")  # the others are in SLOW
     ],
     (2, dict(pp=2, pp_stage_fqns="tok_embeddings,blocks.0;blocks.1,blocks.2,blocks.3,norm,head"), dict(n=4, b=2)),
     (2, dict(pp=2, pp_layers_per_stage=2, pp_schedule="Interleaved1F1B"), dict(n=4, b=2, n_layers=6)),
@@ -132,6 +132,10 @@ LAYOUTS += [  # activation checkpointing with experts: an FSDP unit inside the c
     (2, dict(ac="op", ep=2), dict(n=4, b=1, **MOE)),  # the others are in SLOW
 ]
 SLOW = [  # three and four axes at once, most on eight processes; more of the same
+    *[
+        (4, dict(pp=4, pp_schedule=s), dict(n=16, b=8, n_layers=8, tie_embeddings=True))
+        for s in ("GPipe", "Interleaved1F1B", "LoopedBFS", "ZBVZeroBubble")
+    ],
     (4, dict(tp=2, dp_replicate=2), dict(n=8, b=2, tie_embeddings=True)),
     (4, dict(tp=2, loss_parallel=False), dict(n=8, b=1)),
     (4, dict(ep=2), dict(n=8, b=1, doc=True, **MOE)),
