@@ -18,7 +18,7 @@ Whatever the grid, the same model is trained, because of five rules:
     5. same code path      FSDP wraps the model even on one device, unless that computes in float32 (shard)
 
 What this file stands on is in distributed/: the flags and the numbers of a layout (layout.py), what is refused (refusals.py),
-how processes start and end (launch.py), pipelines (pipeline.py), experts (experts.py), 8-bit matmuls (float8.py).
+how processes start and end (launch.py), pipelines (pipeline.py), experts (experts.py), matmuls in 8 or 4 bits (float8.py).
 """
 import fnmatch
 import hashlib
@@ -177,7 +177,8 @@ def tensor_parallel(stage, layout: Layout) -> None:
 
 
 def vocab_parallel_loss(h, weight, labels, denom, *, mesh, loss=linear_cross_entropy, **options):
-    """A loss of models/loss.py from h (B, T/tp, D) and this rank's V/tp rows of the head. The result is whole on every tp rank.
+    """Apply a loss function of models/loss.py to h (B, T/tp, D) and this rank's V/tp rows of the head. The result is whole on
+    every tp rank.
 
     One all-gather of h (B*T*D elements). Of the logits nothing travels but three numbers per token: the largest logit, the sum
     of the exponentials, and the label's logit.
@@ -337,23 +338,24 @@ def shard(stage, layout: Layout) -> None:
     is_float32 = {param_dtype, layout.compute_dtype, reduce_dtype} == {torch.float32}
     if layout.world_size == 1 and is_float32 and not cfg.cpu_offload:
         return
-    # A block's weights are cast for its forward, its inputs are not: FSDP would cast cos and sin, which stay in fp32, as well.
+    # FSDP casts weights only: casting a block's inputs as well would take cos and sin, which must stay fp32, to bfloat16.
     dtypes = MixedPrecisionPolicy(param_dtype=layout.compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     options = dict(mp_policy=dtypes)
     if cfg.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
 
-    def data_ranks(mesh, axis):  # two axes for HSDP: copies, each sharded over `axis`
+    def with_copies(mesh, axis):  # two axes for HSDP: copies, each sharded over `axis`
         return mesh["dp_replicate", axis] if layout.dp_replicate > 1 else mesh[axis]
 
-    options["mesh"] = data_ranks(layout.mesh, "fsdp")
+    options["mesh"] = with_copies(layout.mesh, "fsdp")
     reshard, blocks = reshards(layout), list(all_blocks(stage).values())
     for block in blocks:
         if hasattr(block, "moe"):  # before the block: a parameter belongs to the innermost fully_shard around it
-            expert_mesh = data_ranks(layout.expert_mesh, "efsdp")
+            expert_mesh = with_copies(layout.expert_mesh, "efsdp")
             fully_shard(block.moe.experts, reshard_after_forward=reshard, **options | {"mesh": expert_mesh})
         # the backward begins with the last block, so its weights are not freed just before
         fully_shard(block, reshard_after_forward=reshard and block is not blocks[-1], **options)
+    # Wrapped apart, its V*D numbers are freed after the lookup. Not when it is tied: then the loss reads it as well.
     if stage.tok_embeddings is not None and not stage.config.tie_embeddings:
         fully_shard(stage.tok_embeddings, reshard_after_forward=reshard, **options)
     # The root keeps the norm and the head, whose weight the loss uses directly: they are gathered before its forward.
@@ -362,7 +364,7 @@ def shard(stage, layout: Layout) -> None:
         if isinstance(module, FSDPModule):
             # the loss is divided by the tokens of the global batch already: gradients are summed, not averaged
             module.set_force_sum_reduction_for_comms(True)
-            if layout.world_size > 1:  # alone, torch would copy each gradient to divide it by 1
+            if layout.world_size > 1:  # on one process this setting would only add a copy of each gradient
                 module.set_gradient_divide_factor(1.0)
 
 
@@ -377,8 +379,9 @@ def init_weights(stage, layout: Layout, seed: int) -> None:
     """Allocate the meta parameters on the device and fill them: a function of (seed, fqn) alone, so equal in every layout.
     Nothing travels.
 
-    A parameter is drawn in blocks of rows, each from a generator of its own, and a rank draws only the blocks that it holds
-    a part of: 405B parameters take no longer per rank than their shard, and never more memory than one block.
+    A parameter is drawn in blocks of 1,024 rows (a stack of experts: one expert), each from a generator of its own, and a rank
+    draws only the blocks that it holds a part of: at most one block more than its rows at either end, and never more memory
+    than one block. Columns that tp cuts are drawn whole.
     """
     values = initial_values(stage)
     stage.to_empty(device="cpu" if layout.cfg.cpu_offload else layout.device)
@@ -387,7 +390,8 @@ def init_weights(stage, layout: Layout, seed: int) -> None:
         if std == 0:
             local.fill_(number)
             continue
-        (rows, *_), (first, *_) = shape, offset = local_slice(p)
+        shape, offset = local_slice(p)
+        rows, first = shape[0], offset[0]
         block = 1 if p.dim() == 3 else 1024  # rows; in a stack of experts one expert
         columns = tuple(slice(o, o + n) for o, n in zip(offset[1:], shape[1:], strict=True))
         for b in range(first // block, math.ceil((first + rows) / block) if local.numel() else 0):
@@ -427,8 +431,8 @@ def count_tokens(labels: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
 
 
 def forward_backward(stages, batch, layout: Layout) -> Tensor:
-    """Gradients of the mean loss over the global batch, complete when this returns. Gives (2,) for reduce_loss:
-    what this rank adds to the mean loss of the global batch, and to that of its data rank.
+    """Gradients of the mean loss over the global batch, complete when this returns. Gives (2,) for reduce_loss: this rank's
+    part of the global batch's mean loss, and its part of its data rank's own mean.
 
     Gradients travel once per step: FSDP's reduce-scatter waits for the last accumulation step.
     """
@@ -442,7 +446,7 @@ def forward_backward(stages, batch, layout: Layout) -> Tensor:
             if isinstance(model, FSDPModule):
                 model.set_requires_gradient_sync(last)
                 model.set_is_last_backward(last)
-                # weights that stay gathered between forward and backward stay for the next accumulation step as well
+                # if blocks stay gathered after the forward, all do until the last accumulation step; else only the root
                 model.set_reshard_after_backward(last, recurse=not reshards(layout))
             loss = model(**inputs(batch, a, layout), loss_denom=loss_denom)
             loss.backward()
@@ -488,8 +492,9 @@ def evaluate(stages, batches, layout: Layout) -> tuple[float, float | None]:
 
 # ---------------------------------------------------------------- the gradient norm
 def replicas(grad: Tensor, layout: Layout) -> int:
-    """How many ranks of a pipeline stage hold the same part of this gradient."""
-    sharded = 1
+    """How many ranks of a pipeline stage hold the same part of this gradient. For any norm of your own: add the squares of each
+    rank's part divided by this number, and all-reduce, as clip_grad_norm does."""
+    sharded = 1  # a finished gradient is Shard or Replicate, never Partial
     if isinstance(grad, DTensor):
         sharded = math.prod(grad.device_mesh.size(i) for i, x in enumerate(grad.placements) if not x.is_replicate())
     return layout.world_size // layout.pp // sharded

@@ -47,7 +47,7 @@ from support.optim import Muon, adamw, set_lr, step_in_backward
 from support.reports import ReportConfig, with_reports
 from support.resume import claim_run, keep_batch
 
-# What flags need to have an effect: see config.py
+# A flag that is given without what it needs is refused with this text: see support/config.py
 BF16_ADAMW = Need("without --param_dtype bfloat16 and --optimizer adamw",
                   lambda c: (c.param_dtype, c.optimizer) == ("bfloat16", "adamw"))
 # qwen3: the experts' flags
@@ -83,7 +83,7 @@ class Config(
     lr: float = 3e-3  # peak learning rate, reached after warmup_steps
     min_lr_ratio: float = 0.1  # the learning rate ends at this share of its peak
     warmup_steps: int = 20  # steps of linear warmup
-    decay_ratio: float | None = None  # share of the steps that decays at the end; none = decay right after warmup
+    decay_ratio: float | None = None  # share of the steps, at the end, over which lr decays; none = right after warmup
     decay_type: Literal["cosine", "linear", "sqrt"] = "cosine"  # shape of the decay
     schedule_steps: int = -1  # length of the learning rate schedule, where it is not the length of the run; -1 = steps
     beta1: float = 0.9  # AdamW: decay of the gradient's mean
@@ -94,7 +94,7 @@ class Config(
     weight_decay: float = 0.1  # weight decay, decoupled from the gradient
     wd_on: Literal["matrices", "all"] = "matrices"  # what decays: matrices only, or norms as well
     max_norm: float = 1.0  # gradients are scaled down to this norm; 0 = never
-    on_nan: Literal["stop", "skip"] = "stop"  # a gradient is not finite: no weight sees it; stop at the next log line or save
+    on_nan: Literal["stop", "skip"] = "stop"  # a NaN gradient changes no weight; stop = the run ends at the next log line
     seed: int = 0  # of the initial weights
     val_every: int = 50  # steps between validations (and one at the end); 0 = never
     val_batches: int = 8  # size of the validation set, in batches of 8 sequences; the same sequences in every layout
@@ -116,7 +116,7 @@ class Config(
 def lr_at(step: int, cfg: Config) -> float:
     """Share of the peak learning rate at a step (from 1): warmup, stable, decay. A pure function, so there is no state to save.
 
-    One virtual step beyond the last makes the last learning rate larger than its minimum, so no step is wasted.
+    The minimum would be reached one step after the last, so that with --min_lr_ratio 0 the last step still learns.
     """
     total = cfg.steps if cfg.schedule_steps == -1 else cfg.schedule_steps
     warmup = min(cfg.warmup_steps, total)
@@ -163,7 +163,7 @@ def build_optimizers(stages, cfg: Config) -> list[torch.optim.Optimizer]:
 def main(cfg: Config):
     # 1. devices: all that the flags can get wrong is found here, before anything is built
     model_config = override_fields(FLAVORS[cfg.flavor], cfg.model_args, "--model_args")
-    keep_batch(cfg)  # a continued run keeps its global batch on any number of processes
+    keep_batch(cfg)  # a continued run keeps its global batch on any number of processes, if need be with a smaller local one
     layout = check_layout(
         cfg, model_config, seq_len=cfg.seq_len, local_batch_size=cfg.local_batch_size,
         global_batch_size=cfg.global_batch_size, device=cfg.device,
@@ -171,7 +171,7 @@ def main(cfg: Config):
 
     # 2. data: one fixed global order of sequences; the layout decides who reads which, never what is trained on
     data = open_data(cfg, cfg.seq_len, source_tokenizer(cfg))
-    # may --out go on, --init_from be read, --export_hf be written? Locks --out
+    # locks --out; refuses if it cannot go on, or --init_from be read, or --export_hf be written; says what has changed
     identity = claim_run(cfg, DeepSeek, model_config, data, lr_at)
     stop = StopSignal()
     connect(layout, cfg.device, cfg.seed, trace=f"{cfg.out}/trace")
@@ -186,8 +186,9 @@ def main(cfg: Config):
     check_model(model, layout, TP_STYLES)
     n_params, flops_per_token = sum(p.numel() for p in model.parameters()), model.flops_per_token(cfg.seq_len)
 
-    # 4. parallelism. The order matters: the pipeline picks the layers, TP decides what each matrix holds, checkpointing wraps
-    #    a block, compile sees the wrapped block, FSDP shards what is left, and only then is memory taken and filled.
+    # 4. parallelism. The order matters: the pipeline picks the layers, float8 swaps the linears that TP then splits, CP
+    #    replaces the attention, checkpointing wraps a block's forward, compile sees it wrapped, FSDP's hooks gather weights
+    #    around all that and shard each rank's TP part once more; only then is memory taken and filled.
     stages = pipeline_stages(model, layout)  # [model] unless pp > 1
     for stage in stages:
         float8_linears(stage, layout)
@@ -211,7 +212,8 @@ def main(cfg: Config):
         source=open(__file__).read(), tokenizer_file=data.tokenizer_file,
     )
     state = checkpoints.load() or {"step": 0, "samples": 0, "tokens": 0}
-    step_in_backward(optimizers, layout)
+    step_in_backward(optimizers, layout)  # only with --optimizer_in_backward
+    # ranks that hold the same weights, read the same data or got the same flags must agree, or they would drift apart unseen
     check_replicas(stages, layout, data=data.fingerprint, flags=asdict(cfg))
     if layout.rank == 0:
         print(f"{cfg.flavor}: {n_params:,} parameters | {layout.step_text(cfg.seq_len)}{notes(cfg, state['step'])}")
@@ -219,7 +221,7 @@ def main(cfg: Config):
         return checkpoints.close(export=not os.path.exists(cfg.export_hf))  # a finished run can still be exported
 
     # 7. loop
-    if layout.rank == 0:  # the flags of a start that trains: what a finished run was trained with stays
+    if layout.rank == 0:  # not for a finished run: its config.json keeps the flags that it was trained with
         save_config(cfg, f"{cfg.out}/config.json", {"torch": torch.__version__, "world_size": layout.world_size, **identity})
     first = state["step"] + 1
     metrics = Metrics(cfg.out, cfg, layout, flops_per_token=flops_per_token, first_step=first, steps=cfg.steps,
@@ -233,9 +235,9 @@ def main(cfg: Config):
         if step == 1:
             check_first_batch(batch, layout)
         lr = set_lr(optimizers, cfg.lr * lr_at(step, cfg))
-        loss = forward_backward(stages, batch, layout)  # sum of token losses / tokens of the global batch, and its gradients
+        loss = forward_backward(stages, batch, layout)  # this rank's share, for reduce_loss; the gradients are complete
         grad_norm = clip_grad_norm(stages, cfg.max_norm, layout)
-        guard.before_update(step, grad_norm)  # a step with a NaN gradient changes nothing; that is decided on the GPU
+        guard.before_update(step, grad_norm)  # a NaN: the optimizers' step() then changes nothing; decided on the GPU
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -274,7 +276,7 @@ def main(cfg: Config):
     metrics.close()
     disconnect()
     if layout.rank == 0 and not stopping and cfg.checkpoint_every:
-        print_sample(cfg.out, n_params, None if cfg.data == "stdlib" else data)  # stdlib: programs, which go on from "def "
+        print_sample(cfg.out, n_params, None if cfg.data == "stdlib" else data)  # the built-in text is Python: "def "
 
 
 if __name__ == "__main__":

@@ -342,7 +342,7 @@ class DeepSeek(nn.Module):
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
         self.mtp = MTP(config) if config.mtp_depth else None
         self.mtp_weight = 0.3  # of its loss; the recipe's --mtp_weight
-        # Three functions that parallel.py replaces: context_parallel the first, tensor_parallel the other two.
+        # Three functions that parallel.py replaces: context_parallel the first, tensor_parallel and compile the other two.
         self.make_attend, self.token_loss, self.logits = causal_attention, linear_cross_entropy, F.linear
 
     def forward(
@@ -406,7 +406,7 @@ class DeepSeek(nn.Module):
         return 6 * n + 6 * (c.n_layers + c.mtp_depth) * c.n_heads * (c.head_dim + c.v_head_dim) * seq_len
 
     def tp_plan(self) -> dict[str, str]:
-        """fqn pattern -> style of parallel.tensor_parallel. Between blocks, activations are sharded along the sequence."""
+        """fqn pattern -> style, one of parallel.TP_STYLES. Between blocks, activations are sharded along the sequence."""
         c = self.config
         block = {
             "attn_norm": "sequence",

@@ -145,7 +145,7 @@ class Llama3(nn.Module):
         self.norm = RMSNorm(config.dim, eps=config.norm_eps)
         # tied: forward takes the embedding's weight for the head as well
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
-        # Three functions that parallel.py replaces: context_parallel the first, tensor_parallel the other two.
+        # Three functions that parallel.py replaces: context_parallel the first, tensor_parallel and compile the other two.
         self.make_attend, self.token_loss, self.logits = causal_attention, linear_cross_entropy, F.linear
 
     def forward(self, tokens, labels=None, positions=None, doc_ids=None, loss_denom=None, cache=None):
@@ -189,7 +189,7 @@ class Llama3(nn.Module):
         return 6 * n + 12 * c.n_layers * c.n_heads * c.head_dim * seq_len
 
     def tp_plan(self) -> dict[str, str]:
-        """fqn pattern -> style of parallel.tensor_parallel. Between blocks, activations are sharded along the sequence."""
+        """fqn pattern -> style, one of parallel.TP_STYLES. Between blocks, activations are sharded along the sequence."""
         plan = {
             "tok_embeddings": "vocab_embedding",
             "blocks.*.attn_norm": "sequence",
@@ -208,7 +208,7 @@ class Llama3(nn.Module):
         return plan if self.config.tie_embeddings else plan | {"head": "vocab_head"}
 
     def hf_keys(self) -> dict[str, str]:
-        """fqn -> name in Hugging Face's files. The numbers are the same: both sides rotate element i together with i + K/2."""
+        """fqn -> name in Hugging Face's files. Nothing is permuted: both sides rotate element i together with i + K/2."""
         names = {"tok_embeddings.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
         if not self.config.tie_embeddings:
             names["head.weight"] = "lm_head.weight"
