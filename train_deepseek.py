@@ -5,7 +5,7 @@
     torchrun --nproc_per_node 4 train_deepseek.py --pp 2 --pp_schedule DualPipeV --ep 2 --steps 20
 
 The same command again continues the run. What a run writes: runs/deepseek/{config.json, metrics.jsonl, checkpoints/}.
-Read next: `diff train_qwen3.py train_deepseek.py`, models/deepseek.py, models/moe.py, expert_parallel in parallel.py.
+Read next: `diff train_qwen3.py train_deepseek.py`, models/deepseek.py, models/moe.py, distributed/experts.py.
 """
 import math
 import os

@@ -5,7 +5,7 @@
     torchrun --nproc_per_node 4 train_qwen3.py --flavor debug_moe --ep 4 --tp 2 --moe_balance aux --steps 20
 
 The same command again continues the run. What a run writes: runs/qwen3/{config.json, metrics.jsonl, checkpoints/}.
-Read next: `diff train_llama3.py train_qwen3.py`, models/qwen3.py, models/moe.py, expert_parallel in parallel.py.
+Read next: `diff train_llama3.py train_qwen3.py`, models/qwen3.py, models/moe.py, distributed/experts.py.
 """
 import math
 import os

@@ -423,7 +423,7 @@ class DeepSeek(nn.Module):
             block["attn.wq"] = "gather_colwise"
         ffn = {"": "gather_sequence", ".w1": "colwise", ".w3": "colwise", ".w2": "rowwise"}
         dense = {f"ffn{name}": style for name, style in ffn.items()} if c.n_dense_layers else {}
-        sparse = {"moe.router": "sequence_linear"}  # the experts: parallel.expert_parallel
+        sparse = {"moe.router": "sequence_linear"}  # the experts: distributed.experts.expert_parallel
         sparse |= {f"shared{name}": style for name, style in ffn.items()} if c.n_shared_experts else {}
         plan = {"tok_embeddings": "vocab_embedding", "norm": "sequence"}
         plan |= {f"blocks.*.{name}": style for name, style in (block | dense | sparse).items()}

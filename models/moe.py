@@ -28,7 +28,7 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 
 class Experts(nn.Module):
-    """E SwiGLU feed-forward networks side by side. parallel.expert_parallel puts an exchange of tokens around it."""
+    """E SwiGLU feed-forward networks side by side. distributed.experts.expert_parallel puts an exchange of tokens around it."""
 
     def __init__(self, n_experts: int, dim: int, ffn_dim: int):
         super().__init__()

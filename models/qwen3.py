@@ -252,7 +252,7 @@ class Qwen3(nn.Module):
             "norm": "sequence",
         }
         if self.config.n_experts:
-            plan["blocks.*.moe.router"] = "sequence_linear"  # the experts: parallel.expert_parallel
+            plan["blocks.*.moe.router"] = "sequence_linear"  # the experts: distributed.experts.expert_parallel
         else:
             plan |= {"blocks.*.ffn": "gather_sequence", "blocks.*.ffn.w1": "colwise", "blocks.*.ffn.w3": "colwise"}
             plan["blocks.*.ffn.w2"] = "rowwise"

@@ -142,7 +142,7 @@ def test_stochastic_rounding_keeps_small_updates():
 
 
 def rounded_copies(flags: dict) -> dict:
-    torch.manual_seed(0)  # as parallel.connect does on every rank
+    torch.manual_seed(0)  # as connect does on every rank
     stages, layout = build(config(**MODEL), {**flags, "param_dtype": "bfloat16"}, 4, 2)
     optimizer = adamw([{"params": list(stages[0].parameters())}], 3e-3, (0.9, 0.95), 1e-8, "8bit", True)
     with mock.patch.object(torch, "compile", lambda function, **options: function):
