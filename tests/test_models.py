@@ -578,7 +578,7 @@ def test_tied_weights_are_one_parameter_whose_gradient_is_that_of_both_uses():
 
 
 def test_a_pipeline_of_stages_is_the_model():
-    """What distributed.pipeline.pipeline_stages does: parts set to None or deleted, names unchanged, activations in place of tokens."""
+    """What pipeline_stages does: parts set to None or deleted, names unchanged, activations in place of tokens."""
     whole, first, last = tiny(), tiny(), tiny()
     first.norm = first.head = last.tok_embeddings = None
     del first.blocks["2"], last.blocks["0"], last.blocks["1"]
