@@ -1,5 +1,5 @@
-"""For every test file: what an older torch cannot run is skipped, and no test remembers the command line or the process group
-of the one before."""
+"""For every test file: shared fixtures; what an older torch cannot run is skipped; and no test remembers the command line or
+the process group of the one before."""
 import re
 
 import pytest
@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.run import get_args_parser
 
+from data import DataConfig, open_data
 from support.config import FROM_FILE
 
 OLDER = []  # (what a test's name contains, why it is skipped)
@@ -30,6 +31,17 @@ def no_process_group_before_this_file():
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def book(tmp_path):
+    """flags of a text, and two tokenizers that do not agree"""
+    for name in ("book", "first", "second"):
+        (tmp_path / f"{name}.txt").write_text("".join(f"{name} line {i} of {i * i}\n" for i in range(300)))
+    flags = dict(cache_dir=str(tmp_path / "cache"), out=str(tmp_path / "new"), data=str(tmp_path / "book.txt"))
+    made = [open_data(DataConfig(data=str(tmp_path / f"{name}.txt"), cache_dir=flags["cache_dir"]), 16).folder
+            for name in ("first", "second")]
+    return flags, *map(str, made)
 
 
 def pytest_collection_modifyitems(items):

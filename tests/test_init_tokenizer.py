@@ -14,17 +14,6 @@ from support.init_tokenizer import source_tokenizer
 from support.resume import check_run
 
 
-@pytest.fixture
-def book(tmp_path):
-    """flags of a text, and two tokenizers that do not agree"""
-    for name in ("book", "first", "second"):
-        (tmp_path / f"{name}.txt").write_text("".join(f"{name} line {i} of {i * i}\n" for i in range(300)))
-    flags = dict(cache_dir=str(tmp_path / "cache"), out=str(tmp_path / "new"), data=str(tmp_path / "book.txt"))
-    made = [open_data(DataConfig(data=str(tmp_path / f"{name}.txt"), cache_dir=flags["cache_dir"]), 16).folder
-            for name in ("first", "second")]
-    return flags, *map(str, made)
-
-
 def source_of(kind, folder, tokenizer) -> str:
     """Weights with this tokenizer, or with none: a run folder, a step folder, or a Hugging Face folder."""
     if kind == "hugging face":
