@@ -1,6 +1,6 @@
 """checkpoint.py owns what a run leaves on disk: nothing is lost, and nothing damaged is trained on.
 
-    python checkpoint.py ls runs/llama3                           # steps, sizes, layouts, complete or damaged, at a glance
+    python checkpoint.py ls runs/llama3                           # steps, sizes, layouts: quick, it reads manifests only
     python checkpoint.py verify runs/llama3                       # reads all; exit status 0: every byte is as it was written
     python checkpoint.py diff STEP_FOLDER STEP_FOLDER             # the first tensor that differs, and how many do
     python checkpoint.py to_hf runs/llama3 OUT --dtype bfloat16   # a run's newest checkpoint in Hugging Face's format
@@ -68,7 +68,7 @@ from support.same_model import OtherModel, check_same_model
 from support.tokenizer import files_beside, tokenizer_path
 
 LEFTOVER = re.compile(r"step-\d+\.tmp-.*|trash-.*")  # what a process leaves that is killed while it saves or deletes
-# What flags need to have an effect: see config.py
+# What flags need to have an effect: see support/config.py
 INIT = Need("without --init_from", lambda c: c.init_from)
 LOADING = Need("without --init_from or a checkpoint in --out", lambda c: c.init_from or step_folders(c.out))
 SAVING = Need("with --load_only", lambda c: not c.load_only)

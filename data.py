@@ -28,7 +28,7 @@ from support.shards import find_damage, open_shard, read_index
 from support.tokenizer import EOT_NAMES, bytes_of_tokens, find_tokenizer, load_tokenizer
 
 OPEN_SHARDS = 32  # that stay open: another one is opened in microseconds, and a process may have 1,024 files open
-TEXT = Need("with --data of token shards, which need no cache", lambda c: not os.path.isdir(c.data))  # see config.py
+TEXT = Need("with --data of token shards, which need no cache", lambda c: not os.path.isdir(c.data))  # see support/config.py
 
 
 @dataclass(kw_only=True)

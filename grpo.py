@@ -65,7 +65,7 @@ FLAVORS = {  # of the demos on characters; anything larger comes from --init_fro
 }
 # --clip_low and --clip_high as published
 CLIP = {"grpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2), "dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
-# What flags need to have an effect: see config.py
+# What flags need to have an effect: see support/config.py
 OWN_MODEL = Need("with --init_from, which says what the model is", lambda c: not c.init_from)
 WARM_UP = Need("with --init_from: its model needs no warm-up", lambda c: not c.init_from)
 GSM8K = Need("without --env gsm8k", lambda c: c.env == "gsm8k")
@@ -123,7 +123,7 @@ class Config(ParallelConfig, LaunchConfig, CheckpointConfig, MetricsConfig):
 
     def __post_init__(self):
         """Raises ValueError for what grpo.py itself cannot do, with the reason. check_layout sees the flags with the model."""
-        super().__post_init__()
+        MetricsConfig.__post_init__(self)
         check_range(self, 1, math.inf, "steps", "prompts_per_step", "group_size", "minibatches", "max_new_tokens",
                     "local_batch_size", "rollout_rows", "rollout_timeout_s", "eval_n", "eval_k")
         check_range(self, 0, math.inf, "lr", "sft_lr", "eps", "weight_decay", "max_norm", "kl_coef", "tis", "clip_low",

@@ -103,7 +103,7 @@ class Config(
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto = a GPU if there is one
 
     def __post_init__(self):  # what is wrong with flags by themselves; check_layout sees them together with the model
-        super().__post_init__()
+        MetricsConfig.__post_init__(self)
         check_range(self, 1, math.inf, "steps", "val_batches")
         check_range(self, 0, math.inf, "lr", "eps", "weight_decay", "max_norm")
         check_range(self, 0, 1, "beta1", "beta2", "min_lr_ratio", "decay_ratio")
@@ -233,7 +233,7 @@ def main(cfg: Config):
     for step in range(first, cfg.steps + 1):
         batch = metrics.start_step(batches)
         if step == 1:
-            check_first_batch(batch, layout)
+            check_first_batch(batch)
         lr = set_lr(optimizers, cfg.lr * lr_at(step, cfg))
         loss = forward_backward(stages, batch, layout)  # this rank's share, for reduce_loss; the gradients are complete
         grad_norm = clip_grad_norm(stages, cfg.max_norm, layout)

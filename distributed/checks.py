@@ -111,7 +111,7 @@ def check_replicas(stages, layout: Layout, **values) -> None:
                 raise RuntimeError(f"{key[0]} differs between ranks {owner} and {rank}: same seed, flags, files on every node?")
 
 
-def check_first_batch(batch, layout: Layout) -> None:
+def check_first_batch(batch) -> None:
     """Raises RuntimeError if no token of a run's first batch has a loss: such a run would go on at loss 0.0000. Only the first
     is asked, for the answer makes the host wait for the device, and a later batch may be without."""
     n = (batch.labels != IGNORE).sum()

@@ -43,6 +43,10 @@ def connect(layout: Layout, device: str = "auto", seed: int = 0, trace: str = "t
     trace: folder of --flight_recorder, to be read with torch's `torchfrtrace`.
     """
     cfg, env = layout.cfg, os.environ
+    for report in ("dry_run", "plan", "explain", "check_parity"):
+        if getattr(cfg, report, False):  # a report connects to nobody
+            raise ValueError(f"--{report} reports in place of training, but this program would train: end it with "
+                             "run(with_reports(main), parse_config(Config)), see support/reports.py")
     local_rank, local_world = int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1))
     if cfg.deterministic:
         env["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read when CUDA starts

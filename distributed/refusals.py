@@ -57,8 +57,8 @@ def runs_on_cuda(device: str) -> bool:
 
 
 def facts(cfg: ParallelConfig, model_config, degrees: dict[str, int], on_cuda: bool) -> SimpleNamespace:
-    """What decides whether a flag has an effect (Need in config.py): every flag and every field of the model by its name; the
-    degrees as they are, dp_shard too; and world_size, on_cuda and dtype, in which the model computes."""
+    """What decides whether a flag has an effect (Need in support/config.py): every flag and every field of the model by its
+    name; the degrees as they are, dp_shard too; and world_size, on_cuda and dtype, in which the model computes."""
     more = dict(world_size=math.prod(degrees.values()), on_cuda=on_cuda, dtype=dtype_of_compute(cfg, on_cuda))
     return SimpleNamespace(**vars(model_config) | vars(cfg) | degrees | more)
 

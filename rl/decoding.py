@@ -230,7 +230,7 @@ def rollout(
         left = (sample < NONE).nonzero()[:, 0]
         if not waiting and 8 < len(sample) and max(len(left), fewest) <= len(sample) // 2:
             left = torch.cat([left, (sample == NONE).nonzero()[: max(0, 8 - len(left)), 0]])
-            sample, token = sample[left], token[left]
+            sample, token, logits = sample[left], token[left], logits[left]  # logits: where no forward follows
             cache.keep(left)
         if agree(0, bool((sample < NONE).any()))[1]:
             at = (prompt_len + n_new)[sample][:, None] - 1 + torch.arange(width, device=device)

@@ -45,7 +45,9 @@ def main():
     sys.argv = [recipe, *flags]
     house = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     sys.path[0] = os.path.dirname(os.path.realpath(recipe))  # where Python looks first
-    sys.path.append(house)  # some recipes add the house to sys.path themselves, but parallel is imported before they can
+    # Behind the recipe's folder, as parallel is imported before a recipe can add this one to sys.path itself; and ahead of
+    # installed packages, one of which may be called distributed.
+    sys.path.insert(1, house)
     import parallel
 
     parallel.clip_grad_norm = recording(parallel.clip_grad_norm, folder)

@@ -11,6 +11,7 @@ import random
 import re
 import signal
 import socket
+import subprocess
 import sys
 import textwrap
 import time
@@ -232,6 +233,17 @@ def test_a_second_start_in_the_same_folder(tmp_path, start):
     assert second.end() == 2 and time.monotonic() - began > 30
     assert f"error: {second.out} is in use by process {first.worker(0) or first.launcher.pid} on " in second.text()
     assert first.launcher.poll() is None and not (second.out / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("flag", ["--dry_run", "--plan", "--explain", "--check_parity"])
+def test_a_fork_that_forgets_its_reports_does_not_train(tmp_path, flag):
+    """Its last line runs main as it is, and main would train without a word."""
+    recipe = (REPO / "train_llama3.py").read_text().replace("run(with_reports(main), ", "run(main, ")
+    (tmp_path / "train_fork.py").write_text(recipe.replace("ReportConfig, with_reports", "ReportConfig"))
+    command = [sys.executable, "train_fork.py", flag, "--steps", "1", "--device", "cpu", "--out", "run"]
+    env = os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and f"{flag} reports in place of training" in done.stderr
 
 
 def test_each_attempt_has_a_name_of_its_own():

@@ -61,6 +61,15 @@ def test_prompts_are_read_once_for_their_group_and_rows_are_refilled():
     assert len([s for s in seen if s[0] == 8]) <= alone
 
 
+def test_a_rank_that_is_done_goes_on_with_those_that_are_not():
+    """All samples end at once, everywhere; then another rank has prompts left, and this one takes part in its forwards."""
+    answers = iter([(0, False), (3, True), (0, False), (0, False)])  # of all ranks, once this one is done
+    agree = lambda longest, busy: (longest, busy) if longest or busy else next(answers)  # noqa: E731
+    noise = torch.rand(8, 4, 5, generator=torch.Generator().manual_seed(0))
+    samples = decoding.rollout(sharp_model(), [[1, 2, 3]] * 8, noise, 1.0, [], max_len=32, rows=64, agree=agree)
+    assert [len(s["ids"]) for s in samples] == [5] * 32 and next(answers, None) is None
+
+
 def test_eos_is_in_and_everything_after_it_is_out_also_when_padding_is_eos():
     """The EOS that was sampled is trained, in the mask and in the logprobs; the padding id may be the same."""
     model = sharp_model()
