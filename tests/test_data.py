@@ -382,6 +382,7 @@ def test_text_without_any_loss(shards, tmp_path, split):
     assert open_data(DataConfig(data=str(folder)), 32).n_samples > 0  # to predict the ends is possible
 
 
+@pytest.mark.slow
 def test_more_shards_than_files_that_may_be_open(tmp_path, corpus):
     """In training and in validation at once, from two threads; and the order is that of all shards together."""
     lines = (corpus / "docs.jsonl").read_text().splitlines(keepends=True)
@@ -893,6 +894,7 @@ def call_cli(monkeypatch, capsys, *argv):
     return status, *capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_prepare_in_processes(corpus, shards, tmp_path):
     """Two worker processes write what one process writes, from several files; check and training accept it."""
     (tmp_path / "a.txt").write_text(sentences(500, seed=9))

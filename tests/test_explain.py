@@ -1,7 +1,9 @@
 """--explain: what one layer holds and sends in a layout that no laptop has, against support/explain.py."""
+import pytest
 from dry import run
 
 
+@pytest.mark.slow
 def test_the_report_of_a_layout_no_laptop_has(tmp_path):
     """No data is read, no folder made; a layer's numbers by hand: 8B, 8 x 128 devices."""
     out = tmp_path / "run"

@@ -595,6 +595,7 @@ def test_a_signal_saves_and_ends(tmp_path, start, processes, how, steps_ahead):
     assert_same(steps_of(job.out), steps_of(tmp_path / "whole"), 1e-5 if processes > 1 else 0.0)
 
 
+@pytest.mark.slow
 def test_a_signal_without_checkpoints_ends_as_well(tmp_path, start):
     job = start(2, "--gen_ranks", 1, "--async_steps", 1, "--checkpoint_every", 0)
     job.until((tmp_path / "waiting").exists)

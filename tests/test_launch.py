@@ -139,6 +139,7 @@ def test_kill_9_of_one_rank(tmp_path, start, undisturbed, rank):
     assert job.text().count("continuing from") == 1  # one death, one restart: none is wasted on addresses of the dead
 
 
+@pytest.mark.slow
 def test_kill_9_of_the_launcher(tmp_path, start, undisturbed):
     """Its workers end, so the same command can be given again at once."""
     first = start(tmp_path / "run", 2)
@@ -159,6 +160,7 @@ def test_kill_9_of_the_launcher_while_it_starts(tmp_path, start):
     job.end(within=30)  # how long the import takes is the machine's
 
 
+@pytest.mark.slow
 def test_a_run_that_always_fails_at_the_same_step_ends(tmp_path, start):
     """--on_nan stop, the default, when one rank has no finite gradient: torchrun's restarts do not help, and it gives up."""
     script = fork(tmp_path, """
