@@ -90,6 +90,8 @@ class Config(
         check_range(self, 1, math.inf, "steps", "val_batches")
         check_range(self, 0, math.inf, "lr", "eps", "weight_decay", "max_norm")
         check_range(self, 0, 1, "beta1", "beta2", "min_lr_ratio", "decay_ratio")
+        if max(self.beta1, self.beta2) == 1:
+            raise ValueError(f"--beta1 {self.beta1} and --beta2 {self.beta2} must be below 1: a mean that never moves")
         if self.optimizer_in_backward and (self.max_norm, self.optimizer, self.on_nan) != (0, "adamw", "stop"):
             raise ValueError("--optimizer_in_backward moves weights before the norm of all gradients is known; use "
                              "--max_norm 0, --optimizer adamw and --on_nan stop")

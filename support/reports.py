@@ -29,6 +29,8 @@ def with_reports(main):
 
     def main_or_report(cfg):
         plots_layout = cfg.plot and "RANK" not in os.environ and any(getattr(cfg, axis) > 1 for axis in AXES)
+        if cfg.check_parity and (cfg.dry_run or cfg.plan or cfg.explain):
+            raise ValueError("--check_parity trains, and --dry_run, --plan and --explain do not: ask for one after the other")
         if cfg.check_parity:
             from support.parity import check_parity
 

@@ -19,6 +19,7 @@ from models.llama3 import Llama3Config
 from support import parity
 from support.config import Need, flag, parse_config
 from support.parity import check_parity
+from support.reports import with_reports
 
 MODEL = Llama3Config(n_layers=6, n_heads=8, n_kv_heads=4, head_dim=64, ffn_dim=512, max_seq_len=8192)
 
@@ -57,6 +58,12 @@ def test_both_halves_of_check_parity_are_given_no_flag_in_vain(tmp_path, monkeyp
         cfg.cp_method = "alltoall"
         check_parity(train_llama3.main, cfg, {axis: getattr(cfg, axis) for axis in AXES})
     assert len(halves) == 2
+
+
+def test_one_report_after_the_other():
+    cfg = parse_config(train_llama3.Config, ["--check_parity", "--plan", "--tp", "2"])
+    with pytest.raises(ValueError, match="--check_parity trains, and --dry_run, --plan and --explain do not"):
+        with_reports(train_llama3.main)(cfg)
 
 
 @pytest.mark.slow

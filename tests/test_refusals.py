@@ -308,6 +308,8 @@ def test_flags_that_would_do_nothing(given, words, cure, monkeypatch):
     ("train_qwen3 --flavor debug_moe --moe_balance aux --moe_bias_rate 1", ["--moe_bias_rate 1.0", "--moe_balance bias"]),
     ("train_deepseek --moe_balance none --moe_aux_coef 1", ["--moe_aux_coef 1.0 has no effect with --moe_balance none"]),
     ("train_deepseek --mtp_weight 1", ["--mtp_weight 1.0 has no effect without mtp_depth 1"]),
+    ("train_llama3 --beta2 1", ["--beta1 0.9 and --beta2 1.0 must be below 1"]),
+    ("grpo --beta1 1", ["--beta1 1.0 and --beta2 0.95 must be below 1"]),
     ("grpo --no-loss_parallel", ["--no-loss_parallel", "leave it out"]),
     ("grpo --pp_schedule GPipe", ["unknown flag --pp_schedule"]),
     ("grpo --env_data tests/test_flags.py", ["--env_data tests/test_flags.py has no effect without --env gsm8k"]),
