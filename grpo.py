@@ -131,8 +131,8 @@ class Config(ParallelConfig, LaunchConfig, CheckpointConfig, MetricsConfig):
         check_range(self, 0, 1, "beta1", "beta2", "min_lr_ratio")
         n, layouts = int(os.environ.get("WORLD_SIZE", 1)), any(getattr(self, axis) > 1 for axis in AXES)
         for wrong, message in [
-            (max(self.beta1, self.beta2) == 1, f"--beta1 {self.beta1} and --beta2 {self.beta2} must be below 1: a mean that never "
-             "moves"),
+            (max(self.beta1, self.beta2) == 1, f"--beta1 {self.beta1} and --beta2 {self.beta2} must be below 1: a mean that "
+             "never moves"),
             (self.pp > 1, f"--pp {self.pp}: a new token needs all layers, so a pipeline would idle; use --tp, --dp_shard or "
              "--cp"),
             (not self.loss_parallel, "--no-loss_parallel: under tp the log-probabilities of a token are always split over the "
