@@ -542,6 +542,8 @@ def introduce(cfg: Config, layout, identity: dict, n_params: int, n_too_long: in
         print(f"--eval_n {cfg.eval_n}: there are {n_held_out} different held-out prompts, all of which are used")
     if done >= cfg.steps:
         print(f"{cfg.out} is finished: {done} of {cfg.steps} steps are done; use a larger --steps, or --out NEW")
+        if cfg.export_hf and os.path.exists(cfg.export_hf):
+            print(f"--export_hf {cfg.export_hf} is there already: nothing is exported; give a new folder, or remove it")
     drop_lines_from(f"{cfg.out}/samples.jsonl", done + 1)
 
 

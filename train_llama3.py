@@ -120,6 +120,8 @@ def notes(cfg: Config, done: int) -> str:
     total, lines = cfg.steps if cfg.schedule_steps == -1 else cfg.schedule_steps, [""]
     if done >= cfg.steps:
         lines.append(f"{cfg.out} is finished: {done} of {cfg.steps} steps are done; use a larger --steps, or --out NEW")
+        if cfg.export_hf and os.path.exists(cfg.export_hf):
+            lines.append(f"--export_hf {cfg.export_hf} is there already: nothing is exported; give a new folder, or remove it")
     if cfg.warmup_steps > total:
         lines.append(f"--warmup_steps {cfg.warmup_steps} is longer than the schedule; it is clamped to {total}")
     return "\n".join(lines)

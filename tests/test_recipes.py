@@ -203,6 +203,14 @@ def test_every_flag_has_a_help_text(script):
         assert [field.name for field in fields if len(comments.get(field.name, "")) < 5] == []
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_finished_run_says_why_it_exports_nothing(recipe, tmp_path):
+    module = importlib.import_module(Path(recipe).stem)
+    for folder, said in ((tmp_path, True), (tmp_path / "new", False)):
+        text = module.notes(module.Config(export_hf=str(folder)), done=10**6)
+        assert "is finished" in text and ("is there already: nothing is exported" in text) == said
+
+
 # ---------------------------------------------------------------- whole runs
 
 EXACT = ["--compute_dtype", "float32", "--local_batch_size", 2, "--global_batch_size", 8]
