@@ -34,7 +34,6 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 
 import parallel
 from checkpoint import CheckpointConfig, Checkpoints, saved_model
@@ -47,7 +46,7 @@ from models.attention import sdpa
 from models.llama3 import Llama3Config
 from models.loss import token_logprobs
 from models.qwen3 import Qwen3Config
-from parallel import clip_grad_norm, make_mesh, reduce_loss
+from parallel import clip_grad_norm, make_mesh, next_backward, reduce_loss
 from rl import rollouts
 from rl.environments import draw_task, held_out_tasks, leave_out_long, open_env, supervised_sample
 from support.config import Need, check_range, flag, override_fields, parse_config, save_config
@@ -384,11 +383,7 @@ class Trainer:
         batches, found = list(self.microbatches(samples)), []
         sums = torch.zeros(2, dtype=torch.float64, device=layout.device)
         for i, (_, b) in enumerate(batches):
-            last = i == len(batches) - 1
-            if isinstance(model, FSDPModule):
-                model.set_requires_gradient_sync(last)  # gradients travel once, with the last micro-batch
-                model.set_is_last_backward(last)
-                model.set_reshard_after_backward(last, recurse=not model.reshards)
+            next_backward(model, i == len(batches) - 1, layout)
             lp, entropy = self.forward(model, b)
             assert lp.dtype == torch.float32, lp.dtype
             mask, mu, old = b["mask"], b["mu"], lp.detach() if tis and cfg.minibatches == 1 else b["old"]
@@ -535,7 +530,8 @@ def introduce(cfg: Config, layout, identity: dict, n_params: int, n_too_long: in
         save_config(cfg, f"{cfg.out}/config.json", {"torch": torch.__version__, "world_size": layout.world_size, **identity})
     print(f"{cfg.env}: {n_params:,} parameters | {layout} on {layout.device.type}, {str(layout.compute_dtype)[6:]} | "
           f"{cfg.prompts_per_step} prompts x {cfg.group_size} samples per step, "
-          f"{'in place' if not cfg.gen_ranks else f'by {cfg.gen_ranks} generator ranks'}", flush=True)
+          f"{'in place' if not cfg.gen_ranks else f'by {cfg.gen_ranks} generator ranks'}"
+          f"{', gradients reduced after each micro-batch' * layout.reduces_always}", flush=True)
     if n_too_long:
         print(f"{n_too_long:,} problems are left out: with their prompts --seq_len {cfg.seq_len} leaves no room to answer")
     if cfg.eval_every and n_held_out < cfg.eval_n:

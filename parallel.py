@@ -335,6 +335,7 @@ def shard(stage, layout: Layout) -> None:
     param_dtype, reduce_dtype = getattr(torch, cfg.param_dtype), getattr(torch, cfg.reduce_dtype)
     for p in stage.parameters():  # not the buffers: balancing biases move in steps that bfloat16 would round away
         p.data = p.data.to(param_dtype)
+    layout.reduces_always = reduces_always(stage, layout)
     is_float32 = {param_dtype, layout.compute_dtype, reduce_dtype} == {torch.float32}
     if layout.world_size == 1 and is_float32 and not cfg.cpu_offload:
         return
@@ -372,6 +373,21 @@ def reshards(layout: Layout) -> bool:
     """Whether a block's gathered weights are freed after its forward. Not under a pipeline: every micro-batch would gather them
     again, and with zero-bubble schedules the gradients would be wrong."""
     return {"always": True, "never": False, "default": layout.pp == 1}[layout.cfg.reshard_after_forward]
+
+
+def reduces_always(stage, layout: Layout) -> bool:
+    """Whether gradients are reduce-scattered after every micro-batch of a step, and not once at its end (--reduce_grads).
+
+    Once per step costs the least communication, and the memory of whole gradients until then. auto: where those, with this
+    rank's parameters, gradients and two moments, would take more than half of a device and leave too little for activations.
+    With --param_dtype bfloat16 only when asked for, because the micro-batches' sums are then rounded to bfloat16.
+    """
+    cfg, ranks = layout.cfg, layout.dp_shard * layout.cp
+    if cfg.reduce_grads != "auto" or ranks == 1 or layout.pp > 1 or cfg.param_dtype != "float32" or not layout.memory:
+        return cfg.reduce_grads == "always"
+    numel = sum(local_tensor(p).numel() for p in stage.parameters())
+    whole, state = numel * getattr(torch, cfg.reduce_dtype).itemsize, 0 if cfg.cpu_offload else 4 * 4 * numel / ranks
+    return whole + state > layout.memory / 2
 
 
 # ---------------------------------------------------------------- initial weights
@@ -432,28 +448,31 @@ def count_tokens(labels: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
 
 def forward_backward(stages, batch, layout: Layout) -> Tensor:
     """Gradients of the mean loss over the global batch, complete when this returns. Gives (2,) for reduce_loss: this rank's
-    part of the global batch's mean loss, and its part of its data rank's own mean.
-
-    Gradients travel once per step: FSDP's reduce-scatter waits for the last accumulation step.
-    """
+    part of the global batch's mean loss, and its part of its data rank's own mean."""
     loss_denom, mine = count_tokens(batch.labels, layout)
     if layout.pp > 1:  # gradient accumulation is nothing but more micro-batches
         total = pipeline_forward_backward(stages, inputs(batch, None, layout), loss_denom, layout)
     else:
         model, total = stages[0], torch.zeros((), device=layout.device)
         for a in range(batch.tokens.shape[0]):
-            last = a == batch.tokens.shape[0] - 1
-            if isinstance(model, FSDPModule):
-                model.set_requires_gradient_sync(last)
-                model.set_is_last_backward(last)
-                # if blocks stay gathered after the forward, all do until the last accumulation step; else only the root
-                model.set_reshard_after_backward(last, recurse=not reshards(layout))
+            next_backward(model, a == batch.tokens.shape[0] - 1, layout)
             loss = model(**inputs(batch, a, layout), loss_denom=loss_denom)
             loss.backward()
             total += loss.detach()
     if layout.cfg.loss_parallel and layout.tp > 1:
         total = total / layout.tp  # every tp rank has computed the whole loss, and reduce_loss adds up all ranks
     return torch.stack([total, total * loss_denom / mine.clamp(min=1)])
+
+
+def next_backward(model, is_last: bool, layout: Layout) -> None:
+    """Tell FSDP, ahead of a micro-batch's forward, what its backward does: gradients are reduce-scattered after the last one
+    of a step, or with layout.reduces_always after each. The all-reduce between copies waits for the last in any case."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(is_last or layout.reduces_always)
+        model.set_requires_all_reduce(is_last)
+        model.set_is_last_backward(is_last or layout.reduces_always)
+        # if blocks stay gathered after the forward, all do until the last micro-batch; else only the root
+        model.set_reshard_after_backward(is_last, recurse=not reshards(layout))
 
 
 def reduce_loss(part: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:

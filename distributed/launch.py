@@ -75,6 +75,10 @@ def connect(layout: Layout, device: str = "auto", seed: int = 0, trace: str = "t
     else:
         timeout, store = None, dist.HashStore()
     dist.init_process_group(backend, store=store, rank=layout.rank, world_size=layout.world_size, timeout=timeout)
+    if layout.device.type == "cuda":
+        memory = torch.tensor(torch.cuda.get_device_properties(layout.device).total_memory)  # on the host: sent by gloo
+        dist.all_reduce(memory, op=dist.ReduceOp.MIN)
+        layout.memory = memory.item()
 
 
 def choose_attention(layout: Layout, config, seq_len: int, local_batch_size: int) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from support.config import Need, flag
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-Reshard = Literal["default", "always", "never"]
+Reshard, Reduce = Literal["default", "always", "never"], Literal["auto", "last", "always"]
 # What flags need to have an effect: see support/config.py. c is what refusals.facts() returns.
 TP = Need("without --tp 2 or more", lambda c: c.tp > 1)
 CP = Need("without --cp 2 or more", lambda c: c.cp > 1)
@@ -21,6 +21,11 @@ EXPERTS = Need("without experts, and this flavor has none", lambda c: getattr(c,
 AC_SELECTIVE = Need("without --ac selective", lambda c: c.ac == "selective")
 AC_BUDGET = Need("without --ac budget", lambda c: c.ac == "budget")
 ASYNC_TP = Need("without CUDA, --compile and --tp 2 or more", lambda c: c.on_cuda and c.compile and c.tp > 1)
+ACCUMULATION = Need("with one micro-batch per step: see --global_batch_size", lambda c: not hasattr(c, "global_batch_size")
+                    or c.global_batch_size > c.local_batch_size * c.dp_replicate * c.dp_shard)
+NO_PP = Need("with --pp, whose schedule reduces them once per step", lambda c: c.pp == 1)
+SHARDED = Need("without --dp_shard or --cp 2 or more: there is no part of a gradient to keep", lambda c: c.dp_shard * c.cp > 1)
+REDUCED = [SHARDED, NO_PP, ACCUMULATION]
 WRAPPED = Need("in one process that computes in float32: nothing is gathered", lambda c: c.world_size > 1 or c.cpu_offload
                or c.dtype != torch.float32 or "bfloat16" in (c.param_dtype, c.reduce_dtype))
 
@@ -35,6 +40,7 @@ class ParallelConfig:
     ep: int = flag(1, EXPERTS)  # expert parallelism: the experts are split over this many of the dp_shard x cp x tp ranks
     etp: int = flag(1, EXPERTS)  # 1: tp ranks hold whole experts (ep may borrow tp); tp: tp ranks split every expert
     reshard_after_forward: Reshard = flag("default", WRAPPED)  # free gathered weights after the forward; default: unless pp
+    reduce_grads: Reduce = flag("auto", *REDUCED)  # only after the last micro-batch; or always, which needs less memory
     cpu_offload: bool = False  # keep parameters, gradients and optimizer state in host memory (slow, small)
     loss_parallel: bool = flag(True, TP)  # split the loss over the vocabulary; off = over the sequence, gathering the head
     async_tp: bool = flag(False, ASYNC_TP)  # overlap tp's communication with its matmuls
@@ -63,6 +69,8 @@ class Layout:
     rank: int = 0
     mtp: bool = False  # the model has multi-token prediction
     has_experts: bool = False  # the model has layers with experts
+    memory: int = 0  # bytes of the smallest device; 0 = not known, as on CPUs
+    reduces_always: bool = False  # gradients are summed over the ranks after every micro-batch: see parallel.shard
     mesh: DeviceMesh | None = None  # pp, dp_replicate, fsdp (= dp_shard x cp), tp; all three: see parallel.make_mesh
     full_mesh: DeviceMesh | None = None  # the same ranks with all five axes
     expert_mesh: DeviceMesh | None = None  # the same ranks as pp, dp_replicate, efsdp, ep, etp; None without experts
@@ -95,8 +103,9 @@ class Layout:
 
     def step_text(self, seq_len: int) -> str:
         """Where the model runs, and how a step's sequences are shared out: for the line that a run begins with."""
+        each = ", gradients reduced after each" if self.reduces_always and self.accumulation > 1 else ""
         return (f"{self} on {self.device.type}, {str(self.compute_dtype)[6:]} | {self.global_batch_size} sequences x {seq_len} "
-                f"tokens per step, {self.accumulation} x {self.local_batch_size} on each of {self.data_ranks} data ranks")
+                f"tokens per step, {self.accumulation} x {self.local_batch_size} on each of {self.data_ranks} data ranks{each}")
 
     def __str__(self):
         borrowed = {"ep": self.cfg.ep, "etp": self.cfg.etp}

@@ -122,6 +122,7 @@ def dry_world(main, cfg, pp_rank: int):
         order = cfg.pp_schedule if cfg.pp_schedule_csv else SIMPLE_ORDER.get(cfg.pp_schedule, cfg.pp_schedule)
         layout.cfg = replace(layout.cfg, compile=False, async_tp=False, pp_schedule=order)
         layout.compute_dtype = torch.float32 if cfg.compute_dtype == "float32" else torch.bfloat16
+        layout.memory = int(DEVICES[0] * 1e9) * (cfg.device != "cpu")
         dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
 
     def init_weights(stage, layout, seed):
@@ -401,6 +402,8 @@ def print_report(cfg, report: Report) -> None:
         order = cfg.pp_schedule_csv or cfg.pp_schedule
         print(f"Pipeline: {order}, {report.n} micro-batches: bubble {bubble(simulate(report.rows)):.1%} if all stages take as "
               f"long, {bubble(simulate(report.rows, report.cost)):.1%} with these stages' FLOPs")
+    if layout.reduces_always and cfg.reduce_grads == "auto":
+        print(f"Gradients are reduced after each micro-batch, as on devices of {DEVICES[0]} GB: see --reduce_grads")
     why = ["the pipeline's waiting"] * (layout.pp > 1) + [f"recomputation ({lost / whole:.1%} of the FLOPs)"] * bool(lost)
     print(f"MFU at most {report.mfu_bound:.1%}: {' and '.join(why) or 'nobody waits for a pipeline, nothing is recomputed'}; "
           "communication and kernels take the rest")

@@ -49,6 +49,12 @@ def test_fsdp_reduces_once_per_step_and_gathers_twice_per_accumulation(accumulat
     assert set(counts) == {("fsdp", "all_gather"), ("fsdp", "reduce_scatter"), ("fsdp", "all_reduce")}
 
 
+def test_reduce_grads_always_reduces_every_micro_batch_and_sums_copies_once():
+    counts = pool(4).run(count, dict(dp_replicate=2, reduce_grads="always"), 12, 1)[0]
+    assert counts["fsdp", "reduce_scatter"][0] == 3 * (L + 2)
+    assert counts["dp_replicate", "all_reduce"][0] == L + 2
+
+
 def test_weights_that_are_never_resharded_are_gathered_once_per_step():
     counts = pool(2).run(count, dict(reshard_after_forward="never"), 6, 1)[0]
     assert counts["fsdp", "all_gather"][0] == L + 2

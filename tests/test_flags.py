@@ -420,6 +420,8 @@ row("ep", 2, lambda new, old: new.number("ep", "all_to_all") > 0, planned, "trai
 row("etp", 2, lambda new, old: (new.held[W1], old.held[W1]) == ((8, 8, 16), (4, 16, 16)), planned, "train_qwen3", tp=2)
 row("reshard_after_forward", "never", lambda new, old: new.number("fsdp", "all_gather") < old.number("fsdp", "all_gather"),
     planned, dp_shard=2)
+row("reduce_grads", "always", lambda new, old: new.number("fsdp", "reduce_scatter") == 2 * old.number("fsdp", "reduce_scatter"),
+    planned, dp_shard=2, global_batch_size=8)
 row("cpu_offload", True, lambda new, old: type(new.model._get_fsdp_state()._fsdp_param_group.offload_policy).__name__
     == "CPUOffloadPolicy", built, reduce_dtype="bfloat16")
 row("loss_parallel", False, lambda new, old: new.bytes("tp", "all_gather") > old.bytes("tp", "all_gather"), planned, tp=2)

@@ -20,9 +20,11 @@ from layouts import (
     compare,
     config,
     first_difference,
+    full,
     global_batch,
     local_batch,
     reference,
+    relative,
     row_name,
     train,
     without_inductor,
@@ -34,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import parallel
 from distributed.keep import KEPT
 from distributed.launch import failed_module
-from distributed.layout import ParallelConfig, local_tensor
+from distributed.layout import AXES, Layout, ParallelConfig, local_tensor
 from models import llama3
 from models.layers import rotate
 
@@ -47,6 +49,7 @@ LAYOUTS = [
     (2, dict(reshard_after_forward="never"), dict(n=8, b=2)),
     (2, dict(cpu_offload=True), dict(n=8, b=2)),
     (2, dict(dp_replicate=2), dict(n=6, b=1, tie_embeddings=True)),
+    (4, dict(dp_replicate=2, dp_shard=2, reduce_grads="always"), dict(n=12, b=1)),
     (4, {}, dict(n=12, b=1, doc=True)),
     (4, dict(dp_replicate=4), dict(n=4, b=1)),
     (4, dict(dp_replicate=2, dp_shard=2), dict(n=12, b=1, doc=True)),
@@ -132,6 +135,10 @@ LAYOUTS += [  # activation checkpointing with experts: an FSDP unit inside the c
     (2, dict(ac="op", ep=2), dict(n=4, b=1, **MOE)),  # the others are in SLOW
 ]
 SLOW = [  # three and four axes at once, most on eight processes; more of the same
+    *[(2, dict(reduce_grads="always", **flags), dict(n=6, b=1)) for flags in ({}, dict(cpu_offload=True))],
+    (2, dict(reduce_grads="always", reshard_after_forward="never"), dict(n=6, b=1)),
+    (4, dict(reduce_grads="always", tp=2), dict(n=8, b=2)),
+    (4, dict(reduce_grads="always", ep=2), dict(n=8, b=1, **MOE)),
     *[
         (4, dict(pp=4, pp_schedule=s), dict(n=16, b=8, n_layers=8, tie_embeddings=True))
         for s in ("GPipe", "Interleaved1F1B", "LoopedBFS", "ZBVZeroBubble")
@@ -240,6 +247,59 @@ def test_two_runs_are_equal_to_the_last_bit():
     first, second = (pool(4).run(train, config(), dict(tp=2, deterministic=True), 8, 2)[0] for _ in range(2))
     assert [s["loss"] for s in first[:-1]] == [s["loss"] for s in second[:-1]]
     assert all(torch.equal(w, second[-1]["weights"][fqn]) for fqn, w in first[-1]["weights"].items())
+
+
+# ---------------------------------------------------------------- gradients between micro-batches
+
+
+def gradients_between(problem: dict, flags: dict, n: int, b: int):
+    """(bytes of whole gradients, bytes of sharded ones) of this rank ahead of each micro-batch, the loss, the gradients."""
+    stages, layout = build(config(**problem), flags, n, b)
+    groups = [group for module in stages[0].modules() if isinstance(module, parallel.FSDPModule)
+              for group in module._get_fsdp_state()._fsdp_param_groups]
+    seen = []
+
+    def look(*args):
+        params, partial_sums = [p for g in groups for p in g.fsdp_params], [g._partial_reduce_output for g in groups]
+        whole = [p.unsharded_accumulated_grad for p in params]
+        whole += [p._unsharded_param.grad for p in params if hasattr(p, "_unsharded_param")]
+        parts = [*partial_sums, *(p.sharded_param.grad for p in params)]
+        seen.append(tuple(sum(local_tensor(t).nbytes for t in some if t is not None) for some in (whole, parts)))
+
+    stages[0].register_forward_pre_hook(look)
+    loss = parallel.forward_backward(stages, local_batch(global_batch(0, n, False), layout), layout)
+    loss, _ = parallel.reduce_loss(loss, layout)
+    grads = {fqn: full(p.grad) for fqn, p in stages[0].named_parameters()}
+    return seen, loss.item(), grads, sum(local_tensor(p).nbytes for p in stages[0].parameters())
+
+
+@pytest.mark.parametrize("processes, flags, problem", [
+    (2, {}, {}), (2, dict(compute_dtype="bfloat16"), {}), (4, dict(dp_replicate=2), {}), (4, dict(tp=2), {}),
+    (4, dict(ep=2), MOE)], ids=str)
+def test_gradients_that_are_reduced_after_every_micro_batch_are_never_whole(processes, flags, problem):
+    n = 3 * processes // flags.get("tp", 1)
+    always, last = (pool(processes).run(gradients_between, problem, flags | dict(reduce_grads=when), n, 1)
+                    for when in ("always", "last"))
+    for a, z in zip(always, last, strict=True):
+        held = a[3] + 4 * config(**problem).dim * 8  # FSDP pads what its ranks do not divide
+        assert a[0][0] == z[0][0] == (0, 0)
+        assert all(whole == 0 and 0 < parts <= held for whole, parts in a[0][1:])
+        assert all(whole >= 1.9 * a[3] and parts == 0 for whole, parts in z[0][1:])  # two ranks hold what each holds whole
+        assert a[1] == z[1]
+        assert all(relative(a[2][fqn], z[2][fqn]) < 1e-6 for fqn in z[2])
+
+
+@pytest.mark.parametrize("flavor, ranks, GB, flags, always", [
+    ("8B", 8, 85, {}, True), ("8B", 8, 150, {}, False), ("8B", 1, 85, {}, False), ("70B", 64, 192, {}, True),
+    ("8B", 8, 85, dict(param_dtype="bfloat16"), False), ("8B", 8, 0, {}, False), ("1B", 8, 85, {}, False),
+    ("8B", 8, 150, dict(reduce_grads="always"), True), ("8B", 8, 85, dict(reduce_grads="last"), False)], ids=str)
+def test_gradients_are_kept_whole_where_they_fit(flavor, ranks, GB, flags, always):
+    with torch.device("meta"):
+        model = llama3.Llama3(llama3.FLAVORS[flavor])
+    degrees = {axis: 1 for axis in AXES} | {"dp_shard": ranks}
+    layout = Layout(ParallelConfig(**flags), degrees, ranks, 1, 2 * ranks, memory=int(GB * 1e9))
+    layout.reduces_always = parallel.reduces_always(model, layout)
+    assert layout.reduces_always == always == ("gradients reduced after each" in layout.step_text(8192))
 
 
 @contextmanager

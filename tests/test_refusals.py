@@ -274,6 +274,10 @@ WITHOUT_EFFECT = [
     (dict(attention="flash", dry_run=True, compute_dtype="float32"), ["--attention flash has no effect in float32"],
      dict(compute_dtype="auto")),
     (dict(flight_recorder=True), ["--flight_recorder has no effect without NCCL"], dict(dry_run=True)),
+    (dict(reduce_grads="always"), ["--reduce_grads always has no effect without --dp_shard or --cp 2 or more"],
+     dict(dp_shard=2, world_size=2)),
+    (PP | dict(dp_shard=2, world_size=4, reduce_grads="last"), ["--reduce_grads last has no effect with --pp"],
+     dict(pp=1, dp_shard=4)),
     (dict(reshard_after_forward="never", compute_dtype="float32"), ["--reshard_after_forward never has no effect in one"],
      dict(compute_dtype="bfloat16")),
 ]
@@ -294,6 +298,7 @@ def test_flags_that_would_do_nothing(given, words, cure, monkeypatch):
 @pytest.mark.parametrize("flags, words", [
     ("train_llama3 --pp_schedule ZBVZeroBubble --cp_method alltoall --machine B200 --ac_every 3 --export_dtype float16",
      ["--pp_schedule ZBVZeroBubble", "--cp_method alltoall", "--machine B200", "--ac_every 3", "--export_dtype float16"]),
+    ("train_llama3 --reduce_grads always", ["--reduce_grads always has no effect without --dp_shard or --cp"]),
     ("train_llama3 --no-init_model_only", ["--no-init_model_only has no effect without --init_from"]),
     ("train_llama3 --exclude_from_loading head", ["--exclude_from_loading head has no effect without --init_from or a ch"]),
     ("train_llama3 --last_save_model_only --export_dtype bfloat16", ["--export_dtype bfloat16 has no effect without --exp"]),
