@@ -1,0 +1,259 @@
+"""What a program asks of the device, on a device that has only zeros to say. All else that runs is the recipe's own code.
+
+Each name that is replaced here must exist: replace() fails otherwise, so that nothing is left unanswered in silence.
+"""
+import ctypes
+import importlib
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+
+def replace(owner, name: str, make):
+    """owner.name = make(what it was)"""
+    setattr(owner, name, make(getattr(owner, name)))
+
+
+def always(value):
+    """make for replace: a function that returns this."""
+    return lambda known: lambda *args, **kwargs: value
+
+
+class Log:
+    """Lines of our own in the null device's log, and its end on the disk."""
+    library = ctypes.CDLL(None)
+
+    @classmethod
+    def mark(cls, text: str):
+        cls.library.nullcuda_mark(text.encode())
+
+    @classmethod
+    def flush(cls, known):
+        def exit(status):
+            cls.library.nullcuda_flush()
+            known(status)
+
+        return exit
+
+
+def answer() -> None:
+    """Before the recipe is imported: it takes some of these names with it."""
+    from torch.distributed.pipelining.schedules import _PipelineSchedule
+
+    import distributed.checks
+    from models.moe import Balance
+
+    replace(distributed.checks, "check_first_batch", always(None))  # how many tokens have a loss: 0
+    replace(os, "_exit", Log.flush)
+
+    # How many rows travel between ranks that share the experts: as many from each to each. The tensors that ask are the rows
+    # per rank, (2, ep), and the rows per expert, (E,).
+    rows = [0]
+
+    def count(known):
+        def counted(self, index):
+            rows[0] = index.numel()
+            return known(self, index)
+
+        return counted
+
+    def tolist(known):
+        def answered(self):
+            if self.is_cuda and self.dtype == torch.int64 and self.dim() in (1, 2):
+                n = self.shape[-1]
+                even = [rows[0] // n + (i < rows[0] % n) for i in range(n)]
+                return even if self.dim() == 1 else [even] * len(self)
+            return known(self)
+
+        return answered
+
+    replace(Balance, "count", count)
+    replace(torch.Tensor, "tolist", tolist)
+
+    # torch's pipelines vote whether the shapes are given (1) or must be found out. They are given; the votes travel anyway.
+    def warmup(known):
+        def voted(*args):
+            item = torch.Tensor.item
+            torch.Tensor.item = lambda self: 1
+            try:
+                return known(*args)
+            finally:
+                torch.Tensor.item = item
+
+        return voted
+
+    replace(_PipelineSchedule, "_warmup_p2p", warmup)
+
+
+# cuDNN plans its attention on a real device. So of these two only the shapes are computed; choosing it remains torch's code.
+LIBRARIES = []  # a torch.library.Library ends with the last reference to it
+
+
+def cudnn_attention() -> None:
+    forward = torch.ops.aten._scaled_dot_product_cudnn_attention
+    backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+    library = torch.library.Library("aten", "IMPL")
+
+    def attend(q, k, v, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
+        Log.mark("kernel cudnn_attention")
+        B, H, T, _ = q.shape
+        out = q.new_empty(B, T, H, v.shape[-1]).transpose(1, 2)
+        seed = torch.empty((), dtype=torch.int64, device=q.device)
+        lse = q.new_empty((B, H, T, 1) if compute_log_sumexp else (0,), dtype=torch.float32)
+        return out, lse, None, None, T, k.shape[2], seed, seed.clone(), None
+
+    def attend_backward(grad, q, k, v, *rest, **kwargs):
+        Log.mark("kernel cudnn_attention_backward")
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+    library.impl(forward.default.name(), attend, "CUDA")
+    library.impl(backward.default.name(), attend_backward, "CUDA")
+    LIBRARIES.append(library)
+
+
+# ---------------------------------------------------------------- real sizes: one process of a world that is not there
+def fake_world(world_size: int, module) -> None:
+    """The recipe is rank 0 of a world of fake processes: every collective returns at once. Without checkpoints, and without
+    what ranks tell each other on the host."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    import distributed.launch
+
+    def connect(layout, *args, **kwargs):
+        layout.device = torch.device("cuda", 0)
+        torch.cuda.set_device(0)
+        layout.compute_dtype = distributed.launch.dtype_of_compute(layout.cfg, True)
+        dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+
+    class NoCheckpoints:
+        def __init__(self, *args, **kwargs):
+            pass
+
+        def load(self):
+            return None
+
+        def close(self, **kwargs):
+            pass
+
+    os.environ.update(RANK="0", WORLD_SIZE=str(world_size), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    replace(module, "connect", lambda known: connect)
+    replace(module, "Checkpoints", lambda known: NoCheckpoints)
+    for name in ("check_replicas", "train_timeouts"):
+        replace(module, name, always(None))
+    replace(distributed.launch, "watch_launcher", always(None))
+
+
+def empty_weights(module) -> None:
+    """Not a number is drawn: billions of them on the host would take minutes, and the device does not keep them."""
+    def make(known):
+        def init_weights(stage, layout, seed):
+            stage.to_empty(device="cpu" if layout.cfg.cpu_offload else layout.device)
+
+        return init_weights
+
+    replace(module, "init_weights", make)
+
+
+# ---------------------------------------------------------------- what a step is made of
+PARTS = ("forward_backward", "clip_grad_norm")
+
+
+def mark_parts(module, memory: bool) -> None:
+    """Lines in the log: "mark step 3" .. "mark end 3" around a step (from its batch to its optimizer), around its parts "mark
+    forward_backward" .. "mark /forward_backward", and "mark report 3" where the host is about to ask how it went. memory: print
+    the allocator's state after each part."""
+    from support.guard import Guard
+    from support.metrics import Metrics
+
+    def state(name):
+        if memory:
+            gib = {kind: getattr(torch.cuda, kind)() / 2**30 for kind in
+                   ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")}
+            print(f"memory after {name}: " + " ".join(f"{kind}={value:.3f}" for kind, value in gib.items()), flush=True)
+
+    def part(known):
+        def marked(*args, **kwargs):
+            Log.mark(known.__name__)
+            result = known(*args, **kwargs)
+            Log.mark(f"/{known.__name__}")
+            state(known.__name__)
+            return result
+
+        return marked
+
+    def start_step(known):
+        def marked(self, batches):
+            Log.mark(f"step {self.step + 1}")
+            return known(self, batches)
+
+        return marked
+
+    def end_step(known):
+        def marked(self, tokens):
+            known(self, tokens)
+            Log.mark(f"end {self.step}")
+            state(f"step {self.step}")
+
+        return marked
+
+    def report(known):
+        def marked(self, step):
+            Log.mark(f"report {step}")
+            return known(self, step)
+
+        return marked
+
+    for name in PARTS:
+        if hasattr(module, name):  # grpo.py has a step of its own
+            replace(module, name, part)
+    replace(Metrics, "start_step", start_step)
+    replace(Metrics, "end_step", end_step)
+    replace(Guard, "report", report)
+
+
+def forbid_waiting() -> None:
+    """From the second step on torch raises where the host waits for the device, until the step's report, which does."""
+    from support.guard import Guard
+    from support.metrics import Metrics
+
+    def start_step(known):
+        def strict(self, batches):
+            if self.step > 0:
+                torch.cuda.set_sync_debug_mode("error")
+            return known(self, batches)
+
+        return strict
+
+    def report(known):
+        def relaxed(self, step):
+            torch.cuda.set_sync_debug_mode("default")
+            return known(self, step)
+
+        return relaxed
+
+    replace(Metrics, "start_step", start_step)
+    replace(Guard, "report", report)
+
+
+def program(argv: list[str], options: dict):
+    """Runs a recipe, `argv` its file and its flags, and ends this process with its status. options: those of run.py."""
+    answer()
+    cudnn_attention()
+    file = os.path.abspath(argv[0])
+    name = os.path.basename(file).removesuffix(".py")
+    sys.argv[:] = [file, *argv[1:]]
+    module = importlib.import_module(name)
+    if options.get("world"):
+        fake_world(options["world"], module)
+    if options.get("world") or options.get("empty_weights"):
+        empty_weights(module)
+    mark_parts(module, options.get("memory", False))
+    if options.get("no_waiting"):
+        forbid_waiting()
+    from distributed.launch import run
+    from support.config import parse_config
+    from support.reports import with_reports
+
+    run(with_reports(module.main), parse_config(module.Config))

@@ -1,0 +1,80 @@
+"""For the tests on the null device: each is marked `nullcuda`, and skipped where this python's torch is not the CUDA build.
+
+A test gets `device`, which runs recipes in processes of their own: torch is imported once per session, and each run is a fork.
+"""
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from build import environment, has_cuda_build
+
+HERE = Path(__file__).parent
+MISSING = ("needs the CUDA build of torch: make test-cuda" if not has_cuda_build() else
+           "needs g++ and nm, to build the null device" if not (shutil.which("g++") and shutil.which("nm")) else "")
+# a debug run that ends after its steps, and writes no checkpoint unless it is told to
+BRIEF = ("--steps", "2", "--log_every", "0", "--val_every", "0", "--checkpoint_every", "0", "--device", "cuda")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.is_relative_to(HERE):
+            item.add_marker(pytest.mark.nullcuda)
+            if MISSING:
+                item.add_marker(pytest.mark.skip(reason=MISSING))
+
+
+@dataclass
+class Done:
+    """A run that has ended: per rank its status, what it printed, and what it did on the device, a line each."""
+    statuses: list[int]
+    texts: list[str]
+    seconds: float
+    logs: list[list[str]]
+
+
+class Device:
+    """run() sends a case to a process that has imported torch (run.py --serve), which forks one process per rank."""
+
+    def __init__(self):
+        self.server = None
+
+    def start(self):
+        command = [sys.executable, HERE / "run.py", "--serve"]
+        self.server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def run(self, out, recipe: str, *flags, status: int | None = 0, log: bool = True, brief=BRIEF, **options) -> Done:
+        """A recipe with `flags` after those of BRIEF, in the folder `out`. status: what every rank must end with, None for any.
+        options: those of run.py, such as nproc=2, major=10, no_waiting=True, env={...}."""
+        if self.server is None:
+            self.start()
+        argv = [str(HERE.parent.parent / recipe), *brief, *map(str, flags), "--out", f"{out}/run"]
+        logs = f"{out}/log" if log else ""
+        self.server.stdin.write(json.dumps(dict(argv=argv, log=logs) | options) + "\n")
+        self.server.stdin.flush()
+        answer = self.server.stdout.readline()
+        assert answer, "the process that runs the cases has ended"
+        done = Done(**json.loads(answer), logs=[])
+        if status is not None:
+            failed = [rank for rank, s in enumerate(done.statuses) if s != status]
+            assert not failed, f"{recipe} {' '.join(map(str, flags))}: {done.statuses}\n{done.texts[failed[0]][-4000:]}"
+        if log:
+            files = [Path(f"{logs}.{rank}") for rank in range(len(done.statuses))]
+            done.logs = [file.read_text().splitlines() if file.exists() else [] for file in files]
+        return done
+
+    def close(self):
+        if self.server is not None:
+            self.server.stdin.close()
+            self.server.wait()
+
+
+@pytest.fixture(scope="session")
+def device():
+    environment()  # builds it, where it is missing
+    device = Device()
+    yield device
+    device.close()
