@@ -118,6 +118,15 @@ def changed_code(path: str, code: dict[str, str]) -> list[str]:
 
 
 # --- What a checkpoint holds ---
+def loaded_later(cfg):
+    """A function that tells of a parameter's name whether Checkpoints.load will overwrite it: parallel.init_weights need not
+    draw that one."""
+    ours = resume_source(cfg.out, cfg)
+    others = cfg.init_from if ours is None else ""  # a Hugging Face folder, whose files may lack multi-token prediction
+    kept = [name.removeprefix("model.") for name in cfg.exclude_from_loading] + ["mtp"] * bool(others)
+    return lambda fqn: bool(ours or others) and not matches(kept, f"model.{fqn}")
+
+
 def is_quantized(t: Tensor) -> bool:
     """Whether t is a moment that torchao keeps in few bits. Its blocks and scales fit only the layout it was made in."""
     return type(local_tensor(t)).__module__.startswith("torchao.")

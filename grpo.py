@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 
 import parallel
-from checkpoint import CheckpointConfig, Checkpoints, saved_model
+from checkpoint import CheckpointConfig, Checkpoints, loaded_later, saved_model
 from distributed.checks import check_model, check_replicas
 from distributed.experts import balance_experts, expert_parallel
 from distributed.launch import LaunchConfig, StopSignal, choose_attention, connect, disconnect, run, train_timeouts
@@ -179,11 +179,11 @@ def model_of(cfg: Config, vocab_size: int):
     return getattr(sys.modules[type(config).__module__], type(config).__name__.removesuffix("Config")), config
 
 
-def build_policy(cfg: Config, layout, Model, model_config, unknown=None):
+def build_policy(cfg: Config, layout, Model, model_config, unknown=None, skip=lambda fqn: False):
     """The model on its devices, for both halves: called with labels it returns (log-probabilities, entropy), (B, T/cp) each.
 
-    unknown: see unknown_ids(). The log-probabilities are at the temperature that samples, or the ratio of a sample to itself
-    would not be 1.
+    unknown: see unknown_ids(). skip: see parallel.init_weights. The log-probabilities are at the temperature that samples, or
+    the ratio of a sample to itself would not be 1.
     """
     with torch.device("meta"):
         model = Model(model_config)
@@ -193,7 +193,7 @@ def build_policy(cfg: Config, layout, Model, model_config, unknown=None):
     parallel.context_parallel(model, layout)
     parallel.checkpoint_activations(model, layout)
     parallel.shard(model, layout)
-    parallel.init_weights(model, layout, cfg.seed)
+    parallel.init_weights(model, layout, cfg.seed, skip)
     logprobs = partial(token_logprobs, unknown=unknown)
     if layout.tp > 1:
         logprobs = partial(parallel.vocab_parallel_loss, mesh=layout.mesh["tp"], loss=token_logprobs, unknown=unknown)
@@ -604,8 +604,9 @@ def main(cfg: Config):
 
     # 3. model, 4. parallelism, 5. optimizer
     unknown = rollouts.unknown_ids(text, model_config, layout.device)
-    model = build_policy(cfg, layout, Model, model_config, unknown)
-    reference = build_policy(cfg, layout, Model, model_config, unknown) if cfg.kl_coef else None
+    build = partial(build_policy, cfg, layout, Model, model_config, unknown)
+    model = build(loaded_later(cfg))
+    reference = build(lambda fqn: True) if cfg.kl_coef else None  # keep_reference fills it
     trainer = Trainer(cfg, layout, model, reference)
 
     # 6. checkpoint: --init_from's weights or the warm-up's, unless there is something to continue

@@ -21,8 +21,9 @@ What this file stands on is in distributed/: the flags and the numbers of a layo
 how processes start and end (launch.py), pipelines (pipeline.py), experts (experts.py), matmuls in 8 or 4 bits (float8.py).
 """
 import fnmatch
-import hashlib
 import math
+import os
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
@@ -41,7 +42,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 from distributed.experts import compiled_experts
-from distributed.initial import initial_values
+from distributed.initial import draw_block, initial_values
 from distributed.keep import keep_contexts
 from distributed.layout import AllGather, AllToAll, Layout, all_blocks, local_slice, local_tensor
 from distributed.pipeline import ZERO_BUBBLE, pipeline_forward, pipeline_forward_backward, tied_copy
@@ -391,31 +392,29 @@ def reduces_always(stage, layout: Layout) -> bool:
 
 
 # ---------------------------------------------------------------- initial weights
-def init_weights(stage, layout: Layout, seed: int) -> None:
+def init_weights(stage, layout: Layout, seed: int, skip=lambda fqn: False) -> None:
     """Allocate the meta parameters on the device and fill them: a function of (seed, fqn) alone, so equal in every layout.
     Nothing travels.
 
     A parameter is drawn in blocks of 1,024 rows (a stack of experts: one expert), each from a generator of its own, and a rank
-    draws only the blocks that it holds a part of: at most one block more than its rows at either end, and never more memory
-    than one block. Columns that tp cuts are drawn whole.
+    draws only the blocks that it holds a part of: at most one block more than its rows at either end. Columns that tp cuts are
+    drawn whole. The process's share of the cores draws side by side, and each needs memory for one block.
+    skip: tells which parameters a checkpoint will overwrite, which is quicker than drawing them. Until then they are NaN, so
+    that nobody trains unseen on one that was not overwritten after all.
     """
-    values = initial_values(stage)
+    values, draws = initial_values(stage), []
     stage.to_empty(device="cpu" if layout.cfg.cpu_offload else layout.device)
     for fqn, p in [*stage.named_parameters(), *stage.named_buffers()]:
         local, (number, std) = local_tensor(p.detach()), values[fqn]
-        if std == 0:
-            local.fill_(number)
-            continue
-        shape, offset = local_slice(p)
-        rows, first = shape[0], offset[0]
-        block = 1 if p.dim() == 3 else 1024  # rows; in a stack of experts one expert
-        columns = tuple(slice(o, o + n) for o, n in zip(offset[1:], shape[1:], strict=True))
-        for b in range(first // block, math.ceil((first + rows) / block) if local.numel() else 0):
-            digest = hashlib.sha256(f"{seed}/{fqn}/{b}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-            drawn = torch.randn(min(block, p.shape[0] - b * block), *p.shape[1:], generator=generator)
-            begin, end = max(first, b * block), min(first + rows, (b + 1) * block)  # the rows of it that this rank holds
-            local[begin - first : end - first] = drawn[(slice(begin - b * block, end - b * block), *columns)] * std
+        if std == 0 or skip(fqn):
+            local.fill_(math.nan if std else number)
+        elif local.numel():
+            first, rows = local_slice(p)[1][0], 1 if p.dim() == 3 else 1024  # rows per block; in a stack of experts one expert
+            blocks = range(first // rows, math.ceil((first + len(local)) / rows))
+            draws += [partial(draw_block, local, p.shape, local_slice(p)[1], rows, b, std, f"{seed}/{fqn}/{b}") for b in blocks]
+    cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    with ThreadPoolExecutor(min(16, max(1, cores))) as pool:  # torch.randn frees the interpreter; more would need much memory
+        list(pool.map(lambda draw: draw(), draws))  # list: raises what went wrong in a thread
 
 
 # ---------------------------------------------------------------- one training step

@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from checkpoint import CheckpointConfig, Checkpoints
+from checkpoint import CheckpointConfig, Checkpoints, loaded_later
 from data import DataConfig, open_data
 from distributed.checks import check_first_batch, check_model, check_replicas, reduce_hash
 from distributed.float8 import Float8Config, float8_linears, float8_scales
@@ -182,7 +182,7 @@ def main(cfg: Config):
         checkpoint_activations(stage, layout)
         compile_blocks(stage, layout)
         shard(stage, layout)
-        init_weights(stage, layout, cfg.seed)  # the same weights in every layout
+        init_weights(stage, layout, cfg.seed, loaded_later(cfg))  # the same weights in every layout
 
     # 5. optimizer: after sharding, so that its state is sharded like the parameters
     optimizers = build_optimizers(stages, cfg)

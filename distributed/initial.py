@@ -1,6 +1,8 @@
 """How each parameter and buffer of a model starts: drawn, or a number. parallel.init_weights fills them in."""
 import fnmatch
+import hashlib
 
+import torch
 from torch import Tensor, nn
 
 NORMS = (nn.RMSNorm, nn.LayerNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -46,3 +48,13 @@ def usual_value(module: nn.Module, name: str, t: Tensor) -> float | None:
     if isinstance(module, NORMS) or "Norm" in type(module).__name__ and t.dim() == 1:  # a matrix in WeightNormLinear is drawn
         return {"weight": 1.0, "running_mean": 0.0, "running_var": 1.0, "num_batches_tracked": 0.0}.get(name)
     return None
+
+
+def draw_block(local: Tensor, whole: torch.Size, offset: tuple[int, ...], rows: int, b: int, std: float, name: str) -> None:
+    """Draw block b, of `rows` rows, of a parameter of shape `whole`, from a generator that `name` seeds. What of it `local`
+    holds, which begins at `offset` in the whole, is written there."""
+    generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little"))
+    drawn = torch.randn(min(rows, whole[0] - b * rows), *whole[1:], generator=generator).mul_(std)
+    begin, end = max(offset[0], b * rows), min(offset[0] + len(local), (b + 1) * rows)  # the rows of it that are in local
+    columns = [slice(o, o + n) for o, n in zip(offset[1:], local.shape[1:], strict=True)]
+    local[begin - offset[0] : end - offset[0]] = drawn[(slice(begin - b * rows, end - b * rows), *columns)]

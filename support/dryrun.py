@@ -86,7 +86,8 @@ def build(main, cfg, connect, **stand_ins):
     nothing = lambda *args, **kwargs: None  # noqa: E731
     data = SimpleNamespace(vocab_size=0, n_val_samples=1, fingerprint={}, tokenizer_file=None)
     stand_ins |= dict(source_tokenizer=nothing, open_data=lambda *args: data, check_run=nothing, lock_run=nothing,
-                      StopSignal=nothing, connect=stand_in_connect, Checkpoints=checkpoints)
+                      StopSignal=nothing, connect=stand_in_connect, Checkpoints=checkpoints,
+                      loaded_later=lambda cfg: lambda fqn: False)
     names = main.__globals__
     known = {name: value for name, value in stand_ins.items() if name in names}
     with mock.patch.dict(names, known), no_earlier_run():
@@ -125,7 +126,7 @@ def dry_world(main, cfg, pp_rank: int):
         layout.memory = int(DEVICES[0] * 1e9) * (cfg.device != "cpu")
         dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
 
-    def init_weights(stage, layout, seed):
+    def init_weights(stage, *args):
         with fake:
             stage.to_empty(device="cpu")
 

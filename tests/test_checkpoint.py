@@ -12,10 +12,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
-from layouts import MOE, SMALL, build, config, full, global_batch, local_batch
+from layouts import MODELS, MOE, SMALL, Flags, build, config, full, global_batch, local_batch
 from pool import forkserver, pool
 from saves import IDENTITY, Net, assert_same, everything, flip, names, of, path, rewrite, saved, trained
 from torch import nn
@@ -25,10 +26,12 @@ import grpo
 import parallel
 from checkpoint import CheckpointConfig, Checkpoints, Damaged, diff, load_model, step_folders, verify
 from distributed.experts import balance_experts
+from distributed.layout import AXES, Layout
 from models.llama3 import FLAVORS as LLAMA3
 from models.llama3 import Llama3, Llama3Config
 from support import dcp
 from support.files import json_bytes
+from support.hf import save_hf
 from support.manifest import STEP_FOLDER, own_hash
 from support.resume import check_run
 
@@ -337,6 +340,67 @@ def test_init_from(tmp_path, capsys):
     saved(tmp_path / "new", 1)
     assert of(*trained(1, 0), tmp_path / "new", init_from=str(tmp_path / "old")).load()["step"] == 1
     assert "IGNORED" in capsys.readouterr().out
+
+
+def begun(model_config, seed, out, drawn=None, **flags):
+    """(model, Checkpoints) of a start. drawn: gets the names of the parameters that were drawn and not left to be loaded."""
+    with torch.device("meta"):
+        model = MODELS[type(model_config)](model_config)
+    draw = parallel.draw_block
+
+    def watched(*args):
+        drawn.append(args[-1].split("/")[1])
+        draw(*args)
+
+    cfg = CheckpointConfig(**flags)
+    cfg.out = str(out)
+    with mock.patch.object(parallel, "draw_block", draw if drawn is None else watched):
+        parallel.init_weights(model, Layout(Flags(), {a: 1 for a in AXES}, 1, 1, 1), seed, checkpoint.loaded_later(cfg))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    return model, Checkpoints(cfg, str(out), modules=[model], optimizer=optimizer, identity=IDENTITY, config={}, source="")
+
+
+@pytest.mark.parametrize("source", ["this run", "a run", "a step", "all of a run", "Hugging Face"])
+@pytest.mark.parametrize("excluded", [[], ["head", "blocks.1.attn"], ["optimizer", "model.norm.weight"]])
+def test_only_what_no_checkpoint_overwrites_is_drawn(tmp_path, source, excluded):
+    """Until the checkpoint is read the other parameters are NaN; after it, none is, and each is what it should be."""
+    old, checkpoints = begun(config(), 3, tmp_path / "old")
+    optimizer = checkpoints.optimizers[0]
+    for p in old.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert checkpoints.save(4, {"step": 4})
+    flags = {"a run": dict(init_from=str(tmp_path / "old")), "a step": dict(init_from=path(tmp_path / "old", 4)),
+             "all of a run": dict(init_from=str(tmp_path / "old"), init_model_only=False)}.get(source, {})
+    if source == "Hugging Face":
+        save_hf([old], str(tmp_path / "hf"), torch.float32)
+        flags, excluded = dict(init_from=str(tmp_path / "hf")), [name for name in excluded if name != "optimizer"]
+    drawn, out = [], tmp_path / ("old" if source == "this run" else "new")
+    fresh = begun(config(), 5, tmp_path / "other")[0]
+    model, checkpoints = begun(config(), 5, out, drawn, exclude_from_loading=excluded, **flags)
+    names = tuple(f"{name.removeprefix('model.')}." for name in excluded)
+    kept = {fqn for fqn, _ in model.named_parameters() if f"{fqn}.".startswith(names)}
+    assert set(drawn) == {fqn for fqn in kept if "norm" not in fqn}
+    assert all(p.isnan().all() for fqn, p in model.named_parameters() if "norm" not in fqn and fqn not in kept)
+    checkpoints.load()
+    for fqn, p in model.named_parameters():
+        assert torch.equal(p, (fresh if fqn in kept else old).get_parameter(fqn)), fqn
+
+
+def test_weights_that_no_file_has_are_drawn(tmp_path):
+    """A new run draws all; and multi-token prediction, which Hugging Face's files may lack."""
+    with_mtp = config("deepseek", n_layers=2, mtp_depth=1)
+    old = begun(replace(with_mtp, mtp_depth=0), 3, tmp_path / "old")[0]
+    save_hf([old], str(tmp_path / "hf"), torch.float32)
+    everything, drawn = [], []
+    fresh = begun(with_mtp, 5, tmp_path / "other", everything)[0]
+    assert set(everything) == {fqn for fqn, p in fresh.named_parameters() if "norm" not in fqn}
+    model, checkpoints = begun(with_mtp, 5, tmp_path / "new", drawn, init_from=str(tmp_path / "hf"))
+    checkpoints.load()
+    assert set(drawn) == {fqn for fqn in everything if fqn.startswith("mtp.")}
+    for fqn, p in model.named_parameters():
+        assert torch.equal(p, (fresh if fqn.startswith("mtp.") else old).get_parameter(fqn)), fqn
+    assert all((b == 0).all() for b in model.buffers())
 
 
 def test_weights_in_another_dtype_may_start_a_run_but_not_continue_one(tmp_path):

@@ -756,8 +756,8 @@ MUTANTS = {
     "dtypes of parameters and sums exchanged": (parallel, "MixedPrecisionPolicy", lambda param_dtype, reduce_dtype, **rest:
                                                 torch.distributed.fsdp.MixedPrecisionPolicy(reduce_dtype, param_dtype, **rest),
                                                 ["reduce_dtype", "compute_dtype"]),
-    "always the same initial weights": (RECIPE, "init_weights", swapped(parallel.init_weights, lambda s, layout, seed: (
-        s, layout, 0)), ["seed"]),
+    "always the same initial weights": (RECIPE, "init_weights", swapped(parallel.init_weights, lambda s, layout, seed, *rest: (
+        s, layout, 0, *rest)), ["seed"]),
     "data in another seed's order": (RECIPE, "open_data", lambda cfg, *rest: open_data(with_fields(cfg, data_seed=7), *rest),
                                      ["data_seed"]),
     "documents see each other": (RECIPE, "open_data", lambda cfg, *rest: open_data(with_fields(cfg, doc_mask=False), *rest),

@@ -142,6 +142,27 @@ def test_initial_weights_are_those_of_earlier_versions(name):
     assert all((b == 0).all() for b in model.buffers())
 
 
+def test_blocks_are_drawn_side_by_side(monkeypatch):
+    """Two threads on two cores: each call waits until the other is there too. Four cores of two processes are two as well."""
+    both, draw = threading.Barrier(2, timeout=30), parallel.draw_block
+    monkeypatch.setattr(parallel, "draw_block", lambda *args: (both.wait(), draw(*args)))
+    for cores, processes in ((2, 1), (4, 2)):
+        monkeypatch.setattr(parallel.os, "cpu_count", lambda cores=cores: cores)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+        with torch.device("meta"):
+            model = Llama3(Llama3Config(**TINY | dict(n_layers=2)))  # 16 matrices of one block each
+        initialised(model)
+
+
+def test_what_goes_wrong_in_a_thread_is_raised(monkeypatch):
+    def fail(*args):
+        raise MemoryError("no room for a block")
+
+    monkeypatch.setattr(parallel, "draw_block", fail)
+    with pytest.raises(MemoryError, match="no room for a block"):
+        initialised(on_meta("debug"))
+
+
 def initialised(model, seed=0):
     check_model(model, ALONE, TP_STYLES)
     parallel.init_weights(model, ALONE, seed)
