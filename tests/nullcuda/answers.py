@@ -115,9 +115,9 @@ def cudnn_attention() -> None:
 
 # ---------------------------------------------------------------- real sizes: one process of a world that is not there
 def fake_world(world_size: int, module) -> None:
-    """The recipe is rank 0 of a world of fake processes: every collective returns at once. Without checkpoints, and without
-    what ranks tell each other on the host."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    """The recipe is rank 0 of a world whose other processes are not there: NCCL's stand-in waits for nobody, and on the host a
+    fake process group returns at once. Without checkpoints, and without what ranks tell each other on the host."""
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401, registers the backend
 
     import distributed.launch
 
@@ -125,7 +125,10 @@ def fake_world(world_size: int, module) -> None:
         layout.device = torch.device("cuda", 0)
         torch.cuda.set_device(0)
         layout.compute_dtype = distributed.launch.dtype_of_compute(layout.cfg, True)
-        dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+        layout.memory = torch.cuda.get_device_properties(0).total_memory
+        dist.init_process_group("cpu:fake,cuda:nccl", rank=0, world_size=world_size, store=dist.HashStore())
+
+    replace(dist.distributed_c10d, "_store_based_barrier", always(None))
 
     class NoCheckpoints:
         def __init__(self, *args, **kwargs):
