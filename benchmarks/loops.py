@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -25,15 +26,19 @@ class StepConfig:
     seq_len: int = 256  # tokens per sequence
     local_batch_size: int = 4  # sequences per step
     dtype: Literal["float32", "bfloat16"] = "float32"  # of matmuls and activations; weights and optimizer stay float32
-    flags: str = ""  # more flags of train_llama3.py, for ours: "--ac full"
+    ac: Literal["none", "op", "full"] = "none"  # activations recomputed: all systems; transformers has no op, and keeps all
+    float8: Literal["off", "tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8", "nvfp4"] = "off"  # matmuls, on a GPU
+    flags: str = ""  # more flags of train_llama3.py, for ours: "--adamw_moments 8bit"
     counts: bool = True  # on a CPU count the operators of an eager step, and the bytes that they write
     rounds: int = 9  # rounds that count; their order changes
     steps_per_round: int = 2  # steps per turn of a variant
 
 
-def variants(compiled: bool, eager: bool = True) -> list[str]:
-    """'system' or 'system, compiled'; ours first."""
-    systems = ["ours", "transformers"] + ["torchtitan"] * (importlib.util.find_spec("torchtitan") is not None)
+def variants(compiled: bool, eager: bool = True, fsdp: bool = False) -> list[str]:
+    """'system' or 'system, compiled'; ours first. fsdp: torchtitan with FSDP2 as well, see torchtitan()."""
+    systems = ["ours"] + ["transformers"] * (importlib.util.find_spec("transformers") is not None)
+    if importlib.util.find_spec("torchtitan") is not None:
+        systems += ["torchtitan FSDP2"] * fsdp + ["torchtitan"]
     return [s for s in systems if eager] + [f"{s}, compiled" for s in systems if compiled]
 
 
@@ -70,7 +75,8 @@ def ours(cfg, device, compiled):
     from support.guard import skip_if_not_finite
     from support.optim import step_in_backward
 
-    shape = ["--seq_len", cfg.seq_len, "--local_batch_size", cfg.local_batch_size, "--compute_dtype", cfg.dtype]
+    shape = ["--seq_len", cfg.seq_len, "--local_batch_size", cfg.local_batch_size, "--compute_dtype", cfg.dtype, "--ac", cfg.ac]
+    shape += ["--float8", cfg.float8] * (cfg.float8 != "off")
     recipe = parse_config(train_llama3.Config, [*map(str, shape), *["--compile"] * compiled, *cfg.flags.split()])
     config = llama_config(cfg)
     layout = check_layout(
@@ -106,19 +112,20 @@ def ours(cfg, device, compiled):
     return model, step
 
 
-def plain_step(model, loss_of, cfg, device):
+def plain_step(model, loss_of, cfg, device, autocast=True):
     """The loop that everybody writes: autocast where the dtype asks for it, clip, AdamW."""
     import torch
 
     options = {"fused": True} if device.type == "cuda" else {"foreach": True}
-    optimizer = torch.optim.AdamW(model.parameters(), 3e-3, (0.9, 0.95), 1e-8, weight_decay=0.1, **options)
+    params = list(model.parameters())
+    optimizer = torch.optim.AdamW(params, 3e-3, (0.9, 0.95), 1e-8, weight_decay=0.1, **options)
     tokens, labels = random_batch(cfg, device)
 
     def step():
-        with torch.autocast(device.type, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast and cfg.dtype == "bfloat16"):
             loss = loss_of(tokens, labels)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(params, 1.0, foreach=True)
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
@@ -127,39 +134,68 @@ def plain_step(model, loss_of, cfg, device):
 
 
 def transformers(cfg, device, compiled):
+    """As transformers' Trainer runs it with bf16, torch_compile and its default, fused AdamW."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
     config = LlamaConfig(**llama_config(cfg).to_hf() | {"use_cache": False}, attn_implementation="sdpa")
     with device:
         model = LlamaForCausalLM(config).float().train()
+    if cfg.ac == "full":
+        model.gradient_checkpointing_enable()
     model.forward = torch.compile(model.forward) if compiled else model.forward
     return model, plain_step(model, lambda x, y: model(x, labels=y, shift_labels=y).loss, cfg, device)
 
 
-def torchtitan(cfg, device, compiled):
-    """The model of torchtitan 0.2.2 in the plain loop; its RoPE turns neighbours, which costs the same."""
+def torchtitan(cfg, device, compiled, fsdp=False):
+    """torchtitan 0.2.2 by its own functions, in the order of its Trainer: float8, recomputation, compiled blocks, loss.
+
+    On one device its Trainer takes autocast; fsdp: as on several, FSDP2 with bf16 weights, here on a mesh of one. So its users'
+    speed on one GPU is the better of the two. Its RoPE turns neighbours, which costs the same.
+    """
     import torch
-    import torch.nn.functional as F
+    import torch.distributed as dist
+    from torchtitan.components.loss import build_cross_entropy_loss
+    from torchtitan.config import JobConfig
+    from torchtitan.distributed import ParallelDims
+    from torchtitan.distributed.activation_checkpoint import apply_ac
+    from torchtitan.models.llama3.infra import parallelize
     from torchtitan.models.llama3.model.args import TransformerModelArgs
     from torchtitan.models.llama3.model.model import Transformer
 
-    c = llama_config(cfg)
+    c, job = llama_config(cfg), JobConfig()
     if c.head_dim * c.n_heads != c.dim:
         raise ValueError(f"torchtitan needs n_heads x head_dim = dim, not {c.n_heads} x {c.head_dim} and {c.dim}")
-    with device:
+    job.compile.enable = compiled
+    job.activation_checkpoint.mode = "selective" if cfg.ac == "op" else cfg.ac
+    job.activation_checkpoint.selective_ac_option = "op"
+    with torch.device("meta"):
         model = Transformer(TransformerModelArgs(
             dim=c.dim, n_layers=c.n_layers, n_heads=c.n_heads, n_kv_heads=c.n_kv_heads, vocab_size=c.vocab_size,
             multiple_of=c.ffn_dim, ffn_dim_multiplier=c.ffn_dim / int(8 * c.dim / 3), rope_theta=c.rope_theta,
             max_seq_len=cfg.seq_len,
         ))
+    if cfg.float8 != "off":
+        from torchtitan.components.quantization.float8 import Float8LinearConverter
+
+        job.quantize.linear.float8.recipe_name = cfg.float8
+        job.quantize.linear.float8.filter_fqns = ["output"]  # as in all its own configurations
+        Float8LinearConverter(job, ParallelDims(1, 1, 1, 1, 1, 1, 1, world_size=1)).convert(model)
+    if cfg.ac != "none":
+        saved = parallelize._op_sac_save_list
+        apply_ac(model, job.activation_checkpoint, model_compile_enabled=compiled, op_sac_save_list=saved)
+    if compiled:
+        parallelize.apply_compile(model, job.compile)
+    if fsdp:
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+        mesh = dist.init_device_mesh("cuda", (1,), mesh_dim_names=("fsdp",))
+        param_dtype = getattr(torch, cfg.dtype)
+        parallelize.apply_fsdp(model, mesh, param_dtype=param_dtype, reduce_dtype=torch.float32, pp_enabled=False)
+    model.to_empty(device=device)
     with torch.no_grad():
         model.init_weights()
-    if compiled:
-        for block in model.layers.values():
-            block.compile(fullgraph=True)
-    return model, plain_step(model, lambda x, y: F.cross_entropy(model(x).flatten(0, 1).float(), y.flatten()), cfg, device)
+    loss_fn = build_cross_entropy_loss(job)
+    return model, plain_step(model, lambda x, y: loss_fn(model(x), y) / y.numel(), cfg, device, autocast=not fsdp)
 
 
 def same_as_ours(model, cfg) -> None:
@@ -222,31 +258,40 @@ def work(pipe, name, cfg, device_type):
     """A child's life: build, warm up, then a turn whenever the parent asks; at the end memory and counts."""
     import torch
 
-    device = torch.device(device_type)
+    device = torch.device(device_type, 0) if device_type == "cuda" else torch.device(device_type)
+    if device_type == "cuda":
+        torch.cuda.set_device(device)
+    torch.manual_seed(0)
     system, _, compiled = name.partition(", ")
-    build = {"ours": ours, "transformers": transformers, "torchtitan": torchtitan}[system]
+    build = {"ours": ours, "transformers": transformers, "torchtitan": torchtitan,
+             "torchtitan FSDP2": partial(torchtitan, fsdp=True)}[system]
     clock = time.process_time if device_type == "cpu" else time.perf_counter
     wait = torch.cuda.synchronize if device_type == "cuda" else lambda: None
+    give_back = torch.cuda.empty_cache if device_type == "cuda" else lambda: None  # what is cached: the others need it
     begin = clock()
     try:
         modules = {"ours": "train_llama3", "transformers": "transformers.models.llama.modeling_llama",
-                   "torchtitan": "torchtitan.models.llama3.model.model"}
-        for module in (modules[system], "torch._dynamo"):  # the first AdamW of a process imports it
+                   "torchtitan": "torchtitan.models.llama3"}
+        for module in (modules[system.split()[0]], "torch._dynamo"):  # the first AdamW of a process imports it
             importlib.import_module(module)
         before = peak_bytes(device)
         model, step = build(cfg, device, bool(compiled))
         for _ in range(2):  # the second has the optimizer's state
             step()
         wait()
+        give_back()
         pipe.send({"first": clock() - begin})
         while pipe.recv() == "turn":
             if device_type == "cuda":
-                torch.cuda.empty_cache()  # the others need it
+                step()  # takes the memory again, and wakes the GPU: not timed
+                wait()
             begin = clock()
             for _ in range(cfg.steps_per_round):
                 step()
             wait()
-            pipe.send((clock() - begin) / cfg.steps_per_round)
+            took = clock() - begin
+            give_back()
+            pipe.send(took / cfg.steps_per_round)
         report = {"before": before, "peak": peak_bytes(device), "parameters": sum(p.numel() for p in model.parameters())}
         if device_type == "cpu" and not compiled and cfg.counts:
             report |= count_ops(step)

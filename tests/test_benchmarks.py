@@ -6,10 +6,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from runs import ENV, MLA, MODEL
 
+from benchmarks import loops
 from benchmarks.startup import HEAVY
 
 REPO = Path(__file__).parent.parent
@@ -67,6 +70,24 @@ def test_memory():
 def test_startup():
     stdout = run("benchmarks/startup.py", "--rounds", 1, "--imports")
     assert {"ours", "transformers"} <= set(rows(stdout)) and "heavy ones among them: none" in stdout
+
+
+def test_a_turn_on_a_gpu_is_warmed_up_and_gives_its_memory_back(monkeypatch):
+    """The others used what this process gave back, so its first step takes memory again, and is not timed."""
+    seen = []
+    note = lambda name, result=None: lambda *args: seen.append(name) or result  # noqa: E731
+    for name, event in (("synchronize", "wait"), ("empty_cache", "give back"), ("set_device", "device")):
+        monkeypatch.setattr(torch.cuda, name, note(event))
+    monkeypatch.setattr(loops, "ours", lambda *args: (torch.nn.Linear(1, 1), note("step")))
+    monkeypatch.setattr(loops, "peak_bytes", lambda device: 0)
+    monkeypatch.setattr(loops.time, "perf_counter", note("clock", 1.0))
+    monkeypatch.setattr(loops.os, "_exit", note("exit"))
+    asked = iter(["turn", "end"])
+    pipe = SimpleNamespace(recv=lambda: next(asked), send=note("send"))
+    loops.work(pipe, "ours", loops.StepConfig(steps_per_round=5), "cuda")
+    built, turn = " ".join(seen).split(" send")[:2]
+    assert "step step wait give back" in built
+    assert turn.split() == ["step", "wait", "clock", *5 * ["step"], "wait", "clock", "give", "back"]
 
 
 def test_train_needs_a_gpu():
