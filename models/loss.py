@@ -7,6 +7,8 @@ the 8B model's activations. So the head's matmul, the loss and both gradients ar
 tokens at a time, and the gradients are kept from the forward until the backward asks for them. torch's own
 `F.linear_cross_entropy` (2.13) sums in bf16 and refuses DTensor weights, hence this one.
 """
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,9 +16,25 @@ from torch import Tensor
 IGNORE = -100  # a label with this value has no loss, as in F.cross_entropy
 
 
-# Logits per chunk: in fp32 64 MiB on a CPU, 1 GiB on a GPU. With fewer rows a GPU would spend the time of the head's matmuls on
-# adding up its gradient.
+# Most logits per chunk: in fp32 64 MiB on a CPU, 1 GiB on a GPU. With fewer rows a GPU would spend the time of the head's
+# matmuls on adding up its gradient.
 CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**28, "meta": 2**28}
+
+
+def rows_per_chunk(h: Tensor, weight: Tensor) -> int:
+    """As few chunks as CHUNK_ELEMENTS allows, and equal ones. Their rows are a multiple of 256, because a GPU's matmuls are cut
+    into tiles of so many."""
+    most = max(256, CHUNK_ELEMENTS[h.device.type] // weight.shape[0] // 256 * 256)
+    chunks = max(1, math.ceil(h.shape[0] / most))
+    return max(256, math.ceil(h.shape[0] / chunks / 256) * 256)
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b in fp32, for bf16 a and b as well: in bf16 what later chunks add would be rounded away."""
+    if total.is_cuda:  # one kernel, which adds in its fp32 registers; on a CPU no matmul of bf16 returns fp32
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total.add_(a @ b)
 
 
 def alone(x: Tensor, op: str) -> Tensor:
@@ -53,19 +71,20 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, weight, labels, all_reduce, vocab_start, kernel, gradient):
         wants_h, wants_w = (gradient and needed for needed in ctx.needs_input_grad[:2])
-        rows = max(256, CHUNK_ELEMENTS[h.device.type] // weight.shape[0])
+        rows = rows_per_chunk(h, weight)
         total = h.new_zeros((), dtype=torch.float32)
         dh = torch.empty_like(h) if wants_h else None
-        dw = None
+        dw = torch.zeros_like(weight, dtype=torch.float32) if wants_w and rows < h.shape[0] else None
         for begin in range(0, h.shape[0], rows):
             hc = h[begin : begin + rows]  # (n, D)
             loss, dlogits = kernel(hc, weight, labels[begin : begin + rows], all_reduce, vocab_start, wants_h or wants_w)
             total += loss
             if wants_h:
                 torch.mm(dlogits, weight, out=dh[begin : begin + rows])
-            if wants_w:  # fp32 sum over chunks: in bf16 the later chunks would be rounded away
-                part = dlogits.T @ hc
-                dw = part if dw is None else dw.float().add_(part)
+            if wants_w and rows < h.shape[0]:
+                add_product(dw, dlogits.T, hc)
+            elif wants_w:  # the only chunk
+                dw = dlogits.T @ hc
         ctx.save_for_backward(dh, dw if dw is None else dw.to(weight.dtype))
         return total
 
@@ -107,8 +126,7 @@ class TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def chunks(h, weight, labels, temperature, vocab_start, unknown):
         """Yields (rows, fp32 logits (n, V/tp) at the temperature, the label's index (n, 1), whether it is on this rank (n))."""
-        V = weight.shape[0]
-        size = max(256, CHUNK_ELEMENTS[h.device.type] // V)
+        V, size = weight.shape[0], rows_per_chunk(h, weight)
         for begin in range(0, h.shape[0], size):
             rows = slice(begin, begin + size)
             local = labels[rows] - vocab_start
@@ -142,7 +160,7 @@ class TokenLogprobs(torch.autograd.Function):
             dlogits = logits.sub_(lse[rows, None]).exp_().neg_().scatter_add_(1, index, mine.float()[:, None])
             dlogits = dlogits.mul_(grad[rows, None] / ctx.options[0]).to(h.dtype)
             torch.mm(dlogits, weight, out=dh[rows])
-            dw += dlogits.T @ h[rows]
+            add_product(dw, dlogits.T, h[rows])
         return dh, dw.to(weight.dtype), None, None, None, None, None
 
 

@@ -644,6 +644,36 @@ def test_loss_equals_cross_entropy(monkeypatch, N, denom):
         assert not got[(want == 0).all(1)].any()  # an ignored token has no gradient at all
 
 
+@pytest.mark.parametrize("device, V, N, chunks", [
+    ("meta", 128256, 8192, [2048] * 4),  # as on a GPU, which takes up to 2,093 rows
+    ("meta", 64128, 8192, [4096] * 2),  # --tp 2
+    ("meta", 128256, 8300, [1792] * 4 + [1132]),
+    ("meta", 4096, 2048, [2048]),
+    ("cpu", 4096, 2048, [2048]),
+    ("cpu", 331, 700, [700]),
+    ("cpu", 2**20, 600, [256, 256, 88]),
+])
+def test_chunks_are_equal_and_fill_the_tiles_of_a_matmul(device, V, N, chunks):
+    seen = []
+
+    def kernel(h, weight, labels, all_reduce, vocab_start, gradient):
+        seen.append(len(h))
+        return h.new_zeros((), dtype=torch.float32), None
+
+    h, weight = torch.empty(N, 1, device=device), torch.empty(V, 1, device=device)
+    linear_cross_entropy(h, weight, torch.empty(N, dtype=torch.int64, device=device), kernel=kernel)
+    assert seen == chunks
+
+
+def test_gradients_of_several_chunks_are_exact(monkeypatch):
+    monkeypatch.setitem(models.loss.CHUNK_ELEMENTS, "cpu", 331 * 1000)  # 3,000 rows as 4 chunks of 768
+    h, weight, labels = loss_problem(N=3000)
+    exact = [x.detach().double().requires_grad_() for x in (h, weight)]
+    want = torch.autograd.grad(F.cross_entropy(F.linear(*exact), labels, ignore_index=IGNORE, reduction="sum"), exact)
+    got = torch.autograd.grad(linear_cross_entropy(h, weight, labels), (h, weight))
+    assert max(map(off, got, want)) < 1e-6
+
+
 def test_loss_scales_with_the_gradient_that_comes_in():
     h, weight, labels = loss_problem()
     got = torch.autograd.grad(linear_cross_entropy(h, weight, labels, 10) * -3, (h, weight))

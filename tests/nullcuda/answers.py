@@ -151,7 +151,7 @@ def fake_world(world_size: int, module) -> None:
 def empty_weights(module) -> None:
     """Not a number is drawn: billions of them on the host would take minutes, and the device does not keep them."""
     def make(known):
-        def init_weights(stage, layout, seed):
+        def init_weights(stage, layout, *rest):
             stage.to_empty(device="cpu" if layout.cfg.cpu_offload else layout.device)
 
         return init_weights
