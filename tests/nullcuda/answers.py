@@ -4,6 +4,7 @@ Each name that is replaced here must exist: replace() fails otherwise, so that n
 """
 import ctypes
 import importlib
+import json
 import os
 import sys
 
@@ -61,11 +62,12 @@ def answer() -> None:
 
     def tolist(known):
         def answered(self):
+            values = known(self)
             if self.is_cuda and self.dtype == torch.int64 and self.dim() in (1, 2):
                 n = self.shape[-1]
                 even = [rows[0] // n + (i < rows[0] % n) for i in range(n)]
                 return even if self.dim() == 1 else [even] * len(self)
-            return known(self)
+            return values
 
         return answered
 
@@ -240,6 +242,26 @@ def forbid_waiting() -> None:
     replace(Guard, "report", report)
 
 
+def report_compiles() -> None:
+    """Print after each step "compiles {...}": graphs so far, the most versions of one function, why a graph was broken."""
+    from torch._dynamo.convert_frame import FRAME_COMPILE_COUNTER
+    from torch._dynamo.utils import counters
+
+    from support.metrics import Metrics
+
+    def end_step(known):
+        def told(self, tokens):
+            known(self, tokens)
+            versions = max(FRAME_COMPILE_COUNTER.values(), default=0)
+            found = dict(step=self.step, graphs=counters["stats"]["unique_graphs"], versions=versions,
+                         breaks=list(counters["graph_break"]))
+            print("compiles", json.dumps(found), flush=True)
+
+        return told
+
+    replace(Metrics, "end_step", end_step)
+
+
 def program(argv: list[str], options: dict):
     """Runs a recipe, `argv` its file and its flags, and ends this process with its status. options: those of run.py."""
     answer()
@@ -255,6 +277,8 @@ def program(argv: list[str], options: dict):
     mark_parts(module, options.get("memory", False))
     if options.get("no_waiting"):
         forbid_waiting()
+    if options.get("compiles"):
+        report_compiles()
     from distributed.launch import run
     from support.config import parse_config
     from support.reports import with_reports

@@ -49,7 +49,8 @@ def do_nothing(defined: set[str], headers: Path) -> str:
 
 def build() -> Path:
     """The folder of the built library, made where it is missing."""
-    text = b"".join(path.read_bytes() for path in sorted(HERE.rglob("*")) if path.suffix in (".cpp", ".h", ".py"))
+    files = [Path(__file__), *sorted(path for path in HERE.rglob("*") if path.suffix in (".cpp", ".h"))]
+    text = b"".join(path.read_bytes() for path in files)
     digest = hashlib.sha256(text + importlib.metadata.version("torch").encode()).hexdigest()[:12]
     folder = Path(sys.prefix) / "nullcuda" / digest
     if folder.exists():

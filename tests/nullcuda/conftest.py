@@ -15,8 +15,6 @@ from build import environment, has_cuda_build
 HERE = Path(__file__).parent
 MISSING = ("needs the CUDA build of torch: make test-cuda" if not has_cuda_build() else
            "needs g++ and nm, to build the null device" if not (shutil.which("g++") and shutil.which("nm")) else "")
-# a debug run that ends after its steps, and writes no checkpoint unless it is told to
-BRIEF = ("--steps", "2", "--log_every", "0", "--val_every", "0", "--checkpoint_every", "0", "--device", "cuda")
 
 
 def pytest_collection_modifyitems(items):
@@ -39,6 +37,9 @@ class Done:
 class Device:
     """run() sends a case to a process that has imported torch (run.py --serve), which forks one process per rank."""
 
+    # a run of two steps that logs the first and the last, and writes no checkpoint unless it is told to
+    BRIEF = ["--steps", "2", "--log_every", "0", "--val_every", "0", "--checkpoint_every", "0", "--device", "cuda"]
+
     def __init__(self):
         self.server = None
 
@@ -51,7 +52,7 @@ class Device:
         options: those of run.py, such as nproc=2, major=10, no_waiting=True, env={...}."""
         if self.server is None:
             self.start()
-        argv = [str(HERE.parent.parent / recipe), *brief, *map(str, flags), "--out", f"{out}/run"]
+        argv = [str(HERE.parent.parent / recipe), *map(str, [*brief, *flags]), "--out", f"{out}/run"]
         logs = f"{out}/log" if log else ""
         self.server.stdin.write(json.dumps(dict(argv=argv, log=logs) | options) + "\n")
         self.server.stdin.flush()

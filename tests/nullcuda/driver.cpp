@@ -185,6 +185,9 @@ CUresult cuMemMap(CUdeviceptr, size_t n, size_t, CUmemGenericAllocationHandle, u
 }
 CUresult cuMemUnmap(CUdeviceptr, size_t n) { null_log("unmap bytes=%zu", n); return CUDA_SUCCESS; }
 
+// What NVIDIA's libraries know of the driver and nobody else: they ask for it, and do without.
+CUresult cuGetExportTable(const void** table, const CUuuid*) { *table = nullptr; return CUDA_ERROR_NOT_FOUND; }
+
 // ---------------------------------------------------------------- the driver's functions by name, for the runtime, NCCL and Triton
 CUresult cuGetProcAddress(const char* name, void** function, int, cuuint64_t, CUdriverProcAddressQueryResult* found) {
     static void* library = dlopen("libcuda.so.1", RTLD_NOW);

@@ -33,6 +33,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--empty_weights", action="store_true", help="do not draw the initial weights")
     p.add_argument("--memory", action="store_true", help="print the allocator's state after each part of a step")
     p.add_argument("--no_waiting", action="store_true", help="fail where the host waits for the device, from step 2 on")
+    p.add_argument("--compiles", action="store_true", help="print after each step how much has been compiled")
     p.add_argument("--log", default="", help="each process writes what happens to LOG.RANK")
     p.add_argument("--gib", type=float, default=80, help="memory of a device")
     p.add_argument("--major", type=int, default=9, help="compute capability: 9 Hopper, 10 Blackwell")
