@@ -1,0 +1,93 @@
+"""Pipelines, and what runs beside them, would not hang on GPUs: the calls of real runs, played again with NCCL's rules."""
+import pytest
+from rendezvous import play
+
+PP = ("--pp", 2, "--local_batch_size", 4, "--val_every", 1, "--val_batches", 1)
+RUNS = {
+    "1F1B": (2, "train_llama3.py", *PP),
+    "GPipe": (2, "train_llama3.py", *PP, "--pp_schedule", "GPipe"),
+    "Interleaved1F1B": (2, "train_llama3.py", *PP, "--pp_schedule", "Interleaved1F1B"),
+    "InterleavedZeroBubble": (2, "train_llama3.py", *PP, "--pp_schedule", "InterleavedZeroBubble"),
+    "ZBVZeroBubble": (2, "train_llama3.py", *PP, "--pp_schedule", "ZBVZeroBubble"),
+    "DualPipeV": (2, "train_llama3.py", *PP, "--pp_schedule", "DualPipeV"),
+    "tied": (2, "train_llama3.py", *PP, "--model_args", "tie_embeddings=true"),
+    "tied, ZBV": (2, "train_llama3.py", *PP, "--pp_schedule", "ZBVZeroBubble", "--model_args", "tie_embeddings=true"),
+    "cp": (2, "train_llama3.py", "--cp", 2),
+    "cp alltoall": (2, "train_llama3.py", "--cp", 2, "--cp_method", "alltoall"),
+    "ep": (2, "train_qwen3.py", "--flavor", "debug_moe", "--ep", 2),
+    "mtp, ep": (2, "train_deepseek.py", "--flavor", "debug_mtp", "--ep", 2),
+    "four stages": (4, "train_llama3.py", "--pp", 4, "--local_batch_size", 4, "--val_every", 1, "--val_batches", 1),
+    "pp x tp": (4, "train_llama3.py", *PP, "--tp", 2),
+    "pp x cp": (4, "train_llama3.py", *PP, "--cp", 2, "--pp_schedule", "Interleaved1F1B"),
+    "pp x fsdp x ep": (4, "train_deepseek.py", *PP, "--dp_shard", 2, "--ep", 2, "--pp_schedule", "DualPipeV"),
+}
+FOUR = {name for name, (n, *_) in RUNS.items() if n == 4}
+
+
+def calls(done) -> list[list[str]]:
+    assert all(any(line.startswith("nccl ") for line in log) for log in done.logs)
+    return done.logs
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in FOUR else ()) for name in RUNS])
+def test_no_rank_hangs(device, tmp_path, name):
+    n, *argv = RUNS[name]
+    assert not play(calls(device.run(tmp_path, *argv, nproc=n)))
+
+
+def test_without_its_groups_the_same_run_hangs(device, tmp_path):
+    """1F1B sends forward and receives the gradients in one group; one by one, both neighbours would wait in their sends."""
+    logs = calls(device.run(tmp_path, "train_llama3.py", "--pp", 2, "--local_batch_size", 4, nproc=2))
+    assert not play(logs)
+    ungrouped = [[line for line in log if line not in ("nccl group_start", "nccl group_end")] for log in logs]
+    assert any("hangs in: nccl send" in text for text in play(ungrouped))
+
+
+# ---------------------------------------------------------------- the simulation itself: ranks whose end is known
+def call(op, rank, peer=-1, comm=7, count=5, stream=1, size=2):
+    return f"nccl {op} comm={comm} size={size} rank={rank} peer={peer} count={count} type=7 stream={stream}"
+
+
+def grouped(*lines):
+    return ["nccl group_start", *lines, "nccl group_end"]
+
+
+def test_two_that_send_first_hang_unless_grouped():
+    ranks = [[call("send", r, 1 - r), call("recv", r, 1 - r)] for r in (0, 1)]
+    assert len(play(ranks)) == 2
+    assert not play([ranks[0], ranks[1][::-1]])
+    assert not play([grouped(*rank) for rank in ranks])
+    assert not play([grouped(*grouped(*rank)) for rank in ranks])  # groups in groups are one
+
+
+def test_the_order_on_a_stream_and_on_a_communicator():
+    def first(rank, stream=1):
+        return call("all_reduce", rank, comm=1, stream=stream)
+
+    def second(rank, stream=1):
+        return call("all_reduce", rank, comm=2, stream=stream)
+
+    assert not play([[first(0), second(0)], [first(1), second(1)]])
+    assert len(play([[first(0), second(0)], [second(1), first(1)]])) == 2
+    assert not play([[first(0), second(0, 2)], [second(1), first(1, 2)]])  # on two streams nobody waits
+    # one communicator has one order, whatever the streams
+    a, b = [call("send", 0, 1), call("recv", 0, 1, stream=2)], [call("send", 1, 0), call("recv", 1, 0, stream=2)]
+    assert len(play([a, b])) == 2
+
+
+def test_events_and_the_host_make_a_stream_wait():
+    def rank(r, between, ops):
+        return [call("all_reduce", r, comm=ops[0], stream=1), *between, call("all_reduce", r, comm=ops[1], stream=2)]
+
+    for between in (["record stream=1 event=3", "wait stream=2 event=3"], ["sync_stream stream=1"], ["sync_device"],
+                    ["record stream=1 event=3", "sync_event event=3"]):
+        assert len(play([rank(0, between, (1, 2)), rank(1, between, (2, 1))])) == 2, between
+        assert not play([rank(0, between, (1, 2)), rank(1, between, (1, 2))]), between
+    before = ["record stream=2 event=3", "wait stream=2 event=3"]  # of another stream's work: no reason to wait
+    assert not play([rank(0, before, (1, 2)), rank(1, before, (2, 1))])
+
+
+def test_a_rank_that_stays_away_and_one_that_brings_something_else():
+    assert "hangs in" in play([[call("all_reduce", 0)], []])[0]
+    assert "meets rank 0" in play([[call("all_reduce", 0)], [call("all_gather", 1)]])[0]
+    assert "meets rank 0" in play([[call("send", 0, 1, count=5)], [call("recv", 1, 0, count=4)]])[0]
