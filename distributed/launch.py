@@ -53,6 +53,9 @@ def connect(layout: Layout, device: str = "auto", seed: int = 0, trace: str = "t
         torch.use_deterministic_algorithms(True)
     if runs_on_cuda(device):
         layout.device = torch.device("cuda", local_rank)
+        if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & env.keys():
+            # Freed memory can then grow together with its neighbours, and does not lie idle because its pieces are too small.
+            env["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # read at the first allocation
         torch.cuda.set_device(layout.device)
         backend = "cpu:gloo,cuda:nccl"
     else:

@@ -125,6 +125,7 @@ def fake_world(world_size: int, module) -> None:
 
     def connect(layout, *args, **kwargs):
         layout.device = torch.device("cuda", 0)
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         torch.cuda.set_device(0)
         layout.compute_dtype = distributed.launch.dtype_of_compute(layout.cfg, True)
         layout.memory = torch.cuda.get_device_properties(0).total_memory

@@ -135,7 +135,7 @@ int nvmlDeviceGetNvLinkRemotePciInfo_v2() { return NOT_SUPPORTED; }
 int nvmlDeviceGetComputeRunningProcesses() { return NOT_SUPPORTED; }
 int nvmlDeviceGetComputeRunningProcesses_v2() { return NOT_SUPPORTED; }
 int nvmlDeviceGetComputeRunningProcesses_v3() { return NOT_SUPPORTED; }
-int nvmlDeviceGetGpuFabricInfoV() { return NOT_SUPPORTED; }
+int nvmlDeviceGetGpuFabricInfoV() { return 0; }  // asked before the first expandable segment is mapped
 int nvmlSystemGetCudaDriverVersion_v2() { return NOT_SUPPORTED; }
 const char* nvmlErrorString(int) { return "an error of the null device"; }
 }
