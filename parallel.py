@@ -15,7 +15,7 @@ Whatever the grid, the same model is trained, because of five rules:
     2. same data           the global batch of a step is the same in every layout; a rank takes its part of it (data.py, inputs)
     3. same loss           sum of token losses / tokens of the global batch, never a mean of means (count_tokens)
     4. same gradient norm  every gradient counts once, however many ranks hold it (clip_grad_norm)
-    5. same code path      FSDP wraps the model even on one device, unless that computes in float32 (shard)
+    5. same rounding       one device casts weights and gradients where FSDP does, to the same bits (shard, distributed/cast.py)
 
 What this file stands on is in distributed/: the flags and the numbers of a layout (layout.py), what is refused (refusals.py),
 how processes start and end (launch.py), pipelines (pipeline.py), experts (experts.py), matmuls in 8 or 4 bits (float8.py).
@@ -41,6 +41,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
+from distributed.cast import cast_weights
 from distributed.experts import compiled_experts
 from distributed.initial import draw_block, initial_values
 from distributed.keep import keep_contexts
@@ -325,21 +326,25 @@ def compile_blocks(stage, layout: Layout) -> None:
 
 # ---------------------------------------------------------------- FSDP2, HSDP, DDP: one wrapper for all
 def shard(stage, layout: Layout) -> None:
+    """Give the parameters their dtype, and let FSDP share them between the ranks. One process has nothing to send, and FSDP
+    would still copy every weight and gradient: there they are only cast, where FSDP would cast them."""
+    for p in stage.parameters():  # not the buffers: balancing biases move in steps that bfloat16 would round away
+        p.data = p.data.to(getattr(torch, layout.cfg.param_dtype))
+    layout.reduces_always = reduces_always(stage, layout)
+    if layout.world_size == 1 and not layout.cfg.cpu_offload:
+        cast_weights(stage, layout, reshards(layout))
+    else:
+        wrap_units(stage, layout)
+
+
+def wrap_units(stage, layout: Layout) -> None:
     """fully_shard every block, then the rest, over dp_shard x cp, with copies over dp_replicate.
 
     Per block of P parameters on this tp rank: all-gather them in the compute dtype before the forward and again before the
     backward, reduce-scatter P gradients in --reduce_dtype after it; with dp_replicate, all-reduce P / (dp_shard x cp) of them
-    between the copies. Also at degree 1, so that mixed precision is the same everywhere. Only one process that computes in
-    float32 goes without: there is nothing to cast or to send, and FSDP would still copy every weight and gradient.
+    between the copies.
     """
-    cfg = layout.cfg
-    param_dtype, reduce_dtype = getattr(torch, cfg.param_dtype), getattr(torch, cfg.reduce_dtype)
-    for p in stage.parameters():  # not the buffers: balancing biases move in steps that bfloat16 would round away
-        p.data = p.data.to(param_dtype)
-    layout.reduces_always = reduces_always(stage, layout)
-    is_float32 = {param_dtype, layout.compute_dtype, reduce_dtype} == {torch.float32}
-    if layout.world_size == 1 and is_float32 and not cfg.cpu_offload:
-        return
+    cfg, reduce_dtype = layout.cfg, getattr(torch, layout.cfg.reduce_dtype)
     # FSDP casts weights only: casting a block's inputs as well would take cos and sin, which must stay fp32, to bfloat16.
     dtypes = MixedPrecisionPolicy(param_dtype=layout.compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     options = dict(mp_policy=dtypes)
@@ -466,6 +471,7 @@ def forward_backward(stages, batch, layout: Layout) -> Tensor:
 def next_backward(model, is_last: bool, layout: Layout) -> None:
     """Tell FSDP, ahead of a micro-batch's forward, what its backward does: gradients are reduce-scattered after the last one
     of a step, or with layout.reduces_always after each. The all-reduce between copies waits for the last in any case."""
+    layout.is_last_backward = is_last
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(is_last or layout.reduces_always)
         model.set_requires_all_reduce(is_last)
@@ -501,7 +507,7 @@ def evaluate(stages, batches, layout: Layout) -> tuple[float, float | None]:
         n_bytes_known = n_bytes_known and batch.n_bytes is not None
     for stage in stages:
         for module in stage.modules():
-            if isinstance(module, FSDPModule):
+            if hasattr(module, "reshard"):  # FSDP's modules, or the units of distributed/cast.py
                 module.reshard()  # without a backward nothing else frees the gathered weights
     dist.all_reduce(sums)
     total, tokens, n_bytes = sums.tolist()

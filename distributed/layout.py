@@ -26,8 +26,8 @@ ACCUMULATION = Need("with one micro-batch per step: see --global_batch_size", la
 NO_PP = Need("with --pp, whose schedule reduces them once per step", lambda c: c.pp == 1)
 SHARDED = Need("without --dp_shard or --cp 2 or more: there is no part of a gradient to keep", lambda c: c.dp_shard * c.cp > 1)
 REDUCED = [SHARDED, NO_PP, ACCUMULATION]
-WRAPPED = Need("in one process that computes in float32: nothing is gathered", lambda c: c.world_size > 1 or c.cpu_offload
-               or c.dtype != torch.float32 or "bfloat16" in (c.param_dtype, c.reduce_dtype))
+COPIED = Need("in one process that computes with its parameters as they are: nothing is gathered or cast", lambda c: (
+    c.world_size > 1 or c.cpu_offload or str(c.dtype)[6:] != c.param_dtype))
 
 
 @dataclass(kw_only=True)
@@ -39,7 +39,7 @@ class ParallelConfig:
     cp: int = 1  # context parallelism: every sequence is split over this many ranks
     ep: int = flag(1, EXPERTS)  # expert parallelism: the experts are split over this many of the dp_shard x cp x tp ranks
     etp: int = flag(1, EXPERTS)  # 1: tp ranks hold whole experts (ep may borrow tp); tp: tp ranks split every expert
-    reshard_after_forward: Reshard = flag("default", WRAPPED)  # free gathered weights after the forward; default: unless pp
+    reshard_after_forward: Reshard = flag("default", COPIED)  # free gathered weights after the forward; default: unless pp
     reduce_grads: Reduce = flag("auto", *REDUCED)  # only after the last micro-batch; or always, which needs less memory
     cpu_offload: bool = False  # keep parameters, gradients and optimizer state in host memory (slow, small)
     loss_parallel: bool = flag(True, TP)  # split the loss over the vocabulary; off = over the sequence, gathering the head
@@ -70,6 +70,7 @@ class Layout:
     mtp: bool = False  # the model has multi-token prediction
     has_experts: bool = False  # the model has layers with experts
     memory: int = 0  # bytes of the smallest device; 0 = not known, as on CPUs
+    is_last_backward: bool = True  # of the step's micro-batches: see parallel.next_backward
     reduces_always: bool = False  # gradients are summed over the ranks after every micro-batch: see parallel.shard
     mesh: DeviceMesh | None = None  # pp, dp_replicate, fsdp (= dp_shard x cp), tp; all three: see parallel.make_mesh
     full_mesh: DeviceMesh | None = None  # the same ranks with all five axes

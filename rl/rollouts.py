@@ -20,7 +20,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from distributed.agree import gather
@@ -34,7 +33,7 @@ def whole_weights(model):
     """Inside, each rank has the whole weights, in the dtype in which training multiplies with them, so that decoding needs no
     collectives."""
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if hasattr(module, "reshard"):  # FSDP's modules, or the units of distributed/cast.py
             module.set_reshard_after_forward(False, recurse=False)
             module.unshard()
     yield
@@ -45,7 +44,7 @@ def reshard(model):
     """Free the gathered weights, as the backward would: after rollouts, and after a forward without a backward."""
     last = list(model.blocks.values())[-1]
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if hasattr(module, "reshard"):  # FSDP's modules, or the units of distributed/cast.py
             module.reshard()
             module.set_reshard_after_forward(model.reshards and module not in (model, last), recurse=False)
 

@@ -19,7 +19,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import distributed.layout
@@ -169,10 +168,10 @@ def optimizer_state(optimizers) -> int:
     return size_of(t for optimizer in optimizers for state in optimizer.state.values() for t in state.values())
 
 
-def gathered_bytes(stage) -> int:
-    """Bytes of weights that FSDP holds whole at the moment."""
-    sharded = lambda p: isinstance(p, DTensor) and {"fsdp", "efsdp"} & set(p.device_mesh.mesh_dim_names)  # noqa: E731
-    storages = [local_tensor(p).untyped_storage() for p in stage.parameters() if not sharded(p)]
+def gathered_bytes(stage, own: list) -> int:
+    """Bytes of weights that are gathered or cast at the moment: of what the model has in place of its own parameters."""
+    ids = {id(p) for p in own}
+    storages = [local_tensor(p).untyped_storage() for p in stage.parameters() if id(p) not in ids]
     return sum({s._cdata: s.nbytes() for s in storages}.values())
 
 
@@ -184,6 +183,7 @@ def stages_followed(stages, layout, watch: Watch, out: Counter):
     two marks, and how many micro-batches of each stage were between their forward and the end of their backward then; and the
     function that sets a mark."""
     before, under_way, peaks, place = {}, Counter(), [], {s.index: i for i, s in enumerate(stages)}
+    own = [p for stage in stages for p in stage.parameters()]
 
     def mark():
         peaks.append((watch.mark(), dict(under_way)))
@@ -194,11 +194,11 @@ def stages_followed(stages, layout, watch: Watch, out: Counter):
             under_way.clear()  # without a pipeline the backward of the micro-batch before is over
         under_way[place[stage.index]] += 1
         watch.outside = "forward"
-        before[stage.index] = watch.live - gathered_bytes(stage), watch.flops["forward"]
+        before[stage.index] = watch.live - gathered_bytes(stage, own), watch.flops["forward"]
 
     def leave(stage, *args):
         i, (live, flops) = place[stage.index], before[stage.index]
-        out["activations", i] = watch.live - gathered_bytes(stage) - live
+        out["activations", i] = watch.live - gathered_bytes(stage, own) - live
         out["flops", i] += watch.flops["forward"] - flops
 
     def marked(backward):  # a pipeline's backward: a whole one, or its second half, which frees the activations

@@ -56,6 +56,7 @@ def really(recipe: str, flags: dict) -> dict:
 
 LAYOUTS = {
     "one": ("train_llama3", 1, {}),
+    "one, weights cast": ("train_llama3", 1, dict(param_dtype="bfloat16")),
     "fsdp": ("train_llama3", 2, {}),
     "fsdp, accumulation": ("train_llama3", 2, dict(global_batch_size=40)),
     "fsdp, kept weights, accumulation": ("train_llama3", 2, dict(global_batch_size=40, reshard_after_forward="never")),

@@ -1,0 +1,116 @@
+"""Mixed precision on one process: a unit's weights in the compute dtype, for as long as it computes with them.
+
+FSDP casts weights when it gathers them, and gradients when it sums them over ranks. One process has nothing to gather and
+nothing to sum, and FSDP would copy every weight and every gradient once more. So here is the cast alone. A unit is what FSDP
+would wrap: a block, the embedding, the rest.
+
+    before its forward        its weights are cast, and its modules hold the casts in place of the parameters
+    after its forward         the memory of the casts is freed; the graph still knows them
+    before its backward       they are cast again, into the same tensors
+    a gradient is there       it is cast to --reduce_dtype and added to that of earlier micro-batches; after the last of these,
+                              cast to the parameter's dtype
+    all of them are           the casts are freed
+
+FSDP rounds at the same places in the same order: losses and gradients equal those under FSDP to the last bit.
+"""
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils._pytree import tree_leaves
+
+from distributed.layout import Layout, all_blocks
+
+
+def cast_weights(stage, layout: Layout, reshard: bool) -> None:
+    """Let the model compute in layout.compute_dtype. reshard: free a block's casts between its forward and its backward."""
+    cfg, taken = layout.cfg, set()
+    if {getattr(torch, cfg.param_dtype), getattr(torch, cfg.reduce_dtype)} == {layout.compute_dtype}:
+        return
+    blocks = list(all_blocks(stage).values())
+    units = [(block, reshard and block is not blocks[-1]) for block in blocks]  # the backward begins with the last block
+    if not stage.config.tie_embeddings:  # then the loss reads it as well
+        units.append((stage.tok_embeddings, reshard))
+    for root, frees in [*units, (stage, False)]:  # the loss uses the head's weight directly, outside of the head's forward
+        modules = [m for m in root.modules() if m not in taken]
+        taken.update(modules)
+        CastUnit(root, modules, layout, frees)
+
+
+class CastUnit:
+    """The parameters that `modules` hold, cast around forward and backward of `root`. root gets three methods with the names
+    and the meaning that FSDP's modules have them with: unshard, reshard, set_reshard_after_forward."""
+
+    def __init__(self, root: nn.Module, modules: list[nn.Module], layout: Layout, frees: bool):
+        self.modules, self.layout, self.frees = modules, layout, frees
+        self.params, self.is_cast = [], False
+        root.unshard, root.reshard, root.set_reshard_after_forward = self.unshard, self.reshard, self.set_reshard_after_forward
+        root.register_forward_pre_hook(lambda module, args: self.unshard())
+        root.register_forward_hook(self.after_forward)
+
+    def set_reshard_after_forward(self, frees: bool, recurse: bool = False) -> None:
+        self.frees = frees
+
+    def make_casts(self) -> None:
+        """At the first forward: before, the parameters may be moved to a device, and have no values."""
+        self.places = [(m, name, p) for m in self.modules for name, p in m.named_parameters(recurse=False)]
+        self.params = list(dict.fromkeys(p for _, _, p in self.places))  # a tied one once
+        self.sums: list[Tensor | None] = [None] * len(self.params)
+        # .to: the same memory where the dtype is the same; then nothing is ever copied
+        self.casts = [nn.Parameter(p.detach().to(self.layout.compute_dtype), p.requires_grad) for p in self.params]
+        for i, cast in enumerate(self.casts):
+            if cast.requires_grad:
+                cast.register_post_accumulate_grad_hook(lambda cast, i=i: self.take_gradient(i))
+        # .data: filling the casts again is no change that autograd must know of
+        self.copies = [(c.data, p.detach()) for c, p in zip(self.casts, self.params, strict=True) if c.dtype != p.dtype]
+
+    @torch.no_grad()
+    def unshard(self) -> None:
+        if self.is_cast:
+            return
+        if not self.params:
+            self.make_casts()
+        for cast, _ in self.copies:
+            cast.untyped_storage().resize_(cast.nbytes)
+        if self.copies:
+            torch._foreach_copy_([cast for cast, _ in self.copies], [p for _, p in self.copies])
+        self.is_cast, self.missing = True, sum(cast.requires_grad for cast in self.casts)
+        self.hold(dict(zip(self.params, self.casts, strict=True)))
+
+    def reshard(self) -> None:
+        if self.is_cast:
+            for cast, _ in self.copies:
+                cast.untyped_storage().resize_(0)
+            self.is_cast = False
+            self.hold({p: p for p in self.params})
+
+    def hold(self, tensors: dict) -> None:
+        """Let the modules have these tensors in place of their parameters."""
+        for module, name, p in self.places:
+            module._parameters[name] = tensors[p]
+
+    def after_forward(self, module, args, output) -> None:
+        if self.frees:
+            self.reshard()
+        for t in tree_leaves(output):
+            if torch.is_grad_enabled() and t.requires_grad:
+                t.register_hook(self.before_backward)
+
+    def before_backward(self, grad: Tensor) -> None:
+        self.unshard()
+        Variable._execution_engine.queue_callback(self.after_backward)
+
+    def after_backward(self) -> None:
+        if self.frees or self.layout.is_last_backward:
+            self.reshard()
+
+    def take_gradient(self, i: int) -> None:
+        p, cast, total = self.params[i], self.casts[i], self.sums[i]
+        total = cast.grad.to(getattr(torch, self.layout.cfg.reduce_dtype)) if total is None else total.add_(cast.grad)
+        cast.grad, self.sums[i] = None, None if self.layout.is_last_backward else total
+        if self.layout.is_last_backward:
+            p.grad = total.to(p.dtype) if p.grad is None else p.grad.add_(total.to(p.dtype))
+            for hook in (p._post_accumulate_grad_hooks or {}).values():  # --optimizer_in_backward
+                hook(p)
+        self.missing -= 1
+        if not self.missing:
+            self.after_backward()

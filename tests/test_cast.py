@@ -1,0 +1,82 @@
+"""Mixed precision on one process, against distributed/cast.py: its numbers are FSDP's, and its parameters stay the model's."""
+from contextlib import nullcontext
+from unittest import mock
+
+import pytest
+import torch
+from layouts import build, config, full, global_batch, local_batch, without_inductor
+from pool import pool
+
+import parallel
+from distributed.cast import CastUnit
+
+BF16 = dict(compute_dtype="bfloat16")
+MOE, MTP = dict(model="qwen3", n_experts=8, top_k=2, moe_ffn_dim=32), dict(model="deepseek", mtp_depth=1)
+CASES = [
+    ({}, BF16), (dict(tie_embeddings=True), BF16), (MTP, BF16),
+    # every other combination of dtypes: of compute, parameters and sums
+    ({}, BF16 | dict(reduce_dtype="bfloat16")), ({}, BF16 | dict(param_dtype="bfloat16")), ({}, dict(param_dtype="bfloat16")),
+    ({}, dict(reduce_dtype="bfloat16")), ({}, dict(param_dtype="bfloat16", reduce_dtype="bfloat16")),
+    ({}, BF16 | dict(ac="full")), (MOE, BF16 | dict(ac="op")), ({}, BF16 | dict(reshard_after_forward="never")),
+]
+SLOW = [(problem, flags) for problem in ({}, dict(tie_embeddings=True), MOE, MTP) for flags in dict.fromkeys(
+    tuple(flags.items()) for _, flags in [*CASES, ({}, BF16 | dict(compile=True))]) if (problem, dict(flags)) not in CASES]
+
+
+def everything_of_two_steps(problem: dict, flags: dict, under_fsdp: bool) -> list:
+    """Losses, gradient norms, gradients and weights of two steps of three micro-batches, and validation between them."""
+    fsdp = mock.patch.object(parallel, "cast_weights", lambda stage, layout, reshard: parallel.wrap_units(stage, layout))
+    with fsdp if under_fsdp else nullcontext(), without_inductor() if "compile" in flags else nullcontext():
+        stages, layout = build(config(**problem), flags, 6, 2)
+        assert isinstance(stages[0], parallel.FSDPModule) == under_fsdp
+        params, seen = dict(stages[0].named_parameters()), []
+        optimizer = torch.optim.AdamW(params.values(), lr=1e-3)
+        for step in range(2):
+            loss = parallel.forward_backward(stages, local_batch(global_batch(step, 6, False), layout), layout)
+            assert all(p is params[fqn] for fqn, p in stages[0].named_parameters())
+            grads = {fqn: full(p.grad) for fqn, p in params.items()}
+            norm = parallel.clip_grad_norm(stages, 0.5, layout)
+            optimizer.step()
+            optimizer.zero_grad()
+            validation = parallel.evaluate(stages, [local_batch(global_batch(9, 6, False), layout)], layout)
+            seen += [loss, norm, torch.tensor(validation[0]), *grads.values(), *(full(p) for p in params.values())]
+        return seen
+
+
+@pytest.mark.parametrize("problem, flags", [*CASES, *(pytest.param(problem, dict(flags), marks=pytest.mark.slow)
+                                                      for problem, flags in SLOW)], ids=str)
+def test_one_process_equals_fsdp_to_the_last_bit(problem, flags):
+    ours, fsdps = (pool(1).run(everything_of_two_steps, problem, flags, under_fsdp)[0] for under_fsdp in (False, True))
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(ours, fsdps, strict=True))
+
+
+def memory_of_casts(flags: dict) -> list:
+    """Bytes of all casts: ahead of each block's forward and in it, ahead of each block's backward, and after the step."""
+    units, seen = [], []
+    made = CastUnit.__init__
+
+    def make(unit, *args):
+        made(unit, *args)
+        units.append(unit)
+
+    def look(*args):
+        storages = {cast.untyped_storage() for unit in units if unit.params for cast, _ in unit.copies}
+        seen.append(sum(storage.nbytes() for storage in storages))
+
+    with mock.patch.object(CastUnit, "__init__", make):
+        stages, layout = build(config(), BF16 | flags, 2, 2)
+    for block in stages[0].blocks.values():
+        block.attn.register_forward_pre_hook(look)
+        block.attn.register_full_backward_pre_hook(look)
+    parallel.forward_backward(stages, local_batch(global_batch(0, 2, False), layout), layout)
+    look()
+    whole = [2 * sum(p.numel() for p in unit.params) for unit in units]
+    return seen, whole[:4], sum(whole[4:]) - whole[4]
+
+
+def test_the_casts_of_a_block_are_there_while_it_computes():
+    seen, blocks, rest = pool(1).run(memory_of_casts, {})[0]
+    one = blocks[0]
+    assert seen == [rest + one] * 4 + [one] * 4 + [0]  # the head's are freed by its gradient, first of all
+    seen, blocks, rest = pool(1).run(memory_of_casts, dict(reshard_after_forward="never"))[0]
+    assert seen[3] > rest + 4 * one and seen[4:] == [seen[3] - rest - i * one for i in range(4)] + [0]
