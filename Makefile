@@ -4,7 +4,7 @@ ARGS   ?=
 # What torchrun would choose, without its warning. With cores to spare on a CPU: make train OMP_NUM_THREADS=8
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test test-slow test-cuda test-cuda-slow chaos lint
+.PHONY: train test test-slow test-cuda test-cuda-slow chaos gpu-report lint
 
 # One process per GPU, or two CPU processes; flags go in ARGS: make train ARGS="--steps 50 --out runs/try". Muon, because it
 # learns in two minutes on a CPU what AdamW, the recipe's default, learns in four.
@@ -29,6 +29,10 @@ test-cuda:
 
 test-cuda-slow:
 	$(CUDA_VENV)/bin/python -m pytest tests/nullcuda -m "nullcuda and slow" $(ARGS)
+
+# What this machine's GPUs do with it, in 20 minutes at most: runs/gpu_report/report.md. Flags: make gpu-report ARGS="--minutes 5"
+gpu-report: .venv/installed
+	.venv/bin/python benchmarks/gpu_report.py $(ARGS)
 
 # kill -9 of everything, 20 times, at random moments of one run; CHAOS_KILLS=100 make chaos
 chaos: .venv/installed-dev

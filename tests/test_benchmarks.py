@@ -1,10 +1,14 @@
 """The benchmarks run, at a small size, and what they claim without timing holds: nothing heavy is imported at the start, and
 between two log lines nothing waits for the device."""
+import importlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,8 +16,9 @@ import pytest
 import torch
 from runs import ENV, MLA, MODEL
 
-from benchmarks import loops
+from benchmarks import gpu_report, loops
 from benchmarks.startup import HEAVY
+from support.config import parse_config
 
 REPO = Path(__file__).parent.parent
 SHAPE = "dim=32,n_layers=2,n_heads=4,n_kv_heads=2,head_dim=8,ffn_dim=64,vocab_size=128"
@@ -94,6 +99,120 @@ def test_train_needs_a_gpu():
     env = {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "benchmarks/train.py"], cwd=REPO, env=ENV | env, capture_output=True, text=True)
     assert done.returncode == 1 and "needs a GPU" in done.stderr and "Traceback" not in done.stderr
+
+
+# ---------------------------------------------------------------- the report of a machine with GPUs
+
+GPU = {"name": "NVIDIA H100", "gib": 79.2, "capability": 9.0}
+STEP = {"memory_gib": 3.0, "mfu": None, "loss": 2.5, "tokens": 1}
+
+
+def machine_of(count: int, **gpu) -> dict:
+    return {"gpus": [GPU | gpu] * count, "packages": {"torchao": "0"}, "torch": "2", "cuda": "13", "nccl": "2", "driver": "",
+            "python": "3", "commit": "", "cores": 8, "links": ""}
+
+
+def test_links():
+    table = rows(run("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2, "benchmarks/links.py", "--mib", 1,
+                     "--repeats", 1, "--device", "cpu"))
+    assert len(table["2 neighbours"]) == 5 and all(float(cell) > 0 for cell in table["2 neighbours"])
+
+
+def test_report_without_a_gpu(monkeypatch):
+    monkeypatch.setitem(ENV, "CUDA_VISIBLE_DEVICES", "")
+    assert run("benchmarks/gpu_report.py", status=2) == "error: a GPU report needs a GPU, and torch finds none here\n"
+
+
+@pytest.mark.parametrize("found", [machine_of(2, gib=11.0), machine_of(8, capability=10.0)], ids=["2 small", "8 Blackwell"])
+def test_the_rows_of_a_report_are_commands_that_exist(found, monkeypatch):
+    known = set()
+    for row in gpu_report.rows_of(found):
+        assert not row.base or row.base in known, f"{row.name} is compared with a row that does not come before it"
+        known.add(row.name)
+        argv = gpu_report.argv_of(row, Path("runs/x"))
+        i = next(i for i, word in enumerate(argv) if word.endswith(".py"))
+        module = importlib.import_module(argv[i].removesuffix(".py").replace("/", "."))
+        monkeypatch.setenv("WORLD_SIZE", argv[i - 1] if argv[i - 2] == "--nproc_per_node" else "1")
+        parse_config(module.Config, argv[i + 1 :])
+    assert len(known) == len(gpu_report.rows_of(found))
+
+
+@pytest.mark.parametrize("name, found, words", [
+    ("tp", machine_of(1), "needs 2 GPUs, here is 1"),
+    ("the whole 1B", machine_of(1, gib=11.0), "needs 36 GiB per GPU, here are 11"),
+    ("float8 rowwise", machine_of(1, capability=8.0), "needs capability 8.9, this GPU has 8.0"),
+    ("against others", machine_of(1), "pip install torchtitan or transformers"),
+    ("tp", machine_of(2), ""),
+])
+def test_why_a_row_is_skipped(name, found, words):
+    row = next(row for row in gpu_report.rows_of(found) if row.name == name)
+    reason = gpu_report.why_not(row, found)
+    assert words in reason and bool(words) == bool(reason)
+
+
+def test_the_numbers_of_a_row():
+    """Medians after step 5, the peak of all, the first step by itself; what is unknown is left out."""
+    lines = [STEP | {"step": step, "step_time_s": time, "tokens_per_second": 100 / time}
+             for step, time in ((1, 30.0), (5, 4.0), (10, 1.0), (15, 2.0), (20, 1.0))]
+    lines += [{"step": 20, "val_loss": 1.0}]
+    lines[2]["memory_gib"] = 5.0
+    found = gpu_report.numbers(lines)
+    assert found == {"tokens_per_second": 100, "step_time_s": 1, "memory_gib": 5, "first_step_s": 30, "loss": 2.5}
+    assert gpu_report.numbers([]) == {}
+    base, row = (gpu_report.Row(name, "", "", 1, base) for name, base in (("a", ""), ("b", "a")))
+    base.metrics, row.metrics = found, found | {"tokens_per_second": 150}
+    gpu_report.compare(row, [base, row])
+    assert (row.metrics["x_base"], row.metrics["x_base_memory"], row.metrics["x_base_loss"]) == (1.5, 1, 1)
+
+
+def test_rows_that_do_not_fit_into_the_time_are_not_run(tmp_path, monkeypatch):
+    now, written = [0.0], []
+
+    def execute(row, out, limit):
+        now[0] += 50
+        row.status = "ok"
+
+    monkeypatch.setattr(gpu_report, "execute", execute)
+    found = [gpu_report.Row(name, "", "", limit) for name, limit in (("a", 100), ("skipped", 10), ("long", 300), ("b", 100))]
+    found[1].status = "skipped"
+    gpu_report.run_rows(found, tmp_path, 200, lambda: written.append([row.status for row in found]), clock=lambda: now[0])
+    assert [row.status for row in found] == ["ok", "skipped", "not run", "ok"] and found[2].reason.startswith("time: ")
+    assert written[0] == ["ok", "skipped", "", ""], "written after each row"
+
+
+def test_what_comes_of_a_row(tmp_path):
+    """One that is well, one that fails with torchrun's page after its reason, one that does not end."""
+    code = {"well": f"open(out + '/metrics.jsonl', 'w').write(json.dumps({STEP | dict(step=6, step_time_s=1)}))",
+            "fails": "sys.exit('ValueError: the reason\\nChildFailedError: a page\\n=====')", "hangs": "time.sleep(100)"}
+    found = {}
+    for name, line in code.items():
+        (tmp_path / f"{name}.py").write_text(f"import json, sys, time; out = sys.argv[1]; print('attention: flash'); {line}")
+        found[name] = gpu_report.Row(name, f"python {tmp_path}/{name}.py {{out}}", "", 1)
+        gpu_report.execute(found[name], tmp_path / "report", 3)
+    assert [row.status for row in found.values()] == ["ok", "failed", "time limit"]
+    assert found["well"].metrics["loss"] == 2.5 and found["well"].text == "attention: flash"
+    assert found["fails"].reason == "status 1: ValueError: the reason" and 3 <= found["hangs"].seconds < 20
+    report = dict(machine=machine_of(1), began="now", seconds=1.0, budget=60, size="--flavor 1B")
+    text = gpu_report.markdown(report, list(found.values()))
+    assert "| fails: failed | status 1: ValueError: the reason |" in text and "| well |" in text
+
+
+def test_ctrl_c_keeps_what_was_measured(tmp_path):
+    found = [gpu_report.Row("a", "python -c pass", "", 9), gpu_report.Row("b", f"python {tmp_path}/b.py", "", 9),
+             gpu_report.Row("c", "", "", 9)]
+    (tmp_path / "b.py").write_text("import os, pathlib, time\n"
+                                   f"pathlib.Path({str(tmp_path)!r}, 'pid').write_text(str(os.getpid()))\ntime.sleep(100)\n")
+
+    def interrupt():
+        while not (pid := tmp_path / "pid").exists() or not pid.read_text():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    gpu_report.run_rows(found, tmp_path / "report", 60, lambda: None)
+    assert [row.status for row in found] == ["ok", "interrupted", "not run"]
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
 # ---------------------------------------------------------------- what a run imports, and when it waits
