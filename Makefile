@@ -58,4 +58,5 @@ lint: .venv/installed-dev
 	sed "s/^torch==/torch===/" requirements.txt > .venv-cuda/requirements.txt
 	grep "^pytest" requirements-dev.txt >> .venv-cuda/requirements.txt
 	.venv-cuda/bin/python -m pip install --requirement .venv-cuda/requirements.txt
+	@.venv-cuda/bin/python -c "import sys, torch; sys.exit(torch.version.cuda is None and 'this is no CUDA build of torch')"
 	@touch $@

@@ -44,10 +44,24 @@ def answer() -> None:
     from torch.distributed.pipelining.schedules import _PipelineSchedule
 
     import distributed.checks
+    import generate
+    import rl.decoding
     from models.moe import Balance
 
     replace(distributed.checks, "check_first_batch", always(None))  # how many tokens have a loss: 0
     replace(os, "_exit", Log.flush)
+    # Sampling asks the device which samples have ended: none ever would. So nothing is sampled after a run, and for grpo.py
+    # every token is 1, with a log-probability of -1.
+    replace(generate, "print_sample", always(None))
+
+    def rollout(known):
+        def sampled(model, prompts, noise, *args, **kwargs):
+            _, G, n = noise.shape
+            return [dict(ids=[1] * n, logprobs=[-1.0] * n, mask=[1.0] * n, truncated=True) for _ in prompts for _ in range(G)]
+
+        return sampled
+
+    replace(rl.decoding, "rollout", rollout)
 
     # How many rows travel between ranks that share the experts: as many from each to each. The tensors that ask are the rows
     # per rank, (2, ep), and the rows per expert, (E,).
