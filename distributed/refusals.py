@@ -4,6 +4,7 @@ import math
 import os
 import shlex
 import sys
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import torch
@@ -42,7 +43,7 @@ def check_layout(
     rows = [(True, text) for text in no_effect(cfg, facts(cfg, model_config, degrees, on_cuda))]
     rows += batch_rows(layout) + model_rows(layout, model_config, seq_len) + option_rows(layout, on_cuda and here)
     if getattr(cfg, "float8", "off") != "off":  # grpo.py does not have it
-        rows += float8_rows(layout, on_cuda, seq_len)
+        rows += float8_rows(layout, model_config, on_cuda, seq_len)
     if layout.has_experts:
         rows += expert_rows(layout, model_config)
     if layout.pp > 1 and layout.accumulation:
@@ -141,15 +142,20 @@ def option_rows(layout: Layout, count_gpus: bool) -> list[tuple]:
     ]
 
 
-def float8_rows(layout: Layout, on_cuda: bool, seq_len: int) -> list[tuple]:
+def float8_rows(layout: Layout, c, on_cuda: bool, seq_len: int) -> list[tuple]:
     cfg, kind = layout.cfg, layout.cfg.float8
     block = {"mxfp8": 32, "nvfp4": 128}.get(kind, 1)  # numbers that share a scale
     sequences = cfg.pp_microbatch_size if layout.pp > 1 else layout.local_batch_size
-    tokens = sequences * seq_len // layout.cp  # of one forward: the weight's gradient is a sum over them, in blocks as well
+    # of one forward on a rank, at least: the weight's gradient is a sum over them, in blocks as well
+    tokens = sequences * seq_len // (layout.cp * layout.tp)
     major, minor = torch.cuda.get_device_capability() if on_cuda else (0, 0)
     has_float8 = (major, minor) >= (8, 9)
     wish = "--float8 nvfp4" if kind == "nvfp4" else f"--float8_experts with --float8 {kind}"
     not_emulated = kind == "nvfp4" or cfg.float8_experts and kind != "mxfp8"
+    packages = {"cutlass": "nvidia-cutlass-dsl", "tvm_ffi": "apache-tvm-ffi"}  # of torchao's kernels for mxfp8 experts
+    missing = " ".join(package for name, package in packages.items() if find_spec(name) is None)
+    sizes = {"dim": c.dim, "moe_ffn_dim": c.moe_ffn_dim // cfg.etp} if cfg.float8_experts and layout.has_experts else {}
+    odd = " and ".join(f"{name} {n}" for name, n in sizes.items() if n % max(block, 16))
     return [
         (on_cuda and not has_float8,
          f"--float8 {kind} needs a GPU with float8 matmuls (H100, L40 or newer); use --float8 off"),
@@ -158,10 +164,15 @@ def float8_rows(layout: Layout, on_cuda: bool, seq_len: int) -> list[tuple]:
         (not on_cuda and not_emulated, f"{wish} needs a GPU, for torchao has no emulation of it; on a CPU use --float8 mxfp8"),
         (not on_cuda and not not_emulated and cfg.compile,
          f"--float8 {kind} is emulated on CPU, and the emulation cannot be compiled; leave out --compile"),
-        (block > 1 and layout.tp > 1,
-         f"--float8 {kind} does not split matrices over --tp {layout.tp}; use rowwise, or --tp 1"),
+        (kind == "nvfp4" and cfg.compile,
+         "--float8 nvfp4 cannot be compiled, for torch has no lowering of it; leave out --compile"),
+        (kind == "nvfp4" and layout.tp > 1,
+         f"--float8 nvfp4 does not split matrices over --tp {layout.tp}; use mxfp8, or --tp 1"),
+        (on_cuda and cfg.float8_experts and kind == "mxfp8" and missing,
+         f"--float8_experts with --float8 mxfp8 needs two more packages: pip install {missing}"),
+        (odd, f"--float8_experts with --float8 {kind} needs a multiple of {max(block, 16)} on a rank, not {odd}; leave it out"),
         (tokens % block, f"--float8 {kind} needs a multiple of {block} tokens in a forward, not {sequences} x {seq_len} / "
-         f"{layout.cp} = {tokens}; use another --seq_len"),
+         f"{layout.cp * layout.tp} = {tokens}; use another --seq_len"),
     ]
 
 

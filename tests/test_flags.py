@@ -448,7 +448,8 @@ row("compile", True, lambda new, old: all(hasattr(b.forward, "_torchdynamo_orig_
 row("float8", "rowwise", lambda new, old: types_of(new).count("Float8Linear") == 14, built)
 row("float8_filter", ["wk", "ffn"], lambda new, old: types_of(new).count("Float8Linear") == 6, built, float8="rowwise")
 row("float8_experts", True, lambda new, old: all(isinstance(b.moe.experts.compute, functools.partial) for b in
-                                                 new.model.blocks.values()), built, "train_qwen3", float8="mxfp8")
+                                                 new.model.blocks.values()), built, "train_qwen3", float8="mxfp8",
+    model_args=MODEL.replace("dim=16", "dim=32").replace("head_dim=8", "head_dim=16") + ",moe_ffn_dim=32")
 row("deterministic", True, lambda new, old: new.deterministic)
 row("optimizer_in_backward", True, lambda new, old: new.grads == [{}] * 4 and not equal(new.init, new.final), max_norm=0)
 row("init_timeout_s", 77, lambda new, old: new.timeouts[0].total_seconds() == 77, options=dict(launched=True))
