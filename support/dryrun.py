@@ -25,7 +25,7 @@ import distributed.layout
 import parallel
 from distributed import checks, refusals
 from distributed.experts import balance_experts
-from distributed.layout import AXES, local_tensor
+from distributed.layout import AXES, all_blocks, local_tensor
 from distributed.pipeline import n_microbatches
 from models.loss import CHUNK_ELEMENTS
 from support import optim, resume
@@ -150,12 +150,34 @@ def dry_world(main, cfg, pp_rank: int):
         try:
             on_gpus = partial(refusals.check_layout, on_cuda=True)
             built = build(main, replace(cfg), connect, init_weights=init_weights, check_layout=on_gpus)
+            if cfg.compile:
+                forget_silu(built[0])
             with fake:
                 yield built
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
             _clear_sharding_prop_cache()  # else the next world would find this one's process groups
+
+
+def forget_silu(stages) -> None:
+    """Compiled code keeps for its backward what eager code keeps, but for the results of silu: the compiler computes them again
+    from their inputs, which are kept anyway. Blocks that are recomputed keep nothing of the kind."""
+    def pack(x):
+        is_silu = type(x.grad_fn).__name__ == "SiluBackward0"
+        return partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=x.device) if is_silu else x
+
+    def without_silu(compute):
+        def run(*args, **kwargs):
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept() if isinstance(kept, partial) else kept):
+                return compute(*args, **kwargs)
+
+        return run
+
+    for block in [block for stage in stages for block in all_blocks(stage).values()]:
+        compiled, name = (block.moe.experts, "compute") if hasattr(block, "moe") else (block, "forward")
+        if not isinstance(block.forward, partial):
+            setattr(compiled, name, without_silu(getattr(compiled, name)))
 
 
 # ---------------------------------------------------------------- one step, measured
@@ -414,7 +436,7 @@ def print_report(cfg, report: Report) -> None:
     print("\nHow this was found: the recipe's own code ran under a fake process group, on tensors without memory.")
     if report.n > 2 and not cfg.pp_schedule_csv:
         print(f"Run were 2 of {report.n} {'micro-batches' if layout.pp > 1 else 'accumulation steps'}; the rest is linear.")
-    print("Activations are what torch's CPU kernels keep; CUDA kernels and --compile keep less. The peak counts tensors only.")
+    print("Activations are what torch's CPU kernels keep; CUDA's keep as much. The peak counts tensors only, not what the allocator adds.")
     if cfg.cpu_offload:
         print("--cpu_offload: parameters, gradients and optimizer state are in host memory, not in the peak.")
     if cfg.ac == "budget":
