@@ -436,7 +436,7 @@ def print_report(cfg, report: Report) -> None:
     print("\nHow this was found: the recipe's own code ran under a fake process group, on tensors without memory.")
     if report.n > 2 and not cfg.pp_schedule_csv:
         print(f"Run were 2 of {report.n} {'micro-batches' if layout.pp > 1 else 'accumulation steps'}; the rest is linear.")
-    print("Activations are what torch's CPU kernels keep; CUDA's keep as much. The peak counts tensors only, not what the allocator adds.")
+    print("Activations are what torch's CPU kernels keep; CUDA's keep as much. The peak counts tensors only.")
     if cfg.cpu_offload:
         print("--cpu_offload: parameters, gradients and optimizer state are in host memory, not in the peak.")
     if cfg.ac == "budget":
