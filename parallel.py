@@ -25,6 +25,7 @@ import math
 import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -373,6 +374,20 @@ def wrap_units(stage, layout: Layout) -> None:
             module.set_force_sum_reduction_for_comms(True)
             if layout.world_size > 1:  # on one process this setting would only add a copy of each gradient
                 module.set_gradient_divide_factor(1.0)
+    if layout.cfg.ep > 1:
+        prefetch_units(stage, blocks)
+
+
+def prefetch_units(stage, blocks) -> None:
+    """Gather the next block's weights before this block computes, and in the backward those of the block before. FSDP does so
+    by itself only as far as the host is ahead of the device, and with --ep it waits for the device in every layer with experts
+    (exchange_tokens)."""
+    units = [[block, block.moe.experts] if hasattr(block, "moe") else [block] for block in blocks]
+    if units and isinstance(stage.tok_embeddings, FSDPModule):
+        stage.tok_embeddings.set_modules_to_forward_prefetch(units[0])
+    for this, following in pairwise(units):
+        this[0].set_modules_to_forward_prefetch(following)
+        following[0].set_modules_to_backward_prefetch(this)
 
 
 def reshards(layout: Layout) -> bool:

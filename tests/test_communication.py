@@ -9,6 +9,7 @@ import pytest
 import torch
 from layouts import SMALL, T, build, config, global_batch, local_batch
 from pool import pool
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 import parallel
 from support.dryrun import Watch, totals
@@ -153,3 +154,36 @@ def saved_with_budget(budget: float) -> int:
 def test_activation_memory_budget_keeps_less():
     all_of_it, some = (pool(1).run(saved_with_budget, budget)[0] for budget in (1.0, 0.1))
     assert some < 0.8 * all_of_it
+
+
+def events_of_a_step(flags) -> list[str]:
+    """"gather UNIT" where FSDP asks for a unit's weights and "read" where a layer waits for the device, in a second step."""
+    stages, layout = build(config(model="qwen3", n_experts=8, top_k=2, moe_ffn_dim=32), flags, 4, 1)
+    batch, events = local_batch(global_batch(0, 4, False), layout), []
+    parallel.forward_backward(stages, batch, layout)
+    gather, tolist = _fsdp_param_group.foreach_all_gather, torch.Tensor.tolist
+
+    def gathers(params, *args):
+        fqn = params[0]._param_fqn
+        events.append("gather " + (fqn.split(".moe.")[0] + ".experts" if ".experts." in fqn else ".".join(fqn.split(".")[:2])))
+        return gather(params, *args)
+
+    def reads(tensor):
+        events.append("read")
+        return tolist(tensor)
+
+    with mock.patch.object(_fsdp_param_group, "foreach_all_gather", gathers), mock.patch.object(torch.Tensor, "tolist", reads):
+        parallel.forward_backward(stages, batch, layout)
+    return events
+
+
+def test_the_next_layers_weights_are_asked_for_before_a_layer_waits_for_the_device():
+    for events in pool(4).run(events_of_a_step, dict(ep=2, ac="full")):
+        reads = [i for i, event in enumerate(events) if event == "read"]
+        assert len(reads) == 2 * L  # forwards, and the same again in the backward
+        for layer, when in enumerate(reads[:L]):
+            wanted = {f"gather blocks.{i}{unit}" for i in range(min(layer + 2, L)) for unit in ("", ".experts")}
+            assert wanted <= set(events[:when])
+        for layer, when in zip(reversed(range(1, L)), reads[L:]):
+            assert {f"gather blocks.{layer - 1}", f"gather blocks.{layer - 1}.experts"} <= set(events[reads[L - 1] : when])
+        assert [events.count(f"gather blocks.{i}.experts") for i in range(L)] == [2] * L
