@@ -61,7 +61,7 @@ class Config:
 @dataclass
 class Row:
     name: str
-    command: str  # {out}: a folder of its own
+    command: str  # {out} becomes a folder of its own
     see: str  # what to expect
     limit: int  # seconds
     base: str = ""  # name of an earlier row
@@ -210,8 +210,12 @@ def why_not(row: Row, found: dict) -> str:
 
 
 # ---------------------------------------------------------------- one row
-def argv_of(row: Row, folder: Path) -> list[str]:
-    first, *rest = shlex.split(row.command.replace("{out}", str(folder)))
+def folder_of(row: Row, out: Path) -> Path:
+    return out / "runs" / re.sub(r"\W+", "-", row.name).strip("-")
+
+
+def argv_of(row: Row) -> list[str]:
+    first, *rest = shlex.split(row.command)
     torchrun = ["-m", "torch.distributed.run", "--standalone"] if first == "torchrun" else []
     return [sys.executable, *torchrun, *rest]
 
@@ -226,13 +230,13 @@ def end(process: subprocess.Popen) -> None:
 
 def execute(row: Row, out: Path, limit: float) -> None:
     """Run the row's command; fill in what came of it."""
-    folder = out / "runs" / re.sub(r"\W+", "-", row.name).strip("-")
+    folder = folder_of(row, out)
     folder.mkdir(parents=True)
     began, printed, errors = time.monotonic(), folder / "stdout", folder / "stderr"
     env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": f"{out.resolve()}/runs/cache"}  # nothing was compiled before this report
     with open(printed, "w") as stdout, open(errors, "w") as stderr:
-        process = subprocess.Popen(argv_of(row, folder.resolve()), cwd=REPO, env=env, stdin=subprocess.DEVNULL, stdout=stdout,
-                                   stderr=stderr, start_new_session=True)
+        process = subprocess.Popen(argv_of(row), env=env, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
+                                   start_new_session=True)
         try:
             status = process.wait(limit)
             row.status = "ok" if status == 0 else "failed"
@@ -354,15 +358,17 @@ def markdown(report: dict, rows: list[Row]) -> str:
 
 
 def main(cfg: Config):
-    began, found, out = time.monotonic(), machine(), Path(cfg.out)
+    began, found, out = time.monotonic(), machine(), Path(os.path.relpath(cfg.out, REPO))
     if not found["gpus"]:
         usage_error("a GPU report needs a GPU, and torch finds none here")
     rows = wanted_rows(rows_of(found), cfg.only)
     if not rows:
         usage_error(f"--only {cfg.only}: no row has this in its name; --list names them")
     for row in rows:
+        row.command = row.command.replace("{out}", shlex.quote(str(folder_of(row, out))))
         if reason := why_not(row, found):
             row.status, row.reason = "skipped", reason
+    os.chdir(REPO)  # the commands are those that a user types there
     if cfg.list:
         return print("\n".join(f"{row.name}: {row.reason or row.command}" for row in rows))
     report = dict(version=1, machine=found, began=datetime.now(UTC).isoformat(timespec="seconds"), seconds=0.0,

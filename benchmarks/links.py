@@ -66,8 +66,7 @@ def gigabytes_per_second(call, size: float, cfg: Config, device) -> float:
         call()
         wait()
         times[i] = time.perf_counter() - began
-    times = times.to(device)
-    dist.all_reduce(times, op=dist.ReduceOp.MAX)
+    dist.all_reduce(times, op=dist.ReduceOp.MAX)  # on the host
     return size / statistics.median(times[3:].tolist()) / 1e9
 
 
@@ -78,7 +77,7 @@ def main(cfg: Config):
     if cfg.device == "cuda" or cfg.device == "auto" and torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     world, rank = dist.get_world_size(), dist.get_rank()
     if rank == 0:
         print(f"{cfg.mib} MiB in bfloat16 over {world} x {device.type}, median of {cfg.repeats}, GB/s")

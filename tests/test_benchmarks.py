@@ -129,7 +129,7 @@ def test_the_rows_of_a_report_are_commands_that_exist(found, monkeypatch):
     for row in gpu_report.rows_of(found):
         assert not row.base or row.base in known, f"{row.name} is compared with a row that does not come before it"
         known.add(row.name)
-        argv = gpu_report.argv_of(row, Path("runs/x"))
+        argv = gpu_report.argv_of(row)
         i = next(i for i, word in enumerate(argv) if word.endswith(".py"))
         module = importlib.import_module(argv[i].removesuffix(".py").replace("/", "."))
         monkeypatch.setenv("WORLD_SIZE", argv[i - 1] if argv[i - 2] == "--nproc_per_node" else "1")
@@ -187,7 +187,7 @@ def test_what_comes_of_a_row(tmp_path):
     found = {}
     for name, line in code.items():
         (tmp_path / f"{name}.py").write_text(f"import json, sys, time; out = sys.argv[1]; print('attention: flash'); {line}")
-        found[name] = gpu_report.Row(name, f"python {tmp_path}/{name}.py {{out}}", "", 1)
+        found[name] = gpu_report.Row(name, f"python {tmp_path}/{name}.py {tmp_path}/report/runs/{name}", "", 1)
         gpu_report.execute(found[name], tmp_path / "report", 3)
     assert [row.status for row in found.values()] == ["ok", "failed", "time limit"]
     assert found["well"].metrics["loss"] == 2.5 and found["well"].text == "attention: flash"
