@@ -1,0 +1,66 @@
+"""make gpu-report on the null device: each row runs, or is left out with its reason. What it measures means nothing here."""
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from build import environment
+from run import REPO, variables
+
+# Python runs this file at its start: what a program asks of the device is answered in every process of the report.
+ANSWERS = f"""
+import sys
+sys.path += [{str(REPO)!r}, {str(REPO / "tests/nullcuda")!r}]
+import answers
+answers.answer()
+answers.cudnn_attention()
+"""
+
+
+def start(folder, *flags, **options) -> subprocess.Popen:
+    (folder / "sitecustomize.py").write_text(ANSWERS)
+    env = os.environ | environment() | variables(options) | {"PYTHONPATH": str(folder)}
+    command = [sys.executable, REPO / "benchmarks/gpu_report.py", "--out", folder / "report", *flags]
+    return subprocess.Popen(command, env=env, cwd=folder, stdout=subprocess.PIPE, text=True)
+
+
+def report(folder, *flags, **options) -> dict[str, dict]:
+    """{name: row}"""
+    start(folder, *flags, **options).communicate()
+    return {row["name"]: row for row in json.loads((folder / "report" / "report.json").read_text())["rows"]}
+
+
+def test_rows_on_two_gpus(tmp_path):
+    rows = report(tmp_path, "--only", "links", devices=2, gib=12)
+    assert rows["links"]["status"] == "ok" and "| 2 neighbours |" in rows["links"]["text"], rows
+    rows = report(tmp_path, "--only", "eager", devices=1, gib=12)
+    assert rows["eager"]["status"] == "ok" and rows["eager"]["metrics"]["memory_gib"] > 1, rows
+    assert "| eager |" in (tmp_path / "report" / "report.md").read_text()
+
+
+def test_ctrl_c(tmp_path):
+    """Nothing that the report has started outlives it."""
+    program = start(tmp_path, "--only", "loss on", devices=1)
+    log = tmp_path / "report" / "runs" / "loss-on-the-CPU" / "metrics.jsonl"
+    while not log.exists():
+        assert program.poll() is None
+        time.sleep(0.1)
+    program.send_signal(signal.SIGINT)
+    assert "interrupted" in program.communicate()[0] and program.returncode == 130
+    rows = json.loads((tmp_path / "report" / "report.json").read_text())["rows"]
+    assert [row["status"] for row in rows] == ["interrupted", "not run"]
+
+
+# The stand-ins have no symmetric memory.
+NOT_HERE = {"async tp"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [dict(devices=2, gib=12), dict(devices=2, gib=80), dict(devices=1, gib=80, major=10)],
+                         ids=["2 small", "2 Hopper", "1 Blackwell"])
+def test_every_row(tmp_path, options):
+    rows = report(tmp_path, "--minutes", "90", **options)
+    assert not {name: row["reason"] for name, row in rows.items() if row["status"] == "failed" and name not in NOT_HERE}
