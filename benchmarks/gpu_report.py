@@ -128,16 +128,15 @@ def rows_of(found: dict) -> list[Row]:
     one, compiled = f"{llama} {size} {brief}", f"{llama} {size} {brief} --compile"
     exact = "--steps 10 --log_every 1 --val_every 0 --checkpoint_every 0 --compute_dtype float32 --out {out}"
     length = re.search(r"--seq_len \d+", size)[0]
-    heads = "n_heads=32,n_kv_heads=8"
-    shape = f"dim=2048,n_layers=4,{heads},head_dim=64,ffn_dim=8192,vocab_size=32768"
-    block = f"dim=4096,n_layers=2,{heads},head_dim=128,ffn_dim=14336" if gib >= 36 else shape
+    shape = "n_heads=32,n_kv_heads=8,dim=2048,n_layers=4,head_dim=64,ffn_dim=8192,vocab_size=32768"
+    block = "n_heads=32,n_kv_heads=8,dim=4096,n_layers=2,head_dim=128,ffn_dim=14336" if gib >= 36 else shape
     parity, equal = f"{llama} --check_parity --local_batch_size 2", "check_parity: equal"
     layout = {4: "--tp 2 --cp 2"}.get(n, "--tp 2 --cp 2 --pp 2" if n >= 8 else "--dp_shard 2")
     experts = f"--model_args n_layers=2,vocab_size=32768 --seq_len 4096 --local_batch_size 1 --compile {brief}"
     qwen = f"torchrun --nproc_per_node {n} train_qwen3.py --flavor 30B-A3B {experts} --ep {n}"
-    grpo = "grpo.py --steps 12 --eval_every 0 --checkpoint_every 0 --sft_steps 20 --out {out}"
+    small, grpo = "logprob_k3 below 1e-3", "grpo.py --steps 12 --eval_every 0 --checkpoint_every 0 --sft_steps 20 --out {out}"
     end = f"--local_batch_size 1 --ac full --compile --lr 3e-4 {brief}"
-    two, faster, between = dict(gpus=2), "1.2 x or more", "memory between none and full"
+    two, ao, faster, between = dict(gpus=2), dict(packages=("torchao",)), "1.2 x or more", "memory between none and full"
     return [
         Row("loss on the CPU", f"{llama} --device cpu {exact}", "the reference of the next row", 90),
         Row("loss on the GPU", f"{llama} {exact}", "x_base_loss 1.0000", 60, "loss on the CPU"),
@@ -148,20 +147,18 @@ def rows_of(found: dict) -> list[Row]:
         Row("float8 rowwise", f"{compiled} --float8 rowwise", faster, 150, "compile", capability=8.9),
         Row("float8 tensorwise", f"{compiled} --float8 tensorwise", faster, 150, "compile", capability=8.9),
         Row("float8 mxfp8", f"{compiled} --float8 mxfp8", faster, 150, "compile", capability=10),
-        Row("several GPUs", many, "as many times the tokens/s of its base as there are GPUs", 180, "compile", **two),
+        Row("all GPUs", many, "as many times the tokens/s of its base as there are GPUs", 180, "compile", **two),
         Row("links", f"torchrun --nproc_per_node {n} benchmarks/links.py", "near the data sheet's bandwidth", 60, **two),
         Row("ac op", f"{compiled} --ac op", between, 150, "compile"),
         Row("ac full", f"{compiled} --ac full", "the least memory, 0.75-0.8 x", 150, "compile"),
         Row("attention flash", f"{compiled} --attention flash", "not above 1 x", 120, "compile", capability=8),
         Row("attention cudnn", f"{compiled} --attention cudnn", "not above 1 x", 120, "compile", capability=8),
-        Row("tp", f"{many} --tp {n}", "below 1 x", 180, "several GPUs", **two),
+        Row("tp", f"{many} --tp {n}", "below 1 x", 180, "all GPUs", **two),
         Row("async tp", f"{many} --tp {n} --async_tp", "above 1 x", 180, "tp", capability=9, **two),
-        Row("cp", f"{many} --cp {n}", "half the tokens/s of its base, with two GPUs", 180, "several GPUs", **two),
-        Row("experts over GPUs", qwen, "loss falls", 180, gib=36, **two),
-        Row("float8 experts", f"{qwen} --float8 rowwise --float8_experts", "above 1 x", 180, "experts over GPUs", gib=36,
-            capability=8.9, **two),
-        Row("float8 all-gather", f"{many} --float8 tensorwise --float8_all_gather", faster, 180, "several GPUs", capability=8.9,
-            **two),
+        Row("cp", f"{many} --cp {n}", "near 1 x", 180, "all GPUs", **two),
+        Row("experts", qwen, "loss falls", 180, gib=36, **two),
+        Row("float8 experts", f"{qwen} --float8 rowwise --float8_experts", "above 1 x", 180, "experts", 2, 36, 8.9),
+        Row("float8 all-gather", f"{many} --float8 tensorwise --float8_all_gather", faster, 180, "all GPUs", 2, 0, 8.9),
         *(Row(f"parity of --{axis} 2", f"{parity} --{axis} 2", equal, 120, **two) for axis in ("tp", "cp", "pp")),
         Row("parity of --ep 2", "python train_qwen3.py --check_parity --flavor debug_moe --ep 2", equal, 120, **two),
         Row("against others", f"python benchmarks/train.py --rounds 3 {length} --local_batch_size 1 --model_args {shape}",
@@ -170,15 +167,11 @@ def rows_of(found: dict) -> list[Row]:
         Row("the whole 1B", f"{llama} --flavor 1B --seq_len 8192 {end}", "MFU as of ac full", 180, gib=36),
         Row("the whole 8B on 8", f"torchrun --nproc_per_node 8 train_llama3.py --flavor 8B --seq_len 8192 {end}",
             "MFU as of ac full", 240, gpus=8, gib=36),
-        Row("grpo", f"python {grpo} --model_args dim=1024,n_layers=8,n_heads=16,n_kv_heads=8,head_dim=64,ffn_dim=2816",
-            "logprob_k3 below 1e-3", 120),
-        Row("grpo, a rank that samples", f"torchrun --nproc_per_node 2 {grpo} --gen_ranks 1 --async_steps 1",
-            "logprob_k3 below 1e-3", 120, **two),
+        Row("grpo", f"python {grpo} --model_args dim=1024,n_layers=8,n_heads=16,head_dim=64,ffn_dim=2816", small, 120),
+        Row("grpo, a rank samples", f"torchrun --nproc_per_node 2 {grpo} --gen_ranks 1 --async_steps 1", small, 120, **two),
         Row("muon", f"{compiled} --optimizer muon --lr 6e-3", "0.9 x or more", 120, "compile"),
-        Row("moments in 8 bits", f"{compiled} --adamw_moments 8bit", "6 bytes per parameter less, 0.95 x or more", 150,
-            "compile", packages=("torchao",)),
-        Row("bf16 parameters", f"{compiled} --param_dtype bfloat16 --stochastic_rounding", "half the memory of states", 120,
-            "compile", packages=("torchao",)),
+        Row("moments in 8 bits", f"{compiled} --adamw_moments 8bit", "6 bytes per parameter less", 150, "compile", **ao),
+        Row("bf16 parameters", f"{compiled} --param_dtype bfloat16 --stochastic_rounding", "half of it", 120, "compile", **ao),
         Row("optimizer in backward", f"{compiled} --optimizer_in_backward --max_norm 0", "less memory", 120, "compile"),
         Row("documents", f"{compiled} --doc_mask", "near 1 x", 150, "compile"),
         Row("experts, one GPU", f"python train_qwen3.py --flavor 30B-A3B {experts}", "MFU above 25 %", 150, gib=36),
@@ -211,7 +204,7 @@ def why_not(row: Row, found: dict) -> str:
 
 # ---------------------------------------------------------------- one row
 def folder_of(row: Row, out: Path) -> Path:
-    return out / "runs" / re.sub(r"\W+", "-", row.name).strip("-")
+    return out / "rows" / re.sub(r"\W+", "-", row.name).strip("-")
 
 
 def argv_of(row: Row) -> list[str]:
@@ -233,7 +226,7 @@ def execute(row: Row, out: Path, limit: float) -> None:
     folder = folder_of(row, out)
     folder.mkdir(parents=True)
     began, printed, errors = time.monotonic(), folder / "stdout", folder / "stderr"
-    env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": f"{out.resolve()}/runs/cache"}  # nothing was compiled before this report
+    env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": f"{out.resolve()}/rows/cache"}  # nothing was compiled before this report
     with open(printed, "w") as stdout, open(errors, "w") as stderr:
         process = subprocess.Popen(argv_of(row), env=env, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
                                    start_new_session=True)
@@ -243,6 +236,7 @@ def execute(row: Row, out: Path, limit: float) -> None:
         except subprocess.TimeoutExpired:
             row.status, row.reason = "time limit", f"ended after {limit:.0f} s"
         except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would lose the report
             row.status, row.reason = "interrupted", "Ctrl-C"
         finally:
             if process.poll() is None:
@@ -263,15 +257,15 @@ def last_error(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     ours = [line for line in lines if line.startswith("error")]
     raised = [line for line in lines if re.search(r"\w(Error|Exception): ", line) and "ChildFailed" not in line]
-    return (ours[:1] or raised[-1:] or lines[-1:] or ["no output"])[0][:400]
+    return (ours[:1] or raised[-1:] or lines[-1:] or ["no output"])[0][:400].replace("|", "/")
 
 
 def telling_lines(text: str, is_training: bool) -> str:
     """Of a recipe what metrics.jsonl does not hold; of a benchmark everything."""
     lines = text.rstrip().splitlines()
     if is_training or "check_parity" in text:
-        lines = [line for line in lines if line.startswith(("attention:", "check_parity: ", "--float8", "float8"))]
-        lines = [line for line in lines if not line.endswith("...")]
+        starts = ("attention:", "check_parity: equal", "check_parity: NOT", "--float8", "float8")
+        lines = [line for line in lines if line.startswith(starts)]
     return "\n".join(lines[-60:])
 
 
@@ -322,11 +316,8 @@ def run_rows(rows: list[Row], out: Path, seconds: float, write, clock=time.monot
 
 
 def brief_line(row: Row) -> str:
-    m, parts = row.metrics, []
-    parts += [f"{m['tokens_per_second']:,.0f} tokens/s"] if "tokens_per_second" in m else []
-    parts += [f"MFU {m['mfu']:.1%}"] if "mfu" in m else []
-    parts += [f"{m['memory_gib']:.1f} GiB"] if "memory_gib" in m else []
-    parts += [f"{m['x_base']:.2f} x {row.base}"] if "x_base" in m else []
+    texts = dict(tokens_per_second="{:,.0f} tokens/s", mfu="MFU {:.1%}", memory_gib="{:.1f} GiB", x_base="{:.2f} x " + row.base)
+    parts = [text.format(row.metrics[key]) for key, text in texts.items() if key in row.metrics]
     return "  ".join(parts) or row.text.rpartition("\n")[2]
 
 
@@ -350,8 +341,7 @@ def markdown(report: dict, rows: list[Row]) -> str:
     for row in (row for row in rows if row.text):
         lines += ["", f"**{row.name}** (to see: {row.see})", "", "```", row.text, "```"]
     lines += ["", "| not ok | why | seconds |", "| --- | --- | --- |"]
-    escape = lambda text: text.replace("|", "\\|")  # noqa: E731
-    lines += [f"| {row.name}: {row.status} | {escape(row.reason)} | {row.seconds:.0f} |" for row in rows if row.status != "ok"]
+    lines += [f"| {row.name}: {row.status} | {row.reason} | {row.seconds:.0f} |" for row in rows if row.status != "ok"]
     lines += ["", "```", *(f"# {row.name}\n{row.command}" for row in rows), "```"]
     lines += ["", "```", found["links"], "```"] if found["links"] else []
     return "\n".join(lines) + "\n"
@@ -373,7 +363,9 @@ def main(cfg: Config):
         return print("\n".join(f"{row.name}: {row.reason or row.command}" for row in rows))
     report = dict(version=1, machine=found, began=datetime.now(UTC).isoformat(timespec="seconds"), seconds=0.0,
                   budget=60 * cfg.minutes, size=model_size(min(gpu["gib"] for gpu in found["gpus"])))
-    shutil.rmtree(out / "runs", ignore_errors=True)  # of an earlier report, which would be continued
+    if out.exists() and not (out / "report.json").exists():
+        usage_error(f"--out {out} is there, and no report; give a folder that is not there, or one of a report to replace")
+    shutil.rmtree(out / "rows", ignore_errors=True)  # of an earlier report: its runs would be continued
     out.mkdir(parents=True, exist_ok=True)
 
     def write():
@@ -382,6 +374,7 @@ def main(cfg: Config):
         write_file(out / "report.md", markdown(report, rows).encode())
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    write()
     run_rows(rows, out, 60 * cfg.minutes - (time.monotonic() - began), write)
     counts = {status: sum(row.status == status for row in rows) for status in dict.fromkeys(row.status for row in rows)}
     print(f"{', '.join(f'{n} {status}' for status, n in counts.items())} in {report['seconds'] / 60:.1f} min: {out}/report.md, "
@@ -390,4 +383,7 @@ def main(cfg: Config):
 
 
 if __name__ == "__main__":
-    main(parse_config(Config))
+    try:
+        main(parse_config(Config))
+    except KeyboardInterrupt:  # before the first row
+        sys.exit(130)

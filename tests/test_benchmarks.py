@@ -187,7 +187,7 @@ def test_what_comes_of_a_row(tmp_path):
     found = {}
     for name, line in code.items():
         (tmp_path / f"{name}.py").write_text(f"import json, sys, time; out = sys.argv[1]; print('attention: flash'); {line}")
-        found[name] = gpu_report.Row(name, f"python {tmp_path}/{name}.py {tmp_path}/report/runs/{name}", "", 1)
+        found[name] = gpu_report.Row(name, f"python {tmp_path}/{name}.py {tmp_path}/report/rows/{name}", "", 1)
         gpu_report.execute(found[name], tmp_path / "report", 3)
     assert [row.status for row in found.values()] == ["ok", "failed", "time limit"]
     assert found["well"].metrics["loss"] == 2.5 and found["well"].text == "attention: flash"
@@ -209,7 +209,10 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path):
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=interrupt, daemon=True).start()
-    gpu_report.run_rows(found, tmp_path / "report", 60, lambda: None)
+    try:
+        gpu_report.run_rows(found, tmp_path / "report", 60, lambda: None)
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # it hears no second one
     assert [row.status for row in found] == ["ok", "interrupted", "not run"]
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)

@@ -44,7 +44,7 @@ def test_rows_on_two_gpus(tmp_path):
 def test_ctrl_c(tmp_path):
     """Nothing that the report has started outlives it."""
     program = start(tmp_path, "--only", "loss on", devices=1)
-    log = tmp_path / "report" / "runs" / "loss-on-the-CPU" / "metrics.jsonl"
+    log = tmp_path / "report" / "rows" / "loss-on-the-CPU" / "metrics.jsonl"
     while not log.exists():
         assert program.poll() is None
         time.sleep(0.1)
@@ -54,8 +54,8 @@ def test_ctrl_c(tmp_path):
     assert [row["status"] for row in rows] == ["interrupted", "not run"]
 
 
-# The stand-ins have no symmetric memory.
-NOT_HERE = {"async tp"}
+# The stand-ins have no symmetric memory, and grpo.py ends where it reads that a gradient is not finite: it always reads 0.
+NOT_HERE = {"async tp", "grpo", "grpo, a rank samples"}
 
 
 @pytest.mark.slow
