@@ -43,7 +43,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 from distributed.cast import cast_weights
-from distributed.experts import compiled_experts
+from distributed.experts import compile_experts
 from distributed.initial import draw_block, initial_values
 from distributed.keep import keep_contexts
 from distributed.layout import AllGather, AllToAll, Layout, all_blocks, local_slice, local_tensor
@@ -307,8 +307,8 @@ def checkpoint_activations(stage, layout: Layout) -> None:
 def compile_blocks(stage, layout: Layout) -> None:
     """Compile each block by itself, and the loss: all blocks share one compilation, and FSDP's hooks stay outside of it.
 
-    Of a block with experts, the attention and the arithmetic of the experts are compiled one by one. Routing and the exchange
-    of tokens are not: how many tokens each expert gets is known only while it runs.
+    Of a block with experts, the attention, the experts, and what sorts their tokens are compiled one by one. Routing and the
+    exchange of tokens are not: how many tokens each expert gets is known only while it runs.
     """
     cfg = layout.cfg
     if not cfg.compile:
@@ -321,8 +321,8 @@ def compile_blocks(stage, layout: Layout) -> None:
     for block in all_blocks(stage).values():
         whole = block.attn if hasattr(block, "moe") else block
         whole.forward = torch.compile(whole.forward, fullgraph=layout.cp == 1)
-        if hasattr(block, "moe") and not isinstance(block.moe.experts.compute, partial):  # float8 has kernels of its own
-            block.moe.experts.compute = partial(compiled_experts, torch.compile(block.moe.experts.compute, fullgraph=True))
+        if hasattr(block, "moe"):
+            compile_experts(block.moe.experts)
 
 
 # ---------------------------------------------------------------- FSDP2, HSDP, DDP: one wrapper for all

@@ -55,17 +55,19 @@ def gathered_moe(moe_forward, group, x: Tensor) -> Tensor:
 
 def exchange_tokens(experts, group, x: Tensor, counts: Tensor) -> Tensor:
     """Experts.forward over ep ranks: x (N*k, D) sorted by expert, so also by the rank that holds it; counts (E,)."""
+    from models.moe import Spread, inverse
+
     ep = dist.get_world_size(group)
     arriving = AllToAll.apply(counts, group)  # (ep * E/ep,): from every rank, its rows for each of this rank's experts
     # The all-to-all needs its sizes on the host. This is the only place where a layer waits for the device.
     sent, received = torch.stack([counts, arriving]).view(2, ep, -1).sum(-1).tolist()
     x = AllToAll.apply(x, group, sent, received)  # sorted by (rank, expert)
     expert = torch.arange(len(counts) // ep, device=x.device).repeat(ep)
-    order = expert.repeat_interleave(arriving, output_size=len(x)).argsort(stable=True)
+    order = expert.short().repeat_interleave(arriving, output_size=len(x)).argsort(stable=True)
+    back = inverse(order)  # to the order of arrival
     weights = (local_tensor(w) for w in (experts.w1, experts.w2, experts.w3))
-    y = experts.compute(x[order], arriving.view(ep, -1).sum(0), *weights)
-    y = y[order.argsort()]  # back in the order of arrival
-    return AllToAll.apply(y, group, received, sent)
+    y = experts.compute(Spread.apply(x, order, back[:, None]), arriving.view(ep, -1).sum(0), *weights)
+    return AllToAll.apply(Spread.apply(y, back, order[:, None]), group, received, sent)
 
 
 @torch.no_grad()
@@ -108,3 +110,10 @@ def compiled_experts(compiled, x: Tensor, counts: Tensor, w1: Tensor, w2: Tensor
         return swiglu_experts(x, counts, w1, w2, w3)
     torch._dynamo.mark_dynamic(x, 0)
     return compiled(x, counts, w1, w2, w3)
+
+
+def compile_experts(experts) -> None:
+    """The arithmetic of a layer's experts, and what brings the tokens into their order and back."""
+    if not isinstance(experts.compute, partial):  # float8 has kernels of its own
+        experts.compute = partial(compiled_experts, torch.compile(experts.compute, fullgraph=True))
+    experts.spread, experts.combine = (torch.compile(f, fullgraph=True) for f in (experts.spread, experts.combine))

@@ -1,0 +1,22 @@
+"""Experts on a GPU: which kernels a layer launches, models/moe.py."""
+import re
+
+import pytest
+
+MODEL = "n_layers=2,dim=256,n_heads=4,n_kv_heads=2,head_dim=64,ffn_dim=256,moe_ffn_dim=128,n_experts=16,top_k=4,vocab_size=4096"
+QWEN3 = ("train_qwen3.py", "--flavor", "debug_moe", "--model_args", MODEL)
+
+
+def kernels_of_a_step(log: list[str]) -> list[str]:
+    return [line for line in log[log.index("mark step 2") : log.index("mark end 2")] if line.startswith(("kernel", "triton"))]
+
+
+@pytest.mark.parametrize("nproc, flags, sorts", [(1, [], 1), (2, ["--ep", "2"], 2)], ids=str)
+def test_tokens_are_sorted_once_and_added_up_without_atomics(device, tmp_path, nproc, flags, sorts):
+    """Per layer one sort, of 16 bits, and one where they arrive from other ranks. torch's own gradients of indexing sort once
+    more, or add with atomics."""
+    for log in device.run(tmp_path, *QWEN3, *flags, nproc=nproc, empty_weights=True).logs:
+        kernels = kernels_of_a_step(log)
+        passes = [line for line in kernels if "RadixSortOnesweep" in line]
+        assert len(passes) == 2 * 2 * sorts  # layers, bytes
+        assert not [line for line in kernels if re.search("indexFunc|index_put|indexing_backward", line)]
