@@ -18,7 +18,7 @@ from torch import nn
 
 from distributed.layout import Layout, dtype_of_compute
 from distributed.refusals import runs_on_cuda
-from models.attention import sdpa
+from models import attention
 from support.config import GPU, Need, flag, usage_error
 
 NCCL = Need("without NCCL, so without GPUs", lambda c: c.on_cuda)
@@ -85,7 +85,8 @@ def connect(layout: Layout, device: str = "auto", seed: int = 0, trace: str = "t
 
 
 def choose_attention(layout: Layout, config, seq_len: int, local_batch_size: int) -> None:
-    """On GPUs, leave the faster of flash and cuDNN attention switched on, forward and backward measured on this run's shapes.
+    """On GPUs, let the faster of flash and cuDNN attention come first, forward and backward measured on this run's shapes. What
+    it cannot compute, as flash the masks of grouped queries in rollouts, goes to the other one, not to the slow plain kernel.
 
     There is no choice in fp32, which neither of them computes, and with --cp_method allgather, whose masks only flash takes.
     """
@@ -96,18 +97,20 @@ def choose_attention(layout: Layout, config, seq_len: int, local_batch_size: int
         return
     if choice == "auto":
         B, heads = cfg.pp_microbatch_size if layout.pp > 1 else local_batch_size, layout.tp * layout.cp
-        shape = lambda n: (B, max(1, n // heads), seq_len, config.head_dim)  # noqa: E731
-        q, k, v = (torch.randn(shape(n), device=layout.device, dtype=layout.compute_dtype, requires_grad=True)
-                   for n in (config.n_heads, config.n_kv_heads, config.n_kv_heads))
+        widths = config.head_dim, config.head_dim, getattr(config, "v_head_dim", config.head_dim)
+        q, k, v = (torch.randn(B, max(1, n // heads), seq_len, width, device=layout.device, dtype=layout.compute_dtype,
+                               requires_grad=True)
+                   for n, width in zip((config.n_heads, config.n_kv_heads, config.n_kv_heads), widths, strict=True))
         times = torch.full((2,), math.inf, device=layout.device)
         for i, backend in enumerate((SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            attention.flash_is_first = backend == SDPBackend.FLASH_ATTENTION
             try:
                 for step in range(6):
                     if step == 3:  # the first ones warm up
                         begin.record()
                     with sdpa_kernel(backend):
-                        sdpa(q, k, v, is_causal=True).sum().backward()
+                        attention.sdpa(q, k, v, is_causal=True).sum().backward()
                 end.record()
                 end.synchronize()
                 times[i] = begin.elapsed_time(end) / 3
@@ -116,12 +119,16 @@ def choose_attention(layout: Layout, config, seq_len: int, local_batch_size: int
         dist.all_reduce(times)  # one choice for all ranks
         flash, cudnn = (times / layout.world_size).tolist()
         if not min(flash, cudnn) < math.inf:
+            attention.flash_is_first = True
             return
         choice = "flash" if flash <= cudnn else "cudnn"
         if layout.rank == 0:
             print(f"attention: flash {flash:.2f} ms, cuDNN {cudnn:.2f} ms per layer, forward and backward: {choice}")
-    torch.backends.cuda.enable_flash_sdp(choice == "flash")
-    torch.backends.cuda.enable_cudnn_sdp(choice == "cudnn")
+    attention.flash_is_first = choice == "flash"
+    order = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION][:: 1 if attention.flash_is_first else -1]
+    x = torch.empty(1, 1, 1, 8, device=layout.device, dtype=layout.compute_dtype)
+    torch._fused_sdp_choice(x, x, x)  # the first time that torch is asked, it sets an order of its own
+    torch._C._set_sdp_priority_order([int(kind) for kind in (*order, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)])
 
 
 def agree_on_attempt(store: dist.Store, layout: Layout) -> str:

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+flash_is_first = True  # of the kernels of a GPU that can compute an attention; set by distributed.launch.choose_attention
+
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask=None, is_causal=False, scale=None) -> Tensor:
     """Scaled dot-product attention: q (B, H, T, K), k (B, G, S, K), v (B, G, S, U) -> (B, H, T, U).
@@ -20,8 +22,9 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask=None, is_causal=False, scale=None
     """
     K, U = q.shape[-1], v.shape[-1]
     # DeepSeek's values are narrower than its keys, and flash kernels want one width. From 1,000 tokens on, a flash kernel on
-    # values padded with zeros is faster than the plain kernel.
-    if U < K <= 256:
+    # values padded with zeros is faster than the plain kernel. On a GPU flash takes neither fp32 nor a mask of booleans.
+    flash_runs = not q.is_cuda or flash_is_first and q.element_size() == 2 and type(mask) is not Tensor
+    if U < K <= 256 and flash_runs:
         v = F.pad(v, (0, K - U))
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
@@ -39,6 +42,14 @@ def compiled_flex_attention():
     return torch.compile(flex_attention, dynamic=False, options=visible)
 
 
+@cache
+def compiled_block_mask():
+    """create_block_mask writes the whole mask (B, T, S) on its way, 10 GiB at 32k tokens; compiled it writes blocks only."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return torch.compile(create_block_mask, dynamic=False)
+
+
 def causal_attention(positions: Tensor, doc_ids: Tensor | None = None, q_index: Tensor | None = None):
     """Return attend(q, k, v, scale=None) for queries at positions (B or 1, T). With doc_ids (B, S), attention stops at
     document boundaries as well.
@@ -53,12 +64,10 @@ def causal_attention(positions: Tensor, doc_ids: Tensor | None = None, q_index: 
     k_index = torch.arange(S, device=doc_ids.device)
     q_index = k_index if q_index is None else q_index
     if doc_ids.is_cuda:  # a boolean mask would rule out the flash kernel there and cost B*T*S bytes
-        from torch.nn.attention.flex_attention import create_block_mask
-
         def same_document(b, h, q, k):
             return (q_index[q] >= k) & (doc_ids[b, q_index[q]] == doc_ids[b, k])
 
-        block_mask = create_block_mask(same_document, doc_ids.shape[0], None, len(q_index), S, device=doc_ids.device)
+        block_mask = compiled_block_mask()(same_document, doc_ids.shape[0], None, len(q_index), S, device=doc_ids.device)
         return lambda q, k, v, scale=None: compiled_flex_attention()(
             q, k, v, block_mask=block_mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )

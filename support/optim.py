@@ -27,7 +27,8 @@ def step_in_backward(optimizers, layout: Layout) -> None:
     layout.squares = torch.zeros((), dtype=torch.float64, device=layout.device)
 
     def update(p, optimizer, group):
-        layout.squares += local_tensor(p.grad).double().square().sum() / replicas(p.grad, layout)
+        (norm,) = torch._foreach_norm([local_tensor(p.grad)], 2, dtype=torch.float64)  # without a copy of it in fp64
+        layout.squares += norm.square() / replicas(p.grad, layout)
         everything, optimizer.param_groups = optimizer.param_groups, [{**group, "params": [p]}]
         optimizer.step()
         optimizer.param_groups, p.grad = everything, None

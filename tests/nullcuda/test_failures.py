@@ -1,5 +1,15 @@
 """What failed, waited or did not fit at an earlier commit, where only a GPU could have shown it."""
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
+from build import environment
+
+HERE = Path(__file__).parent
+REPO = HERE.parent.parent
 
 # sides that every kind of --float8 can cut into its blocks, and more layers than the compiler's limit of 8 versions
 WIDE = "n_layers=9,dim=256,n_heads=4,n_kv_heads=2,head_dim=64,ffn_dim=512"
@@ -40,3 +50,56 @@ def test_float8_that_cannot_run_is_refused_in_one_line(device, tmp_path, flags, 
     recipe = EXPERTS if "experts" in flags else DENSE
     done = device.run(tmp_path, *recipe, *flags.split(), nproc=2 if "tp" in flags else 1, status=None, major=10, log=False)
     assert 0 not in done.statuses and text in done.texts[0].splitlines()[0], done.texts[0]
+
+
+@pytest.mark.slow
+def test_document_masks_of_long_sequences_are_small(device, tmp_path):
+    """create_block_mask alone took 10 GiB at 32k tokens. And the documents of every step are others: nothing compiles again."""
+    device.run(tmp_path, "train_llama3.py", "--doc_mask", "--seq_len", 32768, "--local_batch_size", 1, "--model_args",
+               "n_layers=1,dim=64,n_heads=1,n_kv_heads=1,head_dim=64,ffn_dim=64,max_seq_len=32768", "--steps", 4, gib=4,
+               no_waiting=True)
+
+
+def test_optimizer_in_backward_copies_no_gradient_to_fp64(device, tmp_path):
+    """Nor its squares: two copies of a GiB each, of the largest gradient here."""
+    sizes = "n_layers=1,dim=64,n_heads=1,n_kv_heads=1,head_dim=64,ffn_dim=2000000"
+    flags = ("--optimizer_in_backward", "--max_norm", 0, "--param_dtype", "bfloat16", "--seq_len", 64, "--local_batch_size", 1)
+    device.run(tmp_path, "train_llama3.py", *flags, "--model_args", sizes, gib=4.6, empty_weights=True)
+
+
+KERNELS = """
+import json, sys
+from types import SimpleNamespace as Bag
+import torch
+from answers import cudnn_attention
+from distributed.launch import choose_attention
+from models.attention import lower_right_mask, sdpa
+
+cudnn_attention()
+cfg = Bag(attention=sys.argv[1], cp_method="alltoall")
+choose_attention(Bag(cfg=cfg, device=torch.device("cuda"), compute_dtype=torch.bfloat16, cp=1), None, 64, 1)
+
+def kernel(T, S, H, G, K, mask=None, is_causal=False, U=None):
+    q, k, v = (torch.empty(2, heads, n, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+               for heads, n, width in ((H, T, K), (G, S, K), (G, S, U or K)))
+    node = sdpa(q, k, v, mask, is_causal).grad_fn
+    while node and "ScaledDotProduct" not in node.name():
+        node = next((next_node for next_node, _ in node.next_functions if next_node), None)
+    return node.name().removeprefix("ScaledDotProduct").removesuffix("AttentionBackward0") if node else "Math"
+
+seen = lambda T, S: torch.ones(2, 1, T, S, dtype=torch.bool, device="cuda")
+print(json.dumps(dict(
+    causal=kernel(64, 64, 8, 2, 64, is_causal=True), decode=kernel(1, 65, 8, 2, 64, seen(1, 65)),
+    decode_bucket=kernel(1, 128, 8, 2, 64, seen(1, 128)), prefill=kernel(64, 128, 8, 2, 64, seen(64, 128)),
+    lower_right=kernel(64, 128, 8, 2, 64, lower_right_mask(64, 128, torch.device("cuda"))),
+    latent=kernel(64, 64, 8, 8, 192, is_causal=True, U=128))))
+"""
+
+
+@pytest.mark.parametrize("choice, causal", [("flash", "Flash"), ("cudnn", "Cudnn")])
+def test_attention_is_chosen_by_priority(choice, causal):
+    """Masks of grouped queries, as rollouts have them, are computed by cuDNN or the plain kernel only."""
+    env = os.environ | environment() | {"PYTHONPATH": f"{REPO}:{HERE}"}
+    done = subprocess.run([sys.executable, "-c", KERNELS, choice], env=env, stdout=subprocess.PIPE, text=True, check=True)
+    rollout = dict(decode="Cudnn", decode_bucket="Cudnn", prefill="Cudnn")
+    assert json.loads(done.stdout.splitlines()[-1]) == dict(causal=causal, **rollout, lower_right="Flash", latent=causal)
