@@ -1,6 +1,8 @@
 """Where the device's memory goes: what the caching allocator takes from the driver, and what is copied on the device."""
 import re
 
+EIGHT_B = ["--flavor", "8B", "--seq_len", 8192, "--local_batch_size", 1, "--steps", 3, "--log_every", 3, "--attention", "flash"]
+
 
 def kinds(lines) -> set[str]:
     return {line.split()[0] for line in lines}
@@ -25,3 +27,25 @@ def test_one_process_copies_no_weights_and_no_gradients(device, tmp_path):
     done = device.run(tmp_path, "train_llama3.py", "--steps", 3, "--log_every", 3)
     copied = [int(line.split("bytes=")[1].split()[0]) for line in step_3(done) if re.match("copy .*d2d", line)]
     assert sum(copied) < 1e5  # of 1.2e7 bytes of weights
+
+
+def peak(done) -> float:
+    """Largest GiB that were allocated at once until the end of the third step."""
+    return float(re.search(r"memory after step 3: .*max_memory_allocated=([\d.]+)", done.texts[0])[1])
+
+
+def test_gradients_are_whole_between_micro_batches_only_where_they_fit(device, tmp_path):
+    """8B on 8 devices, two micro-batches: whole gradients in fp32 are 30 GiB, which leave too little of 80 GiB, and fit 140."""
+    flags = [*EIGHT_B, "--global_batch_size", 16, "--ac", "op"]
+    found = {}
+    for gib in (80, 140):
+        done = device.run(tmp_path / str(gib), "train_llama3.py", *flags, world=8, memory=True, gib=gib, log=False)
+        found[gib] = peak(done), "gradients reduced after each" in done.texts[0]
+    assert found[80][0] < 36 and found[80][1]
+    assert found[140][0] > 58 and not found[140][1]
+
+
+def test_8b_fits_one_device_of_140_gib_without_recomputation(device, tmp_path):
+    done = device.run(tmp_path, "train_llama3.py", *EIGHT_B, "--compile", empty_weights=True, memory=True, gib=140)
+    assert peak(done) < 133
+    assert not [line for line in step_3(done) if line.split()[0] in ("unmap", "free", "malloc", "map")]
