@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -114,6 +115,12 @@ class SequenceLinear(ParallelStyle):
 
         module.forward = forward
         return module
+
+
+@register_sharding(torch.ops.aten.mm.dtype)
+def sharding_of_scores(a, b, out_dtype):
+    """What DTensor has no rule for: a router's matmul of bf16 that returns fp32, models.moe.router_scores. Rows stay split."""
+    return [([rows], [rows, Replicate(), None]) for rows in (Shard(0), Replicate())]
 
 
 class VocabEmbedding(RowwiseParallel):

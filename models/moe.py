@@ -46,6 +46,29 @@ def swiglu_experts(x: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, w3: Tensor
     return linear(F.silu(linear(x, w1, counts)) * linear(x, w3, counts), w2, counts)
 
 
+class ScoresFromBf16(torch.autograd.Function):
+    """x W^T in fp32 from x (N, D) and W (E, D) in bf16. In the backward the gradient is rounded, as in every other linear."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return torch.mm(x, weight.T, out_dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        grad = grad.to(x.dtype)
+        return grad @ weight, grad.T @ x
+
+
+def router_scores(x: Tensor, weight: Tensor) -> Tensor:
+    """x (..., D), weight (E, D) -> (..., E), in fp32: rounded to bf16, close scores change places and tokens go to other
+    experts."""
+    if x.is_cuda and x.dtype == weight.dtype == torch.bfloat16:  # its matmuls add up in fp32 anyway: no copies of x in fp32
+        return ScoresFromBf16.apply(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
+    return F.linear(x.float(), weight.float())
+
+
 class Spread(torch.autograd.Function):
     """x[index] for an index that names every row of x k times; places (rows of x, k) says where they are in the result.
 

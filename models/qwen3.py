@@ -18,7 +18,7 @@ from models.attention import causal_attention
 from models.hf_config import SHARED_FIELDS, SHARED_FIXED, config_from_hf, config_to_hf
 from models.layers import RMSNorm, rotate
 from models.loss import linear_cross_entropy
-from models.moe import Balance, Experts, apply_experts
+from models.moe import Balance, Experts, apply_experts, router_scores
 
 
 @dataclass(kw_only=True)
@@ -128,14 +128,12 @@ class FeedForward(nn.Module):
 
 
 class Router(nn.Module):
-    """Scores of the experts, in fp32: rounded to bf16, close scores change places and tokens go to other experts."""
-
     def __init__(self, dim, n_experts):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(n_experts, dim))
 
     def forward(self, x):
-        return F.linear(x.float(), self.weight.float())  # (B, T/cp/tp, E)
+        return router_scores(x, self.weight)  # (B, T/cp/tp, E) fp32
 
 
 class MoE(nn.Module):

@@ -111,6 +111,22 @@ def test_tokens_travel_as_with_plain_indexing(monkeypatch, dtype, k):
         torch.testing.assert_close(gpu, cpu, **close)
 
 
+def test_scores_from_bf16_are_those_of_fp32(monkeypatch):
+    """The way of a GPU, which has a matmul of bf16 that returns fp32: the products of bf16 numbers are exact in fp32."""
+    torch.manual_seed(0)
+    leaves = [torch.randn(3, 5, 64).bfloat16().requires_grad_(), torch.randn(8, 64).bfloat16().requires_grad_()]
+    up = torch.randn(3, 5, 8)
+    want = models.moe.router_scores(*leaves)
+    grads = torch.autograd.grad(want, leaves, up)
+    mm = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: mm(a.to(out_dtype), b.to(out_dtype)))
+    got = models.moe.ScoresFromBf16.apply(leaves[0].flatten(0, -2), leaves[1]).view(3, 5, 8)
+    assert got.dtype == want.dtype == torch.float32
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-6)
+    for ours, theirs in zip(torch.autograd.grad(got, leaves, up), grads, strict=True):
+        assert ours.dtype == torch.bfloat16 and (ours.float() - theirs.float()).norm() < 0.01 * theirs.float().norm()
+
+
 @pytest.mark.parametrize("use_kernel", [True, False])
 def test_a_rank_without_tokens(use_kernel, monkeypatch):
     """Nothing in, nothing out, and gradients of zeros: FSDP waits for a gradient of every rank."""

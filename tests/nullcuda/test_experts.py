@@ -20,3 +20,13 @@ def test_tokens_are_sorted_once_and_added_up_without_atomics(device, tmp_path, n
         passes = [line for line in kernels if "RadixSortOnesweep" in line]
         assert len(passes) == 2 * 2 * sorts  # layers, bytes
         assert not [line for line in kernels if re.search("indexFunc|index_put|indexing_backward", line)]
+
+
+@pytest.mark.parametrize("nproc, flags", [(1, []), (2, ["--tp", "2"])], ids=str)
+def test_routers_multiply_in_bf16(device, tmp_path, nproc, flags):
+    """Per layer three matmuls, and no copy of the tokens in fp32 for them; under tensor parallelism each for its half."""
+    log = device.run(tmp_path, *QWEN3, *flags, nproc=nproc, empty_weights=True).logs[0]
+    step = log[log.index("mark step 2") : log.index("mark end 2")]
+    routers = [i for i, line in enumerate(step) if line.startswith("gemm") and re.search(r"\b[mnk]=16\b", line)]
+    assert len(routers) == 2 * 3
+    assert all("norm" in step[i - 1] for i in routers[:2])  # nothing between the norm and the router
