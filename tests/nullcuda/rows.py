@@ -1,0 +1,40 @@
+"""What the tests on the null device run: small models, and rows of text: which of them, on how many processes, with which
+flags. Nine layers are more than the compiler's limit of eight versions of a function; sizes of 256 are whole blocks of 128."""
+import pytest
+
+LLAMA = "n_layers=9,dim=256,n_heads=8,n_kv_heads=4,head_dim=32,ffn_dim=512,vocab_size=4096"
+MOE = LLAMA + ",n_experts=8,top_k=2,moe_ffn_dim=256"
+MLA = ("n_layers=9,dim=256,n_heads=8,ffn_dim=512,vocab_size=4096,q_lora_rank=128,kv_lora_rank=128,qk_nope_head_dim=32,"
+       "qk_rope_head_dim=32,v_head_dim=32,moe_ffn_dim=256")
+MODELS = {
+    "llama3": ["train_llama3.py", "--model_args", LLAMA],
+    "tied": ["train_llama3.py", "--model_args", LLAMA + ",tie_embeddings=true"],
+    "qwen3": ["train_qwen3.py", "--model_args", LLAMA],
+    "moe": ["train_qwen3.py", "--flavor", "debug_moe", "--model_args", MOE],
+    "deepseek": ["train_deepseek.py", "--model_args", MLA],
+    "mtp": ["train_deepseek.py", "--flavor", "debug_mtp", "--model_args", MLA],
+}
+GRPO = ("--prompts_per_step 4 --group_size 2 --max_new_tokens 4 --local_batch_size 8 --eval_every 0 --sft_steps 2 --abort_k3 0 "
+        "--steps 2 --log_every 0 --checkpoint_every 0 --device cuda")
+
+
+def rows(text: str) -> list:
+    """Parameters from lines such as "moe 2 --ep 2": a model, how many processes, flags. A "-" before a line makes it slow; what
+    follows after " : " is given to the test as numbers."""
+    found = []
+    for line in filter(None, map(str.strip, text.splitlines())):
+        row, *numbers = line.removeprefix("-").strip().split(" : ")
+        values = [row, *map(int, " ".join(numbers).split())]
+        found.append(pytest.param(*values, id=row, marks=[pytest.mark.slow] if line.startswith("-") else []))
+    return found
+
+
+def run(device, tmp_path, row: str, *more, **options):
+    """The row's run, with `more` flags."""
+    name, n, *flags = row.split()
+    if name == "grpo":
+        recipe, brief = ["grpo.py"], GRPO.split()
+    else:
+        sequences = 4 if "--pp" in flags else 2
+        recipe, brief = MODELS[name], device.BRIEF + ["--seq_len", 256, "--local_batch_size", sequences]
+    return device.run(tmp_path, recipe[0], *recipe[1:], *flags, *more, brief=brief, nproc=int(n), **options)
