@@ -28,7 +28,7 @@ sys.path[0] = str(Path(__file__).parent.parent)  # in benchmarks/ this file woul
 
 import checkpoint
 from checkpoint import CheckpointConfig, Checkpoints
-from distributed.launch import connect, run
+from distributed.launch import LaunchConfig, connect, run
 from distributed.layout import ParallelConfig
 from distributed.refusals import check_layout
 from models.llama3 import FLAVORS, Llama3
@@ -38,7 +38,7 @@ from support.files import fsync
 
 
 @dataclass(kw_only=True)
-class Config(ParallelConfig):
+class Config(ParallelConfig, LaunchConfig):
     flavor: Literal["debug", "1B", "3B", "8B"] = "debug"  # model size: see FLAVORS in models/llama3.py
     model_args: str = ""  # fields of the flavor to change: "n_layers=12,dim=512"
     repeats: int = 5  # rounds that count, after one that does not

@@ -129,7 +129,7 @@ def rows_of(found: dict) -> list[Row]:
     exact = "--steps 10 --log_every 1 --val_every 0 --checkpoint_every 0 --compute_dtype float32 --out {out}"
     length = re.search(r"--seq_len \d+", size)[0]
     shape = "n_heads=32,n_kv_heads=8,dim=2048,n_layers=4,head_dim=64,ffn_dim=8192,vocab_size=32768"
-    block = "n_heads=32,n_kv_heads=8,dim=4096,n_layers=2,head_dim=128,ffn_dim=14336" if gib >= 36 else shape
+    width = "dim=4096,head_dim=128,ffn_dim=14336" if gib >= 36 else "dim=2048,head_dim=64,ffn_dim=8192"
     parity, equal = f"{llama} --check_parity --local_batch_size 2", "check_parity: equal"
     layout = {4: "--tp 2 --cp 2"}.get(n, "--tp 2 --cp 2 --pp 2" if n >= 8 else "--dp_shard 2")
     experts = f"--model_args n_layers=2,vocab_size=32768 --seq_len 4096 --local_batch_size 1 --compile {brief}"
@@ -163,7 +163,7 @@ def rows_of(found: dict) -> list[Row]:
         Row("parity of --ep 2", "python train_qwen3.py --check_parity --flavor debug_moe --ep 2", equal, 120, **two),
         Row("against others", f"python benchmarks/train.py --rounds 3 {length} --local_batch_size 1 --model_args {shape}",
             "torchtitan at most 0.95 x, transformers at most 0.8 x; our memory the least", 300,
-            packages=("torchtitan", "transformers")),
+            gib=36, packages=("torchtitan", "transformers")),
         Row("the whole 1B", f"{llama} --flavor 1B --seq_len 8192 {end}", "MFU as of ac full", 180, gib=36),
         Row("the whole 8B on 8", f"torchrun --nproc_per_node 8 train_llama3.py --flavor 8B --seq_len 8192 {end}",
             "MFU as of ac full", 240, gpus=8, gib=36),
@@ -178,7 +178,7 @@ def rows_of(found: dict) -> list[Row]:
         Row("latent attention", f"python train_deepseek.py --flavor 16B {experts}", "MFU above 25 %", 150, gib=36),
         Row("long sequence", f"{compiled.replace(length, '--seq_len 32768')} --ac full", "fits", 150, gib=36),
         Row("parts of a step", f"python benchmarks/kernels.py --rounds 5 {length} --local_batch_size 1 --dtype bfloat16 "
-            f"--matmul_size 8192 --loss_vocab 32768 --model_args {block}", "matmuls, attention, loss above 60 %", 120),
+            f"--loss_vocab 32768 --model_args n_layers=1,n_heads=32,n_kv_heads=8,{width} --matmul_size 8192", "60 %", 120),
         Row("checkpoints", f"torchrun --nproc_per_node {min(n, count)} benchmarks/checkpoint.py --flavor 1B --repeats 2 "
             "--model_args n_layers=2,vocab_size=16384 --folder {out}", "asynchronous: training waits for a small part", 150),
         Row("ac selective", f"{compiled} --ac selective", between, 120, "compile"),

@@ -72,6 +72,14 @@ def test_memory():
 
 
 @pytest.mark.slow
+def test_checkpoint(tmp_path):
+    shape = "n_layers=1,dim=32,n_heads=4,n_kv_heads=2,head_dim=8,ffn_dim=32,vocab_size=64"
+    stdout = run("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 1, "benchmarks/checkpoint.py",
+                 "--repeats", 1, "--device", "cpu", "--model_args", shape, "--folder", tmp_path)
+    assert "--checkpoint_async process" in stdout and "our load, verified" in stdout and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
 def test_startup():
     stdout = run("benchmarks/startup.py", "--rounds", 1, "--imports")
     assert {"ours", "transformers"} <= set(rows(stdout)) and "heavy ones among them: none" in stdout
