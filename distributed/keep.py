@@ -4,11 +4,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 # Kept besides every other matmul, because computing or sending it again takes long. Some of these only newer torch has.
+# From max on they are small: float8's largest number of a tensor, which takes a pass over it to find; and a router's scores,
+# choice and order, so that what is kept of the experts is certainly that of the tokens that are chosen again.
 KEPT = {
     "aten": (
         "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention", "_scaled_mm", "_scaled_mm_v2",
-        "_scaled_grouped_mm", "_scaled_grouped_mm_v2", "_grouped_mm",
+        "_scaled_grouped_mm", "_scaled_grouped_mm_v2", "_grouped_mm", "max", "mm.dtype", "topk", "sort.stable",
     ),
     "_c10d_functional": ("all_to_all_single", "reduce_scatter_tensor"),
     # FlexAttention, and that in its compiled form: see models.attention.compiled_flex_attention
@@ -38,10 +40,16 @@ class Only(TorchDispatchMode):
         return self.mode.__torch_dispatch__(op, types, args, kwargs) if op in self.ops else op(*args, **(kwargs or {}))
 
 
+def find_op(space: str, name: str):
+    """torch.ops.<space>.<name> or <name>.<overload>; None if this torch has none. Ops of higher order have no overloads."""
+    name, _, overload = name.partition(".")
+    op = getattr(getattr(torch.ops, space), name, None)
+    return getattr(op, overload or "default", op)
+
+
 def keep_contexts(is_compiled: bool) -> tuple:
     """The context_fn of torch.utils.checkpoint: a mode for the forward and one for the recomputation, new for every forward."""
-    found = [getattr(getattr(torch.ops, space), name, None) for space, names in KEPT.items() for name in names]
-    kept = {getattr(op, "default", op) for op in found if op is not None}
+    kept = {found for space, names in KEPT.items() for name in names if (found := find_op(space, name)) is not None}
     mm = torch.ops.aten.mm.default
     matmuls = {False: 0, True: 0}  # seen in the forward, in the recomputation: both keep every second one
 

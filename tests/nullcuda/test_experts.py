@@ -30,3 +30,15 @@ def test_routers_multiply_in_bf16(device, tmp_path, nproc, flags):
     routers = [i for i, line in enumerate(step) if line.startswith("gemm") and re.search(r"\b[mnk]=16\b", line)]
     assert len(routers) == 2 * 3
     assert all("norm" in step[i - 1] for i in routers[:2])  # nothing between the norm and the router
+
+
+def test_ac_op_repeats_neither_routing_nor_sends_nor_what_takes_long(device, tmp_path):
+    """Launches of a step with --ac op: as many as without, but for plain matmuls and what is between them."""
+    logs = {ac: device.run(tmp_path / ac, *QWEN3, "--ep", 2, "--ac", ac, nproc=2, empty_weights=True).logs[0]
+            for ac in ("none", "op")}
+    steps = {ac: log[log.index("mark step 2") : log.index("mark end 2")] for ac, log in logs.items()}
+    for what in ("^nccl send", "^nccl recv", "RadixSortOnesweep", "gatherTopK", "flash_fwd_kernel", "GroupProblemShape"):
+        none, op = (sum(bool(re.search(what, line)) for line in step) for step in steps.values())
+        assert none == op > 0, (what, none, op)
+    none, op = (sum(line.startswith("gemm") for line in step) for step in steps.values())
+    assert none < op
