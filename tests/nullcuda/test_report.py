@@ -54,8 +54,9 @@ def test_ctrl_c(tmp_path):
     assert [row["status"] for row in rows] == ["interrupted", "not run"]
 
 
-# The stand-ins have no symmetric memory, and grpo.py ends where it reads that a gradient is not finite: it always reads 0.
-NOT_HERE = {"async tp", "grpo", "grpo, a rank samples"}
+# The stand-ins have no symmetric memory. And all that is read is 0: grpo.py takes a gradient for not finite, and with experts
+# the parity of later steps is a norm of 0 within infinity times 0.
+NOT_HERE = {"async tp", "grpo", "grpo, a rank samples", "parity of --ep 2"}
 
 
 @pytest.mark.slow
