@@ -755,7 +755,8 @@ MUTANTS = {
                                     ["reduce_dtype"]),
     "dtypes of parameters and sums exchanged": (parallel, "MixedPrecisionPolicy", lambda param_dtype, reduce_dtype, **rest:
                                                 torch.distributed.fsdp.MixedPrecisionPolicy(reduce_dtype, param_dtype, **rest),
-                                                ["reduce_dtype", "compute_dtype"]),
+                                                ["reduce_dtype"]),
+    "weights not cast on one process": (parallel, "cast_weights", lambda *args: None, ["compute_dtype"]),
     "always the same initial weights": (RECIPE, "init_weights", swapped(parallel.init_weights, lambda s, layout, seed, *rest: (
         s, layout, 0, *rest)), ["seed"]),
     "data in another seed's order": (RECIPE, "open_data", lambda cfg, *rest: open_data(with_fields(cfg, data_seed=7), *rest),
