@@ -431,6 +431,9 @@ def init_weights(stage, layout: Layout, seed: int, skip=lambda fqn: False) -> No
     """
     values, draws = initial_values(stage), []
     stage.to_empty(device="cpu" if layout.cfg.cpu_offload else layout.device)
+    for module in stage.modules():  # only parameters are offloaded: the buffers are needed where the computation is
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, buffer.to(layout.device))
     for fqn, p in [*stage.named_parameters(), *stage.named_buffers()]:
         local, (number, std) = local_tensor(p.detach()), values[fqn]
         if std == 0 or skip(fqn):

@@ -23,7 +23,7 @@ ONE = """
 - llama3 1 --param_dtype bfloat16 --stochastic_rounding --adamw_moments 8bit
 - llama3 1 --param_dtype bfloat16
   llama3 1 --cpu_offload
-- moe 1 --cpu_offload --ac op
+  moe 1 --cpu_offload --ac op
   llama3 1 --optimizer_in_backward --max_norm 0
 - moe 1 --optimizer_in_backward --max_norm 0
   moe 1 --optimizer muon --moe_balance aux --moe_load_per_layer
@@ -32,7 +32,6 @@ ONE = """
 - llama3 1 --adamw_moments 8bit
 - llama3 1 --adamw_moments 4bit
 - llama3 1 --adamw_moments fp8
-- llama3 1 --global_batch_size 4 --reduce_grads always
 - llama3 1 --float8 tensorwise
   llama3 1 --float8 rowwise
 - llama3 1 --float8 rowwise_with_gw_hp
