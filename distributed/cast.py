@@ -9,7 +9,7 @@ would wrap: a block, the embedding, the rest.
     before its backward       they are cast again, into the same tensors
     a gradient is there       it is cast to --reduce_dtype and added to that of earlier micro-batches; after the last of these,
                               cast to the parameter's dtype
-    all of them are           the casts are freed
+    all of them are           the casts are freed; those of a unit with frozen parameters at the end of the backward
 
 FSDP rounds at the same places in the same order: losses and gradients equal those under FSDP to the last bit.
 """
@@ -26,23 +26,24 @@ def cast_weights(stage, layout: Layout, reshard: bool) -> None:
     cfg, taken = layout.cfg, set()
     if {getattr(torch, cfg.param_dtype), getattr(torch, cfg.reduce_dtype)} == {layout.compute_dtype}:
         return
-    blocks = list(all_blocks(stage).values())
-    units = [(block, reshard and block is not blocks[-1]) for block in blocks]  # the backward begins with the last block
+    blocks, units = list(all_blocks(stage).values()), []
+    roots = [(block, reshard and block is not blocks[-1]) for block in blocks]  # the backward begins with the last block
     if not stage.config.tie_embeddings:  # then the loss reads it as well
-        units.append((stage.tok_embeddings, reshard))
-    for root, frees in [*units, (stage, False)]:  # the loss uses the head's weight directly, outside of the head's forward
+        roots.append((stage.tok_embeddings, reshard))
+    for root, frees in [*roots, (stage, False)]:  # the loss uses the head's weight directly, outside of the head's forward
         modules = [m for m in root.modules() if m not in taken]
         taken.update(modules)
-        CastUnit(root, modules, layout, frees)
+        units.append(CastUnit(root, modules, layout, frees, units if root is stage else []))
 
 
 class CastUnit:
     """The parameters that `modules` hold, cast around forward and backward of `root`. root gets three methods with the names
-    and the meaning that FSDP's modules have them with: unshard, reshard, set_reshard_after_forward."""
+    and the meaning that FSDP's modules have them with: unshard, reshard, set_reshard_after_forward. units: those whose backward
+    is over with this one's: of the whole model's unit all, of others none."""
 
-    def __init__(self, root: nn.Module, modules: list[nn.Module], layout: Layout, frees: bool):
-        self.modules, self.layout, self.frees = modules, layout, frees
-        self.params, self.is_cast = [], False
+    def __init__(self, root: nn.Module, modules: list[nn.Module], layout: Layout, frees: bool, units: list):
+        self.modules, self.layout, self.frees, self.units = modules, layout, frees, units
+        self.params, self.sums, self.is_cast, self.missing = [], [], False, 0
         root.unshard, root.reshard, root.set_reshard_after_forward = self.unshard, self.reshard, self.set_reshard_after_forward
         root.register_forward_pre_hook(lambda module, args: self.unshard())
         root.register_forward_hook(self.after_forward)
@@ -54,7 +55,7 @@ class CastUnit:
         """At the first forward: before, the parameters may be moved to a device, and have no values."""
         self.places = [(m, name, p) for m in self.modules for name, p in m.named_parameters(recurse=False)]
         self.params = list(dict.fromkeys(p for _, _, p in self.places))  # a tied one once
-        self.sums: list[Tensor | None] = [None] * len(self.params)
+        self.sums = [None] * len(self.params)  # a Tensor while a gradient waits for later micro-batches
         # .to: the same memory where the dtype is the same; then nothing is ever copied
         self.casts = [nn.Parameter(p.detach().to(self.layout.compute_dtype), p.requires_grad) for p in self.params]
         for i, cast in enumerate(self.casts):
@@ -73,7 +74,7 @@ class CastUnit:
             cast.untyped_storage().resize_(cast.nbytes)
         if self.copies:
             torch._foreach_copy_([cast for cast, _ in self.copies], [p for _, p in self.copies])
-        self.is_cast, self.missing = True, sum(cast.requires_grad for cast in self.casts)
+        self.is_cast = True
         self.hold(dict(zip(self.params, self.casts, strict=True)))
 
     def reshard(self) -> None:
@@ -97,20 +98,33 @@ class CastUnit:
 
     def before_backward(self, grad: Tensor) -> None:
         self.unshard()
-        Variable._execution_engine.queue_callback(self.after_backward)
+        self.missing = len(self.casts)  # with the frozen ones: the backward may read them after the last gradient
+        if self.units:
+            Variable._execution_engine.queue_callback(self.after_backward)
 
     def after_backward(self) -> None:
+        for unit in self.units:
+            unit.free()
+            for i, total in enumerate(unit.sums):
+                if total is not None and self.layout.is_last_backward:  # of parameters that the last micro-batch did not use
+                    unit.give_gradient(i)
+
+    def free(self) -> None:
         if self.frees or self.layout.is_last_backward:
             self.reshard()
 
     def take_gradient(self, i: int) -> None:
-        p, cast, total = self.params[i], self.casts[i], self.sums[i]
-        total = cast.grad.to(getattr(torch, self.layout.cfg.reduce_dtype)) if total is None else total.add_(cast.grad)
-        cast.grad, self.sums[i] = None, None if self.layout.is_last_backward else total
+        cast, total = self.casts[i], self.sums[i]
+        self.sums[i] = cast.grad.to(getattr(torch, self.layout.cfg.reduce_dtype)) if total is None else total.add_(cast.grad)
+        cast.grad = None
         if self.layout.is_last_backward:
-            p.grad = total.to(p.dtype) if p.grad is None else p.grad.add_(total.to(p.dtype))
-            for hook in (p._post_accumulate_grad_hooks or {}).values():  # --optimizer_in_backward
-                hook(p)
+            self.give_gradient(i)
         self.missing -= 1
         if not self.missing:
-            self.after_backward()
+            self.free()
+
+    def give_gradient(self, i: int) -> None:
+        p, grad = self.params[i], self.sums[i].to(self.params[i].dtype)
+        p.grad, self.sums[i] = grad if p.grad is None else p.grad.add_(grad), None
+        for hook in (p._post_accumulate_grad_hooks or {}).values():  # --optimizer_in_backward
+            hook(p)

@@ -1,5 +1,8 @@
 """Mixed precision on one process, against distributed/cast.py: its numbers are FSDP's, and its parameters stay the model's."""
 from contextlib import nullcontext
+from fnmatch import fnmatch
+from functools import partial
+from itertools import count
 from unittest import mock
 
 import pytest
@@ -23,18 +26,32 @@ SLOW = [(problem, flags) for problem in ({}, dict(tie_embeddings=True), MOE, MTP
     tuple(flags.items()) for _, flags in [*CASES, ({}, BF16 | dict(compile=True))]) if (problem, dict(flags)) not in CASES]
 
 
-def everything_of_two_steps(problem: dict, flags: dict, under_fsdp: bool) -> list:
-    """Losses, gradient norms, gradients and weights of two steps of three micro-batches, and validation between them."""
+def everything_of_two_steps(problem: dict, flags: dict, under_fsdp: bool, trained="*", skipping=()) -> list:
+    """Losses, gradient norms, gradients and weights of two steps of three micro-batches, and validation between them.
+    trained: the only parameters that are not frozen. skipping: in which forwards block 1 is left out."""
+    numbers = count()
+
+    def freeze_and_shard(stage, layout, shard=parallel.shard):
+        for fqn, p in stage.named_parameters():
+            p.requires_grad_(fnmatch(fqn, trained))
+        shard(stage, layout)
+
+    def forward(x, *args, usual):
+        return x.clone() if next(numbers) in skipping else usual(x, *args)
+
     fsdp = mock.patch.object(parallel, "cast_weights", lambda stage, layout, reshard: parallel.wrap_units(stage, layout))
     with fsdp if under_fsdp else nullcontext(), without_inductor() if "compile" in flags else nullcontext():
-        stages, layout = build(config(**problem), flags, 6, 2)
+        with mock.patch.object(parallel, "shard", freeze_and_shard):
+            stages, layout = build(config(**problem), flags, 6, 2)
         assert isinstance(stages[0], parallel.FSDPModule) == under_fsdp
+        if skipping:
+            stages[0].blocks["1"].forward = partial(forward, usual=stages[0].blocks["1"].forward)
         params, seen = dict(stages[0].named_parameters()), []
         optimizer = torch.optim.AdamW(params.values(), lr=1e-3)
         for step in range(2):
             loss = parallel.forward_backward(stages, local_batch(global_batch(step, 6, False), layout), layout)
             assert all(p is params[fqn] for fqn, p in stages[0].named_parameters())
-            grads = {fqn: full(p.grad) for fqn, p in params.items()}
+            grads = {fqn: full(p.grad) for fqn, p in params.items() if p.grad is not None}
             norm = parallel.clip_grad_norm(stages, 0.5, layout)
             optimizer.step()
             optimizer.zero_grad()
@@ -47,6 +64,13 @@ def everything_of_two_steps(problem: dict, flags: dict, under_fsdp: bool) -> lis
                                                       for problem, flags in SLOW)], ids=str)
 def test_one_process_equals_fsdp_to_the_last_bit(problem, flags):
     ours, fsdps = (pool(1).run(everything_of_two_steps, problem, flags, under_fsdp)[0] for under_fsdp in (False, True))
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(ours, fsdps, strict=True))
+
+
+@pytest.mark.parametrize("trained, skipping", [("*w?.weight", []), ("*", [2])], ids=["frozen norms", "a skipped block"])
+def test_of_a_fork_that_freezes_weights_or_leaves_them_out(trained, skipping):
+    both = [(everything_of_two_steps, {}, BF16, under_fsdp, trained, skipping) for under_fsdp in (False, True)]
+    ours, fsdps = (pool(1).run(*job)[0] for job in both)
     assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(ours, fsdps, strict=True))
 
 
