@@ -108,6 +108,8 @@ LIBRARIES = []  # a torch.library.Library ends with the last reference to it
 
 
 def cudnn_attention() -> None:
+    from torch._meta_registrations import alloc_with_matching_layout
+
     forward = torch.ops.aten._scaled_dot_product_cudnn_attention
     backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
     library = torch.library.Library("aten", "IMPL")
@@ -115,10 +117,10 @@ def cudnn_attention() -> None:
     def attend(q, k, v, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
         Log.mark("kernel cudnn_attention")
         B, H, T, _ = q.shape
-        out = q.new_empty(B, T, H, v.shape[-1]).transpose(1, 2)
+        out = alloc_with_matching_layout(q, (B, H, T, v.shape[-1]))
         seed = torch.empty((), dtype=torch.int64, device=q.device)
         lse = q.new_empty((B, H, T, 1) if compute_log_sumexp else (0,), dtype=torch.float32)
-        return out, lse, None, None, T, k.shape[2], seed, seed.clone(), None
+        return out, lse, None, None, T, k.shape[2], seed, torch.empty_like(seed), None
 
     def attend_backward(grad, q, k, v, *rest, **kwargs):
         Log.mark("kernel cudnn_attention_backward")

@@ -1,0 +1,289 @@
+"""What a training step asks of a GPU, counted without one (tests/nullcuda), and what that costs at the least: a roofline.
+
+    .venv-cuda/bin/python benchmarks/nullcuda.py                              # all rows; about a minute each on two CPU cores
+    .venv-cuda/bin/python benchmarks/nullcuda.py --only "8B on 8" --repo ../before       # of another checkout, as a comparison
+
+torchtitan takes part where `import torchtitan` works. Counted is the fourth step, for bytes and FLOPs the third, of one rank;
+the others are not there. Launches: kernels, matmuls, fills. Bytes: what the kernels that are no matmul read and write, each
+tensor once per kernel; so caches, and gathers that use a part of a tensor, are not in it. Matmuls and attention are FLOPs.
+"""
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+sys.path[:1] = [str(REPO / "tests/nullcuda"), str(REPO)]  # in benchmarks/ are files of the same names as the modules imported
+
+import torch
+from build import environment
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+LLAMA = "train_llama3.py --flavor 8B --compile"
+CASES = {  # processes, GiB of a device, recipe and flags
+    "8B on 8": (8, 80, LLAMA),
+    "8B on 8, --ac op": (8, 80, f"{LLAMA} --ac op"),
+    "8B on 8, rowwise": (8, 80, f"{LLAMA} --float8 rowwise"),
+    "8B on 8, 4 micro-batches": (8, 80, f"{LLAMA} --ac op --global_batch_size 32"),
+    "8B on 1": (1, 140, f"{LLAMA} --ac full"),
+    "8B on 1, rowwise": (1, 140, f"{LLAMA} --ac full --float8 rowwise"),
+    "Qwen3 30B-A3B on 8": (8, 140, "train_qwen3.py --flavor 30B-A3B --compile --ac op --ep 8"),
+    "DeepSeek 16B on 8": (8, 80, "train_deepseek.py --flavor 16B --compile --ac op --ep 8"),
+}
+FIXED = ("--seq_len 8192 --local_batch_size 1 --steps 4 --log_every 0 --val_every 0 --checkpoint_every 0 --device cuda "
+         "--attention flash").split()
+BYTES_PER_SECOND, FLOPS = 4.3e12, {"bf16": (700e12, 790e12), "float8": (1100e12, 1300e12)}  # an H200; float8 is a guess
+
+
+# ---------------------------------------------------------------- bytes and FLOPs of what runs
+def size(x) -> int:
+    return sum(t.numel() * t.element_size() for t in tree_leaves(x) if isinstance(t, torch.Tensor) and t.is_cuda)
+
+
+class Traffic(TorchDispatchMode):
+    """Adds up what each operator reads and writes; what compiled code runs by itself is added by the kernels' own launches."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self):
+        super().__init__()
+        self.bytes, self.flops, self.by_op = 0, 0, Counter()
+
+    @classmethod
+    def ignore_compile_internals(cls):  # else nothing would be compiled under this mode
+        return True
+
+    def add(self, name: str, n: int):
+        self.bytes += n
+        self.by_op[name] += n
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = op(*args, **kwargs)
+        packet = getattr(op, "overloadpacket", None)
+        if packet in flop_registry:
+            # products that are told a dtype or an output: only their factors have the shapes that count
+            plain = packet in (torch.ops.aten.mm, torch.ops.aten.addmm)
+            factors = [a for a in args if isinstance(a, torch.Tensor) or not plain]
+            self.flops += flop_registry[packet](*factors, **({} if plain else kwargs), out_val=out)
+        elif self.launches(op, packet, types):
+            given = dict(zip((a.name for a in op._schema.arguments), args, strict=False)) | kwargs
+            written = [given.get(a.name) for a in op._schema.arguments if a.alias_info and a.alias_info.is_write]
+            known = {id(t) for t in tree_leaves(given)}
+            new = [t for t in tree_leaves(out) if id(t) not in known]
+            reads = {name: value for name, value in given.items() if name != "out"}
+            if "all_gather_copy_in" in str(op):  # it returns the whole buffer, and writes this rank's part of it
+                reads, written, new = {}, [args[0], args[0]], []
+            self.add(str(op), size([reads, written, new]) - (size(written) if "fill" in str(op) or "zero" in str(op) else 0))
+        return out
+
+    def launches(self, op, packet, types) -> bool:
+        aten = torch.ops.aten
+        free = (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided, aten._unsafe_view,
+                aten.detach, aten.split)
+        if any(t.__name__ == "DTensor" for t in types):
+            return False  # its local operators come next
+        return isinstance(op, torch._ops.OpOverload) and not op.is_view and packet not in free and "c10d" not in op.namespace
+
+    def watch_triton(self):
+        from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+        run = CachingAutotuner.run
+
+        def counted(tuner, *args, **kwargs):
+            twice = [a for a, name in zip(args, tuner.fn.arg_names, strict=False) if name.startswith("in_out_ptr")]
+            self.add(f"triton {tuner.fn.__name__}", size([args, twice]))
+            return run(tuner, *args, **kwargs)
+
+        CachingAutotuner.run = counted
+        return self
+
+
+class Steps:
+    """begin() and end() around each step: marks in the log, the third step's traffic, the allocator's peak."""
+
+    def __init__(self):
+        self.n, self.traffic, self.out = 0, Traffic().watch_triton(), {}
+
+    def begin(self):
+        self.n += 1
+        torch.cuda.reset_peak_memory_stats()
+        if self.n == 3:
+            self.traffic.bytes, self.traffic.flops = 0, 0
+            self.traffic.by_op.clear()
+            self.traffic.__enter__()
+
+    def end(self):
+        if self.n == 3:
+            self.traffic.__exit__(None, None, None)
+            self.out = dict(bytes=self.traffic.bytes, flops=self.traffic.flops, by_op=self.traffic.by_op.most_common(40))
+        self.out["peak"] = torch.cuda.max_memory_allocated()
+        if path := os.environ.get("COUNT_OUT"):
+            Path(path).write_text(json.dumps(self.out))
+
+
+# ---------------------------------------------------------------- one case, in a process of its own on the null device
+def run_ours(name: str):
+    import answers
+
+    world, _, flags = CASES[name]
+    steps, mark_parts = Steps(), answers.mark_parts
+
+    def marked(module, memory):
+        from support.metrics import Metrics
+
+        mark_parts(module, memory)
+        start, end = Metrics.start_step, Metrics.end_step
+
+        def start_step(self, batches):
+            steps.begin()
+            return start(self, batches)
+
+        def end_step(self, tokens):
+            end(self, tokens)
+            steps.end()
+
+        Metrics.start_step, Metrics.end_step = start_step, end_step
+
+    answers.mark_parts = marked
+    recipe, *flags = flags.split()
+    options = dict(world=world * (world > 1), empty_weights=True)
+    answers.program([recipe, *flags, *FIXED, "--out", os.environ["COUNT_RUN"]], options)
+
+
+def run_torchtitan(name: str):
+    """torchtitan 0.2.2 by its own functions, in the order of its Trainer; on one device that takes autocast and not FSDP."""
+    import answers
+    import torch.distributed as dist
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401, registers the backend
+
+    world, _, flags = CASES[name]
+    os.environ.update(RANK="0", WORLD_SIZE=str(world), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    answers.cudnn_attention()
+    torch.cuda.set_device(0)
+    dist.distributed_c10d._store_based_barrier = lambda *args, **kwargs: None
+    dist.init_process_group("cpu:fake,cuda:nccl", rank=0, world_size=world, store=dist.HashStore())
+    from torchtitan.config import JobConfig
+    from torchtitan.distributed import ParallelDims, utils
+    from torchtitan.protocols.model_converter import build_model_converters
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    job, spec = JobConfig(), get_train_spec("llama3")
+    job.model.name, job.model.flavor, job.training.seq_len, job.compile.enable = "llama3", "8B", 8192, True
+    job.activation_checkpoint.mode = next((m for a, m in AC.items() if f"--ac {a}" in flags), "none")
+    job.activation_checkpoint.selective_ac_option, job.parallelism.data_parallel_shard_degree = "op", world
+    if "float8" in flags:
+        job.model.converters, job.quantize.linear.float8.recipe_name = ["quantize.linear.float8"], "rowwise"
+        job.quantize.linear.float8.filter_fqns = ["output"]  # as in all its own configurations
+    dims = ParallelDims(1, world, 1, 1, 1, 1, 1, world_size=world)
+    dims.build_mesh()
+    args = spec.model_args["8B"]
+    args.update_from_config(job)
+    args.vocab_size = 128256  # its tokenizer's
+    with torch.device("meta"):
+        model = spec.model_cls(args)
+    build_model_converters(job, dims).convert(model)
+    loss_fn = spec.build_loss_fn(job, parallel_dims=dims)
+    model = spec.parallelize_fn(model, dims, job).to_empty(device="cuda")
+    optimizers = spec.build_optimizers_fn([model], job.optimizer, dims)
+    schedulers = spec.build_lr_schedulers_fn(optimizers, job.lr_scheduler, 1000)
+    autocast, ids, steps = utils.maybe_enable_amp(dims, "bfloat16", "cuda"), torch.zeros(1, 8193, dtype=torch.int64), Steps()
+    for step in range(1, 5):
+        answers.Log.mark(f"step {step}")
+        steps.begin()
+        optimizers.zero_grad()
+        count = torch.tensor(8192).to("cuda")
+        if world > 1:
+            count = utils.dist_sum(count, dims.get_mesh("batch"))
+        for _ in range(4 if "global_batch_size" in flags else 1):
+            x, y = ids[:, :-1].to("cuda"), ids[:, 1:].to("cuda")
+            with autocast:
+                loss = loss_fn(model(x), y) / count
+            loss.backward()
+        utils.clip_grad_norm_(list(model.parameters()), 1.0, foreach=True)
+        optimizers.step()
+        schedulers.step()
+        steps.end()
+        answers.Log.mark(f"end {step}")
+    answers.Log.library.nullcuda_flush()
+    os._exit(0)
+
+
+AC = {"op": "selective", "full": "full"}
+
+
+# ---------------------------------------------------------------- the table
+def count(system: str, name: str, repo: Path) -> dict | None:
+    """What a case did in its fourth step, and what its process found out itself; None: it failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = dict(COUNT_OUT=f"{folder}/out", COUNT_RUN=f"{folder}/run", NULLCUDA_LOG=f"{folder}/log")
+        settings = dict(NULLCUDA_GIB=str(CASES[name][1]), PYTORCH_ALLOC_CONF="expandable_segments:True")
+        command = [sys.executable, __file__, "--case", name, "--system", system]
+        process = subprocess.run(command, cwd=repo, capture_output=True, text=True,
+                                 env=os.environ | environment() | files | settings | dict(COUNT_REPO=str(repo)))
+        logs = [*Path(folder).glob("log*")]
+        if process.returncode or not logs:
+            print(f"{system}, {name}: {process.stdout[-300:]}{process.stderr[-1500:]}", file=sys.stderr)
+            return None
+        lines = logs[0].read_text().splitlines()
+        found = json.loads(Path(files["COUNT_OUT"]).read_text())
+    step = [line.split() for line in lines[lines.index("mark step 4") : lines.index("mark end 4")]]
+    kinds = Counter(words[0] for words in step)
+    copies = Counter(word for words in step if words[0].startswith("copy") for word in words if word.startswith("kind="))
+    found["launches"] = sum(kinds[k] for k in ("kernel", "triton", "gemm", "memset")) + sum(
+        words[:2] == ["mark", "kernel"] for words in step)  # attention of cuDNN, which has a stand-in
+    found |= {k: copies[f"kind={k}"] for k in ("d2d", "h2d", "d2h")}
+    found["syncs"] = sum(kinds[k] for k in ("sync_stream", "sync_device", "sync_event", "copy_sync"))
+    return found | {k: kinds[k] for k in ("free", "map", "malloc")}
+
+
+def roofline(found: dict, name: str) -> tuple[float, float]:
+    """Least seconds of a step, (with the slower, with the faster matmuls): FLOPs and bytes one after the other."""
+    kind = "float8" if "rowwise" in name else "bf16"
+    return tuple(found["flops"] / rate + found["bytes"] / BYTES_PER_SECOND for rate in FLOPS[kind])
+
+
+HEADER = "| | x ours | least time | TFLOP | GB | launches | d2d | h2d | d2h | waits | frees | maps | peak GiB |"
+
+
+def row(system: str, name: str, found: dict, ours: dict | None) -> str:
+    ms = [1000 * s for s in roofline(found, name)]
+    ratio = sum(ms) / sum(1000 * s for s in roofline(ours, name)) if ours else 1
+    cells = [f"{name}: {system}", f"{ratio:.2f}", f"{ms[1]:.0f}-{ms[0]:.0f} ms", f"{found['flops'] / 1e12:.0f}",
+             f"{found['bytes'] / 1e9:,.0f}", f"{found['launches']:,}", found["d2d"], found["h2d"], found["d2h"], found["syncs"],
+             found["free"], found["map"] + found["malloc"], f"{found['peak'] / 2**30:.1f}"]
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--only", default="", help="cases with this in their name")
+    p.add_argument("--repo", type=Path, default=REPO, help="the checkout whose recipes run")
+    p.add_argument("--systems", default="ours,torchtitan", help="who is counted")
+    p.add_argument("--save", type=Path, help="write what was counted, as json")
+    p.add_argument("--case", help=argparse.SUPPRESS)
+    p.add_argument("--system", help=argparse.SUPPRESS)
+    args = p.parse_args()
+    if args.case:
+        sys.path.insert(0, os.environ["COUNT_REPO"])
+        return {"ours": run_ours, "torchtitan": run_torchtitan}[args.system](args.case)
+    print(HEADER + "\n|" + " --- |" * 13)
+    saved = {}
+    for name in [name for name in CASES if args.only in name]:
+        for system in args.systems.split(","):
+            if system == "torchtitan" and "8B" in name or system == "ours":
+                saved[f"{name}: {system}"] = found = count(system, name, args.repo.resolve())
+                if found:
+                    print(row(system, name, found, saved.get(f"{name}: ours")), flush=True)
+    if args.save:
+        args.save.write_text(json.dumps(saved, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Which kernels a step launches, and how many: what a few changed lines, or a new torch, can lose without any wrong number."""
+import re
+
+import pytest
+
+SHAPE = "dim=256,n_heads=4,n_kv_heads=2,head_dim=64,ffn_dim=512,n_layers="
+
+
+def step_3(device, folder, *flags, layers=9, recipe="train_llama3.py", model="", **options):
+    """Names of what the third step of a run launches, one each. The compiler's cache is new: in an old one are the attention
+    kernels of the run that filled it."""
+    env = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/cache"}
+    argv = ("--steps", 3, "--log_every", 3, "--model_args", f"{SHAPE}{layers}{model}", *flags)
+    done = device.run(folder, recipe, *argv, env=env, **options)
+    log = done.logs[0]
+    lines = log[log.index("mark step 3") : log.index("mark end 3")]
+    return [line for line in lines if re.match("kernel|triton|gemm|memset|mark kernel", line)]
+
+
+def count(lines, *words) -> int:
+    return sum(all(word in line for word in words) for line in lines)
+
+
+@pytest.mark.parametrize("flags", [(), ("--compile",)], ids=["eager", "compiled"])
+def test_attention_is_the_kernel_that_was_asked_for(device, tmp_path, flags):
+    for kernel, forward, backward in (("flash", "flash_fwd", "flash_bwd_dq_dk_dv"),
+                                      ("cudnn", "cudnn_attention", "cudnn_attention_backward")):
+        lines = step_3(device, tmp_path / kernel, "--attention", kernel, *flags)
+        ours = [line for line in lines if kernel in line]
+        assert count(ours, backward) == 9 and count(ours, forward) - (kernel == "cudnn") * 9 == 9, ours
+        assert not any(other in line for line in lines for other in {"flash", "cudnn"} - {kernel})
+
+
+def test_norms_and_the_optimizer_are_one_kernel_each(device, tmp_path):
+    lines = step_3(device, tmp_path)
+    assert count(lines, "vectorized_layer_norm_kernel") == 2 * 9 + 1  # F.rms_norm; as separate operators it would be six
+    optimizer = count(lines, "FusedAdam")
+    assert 1 <= optimizer <= 6, optimizer  # many of the 83 parameters per launch
+
+
+PER_LAYER = {  # an upper bound of what one more layer launches: forward, backward, its part of clipping and of AdamW
+    ("train_llama3.py", ""): 80,
+    ("train_llama3.py", "--compile"): 65,
+}
+
+
+@pytest.mark.parametrize("recipe, flags", PER_LAYER)
+def test_launches_per_layer(device, tmp_path, recipe, flags):
+    n = [len(step_3(device, tmp_path / str(layers), *flags.split(), layers=layers, recipe=recipe)) for layers in (9, 13)]
+    per_layer = (n[1] - n[0]) / 4
+    print(f"{recipe} {flags}: {n[0]} launches with 9 layers, {per_layer} per layer")
+    assert per_layer <= PER_LAYER[recipe, flags]
