@@ -179,8 +179,8 @@ def rows_of(found: dict) -> list[Row]:
         Row("long sequence", f"{compiled.replace(length, '--seq_len 32768')} --ac full", "fits", 150, gib=36),
         Row("parts of a step", f"python benchmarks/kernels.py --rounds 5 {length} --local_batch_size 1 --dtype bfloat16 "
             f"--loss_vocab 32768 --model_args n_layers=1,n_heads=32,n_kv_heads=8,{width} --matmul_size 8192", "60 %", 120),
-        Row("checkpoints", f"torchrun --nproc_per_node {min(n, count)} benchmarks/checkpoint.py --flavor 1B --repeats 2 "
-            "--model_args n_layers=2,vocab_size=16384 --folder {out}", "asynchronous: training waits for a small part", 150),
+        Row("checkpoints", f"torchrun --nproc_per_node {min(n, count)} benchmarks/checkpoint.py --flavor 1B --repeats 1 "
+            "--model_args n_layers=1,vocab_size=8192 --folder {out}", "asynchronous: training waits for a small part", 150),
         Row("ac selective", f"{compiled} --ac selective", between, 120, "compile"),
         Row("ac budget", f"{compiled} --ac budget", between, 150, "compile"),
         Row("float8 nvfp4", f"{one} --float8 nvfp4", "runs: it never has anywhere", 120, "eager", capability=10),
@@ -248,7 +248,7 @@ def execute(row: Row, out: Path, limit: float) -> None:
     row.text = telling_lines(printed.read_text(errors="replace"), is_training=bool(row.metrics))
     if traces := sorted(path.name for path in folder.glob("trace/*")):
         row.text = "\n".join([*row.text.splitlines(), f"trace/: {', '.join(traces)}"])
-    for path in folder.glob("checkpoints"):
+    for path in [*folder.glob("checkpoints"), *folder.glob("benchmark-*")]:
         shutil.rmtree(path)
 
 
