@@ -50,7 +50,7 @@ def adamw(groups, lr: float, betas, eps: float, moments: str = "param", stochast
     """torch's fused AdamW; or torchao's (arXiv:2110.02861), each of whose two moments takes 2 bytes per parameter (bfloat16), 1
     (8bit, fp8) or 1/2 (4bit), and which can round bf16 weights up or down by chance, so that small updates are not lost.
 
-    torchao compiles a step per shape of parameter (seconds each on a CPU) and asks the device whether to skip.
+    torchao compiles a step per shape of parameter (seconds each on a CPU).
     """
     if moments == "param" and not stochastic_rounding:
         return torch.optim.AdamW(groups, lr, betas, eps, fused=True)
@@ -70,12 +70,47 @@ def adamw(groups, lr: float, betas, eps: float, moments: str = "param", stochast
             # .float(): codes that pass for bf16 do not compile
             return super()._new_buffer(p if moments == "param" else p.float(), signed)
 
+        @torch.no_grad()
         def step(self):
-            if self.found_inf is None or not self.found_inf:
-                with torch._functorch.config.patch(enable_autograd_cache=False):  # it would take 4bit's graph for 8bit's
-                    super().step()
+            """As torchao's step, but that found_inf is read on the device."""
+            compiled = torch.compile(step_unless, fullgraph=True, dynamic=False)
+            # the first: it would take 4bit's graph for 8bit's; the second: the number of shapes is fixed
+            with torch._functorch.config.patch(enable_autograd_cache=False), torch._dynamo.utils.disable_cache_limit():
+                for p, group in [(p, g) for g in self.param_groups for p in g["params"] if p.grad is not None]:
+                    state, rounds = self.state[p], self.bf16_stochastic_round and p.dtype == torch.bfloat16
+                    if not state:
+                        state["step"] = torch.zeros((), device=local_tensor(p).device)
+                        state["exp_avg"], state["exp_avg_sq"] = self._new_buffer(p, True), self._new_buffer(p, False)
+                    found_inf = torch.zeros_like(state["step"]) if self.found_inf is None else self.found_inf
+                    tensors = (local_tensor(x.detach()) for x in (p, p.grad, state["exp_avg"], state["exp_avg_sq"]))
+                    options = (group["lr"], *group["betas"], group["weight_decay"], group["eps"], True, rounds)
+                    compiled(found_inf, state["step"], *tensors, *options)
 
+    for kind in (optim.subclass_8bit.OptimState8bit, optim.subclass_4bit.OptimState4bit, optim.subclass_fp8.OptimStateFp8):
+        kind.implements([torch.ops.aten.clone.default, torch.ops.aten.where.self])(on_codes)
     return AdamW(groups, lr, betas, eps, bf16_stochastic_round=stochastic_rounding)
+
+
+def step_unless(found_inf, step, p, grad, exp_avg, exp_avg_sq, *options):
+    """torchao's step of one parameter; nothing changes if found_inf is 1. Compiled, the copies are never made."""
+    from torchao.optim.adam import single_param_adam
+
+    old = (step, p, exp_avg, exp_avg_sq)
+    new = [x.clone() for x in old]
+    new[0] += 1
+    single_param_adam(new[1], grad, new[0], new[2], new[3], None, *options)
+    for x, y in zip(old, new, strict=True):
+        x.copy_(torch.where(found_inf.bool(), x, y))
+
+
+def on_codes(op, types, args, kwargs):
+    """clone and where for torchao's moments: on their codes and scales."""
+    like = next(x for x in args if hasattr(x, "codes"))
+    names, rest = like.__tensor_flatten__()
+    # the compiler has no where for float8: as bytes
+    part = lambda x, name: getattr(x, name).view(torch.uint8) if name == "codes" else getattr(x, name)  # noqa: E731
+    parts = {name: op(*(part(x, name) if hasattr(x, name) else x for x in args), **kwargs) for name in names}
+    return like.__tensor_unflatten__(parts | {"codes": parts["codes"].view(like.codes.dtype)}, rest)
 
 
 class Muon(torch.optim.Muon):

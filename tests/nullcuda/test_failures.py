@@ -103,3 +103,11 @@ def test_attention_is_chosen_by_priority(choice, causal):
     done = subprocess.run([sys.executable, "-c", KERNELS, choice], env=env, stdout=subprocess.PIPE, text=True, check=True)
     rollout = dict(decode="Cudnn", decode_bucket="Cudnn", prefill="Cudnn")
     assert json.loads(done.stdout.splitlines()[-1]) == dict(causal=causal, **rollout, lower_right="Flash", latent=causal)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moments", ["8bit", "4bit", "fp8", "bfloat16"])
+def test_smaller_moments_wait_for_nothing(device, tmp_path, moments):
+    """They asked the device once per step whether to skip it."""
+    sizes = "n_layers=1,dim=64,n_heads=1,n_kv_heads=1,head_dim=64,ffn_dim=64"
+    device.run(tmp_path, "train_llama3.py", "--adamw_moments", moments, "--model_args", sizes, "--steps", 3, no_waiting=True)
