@@ -413,8 +413,10 @@ def reduces_always(stage, layout: Layout) -> bool:
     cfg, ranks = layout.cfg, layout.dp_shard * layout.cp
     if cfg.reduce_grads != "auto" or ranks == 1 or layout.pp > 1 or cfg.param_dtype != "float32" or not layout.memory:
         return cfg.reduce_grads == "always"
-    numel = sum(local_tensor(p).numel() for p in stage.parameters())
-    whole, state = numel * getattr(torch, cfg.reduce_dtype).itemsize, 0 if cfg.cpu_offload else 4 * 4 * numel / ranks
+    experts = {p for block in all_blocks(stage).values() if hasattr(block, "moe") for p in block.moe.experts.parameters()}
+    numel = {p: local_tensor(p).numel() for p in stage.parameters()}
+    held = sum(n / (ranks * layout.tp / (cfg.ep * cfg.etp) if p in experts else ranks) for p, n in numel.items())
+    whole, state = sum(numel.values()) * getattr(torch, cfg.reduce_dtype).itemsize, 0 if cfg.cpu_offload else 4 * 4 * held
     return whole + state > layout.memory / 2
 
 

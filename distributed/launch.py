@@ -129,6 +129,8 @@ def choose_attention(layout: Layout, config, seq_len: int, local_batch_size: int
     x = torch.empty(1, 1, 1, 8, device=layout.device, dtype=layout.compute_dtype)
     torch._fused_sdp_choice(x, x, x)  # the first time that torch is asked, it sets an order of its own
     torch._C._set_sdp_priority_order([int(kind) for kind in (*order, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)])
+    # the compiler has a cache on disk that does not know of this order: it would hand out blocks made for the other kernel
+    torch.compiler.config.cache_key_tag += f" attention {choice}"
 
 
 def agree_on_attempt(store: dist.Store, layout: Layout) -> str:

@@ -37,7 +37,7 @@ import parallel
 from distributed.keep import KEPT
 from distributed.launch import failed_module
 from distributed.layout import AXES, Layout, ParallelConfig, local_tensor
-from models import llama3
+from models import llama3, moe, qwen3
 from models.layers import rotate
 
 # (processes, flags, {batch and model}); n: global batch in sequences, b: local batch, so n / (b x data ranks) is the
@@ -300,6 +300,17 @@ def test_gradients_are_kept_whole_where_they_fit(flavor, ranks, GB, flags, alway
     layout = Layout(ParallelConfig(**flags), degrees, ranks, 1, 2 * ranks, memory=int(GB * 1e9))
     layout.reduces_always = parallel.reduces_always(model, layout)
     assert layout.reduces_always == always == ("gradients reduced after each" in layout.step_text(8192))
+
+
+def test_experts_are_shared_between_fewer_ranks_than_the_rest():
+    """30B-A3B on 8 ranks with --ep 8: each rank holds 16 of 128 experts whole, 58 GB of states, beside 14 GB of gradients."""
+    config = qwen3.FLAVORS["30B-A3B"]
+    with torch.device("meta"):
+        model = qwen3.Qwen3(config)
+        for block in model.blocks.values():
+            block.moe.experts = moe.Experts(config.n_experts // 8, config.dim, config.moe_ffn_dim)
+    layout = Layout(ParallelConfig(ep=8), {axis: 1 for axis in AXES} | {"dp_shard": 8}, 8, 1, 16, memory=int(141e9))
+    assert parallel.reduces_always(model, layout)
 
 
 @contextmanager
