@@ -1,0 +1,314 @@
+"""Which variant is better, and is it more than noise? Runs a recipe in several variants and seeds, and compares them in pairs.
+
+    python ablate.py train_llama3.py --vary optimizer=adamw,muon lr=1e-3,3e-3 --seeds 3 --steps 300
+    python ablate.py train_llama3.py train_mine.py --seeds 4                  # a fork against the original
+    python ablate.py train_llama3.py --variant "base:" --variant "deep: --model_args n_layers=12,dim=136" --until 0.02
+    python ablate.py --report runs/ablate                                     # the report again, from what is there
+
+Seed i sets --seed and --data_seed of all variants: they start from the same weights and see the same batches, so that their
+difference says more than two losses would. All flags that are not listed below go to every run. Each run is a usual run folder,
+--out/VARIANT/seed-I. The same command again runs only what is missing. docs/ablations.md has a worked example.
+"""
+import argparse
+import contextlib
+import ctypes
+import difflib
+import hashlib
+import importlib.util
+import io
+import itertools
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from support.config import Parser, parse_config, usage_error
+from support.dryrun import Built, no_earlier_run
+from support.files import read_json, write_file
+from support.metrics import read_lines
+from support.study import folder_of, is_finished, next_runs, report_study
+
+OURS = ("seed", "data_seed", "out")  # flags of the recipes that a study sets itself
+
+
+def parse(argv) -> tuple[argparse.Namespace, list[str]]:
+    """(our flags and `recipes`, the words before the first flag; the flags for every run)."""
+    parser = Parser(usage=argparse.SUPPRESS, description=__doc__)
+    add = parser.add_argument
+    add("--vary", nargs="+", default=[], metavar="FLAG=A,B", help="all combinations; values with commas are parted by ';'")
+    add("--variant", action="append", default=[], metavar="'NAME: FLAGS'", help="one variant; may be given several times")
+    add("--baseline", metavar="NAME", help="the variant that the others are compared with [default: the first]")
+    add("--seeds", type=int, default=3, help="runs of each variant [default: 3]")
+    add("--until", type=float, metavar="D", help="add seeds until each interval excludes 0, or all differences as large as D")
+    add("--max_seeds", type=int, default=12, help="the most that --until may take [default: 12]")
+    add("--metric", default="val_loss", help="a key of metrics.jsonl [default: val_loss]")
+    add("--best", choices=["low", "high"], help="whether a low or a high metric is good [default: high for rewards, accuracies "
+        "and speed, else low]")
+    add("--at", choices=["end", "tokens", "seconds"], default="end",
+        help="compare the last values, or those after as many tokens or seconds of training as the shortest run has")
+    add("--reach", type=float, metavar="X", help="compare how many tokens a run needs until its metric reaches X")
+    add("--fit", action="store_true", help="fit L = E + A / N^a to variants of four sizes or more")
+    add("--out", default="runs/ablate", help="folder of the study; again the same folder continues it [default: runs/ablate]")
+    add("--jobs", type=int, default=0, help="runs at once [default: as many as GPUs or CPU cores allow]")
+    add("--nproc", type=int, default=1, help="processes of each run, started by torchrun [default: 1]")
+    add("--report", metavar="FOLDER", help="write the report of a study again, and run nothing")
+    recipes = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
+    args, common = parser.parse_known_args(argv[len(recipes):])
+    args.recipes = recipes
+    args.best = args.best or ("high" if re.search("reward|acc|per_second|mfu", args.metric) else "low")
+    return args, common
+
+
+# ---------------------------------------------------------------- variants
+def variants_of(args, common: list[str]) -> dict[str, dict]:
+    """{name: {"recipe", "flags"}}, the baseline first."""
+    grid = []
+    for item in args.vary:
+        name, equals, values = item.partition("=")
+        values = values.split(";" if ";" in values else ",")
+        if not equals or "" in values:
+            usage_error(f"--vary {item!r}: need FLAG=A,B")
+        grid.append([(f"{name.lstrip('-')}={value}", f"--{name.lstrip('-')}={value}") for value in values])
+    named = []
+    for item in args.variant:
+        name, colon, flags = item.partition(":")
+        if not colon or not name.strip():
+            usage_error(f"--variant {item!r}: need 'NAME: FLAGS', where FLAGS may be empty")
+        named.append((name.strip(), shlex.split(flags)))
+    named = named or [("", [])]
+    found = {}
+    for recipe, (name, flags), *cell in itertools.product(args.recipes, named, *grid):
+        words = [Path(recipe).stem] * (len(args.recipes) > 1) + [name] * bool(name) + [text for text, _ in cell]
+        full = " ".join(words) or Path(recipe).stem
+        if any(folder_of("", full, 0) == folder_of("", other, 0) for other in found):
+            usage_error(f"two variants are called {full!r}; give each a name of its own")
+        found[full] = {"recipe": recipe, "flags": [*common, *flags, *(flag for _, flag in cell)]}
+    if len(found) < 2:
+        usage_error("one variant is nothing to compare: give --vary, two --variant, or a second recipe")
+    if (first := args.baseline or next(iter(found))) not in found:
+        usage_error(f"--baseline {first!r} is none of the variants: {', '.join(map(repr, found))}")
+    return {first: found.pop(first)} | found
+
+
+def check(name: str, variant: dict, args) -> dict:
+    """What a variant's command line asks for: {"steps", "val_every", "parameters"}. A mistake in it is a usage error now.
+
+    The recipe's main runs in this process until it has its model's shapes: it parses, checks the layout and opens the data.
+    """
+    path = Path(variant["recipe"])
+    if not path.is_file():
+        usage_error(f"{path} is no file; did you mean --{path}?" if "=" in path.name else f"recipe {path} is no file")
+    given = [flag for word in variant["flags"] for flag in OURS if re.match(rf"--{flag}(=|$)", word)]
+    if given:
+        usage_error(f"variant {name!r}: ablate.py sets --{given[0]} of every run; leave it out (--out FOLDER is the study's)")
+
+    def built(model, *rest):
+        raise Built(model.flops_per_token(0) // 6 if hasattr(model, "flops_per_token") else None)
+
+    def connected(layout, *rest, **options):  # nothing beyond this line may run here
+        if "check_model" not in names:
+            raise Built(None)
+
+    nothing = lambda *rest, **options: None  # noqa: E731
+    output, world = io.StringIO(), {"RANK": "0", "WORLD_SIZE": str(args.nproc)} if args.nproc > 1 else {}
+    try:
+        with contextlib.redirect_stderr(output), contextlib.redirect_stdout(io.StringIO()):
+            module = load(path)
+            cfg = parse_config(module.Config, [*variant["flags"], f"--out={folder_of(args.out, name, 0)}"])
+            names = module.main.__globals__
+            stand_ins = dict(connect=connected, check_model=built)
+            stand_ins |= dict.fromkeys(("make_mesh", "choose_attention", "StopSignal"), nothing)
+            known = {key: value for key, value in stand_ins.items() if key in names}
+            with mock.patch.dict(names, known), mock.patch.dict(os.environ, world), no_earlier_run():
+                module.main(cfg)
+        raise RuntimeError(f"{path} does not call connect")
+    except Built as stopped:
+        parameters = stopped.args[0]
+    except SystemExit:
+        usage_error(f"variant {name!r}: {output.getvalue().removeprefix('error: ').strip()}")
+    except ValueError as error:
+        usage_error(f"variant {name!r}: {error}")
+    if args.metric.startswith("val_") and not getattr(cfg, "val_every", 1):
+        usage_error(f"variant {name!r} has no validation, so no {args.metric}: leave --val_every 0 out, or use --metric loss")
+    return {"steps": cfg.steps, "val_every": getattr(cfg, "val_every", 0), "parameters": parameters}
+
+
+def load(path: Path):
+    """A recipe as a module. Each has a name of its own in sys.modules, where its Config looks for the source of its help."""
+    name = f"recipe_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        with mock.patch.object(sys, "path", [str(path.resolve().parent), *sys.path]):
+            spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+def open_study(args, variants: dict) -> dict:
+    """The study in --out, new or continued; what would make its runs incomparable is refused."""
+    for variant in variants.values():
+        variant["source"] = hashlib.sha256(Path(variant["recipe"]).read_bytes()).hexdigest()
+    path = Path(args.out, "study.json")
+    old = read_json(path)["variants"] if path.exists() else {}
+    for name in old.keys() & variants.keys():
+        for key, what in (("recipe", "recipe"), ("flags", "flags"), ("source", "source code")):
+            if old[name][key] != variants[name][key]:
+                usage_error(f"{args.out} has a variant {name!r} with other {what}; use --out NEW")
+    settings = {key: getattr(args, key) for key in ("metric", "best", "at", "reach", "seeds", "until", "max_seeds", "fit")}
+    study = settings | {"nproc": args.nproc, "baseline": next(iter(variants)), "variants": variants}
+    Path(args.out).mkdir(parents=True, exist_ok=True)
+    write_file(path, json.dumps(study, indent=1).encode())
+    return study
+
+
+# ---------------------------------------------------------------- runs
+def start(study: dict, name: str, seed: int, folder: Path, gpus: list[int] | None) -> subprocess.Popen:
+    variant, env = study["variants"][name], dict(os.environ, OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1"))
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(study["nproc"])]
+    command = [sys.executable, *(torchrun if study["nproc"] > 1 else []), variant["recipe"], *variant["flags"]]
+    command += [f"--seed={seed}", f"--data_seed={seed}", f"--out={folder}"]
+    if gpus is not None:
+        mine = env.get("CUDA_VISIBLE_DEVICES", "").split(",")  # where the user has chosen some of them
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(mine[i] if len(mine) > i and mine[i] else str(i) for i in gpus)
+
+    def end_with_parent():  # a run of a study that was killed stops, saves, and can be continued
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "log.txt", "a") as log:  # a session of its own: a Ctrl-C reaches it through us only
+        return subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True, preexec_fn=end_with_parent)
+
+
+def last_line(folder: Path) -> str:
+    lines = (folder / "log.txt").read_text(errors="replace").splitlines()
+    errors = [line for line in lines if line.startswith("error")]
+    return (errors or [line for line in lines if line.strip()] or ["nothing printed"])[-1].strip()
+
+
+class Progress:
+    """One line on the terminal: how many runs there are, and when the last will be done."""
+
+    def __init__(self):
+        self.steps_before = None
+
+    def show(self, study: dict, running: dict, waiting: list, total: int):
+        if not sys.stdout.isatty():
+            return
+        steps = {key: study["variants"][key[0]]["steps"] for key in [*running, *waiting]}
+        reached = {key: max((line["step"] for line in read_lines(f"{folder}/metrics.jsonl")), default=0)
+                   for key, (_, folder, _) in running.items()}
+        left = sum(steps.values()) - sum(reached.values())
+        if self.steps_before is None or left > self.steps_before[0]:
+            self.steps_before = left, time.monotonic()
+        ahead, elapsed = self.steps_before[0] - left, time.monotonic() - self.steps_before[1]
+        eta = f", about {clock(elapsed * left / ahead)} left" if ahead else ""
+        text = f"{total - len(running) - len(waiting)} of {total} runs done, {len(running)} running{eta}"
+        print(f"\r\033[K{text}", end="", flush=True)
+
+
+def clock(seconds: float) -> str:
+    return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02}:{int(seconds) % 60:02}"
+
+
+def run_all(study: dict, args, todo: list[tuple], failed: dict, stopping: list) -> None:
+    """Run each (variant, seed), --jobs at once, in this order, until all are done or a signal came. Fills in `failed`."""
+    waiting, running, progress, total = list(todo), {}, Progress(), len(todo)
+    slots = list(range(args.jobs))  # a run has a slot, and with it its GPUs
+    try:
+        while (waiting or running) and not stopping:
+            while waiting and slots:
+                name, seed = key = waiting.pop(0)
+                slot, folder = slots.pop(0), folder_of(args.out, name, seed)
+                gpus = range(slot * args.nproc, (slot + 1) * args.nproc) if args.gpus else None
+                running[key] = start(study, name, seed, folder, gpus), folder, slot
+            progress.show(study, running, waiting, total)
+            time.sleep(0.2)
+            for key, (process, folder, slot) in list(running.items()):
+                if process.poll() is None:
+                    continue
+                del running[key]
+                slots.insert(0, slot)
+                lines = read_lines(str(folder / "metrics.jsonl"))
+                if not is_finished(lines, study["variants"][key[0]]):
+                    failed[key] = last_line(folder)
+                print(f"\r\033[K{key[0]}, seed {key[1]}: {'failed: ' + failed[key] if key in failed else 'done'}", flush=True)
+                check_metric(study, lines, key in failed)
+    finally:
+        for process, *_ in running.values():
+            process.terminate()  # a recipe then finishes its step, saves and exits
+        for process, *_ in running.values():
+            process.wait()
+        print("\r\033[K", end="", flush=True)
+
+
+def check_metric(study: dict, lines: list[dict], has_failed: bool) -> None:
+    """ValueError as soon as a finished run shows that no run logs --metric."""
+    known = sorted({key for line in lines for key, value in line.items() if isinstance(value, int | float)})
+    if not has_failed and study["metric"] not in known:
+        near = difflib.get_close_matches(study["metric"], known, n=1)
+        raise ValueError(f"--metric {study['metric']}: no run logs it; {f'did you mean {near[0]}? ' if near else ''}there are "
+                         f"{', '.join(known)}")
+
+
+def main(argv) -> int:
+    args, common = parse(argv)
+    if args.report:
+        if not Path(args.report, "study.json").exists():
+            usage_error(f"--report {args.report}: no study.json there; give the --out of a study")
+        report_study(args.report)
+        return 0
+    args.gpus = torch.cuda.device_count()
+    check_numbers(args)
+    variants = variants_of(args, common)
+    for name, variant in variants.items():
+        variant |= check(name, variant, args)
+    if args.fit and (sizes := len({variant["parameters"] for variant in variants.values()})) < 4:
+        usage_error(f"--fit needs variants of four sizes or more, and there are {sizes}; see --vary model_args")
+    study, failed, stopping = open_study(args, variants), {}, []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: stopping.append(number))
+    while (todo := next_runs(study, args.out, failed.keys())) and not stopping:
+        again = f" (of {args.seeds} seeds each)" if not args.until else ""
+        print(f"{args.out}: {len(todo)} runs{again}, {args.jobs} at once", flush=True)
+        run_all(study, args, todo, failed, stopping)
+    if stopping:
+        print(f"stopped by {signal.Signals(stopping[0]).name}; the same command continues")
+        return 128 + stopping[0]
+    report_study(args.out, failed)
+    return 1 if failed else 0
+
+
+def check_numbers(args) -> None:
+    """Refuses what is wrong with our own flags, and fills in --jobs."""
+    if not args.recipes:
+        usage_error("the recipes come first: python ablate.py train_llama3.py --vary lr=1e-3,3e-3")
+    for name, least in (("seeds", 1), ("nproc", 1), ("jobs", 0)):
+        if getattr(args, name) < least:
+            usage_error(f"--{name} {getattr(args, name)} must be {least} or more")
+    if args.until is not None and not args.until > 0:
+        usage_error(f"--until {args.until} must be above 0")
+    if args.until and args.max_seeds < max(args.seeds, 2):
+        usage_error(f"--max_seeds {args.max_seeds} must be --seeds {args.seeds} or more, and at least 2")
+    if args.until is None and args.max_seeds != 12:
+        usage_error(f"--max_seeds {args.max_seeds} has no effect without --until; leave it out")
+    if args.gpus and args.nproc > args.gpus:
+        usage_error(f"--nproc {args.nproc}: there are {args.gpus} GPUs")
+    if args.gpus and args.jobs * args.nproc > args.gpus:
+        usage_error(f"--jobs {args.jobs} x --nproc {args.nproc} needs {args.jobs * args.nproc} GPUs, and there are {args.gpus}")
+    args.jobs = args.jobs or max(1, (args.gpus or os.cpu_count() or 1) // args.nproc)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except ValueError as error:
+        usage_error(error)

@@ -1,0 +1,318 @@
+"""ablate.py: its statistics on simulated studies, its report on written ones, and a few real ones."""
+import itertools
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from runs import ENV, REPO, metrics, run
+
+import ablate
+from support.paired import boundaries, fit_sizes, intervals, t_quantile
+from support.study import looks, report_study
+
+BASE, OTHER = "base", "other"
+
+
+def study(seeds=3, until=None, max_seeds=12, names=(BASE, OTHER), steps=20, **settings):
+    variants = {n: {"recipe": "r.py", "flags": [], "steps": steps, "val_every": 10, "parameters": None} for n in names}
+    return dict(metric="val_loss", best="low", at="end", reach=None, seeds=seeds, until=until, max_seeds=max_seeds, fit=False,
+                nproc=1, baseline=names[0], variants=variants) | settings
+
+
+def lines(final: float, steps=20, speed=100.0, tokens_hash="a", **extra):
+    """The metrics.jsonl of a run whose loss falls from final + 1 to final."""
+    found = []
+    for step in range(1, steps + 1):
+        loss, cost = final + 1 - step / steps, {"tokens_per_second": speed, "step_time_s": 1000 / speed, "memory_gib": 0.5}
+        found.append({"step": step, "loss": loss, "tokens": 1000 * step, "tokens_hash": tokens_hash, "mfu": None} | cost)
+        if step % 10 == 0:
+            found.append({"step": step, "val_loss": loss, "val_bits_per_byte": None} | extra)
+    return found
+
+
+def write(folder, settings, runs):
+    """A study as it lies on the disk; runs: {(variant, seed): lines}."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "study.json").write_text(json.dumps(settings))
+    for (name, seed), found in runs.items():
+        (folder / name / f"seed-{seed}").mkdir(parents=True)
+        (folder / name / f"seed-{seed}" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in found))
+    return folder
+
+
+# ---------------------------------------------------------------- statistics
+@pytest.mark.parametrize("alpha, df, t", [(0.05, 1, 12.7062), (0.05, 2, 4.30265), (0.05, 3, 3.18245), (0.05, 10, 2.22814),
+                                          (0.01, 4, 4.60409), (0.001, 5, 6.86883), (0.05, 29, 2.04523)])
+def test_t_quantile_equals_the_printed_tables(alpha, df, t):
+    assert t_quantile(alpha, df) == pytest.approx(t, rel=2e-6)
+
+
+def test_one_interval_is_students():
+    d = [0.10, 0.13, 0.11]
+    low, high = intervals({OTHER: d}, 3, 3)[OTHER]
+    half = 4.30265 * np.std(d, ddof=1) / 3**0.5
+    assert (low, high) == pytest.approx((np.mean(d) - half, np.mean(d) + half), rel=1e-5)
+
+
+def test_holm():
+    """The clearest of three is judged at 5 % / 3, the next at 5 % / 2; what is left shares one level."""
+    noise = np.array([-0.01, 0.0, 0.01])
+    d = {"clear": list(1 + noise), "next": list(0.05 + noise), "none": list(noise)}
+    half = {k: t_quantile(0.05 / k, 2) * 0.01 / 3**0.5 for k in (1, 2, 3)}
+    assert 0.05 > half[2] and not 0.05 < half[2]
+    found = intervals(d, 3, 3)
+    widths = {name: (high - low) / 2 for name, (low, high) in found.items()}
+    assert widths["clear"] == pytest.approx(half[3])
+    assert widths["next"] == pytest.approx(half[3] if 0.05 > half[3] else half[2])
+    assert widths["none"] == pytest.approx(half[1])
+
+
+def test_looks_cost():
+    """Each of several looks asks for a larger t than one look after as many pairs would."""
+    found = boundaries(0.05, 3, 12)
+    assert list(found) == list(range(3, 13))
+    assert all(c > t_quantile(0.05, n - 1) for n, c in found.items())
+    assert boundaries(0.05, 5, 5) == {5: t_quantile(0.05, 4)}
+
+
+def simulate(rng, settings, difference=0.0, noise=0.02, seed_noise=0.07):
+    """(interval, pairs) of a study of one variant, whose seeds move both runs of a pair alike."""
+    most = max(settings["seeds"], settings["max_seeds"])
+    both = rng.normal(0, seed_noise, most)
+    values = {(BASE, i): both[i] for i in range(most)}
+    values |= {(OTHER, i): both[i] + difference + rng.normal(0, noise) for i in range(most)}
+    counted, found, missing = looks(settings, values, set(), values.keys())
+    assert not missing
+    return found[OTHER], counted[OTHER]
+
+
+@pytest.mark.parametrize("settings", [study(), study(until=0.005)], ids=["3 seeds", "until"])
+def test_equal_variants_are_told_apart_in_at_most_5_percent(settings):
+    """Of 4,000 studies: with a chance of exactly 5 % each, 200 +- 14 are wrong."""
+    rng = np.random.default_rng(0)
+    wrong = sum(low > 0 or high < 0 for (low, high), _ in (simulate(rng, settings) for _ in range(4000)))
+    assert wrong <= 200 + 3 * 14
+
+
+def test_a_planted_difference_is_found_with_a_third_of_the_runs():
+    rng, settings = np.random.default_rng(1), study(until=0.02, max_seeds=12)
+    found = [simulate(rng, settings, difference=0.05) for _ in range(200)]
+    assert np.mean([low > 0 for (low, _), _ in found]) >= 0.8
+    paired_runs = 2 * np.mean([pairs for _, pairs in found])
+
+    def power(n):  # of the same comparison with other seeds for the variant: Student's t of two samples
+        a, b = rng.normal(0, 0.07, (2000, n)), rng.normal(0.05, 0.0728, (2000, n))
+        s = np.sqrt((a.var(1, ddof=1) + b.var(1, ddof=1)) / n)
+        return np.mean(np.abs(b.mean(1) - a.mean(1)) > t_quantile(0.05, 2 * n - 2) * s)
+
+    unpaired_runs = 2 * next(n for n in range(2, 200) if power(n) >= 0.8)
+    assert paired_runs <= unpaired_runs / 3, (paired_runs, unpaired_runs)
+
+
+def test_until_stops_at_a_difference_that_is_small_enough():
+    (low, high), pairs = simulate(np.random.default_rng(2), study(until=0.05), noise=0.005)
+    assert -0.05 < low <= 0 <= high < 0.05 and pairs < 12
+
+
+def test_fit_sizes():
+    N = [1e5, 3e5, 1e6, 3e6, 1e7]
+    found = fit_sizes(N, [1.7 + 50 * n**-0.3 for n in N])
+    assert (found["E"], found["A"], found["a"]) == pytest.approx((1.7, 50, 0.3), rel=2e-2)
+    assert found["low"] <= found["a"] <= found["high"] and max(map(abs, found["residuals"])) < 1e-3
+    with pytest.raises(ValueError, match="four sizes or more, and there are 3"):
+        fit_sizes(N[:3], [1, 2, 3])
+
+
+# ---------------------------------------------------------------- the report
+def row_of(folder):
+    [row] = json.loads((folder / "verdicts.json").read_text())
+    return row
+
+
+@pytest.mark.parametrize("difference, verdict, text", [
+    (-0.1, "better", "other beats base by 0.1 nats (95 % interval 0.07"),
+    (0.1, "worse", "other is worse than base by 0.1 nats"),
+    (0.001, "undecided", "other: no difference from base found; one of 0.026 nats could hide"),
+])
+def test_verdicts(tmp_path, capsys, difference, verdict, text):
+    runs = {(BASE, i): lines(2 + 0.1 * i) for i in range(3)}
+    runs |= {(OTHER, i): lines(2 + 0.1 * i + difference + 0.01 * (i - 1), speed=200.0) for i in range(3)}
+    report_study(write(tmp_path, study(), runs))
+    row, out = row_of(tmp_path), capsys.readouterr().out
+    assert row.keys() == {"variant", "baseline", "metric", "difference", "low", "high", "pairs", "verdict"}
+    assert row["verdict"] == verdict and row["pairs"] == 3 and row["difference"] == pytest.approx(difference)
+    assert row["low"] < difference < row["high"]
+    assert text in out and "the same" in out and text in (tmp_path / "report.md").read_text()
+    results = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert len(results) == 6 and results[0]["value"] == pytest.approx(2.0)
+
+
+def test_identical(tmp_path, capsys):
+    runs = {(name, i): lines(2 + 0.1 * i, speed=100.0 + (name == OTHER)) for name in (BASE, OTHER) for i in range(2)}
+    report_study(write(tmp_path, study(seeds=2), runs))
+    assert row_of(tmp_path)["verdict"] == "identical" and row_of(tmp_path)["difference"] == 0
+    assert "identical in every logged step (2 pairs)" in capsys.readouterr().out
+
+
+def test_one_seed_says_nothing_about_noise(tmp_path, capsys):
+    report_study(write(tmp_path, study(seeds=1), {(BASE, 0): lines(2.0), (OTHER, 0): lines(1.9)}))
+    assert row_of(tmp_path) | {"low": None, "high": None, "verdict": "undecided"} == row_of(tmp_path)
+    assert "nothing is known about noise" in capsys.readouterr().out
+
+
+def test_other_batches_are_said(tmp_path, capsys):
+    report_study(write(tmp_path, study(seeds=1), {(BASE, 0): lines(2.0), (OTHER, 0): lines(1.9, tokens_hash="b")}))
+    assert "others from step 1 on" in capsys.readouterr().out
+
+
+def test_after_as_many_seconds_the_faster_one_is_better(tmp_path):
+    """The variant is worse at the end, but twice as fast: after the seconds that it needs it is ahead."""
+    runs = {(BASE, i): lines(2.0 + 0.01 * i) for i in range(3)}
+    runs |= {(OTHER, i): lines(2.1 + 0.02 * i, speed=200.0) for i in range(3)}
+    report_study(write(tmp_path / "end", study(), runs))
+    report_study(write(tmp_path / "seconds", study(at="seconds"), runs))
+    assert row_of(tmp_path / "end")["verdict"] == "worse" and row_of(tmp_path / "seconds")["verdict"] == "better"
+
+
+def test_tokens_to_reach(tmp_path):
+    """The loss falls by 0.05 per 1,000 tokens; the variant is 0.1 ahead, so it needs 2,000 tokens less, plus a little noise."""
+    runs = {(BASE, i): lines(2.0) for i in range(3)} | {(OTHER, i): lines(1.9 + 0.001 * i) for i in range(3)}
+    report_study(write(tmp_path, study(metric="loss", reach=2.2), runs))
+    assert row_of(tmp_path)["difference"] == pytest.approx(-1980) and row_of(tmp_path)["verdict"] == "better"
+
+
+def test_a_high_metric_may_be_the_better_one(tmp_path):
+    runs = {(BASE, i): lines(2.0, accuracy=0.5) for i in range(2)} | {(OTHER, i): lines(2.0, accuracy=0.6) for i in range(2)}
+    report_study(write(tmp_path, study(seeds=2, metric="accuracy", best="high"), runs))
+    assert row_of(tmp_path)["verdict"] == "better"
+
+
+# ---------------------------------------------------------------- wrong usage
+TINY = ["--model_args", "n_layers=2,dim=32,n_heads=4,n_kv_heads=2,head_dim=8,ffn_dim=64", "--steps", "6", "--val_every", "3",
+        "--log_every", "1", "--checkpoint_every", "2", "--local_batch_size", "2", "--seq_len", "32", "--val_batches", "1",
+        "--device", "cpu", "--compute_dtype", "float32"]
+
+
+@pytest.mark.parametrize("flags, text", [
+    ("", "the recipes come first"),
+    ("--steps 6 train_llama3.py --vary lr=1,2", "the recipes come first"),
+    ("train_llama3.py", "one variant is nothing to compare"),
+    ("train_llama4.py --vary lr=1,2", "recipe train_llama4.py is no file"),
+    ("train_llama3.py --vary lr", "--vary 'lr': need FLAG=A,B"),
+    ("train_llama3.py --vary lrr=1,2", "variant 'lrr=1': unknown flag --lrr"),
+    ("train_llama3.py --vary lr=1e-3,fast", "variant 'lr=fast': --lr 'fast': need number"),
+    ("train_llama3.py --vary tp=1,3", "variant 'tp=3': "),
+    ("train_llama3.py --vary lr=1,1", "two variants are called 'lr=1'"),
+    ("train_llama3.py --variant a:--lr=1 --variant a:", "two variants are called 'a'"),
+    ("train_llama3.py --vary lr=1,2 --seed 3", "ablate.py sets --seed of every run"),
+    ("train_llama3.py --vary lr=1,2 --val_every 0", "variant 'lr=1' has no validation, so no val_loss"),
+    ("train_llama3.py --vary lr=1,2 --baseline lr=3", "--baseline 'lr=3' is none of the variants: 'lr=1', 'lr=2'"),
+    ("train_llama3.py --vary lr=1,2 --seeds 0", "--seeds 0 must be 1 or more"),
+    ("train_llama3.py --vary lr=1,2 --until 0.1 --max_seeds 2", "--max_seeds 2 must be --seeds 3 or more"),
+    ("train_llama3.py --vary lr=1,2 --fit", "--fit needs variants of four sizes or more, and there are 1"),
+    ("train_llama3.py --vary lr=1,2 --max_seeds 5", "--max_seeds 5 has no effect without --until"),
+    ("train_llama3.py --vary lr=1,2 --data nowhere.txt", "variant 'lr=1': "),
+    ("--report nowhere", "no study.json there"),
+])
+def test_wrong_usage_is_one_line_before_any_run(tmp_path, monkeypatch, capsys, flags, text):
+    monkeypatch.chdir(REPO)
+    monkeypatch.setattr(subprocess, "Popen", None)
+    with pytest.raises(SystemExit) as ended:
+        ablate.main([*flags.split(), "--out", str(tmp_path / "study")] if "report" not in flags else flags.split())
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and text in error and error.count("\n") == 1, error
+    assert not (tmp_path / "study").exists()
+
+
+def test_what_is_good_follows_from_the_metric():
+    good = {metric: ablate.parse(["--metric", metric])[0].best for metric in ("val_loss", "eval_reward", "tokens_per_second")}
+    assert good == {"val_loss": "low", "eval_reward": "high", "tokens_per_second": "high"}
+    assert ablate.parse("--metric reward_mean --best low".split())[0].best == "low"
+
+
+def test_more_jobs_than_gpus(monkeypatch, capsys):
+    monkeypatch.setattr(ablate.torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(SystemExit):
+        ablate.main("train_llama3.py --vary lr=1,2 --jobs 2 --nproc 2".split())
+    assert "--jobs 2 x --nproc 2 needs 4 GPUs, and there are 2" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- real runs
+def command(out, *words):
+    """words: recipes, then flags, which win over those of TINY."""
+    recipes = list(itertools.takewhile(lambda word: word.endswith(".py"), words))
+    return [sys.executable, "ablate.py", *recipes, *TINY, *map(str, words[len(recipes):]), "--out", str(out)]
+
+
+def losses(out):
+    keys = "step", "loss", "val_loss", "tokens_hash"
+    folders = [path.parent for path in out.glob("*/*/metrics.jsonl")]
+    return {folder.relative_to(out): [[line.get(key) for key in keys] for line in metrics(folder)] for folder in folders}
+
+
+@pytest.mark.slow
+def test_a_study_continues_after_a_kill(tmp_path):
+    """SIGKILL in the middle of one, SIGINT of another: the same verdicts as undisturbed, and no finished run runs again."""
+    flags = "train_llama3.py", "--vary", "lr=1e-3,1e-2", "--seeds", 2, "--steps", 40, "--log_every", 5
+    run(command(tmp_path / "whole", *flags))
+    for number in (signal.SIGKILL, signal.SIGINT):
+        out = tmp_path / number.name
+        process = subprocess.Popen(command(out, *flags), cwd=REPO, env=ENV)
+        while not list(out.glob("*/*/checkpoints/step-*")):
+            time.sleep(0.1)
+        process.send_signal(number)
+        assert process.wait(timeout=120) == (-9 if number == signal.SIGKILL else 130)
+        run(command(out, *flags))
+        assert losses(out) == losses(tmp_path / "whole")
+        rows = [json.loads((folder / "verdicts.json").read_text()) for folder in (out, tmp_path / "whole")]
+        assert rows[0] == rows[1]
+    inodes = {path: path.stat().st_mtime for path in out.glob("*/*/metrics.jsonl")}
+    run(command(out, *flags))
+    assert inodes == {path: path.stat().st_mtime for path in out.glob("*/*/metrics.jsonl")}
+
+
+@pytest.mark.slow
+def test_equal_flags_are_identical(tmp_path):
+    """A real A/A study, on two processes each."""
+    out = run(command(tmp_path, "train_llama3.py", "--variant", "a:", "--variant", "b:", "--seeds", 2, "--nproc", 2, "--tp", 2))
+    assert "b and a are identical in every logged step (2 pairs)" in out
+    assert row_of(tmp_path)["verdict"] == "identical"
+
+
+@pytest.mark.slow
+def test_forks(tmp_path):
+    """A fork with a renamed variable is bit-equal to its original, one with a worse block is worse, one that fails is said."""
+    left_out = shutil.ignore_patterns(".*", "tests", "docs", "runs", "__pycache__")
+    shutil.copytree(REPO, tmp_path, dirs_exist_ok=True, ignore=left_out)
+    recipe = (tmp_path / "train_llama3.py").read_text()
+    model = (tmp_path / "models/llama3.py").read_text()
+
+    def fork(name, text, *changes):
+        for old, new in changes:
+            assert old in text
+            text = text.replace(old, new)
+        (tmp_path / name).write_text(text)
+
+    fork("renamed.py", recipe, ("layout", "plan"), ("check_plan", "check_layout"), ("distributed.plan", "distributed.layout"))
+    fork("models/worse.py", model, ("h + self.attn(", "h + 0 * self.attn("), ("h + self.ffn(", "h + 0 * self.ffn("))
+    fork("worse.py", recipe, ("models.llama3 import", "models.worse import"))
+    fork("fails.py", recipe, ("        loss = forward", "        raise OSError('no more')\n        loss = forward"))
+    recipes = "train_llama3.py", "renamed.py", "worse.py", "fails.py"
+    flags = *recipes, "--seeds", 3, "--steps", 40, "--metric", "loss", "--lr", "2e-2"
+    done = subprocess.run(command("study", *flags), cwd=tmp_path, env=ENV, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    rows = {row["variant"]: row for row in json.loads((tmp_path / "study/verdicts.json").read_text())}
+    assert (rows["renamed"]["verdict"], rows["worse"]["verdict"], rows["fails"]["pairs"]) == ("identical", "worse", 0)
+    assert "identical in every logged step" in done.stdout and "OSError: no more" in done.stdout
+
+
+@pytest.mark.slow
+def test_an_unknown_metric_ends_after_the_first_run(tmp_path):
+    done = subprocess.run(command(tmp_path, "train_llama3.py", "--vary", "lr=1e-3,1e-2", "--metric", "los"), cwd=REPO, env=ENV,
+                          capture_output=True, text=True)
+    assert done.returncode == 2 and "--metric los: no run logs it; did you mean loss?" in done.stderr
