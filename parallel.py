@@ -231,13 +231,13 @@ def context_parallel(stage, layout: Layout) -> None:
         stage.make_attend = partial(attend, group=layout.group("cp"))
 
 
-def sequence_index(T: int, cp: int, rank: int) -> Tensor:
+def sequence_index(T: int, cp: int, rank: int, device=None) -> Tensor:
     """Positions (T/cp,) of the tokens of this cp rank: chunks rank and 2cp-1-rank of 2cp.
 
     A late token attends to more keys than an early one. cp 2 cuts four chunks: rank 0 takes 0 and 3, rank 1 takes 1 and 2, so
     both do the same causal work.
     """
-    chunks = torch.arange(T).chunk(2 * cp)
+    chunks = torch.arange(T, device=device).chunk(2 * cp)  # made there: a copy from the host would wait for the device
     return torch.cat([chunks[rank], chunks[2 * cp - 1 - rank]])
 
 
@@ -256,7 +256,7 @@ def all_gather_attention(positions, doc_ids=None, *, group):
     if doc_ids is None:
         masks = [lower_right_mask(chunk, end, positions.device) for end in ends]
     else:
-        doc_attend = causal_attention(positions, doc_ids, sequence_index(2 * cp * chunk, cp, rank).to(doc_ids.device))
+        doc_attend = causal_attention(positions, doc_ids, sequence_index(2 * cp * chunk, cp, rank, doc_ids.device))
 
     def attend(q, k, v, scale=None):  # q (B, H, T/cp, K), k and v (B, G, T/cp, K)
         kv = natural_order(AllGather.apply(torch.cat([k, v], -1), 2, group), 2, cp)  # one collective for both
@@ -282,7 +282,7 @@ def all_to_all_attention(positions, doc_ids=None, *, group):
         return natural_order(x.permute(1, 2, 0, 3, 4).reshape(B, H // cp, cp * T, K), 2, cp)
 
     def sequence_to_heads(x):  # (B, H/cp, T, K) -> (B, H, T/cp, K)
-        pieces = [x.index_select(2, sequence_index(x.shape[2], cp, r).to(x.device)) for r in range(cp)]
+        pieces = [x.index_select(2, sequence_index(x.shape[2], cp, r, x.device)) for r in range(cp)]
         x = AllToAll.apply(torch.stack(pieces), group)  # (cp, B, H/cp, T/cp, K)
         return x.transpose(0, 1).flatten(1, 2)
 
@@ -460,7 +460,8 @@ def inputs(batch, a: int | None, layout: Layout) -> dict[str, Tensor]:
         doc_ids = None if batch.doc_ids is None else pick(batch.doc_ids)
         kwargs["next_tokens"], kwargs["next_labels"] = shift_targets(kwargs["tokens"], kwargs["labels"], doc_ids)
     if layout.cp > 1:
-        index = sequence_index(kwargs["tokens"].shape[1], layout.cp, layout.coordinate("cp")).to(kwargs["tokens"].device)
+        tokens = kwargs["tokens"]
+        index = sequence_index(tokens.shape[1], layout.cp, layout.coordinate("cp"), tokens.device)
         kwargs = {k: v.index_select(1, index) for k, v in kwargs.items()}  # (B, T/cp)
     if batch.doc_ids is not None:
         kwargs["doc_ids"] = pick(batch.doc_ids)  # (B, T): a query attends to keys of all cp ranks

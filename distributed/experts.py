@@ -58,6 +58,9 @@ def exchange_tokens(experts, group, x: Tensor, counts: Tensor) -> Tensor:
     from models.moe import Spread, inverse
 
     ep = dist.get_world_size(group)
+    weights = [local_tensor(w) for w in (experts.w1, experts.w2, experts.w3)]
+    if ep == 1:  # --etp alone: every rank has a part of each expert, and no token travels
+        return experts.compute(x, counts, *weights)
     arriving = AllToAll.apply(counts, group)  # (ep * E/ep,): from every rank, its rows for each of this rank's experts
     # The all-to-all needs its sizes on the host. This is the only place where a layer waits for the device.
     sent, received = torch.stack([counts, arriving]).view(2, ep, -1).sum(-1).tolist()
@@ -65,7 +68,6 @@ def exchange_tokens(experts, group, x: Tensor, counts: Tensor) -> Tensor:
     expert = torch.arange(len(counts) // ep, device=x.device).repeat(ep)
     order = expert.short().repeat_interleave(arriving, output_size=len(x)).argsort(stable=True)
     back = inverse(order)  # to the order of arrival
-    weights = (local_tensor(w) for w in (experts.w1, experts.w2, experts.w3))
     y = experts.compute(Spread.apply(x, order, back[:, None]), arriving.view(ep, -1).sum(0), *weights)
     return AllToAll.apply(Spread.apply(y, back, order[:, None]), group, received, sent)
 
