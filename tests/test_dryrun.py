@@ -109,7 +109,9 @@ def test_dry_run_equals_gloo(name):
         for key in first:
             if key[0] == "activations":
                 assert step[key] == pytest.approx(first[key], rel=0.01), key
-        assert rank.peak == pytest.approx(first["measured"], rel=0.15 if "pp" in flags else 0.01)
+        # pipelines: another order of micro-batches; split experts: the real step has freed one tensor of sorted tokens by then
+        error = 0.15 if "pp" in flags else 0.02 if "etp" in flags else 0.01
+        assert rank.peak == pytest.approx(first["measured"], rel=error)
 
 
 @pytest.mark.parametrize("left_out", ["attn_norm", "ffn"])
