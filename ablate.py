@@ -99,7 +99,7 @@ def variants_of(args, common: list[str]) -> dict[str, dict]:
 
 
 def check(name: str, variant: dict, args) -> dict:
-    """What a variant's command line asks for: {"steps", "val_every", "parameters"}. A mistake in it is a usage error now.
+    """What a variant's command line asks for: {"steps", "val_every", "parameters", "seeded"}. A mistake is a usage error now.
 
     The recipe's main runs in this process until it has its model's shapes: it parses, checks the layout and opens the data.
     """
@@ -123,9 +123,11 @@ def check(name: str, variant: dict, args) -> dict:
         with contextlib.redirect_stderr(output), contextlib.redirect_stdout(io.StringIO()):
             module = load(path)
             cfg = parse_config(module.Config, [*variant["flags"], f"--out={folder_of(args.out, name, 0)}"])
+            if args.metric.startswith("val_") and not getattr(cfg, "val_every", 0):
+                raise ValueError(f"no validation, so no {args.metric}: give --val_every, or another --metric, such as loss")
             names = module.main.__globals__
             stand_ins = dict(connect=connected, check_model=built)
-            stand_ins |= dict.fromkeys(("make_mesh", "choose_attention", "StopSignal"), nothing)
+            stand_ins |= dict.fromkeys(("make_mesh", "choose_attention", "StopSignal", "check_run", "lock_run"), nothing)
             known = {key: value for key, value in stand_ins.items() if key in names}
             with mock.patch.dict(names, known), mock.patch.dict(os.environ, world), no_earlier_run():
                 module.main(cfg)
@@ -136,9 +138,9 @@ def check(name: str, variant: dict, args) -> dict:
         usage_error(f"variant {name!r}: {output.getvalue().removeprefix('error: ').strip()}")
     except ValueError as error:
         usage_error(f"variant {name!r}: {error}")
-    if args.metric.startswith("val_") and not getattr(cfg, "val_every", 1):
-        usage_error(f"variant {name!r} has no validation, so no {args.metric}: leave --val_every 0 out, or use --metric loss")
-    return {"steps": cfg.steps, "val_every": getattr(cfg, "val_every", 0), "parameters": parameters}
+    seeded = [flag for flag in ("seed", "data_seed") if hasattr(cfg, flag)]  # grpo.py has one seed for everything
+    return {"steps": cfg.steps, "val_every": getattr(cfg, "val_every", 0), "parameters": parameters,
+            "seeded": seeded}
 
 
 def load(path: Path):
@@ -164,8 +166,11 @@ def open_study(args, variants: dict) -> dict:
                 usage_error(f"{args.out} has a variant {name!r} with other {what}; use --out NEW")
     settings = {key: getattr(args, key) for key in ("metric", "best", "at", "reach", "seeds", "until", "max_seeds", "fit")}
     study = settings | {"nproc": args.nproc, "baseline": next(iter(variants)), "variants": variants}
-    Path(args.out).mkdir(parents=True, exist_ok=True)
-    write_file(path, json.dumps(study, indent=1).encode())
+    try:
+        Path(args.out).mkdir(parents=True, exist_ok=True)
+        write_file(path, json.dumps(study, indent=1).encode())
+    except OSError as error:
+        usage_error(f"--out {args.out!r} is no folder to write to: {error.strerror}")
     return study
 
 
@@ -174,7 +179,7 @@ def start(study: dict, name: str, seed: int, folder: Path, gpus: list[int] | Non
     variant, env = study["variants"][name], dict(os.environ, OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1"))
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(study["nproc"])]
     command = [sys.executable, *(torchrun if study["nproc"] > 1 else []), variant["recipe"], *variant["flags"]]
-    command += [f"--seed={seed}", f"--data_seed={seed}", f"--out={folder}"]
+    command += [*(f"--{flag}={seed}" for flag in variant["seeded"]), f"--out={folder}"]
     if gpus is not None:
         mine = env.get("CUDA_VISIBLE_DEVICES", "").split(",")  # where the user has chosen some of them
         env["CUDA_VISIBLE_DEVICES"] = ",".join(mine[i] if len(mine) > i and mine[i] else str(i) for i in gpus)

@@ -210,13 +210,14 @@ TINY = ["--model_args", "n_layers=2,dim=32,n_heads=4,n_kv_heads=2,head_dim=8,ffn
     ("train_llama3.py --vary lr=1,1", "two variants are called 'lr=1'"),
     ("train_llama3.py --variant a:--lr=1 --variant a:", "two variants are called 'a'"),
     ("train_llama3.py --vary lr=1,2 --seed 3", "ablate.py sets --seed of every run"),
-    ("train_llama3.py --vary lr=1,2 --val_every 0", "variant 'lr=1' has no validation, so no val_loss"),
+    ("train_llama3.py --vary lr=1,2 --val_every 0", "variant 'lr=1': no validation, so no val_loss"),
     ("train_llama3.py --vary lr=1,2 --baseline lr=3", "--baseline 'lr=3' is none of the variants: 'lr=1', 'lr=2'"),
     ("train_llama3.py --vary lr=1,2 --seeds 0", "--seeds 0 must be 1 or more"),
     ("train_llama3.py --vary lr=1,2 --until 0.1 --max_seeds 2", "--max_seeds 2 must be --seeds 3 or more"),
     ("train_llama3.py --vary lr=1,2 --fit", "--fit needs variants of four sizes or more, and there are 1"),
     ("train_llama3.py --vary lr=1,2 --max_seeds 5", "--max_seeds 5 has no effect without --until"),
     ("train_llama3.py --vary lr=1,2 --data nowhere.txt", "variant 'lr=1': "),
+    ("grpo.py --vary lr=1e-5,1e-4", "variant 'lr=1e-5': no validation, so no val_loss"),
     ("--report nowhere", "no study.json there"),
 ])
 def test_wrong_usage_is_one_line_before_any_run(tmp_path, monkeypatch, capsys, flags, text):
@@ -227,6 +228,21 @@ def test_wrong_usage_is_one_line_before_any_run(tmp_path, monkeypatch, capsys, f
     error = capsys.readouterr().err
     assert ended.value.code == 2 and text in error and error.count("\n") == 1, error
     assert not (tmp_path / "study").exists()
+
+
+def test_out_must_be_a_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(REPO)
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit):
+        ablate.main(["train_llama3.py", "--vary", "lr=1,2", "--out", str(tmp_path / "file")])
+    assert "is no folder to write to" in capsys.readouterr().err
+
+
+def test_a_recipe_is_seeded_with_the_seeds_that_it_has(monkeypatch):
+    monkeypatch.chdir(REPO)
+    args, _ = ablate.parse("grpo.py --metric eval_reward".split())
+    for recipe, seeded in (("grpo.py", ["seed"]), ("train_llama3.py", ["seed", "data_seed"])):
+        assert ablate.check("a", {"recipe": recipe, "flags": []}, args)["seeded"] == seeded
 
 
 def test_what_is_good_follows_from_the_metric():
