@@ -1,0 +1,81 @@
+"""Mistakes to find: those of tests/test_mutants.py, as a hurried author would have written them into the source.
+
+Bug 7 is bug07.md: what its user sees, a command that shows it, hints, and the mistake as a diff, which `start --bug 7` applies
+to a copy. The check accepts any repair under which the layouts of its row below train what plain torch trains on one process.
+"""
+import re
+from dataclasses import dataclass
+
+from course import HERE, HOUSE
+
+TASK = """{head}
+In this copy of the project somebody has changed a few lines of `parallel.py` or `distributed/`, comments included. Find them,
+and repair them. What helps, with the flags of the command above after it:
+
+    python RECIPE.py --check_parity           one process and this layout, compared: the first parameter that differs
+    python RECIPE.py --check_parity --where   the first operation that differs
+    python RECIPE.py --explain                how each parameter is split, what travels, and why (without --check_parity)
+
+Both halves of `--check_parity` run the code in this folder. A mistake that one process makes as well is in both of them, and
+then they are equal: there the numbers have to be compared with what the docstrings promise.
+
+Any repair is right under which every layout trains what plain torch trains on one process.
+"""
+PLAIN, TIED = dict(n=4, b=2), dict(n=4, b=2, tie_embeddings=True)
+MOE = dict(model="qwen3", n_experts=8, top_k=2, moe_ffn_dim=32)
+MOE_1, MOE_2 = dict(n=4, b=1, **MOE), dict(n=4, b=2, **MOE)
+ONE, ONE_MOE = (1, {}, PLAIN), (1, {}, MOE_1)
+ZERO_BUBBLE = dict(pp=2, pp_schedule="InterleavedZeroBubble")
+
+
+@dataclass(frozen=True)
+class Bug:
+    number: int
+    mutant: str  # its name in tests/test_mutants.py
+    rows: tuple[tuple, ...]  # layouts of tests/layouts.py: processes, flags, problem
+
+    def page(self) -> tuple[str, list[str], str]:
+        """(title and command, hints, the mistake as a diff)"""
+        head, hints, mistake = re.split("\n## .*\n", (HERE / f"bug{self.number:02}.md").read_text())
+        return head, [hint.strip() for hint in hints.split("\n\n") if hint.strip()], mistake
+
+    def check(self):
+        import feedback
+
+        for processes, flags, problem in self.rows:
+            if difference := feedback.compare(processes, flags, problem):
+                layout = ", ".join(f"{k} {v}" for k, v in flags.items()) or "no axis but dp_shard"
+                ranks = f"{processes} process{'es' * (processes > 1)}, {layout}"
+                raise feedback.Wrong(f"{ranks}: differs from plain torch: {difference}")
+
+
+BUGS = {n: Bug(n, mutant, rows) for n, (mutant, *rows) in enumerate([
+    ("norm_without_all_reduce", (2, dict(tp=2), PLAIN), ONE),
+    ("waiting_embedding", (2, dict(tp=2), PLAIN), ONE),
+    ("reshard_in_zero_bubble", (4, ZERO_BUBBLE, dict(n=16, b=4)), (4, dict(pp=2), dict(n=16, b=4))),
+    ("mean_of_means", (2, {}, PLAIN), ONE, (2, dict(cp=2), PLAIN)),
+    ("masked_tokens_counted", (2, {}, PLAIN), ONE),
+    ("tied_weight_counted_twice", (2, dict(pp=2), TIED), (2, dict(pp=2), PLAIN), ONE),
+    ("tied_gradient_not_exchanged", (2, dict(pp=2), TIED), (2, dict(pp=2), PLAIN), ONE),
+    ("positions_not_balanced", (2, dict(cp=2), PLAIN), (2, dict(cp=2, cp_method="alltoall"), PLAIN), ONE),
+    ("averaged_gradients", (2, {}, PLAIN), (4, dict(dp_replicate=2), dict(n=8, b=2)), ONE),
+    ("experts_not_reduced_over_tp", (2, dict(tp=2), MOE_2), (2, dict(ep=2), MOE_1), ONE_MOE),
+    ("weights_doubled_on_the_way", (2, dict(ep=2), MOE_1), (2, dict(tp=2), MOE_2), ONE_MOE),
+    ("balancing_loss_per_microbatch", (2, dict(ep=2), MOE_1), ONE_MOE),
+    ("own_load_only", (2, dict(ep=2), MOE_1), (2, dict(pp=2), MOE_1), ONE_MOE),
+    ("norm_of_own_stage", (2, dict(pp=2), PLAIN), (2, dict(tp=2), PLAIN), ONE),
+], 1)}
+
+
+def planted_bug(bug: Bug) -> dict[str, str]:
+    """File -> its text with the mistake in it."""
+    texts = {}
+    for part in re.findall(r"^--- (\S+)\n(.*?)(?=^---|^```)", bug.page()[2], re.M | re.S):
+        file, hunks = part
+        texts[file] = (HOUSE / file).read_text()
+        for hunk in hunks.split("@@\n"):
+            lines = hunk.splitlines(keepends=True)
+            old, new = ("".join(line[1:] for line in lines if line[0] in kinds) for kinds in (" -", " +"))
+            assert texts[file].count(old) == 1, f"bug {bug.number}: {file} has {texts[file].count(old)} times\n{old}"
+            texts[file] = texts[file].replace(old, new)
+    return texts

@@ -1,0 +1,60 @@
+"""What the checks share: a student's functions on several processes, and what is said about them.
+
+A check runs in a process of its own, in which `import parallel` finds the student's file and tests/ those of the project
+(run.py arranges that). check() of ex04.py raises Wrong with a text for the student, or returns.
+"""
+import importlib
+import textwrap
+from contextlib import contextmanager, nullcontext
+from functools import partial
+
+import layouts
+from pool import pool
+
+planted = None  # tests/test_exercises.py: {file: {function: source}}, answers to be checked in place of those in the files
+
+
+class Wrong(Exception):
+    """What is wrong with an answer, and where to look."""
+
+
+@contextmanager
+def replaced(answers: dict[str, dict[str, str]]):
+    """Functions of modules, with the code of other source. It is swapped inside the function, so whoever has imported the
+    function sees it as well."""
+    before = []
+    try:
+        for file, sources in answers.items():
+            module = importlib.import_module(file.removesuffix(".py").replace("/", "."))
+            for name, source in sources.items():
+                *path, last = name.split(".")
+                holder = vars(getattr(module, path[0]) if path else module)
+                function, made = getattr(holder[last], "__func__", holder[last]), {}
+                exec(compile(textwrap.dedent(source), f"answer in {file}", "exec"), vars(module), made)
+                new = getattr(made[last], "__func__", made[last])
+                before.append((function, function.__code__, function.__defaults__, function.__kwdefaults__))
+                function.__code__, function.__defaults__, function.__kwdefaults__ = (
+                    new.__code__, new.__defaults__, new.__kwdefaults__)
+        yield
+    finally:
+        for function, *was in before:
+            function.__code__, function.__defaults__, function.__kwdefaults__ = was
+
+
+def mutation():
+    return partial(replaced, planted) if planted else None
+
+
+def call(mutate, function, args):
+    with mutate() if mutate else nullcontext():
+        return function(*args)
+
+
+def on_ranks(n: int, function, *args) -> list:
+    """What function(*args) returns on each of n processes, which are connected by gloo. It must be importable."""
+    return pool(n).run(call, mutation(), function, args, tries=1)
+
+
+def compare(processes: int, flags: dict, problem: dict) -> str:
+    """'' if this layout trains as one process does, else the first difference: see tests/layouts.py."""
+    return layouts.compare(processes, flags, problem, mutation())
