@@ -67,8 +67,8 @@ def flags_of_halves(main, cfg, degrees: dict[str, int], folder: str) -> dict[str
         raise ValueError("; ".join(unused))
     degrees = {axis: max(n, 1) for axis, n in degrees.items()}
     device = "cuda" if torch.cuda.device_count() >= math.prod(degrees.values()) else "cpu"
-    both = dict(check_parity=False, steps=STEPS, compute_dtype="float32", checkpoint_every=0, export_hf="", val_every=0,
-                log_every=1, device=device)
+    both = dict(check_parity=False, where=False, steps=STEPS, compute_dtype="float32", checkpoint_every=0, export_hf="",
+                val_every=0, log_every=1, device=device)
     if "global_batch_size" not in FROM_FILE:  # else both halves read it from --config, and find the local batch that fits
         local = cfg.local_batch_size * degrees["dp_replicate"] * degrees["dp_shard"]
         both["global_batch_size"] = local if cfg.global_batch_size == -1 else cfg.global_batch_size
@@ -81,14 +81,16 @@ def flags_of_halves(main, cfg, degrees: dict[str, int], folder: str) -> dict[str
     return halves
 
 
-def run_half(name: str, flags: dict) -> int:
-    """Run the recipe of this process again with these flags; returns the exit status, after its error line if it failed."""
-    processes = math.prod(flags[axis] for axis in AXES)
-    print(f"check_parity: {STEPS} steps on {name} ({processes} process{'es' * (processes > 1)}) ...", flush=True)
+def run_half(name: str, flags: dict, where: bool = False) -> int:
+    """Run the recipe of this process again with these flags; returns the exit status, after its error line if it failed.
+    where: write down every operation of the first step, not the gradients of all (support/seams.py)."""
+    processes, n = math.prod(flags[axis] for axis in AXES), flags["steps"]
+    print(f"check_parity: {n} step{'s' * (n > 1)} on {name} ({processes} process{'es' * (processes > 1)}) ...", flush=True)
     command = [sys.executable]
     if processes > 1:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    command += [os.path.join(os.path.dirname(os.path.abspath(__file__)), "record.py"), flags["out"] + RECORD, *sys.argv]
+    command += [os.path.join(os.path.dirname(os.path.abspath(__file__)), "record.py")]
+    command += ["--where"] * where + [flags["out"] + RECORD, *sys.argv]
     command += [f"--{flag}={spell(value)}" for flag, value in flags.items()]  # a flag given twice has its last value
     done = subprocess.run(command, capture_output=True, text=True)
     if not done.returncode:

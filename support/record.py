@@ -1,6 +1,7 @@
 """Runs a recipe as python would, and writes down the gradients and weights of each step: one half of --check_parity.
 
     python support/record.py FOLDER recipe.py --steps 3 ...
+    python support/record.py --where FOLDER recipe.py --steps 2 ...     # every operation of the first step: support/seams.py
 
 The recipe knows nothing of it: before it starts, parallel.clip_grad_norm is replaced by a function that writes and then calls
 the real one. That is the place where a step's gradients are complete and not yet scaled.
@@ -10,6 +11,7 @@ import inspect
 import os
 import sys
 import types
+from contextlib import ExitStack
 
 
 def recording(clip_grad_norm, folder: str):
@@ -41,7 +43,8 @@ def recording(clip_grad_norm, folder: str):
 
 def main():
     """python recipe.py --flags, as exactly as it can be imitated, on top of a parallel.clip_grad_norm that records."""
-    _, folder, recipe, *flags = sys.argv
+    where = sys.argv[1] == "--where"
+    folder, recipe, *flags = sys.argv[2:] if where else sys.argv[1:]
     sys.argv = [recipe, *flags]
     house = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     sys.path[0] = os.path.dirname(os.path.realpath(recipe))  # where Python looks first
@@ -50,7 +53,17 @@ def main():
     sys.path.insert(1, house)
     import parallel
 
-    parallel.clip_grad_norm = recording(parallel.clip_grad_norm, folder)
+    with ExitStack() as stack:
+        if where:
+            from support.seams import seams_of_a_step, write_seams
+
+            stack.enter_context(seams_of_a_step(functools.partial(write_seams, folder)))
+        else:
+            parallel.clip_grad_norm = recording(parallel.clip_grad_norm, folder)
+        run_as_main(recipe)
+
+
+def run_as_main(recipe: str):
     sys.modules["__main__"] = module = types.ModuleType("__main__")
     module.__file__ = os.path.abspath(recipe)
     with open(recipe, "rb") as source:

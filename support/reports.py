@@ -1,6 +1,6 @@
 """The flags that report in place of training: --dry_run, --plan, --explain, --plot of a layout, --check_parity.
 
-What they do is in dryrun.py, plan.py, explain.py, pictures.py and parity.py, imported only when one of them is given.
+What they do is in dryrun.py, plan.py, explain.py, pictures.py, parity.py, where.py: imported only when asked for.
 """
 import os
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ from distributed.layout import AXES
 from support.config import Need, flag
 
 PLAN = Need("without --plan", lambda c: c.plan)
+PARITY = Need("without --check_parity", lambda c: c.check_parity)
 
 
 @dataclass(kw_only=True)
@@ -22,6 +23,7 @@ class ReportConfig:
     devices_per_node: int = flag(0, PLAN)  # devices that NVLink connects; 0 = the machine's
     explain: bool = False  # one page on one block: how each parameter is placed, and what travels when, and why
     check_parity: bool = False  # train 3 steps on one process and on this layout, in fp32, and compare; start it with python
+    where: bool = flag(False, PARITY)  # of one step, name the first operation that differs: every activation and gradient
 
 
 def with_reports(main):
@@ -32,14 +34,24 @@ def with_reports(main):
         if cfg.check_parity and (cfg.dry_run or cfg.plan or cfg.explain):
             raise ValueError("--check_parity trains, and --dry_run, --plan and --explain do not: ask for one after the other")
         if cfg.check_parity:
-            from support.parity import check_parity
-
-            raise SystemExit(check_parity(main, cfg, {axis: getattr(cfg, axis) for axis in AXES}))
+            raise SystemExit(parity_report(main, cfg))
         if cfg.dry_run or cfg.plan or cfg.explain or plots_layout:
             raise SystemExit(dry_run(main, cfg))
         main(cfg)
 
     return main_or_report
+
+
+def parity_report(main, cfg) -> int:
+    """--check_parity, and --where of a recipe; returns the exit status: 0 equal, 1 different."""
+    degrees = {axis: getattr(cfg, axis) for axis in AXES}
+    if cfg.where:
+        from support.where import check_where
+
+        return check_where(main, cfg, degrees)
+    from support.parity import check_parity
+
+    return check_parity(main, cfg, degrees)
 
 
 def dry_run(main, cfg) -> int:

@@ -42,6 +42,7 @@ import models.attention
 import models.llama3
 import parallel
 import support.parity
+import support.where
 from data import DataConfig, open_data
 from distributed.layout import local_tensor
 from distributed.pipeline import split_stages
@@ -292,7 +293,8 @@ def printed(program: str, cfg) -> str:
         raise Ended
 
     with tidy(), mock.patch.object(os, "_exit", end), contextlib.redirect_stdout(text), contextlib.suppress(Ended), \
-            mock.patch.object(support.parity, "check_parity", lambda main, cfg, degrees: print("parity of", degrees)):
+            mock.patch.object(support.parity, "check_parity", lambda main, cfg, degrees: print("parity of", degrees)), \
+            mock.patch.object(support.where, "check_where", lambda main, cfg, degrees: print("every operation of", degrees)):
         distributed.launch.run(with_reports(module.main if modes else lambda cfg: print("trains")), cfg)
     return text.getvalue()
 
@@ -460,6 +462,7 @@ row("plan", True, lambda new, old: "\nplan: " in new and "trains" in old, printe
 row("explain", True, lambda new, old: "One block of" in new and "trains" in old, printed,
     model_args=SIZES.replace("n_layers=2", "n_layers=3"))
 row("check_parity", True, lambda new, old: "parity of" in new and "trains" in old, printed)
+row("where", True, lambda new, old: "every operation of" in new and "parity of" in old, printed, check_parity=True)
 row("machine", "B200", lambda new, old: "1 x B200" in new, printed, plan=True)
 row("nvlink_gb_s", 0.001, lambda new, old: seconds(new) > 10 * seconds(old), printed, plan=True, tp=2)
 row("network_gb_s", 0.001, lambda new, old: seconds(new) > 10 * seconds(old), printed, plan=True, tp=2, devices_per_node=1)
