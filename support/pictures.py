@@ -5,6 +5,7 @@ import os
 from functools import partial
 
 from support.dryrun import bubble, duration, simulate, table
+from support.holdings import axis_groups
 
 COLORS = {"F": "#4c78a8", "I": "#f58518", "W": "#54a24b", "idle": "#e6e6e6"}
 MEANINGS = {"F": "forward", "I": "backward of the input", "W": "backward of the weights", "idle": "idle"}
@@ -75,15 +76,8 @@ def draw_schedule(times, title: str, path: str) -> None:
 
 
 def mesh_groups(layout) -> dict[str, list[int]]:
-    """{axis: the ranks of device 0's group, itself first} of the groups of more than one that something travels in, from the
-    meshes that the recipe made, innermost axis first and the experts' last. FSDP's is dp_shard x cp."""
-    groups = {}
-    for mesh, axes in (layout.full_mesh, ["tp", "cp"]), (layout.mesh, ["fsdp", "dp_replicate", "pp"]), (
-            layout.expert_mesh, ["etp", "ep", "efsdp"]):
-        for axis in axes if mesh is not None else ():
-            ranks = mesh.mesh.movedim(mesh.mesh_dim_names.index(axis), -1).flatten(0, -2)[0].tolist()
-            groups |= {axis: ranks} if len(ranks) > 1 else {}
-    return groups
+    """{axis: the ranks of device 0's group, itself first}, see axis_groups."""
+    return {axis: groups[0] for axis, groups in axis_groups(layout).items()}
 
 
 def text_mesh(layout) -> str:

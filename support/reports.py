@@ -11,6 +11,7 @@ from support.config import Need, flag
 
 PLAN = Need("without --plan", lambda c: c.plan)
 PARITY = Need("without --check_parity", lambda c: c.check_parity)
+EXPLAIN = Need("without --explain", lambda c: c.explain)
 
 
 @dataclass(kw_only=True)
@@ -22,6 +23,7 @@ class ReportConfig:
     network_gb_s: float = flag(0.0, PLAN)  # GB/s per device and direction between nodes; 0 = the machine's
     devices_per_node: int = flag(0, PLAN)  # devices that NVLink connects; 0 = the machine's
     explain: bool = False  # one page on one block: how each parameter is placed, and what travels when, and why
+    html: str = flag("", EXPLAIN)  # a file: what every rank holds and sends, as a web page to hover and step through
     check_parity: bool = False  # train 3 steps on one process and on this layout, in fp32, and compare; start it with python
     where: bool = flag(False, PARITY)  # of one step, name the first operation that differs: every activation and gradient
 
@@ -57,7 +59,8 @@ def parity_report(main, cfg) -> int:
 def dry_run(main, cfg) -> int:
     """--dry_run, --plan, --explain and --plot of a recipe; returns the exit status."""
     from support.dryrun import make_report, print_report
-    from support.explain import explain
+    from support.explain import count_block, explain
+    from support.page import check_page, command_line, write_page
     from support.pictures import plot
     from support.plan import machine_of, print_plan
 
@@ -66,14 +69,20 @@ def dry_run(main, cfg) -> int:
     if cfg.float8 != "off":
         raise ValueError(f"--float8 {cfg.float8} is not in the dry run, which would count bf16; leave it out")
     machine = machine_of(cfg)
-    if cfg.dry_run or cfg.plan or cfg.plot:
+    if cfg.html and cfg.explain:
+        check_page(cfg.html)
+    if cfg.dry_run or cfg.plan or cfg.plot or cfg.html and cfg.explain:
         report = make_report(main, cfg)
     if cfg.dry_run:
         print_report(cfg, report)
     if cfg.plan:
         print_plan(cfg, report, machine)
     if cfg.explain:
-        explain(main, cfg)
+        counted = count_block(main, cfg)
+        if counted or not cfg.html:
+            explain(cfg, counted)
+        if cfg.html:
+            write_page(cfg, report, counted, command_line())
     if cfg.plot:
         plot(cfg, report)
     return 0

@@ -1,6 +1,10 @@
 """--explain: what one layer holds and sends in a layout that no laptop has, against support/explain.py."""
+import importlib
+
 import pytest
-from dry import run
+from dry import MOE, config, run
+
+from support.explain import count_block, explain, travels
 
 
 @pytest.mark.slow
@@ -19,3 +23,20 @@ def test_the_report_of_a_layout_no_laptop_has(tmp_path):
     # two per block and direction, each of 8192 x 4096 bf16
     assert ["forward", "tp", "all_gather", "2", "128", "MiB"] in [line[:6] for line in lines]
     assert ["backward", "tp", "reduce_scatter", "2", "128", "MiB"] in [line[:6] for line in lines]
+
+
+def test_one_block_of_split_experts():
+    """With --ep a block names its neighbours, whose weights FSDP shall gather ahead: those that --explain leaves out, too."""
+    flags = dict(dp_shard=2, ep=2, model_args=MOE)
+    _, name, parameters, step = count_block(importlib.import_module("train_qwen3").main, config("train_qwen3", flags))
+    moved = {tuple(key): number for *key, number, _, _ in travels(step)}
+    assert name == "2" and [split for n, _, split, _ in parameters if n == "moe.experts.w1"] == ["ep: dim 0"]
+    assert moved["forward", "ep", "all_to_all"] == 3 and moved["backward", "ep", "all_to_all"] == 2  # no counts go back
+    assert moved["forward", "fsdp", "all_gather"] == moved["backward", "fsdp", "reduce_scatter"] == 1
+
+
+def test_too_few_layers_are_refused_unless_there_is_a_page():
+    cfg = config("train_llama3", dict(pp=4, dp_shard=1, local_batch_size=4))
+    assert count_block(importlib.import_module("train_llama3").main, cfg) is None
+    with pytest.raises(ValueError, match="three layers on a rank.*--html FILE"):
+        explain(cfg, None)

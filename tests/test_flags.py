@@ -85,7 +85,7 @@ def places(tmp_path_factory):
     (folder / "a.jsonl").write_text(text)
     (folder / "gsm8k.jsonl").write_text(text.replace('"text"', '"answer": "#### 3", "question"'))
     (folder / "order.csv").write_text("0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0\n")
-    PLACES.update({f"<{name}>": str(folder / name) for name in ("cache", "other_cache", "run", "new", "new_rl")})
+    PLACES.update({f"<{name}>": str(folder / name) for name in ("cache", "other_cache", "run", "new", "new_rl", "page")})
     files = {"<text>": "a.jsonl", "<csv>": "order.csv", "<gsm8k>": "gsm8k.jsonl"}
     PLACES.update({name: str(folder / file) for name, file in files.items()})
     shutil.copytree(open_data(DataConfig(data=PLACES["<text>"], cache_dir=PLACES["<cache>"]), 16).folder, folder / "shards")
@@ -460,6 +460,8 @@ row("train_timeout_s", 78, lambda new, old: {t.total_seconds() for t in new.time
 row("dry_run", True, lambda new, old: "Peak" in new and "trains" in old, printed)
 row("plan", True, lambda new, old: "\nplan: " in new and "trains" in old, printed)
 row("explain", True, lambda new, old: "One block of" in new and "trains" in old, printed,
+    model_args=SIZES.replace("n_layers=2", "n_layers=3"))
+row("html", "<page>", lambda new, old: "every rank holds" in new and os.path.exists(PLACES["<page>"]), printed, explain=True,
     model_args=SIZES.replace("n_layers=2", "n_layers=3"))
 row("check_parity", True, lambda new, old: "parity of" in new and "trains" in old, printed)
 row("where", True, lambda new, old: "every operation of" in new and "parity of" in old, printed, check_parity=True)

@@ -1,0 +1,274 @@
+"""--explain --html: the page says what ranks really hold, against real processes; and a real browser shows it (slow).
+
+The screenshots in docs/ are made by the slow test's pages: `PYTHONPATH=.:tests python tests/test_page.py`.
+"""
+import html.parser
+import importlib
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from dry import MOE, REPO, SMALL, config, run, world
+from pool import pool
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+import parallel
+from distributed.layout import local_slice, local_tensor
+from support import dryrun
+from support.dryrun import make_report
+from support.explain import count_block
+from support.holdings import part_of, place_of, ranges, shown_parameters, tokens_of
+from support.page import check_page, make_page, shown_ranks, ticks
+from support.schedule import simulate
+
+LAYOUTS = [
+    ("train_llama3", dict(dp_shard=2, tp=2)),
+    ("train_llama3", dict(dp_replicate=2, cp=2)),
+    ("train_llama3", dict(pp=2, tp=2, local_batch_size=2)),
+    ("train_qwen3", dict(dp_shard=2, tp=2, ep=2, model_args=MOE)),
+    pytest.param("train_llama3", dict(cp=2, tp=2), marks=pytest.mark.slow),
+    pytest.param("train_qwen3", dict(dp_shard=2, tp=2, ep=4, model_args=MOE), marks=pytest.mark.slow),
+]
+
+
+# ---------------------------------------------------------------- what a rank holds
+
+
+def parts(t) -> list:
+    return [(a, a + n) for n, a in zip(*local_slice(t), strict=True)]
+
+
+def really_held(recipe: str, flags: dict) -> dict:
+    """On a gloo process: after one step, the parts of weight, gradient and optimizer state, and this rank's tokens."""
+    cfg = config(recipe, flags)
+    _clear_sharding_prop_cache()
+    stages, optimizers, layout = dryrun.build(importlib.import_module(recipe).main, cfg, lambda layout: None)
+    shape = layout.accumulation, layout.local_batch_size, cfg.seq_len
+    tokens = torch.arange(math.prod(shape)).view(shape) % stages[0].config.vocab_size
+    batch = SimpleNamespace(tokens=tokens, labels=tokens, positions=torch.arange(cfg.seq_len).expand(shape), doc_ids=None)
+    widths = []
+    block = next(iter(stages[0].blocks.values()))
+    block.register_forward_pre_hook(lambda block, args: widths.append(args[0].shape[1]))
+    parallel.forward_backward(stages, batch, layout)
+    for optimizer in optimizers:
+        optimizer.step()
+    state = {p: list(s.values()) for optimizer in optimizers for p, s in optimizer.state.items()}
+    held = {name: [parts(t) for t in (p, p.grad, *(t for t in state[p] if t.dim()))]
+            for name, p in shown_parameters(stages).items()}
+    local = {name: list(local_tensor(p).shape) for name, p in shown_parameters(stages).items()}
+    positions = ranges(parallel.inputs(batch, 0, layout)["positions"][0])
+    return dict(held=held, local=local, data_rank=layout.data_rank, inside=positions, width=widths[0])
+
+
+@pytest.mark.parametrize("recipe, flags", LAYOUTS, ids=str)
+def test_the_page_knows_what_a_real_rank_holds(recipe, flags):
+    """Weight, gradient and both of AdamW's moments of each rank, its positions, and how many of them it has between blocks."""
+    flags = dict(dp_shard=1) | flags
+    real = pool(4).run(really_held, recipe, flags)
+    cfg, main, pp = config(recipe, flags), importlib.import_module(recipe).main, flags.get("pp", 1)
+    for rank in range(4):
+        if rank % (4 // pp) == 0:  # the next pipeline rank: what its first rank has tells what the others have
+            with dryrun.dry_world(main, cfg, rank // (4 // pp)) as (stages, _, layout):
+                pass
+        parameters, place = shown_parameters(stages), place_of(layout, rank)
+        said = {name: [part_of(p, place)] * 4 for name, p in parameters.items()}
+        tokens = tokens_of(layout, place, cfg.seq_len)
+        assert said == real[rank]["held"]
+        assert {name: [b - a for a, b in where[0]] for name, where in said.items()} == real[rank]["local"]
+        share = layout.global_batch_size // layout.data_ranks
+        assert tokens["sequences"] == (real[rank]["data_rank"] * share, (real[rank]["data_rank"] + 1) * share)
+        assert tokens["inside"] == real[rank]["inside"]
+        assert sum(b - a for a, b in tokens["between"]) == real[rank]["width"]
+
+
+# ---------------------------------------------------------------- the page
+
+
+class Page(html.parser.HTMLParser):
+    """Fails where tags do not close in order; remembers attributes, texts and the data."""
+
+    EMPTY = {"meta", "input", "rect", "line", "path"}
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open, self.tags, self.texts = [], [], []
+        self.feed(text)
+        assert not self.open, self.open
+        self.data = json.loads(re.search(r'type="application/json">(.*?)</script>', text, re.S)[1])
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.EMPTY:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag not in self.EMPTY:
+            assert self.open.pop() == tag
+
+    def handle_data(self, text):
+        self.texts.append(text)
+
+    def values(self, name: str) -> set:
+        return {attrs[name] for _, attrs in self.tags if name in attrs}
+
+
+def page_of(recipe: str, flags: dict, counted=True) -> tuple[str, Page, object]:
+    main, cfg = importlib.import_module(recipe).main, config(recipe, dict(dp_shard=1) | flags)
+    report = make_report(main, cfg)
+    text = make_page(cfg, report, count_block(main, cfg) if counted else None, "python the <command> & more")
+    return text, Page(text), report
+
+
+@pytest.mark.parametrize("recipe, flags", [
+    ("train_llama3", {}),
+    ("train_llama3", dict(dp_shard=2, cp=2, tp=2)),
+    ("train_llama3", dict(pp=4, dp_shard=2, local_batch_size=8)),
+    ("train_llama3", dict(pp=2, tp=2, pp_schedule="ZBVZeroBubble", local_batch_size=8)),
+    ("train_qwen3", dict(dp_shard=4, ep=4, model_args=MOE))], ids=str)
+def test_the_page(recipe, flags):
+    text, page, report = page_of(recipe, flags, counted=flags.get("pp") != 2)
+    layout = report.layout
+    assert "://" not in text and not page.values("src") | page.values("href")  # nothing is downloaded
+    assert page.values("data-rank") == page.data["ranks"].keys() == {str(r) for r in range(layout.world_size)}
+    assert "python the <command> & more" in page.texts
+    # every part that is drawn moves, and every line of text that changes is there
+    names = set().union(*page.data["holdings"])
+    assert page.values("data-part") <= names and names - page.values("data-part") <= page.values("data-say")
+    # the kept parts of a tensor cover its box as often as it is copied
+    sheet = {a["data-part"]: a for _, a in page.tags if "data-part" in a}
+    assert {f"kept {name}" for rank in report.ranks for name in shown_parameters(rank.stages)} <= sheet.keys()
+    for axis, groups in page.data["groups"].items():
+        assert sorted(r for group in groups for r in group) == list(range(layout.world_size)), axis
+    assert (len(page.data["ticks"]) > 0) == ("slider" in page.values("id")) == (layout.pp > 1)
+
+
+def test_the_parts_of_all_ranks_are_the_whole():
+    _, page, report = page_of("train_llama3", dict(dp_shard=2, cp=2, tp=2), counted=False)
+    holdings = [page.data["holdings"][rank["holding"]] for rank in page.data["ranks"].values()]
+    boxes = {}
+    for kind in ("kept", "gathered"):
+        for name in shown_parameters(report.ranks[0].stages):
+            x, y, w, h = zip(*(holding[f"{kind} {name}"] for holding in holdings), strict=True)
+            boxes[kind, name] = sum(a * b for a, b in zip(w, h, strict=True))
+    # 8 ranks keep each number once; gathered over fsdp 4 they have it 4 times; a norm is on 2 tp ranks besides
+    assert boxes["gathered", "block attn.wq.weight"] == pytest.approx(4 * boxes["kept", "block attn.wq.weight"], rel=0.02)
+    assert boxes["gathered", "block attn_norm.weight"] == pytest.approx(4 * boxes["kept", "block attn_norm.weight"], rel=0.02)
+    tokens = [sum(holding[f"token {i}"][2] * holding[f"token {i}"][3] for i in (0, 1) if f"token {i}" in holding)
+              for holding in holdings]
+    assert sum(tokens) == pytest.approx(560 * 112, rel=0.02) and max(tokens) == pytest.approx(min(tokens))
+
+
+@pytest.mark.parametrize("name", ["1F1B", "ZBVZeroBubble", pytest.param("Interleaved1F1B", marks=pytest.mark.slow)])
+def test_the_ticks_send_what_the_step_sends(name):
+    """As many sends as the dry run counts, each behind what it sends; and every unit of work is shown as long as it lasts."""
+    report = make_report(importlib.import_module("train_llama3").main, config("train_llama3", dict(
+        pp=2, dp_shard=1, local_batch_size=4, pp_schedule=name)))
+    times = simulate(report.rows)
+    found = ticks(times, {i: r for r, rank in enumerate(report.ranks) for i in rank.ids}, "1 B")
+    for r, rank in enumerate(report.ranks):
+        counted = sum(n for key, n in rank.step.items() if key[0] == "moved" and key[2:4] == ("pp", "send"))
+        assert sum(text.startswith(f"rank {r} sends") for tick in found for text in tick["sent"]) == counted > 0
+        work = sum(end - start for start, end, *_ in times[r])
+        assert sum(tick["now"][r] != "waits" for tick in found) == work
+
+
+def test_a_large_mesh_is_shown_in_part_and_the_page_says_so():
+    for flags, n in (dict(pp=2, dp_shard=64, tp=8), 1024), (dict(dp_shard=128, tp=32), 1024), (dict(dp_shard=512), 512):
+        with world(**flags | dict(model_args=SMALL.replace("n_heads=4,n_kv_heads=2", "n_heads=32,n_kv_heads=32"))) as layout:
+            pass
+        ranks, said = shown_ranks(layout)
+        assert sum(len(column) for panel in ranks for column in panel) == n
+        assert bool(said) == (layout.world_size > n)
+
+
+@pytest.mark.parametrize("path, words", [("missing/page.html", "there is no folder"), (".", "is a folder")])
+def test_a_page_that_cannot_be_written_is_refused_at_once(path, words, tmp_path):
+    with pytest.raises(ValueError, match=words):
+        check_page(str(tmp_path / path))
+
+
+# ---------------------------------------------------------------- in a browser
+
+BROWSER = next(filter(None, map(shutil.which, filter(None, (
+    os.environ.get("CHROME"), "chromium", "chromium-browser", "google-chrome", "chrome")))), None)
+QUIET = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+         "--disable-component-update", "--disable-sync", "--hide-scrollbars", "--virtual-time-budget=2000"]
+PAGES = {  # name: recipe and flags, the state that is shown, what can be read in it, height of the screenshot
+    "dense": ("train_llama3.py --dp_shard 2 --cp 2 --tp 2", "#rank=3",
+              ["Rank 3 holds", "tp with 2", "rows 160-191", "cp fsdp"], 1900),
+    "pipeline": ("train_llama3.py --pp 4 --dp_shard 2 --global_batch_size 16 --local_batch_size 8", "#rank=3&tick=9",
+                 ["layers 1-2", "Tick 9 of 32", "backward of micro-batch 0", "rank 1 sends the gradients of"], 2060),
+    "experts": ("train_qwen3.py --flavor debug_moe --dp_shard 4 --ep 4", "#rank=2",
+                ["Rank 2 holds", "experts 4-5", "ep with 0, 1, 3"], 1900),
+}
+# What a reader does, in the browser's own events; what then is to be seen goes into the title.
+READER = """<script>addEventListener("load", () => {
+  const cell = r => document.querySelector('[data-rank="' + r + '"]'), seen = [], see = () => seen.push(
+    by("who").textContent + " | " + document.activeElement.dataset.rank + " | " + (by("tick") || {}).textContent);
+  cell(2).dispatchEvent(new MouseEvent("mouseover", {bubbles: true})); see();
+  cell(1).focus(); see();
+  cell(1).dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowRight", bubbles: true})); see();
+  if (by("next")) { by("next").click(); see(); by("previous").click(); see();
+    by("slider").value = 5; by("slider").dispatchEvent(new Event("input")); see(); }
+  document.title = seen.join("; ") + "; " + location.hash;
+})</script></body>"""
+
+
+def browse(folder: Path, page: Path, state: str, *options) -> str:
+    command = [BROWSER, *QUIET, f"--user-data-dir={folder / 'profile'}", *options, f"{page.as_uri()}{state}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def make(name: str, folder: Path) -> Path:
+    page = folder / f"{name}.html"
+    done = run(*PAGES[name][0].split(), "--explain", "--html", page)
+    assert done.returncode == 0 and f"{page}: what every rank holds" in done.stdout, done.stderr
+    return page
+
+
+def screenshot(name: str, folder: Path, page: Path, target: Path) -> None:
+    browse(folder, page, PAGES[name][1], f"--window-size=1000,{PAGES[name][3]}", f"--screenshot={target}")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="needs a browser: chromium, google-chrome, or CHROME=path of one")
+@pytest.mark.parametrize("name", PAGES)
+def test_a_browser_shows_the_page(name, tmp_path):
+    page = make(name, tmp_path)
+    _, state, words, _ = PAGES[name]
+    dom = re.sub(r"<script.*?</script>", "", browse(tmp_path, page, state, "--dump-dom"), flags=re.S)
+    assert not [word for word in words if word not in dom]
+    # a reader points at rank 2, goes to rank 1 with the keyboard and on with an arrow, and steps through the schedule
+    page.write_text(page.read_text().replace("</body>", READER))
+    title = re.search(r"<title>(.*?)</title>", browse(tmp_path, page, "", "--dump-dom"), re.S)[1].replace("&amp;", "&")
+    *seen, address = title.split("; ")
+    inner = 4 if name == "dense" else 1
+    after = 1 + inner
+    assert seen[0].startswith("Rank 2 holds | undefined") and seen[1].startswith("Rank 1 holds | 1")
+    assert seen[2].startswith(f"Rank {after} holds | {after}")
+    if name == "pipeline":
+        assert [text.split(" | ")[2] for text in seen] == [f"Tick {t} of 32" for t in (0, 0, 0, 1, 0, 5)]
+    assert address == f"#rank={after}" + "&tick=5" * (name == "pipeline")
+    screenshot(name, tmp_path, page, tmp_path / "page.png")
+    assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
+
+
+if __name__ == "__main__":
+    for each in sys.argv[1:] or PAGES:
+        import tempfile
+
+        with tempfile.TemporaryDirectory() as temporary:
+            shown = make(each, Path(temporary))
+            text = shown.read_text().replace(str(shown), "out.html")
+            shown.write_text(text)
+            screenshot(each, Path(temporary), shown, REPO / "docs" / f"page_{each}.png")
