@@ -20,6 +20,7 @@ What a start does about an earlier run in --out is in support/resume.py.
     state.json                   step, data cursor ... as the recipe gave them; which model, data and optimizer this is
     config.json  recipe.py  code.json  tokenizer.json   what it takes to repeat the run and to sample from it; code.json
                                  holds the source of every local module that the recipe imported
+    parity.json                  where the code is certified: see support/certificate.py
     tokenizer_config.json  chat_template.jinja ...   where the tokenizer is a Hugging Face folder's
     manifest.json                size and crc32 of all of the above, and a hash of itself
 """
@@ -46,6 +47,7 @@ from torch import Tensor, nn
 
 from distributed.agree import Failed, everywhere, gather, new_gloo_group, on_rank_0, rank_in
 from distributed.layout import AXES, local_tensor, named_tensors
+from support.certificate import carried_certificate
 from support.config import Need, Parser, flag, usage_error
 from support.dcp import WriterProcess, import_dcp, read_table, read_tensors, write_tensors
 from support.files import json_bytes, publish, read_json, write_file
@@ -161,6 +163,7 @@ class Checkpoints:
         self.tokenizer_file = tokenizer_file
         self.config, self.source = config, source
         self.code = local_code() if source else {}  # read now: later edits of a file are not what is running
+        self.certificate = carried_certificate(out) if source else None
         self.optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
         # Taken once, while FSDP holds them sharded: after an evaluation that leaves them gathered, module.parameters()
         # would be the gathered copies, and not what the optimizer updates.
@@ -288,6 +291,8 @@ class Checkpoints:
         extra |= self.tokenizer
         if self.code:
             extra["code.json"] = json_bytes(self.code)
+        if self.certificate:
+            extra["parity.json"] = self.certificate
         for name, content in extra.items():
             write_file(Path(folder, name), content)
         files = listed | checksums(folder, [TABLE, *extra])

@@ -102,16 +102,21 @@ def run_half(name: str, flags: dict, where: bool = False) -> int:
     return done.returncode if processes == 1 else 2 if is_refused else 1  # torchrun's own status is always 1
 
 
+def check_comparable(cfg):
+    """Raises ValueError if nothing can be compared, whatever the layout is."""
+    if "RANK" in os.environ:
+        raise ValueError("--check_parity starts its own processes: run it with python, not torchrun")
+    if cfg.optimizer_in_backward:
+        raise ValueError("--check_parity compares gradients, which --optimizer_in_backward frees; leave one of them out")
+
+
 def check_parity(main, cfg, degrees: dict[str, int]) -> int:
     """Train STEPS steps of the running recipe on one process and on the layout, in fp32; compare; return the exit status.
 
     Works for any copy of a recipe: support/record.py runs it twice, with flags appended, and writes down the gradients that
     parallel.clip_grad_norm is given.
     """
-    if "RANK" in os.environ:
-        raise ValueError("--check_parity starts its own processes: run it with python, not torchrun")
-    if cfg.optimizer_in_backward:
-        raise ValueError("--check_parity compares gradients, which --optimizer_in_backward frees; leave one of them out")
+    check_comparable(cfg)
     with tempfile.TemporaryDirectory() as folder:
         runs = []
         for name, flags in flags_of_halves(main, cfg, degrees, folder).items():

@@ -1,6 +1,7 @@
 """The flags that report in place of training: --dry_run, --plan, --explain, --plot of a layout, --check_parity.
 
-What they do is in dryrun.py, plan.py, explain.py, pictures.py, parity.py, where.py: imported only when asked for.
+What they do is in dryrun.py, plan.py, explain.py, pictures.py, parity.py, where.py and certify.py:
+imported only when asked for.
 """
 import os
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ class ReportConfig:
     html: str = flag("", EXPLAIN)  # a file: what every rank holds and sends, as a web page to hover and step through
     check_parity: bool = False  # train 3 steps on one process and on this layout, in fp32, and compare; start it with python
     where: bool = flag(False, PARITY)  # of one step, name the first operation that differs: every activation and gradient
+    certify: bool = flag(False, PARITY)  # compare a small version of the layout and each pair of its axes; write parity.json
 
 
 def with_reports(main):
@@ -45,8 +47,12 @@ def with_reports(main):
 
 
 def parity_report(main, cfg) -> int:
-    """--check_parity, and --where of a recipe; returns the exit status: 0 equal, 1 different."""
+    """--check_parity, --where and --certify of a recipe; returns the exit status: 0 equal, 1 different."""
     degrees = {axis: getattr(cfg, axis) for axis in AXES}
+    if cfg.certify:
+        from support.certify import certify
+
+        return certify(main, cfg)
     if cfg.where:
         from support.where import check_where
 

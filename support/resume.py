@@ -10,6 +10,7 @@ import socket
 import time
 from dataclasses import asdict
 
+from support.certificate import carry_certificate
 from support.config import FROM_FILE
 from support.files import json_bytes, read_json
 from support.hf import check_export, check_hf_config
@@ -37,6 +38,7 @@ def claim_run(cfg, Model, model_config, data, lr_at=None) -> dict:
     if cfg.export_hf and all(step < cfg.steps for step, _ in step_folders(cfg.out)):
         check_export(cfg.export_hf, Model, model_config)
     lock_run(cfg.out)
+    carry_certificate(cfg)
     return identity
 
 
@@ -131,7 +133,7 @@ UNTOLD_FLAGS = set("""
     out device log_every checkpoint_every init_from init_model_only load_step exclude_from_loading checkpoint_async
     keep_latest_k checkpoint_first_step load_only last_save_model_only export_hf export_dtype data tokenizer cache_dir plot
     tensorboard wandb profile memory_snapshot gc_every dry_run plan machine nvlink_gb_s network_gb_s
-    devices_per_node explain check_parity flight_recorder init_timeout_s train_timeout_s
+    devices_per_node explain check_parity where certify flight_recorder init_timeout_s train_timeout_s
 """.split())
 
 
