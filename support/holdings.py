@@ -34,7 +34,7 @@ def place_of(layout, rank: int) -> dict[str, int]:
             for axis, i in zip(mesh.mesh_dim_names, (mesh.mesh == rank).nonzero()[0].tolist(), strict=True)}
 
 
-def part_of(p, place: dict[str, int], gathered=False) -> list[tuple[int, int]]:
+def held_part(p, place: dict[str, int], gathered=False) -> list[tuple[int, int]]:
     """[(first, end) per dim]: the part of a parameter that a rank keeps, and with it of the gradient and the optimizer's state.
     gathered: the part that it has while the block runs, when FSDP's shards are put together."""
     if not isinstance(p, DTensor):

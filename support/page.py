@@ -14,7 +14,7 @@ from string import Template
 from support import svg
 from support.dryrun import human
 from support.explain import travels
-from support.holdings import axis_groups, part_of, place_of, shown_parameters, tokens_of
+from support.holdings import axis_groups, held_part, place_of, shown_parameters, tokens_of
 from support.schedule import bubble, duration, simulate
 
 MOST = 1024  # ranks that are shown
@@ -109,9 +109,9 @@ class Sheet:
                 found[f"0 {name}"] = "another pipeline rank's"
                 continue
             for kind, gathered in (("kept", False), ("gathered", True)):
-                where = svg.inside(part_of(p, place, gathered), shape, *self.boxes[name])
+                where = svg.inside(held_part(p, place, gathered), shape, *self.boxes[name])
                 found[f"{kind} {name}"] = [round(x, 1) for x in where]
-            says = svg.words_for(part_of(p, place), shape).replace(", ", "\n").split("\n", 1)
+            says = svg.words_for(held_part(p, place), shape).replace(", ", "\n").split("\n", 1)
             found |= {f"{i} {name}": text.replace("\n", ", ") for i, text in enumerate(says)}
         mine = tokens_of(self.layout, place, self.seq_len)
         rows, shape = mine["sequences"], (self.layout.global_batch_size, self.seq_len)

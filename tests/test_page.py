@@ -25,7 +25,7 @@ from distributed.layout import local_slice, local_tensor
 from support import dryrun
 from support.dryrun import make_report
 from support.explain import count_block
-from support.holdings import part_of, place_of, ranges, shown_parameters, tokens_of
+from support.holdings import held_part, place_of, ranges, shown_parameters, tokens_of
 from support.page import check_page, make_page, shown_ranks, ticks
 from support.schedule import simulate
 
@@ -79,7 +79,7 @@ def test_the_page_knows_what_a_real_rank_holds(recipe, flags):
             with dryrun.dry_world(main, cfg, rank // (4 // pp)) as (stages, _, layout):
                 pass
         parameters, place = shown_parameters(stages), place_of(layout, rank)
-        said = {name: [part_of(p, place)] * 4 for name, p in parameters.items()}
+        said = {name: [held_part(p, place)] * 4 for name, p in parameters.items()}
         tokens = tokens_of(layout, place, cfg.seq_len)
         assert said == real[rank]["held"]
         assert {name: [b - a for a, b in where[0]] for name, where in said.items()} == real[rank]["local"]
