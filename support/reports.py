@@ -1,6 +1,6 @@
 """The flags that report in place of training: --dry_run, --plan, --explain, --plot of a layout, --check_parity.
 
-What they do is in dryrun.py, plan.py, explain.py, pictures.py, parity.py, where.py and certify.py:
+What they do is in dryrun.py, plan.py, explain.py, pictures.py, parity.py, where.py, against.py and certify.py:
 imported only when asked for.
 """
 import os
@@ -13,6 +13,7 @@ from support.config import Need, flag
 PLAN = Need("without --plan", lambda c: c.plan)
 PARITY = Need("without --check_parity", lambda c: c.check_parity)
 EXPLAIN = Need("without --explain", lambda c: c.explain)
+WHERE = Need("without --check_parity --where", lambda c: c.where)
 
 
 @dataclass(kw_only=True)
@@ -27,6 +28,7 @@ class ReportConfig:
     html: str = flag("", EXPLAIN)  # a file: what every rank holds and sends, as a web page to hover and step through
     check_parity: bool = False  # train 3 steps on one process and on this layout, in fp32, and compare; start it with python
     where: bool = flag(False, PARITY)  # of one step, name the first operation that differs: every activation and gradient
+    against: str = flag("", WHERE)  # a Hugging Face folder: compare with transformers, module by module, in place of a layout
     certify: bool = flag(False, PARITY)  # compare a small version of the layout and each pair of its axes; write parity.json
 
 
@@ -47,12 +49,18 @@ def with_reports(main):
 
 
 def parity_report(main, cfg) -> int:
-    """--check_parity, --where and --certify of a recipe; returns the exit status: 0 equal, 1 different."""
+    """--check_parity, --where, --against and --certify of a recipe; returns the exit status: 0 equal, 1 different."""
     degrees = {axis: getattr(cfg, axis) for axis in AXES}
+    if cfg.certify and cfg.where:
+        raise ValueError("--certify compares whole runs and --where one step: ask for one after the other")
     if cfg.certify:
         from support.certify import certify
 
         return certify(main, cfg)
+    if cfg.against and cfg.where:
+        from support.against import check_against
+
+        return check_against(main, cfg)
     if cfg.where:
         from support.where import check_where
 

@@ -47,8 +47,9 @@ def sequence_keys(tokens: Tensor, labels: Tensor) -> list[str]:
 class Seams:
     """What one process has seen. `records`, in the order of execution: (phase, name, stage, call, micro-batch, tensor)."""
 
-    def __init__(self):
+    def __init__(self, notes_inputs: bool = False):
         self.records, self.rows, self.about = [], [], {}
+        self.notes_inputs = notes_inputs  # what a module is given, too: it tells a wrong module from one that is called wrongly
         self.micro, self.path, self.calls, self.handles = 0, [], Counter(), []
         self.gradients_seen, self.outputs, self.uses = set(), {}, {}
 
@@ -56,10 +57,14 @@ class Seams:
         value = local_tensor(tensor.detach())
         self.records.append((phase, name, stage, call, micro, value.to("cpu", copy=True).contiguous()))
 
+    def count_call(self, name: str, stage=0) -> int:
+        """Which time in this micro-batch it is, from 0."""
+        self.calls[name, stage, self.micro] += 1
+        return self.calls[name, stage, self.micro] - 1
+
     def note(self, name: str, tensor: Tensor, stage=0):
         """A tensor of the forward, and its gradient when it comes."""
-        call = self.calls[name, stage, self.micro]
-        self.calls[name, stage, self.micro] += 1
+        call = self.count_call(name, stage)
         self.add("forward", name, tensor, stage, call, self.micro)
         self.outputs[id(tensor)] = name, tensor  # the tensor is kept, so that no other one gets its id
         if tensor.requires_grad:
@@ -77,16 +82,19 @@ class Seams:
         inside = [f"{name}." for name in closed]
         for name, module in model.named_modules():
             if name and not isinstance(module, (Experts, nn.ModuleList, nn.ModuleDict)) and not name.startswith(tuple(inside)):
-                self.handles.append(module.register_forward_pre_hook(partial(self.enter, name)))
+                self.handles.append(module.register_forward_pre_hook(partial(self.enter, name), with_kwargs=True))
                 self.handles.append(module.register_forward_hook(partial(self.leave, name, stage)))
         return closed
 
-    def enter(self, name, module, args):
+    def enter(self, name, module, args, kwargs):
         if in_forward() and torch.is_grad_enabled():  # not while activation checkpointing computes a forward again
             self.path.append(name)
-            for arg in args:
-                if isinstance(arg, Tensor) and id(arg) in self.outputs:
-                    self.uses.setdefault(self.outputs[id(arg)][0], []).append(name)
+            given = tensors_in([*args, *kwargs.values()])
+            for x in given:
+                if id(x) in self.outputs:
+                    self.uses.setdefault(self.outputs[id(x)][0], []).append(name)
+            if self.notes_inputs and given and given[0].is_floating_point():
+                self.add("forward", f"{name} input", given[0], 0, self.count_call(f"{name} input"), self.micro)
 
     def leave(self, name, stage, module, args, out):
         if in_forward() and torch.is_grad_enabled():
@@ -102,21 +110,22 @@ class Seams:
         def make_recorded(*args, **kwargs):
             attend = make(*args, **kwargs)
 
-            def attend_and_note(q, k, v, *rest, **options):
-                noted = in_forward() and torch.is_grad_enabled()
-                name = self.path[-1] if self.path else "attention"
-                for letter, x in zip("qkv", (q, k, v), strict=True):
-                    if noted:
-                        self.note(f"{name} {letter}", x, stage)
-                out = attend(q, k, v, *rest, **options)
-                if noted:
-                    self.note(f"{name} attention", out, stage)
-                return out
-
-            return attend_and_note
+            return partial(self.attend, attend, stage)
 
         model.make_attend = make_recorded
         self.handles.append(Undo(model, make))
+
+    def attend(self, attend, stage, q, k, v, *rest, **options):
+        """attend(q, k, v, ...), with notes of what goes in and comes out."""
+        noted = in_forward() and torch.is_grad_enabled()
+        name = self.path[-1] if self.path else "attention"
+        for letter, x in zip("qkv", (q, k, v), strict=True):
+            if noted:
+                self.note(f"{name} {letter}", x, stage)
+        out = attend(q, k, v, *rest, **options)
+        if noted:
+            self.note(f"{name} attention", tensors_in(out)[0], stage)
+        return out
 
     def stop(self):
         for handle in self.handles:

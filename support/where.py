@@ -202,12 +202,12 @@ def compare_seams(one: list[dict], layout: list[dict]) -> list[Seam]:
     if any(key not in known for part in layout for rows in part["rows"] for key in rows):
         return seams
     for (phase, name, call), pieces in ours.items():
-        others = theirs.get((phase, name, call), [])
+        others, note = theirs.get((phase, name, call), []), ""
         if phase == "backward":
             forward = theirs.get(("forward", name, call), [])
             have = {(p.rank, tuple(p.rows)) for p in others}  # a tensor that lost its gradient has a gradient of zero
-            others = others + [p._replace(tensor=torch.zeros_like(p.tensor)) for p in forward
-                               if (p.rank, tuple(p.rows)) not in have]
+            lost = [p._replace(tensor=torch.zeros_like(p.tensor)) for p in forward if (p.rank, tuple(p.rows)) not in have]
+            others, note = others + lost, "no gradient arrives" if lost else ""
         if phase == "loss":  # as reduce_loss adds it up
             pieces, others = ([Piece(0, None, None, sum(p.tensor for p in ps))] for ps in (pieces, others))
         found = compare_pieces(phase, pieces, others, degrees, T) if others else None
@@ -217,7 +217,7 @@ def compare_seams(one: list[dict], layout: list[dict]) -> list[Seam]:
             continue
         errors, pairs = found
         worst, ranks = max(errors.values()), [r for r, e in errors.items() if not e <= TOLERANCES[phase]]
-        seams.append(Seam(phase, name, call, worst, sorted(ranks), factor_of(pairs) if ranks else None))
+        seams.append(Seam(phase, name, call, worst, sorted(ranks), factor_of(pairs) if ranks else None, note if ranks else ""))
     order = {name: i for i, name in enumerate(PHASES)}
     return sorted(seams, key=lambda seam: order[seam.phase])
 
@@ -296,8 +296,8 @@ def activation_hints(first: Seam, one: list[dict], about: dict) -> list[str]:
     elif is_forward and part in ("q", "k"):
         hints.append("rotate in models/layers.py, and the positions that it is given")
     hints += [tp_hint] * bool(tp_hint)
-    if not is_forward and first.note == "cut":
-        hints[:0] = ["no gradient arrives here: something after it is not seen by autograd (wait(), detach(), .data)"]
+    if first.note:
+        hints.append("what follows is not seen by autograd (wait(), detach(), .data)")
     if not is_forward and flags.get("ac", "none") != "none":
         hints.append("checkpoint_activations in parallel.py")
     if about["compiled"]:
@@ -366,9 +366,7 @@ def which_ranks(ranks: list[int], degrees: dict[str, int]) -> str:
 def report_of(seams: list[Seam], one: list[dict], layout: list[dict]) -> tuple[str, int]:
     """(the report, exit status)."""
     seen = [s for s in seams if not math.isnan(s.error)]
-    left_out = sorted({s.label.split(" of ")[0] + " of " + kind_of(s.name) for s in seams if math.isnan(s.error)})
-    rest = [f"not compared: {', '.join(left_out)}"] if left_out else []
-    rest += ["not compared: the inside of compiled blocks"] if layout[0]["compiled"] else []
+    rest = not_compared(seams, layout[0]["compiled"])
     first = next((s for s in seen if s.differs), None)
     if first is None:
         worst = max(seen, key=lambda s: s.error / (TOLERANCES[s.phase] or 1))
@@ -382,6 +380,16 @@ def report_of(seams: list[Seam], one: list[dict], layout: list[dict]) -> tuple[s
     lines += [f"  differs  {size_text(s)}  {s.label}" for s in [first, *[s for s in after if s.differs][:2]]]
     lines.append(f"look at: {look_at(first, seams, one, layout)}")
     return "\n".join(lines + rest), 1
+
+
+def not_compared(seams: list[Seam], compiled: list[str]) -> list[str]:
+    """One line on the seams that only one of the two has, or that have no shape in common."""
+    names = [s.name for s in seams if math.isnan(s.error)]
+    closed = tuple(f"{module}{mark}" for module in compiled for mark in ". ")
+    inside = [name for name in names if name.startswith(closed)]
+    kinds = sorted({kind_of(name) for name in names if name not in inside})
+    parts = [f"{len(inside)} seams inside of compiled modules"] * bool(inside) + kinds
+    return [f"not compared: {', '.join(parts)}"] if parts else []
 
 
 def size_text(seam: Seam) -> str:

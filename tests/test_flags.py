@@ -41,6 +41,7 @@ import grpo
 import models.attention
 import models.llama3
 import parallel
+import support.against
 import support.certify
 import support.parity
 import support.where
@@ -296,7 +297,8 @@ def printed(program: str, cfg) -> str:
     with tidy(), mock.patch.object(os, "_exit", end), contextlib.redirect_stdout(text), contextlib.suppress(Ended), \
             mock.patch.object(support.parity, "check_parity", lambda main, cfg, degrees: print("parity of", degrees)), \
             mock.patch.object(support.where, "check_where", lambda main, cfg, degrees: print("every operation of", degrees)), \
-            mock.patch.object(support.certify, "certify", lambda main, cfg: print("each pair of axes")):
+            mock.patch.object(support.certify, "certify", lambda main, cfg: print("each pair of axes")), \
+            mock.patch.object(support.against, "check_against", lambda main, cfg: print("against", cfg.against)):
         distributed.launch.run(with_reports(module.main if modes else lambda cfg: print("trains")), cfg)
     return text.getvalue()
 
@@ -468,6 +470,8 @@ row("html", "<page>", lambda new, old: "every rank holds" in new and os.path.exi
 row("check_parity", True, lambda new, old: "parity of" in new and "trains" in old, printed)
 row("certify", True, lambda new, old: "each pair of axes" in new and "parity of" in old, printed, check_parity=True)
 row("where", True, lambda new, old: "every operation of" in new and "parity of" in old, printed, check_parity=True)
+row("against", "folder", lambda new, old: "against folder" in new and "every operation of" in old, printed, check_parity=True,
+    where=True)
 row("machine", "B200", lambda new, old: "1 x B200" in new, printed, plan=True)
 row("nvlink_gb_s", 0.001, lambda new, old: seconds(new) > 10 * seconds(old), printed, plan=True, tp=2)
 row("network_gb_s", 0.001, lambda new, old: seconds(new) > 10 * seconds(old), printed, plan=True, tp=2, devices_per_node=1)

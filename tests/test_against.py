@@ -1,0 +1,230 @@
+"""--check_parity --where --against: nothing differs from transformers, and a planted model mistake is named by its module."""
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import train_deepseek
+import train_llama3
+import train_qwen3
+from models import deepseek, layers, llama3, qwen3
+from models.attention import causal_attention
+from support import against
+from support.config import parse_config
+from support.reports import with_reports
+
+TINY = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4, head_dim=8, intermediate_size=64,
+            vocab_size=101, max_position_embeddings=256, rms_norm_eps=1e-5, bos_token_id=None, eos_token_id=None)
+SCALED = dict(rope_type="llama3", rope_theta=5e5, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
+              original_max_position_embeddings=16)
+EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True)
+LATENT = dict(
+    hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=4, n_shared_experts=1, n_routed_experts=8, routed_scaling_factor=2.5, kv_lora_rank=32, q_lora_rank=24,
+    qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=24, n_group=4, topk_group=2, num_experts_per_tok=3,
+    first_k_dense_replace=1, vocab_size=101, max_position_embeddings=256)
+YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=8.0, beta_fast=32, beta_slow=1, original_max_position_embeddings=32,
+            mscale=0.707, mscale_all_dim=0.707)
+KINDS = {  # name -> (recipe, transformers' name, its config)
+    "llama3": (train_llama3, "Llama", TINY | dict(rope_parameters=SCALED)),
+    "tied": (train_llama3, "Llama", TINY | dict(tie_word_embeddings=True, num_attention_heads=4)),
+    "qwen3": (train_qwen3, "Qwen3", TINY),
+    "qwen3_moe": (train_qwen3, "Qwen3Moe", TINY | EXPERTS),
+    "deepseek_v3": (train_deepseek, "DeepseekV3", LATENT | dict(norm_topk_prob=True)),
+    "deepseek_v2": (train_deepseek, "DeepseekV2", LATENT | dict(
+        norm_topk_prob=False, topk_method="group_limited_greedy", rope_parameters=YARN)),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """kind -> a folder that transformers wrote, with weights of which none is without effect."""
+    import transformers
+
+    made = {}
+
+    def make(kind: str) -> str:
+        if kind not in made:
+            _, name, values = KINDS[kind]
+            torch.manual_seed(1)
+            model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**values))
+            for p in model.parameters():
+                torch.nn.init.normal_(p, std=0.15) if p.dim() > 1 else torch.nn.init.uniform_(p, 0.5, 1.5)
+            made[kind] = str(tmp_path_factory.mktemp(kind))
+            model.save_pretrained(made[kind])
+        return made[kind]
+
+    return make
+
+
+def compared(kind: str, folder: str, mistake=nullcontext, **flags) -> tuple[str, int]:
+    recipe = KINDS[kind][0]
+    cfg = recipe.Config(check_parity=True, where=True, against=folder, **flags)
+    theirs = against.their_model(folder)
+    with mistake():
+        ours = against.our_model(recipe.main, cfg)
+        return against.report_against(*against.compare_with_transformers(ours, theirs), type(theirs).__name__)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_our_models_are_those_of_transformers_everywhere(kind, folder):
+    text, status = compared(kind, folder(kind))
+    assert status == 0 and text.startswith("no difference from ") and "not compared" not in text, text
+
+
+# ---------------------------------------------------------------- planted mistakes
+
+
+def mistake(owner, name, make):
+    """owner.name is replaced by make(the real one)."""
+
+    @contextmanager
+    def planted():
+        with mock.patch.object(owner, name, make(getattr(owner, name))):
+            yield
+
+    return planted
+
+
+def other_config(**changes):
+    """What is read of config.json is not what the model is built with."""
+    def make(real):
+        return lambda folder, Config: replace(real(folder, Config), **changes)
+    return mistake(against, "read_hf_config", make)
+
+
+def norms_after(self, h, cos, sin, attend):
+    h = h + self.attn_norm(self.attn(h, cos, sin, attend))
+    return h + self.ffn_norm(self.ffn(h))
+
+
+def no_residual(self, h, cos, sin, attend):
+    h = self.attn(self.attn_norm(h), cos, sin, attend)
+    return h + self.ffn(self.ffn_norm(h))
+
+
+def without_k_norm(self, x, cos, sin, attend):
+    B, T, _ = x.shape
+    q = self.q_norm(self.wq(x).view(B, T, -1, self.head_dim)).transpose(1, 2)
+    k, v = (w(x).view(B, T, -1, self.head_dim).transpose(1, 2) for w in (self.wk, self.wv))
+    return self.wo(attend(layers.rotate(q, cos, sin), layers.rotate(k, cos, sin), v).transpose(1, 2).reshape(B, T, -1))
+
+
+def heads_inside_out(self, x, cos, sin, attend):
+    """The width of a head is split off before the number of heads."""
+    B, T, _ = x.shape
+    q = self.wq(x).view(B, T, self.head_dim, -1).permute(0, 3, 1, 2)
+    k, v = (w(x).view(B, T, -1, self.head_dim).transpose(1, 2) for w in (self.wk, self.wv))
+    return self.wo(attend(layers.rotate(q, cos, sin), layers.rotate(k, cos, sin), v).transpose(1, 2).reshape(B, T, -1))
+
+
+def merged_inside_out(self, x, cos, sin, attend):
+    """What comes out of attention is not transposed back before the heads are merged."""
+    B, T, _ = x.shape
+    q, k, v = (w(x).view(B, T, -1, self.head_dim).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+    return self.wo(attend(layers.rotate(q, cos, sin), layers.rotate(k, cos, sin), v).reshape(B, T, -1))
+
+
+def heads_repeated(real):
+    """Query heads 0, 1, 2, 3 share key heads 0, 1, 0, 1 and not 0, 0, 1, 1."""
+    def make(positions, doc_ids=None):
+        attend = causal_attention(positions, doc_ids)
+        wrong = lambda q, x: x.repeat(1, q.shape[1] // x.shape[1], 1, 1)  # noqa: E731
+        return lambda q, k, v, scale=None: attend(q, wrong(q, k), wrong(q, v), scale=scale)
+    return make
+
+
+def no_scale(real):
+    return lambda positions, doc_ids=None: lambda q, k, v, scale=None: causal_attention(positions, doc_ids)(q, k, v, scale=1.0)
+
+
+def without_last_norm(real):
+    def forward(self, tokens, labels=None, positions=None, doc_ids=None, loss_denom=None, cache=None):
+        usual = torch.nn.Module.__call__
+        with mock.patch.object(type(self.norm), "__call__", lambda norm, x: x if norm is self.norm else usual(norm, x)):
+            return real(self, tokens, labels, positions, doc_ids, loss_denom, cache)
+    return forward
+
+
+MISTAKES = {  # name -> (kind, mistake, what the first line must name)
+    "another rope_theta": ("qwen3", other_config(rope_theta=1e4 / 2), "forward of blocks.0.attn (the queries)"),
+    "another eps": ("llama3", other_config(norm_eps=1e-3), "forward of blocks.0.attn_norm:"),
+    "llama3's scaling of RoPE left out": ("llama3", other_config(rope_scaling=None), "forward of blocks.0.attn (the queries)"),
+    "pairs side by side": ("llama3", mistake(llama3, "rotate", lambda real: lambda x, cos, sin: real(x, cos, sin, True)),
+                           "forward of blocks.0.attn (the queries)"),
+    "query heads in another order": ("llama3", mistake(llama3.Attention, "forward", lambda real: heads_inside_out),
+                                     "forward of blocks.0.attn (the queries)"),
+    "heads merged in another order": ("llama3", mistake(llama3.Attention, "forward", lambda real: merged_inside_out),
+                                      "forward of blocks.0.attn (what it gives to blocks.0.attn.wo)"),
+    "repeat, not repeat_interleave": ("llama3", mistake(llama3, "causal_attention", heads_repeated),
+                                      "forward of blocks.0.attn (attention)"),
+    "no scale": ("llama3", mistake(llama3, "causal_attention", no_scale), "forward of blocks.0.attn (attention)"),
+    "no k_norm": ("qwen3", mistake(qwen3.Attention, "forward", lambda real: without_k_norm),
+                  "forward of blocks.0.attn.k_norm: never called here"),
+    "norms after, not before": ("llama3", mistake(llama3.Block, "forward", lambda real: norms_after), "forward of blocks.0 "),
+    "no residual": ("llama3", mistake(llama3.Block, "forward", lambda real: no_residual),
+                    "forward of blocks.0 (what it gives to blocks.0.ffn_norm)"),
+    "w1 and w3 swapped": ("llama3", mistake(llama3.FeedForward, "forward", lambda real: lambda self, x: self.w2(
+        F.silu(self.w3(x)) * self.w1(x))), "forward of blocks.0.ffn (what it gives to blocks.0.ffn.w2)"),
+    "gelu": ("llama3", mistake(llama3.FeedForward, "forward", lambda real: lambda self, x: self.w2(
+        F.gelu(self.w1(x)) * self.w3(x))), "forward of blocks.0.ffn (what it gives to blocks.0.ffn.w2)"),
+    "no last norm": ("llama3", mistake(llama3.Llama3, "forward", without_last_norm), "forward of norm: never called here"),
+    "router weights that do not sum to 1": ("qwen3_moe", other_config(norm_topk_prob=False), "forward of blocks.0.moe:"),
+    "no route_scale": ("deepseek_v3", other_config(route_scale=1.0), "forward of blocks.1.moe:"),
+    "groups of experts left out": ("deepseek_v3", other_config(n_groups=1, top_k_groups=1), "forward of blocks.1.moe:"),
+    "another eps of the latent": ("deepseek_v3", mistake(deepseek, "LATENT_EPS", lambda real: 1e-3), "blocks.0.attn.q_norm:"),
+    "yarn without its factor": ("deepseek_v2", mistake(deepseek, "attention_factors", lambda real: lambda config: (1.0, 1.0)),
+                                "forward of blocks.0.attn (attention)"),
+    "a gate without gradient": ("llama3", mistake(llama3.FeedForward, "forward", lambda real: lambda self, x: self.w2(
+        F.silu(self.w1(x)).detach() * self.w3(x))), "gradient of the output of blocks.1.ffn.w1: no gradient arrives"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_planted_mistake_is_named_by_its_module(name, folder):
+    kind, planted, named = MISTAKES[name]
+    text, status = compared(kind, folder(kind), planted)
+    first = text.splitlines()[0]
+    assert status == 1 and first.startswith("first apart: ") and named in first, text
+
+
+def test_a_forks_own_class_is_compared(folder):
+    """Whatever class the recipe gives claim_run: here one that a fork defines in the recipe's file."""
+
+    class Fork(llama3.Llama3):
+        def forward(self, tokens, *args, **kwargs):
+            return super().forward(tokens, *args, **kwargs) * 1.5
+
+    with mock.patch.object(train_llama3, "Llama3", Fork):
+        assert against.model_classes_of(train_llama3.main, train_llama3.Config())[0] is Fork
+        text, status = compared("llama3", folder("llama3"))
+    assert status == 1 and "first apart: forward of logits" in text.splitlines()[0] and "1.5 times theirs" in text, text
+
+
+@pytest.mark.parametrize("flags, words", [
+    ("--where", "has no effect without --check_parity"),
+    ("--check_parity --against X", "--against X has no effect without --check_parity --where"),
+    ("--check_parity --where --against /nowhere", "there is no such folder"),
+    ("--check_parity --where --against FOLDER --tp 2", "leave --tp 2 out"),
+    ("--check_parity --where --against QWEN", "model_type is 'qwen3'"),
+])
+def test_what_against_refuses(flags, words, folder, tmp_path, capsys):
+    flags = flags.replace("FOLDER", folder("llama3")).replace("QWEN", folder("qwen3")).split()
+    with pytest.raises(ValueError) as raised:
+        with_reports(train_llama3.main)(parse_config(train_llama3.Config, [*flags, "--out", str(tmp_path)]))
+    assert words in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_without_transformers_one_line_says_what_to_install(folder):
+    with mock.patch.dict("sys.modules", transformers=None), pytest.raises(ValueError, match="pip install transformers"):
+        against.their_model(folder("llama3"))
+
+
+def test_against_as_a_flag(folder, capsys):
+    cfg = parse_config(train_qwen3.Config, ["--check_parity", "--where", "--against", folder("qwen3")])
+    with pytest.raises(SystemExit) as ended:
+        with_reports(train_qwen3.main)(cfg)
+    assert ended.value.code == 0 and "no difference from Qwen3ForCausalLM" in capsys.readouterr().out
