@@ -272,7 +272,10 @@ def all_gather_attention(positions, doc_ids=None, *, group):
 def all_to_all_attention(positions, doc_ids=None, *, group):
     """--cp_method alltoall, Ulysses (arXiv:2309.14509): trade a part of every sequence for whole sequences of H/cp heads,
     attend, and trade back. Per layer four all-to-alls of what this rank has: q, k, v and the result, B*T/cp*(2H+2G)*K elements
-    together; as many in the backward."""
+    together; as many in the backward.
+
+    Returns attend(q, k, v, scale=None): q (B, H, T/cp, K), k and v (B, G, T/cp, K), the tokens of sequence_index ->
+    (B, H, T/cp, K). positions (B, T/cp), doc_ids (B, T) or None."""
     cp = dist.get_world_size(group)
     attend_whole = causal_attention(positions, doc_ids)
 
