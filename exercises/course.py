@@ -30,6 +30,7 @@ class Exercise:
 COURSE = {number: Exercise(number, title, blanks) for number, title, blanks in [
     (1, "gradient accumulation and token counting", {"hand01.py": ("accumulate",), "parallel.py": ("count_tokens",)}),
     (9, "all-to-all attention", {"parallel.py": ("all_to_all_attention",)}),
+    (14, "layout-invariant initial weights", {"distributed/initial.py": ("draw_block",)}),
 ]}
 
 

@@ -1,4 +1,4 @@
-"""The check of exercise 9: attention of 8 tokens on 2 and 4 ranks against one process, then a training step with document masks."""
+"""The check of exercise 9: attention on 2 and 4 ranks against one process, then training steps with document masks."""
 import torch
 import torch.distributed as dist
 from feedback import Wrong, compare, on_ranks
@@ -28,7 +28,7 @@ def attended(H: int, G: int):
 
 
 def places(got, whole) -> dict:
-    """(head, row) of got -> (head, token) of the whole sequence's result that has the same numbers; without those of no place."""
+    """(head, row) of got -> (head, token) of the whole sequence's result with the same numbers, where there is one."""
     equal = (got[:, :, :, None, None] - whole[:, None, None]).abs().amax((0, -1)) < 1e-4  # (H, T/cp, H, T)
     return {(h, t): tuple(where[0].tolist()) for h in range(equal.shape[0]) for t in range(equal.shape[1])
             if len(where := equal[h, t].nonzero())}
@@ -50,15 +50,17 @@ def why(outs, q, k, v, whole) -> str:
         if len(found) == n:  # the right numbers in wrong places
             for (h, t), (head, token) in found.items():
                 if head != h:
-                    return (f"head {h} of the result on rank {rank} is head {head}. What arrives first are the heads that rank 0 has "
-                            "attended with: on the way back the rank comes before the heads, (cp, H/cp), not behind them")
+                    return (f"head {h} of the result on rank {rank} is head {head}. What arrives first are the heads that "
+                            "rank 0 has attended with: on the way back the rank comes before the heads, (cp, H/cp), not "
+                            "behind them")
                 if token != index[t]:
-                    return (f"row {t} of the result on rank {rank} is that of token {token}, and this rank has token {index[t]} there. "
-                            "On the way back a rank must get its own tokens, an early and a late chunk: sequence_index")
+                    return (f"row {t} of the result on rank {rank} is that of token {token}, and this rank has token "
+                            f"{index[t]} there. On the way back a rank must get its own tokens, an early and a late chunk: "
+                            "sequence_index")
     mixed, order = in_rank_order(q, k, v, cp)
     if all(len(places(out, mixed)) == out.shape[1] * out.shape[2] for out in outs):
-        return (f"it is what a causal mask gives for tokens in the order {order.tolist()}. So they arrive, rank by rank: natural_order "
-                "puts them into theirs")
+        return (f"it is what a causal mask gives for tokens in the order {order.tolist()}. So they arrive, rank by rank: "
+                "natural_order puts them into theirs")
     if G < cp:
         swapped = causal_attention(order)(q, *(x.repeat(1, cp // G, 1, 1) for x in (k, v)))
         right = sum(len(places(out, swapped)) for out in outs)
@@ -80,8 +82,8 @@ def check_ranks(cp: int, H: int, G: int):
     except RuntimeError as e:
         if G >= cp:
             raise
-        raise Wrong(f"{said}: {str(e).strip().splitlines()[-1]}. There are fewer key/value heads than ranks: a rank needs a copy of "
-                    "the one that its query heads share") from e
+        raise Wrong(f"{said}: {str(e).strip().splitlines()[-1]}. There are fewer key/value heads than ranks: a rank needs a "
+                    "copy of the one that its query heads share") from e
     outs = [out for out, _ in parts]
     for rank, out in enumerate(outs):
         if tuple(out.shape) != (B, H, T // cp, K):
@@ -98,7 +100,8 @@ def check_ranks(cp: int, H: int, G: int):
             off = "missing" if grad is None else f"off by up to {(grad - want).abs().max():.2g}"
             if grad is None or not (grad - want).abs().max() < 1e-4:
                 raise Wrong(f"{said}: the result is right, but the gradient of {name} on rank {rank} is {off}. What travels "
-                            "forward must travel back in the backward: AllToAll.apply does that, dist.all_to_all_single does not")
+                            "forward must travel back in the backward: AllToAll.apply does that, dist.all_to_all_single does "
+                            "not")
 
 
 def check():

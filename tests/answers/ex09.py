@@ -2,7 +2,8 @@
 
 
 def wrong(way_in="natural_order({}, 2, cp)", way_back="[x.index_select(2, sequence_index(T, cp, r)) for r in range(cp)]",
-          heads="x.transpose(0, 1).flatten(1, 2)", copies="x.repeat_interleave(cp // x.shape[1], dim=1)", few="k.shape[1] % cp"):
+          heads="x.transpose(0, 1).flatten(1, 2)", copies="x.repeat_interleave(cp // x.shape[1], dim=1)",
+          few="k.shape[1] % cp"):
     """The usual answer with one thing wrong."""
     arrived = "x.permute(1, 2, 0, 3, 4).reshape(B, H // cp, cp * T, K)"
     return {"parallel.py": {"all_to_all_attention": f"""

@@ -1,0 +1,99 @@
+"""The check of exercise 14: parts of a parameter against the whole, drawn here and in other processes, cut in several ways."""
+import math
+
+import layouts
+import torch
+from feedback import Wrong, on_ranks
+
+import parallel
+from distributed import initial
+from distributed.layout import AXES, Layout
+from models.llama3 import Llama3
+
+ROWS = 4
+PARTS = [  # shape of the whole, offset and shape of a rank's part, who has such a part
+    ((10, 6), (0, 0), (5, 6), "FSDP's first of two ranks: rows 0 to 4"),
+    ((10, 6), (5, 0), (5, 6), "FSDP's second of two ranks: rows 5 to 9"),
+    ((10, 6), (6, 0), (2, 6), "two rows in the middle of one block"),
+    ((10, 6), (0, 3), (10, 3), "tp's second of two ranks: columns 3 to 5 of all rows"),
+    ((10, 6), (5, 3), (3, 3), "FSDP and tp: rows 5 to 7, columns 3 to 5"),
+    ((7,), (3,), (3,), "a vector, elements 3 to 5"),
+    ((9, 3, 4), (2, 0, 2), (4, 3, 2), "a stack of experts: 2 to 5, and the last two of their columns"),
+]
+
+
+def draw(whole, offset, shape, name="7/blocks.0.wq", std=0.02):
+    """A rank's part, as parallel.init_weights has it drawn; NaN where nothing is written."""
+    local = torch.full(shape, math.nan)
+    for b in range(offset[0] // ROWS, math.ceil((offset[0] + shape[0]) / ROWS)):
+        initial.draw_block(local, torch.Size(whole), offset, ROWS, b, std, f"{name}/{b}")
+    return local
+
+
+def check_whole():
+    """A parameter that is not cut."""
+    shape, zeros = (1000, 40), (0, 0)
+    state = torch.get_rng_state()
+    w = draw(shape, zeros, shape)
+    if w.isnan().any():
+        row = w.isnan().any(1).nonzero()[0].item()
+        raise Wrong(f"of a parameter {shape} in blocks of {ROWS} rows, row {row} is never written: block {row // ROWS} has it")
+    if not torch.equal(w, draw(shape, zeros, shape)):
+        raise Wrong("the same parameter drawn twice is not the same: name must decide the numbers, alone. Which generator does "
+                    "torch.randn take? One that others have drawn from goes on where they stopped")
+    if torch.equal(w, draw(shape, zeros, shape, "7/blocks.1.wq")):
+        raise Wrong("blocks.0.wq and blocks.1.wq start equal: the generator's seed must depend on name")
+    if torch.equal(w[:ROWS], w[ROWS : 2 * ROWS]):
+        raise Wrong("blocks 0 and 1 of a parameter are equal: the generator's seed must depend on all of name, the block's "
+                    "number at its end too")
+    mean, std = w.mean().item(), w.std().item()
+    if not (abs(mean) < 1e-3 and abs(std - 0.02) < 1e-3):
+        raise Wrong(f"40,000 numbers have mean {mean:.4f} and standard deviation {std:.4f}, and should have 0 and std = 0.02")
+    if not torch.equal(state, torch.get_rng_state()):
+        raise Wrong("torch's global generator has moved or was seeded. Other threads draw from it at the same time: make a "
+                    "torch.Generator() of your own")
+
+
+def check_parts():
+    for whole, offset, shape, who in PARTS:
+        want = draw(whole, (0,) * len(whole), whole)[tuple(slice(o, o + n) for o, n in zip(offset, shape))]
+        got = draw(whole, offset, shape)
+        if torch.equal(got, want):
+            continue
+        here = f"{who}, of a parameter {whole} in blocks of {ROWS} rows"
+        if got.isnan().any():
+            raise Wrong(f"{here}: {got.isnan().sum()} of {got.numel()} numbers are not written, the first at "
+                        f"{tuple(got.isnan().nonzero()[0].tolist())} of local")
+        row = next(i for i in range(shape[0]) if not torch.equal(got[i], want[i]))
+        raise Wrong(f"{here}: row {row} of local, row {row + offset[0]} of the parameter, is not what a rank that holds the "
+                    f"whole parameter has there: {numbers(got[row])} in place of {numbers(want[row])}. Does a number depend "
+                    "on who draws it: on offset, or on the shape of local? Draw the whole block, then take what is yours")
+
+
+def numbers(x) -> str:
+    return "[" + ", ".join(f"{n:.4f}" for n in x.flatten()[:3].tolist()) + " ...]"
+
+
+def weights_on(flags: dict) -> dict:
+    stages, _ = layouts.build(layouts.config(), flags, 4, 2, seed=5)
+    return {fqn: layouts.full(p) for fqn, p in stages[0].named_parameters()}
+
+
+def check_layouts():
+    model = Llama3(layouts.config())
+    parallel.init_weights(model, Layout(layouts.Flags(), {a: 1 for a in AXES}, 1, 4, 4), 5)
+    for flags, said in (({}, "FSDP on 2 processes"), (dict(tp=2), "tp 2")):
+        ranks = on_ranks(2, weights_on, flags)
+        for fqn, p in model.named_parameters():
+            for rank, weights in enumerate(ranks):
+                if not torch.equal(weights[fqn], p):
+                    share = (weights[fqn] != p).float().mean().item()
+                    raise Wrong(f"{said}: {fqn} on rank {rank} is not what one process has, {share:.0%} of its numbers "
+                                "differ. All parts were right inside one process, so something differs between processes: "
+                                "Python's hash(name) does")
+
+
+def check():
+    check_whole()
+    check_parts()
+    check_layouts()
