@@ -136,6 +136,7 @@ class AllGather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, dim, group):
+        """x (..., n, ...) on each of the group's ranks, n along dim -> (..., ranks * n, ...), in rank order, equal on all."""
         ctx.dim, ctx.group = dim, group
         x = x.movedim(dim, 0).contiguous()
         out = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
@@ -144,6 +145,8 @@ class AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        """grad: of the loss on this rank by the whole result. Returns the gradient of all ranks' losses together by this
+        rank's x, and None for dim and group."""
         grad = grad.movedim(ctx.dim, 0).contiguous()
         out = grad.new_empty(grad.shape[0] // dist.get_world_size(ctx.group), *grad.shape[1:])
         reduce_scatter_single(out, grad, group=ctx.group)
@@ -155,6 +158,7 @@ class ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, dim, group):
+        """x (..., ranks * n, ...) on each of the group's ranks -> part number `rank` of their sum, (..., n, ...)."""
         ctx.dim, ctx.group = dim, group
         x = x.movedim(dim, 0).contiguous()
         out = functional.reduce_scatter_tensor(x, "sum", dist.get_world_size(group), group.group_name)
@@ -162,6 +166,8 @@ class ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        """grad (..., n, ...): of this rank's loss by its part. Returns the gradient of all ranks' losses together by this
+        rank's x, (..., ranks * n, ...), and None for dim and group."""
         return AllGather.apply(grad, ctx.dim, ctx.group), None, None
 
 

@@ -29,6 +29,12 @@ class Exercise:
 
 COURSE = {number: Exercise(number, title, blanks) for number, title, blanks in [
     (1, "gradient accumulation and token counting", {"hand01.py": ("accumulate",), "parallel.py": ("count_tokens",)}),
+    (2, "all-gather and reduce-scatter as autograd functions", {"distributed/layout.py": (
+        "AllGather.forward", "AllGather.backward", "ReduceScatter.forward", "ReduceScatter.backward")}),
+    (4, "column and row parallel", {"hand04.py": (
+        "split_weights", "Enter.backward", "Leave.forward", "Leave.backward", "ffn")}),
+    (5, "sequence parallel and the norm's gradient", {"models/llama3.py": ("Llama3.tp_plan",)}),
+    (7, "head-tail sequence split", {"parallel.py": ("sequence_index", "natural_order")}),
     (9, "all-to-all attention", {"parallel.py": ("all_to_all_attention",)}),
     (14, "layout-invariant initial weights", {"distributed/initial.py": ("draw_block",)}),
 ]}

@@ -1,0 +1,61 @@
+"""Answers to exercise 7."""
+INDEX = '''
+def sequence_index(T, cp, rank, device=None):
+    n = T // (2 * cp)
+    early = torch.arange(rank * n, (rank + 1) * n, device=device)
+    return torch.cat([early, early + (2 * (cp - rank) - 1) * n])
+'''
+ORDER = '''
+def natural_order(x, dim, cp):
+    # where each token has gone says where it is to be fetched
+    gone = torch.cat([sequence_index(x.shape[dim], cp, rank, x.device) for rank in range(cp)])
+    return x.index_select(dim, gone.argsort())
+'''
+
+
+def answer(index=INDEX, order=ORDER) -> dict:
+    return {"parallel.py": {"sequence_index": index, "natural_order": order}}
+
+
+RIGHT = [
+    answer(),
+    answer('''
+def sequence_index(T, cp, rank, device=None):
+    # pairs: row i holds chunk i and, from the other end, chunk 2cp-1-i
+    chunks = torch.arange(T, device=device).view(2 * cp, -1)
+    return torch.stack([chunks[:cp], chunks.flip(0)[:cp]], 1)[rank].flatten()
+''', '''
+def natural_order(x, dim, cp):
+    y = x.movedim(dim, 0).unflatten(0, (cp, 2, -1))  # (rank, early or late, tokens, ...)
+    return torch.cat([y[:, 0], y[:, 1].flip(0)]).flatten(0, 1).movedim(0, dim)
+'''),
+]
+WRONG = [  # answer, what the feedback must say
+    (answer('''
+def sequence_index(T, cp, rank, device=None):
+    return torch.arange(T, device=device).chunk(cp)[rank]
+'''), "is 10 on rank 0, 26 on rank 1: all wait for the slowest, 1.44 times the mean"),
+    (answer('''
+def sequence_index(T, cp, rank, device=None):
+    return torch.arange(rank, T, cp, device=device)
+'''), "is 16 on rank 0, 20 on rank 1"),
+    (answer('''
+def sequence_index(T, cp, rank, device=None):
+    chunks = torch.arange(T, device=device).chunk(2 * cp)
+    return torch.cat([chunks[2 * cp - 1 - rank], chunks[rank]])
+'''), "chunk `rank` comes first"),
+    (answer(order='''
+def natural_order(x, dim, cp):
+    return x
+'''), "nothing has moved"),
+    (answer(order='''
+def natural_order(x, dim, cp):
+    index = torch.cat([sequence_index(x.shape[dim], cp, rank, x.device) for rank in range(cp)])
+    return x.index_select(dim, index)
+'''), "and not its inverse"),
+    (answer(order='''
+def natural_order(x, dim, cp):
+    chunks = x.chunk(2 * cp, dim)
+    return torch.cat([*chunks[::2], *chunks[1::2]], dim)
+'''), "the late chunks come from rank 0 last"),
+]
