@@ -31,6 +31,7 @@ COURSE = {number: Exercise(number, title, blanks) for number, title, blanks in [
     (1, "gradient accumulation and token counting", {"hand01.py": ("accumulate",), "parallel.py": ("count_tokens",)}),
     (2, "all-gather and reduce-scatter as autograd functions", {"distributed/layout.py": (
         "AllGather.forward", "AllGather.backward", "ReduceScatter.forward", "ReduceScatter.backward")}),
+    (3, "FSDP by hand on one layer", {"hand03.py": ("shard_of", "ShardedLinear.forward", "ShardedLinear.backward")}),
     (4, "column and row parallel", {"hand04.py": (
         "split_weights", "Enter.backward", "Leave.forward", "Leave.backward", "ffn")}),
     (5, "sequence parallel and the norm's gradient", {"models/llama3.py": ("Llama3.tp_plan",)}),
