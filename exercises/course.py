@@ -37,6 +37,7 @@ COURSE = {number: Exercise(number, title, blanks) for number, title, blanks in [
     (5, "sequence parallel and the norm's gradient", {"models/llama3.py": ("Llama3.tp_plan",)}),
     (6, "vocab-parallel cross-entropy", {"hand06.py": ("token_losses",), "parallel.py": ("vocab_parallel_loss",)}),
     (7, "head-tail sequence split", {"parallel.py": ("sequence_index", "natural_order")}),
+    (8, "all-gather attention for context parallelism", {"parallel.py": ("all_gather_attention",)}),
     (9, "all-to-all attention", {"parallel.py": ("all_to_all_attention",)}),
     (14, "layout-invariant initial weights", {"distributed/initial.py": ("draw_block",)}),
 ]}
