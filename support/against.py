@@ -22,7 +22,7 @@ from support.config import override_fields
 from support.dryrun import Built, no_earlier_run
 from support.hf import load_hf, read_hf_config
 from support.seams import Seams
-from support.where import Seam, distance, factor_of, size_text
+from support.where import Seam, agreement, distance, factor_of, size_text
 
 BATCH, LENGTH = 3, 128  # of the random tokens: long enough that a wrong rotation is seen
 # Relative, in fp32. Two correct implementations order their sums differently, and raise theta to powers in their own way.
@@ -190,9 +190,9 @@ def compare_with_transformers(ours, theirs) -> tuple[list[Seam], list[str], dict
     for (phase, name, call), tensors in other.items():
         if (phase, name, call) not in mine:
             if phase == "backward" and ("forward", name, call) in mine:
-                seams.append(Seam(phase, name, call, math.inf, [], None, "no gradient arrives"))
+                seams.append(Seam(phase, name, call, math.inf, note="no gradient arrives"))
             elif phase == "forward" and " " not in name and name not in called:
-                seams.append(Seam(phase, name, call, math.inf, [], None, "never called here"))
+                seams.append(Seam(phase, name, call, math.inf, note="never called here"))
             else:
                 left_out.append(name)
             continue
@@ -202,7 +202,7 @@ def compare_with_transformers(ours, theirs) -> tuple[list[Seam], list[str], dict
             left_out.append(name)
             continue
         error, (got, want) = min(((distance(*way, way[1]), way) for way in ways), key=lambda found: found[0])
-        seams.append(Seam(phase, name, call, error, [], factor_of([(got, want)]) if error > APART[phase] else None))
+        seams.append(Seam(phase, name, call, error, factor=factor_of([(got, want)]) if error > APART[phase] else None))
     return seams, left_out, names
 
 
@@ -250,8 +250,7 @@ def report_against(seams: list[Seam], left_out: list[str], names: dict, theirs: 
     before, after = seams[:at], [s for s in seams[at + 1 :] if not s.error <= APART[s.phase]]
     factor = first.factor
     factor = f", {factor:.4g} times theirs" if factor is not None and abs(factor - 1) > 1e-3 else ""
-    lines = [f"first apart: {line(first)}: {size_text(first)}{' (relative)' * (not first.note)}{factor}; everything before "
-             f"agrees to {max((s.error for s in before), default=0):.0e} ({len(before)} seams)"]
+    lines = [f"first apart: {line(first)}: {size_text(first)}{' (relative)' * (not first.note)}{factor}; {agreement(before)}"]
     lines += [f"  agrees   {s.error:.1e}  {line(s)}" for s in before[-2:]]
     lines += [f"  differs  {size_text(s)}  {line(s)}" for s in [first, *after[:2]]]
     there = names.get(first.name, first.name).partition(" ")[0]

@@ -1,11 +1,24 @@
 """--check_parity --where: no difference where layouts are equal, and the function that is broken where they are not."""
 import re
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
 
 import pytest
-from layouts import row_name
+import torch.distributed as dist
+from layouts import row_name, without_inductor
 from seams_of import where
 from test_mutants import MUTANTS
-from test_parallel import LAYOUTS, MOE
+from test_parallel import LAYOUTS, MOE, MTP
+from torch.distributed.tensor import Replicate
+
+import distributed.experts
+import parallel
+from distributed.layout import AllGather
+from models.deepseek import shift_targets
+from models.loss import linear_cross_entropy
+from support.where import placements, which_ranks
 
 # What the report of each mutant of tests/test_mutants.py must say: the seam, and the function or style that the mutant breaks
 NAMED = {
@@ -35,10 +48,164 @@ def test_where_names_the_function_that_is_broken(mutant, row):
     assert first.startswith("first difference: ") and seam in first and function in look, text
 
 
+# ---------------------------------------------------------------- mistakes that no test of test_mutants.py makes
+
+
+def mistake(owner, name, make):
+    """A context manager: owner.name is replaced by make(the real one)."""
+    return mock.patch.object(owner, name, make(getattr(owner, name)))
+
+
+def keys_in_rank_order():
+    return mistake(parallel, "natural_order", lambda real: lambda x, dim, cp: x)
+
+
+def another_seed_on_each_rank():
+    def make(real):
+        return lambda stage, layout, seed, skip=lambda fqn: False: real(stage, layout, seed + layout.rank, skip)
+    return mistake(parallel, "init_weights", make)
+
+
+def parts_not_summed():
+    """Of what the tp ranks' parts of the hidden width give each rank keeps its own."""
+    def make(real):
+        def gathered(moe_forward, group, x):
+            out = moe_forward(AllGather.apply(x, 1, group))
+            return out.chunk(dist.get_world_size(group), 1)[dist.get_rank(group)].contiguous()
+        return gathered
+    return mistake(distributed.experts, "gathered_moe", make)
+
+
+def targets_shifted_too_late():
+    """After the sequence is cut: the last token of a rank's chunk does not know the next one."""
+    def make(real):
+        def inputs(batch, a, layout):
+            found = real(batch, a, layout)
+            later = shift_targets(found["tokens"], found["labels"])
+            return found | dict(zip(("next_tokens", "next_labels"), later, strict=True))
+        return inputs
+    return mistake(parallel, "inputs", make)
+
+
+def head_gradient_of_own_tokens():
+    def make(real):
+        def loss(h, weight, labels, denom, *, mesh, kernel=None):
+            weight = weight.redistribute(placements=[Replicate()]).to_local()  # without grad_placements=[Partial()]
+            return linear_cross_entropy(h, weight, labels.chunk(mesh.size(), 1)[mesh.get_local_rank()], denom)
+        return loss
+    return mistake(parallel, "gathered_head_loss", make)
+
+
+def gradients_of_the_last_micro_batch_only():
+    def make(real):
+        def next_backward(model, is_last, layout):
+            real(model, True, layout)
+            for p in model.parameters():
+                p.grad = None
+        return next_backward
+    return mistake(parallel, "next_backward", make)
+
+
+MORE = [
+    (keys_in_rank_order, (2, dict(cp=2), dict(n=4, b=2)), "forward of blocks.0.attn (attention)", "all_gather_attention"),
+    (keys_in_rank_order, (2, dict(cp=2, cp_method="alltoall"), dict(n=4, b=2)), "forward of blocks.0.attn (attention)",
+     "all_to_all_attention"),
+    (another_seed_on_each_rank, (2, dict(tp=2), dict(n=4, b=2)), "initial value of tok_embeddings.weight (rank 1 of tp)",
+     "init_weights"),
+    (parts_not_summed, (2, dict(tp=2, etp=2), dict(n=4, b=2, **MOE)), "forward of blocks.0.moe", "gathered_moe"),
+    (targets_shifted_too_late, (2, dict(cp=2), dict(n=4, b=2, **MTP)), "input next_tokens", "shift_targets"),
+    (head_gradient_of_own_tokens, (2, dict(tp=2, loss_parallel=False), dict(n=4, b=2)), "finished gradient of head.weight",
+     "gathered_head_loss"),
+    (gradients_of_the_last_micro_batch_only, (2, {}, dict(n=8, b=2)), "finished gradient of tok_embeddings.weight",
+     "next_backward"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("planted, row, seam, function", MORE, ids=lambda x: getattr(x, "__name__", None))
+def test_where_names_other_mistakes(planted, row, seam, function):
+    first, *rest = where(*row, mutate=planted).splitlines()
+    assert first.startswith("first difference: ") and seam in first, first
+    assert any(line.startswith("look at: ") and function in line for line in rest), rest
+
+
+# ---------------------------------------------------------------- layouts without a mistake
+
+
 EQUAL = [(2, dict(tp=2), dict(n=6, b=2)), (4, dict(cp=2, tp=2), dict(n=4, b=2)), (2, dict(ep=2), dict(n=4, b=1, **MOE))]
 
 
-@pytest.mark.parametrize("row", EQUAL + [pytest.param(row, marks=pytest.mark.slow) for row in LAYOUTS[::3]], ids=row_name)
+@pytest.mark.parametrize("row", EQUAL + [pytest.param(row, marks=pytest.mark.slow) for row in LAYOUTS[::5]], ids=row_name)
 def test_equal_layouts_have_no_difference(row):
     text = where(*row)
     assert text.startswith("no difference at ") and int(re.search(r"at (\d+) seams", text)[1]) > 150, text
+
+
+@pytest.mark.slow
+def test_of_a_compiled_layout_the_blocks_are_compared():
+    text = where(2, dict(compile=True, tp=2), dict(n=4, b=2), mutate=without_inductor)
+    assert text.startswith("no difference at ") and "seams inside of compiled modules" in text, text
+
+
+@pytest.mark.parametrize("whole, local, cp, tp, found", [
+    ((4, 16, 32), (4, 16, 32), 1, 1, [(None, None)]),
+    ((4, 16, 32), (4, 8, 32), 2, 1, [(1, None)]),
+    ((4, 16, 32), (4, 4, 32), 2, 2, [(1, 1)]),
+    ((4, 8, 16, 8), (4, 4, 8, 8), 2, 2, [(2, 1)]),
+    ((4, 16, 16), (4, 8, 16), 2, 2, [(None, 1), (1, None)]),  # the one that fits better is taken
+    ((4, 16, 32), (4, 5, 32), 2, 2, []),
+])
+def test_a_part_is_placed_by_its_shape(whole, local, cp, tp, found):
+    assert placements(whole, local, cp, tp, 16) == found
+
+
+def test_ranks_are_named_by_their_axis():
+    degrees = dict(pp=2, dp_replicate=1, dp_shard=1, cp=1, tp=2)
+    assert which_ranks([1, 3], [0, 1, 2, 3], degrees) == " (rank 1 of tp)"
+    assert which_ranks([2, 3], [0, 1, 2, 3], degrees) == " (rank 1 of pp)"
+    assert which_ranks([0], [0, 1], degrees) == " (rank 0 of tp)"  # what only the first stage has
+    assert which_ranks([0, 1], [0, 1], degrees) == "" and which_ranks([0, 3], [0, 1, 2, 3], degrees) == " (ranks 0, 3)"
+
+
+# ---------------------------------------------------------------- the command
+
+
+@pytest.mark.slow
+def test_where_as_a_command_on_a_forks_recipe(tmp_path):
+    """A block of a fork's own, right and then with a module that tp_plan does not know."""
+    recipe = Path(__file__).parent.parent / "train_llama3.py"
+    own = """
+from models import llama3
+
+class Gain(torch.nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.gain = torch.nn.Parameter(torch.ones(dim))
+
+    def forward(self, x):
+        return x * self.gain
+
+class Block(llama3.Block):
+    def __init__(self, config):
+        super().__init__(config)
+        self.residual = Gain(config.dim)
+
+    def forward(self, h, cos, sin, attend):
+        h = h + self.residual(self.attn(self.attn_norm(h), cos, sin, attend))
+        return h + self.ffn(self.ffn_norm(h))
+
+llama3.Block = Block
+Llama3.init_constants = lambda self: {"*.residual.gain": 1.0}
+plan = Llama3.tp_plan
+if STYLE:
+    Llama3.tp_plan = lambda self: plan(self) | {"blocks.*.residual": "sequence"}
+"""
+    flags = "--local_batch_size 2 --seq_len 64 --model_args n_layers=2,dim=64 --check_parity --where --tp 2".split()
+    for style, status, words in (True, 0, ["no difference at"]), (False, 1, [
+            "first difference: finished gradient of blocks.0.residual.gain", "blocks.0.residual has no style in tp_plan"]):
+        copy = tmp_path / f"train_{style}.py"
+        head, tail = recipe.read_text().split("# A flag that is given without")
+        start = f"import sys\nsys.path.insert(0, {str(recipe.parent)!r})\n"
+        copy.write_text(start + head + own.replace("STYLE", str(style)) + "\n# A flag that is given without" + tail)
+        run = subprocess.run([sys.executable, copy, *flags], capture_output=True, text=True, cwd=tmp_path)
+        assert run.returncode == status and all(w in run.stdout for w in words), run.stdout + run.stderr
