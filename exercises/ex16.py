@@ -1,0 +1,153 @@
+"""The check of exercise 16: the four cases of the clip, three losses' denominators, and the trainer of grpo.py on two ranks."""
+import math
+
+import hand16
+import policy
+import torch
+from feedback import Wrong, on_ranks
+
+import grpo
+
+LOW, HIGH = 0.2, 0.28
+CASES = [  # ratio, advantage, objective, its gradient by lp, what the case is
+    (1.0, 1.0, 1.0, 1.0, "the sampler and the model are equal"),
+    (1.5, 1.0, 1 + HIGH, 0.0, "a good token that is likely enough already"),
+    (0.5, 1.0, 0.5, 0.5, "a good token that became unlikely must come back"),
+    (1.5, -1.0, -1.5, -1.5, "a bad token that became likelier must go down: the min of the two objectives is the unclipped "
+                            "one"),
+    (0.5, -1.0, LOW - 1, 0.0, "a bad token that is unlikely enough already"),
+    (1.1, -2.0, -2.2, -2.2, "nothing is clipped"),
+]
+
+
+def losses(ratios, advantages, mask):
+    """(losses, gradient by lp) of rows of ratios."""
+    old = torch.full_like(ratios, -1.5)
+    lp = (old + ratios.log()).requires_grad_()
+    out = hand16.token_losses(lp, old, advantages, mask, LOW, HIGH)
+    if not isinstance(out, torch.Tensor) or out.shape != lp.shape:
+        raise Wrong(f"token_losses gives {getattr(out, 'shape', out)} for lp of {tuple(lp.shape)}: the loss of each token, "
+                    "not yet their sum or mean")
+    if not out.requires_grad:
+        raise Wrong("what token_losses gives has no gradient: the ratio must be computed from lp by autograd, without detach()")
+    out.sum().backward()
+    return out.detach(), lp.grad
+
+
+def check_cases():
+    for ratio, advantage, objective, gradient, said in CASES:
+        loss, grad = losses(torch.tensor([[ratio]]), torch.tensor([[advantage]]), torch.ones(1, 1))
+        case = f"ratio {ratio}, advantage {advantage:+.0f} ({said})"
+        clipped = -min(max(ratio, 1 - LOW), 1 + HIGH) * advantage
+        if abs(loss.item() + objective) > 1e-5:
+            guess = ""
+            if abs(loss.item() - objective) < 1e-5:
+                guess = ". The sign: a loss is minus the objective"
+            elif advantage > 0 and abs(loss.item() - clipped) < 1e-5:
+                guess = (f". That is the clipped ratio alone. min(ratio * A, clip(ratio) * A) = min({ratio * advantage:.2f}, "
+                         f"{-clipped:.2f})")
+            elif abs(loss.item() + max(ratio * advantage, -clipped)) < 1e-5:
+                guess = (f". That is the max of the two objectives {ratio * advantage:.2f} and {-clipped:.2f}: for a "
+                         "negative A the smaller one has the larger ratio. Multiply by A first, then take the min")
+            raise Wrong(f"{case}: the loss is {loss.item():.3f} and should be {-objective:.3f}{guess}")
+        if abs(grad.item() + gradient) > 1e-5:
+            raise Wrong(f"{case}: the loss is right, and its gradient by lp is {grad.item():.3f} and should be {-gradient:.3f}")
+
+
+def check_rows():
+    """Several tokens and samples: each has its own ratio, and unsampled ones have none."""
+    g = torch.Generator().manual_seed(0)
+    ratios, A = 0.5 + torch.rand(3, 5, generator=g), torch.tensor([[1.0], [-1.0], [0.5]])
+    mask = torch.tensor([[1.0, 1, 1, 1, 1], [0, 0, 1, 1, 0], [0, 1, 1, 1, 0]])
+    want = -torch.minimum(ratios * A, ratios.clamp(1 - LOW, 1 + HIGH) * A) * mask
+    loss, _ = losses(ratios, A, mask)
+    if not torch.allclose(loss, want, atol=1e-5):
+        b, t = (loss - want).abs().gt(1e-5).nonzero()[0].tolist()
+        said = f"sample {b} of 3, token {t} of 5: the loss is {loss[b, t]:.3f} and should be {want[b, t]:.3f}"
+        log = (ratios.log() * mask).sum(1) / mask.sum(1)
+        together = -torch.minimum(log.exp()[:, None] * A, log.exp()[:, None].clamp(1 - LOW, 1 + HIGH) * A) * mask
+        share = loss.sum(1) / want.sum(1)
+        if mask[b, t] == 0:
+            raise Wrong(f"{said}. The model did not sample this token: mask is 0")
+        if torch.allclose(share, 1 / mask.sum(1), atol=1e-4):
+            raise Wrong(f"{said}. Each sample's losses are divided by its own {mask.sum(1).int().tolist()} tokens here. The "
+                        "division comes once, by Z, for all samples of the step: a mean of means is another number")
+        if torch.allclose(loss[0], together[0], atol=1e-4) or loss[0].std() < 1e-6:
+            raise Wrong(f"{said}. All tokens of a sample have the same loss: yours is a ratio of sequences or of means, and "
+                        "each token has its own ratio exp(lp - old)")
+        raise Wrong(said)
+    lp = torch.tensor([[-1.0, -math.inf, -math.inf]], requires_grad=True)
+    old, mask = torch.tensor([[-1.0, -math.inf, -1.0], [1.0, 0, 0]]).unsqueeze(1)
+    out = hand16.token_losses(lp, old, torch.ones(1, 1), mask, LOW, HIGH)
+    out.sum().backward()
+    if out.isnan().any() or lp.grad.isnan().any():
+        what = "loss" if out.isnan().any() else "gradient"
+        raise Wrong(f"the {what} is nan when a token that was not sampled has log-probability -inf: inf - inf is nan, and "
+                    "nan * 0 as well. Choose with torch.where(mask > 0, ..., 0) before you compute")
+
+
+def check_denominator():
+    masks = [[1.0] * 3, [0.0] * 4, [1.0, 0.0, 1.0, 1.0, 1.0]]
+    samples = [dict(mask=mask, ids=mask, prompt=[1], advantage=0.5) for mask in masks]
+    said = "3 samples with 3, 0 and 4 trained tokens, max_new_tokens 10"
+    for kind, want in (("grpo", 2), ("gspo", 2), ("dr_grpo", 20), ("dapo", 7), ("cispo", 7), ("sft", 7)):
+        got = float(grpo.loss_denominator(kind, samples, 10))
+        if abs(got - want) > 1e-6:
+            guess = next((text for values, text in (
+                ((3, 30), "a sample without a trained token counts for nothing: it has no loss"),
+                ((12,), "ids that are not trained (mask 0) have no loss: they must not be counted"),
+                ((3.5, 7 / 3), "a mean cannot be added up over ranks and micro-batches: return the sum"),
+            ) if any(abs(got - v) < 1e-6 for v in values)), "count again what this loss divides by")
+            raise Wrong(f"loss_denominator('{kind}', ...) gives {got:g} for {said}, and should give {want}: {guess}")
+        parts = sum(float(grpo.loss_denominator(kind, [s], 10)) for s in samples)
+        if abs(parts - want) > 1e-6:
+            raise Wrong(f"loss_denominator('{kind}', ...) gives {want} for {said}, and {parts:g} when they are given one by "
+                        "one and added up, as ranks and micro-batches do: it must be a sum over samples")
+
+
+def trained(micro: int) -> dict:
+    """The gradients of the trainer with the student's two functions, on this process's data ranks."""
+    def losses(kind, lp, old, mu, advantage, mask, n, clip, tis=0.0, sequence_sum=None):
+        return hand16.token_losses(lp, old, advantage[:, :1], mask, *clip), torch.zeros_like(mask)
+
+    usual, grpo.policy_loss = grpo.policy_loss, losses
+    try:
+        trainer = policy.trainer_of(loss="dapo", local_batch_size=micro)
+        trainer.train_on(samples())
+        scale = 1 / trainer.denominator
+        return {fqn: g * scale for fqn, g in policy.gradients(trainer).items()}
+    finally:
+        grpo.policy_loss = usual
+
+
+def samples():
+    found = policy.samples_of(policy.sharp_model(seed=1))  # sampled by another model than the one that is trained
+    for i, s in enumerate(found):
+        s.setdefault("mask", [1.0] * len(s["ids"]))
+        s["mask"] = [0.0 if i % 3 == 0 and t % 4 == 3 else x for t, x in enumerate(s["mask"])]
+    return found
+
+
+def check_trainer():
+    """A whole step against one written out here: one sample after the other, no micro-batches, no ranks."""
+    model, low, high = policy.sharp_model(), *grpo.CLIP["dapo"]
+    total, tokens = 0.0, 0.0
+    for s in samples():
+        lp, mask, A = policy.full_logprobs(model, s), torch.tensor(s["mask"]), s["advantage"]
+        ratio = (lp - torch.tensor(s["logprobs"])).exp()
+        total = total - (torch.minimum(ratio * A, ratio.clamp(1 - low, 1 + high) * A) * mask).sum()
+        tokens += mask.sum()
+    (total / tokens).backward()
+    for micro in (64, 2):
+        for got in on_ranks(2, trained, micro):
+            for fqn, p in model.named_parameters():
+                if not (got[fqn] - p.grad).norm() < 1e-4 * p.grad.norm():
+                    raise Wrong(f"the gradient of {fqn} on 2 data ranks with micro-batches of {min(micro, 6)} samples is "
+                                f"{(got[fqn].norm() / p.grad.norm()).item():.3f} times as long as that of one process")
+
+
+def check():
+    check_cases()
+    check_rows()
+    check_denominator()
+    check_trainer()

@@ -1,0 +1,62 @@
+"""Answers to exercise 16."""
+
+
+def losses(body: str):
+    return {"hand16.py": {"token_losses": f"\ndef token_losses(lp, old, advantage, mask, low, high):\n{body}"}}
+
+
+def denominator(body: str):
+    return {"grpo.py": {"loss_denominator": f"\ndef loss_denominator(kind, samples, max_new_tokens):\n{body}"}}
+
+
+LOG_RATIO = "    ratio = (lp.masked_fill(mask == 0, 0) - old.masked_fill(mask == 0, 0)).exp()\n"
+RIGHT = [
+    # the loss by cases, without a min
+    losses("""
+    keep = mask.bool()
+    ratio = torch.exp(lp.masked_fill(~keep, 0.0) - old.masked_fill(~keep, 0.0))
+    too_far = ((advantage > 0) & (ratio > 1 + high)) | ((advantage < 0) & (ratio < 1 - low))
+    bound = torch.where(advantage > 0, 1 + high, 1 - low)
+    return -torch.where(too_far, bound, ratio) * advantage * mask
+""") | denominator("""
+    z = 0.0
+    for s in samples:
+        tokens = sum(s["mask"])
+        z += {"grpo": tokens > 0, "gspo": tokens > 0, "dr_grpo": (tokens > 0) * max_new_tokens}.get(kind, tokens)
+    return z
+"""),
+    # max of the losses in place of min of the objectives, on the sampled tokens only
+    losses("""
+    rows, columns = mask.nonzero(as_tuple=True)
+    ratio = (lp[rows, columns] - old[rows, columns]).exp()
+    A = advantage.expand_as(mask)[rows, columns]
+    loss = torch.maximum(-ratio * A, -ratio.clip(min=1 - low, max=1 + high) * A)
+    return torch.zeros_like(mask).index_put((rows, columns), loss)
+""") | denominator("""
+    counts = torch.tensor([sum(s["mask"]) for s in samples])
+    n = int((counts > 0).sum())
+    if kind == "dr_grpo":
+        return n * max_new_tokens
+    return n if kind in ("grpo", "gspo") else counts.sum().item()
+"""),
+]
+WRONG = [
+    (losses(LOG_RATIO + "    return -ratio.clamp(1 - low, 1 + high) * advantage * mask\n"), "That is the clipped ratio alone"),
+    (losses(LOG_RATIO + "    return -torch.minimum(ratio, ratio.clamp(1 - low, 1 + high)) * advantage * mask\n"),
+     "That is the max of the two objectives -1.50 and -1.28"),
+    (losses(LOG_RATIO + "    loss = -torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage) * mask\n"
+            "    return loss / mask.sum(1, keepdim=True)\n"), "a mean of means is another number"),
+    (losses("    ratio = ((lp - old) * mask).sum(1, keepdim=True).div(mask.sum(1, keepdim=True)).exp()\n"
+            "    return -torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage) * mask\n"),
+     "a ratio of sequences or of means"),
+    (losses("    ratio = ((lp - old) * mask).exp()\n"
+            "    return -torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage) * mask\n"),
+     "is nan when a token that was not sampled"),
+    (denominator("    return sum(len(s['mask']) for s in samples) if kind in ('dapo', 'cispo', 'sft') else len(samples) * "
+                 "(max_new_tokens if kind == 'dr_grpo' else 1)\n"), "a sample without a trained token counts for nothing"),
+    (denominator("    samples = [s for s in samples if any(s['mask'])]\n"
+                 "    if kind in ('grpo', 'gspo'):\n        return len(samples)\n"
+                 "    if kind == 'dr_grpo':\n        return len(samples) * max_new_tokens\n"
+                 "    return sum(sum(s['mask']) for s in samples) / max(len(samples), 1)\n"),
+     "a mean cannot be added up over ranks"),
+]
