@@ -39,6 +39,7 @@ COURSE = {number: Exercise(number, title, blanks) for number, title, blanks in [
     (7, "head-tail sequence split", {"parallel.py": ("sequence_index", "natural_order")}),
     (8, "all-gather attention for context parallelism", {"parallel.py": ("all_gather_attention",)}),
     (9, "all-to-all attention", {"parallel.py": ("all_to_all_attention",)}),
+    (10, "stage split and 1F1B order", {"hand10.py": ("split_layers", "order_of_rank")}),
     (13, "the gradient norm over meshes", {"parallel.py": ("replicas", "clip_grad_norm")}),
     (14, "layout-invariant initial weights", {"distributed/initial.py": ("draw_block",)}),
     (16, "GRPO's ratio and denominator", {"hand16.py": ("token_losses",), "grpo.py": ("loss_denominator",)}),

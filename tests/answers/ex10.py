@@ -1,0 +1,66 @@
+"""Answers to exercise 10."""
+
+
+def split(body: str):
+    return {"hand10.py": {"split_layers": f"\ndef split_layers(n_layers, n_stages):\n{body}"}}
+
+
+def order(body: str):
+    return {"hand10.py": {"order_of_rank": f"\ndef order_of_rank(rank, pp, n):\n{body}"}}
+
+
+def both(a, b):
+    return {"hand10.py": a["hand10.py"] | b["hand10.py"]}
+
+
+RIGHT = [
+    # the rest goes to the last stages; three phases
+    both(split("""
+    cost = (n_layers + 2) / n_stages
+    bounds = [int(i * cost + 1e-9) - 1 for i in range(n_stages + 1)]
+    bounds[0], bounds[-1] = 0, n_layers
+    return [list(range(a, b)) for a, b in zip(bounds, bounds[1:])]
+"""), order("""
+    warm = min(n, pp - rank - 1)
+    out = [("F", m) for m in range(warm)]
+    for i in range(n - warm):
+        out += [("F", warm + i), ("B", i)]
+    return out + [("B", m) for m in range(n - warm, n)]
+""")),
+    # fill up to the largest cost that is needed; a backward as soon as the limit is reached
+    both(split("""
+    most, stages, next_layer = -(-(n_layers + 2) // n_stages), [], 0
+    for i in range(n_stages):
+        left = n_stages - 1 - i
+        room = most - (i == 0) - (i == n_stages - 1)
+        fair = -(-(n_layers - next_layer + 1 + (i == 0)) // (left + 1)) - (i == 0) - (i == n_stages - 1)
+        size = min(room, fair) if left else n_layers - next_layer
+        stages.append([*range(next_layer, next_layer + size)])
+        next_layer += size
+    return stages
+"""), order("""
+    limit, forwards, backwards, out = pp - rank, 0, 0, []
+    while backwards < n:
+        if forwards < n and forwards - backwards < limit:
+            out.append(("F", forwards))
+            forwards += 1
+        else:
+            out.append(("B", backwards))
+            backwards += 1
+    return out
+""")),
+]
+WRONG = [
+    (split("""
+    sizes = [n_layers // n_stages + (i < n_layers % n_stages) for i in range(n_stages)]
+    return [list(range(sum(sizes[:i]), sum(sizes[: i + 1]))) for i in range(n_stages)]
+"""), "The first stage has the embedding as well"),
+    (split("    k = n_layers // n_stages\n    return [list(range(i * k, (i + 1) * k)) for i in range(n_stages)]\n"),
+     "[4, 5] are in no stage"),
+    (order("    return [(kind, m) for kind in 'FB' for m in range(n)]\n"), "This is GPipe's order"),
+    (order("    return [(kind, m) for m in range(n) for kind in 'FB']\n"), "Ranks wait more than they must"),
+    (order("    return [(kind, m) for m in range(n) for kind in 'BF']\n"), "backward of micro-batch 0 before its forward"),
+    (order("    F, B = [('F', m) for m in range(n)], [('B', m) for m in range(n)]\n"
+           "    return F[:1] + [x for pair in zip(B, F[1:]) for x in pair] + B[n - 1:] if rank < pp - 1 else F + B\n"),
+     "the ranks wait for each other forever. rank 0 waits for B0 of rank 1"),
+]
