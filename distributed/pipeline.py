@@ -134,7 +134,8 @@ def tied_copy(stage):
 
 def sum_tied_gradients(stages, layout: Layout) -> None:
     """The embedding's weight and its copy in the last stage each have a part of the gradient: give both the sum. The first and
-    the last pipeline rank send each other V/tp*D elements (FSDP: their shards of that)."""
+    the last pipeline rank send each other V/tp*D elements (FSDP: their shards of that); the ranks between them have nothing to
+    send. stages: this rank's, of which one may be the first, one the last, or under a V schedule both."""
     first = next((s.tok_embeddings.weight for s in stages if s.index == 0), None)
     last = next((w for s in stages if (w := tied_copy(s)) is not None), None)
     mine = [local_tensor(w.grad) for w in (first, last) if w is not None]

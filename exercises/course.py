@@ -40,8 +40,10 @@ COURSE = {number: Exercise(number, title, blanks) for number, title, blanks in [
     (8, "all-gather attention for context parallelism", {"parallel.py": ("all_gather_attention",)}),
     (9, "all-to-all attention", {"parallel.py": ("all_to_all_attention",)}),
     (10, "stage split and 1F1B order", {"hand10.py": ("split_layers", "order_of_rank")}),
+    (11, "tied embeddings over stages", {"distributed/pipeline.py": ("sum_tied_gradients",)}),
     (13, "the gradient norm over meshes", {"parallel.py": ("replicas", "clip_grad_norm")}),
     (14, "layout-invariant initial weights", {"distributed/initial.py": ("draw_block",)}),
+    (15, "resharding a checkpoint", {"hand15.py": ("load_part",)}),
     (16, "GRPO's ratio and denominator", {"hand16.py": ("token_losses",), "grpo.py": ("loss_denominator",)}),
 ]}
 
