@@ -23,6 +23,7 @@ text {font-family: "Segoe UI", "Liberation Sans", Helvetica, Arial, sans-serif; 
 .kept {fill: var(--kept)} .gathered {fill: var(--gathered)} .token {fill: var(--token)} .tokens {fill: var(--tokens)}
 .F {fill: var(--forward); stroke: #33567e} .B, .I {fill: var(--backward); stroke: #8a5a1f}
 .W {fill: var(--weights); stroke: #3d7434}
+.r0 {fill: #cfe0f4} .r1 {fill: #fbd9b5} .r2 {fill: #cfe8c9} .r3 {fill: #e6d3f0}
 .compute {fill: var(--compute)} .sent {fill: var(--sent); stroke: #9a7b00} .page {fill: var(--page)}
 .line {stroke: var(--line); stroke-width: 1.5; fill: none} .mark {stroke: var(--mark); stroke-width: 2.5; fill: none}
 """

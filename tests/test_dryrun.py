@@ -236,7 +236,7 @@ def test_the_guide_names_functions_that_exist():
     named = [name for line in GUIDE.read_text().split("Function")[1:] for name in re.findall(r"`(\w+)`", line.split(".")[0])]
     assert len(named) > 8 and [name for name in named if not any(hasattr(m, name) for m in rooms)] == ["tp_plan"]
     pictures = re.findall(r"!\[\w+\]\((\S+)\)", GUIDE.read_text())
-    assert len(pictures) == 5 and all((GUIDE.parent / name).exists() for name in pictures)
+    assert len(pictures) > 5 and all((GUIDE.parent / name).exists() for name in pictures)
 
 
 # axis of the guide's table: flags of the run, and what is said about (axis, operation) of pipeline rank 0

@@ -1,0 +1,334 @@
+"""Makes the pictures of docs/parallelism.md: python docs/pictures.py [name ...]
+
+Nothing in them is drawn by hand: the parts are those of the DTensors that the recipe makes under a fake process group, the
+bytes are counted by the dry run, the schedules are those that run. tests/test_lessons.py makes them again and compares.
+"""
+import contextlib
+import io
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import torch
+
+import train_llama3
+import train_qwen3
+from distributed.pipeline import split_stages, stage_ids
+from models.loss import IGNORE
+from parallel import replicas, sequence_index
+from support import svg
+from support.dryrun import dry_world, human
+from support.explain import count_block, travels
+from support.holdings import axis_groups, held_part, place_of, shown_parameters, tokens_of
+from support.schedule import bubble, rows_of, simulate
+from support.svg import arrow, document, label, legend, lines, rect
+
+HERE = Path(__file__).parent / "pictures"
+WIDTH, LEFT = 860, 170  # of a picture, and where the first rank's column begins
+LETTERS = "ABCD"
+
+
+def config(recipe=train_llama3, **flags):
+    """Llama 3 8B with four of its layers, which is what a picture needs, and one sequence of 8,192 tokens per device."""
+    return recipe.Config(**dict(flavor="8B", model_args="n_layers=4", seq_len=8192, local_batch_size=1, dp_shard=1) | flags)
+
+
+def built(cfg, recipe=train_llama3):
+    """(stages, layout) of the first device, as the recipe's own main makes them."""
+    with contextlib.redirect_stdout(io.StringIO()), dry_world(recipe.main, cfg, 0) as (stages, _, layout):
+        pass
+    return stages, layout
+
+
+# ---------------------------------------------------------------- the collectives
+MEANING = {
+    "all-gather": "each has one piece; then all have all pieces",
+    "reduce-scatter": "each has addends of all pieces; then each has the sum of one piece",
+    "all-reduce": "each has addends of all pieces; then all have the sums of all pieces",
+    "all-to-all": "each has a piece for everyone; then each has a piece from everyone",
+}
+
+
+def before(operation: str) -> list[list[str]]:
+    """The pieces of four ranks: A2 is made by rank 0, and is piece 2. In an all-gather each made one."""
+    return [[f"{letter}{i}" for i in range(4) if i == r or operation != "all-gather"] for r, letter in enumerate(LETTERS)]
+
+
+def after(operation: str, rows: list[list[str]]) -> list[list[str]]:
+    if operation == "all-gather":
+        return [[piece for row in rows for piece in row]] * 4
+    if operation == "all-to-all":
+        return [[row[r] for row in rows] for r in range(4)]
+    sums = [f"Σ{i}" for i in range(4)]
+    return [[s] for s in sums] if operation == "reduce-scatter" else [sums] * 4
+
+
+def pieces(x, y, row, rank, width=150) -> str:
+    """A rank's pieces, coloured by the rank that made them; sums are dark. One alone lies where it belongs in the whole."""
+    out, w = rect(x, y, width, 30, "whole"), width / 4
+    for i, piece in enumerate(row):
+        place, is_sum = rank if len(row) == 1 else i, piece[0] == "Σ"
+        out += rect(x + place * w + 1, y + 1, w - 2, 28, "kept" if is_sum else f"r{LETTERS.index(piece[0])}")
+        out += label(x + (place + 0.5) * w, y + 20, piece, f"bold {'on' if is_sum else 'dark'}", "middle")
+    return out
+
+
+def collectives() -> str:
+    out, y = "", 20
+    for operation, meaning in MEANING.items():
+        out += label(10, y, operation, "title") + label(140, y, meaning)
+        out += label(10, y + 44, "before") + label(10, y + 102, "after")
+        had = before(operation)
+        for r, (a, b) in enumerate(zip(had, after(operation, had), strict=True)):
+            x = 95 + r * 190
+            out += label(x, y + 19, f"rank {r}", "small soft") + pieces(x, y + 24, a, r) + pieces(x, y + 82, b, r)
+            out += arrow(x + 75, y + 57, x + 75, y + 79)
+        y += 148
+    return document(WIDTH, y - 20, out, "the four collectives among four ranks, before and after")
+
+
+# ---------------------------------------------------------------- the mesh
+SENT = {"tp": "activations, four times per block and direction", "cp": "keys and values of every block",
+        "fsdp": "weights and gradients of every block (dp_shard x cp)"}
+
+
+def mesh() -> str:
+    stages, layout = built(config(dp_shard=2, cp=2, tp=2))
+    out, y = "", 26
+    for axis, groups in axis_groups(layout).items():
+        out += label(10, y, axis, "title") + label(60, y, f"ranks in a frame exchange {SENT[axis]}")
+        x = 60
+        for group in groups:
+            out += rect(x, y + 10, len(group) * 92 + 4, 54, "frame", 6)
+            for r in group:
+                place = place_of(layout, r)
+                out += rect(x + 6, y + 16, 84, 42, "gathered", 4) + label(x + 48, y + 34, f"rank {r}", "bold", "middle")
+                out += label(x + 48, y + 50, " ".join(str(place[a]) for a in ("dp_shard", "cp", "tp")), "small", "middle")
+                x += 92
+            x += 12
+        y += 104
+    out += label(60, y - 14, "The three numbers of a rank: its place on dp_shard, cp and tp.", "small soft")
+    return document(WIDTH, y, out, "the groups of 8 ranks with dp_shard 2, cp 2, tp 2")
+
+
+# ---------------------------------------------------------------- counting tokens
+def tokens() -> str:
+    """Two data ranks with two micro-batches each. The sum over all is divided by the tokens of all; a mean of means is not."""
+    cfg = config(dp_shard=2, seq_len=24, global_batch_size=4)
+    _, layout = built(cfg)
+    lengths, losses = [24, 4, 10, 2], [2.0, 8.0, 3.0, 6.0]  # tokens with a loss in each sequence, and their losses
+    labels = torch.full((4, 24), IGNORE)
+    for i, n in enumerate(lengths):
+        labels[i, 24 - n:] = 1
+    counts = (labels != IGNORE).sum(1).tolist()
+    out = label(10, 22, "A global batch of 4 sequences x 24 tokens. Dark: tokens with a loss. Pale: without, label IGNORE.")
+    for rank in range(2):
+        first, end = tokens_of(layout, place_of(layout, rank), 24)["sequences"]
+        for a, i in enumerate(range(first, end)):
+            y = 44 + 34 * i + 14 * rank
+            out += label(10, y + 19, f"rank {rank}", "bold") + label(70, y + 19, f"micro-batch {a}")
+            for t in range(24):
+                out += rect(170 + 14 * t, y, 13, 26, "kept" if labels[i, t] != IGNORE else "gathered")
+            out += label(520, y + 18, f"{counts[i]} tokens x loss {losses[i]:g} = {counts[i] * losses[i]:g}")
+    total, n = sum(c * x for c, x in zip(counts, losses, strict=True)), sum(counts)
+    means = " + ".join(f"{x:g}" for x in losses)
+    right = f"sum of all losses / tokens of the global batch = {total:g} / {n} = {total / n:.2f}: the same in every layout"
+    wrong = f"mean of the micro-batches' means = ({means}) / 4 = {sum(losses) / 4:.2f}: tokens of a short text count more"
+    out += label(10, 222, "right", "bold") + label(70, 222, right)
+    out += label(10, 246, "wrong", "warn") + label(70, 246, wrong)
+    return document(WIDTH, 262, out, "tokens are counted over the global batch")
+
+
+# ---------------------------------------------------------------- who holds what, and what travels
+def holds(stages, layout, rows, seq_len=8192) -> tuple[str, int]:
+    """(SVG, height): a column per rank. rows: (what it is, name of a parameter or None for the tokens, "gathered" or "")."""
+    n, parameters, y = layout.world_size, shown_parameters(stages), 44
+    step, out = (WIDTH - LEFT) / n, ""
+    longest = max(size for _, name, _ in rows if name for size in parameters[name].shape)
+    places = [place_of(layout, r) for r in range(n)]
+    for r, place in enumerate(places):
+        named = " ".join(f"{axis} {place[axis]}" for axis, size in layout.degrees.items() if size > 1)
+        out += label(LEFT + r * step, 18, f"rank {r}", "title") + label(LEFT + r * step, 34, named, "small soft")
+    for says, name, gathered in rows:
+        p = parameters.get(name)
+        w, h = (step - 30, 15 * layout.global_batch_size) if p is None else svg.box_size(p.shape, longest, 92)
+        out += lines(10, y + 14, says[:1], "bold") + lines(10, y + 30, says[1:], "small")
+        deepest = 0
+        for r, place in enumerate(places):
+            x = LEFT + r * step
+            if p is None:
+                mine, shape = tokens_of(layout, place, seq_len), (layout.global_batch_size, seq_len)
+                out += rect(x, y, w, h, "whole")
+                for look, kind in ("tokens", "inside"), ("token", "between"):
+                    out += "".join(rect(*svg.inside([mine["sequences"], part], shape, x, y, w, h), look) for part in mine[kind])
+                out += rect(x, y, w, h, "frame")
+                first, end = mine["sequences"]
+                spans = [f"{a:,}-{b - 1:,}" for a, b in mine["between"] if b - a < seq_len]
+                under = [f"sequence {first}" if end == first + 1 else f"sequences {first}-{end - 1}", *spans]
+            else:
+                part = held_part(p, place)
+                out += svg.tensor(x, y, w, h, p.shape, part, held_part(p, place, True) if gathered else None)
+                under = svg.words_for(part, p.shape).split(", ")
+            out += lines(x, y + h + 15, under, "small", step=14)
+            deepest = max(deepest, len(under))
+        y += max(h + 15 + 14 * deepest, 30 + 15 * len(says)) + 16
+    return out, y
+
+
+KEEPS = [("kept", "kept all the time"), ("gathered", "gathered while the block runs"), ("token", "tokens between blocks"),
+         ("tokens", "tokens also in attention, FFN")]
+
+
+def chapter(says: str, rows, recipe=train_llama3, halves=("attention", "FFN"), extra=None, **flags) -> str:
+    """A picture of one axis: who holds what, and below what travels for one block."""
+    cfg = config(recipe, **flags)
+    stages, layout = built(cfg, recipe)
+    out, y = holds(stages, layout, rows)
+    shown = ["kept", "token", *["gathered"] * any(g for *_, g in rows), *["tokens"] * (layout.tp > 1)]
+    out += legend(LEFT if len(shown) < 4 else 10, y + 4, [entry for entry in KEEPS if entry[0] in shown])
+    y += 24
+    if extra:
+        drawn, high = extra(layout)
+        out, y = out + f'<g transform="translate(0 {y})">\n{drawn}</g>\n', y + high
+    with contextlib.redirect_stdout(io.StringIO()):
+        step = count_block(recipe.main, cfg)[3]
+    drawn, high = svg.timeline(travels(step), halves, WIDTH - 20)
+    return document(WIDTH, y + high + 8, f'{out}<g transform="translate(10 {y + 8})">\n{drawn}</g>\n', says)
+
+
+WQ = "block attn.wq.weight"
+STATE = ["its gradient, and both", "of AdamW's moments"]
+MINE = ["activations", "the global batch: a row", "is a sequence"]
+
+
+def fsdp() -> str:
+    return chapter("FSDP on four ranks", [
+        (["weight wq", "4,096 x 4,096"], WQ, "gathered"), (STATE, WQ, ""), (MINE, None, "")], dp_shard=4)
+
+
+def hsdp() -> str:
+    return chapter("two copies of the model, each sharded over two ranks", [
+        (["weight wq", "4,096 x 4,096"], WQ, "gathered"), (STATE, WQ, ""), (MINE, None, "")], dp_replicate=2, dp_shard=2)
+
+
+def tp() -> str:
+    return chapter("tensor parallelism on four ranks", [
+        (["weight wq", "4,096 x 4,096", "split by rows: heads"], WQ, ""),
+        (["weight wo", "4,096 x 4,096", "split by columns"], "block attn.wo.weight", ""),
+        (["weight of a norm", "4,096, whole"], "block attn_norm.weight", ""),
+        (["activations", "one sequence;", "between blocks a part"], None, "")], tp=4)
+
+
+def causal_work(layout) -> tuple[str, int]:
+    """Which rank computes which part of the attention: queries of a chunk with the keys up to it. All have equally many."""
+    n = 2 * layout.cp
+    owner = {int(chunk): r for r in range(layout.cp) for chunk in sequence_index(n, layout.cp, r)}
+    out, side = label(10, 26, "attention", "bold"), 26
+    out += lines(10, 42, ["8 chunks: queries down,", "keys across; a causal", "model looks back only"], "small")
+    for q in range(n):
+        for k in range(n):
+            out += rect(LEFT + k * side, 10 + q * side, side - 1, side - 1, f"r{owner[q]}" if k <= q else "whole")
+        out += label(LEFT + n * side + 8, 28 + q * side, f"chunk {q}: rank {owner[q]}", "small")
+    work = {r: sum(q + 1 for q in range(n) if owner[q] == r) for r in range(layout.cp)}
+    for r in range(layout.cp):
+        mine = [q for q in range(n) if owner[q] == r]
+        text = f"rank {r}: chunks {mine[0]} and {mine[1]}, {mine[0] + 1} + {mine[1] + 1} = {work[r]} squares of work"
+        out += rect(LEFT + n * side + 140, 34 + r * 32, 20, 20, f"r{r}") + label(LEFT + n * side + 168, 49 + r * 32, text)
+    return out, n * side + 26
+
+
+def cp() -> str:
+    return chapter("context parallelism on four ranks", [
+        (["activations", "each sequence in 8 chunks:", "an early and a late one"], None, ""),
+        (["weight wq", "FSDP shards over cp, too"], WQ, "gathered")], extra=causal_work, cp=4)
+
+
+def ep() -> str:
+    def exchange(layout):
+        out = label(10, 26, "tokens", "bold") + lines(10, 42, ["sorted by the rank", "of their expert"], "small")
+        out += label(10, 92, "exchanged", "bold") + lines(10, 108, ["A2: from rank 0,", "for experts of rank 2"], "small")
+        had, step = before("all-to-all"), (WIDTH - LEFT) / 4
+        for r, (a, b) in enumerate(zip(had, after("all-to-all", had), strict=True)):
+            out += pieces(LEFT + r * step, 12, a, r) + pieces(LEFT + r * step, 80, b, r)
+            out += arrow(LEFT + r * step + 75, 46, LEFT + r * step + 75, 76)
+        return out, 138
+
+    return chapter("expert parallelism on four ranks", [
+        (["experts' weight w1", "128 x 768 x 2,048"], "block moe.experts.w1", ""),
+        (["weight wq", "not an expert's: FSDP"], WQ, "gathered"), (MINE, None, "")],
+        recipe=train_qwen3, halves=("attention", "experts"), extra=exchange, flavor="30B-A3B", dp_shard=4, ep=4)
+
+
+# ---------------------------------------------------------------- pipelines
+def pp() -> str:
+    """Which layers a rank holds, and the order of its work."""
+    cfg = config(pp=4, local_batch_size=8, model_args="")
+    stages, layout = built(cfg)
+    split, step, out = split_stages(cfg, 4, 32), (WIDTH - 20) / 4, ""
+    size = human(cfg.pp_microbatch_size * cfg.seq_len * stages[0].config.dim * 2)
+    for r in range(4):
+        names = [name for i in stage_ids(layout, len(split), r) for name in split[i]]
+        numbers = [name.split(".")[1] for name in names if name.startswith("blocks.")]
+        parts = [name for name in names if not name.startswith("blocks.")]
+        x = 10 + r * step
+        out += label(x, 20, f"pp rank {r}", "title") + rect(x, 30, step - 72, 74, "kept", 6)
+        out += label(x + (step - 72) / 2, 60, f"layers {numbers[0]}-{numbers[-1]}", "on bold", "middle")
+        out += label(x + (step - 72) / 2, 82, " ".join(p.replace("tok_embeddings", "embedding") for p in parts), "on", "middle")
+        if r < 3:
+            out += arrow(x + step - 68, 52, x + step - 4, 52) + arrow(x + step - 4, 88, x + step - 68, 88)
+            out += label(x + step - 36, 46, size, "small", "middle") + label(x + step - 36, 104, size, "small", "middle")
+    out += label(10, 128, f"Per micro-batch: to the right the activations of {cfg.seq_len:,} tokens, back their gradients.")
+    drawn, high = pictured(cfg, 8, 4)
+    return document(WIDTH, 152 + high, f'{out}<g transform="translate(10 152)">\n{drawn}</g>\n', "a pipeline of four ranks")
+
+
+def pictured(cfg, n: int, n_stages: int) -> tuple[str, int]:
+    """A schedule of n micro-batches on four ranks, with its bubble and a legend."""
+    times = simulate(rows_of(cfg, 4, n, n_stages))
+    kinds = {kind for row in times for *_, kind, _, _ in row}
+    drawn, high = svg.schedule(times, WIDTH - 20)
+    entries = [("F", "F forward"), ("B", "B backward"), ("I", "I backward, of inputs"), ("W", "W backward, of weights")]
+    entries = [entry for entry in entries if entry[0] in kinds] + [("idle", "idle: the bubble")]
+    name = label(0, 12, f"{cfg.pp_schedule}: {n} micro-batches, bubble {bubble(times):.1%}", "bold")
+    name += label(WIDTH - 20, 12, "thick edge: a rank's second stage", "small soft", "end") if n_stages > 4 else ""
+    return f'{name}<g transform="translate(0 24)">\n{drawn}</g>\n{legend(58, high + 46, entries)}', high + 58
+
+
+def schedule(name: str) -> str:
+    drawn, high = pictured(config(pp=4, local_batch_size=8, pp_schedule=name), 8, 4 if name == "1F1B" else 8)
+    return document(WIDTH, high + 16, f'<g transform="translate(10 12)">\n{drawn}</g>\n', f"the schedule {name} on four ranks")
+
+
+# ---------------------------------------------------------------- the gradient norm
+def norm() -> str:
+    """How often a part of a gradient is held, and so with which weight a rank adds its squares."""
+    stages, layout = built(config(dp_shard=2, tp=2))
+    parameters, out, y = shown_parameters(stages), "", 44
+    for r in range(4):
+        place = place_of(layout, r)
+        out += label(LEFT + r * 172, 18, f"rank {r}", "title")
+        out += label(LEFT + r * 172, 34, f"dp_shard {place['dp_shard']} tp {place['tp']}", "small soft")
+    for name in (WQ, "block attn.wo.weight", "block attn_norm.weight"):
+        p = parameters[name]
+        w, h = svg.box_size(p.shape, 4096, 80)
+        n = replicas(p, layout)  # a finished gradient is placed as its parameter is
+        out += lines(10, y + 14, ["gradient of", name.split()[1].removesuffix(".weight")], "bold")
+        for r in range(4):
+            x = LEFT + r * 172
+            out += svg.tensor(x, y, w, h, p.shape, held_part(p, place_of(layout, r)))
+            out += lines(x + max(w, 20) + 8, y + 34, [f"squares x 1/{n}", f"held by {n} rank{'s' * (n > 1)}"], "small")
+        y += h + 22
+    out += label(10, y + 8, "One all-reduce adds up the weighted squares of all ranks: each number of a gradient counts once.")
+    return document(WIDTH, y + 24, out, "how the squares of gradients are counted")
+
+
+PICTURES = dict(collectives=collectives, mesh=mesh, tokens=tokens, fsdp=fsdp, hsdp=hsdp, tp=tp, cp=cp, pp=pp, ep=ep, norm=norm,
+                interleaved=lambda: schedule("Interleaved1F1B"), zbv=lambda: schedule("ZBVZeroBubble"),
+                dualpipev=lambda: schedule("DualPipeV"))
+
+if __name__ == "__main__":
+    HERE.mkdir(exist_ok=True)
+    for each in sys.argv[1:] or PICTURES:
+        (HERE / f"{each}.svg").write_text(PICTURES[each]())
+        print(HERE / f"{each}.svg")

@@ -1,0 +1,125 @@
+"""docs/parallelism.md, the course: its pictures, its code and its numbers are those of the program, against the program."""
+import importlib
+import importlib.util
+import re
+import shlex
+import textwrap
+import xml.etree.ElementTree as xml
+
+import pytest
+import torch
+import torch.distributed as dist
+from dry import REPO, report_of
+from pool import pool
+
+from distributed.layout import AllGather, AllToAll, ReduceScatter
+from support import dryrun
+from support.config import parse_config
+from support.schedule import bubble, simulate
+
+COURSE = (REPO / "docs" / "parallelism.md").read_text()
+spec = importlib.util.spec_from_file_location("pictures_of_the_course", REPO / "docs" / "pictures.py")
+pictures = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(pictures)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("hsdp", "ep", "dualpipev")))
+                                  for name in pictures.PICTURES])
+def test_a_picture_is_what_the_program_does(name):
+    path = pictures.HERE / f"{name}.svg"
+    made = pictures.PICTURES[name]()
+    assert made == path.read_text(), f"stale: run `python docs/pictures.py {name}`"
+    root = xml.fromstring(made)
+    assert not [e for e in root.iter() if e.tag.endswith(("script", "image")) or "href" in str(e.attrib)]
+    width, height = float(root.get("width")), float(root.get("height"))
+    boxes = [e for e in root.iter() if e.tag.endswith("rect")]
+    assert (boxes[0].get("class"), float(boxes[0].get("width")), float(boxes[0].get("height"))) == ("page", width, height)
+    assert f"(pictures/{name}.svg)" in COURSE
+
+
+def collected(before: dict) -> dict:
+    """What the collectives of distributed/layout.py make of numbers."""
+    group, rank, out = dist.group.WORLD, dist.get_rank(), {}
+    for name, op in dict(all_gather=AllGather, reduce_scatter=ReduceScatter).items():
+        out[name.replace("_", "-")] = op.apply(torch.tensor(before[name.replace("_", "-")][rank]), 0, group).tolist()
+    out["all-to-all"] = AllToAll.apply(torch.tensor(before["all-to-all"][rank]), group).tolist()
+    total = torch.tensor(before["all-reduce"][rank])
+    dist.all_reduce(total)
+    return out | {"all-reduce": total.tolist()}
+
+
+def test_the_collectives_are_drawn_as_they_are():
+    """A2 is 10^2 x 1, B2 is 10^2 x 2 and so on; Σ2 is then 10^2 x 10."""
+    def value(piece):
+        return 10.0 ** int(piece[1]) * (10 if piece[0] == "Σ" else 1 + "ABCD".index(piece[0]))
+
+    before = {op: pictures.before(op) for op in pictures.MEANING}
+    numbers = {op: [[value(piece) for piece in row] for row in rows] for op, rows in before.items()}
+    real = pool(4).run(collected, numbers)
+    for op, rows in before.items():
+        drawn = [[value(piece) for piece in row] for row in pictures.after(op, rows)]
+        assert drawn == [real[rank][op] for rank in range(4)], op
+
+
+def test_the_code_of_the_course_is_the_code():
+    """Each block names its file in its first line; a line of three points stands for lines that are left out."""
+    blocks = re.findall(r"```python\n# (\S+)\n(.*?)```", COURSE, re.S)
+    assert len(blocks) == COURSE.count("```python") >= 9
+    for file, block in blocks:
+        source, at = (REPO / file).read_text(), 0
+        for piece in re.split(r"^ *\.\.\.\n", block, flags=re.M):
+            # the piece, indented as the file has it
+            found = [source.find("\n" + textwrap.indent(textwrap.dedent(piece), " " * n), at) for n in (0, 4, 8, 12)]
+            assert max(found) >= 0, f"{file} has no such lines, or not in this order:\n{piece}"
+            at = max(found)
+        assert 2 <= len(block.splitlines()) <= 24, block
+
+
+def test_the_commands_of_the_course_are_understood():
+    commands = re.findall(r"^    python (train_\w+)\.py (.*?)(?: +#.*)?$", COURSE, re.M)
+    assert len(commands) >= 5
+    for recipe, flags in commands:
+        parse_config(importlib.import_module(recipe).Config, shlex.split(flags))
+
+
+def test_every_exercise_has_its_chapter():
+    named = {int(n) for n in re.findall(r"\*\*Exercise (\d+)\*\*", COURSE)}
+    assert named == set(range(1, 17))
+
+
+def test_every_chapter_has_all_its_parts():
+    chapters = {part.splitlines()[0]: part for part in re.split(r"^## (?=\d)", COURSE, flags=re.M)[1:]}
+    assert len(chapters) == 11
+    for title, text in chapters.items():
+        wanted = ["**What goes wrong silently.**", "```python", "![", "**The idea.**", "**The numbers.**", "**Exercise"]
+        first = title.split()[0]
+        wanted = wanted[:3] if first == "1" else wanted[:4] if first == "2" else [] if first == "11" else wanted
+        assert not [part for part in wanted if part not in text], title
+
+
+EXAMPLE = dict(dp_shard=1, flavor="8B", model_args="", seq_len=8192, local_batch_size=1, compute_dtype="auto", device="auto")
+MEMORY = [dict(dp_shard=8), dict(dp_replicate=2, dp_shard=4), dict(dp_replicate=8, dp_shard=1), dict(tp=8), dict(cp=8)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", MEMORY, ids=str)
+def test_the_memory_of_the_example(flags):
+    rank = report_of(**EXAMPLE | flags).ranks[0]
+    cells = [*(dryrun.human(rank.step[k]) for k in ("parameters", "gradients", "optimizer")), dryrun.human(rank.activations),
+             dryrun.human(rank.peak), "yes" if rank.peak <= 80e9 else "no"]
+    shown = " ".join(f"--{name} {n}" for name, n in flags.items())
+    assert f"| `{shown}` | {' | '.join(cells)} |" in COURSE
+    if flags == dict(dp_replicate=2, dp_shard=4):
+        counts = dryrun.totals({key[1:]: n for key, n in rank.step.items() if key[0] == "moved"})
+        number, size = counts["dp_replicate", "all_reduce"]
+        assert f"{number} all-reduces of {dryrun.human(size)} in a step" in COURSE
+
+
+@pytest.mark.slow
+def test_the_pipeline_of_the_example():
+    report = report_of(**EXAMPLE | dict(pp=8, local_batch_size=16))
+    bubbles = [100 * bubble(simulate(report.rows, *cost)) for cost in ((), (report.cost,))]
+    text = " ".join(COURSE.split())
+    assert f"the bubble is {bubbles[0]:.1f} %, or {bubbles[1]:.1f} % with the FLOPs" in text
+    first, last = (dryrun.human(report.ranks[i].activations) for i in (0, -1))
+    assert f"rank 0 holds {first} of activations (8 micro-batches in flight), the last rank {last} (one)" in text
