@@ -54,7 +54,8 @@ def gathered_moe(moe_forward, group, x: Tensor) -> Tensor:
 
 
 def exchange_tokens(experts, group, x: Tensor, counts: Tensor) -> Tensor:
-    """Experts.forward over ep ranks: x (N*k, D) sorted by expert, so also by the rank that holds it; counts (E,)."""
+    """Experts.forward over ep ranks: x (N*k, D) sorted by expert, so also by the rank that holds it; counts (E,), its rows for
+    each expert. Returns (N*k, D) in the same order. Rank r holds the experts r E/ep .. (r + 1) E/ep - 1."""
     from models.moe import Spread, inverse
 
     ep = dist.get_world_size(group)

@@ -41,6 +41,7 @@ COURSE = {number: Exercise(number, title, blanks) for number, title, blanks in [
     (9, "all-to-all attention", {"parallel.py": ("all_to_all_attention",)}),
     (10, "stage split and 1F1B order", {"hand10.py": ("split_layers", "order_of_rank")}),
     (11, "tied embeddings over stages", {"distributed/pipeline.py": ("sum_tied_gradients",)}),
+    (12, "expert exchange", {"distributed/experts.py": ("exchange_tokens",)}),
     (13, "the gradient norm over meshes", {"parallel.py": ("replicas", "clip_grad_norm")}),
     (14, "layout-invariant initial weights", {"distributed/initial.py": ("draw_block",)}),
     (15, "resharding a checkpoint", {"hand15.py": ("load_part",)}),
