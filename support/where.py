@@ -24,6 +24,7 @@ from support.parity import (
     NORM_TOLERANCE,
     RECORD,
     WEIGHT_TOLERANCE,
+    check_comparable,
     flags_of_halves,
     run_half,
 )
@@ -460,10 +461,7 @@ def read_seams(folder: str) -> list[dict]:
 def check_where(main, cfg, degrees: dict[str, int]) -> int:
     """--check_parity --where of the running recipe: one step on one process and on the layout; returns the exit status. (Two
     steps are run: only when the second begins is it certain that the first has done all it does to weights and biases.)"""
-    if "RANK" in os.environ:
-        raise ValueError("--check_parity --where starts its own processes: run it with python, not torchrun")
-    if cfg.optimizer_in_backward:
-        raise ValueError("--where compares gradients, which --optimizer_in_backward frees; leave one of them out")
+    check_comparable(cfg)
     with tempfile.TemporaryDirectory() as folder:
         runs = []
         for name, flags in flags_of_halves(main, cfg, degrees, folder).items():
