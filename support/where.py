@@ -405,7 +405,8 @@ def report_of(seams: list[Seam], one: list[dict], layout: list[dict]) -> tuple[s
     first = next((s for s in seen if s.differs), None)
     if first is None:
         worst = max(seen, key=lambda s: s.error / (TOLERANCES[s.phase] or 1))
-        return "\n".join([f"no difference at {len(seen)} seams; the largest is {worst.error:.1e}, {worst.label}", *rest]), 0
+        largest = f"the largest is {worst.error:.1e}, {worst.label}" if worst.error else "all are equal to the last bit"
+        return "\n".join([f"no difference at {len(seen)} seams; {largest}", *rest]), 0
     before, after = seen[: seen.index(first)], seen[seen.index(first) + 1 :]
     factor = f", {first.factor:.4g} times what it should be" if first.factor and abs(first.factor - 1) > 1e-3 else ""
     lines = [f"first difference: {first.label}{first.where}: {size_text(first)}{factor}; {agreement(before)}"]
