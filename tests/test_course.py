@@ -1,0 +1,62 @@
+"""docs/course.md: what a lecturer is told to project, to run and to ask is there, and is true."""
+import math
+import re
+import shlex
+
+import pytest
+from bugs import BUGS
+from course import COURSE
+from layouts import Flags
+from runs import MODEL, REPO, launch, run
+from test_recipes import commands_in, split_command
+
+from parallel import sequence_index
+from support.schedule import bubble, rows_of, simulate
+
+TEXT = (REPO / "docs" / "course.md").read_text()
+LECTURES = TEXT.split("\n## Lecture ")[1:]
+COMMANDS = [shlex.join(shlex.split(line, comments=True)) for block in re.findall(r"```\n(.*?)```", TEXT, re.S)
+            for line in commands_in(block) if "exercises/run.py" not in line]
+
+
+def numbers(word: str) -> list[int]:
+    """The exercises or bugs of all lectures, in their order."""
+    named = [re.findall(rf"\| do \|.*?{word} ([\d, ]+)", lecture) for lecture in LECTURES]
+    return [int(n) for found in named for text in found for n in re.findall(r"\d+", text)]
+
+
+def test_every_exercise_and_every_bug_has_its_lecture():
+    assert numbers("exercises") == list(COURSE) and sorted(numbers("bugs")) == list(BUGS)
+
+
+def test_what_is_projected_is_there():
+    for lecture in LECTURES:
+        row = re.search(r"\| project \|(.*)\|", lecture)[1]
+        sources = "".join(path.read_text() for path in REPO.glob("*.py"))
+        sources += "".join(path.read_text() for folder in ("models", "distributed") for path in REPO.glob(f"{folder}/*.py"))
+        for name in re.findall(r"`(\w+)`", row):
+            assert re.search(rf"(def |^){name}\b", sources, re.M), name
+        for file in re.findall(r"`([\w/]+\.py)`", row):
+            assert (REPO / file).is_file(), file
+
+
+def test_answers_of_the_quiz():
+    held = sequence_index(8, 2, 0).tolist()
+    assert f"7. {', '.join(map(str, held))}." in TEXT and sum(i + 1 for i in held) == 18
+    idle = bubble(simulate(rows_of(Flags(pp=4, pp_schedule="1F1B"), 4, 8, 4)))
+    assert math.isclose(idle, 3 / 11, rel_tol=1e-6) and "= 27 %" in TEXT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command_of_a_lecture(command, tmp_path):
+    processes, script, args = split_command(command)
+    if "--dry_run" not in args:
+        layers, experts = "n_layers=12" if "--pp" in args else "n_layers=2", ",n_experts=8,top_k=2,moe_ffn_dim=32"
+        args += ["--model_args", MODEL.replace("n_layers=2", layers) + experts * ("qwen3" in script), "--seq_len", "32"]
+    if script == "train_llama3.py" and processes > 1:
+        args += ["--steps", "2", "--device", "cpu"]
+    said = run(launch(processes, REPO / script, *args), tmp_path)
+    if "--check_parity" in args:
+        assert "equal" in said or "no difference" in said
+    assert "--html" not in args or (tmp_path / "layout.html").stat().st_size > 1000
