@@ -220,7 +220,9 @@ def pipeline_rows(layout: Layout, c) -> list[tuple]:
 def microbatch_rows(layout: Layout, name: str, n: int) -> list[tuple]:
     """Whether n micro-batches are enough for the schedule, and a number that it can divide into rounds."""
     pp, size, accumulation = layout.pp, layout.cfg.pp_microbatch_size, layout.accumulation
-    fewest, rounds = {"1F1B": pp, "DualPipeV": 2 * pp}.get(name, 1), max(1, n // pp)
+    # 2: after one, some gradients of a half backward are in the compute dtype and some in --reduce_dtype, which FSDP refuses
+    fewest = {"1F1B": pp, "DualPipeV": 2 * pp, "ZBVZeroBubble": 2, "InterleavedZeroBubble": 2}.get(name, 1)
+    rounds = max(1, n // pp)
     enough = math.ceil(fewest * size / accumulation)
     fits = pp * (n // pp) * size // accumulation or size
     return [

@@ -26,7 +26,7 @@ import parallel
 from distributed import checks, refusals
 from distributed.experts import balance_experts
 from distributed.layout import AXES, all_blocks, local_tensor
-from distributed.pipeline import n_microbatches
+from distributed.pipeline import ZERO_BUBBLE, n_microbatches
 from models.loss import CHUNK_ELEMENTS
 from support import optim, resume
 from support.schedule import bubble, duration, in_flight, rows_of, simulate
@@ -62,7 +62,7 @@ class Built(BaseException):
 def no_earlier_run():
     """What is in --out is neither looked at nor locked while a recipe's main runs for a report."""
     with ExitStack() as stack:
-        for name in "check_run", "lock_run", "continued":
+        for name in "check_run", "lock_run", "continued", "carry_certificate":
             stack.enter_context(mock.patch.object(resume, name, lambda *args, **kwargs: None))
         yield
 
@@ -289,12 +289,14 @@ def plus(a, factor, b) -> Counter:
 
 
 def measure(stages, optimizers, layout, seq_len: int, n: int) -> Counter:
-    """A step of n micro-batches or accumulation steps, computed from a step of 2 and a step of 1: each further one costs the
-    difference."""
+    """A step of n micro-batches or accumulation steps, computed from a step of 2 and a step of 1 (of 3 for zero-bubble
+    schedules, which do not run with 1): each further one costs the difference."""
     if n <= 2 or layout.cfg.pp_schedule_csv:
         return observe(stages, optimizers, layout, seq_len, n, DryWatch(layout))
-    two, one = (observe(stages, optimizers, layout, seq_len, m, DryWatch(layout)) for m in (2, 1))
-    step = plus(two, n - 2, plus(two, -1, one))
+    other = 3 if layout.pp > 1 and layout.cfg.pp_schedule in ZERO_BUBBLE else 1
+    two, also = (observe(stages, optimizers, layout, seq_len, m, DryWatch(layout)) for m in (2, other))
+    each = plus(two, -1, also) if other == 1 else plus(also, -1, two)
+    step = plus(two, n - 2, each)
     # memory does not grow with n, but for the buffers that receive from a neighbour: one per micro-batch for the whole step
     received = sum(key[4] * k for key, k in two.items() if key[0] == "moved" and key[2:4] == ("pp", "recv")) // 2
     memory = {key: two[key] for key in two if key[0] == "activations"} | {key: two[key] for key in ("update", "measured")}

@@ -114,6 +114,14 @@ def test_dry_run_equals_gloo(name):
         assert rank.peak == pytest.approx(first["measured"], rel=error)
 
 
+@pytest.mark.parametrize("schedule", ["ZBVZeroBubble", "DualPipeV"])
+def test_half_backwards_in_bfloat16(schedule):
+    """In one micro-batch some gradients of a half backward would be in bf16 and some in fp32, which FSDP refuses."""
+    flags = dict(pp=2, dp_shard=2, pp_schedule=schedule, local_batch_size=8, compute_dtype="bfloat16", model_args=SMALL)
+    report = dryrun.make_report(importlib.import_module("train_llama3").main, config("train_llama3", flags))
+    assert report.ranks[0].step["gradients"] == report.ranks[0].step["parameters"] > 0
+
+
 @pytest.mark.parametrize("left_out", ["attn_norm", "ffn"])
 def test_another_plan_is_another_report(monkeypatch, left_out):
     """What is left out of tp_plan is whole on every tp rank. A norm: its gradient is no longer summed. A FFN: more bytes."""

@@ -125,6 +125,8 @@ RULES = [
     (PP | dict(pp_microbatch_size=3, local_batch_size=2**50), ["use 1, 2, 4", "2048 or 4096"], dict(pp_microbatch_size=2)),
     (PP | dict(pp_microbatch_size=0), ["--pp_microbatch_size 0"], dict(pp_microbatch_size=1)),
     (PP | dict(pp_microbatch_size=-1, pp_schedule="GPipe"), ["--pp_microbatch_size -1"], dict(pp_microbatch_size=1)),
+    (PP | dict(local_batch_size=1, pp_schedule="ZBVZeroBubble"), ["--pp_schedule ZBVZeroBubble with --pp 2 needs at least 2"],
+     dict(local_batch_size=2)),
     (PP | dict(local_batch_size=1), ["--pp_schedule 1F1B with --pp 2 needs at least 2 micro-batches, but there are 1",
      "use --local_batch_size 2"], dict(local_batch_size=2)),
     (PP | dict(pp_microbatch_size=4), ["use --local_batch_size 8 and --global_batch_size 8"], dict(local_batch_size=8)),
