@@ -54,16 +54,17 @@ def letters(numbers) -> str:
 
 def check_compute(rank: int, got: dict, table, said: str):
     """What the experts of a rank were given."""
+    mine = got["mine"]
+    want = [sum(senders[e] for senders in table) for e in mine] if len(mine) == 2 else table[rank]
+    if not got["seen"] and sum(want):
+        raise Wrong(f"{said}: experts.compute is not called on rank {rank}, whose experts {letters(mine)} have {want} rows")
     for rows, counts in got["seen"]:
-        mine = got["mine"]
-        want = [sum(senders[e] for senders in table) for e in mine] if len(mine) == 2 else table[rank]
         where = f"{said}: on rank {rank}, which has the experts {letters(mine)}, compute is given the rows {letters(rows)}"
-        if counts != want:
-            raise Wrong(f"{where} with the counts {counts}, and should have {want}: how many rows of all senders each of the "
-                        "rank's own experts has")
         order = [e for e, n in zip(mine, counts) for _ in range(n)]
+        if len(order) != len(rows) or len(counts) != len(mine):
+            raise Wrong(f"{where} with the counts {counts}. Of all senders together its experts have {want} rows")
         if rows != order:
-            guess = "rows of other ranks' experts are among them: are the sizes those of the ranks, in their order?"
+            guess = "rows of other experts are among them: are the sizes those of the ranks, in their order?"
             if sorted(rows) == order:
                 guess = "they are in the order of arrival, rank by rank: sort them by expert first"
             raise Wrong(f"{where} with the counts {counts}: {guess}")

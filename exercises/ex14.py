@@ -26,7 +26,13 @@ def draw(whole, offset, shape, name="7/blocks.0.wq", std=0.02):
     """A rank's part, as parallel.init_weights has it drawn; NaN where nothing is written."""
     local = torch.full(shape, math.nan)
     for b in range(offset[0] // ROWS, math.ceil((offset[0] + shape[0]) / ROWS)):
-        initial.draw_block(local, torch.Size(whole), offset, ROWS, b, std, f"{name}/{b}")
+        try:
+            initial.draw_block(local, torch.Size(whole), offset, ROWS, b, std, f"{name}/{b}")
+        except (ValueError, RuntimeError) as e:
+            if "process group" not in str(e):
+                raise
+            raise Wrong(f"draw_block asks for its rank ({e}). The numbers must not depend on who draws them: name says "
+                        f"all") from e
     return local
 
 
@@ -88,9 +94,11 @@ def check_layouts():
             for rank, weights in enumerate(ranks):
                 if not torch.equal(weights[fqn], p):
                     share = (weights[fqn] != p).float().mean().item()
+                    guess = "Does the rank go into the seed? A part would then be drawn differently by another rank"
+                    if share > 0.9:
+                        guess = "All of them differ, so something differs between processes: Python's hash(name) does"
                     raise Wrong(f"{said}: {fqn} on rank {rank} is not what one process has, {share:.0%} of its numbers "
-                                "differ. All parts were right inside one process, so something differs between processes: "
-                                "Python's hash(name) does")
+                                f"differ, although all parts are right inside one process. {guess}")
 
 
 def check():

@@ -11,14 +11,14 @@ from distributed.layout import local_slice, local_tensor
 
 
 class Largest(TorchDispatchMode):
-    """Notes the largest tensor that any operation returns."""
+    """Notes the largest tensor of weights that any operation returns."""
 
     numel = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
         for x in out if isinstance(out, (list, tuple)) else [out]:
-            if isinstance(x, torch.Tensor):
+            if isinstance(x, torch.Tensor) and x.is_floating_point():
                 self.numel = max(self.numel, x.untyped_storage().nbytes() // x.element_size())
         return out
 

@@ -2,7 +2,7 @@
 
 
 def answer(order="kind.argsort(stable=True)", undo="y[torch.argsort(order)]", home="received, sent",
-           sizes="arriving.view(ep, -1).sum(0)", travel="AllToAll.apply"):
+           sizes="arriving.view(ep, -1).sum(0)", travel="AllToAll.apply", given="experts.compute(x[order], {sizes}, *weights)"):
     return {"distributed/experts.py": {"exchange_tokens": f"""
 def exchange_tokens(experts, group, x, counts):
     def plain(x, group, sent=None, received=None):
@@ -16,13 +16,16 @@ def exchange_tokens(experts, group, x, counts):
     x = {travel}(x, group, sent, received)
     kind = torch.arange(len(counts) // ep).repeat(ep).repeat_interleave(arriving)
     order = {order}
-    y = experts.compute(x[order], {sizes}, *weights)
+    y = {given.format(sizes=sizes)}
     return {travel}({undo}, group, {home})
 """}}
 
 
 RIGHT = [
     answer(),
+    # one call of the experts per sender, whose rows are in order already
+    answer(order="None", given="torch.cat([experts.compute(p, c, *weights) for p, c in zip("
+           "x.split(received), arriving.view(ep, -1))])", undo="y"),
     # the pieces are cut and put together expert by expert, without a sort
     {"distributed/experts.py": {"exchange_tokens": """
 def exchange_tokens(experts, group, x, counts):
@@ -47,6 +50,6 @@ WRONG = [
     (answer(undo="y"), "Rows travel home in the order in which they arrived: undo the sort first"),
     (answer(undo="y[order]"), "undo the sort first"),
     (answer(home="sent, received"), "On the way back a rank sends what it had received"),
-    (answer(sizes="counts.view(ep, -1)[dist.get_rank(group)]"), "how many rows of all senders"),
+    (answer(sizes="counts.view(ep, -1)[dist.get_rank(group)]"), "Of all senders together its experts have [3, 2] rows"),
     (answer(travel="plain"), "the result is right, but x has no gradient"),
 ]

@@ -42,6 +42,9 @@ WRONG = [
     (answer(SEED + "\nbegin, end = max(offset[0], b * rows), min(offset[0] + len(local), (b + 1) * rows)\n"
             "local[begin - offset[0] : end - offset[0]] = torch.randn(end - begin, *local.shape[1:], generator=g) * std"),
      "is not what a rank that holds the whole parameter has there"),
+    (answer("import os\nname += os.environ.get('RANK', '0')\n" + SEED + f"\nblock = {DRAW} * std" + PLACE),
+     "Does the rank go into the seed?"),
+    (answer("name += str(torch.distributed.get_rank())\n" + SEED + f"\nblock = {DRAW} * std" + PLACE), "asks for its rank"),
     (answer(f"g = torch.Generator().manual_seed(7)\nblock = {DRAW} * std" + PLACE), "blocks.0.wq and blocks.1.wq start equal"),
     (answer(f"g = torch.Generator().manual_seed(abs(hash(name)))\nblock = {DRAW} * std" + PLACE), "Python's hash(name) does"),
     (answer(SEED + f"\nblock = {DRAW}" + PLACE), "and standard deviation 0.99"),
