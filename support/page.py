@@ -14,7 +14,7 @@ from string import Template
 from support import svg
 from support.dryrun import human
 from support.explain import travels
-from support.holdings import axis_groups, held_part, place_of, shown_parameters, tokens_of
+from support.holdings import axis_groups, held_part, place_of, shown_block, shown_parameters, tokens_of
 from support.schedule import bubble, duration, simulate
 
 MOST = 1024  # ranks that are shown
@@ -101,12 +101,12 @@ class Sheet:
         self.picture += "".join(svg.label(575, y + 14 + 16 * i, "", "small", data_say=f"says {i}") for i in range(3))
         self.height = y + max(self.tokens[3], 50) + 10
 
-    def of_rank(self, parameters: dict, place: dict) -> dict:
-        """{name of a part: [x, y, width, height]} and {name of a line: its text}."""
+    def of_rank(self, parameters: dict, place: dict, block: str) -> dict:
+        """{name of a part: [x, y, width, height]} and {name of a line: its text}. block: number of the shown one."""
         found = {}
         for name, shape in self.shapes.items():
             if (p := parameters.get(name)) is None:
-                found[f"0 {name}"] = "another pipeline rank's"
+                found[f"0 {name}"] = f"not in blocks.{block}" if name.startswith("block ") else "another pipeline rank's"
                 continue
             for kind, gathered in (("kept", False), ("gathered", True)):
                 where = svg.inside(held_part(p, place, gathered), shape, *self.boxes[name])
@@ -139,16 +139,17 @@ def holdings(layout, report, ranks, sheet: Sheet) -> tuple[dict, list]:
     by_rank, known, found = {}, {}, []
     for p, columns in enumerate(ranks):
         stages, rank = report.ranks[p].stages, report.ranks[p]
-        parameters = shown_parameters(stages)
-        sizes = " | ".join(f"{what} {human(rank.step[what])}" for what in ("parameters", "gradients", "optimizer"))
+        parameters, (block, _) = shown_parameters(stages), shown_block(stages)
+        sizes = [f"{what} {human(rank.step[what])}" for what in ("parameters", "gradients", "optimizer")]
+        holds = " | ".join([layers_of(stages) + f", below: blocks.{block}" * bool(block), *sizes])
         for r in (r for column in columns for r in column):
             place = place_of(layout, r)
             key = p, *((axis, i) for axis, i in place.items() if axis != "pp")
             if key not in known:
                 known[key] = len(found)
-                found.append(sheet.of_rank(parameters, place))
+                found.append(sheet.of_rank(parameters, place, block))
             named = ", ".join(f"{axis} {place[axis]}" for axis in layout.degrees if layout.degrees[axis] > 1)
-            by_rank[r] = dict(place=named or "one process", holds=f"{layers_of(stages)} | {sizes}", holding=known[key])
+            by_rank[r] = dict(place=named or "one process", holds=holds, holding=known[key])
     return by_rank, found
 
 
@@ -211,7 +212,8 @@ def make_page(cfg, report, counted, command: str) -> str:
     sheet = Sheet({name: shapes[name] for name in blocks_first}, layout, cfg.seq_len)
     by_rank, found = holdings(layout, report, ranks, sheet)
     moved = travels(counted[3] if counted else report.ranks[0].step)
-    names = "attention", "experts" if layout.has_experts else "FFN"
+    has_experts = counted and any(name.startswith("moe.") for name, *_ in counted[2])
+    names = "attention", "experts" if has_experts else "FFN"
     drawn, high = svg.timeline(moved, names) if counted else ("", 0)
     left, unit, steps, section = 58, 0, [], ""
     if layout.pp > 1:
