@@ -165,7 +165,8 @@ def describe_layout(stages, layout) -> dict:
     styles = {name: style for pattern, style in plan.items() for name in names if fnmatch(name, pattern)}
     cfg = {f.name: getattr(layout.cfg, f.name) for f in fields(layout.cfg)}
     flags = {name: value for name, value in cfg.items() if isinstance(value, (int, float, str, bool))}
-    return dict(rank=layout.rank, degrees=dict(layout.degrees), flags=flags, styles=styles)
+    reshards = getattr(parallel, "reshards", lambda layout: False)(layout)
+    return dict(rank=layout.rank, degrees=dict(layout.degrees), flags=flags, styles=styles, reshards=reshards)
 
 
 @contextmanager

@@ -285,9 +285,9 @@ def look_at(first: Seam, seams: list[Seam], one: list[dict], layout: list[dict])
     if first.phase == "after":
         is_bias = ".balance." in first.name
         return "balance_experts in distributed/experts.py (load summed over all ranks)" if is_bias else "the optimizer's step"
-    if zero_bubble and flags.get("reshard_after_forward") == "always" and first.phase in ("backward", "gradient"):
-        return ("pipeline_rows in distributed/refusals.py: a zero-bubble schedule's two half backwards must not see resharded "
-                "weights (--reshard_after_forward)")
+    if zero_bubble and about["reshards"] and first.phase in ("backward", "gradient"):
+        return ("reshards in parallel.py, pipeline_rows in distributed/refusals.py: the two half backwards of a zero-bubble "
+                "schedule must not see weights that have been resharded in between")
     called = [s.name for s in seams if s.phase == "forward"]
     is_head = first.phase == "gradient" and module_of(first) not in called and ".experts" not in first.name
     if is_head or first.phase == "backward" and first.name == called[-1]:
