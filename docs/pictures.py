@@ -3,8 +3,6 @@
 Nothing in them is drawn by hand: the parts are those of the DTensors that the recipe makes under a fake process group, the
 bytes are counted by the dry run, the schedules are those that run. tests/test_lessons.py makes them again and compares.
 """
-import contextlib
-import io
 import os
 import sys
 from pathlib import Path
@@ -36,7 +34,7 @@ def config(recipe=train_llama3, **flags):
 
 def built(cfg, recipe=train_llama3):
     """(stages, layout) of the first device, as the recipe's own main makes them."""
-    with contextlib.redirect_stdout(io.StringIO()), dry_world(recipe.main, cfg, 0) as (stages, _, layout):
+    with dry_world(recipe.main, cfg, 0) as (stages, _, layout):
         pass
     return stages, layout
 
@@ -191,9 +189,7 @@ def chapter(says: str, rows, recipe=train_llama3, halves=("attention", "FFN"), e
     if extra:
         drawn, high = extra(layout)
         out, y = out + f'<g transform="translate(0 {y})">\n{drawn}</g>\n', y + high
-    with contextlib.redirect_stdout(io.StringIO()):
-        step = count_block(recipe.main, cfg)[3]
-    drawn, high = svg.timeline(travels(step), halves, WIDTH - 20)
+    drawn, high = svg.timeline(travels(count_block(recipe.main, cfg)[3]), halves, WIDTH - 20)
     return document(WIDTH, y + high + 8, f'{out}<g transform="translate(10 {y + 8})">\n{drawn}</g>\n', says)
 
 
