@@ -4,6 +4,7 @@ A check runs in a process of its own, in which `import parallel` finds the stude
 (run.py arranges that). check() of ex04.py raises Wrong with a text for the student, or returns.
 """
 import importlib
+import inspect
 import textwrap
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -29,9 +30,9 @@ def replaced(answers: dict[str, dict[str, str]]):
             for name, source in sources.items():
                 *path, last = name.split(".")
                 holder = vars(getattr(module, path[0]) if path else module)
-                function, made = getattr(holder[last], "__func__", holder[last]), {}
+                function, made = inspect.unwrap(getattr(holder[last], "__func__", holder[last])), {}
                 exec(compile(textwrap.dedent(source), f"answer in {file}", "exec"), vars(module), made)
-                new = getattr(made[last], "__func__", made[last])
+                new = inspect.unwrap(getattr(made[last], "__func__", made[last]))
                 before.append((function, function.__code__, function.__defaults__, function.__kwdefaults__))
                 function.__code__, function.__defaults__, function.__kwdefaults__ = (
                     new.__code__, new.__defaults__, new.__kwdefaults__)

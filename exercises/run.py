@@ -160,7 +160,9 @@ def check_here(state: dict, folder: str) -> int:
         else:
             __import__(COURSE[state["exercise"]].name).check()
     except feedback.Wrong as e:
-        print(f"{what(state)}, not yet:\n" + textwrap.indent(str(e), "    "))
+        print(f"{what(state)}, not yet:")
+        for line in str(e).splitlines():  # an indented line is part of a table
+            print(textwrap.indent(line if line[:1] == " " else textwrap.fill(line, 106, break_on_hyphens=False), "    "))
         return 1
     except Exception:
         print(f"{what(state)}, not yet: it ends with an error\n    {students_lines(traceback.format_exc(), folder)}")
