@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -37,7 +38,10 @@ def copy_of_project(out: str, state: dict, changed: dict[str, str], task: str):
     folder = Path(out).expanduser()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{out} is there already and not empty: give --out a new folder")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ValueError(f"--out {out} cannot be made: {e.strerror}") from None
     for pattern in COPIED:
         for path in HOUSE.glob(pattern):
             if path.is_dir():
@@ -63,14 +67,14 @@ def start(number: int, out: str, solved=False):
                 print(f"\n{file}:\n{source_of(texts[file], name)}")
             else:
                 print(f"  {file}, line {functions(blank[file])[name].lineno}: {name}")
-    print(f"\nRead {out}/TASK.md" * (not solved) + f"\nCheck it: python {sys.argv[0]} check {out}")
+    print(f"\nRead {out}/TASK.md" * (not solved) + f"\nCheck it: python {sys.argv[0]} check {shlex.quote(out)}")
 
 
 def start_bug(number: int, out: str):
     bug = BUGS[number]
     head = bug.page()[0]
     copy_of_project(out, {"bug": number}, planted_bug(bug), TASK.format(head=head))
-    print(f"{head[2:]}\nRead {out}/TASK.md\nCheck your repair: python {sys.argv[0]} check {out}")
+    print(f"{head[2:]}\nRead {out}/TASK.md\nCheck your repair: python {sys.argv[0]} check {shlex.quote(out)}")
 
 
 def state_of(folder: str) -> dict:
@@ -78,8 +82,9 @@ def state_of(folder: str) -> dict:
         state = json.loads((Path(folder).expanduser() / STATE).read_text())
     except OSError:
         raise ValueError(f"{folder} is no folder of an exercise: make one with start N --out {folder}") from None
-    known = state.get("exercise") in COURSE or state.get("bug") in BUGS
-    if not known:
+    except ValueError:
+        state = None
+    if not isinstance(state, dict) or "hints" not in state or not (state.get("exercise") in COURSE or state.get("bug") in BUGS):
         raise ValueError(f"{folder}/{STATE} names no exercise or bug that there is: begin again with start N --out NEW")
     return state
 
@@ -152,20 +157,24 @@ def students_lines(text: str, folder: str) -> str:
 
 def check_here(state: dict, folder: str) -> int:
     """The check itself, in the process whose modules are the student's."""
-    import feedback
-
     try:
-        if "bug" in state:
-            BUGS[state["bug"]].check()
-        else:
-            __import__(COURSE[state["exercise"]].name).check()
-    except feedback.Wrong as e:
-        print(f"{what(state)}, not yet:")
-        for line in str(e).splitlines():  # an indented line is part of a table
-            print(textwrap.indent(line if line[:1] == " " else textwrap.fill(line, 106, break_on_hyphens=False), "    "))
-        return 1
+        import feedback  # and with it the student's modules, which may not even be Python
+
+        wrong = ""
+        try:
+            if "bug" in state:
+                BUGS[state["bug"]].check()
+            else:
+                __import__(COURSE[state["exercise"]].name).check()
+        except feedback.Wrong as e:
+            wrong = str(e)
     except Exception:
         print(f"{what(state)}, not yet: it ends with an error\n    {students_lines(traceback.format_exc(), folder)}")
+        return 1
+    if wrong:
+        print(f"{what(state)}, not yet:")
+        for line in wrong.splitlines():  # an indented line is part of a table
+            print(textwrap.indent(line if line[:1] == " " else textwrap.fill(line, 106, break_on_hyphens=False), "    "))
         return 1
     print(f"{what(state)} is solved")
     return 0

@@ -115,7 +115,20 @@ def test_an_answer_that_fails_is_shown_where_it_does(tmp_path):
     assert "hand01.py" in said and "loss.backwards()" in said and "AttributeError" in said and len(said.splitlines()) < 8
 
 
+def test_a_file_that_cannot_be_imported_is_named(tmp_path):
+    run("start", "--bug", 1, "--out", tmp_path / "a b")
+    path = tmp_path / "a b" / "parallel.py"
+    path.write_text(path.read_text() + "def (\n")
+    said = run("check", tmp_path / "a b", status=1)
+    assert "SyntaxError" in said and "parallel.py" in said and "def (" in said and len(said.splitlines()) < 8
+    path.unlink()
+    assert "No module named 'parallel'" in run("check", tmp_path / "a b", status=1)
+    (tmp_path / "a b" / "exercise.json").write_text("[1]")
+    assert "names no exercise or bug" in run("check", tmp_path / "a b", status=2)
+
+
 @pytest.mark.parametrize("argv, words", [
+    (("start", 1, "--out", __file__ + "/new"), "cannot be made: Not a directory"),
     (("start", 99, "--out", "{}"), "there is no exercise 99; use 1 .. "),
     (("start", "--out", "{}"), "needs the number of an exercise or --bug N"),
     (("start", 1, "--bug", 1, "--out", "{}"), "needs the number of an exercise or --bug N"),
