@@ -9,10 +9,13 @@ from pathlib import Path
 
 from torch import nn
 
+from support.config import spell_flag
 from support.files import read_json, write_file
 
 NAME = "parity.json"
-BESIDE = ("pp_schedule", "cp_method")  # flags of an axis that are other code: compared where the axis is in use
+# Flags of an axis that are other code: compared where the axis is in use.
+BESIDE = {"pp_schedule": "pp", "pp_schedule_csv": "pp", "cp_method": "cp", "loss_parallel": "tp", "async_tp": "tp"}
+PARTS = ("n_experts", "mtp_depth", "tie_embeddings")  # fields of a model's config: a model that has it runs other code
 
 
 def certified_code() -> dict[str, str]:
@@ -30,6 +33,11 @@ def certified_code() -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
+def parts_of(model_config) -> list[str]:
+    """What of PARTS this model has."""
+    return [name for name in PARTS if getattr(model_config, name, 0)]
+
+
 def axes_of(cfg, world_size: int) -> list[str]:
     """The axes of more than one rank on so many processes; --dp_shard -1 is what is left of them."""
     others = cfg.pp * cfg.dp_replicate * cfg.cp * cfg.tp
@@ -38,31 +46,34 @@ def axes_of(cfg, world_size: int) -> list[str]:
     return [axis for axis, size in sizes.items() if size > 1]
 
 
-def why_uncertified(certificate: dict, code: dict[str, str], cfg, axes: list[str]) -> str:
-    """'' if this certificate is of this code and of these axes, else what it lacks."""
+def why_uncertified(certificate: dict, code: dict[str, str], cfg, axes: list[str], parts: list[str]) -> str:
+    """'' if this certificate is of this code, of these axes and of a model with these parts, else what it lacks."""
     known = certificate["hashes"]
     if changed := [file for file in {**known, **code} if known.get(file) != code.get(file)]:
         more = f" (and {len(changed) - 1} more)" * (len(changed) > 1)
         return f"{changed[0]}{more} is not as it was certified"
     if missing := [axis for axis in axes if axis not in certificate["worst_error"]]:
         return f"its certificate is without {', '.join(missing)}"
-    beside = [f"--{name} {getattr(cfg, name)}" for name in BESIDE if name[:2] in axes
-              and certificate["flags"].get(name) != getattr(cfg, name)]
+    if parts != certificate["parts"]:
+        have, want = (" and ".join(names) or "none of them" for names in (certificate["parts"], parts))
+        return f"its certificate is of a model with {have}, and this one has {want} (of {', '.join(PARTS)})"
+    beside = [spell_flag(name, getattr(cfg, name)) for name, axis in BESIDE.items()
+              if axis in axes and certificate["flags"].get(name) != getattr(cfg, name)]
     return f"its certificate is without {', '.join(beside)}" if beside else ""
 
 
-def carry_certificate(cfg) -> None:
+def carry_certificate(cfg, model_config) -> None:
     """At the start of a run on several processes, on rank 0: find the certificate in --out or in the recipe's usual --out, and
     put it into --out; or say in one line what is not certified, and how it would be."""
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     if world_size == 1 or int(os.environ.get("RANK", 0)) != 0:
         return
-    axes, reason = axes_of(cfg, world_size), "it has no certificate"
-    for folder in dict.fromkeys([cfg.out, type(cfg)().out]):
+    axes, usual, reason = axes_of(cfg, world_size), type(cfg)(), "it has no certificate"
+    for folder in dict.fromkeys([cfg.out, usual.out]):
         if not (path := Path(folder, NAME)).is_file():
             continue
         try:
-            reason = why_uncertified(read_json(path), certified_code(), cfg, axes)
+            reason = why_uncertified(read_json(path), certified_code(), cfg, axes, parts_of(model_config))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             reason = f"{path} cannot be read"
         if not reason:
@@ -70,9 +81,11 @@ def carry_certificate(cfg) -> None:
                 write_file(Path(cfg.out, NAME), path.read_bytes())
             return
     recipe = os.path.basename(sys.modules["__main__"].__file__)
-    flags = " ".join(f"--{axis} {max(getattr(cfg, axis), 2)}" for axis in axes if axis != "dp_shard" or len(axes) == 1)
+    flags = [f"--{axis} {max(getattr(cfg, axis), 2)}" for axis in axes if axis != "dp_shard" or len(axes) == 1]
+    flags += [spell_flag(name, getattr(cfg, name)) for name in ("flavor", "model_args", *BESIDE)
+              if BESIDE.get(name) in (None, *axes) and getattr(cfg, name, None) != getattr(usual, name, None)]
     print(f"parity: {recipe} is not certified on {', '.join(axes)}: {reason}; to compare it with one process: "
-          f"python {recipe} --check_parity --certify {flags}", flush=True)
+          f"python {recipe} --check_parity --certify {' '.join(flags)}", flush=True)
 
 
 def carried_certificate(out: str) -> bytes | None:

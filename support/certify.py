@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from distributed.layout import AXES
-from support.certificate import BESIDE, NAME, axes_of, certified_code
+from support.certificate import BESIDE, NAME, axes_of, certified_code, parts_of
 from support.files import json_bytes, write_file
 from support.parity import (
     LATER,
@@ -51,6 +51,22 @@ def errors_of(one: list[dict], layout: list[dict]) -> dict[str, float]:
     return {"loss": loss, "gradient": worst("gradient", first), "weight": worst("weight", second)}
 
 
+def small_model(main, cfg) -> dict:
+    """Flags of the recipe's debug flavor that has what the user's model has: experts, a module that predicts another token,
+    a tied embedding. The user's own flavor, if it is a debug one."""
+    wanted = parts_of(model_config_of(main, cfg))
+    model = dict(flavor=cfg.flavor, model_args=cfg.model_args)
+    if not cfg.flavor.startswith("debug"):
+        debug = {name: parts_of(c) for name, c in main.__globals__["FLAVORS"].items() if name.startswith("debug")}
+        untied = [name for name in wanted if name != "tie_embeddings"]
+        model["flavor"] = next((name for name, parts in debug.items() if parts == untied), "debug")
+        model["model_args"] += ",tie_embeddings=true" * ("tie_embeddings" in wanted)
+    if parts_of(model_config_of(main, replace(cfg, **model))) != wanted:
+        raise ValueError(f"--certify: no debug flavor has what {cfg.flavor} has ({', '.join(wanted)}): give --flavor debug and "
+                         "--model_args")
+    return model
+
+
 def certify(main, cfg) -> int:
     """Compare one process with every layout of layouts_of, in which every axis has two ranks; returns the exit status.
 
@@ -59,7 +75,7 @@ def certify(main, cfg) -> int:
     check_comparable(cfg)
     code, axes = certified_code(), axes_of(replace(cfg, dp_shard=2 if cfg.dp_shard == -1 else cfg.dp_shard), 0)
     small = {axis: 2 if axis in axes else 1 for axis in EVERY}
-    small |= dict(flavor="debug", seq_len=min(cfg.seq_len, 128), local_batch_size=min(cfg.local_batch_size, 8))
+    small |= small_model(main, cfg) | dict(seq_len=min(cfg.seq_len, 128), local_batch_size=min(cfg.local_batch_size, 8))
     little = replace(cfg, **small)
     results, layouts = [], layouts_of(axes)
     with tempfile.TemporaryDirectory() as folder:
@@ -83,7 +99,8 @@ def certify(main, cfg) -> int:
             results.append({"layout": list(chosen), **errors_of(*records)})
     worst = {axis: max(r["gradient"] for r in results if axis in r["layout"]) for axis in axes}
     about = {"recipe": os.path.basename(main.__globals__["__file__"]), "torch": torch.__version__, "hashes": code,
-             "worst_error": worst, "layouts": results, "flags": {name: getattr(cfg, name) for name in BESIDE}}
+             "worst_error": worst, "layouts": results, "parts": parts_of(model_config),
+             "flags": {name: getattr(cfg, name) for name in BESIDE}}
     os.makedirs(cfg.out, exist_ok=True)
     write_file(Path(cfg.out, NAME), json_bytes(about))
     print(f"certify: {len(results)} layouts equal one process; worst relative error of a gradient: "

@@ -38,7 +38,7 @@ def claim_run(cfg, Model, model_config, data, lr_at=None) -> dict:
     if cfg.export_hf and all(step < cfg.steps for step, _ in step_folders(cfg.out)):
         check_export(cfg.export_hf, Model, model_config)
     lock_run(cfg.out)
-    carry_certificate(cfg)
+    carry_certificate(cfg, model_config)
     return identity
 
 

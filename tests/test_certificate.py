@@ -2,16 +2,18 @@
 import json
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 from runs import ENV, MODEL, REPO, launch
 
 import train_llama3
-from support.certificate import NAME, axes_of, carried_certificate, carry_certificate, certified_code, why_uncertified
-from support.certify import layouts_of
+import train_qwen3
+from support.certificate import NAME, axes_of, carried_certificate, carry_certificate, certified_code, parts_of, why_uncertified
+from support.certify import layouts_of, small_model
 from support.config import parse_config
+from support.parity import model_config_of
 
 
 def test_layouts_are_all_axes_and_each_pair():
@@ -37,7 +39,7 @@ def certificate(monkeypatch):
     """Of train_llama3.py on dp_shard and cp, as if it were the program that runs."""
     monkeypatch.setitem(sys.modules, "__main__", train_llama3)
     return {"hashes": certified_code(), "worst_error": {"dp_shard": 1e-7, "cp": 1e-7},
-            "flags": {"pp_schedule": "1F1B", "cp_method": "allgather"}}
+            "parts": [], "flags": {"pp_schedule": "1F1B", "cp_method": "allgather", "loss_parallel": True, "async_tp": False}}
 
 
 def test_the_code_is_that_which_trains(certificate):
@@ -55,8 +57,29 @@ def test_the_code_is_that_which_trains(certificate):
 ])
 def test_what_a_certificate_lacks_is_named(certificate, argv, change, words):
     cfg = parse_config(train_llama3.Config, argv.split())
-    said = why_uncertified(certificate, certificate["hashes"] | change, cfg, axes_of(cfg, 4))
+    said = why_uncertified(certificate, certificate["hashes"] | change, cfg, axes_of(cfg, 4), [])
     assert words in said and bool(said) == bool(words)
+
+
+def test_a_certificate_is_of_a_model_with_the_same_parts(certificate):
+    cfg, code = parse_config(train_llama3.Config, ["--cp", "2"]), certificate["hashes"]
+    said = why_uncertified(certificate, code, cfg, axes_of(cfg, 4), ["n_experts"])
+    assert said.startswith("its certificate is of a model with none of them, and this one has n_experts (of ")
+    certificate["worst_error"]["tp"] = 1e-7
+    cfg = parse_config(train_llama3.Config, ["--tp", "2", "--no-loss_parallel"])
+    assert why_uncertified(certificate, code, cfg, axes_of(cfg, 4), []) == "its certificate is without --no-loss_parallel"
+
+
+@pytest.mark.parametrize("recipe, argv, flavor, parts", [
+    (train_llama3, "--flavor 1B", "debug", ["tie_embeddings"]), (train_llama3, "--flavor 8B", "debug", []),
+    (train_qwen3, "--flavor 30B-A3B", "debug_moe", ["n_experts"]), (train_qwen3, "--flavor 0.6B", "debug", ["tie_embeddings"]),
+    (train_qwen3, "--flavor debug_moe", "debug_moe", ["n_experts"]),
+])
+def test_the_small_model_has_the_parts_of_the_large_one(recipe, argv, flavor, parts):
+    main = recipe.main
+    cfg = parse_config(recipe.Config, argv.split())
+    model = small_model(main, cfg)
+    assert model["flavor"] == flavor and parts_of(model_config_of(main, replace(cfg, **model))) == parts
 
 
 def test_a_run_carries_its_certificate_or_says_that_it_has_none(certificate, monkeypatch, tmp_path, capsys):
@@ -67,7 +90,7 @@ def test_a_run_carries_its_certificate_or_says_that_it_has_none(certificate, mon
     def said(argv="", **env):
         for name, value in ({"WORLD_SIZE": "2", "RANK": "0"} | env).items():
             monkeypatch.setenv(name, value)
-        carry_certificate(parse_config(Config, ["--out", str(tmp_path / "run"), *argv.split()]))
+        carry_certificate(parse_config(Config, ["--out", str(tmp_path / "run"), *argv.split()]), train_llama3.FLAVORS["debug"])
         return capsys.readouterr().out
 
     for name in "usual", "run":
@@ -78,6 +101,7 @@ def test_a_run_carries_its_certificate_or_says_that_it_has_none(certificate, mon
     assert f"{tmp_path}/usual/parity.json cannot be read" in said()
     (tmp_path / "usual" / NAME).write_text(json.dumps(certificate))
     assert "--check_parity --certify --tp 2\n" in said("--tp 2") and not (tmp_path / "run" / NAME).exists()
+    assert said("--pp 2 --pp_schedule GPipe --flavor 8B").endswith("--certify --pp 2 --flavor 8B --pp_schedule GPipe\n")
     assert said() == "" and json.loads(carried_certificate(str(tmp_path / "run"))) == certificate
     (tmp_path / "run" / NAME).write_text(json.dumps(certificate | {"hashes": {}}))
     assert carried_certificate(str(tmp_path / "run")) is None
