@@ -11,13 +11,14 @@ from models.llama3 import Llama3
 from models.loss import IGNORE
 
 
-def tokens_counted(cp: int) -> tuple[float, float]:
-    """What count_tokens gives on 2 processes, whose data ranks have 1 and 2 tokens with a loss; with cp 2 there is one."""
+def tokens_counted(cp: int, each: int = 1) -> tuple[float, float]:
+    """What count_tokens gives on 2 processes, whose data ranks have 1 and 2 tokens with a loss; with cp 2 there is one. each 0:
+    they have none."""
     cfg = layouts.Flags(cp=cp)
     layout = Layout(cfg, {axis: 1 for axis in AXES} | {"dp_shard": 2 // cp, "cp": cp}, 2, 1, 2 // cp)
     layout.rank = torch.distributed.get_rank()
     labels = torch.full((1, 1, 4), IGNORE)
-    labels[..., : layout.data_rank + 1] = 7
+    labels[..., : each * (layout.data_rank + 1)] = 7
     return tuple(float(n) for n in parallel.count_tokens(labels, layout))
 
 
@@ -31,9 +32,15 @@ def check_accumulate():
     model.zero_grad()
     pairs = list(zip(b.tokens.split(1), b.labels.split(1)))
     counts = [(labels != IGNORE).sum().item() for _, labels in pairs]
+    waiting = []  # for each forward but the first: nothing has gone backward yet
+    handle = model.register_forward_pre_hook(lambda *_: waiting.append(model.norm.weight.grad is None))
     loss, norm = hand01.accumulate(model, pairs), model.norm.weight.grad
+    handle.remove()
     if norm is None:
         raise Wrong("accumulate leaves no gradient in the parameters: who calls backward()?")
+    if any(waiting[1:]):
+        raise Wrong("accumulate runs the forward of a second micro-batch before the backward of the first: then the "
+                    "activations of both are in memory, and to have those of one only is what micro-batches are for")
     if not abs(loss - want.item()) < 1e-5:
         raise Wrong(f"accumulate returns the loss {loss:.5f}, and F.cross_entropy of all {sum(counts)} tokens at once is "
                     f"{want.item():.5f}. The micro-batches have {counts} tokens: is yours a mean of means, or a sum of them?")
@@ -55,6 +62,9 @@ def check_count_tokens():
                 ([(2, 1), (4, 2)], "a rank's tokens times the number of ranks is a mean of means in disguise"),
             ) if got == values), "add up over all processes, and count no token twice")
             raise Wrong(f"count_tokens gives {got} on the two processes and should give {want} ({said}): {guess}")
+    if (got := on_ranks(2, tokens_counted, 1, 0)) != [(1, 0), (1, 0)]:
+        raise Wrong(f"count_tokens gives {got} where no label of the global batch has a loss, and should give (1, 0) on both: "
+                    "the sums are divided by the first number, and 0 / 0 is nan")
 
 
 def check():

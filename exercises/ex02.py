@@ -1,7 +1,7 @@
 """The check of exercise 2: both functions on two processes, along each dimension, then attention and loss that use them."""
 import torch
 import torch.distributed as dist
-from feedback import Wrong, compare, on_ranks
+from feedback import Wrong, check_groups, compare, on_ranks
 
 import distributed.layout as functions
 
@@ -87,3 +87,4 @@ def check():
     for flags in (dict(cp=2), dict(tp=2)):
         if difference := compare(2, flags, dict(n=2, b=2, n_layers=2)):
             raise Wrong(f"on {flags}, where attention (cp) or the loss (tp) is between two all-gathers: {difference}")
+    check_groups(dict(cp=2), dict(n=4, b=2, n_layers=2))

@@ -3,7 +3,7 @@ import hand06
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from feedback import Wrong, compare, on_ranks
+from feedback import Wrong, check_groups, compare, on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -159,3 +159,4 @@ def check():
     check_head()
     if difference := compare(2, dict(tp=2), dict(n=2, b=2, n_layers=2)):
         raise Wrong(f"on tp 2: {difference}")
+    check_groups(dict(tp=2), dict(n=4, b=2, n_layers=2))

@@ -2,7 +2,7 @@
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from feedback import Wrong, compare, on_ranks
+from feedback import Wrong, check_groups, compare, on_ranks
 
 import parallel
 
@@ -10,7 +10,7 @@ B, H, G, K, T, CP = 2, 4, 2, 8, 16, 2
 CHUNK = T // (2 * CP)
 ROWS = [[*range(r * CHUNK, (r + 1) * CHUNK), *range(T - (r + 1) * CHUNK, T - r * CHUNK)] for r in range(CP)]  # of each rank
 CASES = {"causal": {}, "with a scale, and values narrower than keys": dict(scale=0.7, width=5),
-         "with documents": dict(docs=True)}
+         "with documents": dict(docs=True), "with documents and a scale": dict(docs=True, scale=0.7)}
 DOCS = torch.tensor([[0] * 6 + [1] * 5 + [2] * 5, [0] * 13 + [1] * 3])
 
 
@@ -123,3 +123,4 @@ def check():
         check_case(case)
     if difference := compare(2, dict(cp=2), dict(n=2, b=2, n_layers=2, doc=True)):
         raise Wrong(f"on cp 2, with documents: {difference}")
+    check_groups(dict(cp=2), dict(n=4, b=2, n_layers=2))

@@ -1,7 +1,7 @@
 """The check of exercise 9: attention on 2 and 4 ranks against one process, then training steps with document masks."""
 import torch
 import torch.distributed as dist
-from feedback import Wrong, compare, on_ranks
+from feedback import Wrong, check_groups, compare, on_ranks
 
 import parallel
 from models.attention import causal_attention
@@ -15,13 +15,13 @@ def problem(H: int, G: int):
     return [torch.randn(B, n, T, K, generator=g) for n in (H, G, G, H)]
 
 
-def attended(H: int, G: int):
+def attended(H: int, G: int, scale=None):
     """This rank's part of the result, and the gradients of its q, k and v."""
     cp, rank = dist.get_world_size(), dist.get_rank()
     index = parallel.sequence_index(T, cp, rank)
     q, k, v, weights = [x[:, :, index] for x in problem(H, G)]
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = parallel.all_to_all_attention(index.expand(B, -1), group=dist.group.WORLD)(*inputs)
+    out = parallel.all_to_all_attention(index.expand(B, -1), group=dist.group.WORLD)(*inputs, scale=scale)
     if out.shape == weights.shape and out.requires_grad:
         (out * weights).sum().backward()
     return out.detach(), [x.grad for x in inputs]
@@ -41,9 +41,11 @@ def in_rank_order(q, k, v, cp: int):
     return out, order
 
 
-def why(outs, q, k, v, whole) -> str:
+def why(outs, q, k, v, whole, unscaled) -> str:
     """What is wrong with the ranks' results, guessed from their numbers."""
     cp, G = len(outs), k.shape[1]
+    if all(torch.allclose(out, unscaled[:, :, parallel.sequence_index(T, cp, r)], atol=1e-4) for r, out in enumerate(outs)):
+        return "attend was given a scale, and the result is that without it"
     for rank, out in enumerate(outs):
         index, found = parallel.sequence_index(T, cp, rank), places(out, whole)
         n = out.shape[1] * out.shape[2]
@@ -71,14 +73,15 @@ def why(outs, q, k, v, whole) -> str:
     return "it is a result of other tokens or other heads: check with two heads and four tokens what each rank sends, on paper"
 
 
-def check_ranks(cp: int, H: int, G: int):
-    said = f"cp {cp}, {H} query heads, {G} key/value heads"
+def check_ranks(cp: int, H: int, G: int, scale=None):
+    said = f"cp {cp}, {H} query heads, {G} key/value heads" + (f", scale {scale}" if scale else "")
     q, k, v, weights = problem(H, G)
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-    whole = causal_attention(torch.arange(T).expand(B, -1))(*inputs)
+    attend = causal_attention(torch.arange(T).expand(B, -1))
+    whole = attend(*inputs, scale=scale)
     (whole * weights).sum().backward()
     try:
-        parts = on_ranks(cp, attended, H, G)
+        parts = on_ranks(cp, attended, H, G, scale)
     except RuntimeError as e:
         if G >= cp:
             raise
@@ -93,7 +96,7 @@ def check_ranks(cp: int, H: int, G: int):
     worst = max((out - whole[:, :, i]).abs().max().item() for out, i in zip(outs, indices))
     if not worst < 1e-4:
         raise Wrong(f"{said}: the result is off by up to {worst:.2g} from that of one process: "
-                    + why(outs, q, k, v, whole.detach()))
+                    + why(outs, q, k, v, whole.detach(), attend(q, k, v)))
     for name, x, grads in zip("qkv", inputs, zip(*(grads for _, grads in parts))):
         for rank, (grad, index) in enumerate(zip(grads, indices)):
             want = x.grad[:, :, index]
@@ -107,6 +110,8 @@ def check_ranks(cp: int, H: int, G: int):
 def check():
     check_ranks(2, 4, 2)
     check_ranks(4, 4, 2)
+    check_ranks(2, 4, 4, scale=0.7)
     if difference := compare(2, dict(cp=2, cp_method="alltoall"), dict(n=4, b=2, doc=True)):
         raise Wrong(f"on cp 2, with several documents in a sequence: {difference}. Do the document borders (doc_ids) reach "
                     "causal_attention?")
+    check_groups(dict(cp=2, cp_method="alltoall"), dict(n=4, b=2, n_layers=2))

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from feedback import Wrong, compare, on_ranks
+from feedback import Wrong, check_groups, compare, on_ranks
 
 from distributed import experts as module
 
@@ -105,3 +105,4 @@ def check():
     check_exchange(alone, CASES[0][0], "one rank with all experts, as with --etp alone")
     if difference := compare(2, dict(ep=2), dict(n=4, b=1, **MOE)):
         raise Wrong(f"training a model with experts on ep 2: {difference}")
+    check_groups(dict(ep=2), dict(n=4, b=1, **MOE))

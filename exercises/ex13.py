@@ -1,4 +1,4 @@
-"""The check of exercise 13: the norm of a real step's gradients on five layouts of two processes, and what clipping leaves."""
+"""The check of exercise 13: the norm of a real step's gradients on layouts of 2 and 4 processes, and what clipping leaves."""
 import math
 from collections import Counter
 
@@ -12,6 +12,7 @@ from distributed.layout import local_slice, local_tensor
 TIED, MOE = dict(tie_embeddings=True), dict(model="qwen3", n_experts=8, top_k=2, moe_ffn_dim=32)
 LAYOUTS = [  # flags, fields of the model, said so
     ({}, {}, "FSDP on 2 ranks"),
+    (dict(dp_replicate=2, dp_shard=2), {}, "4 ranks, dp_replicate 2 and dp_shard 2: two copies, each in two parts"),
     (dict(dp_replicate=2), {}, "dp_replicate 2: two copies of the model"),
     (dict(tp=2), {}, "tp 2"),
     (dict(ep=2), MOE, "ep 2: each rank has half of the experts, and FSDP's part of the rest"),
@@ -22,7 +23,7 @@ LAYOUTS = [  # flags, fields of the model, said so
 
 def gradients_of_a_step(flags: dict, fields: dict):
     """(stages, layout, {(stage, fqn): gradient}) of this rank."""
-    stages, layout = layouts.build(layouts.config(**fields), flags, 4, 1 if "n_experts" in fields else 2)
+    stages, layout = layouts.build(layouts.config(**fields), flags, 4, 1 if "n_experts" in fields or "dp_shard" in flags else 2)
     parallel.forward_backward(stages, layouts.local_batch(layouts.global_batch(0, 4, False), layout), layout)
     return stages, layout, {(s.index, fqn): p.grad for s in stages for fqn, p in s.named_parameters() if p.grad is not None}
 
@@ -66,18 +67,18 @@ def why(got: list[float], want: float, ranks: list[dict]) -> str:
     tied = next((r["whole"][key] for r in ranks for key in r["copies"]), 0.0)
     locals_ = [r["local"] for r in ranks]
     for values, text in [
-        ([math.sqrt(want**2 + tied**2)] * 2,
+        ([math.sqrt(want**2 + tied**2)] * len(ranks),
          "the tied weight is counted twice, once in each of its stages: it is one weight, so leave tied_copy(stage) out"),
         (locals_, "each rank has the norm of its own part: who adds up the others'?"),
-        ([math.sqrt(sum(x * x for x in locals_))] * 2,
+        ([math.sqrt(sum(x * x for x in locals_))] * len(ranks),
          "all ranks' squares are added, also those that several ranks hold: a gradient that is whole on both must count once"),
-        ([want**2] * 2, "that is the square of the norm: the root is missing"),
-        ([sum(locals_)] * 2, "the ranks' norms are added up: what adds up are their squares"),
-        ([math.sqrt(max(want**2 - tied**2, 0))] * 2, "the tied weight is not counted at all: leave out the copy only"),
+        ([want**2] * len(ranks), "that is the square of the norm: the root is missing"),
+        ([sum(locals_)] * len(ranks), "the ranks' norms are added up: what adds up are their squares"),
+        ([math.sqrt(max(want**2 - tied**2, 0))] * len(ranks), "the tied weight is not counted at all: leave out the copy only"),
     ]:
         if all(near(a, b) for a, b in zip(got, values)) and not near(values[0], want) | near(values[-1], want):
             return text
-    if not near(got[0], got[1]):
+    if not all(near(x, got[0]) for x in got):
         return "and the ranks disagree: all of them must clip by the same norm"
     squares = {key[1]: x * x for r in ranks for key, x in r["whole"].items()}
     extra = got[0] ** 2 - want**2
@@ -91,7 +92,7 @@ def why(got: list[float], want: float, ranks: list[dict]) -> str:
 
 def check_norm(flags, fields, said):
     try:
-        ranks = on_ranks(2, clipped, flags, fields)
+        ranks = on_ranks(math.prod(flags.values()) if "dp_shard" in flags else 2, clipped, flags, fields)
     except RuntimeError as e:
         last = next((line for line in str(e).splitlines() if "must have the same mesh" in line), "")
         if not last:
@@ -104,7 +105,7 @@ def check_norm(flags, fields, said):
     got = [r["norms"][0] for r in ranks]
     if any(not abs(x - want) < 2e-5 * want for x in got):
         shown = " and ".join(f"{x:.5f}" for x in got)
-        raise Wrong(f"{said}: the norm is {shown} on the two ranks, and should be {want:.5f}: {why(got, want, ranks)}")
+        raise Wrong(f"{said}: the norm is {shown} on the ranks, and should be {want:.5f}: {why(got, want, ranks)}")
     for rank, r in enumerate(ranks):
         for scales, wanted, text in zip(r["scales"], (1.0, 1.0, 0.5), (
                 "max_norm 0 means never", "max_norm is twice the norm, so nothing is to be done",

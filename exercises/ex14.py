@@ -52,9 +52,15 @@ def check_whole():
     if torch.equal(w[:ROWS], w[ROWS : 2 * ROWS]):
         raise Wrong("blocks 0 and 1 of a parameter are equal: the generator's seed must depend on all of name, the block's "
                     "number at its end too")
+    if torch.equal(w[ROWS : 2 * ROWS], draw(shape, zeros, shape, "7/blocks.1.wq")[:ROWS]):
+        raise Wrong("block 1 of blocks.0.wq and block 0 of blocks.1.wq are equal: their names have the same letters in another "
+                    "order, and a sum over letters does not see that. A hash does")
     mean, std = w.mean().item(), w.std().item()
     if not (abs(mean) < 1e-3 and abs(std - 0.02) < 1e-3):
         raise Wrong(f"40,000 numbers have mean {mean:.4f} and standard deviation {std:.4f}, and should have 0 and std = 0.02")
+    if w.abs().max() < 3 * 0.02:
+        raise Wrong(f"of 40,000 numbers the largest is {w.abs().max() / 0.02:.2f} standard deviations away from 0: they are "
+                    "not normally distributed, as those of torch.randn are")
     if not torch.equal(state, torch.get_rng_state()):
         raise Wrong("torch's global generator has moved or was seeded. Other threads draw from it at the same time: make a "
                     "torch.Generator() of your own")

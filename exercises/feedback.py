@@ -59,3 +59,14 @@ def on_ranks(n: int, function, *args) -> list:
 def compare(processes: int, flags: dict, problem: dict) -> str:
     """'' if this layout trains as one process does, else the first difference: see tests/layouts.py."""
     return layouts.compare(processes, flags, problem, mutation())
+
+
+def check_groups(flags: dict, problem: dict):
+    """An axis of 2 on 4 processes: with 2, a collective that forgets its group goes to the same ranks, and nobody sees it."""
+    try:
+        difference = compare(4, flags, problem)
+    except RuntimeError as e:
+        difference = str(e).strip().splitlines()[-1]
+    if difference:
+        raise Wrong(f"right on 2 processes, and not on 4, where {flags} makes two groups of two ranks: {difference}. Does "
+                    "every collective get its group, and are rank and number of ranks those in the group?")

@@ -19,10 +19,12 @@ def count_tokens(labels, layout):
 """}},
     {"hand01.py": {"accumulate": """
 def accumulate(model, microbatches):
-    losses = [model(tokens, labels, loss_denom=1) for tokens, labels in microbatches]  # more memory, same gradients
-    n = sum(int((labels != IGNORE).sum()) for _, labels in microbatches)
-    (sum(losses) / n).backward()
-    return sum(losses).item() / n
+    n, total = sum(int((labels != IGNORE).sum()) for _, labels in microbatches), 0
+    for tokens, labels in microbatches:
+        loss = model(tokens, labels, loss_denom=1)
+        (loss / n).backward()
+        total += loss.item() / n
+    return total
 """}, "parallel.py": {"count_tokens": """
 def count_tokens(labels, layout):
     mine = labels.ne(IGNORE).sum()
@@ -58,4 +60,18 @@ def count_tokens(labels, layout):
     mine = (labels != IGNORE).sum()
     return mine * layout.data_ranks, mine
 """}}, "a mean of means in disguise"),
+    ({"hand01.py": {"accumulate": """
+def accumulate(model, microbatches):
+    losses = [model(tokens, labels, loss_denom=1) for tokens, labels in microbatches]
+    n = sum(int((labels != IGNORE).sum()) for _, labels in microbatches)
+    (sum(losses) / n).backward()
+    return sum(losses).item() / n
+"""}}, "the activations of both are in memory"),
+    ({"parallel.py": {"count_tokens": """
+def count_tokens(labels, layout):
+    mine = (labels != IGNORE).sum()
+    total = mine.clone()
+    dist.all_reduce(total)
+    return total // (layout.world_size // layout.data_ranks), mine
+"""}}, "0 / 0 is nan"),
 ]

@@ -70,4 +70,6 @@ WRONG = [  # answer, what the feedback must say
     ({FILE: all_gather(forward="return torch.cat(parts)")}, "dim come to the front"),
     ({FILE: reduce_scatter(forward="return x.chunk(n, dim)[rank].contiguous()")}, "nothing is added up"),
     ({FILE: reduce_scatter(backward="return torch.cat([grad] * n, dim), None, None")}, "it repeats this rank's gradient"),
+    ({FILE: {name: source.replace("group=group", "group=dist.group.WORLD").replace("get_world_size(group)", "get_world_size()")
+             .replace("get_rank(group)", "get_rank()") for name, source in all_gather().items()}}, "get its group"),
 ]

@@ -78,4 +78,9 @@ def clip_grad_norm(stages, max_norm, layout):
         grad.mul_((max_norm / norm).clamp(max=1.0).item())
     return norm
 """), "experts have another one than the rest"),
+    ({"parallel.py": {"replicas": """
+def replicas(grad, layout):
+    whole = not isinstance(grad, DTensor) or all(x.is_replicate() for x in grad.placements)
+    return layout.world_size // layout.pp if whole else 1
+"""}}, "4 ranks, dp_replicate 2 and dp_shard 2: two copies, each in two parts: replicas gives 1"),
 ]
