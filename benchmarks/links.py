@@ -90,7 +90,7 @@ def main(cfg: Config):
                 timed = [gigabytes_per_second(call, size, cfg, device) for call, size in work]
                 if rank == 0:
                     where = "neighbours" if axis == "tp" else f"every {tp}th"
-                    print(f"| {n} {where} | " + " | ".join(f"{speed:,.1f}" for speed in timed) + " |", flush=True)
+                    print(f"| {n} {where} | " + " | ".join(f"{speed:,.3g}" for speed in timed) + " |", flush=True)
     dist.destroy_process_group()
 
 
