@@ -14,7 +14,8 @@ and repair them. What helps, with the flags of the command above after it:
 
     python RECIPE.py --check_parity           one process and this layout, compared: the first parameter that differs
     python RECIPE.py --check_parity --where   the first operation that differs
-    python RECIPE.py --explain                how each parameter is split, what travels, and why (without --check_parity)
+    python RECIPE.py --explain                how each parameter is split, what travels, and why (without --check_parity);
+                                              what should travel is in docs/parallelism.md
 
 Both halves of `--check_parity` run the code in this folder. A mistake that one process makes as well is in both of them, and
 then they are equal: there the numbers have to be compared with what the docstrings promise.

@@ -3,16 +3,18 @@
 A check runs in a process of its own, in which `import parallel` finds the student's file and tests/ those of the project
 (run.py arranges that). check() of ex04.py raises Wrong with a text for the student, or returns.
 """
+import faulthandler
 import importlib
 import inspect
 import textwrap
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 
 import layouts
 from pool import pool
 
-planted = None  # tests/test_exercises.py: {file: {function: source}}, answers to be checked in place of those in the files
+STUCK_S = 60  # less than run.LIMIT_S
+planted = {}  # tests/test_exercises.py: {file: {function: source}}, answers to be checked in place of those in the files
 
 
 class Wrong(Exception):
@@ -42,23 +44,30 @@ def replaced(answers: dict[str, dict[str, str]]):
             function.__code__, function.__defaults__, function.__kwdefaults__ = was
 
 
-def mutation():
-    return partial(replaced, planted) if planted else None
+@contextmanager
+def watched(answers: dict):
+    """On a rank: the answers in place, and after STUCK_S a note on stderr of where it is, from which run.py tells who waits."""
+    faulthandler.dump_traceback_later(STUCK_S)
+    try:
+        with replaced(answers):
+            yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
-def call(mutate, function, args):
-    with mutate() if mutate else nullcontext():
+def call(watch, function, args):
+    with watch():
         return function(*args)
 
 
 def on_ranks(n: int, function, *args) -> list:
     """What function(*args) returns on each of n processes, which are connected by gloo. It must be importable."""
-    return pool(n).run(call, mutation(), function, args, tries=1)
+    return pool(n).run(call, partial(watched, planted), function, args, tries=1)
 
 
 def compare(processes: int, flags: dict, problem: dict) -> str:
     """'' if this layout trains as one process does, else the first difference: see tests/layouts.py."""
-    return layouts.compare(processes, flags, problem, mutation())
+    return layouts.compare(processes, flags, problem, partial(watched, planted))
 
 
 def check_groups(flags: dict, problem: dict):

@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -109,8 +110,10 @@ def still_blank(folder: Path, number: int) -> str:
         try:
             text = (folder / file).read_text()
             found = functions(text)
-        except (OSError, SyntaxError) as e:
-            return f"{file} cannot be read: {e}"
+        except SyntaxError as e:
+            return f"{file}, line {e.lineno}: {e.msg}"
+        except OSError as e:
+            return f"{file} cannot be read: {e.strerror}"
         for name in names:
             if name not in found:
                 return f"{file} has no function {name} any more; TASK.md says what it must do"
@@ -128,7 +131,7 @@ def check(name: str) -> int:
         return 1
     paths = os.pathsep.join(map(str, (folder, HERE, HOUSE / "tests")))
     env = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
-    print(f"checking {what(state)} ...", flush=True)
+    print(f"checking {what(state)}, usually 15 s to a minute ...", flush=True)
     command = [sys.executable, HERE / "run.py", "check-here", json.dumps(state), folder]
     warnings = tempfile.TemporaryFile("w+")  # torch's, which would bury the answer
     process = subprocess.Popen(command, env=env, cwd=folder, start_new_session=True, stderr=warnings)
@@ -138,9 +141,14 @@ def check(name: str) -> int:
             print(warnings.read(), file=sys.stderr)
         return status
     except subprocess.TimeoutExpired:
+        warnings.seek(0)
+        places = re.findall(rf'File "{re.escape(str(folder))}/(\S+)", line (\d+) in (\w+)', warnings.read())
+        seen = "; ".join(f"{file}, line {line}, in {function}" for file, line, function in dict.fromkeys(places)) or "not known"
         say(f"{what(state)}, not yet: no end after {LIMIT_S} s. Usually ranks that wait for each other: each must call the "
-            "same collectives in the same order, whatever its data")
+            f"same collectives in the same order, whatever its data. Where they are: {seen}")
         return 1
+    except KeyboardInterrupt:
+        return 130
     finally:
         with contextlib.suppress(ProcessLookupError):  # its workers too
             os.killpg(process.pid, signal.SIGKILL)
@@ -225,4 +233,5 @@ def main(argv: list[str]) -> int:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["check-here"]:  # the process that check starts
         sys.exit(check_here(json.loads(sys.argv[2]), sys.argv[3]))
-    sys.exit(main(sys.argv[1:]))
+    with contextlib.suppress(BrokenPipeError):  # "solution 4 ... | head"
+        sys.exit(main(sys.argv[1:]))

@@ -89,7 +89,8 @@ def carry_certificate(cfg, model_config) -> None:
 
 
 def carried_certificate(out: str) -> bytes | None:
-    """The run's parity.json, for its checkpoints, if it is of the code that is running."""
+    """The run's parity.json, for its checkpoints, if it is of the code that is running. Which axes are certified is in it: the
+    run may be on others, and has said so."""
     path = Path(out, NAME)
     try:
         return path.read_bytes() if read_json(path)["hashes"] == certified_code() else None
