@@ -1,4 +1,5 @@
 """docs/parallelism.md, the course: its pictures, its code and its numbers are those of the program, against the program."""
+import ast
 import importlib
 import importlib.util
 import re
@@ -9,6 +10,8 @@ import xml.etree.ElementTree as xml
 import pytest
 import torch
 import torch.distributed as dist
+from course import COURSE as EXERCISES
+from course import functions
 from dry import REPO, report_of
 from pool import pool
 
@@ -73,6 +76,23 @@ def test_the_code_of_the_course_is_the_code():
             assert max(found) >= 0, f"{file} has no such lines, or not in this order:\n{piece}"
             at = max(found)
         assert 2 <= len(block.splitlines()) <= 24, block
+
+
+def test_what_an_exercise_asks_for_is_folded_away():
+    """A line of a function that an exercise leaves blank can be read only where the reader has opened it."""
+    folded = re.findall(r"<details><summary>The code: open it after (.*?)</summary>(.*?)</details>", COURSE, re.S)
+    assert {n for who, _ in folded for n in re.findall(r"\d+", who)} == {"1", "2", "7", "8", "10", "12", "13"}
+    assert all(block.startswith("\n\n```python\n") for _, block in folded)  # without the empty line GitHub shows no code
+    seen = re.sub(r"<details>.*?</details>", "", COURSE, flags=re.S)
+    blocks = re.findall(r"```python\n# (\S+)\n(.*?)```", seen, re.S)
+    assert blocks
+    for exercise in EXERCISES.values():
+        for file, names in exercise.blanks.items():
+            if not file.startswith("hand"):
+                source = (REPO / file).read_text()
+                blank = "".join(ast.get_source_segment(source, functions(source)[name]) for name in names)
+                shown = [line.strip() for where, block in blocks if where == file for line in block.splitlines()]
+                assert not [line for line in shown if len(line) > 20 and line in blank], exercise.name
 
 
 def test_the_commands_of_the_course_are_understood():
