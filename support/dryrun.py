@@ -314,6 +314,8 @@ def rank_kind(stages):
 
 
 # ---------------------------------------------------------------- --dry_run: the report
+PEAK = ("The peak is not the sum of the columns. It also has what is in none of them: gathered or cast weights, logits, and "
+        "whole gradients until they are reduced. And the columns are not full at once: activations go while gradients come.")
 DEVICES = (80, 141, 192)  # sizes in GB of 10^9 bytes. They have as many GiB, but driver, NCCL and allocator take the rest
 
 
@@ -439,6 +441,7 @@ def print_report(cfg, report: Report) -> None:
     if report.n > 2 and not cfg.pp_schedule_csv:
         print(f"Run were 2 of {report.n} {'micro-batches' if layout.pp > 1 else 'accumulation steps'}; the rest is linear.")
     print("Activations are what torch's CPU kernels keep; CUDA's keep as much. The peak counts tensors only.")
+    print(PEAK.replace(". And", ".\nAnd"))
     if cfg.cpu_offload:
         print("--cpu_offload: parameters, gradients and optimizer state are in host memory, not in the peak.")
     if cfg.ac == "budget":

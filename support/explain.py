@@ -100,9 +100,9 @@ def explain(cfg, counted) -> None:
     lines += [[n, shape(whole), split, shape(p.shape), human(size_of([p]))] for n, whole, split, p in params]
     print(table(lines, right=False))
     size = f"{cfg.pp_microbatch_size if layout.pp > 1 else cfg.local_batch_size} x {cfg.seq_len}"
-    print(f"\nWhat travels for it in one forward and backward of {size} tokens. Bytes: of the largest tensor "
-          "of each;\na rank sends and receives (n-1)/n of them over an axis of n ranks, and twice that in an all-reduce.\n")
-    lines = [["phase", "axis", "operation", "number", "bytes", "why"]]
+    print(f"\nWhat travels for it in one forward and backward of {size} tokens. Bytes in all: the largest tensor of each,\n"
+          "added up; a rank sends and receives (n-1)/n of them over an axis of n ranks, and twice that in an all-reduce.\n")
+    lines = [["phase", "axis", "operation", "number", "bytes in all", "why"]]
     lines += [[*key, number, human(size), why] for *key, number, size, why in travels(step)]
     print(table(lines, right=False) if len(lines) > 1 else "Nothing: no axis has more than one rank.")
     if layout.pp > 1:

@@ -11,13 +11,26 @@ from html import escape
 from pathlib import Path
 from string import Template
 
+from parallel import reshards
 from support import svg
-from support.dryrun import human
+from support.dryrun import PEAK, human
 from support.explain import travels
 from support.holdings import axis_groups, held_part, place_of, shown_block, shown_parameters, tokens_of
 from support.schedule import bubble, duration, simulate
 
 MOST = 1024  # ranks that are shown
+SHARED = {  # what the ranks of an axis have in common
+    "tp": "tp: ranks that split each matrix", "cp": "cp: ranks that split each sequence",
+    "fsdp": "fsdp = dp_shard x cp: the ranks that share the weights", "dp_replicate": "dp_replicate: copies of the model",
+    "pp": "pp: ranks with other layers", "etp": "etp: ranks that split each expert", "ep": "ep: ranks with other experts",
+    "efsdp": "efsdp: fsdp for experts: the ranks that share the weights of the same ones",
+}
+MEANS = {
+    "all_gather": "an all-gather puts the parts of all ranks together, on each of them",
+    "reduce_scatter": "a reduce-scatter adds up what the ranks have, and leaves each a part of the sum",
+    "all_reduce": "an all-reduce leaves each the whole sum",
+    "all_to_all": "in an all-to-all each rank sends another part to every other",
+}
 CELL, WIDTH = 140, 860  # of a tensor in the picture, and of the picture
 
 
@@ -54,8 +67,10 @@ def grid(layout, ranks) -> str:
         title = f"<b>pp {pp}</b>" if layout.pp > 1 else ""
         rows = f"grid-template-rows: repeat({len(columns[0])}, auto)"
         out += f'<div>{title}<div class="panel" style="{rows}">{cells}</div></div>'
-    shape = f"Columns: dp_replicate x dp_shard ({layout.data_ranks}), rows: cp x tp ({layout.cp * layout.tp})"
-    return out + f'<p class="soft">{shape}</p>'
+    says = (f"The ranks of a column work on the same sequences. Columns: {layout.data_ranks} (dp_replicate x dp_shard); "
+            f"ranks in one: {layout.cp * layout.tp} (cp x tp).")
+    axes = "; ".join(SHARED[axis] for axis in axis_groups(layout))
+    return out + f'<p class="soft">{says} {axes}.</p>' * bool(axes)
 
 
 # ---------------------------------------------------------------- what a rank holds
@@ -65,7 +80,9 @@ class Sheet:
     def __init__(self, shapes: dict, layout, seq_len: int):
         self.boxes, self.height, self.shapes, self.seq_len, self.layout = {}, 18, shapes, seq_len, layout
         longest = max(n for name, shape in shapes.items() for n in shape if name.startswith("block "))
-        self.picture = svg.legend(0, 12, [("kept", "kept all the time"), ("gathered", "here while the block runs")])
+        gathered = [("gathered", f"here {gathered_while(layout)}")] * (layout.dp_shard * layout.cp > 1)
+        others = [("whole", "held by other ranks")] * (layout.world_size > layout.dp_replicate)
+        self.picture = svg.legend(0, 12, [("kept", "kept all the time"), *gathered, *others])
         for title, names in self.sections().items():
             self.picture += svg.label(0, self.height + 22, title, "bold")
             self.height += 34
@@ -92,7 +109,9 @@ class Sheet:
         n, y = self.layout.global_batch_size, self.height + 62
         self.picture += svg.label(0, y - 38, f"Activations: the tokens of the global batch, {n:,} sequences (rows) x "
                                              f"{self.seq_len:,} tokens (columns)", "bold")
-        self.picture += svg.legend(0, y - 14, [("token", "between the blocks"), ("tokens", "also in attention and FFN")])
+        inside = [("tokens", "also in attention and FFN")] * (self.layout.tp > 1)
+        others = [("whole", "tokens of other ranks")] * (self.layout.world_size > 1)
+        self.picture += svg.legend(0, y - 14, [("token", "between the blocks"), *inside, *others])
         self.tokens = 0, y, 560, min(112, max(28, 14 * n))
         self.picture += svg.rect(*self.tokens, "whole")
         parts = [(look, i) for look in ("tokens", "token") for i in (0, 1)]
@@ -123,6 +142,11 @@ class Sheet:
         found["says 1"] = f"positions {spans('between')}"
         found["says 2"] = f"in attention and FFN {spans('inside')}" if self.layout.tp > 1 else ""
         return found
+
+
+def gathered_while(layout) -> str:
+    """When FSDP's shards are together on a rank."""
+    return "while the block runs" if reshards(layout) else "from the first forward to the last backward of a step"
 
 
 def short_name(name: str) -> str:
@@ -169,7 +193,7 @@ def ticks(times, owner: dict[int, int], size: str) -> list[dict]:
                 to = owner.get(stage + (1 if kind == "F" else -1))
                 if end == t + 1 and kind != "W" and to not in (None, rank):
                     what = "activations" if kind == "F" else "gradients"
-                    sent.append(f"rank {rank} sends the {what} of micro-batch {m} to rank {to} ({size})")
+                    sent.append(f"pp {rank} sends the {what} of micro-batch {m} to pp {to} ({size})")
         found.append(dict(now=now, sent=sent))
     return found
 
@@ -177,16 +201,22 @@ def ticks(times, owner: dict[int, int], size: str) -> list[dict]:
 def schedule_section(cfg, times, found) -> str:
     picture, height = svg.schedule(times)
     n = len(times)
-    legend = [("F", "F forward"), ("B", "B backward"), ("I", "I, of inputs"), ("W", "W, of weights"), ("idle", "idle")]
+    kinds = {kind for row in times for *_, kind, _, _ in row} | {"idle"}
+    legend = [("F", "F forward"), ("B", "B backward"), ("I", "I backward, of inputs"), ("W", "W backward, of weights"),
+              ("idle", "idle")]
+    legend = svg.legend(58, height + 18, [entry for entry in legend if entry[0] in kinds])
+    two = any(stage >= n for row in times for *_, stage, _ in row)
+    halves = ", and either half of one (I, W) one tick" * ("I" in kinds)
+    second = " An edge is thicker where a rank runs its second stage." * two
     mark = svg.rect(58, -3, unit_of(times), height + 2, "mark", id="now")
     rows = "".join(f'<tr><th scope="row">pp {i}</th><td id="does{i}"></td></tr>' for i in range(n))
     return f"""<h2>The schedule: {escape(cfg.pp_schedule_csv or cfg.pp_schedule)}, bubble {bubble(times):.1%}</h2>
-<p>A row is a pipeline rank, a number a micro-batch; a forward takes one tick, a backward two. An edge is thicker where a rank
-runs its second stage.</p>
+<p>A row is a pipeline rank, a number a micro-batch; a forward takes one tick, a backward two{halves}.{second} What pp 0 sends
+to pp 1, each of its ranks sends to the one at the same place there.</p>
 <div id="steps"><button id="previous">Previous</button><button id="next">Next</button><button id="play">Play</button>
 <input id="slider" type="range" min="0" max="{len(found) - 1}" value="0" aria-label="tick"><output id="tick"></output></div>
 <div class="scroll"><svg width="{WIDTH}" height="{height + 30}" viewBox="0 -4 {WIDTH} {height + 30}" role="img"
-aria-label="schedule">{picture}{mark}{svg.legend(58, height + 18, legend)}</svg></div>
+aria-label="schedule">{picture}{mark}{legend}</svg></div>
 <div aria-live="polite"><table>{rows}</table><p id="sent"></p></div>
 """
 
@@ -227,7 +257,8 @@ def make_page(cfg, report, counted, command: str) -> str:
     block = f"one block (blocks.{counted[1]})" if counted else "the whole step of the first device"
     rows = [[p, axis, svg.OPERATIONS.get(op, op), n, human(size), (f'data-with="{axis}"', ""), why]
             for p, axis, op, n, size, why in moved]
-    head = ["phase", "axis", "operation", "number", "bytes", "among ranks", "why"]
+    head = ["phase", "axis", "operation", "number", "bytes in all", "among ranks", "why"]
+    means = [text for op, text in MEANS.items() if op in {m[2] for m in moved}]
     held = ["parameters", "gradients", "optimizer"]
     memory = [[i, layers_of(r.stages), *(human(r.step[k]) for k in held), human(r.activations), human(r.peak)]
               for i, r in enumerate(report.ranks)]
@@ -240,10 +271,13 @@ def make_page(cfg, report, counted, command: str) -> str:
         COMMAND=escape(command), SHOWN=escape(cut), GRID=grid(layout, ranks), SIDE=str(44 if len(by_rank) <= 128 else 30),
         LIGHT=svg.variables(False), DARK=svg.variables(True), RULES=svg.RULES,
         HOLDINGS=figure(sheet.picture, sheet.height, "what this rank holds"),
-        NOTE="Where shards are gathered while a block runs, the paler part is what the rank then has." * gathers,
+        NOTE=f"The paler part is what the rank has besides, {gathered_while(layout)}." * gathers,
         TRAVELS=f"What travels for {block}, forward and backward",
         TIMELINE=figure(drawn, high, "what travels when") if rows and drawn else "",
         TABLE=html_table(head, rows) if rows else "<p>Nothing travels: no axis has more than one rank.</p>", SCHEDULE=section,
+        MEANS=("The table adds up the bytes of all exchanges of a kind" + ", a box has those of one" * bool(drawn)
+               + f". In words: {'; '.join(means)} (pictures: docs/parallelism.md, chapter 1).") * bool(means),
+        PEAK=PEAK,
         MEMORY=html_table(["pp rank", "layers", *held, "activations", "peak"], memory),
         DATA=json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
     )

@@ -147,6 +147,14 @@ def test_the_page(recipe, flags):
     assert {f"kept {name}" for rank in report.ranks for name in shown_parameters(rank.stages)} <= sheet.keys()
     for axis, groups in page.data["groups"].items():
         assert sorted(r for group in groups for r in group) == list(range(layout.world_size)), axis
+    # the legends speak of what is there
+    shared = layout.dp_shard * layout.cp > 1
+    for says, right in {"here while the block runs": shared and layout.pp == 1,
+                        "here from the first forward to the last backward of a step": shared and layout.pp > 1,
+                        "held by other ranks": layout.world_size > 1, "also in attention and FFN": layout.tp > 1,
+                        "B backward": layout.pp > 1 and "pp_schedule" not in flags,
+                        "W backward, of weights": "pp_schedule" in flags}.items():
+        assert (says in page.texts) == right, says
     assert (len(page.data["ticks"]) > 0) == ("slider" in page.values("id")) == (layout.pp > 1)
 
 
@@ -175,7 +183,7 @@ def test_the_ticks_send_what_the_step_sends(name):
     found = ticks(times, {i: r for r, rank in enumerate(report.ranks) for i in rank.ids}, "1 B")
     for r, rank in enumerate(report.ranks):
         counted = sum(n for key, n in rank.step.items() if key[0] == "moved" and key[2:4] == ("pp", "send"))
-        assert sum(text.startswith(f"rank {r} sends") for tick in found for text in tick["sent"]) == counted > 0
+        assert sum(text.startswith(f"pp {r} sends") for tick in found for text in tick["sent"]) == counted > 0
         work = sum(end - start for start, end, *_ in times[r])
         assert sum(tick["now"][r] != "waits" for tick in found) == work
 
@@ -203,11 +211,11 @@ QUIET = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-
          "--disable-component-update", "--disable-sync", "--hide-scrollbars", "--virtual-time-budget=2000"]
 PAGES = {  # name: recipe and flags, the state that is shown, what can be read in it, height of the screenshot
     "dense": ("train_llama3.py --dp_shard 2 --cp 2 --tp 2", "#rank=3",
-              ["Rank 3 holds", "tp with 2", "rows 160-191", "cp fsdp"], 1900),
+              ["Rank 3 holds", "tp with 2", "rows 160-191", "cp fsdp"], 2400),
     "pipeline": ("train_llama3.py --pp 4 --dp_shard 2 --global_batch_size 16 --local_batch_size 8", "#rank=3&tick=9",
-                 ["layers 1-2", "Tick 9 of 32", "backward of micro-batch 0", "rank 1 sends the gradients of"], 2060),
+                 ["layers 1-2", "Tick 9 of 32", "backward of micro-batch 0", "pp 1 sends the gradients of"], 2460),
     "experts": ("train_qwen3.py --flavor debug_moe --dp_shard 4 --ep 4", "#rank=2",
-                ["Rank 2 holds", "experts 4-5", "ep with 0, 1, 3"], 1900),
+                ["Rank 2 holds", "experts 4-5", "ep with 0, 1, 3"], 2240),
 }
 # What a reader does, in the browser's own events; what then is to be seen goes into the title.
 READER = """<script>addEventListener("load", () => {
