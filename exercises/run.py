@@ -131,7 +131,7 @@ def check(name: str) -> int:
         return 1
     paths = os.pathsep.join(map(str, (folder, HERE, HOUSE / "tests")))
     env = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
-    print(f"checking {what(state)}, usually 15 s to a minute ...", flush=True)
+    print(f"checking {what(state)}, usually 5 to 20 s ...", flush=True)
     command = [sys.executable, HERE / "run.py", "check-here", json.dumps(state), folder]
     warnings = tempfile.TemporaryFile("w+")  # torch's, which would bury the answer
     process = subprocess.Popen(command, env=env, cwd=folder, start_new_session=True, stderr=warnings)
