@@ -1,23 +1,17 @@
 """Text as token ids and back: tokenizers, what ends a text, chat templates, and text that is shown as it comes."""
-import json
 import os
 import string
-from datetime import datetime
 from pathlib import Path
 
+from support.chat import read_template, without_marks
 from support.files import read_json
 from support.hf import check_hf_tokenizer, read_chat, read_hf_json
 from support.manifest import is_hf_folder, newest_readable, step_folders
-from support.tokenizer import find_tokenizer, load_tokenizer
+from support.tokenizer import encoding_of, find_tokenizer, load_tokenizer
 
 
 def encode(tokenizer, text: str, bos: bool) -> list[int]:
-    try:
-        return tokenizer.encode(text, add_special_tokens=bos).ids
-    except BaseException as error:  # a regular expression of a stranger's tokenizer.json that gives up makes it panic
-        if type(error).__name__ != "PanicException":
-            raise
-        raise ValueError(f"the tokenizer fails on {text[:40]!r}: {error}") from None
+    return encoding_of(tokenizer, text, bos).ids
 
 
 def ends_of(folder: str) -> list[int]:
@@ -41,32 +35,17 @@ def has_bos(folder: str) -> bool:
 
 def chat_prompts(folder: str):
     """text -> the prompt with which a chat model is asked it, by the folder's chat template. Raises ValueError."""
-    template, special_tokens = read_chat(folder if is_hf_folder(folder) else newest_readable(folder))
+
+    def guarded(what, *args):
+        try:
+            return what(*args)
+        except ValueError as error:
+            raise ValueError(f"--chat: {error}") from None
+
+    template = guarded(read_template, folder if is_hf_folder(folder) else newest_readable(folder))
     if template is None:
         raise ValueError(f"--chat: {folder} has no chat template (tokenizer_config.json, chat_template.jinja); leave it out")
-    try:
-        import jinja2.sandbox
-    except ImportError:
-        raise ValueError("--chat: chat templates are written in jinja2; pip install jinja2") from None
-
-    def fail(message):
-        raise jinja2.TemplateError(message)
-
-    # A template is a program, and anyone may have written this one: the sandbox keeps it from Python's objects. The options
-    # and names are those that transformers gives it.
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
-    environment.globals |= dict(raise_exception=fail, strftime_now=lambda text: datetime.now().strftime(text))
-
-    def render(text: str) -> str:
-        values = dict(messages=[{"role": "user", "content": text}], tools=None, documents=None, add_generation_prompt=True)
-        try:
-            return environment.from_string(template).render(**special_tokens, **values)
-        except Exception as error:  # whatever the template makes Python raise
-            raise ValueError(f"--chat: the chat template of {folder} fails: {error}") from None
-
-    return render
+    return lambda text: without_marks(guarded(template.render, [{"role": "user", "content": text}], None, True))
 
 
 class TextStream:

@@ -27,6 +27,16 @@ def load_tokenizer(file: Path):
     return tokenizer
 
 
+def encoding_of(tokenizer, text: str, bos: bool):
+    """The tokens of a text, with the places that they have in it. bos: with the tokens that the tokenizer puts around it."""
+    try:
+        return tokenizer.encode(text, add_special_tokens=bos)
+    except BaseException as error:  # a regular expression of a stranger's tokenizer.json that gives up makes it panic
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"the tokenizer fails on {text[:40]!r}: {error}") from None
+
+
 def files_beside(tokenizer_file) -> dict:
     """{name: content} of the files that go wherever this tokenizer.json goes. ValueError for links elsewhere, absurd sizes."""
     folder = os.path.dirname(os.path.abspath(tokenizer_file))

@@ -1,0 +1,227 @@
+"""Conversations as tokens: a folder's chat template writes them out, and a mask says which tokens are the assistant's.
+
+The template knows best. One with {% generation %} ... {% endgeneration %} says itself what the assistant writes. Any other is
+asked by rendering prefixes of the conversation: an answer is what comes on top of the prompt before it. Where that does not
+tell exactly, the template is refused: a loss on the wrong tokens would show in no number.
+"""
+import json
+import os
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+from support.hf import read_chat
+from support.tokenizer import encoding_of, load_tokenizer
+
+BEGIN, END = "\ufdd0", "\ufdd1"  # around what the assistant writes; Unicode leaves them to programs, and no text has them
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant",
+                  "function_call": "assistant", "function": "tool", "function_response": "tool", "observation": "tool"}
+NEEDED = '{"messages": [{"role": ..., "content": ...}]} or ShareGPT\'s {"conversations": [{"from": ..., "value": ...}]}'
+
+
+class Conversation(NamedTuple):
+    messages: list[dict]
+    tools: list | None  # the functions that the assistant may call, as JSON schemas
+    where: str  # its file and line, for errors
+
+
+class ChatTemplate(NamedTuple):
+    name: str  # where it comes from, for errors
+    render: Callable  # (messages, tools, add_generation_prompt=False) -> text, with BEGIN and END where the template has marks
+    has_marks: bool  # {% generation %}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Templates
+def read_template(folder: str) -> ChatTemplate | None:
+    """The chat template of a folder, ready to render; None where it has none. Raises ValueError."""
+    template, special_tokens = read_chat(folder)
+    if template is None:
+        return None
+    try:
+        import jinja2.ext
+        import jinja2.sandbox
+    except ImportError:
+        raise ValueError("chat templates are written in jinja2; pip install jinja2") from None
+    marks = []
+
+    class Generation(jinja2.ext.Extension):
+        """{% generation %}: what is inside goes out between BEGIN and END."""
+
+        tags = {"generation"}
+
+        def parse(self, parser):
+            marks.append(next(parser.stream).lineno)
+            inside = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            begin, end = (jinja2.nodes.Output([jinja2.nodes.TemplateData(mark)]) for mark in (BEGIN, END))
+            return [begin, jinja2.nodes.Scope(inside), end]
+
+    def fail(message):
+        raise jinja2.TemplateError(message)
+
+    # A template is a program, and anyone may have written this one: the sandbox keeps it from Python's objects. The options
+    # and names are those that transformers gives it.
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation])
+    environment.filters["tojson"] = lambda value, **options: json.dumps(value, **({"ensure_ascii": False} | options))
+    environment.globals |= dict(raise_exception=fail, strftime_now=lambda text: datetime.now().strftime(text))
+
+    def guarded(what, *args, **values):
+        try:
+            return what(*args, **values)
+        except Exception as error:  # whatever the template makes Python raise
+            raise ValueError(f"the chat template of {folder} fails: {error}") from None
+
+    compiled = guarded(environment.from_string, template)
+
+    def render(messages: list, tools: list | None, add_generation_prompt: bool = False) -> str:
+        return guarded(compiled.render, **special_tokens, messages=messages, tools=tools, documents=None,
+                       add_generation_prompt=add_generation_prompt)
+
+    return ChatTemplate(f"the chat template of {folder}", render, bool(marks))
+
+
+def without_marks(text: str) -> str:
+    return text.replace(BEGIN, "").replace(END, "")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files -> conversations
+def is_chat(path: Path) -> bool:
+    """Whether a .jsonl file holds conversations: its first line tells. One with a "text" is text to train on as it is."""
+    if path.suffix != ".jsonl" or not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        first = next((line for line in file if line.strip()), b"{}")
+    try:
+        record = json.loads(first)
+    except (ValueError, RecursionError):
+        return False  # said with its line number by whoever reads the text
+    return isinstance(record, dict) and "text" not in record and bool({"messages", "conversations"} & record.keys())
+
+
+def read_conversations(lines, path: Path, first_number: int = 1):
+    """Yields the Conversation of each line that is not empty. lines: of a file, as bytes. Raises ValueError with the line."""
+    for number, line in enumerate(lines, first_number):
+        if line.strip():
+            yield conversation_of(line, f"{path} line {number}")
+
+
+def conversation_of(line: bytes, where: str) -> Conversation:
+    try:
+        record = json.loads(line)
+        text = json.dumps(record, ensure_ascii=False)
+        text.encode()  # "\ud800" is JSON, but no text
+        if BEGIN in text or END in text:
+            raise ValueError("it has U+FDD0 or U+FDD1, which are no characters")
+        messages, tools = record["messages"] if "messages" in record else from_sharegpt(record), record.get("tools")
+        tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
+        if tools and not isinstance(tools, list):
+            raise TypeError("tools must be a list")
+        if not messages or not isinstance(messages, list) or not all(map(is_message, messages)):
+            raise TypeError("every message needs a role and a content")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{where}: need a conversation like {NEEDED} ({error!r})") from None
+    return Conversation(messages, tools or None, where)
+
+
+def is_message(message) -> bool:
+    """The content may be null or missing beside tool calls, and a list of parts for templates that know them."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        return False
+    content = message.get("content")
+    return isinstance(content, (str, list)) or content is None and bool(message.get("tool_calls"))
+
+
+def from_sharegpt(record: dict) -> list[dict]:
+    """{"conversations": [{"from", "value"}], "system"} as messages. Some files have role and content under that name."""
+    messages = [{"role": "system", "content": record["system"]}] if record.get("system") else []
+    for turn in record["conversations"]:
+        if "from" not in turn:
+            messages.append(turn)
+            continue
+        role, value = turn["from"], turn["value"]
+        message = {"role": SHAREGPT_ROLES.get(role, role), "content": value}
+        if role == "function_call":
+            calls = json.loads(value) if isinstance(value, str) else value
+            calls = calls if isinstance(calls, list) else [calls]
+            message |= {"content": "", "tool_calls": [{"type": "function", "function": call} for call in calls]}
+        messages.append(message)
+    return messages
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Conversation -> text and where in it the assistant speaks -> tokens and mask
+def assistant_spans(conversation: Conversation, template: ChatTemplate) -> tuple[str, list[tuple[int, int]]]:
+    """The whole text, and (start, end) of what the assistant writes in it, in characters. Raises ValueError where the template
+    fails, or does not tell exactly."""
+    messages, tools, where = conversation
+    try:
+        full = template.render(messages, tools)
+        if template.has_marks:
+            return spans_of_marks(full)
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        spans = [span_by_prefixes(i, full, messages, lambda *args: template.render(args[0], tools, *args[1:])) for i in turns]
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    if None in spans:
+        raise ValueError(f"{where}: {template.name} does not tell which tokens of message {turns[spans.index(None)] + 1} are "
+                         "the assistant's: rendered up to there it is not how the whole conversation begins; write "
+                         "{% generation %} ... {% endgeneration %} around the assistant's part of the template")
+    return full, spans
+
+
+def spans_of_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
+    parts, spans, length = text.split(BEGIN), [], 0
+    for i, part in enumerate(parts):
+        inside = part.split(END)[0] if i else ""
+        if inside:
+            spans.append((length, length + len(inside)))
+        length += len(without_marks(part))
+    return without_marks(text), spans
+
+
+def span_by_prefixes(i: int, full: str, messages: list, render) -> tuple[int, int] | None:
+    """Where message i, the assistant's, is in the full text: behind the prompt that asks for it, up to its end. None where the
+    conversation's beginnings do not tell that."""
+    prompt, answered = render(messages[:i], True), render(messages[:i + 1])
+    if not full.startswith(prompt):
+        return None
+    start = len(prompt)
+    if full.startswith(answered) and len(answered) >= start:
+        return start, len(answered)
+    # Some templates write an earlier answer in another way once there is a later question: Qwen3's drops what it thought. It
+    # still ends as every answer does, so its end is found if this text is there once: if with another answer in its place
+    # nothing else changes.
+    one, other = (render([*messages[:i], {"role": "assistant", "content": content}]) for content in ("x", "y"))
+    ending = os.path.commonprefix([one[::-1], other[::-1]])[::-1]
+    changed = render([*messages[:i], messages[i] | {"content": "x"}, *messages[i + 1:]])
+    end, changed_end = (text.find(ending, start) + len(ending) for text in (full, changed))
+    same = changed.startswith(prompt) and min(end, changed_end) >= start + len(ending) and full[end:] == changed[changed_end:]
+    return (start, end) if ending.strip() and same else None
+
+
+@lru_cache(maxsize=1)
+def chat_tokenizer(file: Path):
+    """As load_tokenizer, but the template's markers, like <|im_start|>, are tokens and no text."""
+    from tokenizers import Tokenizer, processors
+
+    tokenizer = Tokenizer.from_str(load_tokenizer(file).to_str())
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)  # a token begins where its space does
+    return tokenizer
+
+
+def tokens_and_mask(conversation: Conversation, template: ChatTemplate, tokenizer) -> tuple[list[int], list[int]]:
+    """(ids, mask), as long as each other: 1 where a token is the assistant's and has a loss. tokenizer: a chat_tokenizer. A
+    token with only a part in the assistant's text counts, as in transformers."""
+    text, spans = assistant_spans(conversation, template)
+    encoding = encoding_of(tokenizer, text, False)
+    starts, ends = zip(*encoding.offsets) if encoding.offsets else ((), ())
+    mask = [0] * len(encoding.ids)
+    for start, end in spans:
+        for i in range(bisect_right(ends, start), bisect_left(starts, end)):
+            mask[i] = 1
+    return encoding.ids, mask

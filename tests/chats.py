@@ -1,0 +1,170 @@
+"""Chat templates and conversations for tests: small ones of the kinds that Qwen3, Llama 3 and DeepSeek publish.
+
+MARK and ENDMARK stand where a template for training has {% generation %} and {% endgeneration %}."""
+import json
+import random
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+# Tools and system in one block; an answer before the last question loses its thoughts, a later one always has some.
+QWEN = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}
+    {{- '<tools>' }}{%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{%- endfor %}{{- '\\n</tools><|im_end|>\\n' }}
+{%- elif messages[0].role == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- set ns = namespace(asked=messages|length - 1, found=false) %}
+{%- for message in messages[::-1] %}
+    {%- if not ns.found and message.role == 'user' %}
+        {%- set ns.found = true %}{%- set ns.asked = messages|length - 1 - loop.index0 %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- set content = message.content if message.content is string else '' %}
+    {%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
+        {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}
+    {%- elif message.role == 'assistant' %}
+        {%- set thoughts = '' %}
+        {%- if '</think>' in content %}
+            {%- set thoughts = content.split('</think>')[0].split('<think>')[-1].strip('\\n') %}
+            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+        {%- endif %}
+        {{- '<|im_start|>assistant\\n' }}
+        MARK
+        {%- if loop.index0 > ns.asked and (loop.last or thoughts) %}
+            {{- '<think>\\n' + thoughts + '\\n</think>\\n\\n' }}
+        {%- endif %}
+        {{- content }}
+        {%- for call in message.tool_calls or [] %}
+            {%- if (loop.first and content) or not loop.first %}{{- '\\n' }}{%- endif %}
+            {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- call.function.arguments if call.function.arguments is string else call.function.arguments | tojson }}
+            {{- '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+        ENDMARK
+    {%- elif message.role == 'tool' %}
+        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
+        {{- '\\n<tool_response>\\n' + content + '\\n</tool_response>' }}
+        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+# A beginning-of-text token, headers, trimmed contents, tools in the system message, a call as the whole answer
+LLAMA = """\
+{{- bos_token }}
+{%- if tools is not none %}
+    {{- '<|start_header_id|>system<|end_header_id|>\\n\\n' }}
+    {%- for tool in tools %}{{- tool | tojson(indent=4) }}{{- '\\n\\n' }}{%- endfor %}{{- '<|eot_id|>' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- set role = 'ipython' if message.role == 'tool' else message.role %}
+    {{- '<|start_header_id|>' + role + '<|end_header_id|>\\n\\n' }}
+    {%- if message.role == 'assistant' %}
+        MARK
+        {%- if message.tool_calls %}
+            {%- if message.tool_calls|length != 1 %}{{- raise_exception('one call at a time') }}{%- endif %}
+            {%- set call = message.tool_calls[0].function %}
+            {{- '{"name": "' + call.name + '", "parameters": ' }}{{- call.arguments | tojson }}{{- '}' }}
+        {%- else %}
+            {{- message.content | trim }}
+        {%- endif %}
+        {{- '<|eot_id|>' }}
+        ENDMARK
+    {%- else %}
+        {{- message.content | trim + '<|eot_id|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
+"""
+# The system message without a role; outputs of tools are closed by what follows, where the assistant goes on without a header
+DEEPSEEK = """\
+{%- set ns = namespace(system='', outputs=false) %}
+{%- for message in messages if message.role == 'system' %}{%- set ns.system = ns.system + message.content %}{%- endfor %}
+{{- bos_token + ns.system }}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}
+        {%- set ns.outputs = false %}
+        {{- '<｜User｜>' + message.content }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<｜tool▁outputs▁end｜>' if ns.outputs else '<｜Assistant｜>' }}
+        {%- set ns.outputs = false %}
+        MARK
+        {{- message.content or '' }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '<｜tool▁call▁begin｜>' + call.type + '<｜tool▁sep｜>' + call.function.name + '\\n' }}
+            {{- call.function.arguments | tojson + '<｜tool▁call▁end｜>' }}
+        {%- endfor %}
+        {{- '<｜end▁of▁sentence｜>' }}
+        ENDMARK
+    {%- elif message.role == 'tool' %}
+        {{- '' if ns.outputs else '<｜tool▁outputs▁begin｜>' }}
+        {%- set ns.outputs = true %}
+        {{- '<｜tool▁output▁begin｜>' + message.content + '<｜tool▁output▁end｜>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if ns.outputs %}{{- '<｜tool▁outputs▁end｜>' }}{%- elif add_generation_prompt %}{{- '<｜Assistant｜>' }}{%- endif %}
+"""
+TEMPLATES = {"qwen3": QWEN, "llama3": LLAMA, "deepseek": DEEPSEEK}
+SPECIAL = {"qwen3": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+           "llama3": ["<|end_of_text|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+           "deepseek": [f"<｜{name}｜>" for name in (
+               "end▁of▁sentence", "begin▁of▁sentence", "User", "Assistant", "tool▁call▁begin", "tool▁call▁end", "tool▁sep",
+               "tool▁outputs▁begin", "tool▁outputs▁end", "tool▁output▁begin", "tool▁output▁end")]}
+EOS = {"qwen3": "<|im_end|>", "llama3": "<|eot_id|>", "deepseek": "<｜end▁of▁sentence｜>"}
+BOS = {"llama3": "<|begin_of_text|>", "deepseek": "<｜begin▁of▁sentence｜>"}
+
+WORDS = ("What is the sum of 17 and 25? Träume, 你好, naïve 🙂 code: def f(x):\n    return x + 1\n and then   spaces\n\n"
+         " it's done, I think so <b> {json: 1} user assistant \tend").split(" ")
+TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {
+    "a": {"type": "integer"}, "b": {"type": "integer"}}}}}
+
+
+def with_marks(template: str, marks: bool = True) -> str:
+    begin, end = ("{%- generation %}", "{%- endgeneration %}") if marks else ("", "")
+    return template.replace("ENDMARK", end).replace("MARK", begin)
+
+
+def chat_folder(folder, kind: str, marks: bool = False):
+    """A tokenizer's folder with a chat template of this kind, as Hugging Face writes one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.train_from_iterator([" ".join(WORDS)] * 9, trainers.BpeTrainer(
+        vocab_size=400, special_tokens=SPECIAL[kind], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    if kind in BOS:  # as Llama 3's: it would put one more in front, if it were asked
+        begin = BOS[kind], made.token_to_id(BOS[kind])
+        made.post_processor = processors.TemplateProcessing(single=f"{BOS[kind]} $A", special_tokens=[begin])
+    made.save(str(folder / "tokenizer.json"))
+    rules = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS[kind]}
+    rules |= {"bos_token": BOS[kind]} if kind in BOS else {}
+    (folder / "tokenizer_config.json").write_text(json.dumps(rules))
+    (folder / "chat_template.jinja").write_text(with_marks(TEMPLATES[kind], marks))
+    return folder
+
+
+def conversations(count: int, seed: int = 0, tools: bool = True) -> list[dict]:
+    """1 to 6 turns each: with and without system message, thoughts, a call of a tool and its output."""
+    rng, made = random.Random(seed), []
+
+    def words(most: int) -> str:
+        return " ".join(rng.choices(WORDS, k=rng.randint(1, most)))
+
+    for _ in range(count):
+        messages, calls = [], tools and rng.random() < 0.3
+        if rng.random() < 0.4:
+            messages.append({"role": "system", "content": words(8)})
+        for _ in range(rng.randint(1, 6)):
+            messages.append({"role": "user", "content": words(20)})
+            if calls and rng.random() < 0.6:
+                call = {"type": "function", "function": {"name": "add", "arguments": {"a": rng.randint(0, 99), "b": "ä"}}}
+                messages.append({"role": "assistant", "content": rng.choice(["", words(4)]), "tool_calls": [call]})
+                messages += [{"role": "tool", "content": words(3)}] * rng.randint(1, 2)
+            thoughts = f"<think>\n{words(9)}\n</think>\n\n" if rng.random() < 0.4 else ""
+            messages.append({"role": "assistant", "content": thoughts + words(20)})
+        made.append({"messages": messages} | ({"tools": [TOOL]} if calls else {}))
+    return made

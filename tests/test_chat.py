@@ -1,0 +1,200 @@
+"""Conversations as tokens, against support/chat.py: transformers is the judge of ids and of which of them have a loss."""
+import json
+import sys
+
+import pytest
+from chats import EOS, QWEN, TEMPLATES, chat_folder, conversations, with_marks
+from transformers import AutoTokenizer
+
+from support.chat import chat_tokenizer, conversation_of, is_chat, read_conversations, read_template, tokens_and_mask
+from support.hf import read_chat
+
+FOUR = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}] * 2
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """kind -> (folder without marks, the judge's mask and ids of a record)"""
+    root = tmp_path_factory.mktemp("templates")
+
+    def judge(kind):
+        theirs = AutoTokenizer.from_pretrained(chat_folder(root / f"{kind}-marks", kind, marks=True))
+
+        def of(record):
+            found = theirs.apply_chat_template(record["messages"], tools=record.get("tools"), return_dict=True,
+                                               return_assistant_tokens_mask=True)
+            return list(found["input_ids"]), list(found["assistant_masks"])
+
+        return of
+
+    return {kind: (chat_folder(root / kind, kind), judge(kind)) for kind in TEMPLATES}
+
+
+def ours(folder, record, template=None):
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    conversation = conversation_of(json.dumps(record).encode(), "chat.jsonl line 1")
+    return tokens_and_mask(conversation, read_template(str(folder)), chat_tokenizer(folder / "tokenizer.json"))
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_masks_are_those_of_transformers(folders, kind):
+    """1,000 conversations with marks in the template, and without, by rendering prefixes."""
+    folder, judge = folders[kind]
+    marked, plain = (read_template(str(path)) for path in (folder.with_name(f"{kind}-marks"), folder))
+    assert (marked.has_marks, plain.has_marks) == (True, False)
+    tokenizer, answers = chat_tokenizer(folder / "tokenizer.json"), 0
+    for record in conversations(1000):
+        conversation = conversation_of(json.dumps(record).encode(), "line")
+        expected = judge(record)
+        assert tokens_and_mask(conversation, marked, tokenizer) == expected
+        assert tokens_and_mask(conversation, plain, tokenizer) == expected
+        answers += sum(expected[1])
+    assert answers > 20_000
+
+
+def test_what_the_mask_covers(folders, tmp_path):
+    """In plain sight: behind the header, with the end of the turn; a thought that a later question removes is gone."""
+    folder, _ = folders["qwen3"]
+    ids, mask = ours(folder, {"messages": [
+        {"role": "system", "content": "Be kind."}, {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": "<think>\neasy\n</think>\n\n4"}, {"role": "user", "content": "sure?"},
+        {"role": "assistant", "content": "<think>\nyes\n</think>\n\nYes."}]})
+    tokenizer = chat_tokenizer(folder / "tokenizer.json")
+    said = tokenizer.decode([i for i, bit in zip(ids, mask) if bit], skip_special_tokens=False)
+    assert said == "4<|im_end|>\n<think>\nyes\n</think>\n\nYes.<|im_end|>\n"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == (
+        "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
+        "<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n<think>\nyes\n</think>\n\nYes.<|im_end|>\n")
+
+
+@pytest.mark.parametrize("template", [
+    "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' if loop.index0 > messages|length - 3 else '' }}{% endfor %}",
+    "{{ messages|length }}{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}",
+    "{% for m in messages|reverse %}{{ m.content }}{% endfor %}",
+    # a prompt that the whole conversation does not have: as DeepSeek R1's, where thoughts are removed from every answer
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant><think>{% endif %}",
+    # an earlier answer is written in another way, and no text ends it
+    "{% for m in messages %}<{{ m.role }}>{{ m.content if loop.last else m.content|upper }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}",
+])
+def test_a_template_that_does_not_tell_is_refused_by_name(tmp_path, template):
+    folder = chat_folder(tmp_path / "strange", "qwen3")
+    with pytest.raises(ValueError) as error:
+        ours(folder, {"messages": FOUR}, template)
+    text = str(error.value)
+    assert text.startswith(f"chat.jsonl line 1: the chat template of {folder} does not tell which tokens of message ")
+    assert "{% generation %} ... {% endgeneration %}" in text and "\n" not in text
+
+
+def test_an_end_of_turn_inside_an_answer_is_not_taken_for_its_end(tmp_path, folders):
+    """Only where an answer is written in another way later on its end is looked for: what does not tell exactly is refused."""
+    folder = chat_folder(tmp_path / "qwen", "qwen3")
+    typed = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a<|im_end|>\nb"}]
+    record = {"messages": typed * 2}
+    with pytest.raises(ValueError, match="does not tell which tokens of message 2"):
+        ours(folder, record)
+    assert ours(folder, {"messages": typed}) == folders["qwen3"][1]({"messages": typed})
+    assert ours(folder, record, with_marks(QWEN)) == folders["qwen3"][1](record)
+
+
+def test_marks_in_every_place(tmp_path):
+    """Dashes and blanks in the tag, a block around nothing, one around the header, one in a macro, one with a variable."""
+    folder = chat_folder(tmp_path / "marks", "qwen3")
+    tokenizer = chat_tokenizer(folder / "tokenizer.json")
+
+    def said(template):
+        ids, mask = ours(folder, {"messages": FOUR[:2]}, template)
+        texts = [tokenizer.decode([i for i, bit in zip(ids, mask) if bit == want]) for want in (1, 0)]
+        assert len(ids) == len(mask)
+        return texts
+
+    assert said("<{{ messages[0].content }}>{%generation%}[{{ messages[1].content }}]{%-endgeneration-%}  .") == ["[a]", "<u>."]
+    assert said("{% generation %}{% endgeneration %}{{ messages[0].content }}") == ["", "u"]
+    macro = "{% macro say(m) %}{% generation %}{{ m.content }}{% endgeneration %}{% endmacro %}"
+    assert said(macro + "<{{ say(messages[1]) }}>") == ["a", "<>"]
+    assert said("{% generation %}{% set x = 1 %}{{ x }}{% endgeneration %}{{ x }}-{{ messages[1].content }}") == ["1", "-a"]
+    assert said("{{ messages[1].content }}{% if false %}{% generation %}{% endgeneration %}{% endif %}") == ["", "a"]
+
+
+def test_tools_and_other_spellings_of_a_conversation(folders):
+    """ShareGPT's names, its system message and its calls; tools as a string of JSON."""
+    folder, judge = folders["qwen3"]
+    function = {"name": "add", "arguments": {"a": 1, "b": 2}}
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "1+2?"},
+                {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},
+                {"role": "tool", "content": "3"}, {"role": "assistant", "content": "It is 3."}]
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    expected = judge({"messages": messages, "tools": tools})
+    assert sum(expected[1]) > 10
+    turns = [("human", "1+2?"), ("function_call", json.dumps(function)), ("observation", "3"), ("gpt", "It is 3.")]
+    sharegpt = [{"from": name, "value": value} for name, value in turns]
+    for record in ({"messages": messages, "tools": json.dumps(tools)}, {"conversations": messages, "tools": tools},
+                   {"conversations": sharegpt, "system": "s", "tools": tools},
+                   {"conversations": [{"from": "system", "value": "s"}, *sharegpt], "tools": json.dumps(tools)}):
+        assert ours(folder, record) == expected
+    none = {"messages": messages[:2]}
+    assert ours(folder, none | {"tools": []}) == ours(folder, none | {"tools": ""}) == ours(folder, none)
+    assert sum(ours(folder, none)[1]) == 0  # nobody answers
+
+
+def test_a_token_at_the_border_counts_as_in_transformers(tmp_path):
+    """Where no special token is between header and answer, one token may hold the end of one and the beginning of the other."""
+    template = ("{% for m in messages %}{% if m.role == 'assistant' %}A: {% generation %}{{ m.content }}{% endgeneration %}"
+                "{% else %}{{ m.content }}{% endif %}\n{% endfor %}")
+    folder, straddles = chat_folder(tmp_path / "loose", "llama3"), 0
+    (folder / "chat_template.jinja").write_text(template)
+    theirs = AutoTokenizer.from_pretrained(folder)
+    for content in ("think", "then so", "it's\ndone", "  return x", "naïve."):
+        record = {"messages": [{"role": "user", "content": "What"}, {"role": "assistant", "content": content}]}
+        found = theirs.apply_chat_template(record["messages"], return_dict=True, return_assistant_tokens_mask=True)
+        ids, mask = ours(folder, record)
+        assert (ids, mask) == (list(found["input_ids"]), list(found["assistant_masks"]))
+        said = chat_tokenizer(folder / "tokenizer.json").decode([i for i, bit in zip(ids, mask) if bit])
+        straddles += said != content
+    assert straddles
+
+
+@pytest.mark.parametrize("line, part", [
+    ("{", "Expecting property name"), ("[]", "AttributeError"), ('{"messages": []}', "every message needs"),
+    ('{"messages": {"role": "user"}}', "every message needs"), ('{"messages": [{"role": "user"}]}', "every message needs"),
+    ('{"messages": [{"content": "x"}]}', "every message needs"), ('{"messages": [{"role": "user", "content": 3}]}', "every"),
+    ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "surrogates"), ('{"text": "x"}', "conversations"),
+    ('{"messages": [{"role": "user", "content": "\\ufdd0"}]}', "U\\+FDD0"), ('{"conversations": [3]}', "int"),
+    ('{"messages": [{"role": "user", "content": "x"}], "tools": {"a": 1}}', "tools must be a list"),
+    ('{"conversations": [{"from": "function_call", "value": "add(1)"}]}', "Expecting value"),
+])
+def test_bad_lines_are_named(tmp_path, line, part):
+    file = tmp_path / "c.jsonl"
+    file.write_text(json.dumps({"messages": FOUR}) + "\n\n" + line + "\n")
+    with open(file, "rb") as lines, pytest.raises(ValueError, match=f"c.jsonl line 3: need a conversation like .*{part}"):
+        list(read_conversations(lines, file))
+
+
+def test_a_template_that_fails_is_named_with_the_line(tmp_path):
+    folder = chat_folder(tmp_path / "fails", "qwen3")
+    with pytest.raises(ValueError, match="^chat.jsonl line 1: the chat template of .*fails fails: roles must alternate$"):
+        ours(folder, {"messages": FOUR}, "{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(ValueError, match="^the chat template of .*fails fails: "):
+        ours(folder, {"messages": FOUR}, "{% if %}")
+    (folder / "chat_template.jinja").unlink()
+    assert read_template(str(folder)) is None
+    assert read_chat(str(folder))[1]["eos_token"] == EOS["qwen3"]
+
+
+def test_without_jinja2_the_error_says_what_to_install(folders, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jinja2.ext", None)
+    with pytest.raises(ValueError, match="pip install jinja2"):
+        read_template(str(folders["qwen3"][0]))
+
+
+@pytest.mark.parametrize("name, first, expected", [
+    ("a.jsonl", {"messages": []}, True), ("a.jsonl", {"conversations": []}, True), ("a.txt", {"messages": []}, False),
+    ("a.jsonl", {"text": "x", "messages": []}, False), ("a.jsonl", {"text": "x"}, False), ("a.jsonl", [], False),
+])
+def test_what_is_a_file_of_conversations(tmp_path, name, first, expected):
+    (tmp_path / name).write_text("\n" + json.dumps(first) + "\n")
+    assert is_chat(tmp_path / name) is expected
+    (tmp_path / name).write_text("{")
+    assert is_chat(tmp_path / name) is False is is_chat(tmp_path / "none.jsonl")
