@@ -3,6 +3,7 @@
     python data.py stdlib                       # the built-in corpus: the sources of Python's standard library, into the cache
     python data.py tokenizer --input a.txt b.jsonl --vocab_size 8192 --out tokenizer.json      # a byte-level BPE of your own
     python data.py prepare --input a.txt b.jsonl --tokenizer tokenizer.json --out tokens       # then train with --data tokens
+    python data.py show chat.jsonl --tokenizer FOLDER          # documents as they will be trained, tokens with a loss in green
     python data.py check tokens                 # is every byte as it was written? exit status 0 or 1
 
 How text becomes shards is in support/corpus.py, what a folder of shards holds in support/shards.py.
@@ -25,6 +26,7 @@ from support.config import Need, Parser, flag, usage_error
 from support.corpus import BPE_VOCAB, build_shards, cache_folder, cached_corpus, train_tokenizer
 from support.files import sha256_file
 from support.shards import find_damage, open_shard, read_index
+from support.show import show_documents
 from support.tokenizer import EOT_NAMES, bytes_of_tokens, find_tokenizer, load_tokenizer
 
 OPEN_SHARDS = 32  # that stay open: another one is opened in microseconds, and a process may have 1,024 files open
@@ -275,7 +277,7 @@ def own_tokenizer(paths: list, out: Path, vocab_size: int):
 
 def main():
     parser = Parser(description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="stdlib|tokenizer|prepare|check")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="stdlib|tokenizer|prepare|show|check")
     stdlib = commands.add_parser("stdlib", help="build the built-in corpus")
     stdlib.add_argument("--cache_dir", default="", help="instead of the user's cache folder")
     own = commands.add_parser("tokenizer", help="train a byte-level BPE on text files, for --tokenizer")
@@ -288,10 +290,17 @@ def main():
     prepare.add_argument("--out", required=True, help="folder to write; the same command again finishes what was interrupted")
     prepare.add_argument("--eot", default="", help="token that ends a document, where the tokenizer does not tell")
     prepare.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
+    show = commands.add_parser("show", help="documents of a file as they will be trained, tokens with a loss in green")
+    show.add_argument("file", metavar="FILE", help=".txt or .jsonl, of text or of conversations")
+    show.add_argument("--tokenizer", required=True, help="tokenizer.json, or a Hugging Face folder")
+    show.add_argument("--n", type=int, default=3, help="documents [default: 3]")
+    show.add_argument("--json", action="store_true", help='an object per document instead: {"ids": [...], "mask": [...]}')
     check = commands.add_parser("check", help="verify sizes, checksums, counts and ids of a folder of token shards")
     check.add_argument("out", metavar="DIR", help="the folder")
     args = parser.parse_args()
     try:
+        if args.command == "show":
+            return show_documents(Path(args.file), args.tokenizer, args.n, args.json)
         folder = cached_corpus("stdlib", "", args.cache_dir) if args.command == "stdlib" else Path(args.out)
         if args.command == "prepare":
             if not args.out or args.workers < 1:

@@ -103,14 +103,8 @@ def is_chat(path: Path) -> bool:
     return isinstance(record, dict) and "text" not in record and bool({"messages", "conversations"} & record.keys())
 
 
-def read_conversations(lines, path: Path, first_number: int = 1):
-    """Yields the Conversation of each line that is not empty. lines: of a file, as bytes. Raises ValueError with the line."""
-    for number, line in enumerate(lines, first_number):
-        if line.strip():
-            yield conversation_of(line, f"{path} line {number}")
-
-
 def conversation_of(line: bytes, where: str) -> Conversation:
+    """The conversation of one line of a file. Raises ValueError with `where` it is."""
     try:
         record = json.loads(line)
         text = json.dumps(record, ensure_ascii=False)
@@ -154,7 +148,7 @@ def from_sharegpt(record: dict) -> list[dict]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Conversation -> text and where in it the assistant speaks -> tokens and mask
+# Conversation -> text, and where in it the assistant speaks -> tokens and mask
 def assistant_spans(conversation: Conversation, template: ChatTemplate) -> tuple[str, list[tuple[int, int]]]:
     """The whole text, and (start, end) of what the assistant writes in it, in characters. Raises ValueError where the template
     fails, or does not tell exactly."""
@@ -212,6 +206,15 @@ def chat_tokenizer(file: Path):
     tokenizer = Tokenizer.from_str(load_tokenizer(file).to_str())
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)  # a token begins where its space does
     return tokenizer
+
+
+def need_template(tokenizer_file: Path, path: Path) -> ChatTemplate:
+    """The chat template beside a tokenizer.json. Raises ValueError where the conversations of `path` have none."""
+    folder = os.path.dirname(os.path.abspath(tokenizer_file))
+    if (template := read_template(folder)) is None:
+        raise ValueError(f"{path} holds conversations, but {folder} has no chat template (chat_template.jinja or "
+                         "tokenizer_config.json) to write them out; give the folder of a chat model with --tokenizer")
+    return template
 
 
 def tokens_and_mask(conversation: Conversation, template: ChatTemplate, tokenizer) -> tuple[list[int], list[int]]:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from support.chat import chat_tokenizer, conversation_of, need_template, tokens_and_mask
 from support.files import sha256_file, write_file
 from support.shards import VERSION, read_index, token_dtype, write_index, write_shard
 from support.tokenizer import BESIDE, EOT_NAMES, files_beside, find_tokenizer, load_tokenizer, tokenizer_path
@@ -118,6 +119,19 @@ def read_documents(piece: Piece, eot_text: str):
             raise ValueError(f'{piece.path} line {number}: need a JSON object with a string "text" ({error!r})') from None
         if document:
             yield ("val" if is_val else "train") if piece.split == "hash" else piece.split, document, True
+
+
+def read_chat_documents(piece: Piece, tokenizer_file: Path):
+    """Yields (split, ids, mask) of each conversation of a piece of a .jsonl: mask is 1 where a token has a loss."""
+    template, tokenizer = need_template(tokenizer_file, piece.path), chat_tokenizer(tokenizer_file)
+    with open(piece.path, "rb") as file:
+        first = 1 + file.read(piece.start).count(b"\n")
+        lines = file.read(piece.end - piece.start).removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    for number, line in enumerate(lines, first):
+        if line := line.strip():
+            conversation = conversation_of(line, f"{piece.path} line {number}")
+            split = "val" if hashlib.sha256(line).digest()[0] * VAL_PART < 256 else "train"
+            yield split if piece.split == "hash" else piece.split, *tokens_and_mask(conversation, template, tokenizer)
 
 
 def cut_at_lines(text: str, size: int = 1 << 16):

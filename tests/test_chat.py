@@ -1,13 +1,16 @@
 """Conversations as tokens, against support/chat.py: transformers is the judge of ids and of which of them have a loss."""
 import json
 import sys
+from pathlib import Path
 
 import pytest
 from chats import EOS, QWEN, TEMPLATES, chat_folder, conversations, with_marks
 from transformers import AutoTokenizer
 
-from support.chat import chat_tokenizer, conversation_of, is_chat, read_conversations, read_template, tokens_and_mask
+import data
+from support.chat import chat_tokenizer, conversation_of, is_chat, read_template, tokens_and_mask
 from support.hf import read_chat
+from support.show import documents_of
 
 FOUR = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}] * 2
 
@@ -166,10 +169,10 @@ def test_a_token_at_the_border_counts_as_in_transformers(tmp_path):
     ('{"conversations": [{"from": "function_call", "value": "add(1)"}]}', "Expecting value"),
 ])
 def test_bad_lines_are_named(tmp_path, line, part):
-    file = tmp_path / "c.jsonl"
-    file.write_text(json.dumps({"messages": FOUR}) + "\n\n" + line + "\n")
-    with open(file, "rb") as lines, pytest.raises(ValueError, match=f"c.jsonl line 3: need a conversation like .*{part}"):
-        list(read_conversations(lines, file))
+    file, folder = tmp_path / "c.jsonl", chat_folder(tmp_path / "qwen", "qwen3")
+    file.write_text("\ufeff" + json.dumps({"messages": FOUR}) + "\n\n" + line + "\n")
+    with pytest.raises(ValueError, match=f"c.jsonl line 3: need a conversation like .*{part}"):
+        list(documents_of(file, folder / "tokenizer.json", 0))
 
 
 def test_a_template_that_fails_is_named_with_the_line(tmp_path):
@@ -198,3 +201,65 @@ def test_what_is_a_file_of_conversations(tmp_path, name, first, expected):
     assert is_chat(tmp_path / name) is expected
     (tmp_path / name).write_text("{")
     assert is_chat(tmp_path / name) is False is is_chat(tmp_path / "none.jsonl")
+
+
+# ---- python data.py show ---------------------------------------------------------------------------------------------
+
+
+def show(monkeypatch, capsys, *argv):
+    """(status, stdout, stderr)"""
+    monkeypatch.setattr(sys, "argv", ["data.py", "show", *map(str, argv)])
+    try:
+        status = data.main() or 0
+    except SystemExit as stop:
+        status = stop.code
+    return status, *capsys.readouterr()
+
+
+def test_show(tmp_path, folders, monkeypatch, capsys):
+    """As JSON for programs, and for people in colours: only what the assistant says is green."""
+    folder, judge = folders["llama3"]
+    records = conversations(5, seed=3)
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    status, out, err = show(monkeypatch, capsys, tmp_path / "chat.jsonl", "--tokenizer", folder, "--n", 4, "--json")
+    assert (status, err) == (0, "")
+    assert [tuple(json.loads(line).values()) for line in out.splitlines()] == [judge(record) for record in records[:4]]
+    assert list(json.loads(out.splitlines()[0])) == ["ids", "mask"]
+
+    record = {"messages": [{"role": "user", "content": "a\033[2Jb"}, {"role": "assistant", "content": "def f(x)"}]}
+    (tmp_path / "one.jsonl").write_text(json.dumps(record))
+    status, out, err = show(monkeypatch, capsys, tmp_path / "one.jsonl", "--tokenizer", folder / "tokenizer.json")
+    ids, mask = judge(record)
+    assert out == (
+        f"--- document 1: {len(ids)} tokens, {sum(mask)} with a loss (green)\n<|begin_of_text|><|start_header_id|>user"
+        "<|end_header_id|>\n\na\ufffd[2Jb<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+        "\033[32mdef f(x)<|eot_id|>\033[0m\n")
+
+
+@pytest.mark.parametrize("name, text", [("a.jsonl", '{"text": "x = <|eot_id|>"}\n'), ("a.txt", "x = <|eot_id|>")])
+def test_show_of_text(tmp_path, folders, monkeypatch, capsys, name, text):
+    """Every token has a loss, and one of them ends the document; a special token that somebody typed is text."""
+    folder, _ = folders["llama3"]
+    (tmp_path / name).write_text(text)
+    status, out, err = show(monkeypatch, capsys, tmp_path / name, "--tokenizer", folder, "--json")
+    found, tokenizer = json.loads(out), chat_tokenizer(folder / "tokenizer.json")
+    assert found["mask"] == [1] * len(found["ids"]) and (status, err) == (0, "")
+    assert tokenizer.decode(found["ids"], skip_special_tokens=False) == "x = <|eot_id|><|end_of_text|>"
+    assert tokenizer.token_to_id("<|eot_id|>") not in found["ids"]
+
+
+@pytest.mark.parametrize("argv, part", [
+    (["none.jsonl", "--tokenizer", "TOKENIZER"], "none.jsonl"),
+    (["chat.jsonl"], "--tokenizer"),
+    (["chat.jsonl", "--tokenizer", "nowhere"], "--tokenizer nowhere"),
+    (["chat.jsonl", "--tokenizer", "TOKENIZER", "--n", "0"], "--n 0"),
+    (["chat.jsonl", "--tokenizer", "PLAIN"], "has no chat template"),
+])
+def test_errors_of_show_are_one_line(tmp_path, folders, monkeypatch, capsys, argv, part):
+    monkeypatch.chdir(tmp_path)
+    Path("chat.jsonl").write_text(json.dumps({"messages": FOUR}))
+    Path("plain").mkdir()
+    Path("plain/tokenizer.json").write_bytes((folders["llama3"][0] / "tokenizer.json").read_bytes())
+    names = {"TOKENIZER": folders["llama3"][0], "PLAIN": "plain"}
+    status, out, err = show(monkeypatch, capsys, *(names.get(arg, arg) for arg in argv))
+    assert status == 2 and out == "" and err.count("\n") == 1 and part in err, err
