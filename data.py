@@ -3,9 +3,11 @@
     python data.py stdlib                       # the built-in corpus: the sources of Python's standard library, into the cache
     python data.py tokenizer --input a.txt b.jsonl --vocab_size 8192 --out tokenizer.json      # a byte-level BPE of your own
     python data.py prepare --input a.txt b.jsonl --tokenizer tokenizer.json --out tokens       # then train with --data tokens
-    python data.py show chat.jsonl --tokenizer FOLDER          # documents as they will be trained, tokens with a loss in green
+    python data.py show chat.jsonl --tokenizer HUGGING_FACE_FOLDER      # conversations as they will be trained, see below
     python data.py check tokens                 # is every byte as it was written? exit status 0 or 1
 
+A .jsonl of conversations, {"messages": [...]} per line, is written out by the tokenizer's chat template, and only what the
+assistant says has a loss (support/chat.py); `show` prints that part in green.
 How text becomes shards is in support/corpus.py, what a folder of shards holds in support/shards.py.
 """
 import hashlib
@@ -25,7 +27,8 @@ import torch
 from support.config import Need, Parser, flag, usage_error
 from support.corpus import BPE_VOCAB, build_shards, cache_folder, cached_corpus, train_tokenizer
 from support.files import sha256_file
-from support.shards import find_damage, open_shard, read_index
+from support.packing import pack
+from support.shards import FIRST, LOSS, MASKED, find_damage, open_mask, open_shard, read_index
 from support.show import show_documents
 from support.tokenizer import EOT_NAMES, bytes_of_tokens, find_tokenizer, load_tokenizer
 
@@ -35,7 +38,7 @@ TEXT = Need("with --data of token shards, which need no cache", lambda c: not os
 
 @dataclass(kw_only=True)
 class DataConfig:
-    data: str = "stdlib"  # stdlib (Python's own sources), a .txt or .jsonl file, or a folder from python data.py prepare
+    data: str = "stdlib"  # stdlib (Python's own sources), a .txt or .jsonl file (of text or chats), or a folder from data.py
     tokenizer: str = ""  # tokenizer.json or Hugging Face folder; empty: --init_from's, or a BPE of 4096 ids, made of the text
     doc_mask: bool = False  # documents do not see each other: attention, positions and labels stop where a document ends
     data_seed: int = 0  # another seed is another order of the same sequences
@@ -97,6 +100,7 @@ class TokenData:
         self.ends = {split: np.cumsum([entry["tokens"] for entry in splits[split]], dtype=np.int64) for split in splits}
         n_tokens, n_val_tokens = (sum(entry["tokens"] for entry in splits[split]) for split in ("train", "val"))
         self.n_samples, self.n_val_samples = (n_tokens - 1) // seq_len, -(-max(0, n_val_tokens - 1) // seq_len)
+        self.entries = splits
         self.fingerprint = {"data_sha256": index["sha256"], "n_tokens": n_tokens, "tokenizer_sha256": tokenizer_sha256,
                             "seq_len": seq_len, "data_seed": data_seed, "doc_mask": doc_mask}
 
@@ -110,10 +114,13 @@ class TokenData:
                 part = self.shard(split, i)[position - self.ends[split][i]:][:len(row)]
                 row[:len(part)] = part
                 row, position = row[len(part):], position + len(part)
-        if out.max(initial=0) >= self.vocab_size:
-            raise ValueError(f"{self.folder} is damaged: token id {out.max()} in a vocabulary of {self.vocab_size}; see "
-                             f"python data.py check {self.folder}")
+        self.check_ids(out)
         return out
+
+    def check_ids(self, ids: np.ndarray):
+        if ids.max(initial=0) >= self.vocab_size:
+            raise ValueError(f"{self.folder} is damaged: token id {ids.max()} in a vocabulary of {self.vocab_size}; see "
+                             f"python data.py check {self.folder}")
 
     def arrays(self, windows: np.ndarray):
         """tokens, labels, positions, doc_ids, each (sequences, seq_len) int64; doc_ids is None without doc_mask."""
@@ -183,6 +190,55 @@ class TokenData:
         return prefetch(make(), torch.device(device))
 
 
+class ChatData(TokenData):
+    """Sequences of conversations, of which only what the assistant says has a loss: several in each with doc_mask, else one.
+
+    The sequences are what TokenData's windows are: their order, their shares and the cursor are the same."""
+
+    def __init__(self, folder: Path, seq_len: int, data_seed: int = 0, doc_mask: bool = False):
+        super().__init__(folder, seq_len, data_seed, doc_mask)
+        self.mask = lru_cache(OPEN_SHARDS)(lambda split, i: open_mask(folder, self.entries[split][i]))
+        self.packing = {split: pack(folder, self.entries[split], seq_len, doc_mask) for split in ("train", "val")}
+        self.n_samples, self.n_val_samples = (len(self.packing[split]) for split in ("train", "val"))
+
+    def windows(self, split: str, numbers) -> np.ndarray:
+        """(len(numbers), seq_len + 1) int64: tokens, the bits of their masks above 2**32, -1 where a sequence is not full."""
+        out, (documents, bounds) = np.full((len(numbers), self.seq_len + 1), -1, np.int64), self.packing[split][:2]
+        for row, number in zip(out, numbers):
+            for shard, start, n in documents[bounds[number]:bounds[number + 1]]:
+                ids, mask = (array(split, shard)[start:start + n].astype(np.int64) for array in (self.shard, self.mask))
+                self.check_ids(ids)
+                row[:n], row = ids | mask << 32, row[n:]
+        return out
+
+    def arrays(self, windows: np.ndarray):
+        """As TokenData's. A sequence's padding is one more document, without labels."""
+        is_text = windows >= 0
+        ids, bits = np.where(is_text, windows & 0xFFFFFFFF, self.eot), np.where(is_text, windows >> 32, 0)
+        begins = (bits & FIRST > 0) | ~is_text & np.pad(is_text[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+        labels = np.where((bits & LOSS > 0) & ~begins, ids, -100)[:, 1:]  # nothing before a document predicts how it begins
+        tokens, begins = ids[:, :-1], begins[:, :-1]
+        positions = np.broadcast_to(np.arange(self.seq_len), tokens.shape)
+        if not self.doc_mask:
+            return tokens, labels, positions, None
+        return tokens, labels, positions - np.maximum.accumulate(np.where(begins, positions, 0), axis=1), begins.cumsum(1) - 1
+
+    def first_words(self) -> str:
+        """The longest line of what is said before the first answer, from its beginning."""
+        split = "val" if self.n_val_samples else "train"
+        shard, start, n = self.packing[split].documents[0]
+        ids, mask = (array(split, shard)[start:start + n] for array in (self.shard, self.mask))
+        asked = load_tokenizer(Path(self.tokenizer_file)).decode(ids[:int((mask & LOSS > 0).argmax())].tolist())
+        return " ".join(max(asked.splitlines() or [""], key=len).split()[:4])[:60].rstrip("\ufffd")
+
+    def summary(self) -> str:
+        packing, n_sequences = self.packing["train"], self.n_samples
+        text = (f"{len(packing.documents):,} conversations in {n_sequences:,} sequences of {self.seq_len} tokens, "
+                f"{packing.padding:.1%} of them padding" + "; --doc_mask packs several into one" * (not self.doc_mask))
+        text += f"; {packing.n_cut:,} were too long and are cut" * (packing.n_cut > 0)
+        return text + f"; {packing.n_left_out:,} are left out, for no answer is in their beginning" * (packing.n_left_out > 0)
+
+
 def scramble(x: np.ndarray) -> np.ndarray:
     """uint64 to uint64, one to one; near numbers become unlike ones."""
     x = (x ^ (x >> np.uint64(32))) * np.uint64(0x9E3779B97F4A7C15)
@@ -244,10 +300,18 @@ def open_data(cfg: DataConfig, seq_len: int, tokenizer: str = "") -> TokenData:
             folder = Path(cfg.data)
             if cfg.tokenizer and sha256_file(find_tokenizer(cfg.tokenizer)[0]) != read_index(folder)["source"]["tokenizer"]:
                 raise ValueError(f"--tokenizer {cfg.tokenizer} is not the one that {folder} was made with; leave it out")
-        data = TokenData(folder, seq_len, cfg.data_seed, cfg.doc_mask)
+        Data = ChatData if read_index(folder)["version"] == MASKED else TokenData
+        data = Data(folder, seq_len, cfg.data_seed, cfg.doc_mask)
     except OSError as error:
         raise ValueError(f"{error.filename}: {error.strerror}; --data must be readable and --cache_dir "
                          f"{cache_folder(cfg.cache_dir)} writable") from error
+    if isinstance(data, ChatData):
+        if data.n_samples < 1:
+            raise ValueError(f"--data {cfg.data}: in no conversation the assistant says anything within --seq_len {seq_len}; "
+                             "take other conversations or a larger --seq_len")
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{cfg.data}: {data.summary()}", flush=True)
+        return data
     if data.n_samples < 1:
         n_tokens = data.fingerprint["n_tokens"]
         raise ValueError(f"--data {cfg.data}: {n_tokens} training tokens, but one sequence with its last label needs --seq_len "

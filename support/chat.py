@@ -32,6 +32,7 @@ class ChatTemplate(NamedTuple):
     name: str  # where it comes from, for errors
     render: Callable  # (messages, tools, add_generation_prompt=False) -> text, with BEGIN and END where the template has marks
     has_marks: bool  # {% generation %}
+    rules: str  # what the text of a conversation depends on
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -81,7 +82,7 @@ def read_template(folder: str) -> ChatTemplate | None:
         return guarded(compiled.render, **special_tokens, messages=messages, tools=tools, documents=None,
                        add_generation_prompt=add_generation_prompt)
 
-    return ChatTemplate(f"the chat template of {folder}", render, bool(marks))
+    return ChatTemplate(f"the chat template of {folder}", render, bool(marks), repr((template, special_tokens)))
 
 
 def without_marks(text: str) -> str:

@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from support.chat import chat_tokenizer, conversation_of, need_template, tokens_and_mask
+from support.chat import chat_tokenizer, conversation_of, is_chat, need_template, tokens_and_mask
 from support.files import sha256_file, write_file
-from support.shards import VERSION, read_index, token_dtype, write_index, write_shard
+from support.shards import FIRST, LOSS, VERSION, is_as_written, mask_name, read_index, token_dtype, write_index, write_shard
 from support.tokenizer import BESIDE, EOT_NAMES, files_beside, find_tokenizer, load_tokenizer, tokenizer_path
 
 VAL_PART = 20  # one document in 20 is for validation, or the last 20th of a file with few documents
@@ -173,7 +173,7 @@ def intact_entries(note: Path, made_from: str) -> dict | None:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         known = json.loads(note.read_bytes())
         entries = known["entries"].values()
-        if known["made_from"] == made_from and all(sha256_file(note.with_name(e["name"])) == e["sha256"] for e in entries):
+        if known["made_from"] == made_from and all(is_as_written(note.parent, entry) for entry in entries):
             return known["entries"]
 
 
@@ -186,11 +186,32 @@ def tokenize_piece(piece: Piece, number: int, folder: Path, tokenizer_file: Path
         file.seek(piece.start)
         source = hashlib.sha256(file.read(piece.end - piece.start) + tokenizer_file.read_bytes())
     source.update(repr((VERSION, eot, vocab_size, piece.split, piece.closed, piece.path.suffix)).encode())
+    if chat := is_chat(piece.path):
+        source.update(need_template(tokenizer_file, piece.path).rules.encode())
     if entries := intact_entries(note, made_from := source.hexdigest()):
         return entries
 
     splits = ("train", "val") if piece.split == "hash" else (piece.split,)
-    segments, tokens, documents = [], {split: [np.empty(0, dtype)] for split in splits}, dict.fromkeys(splits, 0)
+    tokens, documents = {split: [np.empty(0, dtype)] for split in splits}, dict.fromkeys(splits, 0)
+    masks = {split: [np.empty(0, np.uint8)] for split in splits} if chat else {}
+    if chat:
+        for split, ids, mask in read_chat_documents(piece, tokenizer_file):
+            tokens[split].append(np.array(ids, dtype))
+            masks[split].append(np.array(mask) * LOSS | (np.arange(len(ids)) == 0) * FIRST)
+            documents[split] += len(ids) > 0
+    else:
+        for split, ids, closed in tokenized_text(piece, tokenizer, eot):
+            tokens[split].append(np.array(ids, dtype))
+            documents[split] += closed
+    entries = {split: write_shard(folder / f"{split}-{number:05d}.npy", np.concatenate(tokens[split]), documents[split],
+                                  np.concatenate(masks[split]).astype(np.uint8) if chat else None) for split in splits}
+    write_file(note, json.dumps({"made_from": made_from, "entries": entries}).encode())
+    return entries
+
+
+def tokenized_text(piece: Piece, tokenizer, eot: int):
+    """Yields (split, ids, closed) of each segment of a piece's documents; the last of a document ends with eot."""
+    segments = []
     for split, text, closed in read_documents(piece, tokenizer.id_to_token(eot)):
         *parts, last = cut_at_lines(text)
         segments += [(split, part, False) for part in parts] + [(split, last, closed)]
@@ -198,12 +219,7 @@ def tokenize_piece(piece: Piece, number: int, folder: Path, tokenizer_file: Path
         group = segments[first:first + 64]
         encodings = tokenizer.encode_batch_fast([text for _, text, _ in group], add_special_tokens=False)
         for (split, _, closed), encoding in zip(group, encodings):
-            tokens[split].append(np.array(encoding.ids + [eot] * closed, dtype))
-            documents[split] += closed
-    entries = {split: write_shard(folder / f"{split}-{number:05d}.npy", np.concatenate(tokens[split]), documents[split])
-               for split in splits}
-    write_file(note, json.dumps({"made_from": made_from, "entries": entries}).encode())
-    return entries
+            yield split, encoding.ids + [eot] * closed, closed
 
 
 def build_shards(paths: list, tokenizer: tuple, folder: Path, workers: int = 1):
@@ -213,8 +229,13 @@ def build_shards(paths: list, tokenizer: tuple, folder: Path, workers: int = 1):
     tokenizer_file, eot, vocab_size = tokenizer
     pieces = cut_into_pieces(paths, load_tokenizer(tokenizer_file).id_to_token(eot))
     source = {"inputs": [[path.name, path.stat().st_size] for path in paths], "tokenizer": sha256_file(tokenizer_file)}
+    if chats := [path for path in paths if is_chat(path)]:
+        if other := next((path for path in paths if path not in chats), None):
+            raise ValueError(f"{chats[0]} holds conversations and {other} text; prepare two folders of them")
+        source["chat_template"] = hashlib.sha256(need_template(tokenizer_file, chats[0]).rules.encode()).hexdigest()
     if (folder / "index.json").exists() and ((old := read_index(folder))["source"], old["eot"]) != (source, eot):
-        raise ValueError(f"{folder} holds shards that were made from other files or with another tokenizer; name a new --out")
+        raise ValueError(f"{folder} holds shards that were made from other files or with another tokenizer"
+                         + " or chat template" * bool(chats) + "; name a new --out")
     folder.mkdir(parents=True, exist_ok=True)
     files = {"tokenizer.json": tokenizer_file.read_bytes()} | files_beside(tokenizer_file)
     for name, content in files.items():
@@ -234,9 +255,10 @@ def build_shards(paths: list, tokenizer: tuple, folder: Path, workers: int = 1):
                 print(f"\rtokenizing [{bar:30}] {done}/{len(pieces)}", end=end, file=sys.stderr, flush=True)
     beside = {name: hashlib.sha256(content).hexdigest() for name, content in files.items() if name in BESIDE}
     write_index(folder, {"vocab_size": vocab_size, "eot": eot, "source": source, "beside": beside, "splits": splits})
-    listed = {entry["name"] for entry in chain(*splits.values())} | {f"piece-{i:05d}.json" for i in range(len(pieces))}
+    names = [entry["name"] for entry in chain(*splits.values())]
+    listed = {*names, *(mask_name(name) for name in names if chats)} | {f"piece-{i:05d}.json" for i in range(len(pieces))}
     for path in folder.iterdir():  # what is left of an interrupted run
-        if re.fullmatch(r"((train|val)-\d+\.npy|piece-\d+\.json)(\.tmp-\d+)?", path.name) and path.name not in listed:
+        if re.fullmatch(r"((train|val)-\d+(\.mask)?\.npy|piece-\d+\.json)(\.tmp-\d+)?", path.name) and path.name not in listed:
             path.unlink()
 
 
@@ -286,6 +308,8 @@ def cached_corpus(data: str, tokenizer: str, cache_dir: str) -> Path:
         rules = sha256_file(file), sorted(files_beside(file).items())
     if data != "stdlib":
         check_text(paths[0])
+    if is_chat(paths[0]) and not tokenizer:
+        raise ValueError(f"--data {data} holds conversations; give the folder of a tokenizer with a chat template: --tokenizer")
     stats = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     link = cache / name_of(data == "stdlib", rules, stats)
     if (link / "index.json").is_file():

@@ -3,6 +3,9 @@
 A shard is a one-dimensional array of token ids, uint16 where the vocabulary allows it, else uint32; np.load reads it. Each
 document ends with the end-of-text token (eot), which is how document boundaries are kept. index.json lists the shards with
 their checksums and counts, and says what they were made from. (piece-*.json is for a second data.py prepare: corpus.py.)
+
+Shards of conversations have an array of uint8 beside them, train-00000.mask.npy: LOSS where a token is the assistant's, FIRST
+where a conversation begins. Nothing is put between these, for the chat template has written all that belongs to them.
 """
 import hashlib
 import io
@@ -17,6 +20,8 @@ from support.files import sha256_file, write_file
 from support.tokenizer import BESIDE
 
 VERSION = 2  # of this format; 1 had shards with a header of its own
+MASKED = 3  # the same with masks, which whoever knows 2 only would not look for
+LOSS, FIRST = 1, 2  # bits of a mask
 PREPARE = "python data.py prepare --input TEXT --tokenizer tokenizer.json --out DIR"
 
 
@@ -24,14 +29,33 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype("<u2" if vocab_size <= 65536 else "<u4")
 
 
-def write_shard(path: Path, tokens: np.ndarray, documents: int) -> dict:
-    """Returns the shard's entry in index.json."""
+def mask_name(name: str) -> str:
+    """train-00000.npy -> train-00000.mask.npy"""
+    return f"{name.removesuffix('.npy')}.mask.npy"
+
+
+def write_array(path: Path, array: np.ndarray) -> tuple[str, int]:
+    """Returns its sha256 and its bytes."""
     buffer = io.BytesIO()
-    np.save(buffer, tokens)
+    np.save(buffer, array)
     content = buffer.getvalue()
     write_file(path, content)
-    return {"name": path.name, "sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content), "tokens": len(tokens),
-            "documents": documents}
+    return hashlib.sha256(content).hexdigest(), len(content)
+
+
+def write_shard(path: Path, tokens: np.ndarray, documents: int, mask: np.ndarray | None = None) -> dict:
+    """Returns the shard's entry in index.json."""
+    sha256, size = write_array(path, tokens)
+    entry = {"name": path.name, "sha256": sha256, "bytes": size, "tokens": len(tokens), "documents": documents}
+    if mask is not None:
+        entry["mask_sha256"], entry["mask_bytes"] = write_array(path.with_name(mask_name(path.name)), mask)
+    return entry
+
+
+def is_as_written(folder: Path, entry: dict) -> bool:
+    """Whether no byte of a shard and of its mask has changed."""
+    same = sha256_file(folder / entry["name"]) == entry["sha256"]
+    return same and ("mask_sha256" not in entry or sha256_file(folder / mask_name(entry["name"])) == entry["mask_sha256"])
 
 
 def index_totals(index: dict) -> dict:
@@ -39,25 +63,28 @@ def index_totals(index: dict) -> dict:
 
     sha256 identifies the data: the checksums of all shards in their order, and what their numbers mean."""
     splits = index["splits"]
-    shards = [[entry["sha256"] for entry in splits[split]] for split in ("train", "val")]
+    shards = [[entry["sha256"] + entry.get("mask_sha256", "") for entry in splits[split]] for split in ("train", "val")]
     identity = repr((shards, index["vocab_size"], index["eot"], index["source"]["tokenizer"]))
     return {"sha256": hashlib.sha256(identity.encode()).hexdigest(),
             "documents": {split: sum(entry["documents"] for entry in entries) for split, entries in splits.items()}}
 
 
 def write_index(folder: Path, index: dict):
-    write_file(folder / "index.json", json.dumps({"version": VERSION, **index_totals(index), **index}, indent=1).encode())
+    version = MASKED if any("mask_sha256" in entry for entry in chain(*index["splits"].values())) else VERSION
+    write_file(folder / "index.json", json.dumps({"version": version, **index_totals(index), **index}, indent=1).encode())
 
 
 def check_index(index: dict):
     """Raises an error of some kind if index.json does not agree with itself. The shards are not looked at."""
-    if index["version"] != VERSION:
-        raise ValueError(f"format version {index['version']}, need {VERSION}")
+    if index["version"] not in (VERSION, MASKED):
+        raise ValueError(f"format version {index['version']}, need {VERSION} or {MASKED}")
     for entry in chain(*index["splits"].values()):
         if not re.fullmatch(r"(train|val)-\d+\.npy", entry["name"]):
             raise ValueError(f"{entry['name']!r} is not the name of a shard")
         if min(entry["tokens"], entry["documents"], index["eot"], index["vocab_size"] - index["eot"] - 1) < 0:
             raise ValueError("impossible numbers")
+        if ("mask_sha256" in entry) != ("mask_bytes" in entry) or ("mask_sha256" in entry) != (index["version"] == MASKED):
+            raise ValueError("a mask is missing, or too many")
     if not index["beside"].keys() <= set(BESIDE):
         raise ValueError(f"{index['beside']} names other files than {BESIDE}")
     if index | index_totals(index) != index:
@@ -83,23 +110,32 @@ def read_index(folder: Path) -> dict:
 
 def open_shard(folder: Path, entry: dict, index: dict) -> np.ndarray:
     """The tokens of a shard, memory-mapped. Raises ValueError if the file is not the array that index.json promises."""
-    path, cure = folder / entry["name"], f"delete it and {folder}/index.json and make the shards again"
+    return open_array(folder, entry["name"], entry["bytes"], token_dtype(index["vocab_size"]), entry["tokens"])
+
+
+def open_mask(folder: Path, entry: dict) -> np.ndarray:
+    """The mask of a shard's tokens, in the same way."""
+    return open_array(folder, mask_name(entry["name"]), entry["mask_bytes"], np.dtype("u1"), entry["tokens"])
+
+
+def open_array(folder: Path, name: str, needed: int, dtype: np.dtype, length: int) -> np.ndarray:
+    path, cure = folder / name, f"delete it and {folder}/index.json and make the shards again"
     if not path.is_file():
         raise ValueError(f"{path} is missing; {cure}")
-    size, needed = path.stat().st_size, entry["bytes"]
+    size = path.stat().st_size
     if size != needed:
         raise ValueError(f"{path} is {'truncated' if size < needed else 'too long'}: {size} bytes, need {needed}; {cure}")
     try:
-        tokens = np.lib.format.open_memmap(path, mode="r")
-        fits = (tokens.dtype, tokens.shape) == (token_dtype(index["vocab_size"]), (entry["tokens"],))
-        fits = fits and tokens.offset + tokens.nbytes == size  # a header of another length would shift all tokens
+        array = np.lib.format.open_memmap(path, mode="r")
+        fits = (array.dtype, array.shape) == (dtype, (length,))
+        fits = fits and array.offset + array.nbytes == size  # a header of another length would shift all of it
     except OSError:
         raise
     except Exception:  # numpy raises errors of many kinds at a damaged header
         fits = False
     if not fits:
         raise ValueError(f"{path}: its header is damaged or belongs to other data; {cure}")
-    return tokens
+    return array
 
 
 def find_damage(folder: Path) -> list:
@@ -122,6 +158,16 @@ def find_damage(folder: Path) -> list:
             problems.append(f"{path}: wrong checksum, a byte has changed")
         if tokens.max(initial=0) >= index["vocab_size"]:
             problems.append(f"{path}: token id {tokens.max()}, but the vocabulary ends at {index['vocab_size'] - 1}")
-        if (documents := int((tokens == index["eot"]).sum())) != entry["documents"]:
+        documents = int((tokens == index["eot"]).sum())
+        if index["version"] == MASKED:
+            try:
+                mask = open_mask(folder, entry)
+            except ValueError as error:
+                problems.append(str(error))
+                continue
+            if sha256_file(folder / mask_name(entry["name"])) != entry["mask_sha256"]:
+                problems.append(f"{folder / mask_name(entry['name'])}: wrong checksum, a byte has changed")
+            documents = int((mask & FIRST > 0).sum())
+        if documents != entry["documents"]:
             problems.append(f"{path}: {documents} documents, but index.json says {entry['documents']}")
     return problems

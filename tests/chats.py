@@ -147,8 +147,8 @@ def chat_folder(folder, kind: str, marks: bool = False):
     return folder
 
 
-def conversations(count: int, seed: int = 0, tools: bool = True) -> list[dict]:
-    """1 to 6 turns each: with and without system message, thoughts, a call of a tool and its output."""
+def conversations(count: int, seed: int = 0, tools: bool = True, most_turns: int = 6) -> list[dict]:
+    """1 to most_turns turns each: with and without system message, thoughts, a call of a tool and its output."""
     rng, made = random.Random(seed), []
 
     def words(most: int) -> str:
@@ -158,7 +158,7 @@ def conversations(count: int, seed: int = 0, tools: bool = True) -> list[dict]:
         messages, calls = [], tools and rng.random() < 0.3
         if rng.random() < 0.4:
             messages.append({"role": "system", "content": words(8)})
-        for _ in range(rng.randint(1, 6)):
+        for _ in range(rng.randint(1, most_turns)):
             messages.append({"role": "user", "content": words(20)})
             if calls and rng.random() < 0.6:
                 call = {"type": "function", "function": {"name": "add", "arguments": {"a": rng.randint(0, 99), "b": "ä"}}}

@@ -85,6 +85,8 @@ def folder(tmp_path_factory) -> Path:
     lines = [f"line {i} of {i * i}\n" for i in range(3000)]
     (folder / "a.txt").write_text("".join(lines))
     (folder / "b.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    turns = [{"role": "user", "content": "line 2 of"}, {"role": "assistant", "content": "4"}]
+    (folder / "chat.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
     made = open_data(DataConfig(data=str(folder / "a.txt"), cache_dir=str(folder / "cache")), 32).folder
     (folder / "tokenizer.json").write_bytes((made / "tokenizer.json").read_bytes())
     build_shards([folder / "a.txt"], find_tokenizer(str(folder / "tokenizer.json")), folder / "tokens")
@@ -176,6 +178,8 @@ def test_published_command(command, folder):
         assert all(prompt in stdout for prompt in prompts) or "--chat" in command and stdout.strip()
     elif " tokenizer " in command:
         assert Path(f"{out}.json").is_file()
+    elif " show " in command:
+        assert "with a loss (green)" in stdout and "line 2 of" in stdout
     elif script == "data.py":
         assert re.search(r"train: [\d,]+ tokens", stdout) and "sha256" in stdout
         assert (out / "index.json").exists() or "prepare" not in command

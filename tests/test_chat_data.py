@@ -1,0 +1,299 @@
+"""Conversations as training data, against data.py: shards with masks, first-fit sequences, and the same loss packed or not."""
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from chats import chat_folder, conversations
+from transformers import AutoTokenizer
+
+import data
+from data import ChatData, DataConfig, build_shards, find_tokenizer, open_data
+from models.llama3 import Llama3, Llama3Config
+from support import packing
+from support.packing import first_fit
+
+T = 192
+NAMES = ("tokens", "labels", "positions", "doc_ids")
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory):
+    """A file of 200 conversations of at most T / 2 tokens and of 20 that are too long, and the folder of their tokenizer; the
+    cache is beside them."""
+    root = tmp_path_factory.mktemp("chats")
+    chat_folder(root / "qwen", "qwen3")
+    theirs = AutoTokenizer.from_pretrained(chat_folder(root / "judge", "qwen3", marks=True))
+    short, long = [], []
+    for record in conversations(900, seed=5, most_turns=3):
+        found = theirs.apply_chat_template(record["messages"], tools=record.get("tools"), return_dict=True,
+                                           return_assistant_tokens_mask=True)
+        n, document = len(found["input_ids"]), (record, found["input_ids"], found["assistant_masks"])
+        (short if n <= T // 2 else long if n > T + 1 else []).append(document)
+    assert len(short) >= 200 and len(long) >= 20
+    chosen = short[:200] + long[:20]
+    (root / "chat.jsonl").write_text("".join(json.dumps(record) + "\n" for record, _, _ in chosen))
+    return root, [(tuple(ids[:T + 1]), tuple(mask[:T + 1])) for _, ids, mask in chosen]
+
+
+def opened(chats, seq_len=T, **flags) -> ChatData:
+    root = chats[0]
+    cfg = DataConfig(**dict(data=str(root / "chat.jsonl"), tokenizer=str(root / "qwen"), cache_dir=str(root)) | flags)
+    return open_data(cfg, seq_len)
+
+
+def epoch(loaded):
+    """All training sequences in the order of the first epoch, a Batch of one sequence each."""
+    batches = loaded.batches(0, 1, 1, 0, 1, "cpu")
+    found = [next(batches) for _ in range(loaded.n_samples)]
+    batches.close()
+    return found
+
+
+def documents_of_rows(batches, eot):
+    """[(ids, mask)] of the documents in the sequences, taken apart by doc_ids, with a loop over the tokens. A document of the
+    largest length has its last token among the labels only."""
+    out = []
+    for batch in batches:
+        tokens, labels, positions, docs = (getattr(batch, name)[0, 0].tolist() for name in NAMES)
+        found = {}
+        for t, (token, label, position, doc) in enumerate(zip(tokens, labels, positions, docs)):
+            ids, mask = found.setdefault(doc, ([], [0]))
+            assert position == len(ids)  # positions restart with each document
+            ids.append(token)
+            assert label == -100 or t == len(tokens) - 1 or label == tokens[t + 1] and doc == docs[t + 1]
+            mask.append(int(label != -100))
+            if t == len(tokens) - 1 and label != -100:
+                ids.append(label)
+        assert list(found) == list(range(len(found)))
+        out += [(tuple(ids), tuple(mask[:len(ids)])) for ids, mask in found.values()]
+    return [(ids, mask) for ids, mask in out if any(mask)]
+
+
+def cut_short(ids, mask):
+    """As the sequences show it: the first token is never a label."""
+    return tuple(ids), (0, *mask[1:])
+
+
+def test_sequences_hold_every_conversation_once(chats):
+    """What transformers makes of each, nothing more, and each label at the token before it."""
+    loaded = opened(chats, doc_mask=True)
+    assert isinstance(loaded, ChatData)
+    n_val = len(loaded.packing["val"].documents)
+    found = documents_of_rows(epoch(loaded), loaded.eot)
+    expected = {cut_short(*document) for document in chats[1] if any(document[1][1:])}
+    last = {(ids[:-1], mask[:-1]) for ids, mask in expected if not mask[-1]}  # ends with the row, without a label for its end
+    assert set(found) <= expected | last and len(found) + n_val == len(chats[1]) - loaded.packing["train"].n_left_out - (
+        loaded.packing["val"].n_left_out) and 5 < n_val < 40
+    assert sum(sum(mask) for _, mask in found) == sum(int((b.labels >= 0).sum()) for b in epoch(loaded))
+
+
+def test_one_conversation_each_without_doc_mask(chats):
+    loaded, packed = opened(chats), opened(chats, doc_mask=True)
+    rows = epoch(loaded)
+    assert loaded.n_samples == len(loaded.packing["train"].documents) > packed.n_samples
+    assert all(row.doc_ids is None and (row.positions == torch.arange(T)).all() for row in rows)
+    assert sum(int((row.labels >= 0).sum()) for row in rows) == sum(int((row.labels >= 0).sum()) for row in epoch(packed))
+    assert loaded.fingerprint != packed.fingerprint
+    padded = {(*ids[:T], *[loaded.eot] * (T - len(ids))) for ids, _ in chats[1]}
+    assert {tuple(row.tokens[0, 0].tolist()) for row in rows} <= padded
+
+
+def test_first_fit():
+    """Against the definition, sequence by sequence; and with few open ones, nothing is too full and nothing is lost."""
+    rng = np.random.default_rng(0)
+    for room in (1, 7, 100):
+        lengths, free, expected = rng.integers(1, room + 1, 500), [], []
+        for n in lengths:
+            k = next((k for k, left in enumerate(free) if left >= n), len(free))
+            free[k:k + 1] = [(free[k] if k < len(free) else room) - n]
+            expected.append(k)
+        assert first_fit(lengths, room).tolist() == expected
+    assert first_fit(np.array([], np.int64), 5).tolist() == []
+
+
+def test_first_fit_with_few_open_sequences(monkeypatch):
+    monkeypatch.setattr(packing, "OPEN_SEQUENCES", 4)
+    lengths = np.random.default_rng(1).integers(1, 50, 2000)
+    sequence = first_fit(lengths, 64)
+    totals = np.bincount(sequence, lengths)
+    assert totals.max() <= 64 and totals.min() > 0 and totals.mean() > 50
+
+
+def test_padding_and_what_is_too_long_is_said(chats, capsys, monkeypatch):
+    """By rank 0 only; the share is that of the batches."""
+    loaded = opened(chats, doc_mask=True)
+    text, rows = capsys.readouterr().out, epoch(loaded)
+    padding = 0
+    for row in rows:
+        last = row.doc_ids[0, 0] == row.doc_ids[0, 0, -1]
+        padding += int(last.sum()) if (row.labels[0, 0][last] < 0).all() and (row.tokens[0, 0][last] == loaded.eot).all() else 0
+    assert f"{loaded.n_samples:,} sequences of {T} tokens, {padding / (T * len(rows)):.1%} of them padding;" in text
+    assert padding / (T * len(rows)) < 0.12
+    train, val = (loaded.packing[split] for split in ("train", "val"))
+    nothing = sum(not any(mask[1:]) for _, mask in chats[1])
+    assert (train.n_cut + val.n_cut, train.n_left_out + val.n_left_out) == (20 - nothing, nothing) and min(train[3:]) > 0
+    assert f"; {train.n_cut} were too long and are cut; {train.n_left_out} are left out, for no answer is in" in text
+    monkeypatch.setenv("RANK", "1")
+    opened(chats, doc_mask=True)
+    assert capsys.readouterr().out == ""
+    monkeypatch.delenv("RANK")
+    short = opened(chats, seq_len=24)
+    assert short.packing["train"].n_left_out > 0 and "are left out, for no answer is in their beginning" in short.summary()
+    with pytest.raises(ValueError, match="in no conversation the assistant says anything within --seq_len 3"):
+        opened(chats, seq_len=3)
+
+
+def test_same_batches_in_every_layout_and_from_any_cursor(chats):
+    loaded = opened(chats, doc_mask=True, data_seed=3)
+
+    def take(count, *args):
+        batches = loaded.batches(*args, "cpu")
+        found = [next(batches) for _ in range(count)]
+        batches.close()
+        return found
+
+    n = -(-loaded.n_samples // 8) + 1  # into the second epoch
+    whole = take(n, 0, 8, 8, 0, 1)
+    halves = [take(n, 0, 8, 2, rank, 2) for rank in (0, 1)]
+    for name in NAMES:
+        parts = [torch.cat([getattr(batch, name).flatten(0, 1) for batch in pair]) for pair in zip(*halves)]
+        assert all((getattr(batch, name).flatten(0, 1) == part).all() for batch, part in zip(whole, parts))
+    assert take(1, 16, 8, 8, 0, 1)[0].hash == whole[2].hash != whole[1].hash
+    assert [sum(int(b.hash, 16) for b in pair) % 2**48 for pair in zip(*halves)] == [int(b.hash, 16) for b in whole]
+    assert opened(chats, doc_mask=True).fingerprint != loaded.fingerprint
+    val = [list(loaded.val_batches(6, 2, rank, 2, "cpu")) for rank in (0, 1)]
+    assert len(val[0]) == len(val[1]) and all(b.n_bytes > 0 for b in val[0]) and (val[0][0].labels >= 0).any()
+
+
+def model_of(loaded):
+    torch.manual_seed(0)
+    config = Llama3Config(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=64, vocab_size=loaded.vocab_size,
+                          max_seq_len=T)
+    model = Llama3(config)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.3) if p.dim() > 1 else torch.nn.init.ones_(p)
+    return model
+
+
+def test_packed_loss_is_the_unpacked_loss(chats, tmp_path):
+    """Loss and gradients: no conversation sees another one, each has its own positions, padding has no part in it."""
+    found, few = {}, (chats[0] / "chat.jsonl").read_text().splitlines(keepends=True)[:20]
+    (tmp_path / "few.jsonl").write_text("".join(few))
+    for doc_mask in (False, True):
+        loaded = opened(chats, doc_mask=doc_mask, data=str(tmp_path / "few.jsonl"), cache_dir=str(tmp_path))
+        assert loaded.n_samples == len(loaded.packing["train"].documents) > 15 if not doc_mask else 2 < loaded.n_samples < 10
+        model, rows = model_of(loaded), epoch(loaded)
+        total, loss = sum(int((row.labels >= 0).sum()) for row in rows), 0.0
+        for first in range(0, len(rows), 8):
+            part = rows[first:first + 8]
+            args = {name: torch.cat([getattr(row, name)[0] for row in part]) for name in NAMES[:4 if doc_mask else 3]}
+            step = model(**args, loss_denom=total)
+            step.backward()
+            loss += step.item()
+        found[doc_mask] = loss, {name: p.grad for name, p in model.named_parameters()}
+    assert abs(found[True][0] - found[False][0]) <= 1e-6 * found[False][0] and found[False][0] > 1
+    for name, grad in found[False][1].items():
+        assert (found[True][1][name] - grad).abs().max() <= 1e-5 * grad.abs().max(), name
+
+
+# ---- shards ----------------------------------------------------------------------------------------------------------
+
+
+def call(monkeypatch, capsys, *argv):
+    monkeypatch.setattr(sys, "argv", ["data.py", *map(str, argv)])
+    try:
+        status = data.main() or 0
+    except SystemExit as stop:
+        status = stop.code
+    return status, *capsys.readouterr()
+
+
+def test_prepare_check_and_train(chats, tmp_path, monkeypatch, capsys):
+    """The same data as from the file itself; a second start does nothing again; an older program does not read the folder."""
+    root, argv = chats[0], ["--workers", 1, "--out", tmp_path / "tokens"]
+    argv = ["prepare", "--input", root / "chat.jsonl", "--tokenizer", root / "qwen", *argv]
+    status, out, _ = call(monkeypatch, capsys, *argv)
+    assert status == 0 and "documents" in out and call(monkeypatch, capsys, "check", tmp_path / "tokens")[0] == 0
+    prepared = opened(chats, data=str(tmp_path / "tokens"), tokenizer="", cache_dir="", doc_mask=True)
+    assert prepared.fingerprint == opened(chats, doc_mask=True).fingerprint
+    assert json.loads((tmp_path / "tokens" / "index.json").read_text())["version"] == 3
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "tokens").glob("*.npy")}
+    capsys.readouterr()
+    assert call(monkeypatch, capsys, *argv)[:2] == (0, out)
+    assert {path: path.stat().st_mtime_ns for path in files} == files and len(files) == 4
+    # another template makes other tokens of the same file
+    chat_folder(tmp_path / "other", "qwen3")
+    (tmp_path / "other" / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}\n{% endfor %}")
+    argv[argv.index(root / "qwen")] = tmp_path / "other"
+    status, _, err = call(monkeypatch, capsys, *argv)
+    assert status == 2 and "another tokenizer or chat template; name a new --out" in err
+    (tmp_path / "a.txt").write_text("text " * 100)
+    argv.insert(3, tmp_path / "a.txt")
+    status, _, err = call(monkeypatch, capsys, *argv)
+    assert status == 2 and "holds conversations and" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("damage, part", [
+    (lambda path: path.unlink(), "mask.npy is missing"),
+    (lambda path: path.write_bytes(path.read_bytes()[:-1]), "mask.npy is truncated"),
+    (lambda path: path.write_bytes(path.read_bytes()[:-1] + b"\x07"), "mask.npy: wrong checksum"),
+])
+def test_damaged_masks(chats, tmp_path, monkeypatch, capsys, damage, part):
+    folder = Path(shutil.copytree(opened(chats).folder, tmp_path / "tokens"))
+    damage(folder / "train-00000.mask.npy")
+    capsys.readouterr()
+    status, _, err = call(monkeypatch, capsys, "check", folder)
+    assert status == 1 and part in err
+    if "checksum" not in part:
+        with pytest.raises(ValueError, match=part):
+            opened(chats, data=str(folder), tokenizer="", cache_dir="")
+
+
+@pytest.mark.parametrize("change", [
+    lambda index: index.update(version=2),
+    lambda index: index["splits"]["train"][0].pop("mask_bytes"),
+    lambda index: index["splits"]["train"][0].update(mask_sha256="0" * 64),
+])
+def test_an_index_without_its_masks_is_damaged(chats, tmp_path, change):
+    folder = Path(shutil.copytree(opened(chats).folder, tmp_path / "tokens"))
+    index = json.loads((folder / "index.json").read_text())
+    change(index)
+    (folder / "index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="index.json is damaged"):
+        opened(chats, data=str(folder), tokenizer="", cache_dir="")
+
+
+def test_many_pieces_are_the_same_conversations(chats, tmp_path, monkeypatch):
+    """A file that is cut into pieces between lines, as large ones are."""
+    import support.corpus as corpus
+
+    whole = opened(chats)
+    real = corpus.cut_into_pieces
+
+    def cut(paths, eot_text):
+        (piece,) = real(paths, eot_text)
+        middle = piece.path.read_bytes().index(b"\n", piece.end // 2) + 1
+        return [piece._replace(end=middle), piece._replace(start=middle)]
+
+    monkeypatch.setattr(corpus, "cut_into_pieces", cut)
+    build_shards([chats[0] / "chat.jsonl"], find_tokenizer(str(chats[0] / "qwen")), tmp_path / "tokens")
+    parts = ChatData(tmp_path / "tokens", T)
+    for split in ("train", "val"):
+        a, b = (loaded.arrays(loaded.windows(split, range(len(loaded.packing[split])))) for loaded in (whole, parts))
+        assert all((x == y).all() for x, y in zip(a[:3], b[:3])) and len(a[0]) > 5
+    assert len(list((tmp_path / "tokens").glob("train-*.mask.npy"))) == 2
+
+
+def test_what_conversations_need(chats, tmp_path):
+    root = chats[0]
+    with pytest.raises(ValueError, match="chat.jsonl holds conversations; give the folder of a tokenizer .*--tokenizer"):
+        opened(chats, tokenizer="")
+    (tmp_path / "plain").mkdir()
+    shutil.copy(root / "qwen" / "tokenizer.json", tmp_path / "plain")
+    with pytest.raises(ValueError, match="plain has no chat template"):
+        opened(chats, tokenizer=str(tmp_path / "plain"))
+    assert opened(chats).first_words()
