@@ -19,6 +19,7 @@ from support.tokenizer import encoding_of, load_tokenizer
 BEGIN, END = "\ufdd0", "\ufdd1"  # around what the assistant writes; Unicode leaves them to programs, and no text has them
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant",
                   "function_call": "assistant", "function": "tool", "function_response": "tool", "observation": "tool"}
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names that files give to what was thought before an answer
 NEEDED = '{"messages": [{"role": ..., "content": ...}]} or ShareGPT\'s {"conversations": [{"from": ..., "value": ...}]}'
 
 
@@ -120,7 +121,7 @@ def conversation_of(line: bytes, where: str) -> Conversation:
             raise TypeError("every message needs a role and a content")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{where}: need a conversation like {NEEDED} ({error!r})") from None
-    return Conversation(messages, tools or None, where)
+    return Conversation([with_thoughts(message) for message in messages], tools or None, where)
 
 
 def is_message(message) -> bool:
@@ -129,6 +130,12 @@ def is_message(message) -> bool:
         return False
     content = message.get("content")
     return isinstance(content, (str, list)) or content is None and bool(message.get("tool_calls"))
+
+
+def with_thoughts(message: dict) -> dict:
+    """Templates read them as reasoning_content, some as thinking."""
+    found = [message[name] for name in THOUGHTS if message.get(name) is not None]
+    return {"thinking": found[0]} | message | {"reasoning_content": found[0]} if found else message
 
 
 def from_sharegpt(record: dict) -> list[dict]:

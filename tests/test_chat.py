@@ -142,6 +142,18 @@ def test_tools_and_other_spellings_of_a_conversation(folders):
     assert sum(ours(folder, none)[1]) == 0  # nobody answers
 
 
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_thoughts_under_every_name(tmp_path, name):
+    folder = chat_folder(tmp_path / "thinks", "llama3")
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}{% generation %}{% if m.thinking %}({{ m.reasoning_content }}|{{ m.thinking }})"
+        "{% endif %}{{ m.content }}{% endgeneration %}{% endfor %}")
+    record = {"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a", name: "why"}]}
+    theirs = AutoTokenizer.from_pretrained(folder).apply_chat_template(record["messages"], return_dict=True)["input_ids"]
+    ids, _ = ours(folder, record)
+    assert ids == list(theirs) and chat_tokenizer(folder / "tokenizer.json").decode(ids) == "useruassistant(why|why)a"
+
+
 def test_a_token_at_the_border_counts_as_in_transformers(tmp_path):
     """Where no special token is between header and answer, one token may hold the end of one and the beginning of the other."""
     template = ("{% for m in messages %}{% if m.role == 'assistant' %}A: {% generation %}{{ m.content }}{% endgeneration %}"

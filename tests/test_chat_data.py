@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from chats import chat_folder, conversations
+from runs import MODEL, launch, metrics, run
 from transformers import AutoTokenizer
 
 import data
@@ -297,3 +298,48 @@ def test_what_conversations_need(chats, tmp_path):
     with pytest.raises(ValueError, match="plain has no chat template"):
         opened(chats, tokenizer=str(tmp_path / "plain"))
     assert opened(chats).first_words()
+
+
+# ---- whole runs ------------------------------------------------------------------------------------------------------
+
+DEGREES = {"dp": ["--dp_shard", 2], "tp": ["--tp", 2], "cp": ["--cp", 2], "pp": ["--pp", 2]}
+
+
+@pytest.fixture(scope="module")
+def one_process(chats, tmp_path_factory):
+    out, root = tmp_path_factory.mktemp("runs") / "one", chats[0]
+    command = ["train_llama3.py", "--model_args", MODEL, "--data", root / "chat.jsonl", "--tokenizer", root / "qwen",
+               "--cache_dir", root, "--seq_len", T, "--compute_dtype", "float32", "--local_batch_size", 4,
+               "--global_batch_size", 8, "--steps", 4, "--log_every", 1, "--val_batches", 1, "--device", "cpu", "--doc_mask"]
+    return command, run(launch(1, *command, "--out", out)), metrics(out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", DEGREES)
+def test_every_layout_trains_what_one_process_does(one_process, tmp_path, layout):
+    """Loss, norm, validation, and the hash of the batches. One line, of one rank, says what the data is."""
+    command, said, one = one_process
+    printed = run(launch(2, *command, *DEGREES[layout], "--out", tmp_path / "two"))
+    two = metrics(tmp_path / "two")
+    assert len(one) == len(two) == 5
+    for x, y in zip(one, two):
+        assert {key: x.get(key) for key in ("step", "tokens", "tokens_hash")} == {
+            key: y.get(key) for key in ("step", "tokens", "tokens_hash")}
+        for key in {"loss", "grad_norm", "val_loss", "val_bits_per_byte"} & x.keys():
+            assert abs(x[key] - y[key]) <= 2e-5 * x[key], (key, x[key], y[key])
+    lines = [line for line in said.splitlines() if "conversations in" in line]
+    assert len(lines) == 1 and lines == [line for line in printed.splitlines() if "conversations in" in line]
+
+
+@pytest.mark.slow
+def test_a_chat_is_learned_and_asked(chats, one_process, tmp_path):
+    """Without --doc_mask; the chat template comes along in the checkpoint, and generate.py asks the model with it."""
+    command = one_process[0]
+    out = tmp_path / "run"
+    said = run(launch(1, *command, "--no-doc_mask", "--steps", 8, "--lr", "1e-2", "--out", out))
+    lines = [line["loss"] for line in metrics(out) if "loss" in line]
+    assert "--doc_mask packs several into one" in said and "sample (" in said and lines[-1] < lines[0] - 0.5
+    assert (out / "checkpoints" / "step-8" / "chat_template.jinja").read_bytes() == (
+        chats[0] / "qwen" / "chat_template.jinja").read_bytes()
+    run(launch(1, "generate.py", "--checkpoint", out, "--prompt", "What is the sum?", "--chat", "--max_new_tokens", 4,
+               "--device", "cpu"))  # ends with status 0
