@@ -161,7 +161,7 @@ def test_a_token_at_the_border_counts_as_in_transformers(tmp_path):
     folder, straddles = chat_folder(tmp_path / "loose", "llama3"), 0
     (folder / "chat_template.jinja").write_text(template)
     theirs = AutoTokenizer.from_pretrained(folder)
-    for content in ("think", "then so", "it's\ndone", "  return x", "naïve."):
+    for content in ("think", "then so", "it's\ndone", "  return x", "naïve.", "spaces   "):
         record = {"messages": [{"role": "user", "content": "What"}, {"role": "assistant", "content": content}]}
         found = theirs.apply_chat_template(record["messages"], return_dict=True, return_assistant_tokens_mask=True)
         ids, mask = ours(folder, record)

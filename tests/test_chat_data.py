@@ -16,6 +16,7 @@ from data import ChatData, DataConfig, build_shards, find_tokenizer, open_data
 from models.llama3 import Llama3, Llama3Config
 from support import packing
 from support.packing import first_fit
+from support.show import documents_of
 
 T = 192
 NAMES = ("tokens", "labels", "positions", "doc_ids")
@@ -90,6 +91,24 @@ def test_sequences_hold_every_conversation_once(chats):
     assert set(found) <= expected | last and len(found) + n_val == len(chats[1]) - loaded.packing["train"].n_left_out - (
         loaded.packing["val"].n_left_out) and 5 < n_val < 40
     assert sum(sum(mask) for _, mask in found) == sum(int((b.labels >= 0).sum()) for b in epoch(loaded))
+
+
+def test_nothing_predicts_how_a_conversation_begins(tmp_path):
+    """Where the assistant speaks first, its first token has no label; where it says nothing else, nothing is left to learn."""
+    folder = chat_folder(tmp_path / "first", "llama3")
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}"
+        "{{ m.content }}{% endif %}{% endfor %}")
+    said = [[("assistant", "think"), ("user", " so")], [("assistant", "<|eot_id|>"), ("user", " think so")]] * 10
+    lines = [{"messages": [{"role": role, "content": content} for role, content in turns]} for turns in said]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    loaded = opened((tmp_path,), seq_len=64, doc_mask=True, tokenizer=str(folder))
+    train = loaded.packing["train"]
+    ids, masks = zip(*documents_of(tmp_path / "chat.jsonl", folder / "tokenizer.json", 0))
+    assert sum(masks[1]) == masks[1][0] == 1 == masks[0][0] < sum(masks[0])
+    assert train.n_left_out in (9, 10) and {n for _, _, n in train.documents} == {len(ids[0])}
+    labels = sum(int((row.labels >= 0).sum()) for row in epoch(loaded))
+    assert labels == len(train.documents) * sum(masks[0][1:])
 
 
 def test_one_conversation_each_without_doc_mask(chats):
