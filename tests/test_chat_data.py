@@ -12,9 +12,11 @@ from runs import MODEL, launch, metrics, run
 from transformers import AutoTokenizer
 
 import data
+import train_llama3
 from data import ChatData, DataConfig, build_shards, find_tokenizer, open_data
 from models.llama3 import Llama3, Llama3Config
 from support import packing
+from support.init_tokenizer import source_tokenizer
 from support.packing import first_fit
 from support.show import documents_of
 
@@ -317,6 +319,15 @@ def test_what_conversations_need(chats, tmp_path):
     with pytest.raises(ValueError, match="plain has no chat template"):
         opened(chats, tokenizer=str(tmp_path / "plain"))
     assert opened(chats).first_words()
+
+
+def test_the_weights_bring_their_chat_template(chats, tmp_path):
+    """--init_from in place of --tokenizer: a folder from Hugging Face, as any checkpoint of ours has the same files."""
+    root, source = chats[0], Path(shutil.copytree(chats[0] / "qwen", tmp_path / "hf"))
+    (source / "model.safetensors").touch()
+    flags = dict(data=str(root / "chat.jsonl"), cache_dir=str(root), out=str(tmp_path / "out"))
+    cfg = train_llama3.Config(init_from=str(source), **flags)
+    assert open_data(cfg, T, source_tokenizer(cfg)).fingerprint == opened(chats).fingerprint
 
 
 # ---- whole runs ------------------------------------------------------------------------------------------------------
