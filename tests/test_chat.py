@@ -11,6 +11,7 @@ import data
 from support.chat import chat_tokenizer, conversation_of, is_chat, read_template, tokens_and_mask
 from support.hf import read_chat
 from support.show import documents_of
+from support.text import chat_prompts
 
 FOUR = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}] * 2
 
@@ -213,6 +214,15 @@ def test_what_is_a_file_of_conversations(tmp_path, name, first, expected):
     assert is_chat(tmp_path / name) is expected
     (tmp_path / name).write_text("{")
     assert is_chat(tmp_path / name) is False is is_chat(tmp_path / "none.jsonl")
+
+
+def test_marks_are_not_in_the_prompt_of_a_chat(tmp_path):
+    """generate.py --chat and grpo.py ask with templates that were made for training, too."""
+    folder = chat_folder(tmp_path / "marked", "qwen3", marks=True)
+    (folder / "model.safetensors").touch()
+    assert chat_prompts(str(folder))("hi") == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}{% generation %}A: {% endgeneration %}")
+    assert chat_prompts(str(folder))("hi") == "hiA: "
 
 
 # ---- python data.py show ---------------------------------------------------------------------------------------------
