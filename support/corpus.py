@@ -48,6 +48,8 @@ PARQUET = """python -c "import pandas; pandas.read_parquet('{0}')[['text']].to_j
 
 def check_text(path: Path):
     """Raises ValueError with what to do about a file that is not text to train on."""
+    if not path.exists():
+        raise ValueError(f"{path}: no such file")
     if path.is_file() and path.suffix in UNPACK:
         raise ValueError(f"{path} is compressed; unpack it first: {UNPACK[path.suffix]} {path}")
     if path.is_file() and path.suffix == ".parquet":

@@ -271,7 +271,7 @@ def test_show_of_text(tmp_path, folders, monkeypatch, capsys, name, text):
 
 
 @pytest.mark.parametrize("argv, part", [
-    (["none.jsonl", "--tokenizer", "TOKENIZER"], "none.jsonl"),
+    (["none.jsonl", "--tokenizer", "TOKENIZER"], "none.jsonl: no such file"),
     (["chat.jsonl"], "--tokenizer"),
     (["chat.jsonl", "--tokenizer", "nowhere"], "--tokenizer nowhere"),
     (["chat.jsonl", "--tokenizer", "TOKENIZER", "--n", "0"], "--n 0"),
