@@ -43,6 +43,7 @@ def read_template(folder: str) -> ChatTemplate | None:
     template, special_tokens = read_chat(folder)
     if template is None:
         return None
+    for_tools = read_chat(folder, "tool_use")[0]
     try:
         import jinja2.ext
         import jinja2.sandbox
@@ -80,6 +81,9 @@ def read_template(folder: str) -> ChatTemplate | None:
     compiled = guarded(environment.from_string, template)
 
     def render(messages: list, tools: list | None, add_generation_prompt: bool = False) -> str:
+        if tools and for_tools not in (None, template):
+            raise ValueError(f"{folder} has another chat template for conversations with tools (tool_use in "
+                             "tokenizer_config.json); write it to chat_template.jinja there to use it for all")
         return guarded(compiled.render, **special_tokens, messages=messages, tools=tools, documents=None,
                        add_generation_prompt=add_generation_prompt)
 
@@ -120,7 +124,8 @@ def conversation_of(line: bytes, where: str) -> Conversation:
         if not messages or not isinstance(messages, list) or not all(map(is_message, messages)):
             raise TypeError("every message needs a role and a content")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{where}: need a conversation like {NEEDED} ({error!r})") from None
+        reason = str(error) if isinstance(error, UnicodeError) else repr(error)  # whose repr has the whole line
+        raise ValueError(f"{where}: need a conversation like {NEEDED} ({reason})") from None
     return Conversation([with_thoughts(message) for message in messages], tools or None, where)
 
 
@@ -146,7 +151,7 @@ def from_sharegpt(record: dict) -> list[dict]:
             messages.append(turn)
             continue
         role, value = turn["from"], turn["value"]
-        message = {"role": SHAREGPT_ROLES.get(role, role), "content": value}
+        message = {"role": SHAREGPT_ROLES.get(role.lower(), role), "content": value}
         if role == "function_call":
             calls = json.loads(value) if isinstance(value, str) else value
             calls = calls if isinstance(calls, list) else [calls]
@@ -195,15 +200,30 @@ def span_by_prefixes(i: int, full: str, messages: list, render) -> tuple[int, in
     start = len(prompt)
     if full.startswith(answered) and len(answered) >= start:
         return start, len(answered)
-    # Some templates write an earlier answer in another way once there is a later question: Qwen3's drops what it thought. It
-    # still ends as every answer does, so its end is found if this text is there once: if with another answer in its place
-    # nothing else changes.
+    try:
+        end = end_by_probes(i, full, start, messages, render)
+    except ValueError:  # a template that does not take the conversations that it is asked with
+        end = None
+    return end and (start, end)
+
+
+def end_by_probes(i: int, full: str, start: int, messages: list, render) -> int | None:
+    """Where message i ends if the template writes it in another way once there is a later question: Qwen3's drops what was
+    thought. It still ends as every answer does, so its end is found if this text is there once: if with another answer in its
+    place nothing behind it changes. And if it is no later answer's: gpt-oss and Phi-3 end only the last one in their way, so
+    with other messages behind this one nothing before its end may change."""
     one, other = (render([*messages[:i], {"role": "assistant", "content": content}]) for content in ("x", "y"))
     ending = os.path.commonprefix([one[::-1], other[::-1]])[::-1]
-    changed = render([*messages[:i], messages[i] | {"content": "x"}, *messages[i + 1:]])
+    plain = {key: value for key, value in messages[i].items() if key != "tool_calls"} | {"content": "x"}
+    changed = render([*messages[:i], plain, *messages[i + 1:]])
     end, changed_end = (text.find(ending, start) + len(ending) for text in (full, changed))
-    same = changed.startswith(prompt) and min(end, changed_end) >= start + len(ending) and full[end:] == changed[changed_end:]
-    return (start, end) if ending.strip() and same else None
+    found = ending.strip() and changed.startswith(full[:start]) and min(end, changed_end) >= start + len(ending)
+    if not found or full[end:] != changed[changed_end:]:
+        return None
+    texts = [message["content"] if isinstance(message.get("content"), str) else "" for message in messages[i + 1:]]
+    behind = [message | {"content": ("y" if text.startswith("x") else "x") + text}
+              for message, text in zip(messages[i + 1:], texts)]
+    return end if render([*messages[:i + 1], *behind]).startswith(full[:end]) else None
 
 
 @lru_cache(maxsize=1)
@@ -227,7 +247,8 @@ def need_template(tokenizer_file: Path, path: Path) -> ChatTemplate:
 
 def tokens_and_mask(conversation: Conversation, template: ChatTemplate, tokenizer) -> tuple[list[int], list[int]]:
     """(ids, mask), as long as each other: 1 where a token is the assistant's and has a loss. tokenizer: a chat_tokenizer. A
-    token with only a part in the assistant's text counts, as in transformers."""
+    token with only a part in the assistant's text counts, as in transformers. Where transformers stops (at a blank that its
+    offsets leave out, or at the first byte of an emoji that ends the assistant's text), the rest of the answer counts here."""
     text, spans = assistant_spans(conversation, template)
     encoding = encoding_of(tokenizer, text, False)
     starts, ends = zip(*encoding.offsets) if encoding.offsets else ((), ())

@@ -127,13 +127,22 @@ def read_chat_documents(piece: Piece, tokenizer_file: Path):
     """Yields (split, ids, mask) of each conversation of a piece of a .jsonl: mask is 1 where a token has a loss."""
     template, tokenizer = need_template(tokenizer_file, piece.path), chat_tokenizer(tokenizer_file)
     with open(piece.path, "rb") as file:
-        first = 1 + file.read(piece.start).count(b"\n")
+        file.seek(piece.start)
         lines = file.read(piece.end - piece.start).removeprefix(b"\xef\xbb\xbf").split(b"\n")
-    for number, line in enumerate(lines, first):
+
+    def tokenized(line: bytes, where: str):
+        return tokens_and_mask(conversation_of(line, where), template, tokenizer)
+
+    for number, line in enumerate(lines):
         if line := line.strip():
-            conversation = conversation_of(line, f"{piece.path} line {number}")
             split = "val" if hashlib.sha256(line).digest()[0] * VAL_PART < 256 else "train"
-            yield split if piece.split == "hash" else piece.split, *tokens_and_mask(conversation, template, tokenizer)
+            try:
+                ids, mask = tokenized(line, "")
+            except ValueError:  # once more, with its place: all lines before this piece are counted for an error only
+                with open(piece.path, "rb") as file:
+                    number += 1 + file.read(piece.start).count(b"\n")
+                ids, mask = tokenized(line, f"{piece.path} line {number}")
+            yield split if piece.split == "hash" else piece.split, ids, mask
 
 
 def cut_at_lines(text: str, size: int = 1 << 16):
@@ -199,7 +208,7 @@ def tokenize_piece(piece: Piece, number: int, folder: Path, tokenizer_file: Path
     if chat:
         for split, ids, mask in read_chat_documents(piece, tokenizer_file):
             tokens[split].append(np.array(ids, dtype))
-            masks[split].append(np.array(mask) * LOSS | (np.arange(len(ids)) == 0) * FIRST)
+            masks[split].append(np.array(mask, np.uint8) * LOSS | (np.arange(len(ids)) == 0) * FIRST)
             documents[split] += len(ids) > 0
     else:
         for split, ids, closed in tokenized_text(piece, tokenizer, eot):

@@ -111,14 +111,15 @@ def check_hf_tokenizer(folder: str, vocab_size: int) -> str | None:
     return path
 
 
-def read_chat(folder: str) -> tuple[str | None, dict[str, str]]:
-    """(chat template or None, the special tokens by name, such as eos_token) of a Hugging Face folder."""
+def read_chat(folder: str, name: str = "default") -> tuple[str | None, dict[str, str]]:
+    """(chat template or None, the special tokens by name, such as eos_token) of a Hugging Face folder. name: which one, if it
+    has several."""
     rules, template = {}, None
     if os.path.lexists(os.path.join(folder, "tokenizer_config.json")):
         rules = read_hf_json(folder, "tokenizer_config.json")
         template = rules.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        template = next((t.get("template") for t in template if isinstance(t, dict) and t.get("name") == "default"), None)
+    if isinstance(template, list):
+        template = next((t.get("template") for t in template if isinstance(t, dict) and t.get("name") == name), None)
     if os.path.lexists(os.path.join(folder, "chat_template.jinja")):
         template = Path(hf_file(folder, "chat_template.jinja", HF_LIMIT)).read_text("utf-8")
     tokens = {name: t.get("content") if isinstance(t, dict) else t for name, t in rules.items() if name.endswith("_token")}

@@ -14,6 +14,8 @@ from support.show import documents_of
 from support.text import chat_prompts
 
 FOUR = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}] * 2
+CALLS = [FOUR[0], FOUR[1] | {"tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {}}}]},
+         {"role": "tool", "content": "3"}, FOUR[1]]
 
 
 @pytest.fixture(scope="module")
@@ -82,11 +84,21 @@ def test_what_the_mask_covers(folders, tmp_path):
     # an earlier answer is written in another way, and no text ends it
     "{% for m in messages %}<{{ m.role }}>{{ m.content if loop.last else m.content|upper }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}",
+    # only the last answer has an end of its own: as gpt-oss's and Phi-3's
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ '<return>' if loop.last and m.role == 'assistant' else '<end>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}",
+    "{% for m in messages %}{{ '<' + m.role + '>' + m.content + '<end>' if m.role != 'tool' else '' }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% else %}{{ eos_token }}{% endif %}",
+    # an earlier thought is removed, and a call is a turn of its own behind the answer: the first end is not the answer's
+    "{% for m in messages %}<{{ m.role }}>{{ '<think></think>' if loop.last and m.role == 'assistant' }}{{ m.content }}<end>"
+    "{% for call in m.tool_calls or [] %}<call>{{ call.function.name }}<end>{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}",
 ])
 def test_a_template_that_does_not_tell_is_refused_by_name(tmp_path, template):
     folder = chat_folder(tmp_path / "strange", "qwen3")
     with pytest.raises(ValueError) as error:
-        ours(folder, {"messages": FOUR}, template)
+        ours(folder, {"messages": CALLS if "tool" in template else FOUR}, template)
     text = str(error.value)
     assert text.startswith(f"chat.jsonl line 1: the chat template of {folder} does not tell which tokens of message ")
     assert "{% generation %} ... {% endgeneration %}" in text and "\n" not in text
@@ -188,6 +200,15 @@ def test_bad_lines_are_named(tmp_path, line, part):
         list(documents_of(file, folder / "tokenizer.json", 0))
 
 
+def test_bytes_that_are_not_utf8_are_named_without_the_line(tmp_path):
+    folder = chat_folder(tmp_path / "qwen", "qwen3")
+    good, bad = json.dumps({"messages": FOUR}).encode(), b'{"messages": "' + b"\xe4" * 9999 + b'"}'
+    (tmp_path / "c.jsonl").write_bytes(good + b"\n" + bad)
+    with pytest.raises(ValueError, match="line 2: need .* can't decode byte 0xe4 in position") as error:
+        list(documents_of(tmp_path / "c.jsonl", folder / "tokenizer.json", 0))
+    assert len(str(error.value)) < 400
+
+
 def test_a_template_that_fails_is_named_with_the_line(tmp_path):
     folder = chat_folder(tmp_path / "fails", "qwen3")
     with pytest.raises(ValueError, match="^chat.jsonl line 1: the chat template of .*fails fails: roles must alternate$"):
@@ -197,6 +218,18 @@ def test_a_template_that_fails_is_named_with_the_line(tmp_path):
     (folder / "chat_template.jinja").unlink()
     assert read_template(str(folder)) is None
     assert read_chat(str(folder))[1]["eos_token"] == EOS["qwen3"]
+
+
+def test_a_second_template_for_tools_is_not_passed_over(tmp_path):
+    folder = chat_folder(tmp_path / "two", "qwen3")
+    (folder / "chat_template.jinja").unlink()
+    rules = json.loads((folder / "tokenizer_config.json").read_text())
+    rules["chat_template"] = [{"name": "default", "template": QWEN.replace("ENDMARK", "").replace("MARK", "")},
+                              {"name": "tool_use", "template": "{{ tools }}"}]
+    (folder / "tokenizer_config.json").write_text(json.dumps(rules))
+    assert sum(ours(folder, {"messages": FOUR})[1]) > 0
+    with pytest.raises(ValueError, match="chat.jsonl line 1: .*two has another chat template for conversations with tools"):
+        ours(folder, {"messages": FOUR, "tools": [{"type": "function", "function": {"name": "add"}}]})
 
 
 def test_without_jinja2_the_error_says_what_to_install(folders, monkeypatch):

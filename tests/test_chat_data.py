@@ -113,6 +113,19 @@ def test_nothing_predicts_how_a_conversation_begins(tmp_path):
     assert labels == len(train.documents) * sum(masks[0][1:])
 
 
+def test_a_conversation_without_any_token_is_none(tmp_path):
+    """ShareGPT's names in any spelling are known; of roles that the template does not know it may write nothing at all."""
+    folder = chat_folder(tmp_path / "qwen", "qwen3")
+    strange = {"conversations": [{"from": "Bing", "value": "x"}]}
+    known = {"conversations": [{"from": "Human", "value": "x"}, {"from": "GPT", "value": "y"}]}
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (strange, known, strange)))
+    loaded = opened((tmp_path,), tokenizer=str(folder))
+    (row,) = epoch(loaded)
+    labels = [token for token in row.labels[0, 0].tolist() if token >= 0]
+    said = data.load_tokenizer(folder / "tokenizer.json").decode(labels, skip_special_tokens=False)
+    assert said == "<think>\n\n</think>\n\ny<|im_end|>\n"
+
+
 def test_one_conversation_each_without_doc_mask(chats):
     loaded, packed = opened(chats), opened(chats, doc_mask=True)
     rows = epoch(loaded)
