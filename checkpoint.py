@@ -437,6 +437,9 @@ class Checkpoints:
                 problems.append(f"{what}: {some}" + (f" and {len(keys) - 3} more" if len(keys) > 3 else ""))
         if problems:
             fix = "; give the --param_dtype that it was trained with" if any(p.startswith("dtype") for p in problems) else ""
+            if any(p.startswith("missing: optimizer.") for p in problems):  # such as experts, which were AdamW's before
+                fix += ("; the optimizer has another state for these parameters now: --exclude_from_loading optimizer starts "
+                        "it anew, --out NEW another run")
             raise ValueError(f"{folder} does not fit this model: {'; '.join(problems)}{fix}".replace("torch.", ""))
 
     def tensors(self, with_optimizer) -> dict[str, Tensor]:

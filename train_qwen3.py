@@ -141,7 +141,7 @@ def notes(cfg: Config, done: int) -> str:
 def build_optimizers(stages, cfg: Config) -> list[torch.optim.Optimizer]:
     """AdamW for everything, or Muon for the blocks' matrices and AdamW for the rest; one learning rate serves both."""
     params = [(fqn, p) for stage in stages for fqn, p in stage.named_parameters()]
-    matrices = [p for fqn, p in params if cfg.optimizer == "muon" and p.dim() == 2 and fqn.startswith("blocks.")]
+    matrices = [p for fqn, p in params if cfg.optimizer == "muon" and p.dim() > 1 and fqn.startswith("blocks.")]
     taken = {id(p) for p in matrices}
     rest = [p for _, p in params if id(p) not in taken]
     decays = [p for p in rest if p.dim() > 1 or cfg.wd_on == "all"]

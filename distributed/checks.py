@@ -48,7 +48,7 @@ def check_memory(model, layout: Layout) -> None:
         n, kind = p.numel() * layout.dp_replicate / layout.world_size, getattr(cfg, "optimizer", "")
         total["parameters"] += n * size
         total["gradients"] += 0 if cfg.optimizer_in_backward else n * size
-        is_muons = kind == "muon" and p.dim() == 2 and fqn.startswith("blocks.")
+        is_muons = kind == "muon" and p.dim() > 1 and fqn.startswith("blocks.")
         total["moments"] += n * (size if is_muons else adamw if kind in ("adamw", "muon") else 0)
     on_host = layout.device.type == "cpu" or cfg.cpu_offload
     sharers = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if on_host else 1

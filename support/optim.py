@@ -2,7 +2,8 @@
 
 Muon (Keller Jordan, 2024) makes the singular values of each matrix's momentum equal with five Newton-Schulz steps, 15 matrix
 products. torch's own, given FSDP's DTensors, communicates in every one of them. Here each matrix is gathered once, one rank
-does its 15 products, and the results are exchanged: as many bytes as one FSDP forward, and 1/ranks of the arithmetic.
+does its 15 products, and the results are exchanged: as many bytes as one FSDP forward, and 1/ranks of the arithmetic. Stacks
+of experts, which torch's refuses, are in support/stacks.py.
 """
 import logging
 from functools import partial
@@ -17,6 +18,7 @@ from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from distributed.layout import Layout, local_slice, local_tensor
 from parallel import replicas
+from support.stacks import orthogonal_parts
 
 
 def step_in_backward(optimizers, layout: Layout) -> None:
@@ -114,12 +116,17 @@ def on_codes(op, types, args, kwargs):
 
 
 class Muon(torch.optim.Muon):
-    """torch.optim.Muon for 2-D parameters, plain or sharded in any way; equal to it on one process.
+    """torch.optim.Muon for 2-D parameters, plain or sharded in any way; equal to it on one process. A 3-D parameter is a stack
+    of matrices (E, out, in), each of which is treated as if it were a parameter of its own.
 
     found_inf: 0-d tensor, 1.0 to let the next step change nothing; as in torch's fused optimizers.
     """
 
     found_inf, _step_supports_amp_scaling = None, True  # see guard.py
+
+    def __init__(self, params, *args, **options):
+        defaults = torch.optim.Muon([torch.zeros(1, 1)], *args, **options).defaults  # checks them; it refuses 3-D parameters
+        torch.optim.Optimizer.__init__(self, params, defaults)
 
     @torch.no_grad()
     def step(self):
@@ -135,7 +142,21 @@ class Muon(torch.optim.Muon):
             # the same order on all ranks, equal shapes together: one exchange serves one matrix per rank
             params.sort(key=lambda p: tuple(p.shape))
             for _, same_shape in groupby(params, key=lambda p: p.shape):
-                self.step_same_shape(list(same_shape), group)
+                same_shape = list(same_shape)
+                if same_shape[0].dim() == 3:
+                    self.step_stacks(same_shape, group)
+                else:
+                    self.step_same_shape(same_shape, group)
+
+    def step_stacks(self, params, group):
+        def update(p, begin, end):
+            """Of some experts of this rank, in bf16."""
+            grad, buffer = (local_tensor(t)[begin:end] for t in (p.grad, self.state[p]["momentum_buffer"]))
+            return (grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer).bfloat16()
+
+        options = (group["ns_coefficients"], group["ns_steps"], group["eps"])
+        for p, begin, end, part in orthogonal_parts(params, update, options):
+            self.move(local_tensor(p)[begin:end], part, p.shape[1:], group)
 
     def step_same_shape(self, params, group):
         ranks, rank, process_group = 1, 0, None
@@ -159,6 +180,10 @@ class Muon(torch.optim.Muon):
             for p, result in zip(chunk, results, strict=False):
                 shape, offset = local_slice(p)
                 part = result[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
-                local, moves = local_tensor(p), 1.0 if self.found_inf is None else 1.0 - self.found_inf
-                local.mul_(1 - group["lr"] * group["weight_decay"] * moves)
-                local.add_(part * moves, alpha=-_adjust_lr(group["lr"], group["adjust_lr_fn"], p.shape))
+                self.move(local_tensor(p), part, p.shape, group)
+
+    def move(self, local, part, shape, group):
+        """shape: of the whole matrix, which decides how far it moves."""
+        moves = 1.0 if self.found_inf is None else 1.0 - self.found_inf
+        local.mul_(1 - group["lr"] * group["weight_decay"] * moves)
+        local.add_(part * moves, alpha=-_adjust_lr(group["lr"], group["adjust_lr_fn"], shape))

@@ -66,6 +66,18 @@ def test_what_is_saved_comes_back(tmp_path, optimizer):
     assert Path(path(tmp_path, 2), "recipe.py").read_text() == "print(1)\n"
 
 
+def test_another_optimizer_for_some_parameters_is_named(tmp_path):
+    """As a run with Muon whose experts were AdamW's when it began. Its weights go on with a new state."""
+    saved(tmp_path, 2)
+    with pytest.raises(ValueError, match="does not fit this model: missing: optimizer.*momentum_buffer; unknown: "
+                                         ".*; the optimizer has .*--exclude_from_loading optimizer starts it anew") as error:
+        of(*trained(1, 0, "muon"), tmp_path).load()
+    assert "\n" not in str(error.value)
+    net, optimizers = trained(1, 0, "muon")
+    assert of(net, optimizers, tmp_path, exclude_from_loading=["optimizer"]).load()["step"] == 2
+    assert torch.equal(net.last.weight, trained(0, 2)[0].last.weight) and not optimizers[1].state
+
+
 def test_nothing_there_is_a_fresh_start(tmp_path):
     run = trained(0, 0)
     check_run(str(tmp_path), IDENTITY, CheckpointConfig())

@@ -271,10 +271,11 @@ def test_what_cannot_fit_memory_is_refused_with_the_numbers(monkeypatch, flags, 
 
 
 def test_muon_has_one_moment_for_its_matrices(monkeypatch):
+    """Those of the experts among them."""
     with torch.device("meta"):
-        model = Llama3(Llama3Config())
+        model = qwen3.Qwen3(qwen3.Qwen3Config(n_experts=4, top_k=2, moe_ffn_dim=32))
     cfg = train_llama3.Config(optimizer="muon")
-    matrices = sum(p.numel() for fqn, p in model.named_parameters() if p.dim() == 2 and fqn.startswith("blocks."))
+    matrices = sum(p.numel() for fqn, p in model.named_parameters() if p.dim() in (2, 3) and fqn.startswith("blocks."))
     needs = sum(p.numel() for p in model.parameters()) * 16 - 4 * matrices
     for has, refused in ((needs - 1, True), (needs + 1, False)):
         monkeypatch.setattr(distributed.checks, "host_memory", lambda: has)  # noqa: B023

@@ -10,6 +10,7 @@ from pool import pool
 import parallel
 from checkpoint import CheckpointConfig, Checkpoints, dequantized
 from distributed.layout import local_tensor
+from support import stacks
 from support.guard import skip_if_not_finite
 from support.optim import Muon, adamw, step_in_backward
 
@@ -32,29 +33,61 @@ def test_equals_torch_on_plain_matrices():
 
 
 def steps(flags, n, problem):
-    """Weights after three Muon steps whose gradients are the same in every layout, to the last bit: the weights themselves."""
+    """(over how many axes experts are gathered, weights after three Muon steps) with gradients that are the same in every
+    layout, to the last bit: the sine of the weights."""
     stages, layout = build(config(**problem), flags, n, 1 if flags.get("pp", 1) == 1 else 2)
-    params = [(fqn, p) for s in stages for fqn, p in s.named_parameters() if p.dim() == 2 and fqn.startswith("blocks.")]
+    params = [(fqn, p) for s in stages for fqn, p in s.named_parameters() if p.dim() > 1 and fqn.startswith("blocks.")]
     optimizer = Muon([p for _, p in params], **OPTIONS)
     parallel.forward_backward(stages, local_batch(global_batch(0, n, False), layout), layout)
     for _ in range(3):
         for _, p in params:
             p.grad = p.detach().sin()
         optimizer.step()
-    return {fqn: full(p) for fqn, p in params}
+    return max(len(stacks.cuts_of(p)) if p.dim() == 3 else 0 for _, p in params), {fqn: full(p) for fqn, p in params}
 
 
-EXPERTS = dict(model="qwen3", n_experts=8, top_k=2, moe_ffn_dim=32)  # stacked in three dimensions: AdamW's, not Muon's
+EXPERTS = dict(model="qwen3", n_experts=8, top_k=2, moe_ffn_dim=16, n_layers=2)  # stacked: (8, 16, 32) and (8, 32, 16)
 
 
-@pytest.mark.parametrize("processes, flags, problem", [
-    (2, {}, {}), (4, dict(dp_replicate=2), {}), (4, dict(tp=2), {}), (2, dict(pp=2), {}), (4, {}, {}),
-    (4, dict(tp=2, ep=2), EXPERTS), (4, dict(tp=2, ep=4, etp=1), EXPERTS)], ids=str)
-def test_sharded_equals_whole(processes, flags, problem):
-    whole = pool(1).run(steps, {}, 4, problem)[0]
-    for part in pool(processes).run(steps, flags, 4, problem):
+@pytest.mark.parametrize("processes, flags, problem, cuts", [
+    (2, {}, {}, 0), (4, dict(dp_replicate=2), {}, 0), (4, dict(tp=2), {}, 0), (2, dict(pp=2), {}, 0), (4, {}, {}, 0),
+    # every rank has whole experts: of ep, of FSDP, of both (with a copy), and of uneven shares (2, 2, 2, 0)
+    (4, dict(tp=2, ep=4, etp=1), EXPERTS, 0), (4, {}, EXPERTS, 0), (4, dict(dp_replicate=2, ep=2), EXPERTS, 0),
+    pytest.param(4, {}, EXPERTS | dict(n_experts=6), 0, marks=pytest.mark.slow),
+    pytest.param(4, dict(pp=2, ep=2), EXPERTS, 0, marks=pytest.mark.slow),
+    # fewer experts than ranks, and split experts, alone and both: the work is shared
+    (4, {}, EXPERTS | dict(n_experts=2), 1), (4, dict(tp=2, ep=2, etp=2), EXPERTS, 1),
+    pytest.param(4, {}, EXPERTS | dict(n_experts=3), 1, marks=pytest.mark.slow),
+    pytest.param(4, dict(tp=2, etp=2), EXPERTS, 1, marks=pytest.mark.slow),
+    pytest.param(8, dict(tp=2, etp=2), EXPERTS | dict(n_experts=2), 2, marks=pytest.mark.slow)], ids=str)
+def test_sharded_equals_whole(processes, flags, problem, cuts):
+    _, whole = pool(1).run(steps, {}, processes, problem)[0]
+    for found, part in pool(processes).run(steps, flags, processes, problem):
+        assert found == cuts
         for fqn, weight in part.items():
             assert torch.equal(weight, whole[fqn]), fqn
+
+
+@pytest.mark.parametrize("at_once", [1 << 25, 1200])  # all at once, and two at a time of 8
+def test_stacks_of_experts_equal_torch_expert_by_expert(monkeypatch, at_once):
+    monkeypatch.setattr(stacks, "AT_ONCE", at_once)
+    torch.manual_seed(0)
+    begin = [torch.randn(shape) for shape in ((8, 16, 32), (8, 32, 16), (8, 16, 32), (3, 8, 8))]
+    params, each = [torch.nn.Parameter(t.clone()) for t in begin], [torch.nn.Parameter(m.clone()) for t in begin for m in t]
+    ours, theirs = Muon(params, **OPTIONS), torch.optim.Muon(each, **OPTIONS)
+    for step in range(4):
+        for i, p in enumerate(params):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * step + i))
+            p.grad[0] *= step > 1  # the first expert gets no token at first
+        for matrix, grad in zip(each, [grad for p in params for grad in p.grad], strict=True):
+            matrix.grad = grad.clone()
+        ours.step()
+        theirs.step()
+    found = [matrix for p in params for matrix in p]
+    assert len(found) == len(each) == 27
+    for matrix, expected, was in zip(found, each, (m for t in begin for m in t), strict=True):
+        assert (matrix - expected).abs().max() <= 1e-6 < 1e-2 < (matrix - was).abs().max()
+    assert [list(ours.state[p]) for p in params] == [["momentum_buffer"]] * 4
 
 
 # ---------------------------------------------------------------- AdamW with smaller moments
