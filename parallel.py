@@ -107,11 +107,11 @@ class SequenceLinear(ParallelStyle):
 
     def _apply(self, module, mesh):
         module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, [Replicate()], src_data_rank=None))
-        plain = module.forward
 
         def forward(x):
             rows = DTensor.from_local(x.flatten(0, -2), mesh, [Shard(0)], run_check=False)
-            return plain(rows).to_local().unflatten(0, x.shape[:-1])
+            out = type(module).forward(module, rows)  # of the class that it has by then: lora_linears gives it another
+            return out.to_local().unflatten(0, x.shape[:-1])
 
         module.forward = forward
         return module
@@ -340,7 +340,8 @@ def shard(stage, layout: Layout) -> None:
     """Give the parameters their dtype, and let FSDP share them between the ranks. One process has nothing to send, and FSDP
     would still copy every weight and gradient: there they are only cast, where FSDP would cast them."""
     for p in stage.parameters():  # not the buffers: balancing biases move in steps that bfloat16 would round away
-        p.data = p.data.to(getattr(torch, layout.cfg.param_dtype))
+        # Weights that LoRA freezes are only read, and in the compute dtype: nothing is lost if they are kept in it.
+        p.data = p.data.to(getattr(torch, layout.cfg.param_dtype) if p.requires_grad else layout.compute_dtype)
     layout.reduces_always = reduces_always(stage, layout)
     if layout.world_size == 1 and not layout.cfg.cpu_offload:
         cast_weights(stage, layout, reshards(layout))
@@ -418,9 +419,10 @@ def reduces_always(stage, layout: Layout) -> bool:
         return cfg.reduce_grads == "always"
     experts = {p for block in all_blocks(stage).values() if hasattr(block, "moe") for p in block.moe.experts.parameters()}
     numel = {p: local_tensor(p).numel() for p in stage.parameters()}
-    held = sum(n / (ranks * layout.tp / (cfg.ep * cfg.etp) if p in experts else ranks) for p, n in numel.items())
-    whole, state = sum(numel.values()) * getattr(torch, cfg.reduce_dtype).itemsize, 0 if cfg.cpu_offload else 4 * 4 * held
-    return whole + state > layout.memory / 2
+    held = {p: n / (ranks * layout.tp / (cfg.ep * cfg.etp) if p in experts else ranks) for p, n in numel.items()}
+    whole = sum(n for p, n in numel.items() if p.requires_grad) * getattr(torch, cfg.reduce_dtype).itemsize
+    state = sum(n * (4 * 4 if p.requires_grad else p.element_size()) for p, n in held.items())  # frozen: only the parameter
+    return whole + (0 if cfg.cpu_offload else state) > layout.memory / 2
 
 
 # ---------------------------------------------------------------- initial weights

@@ -21,6 +21,7 @@ from distributed.experts import balance_experts, expert_parallel
 from distributed.float8 import Float8Config, float8_linears, float8_scales
 from distributed.launch import LaunchConfig, StopSignal, choose_attention, connect, disconnect, run, train_timeouts
 from distributed.layout import EXPERTS, ParallelConfig
+from distributed.lora import LORA, NO_LORA, LoraConfig, lora_counts, lora_linears
 from distributed.pipeline import PipelineConfig, pipeline_stages
 from distributed.refusals import check_layout
 from generate import print_sample
@@ -59,17 +60,20 @@ MTP = Need("without mtp_depth 1, and this flavor has 0", lambda c: c.mtp_depth)
 
 @dataclass(kw_only=True)
 class Config(
-    ParallelConfig, LaunchConfig, PipelineConfig, Float8Config, ReportConfig, CheckpointConfig, DataConfig, MetricsConfig
+    ParallelConfig, LaunchConfig, PipelineConfig, Float8Config, LoraConfig, ReportConfig, CheckpointConfig, DataConfig,
+    MetricsConfig,
 ):
     flavor: Literal[tuple(FLAVORS)] = "debug"  # model size: see FLAVORS in models/deepseek.py
     # qwen3: how to keep the experts equally busy
     moe_balance: Literal["bias", "aux", "none"] = flag("bias", EXPERTS)  # adjust selection biases, add a loss, or neither
     # 1e-2 for both: runs of thousands of steps do with 1e-3, but within hundreds it balances nothing (benchmarks/RESULTS.md)
-    moe_bias_rate: float = flag(1e-2, EXPERTS, BIAS)  # how far a bias moves per step
+    moe_bias_rate: float = flag(1e-2, EXPERTS, BIAS, NO_LORA)  # how far a bias moves per step
     # deepseek: as in V3, where it is sequence-wise and joins the biases (arXiv:2412.19437, eq. 17)
     moe_aux_coef: float = flag(1e-4, EXPERTS, AUX)  # weight of the balancing loss
     moe_force_balance: bool = flag(False, EXPERTS)  # round-robin instead of the router: for benchmarks, the model learns little
     moe_load_per_layer: bool = flag(False, EXPERTS)  # metrics.jsonl also gets moe_load: each expert's share, for every layer
+    # deepseek: its own linears; which of the queries' there are depends on q_lora_rank
+    lora_on: list[str] = flag(["wq*", "wkv_a", "wkv_b", "wo"], LORA)  # beside which linears of the blocks: names or patterns
     # deepseek: multi-token prediction
     mtp_weight: float = flag(0.3, MTP)  # of the loss of the token after the next, in flavors that predict it (mtp_depth 1)
     model_args: str = ""  # fields of the flavor to change for an ablation: "n_layers=4,dim=512"
@@ -146,7 +150,7 @@ def notes(cfg: Config, done: int) -> str:
 
 def build_optimizers(stages, cfg: Config) -> list[torch.optim.Optimizer]:
     """AdamW for everything, or Muon for the blocks' matrices and AdamW for the rest; one learning rate serves both."""
-    params = [(fqn, p) for stage in stages for fqn, p in stage.named_parameters()]
+    params = [(fqn, p) for stage in stages for fqn, p in stage.named_parameters() if p.requires_grad]
     matrices = [p for fqn, p in params if cfg.optimizer == "muon" and p.dim() > 1 and fqn.startswith("blocks.")]
     taken = {id(p) for p in matrices}
     rest = [p for _, p in params if id(p) not in taken]
@@ -188,11 +192,13 @@ def main(cfg: Config):
     # deepseek: what the second prediction weighs
     model.mtp_weight = cfg.mtp_weight
     check_model(model, layout, TP_STYLES)
-    n_params, flops_per_token = sum(p.numel() for p in model.parameters()), model.flops_per_token(cfg.seq_len)
+    n_params = sum(p.numel() for p in model.parameters())
+    adapters, flops_per_token = lora_counts(model, cfg)  # adapters: only a text, for the line that a run begins with
 
     # 4. parallelism. The order matters: the pipeline picks the layers, float8 swaps the linears that TP then splits, CP
-    #    replaces the attention, checkpointing wraps a block's forward, compile sees it wrapped, FSDP's hooks gather weights
-    #    around all that and shard each rank's TP part once more; only then is memory taken and filled.
+    #    replaces the attention, LoRA freezes all that and adds adapters, checkpointing wraps a block's forward, compile sees it
+    #    wrapped, FSDP's hooks gather weights around all that and shard each rank's TP part once more; only then is memory taken
+    #    and filled.
     stages = pipeline_stages(model, layout)  # [model] unless pp > 1
     for stage in stages:
         float8_linears(stage, layout)
@@ -202,6 +208,7 @@ def main(cfg: Config):
         aux_coef = cfg.moe_aux_coef if cfg.moe_balance != "none" else 0.0
         expert_parallel(stage, layout, aux_coef=aux_coef, force_balance=cfg.moe_force_balance)
         context_parallel(stage, layout)
+        lora_linears(stage, layout)
         checkpoint_activations(stage, layout)
         compile_blocks(stage, layout)
         shard(stage, layout)
@@ -220,7 +227,7 @@ def main(cfg: Config):
     # ranks that hold the same weights, read the same data or got the same flags must agree, or they would drift apart unseen
     check_replicas(stages, layout, data=data.fingerprint, flags=asdict(cfg))
     if layout.rank == 0:
-        print(f"{cfg.flavor}: {n_params:,} parameters | {layout.step_text(cfg.seq_len)}{notes(cfg, state['step'])}")
+        print(f"{cfg.flavor}: {n_params:,} parameters{adapters} | {layout.step_text(cfg.seq_len)}{notes(cfg, state['step'])}")
     if state["step"] >= cfg.steps:
         return checkpoints.close(export=not os.path.exists(cfg.export_hf))  # a finished run can still be exported
 

@@ -20,6 +20,7 @@ from distributed.checks import check_first_batch, check_model, check_replicas, r
 from distributed.float8 import Float8Config, float8_linears, float8_scales
 from distributed.launch import LaunchConfig, StopSignal, choose_attention, connect, disconnect, run, train_timeouts
 from distributed.layout import ParallelConfig
+from distributed.lora import LoraConfig, lora_counts, lora_linears
 from distributed.pipeline import PipelineConfig, pipeline_stages
 from distributed.refusals import check_layout
 from generate import print_sample
@@ -53,7 +54,8 @@ BF16_ADAMW = Need("without --param_dtype bfloat16 and --optimizer adamw",
 
 @dataclass(kw_only=True)
 class Config(
-    ParallelConfig, LaunchConfig, PipelineConfig, Float8Config, ReportConfig, CheckpointConfig, DataConfig, MetricsConfig
+    ParallelConfig, LaunchConfig, PipelineConfig, Float8Config, LoraConfig, ReportConfig, CheckpointConfig, DataConfig,
+    MetricsConfig,
 ):
     flavor: Literal[tuple(FLAVORS)] = "debug"  # model size: see FLAVORS in models/llama3.py
     model_args: str = ""  # fields of the flavor to change for an ablation: "n_layers=4,dim=512"
@@ -129,7 +131,7 @@ def notes(cfg: Config, done: int) -> str:
 
 def build_optimizers(stages, cfg: Config) -> list[torch.optim.Optimizer]:
     """AdamW for everything, or Muon for the blocks' matrices and AdamW for the rest; one learning rate serves both."""
-    params = [(fqn, p) for stage in stages for fqn, p in stage.named_parameters()]
+    params = [(fqn, p) for stage in stages for fqn, p in stage.named_parameters() if p.requires_grad]
     matrices = [p for fqn, p in params if cfg.optimizer == "muon" and p.dim() > 1 and fqn.startswith("blocks.")]
     taken = {id(p) for p in matrices}
     rest = [p for _, p in params if id(p) not in taken]
@@ -169,16 +171,19 @@ def main(cfg: Config):
     with torch.device("meta"):
         model = Llama3(model_config)
     check_model(model, layout, TP_STYLES)
-    n_params, flops_per_token = sum(p.numel() for p in model.parameters()), model.flops_per_token(cfg.seq_len)
+    n_params = sum(p.numel() for p in model.parameters())
+    adapters, flops_per_token = lora_counts(model, cfg)  # adapters: only a text, for the line that a run begins with
 
     # 4. parallelism. The order matters: the pipeline picks the layers, float8 swaps the linears that TP then splits, CP
-    #    replaces the attention, checkpointing wraps a block's forward, compile sees it wrapped, FSDP's hooks gather weights
-    #    around all that and shard each rank's TP part once more; only then is memory taken and filled.
+    #    replaces the attention, LoRA freezes all that and adds adapters, checkpointing wraps a block's forward, compile sees it
+    #    wrapped, FSDP's hooks gather weights around all that and shard each rank's TP part once more; only then is memory taken
+    #    and filled.
     stages = pipeline_stages(model, layout)  # [model] unless pp > 1
     for stage in stages:
         float8_linears(stage, layout)
         tensor_parallel(stage, layout)
         context_parallel(stage, layout)
+        lora_linears(stage, layout)
         checkpoint_activations(stage, layout)
         compile_blocks(stage, layout)
         shard(stage, layout)
@@ -197,7 +202,7 @@ def main(cfg: Config):
     # ranks that hold the same weights, read the same data or got the same flags must agree, or they would drift apart unseen
     check_replicas(stages, layout, data=data.fingerprint, flags=asdict(cfg))
     if layout.rank == 0:
-        print(f"{cfg.flavor}: {n_params:,} parameters | {layout.step_text(cfg.seq_len)}{notes(cfg, state['step'])}")
+        print(f"{cfg.flavor}: {n_params:,} parameters{adapters} | {layout.step_text(cfg.seq_len)}{notes(cfg, state['step'])}")
     if state["step"] >= cfg.steps:
         return checkpoints.close(export=not os.path.exists(cfg.export_hf))  # a finished run can still be exported
 

@@ -9,7 +9,8 @@ would wrap: a block, the embedding, the rest.
     before its backward       they are cast again, into the same tensors
     a gradient is there       it is cast to --reduce_dtype and added to that of earlier micro-batches; after the last of these,
                               cast to the parameter's dtype
-    all of them are           the casts are freed; those of a unit with frozen parameters at the end of the backward
+    all of them are           the casts are freed; those of a unit with frozen parameters at the end of the backward, unless
+                              these are kept in the compute dtype, as LoRA's are, and were not copied
 
 FSDP rounds at the same places in the same order: losses and gradients equal those under FSDP to the last bit.
 """
@@ -98,7 +99,8 @@ class CastUnit:
 
     def before_backward(self, grad: Tensor) -> None:
         self.unshard()
-        self.missing = len(self.casts)  # with the frozen ones: the backward may read them after the last gradient
+        # those with a gradient, and frozen ones with a copy: the backward may read such a copy after the last gradient
+        self.missing = sum(c.requires_grad or c.dtype != p.dtype for c, p in zip(self.casts, self.params, strict=True))
         if self.units:
             Variable._execution_engine.queue_callback(self.after_backward)
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from distributed.initial import constants_of, initial_values
 from distributed.layout import Layout, local_slice, local_tensor
+from distributed.lora import adapter_numel, check_lora
 from models.loss import IGNORE
 
 
@@ -18,6 +19,7 @@ def check_model(model, layout: Layout, styles) -> None:
     init_constants that names nothing, for a style that parallel.TP_STYLES does not have, for a parameter or buffer without an
     initial value, and for more than memory holds."""
     check_tp_plan(model, styles)
+    check_lora(model, layout.cfg)
     names = [fqn for fqn, _ in [*model.named_parameters(), *model.named_buffers()]]
     for pattern in constants_of(model):
         if not fnmatch.filter(names, pattern):
@@ -43,12 +45,16 @@ def check_memory(model, layout: Layout) -> None:
     size = getattr(torch, cfg.param_dtype).itemsize
     # bytes of AdamW's two moments of a parameter; 0 for an optimizer that is not known here
     adamw = {"param": 2 * size, "bfloat16": 4, "8bit": 2, "fp8": 2, "4bit": 1}.get(getattr(cfg, "adamw_moments", ""), 0)
-    total = Counter()
-    for fqn, p in model.named_parameters():
-        n, kind = p.numel() * layout.dp_replicate / layout.world_size, getattr(cfg, "optimizer", "")
+    total, kind, share = Counter(), getattr(cfg, "optimizer", ""), layout.dp_replicate / layout.world_size
+    trained = [(fqn, p.numel(), p.dim() > 1) for fqn, p in model.named_parameters()]
+    if adapters := adapter_numel(model, cfg):  # all else is frozen
+        total["parameters"] = sum(n for _, n, _ in trained) * share * layout.compute_dtype.itemsize
+        trained = [("blocks.lora", adapters, True)]
+    for fqn, n, is_matrix in trained:
+        n *= share
         total["parameters"] += n * size
         total["gradients"] += 0 if cfg.optimizer_in_backward else n * size
-        is_muons = kind == "muon" and p.dim() > 1 and fqn.startswith("blocks.")
+        is_muons = kind == "muon" and is_matrix and fqn.startswith("blocks.")
         total["moments"] += n * (size if is_muons else adamw if kind in ("adamw", "muon") else 0)
     on_host = layout.device.type == "cpu" or cfg.cpu_offload
     sharers = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if on_host else 1

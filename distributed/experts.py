@@ -92,7 +92,7 @@ def balance_experts(stages, layout: Layout, mode: str, rate: float | Tensor, per
     # Ranks have different tokens, or under pp different layers, so the sum over all ranks is the whole table on each of them.
     sum_over(loads, [None])
     loads /= layout.cfg.etp  # with etp = tp every tp rank counted all tokens
-    if mode == "bias":
+    if mode == "bias" and not getattr(layout.cfg, "lora_rank", 0):  # LoRA: they belong to the weights that stay as they are
         for i, balance in layers.items():
             step = (loads[i].mean() - loads[i]).sign() * rate
             balance.bias += step - step.mean()

@@ -1,10 +1,12 @@
 """How each parameter and buffer of a model starts: drawn, or a number. parallel.init_weights fills them in."""
 import fnmatch
 import hashlib
+import math
 
 import torch
 from torch import Tensor, nn
 
+LORA_B = 0.0  # standard deviation of new adapters' B. support/record.py draws it: while B is 0, A has no gradient to compare
 NORMS = (nn.RMSNorm, nn.LayerNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -31,6 +33,10 @@ def initial_values(stage) -> dict[str, tuple[float, float]]:
                                      f"to init_constants, in class {model}")
             elif t.dim() == 0:
                 raise ValueError(f"parameter {fqn} has no dimension, and FSDP needs one: make it nn.Parameter(torch.empty(1))")
+            elif path.endswith(".lora_b"):  # so that a model with new adapters is the model without them
+                number, std = 0.0, LORA_B
+            elif path.endswith(".lora_a"):
+                std = 1 / math.sqrt(3 * module.in_features)  # as wide as peft's kaiming_uniform_(a=sqrt(5))
             elif number is None:
                 usual = 0.02 if name == "weight" and isinstance(module, (nn.Linear, nn.Embedding)) else None
                 std = given if (given := stage.init_std(fqn)) is not None else usual

@@ -138,7 +138,7 @@ def sum_tied_gradients(stages, layout: Layout) -> None:
     send. stages: this rank's, of which one may be the first, one the last, or under a V schedule both."""
     first = next((s.tok_embeddings.weight for s in stages if s.index == 0), None)
     last = next((w for s in stages if (w := tied_copy(s)) is not None), None)
-    mine = [local_tensor(w.grad) for w in (first, last) if w is not None]
+    mine = [local_tensor(w.grad) for w in (first, last) if w is not None and w.requires_grad]  # LoRA freezes both
     if len(mine) == 2:  # a V schedule: both ends are on this rank
         mine[0].add_(mine[1])
         mine[1].copy_(mine[0])

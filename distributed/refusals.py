@@ -44,6 +44,8 @@ def check_layout(
     rows += batch_rows(layout) + model_rows(layout, model_config, seq_len) + option_rows(layout, on_cuda and here)
     if getattr(cfg, "float8", "off") != "off":  # grpo.py does not have it
         rows += float8_rows(layout, model_config, on_cuda, seq_len)
+    if getattr(cfg, "lora_rank", 0):
+        rows += lora_rows(cfg)
     if layout.has_experts:
         rows += expert_rows(layout, model_config)
     if layout.pp > 1 and layout.accumulation:
@@ -140,6 +142,12 @@ def option_rows(layout: Layout, count_gpus: bool) -> list[tuple]:
          f"--optimizer_in_backward needs one backward per step and gradients on the device, but --pp is {layout.pp}, "
          f"accumulation {layout.accumulation}, --cpu_offload {cfg.cpu_offload}; leave it out"),
     ]
+
+
+def lora_rows(cfg) -> list[tuple]:
+    float8 = getattr(cfg, "float8", "off")
+    return [(float8 != "off", f"--lora_rank {cfg.lora_rank} with --float8 {float8}: the frozen weights would be quantized "
+             "again in every step; leave one of them out")]
 
 
 def float8_rows(layout: Layout, c, on_cuda: bool, seq_len: int) -> list[tuple]:

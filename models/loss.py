@@ -154,14 +154,15 @@ class TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, _):
         h, weight, labels, lse = ctx.saved_tensors
-        dh, dw = torch.empty_like(h), torch.zeros_like(weight, dtype=torch.float32)
+        dh, dw = torch.empty_like(h), torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for rows, logits, index, mine in TokenLogprobs.chunks(h, weight, labels, *ctx.options):
             # d logprob / d logit = (one_hot(label) - softmax) / temperature
             dlogits = logits.sub_(lse[rows, None]).exp_().neg_().scatter_add_(1, index, mine.float()[:, None])
             dlogits = dlogits.mul_(grad[rows, None] / ctx.options[0]).to(h.dtype)
             torch.mm(dlogits, weight, out=dh[rows])
-            add_product(dw, dlogits.T, h[rows])
-        return dh, dw.to(weight.dtype), None, None, None, None, None
+            if dw is not None:
+                add_product(dw, dlogits.T, h[rows])
+        return dh, dw if dw is None else dw.to(weight.dtype), None, None, None, None, None
 
 
 def token_logprobs(h: Tensor, weight: Tensor, labels: Tensor, temperature=1.0, all_reduce=alone, vocab_start=0, unknown=None):

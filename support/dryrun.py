@@ -26,6 +26,7 @@ import parallel
 from distributed import checks, refusals
 from distributed.experts import balance_experts
 from distributed.layout import AXES, all_blocks, local_tensor
+from distributed.lora import lora_counts
 from distributed.pipeline import ZERO_BUBBLE, n_microbatches
 from models.loss import CHUNK_ELEMENTS
 from support import optim, resume
@@ -346,6 +347,7 @@ class Report:
     n_params: int
     flops_per_token: int  # as MFU counts them, see metrics.py
     cost: Callable  # (kind, stage) -> FLOPs of a forward, a backward, or half of one
+    adapters: str = ""  # what LoRA trains, see lora_counts
 
     @property
     def mfu_bound(self) -> float:
@@ -382,7 +384,8 @@ def make_report(main, cfg) -> Report:
         return {"F": forward, "B": backward}.get(kind, backward / 2) / n
 
     n_params = sum(p.numel() for p in model.parameters())
-    return Report(layout, ranks, n, rows, n_params, model.flops_per_token(cfg.seq_len), cost)
+    adapters, flops_per_token = lora_counts(model, cfg)
+    return Report(layout, ranks, n, rows, n_params, flops_per_token, cost, adapters)
 
 
 def table(rows: list[list], right=True) -> str:
@@ -402,8 +405,9 @@ def human(n: float) -> str:
 
 def print_report(cfg, report: Report) -> None:
     layout, ranks = report.layout, report.ranks
-    print(f"dry run: {report.n_params:,} parameters | {layout} = {layout.world_size:,} device{'s' * (layout.world_size > 1)} | "
-          f"{str(layout.compute_dtype)[6:]} compute | {layout.global_batch_size} sequences x {cfg.seq_len} tokens per step")
+    print(f"dry run: {report.n_params:,} parameters{report.adapters} | {layout} = {layout.world_size:,} "
+          f"device{'s' * (layout.world_size > 1)} | {str(layout.compute_dtype)[6:]} compute | "
+          f"{layout.global_batch_size} sequences x {cfg.seq_len} tokens per step")
     print(f"\nThe first device of each pipeline rank; the peak fits ({' / '.join(map(str, DEVICES))} GB) or does not:\n")
     lines = [["pp rank", "layers", "parameters", "gradients", "optimizer", "activations", "peak", "fits", "TFLOPs/step"]]
     for i, rank in enumerate(ranks):

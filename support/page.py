@@ -267,7 +267,7 @@ def make_page(cfg, report, counted, command: str) -> str:
     gathers = layout.dp_shard * layout.cp > 1
     values = dict(
         TITLE=escape(f"{getattr(cfg, 'flavor', 'model')} on {devices}: {layout}"),
-        SUMMARY=escape(f"{report.n_params:,} parameters, {step}. Made by:"),
+        SUMMARY=escape(f"{report.n_params:,} parameters{report.adapters}, {step}. Made by:"),
         COMMAND=escape(command), SHOWN=escape(cut), GRID=grid(layout, ranks), SIDE=str(44 if len(by_rank) <= 128 else 30),
         LIGHT=svg.variables(False), DARK=svg.variables(True), RULES=svg.RULES,
         HOLDINGS=figure(sheet.picture, sheet.height, "what this rank holds"),

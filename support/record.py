@@ -51,8 +51,10 @@ def main():
     # Behind the recipe's folder, as parallel is imported before a recipe can add this one to sys.path itself; and ahead of
     # installed packages, one of which may be called distributed.
     sys.path.insert(1, house)
+    import distributed.initial
     import parallel
 
+    distributed.initial.LORA_B = 0.01  # of adapters: with B at 0, A would have no gradient to compare
     with ExitStack() as stack:
         if where:
             from support.seams import seams_of_a_step, write_seams

@@ -10,6 +10,9 @@ import socket
 import time
 from dataclasses import asdict
 
+import torch
+
+from distributed.lora import check_lora
 from support.certificate import carry_certificate
 from support.config import FROM_FILE
 from support.files import json_bytes, read_json
@@ -28,6 +31,9 @@ def claim_run(cfg, Model, model_config, data, lr_at=None) -> dict:
         raise ValueError(f"the tokenizer has {ids} ids, the model {model_config.vocab_size}; use --model_args vocab_size={ids}")
     if cfg.val_every and not data.n_val_samples:
         raise ValueError(f"--data {cfg.data} has no validation text; use --val_every 0")
+    if getattr(cfg, "lora_rank", 0):
+        with torch.device("meta"):
+            check_lora(Model(model_config), cfg)
     model = {"module": Model.__module__, "class": Model.__name__, **asdict(model_config)}
     identity = {"model": model, "data": data.fingerprint, "optimizer": {"name": cfg.optimizer}}
     check_run(cfg.out, identity, cfg, lr_at)

@@ -10,12 +10,14 @@ import torch.distributed as dist
 from pool import pool
 from torch.distributed.tensor import DTensor
 
+import distributed.initial
 import parallel
 from distributed.checks import check_model
 from distributed.experts import balance_experts, expert_parallel
 from distributed.float8 import Float8Config, float8_linears
 from distributed.launch import LaunchConfig
 from distributed.layout import AXES, Layout, ParallelConfig, all_blocks
+from distributed.lora import LoraConfig, is_adapter, lora_linears
 from distributed.pipeline import PipelineConfig, pipeline_stages
 from distributed.refusals import check_layout
 from models.deepseek import DeepSeek, DeepSeekConfig
@@ -39,7 +41,7 @@ class Batch:  # the part of data.Batch that parallel.py reads
 
 
 @dataclass(kw_only=True)
-class Flags(ParallelConfig, LaunchConfig, PipelineConfig, Float8Config, ReportConfig):
+class Flags(ParallelConfig, LaunchConfig, PipelineConfig, Float8Config, LoraConfig, ReportConfig):
     """The option groups that every train_*.py inherits, but for those of data, checkpoints and metrics."""
 
 
@@ -85,15 +87,35 @@ def global_batch(step: int, n: int, doc_mask: bool) -> Batch:
     return Batch(tokens, labels, positions, doc_ids)
 
 
-def reference(model_config, n: int, doc_mask=False) -> list[dict]:
-    """The steps of AdamW on one process in plain torch: no parallel.py, no FSDP, no chunked loss, torch's own clipping."""
+def lora_flags(flags: dict) -> dict:
+    return {name: value for name, value in flags.items() if name.startswith("lora_")}
+
+
+def initialised(model_config, layout, seed: int):
+    """A plain model with its initial weights, and with adapters if layout.cfg asks for them."""
     model = MODELS[type(model_config)](model_config)
-    layout = Layout(Flags(), {a: 1 for a in AXES}, 1, n, n)
-    parallel.init_weights(model, layout, clear_seed(model_config, n, doc_mask))
+    model.index, model.n_stages = 0, 1
+    lora_linears(model, layout)
+    with drawn_adapters():
+        parallel.init_weights(model, layout, seed)
+    return model
+
+
+def drawn_adapters():
+    """B not at 0, where A's gradient would be 0 in the first step."""
+    return mock.patch.object(distributed.initial, "LORA_B", 0.02)
+
+
+def reference(model_config, n: int, doc_mask=False, lora=None) -> list[dict]:
+    """The steps of AdamW on one process in plain torch: no parallel.py, no FSDP, no chunked loss, torch's own clipping."""
+    layout = Layout(Flags(**lora or {}), {a: 1 for a in AXES}, 1, n, n)
+    model = initialised(model_config, layout, clear_seed(model_config, n, doc_mask, lora))
     margins = watch_margins(model)
+    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert all(map(is_adapter, params)) if lora else len(params) == len(list(model.parameters()))
     for balance in balances([model]).values():
         balance.aux_scale = AUX_COEF / n
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    optimizer = torch.optim.AdamW(params.values(), lr=LR)
     out = []
     for step in range(n_steps(model_config)):
         b = global_batch(step, n, doc_mask)
@@ -105,14 +127,15 @@ def reference(model_config, n: int, doc_mask=False) -> list[dict]:
             model(b.tokens, b.labels, b.positions, b.doc_ids, (b.labels != IGNORE).sum()).backward()
         else:
             loss.backward()
-        grads = {n: p.grad.clone() for n, p in model.named_parameters()}
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        grads = {n: p.grad.clone() for n, p in params.items()}
+        assert not [n for n, grad in grads.items() if is_adapter(n) and not grad.any()]
+        norm = torch.nn.utils.clip_grad_norm_(params.values(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
         assert step > 0 or min(margins, default=1) > 1e-4
         for balance in balances([model]).values():
             direction = torch.sign(balance.load.mean() - balance.load) * BIAS_RATE
-            balance.bias += direction - direction.mean()
+            balance.bias += 0 if lora else direction - direction.mean()
             balance.load = None
         biases = {fqn: balance.bias.clone() for fqn, balance in balances([model]).items()}
         out.append({"loss": loss.item(), "norm": norm.item(), "grads": grads, "biases": biases})
@@ -125,21 +148,20 @@ def reference(model_config, n: int, doc_mask=False) -> list[dict]:
 
 
 @functools.cache
-def clear_seed_of(fields: tuple, kind, n: int, doc_mask: bool) -> int:
-    layout = Layout(Flags(), {a: 1 for a in AXES}, 1, n, n)
+def clear_seed_of(fields: tuple, kind, n: int, doc_mask: bool, lora: tuple) -> int:
+    layout = Layout(Flags(**dict(lora)), {a: 1 for a in AXES}, 1, n, n)
     b = global_batch(0, n, doc_mask)
     for seed in range(3, 1000):
-        model = MODELS[kind](kind(**dict(fields)))
-        parallel.init_weights(model, layout, seed)
+        model = initialised(kind(**dict(fields)), layout, seed)
         margins = watch_margins(model)
         model(b.tokens, b.labels, b.positions, b.doc_ids)  # with gradients: MTP is for training only
         if min(margins, default=1) > 1.2e-4:
             return seed
 
 
-def clear_seed(model_config, n: int, doc_mask: bool) -> int:
+def clear_seed(model_config, n: int, doc_mask: bool, lora=None) -> int:
     """A seed whose first step routes clearly: routing is discrete, and a close call may go the other way in another layout."""
-    return clear_seed_of(tuple(asdict(model_config).items()), type(model_config), n, doc_mask)
+    return clear_seed_of(tuple(asdict(model_config).items()), type(model_config), n, doc_mask, tuple((lora or {}).items()))
 
 
 def watch_margins(model) -> list[float]:
@@ -187,6 +209,7 @@ def build(model_config, flags: dict, n: int, local_batch_size: int, seed=3):
         parallel.tensor_parallel(stage, layout)
         expert_parallel(stage, layout, aux_coef=AUX_COEF)
         parallel.context_parallel(stage, layout)
+        lora_linears(stage, layout)
         parallel.checkpoint_activations(stage, layout)
         parallel.compile_blocks(stage, layout)
         parallel.shard(stage, layout)
@@ -208,14 +231,18 @@ def train(model_config, flags: dict, n: int, local_batch_size: int, doc_mask=Fal
 
 
 def run_steps(model_config, flags, n, local_batch_size, doc_mask) -> list[dict]:
-    stages, layout = build(model_config, flags, n, local_batch_size, clear_seed(model_config, n, doc_mask))
+    seed = clear_seed(model_config, n, doc_mask, lora_flags(flags))
+    with drawn_adapters():
+        stages, layout = build(model_config, flags, n, local_batch_size, seed)
     params = [(fqn, p) for s in stages for fqn, p in s.named_parameters()]
-    optimizer = torch.optim.AdamW([p for _, p in params], lr=LR, foreach=True)
+    trained = [(fqn, p) for fqn, p in params if p.requires_grad]
+    optimizer = torch.optim.AdamW([p for _, p in trained] or [torch.zeros(1)], lr=LR, foreach=True)
     out = []
     for step in range(n_steps(model_config)):
         loss = parallel.forward_backward(stages, local_batch(global_batch(step, n, doc_mask), layout), layout)
         loss, _ = parallel.reduce_loss(loss, layout)
-        grads = {fqn: full(torch.zeros_like(p) if p.grad is None else p.grad) for fqn, p in params}
+        grads = {fqn: full(torch.zeros_like(p) if p.grad is None else p.grad) for fqn, p in trained}
+        assert all(p.grad is None for _, p in params if not p.requires_grad)
         norm = parallel.clip_grad_norm(stages, 0.5, layout)
         optimizer.step()
         optimizer.zero_grad()
@@ -272,7 +299,7 @@ def compare(processes: int, flags: dict, problem: dict, mutate=None) -> str:
     problem = dict(problem)
     n, b, doc = problem.pop("n"), problem.pop("b"), problem.pop("doc", False)
     model_config = config(**problem)
-    want = reference(model_config, n, doc)
+    want = reference(model_config, n, doc, lora_flags(flags))
     results = pool(processes).run(train, model_config, flags, n, b, doc, mutate)
     differences = [d for got in results if (d := first_difference(got, want))]
     # every rank sees a wrong norm, and only the rank that holds the parameter why

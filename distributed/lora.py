@@ -1,0 +1,153 @@
+"""LoRA: the weights stay as they are, and beside some of them two small matrices are trained (Hu et al., arXiv:2106.09685).
+
+    y = W x + alpha / rank * B A x        W (out, in) frozen, A (rank, in) drawn, B (out, rank) starts at 0
+
+An adapted linear keeps its name, its weight and its place in the layout, and gets two children: blocks.0.attn.wq.lora_a.weight
+and .lora_b.weight. Only these have gradients and optimizer state, and only these are saved.
+"""
+from collections import Counter
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from distributed.layout import Layout
+from support.config import Need, flag
+
+LORA = Need("without --lora_rank", lambda c: getattr(c, "lora_rank", 0))
+NO_LORA = Need("with --lora_rank, which leaves the experts' biases as they are", lambda c: not getattr(c, "lora_rank", 0))
+
+
+@dataclass(kw_only=True)
+class LoraConfig:
+    lora_rank: int = 0  # freeze all weights, and train two matrices of this rank beside some of them (LoRA); 0 = train all
+    lora_alpha: float = flag(32.0, LORA)  # what they add is scaled by lora_alpha / lora_rank
+    lora_on: list[str] = flag(["wq", "wk", "wv", "wo"], LORA)  # beside which linears of the blocks: names or patterns
+
+
+# ---------------------------------------------------------------- which linears
+def is_adapter(fqn: str) -> bool:
+    return ".lora_a." in fqn or ".lora_b." in fqn
+
+
+def lora_names(module, cfg) -> list[str]:
+    """The linears of a model, or of a pipeline stage, that get adapters: those of the blocks whose fqn, or the last part of it,
+    --lora_on names. [] without --lora_rank."""
+    if not getattr(cfg, "lora_rank", 0):
+        return []
+    return [fqn for fqn in block_linears(module) if any(names_linear(pattern, fqn) for pattern in cfg.lora_on)]
+
+
+def block_linears(module) -> list[str]:
+    found = [fqn for fqn, m in module.named_modules() if isinstance(m, nn.Linear) and fqn.startswith("blocks.")]
+    return [fqn for fqn in found if not is_adapter(f"{fqn}.")]
+
+
+def names_linear(pattern: str, fqn: str) -> bool:
+    return fnmatch(fqn, pattern) or fnmatch(fqn.rpartition(".")[2], pattern)
+
+
+def check_lora(model, cfg) -> None:
+    """Raises ValueError for a name in --lora_on that the full model does not have, or that cannot have an adapter."""
+    if not getattr(cfg, "lora_rank", 0):
+        return
+    if not cfg.lora_alpha > 0:
+        raise ValueError(f"--lora_alpha {cfg.lora_alpha:g} must be above 0")
+    linears = block_linears(model)
+    wrong = [pattern for pattern in cfg.lora_on if not any(names_linear(pattern, fqn) for fqn in linears)]
+    if wrong or not cfg.lora_on:
+        known = ",".join(dict.fromkeys(fqn.rpartition(".")[2] for fqn in linears))
+        raise ValueError(f"--lora_on {wrong[0] if wrong else 'without a name'}: only linears of the blocks get adapters, not "
+                         f"stacked experts, routers, the embedding or the head; this model has {known}")
+
+
+# ---------------------------------------------------------------- the layer
+def lora_linears(stage, layout: Layout) -> None:
+    """Freeze the parameters of a stage, and put adapters beside the linears of --lora_on. Nothing without --lora_rank.
+
+    After tensor_parallel, because an adapter is split as the weight beside it; and after expert_parallel, which makes new
+    parameters of the experts. With --tp it costs no further message but the
+    sum of its own small gradients:
+
+        weight          A           B           what a rank adds to its part of y
+        rows            whole       rows        its rows, of all of A x
+        columns         columns     whole       a summand, of its summand of A x; the reduce-scatter of y adds up both
+        whole           whole       whole       its tokens
+    """
+    cfg, names = layout.cfg, lora_names(stage, layout.cfg)
+    if not getattr(cfg, "lora_rank", 0):
+        return
+    for p in stage.parameters():
+        p.requires_grad_(False)
+    for linear in map(stage.get_submodule, names):
+        weight, rank = linear.weight, cfg.lora_rank
+        linear.lora_a = nn.Linear(linear.in_features, rank, bias=False, device=weight.device)
+        linear.lora_b = nn.Linear(rank, linear.out_features, bias=False, device=weight.device)
+        if isinstance(weight, DTensor):
+            (cut,) = weight.placements
+            for adapter, dim in (linear.lora_a, 1), (linear.lora_b, 0):
+                placement = cut if cut.is_shard(dim) else Replicate()
+                split = distribute_tensor(adapter.weight, weight.device_mesh, [placement], src_data_rank=None)
+                adapter.weight = nn.Parameter(split)
+        linear.lora_scale, linear.__class__ = cfg.lora_alpha / rank, with_adapter(type(linear))
+    if stage.index == 0 and stage.n_stages > 1 and not names:
+        # A pipeline sends gradients back as far as its first stage, and torch asks that its output have one. Without an adapter
+        # on this stage nothing else gives it one.
+        stage.tok_embeddings.register_forward_hook(lambda module, args, out: out.requires_grad_(torch.is_grad_enabled()))
+
+
+class Adapted(nn.Linear):
+    """A linear with adapters. A method of a class, and not a function in place of forward: for the compiler each module would
+    have another one."""
+
+    def forward(self, x):
+        y, a, b = super().forward(x), self.lora_a.weight, self.lora_b.weight
+        if not self.lora_scale:  # switched off: see base_model
+            return y
+        if not isinstance(a, DTensor):
+            return y + F.linear(F.linear(x, a) * self.lora_scale, b)
+        # Each tp rank multiplies its own parts. What the placements say is how a gradient and the result have to be read:
+        # Partial means that the ranks hold summands. FSDP adds up the summands of a weight's gradient.
+        cut = self.weight.placements[0]
+        if cut.is_shard(0):  # x (..., in) is whole; A's gradient comes from this rank's rows of B only
+            x_grad, a_grad, b_grad, out = Partial(), Partial(), cut, Shard(x.dim() - 1)
+        elif cut.is_shard(1):  # x (..., in/tp); B sees this rank's summand of A x only
+            x_grad, a_grad, b_grad, out = x.placements[0], cut, Partial(), Partial()
+        else:  # x: tokens of its own
+            x_grad, a_grad, b_grad, out = x.placements[0], Partial(), Partial(), x.placements[0]
+        x, a, b = (t.to_local(grad_placements=[p]) for t, p in ((x, x_grad), (a, a_grad), (b, b_grad)))
+        z = F.linear(F.linear(x, a) * self.lora_scale, b)
+        return y + DTensor.from_local(z, y.device_mesh, [out], run_check=False)
+
+
+@cache
+def with_adapter(kind: type) -> type:
+    """A class of linears, with the forward of Adapted."""
+    return type(kind.__name__, (Adapted, kind), {})
+
+
+# ---------------------------------------------------------------- what it costs
+def adapter_numel(model, cfg) -> int:
+    """Numbers in the adapters that a model would get."""
+    linears = [model.get_submodule(fqn) for fqn in lora_names(model, cfg)]
+    return sum(cfg.lora_rank * (linear.in_features + linear.out_features) for linear in linears)
+
+
+def lora_counts(model, cfg) -> tuple[str, int]:
+    """(what the start line says about LoRA, FLOPs per token) of a full model, before it is split.
+
+    PaLM's convention of 6 FLOPs per weight is 2 each for the forward, for the gradient of the input and for that of the weight;
+    a frozen weight has no gradient.
+    """
+    flops, names = model.flops_per_token(cfg.seq_len), lora_names(model, cfg)
+    if not names:
+        return "", flops
+    n, kinds = adapter_numel(model, cfg), Counter(fqn.rpartition(".")[2] for fqn in names)
+    beside = ", ".join(f"{count} {name}" for name, count in kinds.items())
+    biases = "; the experts' biases stay as they are" if getattr(model.config, "n_experts", 0) else ""
+    text = f" + {n:,} in adapters beside {beside}, which alone are trained{biases}"
+    return text, flops - model.flops_per_token(0) // 3 + 6 * n

@@ -1,0 +1,219 @@
+"""LoRA, against distributed/lora.py: every layout trains the adapters that one process trains, and nothing else."""
+import inspect
+import textwrap
+from contextlib import contextmanager
+from unittest import mock
+
+import dry
+import pytest
+import torch
+from layouts import (
+    LR,
+    MODELS,
+    Flags,
+    build,
+    compare,
+    config,
+    full,
+    global_batch,
+    initialised,
+    local_batch,
+    row_name,
+    without_inductor,
+)
+from pool import pool
+from test_cast import everything_of_two_steps
+from test_communication import count
+from test_parallel import MOE, MTP, V2
+
+import distributed.experts
+import distributed.lora
+import parallel
+from distributed.cast import CastUnit
+from distributed.checks import check_model
+from distributed.layout import AXES, Layout, local_tensor
+from distributed.lora import adapter_numel, is_adapter, lora_counts, lora_names
+
+LORA = dict(lora_rank=4)
+ALL = dict(lora_rank=4, lora_on=("wq", "wv", "wo", "w1", "w2", "w3"))
+MLA = dict(lora_rank=4, lora_on=("wq*", "wkv_a", "wkv_b", "wo", "w1"))
+LAYOUTS = [  # as in test_parallel.py; B is drawn, so that A has a gradient in the first step too (layouts.drawn_adapters)
+    (1, ALL, dict(n=6, b=2, doc=True)),
+    (2, LORA | dict(cpu_offload=True), dict(n=8, b=2, tie_embeddings=True)),
+    (2, ALL | dict(tp=2, ac="op"), dict(n=4, b=2)),
+    (2, ALL | dict(cp=2, cp_method="alltoall"), dict(n=4, b=2, doc=True)),
+    (2, ALL | dict(pp=2, pp_schedule="ZBVZeroBubble"), dict(n=8, b=4, tie_embeddings=True)),
+    (2, LORA | dict(pp=2, pp_stage_fqns="tok_embeddings;blocks.0,blocks.1,blocks.2,blocks.3,norm,head"), dict(n=4, b=2)),
+    (2, LORA | dict(tp=2, ep=2), dict(n=4, b=2, **MOE)),
+    (2, MLA | dict(tp=2), dict(n=4, b=2, **MTP)),
+]
+SLOW = [
+    (4, dict(lora_rank=1, dp_replicate=2, dp_shard=2, reduce_grads="always"), dict(n=12, b=1)),  # fewer rows of A than ranks
+    (4, ALL | dict(cp=2, tp=2), dict(n=4, b=2)),
+    (4, ALL | dict(pp=2, tp=2, pp_schedule="Interleaved1F1B", loss_parallel=False), dict(n=4, b=4)),
+    (4, MLA | dict(ep=2, tp=2, etp=2), dict(n=4, b=1, **V2)),
+    (2, MLA | dict(pp=2, pp_schedule="DualPipeV"), dict(n=8, b=4, **MTP)),
+    (2, dict(lora_rank=4, lora_on=("blocks.3.*.w1",), pp=2, pp_schedule="InterleavedZeroBubble"), dict(n=8, b=4)),
+]
+
+
+@pytest.mark.parametrize("row", [*LAYOUTS, *(pytest.param(row, marks=pytest.mark.slow) for row in SLOW)], ids=row_name)
+def test_layout_equals_one_process(row):
+    assert compare(*row) == ""
+
+
+@pytest.mark.slow
+def test_compiled_layout_equals_one_process():
+    assert compare(2, LORA | dict(compile=True, tp=2), dict(n=4, b=2), mutate=without_inductor) == ""
+
+
+def changed_forward(old: str, new: str):
+    """Adapted.forward with one thing changed in its source."""
+    source = textwrap.dedent(inspect.getsource(distributed.lora.Adapted.forward)).replace("super()", "super(Adapted, self)")
+    assert source.count(old) == 1
+    names = {}
+    exec(source.replace(old, new), vars(distributed.lora), names)
+    return mock.patch.object(distributed.lora.Adapted, "forward", names["forward"])
+
+
+@contextmanager
+def gradients_of_a_not_summed():
+    with changed_forward("Partial(), Partial(), cut, Shard", "Partial(), Replicate(), cut, Shard"):
+        yield
+
+
+@contextmanager
+def gradients_of_b_not_summed():
+    with changed_forward("cut, Partial(), Partial()", "cut, Replicate(), Partial()"):
+        yield
+
+
+@pytest.mark.parametrize("mutant, named", [(gradients_of_a_not_summed, "gradient of blocks.0.attn.wq.lora_a.weight"),
+                                           (gradients_of_b_not_summed, "gradient of blocks.0.attn.wo.lora_b.weight")])
+def test_a_gradient_that_is_not_summed_over_tp_is_caught_and_named(mutant, named):
+    assert named in compare(2, LORA | dict(tp=2), dict(n=4, b=2), mutate=mutant)
+
+
+# ---------------------------------------------------------------- what is trained, and what it adds
+def one_layout(**flags):
+    return Layout(Flags(**flags), dict.fromkeys(AXES, 1), 1, 4, 4)
+
+
+@pytest.mark.parametrize("problem, flags", [({}, ALL), (MOE, LORA), (MTP, MLA)], ids=["llama3", "qwen3", "deepseek"])
+def test_adapters_add_scale_b_a_x(problem, flags):
+    layout, b = one_layout(lora_alpha=6, **flags), global_batch(0, 4, False)
+    model = initialised(config(**problem), layout, 3)
+    base = MODELS[type(model.config)](model.config)
+    parallel.init_weights(base, one_layout(), 3)
+    weights, adapters = base.state_dict(), {n: p.detach() for n, p in model.named_parameters() if is_adapter(n)}
+    names = lora_names(base, layout.cfg)
+    assert adapters.keys() == {f"{name}.lora_{x}.weight" for name in names for x in "ab"}
+    for name in names:
+        merged = weights[f"{name}.weight"] + 6 / 4 * adapters[f"{name}.lora_b.weight"] @ adapters[f"{name}.lora_a.weight"]
+        weights[f"{name}.weight"].copy_(merged)
+    with torch.no_grad():
+        torch.testing.assert_close(model(b.tokens), base(b.tokens), rtol=0, atol=1e-5)
+
+
+def two_steps(problem: dict, flags: dict) -> tuple:
+    """Of two steps from B = 0, as a recipe begins: (gradients of the second by fqn, difference to the model without adapters
+    in the first loss, frozen parameters that moved, biases that moved, numbers of gradients and of optimizer state)."""
+    stages, layout = build(config(**problem), flags, 4, 4 // max(1, flags.get("dp_shard", 1)))
+    plain, _ = build(config(**problem), {k: v for k, v in flags.items() if "lora" not in k}, 4, layout.local_batch_size)
+    params = {fqn: p for s in stages for fqn, p in s.named_parameters()}
+    frozen = {fqn: full(p) for fqn, p in params.items() if not p.requires_grad}
+    optimizer = torch.optim.AdamW([p for p in params.values() if p.requires_grad], lr=LR)
+    losses = [parallel.reduce_loss(parallel.forward_backward(s, local_batch(global_batch(0, 4, False), layout), layout), layout)
+              for s in (plain, stages)]
+    numbers = sum(local_tensor(p.grad).numel() for p in params.values() if p.grad is not None)
+    optimizer.step()
+    optimizer.zero_grad()
+    if layout.has_experts:
+        distributed.experts.balance_experts(stages, layout, "bias", 1e-2)
+    parallel.forward_backward(stages, local_batch(global_batch(1, 4, False), layout), layout)
+    optimizer.step()
+    grads = {fqn: full(p.grad) for fqn, p in params.items() if p.grad is not None}
+    state = sum(local_tensor(t).numel() for s in optimizer.state.values() for name, t in s.items() if name != "step")
+    moved = [fqn for fqn, before in frozen.items() if not torch.equal(before, full(params[fqn]))]
+    biases = [n for s in stages for n, b in s.named_buffers() if b.any()]
+    return grads, (losses[0][0] - losses[1][0]).abs().item(), moved, biases, numbers, state
+
+
+@pytest.mark.parametrize("processes, problem, flags", [(1, MOE, LORA), (1, MTP, MLA), (2, {}, ALL | dict(dp_shard=2))],
+                         ids=["qwen3", "deepseek", "fsdp"])
+def test_every_adapter_learns_and_nothing_else_moves(processes, problem, flags):
+    """Under FSDP, too, gradients and optimizer state are those of the adapters alone, shared between the ranks."""
+    model = MODELS[type(config(**problem))](config(**problem))
+    names, n = lora_names(model, Flags(**flags)), adapter_numel(model, Flags(**flags))
+    found = pool(processes).run(two_steps, problem, flags)
+    for grads, difference, moved, biases, *_ in found:
+        assert [fqn for fqn in (f"{name}.lora_{x}.weight" for name in names for x in "ab") if not grads[fqn].any()] == []
+        assert (difference, moved, biases, len(grads)) == (0, [], [], 2 * len(names))
+    assert (sum(numbers for *_, numbers, _ in found), sum(state for *_, state in found)) == (n, 2 * n)
+
+
+def test_tp_sends_no_more_than_the_gradients_of_whole_adapters():
+    plain, lora = (pool(2).run(count, dict(tp=2) | flags, 2, 2)[0] for flags in ({}, LORA))
+    # A of wq, wk, wv, and B of wo; the norms' gradients, two per block and that of the last one, are not there any more
+    assert lora["tp", "all_reduce"][0] - plain["tp", "all_reduce"][0] == 4 * 4 - (2 * 4 + 1)
+    for op in ("all_gather", "reduce_scatter"):  # one less: what is ahead of the first adapter has no backward
+        assert lora["tp", op][0] == plain["tp", op][0] - 1
+    assert lora.keys() == plain.keys()
+
+
+@pytest.mark.parametrize("flags", [{}, dict(ac="full")], ids=str)
+def test_mixed_precision_on_one_process_equals_fsdp_to_the_last_bit(flags):
+    flags = LORA | dict(compute_dtype="bfloat16") | flags
+    ours, fsdps = (pool(1).run(everything_of_two_steps, {}, flags, under, "*.lora_*")[0] for under in (False, True))
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(ours, fsdps, strict=True))
+
+
+def dtypes_and_casts() -> tuple:
+    """(dtypes of the frozen and of the trained parameters, requires_grad of those that are copied to be cast, and at each
+    block's backward whether the blocks behind it still have casts)."""
+    units, left = [], []
+    made = CastUnit.__init__
+    with mock.patch.object(CastUnit, "__init__", lambda unit, *args: units.append(unit) or made(unit, *args)):
+        stages, layout = build(config(), LORA | dict(compute_dtype="bfloat16"), 2, 2)
+    for i, block in stages[0].blocks.items():
+        block.attn.register_full_backward_pre_hook(lambda *args, i=int(i): left.append([u.is_cast for u in units[i + 1 : 4]]))
+    parallel.forward_backward(stages, local_batch(global_batch(0, 2, False), layout), layout)
+    kinds = [{p.dtype for p in stages[0].parameters() if p.requires_grad == trains} for trains in (False, True)]
+    copied = {c.requires_grad for u in units for c, p in zip(u.casts, u.params, strict=True) if c.data_ptr() != p.data_ptr()}
+    return kinds, copied, left
+
+
+def test_frozen_weights_are_kept_in_the_compute_dtype_and_never_copied():
+    kinds, copied, left = pool(1).run(dtypes_and_casts)[0]
+    assert kinds == [{torch.bfloat16}, {torch.float32}] and copied == {True}
+    assert left == [[], [False], [False] * 2, [False] * 3]  # a block's casts are freed before the block ahead of it
+
+
+def test_flops_and_dry_run_count_what_is_trained():
+    model, cfg = MODELS[type(config())](config()), Flags(lora_rank=4)
+    cfg.seq_len, c = 16, config()
+    n, matrices = adapter_numel(model, cfg), sum(p.numel() for p in model.parameters()) - c.vocab_size * c.dim
+    assert n == 4 * 4 * ((32 + 64) + 2 * (32 + 32) + (64 + 32))
+    text, flops = lora_counts(model, cfg)
+    assert flops == 4 * matrices + 12 * 4 * 8 * 8 * 16 + 6 * n and "4 wq, 4 wk, 4 wv, 4 wo" in text and f"{n:,}" in text
+    plain, lora = dry.report_of(dp_shard=2), dry.report_of(dp_shard=2, lora_rank=4)
+    sizes = [{key: report.ranks[0].step[key] for key in ("parameters", "gradients", "optimizer")} for report in (plain, lora)]
+    n = 5 * 4 * ((64 + 64) + 2 * (64 + 32) + (64 + 64))  # of dry.SMALL
+    steps = 4 * 5 * 8  # AdamW counts the steps of each parameter
+    assert sizes[1] == dict(parameters=sizes[0]["parameters"] + 4 * n // 2, gradients=4 * n // 2, optimizer=8 * n // 2 + steps)
+    assert sizes[1]["gradients"] < sizes[0]["gradients"] / 10 and lora.flops_per_token < plain.flops_per_token
+
+
+@pytest.mark.parametrize("flags, words", [
+    (dict(lora_rank=4, lora_on=["wz"]), "--lora_on wz: only linears of the blocks get adapters"),
+    (dict(lora_rank=4, lora_on=["wq", "experts"]), "--lora_on experts: only linears"),
+    (dict(lora_rank=4, lora_on=["head"]), "--lora_on head: only linears of the blocks"),
+    (dict(lora_rank=4, lora_on=[]), "--lora_on without a name"),
+    (dict(lora_rank=4, lora_alpha=0), "--lora_alpha 0 must be above 0"),
+])
+def test_a_name_without_adapters_is_refused(flags, words):
+    with torch.device("meta"):
+        model = MODELS[type(config(**MOE))](config(**MOE))
+    with pytest.raises(ValueError, match="^" + words.split(":")[0]) as error:
+        check_model(model, one_layout(**flags), parallel.TP_STYLES)
+    assert words in str(error.value) and "\n" not in str(error.value)
