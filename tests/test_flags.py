@@ -47,6 +47,7 @@ import support.parity
 import support.where
 from data import DataConfig, open_data
 from distributed.layout import local_tensor
+from distributed.lora import is_adapter
 from distributed.pipeline import split_stages
 from rl import rollouts
 from support import dryrun, metrics, optim
@@ -407,7 +408,12 @@ def exported(run) -> dict:
 
 # ---------------------------------------------------------------- the table
 
-ROWS, W1 = [], "blocks.0.moe.experts.w1"
+ROWS, W1, LORA_B = [], "blocks.0.moe.experts.w1", "blocks.0.attn.wq.lora_b.weight"
+
+
+def adapted(run) -> set[str]:
+    """The linears of the blocks beside which adapters have a gradient, if nothing else has one."""
+    return {fqn.split(".")[-3] if is_adapter(fqn) else fqn for fqn in run.grads[0]}
 
 
 def row(flag, value, effect, run=observed, program="train_llama3", options=None, **also):
@@ -456,6 +462,11 @@ row("float8_filter", ["wk", "ffn"], lambda new, old: types_of(new).count("Float8
 row("float8_experts", True, lambda new, old: all(isinstance(b.moe.experts.compute, functools.partial) for b in
                                                  new.model.blocks.values()), built, "train_qwen3", float8="mxfp8",
     model_args=MODEL.replace("dim=16", "dim=32").replace("head_dim=8", "head_dim=16") + ",moe_ffn_dim=32")
+row("lora_rank", 2, lambda new, old: adapted(new) == {"wq", "wk", "wv", "wo"} and new.grads[0][LORA_B].shape == (16, 2))
+row("lora_alpha", 64.0, lambda new, old: near([new.grads[0][LORA_B].norm()], [2 * old.grads[0][LORA_B].norm()]), lora_rank=2,
+    max_norm=0)
+row("lora_on", ["w1", "wo"], lambda new, old: adapted(new) == {"w1", "wo"}, lora_rank=2)
+row("lora_on", ["wo"], lambda new, old: adapted(new) == {"wo"}, program="train_deepseek", lora_rank=2)
 row("deterministic", True, lambda new, old: new.deterministic)
 row("optimizer_in_backward", True, lambda new, old: new.grads == [{}] * 4 and not equal(new.init, new.final), max_norm=0)
 row("init_timeout_s", 77, lambda new, old: new.timeouts[0].total_seconds() == 77, options=dict(launched=True))
