@@ -257,3 +257,20 @@ def tokens_and_mask(conversation: Conversation, template: ChatTemplate, tokenize
         for i in range(bisect_right(ends, start), bisect_left(starts, end)):
             mask[i] = 1
     return encoding.ids, mask
+
+
+def border_warning(template: ChatTemplate, tokenizer) -> str:
+    """One line about a prompt that ends inside of a token, like "Answer: ", whose space belongs to the answer's first token:
+    training never sees the prompt's last token, with which every question ends. Empty where all is well."""
+    for answer in ("The", "I", "7", "- a", "def", "{"):
+        messages = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": answer}]
+        try:
+            text, spans = assistant_spans(Conversation(messages, None, template.name), template)
+        except ValueError:  # it does not take such a conversation
+            return ""
+        border = spans[-1][0] if spans else 0
+        for start, end in encoding_of(tokenizer, text, False).offsets:
+            if start < border < end:
+                return (f"{template.name}: its prompt ends inside of a token, {text[start:end]!r} is one: what it is asked has "
+                        "another last token than what it is trained on; let the prompt end with a newline or a special token")
+    return ""

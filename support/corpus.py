@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from support.chat import chat_tokenizer, conversation_of, is_chat, need_template, tokens_and_mask
+from support.chat import border_warning, chat_tokenizer, conversation_of, is_chat, need_template, tokens_and_mask
 from support.files import sha256_file, write_file
 from support.shards import FIRST, LOSS, VERSION, is_as_written, mask_name, read_index, token_dtype, write_index, write_shard
 from support.tokenizer import BESIDE, EOT_NAMES, files_beside, find_tokenizer, load_tokenizer, tokenizer_path
@@ -243,7 +243,10 @@ def build_shards(paths: list, tokenizer: tuple, folder: Path, workers: int = 1):
     if chats := [path for path in paths if is_chat(path)]:
         if other := next((path for path in paths if path not in chats), None):
             raise ValueError(f"{chats[0]} holds conversations and {other} text; prepare two folders of them")
-        source["chat_template"] = hashlib.sha256(need_template(tokenizer_file, chats[0]).rules.encode()).hexdigest()
+        template = need_template(tokenizer_file, chats[0])
+        source["chat_template"] = hashlib.sha256(template.rules.encode()).hexdigest()
+        if os.environ.get("RANK", "0") == "0" and (warning := border_warning(template, chat_tokenizer(tokenizer_file))):
+            print(warning, flush=True)
     if (folder / "index.json").exists() and ((old := read_index(folder))["source"], old["eot"]) != (source, eot):
         raise ValueError(f"{folder} holds shards that were made from other files or with another tokenizer"
                          + " or chat template" * bool(chats) + "; name a new --out")

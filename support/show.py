@@ -4,7 +4,7 @@ import re
 from itertools import islice
 from pathlib import Path
 
-from support.chat import chat_tokenizer, is_chat
+from support.chat import border_warning, chat_tokenizer, is_chat, need_template
 from support.corpus import cut_at_lines, cut_into_pieces, read_chat_documents, read_documents
 from support.tokenizer import find_tokenizer, load_tokenizer
 
@@ -38,6 +38,8 @@ def show_documents(path: Path, tokenizer: str, n: int, as_json: bool):
     if n < 1:
         raise ValueError(f"--n {n}: show at least 1 document")
     file, eot, _ = find_tokenizer(tokenizer)
+    if is_chat(path) and not as_json and (warning := border_warning(need_template(file, path), chat_tokenizer(file))):
+        print(warning)
     for number, (ids, mask) in enumerate(islice(documents_of(path, file, eot), n), 1):
         if as_json:
             print(json.dumps({"ids": ids, "mask": mask}))

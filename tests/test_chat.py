@@ -9,9 +9,11 @@ from transformers import AutoTokenizer
 
 import data
 from support.chat import chat_tokenizer, conversation_of, is_chat, read_template, tokens_and_mask
+from support.corpus import build_shards
 from support.hf import read_chat
 from support.show import documents_of
 from support.text import chat_prompts
+from support.tokenizer import find_tokenizer
 
 FOUR = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}] * 2
 CALLS = [FOUR[0], FOUR[1] | {"tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {}}}]},
@@ -256,6 +258,19 @@ def test_marks_are_not_in_the_prompt_of_a_chat(tmp_path):
     assert chat_prompts(str(folder))("hi") == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}{% generation %}A: {% endgeneration %}")
     assert chat_prompts(str(folder))("hi") == "hiA: "
+
+
+@pytest.mark.parametrize("prompt, told", [("A: ", True), ("A:\\n", False), ("A:", False), ("<|im_start|>", False)])
+def test_a_prompt_that_ends_inside_of_a_token_is_told(tmp_path, monkeypatch, capsys, prompt, told):
+    """When it is shown and when it is tokenized, for the training would see other tokens than the model is asked with."""
+    folder = chat_folder(tmp_path / "model", "qwen3")
+    template = "{% for m in messages %}{{ m.content if m.role == 'user' else '" + prompt + "' + m.content }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template + "{% if add_generation_prompt %}{{ '" + prompt + "' }}{% endif %}")
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": FOUR[:2]}) + "\n")
+    said = [show(monkeypatch, capsys, tmp_path / "chat.jsonl", "--tokenizer", folder)[1]]
+    build_shards([tmp_path / "chat.jsonl"], find_tokenizer(str(folder)), tmp_path / "tokens", 1)
+    said.append(capsys.readouterr().out)
+    assert ["its prompt ends inside of a token, ' " in text for text in said] == [told, told]
 
 
 # ---- python data.py show ---------------------------------------------------------------------------------------------
