@@ -6,10 +6,12 @@
     python data.py show chat.jsonl --tokenizer HUGGING_FACE_FOLDER      # conversations as they will be trained, see below
     python data.py check tokens                 # is every byte as it was written? exit status 0 or 1
 
+Text is .txt, .jsonl (each also .gz or .zst) and .parquet, files, folders of them, and globs (support/readers.py).
 A .jsonl of conversations, {"messages": [...]} per line, is written out by the tokenizer's chat template, and only what the
 assistant says has a loss (support/chat.py); `show` prints that part in green.
 How text becomes shards is in support/corpus.py, what a folder of shards holds in support/shards.py.
 """
+import glob
 import hashlib
 import os
 import sys
@@ -28,17 +30,22 @@ from support.config import Need, Parser, flag, usage_error
 from support.corpus import BPE_VOCAB, build_shards, cache_folder, cached_corpus, train_tokenizer
 from support.files import sha256_file
 from support.packing import pack
-from support.shards import FIRST, LOSS, MASKED, find_damage, open_mask, open_shard, read_index
+from support.readers import FORMATS, format_of, text_files
+from support.shards import FIRST, LOSS, MASKED, find_damage, is_shards, open_mask, open_shard, read_index
 from support.show import show_documents
 from support.tokenizer import EOT_NAMES, bytes_of_tokens, find_tokenizer, load_tokenizer
 
 OPEN_SHARDS = 32  # that stay open: another one is opened in microseconds, and a process may have 1,024 files open
-TEXT = Need("with --data of token shards, which need no cache", lambda c: not os.path.isdir(c.data))  # see support/config.py
+# What flags need to have an effect: see support/config.py
+TEXT = Need("with --data of token shards, which need no cache", lambda c: not is_shards(c.data))
+COLUMNS = Need("without --data of .jsonl or .parquet files",
+               lambda c: c.data != "stdlib" and not is_shards(c.data) and format_of(Path(c.data)) != ".txt")
 
 
 @dataclass(kw_only=True)
 class DataConfig:
-    data: str = "stdlib"  # stdlib (Python's own sources), a .txt or .jsonl file (of text or chats), or a folder from data.py
+    data: str = "stdlib"  # stdlib (Python's own sources), text or chats (file, folder or glob), or a folder from data.py
+    text_column: str = flag("text", COLUMNS)  # name of what has the text in the objects of a .jsonl, the rows of a .parquet
     tokenizer: str = ""  # tokenizer.json or Hugging Face folder; empty: --init_from's, or a BPE of 4096 ids, made of the text
     doc_mask: bool = False  # documents do not see each other: attention, positions and labels stop where a document ends
     data_seed: int = 0  # another seed is another order of the same sequences
@@ -291,11 +298,12 @@ def open_data(cfg: DataConfig, seq_len: int, tokenizer: str = "") -> TokenData:
     wait until one of them has filled the cache."""
     if seq_len < 1:
         raise ValueError(f"--seq_len {seq_len}: need at least 1")
-    if cfg.data != "stdlib" and not os.path.exists(cfg.data):
-        raise ValueError(f"--data {cfg.data}: no such file; need stdlib, a .txt or .jsonl file, or a folder of token shards")
+    if cfg.data != "stdlib" and not os.path.exists(cfg.data) and not glob.has_magic(cfg.data):
+        raise ValueError(f"--data {cfg.data}: no such file; need stdlib, {FORMATS}, a folder or glob of these, or a folder "
+                         "from data.py")
     try:
-        if cfg.data == "stdlib" or not os.path.isdir(cfg.data):
-            folder = cached_corpus(cfg.data, cfg.tokenizer or tokenizer, cfg.cache_dir)
+        if not is_shards(cfg.data):
+            folder = cached_corpus(cfg.data, cfg.tokenizer or tokenizer, cfg.cache_dir, cfg.text_column)
         else:
             folder = Path(cfg.data)
             if cfg.tokenizer and sha256_file(find_tokenizer(cfg.tokenizer)[0]) != read_index(folder)["source"]["tokenizer"]:
@@ -326,7 +334,7 @@ def open_data(cfg: DataConfig, seq_len: int, tokenizer: str = "") -> TokenData:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Command line
-def own_tokenizer(paths: list, out: Path, vocab_size: int):
+def own_tokenizer(paths: list, out: Path, vocab_size: int, text_column: str):
     """python data.py tokenizer"""
     least, most = 257, 1 << 20
     if not least <= vocab_size <= most:
@@ -334,7 +342,7 @@ def own_tokenizer(paths: list, out: Path, vocab_size: int):
     if out.suffix != ".json" or out.exists():
         raise ValueError(f"--out {out} {'is there already' if out.exists() else 'is no .json'}; name a new file, like own.json")
     out.parent.mkdir(parents=True, exist_ok=True)
-    found = train_tokenizer(paths, out, vocab_size)
+    found = train_tokenizer(paths, out, vocab_size, text_column)
     fewer = f" instead of {vocab_size:,}, for no other pair of tokens occurs twice in this text" * (found < vocab_size)
     print(f"{out}: {found:,} ids{fewer}; train with --tokenizer {out}")
 
@@ -345,33 +353,36 @@ def main():
     stdlib = commands.add_parser("stdlib", help="build the built-in corpus")
     stdlib.add_argument("--cache_dir", default="", help="instead of the user's cache folder")
     own = commands.add_parser("tokenizer", help="train a byte-level BPE on text files, for --tokenizer")
-    own.add_argument("--input", nargs="+", required=True, help=".txt and .jsonl files")
+    own.add_argument("--input", nargs="+", required=True, help=f"{FORMATS}; files, folders or quoted globs")
     own.add_argument("--vocab_size", type=int, default=BPE_VOCAB, help=f"ids, {EOT_NAMES[0]} among them [default: {BPE_VOCAB}]")
     own.add_argument("--out", required=True, metavar="FILE.json", help="file to write")
     prepare = commands.add_parser("prepare", help="tokenize text files into a folder of token shards")
-    prepare.add_argument("--input", nargs="+", required=True, help=".txt and .jsonl files")
+    prepare.add_argument("--input", nargs="+", required=True, help=f"{FORMATS}; files, folders or quoted globs")
     prepare.add_argument("--tokenizer", required=True, help="tokenizer.json, or a Hugging Face folder")
     prepare.add_argument("--out", required=True, help="folder to write; the same command again finishes what was interrupted")
     prepare.add_argument("--eot", default="", help="token that ends a document, where the tokenizer does not tell")
     prepare.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
     show = commands.add_parser("show", help="documents of a file as they will be trained, tokens with a loss in green")
-    show.add_argument("file", metavar="FILE", help=".txt or .jsonl, of text or of conversations")
+    show.add_argument("file", metavar="FILE", help="text or conversations: a file, a folder or a quoted glob")
     show.add_argument("--tokenizer", required=True, help="tokenizer.json, or a Hugging Face folder")
     show.add_argument("--n", type=int, default=3, help="documents [default: 3]")
     show.add_argument("--json", action="store_true", help='an object per document instead: {"ids": [...], "mask": [...]}')
+    for command in own, prepare, show:
+        command.add_argument("--text_column", default="text", help="name of the text in .jsonl and .parquet [default: text]")
     check = commands.add_parser("check", help="verify sizes, checksums, counts and ids of a folder of token shards")
     check.add_argument("out", metavar="DIR", help="the folder")
     args = parser.parse_args()
     try:
         if args.command == "show":
-            return show_documents(Path(args.file), args.tokenizer, args.n, args.json)
+            return show_documents(args.file, args.tokenizer, args.n, args.json, args.text_column)
         folder = cached_corpus("stdlib", "", args.cache_dir) if args.command == "stdlib" else Path(args.out)
+        paths = [path for what in getattr(args, "input", ()) for path in text_files(what)[0]]
         if args.command == "prepare":
             if not args.out or args.workers < 1:
                 raise ValueError(f"--out {args.out!r} must be a folder, and --workers {args.workers} at least 1")
-            build_shards([Path(path) for path in args.input], find_tokenizer(args.tokenizer, args.eot), folder, args.workers)
+            build_shards(paths, find_tokenizer(args.tokenizer, args.eot), folder, args.workers, args.text_column)
         if args.command == "tokenizer":
-            return own_tokenizer([Path(path) for path in args.input], folder, args.vocab_size)
+            return own_tokenizer(paths, folder, args.vocab_size, args.text_column)
         if args.command == "check" and (damage := find_damage(folder)):
             print("\n".join(damage), file=sys.stderr)
             raise SystemExit(1)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from support.hf import read_chat
+from support.readers import first_line, format_of
 from support.tokenizer import encoding_of, load_tokenizer
 
 BEGIN, END = "\ufdd0", "\ufdd1"  # around what the assistant writes; Unicode leaves them to programs, and no text has them
@@ -96,17 +97,15 @@ def without_marks(text: str) -> str:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Files -> conversations
-def is_chat(path: Path) -> bool:
-    """Whether a .jsonl file holds conversations: its first line tells. One with a "text" is text to train on as it is."""
-    if path.suffix != ".jsonl" or not path.is_file():
+def is_chat(path: Path, text_column: str = "text") -> bool:
+    """Whether a file holds conversations: its first line or row tells. One with a "text" is text to train on as it is."""
+    if format_of(path) not in (".jsonl", ".parquet") or not path.is_file():
         return False
-    with open(path, "rb") as file:
-        first = next((line for line in file if line.strip()), b"{}")
     try:
-        record = json.loads(first)
+        record = json.loads(first_line(path, text_column))
     except (ValueError, RecursionError):
         return False  # said with its line number by whoever reads the text
-    return isinstance(record, dict) and "text" not in record and bool({"messages", "conversations"} & record.keys())
+    return isinstance(record, dict) and text_column not in record and bool({"messages", "conversations"} & record.keys())
 
 
 def conversation_of(line: bytes, where: str) -> Conversation:

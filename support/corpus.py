@@ -1,4 +1,4 @@
-"""Text -> token shards: documents of .txt and .jsonl files, tokenizers trained on them, and the cache of what was tokenized."""
+"""Text -> token shards: documents of text files, tokenizers trained on them, and the cache of what was tokenized."""
 import contextlib
 import fcntl
 import hashlib
@@ -14,12 +14,26 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from support.chat import border_warning, chat_tokenizer, conversation_of, is_chat, need_template, tokens_and_mask
 from support.files import sha256_file, write_file
+from support.readers import (
+    PACKED,
+    Piece,
+    check_text,
+    cut_rows,
+    first_number,
+    format_of,
+    json_lines,
+    lines_of_chunks,
+    place,
+    raw_bytes,
+    read_piece,
+    text_files,
+    unpacked,
+)
 from support.shards import FIRST, LOSS, VERSION, is_as_written, mask_name, read_index, token_dtype, write_index, write_shard
 from support.tokenizer import BESIDE, EOT_NAMES, files_beside, find_tokenizer, load_tokenizer, tokenizer_path
 
@@ -32,57 +46,47 @@ STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages"
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Text -> documents
-class Piece(NamedTuple):
-    """Bytes start..end of a text file, cut at a line or at the end of a document. One shard per split is made of it."""
-
-    path: Path
-    start: int
-    end: int
-    split: str  # "train", "val", or "hash": each document goes where its hash says
-    closed: bool  # a document ends here; else (a long .txt) the next piece goes on with it
-
-
-UNPACK = {".gz": "gunzip -k", ".zst": "unzstd", ".xz": "unxz -k", ".bz2": "bunzip2 -k", ".zip": "unzip"}
-PARQUET = """python -c "import pandas; pandas.read_parquet('{0}')[['text']].to_json('{1}', orient='records', lines=True)\""""
-
-
-def check_text(path: Path):
-    """Raises ValueError with what to do about a file that is not text to train on."""
-    if not path.exists():
-        raise ValueError(f"{path}: no such file")
-    if path.is_file() and path.suffix in UNPACK:
-        raise ValueError(f"{path} is compressed; unpack it first: {UNPACK[path.suffix]} {path}")
-    if path.is_file() and path.suffix == ".parquet":
-        convert = PARQUET.format(path, path.with_suffix(".jsonl"))
-        raise ValueError(f"{path}: write its column of text to a .jsonl first: {convert}")
-    if path.suffix not in (".txt", ".jsonl") or not path.is_file():
-        raise ValueError(f'{path}: need a .txt file, or a .jsonl file with a JSON object {{"text": ...}} per line')
-    if not path.stat().st_size:
-        raise ValueError(f"{path} is empty; give a file with text in it")
-
-
-def cut_into_pieces(paths: list, eot_text: str) -> list:
-    """The pieces of all files. A .jsonl of many lines is split into training and validation by the hash of each document, so
-    that both are alike; of any other text the tail is for validation."""
-    pieces, eot = [], re.escape(eot_text.encode())
+def cut_into_pieces(paths: list, eot_text: str, text_column: str = "text") -> list:
+    """The pieces of all files. A file of many JSON objects is split into training and validation by the hash of each document,
+    so that both are alike; of any other text the tail is for validation."""
+    pieces = []
     for path in paths:
         check_text(path)
-        size = path.stat().st_size
-        chunk = min(max(size // 64, 1 << 20), 32 << 20)  # enough pieces for all processes, few enough files
-        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-            is_jsonl = path.suffix == ".jsonl"
-            between = re.compile(b"\n" if is_jsonl else b"\n(?!%s)|%s" % (eot, eot))  # an eot ends what is before it
-            by_hash = is_jsonl and sum(1 for _ in islice(re.finditer(b"\n", text), MANY_DOCUMENTS)) == MANY_DOCUMENTS
-            border = size if by_hash else tail_border(text, is_jsonl)
-            for split, start, end in ("hash" if by_hash else "train", 0, border), ("val", border, size):
-                while start < end:
-                    stop = found.end() if (found := between.search(text, start + chunk, end)) else end
-                    pieces.append(Piece(path, start, stop, split, is_jsonl or stop == end))
-                    start = stop
+        if path.suffix == ".parquet":
+            found = cut_rows(path, text_column, MANY_DOCUMENTS, VAL_PART)
+        elif path.suffix not in PACKED:
+            with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+                found = cut_bytes(path, text, eot_text, text_column)
+        elif format_of(path) == ".jsonl" and has_many(path):  # its lines are counted by whoever reads it, once
+            found = [Piece(path, 0, None, "hash", True, text_column)]
+        else:
+            found = cut_bytes(path, b"".join(unpacked(path)), eot_text, text_column)
+        if not found:
+            raise ValueError(f"{path} is empty; give a file with text in it")
+        pieces += found
     return pieces
 
 
-def tail_border(text: mmap.mmap, is_jsonl: bool) -> int:
+def has_many(path: Path) -> bool:
+    """Whether a packed file has so many lines that a hash splits it."""
+    return sum(1 for _ in islice(lines_of_chunks(unpacked(path)), MANY_DOCUMENTS + 1)) > MANY_DOCUMENTS
+
+
+def cut_bytes(path: Path, text: mmap.mmap | bytes, eot_text: str, text_column: str) -> list:
+    size, eot, pieces, is_jsonl = len(text), re.escape(eot_text.encode()), [], format_of(path) == ".jsonl"
+    chunk = min(max(size // 64, 1 << 20), 32 << 20)  # enough pieces for all processes, few enough files
+    between = re.compile(b"\n" if is_jsonl else b"\n(?!%s)|%s" % (eot, eot))  # an eot ends what is before it
+    by_hash = is_jsonl and sum(1 for _ in islice(re.finditer(b"\n", text), MANY_DOCUMENTS)) == MANY_DOCUMENTS
+    border = size if by_hash else tail_border(text, is_jsonl)
+    for split, start, end in ("hash" if by_hash else "train", 0, border), ("val", border, size):
+        while start < end:
+            stop = found.end() if (found := between.search(text, start + chunk, end)) else end
+            pieces.append(Piece(path, start, stop, split, is_jsonl or stop == end, text_column))
+            start = stop
+    return pieces
+
+
+def tail_border(text: mmap.mmap | bytes, is_jsonl: bool) -> int:
     """Where the last 20th of a text begins: at a line, or, where a .txt has no lines thereabouts, at a character."""
     border = len(text) - len(text) // VAL_PART
     line = text.rfind(b"\n", 0 if is_jsonl else border - border // VAL_PART, border) + 1
@@ -95,53 +99,45 @@ def tail_border(text: mmap.mmap, is_jsonl: bool) -> int:
 
 def read_documents(piece: Piece, eot_text: str):
     """Yields (split, text, closed). In a .txt file the eot token, spelled out, separates documents."""
-    with open(piece.path, "rb") as file:
-        file.seek(piece.start)
-        raw = file.read(piece.end - piece.start)
-    try:
-        text = raw.decode().removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{piece.path}: byte {piece.start + error.start} is not UTF-8; convert the file, for example: "
-                         "iconv -f latin1 -t utf-8") from None
-    if piece.path.suffix == ".txt":
+    if format_of(piece.path) == ".txt":
+        try:
+            text = read_piece(piece).decode().removeprefix("\ufeff")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{piece.path}: byte {piece.start + error.start} is not UTF-8; convert the file, for example: "
+                             "iconv -f latin1 -t utf-8") from None
         *whole, last = text.split(eot_text)
         yield from ((piece.split, document, True) for document in whole if document)
         if last:
             yield piece.split, last, piece.closed
         return
-    for number, line in enumerate(text.split("\n")):
+    for number, line in enumerate(json_lines(piece)):
         try:
-            record = json.loads(line) if line.strip() else {"text": ""}
-            document, key = record["text"], record.get("split_key", record["text"])  # our stdlib.jsonl is split by path
+            record = json.loads(line.decode()) if line.strip() else {piece.text_column: ""}
+            document = record[piece.text_column]
+            key = record.get("split_key", document)  # our stdlib.jsonl is split by path
             is_val = hashlib.sha256(key.encode()).digest()[0] * VAL_PART < 256  # 13 of 256: one in 20
             document.encode()  # a string, and valid Unicode: "\ud800" is JSON, but no text
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            with open(piece.path, "rb") as file:
-                number += 1 + file.read(piece.start).count(b"\n")
-            raise ValueError(f'{piece.path} line {number}: need a JSON object with a string "text" ({error!r})') from None
+            raise ValueError(f'{place(piece, first_number(piece) + number)}: need a JSON object with a string '
+                             f'"{piece.text_column}" ({error!r})') from None
         if document:
             yield ("val" if is_val else "train") if piece.split == "hash" else piece.split, document, True
 
 
 def read_chat_documents(piece: Piece, tokenizer_file: Path):
-    """Yields (split, ids, mask) of each conversation of a piece of a .jsonl: mask is 1 where a token has a loss."""
+    """Yields (split, ids, mask) of each conversation of a piece: mask is 1 where a token has a loss."""
     template, tokenizer = need_template(tokenizer_file, piece.path), chat_tokenizer(tokenizer_file)
-    with open(piece.path, "rb") as file:
-        file.seek(piece.start)
-        lines = file.read(piece.end - piece.start).removeprefix(b"\xef\xbb\xbf").split(b"\n")
 
     def tokenized(line: bytes, where: str):
         return tokens_and_mask(conversation_of(line, where), template, tokenizer)
 
-    for number, line in enumerate(lines):
+    for number, line in enumerate(json_lines(piece)):
         if line := line.strip():
             split = "val" if hashlib.sha256(line).digest()[0] * VAL_PART < 256 else "train"
             try:
                 ids, mask = tokenized(line, "")
             except ValueError:  # once more, with its place: all lines before this piece are counted for an error only
-                with open(piece.path, "rb") as file:
-                    number += 1 + file.read(piece.start).count(b"\n")
-                ids, mask = tokenized(line, f"{piece.path} line {number}")
+                ids, mask = tokenized(line, place(piece, first_number(piece) + number))
             yield split if piece.split == "hash" else piece.split, ids, mask
 
 
@@ -156,14 +152,14 @@ def cut_at_lines(text: str, size: int = 1 << 16):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Documents -> tokenizer, documents -> token shards
-def train_tokenizer(paths: list, file: Path, vocab_size: int = BPE_VOCAB):
+def train_tokenizer(paths: list, file: Path, vocab_size: int = BPE_VOCAB, text_column: str = "text"):
     """Byte-level BPE, trained on the beginning of each text; of fewer ids where short texts have no more pairs that occur
     twice. Returns how many."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     texts, enough = [], BPE_BYTES * vocab_size // BPE_VOCAB // len(paths)
     for path in paths:
-        size, pieces = 0, cut_into_pieces([path], EOT_NAMES[0])
+        size, pieces = 0, cut_into_pieces([path], EOT_NAMES[0], text_column)
         for split, text, _ in (document for piece in pieces for document in read_documents(piece, EOT_NAMES[0])):
             if split == "train":
                 texts.extend(cut_at_lines(text))
@@ -193,11 +189,13 @@ def tokenize_piece(piece: Piece, number: int, folder: Path, tokenizer_file: Path
 
     Where an earlier start has left the same note and its shards are intact, there is nothing to do."""
     tokenizer, note, dtype = load_tokenizer(tokenizer_file), folder / f"piece-{number:05d}.json", token_dtype(vocab_size)
-    with open(piece.path, "rb") as file:
-        file.seek(piece.start)
-        source = hashlib.sha256(file.read(piece.end - piece.start) + tokenizer_file.read_bytes())
+    source = hashlib.sha256()
+    for part in chain(raw_bytes(piece), [tokenizer_file.read_bytes()]):
+        source.update(part)
     source.update(repr((VERSION, eot, vocab_size, piece.split, piece.closed, piece.path.suffix)).encode())
-    if chat := is_chat(piece.path):
+    if piece.path.suffix not in (".txt", ".jsonl") or piece.text_column != "text":
+        source.update(repr((format_of(piece.path), piece.start, piece.end, piece.text_column)).encode())
+    if chat := is_chat(piece.path, piece.text_column):
         source.update(need_template(tokenizer_file, piece.path).rules.encode())
     if entries := intact_entries(note, made_from := source.hexdigest()):
         return entries
@@ -222,27 +220,31 @@ def tokenize_piece(piece: Piece, number: int, folder: Path, tokenizer_file: Path
 
 def tokenized_text(piece: Piece, tokenizer, eot: int):
     """Yields (split, ids, closed) of each segment of a piece's documents; the last of a document ends with eot."""
-    segments = []
-    for split, text, closed in read_documents(piece, tokenizer.id_to_token(eot)):
-        *parts, last = cut_at_lines(text)
-        segments += [(split, part, False) for part in parts] + [(split, last, closed)]
-    for first in range(0, len(segments), 64):  # 4 MB of text at once, because they become 200 MB of Encoding objects
-        group = segments[first:first + 64]
+    def segments():
+        for split, text, closed in read_documents(piece, tokenizer.id_to_token(eot)):
+            *parts, last = cut_at_lines(text)
+            yield from ((split, part, False) for part in parts)
+            yield split, last, closed
+
+    found = segments()
+    while group := list(islice(found, 64)):  # 4 MB of text at once, because they become 200 MB of Encoding objects
         encodings = tokenizer.encode_batch_fast([text for _, text, _ in group], add_special_tokens=False)
         for (split, _, closed), encoding in zip(group, encodings):
             yield split, encoding.ids + [eot] * closed, closed
 
 
-def build_shards(paths: list, tokenizer: tuple, folder: Path, workers: int = 1):
+def build_shards(paths: list, tokenizer: tuple, folder: Path, workers: int = 1, text_column: str = "text"):
     """Tokenizes text files into a folder of token shards. Started again after an interruption it keeps what is finished.
 
     tokenizer: from find_tokenizer(). workers: processes; 1 = here, with the threads of the `tokenizers` library."""
     tokenizer_file, eot, vocab_size = tokenizer
-    pieces = cut_into_pieces(paths, load_tokenizer(tokenizer_file).id_to_token(eot))
+    pieces = cut_into_pieces(paths, load_tokenizer(tokenizer_file).id_to_token(eot), text_column)
     source = {"inputs": [[path.name, path.stat().st_size] for path in paths], "tokenizer": sha256_file(tokenizer_file)}
-    if chats := [path for path in paths if is_chat(path)]:
+    source |= {"text_column": text_column} if text_column != "text" else {}
+    if chats := [path for path in paths if is_chat(path, text_column)]:
         if other := next((path for path in paths if path not in chats), None):
-            raise ValueError(f"{chats[0]} holds conversations and {other} text; prepare two folders of them")
+            raise ValueError(f"{chats[0]} holds conversations and {other} text; keep them apart, and train on both with "
+                             "--data name=path:weight,name=path:weight")
         template = need_template(tokenizer_file, chats[0])
         source["chat_template"] = hashlib.sha256(template.rules.encode()).hexdigest()
         if os.environ.get("RANK", "0") == "0" and (warning := border_warning(template, chat_tokenizer(tokenizer_file))):
@@ -311,18 +313,19 @@ def name_of(*what) -> str:
     return hashlib.sha256(repr((VERSION, *what)).encode()).hexdigest()[:16]
 
 
-def cached_corpus(data: str, tokenizer: str, cache_dir: str) -> Path:
+def cached_corpus(data: str, tokenizer: str, cache_dir: str, text_column: str = "text") -> Path:
     """The folder of token shards for a text, made if it is not in the cache yet; named after the hash of text and tokenizer.
 
     A link named after size and time of the text leads to it, so that a start does not read all the text again. The tokenizer's
     files are small: their contents count, for every checkpoint has a copy of them under another path."""
-    cache, paths, rules = cache_folder(cache_dir), stdlib_files() if data == "stdlib" else [Path(data)], BPE_VOCAB
+    cache, rules = cache_folder(cache_dir), BPE_VOCAB
+    paths, left_out = (stdlib_files(), []) if data == "stdlib" else text_files(data)
     if tokenizer:
         file = tokenizer_path(tokenizer)
         rules = sha256_file(file), sorted(files_beside(file).items())
-    if data != "stdlib":
-        check_text(paths[0])
-    if is_chat(paths[0]) and not tokenizer:
+    if text_column != "text":
+        rules = rules, text_column
+    if data != "stdlib" and not tokenizer and any(is_chat(path, text_column) for path in paths):
         raise ValueError(f"--data {data} holds conversations; give the folder of a tokenizer with a chat template: --tokenizer")
     stats = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     link = cache / name_of(data == "stdlib", rules, stats)
@@ -339,15 +342,20 @@ def cached_corpus(data: str, tokenizer: str, cache_dir: str) -> Path:
             collect_stdlib(paths, cache / "stdlib.jsonl")
             paths = [cache / "stdlib.jsonl"]
         found = find_tokenizer(tokenizer) if tokenizer else None
-        folder = cache / f"{paths[0].stem}-{name_of(sha256_file(paths[0]), rules)}"
+        many = len(paths) > 1
+        hashes = [sha256_file(path) for path in paths] if many else sha256_file(paths[0])
+        folder = cache / f"{Path(data).name.strip('*') or 'text' if many else paths[0].stem}-{name_of(hashes, rules)}"
         if not (folder / "index.json").is_file():
             if os.environ.get("RANK", "0") == "0":
-                print(f"{data}: {paths[0].stat().st_size / 1e6:.1f} MB of text, tokenized once into {folder}", flush=True)
+                size, others = sum(path.stat().st_size for path in paths), f", without {left_out[0].name}" if left_out else ""
+                others += f" and {len(left_out) - 1} more that are no text" if len(left_out) > 1 else ""
+                print(f"{data}: {f'{len(paths):,} files{others}, ' * many}{size / 1e6:.1f} MB of text, tokenized once into "
+                      f"{folder}", flush=True)
             folder.mkdir(exist_ok=True)
             if not found:
-                train_tokenizer(paths, folder / "tokenizer.json")
+                train_tokenizer(paths, folder / "tokenizer.json", text_column=text_column)
                 found = find_tokenizer(str(folder))
-            build_shards(paths, found, folder)
+            build_shards(paths, found, folder, text_column=text_column)
         link.unlink(missing_ok=True)  # it may lead to a folder that somebody deleted
         link.symlink_to(folder.name)
         return link.resolve()

@@ -4,6 +4,7 @@ import os
 from support.files import read_json, sha256_file
 from support.hf import matches
 from support.manifest import ABOUT, newest_readable, resume_source
+from support.shards import is_shards
 from support.tokenizer import BESIDE, tokenizer_path
 
 
@@ -13,8 +14,7 @@ def source_tokenizer(cfg) -> str:
 
     A run that has checkpoints of its own takes it from those: the folder that it began with may be gone. Raises ValueError.
     """
-    is_text = cfg.data == "stdlib" or not os.path.isdir(cfg.data)
-    if not cfg.init_from or cfg.tokenizer or not is_text or has_new_ids(cfg):
+    if not cfg.init_from or cfg.tokenizer or is_shards(cfg.data) or has_new_ids(cfg):
         return ""
     source, names = resume_source(cfg.out, cfg), (*ABOUT, "tokenizer.json", *BESIDE)
     folder = newest_readable(source.folder, source.step, names) if source else cfg.init_from

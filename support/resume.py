@@ -138,7 +138,7 @@ def changes(old, new, name=""):
 UNTOLD_FLAGS = set("""
     out device log_every checkpoint_every init_from init_model_only load_step exclude_from_loading checkpoint_async
     keep_latest_k checkpoint_first_step load_only last_save_model_only export_hf export_dtype data tokenizer cache_dir plot
-    tensorboard wandb profile memory_snapshot gc_every dry_run plan machine nvlink_gb_s network_gb_s
+    text_column tensorboard wandb profile memory_snapshot gc_every dry_run plan machine nvlink_gb_s network_gb_s
     devices_per_node explain check_parity where certify flight_recorder init_timeout_s train_timeout_s
 """.split())
 

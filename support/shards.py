@@ -10,6 +10,7 @@ where a conversation begins. Nothing is put between these, for the chat template
 import hashlib
 import io
 import json
+import os
 import re
 from itertools import chain
 from pathlib import Path
@@ -38,7 +39,7 @@ def write_array(path: Path, array: np.ndarray) -> tuple[str, int]:
     """Returns its sha256 and its bytes."""
     buffer = io.BytesIO()
     np.save(buffer, array)
-    content = buffer.getvalue()
+    content = buffer.getbuffer()  # no copy: it may be a gigabyte
     write_file(path, content)
     return hashlib.sha256(content).hexdigest(), len(content)
 
@@ -106,6 +107,11 @@ def read_index(folder: Path) -> dict:
     if is_old:
         raise ValueError(f"{folder} holds token shards of an older format; delete the folder and prepare it again: {PREPARE}")
     return index
+
+
+def is_shards(path: str) -> bool:
+    """Whether it is a folder of finished token shards, and no text."""
+    return os.path.isfile(os.path.join(path, "index.json"))
 
 
 def open_shard(folder: Path, entry: dict, index: dict) -> np.ndarray:

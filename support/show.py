@@ -1,20 +1,21 @@
 """python data.py show: documents of a file as they will be trained, tokens with a loss in another colour."""
 import json
 import re
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 from support.chat import border_warning, chat_tokenizer, is_chat, need_template
 from support.corpus import cut_at_lines, cut_into_pieces, read_chat_documents, read_documents
+from support.readers import text_files
 from support.tokenizer import find_tokenizer, load_tokenizer
 
 GREEN, PLAIN = "\033[32m", "\033[0m"
 
 
-def documents_of(path: Path, tokenizer_file: Path, eot: int):
+def documents_of(path: Path, tokenizer_file: Path, eot: int, text_column: str = "text"):
     """Yields (ids, mask) of each document. Every token of a text has a loss, and of a conversation those of the assistant."""
-    tokenizer, chat = load_tokenizer(tokenizer_file), is_chat(path)
-    for piece in cut_into_pieces([path], tokenizer.id_to_token(eot)):
+    tokenizer, chat = load_tokenizer(tokenizer_file), is_chat(path, text_column)
+    for piece in cut_into_pieces([path], tokenizer.id_to_token(eot), text_column):
         if chat:
             yield from ((ids, mask) for _, ids, mask in read_chat_documents(piece, tokenizer_file))
             continue
@@ -33,14 +34,17 @@ def coloured(ids: list[int], mask: list[int], tokenizer) -> str:
     return text
 
 
-def show_documents(path: Path, tokenizer: str, n: int, as_json: bool):
-    """Prints the first n documents. Raises ValueError."""
+def show_documents(data: str, tokenizer: str, n: int, as_json: bool, text_column: str = "text"):
+    """Prints the first n documents of a file, a folder or a glob. Raises ValueError."""
     if n < 1:
         raise ValueError(f"--n {n}: show at least 1 document")
     file, eot, _ = find_tokenizer(tokenizer)
-    if is_chat(path) and not as_json and (warning := border_warning(need_template(file, path), chat_tokenizer(file))):
+    paths = text_files(data)[0]
+    chat = next((path for path in paths if is_chat(path, text_column)), None)
+    if chat and not as_json and (warning := border_warning(need_template(file, chat), chat_tokenizer(file))):
         print(warning)
-    for number, (ids, mask) in enumerate(islice(documents_of(path, file, eot), n), 1):
+    documents = chain.from_iterable(documents_of(path, file, eot, text_column) for path in paths)
+    for number, (ids, mask) in enumerate(islice(documents, n), 1):
         if as_json:
             print(json.dumps({"ids": ids, "mask": mask}))
             continue

@@ -309,8 +309,8 @@ def test_many_pieces_are_the_same_conversations(chats, tmp_path, monkeypatch):
     whole = opened(chats)
     real = corpus.cut_into_pieces
 
-    def cut(paths, eot_text):
-        (piece,) = real(paths, eot_text)
+    def cut(paths, *rest):
+        (piece,) = real(paths, *rest)
         middle = piece.path.read_bytes().index(b"\n", piece.end // 2) + 1
         return [piece._replace(end=middle), piece._replace(start=middle)]
 

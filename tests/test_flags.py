@@ -89,7 +89,9 @@ def places(tmp_path_factory):
     (folder / "gsm8k.jsonl").write_text(text.replace('"text"', '"answer": "#### 3", "question"'))
     (folder / "order.csv").write_text("0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0\n")
     PLACES.update({f"<{name}>": str(folder / name) for name in ("cache", "other_cache", "run", "new", "new_rl", "page")})
-    files = {"<text>": "a.jsonl", "<csv>": "order.csv", "<gsm8k>": "gsm8k.jsonl"}
+    (folder / "columns.jsonl").write_text("".join(json.dumps({"text": f"{i} is it", "other": f"that {i}"}) + "\n"
+                                                  for i in range(3000)))
+    files = {"<text>": "a.jsonl", "<csv>": "order.csv", "<gsm8k>": "gsm8k.jsonl", "<columns>": "columns.jsonl"}
     PLACES.update({name: str(folder / file) for name, file in files.items()})
     shutil.copytree(open_data(DataConfig(data=PLACES["<text>"], cache_dir=PLACES["<cache>"]), 16).folder, folder / "shards")
     PLACES["<shards>"] = str(folder / "shards")
@@ -525,6 +527,8 @@ row("device", "cuda", lambda new, old: "torch finds 0 GPUs" in new.error if not 
     new.layout.device.type == "cuda")
 # --- data.py
 row("data", "<text>", lambda new, old: Path(PLACES["<cache>"]) in new.folder.parents, opened)
+row("text_column", "other", lambda new, old: "that" in new.first_words() and "is" in old.first_words(), opened,
+    data="<columns>")
 row("tokenizer", "<letters>", lambda new, old: new.vocab_size < old.vocab_size / 2, opened, data="<text>")
 row("cache_dir", "<other_cache>", lambda new, old: Path(PLACES["<other_cache>"]) in new.folder.parents, opened,
     data="<text>")
