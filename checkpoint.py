@@ -473,6 +473,17 @@ class Checkpoints:
             print(f"checkpoint: {text}", flush=True)
 
 
+def load_weights(modules: list[nn.Module], folder: str):
+    """Fills this rank's part of a model, sharded in any way, from a run, step or Hugging Face folder. Every rank calls it.
+    Raises ValueError, the same on all ranks."""
+    config = modules[0].config
+    model = {"module": type(config).__module__, "class": type(config).__name__.removesuffix("Config"), **asdict(config)}
+    reader = Checkpoints(CheckpointConfig(init_from=folder, load_only=True), os.devnull, modules=modules, optimizer=[],
+                         identity={"model": model}, config={}, source="")
+    reader.load()
+    reader.close()
+
+
 # --- One process: a model to sample from, and the command line ---
 def saved_model(path: str) -> tuple[type, object]:
     """(class of the model in models/, its config) of a step folder. Raises ValueError for a class from anywhere else."""

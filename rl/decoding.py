@@ -151,7 +151,8 @@ def draw(logits: Tensor, u: Tensor, temperature: float, top_k=0, top_p=1.0) -> t
 @torch.no_grad()
 def rollout(
     model, prompts: list[list[int]], noise: Tensor, temperature: float, eot: int | list[int], *, max_len: int, rows=512,
-    top_k=0, top_p=1.0, on_token=None, tool=None, tp_mesh=None, batch_invariant=False, agree=lambda *numbers: numbers,
+    top_k=0, top_p=1.0, on_token=None, tool=None, stop=None, tp_mesh=None, batch_invariant=False,
+    agree=lambda *numbers: numbers,
 ) -> list[dict]:
     """G samples of each of P prompts, as dicts(ids, logprobs, mask, truncated), those of a prompt next to each other.
 
@@ -163,6 +164,7 @@ def rollout(
     on_token(sample, id) is called for every new token.
     tool(ids so far) -> ids to go on with: they are fed as if sampled, with mask 0 (the model did not choose them). The tool is
     asked after a token of the model, never after its own words.
+    stop(ids so far) -> whether the sample ends here, without eot.
     model.unknown_ids, where there are any: ids that are never sampled.
     tp_mesh: the model is tensor parallel, and its ranks, given the same arguments, sample the same.
     batch_invariant: every matrix product has shapes whose rounding does not depend on the batch, for exact equality with a
@@ -220,6 +222,9 @@ def rollout(
         # which samples end here, and which get an answer from the tool
         chosen = mask[at] > 0
         ended = torch.isin(token, ends) & chosen | (n_new[sample] == max_new) | (prompt_len[sample] + n_new[sample] >= max_len)
+        if stop is not None:
+            lengths = zip(sample.tolist(), n_new[sample].tolist(), ids[sample].tolist())
+            ended |= torch.tensor([s < NONE and stop(row[:n]) for s, n, row in lengths], device=device)
         for s in sample[~ended & chosen & (sample < NONE)].tolist() if tool is not None else ():
             k = int(n_new[s])
             answer = torch.tensor(tool(ids[s, :k].tolist())[: max_new - k], dtype=torch.long, device=device)

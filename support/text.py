@@ -79,7 +79,7 @@ class Text:
         if source:
             self.file = check_hf_tokenizer(source, 1 << 31)
             if self.file is None:
-                raise ValueError(f"--init_from {source} has no tokenizer.json")
+                raise ValueError(f"{source} has no tokenizer.json: it cannot be given any text")
             self.ends = ends_of(source)
             self.chat, self.bos = read_chat(source)[0] and chat_prompts(source), has_bos(source)
             self.tokenizer = load_tokenizer(Path(self.file))
@@ -87,6 +87,9 @@ class Text:
             self.file, self.ends = f"{out}/tokenizer.json", [0]
             self.alphabet, self.tokenizer = alphabet, character_tokenizer(alphabet)
         self.eot = self.ends[0]
+        bos = read_chat(source)[1].get("bos_token") if self.bos else None
+        bos = self.tokenizer.token_to_id(bos) if bos else None
+        self.first = self.eot if bos is None else bos  # what a text with nothing before it follows
         self.tokenizer.encode_special_tokens = not self.chat  # a template's markers are tokens; in any other text they are text
 
     def save(self):

@@ -17,7 +17,7 @@ LAYERS = [
     ["parallel"],
     ["data", "support", "checkpoint"],
     ["rl"],
-    ["generate", "grpo", "train_llama3", "train_qwen3", "train_deepseek", "ablate"],
+    ["generate", "evaluate", "grpo", "train_llama3", "train_qwen3", "train_deepseek", "ablate"],
 ]
 
 

@@ -25,7 +25,7 @@ from distributed.layout import AXES
 from support.config import option_groups, parse_config, trailing_comments
 
 RECIPES = sorted(path.name for path in REPO.glob("train_*.py"))
-DOCUMENTED = [REPO / name for name in (*RECIPES, "grpo.py", "generate.py", "data.py", "checkpoint.py")]
+DOCUMENTED = [REPO / name for name in (*RECIPES, "grpo.py", "generate.py", "evaluate.py", "data.py", "checkpoint.py")]
 SMALL = ["--seq_len", 32, "--log_every", 1, "--val_batches", 1, "--device", "cpu"]
 TINY = ["--model_args", MODEL, *SMALL]
 TRAIN_KEYS = {"step", "loss", "loss_max", "grad_norm", "lr", "tokens", "tokens_per_second", "mfu", "memory_gib", "step_time_s",
@@ -86,6 +86,10 @@ def folder(tmp_path_factory) -> Path:
     (folder / "a.txt").write_text("".join(lines))
     (folder / "b.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
     turns = [{"role": "user", "content": "line 2 of"}, {"role": "assistant", "content": "4"}]
+    (folder / "book.txt").write_text("".join(lines[:100]))
+    question = {"question": "line 2 of", "answer": "4"}
+    (folder / "questions.jsonl").write_text(json.dumps(question) + "\n")
+    (folder / "choices.jsonl").write_text(json.dumps(question | {"choices": ["3", "4"]}) + "\n")
     (folder / "chat.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
     made = open_data(DataConfig(data=str(folder / "a.txt"), cache_dir=str(folder / "cache")), 32).folder
     (folder / "tokenizer.json").write_bytes((made / "tokenizer.json").read_bytes())
@@ -121,6 +125,8 @@ def run_published(command: str, folder: Path, out: str, *more) -> tuple[str, Pat
     elif script == "grpo.py":
         args += ["--steps", 2, "--prompts_per_step", 4, "--group_size", 2, "--sft_steps", 2, "--eval_n", 8, "--eval_k", 2,
                  "--device", "cpu", "--out", out]
+    elif script == "evaluate.py":
+        args += ["--device", "cpu", *["--max_new_tokens", 8] * ("questions.jsonl" in args)]
     elif script == "generate.py":
         args += ["--max_new_tokens", 8, "--device", "cpu"]
     elif args[0] == "prepare":
@@ -173,6 +179,8 @@ def test_published_command(command, folder):
         assert all(TRAIN_KEYS | {"logprob_max_diff", "logprob_k3"} <= set(line) for line in lines)
         assert sum("eval_reward" in line for line in metrics(out)) == 2 and "reward   . training   o validation" in stdout
         assert checkpoint.verify(out / "checkpoints" / "step-2")["step"] == 2
+    elif script == "evaluate.py":
+        assert re.search(r"(bits_per_byte|acc|exact_match) [\d.]+.* lines?, ", stdout)
     elif script == "generate.py":
         prompts = [b for a, b in zip(shlex.split(command), shlex.split(command)[1:]) if a == "--prompt"]
         assert all(prompt in stdout for prompt in prompts) or "--chat" in command and stdout.strip()
@@ -196,7 +204,7 @@ def test_published_command_compiled(command, folder):
 
 # ---------------------------------------------------------------- flags
 
-CONFIGS = [*RECIPES, "grpo.py", "generate.py"]
+CONFIGS = [*RECIPES, "grpo.py", "generate.py", "evaluate.py"]
 
 
 @pytest.mark.parametrize("script", CONFIGS)

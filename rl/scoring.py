@@ -1,0 +1,289 @@
+"""How likely texts are to a model, and how it goes on from prompts: for evaluate.py and lm-eval, in any layout.
+
+N requests, B sequences of a forward, T tokens, D dim, V vocab
+
+A request is (context, continuation), two lists of token ids; its score is the log-probability of the second after the first.
+Every rank is given the same requests and returns the scores of all. The data ranks share them out; the pp, cp and tp ranks of
+a data rank work on the same ones together.
+"""
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import parallel
+from checkpoint import load_model, load_weights, saved_model
+from distributed.agree import gather
+from distributed.checks import check_model
+from distributed.experts import expert_parallel
+from distributed.launch import choose_attention, connect
+from distributed.layout import Layout
+from distributed.pipeline import pipeline_forward, pipeline_stages
+from distributed.refusals import check_layout, runs_on_cuda
+from models.loss import IGNORE, TokenLogprobs, alone, log_normalizer
+from rl.decoding import rollout, uniform_noise
+from rl.rollouts import lockstep, patient_group, reshard, whole_weights
+from support.hf import load_hf_model, read_hf_config
+from support.manifest import is_hf_folder, newest_readable
+from support.text import Text
+
+NOTHING = ([0], [IGNORE])  # a request of one token without a score
+PROGRESS_S = 5  # seconds between the lines in which a long evaluation says how far it is
+
+
+# ---------------------------------------------------------------- the model
+def read_checkpoint(folder: str) -> tuple[Text, type, object, str]:
+    """(tokenizer, the model's class, its config, the folder itself or a run's newest step folder) of a run, step or Hugging
+    Face folder. Only small files are read. Raises ValueError."""
+    if not is_hf_folder(folder):
+        folder = newest_readable(folder)
+        return Text(folder), *saved_model(folder), folder
+    config = read_hf_config(folder)
+    if hasattr(config, "mtp_depth"):
+        config = replace(config, mtp_depth=0)  # a second prediction is for training only
+    Model = getattr(sys.modules[type(config).__module__], type(config).__name__.removesuffix("Config"))
+    return Text(folder), Model, config, folder
+
+
+def plan_layout(cfg, model_config, longest: int) -> Layout:
+    """The Layout that the flags ask for. longest: tokens of a forward, at most. Raises ValueError for what cannot work."""
+    on_cuda = runs_on_cuda(cfg.device)
+    if cfg.compute_dtype == "auto":
+        cfg.compute_dtype = "bfloat16" if on_cuda else "float32"
+    cfg.param_dtype = cfg.compute_dtype  # no optimizer needs more digits than the matmuls
+    if cfg.pp > 1:
+        cfg.pp_schedule = "GPipe"  # which needs no number of micro-batches: forwards alone are a relay, and have no schedule
+    pieces = (2 * cfg.cp if cfg.cp > 1 else 1) * cfg.tp  # a forward's tokens are padded to a multiple of them
+    return check_layout(cfg, model_config, seq_len=max(longest // max(pieces, 1), 1) * pieces,
+                        local_batch_size=cfg.local_batch_size, global_batch_size=-1, device=cfg.device)
+
+
+def join(layout: Layout, model_config, longest: int) -> None:
+    """Connects the processes."""
+    connect(layout, layout.cfg.device)
+    parallel.make_mesh(layout)
+    choose_attention(layout, model_config, min(longest, 4096), layout.local_batch_size)
+
+
+def open_model(folder: str, layout: Layout, Model, model_config) -> list[nn.Module]:
+    """This rank's stages (one without --pp) with the weights of a run, step or Hugging Face folder, ready for score() and
+    complete(). Raises ValueError, the same on all ranks."""
+    if layout.world_size == 1:
+        load = load_hf_model if is_hf_folder(folder) else load_model
+        stages = pipeline_stages(load(folder, layout.device, layout.compute_dtype)[0], layout)
+    else:
+        with torch.device("meta"):
+            model = Model(model_config)
+        check_model(model, layout, parallel.TP_STYLES)
+        stages = pipeline_stages(model, layout)
+        for stage in stages:
+            parallel.tensor_parallel(stage, layout)
+            expert_parallel(stage, layout)
+            parallel.context_parallel(stage, layout)
+            parallel.shard(stage, layout)
+            parallel.init_weights(stage, layout, 0, skip=lambda fqn: True)
+        load_weights(stages, folder)
+    for stage in stages:
+        stage.reshards = parallel.reshards(layout)
+    return stages
+
+
+# ---------------------------------------------------------------- text -> requests
+def opening_ids(text: Text, string: str) -> list[int]:
+    """The ids of a text with nothing before it: as the tokenizer begins it, unless it does so itself, as chat prompts do."""
+    begins = text.chat or string.startswith(text.tokenizer.id_to_token(text.first))
+    return text.ids(string, text.bos and not begins)
+
+
+def encode_pair(text: Text, context: str, continuation: str) -> tuple[list[int], list[int]]:
+    """Both as token ids, cut where lm-eval cuts: spaces at the end of the context belong to the continuation, and of the two
+    together so many tokens are the context's as it has alone. A text that begins here follows text.first. Raises ValueError
+    where no token is left to be scored."""
+    before = context.rstrip()
+    after = context[len(before) :] + continuation
+    if not before:
+        head, tail = [], text.ids(after)
+    else:
+        head, whole = opening_ids(text, before), opening_ids(text, before + after)
+        tail = whole[len(head) :]
+        if not tail and whole != head:  # they have a token in common, which is scored
+            head, tail = whole[:-1], whole[-1:]
+    if not tail:
+        raise ValueError(f"{after!r} has no tokens")
+    return head or [text.first], tail
+
+
+def rolling_windows(ids: list[int], first: int, longest: int, stride: int) -> list[tuple[list[int], list[int]]]:
+    """Requests that together score each token of a text once, the first after the token `first`. No forward has more than
+    `longest` tokens; each window after the first scores `stride` of them, after as many as there is room for."""
+    whole, windows, done = [first, *ids], [], 0
+    while done < len(ids):
+        end = min(done + (stride if done else longest), len(ids))
+        windows.append((whole[max(0, end - longest) : done + 1], whole[done + 1 : end + 1]))
+        done = end
+    return windows
+
+
+def check_requests(requests, longest: int, vocab_size: int) -> int:
+    """How many contexts will lose their beginning, because a forward has at most `longest` tokens. Raises ValueError for a
+    continuation that is longer by itself, and for ids that the model does not have."""
+    for context, continuation in requests:
+        if len(continuation) > longest:
+            raise ValueError(f"a text of {len(continuation):,} tokens is to be scored as a whole, but a forward has at most "
+                             f"{longest:,}: shorten it")
+        if (last := max(context + continuation)) >= vocab_size:
+            raise ValueError(f"token id {last} in a text, but the model's vocab_size is {vocab_size}: wrong tokenizer?")
+    return sum(len(context) + len(continuation) > longest + 1 for context, continuation in requests)
+
+
+# ---------------------------------------------------------------- requests -> scores
+def label_scores(h: Tensor, weight: Tensor, labels: Tensor, denom=None, all_reduce=alone, vocab_start=0) -> Tensor:
+    """(2, ...) in fp32: the log-probability of each label (...), and whether it is the likeliest token; 0 where the label is
+    IGNORE. h (..., D), weight (V/tp, D); vocab parallelism as in models.loss.linear_cross_entropy."""
+    wanted = labels != IGNORE  # the head is a large part of a forward: it need not see the contexts
+    found = h.new_zeros(2, int(wanted.sum()), dtype=torch.float32)
+    for rows, logits, index, mine in TokenLogprobs.chunks(h[wanted], weight, labels[wanted], 1.0, vocab_start, None):
+        target = all_reduce(torch.where(mine, logits.gather(1, index)[:, 0], 0.0), "sum")
+        top, place = logits.max(1)
+        is_best = all_reduce(top.clone(), "max") == top
+        # of equally likely tokens the first, as argmax says
+        best = -all_reduce(torch.where(is_best, -(place + vocab_start), -(2**40)), "max")
+        found[:, rows] = torch.stack([target - log_normalizer(logits, all_reduce), (best == labels[wanted][rows]).float()])
+    scores = h.new_zeros(2, *labels.shape, dtype=torch.float32)
+    scores[:, wanted] = found
+    return scores
+
+
+def keep_scores(stages: list[nn.Module], layout: Layout) -> list[Tensor]:
+    """Lets the last stage's forward put label_scores() of its labels into the list that this returns."""
+    kept, scores = [], label_scores
+    if layout.tp > 1:
+        scores = partial(parallel.vocab_parallel_loss, mesh=layout.mesh["tp"], loss=label_scores)
+
+    def token_loss(h, weight, labels, denom):
+        kept.append(scores(h, weight, labels, denom))
+        return h.new_zeros(())  # the loss, which nobody asks for
+
+    for stage in stages:
+        stage.token_loss = token_loss
+    return kept
+
+
+def pack_requests(requests, longest: int, layout: Layout) -> dict[str, Tensor]:
+    """The model's arguments, (B, T/cp) each. Label t is the token after input t; a context that is too long loses its
+    beginning. Padding is on the right, where no token sees it."""
+    rows = [(context + continuation)[-longest - 1 :] for context, continuation in requests]
+    multiple = (2 * layout.cp if layout.cp > 1 else 1) * layout.tp
+    T = -(-max(len(row) - 1 for row in rows) // multiple) * multiple
+    tokens, labels = torch.zeros(len(rows), T, dtype=torch.long), torch.full((len(rows), T), IGNORE)
+    for i, (row, (_, continuation)) in enumerate(zip(rows, requests)):
+        tokens[i, : len(row) - 1] = torch.tensor(row[:-1])
+        labels[i, len(row) - 1 - len(continuation) : len(row) - 1] = torch.tensor(continuation)
+    kwargs = dict(tokens=tokens, labels=labels, positions=torch.arange(T).expand(len(rows), -1))
+    if layout.cp > 1:
+        index = parallel.sequence_index(T, layout.cp, layout.coordinate("cp"))
+        kwargs = {name: x.index_select(1, index) for name, x in kwargs.items()}
+    return {name: x.to(layout.device) for name, x in kwargs.items()}
+
+
+@torch.no_grad()
+def score(stages: list[nn.Module], layout: Layout, requests: list[tuple], longest: int) -> list[tuple[float, bool]]:
+    """(log-probability of the continuation in nats, whether greedy decoding would give it) of each request, on every rank.
+    longest: tokens of a forward, at most."""
+    kept, report = keep_scores(stages, layout), progress("scored", len(requests), layout)
+    sums = torch.zeros(2, len(requests), dtype=torch.float64, device=layout.device)
+    order = sorted(range(len(requests)), key=lambda i: -len(requests[i][0]) - len(requests[i][1]))  # like lengths together
+    size = layout.local_batch_size * layout.data_ranks
+    for begin in range(0, len(order), size):
+        mine = order[begin : begin + size][layout.data_rank :: layout.data_ranks]
+        # a rank without a request runs a forward, too: its collectives need all ranks
+        batch = [requests[i] for i in mine] or [NOTHING]
+        batch += [NOTHING] * (-len(batch) % (layout.cfg.pp_microbatch_size if layout.pp > 1 else 1))
+        kwargs = pack_requests(batch, longest, layout)
+        if layout.pp > 1:
+            pipeline_forward(stages, kwargs, layout)
+        else:
+            stages[0](**kwargs)
+        if kept and mine and layout.coordinate("tp") == 0:  # the tp ranks all have the same scores, cp ranks a part of them
+            sums[:, mine] = torch.cat(kept, 1).sum(2, dtype=torch.float64)[:, : len(mine)]
+        kept.clear()
+        report(begin + size)
+    for stage in stages:
+        reshard(stage)
+    dist.all_reduce(sums)
+    return [(total, hits == len(request[1])) for total, hits, request in zip(*sums.tolist(), requests)]
+
+
+# ---------------------------------------------------------------- prompts -> texts
+def check_writing(cfg, model_config) -> None:
+    """Raises ValueError where complete() cannot work with this layout."""
+    if cfg.pp * cfg.cp > 1:
+        raise ValueError(f"--pp {cfg.pp} --cp {cfg.cp}: answers are written token by token, with which neither helps; use "
+                         "--dp_shard or --tp")
+    if cfg.tp > 1 and hasattr(model_config, "mtp_depth"):
+        raise ValueError(f"--tp {cfg.tp}: writing with DeepSeek caches latents, which tp does not split; use --dp_shard")
+
+
+@torch.no_grad()
+def complete(
+    model, layout: Layout, text: Text, prompts: list[list[int]], max_new_tokens: int, temperature=0.0, seed=0,
+    stop: list[str] = (), **options,
+) -> list[dict]:
+    """What the model writes after each prompt: dicts(ids, logprobs, text, truncated), on every rank. A text ends before the
+    first of the `stop` strings in it, or with one of text.ends, or is truncated. options: top_k and top_p of rollout()."""
+    stop = [string for string in stop if string]
+    group = patient_group(dist.group.WORLD, layout.cfg.rollout_timeout_s) if layout.world_size > 1 else None
+    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+    mine = order[layout.data_rank :: layout.data_ranks]
+    noise = torch.empty(len(mine), 1, max_new_tokens)
+    for row, i in zip(noise, mine):
+        row.copy_(uniform_noise(f"{seed}/{i}", *row.shape))
+    report, begun = progress("begun", len(prompts), layout), set()
+
+    def on_token(sample, token):
+        begun.add(sample)
+        report(len(begun) * layout.data_ranks)
+
+    with whole_weights(model):
+        samples = rollout(
+            model, [prompts[i] for i in mine], noise, temperature, text.ends,
+            max_len=max(map(len, prompts), default=0) + max_new_tokens, rows=layout.local_batch_size, on_token=on_token,
+            stop=stopper(text, stop), tp_mesh=layout.mesh["tp"] if layout.tp > 1 else None, agree=lockstep(layout), **options)
+    for s in samples:
+        s["text"] = text.decode(s["ids"])
+        if found := [place for string in stop if (place := s["text"].find(string)) >= 0]:
+            s["text"], s["truncated"] = s["text"][: min(found)], False
+    everyone = gather(dict(zip(mine, samples)), group)
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[rank - rank % layout.tp]:
+            raise RuntimeError(f"ranks {rank - rank % layout.tp} and {rank} share one model but went on differently")
+    whole = {i: s for theirs in everyone for i, s in theirs.items()}
+    return [whole[i] for i in range(len(prompts))]
+
+
+def stopper(text: Text, stop: list[str]) -> Callable | None:
+    """ids so far -> whether one of the strings has just been completed. A token has a byte of text at least, so that it is in
+    the last few tokens."""
+    if not stop:
+        return None
+    tail = max(len(string.encode()) for string in stop) + 8
+    return lambda ids: any(string in text.decode(ids[-tail:]) for string in stop)
+
+
+def progress(what: str, total: int, layout: Layout) -> Callable:
+    """report(done), called often: rank 0 prints a line now and then."""
+    began = said = time.monotonic()
+
+    def report(done: int):
+        nonlocal said
+        now, done = time.monotonic(), min(done, total)
+        if layout.rank == 0 and now - said > PROGRESS_S:
+            said = now
+            print(f"{what} {done:,} of {total:,}, {(now - began) / max(done, 1) * (total - done):.0f} s left", flush=True)
+
+    return report

@@ -1,0 +1,462 @@
+"""evaluate.py and rl/scoring.py: transformers says which log-probabilities and answers are right, one process what all layouts
+must give."""
+import json
+import math
+import os
+import random
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from policy import hf_folder
+from pool import pool
+from tokenizers import Tokenizer, processors
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import checkpoint
+import evaluate
+import parallel
+from rl import scoring
+from support.text import Text
+
+KINDS = ("llama", "qwen3_moe", "deepseek_v3")
+WORDS = "Sum the digits of 123 4 naïve 東京 don't 🙂 a , .".split()
+
+
+def words(rng, least, most) -> str:
+    return " ".join(rng.choice(WORDS) for _ in range(rng.randint(least, most)))
+
+
+def write_jsonl(path, records) -> str:
+    Path(path).write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """kind -> a tiny Hugging Face folder with an opinion."""
+    made = {}
+
+    def make(kind):
+        if kind not in made:
+            made[kind] = str(tmp_path_factory.mktemp(kind))
+            hf_folder(made[kind], kind, std=0.3)
+        return made[kind]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    """kind -> a file of lines of different lengths."""
+    rng, folder = random.Random(0), tmp_path_factory.mktemp("tasks")
+    choices = [[words(rng, 1, 5) for _ in range(rng.randint(1, 4))] for _ in range(11)]
+    answers = [rng.randrange(len(c)) for c in choices]
+    spelt = [[a, "ABCD"[a], c[a]][i % 3] for i, (a, c) in enumerate(zip(answers, choices))]
+    questions = ["", " ", *(words(rng, 1, 20) for _ in range(9))]
+    return dict(
+        choice=write_jsonl(folder / "choice.jsonl", [dict(question=q, choices=c, answer=a, id="more")
+                                                     for q, c, a in zip(questions, choices, spelt)]),
+        text=write_jsonl(folder / "text.jsonl", [dict(text=words(rng, 0, 120)) for _ in range(5)] + [dict(text="")]),
+        answer=write_jsonl(folder / "answer.jsonl", [dict(question=q, answer=f"so {i}") for i, q in enumerate(questions)]),
+    )
+
+
+def read_lines(path) -> list[dict]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def evaluated(**flags):
+    """evaluate.py in this process."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    evaluate.main(evaluate.Config(device="cpu", **flags))
+
+
+def results(capsys, folder, task, **flags) -> tuple[list[dict], dict]:
+    """(items, summary) of evaluate.py in this process."""
+    out = Path(task).with_suffix(".out")
+    out.unlink(missing_ok=True)
+    evaluated(checkpoint=folder, task=task, out=str(out), **flags)
+    *items, last = map(json.loads, out.read_text().splitlines())
+    assert [item["index"] for item in items] == list(range(len(items))) and last["summary"]["n"] == len(items)
+    assert f"({len(items)} lines, " in capsys.readouterr().out
+    return items, last["summary"]
+
+
+# ---------------------------------------------------------------- transformers
+def theirs(folder):
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model, transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def their_logprob(model, context: list[int], continuation: list[int]) -> float:
+    with torch.no_grad():
+        logits = model(torch.tensor([context + continuation])).logits[0, len(context) - 1 : -1]
+    return logits.double().log_softmax(-1).gather(1, torch.tensor(continuation)[:, None]).sum().item()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_are_those_of_transformers(kind, folders, tasks, capsys):
+    model, tokenizer = theirs(folders(kind))
+    items, summary = results(capsys, folders(kind), tasks["choice"], prompt_template="{question}:")
+    lines = [json.loads(line) for line in Path(tasks["choice"]).read_text().splitlines()]
+    for line, item in zip(lines, items, strict=True):
+        context, want = line["question"] + ":", []
+        for choice in line["choices"]:
+            ids = tokenizer.encode(f"{context} {choice}")
+            n = len(tokenizer.encode(context))
+            want.append(their_logprob(model, ids[:n], ids[n:]))
+        assert item["logprobs"] == pytest.approx(want, abs=1e-4)
+        lengths = dict(acc=lambda c: 1, acc_norm=len, acc_bytes=lambda c: len(c.encode()))
+        for name, length in lengths.items():
+            each = [x / length(c) for x, c in zip(want, line["choices"])]
+            right = line["choices"][each.index(max(each))] == line["choices"][item["answer"]]
+            assert item[name] == right, name
+    for name in ("acc", "acc_norm", "acc_bytes"):
+        values = [item[name] for item in items]
+        mean = sum(values) / len(values)
+        assert summary[name] == pytest.approx(mean)
+        deviation = math.sqrt(sum((x - mean) ** 2 for x in values) / (len(values) - 1))
+        assert summary[f"{name}_stderr"] == pytest.approx(deviation / math.sqrt(len(values)))
+
+
+def test_every_token_of_a_text_is_scored_once(folders, tasks, capsys):
+    """Windows of 32 tokens, against the whole text in one forward where it fits, and each token's own context where not."""
+    model, tokenizer = theirs(folders("llama"))
+    first = tokenizer.eos_token_id
+    texts = [json.loads(line)["text"] for line in Path(tasks["text"]).read_text().splitlines()]
+    for flags, stride in [({}, 32), (dict(stride=5), 5)]:
+        items, summary = results(capsys, folders("llama"), tasks["text"], seq_len=32, **flags)
+        for text, item in zip(texts, items, strict=True):
+            ids, want = [first, *tokenizer.encode(text)], 0.0
+            for i in range(1, len(ids)):
+                begins = max(0, i - 32) if i > 32 else 0
+                end = min(len(ids) - 1, 32 if i <= 32 else 32 + -(-(i - 32) // stride) * stride)
+                begins = max(0, end - 32)
+                want += their_logprob(model, ids[begins:i], ids[i : i + 1])
+            assert item["tokens"] == len(ids) - 1 and item["bytes"] == len(text.encode())
+            assert item["logprob"] == pytest.approx(want, abs=1e-3)
+        tokens, nats = sum(i["tokens"] for i in items), -sum(i["logprob"] for i in items)
+        assert summary["loss"] == pytest.approx(nats / tokens)
+        assert summary["perplexity"] == pytest.approx(math.exp(nats / tokens))
+        assert summary["bits_per_byte"] == pytest.approx(nats / math.log(2) / sum(i["bytes"] for i in items))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_are_those_of_transformers(kind, folders, tasks, capsys):
+    model, tokenizer = theirs(folders(kind))
+    ends = [tokenizer.eos_token_id, model.generation_config.eos_token_id]  # a tokenizer's and a model's
+    ends = [i for i in ends if i is not None]
+    flags = dict(prompt_template="{question}=", max_new_tokens=12, stop=["7"], local_batch_size=4)
+    items, summary = results(capsys, folders(kind), tasks["answer"], **flags)
+    lines = [json.loads(line) for line in Path(tasks["answer"]).read_text().splitlines()]
+    for line, item in zip(lines, items, strict=True):
+        prompt = tokenizer(line["question"] + "=", return_tensors="pt")
+        ids = model.generate(**prompt, max_new_tokens=12, do_sample=False, eos_token_id=ends)
+        ids = ids[0, prompt.input_ids.shape[1] :].tolist()
+        ended = ids[-1] in ends
+        text = tokenizer.decode(ids[:-1] if ended else ids)
+        assert item["prediction"] == text.split("7")[0] and item["truncated"] == (not ended and "7" not in text)
+    assert summary["truncated"] == sum(item["truncated"] for item in items) / len(items)
+
+
+# ---------------------------------------------------------------- layouts
+# kind, 4 ranks each, tasks: those that make test runs, and all others
+QUICK = [("llama", [dict(tp=2)], ["choice", "answer"]), ("llama", [dict(pp=2, cp=2)], ["text"]),
+         ("qwen3_moe", [dict(tp=2, ep=2)], ["choice"]), ("deepseek_v3", [dict(ep=4)], ["choice", "answer"])]
+ALL = {
+    "llama": [dict(dp_shard=4), dict(tp=2), dict(pp=2, cp=2), dict(dp_replicate=2, pp=2), dict(cp=2, tp=2),
+              dict(dp_replicate=4), dict(cp=2, cp_method="alltoall"), dict(pp=2, pp_microbatch_size=3, local_batch_size=3)],
+    "qwen3_moe": [dict(dp_shard=4, ep=4), dict(tp=2, ep=2), dict(pp=2, ep=2), dict(cp=4), dict(tp=2, etp=2, ep=2)],
+    "deepseek_v3": [dict(dp_shard=4, ep=2), dict(tp=2, ep=4), dict(tp=2, pp=2)],
+}
+
+
+def on_a_layout(runs):
+    """evaluate.py on each rank, with the process group of the pool."""
+    evaluate.join = lambda layout, *_: parallel.make_mesh(layout)
+    for flags in runs:
+        evaluate.main(evaluate.Config(device="cpu", **flags))
+        dist.barrier()
+
+
+def flags_of(kind_of_task: str) -> dict:
+    asked = dict(prompt_template="{question}:", local_batch_size=3)
+    return dict(text=dict(seq_len=32, stride=8), choice=asked, answer=asked | dict(max_new_tokens=10, seq_len=64))[kind_of_task]
+
+
+def compare(folders, tasks, tmp_path, kind, layouts, kinds_of_tasks):
+    """Items and summaries of some layouts of 4 processes with those of one process."""
+    runs = []
+    for i, degrees in enumerate([{}, *layouts]):
+        for name in kinds_of_tasks:
+            if name != "answer" or not (degrees.keys() & {"pp", "cp"} or kind == "deepseek_v3" and "tp" in degrees):
+                runs.append(dict(checkpoint=folders(kind), task=tasks[name], out=f"{tmp_path}/{i}-{name}.jsonl",
+                                 **flags_of(name) | degrees))
+    alone, apart = {flags["task"]: flags["out"] for flags in runs[: len(kinds_of_tasks)]}, runs[len(kinds_of_tasks) :]
+    for flags in runs[: len(kinds_of_tasks)]:
+        evaluated(**flags)
+    pool(4).run(on_a_layout, apart)
+    for flags in apart:
+        for got, want in zip(read_lines(flags["out"]), read_lines(alone[flags["task"]]), strict=True):
+            got, want = got.get("summary", got), want.get("summary", want)
+            assert got.keys() == want.keys()
+            for name in got.keys() - {"layout", "seconds"}:  # which say where it ran
+                same = pytest.approx(want[name], abs=1e-4) if isinstance(want[name], float | list) else want[name]
+                assert got[name] == same, (flags, name)
+
+
+@pytest.mark.parametrize("kind, layouts, kinds_of_tasks", QUICK)
+def test_a_layout_gives_the_numbers_of_one_process(kind, layouts, kinds_of_tasks, folders, tasks, tmp_path):
+    compare(folders, tasks, tmp_path, kind, layouts, kinds_of_tasks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_layout_gives_the_numbers_of_one_process(kind, folders, tasks, tmp_path):
+    compare(folders, tasks, tmp_path, kind, ALL[kind], ["choice", "text", "answer"])
+
+
+def scores_of_a_head(V, tp):
+    """label_scores of the vocabulary in `tp` parts that are not equal, with ties and labels to leave out."""
+    g = torch.Generator().manual_seed(0)
+    h, weight = (torch.randint(-9, 10, shape, generator=g).float() for shape in ((2, 6, 8), (V, 8)))  # exact in any order
+    weight[[3, V - 1]] = weight[1].clone()  # three tokens that are equally likely
+    h[0] = weight[1]
+    labels = torch.tensor([[1, 3, V - 1, -100, 0, 1], [V - 1, 2, -100, 5, 5, 5]])
+    labels[1, 3:] = (h[1, 3:] @ weight.T).argmax(-1)
+    if tp > 1:
+        mesh = init_device_mesh("cpu", (tp,))
+        part = distribute_tensor(weight, mesh, [Shard(0)])
+        h = h.chunk(tp, 1)[mesh.get_local_rank()]
+        return parallel.vocab_parallel_loss(h, part, labels, None, mesh=mesh, loss=scoring.label_scores), None
+    logprobs = (h @ weight.T).log_softmax(-1)
+    return scoring.label_scores(h, weight, labels), (logprobs, labels)
+
+
+def test_a_vocabulary_in_parts_that_are_not_equal():
+    want, (logprobs, labels) = scores_of_a_head(23, 1)
+    assert want[1].tolist() == [[1, 0, 0, 0, 0, 1], [0, 0, 0, 1, 1, 1]]
+    plain = torch.where(labels < 0, 0.0, logprobs.gather(2, labels.clamp(min=0)[:, :, None])[:, :, 0])
+    torch.testing.assert_close(want[0], plain)
+    for got, _ in pool(2).run(scores_of_a_head, 23, 2):
+        torch.testing.assert_close(got, want)
+
+
+# ---------------------------------------------------------------- our runs
+def test_a_run_a_step_and_the_folder_that_it_came_from(folders, tasks, tmp_path, capsys):
+    """In one process and in two, which read DCP's files."""
+    run_folder = str(tmp_path / "run")
+    checkpoint.from_hf(folders("qwen3_moe"), run_folder)
+    flags = dict(task=tasks["choice"], prompt_template="Q {question}")
+    want, _ = results(capsys, folders("qwen3_moe"), **flags)
+    for i, folder in enumerate((run_folder, f"{run_folder}/checkpoints/step-0")):
+        items, summary = results(capsys, folder, **flags)
+        assert items == want and summary["checkpoint"] == f"{run_folder}/checkpoints/step-0"
+        pool(2).run(on_a_layout, [dict(checkpoint=folder, out=f"{tmp_path}/{i}.jsonl", ep=2, **flags)])
+        for got, item in zip(read_lines(f"{tmp_path}/{i}.jsonl"), want):
+            assert got["logprobs"] == pytest.approx(item["logprobs"], abs=1e-4)
+
+
+# ---------------------------------------------------------------- requests
+def text_of(folder) -> Text:
+    text = Text(folder)
+    text.chat, text.tokenizer.encode_special_tokens = None, True
+    return text
+
+
+def test_windows_score_each_token_once():
+    for n in (1, 2, 7, 8, 9, 30):
+        for longest, stride in ((1, 1), (8, 8), (8, 3), (8, 1), (64, 64)):
+            ids, at = list(range(1, n + 1)), 0
+            for context, scored in scoring.rolling_windows(ids, 0, longest, stride):
+                assert scored == ids[at : at + len(scored)] and len(context) + len(scored) <= longest + 1
+                assert [*context, *scored] == [0, *ids][at + 1 - len(context) : at + 1 + len(scored)]
+                assert len(scored) <= (stride if at else longest)
+                assert at == 0 or len(context) + len(scored) == longest + 1  # as much context as there is room for
+                at += len(scored)
+            assert at == n
+    assert scoring.rolling_windows([], 0, 8, 8) == []
+
+
+def test_where_a_context_ends(folders, tmp_path):
+    text = text_of(folders("llama"))
+    ids = text.ids
+    assert scoring.encode_pair(text, "12 of", " 3") == (ids("12 of"), ids(" 3"))
+    assert scoring.encode_pair(text, "12 of \n", "3") == (ids("12 of"), ids(" \n3"))  # spaces belong to what follows
+    assert scoring.encode_pair(text, "", "3") == ([text.first], ids("3")) == ([2], ids("3"))
+    assert scoring.encode_pair(text, " ", "3") == ([2], ids(" 3"))
+    assert len(ids("Sum")) == 1 and scoring.encode_pair(text, "Su", "m") == ([2], ids("Sum"))  # one token of both
+    with pytest.raises(ValueError, match="'' has no tokens"):
+        scoring.encode_pair(text, "12", "")
+    # a tokenizer that begins texts: once, also where the text does so itself
+    rules = json.loads(Path(folders("llama"), "tokenizer.json").read_text())
+    Tokens = processors.TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)])
+    tokenizer = Tokenizer.from_str(json.dumps(rules))
+    tokenizer.post_processor = Tokens
+    shutil.copytree(folders("llama"), tmp_path / "bos")
+    tokenizer.save(str(tmp_path / "bos" / "tokenizer.json"))
+    config = json.loads((tmp_path / "bos" / "tokenizer_config.json").read_text())
+    (tmp_path / "bos" / "tokenizer_config.json").write_text(json.dumps(config | {"bos_token": "<|im_start|>"}))
+    text = text_of(str(tmp_path / "bos"))
+    assert text.first == 1 and scoring.encode_pair(text, "12", " 3") == ([1, *ids("12")], ids(" 3"))
+    assert scoring.encode_pair(text, "", "3") == ([1], ids("3")) and scoring.opening_ids(text, "") == [1]
+    text.tokenizer.encode_special_tokens = False
+    assert scoring.opening_ids(text, "<|im_start|>12") == [1, *ids("12")]
+
+
+def test_prompts(folders, tasks, tmp_path):
+    """Shots, fields of the line, escapes, and the chat template around all of it."""
+    lines = evaluate.read_task(tasks["choice"])[1][2:4]
+    text, kind = text_of(folders("llama")), "choice"
+    first = json.loads(Path(tasks["choice"]).read_text().splitlines()[0])
+    make = lambda **flags: evaluate.prompts_of(evaluate.Config(**flags), text, lines, kind)  # noqa: E731
+    asked = [line.fields["question"] for line in lines]
+    assert make() == [f"Question: {q}\nAnswer:" for q in asked]
+    assert make(prompt_template="{id}: {question} { x }\\t") == [f"more: {q} {{ x }}\t" for q in asked]
+    shot = f"Question: {first['question']}\nAnswer: {first['choices'][first['answer']]}\n\n"
+    assert make(shots=1, shots_file=tasks["choice"]) == [f"{shot}Question: {q}\nAnswer:" for q in asked]
+    text.chat = Text(folders("llama")).chat
+    want = f"<|im_start|>user\nQuestion: {asked[0]}\nAnswer:<|im_end|>\n<|im_start|>assistant\n"
+    assert make()[0] == want
+    (request, _), *_ = evaluate.requests_of(evaluate.Config(), kind, text, lines[:1], 64)[0]
+    assert request[0] == 1 and 2 in request  # markers are tokens
+    for flags, message in [
+        (dict(prompt_template="{answer_2}"), "has no answer_2, which --prompt_template asks for"),
+        (dict(shots=99, shots_file=tasks["choice"]), "has 11 lines of kind choice; need 99 of kind choice"),
+        (dict(shots=1, shots_file=tasks["text"]), "of kind text; need 1 of kind choice"),
+        (dict(shots=1, shots_file="nothing.jsonl"), "--shots_file 'nothing.jsonl': No such file"),
+    ]:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            make(**flags)
+
+
+# ---------------------------------------------------------------- results
+def test_the_standard_error_of_a_ratio():
+    """Of equal denominators it is that of a mean; of others, that of resampled lines."""
+    assert evaluate.ratio("x", [3.0]) == {"x": 3.0, "x_stderr": None}
+    assert evaluate.ratio("x", [0, 0, 1, 1]) == {"x": 0.5, "x_stderr": pytest.approx(math.sqrt(1 / 3 / 4))}
+    rng = random.Random(0)
+    x = [rng.uniform(1, 9) for _ in range(200)]
+    y = [2 * a + rng.gauss(0, 1) * a**0.5 for a in x]
+    found = evaluate.ratio("r", y, x, scale=10.0)
+    again = []
+    for _ in range(400):
+        rows = rng.choices(range(200), k=200)
+        again.append(10 * sum(y[i] for i in rows) / sum(x[i] for i in rows))
+    mean = sum(again) / 400
+    assert found["r_stderr"] == pytest.approx(math.sqrt(sum((r - mean) ** 2 for r in again) / 399), rel=0.15)
+
+
+def test_what_counts_as_the_right_answer():
+    rows = [("so\n#### 1,234", "it is 1234 .\n", False, 1), ("#### 5", "5 and #### 6", False, 0), ("#### 5", "5", True, 0),
+            ("Paris", " Paris\n", False, 1), ("Paris", "paris", False, 0), (7, "seven, or 7", False, 1),
+            ("1/2", "1/2", False, 1)]
+    lines = [evaluate.Line("", {"question": "", "answer": answer}) for answer, *_ in rows]
+    samples = [dict(text=text, ids=[1, 2], truncated=truncated) for _, text, truncated, _ in rows]
+    items, metrics = evaluate.exact_match(lines, samples)
+    assert [item["correct"] for item in items] == [row[-1] for row in rows]
+    assert metrics["exact_match"] == pytest.approx(4 / 7) and metrics["truncated"] == pytest.approx(1 / 7)
+    assert items[0] == dict(prediction="it is 1234 .\n", answer=1234.0, tokens=2, truncated=False, correct=1)
+
+
+CHOICES, QUESTION = '{"question": "x", "choices": %s, "answer": %s}', '{"question": "x", "answer": "y"}'
+ERRORS = [
+    ({}, "x", "", "--task is missing"),
+    ({}, "", "task.jsonl", "task.jsonl is empty: there is nothing to evaluate"),
+    ({}, "\n \n", "task.jsonl", "task.jsonl is empty"),
+    ({}, "", "task.txt", "task.txt is empty"),
+    ({}, '{"text": ""}', "task.jsonl", "its texts are empty"),
+    ({}, '{"prompt": "x"}', "task.jsonl", "task.jsonl:1 has prompt; need text, or question, choices and answer, or"),
+    ({}, '{"text": "x", "question": "y", "answer": "z"}', "task.jsonl", "need text, or question"),
+    ({}, '{"text": "x"}\n\n{"txt": "y"}', "task.jsonl", "task.jsonl:3 has no text, and the first line has"),
+    ({}, '{"text": "x"}\n{"text": 7}', "task.jsonl", "task.jsonl:2: text is no text"),
+    ({}, '{"text": "x"}\n{"text"', "task.jsonl", "task.jsonl:2 is not JSON"),
+    ({}, '{"text": "\\ud800"}', "task.jsonl", "task.jsonl:1 is not JSON: 'utf-8' codec can't encode"),
+    ({}, "[1]", "task.jsonl", "task.jsonl:1 is a JSON list, not an object"),
+    ({}, CHOICES % ('["a", ""]', '0'), "task.jsonl", "choices are no list of texts, none of them empty"),
+    ({}, CHOICES % ('[]', '0'), "task.jsonl", "choices are no list"),
+    ({}, CHOICES % ('{"text": ["a"]}', '0'), "task.jsonl", "choices are no list"),
+    ({}, CHOICES % ('["a", "b"]', '"c"'), "task.jsonl", "the answer 'c' is none of the 2 choices"),
+    ({}, CHOICES % ('["a", "b"]', '2'), "task.jsonl", "the answer 2 is none of the 2 choices"),
+    ({}, CHOICES % ('["a", "b"]', 'true'), "task.jsonl", "the answer True is none of the 2 choices"),
+    ({}, CHOICES % ('["a", "b"]', '[0]'), "task.jsonl", "the answer [0] is none of the 2 choices"),
+    ({}, '{"question": "x", "answer": " "}', "task.jsonl", "the answer is empty"),
+    (dict(checkpoint="nowhere"), "x", "task.txt", "nowhere is no folder"),
+    (dict(out="task.txt"), "x", "task.txt", "--out task.txt is there already"),
+    (dict(out="nowhere/x.jsonl"), "x", "task.txt", "--out nowhere/x.jsonl: nowhere is no folder"),
+    (dict(seq_len=512), "x", "task.txt", "--seq_len 512 must be between 1 and the model's max_seq_len 256"),
+    (dict(seq_len=8, stride=9), "x", "task.txt", "--stride 9 must be between 1 and --seq_len 8"),
+    (dict(max_new_tokens=8), "x", "task.txt", "--max_new_tokens 8 has no effect where nothing is written"),
+    (dict(shots=1, shots_file="y"), "x", "task.txt", "--shots 1 has no effect on a text"),
+    (dict(stride=8, max_new_tokens=8), QUESTION, "task.jsonl", "--stride 8 has no effect on questions"),
+    ({}, QUESTION, "task.jsonl", "--max_new_tokens 256 leaves no room for a prompt in the 256 tokens"),
+    (dict(seed=1, max_new_tokens=8), QUESTION, "task.jsonl", "--seed 1 has no effect with --temper"),
+    (dict(pp=2, max_new_tokens=8), QUESTION, "task.jsonl", "--pp 2 --cp 1: answers are written token"),
+    (dict(seq_len=4), CHOICES % ('["a b c d e f"]', '0'), "task.jsonl", "is to be scored as a whole"),
+    (dict(tp=2), "x", "task.txt", "1 process but "),
+]
+
+
+@pytest.mark.parametrize("flags, content, name, message", ERRORS, ids=range(len(ERRORS)))
+def test_what_is_wrong_is_one_line(flags, content, name, message, folders, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if name:
+        Path(name).write_text(content)
+    with pytest.raises(ValueError) as error:
+        evaluated(**dict(checkpoint=folders("llama"), task=name) | flags)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("flags, message", [
+    (dict(ac="full", compile=True), "--ac full, --compile: nothing is trained here; leave it out"),
+    (dict(pp_schedule="GPipe"), "--pp_schedule GPipe: nothing is trained here"),
+    (dict(shots=2), "--shots 2 needs --shots_file"),
+    (dict(temperature=-1.0), "--temperature -1.0 must be 0 or more"),
+])
+def test_flags_that_say_how_to_train_are_refused(flags, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        evaluate.Config(**flags)
+
+
+def test_a_model_without_a_tokenizer_and_one_without_a_template(folders, tasks, tmp_path):
+    for name in os.listdir(folders("llama")):
+        if name != "chat_template.jinja" and name != "tokenizer.json":
+            shutil.copy(Path(folders("llama"), name), tmp_path)
+    with pytest.raises(ValueError, match="has no tokenizer.json"):
+        evaluated(checkpoint=str(tmp_path), task=tasks["text"])
+    shutil.copy(Path(folders("llama"), "tokenizer.json"), tmp_path)
+    with pytest.raises(ValueError, match="has no chat template"):
+        evaluated(checkpoint=str(tmp_path), task=tasks["choice"], chat=True)
+
+
+def test_prompts_that_are_too_long_lose_their_beginning(folders, tmp_path, capsys):
+    """And are counted: choices and answers alike."""
+    task = write_jsonl(tmp_path / "t.jsonl", [dict(question="123 " * 40 + "of", choices=["4", "5"], answer="4"),
+                                              dict(question="of", choices=["4", "5"], answer="4")])
+    items, summary = results(capsys, folders("llama"), task, seq_len=24, prompt_template="{question}")
+    assert summary["cut"] == 2
+    model, tokenizer = theirs(folders("llama"))
+    context = tokenizer.encode("123 " * 40 + "of")
+    n = len(tokenizer.encode(" 4"))
+    assert items[0]["logprobs"][0] == pytest.approx(their_logprob(model, context[n - 25 :], tokenizer.encode(" 4")), abs=1e-4)
+    task = write_jsonl(tmp_path / "u.jsonl", [dict(question="123 " * 40 + "of", answer="4"), dict(question="of", answer="4")])
+    items, summary = results(capsys, folders("llama"), task, seq_len=24, max_new_tokens=4, prompt_template="{question}")
+    ids = model.generate(torch.tensor([context[4 - 24 :]]), max_new_tokens=4, do_sample=False)[0, 20:].tolist()
+    assert summary["cut"] == 1 and items[0]["prediction"] == tokenizer.decode(ids)
+
+
+def test_samples_depend_on_their_question_alone(folders, tasks, tmp_path):
+    """Not on the batch, and with another seed they are others."""
+    flags = dict(checkpoint=folders("llama"), task=tasks["answer"], max_new_tokens=8, temperature=1.0)
+    for name, more in dict(a={}, b=dict(local_batch_size=1), c=dict(seed=1), d=dict(limit=3)).items():
+        evaluated(out=str(tmp_path / name), **flags | more)
+    a, b, c, d = ([line.get("prediction") for line in read_lines(tmp_path / name)] for name in "abcd")
+    assert a == b != c and d[:3] == a[:3] and len(d) == 4
