@@ -6,7 +6,8 @@
     python data.py show chat.jsonl --tokenizer HUGGING_FACE_FOLDER      # conversations as they will be trained, see below
     python data.py check tokens                 # is every byte as it was written? exit status 0 or 1
 
-Text is .txt, .jsonl (each also .gz or .zst) and .parquet, files, folders of them, and globs (support/readers.py).
+Text is .txt, .jsonl (each also .gz or .zst) and .parquet, files, folders of them, and globs (support/readers.py). A mixture is
+--data "web=tokens/web:0.7,code=tokens/code:0.3": shares of the sequences, exact at every moment (support/mixture.py).
 A .jsonl of conversations, {"messages": [...]} per line, is written out by the tokenizer's chat template, and only what the
 assistant says has a loss (support/chat.py); `show` prints that part in green.
 How text becomes shards is in support/corpus.py, what a folder of shards holds in support/shards.py.
@@ -15,36 +16,49 @@ import glob
 import hashlib
 import os
 import sys
-import threading
-from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import chain
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from support.batches import hash_sequences, prefetch, to_tensors
 from support.config import Need, Parser, flag, usage_error
 from support.corpus import BPE_VOCAB, build_shards, cache_folder, cached_corpus, train_tokenizer
 from support.files import sha256_file
+from support.mixture import mixture_of, take_turns
 from support.packing import pack
 from support.readers import FORMATS, format_of, text_files
-from support.shards import FIRST, LOSS, MASKED, find_damage, is_shards, open_mask, open_shard, read_index
+from support.shards import (
+    FIRST,
+    LOSS,
+    MASKED,
+    array_of,
+    check_arrays,
+    find_damage,
+    is_shards,
+    mask_array_of,
+    opened_array,
+    read_index,
+)
 from support.show import show_documents
 from support.tokenizer import EOT_NAMES, bytes_of_tokens, find_tokenizer, load_tokenizer
 
-OPEN_SHARDS = 32  # that stay open: another one is opened in microseconds, and a process may have 1,024 files open
 # What flags need to have an effect: see support/config.py
-TEXT = Need("with --data of token shards, which need no cache", lambda c: not is_shards(c.data))
-COLUMNS = Need("without --data of .jsonl or .parquet files",
-               lambda c: c.data != "stdlib" and not is_shards(c.data) and format_of(Path(c.data)) != ".txt")
+TEXT = Need("with --data of token shards, which need no cache", lambda c: not all(map(is_shards, paths_of(c))))
+COLUMNS = Need("without --data of .jsonl or .parquet files", lambda c: not all(
+    path == "stdlib" or is_shards(path) or format_of(Path(path)) == ".txt" for path in paths_of(c)))
+
+
+def paths_of(c) -> list[str]:
+    return [part.path for data in (c.data, c.val_data) if data for part in mixture_of(data)]
 
 
 @dataclass(kw_only=True)
 class DataConfig:
-    data: str = "stdlib"  # stdlib (Python's own sources), text or chats (file, folder or glob), or a folder from data.py
+    data: str = "stdlib"  # stdlib (Python's sources), text or chats (file, folder, glob), shards, or name=path:weight,...
+    val_data: str = ""  # validate on all of this, in place of the part of --data that is kept for it; named as --data is
     text_column: str = flag("text", COLUMNS)  # name of what has the text in the objects of a .jsonl, the rows of a .parquet
     tokenizer: str = ""  # tokenizer.json or Hugging Face folder; empty: --init_from's, or a BPE of 4096 ids, made of the text
     doc_mask: bool = False  # documents do not see each other: attention, positions and labels stop where a document ends
@@ -91,7 +105,8 @@ class TokenData:
 
     The cursor counts the sequences of the whole run: number c is window perm(c % n_samples) of epoch c // n_samples."""
 
-    def __init__(self, folder: Path, seq_len: int, data_seed: int = 0, doc_mask: bool = False):
+    def __init__(self, folder: Path, seq_len: int, data_seed: int = 0, doc_mask: bool = False, name="", all_val=False):
+        """name: of this part of a mixture, whose order is its own. all_val: the training split is for validation, too."""
         index, tokenizer_file = read_index(folder), folder / "tokenizer.json"
         splits, tokenizer_sha256 = index["splits"], index["source"]["tokenizer"]
         tokenizer_json = tokenizer_file.read_bytes() if tokenizer_file.is_file() else b""
@@ -101,13 +116,15 @@ class TokenData:
         self.vocab_size, self.eot = index["vocab_size"], index["eot"]
         self.tokenizer_file = str(tokenizer_file) if tokenizer_json else None
         self.token_bytes = bytes_of_tokens(tokenizer_json, self.vocab_size) if tokenizer_json else None
-        for entry in chain(*splits.values()):
-            open_shard(folder, entry, index)  # what is wrong with one is said now, and not in the middle of the run
-        self.shard = lru_cache(OPEN_SHARDS)(lambda split, i: open_shard(folder, splits[split][i], index))
+        opened_array.cache_clear()  # the folder may have been made anew since
+        check_arrays(folder, index)
+        if all_val:
+            splits = {"train": [], "val": [*splits["train"], *splits["val"]]}
+        self.shard = lambda split, i: opened_array(folder, *array_of(splits[split][i], index))
         self.ends = {split: np.cumsum([entry["tokens"] for entry in splits[split]], dtype=np.int64) for split in splits}
         n_tokens, n_val_tokens = (sum(entry["tokens"] for entry in splits[split]) for split in ("train", "val"))
-        self.n_samples, self.n_val_samples = (n_tokens - 1) // seq_len, -(-max(0, n_val_tokens - 1) // seq_len)
-        self.entries = splits
+        self.n_samples, self.n_val_samples = max(0, n_tokens - 1) // seq_len, -(-max(0, n_val_tokens - 1) // seq_len)
+        self.entries, self.name, self.validation = splits, name, self
         self.fingerprint = {"data_sha256": index["sha256"], "n_tokens": n_tokens, "tokenizer_sha256": tokenizer_sha256,
                             "seq_len": seq_len, "data_seed": data_seed, "doc_mask": doc_mask}
 
@@ -149,6 +166,27 @@ class TokenData:
         line = next((line for part in documents for line in decode(part).splitlines() if line.strip()), "")
         return " ".join(line.split()[:4])[:60].rstrip("\ufffd")  # 60: not all writing has spaces
 
+    def sequences(self, numbers: np.ndarray):
+        """arrays() of these training sequences, which are numbered through all epochs."""
+        epochs, places = np.divmod(numbers, self.n_samples)
+        for epoch in np.unique(epochs):
+            here, order = epochs == epoch, f"{self.data_seed}/{epoch}" + f"/{self.name}" * bool(self.name)
+            places[here] = permute(places[here], self.n_samples, order)
+        return self.arrays(self.windows("train", places))
+
+    def val_sets(self, n_sequences: int) -> list:
+        """[(data, numbers of its validation windows)], n_sequences of them or all if there are fewer, for every data_seed."""
+        n = min(n_sequences, self.n_val_samples)
+        return [(self, permute(np.arange(n), self.n_val_samples, "validation"))] if n else []
+
+    def epochs(self, samples: int) -> dict:
+        """For metrics.jsonl: how often each part of a mixture was seen in the first `samples` sequences of a run."""
+        return {}
+
+    def plan(self, samples: int) -> str:
+        """For the start: what the parts of a mixture will give to so many sequences, a line for each."""
+        return ""
+
     def has_labels(self, split: str, n_samples: int) -> bool:
         """Whether any token of a split has a loss. Reads windows until one has: in usual text that is the first."""
         return any((self.arrays(self.windows(split, range(i, min(i + 64, n_samples))))[1] >= 0).any()
@@ -166,11 +204,7 @@ class TokenData:
         def make():
             cursor = first_sample
             while True:
-                epochs, numbers = np.divmod(np.arange(cursor + first_row, cursor + first_row + share), self.n_samples)
-                for epoch in np.unique(epochs):
-                    here = epochs == epoch
-                    numbers[here] = permute(numbers[here], self.n_samples, f"{self.data_seed}/{epoch}")
-                arrays = self.arrays(self.windows("train", numbers))
+                arrays = self.sequences(np.arange(cursor + first_row, cursor + first_row + share))
                 digest = f"{hash_sequences(*arrays[:2], first_row):012x}"
                 yield Batch(*to_tensors(arrays, local_batch_size), global_batch_size, digest)
                 cursor += global_batch_size
@@ -180,19 +214,19 @@ class TokenData:
     def val_batches(self, n_sequences: int, local_batch_size: int, data_rank: int, data_ranks: int, device: torch.device | str):
         """Iterator of Batch (A = 1) over n_sequences validation windows, or all if there are fewer: the same in every layout
         and for every data_seed. Every rank gets as many batches; where the sequences do not divide, the rest has no labels."""
-        n, rows = min(n_sequences, self.n_val_samples), local_batch_size * data_ranks
-        if n < 1:
+        sets, rows = self.validation.val_sets(n_sequences), local_batch_size * data_ranks
+        if not sets:
             raise ValueError(f"{self.folder} has no text for validation; take more documents or --val_every 0")
-        numbers = permute(np.arange(n), self.n_val_samples, "validation")
 
         def make():
-            for first in range(0, n, rows):
-                windows = np.full((local_batch_size, self.seq_len + 1), -1)
-                mine = numbers[first:first + rows][data_rank * local_batch_size:][:local_batch_size]
-                windows[:len(mine)] = self.windows("val", mine)
-                arrays = self.arrays(windows)
-                n_bytes = None if self.token_bytes is None else int(self.token_bytes[arrays[1][arrays[1] >= 0]].sum())
-                yield Batch(*to_tensors(arrays, local_batch_size), min(rows, n - first), "", n_bytes)
+            for data, numbers in sets:
+                for first in range(0, len(numbers), rows):
+                    windows = np.full((local_batch_size, data.seq_len + 1), -1)
+                    mine = numbers[first:first + rows][data_rank * local_batch_size:][:local_batch_size]
+                    windows[:len(mine)] = data.windows("val", mine)
+                    arrays, bytes_of = data.arrays(windows), data.token_bytes
+                    n_bytes = None if bytes_of is None else int(bytes_of[arrays[1][arrays[1] >= 0]].sum())
+                    yield Batch(*to_tensors(arrays, local_batch_size), min(rows, len(numbers) - first), "", n_bytes)
 
         return prefetch(make(), torch.device(device))
 
@@ -202,9 +236,9 @@ class ChatData(TokenData):
 
     The sequences are what TokenData's windows are: their order, their shares and the cursor are the same."""
 
-    def __init__(self, folder: Path, seq_len: int, data_seed: int = 0, doc_mask: bool = False):
-        super().__init__(folder, seq_len, data_seed, doc_mask)
-        self.mask = lru_cache(OPEN_SHARDS)(lambda split, i: open_mask(folder, self.entries[split][i]))
+    def __init__(self, folder: Path, seq_len: int, data_seed: int = 0, doc_mask: bool = False, name="", all_val=False):
+        super().__init__(folder, seq_len, data_seed, doc_mask, name, all_val)
+        self.mask = lambda split, i: opened_array(folder, *mask_array_of(self.entries[split][i]))
         self.packing = {split: pack(folder, self.entries[split], seq_len, doc_mask) for split in ("train", "val")}
         self.n_samples, self.n_val_samples = (len(self.packing[split]) for split in ("train", "val"))
 
@@ -239,56 +273,45 @@ class ChatData(TokenData):
         return " ".join(max(asked.splitlines() or [""], key=len).split()[:4])[:60].rstrip("\ufffd")
 
     def summary(self) -> str:
-        packing, n_sequences = self.packing["train"], self.n_samples
+        split = "train" if self.n_samples else "val"  # of --val_data
+        packing, n_sequences = self.packing[split], len(self.packing[split])
         text = (f"{len(packing.documents):,} conversations in {n_sequences:,} sequences of {self.seq_len} tokens, "
                 f"{packing.padding:.1%} of them padding" + "; --doc_mask packs several into one" * (not self.doc_mask))
         text += f"; {packing.n_cut:,} were too long and are cut" * (packing.n_cut > 0)
         return text + f"; {packing.n_left_out:,} are left out, for no answer is in their beginning" * (packing.n_left_out > 0)
 
 
-def scramble(x: np.ndarray) -> np.ndarray:
-    """uint64 to uint64, one to one; near numbers become unlike ones."""
-    x = (x ^ (x >> np.uint64(32))) * np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
-    return x ^ (x >> np.uint64(32))
+class MixedData(TokenData):
+    """Parts that take turns (support/mixture.py). Each has its own order and its own epochs, as if it were alone."""
 
+    def __init__(self, parts: list[TokenData], shares: list[int], folder: str):
+        first, self.parts, self.turns = parts[0], parts, take_turns(shares)
+        self.folder, self.validation = folder, self
+        self.vocab_size, self.eot, self.tokenizer_file = first.vocab_size, first.eot, first.tokenizer_file
+        self.first_words = first.first_words
+        self.n_val_samples = sum(part.n_val_samples for part in parts)
+        about = {part.name: {"weight": str(Fraction(share, sum(shares)))} | {key: part.fingerprint[key] for key in (
+            "data_sha256", "n_tokens")} for part, share in zip(parts, shares)}
+        self.fingerprint = {key: value for key, value in first.fingerprint.items() if key not in ("data_sha256", "n_tokens")}
+        self.fingerprint["parts"] = about
 
-def hash_sequences(tokens: np.ndarray, labels: np.ndarray, first_row: int) -> int:
-    """A number below 2**48 for some rows (sequences, T) of a global batch. The sum over all rows, modulo 2**48, is the same
-    however they are shared out, and another one if a token, a label or the order of the rows changes."""
-    weights = scramble(np.arange(1, tokens.shape[1] + 1, dtype=np.uint64)) | np.uint64(1)  # odd: no change is multiplied away
-    pairs = tokens.astype(np.uint64) + (labels.astype(np.uint64) << np.uint64(32))
-    rows = np.arange(first_row + 1, first_row + 1 + len(tokens), dtype=np.uint64)
-    return int(scramble((pairs * weights).sum(1, dtype=np.uint64) + scramble(rows)).sum(dtype=np.uint64)) % 2**48
+    def sequences(self, numbers: np.ndarray):
+        turn, numbers = self.turns.at(numbers)
+        rows = [np.flatnonzero(turn == i) for i in range(len(self.parts))]
+        found = [part.sequences(numbers[here]) for part, here in zip(self.parts, rows) if len(here)]
+        back = np.argsort(np.concatenate(rows))
+        return [None if arrays[0] is None else np.concatenate(arrays)[back] for arrays in zip(*found)]
 
+    def val_sets(self, n_sequences: int) -> list:
+        return [found for part, n in zip(self.parts, self.turns.counts(n_sequences)) for found in part.val_sets(int(n))]
 
-def to_tensors(arrays, local_batch_size: int) -> list:
-    """Each array (sequences, T) as a tensor (A, B, T)."""
-    return [a if a is None else torch.from_numpy(a.reshape(-1, local_batch_size, a.shape[-1]).copy()) for a in arrays]
+    def epochs(self, samples: int) -> dict:
+        return {"data_epochs": {part.name: int(n) / part.n_samples for part, n in zip(self.parts, self.turns.counts(samples))}}
 
-
-def prefetch(batches, device: torch.device):
-    """Yields the batches on `device`. A thread keeps two ready, so that reading and hashing cost the training step nothing.
-
-    An error in the thread is raised here. The thread ends with this generator (close(), garbage collection) or at exit."""
-    gpu = None if device.type != "cuda" else torch.cuda.current_device() if device.index is None else device.index
-
-    def on_tensors(change, batch):
-        return Batch(**{name: change(value) if torch.is_tensor(value) else value for name, value in vars(batch).items()})
-
-    def load():
-        batch = next(batches, None)
-        return batch if gpu is None or batch is None else on_tensors(torch.Tensor.pin_memory, batch)
-
-    # a new thread is on GPU 0, and pinning there would cost every rank a context on it
-    thread = ThreadPoolExecutor(1, "prefetch", *(() if gpu is None else (torch.cuda.set_device, (gpu,))))
-    try:
-        ready = deque(thread.submit(load) for _ in range(2))
-        while (batch := ready.popleft().result()) is not None:
-            ready.append(thread.submit(load))
-            yield batch if gpu is None else on_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
-    finally:  # the garbage collector may run this in any thread, also in our own, which must not wait for itself
-        thread.shutdown(wait=not threading.current_thread().name.startswith("prefetch"), cancel_futures=True)
+    def plan(self, samples: int) -> str:
+        percent, epochs = 100 * self.turns.shares / self.turns.shares.sum(), self.epochs(samples)["data_epochs"]
+        return "".join(f"{part.name}: {share:.6g} % of the sequences, {part.fingerprint['n_tokens']:,} tokens, "
+                       f"{epochs[part.name]:.2f} epochs\n" for part, share in zip(self.parts, percent))
 
 
 def open_data(cfg: DataConfig, seq_len: int, tokenizer: str = "") -> TokenData:
@@ -298,34 +321,68 @@ def open_data(cfg: DataConfig, seq_len: int, tokenizer: str = "") -> TokenData:
     wait until one of them has filled the cache."""
     if seq_len < 1:
         raise ValueError(f"--seq_len {seq_len}: need at least 1")
-    if cfg.data != "stdlib" and not os.path.exists(cfg.data) and not glob.has_magic(cfg.data):
-        raise ValueError(f"--data {cfg.data}: no such file; need stdlib, {FORMATS}, a folder or glob of these, or a folder "
-                         "from data.py")
+    data = open_parts(cfg, "--data", cfg.data, seq_len, tokenizer)
+    if cfg.val_data:
+        data.validation = open_parts(cfg, "--val_data", cfg.val_data, seq_len, tokenizer or data.tokenizer_file or "")
+        check_same_ids({f"--data {cfg.data}": data, f"--val_data {cfg.val_data}": data.validation})
+        data.n_val_samples = data.validation.n_val_samples
+    return data
+
+
+def open_parts(cfg: DataConfig, flag: str, named: str, seq_len: int, tokenizer: str) -> TokenData:
+    """What --data or --val_data names: one source, or the parts of a mixture."""
+    parts, found = mixture_of(named, flag), {}
+    for part in sorted(parts, key=lambda part: not is_shards(part.path)):  # shards first: text is cut as they are
+        what = f"{flag} {part.name}={part.path}" if part.name else f"{flag} {part.path}"
+        found[part.name] = open_part(cfg, what, part, seq_len, tokenizer, flag == "--val_data")
+        tokenizer = tokenizer or found[part.name].tokenizer_file or ""
+    if parts[0].name == "":
+        return found[""]
+    check_same_ids({f"{flag} {name}": data for name, data in found.items()})
+    return MixedData([found[part.name] for part in parts], [part.share for part in parts], named)
+
+
+def check_same_ids(sources: dict[str, TokenData]):
+    """Raises ValueError where two sources, named by the flags they come from, were cut by different tokenizers."""
+    (first, known), *others = sources.items()
+    for name, data in others:
+        a, b = ((x.fingerprint["tokenizer_sha256"], x.vocab_size, x.eot) for x in (known, data))
+        if a != b:
+            about = [f"{ids} ids, end of text {eot}, sha256 {sha256[:12]}" for sha256, ids, eot in (a, b)]
+            raise ValueError(f"{first} and {name} have different tokenizers ({about[0]}; {about[1]}), so one number would mean "
+                             "two words; prepare both with one --tokenizer")
+
+
+def open_part(cfg: DataConfig, what: str, part, seq_len: int, tokenizer: str, all_val: bool) -> TokenData:
+    """One source; what: the flag that names it, for errors."""
+    if part.path != "stdlib" and not os.path.exists(part.path) and not glob.has_magic(part.path):
+        raise ValueError(f"{what}: no such file; need stdlib, {FORMATS}, a folder or glob of these, or a folder from data.py")
     try:
-        if not is_shards(cfg.data):
-            folder = cached_corpus(cfg.data, cfg.tokenizer or tokenizer, cfg.cache_dir, cfg.text_column)
+        if not is_shards(part.path):
+            folder = cached_corpus(part.path, cfg.tokenizer or tokenizer, cfg.cache_dir, cfg.text_column)
         else:
-            folder = Path(cfg.data)
+            folder = Path(part.path)
             if cfg.tokenizer and sha256_file(find_tokenizer(cfg.tokenizer)[0]) != read_index(folder)["source"]["tokenizer"]:
                 raise ValueError(f"--tokenizer {cfg.tokenizer} is not the one that {folder} was made with; leave it out")
         Data = ChatData if read_index(folder)["version"] == MASKED else TokenData
-        data = Data(folder, seq_len, cfg.data_seed, cfg.doc_mask)
+        data = Data(folder, seq_len, cfg.data_seed, cfg.doc_mask, part.name, all_val)
     except OSError as error:
         raise ValueError(f"{error.filename}: {error.strerror}; --data must be readable and --cache_dir "
                          f"{cache_folder(cfg.cache_dir)} writable") from error
+    n_samples, split, use = (data.n_val_samples, "val", "validation") if all_val else (data.n_samples, "train", "training")
     if isinstance(data, ChatData):
-        if data.n_samples < 1:
-            raise ValueError(f"--data {cfg.data}: in no conversation the assistant says anything within --seq_len {seq_len}; "
+        if n_samples < 1:
+            raise ValueError(f"{what}: in no conversation the assistant says anything within --seq_len {seq_len}; "
                              "take other conversations or a larger --seq_len")
         if os.environ.get("RANK", "0") == "0":
-            print(f"{cfg.data}: {data.summary()}", flush=True)
+            print(f"{part.path}: {data.summary()}", flush=True)
         return data
-    if data.n_samples < 1:
-        n_tokens = data.fingerprint["n_tokens"]
-        raise ValueError(f"--data {cfg.data}: {n_tokens} training tokens, but one sequence with its last label needs --seq_len "
+    if n_samples < 1:
+        n_tokens = int(data.ends[split][-1]) if len(data.ends[split]) else 0
+        raise ValueError(f"{what}: {n_tokens} {use} tokens, but one sequence with its last label needs --seq_len "
                          f"{seq_len} + 1; take a longer text or --seq_len {max(1, n_tokens - 1)}")
-    if not data.has_labels("train", data.n_samples):
-        raise ValueError(f"--data {cfg.data}: no token of the training text has a loss, every label is masked"
+    if not data.has_labels(split, n_samples):
+        raise ValueError(f"{what}: no token of the {use} text has a loss, every label is masked"
                          + "; --doc_mask masks the token behind the end of a document, and these are empty" * cfg.doc_mask)
     if not data.has_labels("val", data.n_val_samples):
         data.n_val_samples = 0  # a loss of 0.0000 over no token would look like a good one

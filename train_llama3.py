@@ -203,6 +203,7 @@ def main(cfg: Config):
     check_replicas(stages, layout, data=data.fingerprint, flags=asdict(cfg))
     if layout.rank == 0:
         print(f"{cfg.flavor}: {n_params:,} parameters{adapters} | {layout.step_text(cfg.seq_len)}{notes(cfg, state['step'])}")
+        print(data.plan(state["samples"] + (cfg.steps - state["step"]) * layout.global_batch_size), end="")
     if state["step"] >= cfg.steps:
         return checkpoints.close(export=not os.path.exists(cfg.export_hf))  # a finished run can still be exported
 
@@ -240,7 +241,8 @@ def main(cfg: Config):
         if metrics.due(step):
             loss, loss_max = reduce_loss(loss, layout)
             tokens_hash = reduce_hash(batch.hash, layout)
-            metrics.log(step, loss=loss, loss_max=loss_max, grad_norm=grad_norm, lr=lr, tokens_hash=tokens_hash)
+            extra = data.epochs(state["samples"])  # of a mixture, the epochs of each part
+            metrics.log(step, loss=loss, loss_max=loss_max, grad_norm=grad_norm, lr=lr, tokens_hash=tokens_hash, extra=extra)
         if step == first:
             train_timeouts(layout)
         if validating:

@@ -217,6 +217,7 @@ def main(cfg: Config):
     check_replicas(stages, layout, data=data.fingerprint, flags=asdict(cfg))
     if layout.rank == 0:
         print(f"{cfg.flavor}: {n_params:,} parameters{adapters} | {layout.step_text(cfg.seq_len)}{notes(cfg, state['step'])}")
+        print(data.plan(state["samples"] + (cfg.steps - state["step"]) * layout.global_batch_size), end="")
     if state["step"] >= cfg.steps:
         return checkpoints.close(export=not os.path.exists(cfg.export_hf))  # a finished run can still be exported
 
@@ -259,8 +260,8 @@ def main(cfg: Config):
         if metrics.due(step):
             loss, loss_max = reduce_loss(loss, layout)
             tokens_hash = reduce_hash(batch.hash, layout)
-            # qwen3: how busy the experts are
-            metrics.log(step, loss=loss, loss_max=loss_max, grad_norm=grad_norm, lr=lr, tokens_hash=tokens_hash, extra=balance)
+            extra = data.epochs(state["samples"]) | balance  # qwen3: and how busy the experts are
+            metrics.log(step, loss=loss, loss_max=loss_max, grad_norm=grad_norm, lr=lr, tokens_hash=tokens_hash, extra=extra)
         if step == first:
             train_timeouts(layout)
         if validating:

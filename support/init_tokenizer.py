@@ -4,6 +4,7 @@ import os
 from support.files import read_json, sha256_file
 from support.hf import matches
 from support.manifest import ABOUT, newest_readable, resume_source
+from support.mixture import mixture_of
 from support.shards import is_shards
 from support.tokenizer import BESIDE, tokenizer_path
 
@@ -14,7 +15,8 @@ def source_tokenizer(cfg) -> str:
 
     A run that has checkpoints of its own takes it from those: the folder that it began with may be gone. Raises ValueError.
     """
-    if not cfg.init_from or cfg.tokenizer or is_shards(cfg.data) or has_new_ids(cfg):
+    is_text = not all(is_shards(part.path) for part in mixture_of(cfg.data))
+    if not cfg.init_from or cfg.tokenizer or not is_text or has_new_ids(cfg):
         return ""
     source, names = resume_source(cfg.out, cfg), (*ABOUT, "tokenizer.json", *BESIDE)
     folder = newest_readable(source.folder, source.step, names) if source else cfg.init_from

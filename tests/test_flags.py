@@ -527,6 +527,8 @@ row("device", "cuda", lambda new, old: "torch finds 0 GPUs" in new.error if not 
     new.layout.device.type == "cuda")
 # --- data.py
 row("data", "<text>", lambda new, old: Path(PLACES["<cache>"]) in new.folder.parents, opened)
+row("val_data", "<text>", lambda new, old: new.n_val_samples > 10 * old.n_val_samples and new.fingerprint == old.fingerprint,
+    opened)
 row("text_column", "other", lambda new, old: "that" in new.first_words() and "is" in old.first_words(), opened,
     data="<columns>")
 row("tokenizer", "<letters>", lambda new, old: new.vocab_size < old.vocab_size / 2, opened, data="<text>")

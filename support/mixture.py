@@ -1,0 +1,96 @@
+"""--data name=path:weight,name=path:weight: which part of a mixture each sequence of the run comes from.
+
+The weights are shares of the sequences, and they are exact at every moment: of the first n sequences of a run, a part with
+share w has given more than n w - 1 and fewer than n w + 1, for every n. Whose turn it is depends on the cursor alone, so that a
+run goes on from a checkpoint, on any number of ranks, without counting from the beginning.
+"""
+import heapq
+import math
+import os
+import re
+from fractions import Fraction
+from typing import NamedTuple
+
+import numpy as np
+
+NEEDED = "a mixture is name=path:weight,name=path:weight, like web=tokens/web:0.7,code=tokens/code:0.3"
+LONGEST_PERIOD = 100_000  # sequences after which the turns repeat: shares to five decimals
+
+
+class Part(NamedTuple):
+    name: str  # "" where there is no mixture
+    path: str  # stdlib, a file, a glob, a folder of text or of token shards
+    share: int  # so many sequences of each period
+
+
+def mixture_of(data: str, flag: str = "--data") -> list[Part]:
+    """The parts of what --data names, sorted by their names; a single one without a name where it is no mixture. Their shares
+    have no common divisor. Raises ValueError."""
+    if not re.match(r"\w[\w.-]*=", data) or os.path.lexists(data):
+        return [Part("", data, 1)]
+    found = {}
+    for item in map(str.strip, data.split(",")):
+        name, _, rest = item.partition("=")
+        path, _, weight = rest.rpartition(":") if ":" in rest else (rest, "", "")
+        try:
+            share = Fraction(weight)
+        except (ValueError, ZeroDivisionError):
+            share = None
+        if missing := [what for what, has in (("name", re.fullmatch(r"\w[\w.-]*", name)), ("path", path), ("weight", share))
+                       if has is None or has == ""]:
+            raise ValueError(f"{flag}: {item!r} has no {missing[0]}; {NEEDED}")
+        if share <= 0:
+            raise ValueError(f"{flag}: the weight of {name} is {weight}; give a number above 0, or leave {name} out")
+        if name in found:
+            raise ValueError(f"{flag} names two parts {name}; give each a name of its own")
+        found[name] = path, share
+    total = sum(share for _, share in found.values())
+    period = math.lcm(*((share / total).denominator for _, share in found.values()))
+    if period > LONGEST_PERIOD:
+        near = ", ".join(f"{name} {max(1, round(share / total * 10_000))}" for name, (_, share) in found.items())
+        raise ValueError(f"{flag}: to be exact at each sequence, the turns must repeat after at most {LONGEST_PERIOD:,}; with "
+                         f"these weights they do after {period:,}; near to them is {near}")
+    return [Part(name, path, int(share / total * period)) for name, (path, share) in sorted(found.items())]
+
+
+class Turns(NamedTuple):
+    """Whose turn it is at each cursor. It repeats after as many sequences as the shares add up to."""
+
+    shares: np.ndarray  # (parts,) int64
+    part: np.ndarray  # (period,) int64: the part that gives a sequence
+    number: np.ndarray  # (period,) int64: which of its own sequences that is, counted within the period
+
+    def at(self, cursors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(part, number of the sequence within that part's own), both as long as the cursors."""
+        periods, places = np.divmod(cursors, len(self.part))
+        part = self.part[places]
+        return part, periods * self.shares[part] + self.number[places]
+
+    def counts(self, n: int) -> np.ndarray:
+        """(parts,) int64: how many of the first n sequences each part gives."""
+        periods, rest = divmod(n, len(self.part))
+        return periods * self.shares + np.bincount(self.part[:rest], minlength=len(self.shares))
+
+
+def take_turns(shares: list[int]) -> Turns:
+    """The turns of parts with these shares, each exact within one sequence at every prefix.
+
+    With w a part's share of the whole, its sequence number j (from 0) may come from place floor(j / w) on, for earlier the part
+    would be more than one ahead; and it must have come before place ceil((j + 1) / w), for after that the part would be more
+    than one behind. Of those that may come, the one with the earliest deadline comes. If each part gave the fraction w of a
+    sequence at every place, all deadlines would be met; and then earliest deadline first meets them in whole sequences, too.
+    (Scheduling on one processor, in the windows of Baruah et al., Proportionate progress, Algorithmica 15, 1996.)
+    """
+    period = sum(shares)
+    given, part, number = [0] * len(shares), [], []
+    starts, waiting = [[] for _ in range(period + 1)], []  # parts whose next sequence may come from a place on; deadlines
+    starts[0] = [*range(len(shares))]
+    for now in range(period):
+        for i in starts[now]:
+            heapq.heappush(waiting, (-(-(given[i] + 1) * period // shares[i]), i))
+        _, i = heapq.heappop(waiting)
+        part.append(i)
+        number.append(given[i])
+        given[i] += 1
+        starts[min(max(given[i] * period // shares[i], now + 1), period)].append(i)
+    return Turns(*(np.array(x, np.int64) for x in (shares, part, number)))

@@ -1,0 +1,277 @@
+"""Mixtures, against support/mixture.py and data.MixedData: exact shares at every prefix, parts in their own order, val_data."""
+import json
+import math
+import os
+import random
+import resource
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+from chats import chat_folder, conversations
+from runs import ENV, MODEL, launch, metrics, run, train_lines
+from test_data import REPO, flat, refused, sentences, take
+
+from data import DataConfig, MixedData, TokenData, build_shards, find_tokenizer, open_data
+from support.mixture import LONGEST_PERIOD, mixture_of, take_turns
+from support.resume import changes
+from support.shards import opened_array
+
+T = 32
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """Folders of shards, web, code and tiny, cut by one tokenizer; other by another one; a text; the cache is beside them."""
+    root = tmp_path_factory.mktemp("sources")
+    for i, (name, n) in enumerate({"web": 300, "code": 120, "tiny": 12, "other": 60, "text": 90}.items()):
+        documents = [sentences(1 + j % 7, seed=1000 * i + j) for j in range(n)]
+        (root / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    first = open_data(DataConfig(data=str(root / "web.jsonl"), cache_dir=str(root)), T).folder
+    for name in ("web", "code", "tiny"):
+        build_shards([root / f"{name}.jsonl"], find_tokenizer(str(first)), root / name)
+    second = open_data(DataConfig(data=str(root / "other.jsonl"), cache_dir=str(root)), T).folder
+    build_shards([root / "other.jsonl"], find_tokenizer(str(second)), root / "other")
+    return root
+
+
+def mixed(root, data="web={}/web:0.6,code={}/code:0.3,tiny={}/tiny:0.1", **flags) -> MixedData:
+    return open_data(DataConfig(data=data.replace("{}", str(root)), cache_dir=str(root), **flags), T)
+
+
+# ---- whose turn it is --------------------------------------------------------------------------------------------------
+
+
+def shares_of(words: random.Random) -> list[int]:
+    shares = [words.randint(1, words.choice((3, 20, 300))) for _ in range(words.choice((1, 2, 3, 5, 12, 40)))]
+    shares[0] *= words.choice((1, 1, 30))
+    return [share // math.gcd(*shares) for share in shares]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_shares_are_exact_at_any_prefix(seed):
+    """At 50 random prefixes and more: of n sequences a part has given its share of n, within one; also after billions."""
+    words = random.Random(seed)
+    shares = shares_of(words)
+    turns, total, weights = take_turns(shares), sum(shares), np.array(shares, object)
+    for n in [0, 1, 2, total, total + 1, 10**15 + 7, *(words.randrange(10 ** words.randint(1, 13)) for _ in range(50))]:
+        counts = turns.counts(n)
+        assert counts.sum() == n and (abs(counts.astype(object) * total - n * weights) < total).all(), (shares, n)
+        (part,), (number,) = turns.at(np.array([n]))
+        assert number == counts[part] and turns.counts(n + 1)[part] == number + 1  # a part's sequences come one by one
+    seen = np.bincount(turns.at(np.arange(5 * total))[0], minlength=len(shares))
+    assert (seen == 5 * np.array(shares)).all()
+
+
+def test_largest_deficit_would_not_be_exact():
+    """The obvious rule, the part that is most behind comes next, leaves a part more than a whole sequence behind: so this test
+    can tell an exact rule from one that is nearly so."""
+    shares = [3, 8, 1, 1, 8, 8, 60, 60, 1, 13, 1, 3, 2, 1, 60, 1]
+    total, given, worst = sum(shares), [0] * len(shares), 0
+    for n in range(total):
+        behind = [(n + 1) * share - total * count for share, count in zip(shares, given)]
+        given[behind.index(max(behind))] += 1
+        worst = max(worst, *(abs((n + 1) * share - total * count) for share, count in zip(shares, given)))
+    assert worst > 1.4 * total
+    turns = take_turns(shares)
+    assert all((abs(turns.counts(n) * total - n * np.array(shares)) < total).all() for n in range(total))
+
+
+@pytest.mark.parametrize("data, parts", [
+    ("web=a:0.5,code=b", ["'code=b' has no weight", "name=path:weight"]),
+    ("web=a:0.5,code=b:x", ["'code=b:x' has no weight"]),
+    ("web=:0.5", ["has no path"]),
+    ("web=a:1,b:1", ["'b:1' has no name"]),
+    ("web=a:1,", ["'' has no name"]),
+    ("web=a:1,code=b:0", ["weight of code is 0", "above 0"]),
+    ("web=a:1,code=b:-0.5", ["weight of code is -0.5"]),
+    ("web=a:1,web=b:1", ["two parts web"]),
+    ("web=a:0.3333333,code=b:0.6666667", ["after 10,000,000", "near to them is web 3333, code 6667"]),
+])
+def test_bad_mixtures(data, parts):
+    refused(lambda: mixture_of(data), "--data", *parts)
+
+
+def test_weights_are_shares():
+    """Whatever they add up to, in any order, as decimals or fractions."""
+    parts = mixture_of("web=a b:c/web:0.7,code=stdlib:0.3")
+    assert [(part.name, part.path, part.share) for part in parts] == [("code", "stdlib", 3), ("web", "a b:c/web", 7)]
+    for same in ("code=stdlib:3,web=a b:c/web:7", "web=a b:c/web:1/3, code=stdlib:1/7", "web=a b:c/web:14e9,code=stdlib:6e9"):
+        assert mixture_of(same) == parts
+    assert mixture_of("tokens/web") == mixture_of("tokens/web")[:1] and mixture_of("tokens/web")[0].name == ""
+    assert sum(part.share for part in mixture_of("a=a:0.12345,b=b:0.87655")) <= LONGEST_PERIOD
+
+
+# ---- the sequences -----------------------------------------------------------------------------------------------------
+
+
+def test_each_part_has_its_own_order_and_epochs(sources):
+    """Row by row: the sequence that the cursor names, of the part whose turn it is; a part that is through begins again."""
+    data = mixed(sources)
+    alone = {name: TokenData(sources / name, T, name=name) for name in ("web", "code", "tiny")}
+    n = 14 * alone["tiny"].n_samples
+    rows = flat(take(data.batches(0, n, n, 0, 1, "cpu"), 1))
+    counts, found = dict.fromkeys(alone, 0), {name: [] for name in alone}
+    turn, _ = data.turns.at(np.arange(n))
+    for row, i in zip(rows, turn):
+        name = sorted(alone)[i]
+        expected = alone[name].sequences(np.array([counts[name]]))[0][0]
+        assert row.tolist() == expected.tolist()
+        counts[name] += 1
+        found[name].append(tuple(row.tolist()))
+    tiny = alone["tiny"].n_samples
+    assert len(set(found["tiny"][:tiny])) == tiny == len(set(found["tiny"])) < len(found["tiny"])  # each once in an epoch
+    assert data.epochs(n) == {"data_epochs": {name: counts[name] / alone[name].n_samples for name in sorted(alone)}}
+    assert data.plan(n).count("\n") == 3 and "web: 60 % of the sequences, 15,298 tokens, 0.28 epochs" in data.plan(n)
+    assert TokenData(sources / "tiny", T).sequences(np.arange(5))[0].tolist() != (
+        alone["tiny"].sequences(np.arange(5))[0].tolist())  # two parts of the same data do not go side by side
+
+
+@pytest.mark.parametrize("doc_mask", [False, True])
+def test_mixed_batches_are_the_same_in_every_layout_and_from_any_cursor(sources, doc_mask):
+    data = mixed(sources, doc_mask=doc_mask)
+    names = ["tokens", "labels", "positions"] + ["doc_ids"] * doc_mask
+    straight = take(data.batches(0, 12, 12, 0, 1, "cpu"), 6)
+    for ranks, local in (1, 3), (2, 6), (4, 1), (3, 4):
+        split = [take(data.batches(0, 12, local, rank, ranks, "cpu"), 6) for rank in range(ranks)]
+        for step, one in enumerate(straight):
+            assert sum(int(part[step].hash, 16) for part in split) % 2**48 == int(one.hash, 16)
+            for name in names:
+                assert torch.equal(flat([part[step] for part in split], name), flat([one], name))
+    for cursor, size in (12, 12), (7, 20), (61, 11):
+        assert torch.equal(flat(take(data.batches(cursor, size, size, 0, 1, "cpu"), 1)), flat(straight)[cursor:cursor + size])
+    far = take(data.batches(3 * 10**12, 12, 4, 0, 1, "cpu"), 1)  # as quick as the first
+    assert len(far[0].tokens) == 3
+    turned = mixed(sources, "tiny={}/tiny:1,web={}/web:6,code={}/code:3", doc_mask=doc_mask)
+    assert turned.fingerprint == data.fingerprint
+    assert [b.hash for b in take(turned.batches(0, 12, 12, 0, 1, "cpu"), 6)] == [b.hash for b in straight]
+
+
+def test_changed_weights_and_parts_are_other_data(sources):
+    known = mixed(sources).fingerprint
+    other = mixed(sources, "web={}/web:0.5,code={}/code:0.4,tiny={}/tiny:0.1").fingerprint
+    assert [*changes(known, other, "data")] == [
+        ("data.parts.code.weight", "3/10", "2/5"), ("data.parts.web.weight", "3/5", "1/2")]
+    renamed = mixed(sources, "web={}/web:0.6,code={}/code:0.3,small={}/tiny:0.1").fingerprint
+    assert {name for name, _, _ in changes(known, renamed, "data")} == {"data.parts.small", "data.parts.tiny"}
+    assert json.loads(json.dumps(known)) == known
+
+
+def test_parts_are_what_data_accepts(sources, capsys):
+    """A text beside shards is cut by their tokenizer; several texts share the one that the first is given."""
+    data = mixed(sources, "text={}/text.jsonl:1,web={}/web:1")
+    assert {part.vocab_size for part in data.parts} == {data.vocab_size} and data.tokenizer_file == (
+        data.parts[0].tokenizer_file)
+    assert data.parts[0].fingerprint["tokenizer_sha256"] == data.fingerprint["tokenizer_sha256"] == (
+        mixed(sources).fingerprint["tokenizer_sha256"])
+    texts = mixed(sources, "a={}/text.jsonl:1,b={}/code.jsonl:1")
+    assert texts.fingerprint["tokenizer_sha256"] not in (data.fingerprint["tokenizer_sha256"], None) and texts.first_words()
+    refused(lambda: mixed(sources, "web={}/web:1,other={}/other:1"), "--data other and --data web", "different tokenizers",
+            "390 ids", "719 ids", "sha256")
+    for data, parts in (("web={}/web:1,no={}/gone:1", ["--data no=", "gone: no such file"]),
+                        ("web={}/web:1,none={}/none.txt:1", ["none.txt"])):
+        refused(lambda data=data: mixed(sources, data), *parts)
+    (sources / "short.txt").write_text("a model reads.")
+    refused(lambda: mixed(sources, "web={}/web:1,short={}/short.txt:1"), "--data short=", "training tokens", "a longer text")
+
+
+def test_conversations_beside_text(tmp_path):
+    folder = chat_folder(tmp_path / "qwen", "qwen3")
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(c) + "\n" for c in conversations(120, seed=3, most_turns=2)))
+    (tmp_path / "b.txt").write_text(sentences(300, 3))
+    data = mixed(tmp_path, "chat={}/a.jsonl:1,text={}/b.txt:1", tokenizer=str(folder), doc_mask=True)
+    batch = take(data.batches(0, 8, 8, 0, 1, "cpu"), 1)[0]
+    turn, _ = data.turns.at(np.arange(8))
+    kept = (batch.labels[0] >= 0).float().mean(1)
+    assert sorted(turn) == [0] * 4 + [1] * 4 and (kept[turn == 0] < 0.95).all() and (kept[turn == 1] > 0.95).all()
+    assert [len(found.val_sets(3)) for found in (data, *data.parts)] == [2, 1, 1]
+
+
+# ---- validation --------------------------------------------------------------------------------------------------------
+
+
+def test_validation_of_a_mixture_has_its_shares(sources):
+    data = mixed(sources)
+    for n, ranks, local in (10, 1, 4), (10, 2, 3), (2, 3, 1), (10**6, 1, 8):
+        found = [take(data.val_batches(n, local, rank, ranks, "cpu"), 10**6) for rank in range(ranks)]
+        assert len({len(batches) for batches in found}) == 1
+        counts = np.minimum(data.turns.counts(n), [part.n_val_samples for part in data.parts])
+        assert sum(batch.samples for batch in found[0]) == counts.sum()
+        assert sum(int((flat(batches, "labels") >= 0).any(1).sum()) for batches in found) == counts.sum()
+
+
+def test_val_data_is_validated_whole(sources):
+    """All of it, the part that its folder keeps for training too; the order of training stays as it was."""
+    plain, loaded = mixed(sources, "{}/web"), mixed(sources, "{}/web", val_data=str(sources / "tiny"))
+    tiny = TokenData(sources / "tiny", T)
+    windows = flat(take(loaded.val_batches(10**6, 4, 0, 1, "cpu"), 10**6))
+    stream = np.concatenate([tiny.shard(split, i) for split in ("train", "val") for i in range(len(tiny.entries[split]))])
+    rows = {tuple(stream[i:i + T].tolist()) for i in range(0, len(stream) - T, T)}
+    assert rows <= {tuple(row) for row in windows.tolist()} and loaded.n_val_samples == -(-(len(stream) - 1) // T)
+    assert loaded.fingerprint == plain.fingerprint
+    assert [b.hash for b in take(loaded.batches(0, 8, 8, 0, 1, "cpu"), 3)] == [
+        b.hash for b in take(plain.batches(0, 8, 8, 0, 1, "cpu"), 3)]
+    both = mixed(sources, "{}/web", val_data=f"a={sources}/code:1,b={sources}/text.jsonl:1")
+    assert len(both.validation.val_sets(8)) == 2 and both.first_words() == plain.first_words()
+    refused(lambda: mixed(sources, "{}/web", val_data=str(sources / "other")), "--val_data", "different tokenizers")
+    refused(lambda: mixed(sources, "{}/web", val_data=str(sources / "gone.txt")), "--val_data", "no such file")
+    refused(lambda: mixed(sources, "{}/web", val_data=f"a={sources}/code"), "--val_data", "no weight")
+
+
+# ---- files and runs ----------------------------------------------------------------------------------------------------
+
+
+def test_many_parts_keep_few_files_open(sources):
+    """All parts together, training and validation by turns, where this process may open 48 more files."""
+    many = sources / "many"
+    (many / "in").mkdir(parents=True)
+    for i in range(60):
+        lines = [json.dumps({"text": sentences(4, seed=100 * i + j)}) + "\n" for j in range(3)]
+        (many / "in" / f"{i:02}.jsonl").write_text("".join(lines))
+    build_shards(sorted((many / "in").iterdir()), find_tokenizer(str(sources / "web")), many / "out")
+
+    def read():
+        data, found = mixed(sources, "a={}/many/out:1,b={}/many/out:2,c={}/many/out:3", val_data=str(many / "out")), []
+        training = data.batches(0, 64, 64, 0, 1, "cpu")
+        for _ in range(4):
+            found += [next(training), *data.val_batches(64, 64, 0, 1, "cpu")]
+        training.close()
+        return flat(found)
+
+    expected, before = read(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened_array.cache_clear()
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 48, before[1]))
+        found = read()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.slow
+def test_a_mixed_run_goes_on_with_other_ranks(sources, tmp_path):
+    """The hashes of the batches are those of a run that was never stopped; with as many ranks, so is each bit of the losses."""
+    data = f"web={sources}/web:0.6,code={sources}/code:0.3,tiny={sources}/tiny:0.1"
+    flags = ["--data", data, "--model_args", MODEL, "--seq_len", T, "--local_batch_size", 2, "--global_batch_size", 4,
+             "--log_every", 1, "--warmup_steps", 1, "--schedule_steps", 8, "--val_every", 4, "--checkpoint_every", 4,
+             "--device", "cpu", "--compute_dtype", "float32"]
+    two = lambda out, steps: run(launch(2, REPO / "train_llama3.py", *flags, "--steps", steps, "--out", out))  # noqa: E731
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    said = two(whole, 8)
+    assert "tiny: 10 % of the sequences" in said
+    run(launch(1, REPO / "train_llama3.py", *flags, "--steps", 4, "--out", parts))
+    two(parts, 8)
+    run(launch(2, REPO / "train_llama3.py", *flags, "--steps", 4, "--out", tmp_path / "same"))
+    two(tmp_path / "same", 8)
+    lines = {out: train_lines(tmp_path / out) for out in ("whole", "parts", "same")}
+    assert [line["tokens_hash"] for line in lines["parts"]] == [line["tokens_hash"] for line in lines["whole"]]
+    assert [line["data_epochs"] for line in lines["parts"]] == [line["data_epochs"] for line in lines["whole"]]
+    assert [line["loss"] for line in lines["parts"]] == pytest.approx([line["loss"] for line in lines["whole"]], abs=1e-5)
+    assert [(line["tokens_hash"], line["loss"]) for line in lines["same"]] == [
+        (line["tokens_hash"], line["loss"]) for line in lines["whole"]]
+    assert len([line for line in metrics(whole) if "val_loss" in line]) == 2
+    changed = [data.replace("0.6", "0.5") if word == data else word for word in flags]
+    done = subprocess.run(launch(1, REPO / "train_llama3.py", *changed, "--steps", 12, "--out", whole), cwd=REPO, env=ENV,
+                          capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "data.parts.web.weight is 5/9" in done.stderr, done.stderr
