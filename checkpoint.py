@@ -5,6 +5,7 @@
     python checkpoint.py diff STEP_FOLDER STEP_FOLDER             # the first tensor that differs, and how many do
     python checkpoint.py to_hf runs/llama3 OUT --dtype bfloat16   # a run's newest checkpoint in Hugging Face's format
     python checkpoint.py from_hf HUGGING_FACE_FOLDER runs/theirs  # and back
+    python checkpoint.py source runs/llama3 OUT                   # the code and flags that it was trained with, to repeat it
 
 torch's distributed checkpoint (DCP) writes the tensors, every rank its shards, and any layout reads them. A process may be
 killed at any moment and a disk may return other bytes than were written, so this is added to it:
@@ -19,7 +20,8 @@ What a start does about an earlier run in --out is in support/resume.py.
     tensors.json                 dtype and shape of every tensor, and where its shards are in those files
     state.json                   step, data cursor ... as the recipe gave them; which model, data and optimizer this is
     config.json  recipe.py  code.json  tokenizer.json   what it takes to repeat the run and to sample from it; code.json
-                                 holds the source of every local module that the recipe imported
+                                 holds the source of every local module that the recipe imports
+    provenance.json              the git commit and what differs from it: see support/provenance.py
     parity.json                  where the code is certified: see support/certificate.py
     tokenizer_config.json  chat_template.jinja ...   where the tokenizer is a Hugging Face folder's
     manifest.json                size and crc32 of all of the above, and a hash of itself
@@ -32,7 +34,6 @@ import os
 import re
 import shutil
 import sys
-import sysconfig
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -65,6 +66,7 @@ from support.manifest import (
     verify,
     write_manifest,
 )
+from support.provenance import changed_code, code_roots, git_state, in_short, local_code, with_later_imports, write_sources
 from support.resume import changes, check_continuable, model_changes
 from support.same_model import OtherModel, check_same_model
 from support.tokenizer import files_beside, tokenizer_path
@@ -91,32 +93,6 @@ class CheckpointConfig:
     last_save_model_only: bool = flag(False, SAVING, EVER)  # the last one has only weights: smaller, but it cannot be continued
     export_hf: str = ""  # new folder for the final weights in Hugging Face's format
     export_dtype: Literal["float32", "bfloat16", "float16"] = flag("float32", EXPORT)  # of its weights; checkpoints never round
-
-
-# --- The code that a run was trained with ---
-def local_code() -> dict[str, str]:
-    """{path: source} of all imported modules that are in or below the folder of the recipe, of this file, or of --env."""
-    recipe, env = (getattr(sys.modules.get(name), "__file__", None) or __file__ for name in ("__main__", "nanotitan_env"))
-    found = {}
-    files = {getattr(module, "__dict__", {}).get("__file__") for module in list(sys.modules.values())}
-    files = sorted(os.path.realpath(file) for file in files if isinstance(file, str) and file.endswith(".py"))
-    elsewhere = os.path.realpath(sysconfig.get_paths()["stdlib"]) + os.sep  # a virtual environment may be in one of them
-    for root in (os.path.dirname(os.path.realpath(file)) + os.sep for file in (recipe, __file__, env)):
-        for file in files:
-            if file.startswith(root) and not file.startswith(elsewhere) and "-packages" + os.sep not in file:
-                found.setdefault(file.removeprefix(root), Path(file).read_text("utf-8", "replace"))
-    return found
-
-
-def changed_code(path: str, code: dict[str, str]) -> list[str]:
-    """The files of `code` that are new, or differ from those in a step folder's code.json, if it has one.
-
-    They are compared as text; no code of a checkpoint is ever run.
-    """
-    if not os.path.isfile(os.path.join(path, "code.json")):
-        return []
-    there = read_json(path, "code.json")
-    return [file + " (new)" * (file not in there) for file in code if there.get(file) != code[file]]
 
 
 # --- What a checkpoint holds ---
@@ -162,7 +138,6 @@ class Checkpoints:
         self.cfg, self.out, self.modules, self.identity = cfg, out, modules, identity
         self.tokenizer_file = tokenizer_file
         self.config, self.source = config, source
-        self.code = local_code() if source else {}  # read now: later edits of a file are not what is running
         self.certificate = carried_certificate(out) if source else None
         self.optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
         # Taken once, while FSDP holds them sharded: after an evaluation that leaves them gathered, module.parameters()
@@ -180,6 +155,10 @@ class Checkpoints:
         group = new_gloo_group("checkpoint") if dist.is_initialized() else None
         self.group, self.rank, self.world_size = group, rank_in(group), dist.get_world_size(group) if group else 1
         self.gather, self.everywhere, self.on_rank_0 = (partial(f, group=group) for f in (gather, everywhere, on_rank_0))
+        # read now: later edits of a file are not what is running
+        self.code = with_later_imports(local_code()) if source and self.rank == 0 else {}
+        self.git = git_state(code_roots()[0], tuple(self.code)) if self.code else {}
+        self.made_from = in_short(self.git, self.code)  # for config.json
         # Read now, so that what is wrong with these files is said before anything is trained.
         reads = self.rank == 0 and tokenizer_file and not cfg.load_only
         self.tokenizer = self.everywhere(lambda: tokenizer_and_beside(tokenizer_file) if reads else {})
@@ -291,6 +270,8 @@ class Checkpoints:
         extra |= self.tokenizer
         if self.code:
             extra["code.json"] = json_bytes(self.code)
+        if self.git:
+            extra["provenance.json"] = json_bytes(self.git)
         if self.certificate:
             extra["parity.json"] = self.certificate
         for name, content in extra.items():
@@ -622,7 +603,7 @@ def from_hf(folder: str, out: str):
 
 def main(argv: list[str]) -> int:
     parser = Parser(prog="python checkpoint.py", description=__doc__)
-    commands = parser.add_subparsers(metavar="ls|verify|diff|to_hf|from_hf", required=True)
+    commands = parser.add_subparsers(metavar="ls|verify|diff|to_hf|from_hf|source", required=True)
 
     def add(function, name, **arguments):
         command = commands.add_parser(name)
@@ -636,6 +617,7 @@ def main(argv: list[str]) -> int:
     add(verify_command, "verify", folder="a run folder, or a step folder")
     add(diff, "diff", a="a step folder", b="another one")
     add(from_hf, "from_hf", folder="a Hugging Face folder", out=new)
+    add(write_sources, "source", folder="a step folder, or a run folder", out=new)
     command = add(to_hf, "to_hf", folder="a step folder, or a run folder", out=new)
     command.add_argument("--dtype", choices=[str(d)[6:] for d in HF_DTYPES], default="bfloat16", help="of the weights")
     command.add_argument("--max_shard_gb", type=float, default=5.0, help="the most that a file may have, in GB")

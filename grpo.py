@@ -54,6 +54,7 @@ from support.hf import check_export, check_hf_config, read_hf_config
 from support.manifest import is_hf_folder, newest_readable, step_folders
 from support.metrics import Metrics, MetricsConfig, drop_lines_from
 from support.optim import set_lr
+from support.provenance import say_flags
 from support.resume import check_run, lock_run
 from support.text import Text
 
@@ -574,6 +575,7 @@ def show_step(cfg: Config, step: int, line: dict, group: list[dict], text):
 
 def main(cfg: Config):
     # 1. task, model and devices: all that the flags can get wrong is found before anything is built
+    say_flags(cfg)
     if cfg.compute_dtype == "auto" and (cfg.device == "cpu" or not torch.cuda.is_available()):
         cfg.compute_dtype = "float32"  # these models are small, and trainer and generator agree in more digits
     env = open_env(cfg.env, cfg.env_data)
@@ -621,7 +623,8 @@ def main(cfg: Config):
         keep_reference(trainer, is_new, about)
     check_replicas([model], layout, flags=asdict(cfg))
     if layout.rank == 0:
-        introduce(cfg, layout, identity, sum(p.numel() for p in model.parameters()), n_too_long, len(held_out), state["step"])
+        introduce(cfg, layout, identity | checkpoints.made_from, sum(p.numel() for p in model.parameters()), n_too_long,
+                  len(held_out), state["step"])
 
     # 7. loop
     engine = rollouts.open_engine(trainer, env, text, n_trainers)

@@ -209,7 +209,8 @@ def main(cfg: Config):
 
     # 7. loop
     if layout.rank == 0:  # not for a finished run: its config.json keeps the flags that it was trained with
-        save_config(cfg, f"{cfg.out}/config.json", {"torch": torch.__version__, "world_size": layout.world_size, **identity})
+        about = {"torch": torch.__version__, "world_size": layout.world_size, **identity, **checkpoints.made_from}
+        save_config(cfg, f"{cfg.out}/config.json", about)
     first = state["step"] + 1
     metrics = Metrics(cfg.out, cfg, layout, flops_per_token=flops_per_token, first_step=first, steps=cfg.steps,
                       log_every=cfg.log_every, tokens=state["tokens"])

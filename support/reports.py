@@ -9,6 +9,7 @@ from typing import Literal
 
 from distributed.layout import AXES
 from support.config import Need, flag
+from support.provenance import say_flags
 
 PLAN = Need("without --plan", lambda c: c.plan)
 PARITY = Need("without --check_parity", lambda c: c.check_parity)
@@ -43,6 +44,7 @@ def with_reports(main):
             raise SystemExit(parity_report(main, cfg))
         if cfg.dry_run or cfg.plan or cfg.explain or plots_layout:
             raise SystemExit(dry_run(main, cfg))
+        say_flags(cfg)
         main(cfg)
 
     return main_or_report

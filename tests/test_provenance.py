@@ -1,0 +1,197 @@
+"""What a run was made from, against support/provenance.py: git's commit and diff, the sources, a folder to run them again."""
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from runs import ENV, MODEL, REPO, launch, run, train_lines
+from saves import path, rewrite, saved
+
+import checkpoint
+import train_llama3
+from support import provenance
+from support.config import parse_config
+
+WITHOUT = {name: value for name, value in ENV.items() if not name.startswith("GIT_")} | {
+    "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull}
+
+
+def call_git(folder, *words) -> str:
+    who = ["-c", "user.name=A", "-c", "user.email=a@b.c"]
+    return subprocess.run(["git", "-C", folder, *who, *words], check=True, capture_output=True, text=True, env=WITHOUT).stdout
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """A repository with a recipe and a module, and a third file that git does not know."""
+    root = tmp_path / "repository"
+    (root / "parts").mkdir(parents=True)
+    for name, text in (("recipe.py", "import parts.block\n"), ("parts/block.py", "WIDTH = 4\n"), ("notes.txt", "a\n")):
+        (root / name).write_text(text)
+    call_git(root, "init", "-q")
+    call_git(root, "add", ".")
+    call_git(root, "commit", "-q", "-m", "one")
+    (root / "mine.py").write_text("")
+    provenance.git_state.cache_clear()
+    yield root
+    provenance.git_state.cache_clear()
+
+
+def state_of(root, *files) -> dict:
+    return provenance.git_state(f"{root}/", files or ("recipe.py", "parts/block.py", "mine.py", "elsewhere.py"))
+
+
+def test_commit_diff_and_what_git_does_not_know(repository):
+    commit = call_git(repository, "rev-parse", "HEAD").strip()
+    clean = state_of(repository)
+    assert clean == {"commit": commit, "diff": "", "untracked": ["mine.py"]}
+    assert provenance.in_short(clean, {"b.py": "", "a.py": "x"}) == {"commit": commit, "dirty": False, "code": {
+        "a.py": "2d711642b726b04401627ca9fbac32f5c8530fb1903cc4db02258717921a4881",
+        "b.py": "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"}}
+    (repository / "parts" / "block.py").write_text("WIDTH = 5\n")
+    call_git(repository, "add", "parts")  # staged or not
+    (repository / "notes.txt").write_text("b\n")
+    provenance.git_state.cache_clear()
+    dirty = state_of(repository)
+    assert all(line in dirty["diff"].splitlines() for line in ("-WIDTH = 4", "+WIDTH = 5", "-a", "+b"))
+    assert provenance.in_short(dirty, {})["dirty"] is True
+    # the diff makes the files of the commit what they were
+    call_git(repository, "reset", "-q", "--hard")
+    (repository / "d.diff").write_text(dirty["diff"])
+    call_git(repository, "apply", "d.diff")
+    assert (repository / "parts" / "block.py").read_text() == "WIDTH = 5\n"
+
+
+def test_a_long_diff_is_cut_and_says_so(repository, monkeypatch):
+    monkeypatch.setattr(provenance, "DIFF_BYTES", 2000)
+    (repository / "notes.txt").write_text("".join(f"line {i}\n" for i in range(100_000)))
+    diff = state_of(repository)["diff"]
+    assert len(diff) < 2100 and diff.startswith("diff --git a/notes.txt")
+    assert diff.endswith("\n... cut: only 2,000 bytes are kept\n")
+
+
+def test_no_repository_no_git_and_a_repository_around_all_are_nothing(repository, tmp_path, monkeypatch):
+    work = repository / "home" / "project"  # as of a user who keeps the home folder in git
+    work.mkdir(parents=True)
+    (work / "recipe.py").write_text("")
+    assert state_of(work) == {}
+    call_git(repository, "add", "home/project/recipe.py")
+    provenance.git_state.cache_clear()
+    assert state_of(work)["diff"].startswith("diff --git a/home/project/recipe.py")
+    (tmp_path / "plain").mkdir()
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    assert state_of(tmp_path / "plain") == {}
+    empty = tmp_path / "empty"  # no commit yet
+    empty.mkdir()
+    (empty / "recipe.py").write_text("")
+    call_git(empty, "init", "-q")
+    assert state_of(empty) == {} and provenance.in_short({}, {}) == {"code": {}}
+    monkeypatch.setenv("PATH", str(tmp_path))
+    provenance.git_state.cache_clear()
+    assert state_of(repository) == {}
+
+
+def test_a_git_that_takes_long_is_not_waited_for(repository, tmp_path, monkeypatch):
+    """Neither for what it has started: a script that sleeps for a minute where git would make the diff."""
+    monkeypatch.setattr(provenance, "GIT_SECONDS", 1.0)
+    (tmp_path / "bin").mkdir()
+    slow = tmp_path / "bin" / "git"
+    slow.write_text(f'#!/bin/sh\ncase "$*" in *" diff "*) sleep 61; echo done;; *) exec {shutil.which("git")} "$@";; esac\n')
+    slow.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    state = state_of(repository)
+    assert state["commit"] and state["diff"] is None and provenance.in_short(state, {})["dirty"] is None
+
+
+def test_flags_that_differ_are_said_by_rank_0(capsys, monkeypatch):
+    def said(*argv):
+        provenance.say_flags(parse_config(train_llama3.Config, argv))
+        return capsys.readouterr().out
+
+    assert said() == said("--tp", "1", "--lr", "3e-3") == ""
+    assert said("--steps", "50", "--tp", "2", "--no-loss_parallel", "--data", "my text.txt", "--doc_mask") == (
+        "flags: --data 'my text.txt' --doc_mask --tp 2 --no-loss_parallel --steps 50\n")
+    monkeypatch.setenv("RANK", "1")
+    assert said("--steps", "50") == ""
+
+
+def test_modules_that_are_imported_late_belong_to_the_code():
+    """Those inside of functions, with what they import in turn and the packages that they are in."""
+    late = "def f():\n    from support.dryrun import make_report\n    import rl.decoding\n"
+    code = provenance.with_later_imports({"a.py": late})
+    assert {"support/dryrun.py", "support/__init__.py", "parallel.py", "rl/decoding.py", "models/moe.py"} <= code.keys()
+    assert not any(name.startswith(("tests", "torch", "exercises")) for name in code)
+    text = "import a.b, x as y\nif True:\n    from c import d as e  # why\nfrom f.g import (\n    h,\n    i as j,\n)\n"
+    assert provenance.imported_names(text) - {"f.g.", "f."} == {"a", "a.b", "x", "c", "c.d", "f", "f.g", "f.g.h", "f.g.i"}
+    assert provenance.imported_names("to import, from, import (") == set()
+
+
+# ---- python checkpoint.py source ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", [
+    {"../a.py": ""}, {"/tmp/a.py": ""}, {"a/../../b.py": ""}, {"a//b.py": ""}, {"./a.py": ""}, {"a.sh": ""}, {"a\\b.py": ""},
+    {"C:a.py": ""}, {"a.py\n": ""}, {"": ""}, {"a.py": 3}, ["a.py"], {"ok.py": "", "../a.py": ""}], ids=str)
+def test_names_that_lead_out_of_the_folder_are_refused(tmp_path, capsys, code):
+    saved(tmp_path / "run", 1)
+    rewrite(path(tmp_path / "run", 1), "code.json", json.dumps(code).encode())
+    with pytest.raises(SystemExit) as stop:
+        checkpoint.main(["source", str(tmp_path / "run"), str(tmp_path / "x" / "out")])
+    assert stop.value.code == 2 and "is no source file of a run; nothing is written" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
+
+
+def test_source_needs_a_new_folder_and_a_good_checkpoint(tmp_path, capsys):
+    saved(tmp_path / "run", 1)
+    (tmp_path / "out").mkdir()
+
+    def refused(*argv) -> str:
+        with pytest.raises(SystemExit) as stop:
+            checkpoint.main(["source", *map(str, argv)])
+        err = capsys.readouterr().err
+        assert stop.value.code == 2 and err.count("\n") == 1
+        return err
+
+    assert "out is there already; give a new folder" in refused(tmp_path / "run", tmp_path / "out")
+    rewrite(path(tmp_path / "run", 1), "code.json", json.dumps({"a.py": "", "a.py/b.py": ""}).encode())
+    assert "a.py" in refused(tmp_path / "run", tmp_path / "new")
+    Path(path(tmp_path / "run", 1), "code.json").write_text("{}")
+    assert "code.json" in refused(tmp_path / "run", tmp_path / "newer") and not (tmp_path / "newer").exists()
+
+
+def test_a_run_from_its_sources_has_the_same_losses(tmp_path):
+    """The recipe and its modules, which have changed since, are written beside each other; nothing else of ours is imported."""
+    fork, again, out = tmp_path / "fork", tmp_path / "again", tmp_path / "run"
+    for name in ("models", "distributed", "support", "rl"):
+        shutil.copytree(REPO / name, fork / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("train_llama3.py", "parallel.py", "checkpoint.py", "data.py", "generate.py"):
+        shutil.copy(REPO / name, fork / name)
+    call_git(fork, "init", "-q")
+    call_git(fork, "add", ".")
+    call_git(fork, "commit", "-q", "-m", "one")
+    (fork / "parallel.py").write_text((fork / "parallel.py").read_text() + "# changed\n")
+    flags = ["--model_args", MODEL, "--steps", 3, "--log_every", 1, "--val_every", 0, "--seq_len", 64, "--local_batch_size", 2,
+             "--device", "cpu", "--compute_dtype", "float32"]
+    first = run(launch(1, "train_llama3.py", *flags, "--out", out), cwd=fork).splitlines()[0]
+    assert first.startswith("flags: ") and first.endswith(f" --model_args {MODEL} --out {out} --steps 3 --seq_len 64 "
+                                                          "--local_batch_size 2 --val_every 0 --log_every 1 --device cpu")
+    about, commit = json.loads((out / "config.json").read_text())["_run"], call_git(fork, "rev-parse", "HEAD").strip()
+    assert (about["commit"], about["dirty"]) == (commit, True) and about["code"].keys() >= {"train_llama3.py", "rl/decoding.py"}
+    assert {"torch", "world_size", "model", "data", "optimizer"} <= about.keys()
+    state = json.loads(Path(path(out, 3), "provenance.json").read_text())
+    assert state["commit"] == commit and "+# changed" in state["diff"].splitlines() and state["untracked"] == []
+    cfg = parse_config(train_llama3.Config, ["--config", str(out / "config.json")])
+    assert (cfg.steps, cfg.model_args) == (3, MODEL)
+
+    (fork / "models" / "llama3.py").write_text("raise SystemExit('changed since')\n")
+    said = run([sys.executable, "checkpoint.py", "source", str(out), str(again)])
+    assert f", commit {commit[:12]} with changes; run them again: cd {again} && " in said
+    words = said[said.index("cd "):].split()
+    assert words[3:] == ["python", "train_llama3.py", "--config", "config.json", "--out", "runs/again"]
+    run([sys.executable, *words[4:]], cwd=again)
+    assert [(line["loss"], line["grad_norm"]) for line in train_lines(again / "runs" / "again")] == [
+        (line["loss"], line["grad_norm"]) for line in train_lines(out)]
+    assert json.loads((again / "runs" / "again" / "config.json").read_text())["_run"]["code"] == about["code"]
