@@ -154,7 +154,8 @@ def check_code(path: str, code) -> None:
     it."""
     for name, text in code.items() if isinstance(code, dict) else [("", None)]:
         parts = name.split("/")
-        if not isinstance(text, str) or not name.endswith(".py") or {"", ".", ".."} & set(parts) or set("\\:\0\n") & set(name):
+        inside = not {"", ".", ".."} & set(parts) and not set("\\:") & set(name) and name.isprintable()
+        if not isinstance(text, str) or not name.endswith(".py") or not inside:
             raise ValueError(f"{path}/code.json: {name!r} is no source file of a run; nothing is written")
 
 
@@ -182,7 +183,8 @@ def write_sources(folder: str, out: str):
     except OSError as error:  # "a.py" and "a.py/b.py"
         raise ValueError(f"{error.filename}: {error.strerror}") from None
     state = read_json(path, "provenance.json") if "provenance.json" in manifest["files"] else {}
-    about = f", commit {state['commit'][:12]}" + " with changes" * (state["diff"] != "") if state else ""
+    known = isinstance(state, dict) and re.fullmatch("[0-9a-f]{40,64}", str(state.get("commit")))
+    about = f", commit {state['commit'][:12]}" + " with changes" * (state.get("diff") != "") if known else ""
     n, repeat = manifest["world_size"], f"{shlex.quote(name)} --config config.json --out runs/again"
     start = f"torchrun --nproc_per_node {n} {repeat}" if n > 1 else f"python {repeat}"
     print(f"{out}: {len(code)} sources of {path}{about}; run them again: cd {shlex.quote(out)} && {start}")

@@ -134,7 +134,8 @@ def test_modules_that_are_imported_late_belong_to_the_code():
 
 @pytest.mark.parametrize("code", [
     {"../a.py": ""}, {"/tmp/a.py": ""}, {"a/../../b.py": ""}, {"a//b.py": ""}, {"./a.py": ""}, {"a.sh": ""}, {"a\\b.py": ""},
-    {"C:a.py": ""}, {"a.py\n": ""}, {"": ""}, {"a.py": 3}, ["a.py"], {"ok.py": "", "../a.py": ""}], ids=str)
+    {"C:a.py": ""}, {"a.py\n": ""}, {"\033[2Ja.py": ""}, {"": ""}, {"a.py": 3}, ["a.py"],
+    {"ok.py": "", "../a.py": ""}], ids=str)
 def test_names_that_lead_out_of_the_folder_are_refused(tmp_path, capsys, code):
     saved(tmp_path / "run", 1)
     rewrite(path(tmp_path / "run", 1), "code.json", json.dumps(code).encode())
