@@ -24,15 +24,16 @@ import math
 import os
 import re
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from distributed.launch import LaunchConfig, run
-from distributed.layout import ParallelConfig
-from distributed.pipeline import PipelineConfig
+from distributed.launch import run
 from rl.environments import final_number
 from rl.scoring import (
+    WRITING,
+    ScoringConfig,
     check_requests,
     check_writing,
     complete,
@@ -45,48 +46,38 @@ from rl.scoring import (
     rolling_windows,
     score,
 )
-from support.config import Need, check_range, default_of, flag, parse_config, spell_flag
-from support.files import write_file
-from support.text import Text, chat_prompts
+from support.config import Need, check_range, flag, parse_config
+from support.files import read_json, write_file
+from support.manifest import is_hf_folder
+from support.readers import PACKED, format_of, unpacked
+from support.text import Text
 
 # What flags need to have an effect: see support/config.py. c.kind is what read_task says.
 QUESTIONS = Need("on a text, which asks nothing", lambda c: c.kind != "text")
-CHOICES_OR_TEXT = Need("where nothing is written: see --task", lambda c: c.kind == "answer")
-SEVERAL_WINDOWS = Need("on questions, which are scored as a whole", lambda c: c.kind == "text")
+WINDOWS = Need("on questions, which are scored as a whole", lambda c: c.kind == "text")
 SAMPLING = Need("with --temperature 0", lambda c: c.temperature > 0)
 SHOTS = Need("without --shots", lambda c: c.shots)
-# Flags of the groups that Config inherits which say how to train
-TRAINING = ("reduce_grads", "reduce_dtype", "param_dtype", "loss_parallel", "async_tp", "ac", "ac_every", "ac_budget",
-            "compile", "optimizer_in_backward", "cpu_offload", "train_timeout_s", "flight_recorder", "pp_schedule",
-            "pp_schedule_csv")
 
 
 @dataclass(kw_only=True)
-class Config(ParallelConfig, LaunchConfig, PipelineConfig):
-    checkpoint: str = "runs/llama3"  # a run folder (its newest checkpoint), a checkpoints/step-N, or a Hugging Face folder
+class Config(ScoringConfig):
     task: str = ""  # a .txt, or a .jsonl of texts or questions: their fields say what is asked, see above
     out: str = ""  # new file for the results, .jsonl; empty: they are only summed up on the screen
     limit: int = 0  # only so many lines of the task, the first ones; 0 = all
-    seq_len: int = -1  # tokens of a forward, at most; -1 = the model's max_seq_len
-    stride: int = flag(-1, SEVERAL_WINDOWS)  # tokens that a window after a text's first scores, the rest is context; -1 = all
+    stride: int = flag(-1, WINDOWS)  # tokens that a window after a text's first scores, the rest is context; -1 = all
     prompt_template: str = flag("Question: {question}\\nAnswer:", QUESTIONS)  # {names} are fields of a line, \n a new line
     chat: bool = flag(False, QUESTIONS)  # wrap the prompt in the chat template of the tokenizer
     shots: int = flag(0, QUESTIONS)  # answered questions before each one
     shots_file: str = flag("", SHOTS)  # .jsonl whose first lines they are
-    max_new_tokens: int = flag(256, CHOICES_OR_TEXT)  # an answer that has not ended by then is cut off, and wrong
-    temperature: float = flag(0.0, CHOICES_OR_TEXT)  # 0 always takes the likeliest token
-    stop: list[str] = flag(["\\nQuestion:"], CHOICES_OR_TEXT)  # an answer ends before any of these; \n is a new line
-    seed: int = flag(0, CHOICES_OR_TEXT, SAMPLING)  # another seed is another sample
-    local_batch_size: int = 16  # sequences that one data rank runs at once
-    rollout_timeout_s: int = flag(7200, CHOICES_OR_TEXT)  # a rank that waits longer for the others' answers ends the run
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto = a GPU if there is one
+    max_new_tokens: int = flag(256, WRITING)  # an answer that has not ended by then is cut off, and wrong
+    temperature: float = flag(0.0, WRITING)  # 0 always takes the likeliest token
+    stop: list[str] = flag(["\\nQuestion:"], WRITING)  # an answer ends before any of these; \n is a new line
+    seed: int = flag(0, WRITING, SAMPLING)  # another seed is another sample
 
     def __post_init__(self):
-        check_range(self, 1, math.inf, "max_new_tokens", "local_batch_size", "rollout_timeout_s")
+        ScoringConfig.__post_init__(self)
+        check_range(self, 1, math.inf, "max_new_tokens")
         check_range(self, 0, math.inf, "limit", "shots", "temperature")
-        values = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != default_of(f)}
-        if given := [spell_flag(name, values[name]) for name in TRAINING if name in values]:
-            raise ValueError(f"{', '.join(given)}: nothing is trained here; leave it out")
         if self.shots and not self.shots_file:
             raise ValueError(f"--shots {self.shots} needs --shots_file FILE.jsonl, which has them")
 
@@ -104,15 +95,19 @@ class Line(NamedTuple):
 
 def read_task(path: str, flag="--task") -> tuple[str, list[Line]]:
     """("text", "choice" or "answer", the lines) of a task's file. Raises ValueError that names the line."""
+    file, suffix = Path(path), format_of(Path(path))
     try:
-        content = Path(path).read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{flag} {path!r}: {getattr(error, 'strerror', None) or error}; need a .txt or a .jsonl") from None
-    if not path.endswith(".jsonl"):
-        lines = [Line(path, {"text": content})]
+        if suffix not in (".txt", ".jsonl"):
+            raise ValueError(f"it ends with {suffix or 'nothing'}")
+        content = (b"".join(unpacked(file)) if file.suffix in PACKED else file.read_bytes()).decode()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"{flag} {path!r}: {reason}; need a .txt or .jsonl, which may be packed as .gz or .zst") from None
+    if suffix == ".txt":
+        lines = [Line(path, {"text": content})] if content else []
     else:
         lines = [read_line(text, f"{path}:{n}") for n, text in enumerate(content.split("\n"), 1) if text.strip()]
-    if not lines or not path.endswith(".jsonl") and not content:
+    if not lines:
         raise ValueError(f"{flag} {path} is empty: there is nothing to evaluate")
     found = [kind for kind, names in KINDS.items() if set(names) <= lines[0].fields.keys()]
     found = [kind for kind in found if kind != "answer" or "choice" not in found]
@@ -140,8 +135,8 @@ def check_line(line: Line, kind: str) -> Line:
         raise ValueError(f"{where} has no {missing[0]}, and the first line has")
     if wrong := [name for name in ("text", "question") if name in KINDS[kind] and not isinstance(record[name], str)]:
         raise ValueError(f"{where}: {wrong[0]} is no text")
-    if kind == "answer" and not str(record["answer"]).strip():
-        raise ValueError(f"{where}: the answer is empty")
+    if kind == "answer" and (type(record["answer"]) not in (str, int, float) or not str(record["answer"]).strip()):
+        raise ValueError(f"{where}: the answer is no text and no number")
     if kind != "choice":
         return line
     choices, answer = record["choices"], record["answer"]
@@ -232,13 +227,14 @@ def exact_match(lines: list[Line], samples: list[dict]) -> tuple[list[dict], dic
 
 
 # ---------------------------------------------------------------- the program
-def check_task(cfg: Config, kind: str, model_config) -> int:
+def check_task(cfg: Config, kind: str, model_config, folder: str) -> int:
     """Tokens of a forward, at most. Raises ValueError for what cannot work with this task, or this model."""
-    longest = model_config.max_seq_len if cfg.seq_len == -1 else cfg.seq_len
-    folder = os.path.dirname(cfg.out) or "."
+    longest, place = model_config.max_seq_len if cfg.seq_len == -1 else cfg.seq_len, os.path.dirname(cfg.out) or "."
+    if cfg.seq_len == -1 and kind == "text" and not is_hf_folder(folder):
+        longest = min(longest, read_json(folder, "config.json").get("seq_len", longest))
     for wrong, message in [
         (cfg.out and os.path.lexists(cfg.out), f"--out {cfg.out} is there already: give a new file, or remove it"),
-        (cfg.out and not os.path.isdir(folder), f"--out {cfg.out}: {folder} is no folder"),
+        (cfg.out and not os.path.isdir(place), f"--out {cfg.out}: {place} is no folder"),
         (not 1 <= longest <= model_config.max_seq_len, f"--seq_len {cfg.seq_len} must be between 1 and the model's "
          f"max_seq_len {model_config.max_seq_len}, or -1 for that"),
         (cfg.stride != -1 and not 1 <= cfg.stride <= longest, f"--stride {cfg.stride} must be between 1 and --seq_len "
@@ -278,29 +274,25 @@ def main(cfg: Config):
         raise ValueError("--task is missing: give a .txt, or a .jsonl of texts or questions; see --help")
     kind, lines = read_task(cfg.task)
     lines, cfg.kind = lines[: cfg.limit or None], kind
-    text, Model, model_config, folder = read_checkpoint(cfg.checkpoint)
-    if cfg.chat and not text.chat:
-        chat_prompts(cfg.checkpoint)  # raises what is missing
-    if not cfg.chat:
-        text.chat, text.tokenizer.encode_special_tokens = None, True
-    longest = check_task(cfg, kind, model_config)
+    counted = f"{len(lines):,} line{'s' * (len(lines) > 1)}"
+    text, Model, model_config, folder = read_checkpoint(cfg.checkpoint, cfg.chat)
+    longest = check_task(cfg, kind, model_config, folder)
     layout = plan_layout(cfg, model_config, longest)
 
     # 2. what the model is asked
     groups = requests_of(cfg, kind, text, lines, longest)
-    requests, room = sum(groups, []), longest - cfg.max_new_tokens if kind == "answer" else longest + 1
-    check_requests(requests, longest, model_config.vocab_size)
+    requests, room = [*chain(*groups)], longest - cfg.max_new_tokens if kind == "answer" else longest + 1
     if not requests:
         raise ValueError(f"--task {cfg.task}: its texts are empty")
-    n_cut = sum(len(context) + len(continuation) > room for context, continuation in requests)
+    n_cut = check_requests(requests, room, model_config.vocab_size)
 
     # 3. its scores, or its answers
     try:
         join(layout, model_config, longest)
         stages = open_model(cfg.checkpoint, layout, Model, model_config)
         if layout.rank == 0:
-            print(f"{cfg.task}: {len(lines):,} lines | {folder} | {layout} on {layout.device.type}, "
-                  f"{str(layout.compute_dtype)[6:]}", flush=True)
+            print(f"{cfg.task}: {counted}, up to {longest:,} tokens at once | {folder} | "
+                  f"{layout} on {layout.device.type}, {str(layout.compute_dtype)[6:]}", flush=True)
             if n_cut:
                 print(f"{n_cut:,} of {len(requests):,} prompts do not fit into {longest:,} tokens: they lose their beginnings")
         if kind == "answer":
@@ -320,14 +312,15 @@ def main(cfg: Config):
     # 4. results
     if layout.rank == 0:
         summary = dict(task=cfg.task, kind=kind, checkpoint=folder, n=len(lines)) | metrics | dict(
-            cut=n_cut, layout=str(layout), dtype=str(layout.compute_dtype)[6:], seconds=round(time.time() - began, 1))
+            cut=n_cut, seq_len=longest, layout=str(layout), dtype=str(layout.compute_dtype)[6:],
+            seconds=round(time.time() - began, 1))
         found = [dict(index=i) | item for i, item in enumerate(items)] + [dict(summary=summary)]
         if cfg.out:
             write_file(cfg.out, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in found).encode())
         errors = {name: f" +- {metrics[f'{name}_stderr']:.4f}" for name in metrics if metrics.get(f"{name}_stderr") is not None}
         shown = [f"{name} {x:.4f}{errors.get(name, '')}" if isinstance(x, float) else f"{name} {x:,}"
                  for name, x in metrics.items() if not name.endswith("_stderr")]
-        print(f"{'   '.join(shown)}   ({len(lines):,} lines, {summary['seconds']} s{f', {cfg.out}' if cfg.out else ''})")
+        print(f"{'   '.join(shown)}   ({counted}, {summary['seconds']} s{cfg.out and f', {cfg.out}'})")
 
 
 if __name__ == "__main__":

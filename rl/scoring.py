@@ -6,11 +6,13 @@ A request is (context, continuation), two lists of token ids; its score is the l
 Every rank is given the same requests and returns the scores of all. The data ranks share them out; the pp, cp and tp ranks of
 a data rank work on the same ones together.
 """
+import math
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -21,36 +23,61 @@ from checkpoint import load_model, load_weights, saved_model
 from distributed.agree import gather
 from distributed.checks import check_model
 from distributed.experts import expert_parallel
-from distributed.launch import choose_attention, connect
-from distributed.layout import Layout
-from distributed.pipeline import pipeline_forward, pipeline_stages
+from distributed.launch import LaunchConfig, choose_attention, connect
+from distributed.layout import Layout, ParallelConfig
+from distributed.pipeline import PipelineConfig, pipeline_forward, pipeline_stages
 from distributed.refusals import check_layout, runs_on_cuda
 from models.loss import IGNORE, TokenLogprobs, alone, log_normalizer
 from rl.decoding import rollout, uniform_noise
 from rl.rollouts import lockstep, patient_group, reshard, whole_weights
+from support.config import Need, check_range, default_of, flag, spell_flag
 from support.hf import load_hf_model, read_hf_config
 from support.manifest import is_hf_folder, newest_readable
-from support.text import Text
+from support.text import Text, chat_prompts
 
 NOTHING = ([0], [IGNORE])  # a request of one token without a score
 PROGRESS_S = 5  # seconds between the lines in which a long evaluation says how far it is
 
+WRITING = Need("where nothing is written: see --task", lambda c: c.kind == "answer")  # what a flag needs: support/config.py
+# Flags of the groups that ScoringConfig inherits which say how to train
+TRAINING = ("reduce_grads", "reduce_dtype", "param_dtype", "loss_parallel", "async_tp", "ac", "ac_every", "ac_budget",
+            "compile", "optimizer_in_backward", "cpu_offload", "train_timeout_s", "flight_recorder", "pp_schedule",
+            "pp_schedule_csv")
+
+
+@dataclass(kw_only=True)
+class ScoringConfig(ParallelConfig, LaunchConfig, PipelineConfig):
+    checkpoint: str = "runs/llama3"  # a run folder (its newest checkpoint), a checkpoints/step-N, or a Hugging Face folder
+    seq_len: int = -1  # tokens of a forward, at most; -1 = the model's max_seq_len, and for texts what a run was trained with
+    local_batch_size: int = 16  # sequences that one data rank runs at once
+    rollout_timeout_s: int = flag(7200, WRITING)  # a rank that waits longer for the others' answers ends the run
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto = a GPU if there is one
+
+    def __post_init__(self):
+        check_range(self, 1, math.inf, "local_batch_size", "rollout_timeout_s")
+        values = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != default_of(f)}
+        if given := [spell_flag(name, values[name]) for name in TRAINING if name in values]:
+            raise ValueError(f"{', '.join(given)}: nothing is trained here; leave it out")
+
 
 # ---------------------------------------------------------------- the model
-def read_checkpoint(folder: str) -> tuple[Text, type, object, str]:
+def read_checkpoint(folder: str, chat=False) -> tuple[Text, type, object, str]:
     """(tokenizer, the model's class, its config, the folder itself or a run's newest step folder) of a run, step or Hugging
-    Face folder. Only small files are read. Raises ValueError."""
+    Face folder. chat: with its chat template. Only small files are read. Raises ValueError."""
+    folder = folder if is_hf_folder(folder) else newest_readable(folder)
+    text = Text(folder, chat=chat)
+    if chat and not text.chat:
+        chat_prompts(folder)  # raises what is missing
     if not is_hf_folder(folder):
-        folder = newest_readable(folder)
-        return Text(folder), *saved_model(folder), folder
+        return text, *saved_model(folder), folder
     config = read_hf_config(folder)
     if hasattr(config, "mtp_depth"):
         config = replace(config, mtp_depth=0)  # a second prediction is for training only
     Model = getattr(sys.modules[type(config).__module__], type(config).__name__.removesuffix("Config"))
-    return Text(folder), Model, config, folder
+    return text, Model, config, folder
 
 
-def plan_layout(cfg, model_config, longest: int) -> Layout:
+def plan_layout(cfg: ScoringConfig, model_config, longest: int) -> Layout:
     """The Layout that the flags ask for. longest: tokens of a forward, at most. Raises ValueError for what cannot work."""
     on_cuda = runs_on_cuda(cfg.device)
     if cfg.compute_dtype == "auto":
@@ -96,7 +123,8 @@ def open_model(folder: str, layout: Layout, Model, model_config) -> list[nn.Modu
 # ---------------------------------------------------------------- text -> requests
 def opening_ids(text: Text, string: str) -> list[int]:
     """The ids of a text with nothing before it: as the tokenizer begins it, unless it does so itself, as chat prompts do."""
-    begins = text.chat or string.startswith(text.tokenizer.id_to_token(text.first))
+    markers_are_tokens = not text.tokenizer.encode_special_tokens
+    begins = text.chat or markers_are_tokens and string.startswith(text.tokenizer.id_to_token(text.first))
     return text.ids(string, text.bos and not begins)
 
 
@@ -129,16 +157,20 @@ def rolling_windows(ids: list[int], first: int, longest: int, stride: int) -> li
     return windows
 
 
-def check_requests(requests, longest: int, vocab_size: int) -> int:
-    """How many contexts will lose their beginning, because a forward has at most `longest` tokens. Raises ValueError for a
-    continuation that is longer by itself, and for ids that the model does not have."""
+def check_requests(requests, room: int, vocab_size: int) -> int:
+    """How many contexts will lose their beginning, because there is room for so many tokens. Raises ValueError where a
+    continuation leaves none of it to a context, and for ids that the model does not have."""
     for context, continuation in requests:
-        if len(continuation) > longest:
-            raise ValueError(f"a text of {len(continuation):,} tokens is to be scored as a whole, but a forward has at most "
-                             f"{longest:,}: shorten it")
+        if len(continuation) >= room:
+            raise ValueError(f"{len(continuation):,} tokens are to be scored as a whole, but there is room for {room - 1:,}")
         if (last := max(context + continuation)) >= vocab_size:
             raise ValueError(f"token id {last} in a text, but the model's vocab_size is {vocab_size}: wrong tokenizer?")
-    return sum(len(context) + len(continuation) > longest + 1 for context, continuation in requests)
+    return sum(len(context) + len(continuation) > room for context, continuation in requests)
+
+
+def check_finite(logprobs: list[float]) -> None:
+    if n := len(logprobs) - sum(map(math.isfinite, logprobs)):
+        raise ValueError(f"{n:,} of {len(logprobs):,} log-probabilities are no numbers: the model has diverged, or is damaged")
 
 
 # ---------------------------------------------------------------- requests -> scores
@@ -194,7 +226,7 @@ def pack_requests(requests, longest: int, layout: Layout) -> dict[str, Tensor]:
 @torch.no_grad()
 def score(stages: list[nn.Module], layout: Layout, requests: list[tuple], longest: int) -> list[tuple[float, bool]]:
     """(log-probability of the continuation in nats, whether greedy decoding would give it) of each request, on every rank.
-    longest: tokens of a forward, at most."""
+    longest: tokens of a forward, at most. Raises ValueError, on every rank, where a log-probability is none."""
     kept, report = keep_scores(stages, layout), progress("scored", len(requests), layout)
     sums = torch.zeros(2, len(requests), dtype=torch.float64, device=layout.device)
     order = sorted(range(len(requests)), key=lambda i: -len(requests[i][0]) - len(requests[i][1]))  # like lengths together
@@ -216,6 +248,7 @@ def score(stages: list[nn.Module], layout: Layout, requests: list[tuple], longes
     for stage in stages:
         reshard(stage)
     dist.all_reduce(sums)
+    check_finite(sums[0].tolist())
     return [(total, hits == len(request[1])) for total, hits, request in zip(*sums.tolist(), requests)]
 
 
@@ -235,7 +268,8 @@ def complete(
     stop: list[str] = (), **options,
 ) -> list[dict]:
     """What the model writes after each prompt: dicts(ids, logprobs, text, truncated), on every rank. A text ends before the
-    first of the `stop` strings in it, or with one of text.ends, or is truncated. options: top_k and top_p of rollout()."""
+    first of the `stop` strings in it, or with one of text.ends, or is truncated. options: top_k and top_p of rollout(). Raises
+    ValueError, on every rank, where the model gives no probabilities."""
     stop = [string for string in stop if string]
     group = patient_group(dist.group.WORLD, layout.cfg.rollout_timeout_s) if layout.world_size > 1 else None
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
@@ -260,9 +294,11 @@ def complete(
             s["text"], s["truncated"] = s["text"][: min(found)], False
     everyone = gather(dict(zip(mine, samples)), group)
     for rank, theirs in enumerate(everyone):
-        if theirs != everyone[rank - rank % layout.tp]:
-            raise RuntimeError(f"ranks {rank - rank % layout.tp} and {rank} share one model but went on differently")
+        first = rank - rank % layout.tp
+        if [s["ids"] for s in theirs.values()] != [s["ids"] for s in everyone[first].values()]:
+            raise RuntimeError(f"ranks {first} and {rank} share one model but went on differently")
     whole = {i: s for theirs in everyone for i, s in theirs.items()}
+    check_finite([logprob for s in whole.values() for logprob in s["logprobs"]])
     return [whole[i] for i in range(len(prompts))]
 
 

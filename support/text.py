@@ -70,9 +70,9 @@ class TextStream:
 class Text:
     """Prompts and samples of grpo.py as token ids, and back."""
 
-    def __init__(self, source: str, out="", alphabet=string.printable):
+    def __init__(self, source: str, out="", alphabet=string.printable, chat=True):
         """source: a Hugging Face folder or a checkpoint with a tokenizer; "": one token for each character of the alphabet is
-        made, to be saved in the folder out."""
+        made, to be saved in the folder out. chat: use its chat template, where it has one."""
         self.chat, self.bos, self.alphabet = None, False, None
         if source and not is_hf_folder(source):
             source = newest_readable(source)  # a checkpoint of ours has its tokenizer with it
@@ -81,7 +81,7 @@ class Text:
             if self.file is None:
                 raise ValueError(f"{source} has no tokenizer.json: it cannot be given any text")
             self.ends = ends_of(source)
-            self.chat, self.bos = read_chat(source)[0] and chat_prompts(source), has_bos(source)
+            self.chat, self.bos = chat and read_chat(source)[0] and chat_prompts(source), has_bos(source)
             self.tokenizer = load_tokenizer(Path(self.file))
         else:
             self.file, self.ends = f"{out}/tokenizer.json", [0]

@@ -1,5 +1,6 @@
 """evaluate.py and rl/scoring.py: transformers says which log-probabilities and answers are right, one process what all layouts
 must give."""
+import gzip
 import json
 import math
 import os
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from policy import hf_folder
 from pool import pool
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, processors
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -84,7 +86,7 @@ def results(capsys, folder, task, **flags) -> tuple[list[dict], dict]:
     evaluated(checkpoint=folder, task=task, out=str(out), **flags)
     *items, last = map(json.loads, out.read_text().splitlines())
     assert [item["index"] for item in items] == list(range(len(items))) and last["summary"]["n"] == len(items)
-    assert f"({len(items)} lines, " in capsys.readouterr().out
+    assert f"({len(items)} line" in capsys.readouterr().out
     return items, last["summary"]
 
 
@@ -133,8 +135,8 @@ def test_every_token_of_a_text_is_scored_once(folders, tasks, capsys):
     first = tokenizer.eos_token_id
     texts = [json.loads(line)["text"] for line in Path(tasks["text"]).read_text().splitlines()]
     for flags, stride in [({}, 32), (dict(stride=5), 5)]:
-        items, summary = results(capsys, folders("llama"), tasks["text"], seq_len=32, **flags)
-        for text, item in zip(texts, items, strict=True):
+        items, summary = results(capsys, folders("llama"), tasks["text"], seq_len=32, limit=3, **flags)
+        for text, item in zip(texts[:3], items, strict=True):
             ids, want = [first, *tokenizer.encode(text)], 0.0
             for i in range(1, len(ids)):
                 begins = max(0, i - 32) if i > 32 else 0
@@ -227,11 +229,11 @@ def test_every_layout_gives_the_numbers_of_one_process(kind, folders, tasks, tmp
 def scores_of_a_head(V, tp):
     """label_scores of the vocabulary in `tp` parts that are not equal, with ties and labels to leave out."""
     g = torch.Generator().manual_seed(0)
-    h, weight = (torch.randint(-9, 10, shape, generator=g).float() for shape in ((2, 6, 8), (V, 8)))  # exact in any order
+    h, weight = (torch.randint(-9, 10, shape, generator=g).float() for shape in ((2, 8, 8), (V, 8)))  # exact in any order
     weight[[3, V - 1]] = weight[1].clone()  # three tokens that are equally likely
     h[0] = weight[1]
-    labels = torch.tensor([[1, 3, V - 1, -100, 0, 1], [V - 1, 2, -100, 5, 5, 5]])
-    labels[1, 3:] = (h[1, 3:] @ weight.T).argmax(-1)
+    labels = torch.tensor([[1, 3, V - 1, -100, 0, 1, 1, 3], [V - 1, 2, -100, 5, 5, 5, 5, -100]])
+    labels[1, 3:7] = (h[1, 3:7] @ weight.T).argmax(-1)
     if tp > 1:
         mesh = init_device_mesh("cpu", (tp,))
         part = distribute_tensor(weight, mesh, [Shard(0)])
@@ -243,16 +245,16 @@ def scores_of_a_head(V, tp):
 
 def test_a_vocabulary_in_parts_that_are_not_equal():
     want, (logprobs, labels) = scores_of_a_head(23, 1)
-    assert want[1].tolist() == [[1, 0, 0, 0, 0, 1], [0, 0, 0, 1, 1, 1]]
+    assert want[1].tolist() == [[1, 0, 0, 0, 0, 1, 1, 0], [0, 0, 0, 1, 1, 1, 1, 0]]
     plain = torch.where(labels < 0, 0.0, logprobs.gather(2, labels.clamp(min=0)[:, :, None])[:, :, 0])
     torch.testing.assert_close(want[0], plain)
-    for got, _ in pool(2).run(scores_of_a_head, 23, 2):
+    for got, _ in pool(4).run(scores_of_a_head, 23, 4):
         torch.testing.assert_close(got, want)
 
 
 # ---------------------------------------------------------------- our runs
 def test_a_run_a_step_and_the_folder_that_it_came_from(folders, tasks, tmp_path, capsys):
-    """In one process and in two, which read DCP's files."""
+    """In one process and in four, which read DCP's files."""
     run_folder = str(tmp_path / "run")
     checkpoint.from_hf(folders("qwen3_moe"), run_folder)
     flags = dict(task=tasks["choice"], prompt_template="Q {question}")
@@ -260,16 +262,14 @@ def test_a_run_a_step_and_the_folder_that_it_came_from(folders, tasks, tmp_path,
     for i, folder in enumerate((run_folder, f"{run_folder}/checkpoints/step-0")):
         items, summary = results(capsys, folder, **flags)
         assert items == want and summary["checkpoint"] == f"{run_folder}/checkpoints/step-0"
-        pool(2).run(on_a_layout, [dict(checkpoint=folder, out=f"{tmp_path}/{i}.jsonl", ep=2, **flags)])
+        pool(4).run(on_a_layout, [dict(checkpoint=folder, out=f"{tmp_path}/{i}.jsonl", ep=4, **flags)])
         for got, item in zip(read_lines(f"{tmp_path}/{i}.jsonl"), want):
             assert got["logprobs"] == pytest.approx(item["logprobs"], abs=1e-4)
 
 
 # ---------------------------------------------------------------- requests
 def text_of(folder) -> Text:
-    text = Text(folder)
-    text.chat, text.tokenizer.encode_special_tokens = None, True
-    return text
+    return Text(folder, chat=False)
 
 
 def test_windows_score_each_token_once():
@@ -388,7 +388,10 @@ ERRORS = [
     ({}, CHOICES % ('["a", "b"]', '2'), "task.jsonl", "the answer 2 is none of the 2 choices"),
     ({}, CHOICES % ('["a", "b"]', 'true'), "task.jsonl", "the answer True is none of the 2 choices"),
     ({}, CHOICES % ('["a", "b"]', '[0]'), "task.jsonl", "the answer [0] is none of the 2 choices"),
-    ({}, '{"question": "x", "answer": " "}', "task.jsonl", "the answer is empty"),
+    ({}, '{"question": "x", "answer": " "}', "task.jsonl", "the answer is no text and no number"),
+    ({}, '{"question": "x", "answer": null}', "task.jsonl", "the answer is no text and no number"),
+    ({}, "[]", "task.json", "--task 'task.json': it ends with .json; need a .txt or .jsonl"),
+    ({}, "x", "task.jsonl.gz", "need a .txt or .jsonl, which may be packed"),
     (dict(checkpoint="nowhere"), "x", "task.txt", "nowhere is no folder"),
     (dict(out="task.txt"), "x", "task.txt", "--out task.txt is there already"),
     (dict(out="nowhere/x.jsonl"), "x", "task.txt", "--out nowhere/x.jsonl: nowhere is no folder"),
@@ -400,7 +403,7 @@ ERRORS = [
     ({}, QUESTION, "task.jsonl", "--max_new_tokens 256 leaves no room for a prompt in the 256 tokens"),
     (dict(seed=1, max_new_tokens=8), QUESTION, "task.jsonl", "--seed 1 has no effect with --temper"),
     (dict(pp=2, max_new_tokens=8), QUESTION, "task.jsonl", "--pp 2 --cp 1: answers are written token"),
-    (dict(seq_len=4), CHOICES % ('["a b c d e f"]', '0'), "task.jsonl", "is to be scored as a whole"),
+    (dict(seq_len=4), CHOICES % ('["a b c d e f"]', '0'), "task.jsonl", "are to be scored as a whole"),
     (dict(tp=2), "x", "task.txt", "1 process but "),
 ]
 
@@ -433,8 +436,27 @@ def test_a_model_without_a_tokenizer_and_one_without_a_template(folders, tasks, 
     with pytest.raises(ValueError, match="has no tokenizer.json"):
         evaluated(checkpoint=str(tmp_path), task=tasks["text"])
     shutil.copy(Path(folders("llama"), "tokenizer.json"), tmp_path)
-    with pytest.raises(ValueError, match="has no chat template"):
+    with pytest.raises(ValueError, match="--chat: .* has no chat template"):
         evaluated(checkpoint=str(tmp_path), task=tasks["choice"], chat=True)
+
+
+def test_a_model_that_has_diverged_is_told(folders, tasks, tmp_path):
+    """And gets no score: no choice would be the likeliest."""
+    shutil.copytree(folders("llama"), tmp_path / "hf")
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    tensors["model.norm.weight"][0] = math.nan
+    save_file(tensors, tmp_path / "hf" / "model.safetensors")
+    for name, flags in dict(choice={}, answer=dict(max_new_tokens=4)).items():
+        with pytest.raises(ValueError, match="log-probabilities are no numbers: the model has diverged, or is damaged"):
+            evaluated(checkpoint=str(tmp_path / "hf"), task=tasks[name], **flags)
+
+
+def test_packed_lines(folders, tasks, tmp_path):
+    packed = tmp_path / "task.jsonl.gz"
+    packed.write_bytes(gzip.compress(Path(tasks["choice"]).read_bytes()))
+    (kind, got), (_, want) = evaluate.read_task(str(packed)), evaluate.read_task(tasks["choice"])
+    assert kind == "choice" and [line.fields for line in got] == [line.fields for line in want]
+    assert got[3].where == f"{packed}:4"
 
 
 def test_prompts_that_are_too_long_lose_their_beginning(folders, tmp_path, capsys):

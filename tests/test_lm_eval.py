@@ -67,13 +67,12 @@ def test_the_same_results_as_lm_evals_own_model(kind, tasks, tmp_path):
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
-    from evaluate import Config
-    from rl.lm_eval_model import Nanotitan
+    from rl.lm_eval_model import Nanotitan, ScoringConfig
 
     hf_folder(tmp_path, kind, std=0.3)
     if dist.is_initialized():
         dist.destroy_process_group()
-    ours = Nanotitan(Config(checkpoint=str(tmp_path), device="cpu", local_batch_size=4))
+    ours = Nanotitan(ScoringConfig(checkpoint=str(tmp_path), device="cpu", local_batch_size=4))
     theirs = HFLM(pretrained=str(tmp_path), device="cpu", batch_size=1, dtype="float32")
     got, want = (simple_evaluate(model, tasks=[*TASKS], task_manager=tasks, bootstrap_iters=0, log_samples=True)
                  for model in (ours, theirs))
