@@ -246,14 +246,15 @@ def need_template(tokenizer_file: Path, path: Path) -> ChatTemplate:
 
 def tokens_and_mask(conversation: Conversation, template: ChatTemplate, tokenizer) -> tuple[list[int], list[int]]:
     """(ids, mask), as long as each other: 1 where a token is the assistant's and has a loss. tokenizer: a chat_tokenizer. A
-    token with only a part in the assistant's text counts, as in transformers. Where transformers stops (at a blank that its
-    offsets leave out, or at the first byte of an emoji that ends the assistant's text), the rest of the answer counts here."""
+    token with only a part in the assistant's text counts, and of several tokens for its last character the first: both as in
+    transformers. Not as there, a blank that the tokenizer's offsets leave out ends nothing: the whole answer counts."""
     text, spans = assistant_spans(conversation, template)
     encoding = encoding_of(tokenizer, text, False)
     starts, ends = zip(*encoding.offsets) if encoding.offsets else ((), ())
     mask = [0] * len(encoding.ids)
     for start, end in spans:
-        for i in range(bisect_right(ends, start), bisect_left(starts, end)):
+        last = bisect_right(ends, end - 1)  # the first token that goes further than the character before `end`
+        for i in range(bisect_right(ends, start), min(last + 1, bisect_left(starts, end))):
             mask[i] = 1
     return encoding.ids, mask
 

@@ -4,7 +4,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from chats import EOS, QWEN, TEMPLATES, chat_folder, conversations, with_marks
+from chats import EOS, QWEN, SPECIAL, TEMPLATES, WORDS, chat_folder, conversations, with_marks
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
 import data
@@ -176,7 +177,7 @@ def test_a_token_at_the_border_counts_as_in_transformers(tmp_path):
     folder, straddles = chat_folder(tmp_path / "loose", "llama3"), 0
     (folder / "chat_template.jinja").write_text(template)
     theirs = AutoTokenizer.from_pretrained(folder)
-    for content in ("think", "then so", "it's\ndone", "  return x", "naïve.", "spaces   "):
+    for content in ("think", "then so", "it's\ndone", "  return x", "naïve.", "spaces   ", "so 🙂", "e\u0301"):
         record = {"messages": [{"role": "user", "content": "What"}, {"role": "assistant", "content": content}]}
         found = theirs.apply_chat_template(record["messages"], return_dict=True, return_assistant_tokens_mask=True)
         ids, mask = ours(folder, record)
@@ -184,6 +185,23 @@ def test_a_token_at_the_border_counts_as_in_transformers(tmp_path):
         said = chat_tokenizer(folder / "tokenizer.json").decode([i for i, bit in zip(ids, mask) if bit])
         straddles += said != content
     assert straddles
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_masks_where_the_tokenizer_puts_in_a_blank_of_its_own(tmp_path, kind):
+    """As those of SentencePiece's kind: behind a special token two tokens may stand for one character."""
+    folder = chat_folder(tmp_path / kind, kind, marks=True)
+    made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    made.train_from_iterator([" ".join(WORDS)] * 9, trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<unk>", *SPECIAL[kind]], show_progress=False))
+    made.save(str(folder / "tokenizer.json"))
+    theirs = AutoTokenizer.from_pretrained(folder)
+    for record in conversations(60, seed=2):
+        found = theirs.apply_chat_template(record["messages"], tools=record.get("tools"), return_dict=True,
+                                           return_assistant_tokens_mask=True)
+        ids, mask = ours(folder, record)
+        assert (ids, mask) == (list(found["input_ids"]), list(found["assistant_masks"])) and sum(mask) > 0
 
 
 @pytest.mark.parametrize("line, part", [
