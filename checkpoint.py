@@ -67,7 +67,7 @@ from support.manifest import (
     write_manifest,
 )
 from support.provenance import changed_code, code_roots, git_state, in_short, local_code, with_later_imports, write_sources
-from support.resume import changes, check_continuable, model_changes
+from support.resume import changes, check_continuable, model_changes, phase_changes
 from support.same_model import OtherModel, check_same_model
 from support.tokenizer import files_beside, tokenizer_path
 
@@ -83,7 +83,7 @@ EXPORT = Need("without --export_hf", lambda c: c.export_hf)
 @dataclass(kw_only=True)
 class CheckpointConfig:
     init_from: str = ""  # start from this run folder's newest checkpoint, one step folder, or a Hugging Face folder
-    init_model_only: bool = flag(True, INIT)  # take only its weights, from step 0; else everything, as if it were this run
+    init_model_only: bool = flag(True, INIT)  # only its weights; else all: to go on, or, with other data or lr, a new phase
     load_step: int = -1  # continue from this step; newer ones are set aside as abandoned-N (-1 = the newest)
     exclude_from_loading: list[str] = flag([], LOADING)  # do not load: optimizer, or parameters (head,blocks.0.*)
     checkpoint_async: Literal["off", "thread", "process"] = flag("off", SAVING, EVER)  # who writes while training goes on
@@ -312,7 +312,9 @@ class Checkpoints:
         if self.cfg.init_from and source == self.out:
             self.say(f"--init_from {self.cfg.init_from} is IGNORED: {self.out} has checkpoints of its own")
         folder, manifest = self.choose(source, start.step)
-        if everything:
+        # everything of another run, on other data or another schedule: a new phase, which begins at step 0
+        phase = everything and source != self.out and self.on_rank_0(lambda: phase_changes(folder, self.identity, self.cfg))
+        if everything and not phase:
             self.on_rank_0(lambda: check_continuable(folder, source, self.identity))
         table = self.everywhere(lambda: read_table(folder, manifest["files"]))
         self.check_excluded(excluded)
@@ -334,12 +336,13 @@ class Checkpoints:
             for name, t in self.state_of(twin).items():
                 t.copy_(self.state_of(self.params[fqn])[name])
         what = "continuing from" if everything else "step 0, with the weights of"
+        what = "step 0, with the weights and the optimizer state of" if phase else what
         differ = [] if everything else model_changes(folder, self.identity)
         changed = "".join(f"; {name} was {old}, is {new}" for name, old, new in differ)
         self.say(f"{what} {folder} (written by {manifest['world_size']} rank(s)){changed}")
         if self.rank == 0 and (files := changed_code(folder, self.code)):
             self.say(f"code that has changed since step {manifest['step']} was written: {', '.join(files)}")
-        return read_json(folder, "state.json")["state"] if everything else None
+        return read_json(folder, "state.json")["state"] if everything and not phase else None
 
     def choose(self, source, step) -> tuple[str, dict]:
         """(folder, manifest) of the newest checkpoint that is good to the last bit: one decision for all ranks, each of

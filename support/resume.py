@@ -58,11 +58,14 @@ def check_run(out: str, identity: dict, cfg, lr_at=None):
     check_tokenizer(out, identity, cfg)
     if source := resume_source(out, cfg):
         path = newest_readable(source.folder, source.step, ABOUT)
-        if source.everything:
+        if source.everything and source.folder != out and (differ := phase_changes(path, identity, cfg)):
+            if int(os.environ.get("RANK", 0)) == 0:
+                print(phase_line(path, differ, identity, cfg), flush=True)
+        elif source.everything:
             check_continuable(path, source.folder, identity)
             if int(os.environ.get("RANK", 0)) == 0 and (text := changed_flags(path, cfg, lr_at)):
                 print(text, flush=True)
-        elif wrong := [change for change in model_changes(path, identity) if change[0] not in may_change(cfg)]:
+        elif wrong := [change for change in model_changes(path, identity) if change[0].split(".")[0] not in may_change(cfg)]:
             text = "; ".join(f"{name} is {old} there, {new} here" for name, old, new in wrong)
             raise ValueError(f"--init_from {source.folder} is of another model: {text}; give the model of the checkpoint")
 
@@ -110,6 +113,40 @@ def may_change(cfg) -> set[str]:
     return {"module", "class", "max_seq_len", "rope_theta", "rope_scaling", "mtp_depth"} | excluded
 
 
+# Flags of the learning rate's schedule: with other ones, everything of another run begins a new phase.
+SCHEDULE_FLAGS = ("steps", "schedule_steps", "lr", "min_lr_ratio", "warmup_steps", "decay_ratio", "decay_type")
+
+
+def phase_changes(path: str, identity: dict, cfg) -> list[tuple]:
+    """[(name, value there, value here)] of what makes a start with everything of another run's step folder a new phase, with
+    step, data and schedule from 0: other data, another schedule, other positions. Empty where nothing of that differs: then it
+    goes on where that run stopped. Raises ValueError for what may not change while weights and moments are kept."""
+    there, flags = read_json(path, "state.json")["identity"], read_json(path, "config.json")
+    model, (old, new) = model_changes(path, identity), ({k: v for k, v in x.items() if k != "model"} for x in (there, identity))
+    rest = [*changes(old, new)]
+    wrong = [c for c in model if c[0].split(".")[0] not in may_change(cfg)] + [c for c in rest if not c[0].startswith("data.")]
+    if wrong:
+        text = "; ".join(f"{name} is {new} but {cfg.init_from} was trained with {old}" for name, old, new in wrong)
+        raise ValueError(f"{text}; leave out --no-init_model_only to take its weights without the optimizer state, or give the "
+                         "old values")
+    known = [name for name in SCHEDULE_FLAGS if name in flags and hasattr(cfg, name)]
+    differ = model + rest + [c for name in known for c in changes(flags[name], getattr(cfg, name), name)]
+    if differ:
+        check_continuable(path, cfg.init_from, there)  # that there is an optimizer state
+    return differ
+
+
+def phase_line(path: str, differ: list[tuple], identity: dict, cfg) -> str:
+    """What the start of a new phase says. differ: of phase_changes; changed flags of other kinds are told, too."""
+    told = [(name.removeprefix("data."), old, new) for name, old, new in differ] + differing_flags(path, cfg)
+    text = ", ".join({name: f"{name} {old} -> {new}" for name, old, new in told}.values())
+    seed = identity["data"].get("data_seed")
+    again = (f"; the data are the same, and come in the same order again: --data_seed {seed + 1} gives another"
+             if seed is not None and not any(name.startswith("data.") for name, _, _ in differ) else "")
+    return (f"a new phase: weights and optimizer state of {path}, while step, data and schedule begin at 0; what differs: "
+            f"{text}{again}")
+
+
 def check_continuable(path: str, folder: str, identity: dict):
     """Raises ValueError when the checkpoint is one of another model, data or optimizer, or lacks the optimizer state."""
     saved = read_json(path, "state.json")
@@ -144,10 +181,19 @@ UNTOLD_FLAGS = set("""
 
 
 def continued(cfg) -> str | None:
-    """The step folder from which a start with these flags trains on; None for a start at step 0 or after the last step."""
+    """The step folder whose weights and optimizer state a start with these flags trains on; None where it has none, or has
+    done its last step."""
     source = resume_source(cfg.out, cfg)
     path = newest_readable(source.folder, source.step, ABOUT) if source and source.everything else None
-    return path if path and read_json(path, "manifest.json")["step"] < cfg.steps else None
+    to_do = path and (source.folder != cfg.out or read_json(path, "manifest.json")["step"] < cfg.steps)
+    return path if to_do else None
+
+
+def differing_flags(path: str, cfg) -> list[tuple]:
+    """[(name, value there, value here)] of the flags that matter and are not those of a step folder."""
+    old, new = read_json(path, "config.json"), asdict(cfg)
+    told = [name for name in new if name in old and name not in UNTOLD_FLAGS]
+    return [change for name in told for change in changes(old[name], new[name], name)]
 
 
 def changed_flags(path: str, cfg, lr_at=None) -> str:
@@ -156,8 +202,7 @@ def changed_flags(path: str, cfg, lr_at=None) -> str:
     step, old, new = read_json(path, "manifest.json")["step"], read_json(path, "config.json"), asdict(cfg)
     if step >= new.get("steps", math.inf):
         return ""
-    told = [name for name in new if name in old and name not in UNTOLD_FLAGS]
-    differ = [f"{name} {was} -> {now}" for name in told for _, was, now in changes(old[name], new[name], name)]
+    differ = [f"{name} {was} -> {now}" for name, was, now in differing_flags(path, cfg)]
     if not differ:
         return ""
     text = f"flags that differ from those of step {step}: {', '.join(differ)}"

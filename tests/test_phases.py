@@ -1,0 +1,145 @@
+"""Phases: weights and moments of one run, with other data, lengths or learning rates; against support/resume.py and a whole
+recipe."""
+import contextlib
+import io
+import shutil
+from dataclasses import asdict, replace
+
+import pytest
+from saves import IDENTITY, assert_same, of, saved, trained
+from test_data import refused, sentences
+from test_flags import MODEL, equal, hashes, observed, steps
+from test_resume import resolved
+
+import train_llama3
+from data import DataConfig, open_data
+from support.resume import check_run, phase_changes
+
+CONFIG = train_llama3.Config(steps=20, warmup_steps=2, local_batch_size=4, global_batch_size=8)
+
+
+def other(part: str, **fields) -> dict:
+    """IDENTITY with some fields changed"""
+    return {**IDENTITY, part: {**IDENTITY[part], **fields}}
+
+
+@pytest.fixture
+def old(tmp_path) -> str:
+    """A run folder with a checkpoint of step 7, with weights and moments of trained(0, 7)."""
+    checkpoints = of(*trained(0, 7), tmp_path / "old")
+    checkpoints.config = asdict(CONFIG)
+    checkpoints.save(7, {"step": 7, "samples": 56})
+    return str(tmp_path / "old")
+
+
+def started(tmp_path, old, identity=IDENTITY, **flags):
+    """(net and optimizers, state) of a start from everything of `old`, and what it said."""
+    cfg = replace(CONFIG, init_from=old, init_model_only=False, out=str(tmp_path / "new"), **flags)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        check_run(cfg.out, identity, cfg, train_llama3.lr_at)
+        fresh = trained(1, 0)
+        checkpoints = of(*fresh, cfg.out, identity)
+        checkpoints.cfg = cfg
+        state = checkpoints.load()
+    return fresh, state, said.getvalue()
+
+
+@pytest.mark.parametrize("identity, flags, told", [
+    (other("data", seq_len=64), {}, ["seq_len 16 -> 64"]),
+    (other("data", sha256="34cd"), {"weight_decay": 0.0}, ["sha256 12ab -> 34cd", "weight_decay 0.1 -> 0.0"]),
+    (other("model", rope_theta=1e6, max_seq_len=4096), {}, ["rope_theta 500000.0 -> 1000000.0", "max_seq_len"]),
+    (IDENTITY, {"lr": 1e-4, "min_lr_ratio": 0.0}, ["lr 0.003 -> 0.0001", "min_lr_ratio 0.1 -> 0.0", "same order again"]),
+    (IDENTITY, {"steps": 40}, ["steps 20 -> 40"]),
+    *[(IDENTITY, flag, [f"{name} " for name in flag]) for flag in (
+        {"schedule_steps": 30}, {"warmup_steps": 0}, {"decay_ratio": 0.2}, {"decay_type": "linear"})],
+])
+def test_a_new_phase_keeps_every_bit_of_weights_and_moments(tmp_path, old, identity, flags, told):
+    """AdamW's count of steps too, which its bias correction reads; step and data cursor begin anew."""
+    identity = {**identity, "data": {**identity["data"], "data_seed": 3}}
+    with_seed = of(*trained(0, 7), old, {**IDENTITY, "data": {**IDENTITY["data"], "data_seed": 3}})
+    shutil.rmtree(f"{old}/checkpoints")
+    with_seed.config = asdict(CONFIG)
+    with_seed.save(7, {"step": 7})
+    net, state, said = started(tmp_path, old, identity, **flags)
+    assert state is None
+    assert_same(net, trained(0, 7))
+    line = next(line for line in said.splitlines() if line.startswith("a new phase: "))
+    assert all(text in line for text in told) and f"{old}/checkpoints/step-7" in line
+    assert ("--data_seed 4 gives another" in line) == (identity["data"] == {**IDENTITY["data"], "data_seed": 3})
+    assert "step 0, with the weights and the optimizer state of" in said
+
+
+def test_the_same_flags_go_on(tmp_path, old):
+    net, state, said = started(tmp_path, old, weight_decay=0.0)  # of no consequence for the order of data or the schedule
+    assert state == {"step": 7, "samples": 56} and "new phase" not in said and "continuing from" in said
+    assert_same(net, trained(0, 7))
+    assert "weight_decay 0.1 -> 0.0" in said
+
+
+@pytest.mark.parametrize("identity, parts", [
+    (other("optimizer", name="muon"), ["optimizer.name is muon but", "was trained with adamw", "--no-init_model_only"]),
+    (other("model", n_layers=9), ["n_layers is 9 but", "was trained with 4"]),
+    ({**other("data", seq_len=64), "model": {**IDENTITY["model"], "norm_eps": 1.0}}, ["norm_eps is 1.0 but"]),
+])
+def test_what_moments_do_not_fit_is_refused_by_name(tmp_path, old, identity, parts):
+    refused(lambda: started(tmp_path, old, identity, lr=1e-4), old, *parts)
+
+
+def test_a_phase_needs_an_optimizer_state(tmp_path):
+    of(*trained(0, 7), tmp_path / "old").save(7, {"step": 7}, model_only=True)
+    refused(lambda: started(tmp_path, str(tmp_path / "old"), other("data", seq_len=64)), "holds only the weights")
+
+
+def test_a_run_does_not_change_its_phase_by_itself(tmp_path, old):
+    """In its own folder a run that is given other data is refused, and other flags are those of the same run."""
+    cfg = replace(CONFIG, out=old, steps=40)
+    assert phase_changes(f"{old}/checkpoints/step-7", other("data", seq_len=64), replace(cfg, init_from=old))
+    refused(lambda: check_run(old, other("data", seq_len=64), cfg), "data.seq_len is 64 but", "--out NEW")
+    check_run(old, IDENTITY, cfg)
+    saved(tmp_path / "new", 3)  # the phase has a checkpoint of its own by now
+    net, state, said = started(tmp_path, old, steps=40)
+    assert state["step"] == 3 and "IGNORED" in said
+
+
+def test_a_phase_keeps_the_global_batch(tmp_path, old, monkeypatch):
+    new = dict(init_from=old, init_model_only=False, out=str(tmp_path / "new"), global_batch_size=-1)
+    for flags in (dict(steps=5), dict(steps=500), dict(seq_len=1024)):
+        assert resolved(monkeypatch, CONFIG, 4, **new, **flags) == (8, 2)
+    assert resolved(monkeypatch, CONFIG, 4, **new | {"global_batch_size": 16}) == (16, 4)
+
+
+def test_phases_of_a_recipe(tmp_path):
+    """Whole runs: the first step of a phase has learning rate and sequences of a new run and the gradients of the weights that
+    it was given; a phase that is stopped and continued ends in the same bits; the same flags end where the first run did."""
+    for name in ("first", "second"):
+        (tmp_path / f"{name}.txt").write_text(sentences(400, seed=len(name)))
+    first = open_data(DataConfig(data=str(tmp_path / "first.txt"), cache_dir=str(tmp_path)), 16)
+    common = dict(model_args=MODEL, seq_len=16, local_batch_size=2, warmup_steps=2, val_every=0, checkpoint_every=2,
+                  log_every=1, device="cpu", compute_dtype="float32", cache_dir=str(tmp_path), tokenizer=first.tokenizer_file)
+
+    def trains(out, data, **flags):
+        flags = common | dict(data=str(tmp_path / f"{data}.txt"), out=str(tmp_path / out)) | flags
+        run = observed("train_llama3", train_llama3.Config(**flags))
+        assert not run.error, run.error
+        return run
+
+    run = trains("old", "first", steps=4)
+    again = trains("again", "first", steps=4, init_from=f"{run.out}/checkpoints/step-2", init_model_only=False)
+    assert steps(again) == [3, 4] and equal(again.final, run.final)
+
+    phase = dict(data="second", seq_len=32, lr=1e-3, schedule_steps=4, init_from=run.out,
+                 model_args=f"{MODEL},rope_theta=1000000,max_seq_len=64")
+    whole = trains("whole", **phase, steps=4, init_model_only=False)
+    plain = trains("plain", **phase, steps=4)
+    line = next(line for line in whole.printed.splitlines() if line.startswith("a new phase: "))
+    for text in ("seq_len 16 -> 32", "lr 0.003 -> 0.001", "rope_theta 500000.0 -> 1000000.0", "data_sha256 "):
+        assert text in line
+    assert steps(whole) == [1, 2, 3, 4] and whole.lines[0]["lr"] == 1e-3 * train_llama3.lr_at(1, whole.cfg) == 5e-4
+    assert hashes(whole) == hashes(plain) and equal(whole.init, run.final) and equal(whole.grads[0], plain.grads[0])
+    assert not equal(whole.final, plain.final) and whole.lines[0]["tokens"] == 64
+    stopped = trains("stopped", **phase, steps=2, init_model_only=False)
+    shutil.copytree(stopped.out, tmp_path / "parts")  # this process holds the lock of the other folder
+    parts = trains("parts", **phase, steps=4, init_model_only=False)
+    assert steps(parts) == [1, 2, 3, 4] and len(parts.batches) == 2 and equal(parts.final, whole.final)
+    assert hashes(parts) == hashes(whole) and [x["loss"] for x in parts.lines] == [x["loss"] for x in whole.lines]
