@@ -4,6 +4,7 @@
     python checkpoint.py verify runs/llama3                       # reads all; exit status 0: every byte is as it was written
     python checkpoint.py diff STEP_FOLDER STEP_FOLDER             # the first tensor that differs, and how many do
     python checkpoint.py to_hf runs/llama3 OUT --dtype bfloat16   # a run's newest checkpoint in Hugging Face's format
+    python checkpoint.py to_hf runs/lora OUT --adapter            # of a run with --lora_rank its adapters, in peft's format
     python checkpoint.py from_hf HUGGING_FACE_FOLDER runs/theirs  # and back
     python checkpoint.py source runs/llama3 OUT                   # the code and flags that it was trained with, to repeat it
 
@@ -18,7 +19,8 @@ What a start does about an earlier run in --out is in support/resume.py.
 <run>/checkpoints/step-100/
     __0_0.distcp ...             tensors, "model.<fqn>" and "optimizer.<fqn>.<state name>", one file per rank
     tensors.json                 dtype and shape of every tensor, and where its shards are in those files
-    state.json                   step, data cursor ... as the recipe gave them; which model, data and optimizer this is
+    state.json                   step, data cursor ... as the recipe gave them; which model, data and optimizer this is. With
+                                 --lora_rank the tensors are those of the adapters, and this names the weights below them
     config.json  recipe.py  code.json  tokenizer.json   what it takes to repeat the run and to sample from it; code.json
                                  holds the source of every local module that the recipe imports
     provenance.json              the git commit and what differs from it: see support/provenance.py
@@ -40,14 +42,17 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distributed.agree import Failed, everywhere, gather, new_gloo_group, on_rank_0, rank_in
-from distributed.layout import AXES, local_tensor, named_tensors
+from distributed.agree import Failed, everywhere, gather, new_gloo_group, on_rank_0, rank_in, some
+from distributed.layout import AXES, Layout, ParallelConfig, local_slice, local_tensor, named_tensors
+from distributed.lora import base_hash, block_linears, is_adapter, lora_names, merged_weight
+from parallel import init_weights
 from support.certificate import carried_certificate
 from support.config import Need, Parser, flag, usage_error
 from support.dcp import WriterProcess, import_dcp, read_table, read_tensors, write_tensors
@@ -59,13 +64,16 @@ from support.manifest import (
     candidates,
     check_files,
     checksums,
+    is_hf_folder,
     newest_good,
+    newest_readable,
     read_manifest,
     resume_source,
     step_folders,
     verify,
     write_manifest,
 )
+from support.peft import base_folder, is_peft_folder, load_peft, write_peft
 from support.provenance import changed_code, code_roots, git_state, in_short, local_code, with_later_imports, write_sources
 from support.resume import changes, check_continuable, model_changes, phase_changes
 from support.same_model import OtherModel, check_same_model
@@ -102,7 +110,9 @@ def loaded_later(cfg):
     ours = resume_source(cfg.out, cfg)
     others = cfg.init_from if ours is None else ""  # a Hugging Face folder, whose files may lack multi-token prediction
     kept = [name.removeprefix("model.") for name in cfg.exclude_from_loading] + ["mtp"] * bool(others)
-    return lambda fqn: bool(ours or others) and not matches(kept, f"model.{fqn}")
+    adapters = bool(ours and ours.folder == cfg.out or is_peft_folder(cfg.init_from))
+    weights = bool(cfg.init_from if getattr(cfg, "lora_rank", 0) else ours or others)
+    return lambda fqn: (adapters if is_adapter(fqn) else weights) and not matches(kept, f"model.{fqn}")
 
 
 def is_quantized(t: Tensor) -> bool:
@@ -136,7 +146,7 @@ class Checkpoints:
     def __init__(self, cfg: CheckpointConfig, out: str, *, modules: list[nn.Module], optimizer, identity: dict, config: dict,
                  source: str, tokenizer_file: str | None = None):
         self.cfg, self.out, self.modules, self.identity = cfg, out, modules, identity
-        self.tokenizer_file = tokenizer_file
+        self.tokenizer_file, self.base = tokenizer_file, None  # base: of a LoRA run, see load_base
         self.config, self.source = config, source
         self.certificate = carried_certificate(out) if source else None
         self.optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
@@ -178,7 +188,8 @@ class Checkpoints:
             return False
         self.finish_flight()
         # Made into text now, because the loop may change `state` while the background thread writes.
-        about = json_bytes(dict(step=step, model_only=model_only, identity=self.identity, state=state))
+        about = dict(step=step, model_only=model_only, identity=self.identity, state=state)
+        about = json_bytes(about | ({"base": self.base} if self.base else {}))
         if last or self.cfg.checkpoint_async == "off":  # the last has nothing to overlap with
             saved = self.write(step, about, lambda: self.tensors(not model_only))
             if last and not saved:
@@ -302,20 +313,28 @@ class Checkpoints:
         """
         start = self.on_rank_0(lambda: resume_source(self.out, self.cfg))
         excluded = [name.removeprefix("model.") for name in self.cfg.exclude_from_loading]
-        if start is None:
+        if "lora" in self.identity:
+            self.load_base(self.on_rank_0(lambda: base_folder(self.cfg)))
+            adapters = f", the adapters {self.cfg.init_from}" * is_peft_folder(self.cfg.init_from)
+            self.say(f"the base is {self.base['folder'] or 'what --seed draws'}, hash {self.base['hash']}{adapters}")
+            if start is None or start.folder != self.out:
+                return None
+        elif start is None:
             if self.cfg.init_from:
                 self.check_excluded(excluded)
                 load_hf(self.modules, self.cfg.init_from, excluded, self.group)
                 self.say(f"step 0, with the weights of {self.cfg.init_from} (Hugging Face)")
             return None
         source, everything = start.folder, start.everything
-        if self.cfg.init_from and source == self.out:
+        if self.cfg.init_from and source == self.out and not self.base:
             self.say(f"--init_from {self.cfg.init_from} is IGNORED: {self.out} has checkpoints of its own")
         folder, manifest = self.choose(source, start.step)
         # everything of another run, on other data or another schedule: a new phase, which begins at step 0
         phase = everything and source != self.out and self.on_rank_0(lambda: phase_changes(folder, self.identity, self.cfg))
         if everything and not phase:
             self.on_rank_0(lambda: check_continuable(folder, source, self.identity))
+            if self.base:
+                self.on_rank_0(lambda: check_base(folder, self.base))
         table = self.everywhere(lambda: read_table(folder, manifest["files"]))
         self.check_excluded(excluded)
         if with_optimizer := everything and "optimizer" not in excluded:
@@ -343,6 +362,26 @@ class Checkpoints:
         if self.rank == 0 and (files := changed_code(folder, self.code)):
             self.say(f"code that has changed since step {manifest['step']} was written: {', '.join(files)}")
         return read_json(folder, "state.json")["state"] if everything and not phase else None
+
+    def load_base(self, folder: str):
+        """The weights below the adapters of a LoRA run: from a Hugging Face folder or a run of ours, or ("") as they are. Finds
+        out their hash, by which a checkpoint of adapters knows them."""
+        if is_hf_folder(folder):
+            if absent := load_hf(self.modules, folder, group=self.group):
+                raise ValueError(f"{folder} lacks {some(absent)}, which LoRA would freeze as they were drawn; use --model_args "
+                                 "mtp_depth=0")
+        elif folder:
+            path, manifest = self.choose(folder, -1)
+            table = self.everywhere(lambda: read_table(path, manifest["files"]))
+            every = {fqn: t for m in self.modules for fqn, t in named_tensors(m).items()}
+            tensors = {f"model.{fqn}": t.detach() for fqn, t in every.items() if not is_adapter(fqn)}
+            wanted = {key: t for key, t in table.state_dict_metadata.items() if key.startswith("model.")}
+            self.check_fit(tensors, wanted, path, same_dtype=False)
+            self.everywhere(lambda: read_tensors(tensors, path, table, self.group))
+            folder = path
+        if is_peft_folder(self.cfg.init_from):
+            self.everywhere(lambda: load_peft(self.modules, self.cfg.init_from))
+        self.base = {"folder": os.path.abspath(folder) if folder else "", "hash": base_hash(self.modules, self.group)}
 
     def choose(self, source, step) -> tuple[str, dict]:
         """(folder, manifest) of the newest checkpoint that is good to the last bit: one decision for all ranks, each of
@@ -429,6 +468,8 @@ class Checkpoints:
     def tensors(self, with_optimizer) -> dict[str, Tensor]:
         """The flat dict that DCP writes, and reads into in place (what is quantized, into a copy in fp32)."""
         every = {fqn: tensor for module in self.modules for fqn, tensor in named_tensors(module).items()} | self.params
+        if "lora" in self.identity:
+            every = {fqn: tensor for fqn, tensor in every.items() if is_adapter(fqn)}
         found = {f"model.{fqn}": tensor.detach() for fqn, tensor in every.items()}
         for fqn, param in self.params.items() if with_optimizer else ():
             for name, t in self.state_of(param).items():
@@ -460,6 +501,9 @@ class Checkpoints:
 def load_weights(modules: list[nn.Module], folder: str):
     """Fills this rank's part of a model, sharded in any way, from a run, step or Hugging Face folder. Every rank calls it.
     Raises ValueError, the same on all ranks."""
+    if not is_hf_folder(folder) and lora_of(newest_readable(folder)):
+        path, _, table = open_saved(folder)
+        return fill_merged(modules, path, table)
     config = modules[0].config
     model = {"module": type(config).__module__, "class": type(config).__name__.removesuffix("Config"), **asdict(config)}
     reader = Checkpoints(CheckpointConfig(init_from=folder, load_only=True), os.devnull, modules=modules, optimizer=[],
@@ -480,7 +524,10 @@ def saved_model(path: str) -> tuple[type, object]:
 
 
 def open_saved(folder: str) -> tuple[str, nn.Module, object]:
-    """(path, model on meta, DCP's table) of a step folder, or of a run folder's newest good checkpoint. Raises ValueError."""
+    """(path, model on meta, DCP's table) of a step folder, or of a run folder's newest good checkpoint. Raises ValueError.
+
+    The table of a LoRA run has its adapters and nothing else.
+    """
     say = partial(print, "checkpoint:", file=sys.stderr, flush=True)  # stdout is for what one samples
     path, manifest = newest_good(folder, candidates(folder), verify, say)
     Model, config = saved_model(path)
@@ -491,14 +538,20 @@ def open_saved(folder: str) -> tuple[str, nn.Module, object]:
         model = Model(config)
     table = read_table(path, manifest["files"])
     there = {key for key in table.state_dict_metadata if key.startswith("model.")}
-    if odd := sorted(there ^ {f"model.{fqn}" for fqn in named_tensors(model)}):
+    if lora := lora_of(path):
+        names = lora_names(model, SimpleNamespace(lora_rank=lora["rank"], lora_on=lora["on"]))
+        fqns = [f"{name}.lora_{x}.weight" for name in names for x in "ab"]
+    if odd := sorted(there ^ {f"model.{fqn}" for fqn in (fqns if lora else named_tensors(model))}):
         kind = f"{Model.__module__}.{Model.__name__}"
         raise ValueError(f"{path} does not fit {kind}: {len(odd)} odd tensors, the first is {odd[0]}")
     return path, model, table
 
 
 def load_model(folder: str, device="cpu", dtype: torch.dtype | None = None) -> tuple[nn.Module, dict]:
-    """(plain model on `device`, state) of a step folder, or of a run folder's newest good checkpoint. Raises ValueError."""
+    """(plain model on `device`, state) of a step folder, or of a run folder's newest good checkpoint. Raises ValueError.
+
+    Adapters are merged with the weights below them, which are read from where they were when the run began.
+    """
     path, model, table = open_saved(folder)
     for param in model.parameters():  # not the buffers: an expert's bias stays fp32
         param.data = param.data.to(dtype or param.dtype)
@@ -506,8 +559,61 @@ def load_model(folder: str, device="cpu", dtype: torch.dtype | None = None) -> t
     tensors = {f"model.{fqn}": t.detach() for fqn, t in named_tensors(model).items()}
     computed = {id(buffer) for buffer in model.buffers()} - {id(t) for t in named_tensors(model).values()}
     assert not computed, "a buffer that no checkpoint holds is empty now: compute it in forward"
-    read_tensors(tensors, path, table)
+    if lora_of(path):
+        fill_merged([model], path, table)
+    else:
+        read_tensors(tensors, path, table)
     return model, read_json(path, "state.json")["state"]
+
+
+# --- LoRA runs: their checkpoints hold adapters, and name the weights below them ---
+def lora_of(path: str) -> dict | None:
+    """rank, alpha and on of the adapters that a step folder holds; None where it holds a whole model."""
+    return read_json(path, "state.json")["identity"].get("lora")
+
+
+def read_adapters(table, path: str) -> dict[str, Tensor]:
+    """{fqn: the whole tensor}: adapters are small."""
+    found = {key: torch.empty(kind.size, dtype=kind.properties.dtype) for key, kind in table.state_dict_metadata.items()
+             if key.startswith("model.")}
+    read_tensors(found, path, table)
+    return {key.removeprefix("model."): t for key, t in found.items()}
+
+
+@torch.no_grad()
+def fill_merged(modules: list[nn.Module], path: str, table):
+    """Fills a model, plain or this rank's part of it, from a step folder of a LoRA run: with the weights below the adapters, from
+    where they were when the run began, and with the adapters added to them. Raises ValueError."""
+    saved, folder, plain = read_json(path, "state.json"), read_json(path, "state.json")["base"]["folder"], modules[0]
+    if folder and not os.path.isdir(folder):
+        raise ValueError(f"{path} holds adapters of {folder}, which is gone: put it back there, or continue the run with "
+                         "--init_from its new place and --export_hf")
+    if not folder and (len(modules) > 1 or any(hasattr(p, "placements") for p in plain.parameters())):
+        raise ValueError(f"{path} holds adapters of what its seed drew; merge them first, python checkpoint.py to_hf")
+    if not folder:
+        layout = Layout(ParallelConfig(), dict.fromkeys(AXES, 1), 1, 1, 1, next(plain.parameters()).device)
+        init_weights(plain, layout, read_json(path, "config.json")["seed"])
+    cfg = CheckpointConfig(init_from=folder, load_only=True)
+    reader = Checkpoints(cfg, os.devnull, modules=modules, optimizer=[], identity=saved["identity"], config={}, source="")
+    reader.load_base(folder)
+    check_base(path, reader.base)
+    adapters, scale = read_adapters(table, path), lora_of(path)["alpha"] / lora_of(path)["rank"]
+    for fqn, p in [item for module in modules for item in module.named_parameters()]:
+        name = fqn.removesuffix(".weight")
+        if (a := adapters.get(f"{name}.lora_a.weight")) is not None:
+            local, (shape, (row, column)) = local_tensor(p), local_slice(p)  # this rank's rows and columns
+            a = a[:, column : column + shape[1]].to(local.device)
+            b = adapters[f"{name}.lora_b.weight"][row : row + shape[0]].to(local.device)
+            local.copy_(merged_weight(local, a, b, scale))
+
+
+def check_base(path: str, base: dict):
+    """Raises ValueError unless the adapters of a step folder were trained on this base."""
+    there = read_json(path, "state.json")["base"]
+    if there["hash"] != base["hash"]:
+        names = [known["folder"] or "what --seed draws" for known in (there, base)]
+        raise ValueError(f"{path} holds adapters of {names[0]}, whose hash was {there['hash']}; {names[1]} has {base['hash']} "
+                         "now, so these are other weights; give those that it was trained on")
 
 
 def ls(run: str):
@@ -573,11 +679,22 @@ def diff(a: str, b: str) -> int:
     return int(bool(differ))
 
 
-def to_hf(folder: str, out: str, dtype="bfloat16", max_shard_gb=5.0):
-    """Exports a step folder, or a run folder's newest good checkpoint, with one tensor in memory at a time."""
+def to_hf(folder: str, out: str, dtype="bfloat16", max_shard_gb=5.0, adapter=False):
+    """Exports a step folder, or a run folder's newest good checkpoint, with one tensor in memory at a time; of a LoRA run its
+    adapters alone, or merged in memory with the weights below them."""
     check_export(out)
     path, model, table = open_saved(folder)
     check_same_model(type(model), model.config)
+    lora = lora_of(path)
+    if adapter and not lora:
+        raise ValueError(f"--adapter: {folder} was trained without --lora_rank; leave it out")
+    if adapter:
+        base = read_json(path, "state.json")["base"]["folder"]
+        return write_peft(out, read_adapters(table, path), block_linears(model), model, lora, base * is_hf_folder(base))
+    if lora:
+        file = os.path.join(path, "tokenizer.json")
+        model, file = load_model(path)[0], file if os.path.isfile(file) else None
+        return save_hf(model, out, getattr(torch, dtype), max_shard_gb, file)
     tokenizer_file, kinds = os.path.join(path, "tokenizer.json"), file_kinds(named_tensors(model), model, getattr(torch, dtype))
 
     def read(fqn):
@@ -623,6 +740,7 @@ def main(argv: list[str]) -> int:
     add(write_sources, "source", folder="a step folder, or a run folder", out=new)
     command = add(to_hf, "to_hf", folder="a step folder, or a run folder", out=new)
     command.add_argument("--dtype", choices=[str(d)[6:] for d in HF_DTYPES], default="bfloat16", help="of the weights")
+    command.add_argument("--adapter", action="store_true", help="of a LoRA run: its adapters alone, in peft's format")
     command.add_argument("--max_shard_gb", type=float, default=5.0, help="the most that a file may have, in GB")
     arguments = vars(parser.parse_args(argv))
     try:

@@ -5,6 +5,9 @@
 An adapted linear keeps its name, its weight and its place in the layout, and gets two children: blocks.0.attn.wq.lora_a.weight
 and .lora_b.weight. Only these have gradients and optimizer state, and only these are saved.
 """
+import hashlib
+import json
+import math
 from collections import Counter
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -15,7 +18,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from distributed.layout import Layout
+from distributed.agree import gather
+from distributed.layout import Layout, local_slice, local_tensor, named_tensors
 from support.config import Need, flag
 
 LORA = Need("without --lora_rank", lambda c: getattr(c, "lora_rank", 0))
@@ -27,6 +31,7 @@ class LoraConfig:
     lora_rank: int = 0  # freeze all weights, and train two matrices of this rank beside some of them (LoRA); 0 = train all
     lora_alpha: float = flag(32.0, LORA)  # what they add is scaled by lora_alpha / lora_rank
     lora_on: list[str] = flag(["wq", "wk", "wv", "wo"], LORA)  # beside which linears of the blocks: names or patterns
+    lora_base: str = flag("", LORA)  # the weights below a PEFT adapter in --init_from, where its own path to them is not right
 
 
 # ---------------------------------------------------------------- which linears
@@ -83,8 +88,17 @@ def lora_linears(stage, layout: Layout) -> None:
         return
     for p in stage.parameters():
         p.requires_grad_(False)
-    for linear in map(stage.get_submodule, names):
-        weight, rank = linear.weight, cfg.lora_rank
+    add_adapters(stage, names, cfg.lora_rank, cfg.lora_alpha)
+    if stage.index == 0 and stage.n_stages > 1 and not names:
+        # A pipeline sends gradients back as far as its first stage, and torch asks that its output have one. Without an adapter
+        # on this stage nothing else gives it one.
+        stage.tok_embeddings.register_forward_hook(lambda module, args, out: out.requires_grad_(torch.is_grad_enabled()))
+
+
+def add_adapters(module, names: list[str], rank: int, alpha: float) -> None:
+    """Put adapters beside these linears, split as the weights are, on the same device and without values."""
+    for linear in map(module.get_submodule, names):
+        weight = linear.weight
         linear.lora_a = nn.Linear(linear.in_features, rank, bias=False, device=weight.device)
         linear.lora_b = nn.Linear(rank, linear.out_features, bias=False, device=weight.device)
         if isinstance(weight, DTensor):
@@ -93,11 +107,7 @@ def lora_linears(stage, layout: Layout) -> None:
                 placement = cut if cut.is_shard(dim) else Replicate()
                 split = distribute_tensor(adapter.weight, weight.device_mesh, [placement], src_data_rank=None)
                 adapter.weight = nn.Parameter(split)
-        linear.lora_scale, linear.__class__ = cfg.lora_alpha / rank, with_adapter(type(linear))
-    if stage.index == 0 and stage.n_stages > 1 and not names:
-        # A pipeline sends gradients back as far as its first stage, and torch asks that its output have one. Without an adapter
-        # on this stage nothing else gives it one.
-        stage.tok_embeddings.register_forward_hook(lambda module, args, out: out.requires_grad_(torch.is_grad_enabled()))
+        linear.lora_scale, linear.__class__ = alpha / rank, with_adapter(type(linear))
 
 
 class Adapted(nn.Linear):
@@ -128,6 +138,50 @@ class Adapted(nn.Linear):
 def with_adapter(kind: type) -> type:
     """A class of linears, with the forward of Adapted."""
     return type(kind.__name__, (Adapted, kind), {})
+
+
+def adapted_linears(module) -> dict[str, nn.Module]:
+    """fqn -> linear, of those that have adapters."""
+    return {fqn: linear for fqn, linear in module.named_modules() if isinstance(linear, Adapted)}
+
+
+def merged_weight(w, a, b, scale: float):
+    """W + scale * B A (out, in) in fp32, of whole matrices or of a rank's rows and columns."""
+    return torch.addmm(w.float(), b.float(), a.float(), alpha=scale)
+
+
+# ---------------------------------------------------------------- which base
+@torch.no_grad()
+def base_hash(modules, group=None) -> str:
+    """A hash of all that LoRA leaves as it is, equal in every layout and on every device: per tensor the sum of its numbers'
+    bits in bfloat16, each times its place, modulo 2**64. Every rank reads its shards once.
+
+    In bfloat16, because the base is kept in the compute dtype, which may be fp32 on one machine and not on the next.
+    """
+    mine = {}
+    for module in modules:
+        for fqn, t in named_tensors(module).items():
+            if not is_adapter(fqn):
+                mine[fqn, local_slice(t)] = placed_sum(t)
+    sums = Counter()
+    for (fqn, _), value in {key: value for part in gather(mine, group) for key, value in part.items()}.items():
+        sums[fqn] += value
+    return hashlib.sha256(json.dumps({fqn: sums[fqn] % 2**64 for fqn in sorted(sums)}).encode()).hexdigest()[:16]
+
+
+def placed_sum(t) -> int:
+    """Sum over this rank's part of a tensor of bits * (1 + place in the whole tensor), modulo 2**64."""
+    (shape, offset), whole = local_slice(t), tuple(t.shape)
+    columns = torch.zeros(1, dtype=torch.int64, device=local_tensor(t).device)  # place within a row of the first dimension
+    for n, first, size in zip(shape[1:], offset[1:], whole[1:], strict=True):
+        columns = (columns[:, None] * size + torch.arange(first, first + n, device=columns.device)).flatten()
+    total = torch.zeros((), dtype=torch.int64, device=columns.device)
+    for i, rows in enumerate(local_tensor(t.detach()).split(1024) if math.prod(shape) else ()):
+        bits = rows.reshape(len(rows), -1).to(torch.bfloat16).view(torch.int16)
+        first = offset[0] + 1024 * i
+        places = torch.arange(first, first + len(rows), device=bits.device) * math.prod(whole[1:])
+        total += (bits.sum(1, dtype=torch.int64) * places).sum() + (bits.sum(0, dtype=torch.int64) * (columns + 1)).sum()
+    return total.item()
 
 
 # ---------------------------------------------------------------- what it costs

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from distributed.agree import everywhere, gather, new_gloo_group, on_rank_0, rank_in, reason, some
 from distributed.layout import local_slice, local_tensor, named_tensors
+from distributed.lora import adapted_linears, is_adapter, merged_weight
 from support.config import spell, unwrap
 from support.files import HF_LIMIT, HF_LIMITS, SAFETENSORS_HEADER_LIMIT, hf_file, json_bytes, publish, read_json, write_file
 from support.same_model import HF_MODELS, check_same_model, classes_of
@@ -275,7 +276,7 @@ def plan_reads(modules: list[nn.Module], source: HFTensors, exclude=()) -> tuple
     """([(name, where to begin, what to fill)] of this rank, how the names match). Raises ValueError; fills nothing yet."""
     match, keys = match_names(modules[0], source, exclude), modules[0].hf_keys()
     reads, problems = [], []
-    for fqn, tensor in [item for module in modules for item in named_tensors(module).items()]:
+    for fqn, tensor in [item for module in modules for item in named_tensors(module).items() if not is_adapter(item[0])]:
         if fqn not in keys and isinstance(tensor, nn.Parameter):
             raise ValueError(f"hf_keys() of {type(modules[0]).__name__} has no name for {fqn}")
         if fqn in match.skipped or fqn not in keys:
@@ -322,7 +323,7 @@ def load_hf(model, folder: str, exclude=(), group=None) -> list[str]:
                 print(f"checkpoint: reading {folder}: {share}", flush=True)
         for module in modules:
             for fqn, tensor in named_tensors(module).items():
-                if fqn not in module.hf_keys():
+                if fqn not in module.hf_keys() and not is_adapter(fqn):
                     tensor.zero_()  # the bias that balances our experts, where theirs have none: it begins at 0
 
     everywhere(fill, group)
@@ -525,7 +526,8 @@ def say_lost(folder: str, fqns: list[str]):
 
 @torch.no_grad()
 def save_hf(model, folder: str, dtype=torch.bfloat16, max_shard_gb=5.0, tokenizer_file: str | None = None, group=None):
-    """Writes a model as a Hugging Face folder that transformers opens: weights in `dtype`, buffers as they are.
+    """Writes a model as a Hugging Face folder that transformers opens: weights in `dtype`, with their adapters, and buffers as
+    they are.
 
     model: plain (call it on one rank), or sharded by parallel.py, or the list of this rank's pipeline stages (call it on all
     ranks). Raises ValueError, the same on all ranks, and `folder` is then as it was.
@@ -536,7 +538,9 @@ def save_hf(model, folder: str, dtype=torch.bfloat16, max_shard_gb=5.0, tokenize
             if hasattr(part, "reshard"):
                 part.reshard()  # FSDP may hold gathered weights from before the optimizer's last step; the shards are new
         for fqn, tensor in named_tensors(module).items():
-            tensors.setdefault(fqn, tensor)
+            if not is_adapter(fqn):
+                tensors.setdefault(fqn, tensor)
+    adapted = {f"{fqn}.weight": linear for module in modules for fqn, linear in adapted_linears(module).items()}
     group, kinds = own_group(modules, group), file_kinds(tensors, modules[0], dtype)
     Model = next(c for c in type(modules[0]).__mro__ if not c.__module__.startswith("torch."))  # FSDP adds a class of its own
     on_rank_0(lambda: check_same_model(Model, modules[0].config), group)
@@ -545,7 +549,12 @@ def save_hf(model, folder: str, dtype=torch.bfloat16, max_shard_gb=5.0, tokenize
         say_lost(folder, [fqn for part in lost for fqn in part])
 
     def whole(fqn):
-        tensor, dtype = tensors[fqn].detach(), kinds[fqn][1]
+        if (linear := adapted.get(fqn)) is None:
+            return gathered(tensors[fqn].detach(), kinds[fqn][1])
+        weights = (gathered(p.detach(), torch.float32) for p in (linear.weight, linear.lora_a.weight, linear.lora_b.weight))
+        return merged_weight(*weights, linear.lora_scale).to(kinds[fqn][1])
+
+    def gathered(tensor, dtype):
         if not hasattr(tensor, "placements"):
             return tensor.to(dtype)
         local, rest = tensor.to_local().to(dtype), dict(run_check=False, shape=tensor.shape, stride=tensor.stride())

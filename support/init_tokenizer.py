@@ -5,6 +5,7 @@ from support.files import read_json, sha256_file
 from support.hf import matches
 from support.manifest import ABOUT, newest_readable, resume_source
 from support.mixture import mixture_of
+from support.peft import base_folder
 from support.shards import is_shards
 from support.tokenizer import BESIDE, tokenizer_path
 
@@ -19,7 +20,7 @@ def source_tokenizer(cfg) -> str:
     if not cfg.init_from or cfg.tokenizer or not is_text or has_new_ids(cfg):
         return ""
     source, names = resume_source(cfg.out, cfg), (*ABOUT, "tokenizer.json", *BESIDE)
-    folder = newest_readable(source.folder, source.step, names) if source else cfg.init_from
+    folder = newest_readable(source.folder, source.step, names) if source else base_folder(cfg)
     file = os.path.join(folder, "tokenizer.json")
     if not os.path.lexists(file):
         raise ValueError(f"{file} is missing, so nothing tells how to cut --data {cfg.data} into the ids that these weights "
@@ -35,9 +36,9 @@ def has_new_ids(cfg) -> bool:
 def check_tokenizer(out: str, identity: dict, cfg):
     """Raises ValueError when the data has other ids than the weights of --init_from were trained with."""
     here, source = identity.get("data", {}).get("tokenizer_sha256"), resume_source(out, cfg)
-    if not cfg.init_from or here is None or has_new_ids(cfg) or source and source.folder != cfg.init_from:
+    if not cfg.init_from or here is None or has_new_ids(cfg) or source and source.folder != base_folder(cfg):
         return
-    path, there = cfg.init_from, None
+    path, there = base_folder(cfg), None
     if source:
         path = newest_readable(source.folder, source.step, ABOUT)
         there = read_json(path, "state.json")["identity"]["data"].get("tokenizer_sha256")

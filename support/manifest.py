@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from distributed.agree import Failed
 from support.files import fsync, hub_hint, json_bytes, write_file
+from support.peft import base_folder
 
 FORMAT_VERSION = 2
 STEP_FOLDER = re.compile(r"step-(0|[1-9]\d*)")  # with fullmatch: a folder that a user renamed to old-step-5 is not ours
@@ -151,7 +152,8 @@ def resume_source(out: str, cfg) -> Source | None:
     step = -1 if restarted() else cfg.load_step
     if step >= 0 or step_folders(out):
         return Source(out, step, True)
-    return Source(cfg.init_from, -1, not cfg.init_model_only) if cfg.init_from and not is_hf_folder(cfg.init_from) else None
+    base = base_folder(cfg)
+    return Source(base, -1, not cfg.init_model_only) if base and not is_hf_folder(base) else None
 
 
 def newest_good(folder: str, paths: list[str], check, say=lambda text: None) -> tuple[str, dict]:

@@ -12,13 +12,14 @@ from dataclasses import asdict
 
 import torch
 
-from distributed.lora import check_lora
+from distributed.lora import check_lora, lora_names
 from support.certificate import carry_certificate
 from support.config import FROM_FILE
 from support.files import json_bytes, read_json
 from support.hf import check_export, check_hf_config
 from support.init_tokenizer import check_tokenizer
 from support.manifest import ABOUT, is_hf_folder, newest_readable, resume_source, step_folders
+from support.peft import base_folder, check_peft, is_peft_folder
 
 
 def claim_run(cfg, Model, model_config, data, lr_at=None) -> dict:
@@ -31,21 +32,38 @@ def claim_run(cfg, Model, model_config, data, lr_at=None) -> dict:
         raise ValueError(f"the tokenizer has {ids} ids, the model {model_config.vocab_size}; use --model_args vocab_size={ids}")
     if cfg.val_every and not data.n_val_samples:
         raise ValueError(f"--data {cfg.data} has no validation text; use --val_every 0")
-    if getattr(cfg, "lora_rank", 0):
-        with torch.device("meta"):
-            check_lora(Model(model_config), cfg)
     model = {"module": Model.__module__, "class": Model.__name__, **asdict(model_config)}
     identity = {"model": model, "data": data.fingerprint, "optimizer": {"name": cfg.optimizer}}
+    identity |= claim_adapters(cfg, Model, model_config)
     check_run(cfg.out, identity, cfg, lr_at)
-    if is_hf_folder(cfg.init_from):
+    if is_hf_folder(base_folder(cfg)):
         if not cfg.init_model_only:
             raise ValueError(f"--no-init_model_only: {cfg.init_from} holds weights and no more; leave it out")
-        check_hf_config(model_config, cfg.init_from)
+        check_hf_config(model_config, base_folder(cfg))
     if cfg.export_hf and all(step < cfg.steps for step, _ in step_folders(cfg.out)):
         check_export(cfg.export_hf, Model, model_config)
     lock_run(cfg.out)
     carry_certificate(cfg, model_config)
     return identity
+
+
+def claim_adapters(cfg, Model, model_config) -> dict:
+    """What identifies a LoRA run besides, {} without --lora_rank. Raises ValueError where its flags do not fit the model, or
+    --init_from."""
+    if not getattr(cfg, "lora_rank", 0):
+        return {}
+    if not cfg.init_model_only:
+        raise ValueError("--no-init_model_only with --lora_rank: the optimizer's state there is of weights that are frozen "
+                         "here; leave it out")
+    if drawn := [pattern for pattern in cfg.exclude_from_loading if pattern != "optimizer"]:
+        raise ValueError(f"--exclude_from_loading {','.join(drawn)} with --lora_rank: what is not loaded would be frozen as "
+                         "it was drawn; leave it out")
+    with torch.device("meta"):
+        model = Model(model_config)
+    check_lora(model, cfg)
+    if is_peft_folder(cfg.init_from) and not step_folders(cfg.out):
+        check_peft(model, lora_names(model, cfg), cfg)
+    return {"lora": {"rank": cfg.lora_rank, "alpha": cfg.lora_alpha, "on": list(cfg.lora_on)}}
 
 
 def check_run(out: str, identity: dict, cfg, lr_at=None):
@@ -63,8 +81,14 @@ def check_run(out: str, identity: dict, cfg, lr_at=None):
                 print(phase_line(path, differ, identity, cfg), flush=True)
         elif source.everything:
             check_continuable(path, source.folder, identity)
+            base = read_json(path, "state.json").get("base", {}).get("folder")
+            if "lora" in identity and base and not cfg.init_from:
+                raise ValueError(f"{out} holds adapters of {base}; give --init_from {base} to continue")
             if int(os.environ.get("RANK", 0)) == 0 and (text := changed_flags(path, cfg, lr_at)):
                 print(text, flush=True)
+        elif "lora" in read_json(path, "state.json")["identity"]:
+            raise ValueError(f"--init_from {source.folder} holds adapters only; merge them with the weights below them, python "
+                             f"checkpoint.py to_hf {source.folder} OUT, and start from OUT")
         elif wrong := [change for change in model_changes(path, identity) if change[0].split(".")[0] not in may_change(cfg)]:
             text = "; ".join(f"{name} is {old} there, {new} here" for name, old, new in wrong)
             raise ValueError(f"--init_from {source.folder} is of another model: {text}; give the model of the checkpoint")
@@ -174,8 +198,8 @@ def changes(old, new, name=""):
 # compared by their contents.
 UNTOLD_FLAGS = set("""
     out device log_every checkpoint_every init_from init_model_only load_step exclude_from_loading checkpoint_async
-    keep_latest_k checkpoint_first_step load_only last_save_model_only export_hf export_dtype data tokenizer cache_dir plot
-    text_column tensorboard wandb profile memory_snapshot gc_every dry_run plan machine nvlink_gb_s network_gb_s
+    keep_latest_k checkpoint_first_step load_only last_save_model_only export_hf export_dtype lora_base data tokenizer cache_dir
+    plot text_column tensorboard wandb profile memory_snapshot gc_every dry_run plan machine nvlink_gb_s network_gb_s
     devices_per_node explain check_parity where certify flight_recorder init_timeout_s train_timeout_s
 """.split())
 

@@ -1,0 +1,229 @@
+"""What a LoRA run leaves on disk, against checkpoint.py and support/peft.py: peft and transformers say what the files mean."""
+import json
+import os
+import shutil
+from dataclasses import asdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from layouts import MODELS, Flags, build, config, full, initialised
+from pool import pool
+from saves import path
+from test_lora import ALL, LORA, MLA, one_layout
+from test_parallel import MOE, V2
+
+import checkpoint
+from checkpoint import CheckpointConfig, Checkpoints, load_model
+from distributed.lora import base_hash, is_adapter, lora_names
+from support import hf
+from support.peft import base_folder, check_peft
+from support.resume import check_run, claim_adapters
+
+DS = dict(model="deepseek", n_layers=2)
+WITHOUT_FFN = MLA | dict(lora_on=MLA["lora_on"][:-1])
+SMALL = {"llama3": (dict(n_layers=2), ALL), "qwen3": (MOE | dict(n_layers=2), LORA), "deepseek": (DS, WITHOUT_FFN),
+         "deepseek v2": (V2 | dict(n_layers=2), MLA | dict(lora_on=("blocks.1.attn.wq", "wkv_b", "wo")))}
+
+
+def flags_of(lora: dict, **more) -> SimpleNamespace:
+    """What a recipe's Config would be, as far as checkpoints read it."""
+    return SimpleNamespace(**vars(CheckpointConfig()) | vars(Flags(lora_alpha=6, **lora)) | dict(out="nowhere") | more)
+
+
+def identity_of(model_config, cfg) -> dict:
+    Model = MODELS[type(model_config)]
+    about = {"module": Model.__module__, "class": Model.__name__, **asdict(model_config)}
+    return {"model": about, "data": {}, "optimizer": {}} | claim_adapters(cfg, Model, model_config)
+
+
+def open_run(out, modules, model_config, cfg, optimizers=()):
+    rest = dict(identity=identity_of(model_config, cfg), config={"seed": 3}, source="")
+    return Checkpoints(cfg, str(out), modules=modules, optimizer=list(optimizers), **rest)
+
+
+def written_base(folder, problem, seed=3):
+    """A plain model, and the Hugging Face folder with its weights."""
+    model = initialised(config(**problem), one_layout(), seed)
+    hf.save_hf(model, str(folder), torch.float32)
+    return model, str(folder)
+
+
+def tokens():
+    return torch.randint(0, 101, (2, 24), generator=torch.Generator().manual_seed(1))
+
+
+def theirs(folder):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("kind", SMALL)
+@torch.no_grad()
+def test_merged_weights_and_the_adapter_give_the_same_logits_in_transformers_and_here(kind, tmp_path):
+    """From a run: to_hf merged, to_hf --adapter with peft, and load_model. And back: what peft has saved is read."""
+    import peft  # not at the top: the workers of a pool would wait for it
+
+    problem, lora = SMALL[kind]
+    _, base = written_base(tmp_path / "base", problem)
+    cfg = flags_of(lora, init_from=base)
+    model = initialised(config(**problem), one_layout(lora_alpha=6, **lora), 7)  # other weights than the base's
+    run = open_run(tmp_path / "run", [model], config(**problem), cfg)
+    assert run.load() is None
+    run.save(1, {"step": 1}, last=True)
+    run.close()
+    expected = model(tokens()).float()
+    for out, adapter in ("merged", False), ("adapter", True):
+        checkpoint.to_hf(str(tmp_path / "run"), str(tmp_path / out), "float32", adapter=adapter)
+    found = peft.PeftModel.from_pretrained(theirs(base), tmp_path / "adapter")
+    assert sum(".lora_A." in name for name, _ in found.named_parameters()) == len(lora_names(model, cfg))
+    merged, loaded = theirs(tmp_path / "merged"), load_model(str(tmp_path / "run"))[0]
+    for other in found(tokens()).logits, merged(tokens()).logits, loaded(tokens()):
+        torch.testing.assert_close(other, expected, rtol=0, atol=1e-5)
+
+    for name, p in found.named_parameters():
+        if ".lora_" in name:
+            p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name))) * 0.1)
+    found.save_pretrained(tmp_path / "tuned")
+    back = initialised(config(**problem), one_layout(lora_alpha=6, **lora), 8)
+    cfg = flags_of(lora, init_from=str(tmp_path / "tuned"))
+    assert base_folder(cfg) == base
+    check_peft(MODELS[type(config(**problem))](config(**problem)), lora_names(back, cfg), cfg)
+    again = open_run(tmp_path / "again", [back], config(**problem), cfg)
+    again.load()
+    again.close()
+    other = found(tokens()).logits
+    assert (other - expected).abs().max() > 1e-2
+    torch.testing.assert_close(back(tokens()), other, rtol=0, atol=1e-5)
+
+
+def test_what_peft_would_take_for_experts_is_not_exported_for_it(tmp_path):
+    run = open_run(tmp_path / "run", [initialised(config(**DS), one_layout(**MLA), 3)], config(**DS), flags_of(MLA))
+    run.load()
+    run.save(1, {}, last=True)
+    with pytest.raises(ValueError, match="peft takes gate_proj of a model with experts for the experts'; leave out --adapter"):
+        checkpoint.to_hf(str(tmp_path / "run"), str(tmp_path / "out"), adapter=True)
+
+
+# ---------------------------------------------------------------- in every layout
+def saved_and_hashed(out, base, problem, flags, seed, step=None, alone=False, load_number=0) -> tuple:
+    """Load in a layout, and either take a step with made-up gradients and save as step `step`, or export; (hash of the base,
+    {fqn: adapter}, what is saved and no adapter's). alone: without a process group, and without an export."""
+    if alone:
+        stages = [initialised(config(**problem), one_layout(**flags), seed)]
+    else:
+        stages, _ = build(config(**problem), flags, 4, 1, seed)
+    trained = [p for s in stages for p in s.parameters() if p.requires_grad]
+    optimizer = [torch.optim.AdamW(trained, lr=0.1)] if trained else []
+    run = open_run(out, stages, config(**problem), flags_of(dict(lora_rank=4), init_from=base), optimizer)
+    run.load()
+    if step:
+        for p in trained:
+            p.grad = torch.ones_like(p)
+        for o in optimizer:
+            o.step()
+        run.save(step, {"step": step}, last=True)
+    elif not alone:
+        hf.save_hf(stages, f"{out}-merged-{load_number}", torch.float32)
+    run.close()
+    adapters = {fqn: full(p) for s in stages for fqn, p in s.named_parameters() if is_adapter(fqn)}
+    return run.base["hash"], adapters, [key for key in run.tensors(True) if not is_adapter(key)]
+
+
+ZBV = dict(pp=2, pp_schedule="ZBVZeroBubble")
+
+
+@pytest.mark.parametrize("layouts", [
+    [(2, dict(tp=2)), (2, ZBV)],
+    pytest.param([(1, {}), (2, dict(dp_shard=2)), (2, ZBV), (4, dict(tp=2, dp_shard=2)), (2, {})], marks=pytest.mark.slow),
+])
+def test_a_run_goes_on_in_another_layout_with_the_same_base(layouts, tmp_path):
+    problem = dict(tie_embeddings=True)
+    model, base = written_base(tmp_path / "base", problem)
+    before, hashes = {}, {base_hash([model])}
+    for step, (processes, flags) in enumerate(layouts, 1):
+        found = pool(processes).run(saved_and_hashed, tmp_path / "run", base, problem, LORA | flags, step, step)
+        again = pool(processes).run(saved_and_hashed, tmp_path / "run", base, problem, LORA | flags, 9, None, False, step)
+        for (base_is, now, others), (also, loaded, _) in zip(found, again, strict=True):
+            hashes |= {base_is, also}
+            assert others == [] and now and all(torch.equal(t, loaded[fqn]) for fqn, t in now.items())
+            assert not before or any(not torch.equal(t, before[fqn]) for fqn, t in now.items())
+        merged, _ = hf.load_hf_model(f"{tmp_path}/run-merged-{step}")
+        for fqn, weight in load_model(f"{tmp_path}/run")[0].named_parameters():
+            torch.testing.assert_close(merged.get_parameter(fqn), weight, rtol=0, atol=1e-7)
+        before = {fqn: t for _, now, _ in found for fqn, t in now.items()}
+    assert len(hashes) == 1 and len(before) == 2 * 4 * 4
+
+
+def test_a_checkpoint_holds_the_adapters_alone_and_knows_its_base(tmp_path, capsys):
+    _, base = written_base(tmp_path / "base", {})
+    _, other = written_base(tmp_path / "other", {}, seed=4)
+    saved_and_hashed(tmp_path / "run", base, {}, LORA, 5, 1, True)
+    table = json.loads((tmp_path / "run/checkpoints/step-1/tensors.json").read_text())["tensors"]
+    names = {key.split(".", 1)[1] for key in table}
+    assert all(is_adapter(name) for name in names) and len(table) == 16 * 2 * (1 + 3)
+    about = json.loads((tmp_path / "run/checkpoints/step-1/state.json").read_text())
+    assert about["base"]["folder"] == base and about["identity"]["lora"] == dict(rank=4, alpha=6, on=["wq", "wk", "wv", "wo"])
+    with pytest.raises(ValueError, match=f"holds adapters of {base}, whose hash was .* now, so these are other weights"):
+        saved_and_hashed(tmp_path / "run", other, {}, LORA, 5, None, True)
+    # a copy of the base is the base
+    shutil.copytree(base, tmp_path / "copy")
+    saved_and_hashed(tmp_path / "run", str(tmp_path / "copy"), {}, LORA, 5, None, True)
+    os.rename(base, base + "-gone")
+    with pytest.raises(ValueError, match=f"holds adapters of {base}, which is gone: put it back there, or continue the run"):
+        load_model(str(tmp_path / "run"))
+    # a base that the seed draws: load_model draws it again
+    saved_and_hashed(tmp_path / "drawn", "", {}, LORA, 3, 1, True)
+    assert load_model(str(tmp_path / "drawn"))[0].config == config()
+    state = path(tmp_path / "drawn", 1) + "/state.json"
+    assert json.loads(open(state).read())["base"]["folder"] == ""
+
+
+@pytest.mark.parametrize("change, words", [
+    (dict(lora_rank=8), "lora.rank is 8 but .* was trained with 4; use --out NEW"),
+    (dict(lora_alpha=9), "lora.alpha is 9 but .* was trained with 6"),
+    (dict(lora_on=["wq"]), r"lora.on is \['wq'\] but .* was trained with"),
+    (dict(lora_rank=0), "lora is not set but .* was trained with"),
+    (dict(init_from=""), "holds adapters of .*; give --init_from .*base to continue"),
+    (dict(init_model_only=False), "--no-init_model_only with --lora_rank"),
+    (dict(exclude_from_loading=["head"]), "--exclude_from_loading head with --lora_rank"),
+    (dict(out="new", lora_rank=0, init_from="run"), "--init_from .*run holds adapters only; merge them"),
+    (dict(out="new", init_from="run"), "--init_from .*run holds adapters only; merge them"),
+])
+def test_what_cannot_go_on_is_refused_by_name(change, words, tmp_path):
+    _, base = written_base(tmp_path / "base", {})
+    saved_and_hashed(tmp_path / "run", base, {}, LORA, 5, 1, True)
+    flags = dict(init_from=base, out=str(tmp_path / change.pop("out", "run"))) | LORA | dict(lora_alpha=6)
+    flags |= {name: str(tmp_path / value) if value == "run" else value for name, value in change.items()}
+    cfg = SimpleNamespace(**vars(CheckpointConfig()) | vars(Flags()) | flags | dict(tokenizer="", data=""))
+    with pytest.raises(ValueError, match=words) as error:
+        check_run(cfg.out, identity_of(config(), cfg), cfg)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("change, words", [
+    (dict(lora_rank=0), "is a PEFT adapter: train it on with --lora_rank 4 --lora_alpha 6"),
+    (dict(lora_rank=2), "--lora_rank 2 --lora_alpha 6, but .* has --lora_rank 4 --lora_alpha 6; give those"),
+    (dict(lora_on=["wq"]), "--lora_on wq names 2 linears, but .* has adapters for 4; use --lora_on wq,wo"),
+    (dict(base="no/where"), "is an adapter of no/where, which is no folder here; .* with --lora_base FOLDER"),
+    (dict(use_dora=True), "has use_dora True; only plain LoRA adapters are read"),
+    (dict(r="four"), "r is 'four' and lora_alpha 6"),
+    (dict(lora_base="BASE", init_from="BASE"), "--lora_base .* has no effect"),
+])
+def test_an_adapter_that_does_not_fit_is_refused(change, words, tmp_path):
+    import peft
+
+    problem = dict(n_layers=2)
+    _, base = written_base(tmp_path / "base", problem)
+    tuned = peft.get_peft_model(theirs(base), peft.LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "o_proj"]))
+    tuned.save_pretrained(tmp_path / "tuned")
+    file = tmp_path / "tuned" / "adapter_config.json"
+    about = json.loads(file.read_text()) | {k: change.pop(k) for k in ("use_dora", "r") if k in change}
+    about |= {"base_model_name_or_path": change.pop("base")} if "base" in change else {}
+    file.write_text(json.dumps(about))
+    change = {name: base if value == "BASE" else value for name, value in change.items()}
+    cfg = flags_of(dict(lora_rank=4, lora_on=["wq", "wo"]) | {k: v for k, v in change.items() if k != "init_from"},
+                   out=str(tmp_path / "new"), init_from=change.get("init_from", str(tmp_path / "tuned")))
+    with pytest.raises(ValueError, match=words):
+        base_folder(cfg)
+        claim_adapters(cfg, MODELS[type(config())], config(**problem))
