@@ -50,9 +50,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distributed.agree import Failed, everywhere, gather, new_gloo_group, on_rank_0, rank_in, some
-from distributed.layout import AXES, Layout, ParallelConfig, local_slice, local_tensor, named_tensors
-from distributed.lora import base_hash, block_linears, is_adapter, lora_names, merged_weight
-from parallel import init_weights
+from distributed.layout import AXES, local_tensor, named_tensors
+from distributed.lora import base_hash, block_linears, is_adapter, lora_names
+from support.adapters import add_adapters_of, base_of, check_base, hf_base_of, lora_of, read_adapters
 from support.certificate import carried_certificate
 from support.config import Need, Parser, flag, usage_error
 from support.dcp import WriterProcess, import_dcp, read_table, read_tensors, write_tensors
@@ -566,54 +566,15 @@ def load_model(folder: str, device="cpu", dtype: torch.dtype | None = None) -> t
     return model, read_json(path, "state.json")["state"]
 
 
-# --- LoRA runs: their checkpoints hold adapters, and name the weights below them ---
-def lora_of(path: str) -> dict | None:
-    """rank, alpha and on of the adapters that a step folder holds; None where it holds a whole model."""
-    return read_json(path, "state.json")["identity"].get("lora")
-
-
-def read_adapters(table, path: str) -> dict[str, Tensor]:
-    """{fqn: the whole tensor}: adapters are small."""
-    found = {key: torch.empty(kind.size, dtype=kind.properties.dtype) for key, kind in table.state_dict_metadata.items()
-             if key.startswith("model.")}
-    read_tensors(found, path, table)
-    return {key.removeprefix("model."): t for key, t in found.items()}
-
-
-@torch.no_grad()
 def fill_merged(modules: list[nn.Module], path: str, table):
-    """Fills a model, plain or this rank's part of it, from a step folder of a LoRA run: with the weights below the adapters, from
-    where they were when the run began, and with the adapters added to them. Raises ValueError."""
-    saved, folder, plain = read_json(path, "state.json"), read_json(path, "state.json")["base"]["folder"], modules[0]
-    if folder and not os.path.isdir(folder):
-        raise ValueError(f"{path} holds adapters of {folder}, which is gone: put it back there, or continue the run with "
-                         "--init_from its new place and --export_hf")
-    if not folder and (len(modules) > 1 or any(hasattr(p, "placements") for p in plain.parameters())):
-        raise ValueError(f"{path} holds adapters of what its seed drew; merge them first, python checkpoint.py to_hf")
-    if not folder:
-        layout = Layout(ParallelConfig(), dict.fromkeys(AXES, 1), 1, 1, 1, next(plain.parameters()).device)
-        init_weights(plain, layout, read_json(path, "config.json")["seed"])
+    """Fills a model, plain or this rank's part of it, from a step folder of a LoRA run: with the weights below the adapters,
+    from where they were when the run began, and with the adapters added to them. Raises ValueError."""
+    folder, saved = base_of(path, modules), read_json(path, "state.json")
     cfg = CheckpointConfig(init_from=folder, load_only=True)
     reader = Checkpoints(cfg, os.devnull, modules=modules, optimizer=[], identity=saved["identity"], config={}, source="")
     reader.load_base(folder)
     check_base(path, reader.base)
-    adapters, scale = read_adapters(table, path), lora_of(path)["alpha"] / lora_of(path)["rank"]
-    for fqn, p in [item for module in modules for item in module.named_parameters()]:
-        name = fqn.removesuffix(".weight")
-        if (a := adapters.get(f"{name}.lora_a.weight")) is not None:
-            local, (shape, (row, column)) = local_tensor(p), local_slice(p)  # this rank's rows and columns
-            a = a[:, column : column + shape[1]].to(local.device)
-            b = adapters[f"{name}.lora_b.weight"][row : row + shape[0]].to(local.device)
-            local.copy_(merged_weight(local, a, b, scale))
-
-
-def check_base(path: str, base: dict):
-    """Raises ValueError unless the adapters of a step folder were trained on this base."""
-    there = read_json(path, "state.json")["base"]
-    if there["hash"] != base["hash"]:
-        names = [known["folder"] or "what --seed draws" for known in (there, base)]
-        raise ValueError(f"{path} holds adapters of {names[0]}, whose hash was {there['hash']}; {names[1]} has {base['hash']} "
-                         "now, so these are other weights; give those that it was trained on")
+    add_adapters_of(path, table, modules)
 
 
 def ls(run: str):
@@ -689,8 +650,7 @@ def to_hf(folder: str, out: str, dtype="bfloat16", max_shard_gb=5.0, adapter=Fal
     if adapter and not lora:
         raise ValueError(f"--adapter: {folder} was trained without --lora_rank; leave it out")
     if adapter:
-        base = read_json(path, "state.json")["base"]["folder"]
-        return write_peft(out, read_adapters(table, path), block_linears(model), model, lora, base * is_hf_folder(base))
+        return write_peft(out, read_adapters(table, path), block_linears(model), model, lora, hf_base_of(path))
     if lora:
         file = os.path.join(path, "tokenizer.json")
         model, file = load_model(path)[0], file if os.path.isfile(file) else None

@@ -130,6 +130,13 @@ def saved_and_hashed(out, base, problem, flags, seed, step=None, alone=False, lo
     return run.base["hash"], adapters, [key for key in run.tensors(True) if not is_adapter(key)]
 
 
+def merged_weights(out, problem, flags) -> dict:
+    """The weights that evaluate.py has in a layout."""
+    stages, _ = build(config(**problem), flags, 4, 1)
+    checkpoint.load_weights(stages, str(out))
+    return {fqn: full(p) for s in stages for fqn, p in s.named_parameters()}
+
+
 ZBV = dict(pp=2, pp_schedule="ZBVZeroBubble")
 
 
@@ -140,17 +147,20 @@ ZBV = dict(pp=2, pp_schedule="ZBVZeroBubble")
 def test_a_run_goes_on_in_another_layout_with_the_same_base(layouts, tmp_path):
     problem = dict(tie_embeddings=True)
     model, base = written_base(tmp_path / "base", problem)
-    before, hashes = {}, {base_hash([model])}
+    before, hashes, six = {}, {base_hash([model])}, LORA | dict(lora_alpha=6)
     for step, (processes, flags) in enumerate(layouts, 1):
-        found = pool(processes).run(saved_and_hashed, tmp_path / "run", base, problem, LORA | flags, step, step)
-        again = pool(processes).run(saved_and_hashed, tmp_path / "run", base, problem, LORA | flags, 9, None, False, step)
+        found = pool(processes).run(saved_and_hashed, tmp_path / "run", base, problem, six | flags, step, step)
+        again = pool(processes).run(saved_and_hashed, tmp_path / "run", base, problem, six | flags, 9, None, False, step)
         for (base_is, now, others), (also, loaded, _) in zip(found, again, strict=True):
             hashes |= {base_is, also}
             assert others == [] and now and all(torch.equal(t, loaded[fqn]) for fqn, t in now.items())
             assert not before or any(not torch.equal(t, before[fqn]) for fqn, t in now.items())
         merged, _ = hf.load_hf_model(f"{tmp_path}/run-merged-{step}")
-        for fqn, weight in load_model(f"{tmp_path}/run")[0].named_parameters():
-            torch.testing.assert_close(merged.get_parameter(fqn), weight, rtol=0, atol=1e-7)
+        weights = dict(load_model(f"{tmp_path}/run")[0].named_parameters())
+        for other in dict(merged.named_parameters()), *pool(processes).run(merged_weights, tmp_path / "run", problem, flags):
+            assert other.keys() <= weights.keys()
+            for fqn, weight in other.items():
+                torch.testing.assert_close(weight, weights[fqn], rtol=0, atol=1e-7)
         before = {fqn: t for _, now, _ in found for fqn, t in now.items()}
     assert len(hashes) == 1 and len(before) == 2 * 4 * 4
 

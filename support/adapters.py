@@ -1,0 +1,68 @@
+"""The checkpoints of LoRA runs: they hold adapters, and name the weights below them."""
+import os
+
+import torch
+from torch import Tensor, nn
+
+from distributed.layout import AXES, Layout, ParallelConfig, local_slice, local_tensor
+from distributed.lora import merged_weight
+from parallel import init_weights
+from support.dcp import read_tensors
+from support.files import read_json
+from support.manifest import is_hf_folder
+
+
+def lora_of(path: str) -> dict | None:
+    """rank, alpha and on of the adapters that a step folder holds; None where it holds a whole model."""
+    return read_json(path, "state.json")["identity"].get("lora")
+
+
+def read_adapters(table, path: str) -> dict[str, Tensor]:
+    """{fqn: the whole tensor}: adapters are small."""
+    found = {key: torch.empty(kind.size, dtype=kind.properties.dtype) for key, kind in table.state_dict_metadata.items()
+             if key.startswith("model.")}
+    read_tensors(found, path, table)
+    return {key.removeprefix("model."): t for key, t in found.items()}
+
+
+def base_of(path: str, modules: list[nn.Module]) -> str:
+    """Where the weights below the adapters of a step folder are; "" where its seed drew them, and then they are in `modules`,
+    drawn again. Raises ValueError where they are gone."""
+    folder, plain = read_json(path, "state.json")["base"]["folder"], modules[0]
+    if folder and not os.path.isdir(folder):
+        raise ValueError(f"{path} holds adapters of {folder}, which is gone: put it back there, or continue the run with "
+                         "--init_from its new place and --export_hf")
+    if not folder:
+        if len(modules) > 1 or any(hasattr(p, "placements") for p in plain.parameters()):
+            raise ValueError(f"{path} holds adapters of what its seed drew; merge them first, python checkpoint.py to_hf")
+        layout = Layout(ParallelConfig(), dict.fromkeys(AXES, 1), 1, 1, 1, next(plain.parameters()).device)
+        init_weights(plain, layout, read_json(path, "config.json")["seed"])
+    return folder
+
+
+def hf_base_of(path: str) -> str:
+    """The Hugging Face folder below the adapters of a step folder; "" where it is none."""
+    folder = read_json(path, "state.json")["base"]["folder"]
+    return folder if is_hf_folder(folder) else ""
+
+
+def check_base(path: str, base: dict):
+    """Raises ValueError unless the adapters of a step folder were trained on this base."""
+    there = read_json(path, "state.json")["base"]
+    if there["hash"] != base["hash"]:
+        names = [known["folder"] or "what --seed draws" for known in (there, base)]
+        raise ValueError(f"{path} holds adapters of {names[0]}, whose hash was {there['hash']}; {names[1]} has {base['hash']} "
+                         "now, so these are other weights; give those that it was trained on")
+
+
+@torch.no_grad()
+def add_adapters_of(path: str, table, modules: list[nn.Module]):
+    """Adds a step folder's adapters to the weights of a model, plain or this rank's part of it: its rows and columns."""
+    adapters, scale = read_adapters(table, path), lora_of(path)["alpha"] / lora_of(path)["rank"]
+    for fqn, p in [item for module in modules for item in module.named_parameters()]:
+        name = fqn.removesuffix(".weight")
+        if (a := adapters.get(f"{name}.lora_a.weight")) is not None:
+            local, (shape, (row, column)) = local_tensor(p), local_slice(p)
+            a = a[:, column : column + shape[1]].to(local.device)
+            b = adapters[f"{name}.lora_b.weight"][row : row + shape[0]].to(local.device)
+            local.copy_(merged_weight(local, a, b, scale))
