@@ -27,7 +27,7 @@ from support.batches import hash_sequences, prefetch, to_tensors
 from support.config import Need, Parser, flag, usage_error
 from support.corpus import BPE_VOCAB, build_shards, cache_folder, cached_corpus, train_tokenizer
 from support.files import sha256_file
-from support.mixture import mixture_of, take_turns
+from support.mixture import mixture_of, named_part, take_turns
 from support.packing import pack
 from support.readers import FORMATS, format_of, text_files
 from support.shards import (
@@ -79,6 +79,7 @@ class Batch:
     samples: int  # sequences in the global batch
     hash: str  # training: of this data rank's tokens and labels; checks.reduce_hash adds them up to that of the global batch
     n_bytes: int | None = None  # validation: bytes of text behind this rank's labels; None where the tokenizer does not tell
+    part: str = ""  # validation: the part of a mixture that all sequences of the batch are from, on every rank
 
 
 def permute(k: np.ndarray, n: int, key: str) -> np.ndarray:
@@ -226,7 +227,7 @@ class TokenData:
                     windows[:len(mine)] = data.windows("val", mine)
                     arrays, bytes_of = data.arrays(windows), data.token_bytes
                     n_bytes = None if bytes_of is None else int(bytes_of[arrays[1][arrays[1] >= 0]].sum())
-                    yield Batch(*to_tensors(arrays, local_batch_size), min(rows, len(numbers) - first), "", n_bytes)
+                    yield Batch(*to_tensors(arrays, local_batch_size), min(rows, len(numbers) - first), "", n_bytes, data.name)
 
         return prefetch(make(), torch.device(device))
 
@@ -311,7 +312,7 @@ class MixedData(TokenData):
     def plan(self, samples: int) -> str:
         percent, epochs = 100 * self.turns.shares / self.turns.shares.sum(), self.epochs(samples)["data_epochs"]
         return "".join(f"{part.name}: {share:.6g} % of the sequences, {part.fingerprint['n_tokens']:,} tokens, "
-                       f"{epochs[part.name]:.2f} epochs\n" for part, share in zip(self.parts, percent))
+                       f"{epochs[part.name]:.3g} epochs\n" for part, share in zip(self.parts, percent))
 
 
 def open_data(cfg: DataConfig, seq_len: int, tokenizer: str = "") -> TokenData:
@@ -321,6 +322,11 @@ def open_data(cfg: DataConfig, seq_len: int, tokenizer: str = "") -> TokenData:
     wait until one of them has filled the cache."""
     if seq_len < 1:
         raise ValueError(f"--seq_len {seq_len}: need at least 1")
+    for name, named in ("--data", cfg.data), ("--val_data", cfg.val_data or "stdlib"):  # before any text is tokenized
+        for part in mixture_of(named, name):
+            if part.path != "stdlib" and not os.path.exists(part.path) and not glob.has_magic(part.path):
+                raise ValueError(f"{name} {named_part(part)}: no such file; need stdlib, {FORMATS}, a folder or glob of these, "
+                                 "or a folder from data.py")
     data = open_parts(cfg, "--data", cfg.data, seq_len, tokenizer)
     if cfg.val_data:
         data.validation = open_parts(cfg, "--val_data", cfg.val_data, seq_len, tokenizer or data.tokenizer_file or "")
@@ -333,8 +339,7 @@ def open_parts(cfg: DataConfig, flag: str, named: str, seq_len: int, tokenizer: 
     """What --data or --val_data names: one source, or the parts of a mixture."""
     parts, found = mixture_of(named, flag), {}
     for part in sorted(parts, key=lambda part: not is_shards(part.path)):  # shards first: text is cut as they are
-        what = f"{flag} {part.name}={part.path}" if part.name else f"{flag} {part.path}"
-        found[part.name] = open_part(cfg, what, part, seq_len, tokenizer, flag == "--val_data")
+        found[part.name] = open_part(cfg, f"{flag} {named_part(part)}", part, seq_len, tokenizer, flag == "--val_data")
         tokenizer = tokenizer or found[part.name].tokenizer_file or ""
     if parts[0].name == "":
         return found[""]
@@ -355,8 +360,6 @@ def check_same_ids(sources: dict[str, TokenData]):
 
 def open_part(cfg: DataConfig, what: str, part, seq_len: int, tokenizer: str, all_val: bool) -> TokenData:
     """One source; what: the flag that names it, for errors."""
-    if part.path != "stdlib" and not os.path.exists(part.path) and not glob.has_magic(part.path):
-        raise ValueError(f"{what}: no such file; need stdlib, {FORMATS}, a folder or glob of these, or a folder from data.py")
     try:
         if not is_shards(part.path):
             folder = cached_corpus(part.path, cfg.tokenizer or tokenizer, cfg.cache_dir, cfg.text_column)

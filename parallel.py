@@ -523,10 +523,10 @@ def reduce_loss(part: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def evaluate(stages, batches, layout: Layout) -> tuple[float, float | None]:
-    """(loss in nats per token, in bits per byte or None where the bytes are unknown) over all batches of all data ranks.
-    NaN where no token has a loss. Besides the forwards, one all-reduce of three numbers at the end."""
-    sums = torch.zeros(3, dtype=torch.float64, device=layout.device)  # of losses, tokens, bytes
+def evaluate(stages, batches, layout: Layout) -> tuple[float, float | None, dict[str, float]]:
+    """(loss in nats per token, in bits per byte or None where the bytes are unknown, {part of a mixture: its loss}) over all
+    batches of all data ranks. NaN where no token has a loss. Besides the forwards, one all-reduce of three numbers per part."""
+    sums = {}  # part -> of losses, tokens, bytes
     copies = layout.world_size // layout.data_ranks  # ranks that count the same tokens: each adds its share
     n_bytes_known = True
     for batch in batches:
@@ -534,17 +534,20 @@ def evaluate(stages, batches, layout: Layout) -> tuple[float, float | None]:
             loss = pipeline_forward(stages, inputs(batch, None, layout), layout)
         else:
             loss = sum(stages[0](**inputs(batch, a, layout)) for a in range(batch.tokens.shape[0]))
-        sums[0] += loss / (layout.tp if layout.cfg.loss_parallel else 1)
-        sums[1] += (batch.labels != IGNORE).sum() / copies
-        sums[2] += (batch.n_bytes or 0) / copies
+        part = sums.setdefault(batch.part, torch.zeros(3, dtype=torch.float64, device=layout.device))
+        part[0] += loss / (layout.tp if layout.cfg.loss_parallel else 1)
+        part[1] += (batch.labels != IGNORE).sum() / copies
+        part[2] += (batch.n_bytes or 0) / copies
         n_bytes_known = n_bytes_known and batch.n_bytes is not None
     for stage in stages:
         for module in stage.modules():
             if hasattr(module, "reshard"):  # FSDP's modules, or the units of distributed/cast.py
                 module.reshard()  # without a backward nothing else frees the gathered weights
-    dist.all_reduce(sums)
-    total, tokens, n_bytes = sums.tolist()
-    return total / tokens if tokens else math.nan, total / n_bytes / math.log(2) if n_bytes_known and n_bytes else None
+    found = torch.stack([*sums.values()])  # every rank has batches of every part
+    dist.all_reduce(found)
+    total, tokens, n_bytes = found.sum(0).tolist()
+    parts = {name: loss / n if n else math.nan for name, (loss, n, _) in zip(sums, found.tolist()) if name}
+    return total / tokens if tokens else math.nan, total / n_bytes / math.log(2) if n_bytes_known and n_bytes else None, parts
 
 
 # ---------------------------------------------------------------- the gradient norm

@@ -323,6 +323,7 @@ def cached_corpus(data: str, tokenizer: str, cache_dir: str, text_column: str = 
     if tokenizer:
         file = tokenizer_path(tokenizer)
         rules = sha256_file(file), sorted(files_beside(file).items())
+    text_column = "text" if data == "stdlib" else text_column  # of a mixture's other parts
     if text_column != "text":
         rules = rules, text_column
     if data != "stdlib" and not tokenizer and any(is_chat(path, text_column) for path in paths):

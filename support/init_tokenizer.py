@@ -44,7 +44,8 @@ def check_tokenizer(out: str, identity: dict, cfg):
         there = read_json(path, "state.json")["identity"]["data"].get("tokenizer_sha256")
     if there is None and os.path.lexists(os.path.join(path, "tokenizer.json")):
         there = sha256_file(tokenizer_path(path))
-    if there not in (None, here) and not same_ids({path: there, cfg.tokenizer or cfg.data: here}):
+    shards = next((part.path for part in mixture_of(cfg.data) if is_shards(part.path)), cfg.data)
+    if there not in (None, here) and not same_ids({path: there, cfg.tokenizer or shards: here}):
         fix = f"leave out --tokenizer {cfg.tokenizer}" if cfg.tokenizer else f"make the shards with --tokenizer {path}"
         raise ValueError(f"--init_from {cfg.init_from} was trained with another tokenizer (sha256 {there[:12]}) than the data "
                          f"has ({here[:12]}), so its embedding knows other ids; {fix}, or --exclude_from_loading "

@@ -252,14 +252,18 @@ class Metrics:
                 print(train_line(line, self.steps), flush=True)
         self.reset_interval()
 
-    def log_val(self, step: int, val_loss, val_bits_per_byte=None):
-        """Write and print one validation line. val_loss in nats per token; bits per byte compares across tokenizers."""
+    def log_val(self, step: int, val_loss, val_bits_per_byte=None, val_loss_by_part: dict | None = None):
+        """Write and print one validation line. val_loss in nats per token; bits per byte compares across tokenizers;
+        val_loss_by_part: of the parts of a mixture."""
         if self.rank0:
             line = {"step": step, "val_loss": plain(val_loss), "val_bits_per_byte": plain(val_bits_per_byte)}
+            if val_loss_by_part:
+                line["val_loss_by_part"] = {name: plain(loss) for name, loss in val_loss_by_part.items()}
             self.write(line)
             bits = line["val_bits_per_byte"]
             bits = "" if bits is None else f"  val_bits_per_byte {bits:.4f}"
-            print(f"step {step}/{self.steps}  val_loss {number(line['val_loss'], '.4f')}{bits}", flush=True)
+            parts = "".join(f"  {name} {number(loss, '.4f')}" for name, loss in line.get("val_loss_by_part", {}).items())
+            print(f"step {step}/{self.steps}  val_loss {number(line['val_loss'], '.4f')}{bits}{parts}", flush=True)
 
     def write(self, line: dict):
         """Append one line and flush it: whoever follows the file, or the run that replaces a killed one, finds it whole."""

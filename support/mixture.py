@@ -53,6 +53,11 @@ def mixture_of(data: str, flag: str = "--data") -> list[Part]:
     return [Part(name, path, int(share / total * period)) for name, (path, share) in sorted(found.items())]
 
 
+def named_part(part: Part) -> str:
+    """As it was typed, for errors."""
+    return f"{part.name}={part.path}" if part.name else part.path
+
+
 class Turns(NamedTuple):
     """Whose turn it is at each cursor. It repeats after as many sequences as the shares add up to."""
 

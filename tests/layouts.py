@@ -38,6 +38,7 @@ class Batch:  # the part of data.Batch that parallel.py reads
     positions: torch.Tensor
     doc_ids: torch.Tensor | None
     n_bytes: int | None = None
+    part: str = ""
 
 
 @dataclass(kw_only=True)
@@ -250,7 +251,7 @@ def run_steps(model_config, flags, n, local_batch_size, doc_mask) -> list[dict]:
             balance_experts(stages, layout, "bias", BIAS_RATE)
         biases = {fqn: balance.bias.clone() for fqn, balance in balances(stages).items()}
         out.append({"loss": loss.item(), "norm": norm.item(), "grads": grads, "biases": biases})
-    val, _ = parallel.evaluate(stages, [local_batch(global_batch(99, n, doc_mask), layout)], layout)
+    val, *_ = parallel.evaluate(stages, [local_batch(global_batch(99, n, doc_mask), layout)], layout)
     out.append({"val": val, "weights": {fqn: full(p) for fqn, p in params}})
     dist.barrier()
     return out

@@ -1,4 +1,5 @@
 """Mixtures, against support/mixture.py and data.MixedData: exact shares at every prefix, parts in their own order, val_data."""
+import dataclasses
 import json
 import math
 import os
@@ -12,7 +13,9 @@ import torch
 from chats import chat_folder, conversations
 from runs import ENV, MODEL, launch, metrics, run, train_lines
 from test_data import REPO, flat, refused, sentences, take
+from test_flags import observed
 
+import train_llama3
 from data import DataConfig, MixedData, TokenData, build_shards, find_tokenizer, open_data
 from support.mixture import LONGEST_PERIOD, mixture_of, take_turns
 from support.resume import changes
@@ -123,7 +126,7 @@ def test_each_part_has_its_own_order_and_epochs(sources):
     tiny = alone["tiny"].n_samples
     assert len(set(found["tiny"][:tiny])) == tiny == len(set(found["tiny"])) < len(found["tiny"])  # each once in an epoch
     assert data.epochs(n) == {"data_epochs": {name: counts[name] / alone[name].n_samples for name in sorted(alone)}}
-    assert data.plan(n).count("\n") == 3 and "web: 60 % of the sequences, 15,298 tokens, 0.28 epochs" in data.plan(n)
+    assert data.plan(n).count("\n") == 3 and "web: 60 % of the sequences, 15,298 tokens, 0.282 epochs" in data.plan(n)
     assert TokenData(sources / "tiny", T).sequences(np.arange(5))[0].tolist() != (
         alone["tiny"].sequences(np.arange(5))[0].tolist())  # two parts of the same data do not go side by side
 
@@ -217,6 +220,31 @@ def test_val_data_is_validated_whole(sources):
     refused(lambda: mixed(sources, "{}/web", val_data=str(sources / "other")), "--val_data", "different tokenizers")
     refused(lambda: mixed(sources, "{}/web", val_data=str(sources / "gone.txt")), "--val_data", "no such file")
     refused(lambda: mixed(sources, "{}/web", val_data=f"a={sources}/code"), "--val_data", "no weight")
+
+
+def test_validation_tells_each_part(sources, tmp_path):
+    """The whole is the mean over all tokens of all parts."""
+    flags = dict(model_args=MODEL, seq_len=T, local_batch_size=2, steps=2, val_every=2, val_batches=1, log_every=1,
+                 warmup_steps=1, device="cpu", compute_dtype="float32", checkpoint_every=2, lr=0.0)  # weights stay the same
+    data = f"web={sources}/web:0.5,code={sources}/code:0.5"
+    cfg = train_llama3.Config(**flags, data=data, out=str(tmp_path / "mixed"))
+    seen = observed("train_llama3", cfg)
+    assert not seen.error, seen.error
+    (line,) = (line for line in seen.log if "val_loss" in line)
+    parts = line["val_loss_by_part"]
+    assert [*parts] == ["code", "web"] and f"  code {parts['code']:.4f}  web {parts['web']:.4f}\n" in seen.printed
+    loaded, counts = mixed(sources, data), {}
+    for batch in take(loaded.val_batches(8, 2, 0, 1, "cpu"), 100):
+        counts[batch.part] = counts.get(batch.part, 0) + int((batch.labels >= 0).sum())
+    mean = sum(parts[name] * n for name, n in counts.items()) / sum(counts.values())
+    assert line["val_loss"] == pytest.approx(mean, abs=1e-6) and parts["web"] != parts["code"]
+    assert [line["data_epochs"].keys() for line in seen.lines] == [{"code", "web"}] * 2
+    alone = observed("train_llama3", dataclasses.replace(cfg, data=str(sources / "web"), out=str(tmp_path / "web")))
+    assert not any("val_loss_by_part" in line or "data_epochs" in line for line in alone.log)
+    four = TokenData(sources / "web", T)  # the sequences that the mixture asks this part for are its own first four
+    rows = [flat([batch for batch in take(x.val_batches(n, 2, 0, 1, "cpu"), 9) if batch.part in ("", "web")])
+            for x, n in ((loaded, 8), (four, 4))]
+    assert torch.equal(*rows)
 
 
 # ---- files and runs ----------------------------------------------------------------------------------------------------
