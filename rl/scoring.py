@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import parallel
 from checkpoint import load_model, load_weights, saved_model
 from distributed.agree import gather
-from distributed.checks import check_model
+from distributed.checks import check_tp_plan
 from distributed.experts import expert_parallel
 from distributed.launch import LaunchConfig, choose_attention, connect
 from distributed.layout import Layout, ParallelConfig
@@ -106,7 +106,7 @@ def open_model(folder: str, layout: Layout, Model, model_config) -> list[nn.Modu
     else:
         with torch.device("meta"):
             model = Model(model_config)
-        check_model(model, layout, parallel.TP_STYLES)
+        check_tp_plan(model, parallel.TP_STYLES)  # not check_model, which counts gradients
         stages = pipeline_stages(model, layout)
         for stage in stages:
             parallel.tensor_parallel(stage, layout)

@@ -169,6 +169,20 @@ def test_answers_are_those_of_transformers(kind, folders, tasks, capsys):
     assert summary["truncated"] == sum(item["truncated"] for item in items) / len(items)
 
 
+def test_an_answer_ends_at_the_first_stop(folders, tasks, capsys):
+    """Also at one of several tokens; nothing is written behind it."""
+    flags = dict(prompt_template="{question}=", max_new_tokens=24)
+    usual, _ = results(capsys, folders("llama"), tasks["answer"], **flags, stop=[])
+    stop = usual[3]["prediction"][5:8]
+    assert len(Text(folders("llama")).ids(stop)) > 1
+    items, summary = results(capsys, folders("llama"), tasks["answer"], **flags, stop=["no such text", stop])
+    for item, whole in zip(items, usual):
+        assert item["prediction"] == whole["prediction"].split(stop)[0]
+        assert item["truncated"] == (whole["truncated"] and stop not in whole["prediction"])
+        assert item["tokens"] < 24 or stop not in whole["prediction"][:-3]
+    assert items[3]["tokens"] <= 12 and summary["truncated"] < 1
+
+
 # ---------------------------------------------------------------- layouts
 # kind, 4 ranks each, tasks: those that make test runs, and all others
 QUICK = [("llama", [dict(tp=2)], ["choice", "answer"]), ("llama", [dict(pp=2, cp=2)], ["text"]),
