@@ -192,7 +192,7 @@ def test_published_command(command, folder):
         assert re.search(r"train: [\d,]+ tokens", stdout) and "sha256" in stdout
         assert (out / "index.json").exists() or "prepare" not in command
     else:
-        assert re.search(r"complete|is good|0 of \d+ tensors differ|checkpoint: (exported|saved) ", stdout)
+        assert re.search(r"complete|is good|0 of \d+ tensors differ|checkpoint: (exported|saved) |sources of ", stdout)
 
 
 @pytest.mark.slow
