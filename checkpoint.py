@@ -641,8 +641,8 @@ def diff(a: str, b: str) -> int:
 
 
 def to_hf(folder: str, out: str, dtype="bfloat16", max_shard_gb=5.0, adapter=False):
-    """Exports a step folder, or a run folder's newest good checkpoint, with one tensor in memory at a time; of a LoRA run its
-    adapters alone, or merged in memory with the weights below them."""
+    """Exports a step folder, or a run folder's newest good checkpoint, with one tensor in memory at a time; of a LoRA run
+    its adapters alone, or merged in memory with the weights below them."""
     check_export(out)
     path, model, table = open_saved(folder)
     check_same_model(type(model), model.config)

@@ -17,7 +17,7 @@ One step of the algorithm, with the numbers that the code below carries:
     (7) version     the policy is one version on, and the next rollouts use it
 
 The same command again continues the run; it writes runs/grpo/{config.json, metrics.jsonl, samples.jsonl, checkpoints/},
-and with --kl_coef the initial policy, reference/.
+and with --kl_coef the initial policy, reference/ (not with --lora_rank: there it is the model without its adapters).
 Own tasks: --env my_env.py, see rl/environments.py. Read next: rl/rollouts.py, rl/decoding.py, models/loss.py.
 """
 import hashlib
@@ -41,6 +41,7 @@ from distributed.checks import check_model, check_replicas
 from distributed.experts import balance_experts, expert_parallel
 from distributed.launch import LaunchConfig, StopSignal, choose_attention, connect, disconnect, run, train_timeouts
 from distributed.layout import AXES, ParallelConfig, local_tensor
+from distributed.lora import LoraConfig, base_model, lora_counts, lora_linears
 from distributed.refusals import check_layout
 from models.attention import sdpa
 from models.llama3 import Llama3Config
@@ -54,8 +55,9 @@ from support.hf import check_export, check_hf_config, read_hf_config
 from support.manifest import is_hf_folder, newest_readable, step_folders
 from support.metrics import Metrics, MetricsConfig, drop_lines_from
 from support.optim import set_lr
+from support.peft import base_folder
 from support.provenance import say_flags
-from support.resume import check_run, lock_run
+from support.resume import check_run, claim_adapters, lock_run
 from support.text import Text
 
 SMALL = dict(dim=96, n_layers=3, n_heads=4, n_kv_heads=4, head_dim=24, ffn_dim=288, max_seq_len=1024, rope_theta=10000.0)
@@ -72,7 +74,7 @@ GSM8K = Need("without --env gsm8k", lambda c: c.env == "gsm8k")
 
 
 @dataclass(kw_only=True)
-class Config(ParallelConfig, LaunchConfig, CheckpointConfig, MetricsConfig):
+class Config(ParallelConfig, LaunchConfig, LoraConfig, CheckpointConfig, MetricsConfig):
     flavor: Literal[tuple(FLAVORS)] = flag("debug", OWN_MODEL)  # a small Llama 3, or Qwen3 with experts
     model_args: str = ""  # fields of the flavor to change: "n_layers=4,dim=128"
     out: str = "runs/grpo"  # folder for everything that the run writes; the same folder again continues the run
@@ -152,6 +154,8 @@ class Config(ParallelConfig, LaunchConfig, CheckpointConfig, MetricsConfig):
             (self.env == "gsm8k" and not self.env_data, "--env gsm8k needs --env_data FILE.jsonl, its problems"),
             (self.plot and "RANK" not in os.environ and layouts, "--plot without torchrun draws layouts, which train_*.py "
              "does; grpo.py draws the rewards of a run: start it with torchrun"),
+            (self.lora_rank and not self.init_from, f"--lora_rank {self.lora_rank} trains adapters beside weights that have "
+             "learned something; give them with --init_from"),
             (self.optimizer_in_backward, "--optimizer_in_backward: the loss is divided after the last backward; leave it out"),
             (self.gen_ranks and not 0 < self.gen_ranks < n, f"--gen_ranks {self.gen_ranks} must leave a process to train: "
              f"{n} were started, use torchrun --nproc_per_node"),
@@ -166,13 +170,13 @@ def model_of(cfg: Config, vocab_size: int):
     if not cfg.init_from:
         config = override_fields(FLAVORS[cfg.flavor], cfg.model_args, "--model_args")
         config = replace(config, vocab_size=-(-vocab_size // 8) * 8)  # a multiple of 8, for --tp and for fast matmuls
-    elif is_hf_folder(cfg.init_from):
-        config = override_fields(read_hf_config(cfg.init_from), cfg.model_args, "--model_args")
-        check_hf_config(config, cfg.init_from)
+    elif is_hf_folder(base := base_folder(cfg)):
+        config = override_fields(read_hf_config(base), cfg.model_args, "--model_args")
+        check_hf_config(config, base)
     else:
         if cfg.model_args:
             raise ValueError(f"--model_args {cfg.model_args}: the model is that of --init_from {cfg.init_from}; leave it out")
-        config = saved_model(newest_readable(cfg.init_from))[1]
+        config = saved_model(newest_readable(base))[1]
     if hasattr(config, "mtp_depth"):  # DeepSeek
         if cfg.tp > 1:
             raise ValueError(f"--tp {cfg.tp}: rollouts of DeepSeek cache latents, which tp does not split; use --dp_shard")
@@ -192,6 +196,8 @@ def build_policy(cfg: Config, layout, Model, model_config, unknown=None, skip=la
     parallel.tensor_parallel(model, layout)
     expert_parallel(model, layout)
     parallel.context_parallel(model, layout)
+    model.index, model.n_stages = 0, 1  # a pipeline of one stage
+    lora_linears(model, layout)
     parallel.checkpoint_activations(model, layout)
     parallel.shard(model, layout)
     parallel.init_weights(model, layout, cfg.seed, skip)
@@ -201,7 +207,7 @@ def build_policy(cfg: Config, layout, Model, model_config, unknown=None, skip=la
     model.token_loss = lambda h, weight, labels, denom: logprobs(h, weight, labels, cfg.temperature)
     if cfg.batch_invariant:
         model.make_attend = fixed_shape_attention
-    model.unknown_ids, model.index, model.n_stages = unknown, 0, 1  # a pipeline of one stage
+    model.unknown_ids = unknown
     model.reshards = parallel.reshards(layout)
     return model
 
@@ -300,9 +306,8 @@ class Trainer:
         self.new_optimizer()
 
     def new_optimizer(self):
-        cfg = self.cfg
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps, cfg.weight_decay, fused=True)
+        cfg, trained = self.cfg, [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps, cfg.weight_decay, fused=True)
 
     def microbatches(self, samples):
         """This data rank's share in micro-batches, samples of like length together. Every rank has equally many, some of them
@@ -341,6 +346,15 @@ class Trainer:
     def forward(self, model, b):
         """(log-probabilities, entropy) of the labels, (B, T/cp) each."""
         return model(b["tokens"], labels=b["labels"], positions=b["positions"])
+
+    @torch.no_grad()
+    def reference_logprobs(self, b):
+        """Of the policy that --kl_coef keeps to: the initial one, or with LoRA the weights below the adapters, which need no
+        second copy."""
+        if self.reference is not None:
+            return self.forward(self.reference, b)[0]
+        with base_model(self.model):
+            return self.forward(self.model, b)[0]
 
     @torch.no_grad()
     def score(self, samples) -> dict:
@@ -384,14 +398,13 @@ class Trainer:
         batches, found = list(self.microbatches(samples)), []
         sums = torch.zeros(2, dtype=torch.float64, device=layout.device)
         for i, (_, b) in enumerate(batches):
+            ref = self.reference_logprobs(b) if kl_coef else None  # first: with LoRA it is a forward of the same model
             next_backward(model, i == len(batches) - 1, layout)
             lp, entropy = self.forward(model, b)
             assert lp.dtype == torch.float32, lp.dtype
             mask, mu, old = b["mask"], b["mu"], lp.detach() if tis and cfg.minibatches == 1 else b["old"]
             per_token, clipped = policy_loss(kind, lp, old, mu, b["advantage"], mask, b["n"], clip, tis, self.sequence_sum)
             if kl_coef:  # k3, 2402.03300 (4), weighted like the rest
-                with torch.no_grad():
-                    ref, _ = self.forward(self.reference, b)
                 k3 = (ref - lp).exp() - (ref - lp) - 1
                 per_token = per_token + kl_coef * k3 * mask / (b["n"] if kind in ("grpo", "gspo") else 1)
             per_token.sum().backward()
@@ -516,8 +529,9 @@ def check_own_run(cfg: Config, Model, model_config) -> dict:
     """May --out go on, and --export_hf be written? Raises ValueError; returns what a continued run must not change."""
     model = {"module": Model.__module__, "class": Model.__name__, **asdict(model_config)}
     identity = {"model": model, "data": {"env": cfg.env, "seed": cfg.seed}, "optimizer": {"name": "adamw"}}
+    identity |= claim_adapters(cfg, Model, model_config)
     check_run(cfg.out, identity, cfg, lr_at)
-    if cfg.kl_coef and step_folders(cfg.out) and not step_folders(f"{cfg.out}/reference"):
+    if cfg.kl_coef and not cfg.lora_rank and step_folders(cfg.out) and not step_folders(f"{cfg.out}/reference"):
         raise ValueError(f"--kl_coef {cfg.kl_coef}: {cfg.out} has not kept its initial policy: it was begun without this "
                          "flag, or by an older grpo.py; leave it out, or use --out NEW")
     if cfg.export_hf and all(step < cfg.steps for step, _ in step_folders(cfg.out)):
@@ -525,11 +539,11 @@ def check_own_run(cfg: Config, Model, model_config) -> dict:
     return identity
 
 
-def introduce(cfg: Config, layout, identity: dict, n_params: int, n_too_long: int, n_held_out: int, done: int):
+def introduce(cfg: Config, layout, identity: dict, size: str, n_too_long: int, n_held_out: int, done: int):
     """What rank 0 says and writes before the loop. done: steps of this run so far."""
     if done < cfg.steps:  # config.json has the flags of a start that trains: what a finished run was trained with stays
         save_config(cfg, f"{cfg.out}/config.json", {"torch": torch.__version__, "world_size": layout.world_size, **identity})
-    print(f"{cfg.env}: {n_params:,} parameters | {layout} on {layout.device.type}, {str(layout.compute_dtype)[6:]} | "
+    print(f"{cfg.env}: {size} | {layout} on {layout.device.type}, {str(layout.compute_dtype)[6:]} | "
           f"{cfg.prompts_per_step} prompts x {cfg.group_size} samples per step, "
           f"{'in place' if not cfg.gen_ranks else f'by {cfg.gen_ranks} generator ranks'}"
           f"{', gradients reduced after each micro-batch' * layout.reduces_always}", flush=True)
@@ -579,7 +593,7 @@ def main(cfg: Config):
     if cfg.compute_dtype == "auto" and (cfg.device == "cpu" or not torch.cuda.is_available()):
         cfg.compute_dtype = "float32"  # these models are small, and trainer and generator agree in more digits
     env = open_env(cfg.env, cfg.env_data)
-    text = Text(cfg.init_from, cfg.out, getattr(env, "ALPHABET", string.printable))
+    text = Text(base_folder(cfg), cfg.out, getattr(env, "ALPHABET", string.printable))
     Model, model_config = model_of(cfg, text.tokenizer.get_vocab_size())
     n_too_long = leave_out_long(env, text, cfg.seq_len)
     held_out = held_out_tasks(env, cfg.eval_n, partial(text.fits, seq_len=cfg.seq_len)) if cfg.eval_every else []
@@ -605,10 +619,13 @@ def main(cfg: Config):
     choose_attention(layout, model_config, cfg.seq_len, cfg.local_batch_size)
 
     # 3. model, 4. parallelism, 5. optimizer
+    with torch.device("meta"):
+        plain = Model(model_config)
+    n_params, (adapters, flops_per_token) = sum(p.numel() for p in plain.parameters()), lora_counts(plain, cfg)
     unknown = rollouts.unknown_ids(text, model_config, layout.device)
     build = partial(build_policy, cfg, layout, Model, model_config, unknown)
     model = build(loaded_later(cfg))
-    reference = build(lambda fqn: True) if cfg.kl_coef else None  # keep_reference fills it
+    reference = build(lambda fqn: True) if cfg.kl_coef and not cfg.lora_rank else None  # keep_reference fills it
     trainer = Trainer(cfg, layout, model, reference)
 
     # 6. checkpoint: --init_from's weights or the warm-up's, unless there is something to continue
@@ -623,12 +640,12 @@ def main(cfg: Config):
         keep_reference(trainer, is_new, about)
     check_replicas([model], layout, flags=asdict(cfg))
     if layout.rank == 0:
-        introduce(cfg, layout, identity | checkpoints.made_from, sum(p.numel() for p in model.parameters()), n_too_long,
+        introduce(cfg, layout, identity | checkpoints.made_from, f"{n_params:,} parameters{adapters}", n_too_long,
                   len(held_out), state["step"])
 
     # 7. loop
     engine = rollouts.open_engine(trainer, env, text, n_trainers)
-    metrics = Metrics(cfg.out, cfg, layout, flops_per_token=model.flops_per_token(cfg.seq_len), first_step=first,
+    metrics = Metrics(cfg.out, cfg, layout, flops_per_token=flops_per_token, first_step=first,
                       steps=cfg.steps, log_every=cfg.log_every, tokens=state["tokens"])
     batch, stopping = rollouts.still_valid(state, cfg, layout.rank == 0), False  # with --async_steps 1 one was sampled ahead
     if first == 1:

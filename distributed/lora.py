@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cache
@@ -134,6 +135,14 @@ class Adapted(nn.Linear):
         return y + DTensor.from_local(z, y.device_mesh, [out], run_check=False)
 
 
+    def merged(self):
+        """The weight of the one linear that computes the same, (out, in): what multiplies with a weight by hand takes this one
+        (models.layers.weight_of). Plain, or gathered by FSDP, but not under tp."""
+        assert not isinstance(self.weight, DTensor), "a weight that tp has split"
+        merged = merged_weight(self.weight, self.lora_a.weight, self.lora_b.weight, self.lora_scale)
+        return merged.to(self.weight.dtype)
+
+
 @cache
 def with_adapter(kind: type) -> type:
     """A class of linears, with the forward of Adapted."""
@@ -143,6 +152,19 @@ def with_adapter(kind: type) -> type:
 def adapted_linears(module) -> dict[str, nn.Module]:
     """fqn -> linear, of those that have adapters."""
     return {fqn: linear for fqn, linear in module.named_modules() if isinstance(linear, Adapted)}
+
+
+@contextmanager
+def base_model(module):
+    """Inside, the model is the one below its adapters."""
+    scales = {linear: linear.lora_scale for linear in adapted_linears(module).values()}
+    for linear in scales:
+        linear.lora_scale = 0.0
+    try:
+        yield
+    finally:
+        for linear, scale in scales.items():
+            linear.lora_scale = scale
 
 
 def merged_weight(w, a, b, scale: float):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from models.attention import causal_attention
 from models.hf_config import SHARED_FIELDS, SHARED_FIXED, config_from_hf, config_to_hf
-from models.layers import RMSNorm, rotate
+from models.layers import RMSNorm, rotate, weight_of
 from models.loss import IGNORE, linear_cross_entropy
 from models.moe import Balance, Experts, apply_experts, router_scores
 
@@ -209,7 +209,7 @@ class Attention(nn.Module):
         else:
             # Generation keeps R + P numbers per token. q . (w_k c) = (q w_k) . c, so the keys of the past are never made: all
             # heads attend to the latents themselves (arXiv:2405.04434, end of sec. 2.1.2), and w_v comes after.
-            w_k, w_v = self.wkv_b.weight.view(-1, N + U, R).split([N, U], 1)  # (H, N, R), (H, U, R)
+            w_k, w_v = weight_of(self.wkv_b).view(-1, N + U, R).split([N, U], 1)  # (H, N, R), (H, U, R)
             latent = torch.cat([c[:, None], k_rope], -1)  # (B, 1, T, R + P)
             q = torch.cat([q_nope @ w_k, q_rope], -1)  # (B, H, T, R + P)
             out = attend_cached(q, latent, None, scale=self.scale)[..., :R] @ w_v.transpose(1, 2)  # (B, H, T, U)

@@ -39,6 +39,12 @@ class Normalize(torch.autograd.Function):
         return dx.to(x.dtype), dw, None
 
 
+def weight_of(linear: nn.Linear) -> Tensor:
+    """Its matrix (out, in), with what LoRA adds to it (distributed/lora.py): for what multiplies with a weight by hand, and so
+    passes the adapters beside it by."""
+    return linear.merged() if hasattr(linear, "merged") else linear.weight
+
+
 class Rotate(torch.autograd.Function):
     """A rotation in three operators, and its gradient in three. Left to autograd the gradient takes twenty, and writes three
     times as much memory."""

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from distributed.agree import gather
 from distributed.layout import AXES, Layout, ParallelConfig
+from distributed.lora import add_adapters, is_adapter, lora_names
 from rl.decoding import rollout, uniform_noise
 from rl.environments import draw_task, pay, short, tool_of
 
@@ -189,12 +190,15 @@ class InPlace:
         pass
 
 
-def multiplied(model, compute_dtype: torch.dtype) -> list[tuple[Tensor, torch.dtype]]:
+def multiplied(model, compute_dtype: torch.dtype, again=False) -> list[tuple[Tensor, torch.dtype]]:
     """All parameters and buffers in the order of their names, each with the dtype in which the trainer's forward uses it: FSDP
     casts all parameters, and no buffers. A generator must use the same dtypes to compute the same: an expert's selection bias
-    in bf16, for instance, would send tokens to other experts."""
+    in bf16, for instance, would send tokens to other experts. again: only what may have changed since the first time, which
+    with LoRA are the adapters."""
     parameters = [(fqn, p, compute_dtype) for fqn, p in model.named_parameters()]
     buffers = [(fqn, b, b.dtype) for fqn, b in model.named_buffers()]
+    if again and any(is_adapter(fqn) for fqn, _, _ in parameters):
+        parameters, buffers = [entry for entry in parameters if is_adapter(entry[0])], []
     return [(t, dtype) for _, t, dtype in sorted(parameters + buffers, key=lambda entry: entry[0])]
 
 
@@ -203,14 +207,15 @@ class Generators:
     sample; collect() waits for their samples. bridge: on trainer rank 0, the group that connects it with the generators."""
 
     def __init__(self, trainer, bridge):
-        self.trainer, self.bridge = trainer, bridge
+        self.trainer, self.bridge, self.again = trainer, bridge, False
 
     def submit(self, cursor: int):
         model, layout = self.trainer.model, self.trainer.layout
         self.send(torch.tensor([cursor, self.trainer.policy_version]))
-        for t, dtype in multiplied(model, layout.compute_dtype):
+        for t, dtype in multiplied(model, layout.compute_dtype, self.again):
             t = t.full_tensor() if isinstance(t, DTensor) else t  # collective among the trainer's ranks
             self.send(t.to("cpu", dtype).contiguous())
+        self.again = True
 
     def send(self, t: Tensor):
         if self.bridge is not None:
@@ -279,17 +284,20 @@ def generate_forever(cfg, env, text, Model, model_config, n_trainers: int):
     dist.init_process_group("gloo", store=dist.PrefixStore("world", store), rank=rank, world_size=n)
     dtype = {"auto": torch.bfloat16, "bfloat16": torch.bfloat16, "float32": torch.float32}[cfg.compute_dtype]
     model = Model(model_config).to(layout.device)
+    add_adapters(model, lora_names(model, cfg), cfg.lora_rank, cfg.lora_alpha)
     model.unknown_ids = unknown_ids(text, model_config, layout.device)
     for t, as_multiplied in multiplied(model, dtype):
         t.data = t.data.to(as_multiplied)
+    again = False
     while True:
         bridge.broadcast(header := torch.zeros(2, dtype=torch.long), 0).wait()
         cursor, version = header.tolist()
         if cursor < 0:
             return
-        for t, _ in multiplied(model, dtype):
+        for t, _ in multiplied(model, dtype, again):
             bridge.broadcast(received := torch.empty(t.shape, dtype=t.dtype), 0).wait()
             t.data.copy_(received)
+        again = True
         try:
             batch = make_batch(cfg, env, text, layout, model, cursor, version)
         except ValueError as error:  # the same on all generators; the trainers end the run

@@ -68,6 +68,8 @@ def trainer_of(seed=0, unknown=None, **flags):
     model = grpo.build_policy(cfg, layout, Llama3, MODEL, unknown and torch.tensor(unknown))
     plain = dict(sharp_model(seed=seed).named_parameters())
     for fqn, p in model.named_parameters():
+        if fqn not in plain:  # an adapter, as it is drawn
+            continue
         whole = plain[fqn].detach()
         part = tuple(slice(o, o + n) for n, o in zip(*local_slice(p)))
         local_tensor(p).data.copy_(whole[part])

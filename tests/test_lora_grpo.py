@@ -1,0 +1,61 @@
+"""grpo.py with --lora_rank: samples come from the policy that is trained, and the reference policy is the one below it."""
+import pytest
+import torch
+from layouts import drawn_adapters
+from policy import TINY, assert_close, gradients, hf_folder, lines_of, run, samples_of, sharp_model, steps_of, trainer_of
+from pool import pool
+from test_grpo import ranks_train
+
+from distributed.lora import is_adapter
+
+LORA = dict(lora_rank=4, lora_on=["wq", "wo", "w1"], init_from="not read here")
+
+
+def test_the_reference_is_the_model_below_the_adapters():
+    with drawn_adapters():
+        one, two = (trainer_of(kl_coef=0.5, loss="dapo", **LORA) for _ in range(2))
+    two.reference = trainer_of().model  # a second copy, as without LoRA
+    samples = samples_of(sharp_model())
+    _, batch = next(one.microbatches(samples))
+    policy, base = one.forward(one.model, batch)[0].detach(), two.forward(two.reference, batch)[0].detach()
+    assert torch.equal(one.reference_logprobs(batch), base) and (policy - base).abs().max() > 1e-2
+    assert torch.equal(one.forward(one.model, batch)[0].detach(), policy)  # they are on again
+    found = [trainer.train_on(samples) for trainer in (one, two)]
+    assert found[0]["loss"] == pytest.approx(found[1]["loss"], rel=1e-6)
+    assert_close(gradients(one), gradients(two), 1e-6)
+    assert all(is_adapter(fqn) and grad.any() for fqn, grad in gradients(one).items())
+
+
+def drawn_ranks_train(flags, samples):
+    with drawn_adapters():
+        return ranks_train(flags, samples)
+
+
+FOUR = pytest.param(4, {"dp_shard": 2, "cp": 2}, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("n, flags", [(2, {"tp": 2}), FOUR], ids=str)
+def test_layouts_equal_one_process(n, flags):
+    samples = samples_of(sharp_model(), n_prompts=5, group_size=1)
+    flags |= LORA | dict(kl_coef=0.5, loss="dapo")
+    want = pool(1).run(drawn_ranks_train, {k: v for k, v in flags.items() if k not in ("tp", "dp_shard", "cp")}, samples)[0]
+    for found, grads, norm, ids, again in pool(n).run(drawn_ranks_train, flags, samples):
+        assert found["loss"] == pytest.approx(want[0]["loss"], abs=2e-5) and norm == pytest.approx(want[2], rel=1e-4)
+        assert_close(grads, want[1], 1e-4)
+        assert ids == want[3] and again["logprob_max_diff"] < 1e-4  # samples are of the adapted policy, which is trained
+
+
+@pytest.mark.slow
+def test_generator_ranks_get_the_adapters_and_a_run_goes_on(tmp_path):
+    """Of DeepSeek, whose cached attention multiplies with a weight by hand, and so has to merge its adapter."""
+    hf_folder(tmp_path / "hf", "deepseek_v3", std=0.3)
+    flags = [*TINY[:2], *TINY[4:], "--init_from", tmp_path / "hf", "--seq_len", 64, "--max_new_tokens", 24, "--eval_every", 0,
+             "--lora_rank", 4, "--lora_on", "wq_a,wkv_b,wo", "--kl_coef", 0.1, "--lr", "1e-2", "--compute_dtype", "float32"]
+    run(1, *flags, "--steps", 4, "--out", tmp_path / "one")
+    run(2, *flags, "--steps", 2, "--gen_ranks", 1, "--out", tmp_path / "two")
+    run(2, *flags, "--steps", 4, "--gen_ranks", 1, "--out", tmp_path / "two")
+    exact = ("step", "tokens_hash", "reward_mean", "loss", "logprob_max_diff")
+    one, two = ([{name: step[name] for name in exact} for step in steps_of(tmp_path / out)][:2] for out in ("one", "two"))
+    assert one == two and [step["step"] for step in steps_of(tmp_path / "two")] == [1, 2, 3, 4]
+    assert all(step["grad_norm"] > 0 and step["logprob_max_diff"] < 1e-4 for step in steps_of(tmp_path / "two"))
+    assert not (tmp_path / "one" / "reference").exists() and lines_of(tmp_path / "one")
