@@ -350,6 +350,8 @@ def test_a_run_and_its_folder(tmp_path):
     assert "reward   . training   o validation" in stdout and (out / "checkpoints" / "step-3").is_dir()
     code = json.loads((out / "checkpoints" / "step-3" / "code.json").read_bytes())
     assert {"grpo.py", "models/llama3.py", "tests/env_counting.py"} <= code.keys()  # the user's reward, too
+    assert json.loads((out / "config.json").read_bytes())["_run"]["code"].keys() == code.keys()
+    assert stdout.startswith("flags: ") and f" --out {out} " in stdout.splitlines()[0]
     before = [(out / name).read_bytes() for name in ("metrics.jsonl", "config.json")]
     assert "is finished" in run(1, *TINY, "--steps", 3, "--lr", 0.1, "--out", out)
     assert [(out / name).read_bytes() for name in ("metrics.jsonl", "config.json")] == before
