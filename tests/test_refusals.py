@@ -310,7 +310,9 @@ def test_flags_that_would_do_nothing(given, words, cure, monkeypatch):
      ["--checkpoint_async thread, --keep_latest_k 2 have no effect with --load_only"]),
     ("train_llama3 --stochastic_rounding", ["--stochastic_rounding", "--param_dtype bfloat16 and --optimizer adamw"]),
     ("train_llama3 --memory_snapshot --device cpu", ["--memory_snapshot has no effect without a GPU"]),
-    ("train_llama3 --data tests --cache_dir x", ["--cache_dir x has no effect with --data of token shards"]),
+    ("train_llama3 --data SHARDS --cache_dir x", ["--cache_dir x has no effect with --data of token shards"]),
+    ("train_llama3 --text_column x", ["--text_column x has no effect without --data of .jsonl or .parquet files"]),
+    ("train_llama3 --data a=SHARDS:1,b=SHARDS:2,c=book.txt:1 --text_column x", ["--text_column x has no effect without"]),
     ("train_qwen3 --moe_balance aux --moe_aux_coef 1 --moe_bias_rate 1 --moe_force_balance --moe_load_per_layer",
      ["--moe_balance aux, --moe_bias_rate 1.0, --moe_aux_coef 1.0, --moe_force_balance, --moe_load_per_layer have no effect"]),
     ("train_qwen3 --flavor debug_moe --moe_aux_coef 1", ["--moe_aux_coef 1.0 has no effect without --moe_balance aux"]),
@@ -324,7 +326,9 @@ def test_flags_that_would_do_nothing(given, words, cure, monkeypatch):
     ("grpo --env_data tests/test_flags.py", ["--env_data tests/test_flags.py has no effect without --env gsm8k"]),
 ])
 def test_recipes_refuse_flags_that_would_do_nothing(flags, words, tmp_path, capsys):
-    name, *argv = flags.split()
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards" / "index.json").touch()
+    name, *argv = flags.replace("SHARDS", str(tmp_path / "shards")).split()
     line = refused_by(importlib.import_module(name), capsys, *argv, "--out", tmp_path / "run")
     assert all(text in line for text in words), line
     assert not (tmp_path / "run").exists()
