@@ -423,7 +423,7 @@ def main():
     prepare.add_argument("--eot", default="", help="token that ends a document, where the tokenizer does not tell")
     prepare.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
     show = commands.add_parser("show", help="documents of a file as they will be trained, tokens with a loss in green")
-    show.add_argument("file", metavar="FILE", help="text or conversations: a file, a folder or a quoted glob")
+    show.add_argument("file", metavar="FILE", help="text or conversations: a file, a folder, a quoted glob, or token shards")
     show.add_argument("--tokenizer", required=True, help="tokenizer.json, or a Hugging Face folder")
     show.add_argument("--n", type=int, default=3, help="documents [default: 3]")
     show.add_argument("--json", action="store_true", help='an object per document instead: {"ids": [...], "mask": [...]}')

@@ -326,12 +326,12 @@ def cached_corpus(data: str, tokenizer: str, cache_dir: str, text_column: str = 
     text_column = "text" if data == "stdlib" else text_column  # of a mixture's other parts
     if text_column != "text":
         rules = rules, text_column
-    if data != "stdlib" and not tokenizer and any(is_chat(path, text_column) for path in paths):
-        raise ValueError(f"--data {data} holds conversations; give the folder of a tokenizer with a chat template: --tokenizer")
     stats = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     link = cache / name_of(data == "stdlib", rules, stats)
     if (link / "index.json").is_file():
         return link.resolve()
+    if data != "stdlib" and not tokenizer and any(is_chat(path, text_column) for path in paths):
+        raise ValueError(f"--data {data} holds conversations; give the folder of a tokenizer with a chat template: --tokenizer")
     cache.mkdir(parents=True, exist_ok=True)
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(1)  # all ranks come here together: rank 0 goes first, because it is the one that shows progress

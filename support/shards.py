@@ -114,7 +114,7 @@ def read_index(folder: Path) -> dict:
 
 def is_shards(path: str) -> bool:
     """Whether it is a folder of finished token shards, and no text."""
-    return os.path.isfile(os.path.join(path, "index.json"))
+    return path != "stdlib" and os.path.isfile(os.path.join(path, "index.json"))
 
 
 def open_shard(folder: Path, entry: dict, index: dict) -> np.ndarray:

@@ -14,6 +14,7 @@ from test_data import call_cli, refused, sentences
 from data import DataConfig, build_shards, find_tokenizer, open_data
 from support import corpus as texts
 from support.readers import text_files
+from support.show import documents_of, documents_of_shards
 
 DOCUMENTS = [sentences(1 + i % 7, seed=i) for i in range(300)]
 
@@ -67,7 +68,7 @@ def test_every_format_holds_the_same_documents(tmp_path, tokenizer, n):
 
 
 def test_packed_text_is_the_text(tmp_path, tokenizer):
-    text = (sentences(30_000, 5) + "caf\u00e9").encode()  # several pieces
+    text = (sentences(24_000, 5) + "caf\u00e9").encode()  # several pieces
     for name, content in {"a.txt": text, "a.txt.gz": gzipped(text), "a.txt.zst": zstd(text)}.items():
         (tmp_path / name).write_bytes(content)
         build_shards([tmp_path / name], tokenizer, tmp_path / f"of {name}")
@@ -83,10 +84,13 @@ def test_conversations_in_every_format(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(text)
     (tmp_path / "a.jsonl.gz").write_bytes(gzipped(text))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(chats), tmp_path / "a.parquet")
-    found = []
+    found, paths = [], []
     for name in ("a.jsonl", "a.jsonl.gz", "a.parquet"):
         loaded = open_data(DataConfig(data=str(tmp_path / name), tokenizer=str(folder), cache_dir=str(tmp_path)), 256)
         found.append(tokens(loaded.folder))
+        paths.append(loaded.folder)
+    shown = [*documents_of_shards(paths[0])]  # the training ones first
+    assert sorted(shown) == sorted(documents_of(tmp_path / "a.jsonl", folder / "tokenizer.json", 0)) and len(shown) == 120
     assert found[0] == found[1] == found[2] and len(found[0]["train"]) > 1000
     (tmp_path / "b.txt").write_text("so it is")
     refused(lambda: build_shards([tmp_path / "a.jsonl", tmp_path / "b.txt"], find_tokenizer(str(folder)), tmp_path / "x"),
@@ -187,3 +191,7 @@ def test_prepare_again_keeps_what_is_packed(tmp_path, tokenizer, monkeypatch, ca
     status, out, _ = call_cli(monkeypatch, capsys, "show", tmp_path / "in", "--tokenizer", tokenizer[0], "--n", 301, "--json")
     shown = [json.loads(line)["ids"] for line in out.splitlines()]
     assert status == 0 and len(shown) == 301 and shown[300] != shown[0] and shown[0][-1] == tokenizer[1]
+    status, out, _ = call_cli(monkeypatch, capsys, "show", tmp_path / "out", "--tokenizer", tokenizer[0], "--n", 999, "--json")
+    made = [json.loads(line) for line in out.splitlines()]
+    assert status == 0 and len(made) == 600 and {tuple(x["ids"]) for x in made} == {*map(tuple, shown)}
+    assert all(x["ids"][-1] == tokenizer[1] and set(x["mask"]) == {1} for x in made)
