@@ -220,8 +220,9 @@ def exact_match(lines: list[Line], samples: list[dict]) -> tuple[list[dict], dic
         answer = str(line.fields["answer"])
         number = final_number(answer)
         same = sample["text"].strip() == answer.strip() if number is None else final_number(sample["text"]) == number
-        items.append(dict(prediction=sample["text"], answer=answer if number is None else number, tokens=len(sample["ids"]),
-                          truncated=sample["truncated"], correct=int(same and not sample["truncated"])))
+        items.append(dict(
+            question=line.fields["question"], prediction=sample["text"], answer=answer if number is None else number,
+            tokens=len(sample["ids"]), truncated=sample["truncated"], correct=int(same and not sample["truncated"])))
     return items, ratio("exact_match", [item["correct"] for item in items]) | dict(
         truncated=sum(item["truncated"] for item in items) / len(items))
 

@@ -277,11 +277,11 @@ def complete(
     noise = torch.empty(len(mine), 1, max_new_tokens)
     for row, i in zip(noise, mine):
         row.copy_(uniform_noise(f"{seed}/{i}", *row.shape))
-    report, begun = progress("begun", len(prompts), layout), set()
+    report, begun = progress("answered", len(prompts), layout), set()
 
     def on_token(sample, token):
         begun.add(sample)
-        report(len(begun) * layout.data_ranks)
+        report(max(0, len(begun) - layout.local_batch_size) * layout.data_ranks)  # at most so many have not ended yet
 
     with whole_weights(model):
         samples = rollout(
@@ -320,6 +320,7 @@ def progress(what: str, total: int, layout: Layout) -> Callable:
         now, done = time.monotonic(), min(done, total)
         if layout.rank == 0 and now - said > PROGRESS_S:
             said = now
-            print(f"{what} {done:,} of {total:,}, {(now - began) / max(done, 1) * (total - done):.0f} s left", flush=True)
+            left = f", {(now - began) / done * (total - done):.0f} s left" if done else ""
+            print(f"{what} {done:,} of {total:,}{left}", flush=True)
 
     return report

@@ -373,12 +373,12 @@ def test_what_counts_as_the_right_answer():
     rows = [("so\n#### 1,234", "it is 1234 .\n", False, 1), ("#### 5", "5 and #### 6", False, 0), ("#### 5", "5", True, 0),
             ("Paris", " Paris\n", False, 1), ("Paris", "paris", False, 0), (7, "seven, or 7", False, 1),
             ("1/2", "1/2", False, 1)]
-    lines = [evaluate.Line("", {"question": "", "answer": answer}) for answer, *_ in rows]
+    lines = [evaluate.Line("", {"question": "why", "answer": answer}) for answer, *_ in rows]
     samples = [dict(text=text, ids=[1, 2], truncated=truncated) for _, text, truncated, _ in rows]
     items, metrics = evaluate.exact_match(lines, samples)
     assert [item["correct"] for item in items] == [row[-1] for row in rows]
     assert metrics["exact_match"] == pytest.approx(4 / 7) and metrics["truncated"] == pytest.approx(1 / 7)
-    assert items[0] == dict(prediction="it is 1234 .\n", answer=1234.0, tokens=2, truncated=False, correct=1)
+    assert items[0] == dict(question="why", prediction="it is 1234 .\n", answer=1234.0, tokens=2, truncated=False, correct=1)
 
 
 CHOICES, QUESTION = '{"question": "x", "choices": %s, "answer": %s}', '{"question": "x", "answer": "y"}'
