@@ -7,6 +7,7 @@ import os
 import random
 import re
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ import checkpoint
 import evaluate
 import parallel
 from rl import scoring
+from support.hf import load_hf_model
 from support.text import Text
 
 KINDS = ("llama", "qwen3_moe", "deepseek_v3")
@@ -279,6 +281,21 @@ def test_a_run_a_step_and_the_folder_that_it_came_from(folders, tasks, tmp_path,
         pool(4).run(on_a_layout, [dict(checkpoint=folder, out=f"{tmp_path}/{i}.jsonl", ep=4, **flags)])
         for got, item in zip(read_lines(f"{tmp_path}/{i}.jsonl"), want):
             assert got["logprobs"] == pytest.approx(item["logprobs"], abs=1e-4)
+
+
+def test_texts_are_read_in_the_windows_of_the_training(folders, tasks, tmp_path, capsys):
+    """A run's model may take more tokens than it was trained with; questions may use them."""
+    model, file = load_hf_model(folders("llama"))
+    identity = {"model": {"module": "models.llama3", "class": "Llama3", **asdict(model.config)}, "data": {}, "optimizer": {}}
+    saving = checkpoint.Checkpoints(checkpoint.CheckpointConfig(), str(tmp_path), modules=[model], optimizer=[],
+                                    identity=identity, config={"seq_len": 16}, source="", tokenizer_file=file)
+    saving.save(3, {}, last=True)
+    saving.close()
+    lengths = {}, dict(seq_len=16), dict(seq_len=64)
+    summaries = [results(capsys, str(tmp_path), tasks["text"], **flags)[1] for flags in lengths]
+    assert [summary["seq_len"] for summary in summaries] == [16, 16, 64]
+    assert summaries[0]["loss"] == summaries[1]["loss"] != summaries[2]["loss"]
+    assert results(capsys, str(tmp_path), tasks["choice"])[1]["seq_len"] == 256
 
 
 # ---------------------------------------------------------------- requests
