@@ -230,13 +230,13 @@ def score(stages: list[nn.Module], layout: Layout, requests: list[tuple], longes
     kept, report = keep_scores(stages, layout), progress("scored", len(requests), layout)
     sums = torch.zeros(2, len(requests), dtype=torch.float64, device=layout.device)
     order = sorted(range(len(requests)), key=lambda i: -len(requests[i][0]) - len(requests[i][1]))  # like lengths together
-    size = layout.local_batch_size * layout.data_ranks
+    size, multiple = layout.local_batch_size * layout.data_ranks, layout.cfg.pp_microbatch_size if layout.pp > 1 else 1
     for begin in range(0, len(order), size):
-        mine = order[begin : begin + size][layout.data_rank :: layout.data_ranks]
-        # a rank without a request runs a forward, too: its collectives need all ranks
-        batch = [requests[i] for i in mine] or [NOTHING]
-        batch += [NOTHING] * (-len(batch) % (layout.cfg.pp_microbatch_size if layout.pp > 1 else 1))
-        kwargs = pack_requests(batch, longest, layout)
+        batch = order[begin : begin + size]
+        mine = batch[layout.data_rank :: layout.data_ranks]
+        # All data ranks run equally many forwards, of micro-batches too, because the collectives in them need all ranks.
+        rows = -(-len(batch) // (layout.data_ranks * multiple)) * multiple
+        kwargs = pack_requests([requests[i] for i in mine] + [NOTHING] * (rows - len(mine)), longest, layout)
         if layout.pp > 1:
             pipeline_forward(stages, kwargs, layout)
         else:
