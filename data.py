@@ -447,6 +447,9 @@ def main():
             print("\n".join(damage), file=sys.stderr)
             raise SystemExit(1)
         index = read_index(folder)
+    except BrokenPipeError:  # `show ... | head` has seen enough, and Python would complain once more at its exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return
     except OSError as error:
         usage_error(f"{error.filename}: {error.strerror}")
     except ValueError as error:

@@ -1,10 +1,12 @@
 """Conversations as tokens, against support/chat.py: transformers is the judge of ids and of which of them have a loss."""
 import json
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from chats import EOS, QWEN, SPECIAL, TEMPLATES, WORDS, chat_folder, conversations, with_marks
+from runs import REPO
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
@@ -334,6 +336,16 @@ def test_show_of_text(tmp_path, folders, monkeypatch, capsys, name, text):
     assert found["mask"] == [1] * len(found["ids"]) and (status, err) == (0, "")
     assert tokenizer.decode(found["ids"], skip_special_tokens=False) == "x = <|eot_id|><|end_of_text|>"
     assert tokenizer.token_to_id("<|eot_id|>") not in found["ids"]
+
+
+def test_show_ends_when_nobody_reads_on(tmp_path, folders):
+    """As in show ... | head -1."""
+    (tmp_path / "a.txt").write_text("x = 1\n" * 100_000)  # more than a pipe holds
+    command = [sys.executable, "data.py", "show", tmp_path / "a.txt", "--tokenizer", folders["qwen3"][0], "--json"]
+    shown = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert shown.stdout.read(8) == b'{"ids": '
+    shown.stdout.close()
+    assert shown.stderr.read() == b"" and shown.wait() == 0
 
 
 @pytest.mark.parametrize("argv, part", [
