@@ -197,12 +197,14 @@ def placed_sum(t) -> int:
     columns = torch.zeros(1, dtype=torch.int64, device=local_tensor(t).device)  # place within a row of the first dimension
     for n, first, size in zip(shape[1:], offset[1:], whole[1:], strict=True):
         columns = (columns[:, None] * size + torch.arange(first, first + n, device=columns.device)).flatten()
-    total = torch.zeros((), dtype=torch.int64, device=columns.device)
-    for i, rows in enumerate(local_tensor(t.detach()).split(1024) if math.prod(shape) else ()):
-        bits = rows.reshape(len(rows), -1).to(torch.bfloat16).view(torch.int16)
-        first = offset[0] + 1024 * i
-        places = torch.arange(first, first + len(rows), device=bits.device) * math.prod(whole[1:])
-        total += (bits.sum(1, dtype=torch.int64) * places).sum() + (bits.sum(0, dtype=torch.int64) * (columns + 1)).sum()
+    local, total = local_tensor(t.detach()), torch.zeros((), dtype=torch.int64, device=columns.device)
+    row_size = math.prod(whole[1:])
+    for i, rows in enumerate(local.reshape(len(local), math.prod(shape[1:])).split(256)):
+        places = torch.arange(offset[0] + 256 * i, offset[0] + 256 * i + len(rows), device=columns.device) * row_size
+        # Pieces that stay in the cache, and whose sums have 32 bits: thirty times as quick on a CPU as sums of 64
+        for bits, column in zip(rows.split(2**15, 1), columns.split(2**15), strict=True):
+            bits = bits.to(torch.bfloat16).view(torch.int16).int()
+            total += (bits.sum(1, dtype=torch.int32) * places).sum() + (bits.sum(0, dtype=torch.int32) * (column + 1)).sum()
     return total.item()
 
 

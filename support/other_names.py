@@ -40,6 +40,8 @@ ELSEWHERE = {
     "model model_name model_size model_type arch": "did you mean --flavor?",
     "model_name_or_path pretrained checkpoint_path load_from ckpt": "did you mean --init_from?",
     "gradient_checkpointing activation_checkpointing recompute": "did you mean --ac full?",
+    "lora use_lora peft use_peft lora_r lora_dim": "did you mean --lora_rank?",
+    "lora_target_modules target_modules lora_attn_modules": "did you mean --lora_on?",
     "fsdp zero zero_stage zero3 deepspeed data_parallel_shard_degree": "did you mean --dp_shard?",
     "ddp dp dp_size data_parallel_size data_parallel_replicate_degree": "did you mean --dp_replicate?",
     "tp_size tensor_parallel tensor_parallel_size tensor_parallel_degree": "did you mean --tp?",

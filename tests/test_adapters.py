@@ -16,7 +16,7 @@ from test_parallel import MOE, V2
 
 import checkpoint
 from checkpoint import CheckpointConfig, Checkpoints, load_model
-from distributed.lora import base_hash, is_adapter, lora_names
+from distributed.lora import base_hash, is_adapter, lora_names, placed_sum
 from support import hf
 from support.peft import base_folder, check_peft
 from support.resume import check_run, claim_adapters
@@ -237,3 +237,17 @@ def test_an_adapter_that_does_not_fit_is_refused(change, words, tmp_path):
     with pytest.raises(ValueError, match=words):
         base_folder(cfg)
         claim_adapters(cfg, MODELS[type(config())], config(**problem))
+
+
+def test_the_hash_of_a_base_is_that_of_its_bits_and_their_places():
+    """By hand, and other where two numbers are exchanged; ranks without a part of a tensor add nothing."""
+    for shape in (77,), (300, 7), (3, 40000), (4, 70, 90), (0, 3):
+        t = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        bits = t.bfloat16().view(torch.int16).flatten().tolist()
+        assert placed_sum(t) % 2**64 == sum(bit * place for place, bit in enumerate(bits, 1)) % 2**64
+    model = torch.nn.Linear(8, 8)
+    before = base_hash([model])
+    with torch.no_grad():
+        model.weight[0, 0], model.weight[5, 3] = model.weight[5, 3].clone(), model.weight[0, 0].clone()
+    exchanged = base_hash([model])
+    assert exchanged != before and base_hash([model.bfloat16()]) == exchanged
