@@ -29,7 +29,7 @@ from distributed.pipeline import PipelineConfig, pipeline_forward, pipeline_stag
 from distributed.refusals import check_layout, runs_on_cuda
 from models.loss import IGNORE, TokenLogprobs, alone, log_normalizer
 from rl.decoding import rollout, uniform_noise
-from rl.rollouts import lockstep, patient_group, reshard, whole_weights
+from rl.rollouts import lockstep, patient_group, whole_weights
 from support.config import Need, check_range, default_of, flag, spell_flag
 from support.hf import load_hf_model, read_hf_config
 from support.manifest import is_hf_folder, newest_readable
@@ -245,8 +245,6 @@ def score(stages: list[nn.Module], layout: Layout, requests: list[tuple], longes
             sums[:, mine] = torch.cat(kept, 1).sum(2, dtype=torch.float64)[:, : len(mine)]
         kept.clear()
         report(begin + size)
-    for stage in stages:
-        reshard(stage)
     dist.all_reduce(sums)
     check_finite(sums[0].tolist())
     return [(total, hits == len(request[1])) for total, hits, request in zip(*sums.tolist(), requests)]

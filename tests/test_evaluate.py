@@ -192,7 +192,8 @@ QUICK = [("llama", [dict(tp=2)], ["choice", "answer"]), ("llama", [dict(pp=2, cp
          ("qwen3_moe", [dict(tp=2, ep=2), dict(pp=2, ep=2)], ["choice"]), ("deepseek_v3", [dict(ep=4)], ["choice", "answer"])]
 ALL = {
     "llama": [dict(dp_shard=4), dict(tp=2), dict(pp=2, cp=2), dict(dp_replicate=2, pp=2), dict(cp=2, tp=2),
-              dict(dp_replicate=4), dict(cp=2, cp_method="alltoall"), dict(pp=2, pp_microbatch_size=3, local_batch_size=3)],
+              dict(dp_replicate=4), dict(cp=2, cp_method="alltoall"), dict(pp=2, pp_microbatch_size=3, local_batch_size=3),
+              dict(pp=2, pp_stage_fqns="tok_embeddings;blocks.0,blocks.1,norm,head")],
     "qwen3_moe": [dict(dp_shard=4, ep=4), dict(tp=2, ep=2), dict(pp=2, ep=2), dict(cp=4), dict(tp=2, etp=2, ep=2)],
     "deepseek_v3": [dict(dp_shard=4, ep=2), dict(tp=2, ep=4), dict(tp=2, pp=2)],
 }
