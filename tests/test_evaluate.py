@@ -1,6 +1,7 @@
 """evaluate.py and rl/scoring.py: transformers says which log-probabilities and answers are right, one process what all layouts
 must give."""
 import gzip
+import importlib.util
 import json
 import math
 import os
@@ -490,6 +491,12 @@ def test_packed_lines(folders, tasks, tmp_path):
     (kind, got), (_, want) = evaluate.read_task(str(packed)), evaluate.read_task(tasks["choice"])
     assert kind == "choice" and [line.fields for line in got] == [line.fields for line in want]
     assert got[3].where == f"{packed}:4"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is not None, reason="lm-eval is installed")
+def test_what_lm_eval_needs_is_told():
+    with pytest.raises(ValueError, match="pip install lm-eval"):
+        importlib.import_module("rl.lm_eval_model")
 
 
 def test_prompts_that_are_too_long_lose_their_beginning(folders, tmp_path, capsys):

@@ -1,6 +1,6 @@
 """rl/lm_eval_model.py against lm-eval's own model of transformers, on tasks that lie beside each other on the disk.
 
-lm-eval brings 50 packages of 600 MB with it, so that no requirements file asks for it: pip install lm-eval, then these run.
+lm-eval brings 50 packages of 600 MB with it, so no requirements file asks for it: pip install 'lm-eval[hf]', then these run.
 """
 import json
 import os
@@ -10,7 +10,8 @@ import pytest
 import torch.distributed as dist
 from policy import hf_folder
 
-lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install lm-eval")
+for package in ("lm_eval", "accelerate"):
+    pytest.importorskip(package, reason="lm-eval is not installed: pip install 'lm-eval[hf]'")
 
 TASKS = {
     "choices": """
