@@ -162,7 +162,8 @@ def phase_changes(path: str, identity: dict, cfg) -> list[tuple]:
 
 def phase_line(path: str, differ: list[tuple], identity: dict, cfg) -> str:
     """What the start of a new phase says. differ: of phase_changes; changed flags of other kinds are told, too."""
-    told = [(name.removeprefix("data."), old, new) for name, old, new in differ] + differing_flags(path, cfg)
+    flags = [change for change in differing_flags(path, cfg) if change[0] != "model_args"]  # its fields are told one by one
+    told = [(name.removeprefix("data."), old, new) for name, old, new in differ] + flags
     text = ", ".join({name: f"{name} {old} -> {new}" for name, old, new in told}.values())
     seed = identity["data"].get("data_seed")
     again = (f"; the data are the same, and come in the same order again: --data_seed {seed + 1} gives another"

@@ -5,6 +5,7 @@ import math
 import os
 import random
 import resource
+import shutil
 import subprocess
 
 import numpy as np
@@ -284,14 +285,12 @@ def test_a_mixed_run_goes_on_with_other_ranks(sources, tmp_path):
     flags = ["--data", data, "--model_args", MODEL, "--seq_len", T, "--local_batch_size", 2, "--global_batch_size", 4,
              "--log_every", 1, "--warmup_steps", 1, "--schedule_steps", 8, "--val_every", 4, "--checkpoint_every", 4,
              "--device", "cpu", "--compute_dtype", "float32"]
-    two = lambda out, steps: run(launch(2, REPO / "train_llama3.py", *flags, "--steps", steps, "--out", out))  # noqa: E731
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    said = two(whole, 8)
-    assert "tiny: 10 % of the sequences" in said
-    run(launch(1, REPO / "train_llama3.py", *flags, "--steps", 4, "--out", parts))
-    two(parts, 8)
-    run(launch(2, REPO / "train_llama3.py", *flags, "--steps", 4, "--out", tmp_path / "same"))
-    two(tmp_path / "same", 8)
+    whole, program = tmp_path / "whole", [REPO / "train_llama3.py", *flags, "--steps", 8, "--out"]
+    assert "tiny: 10 % of the sequences" in run(launch(2, *program, whole))
+    for out, ranks in ("same", 2), ("parts", 1):
+        shutil.copytree(whole, tmp_path / out)
+        shutil.rmtree(tmp_path / out / "checkpoints" / "step-8")
+        run(launch(ranks, *program, tmp_path / out))
     lines = {out: train_lines(tmp_path / out) for out in ("whole", "parts", "same")}
     assert [line["tokens_hash"] for line in lines["parts"]] == [line["tokens_hash"] for line in lines["whole"]]
     assert [line["data_epochs"] for line in lines["parts"]] == [line["data_epochs"] for line in lines["whole"]]

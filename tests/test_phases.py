@@ -135,6 +135,7 @@ def test_phases_of_a_recipe(tmp_path):
     line = next(line for line in whole.printed.splitlines() if line.startswith("a new phase: "))
     for text in ("seq_len 16 -> 32", "lr 0.003 -> 0.001", "rope_theta 500000.0 -> 1000000.0", "data_sha256 "):
         assert text in line
+    assert "model_args" not in line
     assert steps(whole) == [1, 2, 3, 4] and whole.lines[0]["lr"] == 1e-3 * train_llama3.lr_at(1, whole.cfg) == 5e-4
     assert hashes(whole) == hashes(plain) and equal(whole.init, run.final) and equal(whole.grads[0], plain.grads[0])
     assert not equal(whole.final, plain.final) and whole.lines[0]["tokens"] == 64
