@@ -214,7 +214,7 @@ def main(cfg: Config):
     state = checkpoints.load() or {"step": 0, "samples": 0, "tokens": 0}
     step_in_backward(optimizers, layout)  # only with --optimizer_in_backward
     # ranks that hold the same weights, read the same data or got the same flags must agree, or they would drift apart unseen
-    check_replicas(stages, layout, data=data.fingerprint, flags=asdict(cfg))
+    check_replicas(stages, layout, data=data.fingerprint, val_data=data.validation.fingerprint, flags=asdict(cfg))
     if layout.rank == 0:
         print(f"{cfg.flavor}: {n_params:,} parameters{adapters} | {layout.step_text(cfg.seq_len)}{notes(cfg, state['step'])}")
         print(data.plan(state["samples"] + (cfg.steps - state["step"]) * layout.global_batch_size), end="")

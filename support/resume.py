@@ -165,9 +165,9 @@ def phase_line(path: str, differ: list[tuple], identity: dict, cfg) -> str:
     flags = [change for change in differing_flags(path, cfg) if change[0] != "model_args"]  # its fields are told one by one
     told = [(name.removeprefix("data."), old, new) for name, old, new in differ] + flags
     text = ", ".join({name: f"{name} {old} -> {new}" for name, old, new in told}.values())
-    seed = identity["data"].get("data_seed")
-    again = (f"; the data are the same, and come in the same order again: --data_seed {seed + 1} gives another"
-             if seed is not None and not any(name.startswith("data.") for name, _, _ in differ) else "")
+    seed = next((name for name in ("data_seed", "seed") if name in identity["data"]), None)  # the latter is grpo.py's
+    again = (f"; the data are the same, and come in the same order again: --{seed} {identity['data'][seed] + 1} gives another"
+             if seed and not any(name.startswith("data.") for name, _, _ in differ) else "")
     return (f"a new phase: weights and optimizer state of {path}, while step, data and schedule begin at 0; what differs: "
             f"{text}{again}")
 
