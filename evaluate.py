@@ -13,11 +13,12 @@ The fields of a line say what is asked; more fields than these may be there:
                                       last one in the text), or is the answer where that has no number; a text that is cut off
                                       at --max_new_tokens is wrong
 
-Requests are made as lm-eval makes them (rl/scoring.py). The same numbers come out in every layout and with every batch size,
-up to rounding. Errors (_stderr) are sqrt(n / (n - 1) sum_i (y_i - r x_i)^2) / sum_i x_i of a ratio r = sum y_i / sum x_i over n
-lines (or windows, of a single text): for a mean, where x_i = 1, the sample's standard deviation / sqrt(n). They are null for
-n = 1. --out gets one JSON object per line of the task, and at last {"summary": {...}}. It is written at the end, as a whole:
-Ctrl-C leaves nothing. lm-eval's own tasks: rl/lm_eval_model.py.
+A prompt is "Question: {question}\\nAnswer:", or with --chat "{question}" in the chat template; requests are made of it as
+lm-eval makes them (rl/scoring.py). The same numbers come out in every layout and with every batch size, up to rounding. Errors
+(_stderr) are sqrt(n / (n - 1) sum_i (y_i - r x_i)^2) / sum_i x_i of a ratio r = sum y_i / sum x_i over n lines (or windows of a
+single text): for a mean, where x_i = 1, the sample's standard deviation / sqrt(n). They are null for n = 1. --out gets one JSON
+object per line of the task, and at last {"summary": {...}}. It is written at the end, as a whole: Ctrl-C leaves nothing.
+lm-eval's own tasks: rl/lm_eval_model.py.
 """
 import json
 import math
@@ -52,6 +53,7 @@ from support.manifest import is_hf_folder
 from support.readers import PACKED, format_of, unpacked
 from support.text import Text
 
+BASE_PROMPT = "Question: {question}\nAnswer:"  # for a model that goes on with texts; to a chat model its template says who asks
 # What flags need to have an effect: see support/config.py. c.kind is what read_task says.
 QUESTIONS = Need("on a text, which asks nothing", lambda c: c.kind != "text")
 WINDOWS = Need("on questions, which are scored as a whole", lambda c: c.kind == "text")
@@ -65,8 +67,8 @@ class Config(ScoringConfig):
     out: str = ""  # new file for the results, .jsonl; empty: they are only summed up on the screen
     limit: int = 0  # only so many lines of the task, the first ones; 0 = all
     stride: int = flag(-1, WINDOWS)  # tokens that a window after a text's first scores, the rest is context; -1 = all
-    prompt_template: str = flag("Question: {question}\\nAnswer:", QUESTIONS)  # {names} are fields of a line, \n a new line
     chat: bool = flag(False, QUESTIONS)  # wrap the prompt in the chat template of the tokenizer
+    prompt_template: str = flag("", QUESTIONS)  # with {fields}; empty: Question: {question}\nAnswer:, or with --chat {question}
     shots: int = flag(0, QUESTIONS)  # answered questions before each one
     shots_file: str = flag("", SHOTS)  # .jsonl whose first lines they are
     max_new_tokens: int = flag(256, WRITING)  # an answer that has not ended by then is cut off, and wrong
@@ -156,7 +158,7 @@ def unescape(text: str) -> str:
 
 def prompts_of(cfg: Config, text: Text, lines: list[Line], kind: str) -> list[str]:
     """What is before each answer: the shots, and the line's fields in --prompt_template; with --chat, as one message."""
-    template = unescape(cfg.prompt_template)
+    template = unescape(cfg.prompt_template) or ("{question}" if text.chat else BASE_PROMPT)
 
     def fill(line: Line) -> str:
         if missing := set(re.findall(r"\{(\w+)\}", template)) - line.fields.keys():

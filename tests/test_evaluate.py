@@ -25,6 +25,7 @@ import checkpoint
 import evaluate
 import parallel
 from rl import scoring
+from rl.environments import GSM8K
 from support.hf import load_hf_model
 from support.text import Text
 
@@ -358,8 +359,10 @@ def test_prompts(folders, tasks, tmp_path):
     shot = f"Question: {first['question']}\nAnswer: {first['choices'][first['answer']]}\n\n"
     assert make(shots=1, shots_file=tasks["choice"]) == [f"{shot}Question: {q}\nAnswer:" for q in asked]
     text.chat = Text(folders("llama")).chat
-    want = f"<|im_start|>user\nQuestion: {asked[0]}\nAnswer:<|im_end|>\n<|im_start|>assistant\n"
-    assert make()[0] == want
+    assert make()[0] == f"<|im_start|>user\n{asked[0]}<|im_end|>\n<|im_start|>assistant\n"
+    grpo = "{question}" + GSM8K.HINT.replace("\n", "\\n")  # as it is typed
+    (prompt, _), = evaluate.requests_of(evaluate.Config(prompt_template=grpo), "answer", text, lines[:1], 64)[0]
+    assert prompt == Text(folders("llama")).prompt(asked[0] + GSM8K.HINT)
     (request, _), *_ = evaluate.requests_of(evaluate.Config(), kind, text, lines[:1], 64)[0]
     assert request[0] == 1 and 2 in request  # markers are tokens
     for flags, message in [
