@@ -545,8 +545,9 @@ def evaluate(stages, batches, layout: Layout) -> tuple[float, float | None, dict
                 module.reshard()  # without a backward nothing else frees the gathered weights
     found = torch.stack([*sums.values()])  # every rank has batches of every part
     dist.all_reduce(found)
-    total, tokens, n_bytes = found.sum(0).tolist()
-    parts = {name: loss / n if n else math.nan for name, (loss, n, _) in zip(sums, found.tolist()) if name}
+    found = found.tolist()
+    total, tokens, n_bytes = map(sum, zip(*found))
+    parts = {name: loss / n if n else math.nan for name, (loss, n, _) in zip(sums, found) if name}
     return total / tokens if tokens else math.nan, total / n_bytes / math.log(2) if n_bytes_known and n_bytes else None, parts
 
 
