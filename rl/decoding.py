@@ -20,6 +20,7 @@ from models.loss import NEVER, log_normalizer
 from parallel import whole_vocab
 
 PREFILL_CHUNK = 512  # prompt tokens per forward: activations of a whole long prompt would need more memory than its cache
+KEY_BUCKET = 128  # attention is over a multiple of so many keys: a new shape at every token would cost a GPU a plan each
 FEWEST = 8  # --batch_invariant: with at least 8 rows in every matrix product its rounding did not depend on their number
 
 
@@ -37,8 +38,8 @@ class RowCache:
 
     def place(self, at: Tensor, rows: Tensor | None = None):
         """The tokens of the next forward are at positions at (R, T) of these rows (R,); None: of all rows."""
-        keys = torch.arange(self.max_len if self.fixed_shapes else int(at.max()) + 1, device=at.device)
-        self.at, self.mask = at, (keys <= at[:, :, None])[:, None]  # (R, 1, T, keys)
+        n = self.max_len if self.fixed_shapes else min(-(-(int(at.max()) + 1) // KEY_BUCKET) * KEY_BUCKET, self.max_len)
+        self.at, self.mask = at, (torch.arange(n, device=at.device) <= at[:, :, None])[:, None]  # (R, 1, T, n keys)
         self.chosen = slice(None) if rows is None else rows
         self.row = torch.arange(self.rows, device=at.device)[self.chosen, None]  # (R, 1)
 
