@@ -26,13 +26,15 @@ from test_cast import everything_of_two_steps
 from test_communication import count
 from test_parallel import MOE, MTP, V2
 
+import distributed.checks
 import distributed.experts
 import distributed.lora
 import parallel
 from distributed.cast import CastUnit
-from distributed.checks import check_model
+from distributed.checks import check_memory, check_model
 from distributed.layout import AXES, Layout, local_tensor
-from distributed.lora import adapter_numel, is_adapter, lora_counts, lora_names
+from distributed.lora import adapter_numel, is_adapter, lora_counts, lora_linears, lora_names
+from models.llama3 import FLAVORS, Llama3
 
 LORA = dict(lora_rank=4)
 ALL = dict(lora_rank=4, lora_on=("wq", "wv", "wo", "w1", "w2", "w3"))
@@ -217,3 +219,26 @@ def test_a_name_without_adapters_is_refused(flags, words):
     with pytest.raises(ValueError, match="^" + words.split(":")[0]) as error:
         check_model(model, one_layout(**flags), parallel.TP_STYLES)
     assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def full_size(**flags):
+    """(the 8B model on meta, the layout of 8 GPUs of 80 GB with FSDP and 4 accumulation steps)."""
+    layout = one_layout(param_dtype="float32", **flags)
+    layout.degrees, layout.world_size, layout.memory = layout.degrees | dict(dp_shard=8), 8, int(80e9)
+    layout.global_batch_size, layout.compute_dtype = 4 * 4 * 8, torch.bfloat16
+    layout.cfg.optimizer, layout.cfg.adamw_moments = "adamw", "param"
+    with torch.device("meta"):
+        return Llama3(FLAVORS["8B"]), layout
+
+
+@pytest.mark.parametrize("flags, GB, always", [({}, 8 * 4 * 4 / 8, True), (dict(lora_rank=16), 8 * 2 / 8, False)])
+def test_memory_is_that_of_what_is_trained(flags, GB, always):
+    """check_memory refuses what parameters, gradients and moments alone exceed; whole gradients of adapters fit anywhere."""
+    model, layout = full_size(**flags)
+    with mock.patch.object(distributed.checks, "host_memory", lambda: int(0.9e9 * GB)):
+        with pytest.raises(ValueError, match=r"would need at least [\d.]+ GB") as error:
+            check_memory(model, layout)
+    assert float(str(error.value).split("at least ")[1].split()[0]) == pytest.approx(GB, rel=0.02)
+    model.index, model.n_stages = 0, 1
+    lora_linears(model, layout)
+    assert parallel.reduces_always(model, layout) == always
