@@ -76,8 +76,7 @@ def lora_linears(stage, layout: Layout) -> None:
     """Freeze the parameters of a stage, and put adapters beside the linears of --lora_on. Nothing without --lora_rank.
 
     After tensor_parallel, because an adapter is split as the weight beside it; and after expert_parallel, which makes new
-    parameters of the experts. With --tp it costs no further message but the
-    sum of its own small gradients:
+    parameters of the experts. With --tp it costs no further message but the sum of its own small gradients:
 
         weight          A           B           what a rank adds to its part of y
         rows            whole       rows        its rows, of all of A x

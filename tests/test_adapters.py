@@ -88,6 +88,11 @@ def test_merged_weights_and_the_adapter_give_the_same_logits_in_transformers_and
     back = initialised(config(**problem), one_layout(lora_alpha=6, **lora), 8)
     cfg = flags_of(lora, init_from=str(tmp_path / "tuned"))
     assert base_folder(cfg) == base
+    about = tmp_path / "tuned" / "adapter_config.json"
+    about.write_text(about.read_text().replace(base, "gone"))
+    with pytest.raises(ValueError, match="is an adapter of gone, which is no folder here"):
+        base_folder(cfg)
+    cfg.lora_base = base  # --lora_base
     check_peft(MODELS[type(config(**problem))](config(**problem)), lora_names(back, cfg), cfg)
     again = open_run(tmp_path / "again", [back], config(**problem), cfg)
     again.load()

@@ -694,6 +694,7 @@ ELSEWHERE = {
     "float8_all_gather": "benchmarks/gpu_report.py",
     "flight_recorder": "docs/gpu_checklist.md",
     "memory_snapshot": "benchmarks/gpu_report.py",
+    "lora_base": "tests/test_adapters.py",  # needs an adapter of peft's
     "gen_ranks": "tests/test_rollouts.py",  # needs several processes
 }
 
