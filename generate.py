@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 from checkpoint import load_model
-from rl.decoding import rollout, uniform_noise
+from rl.decoding import AHEAD, rollout, uniform_noise
 from support.config import Parser, parse_config, usage_error
 from support.hf import load_hf_model
 from support.manifest import is_hf_folder, step_folders
@@ -56,13 +56,14 @@ def generate(
 
     A row ends with its first `eot`, or any of several, which is part of the result. Temperature 0 takes the likeliest token.
     What a row gets depends on the model, its prompt, `seed` and its index, not on the rest of the batch (up to rounding).
-    stream(row, id) is called for every new token. With logprobs=True returns (ids, logprobs), see draw(). Raises ValueError.
+    stream(row, id) is called for every new token at once, so each one is waited for. With logprobs=True returns (ids,
+    logprobs), see draw(). Raises ValueError.
     """
     check_request(model.config, prompts, max_new_tokens, temperature, top_k, top_p)
     noise = torch.stack([uniform_noise(f"{seed}/{row}", 1, max_new_tokens) for row in range(len(prompts))])
     samples = rollout(
         model, prompts, noise, temperature, [] if eot is None else eot, max_len=max(map(len, prompts)) + max_new_tokens,
-        top_k=top_k, top_p=top_p, on_token=stream)
+        top_k=top_k, top_p=top_p, on_token=stream, ahead=1 if stream else AHEAD)
     ids = [s["ids"] for s in samples]
     return (ids, [s["logprobs"] for s in samples]) if logprobs else ids
 
@@ -112,10 +113,10 @@ def continue_texts(
     stream = TextStream(tokenizer)
 
     def on_token(row, token):
-        if row == 0 and show is not None:
+        if row == 0:
             show(stream.push(token) if stream.ids or chat else texts[0] + stream.push(token))
 
-    new = generate(model, prompts, max_new_tokens, eot=ends, stream=on_token, **options)
+    new = generate(model, prompts, max_new_tokens, eot=ends, stream=None if show is None else on_token, **options)
     if show is not None:
         show(stream.push(None))
     return [tokenizer.decode(ids) for ids in new]

@@ -2,13 +2,15 @@
 
 P prompts, G samples of each, R rows (samples that run at once), T new tokens of a row in one forward, V vocab
 
-rollout() keeps R rows busy: it reads some prompts, copies each to the rows of its G samples, adds one token to all rows until
-some samples have ended, and gives their rows to the next prompts.
+rollout() keeps R rows busy: it reads some prompts, copies each to the rows of its G samples, adds a few tokens to all rows, and
+gives the rows of samples that have ended to the next prompts. The host knows the samples, and the device works on rows: the
+host sends it what it needs for the next few tokens, and reads them all at once.
 """
 import hashlib
 from collections import deque
+from collections.abc import Callable
 from functools import partial
-from itertools import count
+from itertools import count, islice
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +23,7 @@ from parallel import whole_vocab
 
 PREFILL_CHUNK = 512  # prompt tokens per forward: activations of a whole long prompt would need more memory than its cache
 KEY_BUCKET = 128  # attention is over a multiple of so many keys: a new shape at every token would cost a GPU a plan each
+AHEAD = 8  # tokens that every row goes on by before the host looks at them: until then the device never waits for it
 FEWEST = 8  # --batch_invariant: with at least 8 rows in every matrix product its rounding did not depend on their number
 
 
@@ -36,10 +39,12 @@ class RowCache:
         self.rows, self.max_len, self.fixed_shapes = rows, max_len, fixed_shapes
         self.kept = {}  # (block, n-th call of attend in it): keys and values, each (rows, kv heads, max_len, head dim)
 
-    def place(self, at: Tensor, rows: Tensor | None = None):
-        """The tokens of the next forward are at positions at (R, T) of these rows (R,); None: of all rows."""
-        n = self.max_len if self.fixed_shapes else min(-(-(int(at.max()) + 1) // KEY_BUCKET) * KEY_BUCKET, self.max_len)
-        self.at, self.mask = at, (torch.arange(n, device=at.device) <= at[:, :, None])[:, None]  # (R, 1, T, n keys)
+    def place(self, at: Tensor, rows: Tensor | None = None, keys: int | None = None):
+        """The tokens of the next forward are at positions at (R, T) of these rows (R,); None: of all rows. keys: how many
+        positions the longest row has by then; None asks the device, which makes the host wait for it."""
+        keys = int(at.max()) + 1 if keys is None else keys
+        n = self.max_len if self.fixed_shapes else min(-(-keys // KEY_BUCKET) * KEY_BUCKET, self.max_len)
+        self.at, self.mask = at, (torch.arange(n, device=at.device) <= at[:, :, None])[:, None]  # (R, 1, T, n)
         self.chosen = slice(None) if rows is None else rows
         self.row = torch.arange(self.rows, device=at.device)[self.chosen, None]  # (R, 1)
 
@@ -88,10 +93,11 @@ def column_logits(h: Tensor, weight: Tensor, *, column: Tensor, mesh=None) -> Te
     return whole_vocab(F.linear(h[row, column], weight.to_local()).float(), weight.shape[0], mesh)
 
 
-def next_logits(model, cache: RowCache, tokens: Tensor, at: Tensor, column: Tensor, mesh=None, rows=None) -> Tensor:
-    """Run tokens (R, T) at positions at (R, T) of these rows (R,), None: of all; logits (R, V) of one column (R,) of each."""
+def next_logits(model, cache: RowCache, tokens: Tensor, at: Tensor, column: Tensor, keys: int, mesh=None, rows=None) -> Tensor:
+    """Run tokens (R, T) at positions at (R, T), all below `keys`, of these rows (R,), None: of all; logits (R, V) of one column
+    (R,) of each."""
     usual_logits = model.logits
-    cache.place(at, rows)
+    cache.place(at, rows, keys)
     model.logits = partial(column_logits, column=column, mesh=mesh)
     try:
         return model(tokens, positions=at, cache=cache)
@@ -114,7 +120,8 @@ def read_prompts(model, cache: RowCache, prompts: list[list[int]], rows: Tensor,
     for begin in range(0, T, size):
         piece = slice(begin, begin + size)
         column = (last - begin).clamp(0, at[:, piece].shape[1] - 1)
-        found = next_logits(model, cache, tokens[:, piece], at[:, piece], column, mesh, rows)
+        keys = min(begin + size, T) if n else cache.max_len
+        found = next_logits(model, cache, tokens[:, piece], at[:, piece], column, keys, mesh, rows)
         logits = torch.where((last >= begin)[:, None], found, logits)  # what stays is of the piece in which the prompt ends
     return logits[:n]
 
@@ -149,100 +156,122 @@ def draw(logits: Tensor, u: Tensor, temperature: float, top_k=0, top_p=1.0) -> t
     return token, logits.gather(-1, token[:, None])[:, 0]
 
 
+def extend(s: dict, tokens: list[int], logprobs: list[float], room: int, ends: set, tool, stop, heard: Callable) -> bool:
+    """Add the next tokens of a row to its sample (ids, logprobs, mask, said) until it ends or its tool answers, after which the
+    row's other tokens are void: it goes on with what the tool said. Returns whether the sample goes on."""
+    ids = s["ids"]
+    for token, logprob in zip(tokens, logprobs):
+        chosen = not s["said"]  # by the model: else the token is the next one of what the tool said
+        ids.append(token if chosen else s["said"].popleft())
+        s["logprobs"].append(logprob if chosen else 0.0)
+        s["mask"].append(float(chosen))
+        heard(ids[-1])
+        if chosen and token in ends or len(ids) == room or stop is not None and stop(ids):
+            return False
+        if chosen and tool is not None and (answer := tool([*ids])):
+            s["said"].extend(answer)
+            return True
+    return True
+
+
 @torch.no_grad()
 def rollout(
     model, prompts: list[list[int]], noise: Tensor, temperature: float, eot: int | list[int], *, max_len: int, rows=512,
     top_k=0, top_p=1.0, on_token=None, tool=None, stop=None, tp_mesh=None, batch_invariant=False,
-    agree=lambda *numbers: numbers,
+    agree=lambda *numbers: numbers, ahead=AHEAD,
 ) -> list[dict]:
     """G samples of each of P prompts, as dicts(ids, logprobs, mask, truncated), those of a prompt next to each other.
 
-    noise (P, G, max_new_tokens): uniform numbers, one per token, so that a sample depends on the weights, its prompt and its
-    noise, and not on the row that it is in, its neighbours, or the number of processes. At most `rows` samples run at once;
-    rows that have ended are given to the next prompt, which is read once for its G samples. A sample ends with `eot`, or any
-    of several, which is part of it, or is truncated: at max_new_tokens, or when prompt and sample have max_len tokens.
+    noise (P, G, max_new_tokens), on the host: uniform numbers, one per token, so that a sample depends on the weights, its
+    prompt and its noise, and not on the row that it is in, its neighbours, or the number of processes. At most `rows` samples
+    run at once; rows that have ended are given to the next prompt, which is read once for its G samples. A sample ends with
+    `eot`, or any of several, which is part of it, or is truncated: at max_new_tokens, or when prompt and sample have max_len
+    tokens.
 
-    on_token(sample, id) is called for every new token.
+    on_token(sample, id) is called for every new token, up to `ahead` tokens late; with ahead=1 at once.
     tool(ids so far) -> ids to go on with: they are fed as if sampled, with mask 0 (the model did not choose them). The tool is
-    asked after a token of the model, never after its own words.
+    asked after a token of the model, never after its own words. By then the device has gone on without its answer: those
+    tokens are void, and the answer's keys take the places of theirs.
     stop(ids so far) -> whether the sample ends here, without eot.
     model.unknown_ids, where there are any: ids that are never sampled.
     tp_mesh: the model is tensor parallel, and its ranks, given the same arguments, sample the same.
     batch_invariant: every matrix product has shapes whose rounding does not depend on the batch, for exact equality with a
     training forward over max_len tokens (docs/grpo.md says where that was tested).
     agree(*numbers): the largest of each over the ranks that must run every forward together; see lockstep() in rl/rollouts.py.
+    ahead: tokens between two looks of the host. A row that has ended idles until then.
     """
     P, G, max_new = noise.shape
-    NONE, device = P * G, next(model.parameters()).device
+    device = next(model.parameters()).device
     width = tp_mesh.size() if tp_mesh else 1  # under TP activations are cut along the sequence: a column for each rank
-    fewest = FEWEST if batch_invariant else 0
-    n_rows = max(G, min(rows // G, P) * G, fewest)
+    n_rows = max(G, min(rows // G, P) * G, FEWEST if batch_invariant else 0)
     cache = RowCache(n_rows, max_len + width, batch_invariant)  # behind the last token there is room for the other columns
     waiting, unknown = deque(range(P)), getattr(model, "unknown_ids", None)
-    ends = torch.tensor([eot] if isinstance(eot, int) else eot, dtype=torch.long, device=device)
-    # What is known of each sample. The last entry, NONE, is of no sample: rows that have nothing to do work on it.
-    prompt_len = torch.tensor([len(p) for p in prompts for _ in range(G)] + [0], device=device)
-    n_new = torch.zeros_like(prompt_len)
-    ids = torch.full((NONE + 1, max_new), -1, device=device)  # -1: not known yet. What a tool says is known before it is fed
-    logprobs, mask = torch.zeros(ids.shape, device=device), torch.ones(ids.shape, device=device)
-    u = torch.cat([noise.view(NONE, max_new), torch.zeros(1, max_new)]).to(device)
-    # What is known of each row: the sample that it works on, and the logits of its next token
-    sample = torch.full((n_rows,), NONE, device=device)
+    ends, noise = {eot} if isinstance(eot, int) else set(eot), noise.reshape(P * G, max_new)
+    samples = [dict(ids=[], logprobs=[], mask=[], said=deque(), prompt=prompt) for prompt in prompts for _ in range(G)]
+    room = [max(1, min(max_new, max_len - len(s["prompt"]))) for s in samples]  # new tokens of each sample, at most
+    sample: list[int | None] = [None] * n_rows  # that each row works on; None: nothing, and what it computes is not read
     logits = torch.zeros(n_rows, model.config.vocab_size, device=device)
+    zeros = torch.zeros(n_rows, dtype=torch.long, device=device)
     while True:
         # Refill the rows of whole groups, and of several at once, because each refill is a forward of its own.
-        free = (sample == NONE).nonzero()[:, 0]
+        busy = [row for row, s in enumerate(sample) if s is not None]
+        free = [row for row, s in enumerate(sample) if s is None]
         n = min(len(free) // G, len(waiting))
         n = n if n >= min(len(waiting), max(1, n_rows // G // 4)) else 0
         group = [waiting.popleft() for _ in range(n)]
-        longest, running = agree(max((len(prompts[p]) for p in group), default=0), n > 0 or len(free) < len(sample))
-        if not running:
+        size = len(sample)
+        while not waiting and not group and size > FEWEST and len(busy) <= size // 2:  # go on with the few that are left
+            size = max(size // 2, FEWEST)
+        if size < len(sample):
+            kept = [*busy, *free[: size - len(busy)]]
+            sample, logits, zeros = [sample[row] for row in kept], logits[:size], zeros[:size]
+            cache.keep(torch.tensor(kept, device=device))
+        slots = torch.tensor(free[: n * G], dtype=torch.long, device=device).view(n, G)
+        for i, row in enumerate(free[: n * G]):
+            sample[row] = group[i // G] * G + i % G
+        steps = min(ahead, max((room[s] - len(samples[s]["ids"]) for s in sample if s is not None), default=0))
+        longest, feeds, steps = agree(max((len(prompts[p]) for p in group), default=0), len(busy) > 0, steps)
+        if not steps:
             break
-        if longest:
-            slots = free[: n * G].view(n, G)
-            first = read_prompts(model, cache, [prompts[p] for p in group], slots[:, 0], longest, width, tp_mesh)
-            cache.copy_first(slots, longest)
-            logits[slots] = first[:, None]
-            sample[slots] = torch.tensor(group, dtype=torch.long, device=device)[:, None] * G + torch.arange(G, device=device)
 
-        # one more token for every row: a drawn one, or the next one of what the tool said
-        n_new[NONE] = 0
-        at = sample, n_new[sample]
-        if unknown is not None:
-            logits.index_fill_(1, unknown, NEVER)
-        token, logprob = draw(logits, u[at], temperature, top_k, top_p)
-        said = ids[at] >= 0
-        token, logprob = torch.where(said, ids[at], token), logprob.masked_fill(said, 0.0)
-        ids[at], logprobs[at] = token, logprob
-        n_new[sample] += 1
-        if on_token is not None:
-            busy = sample < NONE
-            for s, t in zip(sample[busy].tolist(), token[busy].tolist()):
-                on_token(s, t)
+        # What the device needs to know for the next steps: all (steps, R) but the last token of each row, (R,)
+        at, given, last, index = [], [], [], []
+        for s in sample:
+            ids, prompt, said = ([], [0], ()) if s is None else (samples[s][name] for name in ("ids", "prompt", "said"))
+            at.append(len(prompt) + len(ids) - 1)  # the position of its last token
+            last.append((ids or prompt)[-1])
+            given.append([*islice(said, steps), *[-1] * (steps - len(said))])
+            index.append((s or 0) * max_new + len(ids))
+        keys, step = max(at) + 1, torch.arange(steps)[:, None]
+        u = noise.flatten()[(torch.tensor(index) + step).clamp(max=P * G * max_new - 1)].to(device)
+        at = (torch.tensor(at) + step).clamp(max=max_len - 1).to(device)
+        said = torch.tensor(given, device=device).T if any(samples[s]["said"] for s in sample if s is not None) else None
+        token, found = torch.tensor(last, device=device), []
+        for i in range(steps):
+            if i > 0 or feeds:
+                places = at[i][:, None] + torch.arange(width, device=device)
+                fed = F.pad(token[:, None], (0, width - 1))
+                logits = next_logits(model, cache, fed, places, zeros, min(keys + i, max_len), tp_mesh)
+            if i == 0 and longest:
+                first = read_prompts(model, cache, [prompts[p] for p in group], slots[:, 0], longest, width, tp_mesh)
+                cache.copy_first(slots, longest)
+                logits[slots] = first[:, None]
+            if unknown is not None:
+                logits.index_fill_(1, unknown, NEVER)
+            token, logprob = draw(logits, u[i], temperature, top_k, top_p)
+            if said is not None:
+                token = torch.where(said[i] < 0, token, said[i])
+            found += [token.double(), logprob.double()]  # exact, so that one read brings both
 
-        # which samples end here, and which get an answer from the tool
-        chosen = mask[at] > 0
-        ended = torch.isin(token, ends) & chosen | (n_new[sample] == max_new) | (prompt_len[sample] + n_new[sample] >= max_len)
-        if stop is not None:
-            lengths = zip(sample.tolist(), n_new[sample].tolist(), ids[sample].tolist())
-            ended |= torch.tensor([s < NONE and stop(row[:n]) for s, n, row in lengths], device=device)
-        for s in sample[~ended & chosen & (sample < NONE)].tolist() if tool is not None else ():
-            k = int(n_new[s])
-            answer = torch.tensor(tool(ids[s, :k].tolist())[: max_new - k], dtype=torch.long, device=device)
-            ids[s, k : k + len(answer)], mask[s, k : k + len(answer)] = answer, 0.0
-        sample = sample.masked_fill(ended, NONE)
-
-        # feed these tokens; when few rows are left, and no prompts for the others, go on with those few
-        left = (sample < NONE).nonzero()[:, 0]
-        if not waiting and 8 < len(sample) and max(len(left), fewest) <= len(sample) // 2:
-            left = torch.cat([left, (sample == NONE).nonzero()[: max(0, 8 - len(left)), 0]])
-            sample, token, logits = sample[left], token[left], logits[left]  # logits: where no forward follows
-            cache.keep(left)
-        if agree(0, bool((sample < NONE).any()))[1]:
-            at = (prompt_len + n_new)[sample][:, None] - 1 + torch.arange(width, device=device)
-            tokens = F.pad(token[:, None], (0, width - 1))
-            logits = next_logits(model, cache, tokens, at.clamp(min=0), torch.zeros_like(sample), tp_mesh)
-    n_new, ids, logprobs, mask = n_new.tolist(), ids.cpu(), logprobs.cpu(), mask.cpu()
-    samples = [dict(ids=ids[s, :k], logprobs=logprobs[s, :k], mask=mask[s, :k]) for s, k in enumerate(n_new[:NONE])]
-    samples = [{name: x.tolist() for name, x in s.items()} for s in samples]
-    return [s | dict(truncated=not (s["ids"][-1] in ends.tolist() and s["mask"][-1])) for s in samples]
+        # the host looks: which samples have ended, and which get an answer from the tool
+        found = torch.stack(found).view(steps, 2, -1).permute(2, 1, 0).tolist()
+        for row, s in enumerate(sample):
+            if s is not None:
+                ask = tool and (lambda ids: tool(ids)[: max_new - len(ids)])
+                heard = (lambda token, s=s: on_token(s, token)) if on_token else (lambda token: None)
+                tokens, logprobs = found[row]
+                if not extend(samples[s], [*map(int, tokens)], logprobs, room[s], ends, ask, stop, heard):
+                    sample[row] = None
+    return [
+        dict(ids=s["ids"], logprobs=s["logprobs"], mask=s["mask"], truncated=not (s["ids"][-1] in ends and s["mask"][-1]))
+        for s in samples]

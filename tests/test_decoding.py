@@ -1,6 +1,8 @@
-"""What a rollout costs, against rl/decoding.py: shapes; and that what saves them changes no token."""
+"""What a rollout costs, against rl/decoding.py: shapes, and waits for the device; and that what saves them changes no token."""
+import pytest
 import torch
 from policy import sharp_model
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.llama3 import Llama3Config
 from rl import decoding
@@ -42,3 +44,51 @@ def test_few_shapes_and_the_same_tokens(monkeypatch):
     shapes.clear()
     monkeypatch.setattr(decoding, "KEY_BUCKET", 1)
     assert tokens(sample(model, **options)) == tokens(bucketed) and len(shapes) > 290
+
+
+class Reads(TorchDispatchMode):
+    """Counts how often the host asks for what is in a tensor, which on a GPU waits until all work before is done."""
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.n = 0
+        for name in ("tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__"):
+            monkeypatch.setattr(torch.Tensor, name, self.counted(getattr(torch.Tensor, name)))
+
+    def counted(self, known):
+        def method(tensor, *args):
+            self.n += 1
+            return known(tensor, *args)
+
+        return method
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.n += function in (torch.ops.aten.nonzero.default, torch.ops.aten.masked_select.default)
+        self.n += function is torch.ops.aten.index.Tensor and any(i is not None and i.dtype == torch.bool for i in args[1])
+        return function(*args, **kwargs or {})
+
+
+WAYS = {
+    "ends": {},
+    "tool": dict(tool=lambda ids: [20, 21, 22][: ids[-1] % 4] if ids[-1] in (5, 6, 7, 8) else []),
+    "tool that says the end": dict(tool=lambda ids: [0, 0] if ids[-1] == 7 else []),
+    "stop": dict(stop=lambda ids: sum(ids[-3:]) % 41 == 40),
+    "tool and stop": dict(tool=lambda ids: [7, 9] if ids[-1] == 7 else [], stop=lambda ids: ids[-2:] == [9, 3]),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_one_read_for_eight_tokens(way, monkeypatch):
+    """With a tool too, whose answers come after the device has gone on without them. The tokens are those of a host that looks
+    at every token, and on_token hears each once, in order."""
+    model, heard = sharp_model(LONG), {}
+    at_every_token = sample(model, ahead=1, **WAYS[way])
+    forwards, reads = [], Reads(monkeypatch)
+    hook = model.register_forward_hook(lambda *_: forwards.append(1))
+    with reads:
+        samples = sample(model, on_token=lambda s, token: heard.setdefault(s, []).append(token), **WAYS[way])
+    hook.remove()
+    assert 0 < reads.n <= -(-len(forwards) // 8) and len(forwards) > 40
+    assert tokens(samples) == tokens(at_every_token) and [heard[s] for s in range(18)] == [s["ids"] for s in samples]
+    assert ("tool" in way) == any(0.0 in s["mask"] for s in samples)
+    assert len({len(s["ids"]) for s in samples}) > 3
