@@ -101,7 +101,7 @@ def read_task(path: str, flag="--task") -> tuple[str, list[Line]]:
     try:
         if suffix not in (".txt", ".jsonl"):
             raise ValueError(f"it ends with {suffix or 'nothing'}")
-        content = (b"".join(unpacked(file)) if file.suffix in PACKED else file.read_bytes()).decode()
+        content = (b"".join(unpacked(file)) if file.suffix in PACKED else file.read_bytes()).decode().removeprefix("\ufeff")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ValueError(f"{flag} {path!r}: {reason}; need a .txt or .jsonl, which may be packed as .gz or .zst") from None

@@ -496,6 +496,16 @@ def test_packed_lines(folders, tasks, tmp_path):
     assert got[3].where == f"{packed}:4"
 
 
+@pytest.mark.parametrize("kind", ["text", "choice"])
+def test_a_file_from_windows_is_read_as_any_other(kind, tasks, tmp_path):
+    """Windows likes to begin with a byte order mark, which is no part of the text."""
+    task = Path(tasks[kind])
+    windows = tmp_path / f"windows{task.suffix}"
+    windows.write_bytes(b"\xef\xbb\xbf" + task.read_bytes())
+    assert [line.fields for line in evaluate.read_task(str(windows))[1]] == [
+        line.fields for line in evaluate.read_task(str(task))[1]]
+
+
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is not None, reason="lm-eval is installed")
 def test_what_lm_eval_needs_is_told():
     with pytest.raises(ValueError, match="pip install lm-eval"):
