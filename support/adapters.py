@@ -25,13 +25,19 @@ def read_adapters(table, path: str) -> dict[str, Tensor]:
     return {key.removeprefix("model."): t for key, t in found.items()}
 
 
-def base_of(path: str, modules: list[nn.Module]) -> str:
-    """Where the weights below the adapters of a step folder are; "" where its seed drew them, and then they are in `modules`,
-    drawn again. Raises ValueError where they are gone."""
-    folder, plain = read_json(path, "state.json")["base"]["folder"], modules[0]
+def known_base(path: str) -> str:
+    """Where the weights below the adapters of a step folder were when the run began; "" where its seed drew them. Raises
+    ValueError where they are gone."""
+    folder = read_json(path, "state.json")["base"]["folder"]
     if folder and not os.path.isdir(folder):
         raise ValueError(f"{path} holds adapters of {folder}, which is gone: put it back there, or continue the run with "
                          "--init_from its new place and --export_hf")
+    return folder
+
+
+def base_of(path: str, modules: list[nn.Module]) -> str:
+    """known_base, and where a seed drew the weights they are in `modules` afterwards, drawn again. Raises ValueError."""
+    folder, plain = known_base(path), modules[0]
     if not folder:
         if len(modules) > 1 or any(hasattr(p, "placements") for p in plain.parameters()):
             raise ValueError(f"{path} holds adapters of what its seed drew; merge them first, python checkpoint.py to_hf")

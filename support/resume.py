@@ -61,6 +61,8 @@ def claim_adapters(cfg, Model, model_config) -> dict:
     with torch.device("meta"):
         model = Model(model_config)
     check_lora(model, cfg)
+    if (folder := base_folder(cfg)) and not os.path.isdir(folder):  # of a run that is continued, too: it holds adapters only
+        raise ValueError(f"--init_from {folder} is no folder; give the one of the weights below the adapters")
     if is_peft_folder(cfg.init_from) and not step_folders(cfg.out):
         check_peft(model, lora_names(model, cfg), cfg)
     return {"lora": {"rank": cfg.lora_rank, "alpha": cfg.lora_alpha, "on": list(cfg.lora_on)}}

@@ -17,6 +17,7 @@ from test_parallel import MOE, V2
 import checkpoint
 from checkpoint import CheckpointConfig, Checkpoints, load_model
 from distributed.lora import base_hash, is_adapter, lora_names, placed_sum
+from rl.scoring import read_checkpoint
 from support import hf
 from support.peft import base_folder, check_peft
 from support.resume import check_run, claim_adapters
@@ -187,6 +188,8 @@ def test_a_checkpoint_holds_the_adapters_alone_and_knows_its_base(tmp_path, caps
     os.rename(base, base + "-gone")
     with pytest.raises(ValueError, match=f"holds adapters of {base}, which is gone: put it back there, or continue the run"):
         load_model(str(tmp_path / "run"))
+    with pytest.raises(ValueError, match=f"holds adapters of {base}, which is gone"):  # before evaluate.py builds anything
+        read_checkpoint(str(tmp_path / "run"))
     # a base that the seed draws: load_model draws it again
     saved_and_hashed(tmp_path / "drawn", "", {}, LORA, 3, 1, True)
     assert load_model(str(tmp_path / "drawn"))[0].config == config()
@@ -199,6 +202,7 @@ def test_a_checkpoint_holds_the_adapters_alone_and_knows_its_base(tmp_path, caps
     (dict(lora_alpha=9), "lora.alpha is 9 but .* was trained with 6"),
     (dict(lora_on=["wq"]), r"lora.on is \['wq'\] but .* was trained with"),
     (dict(lora_rank=0), "lora is not set but .* was trained with"),
+    (dict(init_from="no/where"), "--init_from no/where is no folder; give the one of the weights below the adapters"),
     (dict(init_from=""), "holds adapters of .*; give --init_from .*base to continue"),
     (dict(init_model_only=False), "--no-init_model_only with --lora_rank"),
     (dict(exclude_from_loading=["head"]), "--exclude_from_loading head with --lora_rank"),
