@@ -23,15 +23,14 @@ lm-eval's own tasks: rl/lm_eval_model.py.
 import json
 import math
 import os
-import re
 import time
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 from distributed.launch import run
-from rl.environments import final_number
+from rl.answers import final_number, same_number, same_text
+from rl.datasets import Line, fill_template, is_answer, jsonl_lines, read_content, unescape
 from rl.scoring import (
     WRITING,
     ScoringConfig,
@@ -50,7 +49,7 @@ from rl.scoring import (
 from support.config import Need, check_range, flag, parse_config
 from support.files import read_json, write_file
 from support.manifest import is_hf_folder
-from support.readers import PACKED, format_of, unpacked
+from support.readers import format_of
 from support.text import Text
 
 BASE_PROMPT = "Question: {question}\nAnswer:"  # for a model that goes on with texts; to a chat model its template says who asks
@@ -88,27 +87,13 @@ class Config(ScoringConfig):
 KINDS = {"text": ("text",), "choice": ("question", "choices", "answer"), "answer": ("question", "answer")}
 
 
-class Line(NamedTuple):
-    """One line of a task."""
-
-    where: str  # file and line, for errors
-    fields: dict
-
-
 def read_task(path: str, flag="--task") -> tuple[str, list[Line]]:
     """("text", "choice" or "answer", the lines) of a task's file. Raises ValueError that names the line."""
-    file, suffix = Path(path), format_of(Path(path))
-    try:
-        if suffix not in (".txt", ".jsonl"):
-            raise ValueError(f"it ends with {suffix or 'nothing'}")
-        content = (b"".join(unpacked(file)) if file.suffix in PACKED else file.read_bytes()).decode().removeprefix("\ufeff")
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(f"{flag} {path!r}: {reason}; need a .txt or .jsonl, which may be packed as .gz or .zst") from None
-    if suffix == ".txt":
+    content = read_content(path, flag, ".txt", ".jsonl")
+    if format_of(Path(path)) == ".txt":
         lines = [Line(path, {"text": content})] if content else []
     else:
-        lines = [read_line(text, f"{path}:{n}") for n, text in enumerate(content.split("\n"), 1) if text.strip()]
+        lines = jsonl_lines(content, path)
     if not lines:
         raise ValueError(f"{flag} {path} is empty: there is nothing to evaluate")
     found = [kind for kind, names in KINDS.items() if set(names) <= lines[0].fields.keys()]
@@ -119,17 +104,6 @@ def read_task(path: str, flag="--task") -> tuple[str, list[Line]]:
     return found[0], [check_line(line, found[0]) for line in lines]
 
 
-def read_line(text: str, where: str) -> Line:
-    try:
-        record = json.loads(text)
-        json.dumps(record, ensure_ascii=False).encode()  # "\ud800" is JSON, but no text
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is not JSON: {error}") from None
-    if not isinstance(record, dict):
-        raise ValueError(f"{where} is a JSON {type(record).__name__}, not an object")
-    return Line(where, record)
-
-
 def check_line(line: Line, kind: str) -> Line:
     """The line, its answer as a number from 0 where there are choices. Raises ValueError for what its kind does not allow."""
     where, record = line
@@ -137,7 +111,7 @@ def check_line(line: Line, kind: str) -> Line:
         raise ValueError(f"{where} has no {missing[0]}, and the first line has")
     if wrong := [name for name in ("text", "question") if name in KINDS[kind] and not isinstance(record[name], str)]:
         raise ValueError(f"{where}: {wrong[0]} is no text")
-    if kind == "answer" and (type(record["answer"]) not in (str, int, float) or not str(record["answer"]).strip()):
+    if kind == "answer" and not is_answer(record["answer"]):
         raise ValueError(f"{where}: the answer is no text and no number")
     if kind != "choice":
         return line
@@ -152,18 +126,9 @@ def check_line(line: Line, kind: str) -> Line:
     return Line(where, record | {"answer": index})
 
 
-def unescape(text: str) -> str:
-    return text.replace("\\n", "\n").replace("\\t", "\t")
-
-
 def prompts_of(cfg: Config, text: Text, lines: list[Line], kind: str) -> list[str]:
     """What is before each answer: the shots, and the line's fields in --prompt_template; with --chat, as one message."""
     template = unescape(cfg.prompt_template) or ("{question}" if text.chat else BASE_PROMPT)
-
-    def fill(line: Line) -> str:
-        if missing := set(re.findall(r"\{(\w+)\}", template)) - line.fields.keys():
-            raise ValueError(f"{line.where} has no {min(missing)}, which --prompt_template asks for")
-        return re.sub(r"\{(\w+)\}", lambda name: str(line.fields[name[1]]), template)
 
     shots = ""
     if cfg.shots:
@@ -173,8 +138,8 @@ def prompts_of(cfg: Config, text: Text, lines: list[Line], kind: str) -> list[st
                              f"of kind {kind}, as in --task")
         for line in examples[: cfg.shots]:
             answer = line.fields["answer"]
-            shots += f"{fill(line)} {line.fields['choices'][answer] if kind == 'choice' else answer}\n\n"
-    prompts = [shots + fill(line) for line in lines]
+            shots += f"{fill_template(template, line)} {line.fields['choices'][answer] if kind == 'choice' else answer}\n\n"
+    prompts = [shots + fill_template(template, line) for line in lines]
     return [text.chat(prompt) for prompt in prompts] if text.chat else prompts
 
 
@@ -221,7 +186,7 @@ def exact_match(lines: list[Line], samples: list[dict]) -> tuple[list[dict], dic
     for line, sample in zip(lines, samples):
         answer = str(line.fields["answer"])
         number = final_number(answer)
-        same = sample["text"].strip() == answer.strip() if number is None else final_number(sample["text"]) == number
+        same = (same_text if number is None else same_number)(sample["text"], answer)
         items.append(dict(
             question=line.fields["question"], prediction=sample["text"], answer=answer if number is None else number,
             tokens=len(sample["ids"]), truncated=sample["truncated"], correct=int(same and not sample["truncated"])))

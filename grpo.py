@@ -4,6 +4,7 @@
     python grpo.py --env calculator --max_new_tokens 40 --seq_len 64 --out runs/calculator   # several turns, with a tool
     torchrun --nproc_per_node 4 grpo.py --dp_shard 2 --tp 2 --out runs/grpo-4                # the same samples, losses, rewards
     torchrun --nproc_per_node 4 grpo.py --gen_ranks 2 --async_steps 1 --out runs/grpo-async  # two ranks sample while two train
+    python grpo.py --env dataset --env_data questions.jsonl --eval_data test.jsonl --out runs/dataset   # problems in files
     python grpo.py --init_from HUGGING_FACE_FOLDER --env sum_digits --lr 1e-6 --max_new_tokens 64 --seq_len 256 --out runs/hf
 
 One step of the algorithm, with the numbers that the code below carries:
@@ -18,7 +19,8 @@ One step of the algorithm, with the numbers that the code below carries:
 
 The same command again continues the run; it writes runs/grpo/{config.json, metrics.jsonl, samples.jsonl, checkpoints/},
 and with --kl_coef the initial policy, reference/ (not with --lora_rank: there it is the model without its adapters).
-Own tasks: --env my_env.py, see rl/environments.py. Read next: rl/rollouts.py, rl/decoding.py, models/loss.py.
+Own tasks: --env dataset, see rl/datasets.py, or --env my_env.py, see rl/environments.py. Read next: rl/rollouts.py,
+rl/decoding.py, models/loss.py.
 """
 import hashlib
 import json
@@ -49,7 +51,8 @@ from models.loss import token_logprobs
 from models.qwen3 import Qwen3Config
 from parallel import clip_grad_norm, make_mesh, next_backward, reduce_loss
 from rl import rollouts
-from rl.environments import draw_task, held_out_tasks, leave_out_long, open_env, supervised_sample
+from rl.datasets import DatasetConfig, open_task
+from rl.environments import draw_task, held_out_tasks, leave_out_long, supervised_sample
 from support.config import Need, check_range, flag, override_fields, parse_config, save_config
 from support.hf import check_export, check_hf_config, read_hf_config
 from support.manifest import is_hf_folder, newest_readable, step_folders
@@ -70,16 +73,14 @@ CLIP = {"grpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2), "dapo": (0.2, 0.28), "gspo": 
 # What flags need to have an effect: see support/config.py
 OWN_MODEL = Need("with --init_from, which says what the model is", lambda c: not c.init_from)
 WARM_UP = Need("with --init_from: its model needs no warm-up", lambda c: not c.init_from)
-GSM8K = Need("without --env gsm8k", lambda c: c.env == "gsm8k")
 
 
 @dataclass(kw_only=True)
-class Config(ParallelConfig, LaunchConfig, LoraConfig, CheckpointConfig, MetricsConfig):
+class Config(ParallelConfig, LaunchConfig, LoraConfig, CheckpointConfig, MetricsConfig, DatasetConfig):
     flavor: Literal[tuple(FLAVORS)] = flag("debug", OWN_MODEL)  # a small Llama 3, or Qwen3 with experts
     model_args: str = ""  # fields of the flavor to change: "n_layers=4,dim=128"
     out: str = "runs/grpo"  # folder for everything that the run writes; the same folder again continues the run
-    env: str = "reverse"  # the task: reverse, sum_digits, countdown, calculator, gsm8k, or a file of your own, my_env.py
-    env_data: str = flag("", GSM8K)  # a .jsonl of problems with "question" and "answer"
+    env: str = "reverse"  # the task: reverse, sum_digits, countdown, calculator, dataset, gsm8k, or a file of your own
     steps: int = 300  # optimizer steps
     prompts_per_step: int = 32  # prompts per step, over all ranks
     group_size: int = 8  # G, samples per prompt
@@ -117,7 +118,7 @@ class Config(ParallelConfig, LaunchConfig, LoraConfig, CheckpointConfig, Metrics
     rollout_rows: int = 512  # samples that one rank runs at once
     seed: int = 0  # of the initial weights, prompts and samples
     eval_every: int = 100  # steps between evaluations, with one before the first step and one at the end; 0 = never
-    eval_n: int = 1024  # held-out prompts, all different; a task that has fewer is evaluated on those
+    eval_n: int = -1  # held-out prompts, all different; -1 = all of --eval_data, without it 1024, or what there is
     eval_k: int = 4  # samples per held-out prompt, for pass@k; a greedy one comes on top
     checkpoint_every: int = 100  # steps between checkpoints (and one at the end); 0 = never
     log_every: int = 10  # steps between printed lines, and between samples in samples.jsonl; metrics.jsonl has every step
@@ -126,8 +127,9 @@ class Config(ParallelConfig, LaunchConfig, LoraConfig, CheckpointConfig, Metrics
     def __post_init__(self):
         """Raises ValueError for what grpo.py itself cannot do, with the reason. check_layout sees the flags with the model."""
         MetricsConfig.__post_init__(self)
+        DatasetConfig.__post_init__(self)
         check_range(self, 1, math.inf, "steps", "prompts_per_step", "group_size", "minibatches", "max_new_tokens",
-                    "local_batch_size", "rollout_rows", "rollout_timeout_s", "eval_n", "eval_k")
+                    "local_batch_size", "rollout_rows", "rollout_timeout_s", "eval_k")
         check_range(self, 0, math.inf, "lr", "sft_lr", "eps", "weight_decay", "max_norm", "kl_coef", "tis", "clip_low",
                     "clip_high")
         check_range(self, 0, 1, "beta1", "beta2", "min_lr_ratio")
@@ -151,7 +153,7 @@ class Config(ParallelConfig, LaunchConfig, LoraConfig, CheckpointConfig, Metrics
              "ranks round differently in decoding and in training; leave these out"),
             (self.tis and self.cp > 1 and self.minibatches > 1,
              "--tis with --cp and --minibatches is not there; use --minibatches 1"),
-            (self.env == "gsm8k" and not self.env_data, "--env gsm8k needs --env_data FILE.jsonl, its problems"),
+            (self.eval_n == 0, "--eval_n 0: evaluate on one prompt or more, or never, with --eval_every 0"),
             (self.plot and "RANK" not in os.environ and layouts, "--plot without torchrun draws layouts, which train_*.py "
              "does; grpo.py draws the rewards of a run: start it with torchrun"),
             (self.lora_rank and not self.init_from, f"--lora_rank {self.lora_rank} trains adapters beside weights that have "
@@ -539,7 +541,7 @@ def check_own_run(cfg: Config, Model, model_config) -> dict:
     return identity
 
 
-def introduce(cfg: Config, layout, identity: dict, size: str, n_too_long: int, n_held_out: int, done: int):
+def introduce(cfg: Config, layout, identity: dict, size: str, left_out: list[str], n_held_out: int, done: int):
     """What rank 0 says and writes before the loop. done: steps of this run so far."""
     if done < cfg.steps:  # config.json has the flags of a start that trains: what a finished run was trained with stays
         save_config(cfg, f"{cfg.out}/config.json", {"torch": torch.__version__, "world_size": layout.world_size, **identity})
@@ -547,8 +549,8 @@ def introduce(cfg: Config, layout, identity: dict, size: str, n_too_long: int, n
           f"{cfg.prompts_per_step} prompts x {cfg.group_size} samples per step, "
           f"{'in place' if not cfg.gen_ranks else f'by {cfg.gen_ranks} generator ranks'}"
           f"{', gradients reduced after each micro-batch' * layout.reduces_always}", flush=True)
-    if n_too_long:
-        print(f"{n_too_long:,} problems are left out: with their prompts --seq_len {cfg.seq_len} leaves no room to answer")
+    for line in left_out:
+        print(line)
     if cfg.eval_every and n_held_out < cfg.eval_n:
         print(f"--eval_n {cfg.eval_n}: there are {n_held_out} different held-out prompts, all of which are used")
     if done >= cfg.steps:
@@ -592,10 +594,10 @@ def main(cfg: Config):
     say_flags(cfg)
     if cfg.compute_dtype == "auto" and (cfg.device == "cpu" or not torch.cuda.is_available()):
         cfg.compute_dtype = "float32"  # these models are small, and trainer and generator agree in more digits
-    env = open_env(cfg.env, cfg.env_data)
+    env = open_task(cfg)
     text = Text(base_folder(cfg), cfg.out, getattr(env, "ALPHABET", string.printable))
     Model, model_config = model_of(cfg, text.tokenizer.get_vocab_size())
-    n_too_long = leave_out_long(env, text, cfg.seq_len)
+    left_out = leave_out_long(env, text, cfg.seq_len)
     held_out = held_out_tasks(env, cfg.eval_n, partial(text.fits, seq_len=cfg.seq_len)) if cfg.eval_every else []
     n_trainers = int(os.environ.get("WORLD_SIZE", 1)) - cfg.gen_ranks
     layout = check_layout(
@@ -640,7 +642,7 @@ def main(cfg: Config):
         keep_reference(trainer, is_new, about)
     check_replicas([model], layout, flags=asdict(cfg))
     if layout.rank == 0:
-        introduce(cfg, layout, identity | checkpoints.made_from, f"{n_params:,} parameters{adapters}", n_too_long,
+        introduce(cfg, layout, identity | checkpoints.made_from, f"{n_params:,} parameters{adapters}", left_out,
                   len(held_out), state["step"])
 
     # 7. loop

@@ -9,6 +9,7 @@ and may have
 
     problems                              instead of make: a list of all (prompt, answer); each is drawn once before any is
                                           drawn again
+    eval_problems                         a list beside problems: what is evaluated. Without it an eighth of them is held out
     reward(..., truncated)                a third parameter: whether the sample was cut off before its end. The tasks here then
                                           pay 0: where a text was cut off, its last number is no answer
     ALPHABET                              characters of a model that begins at random; without it printable ASCII
@@ -19,7 +20,6 @@ import ast
 import functools
 import importlib.util
 import inspect
-import json
 import math
 import operator
 import os
@@ -28,7 +28,6 @@ import re
 import string
 import sys
 import zlib
-from pathlib import Path
 
 
 def digits(rng, n: int) -> str:
@@ -88,42 +87,6 @@ class Calculator:
         return float(completion.split(";")[-1] == str(arithmetic(prompt.rstrip(": "))) and not truncated)
 
 
-class GSM8K:
-    """Grade-school problems from a .jsonl; the reward looks at the number behind #### only, or at the last one without it."""
-
-    HINT = "\nThink step by step, and end with the answer alone on a line: #### number"
-    problems: list = []
-
-    def load(path: str):
-        try:
-            lines = [json.loads(line) for line in Path(path).read_text("utf-8").splitlines() if line.strip()]
-            GSM8K.problems = [(line["question"] + GSM8K.HINT, line["answer"]) for line in lines]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"--env_data {path!r}: {error!r}; need a .jsonl with question and answer in each line") from None
-        GSM8K.answers = {question: final_number(answer) for question, answer in GSM8K.problems}
-        if wrong := [question for question, number in GSM8K.answers.items() if number is None]:
-            raise ValueError(f"--env_data {path!r}: the answer to {wrong[0][:60]!r} ends with no number: none can be right")
-        GSM8K.ALPHABET = "".join(sorted(set(string.printable).union(*(q + a for q, a in GSM8K.problems))))
-
-    def reward(prompt, completion, truncated=False):
-        found = final_number(completion)
-        return float(found is not None and found == GSM8K.answers[prompt] and not truncated)
-
-
-# Everything that may belong to one number. A minus belongs to it unless a letter, a digit or a bracket stands before it.
-NUMBER = re.compile(r"(?:(?<![\w)])-)?\$?(?:(?<!\w)\.)?[0-9](?:[0-9,./$-]*[0-9])?", re.ASCII)
-
-
-def final_number(text: str) -> float | None:
-    """The first number behind the last ####, else the last one in the text. None where that is none: 1,2,3 or 1/2 or 3-5."""
-    before, marker, after = text.rpartition("####")
-    found = NUMBER.findall(after)
-    word = (found[0] if marker else found[-1]) if found else ""
-    if not re.fullmatch(r"-?\$?([0-9]{1,3}(,[0-9]{3})+|[0-9]+)?(\.[0-9]+)?", word) or not word:
-        return None
-    return float(re.sub(r"[$,]", "", word))
-
-
 def arithmetic(text: str) -> int | None:
     """The value of + - * and parentheses over small integers; None for anything else. It is a model that writes this."""
     text = text.strip()
@@ -142,15 +105,15 @@ def arithmetic(text: str) -> int | None:
         return None
 
 
-ENVS = {"reverse": Reverse, "sum_digits": SumDigits, "countdown": Countdown, "calculator": Calculator, "gsm8k": GSM8K}
+ENVS = {"reverse": Reverse, "sum_digits": SumDigits, "countdown": Countdown, "calculator": Calculator}
 
 
-def open_env(name: str, data: str = ""):
-    """The environment that --env names; data: --env_data. Raises ValueError."""
+def open_env(name: str):
+    """The environment that --env names; those of problems in files are in rl/datasets.py. Raises ValueError."""
     shuffled.cache_clear()
     if name not in ENVS:
         if not name.endswith(".py") or not os.path.isfile(name):
-            raise ValueError(f"--env {name} is no file ending in .py and none of {', '.join(ENVS)}")
+            raise ValueError(f"--env {name} is no file ending in .py and none of {', '.join(ENVS)}, dataset, gsm8k")
         spec = importlib.util.spec_from_file_location("nanotitan_env", name)
         env = sys.modules["nanotitan_env"] = importlib.util.module_from_spec(spec)  # checkpoints keep its source
         try:
@@ -161,8 +124,6 @@ def open_env(name: str, data: str = ""):
         if missing := [name for name in wanted if not hasattr(env, name)]:
             raise ValueError(f"--env {name} does not define {' and '.join(missing)}; rl/environments.py says what it needs")
         return env
-    if name == "gsm8k":
-        GSM8K.load(data)
     return ENVS[name]
 
 
@@ -174,8 +135,12 @@ def is_held_out(prompt: str) -> bool:
 @functools.lru_cache(8)
 def shuffled(env, split: str, epoch: int) -> list[tuple[str, str]]:
     """The problems of a split, each prompt once, in the order of one pass through them."""
-    tasks = [task for task in dict(env.problems).items() if is_held_out(task[0]) == (split == "eval")]
-    return random.Random(f"{split}/{epoch}").sample(tasks, len(tasks))
+    tasks = dict(env.problems).items()
+    if hasattr(env, "eval_problems"):
+        tasks = dict(env.eval_problems).items() if split == "eval" else tasks
+    else:
+        tasks = [task for task in tasks if is_held_out(task[0]) == (split == "eval")]
+    return random.Random(f"{split}/{epoch}").sample([*tasks], len(tasks))
 
 
 def draw_task(env, split: str, index: int, fits=lambda prompt: True) -> tuple[str, str]:
@@ -199,7 +164,9 @@ def draw_task(env, split: str, index: int, fits=lambda prompt: True) -> tuple[st
 
 
 def held_out_tasks(env, n: int, fits=lambda prompt: True) -> list[str]:
-    """The first n different held-out prompts; fewer where draw after draw finds no other."""
+    """The first n different held-out prompts; fewer where draw after draw finds no other. -1: all of a list of their own, else
+    1,024."""
+    n = n if n != -1 else len(env.eval_problems) if hasattr(env, "eval_problems") else 1024
     found, index, last_new = {}, 0, 0
     while len(found) < n and index - last_new <= 100 + 10 * len(found):
         prompt = draw_task(env, "eval", index, fits)[0]
@@ -209,19 +176,24 @@ def held_out_tasks(env, n: int, fits=lambda prompt: True) -> list[str]:
     return list(found)
 
 
-def leave_out_long(env, text, seq_len: int) -> int:
-    """Take the problems whose prompts fill seq_len out of the list; returns how many. Prompts that make() gives are judged when
-    they are drawn. Raises ValueError where nothing is left."""
-    if not hasattr(env, "problems"):
-        draw_task(env, "train", 0, lambda prompt: text.fits(prompt, seq_len))
-        return 0
-    lengths = {prompt: len(text.prompt(prompt)) for prompt, _ in env.problems}
-    before, env.problems = env.problems, [task for task in env.problems if lengths[task[0]] < seq_len]
-    if not env.problems:
-        raise ValueError(f"--seq_len {seq_len} leaves no room to answer: the shortest of {len(before):,} prompts has "
-                         f"{min(lengths.values(), default=0)} tokens; raise it")
+def leave_out_long(env, text, seq_len: int) -> list[str]:
+    """Take the problems whose prompts fill seq_len out of the lists; returns what there is to say of it. Prompts that make()
+    gives are judged when they are drawn. Raises ValueError where nothing is left."""
+    said = []
+    for name in ("problems", "eval_problems"):
+        if not (before := getattr(env, name, [])):
+            continue
+        lengths = {prompt: len(text.prompt(prompt)) for prompt, _ in before}
+        setattr(env, name, [task for task in before if lengths[task[0]] < seq_len])
+        if not (n := len(getattr(env, name))):
+            raise ValueError(f"--seq_len {seq_len} leaves no room to answer: the shortest of {len(before):,} prompts has "
+                             f"{min(lengths.values())} tokens; raise it")
+        if n < len(before):
+            said.append(f"{len(before) - n:,} of {len(before):,} {name.replace('_', ' ')} are left out: with their prompts "
+                        f"--seq_len {seq_len} leaves no room to answer")
     shuffled.cache_clear()
-    return len(before) - len(env.problems)
+    draw_task(env, "train", 0, lambda prompt: text.fits(prompt, seq_len))  # raises ValueError where there are none
+    return said
 
 
 def pay(env, prompt: str, completion: str, truncated: bool) -> float:

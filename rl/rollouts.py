@@ -14,6 +14,7 @@ import pickle
 import random
 import time
 from contextlib import contextmanager
+from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
 
@@ -25,8 +26,10 @@ from torch.distributed.tensor import DTensor
 from distributed.agree import gather
 from distributed.layout import AXES, Layout, ParallelConfig
 from distributed.lora import add_adapters, is_adapter, lora_names
+from rl.datasets import DatasetConfig
 from rl.decoding import rollout, uniform_noise
 from rl.environments import draw_task, pay, short, tool_of
+from support.config import default_of
 
 
 @contextmanager
@@ -157,7 +160,9 @@ def made_with(cfg) -> dict:
     """All flags and files that a batch depends on, apart from the weights. It is saved with a batch that a checkpoint holds."""
     names = ("env", "env_data", "seed", "prompts_per_step", "group_size", "minibatches", "max_new_tokens", "seq_len",
              "temperature", "dynamic_sampling", "control", "async_steps")
-    files = {f"the content of --{name}": getattr(cfg, name) for name in ("env", "env_data")}
+    files = {f"the content of --{name}": getattr(cfg, name) for name in ("env", "env_data", "eval_data", "reward")}
+    later = {f.name: default_of(f) for f in fields(DatasetConfig)}  # with which all is as before they came
+    names += tuple(name for name, default in later.items() if name not in names and getattr(cfg, name) != default)
     return {f"--{name}": getattr(cfg, name) for name in names} | {
         name: hashlib.sha256(Path(path).read_bytes()).hexdigest()[:8] for name, path in files.items() if os.path.isfile(path)}
 

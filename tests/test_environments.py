@@ -1,23 +1,11 @@
 """Tasks and their rewards: what is paid for, which prompts are drawn and which are held out, against rl/environments.py."""
-import json
 from types import SimpleNamespace
 
 import pytest
-from policy import REPO, TINY, run, steps_of
+from policy import TINY, run, steps_of
 
 import grpo
 from rl import environments
-
-GSM8K = REPO.parent / "shared" / "data" / "gsm8k_train.jsonl"  # the published problems, where they are at hand
-
-
-@pytest.mark.parametrize("text, number", [
-    ("#### 18 dollars and 20 cents", 18), ("#### -5", -5), ("####-5", -5), ("3, so #### 1,234.5", 1234.5), ("$1,000", 1000),
-    ("so -$5.", -5), ("20-5=15.", 15), ("it is .5", 0.5), ("the answer is 7", 7), ("7. So: 8.", 8), ("#### 1\n#### 2", 2),
-    ("1,2,3", None), ("1/2", None), ("3-5", None), ("1,23", None), ("#### none", None), ("", None), ("1.2.3", None), ("x-5", 5),
-])
-def test_final_number(text, number):
-    assert environments.final_number(text) == number
 
 
 @pytest.mark.parametrize("completion, reward", [
@@ -118,38 +106,14 @@ def test_environments_pay_for_their_own_answers_only(name):
         assert masked == ("".join(f"{turn.split('=')[1]};" for turn in answer.split(";")[:-1]) if name == "calculator" else "")
 
 
-def test_gsm8k_and_own_environments(tmp_path):
-    lines = [{"question": f"{i} and {i}?", "answer": f"<<{i}+{i}>> so\n#### 1,0{i:02d}"} for i in range(40)]
-    (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    env = environments.open_env("gsm8k", str(tmp_path / "p.jsonl"))
-    prompt, answer = environments.draw_task(env, "eval", 0)
-    number = answer.split("#### ")[1].replace(",", "")
-    assert env.reward(prompt, f"I think 12, no: #### {number}") == 1.0 == env.reward(prompt, f"it is {number}.0")
-    assert env.reward(prompt, "#### 12") == 0.0 == env.reward(prompt, "no idea")
+def test_own_environments(tmp_path):
     (tmp_path / "mine.py").write_text("def make(rng):\n    return str(rng.random()), 'x'\n")
     with pytest.raises(ValueError, match="mine.py does not define reward"):
         environments.open_env(str(tmp_path / "mine.py"))
     with pytest.raises(ValueError, match="'é' in '1é>' is not in the ALPHABET of --env; add it there"):
         grpo.Text("", alphabet=environments.Reverse.ALPHABET).prompt("1é>")
-    with pytest.raises(ValueError, match="--env nope is no file ending in .py and none of reverse"):
+    with pytest.raises(ValueError, match="--env nope is no file ending in .py and none of reverse.*calculator, dataset, gsm8k"):
         environments.open_env("nope")
-    with pytest.raises(ValueError, match="need a .jsonl with question and answer"):
-        environments.open_env("gsm8k", str(tmp_path / "mine.py"))
-
-
-@pytest.mark.skipif(not GSM8K.exists(), reason="no gsm8k_train.jsonl")
-def test_the_published_gsm8k():
-    env = environments.open_env("gsm8k", str(GSM8K))
-    assert len(env.problems) == 7473
-    assert all(env.reward(prompt, answer) == 1.0 for prompt, answer in env.problems)
-    assert not any(env.reward(prompt, f"{answer}\nNo: #### {env.answers[prompt] + 1}") for prompt, answer in env.problems)
-    assert not any(env.reward(prompt, answer, truncated=True) for prompt, answer in env.problems)
-    for file, n in ((GSM8K, 7473), (GSM8K.with_name("gsm8k_test.jsonl"), 1319)):
-        answers = [json.loads(line)["answer"] for line in file.read_text("utf-8").splitlines()]
-        assert len(answers) == n
-        assert all(environments.final_number(a) == float(a.split("#### ")[1].replace(",", "")) for a in answers)
-    text = grpo.Text("", alphabet=env.ALPHABET)  # a model from nothing reads the few characters that are not ASCII as well
-    assert all(text.decode(text.prompt(prompt)) == prompt for prompt, _ in env.problems)
 
 
 def test_arithmetic_is_no_eval():

@@ -25,7 +25,7 @@ import checkpoint
 import evaluate
 import parallel
 from rl import scoring
-from rl.environments import GSM8K
+from rl.datasets import HINTS
 from support.hf import load_hf_model
 from support.text import Text
 
@@ -360,9 +360,9 @@ def test_prompts(folders, tasks, tmp_path):
     assert make(shots=1, shots_file=tasks["choice"]) == [f"{shot}Question: {q}\nAnswer:" for q in asked]
     text.chat = Text(folders("llama")).chat
     assert make()[0] == f"<|im_start|>user\n{asked[0]}<|im_end|>\n<|im_start|>assistant\n"
-    grpo = "{question}" + GSM8K.HINT.replace("\n", "\\n")  # as it is typed
+    grpo = "{question}" + HINTS["gsm8k"].replace("\n", "\\n")  # as it is typed
     (prompt, _), = evaluate.requests_of(evaluate.Config(prompt_template=grpo), "answer", text, lines[:1], 64)[0]
-    assert prompt == Text(folders("llama")).prompt(asked[0] + GSM8K.HINT)
+    assert prompt == Text(folders("llama")).prompt(asked[0] + HINTS["gsm8k"])
     (request, _), *_ = evaluate.requests_of(evaluate.Config(), kind, text, lines[:1], 64)[0]
     assert request[0] == 1 and 2 in request  # markers are tokens
     for flags, message in [

@@ -50,6 +50,7 @@ from distributed.layout import local_tensor
 from distributed.lora import is_adapter
 from distributed.pipeline import split_stages
 from rl import rollouts
+from rl.datasets import open_task
 from support import dryrun, metrics, optim
 from support.config import option_groups
 from support.parity import model_config_of
@@ -87,11 +88,15 @@ def places(tmp_path_factory):
     text = "".join(json.dumps({"text": f"{i} times {i} is {i * i}, "}) + "\n" for i in range(3000))
     (folder / "a.jsonl").write_text(text)
     (folder / "gsm8k.jsonl").write_text(text.replace('"text"', '"answer": "#### 3", "question"'))
+    for name, begin in (("sums", 0), ("sums2", 50)):
+        (folder / f"{name}.jsonl").write_text("".join(
+            json.dumps({"prompt": f"{i} times {i}", "answer": i * i}) + "\n" for i in range(begin, begin + 50)))
     (folder / "order.csv").write_text("0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0\n")
     PLACES.update({f"<{name}>": str(folder / name) for name in ("cache", "other_cache", "run", "new", "new_rl", "page")})
     (folder / "columns.jsonl").write_text("".join(json.dumps({"text": f"{i} is it", "other": f"that {i}"}) + "\n"
                                                   for i in range(3000)))
-    files = {"<text>": "a.jsonl", "<csv>": "order.csv", "<gsm8k>": "gsm8k.jsonl", "<columns>": "columns.jsonl"}
+    files = {"<text>": "a.jsonl", "<csv>": "order.csv", "<gsm8k>": "gsm8k.jsonl", "<columns>": "columns.jsonl",
+             "<sums>": "sums.jsonl", "<sums2>": "sums2.jsonl"}
     PLACES.update({name: str(folder / file) for name, file in files.items()})
     shutil.copytree(open_data(DataConfig(data=PLACES["<text>"], cache_dir=PLACES["<cache>"]), 16).folder, folder / "shards")
     PLACES["<shards>"] = str(folder / "shards")
@@ -318,6 +323,11 @@ def patience(program: str, cfg) -> list:
     with mock.patch.object(rollouts, "patient_group", lambda world, seconds: asked.append(seconds)):
         rollouts.lockstep(SimpleNamespace(cfg=cfg, tp=1))
     return asked
+
+
+def paid(program: str, cfg) -> float:
+    """For an answer with something before it."""
+    return open_task(cfg).reward("7 times 7", "it is 49")
 
 
 def split(program: str, cfg) -> list:
@@ -620,6 +630,12 @@ rl("env", "sum_digits", lambda new, old: "Sum" in Path(new.out, "samples.jsonl")
    != old.rollouts[0].prompts, seq_len=64)
 rl("env_data", "<gsm8k>", lambda new, old: new.error == "" and "times" in Path(new.out, "samples.jsonl").read_text(),
    env="gsm8k", seq_len=200, max_new_tokens=4)
+SUMS = dict(env="dataset", env_data="<sums>", seq_len=24)
+rl("eval_data", "<sums2>", lambda new, old: {line["eval_n"] for line in new.log if "eval_n" in line} == {50}, eval_every=2,
+   **SUMS | dict(eval_n=-1))
+rl("reward", "number", lambda new, old: new == 1.0, paid, **SUMS)
+rl("prompt_template", "So {prompt} is", lambda new, old: new.rollouts[0].prompts and len(new.rollouts[0].prompts[0])
+   == len(old.rollouts[0].prompts[0]) + 6, **SUMS)
 rl("steps", 3, lambda new, old: steps(new) == [1, 2, 3])
 rl("prompts_per_step", 6, lambda new, old: len(new.batches[0]) == 24)
 rl("group_size", 3, lambda new, old: new.rollouts[0].noise.shape[1] == 3 and len(new.batches[0]) == 12)
@@ -727,7 +743,8 @@ def test_every_flag_has_a_row():
     for program in PROGRAMS:
         for group, fields in option_groups(importlib.import_module(program).Config).items():
             shared = group.__module__ not in ("grpo", "generate")  # the groups and the three recipes, which are copies
-            tested = {r.flag for r in ROWS if shared and r.program.startswith("train_") or r.program == group.__module__}
+            owner = {"rl.datasets": "grpo"}.get(group.__module__, group.__module__)
+            tested = {r.flag for r in ROWS if shared and r.program.startswith("train_") or r.program == owner}
             missing += [f"--{f.name} ({group.__module__})" for f in fields if f.name not in tested | ELSEWHERE.keys()]
     assert not missing, f"without a test of their effect: {', '.join(dict.fromkeys(missing))}; add a row to ROWS in this file"
     for flag, where in ELSEWHERE.items():

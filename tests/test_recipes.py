@@ -89,6 +89,7 @@ def folder(tmp_path_factory) -> Path:
     (folder / "book.txt").write_text("".join(lines[:100]))
     question = {"question": "line 2 of", "answer": "4"}
     (folder / "questions.jsonl").write_text(json.dumps(question) + "\n")
+    (folder / "test.jsonl").write_text(json.dumps(question | {"question": "line 3 of", "answer": "9"}) + "\n")
     (folder / "choices.jsonl").write_text(json.dumps(question | {"choices": ["3", "4"]}) + "\n")
     (folder / "chat.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
     made = open_data(DataConfig(data=str(folder / "a.txt"), cache_dir=str(folder / "cache")), 32).folder

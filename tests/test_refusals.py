@@ -323,7 +323,8 @@ def test_flags_that_would_do_nothing(given, words, cure, monkeypatch):
     ("grpo --beta1 1", ["--beta1 1.0 and --beta2 0.95 must be below 1"]),
     ("grpo --no-loss_parallel", ["--no-loss_parallel", "leave it out"]),
     ("grpo --pp_schedule GPipe", ["unknown flag --pp_schedule"]),
-    ("grpo --env_data tests/test_flags.py", ["--env_data tests/test_flags.py has no effect without --env gsm8k"]),
+    ("grpo --env_data tests/test_flags.py", [
+        "--env_data tests/test_flags.py has no effect without --env dataset or --env gsm8k"]),
 ])
 def test_recipes_refuse_flags_that_would_do_nothing(flags, words, tmp_path, capsys):
     (tmp_path / "shards").mkdir()

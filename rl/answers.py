@@ -1,0 +1,189 @@
+"""When is an answer right: the same text, the same number, or the same in mathematics. For rewards and for evaluate.py.
+
+    exact    the text itself, without the spaces and lines around it
+    number   the number behind the last ####, else the last one in the text
+    math     what is in the last \\boxed{}, else behind the last ####, else the last number or fraction of a text; then as an
+             exact fraction (\\frac{1}{2} = 1/2 = 0.5 = 50%), with roots and pi as a number, and anything else letter by letter
+             once spaces, \\left, \\, $ and the like are gone
+
+What is compared is a text that a model wrote, in the hope of a reward. So nothing is computed for it: 2+3 is not 5, and a
+rounded 0.333 is not 1/3.
+"""
+import math
+import re
+from fractions import Fraction
+
+KINDS = ("exact", "number", "math")
+
+# Everything that may belong to one number. A minus belongs to it unless a letter, a digit or a bracket stands before it.
+NUMBER = re.compile(r"(?:(?<![\w)])-)?\$?(?:(?<!\w)\.)?[0-9](?:[0-9,./$-]*[0-9])?", re.ASCII)
+DECIMAL = re.compile(r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+)?", re.ASCII)
+# A number, a fraction in one of two spellings or a percentage, in the middle of a text
+FRACTION = re.compile(r"(?:(?<![\w)}])-)?\$?(?:\\[dt]?frac\{-?[0-9]+\}\{[0-9]+\}|(?:[0-9][0-9,]*)?\.?[0-9]+(?:/[0-9]+)?)"
+                      r"(?:\s?\\?%)?", re.ASCII)
+LONGEST = 300  # characters of an answer that are read as mathematics
+OF_LATEX = [
+    (r"\\(?:left|right|displaystyle|limits|big|Big)(?![a-zA-Z])", ""), (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
+    (r"\\[,!;:> ]|\\q?quad(?![a-zA-Z])|~|\\?\$|\\\(|\\\)|\\\[|\\\]", ""), (r"\{,\}", ","), (r"\^\{?\\circ\}?|\\degree|°", ""),
+    (r"(?<=[0-9a-zA-Z)}%])\s*\\(?:text|mathrm|mbox)\{[^{}]*\}(?:\^\{?[23]\}?)?$", ""),  # a unit at the end
+    (r"\\(?:text|mathrm|mathbf|textbf|mbox)\{([^{}]*)\}", r"\1"),
+    (r"\\frac([0-9])([0-9])", r"\\frac{\1}{\2}"), (r"\\sqrt([0-9])", r"\\sqrt{\1}"),
+    (r"π", r"\\pi"), (r"−", "-"), (r"\\%", "%")]
+
+
+def is_right(kind: str, text: str, answer: str) -> bool:
+    return {"exact": same_text, "number": same_number, "math": same_in_mathematics}[kind](text, answer)
+
+
+def never_right(kind: str, answer: str) -> str:
+    """Why no text can be right, if that is so; else empty."""
+    if not answer.strip():
+        return "it is empty"
+    if kind == "number" and final_number(answer) is None:
+        return "it ends with no number"
+    return "it has nothing to compare" if kind == "math" and not plain_latex(marked(answer) or answer) else ""
+
+
+def same_text(text: str, answer: str) -> bool:
+    return text.strip() == answer.strip()
+
+
+# ---------------------------------------------------------------- number
+def final_number(text: str) -> float | None:
+    """The first number behind the last ####, else the last one in the text. None where that is none: 1,2,3 or 1/2 or 3-5."""
+    before, marker, after = text.rpartition("####")
+    found = NUMBER.findall(after)
+    word = (found[0] if marker else found[-1]) if found else ""
+    if not re.fullmatch(r"-?\$?([0-9]{1,3}(,[0-9]{3})+|[0-9]+)?(\.[0-9]+)?", word) or not word:
+        return None
+    return float(re.sub(r"[$,]", "", word))
+
+
+def same_number(text: str, answer: str) -> bool:
+    found = final_number(text)
+    return found is not None and found == final_number(answer)
+
+
+# ---------------------------------------------------------------- math
+def same_in_mathematics(text: str, answer: str) -> bool:
+    """Whether a text ends with the answer. The answer itself may be marked, or stand alone."""
+    wanted, found = plain_latex(marked(answer) or answer), marked(text)
+    if found is None:
+        last = FRACTION.findall(text[-10 * LONGEST :])
+        found = text if plain_latex(text) == wanted else last[-1] if last else ""
+    found = plain_latex(found)
+    return bool(found) and max(len(found), len(wanted)) <= LONGEST and equal_parts(found, wanted)
+
+
+def marked(text: str) -> str | None:
+    """What the last \\boxed{} holds, else the line behind the last ####; None where there is neither."""
+    if (begin := max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))) >= 0:
+        inside = braced(text, text.index("{", begin))
+        return inside if inside is not None else ""  # cut off before its end
+    _, marker, after = text.rpartition("####")
+    return after.strip().split("\n")[0] if marker else None
+
+
+def braced(text: str, begin: int) -> str | None:
+    """What is between the { at `begin` and its }."""
+    depth = 0
+    for end in range(begin, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        if not depth:
+            return text[begin + 1 : end]
+    return None
+
+
+def plain_latex(text: str) -> str:
+    """Without what changes the looks only, and without the name in x = 5."""
+    if len(text) > 10 * LONGEST:
+        return text
+    text = text.strip().rstrip(".")
+    for pattern, plain in OF_LATEX:
+        text = re.sub(pattern, plain, text)
+    text = re.sub(r"^\s*[a-zA-Z]\s*(?:=|\\in(?![a-zA-Z]))\s*", "", text)
+    mixed = re.fullmatch(r"\s*(-?)([0-9]+)(?:\s*\\frac\{([0-9]+)\}\{([0-9]+)\}|\s+([0-9]+)/([0-9]+))\s*", text)
+    if mixed and int(mixed[4] or mixed[6]):  # 1 1/2 is one and a half
+        below = int(mixed[4] or mixed[6])
+        text = f"{mixed[1]}{int(mixed[2]) * below + int(mixed[3] or mixed[5])}/{below}"
+    return re.sub(r"\s+", "", text)
+
+
+def equal_parts(a: str, b: str) -> bool:
+    """Numbers by their value, lists in the same brackets part by part, anything else by its letters."""
+    if a == b:
+        return True
+    x, y = number_of(a), number_of(b)
+    if x is not None and y is not None:
+        return same_value(x, y) or a.endswith("%") != b.endswith("%") and same_value(
+            number_of(a.rstrip("%")), number_of(b.rstrip("%")))
+    if x is not None or y is not None:
+        return False
+    parts, others = split_list(a), split_list(b)
+    if len(parts) != len(others) or len(parts) == 1:
+        return False
+    return all(equal_parts(p, q) for p, q in zip(parts, others))
+
+
+def same_value(x, y) -> bool:
+    """Fractions exactly; with roots or pi in one of them up to the rounding of a float."""
+    exact = isinstance(x, Fraction) and isinstance(y, Fraction)
+    return x == y if exact else math.isclose(x, y, rel_tol=1e-9)
+
+
+def split_list(text: str) -> list[str]:
+    """["(", "1", "2", ")"] of "(1,2)": its brackets, and what is between the commas outside of all others."""
+    bracketed = text[:1] in ("(", "[", "{", "\\") and text[-1:] in (")", "]", "}")
+    if text.startswith("\\{") and text.endswith("\\}"):
+        first, inside, last = "\\{", text[2:-2], "\\}"
+    elif bracketed and text[0] != "\\":
+        first, inside, last = text[0], text[1:-1], text[-1]
+    else:
+        first, inside, last = "", text, ""
+    parts, depth = [""], 0
+    for letter in inside:
+        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(letter, 0)
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [text] if len(parts) == 1 else [first, *parts, last]
+
+
+def number_of(text: str) -> Fraction | float | None:
+    """The value of a number, a fraction, a percentage, or one of these times a root or pi; None for anything else."""
+    if text.endswith("%"):
+        value = number_of(text[:-1])
+        return None if value is None else value / 100
+    if text[:1] in ("-", "+"):
+        value = number_of(text[1:]) if text[1:2] not in ("-", "+") else None
+        return None if value is None else -value if text[0] == "-" else value
+    if text and DECIMAL.fullmatch(text):
+        return Fraction(text.replace(",", ""))
+    if text.startswith("\\frac{"):
+        above = braced(text, 5)
+        after = "" if above is None else text[7 + len(above) :]
+        below = braced(after, 0) if after.startswith("{") else None
+        if below is None:
+            return None
+        rest = after[2 + len(below) :]
+        return product(quotient(number_of(above), number_of(below)), number_of(rest) if rest else 1)
+    above, slash, below = text.rpartition("/")
+    if slash:
+        return quotient(number_of(above), number_of(below)) if not re.search(r"[-+%]", below) else None
+    if found := re.fullmatch(r"([0-9.]*)(\\pi|\\sqrt\{[0-9.]+\})(\\pi)?", text):
+        factor = math.pi if found[2] == "\\pi" else root(number_of(found[2][6:-1]))
+        return product(product(number_of(found[1]) if found[1] else 1, factor), math.pi if found[3] else 1)
+    return None
+
+
+def root(x):
+    return None if x is None else math.sqrt(x)
+
+
+def quotient(x, y):
+    return None if x is None or not y else x / y
+
+
+def product(x, y):
+    return None if x is None or y is None else x * y

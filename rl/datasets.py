@@ -1,0 +1,178 @@
+"""Problems in files as a task of grpo.py, --env dataset and --env gsm8k: lines, prompts, and what is paid for an answer.
+
+    {"prompt": "2+3=", "answer": 5}         or "question"; further fields are for --prompt_template and for rewards of your own
+
+--reward says what earns 1: exact, number and math are in rl/answers.py. A file of your own, my_reward.py, has
+
+    reward(prompt, completion, answer, truncated, fields) -> float
+
+with as many of these parameters as it wants, by their names; fields is the whole line as a dict. Without --eval_data an eighth
+of the prompts is held out, chosen by their hash. With it nothing is held out of --env_data, and the test file is read whole.
+"""
+import importlib.util
+import inspect
+import json
+import os
+import re
+import string
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from rl.answers import KINDS, is_right, never_right
+from rl.environments import open_env, shuffled
+from support.config import Need, flag
+from support.readers import PACKED, format_of, unpacked
+
+HINTS = {"dataset": "", "gsm8k": "\nThink step by step, and end with the answer alone on a line: #### number"}
+REWARD_PARAMETERS = ("prompt", "completion", "answer", "truncated", "fields")
+# What flags need to have an effect: see support/config.py
+FILES = Need("without --env dataset or --env gsm8k", lambda c: c.env in HINTS)
+DATASET = Need("without --env dataset", lambda c: c.env == "dataset")
+
+
+@dataclass(kw_only=True)
+class DatasetConfig:
+    env_data: str = flag("", FILES)  # problems to train on, a .jsonl: "prompt" or "question", and "answer" in each line
+    eval_data: str = flag("", FILES)  # problems to evaluate on, likewise; empty: an eighth of --env_data is held out
+    reward: str = flag("exact", DATASET)  # what is right: exact, number or math, or a file of your own, my_reward.py
+    prompt_template: str = flag("", FILES)  # with {fields}; empty: the prompt or question alone, for gsm8k with a hint after it
+
+    def __post_init__(self):
+        if self.env in HINTS and not self.env_data:
+            raise ValueError(f"--env {self.env} needs --env_data FILE.jsonl, its problems")
+
+
+# ---------------------------------------------------------------- lines
+class Line(NamedTuple):
+    """One line of a file."""
+
+    where: str  # file and line, for errors
+    fields: dict
+
+
+def read_content(path: str, flag: str, *suffixes: str) -> str:
+    """The text of a file, which may be packed. Raises ValueError where its name ends with none of the suffixes."""
+    file, suffix = Path(path), format_of(Path(path))
+    try:
+        if suffix not in suffixes:
+            raise ValueError(f"it ends with {suffix or 'nothing'}")
+        return (b"".join(unpacked(file)) if file.suffix in PACKED else file.read_bytes()).decode().removeprefix("\ufeff")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        need = f"need a {' or '.join(suffixes)}, which may be packed as .gz or .zst"
+        raise ValueError(f"{flag} {path!r}: {reason}; {need}") from None
+
+
+def jsonl_lines(content: str, path: str) -> list[Line]:
+    return [json_line(text, f"{path}:{n}") for n, text in enumerate(content.split("\n"), 1) if text.strip()]
+
+
+def json_line(text: str, where: str) -> Line:
+    try:
+        record = json.loads(text)
+        json.dumps(record, ensure_ascii=False).encode()  # "\ud800" is JSON, but no text
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is not JSON: {error}") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"{where} is a JSON {type(record).__name__}, not an object")
+    return Line(where, record)
+
+
+def unescape(text: str) -> str:
+    return text.replace("\\n", "\n").replace("\\t", "\t")
+
+
+def fill_template(template: str, line: Line) -> str:
+    """The template with the line's {fields} in it."""
+    if missing := set(re.findall(r"\{(\w+)\}", template)) - line.fields.keys():
+        raise ValueError(f"{line.where} has no {min(missing)}, which --prompt_template asks for")
+    return re.sub(r"\{(\w+)\}", lambda name: str(line.fields[name[1]]), template)
+
+
+def is_answer(answer) -> bool:
+    return type(answer) in (str, int, float) and bool(str(answer).strip())
+
+
+# ---------------------------------------------------------------- problems
+def read_problems(path: str, flag: str, template: str, hint: str, kind: str) -> dict[str, Line]:
+    """{prompt: its line} of a file; equal lines count once. kind: of the reward. Raises ValueError that names the line."""
+    lines, found = jsonl_lines(read_content(path, flag, ".jsonl"), path), {}
+    if not lines:
+        raise ValueError(f"{flag} {path} is empty: there are no problems")
+    asked = "prompt" if "prompt" in lines[0].fields else "question"
+    for line in lines:
+        if missing := [name for name in (asked, "answer") if name not in line.fields]:
+            raise ValueError(f"{line.where} has no {missing[0]}; need prompt or question, the same in all lines, and answer")
+        answer, prompt = line.fields["answer"], fill_template(template or f"{{{asked}}}{hint}", line)
+        reason = never_right(kind, str(answer)) if is_answer(answer) else "it is no text and no number"
+        for wrong, message in [
+            (not isinstance(line.fields[asked], str), f"{asked} is no text"),
+            (not prompt.strip(), "the prompt is empty"),
+            (reason, f"nothing can be right for --reward {kind} where the answer is {str(answer)[-60:]!r}: {reason}"),
+            (prompt in found and str(found[prompt].fields["answer"]).strip() != str(answer).strip(),
+             f"the prompt is that of {found.get(prompt, line).where}, and the answer another; remove one of the lines"),
+        ]:
+            if wrong:
+                raise ValueError(f"{line.where}: {message}")
+        found.setdefault(prompt, line)
+    return found
+
+
+class Dataset:
+    """An environment for rl/environments.py. Raises ValueError."""
+
+    def __init__(self, cfg):
+        self.__name__, kind = f"--env {cfg.env}", "number" if cfg.env == "gsm8k" else cfg.reward
+        template, hint = unescape(cfg.prompt_template), HINTS[cfg.env]
+        self.right = built_in(kind) if kind in KINDS else open_reward(kind)
+        self.lines = read_problems(cfg.env_data, "--env_data", template, hint, kind)
+        self.problems = [(prompt, answer_of(line)) for prompt, line in self.lines.items()]
+        if cfg.eval_data:
+            held_out = read_problems(cfg.eval_data, "--eval_data", template, hint, kind)
+            if both := held_out.keys() & self.lines.keys():
+                raise ValueError(f"{len(both):,} of the {len(held_out):,} prompts of --eval_data {cfg.eval_data} are in "
+                                 f"--env_data {cfg.env_data} as well: what is trained on tests nothing; remove them from one")
+            self.eval_problems = [(prompt, answer_of(line)) for prompt, line in held_out.items()]
+            self.lines = self.lines | held_out
+        letters = {letter for prompt, line in self.lines.items() for letter in prompt + answer_of(line)}
+        self.ALPHABET = "".join(sorted(letters | set(string.printable if cfg.env == "gsm8k" else "")))
+
+    def reward(self, prompt, completion, truncated=False):
+        return self.right(prompt=prompt, completion=completion, answer=answer_of(self.lines[prompt]), truncated=truncated,
+                          fields=self.lines[prompt].fields)
+
+
+def answer_of(line: Line) -> str:
+    return str(line.fields["answer"])
+
+
+def built_in(kind: str):
+    """A right answer earns 1. A text that was cut off earns nothing: the last number in it is no answer."""
+    return lambda completion, answer, truncated, **others: float(not truncated and is_right(kind, completion, answer))
+
+
+def open_reward(path: str):
+    """The function reward() of a file, given those of its parameters that it asks for. Raises ValueError."""
+    if not path.endswith(".py") or not os.path.isfile(path):
+        raise ValueError(f"--reward {path} is no file ending in .py and none of {', '.join(KINDS)}")
+    spec = importlib.util.spec_from_file_location("nanotitan_reward", path)
+    module = sys.modules["nanotitan_reward"] = importlib.util.module_from_spec(spec)  # checkpoints keep its source
+    try:
+        spec.loader.exec_module(module)
+        parameters = inspect.signature(module.reward).parameters.values()
+    except Exception as error:
+        raise ValueError(f"--reward {path}: {error!r}; it must define reward({', '.join(REWARD_PARAMETERS)})") from None
+    names = [p.name for p in parameters if p.default is p.empty or p.name in REWARD_PARAMETERS]
+    if unknown := [name for name in names if name not in REWARD_PARAMETERS]:
+        raise ValueError(f"--reward {path}: reward() asks for {unknown[0]}; it may ask for {', '.join(REWARD_PARAMETERS)}")
+    return lambda **given: module.reward(**{name: given[name] for name in names})
+
+
+def open_task(cfg):
+    """The environment that the flags name. Raises ValueError."""
+    if cfg.env not in HINTS:
+        return open_env(cfg.env)
+    shuffled.cache_clear()
+    return Dataset(cfg)

@@ -1,0 +1,181 @@
+"""Problems in files, --env dataset and gsm8k: which answers are right, which lines are read, and what a run makes of them."""
+import json
+
+import pytest
+from policy import REPO, TINY, run, steps_of
+
+import grpo
+from rl import answers, datasets, environments
+
+GSM8K = REPO.parent / "shared" / "data" / "gsm8k_train.jsonl"  # the published problems, where they are at hand
+
+
+def write(path, *lines) -> str:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def sums(a, begin, end) -> list[dict]:
+    return [{"question": f"{a}+{b}=", "answer": a + b} for b in range(begin, end)]
+
+
+def task(env_data, **flags):
+    return datasets.open_task(grpo.Config(**{"env": "dataset", "env_data": str(env_data), **flags}))
+
+
+# ---------------------------------------------------------------- answers
+
+
+@pytest.mark.parametrize("text, number", [
+    ("#### 18 dollars and 20 cents", 18), ("#### -5", -5), ("####-5", -5), ("3, so #### 1,234.5", 1234.5), ("$1,000", 1000),
+    ("so -$5.", -5), ("20-5=15.", 15), ("it is .5", 0.5), ("the answer is 7", 7), ("7. So: 8.", 8), ("#### 1\n#### 2", 2),
+    ("1,2,3", None), ("1/2", None), ("3-5", None), ("1,23", None), ("#### none", None), ("", None), ("1.2.3", None), ("x-5", 5),
+])
+def test_final_number(text, number):
+    assert answers.final_number(text) == number
+
+
+
+RIGHT = [
+    ("so \\boxed{\\frac{1}{2}}", "0.5"), ("\\boxed{50\\%}", "1/2"), ("\\boxed{50}", "50\\%"), ("5 %", "5%"),
+    ("#### 1,234", "1234"),
+    ("it is 3/4.", "\\frac34"), ("$\\frac{1}{2}$", "1/2"), ("the answer is 7", "7"), ("so it is -3", "-3"),
+    ("\\boxed{x = 5}", "5"),
+    ("no 5, \\boxed{7} 8", "7"), ("\\boxed{7} or \\boxed{8}", "8"), ("\\boxed{\\dfrac{\\sqrt{3}}{2}}", "\\sqrt{3}/2"),
+    ("\\boxed{\\frac{3}{4}\\pi}", "\\frac{3\\pi}{4}"), ("\\boxed{(1, \\frac12)}", "(1,0.5)"),
+    ("\\boxed{\\{1,2\\}}", "\\{1, 2\\}"),
+    ("\\boxed{\\left(3,\\infty\\right)}", "(3,\\infty)"), ("\\boxed{1\\frac{1}{2}}", "1.5"), ("\\boxed{1 1/2}", "1.5"),
+    ("\\boxed{-\\frac{2}{4}}", "-0.5"), ("\\boxed{12 \\text{ cm}}", "12"), ("\\boxed{\\text{Evelyn}}", "Evelyn"),
+    (".5", "0.50"),
+    ("\\boxed{90^\\circ}", "90"), ("\\boxed{\\$10.00}", "10"), ("\\boxed{1{,}000}", "1000"), ("\\boxed{x^2+1}", "x^2 + 1"),
+    ("x^2", "x^2"), ("so \\boxed{\\tfrac{7}{3}}", "we get \\boxed{\\frac{7}{3}}"),
+]
+WRONG = [
+    ("\\boxed{0.333}", "1/3"), ("\\boxed{2+3}", "5"), ("\\boxed{37*4}", "148"), ("\\boxed{2^{10}}", "1024"), ("\\boxed{5", "5"),
+    ("\\boxed{}", "5"), ("", "5"), ("\\boxed{5 or 6}", "5"), ("5 or 6", "5"), ("\\boxed{[1,2]}", "(1,2)"),
+    ("\\boxed{1,2}", "12"),
+    ("\\boxed{2,1}", "1,2"), ("\\boxed{1/0}", "0"), ("\\boxed{\\frac{1}{0}}", "1"), ("\\boxed{--5}", "5"),
+    ("\\boxed{5\\%}", "500"),
+    ("\\boxed{x}", "y"), ("5, no: \\boxed{6}", "5"), ("9" * 5000, "9"), ("\\boxed{" * 9999, "5"),
+    ("\\boxed{" + "(" * 9999 + "}", "5"),
+    ("-" * 9999 + "5", "5"), ("\\boxed{" + "\\frac{" * 99 + "1" + "}{1}" * 99 + "}", "2"),
+]
+
+
+@pytest.mark.parametrize("text, answer, right", [(*x, True) for x in RIGHT] + [(*x, False) for x in WRONG],
+                         ids=lambda x: str(x)[:30])
+def test_mathematics(text, answer, right):
+    assert answers.is_right("math", text, answer) == right
+    assert not right or answers.is_right("math", answer, answer)
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_prompts_answers_and_rewards_of_a_file(tmp_path):
+    """Two files, neither of which is split; a model from nothing knows the characters of both."""
+    train, test = write(tmp_path / "a.jsonl", *sums(3, 0, 40)), write(tmp_path / "b.jsonl", *sums(7, 0, 20), *sums(7, 0, 2))
+    env = task(train, eval_data=test)
+    assert env.ALPHABET == "+0123456789=" and len(env.problems) == 40 and len(env.eval_problems) == 20
+    drawn = [environments.draw_task(env, "train/0", i) for i in range(40)]
+    assert sorted(drawn) == sorted(env.problems) and ("3+4=", "7") in drawn
+    held_out = environments.held_out_tasks(env, -1)
+    assert sorted(held_out) == sorted(f"7+{b}=" for b in range(20)) and len(environments.held_out_tasks(env, 5)) == 5
+    assert env.reward("3+4=", " 7\n") == 1.0 == env.reward("7+1=", "8")
+    assert env.reward("3+4=", "07") == env.reward("3+4=", "7", truncated=True) == env.reward("3+4=", "it is 7") == 0.0
+    assert [task(train, reward=kind).reward("3+4=", "it is 14/2") for kind in ("exact", "number", "math")] == [0.0, 0.0, 1.0]
+    half = task(train, prompt_template="Q: {question}\\nIs it {answer}?")  # the same spelling as in evaluate.py
+    assert half.problems[4] == ("Q: 3+4=\nIs it 7?", "7") and not hasattr(half, "eval_problems")
+    assert set(environments.held_out_tasks(half, -1)) == {p for p, _ in half.problems if environments.is_held_out(p)}
+
+
+def test_a_reward_of_your_own_is_given_what_it_asks_for(tmp_path):
+    """The countdown set, whose lines have the numbers, with division: docs/grpo.md."""
+    lines = [{"prompt": f"Make {t} of 8, 2 and 3", "answer": t, "numbers": [8, 2, 3]} for t in (1, 12, 19)]
+    data, own = write(tmp_path / "a.jsonl", *lines), tmp_path / "mine.py"
+    own.write_text(
+        "from rl.environments import arithmetic\nimport re\n\n\ndef reward(completion, answer, fields, weight=2.0):\n"
+                   "    used = sorted(map(int, re.findall(r'\\d+', completion))) == sorted(fields['numbers'])\n"
+                   "    return weight * (used and arithmetic(completion) == int(answer))\n")
+    env = task(data, reward=str(own))
+    assert env.reward(lines[2]["prompt"], "8*2+3") == 2.0 and env.reward(lines[2]["prompt"], "19") == 0.0
+    own.write_text("def reward(prompt, completion, answer, truncated, fields):\n    return truncated and fields['answer'] == 1")
+    assert environments.pay(task(data, reward=str(own)), lines[0]["prompt"], "", True) == 1.0
+    for code, message in [("def reward(prompt, solution): pass", "reward\\(\\) asks for solution; it may ask for prompt, "),
+                          ("x = 1", "it must define reward\\(prompt, "), ("import nope", "No module named 'nope'")]:
+        own.write_text(code)
+        with pytest.raises(ValueError, match=message):
+            task(data, reward=str(own))
+    with pytest.raises(ValueError, match="--reward best is no file ending in .py and none of exact, number, math"):
+        task(data, reward="best")
+
+
+@pytest.mark.parametrize("lines, flags, message", [
+    ([{"question": "1", "answer": 2}, {"question": "1"}], {}, "a.jsonl:2 has no answer; need prompt or question"),
+    ([{"question": "1", "answer": 2}, {"prompt": "1", "answer": 2}], {}, "a.jsonl:2 has no question; need prompt or question"),
+    ([{"question": "1", "answer": 2}, [3]], {}, "a.jsonl:2 is a JSON list, not an object"),
+    ([{"question": 1, "answer": 2}], {}, "a.jsonl:1: question is no text"),
+    ([{"question": " ", "answer": 2}], {}, "a.jsonl:1: the prompt is empty"),
+    ([{"question": "1", "answer": [2]}], {}, "a.jsonl:1: nothing can be right .*: it is no text and no number"),
+    ([{"question": "1", "answer": "two"}], {"reward": "number"},
+     "--reward number where the answer is 'two': it ends with no num"),
+    ([{"question": "1", "answer": "$$"}], {"reward": "math"}, "it has nothing to compare"),
+    ([{"question": "1", "answer": 2}, {"question": "1", "answer": 3}], {}, "a.jsonl:2: the prompt is that of .*a.jsonl:1, and"),
+    ([{"question": "1", "answer": 2}], {"prompt_template": "{task}"}, "a.jsonl:1 has no task, which --prompt_temp"),
+    ([], {}, "a.jsonl is empty: there are no problems"),
+    ([{"question": "7+0=", "answer": 2}, {"question": "7+9=", "answer": 2}], {"eval_data": "b.jsonl"},
+     "1 of the 3 prompts of --eval_data .*b.jsonl are in --env_data .*a.jsonl as well"),
+    ([{"question": "1", "answer": 2}], {"eval_data": "c.jsonl"},
+     "--eval_data '.*c.jsonl': No such file or directory; need a .jsonl"),
+    ([{"question": "1", "answer": 2}], {"eval_data": "c.txt"}, "--eval_data '.*c.txt': it ends with .txt; need a .jsonl"),
+])
+def test_files_that_cannot_be_used(tmp_path, lines, flags, message):
+    data = write(tmp_path / "a.jsonl", *lines)
+    write(tmp_path / "b.jsonl", *sums(7, 0, 3))
+    with pytest.raises(ValueError, match=message) as error:
+        task(data, **{name: str(tmp_path / value) if name == "eval_data" else value for name, value in flags.items()})
+    assert "\n" not in str(error.value)
+
+
+def test_gsm8k(tmp_path):
+    lines = [{"question": f"{i} and {i}?", "answer": f"<<{i}+{i}>> so\n#### 1,0{i:02d}"} for i in range(40)]
+    env = task(write(tmp_path / "p.jsonl", *lines), env="gsm8k")
+    prompt, answer = environments.draw_task(env, "eval", 0)
+    number = answer.split("#### ")[1].replace(",", "")
+    assert prompt.endswith("?\nThink step by step, and end with the answer alone on a line: #### number")
+    assert env.reward(prompt, f"I think 12, no: #### {number}") == 1.0 == env.reward(prompt, f"it is {number}.0")
+    assert env.reward(prompt, "#### 12") == 0.0 == env.reward(prompt, "no idea")
+    assert task(tmp_path / "p.jsonl", env="gsm8k", prompt_template="{question}").problems[0][0] == "0 and 0?"
+
+
+@pytest.mark.skipif(not GSM8K.exists(), reason="no gsm8k_train.jsonl")
+def test_the_published_gsm8k():
+    env = task(GSM8K, env="gsm8k", eval_data=str(GSM8K.with_name("gsm8k_test.jsonl")))
+    assert len(env.problems) == 7473 and len(env.eval_problems) == 1319
+    for prompt, answer in env.problems + env.eval_problems:
+        number = answer.split("#### ")[1]
+        assert answers.final_number(answer) == float(number.replace(",", "")) and answers.is_right("math", answer, number)
+        assert env.reward(prompt, answer) == 1.0 and env.reward(prompt, answer, truncated=True) == 0.0
+        assert env.reward(prompt, f"{answer}\nNo: #### {answers.final_number(answer) + 1}") == 0.0
+    text = grpo.Text("", alphabet=env.ALPHABET)  # a model from nothing reads the few characters that are not ASCII as well
+    assert all(text.decode(text.prompt(prompt)) == prompt for prompt, _ in env.problems)
+
+
+# ---------------------------------------------------------------- runs
+
+
+def test_a_run_on_two_files(tmp_path):
+    """It trains on the one and evaluates on the whole other, and what is too long is left out of both and counted."""
+    train = write(tmp_path / "a.jsonl", *sums(3, 0, 30), {"question": "1" * 20, "answer": 1})
+    test = write(tmp_path / "b.jsonl", *sums(7, 0, 20), {"question": "2" * 30, "answer": 1})
+    flags = [*TINY[2:TINY.index("--eval_n")], "--eval_k", 2, "--eval_every", 2, "--log_every", 1, "--env", "dataset"]
+    flags += ["--env_data", train, "--eval_data", test, "--reward", "number", "--checkpoint_every", 0, "--steps", 2]
+    said = run(1, *flags, "--out", tmp_path / "run")
+    assert "1 of 31 problems are left out: with their prompts --seq_len 16" in said and "1 of 21 eval problems are left" in said
+    assert len(steps_of(tmp_path / "run")) == 2
+    evals = [line for line in map(json.loads, (tmp_path / "run" / "metrics.jsonl").open()) if "eval_n" in line]
+    assert [line["eval_n"] for line in evals] == [20, 20]
+    shown = [json.loads(line)["prompt"] for line in (tmp_path / "run" / "samples.jsonl").open()]
+    assert shown and all(prompt.startswith("3+") for prompt in shown)
+    said = run(1, *flags[:-2], "--steps", 3, "--env_data", test, "--out", tmp_path / "none", status=2)
+    assert said.count("\n") == 1 and "21 of the 21 prompts of --eval_data" in said and not (tmp_path / "none").exists()
