@@ -1,87 +1,127 @@
-"""Rollout tokens/s: ours with KV cache and refill, without either, and transformers' generate, interleaved in one run.
+"""Rollout tokens/s beside transformers' generate, beside an earlier commit, and on a GPU beside vLLM where it is installed.
 
     python benchmarks/rollout.py
-    python benchmarks/rollout.py --prompts 16 --group 16 --repeats 1
+    python benchmarks/rollout.py --rows 32 --rounds 9 --threads 2
+    git worktree add ../earlier COMMIT && python benchmarks/rollout.py --before ../earlier
+    python benchmarks/rollout.py --device cuda --sizes qwen3-1.7B --new 512     # random weights of that shape
 
-The same random Qwen3 weights and prompts for all; every variant samples at temperature 1 on one thread. Time is this process's
-CPU time, which other work on the machine disturbs less; printed are the best of the repeats, and ratios.
+The same random Qwen3 for all, prompts of 32 tokens, one sample of each, temperature 1, no sample ends early. Each variant is a
+process of its own, in rounds, so that a busy machine disturbs all alike. On a CPU time is the process's CPU time; on a GPU it
+is the clock's. Printed are medians of the rounds, and of the rounds' ratios.
 """
 import argparse
+import importlib.util
+import json
+import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-import torch
+SIZES = {
+    "small": dict(hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+                  intermediate_size=384, vocab_size=64),
+    "qwen3-1.7B": dict(hidden_size=2048, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128,
+                       intermediate_size=6144, vocab_size=151936, tie_word_embeddings=True),
+}
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-from rl.decoding import draw, rollout
-from support.hf import load_hf_model
+
+def make_model(folder: str, size: str):
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    spread = 0.1 if size == "small" else 0.02
+    config = Qwen3Config(**SIZES[size], max_position_embeddings=4096, initializer_range=spread)
+    Qwen3ForCausalLM(config).to(torch.float32 if size == "small" else torch.bfloat16).save_pretrained(folder)
 
 
-@torch.no_grad()
-def without_cache(model, prompts, noise):
-    """Every new token runs the whole sequence again, all samples as one batch."""
-    G, new = noise.shape[1:]
-    rows = torch.tensor(prompts).repeat_interleave(G, 0)
-    for t in range(new):
-        token, _ = draw(model(rows)[:, -1].float(), noise.flatten(0, 1)[:, t], 1.0)
-        rows = torch.cat([rows, token[:, None]], 1)
-    return rows.shape[0] * new
+def sampler(variant: str, folder: str, device: str, new: int):
+    """sample(prompts) -> nothing; every prompt is continued by `new` tokens."""
+    import torch
+
+    if variant == "vllm":
+        from vllm import LLM, SamplingParams
+
+        engine = LLM(folder, skip_tokenizer_init=True, max_model_len=32 + new)
+        params = SamplingParams(temperature=1.0, max_tokens=new, ignore_eos=True, detokenize=False)
+        return lambda prompts: engine.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    if variant == "transformers":
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+
+        def sample(prompts):
+            batch = torch.tensor(prompts, device=device)
+            model.generate(batch, attention_mask=torch.ones_like(batch), do_sample=True, temperature=1.0, top_k=0,
+                           max_new_tokens=new, min_new_tokens=new, pad_token_id=0)
+
+        return sample
+    from rl.decoding import rollout
+    from support.hf import load_hf_model
+
+    model, _ = load_hf_model(folder, device, dtype)
+    noise = torch.rand(1024, 1, new)
+    return lambda prompts: rollout(model, prompts, noise[: len(prompts)], 1.0, [], max_len=32 + new, rows=len(prompts))
+
+
+def measure(args):
+    """In a process of its own: prints {rows: tokens per second}."""
+    import torch
+
+    torch.set_num_threads(args.threads)
+    sample, speed = sampler(args.variant, args.folder, args.device, args.new), {}
+    for rows in args.rows:
+        prompts = torch.randint(1, 64, (rows, 32), generator=torch.Generator().manual_seed(rows)).tolist()
+        if args.device == "cuda":
+            sample(prompts)  # the first time kernels are chosen, and memory is taken
+        clock = time.perf_counter if args.device == "cuda" else time.process_time
+        began = clock()
+        sample(prompts)
+        speed[rows] = rows * args.new / (clock() - began)
+    print(json.dumps(speed))
 
 
 def main():
     parser = argparse.ArgumentParser()
-    defaults = dict(prompts=8, group=4, prompt_len=32, new=128, repeats=1, dim=128, layers=4)
-    for name, default in defaults.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--rows", type=lambda text: [int(n) for n in text.split(",")], default=[1, 32, 256])
+    parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--sizes", choices=SIZES, default="small")
+    parser.add_argument("--before", help="a worktree of an earlier commit")
+    parser.add_argument("--variant", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    parser.add_argument("--code", default=str(Path(__file__).parent.parent), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    theirs = Qwen3ForCausalLM(Qwen3Config(
-        vocab_size=64, hidden_size=args.dim, num_hidden_layers=args.layers, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=32, intermediate_size=3 * args.dim, max_position_embeddings=1024, initializer_range=0.1)).eval()
+    if args.variant:
+        sys.path.insert(0, args.code)
+        return measure(args)
+    variants = ["ours", *["before"] * bool(args.before), "transformers"]
+    if args.device == "cuda" and importlib.util.find_spec("vllm"):
+        variants.append("vllm")
+    rounds = []
     with tempfile.TemporaryDirectory() as folder:
-        theirs.save_pretrained(folder)
-        model, _ = load_hf_model(folder)
-    P, G, T, new = args.prompts, args.group, args.prompt_len, args.new
-    prompts = torch.randint(1, 64, (P, T)).tolist()
-    noise = torch.rand(P, G, new)
-    batch = torch.tensor(prompts).repeat_interleave(G, 0)
+        make_model(folder, args.sizes)
+        for _ in range(args.rounds):
+            rounds.append({})
+            for variant in variants:
+                code = args.before if variant == "before" else args.code
+                given = [sys.executable, __file__, *sys.argv[1:], "--variant", variant, "--folder", folder, "--code", code]
+                done = subprocess.run(given, stdout=subprocess.PIPE, text=True, check=True)
+                rounds[-1][variant] = json.loads(done.stdout.splitlines()[-1])
+    import torch
 
-    def ours(eot, rows=P * G, part=slice(None)):
-        samples = rollout(model, prompts[part], noise[part], 1.0, eot, max_len=T + new, rows=rows)
-        return sum(len(s["ids"]) for s in samples)
-
-    def transformers(use_cache):
-        out = theirs.generate(
-            batch, attention_mask=torch.ones_like(batch), do_sample=True, temperature=1.0, top_k=0, max_new_tokens=new,
-            min_new_tokens=new, use_cache=use_cache, pad_token_id=0)
-        return (out.shape[1] - T) * P * G
-
-    few = P // 4  # a quarter of the samples at once
-    variants = {
-        "ours": lambda: ours(eot=-1),
-        "ours without cache": lambda: without_cache(model, prompts, noise),
-        "transformers generate": lambda: transformers(True),
-        "transformers without cache": lambda: transformers(False),
-        f"ours, samples end by themselves, {few * G} rows, refill": lambda: ours(0, few * G),
-        f"ours, samples end by themselves, {few * G} rows, no refill":
-            lambda: sum(ours(0, few * G, slice(i, i + few)) for i in range(0, P, few)),
-    }
-    speed = dict.fromkeys(variants, 0.0)
-    for _ in range(args.repeats):
-        for name, work in variants.items():
-            began = time.process_time()
-            tokens = work()
-            speed[name] = max(speed[name], tokens / (time.process_time() - began))
-    n = sum(p.numel() for p in model.parameters())
-    print(f"{n:,} parameters, {P} prompts x {G} samples, {T} + {new} tokens, {torch.get_num_threads()} thread(s), torch "
-          f"{torch.__version__}")
-    for name, x in speed.items():
-        print(f"{name:55} {x:10,.0f} tokens per CPU second   {x / speed['ours']:6.3f} x ours")
+    second = "second" if args.device == "cuda" else "CPU second"
+    print(f"{args.sizes}, 32 + {args.new} tokens, {args.rounds} rounds, {args.threads} thread(s), torch {torch.__version__}")
+    for rows in map(str, args.rows):
+        for variant in variants:
+            speed = statistics.median(r[variant][rows] for r in rounds)
+            ratio = statistics.median(r["ours"][rows] / r[variant][rows] for r in rounds)
+            print(f"{rows:>5} rows  {variant:14} {speed:10,.0f} tokens per {second}   ours: {ratio:6.2f} x")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ flash_is_first = True  # of the kernels of a GPU that can compute an attention; 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask=None, is_causal=False, scale=None) -> Tensor:
     """Scaled dot-product attention: q (B, H, T, K), k (B, G, S, K), v (B, G, S, U) -> (B, H, T, U).
 
-    `mask` is boolean, True where a query may look, broadcastable to (B, H, T, S).
+    `mask`, broadcastable to (B, H, T, S), is boolean, True where a query may look, or is added to the scores.
     """
     K, U = q.shape[-1], v.shape[-1]
     # DeepSeek's values are narrower than its keys, and flash kernels want one width. From 1,000 tokens on, a flash kernel on

@@ -13,18 +13,26 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x):
         if x.is_cuda or hasattr(x, "placements") or torch.compiler.is_compiling() or x.dtype == torch.float64:
             return super().forward(x)  # placements: a DTensor
+        if not torch.is_grad_enabled():  # without the bookkeeping for a backward, which takes as long as two operators
+            return normalized(x, self.weight, self.eps)[0]
         return Normalize.apply(x, self.weight, self.eps)
 
 
+def normalized(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(x / rms(x) * weight, 1 / rms(x) (..., 1)), computed in fp32 (arXiv:1910.07467, eq. 4)."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)  # (..., 1)
+    r = torch.addcmul(torch.scalar_tensor(eps), norm, norm, value=1 / x.shape[-1]).rsqrt_()
+    return (x * r).mul_(weight).to(x.dtype), r
+
+
 class Normalize(torch.autograd.Function):
-    """x / rms(x) * weight in fp32 (arXiv:1910.07467, eq. 4)."""
+    """normalized(), with a gradient in few operators."""
 
     @staticmethod
     def forward(ctx, x, weight, eps):
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)  # (..., 1)
-        r = torch.addcmul(torch.tensor(eps), norm, norm, value=1 / x.shape[-1]).rsqrt_()
+        out, r = normalized(x, weight, eps)
         ctx.save_for_backward(x, weight, r)
-        return (x * r).mul_(weight).to(x.dtype)
+        return out
 
     @staticmethod
     @once_differentiable
@@ -53,12 +61,7 @@ class Rotate(torch.autograd.Function):
     def forward(ctx, x, cos, sin, interleave):
         ctx.save_for_backward(cos, sin)
         ctx.interleave = interleave
-        a, b = (pairs := pair_up(x, interleave)).unbind(-2)
-        out = pairs * cos[..., None, :]  # (..., 2, K/2) fp32
-        out_a, out_b = out.unbind(-2)
-        out_a.addcmul_(b, sin, value=-1)
-        out_b.addcmul_(a, sin)
-        return out.flatten(-2).to(x.dtype)
+        return rotated(x, cos, sin, interleave)
 
     @staticmethod
     def backward(ctx, grad):
@@ -70,6 +73,16 @@ class Rotate(torch.autograd.Function):
         db.addcmul_(a, sin, value=-1)
         dx = dx.transpose(-1, -2) if ctx.interleave else dx
         return dx.flatten(-2).to(grad.dtype), None, None, None
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleave: bool) -> Tensor:
+    """What rotate() returns, in three operators."""
+    a, b = (pairs := pair_up(x, interleave)).unbind(-2)
+    out = pairs * cos[..., None, :]  # (..., 2, K/2) fp32
+    out_a, out_b = out.unbind(-2)
+    out_a.addcmul_(b, sin, value=-1)
+    out_b.addcmul_(a, sin)
+    return out.flatten(-2).to(x.dtype)
 
 
 def pair_up(x: Tensor, interleave: bool) -> Tensor:
@@ -84,4 +97,4 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleave: bool = False) -> Ten
     if torch.compiler.is_compiling():  # the compiler fuses these lines; with torch 2.11 it would give Rotate a gradient of zero
         a, b = pair_up(x, interleave).unbind(-2)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
-    return Rotate.apply(x, cos, sin, interleave)
+    return (Rotate.apply if torch.is_grad_enabled() else rotated)(x, cos, sin, interleave)

@@ -44,9 +44,9 @@ class RowCache:
         positions the longest row has by then; None asks the device, which makes the host wait for it."""
         keys = int(at.max()) + 1 if keys is None else keys
         n = self.max_len if self.fixed_shapes else min(-(-keys // KEY_BUCKET) * KEY_BUCKET, self.max_len)
-        self.at, self.mask = at, (torch.arange(n, device=at.device) <= at[:, :, None])[:, None]  # (R, 1, T, n)
-        self.chosen = slice(None) if rows is None else rows
-        self.row = torch.arange(self.rows, device=at.device)[self.chosen, None]  # (R, 1)
+        self.at, self.chosen, self.n = at, rows, n
+        self.seen, self.mask = (torch.arange(n, device=at.device) <= at[:, :, None])[:, None], None  # (R, 1, T, n)
+        self.row = (torch.arange(self.rows, device=at.device) if rows is None else rows)[:, None]  # (R, 1)
 
     def attend(self, block: str):
         """The attend of one block in one forward. A block may call it several times (differential attention): the n-th call has
@@ -62,11 +62,19 @@ class RowCache:
             self.kept[call] = [x.new_zeros(self.rows, x.shape[1], self.max_len, x.shape[3]) for x in new]
         for kept, x in zip(self.kept[call], new):
             kept[self.row, :, self.at] = x.transpose(1, 2)
-        keys, values = (self.kept[call][i][self.chosen, :, : self.mask.shape[-1]] for i in (0, -1))
-        T, mask = q.shape[2], self.mask
-        if self.fixed_shapes and T < FEWEST:  # copies of the last query, which nobody reads
-            q, mask = (torch.cat([x, x[:, :, -1:].expand(-1, -1, FEWEST - T, -1)], 2) for x in (q, mask))
-        return sdpa(q, keys, values, mask, scale=scale)[:, :, :T]
+        keys, values = (self.kept[call][i].narrow(2, 0, self.n) for i in (0, -1))
+        if self.chosen is not None:
+            keys, values = keys[self.chosen], values[self.chosen]
+        if self.mask is None or self.mask.dtype != q.dtype:  # once per forward: with a boolean one sdpa does it in each block
+            self.mask = torch.where(self.seen, 0.0, -torch.inf).to(q.dtype)
+        (R, H, T, K), mask = q.shape, self.mask
+        if self.fixed_shapes:
+            if T < FEWEST:  # copies of the last query, which nobody reads
+                q, mask = (torch.cat([x, x[:, :, -1:].expand(-1, -1, FEWEST - T, -1)], 2) for x in (q, mask))
+        elif T == 1:  # heads that share their keys become queries of one head, so that these keys are read once for all
+            q = q.reshape(R, keys.shape[1], -1, K)
+        out = sdpa(q, keys, values, mask, scale=scale)
+        return out[:, :, :T] if out.shape[1] == H else out.reshape(R, H, T, -1)
 
     def copy_first(self, slots: Tensor, T: int):
         """Give all rows of slots (n, G) the first T positions of the first row beside them."""
