@@ -185,6 +185,8 @@ def write_sources(folder: str, out: str):
     state = read_json(path, "provenance.json") if "provenance.json" in manifest["files"] else {}
     known = isinstance(state, dict) and re.fullmatch("[0-9a-f]{40,64}", str(state.get("commit")))
     about = f", commit {state['commit'][:12]}" + " with changes" * (state.get("diff") != "") if known else ""
-    n, repeat = manifest["world_size"], f"{shlex.quote(name)} --config config.json --out runs/again"
+    # Not inside of the new folder, for --data and other flags may name files relative to where the run was started
+    recipe, config, runs = (shlex.quote(os.path.join(out, file)) for file in (name, "config.json", "runs/again"))
+    n, repeat = manifest["world_size"], f"{recipe} --config {config} --out {runs}"
     start = f"torchrun --nproc_per_node {n} {repeat}" if n > 1 else f"python {repeat}"
-    print(f"{out}: {len(code)} sources of {path}{about}; run them again: cd {shlex.quote(out)} && {start}")
+    print(f"{out}: {len(code)} sources of {path}{about}; run them again, where the run was started: {start}")

@@ -173,9 +173,10 @@ def test_a_run_from_its_sources_has_the_same_losses(tmp_path):
     call_git(fork, "init", "-q")
     call_git(fork, "add", ".")
     call_git(fork, "commit", "-q", "-m", "one")
+    (fork / "book.txt").write_text((REPO / "README.md").read_text())
     (fork / "parallel.py").write_text((fork / "parallel.py").read_text() + "# changed\n")
-    flags = ["--model_args", MODEL, "--steps", 3, "--log_every", 1, "--val_every", 0, "--seq_len", 64, "--local_batch_size", 2,
-             "--device", "cpu", "--compute_dtype", "float32"]
+    flags = ["--data", "book.txt", "--model_args", MODEL, "--steps", 3, "--log_every", 1, "--val_every", 0, "--seq_len", 64,
+             "--local_batch_size", 2, "--device", "cpu", "--compute_dtype", "float32"]
     first = run(launch(1, "train_llama3.py", *flags, "--out", out), cwd=fork).splitlines()[0]
     assert first.startswith("flags: ") and first.endswith(f" --model_args {MODEL} --out {out} --steps 3 --seq_len 64 "
                                                           "--local_batch_size 2 --val_every 0 --log_every 1 --device cpu")
@@ -189,10 +190,11 @@ def test_a_run_from_its_sources_has_the_same_losses(tmp_path):
 
     (fork / "models" / "llama3.py").write_text("raise SystemExit('changed since')\n")
     said = run([sys.executable, "checkpoint.py", "source", str(out), str(again)])
-    assert f", commit {commit[:12]} with changes; run them again: cd {again} && " in said
-    words = said[said.index("cd "):].split()
-    assert words[3:] == ["python", "train_llama3.py", "--config", "config.json", "--out", "runs/again"]
-    run([sys.executable, *words[4:]], cwd=again)
+    start = f"run them again, where the run was started: python {again}/train_llama3.py --config"
+    assert f", commit {commit[:12]} with changes; {start}" in said
+    words = said[said.index("python "):].split()
+    assert words[2:] == ["--config", f"{again}/config.json", "--out", f"{again}/runs/again"]
+    run([sys.executable, *words[1:]], cwd=fork)
     assert [(line["loss"], line["grad_norm"]) for line in train_lines(again / "runs" / "again")] == [
         (line["loss"], line["grad_norm"]) for line in train_lines(out)]
     assert json.loads((again / "runs" / "again" / "config.json").read_text())["_run"]["code"] == about["code"]
