@@ -52,7 +52,7 @@ from torch import Tensor, nn
 from distributed.agree import Failed, everywhere, gather, new_gloo_group, on_rank_0, rank_in, some
 from distributed.layout import AXES, local_tensor, named_tensors
 from distributed.lora import base_hash, block_linears, is_adapter, lora_names
-from support.adapters import add_adapters_of, base_of, check_base, hf_base_of, lora_of, read_adapters
+from support.adapters import add_adapters_of, base_of, check_base, hf_base_of, lora_of, read_adapters, rounded_base
 from support.certificate import carried_certificate
 from support.config import Need, Parser, flag, usage_error
 from support.dcp import WriterProcess, import_dcp, read_table, read_tensors, write_tensors
@@ -227,6 +227,8 @@ class Checkpoints:
         if self.process is not None:
             self.process.close()
         if export and self.cfg.export_hf:
+            if self.base and (note := rounded_base(self.out, self.base, self.params, self.cfg.export_dtype)):
+                self.say(note)
             save_hf(self.modules, self.cfg.export_hf, getattr(torch, self.cfg.export_dtype), tokenizer_file=self.tokenizer_file)
 
     def finish_flight(self):
