@@ -78,6 +78,9 @@ def check_run(out: str, identity: dict, cfg, lr_at=None):
     check_tokenizer(out, identity, cfg)
     if source := resume_source(out, cfg):
         path = newest_readable(source.folder, source.step, ABOUT)
+        if source.folder != out and "lora" in read_json(path, "state.json")["identity"]:
+            raise ValueError(f"--init_from {source.folder} holds adapters only; merge them with the weights below them, python "
+                             f"checkpoint.py to_hf {source.folder} OUT, and start from OUT")
         if source.everything and source.folder != out and (differ := phase_changes(path, identity, cfg)):
             if int(os.environ.get("RANK", 0)) == 0:
                 print(phase_line(path, differ, identity, cfg), flush=True)
@@ -88,9 +91,6 @@ def check_run(out: str, identity: dict, cfg, lr_at=None):
                 raise ValueError(f"{out} holds adapters of {base}; give --init_from {base} to continue")
             if int(os.environ.get("RANK", 0)) == 0 and (text := changed_flags(path, cfg, lr_at)):
                 print(text, flush=True)
-        elif "lora" in read_json(path, "state.json")["identity"]:
-            raise ValueError(f"--init_from {source.folder} holds adapters only; merge them with the weights below them, python "
-                             f"checkpoint.py to_hf {source.folder} OUT, and start from OUT")
         elif wrong := [change for change in model_changes(path, identity) if change[0].split(".")[0] not in may_change(cfg)]:
             text = "; ".join(f"{name} is {old} there, {new} here" for name, old, new in wrong)
             raise ValueError(f"--init_from {source.folder} is of another model: {text}; give the model of the checkpoint")

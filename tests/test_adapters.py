@@ -103,6 +103,20 @@ def test_merged_weights_and_the_adapter_give_the_same_logits_in_transformers_and
     torch.testing.assert_close(back(tokens()), other, rtol=0, atol=1e-5)
 
 
+def test_an_export_says_that_training_has_rounded_the_base(tmp_path, capsys):
+    _, base = written_base(tmp_path / "base", {})
+    for dtype, rounded in (torch.bfloat16, True), (torch.float32, False):
+        model = initialised(config(), one_layout(**LORA), 3)
+        for p in model.parameters():
+            p.data = p.data if p.requires_grad else p.data.to(dtype)
+        cfg = flags_of(LORA, init_from=base, export_hf=str(tmp_path / str(dtype)), load_only=True)
+        reader = open_run(tmp_path / "run", [model], config(), cfg)
+        reader.load()
+        reader.close(export=True)
+        assert (f"with the digits of bfloat16, as training saw them; python checkpoint.py to_hf {tmp_path}/run OUT "
+                f"--dtype float32 takes them from {base} in full" in capsys.readouterr().out) == rounded
+
+
 def test_what_peft_would_take_for_experts_is_not_exported_for_it(tmp_path):
     run = open_run(tmp_path / "run", [initialised(config(**DS), one_layout(**MLA), 3)], config(**DS), flags_of(MLA))
     run.load()
@@ -206,6 +220,7 @@ def test_a_checkpoint_holds_the_adapters_alone_and_knows_its_base(tmp_path, caps
     (dict(init_from=""), "holds adapters of .*; give --init_from .*base to continue"),
     (dict(init_model_only=False), "--no-init_model_only with --lora_rank"),
     (dict(exclude_from_loading=["head"]), "--exclude_from_loading head with --lora_rank"),
+    (dict(out="new", lora_rank=0, init_from="run", init_model_only=False), "--init_from .*run holds adapters only; merge them"),
     (dict(out="new", lora_rank=0, init_from="run"), "--init_from .*run holds adapters only; merge them"),
     (dict(out="new", init_from="run"), "--init_from .*run holds adapters only; merge them"),
 ])
