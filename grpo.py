@@ -53,6 +53,7 @@ from parallel import clip_grad_norm, make_mesh, next_backward, reduce_loss
 from rl import rollouts
 from rl.datasets import DatasetConfig, open_task
 from rl.environments import draw_task, held_out_tasks, leave_out_long, supervised_sample
+from rl.rewards import RewardConfig, held_out_numbers
 from support.config import Need, check_range, flag, override_fields, parse_config, save_config
 from support.hf import check_export, check_hf_config, read_hf_config
 from support.manifest import is_hf_folder, newest_readable, step_folders
@@ -76,7 +77,7 @@ WARM_UP = Need("with --init_from: its model needs no warm-up", lambda c: not c.i
 
 
 @dataclass(kw_only=True)
-class Config(ParallelConfig, LaunchConfig, LoraConfig, CheckpointConfig, MetricsConfig, DatasetConfig):
+class Config(ParallelConfig, LaunchConfig, LoraConfig, CheckpointConfig, MetricsConfig, DatasetConfig, RewardConfig):
     flavor: Literal[tuple(FLAVORS)] = flag("debug", OWN_MODEL)  # a small Llama 3, or Qwen3 with experts
     model_args: str = ""  # fields of the flavor to change: "n_layers=4,dim=128"
     out: str = "runs/grpo"  # folder for everything that the run writes; the same folder again continues the run
@@ -128,6 +129,7 @@ class Config(ParallelConfig, LaunchConfig, LoraConfig, CheckpointConfig, Metrics
         """Raises ValueError for what grpo.py itself cannot do, with the reason. check_layout sees the flags with the model."""
         MetricsConfig.__post_init__(self)
         DatasetConfig.__post_init__(self)
+        RewardConfig.__post_init__(self)
         check_range(self, 1, math.inf, "steps", "prompts_per_step", "group_size", "minibatches", "max_new_tokens",
                     "local_batch_size", "rollout_rows", "rollout_timeout_s", "eval_k")
         check_range(self, 0, math.inf, "lr", "sft_lr", "eps", "weight_decay", "max_norm", "kl_coef", "tis", "clip_low",
@@ -501,8 +503,7 @@ def keep_reference(trainer: Trainer, is_new: bool, about: dict):
 
 
 def evaluate_policy(trainer: Trainer, env, text, prompts: list[str], metrics: Metrics, step: int):
-    """Held-out prompts, if it is time for them: mean reward of samples (pass@1) and of greedy ones, share with a full reward
-    among k (pass@k). A line of metrics.jsonl, and one on the screen."""
+    """Held-out prompts, if it is time for them: a line of metrics.jsonl, see held_out_numbers(), and one on the screen."""
     cfg, layout = trainer.cfg, trainer.layout
     if not cfg.eval_every or step % cfg.eval_every and step != cfg.steps:
         return
@@ -510,14 +511,12 @@ def evaluate_policy(trainer: Trainer, env, text, prompts: list[str], metrics: Me
     with rollouts.whole_weights(trainer.model):
         samples = rollouts.sample_groups(cfg, env, text, layout, trainer.model, tasks, cfg.eval_k, cfg.temperature)
         greedy = rollouts.sample_groups(cfg, env, text, layout, trainer.model, tasks, 1, 0.0)
-    rewards = [s["reward"] for s in samples]
-    best = [max(rewards[i : i + cfg.eval_k]) for i in range(0, len(rewards), cfg.eval_k)]
-    line = {"eval_reward": sum(rewards) / len(rewards), "eval_greedy": sum(s["reward"] for s in greedy) / len(greedy),
-            "eval_pass_at_k": sum(r >= 1 for r in best) / len(best), "eval_n": len(prompts), "eval_k": cfg.eval_k}
+    line = held_out_numbers(samples, greedy, cfg.eval_k)
     if layout.rank == 0:
         metrics.write({"step": step} | line)
-        print(f"step {step}/{cfg.steps}  eval_reward {line['eval_reward']:.4f}  greedy {line['eval_greedy']:.4f}  "
-              f"pass@{cfg.eval_k} {line['eval_pass_at_k']:.4f}  ({len(prompts)} held-out prompts)", flush=True)
+        shown = [f"{line[name]:.4f} +- {line[f'{name}_stderr'] or math.nan:.4f}" for name in ("eval_reward", "eval_pass_at_k")]
+        print(f"step {step}/{cfg.steps}  eval_reward {shown[0]}  greedy {line['eval_greedy']:.4f}  "
+              f"pass@{cfg.eval_k} {shown[1]}  ({len(prompts)} held-out prompts)", flush=True)
 
 
 # ---------------------------------------------------------------- the run
@@ -572,6 +571,7 @@ def sample_numbers(groups: list[list[dict]], batch: dict) -> dict:
         prompts_too_long=batch["too_long"], zero_variance_groups=torch.tensor(equal).float().mean(),
         all_failed_groups=sum(failed) / len(groups),
         length_mean=lengths.mean(), length_max=lengths.max(), truncated=sum(s["truncated"] for s in samples) / len(samples),
+        failed_rewards=sum(bool(s.get("failed")) for s in samples),
         rollout_s=seconds, rollout_tokens_per_second=lengths.sum() / max(seconds, 1e-9), rollout_began=batch["began"],
         rollout_ended=batch["ended"])
 

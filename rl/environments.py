@@ -19,8 +19,6 @@ and may have
 import ast
 import functools
 import importlib.util
-import inspect
-import math
 import operator
 import os
 import random
@@ -194,23 +192,6 @@ def leave_out_long(env, text, seq_len: int) -> list[str]:
     shuffled.cache_clear()
     draw_task(env, "train", 0, lambda prompt: text.fits(prompt, seq_len))  # raises ValueError where there are none
     return said
-
-
-def pay(env, prompt: str, completion: str, truncated: bool) -> float:
-    """(3) The reward of a sample. Raises ValueError that names prompt and completion where it is no finite number."""
-    try:
-        asks = "truncated" in inspect.signature(env.reward).parameters
-        value = env.reward(prompt, completion, **({"truncated": truncated} if asks else {}))
-        if not math.isfinite(reward := float(value)):
-            raise ValueError(f"it is {value}")
-    except Exception as error:
-        raise ValueError(f"no reward for prompt {short(prompt)}, completion {short(completion)}: {error!r}") from None
-    return reward
-
-
-def short(text: str) -> str:
-    """In one line, the middle of long ones left out."""
-    return repr(text if len(text) <= 400 else f"{text[:200]} ... {text[-200:]}")
 
 
 def tool_of(env, text):

@@ -28,7 +28,8 @@ from distributed.layout import AXES, Layout, ParallelConfig
 from distributed.lora import add_adapters, is_adapter, lora_names
 from rl.datasets import DatasetConfig
 from rl.decoding import rollout, uniform_noise
-from rl.environments import draw_task, pay, short, tool_of
+from rl.environments import draw_task, tool_of
+from rl.rewards import RewardConfig, pay_all, short
 from support.config import default_of
 
 
@@ -114,12 +115,12 @@ def sample_groups(cfg, env, text, layout, model, tasks: list[tuple[str, str]], g
     # (3) rewards: the environment sees text. What is trained are the sampled ids: encoding the text again may give others.
     for j, s in enumerate(samples):
         s["group"], s["prompt"], s["text"] = mine[j // group_size], prompts[j // group_size], text.decode(s["ids"])
-        name, prompt = tasks[s["group"]]
-        try:
-            s["reward"] = pay(env, prompt, s["text"], s["truncated"])
-        except ValueError as error:
-            failed.append(str(error))
-            break
+    jobs = [(tasks[s["group"]][1], s["text"], s["truncated"]) for s in samples]
+    for j, (s, reward) in enumerate(zip(samples, pay_all(env, jobs, cfg))):
+        name, s["failed"] = tasks[s["group"]][0], str(reward) if isinstance(reward, ValueError) else ""
+        s["reward"] = cfg.failed_reward if s["failed"] else reward
+        if s["failed"] and cfg.failed_reward is None:
+            failed.append(s["failed"])
         if cfg.control == "random" and not name.startswith("eval/"):
             s["reward"] = float(random.Random(f"{cfg.seed}/{name}/{j % group_size}").random() < 0.5)
     failures, everyone = zip(*gather((failed, samples), group))  # of all ranks
@@ -130,7 +131,12 @@ def sample_groups(cfg, env, text, layout, model, tasks: list[tuple[str, str]], g
         if [s["ids"] for s in theirs] != [s["ids"] for s in everyone[rank - rank % copies]]:
             raise RuntimeError(f"ranks {rank - rank % copies} and {rank} share one model but sampled different tokens")
     # sorted() keeps the order of equal keys, so the samples of a group stay in theirs
-    return sorted((s for part in everyone[::copies] for s in part), key=lambda s: s["group"])
+    samples = sorted((s for part in everyone[::copies] for s in part), key=lambda s: s["group"])
+    unpaid = [s["failed"] for s in samples if s["failed"]]
+    if unpaid and layout.rank == 0:
+        print(f"{len(unpaid)} of {len(samples)} rewards failed and count as --failed_reward {cfg.failed_reward:g}, the "
+              f"first one: {unpaid[0]}", flush=True)
+    return samples
 
 
 def make_batch(cfg, env, text, layout, model, cursor: int, version: int) -> dict:
@@ -161,7 +167,8 @@ def made_with(cfg) -> dict:
     names = ("env", "env_data", "seed", "prompts_per_step", "group_size", "minibatches", "max_new_tokens", "seq_len",
              "temperature", "dynamic_sampling", "control", "async_steps")
     files = {f"the content of --{name}": getattr(cfg, name) for name in ("env", "env_data", "eval_data", "reward")}
-    later = {f.name: default_of(f) for f in fields(DatasetConfig)}  # with which all is as before they came
+    # The flags that came later count where they are not at their defaults, with which all is as before they came.
+    later = {f.name: default_of(f) for f in (*fields(DatasetConfig), *fields(RewardConfig))}
     names += tuple(name for name, default in later.items() if name not in names and getattr(cfg, name) != default)
     return {f"--{name}": getattr(cfg, name) for name in names} | {
         name: hashlib.sha256(Path(path).read_bytes()).hexdigest()[:8] for name, path in files.items() if os.path.isfile(path)}

@@ -5,7 +5,7 @@ import pytest
 from policy import TINY, run, steps_of
 
 import grpo
-from rl import environments
+from rl import environments, rewards
 
 
 @pytest.mark.parametrize("completion, reward", [
@@ -21,10 +21,10 @@ def test_what_was_cut_off_is_not_paid_for():
     for name in ("reverse", "sum_digits", "countdown", "calculator"):
         env = environments.open_env(name)
         prompt, answer = environments.draw_task(env, "eval", 3)
-        assert environments.pay(env, prompt, answer, False) == 1 and environments.pay(env, prompt, answer, True) == 0
+        assert rewards.pay(env, prompt, answer, False) == 1 and rewards.pay(env, prompt, answer, True) == 0
     asks = SimpleNamespace(reward=lambda prompt, completion, truncated: -1.0 if truncated else 1.0)
     other = SimpleNamespace(reward=lambda prompt, completion: 0.5)
-    assert [environments.pay(env, "", "", True) for env in (asks, other)] == [-1.0, 0.5]
+    assert [rewards.pay(env, "", "", True) for env in (asks, other)] == [-1.0, 0.5]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "x", "raise"])
@@ -35,7 +35,7 @@ def test_a_reward_that_is_none_names_its_sample(value):
         return value
 
     with pytest.raises(ValueError, match="no reward for prompt '1 2', completion 'some\\\\nwhere'") as error:
-        environments.pay(SimpleNamespace(reward=reward), "1 2", "some\nwhere", False)
+        rewards.pay(SimpleNamespace(reward=reward), "1 2", "some\nwhere", False)
     assert "\n" not in str(error.value)
 
 

@@ -9,6 +9,7 @@ For a flag of your own add its row: row("my_flag", value, lambda new, old: what 
 """
 import contextlib
 import copy
+import dataclasses
 import functools
 import gc
 import importlib
@@ -51,6 +52,7 @@ from distributed.lora import is_adapter
 from distributed.pipeline import split_stages
 from rl import rollouts
 from rl.datasets import open_task
+from rl.rewards import pay_all
 from support import dryrun, metrics, optim
 from support.config import option_groups
 from support.parity import model_config_of
@@ -88,6 +90,12 @@ def places(tmp_path_factory):
     text = "".join(json.dumps({"text": f"{i} times {i} is {i * i}, "}) + "\n" for i in range(3000))
     (folder / "a.jsonl").write_text(text)
     (folder / "gsm8k.jsonl").write_text(text.replace('"text"', '"answer": "#### 3", "question"'))
+    own = "from tests.env_counting import *\nimport threading\nimport time\n\n\ndef reward(prompt, completion):\n    return "
+    for name, code in (("broken", "1.0 if len(completion) % 2 else None"),
+                       ("slow", "completion != 'slow' or time.sleep(0.6) or False"),
+                       ("threads", "completion == 'slow' and threading.current_thread() is not threading.main_thread()")):
+        (folder / f"{name}.py").write_text(own + code + "\n")
+        PLACES[f"<{name}>"] = str(folder / f"{name}.py")
     for name, begin in (("sums", 0), ("sums2", 50)):
         (folder / f"{name}.jsonl").write_text("".join(
             json.dumps({"prompt": f"{i} times {i}", "answer": i * i}) + "\n" for i in range(begin, begin + 50)))
@@ -328,6 +336,12 @@ def patience(program: str, cfg) -> list:
 def paid(program: str, cfg) -> float:
     """For an answer with something before it."""
     return open_task(cfg).reward("7 times 7", "it is 49")
+
+
+def payments(program: str, cfg) -> list:
+    """Of two samples, or "late"."""
+    results = pay_all(open_task(cfg), [("", "slow", False), ("", "quick", False)], dataclasses.replace(cfg, failed_reward=0.0))
+    return ["late" if isinstance(result, ValueError) else result for result in results]
 
 
 def split(program: str, cfg) -> list:
@@ -636,6 +650,11 @@ rl("eval_data", "<sums2>", lambda new, old: {line["eval_n"] for line in new.log 
 rl("reward", "number", lambda new, old: new == 1.0, paid, **SUMS)
 rl("prompt_template", "So {prompt} is", lambda new, old: new.rollouts[0].prompts and len(new.rollouts[0].prompts[0])
    == len(old.rollouts[0].prompts[0]) + 6, **SUMS)
+BROKEN = dict(env="<broken>")
+rl("failed_reward", -1.0, lambda new, old: new.batches and {s["reward"] for s in new.batches[0]} == {-1.0, 1.0}
+   and "no reward" in old.error, **BROKEN)
+rl("reward_timeout_s", 0.2, lambda new, old: new == ["late", 1.0] and old == [0.0, 1.0], payments, env="<slow>")
+rl("reward_threads", 2, lambda new, old: new == [1.0, 0.0] and old == [0.0, 0.0], payments, env="<threads>")
 rl("steps", 3, lambda new, old: steps(new) == [1, 2, 3])
 rl("prompts_per_step", 6, lambda new, old: len(new.batches[0]) == 24)
 rl("group_size", 3, lambda new, old: new.rollouts[0].noise.shape[1] == 3 and len(new.batches[0]) == 12)
@@ -743,7 +762,7 @@ def test_every_flag_has_a_row():
     for program in PROGRAMS:
         for group, fields in option_groups(importlib.import_module(program).Config).items():
             shared = group.__module__ not in ("grpo", "generate")  # the groups and the three recipes, which are copies
-            owner = {"rl.datasets": "grpo"}.get(group.__module__, group.__module__)
+            owner = {"rl.datasets": "grpo", "rl.rewards": "grpo"}.get(group.__module__, group.__module__)
             tested = {r.flag for r in ROWS if shared and r.program.startswith("train_") or r.program == owner}
             missing += [f"--{f.name} ({group.__module__})" for f in fields if f.name not in tested | ELSEWHERE.keys()]
     assert not missing, f"without a test of their effect: {', '.join(dict.fromkeys(missing))}; add a row to ROWS in this file"

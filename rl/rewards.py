@@ -1,0 +1,142 @@
+"""(3) of grpo.py: rewards with a time limit, in threads, and what becomes of those that fail; the numbers of an evaluation.
+
+A reward is somebody's Python, on texts that a model wrote: it may raise, or never return. Where rewards are computed one after
+the other (--reward_threads 1) in the main thread, an alarm raises inside of a late one and so ends it, be it in a loop, in a
+regular expression or asleep; a reward that sets an alarm itself has only that one. No thread can be ended from outside: with
+more of them a late reward is given up, and its thread runs on until the process ends, and takes time from the others. Code that
+keeps the interpreter to itself, in C and without asking for signals, stops all of these clocks; then only the other ranks end
+the run, after --rollout_timeout_s.
+"""
+import inspect
+import math
+import queue
+import signal
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from support.config import check_range
+
+
+class RewardIsLate(BaseException):
+    """No Exception, so that `except Exception` in a reward does not keep it."""
+
+
+@dataclass(kw_only=True)
+class RewardConfig:
+    reward_timeout_s: float = 300.0  # a reward that takes longer has failed; 0 = it may take forever
+    reward_threads: int = 1  # rewards computed at once, by threads: for those that wait for a server or another program
+    failed_reward: float | None = None  # what a sample earns whose reward fails or is late; none = that ends the run
+
+    def __post_init__(self):
+        check_range(self, 0, threading.TIMEOUT_MAX, "reward_timeout_s")
+        check_range(self, 1, 10_000, "reward_threads")
+        if self.failed_reward is not None and not math.isfinite(self.failed_reward):
+            raise ValueError(f"--failed_reward {self.failed_reward} must be a finite number, or none")
+
+
+@contextmanager
+def time_limit(seconds: float):
+    """Raises RewardIsLate inside once the time is over, and again every second, as a bare `except:` keeps one of them. Only the
+    main thread can have an alarm."""
+    if not seconds or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def late(*_):
+        raise RewardIsLate
+
+    before = signal.signal(signal.SIGALRM, late)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before or signal.SIG_DFL)
+
+
+def pay(env, prompt: str, completion: str, truncated: bool, seconds: float = 0.0) -> float:
+    """The reward of a sample. Raises ValueError that names prompt and completion where it is no finite number, or is late."""
+    try:
+        asks = "truncated" in inspect.signature(env.reward).parameters
+        with time_limit(seconds):
+            value = env.reward(prompt, completion, **({"truncated": truncated} if asks else {}))
+        if not math.isfinite(reward := float(value)):
+            raise ValueError(f"it is {value}")
+    except RewardIsLate:
+        raise ValueError(no_reward(prompt, completion, f"it takes longer than --reward_timeout_s {seconds:g}")) from None
+    except Exception as error:
+        raise ValueError(no_reward(prompt, completion, repr(error))) from None
+    return reward
+
+
+def no_reward(prompt: str, completion: str, reason: str) -> str:
+    return f"no reward for prompt {short(prompt)}, completion {short(completion)}: {reason}"
+
+
+def short(text: str) -> str:
+    """In one line, the middle of long ones left out."""
+    return repr(text if len(text) <= 400 else f"{text[:200]} ... {text[-200:]}")
+
+
+def pay_all(env, jobs: list[tuple[str, str, bool]], cfg: RewardConfig) -> list[float | ValueError]:
+    """For each (prompt, completion, truncated) its reward, or why it has none. A failure that ends the run ends this list."""
+    if cfg.reward_threads > 1:
+        return pay_in_threads(env, jobs, cfg.reward_threads, cfg.reward_timeout_s)
+    results = []
+    for job in jobs:
+        try:
+            results.append(pay(env, *job, cfg.reward_timeout_s))
+        except ValueError as error:
+            results.append(error)
+            if cfg.failed_reward is None:
+                break
+    return results
+
+
+def pay_in_threads(env, jobs: list, n: int, seconds: float) -> list[float | ValueError]:
+    """The same with n threads at once. These are daemons: a process does not wait for them in order to end."""
+    waiting, running, results, ended = list(range(len(jobs)))[::-1], {}, {}, queue.SimpleQueue()
+
+    def work(i):
+        try:
+            ended.put((i, pay(env, *jobs[i])))
+        except ValueError as error:
+            ended.put((i, error))
+        except BaseException as error:  # SystemExit, say: nobody would see it, and wait
+            ended.put((i, ValueError(no_reward(*jobs[i][:2], repr(error)))))
+
+    while waiting or running:
+        while waiting and len(running) < n:
+            i = waiting.pop()
+            running[i] = time.monotonic() + (seconds or math.inf)
+            threading.Thread(target=work, args=(i,), daemon=True).start()
+        first = min(running, key=running.get)
+        try:
+            left = running[first] - time.monotonic()
+            i, result = ended.get(timeout=None if left == math.inf else max(left, 0))
+        except queue.Empty:
+            reason = f"it takes longer than --reward_timeout_s {seconds:g}, and its thread, which cannot be ended, runs on"
+            i, result = first, ValueError(no_reward(*jobs[first][:2], reason))
+        if running.pop(i, None) is not None:  # else it was given up before
+            results[i] = result
+    return [results[i] for i in range(len(jobs))]
+
+
+# ---------------------------------------------------------------- evaluation
+def mean_and_error(values: list[float]) -> tuple[float, float | None]:
+    """The mean, and its standard error: the sample's standard deviation / sqrt(n); None for a single value."""
+    n, mean = len(values), sum(values) / len(values)
+    return mean, math.sqrt(sum((x - mean) ** 2 for x in values) / (n - 1) / n) if n > 1 else None
+
+
+def held_out_numbers(samples: list[dict], greedy: list[dict], k: int) -> dict:
+    """Mean reward of k samples per prompt (pass@1, where rewards are 0 or 1) and of a greedy one, and the share of prompts with
+    a full reward among the k (pass@k). The errors are over prompts: samples of one prompt are no independent measurements."""
+    rewards = [[s["reward"] for s in samples[i : i + k]] for i in range(0, len(samples), k)]
+    found = {"eval_reward": [sum(group) / k for group in rewards], "eval_greedy": [s["reward"] for s in greedy],
+             "eval_pass_at_k": [float(max(group) >= 1) for group in rewards]}
+    means = {name: mean_and_error(values) for name, values in found.items()}
+    line = {name: mean for name, (mean, _) in means.items()} | {"eval_n": len(rewards), "eval_k": k}
+    return line | {f"{name}_stderr": error for name, (_, error) in means.items()}

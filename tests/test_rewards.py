@@ -1,0 +1,106 @@
+"""Rewards that fail, hang or are slow, in the main thread and in threads, and the numbers of an evaluation."""
+import json
+import math
+import random
+import re
+import statistics
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+from policy import TINY, run, steps_of
+
+from rl import rewards
+
+
+def paid(reward, texts, **flags) -> list:
+    return rewards.pay_all(SimpleNamespace(reward=reward), [("1 2", text, False) for text in texts],
+                           rewards.RewardConfig(**{"failed_reward": 0.0, **flags}))
+
+
+def in_a_loop(prompt, completion):
+    while completion == "hang":
+        try:
+            sum(range(1000))
+        except Exception:  # keeps no clock from ending it
+            pass
+    return 1.0
+
+
+def in_a_regular_expression(prompt, completion):
+    return float(re.fullmatch("(a+)+b", "a" * (64 if completion == "hang" else 3)) is None)
+
+
+def asleep(prompt, completion):
+    return float(completion != "hang" or time.sleep(1e6) is None)
+
+
+@pytest.mark.parametrize("reward", [in_a_loop, in_a_regular_expression, asleep])
+def test_a_reward_that_hangs_is_ended_in_the_main_thread(reward):
+    results = paid(reward, ["fine", "hang", "fine"], reward_timeout_s=0.2)
+    assert results[0] == results[2] == 1.0 and isinstance(results[1], ValueError)
+    assert str(results[1]) == "no reward for prompt '1 2', completion 'hang': it takes longer than --reward_timeout_s 0.2"
+    assert len(paid(reward, ["hang", "fine"], reward_timeout_s=0.2, failed_reward=None)) == 1  # the end of the run
+
+
+def test_a_thread_that_hangs_is_given_up_and_the_others_go_on():
+    release = threading.Event()
+    try:
+        results = paid(lambda prompt, text: float(text != "hang" or release.wait()), ["hang", "a", "hang", "b", "hang"],
+                       reward_timeout_s=0.3, reward_threads=2)
+        assert [results[1], results[3]] == [1.0, 1.0]
+        assert all("'hang': it takes longer than --reward_timeout_s 0.3, and its thread, which" in str(r) for r in results[::2])
+        assert threading.active_count() > 3
+    finally:
+        release.set()
+
+
+def test_threads_give_the_rewards_of_one():
+    """Whatever order they end in, and with failures among them."""
+    def reward(prompt, completion):
+        time.sleep(random.random() / 100)
+        if completion == "13":
+            raise SystemExit("no\nmore")
+        return int(completion) if completion != "7" else math.nan
+
+    texts = [str(i) for i in range(40)]
+    for n, limit in ((8, 60.0), (1000, 0.0)):
+        results = paid(reward, texts, reward_threads=n, reward_timeout_s=limit)
+        failed = {i: str(result) for i, result in enumerate(results) if isinstance(result, ValueError)}
+        assert [i for i, result in enumerate(results) if i != result] == [7, 13] == sorted(failed)
+        assert "completion '7': ValueError('it is nan')" in failed[7] and "\n" not in failed[13]
+
+
+def test_together_is_shorter():
+    """Rewards that wait for something else: all of them at once are waited for. The last one to come lets all of them go."""
+    barrier = threading.Barrier(16, timeout=60)
+    assert paid(lambda prompt, text: float(barrier.wait() >= 0), ["x"] * 16, reward_threads=16) == [1.0] * 16
+
+
+def test_errors_are_over_prompts():
+    samples = [{"reward": float(r)} for r in (1, 1, 0, 1, 0, 0, 1, 0)]
+    line = rewards.held_out_numbers(samples, [{"reward": 1.0}, {"reward": 0.0}] * 2, 2)
+    means = [1.0, 0.5, 0.0, 0.5]
+    assert line == {
+        "eval_reward": 0.5, "eval_greedy": 0.5, "eval_pass_at_k": 0.75, "eval_n": 4, "eval_k": 2,
+        "eval_reward_stderr": pytest.approx(statistics.stdev(means) / 2), "eval_pass_at_k_stderr": pytest.approx(0.25),
+        "eval_greedy_stderr": pytest.approx(math.sqrt(1 / 12))}
+    assert rewards.held_out_numbers(samples[:2], [{"reward": 1.0}], 2)["eval_reward_stderr"] is None
+
+
+@pytest.mark.parametrize("processes, flags", [
+    (1, []), pytest.param(2, ["--dp_shard", 2, "--reward_threads", 3], marks=pytest.mark.slow)], ids=str)
+def test_a_run_with_rewards_that_fail(tmp_path, processes, flags):
+    """They count as they should, are counted, and the first is named."""
+    (tmp_path / "env.py").write_text(
+        "import time\nimport tests.env_counting\nfrom tests.env_counting import ALPHABET, make\n\n\n"
+        "def reward(prompt, completion):\n    if len(completion) % 3 == 1:\n        time.sleep(1e6)\n"
+        "    return tests.env_counting.reward(prompt, completion)\n")
+    flags = [*TINY, "--env", tmp_path / "env.py", "--steps", 2, "--eval_every", 0, "--checkpoint_every", 0, *flags,
+             "--reward_timeout_s", 0.1]
+    said = run(processes, *flags, "--failed_reward", -0.5, "--out", tmp_path / "run")
+    assert re.search(r" of 16 rewards failed and count as --failed_reward -0.5, the first one: no reward for prompt '\d", said)
+    assert sum(line["failed_rewards"] for line in steps_of(tmp_path / "run")) > 0
+    shown = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").open()]
+    assert all((s["reward"] == -0.5) == (len(s["completion"]) % 3 == 1) for s in shown) and len(shown) == 8
