@@ -7,6 +7,7 @@ Every rank is given the same requests and returns the scores of all. The data ra
 a data rank work on the same ones together.
 """
 import math
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -30,7 +31,7 @@ from distributed.refusals import check_layout, runs_on_cuda
 from models.loss import IGNORE, TokenLogprobs, alone, log_normalizer
 from rl.decoding import rollout, uniform_noise
 from rl.rollouts import lockstep, patient_group, whole_weights
-from support.adapters import known_base, lora_of
+from support.adapters import drawn_base, known_base, lora_of
 from support.config import Need, check_range, default_of, flag, spell_flag
 from support.hf import load_hf_model, read_hf_config
 from support.manifest import is_hf_folder, newest_readable
@@ -66,8 +67,9 @@ def read_checkpoint(folder: str, chat=False) -> tuple[Text, type, object, str]:
     """(tokenizer, the model's class, its config, the folder itself or a run's newest step folder) of a run, step or Hugging
     Face folder. chat: with its chat template. Only small files are read. Raises ValueError."""
     folder = folder if is_hf_folder(folder) else newest_readable(folder)
-    if not is_hf_folder(folder) and lora_of(folder):
-        known_base(folder)  # raises where the weights below the adapters are gone
+    if not is_hf_folder(folder) and lora_of(folder):  # known_base raises where the weights below the adapters are gone
+        if not known_base(folder) and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            raise ValueError(drawn_base(folder))
     text = Text(folder, chat=chat)
     if chat and not text.chat:
         chat_prompts(folder)  # raises what is missing

@@ -35,12 +35,17 @@ def known_base(path: str) -> str:
     return folder
 
 
+def drawn_base(path: str) -> str:
+    return (f"{path} holds adapters of what its seed drew, which only one process draws again; merge them first: python "
+            f"checkpoint.py to_hf {path} OUT --dtype float32")
+
+
 def base_of(path: str, modules: list[nn.Module]) -> str:
     """known_base, and where a seed drew the weights they are in `modules` afterwards, drawn again. Raises ValueError."""
     folder, plain = known_base(path), modules[0]
     if not folder:
         if len(modules) > 1 or any(hasattr(p, "placements") for p in plain.parameters()):
-            raise ValueError(f"{path} holds adapters of what its seed drew; merge them first, python checkpoint.py to_hf")
+            raise ValueError(drawn_base(path))
         layout = Layout(ParallelConfig(), dict.fromkeys(AXES, 1), 1, 1, 1, next(plain.parameters()).device)
         init_weights(plain, layout, read_json(path, "config.json")["seed"])
     return folder

@@ -185,7 +185,7 @@ def test_a_run_goes_on_in_another_layout_with_the_same_base(layouts, tmp_path):
     assert len(hashes) == 1 and len(before) == 2 * 4 * 4
 
 
-def test_a_checkpoint_holds_the_adapters_alone_and_knows_its_base(tmp_path, capsys):
+def test_a_checkpoint_holds_the_adapters_alone_and_knows_its_base(tmp_path, capsys, monkeypatch):
     _, base = written_base(tmp_path / "base", {})
     _, other = written_base(tmp_path / "other", {}, seed=4)
     saved_and_hashed(tmp_path / "run", base, {}, LORA, 5, 1, True)
@@ -207,6 +207,10 @@ def test_a_checkpoint_holds_the_adapters_alone_and_knows_its_base(tmp_path, caps
     # a base that the seed draws: load_model draws it again
     saved_and_hashed(tmp_path / "drawn", "", {}, LORA, 3, 1, True)
     assert load_model(str(tmp_path / "drawn"))[0].config == config()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=f"holds adapters of what its seed drew.* merge them first: .* to_hf {tmp_path}"):
+        read_checkpoint(str(tmp_path / "drawn"))
+    monkeypatch.undo()
     state = path(tmp_path / "drawn", 1) + "/state.json"
     assert json.loads(open(state).read())["base"]["folder"] == ""
 
