@@ -52,7 +52,7 @@ from torch import Tensor, nn
 from distributed.agree import Failed, everywhere, gather, new_gloo_group, on_rank_0, rank_in, some
 from distributed.layout import AXES, local_tensor, named_tensors
 from distributed.lora import base_hash, block_linears, is_adapter, lora_names
-from support.adapters import add_adapters_of, base_of, check_base, hf_base_of, lora_of, read_adapters, rounded_base
+from support.adapters import add_adapters_of, base_again, base_of, check_base, hf_base_of, lora_of, read_adapters, rounded_base
 from support.certificate import carried_certificate
 from support.config import Need, Parser, flag, usage_error
 from support.dcp import WriterProcess, import_dcp, read_table, read_tensors, write_tensors
@@ -316,10 +316,12 @@ class Checkpoints:
         start = self.on_rank_0(lambda: resume_source(self.out, self.cfg))
         excluded = [name.removeprefix("model.") for name in self.cfg.exclude_from_loading]
         if "lora" in self.identity:
-            self.load_base(self.on_rank_0(lambda: base_folder(self.cfg)))
+            goes_on = start is not None and start.folder == self.out
+            self.load_base(self.on_rank_0(
+                lambda: base_again(self.out, start.step, base_folder(self.cfg)) if goes_on else base_folder(self.cfg)))
             adapters = f", the adapters {self.cfg.init_from}" * is_peft_folder(self.cfg.init_from)
             self.say(f"the base is {self.base['folder'] or 'what --seed draws'}, hash {self.base['hash']}{adapters}")
-            if start is None or start.folder != self.out:
+            if not goes_on:
                 return None
         elif start is None:
             if self.cfg.init_from:

@@ -9,7 +9,7 @@ from distributed.lora import merged_weight
 from parallel import init_weights
 from support.dcp import read_tensors
 from support.files import read_json
-from support.manifest import is_hf_folder
+from support.manifest import ABOUT, is_hf_folder, newest_readable
 
 
 def lora_of(path: str) -> dict | None:
@@ -55,6 +55,14 @@ def hf_base_of(path: str) -> str:
     """The Hugging Face folder below the adapters of a step folder; "" where it is none."""
     folder = read_json(path, "state.json")["base"]["folder"]
     return folder if is_hf_folder(folder) else ""
+
+
+def base_again(out: str, step: int, folder: str) -> str:
+    """Where the weights are below the adapters of the run `out`, which goes on from `step` with those of `folder`: if that is a
+    run that has been trained on since, in the checkpoint that the adapters began with, as long as it is there."""
+    known = read_json(newest_readable(out, step, ABOUT), "state.json")["base"]["folder"]
+    is_of_run = bool(known) and os.path.dirname(os.path.dirname(known)) == os.path.abspath(folder)
+    return known if is_of_run and os.path.isdir(known) else folder
 
 
 def check_base(path: str, base: dict):

@@ -215,6 +215,22 @@ def test_a_checkpoint_holds_the_adapters_alone_and_knows_its_base(tmp_path, caps
     assert json.loads(open(state).read())["base"]["folder"] == ""
 
 
+def test_adapters_of_a_run_that_was_trained_on_since_go_on(tmp_path):
+    """They begin with its newest checkpoint, and go on with that one, as long as it is there."""
+    own, run = tmp_path / "own", tmp_path / "run"
+    for step in (1, 2):
+        stage = initialised(config(), one_layout(), seed=step)
+        base = open_run(own, [stage], config(), flags_of({}), [torch.optim.AdamW(stage.parameters())])
+        base.save(step, {}, last=True)
+        base.close()
+        if step == 1:
+            first, _, _ = saved_and_hashed(run, str(own), {}, LORA, 5, 1, True)
+    assert saved_and_hashed(run, str(own), {}, LORA, 5, None, True)[0] == first
+    shutil.rmtree(path(own, 1))
+    with pytest.raises(ValueError, match="whose hash was .* now, so these are other weights"):
+        saved_and_hashed(run, str(own), {}, LORA, 5, None, True)
+
+
 @pytest.mark.parametrize("change, words", [
     (dict(lora_rank=8), "lora.rank is 8 but .* was trained with 4; use --out NEW"),
     (dict(lora_alpha=9), "lora.alpha is 9 but .* was trained with 6"),
