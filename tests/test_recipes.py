@@ -22,7 +22,8 @@ from runs import ENV, MLA, MODEL, REPO, launch, metrics, run, train_lines
 import checkpoint
 from data import DataConfig, build_shards, find_tokenizer, open_data
 from distributed.layout import AXES
-from support.config import option_groups, parse_config, trailing_comments
+from models.llama3 import FLAVORS
+from support.config import option_groups, override_fields, parse_config, trailing_comments
 
 RECIPES = sorted(path.name for path in REPO.glob("train_*.py"))
 DOCUMENTED = [REPO / name for name in (*RECIPES, "grpo.py", "generate.py", "evaluate.py", "data.py", "checkpoint.py")]
@@ -85,13 +86,13 @@ def folder(tmp_path_factory) -> Path:
     lines = [f"line {i} of {i * i}\n" for i in range(3000)]
     (folder / "a.txt").write_text("".join(lines))
     (folder / "b.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
-    turns = [{"role": "user", "content": "line 2 of"}, {"role": "assistant", "content": "4"}]
     (folder / "book.txt").write_text("".join(lines[:100]))
-    question = {"question": "line 2 of", "answer": "4"}
-    (folder / "questions.jsonl").write_text(json.dumps(question) + "\n")
-    (folder / "test.jsonl").write_text(json.dumps(question | {"question": "line 3 of", "answer": "9"}) + "\n")
-    (folder / "choices.jsonl").write_text(json.dumps(question | {"choices": ["3", "4"]}) + "\n")
-    (folder / "chat.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    questions = [{"question": f"line {i} of", "answer": f"{i * i}"} for i in range(200)]
+    chats = [{"messages": [{"role": "user", "content": q["question"]}, {"role": "assistant", "content": q["answer"]}]}
+             for q in questions]
+    choices = [q | {"choices": ["3", q["answer"]]} for q in questions[2:4]]
+    for name, records in {"questions": questions[:20], "test": questions[20:24], "choices": choices, "chat": chats}.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     made = open_data(DataConfig(data=str(folder / "a.txt"), cache_dir=str(folder / "cache")), 32).folder
     (folder / "tokenizer.json").write_bytes((made / "tokenizer.json").read_bytes())
     build_shards([folder / "a.txt"], find_tokenizer(str(folder / "tokenizer.json")), folder / "tokens")
@@ -100,14 +101,13 @@ def folder(tmp_path_factory) -> Path:
 
 
 def hugging_face_folder(folder: Path) -> Path:
-    """A chat model, as a download would leave it."""
+    """A chat model, as a download would leave it: a small one of the kind of Llama 3.2 1B."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     path = folder / "hf"
     if not path.exists():
-        LlamaForCausalLM(LlamaConfig(
-            vocab_size=4096, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
-        )).save_pretrained(path)
+        config = override_fields(FLAVORS["1B"], MODEL, "--model_args")
+        LlamaForCausalLM(LlamaConfig(**config.to_hf())).save_pretrained(path)
         (path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
         template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
         special = {"chat_template": template, "eos_token": "<|endoftext|>"}
@@ -115,10 +115,20 @@ def hugging_face_folder(folder: Path) -> Path:
     return path
 
 
+def fine_tune(folder: Path):
+    """Makes runs/sft and runs/sft-hf, with README's own command."""
+    if not (folder / "runs" / "sft").exists():
+        run_published(next(c for c in COMMANDS if c.endswith("--out runs/sft")), folder, "runs/sft")
+
+
 def run_published(command: str, folder: Path, out: str, *more) -> tuple[str, Path]:
     processes, script, args = split_command(command)
     args = [re.sub(r"step-\d+", "step-4", arg).replace("STEP_FOLDER", "runs/llama3/checkpoints/step-4") for arg in args]
     args = [hugging_face_folder(folder) if arg == "HUGGING_FACE_FOLDER" else arg for arg in args]
+    if script in RECIPES:
+        args = [f"{out}-hf" if arg == "runs/sft-hf" else arg for arg in args]
+    elif {"runs/sft", "runs/sft-hf"} & set(args):
+        fine_tune(folder)
     if "--dry_run" in args:
         pass  # as it stands: it is for models of any size
     elif script in RECIPES:
@@ -188,7 +198,7 @@ def test_published_command(command, folder):
     elif " tokenizer " in command:
         assert Path(f"{out}.json").is_file()
     elif " show " in command:
-        assert "with a loss (green)" in stdout and "line 2 of" in stdout
+        assert "with a loss (green)" in stdout and "line 0 of" in stdout
     elif script == "data.py":
         assert re.search(r"train: [\d,]+ tokens", stdout) and "sha256" in stdout
         assert (out / "index.json").exists() or "prepare" not in command
