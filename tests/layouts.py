@@ -310,6 +310,7 @@ def compare(processes: int, flags: dict, problem: dict, mutate=None) -> str:
 @contextmanager
 def without_inductor():
     """Dynamo's and AOTAutograd's graphs, run op by op: what can break under FSDP and TP, without minutes of g++."""
+    torch._dynamo.reset()  # a worker of the pool has the graphs of the tests before, and only so many of one function are kept
     with mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
         yield
 
