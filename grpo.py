@@ -50,7 +50,7 @@ from models.llama3 import Llama3Config
 from models.loss import token_logprobs
 from models.qwen3 import Qwen3Config
 from parallel import clip_grad_norm, make_mesh, next_backward, reduce_loss
-from rl import rollouts
+from rl import engines, generators, rollouts
 from rl.datasets import DatasetConfig, open_task
 from rl.environments import draw_task, held_out_tasks, leave_out_long, supervised_sample
 from rl.rewards import RewardConfig, held_out_numbers
@@ -611,7 +611,7 @@ def main(cfg: Config):
 
     # 2. two kinds of ranks: the last --gen_ranks only sample, and stay in the next line until the run ends
     if layout.rank >= n_trainers:
-        return rollouts.generate_forever(cfg, env, text, Model, model_config, n_trainers)
+        return generators.generate_forever(cfg, env, text, Model, model_config, n_trainers)
     lock_run(cfg.out)
     os.makedirs(cfg.out, exist_ok=True)
     if layout.rank == 0:
@@ -646,7 +646,7 @@ def main(cfg: Config):
                   len(held_out), state["step"])
 
     # 7. loop
-    engine = rollouts.open_engine(trainer, env, text, n_trainers)
+    engine = engines.open_engine(trainer, env, text, n_trainers)
     metrics = Metrics(cfg.out, cfg, layout, flops_per_token=flops_per_token, first_step=first,
                       steps=cfg.steps, log_every=cfg.log_every, tokens=state["tokens"])
     batch, stopping = rollouts.still_valid(state, cfg, layout.rank == 0), False  # with --async_steps 1 one was sampled ahead
@@ -654,7 +654,7 @@ def main(cfg: Config):
         evaluate_policy(trainer, env, text, held_out, metrics, 0)
     for step in range(first, cfg.steps + 1):
         # (1) prompts, (2) rollouts, (3) rewards
-        batch = metrics.start_step(rollouts.next_batch(engine, batch, state["cursor"]))
+        batch = metrics.start_step(engines.next_batch(engine, batch, state["cursor"]))
         ahead = cfg.async_steps and step < cfg.steps
         if ahead:  # the next batch is made while this one is trained on, by the policy of now
             engine.submit(batch["cursor"])
