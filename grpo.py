@@ -19,18 +19,16 @@ One step of the algorithm, with the numbers that the code below carries:
 
 The same command again continues the run; it writes runs/grpo/{config.json, metrics.jsonl, samples.jsonl, checkpoints/},
 and with --kl_coef the initial policy, reference/ (not with --lora_rank: there it is the model without its adapters).
-Own tasks: --env dataset, see rl/datasets.py, or --env my_env.py, see rl/environments.py. Read next: rl/rollouts.py,
-rl/decoding.py, models/loss.py.
+Own tasks: --env dataset, see rl/datasets.py, or --env my_env.py, see rl/environments.py. Read next: rl/policy.py (the model),
+rl/rollouts.py, rl/decoding.py, models/loss.py. What cannot work: rl/refusals.py; what is said: rl/reports.py.
 """
 import hashlib
 import json
 import math
 import os
-import shutil
 import string
-import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Literal
 
@@ -38,37 +36,30 @@ import torch
 import torch.distributed as dist
 
 import parallel
-from checkpoint import CheckpointConfig, Checkpoints, loaded_later, saved_model
-from distributed.checks import check_model, check_replicas
-from distributed.experts import balance_experts, expert_parallel
+from checkpoint import CheckpointConfig, Checkpoints, loaded_later
+from distributed.checks import check_replicas
+from distributed.experts import balance_experts
 from distributed.launch import LaunchConfig, StopSignal, choose_attention, connect, disconnect, run, train_timeouts
-from distributed.layout import AXES, ParallelConfig, local_tensor
-from distributed.lora import LoraConfig, base_model, lora_counts, lora_linears
+from distributed.layout import ParallelConfig, local_tensor
+from distributed.lora import LoraConfig, base_model, lora_counts
 from distributed.refusals import check_layout
-from models.attention import sdpa
-from models.llama3 import Llama3Config
-from models.loss import token_logprobs
-from models.qwen3 import Qwen3Config
 from parallel import clip_grad_norm, make_mesh, next_backward, reduce_loss
 from rl import engines, generators, rollouts
 from rl.datasets import DatasetConfig, open_task
 from rl.environments import draw_task, held_out_tasks, leave_out_long, supervised_sample
+from rl.policy import FLAVORS, build_policy, keep_reference, model_of
+from rl.refusals import check_flags, check_own_run
+from rl.reports import introduce, sample_numbers, show_evaluation, show_step
 from rl.rewards import RewardConfig, held_out_numbers
-from support.config import Need, check_range, flag, override_fields, parse_config, save_config
-from support.hf import check_export, check_hf_config, read_hf_config
-from support.manifest import is_hf_folder, newest_readable, step_folders
-from support.metrics import Metrics, MetricsConfig, drop_lines_from
+from support.config import Need, flag, parse_config
+from support.manifest import step_folders
+from support.metrics import Metrics, MetricsConfig
 from support.optim import set_lr
 from support.peft import base_folder
 from support.provenance import say_flags
-from support.resume import check_run, claim_adapters, lock_run
+from support.resume import lock_run
 from support.text import Text
 
-SMALL = dict(dim=96, n_layers=3, n_heads=4, n_kv_heads=4, head_dim=24, ffn_dim=288, max_seq_len=1024, rope_theta=10000.0)
-FLAVORS = {  # of the demos on characters; anything larger comes from --init_from
-    "debug": Llama3Config(**SMALL),
-    "debug_moe": Qwen3Config(**SMALL, n_experts=8, top_k=2, moe_ffn_dim=96),
-}
 # --clip_low and --clip_high as published
 CLIP = {"grpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2), "dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
 # What flags need to have an effect: see support/config.py
@@ -126,101 +117,10 @@ class Config(ParallelConfig, LaunchConfig, LoraConfig, CheckpointConfig, Metrics
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto = a GPU if there is one
 
     def __post_init__(self):
-        """Raises ValueError for what grpo.py itself cannot do, with the reason. check_layout sees the flags with the model."""
         MetricsConfig.__post_init__(self)
         DatasetConfig.__post_init__(self)
         RewardConfig.__post_init__(self)
-        check_range(self, 1, math.inf, "steps", "prompts_per_step", "group_size", "minibatches", "max_new_tokens",
-                    "local_batch_size", "rollout_rows", "rollout_timeout_s", "eval_k")
-        check_range(self, 0, math.inf, "lr", "sft_lr", "eps", "weight_decay", "max_norm", "kl_coef", "tis", "clip_low",
-                    "clip_high")
-        check_range(self, 0, 1, "beta1", "beta2", "min_lr_ratio")
-        n, layouts = int(os.environ.get("WORLD_SIZE", 1)), any(getattr(self, axis) > 1 for axis in AXES)
-        for wrong, message in [
-            (max(self.beta1, self.beta2) == 1, f"--beta1 {self.beta1} and --beta2 {self.beta2} must be below 1: a mean that "
-             "never moves"),
-            (self.pp > 1, f"--pp {self.pp}: a new token needs all layers, so a pipeline would idle; use --tp, --dp_shard or "
-             "--cp"),
-            (not self.loss_parallel, "--no-loss_parallel: under tp the log-probabilities of a token are always split over the "
-             "vocabulary; leave it out"),
-            (self.compile, "--compile: rollouts change their shapes with every token; leave it out"),
-            (self.temperature <= 0, f"--temperature {self.temperature} must be above 0: greedy samples are all the same"),
-            (self.prompts_per_step % self.minibatches,
-             f"--minibatches {self.minibatches} does not divide --prompts_per_step {self.prompts_per_step}"),
-            (self.group_size == 1, "--group_size 1: an advantage is a reward compared with others of the same prompt, so it "
-             "would be 0; use 2 or more"),
-            (self.max_new_tokens >= self.seq_len, f"--max_new_tokens {self.max_new_tokens} leaves no room for a prompt in "
-             f"--seq_len {self.seq_len}, which holds both; raise --seq_len or lower --max_new_tokens"),
-            (self.batch_invariant and (self.tp > 1 or self.cp > 1 or self.ep > 1), "--batch_invariant: sums over tp, cp or ep "
-             "ranks round differently in decoding and in training; leave these out"),
-            (self.tis and self.cp > 1 and self.minibatches > 1,
-             "--tis with --cp and --minibatches is not there; use --minibatches 1"),
-            (self.eval_n == 0, "--eval_n 0: evaluate on one prompt or more, or never, with --eval_every 0"),
-            (self.plot and "RANK" not in os.environ and layouts, "--plot without torchrun draws layouts, which train_*.py "
-             "does; grpo.py draws the rewards of a run: start it with torchrun"),
-            (self.lora_rank and not self.init_from, f"--lora_rank {self.lora_rank} trains adapters beside weights that have "
-             "learned something; give them with --init_from"),
-            (self.optimizer_in_backward, "--optimizer_in_backward: the loss is divided after the last backward; leave it out"),
-            (self.gen_ranks and not 0 < self.gen_ranks < n, f"--gen_ranks {self.gen_ranks} must leave a process to train: "
-             f"{n} were started, use torchrun --nproc_per_node"),
-        ]:
-            if wrong:
-                raise ValueError(message)
-
-
-# ---------------------------------------------------------------- the policy
-def model_of(cfg: Config, vocab_size: int):
-    """(model class, model config): the flavor's, or that of --init_from. Raises ValueError."""
-    if not cfg.init_from:
-        config = override_fields(FLAVORS[cfg.flavor], cfg.model_args, "--model_args")
-        config = replace(config, vocab_size=-(-vocab_size // 8) * 8)  # a multiple of 8, for --tp and for fast matmuls
-    elif is_hf_folder(base := base_folder(cfg)):
-        config = override_fields(read_hf_config(base), cfg.model_args, "--model_args")
-        check_hf_config(config, base)
-    else:
-        if cfg.model_args:
-            raise ValueError(f"--model_args {cfg.model_args}: the model is that of --init_from {cfg.init_from}; leave it out")
-        config = saved_model(newest_readable(base))[1]
-    if hasattr(config, "mtp_depth"):  # DeepSeek
-        if cfg.tp > 1:
-            raise ValueError(f"--tp {cfg.tp}: rollouts of DeepSeek cache latents, which tp does not split; use --dp_shard")
-        config = replace(config, mtp_depth=0)  # a second prediction has no place in these losses
-    return getattr(sys.modules[type(config).__module__], type(config).__name__.removesuffix("Config")), config
-
-
-def build_policy(cfg: Config, layout, Model, model_config, unknown=None, skip=lambda fqn: False):
-    """The model on its devices, for both halves: called with labels it returns (log-probabilities, entropy), (B, T/cp) each.
-
-    unknown: see unknown_ids(). skip: see parallel.init_weights. The log-probabilities are at the temperature that samples, or
-    the ratio of a sample to itself would not be 1.
-    """
-    with torch.device("meta"):
-        model = Model(model_config)
-    check_model(model, layout, parallel.TP_STYLES)
-    parallel.tensor_parallel(model, layout)
-    expert_parallel(model, layout)
-    parallel.context_parallel(model, layout)
-    model.index, model.n_stages = 0, 1  # a pipeline of one stage
-    lora_linears(model, layout)
-    parallel.checkpoint_activations(model, layout)
-    parallel.shard(model, layout)
-    parallel.init_weights(model, layout, cfg.seed, skip)
-    logprobs = partial(token_logprobs, unknown=unknown)
-    if layout.tp > 1:
-        logprobs = partial(parallel.vocab_parallel_loss, mesh=layout.mesh["tp"], loss=token_logprobs, unknown=unknown)
-    model.token_loss = lambda h, weight, labels, denom: logprobs(h, weight, labels, cfg.temperature)
-    if cfg.batch_invariant:
-        model.make_attend = fixed_shape_attention
-    model.unknown_ids = unknown
-    model.reshards = parallel.reshards(layout)
-    return model
-
-
-def fixed_shape_attention(positions, doc_ids=None):
-    """--batch_invariant: the kernel, the mask and the number of keys that rollout() uses as well."""
-    T = positions.shape[1]
-    mask = torch.ones(T, T, dtype=torch.bool, device=positions.device).tril()
-    return lambda q, k, v, scale=None: sdpa(q, k, v, mask, scale=scale)
+        check_flags(self)
 
 
 # ---------------------------------------------------------------- the algorithm
@@ -467,7 +367,7 @@ def update_policy(trainer: Trainer, groups: list[list[dict]], lr: float, step: i
         policy_version=trainer.policy_version)
 
 
-# ---------------------------------------------------------------- warm-up, reference, evaluation
+# ---------------------------------------------------------------- warm-up, evaluation
 def warm_up(trainer: Trainer, env, text):
     """Train a model that begins at random on some answers: until some of its samples earn a reward, there is no gradient."""
     cfg, recent, step = trainer.cfg, [], -1
@@ -484,24 +384,6 @@ def warm_up(trainer: Trainer, env, text):
         print(f"supervised warm-up: {step + 1} steps, loss {recent[-1]:.3f}" if recent else "no supervised warm-up", flush=True)
 
 
-def keep_reference(trainer: Trainer, is_new: bool, about: dict):
-    """--kl_coef: the policy that this run began with. A new run writes <out>/reference, a continued one reads it."""
-    cfg, folder = trainer.cfg, f"{trainer.cfg.out}/reference"
-    if is_new:
-        rollouts.reshard(trainer.model)
-        for ours, theirs in zip(trainer.reference.state_dict().values(), trainer.model.state_dict().values(), strict=True):
-            ours.copy_(theirs)
-        if trainer.layout.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)  # of a run that ended before its first checkpoint
-    plain = replace(cfg, init_from="", load_step=-1, exclude_from_loading=[], checkpoint_async="off")
-    store = Checkpoints(plain, folder, modules=[trainer.reference], optimizer=[], **about)
-    if is_new:
-        store.save(0, {}, last=True)
-    else:
-        store.load()
-    store.close()
-
-
 def evaluate_policy(trainer: Trainer, env, text, prompts: list[str], metrics: Metrics, step: int):
     """Held-out prompts, if it is time for them: a line of metrics.jsonl, see held_out_numbers(), and one on the screen."""
     cfg, layout = trainer.cfg, trainer.layout
@@ -514,9 +396,7 @@ def evaluate_policy(trainer: Trainer, env, text, prompts: list[str], metrics: Me
     line = held_out_numbers(samples, greedy, cfg.eval_k)
     if layout.rank == 0:
         metrics.write({"step": step} | line)
-        shown = [f"{line[name]:.4f} +- {line[f'{name}_stderr'] or math.nan:.4f}" for name in ("eval_reward", "eval_pass_at_k")]
-        print(f"step {step}/{cfg.steps}  eval_reward {shown[0]}  greedy {line['eval_greedy']:.4f}  "
-              f"pass@{cfg.eval_k} {shown[1]}  ({len(prompts)} held-out prompts)", flush=True)
+        show_evaluation(cfg, step, line)
 
 
 # ---------------------------------------------------------------- the run
@@ -524,69 +404,6 @@ def lr_at(step: int, cfg: Config) -> float:
     """Share of the peak learning rate at a step (from 1): linear warmup, then linear decay."""
     decay = 1 - (step - 1) / cfg.steps * (1 - cfg.min_lr_ratio)
     return min(step / max(cfg.warmup_steps, 1), 1.0) * decay
-
-
-def check_own_run(cfg: Config, Model, model_config) -> dict:
-    """May --out go on, and --export_hf be written? Raises ValueError; returns what a continued run must not change."""
-    model = {"module": Model.__module__, "class": Model.__name__, **asdict(model_config)}
-    identity = {"model": model, "data": {"env": cfg.env, "seed": cfg.seed}, "optimizer": {"name": "adamw"}}
-    identity |= claim_adapters(cfg, Model, model_config)
-    check_run(cfg.out, identity, cfg, lr_at)
-    if cfg.kl_coef and not cfg.lora_rank and step_folders(cfg.out) and not step_folders(f"{cfg.out}/reference"):
-        raise ValueError(f"--kl_coef {cfg.kl_coef}: {cfg.out} has not kept its initial policy: it was begun without this "
-                         "flag, or by an older grpo.py; leave it out, or use --out NEW")
-    if cfg.export_hf and all(step < cfg.steps for step, _ in step_folders(cfg.out)):
-        check_export(cfg.export_hf, Model, model_config)
-    return identity
-
-
-def introduce(cfg: Config, layout, identity: dict, size: str, left_out: list[str], n_held_out: int, done: int):
-    """What rank 0 says and writes before the loop. done: steps of this run so far."""
-    if done < cfg.steps:  # config.json has the flags of a start that trains: what a finished run was trained with stays
-        save_config(cfg, f"{cfg.out}/config.json", {"torch": torch.__version__, "world_size": layout.world_size, **identity})
-    print(f"{cfg.env}: {size} | {layout} on {layout.device.type}, {str(layout.compute_dtype)[6:]} | "
-          f"{cfg.prompts_per_step} prompts x {cfg.group_size} samples per step, "
-          f"{'in place' if not cfg.gen_ranks else f'by {cfg.gen_ranks} generator ranks'}"
-          f"{', gradients reduced after each micro-batch' * layout.reduces_always}", flush=True)
-    for line in left_out:
-        print(line)
-    if cfg.eval_every and n_held_out < cfg.eval_n:
-        print(f"--eval_n {cfg.eval_n}: there are {n_held_out} different held-out prompts, all of which are used")
-    if done >= cfg.steps:
-        print(f"{cfg.out} is finished: {done} of {cfg.steps} steps are done; use a larger --steps, or --out NEW")
-        if cfg.export_hf and os.path.exists(cfg.export_hf):
-            print(f"--export_hf {cfg.export_hf} is there already: nothing is exported; give a new folder, or remove it")
-    drop_lines_from(f"{cfg.out}/samples.jsonl", done + 1)
-
-
-def sample_numbers(groups: list[list[dict]], batch: dict) -> dict:
-    """What metrics.jsonl says of the samples of a step."""
-    samples = sum(groups, [])
-    rewards, lengths = torch.tensor([s["reward"] for s in samples]), torch.tensor([len(s["ids"]) for s in samples]).float()
-    equal = [len({s["reward"] for s in group}) == 1 for group in groups]
-    failed = [flat and group[0]["reward"] == 0 for flat, group in zip(equal, groups)]
-    seconds = batch["ended"] - batch["began"]
-    return dict(
-        reward_mean=rewards.mean(), reward_std=rewards.std(unbiased=False), prompts_drawn=batch["drawn"],
-        prompts_too_long=batch["too_long"], zero_variance_groups=torch.tensor(equal).float().mean(),
-        all_failed_groups=sum(failed) / len(groups),
-        length_mean=lengths.mean(), length_max=lengths.max(), truncated=sum(s["truncated"] for s in samples) / len(samples),
-        failed_rewards=sum(bool(s.get("failed")) for s in samples),
-        rollout_s=seconds, rollout_tokens_per_second=lengths.sum() / max(seconds, 1e-9), rollout_began=batch["began"],
-        rollout_ended=batch["ended"])
-
-
-def show_step(cfg: Config, step: int, line: dict, group: list[dict], text):
-    """One line on the screen, and some samples of one prompt in samples.jsonl."""
-    print(f"step {step}/{cfg.steps}  reward {line['reward_mean']:.3f}  loss {line['loss']:+.4f}  entropy {line['entropy']:.3f}"
-          f"  length {line['length_mean']:.1f}  equal {line['zero_variance_groups']:.0%}  k3 {line['logprob_k3']:.0e}"
-          f"  grad_norm {line['grad_norm']:.3f}  rollout {line['rollout_s']:.2f} s  train {line['train_s']:.2f} s"
-          + f"  {line['prompts_too_long']} prompts too long" * (line["prompts_too_long"] > 0), flush=True)
-    with open(f"{cfg.out}/samples.jsonl", "a") as file:
-        for s in group[:4]:
-            shown = {"step": step, "prompt": text.tokenizer.decode(s["prompt"]), "completion": s["text"]}
-            shown |= {k: s[k] for k in ("reward", "advantage", "truncated")}
-            file.write(json.dumps(shown, ensure_ascii=False) + "\n")
 
 
 def main(cfg: Config):
@@ -606,7 +423,7 @@ def main(cfg: Config):
     if cfg.batch_invariant or "OMP_NUM_THREADS" not in os.environ and model_config.dim < 512:
         os.environ["OMP_NUM_THREADS"] = "1"  # threads that wait for each other cost a model of this size more than they bring
         torch.set_num_threads(1)
-    identity = check_own_run(cfg, Model, model_config)
+    identity = check_own_run(cfg, Model, model_config, lr_at)
     stop = StopSignal()  # also on generator ranks: if Ctrl-C ended them, the trainers could not finish their step
 
     # 2. two kinds of ranks: the last --gen_ranks only sample, and stay in the next line until the run ends

@@ -1,0 +1,100 @@
+"""The policy: which model it is, how it is built on its devices, and the copy that --kl_coef keeps it to."""
+import shutil
+import sys
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+import parallel
+from checkpoint import Checkpoints, saved_model
+from distributed.checks import check_model
+from distributed.experts import expert_parallel
+from distributed.lora import lora_linears
+from models.attention import sdpa
+from models.llama3 import Llama3Config
+from models.loss import token_logprobs
+from models.qwen3 import Qwen3Config
+from rl import rollouts
+from support.config import override_fields
+from support.hf import check_hf_config, read_hf_config
+from support.manifest import is_hf_folder, newest_readable
+from support.peft import base_folder
+
+SMALL = dict(dim=96, n_layers=3, n_heads=4, n_kv_heads=4, head_dim=24, ffn_dim=288, max_seq_len=1024, rope_theta=10000.0)
+FLAVORS = {  # of the demos on characters; anything larger comes from --init_from
+    "debug": Llama3Config(**SMALL),
+    "debug_moe": Qwen3Config(**SMALL, n_experts=8, top_k=2, moe_ffn_dim=96),
+}
+
+
+def model_of(cfg, vocab_size: int):
+    """(model class, model config): the flavor's, or that of --init_from. Raises ValueError."""
+    if not cfg.init_from:
+        config = override_fields(FLAVORS[cfg.flavor], cfg.model_args, "--model_args")
+        config = replace(config, vocab_size=-(-vocab_size // 8) * 8)  # a multiple of 8, for --tp and for fast matmuls
+    elif is_hf_folder(base := base_folder(cfg)):
+        config = override_fields(read_hf_config(base), cfg.model_args, "--model_args")
+        check_hf_config(config, base)
+    else:
+        if cfg.model_args:
+            raise ValueError(f"--model_args {cfg.model_args}: the model is that of --init_from {cfg.init_from}; leave it out")
+        config = saved_model(newest_readable(base))[1]
+    if hasattr(config, "mtp_depth"):  # DeepSeek
+        if cfg.tp > 1:
+            raise ValueError(f"--tp {cfg.tp}: rollouts of DeepSeek cache latents, which tp does not split; use --dp_shard")
+        config = replace(config, mtp_depth=0)  # a second prediction has no place in these losses
+    return getattr(sys.modules[type(config).__module__], type(config).__name__.removesuffix("Config")), config
+
+
+def build_policy(cfg, layout, Model, model_config, unknown=None, skip=lambda fqn: False):
+    """The model on its devices, for both halves: called with labels it returns (log-probabilities, entropy), (B, T/cp) each.
+
+    unknown: see unknown_ids(). skip: see parallel.init_weights. The log-probabilities are at the temperature that samples, or
+    the ratio of a sample to itself would not be 1.
+    """
+    with torch.device("meta"):
+        model = Model(model_config)
+    check_model(model, layout, parallel.TP_STYLES)
+    parallel.tensor_parallel(model, layout)
+    expert_parallel(model, layout)
+    parallel.context_parallel(model, layout)
+    model.index, model.n_stages = 0, 1  # a pipeline of one stage
+    lora_linears(model, layout)
+    parallel.checkpoint_activations(model, layout)
+    parallel.shard(model, layout)
+    parallel.init_weights(model, layout, cfg.seed, skip)
+    logprobs = partial(token_logprobs, unknown=unknown)
+    if layout.tp > 1:
+        logprobs = partial(parallel.vocab_parallel_loss, mesh=layout.mesh["tp"], loss=token_logprobs, unknown=unknown)
+    model.token_loss = lambda h, weight, labels, denom: logprobs(h, weight, labels, cfg.temperature)
+    if cfg.batch_invariant:
+        model.make_attend = fixed_shape_attention
+    model.unknown_ids = unknown
+    model.reshards = parallel.reshards(layout)
+    return model
+
+
+def fixed_shape_attention(positions, doc_ids=None):
+    """--batch_invariant: the kernel, the mask and the number of keys that rollout() uses as well."""
+    T = positions.shape[1]
+    mask = torch.ones(T, T, dtype=torch.bool, device=positions.device).tril()
+    return lambda q, k, v, scale=None: sdpa(q, k, v, mask, scale=scale)
+
+
+def keep_reference(trainer, is_new: bool, about: dict):
+    """--kl_coef: the policy that this run began with. A new run writes <out>/reference, a continued one reads it."""
+    cfg, folder = trainer.cfg, f"{trainer.cfg.out}/reference"
+    if is_new:
+        rollouts.reshard(trainer.model)
+        for ours, theirs in zip(trainer.reference.state_dict().values(), trainer.model.state_dict().values(), strict=True):
+            ours.copy_(theirs)
+        if trainer.layout.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)  # of a run that ended before its first checkpoint
+    plain = replace(cfg, init_from="", load_step=-1, exclude_from_loading=[], checkpoint_async="off")
+    store = Checkpoints(plain, folder, modules=[trainer.reference], optimizer=[], **about)
+    if is_new:
+        store.save(0, {}, last=True)
+    else:
+        store.load()
+    store.close()

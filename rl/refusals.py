@@ -1,0 +1,65 @@
+"""What grpo.py cannot do, and which runs it cannot continue: each refusal is one line, before anything is built."""
+import math
+import os
+from dataclasses import asdict
+
+from distributed.layout import AXES
+from support.config import check_range
+from support.hf import check_export
+from support.manifest import step_folders
+from support.resume import check_run, claim_adapters
+
+
+def check_flags(cfg):
+    """Raises ValueError for what grpo.py itself cannot do, with the reason. check_layout sees the flags with the model."""
+    check_range(cfg, 1, math.inf, "steps", "prompts_per_step", "group_size", "minibatches", "max_new_tokens",
+                "local_batch_size", "rollout_rows", "rollout_timeout_s", "eval_k")
+    check_range(cfg, 0, math.inf, "lr", "sft_lr", "eps", "weight_decay", "max_norm", "kl_coef", "tis", "clip_low",
+                "clip_high")
+    check_range(cfg, 0, 1, "beta1", "beta2", "min_lr_ratio")
+    n, layouts = int(os.environ.get("WORLD_SIZE", 1)), any(getattr(cfg, axis) > 1 for axis in AXES)
+    for wrong, message in [
+        (max(cfg.beta1, cfg.beta2) == 1, f"--beta1 {cfg.beta1} and --beta2 {cfg.beta2} must be below 1: a mean that "
+         "never moves"),
+        (cfg.pp > 1, f"--pp {cfg.pp}: a new token needs all layers, so a pipeline would idle; use --tp, --dp_shard or "
+         "--cp"),
+        (not cfg.loss_parallel, "--no-loss_parallel: under tp the log-probabilities of a token are always split over the "
+         "vocabulary; leave it out"),
+        (cfg.compile, "--compile: rollouts change their shapes with every token; leave it out"),
+        (cfg.temperature <= 0, f"--temperature {cfg.temperature} must be above 0: greedy samples are all the same"),
+        (cfg.prompts_per_step % cfg.minibatches,
+         f"--minibatches {cfg.minibatches} does not divide --prompts_per_step {cfg.prompts_per_step}"),
+        (cfg.group_size == 1, "--group_size 1: an advantage is a reward compared with others of the same prompt, so it "
+         "would be 0; use 2 or more"),
+        (cfg.max_new_tokens >= cfg.seq_len, f"--max_new_tokens {cfg.max_new_tokens} leaves no room for a prompt in "
+         f"--seq_len {cfg.seq_len}, which holds both; raise --seq_len or lower --max_new_tokens"),
+        (cfg.batch_invariant and (cfg.tp > 1 or cfg.cp > 1 or cfg.ep > 1), "--batch_invariant: sums over tp, cp or ep "
+         "ranks round differently in decoding and in training; leave these out"),
+        (cfg.tis and cfg.cp > 1 and cfg.minibatches > 1,
+         "--tis with --cp and --minibatches is not there; use --minibatches 1"),
+        (cfg.eval_n == 0, "--eval_n 0: evaluate on one prompt or more, or never, with --eval_every 0"),
+        (cfg.plot and "RANK" not in os.environ and layouts, "--plot without torchrun draws layouts, which train_*.py "
+         "does; grpo.py draws the rewards of a run: start it with torchrun"),
+        (cfg.lora_rank and not cfg.init_from, f"--lora_rank {cfg.lora_rank} trains adapters beside weights that have "
+         "learned something; give them with --init_from"),
+        (cfg.optimizer_in_backward, "--optimizer_in_backward: the loss is divided after the last backward; leave it out"),
+        (cfg.gen_ranks and not 0 < cfg.gen_ranks < n, f"--gen_ranks {cfg.gen_ranks} must leave a process to train: "
+         f"{n} were started, use torchrun --nproc_per_node"),
+    ]:
+        if wrong:
+            raise ValueError(message)
+
+
+def check_own_run(cfg, Model, model_config, lr_at) -> dict:
+    """May --out go on, and --export_hf be written? Raises ValueError; returns what a continued run must not change. lr_at: the
+    schedule, as a function of (step, cfg)."""
+    model = {"module": Model.__module__, "class": Model.__name__, **asdict(model_config)}
+    identity = {"model": model, "data": {"env": cfg.env, "seed": cfg.seed}, "optimizer": {"name": "adamw"}}
+    identity |= claim_adapters(cfg, Model, model_config)
+    check_run(cfg.out, identity, cfg, lr_at)
+    if cfg.kl_coef and not cfg.lora_rank and step_folders(cfg.out) and not step_folders(f"{cfg.out}/reference"):
+        raise ValueError(f"--kl_coef {cfg.kl_coef}: {cfg.out} has not kept its initial policy: it was begun without this "
+                         "flag, or by an older grpo.py; leave it out, or use --out NEW")
+    if cfg.export_hf and all(step < cfg.steps for step, _ in step_folders(cfg.out)):
+        check_export(cfg.export_hf, Model, model_config)
+    return identity
