@@ -1,0 +1,41 @@
+"""docs/grpo.md is true: its table of metrics has the names that a run writes, and its own task is one that runs."""
+import json
+import random
+import re
+
+from policy import REPO, run
+
+from rl import environments
+
+PAGE = (REPO / "docs" / "grpo.md").read_text()
+
+
+def section(title: str) -> str:
+    return re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S)[1]
+
+
+def test_every_number_is_explained_and_every_explained_number_is_written(tmp_path):
+    """A row that names a flag has numbers that only a run with it writes; they must be in the source."""
+    model = "dim=32,n_layers=2,n_heads=4,n_kv_heads=2,head_dim=8,ffn_dim=64,moe_ffn_dim=32"
+    run(1, "--flavor", "debug_moe", "--model_args", model, "--steps", 1, "--sft_steps", 1, "--prompts_per_step", 2,
+        "--group_size", 2, "--eval_n", 2, "--checkpoint_every", 0, "--device", "cpu", "--out", tmp_path)
+    written = {name for line in (tmp_path / "metrics.jsonl").open() for name in json.loads(line)}
+    lines = [line for line in section("Every number of metrics.jsonl").splitlines() if line.startswith("| `")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    names = [(name, what) for first, what in rows for name in re.findall(r"`(\w+)`", first)]
+    assert len(names) == len(dict(names)) and all(len(row) == 2 and len(row[1]) > 10 for row in rows)
+    assert written - dict(names).keys() == set()
+    source = "".join(path.read_text() for folder in ("rl", "support") for path in (REPO / folder).glob("*.py"))
+    source += (REPO / "grpo.py").read_text()
+    for name in dict(names).keys() - written:
+        assert "only with `--" in dict(names)[name] and re.search(rf"\b{name}\b", source), name
+
+
+def test_the_own_task_of_the_page_pays_its_answers(tmp_path):
+    code = re.search(r"```python\n(.*?)```", section("Your own task"), re.S)[1]
+    (tmp_path / "my_env.py").write_text(code)
+    env = environments.open_env(str(tmp_path / "my_env.py"))
+    for seed in range(20):
+        prompt, answer = env.make(random.Random(seed))
+        assert env.reward(prompt, answer) == 1.0 and env.reward(prompt, answer + "a") == 0.0
+        assert set(prompt + answer) <= set(env.ALPHABET)
