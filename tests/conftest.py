@@ -1,6 +1,7 @@
 """For every test file: shared fixtures; what an older torch cannot run is skipped; and no test remembers the command line or
 the process group of the one before."""
 import re
+import signal
 
 import pytest
 import torch
@@ -9,6 +10,10 @@ from torch.distributed.run import get_args_parser
 
 from data import DataConfig, open_data
 from support.config import FROM_FILE
+
+# A shell starts its background jobs, as .ci/run does, with Ctrl-C ignored, which all processes that they start inherit.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 OLDER = []  # (what a test's name contains, why it is skipped)
 if torch.__version__ < "2.13":
