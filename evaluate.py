@@ -46,6 +46,7 @@ from rl.scoring import (
     rolling_windows,
     score,
 )
+from support.asking import ChatConfig, open_chat
 from support.config import Need, check_range, flag, parse_config
 from support.files import read_json, write_file
 from support.manifest import is_hf_folder
@@ -61,7 +62,7 @@ SHOTS = Need("without --shots", lambda c: c.shots)
 
 
 @dataclass(kw_only=True)
-class Config(ScoringConfig):
+class Config(ScoringConfig, ChatConfig):
     task: str = ""  # a .txt, or a .jsonl of texts or questions: their fields say what is asked, see above
     out: str = ""  # new file for the results, .jsonl; empty: they are only summed up on the screen
     limit: int = 0  # only so many lines of the task, the first ones; 0 = all
@@ -243,7 +244,7 @@ def main(cfg: Config):
     kind, lines = read_task(cfg.task)
     lines, cfg.kind = lines[: cfg.limit or None], kind
     counted = f"{len(lines):,} line{'s' * (len(lines) > 1)}"
-    text, Model, model_config, folder = read_checkpoint(cfg.checkpoint, cfg.chat)
+    text, Model, model_config, folder = read_checkpoint(cfg.checkpoint, open_chat(cfg.checkpoint, cfg))
     longest = check_task(cfg, kind, model_config, folder)
     layout = plan_layout(cfg, model_config, longest)
 

@@ -17,10 +17,11 @@ import torch
 
 from checkpoint import load_model
 from rl.decoding import AHEAD, rollout, uniform_noise
+from support.asking import ChatConfig, open_chat
 from support.config import Parser, parse_config, usage_error
 from support.hf import load_hf_model
 from support.manifest import is_hf_folder, step_folders
-from support.text import TextStream, chat_prompts, encode, ends_of, has_bos
+from support.text import TextStream, encode, ends_of, has_bos
 from support.tokenizer import load_tokenizer
 
 
@@ -70,14 +71,13 @@ def generate(
 
 # ---------------------------------------------------------------- text
 @dataclass(kw_only=True)
-class Config:
+class Config(ChatConfig):
     checkpoint: str = "runs/llama3"  # a run folder (its newest checkpoint), a checkpoints/step-N, or a Hugging Face folder
     prompt: str = "def "  # text to continue; give the flag several times for several texts in one batch
     max_new_tokens: int = 200  # tokens to add, at most: a text may end before
     temperature: float = 0.8  # below 1 plays safe, above 1 is bold, 0 always takes the likeliest token
     top_k: int = 0  # choose among this many likeliest tokens only; 0 = all
     top_p: float = 1.0  # choose among the likeliest tokens that together have this probability; 1 = all
-    chat: bool = False  # the prompt is a question to a chat model: wrap it in the chat template of its tokenizer
     seed: int = 0  # another seed is another sample
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto = a GPU if there is one
 
@@ -103,7 +103,7 @@ def continue_texts(
     """What the model writes after each text. show(piece) gets the first text and what follows it, as it comes.
 
     bos: begin as the tokenizer says; False, because our training text has no beginning-of-text token. chat: from
-    chat_prompts(); the texts are questions then, and show() gets the answer only.
+    open_chat(); the texts are questions then, and show() gets the answer only.
     """
     prompts = [chat(text) for text in texts] if chat else texts
     ends = eot if isinstance(eot, list) else [eot] * (eot is not None)
@@ -153,7 +153,7 @@ def main(argv: list[str]):
     try:
         if device == "cuda" and not torch.cuda.is_available():
             raise ValueError("--device cuda: torch finds no GPU here; use --device cpu")
-        options |= dict(bos=has_bos(cfg.checkpoint), chat=chat_prompts(cfg.checkpoint) if cfg.chat else None)
+        options |= dict(bos=has_bos(cfg.checkpoint), chat=open_chat(cfg.checkpoint, cfg))
         parts = open_checkpoint(cfg.checkpoint, device)
         if len(texts) == 1:
             continue_texts(*parts, texts, cfg.max_new_tokens, partial(print, end="", flush=True), **options)

@@ -51,6 +51,7 @@ from rl.policy import FLAVORS, build_policy, keep_reference, model_of
 from rl.refusals import check_flags, check_own_run
 from rl.reports import introduce, sample_numbers, show_evaluation, show_step
 from rl.rewards import RewardConfig, held_out_numbers
+from support.asking import ChatConfig, open_chat
 from support.config import Need, flag, parse_config
 from support.manifest import step_folders
 from support.metrics import Metrics, MetricsConfig
@@ -68,7 +69,8 @@ WARM_UP = Need("with --init_from: its model needs no warm-up", lambda c: not c.i
 
 
 @dataclass(kw_only=True)
-class Config(ParallelConfig, LaunchConfig, LoraConfig, CheckpointConfig, MetricsConfig, DatasetConfig, RewardConfig):
+class Config(ParallelConfig, LaunchConfig, LoraConfig, CheckpointConfig, MetricsConfig, DatasetConfig, RewardConfig,
+             ChatConfig):
     flavor: Literal[tuple(FLAVORS)] = flag("debug", OWN_MODEL)  # a small Llama 3, or Qwen3 with experts
     model_args: str = ""  # fields of the flavor to change: "n_layers=4,dim=128"
     out: str = "runs/grpo"  # folder for everything that the run writes; the same folder again continues the run
@@ -113,6 +115,7 @@ class Config(ParallelConfig, LaunchConfig, LoraConfig, CheckpointConfig, Metrics
     eval_n: int = -1  # held-out prompts, all different; -1 = all of --eval_data, without it 1024, or what there is
     eval_k: int = 4  # samples per held-out prompt, for pass@k; a greedy one comes on top
     checkpoint_every: int = 100  # steps between checkpoints (and one at the end); 0 = never
+    chat: bool = True  # prompts in the chat template of --init_from, where it has one; --no-chat: as they are, for base models
     log_every: int = 10  # steps between printed lines, and between samples in samples.jsonl; metrics.jsonl has every step
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto = a GPU if there is one
 
@@ -412,7 +415,8 @@ def main(cfg: Config):
     if cfg.compute_dtype == "auto" and (cfg.device == "cpu" or not torch.cuda.is_available()):
         cfg.compute_dtype = "float32"  # these models are small, and trainer and generator agree in more digits
     env = open_task(cfg)
-    text = Text(base_folder(cfg), cfg.out, getattr(env, "ALPHABET", string.printable))
+    base = base_folder(cfg)
+    text = Text(base, cfg.out, getattr(env, "ALPHABET", string.printable), open_chat(base, cfg))
     Model, model_config = model_of(cfg, text.tokenizer.get_vocab_size())
     left_out = leave_out_long(env, text, cfg.seq_len)
     held_out = held_out_tasks(env, cfg.eval_n, partial(text.fits, seq_len=cfg.seq_len)) if cfg.eval_every else []

@@ -18,6 +18,7 @@ from rl.datasets import DatasetConfig
 from rl.decoding import rollout, uniform_noise
 from rl.environments import draw_task, tool_of
 from rl.rewards import RewardConfig, pay_all, short
+from support.asking import ChatConfig
 from support.config import default_of
 
 
@@ -156,8 +157,8 @@ def made_with(cfg) -> dict:
              "temperature", "dynamic_sampling", "control", "async_steps")
     files = {f"the content of --{name}": getattr(cfg, name) for name in ("env", "env_data", "eval_data", "reward")}
     # The flags that came later count where they are not at their defaults, with which all is as before they came.
-    later = {f.name: default_of(f) for f in (*fields(DatasetConfig), *fields(RewardConfig))}
-    names += tuple(name for name, default in later.items() if name not in names and getattr(cfg, name) != default)
+    later = {f.name for group in (DatasetConfig, RewardConfig, ChatConfig) for f in fields(group)} - set(names)
+    names += tuple(f.name for f in fields(cfg) if f.name in later and getattr(cfg, f.name) != default_of(f))
     return {f"--{name}": getattr(cfg, name) for name in names} | {
         name: hashlib.sha256(Path(path).read_bytes()).hexdigest()[:8] for name, path in files.items() if os.path.isfile(path)}
 

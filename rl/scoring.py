@@ -35,7 +35,7 @@ from support.adapters import drawn_base, known_base, lora_of
 from support.config import Need, check_range, default_of, flag, spell_flag
 from support.hf import load_hf_model, read_hf_config
 from support.manifest import is_hf_folder, newest_readable
-from support.text import Text, chat_prompts
+from support.text import Text
 
 NOTHING = ([0], [IGNORE])  # a request of one token without a score
 PROGRESS_S = 5  # seconds between the lines in which a long evaluation says how far it is
@@ -63,16 +63,14 @@ class ScoringConfig(ParallelConfig, LaunchConfig, PipelineConfig):
 
 
 # ---------------------------------------------------------------- the model
-def read_checkpoint(folder: str, chat=False) -> tuple[Text, type, object, str]:
+def read_checkpoint(folder: str, chat=None) -> tuple[Text, type, object, str]:
     """(tokenizer, the model's class, its config, the folder itself or a run's newest step folder) of a run, step or Hugging
-    Face folder. chat: with its chat template. Only small files are read. Raises ValueError."""
+    Face folder. chat: of open_chat(). Only small files are read. Raises ValueError."""
     folder = folder if is_hf_folder(folder) else newest_readable(folder)
     if not is_hf_folder(folder) and lora_of(folder):  # known_base raises where the weights below the adapters are gone
         if not known_base(folder) and int(os.environ.get("WORLD_SIZE", 1)) > 1:
             raise ValueError(drawn_base(folder))
     text = Text(folder, chat=chat)
-    if chat and not text.chat:
-        chat_prompts(folder)  # raises what is missing
     if not is_hf_folder(folder):
         return text, *saved_model(folder), folder
     config = read_hf_config(folder)

@@ -32,9 +32,10 @@ class Conversation(NamedTuple):
 
 class ChatTemplate(NamedTuple):
     name: str  # where it comes from, for errors
-    render: Callable  # (messages, tools, add_generation_prompt=False) -> text, with BEGIN and END where the template has marks
+    render: Callable  # (messages, tools, add_generation_prompt=False, **values) -> text, with BEGIN and END around marks
     has_marks: bool  # {% generation %}
     rules: str  # what the text of a conversation depends on
+    names: set[str]  # of the values that it asks for, apart from those that every template is given
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -47,6 +48,7 @@ def read_template(folder: str) -> ChatTemplate | None:
     for_tools = read_chat(folder, "tool_use")[0]
     try:
         import jinja2.ext
+        import jinja2.meta
         import jinja2.sandbox
     except ImportError:
         raise ValueError("chat templates are written in jinja2; pip install jinja2") from None
@@ -80,15 +82,17 @@ def read_template(folder: str) -> ChatTemplate | None:
             raise ValueError(f"the chat template of {folder} fails: {error}") from None
 
     compiled = guarded(environment.from_string, template)
+    always = {"messages", "tools", "documents", "add_generation_prompt", *special_tokens}
+    names = jinja2.meta.find_undeclared_variables(environment.parse(template)) - always
 
-    def render(messages: list, tools: list | None, add_generation_prompt: bool = False) -> str:
+    def render(messages: list, tools: list | None, add_generation_prompt: bool = False, **values) -> str:
         if tools and for_tools not in (None, template):
             raise ValueError(f"{folder} has another chat template for conversations with tools (tool_use in "
                              "tokenizer_config.json); write it to chat_template.jinja there to use it for all")
         return guarded(compiled.render, **special_tokens, messages=messages, tools=tools, documents=None,
-                       add_generation_prompt=add_generation_prompt)
+                       add_generation_prompt=add_generation_prompt, **values)
 
-    return ChatTemplate(f"the chat template of {folder}", render, bool(marks), repr((template, special_tokens)))
+    return ChatTemplate(f"the chat template of {folder}", render, bool(marks), repr((template, special_tokens)), names)
 
 
 def without_marks(text: str) -> str:

@@ -3,7 +3,7 @@ import os
 import string
 from pathlib import Path
 
-from support.chat import read_template, without_marks
+from support.asking import chat_prompts
 from support.files import read_json
 from support.hf import check_hf_tokenizer, read_chat, read_hf_json
 from support.manifest import is_hf_folder, newest_readable, step_folders
@@ -33,21 +33,6 @@ def has_bos(folder: str) -> bool:
     return is_hf_folder(folder) or os.path.isfile(about) and bool(read_json(about)["state"].get("bos"))
 
 
-def chat_prompts(folder: str):
-    """text -> the prompt with which a chat model is asked it, by the folder's chat template. Raises ValueError."""
-
-    def guarded(what, *args):
-        try:
-            return what(*args)
-        except ValueError as error:
-            raise ValueError(f"--chat: {error}") from None
-
-    template = guarded(read_template, folder if is_hf_folder(folder) else newest_readable(folder))
-    if template is None:
-        raise ValueError(f"--chat: {folder} has no chat template (tokenizer_config.json, chat_template.jinja); leave it out")
-    return lambda text: without_marks(guarded(template.render, [{"role": "user", "content": text}], None, True))
-
-
 class TextStream:
     """Text from ids one at a time. A character may span several tokens: what is not yet whole UTF-8 is held back."""
 
@@ -72,7 +57,7 @@ class Text:
 
     def __init__(self, source: str, out="", alphabet=string.printable, chat=True):
         """source: a Hugging Face folder or a checkpoint with a tokenizer; "": one token for each character of the alphabet is
-        made, to be saved in the folder out. chat: use its chat template, where it has one."""
+        made, to be saved in the folder out. chat: text -> prompt, of open_chat(); True: its chat template, where it has one."""
         self.chat, self.bos, self.alphabet = None, False, None
         if source and not is_hf_folder(source):
             source = newest_readable(source)  # a checkpoint of ours has its tokenizer with it
@@ -81,7 +66,8 @@ class Text:
             if self.file is None:
                 raise ValueError(f"{source} has no tokenizer.json: it cannot be given any text")
             self.ends = ends_of(source)
-            self.chat, self.bos = chat and read_chat(source)[0] and chat_prompts(source), has_bos(source)
+            has_template, chat = chat is True and read_chat(source)[0], chat if callable(chat) else None
+            self.chat, self.bos = chat_prompts(source) if has_template else chat, has_bos(source)
             self.tokenizer = load_tokenizer(Path(self.file))
         else:
             self.file, self.ends = f"{out}/tokenizer.json", [0]

@@ -11,11 +11,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
 import data
+from support.asking import chat_prompts
 from support.chat import chat_tokenizer, conversation_of, is_chat, read_template, tokens_and_mask
 from support.corpus import build_shards
 from support.hf import read_chat
 from support.show import documents_of
-from support.text import chat_prompts
 from support.tokenizer import find_tokenizer
 
 FOUR = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}] * 2

@@ -700,6 +700,7 @@ rl("eval_every", 1, lambda new, old: [line["step"] for line in new.log if "eval_
 rl("eval_n", 5, lambda new, old: {line["eval_n"] for line in new.log if "eval_reward" in line} == {5}, eval_every=2)
 rl("eval_k", 3, lambda new, old: 3 in {rollout.noise.shape[1] for rollout in new.rollouts}, eval_every=2)
 rl("checkpoint_every", 1, lambda new, old: new.saved == ["step-1", "step-2"])
+rl("chat", False, lambda new, old: "begins from nothing has no chat template" in new.error)
 rl("log_every", 3, lambda new, old: new.printed.count("reward ") == old.printed.count("reward ") - 1, steps=4)
 rl("device", "cuda", lambda new, old: "torch finds 0 GPUs" in new.error)
 
@@ -730,6 +731,8 @@ ELSEWHERE = {
     "flight_recorder": "docs/gpu_checklist.md",
     "memory_snapshot": "benchmarks/gpu_report.py",
     "lora_base": "tests/test_adapters.py",  # needs an adapter of peft's
+    "system": "tests/test_asking.py",  # need a model with a chat template
+    "template_args": "tests/test_asking.py",
     "gen_ranks": "tests/test_rollouts.py",  # needs several processes
 }
 
@@ -762,7 +765,8 @@ def test_every_flag_has_a_row():
     for program in PROGRAMS:
         for group, fields in option_groups(importlib.import_module(program).Config).items():
             shared = group.__module__ not in ("grpo", "generate")  # the groups and the three recipes, which are copies
-            owner = {"rl.datasets": "grpo", "rl.rewards": "grpo"}.get(group.__module__, group.__module__)
+            owners = {"rl.datasets": "grpo", "rl.rewards": "grpo", "support.asking": "generate"}
+            owner = owners.get(group.__module__, group.__module__)
             tested = {r.flag for r in ROWS if shared and r.program.startswith("train_") or r.program == owner}
             missing += [f"--{f.name} ({group.__module__})" for f in fields if f.name not in tested | ELSEWHERE.keys()]
     assert not missing, f"without a test of their effect: {', '.join(dict.fromkeys(missing))}; add a row to ROWS in this file"

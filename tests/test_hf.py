@@ -30,6 +30,7 @@ from data import DataConfig, open_data
 from distributed.layout import local_tensor
 from models.llama3 import FLAVORS, Llama3, Llama3Config
 from support import hf
+from support.asking import chat_prompts
 from support.config import override_fields
 from support.dryrun import Watch
 from support.manifest import is_hf_folder
@@ -752,7 +753,7 @@ def test_greedy_text_is_that_of_transformers(chat_folder, capsys):
     assert greedy(chat_folder, "def f", capsys) == theirs.decode(ids[0], skip_special_tokens=True)
     # and the same as a chat: the template's markers are tokens, those that somebody types are text
     messages = [{"role": "user", "content": "  What is <|eot_id|>?"}]
-    render = generate.chat_prompts(str(chat_folder))
+    render = chat_prompts(str(chat_folder))
     assert render("  What is <|eot_id|>?") == theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     ids = theirs.apply_chat_template([{"role": "user", "content": "x + 1"}], add_generation_prompt=True, return_tensors="pt")
     ids = ids if isinstance(ids, torch.Tensor) else ids["input_ids"]
@@ -762,13 +763,13 @@ def test_greedy_text_is_that_of_transformers(chat_folder, capsys):
 
 def test_chat_templates_by_name_and_in_a_file_of_their_own(chat_folder):
     rules = json.loads((chat_folder / "tokenizer_config.json").read_text())
-    expected = generate.chat_prompts(str(chat_folder))("hello")
+    expected = chat_prompts(str(chat_folder))("hello")
     templates = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": rules.pop("chat_template")}]
     (chat_folder / "tokenizer_config.json").write_text(json.dumps(rules | {"chat_template": templates}))
-    assert generate.chat_prompts(str(chat_folder))("hello") == expected
+    assert chat_prompts(str(chat_folder))("hello") == expected
     (chat_folder / "tokenizer_config.json").write_text(json.dumps(rules))
     (chat_folder / "chat_template.jinja").write_text(CHAT)
-    assert generate.chat_prompts(str(chat_folder))("hello") == expected
+    assert chat_prompts(str(chat_folder))("hello") == expected
 
 
 @pytest.mark.parametrize("template, message", [
@@ -787,14 +788,14 @@ def test_chat_templates_of_strangers(chat_folder, template, message, capsys):
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and str(chat_folder) in error
     with pytest.raises(ValueError, match=message):
-        generate.chat_prompts(str(chat_folder))("hello")
+        chat_prompts(str(chat_folder))("hello")
 
 
 def test_without_jinja2_the_error_says_what_to_install(chat_folder, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "jinja2.sandbox", None)
     monkeypatch.setitem(__import__("sys").modules, "jinja2", None)
     with pytest.raises(ValueError, match="pip install jinja2"):
-        generate.chat_prompts(str(chat_folder))
+        chat_prompts(str(chat_folder))
 
 
 @pytest.mark.parametrize("damage, message", [

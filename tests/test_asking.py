@@ -1,0 +1,153 @@
+"""--system, --template_args and --no-chat: what a chat model is asked, by grpo.py, evaluate.py and generate.py alike."""
+import json
+import re
+
+import pytest
+from chats import chat_folder
+from policy import TINY, hf_folder, run, steps_of
+
+import evaluate
+import generate
+import grpo
+from rl import rollouts
+from support.asking import open_chat, read_values
+from support.chat import read_template
+from support.text import Text
+
+# As Qwen3 asks: thinking is switched off by an empty thought that stands in the prompt
+THINKING = """\
+{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content | trim + '<|im_end|>\\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+{%- endif %}
+{%- if effort is defined %}{{- 'Effort: ' + (effort * 2) | string }}{%- endif %}
+"""
+OFF = "enable_thinking=False"
+
+
+def folder_of(path, template: str) -> str:
+    folder = chat_folder(path, "qwen3")
+    (folder / "chat_template.jinja").write_text(template)
+    (folder / "model.safetensors").touch()
+    return str(folder)
+
+
+@pytest.mark.parametrize("system, args, values", [
+    ("", "", {}), ("Be brief.\\nNumbers only. ", "", {}), ("", OFF, {"enable_thinking": False}),
+    ("Be brief.", "effort=3, enable_thinking=true", {"effort": 3, "enable_thinking": True}),
+])
+def test_prompts_are_those_of_transformers_in_all_programs(tmp_path, system, args, values):
+    from transformers import PreTrainedTokenizerFast
+
+    folder = folder_of(tmp_path / "model", THINKING)
+    messages = [{"role": "system", "content": system.replace("\\n", "\n")}] * bool(system)
+    messages.append({"role": "user", "content": "What is 1+1?"})
+    theirs = PreTrainedTokenizerFast(tokenizer_file=f"{folder}/tokenizer.json", chat_template=THINKING)
+    wanted = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **values)
+    for cfg in (grpo.Config(init_from=folder, system=system, template_args=args),
+                evaluate.Config(checkpoint=folder, chat=True, system=system, template_args=args),
+                generate.Config(checkpoint=folder, chat=True, system=system, template_args=args)):
+        assert open_chat(folder, cfg)("What is 1+1?") == wanted
+    text = Text(folder, chat=open_chat(folder, grpo.Config(init_from=folder, system=system, template_args=args)))
+    assert text.tokenizer.decode(text.prompt("What is 1+1?"), skip_special_tokens=False) == wanted
+    assert text.prompt("What is 1+1?")[0] == text.tokenizer.token_to_id("<|im_start|>")  # markers are tokens
+
+
+def test_without_the_template_a_prompt_is_as_it_is(tmp_path):
+    folder = folder_of(tmp_path / "model", THINKING)
+    for cfg in (grpo.Config(init_from=folder, chat=False), evaluate.Config(checkpoint=folder), generate.Config()):
+        assert open_chat(folder, cfg) is None
+    text = Text(folder, chat=open_chat(folder, grpo.Config(init_from=folder, chat=False)))
+    assert text.tokenizer.decode(text.prompt("1+1=")) == "1+1="
+
+
+def test_values_of_a_template():
+    assert read_values("a=true,b = FALSE, c=3,d=-2.5,e=1e3,f=no,g=") == dict(a=True, b=False, c=3, d=-2.5, e=1e3, f="no", g="")
+    assert type(read_values("c=3")["c"]) is int and read_values("") == {}
+
+
+@pytest.mark.parametrize("flags, message", [
+    (dict(template_args="enable_thinkin=false"), "does not ask for enable_thinkin; it asks for effort, enable_thinking"),
+    (dict(template_args="messages=1"), "does not ask for messages"),
+    (dict(template_args="enable_thinking"), "'enable_thinking' is no name=value"),
+    (dict(template_args="effort=1,effort=2"), "or its name is there twice"),
+    (dict(template_args="enable_thinking=no"), "--template_args enable_thinking=no: it changes nothing in a prompt"),
+    (dict(template_args="effort=much,enable_thinking=0.5"), ""),
+    (dict(system="user"), ""),
+    (dict(system="Be brief", chat=False),
+     "--no-chat, --system Be brief: without a chat template there is no place for it; leave out --no-chat"),
+])
+def test_what_has_no_effect_is_refused(tmp_path, flags, message):
+    folder = folder_of(tmp_path / "model", THINKING)
+    cfg = grpo.Config(init_from=folder, **flags)
+    if not message:
+        assert open_chat(folder, cfg)
+        return
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        open_chat(folder, cfg)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("template, message", [
+    ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", "does not show it"),
+    ("You are kind. {{ messages[-1].content }}{% if messages|length > 1 %}{% endif %}", "does not show it, or shows it anyway"),
+    ("{% if messages[0].role != 'user' %}{{ raise_exception('no system here') }}{% endif %}{{ messages[0].content }}",
+     "no system here"),
+])
+def test_a_system_message_that_the_template_leaves_out_is_refused(tmp_path, template, message):
+    folder = folder_of(tmp_path / "model", template)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        open_chat(folder, generate.Config(chat=True, system="You are kind."))
+    assert open_chat(folder, generate.Config(chat=True))("2?").endswith("2?")
+
+
+@pytest.mark.parametrize("flags", [dict(chat=False), dict(system="x"), dict(template_args=OFF)], ids=str)
+def test_where_there_is_no_template_nothing_is_asked_of_it(tmp_path, flags):
+    folder = folder_of(tmp_path / "model", THINKING)
+    (tmp_path / "model" / "chat_template.jinja").unlink()
+    for where, message in [(folder, "has no chat template"), ("", "a model that begins from nothing has no chat template")]:
+        with pytest.raises(ValueError, match=message):
+            open_chat(where, grpo.Config(init_from=where, **flags))
+        assert open_chat(where, grpo.Config(init_from=where)) is None
+    cfg = evaluate.Config(system="x")
+    with pytest.raises(ValueError, match="--system x: without a chat template there is no place for it; add --chat"):
+        open_chat(folder, cfg)
+
+
+def test_names_that_a_template_asks_for(tmp_path):
+    """A name that it sets where nobody gives it, as DeepSeek's does, and not those that every template is given."""
+    template = "{% if not thinking is defined %}{% set thinking = false %}{% endif %}{{ bos_token }}{{ eos_token }}"
+    template += "{{ messages[0].content }}{{ raise_exception('x') if thinking else '' }}{% set a = 1 %}{{ a }}"
+    folder = folder_of(tmp_path / "model", template)
+    assert read_template(folder).names == {"thinking", "bos_token"}  # this tokenizer has no bos_token
+
+
+# ---------------------------------------------------------------- runs
+
+
+def test_samples_are_made_with_it(tmp_path):
+    """A batch that was sampled ahead with other chat options is sampled again, and one with the same ones is kept."""
+    cfg = lambda **flags: grpo.Config(init_from="hf", **flags)  # noqa: E731
+    state = {"batch": {"samples": []}, "made_with": rollouts.made_with(cfg(system="a"))}
+    assert rollouts.still_valid(state, cfg(system="a"), True) is state["batch"]
+    for other in (cfg(system="b"), cfg(), cfg(system="a", template_args=OFF), cfg(chat=False)):
+        assert rollouts.still_valid(state, other, True) is None
+    assert "--chat" not in rollouts.made_with(cfg())  # a batch of before these flags stays good
+
+
+def test_a_run_with_chat_options_is_continued_without_them(tmp_path):
+    hf_folder(tmp_path / "hf", "qwen3")
+    rules = json.loads((tmp_path / "hf" / "tokenizer_config.json").read_text())
+    rules.pop("chat_template", None)
+    (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps(rules))
+    (tmp_path / "hf" / "chat_template.jinja").write_text(THINKING)
+    flags = [*TINY[:2], *TINY[4:], "--seq_len", 64, "--eval_every", 0, "--init_from", tmp_path / "hf"]
+    flags += ["--out", tmp_path / "run"]
+    asked = ["--system", "Be brief.", "--template_args", OFF, "--async_steps", 1]
+    run(1, *flags, *asked, "--steps", 2, "--checkpoint_every", 1)
+    said = run(1, *flags, *asked[4:], "--no-chat", "--load_step", 1, "--steps", 3)
+    assert "the batch in the checkpoint was made with other flags" in said and "--system Be brief. -> None" in said
+    shown = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").open()]
+    prompts = {step: {s["prompt"] for s in shown if s["step"] == step} for step in (1, 2, 3)}
+    assert all(prompt.startswith("system\nBe brief.\nuser\n") and prompt.endswith("</think>\n\n") for prompt in prompts[1])
+    assert all(re.fullmatch(r"\d+>", prompt) for prompt in prompts[2] | prompts[3]) and len(steps_of(tmp_path / "run")) == 3
