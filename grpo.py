@@ -51,6 +51,7 @@ from rl.policy import FLAVORS, build_policy, keep_reference, model_of
 from rl.refusals import check_flags, check_own_run
 from rl.reports import introduce, sample_numbers, show_evaluation, show_step
 from rl.rewards import RewardConfig, held_out_numbers
+from rl.routing import RoutingConfig, experts_of, replayed_experts
 from support.asking import ChatConfig, open_chat
 from support.config import Need, flag, parse_config
 from support.manifest import step_folders
@@ -70,7 +71,7 @@ WARM_UP = Need("with --init_from: its model needs no warm-up", lambda c: not c.i
 
 @dataclass(kw_only=True)
 class Config(ParallelConfig, LaunchConfig, LoraConfig, CheckpointConfig, MetricsConfig, DatasetConfig, RewardConfig,
-             ChatConfig):
+             RoutingConfig, ChatConfig):
     flavor: Literal[tuple(FLAVORS)] = flag("debug", OWN_MODEL)  # a small Llama 3, or Qwen3 with experts
     model_args: str = ""  # fields of the flavor to change: "n_layers=4,dim=128"
     out: str = "runs/grpo"  # folder for everything that the run writes; the same folder again continues the run
@@ -203,8 +204,8 @@ class Trainer:
     """The training half, in few calls: any loop that has samples with rewards can drive it.
 
     A sample is a dict: prompt, ids (token ids), logprobs (mu's, one per id), mask (1.0 where the id is trained), advantage;
-    and sampled (1.0 where the model chose the id), if that is not the mask. Every rank is given the same list, and takes its
-    share.
+    sampled (1.0 where the model chose the id), if that is not the mask; and experts, to be taken again, if --routing_replay
+    has recorded them. Every rank is given the same list, and takes its share.
     """
 
     def __init__(self, cfg: Config, layout, model, reference=None):
@@ -245,6 +246,8 @@ class Trainer:
         out["n"] = out["mask"].sum(1, keepdim=True).clamp(min=1).expand(-1, T)
         out["advantage"] = torch.tensor([[s["advantage"]] for s in part]).expand(-1, T)
         out["positions"] = torch.arange(T).expand(len(part), -1)
+        if "experts" in part[0]:
+            out["experts"] = experts_of(part, T, self.model)
         if layout.cp > 1:
             index = parallel.sequence_index(T, layout.cp, layout.coordinate("cp"))
             out = {name: x.index_select(1, index) for name, x in out.items()}
@@ -269,7 +272,8 @@ class Trainer:
         also leaves their log-probabilities in them: the ratios of all updates are against the policy before the first."""
         found = []
         for part, b in self.microbatches(samples):
-            lp, entropy = self.forward(self.model, b)
+            with replayed_experts(self.model, b.get("experts"), self.layout):
+                lp, entropy = self.forward(self.model, b)
             found.append(compare_policies(lp, entropy, b))
             for s, row in zip(part, lp.tolist()) if self.cfg.tis and self.cfg.minibatches > 1 else ():
                 s["old"] = row[len(s["prompt"]) - 1 :][: len(s["ids"])]
@@ -307,14 +311,15 @@ class Trainer:
         for i, (_, b) in enumerate(batches):
             ref = self.reference_logprobs(b) if kl_coef else None  # first: with LoRA it is a forward of the same model
             next_backward(model, i == len(batches) - 1, layout)
-            lp, entropy = self.forward(model, b)
-            assert lp.dtype == torch.float32, lp.dtype
-            mask, mu, old = b["mask"], b["mu"], lp.detach() if tis and cfg.minibatches == 1 else b["old"]
-            per_token, clipped = policy_loss(kind, lp, old, mu, b["advantage"], mask, b["n"], clip, tis, self.sequence_sum)
-            if kl_coef:  # k3, 2402.03300 (4), weighted like the rest
-                k3 = (ref - lp).exp() - (ref - lp) - 1
-                per_token = per_token + kl_coef * k3 * mask / (b["n"] if kind in ("grpo", "gspo") else 1)
-            per_token.sum().backward()
+            with replayed_experts(model, b.get("experts"), layout):  # the backward too: --ac computes forwards again
+                lp, entropy = self.forward(model, b)
+                assert lp.dtype == torch.float32, lp.dtype
+                mask, mu, old = b["mask"], b["mu"], lp.detach() if tis and cfg.minibatches == 1 else b["old"]
+                per_token, clipped = policy_loss(kind, lp, old, mu, b["advantage"], mask, b["n"], clip, tis, self.sequence_sum)
+                if kl_coef:  # k3, 2402.03300 (4), weighted like the rest
+                    k3 = (ref - lp).exp() - (ref - lp) - 1
+                    per_token = per_token + kl_coef * k3 * mask / (b["n"] if kind in ("grpo", "gspo") else 1)
+                per_token.sum().backward()
             sums += torch.stack([x.detach().sum().double() for x in (per_token, clipped)])
             found.append(compare_policies(lp.detach(), entropy, b))
         z = loss_denominator(kind, counted or samples, cfg.max_new_tokens)

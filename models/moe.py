@@ -168,6 +168,9 @@ class Balance(nn.Module):
         self.load = None  # (E,) tokens per expert since the last step, fp32
         self.aux_scale = 0.0  # coefficient / sequences in the global batch
         self.force = False
+        # --routing_replay, see rl/routing.py: choices (N, k) to be made in place of the router's, -1 where that chooses itself;
+        # and whether choose() leaves its choice in `taken`
+        self.replayed, self.keeps, self.taken = None, False, None
         # set where cp and tp ranks share a sequence: into how many parts it is cut, and a function that sums over them
         self.parts, self.sum_over_parts = 1, lambda x: x
 
@@ -176,7 +179,12 @@ class Balance(nn.Module):
         if self.force:
             n = torch.arange(scores.shape[0] * k, device=scores.device)
             return (n % self.n_experts).view(-1, k)
-        return limit(scores + self.bias).topk(k, dim=-1).indices
+        index = limit(scores + self.bias).topk(k, dim=-1).indices
+        if self.replayed is not None:
+            index = torch.where(self.replayed < 0, index, self.replayed)
+        if self.keeps:
+            self.taken = index
+        return index
 
     def count(self, index: Tensor) -> Tensor:
         """Rows per expert (E,) of this call; adds them to the load."""

@@ -20,6 +20,7 @@ from distributed.layout import AllGather
 from models.attention import sdpa
 from models.loss import NEVER, log_normalizer
 from parallel import whole_vocab
+from rl.routing import chosen_experts, read_experts, routers
 
 PREFILL_CHUNK = 512  # prompt tokens per forward: activations of a whole long prompt would need more memory than its cache
 KEY_BUCKET = 128  # attention is over a multiple of so many keys: a new shape at every token would cost a GPU a plan each
@@ -37,7 +38,10 @@ class RowCache:
     def __init__(self, rows: int, max_len: int, fixed_shapes=False):
         """fixed_shapes: attend with at least FEWEST queries to all max_len keys, for --batch_invariant."""
         self.rows, self.max_len, self.fixed_shapes = rows, max_len, fixed_shapes
-        self.kept = {}  # (block, n-th call of attend in it): keys and values, each (rows, kv heads, max_len, head dim)
+        self.routers = []  # whose choices are kept as well, see rl/routing.py
+        # (block, n-th call of attend in it): keys and values, each (rows, kv heads, max_len, head dim); "experts": what the
+        # routers chose for the same tokens, (rows, routers, max_len, experts per token)
+        self.kept = {}
 
     def place(self, at: Tensor, rows: Tensor | None = None, keys: int | None = None):
         """The tokens of the next forward are at positions at (R, T) of these rows (R,); None: of all rows. keys: how many
@@ -57,11 +61,7 @@ class RowCache:
     def append(self, call, q: Tensor, k: Tensor, v: Tensor | None, scale) -> Tensor:
         """Store k, v (R, kv heads, T, head dim) and attend from q (R, heads, T, head dim) to all that its row has up to there.
         v None: the keys are the values, as in DeepSeek's latents."""
-        new = [x for x in (k, v) if x is not None]
-        if call not in self.kept:
-            self.kept[call] = [x.new_zeros(self.rows, x.shape[1], self.max_len, x.shape[3]) for x in new]
-        for kept, x in zip(self.kept[call], new):
-            kept[self.row, :, self.at] = x.transpose(1, 2)
+        self.store(call, *(x for x in (k, v) if x is not None))
         keys, values = (self.kept[call][i].narrow(2, 0, self.n) for i in (0, -1))
         if self.chosen is not None:
             keys, values = keys[self.chosen], values[self.chosen]
@@ -75,6 +75,13 @@ class RowCache:
             q = q.reshape(R, keys.shape[1], -1, K)
         out = sdpa(q, keys, values, mask, scale=scale)
         return out[:, :, :T] if out.shape[1] == H else out.reshape(R, H, T, -1)
+
+    def store(self, call, *new: Tensor):
+        """Keep each of new (R, heads, T, head dim) at the places of its tokens."""
+        if call not in self.kept:
+            self.kept[call] = [x.new_zeros(self.rows, x.shape[1], self.max_len, x.shape[3]) for x in new]
+        for kept, x in zip(self.kept[call], new):
+            kept[self.row, :, self.at] = x.transpose(1, 2)
 
     def copy_first(self, slots: Tensor, T: int):
         """Give all rows of slots (n, G) the first T positions of the first row beside them."""
@@ -108,9 +115,12 @@ def next_logits(model, cache: RowCache, tokens: Tensor, at: Tensor, column: Tens
     cache.place(at, rows, keys)
     model.logits = partial(column_logits, column=column, mesh=mesh)
     try:
-        return model(tokens, positions=at, cache=cache)
+        logits = model(tokens, positions=at, cache=cache)
     finally:
         model.logits = usual_logits
+    if cache.routers:
+        cache.store("experts", chosen_experts(cache.routers, *tokens.shape, mesh))
+    return logits
 
 
 def read_prompts(model, cache: RowCache, prompts: list[list[int]], rows: Tensor, T: int, width: int, mesh=None) -> Tensor:
@@ -188,7 +198,8 @@ def rollout(
     top_k=0, top_p=1.0, on_token=None, tool=None, stop=None, tp_mesh=None, batch_invariant=False,
     agree=lambda *numbers: numbers, ahead=AHEAD,
 ) -> list[dict]:
-    """G samples of each of P prompts, as dicts(ids, logprobs, mask, truncated), those of a prompt next to each other.
+    """G samples of each of P prompts, as dicts(ids, logprobs, mask, truncated), those of a prompt next to each other. Inside
+    recorded_experts(model) they also have `experts`, see rl/routing.py.
 
     noise (P, G, max_new_tokens), on the host: uniform numbers, one per token, so that a sample depends on the weights, its
     prompt and its noise, and not on the row that it is in, its neighbours, or the number of processes. At most `rows` samples
@@ -213,6 +224,7 @@ def rollout(
     width = tp_mesh.size() if tp_mesh else 1  # under TP activations are cut along the sequence: a column for each rank
     n_rows = max(G, min(rows // G, P) * G, FEWEST if batch_invariant else 0)
     cache = RowCache(n_rows, max_len + width, batch_invariant)  # behind the last token there is room for the other columns
+    cache.routers = [router for router in routers(model) if router.keeps]
     waiting, unknown = deque(range(P)), getattr(model, "unknown_ids", None)
     ends, noise = {eot} if isinstance(eot, int) else set(eot), noise.reshape(P * G, max_new)
     samples = [dict(ids=[], logprobs=[], mask=[], said=deque(), prompt=prompt) for prompt in prompts for _ in range(G)]
@@ -272,7 +284,7 @@ def rollout(
             found += [token.double(), logprob.double()]  # exact, so that one read brings both
 
         # the host looks: which samples have ended, and which get an answer from the tool
-        found = torch.stack(found).view(steps, 2, -1).permute(2, 1, 0).tolist()
+        found, ended = torch.stack(found).view(steps, 2, -1).permute(2, 1, 0).tolist(), {}
         for row, s in enumerate(sample):
             if s is not None:
                 ask = tool and (lambda ids: tool(ids)[: max_new - len(ids)])
@@ -280,6 +292,9 @@ def rollout(
                 tokens, logprobs = found[row]
                 if not extend(samples[s], [*map(int, tokens)], logprobs, room[s], ends, ask, stop, heard):
                     sample[row] = None
+                    ended[row] = samples[s]
+        if cache.routers and ended:
+            read_experts(cache.kept["experts"][0], ended)
     return [
         dict(ids=s["ids"], logprobs=s["logprobs"], mask=s["mask"], truncated=not (s["ids"][-1] in ends and s["mask"][-1]))
-        for s in samples]
+        | ({"experts": s["experts"]} if cache.routers else {}) for s in samples]

@@ -18,6 +18,7 @@ from rl.datasets import DatasetConfig
 from rl.decoding import rollout, uniform_noise
 from rl.environments import draw_task, tool_of
 from rl.rewards import RewardConfig, pay_all, short
+from rl.routing import RoutingConfig, recorded_experts
 from support.asking import ChatConfig
 from support.config import default_of
 
@@ -74,8 +75,11 @@ def lockstep(layout, tool=None):
     return agree
 
 
-def sample_groups(cfg, env, text, layout, model, tasks: list[tuple[str, str]], group_size, temperature) -> list[dict]:
+def sample_groups(
+    cfg, env, text, layout, model, tasks: list[tuple[str, str]], group_size, temperature, record=False
+) -> list[dict]:
     """(2), (3): group_size samples for each (name, prompt), with rewards; the whole list on every rank, in the tasks' order.
+    record: with the experts of their tokens, for --routing_replay.
 
     Noise is a function of seed and name: neither the number of ranks nor a resumed run changes a sample. Raises ValueError on
     all ranks when a reward or a tool fails on one.
@@ -97,10 +101,11 @@ def sample_groups(cfg, env, text, layout, model, tasks: list[tuple[str, str]], g
             failed.append(f"the tool fails at completion {short(text.decode(ids))}: {error!r}")
             return []
 
-    samples = rollout(
-        model, prompts, noise, temperature, text.ends, max_len=cfg.seq_len, rows=cfg.rollout_rows, tool=tool and answer,
-        tp_mesh=layout.mesh["tp"] if layout.tp > 1 else None, batch_invariant=cfg.batch_invariant, agree=lockstep(layout, tool),
-    )
+    with recorded_experts(model, record):
+        samples = rollout(
+            model, prompts, noise, temperature, text.ends, max_len=cfg.seq_len, rows=cfg.rollout_rows, tool=tool and answer,
+            tp_mesh=layout.mesh["tp"] if layout.tp > 1 else None, batch_invariant=cfg.batch_invariant,
+            agree=lockstep(layout, tool))
     # (3) rewards: the environment sees text. What is trained are the sampled ids: encoding the text again may give others.
     for j, s in enumerate(samples):
         s["group"], s["prompt"], s["text"] = mine[j // group_size], prompts[j // group_size], text.decode(s["ids"])
@@ -140,7 +145,8 @@ def make_batch(cfg, env, text, layout, model, cursor: int, version: int) -> dict
         # (1) prompts
         split = f"train/{cfg.seed}"
         tasks = [(f"{split}/{i}", draw_task(env, split, i, fits)[0]) for i in range(cursor, cursor + size)]
-        samples = sample_groups(cfg, env, text, layout, model, tasks, cfg.group_size, cfg.temperature)
+        samples = sample_groups(cfg, env, text, layout, model, tasks, cfg.group_size, cfg.temperature,
+                                record=cfg.routing_replay)
         cursor += size
         groups += [samples[i : i + cfg.group_size] for i in range(0, len(samples), cfg.group_size)]
         groups.sort(key=lambda group: len({s["reward"] for s in group}) == 1)  # groups with a gradient first, else as drawn
@@ -157,7 +163,7 @@ def made_with(cfg) -> dict:
              "temperature", "dynamic_sampling", "control", "async_steps")
     files = {f"the content of --{name}": getattr(cfg, name) for name in ("env", "env_data", "eval_data", "reward")}
     # The flags that came later count where they are not at their defaults, with which all is as before they came.
-    later = {f.name for group in (DatasetConfig, RewardConfig, ChatConfig) for f in fields(group)} - set(names)
+    later = {f.name for group in (DatasetConfig, RewardConfig, RoutingConfig, ChatConfig) for f in fields(group)} - set(names)
     names += tuple(f.name for f in fields(cfg) if f.name in later and getattr(cfg, f.name) != default_of(f))
     return {f"--{name}": getattr(cfg, name) for name in names} | {
         name: hashlib.sha256(Path(path).read_bytes()).hexdigest()[:8] for name, path in files.items() if os.path.isfile(path)}

@@ -13,7 +13,7 @@ import grpo
 from distributed.layout import local_slice, local_tensor
 from distributed.refusals import check_layout
 from grpo import Config, Trainer
-from models.llama3 import Llama3, Llama3Config
+from models.llama3 import Llama3Config
 from parallel import make_mesh
 from rl.decoding import rollout
 
@@ -27,12 +27,16 @@ TINY = ["--env", REPO / "tests" / "env_counting.py", "--model_args", SMALL, "--p
 MODEL = Llama3Config(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=64, vocab_size=24, max_seq_len=64)
 
 
+def class_of(config):
+    return getattr(sys.modules[type(config).__module__], type(config).__name__.removesuffix("Config"))
+
+
 def sharp_model(config=MODEL, seed=0):
     """A model with an opinion: logits spread out, so that a wrong position or temperature shows."""
     torch.manual_seed(seed)
-    model = Llama3(config)
+    model = class_of(config)(config)
     for p in model.parameters():
-        if p.ndim == 2:
+        if p.ndim >= 2:
             torch.nn.init.normal_(p, std=0.3)
     return model
 
@@ -54,19 +58,19 @@ def full_logprobs(model, s, temperature=1.0):
     return logits.log_softmax(-1).gather(-1, torch.tensor(s["ids"])[:, None])[:, 0]
 
 
-def trainer_of(seed=0, unknown=None, **flags):
+def trainer_of(seed=0, unknown=None, config=MODEL, **flags):
     """A Trainer around sharp_model() on this process's layout; with n ranks, --dp_shard and the like in flags."""
     cfg = Config(**{"compute_dtype": "float32", "device": "cpu", "seq_len": 32, "max_new_tokens": 9, "max_norm": 0.0, **flags})
     world = dist.get_world_size() if dist.is_initialized() else 1
     layout = check_layout(
-        cfg, MODEL, seq_len=cfg.seq_len, local_batch_size=cfg.local_batch_size, global_batch_size=-1, device="cpu",
+        cfg, config, seq_len=cfg.seq_len, local_batch_size=cfg.local_batch_size, global_batch_size=-1, device="cpu",
         world_size=world)
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     layout.rank = dist.get_rank()
     make_mesh(layout)
-    model = grpo.build_policy(cfg, layout, Llama3, MODEL, unknown and torch.tensor(unknown))
-    plain = dict(sharp_model(seed=seed).named_parameters())
+    model = grpo.build_policy(cfg, layout, class_of(config), config, unknown and torch.tensor(unknown))
+    plain = dict(sharp_model(config, seed).named_parameters())
     for fqn, p in model.named_parameters():
         if fqn not in plain:  # an adapter, as it is drawn
             continue

@@ -678,6 +678,8 @@ rl("batch_invariant", True, lambda new, old: all(line["logprob_max_diff"] == 0 f
    and new.rollouts[0].batch_invariant)
 rl("abort_k3", 1e-6, lambda new, old: "is above --abort_k3 1e-06" in new.error, options=dict(drift=1.01))
 rl("rollout_timeout_s", 99, lambda new, old: new == [99], patience, ep=2)
+rl("routing_replay", True, lambda new, old: all("experts" in s for s in new.batches[0])
+   and hashes(new) == hashes(old) and new.lines[1]["loss"] != old.lines[1]["loss"], flavor="debug_moe", async_steps=1, lr=0.05)
 rl("control", "frozen", lambda new, old: equal(new.init, new.final))
 rl("control", "random", lambda new, old: {s["reward"] for s in new.batches[0]} == {0.0, 1.0}
    and tokens_of(new) == tokens_of(old))
@@ -765,7 +767,7 @@ def test_every_flag_has_a_row():
     for program in PROGRAMS:
         for group, fields in option_groups(importlib.import_module(program).Config).items():
             shared = group.__module__ not in ("grpo", "generate")  # the groups and the three recipes, which are copies
-            owners = {"rl.datasets": "grpo", "rl.rewards": "grpo", "support.asking": "generate"}
+            owners = {"rl.datasets": "grpo", "rl.rewards": "grpo", "rl.routing": "grpo", "support.asking": "generate"}
             owner = owners.get(group.__module__, group.__module__)
             tested = {r.flag for r in ROWS if shared and r.program.startswith("train_") or r.program == owner}
             missing += [f"--{f.name} ({group.__module__})" for f in fields if f.name not in tested | ELSEWHERE.keys()]
