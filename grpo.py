@@ -47,6 +47,7 @@ from parallel import clip_grad_norm, make_mesh, next_backward, reduce_loss
 from rl import engines, generators, rollouts
 from rl.datasets import DatasetConfig, open_task
 from rl.environments import draw_task, held_out_tasks, leave_out_long, supervised_sample
+from rl.http_engine import EngineConfig, find_server
 from rl.policy import FLAVORS, build_policy, keep_reference, model_of
 from rl.refusals import check_flags, check_own_run
 from rl.reports import introduce, sample_numbers, show_evaluation, show_step
@@ -66,12 +67,13 @@ from support.text import Text
 CLIP = {"grpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2), "dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
 # What flags need to have an effect: see support/config.py
 OWN_MODEL = Need("with --init_from, which says what the model is", lambda c: not c.init_from)
+OWN_ROWS = Need("with --engine, whose server decides that", lambda c: not c.engine)
 WARM_UP = Need("with --init_from: its model needs no warm-up", lambda c: not c.init_from)
 
 
 @dataclass(kw_only=True)
 class Config(ParallelConfig, LaunchConfig, LoraConfig, CheckpointConfig, MetricsConfig, DatasetConfig, RewardConfig,
-             RoutingConfig, ChatConfig):
+             RoutingConfig, ChatConfig, EngineConfig):
     flavor: Literal[tuple(FLAVORS)] = flag("debug", OWN_MODEL)  # a small Llama 3, or Qwen3 with experts
     model_args: str = ""  # fields of the flavor to change: "n_layers=4,dim=128"
     out: str = "runs/grpo"  # folder for everything that the run writes; the same folder again continues the run
@@ -110,7 +112,7 @@ class Config(ParallelConfig, LaunchConfig, LoraConfig, CheckpointConfig, Metrics
     weight_decay: float = 0.0  # AdamW: weight decay, decoupled from the gradient
     max_norm: float = 1.0  # gradients are scaled down to this norm; 0 = never
     local_batch_size: int = 64  # sequences that one data rank runs per forward
-    rollout_rows: int = 512  # samples that one rank runs at once
+    rollout_rows: int = flag(512, OWN_ROWS)  # samples that one rank runs at once
     seed: int = 0  # of the initial weights, prompts and samples
     eval_every: int = 100  # steps between evaluations, with one before the first step and one at the end; 0 = never
     eval_n: int = -1  # held-out prompts, all different; -1 = all of --eval_data, without it 1024, or what there is
@@ -124,6 +126,7 @@ class Config(ParallelConfig, LaunchConfig, LoraConfig, CheckpointConfig, Metrics
         MetricsConfig.__post_init__(self)
         DatasetConfig.__post_init__(self)
         RewardConfig.__post_init__(self)
+        EngineConfig.__post_init__(self)
         check_flags(self)
 
 
@@ -392,15 +395,13 @@ def warm_up(trainer: Trainer, env, text):
         print(f"supervised warm-up: {step + 1} steps, loss {recent[-1]:.3f}" if recent else "no supervised warm-up", flush=True)
 
 
-def evaluate_policy(trainer: Trainer, env, text, prompts: list[str], metrics: Metrics, step: int):
+def evaluate_policy(trainer: Trainer, engine, prompts: list[str], metrics: Metrics, step: int):
     """Held-out prompts, if it is time for them: a line of metrics.jsonl, see held_out_numbers(), and one on the screen."""
     cfg, layout = trainer.cfg, trainer.layout
     if not cfg.eval_every or step % cfg.eval_every and step != cfg.steps:
         return
     tasks = [(f"eval/{i}", prompt) for i, prompt in enumerate(prompts)]
-    with rollouts.whole_weights(trainer.model):
-        samples = rollouts.sample_groups(cfg, env, text, layout, trainer.model, tasks, cfg.eval_k, cfg.temperature)
-        greedy = rollouts.sample_groups(cfg, env, text, layout, trainer.model, tasks, 1, 0.0)
+    samples, greedy = engine.evaluate(tasks, cfg.eval_k, cfg.temperature), engine.evaluate(tasks, 1, 0.0)
     line = held_out_numbers(samples, greedy, cfg.eval_k)
     if layout.rank == 0:
         metrics.write({"step": step} | line)
@@ -433,6 +434,7 @@ def main(cfg: Config):
         os.environ["OMP_NUM_THREADS"] = "1"  # threads that wait for each other cost a model of this size more than they bring
         torch.set_num_threads(1)
     identity = check_own_run(cfg, Model, model_config, lr_at)
+    find_server(cfg, env, layout.rank)
     stop = StopSignal()  # also on generator ranks: if Ctrl-C ended them, the trainers could not finish their step
 
     # 2. two kinds of ranks: the last --gen_ranks only sample, and stay in the next line until the run ends
@@ -477,7 +479,7 @@ def main(cfg: Config):
                       steps=cfg.steps, log_every=cfg.log_every, tokens=state["tokens"])
     batch, stopping = rollouts.still_valid(state, cfg, layout.rank == 0), False  # with --async_steps 1 one was sampled ahead
     if first == 1:
-        evaluate_policy(trainer, env, text, held_out, metrics, 0)
+        evaluate_policy(trainer, engine, held_out, metrics, 0)
     for step in range(first, cfg.steps + 1):
         # (1) prompts, (2) rollouts, (3) rewards
         batch = metrics.start_step(engines.next_batch(engine, batch, state["cursor"]))
@@ -515,7 +517,7 @@ def main(cfg: Config):
             train_timeouts(layout)
         stopping = stop.agreed(layout)
         last = step == cfg.steps or stopping
-        evaluate_policy(trainer, env, text, held_out, metrics, step)
+        evaluate_policy(trainer, engine, held_out, metrics, step)
         if ahead:  # also when the run stops: the checkpoint keeps it, and a generator goes only when its samples are fetched
             state["batch"] = engine.collect()
         batch = state["batch"]

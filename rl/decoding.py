@@ -93,10 +93,13 @@ class RowCache:
         self.rows, self.kept = len(rows), {call: [x[rows] for x in kept] for call, kept in self.kept.items()}
 
 
+def noise_seed(name: str) -> int:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
+
+
 def uniform_noise(name: str, *shape: int) -> Tensor:
     """Numbers in [0, 1) that depend on the name alone: not on the device, or on how many there were before."""
-    digest = hashlib.sha256(name.encode()).digest()
-    return torch.rand(shape, generator=torch.Generator().manual_seed(int.from_bytes(digest[:7], "little")))
+    return torch.rand(shape, generator=torch.Generator().manual_seed(noise_seed(name)))
 
 
 def column_logits(h: Tensor, weight: Tensor, *, column: Tensor, mesh=None) -> Tensor:

@@ -29,8 +29,9 @@ class Generators:
     """The engine on a trainer's rank, see rl/engines.py. submit() sends the weights and returns while the generators sample;
     collect() waits for their samples. bridge: on trainer rank 0, the group that connects it with the generators."""
 
-    def __init__(self, trainer, bridge):
+    def __init__(self, trainer, in_place, bridge):
         self.trainer, self.bridge, self.again = trainer, bridge, False
+        self.evaluate = in_place.evaluate  # the trainer's ranks have the weights of now
 
     def submit(self, cursor: int):
         model, layout = self.trainer.model, self.trainer.layout

@@ -75,23 +75,16 @@ def lockstep(layout, tool=None):
     return agree
 
 
-def sample_groups(
-    cfg, env, text, layout, model, tasks: list[tuple[str, str]], group_size, temperature, record=False
-) -> list[dict]:
-    """(2), (3): group_size samples for each (name, prompt), with rewards; the whole list on every rank, in the tasks' order.
+def draw_samples(cfg, env, text, layout, model, tasks, mine, group_size, temperature, record=False):
+    """(2) on this rank, with whole weights: group_size samples of each of `mine`, the indices of its tasks; and what failed.
     record: with the experts of their tokens, for --routing_replay.
 
-    Noise is a function of seed and name: neither the number of ranks nor a resumed run changes a sample. Raises ValueError on
-    all ranks when a reward or a tool fails on one.
+    Noise is a function of seed and name: neither the number of ranks nor a resumed run changes a sample.
     """
-    # made here, because all ranks must make it at the same place
-    group = patient_group(dist.group.WORLD, cfg.rollout_timeout_s) if layout.world_size > 1 else None
-    mine = range(len(tasks))[layout.data_rank :: layout.data_ranks]
     prompts = [text.prompt(tasks[i][1]) for i in mine]
     noise = torch.empty(len(mine), group_size, cfg.max_new_tokens)
     for row, i in zip(noise, mine):
         row.copy_(uniform_noise(f"{cfg.seed}/{tasks[i][0]}", *row.shape))
-    # (2) rollouts
     failed, tool = [], tool_of(env, text)
 
     def answer(ids):
@@ -106,7 +99,20 @@ def sample_groups(
             model, prompts, noise, temperature, text.ends, max_len=cfg.seq_len, rows=cfg.rollout_rows, tool=tool and answer,
             tp_mesh=layout.mesh["tp"] if layout.tp > 1 else None, batch_invariant=cfg.batch_invariant,
             agree=lockstep(layout, tool))
+    return samples, failed
+
+
+def sample_groups(cfg, env, text, layout, model, tasks: list[tuple[str, str]], group_size, temperature, draw=draw_samples):
+    """(2), (3): group_size samples for each (name, prompt), with rewards; the whole list on every rank, in the tasks' order.
+
+    draw: who samples, this rank's model or another engine. Raises ValueError on all ranks when a reward or a tool fails on one.
+    """
+    # made here, because all ranks must make it at the same place
+    group = patient_group(dist.group.WORLD, cfg.rollout_timeout_s) if layout.world_size > 1 else None
+    mine = range(len(tasks))[layout.data_rank :: layout.data_ranks]
+    samples, failed = draw(cfg, env, text, layout, model, tasks, mine, group_size, temperature)
     # (3) rewards: the environment sees text. What is trained are the sampled ids: encoding the text again may give others.
+    prompts = [text.prompt(tasks[i][1]) for i in mine]
     for j, s in enumerate(samples):
         s["group"], s["prompt"], s["text"] = mine[j // group_size], prompts[j // group_size], text.decode(s["ids"])
     jobs = [(tasks[s["group"]][1], s["text"], s["truncated"]) for s in samples]
@@ -133,9 +139,10 @@ def sample_groups(
     return samples
 
 
-def make_batch(cfg, env, text, layout, model, cursor: int, version: int) -> dict:
+def make_batch(cfg, env, text, layout, model, cursor: int, version: int, draw=None) -> dict:
     """(1)-(3) of one step. --dynamic_sampling: in up to so many more rounds, further prompts are sampled, and their groups
     replace those of equal rewards, which have no gradient."""
+    draw = draw or functools.partial(draw_samples, record=cfg.routing_replay)
     began, size, groups, too_long = time.time(), cfg.prompts_per_step, [], []
 
     def fits(prompt):
@@ -145,8 +152,7 @@ def make_batch(cfg, env, text, layout, model, cursor: int, version: int) -> dict
         # (1) prompts
         split = f"train/{cfg.seed}"
         tasks = [(f"{split}/{i}", draw_task(env, split, i, fits)[0]) for i in range(cursor, cursor + size)]
-        samples = sample_groups(cfg, env, text, layout, model, tasks, cfg.group_size, cfg.temperature,
-                                record=cfg.routing_replay)
+        samples = sample_groups(cfg, env, text, layout, model, tasks, cfg.group_size, cfg.temperature, draw)
         cursor += size
         groups += [samples[i : i + cfg.group_size] for i in range(0, len(samples), cfg.group_size)]
         groups.sort(key=lambda group: len({s["reward"] for s in group}) == 1)  # groups with a gradient first, else as drawn
@@ -192,6 +198,10 @@ class InPlace:
 
     def collect(self) -> dict:
         return self.batch
+
+    def evaluate(self, tasks: list[tuple[str, str]], group_size: int, temperature: float) -> list[dict]:
+        with whole_weights(self.trainer.model):
+            return sample_groups(*self.task, self.trainer.model, tasks, group_size, temperature)
 
     def close(self):
         pass

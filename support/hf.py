@@ -444,7 +444,8 @@ def check_export(folder: str, Model=None, config=None):
         raise ValueError(f"{folder} is there already and not an empty folder; export to another, or remove it")
 
 
-def write_hf(folder: str, config, names: dict, kinds: dict, whole, max_shard_gb: float, tokenizer_file=None, group=None):
+def write_hf(folder: str, config, names: dict, kinds: dict, whole, max_shard_gb: float, tokenizer_file=None, group=None,
+             quiet=False):
     """Writes a Hugging Face folder; every rank of `group` calls it. kinds: {fqn: (shape, dtype in the file)} of this rank.
 
     whole(fqn) gathers a tensor in that dtype on all ranks that have the fqn; all of these call it in the same order. A rank
@@ -474,7 +475,7 @@ def write_hf(folder: str, config, names: dict, kinds: dict, whole, max_shard_gb:
     finally:
         if rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)  # what a failure leaves
-    if rank == 0:
+    if rank == 0 and not quiet:
         seconds = time.perf_counter() - began
         print(f"checkpoint: exported {folder} ({len(files)} files, {size / 1e6:.1f} MB in {seconds:.2f} s)", flush=True)
 
@@ -525,7 +526,8 @@ def say_lost(folder: str, fqns: list[str]):
 
 
 @torch.no_grad()
-def save_hf(model, folder: str, dtype=torch.bfloat16, max_shard_gb=5.0, tokenizer_file: str | None = None, group=None):
+def save_hf(model, folder: str, dtype=torch.bfloat16, max_shard_gb=5.0, tokenizer_file: str | None = None, group=None,
+            quiet=False):
     """Writes a model as a Hugging Face folder that transformers opens: weights in `dtype`, with their adapters, and buffers as
     they are.
 
@@ -545,7 +547,7 @@ def save_hf(model, folder: str, dtype=torch.bfloat16, max_shard_gb=5.0, tokenize
     Model = next(c for c in type(modules[0]).__mro__ if not c.__module__.startswith("torch."))  # FSDP adds a class of its own
     on_rank_0(lambda: check_same_model(Model, modules[0].config), group)
     lost = gather([fqn for fqn, t in tensors.items() if fqn not in kinds and t.any()], group)
-    if rank_in(group) == 0:
+    if rank_in(group) == 0 and not quiet:
         say_lost(folder, [fqn for part in lost for fqn in part])
 
     def whole(fqn):
@@ -560,4 +562,4 @@ def save_hf(model, folder: str, dtype=torch.bfloat16, max_shard_gb=5.0, tokenize
         local, rest = tensor.to_local().to(dtype), dict(run_check=False, shape=tensor.shape, stride=tensor.stride())
         return type(tensor).from_local(local, tensor.device_mesh, tensor.placements, **rest).full_tensor()
 
-    write_hf(folder, modules[0].config, modules[0].hf_keys(), kinds, whole, max_shard_gb, tokenizer_file, group)
+    write_hf(folder, modules[0].config, modules[0].hf_keys(), kinds, whole, max_shard_gb, tokenizer_file, group, quiet)

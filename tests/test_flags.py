@@ -736,6 +736,9 @@ ELSEWHERE = {
     "system": "tests/test_asking.py",  # need a model with a chat template
     "template_args": "tests/test_asking.py",
     "gen_ranks": "tests/test_rollouts.py",  # needs several processes
+    "engine": "tests/test_http_engine.py",  # these need a server
+    "engine_weights": "tests/test_http_engine.py",
+    "engine_requests": "tests/test_http_engine.py",
 }
 
 

@@ -1,0 +1,336 @@
+"""--engine http://127.0.0.1:8000: a server of vLLM or SGLang samples for grpo.py. docs/grpo.md, "Another engine", starts one.
+
+    weights   all ranks write them in Hugging Face's format into a new folder, which the server is told to read
+    prompts   rank 0 sends them as token ids, --engine_requests at once; ids and log-probabilities come back
+    rewards   on the trainer's ranks, as without a server (rl/rollouts.py)
+
+What the server says is checked: that it has the weights of this version (where it can tell), and that a sample is one. What it
+computes cannot be checked here: logprob_k3 of each step compares its log-probabilities with the trainer's.
+"""
+import functools
+import hashlib
+import http.client
+import json
+import math
+import os
+import shutil
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import torch.distributed as dist
+
+from distributed.agree import on_rank_0
+from rl.decoding import noise_seed
+from rl.environments import draw_task
+from rl.rollouts import make_batch, patient_group, sample_groups
+from support.config import Need, check_range, flag
+from support.hf import save_hf
+
+HTTP = Need("without --engine", lambda c: c.engine)
+PAUSES = (1, 2, 4)  # seconds before a refused connection is tried again
+
+
+@dataclass(kw_only=True)
+class EngineConfig:
+    engine: str = ""  # vLLM or SGLang at this address samples, e.g. http://127.0.0.1:8000; "" = the processes of this run do
+    engine_weights: str = flag("", HTTP)  # folder for its weights, which it sees under the same path; "" = <out>/engine
+    engine_requests: int = flag(64, HTTP)  # prompts that the server is asked at once
+
+    def __post_init__(self):
+        check_range(self, 1, 10_000, "engine_requests")
+        if not self.engine:
+            return
+        url = urlsplit(self.engine)
+        if url.scheme not in ("http", "https") or not url.netloc or url.path.strip("/"):
+            raise ValueError(f"--engine {self.engine} must be an address such as http://127.0.0.1:8000")
+        for name, why in (("gen_ranks", "the server samples"), ("batch_invariant", "the server's kernels round as they do"),
+                          ("routing_replay", "the server does not say which experts it takes")):
+            if getattr(self, name):
+                raise ValueError(f"--{name} and --engine: {why}; leave one of them out")
+
+
+class Refusal(ValueError):
+    """The server answered, with a status that is an error."""
+
+    def __init__(self, message: str, status: int):
+        super().__init__(message)
+        self.status = status
+
+
+# ---------------------------------------------------------------- the server
+class Server:
+    """One server, in a few calls, each of which raises ValueError with one line."""
+
+    def __init__(self, url: str, timeout_s: float):
+        """Asks it what it is: kind "vllm" or "sglang", the name of its model, and how long its sequences may be."""
+        self.url, self.timeout, self.version, self.tells, self.refused = url.rstrip("/"), timeout_s, None, True, 0
+        card = self.read("/v1/models", lambda answer: answer["data"][0])
+        self.kind, self.name, self.max_len = card.get("owned_by"), card.get("id"), card.get("max_model_len")
+        if self.kind not in ("vllm", "sglang"):
+            self.fail(f"/v1/models says owned_by {self.kind!r}; it must be a server of vLLM or SGLang")
+
+    def fail(self, what: str):
+        raise ValueError(f"--engine {self.url}: {what}")
+
+    def call(self, path: str, body: dict | None = None, pauses=()):
+        """The JSON that it answers, to a GET without a body. pauses: seconds between attempts to connect."""
+        url = urlsplit(self.url)
+        Connection = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
+        for pause in (*pauses, None):
+            try:
+                connection = Connection(url.netloc, timeout=self.timeout)
+                try:
+                    connection.request("GET" if body is None else "POST", path, body is not None and json.dumps(body) or None,
+                                       {"Content-Type": "application/json"})
+                    answer = connection.getresponse()
+                    content = answer.read()
+                finally:
+                    connection.close()
+                break
+            except ConnectionRefusedError:
+                if pause is None:
+                    self.fail(f"nothing answers there ({path}: connection refused); start the server, then this run again")
+                self.refused += 1
+                print(f"--engine {self.url}: connection refused, tried again in {pause} s", flush=True)
+                time.sleep(pause)
+            except TimeoutError:
+                self.fail(f"no answer to {path} within --rollout_timeout_s {self.timeout:g}")
+            except (OSError, http.client.HTTPException) as error:
+                self.fail(f"the connection broke during {path} ({type(error).__name__}: {error}); the server may have died")
+        if answer.status >= 400:
+            text = " ".join(content.decode(errors="replace").split())[:300]
+            raise Refusal(f"--engine {self.url}: {path} answers with status {answer.status}: {text}", answer.status)
+        try:
+            return json.loads(content) if content.strip() else {}
+        except ValueError:
+            self.fail(f"{path} answers no JSON but {content[:100]!r}")
+
+    def read(self, path: str, take, body: dict | None = None, pauses=()):
+        """take(answer), where that does not fail."""
+        answer = self.call(path, body, pauses)
+        try:
+            return take(answer)
+        except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+            self.fail(f"{path} answers in another form, {type(error).__name__} {error} in {json.dumps(answer)[:200]}")
+
+    # ------------------------------------------------ weights
+    def load(self, folder: str, version: str):
+        """Read these weights, and call them by this name."""
+        if self.kind == "sglang":  # this also empties its cache of prompts, which is of the weights before
+            body = {"model_path": folder, "weight_version": version}
+            answer = self.call("/update_weights_from_disk", body, PAUSES)
+            if answer.get("success") is not True:
+                self.fail(f"it did not read {folder}: {answer.get('message')}")
+        else:
+            self.load_vllm(folder, version)
+        self.version = version
+
+    def load_vllm(self, folder: str, version: str):
+        try:
+            self.call("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}}, PAUSES)
+        except Refusal as error:
+            if error.status == 404:
+                self.fail("it has no /collective_rpc; start vLLM with VLLM_SERVER_DEV_MODE=1")
+            raise
+        if self.call("/reset_prefix_cache", {}).get("success") is False:  # the prompts in it were read by the weights before
+            self.fail("/reset_prefix_cache did not succeed: other requests are running; the server must be this run's alone")
+        try:
+            self.tells and self.call("/update_weight_version", {"new_version": version})
+        except Refusal as error:
+            if error.status not in (404, 405):
+                raise
+            self.cannot_tell()
+
+    def cannot_tell(self):
+        if self.tells:
+            print(f"--engine {self.url} cannot tell which weights it has; watch logprob_k3", flush=True)
+        self.tells = False
+
+    def check_version(self, there=None):
+        """Are these still the weights that load() gave it? there: what the answer to a prompt says of that, if it does."""
+        if self.kind == "vllm" and self.tells:
+            there = self.read("/weight_info", lambda answer: answer["weight_version"])
+        if there is None and self.refused:
+            self.fail("it was away for a moment and cannot tell which weights it has now; start this run again")
+        if there is None:
+            self.cannot_tell()
+        if there is not None and there != self.version:
+            self.fail(f"it has the weights {there!r} and not {self.version!r}: it was started again, or another run uses it; "
+                      "start this run again")
+
+    # ------------------------------------------------ samples
+    def sample(self, prompt: list[int], n: int, room: int, temperature: float, ends: list[int], seed: int, bias: dict) -> list:
+        """n samples of a prompt, each at most `room` ids, as (ids, log-probabilities at the temperature, why it ended)."""
+        common = dict(temperature=temperature, top_p=1.0, top_k=-1, min_p=0.0, repetition_penalty=1.0, stop_token_ids=ends)
+        if bias:
+            common["logit_bias"] = bias
+        if self.kind == "vllm":  # sample i has seed + i there
+            body = dict(model=self.name, prompt=prompt, n=n, max_tokens=room, seed=seed, logprobs=1, return_token_ids=True)
+            choices = self.read("/v1/completions", lambda answer: sorted(answer["choices"], key=lambda c: c["index"]),
+                                body | common, PAUSES)
+            return self.fields(choices, n, lambda c: (c["token_ids"], c["logprobs"]["token_logprobs"], c["finish_reason"]))
+        each = [dict(common, max_new_tokens=room, sampling_seed=seed + i) for i in range(n)]
+        body = dict(input_ids=[prompt] * n, sampling_params=each, return_logprob=True)
+        about = self.read("/generate", lambda answer: [choice["meta_info"] for choice in answer], body, PAUSES)
+        for meta in about:
+            self.check_version(meta.get("weight_version"))
+        tokens = lambda meta: [[entry[i] for entry in meta["output_token_logprobs"]] for i in (1, 0)]  # noqa: E731
+        return self.fields(about, n, lambda meta: (*tokens(meta), meta["finish_reason"]["type"]))
+
+    def fields(self, choices: list[dict], n: int, take) -> list[tuple]:
+        if len(choices) != n:
+            self.fail(f"{len(choices)} samples came back where {n} were asked for")
+        try:
+            return [take(choice) for choice in choices]
+        except (KeyError, IndexError, TypeError) as error:
+            hint = "; vLLM before 0.10.2 has no return_token_ids" if self.kind == "vllm" else ""
+            reason = f"{type(error).__name__} {error} in {json.dumps(choices)[:200]}"
+            self.fail(f"a sample came back in another form, {reason}{hint}")
+
+
+def wrong_sample(ids, logprobs, reason, room: int, ends: list[int], n_vocab: int, greedy: bool) -> str:
+    """What is wrong with a sample that came back, or ""."""
+    if not isinstance(ids, list) or not isinstance(logprobs, list) or not 1 <= len(ids) <= room or len(logprobs) != len(ids):
+        return f"it must have between 1 and {room} ids, and a log-probability for each"
+    if outside := [i for i in ids if type(i) is not int or not 0 <= i < n_vocab]:
+        return f"the id {outside[0]} is none of the model's {n_vocab}"
+    numbers = [type(x) in (int, float) and math.isfinite(x) for x in logprobs]
+    if not greedy and (not all(numbers) or max(logprobs) > 1e-3):
+        worst = max(logprobs) if all(numbers) else logprobs[numbers.index(False)]
+        return f"{worst} is no log-probability; vLLM needs --logprobs-mode processed_logprobs"
+    if set(ids[:-1]) & set(ends):
+        return "it goes on behind its end"
+    if reason == "stop" and ids[-1] not in ends:
+        return f"it ended with the id {ids[-1]}, which is none of {ends}, those that end a text"
+    if reason == "length" and ids[-1] not in ends and len(ids) < room:
+        return f"it was cut off after {len(ids)} ids, and {room} were asked for: --seq_len is more than the server allows"
+    return "" if reason in ("stop", "length") else f"its finish_reason is {reason!r}"
+
+
+def find_server(cfg, env, rank: int):
+    """Is the server there, and can it do what is asked of it? Raises ValueError before anything is built."""
+    if not cfg.engine:
+        return
+    if hasattr(env, "tool"):
+        raise ValueError(f"--engine {cfg.engine}: --env {cfg.env} has a tool, and a server does not stop for its answers; "
+                         "leave out --engine")
+    if rank == 0:
+        server = Server(cfg.engine, cfg.rollout_timeout_s)
+        if (server.max_len or cfg.seq_len) < cfg.seq_len:
+            server.fail(f"its sequences have at most {server.max_len} tokens, fewer than --seq_len {cfg.seq_len}; start it "
+                        f"with --max-model-len (SGLang: --context-length) {cfg.seq_len}")
+
+
+# ---------------------------------------------------------------- the engine
+class HTTPEngine:
+    """The engine on a trainer's rank, see rl/engines.py. submit() gives the server the weights and asks the first prompts; the
+    answers come while the trainer trains, with --async_steps, and collect() waits for them."""
+
+    def __init__(self, trainer, env, text):
+        self.trainer, cfg, layout = trainer, trainer.cfg, trainer.layout
+        self.task = cfg, env, text, layout
+        # Rank 0 gives up after --rollout_timeout_s and tells the others why, so they wait for longer.
+        self.group = patient_group(dist.group.WORLD, 2 * cfg.rollout_timeout_s) if layout.world_size > 1 else None
+        self.folder = os.path.abspath(cfg.engine_weights or f"{cfg.out}/engine")
+        self.mine = f"{Path(cfg.out).name}-{hashlib.sha256(os.path.abspath(cfg.out).encode()).hexdigest()[:6]}"
+        self.sent, self.asked, self.running, self.ready = None, None, None, []
+        self.pool = ThreadPoolExecutor(cfg.engine_requests) if layout.rank == 0 else None
+        self.server, self.start = on_rank_0(self.connect, self.group)
+
+    def connect(self):
+        """On rank 0: the server, and a name of this start of the run. What an earlier start left in the folder is removed."""
+        os.makedirs(self.folder, exist_ok=True)
+        self.forget()
+        return Server(self.task[0].engine, self.task[0].rollout_timeout_s), uuid.uuid4().hex[:8]
+
+    def forget(self, but: str = ""):
+        for path in Path(self.folder).glob(f"{self.mine}-*"):
+            if path.name != but:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def send_weights(self):
+        """Give the server the policy as it is now, unless it has it. All ranks write, and rank 0 calls."""
+        cfg, _, text, layout = self.task
+        version = f"{self.mine}-{self.start}-{self.trainer.policy_version}"
+        if self.sent == version:
+            return
+        folder = f"{self.folder}/{version}"  # it gets this name when all is written
+        save_hf(self.trainer.model, folder, layout.compute_dtype, tokenizer_file=text.file, group=self.group, quiet=True)
+        on_rank_0(lambda: self.server.load(folder, version) or self.forget(but=version), self.group)
+        self.sent = version
+
+    def submit(self, cursor: int):
+        self.finish()  # the server has one set of weights
+        self.send_weights()
+        cfg, env, text, layout = self.task
+        self.running = cursor, self.trainer.policy_version
+        if layout.rank == 0:
+            split, fits = f"train/{cfg.seed}", functools.partial(text.fits, seq_len=cfg.seq_len)
+            tasks = [(f"{split}/{i}", draw_task(env, split, i, fits)[0]) for i in range(cursor, cursor + cfg.prompts_per_step)]
+            self.asked = tasks, self.ask(tasks, cfg.group_size, cfg.temperature)
+
+    def finish(self):
+        """Wait for what was submitted, with rewards, so that the server may get other weights."""
+        if self.running is not None:
+            batch = make_batch(*self.task, None, *self.running, draw=self.draw)
+            self.running = None
+            self.ready.append(batch)
+
+    def collect(self) -> dict:
+        self.finish()
+        return self.ready.pop(0)
+
+    def evaluate(self, tasks: list[tuple[str, str]], group_size: int, temperature: float) -> list[dict]:
+        self.finish()
+        self.send_weights()
+        return sample_groups(*self.task, None, tasks, group_size, temperature, draw=self.draw)
+
+    def close(self):
+        if self.task[3].rank == 0:
+            self.pool.shutdown()
+            self.forget()
+
+    def ask(self, tasks, group_size: int, temperature: float) -> list:
+        """Rank 0 posts these prompts; the answers of each are a future."""
+        cfg, _, text, _ = self.task
+        unknown = self.trainer.model.unknown_ids
+        bias = {} if unknown is None else {str(i): -100 for i in unknown.tolist()}  # they get the probability 0
+        n_vocab = self.trainer.model.config.vocab_size
+
+        def samples(name, prompt):
+            room = max(1, min(cfg.max_new_tokens, cfg.seq_len - len(prompt)))
+            found = self.server.sample(prompt, group_size, room, temperature, text.ends, noise_seed(f"{cfg.seed}/{name}"), bias)
+            for ids, logprobs, reason in found:
+                if wrong := wrong_sample(ids, logprobs, reason, room, text.ends, n_vocab, temperature == 0):
+                    self.server.fail(f"a sample of {json.dumps(prompt)[:80]} is wrong: {wrong}; ids {json.dumps(ids)[:80]}")
+            return [dict(ids=ids, logprobs=logprobs, mask=[1.0] * len(ids), truncated=ids[-1] not in text.ends)
+                    for ids, logprobs, _ in found]
+
+        return [self.pool.submit(samples, name, text.prompt(prompt)) for name, prompt in tasks]
+
+    def draw(self, cfg, env, text, layout, model, tasks, mine, group_size, temperature):
+        """(2) by the server, in place of rollouts.draw_samples: rank 0 waits for all, and each rank takes its share."""
+
+        def answers():
+            (tasks_asked, futures), self.asked = self.asked or (None, None), None
+            if tasks_asked != tasks:
+                futures = self.ask(tasks, group_size, temperature)
+            until = time.monotonic() + cfg.rollout_timeout_s
+            try:
+                found = [future.result(timeout=max(0.0, until - time.monotonic())) for future in futures]
+            except TimeoutError:
+                self.server.fail(f"the samples of {len(tasks)} prompts took longer than --rollout_timeout_s "
+                                 f"{cfg.rollout_timeout_s}")
+            finally:
+                for future in futures:  # after a failure nobody asks for the rest
+                    future.cancel()
+            if self.server.kind == "vllm":
+                self.server.check_version()
+            return found
+
+        found = on_rank_0(answers, self.group)
+        return [sample for i in mine for sample in found[i]], []

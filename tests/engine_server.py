@@ -1,0 +1,104 @@
+"""A server for grpo.py --engine that speaks as vLLM or SGLang does, of the standard library and our own decoder. It draws with
+the noise of the seed that it is sent, so its samples are those that grpo.py draws in place."""
+import json
+import threading
+import time
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import torch
+
+from rl.decoding import rollout
+from support.hf import load_hf_model
+
+ONE_AT_A_TIME = threading.Lock()
+
+
+class Engine:
+    """What the server has and does. fault(path, answer) -> answer may spoil any answer, or raise to break the connection."""
+
+    def __init__(self, kind: str, fault=None, tells=True):
+        self.kind, self.fault, self.tells = kind, fault or (lambda path, answer: answer), tells
+        self.model, self.version, self.folders, self.asked = None, "default", [], []
+
+    def read(self, folder: str):
+        self.model, self.folders = load_hf_model(folder, dtype=torch.float32)[0], [*self.folders, folder]
+
+    def draw(self, prompt, n, room, temperature, ends, seed, bias) -> list[dict]:
+        noise = torch.rand((n, room), generator=torch.Generator().manual_seed(seed))
+        with ONE_AT_A_TIME:
+            self.asked.append((prompt, n, temperature, self.version))
+            self.model.unknown_ids = torch.tensor([int(i) for i in bias]) if bias else None
+            return rollout(self.model, [prompt], noise[None], temperature, ends, max_len=len(prompt) + room)
+
+    def answer(self, path: str, body: dict | None):
+        """(status, what to answer)"""
+        sglang = self.kind == "sglang"
+        if path == "/v1/models":
+            return 200, {"data": [{"id": "policy", "owned_by": self.kind, "max_model_len": 64}]}
+        if path == "/generate" and sglang:
+            first, seeds = body["sampling_params"][0], [p["sampling_seed"] for p in body["sampling_params"]]
+            assert seeds == [*range(seeds[0], seeds[0] + len(seeds))] and body["return_logprob"]
+            samples = self.draw(body["input_ids"][0], len(seeds), first["max_new_tokens"], first["temperature"],
+                                first["stop_token_ids"], seeds[0], first.get("logit_bias"))
+            return 200, [{"text": "", "meta_info": {
+                "finish_reason": {"type": "length" if s["truncated"] else "stop"},
+                "output_token_logprobs": [[x, i, None] for x, i in zip(s["logprobs"], s["ids"])],
+                **({"weight_version": self.version} if self.tells else {})}} for s in samples]
+        if path == "/v1/completions" and not sglang:
+            assert body["return_token_ids"] and body["model"] == "policy" and (body["top_p"], body["top_k"]) == (1.0, -1)
+            samples = self.draw(body["prompt"], body["n"], body["max_tokens"], body["temperature"], body["stop_token_ids"],
+                                body["seed"], body.get("logit_bias"))
+            return 200, {"choices": [
+                {"index": i, "text": "", "finish_reason": "length" if s["truncated"] else "stop", "token_ids": s["ids"],
+                 "logprobs": {"token_logprobs": s["logprobs"]}} for i, s in enumerate(samples)][::-1]}
+        if path == "/update_weights_from_disk" and sglang:
+            self.read(body["model_path"])
+            self.version = body["weight_version"]
+            return 200, {"success": True, "message": "done"}
+        if path == "/collective_rpc" and not sglang:
+            assert body["method"] == "reload_weights"
+            self.read(body["kwargs"]["weights_path"])
+            return 200, {"results": [None]}
+        if path == "/reset_prefix_cache" and not sglang:
+            return 200, None
+        if path == "/update_weight_version" and self.tells and not sglang:
+            self.version = body["new_version"]
+            return 200, {"success": True}
+        if path == "/weight_info" and self.tells and not sglang:
+            return 200, {"weight_version": self.version}
+        return 404, {"detail": "Not Found"}
+
+
+@contextmanager
+def serving(engine: Engine, port=0, after_s=0.0):
+    """Its address, while it serves; on the given port, once this time is over."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self, body=None):
+            try:
+                status, answer = engine.answer(self.path, body)
+                answer = engine.fault(self.path, answer)
+            except ConnectionAbortedError:
+                return self.connection.close()
+            content = answer if isinstance(answer, bytes) else b"" if answer is None else json.dumps(answer).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def do_POST(self):
+            self.do_GET(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+        def log_message(self, *args):
+            pass
+
+    time.sleep(after_s)
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()

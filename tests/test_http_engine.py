@@ -1,0 +1,256 @@
+"""grpo.py --engine: the same run as in place, when the server samples with our own decoder; and servers that go wrong."""
+import math
+import os
+import socket
+import threading
+import time
+
+import pytest
+import torch
+from engine_server import Engine, serving
+from policy import SAME, TINY, assert_same, hf_folder, lines_of, run, sharp_model, steps_of
+
+from grpo import Config
+from rl import http_engine
+from rl.http_engine import Server, find_server, wrong_sample
+from support.hf import save_hf
+
+ENDS = [0]
+
+
+def evaluations(out) -> list[tuple]:
+    names = ("step", "eval_reward", "eval_greedy")
+    return [tuple(line[name] for name in names) for line in lines_of(out) if "eval_reward" in line]
+
+
+# ---------------------------------------------------------------- whole runs
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, processes, flags", [
+    ("vllm", 1, ["--temperature", 0.7, "--eval_every", 1]),
+    ("sglang", 2, ["--async_steps", 1, "--dynamic_sampling", 1, "--eval_every", 2]),
+], ids=["vllm", "sglang, two ranks, one step ahead"])
+def test_a_server_gives_the_run_that_is_sampled_in_place(tmp_path, kind, processes, flags):
+    flags, engine = [*SAME, "--steps", 4, "--lr", "2e-2", "--warmup_steps", 0, *flags], Engine(kind)
+    with serving(engine) as url:
+        said = run(processes, *flags, "--engine", url, "--engine_requests", 3, "--out", tmp_path / "server")
+    run(1, *flags, "--out", tmp_path / "place")
+    there, here = steps_of(tmp_path / "server"), steps_of(tmp_path / "place")
+    assert_same(there, here, 1e-5)
+    assert [line["staleness"] for line in there] == [line["staleness"] for line in here]
+    assert evaluations(tmp_path / "server") == evaluations(tmp_path / "place") and len(engine.folders) >= 4
+    assert len({line[1:] for line in evaluations(tmp_path / "place")}) > 1  # else any version would give these
+    assert f"by {url}" in said and os.listdir(tmp_path / "server" / "engine") == []  # each version was removed after the next
+    assert not any(os.path.exists(folder) for folder in engine.folders)
+
+
+@pytest.mark.slow
+def test_adapters_reach_the_server_merged(tmp_path):
+    hf_folder(tmp_path / "hf", "llama", std=0.3)
+    flags = [*TINY[:2], *TINY[4:], "--init_from", tmp_path / "hf", "--seq_len", 64, "--max_new_tokens", 12, "--steps", 3,
+             "--eval_every", 0, "--lora_rank", 4, "--lr", "1e-2", "--warmup_steps", 0]
+    engine = Engine("vllm")
+    with serving(engine) as url:
+        run(1, *flags, "--engine", url, "--engine_weights", tmp_path / "weights", "--out", tmp_path / "server")
+    assert all(os.path.dirname(folder) == str(tmp_path / "weights") for folder in engine.folders) and len(engine.folders) == 3
+    run(1, *flags, "--out", tmp_path / "place")
+    assert_same(steps_of(tmp_path / "server"), steps_of(tmp_path / "place"), 1e-5)
+    assert max(line["logprob_max_diff"] for line in steps_of(tmp_path / "server")) < 1e-4
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_costs_nothing(tmp_path):
+    """One line, the checkpoint stays, and the run goes on with another server as if nothing had been."""
+    flags, out, answers = [*SAME, "--steps", 5, "--checkpoint_every", 1], tmp_path / "run", []
+    del flags[flags.index("--checkpoint_every") : flags.index("--checkpoint_every") + 2]
+
+    def dies(path, answer):
+        answers.append(path)
+        if answers.count("/v1/completions") > 10:  # in the third step
+            raise ConnectionAbortedError
+        return answer
+
+    with serving(Engine("vllm", dies)) as url:
+        said = run(1, *flags, "--engine", url, "--out", out, status=1)
+    ours = [line for line in said.splitlines() if "--engine" in line]
+    assert len(ours) == 1 and "the connection broke during /v1/completions" in ours[0] and "Traceback" not in said
+    assert [line["step"] for line in steps_of(out)] == [1, 2] and "step-2" in os.listdir(out / "checkpoints")
+    with serving(Engine("sglang")) as url:
+        assert "continuing from" in run(1, *flags, "--engine", url, "--out", out)
+    run(1, *flags, "--out", tmp_path / "place")
+    assert_same(steps_of(out), steps_of(tmp_path / "place"), 1e-5)
+
+
+# ---------------------------------------------------------------- what a server may answer
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("weights") / "policy"
+    save_hf(sharp_model(), str(folder), torch.float32)
+    return str(folder)
+
+
+def ask(url, weights, version="7", timeout_s=20.0):
+    """Samples of one prompt, as the engine asks for them."""
+    server = Server(url, timeout_s)
+    server.load(weights, version)
+    found = server.sample([3, 4, 5], 4, 9, 1.0, ENDS, 1, {})
+    if server.kind == "vllm":
+        server.check_version()
+    for sample in found:
+        if wrong := wrong_sample(*sample, 9, ENDS, 24, False):
+            server.fail(wrong)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_both_kinds_answer_alike(weights, kind):
+    with serving(Engine(kind)) as url:
+        found = ask(url, weights)
+    with serving(Engine("vllm")) as url:
+        assert found == ask(url, weights)
+    assert len(found) == 4 and {reason for _, _, reason in found} == {"stop", "length"}
+    assert all((reason == "stop") == (ids[-1] in ENDS) for ids, _, reason in found)
+
+
+def spoiled(change, at=("/v1/completions", "/generate")):
+    return lambda path, answer: change(answer) if path in at else answer
+
+
+def with_choice(**fields):
+    def change(answer):
+        answer["choices"][0] |= fields
+        return answer
+    return spoiled(change)
+
+
+def with_meta(**fields):
+    def change(answer):
+        answer[1]["meta_info"] |= fields
+        return answer
+    return spoiled(change)
+
+
+def two_nans(answer):
+    answer["choices"][2]["logprobs"]["token_logprobs"][:2] = [math.nan] * 2
+    return answer
+
+
+def slow(answer):
+    time.sleep(1.5)
+    return answer
+
+
+FAULTS = {
+    "no JSON": ("vllm", spoiled(lambda answer: b"<html>busy"), "/v1/completions answers no JSON but b'<html>busy'"),
+    "no choices": ("vllm", spoiled(lambda answer: {"error": "busy"}), "answers in another form, KeyError 'choices' in {"),
+    "a list": ("sglang", spoiled(lambda answer: {"text": "", "meta_info": {}}), "/generate answers in another form"),
+    "no ids": ("vllm", with_choice(token_ids=None), "a log-probability for each"),
+    "no log-probabilities": ("vllm", with_choice(logprobs=None), "came back in another form, TypeError"),
+    "too few": ("vllm", spoiled(lambda answer: {"choices": answer["choices"][1:]}), "3 samples came back where 4"),
+    "too few of sglang": ("sglang", spoiled(lambda answer: answer[1:]), "3 samples came back where 4"),
+    "an id outside": ("vllm", with_choice(token_ids=[24], logprobs={"token_logprobs": [-1.0]}), "the id 24 is none"),
+    "an id that is none": ("sglang", with_meta(output_token_logprobs=[[-1.0, 2.5, None]]), "id 2.5 is none of the model's"),
+    "nan": ("vllm", spoiled(two_nans), "nan is no log-probability; vLLM needs --logprobs-mode processed_logprobs"),
+    "logits": ("sglang", with_meta(output_token_logprobs=[[3.5, 0, None]]), "3.5 is no log-probability"),
+    "none": ("sglang", with_meta(output_token_logprobs=[[None, 0, None]]), "None is no log-probability"),
+    "behind its end": ("vllm", with_choice(token_ids=[0, 5, 0], logprobs={"token_logprobs": [-1.0] * 3}), "goes on behind"),
+    "no end": ("vllm", with_choice(token_ids=[5], logprobs={"token_logprobs": [-1.0]}, finish_reason="stop"),
+               "it ended with the id 5, which is none of [0]"),
+    "cut off": ("vllm", with_choice(token_ids=[5], logprobs={"token_logprobs": [-1.0]}, finish_reason="length"),
+                "it was cut off after 1 ids, and 9 were asked for"),
+    "aborted": ("sglang", with_meta(finish_reason={"type": "abort"}), "its finish_reason is 'abort'"),
+    "not reloaded": ("sglang", spoiled(lambda answer: {"success": False, "message": "gone"}, ["/update_weights_from_disk"]),
+                     "it did not read"),
+    "an old version": ("sglang", with_meta(weight_version="6"), "it has the weights '6' and not '7'"),
+    "started again": ("vllm", spoiled(lambda answer: {"weight_version": "default"}, ["/weight_info"]), "weights 'default' and"),
+    "busy": ("vllm", spoiled(lambda answer: {"success": False}, ["/reset_prefix_cache"]), "must be this run's alone"),
+    "slow": ("vllm", spoiled(slow), "no answer to /v1/completions within --rollout_timeout_s 0.5"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_nonsense_is_refused_in_one_line(weights, name):
+    kind, fault, message = FAULTS[name]
+    with serving(Engine(kind, fault)) as url, pytest.raises(ValueError) as error:
+        ask(url, weights, timeout_s=0.5 if name == "slow" else 20.0)
+    assert message in str(error.value) and str(error.value).startswith(f"--engine {url}: ") and "\n" not in str(error.value)
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def test_a_server_is_looked_for_before_anything_is_built(weights):
+    port = free_port()
+    cfg = Config(engine=f"http://127.0.0.1:{port}")
+    with pytest.raises(ValueError, match="nothing answers there .*start the server"):
+        find_server(cfg, None, 0)
+    find_server(cfg, None, 1)  # rank 0 alone asks
+    with serving(Engine("llama.cpp"), port), pytest.raises(ValueError, match="owned_by 'llama.cpp'; it must be"):
+        find_server(cfg, None, 0)
+    with serving(Engine("vllm"), port):
+        find_server(cfg, None, 0)
+        with pytest.raises(ValueError, match="at most 64 tokens, fewer than --seq_len 128; start it with --max-model-len"):
+            find_server(Config(engine=cfg.engine, seq_len=128), None, 0)
+
+        class WithTool:
+            tool = "something"
+
+        with pytest.raises(ValueError, match="has a tool"):
+            find_server(cfg, WithTool, 0)
+    for wrong in ("127.0.0.1:8000", "http://", "ftp://a:1", "http://a:1/v1"):
+        with pytest.raises(ValueError, match="must be an address such as"):
+            Config(engine=wrong)
+    for flags in (dict(gen_ranks=1), dict(batch_invariant=True), dict(routing_replay=True)):
+        with pytest.raises(ValueError, match=f"--{[*flags][0]} and --engine: .*; leave one of them out"):
+            Config(engine=cfg.engine, **flags)
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_a_server_may_be_away_for_a_moment(weights, monkeypatch, capsys, tells):
+    """A refused connection is tried again, unless the server may have lost its weights and cannot tell."""
+    monkeypatch.setattr(http_engine, "PAUSES", (0.2,) * 50)
+    engine, port = Engine("vllm", tells=tells), free_port()
+    with serving(engine, port) as url:
+        server = Server(url, 20.0)
+        server.load(weights, "7")
+        first = server.sample([3, 4, 5], 4, 9, 1.0, ENDS, 1, {})
+        server.check_version()
+    assert ("cannot tell which weights" in capsys.readouterr().out) == (not tells)
+    found = []
+    waiting = threading.Thread(target=lambda: found.append(server.sample([3, 4, 5], 4, 9, 1.0, ENDS, 1, {})))
+    waiting.start()
+    while not server.refused:
+        time.sleep(0.01)
+    with serving(engine, port):
+        waiting.join()
+        assert found == [first] and "connection refused, tried again in" in capsys.readouterr().out
+        if tells:
+            server.check_version()
+            assert server.tells
+        else:
+            with pytest.raises(ValueError, match="was away for a moment and cannot tell"):
+                server.check_version()
+    monkeypatch.setattr(http_engine, "PAUSES", ())
+    with pytest.raises(ValueError, match="nothing answers there"):
+        server.sample([3], 1, 9, 1.0, ENDS, 1, {})
+
+
+def test_vllm_needs_its_development_mode(weights):
+    class Plain(Engine):
+        def answer(self, path, body):
+            return (404, {"detail": "Not Found"}) if path == "/collective_rpc" else super().answer(path, body)
+
+    with serving(Plain("vllm")) as url, pytest.raises(ValueError, match="start vLLM with VLLM_SERVER_DEV_MODE=1"):
+        ask(url, weights)
+
+
+def test_ids_that_the_tokenizer_lacks_are_never_sampled(weights):
+    """As in place: their probability is 0 on both sides."""
+    bias = {str(i): -100 for i in range(12, 24)}
+    with serving(Engine("vllm")) as url:
+        server = Server(url, 20.0)
+        server.load(weights, "7")
+        free, bound = (server.sample([3, 4, 5], 16, 9, 1.0, ENDS, 1, b) for b in ({}, bias))
+    assert max(i for ids, _, _ in free for i in ids) >= 12 > max(i for ids, _, _ in bound for i in ids)
