@@ -518,11 +518,11 @@ def load_weights(modules: list[nn.Module], folder: str):
 
 # --- One process: a model to sample from, and the command line ---
 def saved_model(path: str) -> tuple[type, object]:
-    """(class of the model in models/, its config) of a step folder. Raises ValueError for a class from anywhere else."""
+    """(class of the model, its config) of a step folder. Raises ValueError unless it is in models/ or forks/."""
     fields = dict(read_json(path, "state.json")["identity"]["model"])
     module, name = fields.pop("module"), fields.pop("class")
-    if not re.fullmatch(r"models\.[A-Za-z_]\w*", module):  # a file must not decide what is imported
-        raise ValueError(f"{path} is of a model {module}.{name}; only those in models/ are loaded")
+    if not re.fullmatch(r"(models|forks)\.[A-Za-z_]\w*", module):  # a file must not decide what is imported
+        raise ValueError(f"{path} is of a model {module}.{name}; only those in models/ and forks/ are loaded")
     module = importlib.import_module(module)
     return getattr(module, name), getattr(module, f"{name}Config")(**fields)
 
@@ -535,7 +535,7 @@ def open_saved(folder: str) -> tuple[str, nn.Module, object]:
     say = partial(print, "checkpoint:", file=sys.stderr, flush=True)  # stdout is for what one samples
     path, manifest = newest_good(folder, candidates(folder), verify, say)
     Model, config = saved_model(path)
-    code = {file: text for file, text in local_code().items() if file.startswith("models" + os.sep)}
+    code = {file: text for file, text in local_code().items() if file.startswith(("models" + os.sep, "forks" + os.sep))}
     if files := [file for file in changed_code(path, code) if not file.endswith("(new)")]:
         say(f"code that has changed since step {manifest['step']} was written: {', '.join(files)}")
     with torch.device("meta"):  # memory only once, and in the wanted dtype

@@ -605,7 +605,7 @@ def test_a_checkpoint_does_not_choose_what_is_imported(tmp_path):
     state["identity"]["model"]["module"] = "os.path"
     rewrite(path(tmp_path, 2), "state.json", json_bytes(state))
     for reader in (load_model, lambda folder: grpo.model_of(grpo.Config(init_from=folder), 8)):
-        with pytest.raises(ValueError, match="only those in models/"):
+        with pytest.raises(ValueError, match="only those in models/ and forks/"):
             reader(str(tmp_path))
     os.remove(os.path.join(path(tmp_path, 2), "state.json"))
     saved(tmp_path, 1)

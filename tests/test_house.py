@@ -18,12 +18,13 @@ LAYERS = [
     ["data", "support", "checkpoint"],
     ["rl"],
     ["generate", "evaluate", "grpo", "train_llama3", "train_qwen3", "train_deepseek", "ablate"],
+    ["forks"],
 ]
 
 
 def house() -> dict[str, str]:
     """{module: source} of all that is not tests or benchmarks."""
-    files = [p for folder in (".", "models", "distributed", "support", "rl") for p in ROOT.glob(f"{folder}/*.py")]
+    files = [p for folder in (".", "models", "distributed", "support", "rl", "forks") for p in ROOT.glob(f"{folder}/*.py")]
     names = {str(p.relative_to(ROOT).with_suffix("")).replace("/", "."): p.read_text() for p in files}
     return {name: text for name, text in names.items() if not name.endswith("__init__")}
 
@@ -98,7 +99,7 @@ def test_the_reading_path_is_read_in_one_sitting():
 
 def test_folders_are_packages():
     """A folder without __init__.py loses against an installed package of its name: there is one called distributed."""
-    for folder in ("models", "distributed", "support", "rl"):
+    for folder in ("models", "distributed", "support", "rl", "forks"):
         assert (ROOT / folder / "__init__.py").is_file()
 
 
@@ -144,8 +145,8 @@ def test_a_name_is_one_thing():
         for node in ast.parse(text).body:
             if isinstance(node, ast.FunctionDef) and node.name != "main":
                 owners[node.name].append(module)
-    recipes = {"train_llama3", "train_qwen3", "train_deepseek"}
-    models = {name for name in house() if name.startswith("models.")}
+    recipes = {name for name in house() if name.removeprefix("forks.").startswith("train_")}
+    models = {name for name in house() if name.startswith(("models.", "forks."))} - recipes
     double = {name: found for name, found in owners.items() if len(found) > 1 and not set(found) <= recipes | {"grpo"}
               and not set(found) <= models}
     assert double == {}
