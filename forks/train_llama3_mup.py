@@ -130,11 +130,11 @@ def notes(cfg: Config, done: int) -> str:
     return "\n".join(lines)
 
 
-# mup: the learning rate of the blocks' matrices falls with the width
-# differs from llama3: so they have an optimizer of their own
-def build_optimizers(stages, cfg: Config) -> list[torch.optim.Optimizer]:
+# differs from llama3: the blocks' matrices have an optimizer of their own
+def build_optimizers(stages, cfg: Config) -> list[torch.optim.Optimizer]:  # mup: their learning rate falls with the width
     """AdamW, and another AdamW, the last of the list, for the blocks' matrices, which have a learning rate of their own."""
     params = [(fqn, p) for stage in stages for fqn, p in stage.named_parameters() if p.requires_grad]
+    # mup: always, and not only for Muon
     matrices = [p for fqn, p in params if p.dim() > 1 and fqn.startswith("blocks.")]
     taken = {id(p) for p in matrices}
     rest = [p for _, p in params if id(p) not in taken]
@@ -143,11 +143,11 @@ def build_optimizers(stages, cfg: Config) -> list[torch.optim.Optimizer]:
     groups = [{"params": decays, "weight_decay": cfg.weight_decay}, {"params": others, "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
     optimizers = []
-    betas = (cfg.beta1, cfg.beta2)
     if groups:  # a pipeline stage in the middle may have matrices only
+        betas = (cfg.beta1, cfg.beta2)
         optimizers.append(adamw(groups, cfg.lr, betas, cfg.eps, cfg.adamw_moments, cfg.stochastic_rounding))
-    # mup: main gives these another learning rate than the rest
-    groups = [{"params": matrices, "weight_decay": cfg.weight_decay}]
+    # mup: every stage has some
+    groups, betas = [{"params": matrices, "weight_decay": cfg.weight_decay}], (cfg.beta1, cfg.beta2)
     optimizers.append(adamw(groups, cfg.lr, betas, cfg.eps, cfg.adamw_moments, cfg.stochastic_rounding))
     return optimizers
 

@@ -87,3 +87,10 @@ def added_code(original: str, fork: str) -> int:
 @pytest.mark.parametrize("original, fork, most", RECIPES)
 def test_a_fork_is_short(original, fork, most):
     assert added_code(original, fork) <= most
+
+
+@pytest.mark.parametrize("original, fork", [pair for pair in FORKS if pair[1].startswith("forks/")])
+def test_the_readme_of_the_forks_counts_right(original, fork):
+    rows = [line.split("|") for line in (ROOT / "forks/README.md").read_text().splitlines() if line.startswith("| `")]
+    (row,) = [row for row in rows if f"`{Path(fork).name}`" in row[1]]
+    assert int(row[3]) == added_code(original, fork) and f"`{original}`" in row[2]
