@@ -14,6 +14,7 @@ import json
 import math
 import os
 import shutil
+import tempfile
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -223,6 +224,12 @@ def find_server(cfg, env, rank: int):
         if (server.max_len or cfg.seq_len) < cfg.seq_len:
             server.fail(f"its sequences have at most {server.max_len} tokens, fewer than --seq_len {cfg.seq_len}; start it "
                         f"with --max-model-len (SGLang: --context-length) {cfg.seq_len}")
+        if cfg.engine_weights:
+            try:
+                os.makedirs(cfg.engine_weights, exist_ok=True)
+                tempfile.TemporaryFile(dir=cfg.engine_weights).close()
+            except OSError as error:
+                raise ValueError(f"--engine_weights {cfg.engine_weights}: no folder to write in ({error.strerror})") from None
 
 
 # ---------------------------------------------------------------- the engine

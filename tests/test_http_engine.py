@@ -193,6 +193,8 @@ def test_a_server_is_looked_for_before_anything_is_built(weights):
         find_server(cfg, None, 0)
         with pytest.raises(ValueError, match="at most 64 tokens, fewer than --seq_len 128; start it with --max-model-len"):
             find_server(Config(engine=cfg.engine, seq_len=128), None, 0)
+        with pytest.raises(ValueError, match="--engine_weights .*test_http_engine.py: no folder to write in"):
+            find_server(Config(engine=cfg.engine, engine_weights=__file__), None, 0)
 
         class WithTool:
             tool = "something"
