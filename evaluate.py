@@ -10,8 +10,9 @@ The fields of a line say what is asked; more fields than these may be there:
     {"question", "choices", "answer"} acc: the likeliest choice is right; acc_norm, acc_bytes: by log-probability divided by the
                                       number of characters or bytes. answer: the choice's text, its letter, or its number from 0
     {"question", "answer"}            exact_match: what the model writes has the answer's number (behind the last ####, else the
-                                      last one in the text), or is the answer where that has no number; a text that is cut off
-                                      at --max_new_tokens is wrong
+                                      last one in the text), or is the answer where that has no number; --answers math: the
+                                      answer is in the last \\boxed{}, and fractions are compared as such (rl/answers.py). A
+                                      text that is cut off at --max_new_tokens is wrong
 
 A prompt is "Question: {question}\\nAnswer:", or with --chat "{question}" in the chat template; requests are made of it as
 lm-eval makes them (rl/scoring.py). The same numbers come out in every layout and with every batch size, up to rounding. Errors
@@ -27,9 +28,11 @@ import time
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Literal
 
 from distributed.launch import run
-from rl.answers import final_number, same_number, same_text
+from rl.answers import KINDS as RIGHT
+from rl.answers import final_number, is_right, never_right
 from rl.datasets import Line, fill_template, is_answer, jsonl_lines, read_content, unescape
 from rl.scoring import (
     WRITING,
@@ -71,6 +74,7 @@ class Config(ScoringConfig, ChatConfig):
     prompt_template: str = flag("", QUESTIONS)  # with {fields}; empty: Question: {question}\nAnswer:, or with --chat {question}
     shots: int = flag(0, QUESTIONS)  # answered questions before each one
     shots_file: str = flag("", SHOTS)  # .jsonl whose first lines they are
+    answers: Literal["auto", *RIGHT] = flag("auto", WRITING)  # what is right; auto: number, or exact without one
     max_new_tokens: int = flag(256, WRITING)  # an answer that has not ended by then is cut off, and wrong
     temperature: float = flag(0.0, WRITING)  # 0 always takes the likeliest token
     stop: list[str] = flag(["\\nQuestion:"], WRITING)  # an answer ends before any of these; \n is a new line
@@ -103,6 +107,14 @@ def read_task(path: str, flag="--task") -> tuple[str, list[Line]]:
         raise ValueError(f"{lines[0].where} has {', '.join(lines[0].fields) or 'no fields'}; need text, or question, choices "
                          "and answer, or question and answer")
     return found[0], [check_line(line, found[0]) for line in lines]
+
+
+def check_answers(lines: list[Line], answers: str):
+    """Raises ValueError for a line whose answer no text can give."""
+    for line in lines if answers != "auto" else ():
+        if reason := never_right(answers, str(line.fields["answer"])):
+            raise ValueError(f"{line.where}: nothing can be right with --answers {answers} where the answer is "
+                             f"{str(line.fields['answer'])[-60:]!r}: {reason}")
 
 
 def check_line(line: Line, kind: str) -> Line:
@@ -181,16 +193,17 @@ def multiple_choice(lines: list[Line], scores: list[list[tuple]]) -> tuple[list[
     return items, {name: x for metric in lengths for name, x in ratio(metric, [item[metric] for item in items]).items()}
 
 
-def exact_match(lines: list[Line], samples: list[dict]) -> tuple[list[dict], dict]:
-    """(items, metrics) of questions that were answered. samples: of complete()."""
+def exact_match(lines: list[Line], samples: list[dict], answers="auto") -> tuple[list[dict], dict]:
+    """(items, metrics) of questions that were answered. samples: of complete(); answers: of rl/answers.py, or auto."""
     items = []
     for line, sample in zip(lines, samples):
         answer = str(line.fields["answer"])
-        number = final_number(answer)
-        same = (same_text if number is None else same_number)(sample["text"], answer)
+        number = final_number(answer) if answers in ("auto", "number") else None
+        kind = answers if answers != "auto" else "exact" if number is None else "number"
+        correct = is_right(kind, sample["text"], answer) and not sample["truncated"]
         items.append(dict(
             question=line.fields["question"], prediction=sample["text"], answer=answer if number is None else number,
-            tokens=len(sample["ids"]), truncated=sample["truncated"], correct=int(same and not sample["truncated"])))
+            tokens=len(sample["ids"]), truncated=sample["truncated"], correct=int(correct)))
     return items, ratio("exact_match", [item["correct"] for item in items]) | dict(
         truncated=sum(item["truncated"] for item in items) / len(items))
 
@@ -244,6 +257,7 @@ def main(cfg: Config):
     kind, lines = read_task(cfg.task)
     lines, cfg.kind = lines[: cfg.limit or None], kind
     counted = f"{len(lines):,} line{'s' * (len(lines) > 1)}"
+    check_answers(lines, cfg.answers if kind == "answer" else "auto")
     text, Model, model_config, folder = read_checkpoint(cfg.checkpoint, open_chat(cfg.checkpoint, cfg))
     longest = check_task(cfg, kind, model_config, folder)
     layout = plan_layout(cfg, model_config, longest)
@@ -268,7 +282,7 @@ def main(cfg: Config):
             prompts = [prompt[-room:] for prompt, _ in requests]
             samples = complete(stages[0], layout, text, prompts, cfg.max_new_tokens, cfg.temperature, cfg.seed,
                                [unescape(string) for string in cfg.stop])
-            items, metrics = exact_match(lines, samples)
+            items, metrics = exact_match(lines, samples, cfg.answers)
         else:
             scores = iter(score(stages, layout, requests, longest))
             grouped = [[next(scores) for _ in group] for group in groups]

@@ -404,6 +404,20 @@ def test_what_counts_as_the_right_answer():
     assert items[0] == dict(question="why", prediction="it is 1234 .\n", answer=1234.0, tokens=2, truncated=False, correct=1)
 
 
+@pytest.mark.parametrize("answers, correct", [("auto", [0, 1, 1]), ("exact", [0, 0, 1]), ("number", None), ("math", [1, 0, 1])])
+def test_what_is_right_can_be_said(answers, correct):
+    """As the rewards of grpo.py say it: a text that --reward math pays for is right with --answers math."""
+    lines = [evaluate.Line(f"a.jsonl:{i}", {"question": "?", "answer": answer}) for i, answer in enumerate(["1/2", 5, "7"])]
+    samples = [dict(text=text, ids=[1], truncated=False) for text in ("so \\boxed{\\frac{1}{2}}", "\\boxed{6} not 5", "7")]
+    if correct is None:
+        with pytest.raises(ValueError, match="a.jsonl:0: nothing can be right with --answers number where the answer is '1/2'"):
+            evaluate.check_answers(lines, answers)
+        return
+    evaluate.check_answers(lines, answers)
+    items, metrics = evaluate.exact_match(lines, samples, answers)
+    assert [item["correct"] for item in items] == correct and metrics["exact_match"] == pytest.approx(sum(correct) / 3)
+
+
 CHOICES, QUESTION = '{"question": "x", "choices": %s, "answer": %s}', '{"question": "x", "answer": "y"}'
 ERRORS = [
     ({}, "x", "", "--task is missing"),
@@ -435,6 +449,8 @@ ERRORS = [
     (dict(seq_len=512), "x", "task.txt", "--seq_len 512 must be between 1 and the model's max_seq_len 256"),
     (dict(seq_len=8, stride=9), "x", "task.txt", "--stride 9 must be between 1 and --seq_len 8"),
     (dict(max_new_tokens=8), "x", "task.txt", "--max_new_tokens 8 has no effect where nothing is written"),
+    (dict(answers="math"), "x", "task.txt", "--answers math has no effect where nothing is written"),
+    (dict(answers="number"), QUESTION, "task.jsonl", "task.jsonl:1: nothing can be right with --answers number"),
     (dict(shots=1, shots_file="y"), "x", "task.txt", "--shots 1 has no effect on a text"),
     (dict(stride=8, max_new_tokens=8), QUESTION, "task.jsonl", "--stride 8 has no effect on questions"),
     ({}, QUESTION, "task.jsonl", "--max_new_tokens 256 leaves no room for a prompt in the 256 tokens"),
