@@ -50,7 +50,7 @@ from rl.environments import draw_task, held_out_tasks, leave_out_long, supervise
 from rl.http_engine import EngineConfig, find_server
 from rl.policy import FLAVORS, build_policy, keep_reference, model_of
 from rl.refusals import check_flags, check_own_run
-from rl.reports import introduce, sample_numbers, show_evaluation, show_step
+from rl.reports import ReportConfig, introduce, keep_samples, sample_numbers, show_evaluation, show_step
 from rl.rewards import RewardConfig, held_out_numbers
 from rl.routing import RoutingConfig, experts_of, replayed_experts
 from support.asking import ChatConfig, open_chat
@@ -73,7 +73,7 @@ WARM_UP = Need("with --init_from: its model needs no warm-up", lambda c: not c.i
 
 @dataclass(kw_only=True)
 class Config(ParallelConfig, LaunchConfig, LoraConfig, CheckpointConfig, MetricsConfig, DatasetConfig, RewardConfig,
-             RoutingConfig, ChatConfig, EngineConfig):
+             RoutingConfig, ChatConfig, EngineConfig, ReportConfig):
     flavor: Literal[tuple(FLAVORS)] = flag("debug", OWN_MODEL)  # a small Llama 3, or Qwen3 with experts
     model_args: str = ""  # fields of the flavor to change: "n_layers=4,dim=128"
     out: str = "runs/grpo"  # folder for everything that the run writes; the same folder again continues the run
@@ -119,7 +119,6 @@ class Config(ParallelConfig, LaunchConfig, LoraConfig, CheckpointConfig, Metrics
     eval_k: int = 4  # samples per held-out prompt, for pass@k; a greedy one comes on top
     checkpoint_every: int = 100  # steps between checkpoints (and one at the end); 0 = never
     chat: bool = True  # prompts in the chat template of --init_from, where it has one; --no-chat: as they are, for base models
-    log_every: int = 10  # steps between printed lines, and between samples in samples.jsonl; metrics.jsonl has every step
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto = a GPU if there is one
 
     def __post_init__(self):
@@ -127,6 +126,7 @@ class Config(ParallelConfig, LaunchConfig, LoraConfig, CheckpointConfig, Metrics
         DatasetConfig.__post_init__(self)
         RewardConfig.__post_init__(self)
         EngineConfig.__post_init__(self)
+        ReportConfig.__post_init__(self)
         check_flags(self)
 
 
@@ -510,7 +510,8 @@ def main(cfg: Config):
         metrics.log(step, loss=line["loss"], loss_max=line["loss_max"], grad_norm=line["grad_norm"], lr=lr,
                     tokens_hash=tokens_hash, extra=line, show=False)
         if layout.rank == 0 and metrics.due(step):
-            show_step(cfg, step, line, groups[0], text)
+            show_step(cfg, step, line)
+            keep_samples(cfg, step, samples, text)
         state = {"step": step, "cursor": batch["cursor"], "tokens": metrics.tokens, "policy_version": trainer.policy_version,
                  "batch": None, "made_with": rollouts.made_with(cfg), "bos": text.bos}
         if step == first:

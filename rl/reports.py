@@ -2,11 +2,21 @@
 import json
 import math
 import os
+from dataclasses import dataclass
 
 import torch
 
-from support.config import save_config
+from support.config import check_range, save_config
 from support.metrics import drop_lines_from
+
+
+@dataclass(kw_only=True)
+class ReportConfig:
+    log_every: int = 10  # steps between printed lines, and between samples in samples.jsonl; metrics.jsonl has every step
+    log_samples: int = 4  # samples of each such step in samples.jsonl; 0 = none, -1 = all
+
+    def __post_init__(self):
+        check_range(self, -1, math.inf, "log_samples")
 
 
 def introduce(cfg, layout, identity: dict, size: str, left_out: list[str], n_held_out: int, done: int):
@@ -45,14 +55,18 @@ def sample_numbers(groups: list[list[dict]], batch: dict) -> dict:
         rollout_ended=batch["ended"])
 
 
-def show_step(cfg, step: int, line: dict, group: list[dict], text):
-    """One line on the screen, and some samples of one prompt in samples.jsonl."""
+def show_step(cfg, step: int, line: dict):
+    """One line on the screen."""
     print(f"step {step}/{cfg.steps}  reward {line['reward_mean']:.3f}  loss {line['loss']:+.4f}  entropy {line['entropy']:.3f}"
           f"  length {line['length_mean']:.1f}  equal {line['zero_variance_groups']:.0%}  k3 {line['logprob_k3']:.0e}"
           f"  grad_norm {line['grad_norm']:.3f}  rollout {line['rollout_s']:.2f} s  train {line['train_s']:.2f} s"
           + f"  {line['prompts_too_long']} prompts too long" * (line["prompts_too_long"] > 0), flush=True)
+
+
+def keep_samples(cfg, step: int, samples: list[dict], text):
+    """The first --log_samples of a step in samples.jsonl, those of one prompt next to each other."""
     with open(f"{cfg.out}/samples.jsonl", "a") as file:
-        for s in group[:4]:
+        for s in samples if cfg.log_samples == -1 else samples[: cfg.log_samples]:
             shown = {"step": step, "prompt": text.tokenizer.decode(s["prompt"]), "completion": s["text"]}
             shown |= {k: s[k] for k in ("reward", "advantage", "truncated")}
             file.write(json.dumps(shown, ensure_ascii=False) + "\n")
@@ -60,6 +74,8 @@ def show_step(cfg, step: int, line: dict, group: list[dict], text):
 
 def show_evaluation(cfg, step: int, line: dict):
     """One line on the screen of what held_out_numbers() has found."""
-    shown = [f"{line[name]:.4f} +- {line[f'{name}_stderr'] or math.nan:.4f}" for name in ("eval_reward", "eval_pass_at_k")]
+    names = ("eval_reward", "eval_pass_at_k")
+    errors = [math.nan if line[f"{name}_stderr"] is None else line[f"{name}_stderr"] for name in names]
+    shown = [f"{line[name]:.4f} +- {error:.4f}" for name, error in zip(names, errors)]
     print(f"step {step}/{cfg.steps}  eval_reward {shown[0]}  greedy {line['eval_greedy']:.4f}  "
           f"pass@{cfg.eval_k} {shown[1]}  ({line['eval_n']} held-out prompts)", flush=True)

@@ -637,6 +637,10 @@ def tokens_of(run) -> list:
     return [s["ids"] for s in run.samples[0]]
 
 
+def kept_samples(seen) -> int:
+    return len(Path(seen.out, "samples.jsonl").read_text().splitlines())
+
+
 rl("flavor", "debug_moe", lambda new, old: getattr(new, "n_experts", 0) == 8, configured, model_args="")
 rl("model_args", SIZES + ",rope_theta=7", lambda new, old: new.rope_theta == 7, configured)
 rl("out", "<new_rl>", lambda new, old: new.out == PLACES["<new_rl>"] and "samples.jsonl" in new.files)
@@ -704,6 +708,8 @@ rl("eval_k", 3, lambda new, old: 3 in {rollout.noise.shape[1] for rollout in new
 rl("checkpoint_every", 1, lambda new, old: new.saved == ["step-1", "step-2"])
 rl("chat", False, lambda new, old: "begins from nothing has no chat template" in new.error)
 rl("log_every", 3, lambda new, old: new.printed.count("reward ") == old.printed.count("reward ") - 1, steps=4)
+rl("log_samples", 0, lambda new, old: kept_samples(new) == 0, steps=4)
+rl("log_samples", -1, lambda new, old: kept_samples(new) == 3 * 16 and kept_samples(old) == 3 * 4, log_every=2, steps=4)
 rl("device", "cuda", lambda new, old: "torch finds 0 GPUs" in new.error)
 
 
@@ -770,8 +776,8 @@ def test_every_flag_has_a_row():
     for program in PROGRAMS:
         for group, fields in option_groups(importlib.import_module(program).Config).items():
             shared = group.__module__ not in ("grpo", "generate")  # the groups and the three recipes, which are copies
-            owners = {"rl.datasets": "grpo", "rl.rewards": "grpo", "rl.routing": "grpo", "support.asking": "generate"}
-            owner = owners.get(group.__module__, group.__module__)
+            name = group.__module__
+            owner = "generate" if name == "support.asking" else "grpo" if name.startswith("rl.") else name
             tested = {r.flag for r in ROWS if shared and r.program.startswith("train_") or r.program == owner}
             missing += [f"--{f.name} ({group.__module__})" for f in fields if f.name not in tested | ELSEWHERE.keys()]
     assert not missing, f"without a test of their effect: {', '.join(dict.fromkeys(missing))}; add a row to ROWS in this file"
