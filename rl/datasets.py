@@ -9,19 +9,16 @@
 with as many of these parameters as it wants, by their names; fields is the whole line as a dict. Without --eval_data an eighth
 of the prompts is held out, chosen by their hash. With it nothing is held out of --env_data, and the test file is read whole.
 """
-import importlib.util
 import inspect
 import json
-import os
 import re
 import string
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from rl.answers import KINDS, is_right, never_right
-from rl.environments import open_env, shuffled
+from rl.environments import load_own, open_env, shuffled
 from support.config import Need, flag
 from support.readers import PACKED, format_of, unpacked
 
@@ -155,15 +152,10 @@ def built_in(kind: str):
 
 def open_reward(path: str):
     """The function reward() of a file, given those of its parameters that it asks for. Raises ValueError."""
-    if not path.endswith(".py") or not os.path.isfile(path):
-        raise ValueError(f"--reward {path} is no file ending in .py and none of {', '.join(KINDS)}")
-    spec = importlib.util.spec_from_file_location("nanotitan_reward", path)
-    module = sys.modules["nanotitan_reward"] = importlib.util.module_from_spec(spec)  # checkpoints keep its source
-    try:
-        spec.loader.exec_module(module)
-        parameters = inspect.signature(module.reward).parameters.values()
-    except Exception as error:
-        raise ValueError(f"--reward {path}: {error!r}; it must define reward({', '.join(REWARD_PARAMETERS)})") from None
+    module = load_own("reward", path, KINDS)
+    if not callable(getattr(module, "reward", None)):
+        raise ValueError(f"--reward {path}: it must define reward({', '.join(REWARD_PARAMETERS)})")
+    parameters = inspect.signature(module.reward).parameters.values()
     names = [p.name for p in parameters if p.default is p.empty or p.name in REWARD_PARAMETERS]
     if unknown := [name for name in names if name not in REWARD_PARAMETERS]:
         raise ValueError(f"--reward {path}: reward() asks for {unknown[0]}; it may ask for {', '.join(REWARD_PARAMETERS)}")

@@ -110,19 +110,25 @@ def open_env(name: str):
     """The environment that --env names; those of problems in files are in rl/datasets.py. Raises ValueError."""
     shuffled.cache_clear()
     if name not in ENVS:
-        if not name.endswith(".py") or not os.path.isfile(name):
-            raise ValueError(f"--env {name} is no file ending in .py and none of {', '.join(ENVS)}, dataset, gsm8k")
-        spec = importlib.util.spec_from_file_location("nanotitan_env", name)
-        env = sys.modules["nanotitan_env"] = importlib.util.module_from_spec(spec)  # checkpoints keep its source
-        try:
-            spec.loader.exec_module(env)
-        except Exception as error:
-            raise ValueError(f"--env {name}: {error!r}") from None
+        env = load_own("env", name, [*ENVS, "dataset", "gsm8k"])
         wanted = ["make"] * (not hasattr(env, "problems")) + ["reward"] + ["TOOL_END"] * hasattr(env, "tool")
         if missing := [name for name in wanted if not hasattr(env, name)]:
             raise ValueError(f"--env {name} does not define {' and '.join(missing)}; rl/environments.py says what it needs")
         return env
     return ENVS[name]
+
+
+def load_own(flag: str, path: str, names: list[str]):
+    """The module of a file that --env or --reward names. names: what else the flag takes. Raises ValueError."""
+    if not path.endswith(".py") or not os.path.isfile(path):
+        raise ValueError(f"--{flag} {path} is no file ending in .py and none of {', '.join(names)}")
+    spec = importlib.util.spec_from_file_location(f"nanotitan_{flag}", path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # checkpoints keep its source
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ValueError(f"--{flag} {path}: {error!r}") from None
+    return module
 
 
 def is_held_out(prompt: str) -> bool:

@@ -24,19 +24,20 @@ from support.files import read_json, write_file
 from support.manifest import Damaged, candidates, check_files, newest_good, read_manifest
 
 REPOSITORY = Path(__file__).parent.parent
+MODULES = ("__main__", "nanotitan_env", "nanotitan_reward")  # the program, and the files of --env and --reward
 GIT_SECONDS, DIFF_BYTES = 3.0, 1 << 20  # the most that a start waits for git; the most that a checkpoint keeps of its diff
 
 
 # --- Sources ---
 def code_roots() -> list[str]:
-    """The folders of the recipe, of our own files, and of --env, each with a slash at its end."""
+    """The folders of the recipe, of our own files, of --env and --reward, each with a slash at its end."""
     own = str(REPOSITORY / "checkpoint.py")
-    files = [getattr(sys.modules.get(name), "__file__", None) or own for name in ("__main__", "nanotitan_env")]
-    return [os.path.dirname(os.path.realpath(file)) + os.sep for file in (files[0], own, files[1])]
+    files = [getattr(sys.modules.get(name), "__file__", None) or own for name in MODULES]
+    return [os.path.dirname(os.path.realpath(file)) + os.sep for file in (files[0], own, *files[1:])]
 
 
 def local_code() -> dict[str, str]:
-    """{path: source} of all imported modules that are in or below the folder of the recipe, of our files, or of --env."""
+    """{path: source} of all imported modules that are in or below one of code_roots()."""
     found = {}
     files = {getattr(module, "__dict__", {}).get("__file__") for module in list(sys.modules.values())}
     files = sorted(os.path.realpath(file) for file in files if isinstance(file, str) and file.endswith(".py"))

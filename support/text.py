@@ -72,6 +72,7 @@ class Text:
         else:
             self.file, self.ends = f"{out}/tokenizer.json", [0]
             self.alphabet, self.tokenizer = alphabet, character_tokenizer(alphabet)
+            check_characters(out, self.file, self.tokenizer)
         self.eot = self.ends[0]
         bos = read_chat(source)[1].get("bos_token") if self.bos else None
         bos = self.tokenizer.token_to_id(bos) if bos else None
@@ -79,7 +80,8 @@ class Text:
         self.tokenizer.encode_special_tokens = not self.chat  # a template's markers are tokens; in any other text they are text
 
     def save(self):
-        if not os.path.exists(self.file):
+        """Characters into the run's folder; where there is no checkpoint yet, in place of those of an earlier start."""
+        if self.alphabet is not None:
             self.tokenizer.save(self.file)
 
     def prompt(self, text: str) -> list[int]:
@@ -101,6 +103,18 @@ class Text:
     def unknown(self, vocab_size: int) -> list[int]:
         """Ids of the model that are none of the tokenizer's: they would be invisible in the text that earns the reward."""
         return sorted(set(range(vocab_size)) - set(self.tokenizer.get_vocab(with_added_tokens=True).values()))
+
+
+def check_characters(out: str, file: str, tokenizer):
+    """Raises ValueError where a run goes on that began with other characters: to its model the ids would mean other ones."""
+    if not step_folders(out) or not os.path.isfile(file):
+        return
+    before, now = load_tokenizer(Path(file)).get_vocab(), tokenizer.get_vocab()
+    if before != now:
+        new, gone = (sorted(a.keys() - b.keys()) for a, b in ((now, before), (before, now)))
+        said = [f"{letters[0]!r} {what}" for letters, what in ((new, "is new"), (gone, "is missing")) if letters]
+        raise ValueError(f"the characters of the task are not those that {out} began with, which {file} lists: "
+                         f"{' and '.join(said) or 'their order is another'}; give the old ALPHABET or data, or use --out NEW")
 
 
 def character_tokenizer(alphabet: str):

@@ -6,6 +6,7 @@ from policy import REPO, TINY, run, steps_of
 
 import grpo
 from rl import answers, datasets, environments, rewards
+from support.provenance import local_code
 
 GSM8K = REPO.parent / "shared" / "data" / "gsm8k_train.jsonl"  # the published problems, where they are at hand
 
@@ -101,6 +102,7 @@ def test_a_reward_of_your_own_is_given_what_it_asks_for(tmp_path):
     assert env.reward(lines[2]["prompt"], "8*2+3") == 2.0 and env.reward(lines[2]["prompt"], "19") == 0.0
     own.write_text("def reward(prompt, completion, answer, truncated, fields):\n    return truncated and fields['answer'] == 1")
     assert rewards.pay(task(data, reward=str(own)), lines[0]["prompt"], "", True) == 1.0
+    assert local_code()["mine.py"] == own.read_text()  # a checkpoint keeps what it was paid by, wherever that was
     for code, message in [("def reward(prompt, solution): pass", "reward\\(\\) asks for solution; it may ask for prompt, "),
                           ("x = 1", "it must define reward\\(prompt, "), ("import nope", "No module named 'nope'")]:
         own.write_text(code)
@@ -159,6 +161,27 @@ def test_the_published_gsm8k():
         assert env.reward(prompt, f"{answer}\nNo: #### {answers.final_number(answer) + 1}") == 0.0
     text = grpo.Text("", alphabet=env.ALPHABET)  # a model from nothing reads the few characters that are not ASCII as well
     assert all(text.decode(text.prompt(prompt)) == prompt for prompt, _ in env.problems)
+
+
+def test_a_run_goes_on_with_the_characters_that_it_began_with(tmp_path):
+    """Before there is a checkpoint any will do; then each of them is an id of the model."""
+    def text_of(*questions):
+        data = write(tmp_path / "a.jsonl", *({"question": question, "answer": "1"} for question in questions))
+        text = grpo.Text("", str(tmp_path), task(data).ALPHABET)
+        text.save()
+        return text
+
+    text_of("ab")
+    ids = text_of("abc").ids("cab")
+    (tmp_path / "checkpoints" / "step-1").mkdir(parents=True)
+    assert text_of("cba").ids("cab") == ids
+    for question, message in [("abé", "'é' is new and 'c' is missing; give the old"), ("ab", ": 'c' is missing"),
+                              ("abcd", "'d' is new; give the old ALPHABET or data, or use --out NEW")]:
+        with pytest.raises(ValueError, match=message) as error:
+            text_of(question)
+        assert "\n" not in str(error.value) and "tokenizer.json lists" in str(error.value)
+    with pytest.raises(ValueError, match="their order is another"):
+        grpo.Text("", str(tmp_path), "cba1")
 
 
 # ---------------------------------------------------------------- runs
