@@ -35,7 +35,6 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-import parallel
 from checkpoint import CheckpointConfig, Checkpoints, loaded_later
 from distributed.checks import check_replicas
 from distributed.experts import balance_experts
@@ -44,15 +43,16 @@ from distributed.layout import ParallelConfig, local_tensor
 from distributed.lora import LoraConfig, base_model, lora_counts
 from distributed.refusals import check_layout
 from parallel import clip_grad_norm, make_mesh, next_backward, reduce_loss
-from rl import engines, generators, rollouts
+from rl import engines, generators, packing, rollouts
 from rl.datasets import DatasetConfig, open_task
 from rl.environments import draw_task, held_out_tasks, leave_out_long, supervised_sample
 from rl.http_engine import EngineConfig, find_server
+from rl.packing import PackingConfig
 from rl.policy import FLAVORS, build_policy, keep_reference, model_of
 from rl.refusals import check_flags, check_own_run
 from rl.reports import ReportConfig, introduce, keep_samples, sample_numbers, show_evaluation, show_step
 from rl.rewards import RewardConfig, held_out_numbers
-from rl.routing import RoutingConfig, experts_of, replayed_experts
+from rl.routing import RoutingConfig, replayed_experts
 from support.asking import ChatConfig, open_chat
 from support.config import Need, flag, parse_config
 from support.manifest import step_folders
@@ -68,12 +68,13 @@ CLIP = {"grpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2), "dapo": (0.2, 0.28), "gspo": 
 # What flags need to have an effect: see support/config.py
 OWN_MODEL = Need("with --init_from, which says what the model is", lambda c: not c.init_from)
 OWN_ROWS = Need("with --engine, whose server decides that", lambda c: not c.engine)
+ROWS = Need("with --pack_tokens: a forward is one packed sequence", lambda c: not c.pack_tokens)
 WARM_UP = Need("with --init_from: its model needs no warm-up", lambda c: not c.init_from)
 
 
 @dataclass(kw_only=True)
 class Config(ParallelConfig, LaunchConfig, LoraConfig, CheckpointConfig, MetricsConfig, DatasetConfig, RewardConfig,
-             RoutingConfig, ChatConfig, EngineConfig, ReportConfig):
+             RoutingConfig, ChatConfig, EngineConfig, ReportConfig, PackingConfig):
     flavor: Literal[tuple(FLAVORS)] = flag("debug", OWN_MODEL)  # a small Llama 3, or Qwen3 with experts
     model_args: str = ""  # fields of the flavor to change: "n_layers=4,dim=128"
     out: str = "runs/grpo"  # folder for everything that the run writes; the same folder again continues the run
@@ -111,7 +112,7 @@ class Config(ParallelConfig, LaunchConfig, LoraConfig, CheckpointConfig, Metrics
     eps: float = 1e-8  # AdamW: added to the root of the squared gradient's mean
     weight_decay: float = 0.0  # AdamW: weight decay, decoupled from the gradient
     max_norm: float = 1.0  # gradients are scaled down to this norm; 0 = never
-    local_batch_size: int = 64  # sequences that one data rank runs per forward
+    local_batch_size: int = flag(64, ROWS)  # sequences that one data rank runs per forward
     rollout_rows: int = flag(512, OWN_ROWS)  # samples that one rank runs at once
     seed: int = 0  # of the initial weights, prompts and samples
     eval_every: int = 100  # steps between evaluations, with one before the first step and one at the end; 0 = never
@@ -221,44 +222,12 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(trained, cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps, cfg.weight_decay, fused=True)
 
     def microbatches(self, samples):
-        """This data rank's share in micro-batches, samples of like length together. Every rank has equally many, some of them
-        empty, because the collectives of a forward need all ranks."""
-        cfg, layout = self.cfg, self.layout
-        order = sorted(samples, key=lambda s: -len(s["prompt"]) - len(s["ids"]))
-        share = order[layout.data_rank :: layout.data_ranks]
-        n = -(-len(order) // (cfg.local_batch_size * layout.data_ranks))
-        for i in range(max(n, 1)):
-            part = share[i * cfg.local_batch_size : (i + 1) * cfg.local_batch_size]
-            yield part, self.pack(part or [dict(prompt=[0], ids=[0], logprobs=[0.0], mask=[0.0], advantage=0.0)])
-
-    def pack(self, part):
-        """Tensors (B, T/cp) of some samples. Label t is the token after input t. Padding is on the right, with mask 0."""
-        layout = self.layout
-        T = max(len(s["prompt"]) + len(s["ids"]) - 1 for s in part)
-        multiple = (2 * layout.cp if layout.cp > 1 else 1) * layout.tp
-        T = self.cfg.seq_len if self.cfg.batch_invariant else -(-T // multiple) * multiple
-        rows = {name: [] for name in ("tokens", "labels", "mask", "sampled", "mu", "old")}
-        for s in part:
-            whole, skip = s["prompt"] + s["ids"], [0.0] * (len(s["prompt"]) - 1)
-            values = dict(tokens=whole[:-1], labels=whole[1:], mask=skip + s["mask"], mu=skip + s["logprobs"])
-            values |= dict(old=skip + s.get("old", s["logprobs"]), sampled=skip + s.get("sampled", s["mask"]))
-            for name, row in values.items():
-                rows[name].append(row + [0] * (T - len(row)))
-        kinds = dict(tokens=torch.long, labels=torch.long)
-        out = {name: torch.tensor(x, dtype=kinds.get(name, torch.float32)) for name, x in rows.items()}
-        out["n"] = out["mask"].sum(1, keepdim=True).clamp(min=1).expand(-1, T)
-        out["advantage"] = torch.tensor([[s["advantage"]] for s in part]).expand(-1, T)
-        out["positions"] = torch.arange(T).expand(len(part), -1)
-        if "experts" in part[0]:
-            out["experts"] = experts_of(part, T, self.model)
-        if layout.cp > 1:
-            index = parallel.sequence_index(T, layout.cp, layout.coordinate("cp"))
-            out = {name: x.index_select(1, index) for name, x in out.items()}
-        return {name: x.to(layout.device) for name, x in out.items()}
+        """This data rank's share: (samples, tensors) of each forward, as rl/packing.py plans them."""
+        return packing.forwards_of(samples, self.cfg, self.layout, self.model)
 
     def forward(self, model, b):
         """(log-probabilities, entropy) of the labels, (B, T/cp) each."""
-        return model(b["tokens"], labels=b["labels"], positions=b["positions"])
+        return model(b["tokens"], labels=b["labels"], positions=b["positions"], doc_ids=b.get("doc_ids"))
 
     @torch.no_grad()
     def reference_logprobs(self, b):
@@ -273,14 +242,20 @@ class Trainer:
     def score(self, samples) -> dict:
         """The proof, see compare_policies(), of samples that are not trained now. With --tis and several updates per step it
         also leaves their log-probabilities in them: the ratios of all updates are against the policy before the first."""
-        found = []
-        for part, b in self.microbatches(samples):
+        found, n = [], [len(s["ids"]) for s in samples]
+        old = torch.zeros(sum(n) + 1, device=self.layout.device)  # the last number is that of prompts and padding
+        for _, b in self.microbatches(samples):
             with replayed_experts(self.model, b.get("experts"), self.layout):
                 lp, entropy = self.forward(self.model, b)
             found.append(compare_policies(lp, entropy, b))
-            for s, row in zip(part, lp.tolist()) if self.cfg.tis and self.cfg.minibatches > 1 else ():
-                s["old"] = row[len(s["prompt"]) - 1 :][: len(s["ids"])]
+            old[b["at"]] = lp
         rollouts.reshard(self.model)
+        if self.cfg.tis and self.cfg.minibatches > 1:
+            if self.layout.coordinate("tp"):  # the tp ranks all have the same numbers
+                old.zero_()
+            dist.all_reduce(old)  # a sample may be trained on another rank than the one that scored it, and cp ranks share it
+            for s, logprobs in zip(samples, old[:-1].split(n)):
+                s["old"] = logprobs.tolist()
         return self.proof(found)
 
     def proof(self, found) -> dict:
@@ -292,12 +267,13 @@ class Trainer:
         means = {name: x / max(tokens, 1) for name, x in zip(("logprob_k3", "ratio_outside", "entropy"), sums)}
         return means | dict(logprob_max_diff=worst.item(), tokens=tokens)
 
-    def sequence_sum(self, x):
-        """(B, 1) from (B, T/cp): over the whole sequence."""
-        x = x.sum(1, keepdim=True)
+    def sequence_sum(self, x, segment):
+        """Of each token (B, T/cp) the sum over its whole sample. In fp64, where the order of the summands does not show."""
+        sums = x.new_zeros(x.numel() * self.layout.cp + 1, dtype=torch.float64)  # more than there can be samples
+        sums.index_add_(0, segment.flatten(), x.flatten().double())
         if self.layout.cp > 1:
-            dist.all_reduce(x, group=self.layout.group("cp"))
-        return x
+            dist.all_reduce(sums, group=self.layout.group("cp"))
+        return sums[segment].float()
 
     def train_on(self, samples, loss: str = "", counted=None) -> dict:
         """(5) Add the gradient of the summed loss. N calls are one call on the union: optim_step() divides, once.
@@ -318,7 +294,8 @@ class Trainer:
                 lp, entropy = self.forward(model, b)
                 assert lp.dtype == torch.float32, lp.dtype
                 mask, mu, old = b["mask"], b["mu"], lp.detach() if tis and cfg.minibatches == 1 else b["old"]
-                per_token, clipped = policy_loss(kind, lp, old, mu, b["advantage"], mask, b["n"], clip, tis, self.sequence_sum)
+                of_sample = partial(self.sequence_sum, segment=b["segment"])
+                per_token, clipped = policy_loss(kind, lp, old, mu, b["advantage"], mask, b["n"], clip, tis, of_sample)
                 if kl_coef:  # k3, 2402.03300 (4), weighted like the rest
                     k3 = (ref - lp).exp() - (ref - lp) - 1
                     per_token = per_token + kl_coef * k3 * mask / (b["n"] if kind in ("grpo", "gspo") else 1)
@@ -330,9 +307,10 @@ class Trainer:
         mine = loss_denominator(kind, [s for part, _ in batches for s in part], cfg.max_new_tokens)
         total, loss_max = reduce_loss(torch.stack([sums[0], sums[0] / max(mine, 1)]) / layout.tp, layout)
         dist.all_reduce(sums)
-        proof = self.proof(found)
+        proof, fed = self.proof(found), packing.tokens_fed(samples, cfg, layout)
         return proof | dict(loss=total.item() / max(z, 1), loss_max=loss_max.item(), denominator=z,
-                            clip_share=sums[1].item() / max(proof["tokens"], 1))
+                            clip_share=sums[1].item() / max(proof["tokens"], 1), fed=fed,
+                            padding=1 - sum(map(packing.n_read, samples)) / fed)
 
     def optim_step(self, lr: float, update=True) -> dict:
         """(6) One update with the gradients of all calls since the last, which are gone then; (7) the version is one on."""
@@ -375,7 +353,7 @@ def update_policy(trainer: Trainer, groups: list[list[dict]], lr: float, step: i
         logprob_max_diff=max(p["logprob_max_diff"] for p in proofs), loss=whole_step(updates, "loss", "denominator"),
         loss_max=max(u["loss_max"] for u in updates), grad_norm=sum(u["grad_norm"] for u in updates) / len(updates),
         clip_share=sum(u["clip_share"] * u["tokens"] for u in updates) / sum(p["tokens"] for p in proofs),
-        policy_version=trainer.policy_version)
+        padding=whole_step(updates, "padding", "fed"), policy_version=trainer.policy_version)
 
 
 # ---------------------------------------------------------------- warm-up, evaluation

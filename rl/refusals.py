@@ -17,6 +17,7 @@ def check_flags(cfg):
     check_range(cfg, 0, math.inf, "lr", "sft_lr", "eps", "weight_decay", "max_norm", "kl_coef", "tis", "clip_low",
                 "clip_high")
     check_range(cfg, 0, 1, "beta1", "beta2", "min_lr_ratio")
+    pieces = max(cfg.tp, 1) * (2 * cfg.cp if cfg.cp > 1 else 1)
     n, layouts = int(os.environ.get("WORLD_SIZE", 1)), any(getattr(cfg, axis) > 1 for axis in AXES)
     for wrong, message in [
         (max(cfg.beta1, cfg.beta2) == 1, f"--beta1 {cfg.beta1} and --beta2 {cfg.beta2} must be below 1: a mean that "
@@ -35,8 +36,12 @@ def check_flags(cfg):
          f"--seq_len {cfg.seq_len}, which holds both; raise --seq_len or lower --max_new_tokens"),
         (cfg.batch_invariant and (cfg.tp > 1 or cfg.cp > 1 or cfg.ep > 1), "--batch_invariant: sums over tp, cp or ep "
          "ranks round differently in decoding and in training; leave these out"),
-        (cfg.tis and cfg.cp > 1 and cfg.minibatches > 1,
-         "--tis with --cp and --minibatches is not there; use --minibatches 1"),
+        (cfg.pack_tokens and cfg.batch_invariant, f"--batch_invariant with --pack_tokens {cfg.pack_tokens}: samples "
+         "in one sequence are not computed as they were sampled; leave one of them out"),
+        (0 < cfg.pack_tokens < cfg.seq_len, f"--pack_tokens {cfg.pack_tokens} has no room for a sample of --seq_len "
+         f"{cfg.seq_len}; use --pack_tokens {-(-cfg.seq_len // pieces) * pieces} or more"),
+        (cfg.pack_tokens % pieces, f"--pack_tokens {cfg.pack_tokens} is not a multiple of {pieces}, the pieces into which --tp "
+         f"{cfg.tp} and --cp {cfg.cp} cut a sequence; use --pack_tokens {-(-cfg.pack_tokens // pieces) * pieces}"),
         (cfg.eval_n == 0, "--eval_n 0: evaluate on one prompt or more, or never, with --eval_every 0"),
         (cfg.plot and "RANK" not in os.environ and layouts, "--plot without torchrun draws layouts, which train_*.py "
          "does; grpo.py draws the rewards of a run: start it with torchrun"),

@@ -76,14 +76,11 @@ def read_experts(kept: Tensor, ended: dict[int, dict]):
         sample["experts"] = base64.b64encode(ids[: n_read(sample)].contiguous().numpy().tobytes()).decode()
 
 
-def experts_of(part: list[dict], T: int, model) -> Tensor:
-    """(B, T, L, k) int16: the experts of these samples' tokens; -1 for padding, for which the router may choose."""
-    of, k = routers(model), model.config.top_k
-    rows = torch.full((len(part), T, len(of), k), -1, dtype=torch.int16)
-    for row, s in zip(rows, part):
-        ids = torch.frombuffer(bytearray(base64.b64decode(s["experts"])), dtype=id_dtype(of))
-        row[: n_read(s)] = ids.view(n_read(s), len(of), k)
-    return rows
+def experts_of(sample: dict, model) -> Tensor:
+    """(n_read, L, k) int16: the experts of the sample's tokens. Where -1 takes their place, the router chooses."""
+    of = routers(model)
+    ids = torch.frombuffer(bytearray(base64.b64decode(sample["experts"])), dtype=id_dtype(of))
+    return ids.view(n_read(sample), len(of), model.config.top_k).to(torch.int16)
 
 
 @contextmanager

@@ -59,7 +59,7 @@ def full_logprobs(model, s, temperature=1.0):
 
 
 def trainer_of(seed=0, unknown=None, config=MODEL, **flags):
-    """A Trainer around sharp_model() on this process's layout; with n ranks, --dp_shard and the like in flags."""
+    """A Trainer around sharp_model(config) on this process's layout; with n ranks, --dp_shard and the like in flags."""
     cfg = Config(**{"compute_dtype": "float32", "device": "cpu", "seq_len": 32, "max_new_tokens": 9, "max_norm": 0.0, **flags})
     world = dist.get_world_size() if dist.is_initialized() else 1
     layout = check_layout(

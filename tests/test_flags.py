@@ -700,6 +700,8 @@ rl("weight_decay", 2.0, lambda new, old: follows(new, weight_decay=2.0, decays=l
 rl("max_norm", 0.01, lambda new, old: abs(sum(g.square().sum() for g in new.grads[0].values()) ** 0.5 - 0.01) < 1e-5)
 rl("local_batch_size", 2, lambda new, old: len(new.losses) > len(old.losses) and {loss[1].shape[0] for loss in new.losses} <= {
     1, 2})
+rl("pack_tokens", 32, lambda new, old: {loss[1].shape[0] for loss in new.losses} == {1} and [line["padding"] for line in
+   new.lines] != [line["padding"] for line in old.lines] and hashes(new) == hashes(old), local_batch_size=64)
 rl("rollout_rows", 8, lambda new, old: new.rollouts[0].rows == 8)
 rl("seed", 1, lambda new, old: not equal(new.init, old.init) and new.rollouts[0].prompts != old.rollouts[0].prompts)
 rl("eval_every", 1, lambda new, old: [line["step"] for line in new.log if "eval_reward" in line] == [0, 1, 2])

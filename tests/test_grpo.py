@@ -57,7 +57,7 @@ def test_uniform_model_and_finite_difference():
     assert (logprobs + math.log(24)).abs().max() < 1e-6 > (entropy - math.log(24)).abs().max()
     model, s = sharp_model(), dict(prompt=[3, 1], ids=[7, 9])
     trainer = trainer_of()
-    packed = trainer.pack([s | dict(logprobs=[0.0] * 2, mask=[1.0] * 2, advantage=1.0)])
+    _, packed = next(trainer.microbatches([s | dict(logprobs=[0.0] * 2, mask=[1.0] * 2, advantage=1.0)]))
     assert packed["tokens"].tolist() == [[3, 1, 7]] and packed["labels"].tolist() == [[1, 7, 9]]
     assert packed["mask"].tolist() == [[0, 1, 1]]
     lp, _ = trainer.model(packed["tokens"], labels=packed["labels"], positions=packed["positions"])
@@ -372,6 +372,9 @@ def test_a_run_without_a_warm_up(tmp_path):
     (["--group_size", 1], "--group_size 1: an advantage is a reward compared with others"),
     (["--max_new_tokens", 512, "--seq_len", 256], "--max_new_tokens 512 leaves no room for a prompt in --seq_len 256"),
     (["--tis", "-1"], "--tis -1.0 must be 0 or more"),
+    (["--pack_tokens", 8], "--pack_tokens 8 has no room for a sample of --seq_len 16; use --pack_tokens 16 or more"),
+    (["--pack_tokens", 18, "--cp", 2], "--pack_tokens 18 is not a multiple of 4, the pieces into which --tp 1 and --cp 2 cut"),
+    (["--pack_tokens", 16, "--batch_invariant"], "--batch_invariant with --pack_tokens 16: samples in one sequence are not"),
     (["--plot", "--tp", 2], "--plot without torchrun draws layouts"),
 ])
 def test_usage_errors_are_one_line(flags, message, capsys):

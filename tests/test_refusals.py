@@ -322,6 +322,7 @@ def test_flags_that_would_do_nothing(given, words, cure, monkeypatch):
     ("train_llama3 --beta2 1", ["--beta1 0.9 and --beta2 1.0 must be below 1"]),
     ("grpo --beta1 1", ["--beta1 1.0 and --beta2 0.95 must be below 1"]),
     ("grpo --no-loss_parallel", ["--no-loss_parallel", "leave it out"]),
+    ("grpo --pack_tokens 64 --local_batch_size 8", ["--local_batch_size 8 has no effect with --pack_tokens"]),
     ("grpo --routing_replay", ["--routing_replay has no effect without experts, and this flavor has none"]),
     ("grpo --pp_schedule GPipe", ["unknown flag --pp_schedule"]),
     ("grpo --env_data tests/test_flags.py", [

@@ -77,7 +77,7 @@ def test_eos_is_in_and_everything_after_it_is_out_also_when_padding_is_eos():
     samples = samples_of(model, n_prompts=12)
     whole = [s for s in samples if not s["truncated"]]
     assert whole and all(s["ids"][-1] == 0 and 0 not in s["ids"][:-1] and s["mask"] == [1.0] * len(s["ids"]) for s in whole)
-    packed = trainer_of().pack(samples)  # right padding is id 0 as well
+    samples, packed = next(trainer_of().microbatches(samples))  # right padding is id 0 as well
     assert packed["mask"].sum() == sum(len(s["ids"]) for s in samples)
     for row, s in zip(range(len(samples)), samples):
         ends = len(s["prompt"]) + len(s["ids"]) - 1
@@ -161,7 +161,7 @@ def test_what_is_trained_are_the_sampled_ids():
     text.decode = lambda ids: "something else"
     batch = rollouts.make_batch(cfg, env, text, trainer.layout, trainer.model, 0, 0)
     for s in batch["samples"]:
-        packed = trainer.pack([s | {"advantage": 1.0}])
+        _, packed = next(trainer.microbatches([s | {"advantage": 1.0}]))
         assert packed["labels"][0][packed["mask"][0] > 0].tolist() == s["ids"] and s["text"] == "something else"
 
 

@@ -1,0 +1,147 @@
+"""Samples as the tensors of forwards: which data rank trains on which samples, and how they lie in rows.
+
+B rows of a forward, T tokens of a row (T/cp on this rank), L tokens of a sample that are fed, S samples of a forward
+
+A row is one sample and its padding, and a forward has up to --local_batch_size rows of like lengths. With --pack_tokens it is a
+single row of many samples: positions begin again with each of them, and attention stays inside it (doc_ids). The plan depends
+on nothing but the lengths of the samples, so every rank makes the same one, and nothing is sent.
+"""
+import heapq
+import math
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+import parallel
+from rl.routing import experts_of, n_read
+
+PADDING = {"at": -1, "n": 1.0, "experts": -1}  # what a value is where there is no token, if it is not 0
+
+
+@dataclass(kw_only=True)
+class PackingConfig:
+    pack_tokens: int = 0  # samples are packed into sequences of up to this many tokens, one per forward; 0 = a row for each
+
+
+# ---------------------------------------------------------------- which samples are in which forward
+def in_rows(lengths: list[int], size: int, ranks: int) -> list[list[list[list[int]]]]:
+    """Of each data rank its forwards, each a list of rows, each a list of numbers of samples: one here. Like lengths go
+    together. All ranks have equally many forwards, some of them empty, because the collectives in them need all ranks."""
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    forwards = range(max(1, math.ceil(len(order) / (size * ranks))))
+    shares = [order[rank::ranks] for rank in range(ranks)]
+    return [[[[i] for i in share[size * k : size * (k + 1)]] for k in forwards] for share in shares]
+
+
+def in_sequences(lengths: list[int], room: int, ranks: int) -> list[list[list[list[int]]]]:
+    """The same with one row per forward, of samples that have at most `room` tokens together.
+
+    The longest sample that is left goes to the emptiest sequence, so the sequences get about the same number of tokens. Where
+    that does not fit, there are more of them. The k-th forwards of all ranks are of like lengths: ranks wait for each other in
+    every one of them.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    assert lengths[order[0]] <= room, f"a sample of {lengths[order[0]]} tokens is longer than --pack_tokens {room}"
+    n = 0
+    while True:
+        n = max(math.ceil(sum(lengths) / room), n + 1 + n // 50)
+        n = math.ceil(n / ranks) * ranks
+        sequences = [(0, k, []) for k in range(n)]
+        for i in order:
+            tokens, k, samples = sequences[0]
+            if tokens + lengths[i] > room:
+                break
+            heapq.heapreplace(sequences, (tokens + lengths[i], k, [*samples, i]))
+        else:
+            break
+    rows = [[samples] if samples else [] for _, _, samples in sorted(sequences, reverse=True)]
+    turns = [rows[k : k + ranks] for k in range(0, n, ranks)]
+    turns[1::2] = [turn[::-1] for turn in turns[1::2]]  # who has the most tokens in one forward has the fewest in the next
+    return [list(share) for share in zip(*turns)]
+
+
+def row_length(tokens: int, cfg, layout) -> int:
+    """T of a forward whose longest row has so many tokens: a multiple of what cp and tp cut it into. A packed row has one of
+    eight lengths per power of two, because a GPU's kernel for documents is compiled for each length."""
+    multiple = (2 * layout.cp if layout.cp > 1 else 1) * layout.tp
+    if cfg.batch_invariant:
+        return cfg.seq_len
+    if cfg.pack_tokens:
+        multiple <<= max(0, (tokens // multiple).bit_length() - 4)
+    return min(math.ceil(tokens / multiple) * multiple, cfg.pack_tokens or math.inf)
+
+
+def plan_forwards(lengths: list[int], cfg, layout) -> list[list[tuple[list[list[int]], int]]]:
+    """Of each data rank its forwards: (rows of numbers of samples, T). An empty one feeds a row that trains nothing."""
+    if cfg.pack_tokens:
+        shares = in_sequences(lengths, cfg.pack_tokens, layout.data_ranks)
+    else:
+        shares = in_rows(lengths, cfg.local_batch_size, layout.data_ranks)
+
+    def longest(rows):
+        return max((sum(lengths[i] for i in row) for row in rows), default=1)
+
+    return [[(rows, row_length(longest(rows), cfg, layout)) for rows in share] for share in shares]
+
+
+def tokens_fed(samples: list[dict], cfg, layout) -> int:
+    """Tokens of the forwards of all data ranks, padding among them."""
+    plan = plan_forwards(list(map(n_read, samples)), cfg, layout)
+    return sum(max(len(rows), 1) * T for share in plan for rows, T in share)
+
+
+# ---------------------------------------------------------------- their tensors
+def token_values(s: dict, first: int, model) -> dict[str, Tensor]:
+    """What a forward and the loss need to know of each token that is fed, (L, ...) each. Label t is the token after input t.
+
+    n: trained tokens of the sample. at: the label's number among all ids of the step's samples, of which `first` come before
+    this one; -1 where it is the prompt's. experts: of --routing_replay. Another value per token is one more line here.
+    """
+    whole, skip, L = s["prompt"] + s["ids"], [0.0] * (len(s["prompt"]) - 1), n_read(s)
+    at = [-1] * len(skip) + list(range(first, first + len(s["ids"])))
+    values = dict(tokens=whole[:-1], labels=whole[1:], positions=list(range(L)), at=at)
+    values |= dict(mask=skip + s["mask"], sampled=skip + s.get("sampled", s["mask"]), mu=skip + s["logprobs"])
+    values |= dict(old=skip + s.get("old", s["logprobs"]), n=[max(sum(s["mask"]), 1.0)] * L, advantage=[s["advantage"]] * L)
+    assert {len(x) for x in values.values()} == {L}, f"a sample's values are not one per token: {s}"
+    integers = ("tokens", "labels", "positions", "at")
+    values = {name: torch.tensor(x, dtype=torch.long if name in integers else torch.float32) for name, x in values.items()}
+    return values | {"experts": experts_of(s, model)} if "experts" in s else values
+
+
+def nothing_of(s: dict, model) -> dict[str, Tensor]:
+    """One token of a sample that is neither trained nor counted: what a rank feeds that has no samples."""
+    values = {name: x[:1].clone() for name, x in token_values(s, 0, model).items()}
+    for name in ("mask", "sampled", "advantage"):
+        values[name].zero_()
+    return values | {"at": torch.tensor([-1])}
+
+
+def lay_out(rows: list[list[dict[str, Tensor]]], T: int, layout, packed: bool) -> dict[str, Tensor]:
+    """(B, T/cp, ...) of each value. segment: the number of the token's sample; if rows are packed also doc_ids, the same
+    numbers, (B, T) on every cp rank, because a query attends to keys of all of them. Padding is on the right."""
+    numbers = iter(range(sum(map(len, rows))))
+    rows = [[x | {"segment": torch.full((len(x["tokens"]),), next(numbers))} for x in row] for row in rows]
+    fill = PADDING | {"segment": sum(map(len, rows))}
+
+    def padded(name, row):
+        x = torch.cat([values[name] for values in row])
+        return torch.cat([x, x.new_full((T - len(x), *x.shape[1:]), fill.get(name, 0))])
+
+    out = {name: torch.stack([padded(name, row) for row in rows]) for name in rows[0][0]}
+    documents = {"doc_ids": out["segment"]} if packed else {}
+    if layout.cp > 1:
+        index = parallel.sequence_index(T, layout.cp, layout.coordinate("cp"))
+        out = {name: x.index_select(1, index) for name, x in out.items()}
+    return {name: x.to(layout.device) for name, x in (out | documents).items()}
+
+
+def forwards_of(samples: list[dict], cfg, layout, model):
+    """Yields (samples, tensors) of each forward of this data rank."""
+    plan = plan_forwards(list(map(n_read, samples)), cfg, layout)
+    firsts = [0, *accumulate(len(s["ids"]) for s in samples)]
+    for rows, T in plan[layout.data_rank]:
+        values = [[token_values(samples[i], firsts[i], model) for i in row] for row in rows]
+        values = values or [[nothing_of(samples[0], model)]]
+        yield [samples[i] for row in rows for i in row], lay_out(values, T, layout, packed=cfg.pack_tokens > 0)

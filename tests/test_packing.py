@@ -1,0 +1,212 @@
+"""Samples in forwards: a packed step is the step of rows of one sample each, in every layout, and little of it is padding."""
+import random
+from types import SimpleNamespace
+
+import policy
+import pytest
+import torch
+import torch.distributed as dist
+from policy import SAME, assert_close, assert_same, full_logprobs, gradients, run, samples_of, sharp_model, steps_of, trainer_of
+from pool import pool
+from test_routing import QWEN3, recorded_samples
+
+from models.deepseek import DeepSeekConfig
+from models.qwen3 import Qwen3Config
+from rl import packing
+
+LOSSES = ["grpo", "dr_grpo", "dapo", "gspo", "cispo"]
+PACKED = 64  # tokens; the samples have up to 15
+
+
+def lognormal(n: int, seed=0) -> list[int]:
+    draw = random.Random(seed).lognormvariate
+    return [min(4096, max(8, int(256 * draw(0, 1)))) for _ in range(n)]
+
+
+def plan_of(lengths, ranks, **flags):
+    cfg = SimpleNamespace(**{"pack_tokens": 0, "local_batch_size": 64, "batch_invariant": False, "seq_len": 4096} | flags)
+    return packing.plan_forwards(lengths, cfg, SimpleNamespace(data_ranks=ranks, cp=2, tp=2))
+
+
+@pytest.mark.parametrize("n", [256, 2048])
+@pytest.mark.parametrize("ranks", [1, 8, 64])
+@pytest.mark.parametrize("room", [0, 4096, 16384])
+def test_a_plan_has_every_sample_once_and_few_tokens_of_padding(n, ranks, room):
+    lengths = lognormal(n)
+    plan = plan_of(lengths, ranks, pack_tokens=room)
+    assert len(plan) == ranks and len({len(share) for share in plan}) == 1  # every rank has equally many forwards
+    assert sorted(i for share in plan for rows, _ in share for row in rows for i in row) == list(range(n))
+    for rows, T in (forward for share in plan for forward in share):
+        assert T % 8 == 0 and max(sum(lengths[i] for i in row) for row in rows) <= T <= (room or 4096)
+    per_forward = [[max(len(rows), 1) * T for rows, T in share] for share in plan]
+    fed, real = sum(map(sum, per_forward)), sum(lengths)
+    if room:
+        assert fed <= 1.15 * real and len({T for share in plan for _, T in share}) <= 8
+        # ranks wait for the one that has the most tokens; where each has four samples, the longest alone decides
+        assert sum(map(max, zip(*per_forward))) * ranks <= (1.15 if n / ranks >= 32 else 2) * real
+    elif n == 256:
+        assert fed > 2.3 * real
+
+
+def test_samples_that_fill_a_sequence_alone_are_planned():
+    assert sorted(rows for share in plan_of([40] * 5, 2, pack_tokens=64) for rows, _ in share if rows) == [
+        [[i]] for i in range(5)]
+    assert [[len(rows) for rows, _ in share] for share in plan_of([8], 4, pack_tokens=64)].count([1]) == 1
+    with pytest.raises(AssertionError, match="longer than --pack_tokens 64"):
+        plan_of([65], 1, pack_tokens=64)
+
+
+def test_a_packed_row_is_its_samples_one_after_the_other():
+    samples = samples_of(sharp_model(), n_prompts=3, group_size=2)
+    parts = list(trainer_of(pack_tokens=128).microbatches(samples))
+    assert len(parts) == 1 and parts[0][1]["tokens"].shape[0] == 1
+    part, b = parts[0]
+    begin, ids = 0, sum((s["ids"] for s in samples), [])
+    for k, s in enumerate(part):
+        whole, here = s["prompt"] + s["ids"], slice(begin, begin + packing.n_read(s))
+        assert b["tokens"][0, here].tolist() == whole[:-1] and b["labels"][0, here].tolist() == whole[1:]
+        assert b["positions"][0, here].tolist() == list(range(len(whole) - 1)) and set(b["doc_ids"][0, here].tolist()) == {k}
+        asked = b["at"][0, here]
+        assert [ids[i] for i in asked[asked >= 0].tolist()] == s["ids"] == b["labels"][0, here][b["mask"][0, here] > 0].tolist()
+        begin = here.stop
+    assert b["mask"][0, begin:].sum() == 0 and set(b["doc_ids"][0, begin:].tolist()) <= {len(samples)}
+
+
+# ---------------------------------------------------------------- the same training step
+
+OTHERS = {  # of which sharp_model makes models whose routers are sure of what they choose
+    "recorded": QWEN3,
+    "qwen3_moe": Qwen3Config(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=64, vocab_size=24, max_seq_len=64,
+                             n_experts=4, top_k=2, moe_ffn_dim=32),
+    "deepseek": DeepSeekConfig(
+        dim=32, n_layers=2, n_heads=4, ffn_dim=64, vocab_size=24, max_seq_len=64, q_lora_rank=16, kv_lora_rank=16,
+        qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, moe_ffn_dim=32, n_experts=4, top_k=2, n_groups=2, top_k_groups=1,
+        n_dense_layers=1, n_shared_experts=1, mtp_depth=0),
+}
+
+
+def off_policy(samples, seed=1):
+    """As if an older policy had sampled them; the last token of each was a tool's, and some are left out (--mask_truncated)."""
+    rng = random.Random(seed)
+    for i, s in enumerate(samples):
+        s["logprobs"] = [lp + rng.gauss(0, 0.3) for lp in s["logprobs"]]
+        s["sampled"] = s["mask"] = [1.0] * (len(s["ids"]) - 1) + [float(len(s["ids"]) == 1)]
+        if i % 4 == 1:
+            s["advantage"], s["mask"] = 0.0, [0.0] * len(s["ids"])
+    return samples
+
+
+def two_updates(flags: dict, samples: list[dict], model="llama3"):
+    """On this rank: the numbers and the gradients of two updates of a step, and what was scored before the first."""
+    config = OTHERS.get(model, policy.MODEL)
+    flags = dict(local_batch_size=3) | flags if not flags.get("pack_tokens") else flags
+    trainer, samples = trainer_of(config=config, **flags), [dict(s) for s in samples]
+    if trainer.cfg.kl_coef:
+        trainer.reference = trainer_of(config=config, seed=1, **flags).model
+    steps, rng = [trainer.score(samples)], random.Random(2)
+    if trainer.cfg.tis:
+        scored = [s["old"] for s in samples]
+        for s in samples:  # as if updates lay between: a ratio is not 1
+            s["old"] = [lp + rng.gauss(0, 0.2) for lp in s["old"]]
+    for part in (samples[: len(samples) // 2], samples[len(samples) // 2 :]):
+        found = trainer.train_on(part)
+        steps.append(found | {"gradients": {fqn: g / trainer.denominator for fqn, g in gradients(trainer).items()}})
+        trainer.optimizer.zero_grad()
+        trainer.denominator = 0.0
+    if dist.get_world_size() > 1:
+        dist.barrier()
+    return steps, scored if trainer.cfg.tis else []
+
+
+def assert_equal_steps(a, b, tolerance=1e-5):
+    (steps, scored), (wanted, scored_there) = a, b
+    assert len(scored) == len(scored_there)
+    for mine, theirs in zip(scored, scored_there):
+        assert mine == pytest.approx(theirs, abs=1e-5)
+    for found, want in zip(steps, wanted, strict=True):
+        assert found["tokens"] > 0 and found["tokens"] * want["ranks"] == want["tokens"] * found["ranks"]
+        for name in ("logprob_k3", "ratio_outside", "entropy", "logprob_max_diff"):
+            assert found[name] == pytest.approx(want[name], rel=1e-4, abs=1e-5), name
+        if "loss" in want:
+            assert found["loss"] == pytest.approx(want["loss"], abs=1e-5) and want["clip_share"] > 0
+            assert found["clip_share"] == pytest.approx(want["clip_share"], abs=1e-6)
+            assert_close(found["gradients"], want["gradients"], tolerance)
+
+
+def counted(ranks: int, result):
+    """Tokens are counted once per tp rank: how many ranks count them is said beside."""
+    return [step | {"ranks": ranks} for step in result[0]], result[1]
+
+
+ALL = dict(kl_coef=0.3, tis=2.0, minibatches=2, clip_low=0.01, clip_high=0.015)
+
+
+@pytest.mark.parametrize("flags", [{}, ALL], ids=["plain", "kl, tis, minibatches"])
+@pytest.mark.parametrize("kind", LOSSES)
+def test_packed_and_rows_are_one_step(kind, flags):
+    samples = off_policy(samples_of(sharp_model(seed=0), n_prompts=8))
+    flags = dict(clip_low=0.01, clip_high=0.015) | flags | dict(loss=kind)
+    rows, packed = (two_updates(flags | more, samples) for more in ({"local_batch_size": 16}, {"pack_tokens": PACKED}))
+    assert_equal_steps(counted(1, packed), counted(1, rows))
+    assert packed[0][1]["padding"] < 0.1 < rows[0][1]["padding"]
+
+
+def test_packed_tokens_go_to_the_experts_that_were_recorded():
+    """--routing_replay: of the choices of a generator with other weights, a third is not the trainer's."""
+    samples, found = off_policy(recorded_samples(sharp_model(QWEN3, seed=1), n_prompts=8)), []
+    for flags in ({"local_batch_size": 16}, {"pack_tokens": PACKED}):
+        for part in (samples, [{k: v for k, v in s.items() if k != "experts"} for s in samples]):
+            trainer = trainer_of(config=QWEN3, loss="gspo", **flags)
+            found.append((trainer.score(part), trainer.train_on(part)["loss"], gradients(trainer)))
+    assert found[2][0] == pytest.approx(found[0][0], rel=1e-4) and found[2][1] == pytest.approx(found[0][1], abs=1e-5)
+    assert_close(found[2][2], found[0][2], 1e-5)
+    with pytest.raises(AssertionError):
+        assert_close(found[3][2], found[2][2], 0.1)
+
+
+def test_scored_log_probabilities_come_back_to_every_rank():
+    """A rank trains on samples that another rank has scored: --tis with --minibatches. They went to the sampler's before."""
+    samples = samples_of(sharp_model(), n_prompts=5)
+    for flags in (dict(), dict(pack_tokens=PACKED)):
+        for _, scored in pool(2).run(two_updates, ALL | flags | dict(dp_shard=2), samples):
+            for s, old in zip(samples, scored, strict=True):
+                assert torch.allclose(torch.tensor(old), full_logprobs(sharp_model(), s), atol=1e-4)
+
+
+CASES = [
+    (2, {"dp_shard": 2}, "gspo", "llama3"),
+    (2, {"tp": 2}, "gspo", "llama3"),
+    (2, {"cp": 2}, "gspo", "llama3"),
+    (2, {"cp": 2, "cp_method": "alltoall"}, "grpo", "llama3"),
+    (4, {"dp_shard": 2, "tp": 2}, "dapo", "llama3"),
+    (4, {"dp_replicate": 2, "cp": 2}, "gspo", "llama3"),
+    (4, {"cp": 2, "tp": 2}, "cispo", "llama3"),
+    (2, {"dp_shard": 2, "ep": 2}, "dr_grpo", "qwen3_moe"),
+    (2, {"cp": 2, "ep": 2}, "gspo", "qwen3_moe"),
+    (2, {"dp_shard": 2}, "gspo", "deepseek"),
+    (2, {"cp": 2}, "grpo", "deepseek"),
+    (4, {"cp": 2, "tp": 2, "ep": 2}, "dapo", "recorded"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n, flags, kind, model", CASES, ids=str)
+def test_packed_layouts_take_the_step_of_rows_on_one_process(n, flags, kind, model):
+    config = OTHERS.get(model, policy.MODEL)
+    sample = recorded_samples if model == "recorded" else samples_of  # --routing_replay
+    samples = off_policy(sample(sharp_model(config), n_prompts=5))
+    flags, ranks = ALL | flags | dict(loss=kind), 2 if flags.get("tp") else 1
+    alone = {name: flags[name] for name in flags if name not in ("dp_shard", "dp_replicate", "tp", "cp", "ep", "cp_method")}
+    want = counted(1, pool(1).run(two_updates, alone, samples, model)[0])
+    for found in pool(n).run(two_updates, flags | dict(pack_tokens=PACKED), samples, model):
+        assert_equal_steps(counted(ranks, found), want)
+
+
+def test_a_run_says_how_much_is_padding(tmp_path):
+    run(1, *SAME, "--steps", 2, "--out", tmp_path / "rows")
+    flags = [*SAME[: SAME.index("--local_batch_size")], *SAME[SAME.index("--local_batch_size") + 2 :], "--steps", 2]
+    run(1, *flags, "--pack_tokens", 32, "--out", tmp_path / "packed")
+    packed, rows = steps_of(tmp_path / "packed"), steps_of(tmp_path / "rows")
+    assert_same(packed, rows, 1e-5)
+    assert all(0 <= line["padding"] < 1 for line in packed + rows)
+    assert [line["padding"] for line in packed] != [line["padding"] for line in rows]
