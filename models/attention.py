@@ -26,9 +26,10 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask=None, is_causal=False, scale=None
     flash_runs = not q.is_cuda or flash_is_first and q.element_size() == 2 and type(mask) is not Tensor
     if U < K <= 256 and flash_runs:
         v = F.pad(v, (0, K - U))
-    return F.scaled_dot_product_attention(
+    out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-    )[..., :U]
+    )
+    return out if v.shape[-1] == U else out[..., :U]
 
 
 @cache

@@ -1,6 +1,6 @@
 """RMSNorm and rotary embedding, which all models share, with few passes over memory in eager mode.
 
-B batch, T sequence, D dim, H heads, K head_dim, N tokens (B*T)
+B batch, T sequence, D dim, H heads, K head_dim, N tokens (B*T), R rows of one new token each, while decoding
 """
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,11 @@ class RMSNorm(nn.RMSNorm):
         return Normalize.apply(x, self.weight, self.eps)
 
 
-def normalized(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(x / rms(x) * weight, 1 / rms(x) (..., 1)), computed in fp32 (arXiv:1910.07467, eq. 4)."""
+def normalized(x: Tensor, weight: Tensor, eps: float | Tensor) -> tuple[Tensor, Tensor]:
+    """(x / rms(x) * weight, 1 / rms(x) (..., 1)), computed in fp32 (arXiv:1910.07467, eq. 4). eps may be a tensor."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)  # (..., 1)
-    r = torch.addcmul(torch.scalar_tensor(eps), norm, norm, value=1 / x.shape[-1]).rsqrt_()
+    eps = eps if type(eps) is Tensor else torch.scalar_tensor(eps)
+    r = torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
     return (x * r).mul_(weight).to(x.dtype), r
 
 
@@ -53,6 +54,11 @@ def weight_of(linear: nn.Linear) -> Tensor:
     return linear.merged() if hasattr(linear, "merged") else linear.weight
 
 
+def transpose_heads(x: Tensor) -> Tensor:
+    """(B, T, H, K) -> (B, H, T, K), or back; a view. Rows of one new token each come without T: (R, H, K) stays as it is."""
+    return x.transpose(1, 2) if x.dim() == 4 else x
+
+
 class Rotate(torch.autograd.Function):
     """A rotation in three operators, and its gradient in three. Left to autograd the gradient takes twenty, and writes three
     times as much memory."""
@@ -61,7 +67,12 @@ class Rotate(torch.autograd.Function):
     def forward(ctx, x, cos, sin, interleave):
         ctx.save_for_backward(cos, sin)
         ctx.interleave = interleave
-        return rotated(x, cos, sin, interleave)
+        a, b = (pairs := pair_up(x, interleave)).unbind(-2)
+        out = pairs * cos[..., None, :]  # (..., 2, K/2) fp32
+        out_a, out_b = out.unbind(-2)
+        out_a.addcmul_(b, sin, value=-1)
+        out_b.addcmul_(a, sin)
+        return out.flatten(-2).to(x.dtype)
 
     @staticmethod
     def backward(ctx, grad):
@@ -76,13 +87,14 @@ class Rotate(torch.autograd.Function):
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleave: bool) -> Tensor:
-    """What rotate() returns, in three operators."""
-    a, b = (pairs := pair_up(x, interleave)).unbind(-2)
-    out = pairs * cos[..., None, :]  # (..., 2, K/2) fp32
-    out_a, out_b = out.unbind(-2)
-    out_a.addcmul_(b, sin, value=-1)
-    out_b.addcmul_(a, sin)
-    return out.flatten(-2).to(x.dtype)
+    """What Rotate computes, to the last bit, in fewer operators, which are what a new token costs: x * cos, plus x with its
+    halves exchanged * sin. For that cos and sin are as wide as x; they are made once for all blocks of a forward and kept with
+    cos."""
+    if getattr(cos, "wide", [None])[0] is not sin:
+        cos.wide = sin, torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)  # (..., K) fp32
+    _, wide_cos, wide_sin = cos.wide
+    x = pair_up(x, True).flatten(-2) if interleave else x
+    return (x * wide_cos).addcmul_(x.roll(x.shape[-1] // 2, -1), wide_sin).to(x.dtype)
 
 
 def pair_up(x: Tensor, interleave: bool) -> Tensor:
@@ -91,9 +103,10 @@ def pair_up(x: Tensor, interleave: bool) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleave: bool = False) -> Tensor:
-    """Rotary embedding (arXiv:2104.09864) in fp32; x (B, H, T, K); cos, sin (B or 1, 1, T, K/2) fp32. Half-split order, as on
-    disk at Hugging Face. interleave: x has its pairs side by side (DeepSeek). The result is half-split in both cases: only
-    products of queries and keys are used, and both have the same order."""
+    """Rotary embedding (arXiv:2104.09864) in fp32; x (B, H, T, K); cos, sin (B or 1, 1, T, K/2) fp32. Rows of one new token
+    each without T: x (R, H, K); cos, sin (R, 1, K/2). Half-split order, as on disk at Hugging Face. interleave: x has its pairs
+    side by side (DeepSeek). The result is half-split in both cases: only products of queries and keys are used, and both have
+    the same order."""
     if torch.compiler.is_compiling():  # the compiler fuses these lines; with torch 2.11 it would give Rotate a gradient of zero
         a, b = pair_up(x, interleave).unbind(-2)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)

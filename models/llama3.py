@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from models.attention import causal_attention
 from models.hf_config import SHARED_FIELDS, SHARED_FIXED, config_from_hf, config_to_hf
-from models.layers import RMSNorm, rotate
+from models.layers import RMSNorm, rotate, transpose_heads
 from models.loss import linear_cross_entropy
 
 
@@ -99,13 +99,12 @@ class Attention(nn.Module):
         self.wo = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=False)
 
     def forward(self, x, cos, sin, attend):
-        B, T, _ = x.shape
         # -1 is the number of heads on this rank, H/tp: under tensor parallelism each rank computes some of the heads
-        q = self.wq(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, H/tp, T/cp, K)
-        k = self.wk(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, G/tp, T/cp, K)
-        v = self.wv(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, G/tp, T/cp, K)
+        q = transpose_heads(self.wq(x).unflatten(-1, (-1, self.head_dim)))  # (B, H/tp, T/cp, K)
+        k = transpose_heads(self.wk(x).unflatten(-1, (-1, self.head_dim)))  # (B, G/tp, T/cp, K)
+        v = transpose_heads(self.wv(x).unflatten(-1, (-1, self.head_dim)))  # (B, G/tp, T/cp, K)
         out = attend(rotate(q, cos, sin), rotate(k, cos, sin), v)  # (B, H/tp, T/cp, K)
-        return self.wo(out.transpose(1, 2).reshape(B, T, -1))  # (B, T/cp, D), summed over tp
+        return self.wo(transpose_heads(out).flatten(-2))  # (B, T/cp, D), summed over tp
 
 
 class FeedForward(nn.Module):
@@ -157,7 +156,7 @@ class Llama3(nn.Module):
         h = tokens if tokens.is_floating_point() else self.tok_embeddings(tokens)  # (B, T/cp, D)
         if positions is None:
             positions = torch.arange(h.shape[1], device=h.device)[None]
-        angle = positions[:, None, :, None] * rope_frequencies(self.config, h.device)  # (B, 1, T/cp, K/2) fp32
+        angle = positions[:, None, ..., None] * rope_frequencies(self.config, h.device)  # (B, 1, T/cp, K/2) fp32
         cos, sin = angle.cos(), angle.sin()
         attend = self.make_attend(positions, doc_ids) if cache is None else None
         for i, block in self.blocks.items():

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from models.attention import causal_attention
 from models.hf_config import SHARED_FIELDS, SHARED_FIXED, config_from_hf, config_to_hf
-from models.layers import RMSNorm, rotate
+from models.layers import RMSNorm, rotate, transpose_heads
 from models.loss import linear_cross_entropy
 from models.moe import Balance, Experts, apply_experts, router_scores
 
@@ -105,13 +105,12 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, eps=config.norm_eps)
 
     def forward(self, x, cos, sin, attend):
-        B, T, _ = x.shape
         # -1 is the number of heads on this rank, H/tp: under tensor parallelism each rank computes some of the heads
-        q = self.q_norm(self.wq(x).view(B, T, -1, self.head_dim)).transpose(1, 2)  # (B, H/tp, T/cp, K)
-        k = self.k_norm(self.wk(x).view(B, T, -1, self.head_dim)).transpose(1, 2)  # (B, G/tp, T/cp, K)
-        v = self.wv(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, G/tp, T/cp, K)
+        q = transpose_heads(self.q_norm(self.wq(x).unflatten(-1, (-1, self.head_dim))))  # (B, H/tp, T/cp, K)
+        k = transpose_heads(self.k_norm(self.wk(x).unflatten(-1, (-1, self.head_dim))))  # (B, G/tp, T/cp, K)
+        v = transpose_heads(self.wv(x).unflatten(-1, (-1, self.head_dim)))  # (B, G/tp, T/cp, K)
         out = attend(rotate(q, cos, sin), rotate(k, cos, sin), v)  # (B, H/tp, T/cp, K)
-        return self.wo(out.transpose(1, 2).reshape(B, T, -1))  # (B, T/cp, D), summed over tp
+        return self.wo(transpose_heads(out).flatten(-2))  # (B, T/cp, D), summed over tp
 
 
 class FeedForward(nn.Module):
@@ -148,7 +147,7 @@ class MoE(nn.Module):
 
     def forward(self, x):
         B, D = x.shape[0], x.shape[-1]
-        probs = self.router(x).softmax(-1).flatten(0, 1)  # (N, E)
+        probs = self.router(x).softmax(-1).flatten(0, -2)  # (N, E)
         index = self.balance.choose(probs, self.top_k)  # (N, k)
         weight = probs.gather(1, index)
         if self.norm_topk_prob:
@@ -197,7 +196,7 @@ class Qwen3(nn.Module):
         h = tokens if tokens.is_floating_point() else self.tok_embeddings(tokens)  # (B, T/cp, D)
         if positions is None:
             positions = torch.arange(h.shape[1], device=h.device)[None]
-        angle = positions[:, None, :, None] * rope_frequencies(self.config, h.device)  # (B, 1, T/cp, K/2) fp32
+        angle = positions[:, None, ..., None] * rope_frequencies(self.config, h.device)  # (B, 1, T/cp, K/2) fp32
         cos, sin = angle.cos(), angle.sin()
         attend = self.make_attend(positions, doc_ids) if cache is None else None
         for i, block in self.blocks.items():

@@ -6,6 +6,7 @@ rollout() keeps R rows busy: it reads some prompts, copies each to the rows of i
 gives the rows of samples that have ended to the next prompts. The host knows the samples, and the device works on rows: the
 host sends it what it needs for the next few tokens, and reads them all at once.
 """
+import contextlib
 import hashlib
 from collections import deque
 from collections.abc import Callable
@@ -14,10 +15,11 @@ from itertools import count, islice
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from distributed.layout import AllGather
 from models.attention import sdpa
+from models.layers import RMSNorm, normalized, transpose_heads
 from models.loss import NEVER, log_normalizer
 from parallel import whole_vocab
 from rl.routing import chosen_experts, read_experts, routers
@@ -39,18 +41,26 @@ class RowCache:
         """fixed_shapes: attend with at least FEWEST queries to all max_len keys, for --batch_invariant."""
         self.rows, self.max_len, self.fixed_shapes = rows, max_len, fixed_shapes
         self.routers = []  # whose choices are kept as well, see rl/routing.py
-        # (block, n-th call of attend in it): keys and values, each (rows, kv heads, max_len, head dim); "experts": what the
-        # routers chose for the same tokens, (rows, routers, max_len, experts per token)
+        # (block, n-th call of attend in it): keys and values, each (rows, max_len, kv heads, head dim); "experts": what the
+        # routers chose for the same tokens, (rows, max_len, routers, experts per token)
         self.kept = {}
+        self.n, self.views = 0, {}  # of keys and values, what the last forward attended to: (rows, kv heads, n, head dim)
+        self.all_rows = None  # their numbers
 
     def place(self, at: Tensor, rows: Tensor | None = None, keys: int | None = None):
-        """The tokens of the next forward are at positions at (R, T) of these rows (R,); None: of all rows. keys: how many
-        positions the longest row has by then; None asks the device, which makes the host wait for it."""
+        """The tokens of the next forward are at positions at (R, T) of these rows (R,); None: of all rows. One token each may
+        come without T, at (R,). keys: how many positions the longest row has by then; None asks the device, which makes the
+        host wait for it."""
         keys = int(at.max()) + 1 if keys is None else keys
         n = self.max_len if self.fixed_shapes else min(-(-keys // KEY_BUCKET) * KEY_BUCKET, self.max_len)
-        self.at, self.chosen, self.n = at, rows, n
-        self.seen, self.mask = (torch.arange(n, device=at.device) <= at[:, :, None])[:, None], None  # (R, 1, T, n)
-        self.row = (torch.arange(self.rows, device=at.device) if rows is None else rows)[:, None]  # (R, 1)
+        if n != self.n:
+            self.n, self.views, self.columns = n, {}, torch.arange(n, device=at.device)
+        if self.all_rows is None:
+            self.all_rows = torch.arange(self.rows, device=at.device)
+        self.at, self.chosen, self.mask = at, rows, None
+        self.row = self.all_rows if rows is None else rows  # (R,)
+        if at.dim() == 2:
+            self.row = self.row[:, None]
 
     def attend(self, block: str):
         """The attend of one block in one forward. A block may call it several times (differential attention): the n-th call has
@@ -60,37 +70,41 @@ class RowCache:
 
     def append(self, call, q: Tensor, k: Tensor, v: Tensor | None, scale) -> Tensor:
         """Store k, v (R, kv heads, T, head dim) and attend from q (R, heads, T, head dim) to all that its row has up to there.
-        v None: the keys are the values, as in DeepSeek's latents."""
-        self.store(call, *(x for x in (k, v) if x is not None))
-        keys, values = (self.kept[call][i].narrow(2, 0, self.n) for i in (0, -1))
+        v None: the keys are the values, as in DeepSeek's latents. All without T where at has none."""
+        self.store(call, *(transpose_heads(x) for x in (k, v) if x is not None))
+        if call not in self.views:
+            self.views[call] = [self.kept[call][i].narrow(1, 0, self.n).transpose(1, 2) for i in (0, -1)]
+        keys, values = self.views[call]
         if self.chosen is not None:
             keys, values = keys[self.chosen], values[self.chosen]
         if self.mask is None or self.mask.dtype != q.dtype:  # once per forward: with a boolean one sdpa does it in each block
-            self.mask = torch.where(self.seen, 0.0, -torch.inf).to(q.dtype)
-        (R, H, T, K), mask = q.shape, self.mask
+            later = self.columns > self.at.view(len(q), 1, -1, 1)  # (R, 1, T, n)
+            self.mask = torch.zeros(later.shape, dtype=q.dtype, device=q.device).masked_fill_(later, -torch.inf)
+        (R, H, *T, K), mask = q.shape, self.mask
         if self.fixed_shapes:
-            if T < FEWEST:  # copies of the last query, which nobody reads
-                q, mask = (torch.cat([x, x[:, :, -1:].expand(-1, -1, FEWEST - T, -1)], 2) for x in (q, mask))
-        elif T == 1:  # heads that share their keys become queries of one head, so that these keys are read once for all
+            if T[0] < FEWEST:  # copies of the last query, which nobody reads
+                q, mask = (torch.cat([x, x[:, :, -1:].expand(-1, -1, FEWEST - T[0], -1)], 2) for x in (q, mask))
+        elif T in ([], [1]):  # heads that share their keys become queries of one head, so that these keys are read once for all
             q = q.reshape(R, keys.shape[1], -1, K)
         out = sdpa(q, keys, values, mask, scale=scale)
-        return out[:, :, :T] if out.shape[1] == H else out.reshape(R, H, T, -1)
+        return out[:, :, : T[0]] if self.fixed_shapes else out.reshape(R, H, *T, -1)
 
     def store(self, call, *new: Tensor):
-        """Keep each of new (R, heads, T, head dim) at the places of its tokens."""
+        """Keep each of new (R, T, heads, head dim), or (R, heads, head dim), at the places of its tokens."""
         if call not in self.kept:
-            self.kept[call] = [x.new_zeros(self.rows, x.shape[1], self.max_len, x.shape[3]) for x in new]
+            self.kept[call] = [x.new_zeros(self.rows, self.max_len, *x.shape[-2:]) for x in new]
         for kept, x in zip(self.kept[call], new):
-            kept[self.row, :, self.at] = x.transpose(1, 2)
+            kept[self.row, self.at] = x
 
     def copy_first(self, slots: Tensor, T: int):
         """Give all rows of slots (n, G) the first T positions of the first row beside them."""
         for kept in sum(self.kept.values(), []):
-            kept[slots, :, :T] = kept[slots[:, :1], :, :T]
+            kept[slots, :T] = kept[slots[:, :1], :T]
 
     def keep(self, rows: Tensor):
         """Go on with these rows only, in this order."""
         self.rows, self.kept = len(rows), {call: [x[rows] for x in kept] for call, kept in self.kept.items()}
+        self.all_rows, self.views = None, {}
 
 
 def noise_seed(name: str) -> int:
@@ -103,7 +117,10 @@ def uniform_noise(name: str, *shape: int) -> Tensor:
 
 
 def column_logits(h: Tensor, weight: Tensor, *, column: Tensor, mesh=None) -> Tensor:
-    """fp32 logits (R, V) at one column of each row: h (R, T/tp, D), column (R,). Nobody needs the other columns."""
+    """fp32 logits (R, V) at one column of each row: h (R, T/tp, D), column (R,). Nobody needs the other columns. h (R, D): of
+    the only one."""
+    if h.dim() == 2:
+        return F.linear(h, weight).float()
     row = torch.arange(h.shape[0], device=h.device)
     if mesh is None:
         return F.linear(h[row, column], weight).float()
@@ -113,7 +130,7 @@ def column_logits(h: Tensor, weight: Tensor, *, column: Tensor, mesh=None) -> Te
 
 def next_logits(model, cache: RowCache, tokens: Tensor, at: Tensor, column: Tensor, keys: int, mesh=None, rows=None) -> Tensor:
     """Run tokens (R, T) at positions at (R, T), all below `keys`, of these rows (R,), None: of all; logits (R, V) of one column
-    (R,) of each."""
+    (R,) of each. tokens and at may come as (R,), where takes_rows(model)."""
     usual_logits = model.logits
     cache.place(at, rows, keys)
     model.logits = partial(column_logits, column=column, mesh=mesh)
@@ -122,8 +139,57 @@ def next_logits(model, cache: RowCache, tokens: Tensor, at: Tensor, column: Tens
     finally:
         model.logits = usual_logits
     if cache.routers:
-        cache.store("experts", chosen_experts(cache.routers, *tokens.shape, mesh))
+        cache.store("experts", chosen_experts(cache.routers, tokens, mesh))
     return logits
+
+
+@contextlib.contextmanager
+def prepared(model):
+    """Inside, what does not change during a rollout is computed once: transposed matrices, and the eps of norms as a tensor.
+    Only modules are touched that are exactly nn.Linear without bias, or our RMSNorm on a CPU; they compute the same bits."""
+    changed = []
+    for module in model.modules():
+        if "forward" in vars(module):  # somebody else's
+            continue
+        if type(module) is nn.Linear and module.bias is None and type(module.weight) is nn.Parameter:
+            module.forward = partial(multiply, matrix=module.weight.t(), usual=module.forward)
+        elif type(module) is RMSNorm and module.weight.device.type == "cpu" and module.weight.dtype != torch.float64:
+            module.forward = partial(normalize, weight=module.weight, eps=torch.tensor(module.eps))
+        changed += [module] * ("forward" in vars(module))
+    try:
+        yield
+    finally:
+        for module in changed:
+            del module.forward
+
+
+def multiply(x: Tensor, matrix: Tensor, usual: Callable) -> Tensor:
+    """x (R, D) @ matrix (D, out). With another number of axes what the module usually does, in four operators."""
+    return torch.mm(x, matrix) if x.dim() == 2 else usual(x)
+
+
+def normalize(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
+    return normalized(x, weight, eps)[0]
+
+
+def takes_rows(model, device) -> bool:
+    """Whether the model computes the same for tokens (R,) as for (R, 1): then activations are (R, D) while decoding, which
+    saves the views around every product. Tried once, on three tokens of three rows, because a fork's blocks may count on T."""
+    if not hasattr(model, "takes_rows"):
+        column, logits = torch.zeros(3, dtype=torch.long, device=device), []
+        for T in ((1,), ()):
+            cache = RowCache(3, 3)
+            for i in range(3):
+                tokens = (torch.arange(3, device=device) + i) % model.config.vocab_size
+                try:
+                    found = next_logits(model, cache, tokens.view(3, *T), torch.full((3, *T), i, device=device), column, 3)
+                except (RuntimeError, ValueError, IndexError, TypeError):
+                    if T:
+                        raise
+                    found = torch.zeros(())
+            logits.append(found)
+        model.takes_rows = logits[0].shape == logits[1].shape and torch.allclose(*logits, rtol=1e-2, equal_nan=True)
+    return model.takes_rows
 
 
 def read_prompts(model, cache: RowCache, prompts: list[list[int]], rows: Tensor, T: int, width: int, mesh=None) -> Tensor:
@@ -165,16 +231,16 @@ def draw(logits: Tensor, u: Tensor, temperature: float, top_k=0, top_p=1.0) -> t
     The log-probability is that before top_k and top_p cut anything off: a training forward over the same tokens gives the same.
     Temperature 0 takes the likeliest token, and reports its log-probability at temperature 1.
     """
-    logits = logits / (temperature or 1.0)
+    logits = logits if temperature in (0, 1) else logits / temperature
     logits = logits - log_normalizer(logits)[:, None]
     if temperature == 0:
-        token = logits.argmax(-1)
+        token = logits.argmax(-1, keepdim=True)
     else:
         allowed = truncate(logits, top_k, top_p) if top_k > 0 or top_p < 1 else logits
         cdf = allowed.double().exp().cumsum(-1)  # in fp32 a sum over V words would round the rare ones away
         # the first token whose share goes beyond u; a token of probability 0 adds no share, so it is never the first
-        token = torch.searchsorted(cdf, u.double()[:, None] * cdf[:, -1:], right=True)[:, 0].clamp(max=logits.shape[1] - 1)
-    return token, logits.gather(-1, token[:, None])[:, 0]
+        token = torch.searchsorted(cdf, u.double()[:, None] * cdf[:, -1:], right=True).clamp_(max=logits.shape[1] - 1)
+    return token[:, 0], logits.gather(-1, token)[:, 0]
 
 
 def extend(s: dict, tokens: list[int], logprobs: list[float], room: int, ends: set, tool, stop, heard: Callable) -> bool:
@@ -222,14 +288,26 @@ def rollout(
     agree(*numbers): the largest of each over the ranks that must run every forward together; see lockstep() in rl/rollouts.py.
     ahead: tokens between two looks of the host. A row that has ended idles until then.
     """
+    with contextlib.nullcontext() if tp_mesh else prepared(model):
+        return sample_all(
+            model, prompts, noise, temperature, {eot} if isinstance(eot, int) else set(eot), max_len, rows, top_k, top_p,
+            on_token, tool, stop, tp_mesh, batch_invariant, agree, ahead)
+
+
+def sample_all(
+    model, prompts, noise, temperature, ends: set, max_len, rows, top_k, top_p, on_token, tool, stop, tp_mesh, batch_invariant,
+    agree, ahead,
+) -> list[dict]:
+    """What rollout() returns."""
     P, G, max_new = noise.shape
     device = next(model.parameters()).device
     width = tp_mesh.size() if tp_mesh else 1  # under TP activations are cut along the sequence: a column for each rank
+    alone = width == 1 and not batch_invariant and takes_rows(model, device)  # new tokens come as (R,)
     n_rows = max(G, min(rows // G, P) * G, FEWEST if batch_invariant else 0)
     cache = RowCache(n_rows, max_len + width, batch_invariant)  # behind the last token there is room for the other columns
     cache.routers = [router for router in routers(model) if router.keeps]
     waiting, unknown = deque(range(P)), getattr(model, "unknown_ids", None)
-    ends, noise = {eot} if isinstance(eot, int) else set(eot), noise.reshape(P * G, max_new)
+    noise = noise.reshape(P * G, max_new)
     samples = [dict(ids=[], logprobs=[], mask=[], said=deque(), prompt=prompt) for prompt in prompts for _ in range(G)]
     room = [max(1, min(max_new, max_len - len(s["prompt"]))) for s in samples]  # new tokens of each sample, at most
     sample: list[int | None] = [None] * n_rows  # that each row works on; None: nothing, and what it computes is not read
@@ -266,14 +344,15 @@ def rollout(
             given.append([*islice(said, steps), *[-1] * (steps - len(said))])
             index.append((s or 0) * max_new + len(ids))
         keys, step = max(at) + 1, torch.arange(steps)[:, None]
-        u = noise.flatten()[(torch.tensor(index) + step).clamp(max=P * G * max_new - 1)].to(device)
-        at = (torch.tensor(at) + step).clamp(max=max_len - 1).to(device)
+        u = noise.flatten()[(torch.tensor(index) + step).clamp(max=P * G * max_new - 1)].double().to(device).unbind()
+        at = (torch.tensor(at) + step).clamp(max=max_len - 1).to(device).unbind()
         said = torch.tensor(given, device=device).T if any(samples[s]["said"] for s in sample if s is not None) else None
         token, found = torch.tensor(last, device=device), []
         for i in range(steps):
             if i > 0 or feeds:
-                places = at[i][:, None] + torch.arange(width, device=device)
-                fed = F.pad(token[:, None], (0, width - 1))
+                fed, places = token, at[i]
+                if not alone:
+                    fed, places = F.pad(fed[:, None], (0, width - 1)), places[:, None] + torch.arange(width, device=device)
                 logits = next_logits(model, cache, fed, places, zeros, min(keys + i, max_len), tp_mesh)
             if i == 0 and longest:
                 first = read_prompts(model, cache, [prompts[p] for p in group], slots[:, 0], longest, width, tp_mesh)
@@ -284,10 +363,11 @@ def rollout(
             token, logprob = draw(logits, u[i], temperature, top_k, top_p)
             if said is not None:
                 token = torch.where(said[i] < 0, token, said[i])
-            found += [token.double(), logprob.double()]  # exact, so that one read brings both
+            found.append((token, logprob))
 
         # the host looks: which samples have ended, and which get an answer from the tool
-        found, ended = torch.stack(found).view(steps, 2, -1).permute(2, 1, 0).tolist(), {}
+        found = torch.stack([torch.stack(x).double() for x in zip(*found)], 2).permute(1, 2, 0).tolist()  # exact: in one read
+        ended = {}
         for row, s in enumerate(sample):
             if s is not None:
                 ask = tool and (lambda ids: tool(ids)[: max_new - len(ids)])

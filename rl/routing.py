@@ -53,13 +53,14 @@ def recorded_experts(model, wanted=True):
             router.keeps, router.taken = False, None
 
 
-def chosen_experts(routers: list[Balance], B: int, T: int, mesh=None) -> Tensor:
-    """(B, L, T, k): what the last forward took for B x T tokens. mesh: of tp, whose ranks choose for T/tp of the tokens each
-    (with --etp for all of them)."""
-    ids = torch.stack([router.taken for router in routers], 1).to(id_dtype(routers)).unflatten(0, (B, -1))  # (B, T/tp, L, k)
-    if ids.shape[1] < T:
-        ids = AllGather.apply(ids, 1, mesh.get_group())
-    return ids.transpose(1, 2)
+def chosen_experts(routers: list[Balance], tokens: Tensor, mesh=None) -> Tensor:
+    """What the last forward took for tokens (B, T) or (B,): (B, T, L, k) or (B, L, k). mesh: of tp, whose ranks choose for T/tp
+    of the tokens each (with --etp for all of them)."""
+    ids = torch.stack([router.taken for router in routers], 1).to(id_dtype(routers))  # (B * T/tp, L, k)
+    if tokens.dim() == 1:
+        return ids
+    ids = ids.unflatten(0, (len(tokens), -1))
+    return AllGather.apply(ids, 1, mesh.get_group()) if ids.shape[1] < tokens.shape[1] else ids
 
 
 def n_read(sample: dict) -> int:
@@ -68,10 +69,10 @@ def n_read(sample: dict) -> int:
 
 
 def read_experts(kept: Tensor, ended: dict[int, dict]):
-    """Give the samples that have ended in these rows {row: sample} their experts, out of what was kept (rows, L, max_len, k).
+    """Give the samples that have ended in these rows {row: sample} their experts, out of what was kept (rows, max_len, L, k).
     As base64 of (T, L, k), because a checkpoint keeps samples as JSON."""
     longest = max(map(n_read, ended.values()))
-    found = kept[torch.tensor([*ended], device=kept.device), :, :longest].transpose(1, 2).cpu()  # one read for all
+    found = kept[torch.tensor([*ended], device=kept.device), :longest].cpu()  # one read for all
     for ids, sample in zip(found, ended.values()):
         sample["experts"] = base64.b64encode(ids[: n_read(sample)].contiguous().numpy().tobytes()).decode()
 

@@ -1,10 +1,17 @@
-"""What a rollout costs, against rl/decoding.py: shapes, and waits for the device; and that what saves them changes no token."""
+"""What a rollout costs, against rl/decoding.py: shapes, operators, and waits for the device; and that what saves them changes
+no token."""
+from types import MethodType
+
 import pytest
 import torch
+import torch.nn.functional as F
+from pieces import in_pieces
 from policy import sharp_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from models.layers import rotate
 from models.llama3 import Llama3Config
+from models.qwen3 import Qwen3Config
 from rl import decoding
 
 LONG = Llama3Config(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=64, vocab_size=24, max_seq_len=512)
@@ -36,7 +43,9 @@ def shapes_of_new_tokens(monkeypatch) -> set:
 def test_few_shapes_and_the_same_tokens(monkeypatch):
     """300 tokens have 3 numbers of keys for each number of rows, and not 300; their tokens are those of attention over exactly
     the keys that are there."""
-    model, shapes = sharp_model(LONG), shapes_of_new_tokens(monkeypatch)
+    model = sharp_model(LONG)
+    assert decoding.takes_rows(model, "cpu")
+    shapes = shapes_of_new_tokens(monkeypatch)
     options = dict(new=300, eot=[], stop=lambda ids: len(ids) == 13 * ids[0])  # of any length, so that rows are refilled
     bucketed = sample(model, **options)
     assert {keys for _, keys in shapes} == {128, 256, 384} and len({len(s["ids"]) for s in bucketed}) > 5
@@ -92,3 +101,56 @@ def test_one_read_for_eight_tokens(way, monkeypatch):
     assert tokens(samples) == tokens(at_every_token) and [heard[s] for s in range(18)] == [s["ids"] for s in samples]
     assert ("tool" in way) == any(0.0 in s["mask"] for s in samples)
     assert len({len(s["ids"]) for s in samples}) > 3
+
+
+class Operators(TorchDispatchMode):
+    """Counts the aten operators, views among them."""
+
+    def __init__(self):
+        super().__init__()
+        self.n = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.n += 1
+        return function(*args, **kwargs or {})
+
+
+def test_operators_per_token():
+    """The decoder of the first benchmark took 2,674 for a model of this depth; its products alone are 197."""
+    model = sharp_model(Qwen3Config(dim=32, n_layers=28, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=64, vocab_size=24))
+    sample(model, new=2)  # what is done once per model
+    counts = []
+    for new in (17, 25):  # in one bucket of keys, and read alike
+        with Operators() as operators:
+            sample(model, new=new, eot=[], max_len=100, rows=18)
+        counts.append(operators.n)
+    per_token = (counts[1] - counts[0]) / 8
+    assert 197 < per_token < 2674 / 2
+    assert not any("forward" in vars(module) for module in model.modules())  # all is as before
+
+
+def takes_time_and_batch(self, x, cos, sin, attend):
+    B, T, _ = x.shape
+    q, k, v = (w(x).view(B, T, -1, self.head_dim).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+    return self.wo(attend(rotate(q, cos, sin), rotate(k, cos, -sin), v).transpose(1, 2).reshape(B, T, -1))
+
+
+def swaps_axes(self, x):
+    """A softmax over D; of (R, D) it would be one over R, without an error."""
+    return self.w2(F.silu(self.w1(x)) * self.w3(x)) + x.movedim(1, 0).softmax(-1).movedim(0, 1)
+
+
+@pytest.mark.parametrize("part, forward, rows", [
+    ("attn", takes_time_and_batch, False), ("ffn", swaps_axes, False), ("attn", None, True)])
+def test_blocks_that_count_on_time_still_decode(part, forward, rows):
+    """They get (R, 1, D), and their log-probabilities are those of the same blocks without a cache, token by token."""
+    model = sharp_model(LONG)
+    for block in model.blocks.values() if forward else ():
+        module = getattr(block, part)
+        module.forward = MethodType(forward, module)
+    samples = sample(model, new=9)
+    assert decoding.takes_rows(model, "cpu") == rows
+    for s, prompt in zip(samples[::3], PROMPTS):
+        logits, _ = in_pieces(model, [prompt + s["ids"]], [1] * len(s["ids"]))
+        wanted = logits[0][len(prompt) - 1 : -1].log_softmax(-1).gather(-1, torch.tensor(s["ids"])[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(s["logprobs"]), wanted, atol=1e-5, rtol=0)

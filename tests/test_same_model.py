@@ -152,7 +152,7 @@ def test_a_fingerprint_leaves_everything_as_it_was():
 
 WINDOW = ("attend(rotate(q, cos, sin), rotate(k, cos, sin), v)", """F.scaled_dot_product_attention(
             rotate(q, cos, sin), rotate(k, cos, sin), v, enable_gqa=True,
-            attn_mask=torch.ones(T, T, dtype=torch.bool).tril().triu(-200))""")
+            attn_mask=torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril().triu(-200))""")
 NO_ROPE = ("block(h, cos, sin,", "block(h, cos if i != '3' else torch.ones_like(cos), sin if i != '3' else 0 * sin,")
 EXPERT = ("self.experts, flat, index, weight,", "self.experts, flat, index, weight.square(),")
 
@@ -163,7 +163,8 @@ EXPERT = ("self.experts, flat, index, weight,", "self.experts, flat, index, weig
     ("llama3", "debug", "config.rope_theta **", "20000.0 **"),
     ("llama3", "debug", "eps=config.norm_eps", "eps=1e-2"),
     ("llama3", "debug", "low) / (high - low)", "low) / high"),
-    ("llama3", "debug", "view(B, T, -1, self.head_dim).transpose(1, 2)", "view(B, T, self.head_dim, -1).permute(0, 3, 1, 2)"),
+    ("llama3", "debug", "transpose_heads(self.wq(x).unflatten(-1, (-1, self.head_dim)))",
+     "self.wq(x).unflatten(-1, (self.head_dim, -1)).permute(0, 3, 1, 2)"),
     ("llama3", "debug", "self.attn(self.attn_norm(h),", "self.attn(h,"),
     ("llama3", "debug", "h = self.norm(h)", "h = 1.01 * self.norm(h)"),
     ("llama3", "debug", "return self.logits(h, weight)", "return 30 * (self.logits(h, weight) / 30).tanh()"),
@@ -171,7 +172,8 @@ EXPERT = ("self.experts, flat, index, weight,", "self.experts, flat, index, weig
     ("llama3", "debug", *NO_ROPE),
     ("llama3", "debug", '"ffn.w1": "mlp.gate_proj"', '"ffn.w1": "mlp.up_proj"'),
     ("llama3", "debug", "h = self.norm(h)", "h = self.norm(h, 1)"),  # an error
-    ("qwen3", "debug", "self.k_norm(self.wk(x).view(B, T, -1, self.head_dim))", "self.wk(x).view(B, T, -1, self.head_dim)"),
+    ("qwen3", "debug", "self.k_norm(self.wk(x).unflatten(-1, (-1, self.head_dim)))",
+     "self.wk(x).unflatten(-1, (-1, self.head_dim))"),
     ("qwen3", "debug_moe", ".softmax(-1)", ".sigmoid()"),
     ("qwen3", "debug_moe", *EXPERT),
     ("deepseek", "debug", "RMSNorm(Q, eps=LATENT_EPS)", "nn.Identity()"),
