@@ -66,6 +66,7 @@ from support.text import Text
 # --clip_low and --clip_high as published
 CLIP = {"grpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2), "dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
 # What flags need to have an effect: see support/config.py
+DENSE = Need("with experts: they multiply as many rows as tokens chose them", lambda c: not getattr(c, "n_experts", 0))
 OWN_MODEL = Need("with --init_from, which says what the model is", lambda c: not c.init_from)
 OWN_ROWS = Need("with --engine, whose server decides that", lambda c: not c.engine)
 ROWS = Need("with --pack_tokens: a forward is one packed sequence", lambda c: not c.pack_tokens)
@@ -98,7 +99,7 @@ class Config(ParallelConfig, LaunchConfig, LoraConfig, CheckpointConfig, Metrics
     async_steps: Literal[0, 1] = 0  # 1: rollouts are one policy version behind, so that they and training overlap
     gen_ranks: int = 0  # the last ranks only sample, each with a whole model; 0 = the trainer's ranks sample, in place
     rollout_timeout_s: int = 7200  # a rank that waits longer for others' samples, tools or rewards ends the run
-    batch_invariant: bool = False  # generator and trainer agree to the last bit (CPU, one thread, without tp, cp, ep); slower
+    batch_invariant: bool = flag(False, DENSE)  # generator and trainer agree to the last bit (CPU, one thread, no tp or cp)
     abort_k3: float = 0.05  # stop when generator and trainer differ by more than this k3 divergence; 0 = never
     control: Literal["none", "frozen", "random"] = "none"  # for comparison: no updates, or rewards by a coin
     sft_steps: int = 200  # steps of supervised warm-up on answers, at most, where --init_from gives no model

@@ -34,8 +34,8 @@ def check_flags(cfg):
          "would be 0; use 2 or more"),
         (cfg.max_new_tokens >= cfg.seq_len, f"--max_new_tokens {cfg.max_new_tokens} leaves no room for a prompt in "
          f"--seq_len {cfg.seq_len}, which holds both; raise --seq_len or lower --max_new_tokens"),
-        (cfg.batch_invariant and (cfg.tp > 1 or cfg.cp > 1 or cfg.ep > 1), "--batch_invariant: sums over tp, cp or ep "
-         "ranks round differently in decoding and in training; leave these out"),
+        (cfg.batch_invariant and (cfg.tp > 1 or cfg.cp > 1), "--batch_invariant: sums over tp or cp ranks round differently in "
+         "decoding and in training; leave these out"),
         (cfg.pack_tokens and cfg.batch_invariant, f"--batch_invariant with --pack_tokens {cfg.pack_tokens}: samples "
          "in one sequence are not computed as they were sampled; leave one of them out"),
         (0 < cfg.pack_tokens < cfg.seq_len, f"--pack_tokens {cfg.pack_tokens} has no room for a sample of --seq_len "

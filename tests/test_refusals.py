@@ -323,6 +323,7 @@ def test_flags_that_would_do_nothing(given, words, cure, monkeypatch):
     ("grpo --beta1 1", ["--beta1 1.0 and --beta2 0.95 must be below 1"]),
     ("grpo --no-loss_parallel", ["--no-loss_parallel", "leave it out"]),
     ("grpo --pack_tokens 64 --local_batch_size 8", ["--local_batch_size 8 has no effect with --pack_tokens"]),
+    ("grpo --flavor debug_moe --batch_invariant", ["--batch_invariant has no effect with experts"]),
     ("grpo --routing_replay", ["--routing_replay has no effect without experts, and this flavor has none"]),
     ("grpo --pp_schedule GPipe", ["unknown flag --pp_schedule"]),
     ("grpo --env_data tests/test_flags.py", [
