@@ -67,7 +67,9 @@ def keep_samples(cfg, step: int, samples: list[dict], text):
     """The first --log_samples of a step in samples.jsonl, those of one prompt next to each other."""
     with open(f"{cfg.out}/samples.jsonl", "a") as file:
         for s in samples if cfg.log_samples == -1 else samples[: cfg.log_samples]:
-            shown = {"step": step, "prompt": text.tokenizer.decode(s["prompt"]), "completion": s["text"]}
+            # with the special tokens of the chat template: the prompt as the model has seen it
+            prompt = text.tokenizer.decode(s["prompt"], skip_special_tokens=False)
+            shown = {"step": step, "prompt": prompt, "completion": s["text"]}
             shown |= {k: s[k] for k in ("reward", "advantage", "truncated")}
             file.write(json.dumps(shown, ensure_ascii=False) + "\n")
 

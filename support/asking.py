@@ -29,8 +29,9 @@ def open_chat(folder: str, cfg: ChatConfig) -> Callable | None:
     given = [spell_flag(f.name, getattr(cfg, f.name)) for f in fields(ChatConfig)
              if getattr(cfg, f.name) != defaults[f.name]]
     if not cfg.chat and (cfg.system or cfg.template_args):
-        raise ValueError(f"{', '.join(given)}: without a chat template there is no place for it; "
-                         f"{'leave out --no-chat' if '--no-chat' in given else 'add --chat'}, or leave it out")
+        raise ValueError(f"{', '.join(given)}: " + (
+            "there is no place for one without the chat template; leave out the one or the other" if "--no-chat" in given else
+            "without --chat there is no place for it; add --chat, or leave it out"))
     if not cfg.chat and not given:
         return None
     if not folder and given:

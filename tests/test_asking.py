@@ -75,7 +75,7 @@ def test_values_of_a_template():
     (dict(template_args="effort=much,enable_thinking=0.5"), ""),
     (dict(system="user"), ""),
     (dict(system="Be brief", chat=False),
-     "--no-chat, --system Be brief: without a chat template there is no place for it; leave out --no-chat"),
+     "--no-chat, --system Be brief: there is no place for one without the chat template; leave out the one"),
 ])
 def test_what_has_no_effect_is_refused(tmp_path, flags, message):
     folder = folder_of(tmp_path / "model", THINKING)
@@ -110,7 +110,7 @@ def test_where_there_is_no_template_nothing_is_asked_of_it(tmp_path, flags):
             open_chat(where, grpo.Config(init_from=where, **flags))
         assert open_chat(where, grpo.Config(init_from=where)) is None
     cfg = evaluate.Config(system="x")
-    with pytest.raises(ValueError, match="--system x: without a chat template there is no place for it; add --chat"):
+    with pytest.raises(ValueError, match="--system x: without --chat there is no place for it; add --chat, or leave it out"):
         open_chat(folder, cfg)
 
 
@@ -149,5 +149,6 @@ def test_a_run_with_chat_options_is_continued_without_them(tmp_path):
     assert "the batch in the checkpoint was made with other flags" in said and "--system Be brief. -> None" in said
     shown = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").open()]
     prompts = {step: {s["prompt"] for s in shown if s["step"] == step} for step in (1, 2, 3)}
-    assert all(prompt.startswith("system\nBe brief.\nuser\n") and prompt.endswith("</think>\n\n") for prompt in prompts[1])
+    assert all(re.fullmatch(r"<\|im_start\|>system\nBe brief.<\|im_end\|>\n<\|im_start\|>user\n(?s:.*)</think>\n\n", prompt)
+               for prompt in prompts[1])
     assert all(re.fullmatch(r"\d+>", prompt) for prompt in prompts[2] | prompts[3]) and len(steps_of(tmp_path / "run")) == 3

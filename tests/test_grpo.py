@@ -480,7 +480,7 @@ def test_from_a_hugging_face_folder_and_back(tmp_path, kind):
     steps = steps_of(tmp_path / "run")
     assert len(steps) == 2 and all(line["grad_norm"] > 0 and 0 < line["logprob_max_diff"] < 1e-4 for line in steps)
     shown = json.loads((tmp_path / "run" / "samples.jsonl").read_text().splitlines()[0])
-    assert shown["prompt"].startswith("user\n") and shown["prompt"].endswith(">\nassistant\n")
+    assert shown["prompt"].startswith("<|im_start|>user\n") and shown["prompt"].endswith("><|im_end|>\n<|im_start|>assistant\n")
     model, again = AutoModelForCausalLM.from_pretrained(tmp_path / "back"), AutoTokenizer.from_pretrained(tmp_path / "back")
     before = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     ids = again("Sum the digits of 123", return_tensors="pt").input_ids

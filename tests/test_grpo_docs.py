@@ -1,4 +1,6 @@
 """docs/grpo.md is true: its table of metrics has the names that a run writes, and its own task is one that runs."""
+import dataclasses
+import importlib
 import json
 import random
 import re
@@ -29,6 +31,16 @@ def test_every_number_is_explained_and_every_explained_number_is_written(tmp_pat
     source += (REPO / "grpo.py").read_text()
     for name in dict(names).keys() - written:
         assert "only with `--" in dict(names)[name] and re.search(rf"\b{name}\b", source), name
+
+
+def test_flags_of_the_page_are_flags_of_our_programs():
+    programs = [importlib.import_module(name) for name in ("grpo", "evaluate", "generate", "train_qwen3")]
+    known = {field.name for program in programs for field in dataclasses.fields(program.Config)}
+    others = [r".*(vllm|vLLM|sglang|SGLang|hf download|data\.py tokenizer).*\n(    --.*\n)*", r"benchmarks/[^`\n]*",
+              "--nproc_per_node", "--help"]
+    ours = re.sub("|".join(others), "", PAGE)
+    named = set(re.findall(r"--(?:no-)?([a-z]\w+)", ours))
+    assert len(named) > 40 and named - known == set()
 
 
 def test_the_own_task_of_the_page_pays_its_answers(tmp_path):
