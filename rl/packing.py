@@ -43,7 +43,6 @@ def in_sequences(lengths: list[int], room: int, ranks: int) -> list[list[list[li
     every one of them.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    assert lengths[order[0]] <= room, f"a sample of {lengths[order[0]]} tokens is longer than --pack_tokens {room}"
     n = 0
     while True:
         n = max(math.ceil(sum(lengths) / room), n + 1 + n // 50)
@@ -51,7 +50,7 @@ def in_sequences(lengths: list[int], room: int, ranks: int) -> list[list[list[li
         sequences = [(0, k, []) for k in range(n)]
         for i in order:
             tokens, k, samples = sequences[0]
-            if tokens + lengths[i] > room:
+            if tokens and tokens + lengths[i] > room:  # alone it may be longer: an answer for the warm-up can be
                 break
             heapq.heapreplace(sequences, (tokens + lengths[i], k, [*samples, i]))
         else:
@@ -70,7 +69,8 @@ def row_length(tokens: int, cfg, layout) -> int:
         return cfg.seq_len
     if cfg.pack_tokens:
         multiple <<= max(0, (tokens // multiple).bit_length() - 4)
-    return min(math.ceil(tokens / multiple) * multiple, cfg.pack_tokens or math.inf)
+    longest = cfg.pack_tokens if tokens <= cfg.pack_tokens else math.inf
+    return min(math.ceil(tokens / multiple) * multiple, longest)
 
 
 def plan_forwards(lengths: list[int], cfg, layout) -> list[list[tuple[list[list[int]], int]]]:
