@@ -4,10 +4,15 @@ import importlib
 import json
 import random
 import re
+import subprocess
+import sys
 
-from policy import REPO, run
+from policy import ENV, REPO, run
 
+import grpo
 from rl import environments
+from rl.datasets import open_task
+from support.chat import read_template
 
 PAGE = (REPO / "docs" / "grpo.md").read_text()
 
@@ -41,6 +46,21 @@ def test_flags_of_the_page_are_flags_of_our_programs():
     ours = re.sub("|".join(others), "", PAGE)
     named = set(re.findall(r"--(?:no-)?([a-z]\w+)", ours))
     assert len(named) > 40 and named - known == set()
+
+
+def test_the_letters_of_the_page(tmp_path):
+    """No problem is in two files, and an answer is paid for; its prompt is the one that the conversations are trained with."""
+    subprocess.run([sys.executable, REPO / "docs" / "letters.py", "--out", tmp_path], check=True, capture_output=True, env=ENV)
+    lines = {name: [json.loads(line) for line in (tmp_path / f"{name}.jsonl").open()] for name in ("chat", "train", "test")}
+    asked = {name: {line["question"] for line in lines[name]} for name in ("train", "test")}
+    asked["chat"] = {line["messages"][0]["content"] for line in lines["chat"]}
+    assert [len(asked[name]) for name in ("chat", "train", "test")] == [4000, 4000, 500]
+    assert len(asked["chat"] | asked["train"] | asked["test"]) == 8500
+    env = open_task(grpo.Config(env="dataset", env_data=str(tmp_path / "train.jsonl"), eval_data=str(tmp_path / "test.jsonl")))
+    assert all(env.reward(prompt, answer) == 1.0 for prompt, answer in env.problems[:50])
+    messages = lines["chat"][0]["messages"]
+    render = read_template(str(tmp_path)).render
+    assert render(messages, None).startswith(render(messages[:1], None, True)) and render(messages[:1], None, True)[-1] == ">"
 
 
 def test_the_own_task_of_the_page_pays_its_answers(tmp_path):
