@@ -63,10 +63,13 @@ def in_sequences(lengths: list[int], room: int, ranks: int) -> list[list[list[li
 
 def row_length(tokens: int, cfg, layout) -> int:
     """T of a forward whose longest row has so many tokens: a multiple of what cp and tp cut it into. A packed row has one of
-    eight lengths per power of two, because a GPU's kernel for documents is compiled for each length."""
+    eight lengths per power of two, because a GPU's kernel for documents is compiled for each length; with --compile it has the
+    same one always."""
     multiple = (2 * layout.cp if layout.cp > 1 else 1) * layout.tp
     if cfg.batch_invariant:
         return cfg.seq_len
+    if cfg.pack_tokens and cfg.compile:
+        return cfg.pack_tokens
     if cfg.pack_tokens:
         multiple <<= max(0, (tokens // multiple).bit_length() - 4)
     longest = cfg.pack_tokens if tokens <= cfg.pack_tokens else math.inf

@@ -62,6 +62,7 @@ def build_policy(cfg, layout, Model, model_config, unknown=None, skip=lambda fqn
     model.index, model.n_stages = 0, 1  # a pipeline of one stage
     lora_linears(model, layout)
     parallel.checkpoint_activations(model, layout)
+    parallel.compile_blocks(model, layout)  # for training: rollouts run them uncompiled, see whole_weights()
     parallel.shard(model, layout)
     parallel.init_weights(model, layout, cfg.seed, skip)
     logprobs = partial(token_logprobs, unknown=unknown)

@@ -26,7 +26,10 @@ def check_flags(cfg):
          "--cp"),
         (not cfg.loss_parallel, "--no-loss_parallel: under tp the log-probabilities of a token are always split over the "
          "vocabulary; leave it out"),
-        (cfg.compile, "--compile: rollouts change their shapes with every token; leave it out"),
+        (cfg.compile and cfg.batch_invariant, "--batch_invariant with --compile: compiled blocks round differently from those "
+         "of rollouts, which are not compiled; leave one of them out"),
+        (cfg.compile and not cfg.pack_tokens, "--compile needs --pack_tokens: packed sequences have one length, rows of "
+         f"samples another in every forward; add --pack_tokens {-(-8 * cfg.seq_len // pieces) * pieces}, or leave it out"),
         (cfg.temperature <= 0, f"--temperature {cfg.temperature} must be above 0: greedy samples are all the same"),
         (cfg.prompts_per_step % cfg.minibatches,
          f"--minibatches {cfg.minibatches} does not divide --prompts_per_step {cfg.prompts_per_step}"),

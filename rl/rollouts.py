@@ -26,12 +26,13 @@ from support.config import default_of
 @contextmanager
 def whole_weights(model):
     """Inside, each rank has the whole weights, in the dtype in which training multiplies with them, so that decoding needs no
-    collectives."""
+    collectives. Blocks run uncompiled: the shapes of rollouts are others at almost every token."""
     for module in model.modules():
         if hasattr(module, "reshard"):  # FSDP's modules, or the units of distributed/cast.py
             module.set_reshard_after_forward(False, recurse=False)
             module.unshard()
-    yield
+    with torch.compiler.set_stance("force_eager"):
+        yield
     reshard(model)
 
 

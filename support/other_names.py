@@ -58,6 +58,8 @@ ELSEWHERE = {
     "num_samples": "give --prompt several times, or another --seed",
     "num_generations rollouts n_samples": "did you mean --group_size?",
     "max_completion_length max_response_length": "did you mean --max_new_tokens?",
+    "float8 fp8": "GRPO (--group_size) computes in --compute_dtype bfloat16 at least: what float8 rounds away would be "
+        "another policy in training than in rollouts",
     "beta kl_beta": "did you mean --kl_coef?",
     "device=mps device=metal": "--device knows cpu and cuda: torch.distributed has no mps; use cpu",
     "device=gpu device=cuda:0 device=0": "--device cuda, and torchrun gives each process a GPU of its own",

@@ -375,6 +375,9 @@ def test_a_run_without_a_warm_up(tmp_path):
     (["--pack_tokens", 8], "--pack_tokens 8 has no room for a sample of --seq_len 16; use --pack_tokens 16 or more"),
     (["--pack_tokens", 18, "--cp", 2], "--pack_tokens 18 is not a multiple of 4, the pieces into which --tp 1 and --cp 2 cut"),
     (["--pack_tokens", 16, "--batch_invariant"], "--batch_invariant with --pack_tokens 16: samples in one sequence are not"),
+    (["--compile"], "--compile needs --pack_tokens: packed sequences have one length"),
+    (["--compile", "--batch_invariant"], "--batch_invariant with --compile: compiled blocks round differently"),
+    (["--float8", "rowwise"], "unknown flag --float8; GRPO (--group_size) computes in --compute_dtype"),
     (["--plot", "--tp", 2], "--plot without torchrun draws layouts"),
 ])
 def test_usage_errors_are_one_line(flags, message, capsys):

@@ -24,7 +24,8 @@ def lognormal(n: int, seed=0) -> list[int]:
 
 
 def plan_of(lengths, ranks, **flags):
-    cfg = SimpleNamespace(**{"pack_tokens": 0, "local_batch_size": 64, "batch_invariant": False, "seq_len": 4096} | flags)
+    usual = dict(pack_tokens=0, local_batch_size=64, compile=False, batch_invariant=False, seq_len=4096)
+    cfg = SimpleNamespace(**usual | flags)
     return packing.plan_forwards(lengths, cfg, SimpleNamespace(data_ranks=ranks, cp=2, tp=2))
 
 
@@ -46,6 +47,10 @@ def test_a_plan_has_every_sample_once_and_few_tokens_of_padding(n, ranks, room):
         assert sum(map(max, zip(*per_forward))) * ranks <= (1.15 if n / ranks >= 32 else 2) * real
     elif n == 256:
         assert fed > 2.3 * real
+
+
+def test_with_compile_all_sequences_have_one_length():
+    assert {T for share in plan_of(lognormal(256), 8, pack_tokens=4096, compile=True) for _, T in share} == {4096}
 
 
 def test_samples_that_fill_a_sequence_alone_are_planned():
