@@ -99,14 +99,15 @@ class Gather(ParallelStyle):
 
 
 class SequenceLinear(ParallelStyle):
-    """A matrix that every tp rank holds whole, such as a router, and that sees T/tp of the tokens: x (B, T/tp, D).
+    """A matrix, and its bias, that every tp rank holds whole, such as a router, and that sees T/tp of the tokens, (B, T/tp, D).
 
     Its gradients must be summed over tp: see "sequence" below. The tokens go in as rows (B*T/tp, D), because torch 2.11
     cannot multiply a DTensor that is split along dim 1.
     """
 
     def _apply(self, module, mesh):
-        module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, [Replicate()], src_data_rank=None))
+        for name, p in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(distribute_tensor(p, mesh, [Replicate()], src_data_rank=None)))
 
         def forward(x):
             rows = DTensor.from_local(x.flatten(0, -2), mesh, [Shard(0)], run_check=False)
@@ -247,37 +248,42 @@ def natural_order(x: Tensor, dim: int, cp: int) -> Tensor:
     return torch.cat([chunks[2 * i] for i in range(cp)] + [chunks[2 * i + 1] for i in reversed(range(cp))], dim)
 
 
-def all_gather_attention(positions, doc_ids=None, *, group):
+def all_gather_attention(positions, doc_ids=None, reach=None, *, group):
     """--cp_method allgather: gather keys and values, and attend from this rank's queries. Per layer one all-gather of
     2*B*T*G*K elements (few under grouped queries), and its reduce-scatter in the backward."""
     cp, rank = dist.get_world_size(group), dist.get_rank(group)
     chunk = positions.shape[1] // 2  # this rank has chunks `rank` and `2cp-1-rank`; chunk i sees the keys of chunks 0..i
     ends = [(rank + 1) * chunk, (2 * cp - rank) * chunk]
-    if doc_ids is None:
+    masked = doc_ids is not None or reach is not None
+    if not masked:
         masks = [lower_right_mask(chunk, end, positions.device) for end in ends]
     else:
-        doc_attend = causal_attention(positions, doc_ids, sequence_index(2 * cp * chunk, cp, rank, doc_ids.device))
+        T = 2 * cp * chunk
+        masked_attend = causal_attention(positions, doc_ids, sequence_index(T, cp, rank, positions.device), reach, T)
 
-    def attend(q, k, v, scale=None):  # q (B, H, T/cp, K), k and v (B, G, T/cp, K)
+    def attend(q, k, v, scale=None, **options):  # q (B, H, T/cp, K), k and v (B, G, T/cp, K)
         kv = natural_order(AllGather.apply(torch.cat([k, v], -1), 2, group), 2, cp)  # one collective for both
         k, v = kv.split([k.shape[-1], v.shape[-1]], -1)  # (B, G, T, K)
-        if doc_ids is not None:
-            return doc_attend(q, k, v, scale=scale)
+        if masked:
+            return masked_attend(q, k, v, scale=scale, **options)
         parts = zip(q.chunk(2, dim=2), ends, masks, strict=True)
         return torch.cat([sdpa(qc, k[:, :, :end], v[:, :, :end], mask, scale=scale) for qc, end, mask in parts], 2)
 
     return attend
 
 
-def all_to_all_attention(positions, doc_ids=None, *, group):
+def all_to_all_attention(positions, doc_ids=None, reach=None, *, group):
     """--cp_method alltoall, Ulysses (arXiv:2309.14509): trade a part of every sequence for whole sequences of H/cp heads,
     attend, and trade back. Per layer four all-to-alls of what this rank has: q, k, v and the result, B*T/cp*(2H+2G)*K elements
     together; as many in the backward.
 
     Returns attend(q, k, v, scale=None): q (B, H, T/cp, K), k and v (B, G, T/cp, K), the tokens of sequence_index ->
-    (B, H, T/cp, K). positions (B, T/cp), doc_ids (B, T) or None."""
+    (B, H, T/cp, K). positions and reach (B, T/cp), doc_ids (B, T) or None."""
     cp = dist.get_world_size(group)
-    attend_whole = causal_attention(positions, doc_ids)
+    if reach is not None:
+        reach = natural_order(AllGather.apply(reach, 1, group), 1, cp)  # (B, T)
+        positions = reach  # of the whole sequence: only its shape counts
+    attend_whole = causal_attention(positions, doc_ids, reach=reach)
 
     def heads_to_sequence(x):  # (B, H, T/cp, K) -> (B, H/cp, T, K)
         B, H, T, K = x.shape
@@ -289,10 +295,11 @@ def all_to_all_attention(positions, doc_ids=None, *, group):
         x = AllToAll.apply(torch.stack(pieces), group)  # (cp, B, H/cp, T/cp, K)
         return x.transpose(0, 1).flatten(1, 2)
 
-    def attend(q, k, v, scale=None):
+    def attend(q, k, v, scale=None, sinks=None):
         if k.shape[1] % cp:  # fewer kv heads than ranks: every rank gets a copy of the one that its query heads share
             k, v = (x.repeat_interleave(cp // x.shape[1], dim=1) for x in (k, v))
-        return sequence_to_heads(attend_whole(*map(heads_to_sequence, (q, k, v)), scale=scale))
+        mine = {} if sinks is None else {"sinks": sinks.chunk(cp)[dist.get_rank(group)]}  # of this rank's heads
+        return sequence_to_heads(attend_whole(*map(heads_to_sequence, (q, k, v)), scale=scale, **mine))
 
     return attend
 

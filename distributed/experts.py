@@ -26,10 +26,10 @@ def expert_parallel(stage, layout: Layout, *, aux_coef: float = 0.0, force_balan
         experts, balance = block.moe.experts, block.moe.balance
         assert isinstance(experts, Experts) and isinstance(balance, Balance)
         if layout.cfg.ep * etp > 1:
-            for name, dim in (("w1", 1), ("w2", 2), ("w3", 1)):  # F is dim 1 of w1 and w3, dim 2 of w2
-                placements = [Shard(0), Shard(dim)] if etp > 1 else [Shard(0)]
+            for name, p in list(experts.named_parameters()):
+                placements = [Shard(0), Shard(experts.etp_dims[name])] if etp > 1 else [Shard(0)]
                 over = mesh["ep", "etp"] if etp > 1 else mesh["ep"]
-                w = distribute_tensor(getattr(experts, name), over, placements, src_data_rank=None)
+                w = distribute_tensor(p, over, placements, src_data_rank=None)
                 setattr(experts, name, nn.Parameter(w))
             experts.forward = partial(exchange_tokens, experts, mesh["ep"].get_group())
         if etp > 1:
@@ -59,7 +59,7 @@ def exchange_tokens(experts, group, x: Tensor, counts: Tensor) -> Tensor:
     from models.moe import Spread, inverse
 
     ep = dist.get_world_size(group)
-    weights = [local_tensor(w) for w in (experts.w1, experts.w2, experts.w3)]
+    weights = [local_tensor(w) for w in experts.parameters()]
     if ep == 1:  # --etp alone: every rank has a part of each expert, and no token travels
         return experts.compute(x, counts, *weights)
     arriving = AllToAll.apply(counts, group)  # (ep * E/ep,): from every rank, its rows for each of this rank's experts
@@ -101,22 +101,22 @@ def balance_experts(stages, layout: Layout, mode: str, rate: float | Tensor, per
     return {"moe_load_max_over_mean": worst, "moe_dead_experts": dead} | shares
 
 
-def compiled_experts(compiled, x: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+def compiled_experts(compiled, eager, x: Tensor, counts: Tensor, *weights: Tensor) -> Tensor:
     """Experts.compute, compiled once for all numbers of rows of x (N*k, D).
 
     Runs uncompiled in three cases: in fp32, for the compiler knows the grouped matmul in bf16 only; without a kernel for it,
     for the fallback loop synchronises; and with 0 or 1 rows, for which dynamo would compile a version of its own.
     """
-    from models.moe import kernel_fits, swiglu_experts
+    from models.moe import kernel_fits
 
-    if x.dtype != torch.bfloat16 or len(x) < 2 or not kernel_fits(x, w1):
-        return swiglu_experts(x, counts, w1, w2, w3)
+    if x.dtype != torch.bfloat16 or len(x) < 2 or not kernel_fits(x, weights[0]):
+        return eager(x, counts, *weights)
     torch._dynamo.mark_dynamic(x, 0)
-    return compiled(x, counts, w1, w2, w3)
+    return compiled(x, counts, *weights)
 
 
 def compile_experts(experts) -> None:
     """The arithmetic of a layer's experts, and what brings the tokens into their order and back."""
     if not isinstance(experts.compute, partial):  # float8 has kernels of its own
-        experts.compute = partial(compiled_experts, torch.compile(experts.compute, fullgraph=True))
+        experts.compute = partial(compiled_experts, torch.compile(experts.compute, fullgraph=True), experts.compute)
     experts.spread, experts.combine = (torch.compile(f, fullgraph=True) for f in (experts.spread, experts.combine))

@@ -15,11 +15,14 @@ from torch import Tensor
 flash_is_first = True  # of the kernels of a GPU that can compute an attention; set by distributed.launch.choose_attention
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, mask=None, is_causal=False, scale=None) -> Tensor:
+def sdpa(q: Tensor, k: Tensor, v: Tensor, mask=None, is_causal=False, scale=None, sinks=None) -> Tensor:
     """Scaled dot-product attention: q (B, H, T, K), k (B, G, S, K), v (B, G, S, U) -> (B, H, T, U).
 
-    `mask`, broadcastable to (B, H, T, S), is boolean, True where a query may look, or is added to the scores.
+    `mask`, broadcastable to (B, H, T, S), is boolean, True where a query may look, or is added to the scores. sinks (H,): a
+    logit per head, of a key without a value; it takes a mask.
     """
+    if sinks is not None:
+        return attention_with_sinks(q, k, v, mask, scale, sinks)
     K, U = q.shape[-1], v.shape[-1]
     # DeepSeek's values are narrower than its keys, and flash kernels want one width. From 1,000 tokens on, a flash kernel on
     # values padded with zeros is faster than the plain kernel. On a GPU flash takes neither fp32 nor a mask of booleans.
@@ -30,6 +33,17 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask=None, is_causal=False, scale=None
         q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
     return out if v.shape[-1] == U else out[..., :U]
+
+
+def attention_with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale, sinks: Tensor) -> Tensor:
+    """sdpa() step by step, with all scores (B, H, T, S) in memory: no kernel of a CPU has sinks."""
+    G = k.shape[1]
+    scores = q.unflatten(1, (G, -1)) @ k[:, :, None].transpose(-1, -2) * (scale or q.shape[-1] ** -0.5)  # (B, G, H/G, T, S)
+    mask = mask[:, :, None]
+    scores = scores.float().masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores.float() + mask
+    sink = sinks.float().view(1, G, -1, 1, 1).expand(*scores.shape[:-1], 1)
+    weight = torch.cat([scores, sink], -1).softmax(-1)[..., :-1].to(v.dtype)
+    return (weight @ v[:, :, None]).flatten(1, 2)
 
 
 @cache
@@ -51,31 +65,56 @@ def compiled_block_mask():
     return torch.compile(create_block_mask, dynamic=False)
 
 
-def causal_attention(positions: Tensor, doc_ids: Tensor | None = None, q_index: Tensor | None = None):
-    """Return attend(q, k, v, scale=None) for queries at positions (B or 1, T). With doc_ids (B, S), attention stops at
-    document boundaries as well.
+def causal_attention(positions: Tensor, doc_ids: Tensor | None = None, q_index: Tensor | None = None, reach=None, S=None):
+    """Return attend(q, k, v, scale=None, sinks=None) for queries at positions (B or 1, T). With doc_ids (B, S), attention stops
+    at document boundaries as well. sinks: see sdpa; only with a reach.
 
     q_index (T,): the positions of the queries, where they are only some of the S positions (context parallelism).
+    reach (B or 1, T): how many tokens back each query looks, itself included: a sliding window, or what is left of a chunk.
     """
-    if doc_ids is None:
+    if doc_ids is None and reach is None:
         assert q_index is None, "queries that are only some of the positions need a mask: see lower_right_mask"
         return lambda q, k, v, scale=None: sdpa(q, k, v, is_causal=True, scale=scale)
 
-    S = doc_ids.shape[1]
-    k_index = torch.arange(S, device=doc_ids.device)
+    S = S or (positions if doc_ids is None else doc_ids).shape[1]
+    k_index = torch.arange(S, device=positions.device)
     q_index = k_index if q_index is None else q_index
-    if doc_ids.is_cuda:  # a boolean mask would rule out the flash kernel there and cost B*T*S bytes
-        def same_document(b, h, q, k):
-            return (q_index[q] >= k) & (doc_ids[b, q_index[q]] == doc_ids[b, k])
+    if positions.is_cuda:  # a boolean mask would rule out the flash kernel there and cost B*T*S bytes
+        return flex_attend(q_index, S, doc_ids, reach)
 
-        block_mask = compiled_block_mask()(same_document, doc_ids.shape[0], None, len(q_index), S, device=doc_ids.device)
-        return lambda q, k, v, scale=None: compiled_flex_attention()(
-            q, k, v, block_mask=block_mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
+    mask = (q_index[:, None] >= k_index)[None]
+    if doc_ids is not None:
+        mask = mask & (doc_ids[:, q_index, None] == doc_ids[:, None, :])
+    if reach is not None:
+        mask = mask & (q_index[:, None] - k_index < reach[:, :, None])
+    mask = mask[:, None]  # (B or 1, 1, T, S), made once and shared by all layers
+    return lambda q, k, v, scale=None, sinks=None: sdpa(q, k, v, mask, scale=scale, sinks=sinks)
 
-    same = doc_ids[:, q_index, None] == doc_ids[:, None, :]
-    mask = (same & (q_index[:, None] >= k_index))[:, None]  # (B, 1, T, S), made once and shared by all layers
-    return lambda q, k, v, scale=None: sdpa(q, k, v, mask, scale=scale)
+
+def flex_attend(q_index: Tensor, S: int, doc_ids: Tensor | None, reach: Tensor | None):
+    """causal_attention on a GPU, by FlexAttention."""
+    rows = 1 if doc_ids is None else len(doc_ids)
+    if reach is not None and len(reach) > 1:
+        rows = len(reach)
+
+    def may_look(b, h, q, k):
+        seen = q_index[q] >= k
+        if doc_ids is not None:
+            seen = seen & (doc_ids[b, q_index[q]] == doc_ids[b, k])
+        if reach is not None:
+            seen = seen & (q_index[q] - k < reach[b if len(reach) > 1 else 0, q])
+        return seen
+
+    block_mask = compiled_block_mask()(may_look, rows, None, len(q_index), S, device=q_index.device)
+
+    def attend(q, k, v, scale=None, sinks=None):
+        options = dict(block_mask=block_mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+        if sinks is None:
+            return compiled_flex_attention()(q, k, v, **options)
+        out, total = compiled_flex_attention()(q, k, v, return_lse=True, **options)  # total (B, H, T): log of the softmax's sum
+        return out * torch.sigmoid(total - sinks[:, None])[..., None].to(out.dtype)  # the share that the sink leaves
+
+    return attend
 
 
 def lower_right_mask(T: int, S: int, device: torch.device):

@@ -28,7 +28,13 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 
 class Experts(nn.Module):
-    """E SwiGLU feed-forward networks side by side. distributed.experts.expert_parallel puts an exchange of tokens around it."""
+    """E SwiGLU feed-forward networks side by side. distributed.experts.expert_parallel puts an exchange of tokens around it.
+
+    Parameters are stacks of E, in the order in which `compute` takes them. etp_dims: the dimension of each that --etp splits,
+    the hidden width.
+    """
+
+    etp_dims = {"w1": 1, "w2": 2, "w3": 1}
 
     def __init__(self, n_experts: int, dim: int, ffn_dim: int):
         super().__init__()
@@ -39,7 +45,7 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """x (N*k, D) sorted by expert, counts (E,) -> (N*k, D) in the same order."""
-        return self.compute(x, counts, self.w1, self.w2, self.w3)
+        return self.compute(x, counts, *self.parameters())
 
 
 def swiglu_experts(x: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, linear=grouped_linear) -> Tensor:

@@ -57,36 +57,42 @@ class RowCache:
             self.n, self.views, self.columns = n, {}, torch.arange(n, device=at.device)
         if self.all_rows is None:
             self.all_rows = torch.arange(self.rows, device=at.device)
-        self.at, self.chosen, self.mask = at, rows, None
+        self.at, self.chosen, self.masks = at, rows, {}
         self.row = self.all_rows if rows is None else rows  # (R,)
         if at.dim() == 2:
             self.row = self.row[:, None]
 
-    def attend(self, block: str):
+    def attend(self, block: str, reach: Tensor | None = None):
         """The attend of one block in one forward. A block may call it several times (differential attention): the n-th call has
-        keys and values of its own, and goes on with those of the n-th call in the forward before."""
+        keys and values of its own, and goes on with those of the n-th call in the forward before. reach, sinks: see
+        models.attention.causal_attention."""
         calls = count()
-        return lambda q, k, v, scale=None: self.append((block, next(calls)), q, k, v, scale)
+        return lambda q, k, v, scale=None, sinks=None: self.append((block, next(calls)), q, k, v, scale, reach, sinks)
 
-    def append(self, call, q: Tensor, k: Tensor, v: Tensor | None, scale) -> Tensor:
-        """Store k, v (R, kv heads, T, head dim) and attend from q (R, heads, T, head dim) to all that its row has up to there.
-        v None: the keys are the values, as in DeepSeek's latents. All without T where at has none."""
+    def append(self, call, q: Tensor, k: Tensor, v: Tensor | None, scale, reach=None, sinks=None) -> Tensor:
+        """Store k, v (R, kv heads, T, head dim) and attend from q (R, heads, T, head dim) to all that its row has up to there,
+        or to the last ones of reach (R or 1, T). v None: the keys are the values, as in DeepSeek's latents. All without T where
+        at has none."""
         self.store(call, *(transpose_heads(x) for x in (k, v) if x is not None))
         if call not in self.views:
             self.views[call] = [self.kept[call][i].narrow(1, 0, self.n).transpose(1, 2) for i in (0, -1)]
         keys, values = self.views[call]
         if self.chosen is not None:
             keys, values = keys[self.chosen], values[self.chosen]
-        if self.mask is None or self.mask.dtype != q.dtype:  # once per forward: with a boolean one sdpa does it in each block
-            later = self.columns > self.at.view(len(q), 1, -1, 1)  # (R, 1, T, n)
-            self.mask = torch.zeros(later.shape, dtype=q.dtype, device=q.device).masked_fill_(later, -torch.inf)
-        (R, H, *T, K), mask = q.shape, self.mask
+        if (kind := (q.dtype, id(reach))) not in self.masks:  # once per forward: with a boolean one sdpa does it in each block
+            at = self.at.view(len(q), 1, -1, 1)
+            hidden = self.columns > at  # (R, 1, T, n)
+            if reach is not None:
+                hidden = hidden | (self.columns <= at - reach.view(len(reach), 1, -1, 1))
+            self.masks[kind] = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, -torch.inf)
+        (R, H, *T, K), mask = q.shape, self.masks[kind]
         if self.fixed_shapes:
             if T[0] < FEWEST:  # copies of the last query, which nobody reads
                 q, mask = (torch.cat([x, x[:, :, -1:].expand(-1, -1, FEWEST - T[0], -1)], 2) for x in (q, mask))
-        elif T in ([], [1]):  # heads that share their keys become queries of one head, so that these keys are read once for all
+        elif T in ([], [1]) and sinks is None:
+            # heads that share their keys become queries of one head, so that these keys are read once for all
             q = q.reshape(R, keys.shape[1], -1, K)
-        out = sdpa(q, keys, values, mask, scale=scale)
+        out = sdpa(q, keys, values, mask, scale=scale, sinks=sinks)
         return out[:, :, : T[0]] if self.fixed_shapes else out.reshape(R, H, *T, -1)
 
     def store(self, call, *new: Tensor):

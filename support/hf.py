@@ -22,6 +22,7 @@ from distributed.layout import local_slice, local_tensor, named_tensors
 from distributed.lora import adapted_linears, is_adapter, merged_weight
 from support.config import spell, unwrap
 from support.files import HF_LIMIT, HF_LIMITS, SAFETENSORS_HEADER_LIMIT, hf_file, json_bytes, publish, read_json, write_file
+from support.mxfp4 import mxfp4_problem, read_mxfp4
 from support.same_model import HF_MODELS, check_same_model, classes_of
 from support.tokenizer import files_beside, find_tokenizer, load_tokenizer
 
@@ -143,6 +144,7 @@ class HFTensors:
     def __init__(self, folder: str):
         self.folder, self.opened, index = folder, {}, "model.safetensors.index.json"
         self.stacks: dict[str, InStack] = {}  # by the name that the expert's matrix has in published files
+        self.packed: set[str] = set()  # stacks of which the files have NAME_blocks and NAME_scales, in MXFP4
         if os.path.lexists(os.path.join(folder, "model.safetensors")):
             self.where = dict.fromkeys(self.open("model.safetensors").keys(), "model.safetensors")
             return
@@ -186,6 +188,15 @@ class HFTensors:
             self.where |= dict.fromkeys(names, self.where[stack])
             self.stacks |= {name: InStack(stack, e, part, parts, len(names)) for e, name in enumerate(names)}
 
+    def unpack(self, name: str):
+        """Makes a stack of experts in MXFP4 look like one in numbers."""
+        if name not in self.where and {f"{name}_blocks", f"{name}_scales"} <= self.where.keys():
+            self.where[name] = self.where[f"{name}_blocks"]
+            self.packed.add(name)
+
+    def handles(self, name: str) -> tuple:
+        return self.handle(f"{name}_blocks"), self.handle(f"{name}_scales")
+
     def handle(self, name: str):
         """safetensors' handle of a tensor: its shape and dtype, and parts of it by indexing."""
         if name not in (file := self.open(self.where[name])).keys():
@@ -194,6 +205,8 @@ class HFTensors:
 
     def problem(self, name: str, shape: tuple) -> str:
         """What is wrong with a tensor that should have this shape; '' if nothing is."""
+        if name in self.packed:
+            return mxfp4_problem(name, shape, *self.handles(name))
         if name in self.stacks:
             place = self.stacks[name]
             name, shape = place.stack, (place.n_experts, place.parts * shape[0], *shape[1:])
@@ -212,6 +225,8 @@ class HFTensors:
 
     def read(self, name: str, offset: tuple, shape: tuple) -> Tensor:
         """The part of a tensor that begins at `offset`: as in the file, or in fp32 where the file is quantised."""
+        if name in self.packed:
+            return read_mxfp4(*self.handles(name), offset, shape)
         if name in self.stacks:
             place, handle = self.stacks[name], self.handle(self.stacks[name].stack)
             first_row = place.part * (handle.get_shape()[1] // place.parts)
@@ -251,8 +266,10 @@ def match_names(module: nn.Module, source: HFTensors, exclude) -> Match:
     names = {fqn: [name] if isinstance(name, str) else name for fqn, name in module.hf_keys().items()}
     for group in names.values():
         source.unstack(group)
+        source.unpack(group[0])
     known, optional = {name for group in names.values() for name in group}, getattr(module, "hf_optional", list)()
     known |= {place.stack for place in source.stacks.values()}
+    known |= {f"{name}_{part}" for name in source.packed for part in ("blocks", "scales")}
 
     def may_differ(name):
         return any(fnmatchcase(name, pattern) for pattern in optional)

@@ -25,6 +25,7 @@ HF_MODELS = {
     "qwen3_moe": ("models.qwen3", "Qwen3"),
     "deepseek_v2": ("models.deepseek", "DeepSeek"),
     "deepseek_v3": ("models.deepseek", "DeepSeek"),
+    "gpt_oss": ("forks.gpt_oss", "GptOss"),
 }
 # model_type -> (a small config that uses all that its models have, fingerprint() of it when transformers computed the same).
 # After a change that is meant, and that transformers makes, too, renew the numbers:
@@ -56,6 +57,12 @@ FINGERPRINTS = {
     "deepseek_v3": (
         dict(**_sizes, **_moe, **_latent, q_lora_rank=32, score_func="sigmoid", norm_topk_prob=True, tie_embeddings=False),
         [-0.9220, -0.0777, -1.2205, -0.8603, -0.9314, 0.1322, -1.1875, -1.9856],
+    ),
+    "gpt_oss": (
+        {name: n for name, n in _sizes.items() if name != "ffn_dim"} | _heads | _moe | dict(
+            sliding_window=100, swiglu_limit=0.5, tie_embeddings=False,
+            rope_scaling=dict(factor=4.0, beta_fast=32.0, beta_slow=1.0, original_max_position_embeddings=128)),
+        [0.8590, -0.5875, 1.0601, 0.2759, 0.6915, -0.4100, 0.6542, -0.4234],
     ),
 }
 

@@ -20,6 +20,7 @@ from distributed.layout import AXES, Layout, ParallelConfig, all_blocks
 from distributed.lora import LoraConfig, is_adapter, lora_linears
 from distributed.pipeline import PipelineConfig, pipeline_stages
 from distributed.refusals import check_layout
+from forks.gpt_oss import GptOss, GptOssConfig
 from models.deepseek import DeepSeek, DeepSeekConfig
 from models.llama3 import Llama3, Llama3Config
 from models.loss import IGNORE
@@ -49,9 +50,9 @@ class Flags(ParallelConfig, LaunchConfig, PipelineConfig, Float8Config, LoraConf
 MOE = dict(n_experts=8, top_k=2, moe_ffn_dim=32)
 AUX_COEF, BIAS_RATE = 0.02, 1e-3
 # routers that are sure of what they choose: with the usual 0.02 hundreds of choices would hang on the fourth digit
-for Model in (Qwen3, DeepSeek):
+for Model in (Qwen3, DeepSeek, GptOss):
     Model.init_std = lambda self, fqn, usual=Model.init_std: 0.5 if "router" in fqn else usual(self, fqn)
-MODELS = {Llama3Config: Llama3, Qwen3Config: Qwen3, DeepSeekConfig: DeepSeek}
+MODELS = {Llama3Config: Llama3, Qwen3Config: Qwen3, DeepSeekConfig: DeepSeek, GptOssConfig: GptOss}
 MLA = dict(q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, moe_ffn_dim=32)
 
 
@@ -59,6 +60,9 @@ def config(model="llama3", **changes):
     if model == "deepseek":
         small = {k: v for k, v in SMALL.items() if k not in ("n_kv_heads", "head_dim")}
         return DeepSeekConfig(**{**small, **MLA, **changes})
+    if model == "gpt_oss":
+        small = {k: v for k, v in SMALL.items() if k != "ffn_dim"}
+        return GptOssConfig(**{**small, **MOE, "sliding_window": 5, **changes})
     return {"llama3": Llama3Config, "qwen3": Qwen3Config}[model](**{**SMALL, **changes})
 
 

@@ -300,7 +300,7 @@ def test_compiled_experts_are_the_experts_with_one_graph_for_all_numbers_of_toke
     counters.clear()
     shapes = [(4, 24, 16), (4, 16, 24), (4, 24, 16)]
     weights = [torch.randn(shape, dtype=torch.bfloat16).mul(0.3).requires_grad_() for shape in shapes]
-    compiled = partial(compiled_experts, torch.compile(swiglu_experts, backend="aot_eager", fullgraph=True))
+    compiled = partial(compiled_experts, torch.compile(swiglu_experts, backend="aot_eager", fullgraph=True), swiglu_experts)
     for n in (40, 7, 0, 33, 1, 2, 64):
         x = torch.randn(n, 16, dtype=torch.bfloat16)
         counts = torch.bincount(torch.randint(0, 4, (n,)), minlength=4)

@@ -1,0 +1,330 @@
+"""gpt-oss 20B and 120B (OpenAI): models/qwen3.py's experts with other attention, other experts and another router.
+
+B batch, T sequence (T/cp on this rank), D dim, H heads (H/tp), G key/value heads (G/tp), K head_dim, F moe_ffn_dim,
+V vocab (V/tp), E experts (E/ep). Under sequence parallelism the activations between attention and experts are (B, T/cp/tp, D).
+
+Architecture: gpt-oss model card, arXiv:2508.10925, and the config.json of openai/gpt-oss-20b and -120b. A comment says where
+and why this differs from models/qwen3.py; all else is an equal copy (tests/test_copies.py).
+"""
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.attention import causal_attention
+from models.hf_config import SHARED_FIELDS, SHARED_FIXED, config_from_hf, config_to_hf
+from models.layers import RMSNorm, rotate
+from models.loss import linear_cross_entropy
+from models.moe import Balance, Experts, apply_experts, combine, grouped_linear, router_scores, spread
+
+
+@dataclass(kw_only=True)
+class GptOssConfig:
+    dim: int = 192
+    n_layers: int = 6
+    n_heads: int = 8
+    n_kv_heads: int = 4
+    head_dim: int = 32
+    vocab_size: int = 4096
+    norm_eps: float = 1e-5
+    rope_theta: float = 150000.0
+    rope_scaling: dict | None = None  # yarn: factor, original_max_position_embeddings, beta_fast, beta_slow
+    tie_embeddings: bool = False
+    max_seq_len: int = 131072
+    sliding_window: int = 128  # tokens that every other layer, from the first on, looks back, the token itself included
+    n_experts: int = 8
+    top_k: int = 2  # experts per token
+    moe_ffn_dim: int = 256
+    swiglu_limit: float = 7.0  # activations inside the experts are clamped to it
+
+    def __post_init__(self):
+        sizes = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "vocab_size", "max_seq_len", "sliding_window",
+                 "n_experts", "moe_ffn_dim")
+        if wrong := [f"{name} {getattr(self, name)}" for name in sizes if getattr(self, name) < 1]:
+            raise ValueError(f"the model's {', '.join(wrong)} must be at least 1")
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.n_kv_heads}, which they share")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} is odd, and RoPE turns pairs; use {self.head_dim + 1}")
+        if not 1 <= self.top_k <= self.n_experts:
+            raise ValueError(f"top_k {self.top_k} must be between 1 and n_experts {self.n_experts}")
+
+    @classmethod
+    def from_hf(cls, config_json: dict) -> "GptOssConfig":
+        """The config of a Hugging Face folder's config.json. Raises ValueError naming what this model cannot represent."""
+        names = [name for name in ("rope_scaling", "rope_parameters") if config_json.get(name)]
+        ropes = {name: dict(config_json[name]) for name in names} or {"rope_scaling": {"rope_type": "yarn", **_yarn}}
+        for rope in ropes.values():
+            if rope.get("rope_type", rope.get("type")) == "yarn" and rope.pop("truncate", not names):
+                raise ValueError("config.json: rope scaling has truncate True; forks/gpt_oss.py has only False")
+        types = config_json.get("layer_types")
+        if types and types != layer_types(len(types)):
+            raise ValueError("config.json: layer_types do not alternate from sliding_attention to full_attention, as they do "
+                             "in forks/gpt_oss.py")
+        return config_from_hf(cls, config_json | ropes, HF_FIELDS, HF_FIXED, HF_ROPE)
+
+    def to_hf(self) -> dict:
+        """The inverse: a config.json, as transformers reads it."""
+        yarn = {"rope_type": "yarn", "truncate": False}
+        rope = yarn | self.rope_scaling if self.rope_scaling else {"rope_type": "default"}  # without a word it would be yarn
+        return config_to_hf(self, HF_FIELDS, HF_FIXED) | dict(
+            architectures=["GptOssForCausalLM"], layer_types=layer_types(self.n_layers), rope_scaling=rope)
+
+
+def layer_types(n_layers: int) -> list[str]:
+    """As config.json spells them."""
+    return [("sliding_attention", "full_attention")[i % 2] for i in range(n_layers)]
+
+
+_yarn = dict(factor=32.0, beta_fast=32.0, beta_slow=1.0, original_max_position_embeddings=4096)
+_gpt_oss = partial(GptOssConfig, vocab_size=201088, dim=2880, n_heads=64, n_kv_heads=8, head_dim=64, rope_scaling=_yarn,
+                   top_k=4, moe_ffn_dim=2880)
+FLAVORS = {
+    "debug": GptOssConfig(),
+    "20B": _gpt_oss(n_layers=24, n_experts=32),
+    "120B": _gpt_oss(n_layers=36, n_experts=128),
+}
+
+
+# differs from qwen3: stretched for long context by yarn (arXiv:2309.00071, section 3.2), without rounding its limits
+def rope_frequencies(config, device) -> Tensor:
+    """(K/2,) radians per position, fp32."""
+    K, theta, s = config.head_dim, config.rope_theta, config.rope_scaling
+    freq = 1.0 / theta ** (torch.arange(0, K, 2, dtype=torch.float32, device=device) / K)
+    if s is None:
+        return freq
+    # the pairs that turn beta_fast and beta_slow times within the trained context, as numbers between pairs
+    low, high = (K * math.log(s["original_max_position_embeddings"] / (beta * 2 * math.pi)) / (2 * math.log(theta))
+                 for beta in (s.get("beta_fast", 32.0), s.get("beta_slow", 1.0)))
+    low, high = max(low, 0), min(high, K - 1)
+    # 1 for fast pairs, which are kept, 0 for slow ones, which are stretched, linear between
+    keep = 1 - ((torch.arange(K // 2, dtype=torch.float32, device=device) - low) / max(high - low, 1e-3)).clamp(0, 1)
+    return (1 - keep) * freq / s["factor"] + keep * freq
+
+
+def rope_magnitude(config) -> float:
+    """Factor of cos and sin: with it queries and keys keep their entropy over a longer context (arXiv:2309.00071, eq. 22)."""
+    return 0.1 * math.log(config.rope_scaling["factor"]) + 1 if config.rope_scaling else 1.0
+
+
+class Sinks(nn.Module):
+    """A logit per head that takes part in the softmax and has no value: a query may look at nothing."""
+
+    def __init__(self, n_heads):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_heads))
+
+    def forward(self, q):
+        """(1, 1, H/tp); q (B, T, H/tp, K) only says which heads this rank has: the style head_norm makes a DTensor of it."""
+        return torch.zeros_like(q[:1, :1, :, 0]) + self.weight
+
+
+# differs from qwen3: sinks, and biases in place of norms
+class Attention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.wq = nn.Linear(config.dim, config.n_heads * config.head_dim)
+        self.wk = nn.Linear(config.dim, config.n_kv_heads * config.head_dim)
+        self.wv = nn.Linear(config.dim, config.n_kv_heads * config.head_dim)
+        self.wo = nn.Linear(config.n_heads * config.head_dim, config.dim)
+        self.sinks = Sinks(config.n_heads)
+
+    def forward(self, x, cos, sin, attend):
+        B, T, _ = x.shape
+        # -1 is the number of heads on this rank, H/tp: under tensor parallelism each rank computes some of the heads
+        q = self.wq(x).view(B, T, -1, self.head_dim)
+        sinks = self.sinks(q).flatten()  # (H/tp,)
+        q = q.transpose(1, 2)  # (B, H/tp, T/cp, K)
+        k = self.wk(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, G/tp, T/cp, K)
+        v = self.wv(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, G/tp, T/cp, K)
+        out = attend(rotate(q, cos, sin), rotate(k, cos, sin), v, sinks=sinks)  # (B, H/tp, T/cp, K)
+        return self.wo(out.transpose(1, 2).reshape(B, T, -1))  # (B, T/cp, D), summed over tp
+
+
+# differs from qwen3: a bias
+class Router(nn.Module):
+    def __init__(self, dim, n_experts):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_experts, dim))
+        self.bias = nn.Parameter(torch.empty(n_experts))
+
+    def forward(self, x):
+        return router_scores(x, self.weight) + self.bias.float()  # (B, T/cp/tp, E) fp32
+
+
+class BiasedExperts(Experts):
+    """E feed-forward networks with biases, in the shapes of the files: gate and up projection in turn, column by column."""
+
+    def __init__(self, config):
+        nn.Module.__init__(self)
+        E, D, F = config.n_experts, config.dim, config.moe_ffn_dim
+        self.gate_up = nn.Parameter(torch.empty(E, D, 2 * F))
+        self.gate_up_bias = nn.Parameter(torch.empty(E, 2 * F))
+        self.down = nn.Parameter(torch.empty(E, F, D))
+        self.down_bias = nn.Parameter(torch.empty(E, D))
+        self.spread, self.combine = spread, combine
+        self.compute = lambda *args, **options: clamped_experts(*args, limit=config.swiglu_limit, **options)
+
+
+def clamped_experts(x, counts, gate_up, gate_up_bias, down, down_bias, limit, linear=grouped_linear) -> Tensor:
+    """x (N*k, D) sorted by expert, counts (E,) -> (N*k, D): SwiGLU with a clamp, a steeper sigmoid and one more up projection
+    of 1 (model card, section 2.2)."""
+    expert = torch.arange(len(counts), device=x.device).repeat_interleave(counts, output_size=len(x))
+    h = linear(x, gate_up.transpose(1, 2), counts) + gate_up_bias[expert]  # (N*k, 2F)
+    gate, up = h[:, ::2].clamp(max=limit), h[:, 1::2].clamp(-limit, limit)
+    return linear((up + 1) * gate * torch.sigmoid(1.702 * gate), down.transpose(1, 2), counts) + down_bias[expert]
+
+
+# differs from qwen3: softmax over the chosen experts only
+class MoE(nn.Module):
+    """top-k, then softmax over these k."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.top_k = config.top_k
+        self.router = Router(config.dim, config.n_experts)
+        self.experts = BiasedExperts(config)
+        self.balance = Balance(config.n_experts)
+
+    def forward(self, x):
+        B, D = x.shape[0], x.shape[-1]
+        scores = self.router(x).flatten(0, 1)  # (N, E)
+        index = self.balance.choose(scores, self.top_k)  # (N, k)
+        weight = scores.gather(1, index).softmax(-1)
+        flat = self.balance.add_loss(x.reshape(-1, D), scores.softmax(-1), index, B)  # (N, D)
+        return apply_experts(self.experts, flat, index, weight, self.balance.count(index)).view_as(x)
+
+
+# differs from qwen3: experts in every block
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.attn_norm = RMSNorm(config.dim, eps=config.norm_eps)
+        self.attn = Attention(config)
+        self.ffn_norm = RMSNorm(config.dim, eps=config.norm_eps)
+        self.moe = MoE(config)
+
+    def forward(self, h, cos, sin, attend):
+        h = h + self.attn(self.attn_norm(h), cos, sin, attend)
+        return h + self.moe(self.ffn_norm(h))
+
+
+class GptOss(nn.Module):
+    """The whole model, or a pipeline stage of it: the same class with the parts that other stages own set to None."""
+
+    def __init__(self, config: GptOssConfig):
+        super().__init__()
+        self.config = config
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        self.blocks = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
+        self.norm = RMSNorm(config.dim, eps=config.norm_eps)
+        # tied: forward takes the embedding's weight for the head as well
+        self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
+        # Three functions that parallel.py replaces: context_parallel the first, tensor_parallel and compile the other two.
+        self.make_attend, self.token_loss, self.logits = causal_attention, linear_cross_entropy, F.linear
+
+    def forward(self, tokens, labels=None, positions=None, doc_ids=None, loss_denom=None, cache=None):
+        """tokens (B, T) -> logits (B, T, V) in compute dtype; with labels (B, T): the scalar sum of token losses / loss_denom.
+
+        positions (B, T) or (1, T), default 0..T-1; doc_ids (B, T) of the whole sequence: attention stays inside a
+        document. cache: for generation, see rl/decoding.py. A later pipeline stage takes activations in place of tokens.
+        """
+        h = tokens if tokens.is_floating_point() else self.tok_embeddings(tokens)  # (B, T/cp, D)
+        if positions is None:
+            positions = torch.arange(h.shape[1], device=h.device)[None]
+        angle = positions[:, None, :, None] * rope_frequencies(self.config, h.device)  # (B, 1, T/cp, K/2) fp32
+        cos, sin = (x * rope_magnitude(self.config) for x in (angle.cos(), angle.sin()))
+        # how many tokens back a query looks, itself included: in even layers few, in odd ones all (B or 1, T/cp)
+        reaches = torch.full_like(positions, self.config.sliding_window), positions + 1
+        attends = [self.make_attend(positions, doc_ids, reach=reach) if cache is None else None for reach in reaches]
+        for i, block in self.blocks.items():
+            kind = int(i) % 2
+            h = block(h, cos, sin, attends[kind] or cache.attend(i, reach=reaches[kind]))
+        if self.norm is None:
+            return h  # the next pipeline stage goes on from here
+        h = self.norm(h)
+        weight = (self.head or self.tok_embeddings).weight  # (V/tp, D)
+        if labels is None:
+            return self.logits(h, weight)
+        return self.token_loss(h, weight, labels, loss_denom)
+
+    def init_std(self, fqn: str) -> float | None:
+        """Standard deviation of a weight's initial values; None for a name that this model does not know.
+
+        Norms start at 1 and biases at 0, as distributed/initial.py says. Matrices that write into the residual stream are
+        scaled down by sqrt(2 L), so that its variance does not grow with depth (GPT-2).
+        """
+        name = ".".join(fqn.split(".")[-2:])
+        if name in ("wo.weight", "experts.down"):
+            return 0.02 / math.sqrt(2 * self.config.n_layers)
+        matrices = ("tok_embeddings", "wq", "wk", "wv", "sinks", "router", "head")
+        return 0.02 if name in ["experts.gate_up", *(f"{matrix}.weight" for matrix in matrices)] else None
+
+    def n_active_params(self) -> int:
+        """Parameters that one token meets: all but the experts that it is not sent to."""
+        c = self.config
+        idle = c.n_layers * (c.n_experts - c.top_k) * (3 * c.dim * c.moe_ffn_dim + 2 * c.moe_ffn_dim + c.dim)
+        return sum(p.numel() for p in self.parameters()) - idle
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """Forward and backward, PaLM's convention (arXiv:2204.02311, app. B): 6 N + 12 L H K T; N active, without lookups.
+        Half of the layers see a window of T only."""
+        c = self.config
+        n = self.n_active_params() - (0 if c.tie_embeddings else c.vocab_size * c.dim)
+        sliding = (c.n_layers + 1) // 2
+        seen = sliding * min(c.sliding_window, seq_len) + (c.n_layers - sliding) * seq_len  # keys, summed over the layers
+        return 6 * n + 12 * c.n_heads * c.head_dim * seen
+
+    def tp_plan(self) -> dict[str, str]:
+        """fqn pattern -> style, one of parallel.TP_STYLES. Between blocks, activations are sharded along the sequence."""
+        plan = {
+            "tok_embeddings": "vocab_embedding",
+            "blocks.*.attn_norm": "sequence",
+            "blocks.*.attn": "gather_sequence",
+            "blocks.*.attn.wq": "colwise",
+            "blocks.*.attn.wk": "colwise",
+            "blocks.*.attn.wv": "colwise",
+            "blocks.*.attn.sinks": "head_norm",
+            "blocks.*.attn.wo": "rowwise",
+            "blocks.*.ffn_norm": "sequence",
+            "blocks.*.moe.router": "sequence_linear",  # the experts: distributed.experts.expert_parallel
+            "norm": "sequence",
+        }
+        return plan if self.config.tie_embeddings else plan | {"head": "vocab_head"}
+
+    def hf_keys(self) -> dict[str, str]:
+        """fqn -> name in Hugging Face's files. The numbers and the shapes are the same."""
+        names = {"tok_embeddings.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
+        if not self.config.tie_embeddings:
+            names["head.weight"] = "lm_head.weight"
+        block = {"attn_norm.weight": "input_layernorm.weight", "ffn_norm.weight": "post_attention_layernorm.weight",
+                 "attn.sinks.weight": "self_attn.sinks"}
+        for ours, theirs in dict(wq="q_proj", wk="k_proj", wv="v_proj", wo="o_proj").items():
+            block |= {f"attn.{ours}.{kind}": f"self_attn.{theirs}.{kind}" for kind in ("weight", "bias")}
+        block |= {f"moe.router.{kind}": f"mlp.router.{kind}" for kind in ("weight", "bias")}
+        for ours, theirs in dict(gate_up="gate_up_proj", down="down_proj").items():
+            block |= {f"moe.experts.{ours}{kind}": f"mlp.experts.{theirs}{kind}" for kind in ("", "_bias")}
+        for i in range(self.config.n_layers):
+            names |= {f"blocks.{i}.{ours}": f"model.layers.{i}.{theirs}" for ours, theirs in block.items()}
+        return names
+
+
+# Hugging Face's config.json; models/hf_config.py says what the tables mean.
+HF_FIELDS = {name: entry for name, entry in SHARED_FIELDS.items() if name != "ffn_dim"} | dict(
+    norm_eps=("rms_norm_eps", 1e-5),
+    rope_theta=("rope_theta", 150000.0),
+    n_kv_heads=("num_key_value_heads", 8),
+    head_dim=("head_dim", 64),
+    max_seq_len=("max_position_embeddings", 131072),
+    sliding_window=("sliding_window", 128),
+    n_experts=("num_local_experts", None),
+    top_k=("num_experts_per_tok", 4),
+    moe_ffn_dim=("intermediate_size", None),
+    swiglu_limit=("swiglu_limit", 7.0),
+)
+HF_FIXED = SHARED_FIXED | dict(model_type=("gpt_oss",), attention_bias=(True,))
+HF_ROPE = ("yarn", ("factor", "original_max_position_embeddings"), ("beta_fast", "beta_slow"))
