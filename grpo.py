@@ -96,7 +96,7 @@ class Config(ParallelConfig, LaunchConfig, LoraConfig, CheckpointConfig, Metrics
     dynamic_sampling: int = 0  # rounds of further prompts to replace groups of equal rewards (DAPO uses it); 0 = off
     overlong_tokens: int = 0  # reward falls by up to 1 over this many tokens before max_new_tokens (DAPO eq. 13); 0 = off
     mask_truncated: bool = False  # leave truncated samples out of the loss and of its denominator
-    async_steps: Literal[0, 1] = 0  # 1: rollouts are one policy version behind, so that they and training overlap
+    async_steps: int = 0  # batches sampled ahead, so that rollouts and training overlap: they are so many updates behind
     gen_ranks: int = 0  # the last ranks only sample, each with a whole model; 0 = the trainer's ranks sample, in place
     rollout_timeout_s: int = 7200  # a rank that waits longer for others' samples, tools or rewards ends the run
     batch_invariant: bool = flag(False, DENSE)  # generator and trainer agree to the last bit (CPU, one thread, no tp or cp)
@@ -456,19 +456,14 @@ def main(cfg: Config):
     engine = engines.open_engine(trainer, env, text, n_trainers)
     metrics = Metrics(cfg.out, cfg, layout, flops_per_token=flops_per_token, first_step=first,
                       steps=cfg.steps, log_every=cfg.log_every, tokens=state["tokens"])
-    batch, stopping = rollouts.still_valid(state, cfg, layout.rank == 0), False  # with --async_steps 1 one was sampled ahead
+    ahead, stopping = engines.Ahead(engine, rollouts.still_valid(state, cfg, layout.rank == 0), state["cursor"]), False
     if first == 1:
         evaluate_policy(trainer, engine, held_out, metrics, 0)
     for step in range(first, cfg.steps + 1):
         # (1) prompts, (2) rollouts, (3) rewards
-        batch = metrics.start_step(engines.next_batch(engine, batch, state["cursor"]))
-        ahead = cfg.async_steps and step < cfg.steps
-        if ahead:  # the next batch is made while this one is trained on, by the policy of now
-            engine.submit(batch["cursor"])
-        samples, staleness, trained_from = batch["samples"], trainer.policy_version - batch["version"], time.time()
-        if staleness > cfg.async_steps * cfg.minibatches:
-            raise RuntimeError(f"step {step}: the samples are {staleness} policy versions old, more than --async_steps "
-                               f"{cfg.async_steps} x --minibatches {cfg.minibatches}: the engine has mixed up its batches")
+        batch = metrics.start_step(ahead.take())
+        ahead.fill(min(cfg.async_steps, cfg.steps - step))  # made while this one is trained on, by the policy of now
+        samples, age, trained_from = batch["samples"], engines.staleness(batch, trainer.policy_version, cfg), time.time()
 
         # (4) advantages
         groups = [samples[i : i + cfg.group_size] for i in range(0, len(samples), cfg.group_size)]
@@ -483,8 +478,8 @@ def main(cfg: Config):
         # (7) the policy is one version on: log, evaluate, save
         trained_until = time.time()
         metrics.end_step(sum(len(s["prompt"]) + len(s["ids"]) for s in samples))
-        line = sample_numbers(groups, batch) | found | balance | dict(
-            staleness=staleness, train_s=trained_until - trained_from, train_began=trained_from, train_ended=trained_until)
+        line = sample_numbers(groups, batch) | found | balance | age | dict(
+            train_s=trained_until - trained_from, train_began=trained_from, train_ended=trained_until)
         tokens_hash = hashlib.sha256(json.dumps([s["ids"] for s in samples]).encode()).hexdigest()[:16]
         metrics.log(step, loss=line["loss"], loss_max=line["loss_max"], grad_norm=line["grad_norm"], lr=lr,
                     tokens_hash=tokens_hash, extra=line, show=False)
@@ -492,20 +487,18 @@ def main(cfg: Config):
             show_step(cfg, step, line)
             keep_samples(cfg, step, samples, text)
         state = {"step": step, "cursor": batch["cursor"], "tokens": metrics.tokens, "policy_version": trainer.policy_version,
-                 "batch": None, "made_with": rollouts.made_with(cfg), "bos": text.bos}
+                 "batch": [], "made_with": rollouts.made_with(cfg), "bos": text.bos}
         if step == first:
             train_timeouts(layout)
         stopping = stop.agreed(layout)
         last = step == cfg.steps or stopping
         evaluate_policy(trainer, engine, held_out, metrics, step)
-        if ahead:  # also when the run stops: the checkpoint keeps it, and a generator goes only when its samples are fetched
-            state["batch"] = engine.collect()
-        batch = state["batch"]
         if cfg.checkpoint_every and (step % cfg.checkpoint_every == 0 or last or step == 1 and cfg.checkpoint_first_step):
+            state["batch"] = ahead.all()
             checkpoints.save(step, state, last=last, model_only=cfg.last_save_model_only and step == cfg.steps)
         if stopping:
             break
-    engine.close()
+    ahead.close()
     checkpoints.close(export=not stopping and not os.path.exists(cfg.export_hf))
     metrics.close()
     if layout.rank == 0 and stopping:

@@ -1,16 +1,23 @@
 """--gen_ranks: ranks that only sample, each with a whole model, and what connects them with the ranks that train."""
 import os
 import pickle
+import queue
+import threading
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from distributed.agree import reason
 from distributed.layout import AXES, Layout, ParallelConfig
 from distributed.lora import add_adapters, is_adapter, lora_names
 from rl.rollouts import make_batch, patient_group, unknown_ids
+
+BUCKET_BYTES = 512 << 20  # of a message with weights, at most
+END, GO_ON = -1, -2  # in place of a cursor: leave; the prompts behind those of the batch before
 
 
 def multiplied(model, compute_dtype: torch.dtype, again=False) -> list[tuple[Tensor, torch.dtype]]:
@@ -25,34 +32,138 @@ def multiplied(model, compute_dtype: torch.dtype, again=False) -> list[tuple[Ten
     return [(t, dtype) for _, t, dtype in sorted(parameters + buffers, key=lambda entry: entry[0])]
 
 
-class Generators:
-    """The engine on a trainer's rank, see rl/engines.py. submit() sends the weights and returns while the generators sample;
-    collect() waits for their samples. bridge: on trainer rank 0, the group that connects it with the generators."""
+def cut_in_buckets(sizes: list[tuple[int, torch.dtype]], max_bytes: int) -> list[tuple[torch.dtype, list[tuple]]]:
+    """All numbers of these tensors (numel, dtype) in few messages of one dtype and at most max_bytes each: for each of them, in
+    the order in which they fill up, the pieces (i, begin, end) that it holds, where i is the tensor."""
+    full, filling = [], {}
+    for i, (numel, dtype) in enumerate(sizes):
+        begin, limit = 0, max(max_bytes // dtype.itemsize, 1)
+        while begin < numel:
+            pieces, filled = filling.pop(dtype, ([], 0))
+            end = min(numel, begin + limit - filled)
+            filling[dtype] = [*pieces, (i, begin, end)], filled + end - begin
+            begin = end
+            if filling[dtype][1] == limit:
+                full.append((dtype, filling.pop(dtype)[0]))
+    return full + [(dtype, pieces) for dtype, (pieces, _) in filling.items()]
 
-    def __init__(self, trainer, in_place, bridge):
+
+def numel_of(pieces: list[tuple]) -> int:
+    return sum(end - begin for _, begin, end in pieces)
+
+
+@torch.no_grad()
+def packed_weights(tensors: list[tuple[Tensor, torch.dtype]], keep: bool, max_bytes=BUCKET_BYTES) -> list[Tensor]:
+    """The tensors that multiplied() lists, as they are now, in buckets on the host. All trainer ranks call this, because each
+    gathers its part; those without `keep` keep nothing. At no time there is more than a bucket and two whole tensors of each
+    dtype on the device."""
+    packed, whole = [], {}
+    for dtype, pieces in cut_in_buckets([(t.numel(), dtype) for t, dtype in tensors], max_bytes):
+        bucket, at = torch.empty(numel_of(pieces) if keep else 0, dtype=dtype, device=tensors[0][0].device), 0
+        for i, begin, end in pieces:
+            if whole.get(dtype, (None,))[0] != i:  # collective among the trainer's ranks
+                t = tensors[i][0]
+                whole[dtype] = i, (t.full_tensor() if isinstance(t, DTensor) else t).flatten()
+            if keep:
+                bucket[at : at + end - begin].copy_(whole[dtype][1][begin:end])
+            at += end - begin
+        if keep:  # from page-locked memory the courier's copies to the device need no help of the CPU
+            host = torch.empty(len(bucket), dtype=dtype, pin_memory=bucket.is_cuda)
+            packed.append(host.copy_(bucket) if bucket.is_cuda else bucket)
+    return packed
+
+
+@torch.no_grad()
+def unpack_weights(tensors: list[tuple[Tensor, torch.dtype]], receive, max_bytes=BUCKET_BYTES):
+    """Fill the tensors that multiplied() lists. receive(bucket) fills a bucket with the next message."""
+    for dtype, pieces in cut_in_buckets([(t.numel(), dtype) for t, dtype in tensors], max_bytes):
+        bucket, at = torch.empty(numel_of(pieces), dtype=dtype, device=tensors[0][0].device), 0
+        receive(bucket)
+        for i, begin, end in pieces:
+            tensors[i][0].data.view(-1)[begin:end].copy_(bucket[at : at + end - begin])
+            at += end - begin
+
+
+class Bridge(NamedTuple):
+    """What connects trainer rank 0 with all generators, among which it has the rank 0."""
+
+    store: dist.Store  # of this attempt of torchrun
+    talk: dist.ProcessGroup  # over gloo: headers, batches
+    weights: dist.ProcessGroup  # over NCCL, from GPU to GPU; without GPUs it is `talk`
+    device: torch.device
+
+    def broadcast(self, bucket: Tensor):
+        """From rank 0. bucket: there on the host, elsewhere on the device."""
+        self.weights.broadcast(bucket.to(self.device, non_blocking=True), 0).wait()
+        if self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+
+    def close(self):
+        if self.weights is not self.talk:
+            self.weights.shutdown()
+
+
+def open_bridge(cfg, n_trainers: int, device: torch.device) -> Bridge:
+    """Trainers and generators are two worlds for torch.distributed, each with its own ranks from 0 on, so the groups that
+    connect them are made by hand."""
+    env, rank = os.environ, max(0, int(os.environ["RANK"]) - n_trainers + 1)
+    timeout = timedelta(seconds=cfg.rollout_timeout_s)  # while one side does its part of a step, the other waits
+    connecting = timedelta(seconds=cfg.init_timeout_s)
+    store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), None, False, timeout=connecting)
+    store = dist.PrefixStore(f"rollouts/{env.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    talk = weights = dist.ProcessGroupGloo(dist.PrefixStore("bridge", store), rank, cfg.gen_ranks + 1, timeout)
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        weights = dist.ProcessGroupNCCL(dist.PrefixStore("weights", store), rank, cfg.gen_ranks + 1, options)
+    return Bridge(store, talk, weights, device)
+
+
+def carry(bridge: Bridge, jobs: queue.SimpleQueue, batches: queue.SimpleQueue):
+    """The life of the courier, a thread on trainer rank 0: weights out, a batch in, and then the next ones, while the trainer
+    trains. A job is a header (cursor, version) and buckets."""
+    try:
+        if bridge.device.type == "cuda":  # what it waits for is its own, and not the trainer's kernels
+            torch.cuda.set_device(bridge.device)
+            torch.cuda.set_stream(torch.cuda.Stream())
+        while True:
+            header, buckets = jobs.get()
+            bridge.talk.broadcast(torch.tensor(header), 0).wait()
+            if header[0] == END:
+                return bridge.close()
+            for bucket in buckets:
+                bridge.broadcast(bucket)
+            del buckets
+            size = torch.zeros(1, dtype=torch.long)
+            bridge.talk.recv([size], 1, 0).wait()
+            data = torch.empty(int(size), dtype=torch.uint8)
+            bridge.talk.recv([data], 1, 0).wait()
+            batches.put(pickle.loads(data.numpy().tobytes()))  # from our own generators, over our own connection
+    except Exception as error:
+        batches.put({"error": f"--gen_ranks {bridge.talk.size() - 1}: no samples came from them: {reason(error)}"})
+
+
+class Generators:
+    """The engine on a trainer's rank, see rl/engines.py. submit() gives the weights to the courier, and returns while the
+    generators sample; collect() waits for their samples. bridge: on trainer rank 0."""
+
+    def __init__(self, trainer, in_place, bridge: Bridge | None):
         self.trainer, self.bridge, self.again = trainer, bridge, False
         self.evaluate = in_place.evaluate  # the trainer's ranks have the weights of now
+        self.jobs, self.batches = queue.SimpleQueue(), queue.SimpleQueue()
+        self.courier = threading.Thread(target=carry, args=(bridge, self.jobs, self.batches), daemon=True)
+        if bridge is not None:
+            self.courier.start()
 
-    def submit(self, cursor: int):
-        model, layout = self.trainer.model, self.trainer.layout
-        self.send(torch.tensor([cursor, self.trainer.policy_version]))
-        for t, dtype in multiplied(model, layout.compute_dtype, self.again):
-            t = t.full_tensor() if isinstance(t, DTensor) else t  # collective among the trainer's ranks
-            self.send(t.to("cpu", dtype).contiguous())
+    def submit(self, cursor: int | None):
+        tensors = multiplied(self.trainer.model, self.trainer.layout.compute_dtype, self.again)
+        buckets = packed_weights(tensors, keep=self.bridge is not None)
+        if self.bridge is not None:
+            self.jobs.put(((GO_ON if cursor is None else cursor, self.trainer.policy_version), buckets))
         self.again = True
 
-    def send(self, t: Tensor):
-        if self.bridge is not None:
-            self.bridge.broadcast(t, 0).wait()
-
     def collect(self) -> dict:
-        box = [None]
-        if self.bridge is not None:
-            size = torch.zeros(1, dtype=torch.long)
-            self.bridge.recv([size], 1, 0).wait()
-            data = torch.empty(int(size), dtype=torch.uint8)
-            self.bridge.recv([data], 1, 0).wait()
-            box = [pickle.loads(data.numpy().tobytes())]  # from our own generators, over our own connection
+        box = [self.batches.get() if self.bridge is not None else None]
         # the other trainers wait here for as long as the generators need
         dist.broadcast_object_list(box, 0, group=patient_group(dist.group.WORLD, self.trainer.cfg.rollout_timeout_s))
         if "error" in box[0]:
@@ -60,26 +171,16 @@ class Generators:
         return box[0]
 
     def close(self):
-        self.send(torch.tensor([-1, 0]))  # the generators may go
-
-
-def open_bridge(cfg, n_trainers: int):
-    """(store, group of trainer rank 0 and all generators) of this attempt of torchrun. Trainers and generators are two worlds
-    for torch.distributed, each with its own ranks from 0 on, so the group that connects them is made by hand."""
-    env, rank = os.environ, int(os.environ["RANK"])
-    timeout = timedelta(seconds=cfg.rollout_timeout_s)  # while one side does its part of a step, the other waits
-    connecting = timedelta(seconds=cfg.init_timeout_s)
-    store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), None, False, timeout=connecting)
-    store = dist.PrefixStore(f"rollouts/{env.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-    group = dist.PrefixStore("bridge", store)
-    return store, dist.ProcessGroupGloo(group, max(0, rank - n_trainers + 1), cfg.gen_ranks + 1, timeout)
+        if self.bridge is not None:
+            self.jobs.put(((END, 0), []))  # the generators may go
+            self.courier.join()
 
 
 def generate_forever(cfg, env, text, Model, model_config, n_trainers: int):
-    """The whole life of a generator rank: weights in, samples out, until a negative cursor.
+    """The whole life of a generator rank: weights in, samples out, until END.
 
-    A signal does not end it (StopSignal only notes it): the trainers need its samples to finish their step, and then send the
-    negative cursor. If they die, the connection breaks and this rank fails.
+    A signal does not end it (StopSignal only notes it): the trainers need its samples to finish their step, and then send END.
+    If they die, the connection breaks and this rank fails.
     """
     rank, n = int(os.environ["RANK"]) - n_trainers, cfg.gen_ranks
     on_cuda = cfg.device != "cpu" and torch.cuda.is_available()
@@ -88,31 +189,29 @@ def generate_forever(cfg, env, text, Model, model_config, n_trainers: int):
     layout = Layout(ParallelConfig(dp_shard=n), degrees, n, local_batch_size=1, global_batch_size=n, device=device, rank=rank)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
-    store, bridge = open_bridge(cfg, n_trainers)
-    dist.init_process_group("gloo", store=dist.PrefixStore("world", store), rank=rank, world_size=n)
+    bridge = open_bridge(cfg, n_trainers, device)
+    dist.init_process_group("gloo", store=dist.PrefixStore("world", bridge.store), rank=rank, world_size=n)
     dtype = {"auto": torch.bfloat16, "bfloat16": torch.bfloat16, "float32": torch.float32}[cfg.compute_dtype]
     model = Model(model_config).to(layout.device)
     add_adapters(model, lora_names(model, cfg), cfg.lora_rank, cfg.lora_alpha)
     model.unknown_ids = unknown_ids(text, model_config, layout.device)
     for t, as_multiplied in multiplied(model, dtype):
         t.data = t.data.to(as_multiplied)
-    again = False
+    again, batch = False, {}
     while True:
-        bridge.broadcast(header := torch.zeros(2, dtype=torch.long), 0).wait()
+        bridge.talk.broadcast(header := torch.zeros(2, dtype=torch.long), 0).wait()
         cursor, version = header.tolist()
-        if cursor < 0:
-            return
-        for t, _ in multiplied(model, dtype, again):
-            bridge.broadcast(received := torch.empty(t.shape, dtype=t.dtype), 0).wait()
-            t.data.copy_(received)
-        again = True
+        if cursor == END:
+            return bridge.close()
+        unpack_weights(multiplied(model, dtype, again), bridge.broadcast)
+        again, cursor = True, batch["cursor"] if cursor == GO_ON else cursor
         try:
             batch = make_batch(cfg, env, text, layout, model, cursor, version)
         except ValueError as error:  # the same on all generators; the trainers end the run
             batch = {"error": str(error)}
         if rank == 0:
             data = torch.frombuffer(bytearray(pickle.dumps(batch)), dtype=torch.uint8)
-            bridge.send([torch.tensor([len(data)])], 0, 0).wait()
-            bridge.send([data], 0, 0).wait()
+            bridge.talk.send([torch.tensor([len(data)])], 0, 0).wait()
+            bridge.talk.send([data], 0, 0).wait()
         if "error" in batch:
             return

@@ -17,6 +17,7 @@ import shutil
 import tempfile
 import time
 import uuid
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +69,8 @@ class Server:
 
     def __init__(self, url: str, timeout_s: float):
         """Asks it what it is: kind "vllm" or "sglang", the name of its model, and how long its sequences may be."""
-        self.url, self.timeout, self.version, self.tells, self.refused = url.rstrip("/"), timeout_s, None, True, 0
+        self.url, self.timeout, self.tells, self.refused = url.rstrip("/"), timeout_s, True, 0
+        self.folder, self.version = None, None  # of the weights that load() gave it
         card = self.read("/v1/models", lambda answer: answer["data"][0])
         self.kind, self.name, self.max_len = card.get("owned_by"), card.get("id"), card.get("max_model_len")
         if self.kind not in ("vllm", "sglang"):
@@ -128,7 +130,7 @@ class Server:
                 self.fail(f"it did not read {folder}: {answer.get('message')}")
         else:
             self.load_vllm(folder, version)
-        self.version = version
+        self.folder, self.version = folder, version
 
     def load_vllm(self, folder: str, version: str):
         try:
@@ -234,8 +236,8 @@ def find_server(cfg, env, rank: int):
 
 # ---------------------------------------------------------------- the engine
 class HTTPEngine:
-    """The engine on a trainer's rank, see rl/engines.py. submit() gives the server the weights and asks the first prompts; the
-    answers come while the trainer trains, with --async_steps, and collect() waits for them."""
+    """The engine on a trainer's rank, see rl/engines.py. submit() writes the weights; a thread of rank 0 gives them to the
+    server and waits for its answers, one batch after the other, while the trainer trains. collect() waits for that thread."""
 
     def __init__(self, trainer, env, text):
         self.trainer, cfg, layout = trainer, trainer.cfg, trainer.layout
@@ -244,100 +246,106 @@ class HTTPEngine:
         self.group = patient_group(dist.group.WORLD, 2 * cfg.rollout_timeout_s) if layout.world_size > 1 else None
         self.folder = os.path.abspath(cfg.engine_weights or f"{cfg.out}/engine")
         self.mine = f"{Path(cfg.out).name}-{hashlib.sha256(os.path.abspath(cfg.out).encode()).hexdigest()[:6]}"
-        self.sent, self.asked, self.running, self.ready = None, None, None, []
-        self.pool = ThreadPoolExecutor(cfg.engine_requests) if layout.rank == 0 else None
+        self.written, self.cursor, self.running, self.ready = None, 0, deque(), deque()
         self.server, self.start = on_rank_0(self.connect, self.group)
+        if layout.rank == 0:
+            self.one_batch, self.prompts = ThreadPoolExecutor(1), ThreadPoolExecutor(cfg.engine_requests)
 
     def connect(self):
         """On rank 0: the server, and a name of this start of the run. What an earlier start left in the folder is removed."""
         os.makedirs(self.folder, exist_ok=True)
-        self.forget()
+        for path in Path(self.folder).glob(f"{self.mine}-*"):
+            shutil.rmtree(path, ignore_errors=True)
         return Server(self.task[0].engine, self.task[0].rollout_timeout_s), uuid.uuid4().hex[:8]
 
-    def forget(self, but: str = ""):
-        for path in Path(self.folder).glob(f"{self.mine}-*"):
-            if path.name != but:
-                shutil.rmtree(path, ignore_errors=True)
-
-    def send_weights(self):
-        """Give the server the policy as it is now, unless it has it. All ranks write, and rank 0 calls."""
+    def write_weights(self) -> str | None:
+        """The folder with the policy as it is now, which all ranks write; None if that was written before."""
         cfg, _, text, layout = self.task
-        version = f"{self.mine}-{self.start}-{self.trainer.policy_version}"
-        if self.sent == version:
-            return
-        folder = f"{self.folder}/{version}"  # it gets this name when all is written
+        folder = f"{self.folder}/{self.mine}-{self.start}-{self.trainer.policy_version}"
+        if folder == self.written:
+            return None
+        self.written = folder
         save_hf(self.trainer.model, folder, layout.compute_dtype, tokenizer_file=text.file, group=self.group, quiet=True)
-        on_rank_0(lambda: self.server.load(folder, version) or self.forget(but=version), self.group)
-        self.sent = version
+        return folder
 
-    def submit(self, cursor: int):
-        self.finish()  # the server has one set of weights
-        self.send_weights()
+    def submit(self, cursor: int | None):
         cfg, env, text, layout = self.task
-        self.running = cursor, self.trainer.policy_version
+        if cfg.dynamic_sampling:
+            self.finish()  # it may ask for more, and not of other weights
+        cursor, split = self.cursor if cursor is None else cursor, f"train/{cfg.seed}"
+        folder, tasks, job = self.write_weights(), range(cursor, cursor + cfg.prompts_per_step), None
         if layout.rank == 0:
-            split, fits = f"train/{cfg.seed}", functools.partial(text.fits, seq_len=cfg.seq_len)
-            tasks = [(f"{split}/{i}", draw_task(env, split, i, fits)[0]) for i in range(cursor, cursor + cfg.prompts_per_step)]
-            self.asked = tasks, self.ask(tasks, cfg.group_size, cfg.temperature)
+            fits = functools.partial(text.fits, seq_len=cfg.seq_len)
+            tasks = [(f"{split}/{i}", draw_task(env, split, i, fits)[0]) for i in tasks]
+            job = tasks, self.one_batch.submit(self.answers, folder, tasks, cfg.group_size, cfg.temperature)
+        self.running.append((cursor, self.trainer.policy_version, job, time.time()))
+        self.cursor = cursor + cfg.prompts_per_step
 
-    def finish(self):
-        """Wait for what was submitted, with rewards, so that the server may get other weights."""
-        if self.running is not None:
-            batch = make_batch(*self.task, None, *self.running, draw=self.draw)
-            self.running = None
-            self.ready.append(batch)
+    def finish(self, n: int | None = None):
+        """Wait for n batches, None: for all that were submitted, and compute their rewards."""
+        for _ in range(len(self.running) if n is None else n):
+            cursor, version, job, began = self.running.popleft()
+            batch = make_batch(*self.task, None, cursor, version, draw=functools.partial(self.draw, job))
+            self.ready.append(batch | {"began": began})
+            self.cursor = max(self.cursor, batch["cursor"])
 
     def collect(self) -> dict:
-        self.finish()
-        return self.ready.pop(0)
+        self.finish(0 if self.ready else 1)
+        return self.ready.popleft()
 
     def evaluate(self, tasks: list[tuple[str, str]], group_size: int, temperature: float) -> list[dict]:
         self.finish()
-        self.send_weights()
-        return sample_groups(*self.task, None, tasks, group_size, temperature, draw=self.draw)
+        folder, job = self.write_weights(), None
+        if self.task[3].rank == 0:
+            job = tasks, self.one_batch.submit(self.answers, folder, tasks, group_size, temperature)
+        return sample_groups(*self.task, None, tasks, group_size, temperature, draw=functools.partial(self.draw, job))
 
     def close(self):
         if self.task[3].rank == 0:
-            self.pool.shutdown()
-            self.forget()
+            self.one_batch.shutdown()
+            self.prompts.shutdown()
+            shutil.rmtree(self.written or "", ignore_errors=True)
 
-    def ask(self, tasks, group_size: int, temperature: float) -> list:
-        """Rank 0 posts these prompts; the answers of each are a future."""
+    # ------------------------------------------------ on rank 0, in its thread
+    def answers(self, folder: str | None, tasks, group_size: int, temperature: float) -> list[list[dict]]:
+        """The samples of these prompts; before that the server gets the weights in the folder, unless it is None."""
+        if folder is not None:
+            before = self.server.folder
+            self.server.load(folder, os.path.basename(folder))
+            shutil.rmtree(before or "", ignore_errors=True)
+        text, until = self.task[2], time.monotonic() + self.server.timeout
+        asked = [self.prompts.submit(self.ask, name, text.prompt(prompt), group_size, temperature) for name, prompt in tasks]
+        try:
+            found = [prompt.result(timeout=max(0.0, until - time.monotonic())) for prompt in asked]
+        except TimeoutError:
+            self.server.fail(f"{len(tasks)} prompts took longer than --rollout_timeout_s {self.server.timeout:g}")
+        finally:
+            for prompt in asked:  # after a failure nobody asks for the rest
+                prompt.cancel()
+        if self.server.kind == "vllm":
+            self.server.check_version()
+        return found
+
+    def ask(self, name: str, prompt: list[int], n: int, temperature: float) -> list[dict]:
         cfg, _, text, _ = self.task
-        unknown = self.trainer.model.unknown_ids
+        unknown, n_vocab = self.trainer.model.unknown_ids, self.trainer.model.config.vocab_size
         bias = {} if unknown is None else {str(i): -100 for i in unknown.tolist()}  # they get the probability 0
-        n_vocab = self.trainer.model.config.vocab_size
+        room = max(1, min(cfg.max_new_tokens, cfg.seq_len - len(prompt)))
+        found = self.server.sample(prompt, n, room, temperature, text.ends, noise_seed(f"{cfg.seed}/{name}"), bias)
+        for ids, logprobs, reason in found:
+            if wrong := wrong_sample(ids, logprobs, reason, room, text.ends, n_vocab, temperature == 0):
+                self.server.fail(f"a sample of {json.dumps(prompt)[:80]} is wrong: {wrong}; ids {json.dumps(ids)[:80]}")
+        return [dict(ids=ids, logprobs=logprobs, mask=[1.0] * len(ids), truncated=ids[-1] not in text.ends)
+                for ids, logprobs, _ in found]
 
-        def samples(name, prompt):
-            room = max(1, min(cfg.max_new_tokens, cfg.seq_len - len(prompt)))
-            found = self.server.sample(prompt, group_size, room, temperature, text.ends, noise_seed(f"{cfg.seed}/{name}"), bias)
-            for ids, logprobs, reason in found:
-                if wrong := wrong_sample(ids, logprobs, reason, room, text.ends, n_vocab, temperature == 0):
-                    self.server.fail(f"a sample of {json.dumps(prompt)[:80]} is wrong: {wrong}; ids {json.dumps(ids)[:80]}")
-            return [dict(ids=ids, logprobs=logprobs, mask=[1.0] * len(ids), truncated=ids[-1] not in text.ends)
-                    for ids, logprobs, _ in found]
+    def draw(self, job, cfg, env, text, layout, model, tasks, mine, group_size, temperature):
+        """(2) by the server, in place of rollouts.draw_samples: rank 0 waits for all, and each rank takes its share. job: what
+        rank 0 has asked for already; further rounds of --dynamic_sampling are of other tasks."""
 
-        return [self.pool.submit(samples, name, text.prompt(prompt)) for name, prompt in tasks]
+        def wait():
+            if job[0] == tasks:
+                return job[1].result()
+            return self.one_batch.submit(self.answers, None, tasks, group_size, temperature).result()
 
-    def draw(self, cfg, env, text, layout, model, tasks, mine, group_size, temperature):
-        """(2) by the server, in place of rollouts.draw_samples: rank 0 waits for all, and each rank takes its share."""
-
-        def answers():
-            (tasks_asked, futures), self.asked = self.asked or (None, None), None
-            if tasks_asked != tasks:
-                futures = self.ask(tasks, group_size, temperature)
-            until = time.monotonic() + cfg.rollout_timeout_s
-            try:
-                found = [future.result(timeout=max(0.0, until - time.monotonic())) for future in futures]
-            except TimeoutError:
-                self.server.fail(f"the samples of {len(tasks)} prompts took longer than --rollout_timeout_s "
-                                 f"{cfg.rollout_timeout_s}")
-            finally:
-                for future in futures:  # after a failure nobody asks for the rest
-                    future.cancel()
-            if self.server.kind == "vllm":
-                self.server.check_version()
-            return found
-
-        found = on_rank_0(answers, self.group)
+        found = on_rank_0(wait, self.group)
         return [sample for i in mine for sample in found[i]], []

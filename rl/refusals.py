@@ -15,7 +15,7 @@ def check_flags(cfg):
     check_range(cfg, 1, math.inf, "steps", "prompts_per_step", "group_size", "minibatches", "max_new_tokens",
                 "local_batch_size", "rollout_rows", "rollout_timeout_s", "eval_k")
     check_range(cfg, 0, math.inf, "lr", "sft_lr", "eps", "weight_decay", "max_norm", "kl_coef", "tis", "clip_low",
-                "clip_high")
+                "clip_high", "async_steps")
     check_range(cfg, 0, 1, "beta1", "beta2", "min_lr_ratio")
     pieces = max(cfg.tp, 1) * (2 * cfg.cp if cfg.cp > 1 else 1)
     n, layouts = int(os.environ.get("WORLD_SIZE", 1)), any(getattr(cfg, axis) > 1 for axis in AXES)

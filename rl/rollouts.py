@@ -4,6 +4,7 @@ import hashlib
 import os
 import random
 import time
+from collections import deque
 from contextlib import contextmanager
 from dataclasses import fields
 from datetime import timedelta
@@ -160,6 +161,8 @@ def make_batch(cfg, env, text, layout, model, cursor: int, version: int, draw=No
         if not cfg.dynamic_sampling or len({s["reward"] for s in groups[size - 1]}) > 1:
             break
     samples = [s for group in groups[:size] for s in group]
+    for s in samples:
+        s["versions"] = [version] * len(s["ids"])  # of the policy that sampled each token
     return dict(samples=samples, cursor=cursor, version=version, drawn=len(groups), too_long=len(too_long), began=began,
                 ended=time.time())
 
@@ -176,29 +179,32 @@ def made_with(cfg) -> dict:
         name: hashlib.sha256(Path(path).read_bytes()).hexdigest()[:8] for name, path in files.items() if os.path.isfile(path)}
 
 
-def still_valid(state: dict, cfg, rank0: bool) -> dict | None:
-    """The checkpoint's batch, if this run's flags would make the same one; else None, and its prompts are sampled again."""
-    batch, old, new = state["batch"], state.get("made_with") or {}, made_with(cfg)
+def still_valid(state: dict, cfg, rank0: bool) -> list[dict]:
+    """The checkpoint's batches, if this run's flags would make the same; else none, and their prompts are sampled again."""
+    batches, old, new = state["batch"] or [], state.get("made_with") or {}, made_with(cfg)
+    batches = [batches] if isinstance(batches, dict) else batches  # as it was when there was one at most
     differ = [f"{name} {old.get(name)} -> {new.get(name)}" for name in new | old if old.get(name) != new.get(name)]
-    if batch is None or not differ:
-        return batch
+    if not batches or not differ:
+        return batches
     if rank0:
         print(f"the batch in the checkpoint was made with other flags ({', '.join(differ)}): its prompts are sampled again")
-    return None
+    return []
 
 
 class InPlace:
     """The trainer's own ranks sample. submit() does all the work, collect() returns its result."""
 
     def __init__(self, trainer, *task):
-        self.trainer, self.task = trainer, task
+        self.trainer, self.task, self.ready, self.cursor = trainer, task, deque(), 0
 
-    def submit(self, cursor: int):
+    def submit(self, cursor: int | None):
+        cursor = self.cursor if cursor is None else cursor
         with whole_weights(self.trainer.model):
-            self.batch = make_batch(*self.task, self.trainer.model, cursor, self.trainer.policy_version)
+            self.ready.append(make_batch(*self.task, self.trainer.model, cursor, self.trainer.policy_version))
+        self.cursor = self.ready[-1]["cursor"]
 
     def collect(self) -> dict:
-        return self.batch
+        return self.ready.popleft()
 
     def evaluate(self, tasks: list[tuple[str, str]], group_size: int, temperature: float) -> list[dict]:
         with whole_weights(self.trainer.model):

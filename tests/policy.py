@@ -118,13 +118,7 @@ def assert_same(a, b, tolerance):
         assert abs(x["loss"] - y["loss"]) <= tolerance and abs(x["grad_norm"] - y["grad_norm"]) <= 100 * tolerance
 
 
-AHEAD = ["--async_steps", 1, "--max_new_tokens", 48, "--seq_len", 56]
 SAME = [*TINY, "--steps", 3, "--eval_every", 0, "--checkpoint_every", 0, "--lr", "1e-3", "--compute_dtype", "float32"]
-
-
-def assert_at_once(steps):
-    """A next batch was begun before this one had been trained on. Not at every step: a busy machine may hold a process up."""
-    assert any(after["rollout_began"] < step["train_ended"] for step, after in zip(steps, steps[1:]))
 
 
 def hf_folder(folder, kind, std=0.02):

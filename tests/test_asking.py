@@ -128,10 +128,10 @@ def test_names_that_a_template_asks_for(tmp_path):
 def test_samples_are_made_with_it(tmp_path):
     """A batch that was sampled ahead with other chat options is sampled again, and one with the same ones is kept."""
     cfg = lambda **flags: grpo.Config(init_from="hf", **flags)  # noqa: E731
-    state = {"batch": {"samples": []}, "made_with": rollouts.made_with(cfg(system="a"))}
+    state = {"batch": [{"samples": []}], "made_with": rollouts.made_with(cfg(system="a"))}
     assert rollouts.still_valid(state, cfg(system="a"), True) is state["batch"]
     for other in (cfg(system="b"), cfg(), cfg(system="a", template_args=OFF), cfg(chat=False)):
-        assert rollouts.still_valid(state, other, True) is None
+        assert rollouts.still_valid(state, other, True) == []
     assert "--chat" not in rollouts.made_with(cfg())  # a batch of before these flags stays good
 
 

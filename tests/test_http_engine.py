@@ -26,11 +26,11 @@ def evaluations(out) -> list[tuple]:
 # ---------------------------------------------------------------- whole runs
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, processes, flags", [
-    ("vllm", 1, ["--temperature", 0.7, "--eval_every", 1]),
-    ("sglang", 2, ["--async_steps", 1, "--dynamic_sampling", 1, "--eval_every", 2]),
-], ids=["vllm", "sglang, two ranks, one step ahead"])
+    ("vllm", 1, ["--temperature", 0.7, "--async_steps", 1, "--dynamic_sampling", 1, "--eval_every", 1]),
+    ("sglang", 2, ["--async_steps", 2, "--eval_every", 3]),
+], ids=["vllm, one step ahead", "sglang, two ranks, two steps ahead"])
 def test_a_server_gives_the_run_that_is_sampled_in_place(tmp_path, kind, processes, flags):
-    flags, engine = [*SAME, "--steps", 4, "--lr", "2e-2", "--warmup_steps", 0, *flags], Engine(kind)
+    flags, engine = [*SAME, "--steps", 4, "--lr", "2e-2", "--warmup_steps", 0, "--abort_k3", 0, *flags], Engine(kind)
     with serving(engine) as url:
         said = run(processes, *flags, "--engine", url, "--engine_requests", 3, "--out", tmp_path / "server")
     run(1, *flags, "--out", tmp_path / "place")

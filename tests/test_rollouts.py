@@ -2,14 +2,14 @@
 import json
 import math
 import shutil
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from policy import (
-    AHEAD,
     SAME,
     TINY,
-    assert_at_once,
     assert_same,
     full_logprobs,
     gradients,
@@ -22,8 +22,10 @@ from policy import (
 )
 
 import grpo
+from distributed.lora import add_adapters, is_adapter, lora_names
 from grpo import Config
-from rl import decoding, environments, rollouts
+from rl import decoding, engines, environments, generators, rollouts
+from support.hf import load_hf_model
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -165,15 +167,104 @@ def test_what_is_trained_are_the_sampled_ids():
         assert packed["labels"][0][packed["mask"][0] > 0].tolist() == s["ids"] and s["text"] == "something else"
 
 
-def test_separate_generators_equal_the_emulation(tmp_path):
-    """One trainer and one generator, one step ahead, against one process that keeps to the same schedule."""
-    run(2, *SAME, "--gen_ranks", 1, *AHEAD, "--out", tmp_path / "two")
-    run(1, *SAME, *AHEAD, "--out", tmp_path / "one")
+WAITING = """
+import os
+import time
+
+from tests.env_counting import *
+from tests import env_counting
+
+paid = 0
+
+
+def reward(prompt, completion):
+    global paid
+    while "RANK" in os.environ and paid >= 16 and written() < paid // 16:
+        time.sleep(0.01)
+    paid += 1
+    return env_counting.reward(prompt, completion)
+
+
+def written():
+    return open(PATH).read().count("reward_mean") if os.path.exists(PATH) else 0
+"""
+
+
+@pytest.mark.parametrize("k", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_separate_generators_equal_the_emulation(tmp_path, k):
+    """One trainer and one generator, k steps ahead, against one process that keeps to the same schedule. The generator pays for
+    a batch only when the step before has been trained on, so that no run ends whose trainer waits for its generator first."""
+    (tmp_path / "env_waiting.py").write_text(f"PATH = {str(tmp_path / 'two' / 'metrics.jsonl')!r}\n{WAITING}")
+    flags = [*SAME, "--env", tmp_path / "env_waiting.py", "--reward_timeout_s", 100, "--steps", k + 2, "--async_steps", k,
+             "--lr", "1e-2", "--warmup_steps", 0]
+    run(2, *flags, "--gen_ranks", 1, "--out", tmp_path / "two")
+    run(1, *flags, "--out", tmp_path / "one")
     two, one = steps_of(tmp_path / "two"), steps_of(tmp_path / "one")
     assert_same(two, one, 1e-5)
-    assert [line["staleness"] for line in two] == [0, 1, 1] == [line["staleness"] for line in one]
-    assert_at_once(two)
-    assert two[0]["logprob_max_diff"] < 1e-4 < two[2]["logprob_max_diff"]  # one policy apart
+    assert [line["staleness"] for line in two] == [*range(k), k, k] == [line["staleness"] for line in one]
+    assert two[0]["logprob_max_diff"] < 1e-4 < two[-1]["logprob_max_diff"]  # k policies apart
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("k, processes, flags", [
+    (3, 1, ["--minibatches", 2]), (3, 2, ["--gen_ranks", 1, "--dynamic_sampling", 1]), (2, 2, ["--dp_shard", 2])], ids=str)
+def test_a_run_goes_on_with_all_batches_that_were_ahead(tmp_path, k, processes, flags):
+    """From each of its checkpoints, also from one with fewer batches ahead, because the run was to end there."""
+    flags, out = [*SAME, *flags, "--async_steps", k, "--lr", "3e-3", "--warmup_steps", 0, "--steps", 6], tmp_path / "run"
+    del flags[flags.index("--checkpoint_every") : flags.index("--checkpoint_every") + 2]
+    run(processes, *flags, "--checkpoint_every", 2, "--out", out)
+    whole, updates = steps_of(out), 2 if "--minibatches" in flags else 1
+    for step, n in ((2, k), (4, 2)):
+        state = json.loads((out / "checkpoints" / f"step-{step}" / "state.json").read_text())["state"]
+        versions = [updates * max(0, of - 1 - k) for of in range(step + 1, step + 1 + n)]
+        assert [batch["version"] for batch in state["batch"]] == versions
+        assert all(s["versions"] == [b["version"]] * len(s["ids"]) for b in state["batch"] for s in b["samples"])
+    run(processes, *flags, "--checkpoint_every", 2, "--load_step", 2, "--out", out)
+    assert_same(steps_of(out), whole, 0.0)
+    assert len({line["staleness"] for line in whole}) > 1
+
+
+def test_the_age_of_a_token_is_that_of_its_own_version():
+    """A server may be given new weights in the middle of a sample."""
+    cfg = Config(async_steps=2, minibatches=2)
+    batch = {"version": 5, "samples": [{"ids": [1, 2], "versions": [5, 6]}, {"ids": [1, 2], "versions": [6, 6]}]}
+    assert engines.staleness(batch, 7, cfg) == {"staleness": 2, "staleness_mean": 1.25}
+    assert engines.staleness({"version": 5, "samples": [{"ids": [1]}]}, 7, cfg) == {"staleness": 2}  # an older checkpoint's
+    with pytest.raises(RuntimeError, match="5 policy versions old, more than --async_steps 2 x --minibatches 2"):
+        engines.staleness(batch, 10, cfg)
+
+
+def copy_from(take, bucket):
+    bucket.copy_(take())
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "deepseek_v3", "adapters"])
+def test_weights_travel_in_few_messages(tmp_path, kind):
+    """Bit by bit, tied ones once, buffers in their own dtype; with LoRA from the second time on only the adapters."""
+    hf_folder(tmp_path / "hf", "llama" if kind == "adapters" else kind, std=0.3)
+    ours, theirs = (load_hf_model(str(tmp_path / "hf"))[0] for _ in range(2))
+    cfg = SimpleNamespace(lora_rank=2 * (kind == "adapters"), lora_on=["wq", "wo"])
+    for model in (ours, theirs):
+        add_adapters(model, lora_names(model, cfg), 2, 4.0)
+    for t, dtype in generators.multiplied(theirs, torch.bfloat16):
+        t.data = torch.zeros(t.shape, dtype=dtype)
+    for p in ours.parameters():
+        torch.nn.init.normal_(p)
+    whole = generators.multiplied(ours, torch.bfloat16)
+    assert len({dtype for _, dtype in whole}) == (2 if kind in ("deepseek_v3", "qwen3_moe") else 1)
+    quarter = sum(t.numel() * dtype.itemsize for t, dtype in whole) // 4
+    for again, max_bytes, least in ((False, 1 << 30, 1), (False, quarter, 4), (True, 1 << 30, 1)):
+        listed = generators.multiplied(ours, torch.bfloat16, again)
+        packed = generators.packed_weights(listed, True, max_bytes)
+        assert packed[0].numel() and generators.packed_weights(listed, False, max_bytes) == []
+        assert max(bucket.nbytes for bucket in packed) <= max_bytes and least <= len(packed) < len(listed)
+        assert sum(bucket.numel() for bucket in packed) == sum(t.numel() for t, _ in listed)
+        take = list(packed)[::-1].pop
+        generators.unpack_weights(generators.multiplied(theirs, torch.bfloat16, again), partial(copy_from, take), max_bytes)
+        for (t, dtype), (u, _) in zip(whole, generators.multiplied(theirs, torch.bfloat16)):
+            assert u.dtype == dtype and torch.equal(t.to(dtype), u)
+        for p in ours.parameters() if kind != "adapters" else [p for n, p in ours.named_parameters() if is_adapter(n)]:
+            torch.nn.init.normal_(p)
 
 
 @pytest.mark.slow
@@ -191,7 +282,7 @@ def test_a_batch_of_other_flags_is_sampled_again(tmp_path):
     assert "--async_steps 1 -> 0" not in said and "--group_size 4 -> 8" in said
     assert [line["staleness"] for line in again["step"]] == [0, 0] and [line["staleness"] for line in again["group"]] == [0, 1]
     state = json.loads((tmp_path / "group" / "checkpoints" / "step-2" / "state.json").read_text())["state"]
-    prompts = [s["prompt"] for s in state["batch"]["samples"]]
+    prompts = [s["prompt"] for s in state["batch"][0]["samples"]]
     shown = [json.loads(line) for line in (tmp_path / "group" / "samples.jsonl").read_text().splitlines()]
     assert len({s["prompt"] for s in shown if s["step"] == 3}) == 1 and prompts[0] != prompts[4]  # a group has one prompt
 

@@ -1,6 +1,7 @@
 """Pipelines, and what runs beside them, would not hang on GPUs: the calls of real runs, played again with NCCL's rules."""
 import pytest
-from rendezvous import play
+from rendezvous import CALL, play
+from rows import run
 
 PP = ("--pp", 2, "--local_batch_size", 4, "--val_every", 1, "--val_batches", 1)
 RUNS = {
@@ -33,6 +34,16 @@ def calls(done) -> list[list[str]]:
 def test_no_rank_hangs(device, tmp_path, name):
     n, *argv = RUNS[name]
     assert not play(calls(device.run(tmp_path, *argv, nproc=n)))
+
+
+def test_weights_go_from_device_to_device(device, tmp_path):
+    """--gen_ranks: one message a step, on a stream of its own where the trainer is."""
+    done = run(device, tmp_path, "grpo 2 --gen_ranks 1 --async_steps 2")
+    ours, theirs = ([CALL.fullmatch(line) for line in log if line.startswith("nccl broadcast")] for log in calls(done))
+    assert not play(done.logs) and len(ours) == len(theirs) == 2
+    assert [call[6] for call in ours] == [call[6] for call in theirs] and int(ours[0][6]) > 300_000
+    computes = {line.split()[1] for line in done.logs[0] if line.startswith("kernel stream=")}
+    assert computes and f"stream={ours[0][8]}" not in computes
 
 
 def test_without_its_groups_the_same_run_hangs(device, tmp_path):
