@@ -26,6 +26,7 @@ import re
 import string
 import sys
 import zlib
+from fractions import Fraction
 
 
 def digits(rng, n: int) -> str:
@@ -85,21 +86,21 @@ class Calculator:
         return float(completion.split(";")[-1] == str(arithmetic(prompt.rstrip(": "))) and not truncated)
 
 
-def arithmetic(text: str) -> int | None:
-    """The value of + - * and parentheses over small integers; None for anything else. It is a model that writes this."""
+def arithmetic(text: str) -> Fraction | None:
+    """The exact value of + - * / and parentheses over small integers; None for anything else: models write this."""
     text = text.strip()
-    if not re.fullmatch(r"[0-9+*() -]{1,100}", text):  # Python would read comments and 1_000 as well
+    if not re.fullmatch(r"[0-9+*/() -]{1,100}", text):  # Python would read comments and 1_000 as well
         return None
-    operations = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
+    operations = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
     def value(node):
         if isinstance(node, ast.BinOp):
             return operations[type(node.op)](value(node.left), value(node.right))
-        return {int: node.value}[type(node.value)]
+        return {int: Fraction(node.value)}[type(node.value)]
 
     try:
         return value(ast.parse(text, mode="eval").body)
-    except (SyntaxError, KeyError, AttributeError, ValueError, RecursionError, MemoryError):
+    except (SyntaxError, KeyError, AttributeError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return None
 
 

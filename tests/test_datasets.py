@@ -93,7 +93,7 @@ def test_prompts_answers_and_rewards_of_a_file(tmp_path):
 def test_a_reward_of_your_own_is_given_what_it_asks_for(tmp_path):
     """The countdown set, whose lines have the numbers, with division: docs/grpo.md."""
     lines = [{"prompt": f"Make {t} of 8, 2 and 3", "answer": t, "numbers": [8, 2, 3]} for t in (1, 12, 19)]
-    data, own = write(tmp_path / "a.jsonl", *lines), tmp_path / "mine.py"
+    data, own = write(tmp_path / "a.jsonl", *lines), tmp_path / "my_reward.py"
     own.write_text(
         "from rl.environments import arithmetic\nimport re\n\n\ndef reward(completion, answer, fields, weight=2.0):\n"
                    "    used = sorted(map(int, re.findall(r'\\d+', completion))) == sorted(fields['numbers'])\n"
@@ -102,7 +102,7 @@ def test_a_reward_of_your_own_is_given_what_it_asks_for(tmp_path):
     assert env.reward(lines[2]["prompt"], "8*2+3") == 2.0 and env.reward(lines[2]["prompt"], "19") == 0.0
     own.write_text("def reward(prompt, completion, answer, truncated, fields):\n    return truncated and fields['answer'] == 1")
     assert rewards.pay(task(data, reward=str(own)), lines[0]["prompt"], "", True) == 1.0
-    assert local_code()["mine.py"] == own.read_text()  # a checkpoint keeps what it was paid by, wherever that was
+    assert local_code()["my_reward.py"] == own.read_text()  # a checkpoint keeps what it was paid by, wherever that was
     for code, message in [("def reward(prompt, solution): pass", "reward\\(\\) asks for solution; it may ask for prompt, "),
                           ("x = 1", "it must define reward\\(prompt, "), ("import nope", "No module named 'nope'")]:
         own.write_text(code)

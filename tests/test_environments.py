@@ -1,4 +1,5 @@
 """Tasks and their rewards: what is paid for, which prompts are drawn and which are held out, against rl/environments.py."""
+from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
@@ -117,6 +118,8 @@ def test_own_environments(tmp_path):
 
 
 def test_arithmetic_is_no_eval():
-    assert environments.arithmetic("2*(3+4)-1") == 13
-    for text in ("2**9", "1/0", "a", "__import__('os')", "(" * 5000, "", "1+", "-1", "2 3"):
+    assert environments.arithmetic("2*(3+4)-1") == 13 == environments.arithmetic("91/7")
+    assert str(environments.arithmetic("9/3")) == "3"  # as the calculator says it
+    assert environments.arithmetic("1/3") == Fraction(1, 3) and environments.arithmetic("(1/3 + 1/6) * 4") == 2
+    for text in ("2**9", "1/0", "3//2", "2/(1-1)", "a", "__import__('os')", "(" * 5000, "", "1+", "-1", "2 3"):
         assert environments.arithmetic(text) is None
