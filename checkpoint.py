@@ -227,7 +227,8 @@ class Checkpoints:
         if self.process is not None:
             self.process.close()
         if export and self.cfg.export_hf:
-            if self.base and (note := rounded_base(self.out, self.base, self.params, self.cfg.export_dtype)):
+            lora = self.identity.get("lora")
+            if lora and (note := rounded_base(self.out, lora, self.base, self.params, self.cfg.export_dtype)):
                 self.say(note)
             save_hf(self.modules, self.cfg.export_hf, getattr(torch, self.cfg.export_dtype), tokenizer_file=self.tokenizer_file)
 

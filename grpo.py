@@ -41,6 +41,7 @@ from distributed.experts import balance_experts
 from distributed.launch import LaunchConfig, StopSignal, choose_attention, connect, disconnect, run, train_timeouts
 from distributed.layout import ParallelConfig, local_tensor
 from distributed.lora import LoraConfig, base_model, lora_counts
+from distributed.nf4 import quantize_base
 from distributed.refusals import check_layout
 from parallel import clip_grad_norm, make_mesh, next_backward, reduce_loss
 from rl import engines, generators, packing, rollouts
@@ -448,6 +449,7 @@ def main(cfg: Config):
     if reference is not None:
         keep_reference(trainer, is_new, about)
     check_replicas([model], layout, flags=asdict(cfg))
+    quantize_base([model], layout)  # only with --lora_nf4
     if layout.rank == 0:
         introduce(cfg, layout, identity | checkpoints.made_from, f"{n_params:,} parameters{adapters}", left_out,
                   len(held_out), state["step"])

@@ -21,6 +21,7 @@ from distributed.float8 import Float8Config, float8_linears, float8_scales
 from distributed.launch import LaunchConfig, StopSignal, choose_attention, connect, disconnect, run, train_timeouts
 from distributed.layout import ParallelConfig
 from distributed.lora import LoraConfig, lora_counts, lora_linears
+from distributed.nf4 import quantize_base
 from distributed.pipeline import PipelineConfig, pipeline_stages
 from distributed.refusals import check_layout
 from generate import print_sample
@@ -201,6 +202,7 @@ def main(cfg: Config):
     step_in_backward(optimizers, layout)  # only with --optimizer_in_backward
     # ranks that hold the same weights, read the same data or got the same flags must agree, or they would drift apart unseen
     check_replicas(stages, layout, data=data.fingerprint, val_data=data.validation.fingerprint, flags=asdict(cfg))
+    quantize_base(stages, layout)  # only with --lora_nf4
     if layout.rank == 0:
         print(f"{cfg.flavor}: {n_params:,} parameters{adapters} | {layout.step_text(cfg.seq_len)}{notes(cfg, state['step'])}")
         print(data.plan(state["samples"] + (cfg.steps - state["step"]) * layout.global_batch_size), end="")

@@ -9,8 +9,10 @@ would wrap: a block, the embedding, the rest.
     before its backward       they are cast again, into the same tensors
     a gradient is there       it is cast to --reduce_dtype and added to that of earlier micro-batches; after the last of these,
                               cast to the parameter's dtype
-    all of them are           the casts are freed; those of a unit with frozen parameters at the end of the backward, unless
-                              these are kept in the compute dtype, as LoRA's are, and were not copied
+    all of them are           the casts are freed. Where frozen parameters have casts, the gradient of the unit's input must be
+                              there as well, for it is computed with these; or, if the input has none, the backward be over
+
+Frozen weights that are kept in the compute dtype, as LoRA's are, have no casts; with --lora_nf4 theirs are unpacked.
 
 FSDP rounds at the same places in the same order: losses and gradients equal those under FSDP to the last bit.
 """
@@ -20,12 +22,14 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
 from distributed.layout import Layout, all_blocks
+from distributed.nf4 import is_nf4, unpack_rows
 
 
 def cast_weights(stage, layout: Layout, reshard: bool) -> None:
     """Let the model compute in layout.compute_dtype. reshard: free a block's casts between its forward and its backward."""
     cfg, taken = layout.cfg, set()
-    if {getattr(torch, cfg.param_dtype), getattr(torch, cfg.reduce_dtype)} == {layout.compute_dtype}:
+    dtypes = {getattr(torch, cfg.param_dtype), getattr(torch, cfg.reduce_dtype)}
+    if dtypes == {layout.compute_dtype} and not getattr(cfg, "lora_nf4", False):
         return
     blocks, units = list(all_blocks(stage).values()), []
     roots = [(block, reshard and block is not blocks[-1]) for block in blocks]  # the backward begins with the last block
@@ -46,7 +50,7 @@ class CastUnit:
         self.modules, self.layout, self.frees, self.units = modules, layout, frees, units
         self.params, self.sums, self.is_cast, self.missing = [], [], False, 0
         root.unshard, root.reshard, root.set_reshard_after_forward = self.unshard, self.reshard, self.set_reshard_after_forward
-        root.register_forward_pre_hook(lambda module, args: self.unshard())
+        root.register_forward_pre_hook(self.before_forward)
         root.register_forward_hook(self.after_forward)
 
     def set_reshard_after_forward(self, frees: bool, recurse: bool = False) -> None:
@@ -57,13 +61,18 @@ class CastUnit:
         self.places = [(m, name, p) for m in self.modules for name, p in m.named_parameters(recurse=False)]
         self.params = list(dict.fromkeys(p for _, _, p in self.places))  # a tied one once
         self.sums = [None] * len(self.params)  # a Tensor while a gradient waits for later micro-batches
+        dtype = self.layout.compute_dtype
         # .to: the same memory where the dtype is the same; then nothing is ever copied
-        self.casts = [nn.Parameter(p.detach().to(self.layout.compute_dtype), p.requires_grad) for p in self.params]
+        casts = [p.packed.new_empty(p.shape, dtype=dtype) if is_nf4(p) else p.detach().to(dtype) for p in self.params]
+        self.casts = [nn.Parameter(cast, p.requires_grad) for cast, p in zip(casts, self.params, strict=True)]
         for i, cast in enumerate(self.casts):
             if cast.requires_grad:
                 cast.register_post_accumulate_grad_hook(lambda cast, i=i: self.take_gradient(i))
         # .data: filling the casts again is no change that autograd must know of
-        self.copies = [(c.data, p.detach()) for c, p in zip(self.casts, self.params, strict=True) if c.dtype != p.dtype]
+        pairs = [(cast.data, p.detach()) for cast, p in zip(self.casts, self.params, strict=True)]
+        self.packed = [(cast, p) for cast, p in pairs if is_nf4(p)]
+        self.copies = [(cast, p) for cast, p in pairs if not is_nf4(p) and cast.dtype != p.dtype]
+        self.frozen_casts = bool(self.packed) or any(p.dtype != dtype and not p.requires_grad for p in self.params)
 
     @torch.no_grad()
     def unshard(self) -> None:
@@ -71,16 +80,18 @@ class CastUnit:
             return
         if not self.params:
             self.make_casts()
-        for cast, _ in self.copies:
+        for cast, _ in self.copies + self.packed:
             cast.untyped_storage().resize_(cast.nbytes)
         if self.copies:
             torch._foreach_copy_([cast for cast, _ in self.copies], [p for _, p in self.copies])
+        for cast, p in self.packed:
+            unpack_rows(p.packed, p.block, cast)
         self.is_cast = True
         self.hold(dict(zip(self.params, self.casts, strict=True)))
 
     def reshard(self) -> None:
         if self.is_cast:
-            for cast, _ in self.copies:
+            for cast, _ in self.copies + self.packed:
                 cast.untyped_storage().resize_(0)
             self.is_cast = False
             self.hold({p: p for p in self.params})
@@ -89,6 +100,12 @@ class CastUnit:
         """Let the modules have these tensors in place of their parameters."""
         for module, name, p in self.places:
             module._parameters[name] = tensors[p]
+
+    def before_forward(self, module, args) -> None:
+        self.unshard()
+        for x in args[:1]:
+            if self.frozen_casts and torch.is_grad_enabled() and x.requires_grad:
+                x.register_hook(lambda grad: self.one_less())
 
     def after_forward(self, module, args, output) -> None:
         if self.frees:
@@ -99,8 +116,7 @@ class CastUnit:
 
     def before_backward(self, grad: Tensor) -> None:
         self.unshard()
-        # those with a gradient, and frozen ones with a copy: the backward may read such a copy after the last gradient
-        self.missing = sum(c.requires_grad or c.dtype != p.dtype for c, p in zip(self.casts, self.params, strict=True))
+        self.missing = sum(cast.requires_grad for cast in self.casts) + self.frozen_casts  # the gradient of the input
         if self.units:
             Variable._execution_engine.queue_callback(self.after_backward)
 
@@ -121,6 +137,9 @@ class CastUnit:
         cast.grad = None
         if self.layout.is_last_backward:
             self.give_gradient(i)
+        self.one_less()
+
+    def one_less(self) -> None:
         self.missing -= 1
         if not self.missing:
             self.free()

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from distributed.initial import constants_of, initial_values
 from distributed.layout import Layout, local_slice, local_tensor
 from distributed.lora import adapter_numel, check_lora
+from distributed.nf4 import check_nf4
 from models.loss import IGNORE
 
 
@@ -25,6 +26,7 @@ def check_model(model, layout: Layout, styles) -> None:
         if not fnmatch.filter(names, pattern):
             raise ValueError(f"init_constants: pattern {pattern!r} matches no parameter or buffer of {type(model).__name__}")
     initial_values(model)
+    check_nf4(model, layout)
     check_memory(model, layout)
 
 

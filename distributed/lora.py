@@ -32,6 +32,7 @@ class LoraConfig:
     lora_rank: int = 0  # freeze all weights, and train two matrices of this rank beside some of them (LoRA); 0 = train all
     lora_alpha: float = flag(32.0, LORA)  # what they add is scaled by lora_alpha / lora_rank
     lora_on: list[str] = flag(["wq", "wk", "wv", "wo"], LORA)  # beside which linears of the blocks: names or patterns
+    lora_nf4: bool = flag(False, LORA)  # keep the frozen matrices of the blocks in 4 bits (QLoRA), see distributed/nf4.py
     lora_base: str = flag("", LORA)  # the weights below a PEFT adapter in --init_from, where its own path to them is not right
 
 

@@ -146,8 +146,15 @@ def option_rows(layout: Layout, count_gpus: bool) -> list[tuple]:
 
 def lora_rows(cfg) -> list[tuple]:
     float8 = getattr(cfg, "float8", "off")
-    return [(float8 != "off", f"--lora_rank {cfg.lora_rank} with --float8 {float8}: the frozen weights would be quantized "
-             "again in every step; leave one of them out")]
+    return [
+        (float8 != "off", f"--lora_rank {cfg.lora_rank} with --float8 {float8}: the frozen weights would be quantized "
+         "again in every step; leave one of them out"),
+        (cfg.lora_nf4 and (cfg.pp > 1 or cfg.reshard_after_forward == "never"),
+         f"--lora_nf4 with --pp {cfg.pp} and --reshard_after_forward {cfg.reshard_after_forward}: all blocks of a rank "
+         "would be unpacked at once, so that 4 bits save nothing; use --dp_shard, --tp or --cp"),
+        (cfg.lora_nf4 and cfg.cpu_offload, "--lora_nf4 with --cpu_offload is not there: weights in 4 bits stay on the "
+         "device; leave one of them out"),
+    ]
 
 
 def float8_rows(layout: Layout, c, on_cuda: bool, seq_len: int) -> list[tuple]:

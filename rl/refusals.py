@@ -51,6 +51,8 @@ def check_flags(cfg):
         (cfg.lora_rank and not cfg.init_from, f"--lora_rank {cfg.lora_rank} trains adapters beside weights that have "
          "learned something; give them with --init_from"),
         (cfg.optimizer_in_backward, "--optimizer_in_backward: the loss is divided after the last backward; leave it out"),
+        (cfg.lora_nf4 and cfg.gen_ranks, f"--lora_nf4 with --gen_ranks {cfg.gen_ranks}: a generator holds a whole model in "
+         "the compute dtype; leave one of them out"),
         (cfg.gen_ranks and not 0 < cfg.gen_ranks < n, f"--gen_ranks {cfg.gen_ranks} must leave a process to train: "
          f"{n} were started, use torchrun --nproc_per_node"),
     ]:

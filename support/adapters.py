@@ -74,13 +74,17 @@ def check_base(path: str, base: dict):
                          "now, so these are other weights; give those that it was trained on")
 
 
-def rounded_base(run: str, base: dict, params: dict[str, Tensor], dtype: str) -> str:
+def rounded_base(run: str, lora: dict, base: dict, params: dict[str, Tensor], dtype: str) -> str:
     """What --export_hf says where it merges the adapters of `run` with weights that have fewer digits than the --export_dtype
     that was asked for; "" where it need not."""
     kept = {p.dtype for p in params.values() if not p.requires_grad and p.element_size() < getattr(torch, dtype).itemsize}
-    if not kept:
+    if lora.get("nf4"):
+        digits = "4 bits (--lora_nf4)"
+    elif kept:
+        digits = f"the digits of {str(kept.pop())[6:]}"
+    else:
         return ""
-    return (f"the weights below the adapters are exported with the digits of {str(kept.pop())[6:]}, as training saw them; "
+    return (f"the weights below the adapters are exported with {digits}, as training saw them; "
             f"python checkpoint.py to_hf {run} OUT --dtype {dtype} takes them from {base['folder'] or 'the seed'} in full")
 
 

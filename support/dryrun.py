@@ -27,6 +27,7 @@ from distributed import checks, refusals
 from distributed.experts import balance_experts
 from distributed.layout import AXES, all_blocks, local_tensor
 from distributed.lora import lora_counts
+from distributed.nf4 import bytes_of, quantize_base
 from distributed.pipeline import ZERO_BUBBLE, n_microbatches
 from models.loss import CHUNK_ELEMENTS
 from support import optim, resume
@@ -154,6 +155,7 @@ def dry_world(main, cfg, pp_rank: int):
             if cfg.compile:
                 forget_silu(built[0])
             with fake:
+                quantize_base(built[0], built[2], say=lambda *args, **kwargs: None)  # main would, when all is loaded
                 yield built
         finally:
             if dist.is_initialized():
@@ -183,8 +185,7 @@ def forget_silu(stages) -> None:
 
 # ---------------------------------------------------------------- one step, measured
 def size_of(tensors) -> int:
-    local = [local_tensor(t) for t in tensors if isinstance(t, torch.Tensor)]
-    return sum(t.numel() * t.element_size() for t in local)
+    return sum(bytes_of(local_tensor(t)) for t in tensors if isinstance(t, torch.Tensor))
 
 
 def optimizer_state(optimizers) -> int:
@@ -192,10 +193,11 @@ def optimizer_state(optimizers) -> int:
 
 
 def gathered_bytes(stage, own: list) -> int:
-    """Bytes of weights that are gathered or cast at the moment: of what the model has in place of its own parameters."""
-    ids = {id(p) for p in own}
-    storages = [local_tensor(p).untyped_storage() for p in stage.parameters() if id(p) not in ids]
-    return sum({s._cdata: s.nbytes() for s in storages}.values())
+    """Bytes of weights that are gathered or cast at the moment: of what the model has in place of its own parameters. A cast to
+    the dtype that a parameter has takes no memory."""
+    known = {local_tensor(p).untyped_storage()._cdata for p in own}
+    storages = [local_tensor(p).untyped_storage() for p in stage.parameters()]
+    return sum({s._cdata: s.nbytes() for s in storages if s._cdata not in known}.values())
 
 
 @contextmanager
@@ -328,7 +330,8 @@ class Rank:
     step: Counter  # see observe
     same_as: int | None = None  # an earlier rank that does the same work
     activations: int = 0  # bytes of all micro-batches between their forward and backward, at the worst moment
-    peak: int = 0
+    step_peak: int = 0  # of a step
+    peak: int = 0  # of the whole run
 
     @property
     def ids(self):
@@ -370,9 +373,12 @@ def make_report(main, cfg) -> Report:
     rows = rows_of(cfg, layout.pp, n, stages[0].n_stages)
     for row, rank in zip(rows, ranks, strict=True):
         rank.activations = in_flight(row, rank.ids, rank.step)
-        rank.peak = max(rank.step["update"], rank.activations + rank.step["peak"])
+        # with --lora_nf4 the weights are loaded as they are, and then packed
+        loaded = sum(local_tensor(p).numel() * p.element_size() for stage in rank.stages for p in stage.parameters())
+        rank.step_peak = max(rank.step["update"], rank.activations + rank.step["peak"])
+        rank.peak = max(rank.step_peak, loaded)
         if cfg.cpu_offload:
-            rank.peak -= rank.step["parameters"] + rank.step["optimizer"]
+            rank.peak = rank.step_peak - rank.step["parameters"] - rank.step["optimizer"]
     with torch.device("meta"):
         model = type(stages[0])(stages[0].config)  # whole again, and plain
     owner = {i: rank for rank in ranks for i in rank.ids}
@@ -450,5 +456,8 @@ def print_report(cfg, report: Report) -> None:
         print("--cpu_offload: parameters, gradients and optimizer state are in host memory, not in the peak.")
     if cfg.ac == "budget":
         print("--ac budget is the compiler's decision: shown as --ac none.")
+    if getattr(cfg, "lora_nf4", False):
+        print("--lora_nf4: parameters are counted in 4 bits. The peak has them as they are while they are loaded; that of a "
+              f"step is {human(worst.step_peak)}.")
     if getattr(cfg, "doc_mask", False):
         print("--doc_mask: shown without. The mask saves FLOPs of attention, and changes no other number.")

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from distributed.agree import everywhere, gather, new_gloo_group, on_rank_0, rank_in, reason, some
 from distributed.layout import local_slice, local_tensor, named_tensors
 from distributed.lora import adapted_linears, is_adapter, merged_weight
+from distributed.nf4 import in_full
 from support.config import spell, unwrap
 from support.files import HF_LIMIT, HF_LIMITS, SAFETENSORS_HEADER_LIMIT, hf_file, json_bytes, publish, read_json, write_file
 from support.mxfp4 import mxfp4_problem, read_mxfp4
@@ -574,6 +575,7 @@ def save_hf(model, folder: str, dtype=torch.bfloat16, max_shard_gb=5.0, tokenize
         return merged_weight(*weights, linear.lora_scale).to(kinds[fqn][1])
 
     def gathered(tensor, dtype):
+        tensor = in_full(tensor)
         if not hasattr(tensor, "placements"):
             return tensor.to(dtype)
         local, rest = tensor.to_local().to(dtype), dict(run_check=False, shape=tensor.shape, stride=tensor.stride())

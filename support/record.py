@@ -19,7 +19,10 @@ def recording(clip_grad_norm, folder: str):
     import torch  # not at the top: this file may not import anything before sys.path[0] is the recipe's folder
     from torch.distributed.tensor import DTensor
 
+    from distributed.nf4 import in_full
+
     def whole(tensor):  # a collective: all ranks call it in the same order
+        tensor = in_full(tensor)
         return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
 
     signature, n_steps = inspect.signature(clip_grad_norm), 0

@@ -65,7 +65,8 @@ def claim_adapters(cfg, Model, model_config) -> dict:
         raise ValueError(f"--init_from {folder} is no folder; give the one of the weights below the adapters")
     if is_peft_folder(cfg.init_from) and not step_folders(cfg.out):
         check_peft(model, lora_names(model, cfg), cfg)
-    return {"lora": {"rank": cfg.lora_rank, "alpha": cfg.lora_alpha, "on": list(cfg.lora_on)}}
+    lora = {"rank": cfg.lora_rank, "alpha": cfg.lora_alpha, "on": list(cfg.lora_on)}
+    return {"lora": lora | ({"nf4": True} if cfg.lora_nf4 else {})}  # adapters of a rounded base are others
 
 
 def check_run(out: str, identity: dict, cfg, lr_at=None):

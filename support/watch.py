@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
+from distributed.nf4 import Nf4
+
 OPS = {
     "_allgather_base_": "all_gather", "all_gather_into_tensor": "all_gather", "allgather_": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter", "reduce_scatter_tensor": "reduce_scatter",
@@ -86,7 +88,7 @@ class Watch(TorchDispatchMode):
         return super().__exit__(*error)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(issubclass(t, DTensor) for t in types):
+        if any(issubclass(t, (DTensor, Nf4)) for t in types):
             return NotImplemented  # DTensor then runs the op on local tensors, with its collectives: these come here again
         kwargs = kwargs or {}
         out = self.run(func, *args, **kwargs)

@@ -18,6 +18,7 @@ from distributed.float8 import Float8Config, float8_linears
 from distributed.launch import LaunchConfig
 from distributed.layout import AXES, Layout, ParallelConfig, all_blocks
 from distributed.lora import LoraConfig, is_adapter, lora_linears
+from distributed.nf4 import block_matrices, block_of, in_full, pack_rows, quantize_base, unpack_rows
 from distributed.pipeline import PipelineConfig, pipeline_stages
 from distributed.refusals import check_layout
 from forks.gpt_oss import GptOss, GptOssConfig
@@ -103,6 +104,9 @@ def initialised(model_config, layout, seed: int):
     lora_linears(model, layout)
     with drawn_adapters():
         parallel.init_weights(model, layout, seed)
+    for p in block_matrices(model).values() if layout.cfg.lora_nf4 else ():
+        if not p.requires_grad:
+            unpack_rows(pack_rows(p.detach(), block_of(p.shape[-1])), block_of(p.shape[-1]), p.data)
     return model
 
 
@@ -193,6 +197,7 @@ def watch_margins(model) -> list[float]:
 
 
 def full(t):
+    t = in_full(t)
     return (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
 
 
@@ -219,6 +224,7 @@ def build(model_config, flags: dict, n: int, local_batch_size: int, seed=3):
         parallel.compile_blocks(stage, layout)
         parallel.shard(stage, layout)
         parallel.init_weights(stage, layout, seed)
+    quantize_base(stages, layout)
     return stages, layout
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import grpo
 from distributed.layout import local_slice, local_tensor
+from distributed.nf4 import quantize_base
 from distributed.refusals import check_layout
 from grpo import Config, Trainer
 from models.llama3 import Llama3Config
@@ -77,6 +78,7 @@ def trainer_of(seed=0, unknown=None, config=MODEL, **flags):
         whole = plain[fqn].detach()
         part = tuple(slice(o, o + n) for n, o in zip(*local_slice(p)))
         local_tensor(p).data.copy_(whole[part])
+    quantize_base([model], layout)  # only with --lora_nf4
     return Trainer(cfg, layout, model)
 
 

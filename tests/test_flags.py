@@ -493,6 +493,8 @@ row("lora_alpha", 64.0, lambda new, old: near([new.grads[0][LORA_B].norm()], [2 
     max_norm=0)
 row("lora_on", ["w1", "wo"], lambda new, old: adapted(new) == {"w1", "wo"}, lora_rank=2)
 row("lora_on", ["wo"], lambda new, old: adapted(new) == {"wo"}, program="train_deepseek", lora_rank=2)
+row("lora_nf4", True, lambda new, old: new.report.ranks[0].step["parameters"] < old.report.ranks[0].step["parameters"], planned,
+    lora_rank=2)
 row("deterministic", True, lambda new, old: new.deterministic)
 row("optimizer_in_backward", True, lambda new, old: new.grads == [{}] * 4 and not equal(new.init, new.final), max_norm=0)
 row("init_timeout_s", 77, lambda new, old: new.timeouts[0].total_seconds() == 77, options=dict(launched=True))
