@@ -22,6 +22,7 @@ from models.attention import sdpa
 from models.layers import RMSNorm, normalized, transpose_heads
 from models.loss import NEVER, log_normalizer
 from parallel import whole_vocab
+from rl.graphs import addresses, can_capture, captured
 from rl.routing import chosen_experts, read_experts, routers
 
 PREFILL_CHUNK = 512  # prompt tokens per forward: activations of a whole long prompt would need more memory than its cache
@@ -34,7 +35,7 @@ class RowCache:
     """Keys and values of R rows in every block, so that a new token costs one token and not the whole sequence.
 
     Models take it as `cache`. place() comes before each forward and says where its tokens belong. Memory is taken at the first
-    forward, when the shapes are known (under TP they are local).
+    forward, when the shapes are known (under TP they are local), and never moves: a CUDA graph knows its addresses.
     """
 
     def __init__(self, rows: int, max_len: int, fixed_shapes=False):
@@ -44,23 +45,27 @@ class RowCache:
         # (block, n-th call of attend in it): keys and values, each (rows, max_len, kv heads, head dim); "experts": what the
         # routers chose for the same tokens, (rows, max_len, routers, experts per token)
         self.kept = {}
+        self.most_rows, self.numbers = rows, None  # of rows and positions: 0, 1, 2, ...
         self.n, self.views = 0, {}  # of keys and values, what the last forward attended to: (rows, kv heads, n, head dim)
-        self.all_rows = None  # their numbers
 
     def place(self, at: Tensor, rows: Tensor | None = None, keys: int | None = None):
         """The tokens of the next forward are at positions at (R, T) of these rows (R,); None: of all rows. One token each may
         come without T, at (R,). keys: how many positions the longest row has by then; None asks the device, which makes the
         host wait for it."""
         keys = int(at.max()) + 1 if keys is None else keys
-        n = self.max_len if self.fixed_shapes else min(-(-keys // KEY_BUCKET) * KEY_BUCKET, self.max_len)
-        if n != self.n:
-            self.n, self.views, self.columns = n, {}, torch.arange(n, device=at.device)
-        if self.all_rows is None:
-            self.all_rows = torch.arange(self.rows, device=at.device)
+        if self.numbers is None:
+            self.numbers = torch.arange(max(self.rows, self.max_len), device=at.device)
+        if not self.views or self.bucket(keys) != self.n:
+            self.n, self.views = self.bucket(keys), {}
+            self.all_rows, self.columns = self.numbers[: self.rows], self.numbers[: self.n]
         self.at, self.chosen, self.masks = at, rows, {}
         self.row = self.all_rows if rows is None else rows  # (R,)
         if at.dim() == 2:
             self.row = self.row[:, None]
+
+    def bucket(self, keys: int) -> int:
+        """How many positions are attended to where `keys` of them are needed."""
+        return self.max_len if self.fixed_shapes else min(-(-keys // KEY_BUCKET) * KEY_BUCKET, self.max_len)
 
     def attend(self, block: str, reach: Tensor | None = None):
         """The attend of one block in one forward. A block may call it several times (differential attention): the n-th call has
@@ -75,7 +80,7 @@ class RowCache:
         at has none."""
         self.store(call, *(transpose_heads(x) for x in (k, v) if x is not None))
         if call not in self.views:
-            self.views[call] = [self.kept[call][i].narrow(1, 0, self.n).transpose(1, 2) for i in (0, -1)]
+            self.views[call] = [self.kept[call][i][: self.rows, : self.n].transpose(1, 2) for i in (0, -1)]
         keys, values = self.views[call]
         if self.chosen is not None:
             keys, values = keys[self.chosen], values[self.chosen]
@@ -84,8 +89,9 @@ class RowCache:
             hidden = self.columns > at  # (R, 1, T, n)
             if reach is not None:
                 hidden = hidden | (self.columns <= at - reach.view(len(reach), 1, -1, 1))
-            self.masks[kind] = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, -torch.inf)
-        (R, H, *T, K), mask = q.shape, self.masks[kind]
+            mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, -torch.inf)
+            self.masks[kind] = mask, reach  # reach, so that no other one gets its id
+        (R, H, *T, K), (mask, _) = q.shape, self.masks[kind]
         if self.fixed_shapes:
             if T[0] < FEWEST:  # copies of the last query, which nobody reads
                 q, mask = (torch.cat([x, x[:, :, -1:].expand(-1, -1, FEWEST - T[0], -1)], 2) for x in (q, mask))
@@ -98,7 +104,7 @@ class RowCache:
     def store(self, call, *new: Tensor):
         """Keep each of new (R, T, heads, head dim), or (R, heads, head dim), at the places of its tokens."""
         if call not in self.kept:
-            self.kept[call] = [x.new_zeros(self.rows, self.max_len, *x.shape[-2:]) for x in new]
+            self.kept[call] = [x.new_zeros(self.most_rows, self.max_len, *x.shape[-2:]) for x in new]
         for kept, x in zip(self.kept[call], new):
             kept[self.row, self.at] = x
 
@@ -109,8 +115,15 @@ class RowCache:
 
     def keep(self, rows: Tensor):
         """Go on with these rows only, in this order."""
-        self.rows, self.kept = len(rows), {call: [x[rows] for x in kept] for call, kept in self.kept.items()}
-        self.all_rows, self.views = None, {}
+        self.rows, self.views = len(rows), {}
+        for kept in sum(self.kept.values(), []):
+            kept[: len(rows)] = kept[rows]
+
+    def begin_again(self):
+        """As it was when it was new, in the same memory."""
+        self.rows, self.views = self.most_rows, {}
+        for kept in sum(self.kept.values(), []):
+            kept.zero_()
 
 
 def noise_seed(name: str) -> int:
@@ -178,6 +191,7 @@ def normalize(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
     return normalized(x, weight, eps)[0]
 
 
+@torch.no_grad()
 def takes_rows(model, device) -> bool:
     """Whether the model computes the same for tokens (R,) as for (R, 1): then activations are (R, D) while decoding, which
     saves the views around every product. Tried once, on three tokens of three rows, because a fork's blocks may count on T."""
@@ -194,8 +208,25 @@ def takes_rows(model, device) -> bool:
                         raise
                     found = torch.zeros(())
             logits.append(found)
-        model.takes_rows = logits[0].shape == logits[1].shape and torch.allclose(*logits, rtol=1e-2, equal_nan=True)
+        close = 1e-4 if next(model.parameters()).dtype in (torch.float32, torch.float64) else 2e-2
+        model.takes_rows = logits[0].shape == logits[1].shape and torch.allclose(
+            *logits, rtol=close, atol=close * float(logits[0].abs().max()), equal_nan=True)
     return model.takes_rows
+
+
+def cache_and_graphs(model, rows: int, max_len: int, fixed_shapes: bool, drawn: tuple) -> tuple[RowCache, dict]:
+    """A cache, and {(rows, bucket of keys): a captured step, None where it cannot be}. Those of the last rollout, if model.held
+    has them and all that is fixed in a graph is the same: sizes, addresses, and how tokens are drawn."""
+    chosen = [router for router in routers(model) if router.keeps]
+    fixed = rows, max_len, fixed_shapes, drawn, len(chosen), addresses(model)
+    held = getattr(model, "held", {})
+    if held.get("fixed") == fixed:
+        held["cache"].begin_again()
+    else:
+        held.clear()
+        held.update(fixed=fixed, cache=RowCache(rows, max_len, fixed_shapes), runs={})
+        held["cache"].routers = chosen
+    return held["cache"], held["runs"]
 
 
 def read_prompts(model, cache: RowCache, prompts: list[list[int]], rows: Tensor, T: int, width: int, mesh=None) -> Tensor:
@@ -271,7 +302,7 @@ def extend(s: dict, tokens: list[int], logprobs: list[float], room: int, ends: s
 def rollout(
     model, prompts: list[list[int]], noise: Tensor, temperature: float, eot: int | list[int], *, max_len: int, rows=512,
     top_k=0, top_p=1.0, on_token=None, tool=None, stop=None, tp_mesh=None, batch_invariant=False,
-    agree=lambda *numbers: numbers, ahead=AHEAD,
+    agree=lambda *numbers: numbers, ahead=AHEAD, graphs=True,
 ) -> list[dict]:
     """G samples of each of P prompts, as dicts(ids, logprobs, mask, truncated), those of a prompt next to each other. Inside
     recorded_experts(model) they also have `experts`, see rl/routing.py.
@@ -293,16 +324,19 @@ def rollout(
     training forward over max_len tokens (docs/grpo.md says where that was tested).
     agree(*numbers): the largest of each over the ranks that must run every forward together; see lockstep() in rl/rollouts.py.
     ahead: tokens between two looks of the host. A row that has ended idles until then.
+    graphs: on a GPU, capture one graph per number of rows and bucket of keys, and replay it (rl/graphs.py); never with tp_mesh
+    or batch_invariant. Not for forwards with collectives, as those of --ep. model.held, where there is a dict: the cache and
+    the graphs stay there for the next rollout of the same shape.
     """
     with contextlib.nullcontext() if tp_mesh else prepared(model):
         return sample_all(
             model, prompts, noise, temperature, {eot} if isinstance(eot, int) else set(eot), max_len, rows, top_k, top_p,
-            on_token, tool, stop, tp_mesh, batch_invariant, agree, ahead)
+            on_token, tool, stop, tp_mesh, batch_invariant, agree, ahead, graphs)
 
 
 def sample_all(
     model, prompts, noise, temperature, ends: set, max_len, rows, top_k, top_p, on_token, tool, stop, tp_mesh, batch_invariant,
-    agree, ahead,
+    agree, ahead, graphs,
 ) -> list[dict]:
     """What rollout() returns."""
     P, G, max_new = noise.shape
@@ -310,15 +344,31 @@ def sample_all(
     width = tp_mesh.size() if tp_mesh else 1  # under TP activations are cut along the sequence: a column for each rank
     alone = width == 1 and not batch_invariant and takes_rows(model, device)  # new tokens come as (R,)
     n_rows = max(G, min(rows // G, P) * G, FEWEST if batch_invariant else 0)
-    cache = RowCache(n_rows, max_len + width, batch_invariant)  # behind the last token there is room for the other columns
-    cache.routers = [router for router in routers(model) if router.keeps]
-    waiting, unknown = deque(range(P)), getattr(model, "unknown_ids", None)
+    cache, runs = cache_and_graphs(model, n_rows, max_len + width, batch_invariant, (temperature, top_k, top_p))
+    graphs = graphs and not tp_mesh and not batch_invariant and can_capture(model)
+    waiting = deque(range(P))
     noise = noise.reshape(P * G, max_new)
     samples = [dict(ids=[], logprobs=[], mask=[], said=deque(), prompt=prompt) for prompt in prompts for _ in range(G)]
     room = [max(1, min(max_new, max_len - len(s["prompt"]))) for s in samples]  # new tokens of each sample, at most
     sample: list[int | None] = [None] * n_rows  # that each row works on; None: nothing, and what it computes is not read
-    logits = torch.zeros(n_rows, model.config.vocab_size, device=device)
-    zeros = torch.zeros(n_rows, dtype=torch.long, device=device)
+
+    def forward(token, at, keys):
+        """Logits (R, V) behind the last token of each row (R,), which is at position at (R,)."""
+        column = None if alone else torch.zeros_like(token)
+        if not alone:
+            token, at = F.pad(token[:, None], (0, width - 1)), at[:, None] + torch.arange(width, device=device)
+        return next_logits(model, cache, token, at, column, keys, tp_mesh)
+
+    def choose(logits, u, said):
+        if (unknown := getattr(model, "unknown_ids", None)) is not None:
+            logits.index_fill_(1, unknown, NEVER)
+        token, logprob = draw(logits, u, temperature, top_k, top_p)
+        return token if said is None else torch.where(said < 0, token, said), logprob
+
+    def advance(keys, token, at, u, said):
+        """One token more in every row: the work of a CUDA graph."""
+        return choose(forward(token, at, keys), u, said)
+
     while True:
         # Refill the rows of whole groups, and of several at once, because each refill is a forward of its own.
         busy = [row for row, s in enumerate(sample) if s is not None]
@@ -331,7 +381,7 @@ def sample_all(
             size = max(size // 2, FEWEST)
         if size < len(sample):
             kept = [*busy, *free[: size - len(busy)]]
-            sample, logits, zeros = [sample[row] for row in kept], logits[:size], zeros[:size]
+            sample = [sample[row] for row in kept]
             cache.keep(torch.tensor(kept, device=device))
         slots = torch.tensor(free[: n * G], dtype=torch.long, device=device).view(n, G)
         for i, row in enumerate(free[: n * G]):
@@ -352,23 +402,24 @@ def sample_all(
         keys, step = max(at) + 1, torch.arange(steps)[:, None]
         u = noise.flatten()[(torch.tensor(index) + step).clamp(max=P * G * max_new - 1)].double().to(device).unbind()
         at = (torch.tensor(at) + step).clamp(max=max_len - 1).to(device).unbind()
-        said = torch.tensor(given, device=device).T if any(samples[s]["said"] for s in sample if s is not None) else None
+        talks = graphs or any(samples[s]["said"] for s in sample if s is not None)
+        said = torch.tensor(given, device=device).T.unbind() if talks else [None] * steps
         token, found = torch.tensor(last, device=device), []
         for i in range(steps):
-            if i > 0 or feeds:
-                fed, places = token, at[i]
-                if not alone:
-                    fed, places = F.pad(fed[:, None], (0, width - 1)), places[:, None] + torch.arange(width, device=device)
-                logits = next_logits(model, cache, fed, places, zeros, min(keys + i, max_len), tp_mesh)
-            if i == 0 and longest:
-                first = read_prompts(model, cache, [prompts[p] for p in group], slots[:, 0], longest, width, tp_mesh)
-                cache.copy_first(slots, longest)
-                logits[slots] = first[:, None]
-            if unknown is not None:
-                logits.index_fill_(1, unknown, NEVER)
-            token, logprob = draw(logits, u[i], temperature, top_k, top_p)
-            if said is not None:
-                token = torch.where(said[i] < 0, token, said[i])
+            n = cache.bucket(min(keys + i, max_len))
+            if i == 0 and (longest or not feeds):
+                logits = forward(token, at[i], n) if feeds else torch.zeros(len(sample), model.config.vocab_size, device=device)
+                if longest:
+                    first = read_prompts(model, cache, [prompts[p] for p in group], slots[:, 0], longest, width, tp_mesh)
+                    cache.copy_first(slots, longest)
+                    logits[slots] = first[:, None]
+                token, logprob = choose(logits, u[i], said[i])
+            else:
+                inputs = [token, at[i], u[i], said[i]]
+                if graphs and (len(sample), n) not in runs:
+                    runs[len(sample), n] = captured(partial(advance, n), inputs, runs)
+                run = graphs and runs[len(sample), n] or partial(advance, n)
+                token, logprob = run(*inputs)
             found.append((token, logprob))
 
         # the host looks: which samples have ended, and which get an answer from the tool

@@ -195,6 +195,7 @@ def generate_forever(cfg, env, text, Model, model_config, n_trainers: int):
     model = Model(model_config).to(layout.device)
     add_adapters(model, lora_names(model, cfg), cfg.lora_rank, cfg.lora_alpha)
     model.unknown_ids = unknown_ids(text, model_config, layout.device)
+    model.held = {}  # nothing else needs this rank's memory: the cache and the CUDA graphs stay from rollout to rollout
     for t, as_multiplied in multiplied(model, dtype):
         t.data = t.data.to(as_multiplied)
     again, batch = False, {}

@@ -288,7 +288,8 @@ def complete(
         samples = rollout(
             model, [prompts[i] for i in mine], noise, temperature, text.ends,
             max_len=max(map(len, prompts), default=0) + max_new_tokens, rows=layout.local_batch_size, on_token=on_token,
-            stop=stopper(text, stop), tp_mesh=layout.mesh["tp"] if layout.tp > 1 else None, agree=lockstep(layout), **options)
+            stop=stopper(text, stop), tp_mesh=layout.mesh["tp"] if layout.tp > 1 else None, agree=lockstep(layout),
+            graphs=layout.cfg.ep == 1, **options)
     for s in samples:
         s["text"] = text.decode(s["ids"])
         if found := [place for string in stop if (place := s["text"].find(string)) >= 0]:

@@ -37,11 +37,23 @@ static size_t forget(void* p) {
     return n;
 }
 
+// The stream that is being captured: what waits, or copies from memory that the device cannot reach, is an error meanwhile.
+static cudaStream_t capturing = nullptr;
+static unsigned long long captures = 0;
+static cudaError_t unless_capturing() { return capturing ? cudaErrorStreamCaptureUnsupported : cudaSuccess; }
+static bool pageable(const void* p);
+
 // A copy to the host delivers zeros: nothing has been computed, so this is what every result is. Others move nothing.
 static void copy(const char* call, void* to, size_t n, cudaMemcpyKind kind, cudaStream_t stream) {
     const char* names[] = {"h2h", "h2d", "d2h", "d2d", "any"};
     null_log("%s kind=%s bytes=%zu stream=%ld", call, names[kind], n, null_id(stream));
     if (kind == cudaMemcpyDeviceToHost) memset(to, 0, n);
+}
+
+static bool pageable(const void* p) {
+    std::lock_guard<std::mutex> guard(blocks_mutex);
+    auto it = blocks.upper_bound((char*)p);
+    return it == blocks.begin() || (char*)p >= (--it)->first + it->second.bytes;
 }
 
 extern "C" {
@@ -141,11 +153,11 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* a, const void* p) {
 }
 cudaError_t cudaMemcpy(void* to, const void*, size_t n, cudaMemcpyKind kind) {  // the host waits for this one
     copy("copy_sync", to, n, kind, nullptr);
-    return cudaSuccess;
+    return unless_capturing();
 }
-cudaError_t cudaMemcpyAsync(void* to, const void*, size_t n, cudaMemcpyKind kind, cudaStream_t stream) {
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t n, cudaMemcpyKind kind, cudaStream_t stream) {
     copy("copy", to, n, kind, stream);
-    return cudaSuccess;
+    return stream == capturing && (pageable(to) || pageable(from)) ? unless_capturing() : cudaSuccess;
 }
 cudaError_t cudaMemcpy2DAsync(void* to, size_t pitch, const void*, size_t, size_t width, size_t height, cudaMemcpyKind kind,
                               cudaStream_t stream) {
@@ -164,19 +176,48 @@ cudaError_t cudaStreamCreate(cudaStream_t* stream) { return stream_of(stream); }
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) { return stream_of(stream); }
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) { return stream_of(stream); }
 cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) { *priority = 0; return cudaSuccess; }
-cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
-    *status = cudaStreamCaptureStatusNone;
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
+    *status = capturing && stream == capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
     return cudaSuccess;
 }
-cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* id, cudaGraph_t*,
-                                     const cudaGraphNode_t**, const cudaGraphEdgeData**, size_t* n) {
-    if (status) *status = cudaStreamCaptureStatusNone;
-    if (id) *id = 0;
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status, unsigned long long* id,
+                                     cudaGraph_t* graph, const cudaGraphNode_t**, const cudaGraphEdgeData**, size_t* n) {
+    bool active = capturing && stream == capturing;
+    if (status) *status = active ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+    if (id) *id = active ? captures : 0;
+    if (graph) *graph = nullptr;
     if (n) *n = 0;
     return cudaSuccess;
 }
-cudaError_t cudaStreamSynchronize(cudaStream_t stream) { null_log("sync_stream stream=%ld", null_id(stream)); return cudaSuccess; }
-cudaError_t cudaDeviceSynchronize() { null_log("sync_device"); return cudaSuccess; }
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+    null_log("sync_stream stream=%ld", null_id(stream));
+    return stream == capturing ? unless_capturing() : cudaSuccess;  // others may be waited for
+}
+cudaError_t cudaDeviceSynchronize() { null_log("sync_device"); return unless_capturing(); }
+
+// ---------------------------------------------------------------- graphs: what is launched during a capture is in the log once
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
+    capturing = stream;
+    captures++;
+    null_log("capture stream=%ld", null_id(stream));
+    return cudaSuccess;
+}
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
+    if (stream != capturing) return cudaErrorStreamCaptureUnmatched;
+    capturing = nullptr;
+    *graph = (cudaGraph_t)null_handle();
+    null_log("captured stream=%ld", null_id(stream));
+    return cudaSuccess;
+}
+cudaError_t cudaGraphGetNodes(cudaGraph_t, cudaGraphNode_t*, size_t* n) { *n = 1; return cudaSuccess; }
+cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* exec, cudaGraph_t, unsigned long long) {
+    *exec = (cudaGraphExec_t)null_handle();
+    return cudaSuccess;
+}
+cudaError_t cudaGraphLaunch(cudaGraphExec_t, cudaStream_t stream) {
+    null_log("graph stream=%ld", null_id(stream));
+    return cudaSuccess;
+}
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
     null_log("wait stream=%ld event=%ld", null_id(stream), null_id(event));
     return cudaSuccess;

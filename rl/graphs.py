@@ -1,0 +1,67 @@
+"""One CUDA graph for one token of all rows: the forward and the draw, launched as one thing instead of some hundred kernels.
+
+    run = captured(step, inputs, runs)    # step(*inputs) -> tuple of tensors; runs: those that were captured before
+    run(*other_inputs)                    # the same work on other values
+
+A graph is a list of kernels with the addresses that they read and write. So it reads its inputs from buffers of its own, the
+keys and values from the memory that the cache has taken for good, and the weights where they are: nothing is copied, and what
+an optimizer or a broadcast writes into the same memory is used by the next replay. What would make it wrong is memory that
+moves. A rollout in place gathers or casts the weights anew, so it captures anew: once for each number of rows and bucket of
+keys, which costs about three eager steps each. A rank that only samples (rl/generators.py) receives new weights in the memory
+of the old ones, and keeps its graphs from step to step.
+"""
+import warnings
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+
+def can_capture(model) -> bool:
+    """On a GPU, but not with FSDP: its hooks around each block wait for streams of its own, which must not become part of a
+    graph."""
+    return next(model.parameters()).is_cuda and not any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def captured(step, inputs: list[Tensor], runs: dict):
+    """run(*inputs) -> what step(*inputs) returns, replayed from a CUDA graph. None, and it is said why, where the step asks the
+    device for a value, or does something else that cannot be captured. What lives only within a step is in memory that it
+    shares with all of runs."""
+    fixed, graph = [x.clone() for x in inputs], torch.cuda.CUDAGraph()
+    here, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    side.wait_stream(here)
+    with torch.cuda.stream(side):
+        step(*fixed)  # the first time libraries choose kernels and take memory, which a graph cannot hold
+        usual = torch.cuda.get_sync_debug_mode()
+        try:
+            torch.cuda.set_sync_debug_mode("error")  # a capture that fails is harder to leave than a line that waits
+            step(*fixed)
+            torch.cuda.set_sync_debug_mode(usual)
+            # not torch.cuda.graph(), which gives all free memory back to the driver each time
+            graph.capture_begin(next((run.pool for run in runs.values() if run), None), capture_error_mode="thread_local")
+            try:
+                outputs = step(*fixed)
+            finally:
+                graph.capture_end()
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            warnings.warn(f"no CUDA graph, new tokens are launched kernel by kernel: {reason}", stacklevel=2)
+            return None
+        finally:
+            torch.cuda.set_sync_debug_mode(usual)
+            here.wait_stream(side)
+
+    def run(*inputs: Tensor) -> list[Tensor]:
+        for buffer, x in zip(fixed, inputs, strict=True):
+            buffer.copy_(x)
+        graph.replay()
+        return [x.clone() for x in outputs]  # the next replay writes over them
+
+    run.pool = graph.pool()
+    return run
+
+
+def addresses(model) -> list[int]:
+    """Of all that a step reads and that was there before it."""
+    unknown = getattr(model, "unknown_ids", None)
+    return [t.data_ptr() for t in (*model.parameters(), *model.buffers(), *([] if unknown is None else [unknown]))]
