@@ -46,6 +46,15 @@ def attention_with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale, s
     return (weight @ v[:, :, None]).flatten(1, 2)
 
 
+def compile_each_shape(function, **options):
+    """Compiled once per shape, and once more without gradients. After 8 times torch would run the function as it is, and only
+    warn: FlexAttention then writes all T x T scores. The packed samples of grpo.py come in more shapes than that."""
+    import torch._dynamo
+
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 128)
+    return torch.compile(function, dynamic=False, **options)
+
+
 @cache
 def compiled_flex_attention():
     """FlexAttention is only fast, and only lean in memory, when compiled; once per process is enough."""
@@ -54,7 +63,7 @@ def compiled_flex_attention():
 
     # --ac op decides operator by operator what to keep. Without this option it cannot see the compiled kernel, and repeats it.
     visible = {"wrap_inductor_compiled_regions": True} if hasattr(config, "wrap_inductor_compiled_regions") else None
-    return torch.compile(flex_attention, dynamic=False, options=visible)
+    return compile_each_shape(flex_attention, options=visible)
 
 
 @cache
@@ -62,7 +71,7 @@ def compiled_block_mask():
     """create_block_mask writes the whole mask (B, T, S) on its way, 10 GiB at 32k tokens; compiled it writes blocks only."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    return torch.compile(create_block_mask, dynamic=False)
+    return compile_each_shape(create_block_mask)
 
 
 def causal_attention(positions: Tensor, doc_ids: Tensor | None = None, q_index: Tensor | None = None, reach=None, S=None):

@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 import threading
+import warnings
 import weakref
 from contextlib import nullcontext
 from dataclasses import replace
@@ -28,7 +29,7 @@ import parallel
 import train_llama3
 from distributed.checks import check_model
 from distributed.layout import AXES, Layout
-from models import deepseek, llama3, qwen3
+from models import attention, deepseek, llama3, qwen3
 from models.attention import causal_attention, sdpa
 from models.layers import RMSNorm, rotate
 from models.llama3 import FLAVORS, Llama3, Llama3Config, rope_frequencies, scaled
@@ -369,6 +370,20 @@ def test_document_mask_for_some_of_the_queries():
     attend = causal_attention(q_index[None], DOC_IDS, q_index)
     whole = causal_attention(torch.arange(11)[None], DOC_IDS)(q, k, v)
     torch.testing.assert_close(attend(q[:, :, q_index], k, v), whole[:, :, q_index])
+
+
+@pytest.mark.slow
+def test_documents_of_many_lengths_are_all_compiled(monkeypatch):
+    """As grpo.py --pack_tokens has them. After eight, torch would run the kernel uncompiled, and warn."""
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, options=None, **kw: real(f, backend="eager", **kw))  # counts the same
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+    flex = attention.compiled_flex_attention.__wrapped__()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for T in range(16, 160, 16):
+            flex(*torch.randn(3, 1, 2, T, 16))
+    torch._dynamo.reset()
 
 
 def test_row_cache_against_slow_attention():
