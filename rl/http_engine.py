@@ -69,9 +69,10 @@ class Server:
 
     def __init__(self, url: str, timeout_s: float):
         """Asks it what it is: kind "vllm" or "sglang", the name of its model, and how long its sequences may be."""
-        self.url, self.timeout, self.tells, self.refused = url.rstrip("/"), timeout_s, True, 0
+        self.url, self.timeout, self.tells, self.refused = url.rstrip("/"), min(timeout_s, 60.0), True, 0
         self.folder, self.version = None, None  # of the weights that load() gave it
-        card = self.read("/v1/models", lambda answer: answer["data"][0])
+        card = self.read("/v1/models", lambda answer: dict(answer["data"][0]))
+        self.timeout = timeout_s
         self.kind, self.name, self.max_len = card.get("owned_by"), card.get("id"), card.get("max_model_len")
         if self.kind not in ("vllm", "sglang"):
             self.fail(f"/v1/models says owned_by {self.kind!r}; it must be a server of vLLM or SGLang")
@@ -101,7 +102,7 @@ class Server:
                 print(f"--engine {self.url}: connection refused, tried again in {pause} s", flush=True)
                 time.sleep(pause)
             except TimeoutError:
-                self.fail(f"no answer to {path} within --rollout_timeout_s {self.timeout:g}")
+                self.fail(f"no answer to {path} within {self.timeout:g} s")
             except (OSError, http.client.HTTPException) as error:
                 self.fail(f"the connection broke during {path} ({type(error).__name__}: {error}); the server may have died")
         if answer.status >= 400:
@@ -125,12 +126,12 @@ class Server:
         """Read these weights, and call them by this name."""
         if self.kind == "sglang":  # this also empties its cache of prompts, which is of the weights before
             body = {"model_path": folder, "weight_version": version}
-            answer = self.call("/update_weights_from_disk", body, PAUSES)
+            answer = self.read("/update_weights_from_disk", dict, body, PAUSES)
             if answer.get("success") is not True:
                 self.fail(f"it did not read {folder}: {answer.get('message')}")
         else:
             self.load_vllm(folder, version)
-        self.folder, self.version = folder, version
+        self.folder, self.version, self.refused = folder, version, 0
 
     def load_vllm(self, folder: str, version: str):
         try:
@@ -139,7 +140,8 @@ class Server:
             if error.status == 404:
                 self.fail("it has no /collective_rpc; start vLLM with VLLM_SERVER_DEV_MODE=1")
             raise
-        if self.call("/reset_prefix_cache", {}).get("success") is False:  # the prompts in it were read by the weights before
+        # what it keeps of prompts was read by the weights before
+        if self.read("/reset_prefix_cache", lambda answer: dict(answer or {}), {}).get("success") is False:
             self.fail("/reset_prefix_cache did not succeed: other requests are running; the server must be this run's alone")
         try:
             self.tells and self.call("/update_weight_version", {"new_version": version})
@@ -178,7 +180,7 @@ class Server:
             return self.fields(choices, n, lambda c: (c["token_ids"], c["logprobs"]["token_logprobs"], c["finish_reason"]))
         each = [dict(common, max_new_tokens=room, sampling_seed=seed + i) for i in range(n)]
         body = dict(input_ids=[prompt] * n, sampling_params=each, return_logprob=True)
-        about = self.read("/generate", lambda answer: [choice["meta_info"] for choice in answer], body, PAUSES)
+        about = self.read("/generate", lambda answer: [dict(choice["meta_info"]) for choice in answer], body, PAUSES)
         for meta in about:
             self.check_version(meta.get("weight_version"))
         tokens = lambda meta: [[entry[i] for entry in meta["output_token_logprobs"]] for i in (1, 0)]  # noqa: E731

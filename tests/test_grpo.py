@@ -408,7 +408,7 @@ def test_processes_take_the_steps_of_one(tmp_path, processes, flags, one):
 
 
 @pytest.mark.parametrize("where, flags", [
-    pytest.param("rollout", [], marks=pytest.mark.slow), ("training", ["--async_steps", 1])])
+    pytest.param("rollout", [], marks=pytest.mark.slow), ("training", ["--async_steps", 3])])
 def test_killed_and_continued_is_undisturbed(tmp_path, where, flags):
     """kill -9 inside the rollouts of step 4, or in its update: the run goes on from step 2, with the same rewards."""
     out = tmp_path / "killed"

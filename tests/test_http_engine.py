@@ -163,7 +163,10 @@ FAULTS = {
     "an old version": ("sglang", with_meta(weight_version="6"), "it has the weights '6' and not '7'"),
     "started again": ("vllm", spoiled(lambda answer: {"weight_version": "default"}, ["/weight_info"]), "weights 'default' and"),
     "busy": ("vllm", spoiled(lambda answer: {"success": False}, ["/reset_prefix_cache"]), "must be this run's alone"),
-    "slow": ("vllm", spoiled(slow), "no answer to /v1/completions within --rollout_timeout_s 0.5"),
+    "a model that is a text": ("vllm", spoiled(lambda answer: {"data": ["policy"]}, ["/v1/models"]), "/v1/models answers in"),
+    "a list of a reload": ("sglang", spoiled(lambda answer: [1], ["/update_weights_from_disk"]), "answers in another form"),
+    "a text about a sample": ("sglang", spoiled(lambda answer: [{"meta_info": "x"}] * 4), "/generate answers in another form"),
+    "slow": ("vllm", spoiled(slow), "no answer to /v1/completions within 0.5 s"),
 }
 
 
