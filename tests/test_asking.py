@@ -3,13 +3,14 @@ import json
 import re
 
 import pytest
+import torch.distributed as dist
 from chats import chat_folder
 from policy import TINY, hf_folder, run, steps_of
 
 import evaluate
 import generate
 import grpo
-from rl import rollouts
+from rl import rollouts, scoring
 from support.asking import open_chat, read_values
 from support.chat import read_template
 from support.text import Text
@@ -120,6 +121,33 @@ def test_names_that_a_template_asks_for(tmp_path):
     template += "{{ messages[0].content }}{{ raise_exception('x') if thinking else '' }}{% set a = 1 %}{{ a }}"
     folder = folder_of(tmp_path / "model", template)
     assert read_template(folder).names == {"thinking", "bos_token"}  # this tokenizer has no bos_token
+
+
+@pytest.mark.parametrize("program", [generate, evaluate])
+def test_the_programs_ask_as_their_flags_say(program, tmp_path, capsys, monkeypatch):
+    """What the model is given, as token ids: the system message is in it, and the empty thought at its end."""
+    asked = []
+
+    def noted(model, prompts, noise, *args, **options):
+        asked.extend(prompts)
+        return [dict(ids=[2], logprobs=[0.0], mask=[1.0], truncated=False) for _ in prompts]
+
+    hf_folder(tmp_path, "qwen3")
+    (tmp_path / "chat_template.jinja").write_text(THINKING)
+    argv = ["--checkpoint", str(tmp_path), "--chat", "--system", "Be brief.", "--template_args", OFF, "--max_new_tokens", "4"]
+    if program is generate:
+        monkeypatch.setattr(generate, "rollout", noted)
+        generate.main([*argv, "--device", "cpu", "--prompt", "1+1?"])
+    else:
+        monkeypatch.setattr(scoring, "rollout", noted)
+        (tmp_path / "task.jsonl").write_text('{"question": "1+1?", "answer": 2}\n')
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        task = ["--device", "cpu", "--task", str(tmp_path / "task.jsonl")]
+        evaluate.main(evaluate.parse_config(evaluate.Config, [*argv, *task]))
+    assert asked == [Text(str(tmp_path), chat=open_chat(str(tmp_path), grpo.Config(
+        init_from=str(tmp_path), system="Be brief.", template_args=OFF))).prompt("1+1?")]
+    assert len(asked[0]) > len(Text(str(tmp_path)).prompt("1+1?")) + 10
 
 
 # ---------------------------------------------------------------- runs
