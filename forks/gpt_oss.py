@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from models.attention import causal_attention
 from models.hf_config import SHARED_FIELDS, SHARED_FIXED, config_from_hf, config_to_hf
-from models.layers import RMSNorm, rotate
+from models.layers import RMSNorm, rotate, transpose_heads
 from models.loss import linear_cross_entropy
 from models.moe import Balance, Experts, apply_experts, combine, grouped_linear, router_scores, spread
 
@@ -118,8 +118,8 @@ class Sinks(nn.Module):
         self.weight = nn.Parameter(torch.empty(n_heads))
 
     def forward(self, q):
-        """(1, 1, H/tp); q (B, T, H/tp, K) only says which heads this rank has: the style head_norm makes a DTensor of it."""
-        return torch.zeros_like(q[:1, :1, :, 0]) + self.weight
+        """(H/tp,); q (B, T, H/tp, K) only says which heads this rank has: the style head_norm makes a DTensor of it."""
+        return torch.zeros_like(q.flatten(0, -3)[0, :, 0]) + self.weight
 
 
 # differs from qwen3: sinks, and biases in place of norms
@@ -134,15 +134,13 @@ class Attention(nn.Module):
         self.sinks = Sinks(config.n_heads)
 
     def forward(self, x, cos, sin, attend):
-        B, T, _ = x.shape
         # -1 is the number of heads on this rank, H/tp: under tensor parallelism each rank computes some of the heads
-        q = self.wq(x).view(B, T, -1, self.head_dim)
-        sinks = self.sinks(q).flatten()  # (H/tp,)
-        q = q.transpose(1, 2)  # (B, H/tp, T/cp, K)
-        k = self.wk(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, G/tp, T/cp, K)
-        v = self.wv(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, G/tp, T/cp, K)
+        q = self.wq(x).unflatten(-1, (-1, self.head_dim))  # (B, T/cp, H/tp, K)
+        sinks, q = self.sinks(q), transpose_heads(q)  # (H/tp,), (B, H/tp, T/cp, K)
+        k = transpose_heads(self.wk(x).unflatten(-1, (-1, self.head_dim)))  # (B, G/tp, T/cp, K)
+        v = transpose_heads(self.wv(x).unflatten(-1, (-1, self.head_dim)))  # (B, G/tp, T/cp, K)
         out = attend(rotate(q, cos, sin), rotate(k, cos, sin), v, sinks=sinks)  # (B, H/tp, T/cp, K)
-        return self.wo(out.transpose(1, 2).reshape(B, T, -1))  # (B, T/cp, D), summed over tp
+        return self.wo(transpose_heads(out).flatten(-2))  # (B, T/cp, D), summed over tp
 
 
 # differs from qwen3: a bias
@@ -192,7 +190,7 @@ class MoE(nn.Module):
 
     def forward(self, x):
         B, D = x.shape[0], x.shape[-1]
-        scores = self.router(x).flatten(0, 1)  # (N, E)
+        scores = self.router(x).flatten(0, -2)  # (N, E)
         index = self.balance.choose(scores, self.top_k)  # (N, k)
         weight = scores.gather(1, index).softmax(-1)
         flat = self.balance.add_loss(x.reshape(-1, D), scores.softmax(-1), index, B)  # (N, D)
@@ -236,7 +234,7 @@ class GptOss(nn.Module):
         h = tokens if tokens.is_floating_point() else self.tok_embeddings(tokens)  # (B, T/cp, D)
         if positions is None:
             positions = torch.arange(h.shape[1], device=h.device)[None]
-        angle = positions[:, None, :, None] * rope_frequencies(self.config, h.device)  # (B, 1, T/cp, K/2) fp32
+        angle = positions[:, None, ..., None] * rope_frequencies(self.config, h.device)  # (B, 1, T/cp, K/2) fp32
         cos, sin = (x * rope_magnitude(self.config) for x in (angle.cos(), angle.sin()))
         # how many tokens back a query looks, itself included: in even layers few, in odd ones all (B or 1, T/cp)
         reaches = torch.full_like(positions, self.config.sliding_window), positions + 1

@@ -98,6 +98,8 @@ class RowCache:
         elif T in ([], [1]) and sinks is None:
             # heads that share their keys become queries of one head, so that these keys are read once for all
             q = q.reshape(R, keys.shape[1], -1, K)
+        elif not T:
+            q = q[:, :, None]
         out = sdpa(q, keys, values, mask, scale=scale, sinks=sinks)
         return out[:, :, : T[0]] if self.fixed_shapes else out.reshape(R, H, *T, -1)
 

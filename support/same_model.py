@@ -26,6 +26,7 @@ HF_MODELS = {
     "deepseek_v2": ("models.deepseek", "DeepSeek"),
     "deepseek_v3": ("models.deepseek", "DeepSeek"),
     "gpt_oss": ("forks.gpt_oss", "GptOss"),
+    "llama4_text": ("forks.llama4", "Llama4"),
 }
 # model_type -> (a small config that uses all that its models have, fingerprint() of it when transformers computed the same).
 # After a change that is meant, and that transformers makes, too, renew the numbers:
@@ -63,6 +64,12 @@ FINGERPRINTS = {
             sliding_window=100, swiglu_limit=0.5, tie_embeddings=False,
             rope_scaling=dict(factor=4.0, beta_fast=32.0, beta_slow=1.0, original_max_position_embeddings=128)),
         [0.8590, -0.5875, 1.0601, 0.2759, 0.6915, -0.4100, 0.6542, -0.4234],
+    ),
+    "llama4_text": (
+        _sizes | _heads | _moe | dict(
+            top_k=1, rope_scaling=_scaled, tie_embeddings=False, moe_every=2, nope_every=4, chunk_size=100, floor_scale=64,
+            attn_scale=0.3, qk_norm=True, temperature_tuning=True),
+        [-0.0751, 1.3387, 1.7062, -0.1056, 1.1468, -0.8626, 0.1548, 0.5866],
     ),
 }
 

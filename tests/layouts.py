@@ -22,6 +22,7 @@ from distributed.nf4 import block_matrices, block_of, in_full, pack_rows, quanti
 from distributed.pipeline import PipelineConfig, pipeline_stages
 from distributed.refusals import check_layout
 from forks.gpt_oss import GptOss, GptOssConfig
+from forks.llama4 import Llama4, Llama4Config
 from models.deepseek import DeepSeek, DeepSeekConfig
 from models.llama3 import Llama3, Llama3Config
 from models.loss import IGNORE
@@ -51,9 +52,10 @@ class Flags(ParallelConfig, LaunchConfig, PipelineConfig, Float8Config, LoraConf
 MOE = dict(n_experts=8, top_k=2, moe_ffn_dim=32)
 AUX_COEF, BIAS_RATE = 0.02, 1e-3
 # routers that are sure of what they choose: with the usual 0.02 hundreds of choices would hang on the fourth digit
-for Model in (Qwen3, DeepSeek, GptOss):
+for Model in (Qwen3, DeepSeek, GptOss, Llama4):
     Model.init_std = lambda self, fqn, usual=Model.init_std: 0.5 if "router" in fqn else usual(self, fqn)
-MODELS = {Llama3Config: Llama3, Qwen3Config: Qwen3, DeepSeekConfig: DeepSeek, GptOssConfig: GptOss}
+MODELS = {Llama3Config: Llama3, Qwen3Config: Qwen3, DeepSeekConfig: DeepSeek, GptOssConfig: GptOss,
+          Llama4Config: Llama4}
 MLA = dict(q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, moe_ffn_dim=32)
 
 
@@ -64,6 +66,8 @@ def config(model="llama3", **changes):
     if model == "gpt_oss":
         small = {k: v for k, v in SMALL.items() if k != "ffn_dim"}
         return GptOssConfig(**{**small, **MOE, "sliding_window": 5, **changes})
+    if model == "llama4":
+        return Llama4Config(**SMALL | MOE | {"top_k": 1, "moe_every": 2, "chunk_size": 5, "floor_scale": 3} | changes)
     return {"llama3": Llama3Config, "qwen3": Qwen3Config}[model](**{**SMALL, **changes})
 
 

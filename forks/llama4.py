@@ -1,0 +1,340 @@
+"""Llama 4 Scout and Maverick, the text part: models/qwen3.py's experts, beside a shared one, and attention in chunks.
+
+B batch, T sequence (T/cp on this rank), D dim, H heads (H/tp), G key/value heads (G/tp), K head_dim, F ffn_dim (F/tp),
+V vocab (V/tp), E experts (E/ep). Under sequence parallelism the activations between attention and FFN are (B, T/cp/tp, D).
+
+Architecture and numbers of the flavors: ai.meta.com/blog/llama-4-multimodal-intelligence, and text_config in the config.json of
+meta-llama/Llama-4-Scout-17B-16E and -Maverick-17B-128E. A comment says where and why this differs from models/qwen3.py; all
+else is an equal copy (tests/test_copies.py).
+"""
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.attention import causal_attention
+from models.hf_config import SHARED_FIELDS, SHARED_FIXED, config_from_hf, config_to_hf
+from models.layers import RMSNorm, rotate, transpose_heads
+from models.llama3 import rope_frequencies, scaled
+from models.loss import linear_cross_entropy
+from models.moe import Balance, Experts, apply_experts, combine, grouped_linear, router_scores, spread
+
+
+@dataclass(kw_only=True)
+class Llama4Config:
+    dim: int = 192
+    n_layers: int = 4
+    n_heads: int = 8
+    n_kv_heads: int = 4
+    head_dim: int = 32
+    ffn_dim: int = 512  # of layers without experts
+    vocab_size: int = 4096
+    norm_eps: float = 1e-5
+    rope_theta: float = 500000.0
+    rope_scaling: dict | None = None  # as of Llama 3.1
+    tie_embeddings: bool = False
+    max_seq_len: int = 131072
+    n_experts: int = 8
+    top_k: int = 1  # experts per token, beside the shared one
+    moe_ffn_dim: int = 256  # of each expert, and of the shared one
+    moe_every: int = 1  # 2: every other layer has experts, the last one among them
+    nope_every: int = 4  # every 4th layer has no RoPE and sees all tokens; the others see those of their chunk
+    chunk_size: int = 8192  # tokens of a chunk
+    qk_norm: bool = True  # queries and keys with RoPE are normalised, without weights
+    temperature_tuning: bool = True  # in layers without RoPE queries grow with the logarithm of their position
+    floor_scale: int = 8192  # in steps of so many positions
+    attn_scale: float = 0.1  # and by this factor
+
+    def __post_init__(self):
+        sizes = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size", "max_seq_len", "n_experts",
+                 "moe_ffn_dim", "moe_every", "nope_every", "chunk_size", "floor_scale")
+        if wrong := [f"{name} {getattr(self, name)}" for name in sizes if getattr(self, name) < 1]:
+            raise ValueError(f"the model's {', '.join(wrong)} must be at least 1")
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.n_kv_heads}, which they share")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} is odd, and RoPE turns pairs; use {self.head_dim + 1}")
+        if self.top_k != 1:
+            raise ValueError(f"top_k {self.top_k}: a token of Llama 4 has one expert beside the shared one; use top_k=1")
+        if self.moe_every > self.n_layers:
+            raise ValueError(f"moe_every {self.moe_every} is more than n_layers {self.n_layers}: no layer would have experts")
+
+    def has_experts(self, layer: int) -> bool:
+        return (layer + 1) % self.moe_every == 0
+
+    def has_rope(self, layer: int) -> bool:
+        return (layer + 1) % self.nope_every != 0
+
+    def kinds_of_layers(self) -> dict[str, list]:
+        """As config.json tells of them."""
+        layers = range(self.n_layers)
+        return dict(
+            moe_layers=[i for i in layers if self.has_experts(i)],
+            no_rope_layers=[int(self.has_rope(i)) for i in layers],  # 1 where there is RoPE: the name is theirs
+            layer_types=[("full_attention", "chunked_attention")[self.has_rope(i)] for i in layers],
+        )
+
+    @classmethod
+    def from_hf(cls, config_json: dict) -> "Llama4Config":
+        """The config of a Hugging Face folder's config.json. Raises ValueError naming what this model cannot represent.
+
+        The tables that say what means what are at the end of this file.
+        """
+        tuning = config_json.get("attn_temperature_tuning")  # a published file says 4 for true
+        hf = config_json | ({} if tuning is None else {"attn_temperature_tuning": bool(tuning)})
+        config = config_from_hf(cls, hf, HF_FIELDS, HF_FIXED, HF_ROPE)
+        for name, usual in config.kinds_of_layers().items():
+            if (found := config_json.get(name)) not in (None, [], usual):
+                raise ValueError(f"config.json: {name} is {found!r}; forks/llama4.py has only {usual}")
+        return config
+
+    def to_hf(self) -> dict:
+        """The inverse: a config.json, as transformers reads it."""
+        rope = {"rope_type": "llama3", **self.rope_scaling} if self.rope_scaling else {"rope_type": "default"}
+        return config_to_hf(self, HF_FIELDS, HF_FIXED) | self.kinds_of_layers() | dict(
+            architectures=["Llama4ForCausalLM"], rope_scaling=rope)
+
+
+_llama4 = partial(Llama4Config, vocab_size=202048, dim=5120, n_layers=48, n_heads=40, n_kv_heads=8, head_dim=128, ffn_dim=16384,
+                  moe_ffn_dim=8192)
+FLAVORS = {
+    "debug": Llama4Config(),
+    "Scout": _llama4(n_experts=16, rope_scaling=scaled(16.0) | {"high_freq_factor": 1.0}, max_seq_len=10485760),
+    "Maverick": _llama4(n_experts=128, moe_every=2, qk_norm=False, max_seq_len=1048576),
+}
+
+
+# differs from qwen3: RoPE in most layers only, neighbours turn, and then a norm without weights
+class Attention(nn.Module):
+    def __init__(self, config, has_rope: bool):
+        super().__init__()
+        self.head_dim, self.has_rope = config.head_dim, has_rope
+        self.qk_eps = config.norm_eps if config.qk_norm and has_rope else None
+        self.wq = nn.Linear(config.dim, config.n_heads * config.head_dim, bias=False)
+        self.wk = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
+        self.wv = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
+        self.wo = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=False)
+
+    def forward(self, x, cos, sin, attend):
+        """cos, sin (B, 1, T/cp, K/2); without RoPE cos is the factor of queries, (B, 1, T/cp, 1), and sin None."""
+        # -1 is the number of heads on this rank, H/tp: under tensor parallelism each rank computes some of the heads
+        q = transpose_heads(self.wq(x).unflatten(-1, (-1, self.head_dim)))  # (B, H/tp, T/cp, K)
+        k = transpose_heads(self.wk(x).unflatten(-1, (-1, self.head_dim)))  # (B, G/tp, T/cp, K)
+        v = transpose_heads(self.wv(x).unflatten(-1, (-1, self.head_dim)))  # (B, G/tp, T/cp, K)
+        if self.has_rope:
+            q, k = (rotate(t, cos, sin, interleave=True) for t in (q, k))
+        else:
+            q = (q * cos).to(q.dtype)
+        if self.qk_eps is not None:
+            q, k = (F.rms_norm(t.float(), t.shape[-1:], eps=self.qk_eps).to(t.dtype) for t in (q, k))
+        out = attend(q, k, v)  # (B, H/tp, T/cp, K)
+        return self.wo(transpose_heads(out).flatten(-2))  # (B, T/cp, D), summed over tp
+
+
+class FeedForward(nn.Module):
+    """SwiGLU, arXiv:2002.05202: w2(silu(w1 x) * w3 x)."""
+
+    def __init__(self, dim, ffn_dim):
+        super().__init__()
+        self.w1 = nn.Linear(dim, ffn_dim, bias=False)
+        self.w2 = nn.Linear(ffn_dim, dim, bias=False)
+        self.w3 = nn.Linear(dim, ffn_dim, bias=False)
+
+    def forward(self, x):
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))  # (B, T/cp, F/tp) inside
+
+
+class Router(nn.Module):
+    def __init__(self, dim, n_experts):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_experts, dim))
+
+    def forward(self, x):
+        return router_scores(x, self.weight)  # (B, T/cp/tp, E) fp32
+
+
+class StackedExperts(Experts):
+    """E SwiGLU feed-forward networks, in the shapes of the files: of gate_up the first F columns are the gate's."""
+
+    def __init__(self, n_experts: int, dim: int, ffn_dim: int):
+        nn.Module.__init__(self)
+        self.gate_up = nn.Parameter(torch.empty(n_experts, dim, 2 * ffn_dim))
+        self.down = nn.Parameter(torch.empty(n_experts, ffn_dim, dim))
+        self.compute, self.spread, self.combine = stacked_experts, spread, combine  # parallel.compile_blocks compiles them
+
+
+def stacked_experts(x, counts, gate_up, down, linear=grouped_linear) -> Tensor:
+    """x (N, D) sorted by expert, counts (E,), gate_up (E, D, 2F), down (E, F, D) -> (N, D)."""
+    gate, up = linear(x, gate_up.transpose(1, 2), counts).chunk(2, -1)
+    return linear(F.silu(gate) * up, down.transpose(1, 2), counts)
+
+
+# differs from qwen3: the sigmoid of the best expert's score is multiplied with what goes into it
+class MoE(nn.Module):
+    """One expert per token."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.top_k = config.top_k
+        self.router = Router(config.dim, config.n_experts)
+        self.experts = StackedExperts(config.n_experts, config.dim, config.moe_ffn_dim)
+        self.balance = Balance(config.n_experts)
+
+    def forward(self, x):
+        B, D = x.shape[0], x.shape[-1]
+        scores = self.router(x).flatten(0, -2)  # (N, E)
+        index = self.balance.choose(scores, self.top_k)  # (N, 1)
+        weight = scores.gather(1, index).sigmoid()
+        flat = self.balance.add_loss(x.reshape(-1, D), scores.softmax(-1), index, B)  # (N, D)
+        flat = flat * weight.to(flat.dtype)
+        return apply_experts(self.experts, flat, index, torch.ones_like(weight), self.balance.count(index)).view_as(x)
+
+
+# differs from qwen3: a shared expert; and both kinds of layers may be in one model
+class Block(nn.Module):
+    def __init__(self, config, layer: int):
+        super().__init__()
+        self.attn_norm = RMSNorm(config.dim, eps=config.norm_eps)
+        self.attn = Attention(config, config.has_rope(layer))
+        self.ffn_norm = RMSNorm(config.dim, eps=config.norm_eps)
+        if config.has_experts(layer):
+            self.moe, self.shared = MoE(config), FeedForward(config.dim, config.moe_ffn_dim)
+        else:
+            self.ffn = FeedForward(config.dim, config.ffn_dim)
+
+    def forward(self, h, cos, sin, attend):
+        h = h + self.attn(self.attn_norm(h), cos, sin, attend)
+        x = self.ffn_norm(h)
+        return h + (self.moe(x) + self.shared(x) if hasattr(self, "moe") else self.ffn(x))
+
+
+class Llama4(nn.Module):
+    """The whole model, or a pipeline stage of it: the same class with the parts that other stages own set to None."""
+
+    def __init__(self, config: Llama4Config):
+        super().__init__()
+        self.config = config
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        self.blocks = nn.ModuleDict({str(i): Block(config, i) for i in range(config.n_layers)})
+        self.norm = RMSNorm(config.dim, eps=config.norm_eps)
+        # tied: forward takes the embedding's weight for the head as well
+        self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
+        # Three functions that parallel.py replaces: context_parallel the first, tensor_parallel and compile the other two.
+        self.make_attend, self.token_loss, self.logits = causal_attention, linear_cross_entropy, F.linear
+
+    def forward(self, tokens, labels=None, positions=None, doc_ids=None, loss_denom=None, cache=None):
+        """tokens (B, T) -> logits (B, T, V) in compute dtype; with labels (B, T): the scalar sum of token losses / loss_denom.
+
+        positions (B, T) or (1, T), default 0..T-1; doc_ids (B, T) of the whole sequence: attention stays inside a
+        document. cache: for generation, see rl/decoding.py. A later pipeline stage takes activations in place of tokens.
+        """
+        h = tokens if tokens.is_floating_point() else self.tok_embeddings(tokens)  # (B, T/cp, D)
+        if positions is None:
+            positions = torch.arange(h.shape[1], device=h.device)[None]
+        angle = positions[:, None, ..., None] * rope_frequencies(self.config, h.device)  # (B, 1, T/cp, K/2) fp32
+        # two kinds of layers: with RoPE in a chunk of tokens, and without it over all
+        steps = ((positions[:, None, ..., None] + 1.0) / self.config.floor_scale).floor()
+        tuning = self.config.attn_scale * self.config.temperature_tuning
+        rope, factor = (angle.cos(), angle.sin()), (steps.log1p() * tuning + 1, None)  # factor (B, 1, T/cp, 1) fp32
+        reach = positions % self.config.chunk_size + 1  # tokens of its chunk up to a query (B or 1, T/cp)
+        attends = cache is None and (self.make_attend(positions, doc_ids), self.make_attend(positions, doc_ids, reach=reach))
+        for i, block in self.blocks.items():
+            in_chunk = self.config.has_rope(int(i))
+            attend = attends[in_chunk] if attends else cache.attend(i, reach=reach if in_chunk else None)
+            h = block(h, *(rope if in_chunk else factor), attend)
+        if self.norm is None:
+            return h  # the next pipeline stage goes on from here
+        h = self.norm(h)
+        weight = (self.head or self.tok_embeddings).weight  # (V/tp, D)
+        if labels is None:
+            return self.logits(h, weight)
+        return self.token_loss(h, weight, labels, loss_denom)
+
+    def init_std(self, fqn: str) -> float | None:
+        """Standard deviation of a weight's initial values; None for a name that this model does not know.
+
+        Norms start at 1 and biases at 0, as distributed/initial.py says. Matrices that write into the residual stream are
+        scaled down by sqrt(2 L), so that its variance does not grow with depth (GPT-2).
+        """
+        name = ".".join(fqn.split(".")[-2:])
+        if name in ("wo.weight", "w2.weight", "experts.down"):
+            return 0.02 / math.sqrt(2 * self.config.n_layers)
+        matrices = ("tok_embeddings", "wq", "wk", "wv", "w1", "w3", "router", "head")
+        return 0.02 if name in ["experts.gate_up", *(f"{matrix}.weight" for matrix in matrices)] else None
+
+    def n_active_params(self) -> int:
+        """Parameters that one token meets: all but the experts that it is not sent to."""
+        c = self.config
+        n_moe = sum(map(c.has_experts, range(c.n_layers)))
+        return sum(p.numel() for p in self.parameters()) - n_moe * (c.n_experts - 1) * 3 * c.dim * c.moe_ffn_dim
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """Forward and backward, PaLM's convention (arXiv:2204.02311, app. B): 6 N + 12 L H K T; N active, without lookups.
+        Layers with RoPE see a chunk of T only."""
+        c = self.config
+        n = self.n_active_params() - (0 if c.tie_embeddings else c.vocab_size * c.dim)
+        seen = sum(min(c.chunk_size, seq_len) if c.has_rope(i) else seq_len for i in range(c.n_layers))  # keys, of all layers
+        return 6 * n + 12 * c.n_heads * c.head_dim * seen
+
+    def tp_plan(self) -> dict[str, str]:
+        """fqn pattern -> style, one of parallel.TP_STYLES. Between blocks, activations are sharded along the sequence."""
+        plan = {
+            "tok_embeddings": "vocab_embedding",
+            "blocks.*.attn_norm": "sequence",
+            "blocks.*.attn": "gather_sequence",
+            "blocks.*.attn.wq": "colwise",
+            "blocks.*.attn.wk": "colwise",
+            "blocks.*.attn.wv": "colwise",
+            "blocks.*.attn.wo": "rowwise",
+            "blocks.*.ffn_norm": "sequence",
+            "blocks.*.moe.router": "sequence_linear",  # the experts: distributed.experts.expert_parallel
+            "norm": "sequence",
+        }
+        for ffn in ("shared", "ffn") if self.config.moe_every > 1 else ("shared",):
+            plan |= {f"blocks.*.{ffn}": "gather_sequence", f"blocks.*.{ffn}.w2": "rowwise"}
+            plan |= {f"blocks.*.{ffn}.{matrix}": "colwise" for matrix in ("w1", "w3")}
+        return plan if self.config.tie_embeddings else plan | {"head": "vocab_head"}
+
+    def hf_keys(self) -> dict[str, str]:
+        """fqn -> name in Hugging Face's files. The numbers and the shapes are the same."""
+        names = {"tok_embeddings.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
+        if not self.config.tie_embeddings:
+            names["head.weight"] = "lm_head.weight"
+        block = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+        block |= {f"attn.w{x}": f"self_attn.{x}_proj" for x in "qkvo"}
+        block = {f"{ours}.weight": f"{theirs}.weight" for ours, theirs in block.items()}
+        ffn = {"w1.weight": "gate_proj.weight", "w2.weight": "down_proj.weight", "w3.weight": "up_proj.weight"}
+        dense = {f"ffn.{ours}": f"feed_forward.{theirs}" for ours, theirs in ffn.items()}
+        sparse = {f"shared.{ours}": f"feed_forward.shared_expert.{theirs}" for ours, theirs in ffn.items()}
+        sparse |= {"moe.router.weight": "feed_forward.router.weight"}
+        sparse |= {f"moe.experts.{name}": f"feed_forward.experts.{name}_proj" for name in ("gate_up", "down")}
+        for i in range(self.config.n_layers):
+            table = block | (sparse if self.config.has_experts(i) else dense)
+            names |= {f"blocks.{i}.{ours}": f"model.layers.{i}.{theirs}" for ours, theirs in table.items()}
+        return names
+
+
+# Hugging Face's config.json; models/hf_config.py says what the tables mean.
+HF_FIELDS = SHARED_FIELDS | dict(
+    norm_eps=("rms_norm_eps", 1e-5),
+    rope_theta=("rope_theta", 500000.0),
+    n_kv_heads=("num_key_value_heads", 8),
+    head_dim=("head_dim", 128),
+    max_seq_len=("max_position_embeddings", 131072),
+    ffn_dim=("intermediate_size_mlp", 16384),
+    moe_ffn_dim=("intermediate_size", None),
+    n_experts=("num_local_experts", None),
+    top_k=("num_experts_per_tok", 1),
+    moe_every=("interleave_moe_layer_step", 1),
+    nope_every=("no_rope_layer_interval", 4),
+    chunk_size=("attention_chunk_size", 8192),
+    qk_norm=("use_qk_norm", True),
+    temperature_tuning=("attn_temperature_tuning", True),
+    floor_scale=("floor_scale", 8192),
+    attn_scale=("attn_scale", 0.1),
+)
+HF_FIXED = SHARED_FIXED | dict(model_type=("llama4_text",))
+HF_ROPE = ("llama3", ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ())
