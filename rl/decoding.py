@@ -212,7 +212,7 @@ def takes_rows(model, device) -> bool:
             logits.append(found)
         close = 1e-4 if next(model.parameters()).dtype in (torch.float32, torch.float64) else 2e-2
         model.takes_rows = logits[0].shape == logits[1].shape and torch.allclose(
-            *logits, rtol=close, atol=close * float(logits[0].abs().max()), equal_nan=True)
+            *logits, rtol=close, atol=close * float(logits[0].nan_to_num(0, 0, 0).abs().max()), equal_nan=True)
     return model.takes_rows
 
 
