@@ -426,7 +426,7 @@ def main(cfg: Config):
         text.save()
     connect(layout, cfg.device, cfg.seed, trace=f"{cfg.out}/trace")
     make_mesh(layout)
-    choose_attention(layout, model_config, cfg.seq_len, cfg.local_batch_size)
+    choose_attention(layout, model_config, cfg.seq_len, 1 if cfg.pack_tokens else cfg.local_batch_size)
 
     # 3. model, 4. parallelism, 5. optimizer
     with torch.device("meta"):

@@ -63,17 +63,17 @@ def in_sequences(lengths: list[int], room: int, ranks: int) -> list[list[list[li
 
 def row_length(tokens: int, cfg, layout) -> int:
     """T of a forward whose longest row has so many tokens: a multiple of what cp and tp cut it into. A packed row has one of
-    eight lengths per power of two, because a GPU's kernel for documents is compiled for each length; with --compile it has the
-    same one always."""
-    multiple = (2 * layout.cp if layout.cp > 1 else 1) * layout.tp
+    sixteen lengths, because a GPU's kernel for documents is compiled for each of them; with --compile it has only one."""
+    step = (2 * layout.cp if layout.cp > 1 else 1) * layout.tp
     if cfg.batch_invariant:
         return cfg.seq_len
-    if cfg.pack_tokens and cfg.compile:
-        return cfg.pack_tokens
-    if cfg.pack_tokens:
-        multiple <<= max(0, (tokens // multiple).bit_length() - 4)
-    longest = cfg.pack_tokens if tokens <= cfg.pack_tokens else math.inf
-    return min(math.ceil(tokens / multiple) * multiple, longest)
+    if not cfg.pack_tokens:
+        return math.ceil(tokens / step) * step
+    step *= math.ceil(cfg.pack_tokens / 16 / step)
+    rounded = math.ceil(tokens / step) * step
+    if tokens > cfg.pack_tokens:  # one sample, of the warm-up
+        return rounded
+    return cfg.pack_tokens if cfg.compile else min(rounded, cfg.pack_tokens)
 
 
 def plan_forwards(lengths: list[int], cfg, layout) -> list[list[tuple[list[list[int]], int]]]:

@@ -42,7 +42,8 @@ def test_a_plan_has_every_sample_once_and_few_tokens_of_padding(n, ranks, room):
     per_forward = [[max(len(rows), 1) * T for rows, T in share] for share in plan]
     fed, real = sum(map(sum, per_forward)), sum(lengths)
     if room:
-        assert fed <= 1.15 * real and len({T for share in plan for _, T in share}) <= 8
+        assert fed <= (1.15 if n / ranks >= 32 or room == 4096 else 1.3) * real
+        assert len({T for share in plan for _, T in share}) <= 16
         # ranks wait for the one that has the most tokens; where each has four samples, the longest alone decides
         assert sum(map(max, zip(*per_forward))) * ranks <= (1.15 if n / ranks >= 32 else 2) * real
     elif n == 256:
@@ -51,6 +52,8 @@ def test_a_plan_has_every_sample_once_and_few_tokens_of_padding(n, ranks, room):
 
 def test_with_compile_all_sequences_have_one_length():
     assert {T for share in plan_of(lognormal(256), 8, pack_tokens=4096, compile=True) for _, T in share} == {4096}
+    longer = plan_of([90, 10, 10], 2, pack_tokens=64, compile=True)  # an answer of the warm-up
+    assert sorted(T for share in longer for _, T in share) == [64, 96]
 
 
 def test_samples_that_fill_a_sequence_alone_are_planned():

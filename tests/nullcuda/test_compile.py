@@ -32,6 +32,8 @@ COMPILED = """
 - llama3 2 --tp 2 --float8 rowwise
 - moe 2 --ep 2
 - llama3 2 --pp 2
+- grpo 1 --pack_tokens 256 --local_batch_size 64
+- grpo 2 --pack_tokens 256 --local_batch_size 64 --tp 2
 """
 
 

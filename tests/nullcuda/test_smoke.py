@@ -99,6 +99,7 @@ TRAINING_HALF = """
 - grpo 1 --loss grpo --kl_coef 0.1 --ac full
 - grpo 1 --loss gspo --minibatches 2 --compute_dtype bfloat16
 - grpo 1 --cpu_offload
+- grpo 1 --pack_tokens 256 --local_batch_size 64 --loss gspo
 - grpo 1 --async_steps 1
 - grpo 2 --checkpoint_every 1
 - grpo 2 --tp 2
