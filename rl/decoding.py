@@ -26,7 +26,9 @@ from rl.graphs import addresses, can_capture, captured
 from rl.routing import chosen_experts, read_experts, routers
 
 PREFILL_CHUNK = 512  # prompt tokens per forward: activations of a whole long prompt would need more memory than its cache
-KEY_BUCKET = 128  # attention is over a multiple of so many keys: a new shape at every token would cost a GPU a plan each
+# Attention is over a multiple of so many keys. On a GPU each is a shape that costs a plan and a graph; on a CPU a shape costs
+# nothing, but keys that nobody sees do: with 128 a token of the small model of benchmarks/rollout.py takes 1.1 x as long.
+KEY_BUCKET = {"cuda": 128, "cpu": 32}
 AHEAD = 8  # tokens that every row goes on by before the host looks at them: until then the device never waits for it
 FEWEST = 8  # --batch_invariant: with at least 8 rows in every matrix product its rounding did not depend on their number
 
@@ -38,9 +40,11 @@ class RowCache:
     forward, when the shapes are known (under TP they are local), and never moves: a CUDA graph knows its addresses.
     """
 
-    def __init__(self, rows: int, max_len: int, fixed_shapes=False):
-        """fixed_shapes: attend with at least FEWEST queries to all max_len keys, for --batch_invariant."""
+    def __init__(self, rows: int, max_len: int, fixed_shapes=False, device="cpu"):
+        """fixed_shapes: attend with at least FEWEST queries to all max_len keys, for --batch_invariant. device: of the model;
+        another one only means buckets of another size."""
         self.rows, self.max_len, self.fixed_shapes = rows, max_len, fixed_shapes
+        self.key_bucket = KEY_BUCKET.get(torch.device(device).type, 128)
         self.routers = []  # whose choices are kept as well, see rl/routing.py
         # (block, n-th call of attend in it): keys and values, each (rows, max_len, kv heads, head dim); "experts": what the
         # routers chose for the same tokens, (rows, max_len, routers, experts per token)
@@ -65,7 +69,7 @@ class RowCache:
 
     def bucket(self, keys: int) -> int:
         """How many positions are attended to where `keys` of them are needed."""
-        return self.max_len if self.fixed_shapes else min(-(-keys // KEY_BUCKET) * KEY_BUCKET, self.max_len)
+        return self.max_len if self.fixed_shapes else min(-(-keys // self.key_bucket) * self.key_bucket, self.max_len)
 
     def attend(self, block: str, reach: Tensor | None = None):
         """The attend of one block in one forward. A block may call it several times (differential attention): the n-th call has
@@ -226,7 +230,7 @@ def cache_and_graphs(model, rows: int, max_len: int, fixed_shapes: bool, drawn: 
         held["cache"].begin_again()
     else:
         held.clear()
-        held.update(fixed=fixed, cache=RowCache(rows, max_len, fixed_shapes), runs={})
+        held.update(fixed=fixed, cache=RowCache(rows, max_len, fixed_shapes, next(model.parameters()).device), runs={})
         held["cache"].routers = chosen
     return held["cache"], held["runs"]
 

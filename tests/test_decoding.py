@@ -47,18 +47,20 @@ def shapes_of_new_tokens(monkeypatch) -> set:
 
 
 def test_few_shapes_and_the_same_tokens(monkeypatch):
-    """300 tokens have 3 numbers of keys for each number of rows, and not 300; their tokens are those of attention over exactly
-    the keys that are there."""
+    """300 tokens have 10 numbers of keys for each number of rows, on a GPU 3, and not 300; their tokens are those of attention
+    over exactly the keys that are there."""
     model = sharp_model(LONG)
     assert decoding.takes_rows(model, "cpu")
     shapes = shapes_of_new_tokens(monkeypatch)
     options = dict(new=300, eot=[], stop=lambda ids: len(ids) == 13 * ids[0])  # of any length, so that rows are refilled
     bucketed = sample(model, **options)
-    assert {keys for _, keys in shapes} == {128, 256, 384} and len({len(s["ids"]) for s in bucketed}) > 5
-    assert len(shapes) <= 3 * len({rows for rows, _ in shapes})
-    shapes.clear()
-    monkeypatch.setattr(decoding, "KEY_BUCKET", 1)
-    assert tokens(sample(model, **options)) == tokens(bucketed) and len(shapes) > 290
+    assert {keys for _, keys in shapes} == {*range(32, 321, 32)} and len({len(s["ids"]) for s in bucketed}) > 5
+    for bucket, few in ((128, 3), (1, 320)):
+        assert len(shapes) <= 10 * len({rows for rows, _ in shapes})
+        shapes.clear()
+        monkeypatch.setitem(decoding.KEY_BUCKET, "cpu", bucket)
+        assert tokens(sample(model, **options)) == tokens(bucketed) and len({keys for _, keys in shapes}) <= few
+    assert len(shapes) > 290
 
 
 class Reads(TorchDispatchMode):
@@ -205,6 +207,7 @@ def recorded(monkeypatch):
 
     monkeypatch.setattr(decoding, "captured", captured)
     monkeypatch.setattr(decoding, "can_capture", lambda model: True)
+    monkeypatch.setitem(decoding.KEY_BUCKET, "cpu", decoding.KEY_BUCKET["cuda"])
     return made
 
 
