@@ -348,7 +348,11 @@ def shard(stage, layout: Layout) -> None:
     would still copy every weight and gradient: there they are only cast, where FSDP would cast them."""
     for p in stage.parameters():  # not the buffers: balancing biases move in steps that bfloat16 would round away
         # Weights that LoRA freezes are only read, and in the compute dtype: nothing is lost if they are kept in it.
-        p.data = p.data.to(getattr(torch, layout.cfg.param_dtype) if p.requires_grad else layout.compute_dtype)
+        dtype = getattr(torch, layout.cfg.param_dtype) if p.requires_grad else layout.compute_dtype
+        if isinstance(p, DTensor):  # split by tp: setting its .data would change nothing, and say nothing
+            torch.utils.swap_tensors(p, nn.Parameter(p.detach().to(dtype), p.requires_grad))
+        else:
+            p.data = p.data.to(dtype)
     layout.reduces_always = reduces_always(stage, layout)
     if layout.world_size == 1 and not layout.cfg.cpu_offload:
         cast_weights(stage, layout, reshards(layout))

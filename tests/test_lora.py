@@ -191,6 +191,21 @@ def test_frozen_weights_are_kept_in_the_compute_dtype_and_never_copied():
     assert left == [[], [False], [False] * 2, [False] * 3]  # a block's casts are freed before the block ahead of it
 
 
+def dtypes(flags: dict) -> list:
+    """Of the frozen and of the trained parameters, and of what a rank has of them."""
+    stages, layout = build(config(**MOE), flags, 4, 2)
+    parallel.forward_backward(stages, local_batch(global_batch(0, 4, False), layout), layout)
+    params = list(stages[0].parameters())
+    return [{t.dtype for p in params if p.requires_grad == trains for t in (p, local_tensor(p))} for trains in (False, True)]
+
+
+@pytest.mark.parametrize("flags", [dict(tp=2), dict(tp=2, ep=2)], ids=str)
+def test_weights_that_tp_splits_get_their_dtype(flags):
+    bf16 = dict(param_dtype="bfloat16", compute_dtype="bfloat16")
+    assert pool(2).run(dtypes, flags | bf16) == [[set(), {torch.bfloat16}]] * 2
+    assert pool(2).run(dtypes, flags | LORA | dict(compute_dtype="bfloat16")) == [[{torch.bfloat16}, {torch.float32}]] * 2
+
+
 def test_flops_and_dry_run_count_what_is_trained():
     model, cfg = MODELS[type(config())](config()), Flags(lora_rank=4)
     cfg.seq_len, c = 16, config()
