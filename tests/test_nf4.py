@@ -115,10 +115,13 @@ def bytes_of_base(flags: dict) -> tuple:
     return sum(map(bytes_of, packed)), sum(t.numel() for t in packed), rest, seen
 
 
-@pytest.mark.parametrize("processes, flags", [(1, {}), (1, dict(ac="full")), (2, {}), (2, dict(tp=2))], ids=str)
+TP_BF16 = dict(tp=2, compute_dtype="bfloat16")
+
+
+@pytest.mark.parametrize("processes, flags", [(1, {}), (1, dict(ac="full")), (2, {}), (2, TP_BF16)], ids=str)
 def test_between_its_uses_a_weight_takes_four_bits(processes, flags):
     for size, numbers, rest, seen in pool(processes).run(bytes_of_base, ALL | flags):
-        assert (8 * size, rest) == (4.5 * numbers, 0)  # in fp32; in bfloat16 4.25
+        assert (8 * size, rest) == ((4.25 if "compute_dtype" in flags else 4.5) * numbers, 0)
         assert numbers == 4 * (64 * (128 + 2 * 64 + 128) + 3 * 64 * 128) // processes
         # one computes; the last one of a backward stays for the next micro-batch where nothing asks for its input's gradient
         assert seen[-1] == 0 and {1} <= set(seen[:-1]) <= {1, 2} and len(seen) > 8

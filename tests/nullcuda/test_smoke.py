@@ -35,6 +35,8 @@ ONE = """
 - llama3 1 --float8 tensorwise
   llama3 1 --float8 rowwise
 - llama3 1 --float8 rowwise_with_gw_hp
+  llama3 1 --lora_rank 4 --lora_nf4 --ac full
+- moe 1 --lora_rank 4 --lora_nf4 --optimizer_in_backward --max_norm 0
 - moe 1 --float8 rowwise
 - moe 1 --float8 rowwise --float8_experts
 - mtp 1 --float8 rowwise --float8_experts
@@ -64,6 +66,9 @@ TWO = """
 - llama3 2 --float8 tensorwise
 - llama3 2 --float8 tensorwise --float8_all_gather
 - llama3 2 --float8 rowwise
+  llama3 2 --lora_rank 4 --lora_nf4
+- moe 2 --tp 2 --ep 2 --lora_rank 4 --lora_nf4
+- llama3 2 --tp 2 --lora_rank 4
   llama3 2 --cp 2
 - llama3 2 --cp 2 --doc_mask
   llama3 2 --cp 2 --cp_method alltoall
