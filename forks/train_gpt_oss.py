@@ -113,6 +113,9 @@ class Config(
         if self.etp > 1 or self.float8_experts:
             raise ValueError(f"--etp {self.etp}, --float8_experts {self.float8_experts}: gpt-oss has experts with biases; use "
                              "--ep, and leave these out")
+        # gpt_oss: torch does not find FlexAttention's kept result again where its logsumexp, for the sinks, has a gradient too
+        if self.ac == "op":
+            raise ValueError("--ac op: gpt-oss's attention cannot be kept by itself; use --ac full or --ac selective")
 
 
 

@@ -286,7 +286,8 @@ def program(argv: list[str], options: dict):
     answer()
     cudnn_attention()
     file = os.path.abspath(argv[0])
-    name = os.path.basename(file).removesuffix(".py")
+    folder, name = os.path.split(file.removesuffix(".py"))
+    name = f"forks.{name}" if os.path.basename(folder) == "forks" else name
     sys.argv[:] = [file, *argv[1:]]
     module = importlib.import_module(name)
     if options.get("world"):

@@ -13,6 +13,8 @@ MODELS = {
     "moe": ["train_qwen3.py", "--flavor", "debug_moe", "--model_args", MOE],
     "deepseek": ["train_deepseek.py", "--model_args", MLA],
     "mtp": ["train_deepseek.py", "--flavor", "debug_mtp", "--model_args", MLA],
+    "gpt_oss": ["forks/train_gpt_oss.py"],
+    "llama4": ["forks/train_llama4.py", "--model_args", "chunk_size=100,moe_every=2"],
 }
 GRPO = ("--prompts_per_step 4 --group_size 2 --max_new_tokens 4 --local_batch_size 8 --eval_every 0 --sft_steps 2 --abort_k3 0 "
         "--steps 2 --log_every 0 --checkpoint_every 0 --device cuda")

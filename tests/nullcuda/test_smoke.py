@@ -40,6 +40,8 @@ ONE = """
 - moe 1 --float8 rowwise
 - moe 1 --float8 rowwise --float8_experts
 - mtp 1 --float8 rowwise --float8_experts
+  gpt_oss 1 --ac full --doc_mask
+- llama4 1 --doc_mask --optimizer muon
 """
 TWO = """
   llama3 2
@@ -95,6 +97,9 @@ TWO = """
 - moe 2 --ep 2 --cpu_offload
 - moe 2 --ep 2 --float8 rowwise --float8_experts
 - mtp 2 --ep 2 --moe_force_balance --checkpoint_every 1
+- gpt_oss 2 --cp 2 --doc_mask
+- gpt_oss 2 --ep 2 --tp 2
+- llama4 2 --cp 2 --cp_method alltoall
 - llama3 2 --checkpoint_every 1 --checkpoint_async process --profile 2
 - llama3 2 --flight_recorder --deterministic --memory_snapshot
 """
