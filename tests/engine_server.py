@@ -3,7 +3,7 @@ the noise of the seed that it is sent, so its samples are those that grpo.py dra
 import json
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import torch
@@ -85,7 +85,8 @@ def serving(engine: Engine, port=0, after_s=0.0):
             self.send_response(status)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
-            self.wfile.write(content)
+            with suppress(BrokenPipeError):  # who asked has given up
+                self.wfile.write(content)
 
         def do_POST(self):
             self.do_GET(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
