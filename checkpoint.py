@@ -355,10 +355,7 @@ class Checkpoints:
             for name, t in self.state_of(param).items():
                 if is_quantized(t) and (key := f"optimizer.{fqn}.{name}") in tensors:
                     local_tensor(t).copy_(local_tensor(tensors[key]).to(t.device))  # quantizes
-        for fqn, twin in self.twins.items():
-            twin.detach().copy_(self.params[fqn].detach())
-            for name, t in self.state_of(twin).items():
-                t.copy_(self.state_of(self.params[fqn])[name])
+        self.fill_twins()
         what = "continuing from" if everything else "step 0, with the weights of"
         what = "step 0, with the weights and the optimizer state of" if phase else what
         differ = [] if everything else model_changes(folder, self.identity)
@@ -443,6 +440,13 @@ class Checkpoints:
             optimizer.zero_grad(set_to_none=True)
             for group, lr in zip(optimizer.param_groups, lrs):
                 group["lr"] = lr
+
+    def fill_twins(self):
+        """Weights and optimizer state of twins become those of the parameters whose names they have."""
+        for fqn, twin in self.twins.items():
+            twin.detach().copy_(self.params[fqn].detach())
+            for name, t in self.state_of(twin).items():
+                t.copy_(self.state_of(self.params[fqn])[name])
 
     def check_fit(self, tensors, there, folder, same_dtype):
         """Raises ValueError that lists the keys which are missing, unknown, or of another shape or dtype. DCP itself would

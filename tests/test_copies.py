@@ -17,6 +17,7 @@ RECIPES = [
     ("train_llama3.py", "train_qwen3.py", 45),
     ("train_qwen3.py", "train_deepseek.py", 45),
     ("train_llama3.py", "forks/train_llama3_mup.py", 40),
+    ("train_llama3.py", "forks/train_llama3_ft.py", 80),
     ("train_qwen3.py", "forks/train_gpt_oss.py", 40),
     ("train_qwen3.py", "forks/train_llama4.py", 40),
 ]
@@ -66,7 +67,7 @@ def body(path: str) -> list[str]:
     text = (ROOT / path).read_text()
     text = text[text.index("@dataclass") :]
     text = re.sub(r"(models|forks)/\w+\.py", "MODEL.py", text)
-    return re.sub(r"(?i)(Mup)?llama3(_mup)?|llama4(?!:)|gpt_?oss(?!:)|qwen3(?!:)|deepseek(?!:)", "MODEL", text).splitlines()
+    return re.sub(r"(?i)(Mup)?llama3(_mup|_ft)?|llama4(?!:)|gpt_?oss(?!:)|qwen3(?!:)|deepseek(?!:)", "MODEL", text).splitlines()
 
 
 def short_name(fork: str) -> str:
