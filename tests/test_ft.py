@@ -29,7 +29,8 @@ from support.metrics import read_lines
 recipe = importlib.import_module("forks.train_llama3_ft")
 needs_torchft = pytest.mark.skipif(importlib.util.find_spec("torchft") is None, reason="torchft is not installed")
 MODEL = "n_layers=2,dim=16,n_heads=2,n_kv_heads=1,head_dim=8,ffn_dim=32,vocab_size=4096"
-FLAGS = ["--compute_dtype", "float32", "--model_args", MODEL, "--local_batch_size", 2, "--seq_len", 32, "--lr", 1e-3, "--steps",
+# A small learning rate: at 1e-3 this model has steps with a gradient norm of 17, where rounding differences grow a thousandfold
+FLAGS = ["--compute_dtype", "float32", "--model_args", MODEL, "--local_batch_size", 2, "--seq_len", 32, "--lr", 1e-4, "--steps",
          20000, "--schedule_steps", 1000, "--log_every", 1, "--val_every", 0]
 TIMEOUT = 20  # --ft_timeout_s
 # train_llama3.py in one process, with as many sequences in each step as a list says
@@ -242,7 +243,7 @@ def test_killed_groups_come_back(tmp_path):
         redone = sum(text.read_text().count("the step is done again") for text in tmp_path.glob("log-*"))
     assert max(max(alone, came) for *_, alone, came in pauses) < TIMEOUT
 
-    # each step is in at least one log, and trains on what a run on one process with as many sequences trains on
+    # losses: each step is in at least one log, and equals a run on one process with as many sequences
     logs = [{line["step"]: line for line in read_lines(str(job.out / "metrics.jsonl"))} for job in w.jobs.values()]
     keys = ("loss", "grad_norm", "tokens", "tokens_hash", "groups")
     for step in logs[0].keys() & logs[1].keys():
@@ -254,8 +255,9 @@ def test_killed_groups_come_back(tmp_path):
     run([sys.executable, "-c", REFERENCE, json.dumps(sizes), *map(str, FLAGS), "--steps", str(last), "--checkpoint_every", "0",
          "--global_batch_size", "4", "--out", str(reference)])
     expected = train_lines(reference)
+    far = [abs(line["loss"] / merged[line["step"]]["loss"] - 1) for line in expected]
     print(f"{len(pauses)} kills in {last} steps, {redone} done again by a survivor, {sizes.count(4)} steps by one group; "
-          f"{len(logs[0].keys() & logs[1].keys())} are in both logs")
+          f"{len(logs[0].keys() & logs[1].keys())} are in both logs; losses differ from one process by up to {max(far):.1e}")
     assert [line["tokens_hash"] for line in expected] == [merged[line["step"]]["tokens_hash"] for line in expected]
-    assert sizes.count(4)
+    assert sizes.count(4) and max(far) < 1e-5
     assert redone <= 2 * kills
