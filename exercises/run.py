@@ -25,7 +25,7 @@ from pathlib import Path
 from bugs import BUGS, TASK, planted_bug
 from course import COURSE, HERE, HOUSE, functions, original, source_of, with_blanks
 
-COPIED = ("*.py", "*.md", "LICENSE", "requirements*.txt", "models", "distributed", "support", "rl", "docs")
+COPIED = ("*.py", "*.md", "LICENSE", "requirements*.txt", "models", "distributed", "support", "rl", "forks", "docs")
 STATE = "exercise.json"  # in a student's folder: {"exercise": 4 or "bug": 7, "hints": number of hints that were shown}
 LIMIT_S = 120
 
