@@ -114,7 +114,8 @@ def places(tmp_path_factory):
     (folder / "letters.json").write_text(json.dumps(tokenizer))
     PLACES["<letters>"] = str(folder / "letters.json")
     torch.set_num_threads(1)
-    with mock.patch.dict(sys.modules, wandb=WANDB), mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
+    with pytest.MonkeyPatch.context() as patch, mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
+        patch.setitem(sys.modules, "wandb", WANDB)  # patch.dict would forget all modules that are imported until its end
         made = observed("train_llama3", config("train_llama3", dict(out="<run>", steps=2, checkpoint_every=1)))
         assert not made.error, made.error
         PLACES["run"] = made
