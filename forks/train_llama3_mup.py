@@ -99,6 +99,9 @@ class Config(
         if self.optimizer_in_backward and (self.max_norm, self.optimizer, self.on_nan) != (0, "adamw", "stop"):
             raise ValueError("--optimizer_in_backward moves weights before the norm of all gradients is known; use "
                              "--max_norm 0, --optimizer adamw and --on_nan stop")
+        # mup: its learning rates are those of whole matrices; and behind a new head, which is 0, frozen weights learn nothing
+        if self.lora_rank:
+            raise ValueError(f"--lora_rank {self.lora_rank}: muP is about training all weights; leave it out")
 
 
 
