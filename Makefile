@@ -1,10 +1,13 @@
 # `make train` and `make test` on a fresh machine. Everything also works without make: see README.md.
 PYTHON ?= python3
 ARGS   ?=
+# Tests run on so many workers that share nothing, one per core.
+WORKERS ?= $(shell getconf _NPROCESSORS_ONLN)
+PYTEST   = python -m pytest --numprocesses $(WORKERS) --dist worksteal
 # What torchrun would choose, without its warning. With cores to spare on a CPU: make train OMP_NUM_THREADS=8
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test test-slow test-cuda test-cuda-slow chaos gpu-report lint
+.PHONY: train test test-slow test-cuda test-cuda-slow mutants chaos gpu-report lint
 
 # One process per GPU, or two CPU processes; flags go in ARGS: make train ARGS="--steps 50 --out runs/try". Muon, because it
 # learns in two minutes on a CPU what AdamW, the recipe's default, learns in four.
@@ -12,10 +15,10 @@ train: .venv/installed
 	.venv/bin/torchrun --nproc_per_node $$(.venv/bin/python -c "import torch; print(torch.cuda.device_count() or 2)") train_llama3.py --optimizer muon --lr 6e-3 $(ARGS)
 
 test: .venv/installed-dev
-	.venv/bin/python -m pytest -m "not slow and not gpu and not nullcuda" $(ARGS)
+	.venv/bin/$(PYTEST) -m "not slow and not gpu and not nullcuda" $(ARGS)
 
 test-slow: .venv/installed-dev
-	.venv/bin/python -m pytest -m "slow and not gpu and not nullcuda" $(ARGS)
+	.venv/bin/$(PYTEST) -m "slow and not gpu and not nullcuda" $(ARGS)
 
 # The GPU paths without a GPU: torch's CUDA build (5 GB) on a device that computes nothing, see tests/nullcuda/run.py. It gets an
 # environment of its own, unless CUDA_VENV names one that has it: make test-cuda CUDA_VENV=~/cuda
@@ -25,10 +28,14 @@ test-cuda test-cuda-slow: .venv-cuda/installed
 endif
 
 test-cuda:
-	$(CUDA_VENV)/bin/python -m pytest tests/nullcuda -m "nullcuda and not slow" $(ARGS)
+	$(CUDA_VENV)/bin/$(PYTEST) tests/nullcuda -m "nullcuda and not slow" $(ARGS)
 
 test-cuda-slow:
-	$(CUDA_VENV)/bin/python -m pytest tests/nullcuda -m "nullcuda and slow" $(ARGS)
+	$(CUDA_VENV)/bin/$(PYTEST) tests/nullcuda -m "nullcuda and slow" $(ARGS)
+
+# Do the tests notice a change of one operator, constant or line? 100 mutants take about an hour on two cores: runs/mutants.jsonl
+mutants: .venv/installed-dev
+	.venv/bin/python tests/mutants.py $(ARGS)
 
 # What this machine's GPUs do with it, in 20 minutes at most: runs/gpu_report/report.md. Flags: make gpu-report ARGS="--minutes 5"
 gpu-report: .venv/installed

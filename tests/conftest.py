@@ -15,6 +15,7 @@ from support.config import FROM_FILE
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+pytest_plugins = ["clock"]  # what each test and each file cost
 OLDER = []  # (what a test's name contains, why it is skipped)
 if torch.__version__ < "2.13":
     schedules = "ZeroBubble|Dua|zero_bubble|zero bubble|down and back|schedule_from_csv"

@@ -5,6 +5,8 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 
+from programs import run_program
+
 from support import dryrun
 
 REPO = Path(__file__).parent.parent
@@ -19,7 +21,7 @@ def config(recipe: str, flags: dict):
 
 def run(recipe: str, *argv) -> subprocess.CompletedProcess:
     command = [sys.executable, REPO / recipe, *map(str, argv)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=REPO, timeout=300)
+    return run_program(command, timeout=300)
 
 
 def report_of(**flags):

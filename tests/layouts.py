@@ -120,8 +120,15 @@ def drawn_adapters():
 
 
 def reference(model_config, n: int, doc_mask=False, lora=None) -> list[dict]:
-    """The steps of AdamW on one process in plain torch: no parallel.py, no FSDP, no chunked loss, torch's own clipping."""
-    layout = Layout(Flags(**lora or {}), {a: 1 for a in AXES}, 1, n, n)
+    """The steps of AdamW on one process in plain torch: no parallel.py, no FSDP, no chunked loss, torch's own clipping.
+    Computed once for all layouts of a model."""
+    return reference_of(tuple(asdict(model_config).items()), type(model_config), n, doc_mask, tuple((lora or {}).items()))
+
+
+@functools.cache
+def reference_of(fields: tuple, kind, n: int, doc_mask: bool, lora: tuple) -> list[dict]:
+    model_config, lora = kind(**dict(fields)), dict(lora)
+    layout = Layout(Flags(**lora), {a: 1 for a in AXES}, 1, n, n)
     model = initialised(model_config, layout, clear_seed(model_config, n, doc_mask, lora))
     margins = watch_margins(model)
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -239,19 +246,21 @@ def local_batch(b: Batch, layout) -> Batch:
     return Batch(pick(b.tokens), pick(b.labels), pick(b.positions), pick(b.doc_ids))
 
 
-def train(model_config, flags: dict, n: int, local_batch_size: int, doc_mask=False, mutate=None) -> list[dict]:
-    """The same steps through parallel.py on this rank's part of the layout. `mutate`: a context with a mistake in it."""
+def train(model_config, flags: dict, n: int, local_batch_size: int, doc_mask=False, mutate=None, seed=None) -> list[dict]:
+    """The same steps through parallel.py on this rank's part of the layout. `mutate`: a context with a mistake in it; seed: of
+    clear_seed, if it was asked already."""
     with mutate() if mutate else nullcontext():
-        return run_steps(model_config, flags, n, local_batch_size, doc_mask)
+        return run_steps(model_config, flags, n, local_batch_size, doc_mask, seed)
 
 
-def run_steps(model_config, flags, n, local_batch_size, doc_mask) -> list[dict]:
-    seed = clear_seed(model_config, n, doc_mask, lora_flags(flags))
+def run_steps(model_config, flags, n, local_batch_size, doc_mask, seed=None) -> list[dict]:
+    seed = seed or clear_seed(model_config, n, doc_mask, lora_flags(flags))
     with drawn_adapters():
         stages, layout = build(model_config, flags, n, local_batch_size, seed)
     params = [(fqn, p) for s in stages for fqn, p in s.named_parameters()]
     trained = [(fqn, p) for fqn, p in params if p.requires_grad]
-    optimizer = torch.optim.AdamW([p for _, p in trained] or [torch.zeros(1)], lr=LR, foreach=True)
+    # of a list of tensors, DTensor would plan the placements anew for every mesh, which takes as long as all the steps
+    optimizer = torch.optim.AdamW([p for _, p in trained] or [torch.zeros(1)], lr=LR, foreach=False)
     out = []
     for step in range(n_steps(model_config)):
         loss = parallel.forward_backward(stages, local_batch(global_batch(step, n, doc_mask), layout), layout)
@@ -315,7 +324,8 @@ def compare(processes: int, flags: dict, problem: dict, mutate=None) -> str:
     n, b, doc = problem.pop("n"), problem.pop("b"), problem.pop("doc", False)
     model_config = config(**problem)
     want = reference(model_config, n, doc, lora_flags(flags))
-    results = pool(processes).run(train, model_config, flags, n, b, doc, mutate)
+    seed = clear_seed(model_config, n, doc, lora_flags(flags))
+    results = pool(processes).run(train, model_config, flags, n, b, doc, mutate, seed)
     differences = [d for got in results if (d := first_difference(got, want))]
     # every rank sees a wrong norm, and only the rank that holds the parameter why
     return next((d for d in differences if "gradient" in d), differences[0] if differences else "")

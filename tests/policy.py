@@ -2,12 +2,13 @@
 import json
 import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 
+import runs
 import torch
 import torch.distributed as dist
+from programs import run_program
 
 import grpo
 from distributed.layout import local_slice, local_tensor
@@ -94,12 +95,11 @@ def assert_close(a: dict, b: dict, tolerance=1e-5):
 
 
 def launch(processes, *argv):
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)] if processes > 1 else []
-    return [sys.executable, *torchrun, str(REPO / "grpo.py"), *map(str, argv)]
+    return runs.launch(processes, REPO / "grpo.py", *argv)
 
 
 def run(processes, *argv, status=0):
-    done = subprocess.run(launch(processes, *argv), env=ENV, capture_output=True, text=True, timeout=400)
+    done = run_program(launch(processes, *argv), env=ENV, timeout=400)
     assert done.returncode == status, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout if status == 0 else done.stderr
 

@@ -18,13 +18,15 @@ from multiprocessing.connection import wait
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from programs import counts
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 # A server that has imported torch forks the workers, and the processes that tests kill: each starts seconds earlier. (This
 # process cannot be forked, because its autograd threads would be missing in the copy.)
 forkserver = mp.get_context("forkserver")
 forkserver.set_forkserver_preload(
-    [f"torch.distributed.{name}" for name in ("checkpoint", "fsdp", "tensor.parallel", "pipelining")])
+    [f"torch.distributed.{name}" for name in ("checkpoint", "fsdp", "tensor.parallel", "pipelining")]
+    + ["pytest", "layouts", "grpo", "transformers.models.llama.modeling_llama"])
 
 TIMEOUT_S = 600  # a deadlock ends; a machine that is busy with other things does not fail a test
 
@@ -69,6 +71,7 @@ class Pool:
             w.start()
 
     def run(self, function, *args, tries: int = 2) -> list:
+        counts["layout"] += 1
         for tasks in self.tasks:
             tasks.put((function, args))
         out, deadline = {}, time.monotonic() + TIMEOUT_S

@@ -11,6 +11,8 @@ import sys
 import time
 from pathlib import Path
 
+from programs import run_program
+
 from support.metrics import read_lines
 
 REPO = Path(__file__).parent.parent
@@ -27,9 +29,9 @@ def launch(processes: int, *argv) -> list[str]:
     return [sys.executable, *torchrun, *map(str, argv)]
 
 
-def run(command: list[str], cwd=REPO, timeout=600) -> str:
-    """stdout of a command that must end with status 0."""
-    done = subprocess.run(command, cwd=cwd, env=ENV, capture_output=True, text=True, timeout=timeout)
+def run(command: list[str], cwd=REPO, timeout=600, real=False) -> str:
+    """stdout of a command that must end with status 0. real: start it as it stands, not in a fork, see programs.py."""
+    done = run_program(command, cwd=cwd, env=ENV, timeout=timeout, real=real)
     assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done.stdout
 

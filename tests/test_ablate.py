@@ -9,6 +9,7 @@ import time
 
 import numpy as np
 import pytest
+from programs import run_program
 from runs import ENV, REPO, metrics, run
 
 import ablate
@@ -320,7 +321,7 @@ def test_forks(tmp_path):
     fork("fails.py", recipe, ("        loss = forward", "        raise OSError('no more')\n        loss = forward"))
     recipes = "train_llama3.py", "renamed.py", "worse.py", "fails.py"
     flags = *recipes, "--seeds", 3, "--steps", 40, "--metric", "loss", "--lr", "2e-2"
-    done = subprocess.run(command("study", *flags), cwd=tmp_path, env=ENV, capture_output=True, text=True)
+    done = run_program(command("study", *flags), cwd=tmp_path, env=ENV)
     assert done.returncode == 1, done.stderr
     rows = {row["variant"]: row for row in json.loads((tmp_path / "study/verdicts.json").read_text())}
     assert (rows["renamed"]["verdict"], rows["worse"]["verdict"], rows["fails"]["pairs"]) == ("identical", "worse", 0)
@@ -329,6 +330,5 @@ def test_forks(tmp_path):
 
 @pytest.mark.slow
 def test_an_unknown_metric_ends_after_the_first_run(tmp_path):
-    done = subprocess.run(command(tmp_path, "train_llama3.py", "--vary", "lr=1e-3,1e-2", "--metric", "los"), cwd=REPO, env=ENV,
-                          capture_output=True, text=True)
+    done = run_program(command(tmp_path, "train_llama3.py", "--vary", "lr=1e-3,1e-2", "--metric", "los"), env=ENV)
     assert done.returncode == 2 and "--metric los: no run logs it; did you mean loss?" in done.stderr

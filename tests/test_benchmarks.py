@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -14,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from programs import run_program
 from runs import ENV, MLA, MODEL
 
 from benchmarks import gpu_report, loops
@@ -24,10 +24,10 @@ REPO = Path(__file__).parent.parent
 SHAPE = "dim=32,n_layers=2,n_heads=4,n_kv_heads=2,head_dim=8,ffn_dim=64,vocab_size=128"
 
 
-def run(*argv, status=0) -> str:
+def run(*argv, status=0, real=False) -> str:
     """stdout of a Python process, or stderr where it is to fail."""
     env = ENV | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *map(str, argv)], cwd=REPO, env=env, capture_output=True, text=True, timeout=300)
+    done = run_program([sys.executable, *argv], env=env, timeout=300, real=real)
     assert done.returncode == status, f"{argv}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done.stdout if status == 0 else done.stderr
 
@@ -105,7 +105,7 @@ def test_a_turn_on_a_gpu_is_warmed_up_and_gives_its_memory_back(monkeypatch):
 
 def test_train_needs_a_gpu():
     env = {"CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "benchmarks/train.py"], cwd=REPO, env=ENV | env, capture_output=True, text=True)
+    done = run_program([sys.executable, "benchmarks/train.py"], env=ENV | env)
     assert done.returncode == 1 and "needs a GPU" in done.stderr and "Traceback" not in done.stderr
 
 
@@ -284,7 +284,7 @@ FLAGS = ["--steps", 5, "--log_every", 0, "--val_every", 0, "--checkpoint_every",
 
 
 def watch(recipe: str, *flags) -> dict:
-    stdout = run("-c", WATCH, recipe, *FLAGS, *flags)
+    stdout = run("-c", WATCH, recipe, *FLAGS, *flags, real=True)
     return json.loads(re.search(r"^WATCHED (.*)$", stdout, re.M)[1])
 
 

@@ -1,11 +1,11 @@
 """parity.json: what --certify compares and writes, and what a run makes of it."""
 import json
-import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from programs import run_program
 from runs import ENV, MODEL, REPO, launch
 
 import train_llama3
@@ -116,7 +116,7 @@ def test_certify_then_run_then_change(tmp_path):
     env = ENV | {"PYTHONPATH": str(REPO)}
 
     def start(processes, *more):
-        done = subprocess.run(launch(processes, recipe, *flags, *more), env=env, capture_output=True, text=True)
+        done = run_program(launch(processes, recipe, *flags, *more), env=env)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
@@ -140,7 +140,6 @@ def test_a_layout_that_differs_is_not_certified(tmp_path):
     recipe, out = tmp_path / "train_mine.py", tmp_path / "run"
     recipe.write_text(source.replace(line, mistake + line))
     flags = ["--check_parity", "--certify", "--tp", 2, "--dp_shard", 1, "--out", out, "--local_batch_size", 2, "--seq_len", 32]
-    done = subprocess.run(launch(1, recipe, *flags, "--model_args", MODEL), env=ENV | {"PYTHONPATH": str(REPO)},
-                          capture_output=True, text=True)
+    done = run_program(launch(1, recipe, *flags, "--model_args", MODEL), env=ENV | {"PYTHONPATH": str(REPO)})
     assert done.returncode == 1 and "not certified, because of tp 2" in done.stdout, done.stdout + done.stderr
     assert not (out / NAME).exists()

@@ -7,7 +7,6 @@ import random
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 import torch
 from layouts import MODELS, MOE, SMALL, Flags, build, config, full, global_batch, local_batch
 from pool import forkserver, pool
+from programs import run_program
 from saves import IDENTITY, Net, assert_same, everything, flip, names, of, path, rewrite, saved, trained
 from torch import nn
 
@@ -468,7 +468,7 @@ def test_changed_code_is_told_when_a_run_goes_on(tmp_path):
 
     def start(*argv) -> list[str]:
         command = [sys.executable, fork / "train_mine.py", *argv]
-        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=tmp_path)
+        done = run_program(command, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         return [line.split(": ", 2)[2] for line in done.stdout.splitlines() if "code that has changed since step" in line]
 
@@ -615,9 +615,7 @@ def test_a_checkpoint_does_not_choose_what_is_imported(tmp_path):
 
 
 def command(*args):
-    root = Path(checkpoint.__file__).parent
-    words = [sys.executable, "checkpoint.py", *map(str, args)]
-    done = subprocess.run(words, cwd=root, capture_output=True, text=True)
+    done = run_program([sys.executable, "checkpoint.py", *args])
     return done.returncode, done.stdout, done.stderr
 
 

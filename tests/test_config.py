@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from types import SimpleNamespace
 from typing import ClassVar, Literal, Optional
 
 import pytest
+from programs import run_program
 
 from support.config import Need, Parser, check_range, flag, no_effect, parse_config, save_config, usage_error
 from support.other_names import ELSEWHERE, hint
@@ -434,14 +434,14 @@ if __name__ == "__main__":
 def test_as_a_script(tmp_path, argv, rank, status, out, err):
     (tmp_path / "recipe.py").write_text(RECIPE)
     env = os.environ | {"PYTHONPATH": str(REPO), "RANK": rank}
-    done = subprocess.run([sys.executable, tmp_path / "recipe.py", *argv.split()], capture_output=True, text=True, env=env)
+    done = run_program([sys.executable, tmp_path / "recipe.py", *argv.split()], env=env)
     assert (done.returncode, done.stdout, done.stderr) == (status, out, err)
 
 
 def test_help_of_a_script(tmp_path):
     (tmp_path / "recipe.py").write_text(RECIPE)
     env = os.environ | {"PYTHONPATH": str(REPO)}
-    done = subprocess.run([sys.executable, tmp_path / "recipe.py", "--help"], capture_output=True, text=True, env=env)
+    done = run_program([sys.executable, tmp_path / "recipe.py", "--help"], env=env)
     assert done.returncode == 0 and done.stderr == ""
     assert done.stdout.startswith("Train something.\n\n    python recipe.py --steps 5    # 50% done\n")
     assert "--steps integer  optimizer steps [default: 10]" in done.stdout

@@ -14,7 +14,6 @@ import sysconfig
 import threading
 import time
 from collections import Counter
-from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -23,6 +22,7 @@ import pytest
 import torch
 from layouts import Flags
 from pool import pool
+from programs import run_program
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import data
@@ -398,7 +398,7 @@ def test_more_shards_than_files_that_may_be_open(tmp_path, corpus):
             "for _ in range(4):\n"
             "    out += [next(training), *d.val_batches(512, 64, 0, 1, 'cpu')]\n"
             "print(len(d.ends['train']), hashlib.sha256(b''.join(b.tokens.numpy().tobytes() for b in out)).hexdigest())\n")
-    run = partial(subprocess.run, cwd=REPO, capture_output=True, text=True, timeout=60)
+    run = run_program
     few, many = (run([sys.executable, "-c", text]) for text in (code, code.replace("(80, 80)", "(1000, 1000)")))
     assert few.stdout == many.stdout != "" and int(few.stdout.split()[0]) >= 80, few.stderr
 
@@ -879,7 +879,7 @@ def test_another_tokenizer_in_the_folder(shards, tmp_path):
 
 
 def run_cli(*argv):
-    return subprocess.run([sys.executable, REPO / "data.py", *map(str, argv)], capture_output=True, text=True, timeout=100)
+    return run_program([sys.executable, REPO / "data.py", *argv], timeout=100)
 
 
 def call_cli(monkeypatch, capsys, *argv):

@@ -9,7 +9,6 @@ import importlib
 import math
 import os
 import re
-import subprocess
 import sys
 import time
 
@@ -18,6 +17,7 @@ import torch
 from dry import MOE, REPO, SMALL, config, report_of, run
 from layouts import Flags
 from pool import pool
+from programs import run_program
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import parallel
@@ -191,7 +191,7 @@ def test_a_peak_fits_up_to_the_last_byte(capsys):
 def test_torchrun_is_not_needed():
     env = dict(os.environ, RANK="0", WORLD_SIZE="1")
     command = [sys.executable, REPO / "train_llama3.py", "--dry_run"]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
+    done = run_program(command, env=env, timeout=120)
     assert done.returncode == 2 and "use python, not torchrun" in done.stderr
 
 
@@ -224,10 +224,10 @@ FEATURES = {
 
 def support_matrix() -> str:
     """How many layouts of tests/test_parallel.py have both features; on the diagonal, the feature at all."""
-    from test_parallel import LAYOUTS, SLOW
+    from test_parallel import LAYOUTS
 
     found = []
-    for processes, flags, problem in LAYOUTS + SLOW:
+    for processes, flags, problem in LAYOUTS:
         others = math.prod(flags.get(axis, 1) for axis in AXES if axis != "dp_shard")
         found.append({name for name, has in FEATURES.items() if has(flags, problem, processes // others)})
     names = list(FEATURES)

@@ -3,7 +3,6 @@ is told what is wrong. The answers are in tests/answers/."""
 import ast
 import importlib.util
 import re
-import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ import feedback
 import pytest
 from bugs import BUGS, planted_bug
 from course import COURSE, functions, original, source_of, with_blanks
+from programs import run_program
 from runs import REPO
 from test_mutants import MUTANTS
 
@@ -70,7 +70,7 @@ def test_an_exercise_knows_right_from_wrong(number):
 
 
 def run(*argv, status=0):
-    done = subprocess.run([sys.executable, REPO / "exercises" / "run.py", *map(str, argv)], capture_output=True, text=True)
+    done = run_program([sys.executable, REPO / "exercises" / "run.py", *argv])
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout + done.stderr
 

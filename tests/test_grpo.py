@@ -8,7 +8,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +35,7 @@ from policy import (
     trainer_of,
 )
 from pool import pool
+from programs import run_program
 from runs import Job
 
 import generate
@@ -438,7 +438,7 @@ else:
     grpo.Trainer.optim_step = kill_at(grpo.Trainer.optim_step, 3 + 4)  # three steps of warm-up, then the fourth update
 grpo.run(grpo.main, grpo.parse_config(grpo.Config))
 """
-    killed = subprocess.run([sys.executable, "-c", code], env=ENV, cwd=REPO, capture_output=True, text=True, timeout=400)
+    killed = run_program([sys.executable, "-c", code], env=ENV, timeout=400)
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
     assert [line["step"] for line in steps_of(out)] == [1, 2, 3] and os.listdir(out / "checkpoints") == ["step-2"]
     assert "continuing from" in run(1, *argv, out)

@@ -4,10 +4,10 @@ import importlib
 import json
 import random
 import re
-import subprocess
 import sys
 
 from policy import ENV, REPO, run
+from programs import run_program
 
 import grpo
 from rl import environments
@@ -50,7 +50,7 @@ def test_flags_of_the_page_are_flags_of_our_programs():
 
 def test_the_letters_of_the_page(tmp_path):
     """No problem is in two files, and an answer is paid for; its prompt is the one that the conversations are trained with."""
-    subprocess.run([sys.executable, REPO / "docs" / "letters.py", "--out", tmp_path], check=True, capture_output=True, env=ENV)
+    run_program([sys.executable, REPO / "docs" / "letters.py", "--out", tmp_path], check=True, env=ENV)
     lines = {name: [json.loads(line) for line in (tmp_path / f"{name}.jsonl").open()] for name in ("chat", "train", "test")}
     asked = {name: {line["question"] for line in lines[name]} for name in ("train", "test")}
     asked["chat"] = {line["messages"][0]["content"] for line in lines["chat"]}

@@ -4,7 +4,6 @@ import math
 import os
 import re
 import shutil
-import subprocess
 import sys
 import threading
 from dataclasses import asdict, fields, replace
@@ -16,6 +15,7 @@ import torch
 import transformers  # imports a model when it is first named: the workers of a pool do not wait for them
 from layouts import build, config, full
 from pool import pool
+from programs import run_program
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers, processors, trainers
 from tokenizers.models import BPE
@@ -951,7 +951,7 @@ def test_continued_pretraining_with_tp_2_gives_the_same_greedy_text_everywhere(t
             "--tp", 2, "--export_hf", tmp_path / "out", "--export_dtype", "bfloat16", "--device", "cpu", "--steps", 20,
             "--seq_len", 64, "--local_batch_size", 2, "--val_every", 0, "--tokenizer", made.tokenizer_file]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 4, *argv]
-    subprocess.run(list(map(str, command)), cwd=Path(__file__).parent.parent, check=True, timeout=240)
+    run_program(command, check=True, timeout=240)
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == Path(made.tokenizer_file).read_bytes()
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
     checkpoint.to_hf(str(tmp_path / "run"), str(tmp_path / "bf16"))

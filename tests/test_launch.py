@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason=
 
 REPO = Path(__file__).parent.parent
 RECIPE = REPO / "train_llama3.py"
-STEPS = 60
+STEPS = 36
 MODEL = "n_layers=2,dim=32,n_heads=4,n_kv_heads=4,head_dim=8,ffn_dim=64"
 FLAGS = ["--model_args", MODEL, "--seq_len", 32, "--local_batch_size", 1, "--steps", STEPS, "--val_every", 0, "--log_every", 1,
          "--checkpoint_every", 2, "--device", "cpu", "--compute_dtype", "float32"]

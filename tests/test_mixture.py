@@ -6,12 +6,12 @@ import os
 import random
 import resource
 import shutil
-import subprocess
 
 import numpy as np
 import pytest
 import torch
 from chats import chat_folder, conversations
+from programs import run_program
 from runs import ENV, MODEL, launch, metrics, run, train_lines
 from test_data import REPO, flat, refused, sentences, take
 from test_flags import observed
@@ -299,6 +299,5 @@ def test_a_mixed_run_goes_on_with_other_ranks(sources, tmp_path):
         (line["tokens_hash"], line["loss"]) for line in lines["whole"]]
     assert len([line for line in metrics(whole) if "val_loss" in line]) == 2
     changed = [data.replace("0.6", "0.5") if word == data else word for word in flags]
-    done = subprocess.run(launch(1, REPO / "train_llama3.py", *changed, "--steps", 12, "--out", whole), cwd=REPO, env=ENV,
-                          capture_output=True, text=True, timeout=100)
+    done = run_program(launch(1, REPO / "train_llama3.py", *changed, "--steps", 12, "--out", whole), env=ENV, timeout=100)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "data.parts.web.weight is 5/9" in done.stderr, done.stderr

@@ -2,7 +2,6 @@
 import hashlib
 import io
 import math
-import subprocess
 import sys
 import threading
 import warnings
@@ -10,13 +9,13 @@ import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from layouts import Flags
 from pieces import in_pieces
+from programs import run_program
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -315,7 +314,7 @@ def test_70b_on_this_machine_ends_with_the_number(tmp_path):
     if distributed.checks.host_memory() > 1.1e12:
         pytest.skip("it fits")
     command = [sys.executable, "train_llama3.py", "--flavor", "70B", "--device", "cpu", "--out", tmp_path / "run"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent, timeout=300)
+    done = run_program(command, timeout=300)
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
     assert "1128.9 GB (parameters 282.2 + gradients 282.2 + moments 564.4)" in done.stderr
 

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from programs import run_program
 
 import support.parity
 import train_llama3
@@ -104,9 +105,7 @@ def test_check_parity_passes_and_finds_a_forkers_mistake(tmp_path):
     """The user's command, on the recipe and on a copy of it with a mistake: its gradients are averaged, not summed."""
     flags = ["--local_batch_size", "2", "--seq_len", "64", "--model_args", "n_layers=2,dim=64", "--check_parity", "--tp", "2"]
     recipe = Path(__file__).parent.parent / "train_llama3.py"
-    run = lambda file, *more: subprocess.run(  # noqa: E731
-        [sys.executable, file, *flags, *more], capture_output=True, text=True, cwd=recipe.parent
-    )
+    run = lambda file: run_program([sys.executable, file, *flags])  # noqa: E731
     good = run(recipe)
     assert good.returncode == 0 and "check_parity: equal" in good.stdout, good.stdout + good.stderr
     mistake = """

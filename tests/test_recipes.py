@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import pytest
+from programs import run_program
 from runs import ENV, MLA, MODEL, REPO, launch, metrics, run, train_lines
 
 import checkpoint
@@ -317,7 +318,7 @@ def test_other_data_in_the_middle_of_a_run(folder, tmp_path):
     flags = [*TINY, "--steps", 2, "--local_batch_size", 2, "--val_every", 0, "--cache_dir", tmp_path / "cache"]
     source, book = folder / "runs" / "llama3", ["--data", folder / "a.txt"]
     command = launch(1, REPO / "train_llama3.py", *flags, *book, "--steps", 8, "--out", source)
-    refused = subprocess.run(command, cwd=folder, env=ENV, capture_output=True, text=True)
+    refused = run_program(command, cwd=folder, env=ENV)
     assert refused.returncode == 2 and "use --out NEW to train another model, or give the old values" in refused.stderr
     stdout = run(launch(1, REPO / "train_llama3.py", *flags, *book, "--init_from", source, "--out", tmp_path / "new"), folder)
     assert f"step 0, with the weights of {source}/checkpoints/step-4" in stdout

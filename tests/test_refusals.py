@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from layouts import Flags, build, config
 from pool import pool
+from programs import run_program
 
 import train_llama3
 from data import DataConfig, open_data
@@ -423,8 +424,7 @@ def test_numbers_that_mean_nothing(flag, value, refused):
 
 def run(*argv, launch=(), timeout=120) -> subprocess.CompletedProcess:
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | {"CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, *launch, "train_llama3.py", *map(str, argv)]
-    return subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, timeout=timeout)
+    return run_program([sys.executable, *launch, "train_llama3.py", *argv], env=env, timeout=timeout, real=bool(launch))
 
 
 def refused_as_a_process(tmp_path, *argv) -> str:

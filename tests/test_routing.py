@@ -58,7 +58,8 @@ def tool(ids):
 
 
 @pytest.mark.parametrize("config", [QWEN3, DEEPSEEK], ids=["qwen3", "deepseek"])
-@pytest.mark.parametrize("options", [{}, {"rows": 3}, {"tool": tool}, {"tool": tool, "ahead": 3, "rows": 6}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"rows": 3}, {"tool": tool}, {"tool": tool, "ahead": 3, "rows": 6}],
+                         ids=lambda options: " ".join(options) or "plain")
 def test_what_is_recorded_is_what_a_forward_over_the_sample_takes(config, options):
     """Rows that are refilled and compacted, prompts that several rows share, and tokens that a tool's answer makes void."""
     model = sharp_model(config)

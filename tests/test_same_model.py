@@ -1,7 +1,6 @@
 """An export is refused when others would open it as another model: forks, and edits of our own models."""
 import os
 import shutil
-import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 import transformers
+from programs import run_program
 
 import checkpoint
 from checkpoint import CheckpointConfig, Checkpoints
@@ -231,7 +231,7 @@ def test_an_export_that_tells_of_another_model_is_refused_before_anything_is_tra
         message = "error: an export of relu2.Llama3 would be opened as llama, which is models.llama3.Llama3"
     (tmp_path / "train_mine.py").write_text(f"import sys\nsys.path.append({str(ROOT)!r})\n" + recipe)
     command = [sys.executable, "train_mine.py", "--steps", "2", "--device", "cpu", "--export_hf", "out", "--out", "run"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    done = run_program(command, cwd=tmp_path, timeout=240)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert message in done.stderr
     assert not (tmp_path / "run").exists()

@@ -1,6 +1,5 @@
 """--check_parity --where: no difference where layouts are equal, and the function that is broken where they are not."""
 import re
-import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
@@ -8,6 +7,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 from layouts import row_name, without_inductor
+from programs import run_program
 from seams_of import where
 from test_mutants import MUTANTS
 from test_parallel import LAYOUTS, MOE, MTP
@@ -135,7 +135,7 @@ def test_where_names_other_mistakes(planted, row, seam, function):
 EQUAL = [(2, dict(tp=2), dict(n=6, b=2)), (4, dict(cp=2, tp=2), dict(n=4, b=2)), (2, dict(ep=2), dict(n=4, b=1, **MOE))]
 
 
-@pytest.mark.parametrize("row", EQUAL + [pytest.param(row, marks=pytest.mark.slow) for row in LAYOUTS[::5]], ids=row_name)
+@pytest.mark.parametrize("row", EQUAL + [pytest.param(row, marks=pytest.mark.slow) for row in LAYOUTS[::12]], ids=row_name)
 def test_equal_layouts_have_no_difference(row):
     text = where(*row)
     assert text.startswith("no difference at ") and int(re.search(r"at (\d+) seams", text)[1]) > 150, text
@@ -207,5 +207,5 @@ if STYLE:
         head, tail = recipe.read_text().split("# A flag that is given without")
         start = f"import sys\nsys.path.insert(0, {str(recipe.parent)!r})\n"
         copy.write_text(start + head + own.replace("STYLE", str(style)) + "\n# A flag that is given without" + tail)
-        run = subprocess.run([sys.executable, copy, *flags], capture_output=True, text=True, cwd=tmp_path)
+        run = run_program([sys.executable, copy, *flags], cwd=tmp_path)
         assert run.returncode == status and all(w in run.stdout for w in words), run.stdout + run.stderr

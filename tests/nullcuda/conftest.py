@@ -2,15 +2,13 @@
 
 A test gets `device`, which runs recipes in processes of their own: torch is imported once per session, and each run is a fork.
 """
-import json
 import shutil
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from build import environment, has_cuda_build
+from programs import Server, ask
 
 HERE = Path(__file__).parent
 MISSING = ("needs the CUDA build of torch: make test-cuda" if not has_cuda_build() else
@@ -43,22 +41,13 @@ class Device:
     def __init__(self):
         self.server = None
 
-    def start(self):
-        command = [sys.executable, HERE / "run.py", "--serve"]
-        self.server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
     def run(self, out, recipe: str, *flags, status: int | None = 0, log: bool = True, brief=BRIEF, **options) -> Done:
         """A recipe with `flags` after those of BRIEF, in the folder `out`. status: what every rank must end with, None for any.
         options: those of run.py, such as nproc=2, major=10, no_waiting=True, env={...}."""
-        if self.server is None:
-            self.start()
+        self.server = self.server or Server(HERE / "run.py", "--serve")
         argv = [str(HERE.parent.parent / recipe), *map(str, [*brief, *flags]), "--out", f"{out}/run"]
         logs = f"{out}/log" if log else ""
-        self.server.stdin.write(json.dumps(dict(argv=argv, log=logs) | options) + "\n")
-        self.server.stdin.flush()
-        answer = self.server.stdout.readline()
-        assert answer, "the process that runs the cases has ended"
-        done = Done(**json.loads(answer), logs=[])
+        done = Done(**ask(self.server.path, argv=argv, log=logs, **options), logs=[])
         if status is not None:
             failed = [rank for rank, s in enumerate(done.statuses) if s != status]
             assert not failed, f"{recipe} {' '.join(map(str, flags))}: {done.statuses}\n{done.texts[failed[0]][-4000:]}"
@@ -67,15 +56,8 @@ class Device:
             done.logs = [file.read_text().splitlines() if file.exists() else [] for file in files]
         return done
 
-    def close(self):
-        if self.server is not None:
-            self.server.stdin.close()
-            self.server.wait()
-
 
 @pytest.fixture(scope="session")
 def device():
     environment()  # builds it, where it is missing
-    device = Device()
-    yield device
-    device.close()
+    return Device()

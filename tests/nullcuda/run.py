@@ -3,32 +3,30 @@
     python tests/nullcuda/run.py train_llama3.py --compile --steps 2 --out runs/null
     python tests/nullcuda/run.py --nproc 2 --log runs/log train_llama3.py --tp 2 --steps 2 --out runs/null   # two processes
     python tests/nullcuda/run.py --world 64 --gib 80 --memory train_llama3.py --flavor 70B --tp 8 ...        # rank 0 of 64
-    python tests/nullcuda/run.py --serve     # cases as JSON lines on stdin, see serve()
 
 Losses are 0, times mean nothing. Real are dispatch, shapes, dtypes, the compiler, the allocator, streams, the order of calls.
 """
 import argparse
 import importlib
-import json
 import os
-import signal
-import socket
+import shutil
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 REPO = Path(__file__).parent.parent.parent
-sys.path[:0] = [str(REPO), str(REPO / "tests/nullcuda")]
+sys.path[:0] = [str(REPO), str(REPO / "tests/nullcuda"), str(REPO / "tests")]
 
 from build import environment  # noqa: E402
+from programs import fork_ranks, serve, wait_for  # noqa: E402
 
 NOT_OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--serve", action="store_true", help="run cases from stdin")
+    p.add_argument("--serve", default="", help="run the cases that come in at this socket, see run_case()")
     p.add_argument("--nproc", type=int, default=1, help="processes")
     p.add_argument("--world", type=int, default=0, help="be rank 0 of so many fake processes, with weights that are not drawn")
     p.add_argument("--empty_weights", action="store_true", help="do not draw the initial weights")
@@ -50,56 +48,23 @@ def variables(options: dict) -> dict[str, str]:
     return {name: str(options[key]) for name, key in kinds.items() if options.get(key)} | options.get("env", {})
 
 
-def fork_ranks(options: dict, output) -> list[int]:
+def fork_case(options: dict, output) -> list[int]:
     """Starts the processes of a case; output(rank): the file for what it prints, None: as this process. Returns their ids."""
-    n, pids = options.get("nproc", 1), []
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    for rank in range(n):
-        pid = os.fork()
-        if pid:
-            pids.append(pid)
-            continue
+
+    def run_rank(rank, variables_of_rank) -> int:
         if file := output(rank):
             os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), 1)
             os.dup2(1, 2)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for name in NOT_OURS:
             os.environ.pop(name, None)
-        os.environ.update(variables(options))
-        if n > 1:
-            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(n),
-                              MASTER_ADDR="localhost", MASTER_PORT=str(port))
-        try:
-            from answers import program
+        os.environ.update(variables(options) | variables_of_rank)
+        from answers import program
 
-            program(options["argv"], options)
-        except BaseException:
-            import traceback
+        program(options["argv"], options)
+        return 1  # it ends the process
 
-            traceback.print_exc()
-            sys.stderr.flush()
-        os._exit(1)
-    return pids
-
-
-def wait_for(pids: list[int], timeout: float) -> list[int]:
-    """Exit statuses; when one rank has failed or the time is up, the others get 5 s, then they are killed (status -9)."""
-    statuses, deadline = {}, time.monotonic() + timeout
-    while len(statuses) < len(pids):
-        for pid in pids:
-            if pid not in statuses and (done := os.waitpid(pid, os.WNOHANG))[0]:
-                statuses[pid] = os.waitstatus_to_exitcode(done[1])
-                if statuses[pid] != 0:
-                    deadline = min(deadline, time.monotonic() + 5)
-        if time.monotonic() > deadline:
-            for pid in pids:
-                if pid not in statuses:
-                    os.kill(pid, signal.SIGKILL)
-            deadline = float("inf")
-        time.sleep(0.02)
-    return [statuses[pid] for pid in pids]
+    return fork_ranks(options.get("nproc", 1), run_rank)
 
 
 def preload() -> None:
@@ -119,19 +84,15 @@ def preload() -> None:
     assert not torch.cuda.is_initialized()
 
 
-def serve() -> None:
-    """For each line of stdin, {"argv": [...], "nproc": 1, ... as the options above, "env": {...}}, one line on stdout:
+def run_case(**options) -> dict:
+    """Answer to a request {"argv": [...], "nproc": 1, ... as the options above, "env": {...}}:
     {"statuses": [per rank], "texts": [what each rank printed], "seconds": ...}."""
-    preload()
-    answers = os.fdopen(os.dup(1), "w")
-    for line in sys.stdin:
-        options, began = json.loads(line), time.monotonic()
-        with tempfile.TemporaryDirectory() as folder:
-            pids = fork_ranks(options, lambda rank: f"{folder}/{rank}")  # noqa: B023
-            statuses = wait_for(pids, options.get("timeout", 600))
-            texts = [Path(folder, str(rank)).read_text(errors="replace") for rank in range(len(pids))]
-        answers.write(json.dumps(dict(statuses=statuses, texts=texts, seconds=time.monotonic() - began)) + "\n")
-        answers.flush()
+    began, folder = time.monotonic(), tempfile.mkdtemp()  # a TemporaryDirectory would be removed at the end of each fork
+    pids = fork_case(options, lambda rank: f"{folder}/{rank}")
+    statuses = wait_for(pids, options.get("timeout", 600))
+    texts = [Path(folder, str(rank)).read_text(errors="replace") for rank in range(len(pids))]
+    shutil.rmtree(folder)
+    return dict(statuses=statuses, texts=texts, seconds=time.monotonic() - began)
 
 
 def main():
@@ -140,7 +101,8 @@ def main():
     if os.environ.get("LD_PRELOAD") != needed["LD_PRELOAD"]:
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | needed)
     if args.serve:
-        return serve()
+        preload()
+        return serve(args.serve, run_case)
     if not args.argv:
         parser().error("which recipe?")
     options = vars(args)
@@ -151,7 +113,7 @@ def main():
 
         program(options["argv"], options)
     preload()
-    sys.exit(max(map(abs, wait_for(fork_ranks(options, lambda rank: None), args.timeout))))
+    sys.exit(max(map(abs, wait_for(fork_case(options, lambda rank: None), args.timeout))))
 
 
 if __name__ == "__main__":

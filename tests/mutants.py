@@ -1,0 +1,161 @@
+"""Machine-made mutants: changes of one operator, constant or line of the product, each of which some test should notice.
+
+    make mutants                                     # 100 mutants, drawn with a fixed seed: runs/mutants.jsonl
+    make mutants ARGS="--seed 3 --n 20 --only rl/"   # others; mutants that are in the file already are not run again
+    make mutants ARGS="--show"                       # the survivors, as diffs
+
+A mutant lives in a copy of the repository. The quick tests whose files name the mutated function, or else the mutated module,
+run until one fails or the time is up; a mutant that hangs counts as caught. Tests that compare sources with documents are left
+out, because any change of a line would fail there. A survivor is either a change without a consequence or a missing test.
+"""
+import argparse
+import ast
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+REPO = Path(__file__).parent.parent
+MUTATED = ["parallel.py", "checkpoint.py", "data.py", "distributed/*.py", "rl/*.py"]
+OF_SOURCES = ("house", "copies", "lessons", "course", "exercises", "provenance", "pictures", "recipes", "grpo_docs")
+SWAPS = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==", ast.Is: "is not",
+         ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in", ast.Add: "-", ast.Sub: "+", ast.Mult: "+", ast.Div: "*",
+         ast.FloorDiv: "*", ast.Mod: "//", ast.And: "or", ast.Or: "and", ast.BitOr: "&", ast.BitAnd: "|"}
+
+
+def mutants_of(path: str) -> list[dict]:
+    """All mutants of a file: {"file", "function", "line", "start", "end", "new"}, start and end as offsets into the text."""
+    text = Path(REPO, path).read_text()
+    starts = [0]
+    for line in text.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    place = lambda node: (starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset)  # noqa: E731
+    found = []
+
+    def add(node, start, end, new):
+        if "\n" not in text[start:end] and text.isascii():  # col_offset counts bytes
+            found.append(dict(file=path, function=function, line=node.lineno, start=start, end=end, new=new))
+
+    def between(node, left, right, op):
+        if type(op) in SWAPS:
+            add(node, place(left)[1], place(right)[0], f" {SWAPS[type(op)]} ")
+
+    for scope in ast.walk(ast.parse(text)):
+        if not isinstance(scope, ast.FunctionDef):
+            continue
+        function = scope.name
+        words = {id(part) for node in ast.walk(scope) if isinstance(node, ast.Raise | ast.JoinedStr) for part in ast.walk(node)}
+        for node in ast.walk(scope):
+            if id(node) in words:  # of a message
+                continue
+            if isinstance(node, ast.Compare) and len(node.ops) == 1:
+                between(node, node.left, node.comparators[0], node.ops[0])
+            elif isinstance(node, ast.BinOp) and not isinstance(node.left, ast.Constant | ast.JoinedStr):
+                between(node, node.left, node.right, node.op)
+            elif isinstance(node, ast.BoolOp) and len(node.values) == 2:
+                between(node, *node.values, node.op)
+            elif isinstance(node, ast.Constant) and type(node.value) in (bool, int):
+                new = not node.value if isinstance(node.value, bool) else node.value + 1
+                add(node, *place(node), str(new))
+            elif isinstance(node, ast.If):
+                add(node, *place(node.test), f"not ({ast.get_source_segment(text, node.test)})")
+            elif isinstance(node, ast.AugAssign) or isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+                add(node, *place(node), "pass")
+    unique = {(m["start"], m["end"], m["new"]): m for m in found}  # a nested function is walked twice
+    return list(unique.values())
+
+
+def tests_for(mutant: dict) -> list[str]:
+    """The test file of the mutated module, those that name the mutated function, those that name the module, shortest first."""
+    texts = {path: path.read_text() for path in sorted(REPO.glob("tests/test_*.py"))
+             if not path.stem.removeprefix("test_").startswith(OF_SOURCES)}
+    module = mutant["file"].removesuffix(".py").replace("/", ".")
+    names = [rf"\b{re.escape(mutant['function'])}\b", rf"\b{re.escape(module)}\b",
+             rf"from {module.rpartition('.')[0] or module} import"]
+    own = ["test_parallel"] if module == "parallel" or module.startswith("distributed") else []  # the table of layouts
+    own.append(f"test_{module.rpartition('.')[2]}")
+    ranks = {path: [-1] * (path.stem in own) + [i for i, name in enumerate(names) if re.search(name, text)]
+             for path, text in texts.items()}
+    return [str(path) for path in sorted(texts, key=lambda path: (ranks[path] or [9], len(texts[path]))) if ranks[path]]
+
+
+def try_mutant(mutant: dict, seconds: float) -> dict:
+    """The mutant with "caught": the first test that failed, or "" when all passed or were not finished in time."""
+    folder, began = Path(tempfile.mkdtemp()), time.monotonic()
+    shutil.copytree(REPO, folder / "main", ignore=shutil.ignore_patterns(".*", "runs", "__pycache__"), symlinks=True)
+    if (REPO.parent / "shared").exists():
+        (folder / "shared").symlink_to(REPO.parent / "shared")
+    file = folder / "main" / mutant["file"]
+    text = file.read_text()
+    file.write_text(text[: mutant["start"]] + mutant["new"] + text[mutant["end"] :])
+    tests = [str(folder / "main" / Path(test).relative_to(REPO)) for test in tests_for(mutant)]
+    quick = ["-m", "not slow and not gpu and not nullcuda", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-x", *quick, *tests]
+    log = folder / "log"
+    with open(log, "w") as out:
+        process = subprocess.Popen(command, cwd=folder / "main", stdout=out, stderr=out, start_new_session=True)
+        try:
+            status = process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            status = None
+            os.killpg(process.pid, signal.SIGKILL)
+    said = log.read_text()
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", said, re.M) or re.findall(r"^(E  .*)", said, re.M)
+    dots = sum(map(len, re.findall(r"^([.sF]+)(?: +\[ *\d+%\])?$", said, re.M)))
+    shutil.rmtree(folder, ignore_errors=True)
+    caught = failed[0] if status == 1 and failed else "" if status in (0, None, 5) else f"status {status}"
+    return mutant | dict(caught=caught, finished=status is not None, tests=dots, seconds=round(time.monotonic() - began, 1))
+
+
+def diff(mutant: dict) -> str:
+    text = Path(REPO, mutant["file"]).read_text()
+    new = text[: mutant["start"]] + mutant["new"] + text[mutant["end"] :]
+    at = mutant["line"] - 1
+    old, new = text.splitlines()[at], new.splitlines()[at]
+    return f"{mutant['file']}:{mutant['line']} in {mutant['function']}\n  - {old.strip()}\n  + {new.strip()}"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--n", type=int, default=100, help="how many are drawn")
+    parser.add_argument("--seed", type=int, default=28, help="of the draw")
+    parser.add_argument("--only", default="", help="only files whose path begins so")
+    parser.add_argument("--seconds", type=float, default=240, help="of tests per mutant")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="mutants at a time")
+    parser.add_argument("--file", default=str(REPO / "runs/mutants.jsonl"), help="where the results are kept")
+    parser.add_argument("--show", action="store_true", help="print the survivors and run nothing")
+    args = parser.parse_args()
+    file = Path(args.file)
+    done = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    if args.show:
+        late = "\n  not all tests had the time to run"
+        print("\n".join(diff(m) + late * (not m["finished"]) for m in done if not m["caught"]))
+        return
+    files = sorted({str(path.relative_to(REPO)) for pattern in MUTATED for path in REPO.glob(pattern)})
+    every = [mutant for name in files for mutant in mutants_of(name)]
+    drawn = [m for m in random.Random(args.seed).sample(every, args.n) if m["file"].startswith(args.only)]
+    key = lambda m: (m["file"], m["start"], m["end"], m["new"])  # noqa: E731
+    todo = [m for m in drawn if key(m) not in set(map(key, done))]
+    print(f"{len(every)} mutants are possible; {len(drawn)} drawn with seed {args.seed}, {len(todo)} to run")
+    file.parent.mkdir(exist_ok=True)
+    with ThreadPoolExecutor(args.workers) as workers:
+        for result in workers.map(lambda m: try_mutant(m, args.seconds), todo):
+            with open(file, "a") as out:
+                out.write(json.dumps(result) + "\n")
+            verdict = f"caught by {result['caught']}" if result["caught"] else "SURVIVED"
+            print(f"{diff(result)}\n  {verdict} ({result['tests']} tests, {result['seconds']:.0f} s)", flush=True)
+            done.append(result)
+    kept = [m for m in done if key(m) in set(map(key, drawn))]
+    print(f"{sum(bool(m['caught']) for m in kept)} of {len(kept)} caught")
+
+
+if __name__ == "__main__":
+    main()
