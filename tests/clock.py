@@ -72,12 +72,14 @@ def pytest_runtest_makereport(item, call):
     return report
 
 
-def pytest_terminal_summary(terminalreporter):
+def pytest_terminal_summary(terminalreporter, config):
+    if hasattr(config, "workerinput"):  # of pytest-xdist: the process that started the workers has the reports of all
+        return
     rows = [dict(test=report.nodeid) | dict(report.user_properties)["clock"]
             for reports in terminalreporter.stats.values() for report in reports
             if getattr(report, "when", "") == "teardown" and "clock" in dict(report.user_properties)]
-    if file := os.environ.get("CLOCK"):
-        with open(file, "a") as file:
+    if name := os.environ.get("CLOCK"):
+        with open(name, "a") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
     terminalreporter.section("seconds per file: CPU, wall")
     terminalreporter.write_line("\n".join(table(rows, lambda row: row["test"].split("::")[0].removeprefix("tests/"), "file")))

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import distributed.initial
 import parallel
+from checkpoint import load_hf, save_hf
 from distributed.checks import check_model
 from distributed.experts import balance_experts, expert_parallel
 from distributed.float8 import Float8Config, float8_linears
@@ -30,7 +31,7 @@ from models.qwen3 import Qwen3, Qwen3Config
 from parallel import TP_STYLES
 from support.reports import ReportConfig
 
-LR, STEPS, T = 1e-3, 3, 16
+LR, STEPS, T = 1e-3, 2, 16
 SMALL = dict(dim=32, n_layers=4, n_heads=8, n_kv_heads=4, head_dim=8, ffn_dim=64, vocab_size=101, max_seq_len=64)
 
 
@@ -337,6 +338,24 @@ def without_inductor():
     torch._dynamo.reset()  # a worker of the pool has the graphs of the tests before, and only so many of one function are kept
     with mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
         yield
+
+
+def equals_transformers(ours, model, folder):
+    """Our model, read from theirs, has its logits and gradients; returns their model again, read from our files."""
+    model.save_pretrained(folder / "theirs")
+    load_hf(ours, folder / "theirs")
+    tokens = torch.randint(101, (2, 23), generator=torch.Generator().manual_seed(1))
+    logits, want = ours(tokens), model(tokens).logits
+    assert (logits - want).abs().max() <= 5e-5 * want.abs().max()
+    for out in (logits, want):
+        torch.nn.functional.cross_entropy(out.flatten(0, 1).float(), tokens.roll(-1, 1).flatten()).backward()
+    grads, names = dict(model.named_parameters()), ours.hf_keys()
+    off = {fqn: relative(p.grad, grads[names[fqn]].grad) for fqn, p in ours.named_parameters()}
+    assert max(off.values()) < 1e-4, off
+    save_hf(ours, folder / "ours", dtype=torch.float32)
+    again = type(model).from_pretrained(folder / "ours", attn_implementation="eager", dtype=torch.float32)
+    torch.testing.assert_close(again(tokens).logits, want)
+    return again
 
 
 def stacked(theirs: dict, names) -> torch.Tensor:

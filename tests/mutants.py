@@ -26,9 +26,11 @@ from pathlib import Path
 REPO = Path(__file__).parent.parent
 MUTATED = ["parallel.py", "checkpoint.py", "data.py", "distributed/*.py", "rl/*.py"]
 OF_SOURCES = ("house", "copies", "lessons", "course", "exercises", "provenance", "pictures", "recipes", "grpo_docs")
-SWAPS = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==", ast.Is: "is not",
-         ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in", ast.Add: "-", ast.Sub: "+", ast.Mult: "+", ast.Div: "*",
-         ast.FloorDiv: "*", ast.Mod: "//", ast.And: "or", ast.Or: "and", ast.BitOr: "&", ast.BitAnd: "|"}
+SWAPS = {ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"), ast.Eq: ("==", "!="),
+         ast.NotEq: ("!=", "=="), ast.Is: ("is", "is not"), ast.IsNot: ("is not", "is"), ast.In: ("in", "not in"),
+         ast.NotIn: ("not in", "in"), ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "+"), ast.Div: ("/", "*"),
+         ast.FloorDiv: ("//", "*"), ast.Mod: ("%", "//"), ast.And: ("and", "or"), ast.Or: ("or", "and"),
+         ast.BitOr: ("|", "&"), ast.BitAnd: ("&", "|")}
 
 
 def mutants_of(path: str) -> list[dict]:
@@ -46,15 +48,18 @@ def mutants_of(path: str) -> list[dict]:
 
     def between(node, left, right, op):
         if type(op) in SWAPS:
-            add(node, place(left)[1], place(right)[0], f" {SWAPS[type(op)]} ")
+            start, end = place(left)[1], place(right)[0]
+            add(node, start, end, text[start:end].replace(*SWAPS[type(op)], 1))
 
     for scope in ast.walk(ast.parse(text)):
         if not isinstance(scope, ast.FunctionDef):
             continue
         function = scope.name
-        words = {id(part) for node in ast.walk(scope) if isinstance(node, ast.Raise | ast.JoinedStr) for part in ast.walk(node)}
+        idle = [node for node in ast.walk(scope) if isinstance(node, ast.Raise | ast.JoinedStr)]  # messages, and types:
+        idle += [hint for node in ast.walk(scope) for name in ("annotation", "returns") if (hint := getattr(node, name, None))]
+        skipped = {id(part) for node in idle for part in ast.walk(node)}
         for node in ast.walk(scope):
-            if id(node) in words:  # of a message
+            if id(node) in skipped:
                 continue
             if isinstance(node, ast.Compare) and len(node.ops) == 1:
                 between(node, node.left, node.comparators[0], node.ops[0])

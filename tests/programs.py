@@ -23,7 +23,6 @@ import time
 import traceback
 import types
 from collections import defaultdict
-from functools import partial
 from pathlib import Path
 
 REPO = Path(__file__).parent.parent
@@ -57,7 +56,7 @@ def ask(path: str, **request) -> dict:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
         connection.sendall(json.dumps(request).encode() + b"\n")
-        answer = b"".join(iter(partial(connection.recv, 1 << 16), b""))
+        answer = connection.makefile().readline()
     assert answer, "the process that ran the program has ended"
     return json.loads(answer)
 
@@ -77,7 +76,7 @@ def serve(path: str, answer) -> None:
                     server.close()
                     connection.setblocking(True)
                     request = json.loads(connection.makefile().readline())
-                    connection.sendall(json.dumps(answer(**request)).encode())
+                    connection.sendall(json.dumps(answer(**request)).encode() + b"\n")
                     os._exit(0)
                 connection.close()
             with contextlib.suppress(ChildProcessError):

@@ -81,7 +81,7 @@ def test_checkpoint(tmp_path):
 
 @pytest.mark.slow
 def test_startup():
-    stdout = run("benchmarks/startup.py", "--rounds", 1, "--imports")
+    stdout = run("benchmarks/startup.py", "--rounds", 1, "--imports", real=True)
     assert {"ours", "transformers"} <= set(rows(stdout)) and "heavy ones among them: none" in stdout
 
 

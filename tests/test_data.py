@@ -14,6 +14,7 @@ import sysconfig
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -520,11 +521,12 @@ def test_several_ranks_build_once(tmp_path):
     (tmp_path / "a.txt").write_text(sentences(2000, seed=4))
     code = (f"from data import *\nprint(open_data(DataConfig(data={str(tmp_path / 'a.txt')!r}, "
             f"cache_dir={str(tmp_path / 'cache')!r}), 32).fingerprint)")
-    ranks = [subprocess.Popen([sys.executable, "-c", code], cwd=REPO, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                              env=os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"})
-             for rank in range(3)]
-    outputs = [rank.communicate(timeout=100) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0, 0], outputs
+    start = lambda rank: run_program([sys.executable, "-c", code], env=os.environ | {  # noqa: E731
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"})
+    with ThreadPoolExecutor() as ranks:
+        done = list(ranks.map(start, range(3)))
+    outputs = [(rank.stdout, rank.stderr) for rank in done]
+    assert [rank.returncode for rank in done] == [0, 0, 0], outputs
     assert len({out.splitlines()[-1] for out, _ in outputs}) == 1 and all(err == "" for _, err in outputs)
     assert [len(out.splitlines()) for out, _ in outputs[1:]] == [1, 1]  # only rank 0 tells what it does
     assert sorted(path.name.split("-")[0] for path in (tmp_path / "cache").iterdir() if not path.is_symlink()) == ["a", "lock"]

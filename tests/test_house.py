@@ -77,26 +77,6 @@ def test_an_import_that_is_turned_round_is_found(module, line, words):
     assert any(words in error for error in errors)
 
 
-def code_lines(path: Path) -> int:
-    """Without blank lines, comments and docstrings."""
-    tree, rest = ast.parse(path.read_text()), set()
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if isinstance(body, list) and body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
-            rest |= set(range(body[0].lineno, body[0].end_lineno + 1))
-    lines = path.read_text().splitlines()
-    return sum(bool(line.strip()) and line.strip()[0] != "#" and i not in rest for i, line in enumerate(lines, 1))
-
-
-def test_the_reading_path_is_read_in_one_sitting():
-    """train_llama3.py, models/llama3.py and parallel.py, of which no function is longer than a projector shows."""
-    path = [ROOT / name for name in ("train_llama3.py", "models/llama3.py", "parallel.py")]
-    assert sum(map(code_lines, path)) <= 840 and code_lines(path[-1]) <= 450
-    for node in ast.walk(ast.parse(path[-1].read_text())):
-        if isinstance(node, ast.FunctionDef):
-            assert node.end_lineno - node.lineno < 45, node.name
-
-
 def test_folders_are_packages():
     """A folder without __init__.py loses against an installed package of its name: there is one called distributed."""
     for folder in ("models", "distributed", "support", "rl", "forks"):
@@ -121,21 +101,13 @@ def code_rows(text: str) -> set[int]:
     return {row for token in tokens for row in range(token.start[0], token.end[0] + 1)} - documented
 
 
-def test_the_reading_path_is_short():
-    path = ["train_llama3.py", "models/llama3.py", "parallel.py"]
-    assert sum(len(code_rows((ROOT / name).read_text())) for name in path) <= 840
-
-
-@pytest.mark.parametrize("module", sorted(house()))
-def test_a_file_has_at_most_560_lines_of_code(module):
-    assert len(code_rows(house()[module])) <= 560
-
-
-def test_functions_of_the_lecture_fit_on_a_screen():
-    text = (ROOT / "parallel.py").read_text()
-    rows = code_rows(text)
-    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
-    assert functions and not [f.name for f in functions if len(rows & set(range(f.lineno, f.end_lineno + 1))) > 45]
+def test_what_one_person_reads_is_short():
+    """The reading path, each file, and each function of the lecture, which must fit on a projector's screen."""
+    rows = {module: code_rows(text) for module, text in house().items()}
+    assert sum(len(rows[name]) for name in ("train_llama3", "models.llama3", "parallel")) <= 840
+    assert {module for module in rows if len(rows[module]) > 560} == set()
+    functions = [node for node in ast.walk(ast.parse(house()["parallel"])) if isinstance(node, ast.FunctionDef)]
+    assert functions and not [f.name for f in functions if len(rows["parallel"] & set(range(f.lineno, f.end_lineno + 1))) > 45]
 
 
 def test_a_name_is_one_thing():

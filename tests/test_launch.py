@@ -5,13 +5,13 @@ undisturbed run gives: the same metrics.jsonl and the same tensors, to the bit w
 
     CHAOS_KILLS=20 python -m pytest tests/test_launch.py -m slow -k chaos     # make chaos
 """
+import inspect
 import itertools
 import os
 import random
 import re
 import signal
 import socket
-import subprocess
 import sys
 import textwrap
 import time
@@ -20,8 +20,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import runs
+import test_optim
 import torch.distributed as dist
-from runs import Job
+from programs import run_program
+from runs import NOT_OURS, Job
 
 import checkpoint
 from checkpoint import LEFTOVER, step_folders
@@ -77,13 +80,18 @@ def start(tmp_path):
         job.kill_everything()
 
 
+def finish(out, processes, *flags, script=RECIPE, status=0) -> str:
+    """All that a run prints that nobody disturbs, and that must end with this status."""
+    env = {name: value for name, value in os.environ.items() if not NOT_OURS.match(name)}
+    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
+    done = run_program(runs.launch(processes, script, *FLAGS, *DATA, "--out", out, *flags), cwd=out.parent, env=env)
+    assert done.returncode == status, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout + done.stderr
+
+
 def whole_run(folder, processes, *flags) -> Path:
     """The folder of a run that nobody disturbs."""
-    job = Job(launch(processes, [], RECIPE, folder / "whole", *flags), folder / "whole", folder / "log")
-    try:
-        assert job.end() == 0, job.text()[-4000:]
-    finally:
-        job.kill_everything()
+    finish(folder / "whole", processes, *flags)
     return folder / "whole"
 
 
@@ -244,7 +252,7 @@ def test_a_fork_that_forgets_its_reports_does_not_train(tmp_path, flag):
     (tmp_path / "train_fork.py").write_text(recipe.replace("ReportConfig, with_reports", "ReportConfig"))
     command = [sys.executable, "train_fork.py", flag, "--steps", "1", "--device", "cpu", "--out", "run"]
     env = os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
+    done = run_program(command, cwd=tmp_path, env=env, timeout=240)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and f"{flag} reports in place of training" in done.stderr
 
 
@@ -269,47 +277,30 @@ def test_each_attempt_has_a_name_of_its_own():
 # ---------------------------------------------------------------- numbers that are not finite
 
 
-def test_on_nan_stop(tmp_path, start):
+def test_on_nan_stop(tmp_path):
     """Status 1 before the next save, and the last line names the step and the last good checkpoint."""
     script = fork(tmp_path, """
         if step == 5:
             next(stages[0].parameters()).grad.mul_(float("inf"))
     """)
-    job = start(tmp_path / "run", 1, "--log_every", 0, script=script)
-    assert job.end() == 1
-    good = f"{job.out}/checkpoints/step-4"
-    last_line, said = job.text().splitlines()[-1], "weights unchanged by it, noticed after step 6; last checkpoint:"
+    out = tmp_path / "run"
+    text = finish(out, 1, "--log_every", 0, script=script, status=1)
+    good = f"{out}/checkpoints/step-4"
+    last_line, said = text.splitlines()[-1], "weights unchanged by it, noticed after step 6; last checkpoint:"
     assert re.fullmatch(f"error on rank 0: RuntimeError: step 5: .*, {said} {good}", last_line)
-    assert all_good(job.out) == 4
-
-
-LION = """
-class Lion(torch.optim.Optimizer):
-    def __init__(self, groups, lr):
-        super().__init__(groups, dict(lr=lr))
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    m = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
-                    p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(m.lerp(p.grad, 0.1).sign() * group["lr"])
-                    m.lerp_(p.grad, 0.01)
-
-
-def build_optimizers("""
+    assert all_good(out) == 4
 
 
 def with_lion(script):
     """The forked recipe with an optimizer of its own, which has never heard of found_inf."""
     source, adamw = script.read_text(), "adamw(groups, cfg.lr, betas, cfg.eps, cfg.adamw_moments, cfg.stochastic_rounding)"
     assert source.count(adamw) == 1
-    script.write_text(source.replace(adamw, "Lion(groups, cfg.lr / 10)").replace("def build_optimizers(", LION.lstrip()))
+    script.write_text(source.replace(adamw, "Lion(groups, cfg.lr / 10)").replace(
+        "def build_optimizers(", inspect.getsource(test_optim.Lion) + "\n\ndef build_optimizers("))
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", *(pytest.param(name, marks=pytest.mark.slow) for name in ("muon", "lion"))])
-def test_on_nan_skip(tmp_path, start, optimizer):
+def test_on_nan_skip(tmp_path, optimizer):
     """One rank's gradient is not finite: all ranks skip the step, and go on with the next batch."""
     script = fork(tmp_path, """
         if step == 5 and layout.rank == 1:
@@ -319,24 +310,23 @@ def test_on_nan_skip(tmp_path, start, optimizer):
         with_lion(script)
     flags = ["--optimizer", "muon" if optimizer == "muon" else "adamw", "--on_nan", "skip", "--steps", 7]
     flags += ["--checkpoint_every", 1]
-    job = start(tmp_path / "run", 2, *flags, script=script)
-    assert job.end() == 0
-    assert job.text().count("step 5: the gradient norm is nan; step skipped") == 1
-    lines = read_lines(f"{job.out}/metrics.jsonl")
+    out = tmp_path / "run"
+    assert finish(out, 2, *flags, script=script).count("step 5: the gradient norm is nan; step skipped") == 1
+    lines = read_lines(f"{out}/metrics.jsonl")
     assert [line["step"] for line in lines if line["grad_norm"] is None] == [5] and len(lines) == 7
     assert len({line["tokens_hash"] for line in lines}) == 7 and lines[-1]["tokens"] == 7 * 64
-    steps = [path for _, path in reversed(step_folders(str(job.out)))]
+    steps = [path for _, path in reversed(step_folders(str(out)))]
     differ = [checkpoint.diff(a, b) for a, b in itertools.pairwise(steps)]
     assert differ == [1, 1, 1, 0, 1, 1]  # step-4 and step-5 hold the same weights and moments
 
 
-def test_a_fork_that_masks_every_label(tmp_path, start):
+def test_a_fork_that_masks_every_label(tmp_path):
     script, place = fork(tmp_path, ""), "        if step == 1:\n"
     assert script.read_text().count(place) == 1
     script.write_text(script.read_text().replace(place, "        batch.labels.fill_(-100)\n" + place))
-    job = start(tmp_path / "run", 1, script=script)
-    assert job.end() == 1 and job.last_step() == 0
-    assert "RuntimeError: no token of the first batch has a loss" in job.text().splitlines()[-1]
+    text = finish(tmp_path / "run", 1, script=script, status=1)
+    assert read_lines(f"{tmp_path}/run/metrics.jsonl") == []
+    assert "RuntimeError: no token of the first batch has a loss" in text.splitlines()[-1]
 
 
 # ---------------------------------------------------------------- signals

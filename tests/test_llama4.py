@@ -3,9 +3,8 @@ import importlib
 
 import pytest
 import torch
-from layouts import compare, row_name
+from layouts import compare, equals_transformers, row_name
 
-from checkpoint import load_hf, save_hf
 from forks.llama4 import FLAVORS, Llama4, Llama4Config
 from rl.decoding import rollout
 from support.config import parse_config
@@ -30,22 +29,7 @@ def test_logits_and_gradients_equal_transformers(tmp_path, sizes):
 
     config = Llama4Config(**sizes)
     model = drawn(Llama4ForCausalLM(Llama4TextConfig(**config.to_hf(), attn_implementation="eager")).float())
-    model.save_pretrained(tmp_path / "theirs")
-    ours = Llama4(config)
-    load_hf(ours, tmp_path / "theirs")
-    tokens = torch.randint(101, (2, 23), generator=torch.Generator().manual_seed(1))
-    logits, want = ours(tokens), model(tokens).logits
-    assert (logits - want).abs().max() <= 5e-5 * want.abs().max()
-    for out in (logits, want):
-        torch.nn.functional.cross_entropy(out.flatten(0, 1).float(), tokens.roll(-1, 1).flatten()).backward()
-    grads, names = dict(model.named_parameters()), ours.hf_keys()
-    off = {fqn: ((p.grad - grads[names[fqn]].grad).norm() / grads[names[fqn]].grad.norm()).item()
-           for fqn, p in ours.named_parameters()}
-    assert max(off.values()) < 1e-4, off
-    # and back: their model from our files
-    save_hf(ours, tmp_path / "ours", dtype=torch.float32)
-    again = type(model).from_pretrained(tmp_path / "ours", attn_implementation="eager", dtype=torch.float32)
-    torch.testing.assert_close(again(tokens).logits, want)
+    again = equals_transformers(Llama4(config), model, tmp_path)
     assert Llama4Config.from_hf(again.config.to_dict()) == config
 
 

@@ -1,6 +1,6 @@
 """The proof, against parallel.py: every layout trains the model that one process trains.
 
-Each row of LAYOUTS runs three AdamW steps through parallel.py on real gloo processes (with experts one: layouts.n_steps), with
+Each row of LAYOUTS runs two AdamW steps through parallel.py on real gloo processes (with experts one: layouts.n_steps), with
 ragged masks, and is compared with plain torch in one process (layouts.reference): loss atol 1e-5, every gradient rel 1e-4,
 grad norm rtol 2e-5, the validation loss, the weights. docs/parallelism.md draws its support matrix from this table.
 """
