@@ -7,6 +7,7 @@ import math
 import os
 import re
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -154,12 +155,14 @@ def test_a_newline_in_a_value_stays_on_one_line(capsys):
 
 
 def test_only_rank_0_speaks(capsys, monkeypatch):
+    waits = []
     monkeypatch.setenv("RANK", "3")
+    monkeypatch.setattr(time, "sleep", waits.append)
     for argv, status in (["--stpes", "5"], 2), (["--help"], 0):
         with pytest.raises(SystemExit) as stop:
             parse_config(Config, argv)
         assert stop.value.code == status
-    assert capsys.readouterr() == ("", "")
+    assert capsys.readouterr() == ("", "") and waits == [5]  # until rank 0 has said what is wrong
 
 
 def test_config_file_round_trip_and_overrides(tmp_path):
@@ -427,7 +430,6 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("argv, rank, status, out, err", [
     ("--steps 5", "0", 0, "Config(steps=5, lr=0.0003)\n", ""),
     ("--stpes 5", "0", 2, "", "error: unknown flag --stpes; did you mean --steps? --help lists all flags\n"),
-    ("--stpes 5", "1", 2, "", ""),
     ("--learning_rate 5", "0", 2, "", "error: unknown flag --learning_rate; did you mean --lr? --help lists all flags\n"),
     ("--help", "1", 0, "", ""),
 ])

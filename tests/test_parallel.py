@@ -205,9 +205,11 @@ LAYOUTS += [  # three and four axes at once, most on eight processes; more of th
     (8, dict(dp_replicate=2, tp=2, pp=2), dict(n=4, b=2, **QWEN)),
     (8, dict(tp=2, pp=2), dict(n=8, b=4, **QWEN)),
     (8, dict(cp=2, tp=2, pp=2), dict(n=4, b=2, **QWEN)),
-    *[(8, dict(dp_replicate=2, cp=2, tp=2, etp=2), dict(n=4, b=2, **model)) for model in (MOE, DS)],
+    *[(4, dict(tp=2, etp=2, dp_replicate=2), dict(n=4, b=1, **model)) for model in (MOE, DS)],
+    *[(4, dict(tp=2, etp=2, cp=2), dict(n=4, b=1, **model)) for model in (MOE, DS)],
+    *[(4, dict(dp_replicate=2, cp=2), dict(n=4, b=1, **model)) for model in (MOE, DS)],
     *[(4, dict(dp_replicate=2, pp=2), dict(n=8, b=4, **model)) for model in (MOE, DS)],
-    (4, dict(pp=2, tp=2, etp=2), dict(n=4, b=4, **DS)),
+    *[(4, dict(pp=2, tp=2, etp=2), dict(n=4, b=4, **model)) for model in (MOE, DS)],
 ]
 
 
