@@ -1,7 +1,8 @@
 """Machine-made mutants: changes of one operator, constant or line of the product, each of which some test should notice.
 
     make mutants                                     # 100 mutants, drawn with a fixed seed: runs/mutants.jsonl
-    make mutants ARGS="--seed 3 --n 20 --only rl/"   # others; mutants that are in the file already are not run again
+    make mutants ARGS="--seed 3 --n 20 --only rl/"   # others; what the file says already is not run again
+    make mutants ARGS="--seconds 900"                # survivors again whose tests had not all had the time
     make mutants ARGS="--show"                       # the survivors, as diffs
 
 A mutant lives in a copy of the repository. The quick tests whose files name the mutated function, or else the mutated module,
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 REPO = Path(__file__).parent.parent
@@ -51,10 +52,10 @@ def mutants_of(path: str) -> list[dict]:
             start, end = place(left)[1], place(right)[0]
             add(node, start, end, text[start:end].replace(*SWAPS[type(op)], 1))
 
-    for scope in ast.walk(ast.parse(text)):
-        if not isinstance(scope, ast.FunctionDef):
-            continue
-        function = scope.name
+    tree = ast.parse(text)
+    owner = {id(method): node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for method in node.body}
+    for scope in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+        function = owner.get(id(scope), scope.name) if scope.name.startswith("__") else scope.name  # the class of an __init__
         idle = [node for node in ast.walk(scope) if isinstance(node, ast.Raise | ast.JoinedStr)]  # messages, and types:
         idle += [hint for node in ast.walk(scope) for name in ("annotation", "returns") if (hint := getattr(node, name, None))]
         skipped = {id(part) for node in idle for part in ast.walk(node)}
@@ -79,16 +80,21 @@ def mutants_of(path: str) -> list[dict]:
 
 
 def tests_for(mutant: dict) -> list[str]:
-    """The test file of the mutated module, those that name the mutated function, those that name the module, shortest first."""
+    """The test file of the mutated module (where it has none, of the modules that import it), then those that name the mutated
+    function, then those that name the module; of each the shortest first."""
     texts = {path: path.read_text() for path in sorted(REPO.glob("tests/test_*.py"))
              if not path.stem.removeprefix("test_").startswith(OF_SOURCES)}
     module = mutant["file"].removesuffix(".py").replace("/", ".")
     names = [rf"\b{re.escape(mutant['function'])}\b", rf"\b{re.escape(module)}\b",
              rf"from {module.rpartition('.')[0] or module} import"]
-    own = ["test_parallel"] if module == "parallel" or module.startswith("distributed") else []  # the table of layouts
-    own.append(f"test_{module.rpartition('.')[2]}")
+    folder, _, name = module.rpartition(".")
+    imports = rf"from {module} import|from {folder or module} import [^\n]*\b{name}\b"
+    users = {path.stem for path in (*REPO.glob("*.py"), *REPO.glob("*/*.py")) if re.search(imports, path.read_text())}
+    own = {f"test_{stem}" for stem in ({name} if REPO.joinpath(f"tests/test_{name}.py") in texts else users)}
     ranks = {path: [-1] * (path.stem in own) + [i for i, name in enumerate(names) if re.search(name, text)]
              for path, text in texts.items()}
+    if module.startswith("distributed"):
+        ranks[REPO / "tests/test_parallel.py"].insert(0, 0.5)  # the table of layouts
     return [str(path) for path in sorted(texts, key=lambda path: (ranks[path] or [9], len(texts[path]))) if ranks[path]]
 
 
@@ -139,7 +145,9 @@ def main():
     parser.add_argument("--show", action="store_true", help="print the survivors and run nothing")
     args = parser.parse_args()
     file = Path(args.file)
-    done = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    key = lambda m: (m["file"], m["start"], m["end"], m["new"])  # noqa: E731
+    done = list({key(m): m for m in lines}.values())  # the last line about a mutant counts
     if args.show:
         late = "\n  not all tests had the time to run"
         print("\n".join(diff(m) + late * (not m["finished"]) for m in done if not m["caught"]))
@@ -147,18 +155,19 @@ def main():
     files = sorted({str(path.relative_to(REPO)) for pattern in MUTATED for path in REPO.glob(pattern)})
     every = [mutant for name in files for mutant in mutants_of(name)]
     drawn = [m for m in random.Random(args.seed).sample(every, args.n) if m["file"].startswith(args.only)]
-    key = lambda m: (m["file"], m["start"], m["end"], m["new"])  # noqa: E731
-    todo = [m for m in drawn if key(m) not in set(map(key, done))]
+    decided = {key(m) for m in done if m["caught"] or m["finished"]}
+    todo = [m for m in drawn if key(m) not in decided]
     print(f"{len(every)} mutants are possible; {len(drawn)} drawn with seed {args.seed}, {len(todo)} to run")
     file.parent.mkdir(exist_ok=True)
     with ThreadPoolExecutor(args.workers) as workers:
-        for result in workers.map(lambda m: try_mutant(m, args.seconds), todo):
+        for ended in as_completed([workers.submit(try_mutant, m, args.seconds) for m in todo]):
+            result = ended.result()
             with open(file, "a") as out:
                 out.write(json.dumps(result) + "\n")
             verdict = f"caught by {result['caught']}" if result["caught"] else "SURVIVED"
             print(f"{diff(result)}\n  {verdict} ({result['tests']} tests, {result['seconds']:.0f} s)", flush=True)
             done.append(result)
-    kept = [m for m in done if key(m) in set(map(key, drawn))]
+    kept = {key(m): m for m in done if key(m) in set(map(key, drawn))}.values()
     print(f"{sum(bool(m['caught']) for m in kept)} of {len(kept)} caught")
 
 

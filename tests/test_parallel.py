@@ -306,6 +306,21 @@ def test_two_runs_are_equal_to_the_last_bit():
     assert all(torch.equal(w, second[-1]["weights"][fqn]) for fqn, w in first[-1]["weights"].items())
 
 
+def clipped(max_norm: float) -> tuple[float, float]:
+    """(the norm that clip_grad_norm returns, the norm of what it leaves behind)"""
+    stages, layout = build(config(), {}, 4, 2)
+    parallel.forward_backward(stages, local_batch(global_batch(0, 4, False), layout), layout)
+    norm = parallel.clip_grad_norm(stages, max_norm, layout)
+    return norm.item(), torch.stack([full(p.grad).norm() for p in stages[0].parameters()]).norm().item()
+
+
+@pytest.mark.parametrize("max_norm, is_scaled", [(0.0, False), (0.1, True), (1e9, False)])
+def test_gradients_are_scaled_down_to_max_norm(max_norm, is_scaled):
+    """0 means never."""
+    norm, after = pool(1).run(clipped, max_norm)[0]
+    assert norm > 0.2 and after == pytest.approx(max_norm if is_scaled else norm, rel=1e-5)
+
+
 # ---------------------------------------------------------------- gradients between micro-batches
 
 

@@ -93,6 +93,7 @@ def test_samples_follow_the_distribution():
     assert (tokens.bincount(minlength=5) / 20000 - (logits[0] / 0.7).softmax(-1)).abs().max() < 0.015
     assert torch.allclose(lp, (logits[0] / 0.7).log_softmax(-1)[tokens]) and 4 not in tokens
     assert decoding.draw(logits[:1], torch.tensor([1 - 2**-24]), 1.0)[0] == 3 and decoding.draw(logits[:1], u[:1], 0.0)[0] == 0
+    assert decoding.draw(logits[:1].flip(1), torch.zeros(1), 1.0)[0] == 1  # the first token has probability 0
 
 
 def test_batch_invariant_is_exact():
