@@ -6,8 +6,9 @@
     make mutants ARGS="--show"                       # the survivors, as diffs
 
 A mutant lives in a copy of the repository. The quick tests whose files name the mutated function, or else the mutated module,
-run until one fails or the time is up; a mutant that hangs counts as caught. Tests that compare sources with documents are left
-out, because any change of a line would fail there. A survivor is either a change without a consequence or a missing test.
+run until one fails or the time is up. Tests that compare sources with documents are left out, because any change of a line
+would fail there. A survivor is a change without a consequence, or one that only make test-slow or make test-cuda can see, or
+one whose test had not run when the time was up (the list says so), or a missing test.
 """
 import argparse
 import ast
@@ -157,6 +158,7 @@ def main():
     drawn = [m for m in random.Random(args.seed).sample(every, args.n) if m["file"].startswith(args.only)]
     decided = {key(m) for m in done if m["caught"] or m["finished"]}
     todo = [m for m in drawn if key(m) not in decided]
+    todo.sort(key=lambda m: key(m) in set(map(key, done)))  # new ones first
     print(f"{len(every)} mutants are possible; {len(drawn)} drawn with seed {args.seed}, {len(todo)} to run")
     file.parent.mkdir(exist_ok=True)
     with ThreadPoolExecutor(args.workers) as workers:

@@ -180,6 +180,14 @@ def test_hash_and_order_depend_on_the_seed_only(corpus):
     assert open_corpus(corpus, seq_len=16).fingerprint != prints[0]
 
 
+def test_bytes_of_token_0_count(corpus):
+    """Bits per byte divides by the bytes of every label; token 0 is a label like any other."""
+    loaded = open_corpus(corpus)
+    loaded.windows, loaded.token_bytes = lambda split, i: np.zeros((len(i), 33), np.int64), np.full(loaded.vocab_size, 3)
+    batch = next(iter(loaded.val_batches(2, 2, 0, 1, "cpu")))
+    assert (batch.labels == 0).all() and batch.n_bytes == 2 * 32 * 3
+
+
 def test_validation_is_the_same_in_every_layout(corpus, shards):
     loaded, tokens = open_corpus(corpus, doc_mask=True), all_tokens(shards, "val")
     assert loaded.n_val_samples == -(-(len(tokens) - 1) // 32)

@@ -368,7 +368,7 @@ def test_a_run_without_a_warm_up(tmp_path):
     (["--temperature", 0], "must be above 0"),
     (["--group_size", 0], "--group_size 0 must be 1 or more"),
     (["--group_size", 1], "--group_size 1: an advantage is a reward compared with others"),
-    (["--max_new_tokens", 512, "--seq_len", 256], "--max_new_tokens 512 leaves no room for a prompt in --seq_len 256"),
+    (["--max_new_tokens", 256, "--seq_len", 256], "--max_new_tokens 256 leaves no room for a prompt in --seq_len 256"),
     (["--tis", "-1"], "--tis -1.0 must be 0 or more"),
     (["--pack_tokens", 8], "--pack_tokens 8 has no room for a sample of --seq_len 16; use --pack_tokens 16 or more"),
     (["--pack_tokens", 18, "--cp", 2], "--pack_tokens 18 is not a multiple of 4, the pieces into which --tp 1 and --cp 2 cut"),

@@ -24,10 +24,9 @@ def evaluations(out) -> list[tuple]:
 
 
 # ---------------------------------------------------------------- whole runs
-@pytest.mark.slow
 @pytest.mark.parametrize("kind, processes, flags", [
     ("vllm", 1, ["--temperature", 0.7, "--async_steps", 1, "--dynamic_sampling", 1, "--eval_every", 1]),
-    ("sglang", 2, ["--async_steps", 2, "--eval_every", 3]),
+    pytest.param("sglang", 2, ["--async_steps", 2, "--eval_every", 3], marks=pytest.mark.slow),
 ], ids=["vllm, one step ahead", "sglang, two ranks, two steps ahead"])
 def test_a_server_gives_the_run_that_is_sampled_in_place(tmp_path, kind, processes, flags):
     flags, engine = [*SAME, "--steps", 4, "--lr", "2e-2", "--warmup_steps", 0, "--abort_k3", 0, *flags], Engine(kind)
