@@ -164,6 +164,7 @@ ZBV = dict(pp=2, pp_schedule="ZBVZeroBubble")
     [(2, dict(tp=2)), (2, ZBV)],
     pytest.param([(1, {}), (2, dict(dp_shard=2)), (2, ZBV), (4, dict(tp=2, dp_shard=2)), (2, {})], marks=pytest.mark.slow),
 ])
+@pytest.mark.slow
 def test_a_run_goes_on_in_another_layout_with_the_same_base(layouts, tmp_path):
     problem = dict(tie_embeddings=True)
     model, base = written_base(tmp_path / "base", problem)

@@ -38,6 +38,7 @@ def rows(stdout: str) -> dict[str, list[str]]:
     return {first: rest for first, *rest in cells}
 
 
+@pytest.mark.slow
 def test_train_cpu():
     """Both systems have equally many parameters and (asserted in the benchmark) the same loss; the counts are there."""
     table = rows(run("benchmarks/train_cpu.py", "--rounds", 1, "--steps_per_round", 1, "--seq_len", 32, "--model_args", SHAPE))
@@ -132,6 +133,7 @@ def test_report_without_a_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize("found", [machine_of(2, gib=11.0), machine_of(8, capability=10.0)], ids=["2 small", "8 Blackwell"])
+@pytest.mark.slow
 def test_the_rows_of_a_report_are_commands_that_exist(found, monkeypatch):
     known = set()
     for row in gpu_report.rows_of(found):

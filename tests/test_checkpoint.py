@@ -572,6 +572,7 @@ def test_a_checkpoint_of_an_older_format_says_so(tmp_path, capsys):
     assert checkpoint.main(["verify", str(tmp_path)]) == 1 and said in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_table_of_a_large_model_on_1024_ranks_stays_small(tmp_path):
     """As DCP describes Llama 70B with AdamW under FSDP, by 4 of its 80 layers: below 100 MB for all 80 (it has 77)."""
     from torch.distributed.checkpoint import metadata
@@ -785,6 +786,7 @@ def test_tied_embeddings_at_both_ends_of_a_pipeline(tmp_path, schedule):
 
 
 @pytest.mark.parametrize("mode", ["thread", pytest.param("process", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_async_on_several_ranks_while_they_train(tmp_path, mode):
     sync, background = str(tmp_path / "sync"), str(tmp_path / "async")
     for target, how in ((sync, "off"), (background, mode)):

@@ -1002,6 +1002,7 @@ def test_cli_errors_are_one_line(shards, tmp_path, monkeypatch, capsys, argv, pa
     assert status == 2 and out == "" and err.count("\n") == 1 and part in err, err
 
 
+@pytest.mark.slow
 def test_prepare_takes_eot(tmp_path, monkeypatch, capsys):
     file = word_tokenizer(tmp_path / "tokenizer.json")
     (tmp_path / "a.txt").write_text("token shard of layer " * 100)

@@ -117,6 +117,7 @@ def test_dry_run_equals_gloo(name):
 
 
 @pytest.mark.parametrize("schedule", ["ZBVZeroBubble", "DualPipeV"])
+@pytest.mark.slow
 def test_half_backwards_in_bfloat16(schedule):
     """In one micro-batch some gradients of a half backward would be in bf16 and some in fp32, which FSDP refuses."""
     flags = dict(pp=2, dp_shard=2, pp_schedule=schedule, local_batch_size=8, compute_dtype="bfloat16", model_args=SMALL)
@@ -152,6 +153,7 @@ def test_every_violation_at_once():
         assert words in wrong.stderr
 
 
+@pytest.mark.slow
 def test_every_way_to_save_memory_shows():
     flags = dict(dp_shard=2, seq_len=512, compute_dtype="bfloat16")
     plain = report_of(**flags).ranks[0]

@@ -90,6 +90,7 @@ def test_a_page_says_what_to_do(number):
             assert functions(original(file).read_text())[name].body[0].value.value, f"{name} has no docstring"
 
 
+@pytest.mark.slow
 def test_a_student_starts_checks_asks_and_solves(tmp_path):
     folder = tmp_path / "mine"
     assert "hand01.py, line" in run("start", 1, "--out", folder)
@@ -158,6 +159,7 @@ def changed_functions(bug) -> dict:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_bug_is_there_until_it_is_repaired(number, tmp_path):
     """As a student sees it, with the folder and the commands. These two cannot be swapped into a running function."""

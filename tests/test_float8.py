@@ -49,6 +49,7 @@ def test_float8_experts_stay_near_fp32(processes, flags):
 
 
 @pytest.mark.parametrize("recipe, equal", [("rowwise", 0.02), ("mxfp8", 0.02), ("tensorwise", 0.2)])
+@pytest.mark.slow
 def test_tp_in_float8_computes_what_one_process_does(recipe, equal):
     """A rank's own scales, where they are powers of two, give the same codes as those of all ranks would, but for numbers on
     the edge between two codes. tensorwise's are not, so all is rounded anew; float8 itself is 0.08 away from fp32 here."""

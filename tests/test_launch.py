@@ -332,6 +332,7 @@ def test_a_fork_that_masks_every_label(tmp_path):
 # ---------------------------------------------------------------- signals
 
 
+@pytest.mark.slow
 def test_sigusr1_under_torchrun(tmp_path, start):
     """What Slurm sends before a job's time is over: all ranks finish the same step and save."""
     handle = ["--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]

@@ -148,6 +148,7 @@ def trained(out, base: str, flags: dict, last: int) -> tuple:
 
 
 @pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.slow
 def test_a_continued_run_is_the_same_and_exports_say_which_base(processes, tmp_path):
     model, base = written_base(tmp_path / "base", {})
     flags, weights = NF4 | dict(lora_alpha=6), dict(model.named_parameters())

@@ -161,6 +161,7 @@ def losses_of_one_process() -> list[float]:
 @pytest.mark.parametrize("moments, size", [("param", 8), ("bfloat16", 4), ("8bit", 2), ("4bit", 1), ("fp8", 2)])
 @pytest.mark.parametrize("processes, flags", [
     (1, {}), (2, dict(dp_shard=2)), pytest.param(2, dict(tp=2), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
 def test_smaller_moments_train_as_well(moments, size, processes, flags):
     want = losses_of_one_process()
     for losses, per_number, _ in pool(processes).run(train, flags, moments):
@@ -170,6 +171,7 @@ def test_smaller_moments_train_as_well(moments, size, processes, flags):
 
 
 @pytest.mark.parametrize("moments", [pytest.param("bfloat16", marks=pytest.mark.slow), "8bit", "4bit", "fp8"])
+@pytest.mark.slow
 def test_smaller_moments_are_saved_and_loaded_by_any_layout(tmp_path, moments):
     """In the checkpoint they are plain numbers; a load rounds them again, by less than one of their steps."""
     (_, _, saved) = pool(2).run(train, dict(dp_shard=2), moments, str(tmp_path))[0]

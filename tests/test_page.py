@@ -68,6 +68,7 @@ def really_held(recipe: str, flags: dict) -> dict:
     return dict(held=held, local=local, data_rank=layout.data_rank, inside=positions, width=widths[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe, flags", LAYOUTS, ids=str)
 def test_the_page_knows_what_a_real_rank_holds(recipe, flags):
     """Weight, gradient and both of AdamW's moments of each rank, its positions, and how many of them it has between blocks."""

@@ -163,6 +163,7 @@ def test_source_needs_a_new_folder_and_a_good_checkpoint(tmp_path, capsys):
     assert "code.json" in refused(tmp_path / "run", tmp_path / "newer") and not (tmp_path / "newer").exists()
 
 
+@pytest.mark.slow
 def test_a_run_from_its_sources_has_the_same_losses(tmp_path):
     """The recipe and its modules, which have changed since, are written beside each other; nothing else of ours is imported."""
     fork, again, out = tmp_path / "fork", tmp_path / "again", tmp_path / "run"
