@@ -109,7 +109,7 @@ def test_wrapped_names_are_those_of_the_plain_model(tmp_path):
     assert torch.equal(fresh[0].last.weight, net.last.weight)
 
 
-@pytest.mark.parametrize("mode", ["thread", "process"])
+@pytest.mark.parametrize("mode", ["thread", pytest.param("process", marks=pytest.mark.slow)])
 def test_async_saves_what_was_there_when_save_was_called(tmp_path, mode):
     net, optimizers = trained(0, 1)
     sync, background = of(net, optimizers, tmp_path / "sync"), of(net, optimizers, tmp_path / "async", checkpoint_async=mode)

@@ -86,8 +86,7 @@ LAYOUTS = {
 
 
 FIRST = (
-    "fsdp, accumulation", "fsdp x tp", "cp all-to-all, fsdp", "pp, tied", "pp, down and back", "experts x tp x fsdp",
-    "muon, tp",
+    "cp all-to-all, fsdp", "pp, tied", "pp, down and back", "experts x tp x fsdp", "muon, tp",
 )
 
 

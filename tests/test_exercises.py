@@ -116,6 +116,7 @@ def test_an_answer_that_fails_is_shown_where_it_does(tmp_path):
     assert "hand01.py" in said and "loss.backwards()" in said and "AttributeError" in said and len(said.splitlines()) < 8
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_be_imported_is_named(tmp_path):
     run("start", "--bug", 1, "--out", tmp_path / "a b")
     path = tmp_path / "a b" / "parallel.py"
@@ -170,7 +171,7 @@ def test_a_bug_is_there_until_it_is_repaired(number, tmp_path):
     assert "is solved" in run("check", tmp_path / "bug")
 
 
-@pytest.mark.parametrize("number", [n if n in (8, 9) else pytest.param(n, marks=pytest.mark.slow) for n in BUGS if n > 2])
+@pytest.mark.parametrize("number", [n if n == 8 else pytest.param(n, marks=pytest.mark.slow) for n in BUGS if n > 2])
 def test_a_bug_is_found_by_its_check(number):
     BUGS[number].check()
     with answered(changed_functions(BUGS[number])), pytest.raises(feedback.Wrong, match="differs from plain torch"):

@@ -307,6 +307,7 @@ def memory_of_import_and_export(model_config, folder, out):
     return importing.grown, exporting.peak
 
 
+@pytest.mark.slow
 def test_no_rank_holds_more_than_its_shard_and_few_tensors(tmp_path):
     """FSDP x TP on 4 ranks; the shards are there before, so the growth is what comes on top of them."""
     model_config = config(dim=512, n_layers=5, ffn_dim=3072, vocab_size=4096, head_dim=64)

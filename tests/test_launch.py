@@ -377,6 +377,7 @@ def test_ctrl_c_twice_at_once(tmp_path, start, processes):
     assert os.listdir(job.out / "checkpoints") == [f"step-{all_good(job.out)}"] == [f"step-{job.last_step()}"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_twice(tmp_path, start):
     """The second one, after two seconds, ends a process that does not come to the end of its step."""
     script = fork(tmp_path, """

@@ -132,7 +132,7 @@ def page_of(recipe: str, flags: dict, counted=True) -> tuple[str, Page, object]:
     ("train_llama3", {}),
     ("train_llama3", dict(dp_shard=2, cp=2, tp=2)),
     ("train_llama3", dict(pp=4, dp_shard=2, local_batch_size=8)),
-    ("train_llama3", dict(pp=2, tp=2, pp_schedule="ZBVZeroBubble", local_batch_size=8)),
+    pytest.param("train_llama3", dict(pp=2, tp=2, pp_schedule="ZBVZeroBubble", local_batch_size=8), marks=pytest.mark.slow),
     ("train_qwen3", dict(dp_shard=4, ep=4, model_args=MOE))], ids=str)
 def test_the_page(recipe, flags):
     text, page, report = page_of(recipe, flags, counted=flags.get("pp") != 2)

@@ -300,6 +300,7 @@ def test_bf16_compute_stays_near_fp32(processes, flags):
         assert any(g["loss"] != w["loss"] for g, w in zip(got[:-1], want[:-1], strict=True))  # it did compute in bf16
 
 
+@pytest.mark.slow
 def test_two_runs_are_equal_to_the_last_bit():
     first, second = (pool(4).run(train, config(), dict(tp=2, deterministic=True), 8, 2)[0] for _ in range(2))
     assert [s["loss"] for s in first[:-1]] == [s["loss"] for s in second[:-1]]
@@ -346,8 +347,8 @@ def gradients_between(problem: dict, flags: dict, n: int, b: int):
 
 
 @pytest.mark.parametrize("processes, flags, problem", [
-    (2, {}, {}), (2, dict(compute_dtype="bfloat16"), {}), (4, dict(dp_replicate=2), {}), (4, dict(tp=2), {}),
-    (4, dict(ep=2), MOE)], ids=str)
+    (2, {}, {}), (2, dict(compute_dtype="bfloat16"), {}), (4, dict(ep=2), MOE),
+    *[pytest.param(4, flags, {}, marks=pytest.mark.slow) for flags in (dict(dp_replicate=2), dict(tp=2))]], ids=str)
 def test_gradients_that_are_reduced_after_every_micro_batch_are_never_whole(processes, flags, problem):
     n = 3 * processes // flags.get("tp", 1)
     always, last = (pool(processes).run(gradients_between, problem, flags | dict(reduce_grads=when), n, 1)

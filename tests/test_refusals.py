@@ -446,6 +446,7 @@ def test_plain_python_is_told_the_torchrun_command(tmp_path):
     assert line.rstrip().endswith(f"--model_args dim=8 --out {tmp_path / 'run'}")
 
 
+@pytest.mark.slow
 def test_one_line_from_all_ranks(tmp_path):
     """Under torchrun, which adds a page of its own: one rank speaks."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
