@@ -6,7 +6,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-LORA_B = 0.0  # standard deviation of new adapters' B. support/record.py draws it: while B is 0, A has no gradient to compare
+ZERO = 0.0  # standard deviation of parameters that start at 0. support/record.py draws them, to see the gradients behind them
 NORMS = (nn.RMSNorm, nn.LayerNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -33,8 +33,11 @@ def initial_values(stage) -> dict[str, tuple[float, float]]:
                                      f"to init_constants, in class {model}")
             elif t.dim() == 0:
                 raise ValueError(f"parameter {fqn} has no dimension, and FSDP needs one: make it nn.Parameter(torch.empty(1))")
+            elif t.is_complex():
+                raise ValueError(f"parameter {fqn} is complex, and only its real part would be drawn and saved: make it real, "
+                                 "with 2 as its last dimension, and take torch.view_as_complex of it in forward")
             elif path.endswith(".lora_b"):  # so that a model with new adapters is the model without them
-                number, std = 0.0, LORA_B
+                number = 0.0
             elif path.endswith(".lora_a"):
                 std = 1 / math.sqrt(3 * module.in_features)  # as wide as peft's kaiming_uniform_(a=sqrt(5))
             elif number is None:
@@ -43,6 +46,8 @@ def initial_values(stage) -> dict[str, tuple[float, float]]:
                 if std is None:
                     raise ValueError(f"parameter {fqn} has no initial value: add a standard deviation for it to init_std, or a "
                                      f"number to init_constants, in class {model}")
+            if isinstance(t, nn.Parameter) and not (number or std):
+                std = ZERO
             values[fqn] = (0.0 if number is None else float(number), float(std or 0))
     return values
 

@@ -1,5 +1,4 @@
 """--check_parity --certify: small versions of a layout and of each pair of its axes, compared with one process: parity.json."""
-import math
 import os
 import tempfile
 from dataclasses import replace
@@ -12,9 +11,9 @@ from distributed.layout import AXES
 from support.certificate import BESIDE, NAME, axes_of, certified_code, parts_of
 from support.files import json_bytes, write_file
 from support.parity import (
-    LATER,
     check_comparable,
     flags_of_halves,
+    later_slack,
     model_config_of,
     print_comparison,
     read_records,
@@ -83,8 +82,7 @@ def certify(main, cfg) -> int:
         model_config, one = model_config_of(main, little), small | halves["one process"]
         if status := run_half("one process", one):
             return status
-        has_experts = getattr(model_config, "n_experts", 0)
-        later = math.inf if has_experts else LATER.get(getattr(cfg, "optimizer", "adamw"), math.inf)
+        later = later_slack(cfg, has_experts=getattr(model_config, "n_experts", 0) > 0)
         for chosen in layouts:
             name = " x ".join(f"{axis} 2" for axis in chosen)
             degrees = {axis: 2 if axis in chosen else 1 for axis in EVERY}

@@ -37,7 +37,9 @@ def recording(clip_grad_norm, folder: str):
         weights = {fqn: whole(p) for fqn, p in named}
         if layout.rank % (layout.world_size // layout.pp) == 0:
             os.makedirs(folder, exist_ok=True)
-            torch.save({"gradient": gradients, "weight": weights}, os.path.join(folder, f"{n_steps}-{layout.rank}.pt"))
+            trained = [fqn for fqn, p in named if p.requires_grad]
+            step = dict(gradient=gradients, weight=weights, trained=trained)
+            torch.save(step, os.path.join(folder, f"{n_steps}-{layout.rank}.pt"))
         n_steps += 1
         return clip_grad_norm(*args, **kwargs)
 
@@ -57,7 +59,7 @@ def main():
     import distributed.initial
     import parallel
 
-    distributed.initial.LORA_B = 0.01  # of adapters: with B at 0, A would have no gradient to compare
+    distributed.initial.ZERO = 0.01  # what would start at 0 hides the gradients behind it: of adapters, with B at 0, those of A
     with ExitStack() as stack:
         if where:
             from support.seams import seams_of_a_step, write_seams

@@ -117,7 +117,7 @@ def initialised(model_config, layout, seed: int):
 
 def drawn_adapters():
     """B not at 0, where A's gradient would be 0 in the first step."""
-    return mock.patch.object(distributed.initial, "LORA_B", 0.02)
+    return mock.patch.object(distributed.initial, "ZERO", 0.02)
 
 
 def reference(model_config, n: int, doc_mask=False, lora=None) -> list[dict]:
