@@ -9,7 +9,7 @@ import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from datetime import datetime
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,8 +34,8 @@ class ChatTemplate(NamedTuple):
     name: str  # where it comes from, for errors
     render: Callable  # (messages, tools, add_generation_prompt=False, **values) -> text, with BEGIN and END around marks
     has_marks: bool  # {% generation %}
-    rules: str  # what the text of a conversation depends on
-    names: set[str]  # of the values that it asks for, apart from those that every template is given
+    rules: str  # what the text of a conversation depends on; 2: the version of this file's own
+    names: frozenset[str]  # of the values that it asks for, apart from those that every template is given
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ def read_template(folder: str) -> ChatTemplate | None:
 
     compiled = guarded(environment.from_string, template)
     always = {"messages", "tools", "documents", "add_generation_prompt", *special_tokens}
-    names = jinja2.meta.find_undeclared_variables(environment.parse(template)) - always
+    names = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(template)) - always)
 
     def render(messages: list, tools: list | None, add_generation_prompt: bool = False, **values) -> str:
         if tools and for_tools not in (None, template):
@@ -92,7 +92,7 @@ def read_template(folder: str) -> ChatTemplate | None:
         return guarded(compiled.render, **special_tokens, messages=messages, tools=tools, documents=None,
                        add_generation_prompt=add_generation_prompt, **values)
 
-    return ChatTemplate(f"the chat template of {folder}", render, bool(marks), repr((template, special_tokens)), names)
+    return ChatTemplate(f"the chat template of {folder}", render, bool(marks), repr((2, template, special_tokens)), names)
 
 
 def without_marks(text: str) -> str:
@@ -129,11 +129,39 @@ def conversation_of(line: bytes, where: str) -> Conversation:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = str(error) if isinstance(error, UnicodeError) else repr(error)  # whose repr has the whole line
         raise ValueError(f"{where}: need a conversation like {NEEDED} ({reason})") from None
-    return Conversation([with_thoughts(message) for message in messages], tools or None, where)
+    for message in messages:
+        if problem := untrainable(message):
+            raise ValueError(f"{where}: {problem}")
+    return Conversation([with_thoughts(with_text(message)) for message in messages], tools or None, where)
+
+
+def untrainable(message: dict) -> str:
+    """What a message asks for that cannot be done; ""."""
+    content = message.get("content")
+    for part in content if isinstance(content, list) else ():
+        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+            kind = part.get("type", "nameless") if isinstance(part, dict) else type(part).__name__
+            return f"a part of a content is {kind}, and only text is trained; take such conversations out"
+    if message.get("weight", 1) not in (0, 1) or message.get("train", True) not in (True, False):
+        return f"weight {message.get('weight', 1)}, train {message.get('train', True)}: a message is trained or not, 1 or 0"
+    if message["role"] != "assistant" and message.get("train"):
+        return f"train: true in a message of {message['role']}: only what the assistant says has a loss"
+    return ""
+
+
+def with_text(message: dict) -> dict:
+    """Content in parts as one text: most templates know no parts, and write out nothing or Python's spelling of the list."""
+    content = message.get("content")
+    return message | {"content": "".join(part["text"] for part in content)} if isinstance(content, list) else message
+
+
+def is_trained(message: dict) -> bool:
+    """An answer with "weight": 0 (OpenAI) or "train": false (axolotl) is read but has no loss."""
+    return bool(message.get("weight", 1)) and message.get("train", True)
 
 
 def is_message(message) -> bool:
-    """The content may be null or missing beside tool calls, and a list of parts for templates that know them."""
+    """The content may be null or missing beside tool calls, and a list of parts."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         return False
     content = message.get("content")
@@ -171,9 +199,16 @@ def assistant_spans(conversation: Conversation, template: ChatTemplate) -> tuple
     messages, tools, where = conversation
     try:
         full = template.render(messages, tools)
-        if template.has_marks:
-            return spans_of_marks(full)
+        check_rendered(conversation, template, without_marks(full))
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if template.has_marks:
+            full, spans = spans_of_marks(full)
+            if all(is_trained(messages[i]) for i in turns):
+                return full, spans
+            if len(spans) != len(turns):
+                raise ValueError(f"{template.name} marks {len(spans)} texts of {len(turns)} answers, so it does not tell which "
+                                 'of them have "weight": 0')
+            return full, [span for i, span in zip(turns, spans, strict=True) if is_trained(messages[i])]
         spans = [span_by_prefixes(i, full, messages, lambda *args: template.render(args[0], tools, *args[1:])) for i in turns]
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
@@ -181,7 +216,28 @@ def assistant_spans(conversation: Conversation, template: ChatTemplate) -> tuple
         raise ValueError(f"{where}: {template.name} does not tell which tokens of message {turns[spans.index(None)] + 1} are "
                          "the assistant's: rendered up to there it is not how the whole conversation begins; write "
                          "{% generation %} ... {% endgeneration %} around the assistant's part of the template")
-    return full, spans
+    return full, [span for i, span in zip(turns, spans, strict=True) if is_trained(messages[i])]
+
+
+def check_rendered(conversation: Conversation, template: ChatTemplate, text: str) -> None:
+    """Raises ValueError for what a message holds and the template does not write out: it would be trained as if it were not
+    there. Thoughts before an earlier answer are left out by many templates on purpose; one must know thoughts at all."""
+    for i, message in enumerate(conversation.messages, 1):
+        calls = [call.get("function", call) for call in message.get("tool_calls") or [] if isinstance(call, dict)]
+        names = [str(call.get("name", "")) for call in calls if isinstance(call, dict)]
+        content = (message.get("content") or "").rpartition("</think>")[2].strip()
+        missing = "content" if content not in text and not calls else ""  # some leave out what is said beside a call
+        missing = "tool_calls" if any(name not in text for name in names) else missing
+        if "reasoning_content" in message and not knows_thoughts(template):
+            missing = "reasoning_content"
+        if missing:
+            raise ValueError(f"{template.name} does not write out the {missing} of message {i}, from {message['role']}")
+
+
+@cache
+def knows_thoughts(template: ChatTemplate) -> bool:
+    thought = with_thoughts({"role": "assistant", "content": "x", "reasoning_content": "because of this"})
+    return "because of this" in template.render([{"role": "user", "content": "Why?"}, thought], None)
 
 
 def spans_of_marks(text: str) -> tuple[str, list[tuple[int, int]]]:

@@ -1,5 +1,6 @@
 """Conversations as tokens, against support/chat.py: transformers is the judge of ids and of which of them have a loss."""
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -103,7 +104,7 @@ def test_what_the_mask_covers(folders, tmp_path):
 def test_a_template_that_does_not_tell_is_refused_by_name(tmp_path, template):
     folder = chat_folder(tmp_path / "strange", "qwen3")
     with pytest.raises(ValueError) as error:
-        ours(folder, {"messages": CALLS if "tool" in template else FOUR}, template)
+        ours(folder, {"messages": CALLS if "tool_calls" in template else FOUR}, template)
     text = str(error.value)
     assert text.startswith(f"chat.jsonl line 1: the chat template of {folder} does not tell which tokens of message ")
     assert "{% generation %} ... {% endgeneration %}" in text and "\n" not in text
@@ -132,11 +133,12 @@ def test_marks_in_every_place(tmp_path):
         return texts
 
     assert said("<{{ messages[0].content }}>{%generation%}[{{ messages[1].content }}]{%-endgeneration-%}  .") == ["[a]", "<u>."]
-    assert said("{% generation %}{% endgeneration %}{{ messages[0].content }}") == ["", "u"]
+    both = "{{ messages[0].content }}{{ messages[1].content }}"
+    assert said("{% generation %}{% endgeneration %}" + both) == ["", "ua"]
     macro = "{% macro say(m) %}{% generation %}{{ m.content }}{% endgeneration %}{% endmacro %}"
-    assert said(macro + "<{{ say(messages[1]) }}>") == ["a", "<>"]
-    assert said("{% generation %}{% set x = 1 %}{{ x }}{% endgeneration %}{{ x }}-{{ messages[1].content }}") == ["1", "-a"]
-    assert said("{{ messages[1].content }}{% if false %}{% generation %}{% endgeneration %}{% endif %}") == ["", "a"]
+    assert said(macro + "{{ messages[0].content }}<{{ say(messages[1]) }}>") == ["a", "u<>"]
+    assert said("{% generation %}{% set x = 1 %}{{ x }}{% endgeneration %}{{ x }}-" + both) == ["1", "-ua"]
+    assert said(both + "{% if false %}{% generation %}{% endgeneration %}{% endif %}") == ["", "ua"]
 
 
 def test_tools_and_other_spellings_of_a_conversation(folders):
@@ -363,3 +365,40 @@ def test_errors_of_show_are_one_line(tmp_path, folders, monkeypatch, capsys, arg
     names = {"TOKENIZER": folders["llama3"][0], "PLAIN": "plain"}
     status, out, err = show(monkeypatch, capsys, *(names.get(arg, arg) for arg in argv))
     assert status == 2 and out == "" and err.count("\n") == 1 and part in err, err
+
+
+def text_of(folders, kind, *messages) -> tuple[str, str]:
+    """(what is trained, the rest) of a conversation in a template."""
+    tokenizer = chat_tokenizer(folders[kind][0] / "tokenizer.json")
+    record = {"messages": [dict(zip(("role", "content"), m[:2])) | dict(*m[2:]) for m in messages]}
+    ids, mask = ours(folders[kind][0], record)
+    texts = [[i for i, bit in zip(ids, mask) if bit == want] for want in (1, 0)]
+    return tuple(tokenizer.decode(part, skip_special_tokens=False) for part in texts)
+
+
+@pytest.mark.parametrize("kind", [*TEMPLATES])
+def test_content_in_parts_is_one_text_and_messages_without_weight_have_no_loss(folders, kind):
+    parts = [{"type": "text", "text": "an"}, {"type": "text", "text": "swer"}]
+    plain = ("user", "ask"), ("assistant", "answer"), ("user", "again"), ("assistant", "more")
+    in_parts = ("user", [{"type": "text", "text": "ask"}]), ("assistant", parts), *plain[2:]
+    assert text_of(folders, kind, *in_parts) == text_of(folders, kind, *plain)
+    for off in (dict(weight=0), dict(train=False)):
+        trained, rest = text_of(folders, kind, plain[0], ("assistant", "answer", off), *plain[2:])
+        assert "more" in trained and "answer" not in trained and "answer" in rest
+    assert text_of(folders, kind, plain[0], ("assistant", "answer", dict(weight=1, train=True)), *plain[2:]) == text_of(
+        folders, kind, *plain)
+
+
+@pytest.mark.parametrize("message, words", [
+    (dict(role="assistant", content=[{"type": "image_url", "image_url": "x"}]), "a part of a content is image_url"),
+    (dict(role="assistant", content="a", weight=0.5), "weight 0.5"),
+    (dict(role="user", content="a", train=True), "train: true in a message of user"),
+    (dict(role="Bing", content="lost"), "does not write out the content of message 1, from Bing"),
+    (dict(role="assistant", content=None, tool_calls=[{"function": {"name": "add", "arguments": {}}}]),
+     "does not write out the tool_calls of message 1, from assistant"),
+    (dict(role="assistant", content="a", reasoning_content="b"), "does not write out the reasoning_content of message 1"),
+])
+def test_what_would_be_lost_is_refused_by_name(tmp_path, message, words):
+    template = "{% for m in messages if m.role != 'Bing' %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
+    with pytest.raises(ValueError, match=re.escape(words)):
+        ours(chat_folder(tmp_path / "simple", "qwen3"), {"messages": [message]}, template)

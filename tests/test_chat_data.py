@@ -116,7 +116,7 @@ def test_nothing_predicts_how_a_conversation_begins(tmp_path):
 def test_a_conversation_without_any_token_is_none(tmp_path):
     """ShareGPT's names in any spelling are known; of roles that the template does not know it may write nothing at all."""
     folder = chat_folder(tmp_path / "qwen", "qwen3")
-    strange = {"conversations": [{"from": "Bing", "value": "x"}]}
+    strange = {"conversations": [{"from": "Bing", "value": ""}]}
     known = {"conversations": [{"from": "Human", "value": "x"}, {"from": "GPT", "value": "y"}]}
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (strange, known, strange)))
     loaded = opened((tmp_path,), tokenizer=str(folder))
