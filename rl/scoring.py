@@ -49,6 +49,7 @@ TRAINING = ("reduce_grads", "reduce_dtype", "param_dtype", "loss_parallel", "asy
 
 @dataclass(kw_only=True)
 class ScoringConfig(ParallelConfig, LaunchConfig, PipelineConfig):
+    REFUSED = TRAINING
     checkpoint: str = "runs/llama3"  # a run folder (its newest checkpoint), a checkpoints/step-N, or a Hugging Face folder
     seq_len: int = -1  # tokens of a forward, at most; -1 = the model's max_seq_len, and for texts what a run was trained with
     local_batch_size: int = 16  # sequences that one data rank runs at once

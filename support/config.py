@@ -134,8 +134,10 @@ def make_parser(Config, kinds: dict) -> tuple[Parser, dict]:
             helps[name] = comments.get(name, "")
             notes = [f"--no-{name} turns it off"] * is_bool + [f"no effect {need.text}" for need in needs_of(Config, name)]
             text = f"{helps[name]} [{'; '.join([f'default: {default}', *notes])}]"
+            is_refused = name in getattr(Config, "REFUSED", ())  # a flag of a group that this program never takes
             section.add_argument(f"--{name}", default=argparse.SUPPRESS, metavar=describe(kinds[name]),
-                                 help=text.replace("%", "%%"), **({"nargs": "?", "const": "true"} if is_bool else {}))
+                                 help=argparse.SUPPRESS if is_refused else text.replace("%", "%%"),
+                                 **({"nargs": "?", "const": "true"} if is_bool else {}))
             if is_bool:
                 section.add_argument(f"--no-{name}", dest=name, action="store_const", const="false",
                                      default=argparse.SUPPRESS, help=argparse.SUPPRESS)
@@ -311,15 +313,16 @@ def spell_flag(name: str, value) -> str:
 def did_you_mean(name: str, helps: dict, dashes: str) -> str:
     """"did you mean --steps? " or "". Tries the name in our spelling, other projects' names, its words in a help text, then
     similar letters."""
-    wanted = re.sub(r"\W", "_", name.lstrip("-").lower())
+    wanted = name.lstrip("-").lower().replace("-", "_")
     if wanted not in helps and dashes and (answer := hint(wanted, helps)):
         return answer + ("; ", " ")[answer.endswith("?")]
+    wanted = re.sub(r"\W", "_", wanted)
     words = wanted.replace("_", " ").split()
     hits = {n: sum(len(word) > 2 and word in helps[n].lower() for word in words) for n in helps}
     found = [n for n in helps if n == wanted]
     found += sorted((n for n in helps if len(words) > 1 and " ".join(words) in helps[n].lower()), key=len)
     found += difflib.get_close_matches(wanted, helps, n=1) + [word for word in words if word in helps]
-    found += sorted((n for n in helps if 2 * hits[n] > len(words)), key=hits.get, reverse=True)
+    found += sorted((n for n in helps if len(words) > 1 and 2 * hits[n] > len(words)), key=hits.get, reverse=True)
     return f"did you mean {dashes}{found[0]}? " if found else ""
 
 

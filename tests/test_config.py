@@ -103,7 +103,7 @@ def test_values_with_spaces_and_empty_values():
     ("--local-batch-size 3", ["unknown flag --local-batch-size", "did you mean --local_batch_size?"]),
     ("--Steps 3", ["did you mean --steps?"]),
     ("--batch_size 3", ["did you mean --local_batch_size?"]),
-    ("--checkpoint 3", ["did you mean --load_step?"]),
+    ("--checkpoint 3", ["unknown flag --checkpoint; --help lists all flags"]),  # no guess from help texts
     ("-steps 3", ["unknown flag -steps", "did you mean --steps?"]),
     ("--step 3", ["unknown flag --step;", "did you mean --steps?"]),  # no abbreviations
     ("--no-compil", ["did you mean --no-compile?"]),
@@ -274,15 +274,66 @@ def test_names_of_other_projects_are_answered(capsys, argv, answer):
 
 def test_an_answer_names_a_flag_that_is_there(capsys):
     """Each of the table names a flag of some program first, and is not given where that flag does not exist."""
-    flags = {field.name for name in ("train_llama3", "grpo", "generate")
+    flags = {field.name for name in ("train_llama3", "train_qwen3", "grpo", "generate")
              for field in dataclasses.fields(importlib.import_module(name).Config)}
     for names, answer in ELSEWHERE.items():
-        first = re.search(r"--(\w+)", answer)[1]
-        assert first in flags, answer
-        assert all(hint(name, flags) and hint(name, flags - {first}) != answer for name in names.split())
+        first = (re.search(r"--(\w+)", answer) or [None, "config"])[1]  # which is always there, like an answer without a flag
+        assert first in flags or first == "config", answer
+        assert all(hint(name, flags) and (first == "config" or hint(name, flags - {first}) != answer) for name in names.split())
         assert [name for name in names.split() if name in flags and name not in first and hint(name, {name})] == []
     assert hint("resume", set()) == hint("no_such_name", flags) == ""
     assert "compute_dtype" not in refused(capsys, "--dtype", "x")  # the Config of this file has no such flag
+
+
+TITAN = """
+job.config_file --config, job.dump_folder --out, job.description --out, job.print_config nothing, job.custom_config_module
+fork_me, model.name another recipe, model.flavor =, model.hf_assets_path --init_from, model.tokenizer_path --tokenizer,
+model.converters --float8, model.print_after_conversion --explain, optimizer.name --optimizer, optimizer.lr =, optimizer.beta1
+=, optimizer.beta2 =, optimizer.eps =, optimizer.weight_decay =, optimizer.implementation fused,
+optimizer.early_step_in_backward --optimizer_in_backward, lr_scheduler.warmup_steps =, lr_scheduler.decay_ratio =,
+lr_scheduler.decay_type =, lr_scheduler.min_lr_factor --min_lr_ratio, training.dataset --data, training.dataset_path --data,
+training.local_batch_size =, training.global_batch_size =, training.seq_len =, training.max_norm =, training.steps =,
+training.enable_cpu_offload --cpu_offload, training.dtype --param_dtype, training.mixed_precision_param --compute_dtype,
+training.mixed_precision_reduce --reduce_dtype, training.gc_freq --gc_every, training.gc_debug --memory_snapshot, training.seed
+=, training.deterministic =, training.debug_moe_force_load_balance --moe_force_balance,
+parallelism.data_parallel_replicate_degree --dp_replicate, parallelism.data_parallel_shard_degree --dp_shard,
+parallelism.fsdp_reshard_after_forward --reshard_after_forward, parallelism.tensor_parallel_degree --tp,
+parallelism.enable_compiled_autograd --compile, parallelism.disable_loss_parallel --no-loss_parallel,
+parallelism.enable_async_tensor_parallel --async_tp, parallelism.pipeline_parallel_degree --pp,
+parallelism.module_fqns_per_model_part --pp_stage_fqns, parallelism.pipeline_parallel_first_stage_less_layers
+--pp_first_stage_less_layers, parallelism.pipeline_parallel_last_stage_less_layers --pp_last_stage_less_layers,
+parallelism.pipeline_parallel_layers_per_stage --pp_layers_per_stage, parallelism.pipeline_parallel_schedule --pp_schedule?,
+parallelism.pipeline_parallel_schedule_csv --pp_schedule_csv, parallelism.pipeline_parallel_microbatch_size
+--pp_microbatch_size, parallelism.context_parallel_degree --cp, parallelism.context_parallel_rotate_method --cp_method,
+parallelism.expert_parallel_degree --ep, parallelism.expert_tensor_parallel_degree --etp, checkpoint.enable --checkpoint_every,
+checkpoint.enable_ft_dataloader_checkpoints train_llama3_ft, checkpoint.folder --out, checkpoint.interval --checkpoint_every,
+checkpoint.initial_load_path --init_from, checkpoint.initial_load_model_only --init_model_only, checkpoint.initial_load_in_hf
+--init_from, checkpoint.initial_load_in_hf_quantized --init_from, checkpoint.last_save_model_only =, checkpoint.last_save_in_hf
+--export_hf, checkpoint.export_dtype =, checkpoint.async_mode --checkpoint_async, checkpoint.keep_latest_k =,
+checkpoint.load_step =, checkpoint.exclude_from_loading =, checkpoint.enable_first_step_checkpoint --checkpoint_first_step,
+checkpoint.create_seed_checkpoint --seed, checkpoint.load_only =, activation_checkpoint.mode --ac,
+activation_checkpoint.selective_ac_option --ac_every, compile.enable --compile, compile.components --compile,
+comm.init_timeout_seconds --init_timeout_s, comm.train_timeout_seconds --train_timeout_s, comm.trace_buf_size --flight_recorder,
+memory_estimation.enable --dry_run """
+
+
+@pytest.mark.parametrize("line", [part.strip() for part in " ".join(TITAN.split()).strip(", ").split(",")])
+def test_torchtitans_names_are_answered_with_their_section_and_without(line):
+    """All of its configuration reference. "=": it is the same name here, and alone no error."""
+    flags = {field.name for field in dataclasses.fields(importlib.import_module("train_deepseek").Config)}
+    name, answer = line.split(maxsplit=1)
+    leaf = name.rpartition(".")[2]
+    if answer == "=":
+        assert leaf in flags and hint(name, flags) == f"did you mean --{leaf}?"
+    else:
+        assert answer in hint(name, flags), hint(name, flags)
+        assert answer in hint(leaf, flags) or leaf in ("name", "enable"), hint(leaf, flags)
+        assert leaf not in flags
+
+
+def test_a_single_word_is_not_looked_for_in_help_texts(capsys):
+    said = refused(capsys, "--folders", "x", config=importlib.import_module("train_llama3").Config)
+    assert said.startswith("error: unknown flag --folders; --help lists all flags")
 
 
 PIPELINE = Need("without --pp 2 or more", lambda c: c.pp > 1)
