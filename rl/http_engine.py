@@ -33,6 +33,7 @@ from support.config import Need, check_range, flag
 from support.hf import save_hf
 
 HTTP = Need("without --engine", lambda c: c.engine)
+ANSWER_LIMIT = 1 << 28  # bytes; a batch of samples with their log-probabilities has a few millions
 PAUSES = (1, 2, 4)  # seconds before a refused connection is tried again
 
 
@@ -91,7 +92,7 @@ class Server:
                     connection.request("GET" if body is None else "POST", path, body is not None and json.dumps(body) or None,
                                        {"Content-Type": "application/json"})
                     answer = connection.getresponse()
-                    content = answer.read()
+                    content = self.read_all(answer, connection, path)
                 finally:
                     connection.close()
                 break
@@ -106,12 +107,25 @@ class Server:
             except (OSError, http.client.HTTPException) as error:
                 self.fail(f"the connection broke during {path} ({type(error).__name__}: {error}); the server may have died")
         if answer.status >= 400:
-            text = " ".join(content.decode(errors="replace").split())[:300]
+            text = "".join(c if c.isprintable() else "\ufffd" for c in " ".join(content.decode(errors="replace").split())[:300])
             raise Refusal(f"--engine {self.url}: {path} answers with status {answer.status}: {text}", answer.status)
         try:
             return json.loads(content) if content.strip() else {}
-        except ValueError:
+        except (ValueError, RecursionError):
             self.fail(f"{path} answers no JSON but {content[:100]!r}")
+
+    def read_all(self, answer, connection, path: str) -> bytes:
+        """The content of an answer, which a server might never end: it has --rollout_timeout_s, and so many bytes."""
+        content, deadline = bytearray(), time.monotonic() + self.timeout
+        while piece := answer.read1(1 << 20):
+            content += piece
+            if len(content) > ANSWER_LIMIT:
+                self.fail(f"{path} answers with more than {ANSWER_LIMIT:,} bytes, which is absurd")
+            if (left := deadline - time.monotonic()) <= 0:
+                raise TimeoutError
+            if connection.sock:
+                connection.sock.settimeout(left)
+        return bytes(content)
 
     def read(self, path: str, take, body: dict | None = None, pauses=()):
         """take(answer), where that does not fail."""

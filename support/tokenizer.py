@@ -79,12 +79,15 @@ def find_tokenizer(path: str, eot: str = ""):
 
 def bytes_of_tokens(tokenizer_json: bytes, vocab_size: int):
     """(vocab,) int64: bytes of text that each token stands for, 0 for special ones. None if the tokenizer is not byte-level."""
-    rules = json.loads(tokenizer_json)
-    if rules["model"].get("type") != "BPE" or '"ByteLevel"' not in json.dumps(rules.get("decoder")):
-        return None
-    count = np.zeros(vocab_size, np.int64)
-    for token, i in rules["model"]["vocab"].items():
-        count[i] = len(token)  # a byte-level BPE writes every byte as one character
-    for token in rules.get("added_tokens") or []:
-        count[token["id"]] = 0 if token["special"] else len(token["content"].encode())
+    try:
+        rules = json.loads(tokenizer_json)
+        if rules["model"].get("type") != "BPE" or '"ByteLevel"' not in json.dumps(rules.get("decoder")):
+            return None
+        count = np.zeros(vocab_size, np.int64)
+        for token, i in rules["model"]["vocab"].items():
+            count[i] = len(token)  # a byte-level BPE writes every byte as one character
+        for token in rules.get("added_tokens") or []:
+            count[token["id"]] = 0 if token["special"] else len(token["content"].encode())
+    except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        raise ValueError(f"tokenizer.json does not fit a vocabulary of {vocab_size} ids: {error!r}") from None
     return count

@@ -1,4 +1,5 @@
 """grpo.py --engine: the same run as in place, when the server samples with our own decoder; and servers that go wrong."""
+import contextlib
 import math
 import os
 import socket
@@ -258,3 +259,36 @@ def test_ids_that_the_tokenizer_lacks_are_never_sampled(weights):
         server.load(weights, "7")
         free, bound = (server.sample([3, 4, 5], 16, 9, 1.0, ENDS, 1, b) for b in ({}, bias))
     assert max(i for ids, _, _ in free for i in ids) >= 12 > max(i for ids, _, _ in bound for i in ids)
+
+
+HEAD = b"HTTP/1.1 %d OK\r\nContent-Type: application/json\r\n"
+
+
+def drips(connection):
+    connection.sendall(HEAD % 200 + b"Content-Length: 1000\r\n\r\n")
+    for _ in range(1000):
+        connection.sendall(b" ")
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("answer, words", [
+    (drips, "no answer to /v1/models within 1 s"),
+    (lambda c: c.sendall(HEAD % 200 + b"Content-Length: 5000\r\n\r\n" + b" " * 5000), "more than 4,096 bytes, which is absurd"),
+    (lambda c: c.sendall(HEAD % 200 + b"Content-Length: 4000\r\n\r\n" + b"[" * 4000), "answers no JSON but"),
+    (lambda c: c.sendall(HEAD % 500 + b"Content-Length: 9\r\n\r\n\033[2Jgone\n"), "status 500: \ufffd[2Jgone"),
+], ids=["drips", "large", "nested", "escapes"])
+def test_an_answer_has_limits(monkeypatch, answer, words):
+    """A stranger's server may never end, fill the memory, or write to the terminal."""
+    monkeypatch.setattr(http_engine, "ANSWER_LIMIT", 4096)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        def serve():
+            with contextlib.suppress(OSError), listener.accept()[0] as connection:
+                connection.recv(10_000)
+                answer(connection)
+
+        threading.Thread(target=serve, daemon=True).start()
+        server = Server.__new__(Server)
+        server.url, server.timeout, server.refused = f"http://127.0.0.1:{listener.getsockname()[1]}", 1, 0
+        with pytest.raises(ValueError) as error:
+            server.call("/v1/models")
+    assert words in str(error.value) and "\n" not in str(error.value)
