@@ -32,7 +32,7 @@ import torch
 
 from support.config import Parser, parse_config, usage_error
 from support.dryrun import Built, no_earlier_run
-from support.files import read_json, write_file
+from support.files import check_local, read_json, write_file
 from support.metrics import read_lines
 from support.study import folder_of, is_finished, next_runs, report_study
 
@@ -156,6 +156,7 @@ def load(path: Path):
 
 def open_study(args, variants: dict) -> dict:
     """The study in --out, new or continued; what would make its runs incomparable is refused."""
+    check_local(args.out, "--out")
     for variant in variants.values():
         variant["source"] = hashlib.sha256(Path(variant["recipe"]).read_bytes()).hexdigest()
     path = Path(args.out, "study.json")

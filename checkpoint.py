@@ -2,7 +2,7 @@
 
     python checkpoint.py ls runs/llama3                           # steps, sizes, layouts: quick, it reads manifests only
     python checkpoint.py verify runs/llama3                       # reads all; exit status 0: every byte is as it was written
-    python checkpoint.py diff STEP_FOLDER STEP_FOLDER             # the first tensor that differs, and how many do
+    python checkpoint.py diff STEP_FOLDER STEP_FOLDER             # how many tensors differ, and those that differ most
     python checkpoint.py to_hf runs/llama3 OUT --dtype bfloat16   # a run's newest checkpoint in Hugging Face's format
     python checkpoint.py to_hf runs/lora OUT --adapter            # of a run with --lora_rank its adapters, in peft's format
     python checkpoint.py from_hf HUGGING_FACE_FOLDER runs/theirs  # and back
@@ -53,9 +53,11 @@ from distributed.agree import Failed, everywhere, gather, new_gloo_group, on_ran
 from distributed.layout import AXES, local_tensor, named_tensors
 from distributed.lora import base_hash, block_linears, is_adapter, lora_names
 from support.adapters import add_adapters_of, base_again, base_of, check_base, hf_base_of, lora_of, read_adapters, rounded_base
+from support.after_save import AfterSave
 from support.certificate import carried_certificate
 from support.config import Need, Parser, flag, usage_error
 from support.dcp import WriterProcess, import_dcp, read_table, read_tensors, write_tensors
+from support.diff import diff
 from support.files import json_bytes, publish, read_json, write_file
 from support.hf import HF_DTYPES, check_export, file_kinds, load_hf, load_hf_model, matches, save_hf, say_lost, write_hf
 from support.manifest import (
@@ -70,12 +72,14 @@ from support.manifest import (
     read_manifest,
     resume_source,
     step_folders,
+    strangers,
     verify,
     write_manifest,
 )
+from support.outside import Outside, copies_of, merged_numbers, sums_of
 from support.peft import base_folder, is_peft_folder, load_peft, write_peft
 from support.provenance import changed_code, code_roots, git_state, in_short, local_code, with_later_imports, write_sources
-from support.resume import changes, check_continuable, model_changes, phase_changes
+from support.resume import check_continuable, model_changes, phase_changes
 from support.same_model import OtherModel, check_same_model
 from support.tokenizer import files_beside, tokenizer_path
 
@@ -97,6 +101,7 @@ class CheckpointConfig:
     checkpoint_async: Literal["off", "thread", "process"] = flag("off", SAVING, EVER)  # who writes while training goes on
     keep_latest_k: int = flag(10, SAVING)  # older checkpoints are deleted once a newer one is complete (0 = keep all)
     checkpoint_first_step: bool = flag(False, SAVING, EVER)  # save after the first step too: shows at once that saving works
+    after_save: str = flag("", SAVING, EVER)  # command that rank 0 runs behind each checkpoint, {} = its folder; see cluster.md
     load_only: bool = False  # read checkpoints, never write one
     last_save_model_only: bool = flag(False, SAVING, EVER)  # the last one has only weights: smaller, but it cannot be continued
     export_hf: str = ""  # new folder for the final weights in Hugging Face's format
@@ -156,7 +161,7 @@ class Checkpoints:
         self.params = dict(reversed(params))
         # A V-shaped pipeline has its first and last stage on one rank: with tied embeddings, two equal parameters of one name.
         self.twins = {fqn: param for fqn, param in params if param is not self.params[fqn]}
-        known = {id(param) for _, param in params}
+        known = {id(param): fqn for fqn, param in params}
         for optimizer in self.optimizers:
             held = [param for param_group in optimizer.param_groups for param in param_group["params"]]
             assert all(id(param) in known for param in held), "build the optimizer after fully_shard"
@@ -172,7 +177,10 @@ class Checkpoints:
         # Read now, so that what is wrong with these files is said before anything is trained.
         reads = self.rank == 0 and tokenizer_file and not cfg.load_only
         self.tokenizer = self.everywhere(lambda: tokenizer_and_beside(tokenizer_file) if reads else {})
+        self.outside = Outside(self.optimizers, known)
+        self.copies = copies_of(self.params, self.gather)
         self.pool, self.stager, self.staged, self.flight = ThreadPoolExecutor(1), None, None, None
+        self.after_save = AfterSave(cfg.after_save if self.rank == 0 else "")
         self.process = WriterProcess() if cfg.checkpoint_async == "process" and not cfg.load_only else None
         if self.rank == 0 and not cfg.load_only and os.path.isdir(os.path.join(out, "checkpoints")):
             for name in filter(LEFTOVER.fullmatch, os.listdir(os.path.join(out, "checkpoints"))):
@@ -189,6 +197,8 @@ class Checkpoints:
         self.finish_flight()
         # Made into text now, because the loop may change `state` while the background thread writes.
         about = dict(step=step, model_only=model_only, identity=self.identity, state=state)
+        about |= merged_numbers(self.gather(self.everywhere(
+            lambda: (self.outside.changed() if not model_only else {}, sums_of(self.copies)))))
         about = json_bytes(about | ({"base": self.base} if self.base else {}))
         if last or self.cfg.checkpoint_async == "off":  # the last has nothing to overlap with
             saved = self.write(step, about, lambda: self.tensors(not model_only))
@@ -222,6 +232,7 @@ class Checkpoints:
         """Waits for the save in flight, and raises its error. export: then write --export_hf, if it is given."""
         self.finish_flight()
         self.pool.shutdown()
+        self.after_save.close()
         if self.stager is not None:
             self.stager.close()
         if self.process is not None:
@@ -230,7 +241,11 @@ class Checkpoints:
             lora = self.identity.get("lora")
             if lora and (note := rounded_base(self.out, lora, self.base, self.params, self.cfg.export_dtype)):
                 self.say(note)
-            save_hf(self.modules, self.cfg.export_hf, getattr(torch, self.cfg.export_dtype), tokenizer_file=self.tokenizer_file)
+            try:
+                save_hf(self.modules, self.cfg.export_hf, getattr(torch, self.cfg.export_dtype),
+                        tokenizer_file=self.tokenizer_file)
+            except Failed as error:
+                raise RuntimeError(f"--export_hf {self.cfg.export_hf}: {error}") from None
 
     def finish_flight(self):
         """Waits for the save under way. There is at most one, so the background threads of all ranks save in the same order."""
@@ -260,6 +275,7 @@ class Checkpoints:
             self.say(f"step-{step} is NOT SAVED: {error}; the newest is {newest[0][1] if newest else 'none yet'}")
             return False
         self.purge(step)
+        self.after_save(self.path(step))
         self.say(f"saved {self.path(step)} ({size / 1e6:.1f} MB in {time.perf_counter() - began:.2f} s)")
         return True
 
@@ -356,6 +372,8 @@ class Checkpoints:
                 if is_quantized(t) and (key := f"optimizer.{fqn}.{name}") in tensors:
                     local_tensor(t).copy_(local_tensor(tensors[key]).to(t.device))  # quantizes
         self.fill_twins()
+        if with_optimizer:
+            self.outside.restore(read_json(folder, "state.json").get("optimizer", {}))
         what = "continuing from" if everything else "step 0, with the weights of"
         what = "step 0, with the weights and the optimizer state of" if phase else what
         differ = [] if everything else model_changes(folder, self.identity)
@@ -363,7 +381,7 @@ class Checkpoints:
         self.say(f"{what} {folder} (written by {manifest['world_size']} rank(s)){changed}")
         if self.rank == 0 and (files := changed_code(folder, self.code)):
             self.say(f"code that has changed since step {manifest['step']} was written: {', '.join(files)}")
-        return read_json(folder, "state.json")["state"] if everything and not phase else None
+        return self.on_rank_0(lambda: saved_state(folder)) if everything and not phase else None
 
     def load_base(self, folder: str):
         """The weights below the adapters of a LoRA run: from a Hugging Face folder or a run of ours, or ("") as they are. Finds
@@ -396,6 +414,8 @@ class Checkpoints:
 
         paths = self.on_rank_0(lambda: candidates(source, step))
         folder, manifest = newest_good(source, paths, check, self.say)
+        if names := self.on_rank_0(lambda: strangers(folder, manifest)):
+            self.say(f"{folder} has files that are not its own, and nobody reads: {', '.join(names[:3])}")
         if source == self.out and not self.cfg.load_only:
             # Only now: while no good one is found, all must stay where they are, so that the next start refuses, too.
             damaged = paths[: paths.index(folder)]
@@ -522,14 +542,32 @@ def load_weights(modules: list[nn.Module], folder: str):
 
 
 # --- One process: a model to sample from, and the command line ---
+def saved_state(path: str) -> dict:
+    """What save() was given. Raises ValueError where it is no place in a run."""
+    state = read_json(path, "state.json")["state"]
+    numbers = [state.get(name, 0) for name in ("step", "samples", "tokens")] if isinstance(state, dict) else [-1]
+    if not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
+        raise ValueError(f"{path}/state.json: {json.dumps(state)[:100]} is no place in a run")
+    return state
+
+
 def saved_model(path: str) -> tuple[type, object]:
     """(class of the model, its config) of a step folder. Raises ValueError unless it is in models/ or forks/."""
-    fields = dict(read_json(path, "state.json")["identity"]["model"])
-    module, name = fields.pop("module"), fields.pop("class")
+    try:
+        fields = dict(read_json(path, "state.json")["identity"]["model"])
+        module, name = fields.pop("module"), fields.pop("class")
+    except (LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}/state.json names no model: {error!r}") from None
     if not re.fullmatch(r"(models|forks)\.[A-Za-z_]\w*", module):  # a file must not decide what is imported
         raise ValueError(f"{path} is of a model {module}.{name}; only those in models/ and forks/ are loaded")
-    module = importlib.import_module(module)
-    return getattr(module, name), getattr(module, f"{name}Config")(**fields)
+    try:
+        module = importlib.import_module(module)
+        config = getattr(module, f"{name}Config")(**fields)
+        if not 0 < config.n_layers <= 10_000:
+            raise ValueError(f"n_layers {config.n_layers} is absurd: 10,000 are the most")
+        return getattr(module, name), config
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}/state.json does not describe a model: {error}") from None
 
 
 def open_saved(folder: str) -> tuple[str, nn.Module, object]:
@@ -618,35 +656,6 @@ def verify_command(folder: str) -> int:
             print(f"{path} is DAMAGED: {error}", flush=True)
             status = 1
     return status
-
-
-def diff(a: str, b: str) -> int:
-    """Compares two step folders, with one pair of tensors in memory at a time; by bits, so NaN equals NaN."""
-    try:
-        tables = [read_table(folder, verify(folder)["files"]) for folder in (a, b)]
-    except ValueError as error:
-        raise ValueError(f"cannot compare: {error}") from None
-    differ, keys = {}, sorted({key for table in tables for key in table.state_dict_metadata})
-    for key in keys:
-        kinds = [table.state_dict_metadata.get(key) for table in tables]
-        if None in kinds:
-            differ[key] = f"only in {a if kinds[0] else b}"
-        elif kinds[0].size != kinds[1].size or kinds[0].properties.dtype != kinds[1].properties.dtype:
-            differ[key] = " / ".join(f"{tuple(kind.size)} {kind.properties.dtype}" for kind in kinds)
-        else:
-            pair = [{key: torch.empty(kind.size, dtype=kind.properties.dtype)} for kind in kinds]
-            for tensors, folder, table in zip(pair, (a, b), tables):
-                read_tensors(tensors, folder, table)
-            x, y = (tensors[key].reshape(-1) for tensors in pair)
-            if not torch.equal(x.view(torch.uint8), y.view(torch.uint8)):
-                far = (x.double() - y.double()).abs()
-                differ[key] = f"{int((far != 0).sum())} of {far.numel()} elements, by up to {far.max():.3g}"
-    states = [read_json(folder, "state.json")["state"] for folder in (a, b)]
-    for name, old, new in changes(*states):
-        print(f"state.json: {name} is {old} / {new}")
-    first = next(iter(differ), None)
-    print(f"{len(differ)} of {len(keys)} tensors differ" + (f", the first is {first}: {differ[first]}" if differ else ""))
-    return int(bool(differ))
 
 
 def to_hf(folder: str, out: str, dtype="bfloat16", max_shard_gb=5.0, adapter=False):

@@ -15,6 +15,7 @@ How text becomes shards is in support/corpus.py, what a folder of shards holds i
 import glob
 import hashlib
 import os
+import shlex
 import sys
 from dataclasses import dataclass
 from fractions import Fraction
@@ -26,7 +27,7 @@ import torch
 from support.batches import hash_sequences, prefetch, to_tensors
 from support.config import Need, Parser, flag, usage_error
 from support.corpus import BPE_VOCAB, build_shards, cache_folder, cached_corpus, train_tokenizer
-from support.files import sha256_file
+from support.files import check_local, hub_hint, sha256_file
 from support.mixture import mixture_of, named_part, take_turns
 from support.packing import pack
 from support.readers import FORMATS, format_of, text_files
@@ -80,6 +81,7 @@ class Batch:
     hash: str  # training: of this data rank's tokens and labels; checks.reduce_hash adds them up to that of the global batch
     n_bytes: int | None = None  # validation: bytes of text behind this rank's labels; None where the tokenizer does not tell
     part: str = ""  # validation: the part of a mixture that all sequences of the batch are from, on every rank
+    first: int | None = None  # training: the number, of all sequences of the run, of this data rank's first
 
 
 def permute(k: np.ndarray, n: int, key: str) -> np.ndarray:
@@ -145,7 +147,7 @@ class TokenData:
     def check_ids(self, ids: np.ndarray):
         if ids.max(initial=0) >= self.vocab_size:
             raise ValueError(f"{self.folder} is damaged: token id {ids.max()} in a vocabulary of {self.vocab_size}; see "
-                             f"python data.py check {self.folder}")
+                             f"python data.py check {shlex.quote(str(self.folder))}")
 
     def arrays(self, windows: np.ndarray):
         """tokens, labels, positions, doc_ids, each (sequences, seq_len) int64; doc_ids is None without doc_mask."""
@@ -207,7 +209,7 @@ class TokenData:
             while True:
                 arrays = self.sequences(np.arange(cursor + first_row, cursor + first_row + share))
                 digest = f"{hash_sequences(*arrays[:2], first_row):012x}"
-                yield Batch(*to_tensors(arrays, local_batch_size), global_batch_size, digest)
+                yield Batch(*to_tensors(arrays, local_batch_size), global_batch_size, digest, first=cursor + first_row)
                 cursor += global_batch_size
 
         return prefetch(make(), torch.device(device))
@@ -326,7 +328,7 @@ def open_data(cfg: DataConfig, seq_len: int, tokenizer: str = "") -> TokenData:
         for part in mixture_of(named, name):
             if part.path != "stdlib" and not os.path.exists(part.path) and not glob.has_magic(part.path):
                 raise ValueError(f"{name} {named_part(part)}: no such file; need stdlib, {FORMATS}, a folder or glob of these, "
-                                 "or a folder from data.py")
+                                 f"or a folder from data.py{hub_hint(part.path, 'dataset')}")
     data = open_parts(cfg, "--data", cfg.data, seq_len, tokenizer)
     if cfg.val_data:
         data.validation = open_parts(cfg, "--val_data", cfg.val_data, seq_len, tokenizer or data.tokenizer_file or "")
@@ -370,8 +372,9 @@ def open_part(cfg: DataConfig, what: str, part, seq_len: int, tokenizer: str, al
         Data = ChatData if read_index(folder)["version"] == MASKED else TokenData
         data = Data(folder, seq_len, cfg.data_seed, cfg.doc_mask, part.name, all_val)
     except OSError as error:
-        raise ValueError(f"{error.filename}: {error.strerror}; --data must be readable and --cache_dir "
-                         f"{cache_folder(cfg.cache_dir)} writable") from error
+        cache = cache_folder(cfg.cache_dir)
+        raise ValueError(f"{error.filename or cache}: {error.strerror}; --data must be readable and --cache_dir {cache} "
+                         "writable") from error
     n_samples, split, use = (data.n_val_samples, "val", "validation") if all_val else (data.n_samples, "train", "training")
     if isinstance(data, ChatData):
         if n_samples < 1:
@@ -437,6 +440,7 @@ def main():
             return show_documents(args.file, args.tokenizer, args.n, args.json, args.text_column)
         folder = cached_corpus("stdlib", "", args.cache_dir) if args.command == "stdlib" else Path(args.out)
         paths = [path for what in getattr(args, "input", ()) for path in text_files(what)[0]]
+        check_local(str(folder), "--out")
         if args.command == "prepare":
             if not args.out or args.workers < 1:
                 raise ValueError(f"--out {args.out!r} must be a folder, and --workers {args.workers} at least 1")

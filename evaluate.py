@@ -51,7 +51,7 @@ from rl.scoring import (
 )
 from support.asking import ChatConfig, open_chat
 from support.config import Need, check_range, flag, parse_config
-from support.files import read_json, write_file
+from support.files import check_local, read_json, write_file
 from support.manifest import is_hf_folder
 from support.readers import format_of
 from support.text import Text
@@ -211,6 +211,7 @@ def exact_match(lines: list[Line], samples: list[dict], answers="auto") -> tuple
 # ---------------------------------------------------------------- the program
 def check_task(cfg: Config, kind: str, model_config, folder: str) -> int:
     """Tokens of a forward, at most. Raises ValueError for what cannot work with this task, or this model."""
+    check_local(cfg.out, "--out")
     longest, place = model_config.max_seq_len if cfg.seq_len == -1 else cfg.seq_len, os.path.dirname(cfg.out) or "."
     if cfg.seq_len == -1 and kind == "text" and not is_hf_folder(folder):
         longest = min(longest, read_json(folder, "config.json").get("seq_len", longest))

@@ -127,7 +127,7 @@ def print_sample(run: str, n_params: int, data=None, max_new_tokens=120):
     run is done and saved by now, so nothing here may fail it."""
     try:
         prompt = data.first_words() if data is not None and data.tokenizer_file else "def "
-        command = f"python generate.py --checkpoint {run} --prompt {shlex.quote(prompt)}"
+        command = f"python generate.py --checkpoint {shlex.quote(run)} --prompt {shlex.quote(prompt)}"
         if n_params > 2e9:
             print(f"for a sample: {command}")  # loading it here would keep all devices waiting
             return

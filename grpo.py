@@ -61,7 +61,7 @@ from support.metrics import Metrics, MetricsConfig
 from support.optim import set_lr
 from support.peft import base_folder
 from support.provenance import say_flags
-from support.resume import lock_run
+from support.resume import lock_run, wait_for_run
 from support.text import Text
 
 # --clip_low and --clip_high as published
@@ -77,6 +77,7 @@ WARM_UP = Need("with --init_from: its model needs no warm-up", lambda c: not c.i
 @dataclass(kw_only=True)
 class Config(ParallelConfig, LaunchConfig, LoraConfig, CheckpointConfig, MetricsConfig, DatasetConfig, RewardConfig,
              RoutingConfig, ChatConfig, EngineConfig, ReportConfig, PackingConfig):
+    REFUSED = ("pp", "loss_parallel", "optimizer_in_backward")  # not in --help: rl/refusals.py says why
     flavor: Literal[tuple(FLAVORS)] = flag("debug", OWN_MODEL)  # a small Llama 3, or Qwen3 with experts
     model_args: str = ""  # fields of the flavor to change: "n_layers=4,dim=128"
     out: str = "runs/grpo"  # folder for everything that the run writes; the same folder again continues the run
@@ -413,6 +414,7 @@ def main(cfg: Config):
     if cfg.batch_invariant or "OMP_NUM_THREADS" not in os.environ and model_config.dim < 512:
         os.environ["OMP_NUM_THREADS"] = "1"  # threads that wait for each other cost a model of this size more than they bring
         torch.set_num_threads(1)
+    wait_for_run(cfg.out)
     identity = check_own_run(cfg, Model, model_config, lr_at)
     find_server(cfg, env, layout.rank)
     stop = StopSignal()  # also on generator ranks: if Ctrl-C ended them, the trainers could not finish their step

@@ -33,7 +33,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -44,12 +43,14 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 from distributed.cast import cast_weights
+from distributed.checks import check_split
 from distributed.experts import compile_experts
 from distributed.initial import draw_block, initial_values
 from distributed.keep import keep_contexts
-from distributed.layout import AllGather, AllToAll, Layout, all_blocks, local_slice, local_tensor
+from distributed.layout import AllGather, AllToAll, Layout, all_blocks, local_slice, local_tensor, reduces_always
 from distributed.pipeline import ZERO_BUBBLE, pipeline_forward, pipeline_forward_backward, tied_copy
 from models.attention import causal_attention, lower_right_mask, sdpa
+from models.layers import places_of
 from models.loss import IGNORE, linear_cross_entropy, softmax_loss
 
 
@@ -118,12 +119,6 @@ class SequenceLinear(ParallelStyle):
         return module
 
 
-@register_sharding(torch.ops.aten.mm.dtype)
-def sharding_of_scores(a, b, out_dtype):
-    """What DTensor has no rule for: a router's matmul of bf16 that returns fp32, models.moe.router_scores. Rows stay split."""
-    return [([rows], [rows, Replicate(), None]) for rows in (Shard(0), Replicate())]
-
-
 class VocabEmbedding(RowwiseParallel):
     """V/tp rows of the table per rank, which looks up the tokens that it has; a reduce-scatter adds the ranks' results and
     leaves each its part of the sequence: (B, T) -> (B, T/tp, D)."""
@@ -174,7 +169,11 @@ def tensor_parallel(stage, layout: Layout) -> None:
     mesh = layout.mesh["tp"]
     names = [n for n, _ in stage.named_modules()]
     plan = {n: style for pattern, style in stage.tp_plan().items() for n in fnmatch.filter(names, pattern)}
+    frozen = [n for n, p in stage.named_parameters() if not p.requires_grad]
     parallelize_module(stage, mesh, {n: TP_STYLES[style]() for n, style in plan.items()})
+    for n in frozen:  # the styles make new parameters
+        stage.get_parameter(n).requires_grad_(False)
+    check_split(stage, plan)
     if layout.cfg.loss_parallel:
         stage.token_loss = partial(vocab_parallel_loss, mesh=mesh)
     else:
@@ -418,24 +417,6 @@ def reshards(layout: Layout) -> bool:
     return {"always": True, "never": False, "default": layout.pp == 1}[layout.cfg.reshard_after_forward]
 
 
-def reduces_always(stage, layout: Layout) -> bool:
-    """Whether gradients are reduce-scattered after every micro-batch of a step, and not once at its end (--reduce_grads).
-
-    Once per step costs the least communication, and the memory of whole gradients until then. auto: where those, with this
-    rank's parameters, gradients and two moments, would take more than half of a device and leave too little for activations.
-    With --param_dtype bfloat16 only when asked for, because the micro-batches' sums are then rounded to bfloat16.
-    """
-    cfg, ranks = layout.cfg, layout.dp_shard * layout.cp
-    if cfg.reduce_grads != "auto" or ranks == 1 or layout.pp > 1 or cfg.param_dtype != "float32" or not layout.memory:
-        return cfg.reduce_grads == "always"
-    experts = {p for block in all_blocks(stage).values() if hasattr(block, "moe") for p in block.moe.experts.parameters()}
-    numel = {p: local_tensor(p).numel() for p in stage.parameters()}
-    held = {p: n / (ranks * layout.tp / (cfg.ep * cfg.etp) if p in experts else ranks) for p, n in numel.items()}
-    whole = sum(n for p, n in numel.items() if p.requires_grad) * getattr(torch, cfg.reduce_dtype).itemsize
-    state = sum(n * (4 * 4 if p.requires_grad else p.element_size()) for p, n in held.items())  # frozen: only the parameter
-    return whole + (0 if cfg.cpu_offload else state) > layout.memory / 2
-
-
 # ---------------------------------------------------------------- initial weights
 def init_weights(stage, layout: Layout, seed: int, skip=lambda fqn: False) -> None:
     """Allocate the meta parameters on the device and fill them: a function of (seed, fqn) alone, so equal in every layout.
@@ -475,10 +456,14 @@ def inputs(batch, a: int | None, layout: Layout) -> dict[str, Tensor]:
 
         doc_ids = None if batch.doc_ids is None else pick(batch.doc_ids)
         kwargs["next_tokens"], kwargs["next_labels"] = shift_targets(kwargs["tokens"], kwargs["labels"], doc_ids)
+    if layout.takes_places and batch.first is not None:  # None: validation, where nothing is dropped
+        kwargs["places"] = pick(places_of(batch, layout.cfg.seed))
     if layout.cp > 1:
         tokens = kwargs["tokens"]
         index = sequence_index(tokens.shape[1], layout.cp, layout.coordinate("cp"), tokens.device)
         kwargs = {k: v.index_select(1, index) for k, v in kwargs.items()}  # (B, T/cp)
+    if "places" in kwargs:
+        kwargs["places"] = kwargs["places"].chunk(layout.tp, 1)[layout.rank % layout.tp]  # (B, T/cp/tp), as between the blocks
     if batch.doc_ids is not None:
         kwargs["doc_ids"] = pick(batch.doc_ids)  # (B, T): a query attends to keys of all cp ranks
     return kwargs

@@ -1,18 +1,31 @@
 """What only a built model and running processes can tell: whether the model's tables fit it, memory holds it, and all ranks
 have the same weights and data."""
 import fnmatch
+import inspect
 import os
 import sys
 from collections import Counter
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.dropout import _DropoutNd
 
+from distributed.agree import some
 from distributed.initial import constants_of, initial_values
-from distributed.layout import Layout, local_slice, local_tensor
+from distributed.layout import Layout, local_slice, local_tensor, pattern_of
 from distributed.lora import adapter_numel, check_lora
 from distributed.nf4 import check_nf4
+from distributed.parts import blocks_without_attend
 from models.loss import IGNORE
+
+# What to write for a parameter that every tp rank holds whole, or for a matrix
+STYLES = ('"sequence" (a norm or gain of (B, T/tp, D)), "head_norm" (of (B, T, H/tp, K)), "sequence_linear" (a linear of T/tp '
+          'tokens), "colwise" or "rowwise" (a linear that is split)')
+
+
+DROPOUT = "use models.layers.dropout, see 'Random numbers' in docs/fork_me.md"
 
 
 def check_model(model, layout: Layout, styles) -> None:
@@ -27,7 +40,11 @@ def check_model(model, layout: Layout, styles) -> None:
             raise ValueError(f"init_constants: pattern {pattern!r} matches no parameter or buffer of {type(model).__name__}")
     initial_values(model)
     check_nf4(model, layout)
+    check_random(model)
+    layout.takes_places = "places" in inspect.signature(model.forward).parameters
     check_memory(model, layout)
+    if getattr(layout.cfg, "doc_mask", False) and layout.rank == 0 and (names := blocks_without_attend(model)):
+        print(f"--doc_mask does nothing in {some(names)}: they do not call attend, so what else mixes tokens mixes documents")
 
 
 def check_tp_plan(model, styles) -> None:
@@ -38,6 +55,30 @@ def check_tp_plan(model, styles) -> None:
             raise ValueError(f"tp_plan: {pattern!r} asks for style {style!r}; parallel.TP_STYLES has {', '.join(styles)}")
         if not fnmatch.filter(names, pattern):
             raise ValueError(f"tp_plan: pattern {pattern!r} matches no module of {type(model).__name__}")
+
+
+def check_random(model) -> None:
+    """Raises ValueError for a module that draws from torch's generator: every data rank would draw the same numbers, activation
+    checkpointing others in the backward, a layout and a continued run others again, and validation would draw, too."""
+    for name, module in model.named_modules():
+        if getattr(module, "p" if isinstance(module, _DropoutNd) else "dropout", 0.0) and isinstance(
+                module, (_DropoutNd, nn.MultiheadAttention, nn.RNNBase)):
+            raise ValueError(f"{name} is {type(module).__name__}, whose numbers depend on the layout and on --ac, and which "
+                             f"validation would draw, too; {DROPOUT}")
+
+
+def check_split(stage, plan: dict[str, str]) -> None:
+    """What tensor_parallel has left as it was. Every tp rank would train its own copy of such a parameter, on the tokens or
+    heads that it sees. Not asked of experts, which expert_parallel splits, nor of a style that a fork has added. plan: module
+    -> style. Raises ValueError for the first."""
+    for fqn, p in stage.named_parameters():
+        name = fqn.rpartition(".")[0]
+        if isinstance(p, DTensor) or ".experts." in fqn or plan.get(name) not in (None, "gather", "gather_sequence"):
+            continue  # these two move activations and leave parameters alone
+        is_leaf = name and next(stage.get_submodule(name).children(), None) is None
+        fix = f'add "{pattern_of(name)}" to tp_plan: {STYLES}' if is_leaf else (
+            "put it into a small module of its own, see 'A bare parameter under tp' in docs/fork_me.md")
+        raise ValueError(f"--tp: {fqn} has no style in tp_plan, so every tp rank would train a copy of its own: {fix}")
 
 
 def check_memory(model, layout: Layout) -> None:
@@ -101,14 +142,9 @@ def check_replicas(stages, layout: Layout, **values) -> None:
     here and not a week later.
     """
     mine = {(name, 0): repr(value) for name, value in values.items()}
-    for stage in stages:
-        for fqn, p in stage.named_parameters():
-            shape, offset = local_slice(p)
-            total = 0
-            for bits in local_tensor(p).detach().contiguous().view(torch.int16).flatten().split(2**24):
-                places = torch.arange(1, bits.numel() + 1, device=bits.device)  # swapped numbers change the sum, too
-                total = total * 31 % 2**61 + (bits * places).sum().item()
-            mine[fqn, (shape, offset)] = total
+    start = [(fqn, p, bits_sum(p)) for stage in stages for fqn, p in stage.named_parameters()]
+    mine |= {(fqn, local_slice(p)): total for fqn, p, total in start}
+    layout.start = [(fqn, p, total) for fqn, p, total in start if p.requires_grad]
     everyone = [None] * layout.world_size
     dist.all_gather_object(everyone, mine)
     first = {}
@@ -117,6 +153,16 @@ def check_replicas(stages, layout: Layout, **values) -> None:
             owner, expected = first.setdefault(key, (rank, value))
             if value != expected:
                 raise RuntimeError(f"{key[0]} differs between ranks {owner} and {rank}: same seed, flags, files on every node?")
+
+
+@torch.no_grad()
+def bits_sum(p) -> int:
+    """A number that changes with any bit of this rank's part of a parameter, and if two numbers change places."""
+    total = 0
+    for bits in local_tensor(p).contiguous().view(torch.int16).flatten().split(2**24):
+        places = torch.arange(1, bits.numel() + 1, device=bits.device)
+        total = total * 31 % 2**61 + (bits * places).sum().item()
+    return total
 
 
 def check_first_batch(batch) -> None:

@@ -4,7 +4,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import register_sharding
 
 from distributed.layout import AllGather, AllToAll, Layout, ReduceScatter, all_blocks, local_tensor
 
@@ -30,7 +31,7 @@ def expert_parallel(stage, layout: Layout, *, aux_coef: float = 0.0, force_balan
                 placements = [Shard(0), Shard(experts.etp_dims[name])] if etp > 1 else [Shard(0)]
                 over = mesh["ep", "etp"] if etp > 1 else mesh["ep"]
                 w = distribute_tensor(p, over, placements, src_data_rank=None)
-                setattr(experts, name, nn.Parameter(w))
+                setattr(experts, name, nn.Parameter(w, p.requires_grad))
             experts.forward = partial(exchange_tokens, experts, mesh["ep"].get_group())
         if etp > 1:
             block.moe.forward = partial(gathered_moe, block.moe.forward, layout.group("tp"))
@@ -40,6 +41,12 @@ def expert_parallel(stage, layout: Layout, *, aux_coef: float = 0.0, force_balan
             balance.aux_scale /= etp
         balance.parts = layout.cp * (layout.tp if etp == 1 else 1)
         balance.sum_over_parts = partial(sum_over, groups=sharers)
+
+
+@register_sharding(torch.ops.aten.mm.dtype)
+def sharding_of_scores(a, b, out_dtype):
+    """What DTensor has no rule for: a router's matmul of bf16 that returns fp32, models.moe.router_scores. Rows stay split."""
+    return [([rows], [rows, Replicate(), None]) for rows in (Shard(0), Replicate())]
 
 
 def sum_over(x: Tensor, groups) -> Tensor:

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distributed.layout import Layout, dtype_of_compute
+from distributed.checks import STYLES
+from distributed.layout import Layout, dtype_of_compute, pattern_of
 from distributed.refusals import runs_on_cuda
 from models import attention
 from support.config import GPU, Need, flag, usage_error
@@ -254,7 +255,9 @@ def failed_module(error: BaseException) -> str:
     inside = [module for module in modules if names.get(module)]
     if not inside:
         return ""
-    return f" (in {names[inside[-1]]}, a {type(inside[-1]).__name__.removeprefix('FSDP')})"
+    fqn = names[inside[-1]]
+    hint = f'; under tp "{pattern_of(fqn)}" needs a style in tp_plan: {STYLES}' if "Tensor and DTensor" in str(error) else ""
+    return f" (in {fqn}, a {type(inside[-1]).__name__.removeprefix('FSDP')}){hint}"
 
 
 def disconnect() -> None:

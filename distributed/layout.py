@@ -44,7 +44,7 @@ class ParallelConfig:
     cpu_offload: bool = False  # keep parameters, gradients and optimizer state in host memory (slow, small)
     loss_parallel: bool = flag(True, TP)  # split the loss over the vocabulary; off = over the sequence, gathering the head
     async_tp: bool = flag(False, ASYNC_TP)  # overlap tp's communication with its matmuls
-    cp_method: Literal["allgather", "alltoall"] = flag("allgather", CP)  # gather keys and values, or trade sequence for heads
+    cp_method: Literal["allgather", "alltoall"] = flag("allgather", CP)  # gather keys, or trade sequence for heads (Ulysses)
     compute_dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matmuls and activations; auto = bfloat16 where native
     param_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of the parameters that the optimizer updates
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype in which gradients are summed over ranks
@@ -76,7 +76,8 @@ class Layout:
     full_mesh: DeviceMesh | None = None  # the same ranks with all five axes
     expert_mesh: DeviceMesh | None = None  # the same ranks as pp, dp_replicate, efsdp, ep, etp; None without experts
     schedules: dict = field(default_factory=dict)  # pipeline schedules by batch shape
-    loss_denom: Tensor | None = None  # pipeline: tokens of the global batch that is under way
+    start: list = field(default_factory=list)  # (fqn, parameter, its bits_sum) before the first step: see checks.check_replicas
+    takes_places: bool = False  # the model's forward has an argument `places`: see models.layers.dropout
     squares: Tensor | None = None  # --optimizer_in_backward: sum of the squares of the gradients that are gone
 
     def __getattr__(self, name):  # layout.tp instead of layout.degrees["tp"]
@@ -122,6 +123,24 @@ def all_blocks(stage) -> dict[int, nn.Module]:
     """Layer number -> block. The block of DeepSeek's multi-token prediction has the number after the last."""
     mtp = {stage.config.n_layers: stage.mtp.block} if getattr(stage, "mtp", None) is not None else {}
     return {int(i): block for i, block in stage.blocks.items()} | mtp
+
+
+def reduces_always(stage, layout: Layout) -> bool:
+    """Whether gradients are reduce-scattered after every micro-batch of a step, and not once at its end (--reduce_grads).
+
+    Once per step costs the least communication, and the memory of whole gradients until then. auto: where those, with this
+    rank's parameters, gradients and two moments, would take more than half of a device and leave too little for activations.
+    With --param_dtype bfloat16 only when asked for, because the micro-batches' sums are then rounded to bfloat16.
+    """
+    cfg, ranks = layout.cfg, layout.dp_shard * layout.cp
+    if cfg.reduce_grads != "auto" or ranks == 1 or layout.pp > 1 or cfg.param_dtype != "float32" or not layout.memory:
+        return cfg.reduce_grads == "always"
+    experts = {p for block in all_blocks(stage).values() if hasattr(block, "moe") for p in block.moe.experts.parameters()}
+    numel = {p: local_tensor(p).numel() for p in stage.parameters()}
+    held = {p: n / (ranks * layout.tp / (cfg.ep * cfg.etp) if p in experts else ranks) for p, n in numel.items()}
+    whole = sum(n for p, n in numel.items() if p.requires_grad) * getattr(torch, cfg.reduce_dtype).itemsize
+    state = sum(n * (4 * 4 if p.requires_grad else p.element_size()) for p, n in held.items())  # frozen: only the parameter
+    return whole + (0 if cfg.cpu_offload else state) > layout.memory / 2
 
 
 # torch 2.13 renamed both collectives, 2.11 has only the old names
@@ -198,6 +217,11 @@ def local_slice(p: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return tuple(p.shape), (0,) * p.dim()
     shape, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
     return tuple(shape), tuple(offset)
+
+
+def pattern_of(fqn: str) -> str:
+    """The same module in every block: blocks.0.attn.wq -> blocks.*.attn.wq."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", fqn)
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:

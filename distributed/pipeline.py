@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distributed.layout import Layout, ParallelConfig, local_tensor
+from distributed.parts import own_parts
 from support.config import Need, flag
 
 Schedule = Literal[
@@ -103,17 +104,21 @@ def stage_ids(layout: Layout, n_stages: int, rank: int) -> list[int]:
 
 
 def pipeline_stages(model, layout: Layout) -> list[nn.Module]:
-    """This rank's stages: copies of the (meta) model without the parts that others hold, names unchanged; [model] if pp 1."""
+    """This rank's stages: copies of the (meta) model without the parts that others hold, names unchanged; [model] if pp 1.
+    Raises ValueError for a part of a model that is on neither end."""
     if layout.pp == 1:
         model.index, model.n_stages = 0, 1
         return [model]
     split, stages = split_stages(layout.cfg, layout.pp, model.config.n_layers), []
     split[-1] += ["mtp"] + ["tok_embeddings"] * embeds_at_both_ends(model.config)  # a copy, kept equal by sum_tied_gradients
+    for name, is_before in own_parts(model).items():
+        split[0 if is_before else -1].append(name)
+    held = {name for names in split for name in names}
     for i in stage_ids(layout, len(split), layout.coordinate("pp")):
         stage = copy.deepcopy(model)
         stage.index, stage.n_stages = i, len(split)
-        for name in ("tok_embeddings", "norm", "head", "mtp"):
-            if name not in split[i] and hasattr(stage, name):
+        for name in held - set(split[i]):
+            if hasattr(stage, name):
                 setattr(stage, name, None)
         for name in [n for n in stage.blocks if f"blocks.{n}" not in split[i]]:
             del stage.blocks[name]
@@ -153,12 +158,14 @@ def sum_tied_gradients(stages, layout: Layout) -> None:
         mine[0].add_(theirs)
 
 
-def pipeline_schedule(stages, layout: Layout, T: int):
-    """torch's schedule for sequences of T tokens on this rank. One per shape: its buffers have the shape of the first batch."""
+def pipeline_schedule(stages, layout: Layout, T: int, kwargs: dict):
+    """torch's schedule for sequences of T tokens on this rank. One per shape: its buffers have the shape of the first batch.
+    kwargs: what every stage is given. Tensors are cut into micro-batches, but for loss_denom, which has no dimension."""
     key = (n_microbatches(layout), T)
     if key in layout.schedules:
         return layout.schedules[key]
     from torch.distributed.pipelining import PipelineStage, schedules
+    from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
 
     B, D, device = layout.cfg.pp_microbatch_size, stages[0].config.dim, layout.device
     # The shapes are given, not inferred: inference runs a real forward on garbage, and resets FSDP's gradients.
@@ -174,8 +181,8 @@ def pipeline_schedule(stages, layout: Layout, T: int):
     ]
     options = dict(
         n_microbatches=n_microbatches(layout),
-        # the last stage's forward returns the sum of token losses, because only there FSDP has the head's weight gathered
-        loss_fn=lambda loss, target: loss / layout.loss_denom,
+        # the last stage's forward returns the loss, because only there FSDP has the head's weight gathered
+        loss_fn=lambda loss, target: loss,
         scale_grads=False,  # the loss is divided by the tokens of the global batch; torch would divide by the micro-batches too
     )
     name = layout.cfg.pp_schedule
@@ -184,6 +191,8 @@ def pipeline_schedule(stages, layout: Layout, T: int):
         schedule._load_csv(layout.cfg.pp_schedule_csv, format="compute_only")
     else:
         schedule = schedules.get_schedule_class(name)(parts[0] if name in ONE_STAGE_PER_RANK else parts, **options)
+    # not among its options, of which LoopedBFS lacks this one
+    schedule._kwargs_chunk_spec = {name: _Replicate if name == "loss_denom" else TensorChunkSpec(0) for name in kwargs}
     layout.schedules[key] = schedule
     return schedule
 
@@ -191,8 +200,8 @@ def pipeline_schedule(stages, layout: Layout, T: int):
 def pipeline_forward_backward(stages, kwargs: dict[str, Tensor], loss_denom: Tensor, layout: Layout) -> Tensor:
     """One step of the schedule over all micro-batches; gradients are complete when this returns. kwargs: the model's arguments,
     (sequences, T). Returns the loss on the rank of the last stage, divided by loss_denom, elsewhere 0."""
-    tokens, layout.loss_denom, losses = kwargs.pop("tokens"), loss_denom, []
-    schedule = pipeline_schedule(stages, layout, tokens.shape[1])
+    tokens, losses, kwargs = kwargs.pop("tokens"), [], kwargs | {"loss_denom": loss_denom}
+    schedule = pipeline_schedule(stages, layout, tokens.shape[1], kwargs)
     args = [tokens] if stages[0].index == 0 else []
     if any(s.index == s.n_stages - 1 for s in stages):
         kwargs = kwargs | dict(target=kwargs["labels"], losses=losses)  # the schedule fills losses

@@ -2,6 +2,8 @@
 
 B batch, T sequence, D dim, H heads, K head_dim, N tokens (B*T), R rows of one new token each, while decoding
 """
+import hashlib
+
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -21,6 +23,7 @@ class RMSNorm(nn.RMSNorm):
 def normalized(x: Tensor, weight: Tensor, eps: float | Tensor) -> tuple[Tensor, Tensor]:
     """(x / rms(x) * weight, 1 / rms(x) (..., 1)), computed in fp32 (arXiv:1910.07467, eq. 4). eps may be a tensor."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)  # (..., 1)
+    eps = torch.finfo(x.dtype).eps if eps is None else eps  # as nn.RMSNorm without eps
     eps = eps if type(eps) is Tensor else torch.scalar_tensor(eps)
     r = torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
     return (x * r).mul_(weight).to(x.dtype), r
@@ -46,6 +49,45 @@ class Normalize(torch.autograd.Function):
         dot = (product @ weight.float())[..., None]
         dx = (grad * weight).float().addcmul_(normed, dot, value=-1 / x.shape[-1]).mul_(r)
         return dx.to(x.dtype), dw, None
+
+
+def dropout(x: Tensor, p: float, places: Tensor | None, key: str, whole_sequences: bool = False) -> Tensor:
+    """x (B, T, ...) with each number 0 with probability p and the others divided by 1 - p (arXiv:1207.0580). whole_sequences: a
+    sequence stays or falls as a whole (stochastic depth, arXiv:1603.09382). x unchanged without places, as in validation.
+
+    places (B, T): who the tokens are, which a forward is given that has an argument of this name (parallel.inputs). key:
+    another text at each call, such as "3.ffn". What is dropped depends on these alone: it is the same in every layout, when
+    activation checkpointing computes it again, and in a run that is continued. x is what blocks add to the residual stream, or
+    the stream: inside attention, under tp, a rank has other tokens than places names. Raises ValueError where the shapes tell.
+    """
+    if places is None or p == 0:
+        return x
+    if places.shape != x.shape[:2]:
+        raise ValueError(f"dropout: x {tuple(x.shape)} does not begin with the (B, T) of places {tuple(places.shape)}")
+    places = places[:, :1] >> 24 if whole_sequences else places
+    size = 1 if whole_sequences else x[0, 0].numel()
+    bits = places[..., None] + int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "little")
+    bits = mixed(mixed(bits) + torch.arange(size, device=x.device))  # (B, T, size)
+    kept = (bits >> 33 & 0x7FFFFFFF) >= int(p * 2**31)
+    kept = kept[..., 0].view(-1, *[1] * (x.dim() - 1)) if whole_sequences else kept.view(x.shape)
+    return torch.where(kept, x / (1 - p), 0)
+
+
+def places_of(batch, seed: int) -> Tensor:
+    """(A, B, T) int64: a number for each token of the run, the same in every layout. 24 bits are its place in the sequence;
+    those above them the number of the sequence, counted from somewhere else with another seed."""
+    A, B, T = batch.tokens.shape
+    first = batch.first + seed * 0x9E3779B97F4A7C15 % 2**38
+    sequences = first + torch.arange(A * B, device=batch.tokens.device).view(A, B, 1)
+    return (sequences << 24) + torch.arange(T, device=batch.tokens.device)
+
+
+def mixed(x: Tensor) -> Tensor:
+    """int64 -> int64, one to one; near numbers become unlike ones (the finalizer of splitmix64,
+    doi:10.1145/2714064.2660195)."""
+    x = (x ^ (x >> 30 & 2**34 - 1)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27 & 2**37 - 1)) * -7723592293110705685  # 0x94D049BB133111EB
+    return x ^ (x >> 31 & 2**33 - 1)
 
 
 def weight_of(linear: nn.Linear) -> Tensor:

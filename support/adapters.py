@@ -1,5 +1,6 @@
 """The checkpoints of LoRA runs: they hold adapters, and name the weights below them."""
 import os
+import shlex
 
 import torch
 from torch import Tensor, nn
@@ -85,7 +86,8 @@ def rounded_base(run: str, lora: dict, base: dict, params: dict[str, Tensor], dt
     else:
         return ""
     return (f"the weights below the adapters are exported with {digits}, as training saw them; "
-            f"python checkpoint.py to_hf {run} OUT --dtype {dtype} takes them from {base['folder'] or 'the seed'} in full")
+            f"python checkpoint.py to_hf {shlex.quote(run)} OUT --dtype {dtype} takes them from "
+            f"{base['folder'] or 'the seed'} in full")
 
 
 @torch.no_grad()

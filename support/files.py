@@ -77,10 +77,19 @@ def hf_file(folder: str, name: str, limit: float = math.inf) -> str:
     return real
 
 
-def hub_hint(path: str) -> str:
-    """How to get what a path may mean that is not there but looks like a name on the Hugging Face Hub; else ''."""
+def hub_hint(path: str, kind="model") -> str:
+    """How to get what a path may mean that is not there but looks like a name on the Hugging Face Hub; else ''. kind: or
+    "dataset"."""
     owner, _, name = path.rpartition("/")
     looks = re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", path) and not path.endswith((".json", ".txt")) and owner != "runs"
     if not looks or os.path.lexists(path) or owner and os.path.isdir(owner):
         return ""
-    return f"; a model of the Hugging Face Hub must be on the disk first: hf download {path} --local-dir {name}"
+    of = " --repo-type dataset" * (kind == "dataset")
+    return f"; a {kind} of the Hugging Face Hub must be on the disk first: hf download {path}{of} --local-dir {name}"
+
+
+def check_local(path: str, flag: str) -> None:
+    """Raises ValueError for an address of a store: only folders are written, and one named s3: would be made here."""
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):
+        raise ValueError(f"{flag} {path}: only folders are written; give a folder of this machine, and copy from there, such "
+                         "as each checkpoint with --after_save 'COMMAND {}': docs/cluster.md")

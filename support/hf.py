@@ -22,7 +22,17 @@ from distributed.layout import local_slice, local_tensor, named_tensors
 from distributed.lora import adapted_linears, is_adapter, merged_weight
 from distributed.nf4 import in_full
 from support.config import spell, unwrap
-from support.files import HF_LIMIT, HF_LIMITS, SAFETENSORS_HEADER_LIMIT, hf_file, json_bytes, publish, read_json, write_file
+from support.files import (
+    HF_LIMIT,
+    HF_LIMITS,
+    SAFETENSORS_HEADER_LIMIT,
+    check_local,
+    hf_file,
+    json_bytes,
+    publish,
+    read_json,
+    write_file,
+)
 from support.mxfp4 import mxfp4_problem, read_mxfp4
 from support.same_model import HF_MODELS, check_same_model, classes_of
 from support.tokenizer import files_beside, find_tokenizer, load_tokenizer
@@ -458,8 +468,14 @@ def check_export(folder: str, Model=None, config=None):
         check_same_model(Model, config)
     if not folder:
         raise ValueError("the folder to export to has an empty name")
+    check_local(folder, "to export to")
     if os.path.lexists(folder) and (not os.path.isdir(folder) or os.listdir(folder)):
         raise ValueError(f"{folder} is there already and not an empty folder; export to another, or remove it")
+    parent = os.path.abspath(folder)
+    while not os.path.lexists(parent):
+        parent = os.path.dirname(parent)
+    if not os.path.isdir(parent) or not os.access(parent, os.W_OK):
+        raise ValueError(f"{folder} cannot be made: {parent} is no folder to write to")
 
 
 def write_hf(folder: str, config, names: dict, kinds: dict, whole, max_shard_gb: float, tokenizer_file=None, group=None,

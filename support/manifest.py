@@ -18,6 +18,7 @@ from support.peft import base_folder
 FORMAT_VERSION = 2
 STEP_FOLDER = re.compile(r"step-(0|[1-9]\d*)")  # with fullmatch: a folder that a user renamed to old-step-5 is not ours
 TABLE = "tensors.json"  # which tensors there are, and where their shards are
+READ = (".json", ".jinja", ".py", ".distcp", ".safetensors", ".bin", ".model")  # what might be taken for a part of it
 ABOUT = ("state.json", "config.json")  # what a start reads of a step folder before its tensors
 
 
@@ -67,7 +68,8 @@ def read_manifest(folder: str) -> dict:
             raise Damaged(f"its manifest.json is that of step {manifest['step']}")
         files = manifest["files"]
         for name in sorted(set(os.listdir(folder)) ^ {*files, "manifest.json"}):
-            raise Damaged(f"{name} is missing" if name in files else f"{name} is not in manifest.json")
+            if name in files or name.endswith(READ):
+                raise Damaged(f"{name} is missing" if name in files else f"{name} is not in manifest.json")
         for name, (size, _) in files.items():
             path = os.path.join(folder, name)
             if os.path.islink(path) or not os.path.isfile(path) or os.path.getsize(path) != size:
@@ -79,6 +81,11 @@ def read_manifest(folder: str) -> dict:
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise Damaged("manifest.json is not as it was written") from None
     return manifest
+
+
+def strangers(folder: str, manifest: dict) -> list[str]:
+    """Files that somebody has put into a step folder, and that nobody reads: a note, or what a network file system leaves."""
+    return sorted(set(os.listdir(folder)) - {*manifest["files"], "manifest.json"})
 
 
 def checksums(folder: str, names: list[str], progress=lambda n_bytes: None, sync=False) -> dict[str, list]:

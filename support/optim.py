@@ -42,9 +42,13 @@ def step_in_backward(optimizers, layout: Layout) -> None:
 
 
 def set_lr(optimizers, lr: float) -> float:
-    """Give all parameter groups this learning rate; returns it."""
-    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-        group["lr"] = torch.tensor(lr) if isinstance(group["lr"], Tensor) else lr  # torchao's compiled step wants a tensor
+    """Give all parameter groups this learning rate; returns it. A group that was made with a rate of its own keeps its share:
+    half of the optimizer's then is half of it now."""
+    for optimizer, group in ((o, group) for o in optimizers for group in o.param_groups):
+        usual = float(optimizer.defaults["lr"])
+        share = group.setdefault("lr_share", float(group["lr"]) / usual if usual else 1.0)
+        # torchao's compiled step wants a tensor
+        group["lr"] = torch.tensor(lr * share) if isinstance(group["lr"], Tensor) else lr * share
     return lr
 
 

@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 
 from support.config import default_of, spell, spell_flag
-from support.files import read_json, write_file
+from support.files import check_local, read_json, write_file
 from support.manifest import Damaged, candidates, check_files, newest_good, read_manifest
 
 REPOSITORY = Path(__file__).parent.parent
@@ -163,6 +163,7 @@ def check_code(path: str, code) -> None:
 def write_sources(folder: str, out: str):
     """`checkpoint.py source`: the recipe, the modules and the flags of a step folder, or of a run folder's newest, in a new
     folder `out`. They are not run. Raises ValueError."""
+    check_local(out, "to write to")
     def check(path):
         manifest = read_manifest(path)
         if "code.json" not in manifest["files"]:

@@ -1,17 +1,22 @@
-"""Files of text as they come: .txt, .jsonl and .parquet, packed by gzip or Zstandard, alone, in folders, or named by a glob.
+"""Files of text as they come: .txt, .md, .jsonl and .parquet, packed by gzip or Zstandard, alone, in folders, or named by a
+glob.
 
-Whatever the file, what comes out are bytes of text (.txt) or one JSON object per document (.jsonl lines, rows of a .parquet).
-"""
+Whatever the file, what comes out are bytes of text (.txt, .md) or one JSON object per document (.jsonl lines, rows of a
+.parquet). """
 import glob
 import json
 import os
 import zlib
 from contextlib import contextmanager
 from pathlib import Path
+from shlex import quote
 from typing import NamedTuple
 
-PACKED, FORMATS = (".gz", ".zst"), ".txt, .jsonl (each also with .gz or .zst) or .parquet"
+PACKED, FORMATS = (".gz", ".zst"), ".txt, .md, .jsonl (each also with .gz or .zst) or .parquet"
 UNPACK = {".xz": "unxz -k", ".bz2": "bunzip2 -k", ".zip": "unzip"}
+# What makes a .jsonl of a table or of one JSON list: nobody knows which of their columns is the text
+CONVERT = {".csv": "import csv, json, sys; [print(json.dumps(row)) for row in csv.DictReader(open(sys.argv[1]))]",
+           ".json": "import json, sys; [print(json.dumps(row)) for row in json.load(open(sys.argv[1]))]"}
 CONVERSATION = ("messages", "conversations", "tools", "system")  # columns that a conversation may have: see support/chat.py
 PARQUET_PIECE = 32 << 20  # bytes of the rows that one shard is made of, as far as their groups allow
 
@@ -28,8 +33,9 @@ class Piece(NamedTuple):
 
 
 def format_of(path: Path) -> str:
-    """.txt, .jsonl or .parquet, without what packs it; another suffix is no text."""
-    return path.with_suffix("").suffix if path.suffix in PACKED else path.suffix
+    """.txt, .jsonl or .parquet, without what packs it; another suffix is no text. Markdown is text as it stands."""
+    suffix = path.with_suffix("").suffix if path.suffix in PACKED else path.suffix
+    return ".txt" if suffix == ".md" else suffix
 
 
 def is_text_file(path: Path) -> bool:
@@ -42,6 +48,11 @@ def check_text(path: Path):
         raise ValueError(f"{path}: no such file")
     if path.is_file() and path.suffix in UNPACK:
         raise ValueError(f"{path} is compressed; unpack it first: {UNPACK[path.suffix]} {path}")
+    if path.is_file() and path.suffix in CONVERT:
+        new = path.with_suffix(".jsonl")
+        command = f"python -c {quote(CONVERT[path.suffix])} {quote(str(path))} > {quote(str(new))}"
+        raise ValueError(f"{path}: need {FORMATS}; make a .jsonl of it, {command}, and name the column of its text: --data "
+                         f"{new} --text_column NAME")
     if not is_text_file(path) or not path.is_file():
         raise ValueError(f'{path}: need {FORMATS}; each line of a .jsonl is a JSON object {{"text": ...}}')
     if not path.stat().st_size:
@@ -84,13 +95,18 @@ def unpacked(path: Path):
         except ImportError:
             raise ValueError(f"{path}: reading .zst needs zstandard: pip install zstandard") from None
         broken, make = zstandard.ZstdError, zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj
-    unpacker = make()
+    unpacker, total, most = make(), 0, max(1 << 28, 1000 * path.stat().st_size)
     try:
         with open(path, "rb") as file:
-            while chunk := file.read(1 << 20):
+            while chunk := file.read(1 << 14):  # so little that what it unpacks to fits into memory, whatever it is
                 while chunk:
                     unpacker = make() if unpacker.eof else unpacker  # several packed files, one behind the other, are one
-                    yield unpacker.decompress(chunk)
+                    text = unpacker.decompress(chunk)
+                    total += len(text)
+                    if total > most:
+                        raise ValueError(f"{path} unpacks to more than {most:,} bytes, 1000 times its size, as no text does; "
+                                         "unpack it by hand if that is right")
+                    yield text
                     chunk = unpacker.unused_data.lstrip(b"\0") if unpacker.eof else b""  # tapes are filled up with zeros
     except broken as error:
         raise ValueError(f"{path} is damaged ({error}); get it again") from None

@@ -13,9 +13,10 @@ from dataclasses import asdict
 import torch
 
 from distributed.lora import check_lora, lora_names
+from support.after_save import check_after_save
 from support.certificate import carry_certificate
 from support.config import FROM_FILE
-from support.files import json_bytes, read_json
+from support.files import check_local, json_bytes, read_json
 from support.hf import check_export, check_hf_config
 from support.init_tokenizer import check_tokenizer
 from support.manifest import ABOUT, is_hf_folder, newest_readable, resume_source, step_folders
@@ -42,7 +43,10 @@ def claim_run(cfg, Model, model_config, data, lr_at=None) -> dict:
         check_hf_config(model_config, base_folder(cfg))
     if cfg.export_hf and all(step < cfg.steps for step, _ in step_folders(cfg.out)):
         check_export(cfg.export_hf, Model, model_config)
+    seen = step_folders(cfg.out)
     lock_run(cfg.out)
+    if step_folders(cfg.out) != seen:  # only where another start made the folder after keep_batch had looked
+        raise ValueError(f"{cfg.out} got a checkpoint from another process while this start waited for it; start again")
     carry_certificate(cfg, model_config)
     return identity
 
@@ -76,6 +80,10 @@ def check_run(out: str, identity: dict, cfg, lr_at=None):
     """
     if cfg.keep_latest_k < 0:
         raise ValueError(f"--keep_latest_k {cfg.keep_latest_k}: give a number of checkpoints, or 0 to keep all")
+    check_after_save(cfg.after_save)
+    if stateless := {"lr_scheduler", "dataloader", "train_state"} & set(cfg.exclude_from_loading):
+        raise ValueError(f"--exclude_from_loading {min(stateless)}: there is no such state, as the learning rate and the place "
+                         "in the data follow from the step; leave it out")
     check_tokenizer(out, identity, cfg)
     if source := resume_source(out, cfg):
         path = newest_readable(source.folder, source.step, ABOUT)
@@ -97,12 +105,37 @@ def check_run(out: str, identity: dict, cfg, lr_at=None):
             raise ValueError(f"--init_from {source.folder} is of another model: {text}; give the model of the checkpoint")
 
 
+HELD = set()  # folders that this process has locked
+# What the ranks of one start have in common, and those of two starts do not
+JOB = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_RESTART_COUNT")
+
+
+def wait_for_run(out: str):
+    """What is in `out` may change until the process that writes there has ended: every rank waits for that before it looks.
+    Where there is no <out>/.lock, nobody has written yet, and nothing is made before the flags are known to be right. Raises
+    ValueError for an address that is no folder."""
+    check_local(out, "--out")
+    lock, rank, job = os.path.join(out, ".lock"), int(os.environ.get("RANK", 0)), job_name()
+    if rank == 0 and os.path.exists(lock):
+        lock_run(out)
+    deadline = time.monotonic() + 35
+    while rank > 0 and os.path.exists(lock) and time.monotonic() < deadline:  # rank 0 says what is wrong if it does not end
+        with open(lock, errors="replace") as file:
+            if file.read().endswith(job):
+                return
+        time.sleep(0.1)
+
+
+def job_name() -> str:
+    return ", job " + " ".join(os.environ.get(name, "-") for name in JOB)
+
+
 def lock_run(out: str):
     """Rank 0 holds <out>/.lock until its process ends, however it ends: two jobs never write into one run folder.
 
     Waits up to 30 s, because workers of a killed launcher take some seconds to notice; then ValueError names the pid.
     """
-    if int(os.environ.get("RANK", 0)) != 0:
+    if int(os.environ.get("RANK", 0)) != 0 or out in HELD:
         return
     try:
         os.makedirs(out, exist_ok=True)
@@ -113,10 +146,11 @@ def lock_run(out: str):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"{os.getpid()} on {socket.gethostname()}".encode(), 0)
+            os.pwrite(descriptor, f"{os.getpid()} on {socket.gethostname()}{job_name()}".encode(), 0)
+            HELD.add(out)
             return
         except BlockingIOError:
-            holder = os.pread(descriptor, 200, 0).decode(errors="replace")
+            holder = os.pread(descriptor, 999, 0).decode(errors="replace").partition(", job")[0]
             if not tries_left:
                 raise ValueError(f"{out} is in use by process {holder}: stop that first, or use --out NEW") from None
             if tries_left == 300:
@@ -202,9 +236,9 @@ def changes(old, new, name=""):
 # compared by their contents.
 UNTOLD_FLAGS = set("""
     out device log_every checkpoint_every init_from init_model_only load_step exclude_from_loading checkpoint_async
-    keep_latest_k checkpoint_first_step load_only last_save_model_only export_hf export_dtype lora_base data tokenizer cache_dir
-    plot text_column tensorboard wandb profile memory_snapshot gc_every dry_run plan machine nvlink_gb_s network_gb_s
-    devices_per_node explain check_parity where certify flight_recorder init_timeout_s train_timeout_s
+    keep_latest_k checkpoint_first_step load_only last_save_model_only after_save export_hf export_dtype lora_base data
+    tokenizer cache_dir plot text_column tensorboard wandb profile memory_snapshot gc_every dry_run plan machine nvlink_gb_s
+    network_gb_s devices_per_node explain check_parity where certify flight_recorder init_timeout_s train_timeout_s
 """.split())
 
 
@@ -257,8 +291,9 @@ def keep_batch(cfg):
 
     A batch that comes from a checkpoint or a config.json is kept on any number of processes. Where local_batch_size does not
     divide it, the largest smaller one that does is taken, and rank 0 says so: that only changes how much runs at once.
-    Raises ValueError where no local_batch_size divides it.
+    Raises ValueError where no local_batch_size divides it. Waits until no other process writes into --out.
     """
+    wait_for_run(cfg.out)
     processes, others = int(os.environ.get("WORLD_SIZE", 1)), cfg.pp * cfg.cp * cfg.tp
     if min(cfg.pp, cfg.cp, cfg.tp, cfg.local_batch_size) < 1 or processes % others:
         return  # check_layout says what is wrong

@@ -24,7 +24,7 @@ from torch import nn
 import checkpoint
 import grpo
 import parallel
-from checkpoint import CheckpointConfig, Checkpoints, Damaged, diff, load_model, step_folders, verify
+from checkpoint import CheckpointConfig, Checkpoints, Damaged, diff, load_model, saved_model, saved_state, step_folders, verify
 from distributed.experts import balance_experts
 from distributed.layout import AXES, Layout
 from models.llama3 import FLAVORS as LLAMA3
@@ -625,7 +625,7 @@ def test_command_line(tmp_path, capsys):
     a, b = path(tmp_path, 2), path(tmp_path, 4)
     assert checkpoint.main(["verify", a]) == 0
     status, out, _ = command("diff", a, b)
-    assert status == 1 and "the first is model.counts: 5 of 5" in out and "state.json: step is 2 / 4" in out
+    assert status == 1 and "25 of 25 tensors differ, most of all:\n  optimizer." in out and "state.json: step is 2 / 4" in out
     assert checkpoint.main(["diff", a, a]) == 0
     flip(b + "/recipe.py", 3)
     assert command("verify", b)[0] == 1
@@ -839,3 +839,42 @@ def test_all_ranks_take_the_same_decision(tmp_path):
     flip(path(out, 1) + "/__1_0.distcp", 4321)
     one, two = pool(2).run(load_error, out)
     assert one == two and "no undamaged checkpoint" in one
+
+
+def test_a_note_in_a_step_folder_is_named_and_costs_nothing(tmp_path, capsys):
+    """What could be taken for a part of the checkpoint is not: a template that somebody has added would be used."""
+    saved(tmp_path, 2, 4)
+    for name in ("notes.txt", ".nfs0000000012"):
+        Path(path(tmp_path, 4), name).write_text("good run")
+    assert of(*trained(), tmp_path).load()["step"] == 4
+    assert "step-4 has files that are not its own, and nobody reads: .nfs0000000012, notes.txt" in capsys.readouterr().out
+    Path(path(tmp_path, 4), "chat_template.jinja").write_text("x")
+    assert of(*trained(), tmp_path).load()["step"] == 2
+    assert "DAMAGED: chat_template.jinja is not in manifest.json" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("change, words", [
+    (lambda state: state["state"].update(step=float("nan")), "is no place in a run"),
+    (lambda state: state["state"].update(samples=-5), "is no place in a run"),
+    (lambda state: state.update(state=[1]), "is no place in a run"),
+])
+def test_a_state_that_is_no_place_in_a_run(tmp_path, change, words):
+    saved(tmp_path, 2)
+    folder = Path(path(tmp_path, 2))
+    state = json.loads((folder / "state.json").read_text())
+    change(state)
+    (folder / "state.json").write_text(json.dumps(state))
+    with pytest.raises(ValueError, match=words):
+        saved_state(str(folder))
+
+
+@pytest.mark.parametrize("model, words", [
+    ({"class": "Nothing"}, "does not describe a model"), ({"n_layers": 10**7}, "n_layers 10000000 is absurd"),
+    ({"n_layers": "x"}, "does not describe a model"), ({"more": 1}, "does not describe a model"), (None, "names no model"),
+])
+def test_a_state_that_describes_no_model(tmp_path, model, words):
+    known = {"module": "models.llama3", "class": "Llama3"}
+    (tmp_path / "state.json").write_text(json.dumps({"identity": {"model": model and known | model}}))
+    with pytest.raises(ValueError, match=words) as error:
+        saved_model(str(tmp_path))
+    assert "\n" not in str(error.value)

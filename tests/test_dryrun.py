@@ -126,21 +126,24 @@ def test_half_backwards_in_bfloat16(schedule):
 
 @pytest.mark.parametrize("left_out", ["attn_norm", "ffn"])
 def test_another_plan_is_another_report(monkeypatch, left_out):
-    """What is left out of tp_plan is whole on every tp rank. A norm: its gradient is no longer summed. A FFN: more bytes."""
+    """A norm that is left out is refused. A FFN that is whole on every tp rank, which gives it T/tp tokens: more bytes."""
     recipe = importlib.import_module("train_llama3")
     cfg, plan = config("train_llama3", dict(tp=2, dp_shard=2)), recipe.Llama3.tp_plan
     before = dryrun.make_report(recipe.main, cfg).ranks[0].step
-    changed = lambda model: {k: v for k, v in plan(model).items() if left_out not in k.split(".")}  # noqa: E731
+    whole = {f"blocks.*.ffn.w{i}": "sequence_linear" for i in (1, 2, 3)} if left_out == "ffn" else {}
+    changed = lambda model: {k: v for k, v in plan(model).items() if left_out not in k.split(".")} | whole  # noqa: E731
     monkeypatch.setattr(recipe.Llama3, "tp_plan", changed)
+    if left_out == "attn_norm":
+        with pytest.raises(ValueError, match="blocks.0.attn_norm.weight has no style"):
+            dryrun.make_report(recipe.main, cfg)
+        return
     after = dryrun.make_report(recipe.main, cfg).ranks[0].step
     moved = [dryrun.totals({key[1:]: n for key, n in step.items() if key[0] == "moved"}) for step in (before, after)]
     fewer = {key: moved[0][key][0] - moved[1][key][0] for key in moved[0] if moved[0][key] != moved[1][key]}
     grown = after["parameters"] - before["parameters"]
-    if left_out == "attn_norm":
-        assert fewer == {("tp", "all_reduce"): 5} and grown == 0
-    else:
-        assert fewer["tp", "all_gather"] == fewer["tp", "reduce_scatter"] == 2 * 5
-        assert grown == 5 * 3 * 64 * 128 * 4 // 2 // 2  # two FSDP ranks have half each, and no longer a quarter
+    expected = {("tp", "all_gather"): 2 * 5, ("tp", "reduce_scatter"): 2 * 5, ("tp", "all_reduce"): -3 * 5}
+    assert {key: n for key, n in fewer.items() if n} == expected
+    assert grown == 5 * 3 * 64 * 128 * 4 // 2 // 2  # two FSDP ranks have half each, and no longer a quarter
 
 
 def test_every_violation_at_once():

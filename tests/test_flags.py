@@ -583,6 +583,8 @@ row("checkpoint_async", "thread", lambda new, old: len(new.writers) == 2 and len
 row("checkpoint_async", "process", lambda new, old: "process" in new.writers, checkpoint_every=2)
 row("keep_latest_k", 2, lambda new, old: new.saved == ["step-3", "step-4"], checkpoint_every=1)
 row("checkpoint_first_step", True, lambda new, old: new.saved == ["step-1", "step-3", "step-4"], checkpoint_every=3)
+row("after_save", "touch {}.copied", lambda new, old: [f for f in new.files if "copied" in f] == [
+    "checkpoints/step-2.copied", "checkpoints/step-4.copied"], checkpoint_every=2)
 row("load_only", True, lambda new, old: new.saved == [] and old.saved == ["step-2", "step-4"], checkpoint_every=2)
 row("last_save_model_only", True, lambda new, old: size(new, "step-4") < 0.5 * size(old, "step-4"), checkpoint_every=4)
 row("export_hf", "<tmp>", lambda new, old: "lm_head.weight" in exported(new))

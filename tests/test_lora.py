@@ -32,7 +32,7 @@ import distributed.lora
 import parallel
 from distributed.cast import CastUnit
 from distributed.checks import check_memory, check_model
-from distributed.layout import AXES, Layout, local_tensor
+from distributed.layout import AXES, Layout, local_tensor, reduces_always
 from distributed.lora import adapter_numel, is_adapter, lora_counts, lora_linears, lora_names
 from models.llama3 import FLAVORS, Llama3
 
@@ -256,4 +256,4 @@ def test_memory_is_that_of_what_is_trained(flags, GB, always):
     assert float(str(error.value).split("at least ")[1].split()[0]) == pytest.approx(GB, rel=0.02)
     model.index, model.n_stages = 0, 1
     lora_linears(model, layout)
-    assert parallel.reduces_always(model, layout) == always
+    assert reduces_always(model, layout) == always

@@ -36,9 +36,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import parallel
+from distributed.checks import STYLES
 from distributed.keep import KEPT
 from distributed.launch import failed_module
-from distributed.layout import AXES, Layout, ParallelConfig, local_tensor
+from distributed.layout import AXES, Layout, ParallelConfig, local_tensor, reduces_always
 from models import llama3, moe, qwen3
 from models.layers import rotate
 
@@ -371,7 +372,7 @@ def test_gradients_are_kept_whole_where_they_fit(flavor, ranks, GB, flags, alway
         model = llama3.Llama3(llama3.FLAVORS[flavor])
     degrees = {axis: 1 for axis in AXES} | {"dp_shard": ranks}
     layout = Layout(ParallelConfig(**flags), degrees, ranks, 1, 2 * ranks, memory=int(GB * 1e9))
-    layout.reduces_always = parallel.reduces_always(model, layout)
+    layout.reduces_always = reduces_always(model, layout)
     assert layout.reduces_always == always == ("gradients reduced after each" in layout.step_text(8192))
 
 
@@ -383,7 +384,7 @@ def test_experts_are_shared_between_fewer_ranks_than_the_rest():
         for block in model.blocks.values():
             block.moe.experts = moe.Experts(config.n_experts // 8, config.dim, config.moe_ffn_dim)
     layout = Layout(ParallelConfig(ep=8), {axis: 1 for axis in AXES} | {"dp_shard": 8}, 8, 1, 16, memory=int(141e9))
-    assert parallel.reduces_always(model, layout)
+    assert reduces_always(model, layout)
 
 
 @contextmanager
@@ -634,9 +635,10 @@ def test_ac_op_keeps_float8_matmuls():
 
 
 def where_it_fails(flags: dict) -> str:
-    """A fork that forgot the style of a module whose shape is that of all heads."""
-    plan = Fork.tp_plan
-    with mock.patch.object(Fork, "tp_plan", lambda self: {k: v for k, v in plan(self).items() if "per_head" not in k}):
+    """A fork whose own style leaves a module as it is, with the shape of all heads."""
+    plan, styles = Fork.tp_plan, {"own": parallel.GatherSequence}
+    own = lambda self: plan(self) | {"blocks.*.attn.per_head": "own"}  # noqa: E731
+    with mock.patch.object(Fork, "tp_plan", own), mock.patch.dict(parallel.TP_STYLES, styles):
         stages, layout = build(ForkConfig(**SMALL), flags, 4, 4)
         try:
             parallel.forward_backward(stages, local_batch(global_batch(0, 4, False), layout), layout)
@@ -647,7 +649,8 @@ def where_it_fails(flags: dict) -> str:
 def test_an_error_names_the_module_in_which_it_happened():
     """--check_parity shows this line of the layout's half."""
     name = " (in blocks.0.attn.per_head, a Gain)"
-    assert pool(2).run(where_it_fails, dict(tp=2)) == [name, name]
-    assert pool(2).run(where_it_fails, dict(tp=2, ac="full")) == [name, name]
+    hint = f'; under tp "blocks.*.attn.per_head" needs a style in tp_plan: {STYLES}'
+    assert pool(2).run(where_it_fails, dict(tp=2)) == [name + hint] * 2
+    assert pool(2).run(where_it_fails, dict(tp=2, ac="full")) == [name + hint] * 2
     assert pool(1).run(where_it_fails, {}) == [None]
     assert failed_module(ValueError("no model")) == ""

@@ -13,7 +13,7 @@ from test_data import call_cli, refused, sentences
 
 from data import DataConfig, build_shards, find_tokenizer, open_data
 from support import corpus as texts
-from support.readers import text_files
+from support.readers import text_files, unpacked
 from support.show import documents_of, documents_of_shards
 
 DOCUMENTS = [sentences(1 + i % 7, seed=i) for i in range(300)]
@@ -147,7 +147,7 @@ def test_columns(tmp_path, tokenizer):
 
 def test_folders_and_globs(tmp_path, tokenizer, capsys):
     """In the order of the names, on every machine; hidden files are no data, and what is no text is named."""
-    places = ["b/a.jsonl.gz", "a-b.txt", "a/z.jsonl", "Z.parquet", "a/notes.md", ".git/c.txt", "a/.b.txt.part", "meta.json"]
+    places = ["b/a.jsonl.gz", "a-b.txt", "a/z.jsonl", "Z.parquet", "a/notes.me", ".git/c.txt", "a/.b.txt.part", "meta.json"]
     contents = {}
     for i, name in enumerate(places):
         text = jsonl(DOCUMENTS[30 * i:30 * i + 30]) if "json" in name else "".join(DOCUMENTS[30 * i:30 * i + 30]).encode()
@@ -162,13 +162,13 @@ def test_folders_and_globs(tmp_path, tokenizer, capsys):
             (root / name).write_bytes(contents[name])
         files, left_out = text_files(str(root))
         assert [path.relative_to(root).as_posix() for path in files] == ["Z.parquet", "a-b.txt", "a/z.jsonl", "b/a.jsonl.gz"]
-        assert sorted(path.name for path in left_out) == ["meta.json", "notes.md"]
+        assert sorted(path.name for path in left_out) == ["meta.json", "notes.me"]
         cfg = DataConfig(data=str(root), tokenizer=str(tokenizer[0]), cache_dir=str(root.parent / "cache"))
         prints.append(open_data(cfg, 16).fingerprint)
-        assert "4 files, without notes.md and 1 more that are no text" in (out := capsys.readouterr().out) or "meta.json" in out
+        assert "4 files, without notes.me and 1 more that are no text" in (out := capsys.readouterr().out) or "meta.json" in out
     assert prints[0] == prints[1]
     assert [p.name for p in text_files(f"{root}/**/*.jsonl*")[0]] == ["z.jsonl", "a.jsonl.gz"]
-    for what, part in ((f"{root}/*.zst", "no file matches"), (f"{root}/m*", "meta.json: need .txt, .jsonl"),
+    for what, part in ((f"{root}/*.zst", "no file matches"), (f"{root}/m*", "meta.json: need .txt, .md, .jsonl"),
                        (f"{root}/no.txt", "no such file")):
         refused(lambda what=what: text_files(what), part)
     (tmp_path / "empty").mkdir()
@@ -195,3 +195,11 @@ def test_prepare_again_keeps_what_is_packed(tmp_path, tokenizer, monkeypatch, ca
     made = [json.loads(line) for line in out.splitlines()]
     assert status == 0 and len(made) == 600 and {tuple(x["ids"]) for x in made} == {*map(tuple, shown)}
     assert all(x["ids"][-1] == tokenizer[1] and set(x["mask"]) == {1} for x in made)
+
+
+def test_what_unpacks_to_a_thousand_times_its_size_is_refused(tmp_path):
+    """Zstandard packs 300 MB of one letter into 27 KB, and a stranger's file may mean 300 GB. (gzip cannot: 1032 times.)"""
+    packer = zstandard.ZstdCompressor(level=19).compressobj()
+    zeros = b"0" * (1 << 20)
+    (tmp_path / "a.txt.zst").write_bytes(b"".join(packer.compress(zeros) for _ in range(300)) + packer.flush())
+    refused(lambda: [None for _ in unpacked(tmp_path / "a.txt.zst")], "unpacks to more than 268,435,456 bytes, 1000 times its")

@@ -477,3 +477,28 @@ def test_a_rank_with_other_weights_is_named():
     for message in pool(4).run(replicas_after, dict(dp_replicate=4), 2):
         assert "norm.weight differs between ranks 0 and 2" in message
     assert "differs between ranks 2 and 3" in pool(4).run(replicas_after, dict(tp=2, dp_replicate=1), 3)[0]
+
+
+@pytest.mark.parametrize("argv, words", [
+    ("train_llama3.py --out s3://bucket/run", "--out s3://bucket/run: only folders are written"),
+    ("train_llama3.py --export_hf gs://bucket/model", "to export to gs://bucket/model: only folders are written"),
+    ("grpo.py --out s3:/bucket/run", "--out s3:/bucket/run: only folders are written"),
+    ("data.py prepare --input book.txt --tokenizer t.json --out s3://bucket/tokens", "--out s3:/bucket/tokens: only folders"),
+    ("data.py tokenizer --input book.txt --out gs://bucket/t.json", "--out gs:/bucket/t.json: only folders"),
+    ("checkpoint.py to_hf run s3://bucket/model", "to export to s3://bucket/model: only folders are written"),
+    ("checkpoint.py from_hf run s3://bucket/run", "to export to s3://bucket/run: only folders are written"),
+    ("checkpoint.py source run s3://bucket/code", "to write to s3://bucket/code: only folders are written"),
+    ("ablate.py REPO/train_llama3.py --vary lr=1e-3,3e-3 --out s3://bucket/study", "--out s3://bucket/study: only folders"),
+    ("train_llama3.py --after_save rsync", "--after_save 'rsync' must have {} where the checkpoint's folder goes"),
+    ("train_llama3.py --data table.csv", "make a .jsonl of it, python -c 'import csv, json, sys; "),
+    ("train_llama3.py --data list.json", "make a .jsonl of it, python -c 'import json, sys; "),
+    ("train_llama3.py --data org/corpus", "hf download org/corpus --repo-type dataset --local-dir corpus"),
+])
+def test_what_is_written_and_read_is_on_this_machine(tmp_path, argv, words):
+    """A folder s3: would be made in place of the bucket, and gone with the machine."""
+    for name in ("book.txt", "table.csv", "list.json"):
+        (tmp_path / name).write_text('{"text": "x"}')
+    file, *words_of = argv.replace("REPO", str(REPO)).split()
+    done = run_program([sys.executable, REPO / file, *words_of], cwd=tmp_path)
+    assert words in done.stderr and done.stderr.count("\n") == 1 and done.returncode == 2, done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["book.txt", "list.json", "table.csv"]

@@ -2,6 +2,8 @@
 import copy
 import dataclasses
 import multiprocessing
+import os
+import re
 import time
 from dataclasses import asdict, replace
 
@@ -101,6 +103,36 @@ def test_lock(tmp_path, monkeypatch):
     holder.join()
     lock_run(str(tmp_path))
 
+
+
+def end_with_a_checkpoint(out, saved, ready):
+    lock_run(str(out))
+    ready.set()
+    time.sleep(1)
+    os.rename(saved / "checkpoints", out / "checkpoints")
+
+
+def start_with(cfg, rank, found):
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": "123"}
+    resume.keep_batch(cfg)
+    found.put(cfg.global_batch_size)
+
+
+def test_a_start_that_waits_for_the_lock_keeps_the_batch_of_the_checkpoint_that_appears_meanwhile(tmp_path):
+    """Preempted and started again on two processes: both ranks look behind the lock, not ahead of it."""
+    (out := tmp_path / "run").mkdir()
+    cfg = replace(a_run(tmp_path / "saved", step=10, global_batch_size=4), out=str(out), global_batch_size=-1)
+    fork = multiprocessing.get_context("fork")
+    ready, found = fork.Event(), fork.Queue()
+    holder = fork.Process(target=end_with_a_checkpoint, args=(out, tmp_path / "saved", ready))
+    holder.start()
+    assert ready.wait(30)
+    ranks = [fork.Process(target=start_with, args=(cfg, rank, found)) for rank in (1, 0)]
+    for process in ranks:
+        process.start()
+    assert [found.get(timeout=30), found.get(timeout=30)] == [4, 4]  # of the run on one process; 8 without it
+    for process in (holder, *ranks):
+        process.join()
 
 
 def a_run(out, processes=1, step=20, **flags):
@@ -218,3 +250,27 @@ def test_flags_that_are_not_told_exist_and_concern_no_training(recipe):
     if recipe is not grpo:
         assert resume.UNTOLD_FLAGS <= fields
 
+
+
+@pytest.mark.parametrize("flags, words", [
+    (dict(exclude_from_loading=["dataloader"]), "--exclude_from_loading dataloader: there is no such state"),
+    (dict(exclude_from_loading=["head", "lr_scheduler"]), "--exclude_from_loading lr_scheduler: there is no such state"),
+    (dict(after_save="rsync"), "must have {} where the checkpoint's folder goes"),
+])
+def test_flags_that_say_nothing_about_this_run(tmp_path, flags, words):
+    cfg = replace(a_run(tmp_path, step=10), **flags)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        check_run(str(tmp_path), IDENTITY, cfg)
+
+
+def test_a_command_behind_each_checkpoint(tmp_path, capsys):
+    """It gets complete folders, in order; the run waits for the last; what fails is one line, and the run goes on."""
+    out = tmp_path / "a run's folder"
+    command = f"test -f {{}}/manifest.json && sleep 0.2 && basename {{}} >> {tmp_path}/copied; echo no room >&2"
+    checkpoints = of(*trained(), out, after_save=f"{command}; case {{}} in *-3) exit 1;; esac")
+    for step in (1, 2, 3):
+        assert checkpoints.save(step, {"step": step})
+    checkpoints.close()
+    assert (tmp_path / "copied").read_text().split() == ["step-1", "step-2", "step-3"]
+    said = [line for line in capsys.readouterr().out.splitlines() if "after_save" in line]
+    assert said == [f"checkpoint: --after_save FAILED for {out}/checkpoints/step-3, status 1: no room"]

@@ -1,0 +1,266 @@
+"""Forks of a few lines, as researchers make them: what is put into a copy of train_llama3.py, and where."""
+from pathlib import Path
+
+REPO = Path(__file__).parent.parent
+IMPORTS = """
+import torch.nn.functional as F
+from torch import nn
+
+import models.llama3
+from models.layers import RMSNorm, dropout, rotate, transpose_heads
+from models.moe import AddLoss
+
+Plain = models.llama3.Llama3
+"""
+# name -> code, put behind the imports; it may define a Llama3 of its own, a block, an optimizer
+CODE = dict(
+    positions="""
+class Llama3(Plain):
+    def __init__(self, config):
+        super().__init__(config)
+        self.pos, self.embed_norm = nn.Embedding(256, config.dim), RMSNorm(config.dim)
+    def forward(self, tokens, labels=None, positions=None, **kwargs):
+        h = tokens
+        if not tokens.is_floating_point():
+            h = self.embed_norm(self.tok_embeddings(tokens) + self.pos(tokens if positions is None else positions))
+        return super().forward(h, labels, positions, **kwargs)
+    def tp_plan(self):
+        return super().tp_plan() | {"pos": "vocab_embedding", "embed_norm": "sequence"}
+""",
+    two_heads="""
+class Llama3(Plain):
+    def __init__(self, config):
+        super().__init__(config)
+        self.head2, self.norm2 = nn.Linear(config.dim, config.vocab_size, bias=False), RMSNorm(config.dim)
+    def forward(self, tokens, labels=None, *args, **kwargs):
+        loss, denom = self.token_loss, None
+        if self.head2 is None or labels is None:
+            return super().forward(tokens, labels, *args, **kwargs)
+        self.token_loss = lambda h, w, y, d: loss(h, w, y, d) + 0.3 * loss(self.norm2(h), self.head2.weight, y, d)
+        out, self.token_loss = super().forward(tokens, labels, *args, **kwargs), loss
+        return out
+    def tp_plan(self):
+        return super().tp_plan() | {"head2": "vocab_head", "norm2": "sequence"}
+""",
+    tied_second_head="""
+class Llama3(Plain):
+    def __init__(self, config):
+        super().__init__(config)
+        self.head2 = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.head2.weight = self.tok_embeddings.weight
+    def forward(self, tokens, labels=None, *args, **kwargs):
+        loss = super().forward(tokens, labels, *args, **kwargs)
+        return loss if self.head2 is None or labels is None else loss + 0 * self.head2.weight.sum()
+""",
+    residual_scales="""
+class Llama3(Plain):
+    def __init__(self, config):
+        super().__init__(config)
+        self.scales = nn.Parameter(torch.empty(config.n_layers))
+    def init_constants(self):
+        return {"scales": 1.0}
+    def forward(self, tokens, *args, **kwargs):
+        for i, block in self.blocks.items():
+            block.scale = self.scales[int(i)]
+        return super().forward(tokens, *args, **kwargs)
+class Block(models.llama3.Block):
+    def forward(self, h, cos, sin, attend):
+        return super().forward(h * self.scale, cos, sin, attend)
+models.llama3.Block = Block
+""",
+    mean_loss="""
+def mean_loss(h, weight, labels, denom, **options):
+    return F.cross_entropy(F.linear(h, weight).flatten(0, 1).float(), labels.flatten())
+class Llama3(Plain):
+    def __init__(self, config):
+        super().__init__(config)
+        self.token_loss = mean_loss
+""",
+    mean_of_a_layer="""
+class Block(models.llama3.Block):
+    def forward(self, h, cos, sin, attend):
+        h = super().forward(h, cos, sin, attend)
+        return AddLoss.apply(h, 0.1 * h.float().square().mean())
+models.llama3.Block = Block
+""",
+    batch_statistics="""
+class Block(models.llama3.Block):
+    def forward(self, h, cos, sin, attend):
+        h = super().forward(h, cos, sin, attend)
+        return h - 0.5 * h.mean((0, 1), keepdim=True)
+models.llama3.Block = Block
+""",
+    loss_per_layer="""
+class Block(models.llama3.Block):
+    def forward(self, h, cos, sin, attend):
+        h = super().forward(h, cos, sin, attend)
+        return AddLoss.apply(h, 0.01 * h.float().square().mean(-1).sum() / self.denom)
+models.llama3.Block = Block
+class Llama3(Plain):
+    def forward(self, tokens, labels=None, positions=None, doc_ids=None, loss_denom=None, cache=None):
+        for block in self.blocks.values():
+            block.denom = 1 if loss_denom is None else loss_denom
+        return super().forward(tokens, labels, positions, doc_ids, loss_denom, cache)
+""",
+    norm_of_heads="""
+class Attention(models.llama3.Attention):
+    def __init__(self, config):
+        super().__init__(config)
+        self.q_norm, self.k_norm = RMSNorm(config.head_dim), RMSNorm(config.head_dim)  # eps: the dtype's
+    def forward(self, x, cos, sin, attend):
+        q, k, v = (transpose_heads(w(x).unflatten(-1, (-1, self.head_dim))) for w in (self.wq, self.wk, self.wv))
+        out = attend(rotate(self.norm(q, self.q_norm), cos, sin), rotate(self.norm(k, self.k_norm), cos, sin), v)
+        return self.wo(transpose_heads(out).flatten(-2))
+    def norm(self, x, norm):
+        return transpose_heads(norm(transpose_heads(x)))
+models.llama3.Attention = Attention
+""",
+    gain_of_heads="""
+class Attention(models.llama3.Attention):
+    def __init__(self, config):
+        super().__init__(config)
+        self.gain = nn.Parameter(torch.empty(config.head_dim))
+    def forward(self, x, cos, sin, attend):
+        return super().forward(x, cos, sin, lambda q, k, v: attend(q * self.gain, k, v))
+models.llama3.Attention = Attention
+class Llama3(Plain):
+    def init_constants(self):
+        return {"blocks.*.gain": 1.0}
+""",
+    gate="""
+class Attention(models.llama3.Attention):
+    def __init__(self, config):
+        super().__init__(config)
+        self.wg = nn.Linear(config.dim, 1)
+    def forward(self, x, cos, sin, attend):
+        return super().forward(x, cos, sin, attend) * torch.sigmoid(self.wg(x).mean())
+models.llama3.Attention = Attention
+""",
+    dropped="""
+class Block(models.llama3.Block):
+    def forward(self, h, cos, sin, attend):
+        h = h + dropout(self.attn(self.attn_norm(h), cos, sin, attend), 0.2, self.places, self.key + "attn")
+        return h + dropout(self.ffn(self.ffn_norm(h)), 0.1, self.places, self.key + "ffn", whole_sequences=True)
+models.llama3.Block = Block
+class Llama3(Plain):
+    def forward(self, *args, places=None, **kwargs):
+        for i, block in self.blocks.items():
+            block.places, block.key = places, i
+        return super().forward(*args, **kwargs)
+""",
+    torch_dropout="""
+class FeedForward(models.llama3.FeedForward):
+    def forward(self, x):
+        return F.dropout(super().forward(x), 0.1)
+models.llama3.FeedForward = FeedForward
+""",
+    dropout_module="""
+class FeedForward(models.llama3.FeedForward):
+    def __init__(self, dim, ffn_dim):
+        super().__init__(dim, ffn_dim)
+        self.drop = nn.Dropout(0.1)
+models.llama3.FeedForward = FeedForward
+""",
+    frozen_norms="""
+class Llama3(Plain):
+    def __init__(self, config):
+        super().__init__(config)
+        for fqn, p in self.named_parameters():
+            p.requires_grad_("norm" not in fqn and ".w1." not in fqn)
+""",
+    unused_bias="""
+class Llama3(Plain):
+    def __init__(self, config):
+        super().__init__(config)
+        self.head = nn.Linear(config.dim, config.vocab_size)
+""",
+    no_attention="""
+class Block(models.llama3.Block):
+    def forward(self, h, cos, sin, attend):
+        return h + self.ffn(self.ffn_norm(h.cumsum(1) / 64))
+class Llama3(Plain):
+    def __init__(self, config):
+        super().__init__(config)
+        self.blocks["1"] = Block(config)
+""",
+    complex_phase="""
+class Llama3(Plain):
+    def __init__(self, config):
+        super().__init__(config)
+        self.phase = nn.Parameter(torch.empty(config.dim, dtype=torch.complex64))
+    def init_std(self, fqn):
+        return 1.0 if fqn == "phase" else super().init_std(fqn)
+""",
+    parallel_block="""
+class Block(models.llama3.Block):
+    def forward(self, h, cos, sin, attend):
+        x = self.attn_norm(h)
+        return h + self.attn(x, cos, sin, attend) + self.ffn(x)
+    def __init__(self, config):
+        super().__init__(config)
+        del self.ffn_norm
+models.llama3.Block = Block
+class Llama3(Plain):
+    def tp_plan(self):
+        return {name: style for name, style in super().tp_plan().items() if "ffn_norm" not in name}
+""",
+    zeros="""
+class Llama3(Plain):
+    def init_std(self, fqn):
+        return 0.0 if fqn.endswith(("wo.weight", "w2.weight")) else super().init_std(fqn)
+""")
+STEP = """
+class Own(torch.optim.Optimizer):
+    def __init__(self, params, lr):
+        super().__init__(params, dict(lr=lr))
+        {first}
+    @torch.no_grad()
+    def step(self):
+        {before}
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    m = self.state[p].setdefault("m", torch.zeros_like(p))
+                    {update}
+                    m.lerp_(p.grad, 0.1)
+"""
+LION = "p.add_(m.lerp(p.grad, 0.1).sign(), alpha=-group['lr'])"
+
+
+def optimizer(update=LION, first="pass", before="pass") -> str:
+    return STEP.format(update=update, first=first, before=before)
+
+
+# optimizers, called Own
+CODE |= dict(
+    lion=optimizer(), rebound=optimizer("p.data = p.data - group['lr'] * m.lerp(p.grad, 0.1).sign()"),
+    counting=optimizer(LION.replace("group['lr']", "group['lr'] / group['k'] / self.total"), "self.total = 0.0",
+                       "self.total += 0.5; [g.update(k=g.get('k', 0) + 1) for g in self.param_groups]"),
+    averaging=optimizer(first="self.ema = {}",
+                        before="self.ema |= {i: p.detach().clone() for i, p in enumerate(self.param_groups[0]['params'])}"),
+    two_rates=optimizer(),
+)
+BUILD = "    optimizers = build_optimizers(stages, cfg)"
+PARAMETERS = "[p for stage in stages for p in stage.parameters() if p.requires_grad]"
+OWN = [(BUILD, f"    optimizers = [Own({PARAMETERS}, cfg.lr)]"),
+       ('Literal["adamw", "muon"] = "adamw"', 'Literal["own", "adamw"] = "own"')]
+GROUPS = f"[dict(params=[p], lr=cfg.lr / (1 + i % 2)) for i, p in enumerate({PARAMETERS})]"
+TWO = [(BUILD, f"    optimizers = [Own({GROUPS}, cfg.lr)]"),
+       *OWN[1:]]
+EDITS = dict(lion=OWN, rebound=OWN, counting=OWN, averaging=OWN, two_rates=TWO)
+M = ["--device", "cpu", "--seq_len", "64", "--local_batch_size", "4",
+     "--model_args", "dim=32,n_layers=4,n_heads=4,n_kv_heads=2,head_dim=8,ffn_dim=64,vocab_size=4096"]
+
+
+def write_fork(folder, *names: str, **plan: str) -> Path:
+    """A recipe with the code of these forks. plan: what to add to tp_plan, with _ for . in the names of modules."""
+    text = (REPO / "train_llama3.py").read_text()
+    for name in names:
+        for old, new in EDITS.get(name, []):
+            assert old in text, (name, old)
+            text = text.replace(old, new)
+    mark = "\n# A flag that is given without"
+    assert mark in text
+    path = Path(folder) / f"train_{'_'.join(names)}.py"
+    path.write_text(text.replace(mark, IMPORTS + "".join(CODE[name] for name in names) + "\n" + mark))
+    return path

@@ -1,0 +1,146 @@
+"""Forks of a few lines: on one process, and on layouts; equal, refused in one line, or told. See research_forks.py."""
+import re
+import sys
+
+import pytest
+import runs
+import torch
+from programs import run_program
+from research_forks import REPO, M, write_fork
+
+from support.dcp import read_table, read_tensors
+from support.manifest import read_manifest
+
+ENV = runs.ENV | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+EQUAL, NOT_EQUAL = "check_parity: equal", "check_parity: NOT EQUAL: step 1"
+# fork, layout, what --check_parity says in the end: equal and NOT EQUAL are exit status 0 and 1
+TABLE = [
+    ("positions", "--pp 2", EQUAL),
+    ("positions", "--tp 2 --pp 2 --pp_schedule ZBVZeroBubble", EQUAL),
+    ("two_heads", "--pp 4", EQUAL),
+    ("two_heads", "--tp 2 --dp_shard 2", EQUAL),
+    ("tied_second_head", "--pp 2", "--pp: head2 of Llama3 is used before the blocks and behind them"),
+    ("tied_second_head", "--dp_shard 2", "Parameter 'tok_embeddings.weight' is shared"),
+    ("residual_scales", "--pp 2", "--pp: forward of Llama3 fails on a stage where tok_embeddings, scales are None"),
+    ("residual_scales", "--tp 2", "--tp: scales has no style in tp_plan.* put it into a small module of its own"),
+    ("residual_scales", "--dp_shard 2", EQUAL),
+    ("mean_loss", "--dp_shard 2", f"{NOT_EQUAL} differs first in the gradient of tok_embeddings.weight by 5.0e-01"),
+    ("mean_loss", "--pp 2", NOT_EQUAL),
+    ("mean_of_a_layer", "--dp_shard 2", NOT_EQUAL),
+    ("mean_of_a_layer", "--tp 2", NOT_EQUAL),
+    ("batch_statistics", "--dp_replicate 2", NOT_EQUAL),
+    ("batch_statistics", "--cp 2", NOT_EQUAL),
+    ("loss_per_layer", "--pp 2", EQUAL),
+    ("loss_per_layer", "--dp_shard 2 --tp 2", EQUAL),
+    ("norm_of_heads", "--tp 2", r'--tp: blocks.0.attn.q_norm.weight has no style in tp_plan.*"blocks\.\*\.attn\.q_norm"'),
+    ("norm_of_heads", "--dp_shard 2 --cp 2", EQUAL),
+    ("gain_of_heads", "--tp 2", "--tp: blocks.0.attn.gain has no style.* small module of its own"),
+    ("gain_of_heads", "--pp 2", EQUAL),
+    ("gate", "--tp 2", r'--tp: blocks.0.attn.wg.weight has no style in tp_plan.*"blocks\.\*\.attn\.wg"'),
+    ("dropped", "--dp_shard 2", EQUAL),
+    ("dropped", "--tp 2 --ac full", EQUAL),
+    ("dropped", "--cp 2 --pp 2", EQUAL),
+    ("torch_dropout", "--dp_shard 2", "draws random numbers from torch's generator.*models.layers.dropout"),
+    ("dropout_module", "--tp 2", "blocks.0.ffn.drop is Dropout, whose numbers depend on the layout.*models.layers.dropout"),
+    ("frozen_norms", "--tp 2", EQUAL),
+    ("frozen_norms", "--pp 2", EQUAL),
+    ("unused_bias", "--dp_shard 2", "check_parity: NOT COMPARED: head.bias, whose gradient is 0 or missing on both sides"),
+    ("complex_phase", "--dp_shard 2", "parameter phase is complex.*view_as_complex"),
+    ("parallel_block", "--tp 2 --pp 2", EQUAL),
+    ("parallel_block", "--cp 2 --dp_shard 2", EQUAL),
+    ("zeros", "--tp 2", EQUAL),
+    ("zeros norm_of_heads lion", "--dp_shard 2 --optimizer own", EQUAL),
+    ("lion", "--dp_shard 2", EQUAL),
+    ("lion", "--tp 2 --lr 1e-5", EQUAL),
+    ("rebound", "--dp_shard 2 --lr 1e-6", r"check_parity: NOT EQUAL: step 2 differs first in the update of \S+ by 1.0e\+00"),
+    ("rebound", "--tp 2", "check_parity: NOT EQUAL: step 2"),
+    ("counting", "--pp 2", EQUAL),
+    ("two_rates", "--dp_shard 2", EQUAL),
+]
+QUICK = {"mean_loss --dp_shard 2", "unused_bias --dp_shard 2", "gate --tp 2"}
+
+
+@pytest.mark.parametrize("forks, layout, said", [
+    pytest.param(*row, marks=[] if " ".join(row[:2]) in QUICK else pytest.mark.slow, id=" ".join(row[:2])) for row in TABLE])
+def test_a_fork_is_equal_or_refused(tmp_path, forks, layout, said):
+    done = run_program([sys.executable, write_fork(tmp_path, *forks.split()), *M, *layout.split(), "--check_parity"],
+                       cwd=tmp_path, env=ENV)
+    assert re.search(said, done.stdout + done.stderr), done.stdout[-2000:] + done.stderr[-2000:]
+    assert (done.returncode == 0) == (said == EQUAL)
+
+
+def train(tmp_path, processes, forks, *argv, status=0) -> str:
+    flags = ["--compute_dtype", "float32", "--val_every", "0", "--log_every", "1", *argv]
+    command = runs.launch(processes, write_fork(tmp_path, *forks.split()), *M, *flags)
+    done = run_program(command, cwd=tmp_path, env=ENV)
+    assert done.returncode == status, done.stdout[-2000:] + done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+def weights(folder) -> dict:
+    table = read_table(str(folder), read_manifest(str(folder))["files"])
+    kinds = {key: kind for key, kind in table.state_dict_metadata.items() if key.startswith("model.")}
+    found = {key: torch.empty(kind.size, dtype=kind.properties.dtype) for key, kind in kinds.items()}
+    read_tensors(found, str(folder), table)
+    return found
+
+
+def differ(a, b) -> dict[str, float]:
+    """fqn -> relative difference of a weight in two step folders, of those that are more than rounding."""
+    a, b = weights(a), weights(b)
+    assert a.keys() == b.keys()
+    far = {fqn: ((a[fqn] - b[fqn]).norm() / a[fqn].norm()).item() for fqn in a}
+    return {fqn: x for fqn, x in far.items() if x > 1e-3}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fork", ["two_heads", "positions"])
+def test_a_pipelines_checkpoint_has_the_trained_weights(tmp_path, fork):
+    train(tmp_path, 1, fork, "--steps", 4, "--out", "one", "--checkpoint_first_step")
+    train(tmp_path, 4, fork, "--steps", 4, "--out", "four", "--pp", 4)
+    assert differ(tmp_path / "one/checkpoints/step-4", tmp_path / "four/checkpoints/step-4") == {}
+    moved = differ(tmp_path / "one/checkpoints/step-1", tmp_path / "four/checkpoints/step-4")
+    assert {"model.head2.weight"} <= moved.keys() if fork == "two_heads" else {"model.pos.weight"} <= moved.keys()
+
+
+@pytest.mark.slow
+def test_numbers_that_an_optimizer_keeps_beside_its_state(tmp_path):
+    """Its own attributes and those of its groups, on another layout, too."""
+    train(tmp_path, 1, "counting", "--steps", 6, "--out", "whole")
+    for processes, layout in (1, ()), (2, ("--pp", 2)):
+        out = f"cut{processes}"
+        train(tmp_path, 1, "counting", "--steps", 3, "--schedule_steps", 6, "--out", out)
+        assert "continuing from" in train(tmp_path, processes, "counting", "--steps", 6, "--out", out, "--global_batch_size", 4,
+                                          *layout)
+        assert differ(tmp_path / "whole/checkpoints/step-6", tmp_path / out / "checkpoints/step-6") == {}
+
+
+@pytest.mark.slow
+def test_what_a_plain_run_says(tmp_path):
+    """Of what only a first step shows, and of what no checkpoint could keep."""
+    flags = ["--steps", 2, "--checkpoint_every", 0]
+    assert "no gradient reaches head.bias: " in train(tmp_path, 1, "unused_bias", *flags, "--out", "a")
+    said = train(tmp_path, 2, "rebound", *flags, "--out", "b", "--lr", "1e-3")
+    assert re.search(r"the first step has not moved \S+, \S+, \S+ and \d+ more on rank 0, though there is a gradient", said)
+    assert "has not moved" not in train(tmp_path, 2, "lion", *flags, "--out", "c", "--lr", "1e-8")  # lost in rounding
+    said = train(tmp_path, 1, "no_attention", *flags, "--out", "d", "--doc_mask")
+    assert "--doc_mask does nothing in blocks.1: they do not call attend" in said
+    said = train(tmp_path, 1, "averaging", "--steps", 1, "--out", "e", status=1)
+    assert "Own keeps ema, a dict, outside of self.state[p]" in said
+    assert "has not moved" not in said and "no gradient" not in said
+    before = train(tmp_path, 2, "frozen_norms", "--steps", 2, "--out", "f", "--tp", 2, "--checkpoint_first_step")
+    assert "no gradient" not in before
+    steps = [tmp_path / f"f/checkpoints/step-{n}" for n in (1, 2)]
+    moved = differ(*steps)
+    assert moved and not any("norm" in fqn or ".w1." in fqn for fqn in moved)
+
+
+@pytest.mark.slow
+def test_rates_of_groups_and_dropped_numbers_are_the_same_when_a_run_is_continued(tmp_path):
+    for fork in "two_rates", "dropped":
+        train(tmp_path, 1, fork, "--steps", 4, "--out", f"{fork}1")
+        train(tmp_path, 1, fork, "--steps", 2, "--schedule_steps", 4, "--out", f"{fork}2")
+        train(tmp_path, 2, fork, "--steps", 4, "--out", f"{fork}2", "--tp", 2, "--ac", "full")
+        assert differ(tmp_path / f"{fork}1/checkpoints/step-4", tmp_path / f"{fork}2/checkpoints/step-4") == {}
+    plain, half = (runs.train_lines(tmp_path / f"{name}1") for name in ("two_rates", "dropped"))
+    assert plain[0]["lr"] == half[0]["lr"]
