@@ -668,7 +668,9 @@ def to_hf(folder: str, out: str, dtype="bfloat16", max_shard_gb=5.0, adapter=Fal
     if adapter and not lora:
         raise ValueError(f"--adapter: {folder} was trained without --lora_rank; leave it out")
     if adapter:
-        return write_peft(out, read_adapters(table, path), block_linears(model), model, lora, hf_base_of(path))
+        file = os.path.join(path, "tokenizer.json")
+        beside = tokenizer_and_beside(file) if os.path.isfile(file) else {}
+        return write_peft(out, read_adapters(table, path), block_linears(model), model, lora, hf_base_of(path), beside)
     if lora:
         file = os.path.join(path, "tokenizer.json")
         model, file = load_model(path)[0], file if os.path.isfile(file) else None

@@ -44,6 +44,7 @@ from support.shards import (
     read_index,
 )
 from support.show import show_documents
+from support.skip_bad import without_bad
 from support.tokenizer import EOT_NAMES, bytes_of_tokens, find_tokenizer, load_tokenizer
 
 # What flags need to have an effect: see support/config.py
@@ -424,6 +425,8 @@ def main():
     prepare.add_argument("--tokenizer", required=True, help="tokenizer.json, or a Hugging Face folder")
     prepare.add_argument("--out", required=True, help="folder to write; the same command again finishes what was interrupted")
     prepare.add_argument("--eot", default="", help="token that ends a document, where the tokenizer does not tell")
+    prepare.add_argument("--skip_bad", type=int, default=0, metavar="N",
+                         help="leave out at most N conversations that cannot be trained; OUT/skipped.txt lists them")
     prepare.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
     show = commands.add_parser("show", help="documents of a file as they will be trained, tokens with a loss in green")
     show.add_argument("file", metavar="FILE", help="text or conversations: a file, a folder, a quoted glob, or token shards")
@@ -444,7 +447,10 @@ def main():
         if args.command == "prepare":
             if not args.out or args.workers < 1:
                 raise ValueError(f"--out {args.out!r} must be a folder, and --workers {args.workers} at least 1")
-            build_shards(paths, find_tokenizer(args.tokenizer, args.eot), folder, args.workers, args.text_column)
+            tokenizer = find_tokenizer(args.tokenizer, args.eot)
+            if args.skip_bad:
+                paths = without_bad(paths, tokenizer[0], folder, args.skip_bad, args.text_column)
+            build_shards(paths, tokenizer, folder, args.workers, args.text_column)
         if args.command == "tokenizer":
             return own_tokenizer(paths, folder, args.vocab_size, args.text_column)
         if args.command == "check" and (damage := find_damage(folder)):

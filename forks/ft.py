@@ -21,6 +21,7 @@ import time
 import warnings
 import zlib
 from dataclasses import asdict
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import torch
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from distributed.layout import Layout, local_tensor
 from models.loss import IGNORE
+from support.manifest import step_folders
 
 START = 'torchft_lighthouse --bind "[::]:29510" --min_replicas 1 --heartbeat_timeout_ms 1000'
 OWN_FLAGS = ("out", "ft_group", "ft_lighthouse", "checkpoint_every", "export_hf", "export_dtype")  # in which groups may differ
@@ -43,10 +45,29 @@ def check_groups(cfg) -> None:
                          "leave out --optimizer_in_backward, --stochastic_rounding and --adamw_moments 8bit, 4bit, fp8")
     if cfg.dry_run or cfg.plan or cfg.explain or cfg.plot:  # reports start no group
         return
+    look_beside(cfg)
     if importlib.util.find_spec("torchft") is None:
         raise ValueError("replica groups need a package that is not installed: pip install torchft")
     if error := cannot_reach(cfg.ft_lighthouse):
         raise ValueError(f"no lighthouse at --ft_lighthouse {cfg.ft_lighthouse} ({error}); start one: {START}")
+
+
+def look_beside(cfg) -> None:
+    """A group that comes back when the others have done the last step would find nobody, and train the whole run again, alone.
+    Ends the process with status 0 then; says so where their newest checkpoint is ahead of this group's."""
+    newest = {int(path.name[6:]): found[0] for path in Path(cfg.out).glob("group-*")
+              if path.name[6:].isdigit() and (found := step_folders(str(path)))}
+    mine, _ = newest.pop(cfg.ft_group, (0, ""))
+    group = max(newest, key=lambda n: newest[n][0], default=None)
+    if group is None or newest[group][0] <= mine:
+        return
+    step, path = newest[group]
+    if int(os.environ.get("RANK", 0)) == 0:
+        done = "the run is finished, and nothing is trained: use a larger --steps, or --out NEW" if step >= cfg.steps else (
+            f"this group has step {mine}: if no group is alive, start group {group} first, and this one goes on from there")
+        print(f"group {group} has done step {step} ({path}); {done}", flush=True)
+    if step >= cfg.steps:
+        raise SystemExit(0)
 
 
 def cannot_reach(lighthouse: str) -> str:

@@ -137,7 +137,10 @@ def read_chat_documents(piece: Piece, tokenizer_file: Path):
             try:
                 ids, mask = tokenized(line, "")
             except ValueError:  # once more, with its place: all lines before this piece are counted for an error only
-                ids, mask = tokenized(line, place(piece, first_number(piece) + number))
+                try:
+                    ids, mask = tokenized(line, place(piece, first_number(piece) + number))
+                except ValueError as error:
+                    raise ValueError(f"{error}; python data.py prepare --skip_bad N leaves out up to N such lines") from None
             yield split if piece.split == "hash" else piece.split, ids, mask
 
 

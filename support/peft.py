@@ -114,9 +114,11 @@ def load_peft(modules, folder: str) -> None:
             local_tensor(p).copy_(part[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))])
 
 
-def write_peft(folder: str, adapters: dict[str, Tensor], names: list[str], model, lora: dict, base: str) -> None:
+def write_peft(folder: str, adapters: dict[str, Tensor], names: list[str], model, lora: dict, base: str,
+               beside: dict[str, bytes]) -> None:
     """Write adapters as peft reads them. adapters: {fqn: tensor}; names: all linears of the blocks, to find short names for
-    those that have one; lora: rank and alpha; base: folder of the weights, "" where they are in no format that peft reads."""
+    those that have one; lora: rank and alpha; base: folder of the weights, "" where they are in no format that peft reads;
+    beside: {name: content} of the tokenizer's files."""
     from safetensors.torch import save
 
     keys, hf = peft_keys(model, [fqn.removesuffix(".lora_a.weight") for fqn in adapters if ".lora_a." in fqn]), model.hf_keys()
@@ -135,7 +137,8 @@ def write_peft(folder: str, adapters: dict[str, Tensor], names: list[str], model
         raise ValueError(f"{folder} is there already and not an empty folder; export to another, or remove it")
     temporary = f"{os.path.abspath(folder)}.tmp-{os.getpid()}"
     os.makedirs(temporary)
-    write_file(os.path.join(temporary, CONFIG), json_bytes(config))
+    for name, content in {**beside, CONFIG: json_bytes(config)}.items():
+        write_file(os.path.join(temporary, name), content)
     tensors = {keys[fqn]: t.contiguous() for fqn, t in adapters.items()}
     write_file(os.path.join(temporary, TENSORS), save(tensors, {"format": "pt"}))
     publish(temporary, folder)

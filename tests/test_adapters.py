@@ -76,6 +76,7 @@ def test_merged_weights_and_the_adapter_give_the_same_logits_in_transformers_and
     expected = model(tokens()).float()
     for out, adapter in ("merged", False), ("adapter", True):
         checkpoint.to_hf(str(tmp_path / "run"), str(tmp_path / out), "float32", adapter=adapter)
+    assert (tmp_path / "adapter" / "tokenizer.json").exists() == (tmp_path / "merged" / "tokenizer.json").exists()
     found = peft.PeftModel.from_pretrained(theirs(base), tmp_path / "adapter")
     assert sum(".lora_A." in name for name, _ in found.named_parameters()) == len(lora_names(model, cfg))
     merged, loaded = theirs(tmp_path / "merged"), load_model(str(tmp_path / "run"))[0]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from chats import chat_folder, conversations
 from runs import MODEL, launch, metrics, run
+from test_data import call_cli
 from transformers import AutoTokenizer
 
 import data
@@ -386,3 +387,28 @@ def test_a_chat_is_learned_and_asked(chats, one_process, tmp_path):
         chats[0] / "qwen" / "chat_template.jinja").read_bytes()
     run(launch(1, "generate.py", "--checkpoint", out, "--prompt", "What is the sum?", "--chat", "--max_new_tokens", 4,
                "--device", "cpu"))  # ends with status 0
+
+
+def test_bad_conversations_are_left_out_and_listed(tmp_path, monkeypatch, capsys):
+    folder = chat_folder(tmp_path / "qwen", "qwen3")
+    good = [{"messages": [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i}"}]} for i in range(300)]
+    bad = [{"messages": []}, {"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, {"nothing": 1}]
+    lines = [json.dumps(x) for x in [*good[:7], bad[0], *good[7:150], "", bad[1], bad[2], *good[150:]]]
+    (tmp_path / "chat.jsonl").write_text("\n".join(lines).replace('""', ""))
+    (tmp_path / "good.jsonl").write_text("".join(json.dumps(x) + "\n" for x in good))
+
+    def prepare(name, out, *more):
+        return call_cli(monkeypatch, capsys, "prepare", "--input", tmp_path / name, "--tokenizer", folder, "--out",
+                        tmp_path / out, "--workers", 1, *more)
+
+    status, _, error = prepare("chat.jsonl", "none")
+    assert status == 2 and "chat.jsonl line 8: need a conversation" in error and "prepare --skip_bad N leaves out" in error
+    status, _, error = prepare("chat.jsonl", "few", "--skip_bad", 2)
+    assert status == 2 and "--skip_bad 2: 3 of 303 conversations cannot be trained" in error and error.count("\n") == 1
+    status, out, _ = prepare("chat.jsonl", "kept", "--skip_bad", 3)
+    assert status == 0 and "3 of 303 conversations are left out" in out
+    listed = (tmp_path / "kept" / "skipped.txt").read_text().splitlines()
+    assert [line.split(": ")[0].split()[-1] for line in listed] == ["8", "153", "154"] and "audio" in listed[1]
+    assert prepare("good.jsonl", "good")[0] == 0
+    one, other = (json.loads((tmp_path / name / "index.json").read_text()) for name in ("kept", "good"))
+    assert one["splits"] == other["splits"]

@@ -14,6 +14,7 @@ import shutil
 import socket
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -261,3 +262,22 @@ def test_killed_groups_come_back(tmp_path):
     assert [line["tokens_hash"] for line in expected] == [merged[line["step"]]["tokens_hash"] for line in expected]
     assert sizes.count(4) and max(far) < 1e-5
     assert redone <= 2 * kills
+
+
+def test_a_group_that_comes_back_when_the_run_is_finished(tmp_path, capsys):
+    """It does not train the whole run again, alone, beside the others' checkpoints."""
+    cfg = recipe.Config(out=str(tmp_path), ft_group=1, steps=50)
+    for step in (20, 40):
+        (tmp_path / "group-0" / "checkpoints" / f"step-{step}").mkdir(parents=True)
+    ft.look_beside(cfg)
+    out = capsys.readouterr().out
+    assert "group 0 has done step 40" in out and "this group has step 0: if no group is alive" in out
+    (tmp_path / "group-1" / "checkpoints" / "step-45").mkdir(parents=True)
+    ft.look_beside(cfg)
+    assert capsys.readouterr().out == ""
+    (tmp_path / "group-0" / "checkpoints" / "step-50").mkdir()
+    with pytest.raises(SystemExit) as end:
+        ft.check_groups(cfg)
+    assert end.value.code == 0 and "step-50); the run is finished, and nothing is trained" in capsys.readouterr().out
+    ft.look_beside(replace(cfg, steps=60))
+    assert "this group has step 45" in capsys.readouterr().out

@@ -13,9 +13,11 @@ import re
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
+import flags_doc
 import pytest
 from programs import run_program
 from runs import ENV, MLA, MODEL, REPO, launch, metrics, run, train_lines
@@ -342,3 +344,23 @@ def test_moments_of_8_bits_compiled_saved_and_continued(tmp_path):
     assert "continuing from" in stdout
     losses = [line["loss"] for line in train_lines(tmp_path)]
     assert len(losses) == 8 and losses[7] < losses[4] < losses[0]
+
+
+@pytest.mark.slow
+def test_memory_that_readme_promises_is_that_of_the_dry_run():
+    """"in 27 GiB", "--ac op (21 GiB)": each is the peak of the command beside it."""
+    text = (REPO / "README.md").read_text()
+    one, eight = (re.search(rf"\\*\\*{title}.*?```bash\n(.*?)\n```", text, re.S) for title in ("One GPU", "Eight GPUs"))
+    numbers = re.search(r"in (\d+) GiB\. .* `--ac op` \((\d+) GiB\), or `--ac full` \((\d+) GiB\).*?`(--flavor 8B .*?)` takes "
+                        r"(\d+) GiB", one[0])
+    base = shlex.split(one[1])[2:]
+    rows = [(base, numbers[1]), ([*base, "--ac", "op"], numbers[2]), ([*base, "--ac", "full"], numbers[3]),
+            ([*shlex.split(numbers[4]), "--compile"], numbers[5]),  # in place of the size in the command
+            ([*shlex.split(eight[1])[4:], "--dp_shard", "8"], re.search(r"in (\d+) GiB on each", eight[0])[1])]
+    for flags, promised in rows:
+        said = run([sys.executable, "train_llama3.py", *flags, "--dry_run"])
+        assert abs(float(re.search(r"Peak ([\d.]+) GiB", said)[1]) - int(promised)) <= 1, (flags, promised)
+
+
+def test_every_flag_is_in_a_document():
+    assert (REPO / "docs" / "flags.md").read_text() == flags_doc.document(), "python tests/flags_doc.py > docs/flags.md"

@@ -144,3 +144,16 @@ def test_rates_of_groups_and_dropped_numbers_are_the_same_when_a_run_is_continue
         assert differ(tmp_path / f"{fork}1/checkpoints/step-4", tmp_path / f"{fork}2/checkpoints/step-4") == {}
     plain, half = (runs.train_lines(tmp_path / f"{name}1") for name in ("two_rates", "dropped"))
     assert plain[0]["lr"] == half[0]["lr"]
+
+
+@pytest.mark.slow
+def test_unequal_copies_are_not_saved(tmp_path):
+    """Were a part copied into every stage, one copy would be trained, and DCP would save any of them."""
+    path = write_fork(tmp_path, "two_heads")
+    text = path.read_text()
+    copied = "import distributed.pipeline\n\ndistributed.pipeline.own_parts = lambda model: {}\n"
+    path.write_text(text.replace("\nif __name__", f"\n{copied}\nif __name__"))
+    command = runs.launch(2, path, *M, "--pp", 2, "--val_every", 0, "--steps", 2, "--out", "run")
+    done = run_program(command, cwd=tmp_path, env=ENV)
+    assert done.returncode == 1 and "head2.weight is on several pipeline stages, with other numbers on each" in done.stderr
+    assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))

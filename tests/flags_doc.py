@@ -1,0 +1,45 @@
+"""docs/flags.md, every flag of every program with its help, made of the programs themselves.
+
+    python tests/flags_doc.py > docs/flags.md
+"""
+import importlib
+import sys
+from pathlib import Path
+from typing import get_type_hints
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from support.config import default_of, describe, make_parser, needs_of, option_groups, spell  # noqa: E402
+
+PROGRAMS = ("train_llama3", "train_qwen3", "train_deepseek", "grpo", "evaluate", "generate")
+
+
+def rows(program: str) -> dict[str, str]:
+    """flag -> its row of the table, without those that the program never takes."""
+    Config = importlib.import_module(program).Config
+    kinds = get_type_hints(Config)
+    helps, found = make_parser(Config, kinds)[1], {}
+    for field in (field for fields in option_groups(Config).values() for field in fields):
+        if field.name not in getattr(Config, "REFUSED", ()):
+            needs = "; ".join(f"no effect {need.text}" for need in needs_of(Config, field.name))
+            default = spell(default_of(field)) or '""'
+            cells = [f"`--{field.name}`", f"`{describe(kinds[field.name])}`", f"`{default}`", " ".join(
+                filter(None, [helps[field.name], needs and f"({needs})"]))]
+            found[field.name] = f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+    return found
+
+
+def document() -> str:
+    parts, known = [], {}
+    for program in PROGRAMS:
+        new = {name: row for name, row in rows(program).items() if known.get(name) != row}
+        known |= new
+        about = "Flags that it has alone, or with another default or help; for the rest see its `--help`.\n\n" if parts else ""
+        parts.append(f"## {program}.py\n\n{about}| flag | value | default | what it does |\n|---|---|---|---|\n"
+                     + "\n".join(new.values()))
+    return ("# Every flag\n\nMade by `python tests/flags_doc.py > docs/flags.md` of what `--help` says; a test holds it so.\n\n"
+            + "\n\n".join(parts) + "\n")
+
+
+if __name__ == "__main__":
+    print(document(), end="")
