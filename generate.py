@@ -127,14 +127,17 @@ def print_sample(run: str, n_params: int, data=None, max_new_tokens=120):
     run is done and saved by now, so nothing here may fail it."""
     try:
         prompt = data.first_words() if data is not None and data.tokenizer_file else "def "
-        command = f"python generate.py --checkpoint {shlex.quote(run)} --prompt {shlex.quote(prompt)}"
+        is_chat = hasattr(data, "packing")  # conversations: the first words are a question, and asked in the chat template
+        command = f"python generate.py --checkpoint {shlex.quote(run)} --prompt {shlex.quote(prompt)}" + " --chat" * is_chat
         if n_params > 2e9:
             print(f"for a sample: {command}")  # loading it here would keep all devices waiting
             return
         model, tokenizer, eot = open_checkpoint(run, "cuda" if torch.cuda.is_available() else "cpu")
         max_new_tokens = min(max_new_tokens, model.config.max_seq_len // 2)
-        (text,) = continue_texts(model, tokenizer, eot, [prompt], max_new_tokens, temperature=0.8, top_p=0.95)
-        print(f"checkpoint: {step_folders(run)[0][1]}\nsample (for others: {command}):\n\n{prompt}{text}", flush=True)
+        chat = open_chat(run, ChatConfig(chat=True)) if is_chat else None
+        (text,) = continue_texts(model, tokenizer, eot, [prompt], max_new_tokens, chat=chat, temperature=0.8, top_p=0.95)
+        said = f"{prompt}\n\n{text}" if is_chat else f"{prompt}{text}"
+        print(f"checkpoint: {step_folders(run)[0][1]}\nsample (for others: {command}):\n\n{said}", flush=True)
     except Exception as error:
         print(f"no sample: {error}", flush=True)
 

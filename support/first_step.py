@@ -20,23 +20,31 @@ class FirstStep:
     parameters that no gradient reaches, another those that have a gradient and were not moved.
 
         watch = FirstStep(layout, optimizers)      # ahead of the step
-        watch.before_update(grad_norm)
-        watch.after_update()                       # when the optimizers have stepped
+        watch = watch.look(grad_norm)              # ahead of its update
+        watch = watch.look()                       # when the optimizers have stepped: None, all is said
     """
 
     def __init__(self, layout: Layout, optimizers):
         self.layout, self.optimizers, self.random = layout, optimizers, random_state()
-        self.unreached, self.waiting = [], []
+        self.reached, self.unreached, self.waiting = [], [], None
+
+    def look(self, grad_norm: Tensor | None = None):
+        if self.waiting is None:
+            self.before_update(grad_norm)
+            return self
+        self.after_update()
 
     def before_update(self, grad_norm: Tensor) -> None:
-        # a compiler that measures kernels on random inputs draws, too
-        if not self.layout.cfg.compile and not all(map(torch.equal, self.random, random_state())):
+        drew = torch.tensor(int(not all(map(torch.equal, self.random, random_state()))))
+        dist.all_reduce(drew)  # a dropout may be on one pipeline stage only, and the other ranks must not wait for it
+        if drew and not self.layout.cfg.compile:  # a compiler that measures kernels on random inputs draws, too
             raise ValueError("forward or backward draws random numbers from torch's generator: they depend on the layout and "
                              f"on --ac, and a continued run draws others; {DROPOUT}")
+        self.waiting = []
         start, self.layout.start = self.layout.start, []  # not longer than needed: it holds on to the parameters
         if self.layout.cfg.optimizer_in_backward or not math.isfinite(grad_norm):
             return  # the gradients are gone, or the step changes nothing
-        self.unreached = [fqn for fqn, p, _ in start if p.grad is None]
+        self.reached, self.unreached = ([fqn for fqn, p, _ in start if (p.grad is None) == none] for none in (False, True))
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         lrs = {id(p): float(group["lr"]) for group in groups for p in group["params"]}
         for fqn, p, total in start:
@@ -49,7 +57,7 @@ class FirstStep:
     def after_update(self) -> None:
         still = [fqn for fqn, p, total in self.waiting if bits_sum(p) == total]
         everyone = [None] * self.layout.world_size
-        dist.all_gather_object(everyone, (self.unreached, still, [fqn for fqn, *_ in self.waiting]))
+        dist.all_gather_object(everyone, (self.unreached, still, self.reached))
         if self.layout.rank > 0:
             return
         reached = {fqn for _, _, names in everyone for fqn in names}

@@ -20,25 +20,16 @@ class Guard:
     def __init__(self, optimizers, layout: Layout, on_nan: str, out: str):
         self.optimizers, self.layout, self.on_nan, self.out = optimizers, layout, on_nan, out
         self.norms: dict[int, Tensor] = {}  # step -> norm, of the steps that nobody has been told about
-        self.first_step, self.after_first = FirstStep(layout, optimizers), False
+        self.first_step = FirstStep(layout, optimizers)
 
     def before_update(self, step: int, grad_norm: Tensor) -> None:
-        self.look_at_first_step(grad_norm)
+        self.first_step = self.first_step and self.first_step.look(grad_norm)
         self.norms[step] = grad_norm
         if not self.layout.cfg.optimizer_in_backward:  # there the weights have moved already
             skip_if_not_finite(self.optimizers, grad_norm, on_host=self.layout.cfg.cpu_offload)
 
-    def look_at_first_step(self, grad_norm: Tensor | None = None) -> None:
-        """Before its update, and once behind it. grad_norm: None in a report, behind an update."""
-        if self.first_step and (self.after_first or grad_norm is None):
-            self.first_step.after_update()
-            self.first_step = None
-        elif self.first_step:
-            self.first_step.before_update(grad_norm)
-            self.after_first = True
-
     def report(self, step: int) -> None:
-        self.look_at_first_step()
+        self.first_step = self.first_step and self.first_step.look()
         for bad, norm in take_not_finite(self.norms):
             if self.on_nan == "stop":
                 good = next((path for _, path in step_folders(self.out)), "none yet")

@@ -50,6 +50,10 @@ class Outside:
         found = {}
         for optimizer, first in zip(self.optimizers, self.first, strict=True):
             parts = []
+            for name, inner in vars(optimizer).items():
+                if isinstance(inner, torch.optim.Optimizer) and inner.state and inner.state is not optimizer.state:
+                    raise ValueError(f"{type(optimizer).__name__} keeps {name}, a {type(inner).__name__} with a state of its "
+                                     "own, which no checkpoint would hold: share it, self.state = inner.state")
             for part, before in zip(contents(optimizer), first, strict=True):
                 new = {k: v for k, v in part.items() if snapshot(v) != before.get(k)}
                 for name, value in new.items():

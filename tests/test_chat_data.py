@@ -381,6 +381,7 @@ def test_a_chat_is_learned_and_asked(chats, one_process, tmp_path):
     command = one_process[0]
     out = tmp_path / "run"
     said = run(launch(1, *command, "--no-doc_mask", "--steps", 8, "--lr", "1e-2", "--out", out))
+    assert f"generate.py --checkpoint {out} --prompt" in said and " --chat):\n\n" in said  # the sample is asked as trained
     lines = [line["loss"] for line in metrics(out) if "loss" in line]
     assert "--doc_mask packs several into one" in said and "sample (" in said and lines[-1] < lines[0] - 0.5
     assert (out / "checkpoints" / "step-8" / "chat_template.jinja").read_bytes() == (

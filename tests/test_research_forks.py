@@ -1,15 +1,24 @@
 """Forks of a few lines: on one process, and on layouts; equal, refused in one line, or told. See research_forks.py."""
+import json
 import re
 import sys
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import runs
 import torch
 from programs import run_program
-from research_forks import REPO, M, write_fork
+from research_forks import CODE, IMPORTS, REPO, M, write_fork
+from torch import nn
 
+from distributed.parts import blocks_without_attend, own_parts
+from models import llama3
+from models.layers import dropout, places_of
 from support.dcp import read_table, read_tensors
 from support.manifest import read_manifest
+from support.optim import set_lr
+from support.outside import Outside
 
 ENV = runs.ENV | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
 EQUAL, NOT_EQUAL = "check_parity: equal", "check_parity: NOT EQUAL: step 1"
@@ -157,3 +166,95 @@ def test_unequal_copies_are_not_saved(tmp_path):
     done = run_program(command, cwd=tmp_path, env=ENV)
     assert done.returncode == 1 and "head2.weight is on several pipeline stages, with other numbers on each" in done.stderr
     assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
+
+
+# ---------------------------------------------------------------- in this process
+def made(fork: str):
+    names = {"torch": torch}
+    kept = {name: getattr(llama3, name) for name in ("Block", "Attention", "FeedForward")}  # some forks replace these
+    with torch.device("meta"), mock.patch.multiple(llama3, **kept):
+        exec(IMPORTS + CODE[fork], names)
+        config = llama3.Llama3Config(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=64, vocab_size=512)
+        return names["Llama3"](config)
+
+
+def test_parts_go_to_the_end_of_a_pipeline_where_they_are_used():
+    assert own_parts(made("positions")) == {"pos": True, "embed_norm": True}
+    assert own_parts(made("two_heads")) == {"head2": False, "norm2": False}
+    assert own_parts(made("frozen_norms")) == {} and blocks_without_attend(made("frozen_norms")) == []
+    for fork, words in (("residual_scales", "fails on a stage where tok_embeddings, scales are None"),
+                        ("tied_second_head", "head2 of Llama3 is used before the blocks and behind them"),
+                        ("complex_phase", "phase of Llama3 is used nowhere")):
+        with pytest.raises(ValueError, match=words):
+            own_parts(made(fork))
+    assert blocks_without_attend(made("no_attention")) == ["blocks.1"]
+
+
+def test_what_is_dropped_depends_on_the_places_the_key_and_the_seed():
+    batch = SimpleNamespace(tokens=torch.zeros(2, 3, 8), first=40)
+    x, places = torch.ones(3, 8, 64, requires_grad=True), places_of(batch, 0)[1]
+    whole = dropout(x, 0.25, places, "a")
+    parts = [dropout(x[:, part], 0.25, places[:, part], "a") for part in (slice(5), slice(5, 8))]  # as tp and cp cut it
+    assert torch.equal(whole, torch.cat(parts, 1))
+    assert abs((whole == 0).float().mean() - 0.25) < 0.04 and set(whole.unique().tolist()) == {0.0, torch.tensor(4 / 3).item()}
+    later = places_of(SimpleNamespace(tokens=torch.zeros(1, 3, 8), first=43), 0)[0]  # another layout, or a continued run
+    assert torch.equal(places, later) and torch.equal(whole, dropout(x, 0.25, later, "a"))
+    others = (places, "b"), (places_of(batch, 0)[0], "a"), (places_of(batch, 1)[1], "a")
+    assert all(0.2 < ((whole == 0) == (dropout(x, 0.25, *other) == 0)).float().mean() < 0.75 for other in others)
+    whole.sum().backward()
+    assert torch.equal(x.grad, whole.detach())
+    places = places_of(SimpleNamespace(tokens=torch.zeros(1, 400, 2), first=0), 7)[0]
+    rows = dropout(torch.ones(400, 2, 3), 0.5, places, "a", whole_sequences=True)
+    assert (rows.flatten(1).std(1) == 0).all() and 150 < (rows[:, 0, 0] == 0).sum() < 250
+    assert dropout(x, 0.25, None, "a") is x is dropout(x, 0.0, places, "a")
+    with pytest.raises(ValueError, match="does not begin with the"):
+        dropout(x, 0.25, places, "a")
+
+
+def test_a_groups_own_rate_keeps_its_share():
+    p, q = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([{"params": [p]}, {"params": [q], "lr": 0.1}], lr=0.4)
+    for lr in 0.4, 0.2, 0.0, 1.0:
+        assert set_lr([optimizer], lr) == lr
+        assert [group["lr"] for group in optimizer.param_groups] == [lr, lr / 4]
+
+
+def test_numbers_outside_of_the_state_are_found_and_restored():
+    names = {"torch": torch}
+    exec(CODE["counting"] + CODE["averaging"].replace("Own", "Averaging"), names)
+    p = nn.Parameter(torch.ones(3))
+
+    def stepped(kind, n):
+        optimizer = names[kind]([p], 1e-3)
+        outside = Outside([optimizer], {id(p): "p"})
+        for _ in range(n):
+            p.grad = torch.ones(3)
+            optimizer.step()
+        return optimizer, outside
+
+    _, outside = stepped("Own", 3)
+    saved = json.loads(json.dumps(outside.changed()))
+    assert saved == {"p": [{"total": 1.5}, {"k": 3}]}
+    optimizer, outside = stepped("Own", 1)  # the step that creates the state
+    outside.restore(saved)
+    assert (optimizer.total, optimizer.param_groups[0]["k"]) == (1.5, 3)
+    with pytest.raises(ValueError, match="Averaging keeps ema, a dict, outside of self.state"):
+        stepped("Averaging", 1)[1].changed()
+    wrapper = stepped("Own", 0)[0]
+    wrapper.inner = torch.optim.AdamW([p])
+    outside = Outside([wrapper], {id(p): "p"})
+    wrapper.inner.step()
+    with pytest.raises(ValueError, match="Own keeps inner, a AdamW with a state of its own, which no checkpoint would hold"):
+        outside.changed()
+    wrapper.state = wrapper.inner.state
+    outside.changed()
+    adamw = torch.optim.AdamW([p], fused=True)
+    outside = Outside([adamw], {id(p): "p"})
+    set_lr([adamw], 1e-4)
+    adamw.step()
+    assert outside.changed() == {}
+
+
+def test_a_start_on_windows_is_told_in_one_line():
+    done = run_program([sys.executable, "-c", "import sys; sys.platform = 'win32'; import support"], cwd=REPO, env=ENV)
+    assert done.returncode == 1 and done.stderr.startswith("error: nanotitan runs on Linux") and done.stderr.count("\n") == 1
