@@ -16,6 +16,10 @@ QUESTIONS = [  # what differs first -> what to think about
 ]
 
 
+def question_about(name: str) -> str:
+    return next(text for pattern, text in [*QUESTIONS, ("", "what does each rank see?")] if re.search(pattern, name))
+
+
 def whole_matrices() -> list[str]:
     """Matrices of which each of two ranks holds all."""
     (stage,), _ = layouts.build(layouts.config(n_layers=2), dict(tp=2), 2, 2)
@@ -34,13 +38,15 @@ def check_training():
     try:
         difference = compare(2, dict(tp=2), dict(n=4, b=2, n_layers=2))
     except RuntimeError as e:
-        raise Wrong(f"the plan does not run on tp 2: {str(e).strip().splitlines()[-1]}. Where a rank has T/tp of the tokens "
+        last = str(e).strip().splitlines()[-1]
+        if found := re.search(r"--tp: (\S+) has no style", last):
+            raise Wrong(f"{found[1]} has no style, so on tp 2 its gradient is not whole: {question_about(found[1])}") from None
+        raise Wrong(f"the plan does not run on tp 2: {last}. Where a rank has T/tp of the tokens "
                     "and where all T? A colwise matrix needs all of them, and leaves H/tp heads or F/tp channels; a rowwise "
                     "one takes these and leaves T/tp tokens") from None
     if found := re.search(r"gradient of (\S+) off by (\S+)", difference):
         name, off = found[1], float(found[2])
-        question = next((text for pattern, text in QUESTIONS if re.search(pattern, name)), difference)
-        raise Wrong(f"gradient of {name} is off by {off:.2f} (relative) on tp 2: {question}")
+        raise Wrong(f"gradient of {name} is off by {off:.2f} (relative) on tp 2: {question_about(name)}")
     if difference:
         raise Wrong(f"on tp 2: {difference}")
 

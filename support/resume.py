@@ -8,6 +8,7 @@ import math
 import os
 import socket
 import time
+from contextlib import suppress
 from dataclasses import asdict
 
 import torch
@@ -120,7 +121,7 @@ def wait_for_run(out: str):
         lock_run(out)
     deadline = time.monotonic() + 35
     while rank > 0 and os.path.exists(lock) and time.monotonic() < deadline:  # rank 0 says what is wrong if it does not end
-        with open(lock, errors="replace") as file:
+        with suppress(OSError), open(lock, errors="replace") as file:
             if file.read().endswith(job):
                 return
         time.sleep(0.1)
@@ -145,10 +146,7 @@ def lock_run(out: str):
     for tries_left in range(300, -1, -1):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"{os.getpid()} on {socket.gethostname()}{job_name()}".encode(), 0)
-            HELD.add(out)
-            return
+            return sign_lock(descriptor, out)
         except BlockingIOError:
             holder = os.pread(descriptor, 999, 0).decode(errors="replace").partition(", job")[0]
             if not tries_left:
@@ -157,7 +155,16 @@ def lock_run(out: str):
                 print(f"checkpoint: {out} is in use by process {holder}; waiting up to 30 s", flush=True)
             time.sleep(0.1)
         except OSError as error:  # a file system without locks, or without room for the pid
-            return print(f"checkpoint: {out}/.lock: {error.strerror}; see that no second job writes there", flush=True)
+            print(f"checkpoint: {out}/.lock: {error.strerror}; see that no second job writes there", flush=True)
+            with suppress(OSError):
+                sign_lock(descriptor, out)  # the other ranks wait for that
+            return
+
+
+def sign_lock(descriptor: int, out: str):
+    HELD.add(out)
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"{os.getpid()} on {socket.gethostname()}{job_name()}".encode(), 0)
 
 
 # --- Is it the same model, on the same data? ---

@@ -172,9 +172,10 @@ def test_ranks_are_named_by_their_axis():
 
 @pytest.mark.slow
 def test_where_as_a_command_on_a_forks_recipe(tmp_path):
-    """A block of a fork's own, right and then with a module that tp_plan does not know."""
+    """A block of a fork's own, right and then with a style of its own that leaves a parameter as it is."""
     recipe = Path(__file__).parent.parent / "train_llama3.py"
     own = """
+import parallel
 from models import llama3
 
 class Gain(torch.nn.Module):
@@ -197,15 +198,18 @@ class Block(llama3.Block):
 llama3.Block = Block
 Llama3.init_constants = lambda self: {"*.residual.gain": 1.0}
 plan = Llama3.tp_plan
-if STYLE:
-    Llama3.tp_plan = lambda self: plan(self) | {"blocks.*.residual": "sequence"}
+class Nothing(parallel.ParallelStyle):
+    def _apply(self, module, mesh):
+        return module
+parallel.TP_STYLES["nothing"] = Nothing
+Llama3.tp_plan = lambda self: plan(self) | {"blocks.*.residual": "sequence" if RIGHT else "nothing"}
 """
     flags = "--local_batch_size 2 --seq_len 64 --model_args n_layers=2,dim=64 --check_parity --where --tp 2".split()
     for style, status, words in (True, 0, ["no difference at"]), (False, 1, [
-            "first difference: finished gradient of blocks.0.residual.gain", "blocks.0.residual has no style in tp_plan"]):
+            "first difference: finished gradient of blocks.0.residual.gain", "style 'nothing' of blocks.0.residual"]):
         copy = tmp_path / f"train_{style}.py"
         head, tail = recipe.read_text().split("# A flag that is given without")
         start = f"import sys\nsys.path.insert(0, {str(recipe.parent)!r})\n"
-        copy.write_text(start + head + own.replace("STYLE", str(style)) + "\n# A flag that is given without" + tail)
+        copy.write_text(start + head + own.replace("RIGHT", str(style)) + "\n# A flag that is given without" + tail)
         run = run_program([sys.executable, copy, *flags], cwd=tmp_path)
         assert run.returncode == status and all(w in run.stdout for w in words), run.stdout + run.stderr

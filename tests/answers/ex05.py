@@ -50,8 +50,8 @@ def tp_plan(self):
 
 WRONG = [  # answer, what the feedback must say
     (plan(attn_norm=None, ffn_norm=None, norm=None),
-     "(relative) on tp 2: it saw half of the tokens; who adds up the other half?"),
-    (plan(norm=None), "gradient of norm.weight is off by"),
+     "on tp 2 its gradient is not whole: it saw half of the tokens; who adds up the other half?"),
+    (plan(norm=None), "norm.weight has no style"),
     (plan(attn=None, ffn=None), "Where a rank has T/tp of the tokens and where all T?"),
     (plan(ffn=None, w1="sequence_linear", w3="sequence_linear", w2="sequence_linear"), "holds all of blocks.0.ffn.w1"),
     (plan(w2="row"), "asks for style 'row'"),
