@@ -163,6 +163,7 @@ def test_samples_are_made_with_it(tmp_path):
     assert "--chat" not in rollouts.made_with(cfg())  # a batch of before these flags stays good
 
 
+@pytest.mark.slow
 def test_a_run_with_chat_options_is_continued_without_them(tmp_path):
     hf_folder(tmp_path / "hf", "qwen3")
     rules = json.loads((tmp_path / "hf" / "tokenizer_config.json").read_text())

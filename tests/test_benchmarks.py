@@ -190,6 +190,7 @@ def test_rows_that_do_not_fit_into_the_time_are_not_run(tmp_path, monkeypatch):
     assert written[0] == ["ok", "skipped", "", ""], "written after each row"
 
 
+@pytest.mark.slow
 def test_what_comes_of_a_row(tmp_path):
     """One that is well, one that fails with torchrun's page after its reason, one that does not end."""
     code = {"well": f"open(out + '/metrics.jsonl', 'w').write(json.dumps({STEP | dict(step=6, step_time_s=1)}))",

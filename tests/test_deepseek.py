@@ -316,9 +316,9 @@ def bias_steps(flags: dict, local_batch_size: int, seed: int):
 
 
 BIAS_LAYOUTS = [
-    (2, dict(ep=2), 2), (2, dict(cp=2, ac="full"), 4), (2, dict(pp=2), 4),
+    (2, dict(ep=2), 2), (2, dict(pp=2), 4),
     *[pytest.param(*row, marks=pytest.mark.slow) for row in (
-        (2, dict(tp=2), 4), (4, dict(ep=4, tp=2, ac="full"), 2), (2, dict(tp=2, etp=2), 4),
+        (2, dict(tp=2), 4), (2, dict(cp=2, ac="full"), 4), (4, dict(ep=4, tp=2, ac="full"), 2), (2, dict(tp=2, etp=2), 4),
         (4, dict(pp=2, ep=2, pp_schedule="DualPipeV"), 4), (4, dict(cp=2, ep=4), 2))],
 ]
 BIAS_SEED = 4  # of the few that route clearly through all steps

@@ -86,7 +86,7 @@ LAYOUTS = {
 
 
 FIRST = (
-    "cp all-to-all, fsdp", "pp, tied", "pp, down and back", "experts x tp x fsdp", "muon, tp",
+    "cp all-to-all, fsdp", "pp, tied", "experts x tp x fsdp",
 )
 
 

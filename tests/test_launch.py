@@ -136,7 +136,8 @@ def fork(folder, lines) -> Path:
 # ---------------------------------------------------------------- processes that die
 
 
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [1, 0])
 def test_kill_9_of_one_rank(tmp_path, start, undisturbed, rank):
     """torchrun --max_restarts goes on by itself."""
     job = start(tmp_path / "run", 2, torchrun=["--max_restarts", 3])

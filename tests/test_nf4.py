@@ -180,6 +180,7 @@ def test_adapters_of_4_bits_do_not_go_on_without(tmp_path):
 
 
 # ---------------------------------------------------------------- what it costs, and what is refused
+@pytest.mark.slow
 def test_the_dry_run_counts_the_bits():
     plain, packed = dry.report_of(dp_shard=2, lora_rank=4), dry.report_of(dp_shard=2, lora_rank=4, lora_nf4=True)
     numbers = 5 * (64 * (64 + 2 * 32 + 64) + 3 * 64 * 128) // 2  # of dry.SMALL
