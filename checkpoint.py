@@ -71,6 +71,7 @@ from support.manifest import (
     newest_readable,
     read_manifest,
     resume_source,
+    saved_state,
     step_folders,
     strangers,
     verify,
@@ -542,15 +543,6 @@ def load_weights(modules: list[nn.Module], folder: str):
 
 
 # --- One process: a model to sample from, and the command line ---
-def saved_state(path: str) -> dict:
-    """What save() was given. Raises ValueError where it is no place in a run."""
-    state = read_json(path, "state.json")["state"]
-    numbers = [state.get(name, 0) for name in ("step", "samples", "tokens")] if isinstance(state, dict) else [-1]
-    if not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
-        raise ValueError(f"{path}/state.json: {json.dumps(state)[:100]} is no place in a run")
-    return state
-
-
 def saved_model(path: str) -> tuple[type, object]:
     """(class of the model, its config) of a step folder. Raises ValueError unless it is in models/ or forks/."""
     try:

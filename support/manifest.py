@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from distributed.agree import Failed
-from support.files import fsync, hub_hint, json_bytes, write_file
+from support.files import fsync, hub_hint, json_bytes, read_json, write_file
 from support.peft import base_folder
 
 FORMAT_VERSION = 2
@@ -86,6 +86,15 @@ def read_manifest(folder: str) -> dict:
 def strangers(folder: str, manifest: dict) -> list[str]:
     """Files that somebody has put into a step folder, and that nobody reads: a note, or what a network file system leaves."""
     return sorted(set(os.listdir(folder)) - {*manifest["files"], "manifest.json"})
+
+
+def saved_state(path: str) -> dict:
+    """What save() was given. Raises ValueError where it is no place in a run."""
+    state = read_json(path, "state.json")["state"]
+    numbers = [state.get(name, 0) for name in ("step", "samples", "tokens")] if isinstance(state, dict) else [-1]
+    if not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
+        raise ValueError(f"{path}/state.json: {json.dumps(state)[:100]} is no place in a run")
+    return state
 
 
 def checksums(folder: str, names: list[str], progress=lambda n_bytes: None, sync=False) -> dict[str, list]:
