@@ -11,6 +11,8 @@ from forks.gpt_oss import FLAVORS, GptOss, GptOssConfig
 from rl.decoding import rollout
 from support.config import parse_config
 
+pytestmark = pytest.mark.slow  # make test has no room for it
+
 recipe = importlib.import_module("forks.train_gpt_oss")
 YARN = dict(factor=4.0, beta_fast=32.0, beta_slow=1.0, original_max_position_embeddings=16)
 SIZES = dict(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=16, vocab_size=101, max_seq_len=64, sliding_window=5,

@@ -9,6 +9,8 @@ from forks.llama4 import FLAVORS, Llama4, Llama4Config
 from rl.decoding import rollout
 from support.config import parse_config
 
+pytestmark = pytest.mark.slow  # make test has no room for it
+
 recipe = importlib.import_module("forks.train_llama4")
 STRETCHED = dict(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
 SIZES = dict(dim=32, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=48, vocab_size=101, max_seq_len=64, chunk_size=8,

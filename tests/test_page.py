@@ -29,6 +29,8 @@ from support.holdings import held_part, place_of, ranges, shown_parameters, toke
 from support.page import check_page, make_page, shown_ranks, ticks
 from support.schedule import simulate
 
+pytestmark = pytest.mark.slow  # make test has no room for it
+
 LAYOUTS = [
     ("train_llama3", dict(dp_shard=2, tp=2)),
     ("train_llama3", dict(dp_replicate=2, cp=2)),

@@ -15,6 +15,8 @@ import train_llama3
 from data import DataConfig, open_data
 from support.resume import check_run, phase_changes
 
+pytestmark = pytest.mark.slow  # make test has no room for it
+
 CONFIG = train_llama3.Config(steps=20, warmup_steps=2, local_batch_size=4, global_batch_size=8)
 
 

@@ -9,6 +9,8 @@ from distributed.layout import AXES, Layout
 from support.dryrun import bubble, simulate
 from support.plan import MACHINES, WORST_ERROR, Machine, predict, wire_seconds
 
+pytestmark = pytest.mark.slow  # make test has no room for it
+
 
 def layout_of(**degrees) -> Layout:
     sizes = {axis: degrees.get(axis, 1) for axis in AXES}
