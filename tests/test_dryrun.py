@@ -86,7 +86,7 @@ LAYOUTS = {
 
 
 FIRST = (
-    "cp all-to-all, fsdp", "pp, tied", "experts x tp x fsdp",
+    "cp all-to-all, fsdp", "pp, tied", "experts",
 )
 
 

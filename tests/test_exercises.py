@@ -108,6 +108,7 @@ def test_a_student_starts_checks_asks_and_solves(tmp_path):
     assert "is there already" in run("start", 1, "--out", folder, status=2)
 
 
+@pytest.mark.slow
 def test_an_answer_that_fails_is_shown_where_it_does(tmp_path):
     run("solution", 1, "--out", tmp_path / "a")
     path = tmp_path / "a" / "hand01.py"
