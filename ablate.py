@@ -31,10 +31,10 @@ from unittest import mock
 import torch
 
 from support.config import Parser, parse_config, usage_error
-from support.dryrun import Built, no_earlier_run
 from support.files import check_local, read_json, write_file
 from support.metrics import read_lines
-from support.study import folder_of, is_finished, next_runs, report_study
+from tools.dryrun import Built, no_earlier_run
+from tools.study import folder_of, is_finished, next_runs, report_study
 
 OURS = ("seed", "data_seed", "out")  # flags of the recipes that a study sets itself
 
@@ -123,11 +123,11 @@ def check(name: str, variant: dict, args) -> dict:
         with contextlib.redirect_stderr(output), contextlib.redirect_stdout(io.StringIO()):
             module = load(path)
             cfg = parse_config(module.Config, [*variant["flags"], f"--out={folder_of(args.out, name, 0)}"])
-            if args.metric.startswith("val_") and not getattr(cfg, "val_every", 0):
+            if args.metric.startswith("val_") and not vars(cfg).get("val_every"):
                 raise ValueError(f"no validation, so no {args.metric}: give --val_every, or another --metric, such as loss")
             names = module.main.__globals__
             stand_ins = dict(connect=connected, check_model=built)
-            stand_ins |= dict.fromkeys(("make_mesh", "choose_attention", "StopSignal", "check_run", "lock_run"), nothing)
+            stand_ins |= dict.fromkeys(("make_mesh", "StopSignal", "check_run", "lock_run"), nothing)
             known = {key: value for key, value in stand_ins.items() if key in names}
             with mock.patch.dict(names, known), mock.patch.dict(os.environ, world), no_earlier_run():
                 module.main(cfg)
@@ -139,7 +139,7 @@ def check(name: str, variant: dict, args) -> dict:
     except ValueError as error:
         usage_error(f"variant {name!r}: {error}")
     seeded = [flag for flag in ("seed", "data_seed") if hasattr(cfg, flag)]  # grpo.py has one seed for everything
-    return {"steps": cfg.steps, "val_every": getattr(cfg, "val_every", 0), "parameters": parameters,
+    return {"steps": cfg.steps, "val_every": vars(cfg).get("val_every", 0), "parameters": parameters,
             "seeded": seeded}
 
 

@@ -14,17 +14,16 @@ killed at any moment and a disk may return other bytes than were written, so thi
   - manifest.json lists size and crc32 of every file; DCP by itself loads a flipped bit in a tensor without an error;
   - keys, shapes and dtypes are compared before a tensor is touched; DCP overwrites in place while it reads, and casts;
   - nothing is unpickled, for a pickle can run any code: what DCP would pickle is plain JSON, tensors.json.
-What a start does about an earlier run in --out is in support/resume.py.
+What a start does about an earlier run in --out is in storage/resume.py.
 
 <run>/checkpoints/step-100/
     __0_0.distcp ...             tensors, "model.<fqn>" and "optimizer.<fqn>.<state name>", one file per rank
     tensors.json                 dtype and shape of every tensor, and where its shards are in those files
-    state.json                   step, data cursor ... as the recipe gave them; which model, data and optimizer this is. With
-                                 --lora_rank the tensors are those of the adapters, and this names the weights below them
+    state.json                   step, data cursor ... as the recipe gave them; which model, data and optimizer this is. Of a
+                                 run with --lora_rank the tensors are the adapters, and state.json names the frozen weights
     config.json  recipe.py  code.json  tokenizer.json   what it takes to repeat the run and to sample from it; code.json
                                  holds the source of every local module that the recipe imports
-    provenance.json              the git commit and what differs from it: see support/provenance.py
-    parity.json                  where the code is certified: see support/certificate.py
+    provenance.json              the git commit and what differs from it: see storage/provenance.py
     tokenizer_config.json  chat_template.jinja ...   where the tokenizer is a Hugging Face folder's
     manifest.json                size and crc32 of all of the above, and a hash of itself
 """
@@ -42,25 +41,17 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distributed.agree import Failed, everywhere, gather, new_gloo_group, on_rank_0, rank_in, some
+from corpus.tokenizer import files_beside, tokenizer_path
+from distributed.agree import Failed, everywhere, gather, new_gloo_group, on_rank_0, rank_in
 from distributed.layout import AXES, local_tensor, named_tensors
-from distributed.lora import base_hash, block_linears, is_adapter, lora_names
-from support.adapters import add_adapters_of, base_again, base_of, check_base, hf_base_of, lora_of, read_adapters, rounded_base
-from support.after_save import AfterSave
-from support.certificate import carried_certificate
-from support.config import Need, Parser, flag, usage_error
-from support.dcp import WriterProcess, import_dcp, read_table, read_tensors, write_tensors
-from support.diff import diff
-from support.files import json_bytes, publish, read_json, write_file
-from support.hf import HF_DTYPES, check_export, file_kinds, load_hf, load_hf_model, matches, save_hf, say_lost, write_hf
-from support.manifest import (
+from storage.dcp import WriterProcess, import_dcp, read_table, read_tensors, write_tensors
+from storage.manifest import (
     TABLE,
     Damaged,
     candidates,
@@ -77,12 +68,10 @@ from support.manifest import (
     verify,
     write_manifest,
 )
-from support.outside import Outside, copies_of, merged_numbers, sums_of
-from support.peft import base_folder, is_peft_folder, load_peft, write_peft
-from support.provenance import changed_code, code_roots, git_state, in_short, local_code, with_later_imports, write_sources
-from support.resume import check_continuable, model_changes, phase_changes
-from support.same_model import OtherModel, check_same_model
-from support.tokenizer import files_beside, tokenizer_path
+from storage.optimizer_numbers import Outside, copies_of, merged_numbers, sums_of
+from storage.provenance import changed_code, code_roots, git_state, in_short, local_code, with_later_imports
+from support.config import Need, flag
+from support.files import json_bytes, matches, publish, read_json, write_file
 
 LEFTOVER = re.compile(r"step-\d+\.tmp-.*|trash-.*")  # what a process leaves that is killed while it saves or deletes
 # What flags need to have an effect: see support/config.py
@@ -116,9 +105,7 @@ def loaded_later(cfg):
     ours = resume_source(cfg.out, cfg)
     others = cfg.init_from if ours is None else ""  # a Hugging Face folder, whose files may lack multi-token prediction
     kept = [name.removeprefix("model.") for name in cfg.exclude_from_loading] + ["mtp"] * bool(others)
-    adapters = bool(ours and ours.folder == cfg.out or is_peft_folder(cfg.init_from))
-    weights = bool(cfg.init_from if getattr(cfg, "lora_rank", 0) else ours or others)
-    return lambda fqn: (adapters if is_adapter(fqn) else weights) and not matches(kept, f"model.{fqn}")
+    return lambda fqn: bool(ours or others) and not matches(kept, f"model.{fqn}")
 
 
 def is_quantized(t: Tensor) -> bool:
@@ -145,16 +132,17 @@ class Checkpoints:
 
     modules: this rank's part of the model (several with interleaved pipeline stages), under the full model's fqns.
     optimizer: one, or a list of several that share the parameters out. identity: {"model": ..., "data": ...,
-    "optimizer": ...}, which a continued run must not change. Makes a gloo group of its own when there is a process group: a
-    background thread talks to its peers on it, and two threads on one gloo group crash.
+    "optimizer": ...}, which a continued run must not change. load_base: where only some parameters are trained, a function of
+    this class's process group that fills the others, which no checkpoint then holds, and returns what state.json says of them.
+    Makes a gloo group of its own when there is a process group: a background thread talks to its peers on it, and two threads
+    on one gloo group crash.
     """
 
     def __init__(self, cfg: CheckpointConfig, out: str, *, modules: list[nn.Module], optimizer, identity: dict, config: dict,
-                 source: str, tokenizer_file: str | None = None):
+                 source: str, tokenizer_file: str | None = None, load_base=None):
         self.cfg, self.out, self.modules, self.identity = cfg, out, modules, identity
-        self.tokenizer_file, self.base = tokenizer_file, None  # base: of a LoRA run, see load_base
+        self.tokenizer_file, self.load_base, self.base = tokenizer_file, load_base, None
         self.config, self.source = config, source
-        self.certificate = carried_certificate(out) if source else None
         self.optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
         # Taken once, while FSDP holds them sharded: after an evaluation that leaves them gathered, module.parameters()
         # would be the gathered copies, and not what the optimizer updates.
@@ -179,9 +167,14 @@ class Checkpoints:
         reads = self.rank == 0 and tokenizer_file and not cfg.load_only
         self.tokenizer = self.everywhere(lambda: tokenizer_and_beside(tokenizer_file) if reads else {})
         self.outside = Outside(self.optimizers, known)
-        self.copies = copies_of(self.params, self.gather)
+        buffers = {fqn: t for m in modules for fqn, t in named_tensors(m).items() if not isinstance(t, nn.Parameter)}
+        self.copies = copies_of(self.params | buffers, self.gather)
         self.pool, self.stager, self.staged, self.flight = ThreadPoolExecutor(1), None, None, None
-        self.after_save = AfterSave(cfg.after_save if self.rank == 0 else "")
+        self.after_save = None
+        if cfg.after_save and self.rank == 0:
+            from storage.after_save import AfterSave
+
+            self.after_save = AfterSave(cfg.after_save)
         self.process = WriterProcess() if cfg.checkpoint_async == "process" and not cfg.load_only else None
         if self.rank == 0 and not cfg.load_only and os.path.isdir(os.path.join(out, "checkpoints")):
             for name in filter(LEFTOVER.fullmatch, os.listdir(os.path.join(out, "checkpoints"))):
@@ -233,15 +226,15 @@ class Checkpoints:
         """Waits for the save in flight, and raises its error. export: then write --export_hf, if it is given."""
         self.finish_flight()
         self.pool.shutdown()
-        self.after_save.close()
+        if self.after_save:
+            self.after_save.close()
         if self.stager is not None:
             self.stager.close()
         if self.process is not None:
             self.process.close()
         if export and self.cfg.export_hf:
-            lora = self.identity.get("lora")
-            if lora and (note := rounded_base(self.out, lora, self.base, self.params, self.cfg.export_dtype)):
-                self.say(note)
+            from storage.hf import save_hf
+
             try:
                 save_hf(self.modules, self.cfg.export_hf, getattr(torch, self.cfg.export_dtype),
                         tokenizer_file=self.tokenizer_file)
@@ -275,8 +268,9 @@ class Checkpoints:
             newest = step_folders(self.out)[:1]
             self.say(f"step-{step} is NOT SAVED: {error}; the newest is {newest[0][1] if newest else 'none yet'}")
             return False
+        if self.after_save:
+            self.after_save(self.path(step))
         self.purge(step)
-        self.after_save(self.path(step))
         self.say(f"saved {self.path(step)} ({size / 1e6:.1f} MB in {time.perf_counter() - began:.2f} s)")
         return True
 
@@ -303,8 +297,6 @@ class Checkpoints:
             extra["code.json"] = json_bytes(self.code)
         if self.git:
             extra["provenance.json"] = json_bytes(self.git)
-        if self.certificate:
-            extra["parity.json"] = self.certificate
         for name, content in extra.items():
             write_file(Path(folder, name), content)
         files = listed | checksums(folder, [TABLE, *extra])
@@ -318,6 +310,8 @@ class Checkpoints:
         """Deletes all but the newest keep_latest_k, now that `step` is complete. What a kill leaves, the next start deletes."""
         if self.rank == 0 and self.cfg.keep_latest_k:
             for n, path in [entry for entry in step_folders(self.out) if entry[0] < step][self.cfg.keep_latest_k - 1 :]:
+                if self.after_save and path in self.after_save.waiting:
+                    continue  # the next save deletes it
                 trash = os.path.join(os.path.dirname(path), f"trash-{n}-{uuid.uuid4().hex[:8]}")
                 try:
                     os.rename(path, trash)
@@ -333,17 +327,15 @@ class Checkpoints:
         """
         start = self.on_rank_0(lambda: resume_source(self.out, self.cfg))
         excluded = [name.removeprefix("model.") for name in self.cfg.exclude_from_loading]
-        if "lora" in self.identity:
-            goes_on = start is not None and start.folder == self.out
-            self.load_base(self.on_rank_0(
-                lambda: base_again(self.out, start.step, base_folder(self.cfg)) if goes_on else base_folder(self.cfg)))
-            adapters = f", the adapters {self.cfg.init_from}" * is_peft_folder(self.cfg.init_from)
-            self.say(f"the base is {self.base['folder'] or 'what --seed draws'}, hash {self.base['hash']}{adapters}")
-            if not goes_on:
+        if self.load_base:
+            self.base = self.load_base(self.group)
+            if start is None or start.folder != self.out:
                 return None
-        elif start is None:
+        if start is None:
             if self.cfg.init_from:
                 self.check_excluded(excluded)
+                from storage.hf import load_hf
+
                 load_hf(self.modules, self.cfg.init_from, excluded, self.group)
                 self.say(f"step 0, with the weights of {self.cfg.init_from} (Hugging Face)")
             return None
@@ -352,11 +344,11 @@ class Checkpoints:
             self.say(f"--init_from {self.cfg.init_from} is IGNORED: {self.out} has checkpoints of its own")
         folder, manifest = self.choose(source, start.step)
         # everything of another run, on other data or another schedule: a new phase, which begins at step 0
+        from storage.changes import check_continuable, phase_changes
+
         phase = everything and source != self.out and self.on_rank_0(lambda: phase_changes(folder, self.identity, self.cfg))
         if everything and not phase:
             self.on_rank_0(lambda: check_continuable(folder, source, self.identity))
-            if self.base:
-                self.on_rank_0(lambda: check_base(folder, self.base))
         table = self.everywhere(lambda: read_table(folder, manifest["files"]))
         self.check_excluded(excluded)
         if with_optimizer := everything and "optimizer" not in excluded:
@@ -377,32 +369,14 @@ class Checkpoints:
             self.outside.restore(read_json(folder, "state.json").get("optimizer", {}))
         what = "continuing from" if everything else "step 0, with the weights of"
         what = "step 0, with the weights and the optimizer state of" if phase else what
+        from storage.changes import model_changes
+
         differ = [] if everything else model_changes(folder, self.identity)
         changed = "".join(f"; {name} was {old}, is {new}" for name, old, new in differ)
         self.say(f"{what} {folder} (written by {manifest['world_size']} rank(s)){changed}")
         if self.rank == 0 and (files := changed_code(folder, self.code)):
             self.say(f"code that has changed since step {manifest['step']} was written: {', '.join(files)}")
         return self.on_rank_0(lambda: saved_state(folder)) if everything and not phase else None
-
-    def load_base(self, folder: str):
-        """The weights below the adapters of a LoRA run: from a Hugging Face folder or a run of ours, or ("") as they are. Finds
-        out their hash, by which a checkpoint of adapters knows them."""
-        if is_hf_folder(folder):
-            if absent := load_hf(self.modules, folder, group=self.group):
-                raise ValueError(f"{folder} lacks {some(absent)}, which LoRA would freeze as they were drawn; use --model_args "
-                                 "mtp_depth=0")
-        elif folder:
-            path, manifest = self.choose(folder, -1)
-            table = self.everywhere(lambda: read_table(path, manifest["files"]))
-            every = {fqn: t for m in self.modules for fqn, t in named_tensors(m).items()}
-            tensors = {f"model.{fqn}": t.detach() for fqn, t in every.items() if not is_adapter(fqn)}
-            wanted = {key: t for key, t in table.state_dict_metadata.items() if key.startswith("model.")}
-            self.check_fit(tensors, wanted, path, same_dtype=False)
-            self.everywhere(lambda: read_tensors(tensors, path, table, self.group))
-            folder = path
-        if is_peft_folder(self.cfg.init_from):
-            self.everywhere(lambda: load_peft(self.modules, self.cfg.init_from))
-        self.base = {"folder": os.path.abspath(folder) if folder else "", "hash": base_hash(self.modules, self.group)}
 
     def choose(self, source, step) -> tuple[str, dict]:
         """(folder, manifest) of the newest checkpoint that is good to the last bit: one decision for all ranks, each of
@@ -498,8 +472,8 @@ class Checkpoints:
     def tensors(self, with_optimizer) -> dict[str, Tensor]:
         """The flat dict that DCP writes, and reads into in place (what is quantized, into a copy in fp32)."""
         every = {fqn: tensor for module in self.modules for fqn, tensor in named_tensors(module).items()} | self.params
-        if "lora" in self.identity:
-            every = {fqn: tensor for fqn, tensor in every.items() if is_adapter(fqn)}
+        if self.load_base:
+            every = {fqn: tensor for fqn, tensor in every.items() if tensor.requires_grad}
         found = {f"model.{fqn}": tensor.detach() for fqn, tensor in every.items()}
         for fqn, param in self.params.items() if with_optimizer else ():
             for name, t in self.state_of(param).items():
@@ -528,21 +502,36 @@ class Checkpoints:
             print(f"checkpoint: {text}", flush=True)
 
 
-def load_weights(modules: list[nn.Module], folder: str):
+def load_weights(modules: list[nn.Module], folder: str, exclude=()):
     """Fills this rank's part of a model, sharded in any way, from a run, step or Hugging Face folder. Every rank calls it.
-    Raises ValueError, the same on all ranks."""
-    if not is_hf_folder(folder) and lora_of(newest_readable(folder)):
+    exclude: parameters to leave alone, as in --exclude_from_loading. Raises ValueError, the same on all ranks."""
+    if not is_hf_folder(folder) and has_adapters(newest_readable(folder)):
         path, _, table = open_saved(folder)
         return fill_merged(modules, path, table)
     config = modules[0].config
     model = {"module": type(config).__module__, "class": type(config).__name__.removesuffix("Config"), **asdict(config)}
-    reader = Checkpoints(CheckpointConfig(init_from=folder, load_only=True), os.devnull, modules=modules, optimizer=[],
-                         identity={"model": model}, config={}, source="")
+    cfg = CheckpointConfig(init_from=folder, load_only=True, exclude_from_loading=list(exclude))
+    reader = Checkpoints(cfg, os.devnull, modules=modules, optimizer=[], identity={"model": model}, config={}, source="")
     reader.load()
     reader.close()
 
 
-# --- One process: a model to sample from, and the command line ---
+def has_adapters(path: str) -> bool:
+    """Whether a step folder holds the adapters of a LoRA run, and not the weights of a whole model."""
+    return "lora" in read_json(path, "state.json")["identity"]
+
+
+def fill_merged(modules: list[nn.Module], path: str, table):
+    """Fills a model, plain or this rank's part of it, from a step folder of a LoRA run: with the frozen weights, from
+    the folder that the step names, and with the adapters added to them. Raises ValueError."""
+    from sft.adapters import add_adapters_of, base_of, check_base
+
+    load_weights(modules, base_of(path))
+    check_base(path, modules, new_gloo_group("base") if dist.is_initialized() else None)
+    add_adapters_of(path, table, modules)
+
+
+# --- One process: a model to sample from ---
 def saved_model(path: str) -> tuple[type, object]:
     """(class of the model, its config) of a step folder. Raises ValueError unless it is in models/ or forks/."""
     try:
@@ -577,10 +566,12 @@ def open_saved(folder: str) -> tuple[str, nn.Module, object]:
         model = Model(config)
     table = read_table(path, manifest["files"])
     there = {key for key in table.state_dict_metadata if key.startswith("model.")}
-    if lora := lora_of(path):
-        names = lora_names(model, SimpleNamespace(lora_rank=lora["rank"], lora_on=lora["on"]))
-        fqns = [f"{name}.lora_{x}.weight" for name in names for x in "ab"]
-    if odd := sorted(there ^ {f"model.{fqn}" for fqn in (fqns if lora else named_tensors(model))}):
+    names = list(named_tensors(model))
+    if has_adapters(path):
+        from sft.adapters import adapter_names
+
+        names = adapter_names(path, model)
+    if odd := sorted(there ^ {f"model.{fqn}" for fqn in names}):
         kind = f"{Model.__module__}.{Model.__name__}"
         raise ValueError(f"{path} does not fit {kind}: {len(odd)} odd tensors, the first is {odd[0]}")
     return path, model, table
@@ -598,131 +589,23 @@ def load_model(folder: str, device="cpu", dtype: torch.dtype | None = None) -> t
     tensors = {f"model.{fqn}": t.detach() for fqn, t in named_tensors(model).items()}
     computed = {id(buffer) for buffer in model.buffers()} - {id(t) for t in named_tensors(model).values()}
     assert not computed, "a buffer that no checkpoint holds is empty now: compute it in forward"
-    if lora_of(path):
+    if has_adapters(path):
         fill_merged([model], path, table)
     else:
         read_tensors(tensors, path, table)
     return model, read_json(path, "state.json")["state"]
 
 
-def fill_merged(modules: list[nn.Module], path: str, table):
-    """Fills a model, plain or this rank's part of it, from a step folder of a LoRA run: with the weights below the adapters,
-    from where they were when the run began, and with the adapters added to them. Raises ValueError."""
-    folder, saved = base_of(path, modules), read_json(path, "state.json")
-    cfg = CheckpointConfig(init_from=folder, load_only=True)
-    reader = Checkpoints(cfg, os.devnull, modules=modules, optimizer=[], identity=saved["identity"], config={}, source="")
-    reader.load_base(folder)
-    check_base(path, reader.base)
-    add_adapters_of(path, table, modules)
+def __getattr__(name):
+    """checkpoint.load_hf and checkpoint.save_hf: their file is read by those who use it only."""
+    if name not in ("load_hf", "save_hf"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import storage.hf
 
-
-def ls(run: str):
-    """Shows what the manifests say; the sizes of the files are compared, their bytes are not read."""
-    if not os.path.isdir(run):
-        raise ValueError(f"{run} is no folder; give a run folder such as runs/llama3")
-    for step, path in step_folders(run):
-        try:
-            manifest = read_manifest(path)
-            size = sum(size for size, _ in manifest["files"].values())
-            layout = [f"{manifest['world_size']} rank(s)", *(f"{axis} {degree}" for axis, degree in manifest["layout"].items())]
-            status = "complete (bytes not read)" + ", only the weights" * manifest["model_only"]
-            print(f"step-{step:<8} {size / 1e6:10.1f} MB   {', '.join(layout):34} {status}")
-        except Damaged as error:
-            print(f"step-{step:<8} {'?':>10} MB   {'':34} DAMAGED: {error}")
-    if not step_folders(run):
-        print(f"{run} has no checkpoints")
-
-
-def verify_command(folder: str) -> int:
-    """0 only if every byte of a step folder, or of all those of a run folder, is as it was written."""
-    of_run = [path for _, path in step_folders(folder)] if not os.path.lexists(os.path.join(folder, "manifest.json")) else []
-    if not of_run and os.path.isdir(os.path.join(folder, "checkpoints")):
-        print(f"{folder} holds no checkpoint")
-        return 1
-    status = 0
-    for path in of_run or [folder]:
-        try:
-            files = verify(path)["files"]
-            print(f"{path} is good: {len(files)} files, {sum(size for size, _ in files.values()) / 1e6:.1f} MB", flush=True)
-        except Damaged as error:
-            print(f"{path} is DAMAGED: {error}", flush=True)
-            status = 1
-    return status
-
-
-def to_hf(folder: str, out: str, dtype="bfloat16", max_shard_gb=5.0, adapter=False):
-    """Exports a step folder, or a run folder's newest good checkpoint, with one tensor in memory at a time; of a LoRA run
-    its adapters alone, or merged in memory with the weights below them."""
-    check_export(out)
-    path, model, table = open_saved(folder)
-    check_same_model(type(model), model.config)
-    lora = lora_of(path)
-    if adapter and not lora:
-        raise ValueError(f"--adapter: {folder} was trained without --lora_rank; leave it out")
-    if adapter:
-        file = os.path.join(path, "tokenizer.json")
-        beside = tokenizer_and_beside(file) if os.path.isfile(file) else {}
-        return write_peft(out, read_adapters(table, path), block_linears(model), model, lora, hf_base_of(path), beside)
-    if lora:
-        file = os.path.join(path, "tokenizer.json")
-        model, file = load_model(path)[0], file if os.path.isfile(file) else None
-        return save_hf(model, out, getattr(torch, dtype), max_shard_gb, file)
-    tokenizer_file, kinds = os.path.join(path, "tokenizer.json"), file_kinds(named_tensors(model), model, getattr(torch, dtype))
-
-    def read(fqn):
-        saved = table.state_dict_metadata[f"model.{fqn}"]
-        tensor = torch.empty(saved.size, dtype=saved.properties.dtype)
-        read_tensors({f"model.{fqn}": tensor}, path, table)
-        return tensor
-
-    say_lost(out, [fqn for fqn in named_tensors(model) if fqn not in kinds and read(fqn).any()])
-    write_hf(out, model.config, model.hf_keys(), kinds, lambda fqn: read(fqn).to(kinds[fqn][1]), max_shard_gb,
-             tokenizer_file if os.path.isfile(tokenizer_file) else None)
-
-
-def from_hf(folder: str, out: str):
-    """Writes a Hugging Face folder as a run folder of ours with one checkpoint, of step 0, for --init_from and generate.py."""
-    check_export(out)
-    model, tokenizer_file = load_hf_model(folder)
-    identity = {"module": type(model).__module__, "class": type(model).__name__, **asdict(model.config)}
-    checkpoints = Checkpoints(
-        CheckpointConfig(), out, modules=[model], optimizer=[], identity={"model": identity, "data": {}, "optimizer": {}},
-        config={}, source="", tokenizer_file=tokenizer_file,
-    )
-    checkpoints.save(0, {"step": 0, "samples": 0, "tokens": 0}, last=True, model_only=True)
-    checkpoints.close()
-
-
-def main(argv: list[str]) -> int:
-    parser = Parser(prog="python checkpoint.py", description=__doc__)
-    commands = parser.add_subparsers(metavar="ls|verify|diff|to_hf|from_hf|source", required=True)
-
-    def add(function, name, **arguments):
-        command = commands.add_parser(name)
-        command.set_defaults(function=function)
-        for argument, text in arguments.items():
-            command.add_argument(argument, help=text)
-        return command
-
-    new = "the folder to write; it must be new"
-    add(ls, "ls", run="a run folder")
-    add(verify_command, "verify", folder="a run folder, or a step folder")
-    add(diff, "diff", a="a step folder", b="another one")
-    add(from_hf, "from_hf", folder="a Hugging Face folder", out=new)
-    add(write_sources, "source", folder="a step folder, or a run folder", out=new)
-    command = add(to_hf, "to_hf", folder="a step folder, or a run folder", out=new)
-    command.add_argument("--dtype", choices=[str(d)[6:] for d in HF_DTYPES], default="bfloat16", help="of the weights")
-    command.add_argument("--adapter", action="store_true", help="of a LoRA run: its adapters alone, in peft's format")
-    command.add_argument("--max_shard_gb", type=float, default=5.0, help="the most that a file may have, in GB")
-    arguments = vars(parser.parse_args(argv))
-    try:
-        return arguments.pop("function")(**arguments) or 0
-    except OtherModel as error:  # no other command line would do it
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except (ValueError, RuntimeError) as error:
-        usage_error(error)
+    return getattr(storage.hf, name)
 
 
 if __name__ == "__main__":
+    from tools.checkpoint_commands import main
+
     sys.exit(main(sys.argv[1:]))

@@ -6,17 +6,16 @@
     python data.py show chat.jsonl --tokenizer HUGGING_FACE_FOLDER      # conversations as they will be trained, see below
     python data.py check tokens                 # is every byte as it was written? exit status 0 or 1
 
-Text is .txt, .jsonl (each also .gz or .zst) and .parquet, files, folders of them, and globs (support/readers.py). A mixture is
---data "web=tokens/web:0.7,code=tokens/code:0.3": shares of the sequences, exact at every moment (support/mixture.py).
+Text is .txt, .jsonl (each also .gz or .zst) and .parquet, files, folders of them, and globs (corpus/readers.py). A mixture is
+--data "web=tokens/web:0.7,code=tokens/code:0.3": shares of the sequences, exact at every moment (corpus/mixture.py).
 A .jsonl of conversations, {"messages": [...]} per line, is written out by the tokenizer's chat template, and only what the
-assistant says has a loss (support/chat.py); `show` prints that part in green.
-How text becomes shards is in support/corpus.py, what a folder of shards holds in support/shards.py.
+assistant says has a loss (sft/chat.py); `show` prints that part in green.
+How text becomes shards is in corpus/build.py, what a folder of shards holds in corpus/shards.py.
 """
 import glob
 import hashlib
 import os
 import shlex
-import sys
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -24,37 +23,27 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from support.batches import hash_sequences, prefetch, to_tensors
-from support.config import Need, Parser, flag, usage_error
-from support.corpus import BPE_VOCAB, build_shards, cache_folder, cached_corpus, train_tokenizer
-from support.files import check_local, hub_hint, sha256_file
-from support.mixture import mixture_of, named_part, take_turns
-from support.packing import pack
-from support.readers import FORMATS, format_of, text_files
-from support.shards import (
-    FIRST,
-    LOSS,
-    MASKED,
-    array_of,
-    check_arrays,
-    find_damage,
-    is_shards,
-    mask_array_of,
-    opened_array,
-    read_index,
-)
-from support.show import show_documents
-from support.skip_bad import without_bad
-from support.tokenizer import EOT_NAMES, bytes_of_tokens, find_tokenizer, load_tokenizer
+from corpus.batches import hash_sequences, prefetch, to_tensors
+from corpus.cache import cache_folder, cached_corpus
+from corpus.mixture import mixture_of, named_part, take_turns
+from corpus.shards import MASKED, array_of, check_arrays, is_shards, opened_array, read_index
+from corpus.tokenizer import bytes_of_tokens, find_tokenizer, load_tokenizer
+from support.config import Need, flag
+from support.files import hub_hint, sha256_file
 
 # What flags need to have an effect: see support/config.py
 TEXT = Need("with --data of token shards, which need no cache", lambda c: not all(map(is_shards, paths_of(c))))
-COLUMNS = Need("without --data of .jsonl or .parquet files", lambda c: not all(
-    path == "stdlib" or is_shards(path) or format_of(Path(path)) == ".txt" for path in paths_of(c)))
+COLUMNS = Need("without --data of .jsonl or .parquet files", lambda c: not all(map(has_no_columns, paths_of(c))))
 
 
 def paths_of(c) -> list[str]:
     return [part.path for data in (c.data, c.val_data) if data for part in mixture_of(data)]
+
+
+def has_no_columns(path: str) -> bool:
+    from corpus.readers import format_of
+
+    return path == "stdlib" or is_shards(path) or format_of(Path(path)) == ".txt"
 
 
 @dataclass(kw_only=True)
@@ -196,6 +185,20 @@ class TokenData:
         return any((self.arrays(self.windows(split, range(i, min(i + 64, n_samples))))[1] >= 0).any()
                    for i in range(0, n_samples, 64))
 
+    def check(self, what: str, path: str, split: str):
+        """Raises ValueError where a split of a source has nothing to learn from. what: the flag of the source; path: the
+        source."""
+        n_samples, use = (self.n_val_samples, "validation") if split == "val" else (self.n_samples, "training")
+        if n_samples < 1:
+            n_tokens = int(self.ends[split][-1]) if len(self.ends[split]) else 0
+            raise ValueError(f"{what}: {n_tokens} {use} tokens, but one sequence with its last label needs --seq_len "
+                             f"{self.seq_len} + 1; take a longer text or --seq_len {max(1, n_tokens - 1)}")
+        if not self.has_labels(split, n_samples):
+            raise ValueError(f"{what}: no token of the {use} text has a loss, every label is masked" + "; --doc_mask masks the "
+                             "token behind the end of a document, and these are empty" * self.doc_mask)
+        if not self.has_labels("val", self.n_val_samples):
+            self.n_val_samples = 0  # a loss of 0.0000 over no token would look like a good one
+
     def batches(self, first_sample: int, global_batch_size: int, local_batch_size: int, data_rank: int, data_ranks: int,
                 device: torch.device | str):
         """Endless iterator of Batch from cursor first_sample on. Rank r has sequences r*A*B .. (r+1)*A*B of a global batch."""
@@ -235,58 +238,8 @@ class TokenData:
         return prefetch(make(), torch.device(device))
 
 
-class ChatData(TokenData):
-    """Sequences of conversations, of which only what the assistant says has a loss: several in each with doc_mask, else one.
-
-    The sequences are what TokenData's windows are: their order, their shares and the cursor are the same."""
-
-    def __init__(self, folder: Path, seq_len: int, data_seed: int = 0, doc_mask: bool = False, name="", all_val=False):
-        super().__init__(folder, seq_len, data_seed, doc_mask, name, all_val)
-        self.mask = lambda split, i: opened_array(folder, *mask_array_of(self.entries[split][i]))
-        self.packing = {split: pack(folder, self.entries[split], seq_len, doc_mask) for split in ("train", "val")}
-        self.n_samples, self.n_val_samples = (len(self.packing[split]) for split in ("train", "val"))
-
-    def windows(self, split: str, numbers) -> np.ndarray:
-        """(len(numbers), seq_len + 1) int64: tokens, the bits of their masks above 2**32, -1 where a sequence is not full."""
-        out, (documents, bounds) = np.full((len(numbers), self.seq_len + 1), -1, np.int64), self.packing[split][:2]
-        for row, number in zip(out, numbers):
-            for shard, start, n in documents[bounds[number]:bounds[number + 1]]:
-                ids, mask = (array(split, shard)[start:start + n].astype(np.int64) for array in (self.shard, self.mask))
-                self.check_ids(ids)
-                row[:n], row = ids | mask << 32, row[n:]
-        return out
-
-    def arrays(self, windows: np.ndarray):
-        """As TokenData's. A sequence's padding is one more document, without labels."""
-        is_text = windows >= 0
-        ids, bits = np.where(is_text, windows & 0xFFFFFFFF, self.eot), np.where(is_text, windows >> 32, 0)
-        begins = (bits & FIRST > 0) | ~is_text & np.pad(is_text[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-        labels = np.where((bits & LOSS > 0) & ~begins, ids, -100)[:, 1:]  # nothing before a document predicts how it begins
-        tokens, begins = ids[:, :-1], begins[:, :-1]
-        positions = np.broadcast_to(np.arange(self.seq_len), tokens.shape)
-        if not self.doc_mask:
-            return tokens, labels, positions, None
-        return tokens, labels, positions - np.maximum.accumulate(np.where(begins, positions, 0), axis=1), begins.cumsum(1) - 1
-
-    def first_words(self) -> str:
-        """The longest line of what is said before the first answer, from its beginning."""
-        split = "val" if self.n_val_samples else "train"
-        shard, start, n = self.packing[split].documents[0]
-        ids, mask = (array(split, shard)[start:start + n] for array in (self.shard, self.mask))
-        asked = load_tokenizer(Path(self.tokenizer_file)).decode(ids[:int((mask & LOSS > 0).argmax())].tolist())
-        return " ".join(max(asked.splitlines() or [""], key=len).split()[:4])[:60].rstrip("\ufffd")
-
-    def summary(self) -> str:
-        split = "train" if self.n_samples else "val"  # of --val_data
-        packing, n_sequences = self.packing[split], len(self.packing[split])
-        text = (f"{len(packing.documents):,} conversations in {n_sequences:,} sequences of {self.seq_len} tokens, "
-                f"{packing.padding:.1%} of them padding" + "; --doc_mask packs several into one" * (not self.doc_mask))
-        text += f"; {packing.n_cut:,} were too long and are cut" * (packing.n_cut > 0)
-        return text + f"; {packing.n_left_out:,} are left out, for no answer is in their beginning" * (packing.n_left_out > 0)
-
-
 class MixedData(TokenData):
-    """Parts that take turns (support/mixture.py). Each has its own order and its own epochs, as if it were alone."""
+    """Parts that take turns (corpus/mixture.py). Each has its own order and its own epochs, as if it were alone."""
 
     def __init__(self, parts: list[TokenData], shares: list[int], folder: str):
         first, self.parts, self.turns = parts[0], parts, take_turns(shares)
@@ -318,31 +271,35 @@ class MixedData(TokenData):
                        f"{epochs[part.name]:.3g} epochs\n" for part, share in zip(self.parts, percent))
 
 
-def open_data(cfg: DataConfig, seq_len: int, tokenizer: str = "") -> TokenData:
+def open_data(cfg: DataConfig, seq_len: int, tokenizer: str = "", Chats: type | None = None) -> TokenData:
     """The data that --data names, tokenized first if it is text. ValueError with one line for whatever a user can get wrong.
 
-    tokenizer: for text without --tokenizer; "": one is trained on it. Needs no process group: ranks that call it together
-    wait until one of them has filled the cache."""
+    tokenizer: for text without --tokenizer; "": one is trained on it. Chats: class for conversations, sft.chat_data.ChatData;
+    None: they are refused. Needs no process group: ranks that call it together wait until one of them has filled the cache."""
     if seq_len < 1:
         raise ValueError(f"--seq_len {seq_len}: need at least 1")
     for name, named in ("--data", cfg.data), ("--val_data", cfg.val_data or "stdlib"):  # before any text is tokenized
         for part in mixture_of(named, name):
             if part.path != "stdlib" and not os.path.exists(part.path) and not glob.has_magic(part.path):
+                from corpus.readers import FORMATS
+
                 raise ValueError(f"{name} {named_part(part)}: no such file; need stdlib, {FORMATS}, a folder or glob of these, "
                                  f"or a folder from data.py{hub_hint(part.path, 'dataset')}")
-    data = open_parts(cfg, "--data", cfg.data, seq_len, tokenizer)
+    data = open_parts(cfg, "--data", cfg.data, seq_len, tokenizer, Chats)
     if cfg.val_data:
-        data.validation = open_parts(cfg, "--val_data", cfg.val_data, seq_len, tokenizer or data.tokenizer_file or "")
+        tokenizer = tokenizer or data.tokenizer_file or ""
+        data.validation = open_parts(cfg, "--val_data", cfg.val_data, seq_len, tokenizer, Chats)
         check_same_ids({f"--data {cfg.data}": data, f"--val_data {cfg.val_data}": data.validation})
         data.n_val_samples = data.validation.n_val_samples
     return data
 
 
-def open_parts(cfg: DataConfig, flag: str, named: str, seq_len: int, tokenizer: str) -> TokenData:
+def open_parts(cfg: DataConfig, flag: str, named: str, seq_len: int, tokenizer: str, Chats: type | None) -> TokenData:
     """What --data or --val_data names: one source, or the parts of a mixture."""
     parts, found = mixture_of(named, flag), {}
     for part in sorted(parts, key=lambda part: not is_shards(part.path)):  # shards first: text is cut as they are
-        found[part.name] = open_part(cfg, f"{flag} {named_part(part)}", part, seq_len, tokenizer, flag == "--val_data")
+        what, all_val = f"{flag} {named_part(part)}", flag == "--val_data"
+        found[part.name] = open_part(cfg, what, part, seq_len, tokenizer, all_val, Chats)
         tokenizer = tokenizer or found[part.name].tokenizer_file or ""
     if parts[0].name == "":
         return found[""]
@@ -361,113 +318,40 @@ def check_same_ids(sources: dict[str, TokenData]):
                              "two words; prepare both with one --tokenizer")
 
 
-def open_part(cfg: DataConfig, what: str, part, seq_len: int, tokenizer: str, all_val: bool) -> TokenData:
+def holds_chats(path: str, text_column: str) -> bool:
+    """Whether a source holds conversations: quick, by the first line of its first file."""
+    if is_shards(path):
+        return read_index(Path(path))["version"] == MASKED
+    if path == "stdlib":
+        return False
+    from corpus.readers import is_chat, text_files
+
+    return is_chat(text_files(path)[0][0], text_column)
+
+
+def open_part(cfg: DataConfig, what: str, part, seq_len: int, tokenizer: str, all_val: bool, Chats: type | None) -> TokenData:
     """One source; what: the flag that names it, for errors."""
     try:
+        if Chats is None and holds_chats(part.path, cfg.text_column):  # before anything is tokenized
+            raise ValueError(f"{what} holds conversations, and this recipe trains on text; use finetune.py --init_from FOLDER "
+                             f"--data {part.path}, with the folder of a model that they are to change")
         if not is_shards(part.path):
             folder = cached_corpus(part.path, cfg.tokenizer or tokenizer, cfg.cache_dir, cfg.text_column)
         else:
             folder = Path(part.path)
             if cfg.tokenizer and sha256_file(find_tokenizer(cfg.tokenizer)[0]) != read_index(folder)["source"]["tokenizer"]:
                 raise ValueError(f"--tokenizer {cfg.tokenizer} is not the one that {folder} was made with; leave it out")
-        Data = ChatData if read_index(folder)["version"] == MASKED else TokenData
+        Data = Chats if read_index(folder)["version"] == MASKED else TokenData
         data = Data(folder, seq_len, cfg.data_seed, cfg.doc_mask, part.name, all_val)
     except OSError as error:
         cache = cache_folder(cfg.cache_dir)
         raise ValueError(f"{error.filename or cache}: {error.strerror}; --data must be readable and --cache_dir {cache} "
                          "writable") from error
-    n_samples, split, use = (data.n_val_samples, "val", "validation") if all_val else (data.n_samples, "train", "training")
-    if isinstance(data, ChatData):
-        if n_samples < 1:
-            raise ValueError(f"{what}: in no conversation the assistant says anything within --seq_len {seq_len}; "
-                             "take other conversations or a larger --seq_len")
-        if os.environ.get("RANK", "0") == "0":
-            print(f"{part.path}: {data.summary()}", flush=True)
-        return data
-    if n_samples < 1:
-        n_tokens = int(data.ends[split][-1]) if len(data.ends[split]) else 0
-        raise ValueError(f"{what}: {n_tokens} {use} tokens, but one sequence with its last label needs --seq_len "
-                         f"{seq_len} + 1; take a longer text or --seq_len {max(1, n_tokens - 1)}")
-    if not data.has_labels(split, n_samples):
-        raise ValueError(f"{what}: no token of the {use} text has a loss, every label is masked"
-                         + "; --doc_mask masks the token behind the end of a document, and these are empty" * cfg.doc_mask)
-    if not data.has_labels("val", data.n_val_samples):
-        data.n_val_samples = 0  # a loss of 0.0000 over no token would look like a good one
+    data.check(what, part.path, "val" if all_val else "train")
     return data
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Command line
-def own_tokenizer(paths: list, out: Path, vocab_size: int, text_column: str):
-    """python data.py tokenizer"""
-    least, most = 257, 1 << 20
-    if not least <= vocab_size <= most:
-        raise ValueError(f"--vocab_size {vocab_size} must be between {least:,}, all bytes and {EOT_NAMES[0]}, and {most:,}")
-    if out.suffix != ".json" or out.exists():
-        raise ValueError(f"--out {out} {'is there already' if out.exists() else 'is no .json'}; name a new file, like own.json")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    found = train_tokenizer(paths, out, vocab_size, text_column)
-    fewer = f" instead of {vocab_size:,}, for no other pair of tokens occurs twice in this text" * (found < vocab_size)
-    print(f"{out}: {found:,} ids{fewer}; train with --tokenizer {out}")
-
-
-def main():
-    parser = Parser(description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="stdlib|tokenizer|prepare|show|check")
-    stdlib = commands.add_parser("stdlib", help="build the built-in corpus")
-    stdlib.add_argument("--cache_dir", default="", help="instead of the user's cache folder")
-    own = commands.add_parser("tokenizer", help="train a byte-level BPE on text files, for --tokenizer")
-    own.add_argument("--input", nargs="+", required=True, help=f"{FORMATS}; files, folders or quoted globs")
-    own.add_argument("--vocab_size", type=int, default=BPE_VOCAB, help=f"ids, {EOT_NAMES[0]} among them [default: {BPE_VOCAB}]")
-    own.add_argument("--out", required=True, metavar="FILE.json", help="file to write")
-    prepare = commands.add_parser("prepare", help="tokenize text files into a folder of token shards")
-    prepare.add_argument("--input", nargs="+", required=True, help=f"{FORMATS}; files, folders or quoted globs")
-    prepare.add_argument("--tokenizer", required=True, help="tokenizer.json, or a Hugging Face folder")
-    prepare.add_argument("--out", required=True, help="folder to write; the same command again finishes what was interrupted")
-    prepare.add_argument("--eot", default="", help="token that ends a document, where the tokenizer does not tell")
-    prepare.add_argument("--skip_bad", type=int, default=0, metavar="N",
-                         help="leave out at most N conversations that cannot be trained; OUT/skipped.txt lists them")
-    prepare.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
-    show = commands.add_parser("show", help="documents of a file as they will be trained, tokens with a loss in green")
-    show.add_argument("file", metavar="FILE", help="text or conversations: a file, a folder, a quoted glob, or token shards")
-    show.add_argument("--tokenizer", required=True, help="tokenizer.json, or a Hugging Face folder")
-    show.add_argument("--n", type=int, default=3, help="documents [default: 3]")
-    show.add_argument("--json", action="store_true", help='an object per document instead: {"ids": [...], "mask": [...]}')
-    for command in own, prepare, show:
-        command.add_argument("--text_column", default="text", help="name of the text in .jsonl and .parquet [default: text]")
-    check = commands.add_parser("check", help="verify sizes, checksums, counts and ids of a folder of token shards")
-    check.add_argument("out", metavar="DIR", help="the folder")
-    args = parser.parse_args()
-    try:
-        if args.command == "show":
-            return show_documents(args.file, args.tokenizer, args.n, args.json, args.text_column)
-        folder = cached_corpus("stdlib", "", args.cache_dir) if args.command == "stdlib" else Path(args.out)
-        paths = [path for what in getattr(args, "input", ()) for path in text_files(what)[0]]
-        check_local(str(folder), "--out")
-        if args.command == "prepare":
-            if not args.out or args.workers < 1:
-                raise ValueError(f"--out {args.out!r} must be a folder, and --workers {args.workers} at least 1")
-            tokenizer = find_tokenizer(args.tokenizer, args.eot)
-            if args.skip_bad:
-                paths = without_bad(paths, tokenizer[0], folder, args.skip_bad, args.text_column)
-            build_shards(paths, tokenizer, folder, args.workers, args.text_column)
-        if args.command == "tokenizer":
-            return own_tokenizer(paths, folder, args.vocab_size, args.text_column)
-        if args.command == "check" and (damage := find_damage(folder)):
-            print("\n".join(damage), file=sys.stderr)
-            raise SystemExit(1)
-        index = read_index(folder)
-    except BrokenPipeError:  # `show ... | head` has seen enough, and Python would complain once more at its exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return
-    except OSError as error:
-        usage_error(f"{error.filename}: {error.strerror}")
-    except ValueError as error:
-        usage_error(error)
-    for split, entries in index["splits"].items():
-        print(f"{split}: {sum(entry['tokens'] for entry in entries):,} tokens, {index['documents'][split]:,} documents")
-    print(f"{folder}: {index['vocab_size']:,} ids, sha256 {index['sha256'][:16]}")
-
-
 if __name__ == "__main__":
+    from tools.data_commands import main
+
     main()

@@ -19,7 +19,7 @@ lm-eval makes them (rl/scoring.py). The same numbers come out in every layout an
 (_stderr) are sqrt(n / (n - 1) sum_i (y_i - r x_i)^2) / sum_i x_i of a ratio r = sum y_i / sum x_i over n lines (or windows of a
 single text): for a mean, where x_i = 1, the sample's standard deviation / sqrt(n). They are null for n = 1. --out gets one JSON
 object per line of the task, and at last {"summary": {...}}. It is written at the end, as a whole: Ctrl-C leaves nothing.
-lm-eval's own tasks: rl/lm_eval_model.py.
+lm-eval's own tasks: see docs/finetune.md.
 """
 import json
 import math
@@ -30,6 +30,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Literal
 
+from corpus.readers import format_of
+from corpus.text import ChatConfig
 from distributed.launch import run
 from rl.answers import KINDS as RIGHT
 from rl.answers import final_number, is_right, never_right
@@ -49,12 +51,11 @@ from rl.scoring import (
     rolling_windows,
     score,
 )
-from support.asking import ChatConfig, open_chat
-from support.config import Need, check_range, flag, parse_config
+from rl.text import Text
+from sft.prompts import open_chat
+from storage.manifest import is_hf_folder
+from support.config import Need, check_range, flag
 from support.files import check_local, read_json, write_file
-from support.manifest import is_hf_folder
-from support.readers import format_of
-from support.text import Text
 
 BASE_PROMPT = "Question: {question}\nAnswer:"  # for a model that goes on with texts; to a chat model its template says who asks
 # What flags need to have an effect: see support/config.py. c.kind is what read_task says.
@@ -272,8 +273,8 @@ def main(cfg: Config):
 
     # 3. its scores, or its answers
     try:
-        join(layout, model_config, longest)
-        stages = open_model(cfg.checkpoint, layout, Model, model_config)
+        layout = join(layout, cfg)
+        stages = open_model(cfg.checkpoint, layout, cfg, Model, model_config)
         if layout.rank == 0:
             print(f"{cfg.task}: {counted}, up to {longest:,} tokens at once | {folder} | "
                   f"{layout} on {layout.device.type}, {str(layout.compute_dtype)[6:]}", flush=True)
@@ -281,8 +282,9 @@ def main(cfg: Config):
                 print(f"{n_cut:,} of {len(requests):,} prompts do not fit into {longest:,} tokens: they lose their beginnings")
         if kind == "answer":
             prompts = [prompt[-room:] for prompt, _ in requests]
-            samples = complete(stages[0], layout, text, prompts, cfg.max_new_tokens, cfg.temperature, cfg.seed,
-                               [unescape(string) for string in cfg.stop])
+            stop = [unescape(string) for string in cfg.stop]
+            samples = complete(stages[0], layout, cfg.rollout_timeout_s, text, prompts, cfg.max_new_tokens, cfg.temperature,
+                               cfg.seed, stop)
             items, metrics = exact_match(lines, samples, cfg.answers)
         else:
             scores = iter(score(stages, layout, requests, longest))
@@ -308,4 +310,4 @@ def main(cfg: Config):
 
 
 if __name__ == "__main__":
-    run(main, parse_config(Config))
+    run(main, Config)

@@ -16,13 +16,11 @@ from typing import Literal
 import torch
 
 from checkpoint import load_model
+from corpus.text import ChatConfig, TextStream, encode, ends_of, has_bos
+from corpus.tokenizer import load_tokenizer
 from rl.decoding import AHEAD, rollout, uniform_noise
-from support.asking import ChatConfig, open_chat
+from storage.manifest import is_hf_folder, step_folders
 from support.config import Parser, parse_config, usage_error
-from support.hf import load_hf_model
-from support.manifest import is_hf_folder, step_folders
-from support.text import TextStream, encode, ends_of, has_bos
-from support.tokenizer import load_tokenizer
 
 
 def check_request(config, prompts, max_new_tokens, temperature, top_k, top_p):
@@ -86,7 +84,10 @@ def open_checkpoint(folder: str, device="cpu"):
     """(model, tokenizer, eot id, several, or None) of a run, step or Hugging Face folder. Raises ValueError."""
     # bf16 on GPUs: every new token reads all weights once, so half the bytes is twice the speed
     dtype = torch.bfloat16 if torch.device(device).type == "cuda" else None
-    model, _ = (load_hf_model if is_hf_folder(folder) else load_model)(folder, device, dtype)
+    load = load_model
+    if is_hf_folder(folder):
+        from storage.hf import load_hf_model as load
+    model, _ = load(folder, device, dtype)
     for path in [folder, *(path for _, path in step_folders(folder))]:
         if os.path.isfile(os.path.join(path, "tokenizer.json")):
             try:
@@ -134,7 +135,11 @@ def print_sample(run: str, n_params: int, data=None, max_new_tokens=120):
             return
         model, tokenizer, eot = open_checkpoint(run, "cuda" if torch.cuda.is_available() else "cpu")
         max_new_tokens = min(max_new_tokens, model.config.max_seq_len // 2)
-        chat = open_chat(run, ChatConfig(chat=True)) if is_chat else None
+        chat = None
+        if is_chat:
+            from sft.prompts import open_chat
+
+            chat = open_chat(run, ChatConfig(chat=True))
         (text,) = continue_texts(model, tokenizer, eot, [prompt], max_new_tokens, chat=chat, temperature=0.8, top_p=0.95)
         said = f"{prompt}\n\n{text}" if is_chat else f"{prompt}{text}"
         print(f"checkpoint: {step_folders(run)[0][1]}\nsample (for others: {command}):\n\n{said}", flush=True)
@@ -156,6 +161,8 @@ def main(argv: list[str]):
     try:
         if device == "cuda" and not torch.cuda.is_available():
             raise ValueError("--device cuda: torch finds no GPU here; use --device cpu")
+        from sft.prompts import open_chat
+
         options |= dict(bos=has_bos(cfg.checkpoint), chat=open_chat(cfg.checkpoint, cfg))
         parts = open_checkpoint(cfg.checkpoint, device)
         if len(texts) == 1:

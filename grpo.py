@@ -36,12 +36,11 @@ import torch
 import torch.distributed as dist
 
 from checkpoint import CheckpointConfig, Checkpoints, loaded_later
+from corpus.text import ChatConfig
 from distributed.checks import check_replicas
 from distributed.experts import balance_experts
-from distributed.launch import LaunchConfig, StopSignal, choose_attention, connect, disconnect, run, train_timeouts
+from distributed.launch import LaunchConfig, StopSignal, connect, disconnect, run, train_timeouts
 from distributed.layout import ParallelConfig, local_tensor
-from distributed.lora import LoraConfig, base_model, lora_counts
-from distributed.nf4 import quantize_base
 from distributed.refusals import check_layout
 from parallel import clip_grad_norm, make_mesh, next_backward, reduce_loss
 from rl import engines, generators, packing, rollouts
@@ -53,16 +52,15 @@ from rl.policy import FLAVORS, build_policy, keep_reference, model_of
 from rl.refusals import check_flags, check_own_run
 from rl.reports import ReportConfig, introduce, keep_samples, sample_numbers, show_evaluation, show_step
 from rl.rewards import RewardConfig, held_out_numbers
-from rl.routing import RoutingConfig, replayed_experts
-from support.asking import ChatConfig, open_chat
-from support.config import Need, flag, parse_config
-from support.manifest import step_folders
+from rl.text import Text
+from sft.base import load_base
+from sft.lora import LoraConfig, base_model, is_frozen, lora_counts
+from sft.prompts import open_chat
+from storage.manifest import step_folders
+from storage.resume import lock_run, wait_for_run
+from support.config import Need, flag
 from support.metrics import Metrics, MetricsConfig
 from support.optim import set_lr
-from support.peft import base_folder
-from support.provenance import say_flags
-from support.resume import lock_run, wait_for_run
-from support.text import Text
 
 # --clip_low and --clip_high as published
 CLIP = {"grpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2), "dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
@@ -76,11 +74,11 @@ WARM_UP = Need("with --init_from: its model needs no warm-up", lambda c: not c.i
 
 @dataclass(kw_only=True)
 class Config(ParallelConfig, LaunchConfig, LoraConfig, CheckpointConfig, MetricsConfig, DatasetConfig, RewardConfig,
-             RoutingConfig, ChatConfig, EngineConfig, ReportConfig, PackingConfig):
-    REFUSED = ("pp", "loss_parallel", "optimizer_in_backward")  # not in --help: rl/refusals.py says why
+             ChatConfig, EngineConfig, ReportConfig, PackingConfig):
+    REFUSED = ("pp", "loss_parallel")  # not in --help: rl/refusals.py says why
     flavor: Literal[tuple(FLAVORS)] = flag("debug", OWN_MODEL)  # a small Llama 3, or Qwen3 with experts
     model_args: str = ""  # fields of the flavor to change: "n_layers=4,dim=128"
-    out: str = "runs/grpo"  # folder for everything that the run writes; the same folder again continues the run
+    out: str = "runs/grpo"  # folder for all files of the run; the same folder again continues the run
     env: str = "reverse"  # the task: reverse, sum_digits, countdown, calculator, dataset, gsm8k, or a file of your own
     steps: int = 300  # optimizer steps
     prompts_per_step: int = 32  # prompts per step, over all ranks
@@ -115,7 +113,7 @@ class Config(ParallelConfig, LaunchConfig, LoraConfig, CheckpointConfig, Metrics
     eps: float = 1e-8  # AdamW: added to the root of the squared gradient's mean
     weight_decay: float = 0.0  # AdamW: weight decay, decoupled from the gradient
     max_norm: float = 1.0  # gradients are scaled down to this norm; 0 = never
-    local_batch_size: int = flag(64, ROWS)  # sequences that one data rank runs per forward
+    local_batch_size: int = flag(64, ROWS)  # sequences per forward of a data rank
     rollout_rows: int = flag(512, OWN_ROWS)  # samples that one rank runs at once
     seed: int = 0  # of the initial weights, prompts and samples
     eval_every: int = 100  # steps between evaluations, with one before the first step and one at the end; 0 = never
@@ -123,7 +121,7 @@ class Config(ParallelConfig, LaunchConfig, LoraConfig, CheckpointConfig, Metrics
     eval_k: int = 4  # samples per held-out prompt, for pass@k; a greedy one comes on top
     checkpoint_every: int = 100  # steps between checkpoints (and one at the end); 0 = never
     chat: bool = True  # prompts in the chat template of --init_from, where it has one; --no-chat: as they are, for base models
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto = a GPU if there is one
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto = a GPU, else the CPU
 
     def __post_init__(self):
         MetricsConfig.__post_init__(self)
@@ -211,8 +209,7 @@ class Trainer:
     """The training half, in few calls: any loop that has samples with rewards can drive it.
 
     A sample is a dict: prompt, ids (token ids), logprobs (mu's, one per id), mask (1.0 where the id is trained), advantage;
-    sampled (1.0 where the model chose the id), if that is not the mask; and experts, to be taken again, if --routing_replay
-    has recorded them. Every rank is given the same list, and takes its share.
+    sampled (1.0 where the model chose the id), if that is not the mask. Every rank is given the same list, and takes its share.
     """
 
     def __init__(self, cfg: Config, layout, model, reference=None):
@@ -226,7 +223,7 @@ class Trainer:
 
     def microbatches(self, samples):
         """This data rank's share: (samples, tensors) of each forward, as rl/packing.py plans them."""
-        return packing.forwards_of(samples, self.cfg, self.layout, self.model)
+        return packing.forwards_of(samples, self.cfg, self.layout)
 
     def forward(self, model, b):
         """(log-probabilities, entropy) of the labels, (B, T/cp) each."""
@@ -248,8 +245,7 @@ class Trainer:
         found, n = [], [len(s["ids"]) for s in samples]
         old = torch.zeros(sum(n) + 1, device=self.layout.device)  # the last number is that of prompts and padding
         for _, b in self.microbatches(samples):
-            with replayed_experts(self.model, b.get("experts"), self.layout):
-                lp, entropy = self.forward(self.model, b)
+            lp, entropy = self.forward(self.model, b)
             found.append(compare_policies(lp, entropy, b))
             old[b["at"]] = lp
         rollouts.reshard(self.model)
@@ -293,16 +289,15 @@ class Trainer:
         for i, (_, b) in enumerate(batches):
             ref = self.reference_logprobs(b) if kl_coef else None  # first: with LoRA it is a forward of the same model
             next_backward(model, i == len(batches) - 1, layout)
-            with replayed_experts(model, b.get("experts"), layout):  # the backward too: --ac computes forwards again
-                lp, entropy = self.forward(model, b)
-                assert lp.dtype == torch.float32, lp.dtype
-                mask, mu, old = b["mask"], b["mu"], lp.detach() if tis and cfg.minibatches == 1 else b["old"]
-                of_sample = partial(self.sequence_sum, segment=b["segment"])
-                per_token, clipped = policy_loss(kind, lp, old, mu, b["advantage"], mask, b["n"], clip, tis, of_sample)
-                if kl_coef:  # k3, 2402.03300 (4), weighted like the rest
-                    k3 = (ref - lp).exp() - (ref - lp) - 1
-                    per_token = per_token + kl_coef * k3 * mask / (b["n"] if kind in ("grpo", "gspo") else 1)
-                per_token.sum().backward()
+            lp, entropy = self.forward(model, b)
+            assert lp.dtype == torch.float32, lp.dtype
+            mask, mu, old = b["mask"], b["mu"], lp.detach() if tis and cfg.minibatches == 1 else b["old"]
+            of_sample = partial(self.sequence_sum, segment=b["segment"])
+            per_token, clipped = policy_loss(kind, lp, old, mu, b["advantage"], mask, b["n"], clip, tis, of_sample)
+            if kl_coef:  # k3, 2402.03300 (4), weighted like the rest
+                k3 = (ref - lp).exp() - (ref - lp) - 1
+                per_token = per_token + kl_coef * k3 * mask / (b["n"] if kind in ("grpo", "gspo") else 1)
+            per_token.sum().backward()
             sums += torch.stack([x.detach().sum().double() for x in (per_token, clipped)])
             found.append(compare_policies(lp.detach(), entropy, b))
         z = loss_denominator(kind, counted or samples, cfg.max_new_tokens)
@@ -398,12 +393,10 @@ def lr_at(step: int, cfg: Config) -> float:
 
 def main(cfg: Config):
     # 1. task, model and devices: all that the flags can get wrong is found before anything is built
-    say_flags(cfg)
     if cfg.compute_dtype == "auto" and (cfg.device == "cpu" or not torch.cuda.is_available()):
         cfg.compute_dtype = "float32"  # these models are small, and trainer and generator agree in more digits
     env = open_task(cfg)
-    base = base_folder(cfg)
-    text = Text(base, cfg.out, getattr(env, "ALPHABET", string.printable), open_chat(base, cfg))
+    text = Text(cfg.init_from, cfg.out, getattr(env, "ALPHABET", string.printable), open_chat(cfg.init_from, cfg))
     Model, model_config = model_of(cfg, text.tokenizer.get_vocab_size())
     left_out = leave_out_long(env, text, cfg.seq_len)
     held_out = held_out_tasks(env, cfg.eval_n, partial(text.fits, seq_len=cfg.seq_len)) if cfg.eval_every else []
@@ -426,17 +419,17 @@ def main(cfg: Config):
     os.makedirs(cfg.out, exist_ok=True)
     if layout.rank == 0:
         text.save()
-    connect(layout, cfg.device, cfg.seed, trace=f"{cfg.out}/trace")
-    make_mesh(layout)
-    choose_attention(layout, model_config, cfg.seq_len, 1 if cfg.pack_tokens else cfg.local_batch_size)
+    layout = connect(layout, cfg, cfg.device, cfg.seed, trace=f"{cfg.out}/trace")
+    layout = make_mesh(layout)
 
     # 3. model, 4. parallelism, 5. optimizer
     with torch.device("meta"):
         plain = Model(model_config)
-    n_params, (adapters, flops_per_token) = sum(p.numel() for p in plain.parameters()), lora_counts(plain, cfg)
+    n_params = sum(p.numel() for p in plain.parameters())
+    adapters, flops_per_token = lora_counts(plain, cfg) if cfg.lora_rank else ("", plain.flops_per_token(cfg.seq_len))
     unknown = rollouts.unknown_ids(text, model_config, layout.device)
     build = partial(build_policy, cfg, layout, Model, model_config, unknown)
-    model = build(loaded_later(cfg))
+    model = build(is_frozen if cfg.lora_rank else loaded_later(cfg))
     reference = build(lambda fqn: True) if cfg.kl_coef and not cfg.lora_rank else None  # keep_reference fills it
     trainer = Trainer(cfg, layout, model, reference)
 
@@ -445,16 +438,16 @@ def main(cfg: Config):
     if not cfg.init_from and is_new:
         warm_up(trainer, env, text)
     about = dict(identity=identity, config=asdict(cfg), source=open(__file__).read(), tokenizer_file=text.file)
-    checkpoints = Checkpoints(cfg, cfg.out, modules=[model], optimizer=trainer.optimizer, **about)
+    base = partial(load_base, [model], cfg) if cfg.lora_rank else None
+    checkpoints = Checkpoints(cfg, cfg.out, modules=[model], optimizer=trainer.optimizer, load_base=base, **about)
     state = checkpoints.load() or {"step": 0, "cursor": 0, "tokens": 0, "batch": None, "policy_version": 0}
     trainer.policy_version, first = state["policy_version"], state["step"] + 1
     if reference is not None:
         keep_reference(trainer, is_new, about)
     check_replicas([model], layout, flags=asdict(cfg))
-    quantize_base([model], layout)  # only with --lora_nf4
     if layout.rank == 0:
-        introduce(cfg, layout, identity | checkpoints.made_from, f"{n_params:,} parameters{adapters}", left_out,
-                  len(held_out), state["step"])
+        introduce(cfg, layout, model.reduces_always, identity | checkpoints.made_from, f"{n_params:,} parameters{adapters}",
+                  left_out, len(held_out), state["step"])
 
     # 7. loop
     engine = engines.open_engine(trainer, env, text, n_trainers)
@@ -493,7 +486,7 @@ def main(cfg: Config):
         state = {"step": step, "cursor": batch["cursor"], "tokens": metrics.tokens, "policy_version": trainer.policy_version,
                  "batch": [], "made_with": rollouts.made_with(cfg), "bos": text.bos}
         if step == first:
-            train_timeouts(layout)
+            train_timeouts(layout, cfg.train_timeout_s)
         stopping = stop.agreed(layout)
         last = step == cfg.steps or stopping
         evaluate_policy(trainer, engine, held_out, metrics, step)
@@ -513,4 +506,4 @@ def main(cfg: Config):
 
 
 if __name__ == "__main__":
-    run(main, parse_config(Config))
+    run(main, Config)

@@ -1,5 +1,5 @@
-"""How one model runs on many devices, in the order in which one would teach it: the mesh, tensor parallelism, context
-parallelism, activation checkpointing and compile, FSDP2, the initial weights, one training step, the gradient norm.
+"""How one model runs on many devices, in the order of a lecture: the mesh, tensor parallelism, context parallelism,
+activation checkpointing and compile, FSDP2, the initial weights, one training step, the gradient norm.
 
 One process drives one device. The processes form a grid with one named axis per kind of parallelism, outermost first:
 
@@ -12,18 +12,19 @@ One process drives one device. The processes form a grid with one named axis per
 Whatever the grid, the same model is trained, because of five rules:
 
     1. same weights        how a parameter starts depends on the seed and its name only (init_weights)
-    2. same data           the global batch of a step is the same in every layout; a rank takes its part of it (data.py, inputs)
+    2. same data           the global batch of a step is the same in every layout; a rank takes its part (data.py, inputs)
     3. same loss           sum of token losses / tokens of the global batch, never a mean of means (count_tokens)
     4. same gradient norm  every gradient counts once, however many ranks hold it (clip_grad_norm)
     5. same rounding       one device casts weights and gradients where FSDP does, to the same bits (shard, distributed/cast.py)
 
-What this file stands on is in distributed/: the flags and the numbers of a layout (layout.py), what is refused (refusals.py),
-how processes start and end (launch.py), pipelines (pipeline.py), experts (experts.py), matmuls in 8 or 4 bits (float8.py).
+This file stands on distributed/: flags and numbers of a layout (layout.py), refusals (refusals.py), start and end of processes
+(launch.py), pipelines (pipeline.py), experts (experts.py), matmuls in 8 bits (float8.py).
 """
 import fnmatch
 import math
 import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
@@ -44,38 +45,37 @@ from torch.utils.checkpoint import checkpoint
 
 from distributed.cast import cast_weights
 from distributed.checks import check_split
-from distributed.experts import compile_experts
 from distributed.initial import draw_block, initial_values
-from distributed.keep import keep_contexts
 from distributed.layout import AllGather, AllToAll, Layout, all_blocks, local_slice, local_tensor, reduces_always
 from distributed.pipeline import ZERO_BUBBLE, pipeline_forward, pipeline_forward_backward, tied_copy
 from models.attention import causal_attention, lower_right_mask, sdpa
-from models.layers import places_of
+from models.layers import places_of, takes_places
 from models.loss import IGNORE, linear_cross_entropy, softmax_loss
 
 
 # ---------------------------------------------------------------- the mesh
-def make_mesh(layout: Layout) -> None:
-    """Lay the ranks out on named axes: neighbours in rank share tp, which needs the fastest links, and pp crosses the slowest.
+def make_mesh(layout: Layout) -> Layout:
+    """Lay the ranks out on named axes: tp, for the fastest links, connects neighbours in rank, pp crosses the slowest.
 
-    Not everything is split over the same ranks, so there are three views of the one grid:
+    Three views of the one grid, because parameters, tokens and experts are split over different ranks:
 
-        full_mesh    pp, dp_replicate, dp_shard, cp, tp   what the flags say
+        full_mesh    pp, dp_replicate, dp_shard, cp, tp   the axes of the flags
         mesh         pp, dp_replicate, fsdp, tp           fsdp = dp_shard x cp: cp ranks hold other tokens, as data ranks do
-        expert_mesh  pp, dp_replicate, efsdp, ep, etp     only with experts: efsdp shards them over what ep and etp leave
+        expert_mesh  pp, dp_replicate, efsdp, ep, etp     with experts only: efsdp shards over the ranks beside ep and etp
 
     With --dp_shard 2 --cp 2 --tp 2 on 8 ranks, tp is {0,1} {2,3} {4,5} {6,7}; cp {0,2} {1,3} {4,6} {5,7}; fsdp {0,2,4,6}
-    {1,3,5,7}. Nothing is sent here: process groups are made, and NCCL connects them at their first use.
+    {1,3,5,7}. Nothing is sent here: NCCL connects a process group at its first use. Returns the layout with its meshes.
     """
     device, pp, dp_replicate, tp = layout.device.type, layout.pp, layout.dp_replicate, layout.tp
     fsdp = layout.dp_shard * layout.cp
-    layout.mesh = init_device_mesh(device, (pp, dp_replicate, fsdp, tp), mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"))
-    # the axis by its number: torch 2.11 cannot do this by name
-    layout.full_mesh = layout.mesh._unflatten(2, (layout.dp_shard, layout.cp), ("dp_shard", "cp"))
+    mesh = init_device_mesh(device, (pp, dp_replicate, fsdp, tp), mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"))
+    # the axis by number: torch 2.11 does not accept a name
+    full_mesh, expert_mesh = mesh._unflatten(2, (layout.dp_shard, layout.cp), ("dp_shard", "cp")), None
     if layout.has_experts:
-        ep, etp = layout.cfg.ep, layout.cfg.etp
+        ep, etp = layout.ep, layout.etp
         shape, names = (pp, dp_replicate, fsdp * tp // (ep * etp), ep, etp), ("pp", "dp_replicate", "efsdp", "ep", "etp")
-        layout.expert_mesh = init_device_mesh(device, shape, mesh_dim_names=names)
+        expert_mesh = init_device_mesh(device, shape, mesh_dim_names=names)
+    return replace(layout, mesh=mesh, full_mesh=full_mesh, expert_mesh=expert_mesh)
 
 
 # ---------------------------------------------------------------- tensor parallelism
@@ -100,10 +100,10 @@ class Gather(ParallelStyle):
 
 
 class SequenceLinear(ParallelStyle):
-    """A matrix, and its bias, that every tp rank holds whole, such as a router, and that sees T/tp of the tokens, (B, T/tp, D).
+    """A matrix with its bias, such as a router. Every tp rank holds the matrix whole and sees T/tp of the tokens, (B, T/tp, D).
 
-    Its gradients must be summed over tp: see "sequence" below. The tokens go in as rows (B*T/tp, D), because torch 2.11
-    cannot multiply a DTensor that is split along dim 1.
+    Gradients must be summed over tp: see "sequence" below. The tokens go in as rows (B*T/tp, D), because torch 2.11 cannot
+    multiply a DTensor split along dim 1.
     """
 
     def _apply(self, module, mesh):
@@ -112,7 +112,7 @@ class SequenceLinear(ParallelStyle):
 
         def forward(x):
             rows = DTensor.from_local(x.flatten(0, -2), mesh, [Shard(0)], run_check=False)
-            out = type(module).forward(module, rows)  # of the class that it has by then: lora_linears gives it another
+            out = type(module).forward(module, rows)  # the class at the time of the call: LoRA swaps the class later
             return out.to_local().unflatten(0, x.shape[:-1])
 
         module.forward = forward
@@ -120,36 +120,36 @@ class SequenceLinear(ParallelStyle):
 
 
 class VocabEmbedding(RowwiseParallel):
-    """V/tp rows of the table per rank, which looks up the tokens that it has; a reduce-scatter adds the ranks' results and
-    leaves each its part of the sequence: (B, T) -> (B, T/tp, D)."""
+    """V/tp rows of the table per rank. Each rank looks up the tokens of its rows; a reduce-scatter adds the results and leaves
+    each rank a part of the sequence: (B, T) -> (B, T/tp, D)."""
 
     def __init__(self):
         super().__init__(input_layouts=Replicate(), output_layouts=Shard(1))
 
     def _apply(self, module, mesh):
         module = super()._apply(module, mesh)
-        # The result is a tensor whose data may still be on the way. A compiled block cannot take such a tensor, and calling
-        # its wait() would cut it off from autograd. A clone is an ordinary tensor with its gradient.
+        # The data of the result may still be on the way. A compiled block cannot take an unfinished tensor, and wait() would
+        # cut the tensor off from autograd. A clone is an ordinary tensor with a gradient.
         module.register_forward_hook(lambda module, args, out: out.clone())
         return module
 
 
 class VocabHead(ParallelStyle):
-    """V/tp rows of the head per rank; vocab_parallel_loss and vocab_parallel_logits multiply with them."""
+    """V/tp rows of the head per rank, for vocab_parallel_loss and vocab_parallel_logits."""
 
     def _apply(self, module, mesh):
         module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0)], src_data_rank=None))
         return module
 
 
-TP_STYLES = {  # what a model's tp_plan may ask for; called once per module
+TP_STYLES = {  # names for a model's tp_plan; called once per module
     "colwise": ColwiseParallel,  # W (out/tp, in): no communication, the output is this rank's heads or channels
     "rowwise": lambda: RowwiseParallel(output_layouts=Shard(1)),  # W (out, in/tp): reduce-scatter along the sequence
     "gather_sequence": GatherSequence,
     "gather_colwise": lambda: ColwiseParallel(input_layouts=Shard(1)),  # colwise after an all-gather of the sequence
     "gather": Gather,
-    # Norms. Every tp rank holds the weight whole but sees only T/tp of the tokens (or H/tp of the heads), so its gradients
-    # must be summed over tp. A DTensor weight does that; a plain one silently does not.
+    # Norms. Every tp rank holds the weight whole but sees only T/tp of the tokens (or H/tp of the heads), so the gradients must
+    # be summed over tp. A DTensor weight sums gradients; a plain weight silently does not.
     "sequence": lambda: SequenceParallel(use_local_output=True),  # (B, T/tp, D)
     "head_norm": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),  # (B, T, H/tp, K)
     "sequence_linear": SequenceLinear,
@@ -158,14 +158,12 @@ TP_STYLES = {  # what a model's tp_plan may ask for; called once per module
 }
 
 
-def tensor_parallel(stage, layout: Layout) -> None:
+def tensor_parallel(stage, layout: Layout, cfg) -> None:
     """Split the matrices over tp as the model's tp_plan says; between the blocks a rank holds T/tp of the sequence.
 
     Per block, forward and backward each: two all-gathers and two reduce-scatters of B*T*D elements (2*B*T*D bytes in
-    bfloat16), and the next matmul waits for each of them. So tp belongs inside a node.
+    bfloat16), and the next matmul waits for each collective. So tp belongs inside a node.
     """
-    if layout.tp == 1:
-        return
     mesh = layout.mesh["tp"]
     names = [n for n, _ in stage.named_modules()]
     plan = {n: style for pattern, style in stage.tp_plan().items() for n in fnmatch.filter(names, pattern)}
@@ -174,12 +172,14 @@ def tensor_parallel(stage, layout: Layout) -> None:
     for n in frozen:  # the styles make new parameters
         stage.get_parameter(n).requires_grad_(False)
     check_split(stage, plan)
-    if layout.cfg.loss_parallel:
+    if stage.token_loss is not linear_cross_entropy:
+        raise ValueError("--tp replaces token_loss, so that yours would not be trained; add your term to the loss in forward")
+    if cfg.loss_parallel:
         stage.token_loss = partial(vocab_parallel_loss, mesh=mesh)
     else:
         stage.token_loss = partial(gathered_head_loss, mesh=mesh)
     stage.logits = partial(vocab_parallel_logits, mesh=mesh)
-    if layout.cfg.async_tp:
+    if cfg.async_tp:
         from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
         torch._inductor.config._micro_pipeline_tp = True
@@ -203,7 +203,7 @@ def vocab_parallel_loss(h, weight, labels, denom, *, mesh, loss=linear_cross_ent
 
 
 def gathered_head_loss(h, weight, labels, denom, *, mesh, kernel=softmax_loss) -> Tensor:
-    """--no-loss_parallel: all-gather the head's V*D elements instead, and compute the loss of this rank's T/tp tokens only.
+    """--no-loss_parallel: all-gather the head's V*D elements instead, and compute the loss of the rank's T/tp tokens only.
     Each tp rank then has a part of the loss, and the parts are added up."""
     weight = weight.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
     return linear_cross_entropy(h, weight, labels.chunk(mesh.size(), 1)[mesh.get_local_rank()], denom, kernel=kernel)
@@ -223,35 +223,34 @@ def whole_vocab(logits: Tensor, V: int, mesh) -> Tensor:
 
 
 # ---------------------------------------------------------------- context parallelism
-def context_parallel(stage, layout: Layout) -> None:
-    """Replace the model's attention by one that sees the keys and values of all cp ranks. Everything else in a model treats
-    each token by itself, so it needs no change when a rank holds T/cp of every sequence."""
-    if layout.cp > 1:
-        attend = all_gather_attention if layout.cfg.cp_method == "allgather" else all_to_all_attention
-        stage.make_attend = partial(attend, group=layout.group("cp"))
+def context_parallel(stage, layout: Layout, cfg) -> None:
+    """Replace the model's attention by an attention over the keys and values of all cp ranks. The rest of a model treats each
+    token alone, and so needs no change when a rank holds T/cp of every sequence."""
+    attend = all_gather_attention if cfg.cp_method == "allgather" else all_to_all_attention
+    stage.make_attend = partial(attend, group=layout.group("cp"))
 
 
 def sequence_index(T: int, cp: int, rank: int, device=None) -> Tensor:
-    """Positions (T/cp,) of the tokens of this cp rank: chunks rank and 2cp-1-rank of 2cp.
+    """Positions (T/cp,) of a cp rank's tokens: chunks rank and 2cp-1-rank of 2cp.
 
     A late token attends to more keys than an early one. cp 2 cuts four chunks: rank 0 takes 0 and 3, rank 1 takes 1 and 2, so
     both do the same causal work.
     """
-    chunks = torch.arange(T, device=device).chunk(2 * cp)  # made there: a copy from the host would wait for the device
+    chunks = torch.arange(T, device=device).chunk(2 * cp)  # made on the device: a copy from the host would wait
     return torch.cat([chunks[rank], chunks[2 * cp - 1 - rank]])
 
 
 def natural_order(x: Tensor, dim: int, cp: int) -> Tensor:
-    """Put a tensor that was gathered in rank order back into the order of the tokens: the inverse of sequence_index."""
-    chunks = x.chunk(2 * cp, dim)  # of rank 0 its early and its late chunk, then those of rank 1, ...
+    """Put a tensor gathered in rank order back into the order of the tokens: the inverse of sequence_index."""
+    chunks = x.chunk(2 * cp, dim)  # early and late chunk of rank 0, early and late chunk of rank 1, ...
     return torch.cat([chunks[2 * i] for i in range(cp)] + [chunks[2 * i + 1] for i in reversed(range(cp))], dim)
 
 
 def all_gather_attention(positions, doc_ids=None, reach=None, *, group):
     """--cp_method allgather: gather keys and values, and attend from this rank's queries. Per layer one all-gather of
-    2*B*T*G*K elements (few under grouped queries), and its reduce-scatter in the backward."""
+    2*B*T*G*K elements (few under grouped queries), and a reduce-scatter in the backward."""
     cp, rank = dist.get_world_size(group), dist.get_rank(group)
-    chunk = positions.shape[1] // 2  # this rank has chunks `rank` and `2cp-1-rank`; chunk i sees the keys of chunks 0..i
+    chunk = positions.shape[1] // 2  # the rank has chunks `rank` and `2cp-1-rank`; chunk i sees the keys of chunks 0..i
     ends = [(rank + 1) * chunk, (2 * cp - rank) * chunk]
     masked = doc_ids is not None or reach is not None
     if not masked:
@@ -273,20 +272,20 @@ def all_gather_attention(positions, doc_ids=None, reach=None, *, group):
 
 def all_to_all_attention(positions, doc_ids=None, reach=None, *, group):
     """--cp_method alltoall, Ulysses (arXiv:2309.14509): trade a part of every sequence for whole sequences of H/cp heads,
-    attend, and trade back. Per layer four all-to-alls of what this rank has: q, k, v and the result, B*T/cp*(2H+2G)*K elements
-    together; as many in the backward.
+    attend, and trade back. Per layer four all-to-alls of this rank's q, k, v and result, B*T/cp*(2H+2G)*K elements together; as
+    many in the backward.
 
     Returns attend(q, k, v, scale=None): q (B, H, T/cp, K), k and v (B, G, T/cp, K), the tokens of sequence_index ->
     (B, H, T/cp, K). positions and reach (B, T/cp), doc_ids (B, T) or None."""
     cp = dist.get_world_size(group)
     if reach is not None:
         reach = natural_order(AllGather.apply(reach, 1, group), 1, cp)  # (B, T)
-        positions = reach  # of the whole sequence: only its shape counts
+        positions = reach  # of the whole sequence: only the shape counts
     attend_whole = causal_attention(positions, doc_ids, reach=reach)
 
     def heads_to_sequence(x):  # (B, H, T/cp, K) -> (B, H/cp, T, K)
         B, H, T, K = x.shape
-        x = AllToAll.apply(x.unflatten(1, (cp, H // cp)).transpose(0, 1), group)  # (cp, B, H/cp, T/cp, K), one piece per rank
+        x = AllToAll.apply(x.unflatten(1, (cp, H // cp)).transpose(0, 1), group)  # (cp, B, H/cp, T/cp, K), a piece per rank
         return natural_order(x.permute(1, 2, 0, 3, 4).reshape(B, H // cp, cp * T, K), 2, cp)
 
     def sequence_to_heads(x):  # (B, H/cp, T, K) -> (B, H, T/cp, K)
@@ -295,7 +294,7 @@ def all_to_all_attention(positions, doc_ids=None, reach=None, *, group):
         return x.transpose(0, 1).flatten(1, 2)
 
     def attend(q, k, v, scale=None, sinks=None):
-        if k.shape[1] % cp:  # fewer kv heads than ranks: every rank gets a copy of the one that its query heads share
+        if k.shape[1] % cp:  # fewer kv heads than ranks: every rank gets a copy of its query heads' kv head
             k, v = (x.repeat_interleave(cp // x.shape[1], dim=1) for x in (k, v))
         mine = {} if sinks is None else {"sinks": sinks.chunk(cp)[dist.get_rank(group)]}  # of this rank's heads
         return sequence_to_heads(attend_whole(*map(heads_to_sequence, (q, k, v)), scale=scale, **mine))
@@ -304,31 +303,29 @@ def all_to_all_attention(positions, doc_ids=None, reach=None, *, group):
 
 
 # ---------------------------------------------------------------- activation checkpointing, compile
-def checkpoint_activations(stage, layout: Layout) -> None:
+def checkpoint_activations(stage, cfg) -> None:
     """Keep only the input of a block, (B, T/cp/tp, D), and compute the rest again in the backward: --ac full for every block,
-    selective for every k-th. With --ac op a block also keeps half of its matmuls and what is slow to compute or to send."""
-    cfg = layout.cfg
-    if cfg.ac in ("none", "budget"):
-        return  # the compiler keeps to the budget: see compile_blocks
+    selective for every k-th. With --ac op a block also keeps half of its matmuls and all slow results (distributed/keep.py)."""
     for i, block in all_blocks(stage).items():
         if cfg.ac == "selective" and i % cfg.ac_every:
             continue
         is_compiled = cfg.compile and not hasattr(block, "moe")
-        options = {"context_fn": partial(keep_contexts, is_compiled)} if cfg.ac == "op" else {}
-        # Wrapping forward, and not the module, leaves every parameter's name as it was. These models have no dropout, so no
-        # random numbers need to be replayed.
+        options = {}
+        if cfg.ac == "op":
+            from distributed.keep import keep_contexts
+
+            options["context_fn"] = partial(keep_contexts, is_compiled)
+        # Wrapping forward, not the module, keeps every parameter's name. No random numbers need to be replayed, because
+        # models.layers.dropout draws from no generator.
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **options)
 
 
-def compile_blocks(stage, layout: Layout) -> None:
-    """Compile each block by itself, and the loss: all blocks share one compilation, and FSDP's hooks stay outside of it.
+def compile_blocks(stage, layout: Layout, cfg) -> None:
+    """Compile each block alone, and the loss: all blocks share one compilation, and FSDP's hooks stay outside.
 
-    Of a block with experts, the attention, the experts, and what sorts their tokens are compiled one by one. Routing and the
-    exchange of tokens are not: how many tokens each expert gets is known only while it runs.
+    In a block with experts, attention, experts and the sorting of tokens are compiled one by one. Routing and the exchange of
+    tokens are not compiled: the number of tokens per expert is known only at run time.
     """
-    cfg = layout.cfg
-    if not cfg.compile:
-        return
     if cfg.ac == "budget":
         torch._functorch.config.activation_memory_budget = cfg.ac_budget
     if layout.pp > 1 and (cfg.pp_schedule in ZERO_BUBBLE or cfg.pp_schedule_csv):
@@ -338,71 +335,72 @@ def compile_blocks(stage, layout: Layout) -> None:
         whole = block.attn if hasattr(block, "moe") else block
         whole.forward = torch.compile(whole.forward, fullgraph=layout.cp == 1)
         if hasattr(block, "moe"):
+            from distributed.experts import compile_experts
+
             compile_experts(block.moe.experts)
 
 
 # ---------------------------------------------------------------- FSDP2, HSDP, DDP: one wrapper for all
-def shard(stage, layout: Layout) -> None:
-    """Give the parameters their dtype, and let FSDP share them between the ranks. One process has nothing to send, and FSDP
-    would still copy every weight and gradient: there they are only cast, where FSDP would cast them."""
+def shard(stage, layout: Layout, cfg) -> None:
+    """Give the parameters their dtype, and let FSDP shard them. On one process FSDP would copy every weight and gradient for
+    nothing: distributed/cast.py casts at the same places instead."""
     for p in stage.parameters():  # not the buffers: balancing biases move in steps that bfloat16 would round away
-        # Weights that LoRA freezes are only read, and in the compute dtype: nothing is lost if they are kept in it.
-        dtype = getattr(torch, layout.cfg.param_dtype) if p.requires_grad else layout.compute_dtype
-        if isinstance(p, DTensor):  # split by tp: setting its .data would change nothing, and say nothing
+        # Frozen weights are only read, in the compute dtype: keeping them in the compute dtype loses nothing.
+        dtype = getattr(torch, cfg.param_dtype) if p.requires_grad else layout.compute_dtype
+        if isinstance(p, DTensor):  # split by tp: setting .data would silently change nothing
             torch.utils.swap_tensors(p, nn.Parameter(p.detach().to(dtype), p.requires_grad))
         else:
             p.data = p.data.to(dtype)
-    layout.reduces_always = reduces_always(stage, layout)
-    if layout.world_size == 1 and not layout.cfg.cpu_offload:
-        cast_weights(stage, layout, reshards(layout))
+    stage.reduces_always = reduces_always(stage, layout, cfg)
+    if layout.world_size == 1 and not cfg.cpu_offload:
+        cast_weights(stage, layout, getattr(torch, cfg.reduce_dtype))
     else:
-        wrap_units(stage, layout)
+        wrap_units(stage, layout, getattr(torch, cfg.reduce_dtype))
 
 
-def wrap_units(stage, layout: Layout) -> None:
+def wrap_units(stage, layout: Layout, reduce_dtype: torch.dtype) -> None:
     """fully_shard every block, then the rest, over dp_shard x cp, with copies over dp_replicate.
 
-    Per block of P parameters on this tp rank: all-gather them in the compute dtype before the forward and again before the
-    backward, reduce-scatter P gradients in --reduce_dtype after it; with dp_replicate, all-reduce P / (dp_shard x cp) of them
-    between the copies.
+    Per block of P parameters on this tp rank: all-gather P weights in the compute dtype before the forward and again before the
+    backward, reduce-scatter P gradients in --reduce_dtype after the backward; with dp_replicate, all-reduce P / (dp_shard x cp)
+    gradients between the copies.
     """
-    cfg, reduce_dtype = layout.cfg, getattr(torch, layout.cfg.reduce_dtype)
-    # FSDP casts weights only: casting a block's inputs as well would take cos and sin, which must stay fp32, to bfloat16.
+    # FSDP casts weights only: casting a block's inputs as well would round cos and sin to bfloat16.
     dtypes = MixedPrecisionPolicy(param_dtype=layout.compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     options = dict(mp_policy=dtypes)
-    if cfg.cpu_offload:
+    if layout.offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
 
     def with_copies(mesh, axis):  # two axes for HSDP: copies, each sharded over `axis`
         return mesh["dp_replicate", axis] if layout.dp_replicate > 1 else mesh[axis]
 
     options["mesh"] = with_copies(layout.mesh, "fsdp")
-    reshard, blocks = reshards(layout), list(all_blocks(stage).values())
+    reshard, blocks = layout.reshards, list(all_blocks(stage).values())
     for block in blocks:
-        if hasattr(block, "moe"):  # before the block: a parameter belongs to the innermost fully_shard around it
+        if hasattr(block, "moe"):  # before the block: a parameter belongs to the innermost fully_shard
             expert_mesh = with_copies(layout.expert_mesh, "efsdp")
             fully_shard(block.moe.experts, reshard_after_forward=reshard, **options | {"mesh": expert_mesh})
         # the backward begins with the last block, so its weights are not freed just before
         fully_shard(block, reshard_after_forward=reshard and block is not blocks[-1], **options)
-    # Wrapped apart, its V*D numbers are freed after the lookup. Not when it is tied: then the loss reads it as well.
+    # Wrapped apart, the embedding's V*D numbers are freed after the lookup. The loss reads a tied embedding as well.
     if stage.tok_embeddings is not None and not stage.config.tie_embeddings:
         fully_shard(stage.tok_embeddings, reshard_after_forward=reshard, **options)
-    # The root keeps the norm and the head, whose weight the loss uses directly: they are gathered before its forward.
+    # The root gathers the norm and the head before its forward; the loss uses the head's weight directly.
     fully_shard(stage, reshard_after_forward=False, **options)
     for module in stage.modules():
         if isinstance(module, FSDPModule):
             # the loss is divided by the tokens of the global batch already: gradients are summed, not averaged
             module.set_force_sum_reduction_for_comms(True)
-            if layout.world_size > 1:  # on one process this setting would only add a copy of each gradient
+            if layout.world_size > 1:  # on one process the setting would only add a copy of each gradient
                 module.set_gradient_divide_factor(1.0)
-    if layout.cfg.ep > 1:
+    if layout.ep > 1:
         prefetch_units(stage, blocks)
 
 
 def prefetch_units(stage, blocks) -> None:
-    """Gather the next block's weights before this block computes, and in the backward those of the block before. FSDP does so
-    by itself only as far as the host is ahead of the device, and with --ep it waits for the device in every layer with experts
-    (exchange_tokens)."""
+    """Gather the next block's weights before a block computes, and in the backward the previous block's. FSDP alone prefetches
+    only as far as the host is ahead of the device, and with --ep the host waits in every layer with experts (exchange_tokens).
+    """
     units = [[block, block.moe.experts] if hasattr(block, "moe") else [block] for block in blocks]
     if units and isinstance(stage.tok_embeddings, FSDPModule):
         stage.tok_embeddings.set_modules_to_forward_prefetch(units[0])
@@ -411,26 +409,20 @@ def prefetch_units(stage, blocks) -> None:
         following[0].set_modules_to_backward_prefetch(this)
 
 
-def reshards(layout: Layout) -> bool:
-    """Whether a block's gathered weights are freed after its forward. Not under a pipeline: every micro-batch would gather them
-    again, and with zero-bubble schedules the gradients would be wrong."""
-    return {"always": True, "never": False, "default": layout.pp == 1}[layout.cfg.reshard_after_forward]
-
-
 # ---------------------------------------------------------------- initial weights
 def init_weights(stage, layout: Layout, seed: int, skip=lambda fqn: False) -> None:
     """Allocate the meta parameters on the device and fill them: a function of (seed, fqn) alone, so equal in every layout.
     Nothing travels.
 
-    A parameter is drawn in blocks of 1,024 rows (a stack of experts: one expert), each from a generator of its own, and a rank
-    draws only the blocks that it holds a part of: at most one block more than its rows at either end. Columns that tp cuts are
-    drawn whole. The process's share of the cores draws side by side, and each needs memory for one block.
-    skip: tells which parameters a checkpoint will overwrite, which is quicker than drawing them. Until then they are NaN, so
-    that nobody trains unseen on one that was not overwritten after all.
+    A parameter is drawn in blocks of 1,024 rows (a stack of experts: one expert), each block from its own generator. A rank
+    draws only blocks of its own rows: at most one extra block at either end. Columns cut by tp are drawn whole. The process's
+    share of the cores draws side by side; each core needs memory for one block.
+    skip: whether a checkpoint will overwrite the parameter fqn. Skipped parameters are NaN, so a missing overwrite shows.
     """
     values, draws = initial_values(stage), []
-    stage.to_empty(device="cpu" if layout.cfg.cpu_offload else layout.device)
-    for module in stage.modules():  # only parameters are offloaded: the buffers are needed where the computation is
+    stage.seed = seed  # dropout depends on it, too
+    stage.to_empty(device="cpu" if layout.offload else layout.device)
+    for module in stage.modules():  # only parameters are offloaded: the computation reads the buffers
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, buffer.to(layout.device))
     for fqn, p in [*stage.named_parameters(), *stage.named_buffers()]:
@@ -447,8 +439,8 @@ def init_weights(stage, layout: Layout, seed: int, skip=lambda fqn: False) -> No
 
 
 # ---------------------------------------------------------------- one training step
-def inputs(batch, a: int | None, layout: Layout) -> dict[str, Tensor]:
-    """Arguments of the model for accumulation step a (None: all steps at once): this cp rank's part of each sequence."""
+def inputs(stage, batch, a: int | None, layout: Layout) -> dict[str, Tensor]:
+    """Arguments of the stage for accumulation step a (None: all steps at once): the cp rank's part of each sequence."""
     pick = (lambda x: x.flatten(0, 1)) if a is None else (lambda x: x[a])
     kwargs = {"tokens": pick(batch.tokens), "labels": pick(batch.labels), "positions": pick(batch.positions)}  # (B, T)
     if layout.mtp:  # before the sequence is cut: the next token may be on another cp rank
@@ -456,8 +448,8 @@ def inputs(batch, a: int | None, layout: Layout) -> dict[str, Tensor]:
 
         doc_ids = None if batch.doc_ids is None else pick(batch.doc_ids)
         kwargs["next_tokens"], kwargs["next_labels"] = shift_targets(kwargs["tokens"], kwargs["labels"], doc_ids)
-    if layout.takes_places and batch.first is not None:  # None: validation, where nothing is dropped
-        kwargs["places"] = pick(places_of(batch, layout.cfg.seed))
+    if takes_places(stage) and batch.first is not None:  # None: validation, where nothing is dropped
+        kwargs["places"] = pick(places_of(batch, stage.seed))
     if layout.cp > 1:
         tokens = kwargs["tokens"]
         index = sequence_index(tokens.shape[1], layout.cp, layout.coordinate("cp"), tokens.device)
@@ -470,8 +462,8 @@ def inputs(batch, a: int | None, layout: Layout) -> dict[str, Tensor]:
 
 
 def count_tokens(labels: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """(tokens with a loss in the global batch, and in this data rank's part of it). The loss is divided by the first in every
-    layout. One all-reduce of one number; both stay on the device, so nothing waits for it."""
+    """(tokens with a loss in the global batch, tokens with a loss in this data rank's part). Every layout divides the loss by
+    the first number. One all-reduce of one number; both numbers stay on the device, so the host does not wait."""
     mine = (labels != IGNORE).sum()
     total = mine.clone()
     dist.all_reduce(total)
@@ -480,58 +472,58 @@ def count_tokens(labels: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
 
 
 def forward_backward(stages, batch, layout: Layout) -> Tensor:
-    """Gradients of the mean loss over the global batch, complete when this returns. Gives (2,) for reduce_loss: this rank's
-    part of the global batch's mean loss, and its part of its data rank's own mean."""
+    """Compute the complete gradients of the mean loss over the global batch. Returns (2,) for reduce_loss: the rank's part of
+    the global batch's mean loss, and the rank's part of its data rank's own mean."""
     loss_denom, mine = count_tokens(batch.labels, layout)
     if layout.pp > 1:  # gradient accumulation is nothing but more micro-batches
-        total = pipeline_forward_backward(stages, inputs(batch, None, layout), loss_denom, layout)
+        total = pipeline_forward_backward(stages, inputs(stages[0], batch, None, layout), loss_denom, layout)
     else:
         model, total = stages[0], torch.zeros((), device=layout.device)
         for a in range(batch.tokens.shape[0]):
             next_backward(model, a == batch.tokens.shape[0] - 1, layout)
-            loss = model(**inputs(batch, a, layout), loss_denom=loss_denom)
+            loss = model(**inputs(model, batch, a, layout), loss_denom=loss_denom)
             loss.backward()
             total += loss.detach()
-    if layout.cfg.loss_parallel and layout.tp > 1:
+    if layout.loss_parallel and layout.tp > 1:
         total = total / layout.tp  # every tp rank has computed the whole loss, and reduce_loss adds up all ranks
     return torch.stack([total, total * loss_denom / mine.clamp(min=1)])
 
 
 def next_backward(model, is_last: bool, layout: Layout) -> None:
-    """Tell FSDP, ahead of a micro-batch's forward, what its backward does: gradients are reduce-scattered after the last one
-    of a step, or with layout.reduces_always after each. The all-reduce between copies waits for the last in any case."""
-    layout.is_last_backward = is_last
+    """Tell FSDP, before a micro-batch's forward, about the backward: gradients are reduce-scattered after the last micro-batch
+    of a step, or with model.reduces_always after each. The all-reduce between copies always waits for the last."""
+    model.is_last_backward = is_last  # for distributed/cast.py
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(is_last or layout.reduces_always)
+        model.set_requires_gradient_sync(is_last or model.reduces_always)
         model.set_requires_all_reduce(is_last)
-        model.set_is_last_backward(is_last or layout.reduces_always)
+        model.set_is_last_backward(is_last or model.reduces_always)
         # if blocks stay gathered after the forward, all do until the last micro-batch; else only the root
-        model.set_reshard_after_backward(is_last, recurse=not reshards(layout))
+        model.set_reshard_after_backward(is_last, recurse=not layout.reshards)
 
 
 def reduce_loss(part: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     """(mean loss over the tokens of the global batch, largest mean of one data rank), on every rank. One all-reduce of two
     numbers per data rank."""
     table = part.new_zeros(2, layout.data_ranks)
-    table[:, layout.data_rank] = part  # the pp, cp and tp ranks of a data rank have parts of its loss: added up in its column
+    table[:, layout.data_rank] = part  # a column adds up the parts of a data rank's pp, cp and tp ranks
     dist.all_reduce(table)
     return table[0].sum(), table[1].max()
 
 
 @torch.no_grad()
 def evaluate(stages, batches, layout: Layout) -> tuple[float, float | None, dict[str, float]]:
-    """(loss in nats per token, in bits per byte or None where the bytes are unknown, {part of a mixture: its loss}) over all
-    batches of all data ranks. NaN where no token has a loss. Besides the forwards, one all-reduce of three numbers per part."""
+    """(loss in nats per token, in bits per byte or None if the bytes are unknown, {part of a mixture: loss}) over all batches
+    of all data ranks. NaN if no token has a loss. Besides the forwards, one all-reduce of three numbers per part."""
     sums = {}  # part -> of losses, tokens, bytes
-    copies = layout.world_size // layout.data_ranks  # ranks that count the same tokens: each adds its share
+    copies = layout.world_size // layout.data_ranks  # ranks with the same tokens: each adds a share
     n_bytes_known = True
     for batch in batches:
         if layout.pp > 1:
-            loss = pipeline_forward(stages, inputs(batch, None, layout), layout)
+            loss = pipeline_forward(stages, inputs(stages[0], batch, None, layout), layout)
         else:
-            loss = sum(stages[0](**inputs(batch, a, layout)) for a in range(batch.tokens.shape[0]))
+            loss = sum(stages[0](**inputs(stages[0], batch, a, layout)) for a in range(batch.tokens.shape[0]))
         part = sums.setdefault(batch.part, torch.zeros(3, dtype=torch.float64, device=layout.device))
-        part[0] += loss / (layout.tp if layout.cfg.loss_parallel else 1)
+        part[0] += loss / (layout.tp if layout.loss_parallel else 1)
         part[1] += (batch.labels != IGNORE).sum() / copies
         part[2] += (batch.n_bytes or 0) / copies
         n_bytes_known = n_bytes_known and batch.n_bytes is not None
@@ -549,8 +541,8 @@ def evaluate(stages, batches, layout: Layout) -> tuple[float, float | None, dict
 
 # ---------------------------------------------------------------- the gradient norm
 def replicas(grad: Tensor, layout: Layout) -> int:
-    """How many ranks of a pipeline stage hold the same part of this gradient. For any norm of your own: add the squares of each
-    rank's part divided by this number, and all-reduce, as clip_grad_norm does."""
+    """Number of ranks of a pipeline stage with the same part of the gradient. For a norm of your own: divide the squares of
+    each rank's part by this number, add up, and all-reduce, as clip_grad_norm does."""
     sharded = 1  # a finished gradient is Shard or Replicate, never Partial
     if isinstance(grad, DTensor):
         sharded = math.prod(grad.device_mesh.size(i) for i, x in enumerate(grad.placements) if not x.is_replicate())
@@ -558,19 +550,16 @@ def replicas(grad: Tensor, layout: Layout) -> int:
 
 
 def clip_grad_norm(stages, max_norm: float, layout: Layout) -> Tensor:
-    """Scale the gradients so that their norm is at most max_norm; returns the norm before, a 0-d tensor, equal on every rank.
+    """Scale the gradients to a norm of at most max_norm. Returns the norm before, a 0-d tensor, equal on every rank.
 
-    One rule for every layout: a rank adds the squares of its part of each gradient, divided by the number of ranks that hold
-    the same part; one all-reduce over all ranks gives the square of the norm. Right for parameters on different meshes, for
-    pipeline stages, and for a tied weight that two stages hold (counted once).
+    One rule for every layout: a rank adds the squares of its part of each gradient, divided by the number of ranks with the
+    same part; one all-reduce over all ranks gives the square of the norm. Right for parameters on different meshes, for
+    pipeline stages, and for a tied weight on two stages (counted once).
     """
     squares = torch.zeros((), dtype=torch.float64, device=layout.device)
-    if layout.squares is not None:  # --optimizer_in_backward: of the gradients that are used and freed already
-        squares += layout.squares
-        layout.squares.zero_()
     grads: list[Tensor] = []
-    groups: dict[int, list[Tensor]] = {}  # number of ranks that hold the same part -> local gradients
-    copies = {id(w) for s in stages if (w := tied_copy(s)) is not None}
+    groups: dict[int, list[Tensor]] = {}  # number of ranks with the same part -> local gradients
+    copies = {id(w) for s in stages if layout.pp > 1 and (w := tied_copy(s)) is not None}
     for stage in stages:
         for p in stage.parameters():
             if p.grad is None:

@@ -33,7 +33,7 @@ from distributed.layout import ParallelConfig
 from distributed.refusals import check_layout
 from models.llama3 import FLAVORS, Llama3
 from parallel import init_weights, make_mesh, shard, tensor_parallel
-from support.config import override_fields, parse_config
+from support.config import override_fields
 from support.files import fsync
 
 
@@ -50,8 +50,9 @@ def trained(cfg, layout, model_config):
     """(model, optimizer) with a moment for every weight, as after a step."""
     with torch.device("meta"):
         model = Llama3(model_config)
-    tensor_parallel(model, layout)
-    shard(model, layout)
+    if cfg.tp > 1:
+        tensor_parallel(model, layout, cfg)
+    shard(model, layout, cfg)
     init_weights(model, layout, seed=0)
     optimizer = torch.optim.AdamW(model.parameters())
     for p in model.parameters():
@@ -72,8 +73,7 @@ def without_reading(folder, names, progress=None, sync=False):
 def main(cfg: Config):
     model_config = override_fields(FLAVORS[cfg.flavor], cfg.model_args, "--model_args")
     layout = check_layout(cfg, model_config, seq_len=256, local_batch_size=1, global_batch_size=-1, device=cfg.device)
-    connect(layout, cfg.device)
-    make_mesh(layout)
+    layout = make_mesh(connect(layout, cfg, cfg.device))
     model, optimizer = trained(cfg, layout, model_config)
     group = dist.new_group(backend="gloo")  # for DCP's asynchronous saves
     dist.broadcast_object_list(box := [f"{cfg.folder}/benchmark-{os.getpid()}"])
@@ -174,4 +174,4 @@ def print_results(cfg, layout, size, waits, totals):
 
 if __name__ == "__main__":
     with contextlib.suppress(KeyboardInterrupt):
-        run(main, parse_config(Config))
+        run(main, Config)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from distributed.launch import run
 from distributed.layout import all_gather_single, reduce_scatter_single
-from support.config import check_range, parse_config
+from support.config import check_range
 
 
 @dataclass(kw_only=True)
@@ -95,4 +95,4 @@ def main(cfg: Config):
 
 
 if __name__ == "__main__":
-    run(main, parse_config(Config))
+    run(main, Config)

@@ -27,7 +27,7 @@ class StepConfig:
     local_batch_size: int = 4  # sequences per step
     dtype: Literal["float32", "bfloat16"] = "float32"  # of matmuls and activations; weights and optimizer stay float32
     ac: Literal["none", "op", "full"] = "none"  # activations recomputed: all systems; transformers has no op, and keeps all
-    float8: Literal["off", "tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8", "nvfp4"] = "off"  # matmuls, on a GPU
+    float8: Literal["off", "tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"] = "off"  # matmuls, on a GPU
     flags: str = ""  # more flags of train_llama3.py, for ours: "--adamw_moments 8bit"
     counts: bool = True  # on a CPU count the operators of an eager step, and the bytes that they write
     rounds: int = 9  # rounds that count; their order changes
@@ -67,13 +67,11 @@ def ours(cfg, device, compiled):
     from data import Batch
     from distributed.float8 import float8_linears, float8_scales
     from distributed.launch import connect
-    from distributed.pipeline import pipeline_stages
     from distributed.refusals import check_layout
     from models.llama3 import Llama3
     from parallel import make_mesh
     from support.config import parse_config
     from support.guard import skip_if_not_finite
-    from support.optim import step_in_backward
 
     shape = ["--seq_len", cfg.seq_len, "--local_batch_size", cfg.local_batch_size, "--compute_dtype", cfg.dtype, "--ac", cfg.ac]
     shape += ["--float8", cfg.float8] * (cfg.float8 != "off")
@@ -82,18 +80,19 @@ def ours(cfg, device, compiled):
     layout = check_layout(
         recipe, config, seq_len=cfg.seq_len, local_batch_size=cfg.local_batch_size, global_batch_size=-1, device=device.type
     )
-    connect(layout, device.type)
-    make_mesh(layout)
+    layout = make_mesh(connect(layout, recipe, device.type))
     with torch.device("meta"):
         model = Llama3(config)
-    stages = pipeline_stages(model, layout)
-    float8_linears(model, layout)
-    parallel.checkpoint_activations(model, layout)
-    parallel.compile_blocks(model, layout)
-    parallel.shard(model, layout)
+    stages = [model]
+    if recipe.float8 != "off":
+        float8_linears(model, layout, recipe)
+    if recipe.ac not in ("none", "budget"):
+        parallel.checkpoint_activations(model, recipe)
+    if recipe.compile:
+        parallel.compile_blocks(model, layout, recipe)
+    parallel.shard(model, layout, recipe)
     parallel.init_weights(model, layout, seed=0)
     optimizers = train_llama3.build_optimizers(stages, recipe)
-    step_in_backward(optimizers, layout)
     tokens, labels = random_batch(cfg, device)
     positions = torch.arange(cfg.seq_len, device=device).expand(cfg.local_batch_size, -1)
     batch = Batch(tokens[None], labels[None], positions[None], None, samples=cfg.local_batch_size, hash="")
@@ -101,12 +100,12 @@ def ours(cfg, device, compiled):
     def step():
         loss = parallel.forward_backward(stages, batch, layout)
         grad_norm = parallel.clip_grad_norm(stages, recipe.max_norm, layout)
-        if not recipe.optimizer_in_backward:
-            skip_if_not_finite(optimizers, grad_norm, on_host=recipe.cpu_offload)
+        skip_if_not_finite(optimizers, grad_norm, on_host=recipe.cpu_offload)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        float8_scales(stages, layout)
+        if recipe.float8_all_gather:
+            float8_scales(stages)
         return loss[0]
 
     return model, step

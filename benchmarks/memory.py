@@ -41,15 +41,11 @@ ROWS = {
     "--ac op": "--ac op",
     "--ac selective": "--ac selective",
     "--ac full": "--ac full",
-    "--optimizer_in_backward": "--optimizer_in_backward --max_norm 0",
-    "--adamw_moments bfloat16": "--adamw_moments bfloat16",
     "--adamw_moments 8bit": "--adamw_moments 8bit",
     "--adamw_moments 4bit": "--adamw_moments 4bit",
     "--adamw_moments fp8": "--adamw_moments fp8",
     "--param_dtype bfloat16": "--param_dtype bfloat16",
     "the same, --stochastic_rounding": "--param_dtype bfloat16 --stochastic_rounding",
-    "the same, 8bit, full, in backward": "--param_dtype bfloat16 --stochastic_rounding --adamw_moments 8bit --ac full "
-                                         "--optimizer_in_backward --max_norm 0",
     "--cpu_offload": "--cpu_offload",  # GPU
     "--compile": "--compile",  # GPU
     "--compile --ac budget": "--compile --ac budget",  # GPU

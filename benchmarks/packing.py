@@ -47,7 +47,7 @@ def train_seconds(lengths: list[int], seq_len: int, **flags) -> tuple[float, flo
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     cfg = Config(seq_len=seq_len, max_new_tokens=seq_len - 7, device="cpu", compute_dtype="float32", **flags)
     layout = check_layout(cfg, FLAVORS["debug"], seq_len=seq_len, local_batch_size=1, global_batch_size=-1, device="cpu")
-    make_mesh(layout)
+    layout = make_mesh(layout)
     trainer = Trainer(cfg, layout, build_policy(cfg, layout, Llama3, FLAVORS["debug"]))
     samples = [dict(prompt=[1] * 6, ids=[2] * n, logprobs=[-1.0] * n, mask=[1.0] * n, advantage=(-1.0) ** n) for n in lengths]
     trainer.train_on(samples)

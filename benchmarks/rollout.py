@@ -62,7 +62,7 @@ def sampler(variant: str, folder: str, device: str, new: int):
 
         return sample
     from rl.decoding import rollout
-    from support.hf import load_hf_model
+    from storage.hf import load_hf_model
 
     model, _ = load_hf_model(folder, device, dtype)
     noise = torch.rand(1024, 1, new, generator=torch.Generator().manual_seed(0))

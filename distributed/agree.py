@@ -1,15 +1,15 @@
-"""When one rank fails, all fail with the same reason; what rank 0 finds out, all know."""
+"""Errors and answers that all ranks share: if one rank fails, all ranks fail with the same reason."""
 from datetime import timedelta
 
 import torch.distributed as dist
 
 
 class Failed(ValueError):
-    """Something failed on some rank: raised on every rank, with the first reason."""
+    """Raised on every rank when a rank has failed, with the first reason."""
 
 
 def reason(error: BaseException) -> str:
-    """An error as one line. DCP's CheckpointException holds one error per rank: then it is the first of those."""
+    """An error as one line. Of DCP's CheckpointException, with an error per rank: the first error."""
     for rank, (inner, _) in getattr(error, "failures", {}).items():
         return (f"rank {rank}: " if rank else "") + reason(inner)
     text = " ".join(str(error).split())
@@ -19,7 +19,7 @@ def reason(error: BaseException) -> str:
 
 
 def some(names: list[str]) -> str:
-    """The first three, and how many more there are."""
+    """The first three names, and the number of the others."""
     return ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
 
 
@@ -28,7 +28,7 @@ def rank_in(group) -> int:
 
 
 def gather(value, group) -> list:
-    """The values of all ranks of the group; group None: this process is alone."""
+    """The values of all ranks of the group. group: None if the process is alone."""
     values = [value] * (dist.get_world_size(group) if group else 1)
     if group:
         dist.all_gather_object(values, value, group=group)
@@ -36,14 +36,14 @@ def gather(value, group) -> list:
 
 
 def everywhere(work, group):
-    """What work() returns on this rank; raises Failed on all ranks if it fails on any. Without this, a rank that fails would
-    leave, and its peers would wait for it in the next collective."""
+    """Return work() on each rank; raise Failed on all ranks if work fails on any rank. Otherwise a failing rank would leave,
+    and its peers would wait in the next collective."""
     result, error = None, None
     try:
         result = work()
     except BaseException as caught:
         if not isinstance(caught, Exception) and type(caught).__name__ != "CheckpointException":
-            raise  # Ctrl-C. DCP's CheckpointException is no Exception either, but it is an error like any other
+            raise  # Ctrl-C. DCP's CheckpointException is no Exception either, but counts as an error
         error = reason(caught)
     for rank, failed in enumerate(gather(error, group)):
         if failed is not None:
@@ -52,11 +52,11 @@ def everywhere(work, group):
 
 
 def on_rank_0(work, group):
-    """What work() returns on rank 0, on all ranks; Failed on all when it fails."""
+    """Run work() on rank 0 and return its result on all ranks; raise Failed on all ranks if work fails."""
     return gather(everywhere(lambda: work() if rank_in(group) == 0 else None, group), group)[0]
 
 
 def new_gloo_group(name: str):
-    """A process group of all ranks, for what they tell each other about files."""
-    # 30 minutes, because ranks wait here for the slowest disk. A rank that has died is noticed at once all the same.
+    """A process group of all ranks, for messages about files."""
+    # 30 minutes, because ranks wait for the slowest disk. The death of a rank is noticed at once all the same.
     return dist.new_group(backend="gloo", timeout=timedelta(minutes=30), group_desc=name)

@@ -1,20 +1,20 @@
-"""Mixed precision on one process: a unit's weights in the compute dtype, for as long as it computes with them.
+"""Mixed precision on one process: a unit's weights are in the compute dtype only while the unit computes.
 
-FSDP casts weights when it gathers them, and gradients when it sums them over ranks. One process has nothing to gather and
-nothing to sum, and FSDP would copy every weight and every gradient once more. So here is the cast alone. A unit is what FSDP
-would wrap: a block, the embedding, the rest.
+FSDP casts weights when gathering, and gradients when summing over ranks. One process neither gathers nor sums, and FSDP would
+copy every weight and every gradient once more. So here is the cast alone. The units are FSDP's: a block, the embedding, the
+rest.
 
-    before its forward        its weights are cast, and its modules hold the casts in place of the parameters
-    after its forward         the memory of the casts is freed; the graph still knows them
-    before its backward       they are cast again, into the same tensors
-    a gradient is there       it is cast to --reduce_dtype and added to that of earlier micro-batches; after the last of these,
-                              cast to the parameter's dtype
-    all of them are           the casts are freed. Where frozen parameters have casts, the gradient of the unit's input must be
-                              there as well, for it is computed with these; or, if the input has none, the backward be over
+    before the forward        weights are cast, and modules hold the casts in place of the parameters
+    after the forward         the memory of the casts is freed; the graph still knows the tensors
+    before the backward       weights are cast again, into the same tensors
+    with each gradient        cast to --reduce_dtype and added to earlier micro-batches; after the last micro-batch, cast to the
+                              parameter's dtype
+    after the last gradient   the casts are freed. If frozen parameters have casts, the unit waits also for the gradient of its
+                              input, computed with the casts; or, without such a gradient, for the end of the backward
 
-Frozen weights that are kept in the compute dtype, as LoRA's are, have no casts; with --lora_nf4 theirs are unpacked.
+Frozen weights in the compute dtype, as under LoRA, have no casts.
 
-FSDP rounds at the same places in the same order: losses and gradients equal those under FSDP to the last bit.
+FSDP rounds at the same places in the same order: losses and gradients are equal to the last bit.
 """
 import torch
 from torch import Tensor, nn
@@ -22,32 +22,35 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
 from distributed.layout import Layout, all_blocks
-from distributed.nf4 import is_nf4, unpack_rows
 
 
-def cast_weights(stage, layout: Layout, reshard: bool) -> None:
-    """Let the model compute in layout.compute_dtype. reshard: free a block's casts between its forward and its backward."""
-    cfg, taken = layout.cfg, set()
-    dtypes = {getattr(torch, cfg.param_dtype), getattr(torch, cfg.reduce_dtype)}
-    if dtypes == {layout.compute_dtype} and not getattr(cfg, "lora_nf4", False):
+def cast_weights(stage, layout: Layout, reduce_dtype: torch.dtype) -> None:
+    """Make the model compute in layout.compute_dtype and add up gradients in reduce_dtype. With layout.reshards a block's casts
+    are freed between its forward and its backward."""
+    taken = set()
+    dtypes = {p.dtype for p in stage.parameters()} | {reduce_dtype}
+    if dtypes == {layout.compute_dtype}:
         return
     blocks, units = list(all_blocks(stage).values()), []
-    roots = [(block, reshard and block is not blocks[-1]) for block in blocks]  # the backward begins with the last block
-    if not stage.config.tie_embeddings:  # then the loss reads it as well
-        roots.append((stage.tok_embeddings, reshard))
+    roots = [(block, layout.reshards and block is not blocks[-1]) for block in blocks]  # backward begins with the last
+    if not stage.config.tie_embeddings:  # the loss reads a tied embedding as well
+        roots.append((stage.tok_embeddings, layout.reshards))
     for root, frees in [*roots, (stage, False)]:  # the loss uses the head's weight directly, outside of the head's forward
         modules = [m for m in root.modules() if m not in taken]
         taken.update(modules)
-        units.append(CastUnit(root, modules, layout, frees, units if root is stage else []))
+        dtypes = layout.compute_dtype, reduce_dtype
+        units.append(CastUnit(root, modules, stage, dtypes, frees, units if root is stage else []))
+    stage.is_last_backward = True  # parallel.next_backward changes it
 
 
 class CastUnit:
-    """The parameters that `modules` hold, cast around forward and backward of `root`. root gets three methods with the names
-    and the meaning that FSDP's modules have them with: unshard, reshard, set_reshard_after_forward. units: those whose backward
-    is over with this one's: of the whole model's unit all, of others none."""
+    """The parameters of `modules`, cast around forward and backward of `root`. root gets three methods with the names and the
+    meaning of FSDP's: unshard, reshard, set_reshard_after_forward. units: for the whole model's unit all other units, whose
+    backward ends with its own; for other units empty."""
 
-    def __init__(self, root: nn.Module, modules: list[nn.Module], layout: Layout, frees: bool, units: list):
-        self.modules, self.layout, self.frees, self.units = modules, layout, frees, units
+    def __init__(self, root: nn.Module, modules: list[nn.Module], stage, dtypes, frees: bool, units: list):
+        self.modules, self.stage, self.frees, self.units = modules, stage, frees, units
+        self.compute_dtype, self.reduce_dtype = dtypes
         self.params, self.sums, self.is_cast, self.missing = [], [], False, 0
         root.unshard, root.reshard, root.set_reshard_after_forward = self.unshard, self.reshard, self.set_reshard_after_forward
         root.register_forward_pre_hook(self.before_forward)
@@ -59,20 +62,17 @@ class CastUnit:
     def make_casts(self) -> None:
         """At the first forward: before, the parameters may be moved to a device, and have no values."""
         self.places = [(m, name, p) for m in self.modules for name, p in m.named_parameters(recurse=False)]
-        self.params = list(dict.fromkeys(p for _, _, p in self.places))  # a tied one once
+        self.params = list(dict.fromkeys(p for _, _, p in self.places))  # tied parameters once
         self.sums = [None] * len(self.params)  # a Tensor while a gradient waits for later micro-batches
-        dtype = self.layout.compute_dtype
-        # .to: the same memory where the dtype is the same; then nothing is ever copied
-        casts = [p.packed.new_empty(p.shape, dtype=dtype) if is_nf4(p) else p.detach().to(dtype) for p in self.params]
-        self.casts = [nn.Parameter(cast, p.requires_grad) for cast, p in zip(casts, self.params, strict=True)]
+        dtype = self.compute_dtype
+        # .to keeps the memory if the dtype is the same, and nothing is ever copied
+        self.casts = [nn.Parameter(p.detach().to(dtype), p.requires_grad) for p in self.params]
         for i, cast in enumerate(self.casts):
             if cast.requires_grad:
                 cast.register_post_accumulate_grad_hook(lambda cast, i=i: self.take_gradient(i))
-        # .data: filling the casts again is no change that autograd must know of
-        pairs = [(cast.data, p.detach()) for cast, p in zip(self.casts, self.params, strict=True)]
-        self.packed = [(cast, p) for cast, p in pairs if is_nf4(p)]
-        self.copies = [(cast, p) for cast, p in pairs if not is_nf4(p) and cast.dtype != p.dtype]
-        self.frozen_casts = bool(self.packed) or any(p.dtype != dtype and not p.requires_grad for p in self.params)
+        # .data hides the filling of the casts from autograd
+        self.copies = [(c.data, p.detach()) for c, p in zip(self.casts, self.params, strict=True) if c.dtype != p.dtype]
+        self.frozen_casts = any(p.dtype != dtype and not p.requires_grad for p in self.params)
 
     @torch.no_grad()
     def unshard(self) -> None:
@@ -80,24 +80,22 @@ class CastUnit:
             return
         if not self.params:
             self.make_casts()
-        for cast, _ in self.copies + self.packed:
+        for cast, _ in self.copies:
             cast.untyped_storage().resize_(cast.nbytes)
         if self.copies:
             torch._foreach_copy_([cast for cast, _ in self.copies], [p for _, p in self.copies])
-        for cast, p in self.packed:
-            unpack_rows(p.packed, p.block, cast)
         self.is_cast = True
         self.hold(dict(zip(self.params, self.casts, strict=True)))
 
     def reshard(self) -> None:
         if self.is_cast:
-            for cast, _ in self.copies + self.packed:
+            for cast, _ in self.copies:
                 cast.untyped_storage().resize_(0)
             self.is_cast = False
             self.hold({p: p for p in self.params})
 
     def hold(self, tensors: dict) -> None:
-        """Let the modules have these tensors in place of their parameters."""
+        """Put these tensors in place of the modules' parameters."""
         for module, name, p in self.places:
             module._parameters[name] = tensors[p]
 
@@ -124,18 +122,18 @@ class CastUnit:
         for unit in self.units:
             unit.free()
             for i, total in enumerate(unit.sums):
-                if total is not None and self.layout.is_last_backward:  # of parameters that the last micro-batch did not use
+                if total is not None and self.stage.is_last_backward:  # a parameter unused in the last micro-batch
                     unit.give_gradient(i)
 
     def free(self) -> None:
-        if self.frees or self.layout.is_last_backward:
+        if self.frees or self.stage.is_last_backward:
             self.reshard()
 
     def take_gradient(self, i: int) -> None:
         cast, total = self.casts[i], self.sums[i]
-        self.sums[i] = cast.grad.to(getattr(torch, self.layout.cfg.reduce_dtype)) if total is None else total.add_(cast.grad)
+        self.sums[i] = cast.grad.to(self.reduce_dtype) if total is None else total.add_(cast.grad)
         cast.grad = None
-        if self.layout.is_last_backward:
+        if self.stage.is_last_backward:
             self.give_gradient(i)
         self.one_less()
 
@@ -147,5 +145,3 @@ class CastUnit:
     def give_gradient(self, i: int) -> None:
         p, grad = self.params[i], self.sums[i].to(self.params[i].dtype)
         p.grad, self.sums[i] = grad if p.grad is None else p.grad.add_(grad), None
-        for hook in (p._post_accumulate_grad_hooks or {}).values():  # --optimizer_in_backward
-            hook(p)

@@ -1,7 +1,6 @@
-"""What only a built model and running processes can tell: whether the model's tables fit it, memory holds it, and all ranks
-have the same weights and data."""
+"""Checks on a built model and running processes: the model's tables fit the model, memory holds the training state, and all
+ranks have the same weights and data."""
 import fnmatch
-import inspect
 import os
 import sys
 from collections import Counter
@@ -15,12 +14,10 @@ from torch.nn.modules.dropout import _DropoutNd
 from distributed.agree import some
 from distributed.initial import constants_of, initial_values
 from distributed.layout import Layout, local_slice, local_tensor, pattern_of
-from distributed.lora import adapter_numel, check_lora
-from distributed.nf4 import check_nf4
-from distributed.parts import blocks_without_attend
+from models.layers import takes_places
 from models.loss import IGNORE
 
-# What to write for a parameter that every tp rank holds whole, or for a matrix
+# Styles to suggest for a parameter without one
 STYLES = ('"sequence" (a norm or gain of (B, T/tp, D)), "head_norm" (of (B, T, H/tp, K)), "sequence_linear" (a linear of T/tp '
           'tokens), "colwise" or "rowwise" (a linear that is split)')
 
@@ -28,22 +25,29 @@ STYLES = ('"sequence" (a norm or gain of (B, T/tp, D)), "head_norm" (of (B, T, H
 DROPOUT = "use models.layers.dropout, see 'Random numbers' in docs/fork_me.md"
 
 
-def check_model(model, layout: Layout, styles) -> None:
-    """What the full model says of itself must fit it, before memory is taken. Raises ValueError for a pattern of tp_plan or
-    init_constants that names nothing, for a style that parallel.TP_STYLES does not have, for a parameter or buffer without an
-    initial value, and for more than memory holds."""
+def check_model(model, layout: Layout, cfg, styles) -> None:
+    """Check the tables of the full model before memory is taken. Raises ValueError for a pattern of tp_plan or init_constants
+    without a match, for a style missing in parallel.TP_STYLES, for a parameter or buffer without an initial value, and for a
+    model beyond memory."""
     check_tp_plan(model, styles)
-    check_lora(model, layout.cfg)
     names = [fqn for fqn, _ in [*model.named_parameters(), *model.named_buffers()]]
     for pattern in constants_of(model):
         if not fnmatch.filter(names, pattern):
             raise ValueError(f"init_constants: pattern {pattern!r} matches no parameter or buffer of {type(model).__name__}")
     initial_values(model)
-    check_nf4(model, layout)
     check_random(model)
-    layout.takes_places = "places" in inspect.signature(model.forward).parameters
-    check_memory(model, layout)
-    if getattr(layout.cfg, "doc_mask", False) and layout.rank == 0 and (names := blocks_without_attend(model)):
+    check_owners(model, layout)
+    if takes_places(model) and layout.pp > 1 and cfg.ac != "none":
+        raise ValueError(f"--ac {cfg.ac} with --pp {layout.pp} would recompute a block with the places of a later micro-batch, "
+                         "and so with another dropout; use --ac none, or --dp_shard, --tp or --cp in place of --pp")
+    check_memory(model, layout, cfg)
+
+
+def check_documents(model, layout: Layout) -> None:
+    """With --doc_mask, rank 0 names the blocks that do not call attend: the mask changes nothing in such a block."""
+    from distributed.parts import blocks_without_attend
+
+    if layout.rank == 0 and (names := blocks_without_attend(model)):
         print(f"--doc_mask does nothing in {some(names)}: they do not call attend, so what else mixes tokens mixes documents")
 
 
@@ -67,37 +71,45 @@ def check_random(model) -> None:
                              f"validation would draw, too; {DROPOUT}")
 
 
+def check_owners(model, layout: Layout) -> None:
+    """Raises ValueError for a parameter that two modules hold, on several processes: FSDP, tp and pp split modules one by one.
+    (A tied head is no module: the loss reads the embedding's weight.)"""
+    first = {}
+    for fqn, p in model.named_parameters(remove_duplicate=False) if layout.world_size > 1 else ():
+        if (other := first.setdefault(p, fqn)) != fqn:
+            raise ValueError(f"{fqn} is {other}: no layout can split a parameter that two modules hold; call the one module "
+                             "twice in forward, or train on one process")
+
+
 def check_split(stage, plan: dict[str, str]) -> None:
-    """What tensor_parallel has left as it was. Every tp rank would train its own copy of such a parameter, on the tokens or
-    heads that it sees. Not asked of experts, which expert_parallel splits, nor of a style that a fork has added. plan: module
-    -> style. Raises ValueError for the first."""
+    """Raise ValueError for the first parameter without a tp style. Every tp rank would train its own copy of the parameter,
+    on its own tokens or heads. Not checked: experts, split by expert_parallel, and styles of a fork. plan: module -> style."""
     for fqn, p in stage.named_parameters():
         name = fqn.rpartition(".")[0]
         if isinstance(p, DTensor) or ".experts." in fqn or plan.get(name) not in (None, "gather", "gather_sequence"):
-            continue  # these two move activations and leave parameters alone
+            continue  # both styles move activations only
         is_leaf = name and next(stage.get_submodule(name).children(), None) is None
         fix = f'add "{pattern_of(name)}" to tp_plan: {STYLES}' if is_leaf else (
             "put it into a small module of its own, see 'A bare parameter under tp' in docs/fork_me.md")
         raise ValueError(f"--tp: {fqn} has no style in tp_plan, so every tp rank would train a copy of its own: {fix}")
 
 
-def check_memory(model, layout: Layout) -> None:
-    """Raise ValueError with the numbers where parameters, gradients and moments alone, shared evenly by all processes, exceed
-    what a device or its host has. A lower bound: activations, buffers and an uneven split come on top."""
-    cfg, GB = layout.cfg, 1e9
+def check_memory(model, layout: Layout, cfg) -> None:
+    """Raise ValueError with the numbers if parameters, gradients and moments alone, shared evenly by all processes, exceed the
+    memory of a device or host. A lower bound: activations, buffers and an uneven split come on top."""
+    GB = 1e9
     size = getattr(torch, cfg.param_dtype).itemsize
-    # bytes of AdamW's two moments of a parameter; 0 for an optimizer that is not known here
-    adamw = {"param": 2 * size, "bfloat16": 4, "8bit": 2, "fp8": 2, "4bit": 1}.get(getattr(cfg, "adamw_moments", ""), 0)
-    total, kind, share = Counter(), getattr(cfg, "optimizer", ""), layout.dp_replicate / layout.world_size
-    trained = [(fqn, p.numel(), p.dim() > 1) for fqn, p in model.named_parameters()]
-    if adapters := adapter_numel(model, cfg):  # all else is frozen
-        total["parameters"] = sum(n for _, n, _ in trained) * share * layout.compute_dtype.itemsize
-        trained = [("blocks.lora", adapters, True)]
-    for fqn, n, is_matrix in trained:
-        n *= share
+    # bytes of AdamW's two moments of a parameter; 0 for unknown optimizers
+    adamw = {"param": 2 * size, "8bit": 2, "fp8": 2, "4bit": 1}.get(vars(cfg).get("adamw_moments"), 0)
+    total, kind, share = Counter(), vars(cfg).get("optimizer"), layout.dp_replicate / layout.world_size
+    for fqn, p in model.named_parameters():
+        n = p.numel() * share
+        if not p.requires_grad:
+            total["parameters"] += n * layout.compute_dtype.itemsize
+            continue
         total["parameters"] += n * size
-        total["gradients"] += 0 if cfg.optimizer_in_backward else n * size
-        is_muons = kind == "muon" and is_matrix and fqn.startswith("blocks.")
+        total["gradients"] += n * size
+        is_muons = kind == "muon" and p.dim() > 1 and fqn.startswith("blocks.")
         total["moments"] += n * (size if is_muons else adamw if kind in ("adamw", "muon") else 0)
     on_host = layout.device.type == "cpu" or cfg.cpu_offload
     sharers = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if on_host else 1
@@ -106,13 +118,13 @@ def check_memory(model, layout: Layout) -> None:
         parts = " + ".join(f"{kind} {n * sharers / GB:.1f}" for kind, n in total.items() if n)
         where = f"the {sharers} process{'es' * (sharers > 1)} of a host" if on_host else "each device"
         less = ["more processes with --dp_shard, --tp or --pp"] + ["fewer --dp_replicate"] * (layout.dp_replicate > 1)
-        less += ["--cpu_offload"] * (not on_host) + ["--adamw_moments 8bit"] * bool(total["moments"]) + ["a smaller --flavor"]
+        less += ["--cpu_offload"] * (not on_host) + ["a smaller --flavor"]
         raise ValueError(f"{where} would need at least {needs / GB:.1f} GB ({parts}), and there are {has / GB:.1f} GB; "
                          f"use {', '.join(less[:-1])} or {less[-1]}; --dry_run shows what a layout needs")
 
 
 def host_memory() -> int:
-    """Bytes that the processes of this host may use together: memory, or a control group's limit of it, and swap."""
+    """Bytes for all processes of the host together: memory, or a control group's limit, and swap."""
     try:
         with open("/proc/meminfo") as f:
             sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in f if line.split()[1].isdigit()}
@@ -135,16 +147,15 @@ def host_memory() -> int:
     return min(limits)
 
 
-def check_replicas(stages, layout: Layout, **values) -> None:
-    """All ranks that hold the same part of a parameter must hold the same numbers, and all ranks the same `values`.
+def check_replicas(stages, layout: Layout, **values) -> list[tuple]:
+    """Compare ranks with the same part of a parameter, and `values` on all ranks.
 
-    Raises RuntimeError naming the first difference and its rank. Runs once: a wrong seed or file on one node is found
-    here and not a week later.
+    Raises RuntimeError naming the first difference and its rank. Runs once: a wrong seed or file on one node is found at the
+    start, not a week later. Returns (fqn, parameter, bits_sum) of the trained parameters, for Guard.
     """
     mine = {(name, 0): repr(value) for name, value in values.items()}
     start = [(fqn, p, bits_sum(p)) for stage in stages for fqn, p in stage.named_parameters()]
     mine |= {(fqn, local_slice(p)): total for fqn, p, total in start}
-    layout.start = [(fqn, p, total) for fqn, p, total in start if p.requires_grad]
     everyone = [None] * layout.world_size
     dist.all_gather_object(everyone, mine)
     first = {}
@@ -153,13 +164,15 @@ def check_replicas(stages, layout: Layout, **values) -> None:
             owner, expected = first.setdefault(key, (rank, value))
             if value != expected:
                 raise RuntimeError(f"{key[0]} differs between ranks {owner} and {rank}: same seed, flags, files on every node?")
+    return [(fqn, p, total) for fqn, p, total in start if p.requires_grad]
 
 
 @torch.no_grad()
 def bits_sum(p) -> int:
-    """A number that changes with any bit of this rank's part of a parameter, and if two numbers change places."""
+    """A checksum of the rank's part of a parameter; every bit counts, and every place."""
     total = 0
-    for bits in local_tensor(p).contiguous().view(torch.int16).flatten().split(2**24):
+    flat = local_tensor(p).contiguous().flatten()
+    for bits in (flat.view(torch.int16) if flat.element_size() > 1 else flat.to(torch.int16)).split(2**24):
         places = torch.arange(1, bits.numel() + 1, device=bits.device)
         total = total * 31 % 2**61 + (bits * places).sum().item()
     return total
@@ -175,8 +188,8 @@ def check_first_batch(batch) -> None:
 
 
 def reduce_hash(share: str, layout: Layout) -> str:
-    """Hash of the tokens and labels of the global batch, on every rank: the sum of the data ranks' hashes (data.py), so it is
-    the same in every layout."""
+    """Hash of the tokens and labels of the global batch, on every rank: the sum of the data ranks' hashes (data.py), equal in
+    every layout."""
     # of the ranks with the same sequences the first pp, cp and tp rank adds the hash
     is_first = layout.rank < layout.world_size // layout.pp and layout.rank % (layout.cp * layout.tp) == 0
     total = torch.tensor(int(share, 16) * is_first)  # on the host, so that nothing waits for the device

@@ -20,13 +20,11 @@ def expert_parallel(stage, layout: Layout, *, aux_coef: float = 0.0, force_balan
     """
     from models.moe import Balance, Experts
 
-    if not getattr(stage.config, "n_experts", 0):
-        return
-    mesh, etp = layout.expert_mesh, layout.cfg.etp
+    mesh, etp = layout.expert_mesh, layout.etp
     for block in (block for block in all_blocks(stage).values() if hasattr(block, "moe")):
         experts, balance = block.moe.experts, block.moe.balance
         assert isinstance(experts, Experts) and isinstance(balance, Balance)
-        if layout.cfg.ep * etp > 1:
+        if layout.ep * etp > 1:
             for name, p in list(experts.named_parameters()):
                 placements = [Shard(0), Shard(experts.etp_dims[name])] if etp > 1 else [Shard(0)]
                 over = mesh["ep", "etp"] if etp > 1 else mesh["ep"]
@@ -89,7 +87,8 @@ def balance_experts(stages, layout: Layout, mode: str, rate: float | Tensor, per
     from models.moe import load_statistics
 
     config = stages[0].config
-    layers = {i: block.moe.balance for stage in stages for i, block in all_blocks(stage).items() if hasattr(block, "moe")}
+    moes = {i: block.moe for stage in stages for i, block in all_blocks(stage).items() if hasattr(block, "moe")}
+    layers = {i: moe.balance for i, moe in moes.items()}
     n_layers = config.n_layers + getattr(config, "mtp_depth", 0)
     loads = torch.zeros(n_layers, config.n_experts, device=layout.device)
     for i, balance in layers.items():
@@ -98,9 +97,9 @@ def balance_experts(stages, layout: Layout, mode: str, rate: float | Tensor, per
         balance.load = None
     # Ranks have different tokens, or under pp different layers, so the sum over all ranks is the whole table on each of them.
     sum_over(loads, [None])
-    loads /= layout.cfg.etp  # with etp = tp every tp rank counted all tokens
-    if mode == "bias" and not getattr(layout.cfg, "lora_rank", 0):  # LoRA: they belong to the weights that stay as they are
-        for i, balance in layers.items():
+    loads /= layout.etp  # with etp = tp every tp rank counted all tokens
+    for i, balance in layers.items():
+        if mode == "bias" and moes[i].router.weight.requires_grad:  # a frozen router keeps its biases
             step = (loads[i].mean() - loads[i]).sign() * rate
             balance.bias += step - step.mean()
     worst, dead = load_statistics(loads)

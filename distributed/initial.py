@@ -1,12 +1,11 @@
-"""How each parameter and buffer of a model starts: drawn, or a number. parallel.init_weights fills them in."""
+"""Initial values of parameters and buffers: drawn, or a constant. parallel.init_weights fills them in."""
 import fnmatch
 import hashlib
-import math
 
 import torch
 from torch import Tensor, nn
 
-ZERO = 0.0  # standard deviation of parameters that start at 0. support/record.py draws them, to see the gradients behind them
+ZERO = 0.0  # standard deviation of parameters that start at 0; tools/parity_half.py draws them, to see all gradients
 NORMS = (nn.RMSNorm, nn.LayerNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -15,11 +14,11 @@ def constants_of(model) -> dict[str, float]:
 
 
 def initial_values(stage) -> dict[str, tuple[float, float]]:
-    """fqn -> (number, 0) for a parameter or buffer that starts as this number, (0, standard deviation) for one that is drawn.
+    """fqn -> (number, 0) for a constant, (0, standard deviation) for a drawn parameter.
 
-    The first rule that knows it decides: the model's init_constants; a norm of any class starts at 1, a bias at 0; the model's
-    init_std; the matrix of an nn.Linear or nn.Embedding gets 0.02. What no rule knows raises ValueError: the numbers that a
-    constructor gave are lost on the meta device, and zeros or noise in their place would train as well, only worse.
+    The first matching rule decides: the model's init_constants; 1 for the weight of a norm of any class, 0 for a bias; the
+    model's init_std; 0.02 for the matrix of an nn.Linear or nn.Embedding. Raises ValueError for a parameter without a rule: the
+    constructor's numbers are lost on the meta device, and zeros or noise instead would train as well, only worse.
     """
     values, constants, model = {}, constants_of(stage), type(stage).__name__
     for path, module in stage.named_modules():
@@ -36,10 +35,8 @@ def initial_values(stage) -> dict[str, tuple[float, float]]:
             elif t.is_complex():
                 raise ValueError(f"parameter {fqn} is complex, and only its real part would be drawn and saved: make it real, "
                                  "with 2 as its last dimension, and take torch.view_as_complex of it in forward")
-            elif path.endswith(".lora_b"):  # so that a model with new adapters is the model without them
-                number = 0.0
-            elif path.endswith(".lora_a"):
-                std = 1 / math.sqrt(3 * module.in_features)  # as wide as peft's kaiming_uniform_(a=sqrt(5))
+            elif hasattr(module, "initial_std"):  # a module that was added to the model
+                std = module.initial_std
             elif number is None:
                 usual = 0.02 if name == "weight" and isinstance(module, (nn.Linear, nn.Embedding)) else None
                 std = given if (given := stage.init_std(fqn)) is not None else usual

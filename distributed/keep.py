@@ -1,11 +1,11 @@
-"""What --ac op keeps of a block for its backward, and what it computes again."""
+"""--ac op: which results of a block are kept for the backward, and which are computed again."""
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-# Kept besides every other matmul, because computing or sending it again takes long. Some of these only newer torch has.
-# From max on they are small: float8's largest number of a tensor, which takes a pass over it to find; and a router's scores,
-# choice and order, so that what is kept of the experts is certainly that of the tokens that are chosen again.
+# Results kept besides every other matmul, because computing or sending them again takes long. Older torch lacks some ops.
+# From max on the results are small: the largest number of a tensor, for float8, and a router's scores, choice and order, so
+# that kept results of experts belong to the tokens chosen in the recomputation.
 KEPT = {
     "aten": (
         "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
@@ -13,17 +13,17 @@ KEPT = {
         "_scaled_grouped_mm", "_scaled_grouped_mm_v2", "_grouped_mm", "max", "mm.dtype", "topk", "sort.stable",
     ),
     "_c10d_functional": ("all_to_all_single", "reduce_scatter_tensor"),
-    # FlexAttention, and that in its compiled form: see models.attention.compiled_flex_attention
+    # FlexAttention, plain and compiled: see models.attention.compiled_flex_attention
     "higher_order": ("flex_attention", "inductor_compiled_code"),
 }
 
 
 class Only(TorchDispatchMode):
-    """Hands to one of torch's two modes of selective checkpointing only the ops that may be kept, and runs the others.
+    """Pass the ops in `ops` to torch's mode of selective checkpointing, and run all other ops directly.
 
-    torch's modes count all ops, and expect that the recomputation runs the same ones as the forward. It does not: the experts
-    are an FSDP unit inside of the checkpointed block, and in the recomputation their weights may still be gathered, so that
-    FSDP's hooks run fewer ops.
+    torch's modes count all ops, and expect the same ops in the forward and in the recomputation. The numbers differ: the
+    experts are an FSDP unit inside the checkpointed block. In the recomputation their weights may be gathered already, and
+    FSDP's hooks then run fewer ops.
     """
 
     supports_higher_order_operators = True
@@ -41,7 +41,8 @@ class Only(TorchDispatchMode):
 
 
 def find_op(space: str, name: str):
-    """torch.ops.<space>.<name> or <name>.<overload>; None if this torch has none. Ops of higher order have no overloads."""
+    """torch.ops.<space>.<name> or <name>.<overload>; None if the installed torch lacks the op. Ops of higher order have no
+    overloads."""
     name, _, overload = name.partition(".")
     op = getattr(getattr(torch.ops, space), name, None)
     return getattr(op, overload or "default", op)
@@ -62,5 +63,5 @@ def keep_contexts(is_compiled: bool) -> tuple:
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     modes = create_selective_checkpoint_contexts(policy)
-    # The compiler accepts torch's own modes only; there is no FSDP unit inside of a block that is compiled as a whole.
+    # The compiler accepts torch's own modes only. A block compiled as a whole has no FSDP unit inside.
     return modes if is_compiled else tuple(Only({mm, *kept}, mode) for mode in modes)

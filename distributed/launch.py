@@ -1,6 +1,5 @@
-"""Processes: how they start together, stop together, and tell how they ended."""
+"""Start and end of processes: connect, stop together, report the exit status."""
 import datetime
-import math
 import os
 import signal
 import socket
@@ -9,7 +8,7 @@ import threading
 import time
 import traceback
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import torch
@@ -20,7 +19,7 @@ from distributed.checks import STYLES
 from distributed.layout import Layout, dtype_of_compute, pattern_of
 from distributed.refusals import runs_on_cuda
 from models import attention
-from support.config import GPU, Need, flag, usage_error
+from support.config import GPU, Need, flag, parse_config, say_flags, usage_error
 
 NCCL = Need("without NCCL, so without GPUs", lambda c: c.on_cuda)
 # There is a choice of kernels for bf16 only, and the masks of documents and of gathered keys have one kernel each.
@@ -31,39 +30,40 @@ KERNELS = [GPU, Need("in float32", lambda c: c.dtype != torch.float32),
 
 @dataclass(kw_only=True)
 class LaunchConfig:
-    attention: Literal["auto", "flash", "cudnn"] = flag("auto", *KERNELS)  # kernel; auto: both race, on this run's shapes
+    attention: Literal["cudnn", "flash"] = flag("cudnn", *KERNELS)  # kernel that is tried first; then the other one
     deterministic: bool = False  # bitwise reproducible kernels, slower on GPUs
     flight_recorder: bool = flag(False, NCCL)  # when a collective times out, every rank writes its last ones to <out>/trace
     init_timeout_s: int = 300  # a collective that waits longer before or in the first step ends the run
     train_timeout_s: int = 100  # the same after the first step: everything is compiled and connected
 
 
-def connect(layout: Layout, device: str = "auto", seed: int = 0, trace: str = "trace") -> None:
-    """Join the other processes: device, threads and the process group of all. Plain `python` is a world of one.
+def connect(layout: Layout, cfg, device: str = "auto", seed: int = 0, trace: str = "trace") -> Layout:
+    """Join the other processes: device, threads and the process group of all. Plain `python` is a world of one. Returns the
+    layout with its device, the dtype of the computation there, and the memory of the smallest device.
 
     trace: folder of --flight_recorder, to be read with torch's `torchfrtrace`.
     """
-    cfg, env = layout.cfg, os.environ
-    for report in ("dry_run", "plan", "explain", "check_parity"):
-        if getattr(cfg, report, False):  # a report connects to nobody
-            raise ValueError(f"--{report} reports in place of training, but this program would train: end it with "
-                             "run(with_reports(main), parse_config(Config)), see support/reports.py")
+    env = os.environ
     local_rank, local_world = int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1))
     if cfg.deterministic:
         env["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read when CUDA starts
         torch.use_deterministic_algorithms(True)
     if runs_on_cuda(device):
-        layout.device = torch.device("cuda", local_rank)
+        layout = replace(layout, device=torch.device("cuda", local_rank))
         if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & env.keys():
-            # Freed memory can then grow together with its neighbours, and does not lie idle because its pieces are too small.
+            # Freed neighbouring memory can then be joined, and does not lie idle in pieces too small for use.
             env["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # read at the first allocation
         torch.cuda.set_device(layout.device)
+        if cfg.attention == "flash":
+            attention.flash_is_first = True
+            x = torch.zeros(1, 1, 64, 64, device=layout.device, dtype=torch.bfloat16)
+            nn.functional.scaled_dot_product_attention(x, x, x)  # the first call of a process has cuDNN first, whatever we say
         backend = "cpu:gloo,cuda:nccl"
     else:
         backend = "gloo"
         if "OMP_NUM_THREADS" not in env:  # more threads than cores made a small run 15 times slower
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world))
-    layout.compute_dtype = dtype_of_compute(cfg, layout.device.type == "cuda")
+    layout = replace(layout, compute_dtype=dtype_of_compute(cfg, layout.device.type == "cuda"))
     torch.manual_seed(seed)
 
     if cfg.flight_recorder:
@@ -71,87 +71,38 @@ def connect(layout: Layout, device: str = "auto", seed: int = 0, trace: str = "t
         env |= {"TORCH_NCCL_TRACE_BUFFER_SIZE": "20000", "TORCH_FR_BUFFER_SIZE": "20000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
         env |= {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{trace}/rank_", "TORCH_FR_DUMP_TEMP_FILE": f"{trace}/rank_"}
     if "RANK" in env:
-        # torchrun's agent keeps the store and says so in this variable; other launchers leave that to rank 0
+        # with TORCHELASTIC_USE_AGENT_STORE torchrun's agent keeps the store; under other launchers rank 0 keeps the store
         is_master = env.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and layout.rank == 0
         timeout = datetime.timedelta(seconds=cfg.init_timeout_s)
         store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), layout.world_size, is_master, timeout=timeout)
-        store = dist.PrefixStore(agree_on_attempt(store, layout), store)
+        store = dist.PrefixStore(agree_on_attempt(store, layout, cfg.init_timeout_s), store)
     else:
         timeout, store = None, dist.HashStore()
     dist.init_process_group(backend, store=store, rank=layout.rank, world_size=layout.world_size, timeout=timeout)
     if layout.device.type == "cuda":
         memory = torch.tensor(torch.cuda.get_device_properties(layout.device).total_memory)  # on the host: sent by gloo
         dist.all_reduce(memory, op=dist.ReduceOp.MIN)
-        layout.memory = memory.item()
+        layout = replace(layout, memory=memory.item())
+    return layout
 
 
-def choose_attention(layout: Layout, config, seq_len: int, local_batch_size: int) -> None:
-    """On GPUs, let the faster of flash and cuDNN attention come first, forward and backward measured on this run's shapes. What
-    it cannot compute, as flash the masks of grouped queries in rollouts, goes to the other one, not to the slow plain kernel.
+def agree_on_attempt(store: dist.Store, layout: Layout, timeout_s: int) -> str:
+    """Agree on a new name for the attempt, as a prefix of all its keys in the store.
 
-    There is no choice in fp32, which neither of them computes, and with --cp_method allgather, whose masks only flash takes.
+    torchrun keeps one store for all restarts, with the addresses of dead processes. Its restart count cannot be the name,
+    because each node counts alone. So rank 0 makes up a name, every other rank makes up a key and stores the key, and rank 0
+    stores the name under each key found, until all ranks have read the name. A living process soon overwrites a dead one's key.
     """
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    cfg, choice = layout.cfg, layout.cfg.attention
-    if layout.device.type != "cuda" or layout.compute_dtype == torch.float32 or layout.cp > 1 and cfg.cp_method == "allgather":
-        return
-    if choice == "auto":
-        B, heads = cfg.pp_microbatch_size if layout.pp > 1 else local_batch_size, layout.tp * layout.cp
-        widths = config.head_dim, config.head_dim, getattr(config, "v_head_dim", config.head_dim)
-        q, k, v = (torch.randn(B, max(1, n // heads), seq_len, width, device=layout.device, dtype=layout.compute_dtype,
-                               requires_grad=True)
-                   for n, width in zip((config.n_heads, config.n_kv_heads, config.n_kv_heads), widths, strict=True))
-        times = torch.full((2,), math.inf, device=layout.device)
-        for i, backend in enumerate((SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            attention.flash_is_first = backend == SDPBackend.FLASH_ATTENTION
-            try:
-                for step in range(6):
-                    if step == 3:  # the first ones warm up
-                        begin.record()
-                    with sdpa_kernel(backend):
-                        attention.sdpa(q, k, v, is_causal=True).sum().backward()
-                end.record()
-                end.synchronize()
-                times[i] = begin.elapsed_time(end) / 3
-            except RuntimeError:  # no such kernel for these shapes, or in this build
-                pass
-        dist.all_reduce(times)  # one choice for all ranks
-        flash, cudnn = (times / layout.world_size).tolist()
-        if not min(flash, cudnn) < math.inf:
-            attention.flash_is_first = True
-            return
-        choice = "flash" if flash <= cudnn else "cudnn"
-        if layout.rank == 0:
-            print(f"attention: flash {flash:.2f} ms, cuDNN {cudnn:.2f} ms per layer, forward and backward: {choice}")
-    attention.flash_is_first = choice == "flash"
-    order = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION][:: 1 if attention.flash_is_first else -1]
-    x = torch.empty(1, 1, 1, 8, device=layout.device, dtype=layout.compute_dtype)
-    torch._fused_sdp_choice(x, x, x)  # the first time that torch is asked, it sets an order of its own
-    torch._C._set_sdp_priority_order([int(kind) for kind in (*order, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)])
-    # the compiler has a cache on disk that does not know of this order: it would hand out blocks made for the other kernel
-    torch.compiler.config.cache_key_tag += f" attention {choice}"
-
-
-def agree_on_attempt(store: dist.Store, layout: Layout) -> str:
-    """A name for this attempt that all its processes know, and that no earlier attempt had: it goes before their keys.
-
-    torchrun keeps one store for all restarts, in which the addresses of dead processes still stand. Its restart count cannot
-    be the name, because each node has a count of its own. So rank 0 makes up a name, every other rank makes up a key and
-    writes it down, and rank 0 stores the name under each key that it finds, until all ranks have read it. A key that a dead
-    process left behind is soon overwritten by the living one.
-    """
-    mine = uuid.uuid4().hex  # rank 0: the name; others: the key under which they wait for it
+    mine = uuid.uuid4().hex  # rank 0: the name; others: the key to wait at
     if layout.rank > 0:
         store.set(f"rank {layout.rank}", mine)
-        name = store.get(mine).decode()  # waits until it is there
+        name = store.get(mine).decode()  # waits for rank 0
         store.add(f"{name} joined", 1)
         return name
-    deadline = time.monotonic() + layout.cfg.init_timeout_s
+    deadline = time.monotonic() + timeout_s
     while missing := layout.world_size - 1 - store.add(f"{mine} joined", 0):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{missing} of {layout.world_size} processes did not come in {layout.cfg.init_timeout_s} s")
+            raise TimeoutError(f"{missing} of {layout.world_size} processes did not come in {timeout_s} s")
         for rank in range(1, layout.world_size):
             if store.check([f"rank {rank}"]):
                 store.set(store.get(f"rank {rank}").decode(), mine)
@@ -160,10 +111,10 @@ def agree_on_attempt(store: dist.Store, layout: Layout) -> str:
 
 
 def watch_launcher() -> None:
-    """End this process when its launcher dies: torchrun killed by SIGKILL leaves workers that go on writing checkpoints."""
+    """End the process when its launcher dies: workers of a torchrun killed by SIGKILL would go on writing checkpoints."""
     launcher, env = os.getppid(), os.environ
     if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and env.get("GROUP_RANK") == "0":
-        try:  # torchrun may have died while we were importing torch: then nobody answers at its store
+        try:  # torchrun may have died during the import of torch: then its store does not answer
             socket.create_connection((env["MASTER_ADDR"], int(env["MASTER_PORT"])), timeout=60).close()
         except OSError as error:
             raise RuntimeError(f"torchrun, which started this process, is gone: {error}") from None
@@ -176,11 +127,11 @@ def watch_launcher() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def train_timeouts(layout: Layout) -> None:
-    """After the first step everything is compiled and connected, so a collective that hangs is noticed after a shorter time.
-    The group of checkpoint.py keeps its long one: there, ranks wait for the slowest disk."""
+def train_timeouts(layout: Layout, timeout_s: int) -> None:
+    """Shorten the timeout of collectives: after the first step everything is compiled and connected. checkpoint.py's group
+    keeps its long timeout, because ranks wait for the slowest disk."""
     for group in [None, *layout.mesh.get_all_groups(), *layout.full_mesh.get_all_groups()]:
-        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=layout.cfg.train_timeout_s), group)
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), group)
 
 
 class StopSignal:
@@ -192,7 +143,7 @@ class StopSignal:
             signal.signal(s, self.handle)
 
     def handle(self, number, frame):
-        # launchers may deliver one Ctrl-C or one scancel twice at nearly the same time: that does not mean "at once"
+        # launchers may deliver a single Ctrl-C or scancel twice at nearly the same time
         if number == signal.SIGINT and self.received and time.monotonic() - self.at > 2:
             os._exit(130)
         if not self.received:
@@ -203,36 +154,45 @@ class StopSignal:
         that stopped one step earlier would leave the others waiting for it."""
         if layout.world_size == 1:
             return bool(self.received)
-        flag = torch.tensor([int(bool(self.received))])  # on the host, so that no device waits for it
+        flag = torch.tensor([int(bool(self.received))])  # on the host, so that no device waits
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag.item())
 
 
-def run(main, cfg) -> None:
-    """Run main(cfg) and end the process with the status that tells what happened: 0 done, 2 wrong usage, 1 failure."""
-    status = 0
+def run(main, Config) -> None:
+    """Parse the command line, run main(cfg), and end the process with a status: 0 done, 2 wrong usage, 1 failure. A command
+    line with flags unknown to Config goes to tools/reports.py: --help, a report in place of training, or a mistake."""
+    status, known = 0, {f"--{no}{field.name}" for field in fields(Config) for no in ("", "no-")} | {"--config"}
+    asked = {word.split("=")[0] for word in sys.argv[1:] if word.startswith("--") or word == "-h"}
     try:
         if "RANK" in os.environ:
             watch_launcher()
-        main(cfg)
+        if asked - known or "--plot" in asked:
+            from tools.reports import run_report
+
+            status = run_report(main, Config)
+        else:
+            cfg = parse_config(Config)
+            say_flags(cfg)
+            main(cfg)
     except BaseException as error:  # CheckpointException and KeyboardInterrupt are no Exceptions
-        status = report(error)
+        status = report_error(error)
     if status == 0 and dist.is_initialized():
         disconnect()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # gloo's threads abort now and then in a normal exit, and torchrun would count that as a failure
+    os._exit(status)  # gloo's threads sometimes abort in a normal exit, a failure to torchrun
 
 
-def report(error: BaseException) -> int:
-    """Print what ended main, and return the exit status.
+def report_error(error: BaseException) -> int:
+    """Print the error that ended main, and return the exit status.
 
-    A ValueError before the processes are connected is the user's, shown in one line by rank 0; later it is a failure.
+    A ValueError before the processes are connected is a user's mistake, shown in one line by rank 0; later a failure.
     """
     rank, message, is_known = int(os.environ.get("RANK", 0)), " ".join(str(error).split()), isinstance(error, ValueError)
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 0 if error.code is None else 1
-    if isinstance(error, KeyboardInterrupt):  # before the loop, so there is no step to finish
+    if isinstance(error, KeyboardInterrupt):  # before the loop: no step to finish
         return 130
     if is_known and not dist.is_initialized():
         usage_error(message)
@@ -248,7 +208,7 @@ def report(error: BaseException) -> int:
 
 
 def failed_module(error: BaseException) -> str:
-    """" (in blocks.0.attn.wq, a Linear)": the innermost module of the model that was running when the error came up, or ""."""
+    """" (in blocks.0.attn.wq, a Linear)": the innermost module of the model that raised the error, or ""."""
     owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
     modules = [owner for owner in owners if isinstance(owner, nn.Module)]
     names = {module: fqn for fqn, module in modules[0].named_modules()} if modules else {}
@@ -261,6 +221,6 @@ def failed_module(error: BaseException) -> str:
 
 
 def disconnect() -> None:
-    """Leave together: a rank that ends while another still talks to it makes that one fail."""
+    """Leave together: a rank that ends early makes its peers fail in their last messages."""
     dist.barrier()
     dist.destroy_process_group()

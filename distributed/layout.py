@@ -1,6 +1,7 @@
 """The flags and the numbers of a layout, the three collectives that have a backward, and this rank's part of a tensor."""
+import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -52,38 +53,44 @@ class ParallelConfig:
     ac_every: int = flag(2, AC_SELECTIVE)  # checkpoint every k-th block
     ac_budget: float = flag(0.5, AC_BUDGET)  # share of the activation memory to keep: 0 = recompute all, 1 = keep all
     compile: bool = False  # torch.compile each block
-    optimizer_in_backward: bool = False  # update each weight when its gradient is there and free it: less memory, no clipping
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The degrees of all axes, and what follows from them. `connect` sets the device, `make_mesh` the meshes."""
+    """Facts about this run on these devices. check_layout derives them from the flags, connect adds the device, make_mesh the
+    meshes; nothing changes them afterwards."""
 
-    cfg: ParallelConfig
-    degrees: dict[str, int]
-    world_size: int
-    local_batch_size: int  # sequences that one data rank runs per forward
-    global_batch_size: int  # sequences per optimizer step, over all data ranks
-    device: torch.device = torch.device("cpu")
-    compute_dtype: torch.dtype = torch.float32
+    pp: int = 1  # degrees of the axes
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    etp: int = 1
+    local_batch_size: int = 1  # sequences that one data rank runs per forward
+    global_batch_size: int = 1  # sequences per optimizer step, over all data ranks
+    microbatch_size: int = 1  # sequences of a pipeline's micro-batch
+    schedule: str = "1F1B"  # order of a pipeline's micro-batches: --pp_schedule, or the file of --pp_schedule_csv
+    reshards: bool = True  # a block's gathered weights are freed after its forward
+    loss_parallel: bool = True  # under tp the loss is split over the vocabulary, and every tp rank has the whole of it
     rank: int = 0
+    device: torch.device = torch.device("cpu")  # where the model computes
+    offload: bool = False  # parameters, gradients and moments are in host memory
+    compute_dtype: torch.dtype = torch.float32
+    memory: int = 0  # bytes of the smallest device; 0 = not known, as on CPUs
     mtp: bool = False  # the model has multi-token prediction
     has_experts: bool = False  # the model has layers with experts
-    memory: int = 0  # bytes of the smallest device; 0 = not known, as on CPUs
-    is_last_backward: bool = True  # of the step's micro-batches: see parallel.next_backward
-    reduces_always: bool = False  # gradients are summed over the ranks after every micro-batch: see parallel.shard
     mesh: DeviceMesh | None = None  # pp, dp_replicate, fsdp (= dp_shard x cp), tp; all three: see parallel.make_mesh
     full_mesh: DeviceMesh | None = None  # the same ranks with all five axes
     expert_mesh: DeviceMesh | None = None  # the same ranks as pp, dp_replicate, efsdp, ep, etp; None without experts
-    schedules: dict = field(default_factory=dict)  # pipeline schedules by batch shape
-    start: list = field(default_factory=list)  # (fqn, parameter, its bits_sum) before the first step: see checks.check_replicas
-    takes_places: bool = False  # the model's forward has an argument `places`: see models.layers.dropout
-    squares: Tensor | None = None  # --optimizer_in_backward: sum of the squares of the gradients that are gone
 
-    def __getattr__(self, name):  # layout.tp instead of layout.degrees["tp"]
-        if name in AXES:
-            return self.degrees[name]
-        raise AttributeError(name)
+    @property
+    def degrees(self) -> dict[str, int]:
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(self.degrees.values())
 
     @property
     def data_ranks(self) -> int:  # ranks with different sequences
@@ -103,14 +110,15 @@ class Layout:
     def coordinate(self, axis: str) -> int:
         return self.full_mesh[axis].get_local_rank()
 
-    def step_text(self, seq_len: int) -> str:
-        """Where the model runs, and how a step's sequences are shared out: for the line that a run begins with."""
-        each = ", gradients reduced after each" if self.reduces_always and self.accumulation > 1 else ""
+    def step_text(self, seq_len: int, reduces_always: bool) -> str:
+        """Where the model runs, and how a step's sequences are shared out: for the line that a run begins with.
+        reduces_always: see parallel.shard."""
+        each = ", gradients reduced after each" if reduces_always and self.accumulation > 1 else ""
         return (f"{self} on {self.device.type}, {str(self.compute_dtype)[6:]} | {self.global_batch_size} sequences x {seq_len} "
                 f"tokens per step, {self.accumulation} x {self.local_batch_size} on each of {self.data_ranks} data ranks{each}")
 
     def __str__(self):
-        borrowed = {"ep": self.cfg.ep, "etp": self.cfg.etp}
+        borrowed = {"ep": self.ep, "etp": self.etp}
         return " x ".join(f"{a} {n}" for a, n in (self.degrees | borrowed).items() if n > 1) or "one process"
 
 
@@ -125,14 +133,14 @@ def all_blocks(stage) -> dict[int, nn.Module]:
     return {int(i): block for i, block in stage.blocks.items()} | mtp
 
 
-def reduces_always(stage, layout: Layout) -> bool:
+def reduces_always(stage, layout: Layout, cfg: ParallelConfig) -> bool:
     """Whether gradients are reduce-scattered after every micro-batch of a step, and not once at its end (--reduce_grads).
 
     Once per step costs the least communication, and the memory of whole gradients until then. auto: where those, with this
     rank's parameters, gradients and two moments, would take more than half of a device and leave too little for activations.
     With --param_dtype bfloat16 only when asked for, because the micro-batches' sums are then rounded to bfloat16.
     """
-    cfg, ranks = layout.cfg, layout.dp_shard * layout.cp
+    ranks = layout.dp_shard * layout.cp
     if cfg.reduce_grads != "auto" or ranks == 1 or layout.pp > 1 or cfg.param_dtype != "float32" or not layout.memory:
         return cfg.reduce_grads == "always"
     experts = {p for block in all_blocks(stage).values() if hasattr(block, "moe") for p in block.moe.experts.parameters()}

@@ -1,4 +1,4 @@
-"""What a model's forward does with its parts, found out by a forward on the meta device, which computes no number."""
+"""Which part of a model is used where: found by following forward on the meta device, without computing a number."""
 import copy
 from contextlib import suppress
 
@@ -6,11 +6,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-KNOWN = ("tok_embeddings", "blocks", "norm", "head", "mtp")  # those whose stage distributed/pipeline.py knows
+KNOWN = ("tok_embeddings", "blocks", "norm", "head", "mtp")  # parts with a fixed stage in distributed/pipeline.py
 
 
 def follow(model, run_block, tokens=None, **inputs) -> None:
-    """Call forward of the model, which is changed by it. run_block(block's forward, ...) runs in place of each block."""
+    """Call the model's forward with run_block(block's forward, ...) in place of each block. Changes the model."""
     for block in model.blocks.values():
         block.forward = lambda *args, forward=block.forward, **kwargs: run_block(forward, *args, **kwargs)
     ids = torch.zeros(1, 8, dtype=torch.int64, device="meta")
@@ -24,14 +24,19 @@ class Uses(TorchFunctionMode):
         super().__init__()
         self.n_blocks, self.done, self.places = len(model.blocks), 0, {name: set() for name in parts}
         named = [(n.partition(".")[0], p) for n, p in model.named_parameters(remove_duplicate=False)]
-        self.owners = {(id(p), part) for part, p in named if part in self.places}
+        self.owners, self.views = {(id(p), part) for part, p in named if part in self.places}, []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         at = "before the blocks" if not self.done else "behind them" if self.done == self.n_blocks else "between them"
-        for x in tree_leaves((args, kwargs)) if func.__name__ != "__get__" else ():  # asking for a shape is no use
-            for part, found in self.places.items():
-                found |= {at} if (id(x), part) in self.owners else set()
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves((args, kwargs)):
+            for part in [part for part in self.places if (id(x), part) in self.owners]:
+                if func.__name__ != "__get__":
+                    self.places[part].add(at)
+                elif isinstance(result, torch.Tensor) and result is not x:  # p.T; asking for a shape is no use
+                    self.owners.add((id(result), part))
+                    self.views.append(result)  # alive, so that no other tensor gets the id
+        return result
 
     def skip(self, forward, h, *args, **kwargs):
         self.done += 1
@@ -39,10 +44,10 @@ class Uses(TorchFunctionMode):
 
 
 def own_parts(model) -> dict[str, bool]:
-    """Of a fork's model: each part with parameters that Llama3 does not have, and whether forward uses it before the blocks, so
-    that it belongs to a pipeline's first stage, or behind them, to the last.
+    """{part of a fork's model that Llama3 lacks: True if forward uses the part before the blocks, so that the part belongs to
+    the first pipeline stage; False if after the blocks, for the last stage}. Only parts with parameters count.
 
-    Raises ValueError for a part that is used elsewhere, and for a forward that does not do without the parts of other stages.
+    Raises ValueError for a part used elsewhere, and for a forward that fails without the parts of other stages.
     """
     parts = [n for n, m in model.named_children() if n not in KNOWN and next(m.parameters(), None) is not None]
     parts += [n for n, _ in model.named_parameters(recurse=False)]
@@ -53,13 +58,18 @@ def own_parts(model) -> dict[str, bool]:
     try:
         with uses:
             follow(whole, uses.skip)
-    except Exception as error:  # of the model, whatever it is
-        why = f" as far as forward could be followed, to {type(error).__name__}: {' '.join(str(error).split())}"
+    except Exception as error:  # any error of the model
+        why = f"{type(error).__name__}: {' '.join(str(error).split())}"
     for name, found in uses.places.items():
-        if why or found not in ({"before the blocks"}, {"behind them"}):
+        if why:
+            raise ValueError(f"--pp: the stage of {name} of {type(model).__name__} is found by following forward on tensors "
+                             f"without numbers, and that failed: {why}; leave out what asks for a number, or make {name} part "
+                             "of a block")
+        if found not in ({"before the blocks"}, {"behind them"}):
             where = " and ".join(sorted(found)) or "nowhere"
-            raise ValueError(f"--pp: {name} of {type(model).__name__} is used {where}{why}; a parameter must be on one stage: "
-                             "use it before the blocks or behind them, or make it part of a block")
+            raise ValueError(f"--pp: {name} of {type(model).__name__} is used {where}; a "
+                             "parameter must be on one stage: use it before the blocks or behind them, or make it part of a "
+                             "block")
     is_before = {name: found == {"before the blocks"} for name, found in uses.places.items()}
     for is_first in (True, False):
         stage, h = copy.deepcopy(model), None if is_first else torch.zeros(1, 8, model.config.dim, device="meta")
@@ -77,13 +87,13 @@ def own_parts(model) -> dict[str, bool]:
 
 
 def blocks_without_attend(model) -> list[str]:
-    """The blocks that return without a call of `attend`, which alone knows where a document ends."""
+    """Names of the blocks that return without calling `attend`, the only function that knows where a document ends."""
     def attend(*args, **kwargs):
         raise RuntimeError("attend is called")
 
     def run(forward, h, *args, **kwargs):
         name = next(names)
-        with suppress(Exception):  # attend's, or of a block that cannot run without numbers: then nothing is known of it
+        with suppress(Exception):  # attend was called, or the block cannot run without numbers
             forward(h, *args, **kwargs)
             found.append(f"blocks.{name}")
         return h

@@ -1,16 +1,15 @@
-"""Pipeline parallelism: which layers a rank holds, torch's schedules, and the weight that two stages share."""
+"""Pipeline parallelism: the layers of a rank, torch's schedules, and the weight shared by two stages."""
 import copy
 import math
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from distributed.layout import Layout, ParallelConfig, local_tensor
-from distributed.parts import own_parts
 from support.config import Need, flag
 
 Schedule = Literal[
@@ -38,8 +37,8 @@ V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # rank r holds stages r and last-r: t
 
 
 def n_microbatches(layout: Layout) -> int:
-    """Micro-batches of a step, those of all gradient accumulation steps together."""
-    return layout.accumulation * layout.local_batch_size // layout.cfg.pp_microbatch_size
+    """Micro-batches of a step, of all gradient accumulation steps together."""
+    return layout.accumulation * layout.local_batch_size // layout.microbatch_size
 
 
 def split_stages(cfg: ParallelConfig, pp: int, n_layers: int) -> list[list[str]]:
@@ -96,20 +95,19 @@ def csv_rows(path: str) -> list[list[tuple[str, int, int]]]:
 
 def stage_ids(layout: Layout, n_stages: int, rank: int) -> list[int]:
     """The stages of a pipeline rank: every pp-th, or for V schedules one on the way down and one on the way back."""
-    if layout.cfg.pp_schedule_csv:
-        return sorted({stage for _, stage, _ in csv_rows(layout.cfg.pp_schedule_csv)[rank]})
-    if layout.cfg.pp_schedule in V_SHAPED:
+    if layout.schedule not in get_args(Schedule):  # a file
+        return sorted({stage for _, stage, _ in csv_rows(layout.schedule)[rank]})
+    if layout.schedule in V_SHAPED:
         return [rank, n_stages - 1 - rank]
     return list(range(rank, n_stages, layout.pp))
 
 
-def pipeline_stages(model, layout: Layout) -> list[nn.Module]:
-    """This rank's stages: copies of the (meta) model without the parts that others hold, names unchanged; [model] if pp 1.
-    Raises ValueError for a part of a model that is on neither end."""
-    if layout.pp == 1:
-        model.index, model.n_stages = 0, 1
-        return [model]
-    split, stages = split_stages(layout.cfg, layout.pp, model.config.n_layers), []
+def pipeline_stages(model, layout: Layout, cfg: PipelineConfig) -> list[nn.Module]:
+    """The rank's stages: copies of the (meta) model without the parts of other stages, names unchanged. Raises ValueError for a
+    part of a model that belongs to neither end."""
+    from distributed.parts import own_parts
+
+    split, stages = split_stages(cfg, layout.pp, model.config.n_layers), []
     split[-1] += ["mtp"] + ["tok_embeddings"] * embeds_at_both_ends(model.config)  # a copy, kept equal by sum_tied_gradients
     for name, is_before in own_parts(model).items():
         split[0 if is_before else -1].append(name)
@@ -123,6 +121,7 @@ def pipeline_stages(model, layout: Layout) -> list[nn.Module]:
         for name in [n for n in stage.blocks if f"blocks.{n}" not in split[i]]:
             del stage.blocks[name]
         stages.append(stage)
+    stages[0].schedules = {}  # torch's schedule by the shape of the batch: see pipeline_schedule
     return stages
 
 
@@ -138,12 +137,12 @@ def tied_copy(stage):
 
 
 def sum_tied_gradients(stages, layout: Layout) -> None:
-    """The embedding's weight and its copy in the last stage each have a part of the gradient: give both the sum. The first and
-    the last pipeline rank send each other V/tp*D elements (FSDP: their shards of that); the ranks between them have nothing to
-    send. stages: this rank's, of which one may be the first, one the last, or under a V schedule both."""
+    """Give the embedding's weight and its copy in the last stage the sum of their two gradients. The first and the last
+    pipeline rank send each other V/tp*D elements (FSDP: shards); the ranks between send nothing. stages: the rank's; under a
+    V schedule both ends may be among the stages."""
     first = next((s.tok_embeddings.weight for s in stages if s.index == 0), None)
     last = next((w for s in stages if (w := tied_copy(s)) is not None), None)
-    mine = [local_tensor(w.grad) for w in (first, last) if w is not None and w.requires_grad]  # LoRA freezes both
+    mine = [local_tensor(w.grad) for w in (first, last) if w is not None and w.requires_grad]  # both may be frozen
     if len(mine) == 2:  # a V schedule: both ends are on this rank
         mine[0].add_(mine[1])
         mine[1].copy_(mine[0])
@@ -159,15 +158,15 @@ def sum_tied_gradients(stages, layout: Layout) -> None:
 
 
 def pipeline_schedule(stages, layout: Layout, T: int, kwargs: dict):
-    """torch's schedule for sequences of T tokens on this rank. One per shape: its buffers have the shape of the first batch.
-    kwargs: what every stage is given. Tensors are cut into micro-batches, but for loss_denom, which has no dimension."""
-    key = (n_microbatches(layout), T)
-    if key in layout.schedules:
-        return layout.schedules[key]
+    """torch's schedule for sequences of T tokens on this rank, made once per shape, because its buffers have fixed shapes.
+    kwargs: arguments of every stage. Tensors are cut into micro-batches, except loss_denom, a number."""
+    key, made = (n_microbatches(layout), T), stages[0].schedules
+    if key in made:
+        return made[key]
     from torch.distributed.pipelining import PipelineStage, schedules
     from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
 
-    B, D, device = layout.cfg.pp_microbatch_size, stages[0].config.dim, layout.device
+    B, D, device = layout.microbatch_size, stages[0].config.dim, layout.device
     # The shapes are given, not inferred: inference runs a real forward on garbage, and resets FSDP's gradients.
     tokens = torch.empty(B, T, dtype=torch.int64, device=device)
     h = torch.empty(B, T // layout.tp, D, dtype=layout.compute_dtype, device=device, requires_grad=True)
@@ -181,24 +180,24 @@ def pipeline_schedule(stages, layout: Layout, T: int, kwargs: dict):
     ]
     options = dict(
         n_microbatches=n_microbatches(layout),
-        # the last stage's forward returns the loss, because only there FSDP has the head's weight gathered
+        # the last stage's forward returns the loss, because FSDP gathers the head's weight only for that forward
         loss_fn=lambda loss, target: loss,
         scale_grads=False,  # the loss is divided by the tokens of the global batch; torch would divide by the micro-batches too
     )
-    name = layout.cfg.pp_schedule
-    if layout.cfg.pp_schedule_csv:
+    name = layout.schedule
+    if name not in get_args(Schedule):
         schedule = schedules._PipelineScheduleRuntime(parts, **options)
-        schedule._load_csv(layout.cfg.pp_schedule_csv, format="compute_only")
+        schedule._load_csv(name, format="compute_only")
     else:
         schedule = schedules.get_schedule_class(name)(parts[0] if name in ONE_STAGE_PER_RANK else parts, **options)
-    # not among its options, of which LoopedBFS lacks this one
+    # set afterwards, because LoopedBFS has no such option
     schedule._kwargs_chunk_spec = {name: _Replicate if name == "loss_denom" else TensorChunkSpec(0) for name in kwargs}
-    layout.schedules[key] = schedule
+    made[key] = schedule
     return schedule
 
 
 def pipeline_forward_backward(stages, kwargs: dict[str, Tensor], loss_denom: Tensor, layout: Layout) -> Tensor:
-    """One step of the schedule over all micro-batches; gradients are complete when this returns. kwargs: the model's arguments,
+    """Run one step of the schedule over all micro-batches, and complete the gradients. kwargs: the model's arguments,
     (sequences, T). Returns the loss on the rank of the last stage, divided by loss_denom, elsewhere 0."""
     tokens, losses, kwargs = kwargs.pop("tokens"), [], kwargs | {"loss_denom": loss_denom}
     schedule = pipeline_schedule(stages, layout, tokens.shape[1], kwargs)
@@ -214,11 +213,11 @@ def pipeline_forward_backward(stages, kwargs: dict[str, Tensor], loss_denom: Ten
 def pipeline_forward(stages, kwargs: dict[str, Tensor], layout: Layout) -> Tensor:
     """Forward only, for evaluation. Returns the sum of the token losses on the rank of the last stage, elsewhere 0.
 
-    A relay: all micro-batches go through one stage, then to the rank of the next. So a rank that sends has a partner that
-    receives, and nothing hangs where a send waits for its receive (NCCL). The ranks are idle in turn, but the first ones can
+    A relay: all micro-batches pass one stage, then travel to the rank of the next stage. So every send has a receiving partner,
+    and nothing hangs if a send waits for its receive (NCCL). The ranks are idle in turn, but the first ranks can
     begin with the next batch. torch's own schedule.eval fails on V schedules and on a loss computed inside the stage.
     """
-    pieces = zip(*(x.split(layout.cfg.pp_microbatch_size) for x in kwargs.values()), strict=True)
+    pieces = zip(*(x.split(layout.microbatch_size) for x in kwargs.values()), strict=True)
     microbatches = [dict(zip(kwargs, values, strict=True)) for values in pieces]
     group = layout.group("pp")
     ranks = dist.get_process_group_ranks(group)
@@ -226,7 +225,7 @@ def pipeline_forward(stages, kwargs: dict[str, Tensor], layout: Layout) -> Tenso
     owner = {i: r for r in range(layout.pp) for i in stage_ids(layout, n_stages, r)}
     B, T = microbatches[0]["tokens"].shape
     shape = (B, T // layout.tp, stages[0].config.dim)
-    h = []  # per micro-batch what goes into the stage, then what comes out of it
+    h = []  # per micro-batch the input of the stage, then its output
     for i in range(n_stages):
         if owner[i] != mine:
             if i + 1 < n_stages and owner[i + 1] == mine:

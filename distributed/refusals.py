@@ -1,14 +1,16 @@
 """Flags that cannot work are refused here, before memory is taken. Each function returns rows (broken, text): a condition, and
-one line that says what is wrong, with the values, and what to type instead. A new rule is a new row."""
+one line with the values, the mistake, and the flags to type instead. A new rule is a new row."""
 import math
 import os
 import shlex
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from types import SimpleNamespace
 
 import torch
 
+from distributed.float8 import Float8Config
 from distributed.layout import AXES, Layout, ParallelConfig, dtype_of_compute
 from distributed.pipeline import ONE_STAGE_PER_RANK, V_SHAPED, ZERO_BUBBLE, csv_rows, n_microbatches, split_stages
 from support.config import no_effect
@@ -24,9 +26,9 @@ def check_layout(
     cfg: ParallelConfig, model_config, *, seq_len, local_batch_size, global_batch_size, device="auto", world_size=None,
     on_cuda=None,
 ) -> Layout:
-    """The Layout that the flags ask for. Raises ValueError with every violation: the values, and what to type instead.
+    """Make the Layout of the flags. Raises ValueError with every violation: the values, and the flags to type instead.
 
-    on_cuda: a dry run takes GPUs for granted; None = as --device says, and they are counted.
+    on_cuda: True in a dry run, without counting GPUs; None = as --device says, and GPUs are counted.
     """
     here = on_cuda is None
     on_cuda = runs_on_cuda(device) if here else on_cuda
@@ -36,38 +38,41 @@ def check_layout(
     if global_batch_size == -1:
         global_batch_size = local_batch_size * degrees["dp_replicate"] * degrees["dp_shard"]
     layout = Layout(
-        cfg, degrees, math.prod(degrees.values()), local_batch_size, global_batch_size, rank=int(os.environ.get("RANK", 0)),
+        **degrees, ep=cfg.ep, etp=cfg.etp, local_batch_size=local_batch_size, global_batch_size=global_batch_size,
+        offload=cfg.cpu_offload, loss_parallel=cfg.loss_parallel, rank=int(os.environ.get("RANK", 0)),
+        # not under a pipeline: every micro-batch would gather the weights again, and zero-bubble gradients would be wrong
+        reshards={"always": True, "never": False, "default": degrees["pp"] == 1}[cfg.reshard_after_forward],
         mtp=getattr(model_config, "mtp_depth", 0) > 0, has_experts=getattr(model_config, "n_experts", 0) > 0,
     )
-    # first what has no effect: a flag that came from --config returns to its default, which the other rules then see
+    if layout.pp > 1:
+        layout = replace(layout, microbatch_size=cfg.pp_microbatch_size, schedule=cfg.pp_schedule_csv or cfg.pp_schedule)
+    # flags without effect first: such a flag from --config returns to its default, and the other rules see the default
     rows = [(True, text) for text in no_effect(cfg, facts(cfg, model_config, degrees, on_cuda))]
-    rows += batch_rows(layout) + model_rows(layout, model_config, seq_len) + option_rows(layout, on_cuda and here)
-    if getattr(cfg, "float8", "off") != "off":  # grpo.py does not have it
-        rows += float8_rows(layout, model_config, on_cuda, seq_len)
-    if getattr(cfg, "lora_rank", 0):
-        rows += lora_rows(cfg)
+    rows += batch_rows(layout) + model_rows(layout, cfg, model_config, seq_len) + option_rows(layout, cfg, on_cuda and here)
+    if isinstance(cfg, Float8Config) and cfg.float8 != "off":  # grpo.py has no float8
+        rows += float8_rows(layout, cfg, model_config, on_cuda, seq_len)
     if layout.has_experts:
         rows += expert_rows(layout, model_config)
     if layout.pp > 1 and layout.accumulation:
-        rows += pipeline_rows(layout, model_config)
+        rows += pipeline_rows(layout, cfg, model_config)
     refuse(rows)
     return layout
 
 
 def runs_on_cuda(device: str) -> bool:
-    """Whether a run with this --device computes on GPUs here."""
+    """Whether a run with --device `device` computes on GPUs."""
     return device == "cuda" or device == "auto" and torch.cuda.is_available()
 
 
 def facts(cfg: ParallelConfig, model_config, degrees: dict[str, int], on_cuda: bool) -> SimpleNamespace:
-    """What decides whether a flag has an effect (Need in support/config.py): every flag and every field of the model by its
-    name; the degrees as they are, dp_shard too; and world_size, on_cuda and dtype, in which the model computes."""
+    """Values for Need in support/config.py, to decide whether a flag has an effect: every flag and every field of the model by
+    name; the resolved degrees, dp_shard too; world_size, on_cuda, and the dtype of the computation."""
     more = dict(world_size=math.prod(degrees.values()), on_cuda=on_cuda, dtype=dtype_of_compute(cfg, on_cuda))
     return SimpleNamespace(**vars(model_config) | vars(cfg) | degrees | more)
 
 
 def divisors(*numbers) -> str:
-    """"1, 2, 4 or 8": what divides all of the numbers (up to 4,096), for error messages."""
+    """"1, 2, 4 or 8": the common divisors of the numbers (up to 4,096), for error messages."""
     g = math.gcd(*numbers)
     fits = [str(d) for d in range(1, min(g, 4096) + 1) if g % d == 0]
     return " or ".join(filter(None, [", ".join(fits[:-1]), fits[-1]]))
@@ -103,7 +108,7 @@ def batch_rows(layout: Layout) -> list[tuple]:
     )]
 
 
-def model_rows(layout: Layout, c, seq_len: int) -> list[tuple]:
+def model_rows(layout: Layout, cfg, c, seq_len: int) -> list[tuple]:
     """What the model c and the sequence must be divisible by."""
     tp, cp = layout.tp, layout.cp
     sizes = {name: getattr(c, name) for name in ("n_heads", "n_kv_heads", "ffn_dim") if hasattr(c, name)}
@@ -114,7 +119,7 @@ def model_rows(layout: Layout, c, seq_len: int) -> list[tuple]:
     rule = " x ".join(["2", "cp"] * (cp > 1) + ["tp"] * (tp > 1)) + " = "
     near = max(1, min(round(seq_len / pieces), c.max_seq_len // pieces)) * pieces
     heads, kv_heads = c.n_heads // tp, c.n_kv_heads // tp
-    alltoall = cp > 1 and layout.cfg.cp_method == "alltoall" and kv_heads > 0
+    alltoall = cp > 1 and cfg.cp_method == "alltoall" and kv_heads > 0
     return [
         (odd, f"--tp {tp} does not divide {', '.join(odd)}; use {divisors(*sizes.values())}"),
         (seq_len > c.max_seq_len, f"--seq_len {seq_len} is longer than the model's max_seq_len {c.max_seq_len}; use "
@@ -126,8 +131,8 @@ def model_rows(layout: Layout, c, seq_len: int) -> list[tuple]:
     ]
 
 
-def option_rows(layout: Layout, count_gpus: bool) -> list[tuple]:
-    cfg, local_world = layout.cfg, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+def option_rows(layout: Layout, cfg, count_gpus: bool) -> list[tuple]:
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     n_gpus = torch.cuda.device_count() if count_gpus else local_world
     return [
         (local_world > n_gpus, f"{local_world} process{'es' * (local_world > 1)} here, but torch finds {n_gpus} GPUs; use "
@@ -138,35 +143,18 @@ def option_rows(layout: Layout, count_gpus: bool) -> list[tuple]:
          "--ac budget needs --compile: the compiler chooses what to keep; add --compile or use --ac op"),
         (cfg.ac_every < 1 or not 0 <= cfg.ac_budget <= 1,
          f"--ac_every {cfg.ac_every} must be at least 1 and --ac_budget {cfg.ac_budget} between 0 and 1"),
-        (cfg.optimizer_in_backward and (layout.pp > 1 or layout.accumulation > 1 or cfg.cpu_offload),
-         f"--optimizer_in_backward needs one backward per step and gradients on the device, but --pp is {layout.pp}, "
-         f"accumulation {layout.accumulation}, --cpu_offload {cfg.cpu_offload}; leave it out"),
     ]
 
 
-def lora_rows(cfg) -> list[tuple]:
-    float8 = getattr(cfg, "float8", "off")
-    return [
-        (float8 != "off", f"--lora_rank {cfg.lora_rank} with --float8 {float8}: the frozen weights would be quantized "
-         "again in every step; leave one of them out"),
-        (cfg.lora_nf4 and (cfg.pp > 1 or cfg.reshard_after_forward == "never"),
-         f"--lora_nf4 with --pp {cfg.pp} and --reshard_after_forward {cfg.reshard_after_forward}: all blocks of a rank "
-         "would be unpacked at once, so that 4 bits save nothing; use --dp_shard, --tp or --cp"),
-        (cfg.lora_nf4 and cfg.cpu_offload, "--lora_nf4 with --cpu_offload is not there: weights in 4 bits stay on the "
-         "device; leave one of them out"),
-    ]
-
-
-def float8_rows(layout: Layout, c, on_cuda: bool, seq_len: int) -> list[tuple]:
-    cfg, kind = layout.cfg, layout.cfg.float8
-    block = {"mxfp8": 32, "nvfp4": 128}.get(kind, 1)  # numbers that share a scale
-    sequences = cfg.pp_microbatch_size if layout.pp > 1 else layout.local_batch_size
-    # of one forward on a rank, at least: the weight's gradient is a sum over them, in blocks as well
+def float8_rows(layout: Layout, cfg, c, on_cuda: bool, seq_len: int) -> list[tuple]:
+    kind = cfg.float8
+    block = 32 if kind == "mxfp8" else 1  # numbers that share a scale
+    sequences = layout.microbatch_size if layout.pp > 1 else layout.local_batch_size
+    # tokens of one forward on a rank, at least: the weight's gradient is a sum over tokens, in blocks as well
     tokens = sequences * seq_len // (layout.cp * layout.tp)
     major, minor = torch.cuda.get_device_capability() if on_cuda else (0, 0)
     has_float8 = (major, minor) >= (8, 9)
-    wish = "--float8 nvfp4" if kind == "nvfp4" else f"--float8_experts with --float8 {kind}"
-    not_emulated = kind == "nvfp4" or cfg.float8_experts and kind != "mxfp8"
+    not_emulated = cfg.float8_experts and kind != "mxfp8"
     packages = {"cutlass": "nvidia-cutlass-dsl", "tvm_ffi": "apache-tvm-ffi"}  # of torchao's kernels for mxfp8 experts
     missing = " ".join(package for name, package in packages.items() if find_spec(name) is None)
     sizes = {"dim": c.dim, "moe_ffn_dim": c.moe_ffn_dim // cfg.etp} if cfg.float8_experts and layout.has_experts else {}
@@ -176,13 +164,10 @@ def float8_rows(layout: Layout, c, on_cuda: bool, seq_len: int) -> list[tuple]:
          f"--float8 {kind} needs a GPU with float8 matmuls (H100, L40 or newer); use --float8 off"),
         (on_cuda and has_float8 and block > 1 and major < 10,
          f"--float8 {kind} needs a Blackwell GPU (capability 10.0; this one has {major}.{minor}); use rowwise"),
-        (not on_cuda and not_emulated, f"{wish} needs a GPU, for torchao has no emulation of it; on a CPU use --float8 mxfp8"),
+        (not on_cuda and not_emulated,
+         f"--float8_experts with --float8 {kind} needs a GPU, for torchao has no emulation of it; on a CPU use --float8 mxfp8"),
         (not on_cuda and not not_emulated and cfg.compile,
          f"--float8 {kind} is emulated on CPU, and the emulation cannot be compiled; leave out --compile"),
-        (kind == "nvfp4" and cfg.compile,
-         "--float8 nvfp4 cannot be compiled, for torch has no lowering of it; leave out --compile"),
-        (kind == "nvfp4" and layout.tp > 1,
-         f"--float8 nvfp4 does not split matrices over --tp {layout.tp}; use mxfp8, or --tp 1"),
         (on_cuda and cfg.float8_experts and kind == "mxfp8" and missing,
          f"--float8_experts with --float8 mxfp8 needs two more packages: pip install {missing}"),
         (odd, f"--float8_experts with --float8 {kind} needs a multiple of {max(block, 16)} on a rank, not {odd}; leave it out"),
@@ -192,7 +177,7 @@ def float8_rows(layout: Layout, c, on_cuda: bool, seq_len: int) -> list[tuple]:
 
 
 def expert_rows(layout: Layout, c) -> list[tuple]:
-    ep, etp = layout.cfg.ep, layout.cfg.etp
+    ep, etp = layout.ep, layout.etp
     lenders = layout.dp_shard * layout.cp * (1 if etp > 1 else layout.tp)  # ranks that ep may borrow
     ranks = f"dp_shard x cp{' x tp' if etp == 1 else ''} = {lenders}"
     return [
@@ -203,9 +188,9 @@ def expert_rows(layout: Layout, c) -> list[tuple]:
     ]
 
 
-def pipeline_rows(layout: Layout, c) -> list[tuple]:
-    """Rules of a pipeline, in three groups: a group that is broken hides the next ones, which count with its numbers."""
-    cfg, pp, local = layout.cfg, layout.pp, layout.local_batch_size
+def pipeline_rows(layout: Layout, cfg, c) -> list[tuple]:
+    """Rules of a pipeline in three groups; if a group fails, later groups are skipped, because they divide by its numbers."""
+    pp, local = layout.pp, layout.local_batch_size
     size, per_stage = cfg.pp_microbatch_size, cfg.pp_layers_per_stage
     rows = [
         (size < 1, f"--pp_microbatch_size {size} must be at least 1"),
@@ -225,17 +210,17 @@ def pipeline_rows(layout: Layout, c) -> list[tuple]:
                      f"--pp {ranks} and --local_batch_size {count * size}")]
     rows = microbatch_rows(layout, name, n)
     if splits_backward:
-        rows += split_backward_rows(layout, c, name)
+        rows += split_backward_rows(layout, cfg, c, name)
     try:
-        return rows + stage_rows(layout, name, len(split_stages(cfg, pp, c.n_layers)), c.n_layers)
+        return rows + stage_rows(cfg, name, len(split_stages(cfg, pp, c.n_layers)), c.n_layers)
     except ValueError as error:
         return [*rows, (True, str(error))]
 
 
 def microbatch_rows(layout: Layout, name: str, n: int) -> list[tuple]:
-    """Whether n micro-batches are enough for the schedule, and a number that it can divide into rounds."""
-    pp, size, accumulation = layout.pp, layout.cfg.pp_microbatch_size, layout.accumulation
-    # 2: after one, some gradients of a half backward are in the compute dtype and some in --reduce_dtype, which FSDP refuses
+    """Whether n micro-batches are enough for the schedule, and divide into its rounds."""
+    pp, size, accumulation = layout.pp, layout.microbatch_size, layout.accumulation
+    # 2: with 1, half backwards leave gradients in both the compute dtype and --reduce_dtype, and FSDP refuses the mixture
     fewest = {"1F1B": pp, "DualPipeV": 2 * pp, "ZBVZeroBubble": 2, "InterleavedZeroBubble": 2}.get(name, 1)
     rounds = max(1, n // pp)
     enough = math.ceil(fewest * size / accumulation)
@@ -250,9 +235,8 @@ def microbatch_rows(layout: Layout, name: str, n: int) -> list[tuple]:
     ]
 
 
-def split_backward_rows(layout: Layout, c, name: str) -> list[tuple]:
+def split_backward_rows(layout: Layout, cfg, c, name: str) -> list[tuple]:
     """Zero-bubble schedules compute the gradients of inputs and those of weights in two separate halves of the backward."""
-    cfg = layout.cfg
     return [
         (cfg.reshard_after_forward == "always",
          f"--reshard_after_forward always gives wrong gradients with --pp_schedule {name}: its two half backwards would see "
@@ -266,12 +250,12 @@ def split_backward_rows(layout: Layout, c, name: str) -> list[tuple]:
     ]
 
 
-def stage_rows(layout: Layout, name: str, n_stages: int, n_layers: int) -> list[tuple]:
-    pp = layout.pp
+def stage_rows(cfg, name: str, n_stages: int, n_layers: int) -> list[tuple]:
+    pp = cfg.pp
     fewest, most = (1, 1) if name in ONE_STAGE_PER_RANK else (2, 2) if name in V_SHAPED else (2, n_layers)
     wanted = f"exactly {fewest}" if fewest == most else f"{fewest} or more"
     return [(
-        not layout.cfg.pp_schedule_csv and (n_stages % pp or not fewest <= n_stages // pp <= most),
+        not cfg.pp_schedule_csv and (n_stages % pp or not fewest <= n_stages // pp <= most),
         f"{n_stages} stages over --pp {pp} ranks, but --pp_schedule {name} needs {wanted} per rank; change "
         "--pp_layers_per_stage or --pp_stage_fqns",
     )]

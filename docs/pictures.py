@@ -1,7 +1,7 @@
 """Makes the pictures of docs/parallelism.md: python docs/pictures.py [name ...]
 
-Nothing in them is drawn by hand: the parts are those of the DTensors that the recipe makes under a fake process group, the
-bytes are counted by the dry run, the schedules are those that run. tests/test_lessons.py makes them again and compares.
+Nothing is drawn by hand: the parts come from the recipe's DTensors under a fake process group, the bytes from the dry run, the
+schedules from the running code. tests/test_lessons.py makes the pictures again and compares.
 """
 import os
 import sys
@@ -15,25 +15,25 @@ import train_qwen3
 from distributed.pipeline import split_stages, stage_ids
 from models.loss import IGNORE
 from parallel import replicas, sequence_index
-from support import svg
-from support.dryrun import dry_world, human
-from support.explain import count_block, travels
-from support.holdings import axis_groups, held_part, place_of, shown_parameters, tokens_of
-from support.schedule import bubble, rows_of, simulate
-from support.svg import arrow, document, label, legend, lines, rect
+from tools import svg
+from tools.dryrun import dry_world, human
+from tools.explain import count_block, travels
+from tools.placement import axis_groups, held_part, place_of, shown_parameters, tokens_of
+from tools.schedule import bubble, rows_of, simulate
+from tools.svg import arrow, document, label, legend, lines, rect
 
 HERE = Path(__file__).parent / "pictures"
-WIDTH, LEFT = 860, 170  # of a picture, and where the first rank's column begins
+WIDTH, LEFT = 860, 170  # width of a picture, left edge of the first rank's column
 LETTERS = "ABCD"
 
 
 def config(recipe=train_llama3, **flags):
-    """Llama 3 8B with four of its layers, which is what a picture needs, and one sequence of 8,192 tokens per device."""
+    """Llama 3 8B with four layers, enough for a picture, and a sequence of 8,192 tokens per device."""
     return recipe.Config(**dict(flavor="8B", model_args="n_layers=4", seq_len=8192, local_batch_size=1, dp_shard=1) | flags)
 
 
 def built(cfg, recipe=train_llama3):
-    """(stages, layout) of the first device, as the recipe's own main makes them."""
+    """(stages, layout) of the first device, made by the recipe's own main."""
     with dry_world(recipe.main, cfg, 0) as (stages, _, layout):
         pass
     return stages, layout
@@ -49,7 +49,7 @@ MEANING = {
 
 
 def before(operation: str) -> list[list[str]]:
-    """The pieces of four ranks: A2 is made by rank 0, and is piece 2. In an all-gather each made one."""
+    """The pieces of four ranks: A2 is made by rank 0, and is piece 2. In an all-gather each rank made a single piece."""
     return [[f"{letter}{i}" for i in range(4) if i == r or operation != "all-gather"] for r, letter in enumerate(LETTERS)]
 
 
@@ -63,7 +63,7 @@ def after(operation: str, rows: list[list[str]]) -> list[list[str]]:
 
 
 def pieces(x, y, row, rank, width=150) -> str:
-    """A rank's pieces, coloured by the rank that made them; sums are dark. One alone lies where it belongs in the whole."""
+    """A rank's pieces, coloured by the maker's rank; sums are dark. A single piece lies at its place in the whole."""
     out, w = rect(x, y, width, 30, "whole"), width / 4
     for i, piece in enumerate(row):
         place, is_sum = rank if len(row) == 1 else i, piece[0] == "Σ"
@@ -138,9 +138,9 @@ def tokens() -> str:
     return document(WIDTH, 262, out, "tokens are counted over the global batch")
 
 
-# ---------------------------------------------------------------- who holds what, and what travels
+# ---------------------------------------------------------------- shards and traffic
 def holds(stages, layout, rows, seq_len=8192) -> tuple[str, int]:
-    """(SVG, height): a column per rank. rows: (what it is, name of a parameter or None for the tokens, "gathered" or "")."""
+    """(SVG, height): a column per rank. rows: (label, name of a parameter or None for the tokens, "gathered" or "")."""
     n, parameters, y = layout.world_size, shown_parameters(stages), 44
     step, out = (WIDTH - LEFT) / n, ""
     longest = max(size for _, name, _ in rows if name for size in parameters[name].shape)
@@ -179,7 +179,7 @@ KEEPS = [("kept", "kept all the time"), ("gathered", "gathered while the block r
 
 
 def chapter(says: str, rows, recipe=train_llama3, halves=("attention", "FFN"), extra=None, **flags) -> str:
-    """A picture of one axis: who holds what, and below what travels for one block."""
+    """A picture of an axis: the shards on each rank, and below the traffic for a block."""
     cfg = config(recipe, **flags)
     stages, layout = built(cfg, recipe)
     out, y = holds(stages, layout, rows)
@@ -217,7 +217,7 @@ def tp() -> str:
 
 
 def causal_work(layout) -> tuple[str, int]:
-    """Which rank computes which part of the attention: queries of a chunk with the keys up to it. All have equally many."""
+    """The rank of each part of attention: queries of a chunk with the keys up to the chunk. All ranks have equally many."""
     n = 2 * layout.cp
     owner = {int(chunk): r for r in range(layout.cp) for chunk in sequence_index(n, layout.cp, r)}
     out, side = label(10, 26, "attention", "bold"), 26
@@ -258,7 +258,7 @@ def ep() -> str:
 
 # ---------------------------------------------------------------- pipelines
 def pp() -> str:
-    """Which layers a rank holds, and the order of its work."""
+    """The layers of each rank, and the order of the rank's work."""
     cfg = config(pp=4, local_batch_size=8, model_args="")
     stages, layout = built(cfg)
     split, step, out = split_stages(cfg, 4, 32), (WIDTH - 20) / 4, ""
@@ -280,7 +280,7 @@ def pp() -> str:
 
 
 def pictured(cfg, n: int, n_stages: int) -> tuple[str, int]:
-    """A schedule of n micro-batches on four ranks, with its bubble and a legend."""
+    """A schedule of n micro-batches on four ranks, with bubble and legend."""
     times = simulate(rows_of(cfg, 4, n, n_stages))
     kinds = {kind for row in times for *_, kind, _, _ in row}
     drawn, high = svg.schedule(times, WIDTH - 20)
@@ -298,7 +298,7 @@ def schedule(name: str) -> str:
 
 # ---------------------------------------------------------------- the gradient norm
 def norm() -> str:
-    """How often a part of a gradient is held, and so with which weight a rank adds its squares."""
+    """The number of ranks holding each part of a gradient: the part's squares are divided by this number."""
     stages, layout = built(config(dp_shard=2, tp=2))
     parameters, out, y = shown_parameters(stages), "", 44
     for r in range(4):
@@ -308,7 +308,7 @@ def norm() -> str:
     for name in (WQ, "block attn.wo.weight", "block attn_norm.weight"):
         p = parameters[name]
         w, h = svg.box_size(p.shape, 4096, 80)
-        n = replicas(p, layout)  # a finished gradient is placed as its parameter is
+        n = replicas(p, layout)  # a finished gradient has the parameter's placements
         out += lines(10, y + 14, ["gradient of", name.split()[1].removesuffix(".weight")], "bold")
         for r in range(4):
             x = LEFT + r * 172

@@ -1,8 +1,8 @@
-"""The data of docs/finetune.md: a text for a base model, conversations to fine-tune it with, problems to test it on.
+"""The data of docs/finetune.md: a text for a base model, conversations for fine-tuning, problems for the test.
 
     python docs/word_problems.py --out problems
 
-They are in the format of GSM8K (arXiv:2110.14168), a question and an answer that ends with #### and a number, but simple enough
+Problems have GSM8K's format (arXiv:2110.14168), a question and an answer ending with #### and a number, but are simple enough
 for a model of four million parameters. No problem is in two files.
 """
 import argparse
@@ -12,7 +12,7 @@ from pathlib import Path
 
 NAMES = "Anna Ben Clara David Emma Felix Greta Hugo Ida Jonas Karla Leo".split()
 THINGS = "apples books cards coins eggs flowers marbles pens shells stamps".split()
-# (question, the steps of the answer). a is what there is, b and c are what happens to it
+# (question, steps of the answer). a: amount at the start; b, c: changes
 KINDS = [
     ("{name} has {a} {things}. {name} buys {b} bags with {c} {things} in each. How many {things} does {name} have now?",
      "{b} * {c} = {bc}\n{a} + {bc} = {sum}\n#### {sum}"),
@@ -45,7 +45,7 @@ def problem(rng: random.Random) -> tuple[str, str]:
 
 
 def sentence(rng: random.Random) -> str:
-    """What the base model reads: sums, stories with and without a sum about them, and a few questions without answers."""
+    """A text for the base model: sums, stories with and without a sum, and a few questions without answers."""
     a, b, c = rng.randint(10, 100), rng.randint(2, 9), rng.randint(2, 9)
     sums = [f"{a} + {b * c} = {a + b * c}", f"{a + b * c} - {b * c} = {a}", f"{b} * {c} = {b * c}", f"{a} - {b} = {a - b}"]
     if rng.random() < 0.3:

@@ -1,7 +1,7 @@
-"""Mistakes to find: those of tests/test_mutants.py, as a hurried author would have written them into the source.
+"""Mistakes to find: the mutants of tests/test_mutants.py, written into the source as a hurried author would write them.
 
-Bug 7 is bug07.md: what its user sees, a command that shows it, hints, and the mistake as a diff, which `start --bug 7` applies
-to a copy. The check accepts any repair under which the layouts of its row below train what plain torch trains on one process.
+Bug 7 is bug07.md: the symptom, a command that shows the symptom, hints, and the mistake as a diff. `start --bug 7` applies the
+diff to a copy of the project. The check accepts any repair: the layouts of BUGS[7] must train like plain torch on one process.
 """
 import re
 from dataclasses import dataclass
@@ -32,11 +32,11 @@ ZERO_BUBBLE = dict(pp=2, pp_schedule="InterleavedZeroBubble")
 @dataclass(frozen=True)
 class Bug:
     number: int
-    mutant: str  # its name in tests/test_mutants.py
-    rows: tuple[tuple, ...]  # layouts of tests/layouts.py: processes, flags, problem
+    mutant: str  # function in tests/test_mutants.py that makes the same mistake
+    rows: tuple[tuple, ...]  # layouts to compare with one process: (processes, flags, problem), see tests/layouts.py
 
     def page(self) -> tuple[str, list[str], str]:
-        """(title and command, hints, the mistake as a diff)"""
+        """(title and command, hints, the mistake as a diff)."""
         head, hints, mistake = re.split("\n## .*\n", (HERE / f"bug{self.number:02}.md").read_text())
         return head, [hint.strip() for hint in hints.split("\n\n") if hint.strip()], mistake
 
@@ -69,7 +69,7 @@ BUGS = {n: Bug(n, mutant, rows) for n, (mutant, *rows) in enumerate([
 
 
 def planted_bug(bug: Bug) -> dict[str, str]:
-    """File -> its text with the mistake in it."""
+    """file -> text with the mistake."""
     texts = {}
     for part in re.findall(r"^--- (\S+)\n(.*?)(?=^---|^```)", bug.page()[2], re.M | re.S):
         file, hunks = part

@@ -1,7 +1,7 @@
-"""The exercises in the order of the lecture: what is blank in each, and how a blank is made.
+"""The exercises in the order of the lecture: the blanks of each exercise, and the code that cuts a blank.
 
-Exercise 4 is ex04.md (the page, with its hints at the end) and ex04.py (the check). Where torch does the work in the lecture,
-there is a hand04.py with a function that does it by hand.
+Exercise 4 is ex04.md (the page, with hints at the end) and ex04.py (the check). If torch does the work in the lecture, a file
+hand04.py does the same by hand.
 """
 import ast
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ HOUSE = HERE.parent
 class Exercise:
     number: int
     title: str
-    blanks: dict[str, tuple[str, ...]]  # file -> functions; a method as Class.method
+    blanks: dict[str, tuple[str, ...]]  # file -> functions to blank; a method is written Class.method
 
     @property
-    def name(self) -> str:  # of its files
+    def name(self) -> str:  # of the page and the check
         return f"ex{self.number:02}"
 
     def page(self) -> tuple[str, list[str]]:
-        """(the task, its hints: the paragraphs below '## Hints')."""
+        """(task, hints); a hint is a paragraph below '## Hints'."""
         task, _, hints = (HERE / f"{self.name}.md").read_text().partition("\n## Hints\n")
         return task, [hint.strip() for hint in hints.split("\n\n") if hint.strip()]
 
@@ -50,12 +50,12 @@ COURSE = {number: Exercise(number, title, blanks) for number, title, blanks in [
 
 
 def original(file: str) -> Path:
-    """A file of the project; those that are filled in by hand are in exercises/, and at the top of a student's folder."""
+    """Path of a project file. The files hand*.py lie in exercises/ here, and at the top of a student's folder."""
     return (HERE if file.startswith("hand") else HOUSE) / file
 
 
 def functions(source: str) -> dict[str, ast.FunctionDef]:
-    """Name -> node of a file's functions, and of its classes' methods as Class.method."""
+    """name -> node, for every function of a file and every method (as Class.method)."""
     found = {}
     for node in ast.parse(source).body:
         members = [(f"{node.name}.", m) for m in node.body] if isinstance(node, ast.ClassDef) else [("", node)]
@@ -64,18 +64,18 @@ def functions(source: str) -> dict[str, ast.FunctionDef]:
 
 
 def with_blanks(source: str, names: tuple[str, ...], what: str) -> str:
-    """The source with the bodies of these functions replaced: their docstrings stay, and then they raise NotImplementedError.
+    """The source with the named functions blanked: only the docstring and a raise NotImplementedError are left.
 
-    what: begins the error's text, such as 'exercise 4'.
+    what: start of the error's text, such as 'exercise 4'.
     """
     lines, nodes = source.splitlines(), functions(source)
-    for name in sorted(names, key=lambda name: -nodes[name].lineno):  # from the end, so that the numbers of lines stay true
+    for name in sorted(names, key=lambda name: -nodes[name].lineno):  # last function first, so line numbers stay valid
         body = nodes[name].body
         begin = body[0].lineno - 1
         if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
             begin = body[0].end_lineno
         else:
-            while lines[begin - 1].lstrip().startswith("#"):  # a comment on the first line tells too much
+            while lines[begin - 1].lstrip().startswith("#"):  # a comment above the first line gives too much away
                 begin -= 1
         indent = " " * body[0].col_offset
         lines[begin : nodes[name].end_lineno] = [f'{indent}raise NotImplementedError("{what}: {name} is still a blank")']
@@ -83,7 +83,7 @@ def with_blanks(source: str, names: tuple[str, ...], what: str) -> str:
 
 
 def source_of(source: str, name: str) -> str:
-    """The text of one function, as it stands in the file."""
+    """The text of a function, copied from the file."""
     node = functions(source)[name]
     first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
     return "\n".join(source.splitlines()[first - 1 : node.end_lineno])

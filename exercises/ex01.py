@@ -1,4 +1,4 @@
-"""The check of exercise 1: ragged labels on one process against F.cross_entropy, then on layouts."""
+"""The check of exercise 1: ragged labels on a single process against F.cross_entropy, then on layouts."""
 import hand01
 import layouts
 import torch
@@ -6,17 +6,14 @@ import torch.nn.functional as F
 from feedback import Wrong, compare, on_ranks
 
 import parallel
-from distributed.layout import AXES, Layout
+from distributed.layout import Layout
 from models.llama3 import Llama3
 from models.loss import IGNORE
 
 
 def tokens_counted(cp: int, each: int = 1) -> tuple[float, float]:
-    """What count_tokens gives on 2 processes, whose data ranks have 1 and 2 tokens with a loss; with cp 2 there is one. each 0:
-    they have none."""
-    cfg = layouts.Flags(cp=cp)
-    layout = Layout(cfg, {axis: 1 for axis in AXES} | {"dp_shard": 2 // cp, "cp": cp}, 2, 1, 2 // cp)
-    layout.rank = torch.distributed.get_rank()
+    """count_tokens() on this process of 2. Data rank r has (r + 1) * each tokens with a loss; cp 2 leaves only data rank 0."""
+    layout = Layout(dp_shard=2 // cp, cp=cp, global_batch_size=2 // cp, rank=torch.distributed.get_rank())
     labels = torch.full((1, 1, 4), IGNORE)
     labels[..., : each * (layout.data_rank + 1)] = 7
     return tuple(float(n) for n in parallel.count_tokens(labels, layout))
@@ -32,7 +29,7 @@ def check_accumulate():
     model.zero_grad()
     pairs = list(zip(b.tokens.split(1), b.labels.split(1)))
     counts = [(labels != IGNORE).sum().item() for _, labels in pairs]
-    waiting = []  # for each forward but the first: nothing has gone backward yet
+    waiting = []  # per forward: no backward has run yet (right for the first forward only)
     handle = model.register_forward_pre_hook(lambda *_: waiting.append(model.norm.weight.grad is None))
     loss, norm = hand01.accumulate(model, pairs), model.norm.weight.grad
     handle.remove()

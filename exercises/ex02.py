@@ -1,4 +1,4 @@
-"""The check of exercise 2: both functions on two processes, along each dimension, then attention and loss that use them."""
+"""The check of exercise 2: both functions on two processes, along each dimension, then attention and loss on top."""
 import torch
 import torch.distributed as dist
 from feedback import Wrong, check_groups, compare, on_ranks
@@ -13,13 +13,13 @@ def values(rank: int, shape, seed: int):
 
 
 def shapes(name: str, dim: int):
-    """Of a rank's x, and of its result."""
+    """(shape of a rank's x, shape of the result)."""
     part = tuple(n // N if i == dim else n for i, n in enumerate(SHAPE))
     return (part, SHAPE) if name == "AllGather" else (SHAPE, part)
 
 
 def results(name: str, dim: int):
-    """(result, gradient of x) on this rank, whose loss is the sum of result * values(rank, ..., 2)."""
+    """(result, gradient of x) on this rank. The rank's loss is the sum of result * values(rank, ..., 2)."""
     rank, (given, made) = dist.get_rank(), shapes(name, dim)
     x = values(rank, given, 1).requires_grad_()
     y = getattr(functions, name).apply(x, dim, dist.group.WORLD)
@@ -29,7 +29,7 @@ def results(name: str, dim: int):
 
 
 def expected(name: str, dim: int):
-    """The same for all ranks, and the names of wrong results: [(what, result or gradient per rank)]."""
+    """((results, gradients), wrong results, wrong gradients), each per rank. Wrong: [(explanation, values per rank)]."""
     given, made = shapes(name, dim)
     x, g = ([values(r, shape, seed) for r in range(N)] for shape, seed in ((given, 1), (made, 2)))
     own = lambda t, r: t.chunk(N, dim)[r]  # noqa: E731

@@ -1,5 +1,5 @@
-"""The check of exercise 3: two processes with half of the rows and half of the tokens, against plain torch with all; and what
-is in memory between the forward and the backward."""
+"""The check of exercise 3: two processes, each with half of the rows and half of the tokens, against plain torch with all.
+Also checks that no rank keeps the whole weight in memory between forward and backward."""
 import time
 
 import hand03
@@ -14,13 +14,13 @@ RANKS, N, IN, OUT = 2, 3, 6, 8  # N tokens per rank
 
 
 def problem():
-    """x of all ranks (RANKS * N, IN), weight (OUT, IN), gradient of the result (RANKS * N, OUT)"""
+    """x of all ranks (RANKS * N, IN), weight (OUT, IN), gradient of the result (RANKS * N, OUT)."""
     g = torch.Generator().manual_seed(0)
     return [torch.randn(shape, generator=g, dtype=torch.float64) for shape in ((RANKS * N, IN), (OUT, IN), (RANKS * N, OUT))]
 
 
 class Memory(TorchDispatchMode):
-    """Remembers every tensor that is made, without keeping it alive."""
+    """Holds a weak reference to every tensor made inside the block."""
 
     def __init__(self):
         super().__init__()
@@ -32,7 +32,7 @@ class Memory(TorchDispatchMode):
         return out
 
     def holds(self, n_bytes: int) -> bool:
-        """Whether one of so many bytes is still there. The thread that sends may keep its tensors for a moment."""
+        """Whether a storage of at least n_bytes is still alive. Waits up to a second: gloo's thread may free tensors late."""
         for _ in range(20):
             alive = [torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in self.storages]
             if not any(storage is not None and storage.nbytes() >= n_bytes for storage in alive):
@@ -43,7 +43,7 @@ class Memory(TorchDispatchMode):
 
 
 def on_a_rank():
-    """(result, gradients of x and of the shard, whether the whole weight is there after the forward, and after the backward)"""
+    """(result, gradient of x, gradient of the shard, weight still whole after the forward?, after the backward?)."""
     rank, (x, weight, grad) = dist.get_rank(), problem()
     shard = hand03.shard_of(weight, rank, RANKS).requires_grad_()
     x, grad = x.chunk(RANKS)[rank].clone().requires_grad_(), grad.chunk(RANKS)[rank].clone()

@@ -20,12 +20,12 @@ def swiglu(x, w1, w3, w2):
 
 
 def on_a_rank() -> dict[str, torch.Tensor]:
-    """The result of ffn, the gradients of its arguments on this rank, and what is left of x."""
+    """The result of ffn, the gradient of each argument on this rank, and x after the call (ffn must not change x)."""
     p = problem()
     parts = hand04.split_weights(p["w1"], p["w3"], p["w2"], dist.get_rank(), TP)
     leaves = [t.clone().requires_grad_() for t in (p["x"], *parts)]
     x, *weights = leaves
-    before = x * 1  # not a leaf: what a layer in front would hand over
+    before = x * 1  # not a leaf, like the output of a layer before
     y = hand04.ffn(before, *weights, dist.group.WORLD)
     (y * p["out"]).sum().backward()
     return {"y": y.detach(), "x": x.grad, "x itself": before.detach()} | dict(zip(NAMES[1:], [w.grad for w in weights]))
@@ -45,13 +45,13 @@ def check_split(p):
 
 
 def factor(mine, want) -> float:
-    """By which the one is a multiple of the other; NaN if it is none."""
+    """c with mine = c * want; NaN if no c fits."""
     by = ((mine * want).sum() / (want * want).sum()).item()
     return by if torch.allclose(mine, by * want) else float("nan")
 
 
 def check_gradients(got, leaves, parts):
-    """parts: name -> the right gradient per rank; leaves: what a rank's own channels say about x."""
+    """parts: name -> the right gradient per rank; leaves: gradient of x through each rank's own channels only."""
     for name in NAMES:
         for rank, result in enumerate(got):
             mine, want = result[name], parts[name][rank]
@@ -82,7 +82,7 @@ def check():
     (y * p["out"]).sum().backward()
     parts = {name: leaves[name].grad.chunk(TP, dim) for name, dim in (("w1", 0), ("w3", 0), ("w2", 1))}
     parts["x"] = [leaves["x"].grad] * TP
-    alone, summands = [], []  # gradient of x by a rank's own channels, and the summand of y that they make
+    alone, summands = [], []  # through a rank's own channels only: gradient of x, summand of y
     for rank in range(TP):
         x = p["x"].clone().requires_grad_()
         own = swiglu(x, *(p[name].chunk(TP, dim)[rank] for name, dim in (("w1", 0), ("w3", 0), ("w2", 1))))

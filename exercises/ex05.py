@@ -1,4 +1,4 @@
-"""The check of exercise 5: the plan fits the model, two processes with it train what one does, and hold half of each matrix."""
+"""The check of exercise 5: the plan fits the model, 2 processes train the same as 1, and each holds half of every matrix."""
 import re
 
 import layouts
@@ -9,7 +9,7 @@ from distributed.layout import local_tensor
 from models.llama3 import Llama3
 from parallel import TP_STYLES
 
-QUESTIONS = [  # what differs first -> what to think about
+QUESTIONS = [  # first parameter that differs -> hint for the student
     (r"norm\.weight$", "it saw half of the tokens; who adds up the other half?"),
     (r"attn\.|ffn\.", "which part of the tokens does this matrix see, and in which order do the parts come together?"),
     (r"tok_embeddings|head", "the table is split over the vocabulary, and the blocks hold T/tp of the tokens"),
@@ -21,7 +21,7 @@ def question_about(name: str) -> str:
 
 
 def whole_matrices() -> list[str]:
-    """Matrices of which each of two ranks holds all."""
+    """Names of the matrices held whole by both ranks of tp 2."""
     (stage,), _ = layouts.build(layouts.config(n_layers=2), dict(tp=2), 2, 2)
     return [name for name, p in stage.named_parameters() if p.dim() == 2 and local_tensor(p).numel() == p.numel()]
 

@@ -1,4 +1,4 @@
-"""The check of exercise 6: logits over two ranks against F.cross_entropy of all of them, then the head, then training."""
+"""The check of exercise 6: logits split over two ranks against F.cross_entropy of all logits, then the head, then training."""
 import hand06
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ CASES = ("usual logits", "logits around 200", "a rank's logits 90 above the othe
 
 
 class Largest(TorchDispatchMode):
-    """The most numbers that a tensor has, of all that are made."""
+    """numel: size of the largest tensor made inside the block."""
 
     numel = 0
 
@@ -29,7 +29,7 @@ class Largest(TorchDispatchMode):
 
 
 def tokens(case: str):
-    """logits (N, V) and labels (N,), one of them on each border between the ranks' words, and one without a loss."""
+    """logits (N, V) and labels (N,). Labels sit on both sides of the border between the ranks' words; a token has no loss."""
     logits = 3 * torch.randn(N, V, generator=torch.Generator().manual_seed(0))
     if case == CASES[1]:
         logits += 200
@@ -47,7 +47,7 @@ def losses_on_a_rank(case: str):
 
 
 def usual_mistakes(logits, labels) -> list:
-    """[(losses of each rank, what was done)]"""
+    """[(losses of each rank, the mistake in words)]."""
     parts, rows = logits.split(V // TP, 1), torch.arange(N)
     valid = labels != IGNORE
     target = logits[rows, labels.clamp(min=0)]
@@ -112,7 +112,7 @@ def check_gradients(where, got, gradient, softmax, labels, close):
 
 
 def head_on_a_rank():
-    """(loss, gradient of h on this rank, of its rows of the head): V 11, so that the last rank has fewer rows."""
+    """(loss, gradient of h, gradient of the head's rows, first row) on this rank. V is 11: the last rank has fewer rows."""
     h, weight, labels = head_problem()
     mesh = init_device_mesh("cpu", (TP,), mesh_dim_names=("tp",))["tp"]
     mine = h.chunk(TP, 1)[dist.get_rank()].clone().requires_grad_()

@@ -1,4 +1,5 @@
-"""The check of exercise 8: two processes with two chunks of each sequence, against attention over whole ones; then training."""
+"""The check of exercise 8: two processes with two chunks of each sequence, against attention over whole sequences; then
+training."""
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ DOCS = torch.tensor([[0] * 6 + [1] * 5 + [2] * 5, [0] * 13 + [1] * 3])
 
 
 def problem(scale=None, width=K, docs=False):
-    """q, k, v of the whole sequences, the gradient of the result, scale, doc_ids"""
+    """q, k, v of the whole sequences, the gradient of the result, scale, doc_ids."""
     g = torch.Generator().manual_seed(0)
     shapes = (B, H, T, K), (B, G, T, K), (B, G, T, width), (B, H, T, width)
     return [torch.randn(shape, generator=g) for shape in shapes], scale, DOCS if docs else None
@@ -27,7 +28,7 @@ def attention(q, k, v, mask, scale):
 
 
 def on_a_rank(case: str):
-    """(result, gradients of q, k, v) of this rank's tokens"""
+    """(result, gradients of q, k, v) of this rank's tokens."""
     (q, k, v, grad), scale, docs = problem(**CASES[case])
     rows = torch.tensor(ROWS[dist.get_rank()])
     mine = [x[:, :, rows].clone().requires_grad_() for x in (q, k, v)]
@@ -39,13 +40,13 @@ def on_a_rank(case: str):
 
 
 def may_look(docs):
-    """(B or 1, 1, T, T): True where a query may look."""
+    """(B or 1, 1, T, T): True for each key that a query may attend to."""
     mask = torch.ones(T, T, dtype=torch.bool).tril()[None, None]
     return mask if docs is None else mask & (docs[:, None, :, None] == docs[:, None, None, :])
 
 
 def usual_mistakes(q, k, v, scale, docs) -> list:
-    """[(result of each rank, what was done)]"""
+    """[(result of each rank, the mistake in words)]."""
     def with_masks(make, keys=slice(None)):
         masks = [make(rank, torch.tensor(rows)[:, None], torch.arange(T)[None]) for rank, rows in enumerate(ROWS)]
         return [attention(q[:, :, rows], k[:, :, keys], v[:, :, keys], m, scale) for rows, m in zip(ROWS, masks)]
@@ -94,7 +95,7 @@ def check_result(case: str, got: list, whole, mistakes: list):
 
 
 def check_gradients(case: str, got: list, want: list, own: list):
-    """own: the gradients of k and v by the loss of each rank alone."""
+    """own: the gradients of k and v from the loss of each rank alone."""
     for rank, rows in enumerate(ROWS):
         for i, name in enumerate(("q", "k", "v")):
             mine, right = got[rank][i], want[i][:, :, rows]

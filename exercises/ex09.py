@@ -1,4 +1,4 @@
-"""The check of exercise 9: attention on 2 and 4 ranks against one process, then training steps with document masks."""
+"""The check of exercise 9: attention on 2 and 4 ranks against 1 process, then training steps with document masks."""
 import torch
 import torch.distributed as dist
 from feedback import Wrong, check_groups, compare, on_ranks
@@ -10,13 +10,13 @@ B, T, K = 2, 16, 4
 
 
 def problem(H: int, G: int):
-    """q, k, v of whole sequences, and weights by which the result is summed for a backward."""
+    """q, k, v of whole sequences, and weights: the loss is the sum of result * weights."""
     g = torch.Generator().manual_seed(0)
     return [torch.randn(B, n, T, K, generator=g) for n in (H, G, G, H)]
 
 
 def attended(H: int, G: int, scale=None):
-    """This rank's part of the result, and the gradients of its q, k and v."""
+    """(result, gradients of q, k and v) of this rank's tokens."""
     cp, rank = dist.get_world_size(), dist.get_rank()
     index = parallel.sequence_index(T, cp, rank)
     q, k, v, weights = [x[:, :, index] for x in problem(H, G)]
@@ -28,21 +28,21 @@ def attended(H: int, G: int, scale=None):
 
 
 def places(got, whole) -> dict:
-    """(head, row) of got -> (head, token) of the whole sequence's result with the same numbers, where there is one."""
+    """(head, row) of got -> (head, token) with the same numbers in the result for the whole sequence; left out if none has."""
     equal = (got[:, :, :, None, None] - whole[:, None, None]).abs().amax((0, -1)) < 1e-4  # (H, T/cp, H, T)
     return {(h, t): tuple(where[0].tolist()) for h in range(equal.shape[0]) for t in range(equal.shape[1])
             if len(where := equal[h, t].nonzero())}
 
 
 def in_rank_order(q, k, v, cp: int):
-    """The result where the causal mask is laid on tokens in the order of the ranks; as if in natural order again."""
+    """(result, order) of the mistake in which the causal mask is laid on tokens in the order of the ranks."""
     order = torch.cat([parallel.sequence_index(T, cp, r) for r in range(cp)])
     out = causal_attention(order)(*(x[:, :, order] for x in (q, k, v)))
     return out, order
 
 
 def why(outs, q, k, v, whole, unscaled) -> str:
-    """What is wrong with the ranks' results, guessed from their numbers."""
+    """The likely mistake, guessed from the numbers in the ranks' results."""
     cp, G = len(outs), k.shape[1]
     if all(torch.allclose(out, unscaled[:, :, parallel.sequence_index(T, cp, r)], atol=1e-4) for r, out in enumerate(outs)):
         return "attend was given a scale, and the result is that without it"

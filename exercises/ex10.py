@@ -1,4 +1,4 @@
-"""The check of exercise 10: the split's slowest stage, the simulated bubble and memory, and a model trained by both."""
+"""The check of exercise 10: the slowest stage of the split, the simulated bubble and memory of the order, then training."""
 import itertools
 import tempfile
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import hand10
 from feedback import Wrong, compare
 
-from support.schedule import bubble, duration, simulate
+from tools.schedule import bubble, duration, simulate
 
 SPLITS = [(6, 2), (6, 4), (4, 2), (7, 3), (32, 8), (80, 16), (61, 8)]  # layers, stages
 SCHEDULES = [(2, 4), (4, 8), (4, 16), (8, 8), (4, 2), (3, 1), (2, 1)]  # ranks, micro-batches
@@ -34,21 +34,21 @@ def check_split():
 
 
 def step_time(costs: list[int]) -> float:
-    """Of 1F1B with stages of these costs, and four micro-batches for each of them."""
+    """Time of a 1F1B step with 4 micro-batches per stage. costs: time of a forward on each stage."""
     ranks = range(len(costs))
     rows = [[(kind, rank, m) for kind, m in order(rank, len(costs), 4 * len(costs))] for rank in ranks]
     return duration(simulate(rows, lambda kind, stage: (2 if kind == "B" else 1) * costs[stage]))
 
 
 def order(rank: int, pp: int, n: int) -> list[tuple[str, int]]:
-    """1F1B with what is left of it when only its time matters."""
+    """The 1F1B order of a rank, as [("F" or "B", micro-batch)]."""
     ahead = min(n, pp - rank)
     pairs = [x for m in range(n - ahead) for x in (("B", m), ("F", ahead + m))]
     return [("F", m) for m in range(ahead)] + pairs + [("B", m) for m in range(n - ahead, n)]
 
 
 def check_row(row, rank: int, n: int, said: str):
-    """Every forward and backward once, a backward after its forward."""
+    """Each forward and backward must come once, the backward after the forward."""
     for kind in "FB":
         given = sorted(m for k, m in row if k == kind)
         if given != list(range(n)):
@@ -61,7 +61,7 @@ def check_row(row, rank: int, n: int, said: str):
 
 
 def peak(row) -> int:
-    """Most micro-batches whose forward is done and whose backward is not."""
+    """Most micro-batches in flight: forward done, backward not yet."""
     return max(itertools.accumulate(1 if kind == "F" else -1 for kind, _ in row))
 
 
@@ -93,7 +93,7 @@ def check_order():
 
 
 def stuck(rows) -> str:
-    """What each rank waits for, where nothing can go on."""
+    """Name the action that each rank waits for in a deadlock."""
     done, left, moved = set(), [list(row) for row in rows], True
     while moved:
         moved = False
@@ -108,7 +108,7 @@ def stuck(rows) -> str:
 
 
 def check_training():
-    """torch's own pipeline, driven by the student's split and orders: loss, every gradient and weight against one process."""
+    """Train with torch's pipeline under the student's split and orders; compare loss, gradients and weights with 1 process."""
     stages = [[f"blocks.{i}" for i in stage] for stage in hand10.split_layers(4, 2)]
     fqns = ";".join(",".join(names) for names in (["tok_embeddings", *stages[0]], [*stages[1], "norm", "head"]))
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""The check of exercise 11: known gradients at both ends of several pipelines, then training steps against one process."""
+"""The check of exercise 11: known gradients at both ends of several pipelines, then training steps against 1 process."""
 import layouts
 import torch
 from feedback import Wrong, compare, on_ranks
@@ -7,7 +7,7 @@ from distributed import pipeline
 from distributed.layout import local_tensor
 
 TIED = dict(tie_embeddings=True)
-LAYOUTS = [  # processes, flags, said so
+LAYOUTS = [  # processes, flags, the layout in words
     (2, dict(pp=2), "pp 2"),
     (2, dict(pp=2, pp_schedule="ZBVZeroBubble"), "pp 2 with a V schedule: rank 0 has the first and the last stage"),
     (4, dict(pp=2, dp_shard=2), "pp 2, dp_shard 2: two pipelines, {0, 2} and {1, 3}"),
@@ -15,7 +15,7 @@ LAYOUTS = [  # processes, flags, said so
 
 
 def ends_after(flags: dict) -> list[tuple[str, float, float]]:
-    """(end, what its gradient was, what it is then), for the ends that this rank has. Each is filled with one number."""
+    """(end, gradient before, gradient after the sum), for each end on this rank. Every element of a gradient is equal."""
     stages, layout = layouts.build(layouts.config(vocab_size=100, **TIED), flags, 8, 4)
     pipe, ends = layout.rank % (layout.world_size // layout.pp), []
     for s in stages:
@@ -24,7 +24,7 @@ def ends_after(flags: dict) -> list[tuple[str, float, float]]:
             weights["last"] = copy
         for end, weight in weights.items():
             weight.grad = torch.zeros_like(weight)
-            value = {"first": 3.0, "last": 5.0}[end] + 100 * pipe  # each pipeline has other numbers
+            value = {"first": 3.0, "last": 5.0}[end] + 100 * pipe  # other numbers in each pipeline
             local_tensor(weight.grad).fill_(value)
             ends.append((end, value, weight))
     pipeline.sum_tied_gradients(stages, layout)
@@ -36,7 +36,7 @@ def spread(x) -> float:
 
 
 def why(first: float, last: float, got: tuple, others: float) -> str:
-    """What two wrong gradients look like. others: the sum of all pipelines' parts."""
+    """The likely mistake behind two wrong gradients. others: the sum over all pipelines."""
     total = first + last
     for values, text in [
         ((first, last), "nothing has changed: each end has its own part"),

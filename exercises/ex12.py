@@ -1,4 +1,4 @@
-"""The check of exercise 12: rows that carry their number and their expert, on two ranks, then training steps with experts."""
+"""The check of exercise 12: rows marked with a number and an expert, on two ranks, then training steps with experts."""
 from types import SimpleNamespace
 
 import torch
@@ -8,7 +8,7 @@ from feedback import Wrong, check_groups, compare, on_ranks
 from distributed import experts as module
 
 MOE = dict(model="qwen3", n_experts=8, top_k=2, moe_ffn_dim=32)
-CASES = [  # rows of each of four experts on rank 0, on rank 1
+CASES = [  # rows for each of four experts on rank 0, the same on rank 1; the case in words
     ([[2, 1, 1, 1], [1, 1, 2, 2]], "the example of TASK.md"),
     ([[0, 3, 0, 0], [2, 1, 0, 0]], "nobody chooses the experts of rank 1"),
     ([[1, 0, 2, 3], [0, 0, 0, 0]], "rank 1 has no row"),
@@ -40,7 +40,7 @@ def exchanged(table: list[list[int]], group=None) -> dict:
 
 
 def alone(table):
-    """On one rank, which has all experts."""
+    """exchanged() on a single rank with all experts."""
     groups = [dist.new_group([0]), dist.new_group([1])]
     return exchanged(table, groups[dist.get_rank()])
 
@@ -53,7 +53,7 @@ def letters(numbers) -> str:
 
 
 def check_compute(rank: int, got: dict, table, said: str):
-    """What the experts of a rank were given."""
+    """Check the rows and counts that reach the experts of a rank."""
     mine = got["mine"]
     want = [sum(senders[e] for senders in table) for e in mine] if len(mine) == 2 else table[rank]
     if not got["seen"] and sum(want):

@@ -1,4 +1,4 @@
-"""The check of exercise 13: the norm of a real step's gradients on layouts of 2 and 4 processes, and what clipping leaves."""
+"""The check of exercise 13: the norm of a real step's gradients on layouts of 2 and 4 processes, before and after clipping."""
 import math
 from collections import Counter
 
@@ -10,7 +10,7 @@ import parallel
 from distributed.layout import local_slice, local_tensor
 
 TIED, MOE = dict(tie_embeddings=True), dict(model="qwen3", n_experts=8, top_k=2, moe_ffn_dim=32)
-LAYOUTS = [  # flags, fields of the model, said so
+LAYOUTS = [  # flags, fields of the model, the layout in words
     ({}, {}, "FSDP on 2 ranks"),
     (dict(dp_replicate=2, dp_shard=2), {}, "4 ranks, dp_replicate 2 and dp_shard 2: two copies, each in two parts"),
     (dict(dp_replicate=2), {}, "dp_replicate 2: two copies of the model"),
@@ -29,7 +29,11 @@ def gradients_of_a_step(flags: dict, fields: dict):
 
 
 def clipped(flags: dict, fields: dict) -> dict:
-    """What this rank holds of a real step's gradients, and what the student's two functions say and do about them."""
+    """Gradients of a real step on this rank, and the answers of the student's two functions.
+
+    parts: gradient -> (shape and offset here, replicas()); whole: norm of each full gradient; copies: tied weights that must
+    not count; local: norm of this rank's parts; norms, scales: results of clip_grad_norm, and its effect on each gradient.
+    """
     stages, layout, grads = gradients_of_a_step(flags, fields)
     parts = {key: (local_slice(grad), parallel.replicas(grad, layout)) for key, grad in grads.items()}
     whole = {key: layouts.full(grad).double().norm().item() for key, grad in grads.items()}
@@ -38,7 +42,7 @@ def clipped(flags: dict, fields: dict) -> dict:
     before = {key: local_tensor(grad).clone() for key, grad in grads.items()}
     local = math.sqrt(sum(x.double().square().sum().item() for x in before.values()))
     norms, scales = [], []
-    for share in (0.0, 2.0, 0.5):  # of the norm: never clip, nothing to clip, clip
+    for share in (0.0, 2.0, 0.5):  # max_norm / norm: never clip, nothing to clip, clip
         norm = parallel.clip_grad_norm(stages, share * norms[0] if norms else 0.0, layout)
         if not isinstance(norm, torch.Tensor) or norm.dim():
             raise TypeError(f"clip_grad_norm must return a tensor without dimensions, not {norm}")
@@ -62,7 +66,7 @@ def check_replicas(ranks: list[dict], said: str):
 
 
 def why(got: list[float], want: float, ranks: list[dict]) -> str:
-    """What a wrong norm looks like."""
+    """The likely mistake behind a wrong norm."""
     near = lambda a, b: abs(a - b) < 1e-4 * max(b, 1e-9)  # noqa: E731
     tied = next((r["whole"][key] for r in ranks for key in r["copies"]), 0.0)
     locals_ = [r["local"] for r in ranks]

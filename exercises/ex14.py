@@ -7,11 +7,11 @@ from feedback import Wrong, on_ranks
 
 import parallel
 from distributed import initial
-from distributed.layout import AXES, Layout
+from distributed.layout import Layout
 from models.llama3 import Llama3
 
 ROWS = 4
-PARTS = [  # shape of the whole, offset and shape of a rank's part, who has such a part
+PARTS = [  # shape of the whole, offset and shape of a rank's part, the part in words
     ((10, 6), (0, 0), (5, 6), "FSDP's first of two ranks: rows 0 to 4"),
     ((10, 6), (5, 0), (5, 6), "FSDP's second of two ranks: rows 5 to 9"),
     ((10, 6), (6, 0), (2, 6), "two rows in the middle of one block"),
@@ -23,7 +23,7 @@ PARTS = [  # shape of the whole, offset and shape of a rank's part, who has such
 
 
 def draw(whole, offset, shape, name="7/blocks.0.wq", std=0.02):
-    """A rank's part, as parallel.init_weights has it drawn; NaN where nothing is written."""
+    """Draw a rank's part like parallel.init_weights. Elements that stay unwritten are NaN."""
     local = torch.full(shape, math.nan)
     for b in range(offset[0] // ROWS, math.ceil((offset[0] + shape[0]) / ROWS)):
         try:
@@ -37,7 +37,7 @@ def draw(whole, offset, shape, name="7/blocks.0.wq", std=0.02):
 
 
 def check_whole():
-    """A parameter that is not cut."""
+    """Check a parameter held whole."""
     shape, zeros = (1000, 40), (0, 0)
     state = torch.get_rng_state()
     w = draw(shape, zeros, shape)
@@ -93,7 +93,7 @@ def weights_on(flags: dict) -> dict:
 
 def check_layouts():
     model = Llama3(layouts.config())
-    parallel.init_weights(model, Layout(layouts.Flags(), {a: 1 for a in AXES}, 1, 4, 4), 5)
+    parallel.init_weights(model, Layout(), 5)
     for flags, said in (({}, "FSDP on 2 processes"), (dict(tp=2), "tp 2")):
         ranks = on_ranks(2, weights_on, flags)
         for fqn, p in model.named_parameters():

@@ -1,4 +1,4 @@
-"""The check of exercise 15: parts out of pieces in several layouts, what was read and held for them, and two real layouts."""
+"""The check of exercise 15: parts out of pieces in several layouts, files read and memory used, then two real layouts."""
 import itertools
 
 import hand15
@@ -11,7 +11,7 @@ from distributed.layout import local_slice, local_tensor
 
 
 class Largest(TorchDispatchMode):
-    """Notes the largest tensor of weights that any operation returns."""
+    """numel: size of the largest float tensor returned by an operation inside the block."""
 
     numel = 0
 
@@ -24,7 +24,7 @@ class Largest(TorchDispatchMode):
 
 
 def grid(shape, *cuts) -> list[tuple[tuple, tuple]]:
-    """(offset, shape) of the pieces of a tensor that is cut into so many parts along each dimension."""
+    """(offset, shape) of each piece of a tensor. cuts: number of parts along each dimension."""
     ranges = []
     for n, k in zip(shape, cuts):
         step = -(-n // k)
@@ -33,7 +33,7 @@ def grid(shape, *cuts) -> list[tuple[tuple, tuple]]:
 
 
 ROWS = grid((8, 6), 4, 1)
-CASES = [  # said so, shape of the whole, saved pieces in the order of the ranks, parts that are wanted
+CASES = [  # the case in words, shape of the whole, saved pieces in the order of the ranks, parts to load
     ("FSDP on 4 ranks, loaded on 2", (8, 6), ROWS, grid((8, 6), 2, 1)),
     ("FSDP on 2 ranks, loaded on 3 (3, 3 and 2 rows)", (8, 6), grid((8, 6), 2, 1), grid((8, 6), 3, 1)),
     ("fsdp 2 x tp 2, a matrix that tp cuts into columns, loaded by FSDP on 3", (8, 6), grid((8, 6), 2, 2), grid((8, 6), 3, 1)),
@@ -110,7 +110,7 @@ def check_missing():
 
 
 def held(flags: dict) -> dict:
-    """fqn -> (offset, shape, this rank's part, the whole tensor)"""
+    """fqn -> (offset, shape, this rank's part, shape of the whole tensor)."""
     stages, _ = layouts.build(layouts.config(), flags, 4, 2)
     found = {}
     for fqn, p in stages[0].named_parameters():
@@ -120,7 +120,7 @@ def held(flags: dict) -> dict:
 
 
 def check_layouts():
-    """Two real layouts of a model: what tp 2 holds is loaded by FSDP on 2."""
+    """Load the parts of a real model under tp 2 into FSDP on 2 ranks."""
     saved, wanted = on_ranks(2, held, dict(tp=2)), on_ranks(2, held, {})
     for fqn in wanted[0]:
         pieces = [(str(rank), ranks[fqn][0], ranks[fqn][1]) for rank, ranks in enumerate(saved)]

@@ -9,7 +9,7 @@ from feedback import Wrong, on_ranks
 import grpo
 
 LOW, HIGH = 0.2, 0.28
-CASES = [  # ratio, advantage, objective, its gradient by lp, what the case is
+CASES = [  # ratio, advantage, objective, gradient of the objective by lp, the case in words
     (1.0, 1.0, 1.0, 1.0, "the sampler and the model are equal"),
     (1.5, 1.0, 1 + HIGH, 0.0, "a good token that is likely enough already"),
     (0.5, 1.0, 0.5, 0.5, "a good token that became unlikely must come back"),
@@ -21,7 +21,7 @@ CASES = [  # ratio, advantage, objective, its gradient by lp, what the case is
 
 
 def losses(ratios, advantages, mask):
-    """(losses, gradient by lp) of rows of ratios."""
+    """(losses, gradient by lp) for ratios (B, T)."""
     old = torch.full_like(ratios, -1.5)
     lp = (old + ratios.log()).requires_grad_()
     out = hand16.token_losses(lp, old, advantages, mask, LOW, HIGH)
@@ -55,7 +55,7 @@ def check_cases():
 
 
 def check_rows():
-    """Several tokens and samples: each has its own ratio, and unsampled ones have none."""
+    """Several tokens and samples: every sampled token has a ratio of its own, the others have none."""
     g = torch.Generator().manual_seed(0)
     ratios, A = 0.5 + torch.rand(3, 5, generator=g), torch.tensor([[1.0], [-1.0], [0.5]])
     mask = torch.tensor([[1.0, 1, 1, 1, 1], [0, 0, 1, 1, 0], [0, 1, 1, 1, 0]])
@@ -106,7 +106,7 @@ def check_denominator():
 
 
 def trained(micro: int) -> dict:
-    """The gradients of the trainer with the student's two functions, on this process's data ranks."""
+    """Gradients of grpo.py's trainer with the student's two functions, on this process. micro: local_batch_size."""
     def losses(kind, lp, old, mu, advantage, mask, n, clip, tis=0.0, sequence_sum=None):
         return hand16.token_losses(lp, old, advantage[:, :1], mask, *clip), torch.zeros_like(mask)
 
@@ -121,7 +121,7 @@ def trained(micro: int) -> dict:
 
 
 def samples():
-    found = policy.samples_of(policy.sharp_model(seed=1))  # sampled by another model than the one that is trained
+    found = policy.samples_of(policy.sharp_model(seed=1))  # the sampler's weights differ from the trained model's
     for i, s in enumerate(found):
         s.setdefault("mask", [1.0] * len(s["ids"]))
         s["mask"] = [0.0 if i % 3 == 0 and t % 4 == 3 else x for t, x in enumerate(s["mask"])]
@@ -129,7 +129,7 @@ def samples():
 
 
 def check_trainer():
-    """A whole step against one written out here: one sample after the other, no micro-batches, no ranks."""
+    """Compare a whole step with plain torch: sample after sample, no micro-batches, no ranks."""
     model, low, high = policy.sharp_model(), *grpo.CLIP["dapo"]
     total, tokens = 0.0, 0.0
     for s in samples():

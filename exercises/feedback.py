@@ -1,7 +1,7 @@
-"""What the checks share: a student's functions on several processes, and what is said about them.
+"""Shared by the checks: run a student's functions on several processes, and say what is wrong.
 
-A check runs in a process of its own, in which `import parallel` finds the student's file and tests/ those of the project
-(run.py arranges that). check() of ex04.py raises Wrong with a text for the student, or returns.
+run.py starts a process for each check. In this process `import parallel` finds the student's file; the tests/ folder is the
+project's. check() of ex04.py raises Wrong with a text for the student, or returns.
 """
 import faulthandler
 import importlib
@@ -13,18 +13,18 @@ from functools import partial
 import layouts
 from pool import pool
 
-STUCK_S = 60  # less than run.LIMIT_S
-planted = {}  # tests/test_exercises.py: {file: {function: source}}, answers to be checked in place of those in the files
+STUCK_S = 60  # must be less than run.LIMIT_S
+planted = {}  # {file: {function: source}}: tests/test_exercises.py puts answers here; checks run these, not the files' code
 
 
 class Wrong(Exception):
-    """What is wrong with an answer, and where to look."""
+    """Says the mistake in an answer, and the place to look at."""
 
 
 @contextmanager
 def replaced(answers: dict[str, dict[str, str]]):
-    """Functions of modules, with the code of other source. It is swapped inside the function, so whoever has imported the
-    function sees it as well."""
+    """Give functions the code of `answers` ({file: {function: source}}) for a while. Only the function's code object is
+    replaced, so every module that has imported the function runs the new code."""
     before = []
     try:
         for file, sources in answers.items():
@@ -46,7 +46,7 @@ def replaced(answers: dict[str, dict[str, str]]):
 
 @contextmanager
 def watched(answers: dict):
-    """On a rank: the answers in place, and after STUCK_S a note on stderr of where it is, from which run.py tells who waits."""
+    """On a rank: put the answers in place. After STUCK_S write the stack to stderr; run.py reads there which rank waits."""
     faulthandler.dump_traceback_later(STUCK_S)
     try:
         with replaced(answers):
@@ -61,17 +61,18 @@ def call(watch, function, args):
 
 
 def on_ranks(n: int, function, *args) -> list:
-    """What function(*args) returns on each of n processes, which are connected by gloo. It must be importable."""
+    """[function(*args) on rank 0, on rank 1, ...] for n processes connected by gloo. The function must be importable."""
     return pool(n).run(call, partial(watched, planted), function, args, tries=1)
 
 
 def compare(processes: int, flags: dict, problem: dict) -> str:
-    """'' if this layout trains as one process does, else the first difference: see tests/layouts.py."""
+    """'' if the layout trains like a single process, else the first difference (see tests/layouts.py)."""
     return layouts.compare(processes, flags, problem, partial(watched, planted))
 
 
 def check_groups(flags: dict, problem: dict):
-    """An axis of 2 on 4 processes: with 2, a collective that forgets its group goes to the same ranks, and nobody sees it."""
+    """Compare an axis of 2 on 4 processes. On 2 processes a collective without its group reaches the same ranks, so the
+    mistake stays hidden."""
     try:
         difference = compare(4, flags, problem)
     except RuntimeError as e:

@@ -1,13 +1,13 @@
-"""Exercise 1, by hand: the gradients of a global batch that is too large for one forward."""
+"""Exercise 1, by hand: the gradients of a global batch too large for a single forward."""
 from models.loss import IGNORE
 
 
 def accumulate(model, microbatches) -> float:
-    """Add up in every parameter's .grad the gradient of the mean loss of all microbatches, as if they were one batch.
+    """Leave in every parameter's .grad the gradient of the mean loss over all microbatches, as if run as a single batch.
 
-    microbatches: pairs (tokens, labels), each (b, T). A label that is IGNORE has no loss, and the pairs have different numbers
-    of them. model(tokens, labels, loss_denom=n) returns the sum of the token losses / n. Returns the mean loss of all tokens
-    that have one. Each pair is run by itself, forward and backward: two of them do not fit into memory at once.
+    model(tokens, labels, loss_denom=n) returns the sum of the token losses / n. microbatches: pairs (tokens, labels), each
+    (b, T). A label IGNORE has no loss; the number of labels with a loss differs from pair to pair. Run forward and backward
+    pair by pair: two pairs do not fit into memory at once. Returns the mean loss of all tokens with a loss.
     """
     n_tokens = sum((labels != IGNORE).sum() for _, labels in microbatches)
     total = 0.0

@@ -1,4 +1,4 @@
-"""Exercise 3, by hand: one linear layer under FSDP. Each rank holds some rows of its weight, and has sequences of its own."""
+"""Exercise 3, by hand: a linear layer under FSDP. Each rank holds some rows of the weight, and has sequences of its own."""
 import torch
 import torch.distributed as dist
 
@@ -6,19 +6,19 @@ from distributed.layout import reduce_scatter_single
 
 
 def shard_of(weight, rank: int, n: int):
-    """The rows of weight (out, in) that rank `rank` of n holds, (out/n, in), in memory of their own. out is a multiple of n."""
+    """The rows (out/n, in) of weight (out, in) for rank `rank` of n, as a copy and not a view. out is a multiple of n."""
     return weight.chunk(n)[rank].clone()
 
 
 def gathered(shard, group):
-    """The whole weight (out, in) from the ranks' rows (out/n, in): an all-gather. It is there for you to use."""
+    """The whole weight (out, in) from the ranks' rows (out/n, in): an all-gather, written for you."""
     parts = [torch.empty_like(shard) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, shard.contiguous(), group=group)
     return torch.cat(parts)
 
 
 class ShardedLinear(torch.autograd.Function):
-    """x @ weight.T, where the whole weight exists during the forward and during the backward, and not between them."""
+    """x @ weight.T. The whole weight exists during the forward and again during the backward, but not in between."""
 
     @staticmethod
     def forward(ctx, x, shard, group):
@@ -29,9 +29,9 @@ class ShardedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        """grad (N, out): of this rank's loss. Returns the gradients of x (N, in), of the shard (out/n, in), and None.
+        """grad (N, out): gradient of this rank's loss. Returns the gradients of x (N, in), of the shard (out/n, in), and None.
 
-        The loss that is minimised is the sum over all ranks: the shard's gradient is that of all ranks' tokens.
+        Training minimises the sum of the ranks' losses, so the shard's gradient must include the tokens of all ranks.
         """
         x, shard = ctx.saved_tensors
         dx = grad @ gathered(shard, ctx.group)

@@ -1,4 +1,4 @@
-"""Exercise 6, by hand: cross-entropy where each rank has the logits of a part of the vocabulary."""
+"""Exercise 6, by hand: cross-entropy over a vocabulary split over the ranks."""
 import torch
 import torch.distributed as dist
 
@@ -6,11 +6,11 @@ from models.loss import IGNORE
 
 
 def token_losses(logits, labels, vocab_start: int, group):
-    """(losses (N,), gradient (N, V/tp) of their sum by this rank's logits), of N tokens.
+    """(losses (N,), gradient (N, V/tp) of the losses' sum by this rank's logits), for N tokens.
 
-    logits (N, V/tp), fp32: of the words vocab_start .. vocab_start + V/tp. labels (N,), the same on all ranks of the group:
-    numbers of words in the whole vocabulary, or IGNORE, whose loss and gradient are 0. The losses are whole on every rank. No
-    rank may make a tensor of N x V numbers. There is no autograd here: the gradient is written down, softmax(logits) -
+    logits (N, V/tp), fp32: scores of the words from vocab_start up to vocab_start + V/tp - 1. labels (N,), the same on all
+    ranks of the group: word numbers in the whole vocabulary; IGNORE gives loss 0 and gradient 0. Every rank returns the whole
+    losses. No rank may make a tensor of N x V numbers. Write the gradient down, without autograd: softmax(logits) -
     one_hot(label).
     """
     V = logits.shape[1]
@@ -20,9 +20,9 @@ def token_losses(logits, labels, vocab_start: int, group):
     total = exp.sum(1)
     dist.all_reduce(total, group=group)
     local = labels - vocab_start
-    mine = (local >= 0) & (local < V)  # never of IGNORE, which is negative
+    mine = (local >= 0) & (local < V)  # always False for IGNORE, a negative number
     index = torch.where(mine, local, 0)[:, None]
-    target = torch.where(mine, logits.gather(1, index)[:, 0], 0.0)  # every rank but one adds 0
+    target = torch.where(mine, logits.gather(1, index)[:, 0], 0.0)  # a single rank adds the logit, all others 0
     dist.all_reduce(target, group=group)
     valid = labels != IGNORE
     losses = torch.where(valid, total.log() + top - target, 0.0)

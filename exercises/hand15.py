@@ -1,13 +1,13 @@
-"""Exercise 15, by hand: a part of a tensor out of the pieces that another layout has saved."""
+"""Exercise 15, by hand: a part of a tensor, put together from pieces saved under another layout."""
 import torch
 
 
 def load_part(pieces, read, offset: tuple, shape: tuple):
-    """The part of a tensor that begins at offset in the whole and has this shape.
+    """The part of a tensor that begins at `offset` in the whole tensor and has shape `shape`.
 
-    pieces: list of (file, offset, shape), what each file holds of the tensor, in any order; some may hold the same. read(file):
-    the file's tensor; it is slow, so only for files that are needed, and once each. The whole tensor does not fit into memory.
-    Raises ValueError if the pieces do not cover the part.
+    pieces: list of (file, offset, shape), the region saved in each file; in any order, and regions may overlap. read(file):
+    returns the file's tensor. Reading is slow: read only files that you need, and each at most once. The whole tensor does not
+    fit into memory. Raises ValueError if the pieces do not cover the part.
     """
     part, there = None, torch.zeros(shape, dtype=torch.bool)
     for file, start, size in pieces:

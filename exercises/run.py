@@ -1,11 +1,11 @@
-"""Exercises that grade themselves: parts of the lecture, to be written by you. They need no GPU.
+"""Exercises with automatic checks: write parts of the lecture yourself. No GPU needed.
 
     python exercises/run.py list
-    python exercises/run.py start 4 --out ~/ex4          # a copy of the project with a blank; TASK.md says what to do
+    python exercises/run.py start 4 --out ~/ex4          # a copy of the project with a blank; read TASK.md
     python exercises/run.py start --bug 7 --out ~/bug7   # a copy of the project with a mistake, to be found
-    python exercises/run.py check ~/ex4                  # status 0: solved, 1: not yet, and what is wrong
+    python exercises/run.py check ~/ex4                  # says solved (status 0), or what is wrong (status 1)
     python exercises/run.py hint ~/ex4                   # the next hint
-    python exercises/run.py solution 4 --out ~/ex4-done  # the same copy without the blank, and what had stood there
+    python exercises/run.py solution 4 --out ~/ex4-done  # the same copy without the blank; prints the function
 """
 import argparse
 import contextlib
@@ -25,8 +25,9 @@ from pathlib import Path
 from bugs import BUGS, TASK, planted_bug
 from course import COURSE, HERE, HOUSE, functions, original, source_of, with_blanks
 
-COPIED = ("*.py", "*.md", "LICENSE", "requirements*.txt", "models", "distributed", "support", "rl", "forks", "docs")
-STATE = "exercise.json"  # in a student's folder: {"exercise": 4 or "bug": 7, "hints": number of hints that were shown}
+COPIED = ("*.py", "*.md", "LICENSE", "requirements*.txt", "models", "distributed", "support", "corpus", "storage", "sft", "rl",
+          "tools", "forks", "docs")
+STATE = "exercise.json"  # in a student's folder: {"exercise": 4 or "bug": 7, "hints": number of hints shown so far}
 LIMIT_S = 120
 
 
@@ -35,7 +36,7 @@ def say(text: str):
 
 
 def copy_of_project(out: str, state: dict, changed: dict[str, str], task: str):
-    """Write a student's folder. changed: file -> its text in this copy. Raises ValueError if there is something already."""
+    """Write a student's folder. changed: file -> new text. Raises ValueError if the folder exists and is not empty."""
     folder = Path(out).expanduser()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{out} is there already and not empty: give --out a new folder")
@@ -56,7 +57,7 @@ def copy_of_project(out: str, state: dict, changed: dict[str, str], task: str):
 
 
 def start(number: int, out: str, solved=False):
-    """A folder with exercise `number`; solved: with the project's own functions in place of the blanks."""
+    """Write a folder with exercise `number`. solved: leave the project's own functions in place of the blanks."""
     exercise = COURSE[number]
     texts = {file: original(file).read_text() for file in exercise.blanks}
     blank = {file: with_blanks(text, exercise.blanks[file], f"exercise {number}") for file, text in texts.items()}
@@ -105,7 +106,7 @@ def what(state: dict) -> str:
 
 
 def still_blank(folder: Path, number: int) -> str:
-    """What of the exercise is not written yet, as a line; '' if something is in every place."""
+    """A line that names a function not written yet; '' if the student has filled every blank."""
     for file, names in COURSE[number].blanks.items():
         try:
             text = (folder / file).read_text()
@@ -124,7 +125,7 @@ def still_blank(folder: Path, number: int) -> str:
 
 
 def check(name: str) -> int:
-    """Run the check of a student's folder in a process of its own, whose modules are the student's. Returns its status."""
+    """Check a student's folder in a new process that imports the student's modules. Returns the exit status."""
     state, folder = state_of(name), Path(name).expanduser().resolve()
     if "exercise" in state and (blank := still_blank(folder, state["exercise"])):
         say(f"{what(state)}, not yet: {blank}")
@@ -133,7 +134,7 @@ def check(name: str) -> int:
     env = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
     print(f"checking {what(state)}, usually 5 to 20 s ...", flush=True)
     command = [sys.executable, HERE / "run.py", "check-here", json.dumps(state), folder]
-    warnings = tempfile.TemporaryFile("w+")  # torch's, which would bury the answer
+    warnings = tempfile.TemporaryFile("w+")  # torch's warnings would bury the answer
     process = subprocess.Popen(command, env=env, cwd=folder, start_new_session=True, stderr=warnings)
     try:
         if (status := process.wait(LIMIT_S)) not in (0, 1):
@@ -150,12 +151,12 @@ def check(name: str) -> int:
     except KeyboardInterrupt:
         return 130
     finally:
-        with contextlib.suppress(ProcessLookupError):  # its workers too
+        with contextlib.suppress(ProcessLookupError):  # with the workers of the check
             os.killpg(process.pid, signal.SIGKILL)
 
 
 def students_lines(text: str, folder: str) -> str:
-    """Of a traceback, the error and the place in the student's files that is nearest to it."""
+    """The error of a traceback, and the last line in the student's files on the way to the error."""
     lines = text.strip().splitlines()
     places = [i for i, line in enumerate(lines) if f'File "{folder}' in line]
     error = next((line for line in reversed(lines) if line[:1].isalpha()), lines[-1])
@@ -164,9 +165,9 @@ def students_lines(text: str, folder: str) -> str:
 
 
 def check_here(state: dict, folder: str) -> int:
-    """The check itself, in the process whose modules are the student's."""
+    """Run the check itself, in the process that imports the student's modules. Returns the exit status."""
     try:
-        import feedback  # and with it the student's modules, which may not even be Python
+        import feedback  # imports the student's modules; one of these may have a syntax error
 
         wrong = ""
         try:
@@ -231,7 +232,7 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["check-here"]:  # the process that check starts
+    if sys.argv[1:2] == ["check-here"]:  # the process started by check()
         sys.exit(check_here(json.loads(sys.argv[2]), sys.argv[3]))
     with contextlib.suppress(BrokenPipeError):  # "solution 4 ... | head"
         sys.exit(main(sys.argv[1:]))

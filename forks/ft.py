@@ -30,7 +30,7 @@ from torch import Tensor
 
 from distributed.layout import Layout, local_tensor
 from models.loss import IGNORE
-from support.manifest import step_folders
+from storage.manifest import step_folders
 
 START = 'torchft_lighthouse --bind "[::]:29510" --min_replicas 1 --heartbeat_timeout_ms 1000'
 OWN_FLAGS = ("out", "ft_group", "ft_lighthouse", "checkpoint_every", "export_hf", "export_dtype")  # in which groups may differ
@@ -40,11 +40,9 @@ BUCKET = 2**24  # numbers that travel in one sum: 64 MiB
 
 def check_groups(cfg) -> None:
     """Raises ValueError where torchft or the lighthouse is missing, and for what replica groups cannot do."""
-    if cfg.optimizer_in_backward or cfg.stochastic_rounding or cfg.adamw_moments not in ("param", "bfloat16"):
-        raise ValueError("replica groups need all gradients at once, rounding that is the same in each, and moments to send: "
-                         "leave out --optimizer_in_backward, --stochastic_rounding and --adamw_moments 8bit, 4bit, fp8")
-    if cfg.dry_run or cfg.plan or cfg.explain or cfg.plot:  # reports start no group
-        return
+    if cfg.stochastic_rounding or cfg.adamw_moments != "param":
+        raise ValueError("replica groups need rounding that is the same in each, and moments to send: leave out "
+                         "--stochastic_rounding and --adamw_moments")
     look_beside(cfg)
     if importlib.util.find_spec("torchft") is None:
         raise ValueError("replica groups need a package that is not installed: pip install torchft")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from models.attention import causal_attention
 from models.hf_config import SHARED_FIELDS, SHARED_FIXED, config_from_hf, config_to_hf
-from models.layers import RMSNorm, rotate, transpose_heads
+from models.layers import RMSNorm, rotate
 from models.loss import linear_cross_entropy
 from models.moe import Balance, Experts, apply_experts, combine, grouped_linear, router_scores, spread
 
@@ -54,7 +54,7 @@ class GptOssConfig:
 
     @classmethod
     def from_hf(cls, config_json: dict) -> "GptOssConfig":
-        """The config of a Hugging Face folder's config.json. Raises ValueError naming what this model cannot represent."""
+        """The config of a Hugging Face folder's config.json. Raises ValueError naming the field that we cannot represent."""
         names = [name for name in ("rope_scaling", "rope_parameters") if config_json.get(name)]
         ropes = {name: dict(config_json[name]) for name in names} or {"rope_scaling": {"rope_type": "yarn", **_yarn}}
         for rope in ropes.values():
@@ -67,7 +67,7 @@ class GptOssConfig:
         return config_from_hf(cls, config_json | ropes, HF_FIELDS, HF_FIXED, HF_ROPE)
 
     def to_hf(self) -> dict:
-        """The inverse: a config.json, as transformers reads it."""
+        """The inverse: a config.json for transformers."""
         yarn = {"rope_type": "yarn", "truncate": False}
         rope = yarn | self.rope_scaling if self.rope_scaling else {"rope_type": "default"}  # without a word it would be yarn
         return config_to_hf(self, HF_FIELDS, HF_FIXED) | dict(
@@ -136,11 +136,11 @@ class Attention(nn.Module):
     def forward(self, x, cos, sin, attend):
         # -1 is the number of heads on this rank, H/tp: under tensor parallelism each rank computes some of the heads
         q = self.wq(x).unflatten(-1, (-1, self.head_dim))  # (B, T/cp, H/tp, K)
-        sinks, q = self.sinks(q), transpose_heads(q)  # (H/tp,), (B, H/tp, T/cp, K)
-        k = transpose_heads(self.wk(x).unflatten(-1, (-1, self.head_dim)))  # (B, G/tp, T/cp, K)
-        v = transpose_heads(self.wv(x).unflatten(-1, (-1, self.head_dim)))  # (B, G/tp, T/cp, K)
+        sinks, q = self.sinks(q), q.transpose(1, 2)  # (H/tp,), (B, H/tp, T/cp, K)
+        k = self.wk(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, G/tp, T/cp, K)
+        v = self.wv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, G/tp, T/cp, K)
         out = attend(rotate(q, cos, sin), rotate(k, cos, sin), v, sinks=sinks)  # (B, H/tp, T/cp, K)
-        return self.wo(transpose_heads(out).flatten(-2))  # (B, T/cp, D), summed over tp
+        return self.wo(out.transpose(1, 2).flatten(-2))  # (B, T/cp, D), summed over tp
 
 
 # differs from qwen3: a bias
@@ -212,7 +212,7 @@ class Block(nn.Module):
 
 
 class GptOss(nn.Module):
-    """The whole model, or a pipeline stage of it: the same class with the parts that other stages own set to None."""
+    """The whole model or a pipeline stage; in a stage the parts of other stages are None."""
 
     def __init__(self, config: GptOssConfig):
         super().__init__()
@@ -222,7 +222,7 @@ class GptOss(nn.Module):
         self.norm = RMSNorm(config.dim, eps=config.norm_eps)
         # tied: forward takes the embedding's weight for the head as well
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
-        # Three functions that parallel.py replaces: context_parallel the first, tensor_parallel and compile the other two.
+        # parallel.py replaces these functions: context_parallel the first, tensor_parallel and compile the other two.
         self.make_attend, self.token_loss, self.logits = causal_attention, linear_cross_entropy, F.linear
 
     def forward(self, tokens, labels=None, positions=None, doc_ids=None, loss_denom=None, cache=None):
@@ -251,10 +251,10 @@ class GptOss(nn.Module):
         return self.token_loss(h, weight, labels, loss_denom)
 
     def init_std(self, fqn: str) -> float | None:
-        """Standard deviation of a weight's initial values; None for a name that this model does not know.
+        """Standard deviation of a weight's initial values; None for an unknown name.
 
         Norms start at 1 and biases at 0, as distributed/initial.py says. Matrices that write into the residual stream are
-        scaled down by sqrt(2 L), so that its variance does not grow with depth (GPT-2).
+        scaled down by sqrt(2 L), so the stream's variance does not grow with depth (GPT-2).
         """
         name = ".".join(fqn.split(".")[-2:])
         if name in ("wo.weight", "experts.down"):
@@ -263,7 +263,7 @@ class GptOss(nn.Module):
         return 0.02 if name in ["experts.gate_up", *(f"{matrix}.weight" for matrix in matrices)] else None
 
     def n_active_params(self) -> int:
-        """Parameters that one token meets: all but the experts that it is not sent to."""
+        """Parameters that a token uses: all but the experts not chosen."""
         c = self.config
         idle = c.n_layers * (c.n_experts - c.top_k) * (3 * c.dim * c.moe_ffn_dim + 2 * c.moe_ffn_dim + c.dim)
         return sum(p.numel() for p in self.parameters()) - idle
@@ -278,7 +278,7 @@ class GptOss(nn.Module):
         return 6 * n + 12 * c.n_heads * c.head_dim * seen
 
     def tp_plan(self) -> dict[str, str]:
-        """fqn pattern -> style, one of parallel.TP_STYLES. Between blocks, activations are sharded along the sequence."""
+        """fqn pattern -> style (a key of parallel.TP_STYLES). Between blocks, activations are sharded along the sequence."""
         plan = {
             "tok_embeddings": "vocab_embedding",
             "blocks.*.attn_norm": "sequence",
@@ -311,7 +311,7 @@ class GptOss(nn.Module):
         return names
 
 
-# Hugging Face's config.json; models/hf_config.py says what the tables mean.
+# Hugging Face's config.json; models/hf_config.py explains the tables.
 HF_FIELDS = {name: entry for name, entry in SHARED_FIELDS.items() if name != "ffn_dim"} | dict(
     norm_eps=("rms_norm_eps", 1e-5),
     rope_theta=("rope_theta", 150000.0),

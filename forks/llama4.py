@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from models.attention import causal_attention
 from models.hf_config import SHARED_FIELDS, SHARED_FIXED, config_from_hf, config_to_hf
-from models.layers import RMSNorm, rotate, transpose_heads
+from models.layers import RMSNorm, rotate
 from models.llama3 import rope_frequencies, scaled
 from models.loss import linear_cross_entropy
 from models.moe import Balance, Experts, apply_experts, combine, grouped_linear, router_scores, spread
@@ -79,9 +79,9 @@ class Llama4Config:
 
     @classmethod
     def from_hf(cls, config_json: dict) -> "Llama4Config":
-        """The config of a Hugging Face folder's config.json. Raises ValueError naming what this model cannot represent.
+        """The config of a Hugging Face folder's config.json. Raises ValueError naming the field that we cannot represent.
 
-        The tables that say what means what are at the end of this file.
+        The tables of names are at the end of this file.
         """
         tuning = config_json.get("attn_temperature_tuning")  # a published file says 4 for true
         hf = config_json | ({} if tuning is None else {"attn_temperature_tuning": bool(tuning)})
@@ -92,7 +92,7 @@ class Llama4Config:
         return config
 
     def to_hf(self) -> dict:
-        """The inverse: a config.json, as transformers reads it."""
+        """The inverse: a config.json for transformers."""
         rope = {"rope_type": "llama3", **self.rope_scaling} if self.rope_scaling else {"rope_type": "default"}
         return config_to_hf(self, HF_FIELDS, HF_FIXED) | self.kinds_of_layers() | dict(
             architectures=["Llama4ForCausalLM"], rope_scaling=rope)
@@ -121,9 +121,9 @@ class Attention(nn.Module):
     def forward(self, x, cos, sin, attend):
         """cos, sin (B, 1, T/cp, K/2); without RoPE cos is the factor of queries, (B, 1, T/cp, 1), and sin None."""
         # -1 is the number of heads on this rank, H/tp: under tensor parallelism each rank computes some of the heads
-        q = transpose_heads(self.wq(x).unflatten(-1, (-1, self.head_dim)))  # (B, H/tp, T/cp, K)
-        k = transpose_heads(self.wk(x).unflatten(-1, (-1, self.head_dim)))  # (B, G/tp, T/cp, K)
-        v = transpose_heads(self.wv(x).unflatten(-1, (-1, self.head_dim)))  # (B, G/tp, T/cp, K)
+        q = self.wq(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, H/tp, T/cp, K)
+        k = self.wk(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, G/tp, T/cp, K)
+        v = self.wv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, G/tp, T/cp, K)
         if self.has_rope:
             q, k = (rotate(t, cos, sin, interleave=True) for t in (q, k))
         else:
@@ -131,7 +131,7 @@ class Attention(nn.Module):
         if self.qk_eps is not None:
             q, k = (F.rms_norm(t.float(), t.shape[-1:], eps=self.qk_eps).to(t.dtype) for t in (q, k))
         out = attend(q, k, v)  # (B, H/tp, T/cp, K)
-        return self.wo(transpose_heads(out).flatten(-2))  # (B, T/cp, D), summed over tp
+        return self.wo(out.transpose(1, 2).flatten(-2))  # (B, T/cp, D), summed over tp
 
 
 class FeedForward(nn.Module):
@@ -212,7 +212,7 @@ class Block(nn.Module):
 
 
 class Llama4(nn.Module):
-    """The whole model, or a pipeline stage of it: the same class with the parts that other stages own set to None."""
+    """The whole model or a pipeline stage; in a stage the parts of other stages are None."""
 
     def __init__(self, config: Llama4Config):
         super().__init__()
@@ -222,7 +222,7 @@ class Llama4(nn.Module):
         self.norm = RMSNorm(config.dim, eps=config.norm_eps)
         # tied: forward takes the embedding's weight for the head as well
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
-        # Three functions that parallel.py replaces: context_parallel the first, tensor_parallel and compile the other two.
+        # parallel.py replaces these functions: context_parallel the first, tensor_parallel and compile the other two.
         self.make_attend, self.token_loss, self.logits = causal_attention, linear_cross_entropy, F.linear
 
     def forward(self, tokens, labels=None, positions=None, doc_ids=None, loss_denom=None, cache=None):
@@ -254,10 +254,10 @@ class Llama4(nn.Module):
         return self.token_loss(h, weight, labels, loss_denom)
 
     def init_std(self, fqn: str) -> float | None:
-        """Standard deviation of a weight's initial values; None for a name that this model does not know.
+        """Standard deviation of a weight's initial values; None for an unknown name.
 
         Norms start at 1 and biases at 0, as distributed/initial.py says. Matrices that write into the residual stream are
-        scaled down by sqrt(2 L), so that its variance does not grow with depth (GPT-2).
+        scaled down by sqrt(2 L), so the stream's variance does not grow with depth (GPT-2).
         """
         name = ".".join(fqn.split(".")[-2:])
         if name in ("wo.weight", "w2.weight", "experts.down"):
@@ -266,7 +266,7 @@ class Llama4(nn.Module):
         return 0.02 if name in ["experts.gate_up", *(f"{matrix}.weight" for matrix in matrices)] else None
 
     def n_active_params(self) -> int:
-        """Parameters that one token meets: all but the experts that it is not sent to."""
+        """Parameters that a token uses: all but the experts not chosen."""
         c = self.config
         n_moe = sum(map(c.has_experts, range(c.n_layers)))
         return sum(p.numel() for p in self.parameters()) - n_moe * (c.n_experts - 1) * 3 * c.dim * c.moe_ffn_dim
@@ -280,7 +280,7 @@ class Llama4(nn.Module):
         return 6 * n + 12 * c.n_heads * c.head_dim * seen
 
     def tp_plan(self) -> dict[str, str]:
-        """fqn pattern -> style, one of parallel.TP_STYLES. Between blocks, activations are sharded along the sequence."""
+        """fqn pattern -> style (a key of parallel.TP_STYLES). Between blocks, activations are sharded along the sequence."""
         plan = {
             "tok_embeddings": "vocab_embedding",
             "blocks.*.attn_norm": "sequence",
@@ -317,7 +317,7 @@ class Llama4(nn.Module):
         return names
 
 
-# Hugging Face's config.json; models/hf_config.py says what the tables mean.
+# Hugging Face's config.json; models/hf_config.py explains the tables.
 HF_FIELDS = SHARED_FIELDS | dict(
     norm_eps=("rms_norm_eps", 1e-5),
     rope_theta=("rope_theta", 500000.0),

@@ -16,12 +16,10 @@ import torch
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # mup: this file is in a folder below the rest
 from checkpoint import CheckpointConfig, Checkpoints, loaded_later
 from data import DataConfig, open_data
-from distributed.checks import check_first_batch, check_model, check_replicas, reduce_hash
+from distributed.checks import check_documents, check_first_batch, check_model, check_replicas, reduce_hash
 from distributed.float8 import Float8Config, float8_linears, float8_scales
-from distributed.launch import LaunchConfig, StopSignal, choose_attention, connect, disconnect, run, train_timeouts
+from distributed.launch import LaunchConfig, StopSignal, connect, disconnect, run, train_timeouts
 from distributed.layout import ParallelConfig
-from distributed.lora import LoraConfig, lora_counts, lora_linears
-from distributed.nf4 import quantize_base
 from distributed.pipeline import PipelineConfig, pipeline_stages
 from distributed.refusals import check_layout
 from forks.mup import FLAVORS, MupLlama3
@@ -40,30 +38,27 @@ from parallel import (
     shard,
     tensor_parallel,
 )
-from support.config import Need, check_range, flag, override_fields, parse_config, save_config
+from storage.resume import claim_run, keep_batch, source_tokenizer
+from support.config import Need, check_range, flag, override_fields, save_config
 from support.guard import Guard
-from support.init_tokenizer import source_tokenizer
 from support.metrics import Metrics, MetricsConfig
-from support.optim import adamw, set_lr, step_in_backward
-from support.reports import ReportConfig, with_reports
-from support.resume import claim_run, keep_batch
+from support.optim import adamw, set_lr
 
-# A flag that is given without what it needs is refused with this text: see support/config.py
+# Text of the refusal of a flag without its precondition: see support/config.py
 BF16_ADAMW = Need("without --param_dtype bfloat16 and --optimizer adamw",
                   lambda c: (c.param_dtype, c.optimizer) == ("bfloat16", "adamw"))
 
 
 @dataclass(kw_only=True)
 class Config(
-    ParallelConfig, LaunchConfig, PipelineConfig, Float8Config, LoraConfig, ReportConfig, CheckpointConfig, DataConfig,
-    MetricsConfig,
+    ParallelConfig, LaunchConfig, PipelineConfig, Float8Config, CheckpointConfig, DataConfig, MetricsConfig,
 ):
     flavor: Literal[tuple(FLAVORS)] = "debug"  # model size: see FLAVORS in forks/mup.py
     model_args: str = ""  # fields of the flavor to change for an ablation: "n_layers=4,dim=512"
-    out: str = "runs/llama3_mup"  # folder for everything that the run writes; the same folder again continues the run
+    out: str = "runs/llama3_mup"  # folder for all files of the run; the same folder again continues the run
     steps: int = 160  # optimizer steps
     seq_len: int = 256  # tokens per sequence
-    local_batch_size: int = 8  # sequences that one data rank runs per forward
+    local_batch_size: int = 8  # sequences per forward of a data rank
     global_batch_size: int = -1  # sequences per optimizer step; -1 = local_batch_size x data ranks; a resumed run keeps its own
     # mup: Muon's updates have a size of their own, which these learning rates are not for
     optimizer: Literal["adamw"] = "adamw"  # AdamW is what the learning rates of muP are for
@@ -72,14 +67,14 @@ class Config(
     warmup_steps: int = 20  # steps of linear warmup
     decay_ratio: float | None = None  # share of the steps, at the end, over which lr decays; none = right after warmup
     decay_type: Literal["cosine", "linear", "sqrt"] = "cosine"  # shape of the decay
-    schedule_steps: int = -1  # length of the learning rate schedule, where it is not the length of the run; -1 = steps
+    schedule_steps: int = -1  # length of the learning rate schedule, if not the length of the run; -1 = steps
     beta1: float = 0.9  # AdamW: decay of the gradient's mean
     beta2: float = 0.95  # AdamW: decay of the squared gradient's mean
     eps: float = 1e-8  # AdamW: added to the root of the squared gradient's mean
-    adamw_moments: Literal["param", "bfloat16", "8bit", "4bit", "fp8"] = "param"  # AdamW's moments; param = as --param_dtype
+    adamw_moments: Literal["param", "8bit", "4bit", "fp8"] = "param"  # bits of AdamW's moments; param = as --param_dtype
     stochastic_rounding: bool = flag(False, BF16_ADAMW)  # round weights up or down by chance, so that small steps survive
     weight_decay: float = 0.1  # weight decay, decoupled from the gradient
-    wd_on: Literal["matrices", "all"] = "matrices"  # what decays: matrices only, or norms as well
+    wd_on: Literal["matrices", "all"] = "matrices"  # parameters with weight decay: matrices only, or norms as well
     max_norm: float = 1.0  # gradients are scaled down to this norm; 0 = never
     on_nan: Literal["stop", "skip"] = "stop"  # a NaN gradient changes no weight; stop = the run ends at the next log line
     seed: int = 0  # of the initial weights
@@ -87,28 +82,21 @@ class Config(
     val_batches: int = 8  # size of the validation set, in batches of 8 sequences; the same sequences in every layout
     checkpoint_every: int = 100  # steps between checkpoints (and one at the end); 0 = never
     log_every: int = 10  # steps between log lines
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto = a GPU if there is one
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto = a GPU, else the CPU
 
-    def __post_init__(self):  # what is wrong with flags by themselves; check_layout sees them together with the model
+    def __post_init__(self):  # rules of flags alone; check_layout has the rules of flags and model together
         MetricsConfig.__post_init__(self)
         check_range(self, 1, math.inf, "steps", "val_batches")
         check_range(self, 0, math.inf, "lr", "eps", "weight_decay", "max_norm")
         check_range(self, 0, 1, "beta1", "beta2", "min_lr_ratio", "decay_ratio")
         if max(self.beta1, self.beta2) == 1:
             raise ValueError(f"--beta1 {self.beta1} and --beta2 {self.beta2} must be below 1: a mean that never moves")
-        if self.optimizer_in_backward and (self.max_norm, self.optimizer, self.on_nan) != (0, "adamw", "stop"):
-            raise ValueError("--optimizer_in_backward moves weights before the norm of all gradients is known; use "
-                             "--max_norm 0, --optimizer adamw and --on_nan stop")
-        # mup: its learning rates are those of whole matrices; and behind a new head, which is 0, frozen weights learn nothing
-        if self.lora_rank:
-            raise ValueError(f"--lora_rank {self.lora_rank}: muP is about training all weights; leave it out")
-
 
 
 def lr_at(step: int, cfg: Config) -> float:
-    """Share of the peak learning rate at a step (from 1): warmup, stable, decay. A pure function, so there is no state to save.
+    """Share of the peak learning rate at a step (from 1): warmup, stable, decay. A pure function, without state to save.
 
-    The minimum would be reached one step after the last, so that with --min_lr_ratio 0 the last step still learns.
+    The decay ends one step after the last, so that with --min_lr_ratio 0 the last step still learns.
     """
     total = cfg.steps if cfg.schedule_steps == -1 else cfg.schedule_steps
     warmup = min(cfg.warmup_steps, total)
@@ -123,7 +111,7 @@ def lr_at(step: int, cfg: Config) -> float:
 
 
 def notes(cfg: Config, done: int) -> str:
-    """What else there is to say at the start, each on a line of its own. done: steps of this run so far."""
+    """Warnings to print at the start, one per line (run finished, folder exists, warmup too long). done: steps so far."""
     total, lines = cfg.steps if cfg.schedule_steps == -1 else cfg.schedule_steps, [""]
     if done >= cfg.steps:
         lines.append(f"{cfg.out} is finished: {done} of {cfg.steps} steps are done; use a larger --steps, or --out NEW")
@@ -157,72 +145,75 @@ def build_optimizers(stages, cfg: Config) -> list[torch.optim.Optimizer]:  # mup
 
 
 def main(cfg: Config):
-    # 1. devices: all that the flags can get wrong is found here, before anything is built
+    # 1. devices: wrong flags are refused here, before anything is built
     model_config = override_fields(FLAVORS[cfg.flavor], cfg.model_args, "--model_args")
-    keep_batch(cfg)  # a continued run keeps its global batch on any number of processes, if need be with a smaller local one
+    keep_batch(cfg)  # a continued run keeps its global batch on any number of processes, with a smaller local batch if needed
     layout = check_layout(
         cfg, model_config, seq_len=cfg.seq_len, local_batch_size=cfg.local_batch_size,
         global_batch_size=cfg.global_batch_size, device=cfg.device,
     )
 
-    # 2. data: one fixed global order of sequences; the layout decides who reads which, never what is trained on
+    # 2. data: one fixed global order of sequences; the layout decides only which rank reads which sequence
     data = open_data(cfg, cfg.seq_len, source_tokenizer(cfg))
-    # locks --out; refuses if it cannot go on, or --init_from be read, or --export_hf be written; says what has changed
+    # lock --out; refuse if the run cannot go on, --init_from is unreadable or --export_hf unwritable; print changed flags
     identity = claim_run(cfg, MupLlama3, model_config, data, lr_at)
     stop = StopSignal()
-    connect(layout, cfg.device, cfg.seed, trace=f"{cfg.out}/trace")
-    make_mesh(layout)
-    choose_attention(layout, model_config, cfg.seq_len, cfg.local_batch_size)
+    layout = connect(layout, cfg, cfg.device, cfg.seed, trace=f"{cfg.out}/trace")
+    layout = make_mesh(layout)
 
     # 3. model: shapes only, no memory yet
     with torch.device("meta"):
         model = MupLlama3(model_config)
-    check_model(model, layout, TP_STYLES)
+    check_model(model, layout, cfg, TP_STYLES)
+    if cfg.doc_mask:
+        check_documents(model, layout)
     n_params = sum(p.numel() for p in model.parameters())
-    adapters, flops_per_token = lora_counts(model, cfg)  # adapters: only a text, for the line that a run begins with
+    flops_per_token = model.flops_per_token(cfg.seq_len)
 
-    # 4. parallelism. The order matters: the pipeline picks the layers, float8 swaps the linears that TP then splits, CP
-    #    replaces the attention, LoRA freezes all that and adds adapters, checkpointing wraps a block's forward, compile sees it
-    #    wrapped, FSDP's hooks gather weights around all that and shard each rank's TP part once more; only then is memory taken
-    #    and filled.
-    stages = pipeline_stages(model, layout)  # [model] unless pp > 1
+    # 4. parallelism. The order matters: the pipeline picks the layers, float8 swaps linears before TP splits them, CP
+    #    replaces the attention, checkpointing wraps a block's forward, compile sees the wrapped block, FSDP's hooks gather
+    #    weights around the compiled block and shard each rank's TP part once more; then memory is taken and filled.
+    stages = pipeline_stages(model, layout, cfg) if cfg.pp > 1 else [model]
     for stage in stages:
-        float8_linears(stage, layout)
-        tensor_parallel(stage, layout)
-        context_parallel(stage, layout)
-        lora_linears(stage, layout)
-        checkpoint_activations(stage, layout)
-        compile_blocks(stage, layout)
-        shard(stage, layout)
+        if cfg.float8 != "off":
+            float8_linears(stage, layout, cfg)
+        if cfg.tp > 1:
+            tensor_parallel(stage, layout, cfg)
+        if cfg.cp > 1:
+            context_parallel(stage, layout, cfg)
+        if cfg.ac not in ("none", "budget"):  # a budget is the compiler's task
+            checkpoint_activations(stage, cfg)
+        if cfg.compile:
+            compile_blocks(stage, layout, cfg)
+        shard(stage, layout, cfg)
         init_weights(stage, layout, cfg.seed, loaded_later(cfg))  # the same weights in every layout
 
-    # 5. optimizer: after sharding, so that its state is sharded like the parameters
+    # 5. optimizer: after sharding, so that optimizer state is sharded like the parameters
     optimizers = build_optimizers(stages, cfg)
 
-    # 6. checkpoint: continue where the run stopped, on this layout or another
+    # 6. checkpoint: continue the run, on any layout
     checkpoints = Checkpoints(
         cfg, cfg.out, modules=stages, optimizer=optimizers, identity=identity, config=asdict(cfg),
         source=open(__file__).read(), tokenizer_file=data.tokenizer_file,
     )
     state = checkpoints.load() or {"step": 0, "samples": 0, "tokens": 0}
-    step_in_backward(optimizers, layout)  # only with --optimizer_in_backward
-    # ranks that hold the same weights, read the same data or got the same flags must agree, or they would drift apart unseen
-    check_replicas(stages, layout, data=data.fingerprint, val_data=data.validation.fingerprint, flags=asdict(cfg))
-    quantize_base(stages, layout)  # only with --lora_nf4
+    # ranks with the same weights, data or flags must agree, or training would silently drift apart
+    start = check_replicas(stages, layout, data=data.fingerprint, val_data=data.validation.fingerprint, flags=asdict(cfg))
     if layout.rank == 0:
-        print(f"{cfg.flavor}: {n_params:,} parameters{adapters} | {layout.step_text(cfg.seq_len)}{notes(cfg, state['step'])}")
+        where = layout.step_text(cfg.seq_len, stages[0].reduces_always)
+        print(f"{cfg.flavor}: {n_params:,} parameters | {where}{notes(cfg, state['step'])}")
         print(data.plan(state["samples"] + (cfg.steps - state["step"]) * layout.global_batch_size), end="")
     if state["step"] >= cfg.steps:
-        return checkpoints.close(export=not os.path.exists(cfg.export_hf))  # a finished run can still be exported
+        return checkpoints.close(export=not os.path.exists(cfg.export_hf))  # export a finished run
 
     # 7. loop
-    if layout.rank == 0:  # not for a finished run: its config.json keeps the flags that it was trained with
+    if layout.rank == 0:  # a finished run keeps the config.json of its training
         about = {"torch": torch.__version__, "world_size": layout.world_size, **identity, **checkpoints.made_from}
         save_config(cfg, f"{cfg.out}/config.json", about)
     first = state["step"] + 1
     metrics = Metrics(cfg.out, cfg, layout, flops_per_token=flops_per_token, first_step=first, steps=cfg.steps,
                       log_every=cfg.log_every, tokens=state["tokens"])
-    guard = Guard(optimizers, layout, cfg.on_nan, cfg.out)
+    guard = Guard(optimizers, layout, cfg, start)
     mine = (cfg.local_batch_size, layout.data_rank, layout.data_ranks, layout.device)
     batches = data.batches(state["samples"], layout.global_batch_size, *mine)
     tokens_per_step = layout.global_batch_size * cfg.seq_len
@@ -232,13 +223,14 @@ def main(cfg: Config):
             check_first_batch(batch)
         lr = set_lr(optimizers, cfg.lr * lr_at(step, cfg))
         set_lr(optimizers[-1:], lr / model_config.width)  # mup: the blocks' matrices; see the table in forks/mup.py
-        loss = forward_backward(stages, batch, layout)  # this rank's share, for reduce_loss; the gradients are complete
+        loss = forward_backward(stages, batch, layout)  # the rank's share, for reduce_loss; gradients are complete
         grad_norm = clip_grad_norm(stages, cfg.max_norm, layout)
-        guard.before_update(step, grad_norm)  # a NaN: the optimizers' step() then changes nothing; decided on the GPU
+        guard.before_update(step, grad_norm)  # after a NaN gradient, step() changes nothing; decided on the GPU
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        float8_scales(stages, layout)
+        if cfg.float8_all_gather:
+            float8_scales(stages)
         state = {"step": step, "samples": state["samples"] + batch.samples, "tokens": state["tokens"] + tokens_per_step}
         metrics.end_step(tokens_per_step)
 
@@ -251,10 +243,10 @@ def main(cfg: Config):
         if metrics.due(step):
             loss, loss_max = reduce_loss(loss, layout)
             tokens_hash = reduce_hash(batch.hash, layout)
-            extra = data.epochs(state["samples"])  # of a mixture, the epochs of each part
+            extra = data.epochs(state["samples"])  # epochs of each part of a mixture
             metrics.log(step, loss=loss, loss_max=loss_max, grad_norm=grad_norm, lr=lr, tokens_hash=tokens_hash, extra=extra)
         if step == first:
-            train_timeouts(layout)
+            train_timeouts(layout, cfg.train_timeout_s)
         if validating:
             metrics.log_val(step, *evaluate(stages, data.val_batches(8 * cfg.val_batches, *mine), layout))
         if saving:
@@ -272,4 +264,4 @@ def main(cfg: Config):
 
 
 if __name__ == "__main__":
-    run(with_reports(main), parse_config(Config))
+    run(main, Config)

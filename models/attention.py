@@ -1,42 +1,52 @@
-"""The attention kernels: which one runs, and what its mask is. Nothing here knows of other processes.
+"""Attention kernels and masks. Nothing here knows of other processes.
 
 B batch, T sequence, H query heads, G key/value heads (H a multiple of G), K head_dim, S keys seen so far
 
-A block never builds a mask: it calls `attend(q, k, v)`, which the model makes once per forward with
-`causal_attention(positions, doc_ids)`. That call is the one seam here: context parallelism puts its own maker in its place
-(`model.make_attend`, see parallel.py), and generation hands each block an `attend` that has a cache (rl/decoding.py).
+A block never builds a mask. Once per forward the model calls `causal_attention(positions, doc_ids)`, and every block calls the
+returned `attend(q, k, v)`. To change attention, replace the maker: context parallelism sets `model.make_attend` (parallel.py),
+and generation hands each block an `attend` with a cache (rl/decoding.py).
 """
 from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-flash_is_first = True  # of the kernels of a GPU that can compute an attention; set by distributed.launch.choose_attention
+flash_is_first = False  # on a GPU, try flash before cuDNN; set by distributed.launch.connect
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask=None, is_causal=False, scale=None, sinks=None) -> Tensor:
     """Scaled dot-product attention: q (B, H, T, K), k (B, G, S, K), v (B, G, S, U) -> (B, H, T, U).
 
-    `mask`, broadcastable to (B, H, T, S), is boolean, True where a query may look, or is added to the scores. sinks (H,): a
-    logit per head, of a key without a value; it takes a mask.
+    mask: broadcastable to (B, H, T, S); boolean (True: the query may look at the key), or numbers added to the scores.
+    sinks (H,): a logit per head for a key without a value; needs a mask.
     """
     if sinks is not None:
         return attention_with_sinks(q, k, v, mask, scale, sinks)
     K, U = q.shape[-1], v.shape[-1]
-    # DeepSeek's values are narrower than its keys, and flash kernels want one width. From 1,000 tokens on, a flash kernel on
-    # values padded with zeros is faster than the plain kernel. On a GPU flash takes neither fp32 nor a mask of booleans.
-    flash_runs = not q.is_cuda or flash_is_first and q.element_size() == 2 and type(mask) is not Tensor
+    # Torch takes the first kernel of this list that can compute the attention.
+    kernels = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    if flash_is_first:
+        kernels[:2] = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
+    if q.is_cuda and type(mask) is Tensor:  # generation: cuDNN would plan anew for each length
+        kernels = kernels[2:]
+        if q.shape[1] != k.shape[1]:  # the efficient kernel knows no groups
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    # DeepSeek's values are narrower than the keys, but flash kernels need equal widths. From 1,000 tokens on, a flash kernel
+    # on values padded with zeros is faster than the plain one. Flash refuses fp32 on a GPU; only flash takes lower_right_mask.
+    flash_runs = not q.is_cuda or q.element_size() == 2 and (flash_is_first if mask is None else type(mask) is not Tensor)
     if U < K <= 256 and flash_runs:
         v = F.pad(v, (0, K - U))
-    out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    with sdpa_kernel(kernels, set_priority=True):
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
     return out if v.shape[-1] == U else out[..., :U]
 
 
 def attention_with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale, sinks: Tensor) -> Tensor:
-    """sdpa() step by step, with all scores (B, H, T, S) in memory: no kernel of a CPU has sinks."""
+    """sdpa() step by step, with all scores (B, H, T, S) in memory: no CPU kernel has sinks."""
     G = k.shape[1]
     scores = q.unflatten(1, (G, -1)) @ k[:, :, None].transpose(-1, -2) * (scale or q.shape[-1] ** -0.5)  # (B, G, H/G, T, S)
     mask = mask[:, :, None]
@@ -47,8 +57,8 @@ def attention_with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale, s
 
 
 def compile_each_shape(function, **options):
-    """Compiled once per shape, and once more without gradients. After 8 times torch would run the function as it is, and only
-    warn: FlexAttention then writes all T x T scores. The packed samples of grpo.py come in more shapes than that."""
+    """Compile once per shape, and once more without gradients. After 8 compilations torch would only warn and run the function
+    uncompiled: FlexAttention then writes all T x T scores. The packed samples of grpo.py have more than 8 shapes."""
     import torch._dynamo
 
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 128)
@@ -57,29 +67,29 @@ def compile_each_shape(function, **options):
 
 @cache
 def compiled_flex_attention():
-    """FlexAttention is only fast, and only lean in memory, when compiled; once per process is enough."""
+    """FlexAttention, compiled once per process. Uncompiled, FlexAttention is slow and holds all scores."""
     from torch._inductor import config
     from torch.nn.attention.flex_attention import flex_attention
 
-    # --ac op decides operator by operator what to keep. Without this option it cannot see the compiled kernel, and repeats it.
+    # --ac op keeps or recomputes each operator. Without this option the compiled kernel is invisible and always recomputed.
     visible = {"wrap_inductor_compiled_regions": True} if hasattr(config, "wrap_inductor_compiled_regions") else None
     return compile_each_shape(flex_attention, options=visible)
 
 
 @cache
 def compiled_block_mask():
-    """create_block_mask writes the whole mask (B, T, S) on its way, 10 GiB at 32k tokens; compiled it writes blocks only."""
+    """create_block_mask, compiled to write only blocks; uncompiled it writes the whole mask (B, T, S), 10 GiB at 32k tokens."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     return compile_each_shape(create_block_mask)
 
 
 def causal_attention(positions: Tensor, doc_ids: Tensor | None = None, q_index: Tensor | None = None, reach=None, S=None):
-    """Return attend(q, k, v, scale=None, sinks=None) for queries at positions (B or 1, T). With doc_ids (B, S), attention stops
-    at document boundaries as well. sinks: see sdpa; only with a reach.
+    """Return attend(q, k, v, scale=None, sinks=None) for queries at positions (B or 1, T). sinks: see sdpa; only with a reach.
 
-    q_index (T,): the positions of the queries, where they are only some of the S positions (context parallelism).
-    reach (B or 1, T): how many tokens back each query looks, itself included: a sliding window, or what is left of a chunk.
+    doc_ids (B, S): attention also stops at document boundaries.
+    q_index (T,): positions of the queries, if this rank has only some of the S positions (context parallelism).
+    reach (B or 1, T): number of tokens that each query sees, its own included: a sliding window, or the chunk so far.
     """
     if doc_ids is None and reach is None:
         assert q_index is None, "queries that are only some of the positions need a mask: see lower_right_mask"
@@ -88,7 +98,7 @@ def causal_attention(positions: Tensor, doc_ids: Tensor | None = None, q_index: 
     S = S or (positions if doc_ids is None else doc_ids).shape[1]
     k_index = torch.arange(S, device=positions.device)
     q_index = k_index if q_index is None else q_index
-    if positions.is_cuda:  # a boolean mask would rule out the flash kernel there and cost B*T*S bytes
+    if positions.is_cuda:  # on a GPU a boolean mask would rule out the flash kernel and cost B*T*S bytes
         return flex_attend(q_index, S, doc_ids, reach)
 
     mask = (q_index[:, None] >= k_index)[None]
@@ -121,14 +131,14 @@ def flex_attend(q_index: Tensor, S: int, doc_ids: Tensor | None, reach: Tensor |
         if sinks is None:
             return compiled_flex_attention()(q, k, v, **options)
         out, total = compiled_flex_attention()(q, k, v, return_lse=True, **options)  # total (B, H, T): log of the softmax's sum
-        return out * torch.sigmoid(total - sinks[:, None])[..., None].to(out.dtype)  # the share that the sink leaves
+        return out * torch.sigmoid(total - sinks[:, None])[..., None].to(out.dtype)  # without the sink's share
 
     return attend
 
 
 def lower_right_mask(T: int, S: int, device: torch.device):
-    """The mask of T queries that are the last T of S positions: a causal triangle in the lower right corner of (T, S)."""
-    if device.type == "cuda":  # takes no memory: it only tells the flash kernel where the triangle is
+    """The mask for queries at the last T of S positions: a causal triangle in the lower right corner of (T, S)."""
+    if device.type == "cuda":  # takes no memory: only tells the flash kernel the triangle's corner
         from torch.nn.attention.bias import causal_lower_right
 
         return causal_lower_right(T, S)

@@ -5,8 +5,8 @@ U v_head_dim, R kv_lora_rank, Q q_lora_rank, F ffn_dim (F/tp), V vocab (V/tp), E
 activations between attention and FFN, and the latents of attention, have T/cp/tp tokens.
 
 Architecture: DeepSeek-V2, arXiv:2405.04434 (attention: sec. 2.1), and V3, arXiv:2412.19437 (routing: sec. 2.1.2, multi-token
-prediction: sec. 2.2). Numbers of the flavors: the config.json of DeepSeek's and Moonshot's Hugging Face repositories. What is
-not as in models/qwen3.py says so; the rest is the same to the letter (tests/test_copies.py).
+prediction: sec. 2.2). Numbers of the flavors: the config.json of DeepSeek's and Moonshot's Hugging Face repositories. Comments
+explain each difference from models/qwen3.py; all else is an equal copy (tests/test_copies.py).
 """
 import math
 from dataclasses import dataclass
@@ -40,21 +40,21 @@ class DeepSeekConfig:
     tie_embeddings: bool = False
     max_seq_len: int = 163840
     q_lora_rank: int = 96  # queries come from a latent of this size; 0: directly from the activations
-    kv_lora_rank: int = 64  # keys and values come from a latent of this size; it is all that generation caches
+    kv_lora_rank: int = 64  # keys and values come from a latent of this size; generation caches it and the key's RoPE part
     qk_nope_head_dim: int = 32  # part of a query or key head without position
-    qk_rope_head_dim: int = 16  # part with RoPE; of the key it is one for all heads
+    qk_rope_head_dim: int = 16  # part with RoPE; all heads share the key's
     v_head_dim: int = 32
     n_dense_layers: int = 1  # the first layers have a dense FFN
     n_experts: int = 8
-    n_shared_experts: int = 1  # experts that every token visits: one FFN of n_shared_experts * moe_ffn_dim
+    n_shared_experts: int = 1  # experts for every token: a single FFN of n_shared_experts * moe_ffn_dim
     top_k: int = 2  # routed experts per token
     moe_ffn_dim: int = 160
-    n_groups: int = 4  # experts are in groups (of a node each, when it was trained) ...
-    top_k_groups: int = 2  # ... and a token's experts come from its best groups only
-    score_func: Literal["sigmoid", "softmax"] = "sigmoid"  # V3, V2; a group scores as its best two, or its best one
+    n_groups: int = 4  # experts are in groups (in the original training, a node each) ...
+    top_k_groups: int = 2  # ... and a token's experts come from the best groups only
+    score_func: Literal["sigmoid", "softmax"] = "sigmoid"  # V3, V2; a group's score: sum of the best two, the best
     norm_topk_prob: bool = True  # the weights of a token's experts are scaled to sum 1, before route_scale
     route_scale: float = 1.0
-    mtp_depth: int = 0  # 1: one more layer predicts the token after the next, in training only
+    mtp_depth: int = 0  # 1: an extra layer predicts the token after the next, in training only
 
     def __post_init__(self):
         sizes = ("dim", "n_layers", "n_heads", "ffn_dim", "vocab_size", "max_seq_len", "kv_lora_rank", "qk_nope_head_dim",
@@ -77,7 +77,7 @@ class DeepSeekConfig:
                              f"top_k_groups {self.top_k_groups} of n_groups {self.n_groups}")
 
     @property
-    def n_kv_heads(self) -> int:  # every head has keys and values of its own, made from the one latent
+    def n_kv_heads(self) -> int:  # every head makes keys and values of its own from the latent
         return self.n_heads
 
     @property
@@ -86,19 +86,19 @@ class DeepSeekConfig:
 
     @classmethod
     def from_hf(cls, config_json: dict) -> "DeepSeekConfig":
-        """The config of a Hugging Face folder's config.json. Raises ValueError naming what this model cannot represent.
+        """The config of a Hugging Face folder's config.json. Raises ValueError naming the field that we cannot represent.
 
-        The tables that say what means what are at the end of this file.
+        The tables of names are at the end of this file.
         """
         is_v2 = config_json.get("model_type") == "deepseek_v2"
         mtp = config_json.get("num_nextn_predict_layers") or config_json.get("num_mtp_layers") or 0  # both names are in use
         hf = config_json | {"num_nextn_predict_layers": mtp}
         if is_v2 and hf.get("topk_method", "greedy") in ("greedy", None):
-            hf |= dict(n_group=1, topk_group=1)  # all experts compete, whatever groups the file tells of
+            hf |= dict(n_group=1, topk_group=1)  # greedy ignores the file's groups: all experts compete
         return config_from_hf(cls, hf, HF_FIELDS, HF_V2 if is_v2 else HF_V3, HF_ROPE)
 
     def to_hf(self) -> dict:
-        """The inverse: a config.json, as transformers reads it."""
+        """The inverse: a config.json for transformers."""
         is_v2 = self.score_func == "softmax"
         if is_v2 and (self.norm_topk_prob or not self.rope_interleave):
             raise ValueError("score_func softmax is DeepSeek-V2, which has neither norm_topk_prob nor half-split RoPE")
@@ -129,7 +129,7 @@ FLAVORS = {
     "671B": DeepSeekConfig(
         **_heads, dim=7168, n_layers=61, n_heads=128, q_lora_rank=1536, ffn_dim=18432, vocab_size=129280, n_dense_layers=3,
         n_experts=256, top_k=8, moe_ffn_dim=2048, n_groups=8, top_k_groups=4, route_scale=2.5, rope_scaling=yarn(1.0),
-    ),  # V3; mtp_depth=1 as it was trained
+    ),  # V3; trained with mtp_depth=1
     "moonlight-16B": DeepSeekConfig(
         **_heads, **_small, ffn_dim=11264, vocab_size=163840, norm_eps=1e-5, rope_theta=50000.0, max_seq_len=8192,
         n_shared_experts=2, top_k=6, route_scale=2.446,
@@ -137,12 +137,12 @@ FLAVORS = {
 }
 
 
-# differs from qwen3: yarn, for contexts longer than those of most of the training
+# differs from qwen3: yarn, for contexts longer than in most of the training
 def rope_frequencies(config, device) -> Tensor:
     """(P/2,) radians per position, fp32 (RoPE eq. 34, arXiv:2104.09864; yarn: sec. 3.2 of arXiv:2309.00071).
 
-    Pairs that turn more than beta_fast times within the original context stay, those that turn less than beta_slow times are
-    slowed down by `factor`, and between the two there is a ramp.
+    Pairs with more than beta_fast turns within the original context stay, pairs with less than beta_slow turns are slowed down
+    by `factor`, with a ramp in between.
     """
     P, s = config.qk_rope_head_dim, config.rope_scaling
     frequencies = config.rope_theta ** (-torch.arange(0, P, 2, dtype=torch.float32, device=device) / P)
@@ -159,7 +159,7 @@ def rope_frequencies(config, device) -> Tensor:
 
 
 def attention_factors(config) -> tuple[float, float]:
-    """(factor of cos and sin, factor of the softmax scale): what yarn does to the entropy of attention."""
+    """(factor of cos and sin, factor of the softmax scale): yarn's correction of the entropy of attention."""
     s = config.rope_scaling
     if s is None:
         return 1.0, 1.0
@@ -173,9 +173,9 @@ def attention_factors(config) -> tuple[float, float]:
 
 # differs from qwen3: multi-head latent attention
 class Attention(nn.Module):
-    """Keys and values of all heads are made from one latent of R numbers per token (c, normalised) and one rotated key of P
-    numbers (k_rope): arXiv:2405.04434, eq. 9-19. TP shards the heads. Each tp rank computes the latents of its part of the
-    sequence, and then they are gathered: R + P + Q numbers per token travel in place of D."""
+    """All heads make keys and values from a shared latent of R numbers per token (c, normalised) and a shared rotated key of P
+    numbers (k_rope): arXiv:2405.04434, eq. 9-19. TP shards the heads. Each tp rank computes the latents of T/cp/tp tokens, then
+    gathers the others: R + P + Q numbers per token travel in place of D."""
 
     def __init__(self, config):
         super().__init__()
@@ -189,7 +189,7 @@ class Attention(nn.Module):
             self.wq = nn.Linear(config.dim, H * (N + P), bias=False)
         self.wkv_a = nn.Linear(config.dim, R + P, bias=False)
         self.kv_norm = RMSNorm(R, eps=LATENT_EPS)
-        self.k_rope = nn.Identity()  # computes nothing: it is the place where tp_plan gathers the key from all tp ranks
+        self.k_rope = nn.Identity()  # computes nothing; tp_plan gathers the key from all tp ranks here
         self.wkv_b = nn.Linear(R, H * (N + U), bias=False)
         self.wo = nn.Linear(H * U, config.dim, bias=False)
         self.interleave, self.scale = config.rope_interleave, (N + P) ** -0.5 * attention_factors(config)[1]
@@ -257,7 +257,7 @@ class MoE(nn.Module):
         weight = scores.gather(1, index)
         if c.norm_topk_prob:
             weight = weight / (weight.sum(-1, keepdim=True) + 1e-20)
-        # for the balancing loss, V3, eq. 18-19: it counts the best scores, whatever the biases and the groups make of them
+        # for the balancing loss, V3, eq. 18-19: counts the best scores before biases and groups
         probs = scores / scores.sum(-1, keepdim=True)
         best = scores.topk(self.top_k, -1).indices if c.score_func == "sigmoid" else index
         flat = self.balance.add_loss(x.reshape(-1, D), probs, best, B)  # (N, D)
@@ -299,8 +299,8 @@ class Block(nn.Module):
 class MTP(nn.Module):
     """Multi-token prediction, depth 1: from position i's output and the embedding of token i+1, predict token i+2.
 
-    arXiv:2412.19437, eq. 21-23. As in the published weights, the embedding is the first half of what is projected, and the
-    output is taken after the model's last norm.
+    arXiv:2412.19437, eq. 21-23. As in the published weights, the projection takes the embedding first, then the output after
+    the model's last norm.
     """
 
     def __init__(self, config):
@@ -317,8 +317,8 @@ class MTP(nn.Module):
 
 
 def shift_targets(tokens: Tensor, labels: Tensor, doc_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(tokens, labels) of the positions one to the right, (B, T) each: what MTP needs at position i is token i+1 and label
-    i+1. Done before a sequence is split over ranks. The last position has none, and no document looks into the next."""
+    """(tokens, labels) for MTP, (B, T) each: position i gets token i+1 and label i+1. Call before a sequence is split over
+    ranks. The last position of a sequence or document has no label."""
     next_tokens, next_labels = tokens.roll(-1, 1), labels.roll(-1, 1)
     last = torch.zeros_like(labels, dtype=torch.bool)
     last[:, -1] = True
@@ -328,7 +328,7 @@ def shift_targets(tokens: Tensor, labels: Tensor, doc_ids: Tensor | None = None)
 
 
 class DeepSeek(nn.Module):
-    """The whole model, or a pipeline stage of it: the same class with the parts that other stages own set to None."""
+    """The whole model or a pipeline stage; in a stage the parts of other stages are None."""
 
     def __init__(self, config: DeepSeekConfig):
         super().__init__()
@@ -339,8 +339,8 @@ class DeepSeek(nn.Module):
         # tied: forward takes the embedding's weight for the head as well
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
         self.mtp = MTP(config) if config.mtp_depth else None
-        self.mtp_weight = 0.3  # of its loss; the recipe's --mtp_weight
-        # Three functions that parallel.py replaces: context_parallel the first, tensor_parallel and compile the other two.
+        self.mtp_weight = 0.3  # weight of MTP's loss; the recipe's --mtp_weight
+        # parallel.py replaces these functions: context_parallel the first, tensor_parallel and compile the other two.
         self.make_attend, self.token_loss, self.logits = causal_attention, linear_cross_entropy, F.linear
 
     def forward(
@@ -350,8 +350,8 @@ class DeepSeek(nn.Module):
 
         positions (B, T) or (1, T), default 0..T-1; doc_ids (B, T) of the whole sequence: attention stays inside a
         document. cache: for generation, see rl/decoding.py. A later pipeline stage takes activations in place of tokens.
-        next_tokens, next_labels: from shift_targets, where this is only a part of a sequence or a stage; else made here.
-        MTP's loss is part of the gradient and not of the value.
+        next_tokens, next_labels: from shift_targets; required for a pipeline stage or a part of a sequence, else made here.
+        MTP's loss counts in the gradient, not in the returned value.
         """
         h = tokens if tokens.is_floating_point() else self.tok_embeddings(tokens)  # (B, T/cp, D)
         if positions is None:
@@ -374,13 +374,13 @@ class DeepSeek(nn.Module):
             next_tokens, next_labels = shift_targets(tokens, labels, doc_ids)
         h = self.mtp(h, self.tok_embeddings(next_tokens), cos, sin, attend)
         mtp_loss = self.token_loss(h, weight, next_labels, loss_denom)
-        return loss + self.mtp_weight * (mtp_loss - mtp_loss.detach())  # adds 0 to the value, and its gradient to the gradient
+        return loss + self.mtp_weight * (mtp_loss - mtp_loss.detach())  # adds 0 to the value, and MTP's gradient
 
     def init_std(self, fqn: str) -> float | None:
-        """Standard deviation of a weight's initial values; None for a name that this model does not know.
+        """Standard deviation of a weight's initial values; None for an unknown name.
 
         Norms start at 1 and biases at 0, as distributed/initial.py says. Matrices that write into the residual stream are
-        scaled down by sqrt(2 L), so that its variance does not grow with depth (GPT-2).
+        scaled down by sqrt(2 L), so the stream's variance does not grow with depth (GPT-2).
         """
         name = ".".join(fqn.split(".")[-2:])
         if name in ("wo.weight", "w2.weight", "experts.w2"):
@@ -389,7 +389,7 @@ class DeepSeek(nn.Module):
         return 0.02 if name in ["experts.w1", "experts.w3", *(f"{matrix}.weight" for matrix in matrices)] else None
 
     def n_active_params(self) -> int:
-        """Parameters that one token meets: all but the experts that it is not sent to."""
+        """Parameters that a token uses: all but the experts not chosen."""
         c = self.config
         idle = (c.n_layers - c.n_dense_layers + c.mtp_depth) * (c.n_experts - c.top_k) * 3 * c.dim * c.moe_ffn_dim
         return sum(p.numel() for p in self.parameters()) - idle
@@ -397,14 +397,14 @@ class DeepSeek(nn.Module):
     def flops_per_token(self, seq_len: int) -> int:
         """Forward and backward, PaLM's convention (arXiv:2204.02311, app. B): 6 N + 6 L H (K + U) T; N active, without lookups.
 
-        MTP counts as one layer more, and as a second use of the head.
+        MTP counts as an extra layer and a second use of the head.
         """
         c, embedding = self.config, self.config.vocab_size * self.config.dim
         n = self.n_active_params() - (0 if c.tie_embeddings else embedding) + c.mtp_depth * embedding
         return 6 * n + 6 * (c.n_layers + c.mtp_depth) * c.n_heads * (c.head_dim + c.v_head_dim) * seq_len
 
     def tp_plan(self) -> dict[str, str]:
-        """fqn pattern -> style, one of parallel.TP_STYLES. Between blocks, activations are sharded along the sequence."""
+        """fqn pattern -> style (a key of parallel.TP_STYLES). Between blocks, activations are sharded along the sequence."""
         c = self.config
         block = {
             "attn_norm": "sequence",
@@ -470,11 +470,11 @@ class DeepSeek(nn.Module):
         return names
 
     def hf_optional(self) -> list[str]:
-        """Names in Hugging Face's files that may be there or not: MTP's, with its copies of the embedding and the head."""
+        """Optional names in Hugging Face's files: MTP's, with copies of the embedding and the head."""
         return [f"model.layers.{self.config.n_layers}.*"]
 
 
-# Hugging Face's config.json; models/hf_config.py says what the tables mean.
+# Hugging Face's config.json; models/hf_config.py explains the tables.
 HF_FIELDS = SHARED_FIELDS | dict(
     rope_interleave=("rope_interleave", True),
     max_seq_len=("max_position_embeddings", 163840),
@@ -502,6 +502,6 @@ HF_V2 = dict(
     topk_method=("greedy", "group_limited_greedy", None),
     scoring_func=("softmax",),
     rope_interleave=(True,),
-    norm_topk_prob=(False,),  # True: V2's own code leaves out the scale, transformers the normalisation; no published V2 has it
+    norm_topk_prob=(False,),  # True: V2's own code leaves out the scale, transformers the normalisation; no published V2 does
 ) | HF_FIXED
 HF_ROPE = ("yarn", ("factor", "original_max_position_embeddings"), ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"))

@@ -1,11 +1,11 @@
-"""Hugging Face's config.json, both ways, from two tables that stand at the end of each model's file.
+"""Hugging Face's config.json, read and written with two tables at the end of each model's file.
 
-fields: our field -> (their name, its value where the file leaves it out or says null). None: it must be there. A function
-    computes it from the other fields. Null for a switch, whose value is True or False, is False, as in transformers.
-fixed: their name -> the values that our model can represent. The first is meant where the file leaves the field out, and is
-    what we write.
+fields: our field -> (their name, default). The default counts if the file lacks the field or says null. Default None: the
+    file must have the field. A function as default computes the value from the other fields. If the default is True or False,
+    null means False, as in transformers.
+fixed: their name -> values that our model can represent. We write the first value, and assume it if the file lacks the field.
 """
-# What all models have
+# Fields of all models
 SHARED_FIELDS = dict(
     dim=("hidden_size", None),
     n_layers=("num_hidden_layers", None),
@@ -20,10 +20,9 @@ SHARED_FIXED = dict(hidden_act=("silu",), attention_bias=(False,))
 
 
 def config_from_hf(Config, config_json: dict, fields: dict, fixed: dict, stretch=("default", (), ())):
-    """The Config that a config.json tells of. Raises ValueError naming the field that the model cannot represent.
+    """The Config for a config.json. Raises ValueError naming the field that the model cannot represent.
 
-    stretch: (type of the RoPE scaling that the model knows, names that it needs, names that may be missing). Left out, it knows
-    none.
+    stretch: (type of RoPE scaling that the model knows, required names, optional names). Default: the model knows no scaling.
     """
     file, (kind, needed, others) = f"{Config.__module__.replace('.', '/')}.py", stretch
     hf, scaling = gather_rope(config_json)
@@ -43,7 +42,7 @@ def config_from_hf(Config, config_json: dict, fields: dict, fixed: dict, stretch
 
 
 def gather_rope(config_json: dict) -> tuple[dict, dict]:
-    """(config.json with rope_type, rope_theta and partial_rotary_factor among its fields, the other numbers of RoPE)."""
+    """(config.json with rope_type, rope_theta and partial_rotary_factor at the top level, the other numbers of RoPE)."""
     rope = config_json.get("rope_parameters") or config_json.get("rope_scaling") or {}  # transformers 5 / 4
     rope = {name: value for name, value in dict(rope).items() if value is not None}
     rope["rope_type"] = rope.get("rope_type", rope.pop("type", "default"))
@@ -52,7 +51,7 @@ def gather_rope(config_json: dict) -> tuple[dict, dict]:
 
 
 def value_of(hf: dict, theirs: str, default):
-    """The value of one field of the table. Integers become floats where the default is one: JSON may say 10000 for 10000.0."""
+    """The value of a field. An integer becomes a float if the default is a float: JSON may say 10000 for 10000.0."""
     value = hf.get(theirs, default)
     if value is None:
         value = False if type(default) is bool else default
@@ -62,6 +61,6 @@ def value_of(hf: dict, theirs: str, default):
 
 
 def config_to_hf(config, fields: dict, fixed: dict) -> dict:
-    """The inverse, in the spelling of transformers 4, which 5 reads as well. What the tables do not hold, the model adds."""
+    """The inverse, in the spelling of transformers 4 (5 reads it too). The model adds fields outside the tables."""
     found = {theirs: getattr(config, ours) for ours, (theirs, _) in fields.items()}
     return {name: allowed[0] for name, allowed in fixed.items()} | found

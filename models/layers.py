@@ -1,8 +1,9 @@
-"""RMSNorm and rotary embedding, which all models share, with few passes over memory in eager mode.
+"""RMSNorm, rotary embedding and dropout for all models, with few passes over memory in eager mode.
 
-B batch, T sequence, D dim, H heads, K head_dim, N tokens (B*T), R rows of one new token each, while decoding
+B batch, T sequence, D dim, H heads, K head_dim, N tokens (B*T)
 """
 import hashlib
+import inspect
 
 import torch
 from torch import Tensor, nn
@@ -10,22 +11,21 @@ from torch.autograd.function import once_differentiable
 
 
 class RMSNorm(nn.RMSNorm):
-    """On a GPU or compiled, nn.RMSNorm is one kernel; eager on a CPU it is twenty operators, so Normalize does it in a few."""
+    """On a GPU or compiled, nn.RMSNorm is a single kernel; eager on a CPU it runs twenty operators, Normalize only a few."""
 
     def forward(self, x):
         if x.is_cuda or hasattr(x, "placements") or torch.compiler.is_compiling() or x.dtype == torch.float64:
             return super().forward(x)  # placements: a DTensor
-        if not torch.is_grad_enabled():  # without the bookkeeping for a backward, which takes as long as two operators
+        if not torch.is_grad_enabled():  # skip autograd's bookkeeping, as slow as two operators
             return normalized(x, self.weight, self.eps)[0]
         return Normalize.apply(x, self.weight, self.eps)
 
 
-def normalized(x: Tensor, weight: Tensor, eps: float | Tensor) -> tuple[Tensor, Tensor]:
-    """(x / rms(x) * weight, 1 / rms(x) (..., 1)), computed in fp32 (arXiv:1910.07467, eq. 4). eps may be a tensor."""
+def normalized(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(x / rms(x) * weight, 1 / rms(x) (..., 1)), computed in fp32 (arXiv:1910.07467, eq. 4)."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)  # (..., 1)
     eps = torch.finfo(x.dtype).eps if eps is None else eps  # as nn.RMSNorm without eps
-    eps = eps if type(eps) is Tensor else torch.scalar_tensor(eps)
-    r = torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
+    r = torch.addcmul(torch.scalar_tensor(eps), norm, norm, value=1 / x.shape[-1]).rsqrt_()
     return (x * r).mul_(weight).to(x.dtype), r
 
 
@@ -52,14 +52,19 @@ class Normalize(torch.autograd.Function):
 
 
 def dropout(x: Tensor, p: float, places: Tensor | None, key: str, whole_sequences: bool = False) -> Tensor:
-    """x (B, T, ...) with each number 0 with probability p and the others divided by 1 - p (arXiv:1207.0580). whole_sequences: a
-    sequence stays or falls as a whole (stochastic depth, arXiv:1603.09382). x unchanged without places, as in validation.
+    """Set each number of x (B, T, ...) to 0 with probability p, and divide the others by 1 - p (arXiv:1207.0580).
+    whole_sequences: keep or drop whole sequences (stochastic depth, arXiv:1603.09382). Without places, as in validation, x is
+    returned unchanged.
 
-    places (B, T): who the tokens are, which a forward is given that has an argument of this name (parallel.inputs). key:
-    another text at each call, such as "3.ffn". What is dropped depends on these alone: it is the same in every layout, when
-    activation checkpointing computes it again, and in a run that is continued. x is what blocks add to the residual stream, or
-    the stream: inside attention, under tp, a rank has other tokens than places names. Raises ValueError where the shapes tell.
+    places (B, T): a number that identifies each token; parallel.inputs passes it to a forward with an argument `places`. key:
+    a different text at each call, such as "3.ffn". Only places and key decide the numbers to drop: every layout, every
+    recomputation by activation checkpointing and every resumed run drops the same. Use it on the residual stream or on a
+    block's summand to the stream. Inside attention, under tp, a rank has other tokens than places: raises ValueError if the
+    shapes show this.
     """
+    if places is None and p and torch.is_grad_enabled() and not x.is_meta:
+        raise ValueError("dropout without places in training: the model's forward needs an argument `places`, see 'Random "
+                         "numbers' in docs/fork_me.md")
     if places is None or p == 0:
         return x
     if places.shape != x.shape[:2]:
@@ -73,9 +78,14 @@ def dropout(x: Tensor, p: float, places: Tensor | None, key: str, whole_sequence
     return torch.where(kept, x / (1 - p), 0)
 
 
+def takes_places(model: nn.Module) -> bool:
+    """Whether the model's forward has an argument `places`, for dropout."""
+    return "places" in inspect.signature(model.forward).parameters
+
+
 def places_of(batch, seed: int) -> Tensor:
-    """(A, B, T) int64: a number for each token of the run, the same in every layout. 24 bits are its place in the sequence;
-    those above them the number of the sequence, counted from somewhere else with another seed."""
+    """(A, B, T) int64: a number for each token of the run, the same in every layout. The low 24 bits are the position in the
+    sequence, the bits above are the number of the sequence. Another seed starts to count sequences elsewhere."""
     A, B, T = batch.tokens.shape
     first = batch.first + seed * 0x9E3779B97F4A7C15 % 2**38
     sequences = first + torch.arange(A * B, device=batch.tokens.device).view(A, B, 1)
@@ -83,26 +93,20 @@ def places_of(batch, seed: int) -> Tensor:
 
 
 def mixed(x: Tensor) -> Tensor:
-    """int64 -> int64, one to one; near numbers become unlike ones (the finalizer of splitmix64,
-    doi:10.1145/2714064.2660195)."""
+    """int64 -> int64, a bijection that makes near numbers unlike (the finalizer of splitmix64, doi:10.1145/2714064.2660195)."""
     x = (x ^ (x >> 30 & 2**34 - 1)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27 & 2**37 - 1)) * -7723592293110705685  # 0x94D049BB133111EB
     return x ^ (x >> 31 & 2**33 - 1)
 
 
 def weight_of(linear: nn.Linear) -> Tensor:
-    """Its matrix (out, in), with what LoRA adds to it (distributed/lora.py): for what multiplies with a weight by hand, and so
-    passes the adapters beside it by."""
-    return linear.merged() if hasattr(linear, "merged") else linear.weight
-
-
-def transpose_heads(x: Tensor) -> Tensor:
-    """(B, T, H, K) -> (B, H, T, K), or back; a view. Rows of one new token each come without T: (R, H, K) stays as it is."""
-    return x.transpose(1, 2) if x.dim() == 4 else x
+    """The effective matrix (out, in), LoRA's product included (sft/lora.py). Use it wherever code multiplies with
+    .weight instead of calling the linear; plain .weight would leave the adapters out."""
+    return linear.merged().to(linear.weight.dtype) if hasattr(linear, "merged") else linear.weight
 
 
 class Rotate(torch.autograd.Function):
-    """A rotation in three operators, and its gradient in three. Left to autograd the gradient takes twenty, and writes three
+    """A rotation in three operators, with a gradient in three. autograd's gradient would take twenty operators and write three
     times as much memory."""
 
     @staticmethod
@@ -128,28 +132,16 @@ class Rotate(torch.autograd.Function):
         return dx.flatten(-2).to(grad.dtype), None, None, None
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleave: bool) -> Tensor:
-    """What Rotate computes, to the last bit, in fewer operators, which are what a new token costs: x * cos, plus x with its
-    halves exchanged * sin. For that cos and sin are as wide as x; they are made once for all blocks of a forward and kept with
-    cos."""
-    if getattr(cos, "wide", [None])[0] is not sin:
-        cos.wide = sin, torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)  # (..., K) fp32
-    _, wide_cos, wide_sin = cos.wide
-    x = pair_up(x, True).flatten(-2) if interleave else x
-    return (x * wide_cos).addcmul_(x.roll(x.shape[-1] // 2, -1), wide_sin).to(x.dtype)
-
-
 def pair_up(x: Tensor, interleave: bool) -> Tensor:
-    """(..., K) -> (..., 2, K/2), a view: what is rotated together is (0, i) and (1, i)."""
+    """(..., K) -> (..., 2, K/2), a view: elements (0, i) and (1, i) rotate together."""
     return x.unflatten(-1, (-1, 2)).transpose(-1, -2) if interleave else x.unflatten(-1, (2, -1))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleave: bool = False) -> Tensor:
-    """Rotary embedding (arXiv:2104.09864) in fp32; x (B, H, T, K); cos, sin (B or 1, 1, T, K/2) fp32. Rows of one new token
-    each without T: x (R, H, K); cos, sin (R, 1, K/2). Half-split order, as on disk at Hugging Face. interleave: x has its pairs
-    side by side (DeepSeek). The result is half-split in both cases: only products of queries and keys are used, and both have
-    the same order."""
-    if torch.compiler.is_compiling():  # the compiler fuses these lines; with torch 2.11 it would give Rotate a gradient of zero
+    """Rotary embedding (arXiv:2104.09864) in fp32; x (B, H, T, K); cos, sin (B or 1, 1, T, K/2) fp32. Half-split order, as on
+    disk at Hugging Face. interleave: the pairs of x lie side by side (DeepSeek). The result is half-split in both cases: only
+    products of queries and keys are used, and both have the same order."""
+    if torch.compiler.is_compiling():  # the compiler fuses these lines; torch 2.11 would give Rotate a gradient of zero
         a, b = pair_up(x, interleave).unbind(-2)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
-    return (Rotate.apply if torch.is_grad_enabled() else rotated)(x, cos, sin, interleave)
+    return Rotate.apply(x, cos, sin, interleave)

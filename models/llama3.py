@@ -1,4 +1,4 @@
-"""Llama 3, 3.1 and 3.2: a plain torch model of one file; it builds and runs on a laptop without any process group.
+"""Llama 3, 3.1 and 3.2: a plain torch model in a single file; builds and runs on a laptop without any process group.
 
 B batch, T sequence (T/cp on this rank), D dim, H heads (H/tp), G key/value heads (G/tp), K head_dim, F ffn_dim (F/tp),
 V vocab (V/tp). Under sequence parallelism the activations between attention and FFN are (B, T/cp/tp, D).
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from models.attention import causal_attention
 from models.hf_config import SHARED_FIELDS, SHARED_FIXED, config_from_hf, config_to_hf
-from models.layers import RMSNorm, rotate, transpose_heads
+from models.layers import RMSNorm, rotate
 from models.loss import linear_cross_entropy
 
 
@@ -46,14 +46,14 @@ class Llama3Config:
 
     @classmethod
     def from_hf(cls, config_json: dict) -> "Llama3Config":
-        """The config of a Hugging Face folder's config.json. Raises ValueError naming what this model cannot represent.
+        """The config of a Hugging Face folder's config.json. Raises ValueError naming the field that we cannot represent.
 
-        The tables that say what means what are at the end of this file.
+        The tables of names are at the end of this file.
         """
         return config_from_hf(cls, config_json, HF_FIELDS, HF_FIXED, HF_ROPE)
 
     def to_hf(self) -> dict:
-        """The inverse: a config.json, as transformers reads it."""
+        """The inverse: a config.json for transformers."""
         rope = self.rope_scaling and {"rope_type": "llama3", **self.rope_scaling}
         return config_to_hf(self, HF_FIELDS, HF_FIXED) | dict(architectures=["LlamaForCausalLM"], rope_scaling=rope)
 
@@ -77,14 +77,14 @@ FLAVORS = {
 def rope_frequencies(config, device) -> Tensor:
     """(K/2,) radians per position, fp32 (RoPE eq. 34, arXiv:2104.09864), stretched for long context as Llama 3.1 does."""
     K = config.head_dim
-    # 1 / theta^x and not theta^-x, as in transformers: they differ in the last bit, which is 0.01 radians at position 100,000
+    # 1 / theta^x as in transformers, not theta^-x: the last bits differ, by 0.01 radians at position 100,000
     freq = 1.0 / config.rope_theta ** (torch.arange(0, K, 2, dtype=torch.float32, device=device) / K)
     if config.rope_scaling is None:
         return freq
     s = config.rope_scaling
     original, low, high = s["original_max_position_embeddings"], s["low_freq_factor"], s["high_freq_factor"]
     wavelength = 2 * math.pi / freq
-    # 0 for wavelengths beyond the trained context (stretched by factor), 1 for short ones (kept), linear between
+    # 0 for wavelengths beyond the trained context (stretched by factor), 1 for short wavelengths (kept), linear in between
     keep = ((original / wavelength - low) / (high - low)).clamp(0, 1)
     return (1 - keep) * freq / s["factor"] + keep * freq
 
@@ -100,11 +100,11 @@ class Attention(nn.Module):
 
     def forward(self, x, cos, sin, attend):
         # -1 is the number of heads on this rank, H/tp: under tensor parallelism each rank computes some of the heads
-        q = transpose_heads(self.wq(x).unflatten(-1, (-1, self.head_dim)))  # (B, H/tp, T/cp, K)
-        k = transpose_heads(self.wk(x).unflatten(-1, (-1, self.head_dim)))  # (B, G/tp, T/cp, K)
-        v = transpose_heads(self.wv(x).unflatten(-1, (-1, self.head_dim)))  # (B, G/tp, T/cp, K)
+        q = self.wq(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, H/tp, T/cp, K)
+        k = self.wk(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, G/tp, T/cp, K)
+        v = self.wv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, G/tp, T/cp, K)
         out = attend(rotate(q, cos, sin), rotate(k, cos, sin), v)  # (B, H/tp, T/cp, K)
-        return self.wo(transpose_heads(out).flatten(-2))  # (B, T/cp, D), summed over tp
+        return self.wo(out.transpose(1, 2).flatten(-2))  # (B, T/cp, D), summed over tp
 
 
 class FeedForward(nn.Module):
@@ -134,7 +134,7 @@ class Block(nn.Module):
 
 
 class Llama3(nn.Module):
-    """The whole model, or a pipeline stage of it: the same class with the parts that other stages own set to None."""
+    """The whole model or a pipeline stage; in a stage the parts of other stages are None."""
 
     def __init__(self, config: Llama3Config):
         super().__init__()
@@ -144,7 +144,7 @@ class Llama3(nn.Module):
         self.norm = RMSNorm(config.dim, eps=config.norm_eps)
         # tied: forward takes the embedding's weight for the head as well
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
-        # Three functions that parallel.py replaces: context_parallel the first, tensor_parallel and compile the other two.
+        # parallel.py replaces these functions: context_parallel the first, tensor_parallel and compile the other two.
         self.make_attend, self.token_loss, self.logits = causal_attention, linear_cross_entropy, F.linear
 
     def forward(self, tokens, labels=None, positions=None, doc_ids=None, loss_denom=None, cache=None):
@@ -170,10 +170,10 @@ class Llama3(nn.Module):
         return self.token_loss(h, weight, labels, loss_denom)
 
     def init_std(self, fqn: str) -> float | None:
-        """Standard deviation of a weight's initial values; None for a name that this model does not know.
+        """Standard deviation of a weight's initial values; None for an unknown name.
 
         Norms start at 1 and biases at 0, as distributed/initial.py says. Matrices that write into the residual stream are
-        scaled down by sqrt(2 L), so that its variance does not grow with depth (GPT-2).
+        scaled down by sqrt(2 L), so the stream's variance does not grow with depth (GPT-2).
         """
         name = ".".join(fqn.split(".")[-2:])
         if name in ("wo.weight", "w2.weight"):
@@ -188,7 +188,7 @@ class Llama3(nn.Module):
         return 6 * n + 12 * c.n_layers * c.n_heads * c.head_dim * seq_len
 
     def tp_plan(self) -> dict[str, str]:
-        """fqn pattern -> style, one of parallel.TP_STYLES. Between blocks, activations are sharded along the sequence."""
+        """fqn pattern -> style (a key of parallel.TP_STYLES). Between blocks, activations are sharded along the sequence."""
         plan = {
             "tok_embeddings": "vocab_embedding",
             "blocks.*.attn_norm": "sequence",
@@ -227,7 +227,7 @@ class Llama3(nn.Module):
         return names
 
 
-# Hugging Face's config.json; models/hf_config.py says what the tables mean.
+# Hugging Face's config.json; models/hf_config.py explains the tables.
 HF_FIELDS = SHARED_FIELDS | dict(
     n_kv_heads=("num_key_value_heads", lambda hf: hf["num_attention_heads"]),
     head_dim=("head_dim", lambda hf: hf["hidden_size"] // hf["num_attention_heads"]),

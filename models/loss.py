@@ -3,9 +3,9 @@
 N tokens (B*T), D dim, V vocab (V/tp on this rank under vocab parallelism)
 
 The logits of N = 16,384 tokens over V = 128,256 words take 8.4 GB in fp32, their gradient as much again: more than
-the 8B model's activations. So the head's matmul, the loss and both gradients are computed together, a chunk of
-tokens at a time, and the gradients are kept from the forward until the backward asks for them. torch's own
-`F.linear_cross_entropy` (2.13) sums in bf16 and refuses DTensor weights, hence this one.
+the 8B model's activations. So the forward computes the head's matmul, the loss and both gradients together, a chunk
+of tokens at a time, and keeps the gradients for the backward. torch's own `F.linear_cross_entropy` (2.13) sums in
+bf16 and refuses DTensor weights.
 """
 import math
 
@@ -13,54 +13,54 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-IGNORE = -100  # a label with this value has no loss, as in F.cross_entropy
+IGNORE = -100  # label of a token without a loss, as in F.cross_entropy
 
 
-# Most logits per chunk: in fp32 64 MiB on a CPU, 1 GiB on a GPU. With fewer rows a GPU would spend the time of the head's
-# matmuls on adding up its gradient.
+# Most logits per chunk: in fp32 64 MiB on a CPU, 1 GiB on a GPU. With smaller chunks a GPU would spend as much time on adding
+# up the head's gradient as on the head's matmuls.
 CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**28, "meta": 2**28}
 
 
 def rows_per_chunk(h: Tensor, weight: Tensor) -> int:
-    """As few chunks as CHUNK_ELEMENTS allows, and equal ones. Their rows are a multiple of 256, because a GPU's matmuls are cut
-    into tiles of so many."""
+    """Split h into as few equal chunks as CHUNK_ELEMENTS allows. The number of rows is a multiple of 256, the tile size of a
+    GPU's matmuls."""
     most = max(256, CHUNK_ELEMENTS[h.device.type] // weight.shape[0] // 256 * 256)
     chunks = max(1, math.ceil(h.shape[0] / most))
     return max(256, math.ceil(h.shape[0] / chunks / 256) * 256)
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b in fp32, for bf16 a and b as well: in bf16 what later chunks add would be rounded away."""
-    if total.is_cuda:  # one kernel, which adds in its fp32 registers; on a CPU no matmul of bf16 returns fp32
+    """total += a @ b in fp32, for bf16 a and b as well: a bf16 total would round away the later chunks."""
+    if total.is_cuda:  # a single kernel, adding in fp32 registers; on a CPU no matmul of bf16 returns fp32
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
         total.add_(a @ b)
 
 
 def alone(x: Tensor, op: str) -> Tensor:
-    """The all_reduce of a process that holds the whole vocabulary: there is nothing to reduce."""
+    """The all_reduce of a process with the whole vocabulary: nothing to reduce."""
     return x
 
 
 def softmax_loss(h: Tensor, weight: Tensor, labels: Tensor, all_reduce, vocab_start: int, gradient: bool):
-    """One chunk, compiled by --compile: (sum of its losses in fp32, their gradient by the logits (n, V) or None)."""
+    """(sum of a chunk's losses in fp32, gradient of the sum by the logits (n, V) or None). Compiled by --compile."""
     V = weight.shape[0]
     logits = F.linear(h, weight).float()  # (n, V)
     valid = labels != IGNORE
     local = labels - vocab_start
-    mine = (local >= 0) & (local < V)  # the label's logit is on this rank; never of IGNORE, which is negative
+    mine = (local >= 0) & (local < V)  # the label's logit is on this rank; always False for IGNORE
     local = torch.where(mine, local, 0)[:, None]
     target = logits.gather(1, local)[:, 0]
     top = all_reduce(logits.amax(1), "max")
     exp = logits.sub_(top[:, None]).exp_()
-    # two sums in one all-reduce: of exp over the vocabulary, and of the label's logit, which all ranks but one add 0 to
+    # two sums in a single all-reduce: exp over the vocabulary, and the label's logit (0 on ranks without the label)
     sums = all_reduce(torch.stack([exp.sum(1), torch.where(mine, target, 0.0)]), "sum")
     loss = torch.where(valid, sums[0].log() + top - sums[1], 0.0).sum()
     if not gradient:
         return loss, None
-    # softmax - one_hot(label), zero where there is no loss
+    # softmax - one_hot(label); zero for a token without a loss
     dlogits = exp.div_(torch.where(valid, sums[0], torch.inf)[:, None])
-    if torch.compiler.is_compiling():  # compiled, this is part of the one pass over the logits; a scatter would need a second
+    if torch.compiler.is_compiling():  # compiled, the subtraction joins the only pass over the logits; a scatter adds a second
         dlogits = dlogits - ((torch.arange(V, device=h.device) == local) & mine[:, None]).float()
     else:
         dlogits.scatter_add_(1, local, -mine.float()[:, None])
@@ -99,33 +99,33 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Sum of the token losses / denom, a scalar in fp32. h (..., D), weight (V, D), labels (...) with IGNORE for no loss.
 
-    Under vocab parallelism each rank holds `weight` rows vocab_start .. vocab_start+V/tp and passes an `all_reduce(x, op)`
-    over its peers; the gradient of h is then this rank's summand. denom None divides by nothing.
+    Under vocab parallelism each rank holds `weight` rows from vocab_start up to vocab_start+V/tp-1 and passes an
+    `all_reduce(x, op)` over the tp ranks; the gradient of h is then this rank's summand. denom None: no division.
     """
-    flat, gradient = h.reshape(-1, h.shape[-1]), torch.is_grad_enabled()  # asked here: inside a Function it is always off
+    flat, gradient = h.reshape(-1, h.shape[-1]), torch.is_grad_enabled()  # ask here: gradients are always off inside a Function
     total = LinearCrossEntropy.apply(flat, weight, labels.reshape(-1), all_reduce, vocab_start, kernel, gradient)
     return total if denom is None else total / denom
 
 
-# The logit of ids that no tokenizer knows, in sampling and in training alike: a probability of 0 and a gradient of 0. It is
-# finite, because 0 * -inf, in the entropy, would be NaN.
+# Logit of ids unknown to the tokenizer, in sampling and in training alike: probability 0, gradient 0. Finite, because
+# 0 * -inf in the entropy would be NaN.
 NEVER = -1e30
 
 
 def log_normalizer(logits: Tensor, all_reduce=alone) -> Tensor:
-    """log sum exp over the vocabulary, (n,) from fp32 logits (n, V/tp). The generator and the trainer of grpo.py both use this
-    function: if they rounded differently, it would look as if their policies differed."""
+    """log sum exp over the vocabulary, (n,) from fp32 logits (n, V/tp). The generator and the trainer of grpo.py share this
+    function: a difference in rounding would look like a difference between policies."""
     top = all_reduce(logits.amax(-1), "max")
     return top + all_reduce((logits - top[:, None]).exp().sum(-1), "sum").log()
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """As LinearCrossEntropy, for losses that weigh every token in their own way: the weights are known only after the forward,
-    so the backward computes each chunk's logits again."""
+    """Like LinearCrossEntropy, for losses with a weight per token. The weights are known only after the forward, so the
+    backward computes each chunk's logits again."""
 
     @staticmethod
     def chunks(h, weight, labels, temperature, vocab_start, unknown):
-        """Yields (rows, fp32 logits (n, V/tp) at the temperature, the label's index (n, 1), whether it is on this rank (n))."""
+        """Yields (rows, fp32 logits (n, V/tp) at the temperature, index of the label (n, 1), label on this rank? (n))."""
         V, size = weight.shape[0], rows_per_chunk(h, weight)
         for begin in range(0, h.shape[0], size):
             rows = slice(begin, begin + size)
@@ -166,9 +166,9 @@ class TokenLogprobs(torch.autograd.Function):
 
 
 def token_logprobs(h: Tensor, weight: Tensor, labels: Tensor, temperature=1.0, all_reduce=alone, vocab_start=0, unknown=None):
-    """(log-probability of each label, entropy of its distribution; the latter without gradient), both fp32 and shaped like
-    labels (...); h (..., D), weight (V, D), every label a token. Vocab parallelism as in linear_cross_entropy.
-    unknown: ids with probability 0, see NEVER."""
+    """(log-probability of each label, entropy of each token's distribution), both fp32 and shaped like labels (...). The
+    entropy has no gradient. h (..., D), weight (V, D); every label must be a token, not IGNORE. Vocab parallelism as in
+    linear_cross_entropy. unknown: ids with probability 0, see NEVER."""
     flat = h.reshape(-1, h.shape[-1]), weight, labels.reshape(-1)
     flat = TokenLogprobs.apply(*flat, temperature, all_reduce, vocab_start, unknown)
     return tuple(x.reshape(labels.shape).clone() for x in flat)  # clone: FSDP's hooks cannot work on views

@@ -1,9 +1,9 @@
-"""What mixture-of-experts models share: sorting tokens by expert, the grouped matmul, load counting, the balancing loss.
+"""Shared by mixture-of-experts models: sorting tokens by expert, the grouped matmul, load counting, the balancing loss.
 
 N tokens on this rank (B * T/cp/tp), D dim, E experts (E/ep on this rank), k experts per token, F moe_ffn_dim
 
-Each model keeps its own router; a router gives `index` (N, k), the chosen experts, and `weight` (N, k), how much of each.
-Routing is dropless: every token reaches all of its experts, however uneven the load.
+Each model has a router of its own. A router returns `index` (N, k), the chosen experts, and `weight` (N, k), the experts'
+weights. Routing is dropless: every token reaches all k experts, however uneven the load.
 """
 import torch
 import torch.nn.functional as F
@@ -13,8 +13,8 @@ grouped_mm = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", Non
 
 
 def kernel_fits(x: Tensor, weight: Tensor) -> bool:
-    """Whether grouped_mm can multiply x (N, in) with weight (E, out, in). Its rows must be multiples of 16 bytes, on GPUs
-    it has no fp32, and its backward fails without any row, as when no token chose an expert of this rank."""
+    """Whether grouped_mm can multiply x (N, in) with weight (E, out, in): rows must be multiples of 16 bytes, GPUs have no
+    fp32 kernel, and the backward fails for N = 0 (no token chose an expert of this rank)."""
     aligned = all(n * x.element_size() % 16 == 0 for n in weight.shape[1:])
     return grouped_mm is not None and len(x) > 0 and aligned and (x.dtype == torch.bfloat16 or not x.is_cuda)
 
@@ -23,15 +23,15 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """x (N, in) sorted by expert, weight (E, out, in), counts (E,): rows of x per expert. Returns (N, out)."""
     if kernel_fits(x, weight):
         return grouped_mm(x, weight.transpose(1, 2), offs=counts.cumsum(0).to(torch.int32))
-    parts = x.split(counts.tolist())  # one matmul per expert: the host waits for the device to learn the sizes
+    parts = x.split(counts.tolist())  # a matmul per expert: the host waits for the device to learn the sizes
     return torch.cat([F.linear(part, w) for part, w in zip(parts, weight, strict=True)])
 
 
 class Experts(nn.Module):
-    """E SwiGLU feed-forward networks side by side. distributed.experts.expert_parallel puts an exchange of tokens around it.
+    """E SwiGLU feed-forward networks side by side. distributed.experts.expert_parallel puts an exchange of tokens around them.
 
-    Parameters are stacks of E, in the order in which `compute` takes them. etp_dims: the dimension of each that --etp splits,
-    the hidden width.
+    Parameters are stacks of E, in the order of `compute`'s arguments. etp_dims: the dimension of each stack split by --etp, the
+    hidden width.
     """
 
     etp_dims = {"w1": 1, "w2": 2, "w3": 1}
@@ -41,7 +41,7 @@ class Experts(nn.Module):
         self.w1 = nn.Parameter(torch.empty(n_experts, ffn_dim, dim))
         self.w2 = nn.Parameter(torch.empty(n_experts, dim, ffn_dim))
         self.w3 = nn.Parameter(torch.empty(n_experts, ffn_dim, dim))
-        self.compute, self.spread, self.combine = swiglu_experts, spread, combine  # parallel.compile_blocks compiles them
+        self.compute, self.spread, self.combine = swiglu_experts, spread, combine  # compiled by parallel.compile_blocks
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """x (N*k, D) sorted by expert, counts (E,) -> (N*k, D) in the same order."""
@@ -70,16 +70,16 @@ class ScoresFromBf16(torch.autograd.Function):
 def router_scores(x: Tensor, weight: Tensor) -> Tensor:
     """x (..., D), weight (E, D) -> (..., E), in fp32: rounded to bf16, close scores change places and tokens go to other
     experts."""
-    if x.is_cuda and x.dtype == weight.dtype == torch.bfloat16:  # its matmuls add up in fp32 anyway: no copies of x in fp32
+    if x.is_cuda and x.dtype == weight.dtype == torch.bfloat16:  # GPU matmuls add up in fp32 anyway: no copies of x in fp32
         return ScoresFromBf16.apply(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
     return F.linear(x.float(), weight.float())
 
 
 class Spread(torch.autograd.Function):
-    """x[index] for an index that names every row of x k times; places (rows of x, k) says where they are in the result.
+    """x[index], with every row of x k times in the index. places (rows of x, k): the rows of the result with the k copies.
 
-    So its gradient can be picked from there, and added up in fp32. torch's own gradient of x[index] sorts the index first, and
-    that of index_select adds with atomics, in another order in every run.
+    With places, the gradient picks the k copies and adds them up in fp32. torch's own gradient of x[index] sorts the index
+    first, and torch's gradient of index_select adds with atomics, in another order in every run.
     """
 
     @staticmethod
@@ -93,14 +93,14 @@ class Spread(torch.autograd.Function):
 
 
 class AddUp(torch.autograd.Function):
-    """The other way, the gradient of Spread: each row is the sum of the k rows at its places."""
+    """The gradient of Spread: row i is the sum of the k rows places[i]."""
 
     @staticmethod
     def forward(ctx, y, index, places):
         ctx.save_for_backward(index, places)
         if y.is_cuda:
             return add_up(y, places)
-        # a CPU adds one row after the other, which is quicker there, and in the same order in every run
+        # index_add_ is quicker on a CPU, and adds row after row, in the same order in every run
         return y.new_zeros(len(places), *y.shape[1:], dtype=torch.float32).index_add_(0, index, y.float()).to(y.dtype)
 
     @staticmethod
@@ -109,7 +109,7 @@ class AddUp(torch.autograd.Function):
 
 
 def add_up(y: Tensor, places: Tensor) -> Tensor:
-    """(N*k, ...) -> (N, ...), places (N, k). In fp32, because sums of k terms in bf16 would round their differences away."""
+    """(N*k, ...) -> (N, ...), places (N, k). In fp32: bf16 sums of k terms would round small differences away."""
     rows = y.index_select(0, places.flatten()).unflatten(0, places.shape)
     return rows[:, 0] if places.shape[1] == 1 else rows.sum(1, dtype=torch.float32).to(y.dtype)
 
@@ -120,10 +120,10 @@ def inverse(order: Tensor) -> Tensor:
 
 
 def apply_experts(experts: Experts, x: Tensor, index: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Send each token to its k experts and add up what comes back, weighted: x (N, D), index and weight (N, k) -> (N, D)."""
-    # (N*k,) copies of the tokens, expert by expert. As 16 bits, which are sorted in a fourth of the passes of 64.
+    """Send each token to k experts and add up the weighted results: x (N, D), index and weight (N, k) -> (N, D)."""
+    # (N*k,) copies of the tokens, expert by expert. Sorting 16-bit numbers takes a fourth of the passes of 64-bit numbers.
     order = index.flatten().short().argsort(stable=True)
-    places = inverse(order).view_as(index)  # where each copy has gone
+    places = inverse(order).view_as(index)  # the row of each copy
     return experts.combine(experts(experts.spread(x, order, places), counts), weight, order, places)
 
 
@@ -133,19 +133,19 @@ def spread(x: Tensor, order: Tensor, places: Tensor) -> Tensor:
 
 
 def combine(y: Tensor, weight: Tensor, order: Tensor, places: Tensor) -> Tensor:
-    """What the experts made of the copies, y (N*k, D), times weight (N, k), added up for each token: (N, D)."""
+    """The experts' results y (N*k, D), times weight (N, k), added up for each token: (N, D)."""
     weight = Spread.apply(weight.flatten(), order, places.view(-1, 1))  # (N*k,) in the order of y
     return AddUp.apply(y * weight[:, None].to(y.dtype), order // places.shape[1], places)
 
 
 def in_forward() -> bool:
-    """False while activation checkpointing computes a forward again inside the backward: load must be counted only once."""
+    """False while activation checkpointing repeats a forward inside the backward: load must be counted only once."""
     return torch._C._current_graph_task_id() == -1
 
 
 class AddLoss(torch.autograd.Function):
-    """Returns x unchanged and gives `loss` a gradient of 1: so a loss that is computed inside a layer is added to the model's,
-    whichever pipeline stage the layer is on."""
+    """Return x unchanged and give `loss` a gradient of 1: adds a loss from inside a layer to the model's loss, on any pipeline
+    stage."""
 
     @staticmethod
     def forward(ctx, x, loss):
@@ -157,13 +157,13 @@ class AddLoss(torch.autograd.Function):
 
 
 class Balance(nn.Module):
-    """Keeps the experts of one layer equally busy, in one of the ways of --moe_balance, and counts how busy they are.
+    """Keep the experts of a layer equally busy, as --moe_balance says, and count the tokens of each expert.
 
-    bias: added to the scores when experts are chosen, never to their weights; parallel.balance_experts moves it after each
-        step against the load (arXiv:2408.15664).
+    bias: added to the scores when experts are chosen, never to the experts' weights; after each step
+        parallel.balance_experts moves the bias against the load (arXiv:2408.15664).
     aux: a loss of coef * E * sum_e f_e P_e, with f_e the share of choices and P_e the mean probability (Switch,
-        arXiv:2101.03961, eq. 4), per sequence and averaged over the sequences of the global batch: the same in every layout,
-        which the usual batch-wise form is not.
+        arXiv:2101.03961, eq. 4), per sequence and averaged over the sequences of the global batch: equal in every layout,
+        unlike the usual batch-wise form.
     none: no balancing. force (--moe_force_balance): round-robin instead of the router, for benchmarks.
     """
 
@@ -174,26 +174,18 @@ class Balance(nn.Module):
         self.load = None  # (E,) tokens per expert since the last step, fp32
         self.aux_scale = 0.0  # coefficient / sequences in the global batch
         self.force = False
-        # --routing_replay, see rl/routing.py: choices (N, k) to be made in place of the router's, -1 where that chooses itself;
-        # and whether choose() leaves its choice in `taken`
-        self.replayed, self.keeps, self.taken = None, False, None
-        # set where cp and tp ranks share a sequence: into how many parts it is cut, and a function that sums over them
+        # set if cp and tp ranks share a sequence: the number of parts, and a function that sums over the parts
         self.parts, self.sum_over_parts = 1, lambda x: x
 
     def choose(self, scores: Tensor, k: int, limit=lambda scores: scores) -> Tensor:
-        """Indices (N, k) of the chosen experts from the router's scores (N, E); limit: puts -inf where none may be chosen."""
+        """Indices (N, k) of the chosen experts from the router's scores (N, E); limit: puts -inf at forbidden experts."""
         if self.force:
             n = torch.arange(scores.shape[0] * k, device=scores.device)
             return (n % self.n_experts).view(-1, k)
-        index = limit(scores + self.bias).topk(k, dim=-1).indices
-        if self.replayed is not None:
-            index = torch.where(self.replayed < 0, index, self.replayed)
-        if self.keeps:
-            self.taken = index
-        return index
+        return limit(scores + self.bias).topk(k, dim=-1).indices
 
     def count(self, index: Tensor) -> Tensor:
-        """Rows per expert (E,) of this call; adds them to the load."""
+        """Rows per expert (E,) of this call; also added to the load."""
         chosen = index.flatten()
         counts = torch.zeros(self.n_experts, dtype=torch.int64, device=index.device)
         counts.scatter_add_(0, chosen, torch.ones_like(chosen))  # bincount would wait for the device
@@ -202,7 +194,7 @@ class Balance(nn.Module):
         return counts
 
     def add_loss(self, x: Tensor, probs: Tensor, index: Tensor, B: int) -> Tensor:
-        """x (N, D) unchanged, with the balancing loss of its B sequences attached. probs (N, E), index (N, k)."""
+        """x (N, D) unchanged, with the balancing loss of the B sequences attached. probs (N, E), index (N, k)."""
         if self.aux_scale == 0.0 or not torch.is_grad_enabled():
             return x
         k, E = index.shape[1], self.n_experts
@@ -214,9 +206,9 @@ class Balance(nn.Module):
 
 
 def load_statistics(loads: Tensor) -> tuple[Tensor, Tensor]:
-    """(largest load over mean load in the worst layer, experts without any token in all layers) of loads (layers, E).
+    """(largest load / mean load in the worst layer, number of experts without a token in all layers) of loads (layers, E).
 
-    A row of zeros is a layer without experts: it counts as neither.
+    A row of zeros is a layer without experts, and is skipped.
     """
     total = loads.sum(1, keepdim=True)  # (layers, 1)
     return (loads.amax(1) / loads.mean(1).clamp(min=1e-9)).max(), ((loads == 0) & (total > 0)).sum()

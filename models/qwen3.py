@@ -4,7 +4,7 @@ B batch, T sequence (T/cp on this rank), D dim, H heads (H/tp), G key/value head
 V vocab (V/tp), E experts (E/ep). Under sequence parallelism the activations between attention and FFN are (B, T/cp/tp, D).
 
 Architecture: Qwen3 Technical Report, arXiv:2505.09388. Numbers of the flavors: the config.json of Qwen's Hugging Face
-repositories. A comment says where and why this differs from models/llama3.py; all else is an equal copy (tests/test_copies.py).
+repositories. Comments explain each difference from models/llama3.py; all else is an equal copy (tests/test_copies.py).
 """
 import math
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from models.attention import causal_attention
 from models.hf_config import SHARED_FIELDS, SHARED_FIXED, config_from_hf, config_to_hf
-from models.layers import RMSNorm, rotate, transpose_heads
+from models.layers import RMSNorm, rotate
 from models.loss import linear_cross_entropy
 from models.moe import Balance, Experts, apply_experts, router_scores
 
@@ -32,7 +32,7 @@ class Qwen3Config:
     vocab_size: int = 4096
     norm_eps: float = 1e-6
     rope_theta: float = 1000000.0
-    rope_scaling: None = None  # none in Qwen3; the field is there because every model has it
+    rope_scaling: None = None  # Qwen3 has none; every model has the field
     tie_embeddings: bool = False
     max_seq_len: int = 40960
     n_experts: int = 0  # 0: dense
@@ -53,16 +53,16 @@ class Qwen3Config:
 
     @classmethod
     def from_hf(cls, config_json: dict) -> "Qwen3Config":
-        """The config of a Hugging Face folder's config.json. Raises ValueError naming what this model cannot represent.
+        """The config of a Hugging Face folder's config.json. Raises ValueError naming the field that we cannot represent.
 
-        The tables that say what means what are at the end of this file.
+        The tables of names are at the end of this file.
         """
         experts = config_json.get("num_experts") or config_json.get("num_local_experts")  # transformers 4 / 5
         fields = HF_FIELDS | (HF_EXPERTS if config_json.get("model_type") == "qwen3_moe" else {})
         return config_from_hf(cls, config_json | {"num_experts": experts}, fields, HF_FIXED | HF_FIXED_EXPERTS)
 
     def to_hf(self) -> dict:
-        """The inverse: a config.json, as transformers reads it."""
+        """The inverse: a config.json for transformers."""
         experts = config_to_hf(self, HF_EXPERTS, HF_FIXED_EXPERTS) if self.n_experts else {}
         name = "Qwen3MoeForCausalLM" if self.n_experts else "Qwen3ForCausalLM"
         return config_to_hf(self, HF_FIELDS, HF_FIXED) | experts | dict(architectures=[name], rope_scaling=None)
@@ -106,11 +106,11 @@ class Attention(nn.Module):
 
     def forward(self, x, cos, sin, attend):
         # -1 is the number of heads on this rank, H/tp: under tensor parallelism each rank computes some of the heads
-        q = transpose_heads(self.q_norm(self.wq(x).unflatten(-1, (-1, self.head_dim))))  # (B, H/tp, T/cp, K)
-        k = transpose_heads(self.k_norm(self.wk(x).unflatten(-1, (-1, self.head_dim))))  # (B, G/tp, T/cp, K)
-        v = transpose_heads(self.wv(x).unflatten(-1, (-1, self.head_dim)))  # (B, G/tp, T/cp, K)
+        q = self.q_norm(self.wq(x).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)  # (B, H/tp, T/cp, K)
+        k = self.k_norm(self.wk(x).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)  # (B, G/tp, T/cp, K)
+        v = self.wv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, G/tp, T/cp, K)
         out = attend(rotate(q, cos, sin), rotate(k, cos, sin), v)  # (B, H/tp, T/cp, K)
-        return self.wo(transpose_heads(out).flatten(-2))  # (B, T/cp, D), summed over tp
+        return self.wo(out.transpose(1, 2).flatten(-2))  # (B, T/cp, D), summed over tp
 
 
 class FeedForward(nn.Module):
@@ -174,7 +174,7 @@ class Block(nn.Module):
 
 
 class Qwen3(nn.Module):
-    """The whole model, or a pipeline stage of it: the same class with the parts that other stages own set to None."""
+    """The whole model or a pipeline stage; in a stage the parts of other stages are None."""
 
     def __init__(self, config: Qwen3Config):
         super().__init__()
@@ -184,7 +184,7 @@ class Qwen3(nn.Module):
         self.norm = RMSNorm(config.dim, eps=config.norm_eps)
         # tied: forward takes the embedding's weight for the head as well
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
-        # Three functions that parallel.py replaces: context_parallel the first, tensor_parallel and compile the other two.
+        # parallel.py replaces these functions: context_parallel the first, tensor_parallel and compile the other two.
         self.make_attend, self.token_loss, self.logits = causal_attention, linear_cross_entropy, F.linear
 
     def forward(self, tokens, labels=None, positions=None, doc_ids=None, loss_denom=None, cache=None):
@@ -210,10 +210,10 @@ class Qwen3(nn.Module):
         return self.token_loss(h, weight, labels, loss_denom)
 
     def init_std(self, fqn: str) -> float | None:
-        """Standard deviation of a weight's initial values; None for a name that this model does not know.
+        """Standard deviation of a weight's initial values; None for an unknown name.
 
         Norms start at 1 and biases at 0, as distributed/initial.py says. Matrices that write into the residual stream are
-        scaled down by sqrt(2 L), so that its variance does not grow with depth (GPT-2).
+        scaled down by sqrt(2 L), so the stream's variance does not grow with depth (GPT-2).
         """
         name = ".".join(fqn.split(".")[-2:])
         if name in ("wo.weight", "w2.weight", "experts.w2"):
@@ -222,7 +222,7 @@ class Qwen3(nn.Module):
         return 0.02 if name in ["experts.w1", "experts.w3", *(f"{matrix}.weight" for matrix in matrices)] else None
 
     def n_active_params(self) -> int:
-        """Parameters that one token meets: all but the experts that it is not sent to."""
+        """Parameters that a token uses: all but the experts not chosen."""
         c = self.config
         idle = c.n_layers * (c.n_experts - c.top_k) * 3 * c.dim * c.moe_ffn_dim if c.n_experts else 0
         return sum(p.numel() for p in self.parameters()) - idle
@@ -234,7 +234,7 @@ class Qwen3(nn.Module):
         return 6 * n + 12 * c.n_layers * c.n_heads * c.head_dim * seq_len
 
     def tp_plan(self) -> dict[str, str]:
-        """fqn pattern -> style, one of parallel.TP_STYLES. Between blocks, activations are sharded along the sequence."""
+        """fqn pattern -> style (a key of parallel.TP_STYLES). Between blocks, activations are sharded along the sequence."""
         plan = {
             "tok_embeddings": "vocab_embedding",
             "blocks.*.attn_norm": "sequence",
@@ -256,7 +256,7 @@ class Qwen3(nn.Module):
         return plan if self.config.tie_embeddings else plan | {"head": "vocab_head"}
 
     def hf_keys(self) -> dict[str, str | list[str]]:
-        """fqn -> name in Hugging Face's files; for a stack of experts, the list of their names. The numbers are the same."""
+        """fqn -> name in Hugging Face's files; for a stack of experts a list of names. The values are the same."""
         names = {"tok_embeddings.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
         if not self.config.tie_embeddings:
             names["head.weight"] = "lm_head.weight"
@@ -283,7 +283,7 @@ class Qwen3(nn.Module):
         return names
 
 
-# Hugging Face's config.json; models/hf_config.py says what the tables mean.
+# Hugging Face's config.json; models/hf_config.py explains the tables.
 HF_FIELDS = SHARED_FIELDS | dict(
     n_kv_heads=("num_key_value_heads", lambda hf: hf["num_attention_heads"]),
     head_dim=("head_dim", 128),

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from corpus.readers import PACKED, format_of, unpacked
 from rl.answers import KINDS, is_right, never_right
 from rl.environments import load_own, open_env, shuffled
 from support.config import Need, flag
-from support.readers import PACKED, format_of, unpacked
 
 HINTS = {"dataset": "", "gsm8k": "\nThink step by step, and end with the answer alone on a line: #### number"}
 REWARD_PARAMETERS = ("prompt", "completion", "answer", "truncated", "fields")

@@ -6,7 +6,6 @@ rollout() keeps R rows busy: it reads some prompts, copies each to the rows of i
 gives the rows of samples that have ended to the next prompts. The host knows the samples, and the device works on rows: the
 host sends it what it needs for the next few tokens, and reads them all at once.
 """
-import contextlib
 import hashlib
 from collections import deque
 from collections.abc import Callable
@@ -15,15 +14,13 @@ from itertools import count, islice
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from distributed.layout import AllGather
 from models.attention import sdpa
-from models.layers import RMSNorm, normalized, transpose_heads
 from models.loss import NEVER, log_normalizer
 from parallel import whole_vocab
-from rl.graphs import addresses, can_capture, captured
-from rl.routing import chosen_experts, read_experts, routers
 
 PREFILL_CHUNK = 512  # prompt tokens per forward: activations of a whole long prompt would need more memory than its cache
 # Attention is over a multiple of so many keys. On a GPU each is a shape that costs a plan and a graph; on a CPU a shape costs
@@ -45,17 +42,13 @@ class RowCache:
         another one only means buckets of another size."""
         self.rows, self.max_len, self.fixed_shapes = rows, max_len, fixed_shapes
         self.key_bucket = KEY_BUCKET.get(torch.device(device).type, 128)
-        self.routers = []  # whose choices are kept as well, see rl/routing.py
-        # (block, n-th call of attend in it): keys and values, each (rows, max_len, kv heads, head dim); "experts": what the
-        # routers chose for the same tokens, (rows, max_len, routers, experts per token)
-        self.kept = {}
+        self.kept = {}  # (block, n-th call of attend in it): keys and values, each (rows, max_len, kv heads, head dim)
         self.most_rows, self.numbers = rows, None  # of rows and positions: 0, 1, 2, ...
         self.n, self.views = 0, {}  # of keys and values, what the last forward attended to: (rows, kv heads, n, head dim)
 
     def place(self, at: Tensor, rows: Tensor | None = None, keys: int | None = None):
-        """The tokens of the next forward are at positions at (R, T) of these rows (R,); None: of all rows. One token each may
-        come without T, at (R,). keys: how many positions the longest row has by then; None asks the device, which makes the
-        host wait for it."""
+        """The tokens of the next forward are at positions at (R, T) of these rows (R,); None: of all rows. keys: how many
+        positions the longest row has by then; None asks the device, which makes the host wait for it."""
         keys = int(at.max()) + 1 if keys is None else keys
         if self.numbers is None:
             self.numbers = torch.arange(max(self.rows, self.max_len), device=at.device)
@@ -63,9 +56,7 @@ class RowCache:
             self.n, self.views = self.bucket(keys), {}
             self.all_rows, self.columns = self.numbers[: self.rows], self.numbers[: self.n]
         self.at, self.chosen, self.masks = at, rows, {}
-        self.row = self.all_rows if rows is None else rows  # (R,)
-        if at.dim() == 2:
-            self.row = self.row[:, None]
+        self.row = (self.all_rows if rows is None else rows)[:, None]  # (R, 1)
 
     def bucket(self, keys: int) -> int:
         """How many positions are attended to where `keys` of them are needed."""
@@ -80,35 +71,31 @@ class RowCache:
 
     def append(self, call, q: Tensor, k: Tensor, v: Tensor | None, scale, reach=None, sinks=None) -> Tensor:
         """Store k, v (R, kv heads, T, head dim) and attend from q (R, heads, T, head dim) to all that its row has up to there,
-        or to the last ones of reach (R or 1, T). v None: the keys are the values, as in DeepSeek's latents. All without T where
-        at has none."""
-        self.store(call, *(transpose_heads(x) for x in (k, v) if x is not None))
+        or to the last ones of reach (R or 1, T). v None: the keys are the values, as in DeepSeek's latents."""
+        self.store(call, *(x.transpose(1, 2) for x in (k, v) if x is not None))
         if call not in self.views:
             self.views[call] = [self.kept[call][i][: self.rows, : self.n].transpose(1, 2) for i in (0, -1)]
         keys, values = self.views[call]
         if self.chosen is not None:
             keys, values = keys[self.chosen], values[self.chosen]
         if (kind := (q.dtype, id(reach))) not in self.masks:  # once per forward: with a boolean one sdpa does it in each block
-            at = self.at.view(len(q), 1, -1, 1)
+            at = self.at[:, None, :, None]
             hidden = self.columns > at  # (R, 1, T, n)
             if reach is not None:
-                hidden = hidden | (self.columns <= at - reach.view(len(reach), 1, -1, 1))
+                hidden = hidden | (self.columns <= at - reach[:, None, :, None])
             mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, -torch.inf)
             self.masks[kind] = mask, reach  # reach, so that no other one gets its id
-        (R, H, *T, K), (mask, _) = q.shape, self.masks[kind]
-        if self.fixed_shapes:
-            if T[0] < FEWEST:  # copies of the last query, which nobody reads
-                q, mask = (torch.cat([x, x[:, :, -1:].expand(-1, -1, FEWEST - T[0], -1)], 2) for x in (q, mask))
-        elif T in ([], [1]) and sinks is None:
+        (R, H, T, K), (mask, _) = q.shape, self.masks[kind]
+        if self.fixed_shapes and T < FEWEST:  # copies of the last query, which nobody reads
+            q, mask = (torch.cat([x, x[:, :, -1:].expand(-1, -1, FEWEST - T, -1)], 2) for x in (q, mask))
+        elif T == 1 and sinks is None and not self.fixed_shapes:
             # heads that share their keys become queries of one head, so that these keys are read once for all
             q = q.reshape(R, keys.shape[1], -1, K)
-        elif not T:
-            q = q[:, :, None]
         out = sdpa(q, keys, values, mask, scale=scale, sinks=sinks)
-        return out[:, :, : T[0]] if self.fixed_shapes else out.reshape(R, H, *T, -1)
+        return out[:, :, :T] if self.fixed_shapes else out.reshape(R, H, T, -1)
 
     def store(self, call, *new: Tensor):
-        """Keep each of new (R, T, heads, head dim), or (R, heads, head dim), at the places of its tokens."""
+        """Keep each of new (R, T, heads, head dim) at the places of its tokens."""
         if call not in self.kept:
             self.kept[call] = [x.new_zeros(self.most_rows, self.max_len, *x.shape[-2:]) for x in new]
         for kept, x in zip(self.kept[call], new):
@@ -142,10 +129,7 @@ def uniform_noise(name: str, *shape: int) -> Tensor:
 
 
 def column_logits(h: Tensor, weight: Tensor, *, column: Tensor, mesh=None) -> Tensor:
-    """fp32 logits (R, V) at one column of each row: h (R, T/tp, D), column (R,). Nobody needs the other columns. h (R, D): of
-    the only one."""
-    if h.dim() == 2:
-        return F.linear(h, weight).float()
+    """fp32 logits (R, V) at one column of each row: h (R, T/tp, D), column (R,). Nobody needs the other columns."""
     row = torch.arange(h.shape[0], device=h.device)
     if mesh is None:
         return F.linear(h[row, column], weight).float()
@@ -155,84 +139,19 @@ def column_logits(h: Tensor, weight: Tensor, *, column: Tensor, mesh=None) -> Te
 
 def next_logits(model, cache: RowCache, tokens: Tensor, at: Tensor, column: Tensor, keys: int, mesh=None, rows=None) -> Tensor:
     """Run tokens (R, T) at positions at (R, T), all below `keys`, of these rows (R,), None: of all; logits (R, V) of one column
-    (R,) of each. tokens and at may come as (R,), where takes_rows(model)."""
+    (R,) of each."""
     usual_logits = model.logits
     cache.place(at, rows, keys)
     model.logits = partial(column_logits, column=column, mesh=mesh)
     try:
-        logits = model(tokens, positions=at, cache=cache)
+        return model(tokens, positions=at, cache=cache)
     finally:
         model.logits = usual_logits
-    if cache.routers:
-        cache.store("experts", chosen_experts(cache.routers, tokens, mesh))
-    return logits
 
 
-@contextlib.contextmanager
-def prepared(model):
-    """Inside, what does not change during a rollout is computed once: transposed matrices, and the eps of norms as a tensor.
-    Only modules are touched that are exactly nn.Linear without bias, or our RMSNorm on a CPU; they compute the same bits."""
-    changed = []
-    for module in model.modules():
-        if "forward" in vars(module):  # somebody else's
-            continue
-        if type(module) is nn.Linear and module.bias is None and type(module.weight) is nn.Parameter:
-            module.forward = partial(multiply, matrix=module.weight.t(), usual=module.forward)
-        elif type(module) is RMSNorm and module.weight.device.type == "cpu" and module.weight.dtype != torch.float64:
-            module.forward = partial(normalize, weight=module.weight, eps=torch.tensor(module.eps))
-        changed += [module] * ("forward" in vars(module))
-    try:
-        yield
-    finally:
-        for module in changed:
-            del module.forward
-
-
-def multiply(x: Tensor, matrix: Tensor, usual: Callable) -> Tensor:
-    """x (R, D) @ matrix (D, out). With another number of axes what the module usually does, in four operators."""
-    return torch.mm(x, matrix) if x.dim() == 2 else usual(x)
-
-
-def normalize(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
-    return normalized(x, weight, eps)[0]
-
-
-@torch.no_grad()
-def takes_rows(model, device) -> bool:
-    """Whether the model computes the same for tokens (R,) as for (R, 1): then activations are (R, D) while decoding, which
-    saves the views around every product. Tried once, on three tokens of three rows, because a fork's blocks may count on T."""
-    if not hasattr(model, "takes_rows"):
-        column, logits = torch.zeros(3, dtype=torch.long, device=device), []
-        for T in ((1,), ()):
-            cache = RowCache(3, 3)
-            for i in range(3):
-                tokens = (torch.arange(3, device=device) + i) % model.config.vocab_size
-                try:
-                    found = next_logits(model, cache, tokens.view(3, *T), torch.full((3, *T), i, device=device), column, 3)
-                except (RuntimeError, ValueError, IndexError, TypeError):
-                    if T:
-                        raise
-                    found = torch.zeros(())
-            logits.append(found)
-        close = 1e-4 if next(model.parameters()).dtype in (torch.float32, torch.float64) else 2e-2
-        model.takes_rows = logits[0].shape == logits[1].shape and torch.allclose(
-            *logits, rtol=close, atol=close * float(logits[0].nan_to_num(0, 0, 0).abs().max()), equal_nan=True)
-    return model.takes_rows
-
-
-def cache_and_graphs(model, rows: int, max_len: int, fixed_shapes: bool, drawn: tuple) -> tuple[RowCache, dict]:
-    """A cache, and {(rows, bucket of keys): a captured step, None where it cannot be}. Those of the last rollout, if model.held
-    has them and all that is fixed in a graph is the same: sizes, addresses, and how tokens are drawn."""
-    chosen = [router for router in routers(model) if router.keeps]
-    fixed = rows, max_len, fixed_shapes, drawn, len(chosen), addresses(model)
-    held = getattr(model, "held", {})
-    if held.get("fixed") == fixed:
-        held["cache"].begin_again()
-    else:
-        held.clear()
-        held.update(fixed=fixed, cache=RowCache(rows, max_len, fixed_shapes, next(model.parameters()).device), runs={})
-        held["cache"].routers = chosen
-    return held["cache"], held["runs"]
+def can_capture(model) -> bool:
+    """Whether decoding may be a CUDA graph: on a GPU without FSDP, whose hooks around each block wait for their own streams."""
+    return next(model.parameters()).is_cuda and not any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def read_prompts(model, cache: RowCache, prompts: list[list[int]], rows: Tensor, T: int, width: int, mesh=None) -> Tensor:
@@ -310,8 +229,7 @@ def rollout(
     top_k=0, top_p=1.0, on_token=None, tool=None, stop=None, tp_mesh=None, batch_invariant=False,
     agree=lambda *numbers: numbers, ahead=AHEAD, graphs=True,
 ) -> list[dict]:
-    """G samples of each of P prompts, as dicts(ids, logprobs, mask, truncated), those of a prompt next to each other. Inside
-    recorded_experts(model) they also have `experts`, see rl/routing.py.
+    """G samples of each of P prompts, as dicts(ids, logprobs, mask, truncated), those of a prompt next to each other.
 
     noise (P, G, max_new_tokens), on the host: uniform numbers, one per token, so that a sample depends on the weights, its
     prompt and its noise, and not on the row that it is in, its neighbours, or the number of processes. At most `rows` samples
@@ -330,28 +248,14 @@ def rollout(
     training forward over max_len tokens (docs/grpo.md says where that was tested).
     agree(*numbers): the largest of each over the ranks that must run every forward together; see lockstep() in rl/rollouts.py.
     ahead: tokens between two looks of the host. A row that has ended idles until then.
-    graphs: on a GPU, capture one graph per number of rows and bucket of keys, and replay it (rl/graphs.py); never with tp_mesh
-    or batch_invariant. Not for forwards with collectives, as those of --ep. model.held, where there is a dict: the cache and
-    the graphs stay there for the next rollout of the same shape.
+    graphs: on a GPU, replay one CUDA graph per number of rows and bucket of keys; never with tp_mesh or batch_invariant. Not
+    for forwards with collectives, as those of --ep.
     """
-    with contextlib.nullcontext() if tp_mesh else prepared(model):
-        return sample_all(
-            model, prompts, noise, temperature, {eot} if isinstance(eot, int) else set(eot), max_len, rows, top_k, top_p,
-            on_token, tool, stop, tp_mesh, batch_invariant, agree, ahead, graphs)
-
-
-def sample_all(
-    model, prompts, noise, temperature, ends: set, max_len, rows, top_k, top_p, on_token, tool, stop, tp_mesh, batch_invariant,
-    agree, ahead, graphs,
-) -> list[dict]:
-    """What rollout() returns."""
     P, G, max_new = noise.shape
-    device = next(model.parameters()).device
+    device, ends = next(model.parameters()).device, {eot} if isinstance(eot, int) else set(eot)
     width = tp_mesh.size() if tp_mesh else 1  # under TP activations are cut along the sequence: a column for each rank
-    alone = width == 1 and not batch_invariant and takes_rows(model, device)  # new tokens come as (R,)
     n_rows = max(G, min(rows // G, P) * G, FEWEST if batch_invariant else 0)
-    cache, runs = cache_and_graphs(model, n_rows, max_len + width, batch_invariant, (temperature, top_k, top_p))
-    graphs = graphs and not tp_mesh and not batch_invariant and can_capture(model)
+    cache = RowCache(n_rows, max_len + width, batch_invariant, device)
     waiting = deque(range(P))
     noise = noise.reshape(P * G, max_new)
     samples = [dict(ids=[], logprobs=[], mask=[], said=deque(), prompt=prompt) for prompt in prompts for _ in range(G)]
@@ -360,20 +264,22 @@ def sample_all(
 
     def forward(token, at, keys):
         """Logits (R, V) behind the last token of each row (R,), which is at position at (R,)."""
-        column = None if alone else torch.zeros_like(token)
-        if not alone:
-            token, at = F.pad(token[:, None], (0, width - 1)), at[:, None] + torch.arange(width, device=device)
-        return next_logits(model, cache, token, at, column, keys, tp_mesh)
+        tokens, at = F.pad(token[:, None], (0, width - 1)), at[:, None] + torch.arange(width, device=device)
+        return next_logits(model, cache, tokens, at, torch.zeros_like(token), keys, tp_mesh)
 
     def choose(logits, u, said):
         if (unknown := getattr(model, "unknown_ids", None)) is not None:
             logits.index_fill_(1, unknown, NEVER)
         token, logprob = draw(logits, u, temperature, top_k, top_p)
-        return token if said is None else torch.where(said < 0, token, said), logprob
+        return torch.where(said < 0, token, said), logprob
 
     def advance(keys, token, at, u, said):
-        """One token more in every row: the work of a CUDA graph."""
+        """One token more in every row."""
         return choose(forward(token, at, keys), u, said)
+
+    if graphs and not tp_mesh and not batch_invariant and can_capture(model):
+        from rl.graphs import replay_steps
+        cache, advance = replay_steps(model, cache, advance, fixed=(temperature, top_k, top_p))
 
     while True:
         # Refill the rows of whole groups, and of several at once, because each refill is a forward of its own.
@@ -408,8 +314,7 @@ def sample_all(
         keys, step = max(at) + 1, torch.arange(steps)[:, None]
         u = noise.flatten()[(torch.tensor(index) + step).clamp(max=P * G * max_new - 1)].double().to(device).unbind()
         at = (torch.tensor(at) + step).clamp(max=max_len - 1).to(device).unbind()
-        talks = graphs or any(samples[s]["said"] for s in sample if s is not None)
-        said = torch.tensor(given, device=device).T.unbind() if talks else [None] * steps
+        said = torch.tensor(given, device=device).T.unbind()
         token, found = torch.tensor(last, device=device), []
         for i in range(steps):
             n = cache.bucket(min(keys + i, max_len))
@@ -421,16 +326,11 @@ def sample_all(
                     logits[slots] = first[:, None]
                 token, logprob = choose(logits, u[i], said[i])
             else:
-                inputs = [token, at[i], u[i], said[i]]
-                if graphs and (len(sample), n) not in runs:
-                    runs[len(sample), n] = captured(partial(advance, n), inputs, runs)
-                run = graphs and runs[len(sample), n] or partial(advance, n)
-                token, logprob = run(*inputs)
+                token, logprob = advance(n, token, at[i], u[i], said[i])
             found.append((token, logprob))
 
         # the host looks: which samples have ended, and which get an answer from the tool
         found = torch.stack([torch.stack(x).double() for x in zip(*found)], 2).permute(1, 2, 0).tolist()  # exact: in one read
-        ended = {}
         for row, s in enumerate(sample):
             if s is not None:
                 ask = tool and (lambda ids: tool(ids)[: max_new - len(ids)])
@@ -438,9 +338,6 @@ def sample_all(
                 tokens, logprobs = found[row]
                 if not extend(samples[s], [*map(int, tokens)], logprobs, room[s], ends, ask, stop, heard):
                     sample[row] = None
-                    ended[row] = samples[s]
-        if cache.routers and ended:
-            read_experts(cache.kept["experts"][0], ended)
     return [
         dict(ids=s["ids"], logprobs=s["logprobs"], mask=s["mask"], truncated=not (s["ids"][-1] in ends and s["mask"][-1]))
-        | ({"experts": s["experts"]} if cache.routers else {}) for s in samples]
+        for s in samples]

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from distributed.agree import reason
-from distributed.layout import AXES, Layout, ParallelConfig
-from distributed.lora import add_adapters, is_adapter, lora_names
+from distributed.layout import Layout
 from rl.rollouts import make_batch, patient_group, unknown_ids
+from sft.lora import add_adapters, is_adapter, lora_names
 
 BUCKET_BYTES = 512 << 20  # of a message with weights, at most
 END, GO_ON = -1, -2  # in place of a cursor: leave; the prompts behind those of the batch before
@@ -185,15 +185,15 @@ def generate_forever(cfg, env, text, Model, model_config, n_trainers: int):
     rank, n = int(os.environ["RANK"]) - n_trainers, cfg.gen_ranks
     on_cuda = cfg.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_cuda else torch.device("cpu")
-    degrees = dict.fromkeys(AXES, 1) | {"dp_shard": n}  # each has a whole model, and prompts of its own
-    layout = Layout(ParallelConfig(dp_shard=n), degrees, n, local_batch_size=1, global_batch_size=n, device=device, rank=rank)
+    layout = Layout(dp_shard=n, global_batch_size=n, device=device, rank=rank)  # each has a whole model, and its own prompts
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     bridge = open_bridge(cfg, n_trainers, device)
     dist.init_process_group("gloo", store=dist.PrefixStore("world", bridge.store), rank=rank, world_size=n)
     dtype = {"auto": torch.bfloat16, "bfloat16": torch.bfloat16, "float32": torch.float32}[cfg.compute_dtype]
     model = Model(model_config).to(layout.device)
-    add_adapters(model, lora_names(model, cfg), cfg.lora_rank, cfg.lora_alpha)
+    if cfg.lora_rank:
+        add_adapters(model, lora_names(model, cfg.lora_on), cfg.lora_rank, cfg.lora_alpha)
     model.unknown_ids = unknown_ids(text, model_config, layout.device)
     model.held = {}  # nothing else needs this rank's memory: the cache and the CUDA graphs stay from rollout to rollout
     for t, as_multiplied in multiplied(model, dtype):

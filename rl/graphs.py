@@ -1,7 +1,6 @@
 """One CUDA graph for one token of all rows: the forward and the draw, launched as one thing instead of some hundred kernels.
 
-    run = captured(step, inputs, runs)    # step(*inputs) -> tuple of tensors; runs: those that were captured before
-    run(*other_inputs)                    # the same work on other values
+    cache, advance = replay_steps(model, cache, advance, fixed)    # advance(keys, *inputs) -> tuple of tensors
 
 A graph is a list of kernels with the addresses that they read and write. So it reads its inputs from buffers of its own, the
 keys and values from the memory that the cache has taken for good, and the weights where they are: nothing is copied, and what
@@ -11,16 +10,32 @@ keys, which costs about three eager steps each. A rank that only samples (rl/gen
 of the old ones, and keeps its graphs from step to step.
 """
 import warnings
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 
-def can_capture(model) -> bool:
-    """On a GPU, but not with FSDP: its hooks around each block wait for streams of its own, which must not become part of a
-    graph."""
-    return next(model.parameters()).is_cuda and not any(isinstance(module, FSDPModule) for module in model.modules())
+def replay_steps(model, cache, advance, fixed: tuple):
+    """(cache, an advance that replays graphs). fixed: numbers that a graph holds, besides sizes and addresses.
+
+    Where model.held is a dict, cache and graphs stay there for the next rollout of the same sizes, addresses and numbers.
+    """
+    held, fixed = getattr(model, "held", {}), (*fixed, cache.rows, cache.max_len, addresses(model))
+    if held.get("fixed") == fixed:
+        held["cache"].begin_again()
+    else:
+        held.clear()
+        held.update(fixed=fixed, cache=cache, runs={})
+    runs = held["runs"]
+
+    def replay(keys: int, *inputs: Tensor):
+        shape = len(inputs[0]), keys
+        if shape not in runs:
+            runs[shape] = captured(partial(advance, keys), inputs, runs)
+        return runs[shape](*inputs) if runs[shape] else advance(keys, *inputs)
+
+    return held["cache"], replay
 
 
 def captured(step, inputs: list[Tensor], runs: dict):
@@ -62,6 +77,6 @@ def captured(step, inputs: list[Tensor], runs: dict):
 
 
 def addresses(model) -> list[int]:
-    """Of all that a step reads and that was there before it."""
+    """Addresses of the tensors that the graph reads; if one moves, capture again."""
     unknown = getattr(model, "unknown_ids", None)
     return [t.data_ptr() for t in (*model.parameters(), *model.buffers(), *([] if unknown is None else [unknown]))]

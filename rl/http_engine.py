@@ -29,8 +29,8 @@ from distributed.agree import on_rank_0
 from rl.decoding import noise_seed
 from rl.environments import draw_task
 from rl.rollouts import make_batch, patient_group, sample_groups
+from storage.hf import save_hf
 from support.config import Need, check_range, flag
-from support.hf import save_hf
 
 HTTP = Need("without --engine", lambda c: c.engine)
 ANSWER_LIMIT = 1 << 28  # bytes; a batch of samples with their log-probabilities has a few millions
@@ -50,8 +50,7 @@ class EngineConfig:
         url = urlsplit(self.engine)
         if url.scheme not in ("http", "https") or not url.netloc or url.path.strip("/"):
             raise ValueError(f"--engine {self.engine} must be an address such as http://127.0.0.1:8000")
-        for name, why in (("gen_ranks", "the server samples"), ("batch_invariant", "the server's kernels round as they do"),
-                          ("routing_replay", "the server does not say which experts it takes")):
+        for name, why in (("gen_ranks", "the server samples"), ("batch_invariant", "the server's kernels round as they do")):
             if getattr(self, name):
                 raise ValueError(f"--{name} and --engine: {why}; leave one of them out")
 

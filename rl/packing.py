@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 import parallel
-from rl.routing import experts_of, n_read
 
-PADDING = {"at": -1, "n": 1.0, "experts": -1}  # what a value is where there is no token, if it is not 0
+PADDING = {"at": -1, "n": 1.0}  # what a value is where there is no token, if it is not 0
 
 
 @dataclass(kw_only=True)
@@ -26,6 +25,11 @@ class PackingConfig:
 
 
 # ---------------------------------------------------------------- which samples are in which forward
+def n_read(sample: dict) -> int:
+    """Tokens of a sample that the model reads: all but the last."""
+    return len(sample["prompt"]) + len(sample["ids"]) - 1
+
+
 def in_rows(lengths: list[int], size: int, ranks: int) -> list[list[list[list[int]]]]:
     """Of each data rank its forwards, each a list of rows, each a list of numbers of samples: one here. Like lengths go
     together. All ranks have equally many forwards, some of them empty, because the collectives in them need all ranks."""
@@ -96,11 +100,11 @@ def tokens_fed(samples: list[dict], cfg, layout) -> int:
 
 
 # ---------------------------------------------------------------- their tensors
-def token_values(s: dict, first: int, model) -> dict[str, Tensor]:
+def token_values(s: dict, first: int) -> dict[str, Tensor]:
     """What a forward and the loss need to know of each token that is fed, (L, ...) each. Label t is the token after input t.
 
     n: trained tokens of the sample. at: the label's number among all ids of the step's samples, of which `first` come before
-    this one; -1 where it is the prompt's. experts: of --routing_replay. Another value per token is one more line here.
+    this one; -1 where it is the prompt's. Another value per token is one more line here.
     """
     whole, skip, L = s["prompt"] + s["ids"], [0.0] * (len(s["prompt"]) - 1), n_read(s)
     at = [-1] * len(skip) + list(range(first, first + len(s["ids"])))
@@ -109,13 +113,12 @@ def token_values(s: dict, first: int, model) -> dict[str, Tensor]:
     values |= dict(old=skip + s.get("old", s["logprobs"]), n=[max(sum(s["mask"]), 1.0)] * L, advantage=[s["advantage"]] * L)
     assert {len(x) for x in values.values()} == {L}, f"a sample's values are not one per token: {s}"
     integers = ("tokens", "labels", "positions", "at")
-    values = {name: torch.tensor(x, dtype=torch.long if name in integers else torch.float32) for name, x in values.items()}
-    return values | {"experts": experts_of(s, model)} if "experts" in s else values
+    return {name: torch.tensor(x, dtype=torch.long if name in integers else torch.float32) for name, x in values.items()}
 
 
-def nothing_of(s: dict, model) -> dict[str, Tensor]:
+def nothing_of(s: dict) -> dict[str, Tensor]:
     """One token of a sample that is neither trained nor counted: what a rank feeds that has no samples."""
-    values = {name: x[:1].clone() for name, x in token_values(s, 0, model).items()}
+    values = {name: x[:1].clone() for name, x in token_values(s, 0).items()}
     for name in ("mask", "sampled", "advantage"):
         values[name].zero_()
     return values | {"at": torch.tensor([-1])}
@@ -140,11 +143,11 @@ def lay_out(rows: list[list[dict[str, Tensor]]], T: int, layout, packed: bool) -
     return {name: x.to(layout.device) for name, x in (out | documents).items()}
 
 
-def forwards_of(samples: list[dict], cfg, layout, model):
+def forwards_of(samples: list[dict], cfg, layout):
     """Yields (samples, tensors) of each forward of this data rank."""
     plan = plan_forwards(list(map(n_read, samples)), cfg, layout)
     firsts = [0, *accumulate(len(s["ids"]) for s in samples)]
     for rows, T in plan[layout.data_rank]:
-        values = [[token_values(samples[i], firsts[i], model) for i in row] for row in rows]
-        values = values or [[nothing_of(samples[0], model)]]
+        values = [[token_values(samples[i], firsts[i]) for i in row] for row in rows]
+        values = values or [[nothing_of(samples[0])]]
         yield [samples[i] for row in rows for i in row], lay_out(values, T, layout, packed=cfg.pack_tokens > 0)

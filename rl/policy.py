@@ -1,25 +1,24 @@
 """The policy: which model it is, how it is built on its devices, and the copy that --kl_coef keeps it to."""
 import shutil
-import sys
 from dataclasses import replace
 from functools import partial
 
 import torch
 
 import parallel
-from checkpoint import Checkpoints, saved_model
+from checkpoint import Checkpoints
 from distributed.checks import check_model
 from distributed.experts import expert_parallel
-from distributed.lora import lora_linears
 from models.attention import sdpa
 from models.llama3 import Llama3Config
 from models.loss import token_logprobs
 from models.qwen3 import Qwen3Config
 from rl import rollouts
+from sft.base import model_in
+from sft.lora import lora_linears
+from storage.hf import class_of
+from storage.manifest import is_hf_folder
 from support.config import override_fields
-from support.hf import check_hf_config, read_hf_config
-from support.manifest import is_hf_folder, newest_readable
-from support.peft import base_folder
 
 SMALL = dict(dim=96, n_layers=3, n_heads=4, n_kv_heads=4, head_dim=24, ffn_dim=288, max_seq_len=1024, rope_theta=10000.0)
 FLAVORS = {  # of the demos on characters; anything larger comes from --init_from
@@ -33,18 +32,15 @@ def model_of(cfg, vocab_size: int):
     if not cfg.init_from:
         config = override_fields(FLAVORS[cfg.flavor], cfg.model_args, "--model_args")
         config = replace(config, vocab_size=-(-vocab_size // 8) * 8)  # a multiple of 8, for --tp and for fast matmuls
-    elif is_hf_folder(base := base_folder(cfg)):
-        config = override_fields(read_hf_config(base), cfg.model_args, "--model_args")
-        check_hf_config(config, base)
     else:
-        if cfg.model_args:
+        if cfg.model_args and not is_hf_folder(cfg.init_from):
             raise ValueError(f"--model_args {cfg.model_args}: the model is that of --init_from {cfg.init_from}; leave it out")
-        config = saved_model(newest_readable(base))[1]
+        config = model_in(cfg)[1]
     if hasattr(config, "mtp_depth"):  # DeepSeek
         if cfg.tp > 1:
             raise ValueError(f"--tp {cfg.tp}: rollouts of DeepSeek cache latents, which tp does not split; use --dp_shard")
         config = replace(config, mtp_depth=0)  # a second prediction has no place in these losses
-    return getattr(sys.modules[type(config).__module__], type(config).__name__.removesuffix("Config")), config
+    return class_of(config), config
 
 
 def build_policy(cfg, layout, Model, model_config, unknown=None, skip=lambda fqn: False):
@@ -55,15 +51,20 @@ def build_policy(cfg, layout, Model, model_config, unknown=None, skip=lambda fqn
     """
     with torch.device("meta"):
         model = Model(model_config)
-    check_model(model, layout, parallel.TP_STYLES)
-    parallel.tensor_parallel(model, layout)
-    expert_parallel(model, layout)
-    parallel.context_parallel(model, layout)
-    model.index, model.n_stages = 0, 1  # a pipeline of one stage
-    lora_linears(model, layout)
-    parallel.checkpoint_activations(model, layout)
-    parallel.compile_blocks(model, layout)  # for training: rollouts run them uncompiled, see whole_weights()
-    parallel.shard(model, layout)
+    check_model(model, layout, cfg, parallel.TP_STYLES)
+    if cfg.tp > 1:
+        parallel.tensor_parallel(model, layout, cfg)
+    if layout.has_experts:
+        expert_parallel(model, layout)
+    if cfg.cp > 1:
+        parallel.context_parallel(model, layout, cfg)
+    if cfg.lora_rank:
+        lora_linears(model, cfg)
+    if cfg.ac not in ("none", "budget"):
+        parallel.checkpoint_activations(model, cfg)
+    if cfg.compile:
+        parallel.compile_blocks(model, layout, cfg)  # for training: rollouts run them uncompiled, see whole_weights()
+    parallel.shard(model, layout, cfg)
     parallel.init_weights(model, layout, cfg.seed, skip)
     logprobs = partial(token_logprobs, unknown=unknown)
     if layout.tp > 1:
@@ -72,7 +73,7 @@ def build_policy(cfg, layout, Model, model_config, unknown=None, skip=lambda fqn
     if cfg.batch_invariant:
         model.make_attend = fixed_shape_attention
     model.unknown_ids = unknown
-    model.reshards = parallel.reshards(layout)
+    model.reshards = layout.reshards
     return model
 
 

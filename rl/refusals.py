@@ -4,10 +4,11 @@ import os
 from dataclasses import asdict
 
 from distributed.layout import AXES
+from sft.base import claim_adapters
+from storage.hf import check_export
+from storage.manifest import step_folders
+from storage.resume import check_run
 from support.config import check_range
-from support.hf import check_export
-from support.manifest import step_folders
-from support.resume import check_run, claim_adapters
 
 
 def check_flags(cfg):
@@ -48,11 +49,6 @@ def check_flags(cfg):
         (cfg.eval_n == 0, "--eval_n 0: evaluate on one prompt or more, or never, with --eval_every 0"),
         (cfg.plot and "RANK" not in os.environ and layouts, "--plot without torchrun draws layouts, which train_*.py "
          "does; grpo.py draws the rewards of a run: start it with torchrun"),
-        (cfg.lora_rank and not cfg.init_from, f"--lora_rank {cfg.lora_rank} trains adapters beside weights that have "
-         "learned something; give them with --init_from"),
-        (cfg.optimizer_in_backward, "--optimizer_in_backward: the loss is divided after the last backward; leave it out"),
-        (cfg.lora_nf4 and cfg.gen_ranks, f"--lora_nf4 with --gen_ranks {cfg.gen_ranks}: a generator holds a whole model in "
-         "the compute dtype; leave one of them out"),
         (cfg.gen_ranks and not 0 < cfg.gen_ranks < n, f"--gen_ranks {cfg.gen_ranks} must leave a process to train: "
          f"{n} were started, use torchrun --nproc_per_node"),
     ]:
@@ -65,7 +61,7 @@ def check_own_run(cfg, Model, model_config, lr_at) -> dict:
     schedule, as a function of (step, cfg)."""
     model = {"module": Model.__module__, "class": Model.__name__, **asdict(model_config)}
     identity = {"model": model, "data": {"env": cfg.env, "seed": cfg.seed}, "optimizer": {"name": "adamw"}}
-    identity |= claim_adapters(cfg, Model, model_config)
+    identity |= {"lora": claim_adapters(cfg, Model, model_config)} if cfg.lora_rank else {}
     check_run(cfg.out, identity, cfg, lr_at)
     if cfg.kl_coef and not cfg.lora_rank and step_folders(cfg.out) and not step_folders(f"{cfg.out}/reference"):
         raise ValueError(f"--kl_coef {cfg.kl_coef}: {cfg.out} has not kept its initial policy: it was begun without this "

@@ -19,14 +19,14 @@ class ReportConfig:
         check_range(self, -1, math.inf, "log_samples")
 
 
-def introduce(cfg, layout, identity: dict, size: str, left_out: list[str], n_held_out: int, done: int):
+def introduce(cfg, layout, reduces_always: bool, identity: dict, size: str, left_out: list[str], n_held_out: int, done: int):
     """What rank 0 says and writes before the loop. done: steps of this run so far."""
     if done < cfg.steps:  # config.json has the flags of a start that trains: what a finished run was trained with stays
         save_config(cfg, f"{cfg.out}/config.json", {"torch": torch.__version__, "world_size": layout.world_size, **identity})
     sampled_by = f"by {cfg.gen_ranks} generator ranks" if cfg.gen_ranks else f"by {cfg.engine}" if cfg.engine else "in place"
     print(f"{cfg.env}: {size} | {layout} on {layout.device.type}, {str(layout.compute_dtype)[6:]} | "
           f"{cfg.prompts_per_step} prompts x {cfg.group_size} samples per step, "
-          f"{sampled_by}{', gradients reduced after each micro-batch' * layout.reduces_always}", flush=True)
+          f"{sampled_by}{', gradients reduced after each micro-batch' * reduces_always}", flush=True)
     for line in left_out:
         print(line)
     if cfg.eval_every and n_held_out < cfg.eval_n:

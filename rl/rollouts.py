@@ -14,13 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from corpus.text import ChatConfig
 from distributed.agree import gather
 from rl.datasets import DatasetConfig
 from rl.decoding import rollout, uniform_noise
 from rl.environments import draw_task, tool_of
 from rl.rewards import RewardConfig, pay_all, short
-from rl.routing import RoutingConfig, recorded_experts
-from support.asking import ChatConfig
 from support.config import default_of
 
 
@@ -59,15 +58,15 @@ def patient_group(world, timeout_s: int):
     return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc="rollouts")
 
 
-def lockstep(layout, tool=None):
+def lockstep(layout, timeout_s: int, tool=None):
     """The `agree` of rollout(). With experts on several ranks every forward is collective, so all ranks must run equally many
     forwards: they refill and end together. Without, a rank samples without waiting for others.
 
     Under tp every forward is collective too, but all ranks have the same samples and do the same by themselves. Only a slow
     tool may make one late; then the others wait here, in the patient group, and not in a collective of the forward."""
-    if layout.cfg.ep == 1 and not (layout.tp > 1 and tool):
+    if layout.ep == 1 and not (layout.tp > 1 and tool):
         return lambda *numbers: numbers
-    group = patient_group(dist.group.WORLD, layout.cfg.rollout_timeout_s)
+    group = patient_group(dist.group.WORLD, timeout_s)
 
     def agree(*numbers):
         numbers = torch.tensor([int(number) for number in numbers])
@@ -77,9 +76,8 @@ def lockstep(layout, tool=None):
     return agree
 
 
-def draw_samples(cfg, env, text, layout, model, tasks, mine, group_size, temperature, record=False):
+def draw_samples(cfg, env, text, layout, model, tasks, mine, group_size, temperature):
     """(2) on this rank, with whole weights: group_size samples of each of `mine`, the indices of its tasks; and what failed.
-    record: with the experts of their tokens, for --routing_replay.
 
     Noise is a function of seed and name: neither the number of ranks nor a resumed run changes a sample.
     """
@@ -96,11 +94,10 @@ def draw_samples(cfg, env, text, layout, model, tasks, mine, group_size, tempera
             failed.append(f"the tool fails at completion {short(text.decode(ids))}: {error!r}")
             return []
 
-    with recorded_experts(model, record):
-        samples = rollout(
-            model, prompts, noise, temperature, text.ends, max_len=cfg.seq_len, rows=cfg.rollout_rows, tool=tool and answer,
-            tp_mesh=layout.mesh["tp"] if layout.tp > 1 else None, batch_invariant=cfg.batch_invariant,
-            graphs=layout.cfg.ep == 1, agree=lockstep(layout, tool))
+    samples = rollout(
+        model, prompts, noise, temperature, text.ends, max_len=cfg.seq_len, rows=cfg.rollout_rows, tool=tool and answer,
+        tp_mesh=layout.mesh["tp"] if layout.tp > 1 else None, batch_invariant=cfg.batch_invariant,
+        graphs=layout.ep == 1, agree=lockstep(layout, cfg.rollout_timeout_s, tool))
     return samples, failed
 
 
@@ -141,10 +138,9 @@ def sample_groups(cfg, env, text, layout, model, tasks: list[tuple[str, str]], g
     return samples
 
 
-def make_batch(cfg, env, text, layout, model, cursor: int, version: int, draw=None) -> dict:
+def make_batch(cfg, env, text, layout, model, cursor: int, version: int, draw=draw_samples) -> dict:
     """(1)-(3) of one step. --dynamic_sampling: in up to so many more rounds, further prompts are sampled, and their groups
     replace those of equal rewards, which have no gradient."""
-    draw = draw or functools.partial(draw_samples, record=cfg.routing_replay)
     began, size, groups, too_long = time.time(), cfg.prompts_per_step, [], []
 
     def fits(prompt):
@@ -173,7 +169,7 @@ def made_with(cfg) -> dict:
              "temperature", "dynamic_sampling", "control", "async_steps")
     files = {f"the content of --{name}": getattr(cfg, name) for name in ("env", "env_data", "eval_data", "reward")}
     # The flags that came later count where they are not at their defaults, with which all is as before they came.
-    later = {f.name for group in (DatasetConfig, RewardConfig, RoutingConfig, ChatConfig) for f in fields(group)} - set(names)
+    later = {f.name for group in (DatasetConfig, RewardConfig, ChatConfig) for f in fields(group)} - set(names)
     names += tuple(f.name for f in fields(cfg) if f.name in later and getattr(cfg, f.name) != default_of(f))
     return {f"--{name}": getattr(cfg, name) for name in names} | {
         name: hashlib.sha256(Path(path).read_bytes()).hexdigest()[:8] for name, path in files.items() if os.path.isfile(path)}

@@ -1,4 +1,4 @@
-"""How likely texts are to a model, and how it goes on from prompts: for evaluate.py and lm-eval, in any layout.
+"""How likely texts are to a model, and how it goes on from prompts: for evaluate.py, in any layout.
 
 N requests, B sequences of a forward, T tokens, D dim, V vocab
 
@@ -7,8 +7,6 @@ Every rank is given the same requests and returns the scores of all. The data ra
 a data rank work on the same ones together.
 """
 import math
-import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -20,22 +18,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import parallel
-from checkpoint import load_model, load_weights, saved_model
+from checkpoint import has_adapters, load_model, load_weights, saved_model
 from distributed.agree import gather
 from distributed.checks import check_tp_plan
 from distributed.experts import expert_parallel
-from distributed.launch import LaunchConfig, choose_attention, connect
+from distributed.launch import LaunchConfig, connect
 from distributed.layout import Layout, ParallelConfig
 from distributed.pipeline import PipelineConfig, pipeline_forward, pipeline_stages
 from distributed.refusals import check_layout, runs_on_cuda
 from models.loss import IGNORE, TokenLogprobs, alone, log_normalizer
 from rl.decoding import rollout, uniform_noise
 from rl.rollouts import lockstep, patient_group, whole_weights
-from support.adapters import drawn_base, known_base, lora_of
+from rl.text import Text
+from sft.adapters import base_of
+from storage.hf import class_of, load_hf_model, read_hf_config
+from storage.manifest import is_hf_folder, newest_readable
 from support.config import Need, check_range, default_of, flag, spell_flag
-from support.hf import load_hf_model, read_hf_config
-from support.manifest import is_hf_folder, newest_readable
-from support.text import Text
 
 NOTHING = ([0], [IGNORE])  # a request of one token without a score
 PROGRESS_S = 5  # seconds between the lines in which a long evaluation says how far it is
@@ -43,7 +41,7 @@ PROGRESS_S = 5  # seconds between the lines in which a long evaluation says how 
 WRITING = Need("where nothing is written: see --task", lambda c: c.kind == "answer")  # what a flag needs: support/config.py
 # Flags of the groups that ScoringConfig inherits which say how to train
 TRAINING = ("reduce_grads", "reduce_dtype", "param_dtype", "loss_parallel", "async_tp", "ac", "ac_every", "ac_budget",
-            "compile", "optimizer_in_backward", "cpu_offload", "train_timeout_s", "flight_recorder", "pp_schedule",
+            "compile", "cpu_offload", "train_timeout_s", "flight_recorder", "pp_schedule",
             "pp_schedule_csv")
 
 
@@ -68,17 +66,15 @@ def read_checkpoint(folder: str, chat=None) -> tuple[Text, type, object, str]:
     """(tokenizer, the model's class, its config, the folder itself or a run's newest step folder) of a run, step or Hugging
     Face folder. chat: of open_chat(). Only small files are read. Raises ValueError."""
     folder = folder if is_hf_folder(folder) else newest_readable(folder)
-    if not is_hf_folder(folder) and lora_of(folder):  # known_base raises where the weights below the adapters are gone
-        if not known_base(folder) and int(os.environ.get("WORLD_SIZE", 1)) > 1:
-            raise ValueError(drawn_base(folder))
+    if not is_hf_folder(folder) and has_adapters(folder):
+        base_of(folder)  # raises where the frozen weights are gone
     text = Text(folder, chat=chat)
     if not is_hf_folder(folder):
         return text, *saved_model(folder), folder
     config = read_hf_config(folder)
     if hasattr(config, "mtp_depth"):
         config = replace(config, mtp_depth=0)  # a second prediction is for training only
-    Model = getattr(sys.modules[type(config).__module__], type(config).__name__.removesuffix("Config"))
-    return text, Model, config, folder
+    return text, class_of(config), config, folder
 
 
 def plan_layout(cfg: ScoringConfig, model_config, longest: int) -> Layout:
@@ -94,33 +90,34 @@ def plan_layout(cfg: ScoringConfig, model_config, longest: int) -> Layout:
                         local_batch_size=cfg.local_batch_size, global_batch_size=-1, device=cfg.device)
 
 
-def join(layout: Layout, model_config, longest: int) -> None:
+def join(layout: Layout, cfg) -> Layout:
     """Connects the processes."""
-    connect(layout, layout.cfg.device)
-    parallel.make_mesh(layout)
-    choose_attention(layout, model_config, min(longest, 4096), layout.local_batch_size)
+    return parallel.make_mesh(connect(layout, cfg, cfg.device))
 
 
-def open_model(folder: str, layout: Layout, Model, model_config) -> list[nn.Module]:
+def open_model(folder: str, layout: Layout, cfg, Model, model_config) -> list[nn.Module]:
     """This rank's stages (one without --pp) with the weights of a run, step or Hugging Face folder, ready for score() and
     complete(). Raises ValueError, the same on all ranks."""
     if layout.world_size == 1:
         load = load_hf_model if is_hf_folder(folder) else load_model
-        stages = pipeline_stages(load(folder, layout.device, layout.compute_dtype)[0], layout)
+        stages = [load(folder, layout.device, layout.compute_dtype)[0]]
     else:
         with torch.device("meta"):
             model = Model(model_config)
         check_tp_plan(model, parallel.TP_STYLES)  # not check_model, which counts gradients
-        stages = pipeline_stages(model, layout)
+        stages = pipeline_stages(model, layout, cfg) if cfg.pp > 1 else [model]
         for stage in stages:
-            parallel.tensor_parallel(stage, layout)
-            expert_parallel(stage, layout)
-            parallel.context_parallel(stage, layout)
-            parallel.shard(stage, layout)
+            if cfg.tp > 1:
+                parallel.tensor_parallel(stage, layout, cfg)
+            if layout.has_experts:
+                expert_parallel(stage, layout)
+            if cfg.cp > 1:
+                parallel.context_parallel(stage, layout, cfg)
+            parallel.shard(stage, layout, cfg)
             parallel.init_weights(stage, layout, 0, skip=lambda fqn: True)
         load_weights(stages, folder)
     for stage in stages:
-        stage.reshards = parallel.reshards(layout)
+        stage.reshards = layout.reshards
     return stages
 
 
@@ -234,7 +231,7 @@ def score(stages: list[nn.Module], layout: Layout, requests: list[tuple], longes
     kept, report = keep_scores(stages, layout), progress("scored", len(requests), layout)
     sums = torch.zeros(2, len(requests), dtype=torch.float64, device=layout.device)
     order = sorted(range(len(requests)), key=lambda i: -len(requests[i][0]) - len(requests[i][1]))  # like lengths together
-    size, multiple = layout.local_batch_size * layout.data_ranks, layout.cfg.pp_microbatch_size if layout.pp > 1 else 1
+    size, multiple = layout.local_batch_size * layout.data_ranks, layout.microbatch_size if layout.pp > 1 else 1
     for begin in range(0, len(order), size):
         batch = order[begin : begin + size]
         mine = batch[layout.data_rank :: layout.data_ranks]
@@ -266,14 +263,14 @@ def check_writing(cfg, model_config) -> None:
 
 @torch.no_grad()
 def complete(
-    model, layout: Layout, text: Text, prompts: list[list[int]], max_new_tokens: int, temperature=0.0, seed=0,
+    model, layout: Layout, timeout_s: int, text: Text, prompts: list[list[int]], max_new_tokens: int, temperature=0.0, seed=0,
     stop: list[str] = (), **options,
 ) -> list[dict]:
     """What the model writes after each prompt: dicts(ids, logprobs, text, truncated), on every rank. A text ends before the
     first of the `stop` strings in it, or with one of text.ends, or is truncated. options: top_k and top_p of rollout(). Raises
     ValueError, on every rank, where the model gives no probabilities."""
     stop = [string for string in stop if string]
-    group = patient_group(dist.group.WORLD, layout.cfg.rollout_timeout_s) if layout.world_size > 1 else None
+    group = patient_group(dist.group.WORLD, timeout_s) if layout.world_size > 1 else None
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     mine = order[layout.data_rank :: layout.data_ranks]
     noise = torch.empty(len(mine), 1, max_new_tokens)
@@ -289,8 +286,8 @@ def complete(
         samples = rollout(
             model, [prompts[i] for i in mine], noise, temperature, text.ends,
             max_len=max(map(len, prompts), default=0) + max_new_tokens, rows=layout.local_batch_size, on_token=on_token,
-            stop=stopper(text, stop), tp_mesh=layout.mesh["tp"] if layout.tp > 1 else None, agree=lockstep(layout),
-            graphs=layout.cfg.ep == 1, **options)
+            stop=stopper(text, stop), tp_mesh=layout.mesh["tp"] if layout.tp > 1 else None, agree=lockstep(layout, timeout_s),
+            graphs=layout.ep == 1, **options)
     for s in samples:
         s["text"] = text.decode(s["ids"])
         if found := [place for string in stop if (place := s["text"].find(string)) >= 0]:

@@ -27,6 +27,7 @@ import json
 import math
 import os
 import re
+import shlex
 import sys
 import textwrap
 import time
@@ -37,7 +38,9 @@ from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin, get_type_hints
 
 from support.files import write_file
-from support.other_names import hint
+
+if sys.platform == "win32":
+    sys.exit("error: nanotitan runs on Linux, on macOS, and on Windows inside WSL2: wsl --install, and start it there")
 
 FROM_FILE = set()  # names of the fields that this process has from --config, and not from a flag
 
@@ -127,7 +130,7 @@ def make_parser(Config, kinds: dict) -> tuple[Parser, dict]:
     parser = Parser(usage=argparse.SUPPRESS, description=(recipe and recipe.__doc__ or "").strip())
     parser.add_argument("--config", metavar="FILE", help="config.json of a saved run to start from; other flags override it")
     for group, fields in option_groups(Config).items():
-        title = f"{group.__module__}.{group.__name__}".removeprefix("__main__.")
+        title = vars(group).get("TITLE", f"{group.__module__}.{group.__name__}".removeprefix("__main__."))
         section, comments = parser.add_argument_group(title), trailing_comments(group)
         for field in fields:
             name, is_bool, default = field.name, kinds[field.name] is bool, spell(default_of(field)) or '""'
@@ -167,8 +170,7 @@ def parse_config(Config, argv=None):
         try:
             values[name] = parse_value(text, kinds[name])
         except (ValueError, KeyError):
-            wish = hint(f"{name}={text.lower()}", helps)
-            usage_error(f"--{name} {text!r}: need {describe(kinds[name])}" + (wish and f"; {wish}"))
+            usage_error(f"--{name} {text!r}: need {describe(kinds[name])}")
     for field in dataclasses.fields(Config):  # no count is negative, except where the default, -1, has a meaning of its own
         value = values.get(field.name)
         if value is not None and unwrap(kinds[field.name])[0] is int:
@@ -304,18 +306,29 @@ def spell(value) -> str:
 
 
 def spell_flag(name: str, value) -> str:
-    """As it is typed: --pp_schedule GPipe, --plan, --no-loss_parallel."""
+    """As it is typed: --pp_schedule GPipe, --compile, --no-loss_parallel."""
     if isinstance(value, bool):
         return f"--{name}" if value else f"--no-{name}"
     return f"--{name} " + (spell(value) or '""')
+
+
+def say_flags(cfg):
+    """Rank 0 prints the flags that are not at their defaults, as they are typed."""
+    differ = [(field.name, getattr(cfg, field.name)) for field in dataclasses.fields(cfg)
+              if getattr(cfg, field.name) != default_of(field)]
+    if differ and os.environ.get("RANK", "0") == "0":
+        typed = [spell_flag(name, value if isinstance(value, bool) else shlex.quote(spell(value))) for name, value in differ]
+        print("flags:", " ".join(typed), flush=True)
 
 
 def did_you_mean(name: str, helps: dict, dashes: str) -> str:
     """"did you mean --steps? " or "". Tries the name in our spelling, other projects' names, its words in a help text, then
     similar letters."""
     wanted = name.lstrip("-").lower().replace("-", "_")
-    if wanted not in helps and dashes and (answer := hint(wanted, helps)):
-        return answer + ("; ", " ")[answer.endswith("?")]
+    if wanted not in helps and dashes:
+        from tools.other_names import hint
+        if answer := hint(wanted, helps):
+            return answer + ("; ", " ")[answer.endswith("?")]
     wanted = re.sub(r"\W", "_", wanted)
     words = wanted.replace("_", " ").split()
     hits = {n: sum(len(word) > 2 and word in helps[n].lower() for word in words) for n in helps}

@@ -4,7 +4,10 @@ import json
 import math
 import os
 import re
+from fnmatch import fnmatchcase
 from pathlib import Path
+
+STEP_FOLDER = re.compile(r"step-(0|[1-9]\d*)")  # with fullmatch: a folder that a user renamed to old-step-5 is not ours
 
 
 def json_bytes(value) -> bytes:
@@ -93,3 +96,16 @@ def check_local(path: str, flag: str) -> None:
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):
         raise ValueError(f"{flag} {path}: only folders are written; give a folder of this machine, and copy from there, such "
                          "as each checkpoint with --after_save 'COMMAND {}': docs/cluster.md")
+
+
+def step_folders(run: str) -> list[tuple[int, str]]:
+    """(step, path) of the checkpoints of a run folder, newest first."""
+    root = os.path.join(run, "checkpoints")
+    found = [STEP_FOLDER.fullmatch(name) for name in (os.listdir(root) if os.path.isdir(root) else [])]
+    return sorted([(int(m[1]), os.path.join(root, m[0])) for m in found if m], reverse=True)
+
+
+def matches(patterns: list[str], key: str) -> bool:
+    """Whether a pattern names the tensor of key "model.<fqn>" or "optimizer.<fqn>.<name>", or a module that it is in."""
+    fqn = key.removeprefix("model.") if key.startswith("model.") else key.removeprefix("optimizer.").rpartition(".")[0]
+    return any(fnmatchcase(fqn, end) for pattern in patterns for end in (pattern, f"{pattern}.*"))

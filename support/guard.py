@@ -1,12 +1,16 @@
 """A step whose gradient is not finite changes nothing, and the user is told: stop there, or go on without it (--on_nan)."""
 import math
+import random
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from distributed.layout import Layout
-from support.first_step import FirstStep
-from support.manifest import step_folders
+from distributed.agree import some
+from distributed.checks import DROPOUT, bits_sum
+from distributed.layout import Layout, local_tensor
+from support.files import step_folders
 
 
 class Guard:
@@ -17,25 +21,24 @@ class Guard:
         guard.report(step)                    # raises RuntimeError for such a step, or with --on_nan skip prints a line
     """
 
-    def __init__(self, optimizers, layout: Layout, on_nan: str, out: str):
-        self.optimizers, self.layout, self.on_nan, self.out = optimizers, layout, on_nan, out
+    def __init__(self, optimizers, layout: Layout, cfg, start: list[tuple]):
+        """cfg: on_nan, out, compile. start: of check_replicas."""
+        self.optimizers, self.layout, self.on_nan, self.out = optimizers, layout, cfg.on_nan, cfg.out
         self.norms: dict[int, Tensor] = {}  # step -> norm, of the steps that nobody has been told about
-        self.first_step = FirstStep(layout, optimizers)
+        self.first_step = FirstStep(layout, optimizers, start, cfg.compile)
 
     def before_update(self, step: int, grad_norm: Tensor) -> None:
         self.first_step = self.first_step and self.first_step.look(grad_norm)
         self.norms[step] = grad_norm
-        if not self.layout.cfg.optimizer_in_backward:  # there the weights have moved already
-            skip_if_not_finite(self.optimizers, grad_norm, on_host=self.layout.cfg.cpu_offload)
+        skip_if_not_finite(self.optimizers, grad_norm, on_host=self.layout.offload)
 
     def report(self, step: int) -> None:
         self.first_step = self.first_step and self.first_step.look()
         for bad, norm in take_not_finite(self.norms):
             if self.on_nan == "stop":
                 good = next((path for _, path in step_folders(self.out)), "none yet")
-                weights = "the weights have seen it" if self.layout.cfg.optimizer_in_backward else "weights unchanged by it"
-                raise RuntimeError(f"step {bad}: gradient norm {norm}, {weights}, noticed after step {step}; last "
-                                   f"checkpoint: {good}")
+                raise RuntimeError(f"step {bad}: gradient norm {norm}, weights unchanged by it, noticed after step {step}; "
+                                   f"last checkpoint: {good}")
             if self.layout.rank == 0:
                 print(f"step {bad}: the gradient norm is {norm}; step skipped")
 
@@ -63,3 +66,63 @@ def take_not_finite(norms: dict[int, Tensor]) -> list[tuple[int, float]]:
     values = dict(zip(norms, torch.stack([*norms.values()]).tolist(), strict=True))
     norms.clear()
     return [(step, norm) for step, norm in values.items() if not math.isfinite(norm)]
+
+
+# ---------------------------------------------------------------- what only the first step of a start shows
+def random_state() -> list:
+    """Of the generators of torch, Python and NumPy, which change with every number that is drawn without a generator."""
+    states = [torch.get_rng_state()] + ([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])
+    return [*(state.tolist() for state in states), random.getstate(), str(np.random.get_state())]
+
+
+class FirstStep:
+    """Raises ValueError when the first forward and backward have drawn random numbers. One line from rank 0 names the
+    parameters that no gradient reaches, another those that have a gradient and were not moved.
+
+        watch = FirstStep(layout, optimizers, start, compiles)  # ahead of the step
+        watch = watch.look(grad_norm)              # ahead of its update
+        watch = watch.look()                       # when the optimizers have stepped: None, all is said
+    """
+
+    def __init__(self, layout: Layout, optimizers, start: list[tuple], compiles: bool):
+        self.layout, self.optimizers, self.random = layout, optimizers, random_state()
+        self.start, self.compiles = start, compiles
+        self.reached, self.unreached, self.waiting = [], [], None
+
+    def look(self, grad_norm: Tensor | None = None):
+        if self.waiting is None:
+            self.before_update(grad_norm)
+            return self
+        self.after_update()
+
+    def before_update(self, grad_norm: Tensor) -> None:
+        drew = torch.tensor(int(self.random != random_state()))
+        dist.all_reduce(drew)  # a dropout may be on one pipeline stage only, and the other ranks must not wait for it
+        if drew and not self.compiles:  # a compiler that measures kernels on random inputs draws, too
+            raise ValueError("forward or backward draws random numbers without a generator: they depend on the layout and "
+                             f"on --ac, and a continued run draws others; {DROPOUT}")
+        self.waiting = []
+        if not math.isfinite(grad_norm):
+            return  # the step changes nothing
+        self.reached, self.unreached = ([fqn for fqn, p, _ in self.start if (p.grad is None) == none] for none in (False, True))
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        lrs = {id(p): float(group["lr"]) for group in groups for p in group["params"]}
+        for fqn, p, total in self.start:
+            grad, weight = (0.0 if t is None or not local_tensor(t).numel() else local_tensor(t).detach().abs().max().item()
+                            for t in (p.grad, p))
+            # An update is about as large as lr. That one is lost in the rounding of the weights is nobody's mistake.
+            if grad and lrs.get(id(p), math.inf) > 8 * torch.finfo(p.dtype).eps * weight:
+                self.waiting.append((fqn, p, total))
+
+    def after_update(self) -> None:
+        still = [fqn for fqn, p, total in self.waiting if bits_sum(p) == total]
+        everyone = [None] * self.layout.world_size
+        dist.all_gather_object(everyone, (self.unreached, still, self.reached))
+        if self.layout.rank > 0:
+            return
+        reached = {fqn for _, _, names in everyone for fqn in names}
+        if names := sorted({fqn for part, _, _ in everyone for fqn in part} - reached):
+            print(f"no gradient reaches {some(names)}: nothing trains what is not used in the loss")
+        if still := {fqn: rank for rank, part in reversed([*enumerate(everyone)]) for fqn in part[1]}:
+            print(f"the first step has not moved {some(sorted(still))} on rank {min(still.values())}, though there is a "
+                  "gradient: is every parameter in an optimizer, and changed in place? (p.data = ... changes no shard)")

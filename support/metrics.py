@@ -292,6 +292,8 @@ class Metrics:
             is_rl = any("reward_mean" in line for line in lines)
             print(loss_curve(lines, *(("reward_mean", "eval_reward") if is_rl else ("loss", "val_loss"))), flush=True)
             if self.cfg.plot:
+                from tools.curves import draw_curves
+
                 draw_curves(lines, os.path.join(self.out, "loss.png"))
 
 
@@ -314,30 +316,6 @@ def train_line(line: dict, steps: int) -> str:
         f"ETA {left // 3600}:{left // 60 % 60:02}:{left % 60:02}",
     ]
     return "  ".join(part for part in parts if part)
-
-
-def draw_curves(lines: list[dict], path: str):
-    """The losses of a metrics.jsonl, and its rewards if it has some, as a picture."""
-    if importlib.util.find_spec("matplotlib") is None:
-        print("--plot: no picture without matplotlib: pip install matplotlib", flush=True)
-        return
-    import matplotlib
-
-    matplotlib.use("Agg")  # files, no windows
-    import matplotlib.pyplot as plt
-
-    found = [k for k in ("loss", "val_loss", "reward_mean", "eval_reward") if any(line.get(k) is not None for line in lines)]
-    panels = [names for names in ([k for k in found if "loss" in k], [k for k in found if "reward" in k]) if names]
-    figure, axes = plt.subplots(1, len(panels), figsize=(7 * len(panels), 4.5), squeeze=False, layout="constrained")
-    for axis, names in zip(axes[0], panels):
-        for name in names:
-            points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
-            axis.plot(*zip(*points), label=name, marker="o" if len(points) < 40 else "", markersize=3)
-        axis.set(xlabel="step", ylabel="nats per token" if "loss" in names[0] else "reward")
-        axis.grid(alpha=0.3), axis.legend()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    print(f"picture: {path}", flush=True)
 
 
 def loss_curve(lines: list[dict], training="loss", validation="val_loss", rows=12, columns=60) -> str:

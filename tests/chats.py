@@ -128,14 +128,27 @@ def with_marks(template: str, marks: bool = True) -> str:
     return template.replace("ENDMARK", end).replace("MARK", begin)
 
 
+def bpe(text: str, size: int, special=()) -> Tokenizer:
+    """A tokenizer of bytes, and of what this text merges."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.train_from_iterator([text] * 9, trainers.BpeTrainer(
+        vocab_size=size, special_tokens=[*special], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    return made
+
+
+def judged(theirs, record) -> tuple[list[int], list[int]]:
+    """(ids, mask) that a tokenizer of transformers makes of a conversation."""
+    found = theirs.apply_chat_template(record["messages"], tools=record.get("tools"), return_dict=True,
+                                       return_assistant_tokens_mask=True)
+    return list(found["input_ids"]), list(found["assistant_masks"])
+
+
 def chat_folder(folder, kind: str, marks: bool = False):
     """A tokenizer's folder with a chat template of this kind, as Hugging Face writes one."""
     folder.mkdir(parents=True, exist_ok=True)
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    made.train_from_iterator([" ".join(WORDS)] * 9, trainers.BpeTrainer(
-        vocab_size=400, special_tokens=SPECIAL[kind], show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    made = bpe(" ".join(WORDS), 400, SPECIAL[kind])
     if kind in BOS:  # as Llama 3's: it would put one more in front, if it were asked
         begin = BOS[kind], made.token_to_id(BOS[kind])
         made.post_processor = processors.TemplateProcessing(single=f"{BOS[kind]} $A", special_tokens=[begin])

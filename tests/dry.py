@@ -1,4 +1,4 @@
-"""What the tests of the dry run, the plan and the pictures share: small configurations of a recipe, and their reports."""
+"""What the tests of the dry run and the pictures share: small configurations of a recipe, and their reports."""
 import importlib
 import subprocess
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from programs import run_program
 
-from support import dryrun
+from tools import dryrun
 
 REPO = Path(__file__).parent.parent
 SMALL = "n_layers=5,dim=64,n_heads=4,n_kv_heads=2,head_dim=16,ffn_dim=128,vocab_size=512"
@@ -24,8 +24,8 @@ def run(recipe: str, *argv) -> subprocess.CompletedProcess:
     return run_program(command, timeout=300)
 
 
-def report_of(**flags):
-    return dryrun.make_report(importlib.import_module("train_llama3").main, config("train_llama3", flags))
+def report_of(recipe="train_llama3", **flags):
+    return dryrun.make_report(importlib.import_module(recipe).main, config(recipe, flags))
 
 
 @contextmanager

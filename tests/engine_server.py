@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import torch
 
 from rl.decoding import rollout
-from support.hf import load_hf_model
+from storage.hf import load_hf_model
 
 ONE_AT_A_TIME = threading.Lock()
 

@@ -10,13 +10,15 @@ from typing import get_type_hints
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from support.config import default_of, describe, make_parser, needs_of, option_groups, spell  # noqa: E402
+from tools.report_flags import with_report_flags  # noqa: E402
 
-PROGRAMS = ("train_llama3", "train_qwen3", "train_deepseek", "grpo", "evaluate", "generate")
+PROGRAMS = ("train_llama3", "train_qwen3", "train_deepseek", "finetune", "grpo", "evaluate", "generate")
 
 
 def rows(program: str) -> dict[str, str]:
     """flag -> its row of the table, without those that the program never takes."""
     Config = importlib.import_module(program).Config
+    Config = with_report_flags(Config) if program.startswith("train_") else Config
     kinds = get_type_hints(Config)
     helps, found = make_parser(Config, kinds)[1], {}
     for field in (field for fields in option_groups(Config).values() for field in fields):

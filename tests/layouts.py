@@ -1,7 +1,7 @@
 """What the parallel tests share: a tiny problem, the plain one-process answer, and the same steps on a layout."""
 import functools
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from unittest import mock
 
@@ -17,9 +17,7 @@ from distributed.checks import check_model
 from distributed.experts import balance_experts, expert_parallel
 from distributed.float8 import Float8Config, float8_linears
 from distributed.launch import LaunchConfig
-from distributed.layout import AXES, Layout, ParallelConfig, all_blocks
-from distributed.lora import LoraConfig, is_adapter, lora_linears
-from distributed.nf4 import block_matrices, block_of, in_full, pack_rows, quantize_base, unpack_rows
+from distributed.layout import Layout, ParallelConfig, all_blocks
 from distributed.pipeline import PipelineConfig, pipeline_stages
 from distributed.refusals import check_layout
 from forks.gpt_oss import GptOss, GptOssConfig
@@ -29,7 +27,7 @@ from models.llama3 import Llama3, Llama3Config
 from models.loss import IGNORE
 from models.qwen3 import Qwen3, Qwen3Config
 from parallel import TP_STYLES
-from support.reports import ReportConfig
+from sft.lora import LoraConfig, is_adapter, lora_linears
 
 LR, STEPS, T = 1e-3, 2, 16
 SMALL = dict(dim=32, n_layers=4, n_heads=8, n_kv_heads=4, head_dim=8, ffn_dim=64, vocab_size=101, max_seq_len=64)
@@ -46,7 +44,7 @@ class Batch:  # the part of data.Batch that parallel.py reads
 
 
 @dataclass(kw_only=True)
-class Flags(ParallelConfig, LaunchConfig, PipelineConfig, Float8Config, LoraConfig, ReportConfig):
+class Flags(ParallelConfig, LaunchConfig, PipelineConfig, Float8Config, LoraConfig):
     """The option groups that every train_*.py inherits, but for those of data, checkpoints and metrics."""
 
 
@@ -102,16 +100,13 @@ def lora_flags(flags: dict) -> dict:
     return {name: value for name, value in flags.items() if name.startswith("lora_")}
 
 
-def initialised(model_config, layout, seed: int):
-    """A plain model with its initial weights, and with adapters if layout.cfg asks for them."""
+def initialised(model_config, cfg, seed: int):
+    """A plain model with its initial weights, and with adapters if cfg asks for them."""
     model = MODELS[type(model_config)](model_config)
-    model.index, model.n_stages = 0, 1
-    lora_linears(model, layout)
+    if cfg.lora_rank:
+        lora_linears(model, cfg)
     with drawn_adapters():
-        parallel.init_weights(model, layout, seed)
-    for p in block_matrices(model).values() if layout.cfg.lora_nf4 else ():
-        if not p.requires_grad:
-            unpack_rows(pack_rows(p.detach(), block_of(p.shape[-1])), block_of(p.shape[-1]), p.data)
+        parallel.init_weights(model, Layout(), seed)
     return model
 
 
@@ -129,8 +124,7 @@ def reference(model_config, n: int, doc_mask=False, lora=None) -> list[dict]:
 @functools.cache
 def reference_of(fields: tuple, kind, n: int, doc_mask: bool, lora: tuple) -> list[dict]:
     model_config, lora = kind(**dict(fields)), dict(lora)
-    layout = Layout(Flags(**lora), {a: 1 for a in AXES}, 1, n, n)
-    model = initialised(model_config, layout, clear_seed(model_config, n, doc_mask, lora))
+    model = initialised(model_config, Flags(**lora), clear_seed(model_config, n, doc_mask, lora))
     margins = watch_margins(model)
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert all(map(is_adapter, params)) if lora else len(params) == len(list(model.parameters()))
@@ -170,10 +164,9 @@ def reference_of(fields: tuple, kind, n: int, doc_mask: bool, lora: tuple) -> li
 
 @functools.cache
 def clear_seed_of(fields: tuple, kind, n: int, doc_mask: bool, lora: tuple) -> int:
-    layout = Layout(Flags(**dict(lora)), {a: 1 for a in AXES}, 1, n, n)
     b = global_batch(0, n, doc_mask)
     for seed in range(3, 1000):
-        model = initialised(kind(**dict(fields)), layout, seed)
+        model = initialised(kind(**dict(fields)), Flags(**dict(lora)), seed)
         margins = watch_margins(model)
         model(b.tokens, b.labels, b.positions, b.doc_ids)  # with gradients: MTP is for training only
         if min(margins, default=1) > 1.2e-4:
@@ -209,7 +202,6 @@ def watch_margins(model) -> list[float]:
 
 
 def full(t):
-    t = in_full(t)
     return (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
 
 
@@ -220,23 +212,29 @@ def build(model_config, flags: dict, n: int, local_batch_size: int, seed=3):
         cfg, model_config, seq_len=T, local_batch_size=local_batch_size, global_batch_size=n, device="cpu"
     )
     if cfg.compute_dtype == "bfloat16":
-        layout.compute_dtype = torch.bfloat16
-    parallel.make_mesh(layout)
+        layout = replace(layout, compute_dtype=torch.bfloat16)
+    layout = parallel.make_mesh(layout)
     with torch.device("meta"):
         model = MODELS[type(model_config)](model_config)
-    check_model(model, layout, TP_STYLES)
-    stages = pipeline_stages(model, layout)
+    check_model(model, layout, cfg, TP_STYLES)
+    stages = pipeline_stages(model, layout, cfg) if cfg.pp > 1 else [model]
     for stage in stages:
-        float8_linears(stage, layout)
-        parallel.tensor_parallel(stage, layout)
-        expert_parallel(stage, layout, aux_coef=AUX_COEF)
-        parallel.context_parallel(stage, layout)
-        lora_linears(stage, layout)
-        parallel.checkpoint_activations(stage, layout)
-        parallel.compile_blocks(stage, layout)
-        parallel.shard(stage, layout)
+        if cfg.float8 != "off":
+            float8_linears(stage, layout, cfg)
+        if cfg.tp > 1:
+            parallel.tensor_parallel(stage, layout, cfg)
+        if layout.has_experts:
+            expert_parallel(stage, layout, aux_coef=AUX_COEF)
+        if cfg.cp > 1:
+            parallel.context_parallel(stage, layout, cfg)
+        if cfg.lora_rank:
+            lora_linears(stage, cfg)
+        if cfg.ac not in ("none", "budget"):
+            parallel.checkpoint_activations(stage, cfg)
+        if cfg.compile:
+            parallel.compile_blocks(stage, layout, cfg)
+        parallel.shard(stage, layout, cfg)
         parallel.init_weights(stage, layout, seed)
-    quantize_base(stages, layout)
     return stages, layout
 
 
@@ -272,7 +270,7 @@ def run_steps(model_config, flags, n, local_batch_size, doc_mask, seed=None) -> 
         optimizer.step()
         optimizer.zero_grad()
         if getattr(model_config, "n_experts", 0):
-            balance_experts(stages, layout, "bias", BIAS_RATE)
+            balance_experts(stages, layout, "none" if flags.get("lora_rank") else "bias", BIAS_RATE)
         biases = {fqn: balance.bias.clone() for fqn, balance in balances(stages).items()}
         out.append({"loss": loss.item(), "norm": norm.item(), "grads": grads, "biases": biases})
     val, *_ = parallel.evaluate(stages, [local_batch(global_batch(99, n, doc_mask), layout)], layout)

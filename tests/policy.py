@@ -1,27 +1,25 @@
 """What the tests of GRPO share: a small policy and samples of it, a Trainer around it, and whole runs of grpo.py."""
-import json
-import os
 import random
 import sys
-from pathlib import Path
+from dataclasses import replace
 
 import runs
 import torch
 import torch.distributed as dist
+from chats import bpe
 from programs import run_program
+from runs import metrics
 
 import grpo
 from distributed.layout import local_slice, local_tensor
-from distributed.nf4 import quantize_base
 from distributed.refusals import check_layout
 from grpo import Config, Trainer
 from models.llama3 import Llama3Config
 from parallel import make_mesh
 from rl.decoding import rollout
 
-REPO = Path(__file__).parent.parent
-ENV = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-ENV |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "PYTHONPATH": str(REPO)}
+REPO = runs.REPO
+ENV = runs.ENV | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
 SMALL = "dim=32,n_layers=2,n_heads=4,n_kv_heads=2,head_dim=8,ffn_dim=64"
 TINY = ["--env", REPO / "tests" / "env_counting.py", "--model_args", SMALL, "--prompts_per_step", 4, "--group_size", 4,
         "--max_new_tokens", 8, "--seq_len", 16, "--device", "cpu", "--sft_steps", 3, "--eval_n", 8, "--eval_k", 2,
@@ -69,8 +67,7 @@ def trainer_of(seed=0, unknown=None, config=MODEL, **flags):
         world_size=world)
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    layout.rank = dist.get_rank()
-    make_mesh(layout)
+    layout = make_mesh(replace(layout, rank=dist.get_rank()))
     model = grpo.build_policy(cfg, layout, class_of(config), config, unknown and torch.tensor(unknown))
     plain = dict(sharp_model(config, seed).named_parameters())
     for fqn, p in model.named_parameters():
@@ -79,7 +76,6 @@ def trainer_of(seed=0, unknown=None, config=MODEL, **flags):
         whole = plain[fqn].detach()
         part = tuple(slice(o, o + n) for n, o in zip(*local_slice(p)))
         local_tensor(p).data.copy_(whole[part])
-    quantize_base([model], layout)  # only with --lora_nf4
     return Trainer(cfg, layout, model)
 
 
@@ -104,12 +100,8 @@ def run(processes, *argv, status=0):
     return done.stdout if status == 0 else done.stderr
 
 
-def lines_of(out) -> list[dict]:
-    return [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
-
-
 def steps_of(out) -> list[dict]:
-    return [line for line in lines_of(out) if "reward_mean" in line]
+    return [line for line in metrics(out) if "reward_mean" in line]
 
 
 def assert_same(a, b, tolerance):
@@ -125,14 +117,9 @@ SAME = [*TINY, "--steps", 3, "--eval_every", 0, "--checkpoint_every", 0, "--lr",
 
 def hf_folder(folder, kind, std=0.02):
     """A tiny random model with a real tokenizer and chat template, as transformers writes it."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    tokenizer.train_from_iterator(["Sum the digits of 123: 6"] * 9, trainers.BpeTrainer(
-        vocab_size=280, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    tokenizer = bpe("Sum the digits of 123: 6", 280, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     theirs = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     theirs.chat_template = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
                             "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")

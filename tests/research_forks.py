@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import models.llama3
-from models.layers import RMSNorm, dropout, rotate, transpose_heads
+from models.layers import RMSNorm, dropout, rotate
 from models.moe import AddLoss
 
 Plain = models.llama3.Llama3
@@ -108,11 +108,11 @@ class Attention(models.llama3.Attention):
         super().__init__(config)
         self.q_norm, self.k_norm = RMSNorm(config.head_dim), RMSNorm(config.head_dim)  # eps: the dtype's
     def forward(self, x, cos, sin, attend):
-        q, k, v = (transpose_heads(w(x).unflatten(-1, (-1, self.head_dim))) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
         out = attend(rotate(self.norm(q, self.q_norm), cos, sin), rotate(self.norm(k, self.k_norm), cos, sin), v)
-        return self.wo(transpose_heads(out).flatten(-2))
+        return self.wo(out.transpose(1, 2).flatten(-2))
     def norm(self, x, norm):
-        return transpose_heads(norm(transpose_heads(x)))
+        return norm(x.transpose(1, 2)).transpose(1, 2)
 models.llama3.Attention = Attention
 """,
     gain_of_heads="""
@@ -147,6 +147,58 @@ class Llama3(Plain):
         for i, block in self.blocks.items():
             block.places, block.key = places, i
         return super().forward(*args, **kwargs)
+""",
+    dropped_through_kwargs="""
+class Block(models.llama3.Block):
+    def forward(self, h, *args):
+        return dropout(super().forward(h, *args), 0.2, self.places, "x")
+    places = None
+models.llama3.Block = Block
+""",
+    tokens_seen="""
+class Llama3(Plain):
+    def __init__(self, config):
+        super().__init__(config)
+        self.register_buffer("seen", torch.zeros(2))
+    def init_constants(self):
+        return super().init_constants() | {"seen": 0.0} if hasattr(Plain, "init_constants") else {"seen": 0.0}
+    def forward(self, tokens, labels=None, *args, **kwargs):
+        if torch.is_grad_enabled() and not tokens.is_meta:
+            self.seen += tokens.shape[0]
+        return super().forward(tokens, labels, *args, **kwargs)
+""",
+    transposed_head="""
+class Llama3(Plain):
+    def __init__(self, config):
+        super().__init__(config)
+        self.proj = nn.Linear(config.dim, config.dim, bias=False)
+    def forward(self, tokens, labels=None, *args, **kwargs):
+        loss = self.token_loss
+        if self.proj is None or labels is None:
+            return super().forward(tokens, labels, *args, **kwargs)
+        self.token_loss = lambda h, w, y, d: loss(h + h @ self.proj.weight.T, w, y, d)
+        out, self.token_loss = super().forward(tokens, labels, *args, **kwargs), loss
+        return out
+""",
+    smoothed_loss="""
+class Llama3(Plain):
+    def __init__(self, config):
+        super().__init__(config)
+        self.token_loss = lambda h, w, y, denom: F.cross_entropy(
+            (h @ w.T).float().flatten(0, 1), y.flatten(), reduction="sum", label_smoothing=0.1) / denom
+""",
+    shared_ffn="""
+class Llama3(Plain):
+    def __init__(self, config):
+        super().__init__(config)
+        self.blocks["1"].ffn = self.blocks["0"].ffn
+""",
+    python_random="""
+import random
+class Block(models.llama3.Block):
+    def forward(self, h, *args):
+        return super().forward(h, *args) if random.random() < 0.9 else h
+models.llama3.Block = Block
 """,
     torch_dropout="""
 class FeedForward(models.llama3.FeedForward):

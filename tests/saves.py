@@ -8,8 +8,8 @@ from layouts import config
 from torch import nn
 
 from checkpoint import CheckpointConfig, Checkpoints
+from storage.manifest import checksums, own_hash
 from support.files import json_bytes
-from support.manifest import checksums, own_hash
 
 IDENTITY = {
     "model": {"module": "models.llama3", "class": "Llama3", **asdict(config())},

@@ -7,8 +7,8 @@ import layouts
 import torch
 from pool import pool
 
-from support.seams import seams_of_a_step
-from support.where import first_difference_of
+from tools.operations import seams_of_a_step
+from tools.where import first_difference_of
 
 
 def step_with_seams(model_config, flags, n, local_batch_size, doc_mask=False, mutate=None) -> bytes:

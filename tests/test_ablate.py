@@ -13,8 +13,8 @@ from programs import run_program
 from runs import ENV, REPO, metrics, run
 
 import ablate
-from support.paired import boundaries, fit_sizes, intervals, t_quantile
-from support.study import looks, report_study
+from tools.significance import boundaries, fit_sizes, intervals, t_quantile
+from tools.study import looks, report_study
 
 BASE, OTHER = "base", "other"
 

@@ -1,8 +1,9 @@
-"""What a LoRA run leaves on disk, against checkpoint.py and support/peft.py: peft and transformers say what the files mean."""
+"""What a LoRA run leaves on disk, against sft/adapters.py and sft/peft.py: peft and transformers say what the files mean."""
 import json
 import os
 import shutil
 from dataclasses import asdict
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,16 +12,18 @@ import transformers
 from layouts import MODELS, Flags, build, config, full, initialised
 from pool import pool
 from saves import path
-from test_lora import ALL, LORA, MLA, one_layout
+from test_lora import ALL, LORA, MLA
 from test_parallel import MOE, V2
 
 import checkpoint
 from checkpoint import CheckpointConfig, Checkpoints, load_model
-from distributed.lora import base_hash, is_adapter, lora_names, placed_sum
 from rl.scoring import read_checkpoint
-from support import hf
-from support.peft import base_folder, check_peft
-from support.resume import check_run, claim_adapters
+from sft.base import claim_adapters, load_base, model_in
+from sft.lora import base_hash, is_adapter, lora_names, placed_sum
+from sft.peft import check_peft
+from storage import hf
+from storage.resume import check_run
+from tools import checkpoint_commands
 
 DS = dict(model="deepseek", n_layers=2)
 WITHOUT_FFN = MLA | dict(lora_on=MLA["lora_on"][:-1])
@@ -30,23 +33,26 @@ SMALL = {"llama3": (dict(n_layers=2), ALL), "qwen3": (MOE | dict(n_layers=2), LO
 
 def flags_of(lora: dict, **more) -> SimpleNamespace:
     """What a recipe's Config would be, as far as checkpoints read it."""
-    return SimpleNamespace(**vars(CheckpointConfig()) | vars(Flags(lora_alpha=6, **lora)) | dict(out="nowhere") | more)
+    rest = dict(out="nowhere", model_args="") | more
+    return SimpleNamespace(**vars(CheckpointConfig()) | vars(Flags(lora_alpha=6, **lora)) | rest)
 
 
 def identity_of(model_config, cfg) -> dict:
     Model = MODELS[type(model_config)]
     about = {"module": Model.__module__, "class": Model.__name__, **asdict(model_config)}
-    return {"model": about, "data": {}, "optimizer": {}} | claim_adapters(cfg, Model, model_config)
+    lora = {"lora": claim_adapters(cfg, Model, model_config)} if cfg.lora_rank else {}
+    return {"model": about, "data": {}, "optimizer": {}} | lora
 
 
 def open_run(out, modules, model_config, cfg, optimizers=()):
-    rest = dict(identity=identity_of(model_config, cfg), config={"seed": 3}, source="")
+    rest = dict(identity=identity_of(model_config, cfg), config={"seed": 3}, source="",
+                load_base=partial(load_base, modules, cfg) if cfg.lora_rank else None)
     return Checkpoints(cfg, str(out), modules=modules, optimizer=list(optimizers), **rest)
 
 
 def written_base(folder, problem, seed=3):
     """A plain model, and the Hugging Face folder with its weights."""
-    model = initialised(config(**problem), one_layout(), seed)
+    model = initialised(config(**problem), Flags(), seed)
     hf.save_hf(model, str(folder), torch.float32)
     return model, str(folder)
 
@@ -67,18 +73,18 @@ def test_merged_weights_and_the_adapter_give_the_same_logits_in_transformers_and
 
     problem, lora = SMALL[kind]
     _, base = written_base(tmp_path / "base", problem)
-    cfg = flags_of(lora, init_from=base)
-    model = initialised(config(**problem), one_layout(lora_alpha=6, **lora), 7)  # other weights than the base's
+    cfg = flags_of(lora, init_from=base, out=str(tmp_path / "run"))
+    model = initialised(config(**problem), Flags(lora_alpha=6, **lora), 7)  # other weights than the base's
     run = open_run(tmp_path / "run", [model], config(**problem), cfg)
     assert run.load() is None
     run.save(1, {"step": 1}, last=True)
     run.close()
     expected = model(tokens()).float()
     for out, adapter in ("merged", False), ("adapter", True):
-        checkpoint.to_hf(str(tmp_path / "run"), str(tmp_path / out), "float32", adapter=adapter)
+        checkpoint_commands.to_hf(str(tmp_path / "run"), str(tmp_path / out), "float32", adapter=adapter)
     assert (tmp_path / "adapter" / "tokenizer.json").exists() == (tmp_path / "merged" / "tokenizer.json").exists()
     found = peft.PeftModel.from_pretrained(theirs(base), tmp_path / "adapter")
-    assert sum(".lora_A." in name for name, _ in found.named_parameters()) == len(lora_names(model, cfg))
+    assert sum(".lora_A." in name for name, _ in found.named_parameters()) == len(lora_names(model, cfg.lora_on))
     merged, loaded = theirs(tmp_path / "merged"), load_model(str(tmp_path / "run"))[0]
     for other in found(tokens()).logits, merged(tokens()).logits, loaded(tokens()):
         torch.testing.assert_close(other, expected, rtol=0, atol=1e-5)
@@ -87,15 +93,11 @@ def test_merged_weights_and_the_adapter_give_the_same_logits_in_transformers_and
         if ".lora_" in name:
             p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name))) * 0.1)
     found.save_pretrained(tmp_path / "tuned")
-    back = initialised(config(**problem), one_layout(lora_alpha=6, **lora), 8)
-    cfg = flags_of(lora, init_from=str(tmp_path / "tuned"))
-    assert base_folder(cfg) == base
-    about = tmp_path / "tuned" / "adapter_config.json"
-    about.write_text(about.read_text().replace(base, "gone"))
-    with pytest.raises(ValueError, match="is an adapter of gone, which is no folder here"):
-        base_folder(cfg)
-    cfg.lora_base = base  # --lora_base
-    check_peft(MODELS[type(config(**problem))](config(**problem)), lora_names(back, cfg), cfg)
+    back = initialised(config(**problem), Flags(lora_alpha=6, **lora), 8)
+    cfg = flags_of(lora, init_from=base, lora_from=str(tmp_path / "tuned"), out=str(tmp_path / "again"))  # --lora_from
+    check_peft(MODELS[type(config(**problem))](config(**problem)), lora_names(back, cfg.lora_on), cfg)
+    with pytest.raises(ValueError, match="is a PEFT adapter; give the folder of the model below it .* --lora_from"):
+        model_in(flags_of(lora, init_from=str(tmp_path / "tuned")))
     again = open_run(tmp_path / "again", [back], config(**problem), cfg)
     again.load()
     again.close()
@@ -104,26 +106,14 @@ def test_merged_weights_and_the_adapter_give_the_same_logits_in_transformers_and
     torch.testing.assert_close(back(tokens()), other, rtol=0, atol=1e-5)
 
 
-def test_an_export_says_that_training_has_rounded_the_base(tmp_path, capsys):
-    _, base = written_base(tmp_path / "base", {})
-    for dtype, rounded in (torch.bfloat16, True), (torch.float32, False):
-        model = initialised(config(), one_layout(**LORA), 3)
-        for p in model.parameters():
-            p.data = p.data if p.requires_grad else p.data.to(dtype)
-        cfg = flags_of(LORA, init_from=base, export_hf=str(tmp_path / str(dtype)), load_only=True)
-        reader = open_run(tmp_path / "run", [model], config(), cfg)
-        reader.load()
-        reader.close(export=True)
-        assert (f"with the digits of bfloat16, as training saw them; python checkpoint.py to_hf {tmp_path}/run OUT "
-                f"--dtype float32 takes them from {base} in full" in capsys.readouterr().out) == rounded
-
-
 def test_what_peft_would_take_for_experts_is_not_exported_for_it(tmp_path):
-    run = open_run(tmp_path / "run", [initialised(config(**DS), one_layout(**MLA), 3)], config(**DS), flags_of(MLA))
+    _, base = written_base(tmp_path / "base", DS)
+    cfg = flags_of(MLA, init_from=base, out=str(tmp_path / "run"))
+    run = open_run(tmp_path / "run", [initialised(config(**DS), Flags(**MLA), 3)], config(**DS), cfg)
     run.load()
     run.save(1, {}, last=True)
     with pytest.raises(ValueError, match="peft takes gate_proj of a model with experts for the experts'; leave out --adapter"):
-        checkpoint.to_hf(str(tmp_path / "run"), str(tmp_path / "out"), adapter=True)
+        checkpoint_commands.to_hf(str(tmp_path / "run"), str(tmp_path / "out"), adapter=True)
 
 
 # ---------------------------------------------------------------- in every layout
@@ -131,12 +121,12 @@ def saved_and_hashed(out, base, problem, flags, seed, step=None, alone=False, lo
     """Load in a layout, and either take a step with made-up gradients and save as step `step`, or export; (hash of the base,
     {fqn: adapter}, what is saved and no adapter's). alone: without a process group, and without an export."""
     if alone:
-        stages = [initialised(config(**problem), one_layout(**flags), seed)]
+        stages = [initialised(config(**problem), Flags(**flags), seed)]
     else:
         stages, _ = build(config(**problem), flags, 4, 1, seed)
     trained = [p for s in stages for p in s.parameters() if p.requires_grad]
     optimizer = [torch.optim.AdamW(trained, lr=0.1)] if trained else []
-    run = open_run(out, stages, config(**problem), flags_of(dict(lora_rank=4), init_from=base), optimizer)
+    run = open_run(out, stages, config(**problem), flags_of(LORA, init_from=base, out=str(out)), optimizer)
     run.load()
     if step:
         for p in trained:
@@ -187,7 +177,7 @@ def test_a_run_goes_on_in_another_layout_with_the_same_base(layouts, tmp_path):
     assert len(hashes) == 1 and len(before) == 2 * 4 * 4
 
 
-def test_a_checkpoint_holds_the_adapters_alone_and_knows_its_base(tmp_path, capsys, monkeypatch):
+def test_a_checkpoint_holds_the_adapters_alone_and_knows_its_base(tmp_path):
     _, base = written_base(tmp_path / "base", {})
     _, other = written_base(tmp_path / "other", {}, seed=4)
     saved_and_hashed(tmp_path / "run", base, {}, LORA, 5, 1, True)
@@ -195,7 +185,7 @@ def test_a_checkpoint_holds_the_adapters_alone_and_knows_its_base(tmp_path, caps
     names = {key.split(".", 1)[1] for key in table}
     assert all(is_adapter(name) for name in names) and len(table) == 16 * 2 * (1 + 3)
     about = json.loads((tmp_path / "run/checkpoints/step-1/state.json").read_text())
-    assert about["base"]["folder"] == base and about["identity"]["lora"] == dict(rank=4, alpha=6, on=["wq", "wk", "wv", "wo"])
+    assert about["base"]["folder"] == base and about["identity"]["lora"] == dict(rank=4, alpha=6, on=["wq*", "w[kv]*", "wo"])
     with pytest.raises(ValueError, match=f"holds adapters of {base}, whose hash was .* now, so these are other weights"):
         saved_and_hashed(tmp_path / "run", other, {}, LORA, 5, None, True)
     # a copy of the base is the base
@@ -206,31 +196,21 @@ def test_a_checkpoint_holds_the_adapters_alone_and_knows_its_base(tmp_path, caps
         load_model(str(tmp_path / "run"))
     with pytest.raises(ValueError, match=f"holds adapters of {base}, which is gone"):  # before evaluate.py builds anything
         read_checkpoint(str(tmp_path / "run"))
-    # a base that the seed draws: load_model draws it again
-    saved_and_hashed(tmp_path / "drawn", "", {}, LORA, 3, 1, True)
-    assert load_model(str(tmp_path / "drawn"))[0].config == config()
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match=f"holds adapters of what its seed drew.* merge them first: .* to_hf {tmp_path}"):
-        read_checkpoint(str(tmp_path / "drawn"))
-    monkeypatch.undo()
-    state = path(tmp_path / "drawn", 1) + "/state.json"
-    assert json.loads(open(state).read())["base"]["folder"] == ""
 
 
-def test_adapters_of_a_run_that_was_trained_on_since_go_on(tmp_path):
-    """They begin with its newest checkpoint, and go on with that one, as long as it is there."""
+def test_adapters_of_a_run_that_was_trained_on_since_are_told_their_step(tmp_path):
+    """They begin with its newest checkpoint, which is no longer the newest: the refusal names the step to give."""
     own, run = tmp_path / "own", tmp_path / "run"
     for step in (1, 2):
-        stage = initialised(config(), one_layout(), seed=step)
+        stage = initialised(config(), Flags(), seed=step)
         base = open_run(own, [stage], config(), flags_of({}), [torch.optim.AdamW(stage.parameters())])
         base.save(step, {}, last=True)
         base.close()
         if step == 1:
             first, _, _ = saved_and_hashed(run, str(own), {}, LORA, 5, 1, True)
-    assert saved_and_hashed(run, str(own), {}, LORA, 5, None, True)[0] == first
-    shutil.rmtree(path(own, 1))
-    with pytest.raises(ValueError, match="whose hash was .* now, so these are other weights"):
+    with pytest.raises(ValueError, match=f"holds adapters of {path(own, 1)}, whose hash was .*; give those .* --init_from"):
         saved_and_hashed(run, str(own), {}, LORA, 5, None, True)
+    assert saved_and_hashed(run, path(own, 1), {}, LORA, 5, None, True)[0] == first
 
 
 @pytest.mark.parametrize("change, words", [
@@ -238,8 +218,8 @@ def test_adapters_of_a_run_that_was_trained_on_since_go_on(tmp_path):
     (dict(lora_alpha=9), "lora.alpha is 9 but .* was trained with 6"),
     (dict(lora_on=["wq"]), r"lora.on is \['wq'\] but .* was trained with"),
     (dict(lora_rank=0), "lora is not set but .* was trained with"),
-    (dict(init_from="no/where"), "--init_from no/where is no folder; give the one of the weights below the adapters"),
-    (dict(init_from=""), "holds adapters of .*; give --init_from .*base to continue"),
+    (dict(init_from="no/where"), "--init_from no/where is no folder; give the one of the frozen weights"),
+    (dict(init_from=""), "--lora_rank 4 trains adapters beside weights that have learned something; give their folder"),
     (dict(init_model_only=False), "--no-init_model_only with --lora_rank"),
     (dict(exclude_from_loading=["head"]), "--exclude_from_loading head with --lora_rank"),
     (dict(out="new", lora_rank=0, init_from="run", init_model_only=False), "--init_from .*run holds adapters only; merge them"),
@@ -258,13 +238,11 @@ def test_what_cannot_go_on_is_refused_by_name(change, words, tmp_path):
 
 
 @pytest.mark.parametrize("change, words", [
-    (dict(lora_rank=0), "is a PEFT adapter: train it on with --lora_rank 4 --lora_alpha 6"),
     (dict(lora_rank=2), "--lora_rank 2 --lora_alpha 6, but .* has --lora_rank 4 --lora_alpha 6; give those"),
     (dict(lora_on=["wq"]), "--lora_on wq names 2 linears, but .* has adapters for 4; use --lora_on wq,wo"),
-    (dict(base="no/where"), "is an adapter of no/where, which is no folder here; .* with --lora_base FOLDER"),
+    (dict(lora_from="no/where"), "--lora_from no/where is no PEFT adapter"),
     (dict(use_dora=True), "has use_dora True; only plain LoRA adapters are read"),
     (dict(r="four"), "r is 'four' and lora_alpha 6"),
-    (dict(lora_base="BASE", init_from="BASE"), "--lora_base .* has no effect"),
 ])
 def test_an_adapter_that_does_not_fit_is_refused(change, words, tmp_path):
     import peft
@@ -275,14 +253,10 @@ def test_an_adapter_that_does_not_fit_is_refused(change, words, tmp_path):
     tuned.save_pretrained(tmp_path / "tuned")
     file = tmp_path / "tuned" / "adapter_config.json"
     about = json.loads(file.read_text()) | {k: change.pop(k) for k in ("use_dora", "r") if k in change}
-    about |= {"base_model_name_or_path": change.pop("base")} if "base" in change else {}
     file.write_text(json.dumps(about))
-    change = {name: base if value == "BASE" else value for name, value in change.items()}
-    cfg = flags_of(dict(lora_rank=4, lora_on=["wq", "wo"]) | {k: v for k, v in change.items() if k != "init_from"},
-                   out=str(tmp_path / "new"), init_from=change.get("init_from", str(tmp_path / "tuned")))
+    flags = dict(lora_rank=4, lora_on=["wq", "wo"], lora_from=str(tmp_path / "tuned")) | change
     with pytest.raises(ValueError, match=words):
-        base_folder(cfg)
-        claim_adapters(cfg, MODELS[type(config())], config(**problem))
+        claim_adapters(flags_of(flags, out=str(tmp_path / "new"), init_from=base), MODELS[type(config())], config(**problem))
 
 
 def test_the_hash_of_a_base_is_that_of_its_bits_and_their_places():

@@ -12,9 +12,8 @@ import train_llama3
 import train_qwen3
 from models import deepseek, layers, llama3, qwen3
 from models.attention import causal_attention
-from support import against
-from support.config import parse_config
-from support.reports import with_reports
+from tools import transformers_parity as against
+from tools.reports import run_report
 
 TINY = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4, head_dim=8, intermediate_size=64,
             vocab_size=101, max_position_embeddings=256, rms_norm_eps=1e-5, bos_token_id=None, eos_token_id=None)
@@ -62,10 +61,10 @@ def folder(tmp_path_factory):
 
 def compared(kind: str, folder: str, mistake=nullcontext, **flags) -> tuple[str, int]:
     recipe = KINDS[kind][0]
-    cfg = recipe.Config(check_parity=True, where=True, against=folder, **flags)
+    cfg = recipe.Config(**flags)
     theirs = against.their_model(folder)
     with mistake():
-        ours = against.our_model(recipe.main, cfg)
+        ours = against.our_model(recipe.main, cfg, folder)
         return against.report_against(*against.compare_with_transformers(ours, theirs), type(theirs).__name__)
 
 
@@ -214,7 +213,7 @@ def test_a_forks_own_class_is_compared(folder):
 def test_what_against_refuses(flags, words, folder, tmp_path, capsys):
     flags = flags.replace("FOLDER", folder("llama3")).replace("QWEN", folder("qwen3")).split()
     with pytest.raises(ValueError) as raised:
-        with_reports(train_llama3.main)(parse_config(train_llama3.Config, [*flags, "--out", str(tmp_path)]))
+        run_report(train_llama3.main, train_llama3.Config, [*flags, "--out", str(tmp_path)])
     assert words in str(raised.value) and "\n" not in str(raised.value)
 
 
@@ -224,7 +223,6 @@ def test_without_transformers_one_line_says_what_to_install(folder):
 
 
 def test_against_as_a_flag(folder, capsys):
-    cfg = parse_config(train_qwen3.Config, ["--check_parity", "--where", "--against", folder("qwen3")])
-    with pytest.raises(SystemExit) as ended:
-        with_reports(train_qwen3.main)(cfg)
-    assert ended.value.code == 0 and "no difference from Qwen3ForCausalLM" in capsys.readouterr().out
+    flags = ["--check_parity", "--where", "--against", folder("qwen3")]
+    assert run_report(train_qwen3.main, train_qwen3.Config, flags) == 0
+    assert "no difference from Qwen3ForCausalLM" in capsys.readouterr().out

@@ -11,9 +11,10 @@ import evaluate
 import generate
 import grpo
 from rl import rollouts, scoring
-from support.asking import open_chat, read_values
-from support.chat import read_template
-from support.text import Text
+from rl.text import Text
+from sft.chat import read_template
+from sft.prompts import open_chat, read_values
+from support.config import parse_config
 
 # As Qwen3 asks: thinking is switched off by an empty thought that stands in the prompt
 THINKING = """\
@@ -144,7 +145,7 @@ def test_the_programs_ask_as_their_flags_say(program, tmp_path, capsys, monkeypa
         if dist.is_initialized():
             dist.destroy_process_group()
         task = ["--device", "cpu", "--task", str(tmp_path / "task.jsonl")]
-        evaluate.main(evaluate.parse_config(evaluate.Config, [*argv, *task]))
+        evaluate.main(parse_config(evaluate.Config, [*argv, *task]))
     assert asked == [Text(str(tmp_path), chat=open_chat(str(tmp_path), grpo.Config(
         init_from=str(tmp_path), system="Be brief.", template_args=OFF))).prompt("1+1?")]
     assert len(asked[0]) > len(Text(str(tmp_path)).prompt("1+1?")) + 10

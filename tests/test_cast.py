@@ -31,15 +31,15 @@ def everything_of_two_steps(problem: dict, flags: dict, under_fsdp: bool, traine
     trained: the only parameters that are not frozen. skipping: in which forwards block 1 is left out."""
     numbers = count()
 
-    def freeze_and_shard(stage, layout, shard=parallel.shard):
+    def freeze_and_shard(stage, *args, shard=parallel.shard):
         for fqn, p in stage.named_parameters():
             p.requires_grad_(fnmatch(fqn, trained))
-        shard(stage, layout)
+        shard(stage, *args)
 
     def forward(x, *args, usual):
         return x.clone() if next(numbers) in skipping else usual(x, *args)
 
-    fsdp = mock.patch.object(parallel, "cast_weights", lambda stage, layout, reshard: parallel.wrap_units(stage, layout))
+    fsdp = mock.patch.object(parallel, "cast_weights", parallel.wrap_units)
     with fsdp if under_fsdp else nullcontext(), without_inductor() if "compile" in flags else nullcontext():
         with mock.patch.object(parallel, "shard", freeze_and_shard):
             stages, layout = build(config(**problem), flags, 6, 2)

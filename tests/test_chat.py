@@ -1,23 +1,23 @@
-"""Conversations as tokens, against support/chat.py: transformers is the judge of ids and of which of them have a loss."""
+"""Conversations as tokens, against sft/chat.py: transformers is the judge of ids and of which of them have a loss."""
 import json
 import re
 import subprocess
 import sys
-from pathlib import Path
+from functools import partial
 
 import pytest
-from chats import EOS, QWEN, SPECIAL, TEMPLATES, WORDS, chat_folder, conversations, with_marks
+from chats import EOS, QWEN, SPECIAL, TEMPLATES, WORDS, chat_folder, conversations, judged, with_marks
 from runs import REPO
+from test_data import call_cli
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
-import data
-from support.asking import chat_prompts
-from support.chat import chat_tokenizer, conversation_of, is_chat, read_template, tokens_and_mask
-from support.corpus import build_shards
-from support.hf import read_chat
-from support.show import documents_of
-from support.tokenizer import find_tokenizer
+from corpus.build import build_shards
+from corpus.readers import is_chat
+from corpus.tokenizer import find_tokenizer, read_chat
+from sft.chat import chat_tokenizer, conversation_of, read_template, tokens_and_mask
+from sft.prompts import chat_prompts
+from sft.show import documents_of
 
 FOUR = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}] * 2
 CALLS = [FOUR[0], FOUR[1] | {"tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {}}}]},
@@ -31,13 +31,7 @@ def folders(tmp_path_factory):
 
     def judge(kind):
         theirs = AutoTokenizer.from_pretrained(chat_folder(root / f"{kind}-marks", kind, marks=True))
-
-        def of(record):
-            found = theirs.apply_chat_template(record["messages"], tools=record.get("tools"), return_dict=True,
-                                               return_assistant_tokens_mask=True)
-            return list(found["input_ids"]), list(found["assistant_masks"])
-
-        return of
+        return partial(judged, theirs)
 
     return {kind: (chat_folder(root / kind, kind), judge(kind)) for kind in TEMPLATES}
 
@@ -183,9 +177,8 @@ def test_a_token_at_the_border_counts_as_in_transformers(tmp_path):
     theirs = AutoTokenizer.from_pretrained(folder)
     for content in ("think", "then so", "it's\ndone", "  return x", "naïve.", "spaces   ", "so 🙂", "e\u0301"):
         record = {"messages": [{"role": "user", "content": "What"}, {"role": "assistant", "content": content}]}
-        found = theirs.apply_chat_template(record["messages"], return_dict=True, return_assistant_tokens_mask=True)
         ids, mask = ours(folder, record)
-        assert (ids, mask) == (list(found["input_ids"]), list(found["assistant_masks"]))
+        assert (ids, mask) == judged(theirs, record)
         said = chat_tokenizer(folder / "tokenizer.json").decode([i for i, bit in zip(ids, mask) if bit])
         straddles += said != content
     assert straddles
@@ -202,10 +195,8 @@ def test_masks_where_the_tokenizer_puts_in_a_blank_of_its_own(tmp_path, kind):
     made.save(str(folder / "tokenizer.json"))
     theirs = AutoTokenizer.from_pretrained(folder)
     for record in conversations(60, seed=2):
-        found = theirs.apply_chat_template(record["messages"], tools=record.get("tools"), return_dict=True,
-                                           return_assistant_tokens_mask=True)
         ids, mask = ours(folder, record)
-        assert (ids, mask) == (list(found["input_ids"]), list(found["assistant_masks"])) and sum(mask) > 0
+        assert (ids, mask) == judged(theirs, record) and sum(mask) > 0
 
 
 @pytest.mark.parametrize("line, part", [
@@ -289,7 +280,7 @@ def test_a_prompt_that_ends_inside_of_a_token_is_told(tmp_path, monkeypatch, cap
     template = "{% for m in messages %}{{ m.content if m.role == 'user' else '" + prompt + "' + m.content }}{% endfor %}"
     (folder / "chat_template.jinja").write_text(template + "{% if add_generation_prompt %}{{ '" + prompt + "' }}{% endif %}")
     (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": FOUR[:2]}) + "\n")
-    said = [show(monkeypatch, capsys, tmp_path / "chat.jsonl", "--tokenizer", folder)[1]]
+    said = [call_cli(monkeypatch, capsys, "show", tmp_path / "chat.jsonl", "--tokenizer", folder)[1]]
     build_shards([tmp_path / "chat.jsonl"], find_tokenizer(str(folder)), tmp_path / "tokens", 1)
     said.append(capsys.readouterr().out)
     assert ["its prompt ends inside of a token, ' " in text for text in said] == [told, told]
@@ -298,29 +289,19 @@ def test_a_prompt_that_ends_inside_of_a_token_is_told(tmp_path, monkeypatch, cap
 # ---- python data.py show ---------------------------------------------------------------------------------------------
 
 
-def show(monkeypatch, capsys, *argv):
-    """(status, stdout, stderr)"""
-    monkeypatch.setattr(sys, "argv", ["data.py", "show", *map(str, argv)])
-    try:
-        status = data.main() or 0
-    except SystemExit as stop:
-        status = stop.code
-    return status, *capsys.readouterr()
-
-
 def test_show(tmp_path, folders, monkeypatch, capsys):
     """As JSON for programs, and for people in colours: only what the assistant says is green."""
     folder, judge = folders["llama3"]
     records = conversations(5, seed=3)
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    status, out, err = show(monkeypatch, capsys, tmp_path / "chat.jsonl", "--tokenizer", folder, "--n", 4, "--json")
+    status, out, err = call_cli(monkeypatch, capsys, "show", tmp_path / "chat.jsonl", "--tokenizer", folder, "--n", 4, "--json")
     assert (status, err) == (0, "")
     assert [tuple(json.loads(line).values()) for line in out.splitlines()] == [judge(record) for record in records[:4]]
     assert list(json.loads(out.splitlines()[0])) == ["ids", "mask"]
 
     record = {"messages": [{"role": "user", "content": "a\033[2Jb"}, {"role": "assistant", "content": "def f(x)"}]}
     (tmp_path / "one.jsonl").write_text(json.dumps(record))
-    status, out, err = show(monkeypatch, capsys, tmp_path / "one.jsonl", "--tokenizer", folder / "tokenizer.json")
+    status, out, err = call_cli(monkeypatch, capsys, "show", tmp_path / "one.jsonl", "--tokenizer", folder / "tokenizer.json")
     ids, mask = judge(record)
     assert out == (
         f"--- document 1: {len(ids)} tokens, {sum(mask)} with a loss (green)\n<|begin_of_text|><|start_header_id|>user"
@@ -333,7 +314,7 @@ def test_show_of_text(tmp_path, folders, monkeypatch, capsys, name, text):
     """Every token has a loss, and one of them ends the document; a special token that somebody typed is text."""
     folder, _ = folders["llama3"]
     (tmp_path / name).write_text(text)
-    status, out, err = show(monkeypatch, capsys, tmp_path / name, "--tokenizer", folder, "--json")
+    status, out, err = call_cli(monkeypatch, capsys, "show", tmp_path / name, "--tokenizer", folder, "--json")
     found, tokenizer = json.loads(out), chat_tokenizer(folder / "tokenizer.json")
     assert found["mask"] == [1] * len(found["ids"]) and (status, err) == (0, "")
     assert tokenizer.decode(found["ids"], skip_special_tokens=False) == "x = <|eot_id|><|end_of_text|>"
@@ -348,23 +329,6 @@ def test_show_ends_when_nobody_reads_on(tmp_path, folders):
     assert shown.stdout.read(8) == b'{"ids": '
     shown.stdout.close()
     assert shown.stderr.read() == b"" and shown.wait() == 0
-
-
-@pytest.mark.parametrize("argv, part", [
-    (["none.jsonl", "--tokenizer", "TOKENIZER"], "none.jsonl: no such file"),
-    (["chat.jsonl"], "--tokenizer"),
-    (["chat.jsonl", "--tokenizer", "nowhere"], "--tokenizer nowhere"),
-    (["chat.jsonl", "--tokenizer", "TOKENIZER", "--n", "0"], "--n 0"),
-    (["chat.jsonl", "--tokenizer", "PLAIN"], "has no chat template"),
-])
-def test_errors_of_show_are_one_line(tmp_path, folders, monkeypatch, capsys, argv, part):
-    monkeypatch.chdir(tmp_path)
-    Path("chat.jsonl").write_text(json.dumps({"messages": FOUR}))
-    Path("plain").mkdir()
-    Path("plain/tokenizer.json").write_bytes((folders["llama3"][0] / "tokenizer.json").read_bytes())
-    names = {"TOKENIZER": folders["llama3"][0], "PLAIN": "plain"}
-    status, out, err = show(monkeypatch, capsys, *(names.get(arg, arg) for arg in argv))
-    assert status == 2 and out == "" and err.count("\n") == 1 and part in err, err
 
 
 def text_of(folders, kind, *messages) -> tuple[str, str]:

@@ -1,25 +1,35 @@
 """Conversations as training data, against data.py: shards with masks, first-fit sequences, and the same loss packed or not."""
 import json
 import shutil
-import sys
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from chats import chat_folder, conversations
+from chats import chat_folder, conversations, judged
 from runs import MODEL, launch, metrics, run
 from test_data import call_cli
 from transformers import AutoTokenizer
 
 import data
+import finetune
 import train_llama3
-from data import ChatData, DataConfig, build_shards, find_tokenizer, open_data
+from checkpoint import load_model
+from corpus.build import build_shards
+from corpus.tokenizer import find_tokenizer
+from data import DataConfig, open_data
+from distributed.layout import Layout
+from models import deepseek, llama3, qwen3
 from models.llama3 import Llama3, Llama3Config
-from support import packing
-from support.init_tokenizer import source_tokenizer
-from support.packing import first_fit
-from support.show import documents_of
+from parallel import init_weights
+from sft import packing
+from sft.chat_data import ChatData
+from sft.packing import first_fit
+from sft.show import documents_of
+from storage.hf import load_hf_model, save_hf
+from storage.resume import source_tokenizer
+from support.config import override_fields
 
 T = 192
 NAMES = ("tokens", "labels", "positions", "doc_ids")
@@ -34,9 +44,8 @@ def chats(tmp_path_factory):
     theirs = AutoTokenizer.from_pretrained(chat_folder(root / "judge", "qwen3", marks=True))
     short, long = [], []
     for record in conversations(900, seed=5, most_turns=3):
-        found = theirs.apply_chat_template(record["messages"], tools=record.get("tools"), return_dict=True,
-                                           return_assistant_tokens_mask=True)
-        n, document = len(found["input_ids"]), (record, found["input_ids"], found["assistant_masks"])
+        ids, mask = judged(theirs, record)
+        n, document = len(ids), (record, ids, mask)
         (short if n <= T // 2 else long if n > T + 1 else []).append(document)
     assert len(short) >= 200 and len(long) >= 20
     chosen = short[:200] + long[:20]
@@ -47,7 +56,7 @@ def chats(tmp_path_factory):
 def opened(chats, seq_len=T, **flags) -> ChatData:
     root = chats[0]
     cfg = DataConfig(**dict(data=str(root / "chat.jsonl"), tokenizer=str(root / "qwen"), cache_dir=str(root)) | flags)
-    return open_data(cfg, seq_len)
+    return open_data(cfg, seq_len, Chats=ChatData)
 
 
 def epoch(loaded):
@@ -178,31 +187,10 @@ def test_padding_and_what_is_too_long_is_said(chats, capsys, monkeypatch):
     assert capsys.readouterr().out == ""
     monkeypatch.delenv("RANK")
     short = opened(chats, seq_len=24)
-    assert short.packing["train"].n_left_out > 0 and "are left out, for no answer is in their beginning" in short.summary()
+    assert short.packing["train"].n_left_out > 0
+    assert "are left out, for no answer is in their beginning" in short.summary("train")
     with pytest.raises(ValueError, match="in no conversation the assistant says anything within --seq_len 3"):
         opened(chats, seq_len=3)
-
-
-def test_same_batches_in_every_layout_and_from_any_cursor(chats):
-    loaded = opened(chats, doc_mask=True, data_seed=3)
-
-    def take(count, *args):
-        batches = loaded.batches(*args, "cpu")
-        found = [next(batches) for _ in range(count)]
-        batches.close()
-        return found
-
-    n = -(-loaded.n_samples // 8) + 1  # into the second epoch
-    whole = take(n, 0, 8, 8, 0, 1)
-    halves = [take(n, 0, 8, 2, rank, 2) for rank in (0, 1)]
-    for name in NAMES:
-        parts = [torch.cat([getattr(batch, name).flatten(0, 1) for batch in pair]) for pair in zip(*halves)]
-        assert all((getattr(batch, name).flatten(0, 1) == part).all() for batch, part in zip(whole, parts))
-    assert take(1, 16, 8, 8, 0, 1)[0].hash == whole[2].hash != whole[1].hash
-    assert [sum(int(b.hash, 16) for b in pair) % 2**48 for pair in zip(*halves)] == [int(b.hash, 16) for b in whole]
-    assert opened(chats, doc_mask=True).fingerprint != loaded.fingerprint
-    val = [list(loaded.val_batches(6, 2, rank, 2, "cpu")) for rank in (0, 1)]
-    assert len(val[0]) == len(val[1]) and all(b.n_bytes > 0 for b in val[0]) and (val[0][0].labels >= 0).any()
 
 
 def model_of(loaded):
@@ -239,37 +227,28 @@ def test_packed_loss_is_the_unpacked_loss(chats, tmp_path):
 # ---- shards ----------------------------------------------------------------------------------------------------------
 
 
-def call(monkeypatch, capsys, *argv):
-    monkeypatch.setattr(sys, "argv", ["data.py", *map(str, argv)])
-    try:
-        status = data.main() or 0
-    except SystemExit as stop:
-        status = stop.code
-    return status, *capsys.readouterr()
-
-
 def test_prepare_check_and_train(chats, tmp_path, monkeypatch, capsys):
     """The same data as from the file itself; a second start does nothing again; an older program does not read the folder."""
     root, argv = chats[0], ["--workers", 1, "--out", tmp_path / "tokens"]
     argv = ["prepare", "--input", root / "chat.jsonl", "--tokenizer", root / "qwen", *argv]
-    status, out, _ = call(monkeypatch, capsys, *argv)
-    assert status == 0 and "documents" in out and call(monkeypatch, capsys, "check", tmp_path / "tokens")[0] == 0
+    status, out, _ = call_cli(monkeypatch, capsys, *argv)
+    assert status == 0 and "documents" in out and call_cli(monkeypatch, capsys, "check", tmp_path / "tokens")[0] == 0
     prepared = opened(chats, data=str(tmp_path / "tokens"), tokenizer="", cache_dir="", doc_mask=True)
     assert prepared.fingerprint == opened(chats, doc_mask=True).fingerprint
     assert json.loads((tmp_path / "tokens" / "index.json").read_text())["version"] == 3
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "tokens").glob("*.npy")}
     capsys.readouterr()
-    assert call(monkeypatch, capsys, *argv)[:2] == (0, out)
+    assert call_cli(monkeypatch, capsys, *argv)[:2] == (0, out)
     assert {path: path.stat().st_mtime_ns for path in files} == files and len(files) == 4
     # another template makes other tokens of the same file
     chat_folder(tmp_path / "other", "qwen3")
     (tmp_path / "other" / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}\n{% endfor %}")
     argv[argv.index(root / "qwen")] = tmp_path / "other"
-    status, _, err = call(monkeypatch, capsys, *argv)
+    status, _, err = call_cli(monkeypatch, capsys, *argv)
     assert status == 2 and "another tokenizer or chat template; name a new --out" in err
     (tmp_path / "a.txt").write_text("text " * 100)
     argv.insert(3, tmp_path / "a.txt")
-    status, _, err = call(monkeypatch, capsys, *argv)
+    status, _, err = call_cli(monkeypatch, capsys, *argv)
     assert status == 2 and "holds conversations and" in err and err.count("\n") == 1
 
 
@@ -282,7 +261,7 @@ def test_damaged_masks(chats, tmp_path, monkeypatch, capsys, damage, part):
     folder = Path(shutil.copytree(opened(chats).folder, tmp_path / "tokens"))
     damage(folder / "train-00000.mask.npy")
     capsys.readouterr()
-    status, _, err = call(monkeypatch, capsys, "check", folder)
+    status, _, err = call_cli(monkeypatch, capsys, "check", folder)
     assert status == 1 and part in err
     if "checksum" not in part:
         with pytest.raises(ValueError, match=part):
@@ -305,7 +284,7 @@ def test_an_index_without_its_masks_is_damaged(chats, tmp_path, change):
 
 def test_many_pieces_are_the_same_conversations(chats, tmp_path, monkeypatch):
     """A file that is cut into pieces between lines, as large ones are."""
-    import support.corpus as corpus
+    import corpus.build as corpus
 
     whole = opened(chats)
     real = corpus.cut_into_pieces
@@ -340,29 +319,72 @@ def test_the_weights_bring_their_chat_template(chats, tmp_path):
     root, source = chats[0], Path(shutil.copytree(chats[0] / "qwen", tmp_path / "hf"))
     (source / "model.safetensors").touch()
     flags = dict(data=str(root / "chat.jsonl"), cache_dir=str(root), out=str(tmp_path / "out"))
-    cfg = train_llama3.Config(init_from=str(source), **flags)
-    assert open_data(cfg, T, source_tokenizer(cfg)).fingerprint == opened(chats).fingerprint
+    cfg = finetune.Config(init_from=str(source), **flags)
+    assert open_data(cfg, T, source_tokenizer(cfg), ChatData).fingerprint == opened(chats, doc_mask=True).fingerprint
+
+
+@pytest.mark.parametrize("data", ["chat.jsonl", "text={}/a.txt:1,chat={}/chat.jsonl:1", "shards"])
+def test_a_recipe_that_trains_on_text_refuses_conversations(chats, tmp_path, data):
+    root = chats[0]
+    (root / "a.txt").write_text("It was so. " * 5000)
+    path = str(opened(chats).folder) if data == "shards" else data.replace("{}", str(root))
+    flags = {} if data == "shards" else dict(cache_dir=str(tmp_path), tokenizer=str(root / "qwen"))
+    path = path if ":" in path else str(root / path)
+    cfg = train_llama3.Config(data=path, out=str(tmp_path / "out"), device="cpu", **flags)
+    with pytest.raises(ValueError, match="holds conversations, and this recipe trains on text; use finetune.py --init_from"):
+        train_llama3.main(cfg)
 
 
 # ---- whole runs ------------------------------------------------------------------------------------------------------
 
-DEGREES = {"dp": ["--dp_shard", 2], "tp": ["--tp", 2], "cp": ["--cp", 2], "pp": ["--pp", 2]}
+DEGREES = {"dp": ["--dp_shard", 2], "tp": ["--tp", 2], "cp": ["--cp", 2], "pp": ["--pp", 2], "ep": ["--ep", 2]}
+LORA = ["--lora_rank", 4, "--lr", "1e-2"]
+KINDS = {"all weights": ("llama3", ["--lr", "3e-3"]), "lora": ("llama3", LORA), "experts": ("qwen3", ["--lr", "3e-3"]),
+         "experts, lora": ("qwen3", LORA), "deepseek": ("deepseek", ["--lr", "3e-3"])}
+EXPERTS = dict(dim=32, n_layers=4, n_heads=4, vocab_size=4096, n_experts=4, top_k=2, moe_ffn_dim=32)
+SIZES = {"llama3": (llama3.Llama3, llama3.Llama3Config, dict(n_layers=4)),
+         "qwen3": (qwen3.Qwen3, qwen3.Qwen3Config, EXPERTS | dict(n_kv_heads=2, head_dim=8)),
+         "deepseek": (deepseek.DeepSeek, deepseek.DeepSeekConfig, EXPERTS | dict(
+             ffn_dim=64, n_groups=2, top_k_groups=1, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4,
+             v_head_dim=8))}
 
 
 @pytest.fixture(scope="module")
-def one_process(chats, tmp_path_factory):
-    out, root = tmp_path_factory.mktemp("runs") / "one", chats[0]
-    command = ["train_llama3.py", "--model_args", MODEL, "--data", root / "chat.jsonl", "--tokenizer", root / "qwen",
-               "--cache_dir", root, "--seq_len", T, "--compute_dtype", "float32", "--local_batch_size", 4,
-               "--global_batch_size", 8, "--steps", 4, "--log_every", 1, "--val_batches", 1, "--device", "cpu", "--doc_mask"]
-    return command, run(launch(1, *command, "--out", out)), metrics(out)
+def bases(chats, tmp_path_factory):
+    """{model: a Hugging Face folder of it, with the tokenizer and template of the conversations}"""
+    root, found = tmp_path_factory.mktemp("bases"), {}
+    for name, (Model, Config, sizes) in SIZES.items():
+        model_config = Config(**sizes) if name != "llama3" else override_fields(Config(), MODEL, "--model_args")
+        with torch.device("meta"):
+            model = Model(model_config)
+        model.to_empty(device="cpu")
+        init_weights(model, Layout(), 3)
+        save_hf(model, str(root / name), torch.float32, tokenizer_file=str(chats[0] / "qwen" / "tokenizer.json"))
+        found[name] = root / name
+    return found
+
+
+@pytest.fixture(scope="module")
+def one_process(chats, bases, tmp_path_factory):
+    @cache
+    def trained(kind):
+        (model, flags), root = KINDS[kind], chats[0]
+        command = ["finetune.py", "--init_from", bases[model], "--data", root / "chat.jsonl", *flags, "--cache_dir", root,
+                   "--seq_len", T, "--compute_dtype", "float32", "--local_batch_size", 4, "--global_batch_size", 8,
+                   "--steps", 4, "--warmup_steps", 1, "--log_every", 1, "--val_batches", 1, "--device", "cpu"]
+        out = tmp_path_factory.mktemp("runs") / "one"
+        return command, run(launch(1, *command, "--out", out)), metrics(out), out
+
+    return trained
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", DEGREES)
-def test_every_layout_trains_what_one_process_does(one_process, tmp_path, layout):
+@pytest.mark.parametrize("kind, layout", [
+    *((kind, layout) for kind in ("all weights", "lora") for layout in ("dp", "tp", "cp", "pp")),
+    ("experts", "ep"), ("experts, lora", "ep"), ("deepseek", "tp")])
+def test_every_layout_trains_what_one_process_does(one_process, tmp_path, kind, layout):
     """Loss, norm, validation, and the hash of the batches. One line, of one rank, says what the data is."""
-    command, said, one = one_process
+    command, said, one, _ = one_process(kind)
     printed = run(launch(2, *command, *DEGREES[layout], "--out", tmp_path / "two"))
     two = metrics(tmp_path / "two")
     assert len(one) == len(two) == 5
@@ -376,9 +398,27 @@ def test_every_layout_trains_what_one_process_does(one_process, tmp_path, layout
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["all weights", "lora"])
+def test_a_run_goes_on_in_another_layout_and_is_exported(one_process, tmp_path, kind):
+    command, _, one, out = one_process(kind)
+    run(launch(1, *command, "--steps", 2, "--schedule_steps", 4, "--out", tmp_path / "two"))
+    said = run(launch(2, *command, "--tp", 2, "--export_hf", tmp_path / "hf", "--out", tmp_path / "two"))
+    two = [line for line in metrics(tmp_path / "two") if "loss" in line]
+    assert "continuing from" in said and "sample (" in said
+    one = [line for line in one if "loss" in line]
+    assert [line["tokens_hash"] for line in two] == [line["tokens_hash"] for line in one]
+    assert all(abs(x["loss"] - y["loss"]) <= 2e-5 * x["loss"] for x, y in zip(one, two, strict=True))
+    exported, merged = load_hf_model(str(tmp_path / "hf"))[0], load_model(str(tmp_path / "two"))[0]
+    before = load_hf_model(str(command[2]))[0].state_dict()
+    for fqn, weight in exported.state_dict().items():
+        torch.testing.assert_close(weight, merged.state_dict()[fqn], rtol=0, atol=1e-6)
+    assert any((weight - before[fqn]).abs().max() > 1e-3 for fqn, weight in exported.state_dict().items())
+
+
+@pytest.mark.slow
 def test_a_chat_is_learned_and_asked(chats, one_process, tmp_path):
     """Without --doc_mask; the chat template comes along in the checkpoint, and generate.py asks the model with it."""
-    command = one_process[0]
+    command = one_process("all weights")[0]
     out = tmp_path / "run"
     said = run(launch(1, *command, "--no-doc_mask", "--steps", 8, "--lr", "1e-2", "--out", out))
     assert f"generate.py --checkpoint {out} --prompt" in said and " --chat):\n\n" in said  # the sample is asked as trained
@@ -388,6 +428,15 @@ def test_a_chat_is_learned_and_asked(chats, one_process, tmp_path):
         chats[0] / "qwen" / "chat_template.jinja").read_bytes()
     run(launch(1, "generate.py", "--checkpoint", out, "--prompt", "What is the sum?", "--chat", "--max_new_tokens", 4,
                "--device", "cpu"))  # ends with status 0
+
+
+def test_a_model_or_data_that_is_not_given_is_asked_for(chats):
+    for flags in {}, dict(init_from="folder"), dict(data="chat.jsonl"):
+        with pytest.raises(ValueError, match="^fine-tuning needs a model and what to learn: --init_from FOLDER --data"):
+            finetune.main(finetune.Config(**flags))
+    for flags, words in ((dict(lora_rank=4, float8="rowwise"), "--lora_rank 4 with --float8 rowwise: the frozen"),):
+        with pytest.raises(ValueError, match=words):
+            finetune.Config(**flags)
 
 
 def test_bad_conversations_are_left_out_and_listed(tmp_path, monkeypatch, capsys):

@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
-from layouts import MODELS, MOE, SMALL, Flags, build, config, full, global_batch, local_batch
+from layouts import MODELS, MOE, SMALL, build, config, full, global_batch, local_batch
 from pool import forkserver, pool
 from programs import run_program
 from saves import IDENTITY, Net, assert_same, everything, flip, names, of, path, rewrite, saved, trained
@@ -24,16 +24,18 @@ from torch import nn
 import checkpoint
 import grpo
 import parallel
-from checkpoint import CheckpointConfig, Checkpoints, Damaged, diff, load_model, saved_model, saved_state, step_folders, verify
+from checkpoint import CheckpointConfig, Checkpoints, Damaged, load_model, saved_model, saved_state, step_folders, verify
 from distributed.experts import balance_experts
-from distributed.layout import AXES, Layout
+from distributed.layout import Layout
 from models.llama3 import FLAVORS as LLAMA3
 from models.llama3 import Llama3, Llama3Config
-from support import dcp
+from storage import dcp
+from storage.diff import diff
+from storage.hf import save_hf
+from storage.manifest import STEP_FOLDER, own_hash
+from storage.resume import check_run
 from support.files import json_bytes
-from support.hf import save_hf
-from support.manifest import STEP_FOLDER, own_hash
-from support.resume import check_run
+from tools import checkpoint_commands
 
 
 def forked(function, *args):
@@ -367,7 +369,7 @@ def begun(model_config, seed, out, drawn=None, **flags):
     cfg = CheckpointConfig(**flags)
     cfg.out = str(out)
     with mock.patch.object(parallel, "draw_block", draw if drawn is None else watched):
-        parallel.init_weights(model, Layout(Flags(), {a: 1 for a in AXES}, 1, 1, 1), seed, checkpoint.loaded_later(cfg))
+        parallel.init_weights(model, Layout(), seed, checkpoint.loaded_later(cfg))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
     return model, Checkpoints(cfg, str(out), modules=[model], optimizer=optimizer, identity=IDENTITY, config={}, source="")
 
@@ -569,7 +571,7 @@ def test_a_checkpoint_of_an_older_format_says_so(tmp_path, capsys):
     said = "it is of format 1 and this code reads 2; with the code that wrote it"
     with pytest.raises(ValueError, match=f"no undamaged checkpoint among step-2 .step-2: {said}"):
         check_run(str(tmp_path), IDENTITY, CheckpointConfig())
-    assert checkpoint.main(["verify", str(tmp_path)]) == 1 and said in capsys.readouterr().out
+    assert checkpoint_commands.main(["verify", str(tmp_path)]) == 1 and said in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -623,10 +625,10 @@ def command(*args):
 def test_command_line(tmp_path, capsys):
     saved(tmp_path, 2, 4)
     a, b = path(tmp_path, 2), path(tmp_path, 4)
-    assert checkpoint.main(["verify", a]) == 0
+    assert checkpoint_commands.main(["verify", a]) == 0
     status, out, _ = command("diff", a, b)
     assert status == 1 and "25 of 25 tensors differ, most of all:\n  optimizer." in out and "state.json: step is 2 / 4" in out
-    assert checkpoint.main(["diff", a, a]) == 0
+    assert checkpoint_commands.main(["diff", a, a]) == 0
     flip(b + "/recipe.py", 3)
     assert command("verify", b)[0] == 1
     status, out, _ = command("ls", tmp_path)
@@ -634,7 +636,7 @@ def test_command_line(tmp_path, capsys):
     capsys.readouterr()
     for wrong in ([], ["verify"], ["nonsense", a], ["ls", str(tmp_path / "nowhere")], ["diff", a, b]):
         with pytest.raises(SystemExit, match="2"):
-            checkpoint.main(wrong)
+            checkpoint_commands.main(wrong)
         assert capsys.readouterr().err.count("\n") == 1, wrong
 
 
@@ -643,10 +645,10 @@ def test_verify_reads_every_byte_of_a_run_and_ls_does_not(tmp_path, capsys, monk
 
     def command(*argv):
         capsys.readouterr()
-        return checkpoint.main([str(arg) for arg in argv]), capsys.readouterr().out
+        return checkpoint_commands.main([str(arg) for arg in argv]), capsys.readouterr().out
 
     (tmp_path / "checkpoints" / "step-6.tmp-1234").mkdir()  # of a save that was killed: no checkpoint
-    assert checkpoint.main(["verify", str(tmp_path)]) == 0
+    assert checkpoint_commands.main(["verify", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines[-2:]] == [f"{path(tmp_path, n)} is good" for n in (4, 2)]
 
@@ -665,12 +667,12 @@ def test_verify_reads_every_byte_of_a_run_and_ls_does_not(tmp_path, capsys, monk
     assert "1 rank(s), tp 2 " in out and "only the weights" not in out
     os.truncate(f"{path(tmp_path, 4)}/{tensors}", 10)
     Path(path(tmp_path, 2), "manifest.json").unlink()
-    assert checkpoint.main(["ls", str(tmp_path)]) == 0 and capsys.readouterr().out.count("DAMAGED") == 2
+    assert checkpoint_commands.main(["ls", str(tmp_path)]) == 0 and capsys.readouterr().out.count("DAMAGED") == 2
     for folder in (tmp_path, path(tmp_path, 2), tmp_path / "nowhere", tmp_path / "checkpoints" / "step-6.tmp-1234"):
-        assert checkpoint.main(["verify", str(folder)]) == 1, folder
+        assert checkpoint_commands.main(["verify", str(folder)]) == 1, folder
     shutil.rmtree(tmp_path / "checkpoints")
     (tmp_path / "checkpoints").mkdir()
-    assert checkpoint.main(["verify", str(tmp_path)]) == 1 and "holds no checkpoint" in capsys.readouterr().out
+    assert checkpoint_commands.main(["verify", str(tmp_path)]) == 1 and "holds no checkpoint" in capsys.readouterr().out
 
 
 def test_load_model(tmp_path):

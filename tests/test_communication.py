@@ -12,7 +12,7 @@ from pool import pool
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 import parallel
-from support.dryrun import Watch, totals
+from tools.dryrun import Watch, totals
 
 L, D, V = SMALL["n_layers"], SMALL["dim"], SMALL["vocab_size"]
 
@@ -116,7 +116,7 @@ def memory_after_forward(ac: str) -> int:
     stages, layout = build(config(dim=64, ffn_dim=256), dict(ac=ac), 4, 4)
     batch = local_batch(global_batch(0, 4, False), layout)
     parallel.forward_backward(stages, batch, layout)
-    args = parallel.inputs(batch, 0, layout)
+    args = parallel.inputs(stages[0], batch, 0, layout)
     with Watch() as memory:
         loss = stages[0](**args)
         live = memory.live
@@ -146,7 +146,7 @@ def saved_with_budget(budget: float) -> int:
             return t
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            stages[0](**parallel.inputs(batch, 0, layout)).backward()
+            stages[0](**parallel.inputs(stages[0], batch, 0, layout)).backward()
     return sum(saved.values())
 
 

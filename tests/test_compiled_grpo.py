@@ -7,12 +7,12 @@ import torch.distributed as dist
 from layouts import without_inductor
 from policy import MODEL, assert_close, gradients, samples_of, sharp_model, trainer_of
 from pool import pool
-from test_routing import DEEPSEEK, QWEN3
+from test_packing import OTHERS
 from torch._dynamo.utils import counters
 
 from rl import rollouts
 
-CONFIGS = {"llama3": MODEL, "qwen3": QWEN3, "deepseek": DEEPSEEK}
+CONFIGS = {"llama3": MODEL, "qwen3": OTHERS["qwen3_moe"], "deepseek": OTHERS["deepseek"]}
 
 
 def steps_of_samples(config) -> list[list[dict]]:

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent
 RECIPES = [
     ("train_llama3.py", "train_qwen3.py", 45),
     ("train_qwen3.py", "train_deepseek.py", 45),
+    ("train_llama3.py", "finetune.py", 60),
     ("train_llama3.py", "forks/train_llama3_mup.py", 40),
     ("train_llama3.py", "forks/train_llama3_ft.py", 80),
     ("train_qwen3.py", "forks/train_gpt_oss.py", 40),

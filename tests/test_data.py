@@ -21,21 +21,23 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from layouts import Flags
 from pool import pool
 from programs import run_program
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+import corpus.shards as shards_of_corpus
 import data
 import support.files
-import support.shards
-from data import DataConfig, TokenData, build_shards, find_tokenizer, hash_sequences, open_data, permute
+from corpus import build as texts
+from corpus import cache
+from corpus import shards as shard_files
+from corpus.tokenizer import find_tokenizer
+from data import DataConfig, TokenData, hash_sequences, open_data, permute
 from distributed.checks import check_first_batch, reduce_hash
-from distributed.layout import AXES, Layout
-from support import corpus as texts
+from distributed.layout import Layout
+from tools import data_commands
 
 REPO = Path(__file__).parent.parent
-SHAKESPEARE = REPO.parent / "shared" / "data" / "tinyshakespeare.txt"  # real text, where it is at hand
 WORDS = "the a model reads trains writes token shard of and to layer gradient rank step seed loss axis".split()
 
 
@@ -344,8 +346,7 @@ def test_the_hash_sees_every_change():
 
 
 def hash_of(flags: dict, rows: int) -> str:
-    layout = Layout(Flags(), {axis: flags.get(axis, 1) for axis in AXES},
-                             torch.distributed.get_world_size(), rows, rows, rank=torch.distributed.get_rank())
+    layout = Layout(**flags, local_batch_size=rows, global_batch_size=rows, rank=torch.distributed.get_rank())
     tokens = np.arange(rows * 5).reshape(rows, 5)
     share = rows // layout.data_ranks
     mine = slice(layout.data_rank * share, (layout.data_rank + 1) * share)
@@ -391,27 +392,6 @@ def test_text_without_any_loss(shards, tmp_path, split):
     assert open_data(DataConfig(data=str(folder)), 32).n_samples > 0  # to predict the ends is possible
 
 
-@pytest.mark.slow
-def test_more_shards_than_files_that_may_be_open(tmp_path, corpus):
-    """In training and in validation at once, from two threads; and the order is that of all shards together."""
-    lines = (corpus / "docs.jsonl").read_text().splitlines(keepends=True)
-    texts = [tmp_path / f"{i:03}.jsonl" for i in range(100)]
-    for i, path in enumerate(texts):
-        path.write_text("".join(lines[4 * i:4 * i + 4]))
-    tokenizer = find_tokenizer(str(open_corpus(corpus).folder))
-    build_shards(texts, tokenizer, tmp_path / "many")
-    code = ("import resource, hashlib\nfrom data import *\n"
-            "resource.setrlimit(resource.RLIMIT_NOFILE, (80, 80))\n"
-            f"d = open_data(DataConfig(data={str(tmp_path / 'many')!r}), 16)\n"
-            "training, out = d.batches(0, 64, 64, 0, 1, 'cpu'), []\n"
-            "for _ in range(4):\n"
-            "    out += [next(training), *d.val_batches(512, 64, 0, 1, 'cpu')]\n"
-            "print(len(d.ends['train']), hashlib.sha256(b''.join(b.tokens.numpy().tobytes() for b in out)).hexdigest())\n")
-    run = run_program
-    few, many = (run([sys.executable, "-c", text]) for text in (code, code.replace("(80, 80)", "(1000, 1000)")))
-    assert few.stdout == many.stdout != "" and int(few.stdout.split()[0]) >= 80, few.stderr
-
-
 def test_exit_with_an_open_iterator(corpus):
     code = ("from data import *\n"
             f"d = open_data(DataConfig(data={str(corpus / 'docs.jsonl')!r}, cache_dir={str(corpus)!r}), 32)\n"
@@ -436,18 +416,10 @@ def test_documents_are_kept_and_split_by_hash(corpus, shards):
     assert 5 <= len(documents[1]) <= 50 and index["vocab_size"] == tokenizer.get_vocab_size() < 4096
 
 
-def test_token_bytes_add_up(corpus, shards):
-    loaded, total = open_corpus(corpus), 0
-    for split in "train", "val":
-        total += loaded.token_bytes[all_tokens(shards, split)].sum()
-    assert total == sum(len(json.loads(line)["text"].encode()) for line in open(corpus / "docs.jsonl"))
-    assert loaded.token_bytes[loaded.eot] == 0 and loaded.token_bytes.shape == (loaded.vocab_size,)
-
-
 def test_second_start_reads_no_text(corpus, monkeypatch):
     known = open_corpus(corpus).fingerprint
     monkeypatch.setattr(texts, "cut_into_pieces", pytest.fail)
-    monkeypatch.setattr(texts, "find_tokenizer", pytest.fail)
+    monkeypatch.setattr(cache, "find_tokenizer", pytest.fail)
     assert open_corpus(corpus).fingerprint == known
 
 
@@ -490,7 +462,7 @@ def test_eot_in_plain_text_separates_documents_but_not_in_json(tmp_path):
     for name, documents in ("a.txt", {"train": 2, "val": 1}), ("b.jsonl", {"train": 1, "val": 0}):
         loaded = open_data(DataConfig(data=str(tmp_path / name), cache_dir=str(tmp_path)), 8)
         assert json.loads((loaded.folder / "index.json").read_text())["documents"] == documents
-        assert data.find_damage(loaded.folder) == []
+        assert shard_files.find_damage(loaded.folder) == []
     refused(lambda: loaded.val_batches(4, 4, 0, 1, "cpu"), "no text for validation", "--val_every 0")
 
 
@@ -513,16 +485,9 @@ def test_long_text_in_pieces(tmp_path):
     assert len(index["splits"]["train"]) >= 2 and index["documents"] == {"train": 1, "val": 1}
     tokens = all_tokens(loaded.folder, "train")
     tokenizer = Tokenizer.from_file(loaded.tokenizer_file)
-    assert text.startswith(tokenizer.decode(tokens[:-1])) and data.find_damage(loaded.folder) == []
+    assert text.startswith(tokenizer.decode(tokens[:-1])) and shard_files.find_damage(loaded.folder) == []
     border = index["splits"]["train"][0]["tokens"] // 1000
     assert (loaded.windows("train", [border])[0] == tokens[border * 1000:border * 1000 + 1001]).all()  # over two shards
-
-
-@pytest.mark.skipif(not SHAKESPEARE.exists(), reason="no tinyshakespeare.txt")
-def test_tinyshakespeare(tmp_path):
-    loaded = open_data(DataConfig(data=str(SHAKESPEARE), cache_dir=str(tmp_path)), 256)
-    assert loaded.vocab_size == 4096 and loaded.fingerprint["n_tokens"] > 250_000 and loaded.n_val_samples > 50
-    assert loaded.token_bytes[all_tokens(loaded.folder, "train")].mean() > 2.5
 
 
 def test_several_ranks_build_once(tmp_path):
@@ -550,7 +515,7 @@ def test_stdlib_corpus(tmp_path):
     assert loaded.vocab_size == 4096 and Tokenizer.from_file(loaded.tokenizer_file).get_vocab_size() == 4096
     assert loaded.fingerprint["n_tokens"] > 1_000_000
     assert 0.01 < index["documents"]["val"] / index["documents"]["train"] < 0.1 and loaded.n_val_samples > 64
-    assert data.find_damage(loaded.folder) == []
+    assert shard_files.find_damage(loaded.folder) == []
     begin = time.monotonic()
     assert open_data(cfg, 256).fingerprint == loaded.fingerprint
     assert time.monotonic() - begin < 2  # 0.05 s on an idle machine
@@ -567,7 +532,7 @@ def test_stdlib_selection(tmp_path, monkeypatch):
         (root / name).write_bytes(text)
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(root)})
     target = tmp_path / "stdlib.jsonl"
-    texts.collect_stdlib(texts.stdlib_files(), target)
+    texts.collect_stdlib(cache.stdlib_files(), target)
     records = [json.loads(line) for line in open(target)]
     assert [record["split_key"] for record in records if record["text"]] == ["a.py", "big.py", "b/c.py"]
     (root / "big.py").write_bytes(b"x = 1\n")
@@ -578,13 +543,13 @@ def test_stdlib_selection(tmp_path, monkeypatch):
 
 def test_cache_folder(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert texts.cache_folder("") == Path("/somewhere/nanotitan") and texts.cache_folder("/x") == Path("/x")
+    assert cache.cache_folder("") == Path("/somewhere/nanotitan") and cache.cache_folder("/x") == Path("/x")
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert texts.cache_folder("") == Path("/home/me/Library/Caches/nanotitan")
+    assert cache.cache_folder("") == Path("/home/me/Library/Caches/nanotitan")
     monkeypatch.setattr(sys, "platform", "linux")
-    assert texts.cache_folder("") == Path("/home/me/.cache/nanotitan")
+    assert cache.cache_folder("") == Path("/home/me/.cache/nanotitan")
 
 
 # ---- tokenizers ----------------------------------------------------------------------------------------------------
@@ -617,12 +582,12 @@ def test_eot_is_found(tmp_path, special, config, expected):
         (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps(config))
     for path in tmp_path / "hf", file:
         if expected is None:
-            refused(lambda path=path: data.find_tokenizer(str(path)), "--eot", str(path))
+            refused(lambda path=path: find_tokenizer(str(path)), "--eot", str(path))
         else:
             eot = Tokenizer.from_file(str(file)).token_to_id(expected)
-            assert data.find_tokenizer(str(path)) == (file, eot, len(WORDS) + 1 + len(special))
-    assert data.find_tokenizer(str(file), "the")[1] == 0
-    refused(lambda: data.find_tokenizer(str(file), "<nope>"), "<nope>")
+            assert find_tokenizer(str(path)) == (file, eot, len(WORDS) + 1 + len(special))
+    assert find_tokenizer(str(file), "the")[1] == 0
+    refused(lambda: find_tokenizer(str(file), "<nope>"), "<nope>")
 
 
 def test_given_tokenizer_and_uint32(tmp_path):
@@ -634,7 +599,7 @@ def test_given_tokenizer_and_uint32(tmp_path):
     assert tokens.dtype == np.uint32 and tokens.max() == 70_000 == loaded.eot and len(tokens) > 1400
     assert (loaded.vocab_size, loaded.token_bytes) == (70_001, None)
     assert next(loaded.val_batches(2, 2, 0, 1, "cpu")).n_bytes is None
-    assert data.find_damage(loaded.folder) == []
+    assert shard_files.find_damage(loaded.folder) == []
     same = open_data(DataConfig(data=str(loaded.folder), tokenizer=str(file)), 16)
     assert same.fingerprint == loaded.fingerprint and same.tokenizer_file == str(loaded.folder / "tokenizer.json")
     other = word_tokenizer(tmp_path / "other" / "tokenizer.json", special=["</s>"])
@@ -663,14 +628,15 @@ def test_the_files_beside_a_tokenizer_come_along(tmp_path, monkeypatch, capsys):
     assert call_cli(monkeypatch, capsys, *argv)[0] == 0
     for folder in Path(open_data(cfg, 16).tokenizer_file).parent, tmp_path / "tokens":
         assert {name: (folder / name).read_bytes() for name in CHAT_FILES} == CHAT_FILES
-        assert data.find_damage(folder) == []
+        assert shard_files.find_damage(folder) == []
     # the same tokenizer.json with another template: other files, but the same data
     chat_tokenizer(tmp_path / "hf", b"{{ other }}")
     again = open_data(cfg, 16)
     assert Path(again.tokenizer_file).with_name("chat_template.jinja").read_bytes() == b"{{ other }}"
     assert again.fingerprint == open_data(DataConfig(data=str(tmp_path / "tokens")), 16).fingerprint
     (tmp_path / "tokens" / "chat_template.jinja").write_bytes(b"{{ evil }}")
-    assert data.find_damage(tmp_path / "tokens") == [f"{tmp_path / 'tokens' / 'chat_template.jinja'} is missing or changed"]
+    damage = shard_files.find_damage(tmp_path / "tokens")
+    assert damage == [f"{tmp_path / 'tokens' / 'chat_template.jinja'} is missing or changed"]
 
 
 def test_a_copy_of_the_tokenizer_finds_the_same_shards_without_reading_the_text(tmp_path, monkeypatch):
@@ -682,7 +648,7 @@ def test_a_copy_of_the_tokenizer_finds_the_same_shards_without_reading_the_text(
         return open_data(DataConfig(data=str(text), tokenizer=str(tokenizer), cache_dir=str(tmp_path / "c")), 16).folder
 
     first, hashed, sha256_file = folder(file), [], support.files.sha256_file
-    monkeypatch.setattr(texts, "sha256_file", lambda path: hashed.append(Path(path)) or sha256_file(path))
+    monkeypatch.setattr(cache, "sha256_file", lambda path: hashed.append(Path(path)) or sha256_file(path))
     copy = Path(shutil.copytree(tmp_path / "hf", tmp_path / "step-3"))
     os.utime(file, (1, 1))
     assert {folder(path) for path in (copy, copy / "tokenizer.json", tmp_path / "hf", file)} == {first} and text not in hashed
@@ -704,12 +670,12 @@ def test_a_tokenizer_of_strangers(tmp_path, name):
     (tmp_path / "secret").write_bytes((file.parent / name).read_bytes())
     (file.parent / name).unlink()
     (file.parent / name).symlink_to(tmp_path / "secret")
-    refused(lambda: data.find_tokenizer(str(file.parent)), name, "is a link that leads out of the folder")
+    refused(lambda: find_tokenizer(str(file.parent)), name, "is a link that leads out of the folder")
     (file.parent / name).unlink()
     with open(file.parent / name, "wb") as sparse:
         sparse.truncate(1 << 30)
     for path in file.parent, file:
-        refused(lambda path=path: data.find_tokenizer(str(path)), name, "which is absurd")
+        refused(lambda path=path: find_tokenizer(str(path)), name, "which is absurd")
 
 
 # ---- what a user can get wrong: one line each ----------------------------------------------------------------------
@@ -747,42 +713,13 @@ def test_line_numbers_count_from_the_start_of_the_file(tmp_path):
     refused(lambda: open_data(DataConfig(data=str(tmp_path / "a.jsonl"), cache_dir=str(tmp_path)), 64), "a.jsonl line 251:")
 
 
-@pytest.mark.parametrize("path, content, parts", [
-    ("none", None, ["--tokenizer", "none"]),
-    ("t.json", b"{}", ["--tokenizer", "t.json", "not a tokenizer.json"]),
-    ("t.json", b"\xff", ["--tokenizer", "t.json"]),
-])
-def test_bad_tokenizer(tmp_path, path, content, parts):
-    (tmp_path / "a.txt").write_text(sentences(20, 0))
-    if content:
-        (tmp_path / path).write_bytes(content)
-    cfg = DataConfig(data=str(tmp_path / "a.txt"), tokenizer=str(tmp_path / path), cache_dir=str(tmp_path / "cache"))
-    refused(lambda: open_data(cfg, 8), *parts)
-
-
-def test_bad_seq_len_and_cache(tmp_path):
-    (tmp_path / "a.txt").write_text(sentences(20, 0))
-    refused(lambda: open_data(DataConfig(data=str(tmp_path / "a.txt"), cache_dir=str(tmp_path)), 0), "--seq_len 0")
-    cfg = DataConfig(data=str(tmp_path / "a.txt"), cache_dir=str(tmp_path / "a.txt"))
-    refused(lambda: open_data(cfg, 8), "--cache_dir", str(tmp_path / "a.txt"))
-
-
-def test_folder_without_index(tmp_path):
-    refused(lambda: open_data(DataConfig(data=str(tmp_path)), 8), str(tmp_path), "index.json", "data.py prepare")
-
-
 def change_index(folder: Path, change):
     index = json.loads((folder / "index.json").read_text())
     change(index)
     (folder / "index.json").write_text(json.dumps(index))
 
 
-@pytest.mark.parametrize("name", ["../train-00000.npy", "/etc/passwd", "a/../train-00000.npy", "..\\x", "", "index.json", 3])
-def test_shards_stay_inside_the_folder(shards, tmp_path, name):
-    folder = copy_of(shards, tmp_path)
-    shutil.copy(folder / "train-00000.npy", tmp_path / "train-00000.npy")
-    change_index(folder, lambda index: index["splits"]["train"][0].update(name=name))
-    refused(lambda: TokenData(folder, 8), "index.json is damaged")
+OUTSIDE = ["../train-00000.npy", "/etc/passwd", "a/../train-00000.npy", "..\\x", "", "index.json", 3]
 
 
 @pytest.mark.parametrize("change", [
@@ -795,21 +732,16 @@ def test_shards_stay_inside_the_folder(shards, tmp_path, name):
     lambda index: index.update(source=None),
     lambda index: index["splits"]["train"].reverse() or index["splits"]["train"].append(index["splits"]["val"][0]),
     lambda index: index["splits"]["train"][0].update(tokens=-5),
+    *[lambda index, name=name: index["splits"]["train"][0].update(name=name) for name in OUTSIDE],
 ])
 def test_damaged_index(shards, tmp_path, change):
     folder = copy_of(shards, tmp_path)
+    shutil.copy(folder / "train-00000.npy", tmp_path / "train-00000.npy")
     change_index(folder, change)
     refused(lambda: TokenData(folder, 8), "index.json is damaged")
     (folder / "index.json").write_text("{")
     refused(lambda: TokenData(folder, 8), "index.json is damaged")
-    assert len(data.find_damage(folder)) == 1
-
-
-def test_shards_are_arrays_that_numpy_reads(shards):
-    index = json.loads((shards / "index.json").read_text())
-    for entry in index["splits"]["train"]:
-        tokens = np.load(shards / entry["name"], mmap_mode="r")
-        assert tokens.dtype == np.uint16 and tokens.shape == (entry["tokens"],)
+    assert len(shard_files.find_damage(folder)) == 1
 
 
 def test_shards_of_the_format_before(shards, corpus, tmp_path, monkeypatch, capsys):
@@ -826,11 +758,11 @@ def test_shards_of_the_format_before(shards, corpus, tmp_path, monkeypatch, caps
     cfg = DataConfig(data=str(tmp_path / "a.txt"), cache_dir=str(tmp_path / "cache"))
     with monkeypatch.context() as patched:
         patched.setattr(texts, "VERSION", 1)
-        patched.setattr(support.shards, "VERSION", 1)
-        old = texts.cached_corpus(cfg.data, "", cfg.cache_dir)
+        patched.setattr(shards_of_corpus, "VERSION", 1)
+        old = cache.cached_corpus(cfg.data, "", cfg.cache_dir)
     assert json.loads((old / "index.json").read_text())["version"] == 1
     new = open_data(cfg, 8).folder
-    assert new != old and new.parent == old.parent and data.find_damage(new) == []
+    assert new != old and new.parent == old.parent and shard_files.find_damage(new) == []
 
 
 def test_damaged_shards(shards, tmp_path):
@@ -845,11 +777,11 @@ def test_damaged_shards(shards, tmp_path):
                           (other.getvalue(), "header"), *((content, "header") for content in changed)]:
         shard.write_bytes(content)
         refused(lambda: TokenData(folder, 8), str(shard), "make the shards again", part)
-        assert any(str(shard) in line for line in data.find_damage(folder))
+        assert any(str(shard) in line for line in shard_files.find_damage(folder))
     shard.unlink()
     refused(lambda: TokenData(folder, 8), str(shard), "missing")
     shard.write_bytes(whole)
-    assert data.find_damage(folder) == []
+    assert shard_files.find_damage(folder) == []
 
 
 def test_check_finds_every_flipped_byte(shards, tmp_path):
@@ -862,9 +794,9 @@ def test_check_finds_every_flipped_byte(shards, tmp_path):
             if name == "index.json" and (whole[place] in b" \n" or named[0] <= place <= named[1]):
                 continue
             (folder / name).write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1:])
-            assert data.find_damage(folder), (name, place)
+            assert shard_files.find_damage(folder), (name, place)
         (folder / name).write_bytes(whole)
-    assert data.find_damage(folder) == []
+    assert shard_files.find_damage(folder) == []
 
 
 def test_ids_beyond_the_vocabulary_never_reach_the_model(shards, tmp_path):
@@ -872,7 +804,7 @@ def test_ids_beyond_the_vocabulary_never_reach_the_model(shards, tmp_path):
     shard = folder / "train-00000.npy"
     shard.write_bytes(shard.read_bytes()[:128] + b"\xff" * (shard.stat().st_size - 128))
     refused(lambda: next(TokenData(folder, 8).batches(0, 1, 1, 0, 1, "cpu")), "65535", "data.py check")
-    assert any("token id 65535" in line for line in data.find_damage(folder))
+    assert any("token id 65535" in line for line in shard_files.find_damage(folder))
 
 
 def test_another_tokenizer_in_the_folder(shards, tmp_path):
@@ -882,7 +814,7 @@ def test_another_tokenizer_in_the_folder(shards, tmp_path):
     refused(lambda: TokenData(folder, 8), "tokenizer.json", "make the shards again")
     tokenizer.unlink()
     bare = TokenData(folder, 8)
-    assert (bare.tokenizer_file, bare.token_bytes) == (None, None) and len(data.find_damage(folder)) == 1
+    assert (bare.tokenizer_file, bare.token_bytes) == (None, None) and len(shard_files.find_damage(folder)) == 1
 
 
 # ---- the command line ----------------------------------------------------------------------------------------------
@@ -896,7 +828,7 @@ def call_cli(monkeypatch, capsys, *argv):
     """(status, stdout, stderr) of main(), without the start of another process."""
     monkeypatch.setattr(sys, "argv", ["data.py", *map(str, argv)])
     try:
-        data.main()
+        data_commands.main()
         status = 0
     except SystemExit as stop:
         status = stop.code or 0
@@ -910,7 +842,7 @@ def test_prepare_in_processes(corpus, shards, tmp_path):
     argv = ["prepare", "--input", corpus / "docs.jsonl", tmp_path / "a.txt", "--tokenizer", shards / "tokenizer.json"]
     done = run_cli(*argv, "--out", tmp_path / "two", "--workers", 2)
     assert done.returncode == 0 and "train: " in done.stdout and done.stderr == "", done.stderr
-    data.build_shards([corpus / "docs.jsonl", tmp_path / "a.txt"], data.find_tokenizer(str(shards)), tmp_path / "one")
+    texts.build_shards([corpus / "docs.jsonl", tmp_path / "a.txt"], find_tokenizer(str(shards)), tmp_path / "one")
     files = sorted(path.name for path in (tmp_path / "one").iterdir())
     assert files == sorted(path.name for path in (tmp_path / "two").iterdir())
     assert all((tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes() for name in files)
@@ -918,13 +850,6 @@ def test_prepare_in_processes(corpus, shards, tmp_path):
     assert loaded.n_samples > open_corpus(corpus, 16).n_samples and loaded.n_val_samples > 1
     check = run_cli("check", tmp_path / "two")
     assert check.returncode == 0 and check.stdout == done.stdout and check.stderr == ""
-
-
-def test_progress_bar_on_a_terminal(corpus, shards, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    argv = ["prepare", "--input", corpus / "docs.jsonl", "--tokenizer", shards, "--out", tmp_path / "out"]
-    status, _, err = call_cli(monkeypatch, capsys, *argv)
-    assert status == 0 and err.endswith(f"tokenizing [{'#' * 30}] 1/1\n")
 
 
 def test_prepare_again_keeps_what_is_intact(corpus, shards, tmp_path, monkeypatch, capsys):
@@ -957,58 +882,6 @@ def test_prepare_refuses_a_folder_of_other_data(corpus, shards, tmp_path, monkey
     assert call_cli(monkeypatch, capsys, *argv, corpus / "docs.jsonl")[0] == 0
     status, out, err = call_cli(monkeypatch, capsys, *argv, tmp_path / "a.txt")
     assert status == 2 and err.count("\n") == 1 and "new --out" in err
-
-
-def test_check_reports_a_flipped_byte(shards, tmp_path, monkeypatch, capsys):
-    folder = copy_of(shards, tmp_path)
-    assert call_cli(monkeypatch, capsys, "check", folder)[0] == 0
-    shard = bytearray((folder / "train-00000.npy").read_bytes())
-    shard[200] ^= 16
-    (folder / "train-00000.npy").write_bytes(shard)
-    status, out, err = call_cli(monkeypatch, capsys, "check", folder)
-    assert status == 1 and out == "" and "train-00000.npy: wrong checksum" in err
-    assert call_cli(monkeypatch, capsys, "check", tmp_path / "nowhere")[0] == 1
-
-
-@pytest.mark.parametrize("argv, part", [
-    ([], "required"),
-    (["prepare"], "--input"),
-    (["prepare", "--input", "none.txt", "--tokenizer", "TOKENIZER", "--out", "OUT"], "none.txt"),
-    (["prepare", "--input", "TOKENIZER", "--tokenizer", "TOKENIZER", "--out", "OUT"], ".jsonl"),
-    (["prepare", "--input", "a.txt", "--tokenizer", "nowhere", "--out", "OUT"], "--tokenizer nowhere"),
-    (["prepare", "--input", "a.txt", "--tokenizer", "TOKENIZER", "--out", "OUT", "--eot", "<no>"], "<no>"),
-    (["prepare", "--input", "a.txt", "--tokenizer", "TOKENIZER", "--out", "OUT", "--oops", "1"], "--oops"),
-    (["prepare", "--input", "a.txt", "--tokenizer", "TOKENIZER", "--out", "a.txt"], "a.txt"),
-    (["prepare", "--input", "a.txt", "--tokenizer", "TOKENIZER", "--out", "OUT", "--workers", "x"], "--workers"),
-    (["prepare", "--input", "a.txt.gz", "--tokenizer", "TOKENIZER", "--out", "OUT"], "a.txt.gz is truncated"),
-    (["tokenizer", "--input", "a.txt.gz", "--out", "b.json"], "a.txt.gz is truncated"),
-    (["tokenizer", "--input", "a.txt", "--vocab_size", "256", "--out", "b.json"], "--vocab_size 256 must be between 257"),
-    (["tokenizer", "--input", "a.txt", "--vocab_size", "2000000000", "--out", "b.json"], "1,048,576"),
-    (["tokenizer", "--input", "a.txt", "--vocab_size", "x", "--out", "b.json"], "--vocab_size"),
-    (["tokenizer", "--input", "a.txt", "--out", "TOKENIZER"], "is there already"),
-    (["tokenizer", "--input", "a.txt", "--out", "folder"], "is no .json"),
-    (["tokenizer", "--input", "none.txt", "--out", "b.json"], "none.txt"),
-    (["tokenizer", "--input", "empty.jsonl", "--out", "b.json"], "empty.jsonl is empty"),
-    (["check"], "DIR"),
-    (["what"], "what"),
-])
-def test_cli_errors_are_one_line(shards, tmp_path, monkeypatch, capsys, argv, part):
-    monkeypatch.chdir(tmp_path)
-    Path("a.txt").write_text(sentences(20, 0))
-    Path("a.txt.gz").write_bytes(b"1")
-    Path("empty.jsonl").touch()
-    names = {"TOKENIZER": str(shards / "tokenizer.json"), "OUT": str(tmp_path / "out")}
-    status, out, err = call_cli(monkeypatch, capsys, *(names.get(arg, arg) for arg in argv))
-    assert status == 2 and out == "" and err.count("\n") == 1 and part in err, err
-
-
-@pytest.mark.slow
-def test_prepare_takes_eot(tmp_path, monkeypatch, capsys):
-    file = word_tokenizer(tmp_path / "tokenizer.json")
-    (tmp_path / "a.txt").write_text("token shard of layer " * 100)
-    status, _, _ = call_cli(monkeypatch, capsys, "prepare", "--input", tmp_path / "a.txt", "--tokenizer", file, "--eot", "the",
-                            "--out", tmp_path / "out")
-    assert status == 0 and open_data(DataConfig(data=str(tmp_path / "out")), 8).eot == 0
 
 
 def test_own_tokenizer(corpus, tmp_path, monkeypatch, capsys):

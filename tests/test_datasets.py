@@ -6,7 +6,7 @@ from policy import REPO, TINY, run, steps_of
 
 import grpo
 from rl import answers, datasets, environments, rewards
-from support.provenance import local_code
+from storage.provenance import local_code
 
 GSM8K = REPO.parent / "shared" / "data" / "gsm8k_train.jsonl"  # the published problems, where they are at hand
 

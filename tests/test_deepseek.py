@@ -17,17 +17,13 @@ from safetensors.torch import save_file
 
 import models.deepseek
 import parallel
-import train_deepseek
 from distributed.experts import balance_experts
-from distributed.layout import local_tensor
 from distributed.refusals import check_layout
-from generate import generate
 from models.attention import causal_attention, sdpa
 from models.deepseek import FLAVORS, DeepSeek, DeepSeekConfig, MoE, shift_targets
 from models.loss import IGNORE
-from support import hf
-from support.config import override_fields, parse_config
-from support.reports import with_reports
+from storage import hf
+from support.config import override_fields
 
 REPO = Path(__file__).parent.parent
 
@@ -418,18 +414,6 @@ def test_the_cache_keeps_the_latent_and_gives_the_same_logits(changes):
     torch.testing.assert_close(logits[1], want[1, :17], atol=1e-5, rtol=1e-5)
 
 
-def test_generate_equals_the_full_forward():
-    model = normal(DeepSeek(tiny(mtp_depth=1)), std=0.2)
-    model.mtp.forward = None  # for training only
-    prompts = [random_tokens(n, seed=n).tolist() for n in (5, 11, 8)]
-    ids, logprobs = generate(model, prompts, 8, temperature=0, logprobs=True)
-    for prompt, new, values in zip(prompts, ids, logprobs):
-        with torch.no_grad():
-            logits = model(torch.tensor([prompt + new]))[0, len(prompt) - 1 : -1].log_softmax(-1)
-        assert logits.argmax(-1).tolist() == new
-        torch.testing.assert_close(logits.amax(-1), torch.tensor(values), atol=1e-5, rtol=1e-5)
-
-
 # ---------------------------------------------------------------- multi-token prediction
 
 
@@ -619,83 +603,7 @@ def test_fp8_blocks_of_all_linear_weights(tmp_path):
     assert "quantization_config" not in json.loads(Path(tmp_path, "out", "config.json").read_text())
 
 
-BIG = dict(n_dense_layers=3, n_experts=256, n_groups=8, top_k_groups=4, top_k=8, dim=8, ffn_dim=8, moe_ffn_dim=8,
-           n_heads=4, q_lora_rank=4, kv_lora_rank=4, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4, vocab_size=16)
-
-
-def write_big(folder, n_layers):
-    """All experts of the 671B in fp8, each matrix tiny: a file per layer and 32 experts, and one with the rest."""
-    c, parts = tiny(**BIG, n_layers=n_layers), {}
-    with torch.device("meta"):
-        model = DeepSeek(c)
-    shapes = {fqn: t.shape for fqn, t in [*model.named_parameters(), *model.named_buffers()]}
-    for fqn, names in model.hf_keys().items():
-        if isinstance(names, str):
-            parts.setdefault("rest", {})[names] = torch.zeros(shapes[fqn])
-            continue
-        for e, n in enumerate(names):
-            file = parts.setdefault(f"layer-{fqn.split('.')[1]}-experts-{e // 32}", {})
-            file[n] = torch.full(shapes[fqn][1:], 2.0).to(torch.float8_e4m3fn)
-            file[f"{n}_scale_inv"] = torch.full((1, 1), e + 1.0)
-    Path(folder).mkdir()
-    for title, tensors in parts.items():
-        save_file(tensors, Path(folder, f"{title}.safetensors"))
-    index = {"weight_map": {n: f"{title}.safetensors" for title, tensors in parts.items() for n in tensors}}
-    Path(folder, "model.safetensors.index.json").write_text(json.dumps(index))
-    Path(folder, "config.json").write_text(json.dumps(c.to_hf()))
-    return str(folder), len(index["weight_map"])
-
-
-def files_of_a_rank(folder, n_layers):
-    """(files opened, numbers read of experts, its part of a stack of the last layer's) of a rank of ep 4."""
-    stages, layout = build(hf.read_hf_config(folder), dict(ep=4), n=4, local_batch_size=1)
-    opened, read = set(), []
-    original_open, original_read = hf.HFTensors.open, hf.HFTensors.read
-    hf.HFTensors.open = lambda self, file: opened.add(file) or original_open(self, file)
-    hf.HFTensors.read = lambda self, n, offset, shape: read.append((".mlp.experts." in n) * math.prod(shape)) or original_read(
-        self, n, offset, shape)
-    hf.load_hf(stages, folder)
-    hf.HFTensors.open, hf.HFTensors.read = original_open, original_read
-    return opened, sum(read), local_tensor(stages[0].blocks[str(n_layers - 1)].moe.experts.w2.detach()).clone()
-
-
-@pytest.mark.parametrize("n_layers", [4, pytest.param(61, marks=pytest.mark.slow)])
-def test_a_rank_opens_the_files_of_its_own_experts_only(tmp_path, n_layers):
-    folder, n_tensors = write_big(tmp_path / "big", n_layers)
-    n_moe = n_layers - 3
-    assert n_tensors > n_moe * 256 * 3 * 2
-    for rank, (opened, read, w2) in enumerate(pool(4).run(files_of_a_rank, folder, n_layers)):
-        mine = {f"layer-{i}-experts-{part}.safetensors" for i in range(3, n_layers) for part in (2 * rank, 2 * rank + 1)}
-        assert opened == mine | {"rest.safetensors"} and len(mine) == n_moe * 2  # of n_moe x 8
-        assert read == n_moe * 64 * 3 * 8 * 8
-        assert torch.equal(w2, 2.0 * torch.arange(64 * rank + 1, 64 * rank + 65.0)[:, None, None].expand(64, 8, 8))
-
-
 # ---------------------------------------------------------------- heads of two sizes
-
-
-@pytest.mark.parametrize("mask", ["causal", "documents"])
-def test_values_smaller_than_keys(mask):
-    """The zeros that fill up v for the fast kernel change neither the result nor a gradient."""
-    g = torch.Generator().manual_seed(6)
-    doc_ids = (torch.rand(2, 19, generator=g) < 0.2).long().cumsum(1) if mask == "documents" else None
-    tensors = [torch.randn(2, 4, 19, size, generator=g) for size in (24, 24, 16)]
-    may_look = torch.ones(19, 19).tril().bool().expand(2, 1, 19, 19)
-    if doc_ids is not None:
-        may_look = may_look & (doc_ids[:, None, :, None] == doc_ids[:, None, None, :])
-    attend = causal_attention(torch.arange(19)[None], doc_ids)
-
-    def plain(q, k, v, scale):
-        return (q @ k.transpose(-1, -2) * scale).masked_fill(~may_look, -torch.inf).softmax(-1) @ v
-
-    results = []
-    for function in (attend, plain):
-        leaves = [t.clone().requires_grad_() for t in tensors]
-        out = function(*leaves, scale=0.3)
-        assert out.shape == (2, 4, 19, 16)
-        results.append([out, *torch.autograd.grad(out.sin().sum(), leaves)])
-    for ours, want in zip(*results, strict=True):
-        torch.testing.assert_close(ours, want, atol=2e-6, rtol=1e-5)
 
 
 def test_the_kernel_gets_heads_of_one_size(monkeypatch):
@@ -711,37 +619,6 @@ def test_the_kernel_gets_heads_of_one_size(monkeypatch):
 # ---------------------------------------------------------------- what a user can get wrong
 
 
-@pytest.mark.parametrize("args, words", [
-    ("n_groups=3", "n_experts 8 in n_groups 3 makes no whole groups"),
-    ("n_groups=8", "n_groups 8 makes no whole groups, of 2 or more with score_func sigmoid"),
-    ("top_k=5", "top_k 5 must be between 1 and the 4 experts of top_k_groups 2 of n_groups 4"),
-    ("top_k_groups=5", "top_k_groups 5 of n_groups 4"),
-    ("mtp_depth=2", "mtp_depth 2 0 or 1"),
-    ("qk_rope_head_dim=15", "qk_rope_head_dim 15 is odd"),
-    ("n_dense_layers=6", "n_dense_layers 6 must be between 0 and n_layers - 1 = 5"),
-    ("kv_lora_rank=0", "kv_lora_rank 0 must be at least 1"),
-    ("q_lora_rank=-1", "q_lora_rank -1"),
-    ("score_func=tanh", "score_func"),
-])
-def test_model_args_that_make_no_model(args, words):
-    with pytest.raises(ValueError, match=words) as error:
-        override_fields(FLAVORS["debug_mtp"], args, "--model_args")
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("world_size, flags, words", [
-    (3, dict(tp=3), "--tp 3 does not divide n_heads 8"),
-    (16, dict(pp=16), "6 layers are too few for 16 pipeline stages; use a smaller --pp"),
-    (6, dict(ep=3, dp_shard=6), "--ep 3"),
-    (16, dict(tp=16), "--tp 16 does not divide"),
-])
-def test_layouts_that_make_no_sense(world_size, flags, words):
-    with pytest.raises(ValueError, match=words) as error:
-        check_layout(Flags(**flags), FLAVORS["debug_mtp"], seq_len=96, local_batch_size=16,
-                              global_batch_size=-1, device="cpu", world_size=world_size)
-    assert "\n" not in str(error.value)
-
-
 def test_tied_embedding_with_mtp_has_no_half_backward():
     """torch's split backward walks the graph of the shared weight twice, and fails."""
     tied = override_fields(FLAVORS["debug_mtp"], "tie_embeddings=true", "--model_args")
@@ -750,13 +627,3 @@ def test_tied_embedding_with_mtp_has_no_half_backward():
         check_layout(flags, tied, seq_len=96, local_batch_size=16, global_batch_size=-1, device="cpu", world_size=2)
 
 
-@pytest.mark.parametrize("flags, words", [
-    (["--model_args", "n_groups=3"], "n_groups 3 makes no whole groups"),
-    (["--dry_run", "--tp", "3"], "--tp 3"),
-])
-def test_the_command_says_it_in_one_line(flags, words, tmp_path):
-    cfg = parse_config(train_deepseek.Config, ["--flavor", "debug_mtp", "--out", str(tmp_path / "run"), *flags])
-    with pytest.raises(ValueError) as error:
-        with_reports(train_deepseek.main)(cfg)
-    assert words in str(error.value) and "\n" not in str(error.value)
-    assert not (tmp_path / "run").exists()

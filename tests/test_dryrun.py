@@ -1,4 +1,4 @@
-"""--dry_run, against support/dryrun.py: the same recipe on real gloo processes has the same bytes, collectives and memory.
+"""--dry_run, against tools/dryrun.py: the same recipe on real gloo processes has the same bytes, collectives and memory.
 
 What is compared on every pipeline rank's first device: parameters, gradients and optimizer state to the byte; collectives by
 axis and operation in number and bytes, with experts that are equally busy, as the dry run assumes; what a micro-batch leaves
@@ -25,8 +25,8 @@ from distributed import experts, launch, pipeline
 from distributed import layout as layouts
 from distributed.layout import AXES
 from distributed.pipeline import n_microbatches
-from support import dryrun
-from support.dryrun import Watch, rows_of
+from tools import dryrun
+from tools.dryrun import Watch, rows_of
 
 
 class Settled(Watch):
@@ -45,7 +45,7 @@ def really(recipe: str, flags: dict) -> dict:
     cfg = config(recipe, flags)
     _clear_sharding_prop_cache()  # of the layouts that ran before in this process
     torch.manual_seed(int(os.environ["RANK"]))
-    stages, optimizers, layout = dryrun.build(importlib.import_module(recipe).main, cfg, lambda layout: None)
+    stages, optimizers, layout = dryrun.build(importlib.import_module(recipe).main, cfg, lambda layout: layout)
     n = n_microbatches(layout) if layout.pp > 1 else layout.accumulation
     first = dryrun.observe(stages, optimizers, layout, cfg.seq_len, n, Settled(layout))  # its memory: nothing left from before
     second = dryrun.observe(stages, optimizers, layout, cfg.seq_len, n, Watch(layout))  # its collectives: all are connected
@@ -155,6 +155,13 @@ def test_every_violation_at_once():
         assert words in wrong.stderr
 
 
+def test_bound_counts_causal_attention_at_half():
+    report = report_of(seq_len=256, local_batch_size=1)
+    layers, heads, head_dim = 5, 4, 16
+    attention = 12 * layers * heads * head_dim * 256**2  # 4 in the forward, 8 in the backward
+    assert report.least_flops == pytest.approx(report.ranks[0].flops("forward", "backward") - attention / 2)
+
+
 @pytest.mark.slow
 def test_every_way_to_save_memory_shows():
     flags = dict(dp_shard=2, seq_len=512, compute_dtype="bfloat16")
@@ -185,11 +192,8 @@ def test_a_peak_fits_up_to_the_last_byte(capsys):
     for peak, verdict in [(80e9, "80 GB: fits, 141 GB: fits, 192 GB: fits"), (80e9 + 1, "80 GB: does not fit, 141 GB: fits"),
                           (192e9 + 1, "141 GB: does not fit, 192 GB: does not fit")]:
         report.ranks[0].peak = peak
-        dryrun.print_report(cfg, report)
+        dryrun.print_report(cfg, report, "H100")
         assert verdict in capsys.readouterr().out
-
-
-# ---------------------------------------------------------------- --plan
 
 
 def test_torchrun_is_not_needed():

@@ -5,7 +5,7 @@ import layouts
 import pytest
 import torch
 import torch.nn.functional as F
-from layouts import Flags, build, clear_seed, compare, global_batch, local_batch, row_name, stacked, without_inductor
+from layouts import build, clear_seed, compare, global_batch, local_batch, row_name, stacked, without_inductor
 from pool import pool
 from runs import launch, metrics, run
 from torch._dynamo.utils import counters
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import models.moe
 import parallel
 from distributed.experts import balance_experts, compiled_experts
-from distributed.layout import AXES, Layout
+from distributed.layout import Layout
 from models.moe import Balance, Experts, apply_experts, load_statistics, swiglu_experts
 from models.qwen3 import FLAVORS, MoE, Qwen3, Qwen3Config
 
@@ -263,7 +263,7 @@ PROBLEM = layouts.config("qwen3", **layouts.MOE)
 def test_loads_per_layer_are_those_of_one_process(flags):
     seed = clear_seed(PROBLEM, 8, False)
     model = Qwen3(PROBLEM)
-    parallel.init_weights(model, Layout(Flags(), {a: 1 for a in AXES}, 1, 8, 8), seed)
+    parallel.init_weights(model, Layout(), seed)
     b = global_batch(0, 8, False)
     model(b.tokens, positions=b.positions)
     loads = torch.stack([block.moe.balance.load for block in model.blocks.values()])  # (layers, E)

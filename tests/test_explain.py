@@ -1,10 +1,10 @@
-"""--explain: what one layer holds and sends in a layout that no laptop has, against support/explain.py."""
+"""--explain: what one layer holds and sends in a layout that no laptop has, against tools/explain.py."""
 import importlib
 
 import pytest
 from dry import MOE, config, run
 
-from support.explain import count_block, explain, travels
+from tools.explain import count_block, explain, travels
 
 
 @pytest.mark.slow

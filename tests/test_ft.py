@@ -25,6 +25,7 @@ from runs import REPO, Job, launch, run, train_lines
 import checkpoint
 from data import Batch
 from forks import ft
+from storage.diff import diff
 from support.metrics import read_lines
 
 recipe = importlib.import_module("forks.train_llama3_ft")
@@ -49,7 +50,7 @@ def batches(self, cursor, size, *rest):
         reader.close()
         cursor += size
 TokenData.batches = batches
-run(train_llama3.main, parse_config(train_llama3.Config))
+run(train_llama3.main, train_llama3.Config)
 """
 
 
@@ -62,7 +63,7 @@ def test_what_is_missing_is_said_in_one_line(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     with pytest.raises(ValueError, match="no lighthouse at .*:1 .* start one: torchft_lighthouse"):
         ft.check_groups(cfg)
-    with pytest.raises(ValueError, match="leave out --optimizer_in_backward"):
+    with pytest.raises(ValueError, match="leave out --stochastic_rounding"):
         ft.check_groups(recipe.Config(adamw_moments="8bit"))
     with pytest.raises(ValueError, match="that is train_llama3.py's"):
         recipe.Config(check_parity=True)
@@ -221,7 +222,7 @@ def kill_one(w: World, chance: random.Random, from_nothing: bool) -> tuple[int, 
     back = w.start(dead)
     came = longest_pause(survivor, lambda: sum(step > at + 5 for step in steps_saved(back) & steps_saved(survivor)) >= 3)
     for step in {step for step in steps_saved(back) & steps_saved(survivor) if step > at}:  # weights and moments, bit by bit
-        assert checkpoint.diff(*(str(job.out / f"checkpoints/step-{step}") for job in (back, survivor))) == 0
+        assert diff(*(str(job.out / f"checkpoints/step-{step}") for job in (back, survivor))) == 0
     return at, dead, alone, came
 
 

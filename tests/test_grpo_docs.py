@@ -12,7 +12,7 @@ from programs import run_program
 import grpo
 from rl import environments
 from rl.datasets import open_task
-from support.chat import read_template
+from sft.chat import read_template
 
 PAGE = (REPO / "docs" / "grpo.md").read_text()
 
@@ -32,7 +32,8 @@ def test_every_number_is_explained_and_every_explained_number_is_written(tmp_pat
     names = [(name, what) for first, what in rows for name in re.findall(r"`(\w+)`", first)]
     assert len(names) == len(dict(names)) and all(len(row) == 2 and len(row[1]) > 10 for row in rows)
     assert written - dict(names).keys() == set()
-    source = "".join(path.read_text() for folder in ("rl", "support") for path in (REPO / folder).glob("*.py"))
+    folders = ("rl", "support", "corpus", "storage")
+    source = "".join(path.read_text() for folder in folders for path in (REPO / folder).glob("*.py"))
     source += (REPO / "grpo.py").read_text()
     for name in dict(names).keys() - written:
         assert "only with `--" in dict(names)[name] and re.search(rf"\b{name}\b", source), name

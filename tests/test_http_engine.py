@@ -9,19 +9,20 @@ import time
 import pytest
 import torch
 from engine_server import Engine, serving
-from policy import SAME, TINY, assert_same, hf_folder, lines_of, run, sharp_model, steps_of
+from policy import SAME, TINY, assert_same, hf_folder, run, sharp_model, steps_of
+from runs import metrics
 
 from grpo import Config
 from rl import http_engine
 from rl.http_engine import Server, find_server, wrong_sample
-from support.hf import save_hf
+from storage.hf import save_hf
 
 ENDS = [0]
 
 
 def evaluations(out) -> list[tuple]:
     names = ("step", "eval_reward", "eval_greedy")
-    return [tuple(line[name] for name in names) for line in lines_of(out) if "eval_reward" in line]
+    return [tuple(line[name] for name in names) for line in metrics(out) if "eval_reward" in line]
 
 
 # ---------------------------------------------------------------- whole runs
@@ -207,7 +208,7 @@ def test_a_server_is_looked_for_before_anything_is_built(weights):
     for wrong in ("127.0.0.1:8000", "http://", "ftp://a:1", "http://a:1/v1"):
         with pytest.raises(ValueError, match="must be an address such as"):
             Config(engine=wrong)
-    for flags in (dict(gen_ranks=1), dict(batch_invariant=True), dict(routing_replay=True)):
+    for flags in (dict(gen_ranks=1), dict(batch_invariant=True)):
         with pytest.raises(ValueError, match=f"--{[*flags][0]} and --engine: .*; leave one of them out"):
             Config(engine=cfg.engine, **flags)
 

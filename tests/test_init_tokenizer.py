@@ -1,4 +1,4 @@
-"""The tokenizer of --init_from, against support/init_tokenizer.py: its weights meet the ids that they know or are refused."""
+"""The tokenizer of --init_from, against corpus/init_tokenizer.py: its weights meet the ids that they know or are refused."""
 import json
 import shutil
 from pathlib import Path
@@ -8,10 +8,9 @@ from saves import IDENTITY, of, path, trained
 
 import train_llama3
 from data import DataConfig, open_data
-from support import manifest, resume
+from storage import manifest, resume
+from storage.resume import check_run, source_tokenizer
 from support.files import sha256_file
-from support.init_tokenizer import source_tokenizer
-from support.resume import check_run
 
 
 def source_of(kind, folder, tokenizer) -> str:

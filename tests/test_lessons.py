@@ -16,9 +16,9 @@ from dry import REPO, report_of
 from pool import pool
 
 from distributed.layout import AllGather, AllToAll, ReduceScatter
-from support import dryrun
 from support.config import parse_config
-from support.schedule import bubble, simulate
+from tools import dryrun
+from tools.schedule import bubble, simulate
 
 COURSE = (REPO / "docs" / "parallelism.md").read_text()
 spec = importlib.util.spec_from_file_location("pictures_of_the_course", REPO / "docs" / "pictures.py")

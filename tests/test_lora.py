@@ -1,4 +1,4 @@
-"""LoRA, against distributed/lora.py: every layout trains the adapters that one process trains, and nothing else."""
+"""LoRA, against sft/lora.py: every layout trains the adapters that one process trains, and nothing else."""
 import inspect
 import textwrap
 from contextlib import contextmanager
@@ -28,13 +28,15 @@ from test_parallel import MOE, MTP, V2
 
 import distributed.checks
 import distributed.experts
-import distributed.lora
 import parallel
+import sft.lora
 from distributed.cast import CastUnit
-from distributed.checks import check_memory, check_model
-from distributed.layout import AXES, Layout, local_tensor, reduces_always
-from distributed.lora import adapter_numel, is_adapter, lora_counts, lora_linears, lora_names
+from distributed.checks import check_memory
+from distributed.layout import Layout, local_tensor, reduces_always
 from models.llama3 import FLAVORS, Llama3
+from sft.lora import adapter_numel, check_lora, is_adapter, lora_counts, lora_linears, lora_names
+from storage.hf import save_hf
+from support.config import override_fields
 
 LORA = dict(lora_rank=4)
 ALL = dict(lora_rank=4, lora_on=("wq", "wv", "wo", "w1", "w2", "w3"))
@@ -71,11 +73,11 @@ def test_compiled_layout_equals_one_process():
 
 def changed_forward(old: str, new: str):
     """Adapted.forward with one thing changed in its source."""
-    source = textwrap.dedent(inspect.getsource(distributed.lora.Adapted.forward)).replace("super()", "super(Adapted, self)")
+    source = textwrap.dedent(inspect.getsource(sft.lora.Adapted.forward)).replace("super()", "super(Adapted, self)")
     assert source.count(old) == 1
     names = {}
-    exec(source.replace(old, new), vars(distributed.lora), names)
-    return mock.patch.object(distributed.lora.Adapted, "forward", names["forward"])
+    exec(source.replace(old, new), vars(sft.lora), names)
+    return mock.patch.object(sft.lora.Adapted, "forward", names["forward"])
 
 
 @contextmanager
@@ -97,18 +99,14 @@ def test_a_gradient_that_is_not_summed_over_tp_is_caught_and_named(mutant, named
 
 
 # ---------------------------------------------------------------- what is trained, and what it adds
-def one_layout(**flags):
-    return Layout(Flags(**flags), dict.fromkeys(AXES, 1), 1, 4, 4)
-
-
 @pytest.mark.parametrize("problem, flags", [({}, ALL), (MOE, LORA), (MTP, MLA)], ids=["llama3", "qwen3", "deepseek"])
 def test_adapters_add_scale_b_a_x(problem, flags):
-    layout, b = one_layout(lora_alpha=6, **flags), global_batch(0, 4, False)
-    model = initialised(config(**problem), layout, 3)
+    cfg, b = Flags(lora_alpha=6, **flags), global_batch(0, 4, False)
+    model = initialised(config(**problem), cfg, 3)
     base = MODELS[type(model.config)](model.config)
-    parallel.init_weights(base, one_layout(), 3)
+    parallel.init_weights(base, Layout(), 3)
     weights, adapters = base.state_dict(), {n: p.detach() for n, p in model.named_parameters() if is_adapter(n)}
-    names = lora_names(base, layout.cfg)
+    names = lora_names(base, cfg.lora_on)
     assert adapters.keys() == {f"{name}.lora_{x}.weight" for name in names for x in "ab"}
     for name in names:
         merged = weights[f"{name}.weight"] + 6 / 4 * adapters[f"{name}.lora_b.weight"] @ adapters[f"{name}.lora_a.weight"]
@@ -146,7 +144,7 @@ def two_steps(problem: dict, flags: dict) -> tuple:
 def test_every_adapter_learns_and_nothing_else_moves(processes, problem, flags):
     """Under FSDP, too, gradients and optimizer state are those of the adapters alone, shared between the ranks."""
     model = MODELS[type(config(**problem))](config(**problem))
-    names, n = lora_names(model, Flags(**flags)), adapter_numel(model, Flags(**flags))
+    names, n = lora_names(model, Flags(**flags).lora_on), adapter_numel(model, Flags(**flags))
     found = pool(processes).run(two_steps, problem, flags)
     for grads, difference, moved, biases, *_ in found:
         assert [fqn for fqn in (f"{name}.lora_{x}.weight" for name in names for x in "ab") if not grads[fqn].any()] == []
@@ -206,19 +204,22 @@ def test_weights_that_tp_splits_get_their_dtype(flags):
     assert pool(2).run(dtypes, flags | LORA | dict(compute_dtype="bfloat16")) == [[{torch.bfloat16}, {torch.float32}]] * 2
 
 
-def test_flops_and_dry_run_count_what_is_trained():
+def test_flops_and_dry_run_count_what_is_trained(tmp_path):
     model, cfg = MODELS[type(config())](config()), Flags(lora_rank=4)
     cfg.seq_len, c = 16, config()
     n, matrices = adapter_numel(model, cfg), sum(p.numel() for p in model.parameters()) - c.vocab_size * c.dim
     assert n == 4 * 4 * ((32 + 64) + 2 * (32 + 32) + (64 + 32))
     text, flops = lora_counts(model, cfg)
     assert flops == 4 * matrices + 12 * 4 * 8 * 8 * 16 + 6 * n and "4 wq, 4 wk, 4 wv, 4 wo" in text and f"{n:,}" in text
-    plain, lora = dry.report_of(dp_shard=2), dry.report_of(dp_shard=2, lora_rank=4)
+    made = initialised(override_fields(FLAVORS["debug"], dry.SMALL, "--model_args"), Flags(), 3)
+    save_hf(made, str(tmp_path / "base"), torch.float32)
+    base = dict(recipe="finetune", model_args="", init_from=str(tmp_path / "base"), data="not opened", dp_shard=2)
+    plain, lora = dry.report_of(**base), dry.report_of(**base, lora_rank=4)
     sizes = [{key: report.ranks[0].step[key] for key in ("parameters", "gradients", "optimizer")} for report in (plain, lora)]
     n = 5 * 4 * ((64 + 64) + 2 * (64 + 32) + (64 + 64))  # of dry.SMALL
     steps = 4 * 5 * 8  # AdamW counts the steps of each parameter
     assert sizes[1] == dict(parameters=sizes[0]["parameters"] + 4 * n // 2, gradients=4 * n // 2, optimizer=8 * n // 2 + steps)
-    assert sizes[1]["gradients"] < sizes[0]["gradients"] / 10 and lora.flops_per_token < plain.flops_per_token
+    assert sizes[1]["gradients"] < sizes[0]["gradients"] / 10
 
 
 @pytest.mark.parametrize("flags, words", [
@@ -232,28 +233,28 @@ def test_a_name_without_adapters_is_refused(flags, words):
     with torch.device("meta"):
         model = MODELS[type(config(**MOE))](config(**MOE))
     with pytest.raises(ValueError, match="^" + words.split(":")[0]) as error:
-        check_model(model, one_layout(**flags), parallel.TP_STYLES)
+        check_lora(model, Flags(**flags))
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
 def full_size(**flags):
     """(the 8B model on meta, the layout of 8 GPUs of 80 GB with FSDP and 4 accumulation steps)."""
-    layout = one_layout(param_dtype="float32", **flags)
-    layout.degrees, layout.world_size, layout.memory = layout.degrees | dict(dp_shard=8), 8, int(80e9)
-    layout.global_batch_size, layout.compute_dtype = 4 * 4 * 8, torch.bfloat16
-    layout.cfg.optimizer, layout.cfg.adamw_moments = "adamw", "param"
+    layout = Layout(dp_shard=8, memory=int(80e9), global_batch_size=4 * 4 * 8, compute_dtype=torch.bfloat16)
+    cfg = Flags(param_dtype="float32", **flags)
+    cfg.optimizer, cfg.adamw_moments = "adamw", "param"
     with torch.device("meta"):
-        return Llama3(FLAVORS["8B"]), layout
+        return Llama3(FLAVORS["8B"]), layout, cfg
 
 
 @pytest.mark.parametrize("flags, GB, always", [({}, 8 * 4 * 4 / 8, True), (dict(lora_rank=16), 8 * 2 / 8, False)])
 def test_memory_is_that_of_what_is_trained(flags, GB, always):
     """check_memory refuses what parameters, gradients and moments alone exceed; whole gradients of adapters fit anywhere."""
-    model, layout = full_size(**flags)
+    model, layout, cfg = full_size(**flags)
+    model.requires_grad_(not flags)  # as finetune.py does before check_model
     with mock.patch.object(distributed.checks, "host_memory", lambda: int(0.9e9 * GB)):
         with pytest.raises(ValueError, match=r"would need at least [\d.]+ GB") as error:
-            check_memory(model, layout)
+            check_memory(model, layout, cfg)
     assert float(str(error.value).split("at least ")[1].split()[0]) == pytest.approx(GB, rel=0.02)
-    model.index, model.n_stages = 0, 1
-    lora_linears(model, layout)
-    assert reduces_always(model, layout) == always
+    if flags:
+        lora_linears(model, cfg)
+    assert reduces_always(model, layout, cfg) == always

@@ -19,15 +19,10 @@ KEYS = [
 ]
 
 
-def make(out, **options):
-    layout = place(options.pop("rank0", True), world_size=2)
-    defaults = dict(flops_per_token=10, first_step=1, steps=10, log_every=1, tokens=0)
-    return Metrics(str(out), MetricsConfig(gc_every=options.pop("gc_every", 0)), layout, **defaults | options)
-
-
-def place(rank0=True, world_size=1):
-    """The part of a Layout that Metrics reads."""
-    return SimpleNamespace(rank=0 if rank0 else 1, world_size=world_size, device=torch.device("cpu"))
+def make(out, rank0=True, first_step=1, steps=10, log_every=1, flops_per_token=10, tokens=0, **flags):
+    layout = SimpleNamespace(rank=int(not rank0), world_size=2, device=torch.device("cpu"))  # what Metrics reads of it
+    options = dict(flops_per_token=flops_per_token, first_step=first_step, steps=steps, log_every=log_every, tokens=tokens)
+    return Metrics(str(out), MetricsConfig(**{"gc_every": 0} | flags), layout, **options)
 
 
 def train(m, steps, loss=lambda step: torch.tensor(8.0 / step)):
@@ -98,16 +93,9 @@ def test_continued_run_drops_the_lines_that_it_does_again(tmp_path):
     m.close()
     assert [line["step"] for line in strict_lines(tmp_path)] == [1, 2, 3, 3, 4]
     assert strict_lines(tmp_path)[-1]["tokens"] == 400
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl"]
-
-
-def test_new_run_in_the_same_folder_keeps_nothing(tmp_path):
-    m = make(tmp_path)
-    m.log_val(0, 8.3)
-    train(m, [1, 2])
-    m.close()
-    make(tmp_path).close()
+    make(tmp_path).close()  # a new run in the same folder keeps nothing
     assert strict_lines(tmp_path) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl"]
 
 
 def test_other_ranks_write_print_and_read_nothing(tmp_path, capsys):
@@ -152,18 +140,14 @@ def test_due(tmp_path, log_every, steps, logged):
 
 
 @pytest.mark.parametrize("name, peak", [
-    ("NVIDIA A100-SXM4-80GB", 312e12),
     ("NVIDIA A100-PCIE-40GB", 312e12),
     ("NVIDIA H100 80GB HBM3", 989e12),
-    ("NVIDIA H100 PCIe", 756e12),
     ("NVIDIA H100 NVL", 835e12),
     ("NVIDIA H200", 989e12),
-    ("NVIDIA H200 NVL", 835e12),
     ("NVIDIA B200", 2250e12),
     ("AMD Instinct MI300X", 1307e12),
     ("NVIDIA GB200", None),
     ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
-    ("NVIDIA GeForce RTX 4090", None),
     ("Tesla V100-SXM2-32GB", None),
 ])
 def test_peak_table(name, peak):
@@ -217,8 +201,7 @@ def test_loss_curve():
 def test_tensorboard_has_the_numbers_of_the_file(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    m = Metrics(str(tmp_path), MetricsConfig(tensorboard=True, gc_every=0), place(),
-                flops_per_token=10, first_step=1, steps=3, log_every=1)
+    m = make(tmp_path, steps=3, tensorboard=True)
     train(m, [1, 2, 3])
     m.log_val(3, 1.25, None)
     m.close()
@@ -228,8 +211,7 @@ def test_tensorboard_has_the_numbers_of_the_file(tmp_path):
 
 
 def test_profile_traces_the_steps_it_names(tmp_path):
-    m = Metrics(str(tmp_path), MetricsConfig(profile="2-3", gc_every=0), place(),
-                flops_per_token=10, first_step=1, steps=9, log_every=1)
+    m = make(tmp_path, steps=9, profile="2-3")
     for step in range(1, 6):
         m.start_step(iter([None]))
         torch.zeros(8).view(2, 4).logsumexp(dim=0) if step in (2, 3) else torch.zeros(3).cosh()
@@ -244,8 +226,7 @@ def test_profile_traces_the_steps_it_names(tmp_path):
 @pytest.mark.parametrize("first, stop, name", [(1, 4, "steps-3-4"), (1, 3, "steps-3"), (5, 6, "steps-5-6"), (1, 2, None)])
 def test_a_run_that_stops_while_it_is_profiled_keeps_the_trace(tmp_path, rank0, first, stop, name):
     """As after a signal: the loop ends with close(), and the file tells which steps it has."""
-    m = Metrics(str(tmp_path), MetricsConfig(profile="3-8", gc_every=0), place(rank0),
-                flops_per_token=10, first_step=first, steps=9, log_every=0)
+    m = make(tmp_path, rank0, first_step=first, steps=9, log_every=0, profile="3-8")
     for _ in range(first, stop + 1):
         m.start_step(iter([None]))
         torch.zeros(8).view(2, 4).logsumexp(dim=0)
@@ -257,19 +238,9 @@ def test_a_run_that_stops_while_it_is_profiled_keeps_the_trace(tmp_path, rank0, 
 
 
 def test_a_step_that_never_comes_is_said(tmp_path, capsys):
-    Metrics(str(tmp_path), MetricsConfig(profile="30", gc_every=0), place(),
-            flops_per_token=10, first_step=1, steps=9, log_every=1).close()
+    make(tmp_path, steps=9, profile="30").close()
     said = capsys.readouterr().out
     assert "--profile: step 30 is none of this run's, 1 to 9" in said
-
-
-def test_plot_is_a_picture_of_the_losses(tmp_path, capsys):
-    m = Metrics(str(tmp_path), MetricsConfig(plot=True, gc_every=0), place(),
-                flops_per_token=10, first_step=1, steps=3, log_every=1)
-    train(m, [1, 2, 3])
-    m.close()
-    assert (tmp_path / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert "picture: " in capsys.readouterr().out
 
 
 def test_wandb_continues_the_curves_of_a_continued_run_only(tmp_path, monkeypatch):
@@ -278,8 +249,7 @@ def test_wandb_continues_the_curves_of_a_continued_run_only(tmp_path, monkeypatc
     monkeypatch.setenv("WANDB_MODE", "offline")
     files = []
     for first_step in (1, 3, 1):
-        m = Metrics(str(tmp_path), MetricsConfig(wandb="nano", gc_every=0), place(),
-                    flops_per_token=10, first_step=first_step, steps=4, log_every=1)
+        m = make(tmp_path, first_step=first_step, steps=4, wandb="nano")
         train(m, [first_step, first_step + 1])
         m.close()
         files.append((tmp_path / "wandb" / "latest-run").resolve())
@@ -288,13 +258,7 @@ def test_wandb_continues_the_curves_of_a_continued_run_only(tmp_path, monkeypatc
     assert first.read_bytes().count(b"grad_norm") == continued.read_bytes().count(b"grad_norm") >= 2
 
 
-@pytest.mark.parametrize("flags, message", [
-    (dict(profile="3-2"), "--profile '3-2' must be"),
-    (dict(profile="0"), "--profile '0' must be"),
-    (dict(profile="ten"), "--profile 'ten' must be"),
-    (dict(wandb="x"), "pip install wandb"),
-])
-def test_instruments_that_are_not_there(flags, message, monkeypatch):
+def test_an_instrument_that_is_not_there(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=message):
-        MetricsConfig(**flags)
+    with pytest.raises(ValueError, match="pip install wandb"):
+        MetricsConfig(wandb="x")

@@ -8,12 +8,12 @@ from runs import REPO, launch, run, train_lines
 
 import train_llama3
 from checkpoint import load_model
-from distributed.layout import AXES, Layout, ParallelConfig
+from distributed.layout import Layout
 from forks.mup import FLAVORS, MupLlama3, MupLlama3Config
 from models.llama3 import Llama3, Llama3Config
 from parallel import init_weights
+from storage.hf import check_export
 from support.config import override_fields
-from support.hf import check_export
 from support.optim import set_lr
 
 mup = importlib.import_module("forks.train_llama3_mup")
@@ -28,7 +28,7 @@ def wide(Model, Config, dim: int, seed: int, **fields):
         model = Model(Config(**sizes, **fields))
     model.index, model.n_stages = 0, 1
     model.to_empty(device="cpu")
-    init_weights(model, Layout(ParallelConfig(), dict.fromkeys(AXES, 1), 1, 1, 1, torch.device("cpu")), seed)
+    init_weights(model, Layout(), seed)
     return model
 
 

@@ -4,6 +4,7 @@ test_parallel.py must catch each one and name the parameter.
 A mutant is a context manager that breaks parallel.py inside the workers and mends it afterwards.
 """
 from contextlib import contextmanager
+from dataclasses import replace
 from unittest import mock
 
 import layouts
@@ -50,7 +51,7 @@ def waiting_embedding():
 @contextmanager
 def reshard_in_zero_bubble():
     """Trap 1: the refusal taken away."""
-    with mock.patch.object(distributed.refusals, "pipeline_rows", lambda layout, c: []):
+    with mock.patch.object(distributed.refusals, "pipeline_rows", lambda *args: []):
         yield
 
 
@@ -97,8 +98,8 @@ def positions_not_balanced():
     """Tokens in head-tail order, positions in natural order: rotary embedding at the wrong places."""
     real = parallel.inputs
 
-    def wrong(batch, a, layout):
-        out = real(batch, a, layout)
+    def wrong(stage, batch, a, layout):
+        out = real(stage, batch, a, layout)
         T = out["positions"].shape[1]
         first = layout.coordinate("cp") * T
         return out | {"positions": torch.arange(first, first + T).repeat(out["tokens"].shape[0], 1)}
@@ -135,8 +136,8 @@ def experts_not_reduced_over_tp():
     real = parallel.make_mesh
 
     def wrong(layout):
-        real(layout)
-        layout.expert_mesh = {"efsdp": layout.mesh["fsdp"], "ep": layout.mesh["tp"]}
+        layout = real(layout)
+        return replace(layout, expert_mesh={"efsdp": layout.mesh["fsdp"], "ep": layout.mesh["tp"]})
 
     with mock.patch.object(parallel, "make_mesh", wrong):
         yield

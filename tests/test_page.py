@@ -22,12 +22,12 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import parallel
 from distributed.layout import local_slice, local_tensor
-from support import dryrun
-from support.dryrun import make_report
-from support.explain import count_block
-from support.holdings import held_part, place_of, ranges, shown_parameters, tokens_of
-from support.page import check_page, make_page, shown_ranks, ticks
-from support.schedule import simulate
+from tools import dryrun
+from tools.dryrun import make_report
+from tools.explain import count_block
+from tools.page import check_page, make_page, shown_ranks, ticks
+from tools.placement import held_part, place_of, ranges, shown_parameters, tokens_of
+from tools.schedule import simulate
 
 pytestmark = pytest.mark.slow  # make test has no room for it
 
@@ -52,7 +52,7 @@ def really_held(recipe: str, flags: dict) -> dict:
     """On a gloo process: after one step, the parts of weight, gradient and optimizer state, and this rank's tokens."""
     cfg = config(recipe, flags)
     _clear_sharding_prop_cache()
-    stages, optimizers, layout = dryrun.build(importlib.import_module(recipe).main, cfg, lambda layout: None)
+    stages, optimizers, layout = dryrun.build(importlib.import_module(recipe).main, cfg, lambda layout: layout)
     shape = layout.accumulation, layout.local_batch_size, cfg.seq_len
     tokens = torch.arange(math.prod(shape)).view(shape) % stages[0].config.vocab_size
     batch = SimpleNamespace(tokens=tokens, labels=tokens, positions=torch.arange(cfg.seq_len).expand(shape), doc_ids=None)
@@ -66,7 +66,7 @@ def really_held(recipe: str, flags: dict) -> dict:
     held = {name: [parts(t) for t in (p, p.grad, *(t for t in state[p] if t.dim()))]
             for name, p in shown_parameters(stages).items()}
     local = {name: list(local_tensor(p).shape) for name, p in shown_parameters(stages).items()}
-    positions = ranges(parallel.inputs(batch, 0, layout)["positions"][0])
+    positions = ranges(parallel.inputs(stages[0], batch, 0, layout)["positions"][0])
     return dict(held=held, local=local, data_rank=layout.data_rank, inside=positions, width=widths[0])
 
 

@@ -370,10 +370,9 @@ def test_gradients_that_are_reduced_after_every_micro_batch_are_never_whole(proc
 def test_gradients_are_kept_whole_where_they_fit(flavor, ranks, GB, flags, always):
     with torch.device("meta"):
         model = llama3.Llama3(llama3.FLAVORS[flavor])
-    degrees = {axis: 1 for axis in AXES} | {"dp_shard": ranks}
-    layout = Layout(ParallelConfig(**flags), degrees, ranks, 1, 2 * ranks, memory=int(GB * 1e9))
-    layout.reduces_always = reduces_always(model, layout)
-    assert layout.reduces_always == always == ("gradients reduced after each" in layout.step_text(8192))
+    layout = Layout(dp_shard=ranks, global_batch_size=2 * ranks, memory=int(GB * 1e9))
+    found = reduces_always(model, layout, ParallelConfig(**flags))
+    assert found == always == ("gradients reduced after each" in layout.step_text(8192, found))
 
 
 def test_experts_are_shared_between_fewer_ranks_than_the_rest():
@@ -383,8 +382,8 @@ def test_experts_are_shared_between_fewer_ranks_than_the_rest():
         model = qwen3.Qwen3(config)
         for block in model.blocks.values():
             block.moe.experts = moe.Experts(config.n_experts // 8, config.dim, config.moe_ffn_dim)
-    layout = Layout(ParallelConfig(ep=8), {axis: 1 for axis in AXES} | {"dp_shard": 8}, 8, 1, 16, memory=int(141e9))
-    assert reduces_always(model, layout)
+    layout = Layout(dp_shard=8, ep=8, global_batch_size=16, memory=int(141e9))
+    assert reduces_always(model, layout, ParallelConfig(ep=8))
 
 
 @contextmanager
@@ -625,8 +624,7 @@ def test_ac_op_keeps_float8_matmuls():
     for ac, times in (("op", 1), ("full", 2)):
         counts, block = defaultdict(int), nn.Linear(16, 16)
         block.forward = lambda x: ScaledLinear.apply(x, block.weight).sigmoid()  # noqa: B023
-        layout = SimpleNamespace(cfg=ParallelConfig(ac=ac))
-        parallel.checkpoint_activations(SimpleNamespace(blocks={"0": block}, config=None), layout)
+        parallel.checkpoint_activations(SimpleNamespace(blocks={"0": block}, config=None), ParallelConfig(ac=ac))
         with Count():
             block(torch.randn(16, 16, requires_grad=True)).sum().backward()
         assert counts[torch.ops.aten._scaled_mm.default] == times

@@ -1,4 +1,4 @@
-"""--check_parity: the user's comparison of a layout with one process, against support/parity.py."""
+"""--check_parity: the user's comparison of a layout with one process, against tools/parity.py."""
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -12,15 +12,15 @@ import pytest
 import torch
 from programs import run_program
 
-import support.parity
+import tools.parity
 import train_llama3
 from distributed.layout import AXES
 from distributed.refusals import check_layout
 from models.llama3 import Llama3Config
-from support import parity
 from support.config import Need, flag, parse_config
-from support.parity import check_parity
-from support.reports import with_reports
+from tools import parity
+from tools.parity import check_parity
+from tools.reports import run_report
 
 MODEL = Llama3Config(n_layers=6, n_heads=8, n_kv_heads=4, head_dim=64, ffn_dim=512, max_seq_len=8192)
 
@@ -44,8 +44,8 @@ def test_both_halves_of_check_parity_are_given_no_flag_in_vain(tmp_path, monkeyp
 
     monkeypatch.setattr(sys, "argv", ["recipe.py", *argv])
     monkeypatch.setattr(parity, "subprocess", SimpleNamespace(run=started))
-    monkeypatch.setattr(support.parity, "read_records", lambda out: [{"gradient": {}}])
-    monkeypatch.setattr(support.parity, "print_comparison", lambda *records: 0)
+    monkeypatch.setattr(tools.parity, "read_records", lambda out: [{"gradient": {}}])
+    monkeypatch.setattr(tools.parity, "print_comparison", lambda *records: 0)
     assert check_parity(train_llama3.main, cfg, {axis: getattr(cfg, axis) for axis in AXES}) == 0
     one, layout = halves
     for half, size in (one, 1), (layout, 4):
@@ -62,9 +62,8 @@ def test_both_halves_of_check_parity_are_given_no_flag_in_vain(tmp_path, monkeyp
 
 
 def test_one_report_after_the_other():
-    cfg = parse_config(train_llama3.Config, ["--check_parity", "--plan", "--tp", "2"])
-    with pytest.raises(ValueError, match="--check_parity trains, and --dry_run, --plan and --explain do not"):
-        with_reports(train_llama3.main)(cfg)
+    with pytest.raises(ValueError, match="--check_parity trains, and --dry_run and --explain do not"):
+        run_report(train_llama3.main, train_llama3.Config, ["--check_parity", "--dry_run", "--tp", "2"])
 
 
 @pytest.mark.slow
@@ -72,11 +71,11 @@ def test_one_report_after_the_other():
                                         ("--cpu_offload", False), ("--compile", False), ("--cp 2", False)])
 def test_check_parity_needs_something_to_compare(argv, same, monkeypatch):
     """One process compared with itself would be equal whatever is wrong with a recipe."""
-    cfg, started = parse_config(train_llama3.Config, ["--check_parity", *argv.split()]), []
+    cfg, started = parse_config(train_llama3.Config, argv.split()), []
     run = lambda command, **kwargs: started.append(command) or mock.Mock(returncode=0)  # noqa: E731
-    monkeypatch.setattr(support.parity.subprocess, "run", run)
-    monkeypatch.setattr(support.parity, "read_records", lambda out: [{"gradient": {}}])
-    monkeypatch.setattr(support.parity, "print_comparison", lambda *records: 0)
+    monkeypatch.setattr(tools.parity.subprocess, "run", run)
+    monkeypatch.setattr(tools.parity, "read_records", lambda out: [{"gradient": {}}])
+    monkeypatch.setattr(tools.parity, "print_comparison", lambda *records: 0)
     with pytest.raises(ValueError, match="add a layout like --tp 2") if same else nullcontext():
         check_parity(train_llama3.main, cfg, {axis: getattr(cfg, axis) for axis in AXES})
     assert len(started) == (0 if same else 2)
@@ -90,15 +89,16 @@ def test_check_parity_of_an_optimizer_that_it_does_not_know(monkeypatch, tmp_pat
         optimizer: Literal["lion", "adamw"] = "lion"
 
     one = {"w": torch.ones(2)}
-    steps = [dict(loss=1.0, norm=1.0, hash="0", gradient=one, weight=one, update=one, trained={"w"}) for _ in range(3)]
+    known = dict(loss=1.0, norm=1.0, hash="0", buffer={}, uneven=set(), trained={"w"})
+    steps = [known | dict(gradient=one, weight=one, update=one) for _ in range(3)]
     off = [dict(step, gradient={"w": torch.full((2,), 1.0 + 0.04 * n)}) for n, step in enumerate(steps)]
     far = [dict(step, gradient={"w": torch.full((2,), 1.0 + 0.4 * n)}) for n, step in enumerate(steps)]
     still = [dict(step, update={"w": torch.zeros(2)}) for step in steps]
-    monkeypatch.setattr(support.parity.subprocess, "run", lambda *args, **kwargs: mock.Mock(returncode=0))
+    monkeypatch.setattr(tools.parity.subprocess, "run", lambda *args, **kwargs: mock.Mock(returncode=0))
     for optimizer, layout, status in (("lion", off, 0), ("lion", off[::-1], 1), ("lion", far, 1), ("lion", still, 1),
                                       ("adamw", off, 1), ("adamw", steps, 0)):
         records = iter([steps, layout])
-        monkeypatch.setattr(support.parity, "read_records", lambda out, records=records: next(records))
+        monkeypatch.setattr(tools.parity, "read_records", lambda out, records=records: next(records))
         cfg = Fork(optimizer=optimizer, tp=2)
         assert check_parity(train_llama3.main, cfg, {axis: getattr(cfg, axis) for axis in AXES}) == status
 

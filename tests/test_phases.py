@@ -1,4 +1,4 @@
-"""Phases: weights and moments of one run, with other data, lengths or learning rates; against support/resume.py and a whole
+"""Phases: weights and moments of one run, with other data, lengths or learning rates; against storage/resume.py and a whole
 recipe."""
 import contextlib
 import io
@@ -13,7 +13,8 @@ from test_resume import resolved
 
 import train_llama3
 from data import DataConfig, open_data
-from support.resume import check_run, phase_changes
+from storage.changes import phase_changes
+from storage.resume import check_run
 
 pytestmark = pytest.mark.slow  # make test has no room for it
 

@@ -1,4 +1,4 @@
-"""--plot: schedules and meshes are drawn as they are, in text and with matplotlib, against support/pictures.py."""
+"""--plot: schedules and meshes are drawn as they are, in text and with matplotlib, against tools/layout_plots.py."""
 import importlib
 import re
 from types import SimpleNamespace
@@ -8,12 +8,13 @@ import torch
 from dry import MOE, config, world
 from layouts import Flags
 
-import support.pictures
+import tools.layout_plots
 from distributed.pipeline import ONE_STAGE_PER_RANK
-from support import dryrun, pictures
-from support.dryrun import bubble, rows_of, simulate
-from support.pictures import AXIS_COLORS, draw_mesh, draw_schedule, mesh_groups, plot, text_mesh, text_picture
-from support.plan import axis_span
+from models.llama3 import Llama3Config
+from tools import dryrun
+from tools import layout_plots as pictures
+from tools.dryrun import bubble, rows_of, simulate
+from tools.layout_plots import AXIS_COLORS, draw_mesh, draw_schedule, mesh_groups, plot, text_mesh, text_picture
 
 BUBBLES = dict(GPipe=3 / 11, LoopedBFS=3 / 19, Interleaved1F1B=3 / 19, InterleavedZeroBubble=1 / 17, ZBVZeroBubble=1 / 17,
                DualPipeV=1 / 17) | {"1F1B": 3 / 11}
@@ -59,7 +60,6 @@ def test_the_drawn_mesh_is_the_mesh(recipe, flags, tmp_path, monkeypatch):
     real = {axis: group for axis, group in real.items() if len(group) > 1}
     groups = mesh_groups(layout)
     assert groups == real and sharded <= {tuple(group) for group in groups.values()}
-    assert {axis: axis_span(layout, axis) for axis in real} == {a: (len(g), g[1] - g[0]) for a, g in real.items()}
     text = {line.split()[0]: line for line in text_mesh(layout).splitlines()[1:]}
     assert text.keys() == real.keys()
     assert all(re.search(rf" {len(g)} +{', '.join(map(str, g[:4]))}\b", text[axis]) for axis, g in real.items())
@@ -69,9 +69,9 @@ def test_the_drawn_mesh_is_the_mesh(recipe, flags, tmp_path, monkeypatch):
             drawn.setdefault((int(place[0] + 1e-6), place[1]), set()).add(color)
 
     if layout.pp == 1 and importlib.util.find_spec("matplotlib"):
-        pyplot, patches = support.pictures.pyplot_and_patches()
+        pyplot, patches = tools.layout_plots.pyplot_and_patches()
         stand_in = SimpleNamespace(Rectangle=Cell, Patch=patches.Patch)
-        monkeypatch.setattr(support.pictures, "pyplot_and_patches", lambda: (pyplot, stand_in))
+        monkeypatch.setattr(tools.layout_plots, "pyplot_and_patches", lambda: (pyplot, stand_in))
         monkeypatch.setattr(pyplot.Axes, "add_patch", lambda axes, patch: None)
         draw_mesh(layout, str(tmp_path / "mesh.png"))
         inner = layout.cp * layout.tp
@@ -91,10 +91,22 @@ def test_plot_without_matplotlib_is_text(monkeypatch, tmp_path, capsys):
     cfg = config("train_llama3", dict(pp=2, dp_shard=1, out=str(tmp_path)))
     with world(pp=2) as layout:
         pass
-    plot(cfg, SimpleNamespace(layout=layout, n=4, rows=rows_of(cfg, 2, 4, 2)))
+    stage = SimpleNamespace(config=Llama3Config())
+    ranks = [SimpleNamespace(ids=[i], stages=[stage]) for i in range(2)]
+    plot(cfg, SimpleNamespace(layout=layout, n=4, rows=rows_of(cfg, 2, 4, 2), ranks=ranks))
     shown = capsys.readouterr().out
     assert "rank   0 |FF..IWFIWFIW.IW|" in shown and "pp    2      0, 1" in shown and "pip install matplotlib" in shown
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("ids, tied, peers", [
+    ([[0], [1], [2], [3]], False, [1]), ([[0], [1], [2], [3]], True, [1, 3]), ([[0, 4], [1, 5], [2, 6], [3, 7]], False, [1, 3]),
+    ([[0, 7], [1, 6], [2, 5], [3, 4]], False, [1])])
+def test_device_0_talks_to_its_pipeline_neighbours(ids, tied, peers):
+    """1F1B, the same with a tied embedding, interleaved stages, and a V of stages."""
+    stage = SimpleNamespace(config=Llama3Config(tie_embeddings=tied))
+    report = SimpleNamespace(ranks=[SimpleNamespace(ids=held, stages=[stage]) for held in ids])
+    assert pictures.pipeline_peers(report) == peers
 
 
 def test_plot(tmp_path):

@@ -1,4 +1,4 @@
-"""What a run was made from, against support/provenance.py: git's commit and diff, the sources, a folder to run them again."""
+"""What a run was made from, against storage/provenance.py: git's commit and diff, the sources, a folder to run them again."""
 import json
 import os
 import shutil
@@ -10,10 +10,11 @@ import pytest
 from runs import ENV, MODEL, REPO, launch, run, train_lines
 from saves import path, rewrite, saved
 
-import checkpoint
+import support.config
 import train_llama3
-from support import provenance
+from storage import provenance
 from support.config import parse_config
+from tools import checkpoint_commands
 
 WITHOUT = {name: value for name, value in ENV.items() if not name.startswith("GIT_")} | {
     "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull}
@@ -108,7 +109,7 @@ def test_a_git_that_takes_long_is_not_waited_for(repository, tmp_path, monkeypat
 
 def test_flags_that_differ_are_said_by_rank_0(capsys, monkeypatch):
     def said(*argv):
-        provenance.say_flags(parse_config(train_llama3.Config, argv))
+        support.config.say_flags(parse_config(train_llama3.Config, argv))
         return capsys.readouterr().out
 
     assert said() == said("--tp", "1", "--lr", "3e-3") == ""
@@ -120,9 +121,9 @@ def test_flags_that_differ_are_said_by_rank_0(capsys, monkeypatch):
 
 def test_modules_that_are_imported_late_belong_to_the_code():
     """Those inside of functions, with what they import in turn and the packages that they are in."""
-    late = "def f():\n    from support.dryrun import make_report\n    import rl.decoding\n"
+    late = "def f():\n    from tools.dryrun import make_report\n    import rl.decoding\n"
     code = provenance.with_later_imports({"a.py": late})
-    assert {"support/dryrun.py", "support/__init__.py", "parallel.py", "rl/decoding.py", "models/moe.py"} <= code.keys()
+    assert {"tools/dryrun.py", "support/__init__.py", "parallel.py", "rl/decoding.py", "models/moe.py"} <= code.keys()
     assert not any(name.startswith(("tests", "torch", "exercises")) for name in code)
     text = "import a.b, x as y\nif True:\n    from c import d as e  # why\nfrom f.g import (\n    h,\n    i as j,\n)\n"
     assert provenance.imported_names(text) - {"f.g.", "f."} == {"a", "a.b", "x", "c", "c.d", "f", "f.g", "f.g.h", "f.g.i"}
@@ -140,7 +141,7 @@ def test_names_that_lead_out_of_the_folder_are_refused(tmp_path, capsys, code):
     saved(tmp_path / "run", 1)
     rewrite(path(tmp_path / "run", 1), "code.json", json.dumps(code).encode())
     with pytest.raises(SystemExit) as stop:
-        checkpoint.main(["source", str(tmp_path / "run"), str(tmp_path / "x" / "out")])
+        checkpoint_commands.main(["source", str(tmp_path / "run"), str(tmp_path / "x" / "out")])
     assert stop.value.code == 2 and "is no source file of a run; nothing is written" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
 
@@ -151,7 +152,7 @@ def test_source_needs_a_new_folder_and_a_good_checkpoint(tmp_path, capsys):
 
     def refused(*argv) -> str:
         with pytest.raises(SystemExit) as stop:
-            checkpoint.main(["source", *map(str, argv)])
+            checkpoint_commands.main(["source", *map(str, argv)])
         err = capsys.readouterr().err
         assert stop.value.code == 2 and err.count("\n") == 1
         return err
@@ -167,7 +168,7 @@ def test_source_needs_a_new_folder_and_a_good_checkpoint(tmp_path, capsys):
 def test_a_run_from_its_sources_has_the_same_losses(tmp_path):
     """The recipe and its modules, which have changed since, are written beside each other; nothing else of ours is imported."""
     fork, again, out = tmp_path / "fork", tmp_path / "again", tmp_path / "run"
-    for name in ("models", "distributed", "support", "rl"):
+    for name in ("models", "distributed", "support", "corpus", "storage", "sft", "rl", "tools"):
         shutil.copytree(REPO / name, fork / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("train_llama3.py", "parallel.py", "checkpoint.py", "data.py", "generate.py"):
         shutil.copy(REPO / name, fork / name)

@@ -1,4 +1,4 @@
-"""Files as they come, against support/readers.py: whatever packs a text, its shards are the same; a line per user error."""
+"""Files as they come, against corpus/readers.py: whatever packs a text, its shards are the same; a line per user error."""
 import gzip
 import json
 import sys
@@ -11,10 +11,13 @@ import zstandard
 from chats import chat_folder, conversations
 from test_data import call_cli, refused, sentences
 
-from data import DataConfig, build_shards, find_tokenizer, open_data
-from support import corpus as texts
-from support.readers import text_files, unpacked
-from support.show import documents_of, documents_of_shards
+from corpus import build as texts
+from corpus.build import build_shards
+from corpus.readers import text_files, unpacked
+from corpus.tokenizer import find_tokenizer
+from data import DataConfig, open_data
+from sft.chat_data import ChatData
+from sft.show import documents_of, documents_of_shards
 
 DOCUMENTS = [sentences(1 + i % 7, seed=i) for i in range(300)]
 
@@ -86,7 +89,8 @@ def test_conversations_in_every_format(tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(chats), tmp_path / "a.parquet")
     found, paths = [], []
     for name in ("a.jsonl", "a.jsonl.gz", "a.parquet"):
-        loaded = open_data(DataConfig(data=str(tmp_path / name), tokenizer=str(folder), cache_dir=str(tmp_path)), 256)
+        cfg = DataConfig(data=str(tmp_path / name), tokenizer=str(folder), cache_dir=str(tmp_path))
+        loaded = open_data(cfg, 256, Chats=ChatData)
         found.append(tokens(loaded.folder))
         paths.append(loaded.folder)
     shown = [*documents_of_shards(paths[0])]  # the training ones first

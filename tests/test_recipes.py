@@ -23,13 +23,16 @@ from programs import run_program
 from runs import ENV, MLA, MODEL, REPO, launch, metrics, run, train_lines
 
 import checkpoint
-from data import DataConfig, build_shards, find_tokenizer, open_data
+from corpus.build import build_shards
+from corpus.tokenizer import find_tokenizer
+from data import DataConfig, open_data
 from distributed.layout import AXES
 from models.llama3 import FLAVORS
 from support.config import option_groups, override_fields, parse_config, trailing_comments
 
 RECIPES = sorted(path.name for path in REPO.glob("train_*.py"))
-DOCUMENTED = [REPO / name for name in (*RECIPES, "grpo.py", "generate.py", "evaluate.py", "data.py", "checkpoint.py")]
+TRAINING = [*RECIPES, "finetune.py"]
+DOCUMENTED = [REPO / name for name in (*TRAINING, "grpo.py", "generate.py", "evaluate.py", "data.py", "checkpoint.py")]
 SMALL = ["--seq_len", 32, "--log_every", 1, "--val_batches", 1, "--device", "cpu"]
 TINY = ["--model_args", MODEL, *SMALL]
 TRAIN_KEYS = {"step", "loss", "loss_max", "grad_norm", "lr", "tokens", "tokens_per_second", "mfu", "memory_gib", "step_time_s",
@@ -39,7 +42,7 @@ VAL_KEYS = {"step", "val_loss", "val_bits_per_byte"}
 
 
 def tiny(script: str) -> list:
-    return ["--model_args", MLA, *SMALL] if "deepseek" in script else TINY
+    return SMALL if script == "finetune.py" else ["--model_args", MLA, *SMALL] if "deepseek" in script else TINY
 
 
 # ---------------------------------------------------------------- the command lines that we publish
@@ -133,13 +136,13 @@ def run_published(command: str, folder: Path, out: str, *more) -> tuple[str, Pat
     args = [hugging_face_folder(folder) if arg == "HUGGING_FACE_FOLDER" else arg for arg in args]
     args = [out if arg == "OUT" else arg for arg in args]  # each command writes a folder of its own
     args = ["runs/sft" if arg == "runs/lora" else arg for arg in args]  # README's fine-tuning has --lora_rank
-    if script in RECIPES:
+    if script in TRAINING:
         args = [f"{out}-hf" if arg == "runs/sft-hf" else arg for arg in args]
     elif {"runs/sft", "runs/sft-hf"} & set(args):
         fine_tune(folder)
     if "--dry_run" in args:
         pass  # as it stands: it is for models of any size
-    elif script in RECIPES:
+    elif script in TRAINING:
         args += [*tiny(script), "--steps", 4, "--local_batch_size", 4 if "--pp_schedule" in args else 2, "--out", out]
     elif script == "grpo.py":
         args += ["--steps", 2, "--prompts_per_step", 4, "--group_size", 2, "--sft_steps", 2, "--eval_n", 8, "--eval_k", 2,
@@ -176,7 +179,7 @@ def test_commands_were_found():
     """The collector sees all of them: README and every documented file have some, and each names a file that is there."""
     scripts = [split_command(command)[1] for command in COMMANDS]
     assert set(scripts) == {path.name for path in DOCUMENTED}
-    assert [name for name in RECIPES if scripts.count(name) < 2] == []
+    assert [name for name in TRAINING if scripts.count(name) < 2] == []
 
 
 @pytest.mark.parametrize("command", [pytest.param(c, marks=[] if c in QUICK else pytest.mark.slow) for c in COMMANDS], ids=name)
@@ -188,7 +191,7 @@ def test_published_command(command, folder):
         assert "check_parity: equal" in stdout
     elif "--dry_run" in command:
         assert "fits" in stdout and "bubble" in stdout
-    elif script in RECIPES:
+    elif script in TRAINING:
         check_run_folder(out, script)
         assert "loss   . training" in stdout and f"checkpoint: out/{COMMANDS.index(command)}/checkpoints/step-4" in stdout
         assert "sample (" in stdout  # the curve, the checkpoint, a sample: how every run ends
@@ -223,7 +226,7 @@ def test_published_command_compiled(command, folder):
 
 # ---------------------------------------------------------------- flags
 
-CONFIGS = [*RECIPES, "grpo.py", "generate.py", "evaluate.py"]
+CONFIGS = [*TRAINING, "grpo.py", "generate.py", "evaluate.py"]
 
 
 @pytest.mark.parametrize("script", CONFIGS)
@@ -234,7 +237,7 @@ def test_every_flag_has_a_help_text(script):
         assert [field.name for field in fields if len(comments.get(field.name, "")) < 5] == []
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", TRAINING)
 def test_a_finished_run_says_why_it_exports_nothing(recipe, tmp_path):
     module = importlib.import_module(Path(recipe).stem)
     for folder, said in ((tmp_path, True), (tmp_path / "new", False)):

@@ -1,4 +1,4 @@
-"""support/record.py: a recipe runs as if python had started it, and what clip_grad_norm is given is written down."""
+"""tools/parity_half.py: a recipe runs as if python had started it, and what clip_grad_norm is given is written down."""
 import json
 import subprocess
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from support import parity
+from tools import parity
 
 ROOT = Path(__file__).parent.parent
 PARALLEL = '''
@@ -57,7 +57,7 @@ def fork(tmp_path) -> Path:
 def test_a_recipe_runs_as_if_started_by_python_and_is_recorded(fork, tmp_path):
     """With what lies beside it, from any folder; however it calls clip_grad_norm, the gradients are not scaled yet."""
     commands = [[sys.executable, *before, "a fork/mine.py", "--flag", "x"]
-                for before in ([], [ROOT / "support" / "record.py", tmp_path / "record"])]
+                for before in ([], [ROOT / "tools" / "parity_half.py", tmp_path / "record"])]
     pipes = dict(text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     both = [subprocess.Popen(command, cwd=tmp_path, **pipes) for command in commands]
     (plain, _), (recorded, errors) = (process.communicate(timeout=100) for process in both)

@@ -15,10 +15,10 @@ from torch import nn
 from distributed.parts import blocks_without_attend, own_parts
 from models import llama3
 from models.layers import dropout, places_of
-from support.dcp import read_table, read_tensors
-from support.manifest import read_manifest
+from storage.dcp import read_table, read_tensors
+from storage.manifest import read_manifest
+from storage.optimizer_numbers import Outside, copies_of, merged_numbers, sums_of
 from support.optim import set_lr
-from support.outside import Outside
 
 ENV = runs.ENV | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
 EQUAL, NOT_EQUAL = "check_parity: equal", "check_parity: NOT EQUAL: step 1"
@@ -28,8 +28,15 @@ TABLE = [
     ("positions", "--tp 2 --pp 2 --pp_schedule ZBVZeroBubble", EQUAL),
     ("two_heads", "--pp 4", EQUAL),
     ("two_heads", "--tp 2 --dp_shard 2", EQUAL),
-    ("tied_second_head", "--pp 2", "--pp: head2 of Llama3 is used before the blocks and behind them"),
-    ("tied_second_head", "--dp_shard 2", "Parameter 'tok_embeddings.weight' is shared"),
+    ("tied_second_head", "--pp 2", "head2.weight is tok_embeddings.weight: no layout can split a parameter that two"),
+    ("shared_ffn", "--dp_shard 2", "blocks.1.ffn.w1.weight is blocks.0.ffn.w1.weight: no layout can split"),
+    ("transposed_head", "--pp 2", EQUAL),
+    ("smoothed_loss", "--tp 2", "--tp replaces token_loss, so that yours would not be trained"),
+    ("smoothed_loss", "--dp_shard 2", EQUAL),
+    ("tokens_seen", "--dp_shard 2", "check_parity: NOT EQUAL: step 1 differs first in the buffer seen by 5.0e-01"),
+    ("dropped_through_kwargs", "--dp_shard 2", "dropout without places in training: the model's forward needs an argument"),
+    ("dropped", "--pp 2 --ac full", "--ac full with --pp 2 would recompute a block with the places of a later micro-batch"),
+    ("python_random", "--dp_shard 2", "draws random numbers without a generator"),
     ("residual_scales", "--pp 2", "--pp: forward of Llama3 fails on a stage where tok_embeddings, scales are None"),
     ("residual_scales", "--tp 2", "--tp: scales has no style in tp_plan.* put it into a small module of its own"),
     ("residual_scales", "--dp_shard 2", EQUAL),
@@ -49,7 +56,7 @@ TABLE = [
     ("dropped", "--dp_shard 2", EQUAL),
     ("dropped", "--tp 2 --ac full", EQUAL),
     ("dropped", "--cp 2 --pp 2", EQUAL),
-    ("torch_dropout", "--dp_shard 2", "draws random numbers from torch's generator.*models.layers.dropout"),
+    ("torch_dropout", "--dp_shard 2", "draws random numbers without a generator.*models.layers.dropout"),
     ("dropout_module", "--tp 2", "blocks.0.ffn.drop is Dropout, whose numbers depend on the layout.*models.layers.dropout"),
     ("frozen_norms", "--tp 2", EQUAL),
     ("frozen_norms", "--pp 2", EQUAL),
@@ -164,7 +171,7 @@ def test_unequal_copies_are_not_saved(tmp_path):
     path.write_text(text.replace("\nif __name__", f"\n{copied}\nif __name__"))
     command = runs.launch(2, path, *M, "--pp", 2, "--val_every", 0, "--steps", 2, "--out", "run")
     done = run_program(command, cwd=tmp_path, env=ENV)
-    assert done.returncode == 1 and "head2.weight is on several pipeline stages, with other numbers on each" in done.stderr
+    assert done.returncode == 1 and "is not equal on all ranks that hold it" in done.stderr
     assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 
@@ -255,6 +262,42 @@ def test_numbers_outside_of_the_state_are_found_and_restored():
     assert outside.changed() == {}
 
 
+def changes_by(change) -> dict:
+    """What Outside saves of an AdamW after change(optimizer)."""
+    p = nn.Parameter(torch.ones(3))
+    p.grad = torch.ones(3)
+    optimizer = torch.optim.AdamW([p], lr=1e-3)
+    optimizer.generator, optimizer.tracker = torch.Generator(), SimpleNamespace(k=0)
+    outside = Outside([optimizer], {id(p): "p"})
+    change(optimizer)
+    optimizer.step()
+    return outside.changed()
+
+
+@pytest.mark.parametrize("change, said", [
+    (lambda o: o.state.update(k=3), "AdamW keeps 'k' in its state, where a checkpoint looks for parameters only"),
+    (lambda o: torch.rand(1, generator=o.generator), "AdamW keeps generator, a Generator, outside of self.state"),
+    (lambda o: vars(o.tracker).update(k=1), "AdamW keeps tracker, a SimpleNamespace, outside of self.state"),
+    (lambda o: torch.optim.lr_scheduler.ConstantLR(o), "a scheduler of torch counts the steps of AdamW"),
+])
+def test_state_that_no_checkpoint_would_hold_is_refused(change, said):
+    with pytest.raises(ValueError, match=said):
+        changes_by(change)
+
+
+def test_a_learning_rate_of_the_forks_own_is_saved():
+    assert changes_by(lambda o: o.param_groups[0].update(lr=5e-4)) == {"p": [{}, {"lr": 5e-4}]}
+    assert changes_by(lambda o: set_lr([o], 5e-4)) == changes_by(lambda o: None) == {}
+
+
+def test_buffers_that_drift_apart_are_not_saved():
+    buffers = [{"seen": torch.full((2,), x)} for x in (1.0, 2.0)]
+    sums = [({}, sums_of(copies_of(tensors, lambda mine: [mine]))) for tensors in buffers]
+    assert merged_numbers(sums[:1] * 2) == {}
+    with pytest.raises(ValueError, match="seen is not equal on all ranks that hold it"):
+        merged_numbers(sums)
+
+
 def test_a_start_on_windows_is_told_in_one_line():
-    done = run_program([sys.executable, "-c", "import sys; sys.platform = 'win32'; import support"], cwd=REPO, env=ENV)
+    done = run_program([sys.executable, "-c", "import sys; sys.platform = 'win32'; import support.config"], cwd=REPO, env=ENV)
     assert done.returncode == 1 and done.stderr.startswith("error: nanotitan runs on Linux") and done.stderr.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Continuing a run, against support/resume.py: what a start refuses, keeps and says of what lies in --out or --init_from."""
+"""Continuing a run, against storage/resume.py: what a start refuses, keeps and says of what lies in --out or --init_from."""
 import copy
 import dataclasses
 import multiprocessing
@@ -11,18 +11,16 @@ import pytest
 from layouts import config
 from saves import IDENTITY, of, path, saved, trained
 
-import checkpoint
 import grpo
 import train_deepseek
 import train_llama3
 import train_qwen3
 from checkpoint import CheckpointConfig
 from distributed.refusals import check_layout
-from support import resume
+from storage import changes, resume
+from storage.resume import check_run, lock_run
 from support.config import parse_config, save_config
-from support.dryrun import no_earlier_run
-from support.resume import check_run, lock_run
-from support.tokenizer import find_tokenizer
+from tools.dryrun import no_earlier_run
 
 
 def test_changed_identity_is_refused_by_name(tmp_path):
@@ -33,22 +31,6 @@ def test_changed_identity_is_refused_by_name(tmp_path):
         check_run(str(tmp_path), changed, CheckpointConfig())
     assert f"n_layers is 8 but {tmp_path} was trained with 4" in str(error.value) and "--out NEW" in str(error.value)
     assert "data.seq_len is 32" in str(error.value) and "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("name, hint", [
-    ("gpt2", "hf download gpt2 --local-dir gpt2"),
-    ("meta-llama/Llama-3.2-1B", "hf download meta-llama/Llama-3.2-1B --local-dir Llama-3.2-1B"),
-    ("runs/gone", None), ("/nowhere/gpt2", None), ("./gpt2", None), ("here/gone", None),
-])
-def test_names_on_the_hub_need_a_download(tmp_path, monkeypatch, name, hint):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "here").mkdir()
-    for start in (lambda: check_run("new", IDENTITY, CheckpointConfig(init_from=name)), lambda: checkpoint.from_hf(name, "new"),
-                  lambda: find_tokenizer(name)):
-        with pytest.raises(ValueError) as error:
-            start()
-        line = str(error.value)
-        assert name in line and ("hf download" in line) == bool(hint) and (hint or "") in line
 
 
 def test_init_from_another_model_is_refused_though_the_shapes_fit(tmp_path, capsys):
@@ -80,7 +62,6 @@ def test_an_out_that_is_no_folder(tmp_path):
             lock_run(out)
 
 
-
 def hold_lock(out, ready):
     lock_run(str(out))
     ready.set()
@@ -102,7 +83,6 @@ def test_lock(tmp_path, monkeypatch):
     holder.kill()
     holder.join()
     lock_run(str(tmp_path))
-
 
 
 def end_with_a_checkpoint(out, saved, ready):
@@ -244,18 +224,16 @@ def test_changed_flags_are_told_with_what_follows(tmp_path, monkeypatch, capsys)
 @pytest.mark.parametrize("recipe", [train_llama3, train_qwen3, train_deepseek, grpo])
 def test_flags_that_are_not_told_exist_and_concern_no_training(recipe):
     fields = {field.name for field in dataclasses.fields(recipe.Config)}
-    left_out = resume.UNTOLD_FLAGS & fields
+    left_out = changes.UNTOLD_FLAGS & fields
     told = {"lr", "steps", "warmup_steps", "seed", "local_batch_size", "tp", "compute_dtype", "weight_decay", "max_norm"}
     assert len(left_out) > 20 and not told & left_out and told <= fields
     if recipe is not grpo:
-        assert resume.UNTOLD_FLAGS <= fields
-
+        assert changes.UNTOLD_FLAGS - {"lora_from"} <= fields  # of finetune.py
 
 
 @pytest.mark.parametrize("flags, words", [
     (dict(exclude_from_loading=["dataloader"]), "--exclude_from_loading dataloader: there is no such state"),
     (dict(exclude_from_loading=["head", "lr_scheduler"]), "--exclude_from_loading lr_scheduler: there is no such state"),
-    (dict(after_save="rsync"), "must have {} where the checkpoint's folder goes"),
 ])
 def test_flags_that_say_nothing_about_this_run(tmp_path, flags, words):
     cfg = replace(a_run(tmp_path, step=10), **flags)

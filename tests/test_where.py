@@ -18,7 +18,7 @@ import parallel
 from distributed.layout import AllGather
 from models.deepseek import shift_targets
 from models.loss import linear_cross_entropy
-from support.where import placements, which_ranks
+from tools.where import placements, which_ranks
 
 # What the report of each mutant of tests/test_mutants.py must say: the seam, and the function or style that the mutant breaks
 NAMED = {
@@ -79,8 +79,8 @@ def parts_not_summed():
 def targets_shifted_too_late():
     """After the sequence is cut: the last token of a rank's chunk does not know the next one."""
     def make(real):
-        def inputs(batch, a, layout):
-            found = real(batch, a, layout)
+        def inputs(stage, batch, a, layout):
+            found = real(stage, batch, a, layout)
             later = shift_targets(found["tokens"], found["labels"])
             return found | dict(zip(("next_tokens", "next_labels"), later, strict=True))
         return inputs

@@ -3,6 +3,7 @@
 Each name that is replaced here must exist: replace() fails otherwise, so that nothing is left unanswered in silence.
 """
 import ctypes
+import dataclasses
 import importlib
 import json
 import os
@@ -139,13 +140,13 @@ def fake_world(world_size: int, module) -> None:
 
     import distributed.launch
 
-    def connect(layout, *args, **kwargs):
-        layout.device = torch.device("cuda", 0)
+    def connect(layout, cfg, *args, **kwargs):
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         torch.cuda.set_device(0)
-        layout.compute_dtype = distributed.launch.dtype_of_compute(layout.cfg, True)
-        layout.memory = torch.cuda.get_device_properties(0).total_memory
         dist.init_process_group("cpu:fake,cuda:nccl", rank=0, world_size=world_size, store=dist.HashStore())
+        return dataclasses.replace(
+            layout, device=torch.device("cuda", 0), compute_dtype=distributed.launch.dtype_of_compute(cfg, True),
+            memory=torch.cuda.get_device_properties(0).total_memory)
 
     replace(dist.distributed_c10d, "_store_based_barrier", always(None))
 
@@ -173,7 +174,7 @@ def empty_weights(module) -> None:
     """Not a number is drawn: billions of them on the host would take minutes, and the device does not keep them."""
     def make(known):
         def init_weights(stage, layout, *rest):
-            stage.to_empty(device="cpu" if layout.cfg.cpu_offload else layout.device)
+            stage.to_empty(device="cpu" if layout.offload else layout.device)
 
         return init_weights
 
@@ -303,8 +304,5 @@ def program(argv: list[str], options: dict):
     if options.get("compiles"):
         report_compiles()
     from distributed.launch import run
-    from support.config import parse_config
-    from support.reports import ReportConfig, with_reports
 
-    main = with_reports(module.main) if issubclass(module.Config, ReportConfig) else module.main  # grpo.py has no reports
-    run(main, parse_config(module.Config))
+    run(module.main, module.Config)

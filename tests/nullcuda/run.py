@@ -77,7 +77,7 @@ def preload() -> None:
     import torch.distributed.pipelining
     import torch.distributed.tensor.parallel
 
-    for name in ("checkpoint", "data", "generate", "parallel", "support.optim", "support.reports"):
+    for name in ("checkpoint", "data", "generate", "parallel", "support.optim", "tools.reports"):
         importlib.import_module(name)
 
     faulthandler.enable()

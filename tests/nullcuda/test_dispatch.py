@@ -7,11 +7,9 @@ SHAPE = "dim=256,n_heads=4,n_kv_heads=2,head_dim=64,ffn_dim=512,n_layers="
 
 
 def step_3(device, folder, *flags, layers=9, recipe="train_llama3.py", model="", **options):
-    """Names of what the third step of a run launches, one each. The compiler's cache is new: in an old one are the attention
-    kernels of the run that filled it."""
-    env = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/cache"}
+    """Names of what the third step of a run launches, one each."""
     argv = ("--steps", 3, "--log_every", 3, "--model_args", f"{SHAPE}{layers}{model}", *flags)
-    done = device.run(folder, recipe, *argv, env=env, **options)
+    done = device.run(folder, recipe, *argv, **options)
     log = done.logs[0]
     lines = log[log.index("mark step 3") : log.index("mark end 3")]
     return [line for line in lines if re.match("kernel|triton|gemm|memset|mark kernel", line)]

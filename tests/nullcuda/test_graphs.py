@@ -19,12 +19,10 @@ import torch
 from models import deepseek, llama3, qwen3
 from rl import decoding
 
-torch.backends.cuda.enable_cudnn_sdp(False)  # its planner wants a real device
 kind, way = sys.argv[1:]
 Model, flavor = {"llama3": (llama3.Llama3, llama3.FLAVORS["debug"]), "deepseek": (deepseek.DeepSeek, deepseek.FLAVORS["debug"]),
                  "moe": (qwen3.Qwen3, qwen3.FLAVORS["debug_moe"])}[kind]
 model = Model(replace(flavor, n_layers=2)).to("cuda", torch.bfloat16)
-model.takes_rows = kind != "deepseek"  # what is read from the device is 0, so it cannot be tried here
 model.held = {}
 if way in ("asks", "waits"):
     known = model.blocks["1"].forward

@@ -7,7 +7,7 @@ from importlib import import_module
 import pytest
 
 from support.config import parse_config
-from support.dryrun import make_report
+from tools.dryrun import make_report
 
 LONG = ("--seq_len", 8192, "--local_batch_size", 1)
 EIGHT, SEVENTY = ("train_llama3", "--flavor", "8B", *LONG), ("train_llama3", "--flavor", "70B", *LONG)

@@ -15,7 +15,6 @@ NOTHING = """
   llama3 1 --optimizer muon
   llama3 1 --float8 rowwise
   llama3 1 --global_batch_size 4
-  llama3 1 --optimizer_in_backward --max_norm 0
 - llama3 1 --compile
 - llama3 1 --float8 tensorwise
 - moe 1 --ac op
@@ -32,11 +31,6 @@ NOTHING = """
 - moe 2 --tp 2 --etp 2
 - llama3 2 --optimizer muon
 - llama3 2 --float8 tensorwise --float8_all_gather
-- llama3 1 --param_dtype bfloat16 --stochastic_rounding
-- llama3 1 --adamw_moments bfloat16
-- llama3 1 --adamw_moments 8bit
-- llama3 1 --adamw_moments 4bit
-- llama3 1 --adamw_moments fp8
 """
 
 

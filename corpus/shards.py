@@ -1,0 +1,232 @@
+"""A folder of token shards: train-00000.npy, val-00000.npy, ..., tokenizer.json and, written last, index.json.
+
+A shard is a one-dimensional array of token ids, uint16 where the vocabulary allows it, else uint32; np.load reads it. Each
+document ends with the end-of-text token (eot), which is how document boundaries are kept. index.json lists the shards with
+their checksums and counts, and says what they were made from. (piece-*.json is for a second data.py prepare: corpus.py.)
+
+Shards of conversations have an array of uint8 beside them, train-00000.mask.npy: LOSS where a token is the assistant's, FIRST
+where a conversation begins. Nothing is put between these, for the chat template has written all that belongs to them.
+"""
+import contextlib
+import hashlib
+import io
+import json
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+
+from corpus.tokenizer import BESIDE
+from support.files import sha256_file, write_file
+
+VERSION = 2  # of this format; 1 had shards with a header of its own
+MASKED = 3  # the same with masks, which whoever knows 2 only would not look for
+LOSS, FIRST = 1, 2  # bits of a mask
+PREPARE = "python data.py prepare --input TEXT --tokenizer tokenizer.json --out DIR"
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    return np.dtype("<u2" if vocab_size <= 65536 else "<u4")
+
+
+def mask_name(name: str) -> str:
+    """train-00000.npy -> train-00000.mask.npy"""
+    return f"{name.removesuffix('.npy')}.mask.npy"
+
+
+def write_array(path: Path, array: np.ndarray) -> tuple[str, int]:
+    """Returns its sha256 and its bytes."""
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    content = buffer.getbuffer()  # no copy: it may be a gigabyte
+    write_file(path, content)
+    return hashlib.sha256(content).hexdigest(), len(content)
+
+
+def write_shard(path: Path, tokens: np.ndarray, documents: int, mask: np.ndarray | None = None) -> dict:
+    """Returns the shard's entry in index.json."""
+    sha256, size = write_array(path, tokens)
+    entry = {"name": path.name, "sha256": sha256, "bytes": size, "tokens": len(tokens), "documents": documents}
+    if mask is not None:
+        entry["mask_sha256"], entry["mask_bytes"] = write_array(path.with_name(mask_name(path.name)), mask)
+    return entry
+
+
+def is_as_written(folder: Path, entry: dict) -> bool:
+    """Whether no byte of a shard and of its mask has changed."""
+    same = sha256_file(folder / entry["name"]) == entry["sha256"]
+    return same and ("mask_sha256" not in entry or sha256_file(folder / mask_name(entry["name"])) == entry["mask_sha256"])
+
+
+def index_totals(index: dict) -> dict:
+    """What index.json says of all shards together.
+
+    sha256 identifies the data: the checksums of all shards in their order, and what their numbers mean."""
+    splits = index["splits"]
+    shards = [[entry["sha256"] + entry.get("mask_sha256", "") for entry in splits[split]] for split in ("train", "val")]
+    identity = repr((shards, index["vocab_size"], index["eot"], index["source"]["tokenizer"]))
+    return {"sha256": hashlib.sha256(identity.encode()).hexdigest(),
+            "documents": {split: sum(entry["documents"] for entry in entries) for split, entries in splits.items()}}
+
+
+def write_index(folder: Path, index: dict):
+    version = MASKED if any("mask_sha256" in entry for entry in chain(*index["splits"].values())) else VERSION
+    write_file(folder / "index.json", json.dumps({"version": version, **index_totals(index), **index}, indent=1).encode())
+
+
+def check_index(index: dict):
+    """Raises an error of some kind if index.json does not agree with itself. The shards are not looked at."""
+    if index["version"] not in (VERSION, MASKED):
+        raise ValueError(f"format version {index['version']}, need {VERSION} or {MASKED}")
+    for entry in chain(*index["splits"].values()):
+        if not re.fullmatch(r"(train|val)-\d+\.npy", entry["name"]):
+            raise ValueError(f"{entry['name']!r} is not the name of a shard")
+        if min(entry["tokens"], entry["documents"], index["eot"], index["vocab_size"] - index["eot"] - 1) < 0:
+            raise ValueError("impossible numbers")
+        if ("mask_sha256" in entry) != ("mask_bytes" in entry) or ("mask_sha256" in entry) != (index["version"] == MASKED):
+            raise ValueError("a mask is missing, or too many")
+    if not index["beside"].keys() <= set(BESIDE):
+        raise ValueError(f"{index['beside']} names other files than {BESIDE}")
+    if index | index_totals(index) != index:
+        raise ValueError("its checksums and counts do not fit together")
+
+
+def read_index(folder: Path) -> dict:
+    """index.json. ValueError with one line where it is missing, damaged, or of the format before."""
+    try:
+        index = json.loads((folder / "index.json").read_text("utf-8"))
+        is_old = index["version"] == 1
+        if not is_old:
+            check_index(index)
+    except FileNotFoundError:
+        raise ValueError(f"{folder}: no index.json, so it is not a folder of finished token shards; make one: "
+                         f"{PREPARE}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{folder}/index.json is damaged ({error!r}); delete it and make the shards again") from None
+    if is_old:
+        raise ValueError(f"{folder} holds token shards of an older format; delete the folder and prepare it again: {PREPARE}")
+    return index
+
+
+def is_shards(path: str) -> bool:
+    """Whether it is a folder of finished token shards, and no text."""
+    return path != "stdlib" and os.path.isfile(os.path.join(path, "index.json"))
+
+
+def open_shard(folder: Path, entry: dict, index: dict) -> np.ndarray:
+    """The tokens of a shard, memory-mapped. Raises ValueError if the file is not the array that index.json promises."""
+    return open_array(folder, *array_of(entry, index))
+
+
+def open_mask(folder: Path, entry: dict) -> np.ndarray:
+    """The mask of a shard's tokens, in the same way."""
+    return open_array(folder, *mask_array_of(entry))
+
+
+def array_of(entry: dict, index: dict) -> tuple:
+    """(name, bytes, dtype, length) of the file with a shard's tokens"""
+    return entry["name"], entry["bytes"], token_dtype(index["vocab_size"]), entry["tokens"]
+
+
+def mask_array_of(entry: dict) -> tuple:
+    return mask_name(entry["name"]), entry["mask_bytes"], np.dtype("u1"), entry["tokens"]
+
+
+def open_array(folder: Path, name: str, needed: int, dtype: np.dtype, length: int) -> np.ndarray:
+    path, cure = folder / name, f"delete it and {folder}/index.json and make the shards again"
+    if not path.is_file():
+        raise ValueError(f"{path} is missing; {cure}")
+    size = path.stat().st_size
+    if size != needed:
+        raise ValueError(f"{path} is {'truncated' if size < needed else 'too long'}: {size} bytes, need {needed}; {cure}")
+    try:
+        array = np.lib.format.open_memmap(path, mode="r")
+        fits = (array.dtype, array.shape) == (dtype, (length,))
+        fits = fits and array.offset + array.nbytes == size  # a header of another length would shift all of it
+    except OSError:
+        raise
+    except Exception:  # numpy raises errors of many kinds at a damaged header
+        fits = False
+    if not fits:
+        raise ValueError(f"{path}: its header is damaged or belongs to other data; {cure}")
+    return array
+
+
+# An array that is mapped keeps a file open, and a process may have 1,024 of them, or 256. So few stay open, of all folders
+# together; another one is opened in microseconds.
+opened_array = lru_cache(32)(open_array)
+
+
+def check_arrays(folder: Path, index: dict):
+    """Raises ValueError if a file is not the array that index.json promises: said now, and not in the middle of the run.
+
+    Size and header of 70,000 files are read in seconds, because a header of numpy's need not be taken apart to be known, and
+    by many threads, because a network's file system takes its time for each."""
+    masks = index["version"] == MASKED
+    entries = [*chain(*index["splits"].values())]
+    arrays = [array_of(entry, index) for entry in entries] + [mask_array_of(entry) for entry in entries if masks]
+
+    def check(arrays):
+        for array in arrays:
+            name, needed, dtype, length = array
+            with contextlib.suppress(OSError), open(f"{folder}/{name}", "rb", buffering=0) as file:
+                header = numpy_header(dtype, length)
+                if os.fstat(file.fileno()).st_size == needed and file.read(len(header)) == header:
+                    continue
+            open_array(folder, *array)  # says what is wrong with it
+
+    with ThreadPoolExecutor(16) as pool:
+        for _ in pool.map(check, (arrays[i::16] for i in range(16))):
+            pass
+
+
+@lru_cache(1024)
+def numpy_header(dtype: np.dtype, length: int) -> bytes:
+    """How np.save begins the file of such an array."""
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": dtype.str, "fortran_order": False, "shape": (length,)})
+    return header.getvalue()
+
+
+def find_damage(folder: Path) -> list:
+    """One line for each thing that is not as it was written."""
+    try:
+        index, problems = read_index(folder), []
+    except ValueError as error:
+        return [str(error)]
+    for name, sha256 in {"tokenizer.json": index["source"]["tokenizer"], **index["beside"]}.items():
+        if not (folder / name).is_file() or sha256_file(folder / name) != sha256:
+            problems.append(f"{folder / name} is missing or changed")
+    for entry in chain(*index["splits"].values()):
+        path = folder / entry["name"]
+        try:
+            tokens = open_shard(folder, entry, index)
+        except ValueError as error:
+            problems.append(str(error))
+            continue
+        if sha256_file(path) != entry["sha256"]:
+            problems.append(f"{path}: wrong checksum, a byte has changed")
+        if tokens.max(initial=0) >= index["vocab_size"]:
+            problems.append(f"{path}: token id {tokens.max()}, but the vocabulary ends at {index['vocab_size'] - 1}")
+        documents = int((tokens == index["eot"]).sum())
+        if index["version"] == MASKED:
+            try:
+                mask = open_mask(folder, entry)
+            except ValueError as error:
+                problems.append(str(error))
+                continue
+            if sha256_file(folder / mask_name(entry["name"])) != entry["mask_sha256"]:
+                problems.append(f"{folder / mask_name(entry['name'])}: wrong checksum, a byte has changed")
+            documents = int((mask & FIRST > 0).sum())
+        if documents != entry["documents"]:
+            problems.append(f"{path}: {documents} documents, but index.json says {entry['documents']}")
+    return problems
+
+
+def name_of(*what) -> str:
+    """A name for a file of the cache: another one if anything of what it holds is another."""
+    return hashlib.sha256(repr((VERSION, *what)).encode()).hexdigest()[:16]

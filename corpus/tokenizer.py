@@ -1,0 +1,136 @@
+"""Tokenizers: a tokenizer.json, the files that lie beside it, and which of its tokens ends a document."""
+import json
+import os
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from distributed.agree import reason
+from support.files import HF_LIMIT, HF_LIMITS, hf_file, hub_hint, read_json
+
+BPE_VOCAB = 4096  # ids of a tokenizer of our own
+EOT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
+# What a Hugging Face folder has beside tokenizer.json: special tokens, chat template, and which ids end an answer
+BESIDE = ("tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "generation_config.json")
+
+
+@lru_cache(maxsize=1)
+def load_tokenizer(file: Path):
+    from tokenizers import Tokenizer  # here, because a run on finished shards needs no tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises plain Exception
+        raise ValueError(f"--tokenizer {file}: not a tokenizer.json ({error})") from None
+    tokenizer.no_truncation()  # some tokenizer.json cut every text at 512 tokens
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True  # "<|endoftext|>" inside a document is text, not its end
+    return tokenizer
+
+
+def encoding_of(tokenizer, text: str, bos: bool):
+    """The tokens of a text, with the places that they have in it. bos: with the tokens that the tokenizer puts around it."""
+    try:
+        return tokenizer.encode(text, add_special_tokens=bos)
+    except BaseException as error:  # a regular expression of a stranger's tokenizer.json that gives up makes it panic
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"the tokenizer fails on {text[:40]!r}: {error}") from None
+
+
+def files_beside(tokenizer_file) -> dict:
+    """{name: content} of the files that go wherever this tokenizer.json goes. ValueError for links elsewhere, absurd sizes."""
+    folder = os.path.dirname(os.path.abspath(tokenizer_file))
+    there = [name for name in BESIDE if os.path.lexists(os.path.join(folder, name))]
+    return {name: Path(hf_file(folder, name, HF_LIMITS.get(name, HF_LIMIT))).read_bytes() for name in there}
+
+
+def tokenizer_path(path: str) -> Path:
+    """The tokenizer.json that this path is, or that the folder holds. ValueError for links elsewhere and absurd sizes."""
+    file, limit = Path(path, "tokenizer.json") if os.path.isdir(path) else Path(path), HF_LIMITS["tokenizer.json"]
+    if not file.is_file():
+        raise ValueError(f"--tokenizer {path}: need a tokenizer.json, or a folder that holds one{hub_hint(path)}")
+    if os.path.isdir(path):
+        hf_file(path, "tokenizer.json", limit)
+    elif file.stat().st_size > limit:
+        raise ValueError(f"--tokenizer {path} has {file.stat().st_size:,} bytes, which is absurd: {limit:,} are the most")
+    return file
+
+
+def find_tokenizer(path: str, eot: str = ""):
+    """(tokenizer.json, eot id, vocab size) for a tokenizer.json or a folder that holds one."""
+    file = tokenizer_path(path)
+    tokenizer, names, config = load_tokenizer(file), [eot] if eot else list(EOT_NAMES), file.with_name("tokenizer_config.json")
+    if (rules := files_beside(file).get(config.name)) and not eot:
+        try:
+            eos = json.loads(rules).get("eos_token") or ""
+            names.append(eos["content"] if isinstance(eos, dict) else eos)
+        except (ValueError, KeyError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{config} is damaged ({error!r})") from None
+    special = {token.content for token in tokenizer.get_added_tokens_decoder().values()}  # a BPE may know "</s>" as HTML
+    eot_id = next((tokenizer.token_to_id(name) for name in names if name in special or name == eot), None)
+    if eot_id is None:
+        raise ValueError(f"--tokenizer {path}: no token ends a document ({', '.join(names)} are not in it); name the one that "
+                         "does: python data.py prepare ... --eot TOKEN")
+    vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+    if vocab_size > 1 << 24:  # a broken file: the model would get a row for every id
+        raise ValueError(f"--tokenizer {path}: its ids go up to {vocab_size - 1}; need ids below {1 << 24}")
+    return file, eot_id, vocab_size
+
+
+def bytes_of_tokens(tokenizer_json: bytes, vocab_size: int):
+    """(vocab,) int64: bytes of text that each token stands for, 0 for special ones. None if the tokenizer is not byte-level."""
+    try:
+        rules = json.loads(tokenizer_json)
+        if rules["model"].get("type") != "BPE" or '"ByteLevel"' not in json.dumps(rules.get("decoder")):
+            return None
+        count = np.zeros(vocab_size, np.int64)
+        for token, i in rules["model"]["vocab"].items():
+            count[i] = len(token)  # a byte-level BPE writes every byte as one character
+        for token in rules.get("added_tokens") or []:
+            count[token["id"]] = 0 if token["special"] else len(token["content"].encode())
+    except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        raise ValueError(f"tokenizer.json does not fit a vocabulary of {vocab_size} ids: {error!r}") from None
+    return count
+
+
+def read_hf_json(folder: str, name: str) -> dict:
+    real, path = hf_file(folder, name, HF_LIMITS.get(name, HF_LIMIT)), os.path.join(folder, name)
+    try:
+        value = read_json(real)
+    except (ValueError, OSError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON that can be read: {reason(error)}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds a JSON {type(value).__name__}, not an object")
+    return value
+
+
+def check_hf_tokenizer(folder: str, vocab_size: int) -> str | None:
+    """The path of tokenizer.json, None without one. Raises ValueError when it has ids beyond the model's vocabulary."""
+    path = os.path.join(folder, "tokenizer.json")
+    if not os.path.lexists(path):
+        return None
+    hf_file(folder, "tokenizer.json", HF_LIMITS["tokenizer.json"])
+    try:
+        last = max(load_tokenizer(Path(path)).get_vocab(with_added_tokens=True).values(), default=0)
+    except ValueError as error:
+        raise ValueError(f"{path}: {reason(error).removeprefix(f'--tokenizer {path}: ')}") from None
+    if last >= vocab_size:
+        raise ValueError(f"{path}: its ids go up to {last}, but config.json says that vocab_size is {vocab_size}")
+    return path
+
+
+def read_chat(folder: str, name: str = "default") -> tuple[str | None, dict[str, str]]:
+    """(chat template or None, the special tokens by name, such as eos_token) of a Hugging Face folder. name: which one, if it
+    has several."""
+    rules, template = {}, None
+    if os.path.lexists(os.path.join(folder, "tokenizer_config.json")):
+        rules = read_hf_json(folder, "tokenizer_config.json")
+        template = rules.get("chat_template")
+    if isinstance(template, list):
+        template = next((t.get("template") for t in template if isinstance(t, dict) and t.get("name") == name), None)
+    if os.path.lexists(os.path.join(folder, "chat_template.jinja")):
+        template = Path(hf_file(folder, "chat_template.jinja", HF_LIMIT)).read_text("utf-8")
+    tokens = {name: t.get("content") if isinstance(t, dict) else t for name, t in rules.items() if name.endswith("_token")}
+    return template if isinstance(template, str) else None, {name: t for name, t in tokens.items() if isinstance(t, str)}

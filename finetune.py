@@ -1,0 +1,311 @@
+"""Fine-tune a model of a folder, on conversations or text: all weights, or adapters beside them (LoRA). train_llama3.py with
+a model that has learned something already: Llama 3, Qwen3 or DeepSeek, whatever --init_from holds.
+
+    python finetune.py --init_from HUGGING_FACE_FOLDER --data chat.jsonl --seq_len 2048
+    torchrun --nproc_per_node 2 finetune.py --init_from HUGGING_FACE_FOLDER --data chat.jsonl --lora_rank 16 --lr 2e-4 --tp 2
+    python finetune.py --init_from runs/llama3 --data book.txt --out runs/book --export_hf runs/book-hf
+
+The same command again continues the run. A run writes runs/finetune/{config.json, metrics.jsonl, checkpoints/}; with LoRA
+a checkpoint holds the adapters alone. One conversation in 20 is for validation.
+Read next: `diff train_llama3.py finetune.py`, sft/chat.py (which tokens have a loss), sft/lora.py, docs/finetune.md.
+"""
+import math
+import os
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+
+from checkpoint import CheckpointConfig, Checkpoints, loaded_later
+from data import DataConfig, open_data
+from distributed.checks import check_documents, check_first_batch, check_model, check_replicas, reduce_hash
+from distributed.experts import balance_experts, expert_parallel
+from distributed.float8 import Float8Config, float8_linears, float8_scales
+from distributed.launch import LaunchConfig, StopSignal, connect, disconnect, run, train_timeouts
+from distributed.layout import EXPERTS, ParallelConfig
+from distributed.pipeline import PipelineConfig, pipeline_stages
+from distributed.refusals import check_layout
+from generate import print_sample
+from parallel import (
+    TP_STYLES,
+    checkpoint_activations,
+    clip_grad_norm,
+    compile_blocks,
+    context_parallel,
+    evaluate,
+    forward_backward,
+    init_weights,
+    make_mesh,
+    reduce_loss,
+    shard,
+    tensor_parallel,
+)
+from sft.base import claim_adapters, load_base, model_in
+from sft.chat_data import ChatData
+from sft.lora import LoraConfig, is_frozen, lora_counts, lora_linears
+from storage.resume import claim_run, keep_batch, source_tokenizer
+from support.config import Need, check_range, flag, save_config
+from support.guard import Guard
+from support.metrics import Metrics, MetricsConfig
+from support.optim import adamw, set_lr
+
+# Text of the refusal of a flag without its precondition: see support/config.py
+BF16_ADAMW = Need("without --param_dtype bfloat16 and --optimizer adamw",
+                  lambda c: (c.param_dtype, c.optimizer) == ("bfloat16", "adamw"))
+# finetune: a flag of DeepSeek
+MTP = Need("without mtp_depth 1, and this model has 0", lambda c: getattr(c, "mtp_depth", 0))
+
+
+@dataclass(kw_only=True)
+class Config(
+    # finetune: and adapters
+    ParallelConfig, LaunchConfig, PipelineConfig, Float8Config, LoraConfig, CheckpointConfig, DataConfig,
+    MetricsConfig,
+):
+    # finetune: --init_from says what the model is, and nothing is trained on by default
+    init_from: str = ""  # the model: a Hugging Face folder, a run folder's newest checkpoint, or one step folder
+    data: str = ""  # conversations or text (file, folder, glob), token shards, or name=path:weight,...
+    doc_mask: bool = True  # several conversations share a sequence and do not see each other; off: one in each, with padding
+    model_args: str = ""  # fields of the model to change, where its weights allow that: "mtp_depth=0"
+    moe_aux_coef: float = flag(0.0, EXPERTS)  # weight of a loss that keeps the experts equally busy; 0 = none
+    mtp_weight: float = flag(0.3, MTP)  # of the loss of the token after the next, in models that predict it (mtp_depth 1)
+    out: str = "runs/finetune"  # folder for all files of the run; the same folder again continues the run
+    steps: int = 160  # optimizer steps
+    # finetune: answers are longer than a demo's lines, and steps smaller than those from nothing
+    seq_len: int = 1024  # tokens per sequence
+    local_batch_size: int = 8  # sequences per forward of a data rank
+    global_batch_size: int = -1  # sequences per optimizer step; -1 = local_batch_size x data ranks; a resumed run keeps its own
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon for the blocks' matrices, AdamW for the rest; learns faster
+    # finetune: for all weights; adapters take 1e-4 to 5e-4
+    lr: float = 1e-5  # peak learning rate, reached after warmup_steps
+    min_lr_ratio: float = 0.1  # the learning rate ends at this share of its peak
+    warmup_steps: int = 20  # steps of linear warmup
+    decay_ratio: float | None = None  # share of the steps, at the end, over which lr decays; none = right after warmup
+    decay_type: Literal["cosine", "linear", "sqrt"] = "cosine"  # shape of the decay
+    schedule_steps: int = -1  # length of the learning rate schedule, if not the length of the run; -1 = steps
+    beta1: float = 0.9  # AdamW: decay of the gradient's mean
+    beta2: float = 0.95  # AdamW: decay of the squared gradient's mean
+    eps: float = 1e-8  # AdamW: added to the root of the squared gradient's mean
+    adamw_moments: Literal["param", "8bit", "4bit", "fp8"] = "param"  # bits of AdamW's moments; param = as --param_dtype
+    stochastic_rounding: bool = flag(False, BF16_ADAMW)  # round weights up or down by chance, so that small steps survive
+    weight_decay: float = 0.1  # weight decay, decoupled from the gradient
+    wd_on: Literal["matrices", "all"] = "matrices"  # parameters with weight decay: matrices only, or norms as well
+    max_norm: float = 1.0  # gradients are scaled down to this norm; 0 = never
+    on_nan: Literal["stop", "skip"] = "stop"  # a NaN gradient changes no weight; stop = the run ends at the next log line
+    seed: int = 0  # of the initial weights
+    val_every: int = 50  # steps between validations (and one at the end); 0 = never
+    val_batches: int = 8  # size of the validation set, in batches of 8 sequences; the same sequences in every layout
+    checkpoint_every: int = 100  # steps between checkpoints (and one at the end); 0 = never
+    log_every: int = 10  # steps between log lines
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto = a GPU, else the CPU
+
+    def __post_init__(self):  # rules of flags alone; check_layout has the rules of flags and model together
+        MetricsConfig.__post_init__(self)
+        check_range(self, 1, math.inf, "steps", "val_batches")
+        check_range(self, 0, math.inf, "lr", "eps", "weight_decay", "max_norm")
+        check_range(self, 0, 1, "beta1", "beta2", "min_lr_ratio", "decay_ratio")
+        if max(self.beta1, self.beta2) == 1:
+            raise ValueError(f"--beta1 {self.beta1} and --beta2 {self.beta2} must be below 1: a mean that never moves")
+        # finetune: what cannot be beside frozen weights
+        if self.lora_rank and self.float8 != "off":
+            raise ValueError(f"--lora_rank {self.lora_rank} with --float8 {self.float8}: the frozen weights would be quantized "
+                             "again in every step; leave one of them out")
+
+
+def lr_at(step: int, cfg: Config) -> float:
+    """Share of the peak learning rate at a step (from 1): warmup, stable, decay. A pure function, without state to save.
+
+    The decay ends one step after the last, so that with --min_lr_ratio 0 the last step still learns.
+    """
+    total = cfg.steps if cfg.schedule_steps == -1 else cfg.schedule_steps
+    warmup = min(cfg.warmup_steps, total)
+    decay = total - warmup if cfg.decay_ratio is None else min(round(total * cfg.decay_ratio), total - warmup)
+    if step <= warmup:
+        return step / max(warmup, 1)
+    x = min((step - (total - decay)) / (decay + 1), 1.0)  # progress of the decay
+    if x <= 0:
+        return 1.0
+    shape = {"cosine": 0.5 * (1 + math.cos(math.pi * x)), "linear": 1 - x, "sqrt": 1 - math.sqrt(x)}[cfg.decay_type]
+    return cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * shape
+
+
+def notes(cfg: Config, done: int) -> str:
+    """Warnings to print at the start, one per line (run finished, folder exists, warmup too long). done: steps so far."""
+    total, lines = cfg.steps if cfg.schedule_steps == -1 else cfg.schedule_steps, [""]
+    if done >= cfg.steps:
+        lines.append(f"{cfg.out} is finished: {done} of {cfg.steps} steps are done; use a larger --steps, or --out NEW")
+        if cfg.export_hf and os.path.exists(cfg.export_hf):
+            lines.append(f"--export_hf {cfg.export_hf} is there already: nothing is exported; give a new folder, or remove it")
+    if cfg.warmup_steps > total:
+        lines.append(f"--warmup_steps {cfg.warmup_steps} is longer than the schedule; it is clamped to {total}")
+    return "\n".join(lines)
+
+
+def build_optimizers(stages, cfg: Config) -> list[torch.optim.Optimizer]:
+    """AdamW for everything, or Muon for the blocks' matrices and AdamW for the rest; one learning rate serves both."""
+    params = [(fqn, p) for stage in stages for fqn, p in stage.named_parameters() if p.requires_grad]
+    matrices = [p for fqn, p in params if cfg.optimizer == "muon" and p.dim() > 1 and fqn.startswith("blocks.")]
+    taken = {id(p) for p in matrices}
+    rest = [p for _, p in params if id(p) not in taken]
+    decays = [p for p in rest if p.dim() > 1 or cfg.wd_on == "all"]
+    others = [p for p in rest if p.dim() <= 1 and cfg.wd_on != "all"]
+    groups = [{"params": decays, "weight_decay": cfg.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups = [group for group in groups if group["params"]]
+    optimizers = []
+    if groups:  # a pipeline stage in the middle may have matrices only
+        betas = (cfg.beta1, cfg.beta2)
+        optimizers.append(adamw(groups, cfg.lr, betas, cfg.eps, cfg.adamw_moments, cfg.stochastic_rounding))
+    if matrices:
+        from support.muon import Muon
+
+        # updates as large as AdamW's, so that the learning rate and the decay carry over (arXiv:2502.16982)
+        optimizers.append(Muon(matrices, cfg.lr, cfg.weight_decay, adjust_lr_fn="match_rms_adamw"))
+    return optimizers
+
+
+def main(cfg: Config):
+    # 1. devices: wrong flags are refused here, before anything is built
+    # finetune: the folder knows the model
+    if not cfg.init_from or not cfg.data:
+        raise ValueError("fine-tuning needs a model and what to learn: --init_from FOLDER --data chat.jsonl")
+    Model, model_config = model_in(cfg)
+    keep_batch(cfg)  # a continued run keeps its global batch on any number of processes, with a smaller local batch if needed
+    layout = check_layout(
+        cfg, model_config, seq_len=cfg.seq_len, local_batch_size=cfg.local_batch_size,
+        global_batch_size=cfg.global_batch_size, device=cfg.device,
+    )
+
+    # 2. data: one fixed global order of sequences; the layout decides only which rank reads which sequence
+    # finetune: conversations too, of which only the answers have a loss
+    data = open_data(cfg, cfg.seq_len, source_tokenizer(cfg), ChatData)
+    # lock --out; refuse if the run cannot go on, --init_from is unreadable or --export_hf unwritable; print changed flags
+    # finetune: adapters are a part of what a run is
+    adapters = claim_adapters(cfg, Model, model_config) if cfg.lora_rank else None
+    identity = claim_run(cfg, Model, model_config, data, lr_at, adapters)
+    stop = StopSignal()
+    layout = connect(layout, cfg, cfg.device, cfg.seed, trace=f"{cfg.out}/trace")
+    layout = make_mesh(layout)
+
+    # 3. model: shapes only, no memory yet
+    with torch.device("meta"):
+        # finetune: any model; LoRA trains none of its weights
+        model = Model(model_config).requires_grad_(not cfg.lora_rank)
+    check_model(model, layout, cfg, TP_STYLES)
+    if cfg.doc_mask:
+        check_documents(model, layout)
+    n_params = sum(p.numel() for p in model.parameters())
+    flops_per_token = model.flops_per_token(cfg.seq_len)
+    # finetune: more parameters, and fewer FLOPs
+    beside, flops_per_token = lora_counts(model, cfg) if cfg.lora_rank else ("", flops_per_token)
+    if layout.mtp:
+        model.mtp_weight = cfg.mtp_weight
+
+    # 4. parallelism. The order matters: the pipeline picks the layers, float8 swaps linears before TP splits them, CP
+    #    replaces the attention, checkpointing wraps a block's forward, compile sees the wrapped block, FSDP's hooks gather
+    #    weights around the compiled block and shard each rank's TP part once more; then memory is taken and filled.
+    # finetune: LoRA comes after TP, because an adapter is split as the weight beside it, and after EP, which makes new weights.
+    stages = pipeline_stages(model, layout, cfg) if cfg.pp > 1 else [model]
+    for stage in stages:
+        if cfg.float8 != "off":
+            float8_linears(stage, layout, cfg)
+        if cfg.tp > 1:
+            tensor_parallel(stage, layout, cfg)
+        # finetune: experts have an axis of their own
+        if layout.has_experts:
+            expert_parallel(stage, layout, aux_coef=cfg.moe_aux_coef)
+        if cfg.cp > 1:
+            context_parallel(stage, layout, cfg)
+        # finetune: freeze all of this, and put adapters beside some linears
+        if cfg.lora_rank:
+            lora_linears(stage, cfg)
+        if cfg.ac not in ("none", "budget"):  # a budget is the compiler's task
+            checkpoint_activations(stage, cfg)
+        if cfg.compile:
+            compile_blocks(stage, layout, cfg)
+        shard(stage, layout, cfg)
+        # finetune: adapters are drawn, all else is loaded
+        init_weights(stage, layout, cfg.seed, is_frozen if cfg.lora_rank else loaded_later(cfg))
+
+    # 5. optimizer: after sharding, so that optimizer state is sharded like the parameters
+    optimizers = build_optimizers(stages, cfg)
+
+    # 6. checkpoint: continue the run, on any layout
+    checkpoints = Checkpoints(
+        cfg, cfg.out, modules=stages, optimizer=optimizers, identity=identity, config=asdict(cfg),
+        source=open(__file__).read(), tokenizer_file=data.tokenizer_file,
+        # finetune: with LoRA a checkpoint holds the adapters, and names the folder of the frozen weights
+        load_base=partial(load_base, stages, cfg) if cfg.lora_rank else None,
+    )
+    state = checkpoints.load() or {"step": 0, "samples": 0, "tokens": 0}
+    # ranks with the same weights, data or flags must agree, or training would silently drift apart
+    start = check_replicas(stages, layout, data=data.fingerprint, val_data=data.validation.fingerprint, flags=asdict(cfg))
+    if layout.rank == 0:
+        where = layout.step_text(cfg.seq_len, stages[0].reduces_always)
+        # finetune: the folder has no flavor
+        print(f"{Model.__name__}: {n_params:,} parameters{beside} | {where}{notes(cfg, state['step'])}")
+        print(data.plan(state["samples"] + (cfg.steps - state["step"]) * layout.global_batch_size), end="")
+    if state["step"] >= cfg.steps:
+        return checkpoints.close(export=not os.path.exists(cfg.export_hf))  # export a finished run
+
+    # 7. loop
+    if layout.rank == 0:  # a finished run keeps the config.json of its training
+        about = {"torch": torch.__version__, "world_size": layout.world_size, **identity, **checkpoints.made_from}
+        save_config(cfg, f"{cfg.out}/config.json", about)
+    first = state["step"] + 1
+    metrics = Metrics(cfg.out, cfg, layout, flops_per_token=flops_per_token, first_step=first, steps=cfg.steps,
+                      log_every=cfg.log_every, tokens=state["tokens"])
+    guard = Guard(optimizers, layout, cfg, start)
+    mine = (cfg.local_batch_size, layout.data_rank, layout.data_ranks, layout.device)
+    batches = data.batches(state["samples"], layout.global_batch_size, *mine)
+    tokens_per_step = layout.global_batch_size * cfg.seq_len
+    for step in range(first, cfg.steps + 1):
+        batch = metrics.start_step(batches)
+        if step == 1:
+            check_first_batch(batch)
+        lr = set_lr(optimizers, cfg.lr * lr_at(step, cfg))
+        loss = forward_backward(stages, batch, layout)  # the rank's share, for reduce_loss; gradients are complete
+        grad_norm = clip_grad_norm(stages, cfg.max_norm, layout)
+        guard.before_update(step, grad_norm)  # after a NaN gradient, step() changes nothing; decided on the GPU
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if cfg.float8_all_gather:
+            float8_scales(stages)
+        # finetune: how busy the experts are
+        balance = balance_experts(stages, layout, "none", 0.0) if layout.has_experts else {}
+        state = {"step": step, "samples": state["samples"] + batch.samples, "tokens": state["tokens"] + tokens_per_step}
+        metrics.end_step(tokens_per_step)
+
+        stopping = stop.agreed(layout)
+        last = step == cfg.steps or stopping
+        saving = cfg.checkpoint_every and (step % cfg.checkpoint_every == 0 or last or step == 1 and cfg.checkpoint_first_step)
+        validating = cfg.val_every and (step % cfg.val_every == 0 or step == cfg.steps)
+        if metrics.due(step) or saving or validating or stopping:
+            guard.report(step)
+        if metrics.due(step):
+            loss, loss_max = reduce_loss(loss, layout)
+            tokens_hash = reduce_hash(batch.hash, layout)
+            extra = data.epochs(state["samples"]) | balance  # finetune: and how busy the experts are
+            metrics.log(step, loss=loss, loss_max=loss_max, grad_norm=grad_norm, lr=lr, tokens_hash=tokens_hash, extra=extra)
+        if step == first:
+            train_timeouts(layout, cfg.train_timeout_s)
+        if validating:
+            metrics.log_val(step, *evaluate(stages, data.val_batches(8 * cfg.val_batches, *mine), layout))
+        if saving:
+            checkpoints.save(step, state, last=last, model_only=cfg.last_save_model_only and step == cfg.steps)
+        if stopping:
+            break
+    if layout.rank == 0 and stopping:
+        print(f"{stop.received or 'a signal to another rank'}: stopped after step {step}")
+    batches.close()
+    checkpoints.close(export=not stopping)
+    metrics.close()
+    disconnect()
+    if layout.rank == 0 and not stopping and cfg.checkpoint_every:
+        # finetune: an answer to the beginning of a held-out question, or text
+        print_sample(cfg.out, n_params, data)
+
+
+if __name__ == "__main__":
+    run(main, Config)

@@ -1,0 +1,72 @@
+"""The model that a run fine-tunes: what --init_from says of it, and its weights under the adapters."""
+import os
+
+import torch
+
+from checkpoint import load_weights, saved_model
+from distributed.agree import everywhere, on_rank_0, some
+from sft.adapters import check_base
+from sft.lora import ADAPTERS, check_lora, lora_names
+from sft.peft import check_peft, is_peft_folder, load_peft
+from storage.hf import check_hf_config, class_of, load_hf, read_hf_config
+from storage.manifest import ABOUT, is_hf_folder, newest_readable, resume_source, step_folders
+from support.config import override_fields
+
+
+def model_in(cfg):
+    """(class, config) of the model in --init_from, a Hugging Face folder or a run or step folder of ours, with the fields that
+    --model_args changes. A run with checkpoints of its own knows the model even when --init_from is gone. Raises ValueError."""
+    goes_on = step_folders(cfg.out) and not os.path.isdir(cfg.init_from)
+    folder = cfg.out if goes_on else cfg.init_from
+    if is_peft_folder(folder):
+        raise ValueError(f"--init_from {folder} is a PEFT adapter; give the folder of the model below it with --init_from, and "
+                         f"the adapter with --lora_from {folder} --lora_rank N")
+    if is_hf_folder(folder):
+        config = override_fields(read_hf_config(folder), cfg.model_args, "--model_args")
+        check_hf_config(config, folder)
+    else:
+        config = override_fields(saved_model(newest_readable(folder, names=ABOUT))[1], cfg.model_args, "--model_args")
+    return class_of(config), config
+
+
+def claim_adapters(cfg, Model, model_config) -> dict:
+    """What identifies the adapters of a run with --lora_rank. Raises ValueError where the flags do not fit the model, or
+    --init_from."""
+    if not cfg.init_from:
+        raise ValueError(f"--lora_rank {cfg.lora_rank} trains adapters beside weights that have learned something; give their "
+                         "folder with --init_from")
+    if not cfg.init_model_only:
+        raise ValueError("--no-init_model_only with --lora_rank: the optimizer's state there is of weights that are frozen "
+                         "here; leave it out")
+    if drawn := [pattern for pattern in cfg.exclude_from_loading if pattern != "optimizer"]:
+        raise ValueError(f"--exclude_from_loading {','.join(drawn)} with --lora_rank: what is not loaded would be frozen as "
+                         "it was drawn; leave it out")
+    with torch.device("meta"):
+        model = Model(model_config)
+    check_lora(model, cfg)
+    if not os.path.isdir(cfg.init_from):  # of a run that is continued, too, whose checkpoints hold adapters only
+        raise ValueError(f"--init_from {cfg.init_from} is no folder; give the one of the frozen weights")
+    if cfg.lora_from and not step_folders(cfg.out):
+        check_peft(model, lora_names(model, cfg.lora_on), cfg)
+    return {"rank": cfg.lora_rank, "alpha": cfg.lora_alpha, "on": list(cfg.lora_on)}
+
+
+def load_base(modules, cfg, group) -> dict:
+    """Fill the frozen weights of this rank's stages from --init_from, and the adapters of a new run from --lora_from. Returns
+    what a checkpoint says of the weights: their folder and hash. Raises ValueError, the same on all ranks."""
+    source, is_hf = on_rank_0(lambda: resume_source(cfg.out, cfg), group), is_hf_folder(cfg.init_from)
+    goes_on = source is not None and source.folder == cfg.out
+    folder = cfg.init_from if is_hf else on_rank_0(lambda: newest_readable(cfg.init_from), group)
+    if not is_hf:
+        load_weights(modules, folder, ADAPTERS)
+    elif absent := load_hf(modules, folder, ADAPTERS, group):
+        raise ValueError(f"{folder} lacks {some(absent)}, which LoRA would freeze as they were drawn; use --model_args "
+                         "mtp_depth=0")
+    if cfg.lora_from and not goes_on:
+        everywhere(lambda: load_peft(modules, cfg.lora_from), group)
+    path = on_rank_0(lambda: newest_readable(cfg.out, source.step, ABOUT) if goes_on else "", group)
+    found = check_base(path, modules, group)
+    if not group or group.rank() == 0:
+        adapters = f", the adapters {cfg.lora_from}" * bool(cfg.lora_from and not goes_on)
+        print(f"checkpoint: the frozen weights are those of {folder}, hash {found}{adapters}", flush=True)
+    return {"folder": os.path.abspath(folder), "hash": found}

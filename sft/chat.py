@@ -1,0 +1,323 @@
+"""Conversations as tokens: a folder's chat template writes them out, and a mask says which tokens are the assistant's.
+
+The template knows best. One with {% generation %} ... {% endgeneration %} says itself what the assistant writes. Any other is
+asked by rendering prefixes of the conversation: an answer is what comes on top of the prompt before it. Where that does not
+tell exactly, the template is refused: a loss on the wrong tokens would show in no number.
+"""
+import json
+import os
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable
+from datetime import datetime
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+from corpus.tokenizer import encoding_of, load_tokenizer, read_chat
+
+BEGIN, END = "\ufdd0", "\ufdd1"  # around what the assistant writes; Unicode leaves them to programs, and no text has them
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant",
+                  "function_call": "assistant", "function": "tool", "function_response": "tool", "observation": "tool"}
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names that files give to what was thought before an answer
+NEEDED = '{"messages": [{"role": ..., "content": ...}]} or ShareGPT\'s {"conversations": [{"from": ..., "value": ...}]}'
+
+
+class Conversation(NamedTuple):
+    messages: list[dict]
+    tools: list | None  # the functions that the assistant may call, as JSON schemas
+    where: str  # its file and line, for errors
+
+
+class ChatTemplate(NamedTuple):
+    name: str  # where it comes from, for errors
+    render: Callable  # (messages, tools, add_generation_prompt=False, **values) -> text, with BEGIN and END around marks
+    has_marks: bool  # {% generation %}
+    rules: str  # what the text of a conversation depends on; 2: the version of this file's own
+    names: frozenset[str]  # of the values that it asks for, apart from those that every template is given
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Templates
+def read_template(folder: str) -> ChatTemplate | None:
+    """The chat template of a folder, ready to render; None where it has none. Raises ValueError."""
+    template, special_tokens = read_chat(folder)
+    if template is None:
+        return None
+    for_tools = read_chat(folder, "tool_use")[0]
+    try:
+        import jinja2.ext
+        import jinja2.meta
+        import jinja2.sandbox
+    except ImportError:
+        raise ValueError("chat templates are written in jinja2; pip install jinja2") from None
+    marks = []
+
+    class Generation(jinja2.ext.Extension):
+        """{% generation %}: what is inside goes out between BEGIN and END."""
+
+        tags = {"generation"}
+
+        def parse(self, parser):
+            marks.append(next(parser.stream).lineno)
+            inside = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            begin, end = (jinja2.nodes.Output([jinja2.nodes.TemplateData(mark)]) for mark in (BEGIN, END))
+            return [begin, jinja2.nodes.Scope(inside), end]
+
+    def fail(message):
+        raise jinja2.TemplateError(message)
+
+    # A template is a program, and anyone may have written this one: the sandbox keeps it from Python's objects. The options
+    # and names are those that transformers gives it.
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation])
+    environment.filters["tojson"] = lambda value, **options: json.dumps(value, **({"ensure_ascii": False} | options))
+    environment.globals |= dict(raise_exception=fail, strftime_now=lambda text: datetime.now().strftime(text))
+
+    def guarded(what, *args, **values):
+        try:
+            return what(*args, **values)
+        except Exception as error:  # whatever the template makes Python raise
+            raise ValueError(f"the chat template of {folder} fails: {error}") from None
+
+    compiled = guarded(environment.from_string, template)
+    always = {"messages", "tools", "documents", "add_generation_prompt", *special_tokens}
+    names = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(template)) - always)
+
+    def render(messages: list, tools: list | None, add_generation_prompt: bool = False, **values) -> str:
+        if tools and for_tools not in (None, template):
+            raise ValueError(f"{folder} has another chat template for conversations with tools (tool_use in "
+                             "tokenizer_config.json); write it to chat_template.jinja there to use it for all")
+        return guarded(compiled.render, **special_tokens, messages=messages, tools=tools, documents=None,
+                       add_generation_prompt=add_generation_prompt, **values)
+
+    return ChatTemplate(f"the chat template of {folder}", render, bool(marks), repr((2, template, special_tokens)), names)
+
+
+def without_marks(text: str) -> str:
+    return text.replace(BEGIN, "").replace(END, "")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files -> conversations
+def conversation_of(line: bytes, where: str) -> Conversation:
+    """The conversation of one line of a file. Raises ValueError with `where` it is."""
+    try:
+        record = json.loads(line)
+        text = json.dumps(record, ensure_ascii=False)
+        text.encode()  # "\ud800" is JSON, but no text
+        if BEGIN in text or END in text:
+            raise ValueError("it has U+FDD0 or U+FDD1, which are no characters")
+        messages, tools = record["messages"] if "messages" in record else from_sharegpt(record), record.get("tools")
+        tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
+        if tools and not isinstance(tools, list):
+            raise TypeError("tools must be a list")
+        if not messages or not isinstance(messages, list) or not all(map(is_message, messages)):
+            raise TypeError("every message needs a role and a content")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = str(error) if isinstance(error, UnicodeError) else repr(error)  # whose repr has the whole line
+        raise ValueError(f"{where}: need a conversation like {NEEDED} ({reason})") from None
+    for message in messages:
+        if problem := untrainable(message):
+            raise ValueError(f"{where}: {problem}")
+    return Conversation([with_thoughts(with_text(message)) for message in messages], tools or None, where)
+
+
+def untrainable(message: dict) -> str:
+    """What a message asks for that cannot be done; ""."""
+    content = message.get("content")
+    for part in content if isinstance(content, list) else ():
+        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+            kind = part.get("type", "nameless") if isinstance(part, dict) else type(part).__name__
+            return f"a part of a content is {kind}, and only text is trained; take such conversations out"
+    if message.get("weight", 1) not in (0, 1) or message.get("train", True) not in (True, False):
+        return f"weight {message.get('weight', 1)}, train {message.get('train', True)}: a message is trained or not, 1 or 0"
+    if message["role"] != "assistant" and message.get("train"):
+        return f"train: true in a message of {message['role']}: only what the assistant says has a loss"
+    return ""
+
+
+def with_text(message: dict) -> dict:
+    """Content in parts as one text: most templates know no parts, and write out nothing or Python's spelling of the list."""
+    content = message.get("content")
+    return message | {"content": "".join(part["text"] for part in content)} if isinstance(content, list) else message
+
+
+def is_trained(message: dict) -> bool:
+    """An answer with "weight": 0 (OpenAI) or "train": false (axolotl) is read but has no loss."""
+    return bool(message.get("weight", 1)) and message.get("train", True)
+
+
+def is_message(message) -> bool:
+    """The content may be null or missing beside tool calls, and a list of parts."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        return False
+    content = message.get("content")
+    return isinstance(content, (str, list)) or content is None and bool(message.get("tool_calls"))
+
+
+def with_thoughts(message: dict) -> dict:
+    """Templates read them as reasoning_content, some as thinking."""
+    found = [message[name] for name in THOUGHTS if message.get(name) is not None]
+    return {"thinking": found[0]} | message | {"reasoning_content": found[0]} if found else message
+
+
+def from_sharegpt(record: dict) -> list[dict]:
+    """{"conversations": [{"from", "value"}], "system"} as messages. Some files have role and content under that name."""
+    messages = [{"role": "system", "content": record["system"]}] if record.get("system") else []
+    for turn in record["conversations"]:
+        if "from" not in turn:
+            messages.append(turn)
+            continue
+        role, value = turn["from"], turn["value"]
+        message = {"role": SHAREGPT_ROLES.get(role.lower(), role), "content": value}
+        if role == "function_call":
+            calls = json.loads(value) if isinstance(value, str) else value
+            calls = calls if isinstance(calls, list) else [calls]
+            message |= {"content": "", "tool_calls": [{"type": "function", "function": call} for call in calls]}
+        messages.append(message)
+    return messages
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Conversation -> text, and where in it the assistant speaks -> tokens and mask
+def assistant_spans(conversation: Conversation, template: ChatTemplate) -> tuple[str, list[tuple[int, int]]]:
+    """The whole text, and (start, end) of what the assistant writes in it, in characters. Raises ValueError where the template
+    fails, or does not tell exactly."""
+    messages, tools, where = conversation
+    try:
+        full = template.render(messages, tools)
+        check_rendered(conversation, template, without_marks(full))
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if template.has_marks:
+            full, spans = spans_of_marks(full)
+            if all(is_trained(messages[i]) for i in turns):
+                return full, spans
+            if len(spans) != len(turns):
+                raise ValueError(f"{template.name} marks {len(spans)} texts of {len(turns)} answers, so it does not tell which "
+                                 'of them have "weight": 0')
+            return full, [span for i, span in zip(turns, spans, strict=True) if is_trained(messages[i])]
+        spans = [span_by_prefixes(i, full, messages, lambda *args: template.render(args[0], tools, *args[1:])) for i in turns]
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    if None in spans:
+        raise ValueError(f"{where}: {template.name} does not tell which tokens of message {turns[spans.index(None)] + 1} are "
+                         "the assistant's: rendered up to there it is not how the whole conversation begins; write "
+                         "{% generation %} ... {% endgeneration %} around the assistant's part of the template")
+    return full, [span for i, span in zip(turns, spans, strict=True) if is_trained(messages[i])]
+
+
+def check_rendered(conversation: Conversation, template: ChatTemplate, text: str) -> None:
+    """Raises ValueError for what a message holds and the template does not write out: it would be trained as if it were not
+    there. Thoughts before an earlier answer are left out by many templates on purpose; one must know thoughts at all."""
+    for i, message in enumerate(conversation.messages, 1):
+        calls = [call.get("function", call) for call in message.get("tool_calls") or [] if isinstance(call, dict)]
+        names = [str(call.get("name", "")) for call in calls if isinstance(call, dict)]
+        content = (message.get("content") or "").rpartition("</think>")[2].strip()
+        missing = "content" if content not in text and not calls else ""  # some leave out what is said beside a call
+        missing = "tool_calls" if any(name not in text for name in names) else missing
+        if "reasoning_content" in message and not knows_thoughts(template):
+            missing = "reasoning_content"
+        if missing:
+            raise ValueError(f"{template.name} does not write out the {missing} of message {i}, from {message['role']}")
+
+
+@cache
+def knows_thoughts(template: ChatTemplate) -> bool:
+    thought = with_thoughts({"role": "assistant", "content": "x", "reasoning_content": "because of this"})
+    return "because of this" in template.render([{"role": "user", "content": "Why?"}, thought], None)
+
+
+def spans_of_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
+    parts, spans, length = text.split(BEGIN), [], 0
+    for i, part in enumerate(parts):
+        inside = part.split(END)[0] if i else ""
+        if inside:
+            spans.append((length, length + len(inside)))
+        length += len(without_marks(part))
+    return without_marks(text), spans
+
+
+def span_by_prefixes(i: int, full: str, messages: list, render) -> tuple[int, int] | None:
+    """Where message i, the assistant's, is in the full text: behind the prompt that asks for it, up to its end. None where the
+    conversation's beginnings do not tell that."""
+    prompt, answered = render(messages[:i], True), render(messages[:i + 1])
+    if not full.startswith(prompt):
+        return None
+    start = len(prompt)
+    if full.startswith(answered) and len(answered) >= start:
+        return start, len(answered)
+    try:
+        end = end_by_probes(i, full, start, messages, render)
+    except ValueError:  # a template that does not take the conversations that it is asked with
+        end = None
+    return end and (start, end)
+
+
+def end_by_probes(i: int, full: str, start: int, messages: list, render) -> int | None:
+    """Where message i ends if the template writes it in another way once there is a later question: Qwen3's drops what was
+    thought. It still ends as every answer does, so its end is found if this text is there once: if with another answer in its
+    place nothing behind it changes. And if it is no later answer's: gpt-oss and Phi-3 end only the last one in their way, so
+    with other messages behind this one nothing before its end may change."""
+    one, other = (render([*messages[:i], {"role": "assistant", "content": content}]) for content in ("x", "y"))
+    ending = os.path.commonprefix([one[::-1], other[::-1]])[::-1]
+    plain = {key: value for key, value in messages[i].items() if key != "tool_calls"} | {"content": "x"}
+    changed = render([*messages[:i], plain, *messages[i + 1:]])
+    end, changed_end = (text.find(ending, start) + len(ending) for text in (full, changed))
+    found = ending.strip() and changed.startswith(full[:start]) and min(end, changed_end) >= start + len(ending)
+    if not found or full[end:] != changed[changed_end:]:
+        return None
+    texts = [message["content"] if isinstance(message.get("content"), str) else "" for message in messages[i + 1:]]
+    behind = [message | {"content": ("y" if text.startswith("x") else "x") + text}
+              for message, text in zip(messages[i + 1:], texts)]
+    return end if render([*messages[:i + 1], *behind]).startswith(full[:end]) else None
+
+
+@lru_cache(maxsize=1)
+def chat_tokenizer(file: Path):
+    """As load_tokenizer, but the template's markers, like <|im_start|>, are tokens and no text."""
+    from tokenizers import Tokenizer, processors
+
+    tokenizer = Tokenizer.from_str(load_tokenizer(file).to_str())
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)  # a token begins where its space does
+    return tokenizer
+
+
+def need_template(tokenizer_file: Path, path: Path) -> ChatTemplate:
+    """The chat template beside a tokenizer.json. Raises ValueError where the conversations of `path` have none."""
+    folder = os.path.dirname(os.path.abspath(tokenizer_file))
+    if (template := read_template(folder)) is None:
+        raise ValueError(f"{path} holds conversations, but {folder} has no chat template (chat_template.jinja or "
+                         "tokenizer_config.json) to write them out; give the folder of a chat model with --tokenizer")
+    return template
+
+
+def tokens_and_mask(conversation: Conversation, template: ChatTemplate, tokenizer) -> tuple[list[int], list[int]]:
+    """(ids, mask), as long as each other: 1 where a token is the assistant's and has a loss. tokenizer: a chat_tokenizer. A
+    token with only a part in the assistant's text counts, and of several tokens for its last character the first: both as in
+    transformers. Not as there, a blank that the tokenizer's offsets leave out ends nothing: the whole answer counts."""
+    text, spans = assistant_spans(conversation, template)
+    encoding = encoding_of(tokenizer, text, False)
+    starts, ends = zip(*encoding.offsets) if encoding.offsets else ((), ())
+    mask = [0] * len(encoding.ids)
+    for start, end in spans:
+        last = bisect_right(ends, end - 1)  # the first token that goes further than the character before `end`
+        for i in range(bisect_right(ends, start), min(last + 1, bisect_left(starts, end))):
+            mask[i] = 1
+    return encoding.ids, mask
+
+
+def border_warning(template: ChatTemplate, tokenizer) -> str:
+    """One line about a prompt that ends inside of a token, like "Answer: ", whose space belongs to the answer's first token:
+    training never sees the prompt's last token, with which every question ends. Empty where all is well."""
+    for answer in ("The", "I", "7", "- a", "def", "{"):
+        messages = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": answer}]
+        try:
+            text, spans = assistant_spans(Conversation(messages, None, template.name), template)
+        except ValueError:  # it does not take such a conversation
+            return ""
+        border = spans[-1][0] if spans else 0
+        for start, end in encoding_of(tokenizer, text, False).offsets:
+            if start < border < end:
+                return (f"{template.name}: its prompt ends inside of a token, {text[start:end]!r} is one: what it is asked has "
+                        "another last token than what it is trained on; let the prompt end with a newline or a special token")
+    return ""

@@ -1,0 +1,549 @@
+"""Hugging Face's folders, both ways: load_hf, save_hf and the checks before them. checkpoint.py has the command line."""
+import json
+import math
+import os
+import re
+import shutil
+import sys
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import fields
+from fnmatch import fnmatchcase
+from itertools import groupby
+from pathlib import Path
+from typing import Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+import torch
+from torch import Tensor, nn
+
+from corpus.tokenizer import check_hf_tokenizer, files_beside, find_tokenizer, load_tokenizer, read_hf_json
+from distributed.agree import everywhere, gather, new_gloo_group, on_rank_0, rank_in, reason, some
+from distributed.layout import local_slice, local_tensor, named_tensors
+from storage.mxfp4 import mxfp4_problem, read_mxfp4
+from storage.same_model import HF_MODELS, check_same_model, classes_of
+from support.config import spell, unwrap
+from support.files import SAFETENSORS_HEADER_LIMIT, check_local, hf_file, json_bytes, matches, publish, write_file
+
+HF_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+FP8_BLOCK = 128  # fp8 weights have one scale per 128 x 128 block, in a tensor <name>_scale_inv (arXiv:2412.19437, sec. 3.3.2)
+PROGRESS_S = 5  # seconds between the lines in which a long import says how far it is
+
+
+def read_hf_config(folder: str, Config=None):
+    """The model config that config.json tells of: of class Config, or of the class for its model_type. Raises ValueError."""
+    found, path = read_hf_json(folder, "config.json"), os.path.join(folder, "config.json")
+    if Config is None:
+        kind = found.get("model_type")
+        if not isinstance(kind, str) or kind not in HF_MODELS:
+            raise ValueError(f"{path}: model_type is {kind!r}; there is a model for {', '.join(HF_MODELS)}")
+        Config = classes_of(kind)[1]
+    try:
+        config = Config.from_hf(found)
+    except Exception as error:  # whatever it is, a value in the file led there
+        raise ValueError(f"{path}: {reason(error).removeprefix('config.json: ')}") from None
+    for name, kind in get_type_hints(Config).items():
+        value, (kind, optional) = getattr(config, name), unwrap(kind)
+        if not fits(value, kind) and not (optional and value is None):
+            raise ValueError(f"{path}: {name} would be {str(value)[:40]!r}, not {getattr(kind, '__name__', kind)}")
+    return config
+
+
+def fits(value, kind) -> bool:
+    """Whether a value from a file is what the annotation of its field says: strangers may have written anything."""
+    if kind is int:
+        return type(value) is int and 0 <= value < 2**31
+    if kind is dict:
+        return type(value) is dict and all(type(number) in (int, float) for number in value.values())
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    return type(value) in ((int, float) if kind is float else (kind,))
+
+
+def check_hf_config(model_config, folder: str):
+    """Raises ValueError with every field in which config.json tells of another model, and what to type instead."""
+    theirs, module = read_hf_config(folder, type(model_config)), type(model_config).__module__
+    flavors = sys.modules[module].FLAVORS
+
+    def differing(config):
+        names = [f.name for f in fields(config) if f.name != "mtp_depth"]  # that may differ; load_hf says what it leaves out
+        return {name: getattr(theirs, name) for name in names if getattr(config, name) != getattr(theirs, name)}
+
+    if differ := differing(model_config):
+        text = "; ".join(f"{name} is {value} there, {getattr(model_config, name)} here" for name, value in differ.items())
+        nearest = min(flavors, key=lambda name: len(differing(flavors[name])))
+        args = differing(flavors[nearest])
+        spelt = ",".join(f"{name}={spell(value)}" for name, value in args.items())
+        fix = f'use --flavor {nearest} and --model_args "{spelt}"' if args else f"use --flavor {nearest} and no --model_args"
+        if any(isinstance(value, dict) for value in args.values()):  # a dict cannot be typed as --model_args
+            fix = f"add a flavor with its values to FLAVORS in {module.replace('.', '/')}.py"
+        raise ValueError(f"{folder}/config.json is of another model: {text}; {fix}")
+
+
+class InStack(NamedTuple):
+    """Where the matrix of one expert is in a file that has all experts of a layer in one tensor."""
+
+    stack: str  # name of that tensor, (E, parts * rows, columns)
+    expert: int
+    part: int  # of an expert's rows: 0 the gate's, 1 the up projection's, where both are in one stack
+    parts: int
+    n_experts: int
+
+
+class HFTensors:
+    """The tensors of a Hugging Face folder, by name. Files are mapped into memory: reading a slice reads only its bytes."""
+
+    def __init__(self, folder: str):
+        self.folder, self.opened, index = folder, {}, "model.safetensors.index.json"
+        self.stacks: dict[str, InStack] = {}  # by the name that the expert's matrix has in published files
+        self.packed: set[str] = set()  # stacks of which the files have NAME_blocks and NAME_scales, in MXFP4
+        if os.path.lexists(os.path.join(folder, "model.safetensors")):
+            self.where = dict.fromkeys(self.open("model.safetensors").keys(), "model.safetensors")
+            return
+        if not os.path.lexists(os.path.join(folder, index)):
+            raise ValueError(f"{folder} has neither model.safetensors nor {index}; weights in .bin files are pickles, which "
+                             "can run any code, and are not read: save them again as safetensors, with transformers")
+        self.where = read_hf_json(folder, index).get("weight_map")
+        if not isinstance(self.where, dict) or not all(isinstance(file, str) for file in self.where.values()):
+            raise ValueError(f"{os.path.join(folder, index)} has no weight_map of tensor names to file names")
+        for file in sorted(set(self.where.values())):
+            hf_file(folder, file)
+
+    def open(self, file: str):
+        if file not in self.opened:
+            from safetensors import SafetensorError, safe_open
+
+            real = hf_file(self.folder, file)
+            try:
+                with open(real, "rb") as f:
+                    size = int.from_bytes(f.read(8), "little")
+                if size > SAFETENSORS_HEADER_LIMIT:
+                    raise ValueError(f"a header of {size:,} bytes is absurd: {SAFETENSORS_HEADER_LIMIT:,} are the most")
+                self.opened[file] = safe_open(real, "pt")
+            except (ValueError, OSError, SafetensorError) as error:
+                path = os.path.join(self.folder, file)
+                raise ValueError(f"{path} is no safetensors file that can be read: {reason(error)}") from None
+        return self.opened[file]
+
+    def unstack(self, names: list[str]):
+        """Makes files with all experts of a layer in two tensors look like published ones, with three matrices per expert.
+
+        The two are as transformers 5 has them in memory: gate_up_proj (E, 2F, D), the gate's rows first, and down_proj
+        (E, D, F). Read expert by expert, each rank still reads only its own. names: of all experts, for one of the matrices.
+        """
+        found = re.fullmatch(r"(.*\.experts)\.0\.(gate|up|down)_proj\.weight", names[0])
+        if not found or any(name in self.where for name in names):
+            return
+        layer, which = found.groups()
+        stack, part, parts = (f"{layer}.down_proj", 0, 1) if which == "down" else (f"{layer}.gate_up_proj", which == "up", 2)
+        if stack in self.where:
+            self.where |= dict.fromkeys(names, self.where[stack])
+            self.stacks |= {name: InStack(stack, e, part, parts, len(names)) for e, name in enumerate(names)}
+
+    def unpack(self, name: str):
+        """Makes a stack of experts in MXFP4 look like one in numbers."""
+        if name not in self.where and {f"{name}_blocks", f"{name}_scales"} <= self.where.keys():
+            self.where[name] = self.where[f"{name}_blocks"]
+            self.packed.add(name)
+
+    def handles(self, name: str) -> tuple:
+        return self.handle(f"{name}_blocks"), self.handle(f"{name}_scales")
+
+    def handle(self, name: str):
+        """safetensors' handle of a tensor: its shape and dtype, and parts of it by indexing."""
+        if name not in (file := self.open(self.where[name])).keys():
+            raise ValueError(f"{self.folder}: the index says that {name} is in {self.where[name]}, but it is not")
+        return file.get_slice(name)
+
+    def problem(self, name: str, shape: tuple) -> str:
+        """What is wrong with a tensor that should have this shape; '' if nothing is."""
+        if name in self.packed:
+            return mxfp4_problem(name, shape, *self.handles(name))
+        if name in self.stacks:
+            place = self.stacks[name]
+            name, shape = place.stack, (place.n_experts, place.parts * shape[0], *shape[1:])
+            if f"{name}_scale_inv" in self.where:
+                return f"{name} is quantised; fp8 experts are read from files with a tensor for each of them"
+        found, dtype, scale = tuple(self.handle(name).get_shape()), self.handle(name).get_dtype(), f"{name}_scale_inv"
+        if found != shape:
+            return f"{name} is {found} there, {shape} here"
+        if dtype == "F8_E4M3" and scale in self.where:
+            blocks, scales = tuple(math.ceil(n / FP8_BLOCK) for n in shape), tuple(self.handle(scale).get_shape())
+            fits = len(shape) == 2 and scales == blocks and self.handle(scale).get_dtype() in HF_DTYPES.values()
+            return "" if fits else f"{scale} is {scales} there, and should be {blocks} floats"
+        if dtype not in HF_DTYPES.values() or scale in self.where:
+            return f"{name} is {dtype}, which is no {' or '.join(HF_DTYPES.values())}, nor F8_E4M3 with a {scale}"
+        return ""
+
+    def read(self, name: str, offset: tuple, shape: tuple) -> Tensor:
+        """The part of a tensor that begins at `offset`: as in the file, or in fp32 where the file is quantised."""
+        if name in self.packed:
+            return read_mxfp4(*self.handles(name), offset, shape)
+        if name in self.stacks:
+            place, handle = self.stacks[name], self.handle(self.stacks[name].stack)
+            first_row = place.part * (handle.get_shape()[1] // place.parts)
+            offset = (place.expert, first_row + offset[0], *offset[1:])
+            return handle[tuple(slice(o, o + n) for o, n in zip(offset, (1, *shape)))][0]
+        part = self.handle(name)[tuple(slice(o, o + n) for o, n in zip(offset, shape)) or ...]
+        if f"{name}_scale_inv" not in self.where:
+            return part
+        rows, columns = (slice(o // FP8_BLOCK, math.ceil((o + n) / FP8_BLOCK)) for o, n in zip(offset, shape))
+        scale = self.handle(f"{name}_scale_inv")[rows, columns].float().repeat_interleave(FP8_BLOCK, dim=1)
+        scale = scale[:, offset[1] % FP8_BLOCK :][:, : shape[1]]  # (rows of blocks, columns): a part may begin inside a block
+        part = part.float()
+        for block, factors in zip(range(rows.start, rows.stop), scale):
+            begin, end = block * FP8_BLOCK - offset[0], (block + 1) * FP8_BLOCK - offset[0]
+            part[max(begin, 0) : end] *= factors
+        return part
+
+
+def own_group(modules: list[nn.Module], group):
+    """`group`, or a new one of all ranks where the model is sharded; None where this process holds all of it."""
+    sharded = any(hasattr(t, "placements") for module in modules for t in named_tensors(module).values())
+    return new_gloo_group("hugging face") if group is None and sharded else group
+
+
+# --- Import: names to tensors, each rank its slices ---
+class Match(NamedTuple):
+    """How the names in the files and the model's fit together."""
+
+    skipped: set[str]  # fqns that are not loaded: excluded, or absent
+    absent: list[str]  # fqns that the files lack, and may
+    extra: list[str]  # names that the model lacks, and may
+    twin: str | None  # name of a head that the files hold although it is the embedding
+
+
+def match_names(module: nn.Module, source: HFTensors, exclude) -> Match:
+    """Raises ValueError with the names that the files lack, or that the model does not know."""
+    names = {fqn: [name] if isinstance(name, str) else name for fqn, name in module.hf_keys().items()}
+    for group in names.values():
+        source.unstack(group)
+        source.unpack(group[0])
+    known, optional = {name for group in names.values() for name in group}, getattr(module, "hf_optional", list)()
+    known |= {place.stack for place in source.stacks.values()}
+    known |= {f"{name}_{part}" for name in source.packed for part in ("blocks", "scales")}
+
+    def may_differ(name):
+        return any(fnmatchcase(name, pattern) for pattern in optional)
+
+    mtp = [fqn for fqn, group in names.items() if may_differ(group[0])]
+    absent = [] if any(name in source.where for fqn in mtp for name in names[fqn]) else mtp  # a part of it is an error below
+    skipped = {fqn for fqn in names if matches(list(exclude), f"model.{fqn}")} | set(absent)
+    missing = [name for fqn, group in names.items() if fqn not in skipped for name in group if name not in source.where]
+    # A scale belongs to its weight; and files of 2023 hold tables of rotary frequencies, which are computed here.
+    others = [name for name in source.where if name.removesuffix("_scale_inv") not in known
+              and not name.endswith(".rotary_emb.inv_freq")]
+    twin = "lm_head.weight" if module.config.tie_embeddings and "lm_head.weight" in others else None
+    unknown = [name for name in others if name != twin and not may_differ(name)]
+    problems = [f"{what}: {some(found)}" for what, found in (("missing", missing), ("unknown", unknown)) if found]
+    if problems:
+        raise ValueError(f"{source.folder} does not fit {type(module).__name__}: {'; '.join(problems)}")
+    return Match(skipped, absent, [name for name in others if may_differ(name)], twin)
+
+
+def plan_reads(modules: list[nn.Module], source: HFTensors, exclude=()) -> tuple[list[tuple], Match]:
+    """([(name, where to begin, what to fill)] of this rank, how the names match). Raises ValueError; fills nothing yet."""
+    match, keys = match_names(modules[0], source, exclude), modules[0].hf_keys()
+    reads, problems = [], []
+    for fqn, tensor in [item for module in modules for item in named_tensors(module).items()]:
+        if matches(list(exclude), f"model.{fqn}"):
+            continue
+        if fqn not in keys and isinstance(tensor, nn.Parameter):
+            raise ValueError(f"hf_keys() of {type(modules[0]).__name__} has no name for {fqn}")
+        if fqn in match.skipped or fqn not in keys:
+            continue
+        local, names, shape = local_tensor(tensor.detach()), keys[fqn], tuple(tensor.shape)
+        offset = local_slice(tensor)[1]  # where this rank's part begins in the whole
+        if isinstance(names, str):
+            new = [(names, offset, local)]
+        else:  # a stack of experts: only those that this rank holds
+            assert len(names) == shape[0], f"{fqn} is a stack of {shape[0]}, but hf_keys() gives {len(names)} names"
+            new, shape = [(names[offset[0] + i], offset[1:], part) for i, part in enumerate(local)], shape[1:]
+        problems += dict.fromkeys(filter(None, (source.problem(name, shape) for name, _, _ in new)))
+        reads += [read for read in new if read[2].numel()]
+        if match.twin and fqn == "tok_embeddings.weight" and not problems:
+            head = source.problem(match.twin, shape)
+            if head or not torch.equal(*(source.read(name, offset, tuple(local.shape)) for name in (match.twin, names))):
+                problems.append(head or f"{match.twin} is not equal to {names}, but this model ties the two")
+    if problems:
+        raise ValueError(f"{source.folder} does not fit {type(modules[0]).__name__}: {some(problems)}")
+    return reads, match
+
+
+@torch.no_grad()
+def load_hf(model, folder: str, exclude=(), group=None) -> list[str]:
+    """Fills a model from a Hugging Face folder; sharded in any way, each rank reads its slice of each tensor and no more.
+
+    model: plain, or sharded by parallel.py, or the list of this rank's pipeline stages. exclude: parameters to leave alone,
+    as in --exclude_from_loading. Returns the fqns that the files lack and may (MTP layers): they keep their values.
+    Raises ValueError, the same on all ranks, before a weight is touched.
+    """
+    modules = model if isinstance(model, list) else [model]
+    group = own_group(modules, group)
+    source = everywhere(lambda: HFTensors(folder), group)
+    reads, match = everywhere(lambda: plan_reads(modules, source, exclude), group)
+
+    def fill():
+        done, total, said = 0, sum(local.numel() for *_, local in reads), time.perf_counter()
+        for name, offset, local in reads:
+            local.copy_(source.read(name, offset, tuple(local.shape)))  # casts, after any dequantisation
+            done += local.numel()
+            if rank_in(group) == 0 and time.perf_counter() - said > PROGRESS_S:
+                said = time.perf_counter()
+                share = f"{done / max(total, 1):.0%} of {total / 1e9:.1f} G parameters per rank"
+                print(f"checkpoint: reading {folder}: {share}", flush=True)
+        for module in modules:
+            for fqn, tensor in named_tensors(module).items():
+                if fqn not in module.hf_keys() and not matches(list(exclude), f"model.{fqn}"):
+                    tensor.zero_()  # the bias that balances our experts, where theirs have none: it begins at 0
+
+    everywhere(fill, group)
+    if rank_in(group) == 0:
+        for names, what in ((match.absent, "the files lack"), (match.extra, "the model lacks")):
+            if names:
+                print(f"checkpoint: {folder} is loaded without what {what}: {some(names)}", flush=True)
+    return match.absent
+
+
+def class_of(config) -> type[nn.Module]:
+    """The model's class of a config: Llama3 of a Llama3Config."""
+    return getattr(sys.modules[type(config).__module__], type(config).__name__.removesuffix("Config"))
+
+
+def load_hf_model(folder: str, device="cpu", dtype: torch.dtype | None = None) -> tuple[nn.Module, str | None]:
+    """(plain model on `device`, its tokenizer.json or None). dtype None: that of the files, bfloat16 for fp8."""
+    config, source = read_hf_config(folder), HFTensors(folder)
+    if config.n_layers > len(source.where):
+        raise ValueError(f"{folder}/config.json: {config.n_layers} layers, but the files hold {len(source.where)} tensors")
+    tokenizer_file = check_hf_tokenizer(folder, config.vocab_size)
+    mtp = f"model.layers.{config.n_layers}."  # many files come without it, with the config that it was trained with
+    if getattr(config, "mtp_depth", 0) and not any(name.startswith(mtp) for name in source.where):
+        config.mtp_depth = 0
+        print(f"checkpoint: {folder} is loaded without multi-token prediction: the files lack {mtp}*", flush=True)
+    with torch.device("meta"):
+        model = class_of(config)(config)
+    reads, _ = plan_reads([model], source)  # raises if config.json claims more than is there, before memory is taken
+    first = source.stacks[reads[0][0]].stack if reads[0][0] in source.stacks else reads[0][0]
+    of_files = {name: kind for kind, name in HF_DTYPES.items()}.get(source.handle(first).get_dtype(), torch.bfloat16)
+    for param in model.parameters():  # not the buffers: an expert's bias stays fp32
+        param.data = param.data.to(dtype or of_files)
+    model.to_empty(device=device)
+    load_hf(model, folder)
+    return model, tokenizer_file
+
+
+# --- Export: each rank writes some of the files, one tensor at a time ---
+class HFEntry(NamedTuple):
+    """A tensor of a file to write."""
+
+    fqn: str
+    name: str
+    expert: int | None  # its place in the stack that the fqn is
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class HFFile(NamedTuple):
+    """A file to write."""
+
+    ranks: list[int]  # that have its tensors, and gather them together
+    writer: int  # one of them
+    entries: list[HFEntry]
+
+
+def plan_files(names: dict, everyone: list[dict], max_bytes: float) -> list[HFFile]:
+    """Which rank writes which tensors into which file. everyone: {fqn: (shape, dtype)} of every rank.
+
+    Ranks with the same fqns, a pipeline stage, share their files out among themselves. What two stages have (a tied
+    embedding), the first one writes.
+    """
+    owner, files = {}, []
+    for rank, kinds in enumerate(everyone):
+        for fqn in kinds:
+            owner.setdefault(fqn, rank)
+    if odd := sorted(owner.keys() ^ names.keys()):
+        raise ValueError(f"hf_keys() and the model's parameters differ in {some(odd)}")
+    for stage in dict.fromkeys(map(tuple, everyone)):
+        ranks, cut = [rank for rank, kinds in enumerate(everyone) if tuple(kinds) == stage], [[]]
+        for fqn in (fqn for fqn in stage if owner[fqn] == ranks[0]):
+            (shape, dtype), name = everyone[ranks[0]][fqn], names[fqn]
+            stack = [] if isinstance(name, str) else [HFEntry(fqn, n, i, shape[1:], dtype) for i, n in enumerate(name)]
+            for entry in stack or [HFEntry(fqn, name, None, shape, dtype)]:
+                if cut[-1] and sum(e.size for e in cut[-1]) + entry.size > max_bytes:
+                    cut.append([])
+                cut[-1].append(entry)
+        n = min(len(cut), len(ranks))  # writers, far apart: those of one machine share its disk or its network card
+        for i, entries in enumerate(cut):  # wide dtypes first: then every number begins at a multiple of its size
+            files.append(HFFile(ranks, ranks[i % n * len(ranks) // n], sorted(entries, key=lambda e: -e.dtype.itemsize)))
+    return files
+
+
+def in_turn(files: list[tuple]):
+    """Yields (path, writer, parts, i): part i of some files in turn, so that their writers' disks are busy side by side."""
+    n = len({writer for _, writer, _ in files})
+    for wave in (files[first : first + n] for first in range(0, len(files), n)):
+        for i in range(max(len(parts) for _, _, parts in wave)):
+            yield from ((path, writer, parts, i) for path, writer, parts in wave if i < len(parts))
+
+
+def write_part(path: str, parts: list[list[HFEntry]], i: int, tensor: Tensor):
+    """Appends the tensors of part i, all of them from `tensor`, to a safetensors file; before the first, its header."""
+    with open(path, "ab") as file:
+        if i == 0:
+            header, end = {"__metadata__": {"format": "pt"}}, 0  # without it older versions of transformers refuse the file
+            for e in (e for part in parts for e in part):
+                header[e.name] = {"dtype": HF_DTYPES[e.dtype], "shape": e.shape, "data_offsets": [end, end := end + e.size]}
+            text = json.dumps(header, separators=(",", ":")).encode()
+            text += b" " * (-len(text) % 8)
+            file.write(len(text).to_bytes(8, "little") + text)
+        for e in parts[i]:
+            whole = tensor if e.expert is None else tensor[e.expert]
+            if e.dtype == torch.float16 and not whole.isfinite().all():
+                raise ValueError(f"{e.fqn} has numbers beyond float16's 65504; export it as bfloat16")
+            file.write(whole.contiguous().view(-1).view(torch.uint8).numpy())
+        if i == len(parts) - 1:
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def check_export(folder: str, Model=None, config=None):
+    """Raises ValueError when the folder has no name or is in use, or when others would open the export as another model."""
+    if Model is not None:
+        check_same_model(Model, config)
+    if not folder:
+        raise ValueError("the folder to export to has an empty name")
+    check_local(folder, "to export to")
+    if os.path.lexists(folder) and (not os.path.isdir(folder) or os.listdir(folder)):
+        raise ValueError(f"{folder} is there already and not an empty folder; export to another, or remove it")
+    parent = os.path.abspath(folder)
+    while not os.path.lexists(parent):
+        parent = os.path.dirname(parent)
+    if not os.path.isdir(parent) or not os.access(parent, os.W_OK):
+        raise ValueError(f"{folder} cannot be made: {parent} is no folder to write to")
+
+
+def write_hf(folder: str, config, names: dict, kinds: dict, whole, max_shard_gb: float, tokenizer_file=None, group=None,
+             quiet=False):
+    """Writes a Hugging Face folder; every rank of `group` calls it. kinds: {fqn: (shape, dtype in the file)} of this rank.
+
+    whole(fqn) gathers a tensor in that dtype on all ranks that have the fqn; all of these call it in the same order. A rank
+    writes in the background while the next tensor is gathered, so it holds two at a time.
+    """
+    if not max_shard_gb > 0:
+        raise ValueError(f"max_shard_gb {max_shard_gb} must be above 0")
+    began, temporary = time.perf_counter(), f"{os.path.abspath(folder)}.tmp-{uuid.uuid4().hex[:8]}"
+    temporary = on_rank_0(lambda: check_export(folder) or os.makedirs(temporary) or temporary, group)
+    everyone, rank, writing = gather(kinds, group), rank_in(group), []
+    try:
+        files = everywhere(lambda: plan_files(names, everyone, max_shard_gb * 1e9), group)
+        titles = [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
+        files = dict(zip(titles if len(files) > 1 else ["model.safetensors"], files))
+        mine = [(os.path.join(temporary, title), f.writer, [list(part) for _, part in groupby(f.entries, key=lambda e: e.fqn)])
+                for title, f in files.items() if rank in f.ranks]
+        with ThreadPoolExecutor(1) as pool:
+            for path, writer, parts, i in in_turn(mine):
+                tensor = whole(parts[i][0].fqn)
+                if writer == rank:
+                    wait(writing[-1:])
+                    writing.append(pool.submit(write_part, path, parts, i, tensor.cpu()))
+                del tensor
+        everywhere(lambda: [part.result() for part in writing], group)
+        entries = {title: f.entries for title, f in files.items()}
+        size = on_rank_0(lambda: commit_export(temporary, folder, config, entries, tokenizer_file), group)
+    finally:
+        if rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)  # what a failure leaves
+    if rank == 0 and not quiet:
+        seconds = time.perf_counter() - began
+        print(f"checkpoint: exported {folder} ({len(files)} files, {size / 1e6:.1f} MB in {seconds:.2f} s)", flush=True)
+
+
+def commit_export(temporary: str, folder: str, config, entries: dict[str, list[HFEntry]], tokenizer_file: str | None) -> int:
+    """Adds all that is not tensors and gives the folder its name (rank 0). Returns the bytes of its tensors."""
+    if unseen := sorted(entries.keys() - set(os.listdir(temporary))):
+        raise OSError(f"rank 0 does not see {some(unseen)}: {folder} must be on a file system that all machines share")
+    flat = [(title, e) for title, found in entries.items() for e in found]
+    dtypes, size = [str(e.dtype)[6:] for _, e in flat], sum(e.size for _, e in flat)
+    extra, eot = tokenizer_files(tokenizer_file, config.max_seq_len) if tokenizer_file else ({}, None)
+    ends = dict(bos_token_id=None, eos_token_id=eot, pad_token_id=eot)  # transformers takes 1 and 2 for what is left out
+    sampling = json.loads(extra.get("generation_config.json", b"{}"))  # of the folder that the tokenizer came from
+    if isinstance(sampling.get("eos_token_id"), list):  # a chat model's answers end with one of several
+        ends["eos_token_id"] = sampling["eos_token_id"]
+    extra["config.json"] = json_bytes(config.to_hf() | ends | dict(torch_dtype=max(dtypes, key=dtypes.count)))
+    extra["generation_config.json"] = json_bytes(sampling | ends)
+    if len(entries) > 1:
+        index = dict(metadata=dict(total_size=size), weight_map={e.name: title for title, e in flat})
+        extra["model.safetensors.index.json"] = json_bytes(index)
+    for name, content in extra.items():
+        write_file(Path(temporary, name), content)
+    publish(temporary, folder)
+    return size
+
+
+def tokenizer_files(file: str, max_seq_len: int) -> tuple[dict[str, bytes], int | None]:
+    """({name: content} of the tokenizer's files, the id that ends a text, None where no known name tells it)."""
+    try:
+        eot = find_tokenizer(file)[1]
+        end = {"eos_token": load_tokenizer(Path(file)).id_to_token(eot)}
+    except ValueError:
+        eot, end = None, {}
+    rules = dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=max_seq_len, **end)
+    found = {"tokenizer_config.json": json_bytes(rules | {"clean_up_tokenization_spaces": False})}
+    return found | files_beside(file) | {"tokenizer.json": Path(file).read_bytes()}, eot
+
+
+def file_kinds(tensors: dict[str, Tensor], module: nn.Module, dtype: torch.dtype) -> dict[str, tuple]:
+    """fqn -> (shape, dtype in the file): parameters in `dtype`, buffers in their own, those without a name in the files not."""
+    kinds = {fqn: (tuple(t.shape), dtype if isinstance(t, nn.Parameter) else t.dtype) for fqn, t in tensors.items()}
+    return {fqn: kind for fqn, kind in kinds.items() if fqn in module.hf_keys() or isinstance(tensors[fqn], nn.Parameter)}
+
+
+def say_lost(folder: str, fqns: list[str]):
+    if fqns:
+        print(f"checkpoint: {folder} has no place for {some(fqns)}: without them that model is not quite this one", flush=True)
+
+
+@torch.no_grad()
+def save_hf(model, folder: str, dtype=torch.bfloat16, max_shard_gb=5.0, tokenizer_file: str | None = None, group=None,
+            quiet=False):
+    """Writes a model as a Hugging Face folder that transformers opens: weights in `dtype`, and buffers as they are. A linear
+    that computes with more than its weight has a method merged(), as those of sft/lora.py: then this matrix is written.
+
+    model: plain (call it on one rank), or sharded by parallel.py, or the list of this rank's pipeline stages (call it on all
+    ranks). Raises ValueError, the same on all ranks, and `folder` is then as it was.
+    """
+    modules, tensors, adapted, parts = model if isinstance(model, list) else [model], {}, {}, set()
+    for module in modules:
+        for part in module.modules():
+            if hasattr(part, "reshard"):
+                part.reshard()  # FSDP may hold gathered weights from before the optimizer's last step; the shards are new
+        for fqn, tensor in named_tensors(module).items():
+            tensors.setdefault(fqn, tensor)
+        for name, linear in module.named_modules():
+            if hasattr(linear, "merged"):
+                adapted[f"{name}.weight"] = linear
+                parts |= {f"{name}.{part}" for part, _ in linear.named_parameters() if "." in part}
+    tensors = {fqn: tensor for fqn, tensor in tensors.items() if fqn not in parts}
+    group, kinds = own_group(modules, group), file_kinds(tensors, modules[0], dtype)
+    Model = next(c for c in type(modules[0]).__mro__ if not c.__module__.startswith("torch."))  # FSDP adds a class of its own
+    on_rank_0(lambda: check_same_model(Model, modules[0].config), group)
+    lost = gather([fqn for fqn, t in tensors.items() if fqn not in kinds and t.any()], group)
+    if rank_in(group) == 0 and not quiet:
+        say_lost(folder, [fqn for part in lost for fqn in part])
+
+    def whole(fqn):
+        if fqn in adapted:
+            return adapted[fqn].merged(lambda p: gathered(p.detach(), torch.float32)).to(kinds[fqn][1])
+        return gathered(tensors[fqn].detach(), kinds[fqn][1])
+
+    def gathered(tensor, dtype):
+        if not hasattr(tensor, "placements"):
+            return tensor.to(dtype)
+        local, rest = tensor.to_local().to(dtype), dict(run_check=False, shape=tensor.shape, stride=tensor.stride())
+        return type(tensor).from_local(local, tensor.device_mesh, tensor.placements, **rest).full_tensor()
+
+    write_hf(folder, modules[0].config, modules[0].hf_keys(), kinds, whole, max_shard_gb, tokenizer_file, group, quiet)

@@ -1,0 +1,251 @@
+"""What a wrong command line is told: one line of stderr and status 2, before anything is computed or written.
+
+A row: what is typed, and a regular expression that the line must match. All programs run in this process, in a folder with a
+text, token shards and a tokenizer; what a layout cannot do is in test_refusals.py, what a file may hold beside its reader.
+"""
+import importlib
+import json
+import os
+import re
+import runpy
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from data import DataConfig, open_data
+from distributed import launch
+
+REPO = Path(__file__).parent.parent
+TINY = "--model_args n_layers=1,dim=8,ffn_dim=8 --steps 2 --device cpu --out run"
+BASE = {"train_llama3": TINY, "train_qwen3": "--out run", "train_deepseek": "--out run", "grpo": "--out run"}
+TABLE = {
+    "train_llama3": r"""
+        --stpes 5 => unknown flag --stpes; did you mean --steps\? --help lists all flags$
+        --stpes=5 => unknown flag --stpes; did you mean --steps\?
+        --stpes -5 => unknown flag --stpes; did you mean --steps\?
+        -steps 3 => unknown flag -steps; did you mean --steps\?
+        --Steps 3 => did you mean --steps\?
+        --learning_rate 1 => did you mean --lr\?
+        --local-batch-size 3 => unknown flag --local-batch-size; did you mean --local_batch_size\?
+        --no-compil => did you mean --no-compile\?
+        --no-steps => unknown flag --no-steps
+        --folders x => unknown flag --folders; --help lists all flags$
+        5 => unexpected argument '5'.*--help
+        config.json => unexpected argument 'config.json'; did you mean --config config.json\?
+        --compile 5 => --compile '5'.*true\|false
+        --no-compile=true => --no-compile
+        --steps => --steps
+        --steps --compile => --steps
+        --steps none => --steps 'none'.*integer
+        --steps 1.5 => --steps '1.5'.*integer
+        --steps 1e-3 => --steps '1e-3'.*integer
+        --steps 1e99 => below 2\*\*63
+        --steps 1e999999999 => --steps '1e999999999'.*integer
+        --steps -1 => --steps -1 must be 0 or more
+        --load_step -2 => --load_step -2 must be -1 or more
+        --lr fast => --lr 'fast'.*number
+        --lr nan => --lr 'nan'.*number
+        --decay_ratio x => --decay_ratio 'x'.*number\|none
+        --flavor 2B => --flavor '2B'.*debug\|1B
+        --device mps => --device 'mps': need auto\|cpu\|cuda
+        --bf16 => did you mean --compute_dtype\?
+        --save_every 5 => did you mean --checkpoint_every\?
+        --training.steps 5 => did you mean --steps\?
+        --parallelism.tensor_parallel_degree 2 => --tp
+        --checkpoint.initial_load_path x => --init_from
+        --batch_size 5 => did you mean --local_batch_size\? It is what one data rank runs at once; --global_batch_size
+        --resume => the same --out continues where it stopped; --help
+        --nproc_per_node 2 => before the script: torchrun --nproc_per_node 2 FILE
+        --epochs 3 => --steps counts optimizer steps
+        --n_layer 3 => --model_args n_layers=4,dim=512
+        --beta2 1 => --beta1 0.9 and --beta2 1.0 must be below 1
+        --val_batches 0 => --val_batches 0
+        --profile 3-2 => --profile '3-2' must be
+        --profile 0 => --profile '0' must be
+        --profile ten => --profile 'ten' must be
+        --global_batch_size 10 --local_batch_size 4 => use --global_batch_size 8
+        --device cuda => use --device cpu
+        --tp 2 --model_args dim=8 => or start 2 processes: torchrun --nproc_per_node 2 \S+ .*--model_args dim=8
+        --machine B200 => --machine B200 has no effect without --dry_run
+        --reduce_grads always => --reduce_grads always has no effect without --dp_shard or --cp
+        --pp_schedule ZBVZeroBubble --cp_method alltoall => --pp_schedule ZBVZeroBubble .*--cp_method alltoall
+        --ac_every 3 --export_dtype float16 => --export_dtype float16 .*--ac_every 3 has
+        --no-init_model_only => --no-init_model_only has no effect without --init_from
+        --exclude_from_loading head => --exclude_from_loading head has no effect without --init_from or a ch
+        --load_only --keep_latest_k 2 --checkpoint_async thread => async thread, --keep_latest_k 2 have no effect with
+        --stochastic_rounding => --stochastic_rounding.*--param_dtype bfloat16 and --optimizer adamw
+        --memory_snapshot => --memory_snapshot has no effect without a GPU
+        --data shards --cache_dir x => --cache_dir x has no effect with --data of token shards
+        --data shards --text_column x => --text_column x has no effect without --data of .jsonl or .parquet files
+        --data a=shards:1,b=book.txt:1 --text_column x => --text_column x has no effect without
+        --data shards --model_args vocab_size=100 => has (\d+) ids.*use --model_args vocab_size=\1
+        --data empty.txt => empty.txt is empty; give a file with text in it
+        --data folder => no index.json.*python data.py prepare
+        --data one.jsonl => one.jsonl has no validation text; use --val_every 0
+        --data table.csv => make a .jsonl of it, python -c 'import csv, json, sys;
+        --data list.json => make a .jsonl of it, python -c 'import json, sys;
+        --data org/corpus => hf download org/corpus --repo-type dataset --local-dir corpus
+        --data web=a:0.5,code=b => --data.*'code=b' has no weight.*name=path:weight
+        --data web=:0.5 => has no path
+        --data web=a:1,b:1 => 'b:1' has no name
+        --data web=a:1,code=b:0 => weight of code is 0.*above 0
+        --data web=a:1,web=b:1 => two parts web
+        --data web=a:0.3333333,code=b:0.6666667 => after 10,000,000.*near to them is web 3333, code 6667
+        --init_from gpt2 => hf download gpt2 --local-dir gpt2
+        --init_from meta-llama/Llama-3.2-1B => hf download meta-llama/Llama-3.2-1B --local-dir Llama-3.2-1B
+        --init_from runs/gone => ^error: (?!.*hf download).*runs/gone
+        --init_from ./gpt2 => ^error: (?!.*hf download).*gpt2
+        --data book.txt --tokenizer meta-llama/Llama-3.2-1B => hf download meta-llama/Llama-3.2-1B --local-dir Llama-3.2-1B
+        --data book.txt --tokenizer list.json => --tokenizer list.json.*not a tokenizer.json
+        --data book.txt --seq_len 0 => --seq_len 0
+        --data book.txt --cache_dir book.txt => --cache_dir .*book.txt writable
+        --out s3://bucket/run => --out s3://bucket/run: only folders are written
+        --export_hf gs://bucket/model => to export to gs://bucket/model: only folders are written
+        --after_save rsync => --after_save 'rsync' must have \{\} where the checkpoint's folder goes
+    """,
+    "train_qwen3": r"""
+        --moe_balance aux --moe_aux_coef 1 --moe_bias_rate 1 => --moe_balance aux, --moe_bias_rate 1.0, --moe_aux_coef 1.0 have
+        --moe_force_balance --moe_load_per_layer => --moe_force_balance, --moe_load_per_layer have no effect
+        --flavor debug_moe --moe_aux_coef 1 => --moe_aux_coef 1.0 has no effect without --moe_balance aux
+        --flavor debug_moe --moe_balance aux --moe_bias_rate 1 => --moe_bias_rate 1.0 .*--moe_balance bias
+    """,
+    "train_deepseek": r"""
+        --moe_balance none --moe_aux_coef 1 => --moe_aux_coef 1.0 has no effect with --moe_balance none
+        --mtp_weight 1 => --mtp_weight 1.0 has no effect without mtp_depth 1
+        --model_args n_groups=3 => n_experts 8 in n_groups 3 makes no whole groups
+        --model_args n_groups=8 => n_groups 8 makes no whole groups, of 2 or more with score_func sigmoid
+        --model_args top_k=5 => top_k 5 must be between 1 and the 4 experts of top_k_groups 2 of n_groups 4
+        --model_args top_k_groups=5 => top_k_groups 5 of n_groups 4
+        --model_args mtp_depth=2 => mtp_depth 2 0 or 1
+        --model_args qk_rope_head_dim=15 => qk_rope_head_dim 15 is odd
+        --model_args n_dense_layers=6 => n_dense_layers 6 must be between 0 and n_layers - 1 = 5
+        --model_args kv_lora_rank=0 => kv_lora_rank 0 must be at least 1
+        --model_args q_lora_rank=-1 => q_lora_rank -1
+        --model_args score_func=tanh => score_func
+    """,
+    "grpo": r"""
+        --pp 2 => a new token needs all layers
+        --pp_schedule GPipe => unknown flag --pp_schedule
+        --env gsm8k => needs --env_data
+        --env_data a.jsonl => --env_data a.jsonl has no effect without --env dataset or --env gsm8k
+        --gen_ranks 1 => must leave a process to train
+        --prompts_per_step 4 --minibatches 3 => does not divide --prompts_per_step 4
+        --temperature 0 => must be above 0
+        --group_size 0 => --group_size 0 must be 1 or more
+        --group_size 1 => --group_size 1: an advantage is a reward compared with others
+        --max_new_tokens 256 --seq_len 256 => --max_new_tokens 256 leaves no room for a prompt in --seq_len 256
+        --tis -1 => --tis -1.0 must be 0 or more
+        --beta1 1 => --beta1 1.0 and --beta2 0.95 must be below 1
+        --seq_len 16 --max_new_tokens 8 --pack_tokens 8 => no room for a sample of --seq_len 16; use --pack_tokens 16 or more
+        --seq_len 16 --max_new_tokens 8 --pack_tokens 18 --cp 2 => not a multiple of 4, the pieces into which --tp 1 and --cp 2
+        --pack_tokens 256 --local_batch_size 8 => --local_batch_size 8 has no effect with --pack_tokens
+        --pack_tokens 256 --batch_invariant => --batch_invariant with --pack_tokens 256: samples in one sequence are not
+        --compile => --compile needs --pack_tokens: packed sequences have one length
+        --compile --batch_invariant => --batch_invariant with --compile: compiled blocks round differently
+        --float8 rowwise => unknown flag --float8
+        --plot --tp 2 => --plot without torchrun draws layouts
+        --no-loss_parallel => --no-loss_parallel.*leave it out
+        --flavor debug_moe --batch_invariant => --batch_invariant has no effect with experts
+        --out s3:/bucket/run => --out s3:/bucket/run: only folders are written
+    """,
+    "generate": r"""
+        --promt x => unknown flag --promt; did you mean --prompt\?
+        --prompt => --prompt
+        --device cuda => --device cuda: torch finds no GPU
+        runs/x --prompt x => unexpected argument 'runs/x': the run to sample from is --checkpoint runs/x
+        --prompt x runs/x => the run to sample from is --checkpoint runs/x
+        --checkpoint runs/gone => runs/gone is no folder; give a run folder, or one of its folders checkpoints/step-N$
+        --checkpoint Qwen/Qwen3-0.6B => must be on the disk first: hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B
+        --checkpoint . => \. holds no checkpoint; give a run folder
+    """,
+    "data": r"""
+         => required
+        what => what
+        check => DIR
+        check --skip => DIR
+        prepare => --input
+        prepare --inpu book.txt --tokenizer t.json --out out => --input
+        prepare --input none.txt --tokenizer t.json --out out => none.txt
+        prepare --input t.json --tokenizer t.json --out out => .jsonl
+        prepare --input book.txt --tokenizer nowhere --out out => --tokenizer nowhere
+        prepare --input book.txt --tokenizer t.json --out out --eot <no> => <no>
+        prepare --input book.txt --tokenizer t.json --out out --oops 1 => --oops
+        prepare --input book.txt --tokenizer t.json --out book.txt => book.txt
+        prepare --input book.txt --tokenizer t.json --out out --workers x => --workers
+        prepare --input a.txt.gz --tokenizer t.json --out out => a.txt.gz is truncated
+        prepare --input book.txt --tokenizer t.json --out s3://bucket/tokens => --out s3:/bucket/tokens: only folders
+        tokenizer --input a.txt.gz --out b.json => a.txt.gz is truncated
+        tokenizer --input book.txt --vocab_size 256 --out b.json => --vocab_size 256 must be between 257
+        tokenizer --input book.txt --vocab_size 2000000000 --out b.json => 1,048,576
+        tokenizer --input book.txt --out t.json => is there already
+        tokenizer --input book.txt --out b.txt => is no .json
+        tokenizer --input none.txt --out b.json => none.txt
+        tokenizer --input empty.txt --out b.json => empty.txt is empty
+        tokenizer --input book.txt --out gs://bucket/t.json => --out gs:/bucket/t.json: only folders
+        show none.jsonl --tokenizer t.json => none.jsonl: no such file
+        show chat.jsonl => --tokenizer
+        show chat.jsonl --tokenizer nowhere => --tokenizer nowhere
+        show chat.jsonl --tokenizer t.json --n 0 => --n 0
+        show chat.jsonl --tokenizer t.json => has no chat template
+    """,
+    "checkpoint": r"""
+        to_hf run s3://bucket/model => to export to s3://bucket/model: only folders are written
+        from_hf run s3://bucket/run => to export to s3://bucket/run: only folders are written
+        source run s3://bucket/code => to write to s3://bucket/code: only folders are written
+        from_hf gpt2 new => hf download gpt2 --local-dir gpt2
+    """,
+    "ablate": r"""
+        REPO/train_llama3.py --vary lr=1e-3,3e-3 --out s3://bucket/study => --out s3://bucket/study: only folders
+    """,
+}
+ROWS = [(program, *line.strip().split("=> ")) for program, lines in TABLE.items() for line in lines.strip("\n ").split("\n")]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    root = tmp_path_factory.mktemp("messages")
+    folder = root / "here"
+    (folder / "folder").mkdir(parents=True)
+    (folder / "book.txt").write_text("".join(f"line {i} of {i * i}\n" for i in range(3000)))
+    for name in ("table.csv", "list.json"):
+        (folder / name).write_text('{"text": "x"}')
+    (folder / "empty.txt").touch()
+    (folder / "one.jsonl").write_text(json.dumps({"text": "word " * 3000}))
+    (folder / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "u"}]}')
+    (folder / "a.txt.gz").write_bytes(b"1")
+    cut = open_data(DataConfig(data=str(folder / "book.txt"), cache_dir=str(root / "cache")), 32).folder
+    shutil.copytree(cut, folder / "shards")
+    shutil.copy(cut / "tokenizer.json", folder / "t.json")
+    return folder
+
+
+@pytest.mark.parametrize("program, typed, message", ROWS, ids=lambda text: text[:70])
+def test_a_wrong_command_line_is_told_in_one_line(place, monkeypatch, capsys, program, typed, message):
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(place.parent / "cache"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    argv, module = shlex.split(f"{BASE.get(program, '')} {typed}".replace("REPO", str(REPO))), importlib.import_module(program)
+    monkeypatch.setattr(sys, "argv", [f"{program}.py", *argv])
+    before = sorted(os.listdir(place))
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit) as stop:
+        if program == "ablate":
+            runpy.run_path(str(REPO / "ablate.py"), run_name="__main__")
+        elif program in ("data", "checkpoint"):
+            main = importlib.import_module(f"tools.{program}_commands").main
+            main(argv) if program == "checkpoint" else main()
+        elif program == "generate":
+            module.main(argv)
+        else:
+            launch.run(module.main, module.Config)
+    out, err = capsys.readouterr()
+    assert stop.value.code == 2 and err.count("\n") == 1 and re.search(message, err), err
+    assert err.startswith("error: ") and "loss" not in out and not dist.is_initialized()
+    made = set(os.listdir(place)) - set(before)  # a run is locked before its data is opened
+    assert made <= ({"run"} if "--data" in typed else set()) and not (place / "run" / "metrics.jsonl").exists()
+    shutil.rmtree(place / "run", ignore_errors=True)

@@ -1,0 +1,120 @@
+"""The command line of checkpoint.py: ls, verify, diff, to_hf, from_hf, source."""
+import os
+from dataclasses import asdict
+
+import torch
+
+import checkpoint
+from distributed.layout import named_tensors
+from storage.dcp import read_tensors
+from storage.diff import diff
+from storage.hf import HF_DTYPES, check_export, file_kinds, load_hf_model, save_hf, say_lost, write_hf
+from storage.manifest import Damaged, read_manifest, verify
+from storage.same_model import check_same_model
+from storage.sources import write_sources
+from support.config import Parser, usage_error
+from support.files import step_folders
+
+
+def ls(run: str):
+    """Shows what the manifests say; the sizes of the files are compared, their bytes are not read."""
+    if not os.path.isdir(run):
+        raise ValueError(f"{run} is no folder; give a run folder such as runs/llama3")
+    for step, path in step_folders(run):
+        try:
+            manifest = read_manifest(path)
+            size = sum(size for size, _ in manifest["files"].values())
+            layout = [f"{manifest['world_size']} rank(s)", *(f"{axis} {degree}" for axis, degree in manifest["layout"].items())]
+            status = "complete (bytes not read)" + ", only the weights" * manifest["model_only"]
+            print(f"step-{step:<8} {size / 1e6:10.1f} MB   {', '.join(layout):34} {status}")
+        except Damaged as error:
+            print(f"step-{step:<8} {'?':>10} MB   {'':34} DAMAGED: {error}")
+    if not step_folders(run):
+        print(f"{run} has no checkpoints")
+
+
+def verify_command(folder: str) -> int:
+    """0 only if every byte of a step folder, or of all those of a run folder, is as it was written."""
+    of_run = [path for _, path in step_folders(folder)] if not os.path.lexists(os.path.join(folder, "manifest.json")) else []
+    if not of_run and os.path.isdir(os.path.join(folder, "checkpoints")):
+        print(f"{folder} holds no checkpoint")
+        return 1
+    status = 0
+    for path in of_run or [folder]:
+        try:
+            files = verify(path)["files"]
+            print(f"{path} is good: {len(files)} files, {sum(size for size, _ in files.values()) / 1e6:.1f} MB", flush=True)
+        except Damaged as error:
+            print(f"{path} is DAMAGED: {error}", flush=True)
+            status = 1
+    return status
+
+
+def to_hf(folder: str, out: str, dtype="bfloat16", max_shard_gb=5.0, adapter=False):
+    """Exports a step folder, or a run folder's newest good checkpoint, with one tensor in memory at a time; of a LoRA run
+    its adapters alone, or merged in memory with the weights below them."""
+    check_export(out)
+    path, model, table = checkpoint.open_saved(folder)
+    check_same_model(type(model), model.config)
+    if adapter and not checkpoint.has_adapters(path):
+        raise ValueError(f"--adapter: {folder} was trained without --lora_rank; leave it out")
+    file = os.path.join(path, "tokenizer.json")
+    tokenizer_file = file if os.path.isfile(file) else None
+    if adapter:
+        from sft.peft import write_peft
+
+        return write_peft(out, path, table, model, checkpoint.tokenizer_and_beside(file) if tokenizer_file else {})
+    if checkpoint.has_adapters(path):
+        return save_hf(checkpoint.load_model(path)[0], out, getattr(torch, dtype), max_shard_gb, tokenizer_file)
+    kinds = file_kinds(named_tensors(model), model, getattr(torch, dtype))
+
+    def read(fqn):
+        saved = table.state_dict_metadata[f"model.{fqn}"]
+        tensor = torch.empty(saved.size, dtype=saved.properties.dtype)
+        read_tensors({f"model.{fqn}": tensor}, path, table)
+        return tensor
+
+    say_lost(out, [fqn for fqn in named_tensors(model) if fqn not in kinds and read(fqn).any()])
+    write_hf(out, model.config, model.hf_keys(), kinds, lambda fqn: read(fqn).to(kinds[fqn][1]), max_shard_gb,
+             tokenizer_file)
+
+
+def from_hf(folder: str, out: str):
+    """Writes a Hugging Face folder as a run folder of ours with one checkpoint, of step 0, for --init_from and generate.py."""
+    check_export(out)
+    model, tokenizer_file = load_hf_model(folder)
+    identity = {"module": type(model).__module__, "class": type(model).__name__, **asdict(model.config)}
+    checkpoints = checkpoint.Checkpoints(
+        checkpoint.CheckpointConfig(), out, modules=[model], optimizer=[], config={}, source="", tokenizer_file=tokenizer_file,
+        identity={"model": identity, "data": {}, "optimizer": {}},
+    )
+    checkpoints.save(0, {"step": 0, "samples": 0, "tokens": 0}, last=True, model_only=True)
+    checkpoints.close()
+
+
+def main(argv: list[str]) -> int:
+    parser = Parser(prog="python checkpoint.py", description=checkpoint.__doc__)
+    commands = parser.add_subparsers(metavar="ls|verify|diff|to_hf|from_hf|source", required=True)
+
+    def add(function, name, **arguments):
+        command = commands.add_parser(name)
+        command.set_defaults(function=function)
+        for argument, text in arguments.items():
+            command.add_argument(argument, help=text)
+        return command
+
+    new = "the folder to write; it must be new"
+    add(ls, "ls", run="a run folder")
+    add(verify_command, "verify", folder="a run folder, or a step folder")
+    add(diff, "diff", a="a step folder", b="another one")
+    add(from_hf, "from_hf", folder="a Hugging Face folder", out=new)
+    add(write_sources, "source", folder="a step folder, or a run folder", out=new)
+    command = add(to_hf, "to_hf", folder="a step folder, or a run folder", out=new)
+    command.add_argument("--dtype", choices=[str(d)[6:] for d in HF_DTYPES], default="bfloat16", help="of the weights")
+    command.add_argument("--adapter", action="store_true", help="of a LoRA run: its adapters alone, in peft's format")
+    command.add_argument("--max_shard_gb", type=float, default=5.0, help="the most that a file may have, in GB")
+    arguments = vars(parser.parse_args(argv))
+    try:
+        return arguments.pop("function")(**arguments) or 0
+    except (ValueError, RuntimeError) as error:
+        usage_error(error)

@@ -1,0 +1,171 @@
+"""What a training step does, counted while it runs: memory, FLOPs, and what travels between the ranks."""
+import sys
+import weakref
+from collections import Counter
+from contextlib import ExitStack
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import flop_registry
+
+OPS = {
+    "_allgather_base_": "all_gather", "all_gather_into_tensor": "all_gather", "allgather_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter", "reduce_scatter_tensor": "reduce_scatter",
+    "allreduce_": "all_reduce", "all_reduce": "all_reduce",
+    "alltoall_base_": "all_to_all", "all_to_all_single": "all_to_all",
+    "send": "send", "recv_": "recv",
+}
+
+
+def sdpa_flops(out, q, k, v, *rest, **kwargs) -> int:
+    return 4 * q.shape[:3].numel() * k.shape[2] * q.shape[3]  # q k^T, and the probabilities times v; the mask saves nothing
+
+
+FLOPS = {
+    "_scaled_dot_product_flash_attention_for_cpu": sdpa_flops,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": lambda out, grad, *qkv, **kwargs: 2 * sdpa_flops(out, *qkv),
+    # (N, in) x (E, in, out), or for the weights' gradient (in, N) x (N, out)
+    "_grouped_mm": lambda out, x, w, *rest, **kwargs: 2 * x.numel() * w.shape[-1],
+}
+
+
+def unwatched(function):
+    """The function, run outside of all modes: on real values where tensors are fake, and counted by no Watch."""
+
+    def run(*args):
+        with _disable_current_modes():
+            return function(*args)
+
+    return run
+
+
+class Watch(TorchDispatchMode):
+    """Counts what runs inside the context, on real tensors or on fake ones:
+
+    moved: {(phase, axis, op, bytes of the largest tensor involved): how often}
+    flops: {phase: FLOPs of matmuls and attention}, and under "attention" those of attention in all phases;
+           phases are forward, backward, recompute, update
+    live, peak: bytes of the tensors made inside that are alive now, and at the worst moment
+    """
+
+    def __init__(self, layout=None):
+        super().__init__()
+        self.moved, self.flops, self.live, self.peak, self.sizes = Counter(), Counter(), 0, 0, {}
+        self.outside = "forward"  # the phase of what runs while autograd does not: forward, backward (of a pipeline) or update
+        # {name of a process group: its axes}. Axes over the same ranks may share one; an axis over all ranks has the world's.
+        self.axes = {}
+        for mesh in [m for m in layout and (layout.expert_mesh, layout.full_mesh, layout.mesh) or () if m is not None]:
+            for axis in mesh.mesh_dim_names:
+                self.axes.setdefault(mesh.get_group(axis).group_name, []).extend([axis] * (mesh[axis].size() > 1))
+        if layout and layout.world_size > 1 and not self.axes.get(world := dist.group.WORLD.group_name):
+            self.axes[world] = ["world"]
+
+    def __enter__(self):
+        resize = torch.UntypedStorage.resize_  # how FSDP frees a block's weights, and takes the memory again
+
+        def counted(storage, size):
+            if storage._cdata in self.sizes:
+                self.change(storage._cdata, size)
+            return resize(storage, size)
+
+        self.patches = ExitStack()
+        self.patches.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", counted))
+        # DTensor finds shapes by running operations on whole tensors: that is not what this device does
+        shapes = "_propagate_tensor_meta_non_cached"
+        unseen = unwatched(getattr(ShardingPropagator, shapes))
+        self.patches.enter_context(mock.patch.object(ShardingPropagator, shapes, unseen))
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self.patches.close()
+        return super().__exit__(*error)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # DTensor then runs the op on local tensors, with its collectives: these come here again
+        kwargs = kwargs or {}
+        out = self.run(func, *args, **kwargs)
+        inside = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)]
+        known = {t.untyped_storage()._cdata for t in inside}
+        for t in tree_iter(out):
+            if isinstance(t, torch.Tensor):
+                storage = t.untyped_storage()
+                if (key := storage._cdata) not in known and key not in self.sizes:
+                    self.change(key, storage.nbytes())
+                    weakref.finalize(storage, self.change, key, None)
+        flops = 0
+        if func._opname in FLOPS:
+            flops = FLOPS[func._opname](out, *args, **kwargs)
+        elif func._overloadpacket in flop_registry:
+            flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
+        self.flops[self.phase()] += flops
+        self.flops["attention"] += flops * ("attention" in func._opname)
+        if func.namespace in ("c10d", "_c10d_functional") and func._opname in OPS:
+            self.count_collective(OPS[func._opname], [*tree_iter((args, kwargs)), *tree_iter(out)])
+        return out
+
+    def count_collective(self, op: str, values: list):
+        """values: all arguments and results of the call, one of which names the process group."""
+        group = next((v for v in reversed(values) if isinstance(v, str) and v in self.axes), None)
+        if group is None:
+            objects = (v for v in values if isinstance(v, torch.ScriptObject))
+            group = next((dist.ProcessGroup.unbox(v).group_name for v in objects if is_group(v)), None)
+        axes = self.axes.get(group, [group])
+        if not axes:
+            return  # a group of one rank: nothing travels
+        if len(axes) > 1 and op != "all_reduce":  # axes share the group: the call stack tells whether FSDP issued this
+            fsdp = called_by_fsdp()
+            axes = [a for a in axes if (a in ("dp_replicate", "dp_shard", "fsdp", "efsdp")) == fsdp] or axes
+        size = max(t.numel() * t.element_size() for t in values if isinstance(t, torch.Tensor))
+        self.moved[self.phase(), axes[-1], op, size] += 1
+
+    def run(self, func, *args, **kwargs):
+        return func(*args, **kwargs)
+
+    def change(self, key, size):
+        """A storage now has this many bytes; None: it is gone."""
+        self.live += (size or 0) - self.sizes.get(key, 0)
+        self.peak = max(self.peak, self.live)
+        if size is None:
+            self.sizes.pop(key, None)
+        else:
+            self.sizes[key] = size
+
+    def phase(self) -> str:
+        if torch._C._current_graph_task_id() == -1:
+            return self.outside
+        return "recompute" if torch.is_grad_enabled() else "backward"
+
+    def mark(self) -> int:
+        """The peak since the last mark."""
+        peak, self.peak = self.peak, self.live
+        return peak
+
+
+def totals(moved) -> dict:
+    """{(axis, op): [number, bytes]}"""
+    counts = {}
+    for (_, axis, op, size), n in moved.items():
+        entry = counts.setdefault((axis, op), [0, 0])
+        entry[0] += n
+        entry[1] += n * size
+    return counts
+
+
+def called_by_fsdp() -> bool:
+    frame = sys._getframe()
+    while frame is not None and "_fully_shard" not in frame.f_code.co_filename:
+        frame = frame.f_back
+    return frame is not None
+
+
+def is_group(obj) -> bool:
+    try:
+        return isinstance(dist.ProcessGroup.unbox(obj), dist.ProcessGroup)
+    except RuntimeError:
+        return False

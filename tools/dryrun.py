@@ -1,0 +1,471 @@
+"""--dry_run: what a layout costs, before the machines for it are rented.
+
+The recipe's own parallelisation code runs under a fake process group of any size, on tensors without memory. Counted are bytes,
+collectives, FLOPs and the pipeline's bubble, for the first device of each pipeline rank. --plot and --explain start
+from the same numbers (pictures.py, explain.py).
+"""
+import math
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import get_args
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+import distributed.layout
+import parallel
+from distributed import checks, refusals
+from distributed.experts import balance_experts
+from distributed.layout import AXES, all_blocks, local_tensor
+from distributed.pipeline import ZERO_BUBBLE, Schedule, n_microbatches
+from models.loss import CHUNK_ELEMENTS
+from storage import resume
+from support import muon
+from support.metrics import peak_flops
+from tools.costs import Watch, totals, unwatched
+from tools.schedule import bubble, duration, in_flight, rows_of, simulate
+
+
+class DryWatch(Watch):
+    """Watch for fake tensors, which have no values: where the program asks for one, all experts have equally many tokens."""
+
+    def __init__(self, layout):
+        super().__init__(layout)
+        self.rows, self.ep = 1, layout.ep
+
+    def run(self, func, *args, **kwargs):
+        if func is torch.ops.aten.scatter_add_.default and args[0].dtype == torch.int64:  # models.moe.Balance.count
+            self.rows = args[2].numel()
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.int64:
+            return self.rows // self.ep  # tokens to and from each rank that holds experts
+        if func is torch.ops.aten.repeat_interleave.Tensor:  # the expert of each token
+            return args[0].new_empty(self.rows)
+        if func is torch.ops.aten._grouped_mm.default:  # torch's own rule for the shape accepts bf16 only
+            x, w, experts = args[0], args[1], kwargs.get("offs", args[2] if len(args) > 2 else None)
+            return x.new_empty((x.shape[0], w.shape[-1]) if w.dim() == 3 else (len(experts), x.shape[0], w.shape[1]))
+        return func(*args, **kwargs)
+
+
+# ---------------------------------------------------------------- building the recipe's model without devices
+class Built(BaseException):
+    """Ends the recipe's main where it has its model and its optimizers, which is all that a dry run needs."""
+
+
+@contextmanager
+def no_earlier_run():
+    """What is in --out is neither looked at nor locked while a recipe's main runs for a report."""
+    with ExitStack() as stack:
+        for name in "check_run", "wait_for_run", "lock_run", "continued":
+            stack.enter_context(mock.patch.object(resume, name, lambda *args, **kwargs: None))
+        yield
+
+
+def build(main, cfg, connect, **stand_ins):
+    """(stages, optimizers, layout) from the recipe's own main, run up to its checkpoints.
+
+    Where main would touch data, disk or other processes it finds stand-ins; the rest of it is its own code and parallel.py's.
+    stand_ins: more of them, by the name that main knows them by.
+    """
+    seen = []
+
+    def stand_in_connect(layout, *args, **kwargs):
+        return connect(layout)
+
+    def make_mesh(layout, usual=main.__globals__["make_mesh"]):
+        seen.append(usual(layout))
+        return seen[0]
+
+    def checkpoints(*args, modules, optimizer, **kwargs):
+        raise Built(modules, optimizer)
+
+    nothing = lambda *args, **kwargs: None  # noqa: E731
+    data = SimpleNamespace(vocab_size=0, n_val_samples=1, fingerprint={}, tokenizer_file=None)
+    # check_groups, of forks/ft.py, asks a server whether it is there
+    stand_ins |= dict(check_groups=nothing, source_tokenizer=nothing, open_data=lambda *args: data, check_run=nothing)
+    stand_ins |= dict(lock_run=nothing, StopSignal=nothing, connect=stand_in_connect, make_mesh=make_mesh)
+    stand_ins |= dict(Checkpoints=checkpoints, loaded_later=lambda cfg: lambda fqn: False)
+    names = main.__globals__
+    known = {name: value for name, value in stand_ins.items() if name in names}
+    with mock.patch.dict(names, known), no_earlier_run():
+        try:
+            main(cfg)
+        except Built as built:
+            stages, optimizers = built.args
+            if seen[0].pp == 1:
+                stages[0].index, stages[0].n_stages = 0, 1  # as a pipeline's stages have
+            return stages, optimizers, seen[0]
+    raise RuntimeError("main ended before it made its Checkpoints: a dry run needs them to know that the model is complete")
+
+
+# What a dry run executes in place of a schedule: the same collectives in a simpler order, with 1 or 2 micro-batches
+SIMPLE_ORDER = {"1F1B": "GPipe", "DualPipeV": "ZBVZeroBubble"}
+
+
+@contextmanager
+def dry_world(main, cfg, pp_rank: int):
+    """(stages, optimizers, layout) of a pipeline rank's first device, in a world of fake processes and fake tensors.
+
+    Left out there: the handshakes of a start, the masks that only CPU kernels need, random initial weights.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed.pipelining import schedules
+    from torch.distributed.pipelining.stage import _PipelineStageBase
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    world_size = math.prod(max(1, getattr(cfg, axis)) for axis in AXES)
+    rank = pp_rank * (world_size // max(1, cfg.pp))
+
+    def connect(layout):
+        # compiled or not, the same bytes travel; the order of the micro-batches is not run but simulated (schedule.py)
+        order = layout.schedule if cfg.pp_schedule_csv else SIMPLE_ORDER.get(cfg.pp_schedule, cfg.pp_schedule)
+        dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+        return replace(layout, schedule=order, memory=int(DEVICES[0] * 1e9) * (cfg.device != "cpu"),
+                       compute_dtype=torch.float32 if cfg.compute_dtype == "float32" else torch.bfloat16)
+
+    def not_async(stage, layout, cfg):
+        parallel.tensor_parallel(stage, layout, replace(cfg, async_tp=False))
+
+    def init_weights(stage, *args):
+        with fake:
+            stage.to_empty(device="cpu")
+
+    def shapes_are_given(schedule, pipeline_stages, *args):  # in torch 2.13 all ranks vote on it
+        for stage in pipeline_stages:
+            stage._inference_mode = sys.modules["torch.distributed.pipelining.stage"].InferenceMode.STATIC
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, RANK=str(rank), WORLD_SIZE=str(world_size)))
+        if cfg.device != "cpu":  # fake tensors are on the CPU, but the loss shall take chunks as large as on a GPU
+            stack.enter_context(mock.patch.dict(CHUNK_ELEMENTS, cpu=CHUNK_ELEMENTS["cuda"]))
+        for owner, name, value in [
+            *[(module, "local_slice", unwatched(distributed.layout.local_slice)) for module in (parallel, muon)],
+            (DeviceMesh, "__getitem__", unwatched(DeviceMesh.__getitem__)),
+            (checks, "check_memory", lambda model, layout, cfg: None),
+            (parallel, "lower_right_mask", lambda T, S, device: None),  # CUDA's flash kernel has it built in
+            (schedules._PipelineSchedule, "_warmup_p2p", shapes_are_given),
+            (_PipelineStageBase, "_get_init_p2p_neighbors_ops", lambda stage: []),  # the handshake before torch 2.13
+        ]:
+            of_torch = owner in (schedules._PipelineSchedule, _PipelineStageBase)  # whose versions do not all have both
+            stack.enter_context(mock.patch.object(owner, name, value, create=of_torch))
+        try:
+            on_gpus = partial(refusals.check_layout, on_cuda=True)
+            built = build(main, replace(cfg), connect, init_weights=init_weights, check_layout=on_gpus,
+                          compile_blocks=lambda *args: None, tensor_parallel=not_async)
+            if cfg.compile:
+                forget_silu(built[0])
+            with fake:
+                yield built
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            _clear_sharding_prop_cache()  # else the next world would find this one's process groups
+
+
+def forget_silu(stages) -> None:
+    """Compiled code keeps for its backward what eager code keeps, but for the results of silu: the compiler computes them again
+    from their inputs, which are kept anyway. Blocks that are recomputed keep nothing of the kind."""
+    def pack(x):
+        is_silu = type(x.grad_fn).__name__ == "SiluBackward0"
+        return partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=x.device) if is_silu else x
+
+    def without_silu(compute):
+        def run(*args, **kwargs):
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept() if isinstance(kept, partial) else kept):
+                return compute(*args, **kwargs)
+
+        return run
+
+    for block in [block for stage in stages for block in all_blocks(stage).values()]:
+        compiled, name = (block.moe.experts, "compute") if hasattr(block, "moe") else (block, "forward")
+        if not isinstance(block.forward, partial):
+            setattr(compiled, name, without_silu(getattr(compiled, name)))
+
+
+# ---------------------------------------------------------------- one step, measured
+def size_of(tensors) -> int:
+    return sum(local_tensor(t).nbytes for t in tensors if isinstance(t, torch.Tensor))
+
+
+def optimizer_state(optimizers) -> int:
+    return size_of(t for optimizer in optimizers for state in optimizer.state.values() for t in state.values())
+
+
+def gathered_bytes(stage, own: list) -> int:
+    """Bytes of weights that are gathered or cast at the moment: of what the model has in place of its own parameters. A cast to
+    the dtype that a parameter has takes no memory."""
+    known = {local_tensor(p).untyped_storage()._cdata for p in own}
+    storages = [local_tensor(p).untyped_storage() for p in stage.parameters()]
+    return sum({s._cdata: s.nbytes() for s in storages if s._cdata not in known}.values())
+
+
+@contextmanager
+def stages_followed(stages, layout, watch: Watch, out: Counter):
+    """Follow each micro-batch through the stages of this rank, which are counted from 0.
+
+    Writes (activations, stage) and (flops, stage) into out: see observe. Yields a list that grows, of the memory's peak between
+    two marks, and how many micro-batches of each stage were between their forward and the end of their backward then; and the
+    function that sets a mark."""
+    before, under_way, peaks, place = {}, Counter(), [], {s.index: i for i, s in enumerate(stages)}
+    own = [p for stage in stages for p in stage.parameters()]
+
+    def mark():
+        peaks.append((watch.mark(), dict(under_way)))
+
+    def enter(stage, *args):
+        mark()
+        if layout.pp == 1:
+            under_way.clear()  # without a pipeline the backward of the micro-batch before is over
+        under_way[place[stage.index]] += 1
+        watch.outside = "forward"
+        before[stage.index] = watch.live - gathered_bytes(stage, own), watch.flops["forward"]
+
+    def leave(stage, *args):
+        i, (live, flops) = place[stage.index], before[stage.index]
+        out["activations", i] = watch.live - gathered_bytes(stage, own) - live
+        out["flops", i] += watch.flops["forward"] - flops
+
+    def marked(backward):  # a pipeline's backward: a whole one, or its second half, which frees the activations
+        def run(stage, *args, full_backward=True, **kwargs):
+            watch.outside = "backward"  # FSDP reduces the gradients after autograd has returned
+            done = backward(stage, *args, **kwargs | ({} if full_backward else {"full_backward": False}))
+            mark()
+            under_way[place[stage.stage_index]] -= full_backward
+            return done
+
+        return run
+
+    with ExitStack() as stack:
+        for stage in stages:
+            stack.callback(stage.register_forward_pre_hook(enter, prepend=True).remove)
+            stack.callback(stage.register_forward_hook(leave).remove)
+        if layout.pp > 1:
+            from torch.distributed.pipelining import PipelineStage
+
+            for name in ("backward_one_chunk", "backward_weight_one_chunk"):
+                stack.enter_context(mock.patch.object(PipelineStage, name, marked(getattr(PipelineStage, name))))
+        yield peaks, mark
+
+
+def observe(stages, optimizers, layout, seq_len: int, n: int, watch: Watch) -> Counter:
+    """Run a training step of n micro-batches (pipeline) or accumulation steps, and measure it, on any kind of tensor.
+
+    Memory is right in the first step of a model only: in later ones FSDP's buffers are there already, and are not counted.
+    A stage is named by its place on this rank. Keys, all but (flops, ..) and (moved, ..) in bytes:
+    parameters, gradients, optimizer
+    (activations, stage): what one micro-batch leaves for its backward
+    peak: at the worst moment, without those activations; update: of the optimizer's step; measured: of all together
+    (flops, phase), (flops, stage): of the step, and of its forwards alone
+    (moved, phase, axis, op, bytes): how often
+    """
+    local = layout.microbatch_size * n if layout.pp > 1 else layout.local_batch_size
+    few = local * layout.data_ranks * (1 if layout.pp > 1 else n)
+    layout = replace(layout, local_batch_size=local, global_batch_size=few)
+    tokens = torch.randint(0, stages[0].config.vocab_size, (layout.accumulation, layout.local_batch_size, seq_len))
+    batch = SimpleNamespace(tokens=tokens, labels=tokens, positions=torch.arange(seq_len).expand_as(tokens), doc_ids=None)
+    params = [p for stage in stages for p in stage.parameters()]
+    out, had = Counter(parameters=size_of(params)), optimizer_state(optimizers)
+    with stages_followed(stages, layout, watch, out) as (peaks, mark), watch:
+        parallel.forward_backward(stages, batch, layout)
+        mark()
+        out["gradients"] = size_of(p.grad for p in params)
+        watch.outside = "update"
+        parallel.clip_grad_norm(stages, 1.0, layout)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if getattr(stages[0].config, "n_experts", 0):
+            balance_experts(stages, layout, "bias", 1e-3)
+    out["optimizer"] = optimizer_state(optimizers)
+    state = out["parameters"] + out["optimizer"]
+    out["update"] = out["parameters"] + had + watch.mark()  # the first step makes the optimizer's state
+    out["peak"] = state + max(peak - sum(k * out["activations", i] for i, k in under_way.items()) for peak, under_way in peaks)
+    out["measured"] = max(out["update"], *(state + peak for peak, _ in peaks))
+    out.update({("flops", name): flops for name, flops in watch.flops.items()})
+    out.update({("moved", *key): number for key, number in watch.moved.items()})
+    return out
+
+
+def plus(a, factor, b) -> Counter:
+    return Counter({key: a[key] + factor * b[key] for key in {**a, **b}})  # Counter's own operators drop what is negative
+
+
+def measure(stages, optimizers, layout, seq_len: int, n: int) -> Counter:
+    """A step of n micro-batches or accumulation steps, computed from a step of 2 and a step of 1 (of 3 for zero-bubble
+    schedules, which do not run with 1): each further one costs the difference."""
+    if n <= 2 or layout.schedule not in get_args(Schedule):
+        return observe(stages, optimizers, layout, seq_len, n, DryWatch(layout))
+    other = 3 if layout.pp > 1 and layout.schedule in ZERO_BUBBLE else 1
+    two, also = (observe(stages, optimizers, layout, seq_len, m, DryWatch(layout)) for m in (2, other))
+    each = plus(two, -1, also) if other == 1 else plus(also, -1, two)
+    step = plus(two, n - 2, each)
+    # memory does not grow with n, but for the buffers that receive from a neighbour: one per micro-batch for the whole step
+    received = sum(key[4] * k for key, k in two.items() if key[0] == "moved" and key[2:4] == ("pp", "recv")) // 2
+    memory = {key: two[key] for key in two if key[0] == "activations"} | {key: two[key] for key in ("update", "measured")}
+    return Counter({**step, **memory, "peak": two["peak"] + received * (n - 2)})
+
+
+def rank_kind(stages):
+    """Equal for pipeline ranks that do the same work."""
+    kind = [b.index - a.index == 1 for a, b in pairwise(stages)]  # nothing travels between neighbours on one rank
+    for stage in stages:
+        recomputed = tuple(isinstance(block.forward, partial) for block in stage.blocks.values())
+        shapes = tuple((p.shape, local_tensor(p).shape) for p in stage.parameters())
+        kind.append((stage.index == 0, stage.index == stage.n_stages - 1, recomputed, shapes))
+    return tuple(kind)
+
+
+# ---------------------------------------------------------------- --dry_run: the report
+PEAK = ("The peak is not the sum of the columns. It also has what is in none of them: gathered or cast weights, logits, and "
+        "whole gradients until they are reduced. And the columns are not full at once: activations go while gradients come.")
+DEVICES = (80, 141, 192)  # sizes in GB of 10^9 bytes. They have as many GiB, but driver, NCCL and allocator take the rest
+
+
+@dataclass
+class Rank:
+    """One pipeline rank's first device, in one step."""
+
+    stages: list
+    step: Counter  # see observe
+    same_as: int | None = None  # an earlier rank that does the same work
+    activations: int = 0  # bytes of all micro-batches between their forward and backward, at the worst moment
+    peak: int = 0
+
+    @property
+    def ids(self):
+        return [stage.index for stage in self.stages]
+
+    def flops(self, *phases) -> int:
+        return sum(self.step["flops", name] for name in phases)
+
+
+@dataclass
+class Report:
+    layout: object
+    ranks: list[Rank]
+    n: int  # micro-batches, or accumulation steps
+    rows: list  # rows_of: the schedule
+    n_params: int
+    flops_per_token: int  # as MFU counts them, see metrics.py
+    cost: Callable  # (kind, stage) -> FLOPs of a forward, a backward, or half of one
+
+    @property
+    def mfu_bound(self) -> float:
+        """Share of the FLOPs that train, in what all devices could do while the pipeline runs."""
+        useful = sum(rank.flops("forward", "backward") for rank in self.ranks)
+        return useful / (self.layout.pp * duration(simulate(self.rows, self.cost)))
+
+    @property
+    def least_flops(self) -> float:
+        """FLOPs of one device from the first forward to the last backward, waiting included. The counted FLOPs of attention are
+        those of a full square; a causal kernel needs half."""
+        attention = max(r.flops("attention") / r.flops("forward", "backward", "recompute") for r in self.ranks)
+        return (1 - attention / 2) * duration(simulate(self.rows, self.cost))
+
+
+def make_report(main, cfg) -> Report:
+    ranks, first = [], {}
+    for pp_rank in range(max(1, cfg.pp)):
+        with dry_world(main, cfg, pp_rank) as (stages, optimizers, layout):
+            n = n_microbatches(layout) if layout.pp > 1 else layout.accumulation
+            if (same := first.setdefault(rank_kind(stages), pp_rank)) < pp_rank:
+                ranks.append(Rank(stages, ranks[same].step, same_as=same))
+                continue
+            ranks.append(Rank(stages, measure(stages, optimizers, layout, cfg.seq_len, n)))
+    rows = rows_of(cfg, layout.pp, n, stages[0].n_stages)
+    for row, rank in zip(rows, ranks, strict=True):
+        rank.activations = in_flight(row, rank.ids, rank.step)
+        rank.peak = max(rank.step["update"], rank.activations + rank.step["peak"])
+        if cfg.cpu_offload:
+            rank.peak -= rank.step["parameters"] + rank.step["optimizer"]
+    with torch.device("meta"):
+        model = type(stages[0])(stages[0].config)  # whole again, and plain
+    owner = {i: rank for rank in ranks for i in rank.ids}
+
+    def cost(kind, stage):
+        rank = owner[stage]
+        forward = rank.step["flops", rank.ids.index(stage)]
+        backward = rank.flops("backward", "recompute") * forward / max(1, rank.flops("forward"))
+        return {"F": forward, "B": backward}.get(kind, backward / 2) / n
+
+    n_params = sum(p.numel() for p in model.parameters())
+    return Report(layout, ranks, n, rows, n_params, model.flops_per_token(cfg.seq_len), cost)
+
+
+def table(rows: list[list], right=True) -> str:
+    """Text with columns as wide as their widest cell; all but the first are flush right, or none."""
+    widths = [max(len(str(row[i])) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [str(c).rjust(w) if right and i else str(c).ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def human(n: float) -> str:
+    unit = next((i for i in range(4) if n < 1000 * 1024**i), 4)
+    return f"{n / 1024**unit:.3g} {'B KiB MiB GiB TiB'.split()[unit]}"
+
+
+def print_report(cfg, report: Report, machine: str) -> None:
+    layout, ranks = report.layout, report.ranks
+    print(f"dry run: {report.n_params:,} parameters | {layout} = {layout.world_size:,} "
+          f"device{'s' * (layout.world_size > 1)} | {str(layout.compute_dtype)[6:]} compute | "
+          f"{layout.global_batch_size} sequences x {cfg.seq_len} tokens per step")
+    print(f"\nThe first device of each pipeline rank; the peak fits ({' / '.join(map(str, DEVICES))} GB) or does not:\n")
+    lines = [["pp rank", "layers", "parameters", "gradients", "optimizer", "activations", "peak", "fits", "TFLOPs/step"]]
+    for i, rank in enumerate(ranks):
+        fits = " / ".join("yes" if rank.peak <= size * 1e9 else "no" for size in DEVICES)
+        sizes = [rank.step["parameters"], rank.step["gradients"], rank.step["optimizer"], rank.activations, rank.peak]
+        tera = rank.flops("forward", "backward", "recompute") / 1e12
+        lines.append([i, sum(len(s.blocks) for s in rank.stages), *map(human, sizes), fits, f"{tera:,.3g}"])
+    print(table(lines))
+
+    different = [i for i, rank in enumerate(ranks) if rank.same_as is None]
+    names = [", ".join(str(j) for j, r in enumerate(ranks) if j == i or r.same_as == i) for i in different]
+    print("\nCollectives of one step: number and bytes (of the largest tensor of each, summed), by axis:\n")
+    counts = [totals({key[1:]: n for key, n in ranks[i].step.items() if key[0] == "moved"}) for i in different]
+    lines = [["axis", "operation", *(f"pp rank {name}" for name in names)]]
+    for axis, op in sorted({key for c in counts for key in c}):
+        cells = [c.get((axis, op), (0, 0)) for c in counts]
+        lines.append([axis, op, *(f"{number:,} x, {human(size)}" if number else "-" for number, size in cells)])
+    print(table(lines) if len(lines) > 1 else "none")
+
+    whole, lost = sum(r.flops("forward", "backward", "recompute") for r in ranks), sum(r.flops("recompute") for r in ranks)
+    print()
+    if layout.pp > 1:
+        order = cfg.pp_schedule_csv or cfg.pp_schedule
+        print(f"Pipeline: {order}, {report.n} micro-batches: bubble {bubble(simulate(report.rows)):.1%} if all stages take as "
+              f"long, {bubble(simulate(report.rows, report.cost)):.1%} with these stages' FLOPs")
+    if ranks[0].stages[0].reduces_always and cfg.reduce_grads == "auto":
+        print(f"Gradients are reduced after each micro-batch, as on devices of {DEVICES[0]} GB: see --reduce_grads")
+    why = ["the pipeline's waiting"] * (layout.pp > 1) + [f"recomputation ({lost / whole:.1%} of the FLOPs)"] * bool(lost)
+    print(f"MFU at most {report.mfu_bound:.1%}: {' and '.join(why) or 'nobody waits for a pipeline, nothing is recomputed'}; "
+          "communication and kernels take the rest")
+    print(f"At the peak of {machine}, {peak_flops(machine) / 1e12:.0f} TFLOP/s in bf16, a step takes at least "
+          f"{report.least_flops / peak_flops(machine):.3g} s: a bound by arithmetic and the pipeline alone, with causal "
+          "attention at half of its FLOPs; not a prediction")
+    worst = max(ranks, key=lambda r: r.peak)
+    verdict = [f"{size} GB: {'fits' if worst.peak <= size * 1e9 else 'does not fit'}" for size in DEVICES]
+    print(f"Peak {human(worst.peak)} on pipeline rank {ranks.index(worst)}. {', '.join(verdict)}")
+    print("\nHow this was found: the recipe's own code ran under a fake process group, on tensors without memory.")
+    if report.n > 2 and not cfg.pp_schedule_csv:
+        print(f"Run were 2 of {report.n} {'micro-batches' if layout.pp > 1 else 'accumulation steps'}; the rest is linear.")
+    print("Activations are what torch's CPU kernels keep; CUDA's keep as much. The peak counts tensors only.")
+    print(PEAK.replace(". And", ".\nAnd"))
+    if cfg.cpu_offload:
+        print("--cpu_offload: parameters, gradients and optimizer state are in host memory, not in the peak.")
+    if cfg.ac == "budget":
+        print("--ac budget is the compiler's decision: shown as --ac none.")
+    if cfg.doc_mask:
+        print("--doc_mask: shown without. The mask saves FLOPs of attention, and changes no other number.")

@@ -1,0 +1,250 @@
+"""What one step computes, operation by operation, written down on every rank: the recording half of --check_parity --where.
+
+A seam is a place where two layouts must have the same numbers: what goes into the model, the output of every module, what
+enters attention and leaves it, the gradients of all these, the loss, every parameter's finished gradient, the norm, and the
+weights and buffers before and after the step. A rank writes down its own part of each; tools/where.py puts them together.
+
+The model and the recipe know nothing of it: hooks are put on the modules when the step begins, so after all parallelisation,
+and see what the next module is really given.
+"""
+import hashlib
+import inspect
+import os
+from collections import Counter
+from contextlib import ExitStack, contextmanager
+from fnmatch import fnmatch
+from functools import partial
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining.stage import _PipelineStageBase
+
+import parallel
+from distributed.layout import all_blocks, local_slice, local_tensor
+from models.moe import Experts, in_forward
+
+
+def tensors_in(out) -> list[Tensor]:
+    """The tensors that a module returns: one, or those in a tuple, a list or a dict."""
+    if isinstance(out, Tensor):
+        return [out]
+    values = out.values() if hasattr(out, "values") else out if isinstance(out, (tuple, list)) else []
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def is_compiled(module: nn.Module) -> bool:
+    return hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+
+
+def sequence_keys(tokens: Tensor, labels: Tensor) -> list[str]:
+    """A name for each sequence of (..., T): layouts have the same sequences in another order, on other ranks."""
+    rows = torch.stack([tokens.flatten(0, -2), labels.flatten(0, -2)], 1).cpu().contiguous()  # (B, 2, T)
+    return [hashlib.sha1(row.numpy().tobytes()).hexdigest() for row in rows]
+
+
+class Seams:
+    """What one process has seen. `records`, in the order of execution: (phase, name, stage, call, micro-batch, tensor)."""
+
+    def __init__(self, notes_inputs: bool = False):
+        self.records, self.rows, self.about = [], [], {}
+        self.notes_inputs = notes_inputs  # what a module is given, too: it tells a wrong module from one that is called wrongly
+        self.micro, self.path, self.calls, self.handles = 0, [], Counter(), []
+        self.gradients_seen, self.outputs, self.uses = set(), {}, {}
+
+    def add(self, phase: str, name: str, tensor: Tensor, stage=0, call=0, micro=None):
+        value = local_tensor(tensor.detach())
+        self.records.append((phase, name, stage, call, micro, value.to("cpu", copy=True).contiguous()))
+
+    def count_call(self, name: str, stage=0) -> int:
+        """Which time in this micro-batch it is, from 0."""
+        self.calls[name, stage, self.micro] += 1
+        return self.calls[name, stage, self.micro] - 1
+
+    def note(self, name: str, tensor: Tensor, stage=0):
+        """A tensor of the forward, and its gradient when it comes."""
+        call = self.count_call(name, stage)
+        self.add("forward", name, tensor, stage, call, self.micro)
+        self.outputs[id(tensor)] = name, tensor  # the tensor is kept, so that no other one gets its id
+        if tensor.requires_grad:
+            tensor.register_hook(partial(self.note_gradient, name, stage, call, self.micro))
+
+    def note_gradient(self, name, stage, call, micro, gradient):
+        if (name, stage, call, micro) not in self.gradients_seen:  # the second half of a split backward passes here again
+            self.gradients_seen.add((name, stage, call, micro))
+            self.add("backward", name, gradient, stage, call, micro)
+
+    def watch(self, model: nn.Module, stage=0):
+        """Hooks on all modules below the model, but not inside of a compiled one, and not on experts: how the rows that
+        travel to them are ordered depends on the layout."""
+        closed = [name for name, module in model.named_modules() if is_compiled(module)]
+        inside = [f"{name}." for name in closed]
+        for name, module in model.named_modules():
+            if name and not isinstance(module, (Experts, nn.ModuleList, nn.ModuleDict)) and not name.startswith(tuple(inside)):
+                self.handles.append(module.register_forward_pre_hook(partial(self.enter, name), with_kwargs=True))
+                self.handles.append(module.register_forward_hook(partial(self.leave, name, stage)))
+        return closed
+
+    def enter(self, name, module, args, kwargs):
+        if in_forward() and torch.is_grad_enabled():  # not while activation checkpointing computes a forward again
+            self.path.append(name)
+            given = tensors_in([*args, *kwargs.values()])
+            for x in given:
+                if id(x) in self.outputs:
+                    self.uses.setdefault(self.outputs[id(x)][0], []).append(name)
+            if self.notes_inputs and given and given[0].is_floating_point():
+                self.add("forward", f"{name} input", given[0], 0, self.count_call(f"{name} input"), self.micro)
+
+    def leave(self, name, stage, module, args, out):
+        if in_forward() and torch.is_grad_enabled():
+            self.path.pop()
+            found = tensors_in(out)
+            for i, tensor in enumerate(found):
+                self.note(name + f"[{i}]" * (len(found) > 1), tensor, stage)
+
+    def watch_attention(self, model, stage=0):
+        """The one seam of models/attention.py: what enters attend, rotated, and what it returns."""
+        make = model.make_attend
+
+        def make_recorded(*args, **kwargs):
+            attend = make(*args, **kwargs)
+
+            return partial(self.attend, attend, stage)
+
+        model.make_attend = make_recorded
+        self.handles.append(Undo(model, make))
+
+    def attend(self, attend, stage, q, k, v, *rest, **options):
+        """attend(q, k, v, ...), with notes of what goes in and comes out."""
+        noted = in_forward() and torch.is_grad_enabled()
+        name = self.path[-1] if self.path else "attention"
+        for letter, x in zip("qkv", (q, k, v), strict=True):
+            if noted:
+                self.note(f"{name} {letter}", x, stage)
+        out = attend(q, k, v, *rest, **options)
+        if noted:
+            self.note(f"{name} attention", tensors_in(out)[0], stage)
+        return out
+
+    def stop(self):
+        for handle in self.handles:
+            handle.remove()
+        self.handles, self.outputs = [], {}
+
+    def parameters(self, phase: str, stages, value):
+        """This rank's part of every parameter, or of what value(parameter) is, with its place in the whole."""
+        for stage in stages:
+            for fqn, p in stage.named_parameters():
+                found = value(p)
+                self.add(phase, fqn, torch.zeros_like(p) if found is None else found, stage.index, micro=local_slice(p)[1])
+
+    def buffers(self, phase: str, stages):
+        for stage in stages:
+            for fqn, buffer in stage.named_buffers():
+                self.add(phase, fqn, buffer, stage.index, micro=local_slice(buffer)[1])
+
+    def found(self) -> dict:
+        return dict(records=self.records, rows=self.rows, uses=self.uses, **self.about)
+
+
+class Undo:
+    """The handle of a replaced make_attend."""
+
+    def __init__(self, model, make):
+        self.model, self.make = model, make
+
+    def remove(self):
+        self.model.make_attend = self.make
+
+
+def describe_layout(stages, layout) -> dict:
+    """What the report must know of a rank: its layout, and the styles of the modules that tensor_parallel has split."""
+    names = [name for stage in stages for name, _ in stage.named_modules()]
+    plan = stages[0].tp_plan() if layout.tp > 1 and hasattr(stages[0], "tp_plan") else {}
+    styles = {name: style for pattern, style in plan.items() for name in names if fnmatch(name, pattern)}
+    attends = [stage.make_attend.func.__name__ for stage in stages if isinstance(getattr(stage, "make_attend", None), partial)]
+    recomputes = any(isinstance(block.forward, partial) for stage in stages for block in all_blocks(stage).values())
+    facts = {name: getattr(layout, name) for name in ("rank", "ep", "etp", "schedule", "reshards", "loss_parallel")}
+    return facts | dict(degrees=layout.degrees, styles=styles, attends=attends, recomputes=recomputes)
+
+
+@contextmanager
+def seams_of_a_step(done=lambda seams: None):
+    """Within it, parallel.forward_backward and clip_grad_norm write the first step into the Seams that it gives. Entered after
+    any change to parallel.py whose effect shall be seen, and before a recipe imports from it. done(seams) is called when the
+    next step begins, or by seams.finish()."""
+    seams, state = Seams(), {"stages": None, "done": False}
+    real = {name: getattr(parallel, name) for name in ("forward_backward", "inputs", "count_tokens", "clip_grad_norm")}
+    forward_one_chunk = _PipelineStageBase.forward_one_chunk
+
+    def finish():  # the weights have been updated, the biases of experts moved
+        if state["stages"] and not state["done"]:
+            seams.parameters("after", state["stages"], lambda p: p)
+            seams.buffers("after", state["stages"])
+            state["done"] = True
+            done(seams)
+
+    def forward_backward(stages, batch, layout):
+        if state["stages"]:  # the second step has begun
+            finish()
+            return real["forward_backward"](stages, batch, layout)
+        state["stages"] = stages
+        seams.about = describe_layout(stages, layout) | {"seq_len": batch.tokens.shape[-1]}
+        keys, size = sequence_keys(batch.tokens, batch.labels), batch.tokens.shape[1]
+        if layout.pp > 1:
+            size = layout.microbatch_size
+        else:
+            stages[0].index = 0  # as a pipeline's stages have
+        seams.rows = [keys[i : i + size] for i in range(0, len(keys), size)]
+        seams.parameters("initial", stages, lambda p: p)
+        seams.buffers("initial", stages)
+        closed = [name for stage in stages for name in seams.watch(stage, stage.index)]
+        seams.about["compiled"] = closed
+        for stage in stages:
+            if hasattr(stage, "make_attend") and not closed:
+                seams.watch_attention(stage, stage.index)
+        loss = real["forward_backward"](stages, batch, layout)
+        seams.stop()
+        seams.add("loss", "loss", loss[0])
+        return loss
+
+    def inputs(stage, batch, a, layout):
+        found = real["inputs"](stage, batch, a, layout)
+        if state["stages"] and torch.is_grad_enabled() and "norm" not in state:
+            seams.micro = a or 0
+            for name, x in found.items():
+                seams.add("inputs", name, x, micro=-1 if a is None else a)
+        return found
+
+    def count_tokens(labels, layout):
+        total, mine = real["count_tokens"](labels, layout)
+        if "norm" not in state:
+            seams.add("count", "count_tokens", total)
+        return total, mine
+
+    def clip_grad_norm(*args, **kwargs):  # a fork's may take more
+        if "norm" in state or not state["stages"]:
+            return real["clip_grad_norm"](*args, **kwargs)
+        stages = inspect.signature(real["clip_grad_norm"]).bind(*args, **kwargs).arguments["stages"]
+        seams.parameters("gradient", stages, lambda p: p.grad)
+        norm = state["norm"] = real["clip_grad_norm"](*args, **kwargs)
+        seams.add("norm", "norm", norm)
+        seams.parameters("clipped", stages, lambda p: p.grad)
+        return norm
+
+    def chunk(part, index, *args, **kwargs):
+        seams.micro = index
+        return forward_one_chunk(part, index, *args, **kwargs)
+
+    ours = dict(forward_backward=forward_backward, inputs=inputs, count_tokens=count_tokens, clip_grad_norm=clip_grad_norm)
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.multiple(parallel, **ours))
+        stack.enter_context(mock.patch.object(_PipelineStageBase, "forward_one_chunk", chunk))
+        seams.finish = finish
+        yield seams
+
+
+def write_seams(folder: str, seams: Seams):
+    """FOLDER/seams-<rank>.pt. At the beginning of the second step, because a recipe's process ends without a goodbye."""
+    os.makedirs(folder, exist_ok=True)
+    torch.save(seams.found(), os.path.join(folder, f"seams-{seams.about['rank']}.pt"))

@@ -1,0 +1,230 @@
+"""--check_parity: train a few steps on one process and on a layout, and compare every gradient and weight."""
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack
+from dataclasses import replace
+from unittest import mock
+
+import torch
+
+import distributed.refusals
+from distributed.agree import some
+from distributed.layout import AXES
+from distributed.refusals import facts, runs_on_cuda
+from support.config import FROM_FILE, no_effect, spell, unmet_needs
+from support.metrics import read_lines
+from tools.dryrun import Built, no_earlier_run
+from tools.report_flags import recipe_arguments
+
+STEPS, RECORD = 3, "_record"  # appended to a half's --out: the folder of its gradients
+# In fp32, from the first step on. Every mistake of tests/test_mutants.py is far above these. The updates of weights get more
+# room than gradients because AdamW divides a gradient by its own size: the rounding of a tiny one moves a weight as far as a
+# large one. They are compared relative to themselves, not to the weights, or a small learning rate would hide the optimizer.
+LOSS_TOLERANCE, NORM_TOLERANCE, GRADIENT_TOLERANCE, WEIGHT_TOLERANCE, UPDATE_TOLERANCE = 1e-5, 2e-5, 1e-4, 5e-4, 0.01
+# After the first update the weights differ by rounding, and the gradients by more: the tolerances of step 1 are multiplied
+# by this. Muon makes small directions as large as the others; of an optimizer that is not listed here (OTHERS) nobody knows how
+# it answers to rounding. With experts nothing can be said: a router may send a token to another expert because of a rounding.
+LATER, OTHERS = {"adamw": 10, "muon": 100}, 1000
+
+
+def later_slack(cfg, has_experts: bool) -> float:
+    return math.inf if has_experts else LATER.get(vars(cfg).get("optimizer", "adamw"), OTHERS)
+
+
+def model_config_of(main, cfg):
+    """The config of the model that main would build: what it gives check_layout, where it ends here."""
+
+    def seen(cfg, model_config, **kwargs):
+        raise Built(model_config)
+
+    patches = [mock.patch.object(distributed.refusals, "check_layout", seen)]
+    patches += [mock.patch.dict(main.__globals__, check_layout=seen)] * ("check_layout" in main.__globals__)
+    with ExitStack() as stack:
+        for patch in [*patches, no_earlier_run()]:
+            stack.enter_context(patch)
+        try:
+            main(replace(cfg))  # a copy: main resolves its batch size in place
+        except Built as built:
+            return built.args[0]
+    raise RuntimeError("main ended without a call of check_layout")
+
+
+def without_refused(cfg, flags: dict, model_config) -> dict:
+    """flags of one half, and the default of every other flag that has no effect beside them and would be refused."""
+    flags, defaults = {name: value for name, value in flags.items() if hasattr(cfg, name)}, type(cfg)()
+    while True:  # without one flag another may have no effect either
+        half = replace(cfg, **flags)
+        degrees = {axis: getattr(half, axis) for axis in AXES}
+        unmet = unmet_needs(half, facts(half, model_config, degrees, runs_on_cuda(half.device)))
+        if not unmet:
+            return flags
+        flags |= {name: getattr(defaults, name) for name in unmet}
+
+
+def flags_of_halves(main, cfg, degrees: dict[str, int], folder: str) -> dict[str, dict]:
+    """{name of a half: the flags that make it of the user's command}. ValueError if there is nothing to compare."""
+    if degrees["dp_shard"] == -1:  # as many as the experts must borrow
+        borrowed = degrees["cp"] * (degrees["tp"] if cfg.etp == 1 else 1)
+        degrees = degrees | {"dp_shard": max(cfg.ep, 1) // math.gcd(max(cfg.ep, 1), max(borrowed, 1))}
+    model_config = model_config_of(main, cfg)
+    if unused := no_effect(cfg, facts(cfg, model_config, degrees, runs_on_cuda(cfg.device))):
+        raise ValueError("; ".join(unused))
+    degrees = {axis: max(n, 1) for axis, n in degrees.items()}
+    device = "cuda" if torch.cuda.device_count() >= math.prod(degrees.values()) else "cpu"
+    both = dict(steps=STEPS, compute_dtype="float32", checkpoint_every=0, export_hf="",
+                val_every=0, log_every=1, device=device)
+    if "global_batch_size" not in FROM_FILE:  # else both halves read it from --config, and find the local batch that fits
+        local = cfg.local_batch_size * degrees["dp_replicate"] * degrees["dp_shard"]
+        both["global_batch_size"] = local if cfg.global_batch_size == -1 else cfg.global_batch_size
+    one = dict.fromkeys(degrees, 1) | dict(ep=1, etp=1, ac="none", compile=False, cpu_offload=False)
+    halves = {name: without_refused(cfg, both | half | {"out": os.path.join(folder, name.replace(" ", "_"))}, model_config)
+              for name, half in {"one process": one, "layout": degrees}.items()}
+    if len({repr(replace(cfg, **half | {"out": ""})) for half in halves.values()}) == 1:
+        raise ValueError("--check_parity compares one process with a layout, and these flags ask for one process without "
+                         "anything to compare; add a layout like --tp 2, or --ac, --compile or --cpu_offload")
+    halves["one process"]["local_batch_size"] = another_cut(cfg, both.get("global_batch_size", cfg.global_batch_size))
+    return halves
+
+
+def another_cut(cfg, n: int) -> int:
+    """Sequences per forward of the one process, of n in the global batch: not as many as on the layout. What depends on how a
+    batch is cut, such as a loss that is a mean of its own micro-batch, would be the same on both otherwise. Nor so many that a
+    mean on every cp and tp rank adds up to as much."""
+    here, other = (cfg.local_batch_size, cfg.pp_microbatch_size)[:: -1 if cfg.pp > 1 else 1]  # on the layout, and on others
+    ranks = {1, cfg.cp, cfg.tp, cfg.cp * cfg.tp}
+    for avoided in {n // b * r for b in (here, other) for r in ranks}, {n // here * r for r in ranks}, {n // here}:
+        sizes = [size for size in range(1, n + 1) if n % size == 0 and n // size not in avoided]
+        if sizes:
+            return max((size for size in sizes if size <= cfg.local_batch_size), default=sizes[0])
+    print("check_parity: one sequence cannot be cut in another way, so a loss that depends on the cut is not noticed; "
+          "give --global_batch_size 2 or more", flush=True)
+    return 1
+
+
+def run_half(name: str, flags: dict, where: bool = False) -> int:
+    """Run the recipe of this process again with these flags; returns the exit status, after its error line if it failed.
+    where: write down every operation of the first step, not the gradients of all (tools/operations.py)."""
+    processes, n = math.prod(flags[axis] for axis in AXES), flags["steps"]
+    print(f"check_parity: {n} step{'s' * (n > 1)} on {name} ({processes} process{'es' * (processes > 1)}) ...", flush=True)
+    command = [sys.executable]
+    if processes > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    command += [os.path.join(os.path.dirname(os.path.abspath(__file__)), "parity_half.py")]
+    command += ["--where"] * where + [flags["out"] + RECORD, sys.argv[0], *recipe_arguments()]
+    command += [f"--{flag}={spell(value)}" for flag, value in flags.items()]  # a flag given twice has its last value
+    done = subprocess.run(command, capture_output=True, text=True)
+    if not done.returncode:
+        return 0
+    lines = done.stderr.splitlines()
+    errors = [line for line in lines if line.startswith("error")]
+    is_refused = bool(errors) and errors[0].startswith("error: ")
+    print("\n".join(errors[:1] if is_refused else errors or lines[-20:]), file=sys.stderr)
+    return done.returncode if processes == 1 else 2 if is_refused else 1  # torchrun's own status is always 1
+
+
+def check_comparable(cfg):
+    """Raises ValueError if nothing can be compared, whatever the layout is."""
+    if "RANK" in os.environ:
+        raise ValueError("--check_parity starts its own processes: run it with python, not torchrun")
+
+
+def check_parity(main, cfg, degrees: dict[str, int]) -> int:
+    """Train STEPS steps of the running recipe on one process and on the layout, in fp32; compare; return the exit status.
+
+    Works for any copy of a recipe: tools/parity_half.py runs it twice, with flags appended, and writes down the gradients that
+    parallel.clip_grad_norm is given.
+    """
+    check_comparable(cfg)
+    with tempfile.TemporaryDirectory() as folder:
+        runs = []
+        for name, flags in flags_of_halves(main, cfg, degrees, folder).items():
+            if status := run_half(name, flags):
+                return status
+            runs.append(read_records(flags["out"]))
+        return print_comparison(*runs, later_slack(cfg, any(".experts." in fqn for fqn in runs[0][0]["gradient"])))
+
+
+def read_records(out: str) -> list[dict]:
+    """Per step: loss, norm, tokens_hash, and by fqn, of all pipeline stages together, gradients, weights, and from step 2 on
+    what the step before has added to the weights."""
+    lines = [line for line in read_lines(os.path.join(out, "metrics.jsonl")) if "loss" in line]
+    if not os.path.isdir(out + RECORD):
+        raise RuntimeError("this recipe calls parallel.clip_grad_norm nowhere, so there are no gradients to compare")
+    steps = []
+    for n, line in enumerate(lines):
+        step = {"loss": line["loss"], "norm": line["grad_norm"], "hash": line["tokens_hash"], "gradient": {}, "weight": {},
+                "buffer": {}, "trained": set(), "uneven": set()}
+        for file in sorted(os.listdir(out + RECORD)):
+            if file.startswith(f"{n}-"):
+                part = torch.load(os.path.join(out + RECORD, file), weights_only=True, mmap=True)
+                step["gradient"] |= part["gradient"]
+                step["weight"] |= part["weight"]
+                step["buffer"] |= part["buffer"]
+                step["trained"] |= set(part["trained"])
+                step["uneven"] |= set(part["uneven"])
+        if steps:
+            before = steps[-1]["weight"]
+            step["update"] = {fqn: w.float() - before[fqn].float() for fqn, w in step["weight"].items()}
+        steps.append(step)
+    return steps
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a - b).norm() / b.norm().clamp(min=1e-12)).item()
+
+
+def print_comparison(one: list[dict], layout: list[dict], later: float = 1) -> int:
+    """Print the table; return 0 when all is within tolerance, else 1 after a line that names the first difference, or what
+    could not be compared: a gradient that is 0 on both sides says nothing.
+
+    later: the tolerances of loss, norm and gradients are multiplied by it after step 1. If it is infinite, only step 1 and the
+    first update are compared.
+    """
+    first, compared = "", set()
+    head = ["loss, 1 process", "layout", "norm, 1 process", "layout"]
+    print("step", *(f"{text:>16}" for text in head), " worst gradient / worst update by the step before (step 1: worst weight)")
+    for n, (a, b) in enumerate(zip(one, layout, strict=True), 1):
+        problems, worst, slack = [], {}, 1 if n == 1 else later
+        # the update that step 3 sees comes from the gradients of step 2
+        changed = "update", UPDATE_TOLERANCE * (1 if later <= LATER["adamw"] else 10) * (1 if n == 2 else min(slack, 3))
+        if n == 1:
+            changed = "weight", WEIGHT_TOLERANCE
+        elif n == 3 and later == math.inf:
+            changed = "update", math.inf
+        if a["hash"] != b["hash"]:
+            problems.append("the tokens of the global batch")
+        problems += [f"the buffer {fqn}, which is not equal on all ranks" for fqn in sorted(b["uneven"])[:1]]
+        same = {fqn: t for fqn, t in a["buffer"].items() if fqn in b["buffer"] and (n < 3 or later < math.inf)}
+        errors = {fqn: relative(b["buffer"][fqn].double(), t.double()) for fqn, t in same.items()}
+        far = [fqn for fqn, e in errors.items() if not e <= 1e-4 * min(slack, 10)]
+        problems += [f"the buffer {fqn} by {errors[fqn]:.1e} (relative)" for fqn in far[:1]]
+        for kind, tolerance in (("gradient", slack * GRADIENT_TOLERANCE), changed):
+            if missing := sorted(a[kind].keys() ^ b[kind].keys()):
+                problems.append(f"the {kind} of {missing[0]}, which only one of the two has")
+            both = [fqn for fqn in a[kind] if fqn in b[kind]]
+            errors = {fqn: relative(b[kind][fqn].float(), a[kind][fqn].float()) for fqn in both}
+            worst[kind] = max(errors.items(), key=lambda item: item[1])
+            # a gradient in bf16 is the fp32 one rounded, and where that is between two numbers, rounding decides
+            room = {fqn: tolerance * (10 if a[kind][fqn].dtype == torch.bfloat16 else 1) for fqn in both}
+            problems += [f"the {kind} of {fqn} by {e:.1e} (relative)" for fqn, e in errors.items() if not e <= room[fqn]][:1]
+            if kind == "gradient" and slack < math.inf:
+                compared |= {fqn for fqn in both if a[kind][fqn].any() or b[kind][fqn].any()}
+        if not abs(a["loss"] - b["loss"]) <= slack * LOSS_TOLERANCE * max(1.0, abs(a["loss"])):
+            problems.append(f"the loss, {b['loss']} instead of {a['loss']}")
+        if not abs(a["norm"] - b["norm"]) <= slack * NORM_TOLERANCE * abs(a["norm"]):
+            problems.append(f"the gradient norm, {b['norm']} instead of {a['norm']}")
+        first = first or (problems and f"step {n} differs first in {problems[0]}") or ""
+        notes = " / ".join(f"{e:.1e} {fqn}" for fqn, e in worst.values())
+        print(f"{n:>4} {a['loss']:>16.8f} {b['loss']:>16.8f} {a['norm']:>16.8f} {b['norm']:>16.8f}  {notes}")
+    unseen = sorted((one[0]["trained"] | layout[0]["trained"]) - compared)
+    if first:
+        print(f"check_parity: NOT EQUAL: {first}")
+    elif unseen:
+        print(f"check_parity: NOT COMPARED: {some(unseen)}, whose gradient is 0 or missing on both sides; the rest is equal. "
+              "Do not train what is not used (requires_grad_(False)); behind a weight that is 0, others have no gradient yet")
+    else:
+        print("check_parity: equal")
+    return int(bool(first or unseen))

@@ -1,0 +1,87 @@
+"""Runs a recipe as python would, and writes down the gradients and weights of each step: one half of --check_parity.
+
+    python tools/parity_half.py FOLDER recipe.py --steps 3 ...
+    python tools/parity_half.py --where FOLDER recipe.py --steps 2 ...   # every operation of a step: tools/operations.py
+
+The recipe knows nothing of it: before it starts, parallel.clip_grad_norm is replaced by a function that writes and then calls
+the real one. That is the place where a step's gradients are complete and not yet scaled.
+"""
+import functools
+import inspect
+import os
+import sys
+import types
+from contextlib import ExitStack
+
+
+def recording(clip_grad_norm, folder: str):
+    """clip_grad_norm, which first writes FOLDER/<step>-<rank>.pt on one rank of each pipeline rank's group."""
+    import torch  # not at the top: this file may not import anything before sys.path[0] is the recipe's folder
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.tensor import DTensor
+
+    from distributed.checks import bits_sum
+    from distributed.layout import named_tensors
+    def whole(tensor):  # a collective: all ranks call it in the same order
+        return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
+
+    signature, n_steps = inspect.signature(clip_grad_norm), 0
+
+    @functools.wraps(clip_grad_norm)
+    def record_and_clip(*args, **kwargs):
+        nonlocal n_steps
+        given = signature.bind(*args, **kwargs).arguments
+        stages, layout = given["stages"], given["layout"]
+        named = [(fqn, p) for stage in stages for fqn, p in stage.named_parameters()]
+        gradients = {fqn: whole(p.grad) for fqn, p in named if p.grad is not None}
+        weights = {fqn: whole(p) for fqn, p in named}
+        buffers = {fqn: t for stage in stages for fqn, t in named_tensors(stage).items() if not isinstance(t, nn.Parameter)}
+        sums, everyone = {fqn: bits_sum(t) for fqn, t in buffers.items()}, [None] * layout.world_size
+        dist.all_gather_object(everyone, sums)
+        uneven = [fqn for fqn, total in sums.items() if any(theirs.get(fqn, total) != total for theirs in everyone)]
+        if layout.rank % (layout.world_size // layout.pp) == 0:
+            os.makedirs(folder, exist_ok=True)
+            trained = [fqn for fqn, p in named if p.requires_grad]
+            step = dict(gradient=gradients, weight=weights, trained=trained, uneven=uneven)
+            step["buffer"] = {fqn: t.detach().cpu().clone() for fqn, t in buffers.items()}
+            torch.save(step, os.path.join(folder, f"{n_steps}-{layout.rank}.pt"))
+        n_steps += 1
+        return clip_grad_norm(*args, **kwargs)
+
+    return record_and_clip
+
+
+def main():
+    """python recipe.py --flags, as exactly as it can be imitated, on top of a parallel.clip_grad_norm that records."""
+    where = sys.argv[1] == "--where"
+    folder, recipe, *flags = sys.argv[2:] if where else sys.argv[1:]
+    sys.argv = [recipe, *flags]
+    house = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    sys.path[0] = os.path.dirname(os.path.realpath(recipe))  # where Python looks first
+    # Behind the recipe's folder, as parallel is imported before a recipe can add this one to sys.path itself; and ahead of
+    # installed packages, one of which may be called distributed.
+    sys.path.insert(1, house)
+    import distributed.initial
+    import parallel
+
+    distributed.initial.ZERO = 0.01  # what would start at 0 hides the gradients behind it: of adapters, with B at 0, those of A
+    with ExitStack() as stack:
+        if where:
+            from tools.operations import seams_of_a_step, write_seams
+
+            stack.enter_context(seams_of_a_step(functools.partial(write_seams, folder)))
+        else:
+            parallel.clip_grad_norm = recording(parallel.clip_grad_norm, folder)
+        run_as_main(recipe)
+
+
+def run_as_main(recipe: str):
+    sys.modules["__main__"] = module = types.ModuleType("__main__")
+    module.__file__ = os.path.abspath(recipe)
+    with open(recipe, "rb") as source:
+        exec(compile(source.read(), module.__file__, "exec"), vars(module))
+
+
+if __name__ == "__main__":
+    main()

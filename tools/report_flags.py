@@ -1,0 +1,41 @@
+"""The flags of tools/reports.py, which no recipe declares."""
+import sys
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from support.config import Need, flag
+
+DRY_RUN = Need("without --dry_run", lambda c: c.dry_run)
+PARITY = Need("without --check_parity", lambda c: c.check_parity)
+EXPLAIN = Need("without --explain", lambda c: c.explain)
+WHERE = Need("without --check_parity --where", lambda c: c.where)
+
+
+@dataclass(kw_only=True)
+class ReportConfig:
+    TITLE = "in place of training"  # of this section of --help
+    dry_run: bool = False  # no device, no launcher: report memory, collectives, FLOPs and bubble of this layout
+    machine: Literal["H100", "H200", "B200"] = flag("H100", DRY_RUN)  # the device whose peak bounds the time of a step
+    explain: bool = False  # one page on one block: how each parameter is placed, and what travels when, and why
+    html: str = flag("", EXPLAIN)  # a file: what every rank holds and sends, as a web page to hover and step through
+    check_parity: bool = False  # train 3 steps on one process and on this layout, in fp32, and compare; start it with python
+    where: bool = flag(False, PARITY)  # of one step, name the first operation that differs: every activation and gradient
+    against: str = flag("", WHERE)  # a Hugging Face folder: compare with transformers, module by module, in place of a layout
+
+
+def with_report_flags(Config) -> type:
+    """Config with the flags of ReportConfig after its own."""
+    return dataclass(kw_only=True)(type("Config", (Config, ReportConfig), {"__module__": Config.__module__}))
+
+
+def recipe_arguments() -> list[str]:
+    """The words of this command line without the flags of ReportConfig and their values."""
+    kinds, words, skipping = {field.name: field.type for field in fields(ReportConfig)}, [], False
+    for word in sys.argv[1:]:
+        name = word.split("=")[0].removeprefix("--").removeprefix("no-")
+        if word.startswith("--") and name in kinds:
+            skipping = "=" not in word
+        elif word.startswith("--") or not skipping:  # else the value of a report's flag
+            words.append(word)
+            skipping = False
+    return words

@@ -1,0 +1,83 @@
+"""Reports on a recipe in place of its training: --dry_run, --check_parity, --explain, and --plot of a layout.
+
+A recipe knows nothing of its reports. distributed.launch.run hands a command line over to run_report when the command line has
+a flag that the recipe's Config does not have.
+"""
+import os
+from dataclasses import fields
+from types import SimpleNamespace
+
+from distributed.layout import AXES
+from support.config import no_effect, parse_config, say_flags
+from tools.report_flags import ReportConfig, with_report_flags
+
+
+def run_report(main, Config, argv=None) -> int:
+    """Parse a command line with the flags of Config and of ReportConfig, report or train, and return the exit status."""
+    if "forward_backward" not in main.__globals__:  # a program that trains in another way has no reports
+        main(parse_config(Config, argv))
+        return 0
+    given = vars(parse_config(with_report_flags(Config), argv))
+    options = ReportConfig(**{field.name: given[field.name] for field in fields(ReportConfig)})
+    cfg = Config(**{field.name: given[field.name] for field in fields(Config)})
+    return report_or_train(main, cfg, options)
+
+
+def report_or_train(main, cfg, options: ReportConfig) -> int:
+    """What the options ask for, or training if they ask for nothing. Returns the exit status. Raises ValueError."""
+    if unused := no_effect(options, SimpleNamespace(**vars(options))):
+        raise ValueError("; ".join(unused))
+    plots_layout = cfg.plot and "RANK" not in os.environ and any(getattr(cfg, axis) > 1 for axis in AXES)
+    if options.check_parity and (options.dry_run or options.explain):
+        raise ValueError("--check_parity trains, and --dry_run and --explain do not: ask for one after the other")
+    if options.check_parity:
+        return report_parity(main, cfg, options)
+    if options.dry_run or options.explain or plots_layout:
+        return report_layout(main, cfg, options)
+    say_flags(cfg)
+    main(cfg)
+    return 0
+
+
+def report_parity(main, cfg, options: ReportConfig) -> int:
+    """--check_parity, --where and --against of a recipe; returns the exit status: 0 equal, 1 different."""
+    degrees = {axis: getattr(cfg, axis) for axis in AXES}
+    if options.against:
+        from tools.transformers_parity import check_against
+
+        return check_against(main, cfg, options.against)
+    if options.where:
+        from tools.where import check_where
+
+        return check_where(main, cfg, degrees)
+    from tools.parity import check_parity
+
+    return check_parity(main, cfg, degrees)
+
+
+def report_layout(main, cfg, options: ReportConfig) -> int:
+    """--dry_run, --explain and --plot of a recipe; returns the exit status."""
+    from tools.dryrun import make_report, print_report
+    from tools.explain import count_block, explain
+    from tools.layout_plots import plot
+    from tools.page import check_page, command_line, write_page
+
+    if "RANK" in os.environ:
+        raise ValueError("--dry_run, --explain and --plot run in one process: use python, not torchrun")
+    if cfg.float8 != "off":
+        raise ValueError(f"--float8 {cfg.float8} is not in the dry run, which would count bf16; leave it out")
+    if options.html:
+        check_page(options.html)
+    if options.dry_run or cfg.plot or options.html:
+        found = make_report(main, cfg)
+    if options.dry_run:
+        print_report(cfg, found, options.machine)
+    if options.explain:
+        counted = count_block(main, cfg)
+        if counted or not options.html:
+            explain(cfg, counted)
+        if options.html:
+            write_page(options.html, cfg, found, counted, command_line())
+    if cfg.plot:
+        plot(cfg, found)
+    return 0

@@ -1,0 +1,305 @@
+"""What the runs of a study say: their metric in pairs, verdicts with intervals, and the report. ablate.py makes the runs.
+
+A study is a folder with study.json (variants and settings) and a run folder VARIANT/seed-I for each variant and seed.
+Everything here is computed from these, so a report can be made again at any time.
+"""
+import json
+import math
+import re
+import shlex
+import statistics
+from pathlib import Path
+
+import numpy as np
+
+from support.files import read_json, write_file
+from support.metrics import read_lines
+from tools.significance import fit_sizes, intervals, seeds_to_show
+from tools.study_plots import draw_study
+
+NOT_TRAINING = re.compile(r"_s$|per_second|mfu|memory|time")  # keys that no two runs have alike, however equal their training
+
+
+# ---------------------------------------------------------------- one run
+def folder_of(study_folder, name: str, seed: int) -> Path:
+    return Path(study_folder, re.sub(r"[^\w.=,+-]+", "_", name), f"seed-{seed}")
+
+
+def is_finished(lines: list[dict], variant: dict) -> bool:
+    """Whether the last step is there, with its validation."""
+    last = [line for line in lines if line["step"] == variant["steps"]]
+    wanted = ["loss"] + ["val_loss"] * bool(variant["val_every"])
+    return all(any(key in line for line in last) for key in wanted)
+
+
+def read_runs(study: dict, folder) -> dict[tuple[str, int], list[dict]]:
+    """{(variant, seed): lines of its metrics.jsonl} of the runs that are finished."""
+    found = {}
+    for name, variant in study["variants"].items():
+        for seed in range(max(study["seeds"], study["max_seeds"])):
+            lines = read_lines(str(folder_of(folder, name, seed) / "metrics.jsonl"))
+            if is_finished(lines, variant):
+                found[name, seed] = lines
+    return found
+
+
+def curve(lines: list[dict], metric: str, axis: str = "step") -> tuple[np.ndarray, np.ndarray]:
+    """(x, metric) of the lines that have it; x in steps, tokens, or seconds of training."""
+    points = [(line["step"], line[metric]) for line in lines if line.get(metric) is not None]
+    steps, values = np.array([p[0] for p in points], float), np.array([p[1] for p in points], float)
+    if axis == "step" or not points:
+        return steps, values
+    trained = [line for line in lines if "step_time_s" in line]
+    done = np.array([0] + [line["step"] for line in trained], float)
+    if axis == "tokens":
+        return np.interp(steps, done, [0] + [line["tokens"] for line in trained]), values
+    seconds = np.diff(done) * [line["step_time_s"] for line in trained]  # the mean since the last logged step
+    return np.interp(steps, done, np.append(0, np.cumsum(seconds))), values
+
+
+def metric_of(lines: list[dict], study: dict, budget: float) -> float | None:
+    """The number that a run is judged by; None if it has none. budget: tokens or seconds of --at, the same for all runs."""
+    metric = study["metric"]
+    x, y = curve(lines, metric, "tokens" if study["reach"] is not None else study["at"].replace("end", "step"))
+    if not len(y):
+        return None
+    if study["reach"] is None:
+        return float(y[-1] if study["at"] == "end" else np.interp(budget, x, y))
+    sign = 1 if study["best"] == "low" else -1
+    there = np.flatnonzero(sign * (y - study["reach"]) <= 0)
+    if not len(there):
+        return None
+    i = int(there[0])  # between the last point above and the first below, on a straight line
+    return float(x[i] if i == 0 else x[i - 1] + (x[i] - x[i - 1]) * (study["reach"] - y[i - 1]) / (y[i] - y[i - 1]))
+
+
+def values_of(study: dict, runs: dict) -> dict[tuple[str, int], float]:
+    """{(variant, seed): its number}; runs without one are left out."""
+    budget = math.inf
+    if study["at"] != "end":
+        ends = [curve(lines, study["metric"], study["at"])[0] for lines in runs.values()]
+        budget = min((x[-1] for x in ends if len(x)), default=math.inf)
+    found = {key: metric_of(lines, study, budget) for key, lines in runs.items()}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+# ---------------------------------------------------------------- pairs
+def differences(study: dict, values: dict, name: str, seeds: int) -> list[float]:
+    """Variant minus baseline, of the first seeds that both have."""
+    base = study["baseline"]
+    return [values[name, i] - values[base, i] for i in range(seeds) if (name, i) in values and (base, i) in values]
+
+
+def first_difference(a: list[dict], b: list[dict]) -> dict:
+    """{"anything", "batch": the first step in which two runs differ, or None}: in any logged number of the training, or in
+    the tokens that they saw."""
+
+    def by_kind(lines):
+        return {(line["step"], "loss" in line): {k: v for k, v in line.items() if not NOT_TRAINING.search(k)} for line in lines}
+
+    a, b = by_kind(a), by_kind(b)
+    differ = [step for step, kind in sorted(a.keys() | b.keys()) if a.get((step, kind)) != b.get((step, kind))]
+    hashes = [key[0] for key in sorted(a.keys() & b.keys()) if a[key].get("tokens_hash") != b[key].get("tokens_hash")]
+    return {"anything": next(iter(differ), None), "batch": next(iter(hashes), None)}
+
+
+def looks(study: dict, values: dict, identical: set[str], tried: set) -> tuple[dict[str, int], dict, list]:
+    """({variant: seeds that count}, {variant: interval}, [(variant, seed)] to run now).
+
+    Without --until there is one look, at all seeds. With it, there is one after every seed from --seeds to --max_seeds, and a
+    variant that is decided is run no more. What was decided at an earlier look stays. tried: runs that are done or have failed.
+    """
+    others, base = [name for name in study["variants"] if name != study["baseline"]], study["baseline"]
+    first, most = study["seeds"], study["max_seeds"] if study["until"] else study["seeds"]
+    counted, seeds = dict.fromkeys(others, first), first
+    while True:
+        open_ = [name for name in others if counted[name] == seeds]
+        missing = [(name, i) for i in range(seeds) for name in (base, *open_) if (name, i) not in tried]
+        pairs = {name: differences(study, values, name, counted[name]) for name in others if name not in identical}
+        found = intervals({name: d for name, d in pairs.items() if d}, first, most)
+        if missing or seeds == most:
+            return counted, found, missing
+        D = study["until"]
+        undecided = [name for name in open_ if name in found and found[name][0] <= 0 <= found[name][1]
+                     and not -D < found[name][0] <= found[name][1] < D]
+        if not undecided:
+            return counted, found, []
+        seeds += 1
+        counted |= dict.fromkeys(undecided, seeds)
+
+
+def identical_variants(study: dict, runs: dict) -> set[str]:
+    """Variants whose every logged step equals the baseline's, bit for bit, with every seed."""
+    base, found = study["baseline"], set()
+    for name in study["variants"]:
+        both = [(runs[name, i], runs[base, i]) for n, i in runs if n == name and name != base and (base, i) in runs]
+        if both and all(first_difference(*pair)["anything"] is None for pair in both):
+            found.add(name)
+    return found
+
+
+def next_runs(study: dict, folder, failed: set) -> list[tuple[str, int]]:
+    runs = read_runs(study, folder)
+    return looks(study, values_of(study, runs), identical_variants(study, runs), runs.keys() | failed)[2]
+
+
+def verdicts(study: dict, runs: dict) -> list[dict]:
+    """The contents of verdicts.json. difference, low and high are variant minus baseline; null where nothing is known."""
+    values, identical = values_of(study, runs), identical_variants(study, runs)
+    counted, found, _ = looks(study, values, identical, runs.keys())
+    rows = []
+    for name, seeds in counted.items():
+        d = differences(study, values, name, seeds)
+        low, high = (0.0, 0.0) if name in identical else found.get(name, (-math.inf, math.inf))
+        good = -1 if study["best"] == "high" and study["reach"] is None else 1
+        verdict = "undecided"
+        if name in identical:
+            verdict = "identical"
+        elif low > 0 or high < 0:
+            verdict = "better" if good * low < 0 else "worse"
+        rows.append({
+            "variant": name, "baseline": study["baseline"], "metric": study["metric"],
+            "difference": statistics.mean(d) if d else None, "low": low if math.isfinite(low) else None,
+            "high": high if math.isfinite(high) else None, "pairs": len(d), "verdict": verdict,
+        })
+    return rows
+
+
+# ---------------------------------------------------------------- words
+def sentence(row: dict, study: dict, d: list[float]) -> str:
+    """One verdict in words."""
+    unit = "tokens" if study["reach"] is not None else "nats" if row["metric"] in ("loss", "val_loss") else row["metric"]
+    name, base, pairs = row["variant"], row["baseline"], f"{row['pairs']} pair{'s' * (row['pairs'] != 1)}"
+    if row["verdict"] == "identical":
+        return f"{name} and {base} are identical in every logged step ({pairs})"
+    if not d:
+        return f"{name}: no pair of runs to compare"
+    if row["low"] is None:
+        text = f"{name} minus {base} is {row['difference']:+.3g} {unit} with one seed"
+        return f"{text}; nothing is known about noise: use --seeds 3 or more"
+    interval = f"95 % interval {row['low']:.3g} to {row['high']:.3g}, {pairs}"
+    if row["verdict"] != "undecided":
+        low, high = sorted((abs(row["low"]), abs(row["high"])))
+        verb = "beats" if row["verdict"] == "better" else "is worse than"
+        return f"{name} {verb} {base} by {abs(row['difference']):.3g} {unit} (95 % interval {low:.3g} to {high:.3g}, {pairs})"
+    hidden = max(abs(row["low"]), abs(row["high"]))
+    if study["until"] and hidden < study["until"]:
+        return f"{name}: no difference from {base} as large as {study['until']:.4g} {unit} ({interval})"
+    wish = study["until"] or hidden / 2
+    enough, text = seeds_to_show(wish, d), f"{name}: no difference from {base} found; one of {hidden:.2g} {unit} could hide"
+    more = max(enough - len(d), 1) if enough else 0
+    seeds = f"about {more} more seed{'s' * (more > 1)} would" if enough else "even 1,000 seeds would not"
+    return f"{text} ({interval}); {seeds} show {wish:.2g}"
+
+
+def comparison(study: dict, runs: dict, rows: list[dict]) -> list[list[str]]:
+    """Header and a row per variant: its mean, its difference, and what it costs."""
+    values, text = values_of(study, runs), lambda x, spec: "" if x is None else format(x, spec)
+    noise = "noise of a difference, paired", "unpaired"
+    lines = [["variant", study["metric"], "difference", "95 % interval", "pairs", *noise, "tokens/s", "GiB", "MFU", "batches"]]
+    by_name = {row["variant"]: row for row in rows}
+    for name in study["variants"]:
+        row, mine = by_name.get(name, {}), {i: v for (n, i), v in values.items() if n == name}
+        trained = [line for (n, _), found in runs.items() if n == name for line in found if "tokens_per_second" in line]
+        cost = {key: [line[key] for line in trained if line.get(key) is not None] for key in ("tokens_per_second", "mfu")}
+        memory = max((line["memory_gib"] for line in trained), default=None)
+        pairs = [i for i in mine if (study["baseline"], i) in values]
+        d = [mine[i] - values[study["baseline"], i] for i in pairs]
+        apart = [[mine[i] for i in pairs], [values[study["baseline"], i] for i in pairs]]
+        known = bool(row) and len(d) > 1
+        low, high = text(row.get("low"), ".3g"), text(row.get("high"), ".3g")
+        lines.append([
+            name, text(statistics.mean(mine.values()) if mine else None, ".4f"), text(row.get("difference"), "+.3g"),
+            f"{low} to {high}" if low else "", str(row["pairs"]) if row else "baseline",
+            text(statistics.stdev(d) if known else None, ".2g"),
+            text(math.hypot(*map(statistics.stdev, apart)) if known else None, ".2g"),
+            text(statistics.median(cost["tokens_per_second"]) if trained else None, ",.0f"), text(memory, ".2f"),
+            text(statistics.median(cost["mfu"]) if cost["mfu"] else None, ".1%"), batches(study, runs, name) if row else "",
+        ])
+    return lines
+
+
+def batches(study: dict, runs: dict, name: str) -> str:
+    """Whether the pairs of a variant saw the same tokens, by their tokens_hash."""
+    pairs = [(runs[name, i], runs[study["baseline"], i]) for n, i in runs if n == name and (study["baseline"], i) in runs]
+    steps = [first_difference(*pair)["batch"] for pair in pairs]
+    return "" if not pairs else "the same" if not any(steps) else f"others from step {min(filter(None, steps))} on"
+
+
+def markdown(lines: list[list[str]]) -> str:
+    rows = ["| " + " | ".join(line) + " |" for line in lines]
+    return "\n".join([rows[0], "|" + " --- |" * len(lines[0]), *rows[1:]])
+
+
+def plain_table(lines: list[list[str]]) -> str:
+    used = [column for column in zip(*lines) if any(column[1:])]
+    widths = [max(map(len, column)) for column in used]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in zip(*used))
+
+
+def curves_of(study: dict, runs: dict) -> dict[str, list]:
+    """{variant: (steps, metric) of each of its runs}, of the variants that have some."""
+    curves = {}
+    for name in study["variants"]:
+        found = [curve(lines, study["metric"]) for (n, _), lines in runs.items() if n == name]
+        if found and all(len(x) for x, _ in found):
+            curves[name] = found
+    return curves
+
+
+def curves_text(study: dict, curves: dict, width: int = 60) -> str:
+    """The mean curve of each variant, one line each: from the highest value of all (a full block) to the lowest."""
+    if not curves:
+        return ""
+    everything = [y for found in curves.values() for _, y in found]
+    low, high = min(y.min() for y in everything), max(y.max() for y in everything)
+    lines, longest = [], max(map(len, curves))
+    for name, found in curves.items():
+        x = np.linspace(max(x[0] for x, _ in found), min(x[-1] for x, _ in found), width)
+        y = np.mean([np.interp(x, *points) for points in found], axis=0)
+        bars = "".join(" ▁▂▃▄▅▆▇█"[round(8 * float((v - low) / (high - low or 1)))] for v in y)
+        lines.append(f"{name.ljust(longest)} {bars} {y[-1]:.4f}")
+    return f"{study['metric']}, mean of the seeds, from {low:.4g} (empty) to {high:.4g} (full)\n" + "\n".join(lines)
+
+
+def fit_text(study: dict, runs: dict) -> str:
+    """--fit: L = E + A / N^a over the variants' sizes, N without the embedding table. ValueError for fewer than four sizes."""
+    sizes = {name: variant["parameters"] for name, variant in study["variants"].items()}
+    points = [(sizes[name], value) for (name, _), value in sorted(values_of(study, runs).items()) if sizes[name]]
+    found = fit_sizes([n for n, _ in points], [value for _, value in points])
+    text = (f"L = {found['E']:.4g} + {found['A']:.4g} / N^{found['a']:.3g}, 95 % interval of the exponent {found['low']:.3g} "
+            f"to {found['high']:.3g}, {len(points)} runs of {len({n for n, _ in points})} sizes")
+    rows = [[f"{n:,}", f"{v:.4f}", f"{r:+.4f}"] for (n, v), r in zip(points, found["residuals"])]
+    return f"{text}\n\n{markdown([['N', study['metric'], 'residual'], *rows])}"
+
+
+# ---------------------------------------------------------------- the report
+def report_study(folder, failed: dict | None = None) -> list[dict]:
+    """Print the report of a study, and write verdicts.json, results.jsonl, report.md and the pictures. Returns the verdicts.
+
+    failed: {(variant, seed): its last line}.
+    """
+    folder, study = Path(folder), read_json(folder, "study.json")
+    runs = read_runs(study, folder)
+    rows, values = verdicts(study, runs), values_of(study, runs)
+    said = [sentence(row, study, differences(study, values, row["variant"], row["pairs"])) for row in rows]
+    said += [f"{name}, seed {seed} has failed: {line}" for (name, seed), line in (failed or {}).items()]
+    if silent := [f"{name}, seed {seed}" for name, seed in runs if (name, seed) not in values]:
+        what = f"reached {study['metric']} {study['reach']}" if study["reach"] is not None else f"logged {study['metric']}"
+        said.append(f"never {what}, so left out: {'; '.join(silent)}")
+    if study["fit"]:
+        said.append(fit_text(study, runs))
+    cells, curves = comparison(study, runs, rows), curves_of(study, runs)
+    drawn = curves_text(study, curves)
+    print(f"\n{plain_table(cells)}\n\n" + "\n".join(said) + f"\n\n{drawn}")
+    results = [{"variant": name, "seed": seed, "value": values.get((name, seed)), "folder": str(folder_of(folder, name, seed))}
+               for name, seed in sorted(runs)]
+    commands = {name: shlex.join([variant["recipe"], *variant["flags"]]) for name, variant in study["variants"].items()}
+    flags = "\n".join(f"- {name}: `{command}`" for name, command in commands.items())
+    text = f"# {study['metric']} of {len(study['variants'])} variants\n\n" + "\n\n".join(said) + f"\n\n{markdown(cells)}\n\n"
+    write_file(folder / "verdicts.json", json.dumps(rows, indent=1).encode())
+    write_file(folder / "results.jsonl", "".join(json.dumps(line) + "\n" for line in results).encode())
+    write_file(folder / "report.md", f"{text}```\n{drawn}\n```\n\n{flags}\n".encode())
+    pictures = draw_study(study, curves, rows, folder)
+    print(f"\n{folder}: report.md, verdicts.json, results.jsonl{pictures}")
+    return rows

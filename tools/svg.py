@@ -1,0 +1,199 @@
+"""Drawing in SVG, as text: boxes, labels, arrows; tensors with a rank's part, what travels when, a pipeline's schedule.
+
+Functions return a piece of SVG. What has the same meaning has the same class, and so the same look, in every picture and on the
+page of --explain --html, which gives the classes other colours where the reader's screen is dark.
+"""
+from html import escape
+
+from tools.dryrun import human
+from tools.schedule import duration
+
+COLORS = {  # name: (on white, on a dark page). Text on a filled box is always in its own colour, below.
+    "page": ("#ffffff", "#14171c"), "ink": ("#1a1a1a", "#e8e8e8"), "soft": ("#5a5a5a", "#a8adb5"),
+    "line": ("#8a8a8a", "#7d838c"), "empty": ("#f4f4f4", "#22262d"), "compute": ("#3b3f46", "#c9ced6"),
+    "kept": ("#1f5fa8", "#5b9ee8"), "gathered": ("#b5d2f0", "#27496d"), "mark": ("#c2185b", "#ff6fa3"),
+    "token": ("#a84300", "#f08a3c"), "tokens": ("#fbd3b4", "#6b3a15"), "sent": ("#fff3c4", "#fff3c4"),
+    "forward": ("#cfe0f4", "#cfe0f4"), "backward": ("#fbd9b5", "#fbd9b5"), "weights": ("#cfe8c9", "#cfe8c9"),
+}
+RULES = """
+text {font-family: "Segoe UI", "Liberation Sans", Helvetica, Arial, sans-serif; font-size: 13px; fill: var(--ink)}
+.small {font-size: 11.5px} .soft {fill: var(--soft)} .bold {font-weight: bold} .dark {fill: #1a1a1a}
+.title {font-size: 15px; font-weight: bold} .on {fill: var(--page)} .warn {fill: var(--mark); font-weight: bold}
+.whole, .idle {fill: var(--empty); stroke: var(--line)} .frame {fill: none; stroke: var(--line)}
+.kept {fill: var(--kept)} .gathered {fill: var(--gathered)} .token {fill: var(--token)} .tokens {fill: var(--tokens)}
+.F {fill: var(--forward); stroke: #33567e} .B, .I {fill: var(--backward); stroke: #8a5a1f}
+.W {fill: var(--weights); stroke: #3d7434}
+.r0 {fill: #cfe0f4} .r1 {fill: #fbd9b5} .r2 {fill: #cfe8c9} .r3 {fill: #e6d3f0}
+.compute {fill: var(--compute)} .sent {fill: var(--sent); stroke: #9a7b00} .page {fill: var(--page)}
+.line {stroke: var(--line); stroke-width: 1.5; fill: none} .mark {stroke: var(--mark); stroke-width: 2.5; fill: none}
+"""
+
+
+def variables(dark: bool) -> str:
+    return "; ".join(f"--{name}: {colors[dark]}" for name, colors in COLORS.items())
+
+
+TIP = ('<defs><marker id="tip" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" orient="auto">'
+       '<path d="M0,0 L10,5 L0,10 z" class="compute"/></marker></defs>')
+
+
+def document(width: int, height: int, body: str, says: str) -> str:
+    """A file. White behind it, so that it can be read on a dark page too. says: what a reader who does not see it hears."""
+    size = f'width="{width}" height="{decimals(height)}" viewBox="0 0 {width} {decimals(height)}"'
+    style = f"<title>{escape(says)}</title>\n<style>svg {{{variables(False)}}}{RULES}</style>"
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">\n{style}\n{TIP}\n'
+            f'{rect(0, 0, width, height, "page")}{body}</svg>\n')
+
+
+def attributes(others: dict) -> str:
+    return "".join(f' {name.replace("_", "-")}="{escape(str(value))}"' for name, value in others.items())
+
+
+def decimals(x: float) -> str:
+    return f"{x:.2f}".rstrip("0").rstrip(".")
+
+
+def rect(x, y, w, h, look: str, round=0, **others) -> str:
+    corners = f' rx="{round}"' if round else ""
+    return (f'<rect class="{look}" x="{decimals(x)}" y="{decimals(y)}" width="{decimals(w)}" height="{decimals(h)}"{corners}'
+            f"{attributes(others)}/>\n")
+
+
+def label(x, y, text, look="", anchor="start", **others) -> str:
+    return (f'<text class="{look}" x="{decimals(x)}" y="{decimals(y)}" text-anchor="{anchor}"{attributes(others)}>'
+            f"{escape(str(text))}</text>\n")
+
+
+def lines(x, y, texts, look="", anchor="start", step=15) -> str:
+    return "".join(label(x, y + i * step, text, look, anchor) for i, text in enumerate(texts))
+
+
+def arrow(x1, y1, x2, y2, look="line") -> str:
+    ends = f'x1="{decimals(x1)}" y1="{decimals(y1)}" x2="{decimals(x2)}" y2="{decimals(y2)}"'
+    return f'<line class="{look}" {ends} marker-end="url(#tip)"/>\n'
+
+
+def legend(x, y, entries) -> str:
+    """entries: (class, text). One line of them."""
+    out = ""
+    for look, text in entries:
+        out += rect(x, y - 11, 14, 14, look) + label(x + 20, y, text, "small")
+        x += 20 + 6.1 * len(text) + 22
+    return out
+
+
+# ---------------------------------------------------------------- tensors
+def box_size(shape, longest: int, most=112) -> tuple[float, float]:
+    """Width and height of a tensor's box: like the root of its sizes, so that short sides are seen beside long ones. longest:
+    the side that gets the most. A stack of experts (E, out, in) is drawn as E x out; of a vector the width is a stripe."""
+    rows, columns = (*shape, 1)[:2]
+    side = lambda n: min(most, max(24, most * (n / longest) ** 0.5))  # noqa: E731
+    return (14 if len(shape) == 1 else side(columns)), side(rows)
+
+
+def inside(part, shape, x, y, w, h) -> tuple[float, float, float, float]:
+    """Where a part [(first, end) per dim] lies in the box of the whole; at least 2 wide and high, if it is not empty."""
+    (a, b), (c, d) = (*part, (0, 1))[:2]
+    rows, columns = (*shape, 1)[:2]
+    wide, high = (max(2, (d - c) / columns * w), max(2, (b - a) / rows * h)) if b > a and d > c else (0, 0)
+    return min(x + c / columns * w, x + w - wide), min(y + a / rows * h, y + h - high), wide, high
+
+
+def tensor(x, y, w, h, shape, kept, gathered=None, key=None) -> str:
+    """The whole as an outline, paler what the rank has while the block runs, and what it keeps. key: names the parts, for the
+    page to move them."""
+    named = lambda kind: {} if key is None else {"data-part": f"{kind} {key}"}  # noqa: E731
+    out = rect(x, y, w, h, "whole")
+    if gathered is not None:
+        out += rect(*inside(gathered, shape, x, y, w, h), "gathered", **named("gathered"))
+    return out + rect(*inside(kept, shape, x, y, w, h), "kept", **named("kept")) + rect(x, y, w, h, "frame")
+
+
+def words_for(part, shape) -> str:
+    """'rows 0-511', 'expert 4, columns 0-2,047', 'whole': what a part is, in words."""
+    names = {1: ["rows"], 2: ["rows", "columns"]}.get(len(shape), ["experts", "rows", "columns"])
+    cut = [(name, a, b, n) for name, (a, b), n in zip(names, part, shape) if (a, b) != (0, n)]
+    if any(a == b for _, a, b, _ in cut):
+        return "nothing"
+    return ", ".join(f"{name} {a:,}-{b - 1:,}" if b - a > 1 else f"{name[:-1]} {a:,}" for name, a, b, n in cut) or "whole"
+
+
+# ---------------------------------------------------------------- what travels when
+OPERATIONS = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "all_reduce": "all-reduce",
+              "all_to_all": "all-to-all"}
+FORWARD = ["before", "into attention", "attention", "behind attention", "into FFN", "FFN", "behind FFN", "after"]
+BACKWARD = ["before", "behind FFN", "FFN", "into FFN", "behind attention", "attention", "into attention", "after"]
+ORDER = ["fsdp", "efsdp", "dp_replicate", "tp", "cp", "etp", "ep", "pp", "world"]
+WHEN = {  # (axis, operation, phase): what travels, and where in the phase
+    ("fsdp", "all_gather", "forward"): ("weights", ["before"]),
+    ("fsdp", "all_gather", "backward"): ("weights again", ["before"]),
+    ("fsdp", "reduce_scatter", "backward"): ("gradients", ["after"]),
+    ("efsdp", "all_gather", "forward"): ("experts' weights", ["before"]),
+    ("efsdp", "all_gather", "backward"): ("weights again", ["before"]),
+    ("efsdp", "reduce_scatter", "backward"): ("gradients", ["after"]),
+    ("dp_replicate", "all_reduce", "backward"): ("gradients' parts", ["after"]),
+    ("tp", "all_gather", "forward"): ("sequence", ["into attention", "into FFN"]),
+    ("tp", "reduce_scatter", "forward"): ("partial sums", ["behind attention", "behind FFN"]),
+    ("tp", "all_reduce", "forward"): ("loads", ["FFN"]),
+    ("tp", "all_gather", "backward"): ("gradients", ["behind FFN", "behind attention"]),
+    ("tp", "reduce_scatter", "backward"): ("gradients", ["into FFN", "into attention"]),
+    ("tp", "all_reduce", "backward"): ("norms' gradients", ["after"]),
+    ("cp", "all_gather", "forward"): ("keys, values", ["attention"]),
+    ("cp", "reduce_scatter", "backward"): ("their gradients", ["attention"]),
+    ("cp", "all_reduce", "forward"): ("loads", ["FFN"]),
+    ("cp", "all_to_all", "forward"): ("q, k, v, output", ["attention"]),
+    ("cp", "all_to_all", "backward"): ("their gradients", ["attention"]),
+    ("ep", "all_to_all", "forward"): ("tokens", ["FFN"]),
+    ("ep", "all_to_all", "backward"): ("gradients", ["FFN"]),
+}
+
+
+def timeline(moved, names: tuple[str, str], width=860) -> tuple[str, int]:
+    """(SVG, height): a band for each phase, time from left to right, a row for each axis. moved: see explain.travels; names: of
+    the two halves of a block."""
+    slots, y, out = {"forward": FORWARD, "recompute": FORWARD, "backward": BACKWARD}, 0, ""
+    left, step = 92, (width - 92) / 8
+    for phase, places in slots.items():
+        rows = [m for m in moved if m[0] == phase]
+        if not rows and phase != "forward":
+            continue
+        again = " (again: results were not kept)" * (phase == "recompute")
+        out += label(0, y + 16, f"{'forward' if phase == 'recompute' else phase} of the block{again}", "bold")
+        out += arrow(left, y + 42, width - 4, y + 42)
+        for half, name in zip(("attention", "FFN"), names, strict=True):
+            x = left + places.index(half) * step
+            out += rect(x + 2, y + 26, step - 4, 32, "compute", 4) + label(x + step / 2, y + 46, name, "on bold", "middle")
+        y += 64
+        for axis in sorted({m[1] for m in rows}, key=ORDER.index):
+            out += label(0, y + 26, axis, "bold")
+            for _, _, op, n, size, _ in (m for m in rows if m[1] == axis):
+                what, where = WHEN.get((axis, op, "forward" if phase == "recompute" else phase), (axis, ["after"]))
+                where = where[:n]
+                each = n // len(where)
+                says = [OPERATIONS[op], what, human(size / n)]
+                if each > 1:
+                    says = [f"{each} {OPERATIONS[op]}s", what, human(size / len(where)) + " in all"]
+                for place in where:
+                    x = left + places.index(place) * step
+                    out += rect(x + 1, y, step - 2, 50, "sent", 5)
+                    out += lines(x + step / 2, y + 15, says, "small dark", "middle")
+            y += 56
+        y += 12
+    return out, y
+
+
+# ---------------------------------------------------------------- the schedule
+def schedule(times, width=860, left=58, height=26) -> tuple[str, int]:
+    """(SVG, height): a row per pipeline rank, a box per forward or backward, in it the micro-batch. Boxes with a thick edge
+    belong to a rank's second stage."""
+    end, n = duration(times), len(times)
+    unit, out = (width - left - 2) / end, ""
+    for rank, row in enumerate(times):
+        y = rank * (height + 4)
+        out += label(0, y + 18, f"pp {rank}", "bold") + rect(left, y, width - left - 2, height, "idle")
+        for a, b, kind, stage, m in row:
+            w, thick = (b - a) * unit, {"stroke_width": 2.5} if stage >= n else {}
+            out += rect(left + a * unit + thick.get("stroke_width", 1) / 2, y + 1, w - 1, height - 2, kind, **thick)
+            text = f"{kind}{m}" if w > 21 else str(m) if w > 13 else ""
+            out += label(left + (a + b) / 2 * unit, y + 18, text, "small dark", "middle") if text else ""
+    return out, n * (height + 4)

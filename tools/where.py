@@ -1,0 +1,474 @@
+"""--check_parity --where: which operation of a layout's step is the first that differs from one process.
+
+Every rank of both halves writes down its results (tools/operations.py). Here the ranks' parts are laid on the tensors of the
+one process, in the order of execution, and the first seam that is further away than rounding is named, with the function
+that makes it on this layout.
+"""
+import math
+import os
+import sys
+import tempfile
+from collections import defaultdict
+from itertools import product
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from distributed.layout import AXES
+from distributed.pipeline import ZERO_BUBBLE
+from parallel import sequence_index
+from tools.parity import (
+    GRADIENT_TOLERANCE,
+    LOSS_TOLERANCE,
+    NORM_TOLERANCE,
+    RECORD,
+    WEIGHT_TOLERANCE,
+    check_comparable,
+    flags_of_halves,
+    run_half,
+)
+
+# Relative to the norm of the tensor, in fp32. What must be equal has 0. Rounding grows with depth and in the backward.
+TOLERANCES = dict(
+    initial=0.0, sequences=0.0, count=0.0, inputs=0.0, forward=2e-5, loss=LOSS_TOLERANCE, backward=GRADIENT_TOLERANCE,
+    gradient=GRADIENT_TOLERANCE, norm=NORM_TOLERANCE, clipped=GRADIENT_TOLERANCE + NORM_TOLERANCE, after=WEIGHT_TOLERANCE)
+PHASES = tuple(TOLERANCES)  # in the order of execution
+
+
+class Piece(NamedTuple):
+    """One rank's part of a seam: of a micro-batch's rows, or of a parameter from `offset` on."""
+    rank: int
+    rows: list[str] | None
+    offset: tuple[int, ...] | None
+    tensor: Tensor
+
+
+class Seam(NamedTuple):
+    """A comparison that was made; error nan: it could not be. where: which ranks differ, in words, "" = all that have it.
+    factor: layout = factor x one process, if there is such a number. few: (tokens that differ, of how many)."""
+    phase: str
+    name: str
+    call: int
+    error: float
+    where: str = ""
+    factor: float | None = None
+    note: str = ""
+    few: tuple[int, int] = (0, 0)
+
+    @property
+    def differs(self) -> bool:
+        return not self.error <= TOLERANCES[self.phase]
+
+    @property
+    def label(self) -> str:
+        """What it is, in words."""
+        name = self.name + f" (call {self.call + 1})" * (self.call > 0)
+        module, _, part = self.name.partition(" ")
+        what = {"q": "the queries", "k": "the keys", "v": "the values", "attention": "attention"}.get(part)
+        forward = f"forward of {module} ({what})" if what else f"forward of {name}"
+        backward = f"backward of {module} (gradient of {what})" if what else f"backward, gradient of the output of {name}"
+        return {
+            "initial": f"initial value of {name}", "sequences": "the sequences of the global batch", "inputs": f"input {name}",
+            "count": "count_tokens, the tokens of the global batch", "forward": forward, "loss": "loss", "backward": backward,
+            "gradient": f"finished gradient of {name}", "norm": "gradient norm", "clipped": f"clipped gradient of {name}",
+            "after": f"{name} after the step",
+        }[self.phase]
+
+
+# ---------------------------------------------------------------- the ranks' parts, side by side
+
+
+def pieces_of(parts: list[dict]) -> dict[tuple, list[Piece]]:
+    """{(phase, name, call): pieces of all ranks}, in the order of execution."""
+    calls = defaultdict(lambda: defaultdict(int))  # how often a stage calls a module: a later stage's calls come after
+    for part in parts:
+        for phase, name, stage, call, *_ in part["records"]:
+            if phase == "forward":
+                calls[name][stage] = max(calls[name][stage], call + 1)
+    found = defaultdict(list)
+    for part in parts:
+        every_row = [key for rows in part["rows"] for key in rows]
+        for phase, name, stage, call, where, tensor in part["records"]:
+            earlier = sum(n for other, n in calls[name].items() if other < stage)
+            if phase in ("forward", "backward", "inputs"):
+                piece = Piece(part["rank"], every_row if where == -1 else part["rows"][where], None, tensor)
+            else:
+                piece = Piece(part["rank"], None, where if isinstance(where, tuple) else None, tensor)
+            found[phase, name, call + earlier if phase in ("forward", "backward") else 0].append(piece)
+    return dict(sorted(found.items(), key=lambda item: PHASES.index(item[0][0])))  # stable: within a phase as recorded
+
+
+def by_rows(piece: Piece) -> Tensor | None:
+    """(rows, ...), whether it came as (B, T, ...) or (B * T, ...); None if rows are not what it has."""
+    x, n = piece.tensor, len(piece.rows)
+    if x.dim() == 0 or x.shape[0] % n:
+        return None
+    return x if x.shape[0] == n else x.unflatten(0, (n, -1))
+
+
+def coordinates(rank: int, degrees: dict[str, int]) -> dict[str, int]:
+    found = {}
+    for axis in reversed(AXES):
+        rank, found[axis] = divmod(rank, degrees[axis])
+    return found
+
+
+def placements(whole, local, cp: int, tp: int, T: int) -> list[tuple]:
+    """(dim that cp cuts or None, dim that tp cuts or None) that make of a tensor of shape `whole` one of shape `local`."""
+    dims = range(1, len(whole))
+    options = product([None, *(d for d in dims if cp > 1 and whole[d] == T)], [None, *(dims if tp > 1 else ())])
+
+    def cut(dim, size, cp_dim, tp_dim):
+        return size / (cp if dim == cp_dim else 1) / (tp if dim == tp_dim else 1)
+
+    if len(whole) != len(local):
+        return []
+    return [o for o in options if all(cut(d, whole[d], *o) == local[d] for d in dims)]
+
+
+def part_of(whole: Tensor, place: tuple, at: dict, degrees: dict) -> Tensor:
+    """The part that a rank at these coordinates holds: cp has head-tail chunks, and of these tp has one piece after another."""
+    cp_dim, tp_dim = place
+    if cp_dim is not None:
+        whole = whole.index_select(cp_dim, sequence_index(whole.shape[cp_dim], degrees["cp"], at["cp"]))
+    return whole if tp_dim is None else whole.chunk(degrees["tp"], tp_dim)[at["tp"]]
+
+
+def distance(got: Tensor, want: Tensor, whole: Tensor) -> float:
+    """|got - want|, relative to the norm that a part of this size has in the whole tensor."""
+    if not got.is_floating_point():
+        return (got != want).double().mean().item() if got.numel() else 0.0
+    share = math.sqrt(got.numel() / max(whole.numel(), 1))
+    error = (got.double() - want.double()).norm() / max(whole.double().norm().item() * share, 1e-30)
+    return math.inf if error.isnan() else error.item()
+
+
+def factor_of(pairs: list[tuple[Tensor, Tensor]]) -> float | None:
+    """c where got = c * want in all pairs, if there is such a number."""
+    got, want = (torch.cat([x.flatten().double() for x in xs]) for xs in zip(*pairs, strict=True))
+    square = (want @ want).item()
+    if not square or not got.isfinite().all():
+        return None
+    c = (got @ want).item() / square
+    return c if (got - c * want).norm() <= 1e-3 * want.norm() * max(abs(c), 1e-3) else None
+
+
+def tokens_apart(pairs: list[tuple[Tensor, Tensor]]) -> tuple[int, int]:
+    """(tokens in which they differ, tokens) of activations (rows, T, ...)."""
+    off = [(got - want).flatten(2).norm(dim=-1) > 1e-3 * want.flatten(2).norm(dim=-1) for got, want in pairs if got.dim() > 2]
+    return sum(int(x.sum()) for x in off), sum(x.numel() for x in off)
+
+
+def compare_pieces(phase: str, one: list[Piece], layout: list[Piece], degrees: dict, T: int):
+    """(error of each rank, pairs of parts) under the placement that fits best; None if none fits the shapes."""
+    if phase not in ("forward", "backward", "inputs"):
+        whole = one[0].tensor
+        cut = lambda p: whole[tuple(slice(o, o + n) for o, n in zip(p.offset or (), p.tensor.shape, strict=False))]  # noqa: E731
+        if any(len(p.tensor.shape) != whole.dim() for p in layout):
+            return None
+        pairs = [(p.rank, p.tensor, cut(p)) for p in layout]
+        if any(got.shape != want.shape for _, got, want in pairs):
+            return None
+        return by_rank(pairs, whole), [(got, want) for _, got, want in pairs]
+    parts = [by_rows(p) for p in one]
+    if any(x is None for x in parts) or len({x.shape[1:] for x in parts}) > 1:
+        return None
+    whole, index = torch.cat(parts), {key: i for i, key in enumerate(key for p in one for key in p.rows)}
+    locals_ = [by_rows(p) for p in layout]
+    if any(x is None for x in locals_) or len({x.shape[1:] for x in locals_}) > 1:
+        return None
+    best = None
+    for place in placements(whole.shape, locals_[0].shape, degrees["cp"], degrees["tp"], T):
+        pairs = []
+        for piece, got in zip(layout, locals_, strict=True):
+            rows = whole[[index[key] for key in piece.rows]]
+            pairs.append((piece.rank, got, part_of(rows, place, coordinates(piece.rank, degrees), degrees)))
+        for candidate in [pairs] + [summed_over_tp(pairs, layout, degrees)] * (phase == "backward" and place[1] is None
+                                                                              and degrees["tp"] > 1):
+            errors = by_rank(candidate, whole)
+            if best is None or max(errors.values()) < max(best[0].values()):
+                best = errors, [(got, want) for _, got, want in candidate]
+    return best
+
+
+def summed_over_tp(pairs, layout: list[Piece], degrees: dict):
+    """A gradient of a tensor that tp ranks hold whole may be a part of the sum on each of them."""
+    groups = defaultdict(list)
+    for (rank, got, want), piece in zip(pairs, layout, strict=True):
+        groups[rank // degrees["tp"], tuple(piece.rows)].append((rank, got, want))
+    return [(rank, sum(got for _, got, _ in group), want) for group in groups.values() for rank, _, want in group]
+
+
+def by_rank(pairs, whole: Tensor) -> dict[int, float]:
+    errors = defaultdict(float)
+    for rank, got, want in pairs:
+        errors[rank] = max(errors[rank], distance(got, want, whole))
+    return dict(errors)
+
+
+def compare_seams(one: list[dict], layout: list[dict]) -> list[Seam]:
+    """One Seam per place that both have, in the order of execution; error nan where shapes tell that it cannot be compared."""
+    degrees, T, seams = layout[0]["degrees"], one[0]["seq_len"], []
+    ours, theirs = pieces_of(one), pieces_of(layout)
+    first_of_data = [p for p in layout if all(coordinates(p["rank"], degrees)[axis] == 0 for axis in ("pp", "cp", "tp"))]
+    sequences, expected = (sorted(key for part in parts for rows in part["rows"] for key in rows)
+                           for parts in (first_of_data, one))
+    seams.append(Seam("sequences", "", 0, float(sequences != expected)))
+    known = set(expected)
+    if any(key not in known for part in layout for rows in part["rows"] for key in rows):
+        return seams
+    for (phase, name, call), pieces in ours.items():
+        others, note = theirs.get((phase, name, call), []), ""
+        if phase == "backward":
+            forward = theirs.get(("forward", name, call), [])
+            have = {(p.rank, tuple(p.rows)) for p in others}  # a tensor that lost its gradient has a gradient of zero
+            lost = [p._replace(tensor=torch.zeros_like(p.tensor)) for p in forward if (p.rank, tuple(p.rows)) not in have]
+            others, note = others + lost, "no gradient arrives" if lost else ""
+        if phase == "loss":  # as reduce_loss adds it up
+            pieces, others = ([Piece(0, None, None, sum(p.tensor for p in ps))] for ps in (pieces, others))
+        found = compare_pieces(phase, pieces, others, degrees, T) if others else None
+        if found is None:
+            missing = "held by no rank" if not others and phase in ("initial", "gradient", "after") else ""
+            seams.append(Seam(phase, name, call, math.inf if missing else math.nan, note=missing))
+            continue
+        errors, pairs = found
+        seam = Seam(phase, name, call, max(errors.values()))
+        if seam.differs:
+            ranks = sorted(rank for rank, error in errors.items() if not error <= TOLERANCES[phase])
+            few = tokens_apart(pairs) if phase == "forward" else (0, 0)
+            seam = seam._replace(where=which_ranks(ranks, sorted(errors), degrees), factor=factor_of(pairs), note=note, few=few)
+        seams.append(seam)
+    order = {name: i for i, name in enumerate(PHASES)}
+    return sorted(seams, key=lambda seam: order[seam.phase])
+
+
+# ---------------------------------------------------------------- where to look
+
+
+def module_of(seam: Seam) -> str:
+    """The module of an activation ("blocks.0.attn q" -> blocks.0.attn) or of a parameter (blocks.0.attn.wq.weight -> ...wq)."""
+    name = seam.name.split(" ")[0].split("[")[0]
+    return name.rpartition(".")[0] if seam.phase in ("initial", "gradient", "clipped", "after") else name
+
+
+def style_hint(names: list[str], about: dict) -> str:
+    """tensor_parallel and the style of the first of these modules, or of what they are in, that has one."""
+    styles = about["styles"]
+    for name in names:
+        while name:
+            if name in styles:
+                return f"tensor_parallel, style {styles[name]!r} of {name} (TP_STYLES in parallel.py)"
+            name = name.rpartition(".")[0]
+    return ""
+
+
+def look_at(first: Seam, seams: list[Seam], one: list[dict], layout: list[dict]) -> str:
+    """The functions that make this seam on this layout, most likely first."""
+    about, degrees = layout[0], layout[0]["degrees"]
+    zero_bubble = degrees["pp"] > 1 and about["schedule"] in ZERO_BUBBLE
+    if first.phase == "sequences":
+        return "who reads what: layout.data_rank, and batches in data.py"
+    if first.phase == "initial":
+        return "init_weights in parallel.py, distributed/initial.py"
+    if first.phase == "inputs":
+        made = "shift_targets in models/deepseek.py" if first.name.startswith("next_") else "sequence_index"
+        return f"inputs in parallel.py ({made})"
+    if first.phase == "count":
+        return "count_tokens in parallel.py (every loss is divided by what it returns)"
+    if first.phase == "loss":
+        return f"{token_loss_hint(about)}; what forward_backward in parallel.py returns"
+    if first.phase == "norm":
+        return f"clip_grad_norm in parallel.py{miscounted(one, layout)}"
+    if first.phase == "clipped":
+        return "clip_grad_norm in parallel.py (the norm agrees: it scales by another factor, or not all gradients)"
+    if first.phase == "after":
+        is_bias = ".balance." in first.name
+        return "balance_experts in distributed/experts.py (load summed over all ranks)" if is_bias else "the optimizer's step"
+    if zero_bubble and about["reshards"] and first.phase in ("backward", "gradient"):
+        return ("check_layout (reshards) and pipeline_rows in distributed/refusals.py: the two half backwards of a zero-bubble "
+                "schedule must not see weights that have been resharded in between")
+    called = [s.name for s in seams if s.phase == "forward"]
+    is_head = first.phase == "gradient" and module_of(first) not in called and ".experts" not in first.name
+    if is_head or first.phase == "backward" and first.name == called[-1]:
+        return token_loss_hint(about)  # what no module uses, the loss does
+    is_parameter = first.phase == "gradient"
+    hints = parameter_hints(first, seams, about, layout) if is_parameter else activation_hints(first, one, about)
+    return "; ".join(dict.fromkeys(hints))
+
+
+def token_loss_hint(about: dict) -> str:
+    if about["degrees"]["tp"] == 1:
+        return "token_loss: linear_cross_entropy in models/loss.py"
+    name = "vocab_parallel_loss" if about["loss_parallel"] else "gathered_head_loss"
+    return f"token_loss: {name} in parallel.py, AllGather in distributed/layout.py"
+
+
+def activation_hints(first: Seam, one: list[dict], about: dict) -> list[str]:
+    degrees, module = about["degrees"], module_of(first)
+    part, is_forward, hints = first.name.partition(" ")[2], first.phase == "forward", []
+    uses = one[0]["uses"].get(first.name, [])  # a wrong gradient is made by what uses the tensor
+    tp_hint = style_hint([module, *uses] if is_forward else [*uses[:1], module, *uses], about)
+    in_experts = [name for name in ([module] if is_forward else [*uses, module]) if name.endswith(".moe") or ".moe." in name]
+    attends = part == "attention" if is_forward else part in ("q", "k", "v")
+    if in_experts and first.name.endswith(".router") and not is_forward:
+        hints.append("the balancing loss: expert_parallel (aux_coef, balance.aux_scale) in distributed/experts.py, add_loss in "
+                     "models/moe.py")
+    if in_experts and not (is_forward and first.name.endswith(".router")):
+        if about["etp"] > 1:
+            hints.append("gathered_moe in distributed/experts.py")
+        if about["ep"] > 1:
+            hints.append("exchange_tokens in distributed/experts.py, AllToAll in distributed/layout.py")
+        if not hints:
+            hints.append("apply_experts in models/moe.py")
+    differ, tokens = first.few
+    if first.name.endswith(".moe") and 0 < differ < 0.02 * tokens:
+        hints.append(f"only {differ} of {tokens} tokens differ: where two experts have nearly the same score, rounding "
+                     "decides; another --seed shows whether it is that")
+    if attends:
+        hints.append(f"{about['attends'][0]} in parallel.py" if about["attends"] else "causal_attention in models/attention.py")
+    elif is_forward and part in ("q", "k"):
+        hints.append("rotate in models/layers.py, and the positions that it is given")
+    hints += [tp_hint] * bool(tp_hint)
+    if first.note:
+        hints.append("what follows is not seen by autograd (wait(), detach(), .data)")
+    if not is_forward and about["recomputes"]:
+        hints.append("checkpoint_activations in parallel.py")
+    if about["compiled"]:
+        hints.append("compile_blocks in parallel.py")
+    if not hints and degrees["pp"] > 1:
+        hints.append("pipeline_stages, pipeline_forward_backward in distributed/pipeline.py")
+    return hints or ["shard in parallel.py (the weights that it gathers), and the model's own code"]
+
+
+def parameter_hints(first: Seam, seams: list[Seam], about: dict, layout: list[dict]) -> list[str]:
+    """Activations and their gradients agree, and a parameter's finished gradient does not."""
+    all_of, degrees = [s for s in seams if s.phase == "gradient" and not math.isnan(s.error)], about["degrees"]
+    bad = [s for s in all_of if s.differs]
+    records = [record[:3] for part in layout for record in part["records"]]
+    stages = {stage for phase, name, stage in records if (phase, name) == ("gradient", first.name)}
+    factors = {round(s.factor, 3) for s in bad if s.factor is not None}
+    if len(bad) == len(all_of) and len(factors) == 1 and all(s.factor is not None for s in bad):
+        pipeline = ["pipeline_schedule in distributed/pipeline.py (scale_grads)"] * (degrees["pp"] > 1)
+        return [f"every gradient is off by the factor {factors.pop():.3g}: shard in parallel.py (wrap_units: "
+                "set_gradient_divide_factor, set_force_sum_reduction_for_comms)", *pipeline]
+    if len(stages) > 1:
+        return ["two pipeline stages hold this weight: sum_tied_gradients in distributed/pipeline.py"]
+    if all(".experts." in s.name for s in bad):
+        return ["only experts differ: expert_mesh in make_mesh, and the fully_shard of experts in wrap_units (parallel.py); "
+                "expert_parallel in distributed/experts.py"]
+    common = f"{len(bad)} of {len(all_of)} parameters differ"
+    if hint := style_hint([module_of(first)], about):
+        return [hint, common]
+    if degrees["tp"] > 1:
+        return [f"tensor_parallel in parallel.py: {module_of(first)} has no style in tp_plan", common]
+    return ["shard and next_backward in parallel.py (sums over data and cp ranks)", common]
+
+
+def miscounted(one: list[dict], layout: list[dict]) -> str:
+    """What a wrong norm is made of, where that can be told from the squares of the gradients."""
+    def norms(parts):
+        return [tensor.double().item() for part in parts for phase, _, _, _, _, tensor in part["records"] if phase == "norm"]
+
+    (want, *_), got = norms(one), norms(layout)
+    squares = {name: tensor.double().square().sum().item() for phase, name, *_, tensor in one[0]["records"]
+               if phase == "gradient"}
+    if max(got) - min(got) > 1e-4 * want:
+        held = {fqn for phase, fqn, *_ in layout[0]["records"] if phase == "gradient"}
+        own = math.sqrt(sum(s for name, s in squares.items() if name in held))
+        is_own = abs(own - got[0]) < 1e-3 * want
+        what = "each pipeline rank has that of its own layers" if is_own else "ranks have different ones"
+        return f": {what}; all_reduce the sum of the squares"
+    extra = got[0] ** 2 - want**2
+    name, square = min(squares.items(), key=lambda item: abs(abs(extra) - item[1]))
+    if abs(abs(extra) - square) > 0.02 * abs(extra):
+        return " (replicas: how many ranks hold the same part)"
+    return f": as if {name} were {'counted twice' if extra > 0 else 'left out'}; tied_copy, replicas"
+
+
+def which_ranks(ranks: list[int], holders: list[int], degrees: dict[str, int]) -> str:
+    """" (rank 1 of tp)" where of the ranks that have it exactly those with that coordinate differ, "" where all do."""
+    if len(ranks) == len(holders):
+        return ""
+    for axis, degree in degrees.items():
+        for at in range(degree):
+            if ranks == [rank for rank in holders if coordinates(rank, degrees)[axis] == at]:
+                return f" (rank {at} of {axis})"
+    return f" (rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))})"
+
+
+def report_of(seams: list[Seam], one: list[dict], layout: list[dict]) -> tuple[str, int]:
+    """(the report, exit status)."""
+    seen = [s for s in seams if not math.isnan(s.error)]
+    rest = not_compared(seams, layout[0]["compiled"])
+    first = next((s for s in seen if s.differs), None)
+    if first is None:
+        worst = max(seen, key=lambda s: s.error / (TOLERANCES[s.phase] or 1))
+        largest = f"the largest is {worst.error:.1e}, {worst.label}" if worst.error else "all are equal to the last bit"
+        return "\n".join([f"no difference at {len(seen)} seams; {largest}", *rest]), 0
+    before, after = seen[: seen.index(first)], seen[seen.index(first) + 1 :]
+    factor = f", {first.factor:.4g} times what it should be" if first.factor and abs(first.factor - 1) > 1e-3 else ""
+    lines = [f"first difference: {first.label}{first.where}: {size_text(first)}{factor}; {agreement(before)}"]
+    lines += [f"  agrees   {s.error:.1e}  {s.label}" for s in before[-2:]]
+    lines += [f"  differs  {size_text(s)}  {s.label}" for s in [first, *[s for s in after if s.differs][:2]]]
+    lines.append(f"look at: {look_at(first, seams, one, layout)}")
+    return "\n".join(lines + rest), 1
+
+
+def agreement(before: list[Seam]) -> str:
+    worst = max((s.error for s in before), default=0)
+    how = f"agrees to {worst:.0e}" if worst else "is equal"
+    return f"everything before {how} ({len(before)} seams)" if before else "nothing comes before it"
+
+
+def not_compared(seams: list[Seam], compiled: list[str]) -> list[str]:
+    """One line on the seams that only one of the two has, or that have no shape in common."""
+    names = [s.name for s in seams if math.isnan(s.error)]
+    closed = tuple(f"{module}{mark}" for module in compiled for mark in ". ")
+    inside = [name for name in names if name.startswith(closed)]
+    kinds = sorted({kind_of(name) for name in names if name not in inside})
+    parts = [f"{len(inside)} seams inside of compiled modules"] * bool(inside) + kinds
+    return [f"not compared: {', '.join(parts)}"] if parts else []
+
+
+def size_text(seam: Seam) -> str:
+    return seam.note or f"{seam.error:.1e}"
+
+
+def kind_of(name: str) -> str:
+    """blocks.3.moe.router -> *.moe.router"""
+    module, _, part = name.partition(" ")
+    tail = [p for p in module.split(".") if p != "blocks" and not p.isdigit()]
+    return ".".join(["*", *tail]) + f" {part}" * bool(part)
+
+
+def first_difference_of(one: list[dict], layout: list[dict]) -> tuple[str, int]:
+    """(report, 0 equal | 1 different) of what the ranks of two runs have written down: Seams.found() of each rank."""
+    return report_of(compare_seams(one, layout), one, layout)
+
+
+# ---------------------------------------------------------------- the command
+
+
+def read_seams(folder: str) -> list[dict]:
+    files = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    parts = [torch.load(os.path.join(folder, f), weights_only=True) for f in files if f.startswith("seams-")]
+    if not parts:
+        raise RuntimeError("this recipe calls parallel.forward_backward nowhere, so --where sees no step of it")
+    return parts
+
+
+def check_where(main, cfg, degrees: dict[str, int]) -> int:
+    """--check_parity --where of the running recipe: one step on one process and on the layout; returns the exit status. (Two
+    steps are run: only when the second begins is it certain that the first has done all it does to weights and biases.)"""
+    check_comparable(cfg)
+    with tempfile.TemporaryDirectory() as folder:
+        runs = []
+        for name, flags in flags_of_halves(main, cfg, degrees, folder).items():
+            if status := run_half(name, flags | {"steps": 2}, where=True):
+                return status
+            runs.append(read_seams(flags["out"] + RECORD))
+        text, status = first_difference_of(*runs)
+    print(text)
+    sys.stdout.flush()
+    return status
