@@ -100,9 +100,6 @@ class Config(
         check_range(self, 0, 1, "beta1", "beta2", "min_lr_ratio", "decay_ratio")
         if max(self.beta1, self.beta2) == 1:
             raise ValueError(f"--beta1 {self.beta1} and --beta2 {self.beta2} must be below 1: a mean that never moves")
-        # ft: two runs that would join the groups that are training
-        if self.check_parity:
-            raise ValueError("--check_parity compares layouts: that is train_llama3.py's, whose model and layouts are the same")
 
 
 def lr_at(step: int, cfg: Config) -> float:

@@ -38,7 +38,8 @@ def snapshot(value, above=()) -> list:
         if isinstance(x, torch.Generator):
             found.append(hash(x.get_state().numpy().tobytes()))
         elif hasattr(x, "__dict__") and not isinstance(x, Tensor | type) and x not in above:
-            found.append(snapshot(vars(x), (*above, x)))
+            # an inner optimizer: its state is the outer one's, or changed() refuses it
+            found.append(snapshot(contents(x) if isinstance(x, torch.optim.Optimizer) else vars(x), (*above, x)))
         else:
             found.append((id(x), x._version) if isinstance(x, Tensor) and x.numel() != 1 else as_number(x))
     return found

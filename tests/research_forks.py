@@ -311,7 +311,7 @@ def write_fork(folder, *names: str, **plan: str) -> Path:
         for old, new in EDITS.get(name, []):
             assert old in text, (name, old)
             text = text.replace(old, new)
-    mark = "\n# A flag that is given without"
+    mark = "\n# Text of the refusal of a flag"
     assert mark in text
     path = Path(folder) / f"train_{'_'.join(names)}.py"
     path.write_text(text.replace(mark, IMPORTS + "".join(CODE[name] for name in names) + "\n" + mark))

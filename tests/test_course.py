@@ -13,6 +13,7 @@ from test_recipes import commands_in, split_command
 
 from parallel import sequence_index
 from support.config import parse_config
+from tools.report_flags import with_report_flags
 from tools.schedule import bubble, rows_of, simulate
 
 TEXT = (REPO / "docs" / "course.md").read_text()
@@ -53,7 +54,7 @@ def test_answers_of_the_quiz():
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command_of_a_lecture(command, tmp_path):
     processes, script, args = split_command(command)
-    parse_config(importlib.import_module(script.removesuffix(".py")).Config, args)
+    parse_config(with_report_flags(importlib.import_module(script.removesuffix(".py")).Config), args)
     if "--check_parity" in args:  # a minute each, and the README's is run by tests/test_recipes.py
         return
     if "--dry_run" not in args:

@@ -65,8 +65,6 @@ def test_what_is_missing_is_said_in_one_line(monkeypatch):
         ft.check_groups(cfg)
     with pytest.raises(ValueError, match="leave out --stochastic_rounding"):
         ft.check_groups(recipe.Config(adamw_moments="8bit"))
-    with pytest.raises(ValueError, match="that is train_llama3.py's"):
-        recipe.Config(check_parity=True)
 
 
 class Numbers:

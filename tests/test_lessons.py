@@ -18,6 +18,7 @@ from pool import pool
 from distributed.layout import AllGather, AllToAll, ReduceScatter
 from support.config import parse_config
 from tools import dryrun
+from tools.report_flags import with_report_flags
 from tools.schedule import bubble, simulate
 
 COURSE = (REPO / "docs" / "parallelism.md").read_text()
@@ -99,7 +100,7 @@ def test_the_commands_of_the_course_are_understood():
     commands = re.findall(r"^    python (train_\w+)\.py (.*?)(?: +#.*)?$", COURSE, re.M)
     assert len(commands) >= 5
     for recipe, flags in commands:
-        parse_config(importlib.import_module(recipe).Config, shlex.split(flags))
+        parse_config(with_report_flags(importlib.import_module(recipe).Config), shlex.split(flags))
 
 
 def test_every_exercise_has_its_chapter():

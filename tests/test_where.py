@@ -208,8 +208,8 @@ Llama3.tp_plan = lambda self: plan(self) | {"blocks.*.residual": "sequence" if R
     for style, status, words in (True, 0, ["no difference at"]), (False, 1, [
             "first difference: finished gradient of blocks.0.residual.gain", "style 'nothing' of blocks.0.residual"]):
         copy = tmp_path / f"train_{style}.py"
-        head, tail = recipe.read_text().split("# A flag that is given without")
+        head, tail = recipe.read_text().split("# Text of the refusal of a flag")
         start = f"import sys\nsys.path.insert(0, {str(recipe.parent)!r})\n"
-        copy.write_text(start + head + own.replace("RIGHT", str(style)) + "\n# A flag that is given without" + tail)
+        copy.write_text(start + head + own.replace("RIGHT", str(style)) + "\n# Text of the refusal of a flag" + tail)
         run = run_program([sys.executable, copy, *flags], cwd=tmp_path)
         assert run.returncode == status and all(w in run.stdout for w in words), run.stdout + run.stderr

@@ -37,8 +37,10 @@ def recording(clip_grad_norm, folder: str):
         gradients = {fqn: whole(p.grad) for fqn, p in named if p.grad is not None}
         weights = {fqn: whole(p) for fqn, p in named}
         buffers = {fqn: t for stage in stages for fqn, t in named_tensors(stage).items() if not isinstance(t, nn.Parameter)}
-        sums, everyone = {fqn: bits_sum(t) for fqn, t in buffers.items()}, [None] * layout.world_size
-        dist.all_gather_object(everyone, sums)
+        sums = {fqn: bits_sum(t) for fqn, t in buffers.items()}
+        everyone = [sums] * layout.world_size
+        if layout.world_size > 1:
+            dist.all_gather_object(everyone, sums)
         uneven = [fqn for fqn, total in sums.items() if any(theirs.get(fqn, total) != total for theirs in everyone)]
         if layout.rank % (layout.world_size // layout.pp) == 0:
             os.makedirs(folder, exist_ok=True)
