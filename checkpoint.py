@@ -114,7 +114,7 @@ def is_quantized(t: Tensor) -> bool:
 
 
 def dequantized(t: Tensor) -> Tensor:
-    """In fp32, which every layout and every --adamw_moments can load, and in CPU memory: where 8-bit moments just fit on a
+    """In fp32, which every layout and every kind of AdamW can load, and in CPU memory: where 8-bit moments just fit on a
     GPU, those in fp32 would not. That rules out DTensor.from_local, which would move it to the GPU again."""
     if not is_quantized(t):
         return t

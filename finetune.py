@@ -23,7 +23,7 @@ from distributed.checks import check_documents, check_first_batch, check_model, 
 from distributed.experts import balance_experts, expert_parallel
 from distributed.float8 import Float8Config, float8_linears, float8_scales
 from distributed.launch import LaunchConfig, StopSignal, connect, disconnect, run, train_timeouts
-from distributed.layout import EXPERTS, ParallelConfig
+from distributed.layout import EXPERTS, ExpertConfig, ParallelConfig
 from distributed.pipeline import PipelineConfig, pipeline_stages
 from distributed.refusals import check_layout
 from generate import print_sample
@@ -44,15 +44,12 @@ from parallel import (
 from sft.base import claim_adapters, load_base, model_in
 from sft.chat_data import ChatData
 from sft.lora import LoraConfig, is_frozen, lora_counts, lora_linears
-from storage.resume import claim_run, keep_batch, source_tokenizer
-from support.config import Need, check_range, flag, save_config
+from storage.resume import claim_run, keep_batch, list_warnings, source_tokenizer
+from support.config import Need, flag, save_config
 from support.guard import Guard
 from support.metrics import Metrics, MetricsConfig
-from support.optim import adamw, set_lr
+from support.optim import Optimizer, adamw, check_optimizer, set_lr
 
-# Text of the refusal of a flag without its precondition: see support/config.py
-BF16_ADAMW = Need("without --param_dtype bfloat16 and --optimizer adamw",
-                  lambda c: (c.param_dtype, c.optimizer) == ("bfloat16", "adamw"))
 # finetune: a flag of DeepSeek
 MTP = Need("without mtp_depth 1, and this model has 0", lambda c: getattr(c, "mtp_depth", 0))
 
@@ -60,7 +57,7 @@ MTP = Need("without mtp_depth 1, and this model has 0", lambda c: getattr(c, "mt
 @dataclass(kw_only=True)
 class Config(
     # finetune: and adapters
-    ParallelConfig, LaunchConfig, PipelineConfig, Float8Config, LoraConfig, CheckpointConfig, DataConfig,
+    ParallelConfig, ExpertConfig, LaunchConfig, PipelineConfig, Float8Config, LoraConfig, CheckpointConfig, DataConfig,
     MetricsConfig,
 ):
     # finetune: --init_from says what the model is, and nothing is trained on by default
@@ -76,7 +73,7 @@ class Config(
     seq_len: int = 1024  # tokens per sequence
     local_batch_size: int = 8  # sequences per forward of a data rank
     global_batch_size: int = -1  # sequences per optimizer step; -1 = local_batch_size x data ranks; a resumed run keeps its own
-    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon for the blocks' matrices, AdamW for the rest; learns faster
+    optimizer: Optimizer = "adamw"  # muon: Muon for the blocks' matrices; adamw_8bit: small moments; adamw_sr: bf16 weights
     # finetune: for all weights; adapters take 1e-4 to 5e-4
     lr: float = 1e-5  # peak learning rate, reached after warmup_steps
     min_lr_ratio: float = 0.1  # the learning rate ends at this share of its peak
@@ -87,8 +84,6 @@ class Config(
     beta1: float = 0.9  # AdamW: decay of the gradient's mean
     beta2: float = 0.95  # AdamW: decay of the squared gradient's mean
     eps: float = 1e-8  # AdamW: added to the root of the squared gradient's mean
-    adamw_moments: Literal["param", "8bit", "4bit", "fp8"] = "param"  # bits of AdamW's moments; param = as --param_dtype
-    stochastic_rounding: bool = flag(False, BF16_ADAMW)  # round weights up or down by chance, so that small steps survive
     weight_decay: float = 0.1  # weight decay, decoupled from the gradient
     wd_on: Literal["matrices", "all"] = "matrices"  # parameters with weight decay: matrices only, or norms as well
     max_norm: float = 1.0  # gradients are scaled down to this norm; 0 = never
@@ -102,11 +97,7 @@ class Config(
 
     def __post_init__(self):  # rules of flags alone; check_layout has the rules of flags and model together
         MetricsConfig.__post_init__(self)
-        check_range(self, 1, math.inf, "steps", "val_batches")
-        check_range(self, 0, math.inf, "lr", "eps", "weight_decay", "max_norm")
-        check_range(self, 0, 1, "beta1", "beta2", "min_lr_ratio", "decay_ratio")
-        if max(self.beta1, self.beta2) == 1:
-            raise ValueError(f"--beta1 {self.beta1} and --beta2 {self.beta2} must be below 1: a mean that never moves")
+        check_optimizer(self)
         # finetune: what cannot be beside frozen weights
         if self.lora_rank and self.float8 != "off":
             raise ValueError(f"--lora_rank {self.lora_rank} with --float8 {self.float8}: the frozen weights would be quantized "
@@ -130,18 +121,6 @@ def lr_at(step: int, cfg: Config) -> float:
     return cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * shape
 
 
-def notes(cfg: Config, done: int) -> str:
-    """Warnings to print at the start, one per line (run finished, folder exists, warmup too long). done: steps so far."""
-    total, lines = cfg.steps if cfg.schedule_steps == -1 else cfg.schedule_steps, [""]
-    if done >= cfg.steps:
-        lines.append(f"{cfg.out} is finished: {done} of {cfg.steps} steps are done; use a larger --steps, or --out NEW")
-        if cfg.export_hf and os.path.exists(cfg.export_hf):
-            lines.append(f"--export_hf {cfg.export_hf} is there already: nothing is exported; give a new folder, or remove it")
-    if cfg.warmup_steps > total:
-        lines.append(f"--warmup_steps {cfg.warmup_steps} is longer than the schedule; it is clamped to {total}")
-    return "\n".join(lines)
-
-
 def build_optimizers(stages, cfg: Config) -> list[torch.optim.Optimizer]:
     """AdamW for everything, or Muon for the blocks' matrices and AdamW for the rest; one learning rate serves both."""
     params = [(fqn, p) for stage in stages for fqn, p in stage.named_parameters() if p.requires_grad]
@@ -155,7 +134,7 @@ def build_optimizers(stages, cfg: Config) -> list[torch.optim.Optimizer]:
     optimizers = []
     if groups:  # a pipeline stage in the middle may have matrices only
         betas = (cfg.beta1, cfg.beta2)
-        optimizers.append(adamw(groups, cfg.lr, betas, cfg.eps, cfg.adamw_moments, cfg.stochastic_rounding))
+        optimizers.append(adamw(groups, cfg.lr, betas, cfg.eps, cfg.optimizer))
     if matrices:
         from support.muon import Muon
 
@@ -170,11 +149,9 @@ def main(cfg: Config):
     if not cfg.init_from or not cfg.data:
         raise ValueError("fine-tuning needs a model and what to learn: --init_from FOLDER --data chat.jsonl")
     Model, model_config = model_in(cfg)
-    keep_batch(cfg)  # a continued run keeps its global batch on any number of processes, with a smaller local batch if needed
-    layout = check_layout(
-        cfg, model_config, seq_len=cfg.seq_len, local_batch_size=cfg.local_batch_size,
-        global_batch_size=cfg.global_batch_size, device=cfg.device,
-    )
+    cfg = keep_batch(cfg)  # a continued run keeps its global batch on any number of processes; the local one may shrink
+    layout = check_layout(cfg, model_config, seq_len=cfg.seq_len, local_batch_size=cfg.local_batch_size,
+                          global_batch_size=cfg.global_batch_size, device=cfg.device)
 
     # 2. data: one fixed global order of sequences; the layout decides only which rank reads which sequence
     # finetune: conversations too, of which only the answers have a loss
@@ -243,7 +220,7 @@ def main(cfg: Config):
     if layout.rank == 0:
         where = layout.step_text(cfg.seq_len, stages[0].reduces_always)
         # finetune: the folder has no flavor
-        print(f"{Model.__name__}: {n_params:,} parameters{beside} | {where}{notes(cfg, state['step'])}")
+        print(f"{Model.__name__}: {n_params:,} parameters{beside} | {where}{list_warnings(cfg, state['step'])}")
         print(data.plan(state["samples"] + (cfg.steps - state["step"]) * layout.global_batch_size), end="")
     if state["step"] >= cfg.steps:
         return checkpoints.close(export=not os.path.exists(cfg.export_hf))  # export a finished run
@@ -285,9 +262,9 @@ def main(cfg: Config):
             guard.report(step)
         if metrics.due(step):
             loss, loss_max = reduce_loss(loss, layout)
-            tokens_hash = reduce_hash(batch.hash, layout)
-            extra = data.epochs(state["samples"]) | balance  # finetune: and how busy the experts are
-            metrics.log(step, loss=loss, loss_max=loss_max, grad_norm=grad_norm, lr=lr, tokens_hash=tokens_hash, extra=extra)
+            # finetune: extra has the epochs of a mixture, and how busy the experts are
+            metrics.log(step, loss=loss, loss_max=loss_max, grad_norm=grad_norm, lr=lr,
+                        tokens_hash=reduce_hash(batch.hash, layout), extra=data.epochs(state["samples"]) | balance)
         if step == first:
             train_timeouts(layout, cfg.train_timeout_s)
         if validating:

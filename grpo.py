@@ -40,7 +40,7 @@ from corpus.text import ChatConfig
 from distributed.checks import check_replicas
 from distributed.experts import balance_experts
 from distributed.launch import LaunchConfig, StopSignal, connect, disconnect, run, train_timeouts
-from distributed.layout import ParallelConfig, local_tensor
+from distributed.layout import ExpertConfig, ParallelConfig, local_tensor
 from distributed.refusals import check_layout
 from parallel import clip_grad_norm, make_mesh, next_backward, reduce_loss
 from rl import engines, generators, packing, rollouts
@@ -73,8 +73,8 @@ WARM_UP = Need("with --init_from: its model needs no warm-up", lambda c: not c.i
 
 
 @dataclass(kw_only=True)
-class Config(ParallelConfig, LaunchConfig, LoraConfig, CheckpointConfig, MetricsConfig, DatasetConfig, RewardConfig,
-             ChatConfig, EngineConfig, ReportConfig, PackingConfig):
+class Config(ParallelConfig, ExpertConfig, LaunchConfig, LoraConfig, CheckpointConfig, MetricsConfig, DatasetConfig,
+             RewardConfig, ChatConfig, EngineConfig, ReportConfig, PackingConfig):
     REFUSED = ("pp", "loss_parallel")  # not in --help: rl/refusals.py says why
     flavor: Literal[tuple(FLAVORS)] = flag("debug", OWN_MODEL)  # a small Llama 3, or Qwen3 with experts
     model_args: str = ""  # fields of the flavor to change: "n_layers=4,dim=128"

@@ -26,7 +26,6 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -394,19 +393,9 @@ def wrap_units(stage, layout: Layout, reduce_dtype: torch.dtype) -> None:
             if layout.world_size > 1:  # on one process the setting would only add a copy of each gradient
                 module.set_gradient_divide_factor(1.0)
     if layout.ep > 1:
+        from distributed.experts import prefetch_units
+
         prefetch_units(stage, blocks)
-
-
-def prefetch_units(stage, blocks) -> None:
-    """Gather the next block's weights before a block computes, and in the backward the previous block's. FSDP alone prefetches
-    only as far as the host is ahead of the device, and with --ep the host waits in every layer with experts (exchange_tokens).
-    """
-    units = [[block, block.moe.experts] if hasattr(block, "moe") else [block] for block in blocks]
-    if units and isinstance(stage.tok_embeddings, FSDPModule):
-        stage.tok_embeddings.set_modules_to_forward_prefetch(units[0])
-    for this, following in pairwise(units):
-        this[0].set_modules_to_forward_prefetch(following)
-        following[0].set_modules_to_backward_prefetch(this)
 
 
 # ---------------------------------------------------------------- initial weights

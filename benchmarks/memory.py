@@ -41,11 +41,11 @@ ROWS = {
     "--ac op": "--ac op",
     "--ac selective": "--ac selective",
     "--ac full": "--ac full",
-    "--adamw_moments 8bit": "--adamw_moments 8bit",
-    "--adamw_moments 4bit": "--adamw_moments 4bit",
-    "--adamw_moments fp8": "--adamw_moments fp8",
+    "--optimizer adamw_8bit": "--optimizer adamw_8bit",
+    "--optimizer adamw_4bit": "--optimizer adamw_4bit",
+    "--optimizer adamw_fp8": "--optimizer adamw_fp8",
     "--param_dtype bfloat16": "--param_dtype bfloat16",
-    "the same, --stochastic_rounding": "--param_dtype bfloat16 --stochastic_rounding",
+    "the same, --optimizer adamw_sr": "--param_dtype bfloat16 --optimizer adamw_sr",
     "--cpu_offload": "--cpu_offload",  # GPU
     "--compile": "--compile",  # GPU
     "--compile --ac budget": "--compile --ac budget",  # GPU

@@ -100,8 +100,9 @@ def check_memory(model, layout: Layout, cfg) -> None:
     GB = 1e9
     size = getattr(torch, cfg.param_dtype).itemsize
     # bytes of AdamW's two moments of a parameter; 0 for unknown optimizers
-    adamw = {"param": 2 * size, "8bit": 2, "fp8": 2, "4bit": 1}.get(vars(cfg).get("adamw_moments"), 0)
     total, kind, share = Counter(), vars(cfg).get("optimizer"), layout.dp_replicate / layout.world_size
+    whole = dict.fromkeys(("adamw", "adamw_sr", "muon"), 2 * size)
+    adamw = (whole | {"adamw_8bit": 2, "adamw_fp8": 2, "adamw_4bit": 1}).get(kind, 0)
     for fqn, p in model.named_parameters():
         n = p.numel() * share
         if not p.requires_grad:
@@ -110,7 +111,7 @@ def check_memory(model, layout: Layout, cfg) -> None:
         total["parameters"] += n * size
         total["gradients"] += n * size
         is_muons = kind == "muon" and p.dim() > 1 and fqn.startswith("blocks.")
-        total["moments"] += n * (size if is_muons else adamw if kind in ("adamw", "muon") else 0)
+        total["moments"] += n * (size if is_muons else adamw)
     on_host = layout.device.type == "cpu" or cfg.cpu_offload
     sharers = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if on_host else 1
     has = host_memory() if on_host else torch.cuda.get_device_properties(layout.device).total_memory

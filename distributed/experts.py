@@ -1,9 +1,11 @@
 """Expert parallelism: the experts are split over ranks, and tokens travel to their experts and back."""
 from functools import partial
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import register_sharding
 
@@ -79,6 +81,18 @@ def exchange_tokens(experts, group, x: Tensor, counts: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+def prefetch_units(stage, blocks) -> None:
+    """Gather the next block's weights before a block computes, and in the backward the previous block's. FSDP alone prefetches
+    only as far as the host is ahead of the device, and with --ep the host waits in every layer with experts (exchange_tokens).
+    """
+    units = [[block, block.moe.experts] if hasattr(block, "moe") else [block] for block in blocks]
+    if units and isinstance(stage.tok_embeddings, FSDPModule):
+        stage.tok_embeddings.set_modules_to_forward_prefetch(units[0])
+    for this, following in pairwise(units):
+        this[0].set_modules_to_forward_prefetch(following)
+        following[0].set_modules_to_backward_prefetch(this)
+
+
 def balance_experts(stages, layout: Layout, mode: str, rate: float | Tensor, per_layer: bool = False) -> dict[str, Tensor]:
     """After an optimizer step: sum each layer's load over all ranks, and with mode bias move the biases against it
     (arXiv:2408.15664: up by rate below the mean load, down above, then centred). Returns statistics; loads restart at 0.

@@ -10,42 +10,48 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Shard
 
-from distributed.layout import EXPERTS, Layout, all_blocks
+from distributed.layout import Layout, all_blocks
 from support.config import GPU, Need, flag
 
 FLOAT8 = Need("without --float8", lambda c: c.float8 != "off")
 FLOAT8_TENSORWISE = Need("without --float8 tensorwise", lambda c: c.float8 == "tensorwise")
-FLOAT8_EXPERTS = Need("without --float8 rowwise or mxfp8", lambda c: c.float8 in ("rowwise", "mxfp8"))
+# A recipe of torchao.float8, or MXFP8; with _experts, for the experts' grouped matmuls as well
+Recipe = Literal["off", "tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8", "rowwise_experts", "mxfp8_experts"]
 GATHERED = Need("in one process: nothing is gathered", lambda c: c.world_size > 1)
 
 
 @dataclass(kw_only=True)
 class Float8Config:
-    float8: Literal["off", "tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"] = "off"  # blocks' matmuls (torchao)
-    float8_experts: bool = flag(False, FLOAT8_EXPERTS, EXPERTS)  # the experts' grouped matmuls as well
+    float8: Recipe = "off"  # of the blocks' matmuls, by torchao; _experts: of the experts' grouped matmuls as well
     float8_filter: list[str] = flag([], FLOAT8)  # linears to leave alone: parts of names, like attn.wk,ffn.w2
     float8_all_gather: bool = flag(False, FLOAT8_TENSORWISE, GPU, GATHERED)  # FSDP gathers weights in float8, half the bytes
+
+
+def float8_kind(cfg) -> tuple[str, bool]:
+    """(recipe of the matmuls, whether the experts' grouped matmuls follow the recipe as well)."""
+    kind = cfg.float8.removesuffix("_experts")
+    return kind, kind != cfg.float8
 
 
 def float8_linears(stage, layout: Layout, cfg) -> None:
     """Let the blocks' linears multiply in float8, with scales from each call's own numbers: torchao.float8. Parameters, their
     names and the optimizer stay as they are.
 
-    Left in the compute dtype: the head, the router, the stacked experts (unless --float8_experts), and a matrix with a
+    Left in the compute dtype: the head, the router, the stacked experts (unless --float8 ends in _experts), and a matrix with a
     dimension on this rank that is no multiple of 16 (mxfp8: 32).
     """
     logging.getLogger("torchao").setLevel(logging.ERROR)  # torchao warns of kernels for other versions of Python
-    names = float8_names(stage, layout, cfg)
-    if cfg.float8 == "mxfp8":
+    names, (kind, with_experts) = float8_names(stage, layout, cfg), float8_kind(cfg)
+    if kind == "mxfp8":
         multiply = mxfp8_matmul(layout)
     elif names:
         multiply = float8_matmul(stage, names, layout, cfg)
     for name in names:
-        if cfg.float8 == "mxfp8" or layout.tp > 1:
+        if kind == "mxfp8" or layout.tp > 1:
             module = stage.get_submodule(name)
             module.multiply, module.__class__ = multiply, with_parts(type(module))
-    if cfg.float8_experts:
-        multiply, block_size = float8_grouped_linear(layout, cfg), 32 if cfg.float8 == "mxfp8" else 16
+    if with_experts:
+        multiply, block_size = float8_grouped_linear(layout, kind), 32 if kind == "mxfp8" else 16
         for block in all_blocks(stage).values():
             if hasattr(block, "moe"):
                 block.moe.experts.compute = partial(padded_experts, linear=multiply, block=block_size)
@@ -53,8 +59,8 @@ def float8_linears(stage, layout: Layout, cfg) -> None:
 
 def float8_names(stage, layout: Layout, cfg) -> list[str]:
     """Names of the linears for float8. Prints the linears that do not fit; raises ValueError if none is left."""
-    names, odd = [], {}
-    block = 32 if cfg.float8 == "mxfp8" else 16
+    names, odd, (kind, with_experts) = [], {}, float8_kind(cfg)
+    block = 32 if kind == "mxfp8" else 16
     for fqn, module in stage.named_modules():
         in_block = fqn.startswith(("blocks.", "mtp."))
         if not isinstance(module, nn.Linear) or not in_block or any(part in fqn for part in cfg.float8_filter):
@@ -66,7 +72,7 @@ def float8_names(stage, layout: Layout, cfg) -> list[str]:
             odd[".".join(fqn.split(".")[-2:])] = " x ".join(map(str, sizes))
     left = ", ".join(f"{name} {sizes}" for name, sizes in odd.items())
     why = f"on a rank a side is no multiple of {block}: {left}" if odd else f"all are in --float8_filter {cfg.float8_filter}"
-    if not names and not cfg.float8_experts:
+    if not names and not with_experts:
         raise ValueError(f"--float8 {cfg.float8} changes no matrix of the blocks, for {why}; use --float8 off, or other sizes")
     if odd and layout.rank == 0:
         print(f"--float8 {cfg.float8} leaves some matrices as they are, for {why}")
@@ -85,7 +91,7 @@ def float8_matmul(stage, names: list[str], layout: Layout, cfg):
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
 
-    config = Float8LinearConfig.from_recipe_name(cfg.float8)
+    config = Float8LinearConfig.from_recipe_name(float8_kind(cfg)[0])
     emulate = layout.device.type == "cpu"
     config = dataclasses.replace(config, emulate=emulate, enable_fsdp_float8_all_gather=cfg.float8_all_gather)
     convert_to_float8_training(stage, config=config, module_filter_fn=lambda module, fqn: fqn in names)
@@ -133,13 +139,13 @@ def mxfp8_matmul(layout: Layout):
     return lambda x, w: _to_mxfp8_then_scaled_mm(x, w, kernel, ScaleCalculationMode.RCEIL)
 
 
-def float8_grouped_linear(layout: Layout, cfg):
+def float8_grouped_linear(layout: Layout, kind: str):
     """models.moe.grouped_linear in float8, for numbers of rows per expert that are multiples of 16 (mxfp8: 32)."""
     from torchao.prototype import moe_training
     from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 
     options = dict(out_dtype=torch.bfloat16, pad_token_groups_for_grouped_mm=False)
-    if cfg.float8 == "rowwise":
+    if kind == "rowwise":
         multiply = moe_training._to_fp8_rowwise_then_scaled_grouped_mm
     else:
         multiply = moe_training._to_mxfp8_then_scaled_grouped_mm

@@ -9,7 +9,6 @@ import time
 import traceback
 import uuid
 from dataclasses import dataclass, fields, replace
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -18,30 +17,21 @@ from torch import nn
 from distributed.checks import STYLES
 from distributed.layout import Layout, dtype_of_compute, pattern_of
 from distributed.refusals import runs_on_cuda
-from models import attention
-from support.config import GPU, Need, flag, parse_config, say_flags, usage_error
-
-NCCL = Need("without NCCL, so without GPUs", lambda c: c.on_cuda)
-# There is a choice of kernels for bf16 only, and the masks of documents and of gathered keys have one kernel each.
-KERNELS = [GPU, Need("in float32", lambda c: c.dtype != torch.float32),
-           Need("with --cp_method allgather", lambda c: c.cp == 1 or c.cp_method != "allgather"),
-           Need("with --doc_mask", lambda c: not getattr(c, "doc_mask", False))]
+from support.config import parse_config, say_flags, usage_error
 
 
 @dataclass(kw_only=True)
 class LaunchConfig:
-    attention: Literal["cudnn", "flash"] = flag("cudnn", *KERNELS)  # kernel that is tried first; then the other one
     deterministic: bool = False  # bitwise reproducible kernels, slower on GPUs
-    flight_recorder: bool = flag(False, NCCL)  # when a collective times out, every rank writes its last ones to <out>/trace
     init_timeout_s: int = 300  # a collective that waits longer before or in the first step ends the run
     train_timeout_s: int = 100  # the same after the first step: everything is compiled and connected
 
 
-def connect(layout: Layout, cfg, device: str = "auto", seed: int = 0, trace: str = "trace") -> Layout:
+def connect(layout: Layout, cfg, device: str = "auto", seed: int = 0, trace: str = "") -> Layout:
     """Join the other processes: device, threads and the process group of all. Plain `python` is a world of one. Returns the
     layout with its device, the dtype of the computation there, and the memory of the smallest device.
 
-    trace: folder of --flight_recorder, to be read with torch's `torchfrtrace`.
+    trace: folder for NCCL's last collectives, if one times out; torch's `torchfrtrace` reads the folder.
     """
     env = os.environ
     local_rank, local_world = int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1))
@@ -54,10 +44,8 @@ def connect(layout: Layout, cfg, device: str = "auto", seed: int = 0, trace: str
             # Freed neighbouring memory can then be joined, and does not lie idle in pieces too small for use.
             env["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # read at the first allocation
         torch.cuda.set_device(layout.device)
-        if cfg.attention == "flash":
-            attention.flash_is_first = True
-            x = torch.zeros(1, 1, 64, 64, device=layout.device, dtype=torch.bfloat16)
-            nn.functional.scaled_dot_product_attention(x, x, x)  # the first call of a process has cuDNN first, whatever we say
+        if trace:
+            record_collectives(trace)
         backend = "cpu:gloo,cuda:nccl"
     else:
         backend = "gloo"
@@ -66,10 +54,6 @@ def connect(layout: Layout, cfg, device: str = "auto", seed: int = 0, trace: str
     layout = replace(layout, compute_dtype=dtype_of_compute(cfg, layout.device.type == "cuda"))
     torch.manual_seed(seed)
 
-    if cfg.flight_recorder:
-        os.makedirs(trace, exist_ok=True)
-        env |= {"TORCH_NCCL_TRACE_BUFFER_SIZE": "20000", "TORCH_FR_BUFFER_SIZE": "20000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
-        env |= {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{trace}/rank_", "TORCH_FR_DUMP_TEMP_FILE": f"{trace}/rank_"}
     if "RANK" in env:
         # with TORCHELASTIC_USE_AGENT_STORE torchrun's agent keeps the store; under other launchers rank 0 keeps the store
         is_master = env.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and layout.rank == 0
@@ -84,6 +68,14 @@ def connect(layout: Layout, cfg, device: str = "auto", seed: int = 0, trace: str
         dist.all_reduce(memory, op=dist.ReduceOp.MIN)
         layout = replace(layout, memory=memory.item())
     return layout
+
+
+def record_collectives(trace: str) -> None:
+    """Let NCCL's flight recorder keep each rank's last 20,000 collectives. When a collective times out, every rank writes its
+    own to the folder `trace`. torch 2.11 and 2.13 have different names for the same settings."""
+    os.makedirs(trace, exist_ok=True)
+    os.environ |= {"TORCH_NCCL_TRACE_BUFFER_SIZE": "20000", "TORCH_FR_BUFFER_SIZE": "20000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    os.environ |= {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{trace}/rank_", "TORCH_FR_DUMP_TEMP_FILE": f"{trace}/rank_"}
 
 
 def agree_on_attempt(store: dist.Store, layout: Layout, timeout_s: int) -> str:
@@ -167,7 +159,7 @@ def run(main, Config) -> None:
     try:
         if "RANK" in os.environ:
             watch_launcher()
-        if asked - known or "--plot" in asked:
+        if asked - known:
             from tools.reports import run_report
 
             status = run_report(main, Config)

@@ -14,7 +14,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from support.config import Need, flag
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-Reshard, Reduce = Literal["default", "always", "never"], Literal["auto", "last", "always"]
 # What flags need to have an effect: see support/config.py. c is what refusals.facts() returns.
 TP = Need("without --tp 2 or more", lambda c: c.tp > 1)
 CP = Need("without --cp 2 or more", lambda c: c.cp > 1)
@@ -22,11 +21,6 @@ EXPERTS = Need("without experts, and this flavor has none", lambda c: getattr(c,
 AC_SELECTIVE = Need("without --ac selective", lambda c: c.ac == "selective")
 AC_BUDGET = Need("without --ac budget", lambda c: c.ac == "budget")
 ASYNC_TP = Need("without CUDA, --compile and --tp 2 or more", lambda c: c.on_cuda and c.compile and c.tp > 1)
-ACCUMULATION = Need("with one micro-batch per step: see --global_batch_size", lambda c: not hasattr(c, "global_batch_size")
-                    or c.global_batch_size > c.local_batch_size * c.dp_replicate * c.dp_shard)
-NO_PP = Need("with --pp, whose schedule reduces them once per step", lambda c: c.pp == 1)
-SHARDED = Need("without --dp_shard or --cp 2 or more: there is no part of a gradient to keep", lambda c: c.dp_shard * c.cp > 1)
-REDUCED = [SHARDED, NO_PP, ACCUMULATION]
 COPIED = Need("in one process that computes with its parameters as they are: nothing is gathered or cast", lambda c: (
     c.world_size > 1 or c.cpu_offload or str(c.dtype)[6:] != c.param_dtype))
 
@@ -38,10 +32,8 @@ class ParallelConfig:
     tp: int = 1  # tensor parallelism with sequence parallelism: every matrix is split over this many ranks
     pp: int = 1  # pipeline parallelism: the layers are split over this many ranks
     cp: int = 1  # context parallelism: every sequence is split over this many ranks
-    ep: int = flag(1, EXPERTS)  # expert parallelism: the experts are split over this many of the dp_shard x cp x tp ranks
-    etp: int = flag(1, EXPERTS)  # 1: tp ranks hold whole experts (ep may borrow tp); tp: tp ranks split every expert
-    reshard_after_forward: Reshard = flag("default", COPIED)  # free gathered weights after the forward; default: unless pp
-    reduce_grads: Reduce = flag("auto", *REDUCED)  # only after the last micro-batch; or always, which needs less memory
+    # free gathered weights after the forward; default: unless pp
+    reshard_after_forward: Literal["default", "always", "never"] = flag("default", COPIED)
     cpu_offload: bool = False  # keep parameters, gradients and optimizer state in host memory (slow, small)
     loss_parallel: bool = flag(True, TP)  # split the loss over the vocabulary; off = over the sequence, gathering the head
     async_tp: bool = flag(False, ASYNC_TP)  # overlap tp's communication with its matmuls
@@ -53,6 +45,12 @@ class ParallelConfig:
     ac_every: int = flag(2, AC_SELECTIVE)  # checkpoint every k-th block
     ac_budget: float = flag(0.5, AC_BUDGET)  # share of the activation memory to keep: 0 = recompute all, 1 = keep all
     compile: bool = False  # torch.compile each block
+
+
+@dataclass(kw_only=True)
+class ExpertConfig:
+    ep: int = flag(1, EXPERTS)  # expert parallelism: the experts are split over this many of the dp_shard x cp x tp ranks
+    etp: int = flag(1, EXPERTS)  # 1: tp ranks hold whole experts (ep may borrow tp); tp: tp ranks split every expert
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,18 +132,18 @@ def all_blocks(stage) -> dict[int, nn.Module]:
 
 
 def reduces_always(stage, layout: Layout, cfg: ParallelConfig) -> bool:
-    """Whether gradients are reduce-scattered after every micro-batch of a step, and not once at its end (--reduce_grads).
+    """Whether gradients are reduce-scattered after every micro-batch of a step, and not once at its end.
 
-    Once per step costs the least communication, and the memory of whole gradients until then. auto: where those, with this
-    rank's parameters, gradients and two moments, would take more than half of a device and leave too little for activations.
-    With --param_dtype bfloat16 only when asked for, because the micro-batches' sums are then rounded to bfloat16.
+    Once per step costs the least communication, and the memory of whole gradients until then. After every micro-batch: where
+    whole gradients, with this rank's parameters, gradients and two moments, would take more than half of a device and leave too
+    little for activations. Never with --param_dtype bfloat16, because the micro-batches' sums would be rounded to bfloat16.
     """
     ranks = layout.dp_shard * layout.cp
-    if cfg.reduce_grads != "auto" or ranks == 1 or layout.pp > 1 or cfg.param_dtype != "float32" or not layout.memory:
-        return cfg.reduce_grads == "always"
+    if ranks == 1 or layout.pp > 1 or cfg.param_dtype != "float32" or not layout.memory:
+        return False
     experts = {p for block in all_blocks(stage).values() if hasattr(block, "moe") for p in block.moe.experts.parameters()}
     numel = {p: local_tensor(p).numel() for p in stage.parameters()}
-    held = {p: n / (ranks * layout.tp / (cfg.ep * cfg.etp) if p in experts else ranks) for p, n in numel.items()}
+    held = {p: n / (ranks * layout.tp / (layout.ep * layout.etp) if p in experts else ranks) for p, n in numel.items()}
     whole = sum(n for p, n in numel.items() if p.requires_grad) * getattr(torch, cfg.reduce_dtype).itemsize
     state = sum(n * (4 * 4 if p.requires_grad else p.element_size()) for p, n in held.items())  # frozen: only the parameter
     return whole + (0 if cfg.cpu_offload else state) > layout.memory / 2

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import torch
 
-from distributed.float8 import Float8Config
-from distributed.layout import AXES, Layout, ParallelConfig, dtype_of_compute
+from distributed.float8 import Float8Config, float8_kind
+from distributed.layout import AXES, ExpertConfig, Layout, ParallelConfig, dtype_of_compute
 from distributed.pipeline import ONE_STAGE_PER_RANK, V_SHAPED, ZERO_BUBBLE, csv_rows, n_microbatches, split_stages
 from support.config import no_effect
 
@@ -37,12 +37,16 @@ def check_layout(
     refuse((n < 1, f"--{name} {n} must be at least 1") for name, n in sizes.items())  # the other rules divide by them
     if global_batch_size == -1:
         global_batch_size = local_batch_size * degrees["dp_replicate"] * degrees["dp_shard"]
+    has_experts = getattr(model_config, "n_experts", 0) > 0
+    refuse([(has_experts and not isinstance(cfg, ExpertConfig), "a model with experts needs the flags --ep and --etp: let "
+             "Config inherit distributed.layout.ExpertConfig, as train_qwen3.py does")])
+    expert_degrees = {"ep": cfg.ep, "etp": cfg.etp} if isinstance(cfg, ExpertConfig) else {}
     layout = Layout(
-        **degrees, ep=cfg.ep, etp=cfg.etp, local_batch_size=local_batch_size, global_batch_size=global_batch_size,
+        **degrees, **expert_degrees, local_batch_size=local_batch_size, global_batch_size=global_batch_size,
         offload=cfg.cpu_offload, loss_parallel=cfg.loss_parallel, rank=int(os.environ.get("RANK", 0)),
         # not under a pipeline: every micro-batch would gather the weights again, and zero-bubble gradients would be wrong
         reshards={"always": True, "never": False, "default": degrees["pp"] == 1}[cfg.reshard_after_forward],
-        mtp=getattr(model_config, "mtp_depth", 0) > 0, has_experts=getattr(model_config, "n_experts", 0) > 0,
+        mtp=getattr(model_config, "mtp_depth", 0) > 0, has_experts=has_experts,
     )
     if layout.pp > 1:
         layout = replace(layout, microbatch_size=cfg.pp_microbatch_size, schedule=cfg.pp_schedule_csv or cfg.pp_schedule)
@@ -147,30 +151,31 @@ def option_rows(layout: Layout, cfg, count_gpus: bool) -> list[tuple]:
 
 
 def float8_rows(layout: Layout, cfg, c, on_cuda: bool, seq_len: int) -> list[tuple]:
-    kind = cfg.float8
+    kind, with_experts = float8_kind(cfg)
     block = 32 if kind == "mxfp8" else 1  # numbers that share a scale
     sequences = layout.microbatch_size if layout.pp > 1 else layout.local_batch_size
     # tokens of one forward on a rank, at least: the weight's gradient is a sum over tokens, in blocks as well
     tokens = sequences * seq_len // (layout.cp * layout.tp)
     major, minor = torch.cuda.get_device_capability() if on_cuda else (0, 0)
     has_float8 = (major, minor) >= (8, 9)
-    not_emulated = cfg.float8_experts and kind != "mxfp8"
+    not_emulated = with_experts and kind != "mxfp8"
     packages = {"cutlass": "nvidia-cutlass-dsl", "tvm_ffi": "apache-tvm-ffi"}  # of torchao's kernels for mxfp8 experts
     missing = " ".join(package for name, package in packages.items() if find_spec(name) is None)
-    sizes = {"dim": c.dim, "moe_ffn_dim": c.moe_ffn_dim // cfg.etp} if cfg.float8_experts and layout.has_experts else {}
+    sizes = {"dim": c.dim, "moe_ffn_dim": c.moe_ffn_dim // layout.etp} if with_experts and layout.has_experts else {}
     odd = " and ".join(f"{name} {n}" for name, n in sizes.items() if n % max(block, 16))
     return [
+        (with_experts and not layout.has_experts, f"--float8 {cfg.float8}: this flavor has no experts; use --float8 {kind}"),
         (on_cuda and not has_float8,
          f"--float8 {kind} needs a GPU with float8 matmuls (H100, L40 or newer); use --float8 off"),
         (on_cuda and has_float8 and block > 1 and major < 10,
          f"--float8 {kind} needs a Blackwell GPU (capability 10.0; this one has {major}.{minor}); use rowwise"),
         (not on_cuda and not_emulated,
-         f"--float8_experts with --float8 {kind} needs a GPU, for torchao has no emulation of it; on a CPU use --float8 mxfp8"),
+         f"--float8 {kind}_experts needs a GPU, for torchao has no emulation of it; on a CPU use mxfp8_experts"),
         (not on_cuda and not not_emulated and cfg.compile,
          f"--float8 {kind} is emulated on CPU, and the emulation cannot be compiled; leave out --compile"),
-        (on_cuda and cfg.float8_experts and kind == "mxfp8" and missing,
-         f"--float8_experts with --float8 mxfp8 needs two more packages: pip install {missing}"),
-        (odd, f"--float8_experts with --float8 {kind} needs a multiple of {max(block, 16)} on a rank, not {odd}; leave it out"),
+        (on_cuda and with_experts and kind == "mxfp8" and missing,
+         f"--float8 mxfp8_experts needs two more packages: pip install {missing}"),
+        (odd, f"--float8 {kind}_experts needs a multiple of {max(block, 16)} on a rank, not {odd}; use --float8 {kind}"),
         (tokens % block, f"--float8 {kind} needs a multiple of {block} tokens in a forward, not {sequences} x {seq_len} / "
          f"{layout.cp * layout.tp} = {tokens}; use another --seq_len"),
     ]

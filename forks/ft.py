@@ -40,9 +40,9 @@ BUCKET = 2**24  # numbers that travel in one sum: 64 MiB
 
 def check_groups(cfg) -> None:
     """Raises ValueError where torchft or the lighthouse is missing, and for what replica groups cannot do."""
-    if cfg.stochastic_rounding or cfg.adamw_moments != "param":
-        raise ValueError("replica groups need rounding that is the same in each, and moments to send: leave out "
-                         "--stochastic_rounding and --adamw_moments")
+    if cfg.optimizer not in ("adamw", "muon"):
+        raise ValueError(f"replica groups need the same rounding in each group, and moments to send: use --optimizer adamw, "
+                         f"not {cfg.optimizer}")
     look_beside(cfg)
     if importlib.util.find_spec("torchft") is None:
         raise ValueError("replica groups need a package that is not installed: pip install torchft")

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.attention import causal_attention
-from models.hf_config import SHARED_FIELDS, SHARED_FIXED, config_from_hf, config_to_hf
+from models.hf_config import SHARED_FIELDS, SHARED_FIXED, check_sizes, config_from_hf, config_to_hf
 from models.layers import RMSNorm, rotate
 from models.loss import linear_cross_entropy
 from models.moe import Balance, Experts, apply_experts, combine, grouped_linear, router_scores, spread
@@ -41,10 +41,8 @@ class GptOssConfig:
     swiglu_limit: float = 7.0  # activations inside the experts are clamped to it
 
     def __post_init__(self):
-        sizes = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "vocab_size", "max_seq_len", "sliding_window",
-                 "n_experts", "moe_ffn_dim")
-        if wrong := [f"{name} {getattr(self, name)}" for name in sizes if getattr(self, name) < 1]:
-            raise ValueError(f"the model's {', '.join(wrong)} must be at least 1")
+        check_sizes(self, "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "vocab_size", "max_seq_len",
+                    "sliding_window", "n_experts", "moe_ffn_dim")
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.n_kv_heads}, which they share")
         if self.head_dim % 2:

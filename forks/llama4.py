@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.attention import causal_attention
-from models.hf_config import SHARED_FIELDS, SHARED_FIXED, config_from_hf, config_to_hf
+from models.hf_config import SHARED_FIELDS, SHARED_FIXED, check_sizes, config_from_hf, config_to_hf
 from models.layers import RMSNorm, rotate
 from models.llama3 import rope_frequencies, scaled
 from models.loss import linear_cross_entropy
@@ -49,10 +49,8 @@ class Llama4Config:
     attn_scale: float = 0.1  # and by this factor
 
     def __post_init__(self):
-        sizes = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size", "max_seq_len", "n_experts",
-                 "moe_ffn_dim", "moe_every", "nope_every", "chunk_size", "floor_scale")
-        if wrong := [f"{name} {getattr(self, name)}" for name in sizes if getattr(self, name) < 1]:
-            raise ValueError(f"the model's {', '.join(wrong)} must be at least 1")
+        check_sizes(self, "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size", "max_seq_len",
+                    "n_experts", "moe_ffn_dim", "moe_every", "nope_every", "chunk_size", "floor_scale")
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.n_kv_heads}, which they share")
         if self.head_dim % 2:

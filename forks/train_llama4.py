@@ -20,7 +20,7 @@ from distributed.checks import check_documents, check_first_batch, check_model, 
 from distributed.experts import balance_experts, expert_parallel
 from distributed.float8 import Float8Config, float8_linears, float8_scales
 from distributed.launch import LaunchConfig, StopSignal, connect, disconnect, run, train_timeouts
-from distributed.layout import EXPERTS, ParallelConfig
+from distributed.layout import EXPERTS, ExpertConfig, ParallelConfig
 from distributed.pipeline import PipelineConfig, pipeline_stages
 from distributed.refusals import check_layout
 from forks.llama4 import FLAVORS, Llama4
@@ -39,15 +39,12 @@ from parallel import (
     shard,
     tensor_parallel,
 )
-from storage.resume import claim_run, keep_batch, source_tokenizer
-from support.config import Need, check_range, flag, override_fields, save_config
+from storage.resume import claim_run, keep_batch, list_warnings, source_tokenizer
+from support.config import Need, flag, override_fields, save_config
 from support.guard import Guard
 from support.metrics import Metrics, MetricsConfig
-from support.optim import adamw, set_lr
+from support.optim import Optimizer, adamw, check_optimizer, set_lr
 
-# Text of the refusal of a flag without its precondition: see support/config.py
-BF16_ADAMW = Need("without --param_dtype bfloat16 and --optimizer adamw",
-                  lambda c: (c.param_dtype, c.optimizer) == ("bfloat16", "adamw"))
 # qwen3: the experts' flags
 BIAS = Need("without --moe_balance bias", lambda c: c.moe_balance == "bias")
 AUX = Need("without --moe_balance aux", lambda c: c.moe_balance == "aux")
@@ -55,7 +52,7 @@ AUX = Need("without --moe_balance aux", lambda c: c.moe_balance == "aux")
 
 @dataclass(kw_only=True)
 class Config(
-    ParallelConfig, LaunchConfig, PipelineConfig, Float8Config, CheckpointConfig, DataConfig, MetricsConfig,
+    ParallelConfig, ExpertConfig, LaunchConfig, PipelineConfig, Float8Config, CheckpointConfig, DataConfig, MetricsConfig
 ):
     flavor: Literal[tuple(FLAVORS)] = "debug"  # model size: see FLAVORS in forks/llama4.py
     # qwen3: how to keep the experts equally busy
@@ -64,14 +61,13 @@ class Config(
     moe_bias_rate: float = flag(1e-2, EXPERTS, BIAS)  # how far a bias moves per step
     moe_aux_coef: float = flag(1e-2, EXPERTS, AUX)  # weight of the balancing loss
     moe_force_balance: bool = flag(False, EXPERTS)  # round-robin instead of the router: for benchmarks, the model learns little
-    moe_load_per_layer: bool = flag(False, EXPERTS)  # metrics.jsonl also gets moe_load: each expert's share, for every layer
     model_args: str = ""  # fields of the flavor to change for an ablation: "n_layers=4,dim=512"
     out: str = "runs/llama4"  # folder for all files of the run; the same folder again continues the run
     steps: int = 160  # optimizer steps
     seq_len: int = 256  # tokens per sequence
     local_batch_size: int = 8  # sequences per forward of a data rank
     global_batch_size: int = -1  # sequences per optimizer step; -1 = local_batch_size x data ranks; a resumed run keeps its own
-    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon for the blocks' matrices, AdamW for the rest; learns faster
+    optimizer: Optimizer = "adamw"  # muon: Muon for the blocks' matrices; adamw_8bit: small moments; adamw_sr: bf16 weights
     lr: float = 3e-3  # peak learning rate, reached after warmup_steps
     min_lr_ratio: float = 0.1  # the learning rate ends at this share of its peak
     warmup_steps: int = 20  # steps of linear warmup
@@ -81,8 +77,6 @@ class Config(
     beta1: float = 0.9  # AdamW: decay of the gradient's mean
     beta2: float = 0.95  # AdamW: decay of the squared gradient's mean
     eps: float = 1e-8  # AdamW: added to the root of the squared gradient's mean
-    adamw_moments: Literal["param", "8bit", "4bit", "fp8"] = "param"  # bits of AdamW's moments; param = as --param_dtype
-    stochastic_rounding: bool = flag(False, BF16_ADAMW)  # round weights up or down by chance, so that small steps survive
     weight_decay: float = 0.1  # weight decay, decoupled from the gradient
     wd_on: Literal["matrices", "all"] = "matrices"  # parameters with weight decay: matrices only, or norms as well
     max_norm: float = 1.0  # gradients are scaled down to this norm; 0 = never
@@ -96,14 +90,10 @@ class Config(
 
     def __post_init__(self):  # rules of flags alone; check_layout has the rules of flags and model together
         MetricsConfig.__post_init__(self)
-        check_range(self, 1, math.inf, "steps", "val_batches")
-        check_range(self, 0, math.inf, "lr", "eps", "weight_decay", "max_norm")
-        check_range(self, 0, 1, "beta1", "beta2", "min_lr_ratio", "decay_ratio")
-        if max(self.beta1, self.beta2) == 1:
-            raise ValueError(f"--beta1 {self.beta1} and --beta2 {self.beta2} must be below 1: a mean that never moves")
+        check_optimizer(self)
         # llama4: gate and up projection are one matrix, whose columns etp would cut into all gates and all ups
-        if self.etp > 1 or self.float8_experts:
-            raise ValueError(f"--etp {self.etp}, --float8_experts {self.float8_experts}: Llama 4's experts have gate and up "
+        if self.etp > 1 or self.float8.endswith("_experts"):
+            raise ValueError(f"--etp {self.etp}, --float8 {self.float8}: Llama 4's experts have gate and up "
                              "projection in one matrix; use --ep, and leave these out")
 
 
@@ -124,18 +114,6 @@ def lr_at(step: int, cfg: Config) -> float:
     return cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * shape
 
 
-def notes(cfg: Config, done: int) -> str:
-    """Warnings to print at the start, one per line (run finished, folder exists, warmup too long). done: steps so far."""
-    total, lines = cfg.steps if cfg.schedule_steps == -1 else cfg.schedule_steps, [""]
-    if done >= cfg.steps:
-        lines.append(f"{cfg.out} is finished: {done} of {cfg.steps} steps are done; use a larger --steps, or --out NEW")
-        if cfg.export_hf and os.path.exists(cfg.export_hf):
-            lines.append(f"--export_hf {cfg.export_hf} is there already: nothing is exported; give a new folder, or remove it")
-    if cfg.warmup_steps > total:
-        lines.append(f"--warmup_steps {cfg.warmup_steps} is longer than the schedule; it is clamped to {total}")
-    return "\n".join(lines)
-
-
 def build_optimizers(stages, cfg: Config) -> list[torch.optim.Optimizer]:
     """AdamW for everything, or Muon for the blocks' matrices and AdamW for the rest; one learning rate serves both."""
     params = [(fqn, p) for stage in stages for fqn, p in stage.named_parameters() if p.requires_grad]
@@ -149,7 +127,7 @@ def build_optimizers(stages, cfg: Config) -> list[torch.optim.Optimizer]:
     optimizers = []
     if groups:  # a pipeline stage in the middle may have matrices only
         betas = (cfg.beta1, cfg.beta2)
-        optimizers.append(adamw(groups, cfg.lr, betas, cfg.eps, cfg.adamw_moments, cfg.stochastic_rounding))
+        optimizers.append(adamw(groups, cfg.lr, betas, cfg.eps, cfg.optimizer))
     if matrices:
         from support.muon import Muon
 
@@ -161,11 +139,9 @@ def build_optimizers(stages, cfg: Config) -> list[torch.optim.Optimizer]:
 def main(cfg: Config):
     # 1. devices: wrong flags are refused here, before anything is built
     model_config = override_fields(FLAVORS[cfg.flavor], cfg.model_args, "--model_args")
-    keep_batch(cfg)  # a continued run keeps its global batch on any number of processes, with a smaller local batch if needed
-    layout = check_layout(
-        cfg, model_config, seq_len=cfg.seq_len, local_batch_size=cfg.local_batch_size,
-        global_batch_size=cfg.global_batch_size, device=cfg.device,
-    )
+    cfg = keep_batch(cfg)  # a continued run keeps its global batch on any number of processes; the local one may shrink
+    layout = check_layout(cfg, model_config, seq_len=cfg.seq_len, local_batch_size=cfg.local_batch_size,
+                          global_batch_size=cfg.global_batch_size, device=cfg.device)
 
     # 2. data: one fixed global order of sequences; the layout decides only which rank reads which sequence
     data = open_data(cfg, cfg.seq_len, source_tokenizer(cfg))
@@ -219,7 +195,7 @@ def main(cfg: Config):
     start = check_replicas(stages, layout, data=data.fingerprint, val_data=data.validation.fingerprint, flags=asdict(cfg))
     if layout.rank == 0:
         where = layout.step_text(cfg.seq_len, stages[0].reduces_always)
-        print(f"{cfg.flavor}: {n_params:,} parameters | {where}{notes(cfg, state['step'])}")
+        print(f"{cfg.flavor}: {n_params:,} parameters | {where}{list_warnings(cfg, state['step'])}")
         print(data.plan(state["samples"] + (cfg.steps - state["step"]) * layout.global_batch_size), end="")
     if state["step"] >= cfg.steps:
         return checkpoints.close(export=not os.path.exists(cfg.export_hf))  # export a finished run
@@ -252,7 +228,7 @@ def main(cfg: Config):
         balance = {}
         if model_config.n_experts:
             rate = cfg.moe_bias_rate * grad_norm.isfinite()  # 0 in a step that is skipped
-            balance = balance_experts(stages, layout, cfg.moe_balance, rate, cfg.moe_load_per_layer)
+            balance = balance_experts(stages, layout, cfg.moe_balance, rate)
         state = {"step": step, "samples": state["samples"] + batch.samples, "tokens": state["tokens"] + tokens_per_step}
         metrics.end_step(tokens_per_step)
 
@@ -264,9 +240,9 @@ def main(cfg: Config):
             guard.report(step)
         if metrics.due(step):
             loss, loss_max = reduce_loss(loss, layout)
-            tokens_hash = reduce_hash(batch.hash, layout)
-            extra = data.epochs(state["samples"]) | balance  # qwen3: and how busy the experts are
-            metrics.log(step, loss=loss, loss_max=loss_max, grad_norm=grad_norm, lr=lr, tokens_hash=tokens_hash, extra=extra)
+            # qwen3: extra has the epochs of a mixture, and how busy the experts are
+            metrics.log(step, loss=loss, loss_max=loss_max, grad_norm=grad_norm, lr=lr,
+                        tokens_hash=reduce_hash(batch.hash, layout), extra=data.epochs(state["samples"]) | balance)
         if step == first:
             train_timeouts(layout, cfg.train_timeout_s)
         if validating:

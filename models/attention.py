@@ -13,8 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-flash_is_first = False  # on a GPU, try flash before cuDNN; set by distributed.launch.connect
-
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask=None, is_causal=False, scale=None, sinks=None) -> Tensor:
     """Scaled dot-product attention: q (B, H, T, K), k (B, G, S, K), v (B, G, S, U) -> (B, H, T, U).
@@ -27,15 +25,13 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask=None, is_causal=False, scale=None
     K, U = q.shape[-1], v.shape[-1]
     # Torch takes the first kernel of this list that can compute the attention.
     kernels = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    if flash_is_first:
-        kernels[:2] = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
     if q.is_cuda and type(mask) is Tensor:  # generation: cuDNN would plan anew for each length
         kernels = kernels[2:]
         if q.shape[1] != k.shape[1]:  # the efficient kernel knows no groups
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     # DeepSeek's values are narrower than the keys, but flash kernels need equal widths. From 1,000 tokens on, a flash kernel
     # on values padded with zeros is faster than the plain one. Flash refuses fp32 on a GPU; only flash takes lower_right_mask.
-    flash_runs = not q.is_cuda or q.element_size() == 2 and (flash_is_first if mask is None else type(mask) is not Tensor)
+    flash_runs = not q.is_cuda or q.element_size() == 2 and mask is not None and type(mask) is not Tensor
     if U < K <= 256 and flash_runs:
         v = F.pad(v, (0, K - U))
     with sdpa_kernel(kernels, set_priority=True):

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.attention import causal_attention
-from models.hf_config import SHARED_FIELDS, SHARED_FIXED, config_from_hf, config_to_hf
+from models.hf_config import SHARED_FIELDS, SHARED_FIXED, check_sizes, config_from_hf, config_to_hf
 from models.layers import RMSNorm, rotate, weight_of
 from models.loss import IGNORE, linear_cross_entropy
 from models.moe import Balance, Experts, apply_experts, router_scores
@@ -57,10 +57,9 @@ class DeepSeekConfig:
     mtp_depth: int = 0  # 1: an extra layer predicts the token after the next, in training only
 
     def __post_init__(self):
-        sizes = ("dim", "n_layers", "n_heads", "ffn_dim", "vocab_size", "max_seq_len", "kv_lora_rank", "qk_nope_head_dim",
-                 "qk_rope_head_dim", "v_head_dim", "n_experts", "moe_ffn_dim", "n_groups", "top_k_groups")
-        if wrong := [f"{name} {getattr(self, name)}" for name in sizes if getattr(self, name) < 1]:
-            raise ValueError(f"the model's {', '.join(wrong)} must be at least 1")
+        check_sizes(self, "dim", "n_layers", "n_heads", "ffn_dim", "vocab_size", "max_seq_len", "kv_lora_rank",
+                    "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_experts", "moe_ffn_dim", "n_groups",
+                    "top_k_groups")
         if self.qk_rope_head_dim % 2:
             raise ValueError(f"qk_rope_head_dim {self.qk_rope_head_dim} is odd, and RoPE turns pairs")
         if not 0 <= self.n_dense_layers < self.n_layers:

@@ -19,6 +19,12 @@ SHARED_FIELDS = dict(
 SHARED_FIXED = dict(hidden_act=("silu",), attention_bias=(False,))
 
 
+def check_sizes(config, *names: str) -> None:
+    """Raise ValueError naming the fields of a model's config that are below 1."""
+    if wrong := [f"{name} {getattr(config, name)}" for name in names if getattr(config, name) < 1]:
+        raise ValueError(f"the model's {', '.join(wrong)} must be at least 1")
+
+
 def config_from_hf(Config, config_json: dict, fields: dict, fixed: dict, stretch=("default", (), ())):
     """The Config for a config.json. Raises ValueError naming the field that the model cannot represent.
 

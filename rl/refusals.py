@@ -3,7 +3,6 @@ import math
 import os
 from dataclasses import asdict
 
-from distributed.layout import AXES
 from sft.base import claim_adapters
 from storage.hf import check_export
 from storage.manifest import step_folders
@@ -19,7 +18,7 @@ def check_flags(cfg):
                 "clip_high", "async_steps")
     check_range(cfg, 0, 1, "beta1", "beta2", "min_lr_ratio")
     pieces = max(cfg.tp, 1) * (2 * cfg.cp if cfg.cp > 1 else 1)
-    n, layouts = int(os.environ.get("WORLD_SIZE", 1)), any(getattr(cfg, axis) > 1 for axis in AXES)
+    n = int(os.environ.get("WORLD_SIZE", 1))
     for wrong, message in [
         (max(cfg.beta1, cfg.beta2) == 1, f"--beta1 {cfg.beta1} and --beta2 {cfg.beta2} must be below 1: a mean that "
          "never moves"),
@@ -47,8 +46,6 @@ def check_flags(cfg):
         (cfg.pack_tokens % pieces, f"--pack_tokens {cfg.pack_tokens} is not a multiple of {pieces}, the pieces into which --tp "
          f"{cfg.tp} and --cp {cfg.cp} cut a sequence; use --pack_tokens {-(-cfg.pack_tokens // pieces) * pieces}"),
         (cfg.eval_n == 0, "--eval_n 0: evaluate on one prompt or more, or never, with --eval_every 0"),
-        (cfg.plot and "RANK" not in os.environ and layouts, "--plot without torchrun draws layouts, which train_*.py "
-         "does; grpo.py draws the rewards of a run: start it with torchrun"),
         (cfg.gen_ranks and not 0 < cfg.gen_ranks < n, f"--gen_ranks {cfg.gen_ranks} must leave a process to train: "
          f"{n} were started, use torchrun --nproc_per_node"),
     ]:

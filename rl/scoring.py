@@ -23,7 +23,7 @@ from distributed.agree import gather
 from distributed.checks import check_tp_plan
 from distributed.experts import expert_parallel
 from distributed.launch import LaunchConfig, connect
-from distributed.layout import Layout, ParallelConfig
+from distributed.layout import ExpertConfig, Layout, ParallelConfig
 from distributed.pipeline import PipelineConfig, pipeline_forward, pipeline_stages
 from distributed.refusals import check_layout, runs_on_cuda
 from models.loss import IGNORE, TokenLogprobs, alone, log_normalizer
@@ -40,13 +40,13 @@ PROGRESS_S = 5  # seconds between the lines in which a long evaluation says how 
 
 WRITING = Need("where nothing is written: see --task", lambda c: c.kind == "answer")  # what a flag needs: support/config.py
 # Flags of the groups that ScoringConfig inherits which say how to train
-TRAINING = ("reduce_grads", "reduce_dtype", "param_dtype", "loss_parallel", "async_tp", "ac", "ac_every", "ac_budget",
-            "compile", "cpu_offload", "train_timeout_s", "flight_recorder", "pp_schedule",
+TRAINING = ("reduce_dtype", "param_dtype", "loss_parallel", "async_tp", "ac", "ac_every", "ac_budget",
+            "compile", "cpu_offload", "train_timeout_s", "pp_schedule",
             "pp_schedule_csv")
 
 
 @dataclass(kw_only=True)
-class ScoringConfig(ParallelConfig, LaunchConfig, PipelineConfig):
+class ScoringConfig(ParallelConfig, ExpertConfig, LaunchConfig, PipelineConfig):
     REFUSED = TRAINING
     checkpoint: str = "runs/llama3"  # a run folder (its newest checkpoint), a checkpoints/step-N, or a Hugging Face folder
     seq_len: int = -1  # tokens of a forward, at most; -1 = the model's max_seq_len, and for texts what a run was trained with

@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from corpus.mixture import mixture_of
 from corpus.shards import is_shards
@@ -29,7 +29,7 @@ def claim_run(cfg, Model, model_config, data, lr_at=None, lora: dict | None = No
     if cfg.val_every and not data.n_val_samples:
         raise ValueError(f"--data {cfg.data} has no validation text; use --val_every 0")
     model = {"module": Model.__module__, "class": Model.__name__, **asdict(model_config)}
-    identity = {"model": model, "data": data.fingerprint, "optimizer": {"name": cfg.optimizer}}
+    identity = {"model": model, "data": data.fingerprint, "optimizer": {"name": cfg.optimizer.split("_")[0]}}
     identity |= {"lora": lora} if lora else {}
     check_run(cfg.out, identity, cfg, lr_at)
     if is_hf_folder(cfg.init_from):
@@ -147,7 +147,16 @@ def sign_lock(descriptor: int, out: str):
     os.pwrite(descriptor, f"{os.getpid()} on {socket.gethostname()}{job_name()}".encode(), 0)
 
 
-# --- Is it the same model, on the same data? ---
+def list_warnings(cfg, done: int) -> str:
+    """Warnings to print at the start, one per line (run finished, folder exists, warmup too long). done: steps so far."""
+    total, lines = cfg.steps if cfg.schedule_steps == -1 else cfg.schedule_steps, [""]
+    if done >= cfg.steps:
+        lines.append(f"{cfg.out} is finished: {done} of {cfg.steps} steps are done; use a larger --steps, or --out NEW")
+        if cfg.export_hf and os.path.exists(cfg.export_hf):
+            lines.append(f"--export_hf {cfg.export_hf} is there already: nothing is exported; give a new folder, or remove it")
+    if cfg.warmup_steps > total:
+        lines.append(f"--warmup_steps {cfg.warmup_steps} is longer than the schedule; it is clamped to {total}")
+    return "\n".join(lines)
 
 
 # --- The batch of a continued run ---
@@ -161,8 +170,8 @@ def continued(cfg) -> str | None:
 
 
 def keep_batch(cfg):
-    """Replaces --global_batch_size -1 in cfg by a number: that of the run which is continued, or in a new run
-    local_batch_size x data ranks.
+    """Returns cfg with a number in place of --global_batch_size -1: the continued run's, or in a new run local_batch_size x
+    data ranks.
 
     A batch that comes from a checkpoint or a config.json is kept on any number of processes. Where local_batch_size does not
     divide it, the largest smaller one that does is taken, and rank 0 says so: that only changes how much runs at once.
@@ -171,15 +180,15 @@ def keep_batch(cfg):
     wait_for_run(cfg.out)
     processes, others = int(os.environ.get("WORLD_SIZE", 1)), cfg.pp * cfg.cp * cfg.tp
     if min(cfg.pp, cfg.cp, cfg.tp, cfg.local_batch_size) < 1 or processes % others:
-        return  # check_layout says what is wrong
+        return cfg  # check_layout says what is wrong
     data_ranks, source = processes // others, "--config" if "global_batch_size" in FROM_FILE else ""
     if cfg.global_batch_size == -1:
         path = continued(cfg)
         kept = read_json(path, "config.json").get("global_batch_size") if path else None
-        source, cfg.global_batch_size = path if kept else "", kept or cfg.local_batch_size * data_ranks
+        source, cfg = path if kept else "", replace(cfg, global_batch_size=kept or cfg.local_batch_size * data_ranks)
     share, size = cfg.global_batch_size // data_ranks, cfg.pp_microbatch_size if cfg.pp > 1 else 1
     if not source or size < 1 or cfg.global_batch_size % (cfg.local_batch_size * data_ranks) == 0:
-        return
+        return cfg
     fits = [n for n in range(1, min(cfg.local_batch_size, share) + 1) if share % n == 0 and n % size == 0]
     if cfg.global_batch_size % data_ranks or not fits:
         near = -(-cfg.global_batch_size // (data_ranks * size)) * data_ranks * size
@@ -190,7 +199,7 @@ def keep_batch(cfg):
     if int(os.environ.get("RANK", 0)) == 0:
         print(f"the global batch stays {cfg.global_batch_size} sequences, as in {source}: --local_batch_size "
               f"{cfg.local_batch_size} becomes {fits[-1]} on {data_ranks} data ranks", flush=True)
-    cfg.local_batch_size = fits[-1]
+    return replace(cfg, local_batch_size=fits[-1])
 
 
 # --- The tokenizer of --init_from ---

@@ -127,8 +127,10 @@ class Parser(argparse.ArgumentParser):
 def make_parser(Config, kinds: dict) -> tuple[Parser, dict]:
     """The parser, and {field: its help}. It leaves every value as text, and what was not given out of the result."""
     helps, recipe = {}, sys.modules.get(Config.__module__)
-    parser = Parser(usage=argparse.SUPPRESS, description=(recipe and recipe.__doc__ or "").strip())
-    parser.add_argument("--config", metavar="FILE", help="config.json of a saved run to start from; other flags override it")
+    about = (recipe and recipe.__doc__ or "").strip()
+    about += "\n--config FILE: start from the config.json of a saved run; other flags override it."
+    parser = Parser(usage=argparse.SUPPRESS, description=about)
+    parser.add_argument("--config", help=argparse.SUPPRESS)
     for group, fields in option_groups(Config).items():
         title = vars(group).get("TITLE", f"{group.__module__}.{group.__name__}".removeprefix("__main__."))
         section, comments = parser.add_argument_group(title), trailing_comments(group)

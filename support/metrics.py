@@ -21,7 +21,6 @@ from support.files import write_file
 
 @dataclass(kw_only=True)
 class MetricsConfig:
-    plot: bool = False  # draw the loss curve, <out>/loss.png; for several processes, but without torchrun: mesh and schedule
     tensorboard: bool = False  # write the numbers of metrics.jsonl to <out>/tb as well
     wandb: str = ""  # send them to this project of Weights & Biases as well
     profile: str = ""  # steps to trace, like 10-12: every rank writes a file to <out>/trace that ui.perfetto.dev opens
@@ -291,10 +290,6 @@ class Metrics:
             lines = read_lines(self.path)
             is_rl = any("reward_mean" in line for line in lines)
             print(loss_curve(lines, *(("reward_mean", "eval_reward") if is_rl else ("loss", "val_loss"))), flush=True)
-            if self.cfg.plot:
-                from tools.curves import draw_curves
-
-                draw_curves(lines, os.path.join(self.out, "loss.png"))
 
 
 def number(value: float | None, spec: str) -> str:

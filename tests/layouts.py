@@ -3,6 +3,7 @@ import functools
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from typing import Literal
 from unittest import mock
 
 import torch
@@ -17,7 +18,7 @@ from distributed.checks import check_model
 from distributed.experts import balance_experts, expert_parallel
 from distributed.float8 import Float8Config, float8_linears
 from distributed.launch import LaunchConfig
-from distributed.layout import Layout, ParallelConfig, all_blocks
+from distributed.layout import ExpertConfig, Layout, ParallelConfig, all_blocks
 from distributed.pipeline import PipelineConfig, pipeline_stages
 from distributed.refusals import check_layout
 from forks.gpt_oss import GptOss, GptOssConfig
@@ -44,8 +45,10 @@ class Batch:  # the part of data.Batch that parallel.py reads
 
 
 @dataclass(kw_only=True)
-class Flags(ParallelConfig, LaunchConfig, PipelineConfig, Float8Config, LoraConfig):
-    """The option groups that every train_*.py inherits, but for those of data, checkpoints and metrics."""
+class Flags(ParallelConfig, ExpertConfig, LaunchConfig, PipelineConfig, Float8Config, LoraConfig):
+    """The option groups that train_*.py inherit, but for those of data, checkpoints and metrics."""
+
+    reduce_grads: Literal["auto", "last", "always"] = "auto"  # when gradients are reduced, in place of what the memory decides
 
 
 MOE = dict(n_experts=8, top_k=2, moe_ffn_dim=32)
@@ -234,6 +237,8 @@ def build(model_config, flags: dict, n: int, local_batch_size: int, seed=3):
         if cfg.compile:
             parallel.compile_blocks(stage, layout, cfg)
         parallel.shard(stage, layout, cfg)
+        if cfg.reduce_grads != "auto":
+            stage.reduces_always = cfg.reduce_grads == "always"
         parallel.init_weights(stage, layout, seed)
     return stages, layout
 

@@ -61,7 +61,7 @@ def test_memory():
     """Every way to save memory runs; at this size it saves nothing that could be asserted."""
     flags = ["--rounds", 1, "--seq_len", 32, "--model_args", SHAPE]
     table = rows(run("benchmarks/memory.py", *flags))
-    wanted = {"as it is", "--ac full", "--adamw_moments 4bit", "the same, --stochastic_rounding"}
+    wanted = {"as it is", "--ac full", "--optimizer adamw_4bit", "the same, --optimizer adamw_sr"}
     assert wanted <= set(table) and all(float(row[0]) > 0 for name, row in table.items() if name in wanted)
 
 

@@ -60,7 +60,6 @@ LAYOUTS = {
     "fsdp": ("train_llama3", 2, {}),
     "fsdp, accumulation": ("train_llama3", 2, dict(global_batch_size=40)),
     "fsdp, kept weights, accumulation": ("train_llama3", 2, dict(global_batch_size=40, reshard_after_forward="never")),
-    "fsdp, gradients reduced always": ("train_llama3", 2, dict(global_batch_size=40, reduce_grads="always")),
     "hsdp": ("train_llama3", 4, dict(dp_replicate=2)),
     "fsdp x tp": ("train_llama3", 4, dict(tp=2)),
     "tp, head gathered": ("train_llama3", 2, dict(tp=2, loss_parallel=False)),

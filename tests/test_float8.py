@@ -40,7 +40,7 @@ def test_float8_experts_stay_near_fp32(processes, flags):
     """mxfp8, emulated: the loss within 1 %, and the experts' gradients are near those in fp32, but not as near as rounding."""
     experts = config(**MOE | dict(dim=64, n_layers=1))  # the emulation takes seconds per layer
     want = pool(processes).run(train, experts, flags, 8, 4)[0]
-    on = {"float8": "mxfp8", "float8_experts": True, "float8_filter": ["attn"]}
+    on = {"float8": "mxfp8_experts", "float8_filter": ["attn"]}
     got = pool(processes).run(train, experts, flags | on, 8, 4)[0]
     assert abs(got[0]["loss"] - want[0]["loss"]) < 1e-2 * want[0]["loss"]
     for fqn, grad in got[0]["grads"].items():

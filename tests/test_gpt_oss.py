@@ -153,7 +153,7 @@ def test_generation_with_a_cache_is_the_whole_forward():
 
 
 @pytest.mark.parametrize("flags, words", [
-    (["--etp", "2"], "--etp 2"), (["--float8", "rowwise", "--float8_experts"], "--float8_experts True"),
+    (["--etp", "2"], "--etp 2"), (["--float8", "rowwise_experts"], "--float8 rowwise_experts"),
     (["--ac", "op"], "--ac op")])
 def test_what_gpt_oss_cannot_do_is_one_line(flags, words, capsys):
     with pytest.raises(SystemExit) as end:

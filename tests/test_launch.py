@@ -283,7 +283,7 @@ def test_on_nan_stop(tmp_path):
 
 def with_lion(script):
     """The forked recipe with an optimizer of its own, which has never heard of found_inf."""
-    source, adamw = script.read_text(), "adamw(groups, cfg.lr, betas, cfg.eps, cfg.adamw_moments, cfg.stochastic_rounding)"
+    source, adamw = script.read_text(), "adamw(groups, cfg.lr, betas, cfg.eps, cfg.optimizer)"
     assert source.count(adamw) == 1
     script.write_text(source.replace(adamw, "Lion(groups, cfg.lr / 10)").replace(
         "def build_optimizers(", inspect.getsource(test_optim.Lion) + "\n\ndef build_optimizers("))

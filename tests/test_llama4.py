@@ -93,7 +93,7 @@ def test_generation_with_a_cache_is_the_whole_forward(sizes):
 
 
 @pytest.mark.parametrize("flags, words", [
-    (["--etp", "2"], "--etp 2"), (["--float8", "rowwise", "--float8_experts"], "--float8_experts True")])
+    (["--etp", "2"], "--etp 2"), (["--float8", "rowwise_experts"], "--float8 rowwise_experts")])
 def test_what_llama4_cannot_do_is_one_line(flags, words, capsys):
     with pytest.raises(SystemExit) as end:
         parse_config(recipe.Config, flags)

@@ -241,7 +241,7 @@ def full_size(**flags):
     """(the 8B model on meta, the layout of 8 GPUs of 80 GB with FSDP and 4 accumulation steps)."""
     layout = Layout(dp_shard=8, memory=int(80e9), global_batch_size=4 * 4 * 8, compute_dtype=torch.bfloat16)
     cfg = Flags(param_dtype="float32", **flags)
-    cfg.optimizer, cfg.adamw_moments = "adamw", "param"
+    cfg.optimizer = "adamw"
     with torch.device("meta"):
         return Llama3(FLAVORS["8B"]), layout, cfg
 

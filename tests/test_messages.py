@@ -72,13 +72,16 @@ TABLE = {
         --device cuda => use --device cpu
         --tp 2 --model_args dim=8 => or start 2 processes: torchrun --nproc_per_node 2 \S+ .*--model_args dim=8
         --machine B200 => --machine B200 has no effect without --dry_run
-        --reduce_grads always => --reduce_grads always has no effect without --dp_shard or --cp
         --pp_schedule ZBVZeroBubble --cp_method alltoall => --pp_schedule ZBVZeroBubble .*--cp_method alltoall
         --ac_every 3 --export_dtype float16 => --export_dtype float16 .*--ac_every 3 has
         --no-init_model_only => --no-init_model_only has no effect without --init_from
         --exclude_from_loading head => --exclude_from_loading head has no effect without --init_from or a ch
         --load_only --keep_latest_k 2 --checkpoint_async thread => async thread, --keep_latest_k 2 have no effect with
-        --stochastic_rounding => --stochastic_rounding.*--param_dtype bfloat16 and --optimizer adamw
+        --optimizer adamw_sr => --optimizer adamw_sr needs --param_dtype bfloat16, not float32
+        --optimizer adamw_8bit --param_dtype bfloat16 => --optimizer adamw_8bit needs --param_dtype float32, not bfloat16
+        --optimizer adamw_4bit --param_dtype bfloat16 => --optimizer adamw_4bit needs --param_dtype float32, not bfloat16
+        --optimizer adamw_fp8 --param_dtype bfloat16 => --optimizer adamw_fp8 needs --param_dtype float32, not bfloat16
+        --ep 2 => unknown flag --ep; .*experts
         --memory_snapshot => --memory_snapshot has no effect without a GPU
         --data shards --cache_dir x => --cache_dir x has no effect with --data of token shards
         --data shards --text_column x => --text_column x has no effect without --data of .jsonl or .parquet files
@@ -110,7 +113,7 @@ TABLE = {
     """,
     "train_qwen3": r"""
         --moe_balance aux --moe_aux_coef 1 --moe_bias_rate 1 => --moe_balance aux, --moe_bias_rate 1.0, --moe_aux_coef 1.0 have
-        --moe_force_balance --moe_load_per_layer => --moe_force_balance, --moe_load_per_layer have no effect
+        --moe_force_balance --ep 2 => --moe_force_balance, --ep 2 have no effect|--ep 2, --moe_force_balance have no effect
         --flavor debug_moe --moe_aux_coef 1 => --moe_aux_coef 1.0 has no effect without --moe_balance aux
         --flavor debug_moe --moe_balance aux --moe_bias_rate 1 => --moe_bias_rate 1.0 .*--moe_balance bias
     """,
@@ -148,7 +151,6 @@ TABLE = {
         --compile => --compile needs --pack_tokens: packed sequences have one length
         --compile --batch_invariant => --batch_invariant with --compile: compiled blocks round differently
         --float8 rowwise => unknown flag --float8
-        --plot --tp 2 => --plot without torchrun draws layouts
         --no-loss_parallel => --no-loss_parallel.*leave it out
         --flavor debug_moe --batch_invariant => --batch_invariant has no effect with experts
         --out s3:/bucket/run => --out s3:/bucket/run: only folders are written

@@ -240,8 +240,8 @@ def test_a_pattern_of_init_constants_that_names_nothing():
 
 # flags, processes, processes of the host -> bytes per parameter and share of them that the host must hold
 @pytest.mark.parametrize("flags, world, local, per_parameter", [
-    ({}, 1, 1, 16), ({"param_dtype": "bfloat16"}, 1, 1, 8), ({"adamw_moments": "8bit"}, 1, 1, 10),
-    ({"adamw_moments": "4bit"}, 1, 1, 9),
+    ({}, 1, 1, 16), ({"param_dtype": "bfloat16"}, 1, 1, 8), ({"optimizer": "adamw_8bit"}, 1, 1, 10),
+    ({"optimizer": "adamw_4bit"}, 1, 1, 9),
     ({}, 8, 2, 16 / 4), ({"dp_replicate": 4}, 8, 2, 16), ({"tp": 4}, 8, 8, 16), ({"pp": 2, "tp": 2}, 4, 1, 4),
     ({"cpu_offload": True}, 2, 2, 16),
 ], ids=str)
@@ -305,17 +305,15 @@ def test_host_memory_is_that_of_the_tightest_control_group(monkeypatch):
 # ---------------------------------------------------------------- attention
 
 
-@pytest.mark.parametrize("flash_is_first, first", [(False, SDPBackend.CUDNN_ATTENTION), (True, SDPBackend.FLASH_ATTENTION)])
-def test_attention_has_a_first_kernel_and_compiles_into_one_graph(monkeypatch, flash_is_first, first):
-    """--attention: the order that torch is given, and has no longer afterwards."""
+def test_attention_has_a_first_kernel_and_compiles_into_one_graph(monkeypatch):
+    """cuDNN's kernel comes first while we attend, and torch's own order counts again afterwards."""
     order, real = lambda: _cur_sdpa_kernel_backends(with_priority=True), F.scaled_dot_product_attention
     before, seen = order(), []
-    monkeypatch.setattr(attention, "flash_is_first", flash_is_first)
     q, k, v = (torch.randn(2, heads, 8, 16, requires_grad=True) for heads in (4, 2, 2))
     with monkeypatch.context() as patch:
         patch.setattr(F, "scaled_dot_product_attention", lambda *a, **b: seen.append(order()) or real(*a, **b))
         out = sdpa(q, k, v, is_causal=True)
-    assert seen[0][0] == first and len(seen[0]) == 4 and order() == before
+    assert seen[0][0] == SDPBackend.CUDNN_ATTENTION and len(seen[0]) == 4 and order() == before
     compiled = torch.compile(sdpa, fullgraph=True)(q, k, v, is_causal=True)
     assert torch.equal(compiled, out) and torch.equal(*(torch.autograd.grad(x.sum(), q)[0] for x in (compiled, out)))
 

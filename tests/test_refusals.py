@@ -57,8 +57,7 @@ world_size=1 dp_shard=2 => 1 process but.*leave out --dp_shard \(it becomes 1\) 
 device=cuda => torch finds 0 GPUs.*use --device cpu => device=cpu
 float8=rowwise compile=True => --float8 rowwise is emulated on CPU.*leave out --compile => compile=False
 float8=mxfp8 seq_len=63 => --float8 mxfp8 needs a multiple of 32 tokens in a forward, not 4 x 63 / 1 = 252 => seq_len=64
-float8=tensorwise float8_experts=True => has no effect without --float8 rowwise or mxfp8 => float8_experts=False
-float8=mxfp8 float8_experts=True => this flavor has none; leave it out => float8_experts=False
+float8=mxfp8_experts => --float8 mxfp8_experts: this flavor has no experts; use --float8 mxfp8 => float8=mxfp8
 float8=tensorwise float8_all_gather=True => --float8_all_gather has no effect without a GPU => float8_all_gather=False
 local_batch_size=0 => --local_batch_size 0 must be at least 1 => local_batch_size=1
 global_batch_size=10 => 10 is not a multiple of --local_batch_size 4 x 1 data rank = 4.* 8$ => global_batch_size=8
@@ -128,11 +127,6 @@ float8_all_gather=True => --float8_all_gather has no effect without --float8 ten
 ac_every=3 => --ac_every 3 has no effect without --ac selective => ac=selective
 ac_budget=0.1 => --ac_budget 0.1 has no effect without --ac budget => ac=budget compile=True
 ep=2 etp=2 => --ep 2, --etp 2 have no effect without experts, and this flavor has none
-attention=flash => --attention flash has no effect without a GPU
-attention=flash dry_run=True compute_dtype=float32 => --attention flash has no effect in float32 => compute_dtype=auto
-flight_recorder=True => --flight_recorder has no effect without NCCL => dry_run=True
-reduce_grads=always => --reduce_grads always has no effect without --dp_shard or --cp 2 or more => dp_shard=2 world_size=2
-world_size=4 pp=2 dp_shard=2 reduce_grads=last => --reduce_grads last has no effect with --pp => pp=1 dp_shard=4
 reshard_after_forward=never compute_dtype=float32 => never has no effect in one => compute_dtype=bfloat16
 n_kv_heads=3 => n_heads 8.*n_kv_heads 3
 n_kv_heads=0 => n_kv_heads 0
@@ -192,8 +186,8 @@ def test_degrees_are_at_least_1(axis, degree):
 
 @pytest.mark.parametrize("given, words", [
     (dict(tp=0, pp=-3, dp_shard=-2), ["--tp 0", "--pp -3", "--dp_shard -2"]),
-    (dict(world_size=3, tp=3, global_batch_size=10, seq_len=8200, ac="budget", flight_recorder=True),
-     ["--tp 3", "--global_batch_size 10", "max_seq_len 8192", "multiple of tp = 3", "--ac budget", "--flight_recorder"]),
+    (dict(world_size=3, tp=3, global_batch_size=10, seq_len=8200, ac="budget", async_tp=True),
+     ["--tp 3", "--global_batch_size 10", "max_seq_len 8192", "multiple of tp = 3", "--ac budget", "--async_tp"]),
     (PP | dict(pp_schedule="DualPipeV", local_batch_size=2, ac="op", reshard_after_forward="always", pp_layers_per_stage=4),
      ["at least 4 micro-batches", "--reshard_after_forward always", "--ac op", "exactly 2 per rank"]),
 ])

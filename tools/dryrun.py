@@ -447,8 +447,8 @@ def print_report(cfg, report: Report, machine: str) -> None:
         order = cfg.pp_schedule_csv or cfg.pp_schedule
         print(f"Pipeline: {order}, {report.n} micro-batches: bubble {bubble(simulate(report.rows)):.1%} if all stages take as "
               f"long, {bubble(simulate(report.rows, report.cost)):.1%} with these stages' FLOPs")
-    if ranks[0].stages[0].reduces_always and cfg.reduce_grads == "auto":
-        print(f"Gradients are reduced after each micro-batch, as on devices of {DEVICES[0]} GB: see --reduce_grads")
+    if ranks[0].stages[0].reduces_always:
+        print(f"Gradients are reduced after each micro-batch, as on devices of {DEVICES[0]} GB: whole, they take too much")
     why = ["the pipeline's waiting"] * (layout.pp > 1) + [f"recomputation ({lost / whole:.1%} of the FLOPs)"] * bool(lost)
     print(f"MFU at most {report.mfu_bound:.1%}: {' and '.join(why) or 'nobody waits for a pipeline, nothing is recomputed'}; "
           "communication and kernels take the rest")

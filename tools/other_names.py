@@ -44,7 +44,6 @@ ELSEWHERE = {
     "reduce_dtype": "mixed_precision_reduce",
     "wandb": "wandb_log wandb_project report_to",
     "tensorboard": "save_tb_folder",
-    "flight_recorder": "trace_buf_size save_traces_folder",
     "gc_every": "gc_freq",
     "checkpoint_async": "async_mode",
     "checkpoint_first_step": "first_step_checkpoint",
@@ -72,6 +71,13 @@ SENTENCES = {
         "--device is cpu or cuda; torchrun takes the number of processes, before the script: torchrun --nproc_per_node 2 FILE",
     "num_samples": "give --prompt several times, or another --seed",
     "lora peft lora_rank lora_alpha lora_on lora_target_modules target_modules": "adapters (LoRA) are trained by finetune.py",
+    "ep etp expert_parallel_degree": "experts are in train_qwen3.py, train_deepseek.py and finetune.py; this model has none",
+    "adamw_moments": "--optimizer adamw_8bit, adamw_4bit or adamw_fp8",
+    "stochastic_rounding": "--optimizer adamw_sr rounds by chance",
+    "float8_experts": "--float8 rowwise_experts or mxfp8_experts",
+    "flight_recorder trace_buf_size save_traces_folder": "nothing to type: with NCCL the last collectives are always kept, and "
+        "written to the trace folder of the run when one times out",
+    "reduce_grads": "nothing to type: gradients are reduced after each micro-batch where whole ones take too much memory",
     "create_seed_checkpoint": "nothing to type: --seed gives the same initial weights in every layout",
 }
 

@@ -12,7 +12,13 @@ WHERE = Need("without --check_parity --where", lambda c: c.where)
 
 
 @dataclass(kw_only=True)
-class ReportConfig:
+class PlotConfig:
+    TITLE = "a picture"
+    plot: bool = False  # draw the curves of the run, <out>/loss.png; of several processes, without torchrun: mesh and schedule
+
+
+@dataclass(kw_only=True)
+class ReportConfig(PlotConfig):
     TITLE = "in place of training"  # of this section of --help
     dry_run: bool = False  # no device, no launcher: report memory, collectives, FLOPs and bubble of this layout
     machine: Literal["H100", "H200", "B200"] = flag("H100", DRY_RUN)  # the device whose peak bounds the time of a step
@@ -23,9 +29,9 @@ class ReportConfig:
     against: str = flag("", WHERE)  # a Hugging Face folder: compare with transformers, module by module, in place of a layout
 
 
-def with_report_flags(Config) -> type:
-    """Config with the flags of ReportConfig after its own."""
-    return dataclass(kw_only=True)(type("Config", (Config, ReportConfig), {"__module__": Config.__module__}))
+def with_report_flags(Config, Reports=ReportConfig) -> type:
+    """Config with the flags of Reports after its own."""
+    return dataclass(kw_only=True)(type("Config", (Config, Reports), {"__module__": Config.__module__}))
 
 
 def recipe_arguments() -> list[str]:

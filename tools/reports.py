@@ -9,34 +9,47 @@ from types import SimpleNamespace
 
 from distributed.layout import AXES
 from support.config import no_effect, parse_config, say_flags
-from tools.report_flags import ReportConfig, with_report_flags
+from support.metrics import MetricsConfig, read_lines
+from tools.curves import draw_curves
+from tools.report_flags import PlotConfig, ReportConfig, with_report_flags
 
 
 def run_report(main, Config, argv=None) -> int:
-    """Parse a command line with the flags of Config and of ReportConfig, report or train, and return the exit status."""
-    if "forward_backward" not in main.__globals__:  # a program that trains in another way has no reports
+    """Parse a command line with the flags of Config and of reports, report or train, and return the exit status."""
+    is_recipe = "forward_backward" in main.__globals__  # a program that trains in another way has no layouts to report on
+    if not is_recipe and not issubclass(Config, MetricsConfig):
         main(parse_config(Config, argv))
         return 0
-    given = vars(parse_config(with_report_flags(Config), argv))
-    options = ReportConfig(**{field.name: given[field.name] for field in fields(ReportConfig)})
+    Reports = ReportConfig if is_recipe else PlotConfig
+    given = vars(parse_config(with_report_flags(Config, Reports), argv))
+    options = Reports(**{field.name: given[field.name] for field in fields(Reports)})
     cfg = Config(**{field.name: given[field.name] for field in fields(Config)})
-    return report_or_train(main, cfg, options)
+    if is_recipe:
+        return report_or_train(main, cfg, options)
+    return train(main, cfg, options)
+
+
+def train(main, cfg, options: PlotConfig) -> int:
+    """Train, and draw the curves of the run if --plot asks for a picture. Returns the exit status."""
+    say_flags(cfg)
+    main(cfg)
+    if options.plot and os.environ.get("RANK", "0") == "0":
+        draw_curves(read_lines(f"{cfg.out}/metrics.jsonl"), f"{cfg.out}/loss.png")
+    return 0
 
 
 def report_or_train(main, cfg, options: ReportConfig) -> int:
     """What the options ask for, or training if they ask for nothing. Returns the exit status. Raises ValueError."""
     if unused := no_effect(options, SimpleNamespace(**vars(options))):
         raise ValueError("; ".join(unused))
-    plots_layout = cfg.plot and "RANK" not in os.environ and any(getattr(cfg, axis) > 1 for axis in AXES)
+    plots_layout = options.plot and "RANK" not in os.environ and any(getattr(cfg, axis) > 1 for axis in AXES)
     if options.check_parity and (options.dry_run or options.explain):
         raise ValueError("--check_parity trains, and --dry_run and --explain do not: ask for one after the other")
     if options.check_parity:
         return report_parity(main, cfg, options)
     if options.dry_run or options.explain or plots_layout:
         return report_layout(main, cfg, options)
-    say_flags(cfg)
-    main(cfg)
-    return 0
+    return train(main, cfg, options)
 
 
 def report_parity(main, cfg, options: ReportConfig) -> int:
@@ -68,7 +81,7 @@ def report_layout(main, cfg, options: ReportConfig) -> int:
         raise ValueError(f"--float8 {cfg.float8} is not in the dry run, which would count bf16; leave it out")
     if options.html:
         check_page(options.html)
-    if options.dry_run or cfg.plot or options.html:
+    if options.dry_run or options.plot or options.html:
         found = make_report(main, cfg)
     if options.dry_run:
         print_report(cfg, found, options.machine)
@@ -78,6 +91,6 @@ def report_layout(main, cfg, options: ReportConfig) -> int:
             explain(cfg, counted)
         if options.html:
             write_page(options.html, cfg, found, counted, command_line())
-    if cfg.plot:
+    if options.plot:
         plot(cfg, found)
     return 0

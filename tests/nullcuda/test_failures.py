@@ -20,7 +20,7 @@ DENSE = ("train_llama3.py", "--local_batch_size", 2, "--model_args", WIDE)
 @pytest.mark.parametrize("nproc, flags", [(1, ()), pytest.param(2, ("--ep", 2), marks=pytest.mark.slow)], ids=str)
 def test_float8_experts_run_with_any_number_of_rows(device, tmp_path, nproc, flags):
     """torchao's kernels want multiples of 16 rows per expert, and it cannot pad them."""
-    device.run(tmp_path, *EXPERTS, "--float8", "rowwise", "--float8_experts", *flags, nproc=nproc, no_waiting=nproc == 1)
+    device.run(tmp_path, *EXPERTS, "--float8", "rowwise_experts", *flags, nproc=nproc, no_waiting=nproc == 1)
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
@@ -42,7 +42,7 @@ def test_mxfp8_is_compiled_once_for_all_layers(device, tmp_path):
 
 
 @pytest.mark.parametrize("flags, text", [
-    ("--float8 mxfp8 --float8_experts", "needs two more packages: pip install nvidia-cutlass-dsl apache-tvm-ffi"),
+    ("--float8 mxfp8_experts", "needs two more packages: pip install nvidia-cutlass-dsl apache-tvm-ffi"),
 ])
 def test_float8_that_cannot_run_is_refused_in_one_line(device, tmp_path, flags, text):
     recipe = EXPERTS if "experts" in flags else DENSE

@@ -1,7 +1,7 @@
 """Where the device's memory goes: what the caching allocator takes from the driver, and what is copied on the device."""
 import re
 
-EIGHT_B = ["--flavor", "8B", "--seq_len", 8192, "--local_batch_size", 1, "--steps", 3, "--log_every", 3, "--attention", "flash"]
+EIGHT_B = ["--flavor", "8B", "--seq_len", 8192, "--local_batch_size", 1, "--steps", 3, "--log_every", 3]
 
 
 def kinds(lines) -> set[str]:

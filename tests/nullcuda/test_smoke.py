@@ -12,29 +12,28 @@ ONE = """
   llama3 1 --ac selective --doc_mask --checkpoint_every 1 --checkpoint_async thread
   llama3 1 --ac op --doc_mask --on_nan skip --checkpoint_every 1 --checkpoint_async process
   llama3 1 --checkpoint_every 1
-  mtp 1 --attention flash --ac full --optimizer muon
+  mtp 1 --ac full --optimizer muon
 - mtp 1 --global_batch_size 4
 - mtp 1 --doc_mask --moe_balance none
   llama3 1 --deterministic --reduce_dtype bfloat16
   llama3 1 --compute_dtype float32 --profile 1-2
 - moe 1 --compute_dtype float32
 - deepseek 1 --compute_dtype float32
-- llama3 1 --param_dtype bfloat16 --stochastic_rounding
+- llama3 1 --param_dtype bfloat16 --optimizer adamw_sr
 - llama3 1 --param_dtype bfloat16
   llama3 1 --cpu_offload
   moe 1 --cpu_offload --ac op
-  moe 1 --optimizer muon --moe_balance aux --moe_load_per_layer
+  moe 1 --optimizer muon --moe_balance aux
 - moe 1 --moe_force_balance --moe_balance none
-  llama3 1 --flight_recorder
-- llama3 1 --adamw_moments 8bit
+- llama3 1 --optimizer adamw_8bit
 - llama3 1 --float8 tensorwise
   llama3 1 --float8 rowwise
 - llama3 1 --float8 rowwise_with_gw_hp
   lora 1 --ac full
 - lora_moe 1
 - moe 1 --float8 rowwise
-- moe 1 --float8 rowwise --float8_experts
-- mtp 1 --float8 rowwise --float8_experts
+- moe 1 --float8 rowwise_experts
+- mtp 1 --float8 rowwise_experts
   gpt_oss 1 --ac full --doc_mask
 - llama4 1 --doc_mask --optimizer muon
 """
@@ -43,12 +42,12 @@ TWO = """
 - moe 2
 - mtp 2 --doc_mask
   llama3 2 --global_batch_size 8 --optimizer muon
-- llama3 2 --global_batch_size 8 --reduce_grads always --reshard_after_forward always
+- llama3 2 --global_batch_size 8 --reshard_after_forward always
 - llama3 2 --reshard_after_forward never --reduce_dtype bfloat16 --param_dtype bfloat16
   llama3 2 --dp_replicate 2 --checkpoint_every 1 --checkpoint_async thread
 - llama3 2 --cpu_offload --doc_mask
   llama3 2 --tp 2 --doc_mask --optimizer muon
-- llama3 2 --tp 2 --no-loss_parallel --adamw_moments 8bit --ac op
+- llama3 2 --tp 2 --no-loss_parallel --optimizer adamw_8bit --ac op
 - llama3 2 --tp 2 --cpu_offload --val_every 1 --val_batches 1
 - qwen3 2 --tp 2 --ac full --checkpoint_every 1 --checkpoint_async thread
 - moe 2 --tp 2
@@ -88,13 +87,13 @@ TWO = """
 - moe 2 --ep 2 --ac full --global_batch_size 8
 - moe 2 --ep 2 --ac op --optimizer muon
 - moe 2 --ep 2 --cpu_offload
-- moe 2 --ep 2 --float8 rowwise --float8_experts
+- moe 2 --ep 2 --float8 rowwise_experts
 - mtp 2 --ep 2 --moe_force_balance --checkpoint_every 1
 - gpt_oss 2 --cp 2 --doc_mask
 - gpt_oss 2 --ep 2 --tp 2
 - llama4 2 --cp 2 --cp_method alltoall
 - llama3 2 --checkpoint_every 1 --checkpoint_async process --profile 2
-- llama3 2 --flight_recorder --deterministic --memory_snapshot
+- llama3 2 --deterministic --memory_snapshot
 """
 TRAINING_HALF = """
   grpo 1
@@ -115,7 +114,7 @@ BLACKWELL = """
   llama3 1
   llama3 1 --float8 mxfp8
 - moe 1 --float8 mxfp8
-- moe 1 --float8 rowwise --float8_experts
+- moe 1 --float8 rowwise_experts
 - llama3 2 --float8 mxfp8
 """
 
