@@ -56,7 +56,7 @@ MTP = Need("without mtp_depth 1, and this model has 0", lambda c: getattr(c, "mt
 
 @dataclass(kw_only=True)
 class Config(
-    # finetune: and adapters
+    # finetune: and experts and adapters
     ParallelConfig, ExpertConfig, LaunchConfig, PipelineConfig, Float8Config, LoraConfig, CheckpointConfig, DataConfig,
     MetricsConfig,
 ):
@@ -263,8 +263,8 @@ def main(cfg: Config):
         if metrics.due(step):
             loss, loss_max = reduce_loss(loss, layout)
             # finetune: extra has the epochs of a mixture, and how busy the experts are
-            metrics.log(step, loss=loss, loss_max=loss_max, grad_norm=grad_norm, lr=lr,
-                        tokens_hash=reduce_hash(batch.hash, layout), extra=data.epochs(state["samples"]) | balance)
+            metrics.log(step, extra=data.epochs(state["samples"]) | balance, loss=loss, loss_max=loss_max,
+                        grad_norm=grad_norm, lr=lr, tokens_hash=reduce_hash(batch.hash, layout))
         if step == first:
             train_timeouts(layout, cfg.train_timeout_s)
         if validating:

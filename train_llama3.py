@@ -215,8 +215,8 @@ def main(cfg: Config):
         if metrics.due(step):
             loss, loss_max = reduce_loss(loss, layout)
             # extra: epochs of each part of a mixture
-            metrics.log(step, loss=loss, loss_max=loss_max, grad_norm=grad_norm, lr=lr,
-                        tokens_hash=reduce_hash(batch.hash, layout), extra=data.epochs(state["samples"]))
+            metrics.log(step, extra=data.epochs(state["samples"]), loss=loss, loss_max=loss_max,
+                        grad_norm=grad_norm, lr=lr, tokens_hash=reduce_hash(batch.hash, layout))
         if step == first:
             train_timeouts(layout, cfg.train_timeout_s)
         if validating:

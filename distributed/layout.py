@@ -13,6 +13,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from support.config import Need, flag
 
+Reshard = Literal["default", "always", "never"]
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 # What flags need to have an effect: see support/config.py. c is what refusals.facts() returns.
 TP = Need("without --tp 2 or more", lambda c: c.tp > 1)
@@ -32,8 +33,7 @@ class ParallelConfig:
     tp: int = 1  # tensor parallelism with sequence parallelism: every matrix is split over this many ranks
     pp: int = 1  # pipeline parallelism: the layers are split over this many ranks
     cp: int = 1  # context parallelism: every sequence is split over this many ranks
-    # free gathered weights after the forward; default: unless pp
-    reshard_after_forward: Literal["default", "always", "never"] = flag("default", COPIED)
+    reshard_after_forward: Reshard = flag("default", COPIED)  # free gathered weights after the forward; default: unless pp
     cpu_offload: bool = False  # keep parameters, gradients and optimizer state in host memory (slow, small)
     loss_parallel: bool = flag(True, TP)  # split the loss over the vocabulary; off = over the sequence, gathering the head
     async_tp: bool = flag(False, ASYNC_TP)  # overlap tp's communication with its matmuls

@@ -52,6 +52,7 @@ AUX = Need("without --moe_balance aux", lambda c: c.moe_balance == "aux")
 
 @dataclass(kw_only=True)
 class Config(
+    # qwen3: and the axis of the experts
     ParallelConfig, ExpertConfig, LaunchConfig, PipelineConfig, Float8Config, CheckpointConfig, DataConfig, MetricsConfig
 ):
     flavor: Literal[tuple(FLAVORS)] = "debug"  # model size: see FLAVORS in forks/gpt_oss.py
@@ -249,8 +250,8 @@ def main(cfg: Config):
         if metrics.due(step):
             loss, loss_max = reduce_loss(loss, layout)
             # qwen3: extra has the epochs of a mixture, and how busy the experts are
-            metrics.log(step, loss=loss, loss_max=loss_max, grad_norm=grad_norm, lr=lr,
-                        tokens_hash=reduce_hash(batch.hash, layout), extra=data.epochs(state["samples"]) | balance)
+            metrics.log(step, extra=data.epochs(state["samples"]) | balance, loss=loss, loss_max=loss_max,
+                        grad_norm=grad_norm, lr=lr, tokens_hash=reduce_hash(batch.hash, layout))
         if step == first:
             train_timeouts(layout, cfg.train_timeout_s)
         if validating:

@@ -240,10 +240,9 @@ def main(cfg: Config):
             guard.report(step)
         if metrics.due(step):
             loss, loss_max = reduce_loss(loss, layout)
-            # ft: and how many groups have trained this step; loss_max is the largest of this group's data ranks
-            # extra: epochs of each part of a mixture
-            metrics.log(step, loss=loss, loss_max=loss_max, grad_norm=grad_norm, lr=lr,
-                        tokens_hash=reduce_hash(batch.hash, layout), extra=data.epochs(state["samples"]) | {"groups": groups.n})
+            # ft: extra has how many groups have trained this step, too; loss_max is the largest of this group's data ranks
+            metrics.log(step, extra=data.epochs(state["samples"]) | {"groups": groups.n}, loss=loss, loss_max=loss_max,
+                        grad_norm=grad_norm, lr=lr, tokens_hash=reduce_hash(batch.hash, layout))
         if step == first:
             train_timeouts(layout, cfg.train_timeout_s)
         if validating:

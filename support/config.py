@@ -1,7 +1,7 @@
-"""Command line and config.json from dataclasses: one field is one flag, the comment behind it is its --help.
+"""Command line and config.json from dataclasses: one field is one flag, the comment after the field is the flag's --help.
 
     @dataclass(kw_only=True)
-    class Config(DataConfig, CheckpointConfig):     # inherits the option groups of the modules that it uses
+    class Config(DataConfig, CheckpointConfig):     # inherits the option groups of its modules
         steps: int = 1000                           # optimizer steps   <- `--steps 20`, and the text that --help prints
         compile: bool = True                        # compile blocks    <- `--compile`, `--no-compile`, `--compile false`
     cfg = parse_config(Config)
@@ -9,13 +9,13 @@
 Field types: int, float, str, bool, Literal[...], list[int], list[str] (comma separated) and `X | None` (the word none).
 Every field has a default. A wrong command line ends with status 2 and exactly one line on stderr, from rank 0 only.
 
-No flag is ignored. One that does something only beside others says so where it is declared, and is refused without them:
+No flag is ignored. A flag with a precondition declares the precondition, and is refused without:
 
     PIPELINE = Need("without --pp 2 or more", lambda c: c.pp > 1)
         pp_schedule: Schedule = flag("1F1B", PIPELINE)  # order of the micro-batches' forwards and backwards
 
-Only what somebody asked for is refused: never a default, and not the details of what is on by itself and was switched off
-(`--val_batches 4 --val_every 0` says clearly enough that there is no validation).
+Only given flags are refused: never a default, and no details of a feature that the user switched off (`--val_batches 4
+--val_every 0` says clearly enough that there is no validation).
 """
 import argparse
 import ast
@@ -42,7 +42,7 @@ from support.files import write_file
 if sys.platform == "win32":
     sys.exit("error: nanotitan runs on Linux, on macOS, and on Windows inside WSL2: wsl --install, and start it there")
 
-FROM_FILE = set()  # names of the fields that this process has from --config, and not from a flag
+FROM_FILE = set()  # names of the fields from --config rather than from a flag
 
 
 def usage_error(message) -> NoReturn:
@@ -55,17 +55,17 @@ def usage_error(message) -> NoReturn:
 
 
 class Need(NamedTuple):
-    """What a flag needs to have an effect."""
+    """The precondition of a flag's effect."""
 
     text: str  # completes the sentence "--flag value has no effect ...": "without --pp 2 or more", "with --init_from"
-    met: Callable[[SimpleNamespace], Any]  # is given what refusals.facts() knows: all flags, all fields of the model, and more
+    met: Callable[[SimpleNamespace], Any]  # of refusals.facts(): all flags, all fields of the model, and more
 
 
 GPU = Need("without a GPU", lambda c: c.on_cuda)
 
 
 def flag(default, *needs: Need):
-    """A field of a Config that has an effect only where all its needs are met: see no_effect."""
+    """A field of a Config with preconditions: see no_effect."""
     metadata = {"needs": needs}
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
@@ -73,22 +73,21 @@ def flag(default, *needs: Need):
 
 
 def needs_of(Config, name: str) -> tuple[Need, ...]:
-    """The needs of a flag. A class that gives an inherited field another default keeps the needs that were declared with it."""
+    """The needs of a flag. A class that only changes the default of an inherited field keeps the needs."""
     fields = [vars(group).get("__dataclass_fields__", {}).get(name) for group in Config.__mro__]
     return next((field.metadata["needs"] for field in fields if field is not None and "needs" in field.metadata), ())
 
 
 def unmet_needs(cfg, facts: SimpleNamespace) -> dict[str, Need]:
-    """{field: its first need that is not met} of the fields that differ from their default."""
+    """{field: first unmet need} of the fields that differ from their default."""
     given = [field.name for field in dataclasses.fields(cfg) if getattr(cfg, field.name) != default_of(field)]
     unmet = {name: [need for need in needs_of(type(cfg), name) if not need.met(facts)] for name in given}
     return {name: needs[0] for name, needs in unmet.items() if needs}
 
 
 def no_effect(cfg, facts: SimpleNamespace) -> list[str]:
-    """One sentence per need that is not met, with all the flags that were given for nothing.
-
-    What nobody typed, because it came from --config, returns to its default instead, and rank 0 says so.
+    """One sentence per unmet need, with all flags given for nothing. Fields from --config return to their default instead, and
+    rank 0 says so.
     """
     unmet = unmet_needs(cfg, facts)
     if (returned := {name: need for name, need in unmet.items() if name in FROM_FILE}) and os.environ.get("RANK", "0") == "0":
@@ -101,7 +100,7 @@ def no_effect(cfg, facts: SimpleNamespace) -> list[str]:
 
 
 def without_effect(cfg, unmet: dict[str, Need], cure: str) -> list[str]:
-    """cure: the end of each sentence; {them} in it becomes "it" or "them"."""
+    """One sentence per need. cure: the end of each sentence; {them} becomes "it" or "them"."""
     sentences = []
     for need in dict.fromkeys(unmet.values()):
         names = [spell_flag(name, getattr(cfg, name)) for name in unmet if unmet[name] == need]
@@ -111,7 +110,7 @@ def without_effect(cfg, unmet: dict[str, Need], cure: str) -> list[str]:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, but: an error is one line without the usage, flags are not abbreviated, and only rank 0 prints the help."""
+    """argparse, but an error is one line without the usage, flags are not abbreviated, and only rank 0 prints the help."""
 
     def __init__(self, **kwargs):
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
@@ -125,7 +124,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def make_parser(Config, kinds: dict) -> tuple[Parser, dict]:
-    """The parser, and {field: its help}. It leaves every value as text, and what was not given out of the result."""
+    """(parser, {field: help}). Parsed values stay text; flags not given are absent."""
     helps, recipe = {}, sys.modules.get(Config.__module__)
     about = (recipe and recipe.__doc__ or "").strip()
     about += "\n--config FILE: start from the config.json of a saved run; other flags override it."
@@ -139,7 +138,7 @@ def make_parser(Config, kinds: dict) -> tuple[Parser, dict]:
             helps[name] = comments.get(name, "")
             notes = [f"--no-{name} turns it off"] * is_bool + [f"no effect {need.text}" for need in needs_of(Config, name)]
             text = f"{helps[name]} [{'; '.join([f'default: {default}', *notes])}]"
-            is_refused = name in getattr(Config, "REFUSED", ())  # a flag of a group that this program never takes
+            is_refused = name in getattr(Config, "REFUSED", ())  # a flag of an inherited group that this program always refuses
             section.add_argument(f"--{name}", default=argparse.SUPPRESS, metavar=describe(kinds[name]),
                                  help=argparse.SUPPRESS if is_refused else text.replace("%", "%%"),
                                  **({"nargs": "?", "const": "true"} if is_bool else {}))
@@ -150,7 +149,7 @@ def make_parser(Config, kinds: dict) -> tuple[Parser, dict]:
 
 
 def refuse_unknown(word: str, kinds: dict, helps: dict):
-    """A usage error for the first word of the command line that is no flag of ours."""
+    """End with a usage error for the first unknown word of the command line."""
     if word.startswith("-"):
         flag, negated = word.split("=")[0], {f"no-{name}": "" for name in kinds if kinds[name] is bool}
         usage_error(f"unknown flag {flag}; {did_you_mean(flag, helps | negated, '--')}--help lists all flags")
@@ -160,7 +159,7 @@ def refuse_unknown(word: str, kinds: dict, helps: dict):
 
 
 def parse_config(Config, argv=None):
-    """The Config that `argv` (default: sys.argv) spells. `--config FILE` is read first, wherever it stands; flags win."""
+    """Config from `argv` (default: sys.argv). `--config FILE` is read first, wherever the flag stands; other flags win."""
     kinds = get_type_hints(Config)
     parser, helps = make_parser(Config, kinds)
     given, unknown = parser.parse_known_args(glue_values(sys.argv[1:] if argv is None else argv))
@@ -173,7 +172,7 @@ def parse_config(Config, argv=None):
             values[name] = parse_value(text, kinds[name])
         except (ValueError, KeyError):
             usage_error(f"--{name} {text!r}: need {describe(kinds[name])}")
-    for field in dataclasses.fields(Config):  # no count is negative, except where the default, -1, has a meaning of its own
+    for field in dataclasses.fields(Config):  # no count is negative, unless the default is -1
         value = values.get(field.name)
         if value is not None and unwrap(kinds[field.name])[0] is int:
             least = min(default_of(field) or 0, 0)
@@ -189,7 +188,7 @@ def parse_config(Config, argv=None):
 
 
 def check_range(cfg, least: float, most: float, *names: str):
-    """Raises ValueError for the first of these fields that is outside of [least, most]; None counts as inside."""
+    """Raise ValueError for the first field outside of [least, most]; None counts as inside."""
     for name in names:
         if (value := getattr(cfg, name)) is not None and not least <= value <= most:
             limits = f"{least:g} or more" if most == math.inf else f"between {least:g} and {most:g}"
@@ -197,7 +196,7 @@ def check_range(cfg, least: float, most: float, *names: str):
 
 
 def glue_values(argv) -> list:
-    """["--lr", "-1e-4"] -> ["--lr=-1e-4"]: argparse takes -1e-4 and -inf for flags, but ours all have two dashes."""
+    """["--lr", "-1e-4"] -> ["--lr=-1e-4"]: argparse takes -1e-4 and -inf for flags, but our flags have two dashes."""
     glued = []
     for arg in argv:
         is_value = re.match(r"-[^-]", arg) and arg != "-h" and glued and re.fullmatch(r"--[\w-]+", glued[-1])
@@ -206,7 +205,7 @@ def glue_values(argv) -> list:
 
 
 def read_config(path, helps, kinds) -> dict:
-    """Field values of a saved config.json; what does not fit the flags is a usage error."""
+    """Field values of a saved config.json; unknown keys and wrong values are usage errors."""
     try:
         with open(path, encoding="utf-8") as file:
             saved = json.load(file)
@@ -214,7 +213,7 @@ def read_config(path, helps, kinds) -> dict:
             raise ValueError(f"a JSON {type(saved).__name__}")
     except (OSError, ValueError, RecursionError) as error:
         usage_error(f"--config {path!r}: {error}; need a config.json that a run has saved")
-    saved.pop("_run", None)  # what save_config() tells about the run; not flags
+    saved.pop("_run", None)  # facts about the run, by save_config(); not flags
     for name, value in saved.items():
         if name not in helps:
             usage_error(f"{path}: unknown key {name!r}; {did_you_mean(name, helps, '')}--help lists all names")
@@ -229,14 +228,14 @@ def read_config(path, helps, kinds) -> dict:
 
 
 def save_config(cfg, path, run: dict):
-    """Writes the flags and, under the reserved key "_run", what else identifies the run. --config reads it."""
+    """Write the flags and, under the reserved key "_run", facts that identify the run. --config reads the file."""
     flags = dataclasses.asdict(cfg)
     flags |= {k: str(v) for k, v in flags.items() if isinstance(v, float) and math.isinf(v)}  # JSON has no Infinity
     write_file(path, json.dumps(flags | {"_run": run}, indent=2, allow_nan=False).encode())
 
 
 def option_groups(Config) -> dict:
-    """{class: its fields}, the recipe's own class first. A subclass may change a default; two groups may not share a name."""
+    """{class: fields}, the recipe's own class first. A subclass may change a default; two groups may not share a name."""
     fields, owner = {field.name: field for field in dataclasses.fields(Config)}, {}
     for group in Config.__mro__:
         for name in inspect.get_annotations(group):
@@ -248,7 +247,7 @@ def option_groups(Config) -> dict:
 
 
 def trailing_comments(group) -> dict:
-    """{field: the comment at the end of its line}; empty where the source is not at hand (python -c, zipped)."""
+    """{field: comment at the end of the line}; empty if the source is not at hand (python -c, zipped)."""
     try:
         source = textwrap.dedent(inspect.getsource(group))
         tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
@@ -270,7 +269,7 @@ def unwrap(kind):
 
 
 def describe(kind) -> str:
-    """What a flag of this kind takes, for --help and for error lines."""
+    """The values of a flag of this kind, for --help and for error lines."""
     kind, optional = unwrap(kind)
     if get_origin(kind) is Literal:
         text = "|".join(map(str, get_args(kind)))
@@ -282,7 +281,7 @@ def describe(kind) -> str:
 
 
 def parse_value(text: str, kind):
-    """The value that `text` spells; ValueError or KeyError if it spells none."""
+    """The value of `text`. Raises ValueError or KeyError if the text has no value of this kind."""
     kind, optional = unwrap(kind)
     if optional and text.lower() == "none":
         return None
@@ -295,27 +294,27 @@ def parse_value(text: str, kind):
     if kind is int and re.fullmatch(r"\d+(\.\d+)?[eE]\+?\d{1,2}", text) and (value := Decimal(text)) == int(value):
         text = str(int(value))  # 1e3, 2.5e4
     value = kind(text)
-    if value != value:  # NaN: no flag means anything by it, and two configs that hold it never compare equal
+    if value != value:  # NaN has no meaning in any flag, and two configs with NaN never compare equal
         raise ValueError
     return value
 
 
 def spell(value) -> str:
-    """The text that parse_value() turns back into `value`."""
+    """The text of a value: the inverse of parse_value()."""
     if isinstance(value, list):
         return ",".join(map(str, value))
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 def spell_flag(name: str, value) -> str:
-    """As it is typed: --pp_schedule GPipe, --compile, --no-loss_parallel."""
+    """A flag as typed: --pp_schedule GPipe, --compile, --no-loss_parallel."""
     if isinstance(value, bool):
         return f"--{name}" if value else f"--no-{name}"
     return f"--{name} " + (spell(value) or '""')
 
 
 def say_flags(cfg):
-    """Rank 0 prints the flags that are not at their defaults, as they are typed."""
+    """Print the flags that differ from their defaults, as typed, on rank 0."""
     differ = [(field.name, getattr(cfg, field.name)) for field in dataclasses.fields(cfg)
               if getattr(cfg, field.name) != default_of(field)]
     if differ and os.environ.get("RANK", "0") == "0":
@@ -324,7 +323,7 @@ def say_flags(cfg):
 
 
 def did_you_mean(name: str, helps: dict, dashes: str) -> str:
-    """"did you mean --steps? " or "". Tries the name in our spelling, other projects' names, its words in a help text, then
+    """"did you mean --steps? " or "". Tries the name in our spelling, other projects' names, the words in a help text, then
     similar letters."""
     wanted = name.lstrip("-").lower().replace("-", "_")
     if wanted not in helps and dashes:
@@ -342,7 +341,7 @@ def did_you_mean(name: str, helps: dict, dashes: str) -> str:
 
 
 def override_fields(instance, text: str, flag: str):
-    """A copy of a dataclass instance with the fields of "n_layers=4,dim=512" changed. ValueError for what does not fit."""
+    """A copy of a dataclass instance with the fields of "n_layers=4,dim=512" changed. Raises ValueError for a wrong field."""
     kinds, changes = get_type_hints(type(instance)), {}
     for item in filter(None, text.split(",")):
         name, equals, value = (part.strip() for part in item.partition("="))

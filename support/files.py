@@ -7,7 +7,7 @@ import re
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-STEP_FOLDER = re.compile(r"step-(0|[1-9]\d*)")  # with fullmatch: a folder that a user renamed to old-step-5 is not ours
+STEP_FOLDER = re.compile(r"step-(0|[1-9]\d*)")  # with fullmatch: a folder renamed to old-step-5 is not ours
 
 
 def json_bytes(value) -> bytes:
@@ -19,7 +19,7 @@ def read_json(*path: str):
 
 
 def fsync(path: str):
-    """Makes a file's content durable, or a folder's names: a renamed file is on the disk only when its folder is."""
+    """Make a file's content durable, or a folder's names: a rename is on the disk only after fsync of the folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -28,7 +28,7 @@ def fsync(path: str):
 
 
 def write_file(path: str | Path, *parts: bytes):
-    """The whole file or nothing: written under another name, synced, renamed."""
+    """Write the whole file or nothing: under another name, then fsync, then rename."""
     temporary = Path(f"{path}.tmp-{os.getpid()}")
     try:
         with open(temporary, "wb") as file:
@@ -41,7 +41,7 @@ def write_file(path: str | Path, *parts: bytes):
 
 
 def publish(temporary: str, folder: str):
-    """Gives a finished folder, whose files are synced, its name: after a power cut it is there as a whole, or not at all."""
+    """Rename a finished folder of synced files: after a power cut the folder exists as a whole, or not at all."""
     fsync(temporary)
     os.rename(temporary, folder)
     fsync(os.path.dirname(os.path.abspath(folder)))
@@ -52,13 +52,14 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# The most bytes of a file that anyone may have written. Of those that are published the largest have 9, 33 and 4 MB.
+# Most bytes that we read of a stranger's file. The largest published files have 9, 33 and 4 MB.
 HF_LIMITS = {"model.safetensors.index.json": 1 << 26, "tokenizer.json": 1 << 26, "tokenizer_config.json": 1 << 24}
 HF_LIMIT, SAFETENSORS_HEADER_LIMIT = 1 << 20, 1 << 25
 
 
 def hf_file(folder: str, name: str, limit: float = math.inf) -> str:
-    """The real path of a file of the folder. Raises ValueError for a name or a link that leads elsewhere, or for its size.
+    """The real path of a file of the folder. Raises ValueError for a name or a link that leads out of the folder, or for a file
+    above the limit.
 
     A link may lead to another file of the folder; in a Hugging Face cache, <repo>/snapshots/<revision>/, to <repo>/blobs.
     """
@@ -81,7 +82,7 @@ def hf_file(folder: str, name: str, limit: float = math.inf) -> str:
 
 
 def hub_hint(path: str, kind="model") -> str:
-    """How to get what a path may mean that is not there but looks like a name on the Hugging Face Hub; else ''. kind: or
+    """The download command for a missing path that looks like a name on the Hugging Face Hub; else ''. kind: "model" or
     "dataset"."""
     owner, _, name = path.rpartition("/")
     looks = re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", path) and not path.endswith((".json", ".txt")) and owner != "runs"
@@ -92,7 +93,7 @@ def hub_hint(path: str, kind="model") -> str:
 
 
 def check_local(path: str, flag: str) -> None:
-    """Raises ValueError for an address of a store: only folders are written, and one named s3: would be made here."""
+    """Raise ValueError for the address of a store: only folders are written, and a folder named s3: would appear here."""
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):
         raise ValueError(f"{flag} {path}: only folders are written; give a folder of this machine, and copy from there, such "
                          "as each checkpoint with --after_save 'COMMAND {}': docs/cluster.md")
@@ -106,6 +107,6 @@ def step_folders(run: str) -> list[tuple[int, str]]:
 
 
 def matches(patterns: list[str], key: str) -> bool:
-    """Whether a pattern names the tensor of key "model.<fqn>" or "optimizer.<fqn>.<name>", or a module that it is in."""
+    """Whether a pattern names the tensor of key "model.<fqn>" or "optimizer.<fqn>.<name>", or a module around the tensor."""
     fqn = key.removeprefix("model.") if key.startswith("model.") else key.removeprefix("optimizer.").rpartition(".")[0]
     return any(fnmatchcase(fqn, end) for pattern in patterns for end in (pattern, f"{pattern}.*"))

@@ -1,4 +1,4 @@
-"""A step whose gradient is not finite changes nothing, and the user is told: stop there, or go on without it (--on_nan)."""
+"""A step with a NaN or infinite gradient changes nothing; the run then stops, or goes on without the step (--on_nan)."""
 import math
 import random
 
@@ -14,17 +14,17 @@ from support.files import step_folders
 
 
 class Guard:
-    """Nothing waits for the GPU between two log lines. A step with a NaN gradient is skipped on the GPU; the next log line, and
-    whatever else reads the weights (validation, checkpoint), tells first.
+    """Skip steps with a NaN gradient on the GPU, without waiting for the GPU between two log lines. The report comes with the
+    next log line, and before anything reads the weights (validation, checkpoint).
 
-        guard.before_update(step, grad_norm)  # ahead of optimizer.step()
-        guard.report(step)                    # raises RuntimeError for such a step, or with --on_nan skip prints a line
+        guard.before_update(step, grad_norm)  # before optimizer.step()
+        guard.report(step)                    # raises RuntimeError for a skipped step, or with --on_nan skip prints a line
     """
 
     def __init__(self, optimizers, layout: Layout, cfg, start: list[tuple]):
         """cfg: on_nan, out, compile. start: of check_replicas."""
         self.optimizers, self.layout, self.on_nan, self.out = optimizers, layout, cfg.on_nan, cfg.out
-        self.norms: dict[int, Tensor] = {}  # step -> norm, of the steps that nobody has been told about
+        self.norms: dict[int, Tensor] = {}  # step -> norm, of the steps since the last report
         self.first_step = FirstStep(layout, optimizers, start, cfg.compile)
 
     def before_update(self, step: int, grad_norm: Tensor) -> None:
@@ -44,12 +44,12 @@ class Guard:
 
 
 def skip_if_not_finite(optimizers, grad_norm: Tensor, on_host: bool = False) -> None:
-    """The next step() of each optimizer changes neither weights nor moments if the norm is not finite.
+    """Let the next step() of each optimizer change neither weights nor moments if the norm is not finite.
 
-    torch's fused optimizers, and those of optim.py, announce with _step_supports_amp_scaling that they read `found_inf`, as
-    torch.amp.GradScaler tells them: it is decided on the device, and the host does not wait. For any other optimizer the host
-    asks, one wait per step, and takes the gradients away: a parameter without a gradient is left alone. The same for an
-    optimizer without state yet, because torch's fused SGD fills its momentum only in a step that is not skipped.
+    torch's fused optimizers and Muon read `found_inf`, the protocol of torch.amp.GradScaler (_step_supports_amp_scaling): the
+    device decides, and the host does not wait. For other optimizers the host waits once per step, and removes the gradients,
+    because parameters without a gradient stay. The host also decides for an optimizer without state: torch's fused SGD
+    fills the momentum only in a step that is not skipped.
 
     on_host: the parameters are in host memory (--cpu_offload).
     """
@@ -62,26 +62,26 @@ def skip_if_not_finite(optimizers, grad_norm: Tensor, on_host: bool = False) -> 
 
 
 def take_not_finite(norms: dict[int, Tensor]) -> list[tuple[int, float]]:
-    """(step, gradient norm) of the steps that were skipped; empties norms. Waits for the device, as log lines do anyway."""
+    """(step, gradient norm) of the skipped steps; empties norms. Waits for the device, as log lines do anyway."""
     values = dict(zip(norms, torch.stack([*norms.values()]).tolist(), strict=True))
     norms.clear()
     return [(step, norm) for step, norm in values.items() if not math.isfinite(norm)]
 
 
-# ---------------------------------------------------------------- what only the first step of a start shows
+# ---------------------------------------------------------------- checks of the first step of a start
 def random_state() -> list:
-    """Of the generators of torch, Python and NumPy, which change with every number that is drawn without a generator."""
+    """State of the global generators of torch, Python and NumPy: every number drawn without a generator changes one."""
     states = [torch.get_rng_state()] + ([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])
     return [*(state.tolist() for state in states), random.getstate(), str(np.random.get_state())]
 
 
 class FirstStep:
     """Raises ValueError when the first forward and backward have drawn random numbers. One line from rank 0 names the
-    parameters that no gradient reaches, another those that have a gradient and were not moved.
+    parameters without a gradient, another line the parameters with a gradient that did not move.
 
-        watch = FirstStep(layout, optimizers, start, compiles)  # ahead of the step
-        watch = watch.look(grad_norm)              # ahead of its update
-        watch = watch.look()                       # when the optimizers have stepped: None, all is said
+        watch = FirstStep(layout, optimizers, start, compiles)  # before the step
+        watch = watch.look(grad_norm)              # before the optimizers step
+        watch = watch.look()                       # after the optimizers have stepped: None, the check is over
     """
 
     def __init__(self, layout: Layout, optimizers, start: list[tuple], compiles: bool):
@@ -97,7 +97,7 @@ class FirstStep:
 
     def before_update(self, grad_norm: Tensor) -> None:
         drew = torch.tensor(int(self.random != random_state()))
-        dist.all_reduce(drew)  # a dropout may be on one pipeline stage only, and the other ranks must not wait for it
+        dist.all_reduce(drew)  # all ranks must agree: a dropout may be on one pipeline stage only
         if drew and not self.compiles:  # a compiler that measures kernels on random inputs draws, too
             raise ValueError("forward or backward draws random numbers without a generator: they depend on the layout and "
                              f"on --ac, and a continued run draws others; {DROPOUT}")
@@ -110,7 +110,7 @@ class FirstStep:
         for fqn, p, total in self.start:
             grad, weight = (0.0 if t is None or not local_tensor(t).numel() else local_tensor(t).detach().abs().max().item()
                             for t in (p.grad, p))
-            # An update is about as large as lr. That one is lost in the rounding of the weights is nobody's mistake.
+            # An update is about as large as lr. An update lost in the rounding of the weights is no mistake of the model.
             if grad and lrs.get(id(p), math.inf) > 8 * torch.finfo(p.dtype).eps * weight:
                 self.waiting.append((fqn, p, total))
 

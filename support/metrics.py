@@ -1,4 +1,4 @@
-"""What a run reports: metrics.jsonl, a line per logged step, a progress bar, a loss curve. And when garbage is collected."""
+"""Reports of a run: metrics.jsonl, a line per logged step, a progress bar, a loss curve. And garbage collection."""
 import gc
 import importlib.util
 import json
@@ -22,9 +22,9 @@ from support.files import write_file
 @dataclass(kw_only=True)
 class MetricsConfig:
     tensorboard: bool = False  # write the numbers of metrics.jsonl to <out>/tb as well
-    wandb: str = ""  # send them to this project of Weights & Biases as well
-    profile: str = ""  # steps to trace, like 10-12: every rank writes a file to <out>/trace that ui.perfetto.dev opens
-    memory_snapshot: bool = flag(False, GPU)  # CUDA allocations for pytorch.org/memory_viz, in <out>/trace; also if it runs out
+    wandb: str = ""  # send the numbers to this project of Weights & Biases as well
+    profile: str = ""  # steps to trace, like 10-12: every rank writes a file for ui.perfetto.dev to <out>/trace
+    memory_snapshot: bool = flag(False, GPU)  # CUDA allocations for pytorch.org/memory_viz, in <out>/trace
     gc_every: int = 50  # collect garbage every N steps, on all ranks in the same step; 0: whenever Python likes
 
     def __post_init__(self):
@@ -36,14 +36,14 @@ class MetricsConfig:
 
 
 def profiled_steps(text: str) -> range | None:
-    """'10-12' -> range(10, 13); None for what is no such thing."""
+    """'10-12' -> range(10, 13); None for a text without a range of steps."""
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
     steps = match and range(int(match[1]), int(match[2] or match[1]) + 1)
     return steps if steps and steps.start > 0 else None
 
 
-# Dense bf16 FLOP/s of one device, without sparsity (the vendors' data sheets). The first match counts; a device that is
-# not here has no MFU rather than a wrong one (\b keeps GB200 from passing for a B200, MIG slices are no whole device).
+# Dense bf16 FLOP/s of one device, without sparsity (the vendors' data sheets). The first match counts. A device that is not
+# listed has no MFU, rather than a wrong MFU (\b keeps GB200 from passing for a B200, MIG slices are no whole device).
 PEAK_FLOPS = [
     (r"\bMIG\b", None),
     (r"\bA100\b", 312e12),
@@ -58,7 +58,7 @@ PEAK_FLOPS = [
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bf16 FLOP/s of one device by the name that its driver reports, or None where it is not known."""
+    """Dense bf16 FLOP/s of one device by the name that the driver reports; None if unknown."""
     return next((peak for pattern, peak in PEAK_FLOPS if re.search(pattern, device_name)), None)
 
 
@@ -68,8 +68,8 @@ def peak_memory_gib(device) -> float:
         return torch.cuda.max_memory_allocated(device) / 2**30
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if sys.platform == "darwin":
-        return peak / 2**30  # bytes there, KiB on Linux
-    with open("/proc/self/status") as file:  # ru_maxrss begins at the peak of the process that launched this one
+        return peak / 2**30  # bytes on macOS, KiB on Linux
+    with open("/proc/self/status") as file:  # ru_maxrss begins at the peak of the parent process
         return next((int(line.split()[1]) for line in file if line.startswith("VmHWM")), peak) / 2**20
 
 
@@ -81,7 +81,7 @@ def plain(value):
 
 
 def read_lines(path: str) -> list[dict]:
-    """The lines of a metrics.jsonl. Half a line, left by a process that was killed, is passed over."""
+    """The lines of a metrics.jsonl. Half a line, left by a killed process, is skipped."""
     lines = []
     if os.path.exists(path):
         with open(path, errors="replace") as file:
@@ -96,7 +96,7 @@ def read_lines(path: str) -> list[dict]:
 
 
 def drop_lines_from(path: str, first_step: int):
-    """Take the lines of steps >= first_step out of a metrics.jsonl: the run does them again. A kill here loses none."""
+    """Remove the lines of steps >= first_step from a metrics.jsonl: the run repeats these steps. A kill here loses nothing."""
     if not os.path.exists(path):
         return
     kept = [line for line in read_lines(path) if line["step"] < first_step]
@@ -104,16 +104,16 @@ def drop_lines_from(path: str, first_step: int):
 
 
 class Metrics:
-    """Times the steps on every rank, writes and prints on rank 0 alone.
+    """Time the steps on every rank; write and print on rank 0 alone.
 
-        batch = metrics.start_step(batches)          # batches: any iterator; how long it takes is data_time_s
+        batch = metrics.start_step(batches)          # batches: any iterator; the time for a batch is data_time_s
         ...                                          # forward, backward, optimizer
         metrics.end_step(tokens)                     # tokens of the global batch, counted on the host
         if metrics.due(step):                        # the same answer on every rank
-            metrics.log(step, loss=..., ...)         # 0-d tensors are read here, and only here
+            metrics.log(step, loss=..., ...)         # reads 0-d tensors; nothing else does
 
     Between logged steps nothing waits for the device. Time outside start_step .. end_step (validation, checkpoints)
-    does not count as training time. `tokens` is what the run has seen since its step 0: start it with the checkpoint's.
+    does not count as training time. tokens: the run's tokens since step 0, so a continued run starts with the checkpoint's.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Metrics:
     ):
         self.cfg, self.rank0, self.steps, self.log_every, self.tokens = cfg, layout.rank == 0, steps, log_every, tokens
         self.device, self.flops_per_token = layout.device, flops_per_token
-        self.step = first_step - 1  # the last one that is done
+        self.step = first_step - 1  # the last finished step
         peak = peak_flops(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
         self.job_flops = peak and peak * layout.world_size
         self.reset_interval()
@@ -158,27 +158,27 @@ class Metrics:
                 self.writers.append(lambda step, line: project.log(line, step=step))
                 self.closers.append(project.finish)
         # Python starts a collection whenever a rank happens to have made enough objects. Ranks pause at different
-        # moments, and each pause is one that all the others wait for; so pause together, and rarely.
+        # moments, and all ranks wait for each pause; so pause together, and rarely.
         self.gc_was_on = gc.isenabled()
         if cfg.gc_every > 0:
             gc.collect()
             gc.disable()
 
     def reset_interval(self):
-        """Start the means of step time, data time and tokens per second anew."""
+        """Restart the means of step time, data time and tokens per second."""
         self.n_steps = self.n_tokens = 0
         self.step_time = self.data_time = 0.0
         self.step_ended = time.perf_counter()
 
     def start_step(self, batches):
-        """Begin a step: the next batch, and the time that it took to come."""
+        """Begin a step: return the next batch, and measure the wait for the batch."""
         if self.step + 1 in self.profiled and self.profiler is None:
             kinds = [torch.profiler.ProfilerActivity.CPU]
             kinds += [torch.profiler.ProfilerActivity.CUDA] if self.device.type == "cuda" else []
             self.profiler, self.profiled = torch.profiler.profile(activities=kinds), range(self.step + 1, self.profiled.stop)
             self.profiler.start()
         self.step_started = time.perf_counter()
-        # Drawn while a step runs and wiped at its end, so whatever is printed between two steps meets an empty line.
+        # The bar is drawn while a step runs and wiped at the end, so text printed between two steps starts on an empty line.
         if self.bar and self.steps > 0:
             filled = round(30 * self.step / self.steps)
             pace = f"  {self.step_time / self.n_steps:.2f} s/step" if self.n_steps else ""
@@ -189,7 +189,7 @@ class Metrics:
         return batch
 
     def end_step(self, tokens: int):
-        """tokens: of the whole global batch, all ranks together."""
+        """End a step. tokens: of the whole global batch, all ranks together."""
         self.step += 1
         self.tokens += tokens
         self.n_tokens += tokens
@@ -204,7 +204,7 @@ class Metrics:
             print("\r\033[K", end="", flush=True)
 
     def write_trace(self):
-        """The steps from the first of --profile to the one that is done, which the file is named after."""
+        """Write the trace of the steps since the first of --profile; the file's name has the numbers of the steps."""
         steps = "-".join(map(str, dict.fromkeys((self.profiled[0], self.step))))
         self.profiler.stop()
         self.profiler.export_chrome_trace(self.trace_file(f"steps-{steps}-rank-{self.rank}.json.gz"))
@@ -218,16 +218,16 @@ class Metrics:
         torch.cuda.memory._dump_snapshot(self.trace_file(f"memory-{when}-rank-{self.rank}.pickle"))
 
     def due(self, step: int) -> bool:
-        """Whether this step is logged: the first, every log_every-th, the last. Only the step decides, not the rank."""
+        """Whether this step is logged: the first, every log_every-th, the last. Equal on all ranks."""
         return step in (1, self.steps) or (self.log_every > 0 and step % self.log_every == 0)
 
     def log(self, step: int, *, loss, loss_max, grad_norm, lr: float, tokens_hash: str, extra: dict | None = None, show=True):
         """Write and print one training line. loss: mean over the valid tokens of the global batch; extra: more JSON fields.
 
-        show=False: only write it; the recipe prints a line of its own.
+        show=False: write but do not print; the recipe prints a line of its own.
         """
         if self.rank0:
-            # Reading the loss waits for the device, and that wait belongs to the steps that it finishes.
+            # Reading the loss waits for the device; the wait belongs to the time of the steps.
             loss, loss_max, grad_norm = plain(loss), plain(loss_max), plain(grad_norm)
             elapsed = self.step_time + time.perf_counter() - self.step_ended
             n_steps = max(self.n_steps, 1)
@@ -265,7 +265,7 @@ class Metrics:
             print(f"step {step}/{self.steps}  val_loss {number(line['val_loss'], '.4f')}{bits}{parts}", flush=True)
 
     def write(self, line: dict):
-        """Append one line and flush it: whoever follows the file, or the run that replaces a killed one, finds it whole."""
+        """Append one line and flush: a reader of the file, or the run that replaces a killed run, finds the line whole."""
         line = {key: plain(value) for key, value in line.items()}
         self.file.write(json.dumps(line) + "\n")
         self.file.flush()
@@ -274,15 +274,15 @@ class Metrics:
             write(line["step"], numbers)
 
     def close(self):
-        """On all ranks: write what is still being recorded, after a signal for instance; print the loss curve of the whole run;
-        and give Python its garbage collector back."""
+        """On all ranks: write a trace in progress (after a signal), print the loss curve of the whole run, and turn Python's
+        garbage collector on again."""
         if self.profiler is not None:
             self.write_trace()
         if self.gc_was_on:
             gc.enable()
         if self.cfg.memory_snapshot:
             self.dump_memory(f"step-{self.step}")
-        for close in self.closers:  # what they have not written yet would be lost with the process
+        for close in self.closers:  # unwritten numbers would be lost with the process
             close()
         if self.file is not None:
             self.file.close()

@@ -20,12 +20,12 @@ from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from distributed.layout import local_slice, local_tensor
 
-AT_ONCE = 1 << 25  # numbers that Newton-Schulz works on: about 0.5 GB of temporary memory, and enough for a GPU to be busy
+AT_ONCE = 1 << 25  # numbers per call of Newton-Schulz: about 0.5 GB of temporary memory, and enough to keep a GPU busy
 
 
 class Muon(torch.optim.Muon):
-    """torch.optim.Muon for 2-D parameters, plain or sharded in any way; equal to it on one process. A 3-D parameter is a stack
-    of matrices (E, out, in), each of which is treated as if it were a parameter of its own.
+    """torch.optim.Muon for 2-D parameters, plain or sharded in any way; on one process the results are equal. A 3-D parameter
+    is a stack of matrices (E, out, in); each matrix is treated like a parameter of its own.
 
     found_inf: 0-d tensor, 1.0 to let the next step change nothing; as in torch's fused optimizers.
     """
@@ -33,7 +33,7 @@ class Muon(torch.optim.Muon):
     found_inf, _step_supports_amp_scaling = None, True  # see guard.py
 
     def __init__(self, params, *args, **options):
-        defaults = torch.optim.Muon([torch.zeros(1, 1)], *args, **options).defaults  # checks them; it refuses 3-D parameters
+        defaults = torch.optim.Muon([torch.zeros(1, 1)], *args, **options).defaults  # checks the options on a 2-D parameter
         torch.optim.Optimizer.__init__(self, params, defaults)
 
     @torch.no_grad()
@@ -44,7 +44,7 @@ class Muon(torch.optim.Muon):
                 if p not in self.state or not self.state[p]:
                     self.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
                 buffer, grad = local_tensor(self.state[p]["momentum_buffer"]), local_tensor(p.grad)
-                if self.found_inf is not None:  # gradient := momentum, which changes nothing in the next line
+                if self.found_inf is not None:  # gradient := momentum, so that the next line changes nothing
                     torch.where(self.found_inf.bool(), buffer, grad, out=grad)
                 buffer.lerp_(grad, 1 - group["momentum"])
             # the same order on all ranks, equal shapes together: one exchange serves one matrix per rank
@@ -58,7 +58,7 @@ class Muon(torch.optim.Muon):
 
     def step_stacks(self, params, group):
         def update(p, begin, end):
-            """Of some experts of this rank, in bf16."""
+            """The update of experts begin..end of this rank, in bf16."""
             grad, buffer = (local_tensor(t)[begin:end] for t in (p.grad, self.state[p]["momentum_buffer"]))
             return (grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer).bfloat16()
 
@@ -77,7 +77,7 @@ class Muon(torch.optim.Muon):
             for i, p in enumerate(chunk):
                 buffer, momentum = self.state[p]["momentum_buffer"], group["momentum"]
                 update = p.grad.lerp(buffer, momentum) if group["nesterov"] else buffer.clone()
-                update = update.bfloat16()  # as Newton-Schulz computes in it, and half the bytes
+                update = update.bfloat16()  # the dtype of Newton-Schulz, and half the bytes
                 update = update.full_tensor() if isinstance(update, DTensor) else update
                 if i == rank:
                     mine = _zeropower_via_newtonschulz(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
@@ -91,15 +91,15 @@ class Muon(torch.optim.Muon):
                 self.move(local_tensor(p), part, p.shape, group)
 
     def move(self, local, part, shape, group):
-        """shape: of the whole matrix, which decides how far it moves."""
+        """Update this rank's part of a parameter. shape: of the whole matrix, which sets the step size."""
         moves = 1.0 if self.found_inf is None else 1.0 - self.found_inf
         local.mul_(1 - group["lr"] * group["weight_decay"] * moves)
         local.add_(part * moves, alpha=-_adjust_lr(group["lr"], group["adjust_lr_fn"], shape))
 
 
 # ---------------------------------------------------------------- stacks of experts
-def orthogonal(stack: Tensor, ns_coefficients, ns_steps: int, eps: float) -> Tensor:
-    """(E, out, in) -> the same in bf16, where each matrix is what torch.optim.Muon's Newton-Schulz makes of it alone."""
+def orthogonalize(stack: Tensor, ns_coefficients, ns_steps: int, eps: float) -> Tensor:
+    """(E, out, in) -> (E, out, in) in bf16: torch.optim.Muon's Newton-Schulz, applied to each matrix alone."""
     a, b, c = ns_coefficients
     x = stack.bfloat16()
     if x.shape[1] > x.shape[2]:
@@ -112,22 +112,22 @@ def orthogonal(stack: Tensor, ns_coefficients, ns_steps: int, eps: float) -> Ten
 
 
 class Cut(NamedTuple):
-    """An axis of the mesh whose ranks have to gather a stack along `dim` before they can treat its matrices."""
+    """An axis of the mesh whose ranks must gather a stack along `dim` before its matrices can be treated."""
 
     group: dist.ProcessGroup
     dim: int
     ranks: int
     rank: int
-    size: int  # of the stack along dim, before this axis has cut it
+    size: int  # of the stack along dim, before the cut
 
 
 def cuts_of(p: Tensor) -> list[Cut]:
-    """The cuts of a stack in the order in which they are undone: none where this rank holds whole matrices, and its share."""
+    """Mesh axes to gather over before Newton-Schulz, in order; empty if this rank already holds whole matrices."""
     if not isinstance(p, DTensor):
         return []
     names, mesh = p.device_mesh.mesh_dim_names, p.device_mesh
     degree = {name: mesh[name].size() for name in names}
-    experts = p.shape[0] // degree.get("ep", 1)  # that the ranks of the other axes have between them
+    experts = p.shape[0] // degree.get("ep", 1)  # shared by the ranks of the other axes
 
     def cut(name, dim, size):
         return Cut(mesh[name].get_group(), dim, degree[name], mesh[name].get_local_rank(), size)
@@ -141,8 +141,8 @@ def cuts_of(p: Tensor) -> list[Cut]:
     return cuts
 
 
-def gathered(t: Tensor, cut: Cut) -> Tensor:
-    """The parts of all ranks. The last ones may be smaller or empty, as torch.chunk leaves them."""
+def gather_stack(t: Tensor, cut: Cut) -> Tensor:
+    """All-gather the ranks' parts. The last parts may be smaller or empty, as torch.chunk leaves them."""
     most = -(-cut.size // cut.ranks)
     if t.shape[cut.dim] < most:
         shape = list(t.shape)
@@ -153,22 +153,23 @@ def gathered(t: Tensor, cut: Cut) -> Tensor:
     return torch.cat(parts, cut.dim).narrow(cut.dim, 0, cut.size)
 
 
-def own_part(whole: Tensor, cut: Cut) -> Tensor:
+def slice_own(whole: Tensor, cut: Cut) -> Tensor:
+    """The part of a gathered stack that this rank holds: the inverse of gather_stack."""
     first = min(-(-cut.size // cut.ranks) * cut.rank, cut.size)
     return whole.narrow(cut.dim, first, min(-(-cut.size // cut.ranks), cut.size - first))
 
 
 def orthogonal_parts(params: list, update, options: tuple):
-    """Yields (parameter, first, end, part): how the experts first..end that this rank holds are to move.
+    """Yields (parameter, first, end, part): the step of this rank's experts first..end.
 
-    params: stacks of one shape, the same on all ranks. update(p, first, end): of this rank's experts, in bf16."""
+    params: stacks of one shape, the same on all ranks. update(p, first, end): momentum of this rank's experts, in bf16."""
     cuts = cuts_of(params[0])
     if not cuts:
         at_once = max(1, AT_ONCE // prod(params[0].shape[1:]))
         for p in params:
             for first in range(0, len(local_tensor(p)), at_once):
                 end = min(first + at_once, len(local_tensor(p)))
-                yield p, first, end, orthogonal(update(p, first, end), *options)
+                yield p, first, end, orthogonalize(update(p, first, end), *options)
         return
     ranks, rank = 1, 0
     for cut in cuts:  # etp is inside efsdp
@@ -184,16 +185,16 @@ def orthogonal_parts(params: list, update, options: tuple):
         for i, p in enumerate(together):
             whole = update(p, 0, len(local_tensor(p)))
             for cut in cuts_of(p):
-                whole = gathered(whole, cut)
+                whole = gather_stack(whole, cut)
             first, end = (min(max(rank * share + n - i * n_experts, 0), n_experts) for n in (0, share))
             mine.append(whole[first:end].clone())
         mine = torch.cat(mine)
         at_once = max(1, AT_ONCE // prod(params[0].shape[1:]))
-        done = [orthogonal(part, *options) for part in mine.split(at_once)] if len(mine) else [mine]
+        done = [orthogonalize(part, *options) for part in mine.split(at_once)] if len(mine) else [mine]
         results = torch.cat([*done, mine.new_zeros(share - len(mine), *mine.shape[1:])])
         for cut in cuts:
-            results = gathered(results, cut._replace(dim=0, size=len(results) * cut.ranks))
+            results = gather_stack(results, cut._replace(dim=0, size=len(results) * cut.ranks))
         for p, part in zip(together, results.split(n_experts)):
             for cut in cuts_of(p):
-                part = own_part(part, cut)
+                part = slice_own(part, cut)
             yield p, 0, len(local_tensor(p)), part

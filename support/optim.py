@@ -27,8 +27,8 @@ def check_optimizer(cfg) -> None:
 
 
 def set_lr(optimizers, lr: float) -> float:
-    """Give all parameter groups this learning rate; returns it. A group that was made with a rate of its own keeps its share:
-    half of the optimizer's then is half of it now."""
+    """Set the learning rate of all parameter groups, and return the rate. A group made with half of the optimizer's rate keeps
+    half."""
     for optimizer, group in ((o, group) for o in optimizers for group in o.param_groups):
         usual = float(optimizer.defaults["lr"])
         share = group.setdefault("lr_share", float(group["lr"]) / usual if usual else 1.0)

@@ -12,7 +12,7 @@ import torch
 
 import distributed.refusals
 from distributed.agree import some
-from distributed.layout import AXES
+from distributed.layout import AXES, ExpertConfig
 from distributed.refusals import facts, runs_on_cuda
 from support.config import FROM_FILE, no_effect, spell, unmet_needs
 from support.metrics import read_lines
@@ -67,8 +67,9 @@ def without_refused(cfg, flags: dict, model_config) -> dict:
 def flags_of_halves(main, cfg, degrees: dict[str, int], folder: str) -> dict[str, dict]:
     """{name of a half: the flags that make it of the user's command}. ValueError if there is nothing to compare."""
     if degrees["dp_shard"] == -1:  # as many as the experts must borrow
-        borrowed = degrees["cp"] * (degrees["tp"] if cfg.etp == 1 else 1)
-        degrees = degrees | {"dp_shard": max(cfg.ep, 1) // math.gcd(max(cfg.ep, 1), max(borrowed, 1))}
+        ep, etp = (max(cfg.ep, 1), cfg.etp) if isinstance(cfg, ExpertConfig) else (1, 1)
+        borrowed = degrees["cp"] * (degrees["tp"] if etp == 1 else 1)
+        degrees = degrees | {"dp_shard": ep // math.gcd(ep, max(borrowed, 1))}
     model_config = model_config_of(main, cfg)
     if unused := no_effect(cfg, facts(cfg, model_config, degrees, runs_on_cuda(cfg.device))):
         raise ValueError("; ".join(unused))
