@@ -99,7 +99,11 @@ def drop_lines_from(path: str, first_step: int):
     """Remove the lines of steps >= first_step from a metrics.jsonl: the run repeats these steps. A kill here loses nothing."""
     if not os.path.exists(path):
         return
-    kept = [line for line in read_lines(path) if line["step"] < first_step]
+    lines = read_lines(path)
+    with open(path, errors="replace") as file:
+        if n_bad := sum(1 for _ in file) - len(lines):
+            print(f"{path}: {n_bad} unreadable line{'s' * (n_bad > 1)} left out, as a killed process leaves them", flush=True)
+    kept = [line for line in lines if line["step"] < first_step]
     write_file(Path(path), "".join(json.dumps(line) + "\n" for line in kept).encode())
 
 

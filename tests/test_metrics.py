@@ -5,6 +5,7 @@ import importlib.util
 import json
 import math
 import sys
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from support import metrics
 from support.metrics import Metrics, MetricsConfig, loss_curve, peak_flops
+from tools.reports import run_report
 
 KEYS = [
     "step", "loss", "loss_max", "grad_norm", "lr", "tokens", "tokens_per_second",
@@ -78,7 +80,7 @@ def test_extra_fields_and_tokens_go_on_after_resume(tmp_path):
     assert line["moe_dead_experts"] == 3 and line["moe_load_max_over_mean"] == 1.5
 
 
-def test_continued_run_drops_the_lines_that_it_does_again(tmp_path):
+def test_continued_run_drops_the_lines_that_it_does_again(tmp_path, capsys):
     m = make(tmp_path)
     train(m, range(1, 6))
     m.log_val(3, 2.5, 1.5)
@@ -89,6 +91,7 @@ def test_continued_run_drops_the_lines_that_it_does_again(tmp_path):
         file.write('{"step": 2, "loss": 1.')  # killed in the middle of a line
     m = make(tmp_path, first_step=4, tokens=300)
     assert strict_lines(tmp_path) == [line for line in before if line["step"] < 4]
+    assert f"{tmp_path}/metrics.jsonl: 1 unreadable line left out" in capsys.readouterr().out
     train(m, [4])
     m.close()
     assert [line["step"] for line in strict_lines(tmp_path)] == [1, 2, 3, 3, 4]
@@ -262,3 +265,21 @@ def test_an_instrument_that_is_not_there(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install wandb"):
         MetricsConfig(wandb="x")
+
+
+@dataclass(kw_only=True)
+class Config(MetricsConfig):
+    out: str = ""  # folder of the run
+
+
+def test_plot_draws_the_curves_of_a_run_that_has_ended(tmp_path):
+    pytest.importorskip("matplotlib")
+
+    def main(cfg):
+        m = make(cfg.out)
+        train(m, [1, 2])
+        m.close()
+
+    assert run_report(main, Config, ["--out", str(tmp_path)]) == 0 and not (tmp_path / "loss.png").exists()
+    assert run_report(main, Config, ["--out", str(tmp_path), "--plot"]) == 0
+    assert (tmp_path / "loss.png").read_bytes()[1:4] == b"PNG"
