@@ -10,8 +10,7 @@ from support.files import check_local, read_json, write_file
 
 
 def check_code(path: str, code) -> None:
-    """Raises ValueError unless code.json holds sources under names that stay inside of any folder: anyone may have written
-    it."""
+    """Raises ValueError unless every name in code.json stays inside of the folder: strangers may have written code.json."""
     for name, text in code.items() if isinstance(code, dict) else [("", None)]:
         parts = name.split("/")
         inside = not {"", ".", ".."} & set(parts) and not set("\\:") & set(name) and name.isprintable()
@@ -20,8 +19,8 @@ def check_code(path: str, code) -> None:
 
 
 def write_sources(folder: str, out: str):
-    """`checkpoint.py source`: the recipe, the modules and the flags of a step folder, or of a run folder's newest, in a new
-    folder `out`. They are not run. Raises ValueError."""
+    """`checkpoint.py source`: writes the recipe, the modules and the flags of a step folder, or of a run folder's newest
+    checkpoint, to a new folder `out`. Runs nothing. Raises ValueError."""
     check_local(out, "to write to")
     def check(path):
         manifest = read_manifest(path)
@@ -46,7 +45,7 @@ def write_sources(folder: str, out: str):
     state = read_json(path, "provenance.json") if "provenance.json" in manifest["files"] else {}
     known = isinstance(state, dict) and re.fullmatch("[0-9a-f]{40,64}", str(state.get("commit")))
     about = f", commit {state['commit'][:12]}" + " with changes" * (state.get("diff") != "") if known else ""
-    # Not inside of the new folder, for --data and other flags may name files relative to where the run was started
+    # The command is for the old working folder, because --data and other flags may name relative files
     recipe, config, runs = (shlex.quote(os.path.join(out, file)) for file in (name, "config.json", "runs/again"))
     n, repeat = manifest["world_size"], f"{recipe} --config {config} --out {runs}"
     start = f"torchrun --nproc_per_node {n} {repeat}" if n > 1 else f"python {repeat}"
