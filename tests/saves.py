@@ -1,4 +1,4 @@
-"""A small net with its optimizer, and checkpoints of it: for the tests of checkpoint.py and of what stands beside it."""
+"""A small net with an optimizer and checkpoints, for the tests of checkpoint.py and storage/."""
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -32,7 +32,7 @@ class Net(nn.Module):
 
 
 def trained(seed=0, steps=2, optimizer="adamw", width=24):
-    """(net, optimizers) after some steps; seed 1 and no steps is what a fresh start would have."""
+    """(net, optimizers) after some steps; a fresh start has seed 1 and no steps."""
     net = Net(seed, width)
     matrices = [net.first.weight, net.last.weight] if optimizer == "muon" else []
     rest = [p for p in net.parameters() if not any(p is m for m in matrices)]
@@ -51,7 +51,7 @@ def of(net, optimizers, out, identity=IDENTITY, tokenizer_file=None, **flags):
 
 
 def saved(out, *steps, **flags):
-    """A run with checkpoints at these steps; the weights are those of `trained(0, step)`."""
+    """A run with checkpoints at these steps, with the weights of `trained(0, step)`."""
     for step in steps:
         assert of(*trained(0, step), out, **flags).save(step, {"step": step, "samples": 8 * step})
     return out
@@ -82,7 +82,7 @@ def names(out):
 
 
 def rewrite(folder, name, content):
-    """What an attacker does who can compute checksums, too."""
+    """Replaces a file with right checksums, as an attacker can."""
     (Path(folder) / name).write_bytes(content)
     about = json.loads((Path(folder) / "manifest.json").read_bytes())
     about["files"] |= checksums(folder, [name])

@@ -1,4 +1,4 @@
-"""Checkpoints, against checkpoint.py: what is saved comes back to the bit in any layout, and damage is noticed."""
+"""Tests checkpoint.py: a saved run comes back to the bit in any layout, and damage is noticed."""
 import json
 import math
 import multiprocessing
@@ -39,7 +39,7 @@ from tools import checkpoint_commands
 
 
 def forked(function, *args):
-    """The exit code of function(*args) in a process of its own."""
+    """The exit code of function(*args) in a new process."""
     process = forkserver.Process(target=function, args=args)
     process.start()
     process.join(60)
@@ -69,7 +69,7 @@ def test_what_is_saved_comes_back(tmp_path, optimizer):
 
 
 def test_another_optimizer_for_some_parameters_is_named(tmp_path):
-    """As a run with Muon whose experts were AdamW's when it began. Its weights go on with a new state."""
+    """As in a run with Muon that began with AdamW for the experts. The weights go on with a new state."""
     saved(tmp_path, 2)
     with pytest.raises(ValueError, match="does not fit this model: missing: optimizer.*momentum_buffer; unknown: "
                                          ".*; the optimizer has .*--exclude_from_loading optimizer starts it anew") as error:
@@ -157,14 +157,14 @@ def test_an_existing_step_is_never_overwritten(tmp_path):
     before = Path(path(tmp_path, 1), "manifest.json").read_bytes()
     assert of(*trained(5, 1), tmp_path).save(1, {})
     assert Path(path(tmp_path, 1), "manifest.json").read_bytes() == before
-    os.remove(path(tmp_path, 1) + "/__0_0.distcp")  # but a damaged one makes room
+    os.remove(path(tmp_path, 1) + "/__0_0.distcp")  # but a damaged step makes room
     assert of(*trained(5, 1), tmp_path).save(1, {})
     verify(path(tmp_path, 1))
     assert [n.rpartition("-")[0] for n in names(tmp_path)] == ["damaged-1", "step"]
 
 
 def kill_while_saving(out, function_name, after):
-    """Saves step 2 and dies by SIGKILL when the save calls a function of checkpoint.py, or right after it."""
+    """Saves step 2 and dies by SIGKILL when the save calls a function of checkpoint.py, or right after the call."""
     owner = shutil if function_name == "rmtree" else checkpoint
     original = getattr(owner, function_name)
 
@@ -234,7 +234,7 @@ def test_every_flipped_bit_is_noticed(tmp_path):
         flip(file, bit)
         with pytest.raises(Damaged):
             verify(str(folder))
-        if trial < 12:  # and a run continues from the one before
+        if trial < 12:  # and a run continues from step 1
             assert of(*trained(1, 0), tmp_path, load_only=True).load()["step"] == 1
         flip(file, bit)
     verify(str(folder))
@@ -285,7 +285,7 @@ def test_load_step(tmp_path):
         check_run(str(tmp_path), IDENTITY, CheckpointConfig(load_step=5))
     with pytest.raises(ValueError, match="none"):
         check_run(str(tmp_path / "new"), IDENTITY, CheckpointConfig(load_step=5))
-    # one history per run: what is newer than the step that it goes on from is set aside
+    # one history per run: newer steps than the loaded step are set aside
     assert of(*trained(1, 0), tmp_path, load_step=4).load()["step"] == 4
     assert [n.split("-")[0] for n in names(tmp_path)] == ["abandoned", "step", "step"]
     flip(path(tmp_path, 4) + "/__0_0.distcp", 12345)
@@ -308,7 +308,7 @@ def test_exclude_from_loading(tmp_path, excluded):
     prefixes = tuple(e.removeprefix("model.").removesuffix(".*") for e in excluded)
     for name, tensor in everything(*fresh).items():
         assert torch.equal(tensor, start[name] if name.startswith(prefixes) else there[name]), name
-    for name, param in fresh[0].named_parameters():  # a parameter that starts anew has no moments of its former life
+    for name, param in fresh[0].named_parameters():  # a parameter that starts anew has no old moments
         assert (param in fresh[1][0].state) == (excluded != ["optimizer"] and not name.startswith(prefixes)), name
 
 
@@ -357,7 +357,7 @@ def test_init_from(tmp_path, capsys):
 
 
 def begun(model_config, seed, out, drawn=None, **flags):
-    """(model, Checkpoints) of a start. drawn: gets the names of the parameters that were drawn and not left to be loaded."""
+    """(model, Checkpoints) of a start. drawn: a list for the names of all drawn parameters; the others are loaded later."""
     with torch.device("meta"):
         model = MODELS[type(model_config)](model_config)
     draw = parallel.draw_block
@@ -377,7 +377,7 @@ def begun(model_config, seed, out, drawn=None, **flags):
 @pytest.mark.parametrize("source", ["this run", "a run", "a step", "all of a run", "Hugging Face"])
 @pytest.mark.parametrize("excluded", [[], ["head", "blocks.1.attn"], ["optimizer", "model.norm.weight"]])
 def test_only_what_no_checkpoint_overwrites_is_drawn(tmp_path, source, excluded):
-    """Until the checkpoint is read the other parameters are NaN; after it, none is, and each is what it should be."""
+    """Before load() the other parameters are NaN; after load() every parameter has the expected value."""
     old, checkpoints = begun(config(), 3, tmp_path / "old")
     optimizer = checkpoints.optimizers[0]
     for p in old.parameters():
@@ -402,7 +402,7 @@ def test_only_what_no_checkpoint_overwrites_is_drawn(tmp_path, source, excluded)
 
 
 def test_weights_that_no_file_has_are_drawn(tmp_path):
-    """A new run draws all; and multi-token prediction, which Hugging Face's files may lack."""
+    """A new run draws all parameters; a run from Hugging Face's files draws multi-token prediction, if missing there."""
     with_mtp = config("deepseek", n_layers=2, mtp_depth=1)
     old = begun(replace(with_mtp, mtp_depth=0), 3, tmp_path / "old")[0]
     save_hf([old], str(tmp_path / "hf"), torch.float32)
@@ -433,13 +433,13 @@ def test_a_tokenizer_that_no_checkpoint_can_hold_is_refused_before_training(tmp_
         sparse.truncate(1 << 30)
     with pytest.raises(ValueError, match=f"{name}.* has 1,073,741,824 bytes, which is absurd"):
         of(*trained(), tmp_path / "other", tokenizer_file=str(first / "tokenizer.json"))
-    of(*trained(), tmp_path / "other", tokenizer_file=str(first / "tokenizer.json"), load_only=True)  # never writes one
-    assert checkpoints.save(1, {})  # what is edited later changes no run
+    of(*trained(), tmp_path / "other", tokenizer_file=str(first / "tokenizer.json"), load_only=True)  # never saves
+    assert checkpoints.save(1, {})  # later edits change no run
     assert Path(path(tmp_path / "run", 1), "chat_template.jinja").read_text() == "{{ messages }}"
     assert json.loads(Path(path(tmp_path / "run", 1), "tokenizer.json").read_bytes())["model"]
 
 
-# --- the code that a run was trained with
+# --- the code of a run
 
 FORK = """import sys
 sys.path.append({repo!r})
@@ -460,7 +460,7 @@ run.save(state["step"] + 1, {{"step": state["step"] + 1}})
 
 @pytest.mark.slow
 def test_changed_code_is_told_when_a_run_goes_on(tmp_path):
-    """A fork in a folder of its own, with a module beside it and one in a folder below, and our files from another place."""
+    """A fork in another folder, with a module beside and a module in a folder below; our files are elsewhere."""
     fork, out = tmp_path / "fork", tmp_path / "run"
     (fork / "parts").mkdir(parents=True)
     mine = "import torch\ndef build(width):\n    return torch.nn.Linear(width, width)\n"
@@ -477,7 +477,7 @@ def test_changed_code_is_told_when_a_run_goes_on(tmp_path):
     assert start(out) == []
     verify(path(out, 1))
     saved = json.loads(Path(path(out, 1), "code.json").read_bytes())
-    assert saved["mine.py"] == mine and saved["parts/block.py"] == "WIDTH = 4\n"  # as imported, not as they are by now
+    assert saved["mine.py"] == mine and saved["parts/block.py"] == "WIDTH = 4\n"  # as imported, without later edits
     assert {"train_mine.py", "checkpoint.py", "support/config.py"} <= saved.keys()
     assert not [name for name in saved if ".venv" in name or Path(name).is_absolute()]  # no library's source
     assert saved["train_mine.py"] == Path(path(out, 1), "recipe.py").read_text()
@@ -499,7 +499,7 @@ def test_a_model_whose_file_has_changed_is_told_where_one_samples_from_it(tmp_pa
     there = checkpoints.code | {"models/llama3.py": "", "models/gone.py": "", "train_llama3.py": ""}
     rewrite(path(tmp_path, 1), "code.json", json.dumps(there).encode())
     load_model(str(tmp_path))
-    said = capsys.readouterr()  # stdout is for what one samples
+    said = capsys.readouterr()  # stdout is for sampled text
     assert "code that has changed since step 1 was written: models/llama3.py\n" in said.err and not said.out
 
 
@@ -557,7 +557,7 @@ def test_an_evil_table_reads_nothing_from_elsewhere(tmp_path, change, message):
     if change:
         change(table, table["tensors"]["model.first.weight"]["shards"][0])
     rewrite(folder, "tensors.json", json.dumps(table if change else 3).encode())
-    verify(folder)  # its checksums are right, which says nothing about its author
+    verify(folder)  # the checksums are right, but an attacker can compute checksums
     fresh = trained(1, 0)
     with pytest.raises(ValueError, match=f"tensors.json is refused: .*{message}|{message}"):
         of(*fresh, tmp_path).load()
@@ -576,7 +576,7 @@ def test_a_checkpoint_of_an_older_format_says_so(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_the_table_of_a_large_model_on_1024_ranks_stays_small(tmp_path):
-    """As DCP describes Llama 70B with AdamW under FSDP, by 4 of its 80 layers: below 100 MB for all 80 (it has 77)."""
+    """DCP's description of Llama 70B with AdamW under FSDP, with 4 of 80 layers: below 100 MB for all 80 (77 MB)."""
     from torch.distributed.checkpoint import metadata
 
     with torch.device("meta"):
@@ -612,7 +612,7 @@ def test_a_checkpoint_does_not_choose_what_is_imported(tmp_path):
             reader(str(tmp_path))
     os.remove(os.path.join(path(tmp_path, 2), "state.json"))
     saved(tmp_path, 1)
-    assert grpo.model_of(grpo.Config(init_from=str(tmp_path)), 8)[1] == config()  # of the one before
+    assert grpo.model_of(grpo.Config(init_from=str(tmp_path)), 8)[1] == config()  # of step 1
     with pytest.raises(ValueError, match="--model_args n_layers=1: the model is that of --init_from"):
         grpo.model_of(grpo.Config(init_from=str(tmp_path), model_args="n_layers=1"), 8)
 
@@ -647,7 +647,7 @@ def test_verify_reads_every_byte_of_a_run_and_ls_does_not(tmp_path, capsys, monk
         capsys.readouterr()
         return checkpoint_commands.main([str(arg) for arg in argv]), capsys.readouterr().out
 
-    (tmp_path / "checkpoints" / "step-6.tmp-1234").mkdir()  # of a save that was killed: no checkpoint
+    (tmp_path / "checkpoints" / "step-6.tmp-1234").mkdir()  # of a killed save: no checkpoint
     assert checkpoint_commands.main(["verify", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines[-2:]] == [f"{path(tmp_path, n)} is good" for n in (4, 2)]
@@ -706,14 +706,14 @@ TWO = {"dp2 of 2": {}, "pp2 of 2": dict(pp=2)}
 
 
 def run_layout(flags, source, target, options):
-    """Loads `source` into this layout, trains, saves to `target`; returns {key: hash} of the tensors that this rank has."""
+    """Loads `source` into this layout, trains, saves to `target`; returns {key: hash} of this rank's tensors."""
     steps, mode = options.get("steps", 0), options.get("mode", "off")
     model_config = config("qwen3", **MOE) if options.get("moe") else config(tie_embeddings=options.get("tie", False))
     stages, layout = build(model_config, flags, n=8, local_batch_size=2)
     optimizer = torch.optim.AdamW([p for s in stages for p in s.parameters()], lr=1e-3, foreach=True)
     rest = dict(modules=stages, optimizer=optimizer, identity=IDENTITY, config=flags, source="")
     if mode == "process":
-        multiprocessing.current_process()._config["daemon"] = False  # or this worker of the pool could start no process
+        multiprocessing.current_process()._config["daemon"] = False  # a daemon may start no process
     step = 0
     if source:
         step = Checkpoints(CheckpointConfig(load_only=True), source, **rest).load()["step"]
@@ -735,7 +735,7 @@ def run_layout(flags, source, target, options):
 
 
 def merged(parts):
-    """The tensors of all ranks; those that several have must be the same."""
+    """The tensors of all ranks; tensors of several ranks must be the same."""
     whole = {}
     for part in parts:
         for key, value in part.items():
@@ -754,7 +754,7 @@ def test_any_layout_continues_any_layout(tmp_path):
         got = merged(pool(2 if name in TWO else 4).run(run_layout, flags, before, after, {}))
         assert got == hashes and diff(path(first, 2), path(after, 2)) == 0, name
         before = after
-    # and one plain process
+    # and a plain process
     model = Llama3(config())
     rest = dict(modules=[model], optimizer=torch.optim.AdamW(model.parameters()), identity=IDENTITY, config={}, source="")
     assert Checkpoints(CheckpointConfig(load_only=True), before, **rest).load() == {"step": 2}
@@ -764,7 +764,7 @@ def test_any_layout_continues_any_layout(tmp_path):
 
 @pytest.mark.slow
 def test_any_expert_layout_continues_any(tmp_path):
-    """Experts, their moments and the biases that balance them, over every kind of split: back at the first, to the bit."""
+    """Experts, moments and balancing biases through every kind of split, and back to the first layout, to the bit."""
     first = before = str(tmp_path / "0")
     hashes = merged(pool(4).run(run_layout, dict(ep=2), None, first, {"steps": 2, "moe": True}))
     biases = [value for key, value in hashes.items() if key.endswith("balance.bias")]
@@ -844,7 +844,7 @@ def test_all_ranks_take_the_same_decision(tmp_path):
 
 
 def test_a_note_in_a_step_folder_is_named_and_costs_nothing(tmp_path, capsys):
-    """What could be taken for a part of the checkpoint is not: a template that somebody has added would be used."""
+    """But a file of a known kind is damage: an added chat template would be used."""
     saved(tmp_path, 2, 4)
     for name in ("notes.txt", ".nfs0000000012"):
         Path(path(tmp_path, 4), name).write_text("good run")

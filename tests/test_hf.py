@@ -1,4 +1,4 @@
-"""Hugging Face, both ways, against storage/hf.py: transformers says what the files mean, and one process for every layout."""
+"""Tests storage/hf.py: transformers reads and writes the same files, and every layout does the same as one process."""
 import json
 import math
 import os
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import transformers  # imports a model when it is first named: the workers of a pool do not wait for them
+import transformers  # imports each model on first use: a pool's workers need not wait
 from chats import bpe
 from layouts import build, config, full
 from pool import pool
@@ -49,7 +49,7 @@ VARIANTS = {
 
 
 def write_indexed(folder, tensors: dict):
-    """Each tensor in a file of its own, with an index."""
+    """Writes each tensor to a separate file, with an index."""
     Path(folder).mkdir(exist_ok=True)
     for i, (name, t) in enumerate(tensors.items()):
         save_file({name: t}, Path(folder, f"{i}.safetensors"))
@@ -59,7 +59,7 @@ def write_indexed(folder, tensors: dict):
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory):
-    """variant -> (transformers' model in fp32, the folder that it wrote)."""
+    """variant -> (transformers' model in fp32, folder written by transformers)."""
     made = {}
 
     def make(variant):
@@ -126,7 +126,7 @@ def test_our_files_give_them_our_logits_and_a_round_trip_is_bit_identical(theirs
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     assert type(back) is type(model)
     torch.testing.assert_close(back(tokens()).logits, ours(tokens()), atol=5e-5, rtol=0)
-    # its config.json, in the spelling of transformers 4, says the same to us and to transformers 5
+    # config.json, in the spelling of transformers 4, says the same to us and to transformers 5
     assert hf.read_hf_config(str(tmp_path / "out")) == ours.config
     same = {k: v for k, v in model.config.to_dict().items() if k not in ("dtype", "use_cache", "_name_or_path", "pad_token_id")}
     assert same.items() <= back.config.to_dict().items()
@@ -197,7 +197,7 @@ LAYOUTS = [
 
 
 def import_and_export(flags, folder, out):
-    """On one rank of a layout: (whole weights, bytes read, bytes of its shards, peak of what was allocated)."""
+    """On one rank of a layout: (whole weights, bytes read, bytes of the rank's shards, peak of allocated memory)."""
     read, original = [], hf.HFTensors.read
 
     def counted(self, name, offset, shape):
@@ -229,9 +229,9 @@ def test_every_layout_reads_and_writes_what_one_process_does(theirs, tmp_path, n
     for weights, read, shards, peak in results:
         for fqn, weight in weights.items():
             assert torch.equal(weight, expected[fqn]), fqn
-        assert sum(size for _, size in read) == shards  # its slices, and nothing else
+        assert sum(size for _, size in read) == shards  # the rank's slices, and nothing else
         assert peak <= largest
-    if flags.get("ep"):  # a rank opens its experts only
+    if flags.get("ep"):  # a rank opens only the rank's experts
         groups = [{name for name, _ in read if ".experts." in name} for _, read, *_ in results]
         assert len(set.union(*groups)) == n * len(groups[0])
     assert_equal_files(theirs("moe")[1] if variant == "stacked" else folder, tmp_path / "out")
@@ -242,7 +242,7 @@ def test_every_layout_reads_and_writes_what_one_process_does(theirs, tmp_path, n
 
 
 def test_stacked_experts_are_the_same_experts(theirs, tmp_path):
-    """As transformers 5 has them in memory, where the names of published files hold one expert's matrix each."""
+    """transformers 5 has stacks in memory; published files have one tensor per expert and matrix."""
     model, folder = theirs("stacked")
     stacks = {name: t for name, t in tensors_of(folder).items() if name.endswith((".gate_up_proj", ".down_proj"))}
     assert len(stacks) == 2 * 4 and not any(".experts.0." in name for name in tensors_of(folder))
@@ -278,7 +278,7 @@ def test_no_rank_holds_more_than_few_tensors_of_an_export(tmp_path):
     largest = 4 * 4096 * 512
     assert sum(4 * p.numel() for p in Llama3(model_config).parameters()) > 14 * largest
     for peak in pool(4).run(memory_of_export, model_config, str(tmp_path / "out")):
-        assert peak <= 4.5 * largest  # one is being written, one is gathered, for which torch takes up to three more
+        assert peak <= 4.5 * largest  # a tensor is written, another gathered, for which torch takes up to three more
 
 
 def fail_to_import(flags, folder, out):
@@ -309,7 +309,7 @@ def test_what_one_rank_finds_all_ranks_raise_before_a_weight_is_touched(theirs, 
 
 
 class Toy(nn.Module):
-    """What Qwen3-MoE and DeepSeek need of the table, small: a stack of experts, a buffer, a layer that files may lack."""
+    """A small model with the table entries of Qwen3-MoE and DeepSeek: a stack of experts, a buffer, an optional layer."""
 
     def __init__(self, device="cpu"):
         super().__init__()
@@ -329,7 +329,7 @@ class Toy(nn.Module):
 
 
 def toy_files(folder, **changes):
-    """Files of a Toy, each tensor in its own, with an index."""
+    """Files of a Toy, one per tensor, with an index."""
     g = torch.Generator().manual_seed(2)
     found = {"model.proj.weight": torch.randn(300, 200, generator=g), "model.bias": torch.randn(8, generator=g),
              "model.layers.61.weight": torch.ones(3)}
@@ -350,7 +350,7 @@ def test_stacks_and_buffers(tmp_path, capsys):
     hf.save_hf(toy, str(tmp_path / "out"), torch.bfloat16, max_shard_gb=1e-7)
     written = tensors_of(tmp_path / "out")
     assert written.keys() == found.keys()
-    for name, t in found.items():  # a buffer keeps its dtype
+    for name, t in found.items():  # a buffer keeps the dtype
         assert torch.equal(written[name], t if name == "model.bias" else t.bfloat16())
     toy.ours_only += 1
     hf.save_hf(toy, str(tmp_path / "out2"))
@@ -392,7 +392,7 @@ def test_fp8_blocks_against_a_loop(tmp_path):
     toy = Toy()
     hf.load_hf(toy, str(tmp_path))
     assert torch.equal(toy.proj, expected)
-    source = hf.HFTensors(str(tmp_path))  # slices that begin and end anywhere, as FSDP's and TP's do
+    source = hf.HFTensors(str(tmp_path))  # slices begin and end anywhere, as FSDP's and TP's do
     for r, c, rows, columns in [(0, 0, 300, 200), (5, 7, 1, 1), (100, 100, 100, 100), (128, 0, 128, 128), (127, 127, 2, 2),
                                 (256, 128, 44, 72), (299, 199, 1, 1), (1, 0, 299, 200), (0, 130, 300, 3)]:
         part = source.read("model.proj.weight", (r, c), (rows, columns))
@@ -484,7 +484,7 @@ def test_every_disagreement_is_named_with_both_values(tmp_path):
     for f in fields(ours):
         assert f"{f.name} is {getattr(theirs, f.name)} there, {getattr(ours, f.name)} here" in str(error.value)
     assert "add a flavor with its values to FLAVORS in models/llama3.py" in str(error.value)
-    for name, value in other.items():  # and each of them alone
+    for name, value in other.items():  # and each field alone
         with pytest.raises(ValueError, match="is of another model") as error:
             hf.check_hf_config(ours, write_config(tmp_path, **{name: value}))
         assert str(error.value).count(" there, ") == 1
@@ -499,7 +499,7 @@ def test_the_error_says_which_flavor_it_is_or_what_to_type(tmp_path):
         hf.check_hf_config(FLAVORS["1B"], folder)
     args = str(error.value).split('--model_args "')[1].rstrip('"')
     assert args == "norm_eps=2e-05,max_seq_len=8192"
-    hf.check_hf_config(override_fields(FLAVORS["1B"], args, "--model_args"), folder)  # typed, it is accepted
+    hf.check_hf_config(override_fields(FLAVORS["1B"], args, "--model_args"), folder)  # typed, the flags are accepted
     folder = write_config(tmp_path, **saved | dict(rope_scaling=None))
     with pytest.raises(ValueError) as error:
         hf.check_hf_config(FLAVORS["1B"], folder)
@@ -550,7 +550,7 @@ def one(start, end, shape=(2,)):
     (raw_safetensors({}, claimed=1 << 26), "a header of 67,108,864 bytes is absurd"),
     (raw_safetensors({}, claimed=2**63), "absurd"),
     (raw_safetensors({}, claimed=5000), "header"),
-    (raw_safetensors({"a": one(0, 8), "b": one(4, 12)}, b"\0" * 12), "offset"),  # they overlap
+    (raw_safetensors({"a": one(0, 8), "b": one(4, 12)}, b"\0" * 12), "offset"),  # overlap
     (raw_safetensors({"a": one(0, 8), "b": one(0, 8)}, b"\0" * 8), "offset"),
     (raw_safetensors({"a": one(0, 8), "b": one(12, 20)}, b"\0" * 20), "offset"),  # a hole
     (raw_safetensors({"a": one(0, 8, (2**62, 4))}, b"\0" * 8), "offset|shape|overflow"),
@@ -571,7 +571,7 @@ def test_safetensors_that_lie(tmp_path, content, message):
     "link.safetensors", "missing.safetensors", "folder",
 ])
 def test_an_index_leads_nowhere_else(theirs, tmp_path, file):
-    """In every case there is a perfectly good file at the end of the path: it is not opened."""
+    """In every case a good file lies at the end of the path, and is not opened."""
     folder = tmp_path / "in"
     (folder / "sub").mkdir(parents=True)
     (folder / "folder").mkdir()
@@ -655,7 +655,7 @@ TEXT = "def f(x):\n    return x + 1\n\n\nclass A:\n    def g(self):\n        ret
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """As Llama 3's: byte-level BPE, a beginning-of-text token that the tokenizer puts in front, chat markers."""
+    """As Llama 3's: byte-level BPE, a beginning-of-text token put in front by the tokenizer, chat markers."""
     made = bpe(TEXT, 290, ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"])
     begin = "<|begin_of_text|>"
     made.post_processor = processors.TemplateProcessing(single=f"{begin} $A", special_tokens=[(begin, 0)])
@@ -697,7 +697,7 @@ def test_greedy_text_is_that_of_transformers(chat_folder, capsys):
     options = dict(max_new_tokens=24, do_sample=False, eos_token_id=2, pad_token_id=2)
     ids = model.generate(**theirs("def f", return_tensors="pt"), **options)
     assert greedy(chat_folder, "def f", capsys) == theirs.decode(ids[0], skip_special_tokens=True)
-    # and the same as a chat: the template's markers are tokens, those that somebody types are text
+    # and the same as a chat: the template's markers are tokens, a user's markers are text
     messages = [{"role": "user", "content": "  What is <|eot_id|>?"}]
     render = chat_prompts(str(chat_folder))
     assert render("  What is <|eot_id|>?") == theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -754,7 +754,7 @@ def test_tokenizers_that_are_none(chat_folder, damage, message):
 
 def test_absurd_tokenizers(chat_folder):
     with open(chat_folder / "tokenizer.json", "wb") as file:
-        file.truncate(1 << 27)  # a hole: it costs nothing, and nobody may read it
+        file.truncate(1 << 27)  # a sparse file takes no space, and nobody may read so many bytes
     with pytest.raises(ValueError, match="tokenizer.json has 134,217,728 bytes, which is absurd"):
         hf.load_hf_model(str(chat_folder))
     (chat_folder / "tokenizer.json").write_bytes(b"[" * 1_000_000)
@@ -763,7 +763,7 @@ def test_absurd_tokenizers(chat_folder):
 
 
 def test_a_tokenizer_that_panics(chat_folder, capsys):
-    """A regular expression that gives up makes the tokenizers library raise what no `except Exception` stops."""
+    """If a regular expression gives up, the tokenizers library raises a BaseException, not caught by `except Exception`."""
     rules = json.loads((chat_folder / "tokenizer.json").read_text())
     split = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": False}
     rules["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, rules["pre_tokenizer"]]}
@@ -783,8 +783,8 @@ def test_from_hf_and_to_hf(chat_folder, tmp_path, capsys):
     assert checkpoint_commands.main(["to_hf", run, out, "--dtype", "float32", "--max_shard_gb", "0.00005"]) == 0
     assert_equal_files(chat_folder, out)
     theirs = transformers.AutoTokenizer.from_pretrained(out)
-    assert theirs("def f").input_ids[0] == 0  # it begins as the tokenizer says
-    assert theirs.eos_token == "<|eot_id|>" and theirs.chat_template  # as in the folder that it came from
+    assert theirs("def f").input_ids[0] == 0  # begins as the tokenizer says
+    assert theirs.eos_token == "<|eot_id|>" and theirs.chat_template  # as in the first folder
     exported = transformers.AutoModelForCausalLM.from_pretrained(out)
     assert exported.config.eos_token_id == exported.generation_config.eos_token_id == 1
     ids = exported.generate(**theirs("x", return_tensors="pt"), max_new_tokens=12, do_sample=False)
@@ -837,7 +837,7 @@ def test_hugging_face_folders_are_told_from_ours(chat_folder, tmp_path, monkeypa
         assert not is_hf_folder(str(ours))
 
 
-# ---------------------------------------------------------------- a run that begins with a folder and ends with one
+# ---------------------------------------------------------------- a run that starts from a folder
 
 
 def run_of(folder, out, stages, **flags):
@@ -856,7 +856,7 @@ def begin(flags, folder, out):
     with torch.no_grad():
         stages[0].norm.weight.zero_()
     assert checkpoints.save(1, {"step": 1})
-    assert checkpoints.load() == {"step": 1}  # now the run has a checkpoint of its own: the folder is ignored
+    assert checkpoints.load() == {"step": 1}  # now the run has a checkpoint: the folder is ignored
     checkpoints.close()
     return weights, full(stages[0].norm.weight)
 

@@ -1,4 +1,4 @@
-"""What a run was made from, against storage/provenance.py: git's commit and diff, the sources, a folder to run them again."""
+"""Tests storage/provenance.py and storage/sources.py: git's commit and diff, the sources, and a run from saved sources."""
 import json
 import os
 import shutil
@@ -27,7 +27,7 @@ def call_git(folder, *words) -> str:
 
 @pytest.fixture
 def repository(tmp_path):
-    """A repository with a recipe and a module, and a third file that git does not know."""
+    """A repository with a recipe and a module, and an untracked file."""
     root = tmp_path / "repository"
     (root / "parts").mkdir(parents=True)
     for name, text in (("recipe.py", "import parts.block\n"), ("parts/block.py", "WIDTH = 4\n"), ("notes.txt", "a\n")):
@@ -59,7 +59,7 @@ def test_commit_diff_and_what_git_does_not_know(repository):
     dirty = state_of(repository)
     assert all(line in dirty["diff"].splitlines() for line in ("-WIDTH = 4", "+WIDTH = 5", "-a", "+b"))
     assert provenance.in_short(dirty, {})["dirty"] is True
-    # the diff makes the files of the commit what they were
+    # the commit plus the diff gives the old files
     call_git(repository, "reset", "-q", "--hard")
     (repository / "d.diff").write_text(dirty["diff"])
     call_git(repository, "apply", "d.diff")
@@ -75,7 +75,7 @@ def test_a_long_diff_is_cut_and_says_so(repository, monkeypatch):
 
 
 def test_no_repository_no_git_and_a_repository_around_all_are_nothing(repository, tmp_path, monkeypatch):
-    work = repository / "home" / "project"  # as of a user who keeps the home folder in git
+    work = repository / "home" / "project"  # a user may keep the home folder in git
     work.mkdir(parents=True)
     (work / "recipe.py").write_text("")
     assert state_of(work) == {}
@@ -96,7 +96,7 @@ def test_no_repository_no_git_and_a_repository_around_all_are_nothing(repository
 
 
 def test_a_git_that_takes_long_is_not_waited_for(repository, tmp_path, monkeypatch):
-    """Neither for what it has started: a script that sleeps for a minute where git would make the diff."""
+    """Nor for git's children: a script sleeps for a minute instead of making the diff."""
     monkeypatch.setattr(provenance, "GIT_SECONDS", 1.0)
     (tmp_path / "bin").mkdir()
     slow = tmp_path / "bin" / "git"
@@ -120,7 +120,7 @@ def test_flags_that_differ_are_said_by_rank_0(capsys, monkeypatch):
 
 
 def test_modules_that_are_imported_late_belong_to_the_code():
-    """Those inside of functions, with what they import in turn and the packages that they are in."""
+    """Imports inside of functions count, with the imports of the imported modules and the packages around."""
     late = "def f():\n    from tools.dryrun import make_report\n    import rl.decoding\n"
     code = provenance.with_later_imports({"a.py": late})
     assert {"tools/dryrun.py", "support/__init__.py", "parallel.py", "rl/decoding.py", "models/moe.py"} <= code.keys()
@@ -166,7 +166,7 @@ def test_source_needs_a_new_folder_and_a_good_checkpoint(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_run_from_its_sources_has_the_same_losses(tmp_path):
-    """The recipe and its modules, which have changed since, are written beside each other; nothing else of ours is imported."""
+    """The recipe and all modules, changed since, are written side by side; no other file of ours is imported."""
     fork, again, out = tmp_path / "fork", tmp_path / "again", tmp_path / "run"
     for name in ("models", "distributed", "support", "corpus", "storage", "sft", "rl", "tools"):
         shutil.copytree(REPO / name, fork / name, ignore=shutil.ignore_patterns("__pycache__"))

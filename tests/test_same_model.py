@@ -1,4 +1,4 @@
-"""An export is refused when others would open it as another model: forks, and edits of our own models."""
+"""An export is refused when transformers would open another model: forks, and edits of our own models."""
 import importlib.util
 import os
 import shutil
@@ -23,7 +23,7 @@ MODEL_TYPE = ('model_type=("llama",)', 'model_type=("mine",)')
 
 @pytest.fixture
 def fork(monkeypatch, tmp_path):
-    """fork((old, new) ...): the module of a copy of models/llama3.py with its text changed.
+    """fork((old, new) ...): the module of a copy of models/llama3.py with changed text.
 
     name: "models.llama3" puts the copy in the place of the original, as for a user who edits that file."""
 
@@ -70,7 +70,7 @@ def check_refused(Model, config, tmp_path, capsys, message):
 
 
 def test_hashes_are_of_the_code_that_is_there():
-    """After a change of a model that transformers' comparisons have passed, the hashes to write into storage/same_model.py."""
+    """After a change of a model and new comparisons with transformers: the hashes for storage/same_model.py."""
     assert same_model.COMPARED == {module: same_model.code_hash(module) for module in same_model.COMPARED}
 
 
@@ -155,7 +155,7 @@ def test_a_fork_that_has_a_row_is_what_transformers_opens(tmp_path, fork, monkey
 @pytest.mark.slow
 @pytest.mark.parametrize("edited", ["a file of its own", "the original"])
 def test_an_export_that_tells_of_another_model_is_refused_before_anything_is_trained(tmp_path, edited):
-    """A fork as a user has it, with one line changed: of a recipe and a model of its own, or in a folder copied whole."""
+    """A user's fork with one changed line: a new recipe and model file, or a copy of the whole folder."""
     recipe, model = (ROOT / "train_llama3.py").read_text(), (ROOT / "models" / "llama3.py").read_text().replace(*RELU2)
     if edited == "the original":
         shutil.copytree(ROOT / "models", tmp_path / "models", ignore=shutil.ignore_patterns("__pycache__"))
