@@ -10,7 +10,6 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import fields
 from fnmatch import fnmatchcase
-from itertools import groupby
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -23,7 +22,7 @@ from distributed.layout import local_slice, local_tensor, named_tensors
 from storage.mxfp4 import mxfp4_problem, read_mxfp4
 from storage.same_model import HF_MODELS, check_same_model, classes_of
 from support.config import spell, unwrap
-from support.files import SAFETENSORS_HEADER_LIMIT, check_local, hf_file, json_bytes, matches, publish, write_file
+from support.files import SAFETENSORS_HEADER_LIMIT, check_local, fsync, hf_file, json_bytes, matches, publish, write_file
 
 HF_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 FP8_BLOCK = 128  # fp8 weights have one scale per 128 x 128 block, in a tensor <name>_scale_inv (arXiv:2412.19437, sec. 3.3.2)
@@ -332,19 +331,15 @@ def load_hf_model(folder: str, device="cpu", dtype: torch.dtype | None = None) -
     return model, tokenizer_file
 
 
-# --- Export: each rank writes some of the files, one tensor at a time ---
+# --- Export: each rank writes some of the files ---
 class HFEntry(NamedTuple):
     """A tensor of a file to write."""
 
     fqn: str
     name: str
     expert: int | None  # index in the stack `fqn`
-    shape: tuple[int, ...]
     dtype: torch.dtype
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+    size: int  # bytes
 
 
 class HFFile(NamedTuple):
@@ -368,46 +363,33 @@ def plan_files(names: dict, everyone: list[dict], max_bytes: float) -> list[HFFi
     if odd := sorted(owner.keys() ^ names.keys()):
         raise ValueError(f"hf_keys() and the model's parameters differ in {some(odd)}")
     for stage in dict.fromkeys(map(tuple, everyone)):
-        ranks, cut = [rank for rank, kinds in enumerate(everyone) if tuple(kinds) == stage], [[]]
+        ranks, cut, full = [rank for rank, kinds in enumerate(everyone) if tuple(kinds) == stage], [], 0
         for fqn in (fqn for fqn in stage if owner[fqn] == ranks[0]):
             (shape, dtype), name = everyone[ranks[0]][fqn], names[fqn]
-            stack = [] if isinstance(name, str) else [HFEntry(fqn, n, i, shape[1:], dtype) for i, n in enumerate(name)]
-            for entry in stack or [HFEntry(fqn, name, None, shape, dtype)]:
-                if cut[-1] and sum(e.size for e in cut[-1]) + entry.size > max_bytes:
+            experts = [(None, name)] if isinstance(name, str) else list(enumerate(name))
+            size = math.prod(shape) // len(experts) * dtype.itemsize
+            for expert, name in experts:
+                if not cut or full + size > max_bytes:
                     cut.append([])
-                cut[-1].append(entry)
+                    full = 0
+                cut[-1].append(HFEntry(fqn, name, expert, dtype, size))
+                full += size
         n = min(len(cut), len(ranks))  # writers, far apart: one machine has one disk and network card
-        for i, entries in enumerate(cut):  # wide dtypes first, for alignment of every number
-            files.append(HFFile(ranks, ranks[i % n * len(ranks) // n], sorted(entries, key=lambda e: -e.dtype.itemsize)))
+        files += [HFFile(ranks, ranks[i % n * len(ranks) // n], entries) for i, entries in enumerate(cut)]
     return files
 
 
-def in_turn(files: list[tuple]):
-    """Yields (path, writer, parts, i): part i of several files in turn, so that all writers' disks are busy side by side."""
-    n = len({writer for _, writer, _ in files})
-    for wave in (files[first : first + n] for first in range(0, len(files), n)):
-        for i in range(max(len(parts) for _, _, parts in wave)):
-            yield from ((path, writer, parts, i) for path, writer, parts in wave if i < len(parts))
+def write_safetensors(path: str, entries: list[HFEntry], tensors: dict[str, Tensor]):
+    """Writes a file of these entries. tensors: {fqn: whole tensor, or stack of experts}, in CPU memory."""
+    from safetensors.torch import save_file
 
-
-def write_part(path: str, parts: list[list[HFEntry]], i: int, tensor: Tensor):
-    """Appends the entries of part i, all cut from `tensor`, to a safetensors file; before part 0, the header."""
-    with open(path, "ab") as file:
-        if i == 0:
-            header, end = {"__metadata__": {"format": "pt"}}, 0  # older versions of transformers refuse files without metadata
-            for e in (e for part in parts for e in part):
-                header[e.name] = {"dtype": HF_DTYPES[e.dtype], "shape": e.shape, "data_offsets": [end, end := end + e.size]}
-            text = json.dumps(header, separators=(",", ":")).encode()
-            text += b" " * (-len(text) % 8)
-            file.write(len(text).to_bytes(8, "little") + text)
-        for e in parts[i]:
-            whole = tensor if e.expert is None else tensor[e.expert]
-            if e.dtype == torch.float16 and not whole.isfinite().all():
-                raise ValueError(f"{e.fqn} has numbers beyond float16's 65504; export it as bfloat16")
-            file.write(whole.contiguous().view(-1).view(torch.uint8).numpy())
-        if i == len(parts) - 1:
-            file.flush()
-            os.fsync(file.fileno())
+    found = {}
+    for e in entries:
+        found[e.name] = (tensors[e.fqn] if e.expert is None else tensors[e.fqn][e.expert]).contiguous()
+        if e.dtype == torch.float16 and not found[e.name].isfinite().all():
+            raise ValueError(f"{e.fqn} has numbers beyond float16's 65504; export it as bfloat16")
+    save_file(found, path, {"format": "pt"})  # older versions of transformers refuse files without metadata
+    fsync(path)
 
 
 def check_export(folder: str, Model=None, config=None):
@@ -430,8 +412,8 @@ def write_hf(folder: str, config, names: dict, kinds: dict, whole, max_shard_gb:
              quiet=False):
     """Writes a Hugging Face folder; every rank of `group` calls. kinds: {fqn: (shape, dtype in the file)} of this rank.
 
-    whole(fqn) gathers a tensor in the file's dtype; all ranks with the fqn call in the same order. A rank writes in the
-    background while the next tensor is gathered, and so holds two tensors at a time.
+    whole(fqn) gathers a tensor in the file's dtype; all ranks with the fqn call in the same order. A rank writes a file in
+    the background while the next tensors are gathered, and so holds at most two files in CPU memory.
     """
     if not max_shard_gb > 0:
         raise ValueError(f"max_shard_gb {max_shard_gb} must be above 0")
@@ -442,16 +424,20 @@ def write_hf(folder: str, config, names: dict, kinds: dict, whole, max_shard_gb:
         files = everywhere(lambda: plan_files(names, everyone, max_shard_gb * 1e9), group)
         titles = [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
         files = dict(zip(titles if len(files) > 1 else ["model.safetensors"], files))
-        mine = [(os.path.join(temporary, title), f.writer, [list(part) for _, part in groupby(f.entries, key=lambda e: e.fqn)])
-                for title, f in files.items() if rank in f.ranks]
         with ThreadPoolExecutor(1) as pool:
-            for path, writer, parts, i in in_turn(mine):
-                tensor = whole(parts[i][0].fqn)
-                if writer == rank:
+            for title, file in files.items():
+                if rank not in file.ranks:
+                    continue
+                tensors = {}
+                for fqn in dict.fromkeys(e.fqn for e in file.entries):
+                    tensor = whole(fqn)
+                    if rank == file.writer:
+                        tensors[fqn] = tensor.cpu()
+                    del tensor  # before the next is gathered
+                if rank == file.writer:
                     wait(writing[-1:])
-                    writing.append(pool.submit(write_part, path, parts, i, tensor.cpu()))
-                del tensor
-        everywhere(lambda: [part.result() for part in writing], group)
+                    writing.append(pool.submit(write_safetensors, os.path.join(temporary, title), file.entries, tensors))
+        everywhere(lambda: [written.result() for written in writing], group)
         entries = {title: f.entries for title, f in files.items()}
         size = on_rank_0(lambda: commit_export(temporary, folder, config, entries, tokenizer_file), group)
     finally:

@@ -174,7 +174,7 @@ def test_an_export_overwrites_nothing_and_a_failed_one_leaves_nothing(theirs, tm
     def full_disk(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(hf, "write_part", full_disk)
+    monkeypatch.setattr(hf, "write_safetensors", full_disk)
     with pytest.raises(ValueError, match="No space left"):
         hf.save_hf(ours, str(tmp_path / "new"))
     assert sorted(os.listdir(tmp_path)) == ["empty", "used"] and os.listdir(tmp_path / "used") == ["notes.txt"]
@@ -273,12 +273,12 @@ def memory_of_export(model_config, out):
 
 
 @pytest.mark.slow
-def test_no_rank_holds_more_than_few_tensors_of_an_export(tmp_path):
+def test_no_rank_holds_more_than_two_files_of_an_export(tmp_path):
     model_config = config(dim=512, n_layers=5, ffn_dim=3072, vocab_size=4096, head_dim=64)
     largest = 4 * 4096 * 512
     assert sum(4 * p.numel() for p in Llama3(model_config).parameters()) > 14 * largest
     for peak in pool(4).run(memory_of_export, model_config, str(tmp_path / "out")):
-        assert peak <= 4.5 * largest  # a tensor is written, another gathered, for which torch takes up to three more
+        assert peak <= 2 * 0.02e9 + 2 * largest  # a file is written, another collected; gathering takes up to two tensors more
 
 
 def fail_to_import(flags, folder, out):

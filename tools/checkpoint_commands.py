@@ -51,7 +51,7 @@ def verify_command(folder: str) -> int:
 
 
 def to_hf(folder: str, out: str, dtype="bfloat16", max_shard_gb=5.0, adapter=False):
-    """Exports a step folder, or a run folder's newest good checkpoint, with one tensor in memory at a time. A LoRA run is
+    """Exports a step folder, or a run folder's newest good checkpoint, with two files in memory at a time. A LoRA run is
     merged in memory with the base weights; adapter: export only the adapters."""
     check_export(out)
     path, model, table = checkpoint.open_saved(folder)
