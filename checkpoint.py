@@ -69,7 +69,7 @@ from storage.manifest import (
     write_manifest,
 )
 from storage.optimizer_numbers import Outside, copies_of, merged_numbers, sums_of
-from storage.provenance import changed_code, code_roots, git_state, in_short, local_code, with_later_imports
+from storage.provenance import changed_code, code_roots, git_state, local_code, summarize_code
 from support.config import Need, flag
 from support.files import json_bytes, matches, publish, read_json, write_file
 
@@ -158,9 +158,9 @@ class Checkpoints:
         self.group, self.rank, self.world_size = group, rank_in(group), dist.get_world_size(group) if group else 1
         self.gather, self.everywhere, self.on_rank_0 = (partial(f, group=group) for f in (gather, everywhere, on_rank_0))
         # read now: later edits of a file are not the running code
-        self.code = with_later_imports(local_code()) if source and self.rank == 0 else {}
+        self.code = local_code() if source and self.rank == 0 else {}
         self.git = git_state(code_roots()[0], tuple(self.code)) if self.code else {}
-        self.made_from = in_short(self.git, self.code)  # for config.json
+        self.made_from = summarize_code(self.git, self.code)  # for config.json
         # Read now, so that errors in these files appear before training.
         reads = self.rank == 0 and tokenizer_file and not cfg.load_only
         self.tokenizer = self.everywhere(lambda: tokenizer_and_beside(tokenizer_file) if reads else {})

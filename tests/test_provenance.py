@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from runs import ENV, MODEL, REPO, launch, run, train_lines
@@ -49,7 +50,7 @@ def test_commit_diff_and_what_git_does_not_know(repository):
     commit = call_git(repository, "rev-parse", "HEAD").strip()
     clean = state_of(repository)
     assert clean == {"commit": commit, "diff": "", "untracked": ["mine.py"]}
-    assert provenance.in_short(clean, {"b.py": "", "a.py": "x"}) == {"commit": commit, "dirty": False, "code": {
+    assert provenance.summarize_code(clean, {"b.py": "", "a.py": "x"}) == {"commit": commit, "dirty": False, "code": {
         "a.py": "2d711642b726b04401627ca9fbac32f5c8530fb1903cc4db02258717921a4881",
         "b.py": "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"}}
     (repository / "parts" / "block.py").write_text("WIDTH = 5\n")
@@ -58,7 +59,7 @@ def test_commit_diff_and_what_git_does_not_know(repository):
     provenance.git_state.cache_clear()
     dirty = state_of(repository)
     assert all(line in dirty["diff"].splitlines() for line in ("-WIDTH = 4", "+WIDTH = 5", "-a", "+b"))
-    assert provenance.in_short(dirty, {})["dirty"] is True
+    assert provenance.summarize_code(dirty, {})["dirty"] is True
     # the commit plus the diff gives the old files
     call_git(repository, "reset", "-q", "--hard")
     (repository / "d.diff").write_text(dirty["diff"])
@@ -89,7 +90,7 @@ def test_no_repository_no_git_and_a_repository_around_all_are_nothing(repository
     empty.mkdir()
     (empty / "recipe.py").write_text("")
     call_git(empty, "init", "-q")
-    assert state_of(empty) == {} and provenance.in_short({}, {}) == {"code": {}}
+    assert state_of(empty) == {} and provenance.summarize_code({}, {}) == {"code": {}}
     monkeypatch.setenv("PATH", str(tmp_path))
     provenance.git_state.cache_clear()
     assert state_of(repository) == {}
@@ -104,7 +105,7 @@ def test_a_git_that_takes_long_is_not_waited_for(repository, tmp_path, monkeypat
     slow.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     state = state_of(repository)
-    assert state["commit"] and state["diff"] is None and provenance.in_short(state, {})["dirty"] is None
+    assert state["commit"] and state["diff"] is None and provenance.summarize_code(state, {})["dirty"] is None
 
 
 def test_flags_that_differ_are_said_by_rank_0(capsys, monkeypatch):
@@ -119,15 +120,20 @@ def test_flags_that_differ_are_said_by_rank_0(capsys, monkeypatch):
     assert said("--steps", "50") == ""
 
 
-def test_modules_that_are_imported_late_belong_to_the_code():
+def test_modules_that_are_imported_late_belong_to_the_code(tmp_path, monkeypatch):
     """Imports inside of functions count, with the imports of the imported modules and the packages around."""
-    late = "def f():\n    from tools.dryrun import make_report\n    import rl.decoding\n"
-    code = provenance.with_later_imports({"a.py": late})
-    assert {"tools/dryrun.py", "support/__init__.py", "parallel.py", "rl/decoding.py", "models/moe.py"} <= code.keys()
-    assert not any(name.startswith(("tests", "torch", "exercises")) for name in code)
-    text = "import a.b, x as y\nif True:\n    from c import d as e  # why\nfrom f.g import (\n    h,\n    i as j,\n)\n"
-    assert provenance.imported_names(text) - {"f.g.", "f."} == {"a", "a.b", "x", "c", "c.d", "f", "f.g", "f.g.h", "f.g.i"}
-    assert provenance.imported_names("to import, from, import (") == set()
+    sources = {"my_env.py": "def f():\n    from late.a import g, h as i\n    import json, late.b as j\n",
+               "late/a.py": "if True:\n    import late.c.d  # why\n", "late/b.py": "from late import (\n  e,\n  other,\n)\n",
+               "late/__init__.py": "", "late/c/__init__.py": "", "late/c/d.py": "to import, from, import (", "late/e.py": "",
+               "late/not_imported.py": ""}
+    for name, text in sources.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setitem(sys.modules, "nanotitan_env", SimpleNamespace(__file__=str(tmp_path / "my_env.py")))
+    code = provenance.local_code()
+    assert sources.items() - code.items() == {("late/not_imported.py", "")}
+    assert {"checkpoint.py", "rl/decoding.py", "sft/adapters.py"} <= code.keys()
+    assert not any(name.startswith(("torch", "exercises")) for name in code)
 
 
 # ---- python checkpoint.py source ------------------------------------------------------------------------------------
