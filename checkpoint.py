@@ -48,12 +48,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from corpus.tokenizer import files_beside, tokenizer_path
-from distributed.agree import Failed, everywhere, gather, new_gloo_group, on_rank_0, rank_in
+from distributed.agree import Failed, everywhere, gather, new_gloo_group, on_rank_0, rank_in, some
 from distributed.layout import AXES, local_tensor, named_tensors
 from storage.dcp import WriterProcess, import_dcp, read_table, read_tensors, write_tensors
 from storage.manifest import (
     TABLE,
     Damaged,
+    Progress,
     candidates,
     check_files,
     checksums,
@@ -399,16 +400,8 @@ class Checkpoints:
     def check_share(self, folder, manifest):
         """Checks this rank's share of the files: sorted by size, every world_size-th."""
         names = sorted(manifest["files"], key=lambda name: manifest["files"][name])[self.rank :: self.world_size]
-        done, total, said = 0, sum(manifest["files"][name][0] for name in names), time.perf_counter()
-
-        def progress(n_bytes):
-            nonlocal done, said
-            done += n_bytes
-            if time.perf_counter() - said > 5:
-                said = time.perf_counter()
-                self.say(f"verifying {folder}: {done / total:.0%} of {total / 1e9:.1f} GB per rank")
-
-        check_files(folder, manifest, names, progress)
+        n_bytes = sum(manifest["files"][name][0] for name in names)
+        check_files(folder, manifest, names, Progress(f"verifying {folder}", n_bytes, self.say))
 
     def check_excluded(self, patterns):
         known = {fqn for part in self.gather([fqn for m in self.modules for fqn in named_tensors(m)]) for fqn in part}
@@ -427,8 +420,8 @@ class Checkpoints:
             param.grad = torch.zeros_like(param) if fqn in fqns else None
         for optimizer in self.optimizers:
             lrs = [group["lr"] for group in optimizer.param_groups]
-            for group, lr in zip(optimizer.param_groups, lrs):
-                group["lr"] = torch.zeros_like(lr) if isinstance(lr, Tensor) else 0.0
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] * 0  # a float, or a tensor
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             for group, lr in zip(optimizer.param_groups, lrs):
@@ -444,25 +437,22 @@ class Checkpoints:
     def check_fit(self, tensors, there, folder, same_dtype):
         """Raises ValueError with all keys that are missing, unknown, or of another shape or dtype. DCP itself would ignore
         unknown keys, cast dtypes, and find a wrong shape after half of the model is overwritten."""
-        found = self.gather([
-            {key: "" for key in tensors if key not in there},
-            {key: f" {tuple(there[key].size)}, here {tuple(t.shape)}" for key, t in tensors.items()
-             if key in there and there[key].size != t.shape},
-            {key: f" {there[key].properties.dtype}, here {t.dtype}" for key, t in tensors.items()
-             if same_dtype and key.startswith("model.") and key in there and there[key].properties.dtype != t.dtype},
-            {key: "" for key in there if key not in tensors},
-        ])
-        problems = []
-        for what, parts in zip(("missing", "shape", "dtype", "unknown"), zip(*found)):
-            keys = {key: text for part in parts for key, text in part.items()}
-            if what == "unknown":  # a pipeline stage lacks the other stages' keys: unknown means missing on all ranks
-                keys = {key: "" for key in keys if all(key in part for part in parts)}
-            if keys:
-                some = ", ".join(f"{key}{text}" for key, text in list(keys.items())[:3])
-                problems.append(f"{what}: {some}" + (f" and {len(keys) - 3} more" if len(keys) > 3 else ""))
-        if problems:
-            fix = "; give the --param_dtype that it was trained with" if any(p.startswith("dtype") for p in problems) else ""
-            if any(p.startswith("missing: optimizer.") for p in problems):  # such as experts, once AdamW's
+        wrong = {"missing": [], "shape": [], "dtype": []}
+        for key, t in tensors.items():
+            saved = there.get(key)
+            if saved is None:
+                wrong["missing"].append(key)
+            elif saved.size != t.shape:
+                wrong["shape"].append(f"{key} {tuple(saved.size)}, here {tuple(t.shape)}")
+            elif same_dtype and key.startswith("model.") and saved.properties.dtype != t.dtype:
+                wrong["dtype"].append(f"{key} {saved.properties.dtype}, here {t.dtype}")
+        ranks = self.gather((wrong, there.keys() - tensors.keys()))
+        found = {what: list(dict.fromkeys(text for of_rank, _ in ranks for text in of_rank[what])) for what in wrong}
+        # a pipeline stage lacks the other stages' keys: unknown means absent on all ranks
+        found["unknown"] = [key for key in there if all(key in absent for _, absent in ranks)]
+        if problems := [f"{what}: {some(texts)}" for what, texts in found.items() if texts]:
+            fix = "; give the --param_dtype that it was trained with" if found["dtype"] else ""
+            if any(key.startswith("optimizer.") for key in found["missing"]):  # such as experts, once AdamW's
                 fix += ("; the optimizer has another state for these parameters now: --exclude_from_loading optimizer starts "
                         "it anew, --out NEW another run")
             raise ValueError(f"{folder} does not fit this model: {'; '.join(problems)}{fix}".replace("torch.", ""))

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from corpus.tokenizer import check_hf_tokenizer, files_beside, find_tokenizer, load_tokenizer, read_hf_json
 from distributed.agree import everywhere, gather, new_gloo_group, on_rank_0, rank_in, reason, some
 from distributed.layout import local_slice, local_tensor, named_tensors
+from storage.manifest import Progress
 from storage.mxfp4 import mxfp4_problem, read_mxfp4
 from storage.same_model import HF_MODELS, check_same_model, classes_of
 from support.config import spell, unwrap
@@ -26,7 +27,6 @@ from support.files import SAFETENSORS_HEADER_LIMIT, check_local, fsync, hf_file,
 
 HF_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 FP8_BLOCK = 128  # fp8 weights have one scale per 128 x 128 block, in a tensor <name>_scale_inv (arXiv:2412.19437, sec. 3.3.2)
-PROGRESS_S = 5  # seconds between the progress lines of a long import
 
 
 def read_hf_config(folder: str, Config=None):
@@ -282,25 +282,24 @@ def load_hf(model, folder: str, exclude=(), group=None) -> list[str]:
     source = everywhere(lambda: HFTensors(folder), group)
     reads, match = everywhere(lambda: plan_reads(modules, source, exclude), group)
 
+    def say(text):
+        if rank_in(group) == 0:
+            print(text, flush=True)
+
     def fill():
-        done, total, said = 0, sum(local.numel() for *_, local in reads), time.perf_counter()
+        progress = Progress(f"checkpoint: reading {folder}", sum(local.nbytes for *_, local in reads), say)
         for name, offset, local in reads:
             local.copy_(source.read(name, offset, tuple(local.shape)))  # casts, after any dequantisation
-            done += local.numel()
-            if rank_in(group) == 0 and time.perf_counter() - said > PROGRESS_S:
-                said = time.perf_counter()
-                share = f"{done / max(total, 1):.0%} of {total / 1e9:.1f} G parameters per rank"
-                print(f"checkpoint: reading {folder}: {share}", flush=True)
+            progress(local.nbytes)
         for module in modules:
             for fqn, tensor in named_tensors(module).items():
                 if fqn not in module.hf_keys() and not matches(list(exclude), f"model.{fqn}"):
                     tensor.zero_()  # the balancing bias of experts, missing in some files, begins at 0
 
     everywhere(fill, group)
-    if rank_in(group) == 0:
-        for names, what in ((match.absent, "the files lack"), (match.extra, "the model lacks")):
-            if names:
-                print(f"checkpoint: {folder} is loaded without what {what}: {some(names)}", flush=True)
+    for names, what in ((match.absent, "the files lack"), (match.extra, "the model lacks")):
+        if names:
+            say(f"checkpoint: {folder} is loaded without what {what}: {some(names)}")
     return match.absent
 
 

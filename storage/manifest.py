@@ -5,6 +5,7 @@ If a disk flips a bit in a tensor, the crc32 shows it; torch's distributed check
 import hashlib
 import json
 import os
+import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +18,7 @@ FORMAT_VERSION = 2
 TABLE = "tensors.json"  # names, dtypes and shapes of all tensors, and the places of all shards
 READ = (".json", ".jinja", ".py", ".distcp", ".safetensors", ".bin", ".model")  # an unlisted file of these kinds is refused
 ABOUT = ("state.json", "config.json")  # files of a step folder read at a start, before the tensors
+PROGRESS_S = 5  # seconds between the progress lines of a long check or import
 
 
 class Damaged(ValueError):
@@ -85,6 +87,19 @@ def saved_state(path: str) -> dict:
     if not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
         raise ValueError(f"{path}/state.json: {json.dumps(state)[:100]} is no place in a run")
     return state
+
+
+class Progress:
+    """Prints every few seconds how much of a long work is done. Call with the bytes of each finished part."""
+
+    def __init__(self, text: str, n_bytes: int, say):
+        self.text, self.n_bytes, self.say, self.done, self.said = text, n_bytes, say, 0, time.perf_counter()
+
+    def __call__(self, n_bytes: int):
+        self.done += n_bytes
+        if time.perf_counter() - self.said > PROGRESS_S:
+            self.said = time.perf_counter()
+            self.say(f"{self.text}: {self.done / self.n_bytes:.0%} of {self.n_bytes / 1e9:.1f} GB per rank")
 
 
 def checksums(folder: str, names: list[str], progress=lambda n_bytes: None, sync=False) -> dict[str, list]:

@@ -24,7 +24,7 @@ from checkpoint import CheckpointConfig, Checkpoints, load_model, verify
 from distributed.layout import local_tensor
 from models.llama3 import FLAVORS, Llama3, Llama3Config
 from sft.prompts import chat_prompts
-from storage import hf
+from storage import hf, manifest
 from storage.manifest import is_hf_folder
 from support.config import override_fields
 from tools import checkpoint_commands
@@ -822,10 +822,10 @@ def test_a_chat_model_that_ends_its_answers_in_several_ways_is_exported_as_such(
 
 
 def test_a_long_import_says_how_far_it_is(chat_folder, monkeypatch, capsys):
-    monkeypatch.setattr(hf, "PROGRESS_S", -1)
+    monkeypatch.setattr(manifest, "PROGRESS_S", -1)
     hf.load_hf_model(str(chat_folder))
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith(f"checkpoint: reading {chat_folder}: ") and ": 100% of 0.0 G parameters per rank" in lines[-1]
+    assert lines[0].startswith(f"checkpoint: reading {chat_folder}: ") and ": 100% of 0.0 GB per rank" in lines[-1]
 
 
 def test_hugging_face_folders_are_told_from_ours(chat_folder, tmp_path, monkeypatch):
