@@ -55,8 +55,8 @@ def imported_names(source: str) -> set[str]:
     expression takes a hundredth of a parser's time; a sentence similar to an import names no file of ours."""
     names = set()
     for package, inside, line in IMPORT.findall(source):
-        names |= {package, *(f"{package}.{name}".strip(".") for name in re.findall(r"[\w.]+", inside + line))}
-    return {name.rsplit(".", n)[0] for name in names for n in range(name.count(".") + 1)}
+        names |= {f"{package}.{name}".strip(".") for name in ("", *re.findall(r"[\w.]+", inside + line))}
+    return {name.rsplit(".", n)[0] for name in names for n in range(name.count(".") + 1)} - {""}
 
 
 def changed_code(path: str, code: dict[str, str]) -> list[str]:
