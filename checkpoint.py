@@ -65,11 +65,11 @@ from storage.manifest import (
     resume_source,
     saved_state,
     step_folders,
-    strangers,
+    unlisted_files,
     verify,
     write_manifest,
 )
-from storage.optimizer_numbers import Outside, copies_of, merged_numbers, sums_of
+from storage.optimizer_numbers import OptimizerNumbers, find_copies, merge_numbers, sum_copies
 from storage.provenance import changed_code, code_roots, git_state, local_code, summarize_code
 from support.config import Need, flag
 from support.files import json_bytes, matches, publish, read_json, write_file
@@ -113,7 +113,7 @@ def is_quantized(t: Tensor) -> bool:
     return type(local_tensor(t)).__module__.startswith("torchao.")
 
 
-def dequantized(t: Tensor) -> Tensor:
+def dequantize(t: Tensor) -> Tensor:
     """t in fp32, so that every layout and every --adamw_moments can load the checkpoint, and in CPU memory: if 8-bit moments
     just fit on a GPU, fp32 moments would not. DTensor.from_local would move the tensor back to the GPU."""
     if not is_quantized(t):
@@ -165,9 +165,9 @@ class Checkpoints:
         # Read now, so that errors in these files appear before training.
         reads = self.rank == 0 and tokenizer_file and not cfg.load_only
         self.tokenizer = self.everywhere(lambda: tokenizer_and_beside(tokenizer_file) if reads else {})
-        self.outside = Outside(self.optimizers, known)
+        self.numbers = OptimizerNumbers(self.optimizers, known)
         buffers = {fqn: t for m in modules for fqn, t in named_tensors(m).items() if not isinstance(t, nn.Parameter)}
-        self.copies = copies_of(self.params | buffers, self.gather)
+        self.copies = find_copies(self.params | buffers, self.gather)
         self.pool, self.stager, self.staged, self.flight = ThreadPoolExecutor(1), None, None, None
         self.after_save = None
         if cfg.after_save and self.rank == 0:
@@ -190,8 +190,8 @@ class Checkpoints:
         self.finish_flight()
         # Turned into text now, because the loop may change `state` while the background thread writes.
         about = dict(step=step, model_only=model_only, identity=self.identity, state=state)
-        about |= merged_numbers(self.gather(self.everywhere(
-            lambda: (self.outside.changed() if not model_only else {}, sums_of(self.copies)))))
+        about |= merge_numbers(self.gather(self.everywhere(
+            lambda: (self.numbers.changed() if not model_only else {}, sum_copies(self.copies)))))
         about = json_bytes(about | ({"base": self.base} if self.base else {}))
         if last or self.cfg.checkpoint_async == "off":  # the last save has nothing to overlap with
             saved = self.write(step, about, lambda: self.tensors(not model_only))
@@ -341,7 +341,7 @@ class Checkpoints:
         source, everything = start.folder, start.everything
         if self.cfg.init_from and source == self.out and not self.base:
             self.say(f"--init_from {self.cfg.init_from} is IGNORED: {self.out} has checkpoints of its own")
-        folder, manifest = self.choose(source, start.step)
+        folder, manifest = self.choose_checkpoint(source, start.step)
         # a new phase: weights and optimizer state of another run, but other data or another schedule, from step 0
         from storage.changes import check_continuable, phase_changes
 
@@ -365,7 +365,7 @@ class Checkpoints:
                     local_tensor(t).copy_(local_tensor(tensors[key]).to(t.device))  # quantizes
         self.fill_twins()
         if with_optimizer:
-            self.outside.restore(read_json(folder, "state.json").get("optimizer", {}))
+            self.numbers.restore(read_json(folder, "state.json").get("optimizer", {}))
         what = "continuing from" if everything else "step 0, with the weights of"
         what = "step 0, with the weights and the optimizer state of" if phase else what
         from storage.changes import model_changes
@@ -377,7 +377,7 @@ class Checkpoints:
             self.say(f"code that has changed since step {manifest['step']} was written: {', '.join(files)}")
         return self.on_rank_0(lambda: saved_state(folder)) if everything and not phase else None
 
-    def choose(self, source, step) -> tuple[str, dict]:
+    def choose_checkpoint(self, source, step) -> tuple[str, dict]:
         """(folder, manifest) of the newest undamaged checkpoint: one decision for all ranks; each rank checks a share of the
         files."""
 
@@ -388,7 +388,7 @@ class Checkpoints:
 
         paths = self.on_rank_0(lambda: candidates(source, step))
         folder, manifest = newest_good(source, paths, check, self.say)
-        if names := self.on_rank_0(lambda: strangers(folder, manifest)):
+        if names := self.on_rank_0(lambda: unlisted_files(folder, manifest)):
             self.say(f"{folder} has files that are not its own, and nobody reads: {', '.join(names[:3])}")
         if source == self.out and not self.cfg.load_only:
             # Rename only after a good checkpoint was found; otherwise the next start would silently begin at step 0.
@@ -469,7 +469,7 @@ class Checkpoints:
                     raise ValueError(f"optimizer state {name} of {fqn} is a {type(t).__name__}: make it a tensor")
                 if t.numel() > 1 and hasattr(param, "placements") and not hasattr(t, "placements"):
                     raise ValueError(f"optimizer state {name} of {fqn} is no DTensor: DCP would save one rank's only")
-                found[f"optimizer.{fqn}.{name}"] = dequantized(t.detach())
+                found[f"optimizer.{fqn}.{name}"] = dequantize(t.detach())
         return found
 
     def state_of(self, param) -> dict:

@@ -12,11 +12,13 @@ def model_changes(path: str, identity: dict) -> list[tuple]:
     return [change for change in changes(there, identity["model"], "model") if "not set" not in change]
 
 
-def may_change(cfg) -> set[str]:
-    """Names of model fields allowed to differ from --init_from: a fork has another class, longer texts need other positions,
-    and some fields only add or remove tensors."""
-    excluded = {"vocab_size", "n_layers", "tie_embeddings"} if set(cfg.exclude_from_loading) - {"optimizer"} else set()
-    return {"module", "class", "max_seq_len", "rope_theta", "rope_scaling", "mtp_depth"} | excluded
+def model_conflicts(path: str, identity: dict, cfg) -> list[tuple]:
+    """The changes of model_changes() not allowed with --init_from. Allowed are another class, as in a fork, other positions,
+    for longer texts, and fields that only add or remove tensors."""
+    allowed = {"module", "class", "max_seq_len", "rope_theta", "rope_scaling", "mtp_depth"}
+    if set(cfg.exclude_from_loading) - {"optimizer"}:
+        allowed |= {"vocab_size", "n_layers", "tie_embeddings"}
+    return [change for change in model_changes(path, identity) if change[0].split(".")[0] not in allowed]
 
 
 # Flags of the learning rate's schedule. If one changes, --no-init_model_only begins a new phase.
@@ -33,8 +35,7 @@ def phase_changes(path: str, identity: dict, cfg) -> list[tuple]:
     there, flags = read_json(path, "state.json")["identity"], read_json(path, "config.json")
     model, (old, new) = model_changes(path, identity), ({k: v for k, v in x.items() if k != "model"} for x in (there, identity))
     rest = [*changes(old, new)]
-    wrong = [c for c in model if c[0].split(".")[0] not in may_change(cfg)] + [c for c in rest if not c[0].startswith("data.")]
-    if wrong:
+    if wrong := model_conflicts(path, identity, cfg) + [c for c in rest if not c[0].startswith("data.")]:
         text = "; ".join(f"{name} is {new} but {cfg.init_from} was trained with {old}" for name, old, new in wrong)
         raise ValueError(f"{text}; leave out --no-init_model_only to take its weights without the optimizer state, or give the "
                          "old values")
@@ -45,7 +46,7 @@ def phase_changes(path: str, identity: dict, cfg) -> list[tuple]:
     return differ
 
 
-def phase_line(path: str, differ: list[tuple], identity: dict, cfg) -> str:
+def describe_phase(path: str, differ: list[tuple], identity: dict, cfg) -> str:
     """The line printed at the start of a new phase. differ: result of phase_changes(); other changed flags are printed, too."""
     flags = [change for change in differing_flags(path, cfg) if change[0] != "model_args"]  # printed field by field
     told = [(name.removeprefix("data."), old, new) for name, old, new in differ] + flags
@@ -96,7 +97,7 @@ def differing_flags(path: str, cfg) -> list[tuple]:
     return [change for name in told for change in changes(old[name], new[name], name)]
 
 
-def changed_flags(path: str, cfg, lr_at=None) -> str:
+def describe_flags(path: str, cfg, lr_at=None) -> str:
     """One line with the flags of `cfg` that differ from a step folder's, and with the resulting learning rate. Empty when
     nothing differs or no step is left to train."""
     step, old, new = read_json(path, "manifest.json")["step"], read_json(path, "config.json"), asdict(cfg)

@@ -75,7 +75,7 @@ def read_manifest(folder: str) -> dict:
     return manifest
 
 
-def strangers(folder: str, manifest: dict) -> list[str]:
+def unlisted_files(folder: str, manifest: dict) -> list[str]:
     """Unlisted files in a step folder, read by nobody: a user's note, or leftovers of a network file system."""
     return sorted(set(os.listdir(folder)) - {*manifest["files"], "manifest.json"})
 
@@ -155,10 +155,6 @@ def candidates(folder: str, step: int = -1) -> list[str]:
     return [found[step]] if step >= 0 else list(found.values())
 
 
-def restarted() -> bool:
-    """Whether torchrun or Slurm started this job again: same command line, but continue from the newest checkpoint."""
-    return any(os.environ.get(name, "0") != "0" for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
-
 
 class Source(NamedTuple):
     """A checkpoint of ours to start from."""
@@ -170,7 +166,8 @@ class Source(NamedTuple):
 
 def resume_source(out: str, cfg) -> Source | None:
     """The run folder `out`, if checkpoints exist there; else --init_from. None: no checkpoint of ours."""
-    step = -1 if restarted() else cfg.load_step
+    counts = (os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    step = -1 if any(count != "0" for count in counts) else cfg.load_step  # after a restart: the newest, not the flag's
     if step >= 0 or step_folders(out):
         return Source(out, step, True)
     if cfg.init_from and not is_hf_folder(cfg.init_from):
@@ -178,7 +175,7 @@ def resume_source(out: str, cfg) -> Source | None:
     return None
 
 
-def newest_good(folder: str, paths: list[str], check, say=lambda text: None) -> tuple[str, dict]:
+def newest_good(folder: str, paths: list[str], check, say) -> tuple[str, dict]:
     """(path, manifest) of the first undamaged step folder in `paths`. check(path) returns the manifest or raises Damaged.
 
     Raises ValueError if all are damaged: a run that began again at step 0 would overwrite files that can still be rescued.
@@ -195,7 +192,7 @@ def newest_good(folder: str, paths: list[str], check, say=lambda text: None) -> 
                      "over them: use --out NEW or another --load_step, or move them away")
 
 
-def newest_readable(folder: str, step: int = -1, names=()) -> str:
+def newest_readable(folder: str, step: int = -1, names=(), say=lambda text: None) -> str:
     """The newest checkpoint with undamaged small files (`names`, or all but the tensors). Raises ValueError.
 
     At a start every rank calls this several times, so only the needed files are read: a tokenizer has megabytes.
@@ -207,4 +204,4 @@ def newest_readable(folder: str, step: int = -1, names=()) -> str:
                                      (name in names if names else not name.startswith((TABLE, "__")))])
         return manifest
 
-    return newest_good(folder, candidates(folder, step), check)[0]
+    return newest_good(folder, candidates(folder, step), check, say)[0]

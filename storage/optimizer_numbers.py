@@ -20,7 +20,7 @@ SET_ANEW = {"params", "lr", "initial_lr", "lr_share", "found_inf", "grad_scale"}
 TORCHS = SET_ANEW | set(vars(torch.optim.AdamW([torch.zeros(1)], fused=True)))
 
 
-def contents(optimizer) -> list[dict]:
+def collect_values(optimizer) -> list[dict]:
     """[attributes, first group, second group, ...], without values that need no checkpoint. A learning rate not set by
     set_lr belongs to the optimizer and stays in."""
     functions = (FunctionType, MethodType, partial)
@@ -38,7 +38,7 @@ def snapshot(value, above=()) -> list:
             found.append(hash(x.get_state().numpy().tobytes()))
         elif hasattr(x, "__dict__") and not isinstance(x, Tensor | type) and x not in above:
             # an inner optimizer: shares the outer optimizer's state, or changed() refuses
-            found.append(snapshot(contents(x) if isinstance(x, torch.optim.Optimizer) else vars(x), (*above, x)))
+            found.append(snapshot(collect_values(x) if isinstance(x, torch.optim.Optimizer) else vars(x), (*above, x)))
         else:
             found.append((id(x), x._version) if isinstance(x, Tensor) and x.numel() != 1 else as_number(x))
     return found
@@ -48,14 +48,14 @@ def as_number(x):
     return x.item() if isinstance(x, Tensor) and x.numel() == 1 else x
 
 
-class Outside:
+class OptimizerNumbers:
     """names: {id(parameter): fqn}. Build before the first step: values unchanged since then come from flags; none is saved."""
 
     def __init__(self, optimizers, names: dict[int, str]):
         self.optimizers, self.names = optimizers, names
-        self.held = [contents(optimizer) for optimizer in optimizers]  # keeps tensors alive: a freed id could be reused
+        self.held = [collect_values(optimizer) for optimizer in optimizers]  # keeps tensors alive: a freed id could be reused
         self.first = [[{k: snapshot(v) for k, v in part.items()} for part in parts] for parts in self.held]
-        self.values = [[{k: copy.deepcopy(as_number(v)) for k, v in part.items() if is_saved(v)} for part in parts]
+        self.values = [[{k: copy.deepcopy(as_number(v)) for k, v in part.items() if is_json(v)} for part in parts]
                        for parts in self.held]
 
     def changed(self) -> dict[str, list[dict]]:
@@ -74,10 +74,10 @@ class Outside:
                 if isinstance(inner, torch.optim.Optimizer) and inner.state and inner.state is not optimizer.state:
                     raise ValueError(f"{kind} keeps {name}, a {type(inner).__name__} with a state of its "
                                      "own, which no checkpoint would hold: share it, self.state = inner.state")
-            for part, before in zip(contents(optimizer), first, strict=True):
+            for part, before in zip(collect_values(optimizer), first, strict=True):
                 new = {k: v for k, v in part.items() if snapshot(v) != before.get(k)}
                 for name, value in new.items():
-                    if not is_saved(value):
+                    if not is_json(value):
                         raise ValueError(f"{kind} keeps {name}, a {type(value).__name__}, outside of "
                                          "self.state[p], where no checkpoint can split it over ranks: keep tensors in "
                                          "self.state[p], each shaped like p or of one number")
@@ -102,7 +102,7 @@ class Outside:
                         target[name] = copy.deepcopy(value)
 
 
-def is_saved(value) -> bool:
+def is_json(value) -> bool:
     try:
         json.dumps(as_number(value))
     except TypeError:
@@ -110,20 +110,20 @@ def is_saved(value) -> bool:
     return True
 
 
-def copies_of(tensors: dict[str, Tensor], gather) -> dict[str, Tensor]:
+def find_copies(tensors: dict[str, Tensor], gather) -> dict[str, Tensor]:
     """Tensors held by several ranks, which must stay equal: parameters of several pipeline stages, and all buffers."""
     mine = sorted(fqn for fqn, t in tensors.items() if isinstance(t, nn.Parameter) and not fqn.startswith("blocks."))
     others = [names for names in gather(mine) if names != mine]
     return {fqn: t for fqn, t in tensors.items() if not isinstance(t, nn.Parameter) or any(fqn in names for names in others)}
 
 
-def sums_of(copies: dict[str, Tensor]) -> dict[tuple, int]:
+def sum_copies(copies: dict[str, Tensor]) -> dict[tuple, int]:
     return {(fqn, local_slice(p)): bits_sum(p) for fqn, p in copies.items()}
 
 
-def merged_numbers(ranks: list[tuple[dict, dict]]) -> dict:
-    """The entry of all ranks' Outside.changed() for state.json. Raises ValueError when the copies of a tensor differ between
-    ranks: DCP would save any of them."""
+def merge_numbers(ranks: list[tuple[dict, dict]]) -> dict:
+    """The entry for state.json of changed() on all ranks. Raises ValueError when the copies of a tensor differ between ranks:
+    DCP would save any of them."""
     known, numbers = {}, {}
     for changed, sums in ranks:
         numbers |= changed

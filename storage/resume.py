@@ -68,22 +68,23 @@ def check_run(out: str, identity: dict, cfg, lr_at=None):
 
         check_tokenizer(out, identity, cfg)
     if source := resume_source(out, cfg):
-        from storage.changes import changed_flags, check_continuable, may_change, model_changes, phase_changes, phase_line
+        from storage.changes import check_continuable, describe_flags, describe_phase, model_conflicts, phase_changes
 
         path = newest_readable(source.folder, source.step, ABOUT)
         if source.folder != out and "lora" in read_json(path, "state.json")["identity"]:
             raise ValueError(f"--init_from {source.folder} holds adapters only; merge them with the weights below them, python "
                              f"checkpoint.py to_hf {source.folder} OUT, and start from OUT")
+        text = ""
         if source.everything and source.folder != out and (differ := phase_changes(path, identity, cfg)):
-            if int(os.environ.get("RANK", 0)) == 0:
-                print(phase_line(path, differ, identity, cfg), flush=True)
+            text = describe_phase(path, differ, identity, cfg)
         elif source.everything:
             check_continuable(path, source.folder, identity)
-            if int(os.environ.get("RANK", 0)) == 0 and (text := changed_flags(path, cfg, lr_at)):
-                print(text, flush=True)
-        elif wrong := [change for change in model_changes(path, identity) if change[0].split(".")[0] not in may_change(cfg)]:
+            text = describe_flags(path, cfg, lr_at)
+        elif wrong := model_conflicts(path, identity, cfg):
             text = "; ".join(f"{name} is {old} there, {new} here" for name, old, new in wrong)
             raise ValueError(f"--init_from {source.folder} is of another model: {text}; give the model of the checkpoint")
+        if text and int(os.environ.get("RANK", 0)) == 0:
+            print(text, flush=True)
 
 
 HELD = set()  # folders locked by this process
@@ -148,7 +149,7 @@ def sign_lock(descriptor: int, out: str):
 
 
 # --- The batch of a continued run ---
-def continued(cfg) -> str | None:
+def continued_folder(cfg) -> str | None:
     """The step folder that these flags continue, with weights and optimizer state; None for a new or a finished run."""
     source = resume_source(cfg.out, cfg)
     path = newest_readable(source.folder, source.step, ABOUT) if source and source.everything else None
@@ -170,7 +171,7 @@ def keep_batch(cfg):
         return  # check_layout reports the error
     data_ranks, source = processes // others, "--config" if "global_batch_size" in FROM_FILE else ""
     if cfg.global_batch_size == -1:
-        path = continued(cfg)
+        path = continued_folder(cfg)
         kept = read_json(path, "config.json").get("global_batch_size") if path else None
         source, cfg.global_batch_size = path if kept else "", kept or cfg.local_batch_size * data_ranks
     share, size = cfg.global_batch_size // data_ranks, cfg.pp_microbatch_size if cfg.pp > 1 else 1

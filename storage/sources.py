@@ -5,7 +5,7 @@ import re
 import shlex
 from pathlib import Path
 
-from storage.manifest import Damaged, candidates, check_files, newest_good, read_manifest
+from storage.manifest import newest_readable
 from support.files import check_local, read_json, write_file
 
 
@@ -22,16 +22,12 @@ def write_sources(folder: str, out: str):
     """`checkpoint.py source`: writes the recipe, the modules and the flags of a step folder, or of a run folder's newest
     checkpoint, to a new folder `out`. Runs nothing. Raises ValueError."""
     check_local(out, "to write to")
-    def check(path):
-        manifest = read_manifest(path)
-        if "code.json" not in manifest["files"]:
-            raise Damaged("it holds no sources, as one that was made of weights from elsewhere")
-        check_files(path, manifest, ["code.json", "recipe.py", "config.json"])
-        return manifest
-
     if os.path.lexists(out):
         raise ValueError(f"{out} is there already; give a new folder")
-    path, manifest = newest_good(folder, candidates(folder), check, print)
+    path = newest_readable(folder, names=("code.json", "recipe.py", "config.json", "provenance.json"), say=print)
+    manifest = read_json(path, "manifest.json")
+    if "code.json" not in manifest["files"]:
+        raise ValueError(f"{path} holds no sources: the weights come from elsewhere")
     code, recipe = read_json(path, "code.json"), Path(path, "recipe.py").read_text("utf-8")
     check_code(path, code)
     name = next((file for file, text in code.items() if text == recipe and "/" not in file), "recipe.py")
