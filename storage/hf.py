@@ -23,7 +23,7 @@ from storage.manifest import Progress
 from storage.mxfp4 import mxfp4_problem, read_mxfp4
 from storage.same_model import HF_MODELS, check_same_model, classes_of
 from support.config import spell, unwrap
-from support.files import SAFETENSORS_HEADER_LIMIT, check_local, fsync, hf_file, json_bytes, matches, publish, write_file
+from support.files import check_local, fsync, hf_file, json_bytes, matches, publish, write_file
 
 HF_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 FP8_BLOCK = 128  # fp8 weights have one scale per 128 x 128 block, in a tensor <name>_scale_inv (arXiv:2412.19437, sec. 3.3.2)
@@ -43,12 +43,12 @@ def read_hf_config(folder: str, Config=None):
         raise ValueError(f"{path}: {reason(error).removeprefix('config.json: ')}") from None
     for name, kind in get_type_hints(Config).items():
         value, (kind, optional) = getattr(config, name), unwrap(kind)
-        if not fits(value, kind) and not (optional and value is None):
+        if not has_type(value, kind) and not (optional and value is None):
             raise ValueError(f"{path}: {name} would be {str(value)[:40]!r}, not {getattr(kind, '__name__', kind)}")
     return config
 
 
-def fits(value, kind) -> bool:
+def has_type(value, kind) -> bool:
     """Whether a value from a file has the annotated type of the config's field: strangers may have written anything."""
     if kind is int:
         return type(value) is int and 0 <= value < 2**31
@@ -114,12 +114,8 @@ class HFTensors:
 
             real = hf_file(self.folder, file)
             try:
-                with open(real, "rb") as f:
-                    size = int.from_bytes(f.read(8), "little")
-                if size > SAFETENSORS_HEADER_LIMIT:
-                    raise ValueError(f"a header of {size:,} bytes is absurd: {SAFETENSORS_HEADER_LIMIT:,} are the most")
-                self.opened[file] = safe_open(real, "pt")
-            except (ValueError, OSError, SafetensorError) as error:
+                self.opened[file] = safe_open(real, "pt")  # checks all sizes and offsets, and refuses absurd headers
+            except (OSError, SafetensorError) as error:
                 path = os.path.join(self.folder, file)
                 raise ValueError(f"{path} is no safetensors file that can be read: {reason(error)}") from None
         return self.opened[file]
@@ -145,8 +141,6 @@ class HFTensors:
             self.where[name] = self.where[f"{name}_blocks"]
             self.packed.add(name)
 
-    def handles(self, name: str) -> tuple:
-        return self.handle(f"{name}_blocks"), self.handle(f"{name}_scales")
 
     def handle(self, name: str):
         """safetensors' handle of a tensor: gives shape, dtype, and slices by indexing."""
@@ -157,7 +151,7 @@ class HFTensors:
     def problem(self, name: str, shape: tuple) -> str:
         """The error if the tensor is not of `shape` or not readable; else ''."""
         if name in self.packed:
-            return mxfp4_problem(name, shape, *self.handles(name))
+            return mxfp4_problem(name, shape, self.handle(f"{name}_blocks"), self.handle(f"{name}_scales"))
         if name in self.stacks:
             place = self.stacks[name]
             name, shape = place.stack, (place.n_experts, place.parts * shape[0], *shape[1:])
@@ -177,7 +171,7 @@ class HFTensors:
     def read(self, name: str, offset: tuple, shape: tuple) -> Tensor:
         """The part of a tensor at `offset`: in the file's dtype, or in fp32 if the file is quantised."""
         if name in self.packed:
-            return read_mxfp4(*self.handles(name), offset, shape)
+            return read_mxfp4(self.handle(f"{name}_blocks"), self.handle(f"{name}_scales"), offset, shape)
         if name in self.stacks:
             place, handle = self.stacks[name], self.handle(self.stacks[name].stack)
             first_row = place.part * (handle.get_shape()[1] // place.parts)

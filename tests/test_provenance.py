@@ -9,11 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 from runs import ENV, MODEL, REPO, launch, run, train_lines
-from saves import path, rewrite, saved
+from saves import path, refuses, rewrite, save_run
 
 import support.config
 import train_llama3
 from storage import provenance
+from storage.sources import check_code
 from support.config import parse_config
 from tools import checkpoint_commands
 
@@ -143,31 +144,27 @@ def test_modules_that_are_imported_late_belong_to_the_code(tmp_path, monkeypatch
     {"../a.py": ""}, {"/tmp/a.py": ""}, {"a/../../b.py": ""}, {"a//b.py": ""}, {"./a.py": ""}, {"a.sh": ""}, {"a\\b.py": ""},
     {"C:a.py": ""}, {"a.py\n": ""}, {"\033[2Ja.py": ""}, {"": ""}, {"a.py": 3}, ["a.py"],
     {"ok.py": "", "../a.py": ""}], ids=str)
-def test_names_that_lead_out_of_the_folder_are_refused(tmp_path, capsys, code):
-    saved(tmp_path / "run", 1)
-    rewrite(path(tmp_path / "run", 1), "code.json", json.dumps(code).encode())
-    with pytest.raises(SystemExit) as stop:
-        checkpoint_commands.main(["source", str(tmp_path / "run"), str(tmp_path / "x" / "out")])
-    assert stop.value.code == 2 and "is no source file of a run; nothing is written" in capsys.readouterr().err
-    assert not (tmp_path / "x").exists()
+def test_names_that_lead_out_of_the_folder_are_refused(code):
+    refuses("is no source file of a run; nothing is written", check_code, "step-1", code)
 
 
 def test_source_needs_a_new_folder_and_a_good_checkpoint(tmp_path, capsys):
-    saved(tmp_path / "run", 1)
-    (tmp_path / "out").mkdir()
+    step = path(save_run(tmp_path / "run", 1), 1)
 
-    def refused(*argv) -> str:
+    def refused(out) -> str:
         with pytest.raises(SystemExit) as stop:
-            checkpoint_commands.main(["source", *map(str, argv)])
+            checkpoint_commands.main(["source", step, str(tmp_path / out)])
         err = capsys.readouterr().err
         assert stop.value.code == 2 and err.count("\n") == 1
         return err
 
-    assert "out is there already; give a new folder" in refused(tmp_path / "run", tmp_path / "out")
-    rewrite(path(tmp_path / "run", 1), "code.json", json.dumps({"a.py": "", "a.py/b.py": ""}).encode())
-    assert "a.py" in refused(tmp_path / "run", tmp_path / "new")
-    Path(path(tmp_path / "run", 1), "code.json").write_text("{}")
-    assert "code.json" in refused(tmp_path / "run", tmp_path / "newer") and not (tmp_path / "newer").exists()
+    assert "run is there already; give a new folder" in refused("run")
+    rewrite(step, "code.json", json.dumps({"ok.py": "", "../a.py": ""}).encode())
+    assert "'../a.py' is no source file of a run" in refused("new/er") and not (tmp_path / "new").exists()
+    rewrite(step, "code.json", json.dumps({"a.py": "", "a.py/b.py": ""}).encode())
+    assert "a.py" in refused("new")
+    Path(step, "code.json").write_text("{}")
+    assert "code.json" in refused("newer") and not (tmp_path / "newer").exists()
 
 
 @pytest.mark.slow
