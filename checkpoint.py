@@ -342,9 +342,9 @@ class Checkpoints:
         if self.cfg.init_from and source == self.out and not self.base:
             self.say(f"--init_from {self.cfg.init_from} is IGNORED: {self.out} has checkpoints of its own")
         folder, manifest = self.choose_checkpoint(source, start.step)
-        # a new phase: weights and optimizer state of another run, but other data or another schedule, from step 0
-        from storage.changes import check_continuable, phase_changes
+        from storage.changes import check_continuable, model_changes, phase_changes
 
+        # a new phase: weights and optimizer state of another run, but other data or another schedule, from step 0
         phase = everything and source != self.out and self.on_rank_0(lambda: phase_changes(folder, self.identity, self.cfg))
         if everything and not phase:
             self.on_rank_0(lambda: check_continuable(folder, source, self.identity))
@@ -368,8 +368,6 @@ class Checkpoints:
             self.numbers.restore(read_json(folder, "state.json").get("optimizer", {}))
         what = "continuing from" if everything else "step 0, with the weights of"
         what = "step 0, with the weights and the optimizer state of" if phase else what
-        from storage.changes import model_changes
-
         differ = [] if everything else model_changes(folder, self.identity)
         changed = "".join(f"; {name} was {old}, is {new}" for name, old, new in differ)
         self.say(f"{what} {folder} (written by {manifest['world_size']} rank(s)){changed}")
