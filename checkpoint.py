@@ -1,31 +1,31 @@
-"""checkpoint.py owns what a run leaves on disk: nothing is lost, and nothing damaged is trained on.
+"""Saves and loads checkpoints: a crash loses no checkpoint, and no run trains on a damaged one.
 
-    python checkpoint.py ls runs/llama3                           # steps, sizes, layouts: quick, it reads manifests only
-    python checkpoint.py verify runs/llama3                       # reads all; exit status 0: every byte is as it was written
-    python checkpoint.py diff STEP_FOLDER STEP_FOLDER             # how many tensors differ, and those that differ most
+    python checkpoint.py ls runs/llama3                           # steps, sizes, layouts; quick: reads manifests only
+    python checkpoint.py verify runs/llama3                       # reads all bytes; exit status 0: every file is undamaged
+    python checkpoint.py diff STEP_FOLDER STEP_FOLDER             # number of different tensors, with the largest differences
     python checkpoint.py to_hf runs/llama3 OUT --dtype bfloat16   # a run's newest checkpoint in Hugging Face's format
-    python checkpoint.py to_hf runs/lora OUT --adapter            # of a run with --lora_rank its adapters, in peft's format
+    python checkpoint.py to_hf runs/lora OUT --adapter            # the adapters of a run with --lora_rank, in peft's format
     python checkpoint.py from_hf HUGGING_FACE_FOLDER runs/theirs  # and back
-    python checkpoint.py source runs/llama3 OUT                   # the code and flags that it was trained with, to repeat it
+    python checkpoint.py source runs/llama3 OUT                   # the code and flags of a run, to repeat the training
 
-torch's distributed checkpoint (DCP) writes the tensors, every rank its shards, and any layout reads them. A process may be
-killed at any moment and a disk may return other bytes than were written, so this is added to it:
+torch's distributed checkpoint (DCP) writes the tensors, every rank its shards, and any layout reads them. But a process may be
+killed at any moment, and a disk may return other bytes than were written. Therefore checkpoint.py adds:
   - a save goes to step-N.tmp-x and is renamed to step-N at the end, so a folder named step-N is always complete;
   - manifest.json lists size and crc32 of every file; DCP by itself loads a flipped bit in a tensor without an error;
-  - keys, shapes and dtypes are compared before a tensor is touched; DCP overwrites in place while it reads, and casts;
-  - nothing is unpickled, for a pickle can run any code: what DCP would pickle is plain JSON, tensors.json.
-What a start does about an earlier run in --out is in storage/resume.py.
+  - keys, shapes and dtypes are compared before a tensor is touched; DCP overwrites in place while reading, and casts;
+  - nothing is unpickled, for a pickle can run any code: in place of DCP's pickle there is plain JSON, tensors.json.
+storage/resume.py checks an earlier run in --out at a start.
 
 <run>/checkpoints/step-100/
     __0_0.distcp ...             tensors, "model.<fqn>" and "optimizer.<fqn>.<state name>", one file per rank
-    tensors.json                 dtype and shape of every tensor, and where its shards are in those files
-    state.json                   step, data cursor ... as the recipe gave them; which model, data and optimizer this is. Of a
-                                 run with --lora_rank the tensors are the adapters, and state.json names the frozen weights
-    config.json  recipe.py  code.json  tokenizer.json   what it takes to repeat the run and to sample from it; code.json
-                                 holds the source of every local module that the recipe imports
-    provenance.json              the git commit and what differs from it: see storage/provenance.py
-    tokenizer_config.json  chat_template.jinja ...   where the tokenizer is a Hugging Face folder's
-    manifest.json                size and crc32 of all of the above, and a hash of itself
+    tensors.json                 dtype and shape of every tensor, and the places of all shards in the .distcp files
+    state.json                   step, data cursor ... from the recipe, and the identity of model, data and optimizer. With
+                                 --lora_rank the tensors are the adapters, and state.json names the frozen weights
+    config.json  recipe.py  code.json  tokenizer.json   to repeat the run and to sample from the model; code.json holds the
+                                 source of every local module imported by the recipe
+    provenance.json              the git commit and the uncommitted changes: see storage/provenance.py
+    tokenizer_config.json  chat_template.jinja ...   if the tokenizer comes from a Hugging Face folder
+    manifest.json                size and crc32 of all other files, and a hash of the manifest
 """
 import difflib
 import fnmatch
@@ -48,12 +48,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from corpus.tokenizer import files_beside, tokenizer_path
-from distributed.agree import Failed, everywhere, gather, new_gloo_group, on_rank_0, rank_in
+from distributed.agree import Failed, everywhere, gather, new_gloo_group, on_rank_0, rank_in, some
 from distributed.layout import AXES, local_tensor, named_tensors
 from storage.dcp import WriterProcess, import_dcp, read_table, read_tensors, write_tensors
 from storage.manifest import (
     TABLE,
     Damaged,
+    Progress,
     candidates,
     check_files,
     checksums,
@@ -64,17 +65,17 @@ from storage.manifest import (
     resume_source,
     saved_state,
     step_folders,
-    strangers,
+    unlisted_files,
     verify,
     write_manifest,
 )
-from storage.optimizer_numbers import Outside, copies_of, merged_numbers, sums_of
-from storage.provenance import changed_code, code_roots, git_state, in_short, local_code, with_later_imports
+from storage.optimizer_numbers import OptimizerNumbers, find_copies, merge_numbers, sum_copies
+from storage.provenance import changed_code, code_roots, git_state, local_code, summarize_code
 from support.config import Need, flag
 from support.files import json_bytes, matches, publish, read_json, write_file
 
-LEFTOVER = re.compile(r"step-\d+\.tmp-.*|trash-.*")  # what a process leaves that is killed while it saves or deletes
-# What flags need to have an effect: see support/config.py
+LEFTOVER = re.compile(r"step-\d+\.tmp-.*|trash-.*")  # folders left by a process killed while saving or deleting
+# Conditions without which a flag has no effect: see support/config.py
 INIT = Need("without --init_from", lambda c: c.init_from)
 LOADING = Need("without --init_from or a checkpoint in --out", lambda c: c.init_from or step_folders(c.out))
 SAVING = Need("with --load_only", lambda c: not c.load_only)
@@ -85,23 +86,22 @@ EXPORT = Need("without --export_hf", lambda c: c.export_hf)
 @dataclass(kw_only=True)
 class CheckpointConfig:
     init_from: str = ""  # start from this run folder's newest checkpoint, one step folder, or a Hugging Face folder
-    init_model_only: bool = flag(True, INIT)  # only its weights; else all: to go on, or, with other data or lr, a new phase
+    init_model_only: bool = flag(True, INIT)  # only the weights; else all: to go on, or, with other data or lr, a new phase
     load_step: int = -1  # continue from this step; newer ones are set aside as abandoned-N (-1 = the newest)
     exclude_from_loading: list[str] = flag([], LOADING)  # do not load: optimizer, or parameters (head,blocks.0.*)
     checkpoint_async: Literal["off", "thread", "process"] = flag("off", SAVING, EVER)  # who writes while training goes on
-    keep_latest_k: int = flag(10, SAVING)  # older checkpoints are deleted once a newer one is complete (0 = keep all)
-    checkpoint_first_step: bool = flag(False, SAVING, EVER)  # save after the first step too: shows at once that saving works
-    after_save: str = flag("", SAVING, EVER)  # command that rank 0 runs behind each checkpoint, {} = its folder; see cluster.md
+    keep_latest_k: int = flag(10, SAVING)  # number of newest checkpoints to keep; older ones are deleted (0 = keep all)
+    checkpoint_first_step: bool = flag(False, SAVING, EVER)  # save after the first step, too: tests saving at once
+    after_save: str = flag("", SAVING, EVER)  # command run by rank 0 after each checkpoint, {} = the folder; see cluster.md
     load_only: bool = False  # read checkpoints, never write one
-    last_save_model_only: bool = flag(False, SAVING, EVER)  # the last one has only weights: smaller, but it cannot be continued
+    last_save_model_only: bool = flag(False, SAVING, EVER)  # the last checkpoint has only weights: smaller, cannot be continued
     export_hf: str = ""  # new folder for the final weights in Hugging Face's format
-    export_dtype: Literal["float32", "bfloat16", "float16"] = flag("float32", EXPORT)  # of its weights; checkpoints never round
+    export_dtype: Literal["float32", "bfloat16", "float16"] = flag("float32", EXPORT)  # of the export; checkpoints never round
 
 
-# --- What a checkpoint holds ---
+# --- The contents of a checkpoint ---
 def loaded_later(cfg):
-    """A function that tells of a parameter's name whether Checkpoints.load will overwrite it: parallel.init_weights need not
-    draw that one."""
+    """A function: fqn -> whether Checkpoints.load will overwrite the parameter. parallel.init_weights need not draw those."""
     ours = resume_source(cfg.out, cfg)
     others = cfg.init_from if ours is None else ""  # a Hugging Face folder, whose files may lack multi-token prediction
     kept = [name.removeprefix("model.") for name in cfg.exclude_from_loading] + ["mtp"] * bool(others)
@@ -109,13 +109,13 @@ def loaded_later(cfg):
 
 
 def is_quantized(t: Tensor) -> bool:
-    """Whether t is a moment that torchao keeps in few bits. Its blocks and scales fit only the layout it was made in."""
+    """Whether t is an optimizer moment in torchao's few bits. Blocks and scales of the moment fit only the present layout."""
     return type(local_tensor(t)).__module__.startswith("torchao.")
 
 
-def dequantized(t: Tensor) -> Tensor:
-    """In fp32, which every layout and every kind of AdamW can load, and in CPU memory: where 8-bit moments just fit on a
-    GPU, those in fp32 would not. That rules out DTensor.from_local, which would move it to the GPU again."""
+def dequantize(t: Tensor) -> Tensor:
+    """t in fp32, so that every layout and every kind of AdamW can load the checkpoint, and in CPU memory: if 8-bit moments
+    just fit on a GPU, fp32 moments would not. DTensor.from_local would move the tensor back to the GPU."""
     if not is_quantized(t):
         return t
     local = local_tensor(t).dequantize().float().cpu()
@@ -123,19 +123,18 @@ def dequantized(t: Tensor) -> Tensor:
 
 
 def tokenizer_and_beside(file: str) -> dict[str, bytes]:
-    """{name: content} of a tokenizer.json and of what a Hugging Face folder has beside it, so that to_hf can write it again."""
+    """{name: content} of a tokenizer.json and of the Hugging Face files beside, so that to_hf can write all again."""
     return {"tokenizer.json": tokenizer_path(file).read_bytes()} | files_beside(file)
 
 
 class Checkpoints:
-    """Saves and loads one run. Build it last, when the weights exist and the optimizer holds them.
+    """Saves and loads one run. Build last, when the weights exist and the optimizer holds the parameters.
 
     modules: this rank's part of the model (several with interleaved pipeline stages), under the full model's fqns.
-    optimizer: one, or a list of several that share the parameters out. identity: {"model": ..., "data": ...,
-    "optimizer": ...}, which a continued run must not change. load_base: where only some parameters are trained, a function of
-    this class's process group that fills the others, which no checkpoint then holds, and returns what state.json says of them.
-    Makes a gloo group of its own when there is a process group: a background thread talks to its peers on it, and two threads
-    on one gloo group crash.
+    optimizer: one optimizer, or a list of several with disjoint parameters. identity: {"model": ..., "data": ...,
+    "optimizer": ...}; a continued run must not change these values. load_base: for LoRA: a function of this class's process
+    group, which fills the frozen weights and returns the entry "base" of state.json; no checkpoint holds frozen weights.
+    With several ranks the class makes a separate gloo group for the background thread: two threads on one gloo group crash.
     """
 
     def __init__(self, cfg: CheckpointConfig, out: str, *, modules: list[nn.Module], optimizer, identity: dict, config: dict,
@@ -144,8 +143,8 @@ class Checkpoints:
         self.tokenizer_file, self.load_base, self.base = tokenizer_file, load_base, None
         self.config, self.source = config, source
         self.optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
-        # Taken once, while FSDP holds them sharded: after an evaluation that leaves them gathered, module.parameters()
-        # would be the gathered copies, and not what the optimizer updates.
+        # Collected once, while FSDP holds the parameters sharded: after an evaluation module.parameters() may be gathered
+        # copies, not the shards updated by the optimizer.
         params = [item for m in modules for item in named_tensors(m).items() if isinstance(item[1], nn.Parameter)]
         self.params = dict(reversed(params))
         # A V-shaped pipeline has its first and last stage on one rank: with tied embeddings, two equal parameters of one name.
@@ -154,21 +153,21 @@ class Checkpoints:
         for optimizer in self.optimizers:
             held = [param for param_group in optimizer.param_groups for param in param_group["params"]]
             assert all(id(param) in known for param in held), "build the optimizer after fully_shard"
-            # No weight may change while it is copied. The optimizer waits by itself, so no loop has to remember it.
+            # No weight may change during a copy. The optimizer waits by itself, so no training loop has to.
             optimizer.register_step_pre_hook(lambda *_: self.wait_staged())
         group = new_gloo_group("checkpoint") if dist.is_initialized() else None
         self.group, self.rank, self.world_size = group, rank_in(group), dist.get_world_size(group) if group else 1
         self.gather, self.everywhere, self.on_rank_0 = (partial(f, group=group) for f in (gather, everywhere, on_rank_0))
-        # read now: later edits of a file are not what is running
-        self.code = with_later_imports(local_code()) if source and self.rank == 0 else {}
+        # read now: later edits of a file are not the running code
+        self.code = local_code() if source and self.rank == 0 else {}
         self.git = git_state(code_roots()[0], tuple(self.code)) if self.code else {}
-        self.made_from = in_short(self.git, self.code)  # for config.json
-        # Read now, so that what is wrong with these files is said before anything is trained.
+        self.made_from = summarize_code(self.git, self.code)  # for config.json
+        # Read now, so that errors in these files appear before training.
         reads = self.rank == 0 and tokenizer_file and not cfg.load_only
         self.tokenizer = self.everywhere(lambda: tokenizer_and_beside(tokenizer_file) if reads else {})
-        self.outside = Outside(self.optimizers, known)
+        self.numbers = OptimizerNumbers(self.optimizers, known)
         buffers = {fqn: t for m in modules for fqn, t in named_tensors(m).items() if not isinstance(t, nn.Parameter)}
-        self.copies = copies_of(self.params | buffers, self.gather)
+        self.copies = find_copies(self.params | buffers, self.gather)
         self.pool, self.stager, self.staged, self.flight = ThreadPoolExecutor(1), None, None, None
         self.after_save = None
         if cfg.after_save and self.rank == 0:
@@ -181,25 +180,25 @@ class Checkpoints:
                 shutil.rmtree(os.path.join(out, "checkpoints", name), ignore_errors=True)
 
     def save(self, step: int, state: dict, last=False, model_only=False) -> bool:
-        """Writes checkpoints/step-<step>; every rank calls it. state: JSON values, which load() will return.
+        """Writes checkpoints/step-<step>; every rank calls. state: JSON values, returned by a later load().
 
-        False: nothing was saved, one line has said why, and what was there before is untouched; the last save of a run
-        raises RuntimeError instead. With checkpoint_async it returns when the copy to CPU memory is under way.
+        False: nothing was saved, one line has said why, and older checkpoints are untouched; the last save of a run raises
+        RuntimeError instead. With checkpoint_async save() returns as soon as the copy to CPU memory has begun.
         """
         if self.cfg.load_only:
             return False
         self.finish_flight()
-        # Made into text now, because the loop may change `state` while the background thread writes.
+        # Turned into text now, because the loop may change `state` while the background thread writes.
         about = dict(step=step, model_only=model_only, identity=self.identity, state=state)
-        about |= merged_numbers(self.gather(self.everywhere(
-            lambda: (self.outside.changed() if not model_only else {}, sums_of(self.copies)))))
+        about |= merge_numbers(self.gather(self.everywhere(
+            lambda: (self.numbers.changed() if not model_only else {}, sum_copies(self.copies)))))
         about = json_bytes(about | ({"base": self.base} if self.base else {}))
-        if last or self.cfg.checkpoint_async == "off":  # the last has nothing to overlap with
+        if last or self.cfg.checkpoint_async == "off":  # the last save has nothing to overlap with
             saved = self.write(step, about, lambda: self.tensors(not model_only))
             if last and not saved:
                 raise RuntimeError(f"the last checkpoint, step {step}, could not be saved to {self.out}")
             return saved
-        if self.stager is not None and torch.__version__ < "2.13":  # there each one stages once
+        if self.stager is not None and torch.__version__ < "2.13":  # before 2.13 a stager works only once
             self.stager.close()
             self.stager = None
         if self.stager is None:
@@ -211,19 +210,19 @@ class Checkpoints:
             if key.startswith("model."):  # a buffer: the next forward may change it while the copy is under way
                 tensors[key] = tensors[key].clone()
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # the stager copies on a stream of its own, which does not wait for the optimizer's
+            torch.cuda.synchronize()  # the stager's own stream does not wait for the optimizer's
         self.staged = self.stager.stage(tensors)
         self.flight = self.pool.submit(self.write, step, about, self.staged.result, staged=True)
         return True
 
     def wait_staged(self):
-        """Returns when the weights may change; every optimizer calls it before it steps."""
+        """Returns when the weights may change; every optimizer calls this before a step."""
         if self.staged is not None:
-            wait([self.staged])  # an error in it is the save's to report
+            wait([self.staged])  # write() reports an error of the copy
             self.staged = None
 
     def close(self, export=False):
-        """Waits for the save in flight, and raises its error. export: then write --export_hf, if it is given."""
+        """Waits for the running save, and raises the save's error. export: then write --export_hf, if given."""
         self.finish_flight()
         self.pool.shutdown()
         if self.after_save:
@@ -242,12 +241,12 @@ class Checkpoints:
                 raise RuntimeError(f"--export_hf {self.cfg.export_hf}: {error}") from None
 
     def finish_flight(self):
-        """Waits for the save under way. There is at most one, so the background threads of all ranks save in the same order."""
+        """Waits for the running save. At most one runs, so the background threads of all ranks save in the same order."""
         self.wait_staged()
         flight, self.flight = self.flight, None
         if flight is not None and not flight.result() and self.process is not None:
             self.process.close()
-            self.process = self.stager = None  # on all ranks alike: they agreed on the result
+            self.process = self.stager = None  # the same on all ranks: all agreed on the result
             self.say("from now on a thread saves, for a writer process may have died")
 
     def write(self, step, about, get_tensors, staged=False) -> bool:
@@ -264,7 +263,7 @@ class Checkpoints:
             size = self.on_rank_0(lambda: self.commit(step, folder, about, listed))
         except Failed as error:
             if self.rank == 0 and folder:
-                shutil.rmtree(folder, ignore_errors=True)  # or it would fill the disk for all later saves
+                shutil.rmtree(folder, ignore_errors=True)  # or the leftovers would fill the disk
             newest = step_folders(self.out)[:1]
             self.say(f"step-{step} is NOT SAVED: {error}; the newest is {newest[0][1] if newest else 'none yet'}")
             return False
@@ -287,7 +286,7 @@ class Checkpoints:
         return folder
 
     def commit(self, step, folder, about, listed) -> int:
-        """Completes the folder and gives it its name (rank 0). Returns its size in bytes."""
+        """Completes the folder and renames it to step-<step> (rank 0). Returns the size in bytes."""
         for name, (size, _) in listed.items():  # by stat: listings are cached on network file systems
             if not os.path.isfile(os.path.join(folder, name)) or os.path.getsize(os.path.join(folder, name)) != size:
                 raise OSError(f"rank 0 does not see {name}: {self.out} must be on a file system that all machines share")
@@ -307,7 +306,7 @@ class Checkpoints:
         return sum(size for size, _ in files.values())
 
     def purge(self, step):
-        """Deletes all but the newest keep_latest_k, now that `step` is complete. What a kill leaves, the next start deletes."""
+        """Deletes all but the newest keep_latest_k, after `step` is complete. The next start deletes leftovers of a kill."""
         if self.rank == 0 and self.cfg.keep_latest_k:
             for n, path in [entry for entry in step_folders(self.out) if entry[0] < step][self.cfg.keep_latest_k - 1 :]:
                 if self.after_save and path in self.after_save.waiting:
@@ -322,8 +321,8 @@ class Checkpoints:
     def load(self) -> dict | None:
         """Continues the run, or starts it from --init_from: weights and optimizer state in place, on every rank.
 
-        Returns the state that save() was given; None when this run starts at step 0. Raises ValueError, the same on all
-        ranks, before a tensor is touched.
+        Returns the state given to save(); None when this run starts at step 0. Raises ValueError, the same on all ranks,
+        before a tensor is touched.
         """
         start = self.on_rank_0(lambda: resume_source(self.out, self.cfg))
         excluded = [name.removeprefix("model.") for name in self.cfg.exclude_from_loading]
@@ -342,10 +341,10 @@ class Checkpoints:
         source, everything = start.folder, start.everything
         if self.cfg.init_from and source == self.out and not self.base:
             self.say(f"--init_from {self.cfg.init_from} is IGNORED: {self.out} has checkpoints of its own")
-        folder, manifest = self.choose(source, start.step)
-        # everything of another run, on other data or another schedule: a new phase, which begins at step 0
-        from storage.changes import check_continuable, phase_changes
+        folder, manifest = self.choose_checkpoint(source, start.step)
+        from storage.changes import check_continuable, model_changes, phase_changes
 
+        # a new phase: weights and optimizer state of another run, but other data or another schedule, from step 0
         phase = everything and source != self.out and self.on_rank_0(lambda: phase_changes(folder, self.identity, self.cfg))
         if everything and not phase:
             self.on_rank_0(lambda: check_continuable(folder, source, self.identity))
@@ -366,11 +365,9 @@ class Checkpoints:
                     local_tensor(t).copy_(local_tensor(tensors[key]).to(t.device))  # quantizes
         self.fill_twins()
         if with_optimizer:
-            self.outside.restore(read_json(folder, "state.json").get("optimizer", {}))
+            self.numbers.restore(read_json(folder, "state.json").get("optimizer", {}))
         what = "continuing from" if everything else "step 0, with the weights of"
         what = "step 0, with the weights and the optimizer state of" if phase else what
-        from storage.changes import model_changes
-
         differ = [] if everything else model_changes(folder, self.identity)
         changed = "".join(f"; {name} was {old}, is {new}" for name, old, new in differ)
         self.say(f"{what} {folder} (written by {manifest['world_size']} rank(s)){changed}")
@@ -378,9 +375,9 @@ class Checkpoints:
             self.say(f"code that has changed since step {manifest['step']} was written: {', '.join(files)}")
         return self.on_rank_0(lambda: saved_state(folder)) if everything and not phase else None
 
-    def choose(self, source, step) -> tuple[str, dict]:
-        """(folder, manifest) of the newest checkpoint that is good to the last bit: one decision for all ranks, each of
-        which reads its share of the files."""
+    def choose_checkpoint(self, source, step) -> tuple[str, dict]:
+        """(folder, manifest) of the newest undamaged checkpoint: one decision for all ranks; each rank checks a share of the
+        files."""
 
         def check(folder):
             manifest = self.on_rank_0(lambda: read_manifest(folder))
@@ -389,28 +386,20 @@ class Checkpoints:
 
         paths = self.on_rank_0(lambda: candidates(source, step))
         folder, manifest = newest_good(source, paths, check, self.say)
-        if names := self.on_rank_0(lambda: strangers(folder, manifest)):
+        if names := self.on_rank_0(lambda: unlisted_files(folder, manifest)):
             self.say(f"{folder} has files that are not its own, and nobody reads: {', '.join(names[:3])}")
         if source == self.out and not self.cfg.load_only:
-            # Only now: while no good one is found, all must stay where they are, so that the next start refuses, too.
+            # Rename only after a good checkpoint was found; otherwise the next start would silently begin at step 0.
             damaged = paths[: paths.index(folder)]
             self.on_rank_0(lambda: [self.set_aside(path, "damaged" if path in damaged else "abandoned")
                                     for newer, path in step_folders(source) if newer > manifest["step"]])
         return folder, manifest
 
     def check_share(self, folder, manifest):
-        """Reads this rank's share of the files: sorted by size, every world_size-th."""
+        """Checks this rank's share of the files: sorted by size, every world_size-th."""
         names = sorted(manifest["files"], key=lambda name: manifest["files"][name])[self.rank :: self.world_size]
-        done, total, said = 0, sum(manifest["files"][name][0] for name in names), time.perf_counter()
-
-        def progress(n_bytes):
-            nonlocal done, said
-            done += n_bytes
-            if time.perf_counter() - said > 5:
-                said = time.perf_counter()
-                self.say(f"verifying {folder}: {done / total:.0%} of {total / 1e9:.1f} GB per rank")
-
-        check_files(folder, manifest, names, progress)
+        n_bytes = sum(manifest["files"][name][0] for name in names)
+        check_files(folder, manifest, names, Progress(f"verifying {folder}", n_bytes, self.say))
 
     def check_excluded(self, patterns):
         known = {fqn for part in self.gather([fqn for m in self.modules for fqn in named_tensors(m)]) for fqn in part}
@@ -421,56 +410,53 @@ class Checkpoints:
                 raise ValueError(f"--exclude_from_loading {pattern}: no such parameter{hint}")
 
     def create_optimizer_state(self, fqns: set[str]):
-        """Lets torch create the state of these parameters, by a step with zero gradients and lr 0 that changes no weight.
+        """Lets torch create the state of these parameters: a step with zero gradients and lr 0 changes no weight.
 
-        The others keep none: they are excluded, or never had a gradient.
+        Parameters outside of `fqns` get no state: excluded, or never had a gradient.
         """
         for fqn, param in [*self.params.items(), *self.twins.items()]:
             param.grad = torch.zeros_like(param) if fqn in fqns else None
         for optimizer in self.optimizers:
             lrs = [group["lr"] for group in optimizer.param_groups]
-            for group, lr in zip(optimizer.param_groups, lrs):
-                group["lr"] = torch.zeros_like(lr) if isinstance(lr, Tensor) else 0.0
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] * 0  # a float, or a tensor
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             for group, lr in zip(optimizer.param_groups, lrs):
                 group["lr"] = lr
 
     def fill_twins(self):
-        """Weights and optimizer state of twins become those of the parameters whose names they have."""
+        """Copies weights and optimizer state from each parameter to the twin of the same name."""
         for fqn, twin in self.twins.items():
             twin.detach().copy_(self.params[fqn].detach())
             for name, t in self.state_of(twin).items():
                 t.copy_(self.state_of(self.params[fqn])[name])
 
     def check_fit(self, tensors, there, folder, same_dtype):
-        """Raises ValueError that lists the keys which are missing, unknown, or of another shape or dtype. DCP itself would
-        ignore unknown keys, cast dtypes, and find a wrong shape after it has overwritten half of the model."""
-        found = self.gather([
-            {key: "" for key in tensors if key not in there},
-            {key: f" {tuple(there[key].size)}, here {tuple(t.shape)}" for key, t in tensors.items()
-             if key in there and there[key].size != t.shape},
-            {key: f" {there[key].properties.dtype}, here {t.dtype}" for key, t in tensors.items()
-             if same_dtype and key.startswith("model.") and key in there and there[key].properties.dtype != t.dtype},
-            {key: "" for key in there if key not in tensors},
-        ])
-        problems = []
-        for what, parts in zip(("missing", "shape", "dtype", "unknown"), zip(*found)):
-            keys = {key: text for part in parts for key, text in part.items()}
-            if what == "unknown":  # each pipeline stage lacks what the others have: unknown is what no rank has
-                keys = {key: "" for key in keys if all(key in part for part in parts)}
-            if keys:
-                some = ", ".join(f"{key}{text}" for key, text in list(keys.items())[:3])
-                problems.append(f"{what}: {some}" + (f" and {len(keys) - 3} more" if len(keys) > 3 else ""))
-        if problems:
-            fix = "; give the --param_dtype that it was trained with" if any(p.startswith("dtype") for p in problems) else ""
-            if any(p.startswith("missing: optimizer.") for p in problems):  # such as experts, which were AdamW's before
+        """Raises ValueError with all keys that are missing, unknown, or of another shape or dtype. DCP itself would ignore
+        unknown keys, cast dtypes, and find a wrong shape after half of the model is overwritten."""
+        wrong = {"missing": [], "shape": [], "dtype": []}
+        for key, t in tensors.items():
+            saved = there.get(key)
+            if saved is None:
+                wrong["missing"].append(key)
+            elif saved.size != t.shape:
+                wrong["shape"].append(f"{key} {tuple(saved.size)}, here {tuple(t.shape)}")
+            elif same_dtype and key.startswith("model.") and saved.properties.dtype != t.dtype:
+                wrong["dtype"].append(f"{key} {saved.properties.dtype}, here {t.dtype}")
+        ranks = self.gather((wrong, there.keys() - tensors.keys()))
+        found = {what: list(dict.fromkeys(text for of_rank, _ in ranks for text in of_rank[what])) for what in wrong}
+        # a pipeline stage lacks the other stages' keys: unknown means absent on all ranks
+        found["unknown"] = [key for key in there if all(key in absent for _, absent in ranks)]
+        if problems := [f"{what}: {some(texts)}" for what, texts in found.items() if texts]:
+            fix = "; give the --param_dtype that it was trained with" if found["dtype"] else ""
+            if any(key.startswith("optimizer.") for key in found["missing"]):  # such as experts, once AdamW's
                 fix += ("; the optimizer has another state for these parameters now: --exclude_from_loading optimizer starts "
                         "it anew, --out NEW another run")
             raise ValueError(f"{folder} does not fit this model: {'; '.join(problems)}{fix}".replace("torch.", ""))
 
     def tensors(self, with_optimizer) -> dict[str, Tensor]:
-        """The flat dict that DCP writes, and reads into in place (what is quantized, into a copy in fp32)."""
+        """The flat dict for DCP to write, or to read into in place (quantized moments as a copy in fp32)."""
         every = {fqn: tensor for module in self.modules for fqn, tensor in named_tensors(module).items()} | self.params
         if self.load_base:
             every = {fqn: tensor for fqn, tensor in every.items() if tensor.requires_grad}
@@ -481,14 +467,14 @@ class Checkpoints:
                     raise ValueError(f"optimizer state {name} of {fqn} is a {type(t).__name__}: make it a tensor")
                 if t.numel() > 1 and hasattr(param, "placements") and not hasattr(t, "placements"):
                     raise ValueError(f"optimizer state {name} of {fqn} is no DTensor: DCP would save one rank's only")
-                found[f"optimizer.{fqn}.{name}"] = dequantized(t.detach())
+                found[f"optimizer.{fqn}.{name}"] = dequantize(t.detach())
         return found
 
     def state_of(self, param) -> dict:
         return next((optimizer.state[param] for optimizer in self.optimizers if param in optimizer.state), {})
 
     def set_aside(self, path, why):
-        """Renames a step folder to damaged-N-x or abandoned-N-x: no start considers it again, and the user may delete it."""
+        """Renames a step folder to damaged-N-x or abandoned-N-x: later starts ignore the folder, and the user may delete it."""
         name = f"{why.split(':')[0]}-{os.path.basename(path).removeprefix('step-')}-{uuid.uuid4().hex[:4]}"
         target = os.path.join(os.path.dirname(path), name)
         os.rename(path, target)
@@ -503,7 +489,7 @@ class Checkpoints:
 
 
 def load_weights(modules: list[nn.Module], folder: str, exclude=()):
-    """Fills this rank's part of a model, sharded in any way, from a run, step or Hugging Face folder. Every rank calls it.
+    """Fills this rank's part of a model, sharded in any way, from a run, step or Hugging Face folder. Every rank calls.
     exclude: parameters to leave alone, as in --exclude_from_loading. Raises ValueError, the same on all ranks."""
     if not is_hf_folder(folder) and has_adapters(newest_readable(folder)):
         path, _, table = open_saved(folder)
@@ -517,13 +503,13 @@ def load_weights(modules: list[nn.Module], folder: str, exclude=()):
 
 
 def has_adapters(path: str) -> bool:
-    """Whether a step folder holds the adapters of a LoRA run, and not the weights of a whole model."""
+    """Whether a step folder holds the adapters of a LoRA run, not the weights of a whole model."""
     return "lora" in read_json(path, "state.json")["identity"]
 
 
 def fill_merged(modules: list[nn.Module], path: str, table):
-    """Fills a model, plain or this rank's part of it, from a step folder of a LoRA run: with the frozen weights, from
-    the folder that the step names, and with the adapters added to them. Raises ValueError."""
+    """Fills a model, plain or this rank's part, from a step folder of a LoRA run: loads the frozen weights from the folder
+    named in state.json, then adds the adapters. Raises ValueError."""
     from sft.adapters import add_adapters_of, base_of, check_base
 
     load_weights(modules, base_of(path))
@@ -533,7 +519,7 @@ def fill_merged(modules: list[nn.Module], path: str, table):
 
 # --- One process: a model to sample from ---
 def saved_model(path: str) -> tuple[type, object]:
-    """(class of the model, its config) of a step folder. Raises ValueError unless it is in models/ or forks/."""
+    """(model class, config) of a step folder. Raises ValueError unless the class is in models/ or forks/."""
     try:
         fields = dict(read_json(path, "state.json")["identity"]["model"])
         module, name = fields.pop("module"), fields.pop("class")
@@ -554,15 +540,15 @@ def saved_model(path: str) -> tuple[type, object]:
 def open_saved(folder: str) -> tuple[str, nn.Module, object]:
     """(path, model on meta, DCP's table) of a step folder, or of a run folder's newest good checkpoint. Raises ValueError.
 
-    The table of a LoRA run has its adapters and nothing else.
+    The table of a LoRA run has only the adapters.
     """
-    say = partial(print, "checkpoint:", file=sys.stderr, flush=True)  # stdout is for what one samples
+    say = partial(print, "checkpoint:", file=sys.stderr, flush=True)  # stdout is for sampled text
     path, manifest = newest_good(folder, candidates(folder), verify, say)
     Model, config = saved_model(path)
     code = {file: text for file, text in local_code().items() if file.startswith(("models" + os.sep, "forks" + os.sep))}
     if files := [file for file in changed_code(path, code) if not file.endswith("(new)")]:
         say(f"code that has changed since step {manifest['step']} was written: {', '.join(files)}")
-    with torch.device("meta"):  # memory only once, and in the wanted dtype
+    with torch.device("meta"):  # takes memory only once, and in the wanted dtype
         model = Model(config)
     table = read_table(path, manifest["files"])
     there = {key for key in table.state_dict_metadata if key.startswith("model.")}
@@ -580,7 +566,7 @@ def open_saved(folder: str) -> tuple[str, nn.Module, object]:
 def load_model(folder: str, device="cpu", dtype: torch.dtype | None = None) -> tuple[nn.Module, dict]:
     """(plain model on `device`, state) of a step folder, or of a run folder's newest good checkpoint. Raises ValueError.
 
-    Adapters are merged with the weights below them, which are read from where they were when the run began.
+    Adapters are merged with the base weights, read from the folder of the run's start.
     """
     path, model, table = open_saved(folder)
     for param in model.parameters():  # not the buffers: an expert's bias stays fp32
@@ -597,7 +583,7 @@ def load_model(folder: str, device="cpu", dtype: torch.dtype | None = None) -> t
 
 
 def __getattr__(name):
-    """checkpoint.load_hf and checkpoint.save_hf: their file is read by those who use it only."""
+    """checkpoint.load_hf and checkpoint.save_hf, imported only on use: a plain run does not need Hugging Face's files."""
     if name not in ("load_hf", "save_hf"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import storage.hf

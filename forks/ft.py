@@ -126,7 +126,7 @@ class ReplicaGroups:
     def hand_over(self) -> dict:
         """What a group that is behind gets from this rank: its part of weights and moments, and the cursor."""
         tensors = {key: local_tensor(tensor) for key, tensor in self.checkpoints.tensors(True).items()}
-        numbers = self.checkpoints.outside.changed()
+        numbers = self.checkpoints.numbers.changed()
         return {"tensors": tensors, "state": dict(self.state), "flags": self.flags, "numbers": numbers}
 
     def take_over(self, theirs: dict) -> None:
@@ -142,7 +142,7 @@ class ReplicaGroups:
         for key, tensor in ours.items():
             local_tensor(tensor).copy_(theirs["tensors"][key])
         self.checkpoints.fill_twins()
-        self.checkpoints.outside.restore(theirs["numbers"])
+        self.checkpoints.numbers.restore(theirs["numbers"])
         self.state.update(theirs["state"])
 
     def meet(self) -> None:

@@ -1,4 +1,4 @@
-"""--after_save: a command of the user's behind each checkpoint, such as a copy to a store that is no folder."""
+"""--after_save: runs a user's command after each checkpoint, such as a copy to an object store."""
 import shlex
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -11,12 +11,12 @@ def check_after_save(command: str) -> None:
 
 
 class AfterSave:
-    """Runs the command in a shell while training goes on, one checkpoint after the other. One that fails is told in one line,
-    and the run goes on: the checkpoint itself is complete."""
+    """Runs the command in a shell while training goes on, one checkpoint after the other. A failure prints one line and the
+    run goes on: the checkpoint itself is complete."""
 
     def __init__(self, command: str):
         self.command, self.pool = command, ThreadPoolExecutor(1)
-        self.waiting: set[str] = set()  # folders that the command still needs
+        self.waiting: set[str] = set()  # folders still needed by the command
 
     def __call__(self, folder: str) -> None:
         self.waiting.add(folder)
@@ -31,5 +31,5 @@ class AfterSave:
         self.waiting.discard(folder)
 
     def close(self) -> None:
-        """Waits for the commands that are under way."""
+        """Waits for all running commands."""
         self.pool.shutdown()

@@ -1,4 +1,4 @@
-"""Differences between a checkpoint and a start that would go on from it: model, data, flags, learning rate."""
+"""Compares a checkpoint with the run about to start from it: model, data, flags, learning rate."""
 import copy
 import math
 from dataclasses import asdict
@@ -7,47 +7,51 @@ from support.files import json_bytes, read_json
 
 
 def model_changes(path: str, identity: dict) -> list[tuple]:
-    """[(name, value there, value here)] of the fields that the model has in common with a checkpoint's, and that differ."""
+    """[(name, saved value, present value)] for the fields of both models whose values differ."""
     there = read_json(path, "state.json")["identity"]["model"]
     return [change for change in changes(there, identity["model"], "model") if "not set" not in change]
 
 
-def may_change(cfg) -> set[str]:
-    """Fields of the model that may differ from those of --init_from: a fork has its own class, longer texts need other
-    positions, and some fields only add or remove tensors."""
-    excluded = {"vocab_size", "n_layers", "tie_embeddings"} if set(cfg.exclude_from_loading) - {"optimizer"} else set()
-    return {"module", "class", "max_seq_len", "rope_theta", "rope_scaling", "mtp_depth"} | excluded
+def model_conflicts(path: str, identity: dict, cfg) -> list[tuple]:
+    """The changes of model_changes() not allowed with --init_from. Allowed are another class, as in a fork, other positions,
+    for longer texts, and fields that only add or remove tensors."""
+    allowed = {"module", "class", "max_seq_len", "rope_theta", "rope_scaling", "mtp_depth"}
+    if set(cfg.exclude_from_loading) - {"optimizer"}:
+        allowed |= {"vocab_size", "n_layers", "tie_embeddings"}
+    return [change for change in model_changes(path, identity) if change[0].split(".")[0] not in allowed]
 
 
-# Flags of the learning rate's schedule: with other ones, everything of another run begins a new phase.
+# Flags of the learning rate's schedule. If one changes, --no-init_model_only begins a new phase.
 SCHEDULE_FLAGS = ("steps", "schedule_steps", "lr", "min_lr_ratio", "warmup_steps", "decay_ratio", "decay_type")
 
 
 def phase_changes(path: str, identity: dict, cfg) -> list[tuple]:
-    """[(name, value there, value here)] of what makes a start with everything of another run's step folder a new phase, with
-    step, data and schedule from 0: other data, another schedule, other positions. Empty where nothing of that differs: then it
-    goes on where that run stopped. Raises ValueError for what may not change while weights and moments are kept."""
+    """[(name, saved value, present value)] for the changes that make --no-init_model_only a new phase.
+
+    A new phase keeps weights and moments; step, data and schedule begin at 0. Other data, another schedule or other positions
+    cause a new phase. Without such a change the list is empty, and training continues at the saved step. Raises ValueError
+    for changes that are impossible while weights and moments are kept.
+    """
     there, flags = read_json(path, "state.json")["identity"], read_json(path, "config.json")
     model, (old, new) = model_changes(path, identity), ({k: v for k, v in x.items() if k != "model"} for x in (there, identity))
     rest = [*changes(old, new)]
-    wrong = [c for c in model if c[0].split(".")[0] not in may_change(cfg)] + [c for c in rest if not c[0].startswith("data.")]
-    if wrong:
+    if wrong := model_conflicts(path, identity, cfg) + [c for c in rest if not c[0].startswith("data.")]:
         text = "; ".join(f"{name} is {new} but {cfg.init_from} was trained with {old}" for name, old, new in wrong)
         raise ValueError(f"{text}; leave out --no-init_model_only to take its weights without the optimizer state, or give the "
                          "old values")
     known = [name for name in SCHEDULE_FLAGS if name in flags and hasattr(cfg, name)]
     differ = model + rest + [c for name in known for c in changes(flags[name], getattr(cfg, name), name)]
     if differ:
-        check_continuable(path, cfg.init_from, there)  # that there is an optimizer state
+        check_continuable(path, cfg.init_from, there)  # there must be an optimizer state
     return differ
 
 
-def phase_line(path: str, differ: list[tuple], identity: dict, cfg) -> str:
-    """What the start of a new phase says. differ: of phase_changes; changed flags of other kinds are told, too."""
-    flags = [change for change in differing_flags(path, cfg) if change[0] != "model_args"]  # its fields are told one by one
+def describe_phase(path: str, differ: list[tuple], identity: dict, cfg) -> str:
+    """The line printed at the start of a new phase. differ: result of phase_changes(); other changed flags are printed, too."""
+    flags = [change for change in differing_flags(path, cfg) if change[0] != "model_args"]  # printed field by field
     told = [(name.removeprefix("data."), old, new) for name, old, new in differ] + flags
     text = ", ".join({name: f"{name} {old} -> {new}" for name, old, new in told}.values())
-    seed = next((name for name in ("data_seed", "seed") if name in identity["data"]), None)  # the latter is grpo.py's
+    seed = next((name for name in ("data_seed", "seed") if name in identity["data"]), None)  # "seed" in grpo.py
     again = (f"; the data are the same, and come in the same order again: --{seed} {identity['data'][seed] + 1} gives another"
              if seed and not any(name.startswith("data.") for name, _, _ in differ) else "")
     return (f"a new phase: weights and optimizer state of {path}, while step, data and schedule begin at 0; what differs: "
@@ -55,7 +59,7 @@ def phase_line(path: str, differ: list[tuple], identity: dict, cfg) -> str:
 
 
 def check_continuable(path: str, folder: str, identity: dict):
-    """Raises ValueError when the checkpoint is one of another model, data or optimizer, or lacks the optimizer state."""
+    """Raises ValueError when the checkpoint belongs to another model, data or optimizer, or lacks the optimizer state."""
     saved = read_json(path, "state.json")
     changed = list(changes(saved["identity"], identity))
     if changed:
@@ -72,13 +76,12 @@ def changes(old, new, name=""):
         for key in [*new, *(key for key in old if key not in new)]:
             inner = key if name in ("", "model") else f"{name}.{key}"  # n_layers, but data.seq_len
             yield from changes(old.get(key, "not set"), new.get(key, "not set"), inner)
-    elif json_bytes(old) != json_bytes(new):  # as JSON: a tuple is a list after it was saved
+    elif json_bytes(old) != json_bytes(new):  # as JSON: a saved tuple comes back as a list
         yield name, *(f"{value}" if len(f"{value}") <= 40 else f"{value}"[:16] + "..." for value in (old, new))
 
 
-# --- With which flags was it trained? ---
-# Flags that change no number of the training: they say where it runs and what is written and shown. Data and tokenizer are
-# compared by their contents.
+# --- Flags of the saved run ---
+# Flags without effect on the trained numbers: where to run, what to write and show. Data and tokenizer are compared by content.
 UNTOLD_FLAGS = set("""
     out device log_every checkpoint_every init_from init_model_only load_step exclude_from_loading checkpoint_async
     keep_latest_k checkpoint_first_step load_only last_save_model_only after_save export_hf export_dtype lora_from data
@@ -88,15 +91,15 @@ UNTOLD_FLAGS = set("""
 
 
 def differing_flags(path: str, cfg) -> list[tuple]:
-    """[(name, value there, value here)] of the flags that matter and are not those of a step folder."""
+    """[(name, saved value, present value)] for the flags that matter and differ from a step folder's."""
     old, new = read_json(path, "config.json"), asdict(cfg)
     told = [name for name in new if name in old and name not in UNTOLD_FLAGS]
     return [change for name in told for change in changes(old[name], new[name], name)]
 
 
-def changed_flags(path: str, cfg, lr_at=None) -> str:
-    """One line that names the flags of `cfg` which differ from those of a step folder, and what becomes of the learning rate.
-    Empty where nothing differs or no step is left to train."""
+def describe_flags(path: str, cfg, lr_at=None) -> str:
+    """One line with the flags of `cfg` that differ from a step folder's, and with the resulting learning rate. Empty when
+    nothing differs or no step is left to train."""
     step, old, new = read_json(path, "manifest.json")["step"], read_json(path, "config.json"), asdict(cfg)
     if step >= new.get("steps", math.inf):
         return ""

@@ -1,9 +1,9 @@
-"""Tensors to files and back, by torch's distributed checkpoint (DCP): every rank writes its shards, any layout reads them.
+"""Writes and reads tensors with torch's distributed checkpoint (DCP): every rank writes its shards, any layout reads them.
 
-Nothing is unpickled: a pickle can run any code. What DCP would pickle into a file .metadata is plain JSON here, tensors.json:
+Nothing is unpickled: a pickle can run any code. DCP would pickle its table of tensors into .metadata; we write tensors.json:
     {"files": ["__0_0.distcp", ...], "tensors": {"model.norm.weight": {"dtype": "float32", "shape": [64], "shards": [...]}}}
-A shard is [index of its file, first byte, bytes, *offset in the tensor, *shape], which is short on purpose: a model of 70
-billion parameters on 1,024 ranks has two million of them, in 77 MB.
+A shard is [index of its file, first byte, bytes, *offset in the tensor, *shape], short on purpose: a model of 70 billion
+parameters on 1,024 ranks has two million shards, in 77 MB.
 """
 import json
 import math
@@ -22,17 +22,17 @@ from support.files import read_json, write_file
 
 
 def import_dcp():
-    import torch.distributed.checkpoint as dcp  # here, so that only what saves or loads waits for it
+    import torch.distributed.checkpoint as dcp  # imported late: takes long, and only saving and loading need DCP
 
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process without a launcher is fine
     return dcp
 
 
 def write_tensors(tensors: dict[str, Tensor], folder: str, group, staged=False, process=None):
-    """Every rank of `group` calls it and writes its shards; what several ranks hold alike, one of them writes.
+    """Writes this rank's shards; every rank of `group` calls. A shard held by several ranks is written once.
 
-    staged: all tensors are in CPU memory already. process: this rank's writer process, which then does the writing; the
-    planning, with its collectives, stays here.
+    staged: all tensors are in CPU memory already. process: this rank's writer process, for the writing; the planning, with
+    its collectives, stays in the calling process.
     """
     dcp = import_dcp()
 
@@ -44,19 +44,20 @@ def write_tensors(tensors: dict[str, Tensor], folder: str, group, staged=False, 
             written.set_result(process.write(folder, plan, {item.index: planner.resolve_data(item) for item in plan.items}))
             return written
 
-        def finish(self, metadata, results):  # on rank 0; DCP's own would pickle the table into a file .metadata
+        def finish(self, metadata, results):  # on rank 0; DCP's version pickles the table into .metadata
             write_file(Path(folder, TABLE), table_bytes(metadata, results))
 
-    # With copy_ahead DCP asks for a CUDA stream, which in a background thread would be one of GPU 0 on every rank.
+    # With copy_ahead DCP asks for a CUDA stream; in a background thread every rank would get a stream of GPU 0.
     writer = Writer(folder, sync_files=False, per_thread_copy_ahead=0 if staged else 10_000_000)
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
     dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
 
 
 class WriterProcess:
-    """A process of its own that writes files, so that serialising does not take Python's lock from the training loop.
+    """Writes files in a separate process, so that serialising does not take Python's lock from the training loop.
 
-    It has no process group and outlives no parent: it ends when the pipe does. Tensors reach it through shared memory.
+    The process has no process group, and ends when the pipe is closed: no writer outlives the parent. Tensors arrive through
+    shared memory.
     """
 
     def __init__(self):
@@ -86,7 +87,7 @@ class WriterProcess:
 def serve_writes(pipe):
     """The main function of the writer process."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # launchers signal all processes; this one completes its save
+        signal.signal(number, signal.SIG_IGN)  # launchers signal all processes; the writer completes the save
     dcp = import_dcp()
     while True:
         try:
@@ -102,22 +103,22 @@ def serve_writes(pipe):
 
 
 def read_tensors(tensors: dict[str, Tensor], folder: str, table, group=None):
-    """Overwrites `tensors` (plain or DTensor, any layout) with what the folder holds under the same keys."""
+    """Overwrites `tensors` (plain or DTensor, any layout) with the folder's tensors of the same keys."""
     dcp = import_dcp()
 
     class Reader(dcp.FileSystemReader):
-        def read_metadata(self):  # DCP's own would unpickle a file .metadata, and a pickle can run any code
+        def read_metadata(self):  # DCP's version unpickles .metadata, and a pickle can run any code
             return table
 
     planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
     try:
         dcp.load(tensors, storage_reader=Reader(folder), planner=planner, process_group=group, no_dist=group is None)
-    except dcp.api.CheckpointException as error:  # a BaseException, which no `except Exception` stops
+    except dcp.api.CheckpointException as error:  # a BaseException: no `except Exception` stops the error
         raise ValueError(f"{folder}: {reason(error)}") from None
 
 
 def table_bytes(metadata, results) -> bytes:
-    """The content of tensors.json, from what DCP knows on rank 0 when all ranks have written."""
+    """The content of tensors.json, from DCP's metadata on rank 0 and the write results of all ranks."""
     where = {(written.index.fqn, written.index.offset): written.storage_data for part in results for written in part}
     files = {name: i for i, name in enumerate(sorted({info.relative_path for info in where.values()}))}
 
@@ -131,9 +132,9 @@ def table_bytes(metadata, results) -> bytes:
 
 
 def read_table(folder: str, files: dict[str, list]):
-    """tensors.json as DCP's Metadata. files: those of the manifest.
+    """tensors.json as DCP's Metadata. files: the manifest's.
 
-    Raises ValueError where it points outside of these files: a stranger's checkpoint can have right checksums, too.
+    Raises ValueError when a shard lies outside of the listed files: a stranger's checkpoint can have right checksums, too.
     """
     from torch.distributed.checkpoint import filesystem, metadata
 

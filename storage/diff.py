@@ -1,4 +1,4 @@
-"""python checkpoint.py diff: in what two step folders differ."""
+"""python checkpoint.py diff: compares two step folders."""
 import math
 
 import torch
@@ -35,7 +35,7 @@ def diff(a: str, b: str) -> int:
     states = [read_json(folder, "state.json")["state"] for folder in (a, b)]
     for name, old, new in changes(*states):
         print(f"state.json: {name} is {old} / {new}")
-    far = sorted(differ, key=lambda key: -relative.get(key, math.inf))  # what only one has, or has in another shape, first
+    far = sorted(differ, key=lambda key: -relative.get(key, math.inf))  # other shapes first
     print(f"{len(differ)} of {len(keys)} tensors differ" + (", most of all:" if differ else ""))
     print("".join(f"  {key}: {differ[key]}\n" for key in far[:5]), end="")
     return int(bool(differ))

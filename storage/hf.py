@@ -1,4 +1,4 @@
-"""Hugging Face's folders, both ways: load_hf, save_hf and the checks before them. checkpoint.py has the command line."""
+"""Reads and writes Hugging Face folders: load_hf, save_hf and the checks before. checkpoint.py has the command line."""
 import json
 import math
 import os
@@ -10,7 +10,6 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import fields
 from fnmatch import fnmatchcase
-from itertools import groupby
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -20,18 +19,18 @@ from torch import Tensor, nn
 from corpus.tokenizer import check_hf_tokenizer, files_beside, find_tokenizer, load_tokenizer, read_hf_json
 from distributed.agree import everywhere, gather, new_gloo_group, on_rank_0, rank_in, reason, some
 from distributed.layout import local_slice, local_tensor, named_tensors
+from storage.manifest import Progress
 from storage.mxfp4 import mxfp4_problem, read_mxfp4
 from storage.same_model import HF_MODELS, check_same_model, classes_of
 from support.config import spell, unwrap
-from support.files import SAFETENSORS_HEADER_LIMIT, check_local, hf_file, json_bytes, matches, publish, write_file
+from support.files import check_local, fsync, hf_file, json_bytes, matches, publish, write_file
 
 HF_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 FP8_BLOCK = 128  # fp8 weights have one scale per 128 x 128 block, in a tensor <name>_scale_inv (arXiv:2412.19437, sec. 3.3.2)
-PROGRESS_S = 5  # seconds between the lines in which a long import says how far it is
 
 
 def read_hf_config(folder: str, Config=None):
-    """The model config that config.json tells of: of class Config, or of the class for its model_type. Raises ValueError."""
+    """The model config of config.json. Config: the class; None: chosen by model_type. Raises ValueError."""
     found, path = read_hf_json(folder, "config.json"), os.path.join(folder, "config.json")
     if Config is None:
         kind = found.get("model_type")
@@ -40,17 +39,17 @@ def read_hf_config(folder: str, Config=None):
         Config = classes_of(kind)[1]
     try:
         config = Config.from_hf(found)
-    except Exception as error:  # whatever it is, a value in the file led there
+    except Exception as error:  # any error: a value in the file is the cause
         raise ValueError(f"{path}: {reason(error).removeprefix('config.json: ')}") from None
     for name, kind in get_type_hints(Config).items():
         value, (kind, optional) = getattr(config, name), unwrap(kind)
-        if not fits(value, kind) and not (optional and value is None):
+        if not has_type(value, kind) and not (optional and value is None):
             raise ValueError(f"{path}: {name} would be {str(value)[:40]!r}, not {getattr(kind, '__name__', kind)}")
     return config
 
 
-def fits(value, kind) -> bool:
-    """Whether a value from a file is what the annotation of its field says: strangers may have written anything."""
+def has_type(value, kind) -> bool:
+    """Whether a value from a file has the annotated type of the config's field: strangers may have written anything."""
     if kind is int:
         return type(value) is int and 0 <= value < 2**31
     if kind is dict:
@@ -61,12 +60,12 @@ def fits(value, kind) -> bool:
 
 
 def check_hf_config(model_config, folder: str):
-    """Raises ValueError with every field in which config.json tells of another model, and what to type instead."""
+    """Raises ValueError with every field of config.json that differs from the model's, and the flags to type instead."""
     theirs, module = read_hf_config(folder, type(model_config)), type(model_config).__module__
     flavors = sys.modules[module].FLAVORS
 
     def differing(config):
-        names = [f.name for f in fields(config) if f.name != "mtp_depth"]  # that may differ; load_hf says what it leaves out
+        names = [f.name for f in fields(config) if f.name != "mtp_depth"]  # may differ; load_hf prints the missing layers
         return {name: getattr(theirs, name) for name in names if getattr(config, name) != getattr(theirs, name)}
 
     if differ := differing(model_config):
@@ -81,22 +80,22 @@ def check_hf_config(model_config, folder: str):
 
 
 class InStack(NamedTuple):
-    """Where the matrix of one expert is in a file that has all experts of a layer in one tensor."""
+    """The place of one expert's matrix in a stack, a tensor with all experts of a layer."""
 
-    stack: str  # name of that tensor, (E, parts * rows, columns)
+    stack: str  # name of the stack, (E, parts * rows, columns)
     expert: int
-    part: int  # of an expert's rows: 0 the gate's, 1 the up projection's, where both are in one stack
+    part: int  # rows of an expert: 0 the gate's, 1 the up projection's, if one stack holds both
     parts: int
     n_experts: int
 
 
 class HFTensors:
-    """The tensors of a Hugging Face folder, by name. Files are mapped into memory: reading a slice reads only its bytes."""
+    """The tensors of a Hugging Face folder, by name. Files are mapped into memory: only the bytes of a slice are read."""
 
     def __init__(self, folder: str):
         self.folder, self.opened, index = folder, {}, "model.safetensors.index.json"
-        self.stacks: dict[str, InStack] = {}  # by the name that the expert's matrix has in published files
-        self.packed: set[str] = set()  # stacks of which the files have NAME_blocks and NAME_scales, in MXFP4
+        self.stacks: dict[str, InStack] = {}  # key: name of the expert's matrix in published files
+        self.packed: set[str] = set()  # stacks in MXFP4: the files have NAME_blocks and NAME_scales
         if os.path.lexists(os.path.join(folder, "model.safetensors")):
             self.where = dict.fromkeys(self.open("model.safetensors").keys(), "model.safetensors")
             return
@@ -115,21 +114,17 @@ class HFTensors:
 
             real = hf_file(self.folder, file)
             try:
-                with open(real, "rb") as f:
-                    size = int.from_bytes(f.read(8), "little")
-                if size > SAFETENSORS_HEADER_LIMIT:
-                    raise ValueError(f"a header of {size:,} bytes is absurd: {SAFETENSORS_HEADER_LIMIT:,} are the most")
-                self.opened[file] = safe_open(real, "pt")
-            except (ValueError, OSError, SafetensorError) as error:
+                self.opened[file] = safe_open(real, "pt")  # checks all sizes and offsets, and refuses absurd headers
+            except (OSError, SafetensorError) as error:
                 path = os.path.join(self.folder, file)
                 raise ValueError(f"{path} is no safetensors file that can be read: {reason(error)}") from None
         return self.opened[file]
 
     def unstack(self, names: list[str]):
-        """Makes files with all experts of a layer in two tensors look like published ones, with three matrices per expert.
+        """Finds the matrices of single experts in files with two stacks per layer.
 
-        The two are as transformers 5 has them in memory: gate_up_proj (E, 2F, D), the gate's rows first, and down_proj
-        (E, D, F). Read expert by expert, each rank still reads only its own. names: of all experts, for one of the matrices.
+        The stacks have transformers 5's layout in memory: gate_up_proj (E, 2F, D), the gate's rows first, and down_proj
+        (E, D, F). Each rank reads only the rank's own experts. names: one matrix of all experts, as in published files.
         """
         found = re.fullmatch(r"(.*\.experts)\.0\.(gate|up|down)_proj\.weight", names[0])
         if not found or any(name in self.where for name in names):
@@ -141,24 +136,22 @@ class HFTensors:
             self.stacks |= {name: InStack(stack, e, part, parts, len(names)) for e, name in enumerate(names)}
 
     def unpack(self, name: str):
-        """Makes a stack of experts in MXFP4 look like one in numbers."""
+        """Finds a stack of experts in MXFP4 under the name of an unpacked stack."""
         if name not in self.where and {f"{name}_blocks", f"{name}_scales"} <= self.where.keys():
             self.where[name] = self.where[f"{name}_blocks"]
             self.packed.add(name)
 
-    def handles(self, name: str) -> tuple:
-        return self.handle(f"{name}_blocks"), self.handle(f"{name}_scales")
 
     def handle(self, name: str):
-        """safetensors' handle of a tensor: its shape and dtype, and parts of it by indexing."""
+        """safetensors' handle of a tensor: gives shape, dtype, and slices by indexing."""
         if name not in (file := self.open(self.where[name])).keys():
             raise ValueError(f"{self.folder}: the index says that {name} is in {self.where[name]}, but it is not")
         return file.get_slice(name)
 
     def problem(self, name: str, shape: tuple) -> str:
-        """What is wrong with a tensor that should have this shape; '' if nothing is."""
+        """The error if the tensor is not of `shape` or not readable; else ''."""
         if name in self.packed:
-            return mxfp4_problem(name, shape, *self.handles(name))
+            return mxfp4_problem(name, shape, self.handle(f"{name}_blocks"), self.handle(f"{name}_scales"))
         if name in self.stacks:
             place = self.stacks[name]
             name, shape = place.stack, (place.n_experts, place.parts * shape[0], *shape[1:])
@@ -176,9 +169,9 @@ class HFTensors:
         return ""
 
     def read(self, name: str, offset: tuple, shape: tuple) -> Tensor:
-        """The part of a tensor that begins at `offset`: as in the file, or in fp32 where the file is quantised."""
+        """The part of a tensor at `offset`: in the file's dtype, or in fp32 if the file is quantised."""
         if name in self.packed:
-            return read_mxfp4(*self.handles(name), offset, shape)
+            return read_mxfp4(self.handle(f"{name}_blocks"), self.handle(f"{name}_scales"), offset, shape)
         if name in self.stacks:
             place, handle = self.stacks[name], self.handle(self.stacks[name].stack)
             first_row = place.part * (handle.get_shape()[1] // place.parts)
@@ -198,23 +191,23 @@ class HFTensors:
 
 
 def own_group(modules: list[nn.Module], group):
-    """`group`, or a new one of all ranks where the model is sharded; None where this process holds all of it."""
+    """`group`, or a new group of all ranks if the model is sharded; None if this process holds the whole model."""
     sharded = any(hasattr(t, "placements") for module in modules for t in named_tensors(module).values())
     return new_gloo_group("hugging face") if group is None and sharded else group
 
 
 # --- Import: names to tensors, each rank its slices ---
 class Match(NamedTuple):
-    """How the names in the files and the model's fit together."""
+    """The names in the files compared with the model's."""
 
-    skipped: set[str]  # fqns that are not loaded: excluded, or absent
-    absent: list[str]  # fqns that the files lack, and may
-    extra: list[str]  # names that the model lacks, and may
-    twin: str | None  # name of a head that the files hold although it is the embedding
+    skipped: set[str]  # fqns not to load: excluded, or absent
+    absent: list[str]  # optional fqns missing in the files
+    extra: list[str]  # optional names missing in the model
+    twin: str | None  # name of a head in the files of a model that ties head and embedding
 
 
 def match_names(module: nn.Module, source: HFTensors, exclude) -> Match:
-    """Raises ValueError with the names that the files lack, or that the model does not know."""
+    """Raises ValueError with the names missing in the files or unknown to the model."""
     names = {fqn: [name] if isinstance(name, str) else name for fqn, name in module.hf_keys().items()}
     for group in names.values():
         source.unstack(group)
@@ -227,10 +220,10 @@ def match_names(module: nn.Module, source: HFTensors, exclude) -> Match:
         return any(fnmatchcase(name, pattern) for pattern in optional)
 
     mtp = [fqn for fqn, group in names.items() if may_differ(group[0])]
-    absent = [] if any(name in source.where for fqn in mtp for name in names[fqn]) else mtp  # a part of it is an error below
+    absent = [] if any(name in source.where for fqn in mtp for name in names[fqn]) else mtp  # a part is an error below
     skipped = {fqn for fqn in names if matches(list(exclude), f"model.{fqn}")} | set(absent)
     missing = [name for fqn, group in names.items() if fqn not in skipped for name in group if name not in source.where]
-    # A scale belongs to its weight; and files of 2023 hold tables of rotary frequencies, which are computed here.
+    # A scale belongs to a weight; files of 2023 hold tables of rotary frequencies, not needed by our models.
     others = [name for name in source.where if name.removesuffix("_scale_inv") not in known
               and not name.endswith(".rotary_emb.inv_freq")]
     twin = "lm_head.weight" if module.config.tie_embeddings and "lm_head.weight" in others else None
@@ -242,7 +235,7 @@ def match_names(module: nn.Module, source: HFTensors, exclude) -> Match:
 
 
 def plan_reads(modules: list[nn.Module], source: HFTensors, exclude=()) -> tuple[list[tuple], Match]:
-    """([(name, where to begin, what to fill)] of this rank, how the names match). Raises ValueError; fills nothing yet."""
+    """([(name, offset, tensor to fill)] of this rank, names compared). Raises ValueError; fills nothing yet."""
     match, keys = match_names(modules[0], source, exclude), modules[0].hf_keys()
     reads, problems = [], []
     for fqn, tensor in [item for module in modules for item in named_tensors(module).items()]:
@@ -253,10 +246,10 @@ def plan_reads(modules: list[nn.Module], source: HFTensors, exclude=()) -> tuple
         if fqn in match.skipped or fqn not in keys:
             continue
         local, names, shape = local_tensor(tensor.detach()), keys[fqn], tuple(tensor.shape)
-        offset = local_slice(tensor)[1]  # where this rank's part begins in the whole
+        offset = local_slice(tensor)[1]  # start of this rank's part in the whole tensor
         if isinstance(names, str):
             new = [(names, offset, local)]
-        else:  # a stack of experts: only those that this rank holds
+        else:  # a stack of experts: only this rank's experts
             assert len(names) == shape[0], f"{fqn} is a stack of {shape[0]}, but hf_keys() gives {len(names)} names"
             new, shape = [(names[offset[0] + i], offset[1:], part) for i, part in enumerate(local)], shape[1:]
         problems += dict.fromkeys(filter(None, (source.problem(name, shape) for name, _, _ in new)))
@@ -272,10 +265,10 @@ def plan_reads(modules: list[nn.Module], source: HFTensors, exclude=()) -> tuple
 
 @torch.no_grad()
 def load_hf(model, folder: str, exclude=(), group=None) -> list[str]:
-    """Fills a model from a Hugging Face folder; sharded in any way, each rank reads its slice of each tensor and no more.
+    """Fills a model, sharded in any way, from a Hugging Face folder; each rank reads only the rank's slices.
 
     model: plain, or sharded by parallel.py, or the list of this rank's pipeline stages. exclude: parameters to leave alone,
-    as in --exclude_from_loading. Returns the fqns that the files lack and may (MTP layers): they keep their values.
+    as in --exclude_from_loading. Returns the optional fqns missing in the files (MTP layers): the parameters stay as they are.
     Raises ValueError, the same on all ranks, before a weight is touched.
     """
     modules = model if isinstance(model, list) else [model]
@@ -283,25 +276,24 @@ def load_hf(model, folder: str, exclude=(), group=None) -> list[str]:
     source = everywhere(lambda: HFTensors(folder), group)
     reads, match = everywhere(lambda: plan_reads(modules, source, exclude), group)
 
+    def say(text):
+        if rank_in(group) == 0:
+            print(text, flush=True)
+
     def fill():
-        done, total, said = 0, sum(local.numel() for *_, local in reads), time.perf_counter()
+        progress = Progress(f"checkpoint: reading {folder}", sum(local.nbytes for *_, local in reads), say)
         for name, offset, local in reads:
             local.copy_(source.read(name, offset, tuple(local.shape)))  # casts, after any dequantisation
-            done += local.numel()
-            if rank_in(group) == 0 and time.perf_counter() - said > PROGRESS_S:
-                said = time.perf_counter()
-                share = f"{done / max(total, 1):.0%} of {total / 1e9:.1f} G parameters per rank"
-                print(f"checkpoint: reading {folder}: {share}", flush=True)
+            progress(local.nbytes)
         for module in modules:
             for fqn, tensor in named_tensors(module).items():
                 if fqn not in module.hf_keys() and not matches(list(exclude), f"model.{fqn}"):
-                    tensor.zero_()  # the bias that balances our experts, where theirs have none: it begins at 0
+                    tensor.zero_()  # the balancing bias of experts, missing in some files, begins at 0
 
     everywhere(fill, group)
-    if rank_in(group) == 0:
-        for names, what in ((match.absent, "the files lack"), (match.extra, "the model lacks")):
-            if names:
-                print(f"checkpoint: {folder} is loaded without what {what}: {some(names)}", flush=True)
+    for names, what in ((match.absent, "the files lack"), (match.extra, "the model lacks")):
+        if names:
+            say(f"checkpoint: {folder} is loaded without what {what}: {some(names)}")
     return match.absent
 
 
@@ -311,18 +303,18 @@ def class_of(config) -> type[nn.Module]:
 
 
 def load_hf_model(folder: str, device="cpu", dtype: torch.dtype | None = None) -> tuple[nn.Module, str | None]:
-    """(plain model on `device`, its tokenizer.json or None). dtype None: that of the files, bfloat16 for fp8."""
+    """(plain model on `device`, path of tokenizer.json or None). dtype None: the files' dtype, bfloat16 for fp8."""
     config, source = read_hf_config(folder), HFTensors(folder)
     if config.n_layers > len(source.where):
         raise ValueError(f"{folder}/config.json: {config.n_layers} layers, but the files hold {len(source.where)} tensors")
     tokenizer_file = check_hf_tokenizer(folder, config.vocab_size)
-    mtp = f"model.layers.{config.n_layers}."  # many files come without it, with the config that it was trained with
+    mtp = f"model.layers.{config.n_layers}."  # many files lack these layers, but keep the config of training
     if getattr(config, "mtp_depth", 0) and not any(name.startswith(mtp) for name in source.where):
         config.mtp_depth = 0
         print(f"checkpoint: {folder} is loaded without multi-token prediction: the files lack {mtp}*", flush=True)
     with torch.device("meta"):
         model = class_of(config)(config)
-    reads, _ = plan_reads([model], source)  # raises if config.json claims more than is there, before memory is taken
+    reads, _ = plan_reads([model], source)  # raises before memory is taken, if config.json claims more than the files hold
     first = source.stacks[reads[0][0]].stack if reads[0][0] in source.stacks else reads[0][0]
     of_files = {name: kind for kind, name in HF_DTYPES.items()}.get(source.handle(first).get_dtype(), torch.bfloat16)
     for param in model.parameters():  # not the buffers: an expert's bias stays fp32
@@ -332,34 +324,30 @@ def load_hf_model(folder: str, device="cpu", dtype: torch.dtype | None = None) -
     return model, tokenizer_file
 
 
-# --- Export: each rank writes some of the files, one tensor at a time ---
+# --- Export: each rank writes some of the files ---
 class HFEntry(NamedTuple):
     """A tensor of a file to write."""
 
     fqn: str
     name: str
-    expert: int | None  # its place in the stack that the fqn is
-    shape: tuple[int, ...]
+    expert: int | None  # index in the stack `fqn`
     dtype: torch.dtype
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+    size: int  # bytes
 
 
 class HFFile(NamedTuple):
     """A file to write."""
 
-    ranks: list[int]  # that have its tensors, and gather them together
-    writer: int  # one of them
+    ranks: list[int]  # ranks with the tensors, which gather together
+    writer: int  # one of `ranks`
     entries: list[HFEntry]
 
 
 def plan_files(names: dict, everyone: list[dict], max_bytes: float) -> list[HFFile]:
-    """Which rank writes which tensors into which file. everyone: {fqn: (shape, dtype)} of every rank.
+    """Assigns the tensors to files and the files to ranks. everyone: {fqn: (shape, dtype)} of every rank.
 
-    Ranks with the same fqns, a pipeline stage, share their files out among themselves. What two stages have (a tied
-    embedding), the first one writes.
+    Ranks with the same fqns, a pipeline stage, share the stage's files. A tensor of two stages (a tied embedding) is
+    written by the first stage.
     """
     owner, files = {}, []
     for rank, kinds in enumerate(everyone):
@@ -368,50 +356,37 @@ def plan_files(names: dict, everyone: list[dict], max_bytes: float) -> list[HFFi
     if odd := sorted(owner.keys() ^ names.keys()):
         raise ValueError(f"hf_keys() and the model's parameters differ in {some(odd)}")
     for stage in dict.fromkeys(map(tuple, everyone)):
-        ranks, cut = [rank for rank, kinds in enumerate(everyone) if tuple(kinds) == stage], [[]]
+        ranks, cut, full = [rank for rank, kinds in enumerate(everyone) if tuple(kinds) == stage], [], 0
         for fqn in (fqn for fqn in stage if owner[fqn] == ranks[0]):
             (shape, dtype), name = everyone[ranks[0]][fqn], names[fqn]
-            stack = [] if isinstance(name, str) else [HFEntry(fqn, n, i, shape[1:], dtype) for i, n in enumerate(name)]
-            for entry in stack or [HFEntry(fqn, name, None, shape, dtype)]:
-                if cut[-1] and sum(e.size for e in cut[-1]) + entry.size > max_bytes:
+            experts = [(None, name)] if isinstance(name, str) else list(enumerate(name))
+            size = math.prod(shape) // len(experts) * dtype.itemsize
+            for expert, name in experts:
+                if not cut or full + size > max_bytes:
                     cut.append([])
-                cut[-1].append(entry)
-        n = min(len(cut), len(ranks))  # writers, far apart: those of one machine share its disk or its network card
-        for i, entries in enumerate(cut):  # wide dtypes first: then every number begins at a multiple of its size
-            files.append(HFFile(ranks, ranks[i % n * len(ranks) // n], sorted(entries, key=lambda e: -e.dtype.itemsize)))
+                    full = 0
+                cut[-1].append(HFEntry(fqn, name, expert, dtype, size))
+                full += size
+        n = min(len(cut), len(ranks))  # writers, far apart: one machine has one disk and network card
+        files += [HFFile(ranks, ranks[i % n * len(ranks) // n], entries) for i, entries in enumerate(cut)]
     return files
 
 
-def in_turn(files: list[tuple]):
-    """Yields (path, writer, parts, i): part i of some files in turn, so that their writers' disks are busy side by side."""
-    n = len({writer for _, writer, _ in files})
-    for wave in (files[first : first + n] for first in range(0, len(files), n)):
-        for i in range(max(len(parts) for _, _, parts in wave)):
-            yield from ((path, writer, parts, i) for path, writer, parts in wave if i < len(parts))
+def write_safetensors(path: str, entries: list[HFEntry], tensors: dict[str, Tensor]):
+    """Writes a file of these entries. tensors: {fqn: whole tensor, or stack of experts}, in CPU memory."""
+    from safetensors.torch import save_file
 
-
-def write_part(path: str, parts: list[list[HFEntry]], i: int, tensor: Tensor):
-    """Appends the tensors of part i, all of them from `tensor`, to a safetensors file; before the first, its header."""
-    with open(path, "ab") as file:
-        if i == 0:
-            header, end = {"__metadata__": {"format": "pt"}}, 0  # without it older versions of transformers refuse the file
-            for e in (e for part in parts for e in part):
-                header[e.name] = {"dtype": HF_DTYPES[e.dtype], "shape": e.shape, "data_offsets": [end, end := end + e.size]}
-            text = json.dumps(header, separators=(",", ":")).encode()
-            text += b" " * (-len(text) % 8)
-            file.write(len(text).to_bytes(8, "little") + text)
-        for e in parts[i]:
-            whole = tensor if e.expert is None else tensor[e.expert]
-            if e.dtype == torch.float16 and not whole.isfinite().all():
-                raise ValueError(f"{e.fqn} has numbers beyond float16's 65504; export it as bfloat16")
-            file.write(whole.contiguous().view(-1).view(torch.uint8).numpy())
-        if i == len(parts) - 1:
-            file.flush()
-            os.fsync(file.fileno())
+    found = {}
+    for e in entries:
+        found[e.name] = (tensors[e.fqn] if e.expert is None else tensors[e.fqn][e.expert]).contiguous()
+        if e.dtype == torch.float16 and not found[e.name].isfinite().all():
+            raise ValueError(f"{e.fqn} has numbers beyond float16's 65504; export it as bfloat16")
+    save_file(found, path, {"format": "pt"})  # older versions of transformers refuse files without metadata
+    fsync(path)
 
 
 def check_export(folder: str, Model=None, config=None):
-    """Raises ValueError when the folder has no name or is in use, or when others would open the export as another model."""
+    """Raises ValueError when the folder is unusable, or when transformers would open the export as another model."""
     if Model is not None:
         check_same_model(Model, config)
     if not folder:
@@ -428,10 +403,10 @@ def check_export(folder: str, Model=None, config=None):
 
 def write_hf(folder: str, config, names: dict, kinds: dict, whole, max_shard_gb: float, tokenizer_file=None, group=None,
              quiet=False):
-    """Writes a Hugging Face folder; every rank of `group` calls it. kinds: {fqn: (shape, dtype in the file)} of this rank.
+    """Writes a Hugging Face folder; every rank of `group` calls. kinds: {fqn: (shape, dtype in the file)} of this rank.
 
-    whole(fqn) gathers a tensor in that dtype on all ranks that have the fqn; all of these call it in the same order. A rank
-    writes in the background while the next tensor is gathered, so it holds two at a time.
+    whole(fqn) gathers a tensor in the file's dtype; all ranks with the fqn call in the same order. A rank writes a file in
+    the background while the next tensors are gathered, and so holds at most two files in CPU memory.
     """
     if not max_shard_gb > 0:
         raise ValueError(f"max_shard_gb {max_shard_gb} must be above 0")
@@ -442,35 +417,39 @@ def write_hf(folder: str, config, names: dict, kinds: dict, whole, max_shard_gb:
         files = everywhere(lambda: plan_files(names, everyone, max_shard_gb * 1e9), group)
         titles = [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
         files = dict(zip(titles if len(files) > 1 else ["model.safetensors"], files))
-        mine = [(os.path.join(temporary, title), f.writer, [list(part) for _, part in groupby(f.entries, key=lambda e: e.fqn)])
-                for title, f in files.items() if rank in f.ranks]
         with ThreadPoolExecutor(1) as pool:
-            for path, writer, parts, i in in_turn(mine):
-                tensor = whole(parts[i][0].fqn)
-                if writer == rank:
+            for title, file in files.items():
+                if rank not in file.ranks:
+                    continue
+                tensors = {}
+                for fqn in dict.fromkeys(e.fqn for e in file.entries):
+                    tensor = whole(fqn)
+                    if rank == file.writer:
+                        tensors[fqn] = tensor.cpu()
+                    del tensor  # before the next is gathered
+                if rank == file.writer:
                     wait(writing[-1:])
-                    writing.append(pool.submit(write_part, path, parts, i, tensor.cpu()))
-                del tensor
-        everywhere(lambda: [part.result() for part in writing], group)
+                    writing.append(pool.submit(write_safetensors, os.path.join(temporary, title), file.entries, tensors))
+        everywhere(lambda: [written.result() for written in writing], group)
         entries = {title: f.entries for title, f in files.items()}
         size = on_rank_0(lambda: commit_export(temporary, folder, config, entries, tokenizer_file), group)
     finally:
         if rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)  # what a failure leaves
+            shutil.rmtree(temporary, ignore_errors=True)  # leftovers of a failure
     if rank == 0 and not quiet:
         seconds = time.perf_counter() - began
         print(f"checkpoint: exported {folder} ({len(files)} files, {size / 1e6:.1f} MB in {seconds:.2f} s)", flush=True)
 
 
 def commit_export(temporary: str, folder: str, config, entries: dict[str, list[HFEntry]], tokenizer_file: str | None) -> int:
-    """Adds all that is not tensors and gives the folder its name (rank 0). Returns the bytes of its tensors."""
+    """Adds the other files and renames the folder (rank 0). Returns the bytes of all tensors."""
     if unseen := sorted(entries.keys() - set(os.listdir(temporary))):
         raise OSError(f"rank 0 does not see {some(unseen)}: {folder} must be on a file system that all machines share")
     flat = [(title, e) for title, found in entries.items() for e in found]
     dtypes, size = [str(e.dtype)[6:] for _, e in flat], sum(e.size for _, e in flat)
     extra, eot = tokenizer_files(tokenizer_file, config.max_seq_len) if tokenizer_file else ({}, None)
-    ends = dict(bos_token_id=None, eos_token_id=eot, pad_token_id=eot)  # transformers takes 1 and 2 for what is left out
-    sampling = json.loads(extra.get("generation_config.json", b"{}"))  # of the folder that the tokenizer came from
+    ends = dict(bos_token_id=None, eos_token_id=eot, pad_token_id=eot)  # a missing id would be 1 or 2 in transformers
+    sampling = json.loads(extra.get("generation_config.json", b"{}"))  # from the tokenizer's folder
     if isinstance(sampling.get("eos_token_id"), list):  # a chat model's answers end with one of several
         ends["eos_token_id"] = sampling["eos_token_id"]
     extra["config.json"] = json_bytes(config.to_hf() | ends | dict(torch_dtype=max(dtypes, key=dtypes.count)))
@@ -485,7 +464,7 @@ def commit_export(temporary: str, folder: str, config, entries: dict[str, list[H
 
 
 def tokenizer_files(file: str, max_seq_len: int) -> tuple[dict[str, bytes], int | None]:
-    """({name: content} of the tokenizer's files, the id that ends a text, None where no known name tells it)."""
+    """({name: content} of the tokenizer's files, id of the end-of-text token or None)."""
     try:
         eot = find_tokenizer(file)[1]
         end = {"eos_token": load_tokenizer(Path(file)).id_to_token(eot)}
@@ -497,7 +476,7 @@ def tokenizer_files(file: str, max_seq_len: int) -> tuple[dict[str, bytes], int 
 
 
 def file_kinds(tensors: dict[str, Tensor], module: nn.Module, dtype: torch.dtype) -> dict[str, tuple]:
-    """fqn -> (shape, dtype in the file): parameters in `dtype`, buffers in their own, those without a name in the files not."""
+    """fqn -> (shape, dtype in the file): parameters in `dtype`, buffers unchanged, buffers without an HF name left out."""
     kinds = {fqn: (tuple(t.shape), dtype if isinstance(t, nn.Parameter) else t.dtype) for fqn, t in tensors.items()}
     return {fqn: kind for fqn, kind in kinds.items() if fqn in module.hf_keys() or isinstance(tensors[fqn], nn.Parameter)}
 
@@ -510,17 +489,17 @@ def say_lost(folder: str, fqns: list[str]):
 @torch.no_grad()
 def save_hf(model, folder: str, dtype=torch.bfloat16, max_shard_gb=5.0, tokenizer_file: str | None = None, group=None,
             quiet=False):
-    """Writes a model as a Hugging Face folder that transformers opens: weights in `dtype`, and buffers as they are. A linear
-    that computes with more than its weight has a method merged(), as those of sft/lora.py: then this matrix is written.
+    """Writes a model as a Hugging Face folder for transformers: weights in `dtype`, buffers unchanged. If a linear layer has a
+    method merged(), as with LoRA (sft/lora.py), the merged matrix is written.
 
-    model: plain (call it on one rank), or sharded by parallel.py, or the list of this rank's pipeline stages (call it on all
-    ranks). Raises ValueError, the same on all ranks, and `folder` is then as it was.
+    model: plain (call on one rank), or sharded by parallel.py, or the list of this rank's pipeline stages (call on all
+    ranks). Raises ValueError, the same on all ranks, and then leaves `folder` unchanged.
     """
     modules, tensors, adapted, parts = model if isinstance(model, list) else [model], {}, {}, set()
     for module in modules:
         for part in module.modules():
             if hasattr(part, "reshard"):
-                part.reshard()  # FSDP may hold gathered weights from before the optimizer's last step; the shards are new
+                part.reshard()  # FSDP may still hold gathered weights older than the optimizer's last step
         for fqn, tensor in named_tensors(module).items():
             tensors.setdefault(fqn, tensor)
         for name, linear in module.named_modules():
@@ -529,7 +508,7 @@ def save_hf(model, folder: str, dtype=torch.bfloat16, max_shard_gb=5.0, tokenize
                 parts |= {f"{name}.{part}" for part, _ in linear.named_parameters() if "." in part}
     tensors = {fqn: tensor for fqn, tensor in tensors.items() if fqn not in parts}
     group, kinds = own_group(modules, group), file_kinds(tensors, modules[0], dtype)
-    Model = next(c for c in type(modules[0]).__mro__ if not c.__module__.startswith("torch."))  # FSDP adds a class of its own
+    Model = next(c for c in type(modules[0]).__mro__ if not c.__module__.startswith("torch."))  # FSDP adds a class
     on_rank_0(lambda: check_same_model(Model, modules[0].config), group)
     lost = gather([fqn for fqn, t in tensors.items() if fqn not in kinds and t.any()], group)
     if rank_in(group) == 0 and not quiet:

@@ -1,10 +1,11 @@
-"""Which step folders a run has, and whether they are whole: manifest.json lists the size and crc32 of every file in one.
+"""Finds the step folders of a run and checks them: manifest.json lists the size and crc32 of every file in a step folder.
 
-A disk that flips a bit in a tensor is noticed here; torch's distributed checkpoint loads it without an error.
+If a disk flips a bit in a tensor, the crc32 shows it; torch's distributed checkpoint loads the tensor without an error.
 """
 import hashlib
 import json
 import os
+import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,18 +15,19 @@ from distributed.agree import Failed
 from support.files import STEP_FOLDER, fsync, hub_hint, json_bytes, read_json, step_folders, write_file
 
 FORMAT_VERSION = 2
-TABLE = "tensors.json"  # which tensors there are, and where their shards are
-READ = (".json", ".jinja", ".py", ".distcp", ".safetensors", ".bin", ".model")  # what might be taken for a part of it
-ABOUT = ("state.json", "config.json")  # what a start reads of a step folder before its tensors
+TABLE = "tensors.json"  # names, dtypes and shapes of all tensors, and the places of all shards
+READ = (".json", ".jinja", ".py", ".distcp", ".safetensors", ".bin", ".model")  # an unlisted file of these kinds is refused
+ABOUT = ("state.json", "config.json")  # files of a step folder read at a start, before the tensors
+PROGRESS_S = 5  # seconds between the progress lines of a long check or import
 
 
 class Damaged(ValueError):
-    """A step folder is not as it was written; says which file and how."""
+    """A step folder has changed since the save. The message names the file and the change."""
 
 
 def is_hf_folder(folder: str) -> bool:
-    """Whether it holds weights as Hugging Face keeps them. Pickled ones (.bin) count, too: reading them gives the reason why
-    they are refused."""
+    """Whether the folder holds weights in Hugging Face's format. Pickled weights (.bin) count, too: a later reader refuses
+    them with the reason."""
     weights = [f"{stem}{end}" for stem in ("model.safetensors", "pytorch_model.bin") for end in ("", ".index.json")]
     ours, *theirs = (os.path.lexists(os.path.join(folder, name)) for name in ("manifest.json", *weights))
     return folder != "" and any(theirs) and not ours
@@ -37,17 +39,17 @@ def own_hash(manifest: dict) -> str:
 
 
 def write_manifest(folder: str, files: dict[str, list], **about):
-    """files: {name: [bytes, crc32]}, as checksums() returns it; about: what `checkpoint.py ls` shows."""
+    """files: {name: [bytes, crc32]}, from checksums(). about: values shown by `checkpoint.py ls`."""
     manifest = dict(format_version=FORMAT_VERSION, **about, files=files)
     write_file(Path(folder, "manifest.json"), json_bytes(manifest | {"sha256": own_hash(manifest)}))
 
 
 def read_manifest(folder: str) -> dict:
-    """The manifest of a step folder whose files are all there, in their sizes, and no others. Raises Damaged."""
+    """The manifest of a step folder. Raises Damaged if a file is missing, unlisted or of another size; reads no content."""
     try:
         raw = Path(folder, "manifest.json").read_bytes()
         manifest = json.loads(raw)
-        # Bytes are compared, not only values: some flipped bits change the text of a JSON file and nothing that it says.
+        # Compare bytes, not only values: some flipped bits change the text of a JSON file but no value.
         if raw != json_bytes(manifest) or manifest["sha256"] != own_hash(manifest):
             raise Damaged("manifest.json is not as it was written")
         if manifest["format_version"] != FORMAT_VERSION:
@@ -73,13 +75,13 @@ def read_manifest(folder: str) -> dict:
     return manifest
 
 
-def strangers(folder: str, manifest: dict) -> list[str]:
-    """Files that somebody has put into a step folder, and that nobody reads: a note, or what a network file system leaves."""
+def unlisted_files(folder: str, manifest: dict) -> list[str]:
+    """Unlisted files in a step folder, read by nobody: a user's note, or leftovers of a network file system."""
     return sorted(set(os.listdir(folder)) - {*manifest["files"], "manifest.json"})
 
 
 def saved_state(path: str) -> dict:
-    """What save() was given. Raises ValueError where it is no place in a run."""
+    """The `state` given to save(). Raises ValueError unless step, samples and tokens are numbers of a real run."""
     state = read_json(path, "state.json")["state"]
     numbers = [state.get(name, 0) for name in ("step", "samples", "tokens")] if isinstance(state, dict) else [-1]
     if not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
@@ -87,10 +89,23 @@ def saved_state(path: str) -> dict:
     return state
 
 
-def checksums(folder: str, names: list[str], progress=lambda n_bytes: None, sync=False) -> dict[str, list]:
-    """{name: [bytes, crc32 in hex]}, four files at a time: zlib lets go of Python's lock while it works.
+class Progress:
+    """Prints every few seconds how much of a long work is done. Call with the bytes of each finished part."""
 
-    sync: also make their contents durable; the disk and the processor work side by side.
+    def __init__(self, text: str, n_bytes: int, say):
+        self.text, self.n_bytes, self.say, self.done, self.said = text, n_bytes, say, 0, time.perf_counter()
+
+    def __call__(self, n_bytes: int):
+        self.done += n_bytes
+        if time.perf_counter() - self.said > PROGRESS_S:
+            self.said = time.perf_counter()
+            self.say(f"{self.text}: {self.done / self.n_bytes:.0%} of {self.n_bytes / 1e9:.1f} GB per rank")
+
+
+def checksums(folder: str, names: list[str], progress=lambda n_bytes: None, sync=False) -> dict[str, list]:
+    """{name: [bytes, crc32 in hex]}, four files at a time: zlib works without Python's lock.
+
+    sync: also make the contents durable; the disk and the processor work side by side.
     """
 
     def checksum(name):
@@ -104,12 +119,12 @@ def checksums(folder: str, names: list[str], progress=lambda n_bytes: None, sync
     with ThreadPoolExecutor(4) as pool, ThreadPoolExecutor(4) as disk:
         synced = disk.map(fsync, [os.path.join(folder, name) for name in names] if sync else [])
         found = dict(zip(names, pool.map(checksum, names)))
-        list(synced)  # raises what went wrong there
+        list(synced)  # raises the errors of fsync
     return found
 
 
 def check_files(folder: str, manifest: dict, names: list[str], progress=lambda n_bytes: None):
-    """Reads these files of a step folder; raises Damaged where a single bit is not as written."""
+    """Reads the files `names` of a step folder. Raises Damaged if a single bit has changed."""
     try:
         found = checksums(folder, names, progress)
     except OSError as error:
@@ -120,7 +135,7 @@ def check_files(folder: str, manifest: dict, names: list[str], progress=lambda n
 
 
 def verify(folder: str) -> dict:
-    """The manifest of a step folder in which every byte of every file is as written. Raises Damaged."""
+    """The manifest of a step folder, after a check of every byte of every file. Raises Damaged."""
     manifest = read_manifest(folder)
     check_files(folder, manifest, [*manifest["files"]])
     return manifest
@@ -128,7 +143,7 @@ def verify(folder: str) -> dict:
 
 # --- The best step folder of a run ---
 def candidates(folder: str, step: int = -1) -> list[str]:
-    """The step folders to try, best first: all of a run folder, or that of `step`; or the step folder that `folder` is."""
+    """The step folders to try, newest first: all of a run folder, or only `step`; or `folder` itself, if a step folder."""
     if os.path.isfile(os.path.join(folder, "manifest.json")):
         return [folder]
     found = dict(step_folders(folder))
@@ -140,22 +155,19 @@ def candidates(folder: str, step: int = -1) -> list[str]:
     return [found[step]] if step >= 0 else list(found.values())
 
 
-def restarted() -> bool:
-    """torchrun or Slurm started this job again: same command line, but it must go on from its newest checkpoint."""
-    return any(os.environ.get(name, "0") != "0" for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
-
 
 class Source(NamedTuple):
-    """What a run starts from, where that is a checkpoint of ours."""
+    """A checkpoint of ours to start from."""
 
     folder: str  # a run folder or a step folder
     step: int  # -1: the newest
-    everything: bool  # also the optimizer state, the step and the data cursor; else only the weights
+    everything: bool  # load optimizer state, step and data cursor, too; else only the weights
 
 
 def resume_source(out: str, cfg) -> Source | None:
-    """The run folder `out` itself, once it has checkpoints; else --init_from. None: no checkpoint of ours."""
-    step = -1 if restarted() else cfg.load_step
+    """The run folder `out`, if checkpoints exist there; else --init_from. None: no checkpoint of ours."""
+    counts = (os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    step = -1 if any(count != "0" for count in counts) else cfg.load_step  # after a restart: the newest, not the flag's
     if step >= 0 or step_folders(out):
         return Source(out, step, True)
     if cfg.init_from and not is_hf_folder(cfg.init_from):
@@ -163,10 +175,10 @@ def resume_source(out: str, cfg) -> Source | None:
     return None
 
 
-def newest_good(folder: str, paths: list[str], check, say=lambda text: None) -> tuple[str, dict]:
-    """(path, manifest) of the first of these step folders of `folder` that check(path) returns a manifest for.
+def newest_good(folder: str, paths: list[str], check, say) -> tuple[str, dict]:
+    """(path, manifest) of the first undamaged step folder in `paths`. check(path) returns the manifest or raises Damaged.
 
-    Raises ValueError where all are damaged: to begin again at step 0 would overwrite what may still be rescued.
+    Raises ValueError if all are damaged: a run that began again at step 0 would overwrite files that can still be rescued.
     """
     damaged = {}
     for path in paths:
@@ -180,10 +192,10 @@ def newest_good(folder: str, paths: list[str], check, say=lambda text: None) -> 
                      "over them: use --out NEW or another --load_step, or move them away")
 
 
-def newest_readable(folder: str, step: int = -1, names=()) -> str:
-    """The newest checkpoint whose small files (those of `names`, or all but the tensors) are as written. Raises ValueError.
+def newest_readable(folder: str, step: int = -1, names=(), say=lambda text: None) -> str:
+    """The newest checkpoint with undamaged small files (`names`, or all but the tensors). Raises ValueError.
 
-    Every rank of a start calls it, several times, so it reads what is needed and no more: a tokenizer has megabytes.
+    At a start every rank calls this several times, so only the needed files are read: a tokenizer has megabytes.
     """
 
     def check(path):
@@ -192,4 +204,4 @@ def newest_readable(folder: str, step: int = -1, names=()) -> str:
                                      (name in names if names else not name.startswith((TABLE, "__")))])
         return manifest
 
-    return newest_good(folder, candidates(folder, step), check)[0]
+    return newest_good(folder, candidates(folder, step), check, say)[0]

@@ -1,10 +1,10 @@
-"""Weights in MXFP4, as gpt-oss publishes its experts: 4 bits per number, and 8 for a power of two that 32 numbers share (OCP
-Microscaling Formats, version 1.0, section 5)."""
+"""Reads weights in MXFP4, the format of gpt-oss's experts: 4 bits per number, and 8 bits for a power of two shared by 32
+numbers (OCP Microscaling Formats, version 1.0, section 5)."""
 import torch
 from torch import Tensor
 
-BLOCK = 32  # numbers that share a scale
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # what three bits mean; the fourth is the sign
+BLOCK = 32  # numbers per scale
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # values of the lower three bits; the fourth bit is the sign
 
 
 def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
@@ -14,7 +14,7 @@ def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def mxfp4_problem(name: str, shape: tuple, blocks, scales) -> str:
-    """What is wrong with two handles for a stack of this shape, (E, in, out); '' if nothing is."""
+    """The error if blocks and scales do not fit a stack of `shape`, (E, in, out); else ''."""
     E, n_in, n_out = shape
     want = (E, n_out, n_in // BLOCK, BLOCK // 2)
     found = tuple(blocks.get_shape()), tuple(scales.get_shape()), blocks.get_dtype(), scales.get_dtype()
@@ -24,9 +24,9 @@ def mxfp4_problem(name: str, shape: tuple, blocks, scales) -> str:
 
 
 def read_mxfp4(blocks, scales, offset: tuple, shape: tuple) -> Tensor:
-    """The part of a stack (E, in, out) that begins at `offset`, in fp32, from two handles. The files have (E, out, in)."""
+    """The part of a stack (E, in, out) at `offset`, in fp32. blocks, scales: safetensors handles of (E, out, in / 32, ...)."""
     experts, columns = (slice(offset[i], offset[i] + shape[i]) for i in (0, 2))
-    first, last = offset[1] // BLOCK, -(-(offset[1] + shape[1]) // BLOCK)  # blocks that hold these rows
+    first, last = offset[1] // BLOCK, -(-(offset[1] + shape[1]) // BLOCK)  # blocks with the wanted rows
     whole = from_mxfp4(blocks[experts, columns, first:last], scales[experts, columns, first:last])
     begin = offset[1] - first * BLOCK
     return whole[:, :, begin : begin + shape[1]].transpose(1, 2)

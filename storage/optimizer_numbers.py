@@ -1,8 +1,7 @@
-"""What an optimizer keeps outside of the state of its parameters: numbers in its groups, such as a count of steps, and
-attributes.
+"""Saves an optimizer's changing numbers outside of the parameters' state: values in param_groups, and attributes.
 
-torch's optimizers have none that changes. Others have (a step per group in apex, timm and Prodigy; k, weight_sum and lr_max in
-schedule-free ones), and a run that is continued needs it as much as the moments.
+torch's optimizers have none. Others do (a step count per group in apex, timm and Prodigy; k, weight_sum and lr_max in
+schedule-free optimizers), and a continued run needs these numbers as much as the moments.
 """
 import copy
 import json
@@ -16,14 +15,14 @@ from torch.utils._pytree import tree_leaves
 from distributed.checks import bits_sum
 from distributed.layout import local_slice
 
-# What is set anew at every step, and what torch's own optimizers keep
+# Keys of a group set again at every step, and all keys of torch's optimizers
 SET_ANEW = {"params", "lr", "initial_lr", "lr_share", "found_inf", "grad_scale"}
 TORCHS = SET_ANEW | set(vars(torch.optim.AdamW([torch.zeros(1)], fused=True)))
 
 
-def contents(optimizer) -> list[dict]:
-    """[attributes, first group, second group, ...], without what is not for a checkpoint to keep. A learning rate that set_lr
-    does not set is the optimizer's own."""
+def collect_values(optimizer) -> list[dict]:
+    """[attributes, first group, second group, ...], without values that need no checkpoint. A learning rate not set by
+    set_lr belongs to the optimizer and stays in."""
     functions = (FunctionType, MethodType, partial)
     groups = [(group, SET_ANEW - (set() if "lr_share" in group else {"lr"})) for group in optimizer.param_groups]
     return [{name: x for name, x in vars(optimizer).items() if name not in TORCHS and not isinstance(x, functions)},
@@ -31,15 +30,15 @@ def contents(optimizer) -> list[dict]:
 
 
 def snapshot(value, above=()) -> list:
-    """Equal for two values between which nothing has changed. Of tensors with many numbers it only tells whether it has.
-    above: the objects that hold the value, none of which is looked into again."""
+    """A list for comparison: equal snapshots mean an unchanged value. Of a tensor with many numbers only the version counts.
+    above: objects around the value, not searched again."""
     found = []
     for x in tree_leaves(value):
         if isinstance(x, torch.Generator):
             found.append(hash(x.get_state().numpy().tobytes()))
         elif hasattr(x, "__dict__") and not isinstance(x, Tensor | type) and x not in above:
-            # an inner optimizer: its state is the outer one's, or changed() refuses it
-            found.append(snapshot(contents(x) if isinstance(x, torch.optim.Optimizer) else vars(x), (*above, x)))
+            # an inner optimizer: shares the outer optimizer's state, or changed() refuses
+            found.append(snapshot(collect_values(x) if isinstance(x, torch.optim.Optimizer) else vars(x), (*above, x)))
         else:
             found.append((id(x), x._version) if isinstance(x, Tensor) and x.numel() != 1 else as_number(x))
     return found
@@ -49,19 +48,19 @@ def as_number(x):
     return x.item() if isinstance(x, Tensor) and x.numel() == 1 else x
 
 
-class Outside:
-    """names: {id(parameter): fqn}. Build it before the first step: what is then as it was is not saved, for flags set it."""
+class OptimizerNumbers:
+    """names: {id(parameter): fqn}. Build before the first step: values unchanged since then come from flags; none is saved."""
 
     def __init__(self, optimizers, names: dict[int, str]):
         self.optimizers, self.names = optimizers, names
-        self.held = [contents(optimizer) for optimizer in optimizers]  # keeps tensors alive, so that no other gets their id
+        self.held = [collect_values(optimizer) for optimizer in optimizers]  # keeps tensors alive: a freed id could be reused
         self.first = [[{k: snapshot(v) for k, v in part.items()} for part in parts] for parts in self.held]
-        self.values = [[{k: copy.deepcopy(as_number(v)) for k, v in part.items() if is_saved(v)} for part in parts]
+        self.values = [[{k: copy.deepcopy(as_number(v)) for k, v in part.items() if is_json(v)} for part in parts]
                        for parts in self.held]
 
     def changed(self) -> dict[str, list[dict]]:
-        """{fqn: [attributes of its optimizer, of its group]}, what has changed of them. By fqn, because a pipeline stage may
-        lack a group or an optimizer. Raises ValueError for what no checkpoint can keep."""
+        """{fqn: [changed attributes of the optimizer, changed values of the group]}. By fqn, because a pipeline stage may lack
+        a group or an optimizer. Raises ValueError for values that no checkpoint can keep."""
         found = {}
         for optimizer, first in zip(self.optimizers, self.first, strict=True):
             parts, kind = [], type(optimizer).__name__
@@ -75,10 +74,10 @@ class Outside:
                 if isinstance(inner, torch.optim.Optimizer) and inner.state and inner.state is not optimizer.state:
                     raise ValueError(f"{kind} keeps {name}, a {type(inner).__name__} with a state of its "
                                      "own, which no checkpoint would hold: share it, self.state = inner.state")
-            for part, before in zip(contents(optimizer), first, strict=True):
+            for part, before in zip(collect_values(optimizer), first, strict=True):
                 new = {k: v for k, v in part.items() if snapshot(v) != before.get(k)}
                 for name, value in new.items():
-                    if not is_saved(value):
+                    if not is_json(value):
                         raise ValueError(f"{kind} keeps {name}, a {type(value).__name__}, outside of "
                                          "self.state[p], where no checkpoint can split it over ranks: keep tensors in "
                                          "self.state[p], each shaped like p or of one number")
@@ -89,7 +88,7 @@ class Outside:
         return found
 
     def restore(self, saved: dict[str, list[dict]]) -> None:
-        """What changed() gave, on this rank's groups; all else as it was at first: creating the state has taken a step."""
+        """Restores changed()'s result on this rank's groups, and first values elsewhere: creating the state took a step."""
         for optimizer, values in zip(self.optimizers, self.values, strict=True):
             groups = [next((saved[n] for p in g["params"] if (n := self.names[id(p)]) in saved), [{}, {}])
                       for g in optimizer.param_groups]
@@ -103,7 +102,7 @@ class Outside:
                         target[name] = copy.deepcopy(value)
 
 
-def is_saved(value) -> bool:
+def is_json(value) -> bool:
     try:
         json.dumps(as_number(value))
     except TypeError:
@@ -111,21 +110,20 @@ def is_saved(value) -> bool:
     return True
 
 
-def copies_of(tensors: dict[str, Tensor], gather) -> dict[str, Tensor]:
-    """Of a rank's parameters and buffers the copies, which must stay equal: parameters in no block that several pipeline stages
-    have, and all buffers."""
+def find_copies(tensors: dict[str, Tensor], gather) -> dict[str, Tensor]:
+    """Tensors held by several ranks, which must stay equal: parameters of several pipeline stages, and all buffers."""
     mine = sorted(fqn for fqn, t in tensors.items() if isinstance(t, nn.Parameter) and not fqn.startswith("blocks."))
     others = [names for names in gather(mine) if names != mine]
     return {fqn: t for fqn, t in tensors.items() if not isinstance(t, nn.Parameter) or any(fqn in names for names in others)}
 
 
-def sums_of(copies: dict[str, Tensor]) -> dict[tuple, int]:
+def sum_copies(copies: dict[str, Tensor]) -> dict[tuple, int]:
     return {(fqn, local_slice(p)): bits_sum(p) for fqn, p in copies.items()}
 
 
-def merged_numbers(ranks: list[tuple[dict, dict]]) -> dict:
-    """What all ranks' Outside.changed() add to state.json. Raises ValueError where their sums_of() are not equal: of several
-    tensors of one name DCP saves any."""
+def merge_numbers(ranks: list[tuple[dict, dict]]) -> dict:
+    """The entry for state.json of changed() on all ranks. Raises ValueError when the copies of a tensor differ between ranks:
+    DCP would save any of them."""
     known, numbers = {}, {}
     for changed, sums in ranks:
         numbers |= changed

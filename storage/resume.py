@@ -1,6 +1,6 @@
-"""What a start does about --out and --init_from before anything is built: may it go on from there, and what has changed?
+"""Checks --out and --init_from at a start, before anything is built: may this run continue, and which flags have changed?
 
-Only small files are read here, and no process is connected yet, so what is wrong is said within a second.
+Only small files are read, before the processes connect, so that an error appears within a second.
 """
 import fcntl
 import os
@@ -18,11 +18,11 @@ from support.files import check_local, matches, read_json
 
 
 def claim_run(cfg, Model, model_config, data, lr_at=None, lora: dict | None = None) -> dict:
-    """May --out go on, --init_from be read, --export_hf be written, and does the data fit the model? Raises ValueError if not,
-    before anything is built. Locks --out, and returns what identifies the run: a continued one must not change it.
+    """Checks --out, --init_from, --export_hf and the data before anything is built, and locks --out. Raises ValueError.
+    Returns the run's identity: model, data and optimizer, which a continued run must not change.
 
-    cfg: of a recipe; data: of open_data; lr_at: the recipe's, to tell what changed flags do to the learning rate; lora: of a
-    LoRA run, what identifies its adapters.
+    cfg: a recipe's Config. data: result of open_data. lr_at: the recipe's, to show how changed flags move the learning rate.
+    lora: identity of a LoRA run's adapters.
     """
     if (ids := data.vocab_size) > model_config.vocab_size:
         raise ValueError(f"the tokenizer has {ids} ids, the model {model_config.vocab_size}; use --model_args vocab_size={ids}")
@@ -44,15 +44,15 @@ def claim_run(cfg, Model, model_config, data, lr_at=None, lora: dict | None = No
         check_export(cfg.export_hf, Model, model_config)
     seen = step_folders(cfg.out)
     lock_run(cfg.out)
-    if step_folders(cfg.out) != seen:  # only where another start made the folder after keep_batch had looked
+    if step_folders(cfg.out) != seen:  # another start made the folder after keep_batch had looked
         raise ValueError(f"{cfg.out} got a checkpoint from another process while this start waited for it; start again")
     return identity
 
 
 def check_run(out: str, identity: dict, cfg, lr_at=None):
-    """Raises ValueError when this run may not continue what is in `out`, or start from --init_from.
+    """Raises ValueError when this run may not continue the run in `out`, or start from --init_from.
 
-    When it may, rank 0 prints which flags have changed. lr_at: the recipe's, to say what they do to the learning rate.
+    Otherwise rank 0 prints the changed flags. lr_at: the recipe's, to show how changed flags move the learning rate.
     """
     if cfg.keep_latest_k < 0:
         raise ValueError(f"--keep_latest_k {cfg.keep_latest_k}: give a number of checkpoints, or 0 to keep all")
@@ -68,39 +68,40 @@ def check_run(out: str, identity: dict, cfg, lr_at=None):
 
         check_tokenizer(out, identity, cfg)
     if source := resume_source(out, cfg):
-        from storage.changes import changed_flags, check_continuable, may_change, model_changes, phase_changes, phase_line
+        from storage.changes import check_continuable, describe_flags, describe_phase, model_conflicts, phase_changes
 
         path = newest_readable(source.folder, source.step, ABOUT)
         if source.folder != out and "lora" in read_json(path, "state.json")["identity"]:
             raise ValueError(f"--init_from {source.folder} holds adapters only; merge them with the weights below them, python "
                              f"checkpoint.py to_hf {source.folder} OUT, and start from OUT")
+        text = ""
         if source.everything and source.folder != out and (differ := phase_changes(path, identity, cfg)):
-            if int(os.environ.get("RANK", 0)) == 0:
-                print(phase_line(path, differ, identity, cfg), flush=True)
+            text = describe_phase(path, differ, identity, cfg)
         elif source.everything:
             check_continuable(path, source.folder, identity)
-            if int(os.environ.get("RANK", 0)) == 0 and (text := changed_flags(path, cfg, lr_at)):
-                print(text, flush=True)
-        elif wrong := [change for change in model_changes(path, identity) if change[0].split(".")[0] not in may_change(cfg)]:
+            text = describe_flags(path, cfg, lr_at)
+        elif wrong := model_conflicts(path, identity, cfg):
             text = "; ".join(f"{name} is {old} there, {new} here" for name, old, new in wrong)
             raise ValueError(f"--init_from {source.folder} is of another model: {text}; give the model of the checkpoint")
+        if text and int(os.environ.get("RANK", 0)) == 0:
+            print(text, flush=True)
 
 
-HELD = set()  # folders that this process has locked
-# What the ranks of one start have in common, and those of two starts do not
+HELD = set()  # folders locked by this process
+# Environment variables with one value in all ranks of a start, and another value in the next start
 JOB = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_RESTART_COUNT")
 
 
 def wait_for_run(out: str):
-    """What is in `out` may change until the process that writes there has ended: every rank waits for that before it looks.
-    Where there is no <out>/.lock, nobody has written yet, and nothing is made before the flags are known to be right. Raises
-    ValueError for an address that is no folder."""
+    """Waits on every rank until no other process writes to `out`: the newest checkpoint may change until then. Without
+    <out>/.lock nobody has written yet; the folder is made only after all flags are checked. Raises ValueError for an address
+    of a store."""
     check_local(out, "--out")
     lock, rank, job = os.path.join(out, ".lock"), int(os.environ.get("RANK", 0)), job_name()
     if rank == 0 and os.path.exists(lock):
         lock_run(out)
     deadline = time.monotonic() + 35
-    while rank > 0 and os.path.exists(lock) and time.monotonic() < deadline:  # rank 0 says what is wrong if it does not end
+    while rank > 0 and os.path.exists(lock) and time.monotonic() < deadline:  # after a timeout rank 0 reports the error
         with suppress(OSError), open(lock, errors="replace") as file:
             if file.read().endswith(job):
                 return
@@ -112,7 +113,7 @@ def job_name() -> str:
 
 
 def lock_run(out: str):
-    """Rank 0 holds <out>/.lock until its process ends, however it ends: two jobs never write into one run folder.
+    """Rank 0 holds <out>/.lock until the process ends, even by a kill: two jobs never write into one run folder.
 
     Waits up to 30 s, because workers of a killed launcher take some seconds to notice; then ValueError names the pid.
     """
@@ -137,7 +138,7 @@ def lock_run(out: str):
         except OSError as error:  # a file system without locks, or without room for the pid
             print(f"checkpoint: {out}/.lock: {error.strerror}; see that no second job writes there", flush=True)
             with suppress(OSError):
-                sign_lock(descriptor, out)  # the other ranks wait for that
+                sign_lock(descriptor, out)  # the other ranks wait for the signature
             return
 
 
@@ -160,9 +161,8 @@ def list_warnings(cfg, done: int) -> str:
 
 
 # --- The batch of a continued run ---
-def continued(cfg) -> str | None:
-    """The step folder whose weights and optimizer state a start with these flags trains on; None where it has none, or has
-    done its last step."""
+def continued_folder(cfg) -> str | None:
+    """The step folder that these flags continue, with weights and optimizer state; None for a new or a finished run."""
     source = resume_source(cfg.out, cfg)
     path = newest_readable(source.folder, source.step, ABOUT) if source and source.everything else None
     to_do = path and (source.folder != cfg.out or read_json(path, "manifest.json")["step"] < cfg.steps)
@@ -173,17 +173,17 @@ def keep_batch(cfg):
     """Returns cfg with a number in place of --global_batch_size -1: the continued run's, or in a new run local_batch_size x
     data ranks.
 
-    A batch that comes from a checkpoint or a config.json is kept on any number of processes. Where local_batch_size does not
-    divide it, the largest smaller one that does is taken, and rank 0 says so: that only changes how much runs at once.
-    Raises ValueError where no local_batch_size divides it. Waits until no other process writes into --out.
+    A global batch from a checkpoint or a config.json is kept on any number of processes. If local_batch_size does not divide
+    the batch, the largest smaller divisor replaces local_batch_size, and rank 0 prints a line: the result of training is the
+    same. Raises ValueError if no local_batch_size divides the batch. Waits until no other process writes to --out.
     """
     wait_for_run(cfg.out)
     processes, others = int(os.environ.get("WORLD_SIZE", 1)), cfg.pp * cfg.cp * cfg.tp
     if min(cfg.pp, cfg.cp, cfg.tp, cfg.local_batch_size) < 1 or processes % others:
-        return cfg  # check_layout says what is wrong
+        return cfg  # check_layout reports the error
     data_ranks, source = processes // others, "--config" if "global_batch_size" in FROM_FILE else ""
     if cfg.global_batch_size == -1:
-        path = continued(cfg)
+        path = continued_folder(cfg)
         kept = read_json(path, "config.json").get("global_batch_size") if path else None
         source, cfg = path if kept else "", replace(cfg, global_batch_size=kept or cfg.local_batch_size * data_ranks)
     share, size = cfg.global_batch_size // data_ranks, cfg.pp_microbatch_size if cfg.pp > 1 else 1
@@ -204,10 +204,11 @@ def keep_batch(cfg):
 
 # --- The tokenizer of --init_from ---
 def source_tokenizer(cfg) -> str:
-    """The folder of the tokenizer.json that the weights of --init_from were trained with: the default for text. "" where the
-    flags name a tokenizer, or where there is none to follow.
+    """The folder with the tokenizer.json of --init_from, the default for text. "" if the flags name a tokenizer, or if no
+    text is tokenized.
 
-    A run that has checkpoints of its own takes it from those: the folder that it began with may be gone. Raises ValueError.
+    A run with checkpoints takes the tokenizer from the newest checkpoint: the --init_from folder may be gone by now. Raises
+    ValueError.
     """
     is_text = not all(is_shards(part.path) for part in mixture_of(cfg.data))
     if not cfg.init_from or cfg.tokenizer or not is_text or has_new_ids(cfg):
@@ -222,5 +223,5 @@ def source_tokenizer(cfg) -> str:
 
 
 def has_new_ids(cfg) -> bool:
-    """Whether the embedding starts at random: no id has a meaning yet, so any tokenizer will do."""
+    """Whether the embedding starts at random: then no id has a meaning yet, and any tokenizer will do."""
     return matches([name.removeprefix("model.") for name in cfg.exclude_from_loading], "model.tok_embeddings.weight")

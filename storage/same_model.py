@@ -7,9 +7,9 @@ import hashlib
 import importlib
 from pathlib import Path
 
-# model_type of a config.json -> (file, class) of our model. All else that differs between models is in their own files:
+# model_type of a config.json -> (file, class) of our model. All other differences between models are in the models' files:
 # Config.from_hf and to_hf for config.json; hf_keys(), the table of fqn -> name in the files, or for a stack of experts (E, ...)
-# a list of E names; hf_optional(), where a model has it, lists patterns of names that files may lack or add (MTP).
+# a list of E names; hf_optional(), in some models, lists patterns of optional names (MTP).
 HF_MODELS = {
     "llama": ("models.llama3", "Llama3"),
     "qwen3": ("models.qwen3", "Qwen3"),

@@ -5,13 +5,12 @@ import re
 import shlex
 from pathlib import Path
 
-from storage.manifest import Damaged, candidates, check_files, newest_good, read_manifest
+from storage.manifest import newest_readable
 from support.files import check_local, read_json, write_file
 
 
 def check_code(path: str, code) -> None:
-    """Raises ValueError unless code.json holds sources under names that stay inside of any folder: anyone may have written
-    it."""
+    """Raises ValueError unless every name in code.json stays inside of the folder: strangers may have written code.json."""
     for name, text in code.items() if isinstance(code, dict) else [("", None)]:
         parts = name.split("/")
         inside = not {"", ".", ".."} & set(parts) and not set("\\:") & set(name) and name.isprintable()
@@ -20,19 +19,15 @@ def check_code(path: str, code) -> None:
 
 
 def write_sources(folder: str, out: str):
-    """`checkpoint.py source`: the recipe, the modules and the flags of a step folder, or of a run folder's newest, in a new
-    folder `out`. They are not run. Raises ValueError."""
+    """`checkpoint.py source`: writes the recipe, the modules and the flags of a step folder, or of a run folder's newest
+    checkpoint, to a new folder `out`. Runs nothing. Raises ValueError."""
     check_local(out, "to write to")
-    def check(path):
-        manifest = read_manifest(path)
-        if "code.json" not in manifest["files"]:
-            raise Damaged("it holds no sources, as one that was made of weights from elsewhere")
-        check_files(path, manifest, ["code.json", "recipe.py", "config.json"])
-        return manifest
-
     if os.path.lexists(out):
         raise ValueError(f"{out} is there already; give a new folder")
-    path, manifest = newest_good(folder, candidates(folder), check, print)
+    path = newest_readable(folder, names=("code.json", "recipe.py", "config.json", "provenance.json"), say=print)
+    manifest = read_json(path, "manifest.json")
+    if "code.json" not in manifest["files"]:
+        raise ValueError(f"{path} holds no sources: the weights come from elsewhere")
     code, recipe = read_json(path, "code.json"), Path(path, "recipe.py").read_text("utf-8")
     check_code(path, code)
     name = next((file for file, text in code.items() if text == recipe and "/" not in file), "recipe.py")
@@ -46,7 +41,7 @@ def write_sources(folder: str, out: str):
     state = read_json(path, "provenance.json") if "provenance.json" in manifest["files"] else {}
     known = isinstance(state, dict) and re.fullmatch("[0-9a-f]{40,64}", str(state.get("commit")))
     about = f", commit {state['commit'][:12]}" + " with changes" * (state.get("diff") != "") if known else ""
-    # Not inside of the new folder, for --data and other flags may name files relative to where the run was started
+    # The command is for the old working folder, because --data and other flags may name relative files
     recipe, config, runs = (shlex.quote(os.path.join(out, file)) for file in (name, "config.json", "runs/again"))
     n, repeat = manifest["world_size"], f"{recipe} --config {config} --out {runs}"
     start = f"torchrun --nproc_per_node {n} {repeat}" if n > 1 else f"python {repeat}"

@@ -1,8 +1,9 @@
-"""A small net with its optimizer, and checkpoints of it: for the tests of checkpoint.py and of what stands beside it."""
+"""A small net with an optimizer and checkpoints, for the tests of checkpoint.py and storage/."""
 import json
 from dataclasses import asdict
 from pathlib import Path
 
+import pytest
 import torch
 from layouts import config
 from torch import nn
@@ -32,7 +33,7 @@ class Net(nn.Module):
 
 
 def trained(seed=0, steps=2, optimizer="adamw", width=24):
-    """(net, optimizers) after some steps; seed 1 and no steps is what a fresh start would have."""
+    """(net, optimizers) after some steps; a fresh start has seed 1 and no steps."""
     net = Net(seed, width)
     matrices = [net.first.weight, net.last.weight] if optimizer == "muon" else []
     rest = [p for p in net.parameters() if not any(p is m for m in matrices)]
@@ -45,15 +46,17 @@ def trained(seed=0, steps=2, optimizer="adamw", width=24):
     return net, optimizers
 
 
-def of(net, optimizers, out, identity=IDENTITY, tokenizer_file=None, **flags):
-    cfg, rest = CheckpointConfig(**flags), dict(config={"tp": 2, "cp": 1}, source="print(1)\n", tokenizer_file=tokenizer_file)
-    return Checkpoints(cfg, str(out), modules=[net], optimizer=optimizers, identity=identity, **rest)
+def saver(model, optimizers, out, identity=IDENTITY, tokenizer_file=None, config=None, source="print(1)\n", **flags):
+    """The Checkpoints of a model, or of the list of a rank's stages."""
+    modules, config = model if isinstance(model, list) else [model], config or {"tp": 2, "cp": 1}
+    return Checkpoints(CheckpointConfig(**flags), str(out), modules=modules, optimizer=optimizers, identity=identity,
+                       config=config, source=source, tokenizer_file=tokenizer_file)
 
 
-def saved(out, *steps, **flags):
-    """A run with checkpoints at these steps; the weights are those of `trained(0, step)`."""
+def save_run(out, *steps, **flags):
+    """A run with checkpoints at these steps, with the weights of `trained(0, step)`."""
     for step in steps:
-        assert of(*trained(0, step), out, **flags).save(step, {"step": step, "samples": 8 * step})
+        assert saver(*trained(0, step), out, **flags).save(step, {"step": step, "samples": 8 * step})
     return out
 
 
@@ -80,14 +83,27 @@ def names(out):
     return sorted(p.name for p in (Path(out) / "checkpoints").iterdir())
 
 
+def set_manifest(folder, **changed):
+    about = json.loads(Path(folder, "manifest.json").read_bytes()) | changed
+    about["sha256"] = own_hash(about)
+    Path(folder, "manifest.json").write_bytes(json_bytes(about))
+
 
 def rewrite(folder, name, content):
-    """What an attacker does who can compute checksums, too."""
-    (Path(folder) / name).write_bytes(content)
-    about = json.loads((Path(folder) / "manifest.json").read_bytes())
-    about["files"] |= checksums(folder, [name])
-    about["sha256"] = own_hash(about)
-    (Path(folder) / "manifest.json").write_bytes(json_bytes(about))
+    """Replaces a file, or with None removes a file, and makes the checksums right, as an attacker can."""
+    Path(folder, name).unlink()
+    if content is not None:
+        Path(folder, name).write_bytes(content)
+    files = sorted(p.name for p in Path(folder).iterdir() if p.name != "manifest.json")
+    set_manifest(folder, files=checksums(folder, files))
+
+
+def refuses(words, function, *args, **flags) -> str:
+    """Checks that function(*args, **flags) raises a ValueError of one line with these words, and returns the line."""
+    with pytest.raises(ValueError, match=words) as error:
+        function(*args, **flags)
+    assert "\n" not in str(error.value)
+    return str(error.value)
 
 
 def flip(file, bit):

@@ -1,30 +1,29 @@
-"""Hugging Face, both ways, against storage/hf.py: transformers says what the files mean, and one process for every layout."""
+"""Tests storage/hf.py: transformers reads and writes the same files, and every layout does the same as one process."""
 import json
 import math
 import os
 import shutil
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-import transformers  # imports a model when it is first named: the workers of a pool do not wait for them
+import transformers  # imports each model on first use: a pool's workers need not wait
 from chats import bpe
 from layouts import build, config, full
 from pool import pool
 from safetensors.torch import load_file, save_file
+from saves import refuses, saver
 from tokenizers import processors
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 import generate
-from checkpoint import CheckpointConfig, Checkpoints, load_model, verify
+from checkpoint import load_model, verify
 from distributed.layout import local_tensor
 from models.llama3 import FLAVORS, Llama3, Llama3Config
 from sft.prompts import chat_prompts
-from storage import hf
+from storage import hf, manifest
 from storage.manifest import is_hf_folder
 from support.config import override_fields
 from tools import checkpoint_commands
@@ -49,7 +48,7 @@ VARIANTS = {
 
 
 def write_indexed(folder, tensors: dict):
-    """Each tensor in a file of its own, with an index."""
+    """Writes each tensor to a separate file, with an index."""
     Path(folder).mkdir(exist_ok=True)
     for i, (name, t) in enumerate(tensors.items()):
         save_file({name: t}, Path(folder, f"{i}.safetensors"))
@@ -59,7 +58,7 @@ def write_indexed(folder, tensors: dict):
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory):
-    """variant -> (transformers' model in fp32, the folder that it wrote)."""
+    """variant -> (transformers' model in fp32, folder written by transformers)."""
     made = {}
 
     def make(variant):
@@ -126,7 +125,7 @@ def test_our_files_give_them_our_logits_and_a_round_trip_is_bit_identical(theirs
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     assert type(back) is type(model)
     torch.testing.assert_close(back(tokens()).logits, ours(tokens()), atol=5e-5, rtol=0)
-    # its config.json, in the spelling of transformers 4, says the same to us and to transformers 5
+    # config.json, in the spelling of transformers 4, says the same to us and to transformers 5
     assert hf.read_hf_config(str(tmp_path / "out")) == ours.config
     same = {k: v for k, v in model.config.to_dict().items() if k not in ("dtype", "use_cache", "_name_or_path", "pad_token_id")}
     assert same.items() <= back.config.to_dict().items()
@@ -157,8 +156,7 @@ def test_bf16_and_float16_exports_round_once(theirs, tmp_path):
             assert torch.equal(tensors_of(tmp_path / str(dtype))[name], ours.get_parameter(fqn).to(dtype))
     with torch.no_grad():
         ours.blocks["1"].ffn.w1.weight[0, 0] = 7e4
-    with pytest.raises(ValueError, match="blocks.1.ffn.w1.weight has numbers beyond float16"):
-        hf.save_hf(ours, str(tmp_path / "out"), torch.float16)
+    refuses("blocks.1.ffn.w1.weight has numbers beyond float16", hf.save_hf, ours, str(tmp_path / "out"), torch.float16)
     assert sorted(os.listdir(tmp_path)) == ["torch.bfloat16", "torch.float16"]
 
 
@@ -166,17 +164,15 @@ def test_an_export_overwrites_nothing_and_a_failed_one_leaves_nothing(theirs, tm
     ours, _ = hf.load_hf_model(theirs("plain")[1])
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match="used is there already and not an empty folder"):
-        hf.save_hf(ours, str(tmp_path / "used"))
+    refuses("used is there already and not an empty folder", hf.save_hf, ours, str(tmp_path / "used"))
     (tmp_path / "empty").mkdir()
     hf.save_hf(ours, str(tmp_path / "empty"))
 
     def full_disk(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(hf, "write_part", full_disk)
-    with pytest.raises(ValueError, match="No space left"):
-        hf.save_hf(ours, str(tmp_path / "new"))
+    monkeypatch.setattr(hf, "write_safetensors", full_disk)
+    refuses("No space left", hf.save_hf, ours, str(tmp_path / "new"))
     assert sorted(os.listdir(tmp_path)) == ["empty", "used"] and os.listdir(tmp_path / "used") == ["notes.txt"]
 
 
@@ -197,7 +193,7 @@ LAYOUTS = [
 
 
 def import_and_export(flags, folder, out):
-    """On one rank of a layout: (whole weights, bytes read, bytes of its shards, peak of what was allocated)."""
+    """On one rank of a layout: (whole weights, bytes read, bytes of the rank's shards, peak of allocated memory)."""
     read, original = [], hf.HFTensors.read
 
     def counted(self, name, offset, shape):
@@ -229,9 +225,9 @@ def test_every_layout_reads_and_writes_what_one_process_does(theirs, tmp_path, n
     for weights, read, shards, peak in results:
         for fqn, weight in weights.items():
             assert torch.equal(weight, expected[fqn]), fqn
-        assert sum(size for _, size in read) == shards  # its slices, and nothing else
+        assert sum(size for _, size in read) == shards  # the rank's slices, and nothing else
         assert peak <= largest
-    if flags.get("ep"):  # a rank opens its experts only
+    if flags.get("ep"):  # a rank opens only the rank's experts
         groups = [{name for name, _ in read if ".experts." in name} for _, read, *_ in results]
         assert len(set.union(*groups)) == n * len(groups[0])
     assert_equal_files(theirs("moe")[1] if variant == "stacked" else folder, tmp_path / "out")
@@ -242,7 +238,7 @@ def test_every_layout_reads_and_writes_what_one_process_does(theirs, tmp_path, n
 
 
 def test_stacked_experts_are_the_same_experts(theirs, tmp_path):
-    """As transformers 5 has them in memory, where the names of published files hold one expert's matrix each."""
+    """transformers 5 has stacks in memory; published files have one tensor per expert and matrix."""
     model, folder = theirs("stacked")
     stacks = {name: t for name, t in tensors_of(folder).items() if name.endswith((".gate_up_proj", ".down_proj"))}
     assert len(stacks) == 2 * 4 and not any(".experts.0." in name for name in tensors_of(folder))
@@ -259,8 +255,7 @@ def test_stacked_experts_are_the_same_experts(theirs, tmp_path):
     ]:
         write_indexed(tmp_path, bf16 | changes)
         shutil.copy(Path(folder, "config.json"), tmp_path)
-        with pytest.raises(ValueError, match=message):
-            hf.load_hf_model(str(tmp_path))
+        refuses(message, hf.load_hf_model, str(tmp_path))
     write_indexed(tmp_path, bf16)
     assert {p.dtype for p in hf.load_hf_model(str(tmp_path))[0].parameters()} == {torch.bfloat16}
 
@@ -273,12 +268,12 @@ def memory_of_export(model_config, out):
 
 
 @pytest.mark.slow
-def test_no_rank_holds_more_than_few_tensors_of_an_export(tmp_path):
+def test_no_rank_holds_more_than_two_files_of_an_export(tmp_path):
     model_config = config(dim=512, n_layers=5, ffn_dim=3072, vocab_size=4096, head_dim=64)
     largest = 4 * 4096 * 512
     assert sum(4 * p.numel() for p in Llama3(model_config).parameters()) > 14 * largest
     for peak in pool(4).run(memory_of_export, model_config, str(tmp_path / "out")):
-        assert peak <= 4.5 * largest  # one is being written, one is gathered, for which torch takes up to three more
+        assert peak <= 2 * 0.02e9 + 2 * largest  # a file is written, another collected; gathering takes up to two tensors more
 
 
 def fail_to_import(flags, folder, out):
@@ -309,7 +304,7 @@ def test_what_one_rank_finds_all_ranks_raise_before_a_weight_is_touched(theirs, 
 
 
 class Toy(nn.Module):
-    """What Qwen3-MoE and DeepSeek need of the table, small: a stack of experts, a buffer, a layer that files may lack."""
+    """A small model with the table entries of Qwen3-MoE and DeepSeek: a stack of experts, a buffer, an optional layer."""
 
     def __init__(self, device="cpu"):
         super().__init__()
@@ -329,7 +324,7 @@ class Toy(nn.Module):
 
 
 def toy_files(folder, **changes):
-    """Files of a Toy, each tensor in its own, with an index."""
+    """Files of a Toy, one per tensor, with an index."""
     g = torch.Generator().manual_seed(2)
     found = {"model.proj.weight": torch.randn(300, 200, generator=g), "model.bias": torch.randn(8, generator=g),
              "model.layers.61.weight": torch.ones(3)}
@@ -350,34 +345,11 @@ def test_stacks_and_buffers(tmp_path, capsys):
     hf.save_hf(toy, str(tmp_path / "out"), torch.bfloat16, max_shard_gb=1e-7)
     written = tensors_of(tmp_path / "out")
     assert written.keys() == found.keys()
-    for name, t in found.items():  # a buffer keeps its dtype
+    for name, t in found.items():  # a buffer keeps the dtype
         assert torch.equal(written[name], t if name == "model.bias" else t.bfloat16())
     toy.ours_only += 1
     hf.save_hf(toy, str(tmp_path / "out2"))
     assert "has no place for ours_only" in capsys.readouterr().out
-
-
-def experts_of_a_rank(folder, out):
-    names, original = [], hf.HFTensors.read
-    toy, mesh = Toy(), init_device_mesh("cpu", (2,))
-    toy.experts = nn.Parameter(distribute_tensor(toy.experts.detach(), mesh, [Shard(0)]))
-    hf.HFTensors.read = lambda self, name, *rest: names.append(name) or original(self, name, *rest)
-    opened, original_open = set(), hf.HFTensors.open
-    hf.HFTensors.open = lambda self, file: opened.add(file) or original_open(self, file)
-    hf.load_hf(toy, folder)
-    hf.HFTensors.read, hf.HFTensors.open = original, original_open
-    hf.save_hf(toy, out, torch.float32)
-    return {name for name in names if "experts" in name}, len(opened), toy.experts.to_local().detach()
-
-
-def test_an_expert_parallel_rank_reads_its_experts_only(tmp_path):
-    found = toy_files(tmp_path / "in")
-    results = pool(2).run(experts_of_a_rank, str(tmp_path / "in"), str(tmp_path / "out"))
-    for rank, (names, n_opened, local) in enumerate(results):
-        mine = [f"model.experts.{e}.weight" for e in range(4 * rank, 4 * rank + 4)]
-        assert names == set(mine) and n_opened == 7  # 4 experts and 3 other tensors, of 11 files
-        assert torch.equal(local, torch.stack([found[name] for name in mine]))
-    assert_equal_files(tmp_path / "in", tmp_path / "out")
 
 
 def test_fp8_blocks_against_a_loop(tmp_path):
@@ -392,7 +364,7 @@ def test_fp8_blocks_against_a_loop(tmp_path):
     toy = Toy()
     hf.load_hf(toy, str(tmp_path))
     assert torch.equal(toy.proj, expected)
-    source = hf.HFTensors(str(tmp_path))  # slices that begin and end anywhere, as FSDP's and TP's do
+    source = hf.HFTensors(str(tmp_path))  # slices begin and end anywhere, as FSDP's and TP's do
     for r, c, rows, columns in [(0, 0, 300, 200), (5, 7, 1, 1), (100, 100, 100, 100), (128, 0, 128, 128), (127, 127, 2, 2),
                                 (256, 128, 44, 72), (299, 199, 1, 1), (1, 0, 299, 200), (0, 130, 300, 3)]:
         part = source.read("model.proj.weight", (r, c), (rows, columns))
@@ -419,19 +391,16 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path, changes, message):
     toy_files(tmp_path, **changes)
     toy = Toy()
     before = toy.proj.clone()
-    with pytest.raises(ValueError, match=message) as error:
-        hf.load_hf(toy, str(tmp_path))
-    assert "\n" not in str(error.value) and torch.equal(toy.proj, before)
+    refuses(message, hf.load_hf, toy, str(tmp_path))
+    assert torch.equal(toy.proj, before)
 
 
 def test_a_parameter_without_a_name_is_refused_both_ways(tmp_path):
     toy_files(tmp_path / "in")
     toy = Toy()
     toy.extra = nn.Parameter(torch.ones(1))
-    with pytest.raises(ValueError, match="no name for extra"):
-        hf.load_hf(toy, str(tmp_path / "in"))
-    with pytest.raises(ValueError, match="differ in extra"):
-        hf.save_hf(toy, str(tmp_path / "out"))
+    refuses("no name for extra", hf.load_hf, toy, str(tmp_path / "in"))
+    refuses("differ in extra", hf.save_hf, toy, str(tmp_path / "out"))
 
 
 def test_a_head_beside_a_tied_embedding_and_tables_of_frequencies(theirs, tmp_path):
@@ -442,8 +411,7 @@ def test_a_head_beside_a_tied_embedding_and_tables_of_frequencies(theirs, tmp_pa
     save_file(found | {"lm_head.weight": found["model.embed_tokens.weight"].clone()}, tmp_path / "model.safetensors")
     hf.load_hf(ours, str(tmp_path))
     save_file(found | {"lm_head.weight": found["model.embed_tokens.weight"] + 1e-3}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="lm_head.weight is not equal to model.embed_tokens.weight, but this"):
-        hf.load_hf(ours, str(tmp_path))
+    refuses("lm_head.weight is not equal to model.embed_tokens.weight, but this", hf.load_hf, ours, str(tmp_path))
 
 
 def test_excluded_parameters_keep_their_values(theirs, tmp_path):
@@ -452,8 +420,7 @@ def test_excluded_parameters_keep_their_values(theirs, tmp_path):
     save_file(found, tmp_path / "model.safetensors")
     ours = Llama3(hf.read_hf_config(theirs("plain")[1]))
     nn.init.constant_(ours.head.weight, 3.0)
-    with pytest.raises(ValueError, match="missing: lm_head.weight"):
-        hf.load_hf(ours, str(tmp_path))
+    refuses("missing: lm_head.weight", hf.load_hf, ours, str(tmp_path))
     hf.load_hf(ours, str(tmp_path), exclude=["head"])
     assert (ours.head.weight == 3).all() and torch.equal(ours.norm.weight, found["model.norm.weight"])
 
@@ -467,11 +434,6 @@ def write_config(folder, **changes):
     return str(folder)
 
 
-@pytest.mark.parametrize("name", list(FLAVORS))
-def test_to_hf_is_the_inverse_of_from_hf(name):
-    assert Llama3Config.from_hf(json.loads(json.dumps(FLAVORS[name].to_hf()))) == FLAVORS[name]
-
-
 def test_every_disagreement_is_named_with_both_values(tmp_path):
     other = dict(
         hidden_size=512, num_hidden_layers=7, num_attention_heads=16, num_key_value_heads=2, head_dim=16, intermediate_size=999,
@@ -479,31 +441,27 @@ def test_every_disagreement_is_named_with_both_values(tmp_path):
         rope_scaling={name: value for name, value in SCALED.items() if name != "rope_theta"},
     )
     ours, theirs = FLAVORS["debug"], Llama3Config.from_hf(FLAVORS["debug"].to_hf() | other)
-    with pytest.raises(ValueError) as error:
-        hf.check_hf_config(ours, write_config(tmp_path, **other))
+    said = refuses(".", hf.check_hf_config, ours, write_config(tmp_path, **other))
     for f in fields(ours):
-        assert f"{f.name} is {getattr(theirs, f.name)} there, {getattr(ours, f.name)} here" in str(error.value)
-    assert "add a flavor with its values to FLAVORS in models/llama3.py" in str(error.value)
-    for name, value in other.items():  # and each of them alone
-        with pytest.raises(ValueError, match="is of another model") as error:
-            hf.check_hf_config(ours, write_config(tmp_path, **{name: value}))
-        assert str(error.value).count(" there, ") == 1
+        assert f"{f.name} is {getattr(theirs, f.name)} there, {getattr(ours, f.name)} here" in said
+    assert "add a flavor with its values to FLAVORS in models/llama3.py" in said
+    for name, value in other.items():  # and each field alone
+        said = refuses("is of another model", hf.check_hf_config, ours, write_config(tmp_path, **{name: value}))
+        assert said.count(" there, ") == 1
 
 
 def test_the_error_says_which_flavor_it_is_or_what_to_type(tmp_path):
     saved = FLAVORS["1B"].to_hf()
-    with pytest.raises(ValueError, match="n_layers is 16 there, .* use --flavor 1B and no --model_args"):
-        hf.check_hf_config(FLAVORS["debug"], write_config(tmp_path, **saved))
+    refuses("n_layers is 16 there, .* use --flavor 1B and no --model_args",
+            hf.check_hf_config, FLAVORS["debug"], write_config(tmp_path, **saved))
     folder = write_config(tmp_path, **saved | dict(max_position_embeddings=8192, rms_norm_eps=2e-5))
-    with pytest.raises(ValueError, match="--flavor 1B and --model_args") as error:
-        hf.check_hf_config(FLAVORS["1B"], folder)
-    args = str(error.value).split('--model_args "')[1].rstrip('"')
+    said = refuses("--flavor 1B and --model_args", hf.check_hf_config, FLAVORS["1B"], folder)
+    args = said.split('--model_args "')[1].rstrip('"')
     assert args == "norm_eps=2e-05,max_seq_len=8192"
-    hf.check_hf_config(override_fields(FLAVORS["1B"], args, "--model_args"), folder)  # typed, it is accepted
+    hf.check_hf_config(override_fields(FLAVORS["1B"], args, "--model_args"), folder)  # typed, the flags are accepted
     folder = write_config(tmp_path, **saved | dict(rope_scaling=None))
-    with pytest.raises(ValueError) as error:
-        hf.check_hf_config(FLAVORS["1B"], folder)
-    args = str(error.value).split('--model_args "')[1].rstrip('"')
+    said = refuses(".", hf.check_hf_config, FLAVORS["1B"], folder)
+    args = said.split('--model_args "')[1].rstrip('"')
     hf.check_hf_config(override_fields(FLAVORS["1B"], args, "--model_args"), folder)
     hf.check_hf_config(FLAVORS["1B"], write_config(tmp_path, **saved))
 
@@ -529,9 +487,8 @@ def test_values_that_are_none(theirs, tmp_path, changes, message):
     if "rope_scaling" in changes:
         del saved["rope_parameters"]
     (tmp_path / "in" / "config.json").write_text(json.dumps(saved))
-    with pytest.raises(ValueError) as error:
-        hf.load_hf_model(str(tmp_path / "in"))
-    assert message in str(error.value) and str(tmp_path / "in") in str(error.value) and "\n" not in str(error.value)
+    said = refuses(".", hf.load_hf_model, str(tmp_path / "in"))
+    assert message in said and str(tmp_path / "in") in said
 
 
 # ---------------------------------------------------------------- files of strangers
@@ -547,13 +504,8 @@ def one(start, end, shape=(2,)):
 
 
 @pytest.mark.parametrize("content, message", [
-    (raw_safetensors({}, claimed=1 << 26), "a header of 67,108,864 bytes is absurd"),
-    (raw_safetensors({}, claimed=2**63), "absurd"),
-    (raw_safetensors({}, claimed=5000), "header"),
-    (raw_safetensors({"a": one(0, 8), "b": one(4, 12)}, b"\0" * 12), "offset"),  # they overlap
-    (raw_safetensors({"a": one(0, 8), "b": one(0, 8)}, b"\0" * 8), "offset"),
-    (raw_safetensors({"a": one(0, 8), "b": one(12, 20)}, b"\0" * 20), "offset"),  # a hole
-    (raw_safetensors({"a": one(0, 8, (2**62, 4))}, b"\0" * 8), "offset|shape|overflow"),
+    (raw_safetensors({}, claimed=2**63), "header too large"),
+    (raw_safetensors({"a": one(0, 8), "b": one(4, 12)}, b"\0" * 12), "offset"),  # overlap
     (raw_safetensors({"a": one(0, 800)}, b"\0" * 8), "r"),  # beyond the end
     (raw_safetensors(b"[" * 100000), "header"),
     (b"\x80\x04", "no safetensors file"),
@@ -561,9 +513,8 @@ def one(start, end, shape=(2,)):
 ])
 def test_safetensors_that_lie(tmp_path, content, message):
     (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(ValueError, match=message) as error:
-        hf.HFTensors(str(tmp_path))
-    assert str(tmp_path / "model.safetensors") in str(error.value) and "\n" not in str(error.value)
+    said = refuses(message, hf.HFTensors, str(tmp_path))
+    assert str(tmp_path / "model.safetensors") in said
 
 
 @pytest.mark.parametrize("file", [
@@ -571,7 +522,7 @@ def test_safetensors_that_lie(tmp_path, content, message):
     "link.safetensors", "missing.safetensors", "folder",
 ])
 def test_an_index_leads_nowhere_else(theirs, tmp_path, file):
-    """In every case there is a perfectly good file at the end of the path: it is not opened."""
+    """In every case a good file lies at the end of the path, and is not opened."""
     folder = tmp_path / "in"
     (folder / "sub").mkdir(parents=True)
     (folder / "folder").mkdir()
@@ -582,11 +533,10 @@ def test_an_index_leads_nowhere_else(theirs, tmp_path, file):
     names = list(tensors_of(theirs("plain")[1]))
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, file)}))
     model = Llama3(hf.read_hf_config(theirs("plain")[1]))
-    with pytest.raises(ValueError) as error:
-        hf.load_hf(model, str(folder))
-    assert str(folder) in str(error.value) and "\n" not in str(error.value)
+    said = refuses(".", hf.load_hf, model, str(folder))
+    assert str(folder) in said
     wanted = {"missing.safetensors": "is missing", "folder": "is no plain file", "link.safetensors": "leads out of the folder"}
-    assert wanted.get(file, "is not the name of a file in this folder") in str(error.value)
+    assert wanted.get(file, "is not the name of a file in this folder") in said
 
 
 def test_links_of_a_hugging_face_cache(theirs, tmp_path):
@@ -605,8 +555,7 @@ def test_links_of_a_hugging_face_cache(theirs, tmp_path):
         target = "../../elsewhere/" + os.path.basename(os.readlink(link))
         link.unlink()
         link.symlink_to(target)
-    with pytest.raises(ValueError, match="leads out of the folder"):
-        hf.load_hf(model, str(snapshot))
+    refuses("leads out of the folder", hf.load_hf, model, str(snapshot))
     assert file.is_file()
 
 
@@ -618,8 +567,7 @@ def test_only_the_files_of_the_index_are_read(theirs, tmp_path):
     a = next(iter(index["weight_map"]))
     index["weight_map"][a] = next(file for file in index["weight_map"].values() if file != index["weight_map"][a])
     (tmp_path / "in" / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=f"the index says that {a} is in .*, but it is not"):
-        hf.load_hf_model(str(tmp_path / "in"))
+    refuses(f"the index says that {a} is in .*, but it is not", hf.load_hf_model, str(tmp_path / "in"))
 
 
 @pytest.mark.parametrize("name, content, message", [
@@ -635,17 +583,15 @@ def test_only_the_files_of_the_index_are_read(theirs, tmp_path):
 def test_json_that_is_none(theirs, tmp_path, name, content, message):
     shutil.copytree(theirs("sharded")[1], tmp_path / "in")
     (tmp_path / "in" / name).write_bytes(content)
-    with pytest.raises(ValueError, match=message) as error:
-        hf.load_hf_model(str(tmp_path / "in"))
-    assert str(tmp_path / "in" / name) in str(error.value) and "\n" not in str(error.value)
+    said = refuses(message, hf.load_hf_model, str(tmp_path / "in"))
+    assert str(tmp_path / "in" / name) in said
 
 
 def test_pickles_are_refused_with_the_reason(tmp_path):
     write_config(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
     assert is_hf_folder(str(tmp_path))
-    with pytest.raises(ValueError, match="pickles, which can run any code"):
-        hf.load_hf_model(str(tmp_path))
+    refuses("pickles, which can run any code", hf.load_hf_model, str(tmp_path))
 
 
 # ---------------------------------------------------------------- tokenizers, text, the command line
@@ -655,7 +601,7 @@ TEXT = "def f(x):\n    return x + 1\n\n\nclass A:\n    def g(self):\n        ret
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """As Llama 3's: byte-level BPE, a beginning-of-text token that the tokenizer puts in front, chat markers."""
+    """As Llama 3's: byte-level BPE, a beginning-of-text token put in front by the tokenizer, chat markers."""
     made = bpe(TEXT, 290, ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"])
     begin = "<|begin_of_text|>"
     made.post_processor = processors.TemplateProcessing(single=f"{begin} $A", special_tokens=[(begin, 0)])
@@ -697,7 +643,7 @@ def test_greedy_text_is_that_of_transformers(chat_folder, capsys):
     options = dict(max_new_tokens=24, do_sample=False, eos_token_id=2, pad_token_id=2)
     ids = model.generate(**theirs("def f", return_tensors="pt"), **options)
     assert greedy(chat_folder, "def f", capsys) == theirs.decode(ids[0], skip_special_tokens=True)
-    # and the same as a chat: the template's markers are tokens, those that somebody types are text
+    # and the same as a chat: the template's markers are tokens, a user's markers are text
     messages = [{"role": "user", "content": "  What is <|eot_id|>?"}]
     render = chat_prompts(str(chat_folder))
     assert render("  What is <|eot_id|>?") == theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -721,11 +667,9 @@ def test_chat_templates_by_name_and_in_a_file_of_their_own(chat_folder):
 @pytest.mark.parametrize("template, message", [
     ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
     ("{{ messages.append(1) }}", "unsafe"),
-    ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
     ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
     ("{{ 1/0 }}", "division"),
     ("{% if %}", "chat template of .* fails"),
-    (None, "has no chat template"),
 ])
 def test_chat_templates_of_strangers(chat_folder, template, message, capsys):
     (chat_folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
@@ -737,33 +681,28 @@ def test_chat_templates_of_strangers(chat_folder, template, message, capsys):
         chat_prompts(str(chat_folder))("hello")
 
 
+def with_id(file, number: int):
+    rules = json.loads(file.read_text())
+    rules["model"]["vocab"]["zz"] = number
+    file.write_text(json.dumps(rules))
+
+
 @pytest.mark.parametrize("damage, message", [
-    (lambda rules: rules["model"]["vocab"].update(zz=2**32 - 1), "its ids go up to 4294967295"),
-    (lambda rules: rules["model"]["vocab"].update(zz=300), "its ids go up to 300, but config.json says that vocab_size is 300"),
-    (lambda rules: rules.pop("model"), "not a tokenizer.json"),
-    (lambda rules: rules.update(model=[[]]), "not a tokenizer.json"),
+    (lambda file: with_id(file, 2**32 - 1), "its ids go up to 4294967295"),
+    (lambda file: with_id(file, 300), "its ids go up to 300, but config.json says that vocab_size is 300"),
+    (lambda file: file.write_text("{}"), "not a tokenizer.json"),
+    (lambda file: file.write_text('{"model": [[]]}'), "not a tokenizer.json"),
+    (lambda file: file.write_bytes(b"[" * 1_000_000), "not a tokenizer.json"),
+    (lambda file: os.truncate(file, 1 << 27), "134,217,728 bytes, which is absurd"),  # a sparse file, which nobody may read
 ])
 def test_tokenizers_that_are_none(chat_folder, damage, message):
-    rules = json.loads((chat_folder / "tokenizer.json").read_text())
-    damage(rules)
-    (chat_folder / "tokenizer.json").write_text(json.dumps(rules))
-    with pytest.raises(ValueError, match=message) as error:
-        hf.load_hf_model(str(chat_folder))
-    assert str(chat_folder / "tokenizer.json") in str(error.value) and "\n" not in str(error.value)
-
-
-def test_absurd_tokenizers(chat_folder):
-    with open(chat_folder / "tokenizer.json", "wb") as file:
-        file.truncate(1 << 27)  # a hole: it costs nothing, and nobody may read it
-    with pytest.raises(ValueError, match="tokenizer.json has 134,217,728 bytes, which is absurd"):
-        hf.load_hf_model(str(chat_folder))
-    (chat_folder / "tokenizer.json").write_bytes(b"[" * 1_000_000)
-    with pytest.raises(ValueError, match="tokenizer.json: not a tokenizer.json"):
-        hf.load_hf_model(str(chat_folder))
+    damage(chat_folder / "tokenizer.json")
+    said = refuses(message, hf.load_hf_model, str(chat_folder))
+    assert str(chat_folder / "tokenizer.json") in said
 
 
 def test_a_tokenizer_that_panics(chat_folder, capsys):
-    """A regular expression that gives up makes the tokenizers library raise what no `except Exception` stops."""
+    """If a regular expression gives up, the tokenizers library raises a BaseException, not caught by `except Exception`."""
     rules = json.loads((chat_folder / "tokenizer.json").read_text())
     split = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": False}
     rules["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, rules["pre_tokenizer"]]}
@@ -783,8 +722,8 @@ def test_from_hf_and_to_hf(chat_folder, tmp_path, capsys):
     assert checkpoint_commands.main(["to_hf", run, out, "--dtype", "float32", "--max_shard_gb", "0.00005"]) == 0
     assert_equal_files(chat_folder, out)
     theirs = transformers.AutoTokenizer.from_pretrained(out)
-    assert theirs("def f").input_ids[0] == 0  # it begins as the tokenizer says
-    assert theirs.eos_token == "<|eot_id|>" and theirs.chat_template  # as in the folder that it came from
+    assert theirs("def f").input_ids[0] == 0  # begins as the tokenizer says
+    assert theirs.eos_token == "<|eot_id|>" and theirs.chat_template  # as in the first folder
     exported = transformers.AutoModelForCausalLM.from_pretrained(out)
     assert exported.config.eos_token_id == exported.generation_config.eos_token_id == 1
     ids = exported.generate(**theirs("x", return_tensors="pt"), max_new_tokens=12, do_sample=False)
@@ -801,31 +740,26 @@ def test_from_hf_and_to_hf(chat_folder, tmp_path, capsys):
 
 
 def test_the_files_beside_a_tokenizer_come_along(chat_folder, tmp_path):
-    model, tokenizer_file = hf.load_hf_model(str(chat_folder))
-    hf.save_hf(model, str(tmp_path / "out"), tokenizer_file=tokenizer_file)
+    """Directly, and through a checkpoint of ours. A chat model may end answers in several ways."""
     (chat_folder / "chat_template.jinja").write_text("{{ messages }}")
-    checkpoint_commands.from_hf(str(chat_folder), str(tmp_path / "run"))
-    checkpoint_commands.to_hf(str(tmp_path / "run"), str(tmp_path / "back"))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        assert (tmp_path / "out" / name).read_bytes() == (chat_folder / name).read_bytes()
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):  # through a checkpoint of ours as well
-        assert (tmp_path / "back" / name).read_bytes() == (chat_folder / name).read_bytes()
-
-
-def test_a_chat_model_that_ends_its_answers_in_several_ways_is_exported_as_such(chat_folder, tmp_path):
     (chat_folder / "generation_config.json").write_text('{"eos_token_id": [1, 2], "temperature": 0.6, "do_sample": true}')
+    model, tokenizer_file = hf.load_hf_model(str(chat_folder))
+    hf.save_hf(model, str(tmp_path / "direct"), tokenizer_file=tokenizer_file)
     checkpoint_commands.from_hf(str(chat_folder), str(tmp_path / "run"))
     checkpoint_commands.to_hf(str(tmp_path / "run"), str(tmp_path / "out"))
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        for folder in ("direct", "out"):
+            assert (tmp_path / folder / name).read_bytes() == (chat_folder / name).read_bytes()
     theirs = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
     assert (theirs.eos_token_id, theirs.temperature, theirs.pad_token_id) == ([1, 2], 0.6, 1)
     assert transformers.AutoConfig.from_pretrained(tmp_path / "out").eos_token_id == [1, 2]
 
 
 def test_a_long_import_says_how_far_it_is(chat_folder, monkeypatch, capsys):
-    monkeypatch.setattr(hf, "PROGRESS_S", -1)
+    monkeypatch.setattr(manifest, "PROGRESS_S", -1)
     hf.load_hf_model(str(chat_folder))
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith(f"checkpoint: reading {chat_folder}: ") and ": 100% of 0.0 G parameters per rank" in lines[-1]
+    assert lines[0].startswith(f"checkpoint: reading {chat_folder}: ") and ": 100% of 0.0 GB per rank" in lines[-1]
 
 
 def test_hugging_face_folders_are_told_from_ours(chat_folder, tmp_path, monkeypatch):
@@ -837,26 +771,18 @@ def test_hugging_face_folders_are_told_from_ours(chat_folder, tmp_path, monkeypa
         assert not is_hf_folder(str(ours))
 
 
-# ---------------------------------------------------------------- a run that begins with a folder and ends with one
-
-
-def run_of(folder, out, stages, **flags):
-    model = {"module": "models.llama3", "class": "Llama3", **asdict(stages[0].config)}
-    identity = {"model": model, "data": {}, "optimizer": {}}
-    optimizer = torch.optim.AdamW([p for s in stages for p in s.parameters()])
-    cfg = CheckpointConfig(init_from=folder, **flags)
-    return Checkpoints(cfg, out, modules=stages, optimizer=optimizer, identity=identity, config={}, source="")
+# ---------------------------------------------------------------- a run that starts from a folder
 
 
 def begin(flags, folder, out):
     stages, _ = build(hf.read_hf_config(folder), flags, n=8, local_batch_size=4)
-    checkpoints = run_of(folder, out, stages)
+    checkpoints = saver(stages, torch.optim.AdamW(stages[0].parameters()), out, source="", init_from=folder)
     assert checkpoints.load() is None  # step 0
     weights = {fqn: full(p) for s in stages for fqn, p in s.named_parameters()}
     with torch.no_grad():
         stages[0].norm.weight.zero_()
     assert checkpoints.save(1, {"step": 1})
-    assert checkpoints.load() == {"step": 1}  # now the run has a checkpoint of its own: the folder is ignored
+    assert checkpoints.load() == {"step": 1}  # now the run has a checkpoint: the folder is ignored
     checkpoints.close()
     return weights, full(stages[0].norm.weight)
 

@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from saves import IDENTITY, of, path, trained
+from saves import IDENTITY, path, saver, trained
 
 import train_llama3
 from data import DataConfig, open_data
@@ -21,7 +21,7 @@ def source_of(kind, folder, tokenizer) -> str:
         if tokenizer:
             shutil.copy(f"{tokenizer}/tokenizer.json", folder)
         return str(folder)
-    of(*trained(), folder, tokenizer_file=tokenizer and f"{tokenizer}/tokenizer.json").save(3, {"step": 3})
+    saver(*trained(), folder, tokenizer_file=tokenizer and f"{tokenizer}/tokenizer.json").save(3, {"step": 3})
     return path(folder, 3) if kind == "step" else str(folder)
 
 
@@ -62,7 +62,7 @@ def test_a_run_that_goes_on_keeps_the_tokenizer_it_began_with(tmp_path, book):
     flags["init_from"] = source_of("run", tmp_path / "source", first)
     its = start(flags)
     identity = IDENTITY | {"data": open_data(cfg := train_llama3.Config(**flags), 16, source_tokenizer(cfg)).fingerprint}
-    of(*trained(), flags["out"], identity, f"{first}/tokenizer.json").save(3, {"step": 3})
+    saver(*trained(), flags["out"], identity, f"{first}/tokenizer.json").save(3, {"step": 3})
     shutil.rmtree(flags["init_from"])
     assert start(flags) == its
     more = dict(init_from=flags["out"], init_model_only=False, out=str(tmp_path / "third"))
@@ -112,7 +112,7 @@ def test_a_start_reads_of_a_checkpoint_what_it_needs(tmp_path, book, monkeypatch
     check_run(cfg.out, IDENTITY, cfg)
     assert len(read) > 1 and all(sorted(names) == ["config.json", "state.json"] for names in read)
     for name in "state.json", "config.json", "tokenizer.json":  # each is checked where it is taken
-        of(*trained(), flags["out"], tokenizer_file=f"{first}/tokenizer.json").save(4, {"step": 4})
+        saver(*trained(), flags["out"], tokenizer_file=f"{first}/tokenizer.json").save(4, {"step": 4})
         file = Path(path(flags["out"], 4), name)
         file.write_bytes(file.read_bytes()[:-1] + b" ")
         assert source_tokenizer(train_llama3.Config(**flags, init_from="runs/gone")) == path(flags["out"], 3)

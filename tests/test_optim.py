@@ -9,7 +9,7 @@ from runs import MODEL as MODEL_ARGS
 from runs import launch, run, train_lines
 
 import parallel
-from checkpoint import CheckpointConfig, Checkpoints, dequantized
+from checkpoint import CheckpointConfig, Checkpoints, dequantize
 from distributed.layout import local_tensor
 from storage.dcp import read_table
 from storage.manifest import verify
@@ -252,7 +252,7 @@ def skipped(kind: str, flags: dict, n: int, bad: set, rank: int) -> list:
             skip_if_not_finite([optimizer], norm)
             optimizer.step()
             optimizer.zero_grad()
-            state = {(i, name): dequantized(t).clone() if isinstance(t, torch.Tensor) else t
+            state = {(i, name): dequantize(t).clone() if isinstance(t, torch.Tensor) else t
                      for i, p in enumerate(params) for name, t in optimizer.state.get(p, {}).items()}
             out.append(({i: p.detach().clone() for i, p in enumerate(params)}, state))
     return out

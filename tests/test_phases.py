@@ -6,10 +6,10 @@ import shutil
 from dataclasses import asdict, replace
 
 import pytest
-from saves import IDENTITY, assert_same, of, saved, trained
+from saves import IDENTITY, assert_same, save_run, saver, trained
 from test_data import refused, sentences
 from test_flags import MODEL, equal, hashes, observed, steps
-from test_resume import resolved
+from test_resume import resolve_batch
 
 import train_llama3
 from data import DataConfig, open_data
@@ -29,7 +29,7 @@ def other(part: str, **fields) -> dict:
 @pytest.fixture
 def old(tmp_path) -> str:
     """A run folder with a checkpoint of step 7, with weights and moments of trained(0, 7)."""
-    checkpoints = of(*trained(0, 7), tmp_path / "old")
+    checkpoints = saver(*trained(0, 7), tmp_path / "old")
     checkpoints.config = asdict(CONFIG)
     checkpoints.save(7, {"step": 7, "samples": 56})
     return str(tmp_path / "old")
@@ -42,7 +42,7 @@ def started(tmp_path, old, identity=IDENTITY, **flags):
     with contextlib.redirect_stdout(said):
         check_run(cfg.out, identity, cfg, train_llama3.lr_at)
         fresh = trained(1, 0)
-        checkpoints = of(*fresh, cfg.out, identity)
+        checkpoints = saver(*fresh, cfg.out, identity)
         checkpoints.cfg = cfg
         state = checkpoints.load()
     return fresh, state, said.getvalue()
@@ -61,7 +61,7 @@ def started(tmp_path, old, identity=IDENTITY, **flags):
 def test_a_new_phase_keeps_every_bit_of_weights_and_moments(tmp_path, old, identity, flags, told):
     """AdamW's count of steps too, which its bias correction reads; step and data cursor begin anew."""
     identity = {**identity, "data": {**identity["data"], "data_seed": 3}}
-    with_seed = of(*trained(0, 7), old, {**IDENTITY, "data": {**IDENTITY["data"], "data_seed": 3}})
+    with_seed = saver(*trained(0, 7), old, {**IDENTITY, "data": {**IDENTITY["data"], "data_seed": 3}})
     shutil.rmtree(f"{old}/checkpoints")
     with_seed.config = asdict(CONFIG)
     with_seed.save(7, {"step": 7})
@@ -91,7 +91,7 @@ def test_what_moments_do_not_fit_is_refused_by_name(tmp_path, old, identity, par
 
 
 def test_a_phase_needs_an_optimizer_state(tmp_path):
-    of(*trained(0, 7), tmp_path / "old").save(7, {"step": 7}, model_only=True)
+    saver(*trained(0, 7), tmp_path / "old").save(7, {"step": 7}, model_only=True)
     refused(lambda: started(tmp_path, str(tmp_path / "old"), other("data", seq_len=64)), "holds only the weights")
 
 
@@ -101,7 +101,7 @@ def test_a_run_does_not_change_its_phase_by_itself(tmp_path, old):
     assert phase_changes(f"{old}/checkpoints/step-7", other("data", seq_len=64), replace(cfg, init_from=old))
     refused(lambda: check_run(old, other("data", seq_len=64), cfg), "data.seq_len is 64 but", "--out NEW")
     check_run(old, IDENTITY, cfg)
-    saved(tmp_path / "new", 3)  # the phase has a checkpoint of its own by now
+    save_run(tmp_path / "new", 3)  # the phase has a checkpoint of its own by now
     net, state, said = started(tmp_path, old, steps=40)
     assert state["step"] == 3 and "IGNORED" in said
 
@@ -109,8 +109,8 @@ def test_a_run_does_not_change_its_phase_by_itself(tmp_path, old):
 def test_a_phase_keeps_the_global_batch(tmp_path, old, monkeypatch):
     new = dict(init_from=old, init_model_only=False, out=str(tmp_path / "new"), global_batch_size=-1)
     for flags in (dict(steps=5), dict(steps=500), dict(seq_len=1024)):
-        assert resolved(monkeypatch, CONFIG, 4, **new, **flags) == (8, 2)
-    assert resolved(monkeypatch, CONFIG, 4, **new | {"global_batch_size": 16}) == (16, 4)
+        assert resolve_batch(monkeypatch, CONFIG, 4, **new, **flags) == (8, 2)
+    assert resolve_batch(monkeypatch, CONFIG, 4, **new | {"global_batch_size": 16}) == (16, 4)
 
 
 def test_phases_of_a_recipe(tmp_path):

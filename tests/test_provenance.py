@@ -1,18 +1,20 @@
-"""What a run was made from, against storage/provenance.py: git's commit and diff, the sources, a folder to run them again."""
+"""Tests storage/provenance.py and storage/sources.py: git's commit and diff, the sources, and a run from saved sources."""
 import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from runs import ENV, MODEL, REPO, launch, run, train_lines
-from saves import path, rewrite, saved
+from saves import path, refuses, rewrite, save_run
 
 import support.config
 import train_llama3
 from storage import provenance
+from storage.sources import check_code
 from support.config import parse_config
 from tools import checkpoint_commands
 
@@ -27,7 +29,7 @@ def call_git(folder, *words) -> str:
 
 @pytest.fixture
 def repository(tmp_path):
-    """A repository with a recipe and a module, and a third file that git does not know."""
+    """A repository with a recipe and a module, and an untracked file."""
     root = tmp_path / "repository"
     (root / "parts").mkdir(parents=True)
     for name, text in (("recipe.py", "import parts.block\n"), ("parts/block.py", "WIDTH = 4\n"), ("notes.txt", "a\n")):
@@ -49,7 +51,7 @@ def test_commit_diff_and_what_git_does_not_know(repository):
     commit = call_git(repository, "rev-parse", "HEAD").strip()
     clean = state_of(repository)
     assert clean == {"commit": commit, "diff": "", "untracked": ["mine.py"]}
-    assert provenance.in_short(clean, {"b.py": "", "a.py": "x"}) == {"commit": commit, "dirty": False, "code": {
+    assert provenance.summarize_code(clean, {"b.py": "", "a.py": "x"}) == {"commit": commit, "dirty": False, "code": {
         "a.py": "2d711642b726b04401627ca9fbac32f5c8530fb1903cc4db02258717921a4881",
         "b.py": "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"}}
     (repository / "parts" / "block.py").write_text("WIDTH = 5\n")
@@ -58,8 +60,8 @@ def test_commit_diff_and_what_git_does_not_know(repository):
     provenance.git_state.cache_clear()
     dirty = state_of(repository)
     assert all(line in dirty["diff"].splitlines() for line in ("-WIDTH = 4", "+WIDTH = 5", "-a", "+b"))
-    assert provenance.in_short(dirty, {})["dirty"] is True
-    # the diff makes the files of the commit what they were
+    assert provenance.summarize_code(dirty, {})["dirty"] is True
+    # the commit plus the diff gives the old files
     call_git(repository, "reset", "-q", "--hard")
     (repository / "d.diff").write_text(dirty["diff"])
     call_git(repository, "apply", "d.diff")
@@ -75,7 +77,7 @@ def test_a_long_diff_is_cut_and_says_so(repository, monkeypatch):
 
 
 def test_no_repository_no_git_and_a_repository_around_all_are_nothing(repository, tmp_path, monkeypatch):
-    work = repository / "home" / "project"  # as of a user who keeps the home folder in git
+    work = repository / "home" / "project"  # a user may keep the home folder in git
     work.mkdir(parents=True)
     (work / "recipe.py").write_text("")
     assert state_of(work) == {}
@@ -89,14 +91,14 @@ def test_no_repository_no_git_and_a_repository_around_all_are_nothing(repository
     empty.mkdir()
     (empty / "recipe.py").write_text("")
     call_git(empty, "init", "-q")
-    assert state_of(empty) == {} and provenance.in_short({}, {}) == {"code": {}}
+    assert state_of(empty) == {} and provenance.summarize_code({}, {}) == {"code": {}}
     monkeypatch.setenv("PATH", str(tmp_path))
     provenance.git_state.cache_clear()
     assert state_of(repository) == {}
 
 
 def test_a_git_that_takes_long_is_not_waited_for(repository, tmp_path, monkeypatch):
-    """Neither for what it has started: a script that sleeps for a minute where git would make the diff."""
+    """Nor for git's children: a script sleeps for a minute instead of making the diff."""
     monkeypatch.setattr(provenance, "GIT_SECONDS", 1.0)
     (tmp_path / "bin").mkdir()
     slow = tmp_path / "bin" / "git"
@@ -104,7 +106,7 @@ def test_a_git_that_takes_long_is_not_waited_for(repository, tmp_path, monkeypat
     slow.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     state = state_of(repository)
-    assert state["commit"] and state["diff"] is None and provenance.in_short(state, {})["dirty"] is None
+    assert state["commit"] and state["diff"] is None and provenance.summarize_code(state, {})["dirty"] is None
 
 
 def test_flags_that_differ_are_said_by_rank_0(capsys, monkeypatch):
@@ -119,15 +121,20 @@ def test_flags_that_differ_are_said_by_rank_0(capsys, monkeypatch):
     assert said("--steps", "50") == ""
 
 
-def test_modules_that_are_imported_late_belong_to_the_code():
-    """Those inside of functions, with what they import in turn and the packages that they are in."""
-    late = "def f():\n    from tools.dryrun import make_report\n    import rl.decoding\n"
-    code = provenance.with_later_imports({"a.py": late})
-    assert {"tools/dryrun.py", "support/__init__.py", "parallel.py", "rl/decoding.py", "models/moe.py"} <= code.keys()
-    assert not any(name.startswith(("tests", "torch", "exercises")) for name in code)
-    text = "import a.b, x as y\nif True:\n    from c import d as e  # why\nfrom f.g import (\n    h,\n    i as j,\n)\n"
-    assert provenance.imported_names(text) - {"f.g.", "f."} == {"a", "a.b", "x", "c", "c.d", "f", "f.g", "f.g.h", "f.g.i"}
-    assert provenance.imported_names("to import, from, import (") == set()
+def test_modules_that_are_imported_late_belong_to_the_code(tmp_path, monkeypatch):
+    """Imports inside of functions count, with the imports of the imported modules and the packages around."""
+    sources = {"my_env.py": "def f():\n    from late.a import g, h as i\n    import json, late.b as j\n",
+               "late/a.py": "if True:\n    import late.c.d  # why\n", "late/b.py": "from late import (\n  e,\n  other,\n)\n",
+               "late/__init__.py": "", "late/c/__init__.py": "", "late/c/d.py": "to import, from, import (", "late/e.py": "",
+               "late/not_imported.py": ""}
+    for name, text in sources.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setitem(sys.modules, "nanotitan_env", SimpleNamespace(__file__=str(tmp_path / "my_env.py")))
+    code = provenance.local_code()
+    assert sources.items() - code.items() == {("late/not_imported.py", "")}
+    assert {"checkpoint.py", "rl/decoding.py", "sft/adapters.py"} <= code.keys()
+    assert not any(name.startswith(("torch", "exercises")) for name in code)
 
 
 # ---- python checkpoint.py source ------------------------------------------------------------------------------------
@@ -137,36 +144,32 @@ def test_modules_that_are_imported_late_belong_to_the_code():
     {"../a.py": ""}, {"/tmp/a.py": ""}, {"a/../../b.py": ""}, {"a//b.py": ""}, {"./a.py": ""}, {"a.sh": ""}, {"a\\b.py": ""},
     {"C:a.py": ""}, {"a.py\n": ""}, {"\033[2Ja.py": ""}, {"": ""}, {"a.py": 3}, ["a.py"],
     {"ok.py": "", "../a.py": ""}], ids=str)
-def test_names_that_lead_out_of_the_folder_are_refused(tmp_path, capsys, code):
-    saved(tmp_path / "run", 1)
-    rewrite(path(tmp_path / "run", 1), "code.json", json.dumps(code).encode())
-    with pytest.raises(SystemExit) as stop:
-        checkpoint_commands.main(["source", str(tmp_path / "run"), str(tmp_path / "x" / "out")])
-    assert stop.value.code == 2 and "is no source file of a run; nothing is written" in capsys.readouterr().err
-    assert not (tmp_path / "x").exists()
+def test_names_that_lead_out_of_the_folder_are_refused(code):
+    refuses("is no source file of a run; nothing is written", check_code, "step-1", code)
 
 
 def test_source_needs_a_new_folder_and_a_good_checkpoint(tmp_path, capsys):
-    saved(tmp_path / "run", 1)
-    (tmp_path / "out").mkdir()
+    step = path(save_run(tmp_path / "run", 1), 1)
 
-    def refused(*argv) -> str:
+    def refused(out) -> str:
         with pytest.raises(SystemExit) as stop:
-            checkpoint_commands.main(["source", *map(str, argv)])
+            checkpoint_commands.main(["source", step, str(tmp_path / out)])
         err = capsys.readouterr().err
         assert stop.value.code == 2 and err.count("\n") == 1
         return err
 
-    assert "out is there already; give a new folder" in refused(tmp_path / "run", tmp_path / "out")
-    rewrite(path(tmp_path / "run", 1), "code.json", json.dumps({"a.py": "", "a.py/b.py": ""}).encode())
-    assert "a.py" in refused(tmp_path / "run", tmp_path / "new")
-    Path(path(tmp_path / "run", 1), "code.json").write_text("{}")
-    assert "code.json" in refused(tmp_path / "run", tmp_path / "newer") and not (tmp_path / "newer").exists()
+    assert "run is there already; give a new folder" in refused("run")
+    rewrite(step, "code.json", json.dumps({"ok.py": "", "../a.py": ""}).encode())
+    assert "'../a.py' is no source file of a run" in refused("new/er") and not (tmp_path / "new").exists()
+    rewrite(step, "code.json", json.dumps({"a.py": "", "a.py/b.py": ""}).encode())
+    assert "a.py" in refused("new")
+    Path(step, "code.json").write_text("{}")
+    assert "code.json" in refused("newer") and not (tmp_path / "newer").exists()
 
 
 @pytest.mark.slow
 def test_a_run_from_its_sources_has_the_same_losses(tmp_path):
-    """The recipe and its modules, which have changed since, are written beside each other; nothing else of ours is imported."""
+    """The recipe and all modules, changed since, are written side by side; no other file of ours is imported."""
     fork, again, out = tmp_path / "fork", tmp_path / "again", tmp_path / "run"
     for name in ("models", "distributed", "support", "corpus", "storage", "sft", "rl", "tools"):
         shutil.copytree(REPO / name, fork / name, ignore=shutil.ignore_patterns("__pycache__"))

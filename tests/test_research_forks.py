@@ -17,7 +17,7 @@ from models import llama3
 from models.layers import dropout, places_of
 from storage.dcp import read_table, read_tensors
 from storage.manifest import read_manifest
-from storage.optimizer_numbers import Outside, copies_of, merged_numbers, sums_of
+from storage.optimizer_numbers import OptimizerNumbers, find_copies, merge_numbers, sum_copies
 from support.optim import set_lr
 
 ENV = runs.ENV | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
@@ -234,7 +234,7 @@ def test_numbers_outside_of_the_state_are_found_and_restored():
 
     def stepped(kind, n):
         optimizer = names[kind]([p], 1e-3)
-        outside = Outside([optimizer], {id(p): "p"})
+        outside = OptimizerNumbers([optimizer], {id(p): "p"})
         for _ in range(n):
             p.grad = torch.ones(3)
             optimizer.step()
@@ -250,26 +250,26 @@ def test_numbers_outside_of_the_state_are_found_and_restored():
         stepped("Averaging", 1)[1].changed()
     wrapper = stepped("Own", 0)[0]
     wrapper.inner = torch.optim.AdamW([p])
-    outside = Outside([wrapper], {id(p): "p"})
+    outside = OptimizerNumbers([wrapper], {id(p): "p"})
     wrapper.inner.step()
     with pytest.raises(ValueError, match="Own keeps inner, a AdamW with a state of its own, which no checkpoint would hold"):
         outside.changed()
     wrapper.state = wrapper.inner.state
     outside.changed()
     adamw = torch.optim.AdamW([p], fused=True)
-    outside = Outside([adamw], {id(p): "p"})
+    outside = OptimizerNumbers([adamw], {id(p): "p"})
     set_lr([adamw], 1e-4)
     adamw.step()
     assert outside.changed() == {}
 
 
 def changes_by(change) -> dict:
-    """What Outside saves of an AdamW after change(optimizer)."""
+    """What OptimizerNumbers saves of an AdamW after change(optimizer)."""
     p = nn.Parameter(torch.ones(3))
     p.grad = torch.ones(3)
     optimizer = torch.optim.AdamW([p], lr=1e-3)
     optimizer.generator, optimizer.tracker = torch.Generator(), SimpleNamespace(k=0)
-    outside = Outside([optimizer], {id(p): "p"})
+    outside = OptimizerNumbers([optimizer], {id(p): "p"})
     change(optimizer)
     optimizer.step()
     return outside.changed()
@@ -293,10 +293,10 @@ def test_a_learning_rate_of_the_forks_own_is_saved():
 
 def test_buffers_that_drift_apart_are_not_saved():
     buffers = [{"seen": torch.full((2,), x)} for x in (1.0, 2.0)]
-    sums = [({}, sums_of(copies_of(tensors, lambda mine: [mine]))) for tensors in buffers]
-    assert merged_numbers(sums[:1] * 2) == {}
+    sums = [({}, sum_copies(find_copies(tensors, lambda mine: [mine]))) for tensors in buffers]
+    assert merge_numbers(sums[:1] * 2) == {}
     with pytest.raises(ValueError, match="seen is not equal on all ranks that hold it"):
-        merged_numbers(sums)
+        merge_numbers(sums)
 
 
 def test_a_start_on_windows_is_told_in_one_line():

@@ -1,4 +1,4 @@
-"""Continuing a run, against storage/resume.py: what a start refuses, keeps and says of what lies in --out or --init_from."""
+"""Tests storage/resume.py: refusals and messages at a start with checkpoints in --out or --init_from."""
 import copy
 import dataclasses
 import multiprocessing
@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 
 import pytest
 from layouts import config
-from saves import IDENTITY, of, path, saved, trained
+from saves import IDENTITY, path, refuses, save_run, saver, trained
 
 import grpo
 import train_deepseek
@@ -24,32 +24,29 @@ from tools.dryrun import no_earlier_run
 
 
 def test_changed_identity_is_refused_by_name(tmp_path):
-    saved(tmp_path, 2)
+    save_run(tmp_path, 2)
     changed = copy.deepcopy(IDENTITY)
     changed["model"]["n_layers"], changed["data"]["seq_len"] = 8, 32
-    with pytest.raises(ValueError) as error:
-        check_run(str(tmp_path), changed, CheckpointConfig())
-    assert f"n_layers is 8 but {tmp_path} was trained with 4" in str(error.value) and "--out NEW" in str(error.value)
-    assert "data.seq_len is 32" in str(error.value) and "\n" not in str(error.value)
+    said = refuses(".", check_run, str(tmp_path), changed, CheckpointConfig())
+    assert f"n_layers is 8 but {tmp_path} was trained with 4" in said and "--out NEW" in said
+    assert "data.seq_len is 32" in said
 
 
 def test_init_from_another_model_is_refused_though_the_shapes_fit(tmp_path, capsys):
-    saved(tmp_path / "old", 2)
+    save_run(tmp_path / "old", 2)
 
     def check(excluded=(), **changed):
         flags = CheckpointConfig(init_from=str(tmp_path / "old"), exclude_from_loading=[*excluded])
         check_run(str(tmp_path / "new"), {**IDENTITY, "model": {**IDENTITY["model"], **changed}}, flags)
 
     for changed in (dict(norm_eps=10.0), dict(n_heads=2, head_dim=2), dict(vocab_size=9)):
-        with pytest.raises(ValueError, match="; ".join(f"{name} is .* there, {value} here" for name, value in changed.items())):
-            check(**changed)
+        refuses("; ".join(f"{name} is .* there, {value} here" for name, value in changed.items()), check, **changed)
     check(excluded=["head"], vocab_size=9)
-    with pytest.raises(ValueError, match="norm_eps is 1e-05 there, 10.0 here"):
-        check(excluded=["head"], norm_eps=10.0)
-    check(module="models.mine", window=128)  # a fork's model, with a field of its own
+    refuses("norm_eps is 1e-05 there, 10.0 here", check, excluded=["head"], norm_eps=10.0)
+    check(module="models.mine", window=128)  # a fork's model, with a new field
     longer = dict(max_seq_len=4096, rope_theta=1e6)  # to read longer texts: allowed, and said
     check(**longer)
-    new = of(*trained(1, 0), tmp_path / "new", init_from=str(tmp_path / "old"))
+    new = saver(*trained(1, 0), tmp_path / "new", init_from=str(tmp_path / "old"))
     new.identity = {**IDENTITY, "model": {**IDENTITY["model"], **longer}}
     new.load()
     assert "rope_theta was 500000.0, is 1000000.0" in capsys.readouterr().out
@@ -58,8 +55,7 @@ def test_init_from_another_model_is_refused_though_the_shapes_fit(tmp_path, caps
 def test_an_out_that_is_no_folder(tmp_path):
     (tmp_path / "file").touch()
     for out in ("", str(tmp_path / "file"), str(tmp_path / "file" / "run")):
-        with pytest.raises(ValueError, match=f"--out '{out}' is no folder to write to: "):
-            lock_run(out)
+        refuses(f"--out '{out}' is no folder to write to: ", lock_run, out)
 
 
 def hold_lock(out, ready):
@@ -69,16 +65,15 @@ def hold_lock(out, ready):
 
 
 def test_lock(tmp_path, monkeypatch):
-    fork = multiprocessing.get_context("fork")  # it calls nothing but lock_run, so a copy of this process will do
+    fork = multiprocessing.get_context("fork")  # calls only lock_run, so a copy of this process will do
     ready = fork.Event()
     holder = fork.Process(target=hold_lock, args=(tmp_path, ready))
     holder.start()
     assert ready.wait(30)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    with pytest.raises(ValueError, match=f"in use by process {holder.pid} on"):
-        lock_run(str(tmp_path))
+    refuses(f"in use by process {holder.pid} on", lock_run, str(tmp_path))
     monkeypatch.setenv("RANK", "1")
-    lock_run(str(tmp_path))  # only rank 0 holds it
+    lock_run(str(tmp_path))  # only rank 0 holds the lock
     monkeypatch.setenv("RANK", "0")
     holder.kill()
     holder.join()
@@ -99,9 +94,9 @@ def start_with(cfg, rank, found):
 
 
 def test_a_start_that_waits_for_the_lock_keeps_the_batch_of_the_checkpoint_that_appears_meanwhile(tmp_path):
-    """Preempted and started again on two processes: both ranks look behind the lock, not ahead of it."""
+    """Preempted and started again on two processes: both ranks read the checkpoints after the lock is free, not before."""
     (out := tmp_path / "run").mkdir()
-    cfg = replace(a_run(tmp_path / "saved", step=10, global_batch_size=4), out=str(out), global_batch_size=-1)
+    cfg = replace(make_run(tmp_path / "saved", step=10, global_batch_size=4), out=str(out), global_batch_size=-1)
     fork = multiprocessing.get_context("fork")
     ready, found = fork.Event(), fork.Queue()
     holder = fork.Process(target=end_with_a_checkpoint, args=(out, tmp_path / "saved", ready))
@@ -110,26 +105,26 @@ def test_a_start_that_waits_for_the_lock_keeps_the_batch_of_the_checkpoint_that_
     ranks = [fork.Process(target=start_with, args=(cfg, rank, found)) for rank in (1, 0)]
     for process in ranks:
         process.start()
-    assert [found.get(timeout=30), found.get(timeout=30)] == [4, 4]  # of the run on one process; 8 without it
+    assert [found.get(timeout=30), found.get(timeout=30)] == [4, 4]  # from the run on one process; 8 in a new run
     for process in (holder, *ranks):
         process.join()
 
 
-def a_run(out, processes=1, step=20, **flags):
-    """(flags, a run folder): with a checkpoint of `step`, as train_llama3.py would leave it on so many processes."""
+def make_run(out, processes=1, step=20, **flags):
+    """(flags, a run folder): with a checkpoint of `step`, as left by train_llama3.py on so many processes."""
     cfg = train_llama3.Config(out=str(out), steps=20, warmup_steps=2, local_batch_size=4, **flags)
-    checkpoints = of(*trained(), out)
+    checkpoints = saver(*trained(), out)
     checkpoints.config, checkpoints.world_size = asdict(cfg), processes
     checkpoints.save(step, {"step": step})
     return cfg
 
 
-def resolved(monkeypatch, cfg, processes, **flags):
-    """(global, local batch) that keep_batch gives a start with these flags on so many processes."""
+def resolve_batch(monkeypatch, cfg, processes, **flags):
+    """(global, local batch) after keep_batch for a start with these flags on so many processes."""
     monkeypatch.setenv("WORLD_SIZE", str(processes))
     cfg = replace(cfg, **flags)
     resume.keep_batch(cfg)
-    # whatever it is, the layout takes it
+    # the layout accepts the result
     check_layout(cfg, config(), seq_len=16, local_batch_size=cfg.local_batch_size,
                           global_batch_size=cfg.global_batch_size, device="cpu")
     return cfg.global_batch_size, cfg.local_batch_size
@@ -144,40 +139,39 @@ def resolved(monkeypatch, cfg, processes, **flags):
     (1, {"local_batch_size": 16}, (8, 8), True),
     (4, {"tp": 2}, (8, 4), False),
     (2, {"pp": 2, "pp_microbatch_size": 2, "local_batch_size": 7}, (8, 4), True),
-    (4, {"global_batch_size": 16}, (16, 4), False),  # what is asked for wins
+    (4, {"global_batch_size": 16}, (16, 4), False),  # a typed flag wins
 ])
 def test_a_continued_run_keeps_its_global_batch(tmp_path, monkeypatch, capsys, processes, flags, expected, says):
-    cfg = a_run(tmp_path, processes=2, global_batch_size=8)
+    cfg = make_run(tmp_path, processes=2, global_batch_size=8)
     cfg = replace(cfg, global_batch_size=-1, steps=40)
-    assert resolved(monkeypatch, cfg, processes, **flags) == expected
+    assert resolve_batch(monkeypatch, cfg, processes, **flags) == expected
     out = capsys.readouterr().out
     assert (f"stays 8 sequences, as in {path(tmp_path, 20)}" in out and f"becomes {expected[1]} on" in out) == says
 
 
 def test_a_batch_that_the_ranks_cannot_share_is_refused(tmp_path, monkeypatch):
-    cfg = replace(a_run(tmp_path, global_batch_size=8), global_batch_size=-1, steps=40)
-    with pytest.raises(ValueError, match="is 8 sequences, which 3 data ranks cannot share; use --global_batch_size 9"):
-        resolved(monkeypatch, cfg, 3)
-    with pytest.raises(ValueError, match="2 data ranks cannot share in micro-batches of 3; use --global_batch_size 12"):
-        resolved(monkeypatch, cfg, 4, pp=2, pp_microbatch_size=3, local_batch_size=3)
-    assert resolved(monkeypatch, cfg, 3, local_batch_size=3, global_batch_size=9) == (9, 3)
+    cfg = replace(make_run(tmp_path, global_batch_size=8), global_batch_size=-1, steps=40)
+    refuses("is 8 sequences, which 3 data ranks cannot share; use --global_batch_size 9", resolve_batch, monkeypatch, cfg, 3)
+    refuses("2 data ranks cannot share in micro-batches of 3; use --global_batch_size 12",
+            resolve_batch, monkeypatch, cfg, 4, pp=2, pp_microbatch_size=3, local_batch_size=3)
+    assert resolve_batch(monkeypatch, cfg, 3, local_batch_size=3, global_batch_size=9) == (9, 3)
 
 
 def test_the_batch_of_a_new_run_is_its_own(tmp_path, monkeypatch):
-    cfg = replace(a_run(tmp_path / "old", global_batch_size=8), global_batch_size=-1, steps=40)
+    cfg = replace(make_run(tmp_path / "old", global_batch_size=8), global_batch_size=-1, steps=40)
     new = dict(out=str(tmp_path / "new"), init_from=cfg.out)
-    assert resolved(monkeypatch, cfg, 4, **new) == (16, 4)
-    assert resolved(monkeypatch, cfg, 4, **new, init_model_only=False) == (8, 2)  # "as if it were this run"
-    assert resolved(monkeypatch, cfg, 4, steps=20) == (16, 4)  # nothing left to train
+    assert resolve_batch(monkeypatch, cfg, 4, **new) == (16, 4)
+    assert resolve_batch(monkeypatch, cfg, 4, **new, init_model_only=False) == (8, 2)  # continues the old run
+    assert resolve_batch(monkeypatch, cfg, 4, steps=20) == (16, 4)  # nothing left to train
     # a dry run is about the flags, whatever lies in the folder
     with no_earlier_run():  # a dry run
-        assert resolved(monkeypatch, cfg, 4) == (16, 4)
+        assert resolve_batch(monkeypatch, cfg, 4) == (16, 4)
 
 
 def test_the_batch_of_a_config_file_is_kept_and_that_of_a_flag_is_not_bent(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setattr(resume, "FROM_FILE", set())
-    monkeypatch.setattr("support.config.FROM_FILE", resume.FROM_FILE)  # of this process: not for the tests after this one
+    monkeypatch.setattr("support.config.FROM_FILE", resume.FROM_FILE)  # only for this test
     save_config(train_llama3.Config(out=str(tmp_path / "run"), global_batch_size=8), tmp_path / "config.json", {})
     cfg = parse_config(train_llama3.Config, ["--config", str(tmp_path / "config.json")])
     resume.keep_batch(cfg)
@@ -190,7 +184,7 @@ def test_the_batch_of_a_config_file_is_kept_and_that_of_a_flag_is_not_bent(tmp_p
 
 
 def test_changed_flags_are_told_with_what_follows(tmp_path, monkeypatch, capsys):
-    cfg, lr_at = a_run(tmp_path, global_batch_size=4), train_llama3.lr_at
+    cfg, lr_at = make_run(tmp_path, global_batch_size=4), train_llama3.lr_at
     capsys.readouterr()
 
     def told(**flags):
@@ -213,7 +207,7 @@ def test_changed_flags_are_told_with_what_follows(tmp_path, monkeypatch, capsys)
     assert "keeps the old" not in line
 
     class Fork(train_llama3.Config):
-        total = property(lambda self: self.steps)  # a fork's lr_at may call what its Config defines
+        total = property(lambda self: self.steps)  # a fork's lr_at may call new methods of Config
 
     cfg, lr_at = Fork(**vars(cfg)), lambda step, cfg: 1 / cfg.total
     assert "from 1.50e-04 to 7.50e-05 at step 21; --schedule_steps" not in (line := told(steps=40)) and "to 7.50e-05" in line
@@ -236,16 +230,15 @@ def test_flags_that_are_not_told_exist_and_concern_no_training(recipe):
     (dict(exclude_from_loading=["head", "lr_scheduler"]), "--exclude_from_loading lr_scheduler: there is no such state"),
 ])
 def test_flags_that_say_nothing_about_this_run(tmp_path, flags, words):
-    cfg = replace(a_run(tmp_path, step=10), **flags)
-    with pytest.raises(ValueError, match=re.escape(words)):
-        check_run(str(tmp_path), IDENTITY, cfg)
+    cfg = replace(make_run(tmp_path, step=10), **flags)
+    refuses(re.escape(words), check_run, str(tmp_path), IDENTITY, cfg)
 
 
 def test_a_command_behind_each_checkpoint(tmp_path, capsys):
-    """It gets complete folders, in order; the run waits for the last; what fails is one line, and the run goes on."""
+    """The command gets complete folders, in order; the run waits for the last; a failure is one line, and the run goes on."""
     out = tmp_path / "a run's folder"
     command = f"test -f {{}}/manifest.json && sleep 0.2 && basename {{}} >> {tmp_path}/copied; echo no room >&2"
-    checkpoints = of(*trained(), out, after_save=f"{command}; case {{}} in *-3) exit 1;; esac")
+    checkpoints = saver(*trained(), out, after_save=f"{command}; case {{}} in *-3) exit 1;; esac")
     for step in (1, 2, 3):
         assert checkpoints.save(step, {"step": step})
     checkpoints.close()

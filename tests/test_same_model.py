@@ -1,7 +1,6 @@
-"""An export is refused when others would open it as another model: forks, and edits of our own models."""
+"""An export is refused when transformers would open another model: forks, and edits of our own models."""
 import importlib.util
 import os
-import shutil
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -10,8 +9,8 @@ import pytest
 import torch
 import transformers
 from programs import run_program
+from saves import refuses, saver
 
-from checkpoint import CheckpointConfig, Checkpoints
 from models import llama3
 from storage import hf, same_model
 from tools import checkpoint_commands
@@ -23,7 +22,7 @@ MODEL_TYPE = ('model_type=("llama",)', 'model_type=("mine",)')
 
 @pytest.fixture
 def fork(monkeypatch, tmp_path):
-    """fork((old, new) ...): the module of a copy of models/llama3.py with its text changed.
+    """fork((old, new) ...): the module of a copy of models/llama3.py with changed text.
 
     name: "models.llama3" puts the copy in the place of the original, as for a user who edits that file."""
 
@@ -47,30 +46,13 @@ def small(module):
     return replace(module.FLAVORS["debug"], n_layers=2, vocab_size=64)
 
 
-def save_run(model, out):
+def save_model(model, out):
     identity = {"module": type(model).__module__, "class": type(model).__name__, **asdict(model.config)}
-    checkpoints = Checkpoints(CheckpointConfig(), str(out), modules=[model], optimizer=[], source="", config={},
-                              identity={"model": identity, "data": {}, "optimizer": {}})
-    checkpoints.save(1, {"step": 1})
-    checkpoints.close()
-
-
-def check_refused(Model, config, tmp_path, capsys, message):
-    """Before training, at the end of training, and from a checkpoint."""
-    model, out = Model(config), str(tmp_path / "out")
-    for export in (lambda: hf.check_export(out, Model, config), lambda: hf.save_hf(model, out)):
-        with pytest.raises(ValueError, match=message) as error:
-            export()
-        assert "\n" not in str(error.value)
-    save_run(model, tmp_path / "run")
-    with pytest.raises(SystemExit) as status:
-        checkpoint_commands.main(["to_hf", str(tmp_path / "run"), out])
-    error = capsys.readouterr().err
-    assert status.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1 and not os.path.exists(out)
+    saver(model, [], out, {"model": identity, "data": {}, "optimizer": {}}, source="").save(1, {"step": 1})
 
 
 def test_hashes_are_of_the_code_that_is_there():
-    """After a change of a model that transformers' comparisons have passed, the hashes to write into storage/same_model.py."""
+    """After a change of a model and new comparisons with transformers: the hashes for storage/same_model.py."""
     assert same_model.COMPARED == {module: same_model.code_hash(module) for module in same_model.COMPARED}
 
 
@@ -84,15 +66,18 @@ def test_shipped_models_are_exported(kind):
         same_model.check_same_model(Model, config)
 
 
-@pytest.mark.parametrize("changes", [
-    [],  # a copy
-    [RELU2],  # the same parameters, another forward
-    [("self.w3 = nn.Linear(dim, ffn_dim, bias=False)", "self.w3 = nn.Linear(dim, ffn_dim)")],  # one more parameter
-])
-def test_a_fork_is_not_exported_as_llama(tmp_path, fork, capsys, changes):
-    module = fork(*changes)
+def test_a_fork_is_not_exported_as_llama(tmp_path, fork, capsys):
+    """A mere copy: refused before training, at the end of training, and from a checkpoint."""
+    module, out = fork(), str(tmp_path / "out")
+    model = module.Llama3(small(module))
     message = r"would open an export of models.mine.Llama3 as llama; .*HF_MODELS\['llama'\] in storage/same_model.py$"
-    check_refused(module.Llama3, small(module), tmp_path, capsys, message)
+    for export in (lambda: hf.check_export(out, module.Llama3, model.config), lambda: hf.save_hf(model, out)):
+        refuses(message, export)
+    save_model(model, tmp_path / "run")
+    with pytest.raises(SystemExit) as status:
+        checkpoint_commands.main(["to_hf", str(tmp_path / "run"), out])
+    error = capsys.readouterr().err
+    assert status.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1 and not os.path.exists(out)
 
 
 @pytest.mark.parametrize("change", [
@@ -102,16 +87,15 @@ def test_a_fork_is_not_exported_as_llama(tmp_path, fork, capsys, changes):
     ("        self.w1 = nn.Linear(", "        ffn_dim *= 2\n        self.w1 = nn.Linear("),
     ("    tie_embeddings: bool = False", "    tie_embeddings: bool = False\n    power: int = 1"),
 ])
-def test_an_edit_of_a_shipped_model_is_not_exported(tmp_path, fork, capsys, change):
+def test_an_edit_of_a_shipped_model_is_not_exported(fork, change):
     module = fork(change, name="models.llama3")
     message = "as llama; .* because models/llama3.py is not the code that was compared .* 'models.llama3': '[0-9a-f]{8}' into"
-    check_refused(module.Llama3, small(module), tmp_path, capsys, message)
+    refuses(message, same_model.check_same_model, module.Llama3, small(module))
 
 
 def test_an_edit_of_a_file_that_the_model_imports_is_not_exported(fork):
     fork(("class RMSNorm", "ONE = 1\n\n\nclass RMSNorm"), name="models.layers", file="layers")
-    with pytest.raises(ValueError, match="because models/layers.py is not the code"):
-        same_model.check_same_model(llama3.Llama3, small(llama3))
+    refuses("because models/layers.py is not the code", same_model.check_same_model, llama3.Llama3, small(llama3))
 
 
 def test_comments_and_docstrings_may_change(fork):
@@ -126,8 +110,7 @@ def test_a_config_that_config_json_cannot_tell_is_not_exported():
     class Config(llama3.Llama3Config):
         power: int = 1
 
-    with pytest.raises(ValueError, match="because config.json cannot tell all of .*power=2"):
-        same_model.check_same_model(llama3.Llama3, Config(power=2))
+    refuses("because config.json cannot tell all of .*power=2", same_model.check_same_model, llama3.Llama3, Config(power=2))
 
 
 def test_a_fork_with_a_model_type_of_its_own_is_exported(tmp_path, fork):
@@ -142,7 +125,7 @@ def test_a_fork_that_has_a_row_is_what_transformers_opens(tmp_path, fork, monkey
     module = fork()
     torch.manual_seed(0)
     model = module.Llama3(small(module)).eval()
-    save_run(model, tmp_path / "run")
+    save_model(model, tmp_path / "run")
     hf.save_hf(model, str(tmp_path / "saved"), torch.float32)
     checkpoint_commands.to_hf(str(tmp_path / "run"), str(tmp_path / "out"), dtype="float32")
     x = torch.arange(24).reshape(2, 12)
@@ -153,22 +136,14 @@ def test_a_fork_that_has_a_row_is_what_transformers_opens(tmp_path, fork, monkey
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("edited", ["a file of its own", "the original"])
-def test_an_export_that_tells_of_another_model_is_refused_before_anything_is_trained(tmp_path, edited):
-    """A fork as a user has it, with one line changed: of a recipe and a model of its own, or in a folder copied whole."""
-    recipe, model = (ROOT / "train_llama3.py").read_text(), (ROOT / "models" / "llama3.py").read_text().replace(*RELU2)
-    if edited == "the original":
-        shutil.copytree(ROOT / "models", tmp_path / "models", ignore=shutil.ignore_patterns("__pycache__"))
-        (tmp_path / "models" / "llama3.py").write_text(model)
-        message = "because models/llama3.py is not the code that was compared with transformers"
-    else:
-        (tmp_path / "models").symlink_to(ROOT / "models")
-        recipe = recipe.replace("from models.llama3 import", "from relu2 import")
-        (tmp_path / "relu2.py").write_text(model)
-        message = "error: transformers would open an export of relu2.Llama3 as llama"
+def test_an_export_that_tells_of_another_model_is_refused_before_anything_is_trained(tmp_path):
+    """A user's fork with one changed line, in a new recipe and model file."""
+    (tmp_path / "models").symlink_to(ROOT / "models")
+    (tmp_path / "relu2.py").write_text((ROOT / "models" / "llama3.py").read_text().replace(*RELU2))
+    recipe = (ROOT / "train_llama3.py").read_text().replace("from models.llama3 import", "from relu2 import")
     (tmp_path / "train_mine.py").write_text(f"import sys\nsys.path.append({str(ROOT)!r})\n" + recipe)
     command = [sys.executable, "train_mine.py", "--steps", "2", "--device", "cpu", "--export_hf", "out", "--out", "run"]
     done = run_program(command, cwd=tmp_path, timeout=240)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-    assert message in done.stderr
+    assert "error: transformers would open an export of relu2.Llama3 as llama" in done.stderr
     assert not (tmp_path / "run").exists()

@@ -17,7 +17,7 @@ from support.files import step_folders
 
 
 def ls(run: str):
-    """Shows what the manifests say; the sizes of the files are compared, their bytes are not read."""
+    """Lists step folders by their manifests; compares the sizes of all files, but reads no bytes."""
     if not os.path.isdir(run):
         raise ValueError(f"{run} is no folder; give a run folder such as runs/llama3")
     for step, path in step_folders(run):
@@ -34,7 +34,7 @@ def ls(run: str):
 
 
 def verify_command(folder: str) -> int:
-    """0 only if every byte of a step folder, or of all those of a run folder, is as it was written."""
+    """Returns 0 only if every byte of a step folder, or of all step folders of a run, is unchanged since the save."""
     of_run = [path for _, path in step_folders(folder)] if not os.path.lexists(os.path.join(folder, "manifest.json")) else []
     if not of_run and os.path.isdir(os.path.join(folder, "checkpoints")):
         print(f"{folder} holds no checkpoint")
@@ -51,8 +51,8 @@ def verify_command(folder: str) -> int:
 
 
 def to_hf(folder: str, out: str, dtype="bfloat16", max_shard_gb=5.0, adapter=False):
-    """Exports a step folder, or a run folder's newest good checkpoint, with one tensor in memory at a time; of a LoRA run
-    its adapters alone, or merged in memory with the weights below them."""
+    """Exports a step folder, or a run folder's newest good checkpoint, with two files in memory at a time. A LoRA run is
+    merged in memory with the base weights; adapter: export only the adapters."""
     check_export(out)
     path, model, table = checkpoint.open_saved(folder)
     check_same_model(type(model), model.config)

@@ -65,7 +65,7 @@ class Built(BaseException):
 def no_earlier_run():
     """What is in --out is neither looked at nor locked while a recipe's main runs for a report."""
     with ExitStack() as stack:
-        for name in "check_run", "wait_for_run", "lock_run", "continued":
+        for name in "check_run", "wait_for_run", "lock_run", "continued_folder":
             stack.enter_context(mock.patch.object(resume, name, lambda *args, **kwargs: None))
         yield
 
