@@ -33,24 +33,16 @@ from support.files import hub_hint, sha256_file
 
 # What flags need to have an effect: see support/config.py
 TEXT = Need("with --data of token shards, which need no cache", lambda c: not all(map(is_shards, paths_of(c))))
-COLUMNS = Need("without --data of .jsonl or .parquet files", lambda c: not all(map(has_no_columns, paths_of(c))))
 
 
 def paths_of(c) -> list[str]:
     return [part.path for data in (c.data, c.val_data) if data for part in mixture_of(data)]
 
 
-def has_no_columns(path: str) -> bool:
-    from corpus.readers import format_of
-
-    return path == "stdlib" or is_shards(path) or format_of(Path(path)) == ".txt"
-
-
 @dataclass(kw_only=True)
 class DataConfig:
     data: str = "stdlib"  # stdlib (Python's sources), text or chats (file, folder, glob), shards, or name=path:weight,...
     val_data: str = ""  # validate on all of this, in place of the part of --data that is kept for it; named as --data is
-    text_column: str = flag("text", COLUMNS)  # name of what has the text in the objects of a .jsonl, the rows of a .parquet
     tokenizer: str = ""  # tokenizer.json or Hugging Face folder; empty: --init_from's, or a BPE of 4096 ids, made of the text
     doc_mask: bool = False  # documents do not see each other: attention, positions and labels stop where a document ends
     data_seed: int = 0  # another seed is another order of the same sequences
@@ -318,7 +310,7 @@ def check_same_ids(sources: dict[str, TokenData]):
                              "two words; prepare both with one --tokenizer")
 
 
-def holds_chats(path: str, text_column: str) -> bool:
+def holds_chats(path: str) -> bool:
     """Whether a source holds conversations: quick, by the first line of its first file."""
     if is_shards(path):
         return read_index(Path(path))["version"] == MASKED
@@ -326,17 +318,17 @@ def holds_chats(path: str, text_column: str) -> bool:
         return False
     from corpus.readers import is_chat, text_files
 
-    return is_chat(text_files(path)[0][0], text_column)
+    return is_chat(text_files(path)[0][0])
 
 
 def open_part(cfg: DataConfig, what: str, part, seq_len: int, tokenizer: str, all_val: bool, Chats: type | None) -> TokenData:
     """One source; what: the flag that names it, for errors."""
     try:
-        if Chats is None and holds_chats(part.path, cfg.text_column):  # before anything is tokenized
+        if Chats is None and holds_chats(part.path):  # before anything is tokenized
             raise ValueError(f"{what} holds conversations, and this recipe trains on text; use finetune.py --init_from FOLDER "
                              f"--data {part.path}, with the folder of a model that they are to change")
         if not is_shards(part.path):
-            folder = cached_corpus(part.path, cfg.tokenizer or tokenizer, cfg.cache_dir, cfg.text_column)
+            folder = cached_corpus(part.path, cfg.tokenizer or tokenizer, cfg.cache_dir)
         else:
             folder = Path(part.path)
             if cfg.tokenizer and sha256_file(find_tokenizer(cfg.tokenizer)[0]) != read_index(folder)["source"]["tokenizer"]:

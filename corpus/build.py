@@ -26,6 +26,7 @@ from corpus.readers import (
     json_lines,
     lines_of_chunks,
     place,
+    prepare_column,
     raw_bytes,
     read_piece,
     unpacked,
@@ -113,8 +114,9 @@ def read_documents(piece: Piece, eot_text: str):
             is_val = hashlib.sha256(key.encode()).digest()[0] * VAL_PART < 256  # 13 of 256: one in 20
             document.encode()  # a string, and valid Unicode: "\ud800" is JSON, but no text
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            cure = f"; {prepare_column(piece.path)}" * isinstance(error, KeyError)
             raise ValueError(f'{place(piece, first_number(piece) + number)}: need a JSON object with a string '
-                             f'"{piece.text_column}" ({error!r})') from None
+                             f'"{piece.text_column}" ({error!r}){cure}') from None
         if document:
             yield ("val" if is_val else "train") if piece.split == "hash" else piece.split, document, True
 

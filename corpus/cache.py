@@ -32,7 +32,7 @@ def cache_folder(cache_dir: str) -> Path:
     return Path(cache_dir or os.path.join(os.environ.get("XDG_CACHE_HOME") or home, "nanotitan")).absolute()
 
 
-def cached_corpus(data: str, tokenizer: str, cache_dir: str, text_column: str = "text") -> Path:
+def cached_corpus(data: str, tokenizer: str, cache_dir: str) -> Path:
     """The folder of token shards for a text, made if it is not in the cache yet; named after the hash of text and tokenizer.
 
     A link named after size and time of the text leads to it, so that a start does not read all the text again. The tokenizer's
@@ -47,14 +47,11 @@ def cached_corpus(data: str, tokenizer: str, cache_dir: str, text_column: str = 
     if tokenizer:
         file = tokenizer_path(tokenizer)
         rules = sha256_file(file), sorted(files_beside(file).items())
-    text_column = "text" if data == "stdlib" else text_column  # of a mixture's other parts
-    if text_column != "text":
-        rules = rules, text_column
     stats = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     link = cache / name_of(data == "stdlib", rules, stats)
     if (link / "index.json").is_file():
         return link.resolve()
-    if data != "stdlib" and not tokenizer and any(is_chat(path, text_column) for path in paths):
+    if data != "stdlib" and not tokenizer and any(map(is_chat, paths)):
         raise ValueError(f"--data {data} holds conversations; give the folder of a tokenizer with a chat template: --tokenizer")
     from corpus.build import build_shards, collect_stdlib, train_tokenizer
 
@@ -80,9 +77,9 @@ def cached_corpus(data: str, tokenizer: str, cache_dir: str, text_column: str = 
                       f"{folder}", flush=True)
             folder.mkdir(exist_ok=True)
             if not found:
-                train_tokenizer(paths, folder / "tokenizer.json", text_column=text_column)
+                train_tokenizer(paths, folder / "tokenizer.json")
                 found = find_tokenizer(str(folder))
-            build_shards(paths, found, folder, text_column=text_column)
+            build_shards(paths, found, folder)
         link.unlink(missing_ok=True)  # it may lead to a folder that somebody deleted
         link.symlink_to(folder.name)
         return link.resolve()

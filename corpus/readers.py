@@ -42,6 +42,12 @@ def is_text_file(path: Path) -> bool:
     return format_of(path) in (".txt", ".jsonl") or path.suffix == ".parquet"
 
 
+def prepare_column(path: Path) -> str:
+    """How to train on a file whose texts have another name than "text", for errors."""
+    return (f'if its texts are not named "text": python data.py prepare --input {quote(str(path))} --text_column NAME '
+            "--tokenizer tokenizer.json --out FOLDER, and train with --data FOLDER")
+
+
 def check_text(path: Path):
     """Raises ValueError with what to do about a file that is not text to train on."""
     if not path.exists():
@@ -51,8 +57,7 @@ def check_text(path: Path):
     if path.is_file() and path.suffix in CONVERT:
         new = path.with_suffix(".jsonl")
         command = f"python -c {quote(CONVERT[path.suffix])} {quote(str(path))} > {quote(str(new))}"
-        raise ValueError(f"{path}: need {FORMATS}; make a .jsonl of it, {command}, and name the column of its text: --data "
-                         f"{new} --text_column NAME")
+        raise ValueError(f"{path}: need {FORMATS}; make a .jsonl of it, {command}; {prepare_column(new)}")
     if not is_text_file(path) or not path.is_file():
         raise ValueError(f'{path}: need {FORMATS}; each line of a .jsonl is a JSON object {{"text": ...}}')
     if not path.stat().st_size:
@@ -136,8 +141,7 @@ def open_parquet(path: Path, text_column: str):
             schema = file.schema_arrow
             columns = [text_column] if text_column in schema.names else [c for c in CONVERSATION if c in schema.names]
             if not {text_column, *CONVERSATION[:2]} & set(columns):
-                raise ValueError(f"{path} has no column {text_column!r}; name the one that holds the text with --text_column: "
-                                 f"{', '.join(schema.names)}")
+                raise ValueError(f"{path} has no column {text_column!r}, but {', '.join(schema.names)}; {prepare_column(path)}")
             kind = str(schema.field(columns[0]).type)
             if columns == [text_column] and kind not in ("string", "large_string", "string_view"):
                 raise ValueError(f"{path}: column {text_column!r} holds {kind}, not text")

@@ -81,8 +81,8 @@ TABLE = {
         --stochastic_rounding => --stochastic_rounding.*--param_dtype bfloat16 and --optimizer adamw
         --memory_snapshot => --memory_snapshot has no effect without a GPU
         --data shards --cache_dir x => --cache_dir x has no effect with --data of token shards
-        --data shards --text_column x => --text_column x has no effect without --data of .jsonl or .parquet files
-        --data a=shards:1,b=book.txt:1 --text_column x => --text_column x has no effect without
+        --text_column x => unknown flag --text_column; --data reads .* prepare .*--text_column NAME .*, then --data FOLDER
+        --data other.jsonl => line 1: need .*KeyError.*data.py prepare --input other.jsonl --text_column NAME .*--data FOLDER$
         --data shards --model_args vocab_size=100 => has (\d+) ids.*use --model_args vocab_size=\1
         --data empty.txt => empty.txt is empty; give a file with text in it
         --data folder => no index.json.*python data.py prepare
@@ -215,6 +215,7 @@ def place(tmp_path_factory):
     for name in ("table.csv", "list.json"):
         (folder / name).write_text('{"text": "x"}')
     (folder / "empty.txt").touch()
+    (folder / "other.jsonl").write_text(json.dumps({"content": "word"}))
     (folder / "one.jsonl").write_text(json.dumps({"text": "word " * 3000}))
     (folder / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "u"}]}')
     (folder / "a.txt.gz").write_bytes(b"1")

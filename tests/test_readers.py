@@ -139,10 +139,10 @@ def test_columns(tmp_path, tokenizer):
     for name in ("a.parquet", "a.jsonl.gz"):
         build_shards([tmp_path / name], tokenizer, tmp_path / f"of {name}", text_column="content")
     assert tokens(tmp_path / "of a.parquet") == tokens(tmp_path / "of a.jsonl.gz")
-    for name, column, parts in [("a.parquet", "text", ["no column 'text'", "--text_column", "content"]),
-                                ("a.parquet", "id", ["'id' holds int64"]), ("a.jsonl.gz", "id", ["a.jsonl.gz line 1", '"id"'])]:
-        cfg = DataConfig(data=str(tmp_path / name), cache_dir=str(tmp_path), text_column=column)
-        refused(lambda cfg=cfg: open_data(cfg, 16), *parts)
+    refused(lambda: open_data(DataConfig(data=str(tmp_path / "a.parquet"), cache_dir=str(tmp_path)), 16), "no column 'text'",
+            "but id, content", "data.py prepare --input", "--text_column NAME", "--data FOLDER")
+    for name, part in ("a.parquet", "'id' holds int64"), ("a.jsonl.gz", 'line 1: need a JSON object with a string "id"'):
+        refused(lambda name=name: build_shards([tmp_path / name], tokenizer, tmp_path / "x", text_column="id"), part)
     pyarrow.parquet.write_table(pyarrow.table({"text": ["yes", None, "no"] * 50}), tmp_path / "null.parquet")
     refused(lambda: build_shards([tmp_path / "null.parquet"], tokenizer, tmp_path / "x"), "null.parquet row 2", '"text"')
     pyarrow.parquet.write_table(pyarrow.table({"messages": [[{"role": "user", "content": b"raw"}]]}), tmp_path / "raw.parquet")
