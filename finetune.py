@@ -1,5 +1,5 @@
-"""Fine-tune a model of a folder, on conversations or text: all weights, or adapters beside them (LoRA). train_llama3.py with
-a model that has learned something already: Llama 3, Qwen3 or DeepSeek, whatever --init_from holds.
+"""Fine-tune a model of a folder, on conversations or text: all weights, or adapters beside them (LoRA). train_llama3.py for
+a model that is trained already: Llama 3, Qwen3 or DeepSeek, according to --init_from.
 
     python finetune.py --init_from HUGGING_FACE_FOLDER --data chat.jsonl --seq_len 2048
     torchrun --nproc_per_node 2 finetune.py --init_from HUGGING_FACE_FOLDER --data chat.jsonl --lora_rank 16 --lr 2e-4 --tp 2
@@ -7,7 +7,7 @@ a model that has learned something already: Llama 3, Qwen3 or DeepSeek, whatever
 
 The same command again continues the run. A run writes runs/finetune/{config.json, metrics.jsonl, checkpoints/}; with LoRA
 a checkpoint holds the adapters alone. One conversation in 20 is for validation.
-Read next: `diff train_llama3.py finetune.py`, sft/chat.py (which tokens have a loss), sft/lora.py, docs/finetune.md.
+Read next: `diff train_llama3.py finetune.py`, sft/chat.py (tokens with a loss), sft/lora.py, docs/finetune.md.
 """
 import math
 import os
@@ -107,7 +107,7 @@ class Config(
         check_range(self, 0, 1, "beta1", "beta2", "min_lr_ratio", "decay_ratio")
         if max(self.beta1, self.beta2) == 1:
             raise ValueError(f"--beta1 {self.beta1} and --beta2 {self.beta2} must be below 1: a mean that never moves")
-        # finetune: what cannot be beside frozen weights
+        # finetune: float8 does not go with frozen weights
         if self.lora_rank and self.float8 != "off":
             raise ValueError(f"--lora_rank {self.lora_rank} with --float8 {self.float8}: the frozen weights would be quantized "
                              "again in every step; leave one of them out")

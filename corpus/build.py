@@ -1,4 +1,4 @@
-"""Text -> token shards: documents of text files, tokenizers trained on them, and the cache of what was tokenized."""
+"""Text -> token shards: documents of text files, tokenizers trained on the text, and tokenization piece by piece."""
 import contextlib
 import hashlib
 import json
@@ -36,14 +36,14 @@ from corpus.tokenizer import BESIDE, BPE_VOCAB, EOT_NAMES, files_beside, load_to
 from support.files import sha256_file, write_file
 
 VAL_PART = 20  # one document in 20 is for validation, or the last 20th of a file with few documents
-MANY_DOCUMENTS = 100  # lines of a .jsonl from which on a hash splits it
+MANY_DOCUMENTS = 100  # a .jsonl with at least so many lines is split by hash
 BPE_BYTES = 10_000_000  # bytes of text for a tokenizer of our own
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Text -> documents
 def cut_into_pieces(paths: list, eot_text: str, text_column: str = "text") -> list:
-    """The pieces of all files. A file of many JSON objects is split into training and validation by the hash of each document,
+    """The pieces of all files. In a file of many JSON objects the hash of each document decides about training or validation,
     so that both are alike; of any other text the tail is for validation."""
     pieces = []
     for path in paths:
@@ -53,7 +53,7 @@ def cut_into_pieces(paths: list, eot_text: str, text_column: str = "text") -> li
         elif path.suffix not in PACKED:
             with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
                 found = cut_bytes(path, text, eot_text, text_column)
-        elif format_of(path) == ".jsonl" and has_many(path):  # its lines are counted by whoever reads it, once
+        elif format_of(path) == ".jsonl" and has_many(path):  # one piece: unpacked only once, by the reader
             found = [Piece(path, 0, None, "hash", True, text_column)]
         else:
             found = cut_bytes(path, b"".join(unpacked(path)), eot_text, text_column)
@@ -64,14 +64,14 @@ def cut_into_pieces(paths: list, eot_text: str, text_column: str = "text") -> li
 
 
 def has_many(path: Path) -> bool:
-    """Whether a packed file has so many lines that a hash splits it."""
+    """Whether a packed file has enough lines to be split by hash."""
     return sum(1 for _ in islice(lines_of_chunks(unpacked(path)), MANY_DOCUMENTS + 1)) > MANY_DOCUMENTS
 
 
 def cut_bytes(path: Path, text: mmap.mmap | bytes, eot_text: str, text_column: str) -> list:
     size, eot, pieces, is_jsonl = len(text), re.escape(eot_text.encode()), [], format_of(path) == ".jsonl"
     chunk = min(max(size // 64, 1 << 20), 32 << 20)  # enough pieces for all processes, few enough files
-    between = re.compile(b"\n" if is_jsonl else b"\n(?!%s)|%s" % (eot, eot))  # an eot ends what is before it
+    between = re.compile(b"\n" if is_jsonl else b"\n(?!%s)|%s" % (eot, eot))  # an eot belongs to the text before it
     by_hash = is_jsonl and sum(1 for _ in islice(re.finditer(b"\n", text), MANY_DOCUMENTS)) == MANY_DOCUMENTS
     border = size if by_hash else tail_border(text, is_jsonl)
     for split, start, end in ("hash" if by_hash else "train", 0, border), ("val", border, size):
@@ -83,7 +83,7 @@ def cut_bytes(path: Path, text: mmap.mmap | bytes, eot_text: str, text_column: s
 
 
 def tail_border(text: mmap.mmap | bytes, is_jsonl: bool) -> int:
-    """Where the last 20th of a text begins: at a line, or, where a .txt has no lines thereabouts, at a character."""
+    """Start of the last 20th of a text: at a line, or, in a .txt without lines nearby, at a character."""
     border = len(text) - len(text) // VAL_PART
     line = text.rfind(b"\n", 0 if is_jsonl else border - border // VAL_PART, border) + 1
     if line or is_jsonl:
@@ -122,7 +122,7 @@ def read_documents(piece: Piece, eot_text: str):
 
 
 def read_chat_documents(piece: Piece, tokenizer_file: Path):
-    """Yields (split, ids, mask) of each conversation of a piece: mask is 1 where a token has a loss."""
+    """Yields (split, ids, mask) of each conversation of a piece; mask: 1 for a token with a loss."""
     from sft.chat import chat_tokenizer, conversation_of, need_template, tokens_and_mask
 
     template, tokenizer = need_template(tokenizer_file, piece.path), chat_tokenizer(tokenizer_file)
@@ -135,7 +135,7 @@ def read_chat_documents(piece: Piece, tokenizer_file: Path):
             split = "val" if hashlib.sha256(line).digest()[0] * VAL_PART < 256 else "train"
             try:
                 ids, mask = tokenized(line, "")
-            except ValueError:  # once more, with its place: all lines before this piece are counted for an error only
+            except ValueError:  # again with the line number, for which all lines before the piece must be counted
                 try:
                     ids, mask = tokenized(line, place(piece, first_number(piece) + number))
                 except ValueError as error:
@@ -144,7 +144,7 @@ def read_chat_documents(piece: Piece, tokenizer_file: Path):
 
 
 def cut_at_lines(text: str, size: int = 1 << 16):
-    """A long document in segments, to be tokenized side by side and in little memory; cut behind a newline if possible."""
+    """Segments of a long document, to be tokenized in parallel and in little memory; cut after a newline if possible."""
     start = 0
     while start < len(text):
         stop = len(text) if start + size >= len(text) else text.rfind("\n", start, start + size) + 1 or start + size
@@ -155,8 +155,8 @@ def cut_at_lines(text: str, size: int = 1 << 16):
 # ---------------------------------------------------------------------------------------------------------------------
 # Documents -> tokenizer, documents -> token shards
 def train_tokenizer(paths: list, file: Path, vocab_size: int = BPE_VOCAB, text_column: str = "text"):
-    """Byte-level BPE, trained on the beginning of each text; of fewer ids where short texts have no more pairs that occur
-    twice. Returns how many."""
+    """Train a byte-level BPE on the beginning of each text. Returns the number of ids, smaller than vocab_size if no more pairs
+    occur twice in the text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     texts, enough = [], BPE_BYTES * vocab_size // BPE_VOCAB // len(paths)
@@ -170,7 +170,7 @@ def train_tokenizer(paths: list, file: Path, vocab_size: int = BPE_VOCAB, text_c
                 break
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()  # all 256 bytes, so that no text is unknown
+    alphabet = pre_tokenizers.ByteLevel.alphabet()  # all 256 bytes: no text is unknown
     tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[EOT_NAMES[0]], initial_alphabet=alphabet, min_frequency=2, show_progress=False))
     write_file(file, tokenizer.to_str().encode())
@@ -178,7 +178,7 @@ def train_tokenizer(paths: list, file: Path, vocab_size: int = BPE_VOCAB, text_c
 
 
 def intact_entries(note: Path, made_from: str) -> dict | None:
-    """The entries that a note of tokenize_piece holds, if they are of shards made from this and no byte has changed since."""
+    """The entries in a note of tokenize_piece, if made_from is the same and no byte of the shards has changed since."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         known = json.loads(note.read_bytes())
         entries = known["entries"].values()
@@ -187,9 +187,9 @@ def intact_entries(note: Path, made_from: str) -> dict | None:
 
 
 def tokenize_piece(piece: Piece, number: int, folder: Path, tokenizer_file: Path, eot: int, vocab_size: int) -> dict:
-    """Writes the shards of a piece and then a note, piece-00000.json, that they are done. Returns {split: entry of index.json}.
+    """Writes the shards of a piece and then a note, piece-00000.json. Returns {split: entry of index.json}.
 
-    Where an earlier start has left the same note and its shards are intact, there is nothing to do."""
+    If an earlier start has left the same note and intact shards, nothing is tokenized again."""
     tokenizer, note, dtype = load_tokenizer(tokenizer_file), folder / f"piece-{number:05d}.json", token_dtype(vocab_size)
     source = hashlib.sha256()
     for part in chain(raw_bytes(piece), [tokenizer_file.read_bytes()]):
@@ -223,7 +223,7 @@ def tokenize_piece(piece: Piece, number: int, folder: Path, tokenizer_file: Path
 
 
 def tokenized_text(piece: Piece, tokenizer, eot: int):
-    """Yields (split, ids, closed) of each segment of a piece's documents; the last of a document ends with eot."""
+    """Yields (split, ids, closed) of each segment of a piece's documents; the last segment of a document ends with eot."""
     def segments():
         for split, text, closed in read_documents(piece, tokenizer.id_to_token(eot)):
             *parts, last = cut_at_lines(text)
@@ -231,14 +231,14 @@ def tokenized_text(piece: Piece, tokenizer, eot: int):
             yield split, last, closed
 
     found = segments()
-    while group := list(islice(found, 64)):  # 4 MB of text at once, because they become 200 MB of Encoding objects
+    while group := list(islice(found, 64)):  # 4 MB of text at once: as Encoding objects they take 200 MB
         encodings = tokenizer.encode_batch_fast([text for _, text, _ in group], add_special_tokens=False)
         for (split, _, closed), encoding in zip(group, encodings):
             yield split, encoding.ids + [eot] * closed, closed
 
 
 def build_shards(paths: list, tokenizer: tuple, folder: Path, workers: int = 1, text_column: str = "text"):
-    """Tokenizes text files into a folder of token shards. Started again after an interruption it keeps what is finished.
+    """Tokenizes text files into a folder of token shards. After an interruption, the same call keeps finished pieces.
 
     tokenizer: from find_tokenizer(). workers: processes; 1 = here, with the threads of the `tokenizers` library."""
     tokenizer_file, eot, vocab_size = tokenizer
@@ -279,17 +279,15 @@ def build_shards(paths: list, tokenizer: tuple, folder: Path, workers: int = 1, 
     write_index(folder, {"vocab_size": vocab_size, "eot": eot, "source": source, "beside": beside, "splits": splits})
     names = [entry["name"] for entry in chain(*splits.values())]
     listed = {*names, *(mask_name(name) for name in names if chats)} | {f"piece-{i:05d}.json" for i in range(len(pieces))}
-    for path in folder.iterdir():  # what is left of an interrupted run
+    for path in folder.iterdir():  # leftovers of an interrupted run
         if re.fullmatch(r"((train|val)-\d+(\.mask)?\.npy|piece-\d+\.json)(\.tmp-\d+)?", path.name) and path.name not in listed:
             path.unlink()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The cache: the built-in corpus, and text files that are tokenized when they are first used
-
-
+# The built-in corpus
 def collect_stdlib(paths: list, target: Path):
-    """All sources as one .jsonl, each text once. Split by path: the same files validate in every version of Python."""
+    """Write all sources as one .jsonl, each text once. Split by path: the same files validate in every version of Python."""
     root, texts = sysconfig.get_paths()["stdlib"], {}
     for path in paths:
         with contextlib.suppress(UnicodeDecodeError):

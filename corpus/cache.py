@@ -1,4 +1,4 @@
-"""Tokenized text in the user's cache: found again by the text's files, or made by corpus/build.py."""
+"""Tokenized text in the user's cache: found again by name, size and time of the text files, or made by corpus/build.py."""
 import fcntl
 import os
 import sys
@@ -33,10 +33,10 @@ def cache_folder(cache_dir: str) -> Path:
 
 
 def cached_corpus(data: str, tokenizer: str, cache_dir: str) -> Path:
-    """The folder of token shards for a text, made if it is not in the cache yet; named after the hash of text and tokenizer.
+    """The folder of token shards for a text, made on first use; its name has the hash of text and tokenizer.
 
-    A link named after size and time of the text leads to it, so that a start does not read all the text again. The tokenizer's
-    files are small: their contents count, for every checkpoint has a copy of them under another path."""
+    A link named after size and time of the text leads to the folder, so that a later start does not read the text. Of the
+    tokenizer's small files the contents count, because every checkpoint has a copy of them under another path."""
     cache, rules = cache_folder(cache_dir), BPE_VOCAB
     if data == "stdlib":
         paths, left_out = stdlib_files(), []
@@ -57,9 +57,9 @@ def cached_corpus(data: str, tokenizer: str, cache_dir: str) -> Path:
 
     cache.mkdir(parents=True, exist_ok=True)
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(1)  # all ranks come here together: rank 0 goes first, because it is the one that shows progress
+        time.sleep(1)  # all ranks come here together: rank 0 goes first, because only rank 0 shows progress
     with open(cache / "lock", "a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the others wait here, and find the corpus finished
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the other ranks wait here, and find the corpus finished
         if (link / "index.json").is_file():
             return link.resolve()
         if data == "stdlib":
@@ -80,6 +80,6 @@ def cached_corpus(data: str, tokenizer: str, cache_dir: str) -> Path:
                 train_tokenizer(paths, folder / "tokenizer.json")
                 found = find_tokenizer(str(folder))
             build_shards(paths, found, folder)
-        link.unlink(missing_ok=True)  # it may lead to a folder that somebody deleted
+        link.unlink(missing_ok=True)  # a link may lead to a deleted folder
         link.symlink_to(folder.name)
         return link.resolve()

@@ -1,4 +1,4 @@
-"""--init_from: its weights know the ids of one tokenizer, so the data must be cut into ids by that one, or by an equal one."""
+"""--init_from weights need data tokenized with the tokenizer of their training, or with an equal one."""
 import os
 
 from corpus.mixture import mixture_of
@@ -9,7 +9,7 @@ from support.files import read_json, sha256_file
 
 
 def check_tokenizer(out: str, identity: dict, cfg):
-    """Raises ValueError when the data has other ids than the weights of --init_from were trained with."""
+    """Raises ValueError when the data has other ids than the training of the --init_from weights."""
     here, source = identity.get("data", {}).get("tokenizer_sha256"), resume_source(out, cfg)
     if here is None or source and source.folder != cfg.init_from:
         return
@@ -30,7 +30,7 @@ def check_tokenizer(out: str, identity: dict, cfg):
 def same_ids(tokenizers: dict[str, str]) -> bool:
     """Whether two tokenizers, {path: sha256 of its tokenizer.json}, cut every text into the same ids.
 
-    Their files may still differ in padding and templates, which nothing here uses. False where a file is gone or was changed.
+    The files may still differ in padding and templates, which nothing here uses. False if a file is gone or has changed.
     """
     try:
         if any(sha256_file(tokenizer_path(path)) != known for path, known in tokenizers.items()):
@@ -42,7 +42,7 @@ def same_ids(tokenizers: dict[str, str]) -> bool:
 
 
 def cuts(rules: dict) -> tuple:
-    """The parts of a tokenizer.json that decide into which ids it cuts a text."""
+    """The parts of a tokenizer.json that decide about the ids of a text."""
     model, added = rules["model"], {token["content"]: token["id"] for token in rules.get("added_tokens") or []}
     vocab = model["vocab"] | added if isinstance(model["vocab"], dict) else (model["vocab"], added)  # Unigram: [text, score]
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model.get("merges") or []]  # spelt in two ways

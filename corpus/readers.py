@@ -1,8 +1,6 @@
-"""Files of text as they come: .txt, .md, .jsonl and .parquet, packed by gzip or Zstandard, alone, in folders, or named by a
-glob.
+"""Read text files: .txt, .md, .jsonl and .parquet, also packed by gzip or Zstandard; single files, folders and globs.
 
-Whatever the file, what comes out are bytes of text (.txt, .md) or one JSON object per document (.jsonl lines, rows of a
-.parquet). """
+A reader gives bytes of text (.txt, .md), or one JSON object per document (lines of a .jsonl, rows of a .parquet)."""
 import glob
 import json
 import os
@@ -14,22 +12,22 @@ from typing import NamedTuple
 
 PACKED, FORMATS = (".gz", ".zst"), ".txt, .md, .jsonl (each also with .gz or .zst) or .parquet"
 UNPACK = {".xz": "unxz -k", ".bz2": "bunzip2 -k", ".zip": "unzip"}
-# What makes a .jsonl of a table or of one JSON list: nobody knows which of their columns is the text
+# Commands that turn a table or a JSON list into a .jsonl; the user must say which column is the text
 CONVERT = {".csv": "import csv, json, sys; [print(json.dumps(row)) for row in csv.DictReader(open(sys.argv[1]))]",
            ".json": "import json, sys; [print(json.dumps(row)) for row in json.load(open(sys.argv[1]))]"}
-CONVERSATION = ("messages", "conversations", "tools", "system")  # columns that a conversation may have: see sft/chat.py
-PARQUET_PIECE = 32 << 20  # bytes of the rows that one shard is made of, as far as their groups allow
+CONVERSATION = ("messages", "conversations", "tools", "system")  # columns of a conversation: see sft/chat.py
+PARQUET_PIECE = 32 << 20  # bytes of the rows in one shard, rounded up to whole row groups
 
 
 class Piece(NamedTuple):
-    """A part of a file: its bytes start..end, as they are when unpacked, or its rows. One shard per split is made of it."""
+    """A part of a file: unpacked bytes or rows start..end. Each piece becomes one shard per split."""
 
     path: Path
     start: int
-    end: int | None  # None: a packed file from beginning to end, however long it is
-    split: str  # "train", "val", or "hash": each document goes where its hash says
-    closed: bool  # a document ends here; else (a long .txt) the next piece goes on with it
-    text_column: str = "text"  # name of what a .jsonl's objects and a .parquet's rows have the text under
+    end: int | None  # None: a packed file to its end, of unknown length
+    split: str  # "train", "val", or "hash": the hash of each document decides
+    closed: bool  # a document ends here; else (a long .txt) the next piece continues the document
+    text_column: str = "text"  # key of the text in the objects of a .jsonl, column of a .parquet
 
 
 def format_of(path: Path) -> str:
@@ -43,13 +41,13 @@ def is_text_file(path: Path) -> bool:
 
 
 def prepare_column(path: Path) -> str:
-    """How to train on a file whose texts have another name than "text", for errors."""
+    """For errors: how to train on a file with another name than "text" for its texts."""
     return (f'if its texts are not named "text": python data.py prepare --input {quote(str(path))} --text_column NAME '
             "--tokenizer tokenizer.json --out FOLDER, and train with --data FOLDER")
 
 
 def check_text(path: Path):
-    """Raises ValueError with what to do about a file that is not text to train on."""
+    """Raises ValueError for a file without text to train on, and says what to do."""
     if not path.exists():
         raise ValueError(f"{path}: no such file")
     if path.is_file() and path.suffix in UNPACK:
@@ -65,8 +63,8 @@ def check_text(path: Path):
 
 
 def text_files(what: str) -> tuple[list[Path], list[Path]]:
-    """The files that a path means: a file, all text files in and below a folder, or what a glob matches. And those files of a
-    folder that are no text. Sorted by name, so that the order is the same on every machine. Raises ValueError."""
+    """(files of a path, files of the folder that are no text). The path is a file, a folder with text files in and below it, or
+    a glob. Sorted by name, so that every machine has the same order. Raises ValueError."""
     path, left_out = Path(what), []
     if path.is_dir():
         def fail(error):
@@ -91,7 +89,7 @@ def text_files(what: str) -> tuple[list[Path], list[Path]]:
 # ---------------------------------------------------------------------------------------------------------------------
 # Packed files
 def unpacked(path: Path):
-    """Yields the text of a packed file, in chunks of bytes. Raises ValueError where it is damaged, or ends too early."""
+    """Yields the text of a packed file, in chunks of bytes. Raises ValueError for a damaged or truncated file."""
     if path.suffix == ".gz":
         broken, make = zlib.error, lambda: zlib.decompressobj(wbits=31)
     else:
@@ -103,9 +101,9 @@ def unpacked(path: Path):
     unpacker, total, most = make(), 0, max(1 << 28, 1000 * path.stat().st_size)
     try:
         with open(path, "rb") as file:
-            while chunk := file.read(1 << 14):  # so little that what it unpacks to fits into memory, whatever it is
+            while chunk := file.read(1 << 14):  # a small chunk fits into memory even if it unpacks to 1000 times its size
                 while chunk:
-                    unpacker = make() if unpacker.eof else unpacker  # several packed files, one behind the other, are one
+                    unpacker = make() if unpacker.eof else unpacker  # packed files may be concatenated
                     text = unpacker.decompress(chunk)
                     total += len(text)
                     if total > most:
@@ -153,7 +151,7 @@ def open_parquet(path: Path, text_column: str):
 
 
 def cut_rows(path: Path, text_column: str, many: int, val_part: int) -> list[Piece]:
-    """Pieces of whole groups of rows. Fewer than `many` rows are no group's business: the last ones are for validation."""
+    """Pieces of whole row groups. Of fewer than `many` rows the last 1 / val_part are for validation, at any row."""
     with open_parquet(path, text_column) as (file, _):
         groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
         n = file.metadata.num_rows
@@ -171,7 +169,7 @@ def cut_rows(path: Path, text_column: str, many: int, val_part: int) -> list[Pie
 
 
 def groups_of(file, piece: Piece) -> tuple[list[int], int]:
-    """(numbers of the groups that a piece's rows are in, the first one's first row)"""
+    """(numbers of the row groups of a piece, first row of the first group)"""
     found, first, row = [], 0, 0
     for i in range(file.num_row_groups):
         n = file.metadata.row_group(i).num_rows
@@ -183,7 +181,7 @@ def groups_of(file, piece: Piece) -> tuple[list[int], int]:
 
 
 def rows(piece: Piece):
-    """Yields the rows of a piece of a .parquet as JSON objects. A null is left out: there the row has no such thing."""
+    """Yields the rows of a piece of a .parquet as JSON objects, without nulls: a null means that the row has no such key."""
     with open_parquet(piece.path, piece.text_column) as (file, columns):
         groups, row = groups_of(file, piece)
         for batch in file.iter_batches(1024, row_groups=groups, columns=columns, use_threads=False):
@@ -203,9 +201,9 @@ def without_nulls(value):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a piece holds
+# Contents of a piece
 def read_piece(piece: Piece) -> bytes:
-    """The text of a piece that has an end."""
+    """The text of a piece with a known end."""
     if piece.path.suffix in PACKED:
         return b"".join(unpacked(piece.path))[piece.start:piece.end]
     with open(piece.path, "rb") as file:
@@ -219,12 +217,12 @@ def json_lines(piece: Piece):
         yield from rows(piece)
         return
     found = iter(lines_of_chunks(unpacked(piece.path)) if piece.end is None else read_piece(piece).split(b"\n"))
-    yield next(found, b"").removeprefix(b"\xef\xbb\xbf")  # Windows likes to begin with these
+    yield next(found, b"").removeprefix(b"\xef\xbb\xbf")  # byte order mark of Windows
     yield from found
 
 
 def first_line(path: Path, text_column: str = "text") -> bytes:
-    """The first JSON object of a .jsonl or .parquet, b"" where there is none."""
+    """The first JSON object of a .jsonl or .parquet, b"" if the file has none."""
     end = None if path.suffix in PACKED else 1 if path.suffix == ".parquet" else 0
     if end == 0:
         with open(path, "rb") as file:
@@ -233,13 +231,13 @@ def first_line(path: Path, text_column: str = "text") -> bytes:
 
 
 def is_chat(path: Path, text_column: str = "text") -> bool:
-    """Whether a file holds conversations: its first line or row tells. One with a "text" is text to train on as it is."""
+    """Whether a file holds conversations, by its first line or row. A row with "text" is plain text to train on."""
     if format_of(path) not in (".jsonl", ".parquet") or not path.is_file():
         return False
     try:
         record = json.loads(first_line(path, text_column))
     except (ValueError, RecursionError):
-        return False  # said with its line number by whoever reads the text
+        return False  # read_documents reports the error with the line number
     return isinstance(record, dict) and text_column not in record and bool({"messages", "conversations"} & record.keys())
 
 
@@ -253,12 +251,12 @@ def first_number(piece: Piece) -> int:
 
 
 def place(piece: Piece, number: int) -> str:
-    """Where a line or row is, for errors."""
+    """File and number of a line or row, for errors."""
     return f"{piece.path} {'row' if piece.path.suffix == '.parquet' else 'line'} {number}"
 
 
 def raw_bytes(piece: Piece):
-    """Yields the bytes that the text of a piece is made of: its own, or more of its file where it has none of its own."""
+    """Yields the bytes of the file that decide about the text of a piece; of a packed file all bytes."""
     start, size = 0, piece.path.stat().st_size
     if piece.path.suffix == ".parquet":
         with open_parquet(piece.path, piece.text_column) as (file, _):

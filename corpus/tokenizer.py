@@ -1,4 +1,4 @@
-"""Tokenizers: a tokenizer.json, the files that lie beside it, and which of its tokens ends a document."""
+"""Tokenizers: tokenizer.json, the files beside it, and the token that ends a document."""
 import json
 import os
 from functools import lru_cache
@@ -11,13 +11,13 @@ from support.files import HF_LIMIT, HF_LIMITS, hf_file, hub_hint, read_json
 
 BPE_VOCAB = 4096  # ids of a tokenizer of our own
 EOT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
-# What a Hugging Face folder has beside tokenizer.json: special tokens, chat template, and which ids end an answer
+# Files beside tokenizer.json in a Hugging Face folder: special tokens, chat template, and the ids that end an answer
 BESIDE = ("tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "generation_config.json")
 
 
 @lru_cache(maxsize=1)
 def load_tokenizer(file: Path):
-    from tokenizers import Tokenizer  # here, because a run on finished shards needs no tokenizer
+    from tokenizers import Tokenizer  # not at the top: a run on finished shards needs no tokenizer
 
     try:
         tokenizer = Tokenizer.from_file(str(file))
@@ -30,24 +30,24 @@ def load_tokenizer(file: Path):
 
 
 def encoding_of(tokenizer, text: str, bos: bool):
-    """The tokens of a text, with the places that they have in it. bos: with the tokens that the tokenizer puts around it."""
+    """The tokens of a text, with places in the text. bos: add the tokenizer's tokens for begin and end."""
     try:
         return tokenizer.encode(text, add_special_tokens=bos)
-    except BaseException as error:  # a regular expression of a stranger's tokenizer.json that gives up makes it panic
+    except BaseException as error:  # the library panics if a regular expression of a stranger's tokenizer.json gives up
         if type(error).__name__ != "PanicException":
             raise
         raise ValueError(f"the tokenizer fails on {text[:40]!r}: {error}") from None
 
 
 def files_beside(tokenizer_file) -> dict:
-    """{name: content} of the files that go wherever this tokenizer.json goes. ValueError for links elsewhere, absurd sizes."""
+    """{name: content} of the files to copy along with a tokenizer.json. ValueError for links elsewhere, absurd sizes."""
     folder = os.path.dirname(os.path.abspath(tokenizer_file))
     there = [name for name in BESIDE if os.path.lexists(os.path.join(folder, name))]
     return {name: Path(hf_file(folder, name, HF_LIMITS.get(name, HF_LIMIT))).read_bytes() for name in there}
 
 
 def tokenizer_path(path: str) -> Path:
-    """The tokenizer.json that this path is, or that the folder holds. ValueError for links elsewhere and absurd sizes."""
+    """The path of a tokenizer.json, given itself or by its folder. ValueError for links elsewhere and absurd sizes."""
     file, limit = Path(path, "tokenizer.json") if os.path.isdir(path) else Path(path), HF_LIMITS["tokenizer.json"]
     if not file.is_file():
         raise ValueError(f"--tokenizer {path}: need a tokenizer.json, or a folder that holds one{hub_hint(path)}")
@@ -59,7 +59,7 @@ def tokenizer_path(path: str) -> Path:
 
 
 def find_tokenizer(path: str, eot: str = ""):
-    """(tokenizer.json, eot id, vocab size) for a tokenizer.json or a folder that holds one."""
+    """(tokenizer.json, eot id, vocab size) for a tokenizer.json or its folder. eot: text of the token, "": look for it."""
     file = tokenizer_path(path)
     tokenizer, names, config = load_tokenizer(file), [eot] if eot else list(EOT_NAMES), file.with_name("tokenizer_config.json")
     if (rules := files_beside(file).get(config.name)) and not eot:
@@ -80,7 +80,7 @@ def find_tokenizer(path: str, eot: str = ""):
 
 
 def bytes_of_tokens(tokenizer_json: bytes, vocab_size: int):
-    """(vocab,) int64: bytes of text that each token stands for, 0 for special ones. None if the tokenizer is not byte-level."""
+    """(vocab,) int64: bytes of text in each token, 0 for special tokens. None if the tokenizer is not byte-level."""
     try:
         rules = json.loads(tokenizer_json)
         if rules["model"].get("type") != "BPE" or '"ByteLevel"' not in json.dumps(rules.get("decoder")):
@@ -107,7 +107,7 @@ def read_hf_json(folder: str, name: str) -> dict:
 
 
 def check_hf_tokenizer(folder: str, vocab_size: int) -> str | None:
-    """The path of tokenizer.json, None without one. Raises ValueError when it has ids beyond the model's vocabulary."""
+    """The path of tokenizer.json, None if missing. Raises ValueError when an id is beyond the model's vocabulary."""
     path = os.path.join(folder, "tokenizer.json")
     if not os.path.lexists(path):
         return None
@@ -122,8 +122,8 @@ def check_hf_tokenizer(folder: str, vocab_size: int) -> str | None:
 
 
 def read_chat(folder: str, name: str = "default") -> tuple[str | None, dict[str, str]]:
-    """(chat template or None, the special tokens by name, such as eos_token) of a Hugging Face folder. name: which one, if it
-    has several."""
+    """(chat template or None, the special tokens by name, such as eos_token) of a Hugging Face folder. name: of the template,
+    if the folder has several."""
     rules, template = {}, None
     if os.path.lexists(os.path.join(folder, "tokenizer_config.json")):
         rules = read_hf_json(folder, "tokenizer_config.json")

@@ -1,8 +1,8 @@
-"""Conversations as tokens: a folder's chat template writes them out, and a mask says which tokens are the assistant's.
+"""Conversations as tokens: a folder's chat template writes the text, and a mask marks the assistant's tokens.
 
-The template knows best. One with {% generation %} ... {% endgeneration %} says itself what the assistant writes. Any other is
-asked by rendering prefixes of the conversation: an answer is what comes on top of the prompt before it. Where that does not
-tell exactly, the template is refused: a loss on the wrong tokens would show in no number.
+A template with {% generation %} ... {% endgeneration %} marks the assistant's text itself. For any other template we render
+prefixes of the conversation: an answer is the text after the prompt. If the prefixes do not fit together, the template is
+refused, because no number would show a loss on the wrong tokens.
 """
 import json
 import os
@@ -15,31 +15,31 @@ from typing import NamedTuple
 
 from corpus.tokenizer import encoding_of, load_tokenizer, read_chat
 
-BEGIN, END = "\ufdd0", "\ufdd1"  # around what the assistant writes; Unicode leaves them to programs, and no text has them
+BEGIN, END = "\ufdd0", "\ufdd1"  # around the assistant's text; Unicode reserves both for programs, so no text has them
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant",
                   "function_call": "assistant", "function": "tool", "function_response": "tool", "observation": "tool"}
-THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names that files give to what was thought before an answer
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # keys of the thoughts before an answer, in various files
 NEEDED = '{"messages": [{"role": ..., "content": ...}]} or ShareGPT\'s {"conversations": [{"from": ..., "value": ...}]}'
 
 
 class Conversation(NamedTuple):
     messages: list[dict]
-    tools: list | None  # the functions that the assistant may call, as JSON schemas
-    where: str  # its file and line, for errors
+    tools: list | None  # functions that the assistant may call, as JSON schemas
+    where: str  # file and line, for errors
 
 
 class ChatTemplate(NamedTuple):
-    name: str  # where it comes from, for errors
-    render: Callable  # (messages, tools, add_generation_prompt=False, **values) -> text, with BEGIN and END around marks
+    name: str  # for errors, with the folder
+    render: Callable  # (messages, tools, add_generation_prompt=False, **values) -> text, with BEGIN and END around marked text
     has_marks: bool  # {% generation %}
-    rules: str  # what the text of a conversation depends on; 2: the version of this file's own
-    names: frozenset[str]  # of the values that it asks for, apart from those that every template is given
+    rules: str  # identifies the text that a conversation becomes
+    names: frozenset[str]  # values that the template reads, apart from the usual ones
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Templates
 def read_template(folder: str) -> ChatTemplate | None:
-    """The chat template of a folder, ready to render; None where it has none. Raises ValueError."""
+    """The chat template of a folder, ready to render; None if the folder has none. Raises ValueError."""
     template, special_tokens = read_chat(folder)
     if template is None:
         return None
@@ -53,7 +53,7 @@ def read_template(folder: str) -> ChatTemplate | None:
     marks = []
 
     class Generation(jinja2.ext.Extension):
-        """{% generation %}: what is inside goes out between BEGIN and END."""
+        """{% generation %}: puts the inner text between BEGIN and END."""
 
         tags = {"generation"}
 
@@ -66,8 +66,8 @@ def read_template(folder: str) -> ChatTemplate | None:
     def fail(message):
         raise jinja2.TemplateError(message)
 
-    # A template is a program, and anyone may have written this one: the sandbox keeps it from Python's objects. The options
-    # and names are those that transformers gives it.
+    # A template is a program by a stranger: the sandbox keeps Python's objects out of reach. Options and names are as in
+    # transformers.
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation])
     environment.filters["tojson"] = lambda value, **options: json.dumps(value, **({"ensure_ascii": False} | options))
@@ -76,7 +76,7 @@ def read_template(folder: str) -> ChatTemplate | None:
     def guarded(what, *args, **values):
         try:
             return what(*args, **values)
-        except Exception as error:  # whatever the template makes Python raise
+        except Exception as error:  # a template can make Python raise anything
             raise ValueError(f"the chat template of {folder} fails: {error}") from None
 
     compiled = guarded(environment.from_string, template)
@@ -100,7 +100,7 @@ def without_marks(text: str) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 # Files -> conversations
 def conversation_of(line: bytes, where: str) -> Conversation:
-    """The conversation of one line of a file. Raises ValueError with `where` it is."""
+    """The conversation in one line of a file. where: file and line, for errors. Raises ValueError."""
     try:
         record = json.loads(line)
         text = json.dumps(record, ensure_ascii=False)
@@ -114,7 +114,7 @@ def conversation_of(line: bytes, where: str) -> Conversation:
         if not messages or not isinstance(messages, list) or not all(map(is_message, messages)):
             raise TypeError("every message needs a role and a content")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        reason = str(error) if isinstance(error, UnicodeError) else repr(error)  # whose repr has the whole line
+        reason = str(error) if isinstance(error, UnicodeError) else repr(error)  # the repr of UnicodeError has the whole line
         raise ValueError(f"{where}: need a conversation like {NEEDED} ({reason})") from None
     for message in messages:
         if problem := untrainable(message):
@@ -123,7 +123,7 @@ def conversation_of(line: bytes, where: str) -> Conversation:
 
 
 def untrainable(message: dict) -> str:
-    """What a message asks for that cannot be done; ""."""
+    """Why we cannot train on a message; "" if we can."""
     content = message.get("content")
     for part in content if isinstance(content, list) else ():
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
@@ -137,18 +137,18 @@ def untrainable(message: dict) -> str:
 
 
 def with_text(message: dict) -> dict:
-    """Content in parts as one text: most templates know no parts, and write out nothing or Python's spelling of the list."""
+    """Join content in parts to one text: most templates know no parts, and would write nothing, or a Python list."""
     content = message.get("content")
     return message | {"content": "".join(part["text"] for part in content)} if isinstance(content, list) else message
 
 
 def is_trained(message: dict) -> bool:
-    """An answer with "weight": 0 (OpenAI) or "train": false (axolotl) is read but has no loss."""
+    """Whether an answer has a loss: "weight": 0 (OpenAI) or "train": false (axolotl) switch the loss off."""
     return bool(message.get("weight", 1)) and message.get("train", True)
 
 
 def is_message(message) -> bool:
-    """The content may be null or missing beside tool calls, and a list of parts."""
+    """Content is a text or a list of parts; beside tool calls also null or missing."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         return False
     content = message.get("content")
@@ -156,13 +156,13 @@ def is_message(message) -> bool:
 
 
 def with_thoughts(message: dict) -> dict:
-    """Templates read them as reasoning_content, some as thinking."""
+    """Give thoughts the names that templates read: reasoning_content, or thinking."""
     found = [message[name] for name in THOUGHTS if message.get(name) is not None]
     return {"thinking": found[0]} | message | {"reasoning_content": found[0]} if found else message
 
 
 def from_sharegpt(record: dict) -> list[dict]:
-    """{"conversations": [{"from", "value"}], "system"} as messages. Some files have role and content under that name."""
+    """{"conversations": [{"from", "value"}], "system"} as messages. Some files have role and content in "conversations"."""
     messages = [{"role": "system", "content": record["system"]}] if record.get("system") else []
     for turn in record["conversations"]:
         if "from" not in turn:
@@ -179,10 +179,10 @@ def from_sharegpt(record: dict) -> list[dict]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Conversation -> text, and where in it the assistant speaks -> tokens and mask
+# Conversation -> text and spans of the assistant's text -> tokens and mask
 def assistant_spans(conversation: Conversation, template: ChatTemplate) -> tuple[str, list[tuple[int, int]]]:
-    """The whole text, and (start, end) of what the assistant writes in it, in characters. Raises ValueError where the template
-    fails, or does not tell exactly."""
+    """(whole text, [(start, end)] of the assistant's trained text, in characters). Raises ValueError if the template fails, or
+    if the spans are not certain."""
     messages, tools, where = conversation
     try:
         full = template.render(messages, tools)
@@ -207,13 +207,13 @@ def assistant_spans(conversation: Conversation, template: ChatTemplate) -> tuple
 
 
 def check_rendered(conversation: Conversation, template: ChatTemplate, text: str) -> None:
-    """Raises ValueError for what a message holds and the template does not write out: it would be trained as if it were not
-    there. Thoughts before an earlier answer are left out by many templates on purpose; one must know thoughts at all."""
+    """Raises ValueError if the template leaves out a part of a message: training would silently lose content, calls or
+    thoughts. Many templates leave out earlier thoughts on purpose, so we only ask whether a template writes thoughts at all."""
     for i, message in enumerate(conversation.messages, 1):
         calls = [call.get("function", call) for call in message.get("tool_calls") or [] if isinstance(call, dict)]
         names = [str(call.get("name", "")) for call in calls if isinstance(call, dict)]
         content = (message.get("content") or "").rpartition("</think>")[2].strip()
-        missing = "content" if content not in text and not calls else ""  # some leave out what is said beside a call
+        missing = "content" if content not in text and not calls else ""  # some templates leave out text beside a call
         missing = "tool_calls" if any(name not in text for name in names) else missing
         if "reasoning_content" in message and not knows_thoughts(template):
             missing = "reasoning_content"
@@ -238,8 +238,8 @@ def spans_of_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
 
 
 def span_by_prefixes(i: int, full: str, messages: list, render) -> tuple[int, int] | None:
-    """Where message i, the assistant's, is in the full text: behind the prompt that asks for it, up to its end. None where the
-    conversation's beginnings do not tell that."""
+    """(start, end) of message i, the assistant's, in the full text: from the end of its prompt to its own end. None if the
+    rendered prefixes do not fit the full text. render: (messages, add_generation_prompt=False) -> text."""
     prompt, answered = render(messages[:i], True), render(messages[:i + 1])
     if not full.startswith(prompt):
         return None
@@ -248,16 +248,16 @@ def span_by_prefixes(i: int, full: str, messages: list, render) -> tuple[int, in
         return start, len(answered)
     try:
         end = end_by_probes(i, full, start, messages, render)
-    except ValueError:  # a template that does not take the conversations that it is asked with
+    except ValueError:  # the template refuses our probes
         end = None
     return end and (start, end)
 
 
 def end_by_probes(i: int, full: str, start: int, messages: list, render) -> int | None:
-    """Where message i ends if the template writes it in another way once there is a later question: Qwen3's drops what was
-    thought. It still ends as every answer does, so its end is found if this text is there once: if with another answer in its
-    place nothing behind it changes. And if it is no later answer's: gpt-oss and Phi-3 end only the last one in their way, so
-    with other messages behind this one nothing before its end may change."""
+    """End of message i if the template rewrites an answer once a later question follows: Qwen3's drops the thoughts. The ending
+    (like <|im_end|>) is still the same, so look for the ending after `start`. Two probes make sure of the right place. Another
+    answer in place of message i must change nothing after the end. Other later messages must change nothing before the end:
+    gpt-oss and Phi-3 write their ending only after the last answer, so we would find a later one."""
     one, other = (render([*messages[:i], {"role": "assistant", "content": content}]) for content in ("x", "y"))
     ending = os.path.commonprefix([one[::-1], other[::-1]])[::-1]
     plain = {key: value for key, value in messages[i].items() if key != "tool_calls"} | {"content": "x"}
@@ -274,16 +274,16 @@ def end_by_probes(i: int, full: str, start: int, messages: list, render) -> int 
 
 @lru_cache(maxsize=1)
 def chat_tokenizer(file: Path):
-    """As load_tokenizer, but the template's markers, like <|im_start|>, are tokens and no text."""
+    """Like load_tokenizer, but markers of the template, like <|im_start|>, become special tokens."""
     from tokenizers import Tokenizer, processors
 
     tokenizer = Tokenizer.from_str(load_tokenizer(file).to_str())
-    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)  # a token begins where its space does
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)  # the offsets of a token include its space
     return tokenizer
 
 
 def need_template(tokenizer_file: Path, path: Path) -> ChatTemplate:
-    """The chat template beside a tokenizer.json. Raises ValueError where the conversations of `path` have none."""
+    """The chat template beside a tokenizer.json. path: file of conversations, for errors. Raises ValueError if missing."""
     folder = os.path.dirname(os.path.abspath(tokenizer_file))
     if (template := read_template(folder)) is None:
         raise ValueError(f"{path} holds conversations, but {folder} has no chat template (chat_template.jinja or "
@@ -292,28 +292,28 @@ def need_template(tokenizer_file: Path, path: Path) -> ChatTemplate:
 
 
 def tokens_and_mask(conversation: Conversation, template: ChatTemplate, tokenizer) -> tuple[list[int], list[int]]:
-    """(ids, mask), as long as each other: 1 where a token is the assistant's and has a loss. tokenizer: a chat_tokenizer. A
-    token with only a part in the assistant's text counts, and of several tokens for its last character the first: both as in
-    transformers. Not as there, a blank that the tokenizer's offsets leave out ends nothing: the whole answer counts."""
+    """(ids, mask) of equal length; mask: 1 for a token with a loss, the assistant's. tokenizer: a chat_tokenizer. A token
+    partly in the assistant's text counts, and of several tokens for the last character the first: both as in transformers.
+    Unlike transformers, a blank outside of all offsets does not end the answer."""
     text, spans = assistant_spans(conversation, template)
     encoding = encoding_of(tokenizer, text, False)
     starts, ends = zip(*encoding.offsets) if encoding.offsets else ((), ())
     mask = [0] * len(encoding.ids)
     for start, end in spans:
-        last = bisect_right(ends, end - 1)  # the first token that goes further than the character before `end`
+        last = bisect_right(ends, end - 1)  # the first token that reaches to `end` or beyond
         for i in range(bisect_right(ends, start), min(last + 1, bisect_left(starts, end))):
             mask[i] = 1
     return encoding.ids, mask
 
 
 def border_warning(template: ChatTemplate, tokenizer) -> str:
-    """One line about a prompt that ends inside of a token, like "Answer: ", whose space belongs to the answer's first token:
-    training never sees the prompt's last token, with which every question ends. Empty where all is well."""
+    """One line about a prompt that ends inside of a token, "" if all is well. In "Answer: " the space belongs to the first
+    token of the answer: in training the prompt never ends with a lone space, but every question to the model does."""
     for answer in ("The", "I", "7", "- a", "def", "{"):
         messages = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": answer}]
         try:
             text, spans = assistant_spans(Conversation(messages, None, template.name), template)
-        except ValueError:  # it does not take such a conversation
+        except ValueError:  # the template refuses our probe
             return ""
         border = spans[-1][0] if spans else 0
         for start, end in encoding_of(tokenizer, text, False).offsets:

@@ -22,7 +22,7 @@ def is_peft_folder(folder: str) -> bool:
 
 
 def read_adapter_config(folder: str) -> dict:
-    """adapter_config.json. Raises ValueError where it tells of another kind of adapter."""
+    """adapter_config.json. Raises ValueError for an adapter of another kind."""
     path = os.path.join(folder, CONFIG)
     try:
         found = read_json(hf_file(folder, CONFIG, HF_LIMIT))
@@ -39,20 +39,20 @@ def read_adapter_config(folder: str) -> dict:
 
 
 def flags_of(folder: str) -> str:
-    """The flags that make adapters like those of a PEFT folder; --lora_on is named by its tensors when these are read."""
+    """The flags for adapters like in a PEFT folder, for errors; without --lora_on, which the tensors decide."""
     found = read_adapter_config(folder)
     return f"--lora_rank {found['r']} --lora_alpha {found['lora_alpha']:g}"
 
 
 def peft_keys(module, names) -> dict[str, str]:
-    """{fqn of an adapter's weight: its name in peft's files} beside these linears."""
+    """{fqn of an adapter's weight: name in peft's files} for adapters beside linears of these names."""
     theirs, letters = module.hf_keys(), {"lora_a": "lora_A", "lora_b": "lora_B"}
     return {f"{fqn}.{ours}.weight": f"base_model.model.{theirs[f'{fqn}.weight'].removesuffix('.weight')}.{letter}.weight"
             for fqn in names for ours, letter in letters.items()}
 
 
 def check_peft(model, names: list[str], cfg) -> None:
-    """Raises ValueError unless the adapters in --lora_from are those that the flags ask for. model: the full one, on meta."""
+    """Raises ValueError if the adapters in --lora_from do not fit the flags. model: the full model, on meta."""
     if not is_peft_folder(cfg.lora_from):
         raise ValueError(f"--lora_from {cfg.lora_from} is no PEFT adapter: there is no {CONFIG} in it")
     folder, found = cfg.lora_from, read_adapter_config(cfg.lora_from)
@@ -86,7 +86,7 @@ def open_adapter(folder: str):
 
 @torch.no_grad()
 def load_peft(modules, folder: str) -> None:
-    """Fill the adapters of this rank's stages from a PEFT folder: of each its slice. Raises ValueError for a wrong shape."""
+    """Fill this rank's slice of each adapter from a PEFT folder. Raises ValueError for a wrong shape."""
     file = open_adapter(folder)
     for module in modules:
         linears = adapted_linears(module)
@@ -99,21 +99,21 @@ def load_peft(modules, folder: str) -> None:
 
 
 def write_peft(out: str, path: str, table, model, beside: dict[str, bytes]) -> None:
-    """Write the adapters of a step folder (path) to the folder `out`, as peft reads them. table: the tensors of the step;
-    model: the full one, on meta; beside: {name: content} of the tokenizer's files."""
+    """Write the adapters of a step folder to the folder `out`, in peft's format. path, table: the step folder and its tensors;
+    model: the full model, on meta; beside: {name: content} of the tokenizer's files."""
     from safetensors.torch import save
 
     about, adapters = read_json(path, "state.json"), read_adapters(table, path)
     lora, base = about["identity"]["lora"], about["base"]["folder"]
-    base = base if is_hf_folder(base) else ""  # a run of ours: no format that peft reads
+    base = base if is_hf_folder(base) else ""  # peft cannot read a run of ours
     keys, hf = peft_keys(model, [fqn.removesuffix(".lora_a.weight") for fqn in adapters if ".lora_a." in fqn]), model.hf_keys()
-    # all linears of the blocks, to find short names for those that have an adapter
+    # all linears of the blocks, to find short names for the adapted linears
     theirs = {name: hf[f"{name}.weight"].removesuffix(".weight") for name in block_linears(model)}
     chosen = {theirs[fqn.split(".lora_")[0]] for fqn in adapters}
     if getattr(model.config, "n_experts", 0) and (theirs_too := {name.rpartition(".")[2] for name in chosen} & EXPERTS):
         raise ValueError(f"peft takes {', '.join(sorted(theirs_too))} of a model with experts for the experts'; leave out "
                          "--adapter, which merges the adapters with the weights")
-    short = {name.rpartition(".")[2] for name in chosen}  # peft takes a name for all modules that end with it
+    short = {name.rpartition(".")[2] for name in chosen}  # peft adapts every module whose name ends with a target
     exact = {name for name in theirs.values() if name.rpartition(".")[2] in short} == chosen
     config = dict(
         peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=base, r=lora["rank"], lora_alpha=lora["alpha"],

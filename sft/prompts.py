@@ -1,7 +1,7 @@
-"""How a chat model is asked: --chat, --system and --template_args of grpo.py, evaluate.py and generate.py.
+"""Prompts for a chat model: --chat, --system and --template_args of grpo.py, evaluate.py and generate.py.
 
-A prompt is one message of a user, written out by the chat template of the model's folder, with --system TEXT before it. Some
-templates read further values from whoever renders them, such as Qwen3's enable_thinking: --template_args enable_thinking=false.
+A prompt is one message of a user, written out by the chat template of the model's folder, after --system TEXT if given. Some
+templates read further values, such as Qwen3's enable_thinking: --template_args enable_thinking=false.
 """
 import re
 from collections.abc import Callable
@@ -12,13 +12,13 @@ from corpus.tokenizer import read_chat
 from storage.manifest import is_hf_folder, newest_readable
 from support.config import default_of, spell_flag
 
-PROBE = "2 + 2?"  # a question to which a template is tried out
+PROBE = "2 + 2?"  # a question to try out a template
 
 
 def open_chat(folder: str, cfg: ChatConfig) -> Callable | None:
-    """text -> prompt as the flags ask for it; None: the text is the prompt. folder: the model's, "" for one that begins from
-    nothing. Raises ValueError for a flag that has no effect there."""
-    defaults = {f.name: default_of(f) for f in fields(cfg)}  # of the program: grpo.py has --chat on
+    """Function text -> prompt for the flags; None: the text is the prompt. folder: of the model, "" for a new model. Raises
+    ValueError for a flag without effect."""
+    defaults = {f.name: default_of(f) for f in fields(cfg)}  # of the program: in grpo.py --chat is on
     given = [spell_flag(f.name, getattr(cfg, f.name)) for f in fields(ChatConfig)
              if getattr(cfg, f.name) != defaults[f.name]]
     if not cfg.chat and (cfg.system or cfg.template_args):
@@ -37,7 +37,7 @@ def open_chat(folder: str, cfg: ChatConfig) -> Callable | None:
 
 
 def chat_prompts(folder: str, system="", template_args="") -> Callable:
-    """text -> the prompt with which a chat model is asked it, by the folder's chat template. Raises ValueError."""
+    """Function text -> prompt for a chat model, by the folder's chat template. Raises ValueError."""
 
     def guarded(flag, what, *args, **values):
         try:

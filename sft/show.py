@@ -1,4 +1,4 @@
-"""python data.py show: documents of a file as they will be trained, tokens with a loss in another colour."""
+"""python data.py show: documents of a file as training will see them, tokens with a loss in green."""
 import json
 import re
 from itertools import chain, islice, pairwise

@@ -1,4 +1,4 @@
-"""python data.py prepare --skip_bad N: conversations without those that cannot be trained."""
+"""python data.py prepare --skip_bad N: leave out conversations that cannot be trained."""
 import os
 from pathlib import Path
 
@@ -9,9 +9,9 @@ from support.files import write_file
 
 
 def without_bad(paths: list[Path], tokenizer_file: Path, folder: Path, most: int, text_column: str) -> list[Path]:
-    """Copies of the files in `folder`, kept-00000.jsonl ..., without the conversations that are refused; these are listed, with
-    the reasons, in skipped.txt. Every conversation is tokenized twice for that. Raises ValueError where there are more than
-    `most`, or where a file holds no conversations."""
+    """Copy the files to `folder`, kept-00000.jsonl ..., without bad conversations; skipped.txt lists the bad ones with reasons.
+    Every conversation is tokenized here, and again by build_shards. most: limit of bad conversations. Raises ValueError above
+    the limit, or if a file holds no conversations."""
     if text := next((path for path in paths if not is_chat(path, text_column)), None):
         raise ValueError(f"--skip_bad {most}: {text} holds no conversations; leave it out")
     template, tokenizer = need_template(tokenizer_file, paths[0]), chat_tokenizer(tokenizer_file)
