@@ -8,9 +8,9 @@
 
 Text is .txt, .jsonl (each also .gz or .zst) and .parquet, files, folders of them, and globs (corpus/readers.py). A mixture is
 --data "web=tokens/web:0.7,code=tokens/code:0.3": shares of the sequences, exact at every moment (corpus/mixture.py).
-A .jsonl of conversations, {"messages": [...]} per line, is written out by the tokenizer's chat template, and only what the
-assistant says has a loss (sft/chat.py); `show` prints that part in green.
-How text becomes shards is in corpus/build.py, what a folder of shards holds in corpus/shards.py.
+A .jsonl of conversations, {"messages": [...]} per line, is written out by the tokenizer's chat template, and only answers of
+the assistant have a loss (sft/chat.py); `show` prints them in green.
+Read next: corpus/build.py (text -> shards), corpus/shards.py (files of a folder of shards).
 """
 import glob
 import hashlib
@@ -25,32 +25,24 @@ import torch
 
 from corpus.batches import hash_sequences, prefetch, to_tensors
 from corpus.cache import cache_folder, cached_corpus
-from corpus.mixture import mixture_of, named_part, take_turns
+from corpus.mixture import parse_mixture, spell_part, take_turns
 from corpus.shards import MASKED, array_of, check_arrays, is_shards, opened_array, read_index
 from corpus.tokenizer import bytes_of_tokens, find_tokenizer, load_tokenizer
 from support.config import Need, flag
 from support.files import hub_hint, sha256_file
 
-# What flags need to have an effect: see support/config.py
+# Text of the refusal of a flag without its precondition: see support/config.py
 TEXT = Need("with --data of token shards, which need no cache", lambda c: not all(map(is_shards, paths_of(c))))
-COLUMNS = Need("without --data of .jsonl or .parquet files", lambda c: not all(map(has_no_columns, paths_of(c))))
 
 
 def paths_of(c) -> list[str]:
-    return [part.path for data in (c.data, c.val_data) if data for part in mixture_of(data)]
-
-
-def has_no_columns(path: str) -> bool:
-    from corpus.readers import format_of
-
-    return path == "stdlib" or is_shards(path) or format_of(Path(path)) == ".txt"
+    return [part.path for data in (c.data, c.val_data) if data for part in parse_mixture(data)]
 
 
 @dataclass(kw_only=True)
 class DataConfig:
     data: str = "stdlib"  # stdlib (Python's sources), text or chats (file, folder, glob), shards, or name=path:weight,...
     val_data: str = ""  # validate on all of this, in place of the part of --data that is kept for it; named as --data is
-    text_column: str = flag("text", COLUMNS)  # name of what has the text in the objects of a .jsonl, the rows of a .parquet
     tokenizer: str = ""  # tokenizer.json or Hugging Face folder; empty: --init_from's, or a BPE of 4096 ids, made of the text
     doc_mask: bool = False  # documents do not see each other: attention, positions and labels stop where a document ends
     data_seed: int = 0  # another seed is another order of the same sequences
@@ -61,24 +53,24 @@ class DataConfig:
 # The global order of sequences
 @dataclass
 class Batch:
-    """What a data rank trains on in one step. A gradient accumulation steps, B local_batch_size, T seq_len."""
+    """The data of one step on one data rank. A gradient accumulation steps, B local_batch_size, T seq_len."""
 
     tokens: torch.Tensor  # (A, B, T) int64
     labels: torch.Tensor  # (A, B, T) int64, the next token; -100 = no loss here
     positions: torch.Tensor  # (A, B, T) int64
     doc_ids: torch.Tensor | None  # (A, B, T) int64, counts the documents of a sequence; None without doc_mask
     samples: int  # sequences in the global batch
-    hash: str  # training: of this data rank's tokens and labels; checks.reduce_hash adds them up to that of the global batch
-    n_bytes: int | None = None  # validation: bytes of text behind this rank's labels; None where the tokenizer does not tell
-    part: str = ""  # validation: the part of a mixture that all sequences of the batch are from, on every rank
-    first: int | None = None  # training: the number, of all sequences of the run, of this data rank's first
+    hash: str  # training: of this data rank's tokens and labels; checks.reduce_hash sums over ranks for the global batch
+    n_bytes: int | None = None  # validation: bytes of text in this rank's labels; None if the tokenizer is not byte-level
+    part: str = ""  # validation: the part of a mixture; all sequences of the batch, on every rank, come from one part
+    first: int | None = None  # training: cursor of this data rank's first sequence
 
 
 def permute(k: np.ndarray, n: int, key: str) -> np.ndarray:
-    """perm(k) for each k in range(n), where `key` chooses the permutation. Nothing is stored, and every k costs the same.
+    """perm(k) for each k in range(n); `key` chooses the permutation. Nothing is stored, and every k costs the same.
 
-    A Feistel network is a bijection of the numbers of 2 x half bits, whatever its round function; a result outside of
-    range(n) goes through it again until it is inside (cycle walking), which takes fewer than 4 passes on average."""
+    A Feistel network is a bijection of the numbers of 2 x half bits, whatever the round function; a result outside of
+    range(n) goes through the network again until it is inside (cycle walking): fewer than 4 passes on average."""
     half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << half) - np.uint64(1)
     out, walking = np.array(k, np.uint64), np.ones(len(k), bool)
@@ -99,7 +91,7 @@ class TokenData:
     The cursor counts the sequences of the whole run: number c is window perm(c % n_samples) of epoch c // n_samples."""
 
     def __init__(self, folder: Path, seq_len: int, data_seed: int = 0, doc_mask: bool = False, name="", all_val=False):
-        """name: of this part of a mixture, whose order is its own. all_val: the training split is for validation, too."""
+        """name: of a part of a mixture; each has its own order. all_val: use the training split for validation, too."""
         index, tokenizer_file = read_index(folder), folder / "tokenizer.json"
         splits, tokenizer_sha256 = index["splits"], index["source"]["tokenizer"]
         tokenizer_json = tokenizer_file.read_bytes() if tokenizer_file.is_file() else b""
@@ -109,7 +101,7 @@ class TokenData:
         self.vocab_size, self.eot = index["vocab_size"], index["eot"]
         self.tokenizer_file = str(tokenizer_file) if tokenizer_json else None
         self.token_bytes = bytes_of_tokens(tokenizer_json, self.vocab_size) if tokenizer_json else None
-        opened_array.cache_clear()  # the folder may have been made anew since
+        opened_array.cache_clear()  # the folder may have been made anew
         check_arrays(folder, index)
         if all_val:
             splits = {"train": [], "val": [*splits["train"], *splits["val"]]}
@@ -122,11 +114,11 @@ class TokenData:
                             "seq_len": seq_len, "data_seed": data_seed, "doc_mask": doc_mask}
 
     def windows(self, split: str, numbers) -> np.ndarray:
-        """(len(numbers), seq_len + 1) int64 tokens, -1 behind the end of the split."""
+        """(len(numbers), seq_len + 1) int64 tokens, -1 after the end of the split."""
         out = np.full((len(numbers), self.seq_len + 1), -1, np.int64)
         for row, number in zip(out, numbers):
             position = number * self.seq_len
-            while len(row) and position < self.ends[split][-1]:  # a window may go over several shards
+            while len(row) and position < self.ends[split][-1]:  # a window may span several shards
                 i = np.searchsorted(self.ends[split], position, side="right")
                 part = self.shard(split, i)[position - self.ends[split][i]:][:len(row)]
                 row[:len(part)] = part
@@ -142,16 +134,19 @@ class TokenData:
     def arrays(self, windows: np.ndarray):
         """tokens, labels, positions, doc_ids, each (sequences, seq_len) int64; doc_ids is None without doc_mask."""
         tokens, labels = np.where(windows < 0, self.eot, windows)[:, :-1], np.where(windows < 0, -100, windows)[:, 1:]
-        positions = np.broadcast_to(np.arange(self.seq_len), tokens.shape)
-        if not self.doc_mask:
-            return tokens, labels, positions, None
         is_eot = tokens == self.eot
-        begins = np.pad(is_eot[:, :-1], ((0, 0), (1, 0)))  # a document begins behind each eot
-        start = np.maximum.accumulate(np.where(begins, positions, 0), axis=1)
-        return tokens, np.where(is_eot, -100, labels), positions - start, np.cumsum(begins, axis=1)
+        begins = np.pad(is_eot[:, :-1], ((0, 0), (1, 0)), constant_values=True)  # a document begins after each eot
+        return tokens, np.where(is_eot, -100, labels) if self.doc_mask else labels, *self.positions_and_ids(begins)
+
+    def positions_and_ids(self, begins: np.ndarray):
+        """positions, doc_ids from the places where a document begins."""
+        positions = np.broadcast_to(np.arange(self.seq_len), begins.shape)
+        if not self.doc_mask:
+            return positions, None
+        return positions - np.maximum.accumulate(np.where(begins, positions, 0), axis=1), begins.cumsum(axis=1) - 1
 
     def first_words(self) -> str:
-        """How the validation text begins, or the training text where there is none: a prompt to go on from."""
+        """The first words of the validation text, else of the training text: a prompt for a sample."""
         split, n = ("val", self.n_val_samples) if self.n_val_samples else ("train", self.n_samples)
         ids = self.windows(split, range(min(n, 1 + 256 // self.seq_len)))[:, :-1].ravel()
         decode = load_tokenizer(Path(self.tokenizer_file)).decode
@@ -160,7 +155,7 @@ class TokenData:
         return " ".join(line.split()[:4])[:60].rstrip("\ufffd")  # 60: not all writing has spaces
 
     def sequences(self, numbers: np.ndarray):
-        """arrays() of these training sequences, which are numbered through all epochs."""
+        """arrays() of training sequences; numbers: cursors, counted through all epochs."""
         epochs, places = np.divmod(numbers, self.n_samples)
         for epoch in np.unique(epochs):
             here, order = epochs == epoch, f"{self.data_seed}/{epoch}" + f"/{self.name}" * bool(self.name)
@@ -168,26 +163,25 @@ class TokenData:
         return self.arrays(self.windows("train", places))
 
     def val_sets(self, n_sequences: int) -> list:
-        """[(data, numbers of its validation windows)], n_sequences of them or all if there are fewer, for every data_seed."""
+        """[(data, numbers of its validation windows)], at most n_sequences windows, the same for every data_seed."""
         n = min(n_sequences, self.n_val_samples)
         return [(self, permute(np.arange(n), self.n_val_samples, "validation"))] if n else []
 
     def epochs(self, samples: int) -> dict:
-        """For metrics.jsonl: how often each part of a mixture was seen in the first `samples` sequences of a run."""
+        """For metrics.jsonl: epochs of each part of a mixture in the first `samples` sequences of a run."""
         return {}
 
     def plan(self, samples: int) -> str:
-        """For the start: what the parts of a mixture will give to so many sequences, a line for each."""
+        """For the start: a line per part of a mixture, with its share and epochs in so many sequences."""
         return ""
 
     def has_labels(self, split: str, n_samples: int) -> bool:
-        """Whether any token of a split has a loss. Reads windows until one has: in usual text that is the first."""
+        """Whether any token of a split has a loss. Stops at the first window with a loss, usually number 0."""
         return any((self.arrays(self.windows(split, range(i, min(i + 64, n_samples))))[1] >= 0).any()
                    for i in range(0, n_samples, 64))
 
     def check(self, what: str, path: str, split: str):
-        """Raises ValueError where a split of a source has nothing to learn from. what: the flag of the source; path: the
-        source."""
+        """Raises ValueError if a split has nothing to learn from. what: flag and source, for errors; path: source."""
         n_samples, use = (self.n_val_samples, "validation") if split == "val" else (self.n_samples, "training")
         if n_samples < 1:
             n_tokens = int(self.ends[split][-1]) if len(self.ends[split]) else 0
@@ -197,7 +191,7 @@ class TokenData:
             raise ValueError(f"{what}: no token of the {use} text has a loss, every label is masked" + "; --doc_mask masks the "
                              "token behind the end of a document, and these are empty" * self.doc_mask)
         if not self.has_labels("val", self.n_val_samples):
-            self.n_val_samples = 0  # a loss of 0.0000 over no token would look like a good one
+            self.n_val_samples = 0  # a loss of 0.0000 over no token would look good
 
     def batches(self, first_sample: int, global_batch_size: int, local_batch_size: int, data_rank: int, data_ranks: int,
                 device: torch.device | str):
@@ -219,8 +213,8 @@ class TokenData:
         return prefetch(make(), torch.device(device))
 
     def val_batches(self, n_sequences: int, local_batch_size: int, data_rank: int, data_ranks: int, device: torch.device | str):
-        """Iterator of Batch (A = 1) over n_sequences validation windows, or all if there are fewer: the same in every layout
-        and for every data_seed. Every rank gets as many batches; where the sequences do not divide, the rest has no labels."""
+        """Iterator of Batch (A = 1) over at most n_sequences validation windows, the same in every layout and for every
+        data_seed. Every rank gets as many batches; rows left over in the last batches have no labels."""
         sets, rows = self.validation.val_sets(n_sequences), local_batch_size * data_ranks
         if not sets:
             raise ValueError(f"{self.folder} has no text for validation; take more documents or --val_every 0")
@@ -239,7 +233,7 @@ class TokenData:
 
 
 class MixedData(TokenData):
-    """Parts that take turns (corpus/mixture.py). Each has its own order and its own epochs, as if it were alone."""
+    """Parts that take turns (corpus/mixture.py). Each part has its own order and its own epochs, as without a mixture."""
 
     def __init__(self, parts: list[TokenData], shares: list[int], folder: str):
         first, self.parts, self.turns = parts[0], parts, take_turns(shares)
@@ -272,18 +266,18 @@ class MixedData(TokenData):
 
 
 def open_data(cfg: DataConfig, seq_len: int, tokenizer: str = "", Chats: type | None = None) -> TokenData:
-    """The data that --data names, tokenized first if it is text. ValueError with one line for whatever a user can get wrong.
+    """The data of --data; text is tokenized first. Raises ValueError with one line for every mistake of a user.
 
-    tokenizer: for text without --tokenizer; "": one is trained on it. Chats: class for conversations, sft.chat_data.ChatData;
-    None: they are refused. Needs no process group: ranks that call it together wait until one of them has filled the cache."""
+    tokenizer: for text without --tokenizer; "": train one on the text. Chats: class for conversations, sft.chat_data.ChatData;
+    None: refuse conversations. Needs no process group: ranks that call together wait until one rank has filled the cache."""
     if seq_len < 1:
         raise ValueError(f"--seq_len {seq_len}: need at least 1")
     for name, named in ("--data", cfg.data), ("--val_data", cfg.val_data or "stdlib"):  # before any text is tokenized
-        for part in mixture_of(named, name):
+        for part in parse_mixture(named, name):
             if part.path != "stdlib" and not os.path.exists(part.path) and not glob.has_magic(part.path):
                 from corpus.readers import FORMATS
 
-                raise ValueError(f"{name} {named_part(part)}: no such file; need stdlib, {FORMATS}, a folder or glob of these, "
+                raise ValueError(f"{name} {spell_part(part)}: no such file; need stdlib, {FORMATS}, a folder or glob of these, "
                                  f"or a folder from data.py{hub_hint(part.path, 'dataset')}")
     data = open_parts(cfg, "--data", cfg.data, seq_len, tokenizer, Chats)
     if cfg.val_data:
@@ -295,10 +289,10 @@ def open_data(cfg: DataConfig, seq_len: int, tokenizer: str = "", Chats: type | 
 
 
 def open_parts(cfg: DataConfig, flag: str, named: str, seq_len: int, tokenizer: str, Chats: type | None) -> TokenData:
-    """What --data or --val_data names: one source, or the parts of a mixture."""
-    parts, found = mixture_of(named, flag), {}
-    for part in sorted(parts, key=lambda part: not is_shards(part.path)):  # shards first: text is cut as they are
-        what, all_val = f"{flag} {named_part(part)}", flag == "--val_data"
+    """Data of --data or --val_data (flag): one source, or the parts of a mixture."""
+    parts, found = parse_mixture(named, flag), {}
+    for part in sorted(parts, key=lambda part: not is_shards(part.path)):  # shards first: their tokenizer cuts the text
+        what, all_val = f"{flag} {spell_part(part)}", flag == "--val_data"
         found[part.name] = open_part(cfg, what, part, seq_len, tokenizer, all_val, Chats)
         tokenizer = tokenizer or found[part.name].tokenizer_file or ""
     if parts[0].name == "":
@@ -308,7 +302,7 @@ def open_parts(cfg: DataConfig, flag: str, named: str, seq_len: int, tokenizer: 
 
 
 def check_same_ids(sources: dict[str, TokenData]):
-    """Raises ValueError where two sources, named by the flags they come from, were cut by different tokenizers."""
+    """Raises ValueError if two sources have different tokenizers. sources: {flag and source, for errors: data}."""
     (first, known), *others = sources.items()
     for name, data in others:
         a, b = ((x.fingerprint["tokenizer_sha256"], x.vocab_size, x.eot) for x in (known, data))
@@ -318,31 +312,21 @@ def check_same_ids(sources: dict[str, TokenData]):
                              "two words; prepare both with one --tokenizer")
 
 
-def holds_chats(path: str, text_column: str) -> bool:
-    """Whether a source holds conversations: quick, by the first line of its first file."""
-    if is_shards(path):
-        return read_index(Path(path))["version"] == MASKED
-    if path == "stdlib":
-        return False
-    from corpus.readers import is_chat, text_files
-
-    return is_chat(text_files(path)[0][0], text_column)
-
-
 def open_part(cfg: DataConfig, what: str, part, seq_len: int, tokenizer: str, all_val: bool, Chats: type | None) -> TokenData:
-    """One source; what: the flag that names it, for errors."""
+    """Data of one source. what: flag and source, for errors."""
+    no_chats = "" if Chats else (f"{what} holds conversations, and this recipe trains on text; use finetune.py --init_from "
+                                 f"FOLDER --data {part.path}, with the folder of a model that they are to change")
     try:
-        if Chats is None and holds_chats(part.path, cfg.text_column):  # before anything is tokenized
-            raise ValueError(f"{what} holds conversations, and this recipe trains on text; use finetune.py --init_from FOLDER "
-                             f"--data {part.path}, with the folder of a model that they are to change")
         if not is_shards(part.path):
-            folder = cached_corpus(part.path, cfg.tokenizer or tokenizer, cfg.cache_dir, cfg.text_column)
+            folder = cached_corpus(part.path, cfg.tokenizer or tokenizer, cfg.cache_dir, no_chats)
         else:
             folder = Path(part.path)
             if cfg.tokenizer and sha256_file(find_tokenizer(cfg.tokenizer)[0]) != read_index(folder)["source"]["tokenizer"]:
                 raise ValueError(f"--tokenizer {cfg.tokenizer} is not the one that {folder} was made with; leave it out")
-        Data = Chats if read_index(folder)["version"] == MASKED else TokenData
-        data = Data(folder, seq_len, cfg.data_seed, cfg.doc_mask, part.name, all_val)
+        is_chat = read_index(folder)["version"] == MASKED
+        if is_chat and no_chats:
+            raise ValueError(no_chats)
+        data = (Chats if is_chat else TokenData)(folder, seq_len, cfg.data_seed, cfg.doc_mask, part.name, all_val)
     except OSError as error:
         cache = cache_folder(cfg.cache_dir)
         raise ValueError(f"{error.filename or cache}: {error.strerror}; --data must be readable and --cache_dir {cache} "

@@ -1,5 +1,5 @@
-"""Fine-tune a model of a folder, on conversations or text: all weights, or adapters beside them (LoRA). train_llama3.py with
-a model that has learned something already: Llama 3, Qwen3 or DeepSeek, whatever --init_from holds.
+"""Fine-tune a model of a folder, on conversations or text: all weights, or adapters beside them (LoRA). train_llama3.py for
+a model that is trained already: Llama 3, Qwen3 or DeepSeek, according to --init_from.
 
     python finetune.py --init_from HUGGING_FACE_FOLDER --data chat.jsonl --seq_len 2048
     torchrun --nproc_per_node 2 finetune.py --init_from HUGGING_FACE_FOLDER --data chat.jsonl --lora_rank 16 --lr 2e-4 --tp 2
@@ -7,7 +7,7 @@ a model that has learned something already: Llama 3, Qwen3 or DeepSeek, whatever
 
 The same command again continues the run. A run writes runs/finetune/{config.json, metrics.jsonl, checkpoints/}; with LoRA
 a checkpoint holds the adapters alone. One conversation in 20 is for validation.
-Read next: `diff train_llama3.py finetune.py`, sft/chat.py (which tokens have a loss), sft/lora.py, docs/finetune.md.
+Read next: `diff train_llama3.py finetune.py`, sft/chat.py (tokens with a loss), sft/lora.py, docs/finetune.md.
 """
 import math
 import os
@@ -41,7 +41,7 @@ from parallel import (
     shard,
     tensor_parallel,
 )
-from sft.base import claim_adapters, load_base, model_in
+from sft.base import claim_adapters, load_base, read_model
 from sft.chat_data import ChatData
 from sft.lora import LoraConfig, is_frozen, lora_counts, lora_linears
 from storage.resume import claim_run, keep_batch, list_warnings, source_tokenizer
@@ -98,7 +98,7 @@ class Config(
     def __post_init__(self):  # rules of flags alone; check_layout has the rules of flags and model together
         MetricsConfig.__post_init__(self)
         check_optimizer(self)
-        # finetune: what cannot be beside frozen weights
+        # finetune: float8 does not go with frozen weights
         if self.lora_rank and self.float8 != "off":
             raise ValueError(f"--lora_rank {self.lora_rank} with --float8 {self.float8}: the frozen weights would be quantized "
                              "again in every step; leave one of them out")
@@ -148,7 +148,7 @@ def main(cfg: Config):
     # finetune: the folder knows the model
     if not cfg.init_from or not cfg.data:
         raise ValueError("fine-tuning needs a model and what to learn: --init_from FOLDER --data chat.jsonl")
-    Model, model_config = model_in(cfg)
+    Model, model_config = read_model(cfg)
     cfg = keep_batch(cfg)  # a continued run keeps its global batch on any number of processes; the local one may shrink
     layout = check_layout(cfg, model_config, seq_len=cfg.seq_len, local_batch_size=cfg.local_batch_size,
                           global_batch_size=cfg.global_batch_size, device=cfg.device)

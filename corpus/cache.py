@@ -1,4 +1,4 @@
-"""Tokenized text in the user's cache: found again by the text's files, or made by corpus/build.py."""
+"""Tokenized text in the user's cache: found again by name, size and time of the text files, or made by corpus/build.py."""
 import fcntl
 import os
 import sys
@@ -6,8 +6,9 @@ import sysconfig
 import time
 from pathlib import Path
 
-from corpus.shards import name_of
+from corpus.shards import cache_name
 from corpus.tokenizer import BPE_VOCAB, files_beside, find_tokenizer, tokenizer_path
+from distributed.agree import some
 from support.files import sha256_file
 
 STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__",
@@ -32,11 +33,12 @@ def cache_folder(cache_dir: str) -> Path:
     return Path(cache_dir or os.path.join(os.environ.get("XDG_CACHE_HOME") or home, "nanotitan")).absolute()
 
 
-def cached_corpus(data: str, tokenizer: str, cache_dir: str, text_column: str = "text") -> Path:
-    """The folder of token shards for a text, made if it is not in the cache yet; named after the hash of text and tokenizer.
+def cached_corpus(data: str, tokenizer: str, cache_dir: str, no_chats: str = "") -> Path:
+    """The folder of token shards for a text, made on first use; its name has the hash of text and tokenizer.
 
-    A link named after size and time of the text leads to it, so that a start does not read all the text again. The tokenizer's
-    files are small: their contents count, for every checkpoint has a copy of them under another path."""
+    A link named after size and time of the text leads to the folder, so that a later start does not read the text. Of the
+    tokenizer's small files the contents count, because every checkpoint has a copy of them under another path.
+    no_chats: the error for a recipe that does not train on conversations."""
     cache, rules = cache_folder(cache_dir), BPE_VOCAB
     if data == "stdlib":
         paths, left_out = stdlib_files(), []
@@ -47,22 +49,20 @@ def cached_corpus(data: str, tokenizer: str, cache_dir: str, text_column: str = 
     if tokenizer:
         file = tokenizer_path(tokenizer)
         rules = sha256_file(file), sorted(files_beside(file).items())
-    text_column = "text" if data == "stdlib" else text_column  # of a mixture's other parts
-    if text_column != "text":
-        rules = rules, text_column
     stats = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
-    link = cache / name_of(data == "stdlib", rules, stats)
+    link = cache / cache_name(data == "stdlib", rules, stats)
     if (link / "index.json").is_file():
         return link.resolve()
-    if data != "stdlib" and not tokenizer and any(is_chat(path, text_column) for path in paths):
-        raise ValueError(f"--data {data} holds conversations; give the folder of a tokenizer with a chat template: --tokenizer")
+    if data != "stdlib" and (no_chats or not tokenizer) and any(map(is_chat, paths)):
+        raise ValueError(no_chats or f"--data {data} holds conversations; give the folder of a tokenizer with a chat template: "
+                         "--tokenizer")
     from corpus.build import build_shards, collect_stdlib, train_tokenizer
 
     cache.mkdir(parents=True, exist_ok=True)
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(1)  # all ranks come here together: rank 0 goes first, because it is the one that shows progress
+        time.sleep(1)  # all ranks come here together: rank 0 goes first, because only rank 0 shows progress
     with open(cache / "lock", "a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the others wait here, and find the corpus finished
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the other ranks wait here, and find the corpus finished
         if (link / "index.json").is_file():
             return link.resolve()
         if data == "stdlib":
@@ -71,18 +71,18 @@ def cached_corpus(data: str, tokenizer: str, cache_dir: str, text_column: str = 
         found = find_tokenizer(tokenizer) if tokenizer else None
         many = len(paths) > 1
         hashes = [sha256_file(path) for path in paths] if many else sha256_file(paths[0])
-        folder = cache / f"{Path(data).name.strip('*') or 'text' if many else paths[0].stem}-{name_of(hashes, rules)}"
+        folder = cache / f"{Path(data).name.strip('*') or 'text' if many else paths[0].stem}-{cache_name(hashes, rules)}"
         if not (folder / "index.json").is_file():
             if os.environ.get("RANK", "0") == "0":
-                size, others = sum(path.stat().st_size for path in paths), f", without {left_out[0].name}" if left_out else ""
-                others += f" and {len(left_out) - 1} more that are no text" if len(left_out) > 1 else ""
+                size = sum(path.stat().st_size for path in paths)
+                others = f", without {some([path.name for path in left_out])} (no text)" * bool(left_out)
                 print(f"{data}: {f'{len(paths):,} files{others}, ' * many}{size / 1e6:.1f} MB of text, tokenized once into "
                       f"{folder}", flush=True)
             folder.mkdir(exist_ok=True)
             if not found:
-                train_tokenizer(paths, folder / "tokenizer.json", text_column=text_column)
+                train_tokenizer(paths, folder / "tokenizer.json")
                 found = find_tokenizer(str(folder))
-            build_shards(paths, found, folder, text_column=text_column)
-        link.unlink(missing_ok=True)  # it may lead to a folder that somebody deleted
+            build_shards(paths, found, folder)
+        link.unlink(missing_ok=True)  # a link may lead to a deleted folder
         link.symlink_to(folder.name)
         return link.resolve()

@@ -1,10 +1,9 @@
-"""--data name=path:weight,name=path:weight: which part of a mixture each sequence of the run comes from.
+"""--data name=path:weight,name=path:weight: the part of the mixture that gives each sequence of the run.
 
-The weights are shares of the sequences, and they are exact at every moment: of the first n sequences of a run, a part with
-share w has given more than n w - 1 and fewer than n w + 1, for every n. Whose turn it is depends on the cursor alone, so that a
-run goes on from a checkpoint, on any number of ranks, without counting from the beginning.
+The weights are shares of the sequences, exact at every moment: of the first n sequences of a run, a part with share w has given
+more than n w - 1 and fewer than n w + 1, for every n. The turn depends on the cursor alone, so that a run goes on from a
+checkpoint, on any number of ranks, without counting from the beginning.
 """
-import heapq
 import math
 import os
 import re
@@ -14,18 +13,18 @@ from typing import NamedTuple
 import numpy as np
 
 NEEDED = "a mixture is name=path:weight,name=path:weight, like web=tokens/web:0.7,code=tokens/code:0.3"
-LONGEST_PERIOD = 100_000  # sequences after which the turns repeat: shares to five decimals
+LONGEST_PERIOD = 100_000  # sequences until the turns repeat: enough for shares of five decimals
 
 
 class Part(NamedTuple):
-    name: str  # "" where there is no mixture
+    name: str  # "" without a mixture
     path: str  # stdlib, a file, a glob, a folder of text or of token shards
-    share: int  # so many sequences of each period
+    share: int  # sequences of this part in a period
 
 
-def mixture_of(data: str, flag: str = "--data") -> list[Part]:
-    """The parts of what --data names, sorted by their names; a single one without a name where it is no mixture. Their shares
-    have no common divisor. Raises ValueError."""
+def parse_mixture(data: str, flag: str = "--data") -> list[Part]:
+    """The parts of --data, sorted by name; without a mixture a single part without a name. The shares have no common divisor.
+    flag: for errors. Raises ValueError."""
     if not re.match(r"\w[\w.-]*=", data) or os.path.lexists(data):
         return [Part("", data, 1)]
     found = {}
@@ -53,26 +52,26 @@ def mixture_of(data: str, flag: str = "--data") -> list[Part]:
     return [Part(name, path, int(share / total * period)) for name, (path, share) in sorted(found.items())]
 
 
-def named_part(part: Part) -> str:
-    """As it was typed, for errors."""
+def spell_part(part: Part) -> str:
+    """A part as the user typed it, for errors."""
     return f"{part.name}={part.path}" if part.name else part.path
 
 
 class Turns(NamedTuple):
-    """Whose turn it is at each cursor. It repeats after as many sequences as the shares add up to."""
+    """The part that gives each sequence. The order repeats after a period: as many sequences as the sum of the shares."""
 
     shares: np.ndarray  # (parts,) int64
-    part: np.ndarray  # (period,) int64: the part that gives a sequence
-    number: np.ndarray  # (period,) int64: which of its own sequences that is, counted within the period
+    part: np.ndarray  # (period,) int64: the part of each sequence
+    number: np.ndarray  # (period,) int64: number of each sequence within its part and the period
 
     def at(self, cursors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(part, number of the sequence within that part's own), both as long as the cursors."""
+        """(part, number of the sequence among those of its part), both as long as the cursors."""
         periods, places = np.divmod(cursors, len(self.part))
         part = self.part[places]
         return part, periods * self.shares[part] + self.number[places]
 
     def counts(self, n: int) -> np.ndarray:
-        """(parts,) int64: how many of the first n sequences each part gives."""
+        """(parts,) int64: how many of the first n sequences come from each part."""
         periods, rest = divmod(n, len(self.part))
         return periods * self.shares + np.bincount(self.part[:rest], minlength=len(self.shares))
 
@@ -80,22 +79,17 @@ class Turns(NamedTuple):
 def take_turns(shares: list[int]) -> Turns:
     """The turns of parts with these shares, each exact within one sequence at every prefix.
 
-    With w a part's share of the whole, its sequence number j (from 0) may come from place floor(j / w) on, for earlier the part
-    would be more than one ahead; and it must have come before place ceil((j + 1) / w), for after that the part would be more
-    than one behind. Of those that may come, the one with the earliest deadline comes. If each part gave the fraction w of a
-    sequence at every place, all deadlines would be met; and then earliest deadline first meets them in whole sequences, too.
+    With w a part's share of the whole, sequence j (from 0) of the part may come from place floor(j / w) on: earlier, the part
+    would be more than one sequence ahead. The sequence must come before place ceil((j + 1) / w): later, the part would be more
+    than one sequence behind. Of all sequences that may come, take the earliest deadline. If each part gave the fraction w of a
+    sequence at every place, all deadlines would be met; then earliest deadline first meets all of them in whole sequences, too.
     (Scheduling on one processor, in the windows of Baruah et al., Proportionate progress, Algorithmica 15, 1996.)
     """
-    period = sum(shares)
-    given, part, number = [0] * len(shares), [], []
-    starts, waiting = [[] for _ in range(period + 1)], []  # parts whose next sequence may come from a place on; deadlines
-    starts[0] = [*range(len(shares))]
-    for now in range(period):
-        for i in starts[now]:
-            heapq.heappush(waiting, (-(-(given[i] + 1) * period // shares[i]), i))
-        _, i = heapq.heappop(waiting)
+    period, given, part, number = sum(shares), [0] * len(shares), [], []
+    for place in range(period):
+        may_come = [i for i, share in enumerate(shares) if given[i] * period // share <= place]
+        _, i = min((-(-(given[i] + 1) * period // shares[i]), i) for i in may_come)  # the earliest deadline, rounded up
         part.append(i)
         number.append(given[i])
         given[i] += 1
-        starts[min(max(given[i] * period // shares[i], now + 1), period)].append(i)
     return Turns(*(np.array(x, np.int64) for x in (shares, part, number)))

@@ -1,49 +1,54 @@
-"""Files of text as they come: .txt, .md, .jsonl and .parquet, packed by gzip or Zstandard, alone, in folders, or named by a
-glob.
+"""Read text files: .txt, .md, .jsonl and .parquet, also packed by gzip or Zstandard; single files, folders and globs.
 
-Whatever the file, what comes out are bytes of text (.txt, .md) or one JSON object per document (.jsonl lines, rows of a
-.parquet). """
+A reader gives bytes of text (.txt, .md), or one JSON object per document (lines of a .jsonl, rows of a .parquet)."""
 import glob
 import json
 import os
 import zlib
-from contextlib import contextmanager
+from contextlib import closing
 from pathlib import Path
 from shlex import quote
 from typing import NamedTuple
 
-PACKED, FORMATS = (".gz", ".zst"), ".txt, .md, .jsonl (each also with .gz or .zst) or .parquet"
+PACKED, FORMATS = (".gz", ".zst", ".parquet"), ".txt, .md, .jsonl (each also with .gz or .zst) or .parquet"
 UNPACK = {".xz": "unxz -k", ".bz2": "bunzip2 -k", ".zip": "unzip"}
-# What makes a .jsonl of a table or of one JSON list: nobody knows which of their columns is the text
+# Commands that turn a table or a JSON list into a .jsonl; the user must say which column is the text
 CONVERT = {".csv": "import csv, json, sys; [print(json.dumps(row)) for row in csv.DictReader(open(sys.argv[1]))]",
            ".json": "import json, sys; [print(json.dumps(row)) for row in json.load(open(sys.argv[1]))]"}
-CONVERSATION = ("messages", "conversations", "tools", "system")  # columns that a conversation may have: see sft/chat.py
-PARQUET_PIECE = 32 << 20  # bytes of the rows that one shard is made of, as far as their groups allow
+CONVERSATION = ("messages", "conversations", "tools", "system")  # columns of a conversation: see sft/chat.py
 
 
 class Piece(NamedTuple):
-    """A part of a file: its bytes start..end, as they are when unpacked, or its rows. One shard per split is made of it."""
+    """A part of a file: unpacked bytes or rows start..end. Each piece becomes one shard per split."""
 
     path: Path
     start: int
-    end: int | None  # None: a packed file from beginning to end, however long it is
-    split: str  # "train", "val", or "hash": each document goes where its hash says
-    closed: bool  # a document ends here; else (a long .txt) the next piece goes on with it
-    text_column: str = "text"  # name of what a .jsonl's objects and a .parquet's rows have the text under
+    end: int | None  # None: a packed file to its end, of unknown length
+    split: str  # "train", "val", or "hash": the hash of each document decides
+    closed: bool  # a document ends here; else (a long .txt) the next piece continues the document
+    text_column: str = "text"  # key of the text in the objects of a .jsonl, column of a .parquet
 
 
 def format_of(path: Path) -> str:
-    """.txt, .jsonl or .parquet, without what packs it; another suffix is no text. Markdown is text as it stands."""
+    """Format after unpacking: .txt (Markdown, too) or .jsonl (a .parquet, too). Any other suffix is no text."""
+    if path.suffix == ".parquet":
+        return ".jsonl"
     suffix = path.with_suffix("").suffix if path.suffix in PACKED else path.suffix
     return ".txt" if suffix == ".md" else suffix
 
 
 def is_text_file(path: Path) -> bool:
-    return format_of(path) in (".txt", ".jsonl") or path.suffix == ".parquet"
+    return format_of(path) in (".txt", ".jsonl")
+
+
+def prepare_column(path: Path) -> str:
+    """For errors: how to train on a file with another name than "text" for its texts."""
+    return (f'if its texts are not named "text": python data.py prepare --input {quote(str(path))} --text_column NAME '
+            "--tokenizer tokenizer.json --out FOLDER, and train with --data FOLDER")
 
 
 def check_text(path: Path):
-    """Raises ValueError with what to do about a file that is not text to train on."""
+    """Raises ValueError for a file without text to train on, and says what to do."""
     if not path.exists():
         raise ValueError(f"{path}: no such file")
     if path.is_file() and path.suffix in UNPACK:
@@ -51,8 +56,7 @@ def check_text(path: Path):
     if path.is_file() and path.suffix in CONVERT:
         new = path.with_suffix(".jsonl")
         command = f"python -c {quote(CONVERT[path.suffix])} {quote(str(path))} > {quote(str(new))}"
-        raise ValueError(f"{path}: need {FORMATS}; make a .jsonl of it, {command}, and name the column of its text: --data "
-                         f"{new} --text_column NAME")
+        raise ValueError(f"{path}: need {FORMATS}; make a .jsonl of it, {command}; {prepare_column(new)}")
     if not is_text_file(path) or not path.is_file():
         raise ValueError(f'{path}: need {FORMATS}; each line of a .jsonl is a JSON object {{"text": ...}}')
     if not path.stat().st_size:
@@ -60,8 +64,8 @@ def check_text(path: Path):
 
 
 def text_files(what: str) -> tuple[list[Path], list[Path]]:
-    """The files that a path means: a file, all text files in and below a folder, or what a glob matches. And those files of a
-    folder that are no text. Sorted by name, so that the order is the same on every machine. Raises ValueError."""
+    """(files of a path, files of the folder that are no text). The path is a file, a folder with text files in and below it, or
+    a glob. Sorted by name, so that every machine has the same order. Raises ValueError."""
     path, left_out = Path(what), []
     if path.is_dir():
         def fail(error):
@@ -86,7 +90,7 @@ def text_files(what: str) -> tuple[list[Path], list[Path]]:
 # ---------------------------------------------------------------------------------------------------------------------
 # Packed files
 def unpacked(path: Path):
-    """Yields the text of a packed file, in chunks of bytes. Raises ValueError where it is damaged, or ends too early."""
+    """Yields the text of a packed file, in chunks of bytes. Raises ValueError for a damaged or truncated file."""
     if path.suffix == ".gz":
         broken, make = zlib.error, lambda: zlib.decompressobj(wbits=31)
     else:
@@ -98,9 +102,9 @@ def unpacked(path: Path):
     unpacker, total, most = make(), 0, max(1 << 28, 1000 * path.stat().st_size)
     try:
         with open(path, "rb") as file:
-            while chunk := file.read(1 << 14):  # so little that what it unpacks to fits into memory, whatever it is
+            while chunk := file.read(1 << 14):  # a small chunk fits into memory even if it unpacks to 1000 times its size
                 while chunk:
-                    unpacker = make() if unpacker.eof else unpacker  # several packed files, one behind the other, are one
+                    unpacker = make() if unpacker.eof else unpacker  # packed files may be concatenated
                     text = unpacker.decompress(chunk)
                     total += len(text)
                     if total > most:
@@ -114,19 +118,9 @@ def unpacked(path: Path):
         raise ValueError(f"{path} is truncated: its packed text does not come to its end; get it again")
 
 
-def lines_of_chunks(chunks):
-    rest = b""
-    for chunk in chunks:
-        *whole, rest = (rest + chunk).split(b"\n")
-        yield from whole
-    yield rest
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Parquet
-@contextmanager
-def open_parquet(path: Path, text_column: str):
-    """(file, names of the columns to read). Raises ValueError."""
+def parquet_lines(path: Path, text_column: str):
+    """Yields the rows of a .parquet as lines of JSON: text_column, else the columns of a conversation. A null is left out: the
+    row has no such key. Raises ValueError."""
     try:
         import pyarrow.parquet
     except ImportError:
@@ -136,60 +130,20 @@ def open_parquet(path: Path, text_column: str):
             schema = file.schema_arrow
             columns = [text_column] if text_column in schema.names else [c for c in CONVERSATION if c in schema.names]
             if not {text_column, *CONVERSATION[:2]} & set(columns):
-                raise ValueError(f"{path} has no column {text_column!r}; name the one that holds the text with --text_column: "
-                                 f"{', '.join(schema.names)}")
+                raise ValueError(f"{path} has no column {text_column!r}, but {', '.join(schema.names)}; {prepare_column(path)}")
             kind = str(schema.field(columns[0]).type)
             if columns == [text_column] and kind not in ("string", "large_string", "string_view"):
                 raise ValueError(f"{path}: column {text_column!r} holds {kind}, not text")
-            yield file, columns
+            batches = file.iter_batches(1024, columns=columns, use_threads=False)
+            for number, record in enumerate((record for batch in batches for record in batch.to_pylist()), 1):
+                try:
+                    yield json.dumps(without_nulls(record)).encode() + b"\n"
+                except TypeError as error:  # bytes or dates among the messages
+                    raise ValueError(f"{path} row {number}: {error}; need text") from None
     except (pyarrow.ArrowException, OSError) as error:
-        if getattr(error, "errno", None):  # not readable at all; for what is broken inside, pyarrow gives no number
+        if getattr(error, "errno", None):  # not readable at all; for a damaged file pyarrow gives no number
             raise
         raise ValueError(f"{path} is damaged ({' '.join(str(error).split())}); get it again") from None
-
-
-def cut_rows(path: Path, text_column: str, many: int, val_part: int) -> list[Piece]:
-    """Pieces of whole groups of rows. Fewer than `many` rows are no group's business: the last ones are for validation."""
-    with open_parquet(path, text_column) as (file, _):
-        groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
-        n = file.metadata.num_rows
-        if n < many:
-            border = n - max(1, n // val_part) if n > 1 else n
-            cuts = (0, border, "train"), (border, n, "val")
-            return [Piece(path, start, end, split, True, text_column) for start, end, split in cuts if start < end]
-        pieces, start, end, size = [], 0, 0, 0
-        for group in groups:
-            end, size = end + group.num_rows, size + group.total_byte_size
-            if size >= PARQUET_PIECE or end == n:
-                pieces.append(Piece(path, start, end, "hash", True, text_column))
-                start, size = end, 0
-        return pieces
-
-
-def groups_of(file, piece: Piece) -> tuple[list[int], int]:
-    """(numbers of the groups that a piece's rows are in, the first one's first row)"""
-    found, first, row = [], 0, 0
-    for i in range(file.num_row_groups):
-        n = file.metadata.row_group(i).num_rows
-        if row < piece.end and row + n > piece.start:
-            first = first if found else row
-            found.append(i)
-        row += n
-    return found, first
-
-
-def rows(piece: Piece):
-    """Yields the rows of a piece of a .parquet as JSON objects. A null is left out: there the row has no such thing."""
-    with open_parquet(piece.path, piece.text_column) as (file, columns):
-        groups, row = groups_of(file, piece)
-        for batch in file.iter_batches(1024, row_groups=groups, columns=columns, use_threads=False):
-            for record in batch.to_pylist():
-                row += 1
-                if piece.start < row <= piece.end:
-                    try:
-                        yield json.dumps(without_nulls(record)).encode()
-                    except TypeError as error:  # bytes or dates among the messages
-                        raise ValueError(f"{piece.path} row {row}: {error}; need text") from None
 
 
 def without_nulls(value):
@@ -199,74 +153,43 @@ def without_nulls(value):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a piece holds
-def read_piece(piece: Piece) -> bytes:
-    """The text of a piece that has an end."""
+# Contents of a piece
+def read_chunks(piece: Piece):
+    """Yields the text of a piece in chunks of bytes: of a packed file as unpacked, of a .parquet lines of JSON."""
     if piece.path.suffix in PACKED:
-        return b"".join(unpacked(piece.path))[piece.start:piece.end]
-    with open(piece.path, "rb") as file:
-        file.seek(piece.start)
-        return file.read(piece.end - piece.start)
+        is_parquet = piece.path.suffix == ".parquet"
+        chunks = parquet_lines(piece.path, piece.text_column) if is_parquet else unpacked(piece.path)
+        yield from chunks if piece.end is None else [b"".join(chunks)[piece.start:piece.end]]
+    else:
+        with open(piece.path, "rb") as file:
+            file.seek(piece.start)
+            yield file.read(piece.end - piece.start)
 
 
 def json_lines(piece: Piece):
     """Yields the JSON objects of a piece, still as bytes: lines of a .jsonl, rows of a .parquet."""
-    if piece.path.suffix == ".parquet":
-        yield from rows(piece)
-        return
-    found = iter(lines_of_chunks(unpacked(piece.path)) if piece.end is None else read_piece(piece).split(b"\n"))
-    yield next(found, b"").removeprefix(b"\xef\xbb\xbf")  # Windows likes to begin with these
-    yield from found
-
-
-def first_line(path: Path, text_column: str = "text") -> bytes:
-    """The first JSON object of a .jsonl or .parquet, b"" where there is none."""
-    end = None if path.suffix in PACKED else 1 if path.suffix == ".parquet" else 0
-    if end == 0:
-        with open(path, "rb") as file:
-            return next((line for line in file if line.strip()), b"")
-    return next((line for line in json_lines(Piece(path, 0, end, "hash", True, text_column)) if line.strip()), b"")
+    rest = b""
+    for chunk in read_chunks(piece):
+        *whole, rest = (rest + chunk).split(b"\n")
+        yield from whole
+    yield rest
 
 
 def is_chat(path: Path, text_column: str = "text") -> bool:
-    """Whether a file holds conversations: its first line or row tells. One with a "text" is text to train on as it is."""
-    if format_of(path) not in (".jsonl", ".parquet") or not path.is_file():
+    """Whether a file holds conversations, by its first line or row. A row with "text" is plain text to train on."""
+    if format_of(path) != ".jsonl" or not path.is_file():
         return False
+    packed = closing(json_lines(Piece(path, 0, None, "hash", True, text_column)))
+    with packed if path.suffix in PACKED else open(path, "rb") as lines:
+        first = next((line for line in lines if line.strip()), b"")
     try:
-        record = json.loads(first_line(path, text_column))
+        record = json.loads(first)
     except (ValueError, RecursionError):
-        return False  # said with its line number by whoever reads the text
+        return False  # read_documents reports the error with the line number
     return isinstance(record, dict) and text_column not in record and bool({"messages", "conversations"} & record.keys())
 
 
-def first_number(piece: Piece) -> int:
-    """The number, counted from 1, of the piece's first line or row in its file."""
-    if piece.start == 0:
-        return 1
-    if piece.path.suffix == ".parquet":
-        return piece.start + 1
-    return 1 + read_piece(piece._replace(start=0, end=piece.start)).count(b"\n")
-
-
-def place(piece: Piece, number: int) -> str:
-    """Where a line or row is, for errors."""
-    return f"{piece.path} {'row' if piece.path.suffix == '.parquet' else 'line'} {number}"
-
-
-def raw_bytes(piece: Piece):
-    """Yields the bytes that the text of a piece is made of: its own, or more of its file where it has none of its own."""
-    start, size = 0, piece.path.stat().st_size
-    if piece.path.suffix == ".parquet":
-        with open_parquet(piece.path, piece.text_column) as (file, _):
-            columns = [group.column(i) for number in groups_of(file, piece)[0]
-                       for group in [file.metadata.row_group(number)] for i in range(group.num_columns)]
-        starts = [min(filter(None, (c.dictionary_page_offset, c.data_page_offset))) for c in columns]
-        start = min(starts)
-        size = max(s + c.total_compressed_size for s, c in zip(starts, columns)) - start
-    elif piece.path.suffix not in PACKED:
-        start, size = piece.start, piece.end - piece.start
-    with open(piece.path, "rb") as file:
-        file.seek(start)
-        while size and (chunk := file.read(min(size, 1 << 22))):
-            yield chunk
-            size -= len(chunk)
+def name_line(piece: Piece, index: int) -> str:
+    """File and number of the line or row with this index in a piece, for errors."""
+    before = piece.start and b"".join(read_chunks(piece._replace(start=0, end=piece.start))).count(b"\n")
+    return f"{piece.path} {'row' if piece.path.suffix == '.parquet' else 'line'} {before + index + 1}"

@@ -1,11 +1,11 @@
 """A folder of token shards: train-00000.npy, val-00000.npy, ..., tokenizer.json and, written last, index.json.
 
-A shard is a one-dimensional array of token ids, uint16 where the vocabulary allows it, else uint32; np.load reads it. Each
-document ends with the end-of-text token (eot), which is how document boundaries are kept. index.json lists the shards with
-their checksums and counts, and says what they were made from. (piece-*.json is for a second data.py prepare: corpus.py.)
+A shard is a one-dimensional array of token ids for np.load, uint16 if the vocabulary allows, else uint32. Each document ends
+with the end-of-text token (eot), which marks the boundary. index.json lists the shards with checksums and counts, and names the
+sources. (piece-*.json lets an interrupted data.py prepare continue: corpus/build.py.)
 
-Shards of conversations have an array of uint8 beside them, train-00000.mask.npy: LOSS where a token is the assistant's, FIRST
-where a conversation begins. Nothing is put between these, for the chat template has written all that belongs to them.
+A shard of conversations has a uint8 array beside it, train-00000.mask.npy: bit LOSS at the assistant's tokens, bit FIRST at the
+first token of a conversation. No eot is between conversations: the chat template has already written every separator.
 """
 import contextlib
 import hashlib
@@ -23,8 +23,8 @@ import numpy as np
 from corpus.tokenizer import BESIDE
 from support.files import sha256_file, write_file
 
-VERSION = 2  # of this format; 1 had shards with a header of its own
-MASKED = 3  # the same with masks, which whoever knows 2 only would not look for
+VERSION = 2  # of this format; version 1 had shards with another header
+MASKED = 3  # version 2 with masks; programs that know only 2 must refuse the folder
 LOSS, FIRST = 1, 2  # bits of a mask
 PREPARE = "python data.py prepare --input TEXT --tokenizer tokenizer.json --out DIR"
 
@@ -39,10 +39,10 @@ def mask_name(name: str) -> str:
 
 
 def write_array(path: Path, array: np.ndarray) -> tuple[str, int]:
-    """Returns its sha256 and its bytes."""
+    """Returns (sha256, bytes) of the file."""
     buffer = io.BytesIO()
     np.save(buffer, array)
-    content = buffer.getbuffer()  # no copy: it may be a gigabyte
+    content = buffer.getbuffer()  # no copy of a gigabyte
     write_file(path, content)
     return hashlib.sha256(content).hexdigest(), len(content)
 
@@ -57,15 +57,15 @@ def write_shard(path: Path, tokens: np.ndarray, documents: int, mask: np.ndarray
 
 
 def is_as_written(folder: Path, entry: dict) -> bool:
-    """Whether no byte of a shard and of its mask has changed."""
+    """Whether shard and mask are unchanged, by their checksums."""
     same = sha256_file(folder / entry["name"]) == entry["sha256"]
     return same and ("mask_sha256" not in entry or sha256_file(folder / mask_name(entry["name"])) == entry["mask_sha256"])
 
 
 def index_totals(index: dict) -> dict:
-    """What index.json says of all shards together.
+    """Entries of index.json about all shards together.
 
-    sha256 identifies the data: the checksums of all shards in their order, and what their numbers mean."""
+    sha256 identifies the data: checksums of all shards in order, vocabulary, eot and tokenizer."""
     splits = index["splits"]
     shards = [[entry["sha256"] + entry.get("mask_sha256", "") for entry in splits[split]] for split in ("train", "val")]
     identity = repr((shards, index["vocab_size"], index["eot"], index["source"]["tokenizer"]))
@@ -79,7 +79,7 @@ def write_index(folder: Path, index: dict):
 
 
 def check_index(index: dict):
-    """Raises an error of some kind if index.json does not agree with itself. The shards are not looked at."""
+    """Raises an error (of various types) if index.json contradicts itself. Reads no shard."""
     if index["version"] not in (VERSION, MASKED):
         raise ValueError(f"format version {index['version']}, need {VERSION} or {MASKED}")
     for entry in chain(*index["splits"].values()):
@@ -96,47 +96,38 @@ def check_index(index: dict):
 
 
 def read_index(folder: Path) -> dict:
-    """index.json. ValueError with one line where it is missing, damaged, or of the format before."""
+    """index.json. ValueError with one line if the file is missing, damaged, or of an older format."""
     try:
         index = json.loads((folder / "index.json").read_text("utf-8"))
-        is_old = index["version"] == 1
-        if not is_old:
+        if index["version"] != 1:
             check_index(index)
     except FileNotFoundError:
         raise ValueError(f"{folder}: no index.json, so it is not a folder of finished token shards; make one: "
                          f"{PREPARE}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{folder}/index.json is damaged ({error!r}); delete it and make the shards again") from None
-    if is_old:
+    if index["version"] == 1:
         raise ValueError(f"{folder} holds token shards of an older format; delete the folder and prepare it again: {PREPARE}")
     return index
 
 
 def is_shards(path: str) -> bool:
-    """Whether it is a folder of finished token shards, and no text."""
+    """Whether a path is a folder of finished token shards, and not text."""
     return path != "stdlib" and os.path.isfile(os.path.join(path, "index.json"))
 
 
-def open_shard(folder: Path, entry: dict, index: dict) -> np.ndarray:
-    """The tokens of a shard, memory-mapped. Raises ValueError if the file is not the array that index.json promises."""
-    return open_array(folder, *array_of(entry, index))
-
-
-def open_mask(folder: Path, entry: dict) -> np.ndarray:
-    """The mask of a shard's tokens, in the same way."""
-    return open_array(folder, *mask_array_of(entry))
-
-
 def array_of(entry: dict, index: dict) -> tuple:
-    """(name, bytes, dtype, length) of the file with a shard's tokens"""
+    """(name, bytes, dtype, length) of the file with the tokens of a shard"""
     return entry["name"], entry["bytes"], token_dtype(index["vocab_size"]), entry["tokens"]
 
 
 def mask_array_of(entry: dict) -> tuple:
+    """(name, bytes, dtype, length) of the file with the mask of a shard"""
     return mask_name(entry["name"]), entry["mask_bytes"], np.dtype("u1"), entry["tokens"]
 
 
 def open_array(folder: Path, name: str, needed: int, dtype: np.dtype, length: int) -> np.ndarray:
+    """A file of array_of or mask_array_of, memory-mapped. Raises ValueError if the file does not fit index.json."""
     path, cure = folder / name, f"delete it and {folder}/index.json and make the shards again"
     if not path.is_file():
         raise ValueError(f"{path} is missing; {cure}")
@@ -145,30 +136,29 @@ def open_array(folder: Path, name: str, needed: int, dtype: np.dtype, length: in
         raise ValueError(f"{path} is {'truncated' if size < needed else 'too long'}: {size} bytes, need {needed}; {cure}")
     try:
         array = np.lib.format.open_memmap(path, mode="r")
-        fits = (array.dtype, array.shape) == (dtype, (length,))
-        fits = fits and array.offset + array.nbytes == size  # a header of another length would shift all of it
+        # a header of another length would shift all tokens
+        if (array.dtype, array.shape, array.offset + array.nbytes) == (dtype, (length,), size):
+            return array
     except OSError:
         raise
     except Exception:  # numpy raises errors of many kinds at a damaged header
-        fits = False
-    if not fits:
-        raise ValueError(f"{path}: its header is damaged or belongs to other data; {cure}")
-    return array
+        pass
+    raise ValueError(f"{path}: its header is damaged or belongs to other data; {cure}")
 
 
-# An array that is mapped keeps a file open, and a process may have 1,024 of them, or 256. So few stay open, of all folders
-# together; another one is opened in microseconds.
+# A mapped array keeps a file open, and a process may open only 1,024 files, or 256. So at most 32 arrays stay open, of all
+# folders together; opening an array again takes microseconds.
 opened_array = lru_cache(32)(open_array)
 
 
 def check_arrays(folder: Path, index: dict):
-    """Raises ValueError if a file is not the array that index.json promises: said now, and not in the middle of the run.
+    """Raises ValueError if a file does not fit index.json: at the start, and not in the middle of a run.
 
-    Size and header of 70,000 files are read in seconds, because a header of numpy's need not be taken apart to be known, and
-    by many threads, because a network's file system takes its time for each."""
-    masks = index["version"] == MASKED
+    Size and header of 70,000 files are read in seconds: a header is compared as bytes, without parsing, and 16 threads hide
+    the latency of network file systems."""
     entries = [*chain(*index["splits"].values())]
-    arrays = [array_of(entry, index) for entry in entries] + [mask_array_of(entry) for entry in entries if masks]
+    arrays = [array_of(entry, index) for entry in entries]
+    arrays += [mask_array_of(entry) for entry in entries if index["version"] == MASKED]
 
     def check(arrays):
         for array in arrays:
@@ -177,7 +167,7 @@ def check_arrays(folder: Path, index: dict):
                 header = numpy_header(dtype, length)
                 if os.fstat(file.fileno()).st_size == needed and file.read(len(header)) == header:
                     continue
-            open_array(folder, *array)  # says what is wrong with it
+            open_array(folder, *array)  # raises with the reason
 
     with ThreadPoolExecutor(16) as pool:
         for _ in pool.map(check, (arrays[i::16] for i in range(16))):
@@ -186,14 +176,14 @@ def check_arrays(folder: Path, index: dict):
 
 @lru_cache(1024)
 def numpy_header(dtype: np.dtype, length: int) -> bytes:
-    """How np.save begins the file of such an array."""
+    """The first bytes of a file from np.save for a one-dimensional array."""
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(header, {"descr": dtype.str, "fortran_order": False, "shape": (length,)})
     return header.getvalue()
 
 
 def find_damage(folder: Path) -> list:
-    """One line for each thing that is not as it was written."""
+    """One line per damage in a folder of shards: checksums, counts and ids of every file."""
     try:
         index, problems = read_index(folder), []
     except ValueError as error:
@@ -202,31 +192,23 @@ def find_damage(folder: Path) -> list:
         if not (folder / name).is_file() or sha256_file(folder / name) != sha256:
             problems.append(f"{folder / name} is missing or changed")
     for entry in chain(*index["splits"].values()):
-        path = folder / entry["name"]
+        path, masked = folder / entry["name"], index["version"] == MASKED
         try:
-            tokens = open_shard(folder, entry, index)
+            tokens = open_array(folder, *array_of(entry, index))
+            begins = open_array(folder, *mask_array_of(entry)) & FIRST if masked else tokens == index["eot"]
         except ValueError as error:
             problems.append(str(error))
             continue
-        if sha256_file(path) != entry["sha256"]:
-            problems.append(f"{path}: wrong checksum, a byte has changed")
+        for name, sha256 in (entry["name"], entry["sha256"]), (mask_name(entry["name"]), entry.get("mask_sha256")):
+            if sha256 and sha256_file(folder / name) != sha256:
+                problems.append(f"{folder / name}: wrong checksum, a byte has changed")
         if tokens.max(initial=0) >= index["vocab_size"]:
             problems.append(f"{path}: token id {tokens.max()}, but the vocabulary ends at {index['vocab_size'] - 1}")
-        documents = int((tokens == index["eot"]).sum())
-        if index["version"] == MASKED:
-            try:
-                mask = open_mask(folder, entry)
-            except ValueError as error:
-                problems.append(str(error))
-                continue
-            if sha256_file(folder / mask_name(entry["name"])) != entry["mask_sha256"]:
-                problems.append(f"{folder / mask_name(entry['name'])}: wrong checksum, a byte has changed")
-            documents = int((mask & FIRST > 0).sum())
-        if documents != entry["documents"]:
+        if (documents := np.count_nonzero(begins)) != entry["documents"]:
             problems.append(f"{path}: {documents} documents, but index.json says {entry['documents']}")
     return problems
 
 
-def name_of(*what) -> str:
-    """A name for a file of the cache: another one if anything of what it holds is another."""
+def cache_name(*what) -> str:
+    """A name for a file of the cache, by the hash of everything that decides about the contents."""
     return hashlib.sha256(repr((VERSION, *what)).encode()).hexdigest()[:16]

@@ -16,7 +16,7 @@ def lora_of(path: str) -> dict:
 
 
 def adapter_names(path: str, model) -> list[str]:
-    """fqns of the adapters that a step folder must hold for this model."""
+    """fqns of the adapters in a step folder, for this model."""
     return [f"{name}.lora_{x}.weight" for name in lora_names(model, lora_of(path)["on"]) for x in "ab"]
 
 
@@ -29,17 +29,17 @@ def read_adapters(table, path: str) -> dict[str, Tensor]:
 
 
 def base_of(path: str) -> str:
-    """Folder of the frozen weights of a step folder. Raises ValueError where the folder is gone."""
+    """Folder of the frozen weights below a step folder. Raises ValueError if the folder is gone."""
     folder = read_json(path, "state.json")["base"]["folder"]
     if not os.path.isdir(folder):
-        raise ValueError(f"{path} holds adapters of {folder or 'weights that a seed drew'}, which is gone: put it back there, "
-                         "or continue the run with --init_from its new place and --export_hf")
+        raise ValueError(f"{path} holds adapters of {folder}, which is gone: put it back there, or continue the run with "
+                         "--init_from its new place and --export_hf")
     return folder
 
 
 def check_base(path: str, modules: list[nn.Module], group=None) -> str:
-    """The hash of the frozen weights of these modules. Raises ValueError unless the adapters of a step folder (path; "": of
-    none) were trained with the same weights."""
+    """The hash of the frozen weights of the modules. Raises ValueError if the adapters of a step folder were trained with other
+    weights. path: the step folder; "": none."""
     found, there = base_hash(modules, group), read_json(path, "state.json")["base"] if path else {}
     if there.get("hash", found) != found:
         raise ValueError(f"{path} holds adapters of {there['folder']}, whose hash was {there['hash']}, and the frozen weights "
@@ -49,7 +49,7 @@ def check_base(path: str, modules: list[nn.Module], group=None) -> str:
 
 @torch.no_grad()
 def add_adapters_of(path: str, table, modules: list[nn.Module]):
-    """Adds a step folder's adapters to the weights of a model, plain or this rank's part of it: its rows and columns."""
+    """Add a step folder's adapters to the weights of a whole model, or to this rank's rows and columns of each weight."""
     adapters, scale = read_adapters(table, path), lora_of(path)["alpha"] / lora_of(path)["rank"]
     for fqn, p in [item for module in modules for item in module.named_parameters()]:
         name = fqn.removesuffix(".weight")

@@ -1,4 +1,4 @@
-"""The model that a run fine-tunes: what --init_from says of it, and its weights under the adapters."""
+"""The model to fine-tune: its config from --init_from, and its frozen weights under the adapters."""
 import os
 
 import torch
@@ -13,9 +13,9 @@ from storage.manifest import ABOUT, is_hf_folder, newest_readable, resume_source
 from support.config import override_fields
 
 
-def model_in(cfg):
-    """(class, config) of the model in --init_from, a Hugging Face folder or a run or step folder of ours, with the fields that
-    --model_args changes. A run with checkpoints of its own knows the model even when --init_from is gone. Raises ValueError."""
+def read_model(cfg):
+    """(class, config) of the model in --init_from, a Hugging Face folder or a run or step folder of ours, after --model_args.
+    A run with checkpoints of its own knows the model even when --init_from is gone. Raises ValueError."""
     goes_on = step_folders(cfg.out) and not os.path.isdir(cfg.init_from)
     folder = cfg.out if goes_on else cfg.init_from
     if is_peft_folder(folder):
@@ -30,7 +30,7 @@ def model_in(cfg):
 
 
 def claim_adapters(cfg, Model, model_config) -> dict:
-    """What identifies the adapters of a run with --lora_rank. Raises ValueError where the flags do not fit the model, or
+    """The identity of the adapters of a run with --lora_rank. Raises ValueError if the flags do not fit the model or
     --init_from."""
     if not cfg.init_from:
         raise ValueError(f"--lora_rank {cfg.lora_rank} trains adapters beside weights that have learned something; give their "
@@ -44,7 +44,7 @@ def claim_adapters(cfg, Model, model_config) -> dict:
     with torch.device("meta"):
         model = Model(model_config)
     check_lora(model, cfg)
-    if not os.path.isdir(cfg.init_from):  # of a run that is continued, too, whose checkpoints hold adapters only
+    if not os.path.isdir(cfg.init_from):  # needed to continue a run, too: checkpoints hold adapters only
         raise ValueError(f"--init_from {cfg.init_from} is no folder; give the one of the frozen weights")
     if cfg.lora_from and not step_folders(cfg.out):
         check_peft(model, lora_names(model, cfg.lora_on), cfg)
@@ -53,7 +53,7 @@ def claim_adapters(cfg, Model, model_config) -> dict:
 
 def load_base(modules, cfg, group) -> dict:
     """Fill the frozen weights of this rank's stages from --init_from, and the adapters of a new run from --lora_from. Returns
-    what a checkpoint says of the weights: their folder and hash. Raises ValueError, the same on all ranks."""
+    folder and hash of the weights, for checkpoints. Raises ValueError, the same on all ranks."""
     source, is_hf = on_rank_0(lambda: resume_source(cfg.out, cfg), group), is_hf_folder(cfg.init_from)
     goes_on = source is not None and source.folder == cfg.out
     folder = cfg.init_from if is_hf else on_rank_0(lambda: newest_readable(cfg.init_from), group)

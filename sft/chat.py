@@ -1,49 +1,49 @@
-"""Conversations as tokens: a folder's chat template writes them out, and a mask says which tokens are the assistant's.
+"""Conversations as tokens: a folder's chat template writes the text, and a mask marks the assistant's tokens.
 
-The template knows best. One with {% generation %} ... {% endgeneration %} says itself what the assistant writes. Any other is
-asked by rendering prefixes of the conversation: an answer is what comes on top of the prompt before it. Where that does not
-tell exactly, the template is refused: a loss on the wrong tokens would show in no number.
+A template with {% generation %} ... {% endgeneration %} marks the assistant's text itself. For any other template we render
+prefixes of the conversation: an answer is the text after the prompt. If the prefixes do not fit together, the template is
+refused, because no number would show a loss on the wrong tokens.
 """
 import json
 import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from corpus.tokenizer import encoding_of, load_tokenizer, read_chat
+from corpus.tokenizer import encoding_of, load_tokenizer, read_chat_template, read_special_tokens
 
-BEGIN, END = "\ufdd0", "\ufdd1"  # around what the assistant writes; Unicode leaves them to programs, and no text has them
+BEGIN, END = "\ufdd0", "\ufdd1"  # around the assistant's text; Unicode reserves both for programs, so no text has them
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant",
                   "function_call": "assistant", "function": "tool", "function_response": "tool", "observation": "tool"}
-THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names that files give to what was thought before an answer
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # keys of the thoughts before an answer, in various files
 NEEDED = '{"messages": [{"role": ..., "content": ...}]} or ShareGPT\'s {"conversations": [{"from": ..., "value": ...}]}'
 
 
 class Conversation(NamedTuple):
     messages: list[dict]
-    tools: list | None  # the functions that the assistant may call, as JSON schemas
-    where: str  # its file and line, for errors
+    tools: list | None  # functions that the assistant may call, as JSON schemas
 
 
 class ChatTemplate(NamedTuple):
-    name: str  # where it comes from, for errors
-    render: Callable  # (messages, tools, add_generation_prompt=False, **values) -> text, with BEGIN and END around marks
+    name: str  # for errors, with the folder
+    render: Callable  # (messages, tools, add_generation_prompt=False, **values) -> text, with BEGIN and END around marked text
     has_marks: bool  # {% generation %}
-    rules: str  # what the text of a conversation depends on; 2: the version of this file's own
-    names: frozenset[str]  # of the values that it asks for, apart from those that every template is given
+    rules: str  # identifies the text that a conversation becomes
+    names: frozenset[str]  # values that the template reads, apart from the usual ones
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Templates
 def read_template(folder: str) -> ChatTemplate | None:
-    """The chat template of a folder, ready to render; None where it has none. Raises ValueError."""
-    template, special_tokens = read_chat(folder)
+    """The chat template of a folder, ready to render; None if the folder has none. Raises ValueError."""
+    template, special_tokens = read_chat_template(folder), read_special_tokens(folder)
     if template is None:
         return None
-    for_tools = read_chat(folder, "tool_use")[0]
+    for_tools = read_chat_template(folder, "tool_use")
     try:
         import jinja2.ext
         import jinja2.meta
@@ -53,7 +53,7 @@ def read_template(folder: str) -> ChatTemplate | None:
     marks = []
 
     class Generation(jinja2.ext.Extension):
-        """{% generation %}: what is inside goes out between BEGIN and END."""
+        """{% generation %}: puts the inner text between BEGIN and END."""
 
         tags = {"generation"}
 
@@ -66,8 +66,8 @@ def read_template(folder: str) -> ChatTemplate | None:
     def fail(message):
         raise jinja2.TemplateError(message)
 
-    # A template is a program, and anyone may have written this one: the sandbox keeps it from Python's objects. The options
-    # and names are those that transformers gives it.
+    # A template is a program by a stranger: the sandbox keeps Python's objects out of reach. Options and names are as in
+    # transformers.
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation])
     environment.filters["tojson"] = lambda value, **options: json.dumps(value, **({"ensure_ascii": False} | options))
@@ -76,7 +76,7 @@ def read_template(folder: str) -> ChatTemplate | None:
     def guarded(what, *args, **values):
         try:
             return what(*args, **values)
-        except Exception as error:  # whatever the template makes Python raise
+        except Exception as error:  # a template can make Python raise anything
             raise ValueError(f"the chat template of {folder} fails: {error}") from None
 
     compiled = guarded(environment.from_string, template)
@@ -93,14 +93,14 @@ def read_template(folder: str) -> ChatTemplate | None:
     return ChatTemplate(f"the chat template of {folder}", render, bool(marks), repr((2, template, special_tokens)), names)
 
 
-def without_marks(text: str) -> str:
+def remove_marks(text: str) -> str:
     return text.replace(BEGIN, "").replace(END, "")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Files -> conversations
-def conversation_of(line: bytes, where: str) -> Conversation:
-    """The conversation of one line of a file. Raises ValueError with `where` it is."""
+def parse_conversation(line: bytes) -> Conversation:
+    """The conversation in one line of a file. Raises ValueError."""
     try:
         record = json.loads(line)
         text = json.dumps(record, ensure_ascii=False)
@@ -114,55 +114,44 @@ def conversation_of(line: bytes, where: str) -> Conversation:
         if not messages or not isinstance(messages, list) or not all(map(is_message, messages)):
             raise TypeError("every message needs a role and a content")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        reason = str(error) if isinstance(error, UnicodeError) else repr(error)  # whose repr has the whole line
-        raise ValueError(f"{where}: need a conversation like {NEEDED} ({reason})") from None
-    for message in messages:
-        if problem := untrainable(message):
-            raise ValueError(f"{where}: {problem}")
-    return Conversation([with_thoughts(with_text(message)) for message in messages], tools or None, where)
-
-
-def untrainable(message: dict) -> str:
-    """What a message asks for that cannot be done; ""."""
-    content = message.get("content")
-    for part in content if isinstance(content, list) else ():
-        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-            kind = part.get("type", "nameless") if isinstance(part, dict) else type(part).__name__
-            return f"a part of a content is {kind}, and only text is trained; take such conversations out"
-    if message.get("weight", 1) not in (0, 1) or message.get("train", True) not in (True, False):
-        return f"weight {message.get('weight', 1)}, train {message.get('train', True)}: a message is trained or not, 1 or 0"
-    if message["role"] != "assistant" and message.get("train"):
-        return f"train: true in a message of {message['role']}: only what the assistant says has a loss"
-    return ""
-
-
-def with_text(message: dict) -> dict:
-    """Content in parts as one text: most templates know no parts, and write out nothing or Python's spelling of the list."""
-    content = message.get("content")
-    return message | {"content": "".join(part["text"] for part in content)} if isinstance(content, list) else message
-
-
-def is_trained(message: dict) -> bool:
-    """An answer with "weight": 0 (OpenAI) or "train": false (axolotl) is read but has no loss."""
-    return bool(message.get("weight", 1)) and message.get("train", True)
+        reason = str(error) if isinstance(error, UnicodeError) else repr(error)  # the repr of UnicodeError has the whole line
+        raise ValueError(f"need a conversation like {NEEDED} ({reason})") from None
+    return Conversation([prepare_message(message) for message in messages], tools or None)
 
 
 def is_message(message) -> bool:
-    """The content may be null or missing beside tool calls, and a list of parts."""
+    """Content is a text or a list of parts; beside tool calls also null or missing."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         return False
     content = message.get("content")
     return isinstance(content, (str, list)) or content is None and bool(message.get("tool_calls"))
 
 
-def with_thoughts(message: dict) -> dict:
-    """Templates read them as reasoning_content, some as thinking."""
-    found = [message[name] for name in THOUGHTS if message.get(name) is not None]
-    return {"thinking": found[0]} | message | {"reasoning_content": found[0]} if found else message
+def prepare_message(message: dict) -> dict:
+    """A message as templates read it: content as one text, thoughts as reasoning_content and as thinking. Raises ValueError for
+    a message that we cannot train on."""
+    content, weight, train = message.get("content"), message.get("weight", 1), message.get("train", True)
+    if weight not in (0, 1) or train not in (True, False):
+        raise ValueError(f"weight {weight}, train {train}: a message is trained or not, 1 or 0")
+    if message["role"] != "assistant" and message.get("train"):
+        raise ValueError(f"train: true in a message of {message['role']}: only what the assistant says has a loss")
+    if isinstance(content, list):  # most templates know no parts, and would write nothing, or a Python list
+        for part in content:
+            if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+                kind = part.get("type", "nameless") if isinstance(part, dict) else type(part).__name__
+                raise ValueError(f"a part of a content is {kind}, and only text is trained; take such conversations out")
+        message = message | {"content": "".join(part["text"] for part in content)}
+    thoughts = [message[name] for name in THOUGHTS if message.get(name) is not None]
+    return {"thinking": thoughts[0]} | message | {"reasoning_content": thoughts[0]} if thoughts else message
+
+
+def is_trained(message: dict) -> bool:
+    """Whether an answer has a loss: "weight": 0 (OpenAI) or "train": false (axolotl) switch the loss off."""
+    return bool(message.get("weight", 1)) and message.get("train", True)
 
 
 def from_sharegpt(record: dict) -> list[dict]:
-    """{"conversations": [{"from", "value"}], "system"} as messages. Some files have role and content under that name."""
+    """{"conversations": [{"from", "value"}], "system"} as messages. Some files have role and content in "conversations"."""
     messages = [{"role": "system", "content": record["system"]}] if record.get("system") else []
     for turn in record["conversations"]:
         if "from" not in turn:
@@ -179,85 +168,82 @@ def from_sharegpt(record: dict) -> list[dict]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Conversation -> text, and where in it the assistant speaks -> tokens and mask
+# Conversation -> text and spans of the assistant's text -> tokens and mask
 def assistant_spans(conversation: Conversation, template: ChatTemplate) -> tuple[str, list[tuple[int, int]]]:
-    """The whole text, and (start, end) of what the assistant writes in it, in characters. Raises ValueError where the template
-    fails, or does not tell exactly."""
-    messages, tools, where = conversation
-    try:
-        full = template.render(messages, tools)
-        check_rendered(conversation, template, without_marks(full))
-        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        if template.has_marks:
-            full, spans = spans_of_marks(full)
-            if all(is_trained(messages[i]) for i in turns):
-                return full, spans
-            if len(spans) != len(turns):
-                raise ValueError(f"{template.name} marks {len(spans)} texts of {len(turns)} answers, so it does not tell which "
-                                 'of them have "weight": 0')
-            return full, [span for i, span in zip(turns, spans, strict=True) if is_trained(messages[i])]
-        spans = [span_by_prefixes(i, full, messages, lambda *args: template.render(args[0], tools, *args[1:])) for i in turns]
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+    """(whole text, [(start, end)] of the assistant's trained text, in characters). Raises ValueError if the template fails, or
+    if the spans are not certain."""
+    messages, tools = conversation
+    full = template.render(messages, tools)
+    check_rendered(conversation, template, remove_marks(full))
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if template.has_marks:
+        full, spans = find_marks(full)
+        if all(is_trained(messages[i]) for i in turns):
+            return full, spans
+        if len(spans) != len(turns):
+            raise ValueError(f"{template.name} marks {len(spans)} texts of {len(turns)} answers, so it does not tell which "
+                             'of them have "weight": 0')
+    else:
+        spans = [find_answer(i, full, conversation, template) for i in turns]
     if None in spans:
-        raise ValueError(f"{where}: {template.name} does not tell which tokens of message {turns[spans.index(None)] + 1} are "
-                         "the assistant's: rendered up to there it is not how the whole conversation begins; write "
+        raise ValueError(f"{template.name} does not tell which tokens of message {turns[spans.index(None)] + 1} are the "
+                         "assistant's: rendered up to there it is not how the whole conversation begins; write "
                          "{% generation %} ... {% endgeneration %} around the assistant's part of the template")
     return full, [span for i, span in zip(turns, spans, strict=True) if is_trained(messages[i])]
 
 
 def check_rendered(conversation: Conversation, template: ChatTemplate, text: str) -> None:
-    """Raises ValueError for what a message holds and the template does not write out: it would be trained as if it were not
-    there. Thoughts before an earlier answer are left out by many templates on purpose; one must know thoughts at all."""
+    """Raises ValueError if the template leaves out a part of a message: training would silently lose content, calls or
+    thoughts. Many templates leave out earlier thoughts on purpose, so we only ask whether a template writes thoughts at all."""
     for i, message in enumerate(conversation.messages, 1):
         calls = [call.get("function", call) for call in message.get("tool_calls") or [] if isinstance(call, dict)]
         names = [str(call.get("name", "")) for call in calls if isinstance(call, dict)]
         content = (message.get("content") or "").rpartition("</think>")[2].strip()
-        missing = "content" if content not in text and not calls else ""  # some leave out what is said beside a call
-        missing = "tool_calls" if any(name not in text for name in names) else missing
-        if "reasoning_content" in message and not knows_thoughts(template):
-            missing = "reasoning_content"
-        if missing:
-            raise ValueError(f"{template.name} does not write out the {missing} of message {i}, from {message['role']}")
+        checks = {"reasoning_content": "reasoning_content" not in message or knows_thoughts(template),
+                  "tool_calls": all(name in text for name in names),
+                  "content": content in text or calls}  # some templates leave out text beside a call
+        if missing := [name for name, is_there in checks.items() if not is_there]:
+            raise ValueError(f"{template.name} does not write out the {missing[0]} of message {i}, from {message['role']}")
 
 
 @cache
 def knows_thoughts(template: ChatTemplate) -> bool:
-    thought = with_thoughts({"role": "assistant", "content": "x", "reasoning_content": "because of this"})
+    thought = {"role": "assistant", "content": "x", "reasoning_content": "because of this", "thinking": "because of this"}
     return "because of this" in template.render([{"role": "user", "content": "Why?"}, thought], None)
 
 
-def spans_of_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
-    parts, spans, length = text.split(BEGIN), [], 0
-    for i, part in enumerate(parts):
-        inside = part.split(END)[0] if i else ""
+def find_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
+    """(text without marks, [(start, end)] of the marked parts)"""
+    whole, *parts = text.split(BEGIN)
+    spans = []
+    for part in parts:
+        inside, _, after = part.partition(END)
         if inside:
-            spans.append((length, length + len(inside)))
-        length += len(without_marks(part))
-    return without_marks(text), spans
+            spans.append((len(whole), len(whole) + len(inside)))
+        whole += inside + remove_marks(after)
+    return whole, spans
 
 
-def span_by_prefixes(i: int, full: str, messages: list, render) -> tuple[int, int] | None:
-    """Where message i, the assistant's, is in the full text: behind the prompt that asks for it, up to its end. None where the
-    conversation's beginnings do not tell that."""
-    prompt, answered = render(messages[:i], True), render(messages[:i + 1])
+def find_answer(i: int, full: str, conversation: Conversation, template: ChatTemplate) -> tuple[int, int] | None:
+    """(start, end) of message i, the assistant's, in the full text: from the end of its prompt to its own end. None if the
+    rendered prefixes do not fit the full text."""
+    messages, tools = conversation
+    prompt, answered = template.render(messages[:i], tools, True), template.render(messages[:i + 1], tools)
     if not full.startswith(prompt):
         return None
     start = len(prompt)
     if full.startswith(answered) and len(answered) >= start:
         return start, len(answered)
-    try:
-        end = end_by_probes(i, full, start, messages, render)
-    except ValueError:  # a template that does not take the conversations that it is asked with
-        end = None
-    return end and (start, end)
+    with suppress(ValueError):  # the template refuses our probes
+        if end := find_answer_end(i, full, start, messages, lambda messages: template.render(messages, tools)):
+            return start, end
 
 
-def end_by_probes(i: int, full: str, start: int, messages: list, render) -> int | None:
-    """Where message i ends if the template writes it in another way once there is a later question: Qwen3's drops what was
-    thought. It still ends as every answer does, so its end is found if this text is there once: if with another answer in its
-    place nothing behind it changes. And if it is no later answer's: gpt-oss and Phi-3 end only the last one in their way, so
-    with other messages behind this one nothing before its end may change."""
+def find_answer_end(i: int, full: str, start: int, messages: list, render) -> int | None:
+    """End of message i if the template rewrites an answer once a later question follows: Qwen3's drops the thoughts. The ending
+    (like <|im_end|>) is still the same, so look for the ending after `start`. Two probes make sure of the right place. Another
+    answer in place of message i must change nothing after the end. Other later messages must change nothing before the end:
+    gpt-oss and Phi-3 write their ending only after the last answer, so we would find a later one."""
     one, other = (render([*messages[:i], {"role": "assistant", "content": content}]) for content in ("x", "y"))
     ending = os.path.commonprefix([one[::-1], other[::-1]])[::-1]
     plain = {key: value for key, value in messages[i].items() if key != "tool_calls"} | {"content": "x"}
@@ -274,16 +260,16 @@ def end_by_probes(i: int, full: str, start: int, messages: list, render) -> int 
 
 @lru_cache(maxsize=1)
 def chat_tokenizer(file: Path):
-    """As load_tokenizer, but the template's markers, like <|im_start|>, are tokens and no text."""
+    """Like load_tokenizer, but markers of the template, like <|im_start|>, become special tokens."""
     from tokenizers import Tokenizer, processors
 
     tokenizer = Tokenizer.from_str(load_tokenizer(file).to_str())
-    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)  # a token begins where its space does
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)  # the offsets of a token include its space
     return tokenizer
 
 
 def need_template(tokenizer_file: Path, path: Path) -> ChatTemplate:
-    """The chat template beside a tokenizer.json. Raises ValueError where the conversations of `path` have none."""
+    """The chat template beside a tokenizer.json. path: file of conversations, for errors. Raises ValueError if missing."""
     folder = os.path.dirname(os.path.abspath(tokenizer_file))
     if (template := read_template(folder)) is None:
         raise ValueError(f"{path} holds conversations, but {folder} has no chat template (chat_template.jinja or "
@@ -292,28 +278,28 @@ def need_template(tokenizer_file: Path, path: Path) -> ChatTemplate:
 
 
 def tokens_and_mask(conversation: Conversation, template: ChatTemplate, tokenizer) -> tuple[list[int], list[int]]:
-    """(ids, mask), as long as each other: 1 where a token is the assistant's and has a loss. tokenizer: a chat_tokenizer. A
-    token with only a part in the assistant's text counts, and of several tokens for its last character the first: both as in
-    transformers. Not as there, a blank that the tokenizer's offsets leave out ends nothing: the whole answer counts."""
+    """(ids, mask) of equal length; mask: 1 for a token with a loss, the assistant's. tokenizer: a chat_tokenizer. A token
+    partly in the assistant's text counts, and of several tokens for the last character the first: both as in transformers.
+    Unlike transformers, a blank outside of all offsets does not end the answer."""
     text, spans = assistant_spans(conversation, template)
     encoding = encoding_of(tokenizer, text, False)
     starts, ends = zip(*encoding.offsets) if encoding.offsets else ((), ())
     mask = [0] * len(encoding.ids)
     for start, end in spans:
-        last = bisect_right(ends, end - 1)  # the first token that goes further than the character before `end`
+        last = bisect_right(ends, end - 1)  # the first token that reaches to `end` or beyond
         for i in range(bisect_right(ends, start), min(last + 1, bisect_left(starts, end))):
             mask[i] = 1
     return encoding.ids, mask
 
 
-def border_warning(template: ChatTemplate, tokenizer) -> str:
-    """One line about a prompt that ends inside of a token, like "Answer: ", whose space belongs to the answer's first token:
-    training never sees the prompt's last token, with which every question ends. Empty where all is well."""
+def warn_about_border(template: ChatTemplate, tokenizer) -> str:
+    """One line about a prompt that ends inside of a token, "" if all is well. In "Answer: " the space belongs to the first
+    token of the answer: in training the prompt never ends with a lone space, but every question to the model does."""
     for answer in ("The", "I", "7", "- a", "def", "{"):
         messages = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": answer}]
         try:
-            text, spans = assistant_spans(Conversation(messages, None, template.name), template)
-        except ValueError:  # it does not take such a conversation
+            text, spans = assistant_spans(Conversation(messages, None), template)
+        except ValueError:  # the template refuses our probe
             return ""
         border = spans[-1][0] if spans else 0
         for start, end in encoding_of(tokenizer, text, False).offsets:

@@ -1,4 +1,4 @@
-"""Conversations as training data: packed into sequences, and a loss only on what the assistant says."""
+"""Conversations as training data: packed into sequences, with a loss only on the assistant's tokens."""
 import os
 from pathlib import Path
 
@@ -11,9 +11,8 @@ from sft.packing import pack
 
 
 class ChatData(TokenData):
-    """Sequences of conversations, of which only what the assistant says has a loss: several in each with doc_mask, else one.
-
-    The sequences are what TokenData's windows are: their order, their shares and the cursor are the same."""
+    """Sequences of conversations, with a loss only on the assistant's tokens: several conversations in each with doc_mask, else
+    one. Sequences take the place of TokenData's windows: order, shares and cursor work in the same way."""
 
     def __init__(self, folder: Path, seq_len: int, data_seed: int = 0, doc_mask: bool = False, name="", all_val=False):
         super().__init__(folder, seq_len, data_seed, doc_mask, name, all_val)
@@ -22,7 +21,7 @@ class ChatData(TokenData):
         self.n_samples, self.n_val_samples = (len(self.packing[split]) for split in ("train", "val"))
 
     def windows(self, split: str, numbers) -> np.ndarray:
-        """(len(numbers), seq_len + 1) int64: tokens, the bits of their masks above 2**32, -1 where a sequence is not full."""
+        """(len(numbers), seq_len + 1) int64: tokens, the bits of their masks above 2**32, -1 for padding."""
         out, (documents, bounds) = np.full((len(numbers), self.seq_len + 1), -1, np.int64), self.packing[split][:2]
         for row, number in zip(out, numbers):
             for shard, start, n in documents[bounds[number]:bounds[number + 1]]:
@@ -32,19 +31,15 @@ class ChatData(TokenData):
         return out
 
     def arrays(self, windows: np.ndarray):
-        """As TokenData's. A sequence's padding is one more document, without labels."""
+        """Like TokenData.arrays. The padding of a sequence is one more document, without labels."""
         is_text = windows >= 0
         ids, bits = np.where(is_text, windows & 0xFFFFFFFF, self.eot), np.where(is_text, windows >> 32, 0)
         begins = (bits & FIRST > 0) | ~is_text & np.pad(is_text[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-        labels = np.where((bits & LOSS > 0) & ~begins, ids, -100)[:, 1:]  # nothing before a document predicts how it begins
-        tokens, begins = ids[:, :-1], begins[:, :-1]
-        positions = np.broadcast_to(np.arange(self.seq_len), tokens.shape)
-        if not self.doc_mask:
-            return tokens, labels, positions, None
-        return tokens, labels, positions - np.maximum.accumulate(np.where(begins, positions, 0), axis=1), begins.cumsum(1) - 1
+        labels = np.where((bits & LOSS > 0) & ~begins, ids, -100)[:, 1:]  # a document's first token has no context
+        return ids[:, :-1], labels, *self.positions_and_ids(begins[:, :-1])
 
     def first_words(self) -> str:
-        """The longest line of what is said before the first answer, from its beginning."""
+        """The first words of the longest line before the first answer."""
         split = "val" if self.n_val_samples else "train"
         shard, start, n = self.packing[split].documents[0]
         ids, mask = (array(split, shard)[start:start + n] for array in (self.shard, self.mask))

@@ -1,9 +1,9 @@
-"""LoRA: the weights stay as they are, and beside some of them two small matrices are trained (Hu et al., arXiv:2106.09685).
+"""LoRA: freeze the weights, and train two small matrices beside some linears (Hu et al., arXiv:2106.09685).
 
     y = W x + alpha / rank * B A x        W (out, in) frozen, A (rank, in) drawn, B (out, rank) starts at 0
 
-An adapted linear keeps its name, its weight and its place in the layout, and gets two children: blocks.0.attn.wq.lora_a.weight
-and .lora_b.weight. Only these have gradients and optimizer state, and only these are saved.
+An adapted linear keeps name, weight and place in the layout, and gets two children: blocks.0.attn.wq.lora_a.weight and
+.lora_b.weight. Only the children have gradients and optimizer state, and only the children are saved.
 """
 import hashlib
 import json
@@ -31,24 +31,24 @@ LORA = Need("without --lora_rank", lambda c: c.lora_rank)
 @dataclass(kw_only=True)
 class LoraConfig:
     lora_rank: int = 0  # freeze all weights, and train two matrices of this rank beside some of them (LoRA); 0 = train all
-    lora_alpha: float = flag(32.0, LORA)  # what they add is scaled by lora_alpha / lora_rank
-    lora_on: list[str] = flag(["wq*", "w[kv]*", "wo"], LORA)  # beside which linears of the blocks: names or patterns
-    lora_from: str = flag("", LORA)  # a PEFT adapter for --init_from: train this one on, and not a new one
+    lora_alpha: float = flag(32.0, LORA)  # adapters are scaled by lora_alpha / lora_rank
+    lora_on: list[str] = flag(["wq*", "w[kv]*", "wo"], LORA)  # linears of the blocks that get adapters: names or patterns
+    lora_from: str = flag("", LORA)  # folder of a PEFT adapter for --init_from, to train on; empty: new adapters
 
 
-# ---------------------------------------------------------------- which linears
+# ---------------------------------------------------------------- linears with adapters
 def is_adapter(fqn: str) -> bool:
     return ".lora_a." in fqn or ".lora_b." in fqn
 
 
 def is_frozen(fqn: str) -> bool:
-    """Whether LoRA leaves this parameter as --init_from has it, so that nobody needs to draw it."""
+    """Whether LoRA freezes a parameter: loaded from --init_from, so init_weights need not draw it."""
     return not is_adapter(fqn)
 
 
 def lora_names(module, patterns: list[str]) -> list[str]:
-    """Linears of a model, or of a pipeline stage, that get adapters: those of the blocks whose fqn, or its last part, fits one
-    of the patterns (--lora_on)."""
+    """fqns of the linears of a model, or of a pipeline stage, that get adapters: linears of the blocks whose fqn, or the last
+    part of the fqn, fits a pattern of --lora_on."""
     return [fqn for fqn in block_linears(module) if any(names_linear(pattern, fqn) for pattern in patterns)]
 
 
@@ -62,7 +62,7 @@ def names_linear(pattern: str, fqn: str) -> bool:
 
 
 def check_lora(model, cfg: LoraConfig) -> None:
-    """Raises ValueError for a name in --lora_on that the full model does not have, or that cannot have an adapter."""
+    """Raises ValueError for a name in --lora_on that fits no linear of the full model's blocks."""
     if not cfg.lora_alpha > 0:
         raise ValueError(f"--lora_alpha {cfg.lora_alpha:g} must be above 0")
     linears = block_linears(model)
@@ -77,25 +77,25 @@ def check_lora(model, cfg: LoraConfig) -> None:
 def lora_linears(stage, cfg: LoraConfig) -> None:
     """Freeze the parameters of a stage, and put adapters beside the linears of --lora_on.
 
-    After tensor_parallel, because an adapter is split as the weight beside it; and after expert_parallel, which makes new
-    parameters of the experts. With --tp it costs no further message but the sum of its own small gradients:
+    After tensor_parallel, because an adapter is split like the weight beside it; and after expert_parallel, because the
+    experts get new parameters there. With --tp adapters cost no further message but the sum of their own small gradients:
 
-        weight          A           B           what a rank adds to its part of y
-        rows            whole       rows        its rows, of all of A x
-        columns         columns     whole       a summand, of its summand of A x; the reduce-scatter of y adds up both
-        whole           whole       whole       its tokens
+        weight          A           B           a rank adds to y
+        rows            whole       rows        its rows of B times all of A x
+        columns         columns     whole       B times its summand of A x; the reduce-scatter of y adds the summands
+        whole           whole       whole       B A x for its own tokens
     """
     names = lora_names(stage, cfg.lora_on)
     stage.requires_grad_(False)
     add_adapters(stage, names, cfg.lora_rank, cfg.lora_alpha)
     if cfg.pp > 1 and stage.index == 0 and not names:
-        # A pipeline sends gradients back as far as its first stage, and torch asks that its output have one. Without an adapter
-        # on this stage nothing else gives it one.
+        # A pipeline sends gradients back to the first stage, so torch requires that the output of this stage has a gradient.
+        # Without an adapter on the stage nothing else would give the output a gradient.
         stage.tok_embeddings.register_forward_hook(lambda module, args, out: out.requires_grad_(torch.is_grad_enabled()))
 
 
 def add_adapters(module, names: list[str], rank: int, alpha: float) -> None:
-    """Put adapters beside these linears, split as the weights are, on the same device and without values."""
+    """Put adapters beside the linears of these names: split like the weights, on the same device, without values."""
     for linear in map(module.get_submodule, names):
         weight = linear.weight
         linear.lora_a = nn.Linear(linear.in_features, rank, bias=False, device=weight.device)
@@ -107,13 +107,13 @@ def add_adapters(module, names: list[str], rank: int, alpha: float) -> None:
                 split = distribute_tensor(adapter.weight, weight.device_mesh, [placement], src_data_rank=None)
                 adapter.weight = nn.Parameter(split)
         linear.lora_a.initial_std = 1 / math.sqrt(3 * linear.in_features)  # as wide as peft's kaiming_uniform_(a=sqrt(5))
-        linear.lora_b.initial_std = 0.0  # a model with new adapters computes what it computes without
+        linear.lora_b.initial_std = 0.0  # new adapters change nothing
         linear.lora_scale, linear.__class__ = alpha / rank, with_adapter(type(linear))
 
 
 class Adapted(nn.Linear):
-    """A linear with adapters. A method of a class, and not a function in place of forward: for the compiler each module would
-    have another one."""
+    """A linear with adapters. The forward is a method of a class, because with a function per module the compiler would compile
+    each module anew."""
 
     def forward(self, x):
         y, a, b = super().forward(x), self.lora_a.weight, self.lora_b.weight
@@ -121,14 +121,14 @@ class Adapted(nn.Linear):
             return y
         if not isinstance(a, DTensor):
             return y + F.linear(F.linear(x, a) * self.lora_scale, b)
-        # Each tp rank multiplies its own parts. What the placements say is how a gradient and the result have to be read:
-        # Partial means that the ranks hold summands. FSDP adds up the summands of a weight's gradient.
+        # Each tp rank multiplies its own parts. The placements tell DTensor how to read a gradient and the result: Partial
+        # means that the ranks hold summands. FSDP adds up the summands of a weight's gradient.
         cut = self.weight.placements[0]
         if cut.is_shard(0):  # x (..., in) is whole; A's gradient comes from this rank's rows of B only
             x_grad, a_grad, b_grad, out = Partial(), Partial(), cut, Shard(x.dim() - 1)
         elif cut.is_shard(1):  # x (..., in/tp); B sees this rank's summand of A x only
             x_grad, a_grad, b_grad, out = x.placements[0], cut, Partial(), Partial()
-        else:  # x: tokens of its own
+        else:  # each rank has its own tokens in x
             x_grad, a_grad, b_grad, out = x.placements[0], Partial(), Partial(), x.placements[0]
         x, a, b = (t.to_local(grad_placements=[p]) for t, p in ((x, x_grad), (a, a_grad), (b, b_grad)))
         z = F.linear(F.linear(x, a) * self.lora_scale, b)
@@ -149,13 +149,13 @@ def with_adapter(kind: type) -> type:
 
 
 def adapted_linears(module) -> dict[str, nn.Module]:
-    """fqn -> linear, of those that have adapters."""
+    """{fqn: linear with an adapter}"""
     return {fqn: linear for fqn, linear in module.named_modules() if isinstance(linear, Adapted)}
 
 
 @contextmanager
 def base_model(module):
-    """Inside, the model is the one below its adapters."""
+    """Inside of the `with`, the adapters are switched off."""
     scales = {linear: linear.lora_scale for linear in adapted_linears(module).values()}
     for linear in scales:
         linear.lora_scale = 0.0
@@ -171,13 +171,13 @@ def merged_weight(w, a, b, scale: float):
     return torch.addmm(w.float(), b.float(), a.float(), alpha=scale)
 
 
-# ---------------------------------------------------------------- which base
+# ---------------------------------------------------------------- the identity of the frozen weights
 @torch.no_grad()
 def base_hash(modules, group=None) -> str:
-    """A hash of all that LoRA leaves as it is, equal in every layout and on every device: per tensor the sum of its numbers'
-    bits in bfloat16, each times its place, modulo 2**64. Every rank reads its shards once.
+    """A hash of all frozen weights, equal in every layout and on every device: per tensor the sum of the bits of each number in
+    bfloat16 times its place, modulo 2**64. Every rank reads its shards once.
 
-    In bfloat16, because the base is kept in the compute dtype, which may be fp32 on one machine and not on the next.
+    In bfloat16, because the weights are kept in the compute dtype: fp32 on one machine, bfloat16 on the next.
     """
     mine = {}
     for module in modules:
@@ -191,34 +191,32 @@ def base_hash(modules, group=None) -> str:
 
 
 def placed_sum(t) -> int:
-    """Sum over this rank's part of a tensor of bits * (1 + place in the whole tensor), modulo 2**64."""
+    """Sum of bits * (1 + place in the whole tensor) over this rank's part of a tensor, modulo 2**64."""
     (shape, offset), whole = local_slice(t), tuple(t.shape)
     columns = torch.zeros(1, dtype=torch.int64, device=local_tensor(t).device)  # place within a row of the first dimension
     for n, first, size in zip(shape[1:], offset[1:], whole[1:], strict=True):
         columns = (columns[:, None] * size + torch.arange(first, first + n, device=columns.device)).flatten()
     local, total = local_tensor(t.detach()), torch.zeros((), dtype=torch.int64, device=columns.device)
-    row_size = math.prod(whole[1:])
     for i, rows in enumerate(local.reshape(len(local), math.prod(shape[1:])).split(256)):
-        places = torch.arange(offset[0] + 256 * i, offset[0] + 256 * i + len(rows), device=columns.device) * row_size
-        # Pieces that stay in the cache, and whose sums have 32 bits: thirty times as quick on a CPU as sums of 64
-        for bits, column in zip(rows.split(2**15, 1), columns.split(2**15), strict=True):
-            bits = bits.to(torch.bfloat16).view(torch.int16).int()
-            total += (bits.sum(1, dtype=torch.int32) * places).sum() + (bits.sum(0, dtype=torch.int32) * (column + 1)).sum()
+        first = offset[0] + 256 * i
+        starts = torch.arange(first, first + len(rows), device=columns.device) * math.prod(whole[1:])
+        bits = rows.to(torch.bfloat16).view(torch.int16).long()
+        total += (bits.sum(1) * starts).sum() + (bits.sum(0) * (columns + 1)).sum()
     return total.item()
 
 
-# ---------------------------------------------------------------- what it costs
+# ---------------------------------------------------------------- costs
 def adapter_numel(model, cfg: LoraConfig) -> int:
-    """Numbers in the adapters that a model would get."""
+    """Numbers in the adapters of a model."""
     linears = [model.get_submodule(fqn) for fqn in lora_names(model, cfg.lora_on)]
     return sum(cfg.lora_rank * (linear.in_features + linear.out_features) for linear in linears)
 
 
 def lora_counts(model, cfg) -> tuple[str, int]:
-    """(what the start line says about LoRA, FLOPs per token) of a full model, before it is split.
+    """(text about LoRA for the start line, FLOPs per token) of a full model, before tp or FSDP split the weights.
 
-    PaLM's convention of 6 FLOPs per weight is 2 each for the forward, for the gradient of the input and for that of the weight;
-    a frozen weight has no gradient.
+    PaLM's convention of 6 FLOPs per weight is 2 for the forward, 2 for the gradient of the input and 2 for the gradient of the
+    weight; a frozen weight has no gradient.
     """
     n, kinds = adapter_numel(model, cfg), Counter(fqn.rpartition(".")[2] for fqn in lora_names(model, cfg.lora_on))
     beside = ", ".join(f"{count} {name}" for name, count in kinds.items())

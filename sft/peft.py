@@ -3,12 +3,13 @@ import os
 
 import torch
 
+from corpus.tokenizer import read_hf_json
 from distributed.agree import reason, some
 from distributed.layout import local_slice, local_tensor
 from sft.adapters import read_adapters
 from sft.lora import adapted_linears, block_linears
 from storage.manifest import is_hf_folder
-from support.files import HF_LIMIT, SAFETENSORS_HEADER_LIMIT, hf_file, json_bytes, publish, read_json, write_file
+from support.files import SAFETENSORS_HEADER_LIMIT, hf_file, json_bytes, publish, read_json, write_file
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 # Fields of adapter_config.json that change the maths, with the only value that we implement
@@ -22,14 +23,8 @@ def is_peft_folder(folder: str) -> bool:
 
 
 def read_adapter_config(folder: str) -> dict:
-    """adapter_config.json. Raises ValueError where it tells of another kind of adapter."""
-    path = os.path.join(folder, CONFIG)
-    try:
-        found = read_json(hf_file(folder, CONFIG, HF_LIMIT))
-    except (OSError, RecursionError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not JSON that can be read: {reason(error)}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds a JSON {type(found).__name__}, not an object")
+    """adapter_config.json. Raises ValueError for an adapter of another kind."""
+    path, found = os.path.join(folder, CONFIG), read_hf_json(folder, CONFIG)
     other = [f"{name} {found[name]}" for name, value in FIXED.items() if found.get(name, value) not in (value, None)]
     if other:
         raise ValueError(f"{path} has {some(other)}; only plain LoRA adapters are read")
@@ -38,31 +33,24 @@ def read_adapter_config(folder: str) -> dict:
     return found
 
 
-def flags_of(folder: str) -> str:
-    """The flags that make adapters like those of a PEFT folder; --lora_on is named by its tensors when these are read."""
-    found = read_adapter_config(folder)
-    return f"--lora_rank {found['r']} --lora_alpha {found['lora_alpha']:g}"
-
-
 def peft_keys(module, names) -> dict[str, str]:
-    """{fqn of an adapter's weight: its name in peft's files} beside these linears."""
+    """{fqn of an adapter's weight: name in peft's files} for adapters beside linears of these names."""
     theirs, letters = module.hf_keys(), {"lora_a": "lora_A", "lora_b": "lora_B"}
     return {f"{fqn}.{ours}.weight": f"base_model.model.{theirs[f'{fqn}.weight'].removesuffix('.weight')}.{letter}.weight"
             for fqn in names for ours, letter in letters.items()}
 
 
 def check_peft(model, names: list[str], cfg) -> None:
-    """Raises ValueError unless the adapters in --lora_from are those that the flags ask for. model: the full one, on meta."""
+    """Raises ValueError if the adapters in --lora_from do not fit the flags. model: the full model, on meta."""
     if not is_peft_folder(cfg.lora_from):
         raise ValueError(f"--lora_from {cfg.lora_from} is no PEFT adapter: there is no {CONFIG} in it")
     folder, found = cfg.lora_from, read_adapter_config(cfg.lora_from)
     if (found["r"], found["lora_alpha"]) != (cfg.lora_rank, cfg.lora_alpha):
         raise ValueError(f"--lora_rank {cfg.lora_rank} --lora_alpha {cfg.lora_alpha:g}, but --lora_from {folder} has "
-                         f"{flags_of(folder)}; give those")
+                         f"--lora_rank {found['r']} --lora_alpha {found['lora_alpha']:g}; give those")
     wanted, there = set(peft_keys(model, names).values()), set(open_adapter(folder).keys())
     if wanted != there:
-        ours = {key: fqn for fqn, key in peft_keys(model, [n.removesuffix(".weight") for n, k in model.hf_keys().items()
-                                                           if isinstance(k, str) and n.endswith(".weight")]).items()}
+        ours = {key: fqn for fqn, key in peft_keys(model, block_linears(model)).items()}
         if strange := sorted(there - ours.keys()):
             raise ValueError(f"--lora_from {folder} has {some(strange)}, which this model has no adapter for")
         beside = dict.fromkeys(fqn.split(".")[-3] for key, fqn in ours.items() if key in there)
@@ -86,7 +74,7 @@ def open_adapter(folder: str):
 
 @torch.no_grad()
 def load_peft(modules, folder: str) -> None:
-    """Fill the adapters of this rank's stages from a PEFT folder: of each its slice. Raises ValueError for a wrong shape."""
+    """Fill this rank's slice of each adapter from a PEFT folder. Raises ValueError for a wrong shape."""
     file = open_adapter(folder)
     for module in modules:
         linears = adapted_linears(module)
@@ -99,21 +87,21 @@ def load_peft(modules, folder: str) -> None:
 
 
 def write_peft(out: str, path: str, table, model, beside: dict[str, bytes]) -> None:
-    """Write the adapters of a step folder (path) to the folder `out`, as peft reads them. table: the tensors of the step;
-    model: the full one, on meta; beside: {name: content} of the tokenizer's files."""
+    """Write the adapters of a step folder to the folder `out`, in peft's format. path, table: the step folder and its tensors;
+    model: the full model, on meta; beside: {name: content} of the tokenizer's files."""
     from safetensors.torch import save
 
     about, adapters = read_json(path, "state.json"), read_adapters(table, path)
     lora, base = about["identity"]["lora"], about["base"]["folder"]
-    base = base if is_hf_folder(base) else ""  # a run of ours: no format that peft reads
+    base = base if is_hf_folder(base) else ""  # peft cannot read a run of ours
     keys, hf = peft_keys(model, [fqn.removesuffix(".lora_a.weight") for fqn in adapters if ".lora_a." in fqn]), model.hf_keys()
-    # all linears of the blocks, to find short names for those that have an adapter
+    # all linears of the blocks, to find short names for the adapted linears
     theirs = {name: hf[f"{name}.weight"].removesuffix(".weight") for name in block_linears(model)}
     chosen = {theirs[fqn.split(".lora_")[0]] for fqn in adapters}
     if getattr(model.config, "n_experts", 0) and (theirs_too := {name.rpartition(".")[2] for name in chosen} & EXPERTS):
         raise ValueError(f"peft takes {', '.join(sorted(theirs_too))} of a model with experts for the experts'; leave out "
                          "--adapter, which merges the adapters with the weights")
-    short = {name.rpartition(".")[2] for name in chosen}  # peft takes a name for all modules that end with it
+    short = {name.rpartition(".")[2] for name in chosen}  # peft adapts every module whose name ends with a target
     exact = {name for name in theirs.values() if name.rpartition(".")[2] in short} == chosen
     config = dict(
         peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=base, r=lora["rank"], lora_alpha=lora["alpha"],

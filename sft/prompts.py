@@ -1,24 +1,23 @@
-"""How a chat model is asked: --chat, --system and --template_args of grpo.py, evaluate.py and generate.py.
+"""Prompts for a chat model: --chat, --system and --template_args of grpo.py, evaluate.py and generate.py.
 
-A prompt is one message of a user, written out by the chat template of the model's folder, with --system TEXT before it. Some
-templates read further values from whoever renders them, such as Qwen3's enable_thinking: --template_args enable_thinking=false.
+A prompt is one message of a user, written out by the chat template of the model's folder, after --system TEXT if given. Some
+templates read further values, such as Qwen3's enable_thinking: --template_args enable_thinking=false.
 """
 import re
 from collections.abc import Callable
 from dataclasses import fields
 
-from corpus.text import ChatConfig
-from corpus.tokenizer import read_chat
+from corpus.tokenizer import ChatConfig, read_chat_template
 from storage.manifest import is_hf_folder, newest_readable
 from support.config import default_of, spell_flag
 
-PROBE = "2 + 2?"  # a question to which a template is tried out
+PROBE = "2 + 2?"  # a question to try out a template
 
 
 def open_chat(folder: str, cfg: ChatConfig) -> Callable | None:
-    """text -> prompt as the flags ask for it; None: the text is the prompt. folder: the model's, "" for one that begins from
-    nothing. Raises ValueError for a flag that has no effect there."""
-    defaults = {f.name: default_of(f) for f in fields(cfg)}  # of the program: grpo.py has --chat on
+    """Function text -> prompt for the flags; None: the text is the prompt. folder: of the model, "" for a new model. Raises
+    ValueError for a flag without effect."""
+    defaults = {f.name: default_of(f) for f in fields(cfg)}  # of the program: in grpo.py --chat is on
     given = [spell_flag(f.name, getattr(cfg, f.name)) for f in fields(ChatConfig)
              if getattr(cfg, f.name) != defaults[f.name]]
     if not cfg.chat and (cfg.system or cfg.template_args):
@@ -29,7 +28,7 @@ def open_chat(folder: str, cfg: ChatConfig) -> Callable | None:
         return None
     if not folder and given:
         raise ValueError(f"{', '.join(given)}: a model that begins from nothing has no chat template; leave it out")
-    has_template = folder and read_chat(folder if is_hf_folder(folder) else newest_readable(folder))[0]
+    has_template = folder and read_chat_template(folder if is_hf_folder(folder) else newest_readable(folder))
     if not has_template and given:
         raise ValueError(f"{', '.join(given)}: {folder} has no chat template (tokenizer_config.json, chat_template.jinja); "
                          "leave it out")
@@ -37,17 +36,10 @@ def open_chat(folder: str, cfg: ChatConfig) -> Callable | None:
 
 
 def chat_prompts(folder: str, system="", template_args="") -> Callable:
-    """text -> the prompt with which a chat model is asked it, by the folder's chat template. Raises ValueError."""
+    """Function text -> prompt for a chat model, by the folder's chat template. Raises ValueError."""
+    from sft.chat import read_template, remove_marks
 
-    def guarded(flag, what, *args, **values):
-        try:
-            return what(*args, **values)
-        except ValueError as error:
-            raise ValueError(f"{flag}: {error}") from None
-
-    from sft.chat import read_template, without_marks
-
-    template = guarded("--chat", read_template, folder if is_hf_folder(folder) else newest_readable(folder))
+    template = read_template(folder if is_hf_folder(folder) else newest_readable(folder))
     if template is None:
         raise ValueError(f"--chat: {folder} has no chat template (tokenizer_config.json, chat_template.jinja); leave it out")
     values, system = read_values(template_args), system.replace("\\n", "\n").replace("\\t", "\t")
@@ -55,20 +47,22 @@ def chat_prompts(folder: str, system="", template_args="") -> Callable:
         raise ValueError(f"--template_args {template_args}: {template.name} does not ask for {unknown[0]}; it asks for "
                          f"{', '.join(sorted(template.names)) or 'nothing'}")
 
-    def render(text: str, system: str, values: dict) -> str:
+    def render(text: str, system=system, values=values, flag="--chat") -> str:
         messages = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": text}]
-        return without_marks(template.render(messages, None, True, **values))
+        try:
+            return remove_marks(template.render(messages, None, True, **values))
+        except ValueError as error:
+            raise ValueError(f"{flag}: {error}") from None
 
     if system:
-        with_it = guarded(f"--system {system!r}", render, PROBE, system, values)
-        if with_it.count(system.strip()) <= render(PROBE, "", values).count(system.strip()):
-            raise ValueError(f"--system {system!r}: {template.name} does not show it, or shows it anyway; leave it out")
+        flag, shown = f"--system {system!r}", system.strip()
+        if render(PROBE, flag=flag).count(shown) <= render(PROBE, system="", values={}).count(shown):
+            raise ValueError(f"{flag}: {template.name} does not show it, or shows it anyway; leave it out")
     for name, value in values.items():
-        others = {other: values[other] for other in values if other != name}
-        flag = f"--template_args {name}={value}"
-        if guarded(flag, render, PROBE, system, values) == render(PROBE, system, others) and isinstance(value, str):
+        flag, others = f"--template_args {name}={value}", {other: values[other] for other in values if other != name}
+        if render(PROBE, flag=flag) == render(PROBE, values=others) and isinstance(value, str):
             raise ValueError(f"{flag}: it changes nothing in a prompt; give true, false, a number or another text")
-    return lambda text: guarded("--chat", render, text, system, values)
+    return render
 
 
 def read_values(text: str) -> dict:

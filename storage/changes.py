@@ -85,7 +85,7 @@ def changes(old, new, name=""):
 UNTOLD_FLAGS = set("""
     out device log_every checkpoint_every init_from init_model_only load_step exclude_from_loading checkpoint_async
     keep_latest_k checkpoint_first_step load_only last_save_model_only after_save export_hf export_dtype lora_from data
-    tokenizer cache_dir plot text_column tensorboard wandb profile memory_snapshot gc_every
+    tokenizer cache_dir tensorboard wandb profile memory_snapshot gc_every
     init_timeout_s train_timeout_s
 """.split())
 

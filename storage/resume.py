@@ -9,7 +9,7 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, replace
 
-from corpus.mixture import mixture_of
+from corpus.mixture import parse_mixture
 from corpus.shards import is_shards
 from corpus.tokenizer import BESIDE
 from storage.manifest import ABOUT, is_hf_folder, newest_readable, resume_source, step_folders
@@ -210,7 +210,7 @@ def source_tokenizer(cfg) -> str:
     A run with checkpoints takes the tokenizer from the newest checkpoint: the --init_from folder may be gone by now. Raises
     ValueError.
     """
-    is_text = not all(is_shards(part.path) for part in mixture_of(cfg.data))
+    is_text = not all(is_shards(part.path) for part in parse_mixture(cfg.data))
     if not cfg.init_from or cfg.tokenizer or not is_text or has_new_ids(cfg):
         return ""
     source, names = resume_source(cfg.out, cfg), (*ABOUT, "tokenizer.json", *BESIDE)

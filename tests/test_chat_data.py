@@ -9,7 +9,7 @@ import pytest
 import torch
 from chats import chat_folder, conversations, judged
 from runs import MODEL, launch, metrics, run
-from test_data import call_cli
+from test_data import call_cli, change_index, copy_of, refused
 from transformers import AutoTokenizer
 
 import data
@@ -37,8 +37,8 @@ NAMES = ("tokens", "labels", "positions", "doc_ids")
 
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory):
-    """A file of 200 conversations of at most T / 2 tokens and of 20 that are too long, and the folder of their tokenizer; the
-    cache is beside them."""
+    """(folder with chat.jsonl, tokenizer and cache; [(ids, mask)] by transformers) of 200 conversations with at most T / 2
+    tokens and 20 that are too long."""
     root = tmp_path_factory.mktemp("chats")
     chat_folder(root / "qwen", "qwen3")
     theirs = AutoTokenizer.from_pretrained(chat_folder(root / "judge", "qwen3", marks=True))
@@ -68,8 +68,8 @@ def epoch(loaded):
 
 
 def documents_of_rows(batches, eot):
-    """[(ids, mask)] of the documents in the sequences, taken apart by doc_ids, with a loop over the tokens. A document of the
-    largest length has its last token among the labels only."""
+    """[(ids, mask)] of the documents in the sequences, separated by doc_ids, with a loop over the tokens. The last token of a
+    longest document is only a label."""
     out = []
     for batch in batches:
         tokens, labels, positions, docs = (getattr(batch, name)[0, 0].tolist() for name in NAMES)
@@ -88,25 +88,25 @@ def documents_of_rows(batches, eot):
 
 
 def cut_short(ids, mask):
-    """As the sequences show it: the first token is never a label."""
+    """As in the sequences: the first token is never a label."""
     return tuple(ids), (0, *mask[1:])
 
 
 def test_sequences_hold_every_conversation_once(chats):
-    """What transformers makes of each, nothing more, and each label at the token before it."""
+    """The same ids and masks as transformers, and each label at the token before."""
     loaded = opened(chats, doc_mask=True)
     assert isinstance(loaded, ChatData)
     n_val = len(loaded.packing["val"].documents)
     found = documents_of_rows(epoch(loaded), loaded.eot)
     expected = {cut_short(*document) for document in chats[1] if any(document[1][1:])}
-    last = {(ids[:-1], mask[:-1]) for ids, mask in expected if not mask[-1]}  # ends with the row, without a label for its end
+    last = {(ids[:-1], mask[:-1]) for ids, mask in expected if not mask[-1]}  # ends with the row, without a label at the end
     assert set(found) <= expected | last and len(found) + n_val == len(chats[1]) - loaded.packing["train"].n_left_out - (
         loaded.packing["val"].n_left_out) and 5 < n_val < 40
     assert sum(sum(mask) for _, mask in found) == sum(int((b.labels >= 0).sum()) for b in epoch(loaded))
 
 
 def test_nothing_predicts_how_a_conversation_begins(tmp_path):
-    """Where the assistant speaks first, its first token has no label; where it says nothing else, nothing is left to learn."""
+    """If the assistant speaks first, the first token has no label; an answer of a single token leaves nothing to learn."""
     folder = chat_folder(tmp_path / "first", "llama3")
     (folder / "chat_template.jinja").write_text(
         "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}"
@@ -124,7 +124,7 @@ def test_nothing_predicts_how_a_conversation_begins(tmp_path):
 
 
 def test_a_conversation_without_any_token_is_none(tmp_path):
-    """ShareGPT's names in any spelling are known; of roles that the template does not know it may write nothing at all."""
+    """ShareGPT's names in any spelling are known; an unknown role may take the whole conversation out."""
     folder = chat_folder(tmp_path / "qwen", "qwen3")
     strange = {"conversations": [{"from": "Bing", "value": ""}]}
     known = {"conversations": [{"from": "Human", "value": "x"}, {"from": "GPT", "value": "y"}]}
@@ -147,8 +147,8 @@ def test_one_conversation_each_without_doc_mask(chats):
     assert {tuple(row.tokens[0, 0].tolist()) for row in rows} <= padded
 
 
-def test_first_fit():
-    """Against the definition, sequence by sequence; and with few open ones, nothing is too full and nothing is lost."""
+def test_first_fit(monkeypatch):
+    """Against the definition, sequence by sequence; with few open sequences none is too full and nothing is lost."""
     rng = np.random.default_rng(0)
     for room in (1, 7, 100):
         lengths, free, expected = rng.integers(1, room + 1, 500), [], []
@@ -158,9 +158,6 @@ def test_first_fit():
             expected.append(k)
         assert first_fit(lengths, room).tolist() == expected
     assert first_fit(np.array([], np.int64), 5).tolist() == []
-
-
-def test_first_fit_with_few_open_sequences(monkeypatch):
     monkeypatch.setattr(packing, "OPEN_SEQUENCES", 4)
     lengths = np.random.default_rng(1).integers(1, 50, 2000)
     sequence = first_fit(lengths, 64)
@@ -169,7 +166,7 @@ def test_first_fit_with_few_open_sequences(monkeypatch):
 
 
 def test_padding_and_what_is_too_long_is_said(chats, capsys, monkeypatch):
-    """By rank 0 only; the share is that of the batches."""
+    """Printed by rank 0 only; padding as counted in the batches."""
     loaded = opened(chats, doc_mask=True)
     text, rows = capsys.readouterr().out, epoch(loaded)
     padding = 0
@@ -189,8 +186,7 @@ def test_padding_and_what_is_too_long_is_said(chats, capsys, monkeypatch):
     short = opened(chats, seq_len=24)
     assert short.packing["train"].n_left_out > 0
     assert "are left out, for no answer is in their beginning" in short.summary("train")
-    with pytest.raises(ValueError, match="in no conversation the assistant says anything within --seq_len 3"):
-        opened(chats, seq_len=3)
+    refused(lambda: opened(chats, seq_len=3), "in no conversation the assistant says anything within --seq_len 3")
 
 
 def model_of(loaded):
@@ -204,7 +200,7 @@ def model_of(loaded):
 
 
 def test_packed_loss_is_the_unpacked_loss(chats, tmp_path):
-    """Loss and gradients: no conversation sees another one, each has its own positions, padding has no part in it."""
+    """Loss and gradients: no conversation sees another, each has its own positions, padding changes nothing."""
     found, few = {}, (chats[0] / "chat.jsonl").read_text().splitlines(keepends=True)[:20]
     (tmp_path / "few.jsonl").write_text("".join(few))
     for doc_mask in (False, True):
@@ -252,42 +248,33 @@ def test_prepare_check_and_train(chats, tmp_path, monkeypatch, capsys):
     assert status == 2 and "holds conversations and" in err and err.count("\n") == 1
 
 
+MASK = "train-00000.mask.npy"
+
+
 @pytest.mark.parametrize("damage, part", [
-    (lambda path: path.unlink(), "mask.npy is missing"),
-    (lambda path: path.write_bytes(path.read_bytes()[:-1]), "mask.npy is truncated"),
-    (lambda path: path.write_bytes(path.read_bytes()[:-1] + b"\x07"), "mask.npy: wrong checksum"),
+    (lambda folder: (folder / MASK).unlink(), "mask.npy is missing"),
+    (lambda folder: (folder / MASK).write_bytes((folder / MASK).read_bytes()[:-1]), "mask.npy is truncated"),
+    (lambda folder: (folder / MASK).write_bytes((folder / MASK).read_bytes()[:-1] + b"\x07"), "mask.npy: wrong checksum"),
+    (lambda folder: change_index(folder, lambda index: index.update(version=2)), "index.json is damaged"),
+    (lambda folder: change_index(folder, lambda index: index["splits"]["train"][0].pop("mask_bytes")), "index.json is damaged"),
+    (lambda folder: change_index(folder, lambda index: index["splits"]["train"][0].update(mask_sha256="0" * 64)),
+     "index.json is damaged"),
 ])
 def test_damaged_masks(chats, tmp_path, monkeypatch, capsys, damage, part):
-    folder = Path(shutil.copytree(opened(chats).folder, tmp_path / "tokens"))
-    damage(folder / "train-00000.mask.npy")
+    folder = copy_of(opened(chats).folder, tmp_path)
+    damage(folder)
     capsys.readouterr()
     status, _, err = call_cli(monkeypatch, capsys, "check", folder)
     assert status == 1 and part in err
     if "checksum" not in part:
-        with pytest.raises(ValueError, match=part):
-            opened(chats, data=str(folder), tokenizer="", cache_dir="")
-
-
-@pytest.mark.parametrize("change", [
-    lambda index: index.update(version=2),
-    lambda index: index["splits"]["train"][0].pop("mask_bytes"),
-    lambda index: index["splits"]["train"][0].update(mask_sha256="0" * 64),
-])
-def test_an_index_without_its_masks_is_damaged(chats, tmp_path, change):
-    folder = Path(shutil.copytree(opened(chats).folder, tmp_path / "tokens"))
-    index = json.loads((folder / "index.json").read_text())
-    change(index)
-    (folder / "index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match="index.json is damaged"):
-        opened(chats, data=str(folder), tokenizer="", cache_dir="")
+        refused(lambda: opened(chats, data=str(folder), tokenizer="", cache_dir=""), part)
 
 
 def test_many_pieces_are_the_same_conversations(chats, tmp_path, monkeypatch):
-    """A file that is cut into pieces between lines, as large ones are."""
+    """A file cut into pieces between lines, as large files are."""
     import corpus.build as corpus
 
-    whole = opened(chats)
-    real = corpus.cut_into_pieces
+    whole, real = opened(chats), corpus.cut_into_pieces
 
     def cut(paths, *rest):
         (piece,) = real(paths, *rest)
@@ -305,12 +292,10 @@ def test_many_pieces_are_the_same_conversations(chats, tmp_path, monkeypatch):
 
 def test_what_conversations_need(chats, tmp_path):
     root = chats[0]
-    with pytest.raises(ValueError, match="chat.jsonl holds conversations; give the folder of a tokenizer .*--tokenizer"):
-        opened(chats, tokenizer="")
+    refused(lambda: opened(chats, tokenizer=""), "chat.jsonl holds conversations; give the folder of a tokenizer")
     (tmp_path / "plain").mkdir()
     shutil.copy(root / "qwen" / "tokenizer.json", tmp_path / "plain")
-    with pytest.raises(ValueError, match="plain has no chat template"):
-        opened(chats, tokenizer=str(tmp_path / "plain"))
+    refused(lambda: opened(chats, tokenizer=str(tmp_path / "plain")), "plain has no chat template")
     assert opened(chats).first_words()
 
 
@@ -331,8 +316,7 @@ def test_a_recipe_that_trains_on_text_refuses_conversations(chats, tmp_path, dat
     flags = {} if data == "shards" else dict(cache_dir=str(tmp_path), tokenizer=str(root / "qwen"))
     path = path if ":" in path else str(root / path)
     cfg = train_llama3.Config(data=path, out=str(tmp_path / "out"), device="cpu", **flags)
-    with pytest.raises(ValueError, match="holds conversations, and this recipe trains on text; use finetune.py --init_from"):
-        train_llama3.main(cfg)
+    refused(lambda: train_llama3.main(cfg), "holds conversations, and this recipe trains on text; use finetune.py --init_from")
 
 
 # ---- whole runs ------------------------------------------------------------------------------------------------------
@@ -383,7 +367,7 @@ def one_process(chats, bases, tmp_path_factory):
     *((kind, layout) for kind in ("all weights", "lora") for layout in ("dp", "tp", "cp", "pp")),
     ("experts", "ep"), ("experts, lora", "ep"), ("deepseek", "tp")])
 def test_every_layout_trains_what_one_process_does(one_process, tmp_path, kind, layout):
-    """Loss, norm, validation, and the hash of the batches. One line, of one rank, says what the data is."""
+    """Loss, norm, validation, and the hash of the batches. Only rank 0 prints the line about the data."""
     command, said, one, _ = one_process(kind)
     printed = run(launch(2, *command, *DEGREES[layout], "--out", tmp_path / "two"))
     two = metrics(tmp_path / "two")
@@ -417,7 +401,7 @@ def test_a_run_goes_on_in_another_layout_and_is_exported(one_process, tmp_path, 
 
 @pytest.mark.slow
 def test_a_chat_is_learned_and_asked(chats, one_process, tmp_path):
-    """Without --doc_mask; the chat template comes along in the checkpoint, and generate.py asks the model with it."""
+    """Without --doc_mask; the checkpoint keeps the chat template, and generate.py uses the template."""
     command = one_process("all weights")[0]
     out = tmp_path / "run"
     said = run(launch(1, *command, "--no-doc_mask", "--steps", 8, "--lr", "1e-2", "--out", out))
@@ -432,11 +416,8 @@ def test_a_chat_is_learned_and_asked(chats, one_process, tmp_path):
 
 def test_a_model_or_data_that_is_not_given_is_asked_for(chats):
     for flags in {}, dict(init_from="folder"), dict(data="chat.jsonl"):
-        with pytest.raises(ValueError, match="^fine-tuning needs a model and what to learn: --init_from FOLDER --data"):
-            finetune.main(finetune.Config(**flags))
-    for flags, words in ((dict(lora_rank=4, float8="rowwise"), "--lora_rank 4 with --float8 rowwise: the frozen"),):
-        with pytest.raises(ValueError, match=words):
-            finetune.Config(**flags)
+        refused(lambda flags=flags: finetune.main(finetune.Config(**flags)), "fine-tuning needs a model and what to learn:")
+    refused(lambda: finetune.Config(lora_rank=4, float8="rowwise"), "--lora_rank 4 with --float8 rowwise: the frozen")
 
 
 def test_bad_conversations_are_left_out_and_listed(tmp_path, monkeypatch, capsys):

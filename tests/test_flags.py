@@ -103,10 +103,8 @@ def places(tmp_path_factory):
             json.dumps({"prompt": f"{i} times {i}", "answer": i * i}) + "\n" for i in range(begin, begin + 50)))
     (folder / "order.csv").write_text("0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0\n")
     PLACES.update({f"<{name}>": str(folder / name) for name in ("cache", "other_cache", "run", "new", "new_rl", "page")})
-    (folder / "columns.jsonl").write_text("".join(json.dumps({"text": f"{i} is it", "other": f"that {i}"}) + "\n"
-                                                  for i in range(3000)))
-    files = {"<text>": "a.jsonl", "<csv>": "order.csv", "<gsm8k>": "gsm8k.jsonl", "<columns>": "columns.jsonl",
-             "<sums>": "sums.jsonl", "<sums2>": "sums2.jsonl"}
+    files = {"<text>": "a.jsonl", "<csv>": "order.csv", "<gsm8k>": "gsm8k.jsonl", "<sums>": "sums.jsonl",
+             "<sums2>": "sums2.jsonl"}
     PLACES.update({name: str(folder / file) for name, file in files.items()})
     shutil.copytree(open_data(DataConfig(data=PLACES["<text>"], cache_dir=PLACES["<cache>"]), 16).folder, folder / "shards")
     PLACES["<shards>"] = str(folder / "shards")
@@ -552,8 +550,6 @@ row("device", "cuda", lambda new, old: "torch finds 0 GPUs" in new.error if not 
 row("data", "<text>", lambda new, old: Path(PLACES["<cache>"]) in new.folder.parents, opened)
 row("val_data", "<text>", lambda new, old: new.n_val_samples > 10 * old.n_val_samples and new.fingerprint == old.fingerprint,
     opened)
-row("text_column", "other", lambda new, old: "that" in new.first_words() and "is" in old.first_words(), opened,
-    data="<columns>")
 row("tokenizer", "<letters>", lambda new, old: new.vocab_size < old.vocab_size / 2, opened, data="<text>")
 row("cache_dir", "<other_cache>", lambda new, old: Path(PLACES["<other_cache>"]) in new.folder.parents, opened,
     data="<text>")
@@ -774,7 +770,7 @@ def test_every_flag_has_a_row():
         for group, fields in option_groups(config_class(program)).items():
             shared = group.__module__ not in ("grpo", "generate")  # the groups and the three recipes, which are copies
             name = group.__module__
-            owner = "generate" if name == "corpus.text" else "grpo" if name.startswith("rl.") else name
+            owner = "generate" if name == "corpus.tokenizer" else "grpo" if name.startswith("rl.") else name
             tested = {r.flag for r in ROWS if shared and r.program.startswith(("train_", "finetune")) or r.program == owner}
             missing += [f"--{f.name} ({group.__module__})" for f in fields if f.name not in tested | ELSEWHERE.keys()]
     assert not missing, f"without a test of their effect: {', '.join(dict.fromkeys(missing))}; add a row to ROWS in this file"

@@ -84,8 +84,8 @@ TABLE = {
         --ep 2 => unknown flag --ep; .*experts
         --memory_snapshot => --memory_snapshot has no effect without a GPU
         --data shards --cache_dir x => --cache_dir x has no effect with --data of token shards
-        --data shards --text_column x => --text_column x has no effect without --data of .jsonl or .parquet files
-        --data a=shards:1,b=book.txt:1 --text_column x => --text_column x has no effect without
+        --text_column x => unknown flag --text_column; --data reads .* prepare .*--text_column NAME .*, then --data FOLDER
+        --data other.jsonl => line 1: need .*KeyError.*data.py prepare --input other.jsonl --text_column NAME .*--data FOLDER$
         --data shards --model_args vocab_size=100 => has (\d+) ids.*use --model_args vocab_size=\1
         --data empty.txt => empty.txt is empty; give a file with text in it
         --data folder => no index.json.*python data.py prepare
@@ -104,7 +104,7 @@ TABLE = {
         --init_from runs/gone => ^error: (?!.*hf download).*runs/gone
         --init_from ./gpt2 => ^error: (?!.*hf download).*gpt2
         --data book.txt --tokenizer meta-llama/Llama-3.2-1B => hf download meta-llama/Llama-3.2-1B --local-dir Llama-3.2-1B
-        --data book.txt --tokenizer list.json => --tokenizer list.json.*not a tokenizer.json
+        --data book.txt --tokenizer list.json => list.json: not a tokenizer.json
         --data book.txt --seq_len 0 => --seq_len 0
         --data book.txt --cache_dir book.txt => --cache_dir .*book.txt writable
         --out s3://bucket/run => --out s3://bucket/run: only folders are written
@@ -217,6 +217,7 @@ def place(tmp_path_factory):
     for name in ("table.csv", "list.json"):
         (folder / name).write_text('{"text": "x"}')
     (folder / "empty.txt").touch()
+    (folder / "other.jsonl").write_text(json.dumps({"content": "word"}))
     (folder / "one.jsonl").write_text(json.dumps({"text": "word " * 3000}))
     (folder / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "u"}]}')
     (folder / "a.txt.gz").write_bytes(b"1")

@@ -1,4 +1,4 @@
-"""Files as they come, against corpus/readers.py: whatever packs a text, its shards are the same; a line per user error."""
+"""Text files, against corpus/readers.py: every packing of a text gives the same shards; user errors take one line."""
 import gzip
 import json
 import sys
@@ -42,7 +42,7 @@ def parquet(path, documents, column="text", rows=70):
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    """(file, eot, vocab size) of a tokenizer that was made of DOCUMENTS"""
+    """(file, eot, vocab size) of a tokenizer for DOCUMENTS"""
     folder = tmp_path_factory.mktemp("tokenizer")
     (folder / "a.jsonl").write_bytes(jsonl(DOCUMENTS))
     return find_tokenizer(str(open_data(DataConfig(data=str(folder / "a.jsonl"), cache_dir=str(folder)), 16).folder))
@@ -57,7 +57,7 @@ def tokens(folder) -> dict:
 
 @pytest.mark.parametrize("n", [300, 40, 1])
 def test_every_format_holds_the_same_documents(tmp_path, tokenizer, n):
-    """Many are split by their hashes, of few the last are for validation; one alone has none."""
+    """Many documents are split by hash, of few the last are for validation; a single document is for training."""
     text = jsonl(DOCUMENTS[:n])
     for name, content in {"a.jsonl": text, "a.jsonl.gz": gzipped(text), "a.jsonl.zst": zstd(text)}.items():
         (tmp_path / name).write_bytes(content)
@@ -93,7 +93,7 @@ def test_conversations_in_every_format(tmp_path):
         loaded = open_data(cfg, 256, Chats=ChatData)
         found.append(tokens(loaded.folder))
         paths.append(loaded.folder)
-    shown = [*documents_of_shards(paths[0])]  # the training ones first
+    shown = [*documents_of_shards(paths[0])]  # training documents first
     assert sorted(shown) == sorted(documents_of(tmp_path / "a.jsonl", folder / "tokenizer.json", 0)) and len(shown) == 120
     assert found[0] == found[1] == found[2] and len(found[0]["train"]) > 1000
     (tmp_path / "b.txt").write_text("so it is")
@@ -139,10 +139,10 @@ def test_columns(tmp_path, tokenizer):
     for name in ("a.parquet", "a.jsonl.gz"):
         build_shards([tmp_path / name], tokenizer, tmp_path / f"of {name}", text_column="content")
     assert tokens(tmp_path / "of a.parquet") == tokens(tmp_path / "of a.jsonl.gz")
-    for name, column, parts in [("a.parquet", "text", ["no column 'text'", "--text_column", "content"]),
-                                ("a.parquet", "id", ["'id' holds int64"]), ("a.jsonl.gz", "id", ["a.jsonl.gz line 1", '"id"'])]:
-        cfg = DataConfig(data=str(tmp_path / name), cache_dir=str(tmp_path), text_column=column)
-        refused(lambda cfg=cfg: open_data(cfg, 16), *parts)
+    refused(lambda: open_data(DataConfig(data=str(tmp_path / "a.parquet"), cache_dir=str(tmp_path)), 16), "no column 'text'",
+            "but id, content", "data.py prepare --input", "--text_column NAME", "--data FOLDER")
+    for name, part in ("a.parquet", "'id' holds int64"), ("a.jsonl.gz", 'line 1: need a JSON object with a string "id"'):
+        refused(lambda name=name: build_shards([tmp_path / name], tokenizer, tmp_path / "x", text_column="id"), part)
     pyarrow.parquet.write_table(pyarrow.table({"text": ["yes", None, "no"] * 50}), tmp_path / "null.parquet")
     refused(lambda: build_shards([tmp_path / "null.parquet"], tokenizer, tmp_path / "x"), "null.parquet row 2", '"text"')
     pyarrow.parquet.write_table(pyarrow.table({"messages": [[{"role": "user", "content": b"raw"}]]}), tmp_path / "raw.parquet")
@@ -150,7 +150,7 @@ def test_columns(tmp_path, tokenizer):
 
 
 def test_folders_and_globs(tmp_path, tokenizer, capsys):
-    """In the order of the names, on every machine; hidden files are no data, and what is no text is named."""
+    """Files in the order of names, on every machine; hidden files are left out, and files without text are listed."""
     places = ["b/a.jsonl.gz", "a-b.txt", "a/z.jsonl", "Z.parquet", "a/notes.me", ".git/c.txt", "a/.b.txt.part", "meta.json"]
     contents = {}
     for i, name in enumerate(places):
@@ -169,7 +169,7 @@ def test_folders_and_globs(tmp_path, tokenizer, capsys):
         assert sorted(path.name for path in left_out) == ["meta.json", "notes.me"]
         cfg = DataConfig(data=str(root), tokenizer=str(tokenizer[0]), cache_dir=str(root.parent / "cache"))
         prints.append(open_data(cfg, 16).fingerprint)
-        assert "4 files, without notes.me and 1 more that are no text" in (out := capsys.readouterr().out) or "meta.json" in out
+        assert "4 files, without notes.me, meta.json (no text), " in capsys.readouterr().out
     assert prints[0] == prints[1]
     assert [p.name for p in text_files(f"{root}/**/*.jsonl*")[0]] == ["z.jsonl", "a.jsonl.gz"]
     for what, part in ((f"{root}/*.zst", "no file matches"), (f"{root}/m*", "meta.json: need .txt, .md, .jsonl"),

@@ -64,6 +64,8 @@ SENTENCES = {
     "overwrite_output_dir force restart": "use --out NEW to begin anew, or delete the old folder",
     "n_layer n_layers num_layers depth n_head n_heads n_embd d_model hidden_size dim vocab_size rope_theta":
         "fields of the model are in --model_args: --model_args n_layers=4,dim=512",
+    "text_column dataset_text_field":
+        '--data reads "text"; of another name: python data.py prepare --input FILE --text_column NAME ..., then --data FOLDER',
     "dropout attention_dropout": "these models have no dropout; --model_args changes the fields that they have",
     "dtype": "did you mean --compute_dtype, of matmuls and activations, or --param_dtype, of weights?",
     "no_cuda cpu": "did you mean --device cpu?",
