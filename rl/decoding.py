@@ -15,7 +15,6 @@ from itertools import count, islice
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from distributed.layout import AllGather
 from models.attention import sdpa
@@ -23,8 +22,8 @@ from models.loss import NEVER, log_normalizer
 from parallel import whole_vocab
 
 PREFILL_CHUNK = 512  # prompt tokens per forward: activations of a whole long prompt would need more memory than its cache
-# Attention is over a multiple of so many keys. On a GPU each is a shape that costs a plan and a graph; on a CPU a shape costs
-# nothing, but keys that nobody sees do: with 128 a token of the small model of benchmarks/rollout.py takes 1.1 x as long.
+# Attention is over a multiple of so many keys. On a GPU each is a shape that costs a plan; on a CPU a shape costs nothing,
+# but keys that nobody sees do: with 128 a token of the small model of benchmarks/rollout.py takes 1.1 x as long.
 KEY_BUCKET = {"cuda": 128, "cpu": 32}
 AHEAD = 8  # tokens that every row goes on by before the host looks at them: until then the device never waits for it
 FEWEST = 8  # --batch_invariant: with at least 8 rows in every matrix product its rounding did not depend on their number
@@ -34,7 +33,7 @@ class RowCache:
     """Keys and values of R rows in every block, so that a new token costs one token and not the whole sequence.
 
     Models take it as `cache`. place() comes before each forward and says where its tokens belong. Memory is taken at the first
-    forward, when the shapes are known (under TP they are local), and never moves: a CUDA graph knows its addresses.
+    forward, when the shapes are known (under TP they are local).
     """
 
     def __init__(self, rows: int, max_len: int, fixed_shapes=False, device="cpu"):
@@ -112,12 +111,6 @@ class RowCache:
         for kept in sum(self.kept.values(), []):
             kept[: len(rows)] = kept[rows]
 
-    def begin_again(self):
-        """As it was when it was new, in the same memory."""
-        self.rows, self.views = self.most_rows, {}
-        for kept in sum(self.kept.values(), []):
-            kept.zero_()
-
 
 def noise_seed(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
@@ -147,11 +140,6 @@ def next_logits(model, cache: RowCache, tokens: Tensor, at: Tensor, column: Tens
         return model(tokens, positions=at, cache=cache)
     finally:
         model.logits = usual_logits
-
-
-def can_capture(model) -> bool:
-    """Whether decoding may be a CUDA graph: on a GPU without FSDP, whose hooks around each block wait for their own streams."""
-    return next(model.parameters()).is_cuda and not any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def read_prompts(model, cache: RowCache, prompts: list[list[int]], rows: Tensor, T: int, width: int, mesh=None) -> Tensor:
@@ -227,7 +215,7 @@ def extend(s: dict, tokens: list[int], logprobs: list[float], room: int, ends: s
 def rollout(
     model, prompts: list[list[int]], noise: Tensor, temperature: float, eot: int | list[int], *, max_len: int, rows=512,
     top_k=0, top_p=1.0, on_token=None, tool=None, stop=None, tp_mesh=None, batch_invariant=False,
-    agree=lambda *numbers: numbers, ahead=AHEAD, graphs=True,
+    agree=lambda *numbers: numbers, ahead=AHEAD,
 ) -> list[dict]:
     """G samples of each of P prompts, as dicts(ids, logprobs, mask, truncated), those of a prompt next to each other.
 
@@ -248,8 +236,6 @@ def rollout(
     training forward over max_len tokens (docs/grpo.md says where that was tested).
     agree(*numbers): the largest of each over the ranks that must run every forward together; see lockstep() in rl/rollouts.py.
     ahead: tokens between two looks of the host. A row that has ended idles until then.
-    graphs: on a GPU, replay one CUDA graph per number of rows and bucket of keys; never with tp_mesh or batch_invariant. Not
-    for forwards with collectives, as those of --ep.
     """
     P, G, max_new = noise.shape
     device, ends = next(model.parameters()).device, {eot} if isinstance(eot, int) else set(eot)
@@ -272,14 +258,6 @@ def rollout(
             logits.index_fill_(1, unknown, NEVER)
         token, logprob = draw(logits, u, temperature, top_k, top_p)
         return torch.where(said < 0, token, said), logprob
-
-    def advance(keys, token, at, u, said):
-        """One token more in every row."""
-        return choose(forward(token, at, keys), u, said)
-
-    if graphs and not tp_mesh and not batch_invariant and can_capture(model):
-        from rl.graphs import replay_steps
-        cache, advance = replay_steps(model, cache, advance, fixed=(temperature, top_k, top_p))
 
     while True:
         # Refill the rows of whole groups, and of several at once, because each refill is a forward of its own.
@@ -324,9 +302,9 @@ def rollout(
                     first = read_prompts(model, cache, [prompts[p] for p in group], slots[:, 0], longest, width, tp_mesh)
                     cache.copy_first(slots, longest)
                     logits[slots] = first[:, None]
-                token, logprob = choose(logits, u[i], said[i])
             else:
-                token, logprob = advance(n, token, at[i], u[i], said[i])
+                logits = forward(token, at[i], n)
+            token, logprob = choose(logits, u[i], said[i])
             found.append((token, logprob))
 
         # the host looks: which samples have ended, and which get an answer from the tool

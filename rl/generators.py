@@ -195,7 +195,6 @@ def generate_forever(cfg, env, text, Model, model_config, n_trainers: int):
     if cfg.lora_rank:
         add_adapters(model, lora_names(model, cfg.lora_on), cfg.lora_rank, cfg.lora_alpha)
     model.unknown_ids = unknown_ids(text, model_config, layout.device)
-    model.held = {}  # nothing else needs this rank's memory: the cache and the CUDA graphs stay from rollout to rollout
     for t, as_multiplied in multiplied(model, dtype):
         t.data = t.data.to(as_multiplied)
     again, batch = False, {}

@@ -97,7 +97,7 @@ def draw_samples(cfg, env, text, layout, model, tasks, mine, group_size, tempera
     samples = rollout(
         model, prompts, noise, temperature, text.ends, max_len=cfg.seq_len, rows=cfg.rollout_rows, tool=tool and answer,
         tp_mesh=layout.mesh["tp"] if layout.tp > 1 else None, batch_invariant=cfg.batch_invariant,
-        graphs=layout.ep == 1, agree=lockstep(layout, cfg.rollout_timeout_s, tool))
+        agree=lockstep(layout, cfg.rollout_timeout_s, tool))
     return samples, failed
 
 

@@ -287,7 +287,7 @@ def complete(
             model, [prompts[i] for i in mine], noise, temperature, text.ends,
             max_len=max(map(len, prompts), default=0) + max_new_tokens, rows=layout.local_batch_size, on_token=on_token,
             stop=stopper(text, stop), tp_mesh=layout.mesh["tp"] if layout.tp > 1 else None, agree=lockstep(layout, timeout_s),
-            graphs=layout.ep == 1, **options)
+            **options)
     for s in samples:
         s["text"] = text.decode(s["ids"])
         if found := [place for string in stop if (place := s["text"].find(string)) >= 0]:

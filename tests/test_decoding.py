@@ -1,4 +1,4 @@
-"""What a rollout costs, against rl/decoding.py and rl/graphs.py: shapes, operators, and waits for the device; and that what
+"""What a rollout costs, against rl/decoding.py: shapes, operators, and waits for the device; and that what
 saves them changes no token."""
 from dataclasses import replace
 from types import MethodType
@@ -8,13 +8,12 @@ import torch
 from pieces import in_pieces
 from policy import sharp_model
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from models import deepseek
 from models.layers import rotate
 from models.llama3 import Llama3Config
 from models.qwen3 import Qwen3Config
-from rl import decoding, graphs
+from rl import decoding
 
 LONG = Llama3Config(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=64, vocab_size=24, max_seq_len=512)
 EXPERTS = Qwen3Config(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, n_experts=4, top_k=2, moe_ffn_dim=32,
@@ -150,85 +149,3 @@ def test_blocks_decode_as_without_a_cache(change):
         logits, _ = in_pieces(model, [prompt + s["ids"]], [1] * len(s["ids"]))
         wanted = logits[0][len(prompt) - 1 : -1].log_softmax(-1).gather(-1, torch.tensor(s["ids"])[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(s["logprobs"]), wanted, atol=1e-5, rtol=0)
-
-
-# ---------------------------------------------------------------- graphs
-class Recorded(TorchDispatchMode):
-    """What a CUDA graph is, on a CPU: operators with the memory that they read and write. run() does them again in that memory,
-    and no line of Python between them runs a second time."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **kwargs or {})
-        self.calls.append((function, args, kwargs or {}, out))
-        return out
-
-    def run(self):
-        for function, args, kwargs, out in self.calls:
-            for old, new in zip(tree_leaves(out), tree_leaves(function(*args, **kwargs)), strict=True):
-                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
-                    old.copy_(new)
-
-
-@pytest.fixture
-def recorded(monkeypatch):
-    """Rollouts replay recorded operators, as on a GPU. A list of (step, rows) of what was recorded."""
-    made = []
-
-    def captured(step, inputs, runs):
-        fixed = [x.clone() for x in inputs]
-        step(*fixed)  # the cache takes its memory, and makes its views
-        with Recorded() as graph:
-            outputs = step(*fixed)
-        made.append((step, len(inputs[0])))
-
-        def run(*inputs):
-            for buffer, x in zip(fixed, inputs, strict=True):
-                buffer.copy_(x)
-            graph.run()
-            return [x.clone() for x in outputs]
-
-        return run
-
-    monkeypatch.setattr(graphs, "captured", captured)
-    monkeypatch.setattr(decoding, "can_capture", lambda model: True)
-    monkeypatch.setitem(decoding.KEY_BUCKET, "cpu", decoding.KEY_BUCKET["cuda"])
-    return made
-
-
-@pytest.mark.parametrize("kind", ["llama3", "deepseek", "moe"])
-@pytest.mark.parametrize("way", [*WAYS, "unknown"])
-def test_a_recorded_step_samples_the_same(way, kind, recorded):
-    """Refilled rows, rows that are given up, other buckets, tools: all of it changes only what is in the buffers that a step
-    reads, never what a step is. As many are recorded as there are shapes."""
-    model = sharp_model({"llama3": LONG, "deepseek": LATENT, "moe": EXPERTS}[kind])
-    model.unknown_ids = torch.tensor([3, 7]) if way == "unknown" else None
-    options = dict(new=150, group=2, rows=12, max_len=200) | WAYS.get(way, {})
-    wanted = sample(model, graphs=False, **options)
-    assert not recorded
-    samples = sample(model, **options)
-    assert tokens(samples) == tokens(wanted) and [s["logprobs"] for s in samples] == [s["logprobs"] for s in wanted]
-    shapes = [(step.args, rows) for step, rows in recorded]
-    assert 1 <= len(shapes) == len(set(shapes)) <= 4
-
-
-def test_what_a_rank_that_only_samples_keeps(recorded):
-    """Its graphs, while weights change where they are; weights that have moved are recorded again."""
-    model = sharp_model(LONG)
-    model.held = {}
-    first = sample(model)
-    n = len(recorded)
-    for p in model.parameters():
-        p.data.mul_(1.1)
-    again = sample(model)
-    assert len(recorded) == n > 0 and tokens(again) != tokens(first)
-    for p in model.parameters():
-        p.data = p.data.clone()
-    assert tokens(sample(model)) == tokens(again) and len(recorded) == 2 * n
-    held = model.held
-    del model.held
-    assert tokens(sample(model)) == tokens(again) and len(recorded) == 3 * n and len(held["runs"]) == n
-    assert tokens(sample(model, top_k=3)) != tokens(again)
