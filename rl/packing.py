@@ -1,10 +1,10 @@
-"""Samples as the tensors of forwards: which data rank trains on which samples, and how they lie in rows.
+"""From samples to the tensors of forwards: the samples of each data rank, and their layout in rows.
 
-B rows of a forward, T tokens of a row (T/cp on this rank), L tokens of a sample that are fed, S samples of a forward
+B rows of a forward, T tokens of a row (T/cp on this rank), L input tokens of a sample, S samples of a forward
 
-A row is one sample and its padding, and a forward has up to --local_batch_size rows of like lengths. With --pack_tokens it is a
-single row of many samples: positions begin again with each of them, and attention stays inside it (doc_ids). The plan depends
-on nothing but the lengths of the samples, so every rank makes the same one, and nothing is sent.
+A row is one sample and its padding, and a forward has up to --local_batch_size rows of like lengths. With --pack_tokens a
+forward is a single row of many samples: positions begin again with each sample, and attention stays inside a sample (doc_ids).
+The plan depends only on the lengths of the samples, so every rank computes the same plan, and nothing is sent.
 """
 import heapq
 import math
@@ -16,23 +16,23 @@ from torch import Tensor
 
 import parallel
 
-PADDING = {"at": -1, "n": 1.0}  # what a value is where there is no token, if it is not 0
+PADDING = {"at": -1, "n": 1.0}  # values of padding, if not 0
 
 
 @dataclass(kw_only=True)
 class PackingConfig:
-    pack_tokens: int = 0  # samples are packed into sequences of up to this many tokens, one per forward; 0 = a row for each
+    pack_tokens: int = 0  # pack samples into sequences of up to this many tokens, one per forward; 0 = a row for each sample
 
 
 # ---------------------------------------------------------------- which samples are in which forward
 def n_read(sample: dict) -> int:
-    """Tokens of a sample that the model reads: all but the last."""
+    """Input tokens of a sample: all but the last."""
     return len(sample["prompt"]) + len(sample["ids"]) - 1
 
 
 def in_rows(lengths: list[int], size: int, ranks: int) -> list[list[list[list[int]]]]:
-    """Of each data rank its forwards, each a list of rows, each a list of numbers of samples: one here. Like lengths go
-    together. All ranks have equally many forwards, some of them empty, because the collectives in them need all ranks."""
+    """For each data rank its forwards: lists of rows, a row being a list of sample numbers, here of one. Like lengths go
+    together. All ranks have equally many forwards, some empty, because the collectives of a forward need all ranks."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     forwards = range(max(1, math.ceil(len(order) / (size * ranks))))
     shares = [order[rank::ranks] for rank in range(ranks)]
@@ -40,11 +40,11 @@ def in_rows(lengths: list[int], size: int, ranks: int) -> list[list[list[list[in
 
 
 def in_sequences(lengths: list[int], room: int, ranks: int) -> list[list[list[list[int]]]]:
-    """The same with one row per forward, of samples that have at most `room` tokens together.
+    """The same with one row per forward: samples with at most `room` tokens together.
 
-    The longest sample that is left goes to the emptiest sequence, so the sequences get about the same number of tokens. Where
-    that does not fit, there are more of them. The k-th forwards of all ranks are of like lengths: ranks wait for each other in
-    every one of them.
+    The longest remaining sample goes to the emptiest sequence, so all sequences get about the same number of tokens. If a
+    sample does not fit, we try again with more sequences. The k-th forwards of all ranks have like lengths, because ranks wait
+    for each other in every forward.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     n = 0
@@ -54,20 +54,20 @@ def in_sequences(lengths: list[int], room: int, ranks: int) -> list[list[list[li
         sequences = [(0, k, []) for k in range(n)]
         for i in order:
             tokens, k, samples = sequences[0]
-            if tokens and tokens + lengths[i] > room:  # alone it may be longer: an answer for the warm-up can be
+            if tokens and tokens + lengths[i] > room:  # a single sample may be longer, such as an answer of the warm-up
                 break
             heapq.heapreplace(sequences, (tokens + lengths[i], k, [*samples, i]))
         else:
             break
     rows = [[samples] if samples else [] for _, _, samples in sorted(sequences, reverse=True)]
     turns = [rows[k : k + ranks] for k in range(0, n, ranks)]
-    turns[1::2] = [turn[::-1] for turn in turns[1::2]]  # who has the most tokens in one forward has the fewest in the next
+    turns[1::2] = [turn[::-1] for turn in turns[1::2]]  # the rank with the most tokens now has the fewest in the next forward
     return [list(share) for share in zip(*turns)]
 
 
 def row_length(tokens: int, cfg, layout) -> int:
-    """T of a forward whose longest row has so many tokens: a multiple of what cp and tp cut it into. A packed row has one of
-    sixteen lengths, because a GPU's kernel for documents is compiled for each of them; with --compile it has only one."""
+    """T of a forward whose longest row has so many tokens: a multiple of the pieces of cp and tp. A packed row has one of
+    sixteen lengths, because a GPU's kernel for documents is compiled for each length; with --compile only one length."""
     step = (2 * layout.cp if layout.cp > 1 else 1) * layout.tp
     if cfg.batch_invariant:
         return cfg.seq_len
@@ -75,13 +75,13 @@ def row_length(tokens: int, cfg, layout) -> int:
         return math.ceil(tokens / step) * step
     step *= math.ceil(cfg.pack_tokens / 16 / step)
     rounded = math.ceil(tokens / step) * step
-    if tokens > cfg.pack_tokens:  # one sample, of the warm-up
+    if tokens > cfg.pack_tokens:  # a single sample of the warm-up
         return rounded
     return cfg.pack_tokens if cfg.compile else min(rounded, cfg.pack_tokens)
 
 
 def plan_forwards(lengths: list[int], cfg, layout) -> list[list[tuple[list[list[int]], int]]]:
-    """Of each data rank its forwards: (rows of numbers of samples, T). An empty one feeds a row that trains nothing."""
+    """For each data rank its forwards: (rows of sample numbers, T). A forward without rows feeds a row without training."""
     if cfg.pack_tokens:
         shares = in_sequences(lengths, cfg.pack_tokens, layout.data_ranks)
     else:
@@ -94,17 +94,17 @@ def plan_forwards(lengths: list[int], cfg, layout) -> list[list[tuple[list[list[
 
 
 def tokens_fed(samples: list[dict], cfg, layout) -> int:
-    """Tokens of the forwards of all data ranks, padding among them."""
+    """Tokens of the forwards of all data ranks, with padding."""
     plan = plan_forwards(list(map(n_read, samples)), cfg, layout)
     return sum(max(len(rows), 1) * T for share in plan for rows, T in share)
 
 
-# ---------------------------------------------------------------- their tensors
+# ---------------------------------------------------------------- tensors of a forward
 def token_values(s: dict, first: int) -> dict[str, Tensor]:
-    """What a forward and the loss need to know of each token that is fed, (L, ...) each. Label t is the token after input t.
+    """Inputs of a forward and of the loss for each input token of a sample, (L,) each. Label t is the token after input t.
 
-    n: trained tokens of the sample. at: the label's number among all ids of the step's samples, of which `first` come before
-    this one; -1 where it is the prompt's. Another value per token is one more line here.
+    n: trained tokens of the sample. at: the label's number among all ids of the step's samples, with `first` ids before this
+    sample; -1 for labels of the prompt. To add another value per token, add one line to `values`.
     """
     whole, skip, L = s["prompt"] + s["ids"], [0.0] * (len(s["prompt"]) - 1), n_read(s)
     at = [-1] * len(skip) + list(range(first, first + len(s["ids"])))
@@ -117,7 +117,7 @@ def token_values(s: dict, first: int) -> dict[str, Tensor]:
 
 
 def nothing_of(s: dict) -> dict[str, Tensor]:
-    """One token of a sample that is neither trained nor counted: what a rank feeds that has no samples."""
+    """One token of a sample, neither trained nor counted: the input of a rank without samples."""
     values = {name: x[:1].clone() for name, x in token_values(s, 0).items()}
     for name in ("mask", "sampled", "advantage"):
         values[name].zero_()
@@ -125,8 +125,8 @@ def nothing_of(s: dict) -> dict[str, Tensor]:
 
 
 def lay_out(rows: list[list[dict[str, Tensor]]], T: int, layout, packed: bool) -> dict[str, Tensor]:
-    """(B, T/cp, ...) of each value. segment: the number of the token's sample; if rows are packed also doc_ids, the same
-    numbers, (B, T) on every cp rank, because a query attends to keys of all of them. Padding is on the right."""
+    """Each value as (B, T/cp, ...). segment: number of the token's sample; with packed rows also doc_ids, the same numbers,
+    (B, T) on every cp rank, because a query attends to keys of all cp ranks. Padding is on the right."""
     numbers = iter(range(sum(map(len, rows))))
     rows = [[x | {"segment": torch.full((len(x["tokens"]),), next(numbers))} for x in row] for row in rows]
     fill = PADDING | {"segment": sum(map(len, rows))}

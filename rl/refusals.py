@@ -1,4 +1,4 @@
-"""What grpo.py cannot do, and which runs it cannot continue: each refusal is one line, before anything is built."""
+"""Refusals of grpo.py: wrong flags, and runs that cannot be continued. One line each, before anything is built."""
 import math
 import os
 from dataclasses import asdict
@@ -12,7 +12,7 @@ from support.config import check_range
 
 
 def check_flags(cfg):
-    """Raises ValueError for what grpo.py itself cannot do, with the reason. check_layout sees the flags with the model."""
+    """Raises ValueError for flags that do not work in grpo.py. check_layout compares flags with the model."""
     check_range(cfg, 1, math.inf, "steps", "prompts_per_step", "group_size", "minibatches", "max_new_tokens",
                 "local_batch_size", "rollout_rows", "rollout_timeout_s", "eval_k")
     check_range(cfg, 0, math.inf, "lr", "sft_lr", "eps", "weight_decay", "max_norm", "kl_coef", "tis", "clip_low",
@@ -57,8 +57,8 @@ def check_flags(cfg):
 
 
 def check_own_run(cfg, Model, model_config, lr_at) -> dict:
-    """May --out go on, and --export_hf be written? Raises ValueError; returns what a continued run must not change. lr_at: the
-    schedule, as a function of (step, cfg)."""
+    """Raises ValueError if --out cannot be continued, or --export_hf cannot be written. Returns the identity of the run, equal
+    in every continued run. lr_at: the schedule, as a function of (step, cfg)."""
     model = {"module": Model.__module__, "class": Model.__name__, **asdict(model_config)}
     identity = {"model": model, "data": {"env": cfg.env, "seed": cfg.seed}, "optimizer": {"name": "adamw"}}
     identity |= {"lora": claim_adapters(cfg, Model, model_config)} if cfg.lora_rank else {}
