@@ -18,7 +18,7 @@ import torch
 from checkpoint import load_model
 from corpus.text import ChatConfig, TextStream, encode, ends_of, has_bos
 from corpus.tokenizer import load_tokenizer
-from rl.decoding import AHEAD, rollout, uniform_noise
+from rl.decoding import rollout, uniform_noise
 from storage.manifest import is_hf_folder, step_folders
 from support.config import Parser, parse_config, usage_error
 
@@ -62,7 +62,7 @@ def generate(
     noise = torch.stack([uniform_noise(f"{seed}/{row}", 1, max_new_tokens) for row in range(len(prompts))])
     samples = rollout(
         model, prompts, noise, temperature, [] if eot is None else eot, max_len=max(map(len, prompts)) + max_new_tokens,
-        top_k=top_k, top_p=top_p, on_token=stream, ahead=1 if stream else AHEAD)
+        top_k=top_k, top_p=top_p, on_token=stream)
     ids = [s["ids"] for s in samples]
     return (ids, [s["logprobs"] for s in samples]) if logprobs else ids
 
