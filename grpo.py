@@ -67,7 +67,6 @@ CLIP = {"grpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2), "dapo": (0.2, 0.28), "gspo": 
 # Needs of flags: see support/config.py
 DENSE = Need("with experts: they multiply as many rows as tokens chose them", lambda c: not getattr(c, "n_experts", 0))
 OWN_MODEL = Need("with --init_from, which says what the model is", lambda c: not c.init_from)
-OWN_ROWS = Need("with --engine, whose server decides that", lambda c: not c.engine)
 ROWS = Need("with --pack_tokens: a forward is one packed sequence", lambda c: not c.pack_tokens)
 WARM_UP = Need("with --init_from: its model needs no warm-up", lambda c: not c.init_from)
 
@@ -75,7 +74,7 @@ WARM_UP = Need("with --init_from: its model needs no warm-up", lambda c: not c.i
 @dataclass(kw_only=True)
 class Config(ParallelConfig, LaunchConfig, LoraConfig, CheckpointConfig, MetricsConfig, DatasetConfig, RewardConfig,
              ChatConfig, EngineConfig, ReportConfig, PackingConfig):
-    REFUSED = ("pp", "loss_parallel")  # not in --help: rl/refusals.py says why
+    REFUSED = ("pp", "loss_parallel", "load_only", "exclude_from_loading")  # not in --help: rl/refusals.py says why
     flavor: Literal[tuple(FLAVORS)] = flag("debug", OWN_MODEL)  # a small Llama 3, or Qwen3 with experts
     model_args: str = ""  # fields of the flavor to change: "n_layers=4,dim=128"
     out: str = "runs/grpo"  # folder for all files of the run; the same folder again continues the run
@@ -114,7 +113,7 @@ class Config(ParallelConfig, LaunchConfig, LoraConfig, CheckpointConfig, Metrics
     weight_decay: float = 0.0  # AdamW: weight decay, decoupled from the gradient
     max_norm: float = 1.0  # gradients are scaled down to this norm; 0 = never
     local_batch_size: int = flag(64, ROWS)  # sequences per forward of a data rank
-    rollout_rows: int = flag(512, OWN_ROWS)  # samples that one rank runs at once
+    rollout_rows: int = 512  # samples that one rank runs at once, or with --engine its server
     seed: int = 0  # of the initial weights, prompts and samples
     eval_every: int = 100  # steps between evaluations, also before the first step and at the end; 0 = never
     eval_n: int = -1  # held-out prompts, all different; -1 = all of --eval_data, else up to 1024

@@ -1,7 +1,7 @@
 """--engine http://127.0.0.1:8000: a server of vLLM or SGLang samples for grpo.py. docs/grpo.md, "Another engine", starts one.
 
     weights   all ranks write a new folder in Hugging Face's format; rank 0 tells the server to read the folder
-    prompts   rank 0 sends token ids, --engine_requests prompts at once; ids and log-probabilities come back
+    prompts   rank 0 sends token ids, for --rollout_rows samples at once; ids and log-probabilities come back
     rewards   on the trainer's ranks, as without a server (rl/rollouts.py)
 
 Answers are checked: the server has the weights of this version (if the server can tell), and each sample is well formed. The
@@ -30,7 +30,7 @@ from rl.decoding import noise_seed
 from rl.environments import draw_task
 from rl.rollouts import make_batch, patient_group, sample_groups
 from storage.hf import save_hf
-from support.config import Need, check_range, flag
+from support.config import Need, flag
 
 HTTP = Need("without --engine", lambda c: c.engine)
 ANSWER_LIMIT = 1 << 28  # bytes; a batch of samples with log-probabilities has a few million
@@ -41,10 +41,8 @@ PAUSES = (1, 2, 4)  # seconds before a refused connection is tried again
 class EngineConfig:
     engine: str = ""  # vLLM or SGLang at this address samples, e.g. http://127.0.0.1:8000; "" = the processes of this run do
     engine_weights: str = flag("", HTTP)  # folder for weights, with the same path on the server's machine; "" = <out>/engine
-    engine_requests: int = flag(64, HTTP)  # prompts sent to the server at once
 
     def __post_init__(self):
-        check_range(self, 1, 10_000, "engine_requests")
         if not self.engine:
             return
         url = urlsplit(self.engine)
@@ -264,7 +262,7 @@ class HTTPEngine:
         self.written, self.cursor, self.running, self.ready = None, 0, deque(), deque()
         self.server, self.start = on_rank_0(self.connect, self.group)
         if layout.rank == 0:
-            self.one_batch, self.prompts = ThreadPoolExecutor(1), ThreadPoolExecutor(cfg.engine_requests)
+            self.one_batch, self.prompts = ThreadPoolExecutor(1), ThreadPoolExecutor(max(1, cfg.rollout_rows // cfg.group_size))
 
     def connect(self):
         """On rank 0: the server, and a name for this start of the run. Weights of earlier starts are removed."""

@@ -93,7 +93,7 @@ def keep_reference(trainer, is_new: bool, about: dict):
             ours.copy_(theirs)
         if trainer.layout.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)  # left by a run without a checkpoint
-    plain = replace(cfg, init_from="", load_step=-1, exclude_from_loading=[], checkpoint_async="off")
+    plain = replace(cfg, init_from="", load_step=-1, checkpoint_async="off")
     store = Checkpoints(plain, folder, modules=[trainer.reference], optimizer=[], **about)
     if is_new:
         store.save(0, {}, last=True)

@@ -27,6 +27,9 @@ def check_flags(cfg):
          "--cp"),
         (not cfg.loss_parallel, "--no-loss_parallel: under tp the log-probabilities of a token are always split over the "
          "vocabulary; leave it out"),
+        (cfg.load_only, "--load_only: grpo.py writes no checkpoint with --checkpoint_every 0; use that flag"),
+        (cfg.exclude_from_loading, f"--exclude_from_loading {','.join(cfg.exclude_from_loading)}: a policy needs all of its "
+         "weights; for a new optimizer start a new run from them, with --init_from"),
         (cfg.compile and cfg.batch_invariant, "--batch_invariant with --compile: compiled blocks round differently from those "
          "of rollouts, which are not compiled; leave one of them out"),
         (cfg.compile and not cfg.pack_tokens, "--compile needs --pack_tokens: packed sequences have one length, rows of "

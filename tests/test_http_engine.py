@@ -33,7 +33,7 @@ def evaluations(out) -> list[tuple]:
 def test_a_server_gives_the_run_that_is_sampled_in_place(tmp_path, kind, processes, flags):
     flags, engine = [*SAME, "--steps", 4, "--lr", "2e-2", "--warmup_steps", 0, "--abort_k3", 0, *flags], Engine(kind)
     with serving(engine) as url:
-        said = run(processes, *flags, "--engine", url, "--engine_requests", 3, "--out", tmp_path / "server")
+        said = run(processes, *flags, "--engine", url, "--rollout_rows", 12, "--out", tmp_path / "server")
     run(1, *flags, "--out", tmp_path / "place")
     there, here = steps_of(tmp_path / "server"), steps_of(tmp_path / "place")
     assert_same(there, here, 1e-5)
