@@ -32,7 +32,8 @@ from typing import Literal
 
 from corpus.readers import format_of
 from corpus.text import ChatConfig
-from distributed.launch import run
+from distributed.launch import connect, run
+from parallel import make_mesh
 from rl.answers import KINDS as RIGHT
 from rl.answers import final_number, is_right, never_right
 from rl.datasets import Line, fill_template, is_answer, jsonl_lines, read_content, unescape
@@ -43,7 +44,6 @@ from rl.scoring import (
     check_writing,
     complete,
     encode_pair,
-    join,
     open_model,
     opening_ids,
     plan_layout,
@@ -58,7 +58,7 @@ from support.config import Need, check_range, flag
 from support.files import check_local, read_json, write_file
 
 BASE_PROMPT = "Question: {question}\nAnswer:"  # for a base model; a chat model has its template
-# Needs of flags: see support/config.py. c.kind: from read_task.
+# Needs of flags: see support/config.py. c.kind: from read_task, set by plan_layout.
 QUESTIONS = Need("on a text, which asks nothing", lambda c: c.kind != "text")
 WINDOWS = Need("on questions, which are scored as a whole", lambda c: c.kind == "text")
 SAMPLING = Need("with --temperature 0", lambda c: c.temperature > 0)
@@ -257,12 +257,12 @@ def main(cfg: Config):
     if not cfg.task:
         raise ValueError("--task is missing: give a .txt, or a .jsonl of texts or questions; see --help")
     kind, lines = read_task(cfg.task)
-    lines, cfg.kind = lines[: cfg.limit or None], kind
+    lines = lines[: cfg.limit or None]
     counted = f"{len(lines):,} line{'s' * (len(lines) > 1)}"
     check_answers(lines, cfg.answers if kind == "answer" else "auto")
     text, Model, model_config, folder = read_checkpoint(cfg.checkpoint, open_chat(cfg.checkpoint, cfg))
     longest = check_task(cfg, kind, model_config, folder)
-    layout = plan_layout(cfg, model_config, longest)
+    cfg, layout = plan_layout(cfg, kind, model_config, longest)
 
     # 2. requests to the model
     groups = requests_of(cfg, kind, text, lines, longest)
@@ -273,7 +273,7 @@ def main(cfg: Config):
 
     # 3. scores or answers of the model
     try:
-        layout = join(layout, cfg)
+        layout = make_mesh(connect(layout, cfg, cfg.device))
         stages = open_model(cfg.checkpoint, layout, cfg, Model, model_config)
         if layout.rank == 0:
             print(f"{cfg.task}: {counted}, up to {longest:,} tokens at once | {folder} | "
@@ -282,7 +282,7 @@ def main(cfg: Config):
                 print(f"{n_cut:,} of {len(requests):,} prompts do not fit into {longest:,} tokens: they lose their beginnings")
         if kind == "answer":
             prompts = [prompt[-room:] for prompt, _ in requests]
-            stop = [unescape(string) for string in cfg.stop]
+            stop = [unescape(string) for string in cfg.stop if string]
             samples = complete(stages[0], layout, cfg.rollout_timeout_s, text, prompts, cfg.max_new_tokens, cfg.temperature,
                                cfg.seed, stop)
             items, metrics = exact_match(lines, samples, cfg.answers)

@@ -28,7 +28,7 @@ import math
 import os
 import string
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -393,7 +393,7 @@ def lr_at(step: int, cfg: Config) -> float:
 def main(cfg: Config):
     # 1. task, model and devices: all wrong flags are found before anything is built
     if cfg.compute_dtype == "auto" and (cfg.device == "cpu" or not torch.cuda.is_available()):
-        cfg.compute_dtype = "float32"  # small models are fast anyway, and trainer and generator agree in more digits
+        cfg = replace(cfg, compute_dtype="float32")  # trainer and generator agree in more digits
     env = open_task(cfg)
     text = Text(cfg.init_from, cfg.out, getattr(env, "ALPHABET", string.printable), open_chat(cfg.init_from, cfg))
     Model, model_config = model_of(cfg, text.tokenizer.get_vocab_size())
@@ -452,7 +452,7 @@ def main(cfg: Config):
     engine = engines.open_engine(trainer, env, text, n_trainers)
     metrics = Metrics(cfg.out, cfg, layout, flops_per_token=flops_per_token, first_step=first,
                       steps=cfg.steps, log_every=cfg.log_every, tokens=state["tokens"])
-    ahead, stopping = engines.Ahead(engine, rollouts.still_valid(state, cfg, layout.rank == 0), state["cursor"]), False
+    ahead, stopping = engines.Ahead(engine, rollouts.reuse_batches(state, cfg, layout.rank == 0), state["cursor"]), False
     if first == 1:
         evaluate_policy(trainer, engine, held_out, metrics, 0)
     for step in range(first, cfg.steps + 1):
@@ -483,7 +483,7 @@ def main(cfg: Config):
             show_step(cfg, step, line)
             keep_samples(cfg, step, samples, text)
         state = {"step": step, "cursor": batch["cursor"], "tokens": metrics.tokens, "policy_version": trainer.policy_version,
-                 "batch": [], "made_with": rollouts.made_with(cfg), "bos": text.bos}
+                 "batch": [], "made_with": rollouts.batch_flags(cfg), "bos": text.bos}
         if step == first:
             train_timeouts(layout, cfg.train_timeout_s)
         stopping = stop.agreed(layout)

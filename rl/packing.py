@@ -65,10 +65,15 @@ def in_sequences(lengths: list[int], room: int, ranks: int) -> list[list[list[li
     return [list(share) for share in zip(*turns)]
 
 
+def pieces(cfg) -> int:
+    """Tokens of a sequence come in multiples of this number: cp cuts two pieces per rank, tp one. cfg: flags or Layout."""
+    return (2 * cfg.cp if cfg.cp > 1 else 1) * cfg.tp
+
+
 def row_length(tokens: int, cfg, layout) -> int:
     """T of a forward whose longest row has so many tokens: a multiple of the pieces of cp and tp. A packed row has one of
     sixteen lengths, because a GPU's kernel for documents is compiled for each length; with --compile only one length."""
-    step = (2 * layout.cp if layout.cp > 1 else 1) * layout.tp
+    step = pieces(layout)
     if cfg.batch_invariant:
         return cfg.seq_len
     if not cfg.pack_tokens:
@@ -116,7 +121,7 @@ def token_values(s: dict, first: int) -> dict[str, Tensor]:
     return {name: torch.tensor(x, dtype=torch.long if name in integers else torch.float32) for name, x in values.items()}
 
 
-def nothing_of(s: dict) -> dict[str, Tensor]:
+def empty_values(s: dict) -> dict[str, Tensor]:
     """One token of a sample, neither trained nor counted: the input of a rank without samples."""
     values = {name: x[:1].clone() for name, x in token_values(s, 0).items()}
     for name in ("mask", "sampled", "advantage"):
@@ -124,30 +129,30 @@ def nothing_of(s: dict) -> dict[str, Tensor]:
     return values | {"at": torch.tensor([-1])}
 
 
-def lay_out(rows: list[list[dict[str, Tensor]]], T: int, layout, packed: bool) -> dict[str, Tensor]:
-    """Each value as (B, T/cp, ...). segment: number of the token's sample; with packed rows also doc_ids, the same numbers,
-    (B, T) on every cp rank, because a query attends to keys of all cp ranks. Padding is on the right."""
-    numbers = iter(range(sum(map(len, rows))))
-    rows = [[x | {"segment": torch.full((len(x["tokens"]),), next(numbers))} for x in row] for row in rows]
-    fill = PADDING | {"segment": sum(map(len, rows))}
-
+def lay_out(rows: list[list[dict[str, Tensor]]], T: int, layout, fill: dict) -> dict[str, Tensor]:
+    """Each value as (B, T/cp) on the device; doc_ids stays (B, T) on every cp rank, because a query attends to keys of all cp
+    ranks. fill: values of the padding on the right, if not 0."""
     def padded(name, row):
         x = torch.cat([values[name] for values in row])
-        return torch.cat([x, x.new_full((T - len(x), *x.shape[1:]), fill.get(name, 0))])
+        return torch.cat([x, x.new_full((T - len(x),), fill.get(name, 0))])
 
     out = {name: torch.stack([padded(name, row) for row in rows]) for name in rows[0][0]}
-    documents = {"doc_ids": out["segment"]} if packed else {}
     if layout.cp > 1:
         index = parallel.sequence_index(T, layout.cp, layout.coordinate("cp"))
-        out = {name: x.index_select(1, index) for name, x in out.items()}
-    return {name: x.to(layout.device) for name, x in (out | documents).items()}
+        out = {name: x if name == "doc_ids" else x.index_select(1, index) for name, x in out.items()}
+    return {name: x.to(layout.device) for name, x in out.items()}
 
 
 def forwards_of(samples: list[dict], cfg, layout):
-    """Yields (samples, tensors) of each forward of this data rank."""
+    """Yields (samples, tensors) of each forward of this data rank. segment: number of the token's sample in the forward."""
     plan = plan_forwards(list(map(n_read, samples)), cfg, layout)
     firsts = [0, *accumulate(len(s["ids"]) for s in samples)]
     for rows, T in plan[layout.data_rank]:
-        values = [[token_values(samples[i], firsts[i]) for i in row] for row in rows]
-        values = values or [[nothing_of(samples[0])]]
-        yield [samples[i] for row in rows for i in row], lay_out(values, T, layout, packed=cfg.pack_tokens > 0)
+        values = [[token_values(samples[i], firsts[i]) for i in row] for row in rows] or [[empty_values(samples[0])]]
+        parts = [x for row in values for x in row]
+        for n, x in enumerate(parts):
+            x["segment"] = torch.full_like(x["tokens"], n)
+            if cfg.pack_tokens:
+                x["doc_ids"] = x["segment"]
+        fill = PADDING | {"segment": len(parts), "doc_ids": len(parts)}
+        yield [samples[i] for row in rows for i in row], lay_out(values, T, layout, fill)

@@ -4,6 +4,7 @@ import os
 from dataclasses import asdict
 
 from distributed.layout import AXES
+from rl.packing import pieces
 from sft.base import claim_adapters
 from storage.hf import check_export
 from storage.manifest import step_folders
@@ -18,7 +19,7 @@ def check_flags(cfg):
     check_range(cfg, 0, math.inf, "lr", "sft_lr", "eps", "weight_decay", "max_norm", "kl_coef", "tis", "clip_low",
                 "clip_high", "async_steps")
     check_range(cfg, 0, 1, "beta1", "beta2", "min_lr_ratio")
-    pieces = max(cfg.tp, 1) * (2 * cfg.cp if cfg.cp > 1 else 1)
+    step = max(pieces(cfg), 1)
     n, layouts = int(os.environ.get("WORLD_SIZE", 1)), any(getattr(cfg, axis) > 1 for axis in AXES)
     for wrong, message in [
         (max(cfg.beta1, cfg.beta2) == 1, f"--beta1 {cfg.beta1} and --beta2 {cfg.beta2} must be below 1: a mean that "
@@ -33,7 +34,7 @@ def check_flags(cfg):
         (cfg.compile and cfg.batch_invariant, "--batch_invariant with --compile: compiled blocks round differently from those "
          "of rollouts, which are not compiled; leave one of them out"),
         (cfg.compile and not cfg.pack_tokens, "--compile needs --pack_tokens: packed sequences have one length, rows of "
-         f"samples another in every forward; add --pack_tokens {-(-8 * cfg.seq_len // pieces) * pieces}, or leave it out"),
+         f"samples another in every forward; add --pack_tokens {-(-8 * cfg.seq_len // step) * step}, or leave it out"),
         (cfg.temperature <= 0, f"--temperature {cfg.temperature} must be above 0: greedy samples are all the same"),
         (cfg.prompts_per_step % cfg.minibatches,
          f"--minibatches {cfg.minibatches} does not divide --prompts_per_step {cfg.prompts_per_step}"),
@@ -46,9 +47,9 @@ def check_flags(cfg):
         (cfg.pack_tokens and cfg.batch_invariant, f"--batch_invariant with --pack_tokens {cfg.pack_tokens}: samples "
          "in one sequence are not computed as they were sampled; leave one of them out"),
         (0 < cfg.pack_tokens < cfg.seq_len, f"--pack_tokens {cfg.pack_tokens} has no room for a sample of --seq_len "
-         f"{cfg.seq_len}; use --pack_tokens {-(-cfg.seq_len // pieces) * pieces} or more"),
-        (cfg.pack_tokens % pieces, f"--pack_tokens {cfg.pack_tokens} is not a multiple of {pieces}, the pieces into which --tp "
-         f"{cfg.tp} and --cp {cfg.cp} cut a sequence; use --pack_tokens {-(-cfg.pack_tokens // pieces) * pieces}"),
+         f"{cfg.seq_len}; use --pack_tokens {-(-cfg.seq_len // step) * step} or more"),
+        (cfg.pack_tokens % step, f"--pack_tokens {cfg.pack_tokens} is not a multiple of {step}, the pieces into which --tp "
+         f"{cfg.tp} and --cp {cfg.cp} cut a sequence; use --pack_tokens {-(-cfg.pack_tokens // step) * step}"),
         (cfg.eval_n == 0, "--eval_n 0: evaluate on one prompt or more, or never, with --eval_every 0"),
         (cfg.plot and "RANK" not in os.environ and layouts, "--plot without torchrun draws layouts, which train_*.py "
          "does; grpo.py draws the rewards of a run: start it with torchrun"),

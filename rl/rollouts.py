@@ -164,22 +164,21 @@ def make_batch(cfg, env, text, layout, model, cursor: int, version: int, draw=dr
                 ended=time.time())
 
 
-def made_with(cfg) -> dict:
+def batch_flags(cfg) -> dict:
     """All flags and files that determine a batch, apart from the weights. A checkpoint saves them with its batches."""
     names = ("env", "env_data", "seed", "prompts_per_step", "group_size", "minibatches", "max_new_tokens", "seq_len",
              "temperature", "dynamic_sampling", "control", "async_steps")
     files = {f"the content of --{name}": getattr(cfg, name) for name in ("env", "env_data", "eval_data", "reward")}
-    # Newer flags count only when changed from their defaults, so old checkpoints stay valid.
-    later = {f.name for group in (DatasetConfig, RewardConfig, ChatConfig) for f in fields(group)} - set(names)
-    names += tuple(f.name for f in fields(cfg) if f.name in later and getattr(cfg, f.name) != default_of(f))
+    names += tuple(f.name for group in (DatasetConfig, RewardConfig, ChatConfig) for f in fields(group) if f.name not in names)
     return {f"--{name}": getattr(cfg, name) for name in names} | {
         name: hashlib.sha256(Path(path).read_bytes()).hexdigest()[:8] for name, path in files.items() if os.path.isfile(path)}
 
 
-def still_valid(state: dict, cfg, rank0: bool) -> list[dict]:
+def reuse_batches(state: dict, cfg, rank0: bool) -> list[dict]:
     """The checkpoint's batches if this run's flags would sample the same; else none, and the prompts are sampled again."""
-    batches, old, new = state["batch"] or [], state.get("made_with") or {}, made_with(cfg)
+    batches, old, new = state["batch"] or [], state.get("made_with") or {}, batch_flags(cfg)
     batches = [batches] if isinstance(batches, dict) else batches  # format of older checkpoints, with at most one batch
+    old = {f"--{f.name}": default_of(f) for f in fields(cfg) if f"--{f.name}" in new} | old  # flags newer than the checkpoint
     differ = [f"{name} {old.get(name)} -> {new.get(name)}" for name in new | old if old.get(name) != new.get(name)]
     if not batches or not differ:
         return batches

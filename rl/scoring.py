@@ -22,12 +22,13 @@ from checkpoint import has_adapters, load_model, load_weights, saved_model
 from distributed.agree import gather
 from distributed.checks import check_tp_plan
 from distributed.experts import expert_parallel
-from distributed.launch import LaunchConfig, connect
+from distributed.launch import LaunchConfig
 from distributed.layout import Layout, ParallelConfig
 from distributed.pipeline import PipelineConfig, pipeline_forward, pipeline_stages
 from distributed.refusals import check_layout, runs_on_cuda
 from models.loss import IGNORE, TokenLogprobs, alone, log_normalizer
 from rl.decoding import rollout, uniform_noise
+from rl.packing import lay_out, pieces
 from rl.rollouts import lockstep, patient_group, whole_weights
 from rl.text import Text
 from sft.adapters import base_of
@@ -56,43 +57,38 @@ class ScoringConfig(ParallelConfig, LaunchConfig, PipelineConfig):
 
     def __post_init__(self):
         check_range(self, 1, math.inf, "local_batch_size", "rollout_timeout_s")
-        values = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != default_of(f)}
-        if given := [spell_flag(name, values[name]) for name in TRAINING if name in values]:
-            raise ValueError(f"{', '.join(given)}: nothing is trained here; leave it out")
 
 
 # ---------------------------------------------------------------- the model
 def read_checkpoint(folder: str, chat=None) -> tuple[Text, type, object, str]:
     """(tokenizer, model class, model config, folder of the weights) of a run, step or Hugging Face folder; for a run the folder
     of its newest step. chat: from open_chat(). Reads only small files. Raises ValueError."""
-    folder = folder if is_hf_folder(folder) else newest_readable(folder)
-    if not is_hf_folder(folder) and has_adapters(folder):
+    if is_hf_folder(folder):
+        config = read_hf_config(folder)
+        if hasattr(config, "mtp_depth"):
+            config = replace(config, mtp_depth=0)  # a second prediction is for training only
+        return Text(folder, chat=chat), class_of(config), config, folder
+    folder = newest_readable(folder)
+    if has_adapters(folder):
         base_of(folder)  # raises if the frozen weights are gone
-    text = Text(folder, chat=chat)
-    if not is_hf_folder(folder):
-        return text, *saved_model(folder), folder
-    config = read_hf_config(folder)
-    if hasattr(config, "mtp_depth"):
-        config = replace(config, mtp_depth=0)  # a second prediction is for training only
-    return text, class_of(config), config, folder
+    return Text(folder, chat=chat), *saved_model(folder), folder
 
 
-def plan_layout(cfg: ScoringConfig, model_config, longest: int) -> Layout:
-    """The Layout for these flags. longest: most tokens of a forward. Raises ValueError for flags that cannot work."""
-    on_cuda = runs_on_cuda(cfg.device)
-    if cfg.compute_dtype == "auto":
-        cfg.compute_dtype = "bfloat16" if on_cuda else "float32"
-    cfg.param_dtype = cfg.compute_dtype  # without an optimizer, nothing needs more digits than the matmuls
-    if cfg.pp > 1:
-        cfg.pp_schedule = "GPipe"  # forwards alone need no schedule: any number of micro-batches works
-    pieces = (2 * cfg.cp if cfg.cp > 1 else 1) * cfg.tp  # tokens of a forward are padded to a multiple of this number
-    return check_layout(cfg, model_config, seq_len=max(longest // max(pieces, 1), 1) * pieces,
-                        local_batch_size=cfg.local_batch_size, global_batch_size=-1, device=cfg.device)
-
-
-def join(layout: Layout, cfg) -> Layout:
-    """Connect the processes."""
-    return parallel.make_mesh(connect(layout, cfg, cfg.device))
+def plan_layout(cfg: ScoringConfig, kind: str, model_config, longest: int) -> tuple[ScoringConfig, Layout]:
+    """The flags with their dtypes resolved, and the Layout. kind: of the task. longest: most tokens of a forward. Raises
+    ValueError for flags that cannot work."""
+    values = {f.name: getattr(cfg, f.name) for f in fields(cfg) if getattr(cfg, f.name) != default_of(f)}
+    if given := [spell_flag(name, values[name]) for name in TRAINING if name in values]:
+        raise ValueError(f"{', '.join(given)}: nothing is trained here; leave it out")
+    dtype = cfg.compute_dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if runs_on_cuda(cfg.device) else "float32"
+    # Without an optimizer, nothing needs more digits than the matmuls. Any number of micro-batches works with GPipe.
+    cfg = replace(cfg, compute_dtype=dtype, param_dtype=dtype, pp_schedule="GPipe" if cfg.pp > 1 else cfg.pp_schedule)
+    cfg.kind = kind  # not a flag, but flags need it, see WRITING
+    step = pieces(cfg)
+    return cfg, check_layout(cfg, model_config, seq_len=max(longest // max(step, 1), 1) * step,
+                             local_batch_size=cfg.local_batch_size, global_batch_size=-1, device=cfg.device)
 
 
 def open_model(folder: str, layout: Layout, cfg, Model, model_config) -> list[nn.Module]:
@@ -210,18 +206,13 @@ def keep_scores(stages: list[nn.Module], layout: Layout) -> list[Tensor]:
 def pack_requests(requests, longest: int, layout: Layout) -> dict[str, Tensor]:
     """The model's arguments, (B, T/cp) each. Label t is the token after input t; a context that is too long loses its
     beginning. Padding is on the right, invisible to all tokens."""
-    rows = [(context + continuation)[-longest - 1 :] for context, continuation in requests]
-    multiple = (2 * layout.cp if layout.cp > 1 else 1) * layout.tp
-    T = -(-max(len(row) - 1 for row in rows) // multiple) * multiple
-    tokens, labels = torch.zeros(len(rows), T, dtype=torch.long), torch.full((len(rows), T), IGNORE)
-    for i, (row, (_, continuation)) in enumerate(zip(rows, requests)):
-        tokens[i, : len(row) - 1] = torch.tensor(row[:-1])
-        labels[i, len(row) - 1 - len(continuation) : len(row) - 1] = torch.tensor(continuation)
-    kwargs = dict(tokens=tokens, labels=labels, positions=torch.arange(T).expand(len(rows), -1))
-    if layout.cp > 1:
-        index = parallel.sequence_index(T, layout.cp, layout.coordinate("cp"))
-        kwargs = {name: x.index_select(1, index) for name, x in kwargs.items()}
-    return {name: x.to(layout.device) for name, x in kwargs.items()}
+    rows = []
+    for context, continuation in requests:
+        ids = (context + continuation)[-longest - 1 :]
+        labels = [IGNORE] * (len(ids) - 1 - len(continuation)) + continuation
+        rows.append([dict(tokens=torch.tensor(ids[:-1]), labels=torch.tensor(labels), positions=torch.arange(len(labels)))])
+    T = max(len(row["tokens"]) for (row,) in rows)
+    return lay_out(rows, -(-T // pieces(layout)) * pieces(layout), layout, {"labels": IGNORE})
 
 
 @torch.no_grad()
@@ -269,7 +260,6 @@ def complete(
     """The model's answer to each prompt: dicts(ids, logprobs, text, truncated), on every rank. An answer ends before its first
     `stop` string, or with an id of text.ends, or is truncated. options: top_k and top_p of rollout(). Raises ValueError on
     every rank if the model gives no probabilities."""
-    stop = [string for string in stop if string]
     group = patient_group(dist.group.WORLD, timeout_s) if layout.world_size > 1 else None
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     mine = order[layout.data_rank :: layout.data_ranks]
@@ -286,8 +276,8 @@ def complete(
         samples = rollout(
             model, [prompts[i] for i in mine], noise, temperature, text.ends,
             max_len=max(map(len, prompts), default=0) + max_new_tokens, rows=layout.local_batch_size, on_token=on_token,
-            stop=stopper(text, stop), tp_mesh=layout.mesh["tp"] if layout.tp > 1 else None, agree=lockstep(layout, timeout_s),
-            **options)
+            stop=ends_with_stop(text, stop) if stop else None, agree=lockstep(layout, timeout_s),
+            tp_mesh=layout.mesh["tp"] if layout.tp > 1 else None, **options)
     for s in samples:
         s["text"] = text.decode(s["ids"])
         if found := [place for string in stop if (place := s["text"].find(string)) >= 0]:
@@ -302,11 +292,9 @@ def complete(
     return [whole[i] for i in range(len(prompts))]
 
 
-def stopper(text: Text, stop: list[str]) -> Callable | None:
+def ends_with_stop(text: Text, stop: list[str]) -> Callable:
     """A function ids so far -> whether a stop string has just been completed. Only the last tokens are decoded: a token has at
     least one byte of text."""
-    if not stop:
-        return None
     tail = max(len(string.encode()) for string in stop) + 8
     return lambda ids: any(string in text.decode(ids[-tail:]) for string in stop)
 

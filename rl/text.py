@@ -12,26 +12,19 @@ from support.files import step_folders
 class Text:
     """Prompts and samples of grpo.py as token ids, and back."""
 
-    def __init__(self, source: str, out="", alphabet=string.printable, chat=True):
+    def __init__(self, source: str, out="", alphabet=string.printable, chat=None):
         """source: a Hugging Face folder or a checkpoint with a tokenizer; "": a new tokenizer with a token per character of the
-        alphabet, for save() in the folder out. chat: text -> prompt, from open_chat(); True: the source's template, if any."""
-        self.chat, self.bos, self.alphabet = None, False, None
+        alphabet, for save() in the folder out. chat: text -> prompt, from open_chat(), or None."""
+        self.chat, self.alphabet = chat, None
         if source and not is_hf_folder(source):
             source = newest_readable(source)  # our checkpoints have a copy of the tokenizer
         if source:
             self.file = check_hf_tokenizer(source, 1 << 31)
             if self.file is None:
                 raise ValueError(f"{source} has no tokenizer.json: it cannot be given any text")
-            self.ends = ends_of(source)
-            has_template, chat = chat is True and read_chat(source)[0], chat if callable(chat) else None
-            if has_template:
-                from sft.prompts import chat_prompts
-
-                chat = chat_prompts(source)
-            self.chat, self.bos = chat, has_bos(source)
-            self.tokenizer = load_tokenizer(Path(self.file))
+            self.ends, self.bos, self.tokenizer = ends_of(source), has_bos(source), load_tokenizer(Path(self.file))
         else:
-            self.file, self.ends = f"{out}/tokenizer.json", [0]
+            self.file, self.ends, self.bos = f"{out}/tokenizer.json", [0], False
             self.alphabet, self.tokenizer = alphabet, character_tokenizer(alphabet)
             check_characters(out, self.file, self.tokenizer)
         self.eot = self.ends[0]

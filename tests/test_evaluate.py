@@ -26,6 +26,7 @@ import parallel
 from rl import scoring
 from rl.datasets import HINTS
 from rl.text import Text
+from sft.prompts import chat_prompts
 from storage.hf import load_hf_model
 from tools import checkpoint_commands
 
@@ -203,7 +204,7 @@ ALL = {
 
 def on_a_layout(runs):
     """evaluate.py on each rank, with the process group of the pool."""
-    evaluate.join = lambda layout, *_: parallel.make_mesh(layout)
+    evaluate.connect = lambda layout, *_: layout
     for flags in runs:
         evaluate.main(evaluate.Config(device="cpu", **flags))
         dist.barrier()
@@ -304,7 +305,7 @@ def test_texts_are_read_in_the_windows_of_the_training(folders, tasks, tmp_path,
 
 # ---------------------------------------------------------------- requests
 def text_of(folder) -> Text:
-    return Text(folder, chat=False)
+    return Text(folder)
 
 
 def test_windows_score_each_token_once():
@@ -358,11 +359,11 @@ def test_prompts(folders, tasks, tmp_path):
     assert make(prompt_template="{id}: {question} { x }\\t") == [f"more: {q} {{ x }}\t" for q in asked]
     shot = f"Question: {first['question']}\nAnswer: {first['choices'][first['answer']]}\n\n"
     assert make(shots=1, shots_file=tasks["choice"]) == [f"{shot}Question: {q}\nAnswer:" for q in asked]
-    text.chat = Text(folders("llama")).chat
+    text.chat = chat_prompts(folders("llama"))
     assert make()[0] == f"<|im_start|>user\n{asked[0]}<|im_end|>\n<|im_start|>assistant\n"
     grpo = "{question}" + HINTS["gsm8k"].replace("\n", "\\n")  # as it is typed
     (prompt, _), = evaluate.requests_of(evaluate.Config(prompt_template=grpo), "answer", text, lines[:1], 64)[0]
-    assert prompt == Text(folders("llama")).prompt(asked[0] + HINTS["gsm8k"])
+    assert prompt == Text(folders("llama"), chat=text.chat).prompt(asked[0] + HINTS["gsm8k"])
     (request, _), *_ = evaluate.requests_of(evaluate.Config(), kind, text, lines[:1], 64)[0]
     assert request[0] == 1 and 2 in request  # markers are tokens
     for flags, message in [
