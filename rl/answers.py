@@ -31,7 +31,12 @@ OF_LATEX = [
 
 
 def is_right(kind: str, text: str, answer: str) -> bool:
-    return {"exact": same_text, "number": same_number, "math": same_in_mathematics}[kind](text, answer)
+    if kind == "exact":
+        return text.strip() == answer.strip()
+    if kind == "number":
+        found = final_number(text)
+        return found is not None and found == final_number(answer)
+    return same_in_mathematics(text, answer)
 
 
 def never_right(kind: str, answer: str) -> str:
@@ -43,10 +48,6 @@ def never_right(kind: str, answer: str) -> str:
     return "it has nothing to compare" if kind == "math" and not plain_latex(marked(answer) or answer) else ""
 
 
-def same_text(text: str, answer: str) -> bool:
-    return text.strip() == answer.strip()
-
-
 # ---------------------------------------------------------------- number
 def final_number(text: str) -> float | None:
     """The first number after the last ####, else the last number of the text. None for 1,2,3 or 1/2 or 3-5."""
@@ -56,11 +57,6 @@ def final_number(text: str) -> float | None:
     if not re.fullmatch(r"-?\$?([0-9]{1,3}(,[0-9]{3})+|[0-9]+)?(\.[0-9]+)?", word) or not word:
         return None
     return float(re.sub(r"[$,]", "", word))
-
-
-def same_number(text: str, answer: str) -> bool:
-    found = final_number(text)
-    return found is not None and found == final_number(answer)
 
 
 # ---------------------------------------------------------------- math
@@ -77,8 +73,7 @@ def same_in_mathematics(text: str, answer: str) -> bool:
 def marked(text: str) -> str | None:
     """The content of the last \\boxed{}, else the line after the last ####; None without both."""
     if (begin := max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))) >= 0:
-        inside = braced(text, text.index("{", begin))
-        return inside if inside is not None else ""  # cut off before the closing brace
+        return braced(text, text.index("{", begin)) or ""  # None: cut off before the closing brace
     _, marker, after = text.rpartition("####")
     return after.strip().split("\n")[0] if marker else None
 
@@ -151,38 +146,31 @@ def split_list(text: str) -> list[str]:
 
 def number_of(text: str) -> Fraction | float | None:
     """The value of a number, a fraction or a percentage, also times a root or pi; None for anything else."""
+    try:
+        return evaluate_number(text)
+    except (ValueError, ArithmeticError):
+        return None
+
+
+def evaluate_number(text: str) -> Fraction | float:
     if text.endswith("%"):
-        value = number_of(text[:-1])
-        return None if value is None else value / 100
-    if text[:1] in ("-", "+"):
-        value = number_of(text[1:]) if text[1:2] not in ("-", "+") else None
-        return None if value is None else -value if text[0] == "-" else value
+        return evaluate_number(text[:-1]) / 100
+    if text[:1] in ("-", "+") and text[1:2] not in ("-", "+"):
+        return evaluate_number(text[1:]) * (-1 if text[0] == "-" else 1)
     if text and DECIMAL.fullmatch(text):
         return Fraction(text.replace(",", ""))
     if text.startswith("\\frac{"):
-        above = braced(text, 5)
-        after = "" if above is None else text[7 + len(above) :]
-        below = braced(after, 0) if after.startswith("{") else None
-        if below is None:
-            return None
+        above = braced(text, 5) or ""
+        after = text[7 + len(above) :]
+        below = braced(after, 0) or "" if after.startswith("{") else ""
         rest = after[2 + len(below) :]
-        return product(quotient(number_of(above), number_of(below)), number_of(rest) if rest else 1)
+        return evaluate_number(above) / evaluate_number(below) * (evaluate_number(rest) if rest else 1)
     above, slash, below = text.rpartition("/")
-    if slash:
-        return quotient(number_of(above), number_of(below)) if not re.search(r"[-+%]", below) else None
-    if found := re.fullmatch(r"([0-9.]*)(\\pi|\\sqrt\{[0-9.]+\})(\\pi)?", text):
-        factor = math.pi if found[2] == "\\pi" else root(number_of(found[2][6:-1]))
-        return product(product(number_of(found[1]) if found[1] else 1, factor), math.pi if found[3] else 1)
-    return None
-
-
-def root(x):
-    return None if x is None else math.sqrt(x)
-
-
-def quotient(x, y):
-    return None if x is None or not y else x / y
-
-
-def product(x, y):
-    return None if x is None or y is None else x * y
+    if slash and not re.search(r"[-+%]", below):
+        return evaluate_number(above) / evaluate_number(below)
+    found = re.fullmatch(r"([0-9.]*)(\\pi|\\sqrt\{([0-9.]+)\})(\\pi)?", text)
+    if not found:
+        raise ValueError(f"{text} is no number")
+    value = evaluate_number(found[1]) if found[1] else 1
+    value *= math.sqrt(evaluate_number(found[3])) if found[3] else math.pi
+    return value * math.pi if found[4] else value
