@@ -16,71 +16,62 @@ from distributed.layout import Layout
 from rl.rollouts import make_batch, patient_group, unknown_ids
 from sft.lora import add_adapters, is_adapter, lora_names
 
-BUCKET_BYTES = 512 << 20  # largest message with weights
+BUCKET_BYTES = 512 << 20  # of a message with weights, unless a single tensor is larger
 END, GO_ON = -1, -2  # in place of a cursor: leave; continue after the previous batch
 
 
-def multiplied(model, compute_dtype: torch.dtype, again=False) -> list[tuple[Tensor, torch.dtype]]:
+def list_weights(model, compute_dtype: torch.dtype, again=False) -> list[tuple[Tensor, torch.dtype]]:
     """All parameters and buffers, sorted by name, with the dtype of each tensor in the trainer's forward: FSDP casts all
     parameters and no buffers. A generator with other dtypes would compute other numbers: with an expert's selection bias in
     bf16, for instance, tokens would go to other experts. again: only tensors that training changes; with LoRA, the adapters."""
-    parameters = [(fqn, p, compute_dtype) for fqn, p in model.named_parameters()]
-    buffers = [(fqn, b, b.dtype) for fqn, b in model.named_buffers()]
-    if again and any(is_adapter(fqn) for fqn, _, _ in parameters):
-        parameters, buffers = [entry for entry in parameters if is_adapter(entry[0])], []
-    return [(t, dtype) for _, t, dtype in sorted(parameters + buffers, key=lambda entry: entry[0])]
+    found = {fqn: (p, compute_dtype) for fqn, p in model.named_parameters()} | {
+        fqn: (b, b.dtype) for fqn, b in model.named_buffers()}
+    names = sorted(found)
+    if again and any(map(is_adapter, names)):
+        names = filter(is_adapter, names)
+    return [found[fqn] for fqn in names]
 
 
-def cut_in_buckets(sizes: list[tuple[int, torch.dtype]], max_bytes: int) -> list[tuple[torch.dtype, list[tuple]]]:
-    """Plan few messages, each of one dtype and at most max_bytes, for tensors given as (numel, dtype). Returns for each
-    message, in the order of sending, its dtype and its pieces (i, begin, end) of tensor number i."""
-    full, filling = [], {}
-    for i, (numel, dtype) in enumerate(sizes):
-        begin, limit = 0, max(max_bytes // dtype.itemsize, 1)
-        while begin < numel:
-            pieces, filled = filling.pop(dtype, ([], 0))
-            end = min(numel, begin + limit - filled)
-            filling[dtype] = [*pieces, (i, begin, end)], filled + end - begin
-            begin = end
-            if filling[dtype][1] == limit:
-                full.append((dtype, filling.pop(dtype)[0]))
-    return full + [(dtype, pieces) for dtype, (pieces, _) in filling.items()]
-
-
-def numel_of(pieces: list[tuple]) -> int:
-    return sum(end - begin for _, begin, end in pieces)
+def plan_buckets(tensors: list[tuple[Tensor, torch.dtype]], max_bytes: int) -> list[tuple[torch.dtype, list[Tensor]]]:
+    """Group the tensors into few messages, each of one dtype. A message has at most max_bytes, or is a single larger tensor."""
+    buckets, filling = [], {}  # filling: dtype -> [bytes so far, tensors] of the last bucket with this dtype
+    for t, dtype in tensors:
+        size = t.numel() * dtype.itemsize
+        if dtype not in filling or filling[dtype][0] + size > max_bytes:
+            filling[dtype] = [0, []]
+            buckets.append((dtype, filling[dtype][1]))
+        filling[dtype][0] += size
+        filling[dtype][1].append(t)
+    return buckets
 
 
 @torch.no_grad()
-def packed_weights(tensors: list[tuple[Tensor, torch.dtype]], keep: bool, max_bytes=BUCKET_BYTES) -> list[Tensor]:
-    """Copy the tensors of multiplied() into buckets on the host. All trainer ranks call this function, because gathering a
-    tensor is collective; ranks without `keep` return nothing. At most one bucket and two whole tensors per dtype are on the
-    device at a time."""
-    packed, whole = [], {}
-    for dtype, pieces in cut_in_buckets([(t.numel(), dtype) for t, dtype in tensors], max_bytes):
-        bucket, at = torch.empty(numel_of(pieces) if keep else 0, dtype=dtype, device=tensors[0][0].device), 0
-        for i, begin, end in pieces:
-            if whole.get(dtype, (None,))[0] != i:  # a collective of the trainer's ranks
-                t = tensors[i][0]
-                whole[dtype] = i, (t.full_tensor() if isinstance(t, DTensor) else t).flatten()
+def pack_weights(tensors: list[tuple[Tensor, torch.dtype]], keep: bool, max_bytes=BUCKET_BYTES) -> list[Tensor]:
+    """Copy the tensors of list_weights() into buckets on the host. All trainer ranks call this function, because gathering a
+    tensor is collective; ranks without `keep` return nothing."""
+    packed = []
+    for dtype, group in plan_buckets(tensors, max_bytes):
+        parts = []
+        for t in group:
+            whole = t.full_tensor() if isinstance(t, DTensor) else t  # a collective of the trainer's ranks
             if keep:
-                bucket[at : at + end - begin].copy_(whole[dtype][1][begin:end])
-            at += end - begin
-        if keep:  # page-locked, so that the courier copies to the device without the CPU
-            host = torch.empty(len(bucket), dtype=dtype, pin_memory=bucket.is_cuda)
-            packed.append(host.copy_(bucket) if bucket.is_cuda else bucket)
+                parts.append(whole.flatten().to(dtype))
+        if keep:
+            bucket = torch.cat(parts)
+            # page-locked, so that the courier copies to the device without the CPU
+            packed.append(torch.empty(len(bucket), dtype=dtype, pin_memory=bucket.is_cuda).copy_(bucket))
     return packed
 
 
 @torch.no_grad()
 def unpack_weights(tensors: list[tuple[Tensor, torch.dtype]], receive, max_bytes=BUCKET_BYTES):
-    """Fill the tensors of multiplied(). receive(bucket) fills a bucket with the next message."""
-    for dtype, pieces in cut_in_buckets([(t.numel(), dtype) for t, dtype in tensors], max_bytes):
-        bucket, at = torch.empty(numel_of(pieces), dtype=dtype, device=tensors[0][0].device), 0
+    """Fill the tensors of list_weights(). receive(bucket) fills a bucket with the next message."""
+    for dtype, group in plan_buckets(tensors, max_bytes):
+        sizes = [t.numel() for t in group]
+        bucket = torch.empty(sum(sizes), dtype=dtype, device=group[0].device)
         receive(bucket)
-        for i, begin, end in pieces:
-            tensors[i][0].data.view(-1)[begin:end].copy_(bucket[at : at + end - begin])
-            at += end - begin
+        for t, part in zip(group, bucket.split(sizes)):
+            t.data.view(-1).copy_(part)
 
 
 class Bridge(NamedTuple):
@@ -118,7 +109,7 @@ def open_bridge(cfg, n_trainers: int, device: torch.device) -> Bridge:
     return Bridge(store, talk, weights, device)
 
 
-def carry(bridge: Bridge, jobs: queue.SimpleQueue, batches: queue.SimpleQueue):
+def run_courier(bridge: Bridge, jobs: queue.SimpleQueue, batches: queue.SimpleQueue):
     """The courier, a thread on trainer rank 0: sends the weights of a job, receives the batch, takes the next job, all while
     the trainer trains. A job is a header (cursor, version) and buckets."""
     try:
@@ -150,13 +141,13 @@ class Generators:
         self.trainer, self.bridge, self.again = trainer, bridge, False
         self.evaluate = in_place.evaluate  # the trainer's ranks have the current weights
         self.jobs, self.batches = queue.SimpleQueue(), queue.SimpleQueue()
-        self.courier = threading.Thread(target=carry, args=(bridge, self.jobs, self.batches), daemon=True)
+        self.courier = threading.Thread(target=run_courier, args=(bridge, self.jobs, self.batches), daemon=True)
         if bridge is not None:
             self.courier.start()
 
     def submit(self, cursor: int | None):
-        tensors = multiplied(self.trainer.model, self.trainer.layout.compute_dtype, self.again)
-        buckets = packed_weights(tensors, keep=self.bridge is not None)
+        tensors = list_weights(self.trainer.model, self.trainer.layout.compute_dtype, self.again)
+        buckets = pack_weights(tensors, keep=self.bridge is not None)
         if self.bridge is not None:
             self.jobs.put(((GO_ON if cursor is None else cursor, self.trainer.policy_version), buckets))
         self.again = True
@@ -194,7 +185,7 @@ def generate_forever(cfg, env, text, Model, model_config, n_trainers: int):
     if cfg.lora_rank:
         add_adapters(model, lora_names(model, cfg.lora_on), cfg.lora_rank, cfg.lora_alpha)
     model.unknown_ids = unknown_ids(text, model_config, layout.device)
-    for t, as_multiplied in multiplied(model, dtype):
+    for t, as_multiplied in list_weights(model, dtype):
         t.data = t.data.to(as_multiplied)
     again, batch = False, {}
     while True:
@@ -202,7 +193,7 @@ def generate_forever(cfg, env, text, Model, model_config, n_trainers: int):
         cursor, version = header.tolist()
         if cursor == END:
             return bridge.close()
-        unpack_weights(multiplied(model, dtype, again), bridge.broadcast)
+        unpack_weights(list_weights(model, dtype, again), bridge.broadcast)
         again, cursor = True, batch["cursor"] if cursor == GO_ON else cursor
         try:
             batch = make_batch(cfg, env, text, layout, model, cursor, version)

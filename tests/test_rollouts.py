@@ -234,22 +234,23 @@ def test_weights_travel_in_few_messages(tmp_path, kind):
     ours, theirs = (load_hf_model(str(tmp_path / "hf"))[0] for _ in range(2))
     for model in (ours, theirs):
         add_adapters(model, lora_names(model, ["wq", "wo"] * (kind == "adapters")), 2, 4.0)
-    for t, dtype in generators.multiplied(theirs, torch.bfloat16):
+    for t, dtype in generators.list_weights(theirs, torch.bfloat16):
         t.data = torch.zeros(t.shape, dtype=dtype)
     for p in ours.parameters():
         torch.nn.init.normal_(p)
-    whole = generators.multiplied(ours, torch.bfloat16)
+    whole = generators.list_weights(ours, torch.bfloat16)
     assert len({dtype for _, dtype in whole}) == (2 if kind in ("deepseek_v3", "qwen3_moe") else 1)
     quarter = sum(t.numel() * dtype.itemsize for t, dtype in whole) // 4
     for again, max_bytes, least in ((False, 1 << 30, 1), (False, quarter, 4), (True, 1 << 30, 1)):
-        listed = generators.multiplied(ours, torch.bfloat16, again)
-        packed = generators.packed_weights(listed, True, max_bytes)
-        assert packed[0].numel() and generators.packed_weights(listed, False, max_bytes) == []
-        assert max(bucket.nbytes for bucket in packed) <= max_bytes and least <= len(packed) < len(listed)
+        listed = generators.list_weights(ours, torch.bfloat16, again)
+        packed = generators.pack_weights(listed, True, max_bytes)
+        assert packed[0].numel() and generators.pack_weights(listed, False, max_bytes) == []
+        largest = max(t.numel() * dtype.itemsize for t, dtype in listed)
+        assert max(bucket.nbytes for bucket in packed) <= max(max_bytes, largest) and least <= len(packed) < len(listed)
         assert sum(bucket.numel() for bucket in packed) == sum(t.numel() for t, _ in listed)
         take = list(packed)[::-1].pop
-        generators.unpack_weights(generators.multiplied(theirs, torch.bfloat16, again), partial(copy_from, take), max_bytes)
-        for (t, dtype), (u, _) in zip(whole, generators.multiplied(theirs, torch.bfloat16)):
+        generators.unpack_weights(generators.list_weights(theirs, torch.bfloat16, again), partial(copy_from, take), max_bytes)
+        for (t, dtype), (u, _) in zip(whole, generators.list_weights(theirs, torch.bfloat16)):
             assert u.dtype == dtype and torch.equal(t.to(dtype), u)
         for p in ours.parameters() if kind != "adapters" else [p for n, p in ours.named_parameters() if is_adapter(n)]:
             torch.nn.init.normal_(p)
