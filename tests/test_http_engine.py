@@ -145,7 +145,7 @@ FAULTS = {
     "no choices": ("vllm", spoiled(lambda answer: {"error": "busy"}), "answers in another form, KeyError 'choices' in {"),
     "a list": ("sglang", spoiled(lambda answer: {"text": "", "meta_info": {}}), "/generate answers in another form"),
     "no ids": ("vllm", with_choice(token_ids=None), "a log-probability for each"),
-    "no log-probabilities": ("vllm", with_choice(logprobs=None), "came back in another form, TypeError"),
+    "no log-probabilities": ("vllm", with_choice(logprobs=None), "/v1/completions answers in another form, TypeError"),
     "too few": ("vllm", spoiled(lambda answer: {"choices": answer["choices"][1:]}), "3 samples came back where 4"),
     "too few of sglang": ("sglang", spoiled(lambda answer: answer[1:]), "3 samples came back where 4"),
     "an id outside": ("vllm", with_choice(token_ids=[24], logprobs={"token_logprobs": [-1.0]}), "the id 24 is none"),
