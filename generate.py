@@ -25,26 +25,23 @@ from support.config import Parser, parse_config, usage_error
 
 def check_request(config, prompts, max_new_tokens, temperature, top_k, top_p):
     """Raise ValueError, one line, for requests that the model cannot serve."""
-    if not prompts:
-        raise ValueError("no prompts: give a list with at least one list of token ids")
+    rules = [
+        (not prompts, "no prompts: give a list with at least one list of token ids"),
+        (max_new_tokens < 1, f"max_new_tokens is {max_new_tokens}, needs to be at least 1"),
+        (temperature < 0, f"temperature is {temperature}, needs to be 0 (always the likeliest token) or more"),
+        (top_k < 0, f"top_k is {top_k}, needs to be 0 (all tokens) or more"),
+        (not 0 < top_p <= 1, f"top_p is {top_p}, needs to be above 0 and at most 1 (all tokens)")]
     for row, prompt in enumerate(prompts):
-        if len(prompt) == 0:
-            raise ValueError(f"prompt {row} is empty: a model continues text, give it at least one token")
-        if bad := [t for t in prompt if not 0 <= t < config.vocab_size]:
-            raise ValueError(f"prompt {row} has token id {bad[0]}, but vocab_size is {config.vocab_size}, wrong tokenizer?")
-        if len(prompt) + max_new_tokens > config.max_seq_len:
-            raise ValueError(
-                f"prompt {row} has {len(prompt)} tokens and {max_new_tokens} new ones make {len(prompt) + max_new_tokens}, "
-                f"the model's max_seq_len is {config.max_seq_len}: shorten the prompt or lower max_new_tokens"
-            )
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}, needs to be at least 1")
-    if temperature < 0:
-        raise ValueError(f"temperature is {temperature}, needs to be 0 (always the likeliest token) or more")
-    if top_k < 0:
-        raise ValueError(f"top_k is {top_k}, needs to be 0 (all tokens) or more")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"top_p is {top_p}, needs to be above 0 and at most 1 (all tokens)")
+        n, bad = len(prompt), next((t for t in prompt if not 0 <= t < config.vocab_size), None)
+        rules += [
+            (n == 0, f"prompt {row} is empty: a model continues text, give it at least one token"),
+            (bad is not None, f"prompt {row} has token id {bad}, but vocab_size is {config.vocab_size}, wrong tokenizer?"),
+            (n + max_new_tokens > config.max_seq_len,
+             f"prompt {row} has {n} tokens and {max_new_tokens} new ones make {n + max_new_tokens}, the model's max_seq_len is "
+             f"{config.max_seq_len}: shorten the prompt or lower max_new_tokens")]
+    for wrong, message in rules:
+        if wrong:
+            raise ValueError(message)
 
 
 def generate(
@@ -81,25 +78,24 @@ class Config(ChatConfig):
 
 
 def open_checkpoint(folder: str, device="cpu"):
-    """(model, tokenizer, eot id, list of eot ids, or None) of a run, step or Hugging Face folder. Raises ValueError."""
-    # bf16 on GPUs: every new token reads all weights once, so half the bytes is twice the speed
-    dtype = torch.bfloat16 if torch.device(device).type == "cuda" else None
+    """(model, tokenizer, ids that end a text) of a run, step or Hugging Face folder. Raises ValueError."""
     load = load_model
     if is_hf_folder(folder):
         from storage.hf import load_hf_model as load
-    model, _ = load(folder, device, dtype)
+    # bf16 on GPUs: every new token reads all weights once, so half the bytes is twice the speed
+    model, _ = load(folder, device, torch.bfloat16 if torch.device(device).type == "cuda" else None)
     for path in [folder, *(path for _, path in step_folders(folder))]:
         if os.path.isfile(os.path.join(path, "tokenizer.json")):
             try:
                 ends = ends_of(path)
             except ValueError:
-                ends = [None]  # no known end-of-text token: texts run on to max_new_tokens
-            return model, load_tokenizer(Path(path, "tokenizer.json")), ends if len(ends) > 1 else ends[0]
+                ends = []  # no known end-of-text token: texts run on to max_new_tokens
+            return model, load_tokenizer(Path(path, "tokenizer.json")), ends
     raise ValueError(f"{folder} has no tokenizer.json, its data came without one: call generate.generate with token ids")
 
 
 def continue_texts(
-    model, tokenizer, eot, texts: list[str], max_new_tokens: int, show=None, bos=False, chat=None, **options
+    model, tokenizer, ends: list[int], texts: list[str], max_new_tokens: int, show=None, bos=False, chat=None, **options
 ) -> list[str]:
     """The model's continuation of each text. show(piece) gets the first text and its continuation, piece by piece.
 
@@ -107,7 +103,6 @@ def continue_texts(
     open_chat(); the texts are questions then, and show() gets the answer only.
     """
     prompts = [chat(text) for text in texts] if chat else texts
-    ends = eot if isinstance(eot, list) else [eot] * (eot is not None)
     tokenizer.encode_special_tokens = chat is None  # markers in a template are tokens, in other texts plain text
     # an empty text begins a document, after the end of another
     prompts = [encode(tokenizer, text, bos and not chat) or ends[:1] for text in prompts]
@@ -133,14 +128,14 @@ def print_sample(run: str, n_params: int, data=None, max_new_tokens=120):
         if n_params > 2e9:
             print(f"for a sample: {command}")  # loading a model of this size would keep all devices waiting
             return
-        model, tokenizer, eot = open_checkpoint(run, "cuda" if torch.cuda.is_available() else "cpu")
+        model, tokenizer, ends = open_checkpoint(run, "cuda" if torch.cuda.is_available() else "cpu")
         max_new_tokens = min(max_new_tokens, model.config.max_seq_len // 2)
         chat = None
         if is_chat:
             from sft.prompts import open_chat
 
             chat = open_chat(run, ChatConfig(chat=True))
-        (text,) = continue_texts(model, tokenizer, eot, [prompt], max_new_tokens, chat=chat, temperature=0.8, top_p=0.95)
+        (text,) = continue_texts(model, tokenizer, ends, [prompt], max_new_tokens, chat=chat, temperature=0.8, top_p=0.95)
         said = f"{prompt}\n\n{text}" if is_chat else f"{prompt}{text}"
         print(f"checkpoint: {step_folders(run)[0][1]}\nsample (for others: {command}):\n\n{said}", flush=True)
     except Exception as error:

@@ -220,7 +220,7 @@ def test_streamed_pieces_add_up_for_bytes_that_are_no_text(tokenizer):
 
 def test_texts_of_a_batch_and_an_empty_text(run_folder):
     parts = open_checkpoint(str(run_folder))
-    assert parts[2] == 0
+    assert parts[2] == [0]
     both = continue_texts(*parts, ["def f", ""], 12, temperature=0)
     assert both == [continue_texts(*parts, [text], 12, temperature=0)[0] for text in ("def f", "")]
 
