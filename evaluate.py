@@ -41,7 +41,6 @@ from rl.scoring import (
     WRITING,
     ScoringConfig,
     check_requests,
-    check_writing,
     complete,
     encode_pair,
     open_model,
@@ -112,7 +111,7 @@ def read_task(path: str, flag="--task") -> tuple[str, list[Line]]:
 
 def check_answers(lines: list[Line], answers: str):
     """Raises ValueError for a line with an answer that no text can match."""
-    for line in lines if answers != "auto" else ():
+    for line in lines:
         if reason := never_right(answers, str(line.fields["answer"])):
             raise ValueError(f"{line.where}: nothing can be right with --answers {answers} where the answer is "
                              f"{str(line.fields['answer'])[-60:]!r}: {reason}")
@@ -225,11 +224,13 @@ def check_task(cfg: Config, kind: str, model_config, folder: str) -> int:
          f"{longest}, or -1 for that"),
         (kind == "answer" and cfg.max_new_tokens >= longest, f"--max_new_tokens {cfg.max_new_tokens} leaves no room for a "
          f"prompt in the {longest} tokens of --seq_len, or of the model; lower it"),
+        (kind == "answer" and cfg.pp * cfg.cp > 1, f"--pp {cfg.pp} --cp {cfg.cp}: answers are written token by token, with "
+         "which neither helps; use --dp_shard or --tp"),
+        (kind == "answer" and cfg.tp > 1 and hasattr(model_config, "mtp_depth"),
+         f"--tp {cfg.tp}: writing with DeepSeek caches latents, which tp does not split; use --dp_shard"),
     ]:
         if wrong:
             raise ValueError(message)
-    if kind == "answer":
-        check_writing(cfg, model_config)
     return longest
 
 
@@ -259,7 +260,8 @@ def main(cfg: Config):
     kind, lines = read_task(cfg.task)
     lines = lines[: cfg.limit or None]
     counted = f"{len(lines):,} line{'s' * (len(lines) > 1)}"
-    check_answers(lines, cfg.answers if kind == "answer" else "auto")
+    if kind == "answer" and cfg.answers != "auto":
+        check_answers(lines, cfg.answers)
     text, Model, model_config, folder = read_checkpoint(cfg.checkpoint, open_chat(cfg.checkpoint, cfg))
     longest = check_task(cfg, kind, model_config, folder)
     cfg, layout = plan_layout(cfg, kind, model_config, longest)

@@ -66,16 +66,15 @@ from support.optim import set_lr
 CLIP = {"grpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2), "dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
 # Needs of flags: see support/config.py
 DENSE = Need("with experts: they multiply as many rows as tokens chose them", lambda c: not getattr(c, "n_experts", 0))
-OWN_MODEL = Need("with --init_from, which says what the model is", lambda c: not c.init_from)
+NEW_MODEL = Need("with --init_from, which brings a trained model", lambda c: not c.init_from)
 ROWS = Need("with --pack_tokens: a forward is one packed sequence", lambda c: not c.pack_tokens)
-WARM_UP = Need("with --init_from: its model needs no warm-up", lambda c: not c.init_from)
 
 
 @dataclass(kw_only=True)
 class Config(ParallelConfig, LaunchConfig, LoraConfig, CheckpointConfig, MetricsConfig, DatasetConfig, RewardConfig,
              ChatConfig, EngineConfig, ReportConfig, PackingConfig):
     REFUSED = ("pp", "loss_parallel", "load_only", "exclude_from_loading")  # not in --help: rl/refusals.py says why
-    flavor: Literal[tuple(FLAVORS)] = flag("debug", OWN_MODEL)  # a small Llama 3, or Qwen3 with experts
+    flavor: Literal[tuple(FLAVORS)] = flag("debug", NEW_MODEL)  # a small Llama 3, or Qwen3 with experts
     model_args: str = ""  # fields of the flavor to change: "n_layers=4,dim=128"
     out: str = "runs/grpo"  # folder for all files of the run; the same folder again continues the run
     env: str = "reverse"  # the task: reverse, sum_digits, countdown, calculator, dataset, gsm8k, or a file of your own
@@ -102,8 +101,8 @@ class Config(ParallelConfig, LaunchConfig, LoraConfig, CheckpointConfig, Metrics
     abort_k3: float = 0.05  # stop if generator and trainer differ by more, as k3 divergence; 0 = never
     control: Literal["none", "frozen", "random"] = "none"  # for comparison: no updates, or rewards by a coin
     sft_steps: int = 200  # steps of supervised warm-up on answers, at most, for a model without --init_from
-    sft_loss: float = flag(0.25, WARM_UP)  # the warm-up ends below this loss per token: most is left to learn
-    sft_lr: float = flag(1e-3, WARM_UP)  # learning rate of the warm-up, whatever --lr is
+    sft_loss: float = flag(0.25, NEW_MODEL)  # the warm-up ends below this loss per token: most is left to learn
+    sft_lr: float = flag(1e-3, NEW_MODEL)  # learning rate of the warm-up, whatever --lr is
     lr: float = 5e-4  # peak learning rate, reached after warmup_steps
     min_lr_ratio: float = 0.1  # the learning rate falls linearly to this share of the peak
     warmup_steps: int = 30  # steps of linear warmup
@@ -123,11 +122,8 @@ class Config(ParallelConfig, LaunchConfig, LoraConfig, CheckpointConfig, Metrics
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto = a GPU, else the CPU
 
     def __post_init__(self):
-        MetricsConfig.__post_init__(self)
-        DatasetConfig.__post_init__(self)
-        RewardConfig.__post_init__(self)
-        EngineConfig.__post_init__(self)
-        ReportConfig.__post_init__(self)
+        for group in (MetricsConfig, DatasetConfig, RewardConfig, EngineConfig, ReportConfig):
+            group.__post_init__(self)
         check_flags(self)
 
 
@@ -167,7 +163,7 @@ def compare_policies(lp, entropy, b):
     return torch.stack(sums), d.abs().max().float()
 
 
-def whole_step(parts: list[dict], name: str, weight: str) -> float:
+def weighted_mean(parts: list[dict], name: str, weight: str) -> float:
     """Weighted mean of parts[i][name] over the updates of a step."""
     return sum(part[name] * part[weight] for part in parts) / max(sum(part[weight] for part in parts), 1)
 
@@ -341,16 +337,16 @@ def update_policy(trainer: Trainer, groups: list[list[dict]], lr: float, step: i
         found = trainer.train_on(some, counted=part)
         if not updates:
             proofs.append(found)
-            proof = {name: whole_step(proofs, name, "tokens") for name in ("logprob_k3", "ratio_outside", "entropy")}
+            proof = {name: weighted_mean(proofs, name, "tokens") for name in ("logprob_k3", "ratio_outside", "entropy")}
             if cfg.abort_k3 and proof["logprob_k3"] > cfg.abort_k3:
                 raise RuntimeError(f"step {step}: logprob_k3 {proof['logprob_k3']:.3g} is above --abort_k3 {cfg.abort_k3}: "
                                    "the generator does not sample from the policy that is trained")
         updates.append(found | trainer.optim_step(lr, update=cfg.control != "frozen"))
     return proof | dict(
-        logprob_max_diff=max(p["logprob_max_diff"] for p in proofs), loss=whole_step(updates, "loss", "denominator"),
+        logprob_max_diff=max(p["logprob_max_diff"] for p in proofs), loss=weighted_mean(updates, "loss", "denominator"),
         loss_max=max(u["loss_max"] for u in updates), grad_norm=sum(u["grad_norm"] for u in updates) / len(updates),
         clip_share=sum(u["clip_share"] * u["tokens"] for u in updates) / sum(p["tokens"] for p in proofs),
-        padding=whole_step(updates, "padding", "fed"), policy_version=trainer.policy_version)
+        padding=weighted_mean(updates, "padding", "fed"), policy_version=trainer.policy_version)
 
 
 # ---------------------------------------------------------------- warm-up, evaluation
@@ -371,14 +367,12 @@ def warm_up(trainer: Trainer, env, text):
 
 
 def evaluate_policy(trainer: Trainer, engine, prompts: list[str], metrics: Metrics, step: int):
-    """Every --eval_every steps: evaluate held-out prompts, log held_out_numbers() and print a line."""
-    cfg, layout = trainer.cfg, trainer.layout
-    if not cfg.eval_every or step % cfg.eval_every and step != cfg.steps:
-        return
+    """Evaluate held-out prompts, log held_out_numbers() and print a line."""
+    cfg = trainer.cfg
     tasks = [(f"eval/{i}", prompt) for i, prompt in enumerate(prompts)]
     samples, greedy = engine.evaluate(tasks, cfg.eval_k, cfg.temperature), engine.evaluate(tasks, 1, 0.0)
     line = held_out_numbers(samples, greedy, cfg.eval_k)
-    if layout.rank == 0:
+    if trainer.layout.rank == 0:
         metrics.write({"step": step} | line)
         show_evaluation(cfg, step, line)
 
@@ -408,7 +402,8 @@ def main(cfg: Config):
         torch.set_num_threads(1)
     wait_for_run(cfg.out)
     identity = check_own_run(cfg, Model, model_config, lr_at)
-    find_server(cfg, env, layout.rank)
+    if cfg.engine:
+        find_server(cfg, env, layout.rank)
     stop = StopSignal()  # also on generator ranks: without generators, the trainers could not finish their step
 
     # 2. two kinds of ranks: the last --gen_ranks only sample, and stay in generate_forever() until the run ends
@@ -453,7 +448,7 @@ def main(cfg: Config):
     metrics = Metrics(cfg.out, cfg, layout, flops_per_token=flops_per_token, first_step=first,
                       steps=cfg.steps, log_every=cfg.log_every, tokens=state["tokens"])
     ahead, stopping = engines.Ahead(engine, rollouts.reuse_batches(state, cfg, layout.rank == 0), state["cursor"]), False
-    if first == 1:
+    if cfg.eval_every and first == 1:
         evaluate_policy(trainer, engine, held_out, metrics, 0)
     for step in range(first, cfg.steps + 1):
         # (1) prompts, (2) rollouts, (3) rewards
@@ -488,7 +483,8 @@ def main(cfg: Config):
             train_timeouts(layout, cfg.train_timeout_s)
         stopping = stop.agreed(layout)
         last = step == cfg.steps or stopping
-        evaluate_policy(trainer, engine, held_out, metrics, step)
+        if cfg.eval_every and (step % cfg.eval_every == 0 or step == cfg.steps):
+            evaluate_policy(trainer, engine, held_out, metrics, step)
         if cfg.checkpoint_every and (step % cfg.checkpoint_every == 0 or last or step == 1 and cfg.checkpoint_first_step):
             state["batch"] = ahead.all()
             checkpoints.save(step, state, last=last, model_only=cfg.last_save_model_only and step == cfg.steps)

@@ -222,8 +222,6 @@ def wrong_sample(ids, logprobs, reason, room: int, ends: list[int], n_vocab: int
 
 def find_server(cfg, env, rank: int):
     """Check that the server runs and can serve this run. Raises ValueError before anything is built."""
-    if not cfg.engine:
-        return
     if hasattr(env, "tool"):
         raise ValueError(f"--engine {cfg.engine}: --env {cfg.env} has a tool, and a server does not stop for its answers; "
                          "leave out --engine")

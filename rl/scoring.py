@@ -243,15 +243,6 @@ def score(stages: list[nn.Module], layout: Layout, requests: list[tuple], longes
 
 
 # ---------------------------------------------------------------- prompts -> texts
-def check_writing(cfg, model_config) -> None:
-    """Raises ValueError if complete() does not work with this layout."""
-    if cfg.pp * cfg.cp > 1:
-        raise ValueError(f"--pp {cfg.pp} --cp {cfg.cp}: answers are written token by token, with which neither helps; use "
-                         "--dp_shard or --tp")
-    if cfg.tp > 1 and hasattr(model_config, "mtp_depth"):
-        raise ValueError(f"--tp {cfg.tp}: writing with DeepSeek caches latents, which tp does not split; use --dp_shard")
-
-
 @torch.no_grad()
 def complete(
     model, layout: Layout, timeout_s: int, text: Text, prompts: list[list[int]], max_new_tokens: int, temperature=0.0, seed=0,

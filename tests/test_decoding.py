@@ -1,4 +1,4 @@
-"""Decoding, against rl/decoding.py: shapes and operators of a rollout, tools, and forks with attention of their own."""
+"""Decoding, against rl/decoding.py: shapes of a rollout, tools, and forks with attention of their own."""
 from dataclasses import replace
 from types import MethodType
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 from pieces import in_pieces
 from policy import sharp_model
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from models import deepseek
 from models.layers import rotate
@@ -58,10 +57,11 @@ def test_few_shapes_and_the_same_tokens(monkeypatch):
 @pytest.mark.parametrize("tool", [
     lambda ids: [20, 21, 22][: ids[-1] % 4] if ids[-1] in (5, 6, 7, 8) else [], lambda ids: [0, 0] if ids[-1] == 7 else []],
     ids=["answers of different lengths", "an answer with the id that ends a text"])
-def test_a_tool_is_asked_after_each_token_of_the_model(tool):
+@pytest.mark.parametrize("config", [LONG, EXPERTS, LATENT], ids=["llama3", "experts", "latents"])
+def test_a_tool_is_asked_after_each_token_of_the_model(config, tool):
     """Its answer follows, ends no sample and asks nothing; on_token hears each token of a sample once, in order."""
     heard = {}
-    samples = sample(sharp_model(LONG), tool=tool, on_token=lambda s, token: heard.setdefault(s, []).append(token))
+    samples = sample(sharp_model(config), tool=tool, on_token=lambda s, token: heard.setdefault(s, []).append(token))
     assert [heard[i] for i in range(18)] == [s["ids"] for s in samples] and any(0.0 in s["mask"] for s in samples)
     for s in samples:
         answer = []
@@ -73,41 +73,16 @@ def test_a_tool_is_asked_after_each_token_of_the_model(tool):
     assert len({len(s["ids"]) for s in samples}) > 3
 
 
-class Operators(TorchDispatchMode):
-    """Counts the aten operators, views among them."""
-
-    def __init__(self):
-        super().__init__()
-        self.n = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.n += 1
-        return function(*args, **kwargs or {})
-
-
-def test_operators_per_token():
-    """Of a model of this depth: its products alone are 197, and each takes two views."""
-    model = sharp_model(Qwen3Config(dim=32, n_layers=28, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=64, vocab_size=24))
-    counts = []
-    for new in (17, 25):  # in one bucket of keys, and read alike
-        with Operators() as operators:
-            sample(model, new=new, eot=[], max_len=100, rows=18)
-        counts.append(operators.n)
-    per_token = (counts[1] - counts[0]) / 8
-    assert 197 < per_token < 2750
-
-
 def takes_time_and_batch(self, x, cos, sin, attend):
     B, T, _ = x.shape
     q, k, v = (w(x).view(B, T, -1, self.head_dim).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
     return self.wo(attend(rotate(q, cos, sin), rotate(k, cos, -sin), v).transpose(1, 2).reshape(B, T, -1))
 
 
-@pytest.mark.parametrize("change", [True, False])
-def test_blocks_decode_as_without_a_cache(change):
-    """They get (R, 1, D), and their log-probabilities are those of the same blocks without a cache, token by token."""
+def test_blocks_of_a_fork_decode_as_without_a_cache():
+    """A block gets (R, 1, D); its log-probabilities are those of the same block without a cache, token by token."""
     model = sharp_model(LONG)
-    for block in model.blocks.values() if change else ():
+    for block in model.blocks.values():
         block.attn.forward = MethodType(takes_time_and_batch, block.attn)
     samples = sample(model, new=9)
     for s, prompt in zip(samples[::3], PROMPTS):

@@ -253,7 +253,7 @@ def test_wrong_old_logprobs_are_noticed():
 
 
 @pytest.mark.slow
-def test_metrics_are_those_of_the_whole_step(tmp_path):
+def test_metrics_are_those_of_the_weighted_mean(tmp_path):
     """With lr 0 every part of a step is trained by one policy: what is logged cannot depend on how many parts there are, nor on
     whether groups of equal rewards, which have no gradient, are forwarded for another reason."""
     flags = ["--lr", 0, "--steps", 2, "--eval_every", 0, "--checkpoint_every", 0, "--clip_low", 0, "--clip_high", 0,
@@ -272,12 +272,12 @@ def test_metrics_are_those_of_the_whole_step(tmp_path):
 
 def test_numbers_of_a_step_are_weighted():
     parts = [dict(loss=1.0, clip=0.5, n=10), dict(loss=4.0, clip=0.0, n=30)]
-    assert grpo.whole_step(parts, "loss", "n") == 3.25 and grpo.whole_step(parts, "clip", "n") == 0.125
+    assert grpo.weighted_mean(parts, "loss", "n") == 3.25 and grpo.weighted_mean(parts, "clip", "n") == 0.125
     trainer, samples = trainer_of(), samples_of(sharp_model(), n_prompts=6)
     whole = trainer.train_on(samples)
     pieces = [trainer.score(samples[:5]), trainer.train_on(samples[5:])]  # forwarded only, and trained
     for name in ("logprob_k3", "ratio_outside", "entropy"):
-        assert grpo.whole_step(pieces, name, "tokens") == pytest.approx(whole[name], rel=1e-4, abs=1e-9)
+        assert grpo.weighted_mean(pieces, name, "tokens") == pytest.approx(whole[name], rel=1e-4, abs=1e-9)
     assert 0 < max(p["logprob_max_diff"] for p in pieces) < 1e-4
 
 
