@@ -30,11 +30,11 @@ def tokens(samples):
 
 
 def shapes_of_new_tokens(monkeypatch) -> set:
-    """Fills with (rows, keys) of every attention of one new token per row."""
+    """A set, filled with (rows, keys) of every attention of a new token per row."""
     shapes, known = set(), decoding.sdpa
 
     def sdpa(q, k, *rest, **options):
-        if q.shape[1] == k.shape[1]:  # heads that share keys are queries of one head
+        if q.shape[1] == k.shape[1]:  # heads with the same keys are queries of a single head
             shapes.add((q.shape[0], k.shape[2]))
         return known(q, k, *rest, **options)
 
@@ -59,7 +59,7 @@ def test_few_shapes_and_the_same_tokens(monkeypatch):
     ids=["answers of different lengths", "an answer with the id that ends a text"])
 @pytest.mark.parametrize("config", [LONG, EXPERTS, LATENT], ids=["llama3", "experts", "latents"])
 def test_a_tool_is_asked_after_each_token_of_the_model(config, tool):
-    """Its answer follows, ends no sample and asks nothing; on_token hears each token of a sample once, in order."""
+    """The tool's answer follows, ends no sample and asks nothing; on_token hears each token of a sample once, in order."""
     heard = {}
     samples = sample(sharp_model(config), tool=tool, on_token=lambda s, token: heard.setdefault(s, []).append(token))
     assert [heard[i] for i in range(18)] == [s["ids"] for s in samples] and any(0.0 in s["mask"] for s in samples)
@@ -80,7 +80,7 @@ def takes_time_and_batch(self, x, cos, sin, attend):
 
 
 def test_blocks_of_a_fork_decode_as_without_a_cache():
-    """A block gets (R, 1, D); its log-probabilities are those of the same block without a cache, token by token."""
+    """A block gets (R, 1, D); its log-probabilities equal the same block without a cache, token by token."""
     model = sharp_model(LONG)
     for block in model.blocks.values():
         block.attn.forward = MethodType(takes_time_and_batch, block.attn)

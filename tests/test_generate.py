@@ -1,4 +1,4 @@
-"""Text, against generate.py and rl/decoding.py: the cache gives what a full forward gives, rows do not see each other."""
+"""Text, against generate.py and rl/decoding.py: the cache equals a full forward, and rows do not see each other."""
 import copy
 import json
 import random
@@ -33,7 +33,7 @@ def model():
 
 
 def full_logprobs(model, prompt, new, temperature=1.0):
-    """Log-probabilities of `new` after `prompt` from one forward without a cache."""
+    """Log-probabilities of `new` after `prompt` from a forward without a cache."""
     logits = model(torch.tensor([prompt + new]))[0, len(prompt) - 1 : -1].float() / temperature
     return logits.log_softmax(-1).gather(-1, torch.tensor(new)[:, None])[:, 0]
 
@@ -60,7 +60,7 @@ def twice(model):
 
 
 def test_a_block_that_attends_twice(model):
-    """Each call has keys of its own: with a cache, in chunks, in a batch and in rollouts the model is what it is without."""
+    """Each call has its own keys: in chunks, in a batch and in rollouts the model equals the model without a cache."""
     other = twice(model)
     test_cached_decode_equals_full_forward(other, [5, 1, 1, 4, 1])
     new, logprobs = generate(other, PROMPTS, 8, seed=3, logprobs=True)
@@ -75,7 +75,7 @@ def test_a_block_that_attends_twice(model):
 
 
 def test_a_latent_block_that_attends_twice():
-    """DeepSeek hands attend_cached to its attention, and two of these have two caches of latents."""
+    """DeepSeek hands attend_cached to its attention; two attentions have two caches of latents."""
     torch.manual_seed(0)
     config = replace(deepseek.FLAVORS["debug"], n_layers=2, dim=32, n_heads=4, ffn_dim=64, vocab_size=97)
     other = deepseek.DeepSeek(config)
@@ -99,7 +99,7 @@ def test_cached_decode_equals_full_forward(model, chunks):
 def test_ragged_batch_equals_each_prompt_alone(model, temperature, monkeypatch):
     together = generate(model, PROMPTS, 20, temperature=temperature, seed=4)
     assert [len(row) for row in together] == [20] * 4
-    monkeypatch.setattr(decoding, "PREFILL_CHUNK", 3)  # prompts read in pieces, some of them all padding
+    monkeypatch.setattr(decoding, "PREFILL_CHUNK", 3)  # prompts read in pieces, some pieces only padding
     assert generate(model, PROMPTS, 20, temperature=temperature, seed=4) == together
     for row, prompt in enumerate(PROMPTS):
         noise = decoding.uniform_noise(f"4/{row}", 1, 20)
@@ -185,13 +185,13 @@ TEXT = "def f(x):\n    return 'naïve', '日本語', '🙂🙃'  # für alle\n"
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """Bytes and a few merges; like those of the built-in corpus, most tokens of a non-English character are parts of it."""
+    """Bytes and a few merges; like those of the built-in corpus, most non-English characters have several tokens."""
     return bpe(TEXT[:25], 280, ["<|endoftext|>"])
 
 
 @pytest.fixture
 def run_folder(tmp_path, tokenizer, monkeypatch):
-    """A run folder with a tokenizer; its model is made here rather than loaded. Reading real ones is test_checkpoint.py's."""
+    """A run folder with a tokenizer; the model is made in this file. test_checkpoint.py reads real checkpoints."""
     step = tmp_path / "run" / "checkpoints" / "step-3"
     step.mkdir(parents=True)
     tokenizer.save(str(step / "tokenizer.json"))
@@ -204,7 +204,7 @@ def run_folder(tmp_path, tokenizer, monkeypatch):
 
 def test_streamed_pieces_are_whole_characters_and_add_up(tokenizer):
     ids = tokenizer.encode(TEXT).ids
-    assert "\ufffd" in tokenizer.decode(ids[-20:-19])  # so there are characters of several tokens
+    assert "\ufffd" in tokenizer.decode(ids[-20:-19])  # some characters have several tokens
     stream = TextStream(tokenizer)
     pieces = [stream.push(token) for token in ids] + [stream.push(None)]
     assert "".join(pieces) == TEXT and "\ufffd" not in "".join(pieces)
@@ -213,7 +213,7 @@ def test_streamed_pieces_are_whole_characters_and_add_up(tokenizer):
 
 def test_streamed_pieces_add_up_for_bytes_that_are_no_text(tokenizer):
     for seed in range(20):
-        ids = random.Random(seed).choices(range(1, 280), k=40)  # what an untrained model says
+        ids = random.Random(seed).choices(range(1, 280), k=40)  # as from an untrained model
         stream = TextStream(tokenizer)
         assert "".join([stream.push(token) for token in ids] + [stream.push(None)]) == tokenizer.decode(ids)
 
@@ -238,7 +238,7 @@ def test_command_line_streams_one_prompt_and_prints_several(run_folder, capsys):
 
 
 def test_sample_at_the_end_of_a_run_goes_on_from_its_own_data(run_folder, tmp_path, capsys):
-    """From the beginning of the validation text, or of the training text where there is none."""
+    """From the beginning of the validation text, or without validation of the training text."""
     (tmp_path / "a.txt").write_text("Good morning, it's a fine day today.\n" * 300 + "It's now getting rather late\n" * 40)
     (tmp_path / "b.jsonl").write_text(json.dumps({"text": "\n  Long ago \n and far away " * 60}) + "\n")
     for name, words in ("a.txt", "It's now getting rather"), ("b.jsonl", "Long ago"):

@@ -90,7 +90,7 @@ def weights(tmp_path_factory):
 
 
 def ask(url, weights, version="7", timeout_s=20.0):
-    """Samples of one prompt, as the engine asks for them."""
+    """Samples of a prompt, asked for as by the engine."""
     server = Server(url, timeout_s)
     server.load(weights, version)
     found = server.sample([3, 4, 5], 4, 9, 1.0, ENDS, 1, {})
