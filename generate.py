@@ -18,7 +18,7 @@ import torch
 from checkpoint import load_model
 from corpus.text import ChatConfig, TextStream, encode, ends_of, has_bos
 from corpus.tokenizer import load_tokenizer
-from rl.decoding import rollout, uniform_noise
+from rl.decoding import draw_noise, rollout
 from storage.manifest import is_hf_folder, step_folders
 from support.config import Parser, parse_config, usage_error
 
@@ -56,7 +56,7 @@ def generate(
     ValueError.
     """
     check_request(model.config, prompts, max_new_tokens, temperature, top_k, top_p)
-    noise = torch.stack([uniform_noise(f"{seed}/{row}", 1, max_new_tokens) for row in range(len(prompts))])
+    noise = draw_noise([f"{seed}/{row}" for row in range(len(prompts))], 1, max_new_tokens)
     samples = rollout(
         model, prompts, noise, temperature, [] if eot is None else eot, max_len=max(map(len, prompts)) + max_new_tokens,
         top_k=top_k, top_p=top_p, on_token=stream)

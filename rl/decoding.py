@@ -36,10 +36,8 @@ class RowCache:
         self.rows, self.max_len, self.fixed_shapes = rows, max_len, fixed_shapes
         self.kept = {}  # (block, n-th call of attend in the block): [keys, values], each (rows, max_len, kv heads, head dim)
 
-    def place(self, at: Tensor, rows: Tensor | None = None, keys: int | None = None):
-        """Set the places of the next forward: positions at (R, T) of these rows (R,), None: of all rows. keys: length of the
-        longest row after the forward; None asks the device, and the host waits."""
-        keys = int(at.max()) + 1 if keys is None else keys
+    def place(self, at: Tensor, keys: int, rows: Tensor | None = None):
+        """Set the places of the next forward: positions at (R, T), all below `keys`, of these rows (R,), None: of all rows."""
         self.n_keys = self.max_len if self.fixed_shapes else min(-(-keys // KEY_BUCKET) * KEY_BUCKET, self.max_len)
         self.at, self.chosen, self.column = at, rows, torch.arange(self.n_keys, device=at.device)
         self.mask = self.column <= at[:, None, :, None]  # (R, 1, T, n_keys), the same in all blocks
@@ -90,9 +88,13 @@ def noise_seed(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
 
 
-def uniform_noise(name: str, *shape: int) -> Tensor:
-    """Numbers in [0, 1) that depend only on the name: not on the device, nor on earlier numbers."""
-    return torch.rand(shape, generator=torch.Generator().manual_seed(noise_seed(name)))
+def draw_noise(names: list[str], G: int, n: int) -> Tensor:
+    """(names, G, n) numbers in [0, 1) for rollout(), a function of the names: neither device, number of ranks nor
+    restart changes a sample."""
+    noise = torch.empty(len(names), G, n)
+    for row, name in zip(noise, names):
+        row.copy_(torch.rand(G, n, generator=torch.Generator().manual_seed(noise_seed(name))))
+    return noise
 
 
 def column_logits(h: Tensor, weight: Tensor, *, column: Tensor, mesh=None) -> Tensor:
@@ -108,7 +110,7 @@ def next_logits(model, cache: RowCache, tokens: Tensor, at: Tensor, column: Tens
     """Run tokens (R, T) at positions at (R, T), all below `keys`, of these rows (R,), None: of all rows. Returns the logits
     (R, V) of one column (R,) of each row."""
     usual_logits = model.logits
-    cache.place(at, rows, keys)
+    cache.place(at, keys, rows)
     model.logits = partial(column_logits, column=column, mesh=mesh)
     try:
         return model(tokens, positions=at, cache=cache)

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from distributed.agree import reason
-from distributed.layout import Layout
+from distributed.layout import Layout, dtype_of_compute
+from distributed.refusals import runs_on_cuda
 from rl.rollouts import make_batch, patient_group, unknown_ids
 from sft.lora import add_adapters, is_adapter, lora_names
 
@@ -173,14 +174,14 @@ def generate_forever(cfg, env, text, Model, model_config, n_trainers: int):
     and then send END. If the trainers die, the connection breaks and this rank fails.
     """
     rank, n = int(os.environ["RANK"]) - n_trainers, cfg.gen_ranks
-    on_cuda = cfg.device != "cpu" and torch.cuda.is_available()
+    on_cuda = runs_on_cuda(cfg.device)
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_cuda else torch.device("cpu")
     layout = Layout(dp_shard=n, global_batch_size=n, device=device, rank=rank)  # whole models, different prompts
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     bridge = open_bridge(cfg, n_trainers, device)
     dist.init_process_group("gloo", store=dist.PrefixStore("world", bridge.store), rank=rank, world_size=n)
-    dtype = {"auto": torch.bfloat16, "bfloat16": torch.bfloat16, "float32": torch.float32}[cfg.compute_dtype]
+    dtype = dtype_of_compute(cfg, on_cuda)
     model = Model(model_config).to(layout.device)
     if cfg.lora_rank:
         add_adapters(model, lora_names(model, cfg.lora_on), cfg.lora_rank, cfg.lora_alpha)

@@ -17,7 +17,7 @@ from torch import Tensor
 from corpus.text import ChatConfig
 from distributed.agree import gather
 from rl.datasets import DatasetConfig
-from rl.decoding import rollout, uniform_noise
+from rl.decoding import draw_noise, rollout
 from rl.environments import draw_task, tool_of
 from rl.rewards import RewardConfig, pay_all, short
 from support.config import default_of
@@ -77,14 +77,9 @@ def lockstep(layout, timeout_s: int, tool=None):
 
 
 def draw_samples(cfg, env, text, layout, model, tasks, mine, group_size, temperature):
-    """(2) on this rank, with whole weights: (group_size samples of each task, failures). mine: indices of this rank's tasks.
-
-    Noise is a function of seed and name, so neither the number of ranks nor a restart changes a sample.
-    """
+    """(2) on this rank, with whole weights: (group_size samples of each task, failures). mine: indices of this rank's tasks."""
     prompts = [text.prompt(tasks[i][1]) for i in mine]
-    noise = torch.empty(len(mine), group_size, cfg.max_new_tokens)
-    for row, i in zip(noise, mine):
-        row.copy_(uniform_noise(f"{cfg.seed}/{tasks[i][0]}", *row.shape))
+    noise = draw_noise([f"{cfg.seed}/{tasks[i][0]}" for i in mine], group_size, cfg.max_new_tokens)
     failed, tool = [], tool_of(env, text)
 
     def answer(ids):
@@ -126,17 +121,23 @@ def sample_groups(cfg, env, text, layout, model, tasks: list[tuple[str, str]], g
     failures, everyone = zip(*gather((failed, samples), group))  # from all ranks
     if reasons := sum(failures, []):
         raise ValueError(f"--env {cfg.env}: {reasons[0]}")
-    copies = layout.cp * layout.tp
-    for rank, theirs in enumerate(everyone):  # cp and tp ranks of a data rank sample the same
-        if [s["ids"] for s in theirs] != [s["ids"] for s in everyone[rank - rank % copies]]:
-            raise RuntimeError(f"ranks {rank - rank % copies} and {rank} share one model but sampled different tokens")
+    everyone = one_of_each_model(everyone, layout)
     # sorted() is stable, so samples keep their order within a group
-    samples = sorted((s for part in everyone[::copies] for s in part), key=lambda s: s["group"])
+    samples = sorted((s for part in everyone for s in part), key=lambda s: s["group"])
     unpaid = [s["failed"] for s in samples if s["failed"]]
     if unpaid and layout.rank == 0:
         print(f"{len(unpaid)} of {len(samples)} rewards failed and count as --failed_reward {cfg.failed_reward:g}, the "
               f"first one: {unpaid[0]}", flush=True)
     return samples
+
+
+def one_of_each_model(everyone: list[list[dict]], layout) -> list[list[dict]]:
+    """The samples of one rank for each data rank: cp and tp ranks share a model, and must have sampled the same."""
+    copies = layout.cp * layout.tp
+    for rank, theirs in enumerate(everyone):
+        if [s["ids"] for s in theirs] != [s["ids"] for s in everyone[rank - rank % copies]]:
+            raise RuntimeError(f"ranks {rank - rank % copies} and {rank} share one model but sampled different tokens")
+    return everyone[::copies]
 
 
 def make_batch(cfg, env, text, layout, model, cursor: int, version: int, draw=draw_samples) -> dict:

@@ -27,9 +27,9 @@ from distributed.layout import Layout, ParallelConfig
 from distributed.pipeline import PipelineConfig, pipeline_forward, pipeline_stages
 from distributed.refusals import check_layout, runs_on_cuda
 from models.loss import IGNORE, TokenLogprobs, alone, log_normalizer
-from rl.decoding import rollout, uniform_noise
+from rl.decoding import draw_noise, rollout
 from rl.packing import lay_out, pieces
-from rl.rollouts import lockstep, patient_group, whole_weights
+from rl.rollouts import lockstep, one_of_each_model, patient_group, whole_weights
 from rl.text import Text
 from sft.adapters import base_of
 from storage.hf import class_of, load_hf_model, read_hf_config
@@ -254,9 +254,7 @@ def complete(
     group = patient_group(dist.group.WORLD, timeout_s) if layout.world_size > 1 else None
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     mine = order[layout.data_rank :: layout.data_ranks]
-    noise = torch.empty(len(mine), 1, max_new_tokens)
-    for row, i in zip(noise, mine):
-        row.copy_(uniform_noise(f"{seed}/{i}", *row.shape))
+    noise = draw_noise([f"{seed}/{i}" for i in mine], 1, max_new_tokens)
     report, begun = progress("answered", len(prompts), layout), set()
 
     def on_token(sample, token):
@@ -269,18 +267,13 @@ def complete(
             max_len=max(map(len, prompts), default=0) + max_new_tokens, rows=layout.local_batch_size, on_token=on_token,
             stop=ends_with_stop(text, stop) if stop else None, agree=lockstep(layout, timeout_s),
             tp_mesh=layout.mesh["tp"] if layout.tp > 1 else None, **options)
-    for s in samples:
-        s["text"] = text.decode(s["ids"])
+    for i, s in zip(mine, samples):
+        s["index"], s["text"] = i, text.decode(s["ids"])
         if found := [place for string in stop if (place := s["text"].find(string)) >= 0]:
             s["text"], s["truncated"] = s["text"][: min(found)], False
-    everyone = gather(dict(zip(mine, samples)), group)
-    for rank, theirs in enumerate(everyone):
-        first = rank - rank % layout.tp
-        if [s["ids"] for s in theirs.values()] != [s["ids"] for s in everyone[first].values()]:
-            raise RuntimeError(f"ranks {first} and {rank} share one model but went on differently")
-    whole = {i: s for theirs in everyone for i, s in theirs.items()}
-    check_finite([logprob for s in whole.values() for logprob in s["logprobs"]])
-    return [whole[i] for i in range(len(prompts))]
+    whole = sum(one_of_each_model(gather(samples, group), layout), [])
+    check_finite([logprob for s in whole for logprob in s["logprobs"]])
+    return sorted(whole, key=lambda s: s["index"])
 
 
 def ends_with_stop(text: Text, stop: list[str]) -> Callable:

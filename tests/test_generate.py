@@ -102,8 +102,8 @@ def test_ragged_batch_equals_each_prompt_alone(model, temperature, monkeypatch):
     monkeypatch.setattr(decoding, "PREFILL_CHUNK", 3)  # prompts read in pieces, some pieces only padding
     assert generate(model, PROMPTS, 20, temperature=temperature, seed=4) == together
     for row, prompt in enumerate(PROMPTS):
-        noise = decoding.uniform_noise(f"4/{row}", 1, 20)
-        monkeypatch.setattr(generate_module, "uniform_noise", lambda name, *shape, noise=noise: noise)
+        noise = decoding.draw_noise([f"4/{row}"], 1, 20)
+        monkeypatch.setattr(generate_module, "draw_noise", lambda names, *shape, noise=noise: noise)
         assert generate(model, [prompt], 20, temperature=temperature, seed=4) == [together[row]]
 
 
@@ -124,7 +124,7 @@ def test_seeds(model):
 
 def test_samples_follow_the_distribution():
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, -50.0]]).repeat(4000, 1)
-    u = torch.cat([decoding.uniform_noise(f"0/{row}", 1) for row in range(4000)])
+    u = decoding.draw_noise([f"0/{row}" for row in range(4000)], 1, 1).flatten()
     for temperature, top_k, top_p in [(1.0, 0, 1.0), (2.0, 3, 1.0), (1.0, 0, 0.7)]:
         tokens, logprobs = decoding.draw(logits, u, temperature, top_k, top_p)
         wanted = decoding.truncate(logits[:1] / temperature, top_k, top_p).softmax(-1)[0]
