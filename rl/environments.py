@@ -206,8 +206,12 @@ def tool_of(env, text):
     """The environment's tool as a function from ids to ids, for rollout(); None without a tool."""
     if not hasattr(env, "tool"):
         return None
-    asks = lambda ids: text.decode(ids[-len(env.TOOL_END) - 8 :]).endswith(env.TOOL_END)  # noqa: E731
-    return lambda ids: text.ids(env.tool(text.decode(ids))) if asks(ids) else []
+
+    def answer(ids):
+        is_question = text.decode(ids[-len(env.TOOL_END) - 8 :]).endswith(env.TOOL_END)
+        return text.ids(env.tool(text.decode(ids))) if is_question else []
+
+    return answer
 
 
 def supervised_sample(env, text, prompt: str, answer: str) -> dict:

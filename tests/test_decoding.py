@@ -55,8 +55,9 @@ def test_few_shapes_and_the_same_tokens(monkeypatch):
 
 
 @pytest.mark.parametrize("tool", [
-    lambda ids: [20, 21, 22][: ids[-1] % 4] if ids[-1] in (5, 6, 7, 8) else [], lambda ids: [0, 0] if ids[-1] == 7 else []],
-    ids=["answers of different lengths", "an answer with the id that ends a text"])
+    lambda ids: [20, 21, 22][: ids[-1] % 4] if ids[-1] in (5, 6, 7, 8) else [], lambda ids: [0, 0] if ids[-1] == 7 else [],
+    lambda ids: [20, 7] if ids[-1] == 7 else []],
+    ids=["answers of all lengths", "an end in an answer", "a question in an answer"])
 @pytest.mark.parametrize("config", [LONG, EXPERTS, LATENT], ids=["llama3", "experts", "latents"])
 def test_a_tool_is_asked_after_each_token_of_the_model(config, tool):
     """The tool's answer follows, ends no sample and asks nothing; on_token hears each token of a sample once, in order."""

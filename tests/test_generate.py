@@ -63,9 +63,6 @@ def test_a_block_that_attends_twice(model):
     """Each call has its own keys: in chunks, in a batch and in rollouts the model equals the model without a cache."""
     other = twice(model)
     test_cached_decode_equals_full_forward(other, [5, 1, 1, 4, 1])
-    new, logprobs = generate(other, PROMPTS, 8, seed=3, logprobs=True)
-    for prompt, ids, values in zip(PROMPTS, new, logprobs, strict=True):
-        assert torch.allclose(full_logprobs(other, prompt, ids), torch.tensor(values), atol=1e-4)
     for rows in (4, 64):  # with fewer rows than samples, rows are refilled, and given up at the end
         noise = torch.rand(4, 3, 7, generator=torch.Generator().manual_seed(0))
         samples = decoding.rollout(other, PROMPTS, noise, 1.0, 0, max_len=32, rows=rows)

@@ -85,9 +85,6 @@ def test_log_softmax_is_in_fp32_on_both_sides(dtype):
     assert logits.dtype == torch.float32 and decoding.draw(logits, torch.rand(3), 1.0)[1].dtype == torch.float32
 
 
-# ---------------------------------------------------------------- rollouts
-
-
 # ---------------------------------------------------------------- advantages and losses
 
 
@@ -253,7 +250,7 @@ def test_wrong_old_logprobs_are_noticed():
 
 
 @pytest.mark.slow
-def test_metrics_are_those_of_the_weighted_mean(tmp_path):
+def test_metrics_are_those_of_the_whole_step(tmp_path):
     """With lr 0 every part of a step is trained by one policy: logged numbers depend neither on the number of parts, nor on a
     forward for groups of equal rewards, whose gradient is 0."""
     flags = ["--lr", 0, "--steps", 2, "--eval_every", 0, "--checkpoint_every", 0, "--clip_low", 0, "--clip_high", 0,
@@ -279,9 +276,6 @@ def test_numbers_of_a_step_are_weighted():
     for name in ("logprob_k3", "ratio_outside", "entropy"):
         assert grpo.weighted_mean(pieces, name, "tokens") == pytest.approx(whole[name], rel=1e-4, abs=1e-9)
     assert 0 < max(p["logprob_max_diff"] for p in pieces) < 1e-4
-
-
-# ---------------------------------------------------------------- tools, text, environments
 
 
 # ---------------------------------------------------------------- several ranks
