@@ -1,25 +1,25 @@
-"""How good is a model: perplexity of a text, multiple choice by log-likelihood, or exact match of written answers.
+"""How good is a model? Perplexity of a text, multiple choice by log-likelihood, or exact match of written answers.
 
     python evaluate.py --checkpoint runs/llama3 --task book.txt
     python evaluate.py --checkpoint runs/llama3/checkpoints/step-300 --task choices.jsonl --out results.jsonl
     torchrun --nproc_per_node 2 evaluate.py --checkpoint HUGGING_FACE_FOLDER --task questions.jsonl --chat --tp 2
 
-The fields of a line say what is asked; more fields than these may be there:
+The fields of a line decide the kind of task; further fields are allowed:
 
     {"text": "..."}, or a .txt        loss: nats per token, perplexity = e^loss, bits_per_byte. Each token is scored once
     {"question", "choices", "answer"} acc: the likeliest choice is right; acc_norm, acc_bytes: by log-probability divided by the
                                       number of characters or bytes. answer: the choice's text, its letter, or its number from 0
-    {"question", "answer"}            exact_match: what the model writes has the answer's number (behind the last ####, else the
-                                      last one in the text), or is the answer where that has no number; --answers math: the
-                                      answer is in the last \\boxed{}, and fractions are compared as such (rl/answers.py). A
-                                      text that is cut off at --max_new_tokens is wrong
+    {"question", "answer"}            exact_match: the text of the model has the same number as the answer (after the last ####,
+                                      else the last number), or equals an answer without a number; --answers math: the last
+                                      \\boxed{} is compared, fractions as fractions (rl/answers.py). A text cut off at
+                                      --max_new_tokens is wrong
 
-A prompt is "Question: {question}\\nAnswer:", or with --chat "{question}" in the chat template; requests are made of it as
-lm-eval makes them (rl/scoring.py). The same numbers come out in every layout and with every batch size, up to rounding. Errors
-(_stderr) are sqrt(n / (n - 1) sum_i (y_i - r x_i)^2) / sum_i x_i of a ratio r = sum y_i / sum x_i over n lines (or windows of a
-single text): for a mean, where x_i = 1, the sample's standard deviation / sqrt(n). They are null for n = 1. --out gets one JSON
-object per line of the task, and at last {"summary": {...}}. It is written at the end, as a whole: Ctrl-C leaves nothing.
-lm-eval's own tasks: see docs/finetune.md.
+A prompt is "Question: {question}\\nAnswer:", or with --chat "{question}" in the chat template, cut into requests as by lm-eval
+(rl/scoring.py). All layouts and batch sizes give the same numbers, up to rounding. The standard error (_stderr) of a ratio
+r = sum y_i / sum x_i over n lines (or windows of a single text) is sqrt(n / (n - 1) sum_i (y_i - r x_i)^2) / sum_i x_i. For a
+mean (x_i = 1) the formula is the sample's standard deviation / sqrt(n); for n = 1 the error is null. --out gets one JSON object
+per line of the task, and a last line {"summary": {...}}, all written at the end: Ctrl-C leaves nothing. For lm-eval's own tasks
+see docs/finetune.md.
 """
 import json
 import math
@@ -32,7 +32,8 @@ from typing import Literal
 
 from corpus.readers import format_of
 from corpus.tokenizer import ChatConfig
-from distributed.launch import run
+from distributed.launch import connect, run
+from parallel import make_mesh
 from rl.answers import KINDS as RIGHT
 from rl.answers import final_number, is_right, never_right
 from rl.datasets import Line, fill_template, is_answer, jsonl_lines, read_content, unescape
@@ -40,10 +41,8 @@ from rl.scoring import (
     WRITING,
     ScoringConfig,
     check_requests,
-    check_writing,
     complete,
     encode_pair,
-    join,
     open_model,
     opening_ids,
     plan_layout,
@@ -57,8 +56,8 @@ from storage.manifest import is_hf_folder
 from support.config import Need, check_range, flag
 from support.files import check_local, read_json, write_file
 
-BASE_PROMPT = "Question: {question}\nAnswer:"  # for a model that goes on with texts; to a chat model its template says who asks
-# What flags need to have an effect: see support/config.py. c.kind is what read_task says.
+BASE_PROMPT = "Question: {question}\nAnswer:"  # for a base model; a chat model has its template
+# Needs of flags: see support/config.py. c.kind: from read_task, set by plan_layout.
 QUESTIONS = Need("on a text, which asks nothing", lambda c: c.kind != "text")
 WINDOWS = Need("on questions, which are scored as a whole", lambda c: c.kind == "text")
 SAMPLING = Need("with --temperature 0", lambda c: c.temperature > 0)
@@ -67,18 +66,18 @@ SHOTS = Need("without --shots", lambda c: c.shots)
 
 @dataclass(kw_only=True)
 class Config(ScoringConfig, ChatConfig):
-    task: str = ""  # a .txt, or a .jsonl of texts or questions: their fields say what is asked, see above
-    out: str = ""  # new file for the results, .jsonl; empty: they are only summed up on the screen
-    limit: int = 0  # only so many lines of the task, the first ones; 0 = all
-    stride: int = flag(-1, WINDOWS)  # tokens that a window after a text's first scores, the rest is context; -1 = all
+    task: str = ""  # a .txt, or a .jsonl of texts or questions, told apart by their fields, see above
+    out: str = ""  # new file for the results, .jsonl; empty: only a summary on the screen
+    limit: int = 0  # only the first lines of the task, so many; 0 = all
+    stride: int = flag(-1, WINDOWS)  # tokens scored by each window after a text's first, the rest is context; -1 = all
     chat: bool = flag(False, QUESTIONS)  # wrap the prompt in the chat template of the tokenizer
     prompt_template: str = flag("", QUESTIONS)  # with {fields}; empty: Question: {question}\nAnswer:, or with --chat {question}
     shots: int = flag(0, QUESTIONS)  # answered questions before each one
-    shots_file: str = flag("", SHOTS)  # .jsonl whose first lines they are
-    answers: Literal["auto", *RIGHT] = flag("auto", WRITING)  # what is right; auto: number, or exact without one
-    max_new_tokens: int = flag(256, WRITING)  # an answer that has not ended by then is cut off, and wrong
+    shots_file: str = flag("", SHOTS)  # .jsonl with these questions in its first lines
+    answers: Literal["auto", *RIGHT] = flag("auto", WRITING)  # right answers; auto: number, or exact for answers without one
+    max_new_tokens: int = flag(256, WRITING)  # longer answers are cut off, and wrong
     temperature: float = flag(0.0, WRITING)  # 0 always takes the likeliest token
-    stop: list[str] = flag(["\\nQuestion:"], WRITING)  # an answer ends before any of these; \n is a new line
+    stop: list[str] = flag(["\\nQuestion:"], WRITING)  # an answer ends before any of these strings; \n is a new line
     seed: int = flag(0, WRITING, SAMPLING)  # another seed is another sample
 
     def __post_init__(self):
@@ -94,7 +93,7 @@ KINDS = {"text": ("text",), "choice": ("question", "choices", "answer"), "answer
 
 
 def read_task(path: str, flag="--task") -> tuple[str, list[Line]]:
-    """("text", "choice" or "answer", the lines) of a task's file. Raises ValueError that names the line."""
+    """("text", "choice" or "answer", the lines) of a task's file. The ValueError names the line."""
     content = read_content(path, flag, ".txt", ".jsonl")
     if format_of(Path(path)) == ".txt":
         lines = [Line(path, {"text": content})] if content else []
@@ -111,15 +110,15 @@ def read_task(path: str, flag="--task") -> tuple[str, list[Line]]:
 
 
 def check_answers(lines: list[Line], answers: str):
-    """Raises ValueError for a line whose answer no text can give."""
-    for line in lines if answers != "auto" else ():
+    """Raises ValueError for a line with an answer that no text can match."""
+    for line in lines:
         if reason := never_right(answers, str(line.fields["answer"])):
             raise ValueError(f"{line.where}: nothing can be right with --answers {answers} where the answer is "
                              f"{str(line.fields['answer'])[-60:]!r}: {reason}")
 
 
 def check_line(line: Line, kind: str) -> Line:
-    """The line, its answer as a number from 0 where there are choices. Raises ValueError for what its kind does not allow."""
+    """The line, with its answer among choices as a number from 0. Raises ValueError for missing or wrong fields."""
     where, record = line
     if missing := [name for name in KINDS[kind] if name not in record]:
         raise ValueError(f"{where} has no {missing[0]}, and the first line has")
@@ -141,7 +140,7 @@ def check_line(line: Line, kind: str) -> Line:
 
 
 def prompts_of(cfg: Config, text: Text, lines: list[Line], kind: str) -> list[str]:
-    """What is before each answer: the shots, and the line's fields in --prompt_template; with --chat, as one message."""
+    """The text before each answer: shots, then the line in --prompt_template; with --chat, all in one message."""
     template = unescape(cfg.prompt_template) or ("{question}" if text.chat else BASE_PROMPT)
 
     shots = ""
@@ -157,7 +156,7 @@ def prompts_of(cfg: Config, text: Text, lines: list[Line], kind: str) -> list[st
     return [text.chat(prompt) for prompt in prompts] if text.chat else prompts
 
 
-# ---------------------------------------------------------------- scores -> one item per line, and the metrics of all
+# ---------------------------------------------------------------- scores -> an item per line, and metrics
 def ratio(name: str, y: list[float], x: list[float] | None = None, scale=1.0) -> dict:
     """{name: sum y / sum x, name_stderr: its standard error by linearisation}, both times scale. x None: the mean of y."""
     n, x = len(y), x or [1.0] * len(y)
@@ -167,12 +166,12 @@ def ratio(name: str, y: list[float], x: list[float] | None = None, scale=1.0) ->
 
 
 def perplexity(lines: list[Line], windows: list[list[tuple]], scores: list[list[tuple]]) -> tuple[list[dict], dict]:
-    """(items, metrics) of texts. windows, scores: for each line its requests, and what score() says of them."""
+    """(items, metrics) of texts. windows: requests of each line. scores: results of score() for each line."""
     nats = [[-logprob for logprob, _ in of_line] for of_line in scores]
     tokens = [[len(continuation) for _, continuation in of_line] for of_line in windows]
     n_bytes = [len(line.fields["text"].encode()) for line in lines]
     items = [dict(logprob=-sum(a), tokens=sum(b), bytes=c) for a, b, c in zip(nats, tokens, n_bytes)]
-    if len(lines) == 1:  # of a single text the windows are the sample, each with its share of the bytes
+    if len(lines) == 1:  # a single text is a sample of windows, each with a share of the bytes
         nats, tokens = nats[0], tokens[0]
         n_bytes = [n_bytes[0] * n / sum(tokens) for n in tokens]
     else:
@@ -183,7 +182,7 @@ def perplexity(lines: list[Line], windows: list[list[tuple]], scores: list[list[
 
 
 def multiple_choice(lines: list[Line], scores: list[list[tuple]]) -> tuple[list[dict], dict]:
-    """(items, metrics) of questions with choices. scores: for each line those of its choices."""
+    """(items, metrics) of questions with choices. scores: for each line, the scores of its choices."""
     lengths = {"acc": lambda choice: 1, "acc_norm": len, "acc_bytes": lambda choice: len(choice.encode())}
     items = []
     for line, of_line in zip(lines, scores):
@@ -195,7 +194,7 @@ def multiple_choice(lines: list[Line], scores: list[list[tuple]]) -> tuple[list[
 
 
 def exact_match(lines: list[Line], samples: list[dict], answers="auto") -> tuple[list[dict], dict]:
-    """(items, metrics) of questions that were answered. samples: of complete(); answers: of rl/answers.py, or auto."""
+    """(items, metrics) of written answers. samples: from complete(). answers: kind in rl/answers.py, or auto."""
     items = []
     for line, sample in zip(lines, samples):
         answer = str(line.fields["answer"])
@@ -211,7 +210,7 @@ def exact_match(lines: list[Line], samples: list[dict], answers="auto") -> tuple
 
 # ---------------------------------------------------------------- the program
 def check_task(cfg: Config, kind: str, model_config, folder: str) -> int:
-    """Tokens of a forward, at most. Raises ValueError for what cannot work with this task, or this model."""
+    """The most tokens of a forward. Raises ValueError for flags that do not fit this task or this model."""
     check_local(cfg.out, "--out")
     longest, place = model_config.max_seq_len if cfg.seq_len == -1 else cfg.seq_len, os.path.dirname(cfg.out) or "."
     if cfg.seq_len == -1 and kind == "text" and not is_hf_folder(folder):
@@ -225,17 +224,19 @@ def check_task(cfg: Config, kind: str, model_config, folder: str) -> int:
          f"{longest}, or -1 for that"),
         (kind == "answer" and cfg.max_new_tokens >= longest, f"--max_new_tokens {cfg.max_new_tokens} leaves no room for a "
          f"prompt in the {longest} tokens of --seq_len, or of the model; lower it"),
+        (kind == "answer" and cfg.pp * cfg.cp > 1, f"--pp {cfg.pp} --cp {cfg.cp}: answers are written token by token, with "
+         "which neither helps; use --dp_shard or --tp"),
+        (kind == "answer" and cfg.tp > 1 and hasattr(model_config, "mtp_depth"),
+         f"--tp {cfg.tp}: writing with DeepSeek caches latents, which tp does not split; use --dp_shard"),
     ]:
         if wrong:
             raise ValueError(message)
-    if kind == "answer":
-        check_writing(cfg, model_config)
     return longest
 
 
 def requests_of(cfg: Config, kind: str, text: Text, lines: list[Line], longest: int) -> list[list[tuple]]:
-    """For each line what the model is asked: (context, continuation) of a text's windows, or of each choice; or the prompt of
-    an answer, with nothing after it."""
+    """For each line its requests (context, continuation): windows of a text, choices of a question, or a prompt without a
+    continuation."""
     if kind == "text":
         stride = longest if cfg.stride == -1 else cfg.stride
         return [rolling_windows(text.ids(line.fields["text"]), text.first, longest, stride) for line in lines]
@@ -252,28 +253,29 @@ def requests_of(cfg: Config, kind: str, text: Text, lines: list[Line], longest: 
 
 
 def main(cfg: Config):
-    # 1. the task, the model and the layout: what is wrong with files and flags is found before anything is built
+    # 1. task, model and layout: all errors in files and flags are found before anything is built
     began = time.time()
     if not cfg.task:
         raise ValueError("--task is missing: give a .txt, or a .jsonl of texts or questions; see --help")
     kind, lines = read_task(cfg.task)
-    lines, cfg.kind = lines[: cfg.limit or None], kind
+    lines = lines[: cfg.limit or None]
     counted = f"{len(lines):,} line{'s' * (len(lines) > 1)}"
-    check_answers(lines, cfg.answers if kind == "answer" else "auto")
+    if kind == "answer" and cfg.answers != "auto":
+        check_answers(lines, cfg.answers)
     text, Model, model_config, folder = read_checkpoint(cfg.checkpoint, open_chat(cfg.checkpoint, cfg))
     longest = check_task(cfg, kind, model_config, folder)
-    layout = plan_layout(cfg, model_config, longest)
+    cfg, layout = plan_layout(cfg, kind, model_config, longest)
 
-    # 2. what the model is asked
+    # 2. requests to the model
     groups = requests_of(cfg, kind, text, lines, longest)
     requests, room = [*chain(*groups)], longest - cfg.max_new_tokens if kind == "answer" else longest + 1
     if not requests:
         raise ValueError(f"--task {cfg.task}: its texts are empty")
     n_cut = check_requests(requests, room, model_config.vocab_size)
 
-    # 3. its scores, or its answers
+    # 3. scores or answers of the model
     try:
-        layout = join(layout, cfg)
+        layout = make_mesh(connect(layout, cfg, cfg.device))
         stages = open_model(cfg.checkpoint, layout, cfg, Model, model_config)
         if layout.rank == 0:
             print(f"{cfg.task}: {counted}, up to {longest:,} tokens at once | {folder} | "
@@ -282,7 +284,7 @@ def main(cfg: Config):
                 print(f"{n_cut:,} of {len(requests):,} prompts do not fit into {longest:,} tokens: they lose their beginnings")
         if kind == "answer":
             prompts = [prompt[-room:] for prompt, _ in requests]
-            stop = [unescape(string) for string in cfg.stop]
+            stop = [unescape(string) for string in cfg.stop if string]
             samples = complete(stages[0], layout, cfg.rollout_timeout_s, text, prompts, cfg.max_new_tokens, cfg.temperature,
                                cfg.seed, stop)
             items, metrics = exact_match(lines, samples, cfg.answers)

@@ -1,4 +1,4 @@
-"""Text out of a trained model: batched generation with a KV cache, and a command line to sample from any checkpoint.
+"""Text from a trained model: batched generation with a KV cache, and a command line to sample from any checkpoint.
 
     python generate.py --checkpoint runs/llama3 --prompt "def "
     python generate.py --checkpoint runs/llama3/checkpoints/step-300 --prompt "class " --prompt "import " --temperature 0
@@ -17,51 +17,48 @@ import torch
 
 from checkpoint import load_model
 from corpus.tokenizer import ChatConfig, TextStream, encode, ends_of, has_bos, load_tokenizer
-from rl.decoding import AHEAD, rollout, uniform_noise
+from rl.decoding import draw_noise, rollout
 from storage.manifest import is_hf_folder, step_folders
 from support.config import Parser, parse_config, usage_error
 
 
 def check_request(config, prompts, max_new_tokens, temperature, top_k, top_p):
-    """Raise ValueError, one line, for what the model cannot generate."""
-    if not prompts:
-        raise ValueError("no prompts: give a list with at least one list of token ids")
+    """Raise ValueError, one line, for requests that the model cannot serve."""
+    rules = [
+        (not prompts, "no prompts: give a list with at least one list of token ids"),
+        (max_new_tokens < 1, f"max_new_tokens is {max_new_tokens}, needs to be at least 1"),
+        (temperature < 0, f"temperature is {temperature}, needs to be 0 (always the likeliest token) or more"),
+        (top_k < 0, f"top_k is {top_k}, needs to be 0 (all tokens) or more"),
+        (not 0 < top_p <= 1, f"top_p is {top_p}, needs to be above 0 and at most 1 (all tokens)")]
     for row, prompt in enumerate(prompts):
-        if len(prompt) == 0:
-            raise ValueError(f"prompt {row} is empty: a model continues text, give it at least one token")
-        if bad := [t for t in prompt if not 0 <= t < config.vocab_size]:
-            raise ValueError(f"prompt {row} has token id {bad[0]}, but vocab_size is {config.vocab_size}, wrong tokenizer?")
-        if len(prompt) + max_new_tokens > config.max_seq_len:
-            raise ValueError(
-                f"prompt {row} has {len(prompt)} tokens and {max_new_tokens} new ones make {len(prompt) + max_new_tokens}, "
-                f"the model's max_seq_len is {config.max_seq_len}: shorten the prompt or lower max_new_tokens"
-            )
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}, needs to be at least 1")
-    if temperature < 0:
-        raise ValueError(f"temperature is {temperature}, needs to be 0 (always the likeliest token) or more")
-    if top_k < 0:
-        raise ValueError(f"top_k is {top_k}, needs to be 0 (all tokens) or more")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"top_p is {top_p}, needs to be above 0 and at most 1 (all tokens)")
+        n, bad = len(prompt), next((t for t in prompt if not 0 <= t < config.vocab_size), None)
+        rules += [
+            (n == 0, f"prompt {row} is empty: a model continues text, give it at least one token"),
+            (bad is not None, f"prompt {row} has token id {bad}, but vocab_size is {config.vocab_size}, wrong tokenizer?"),
+            (n + max_new_tokens > config.max_seq_len,
+             f"prompt {row} has {n} tokens and {max_new_tokens} new ones make {n + max_new_tokens}, the model's max_seq_len is "
+             f"{config.max_seq_len}: shorten the prompt or lower max_new_tokens")]
+    for wrong, message in rules:
+        if wrong:
+            raise ValueError(message)
 
 
 def generate(
     model, prompts: list[list[int]], max_new_tokens: int, temperature=1.0, top_k=0, top_p=1.0, seed=0,
     eot: int | list[int] | None = None, stream=None, logprobs=False,
 ):
-    """Continue each prompt (token ids, any lengths) by up to max_new_tokens; return one list of new ids per prompt.
+    """Continue each prompt (token ids, any lengths) by up to max_new_tokens; return a list of new ids per prompt.
 
-    A row ends with its first `eot`, or any of several, which is part of the result. Temperature 0 takes the likeliest token.
-    What a row gets depends on the model, its prompt, `seed` and its index, not on the rest of the batch (up to rounding).
-    stream(row, id) is called for every new token at once, so each one is waited for. With logprobs=True returns (ids,
-    logprobs), see draw(). Raises ValueError.
+    A row ends with its first `eot` (or any of several), included in the result. Temperature 0 takes the likeliest token.
+    The text of a row depends on the model, its prompt, `seed` and its index, not on other rows (up to rounding).
+    stream(row, id) is called for every new token at once. With logprobs=True returns (ids, logprobs), see draw(). Raises
+    ValueError.
     """
     check_request(model.config, prompts, max_new_tokens, temperature, top_k, top_p)
-    noise = torch.stack([uniform_noise(f"{seed}/{row}", 1, max_new_tokens) for row in range(len(prompts))])
+    noise = draw_noise([f"{seed}/{row}" for row in range(len(prompts))], 1, max_new_tokens)
     samples = rollout(
         model, prompts, noise, temperature, [] if eot is None else eot, max_len=max(map(len, prompts)) + max_new_tokens,
-        top_k=top_k, top_p=top_p, on_token=stream, ahead=1 if stream else AHEAD)
+        top_k=top_k, top_p=top_p, on_token=stream)
     ids = [s["ids"] for s in samples]
     return (ids, [s["logprobs"] for s in samples]) if logprobs else ids
 
@@ -74,41 +71,39 @@ class Config(ChatConfig):
     max_new_tokens: int = 200  # tokens to add, at most: a text may end before
     temperature: float = 0.8  # below 1 plays safe, above 1 is bold, 0 always takes the likeliest token
     top_k: int = 0  # choose among this many likeliest tokens only; 0 = all
-    top_p: float = 1.0  # choose among the likeliest tokens that together have this probability; 1 = all
+    top_p: float = 1.0  # choose among the likeliest tokens with this probability together; 1 = all
     seed: int = 0  # another seed is another sample
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto = a GPU if there is one
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto = a GPU, else the CPU
 
 
 def open_checkpoint(folder: str, device="cpu"):
-    """(model, tokenizer, eot id, several, or None) of a run, step or Hugging Face folder. Raises ValueError."""
-    # bf16 on GPUs: every new token reads all weights once, so half the bytes is twice the speed
-    dtype = torch.bfloat16 if torch.device(device).type == "cuda" else None
+    """(model, tokenizer, ids that end a text) of a run, step or Hugging Face folder. Raises ValueError."""
     load = load_model
     if is_hf_folder(folder):
         from storage.hf import load_hf_model as load
-    model, _ = load(folder, device, dtype)
+    # bf16 on GPUs: every new token reads all weights once, so half the bytes is twice the speed
+    model, _ = load(folder, device, torch.bfloat16 if torch.device(device).type == "cuda" else None)
     for path in [folder, *(path for _, path in step_folders(folder))]:
         if os.path.isfile(os.path.join(path, "tokenizer.json")):
             try:
                 ends = ends_of(path)
             except ValueError:
-                ends = [None]  # no name that is known for one: texts run on to max_new_tokens
-            return model, load_tokenizer(Path(path, "tokenizer.json")), ends if len(ends) > 1 else ends[0]
+                ends = []  # no known end-of-text token: texts run on to max_new_tokens
+            return model, load_tokenizer(Path(path, "tokenizer.json")), ends
     raise ValueError(f"{folder} has no tokenizer.json, its data came without one: call generate.generate with token ids")
 
 
 def continue_texts(
-    model, tokenizer, eot, texts: list[str], max_new_tokens: int, show=None, bos=False, chat=None, **options
+    model, tokenizer, ends: list[int], texts: list[str], max_new_tokens: int, show=None, bos=False, chat=None, **options
 ) -> list[str]:
-    """What the model writes after each text. show(piece) gets the first text and what follows it, as it comes.
+    """The model's continuation of each text. show(piece) gets the first text and its continuation, piece by piece.
 
-    bos: begin as the tokenizer says; False, because our training text has no beginning-of-text token. chat: from
+    bos: begin each text with the tokenizer's first token; False, because our training text has no such token. chat: from
     open_chat(); the texts are questions then, and show() gets the answer only.
     """
     prompts = [chat(text) for text in texts] if chat else texts
-    ends = eot if isinstance(eot, list) else [eot] * (eot is not None)
-    tokenizer.encode_special_tokens = chat is None  # a template's markers are tokens; in any other text they are text
-    # an empty text is the beginning of a document, which follows the end of another
+    tokenizer.encode_special_tokens = chat is None  # markers in a template are tokens, in other texts plain text
+    # an empty text begins a document, after the end of another
     prompts = [encode(tokenizer, text, bos and not chat) or ends[:1] for text in prompts]
     stream = TextStream(tokenizer)
 
@@ -123,23 +118,23 @@ def continue_texts(
 
 
 def print_sample(run: str, n_params: int, data=None, max_new_tokens=120):
-    """Show how the newest checkpoint of a run goes on from the first words of its data (data.TokenData), or from "def ". The
-    run is done and saved by now, so nothing here may fail it."""
+    """Print a sample of a run's newest checkpoint, after the first words of its data (data.TokenData) or "def ". The run is
+    finished and saved, so an error must not fail the run: we print the error."""
     try:
         prompt = data.first_words() if data is not None and data.tokenizer_file else "def "
-        is_chat = hasattr(data, "packing")  # conversations: the first words are a question, and asked in the chat template
+        is_chat = hasattr(data, "packing")  # conversations: the first words are a question, asked in the chat template
         command = f"python generate.py --checkpoint {shlex.quote(run)} --prompt {shlex.quote(prompt)}" + " --chat" * is_chat
         if n_params > 2e9:
-            print(f"for a sample: {command}")  # loading it here would keep all devices waiting
+            print(f"for a sample: {command}")  # loading a model of this size would keep all devices waiting
             return
-        model, tokenizer, eot = open_checkpoint(run, "cuda" if torch.cuda.is_available() else "cpu")
+        model, tokenizer, ends = open_checkpoint(run, "cuda" if torch.cuda.is_available() else "cpu")
         max_new_tokens = min(max_new_tokens, model.config.max_seq_len // 2)
         chat = None
         if is_chat:
             from sft.prompts import open_chat
 
             chat = open_chat(run, ChatConfig(chat=True))
-        (text,) = continue_texts(model, tokenizer, eot, [prompt], max_new_tokens, chat=chat, temperature=0.8, top_p=0.95)
+        (text,) = continue_texts(model, tokenizer, ends, [prompt], max_new_tokens, chat=chat, temperature=0.8, top_p=0.95)
         said = f"{prompt}\n\n{text}" if is_chat else f"{prompt}{text}"
         print(f"checkpoint: {step_folders(run)[0][1]}\nsample (for others: {command}):\n\n{said}", flush=True)
     except Exception as error:
@@ -147,7 +142,7 @@ def print_sample(run: str, n_params: int, data=None, max_new_tokens=120):
 
 
 def main(argv: list[str]):
-    # --prompt is the one flag that may be repeated, and whose text may hold commas
+    # --prompt alone may be repeated, and its text may contain commas
     repeated = Parser(add_help=False)
     repeated.add_argument("--prompt", action="append")
     given, rest = repeated.parse_known_args(argv)

@@ -7,20 +7,20 @@
     python grpo.py --env dataset --env_data questions.jsonl --eval_data test.jsonl --out runs/dataset   # problems in files
     python grpo.py --init_from HUGGING_FACE_FOLDER --env sum_digits --lr 1e-6 --max_new_tokens 64 --seq_len 256 --out runs/hf
 
-One step of the algorithm, with the numbers that the code below carries:
+One step of the algorithm, numbered as in the code below:
 
     (1) prompts     x, a pure function of (seed, cursor); an eighth of all prompts is held out for evaluation
     (2) rollouts    G samples y_i ~ mu(.|x) of each prompt, mu = the current policy at the sampling temperature
     (3) rewards     R_i = reward(x, y_i)
     (4) advantages  A_i = R_i - mean_G(R), divided by std_G(R) with --std_norm; groups of equal rewards carry no gradient
     (5) loss        - sum_it min(r_it A_i, clip(r_it) A_i) / Z with r_it = pi(y_it) / mu(y_it), or as --loss says
-    (6) optimizer   one division by Z, which is counted over all ranks and micro-batches; clip the norm; AdamW
+    (6) optimizer   one division by Z, the count over all ranks and micro-batches; clip the norm; AdamW
     (7) version     the policy is one version on, and the next rollouts use it
 
-The same command again continues the run; it writes runs/grpo/{config.json, metrics.jsonl, samples.jsonl, checkpoints/},
-and with --kl_coef the initial policy, reference/ (not with --lora_rank: there it is the model without its adapters).
+The same command again continues the run. A run writes runs/grpo/{config.json, metrics.jsonl, samples.jsonl, checkpoints/},
+and with --kl_coef the initial policy, reference/ (not with --lora_rank: the model without adapters is the initial policy).
 Own tasks: --env dataset, see rl/datasets.py, or --env my_env.py, see rl/environments.py. Read next: rl/policy.py (the model),
-rl/rollouts.py, rl/decoding.py, models/loss.py. What cannot work: rl/refusals.py; what is said: rl/reports.py.
+rl/rollouts.py, rl/decoding.py, models/loss.py. Refusals are in rl/refusals.py, output is in rl/reports.py.
 """
 import hashlib
 import json
@@ -28,7 +28,7 @@ import math
 import os
 import string
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -64,19 +64,17 @@ from support.optim import set_lr
 
 # --clip_low and --clip_high as published
 CLIP = {"grpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2), "dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
-# What flags need to have an effect: see support/config.py
+# Needs of flags: see support/config.py
 DENSE = Need("with experts: they multiply as many rows as tokens chose them", lambda c: not getattr(c, "n_experts", 0))
-OWN_MODEL = Need("with --init_from, which says what the model is", lambda c: not c.init_from)
-OWN_ROWS = Need("with --engine, whose server decides that", lambda c: not c.engine)
+NEW_MODEL = Need("with --init_from, which brings a trained model", lambda c: not c.init_from)
 ROWS = Need("with --pack_tokens: a forward is one packed sequence", lambda c: not c.pack_tokens)
-WARM_UP = Need("with --init_from: its model needs no warm-up", lambda c: not c.init_from)
 
 
 @dataclass(kw_only=True)
 class Config(ParallelConfig, ExpertConfig, LaunchConfig, LoraConfig, CheckpointConfig, MetricsConfig, DatasetConfig,
              RewardConfig, ChatConfig, EngineConfig, ReportConfig, PackingConfig):
-    REFUSED = ("pp", "loss_parallel")  # not in --help: rl/refusals.py says why
-    flavor: Literal[tuple(FLAVORS)] = flag("debug", OWN_MODEL)  # a small Llama 3, or Qwen3 with experts
+    REFUSED = ("pp", "loss_parallel", "load_only", "exclude_from_loading")  # not in --help: rl/refusals.py says why
+    flavor: Literal[tuple(FLAVORS)] = flag("debug", NEW_MODEL)  # a small Llama 3, or Qwen3 with experts
     model_args: str = ""  # fields of the flavor to change: "n_layers=4,dim=128"
     out: str = "runs/grpo"  # folder for all files of the run; the same folder again continues the run
     env: str = "reverse"  # the task: reverse, sum_digits, countdown, calculator, dataset, gsm8k, or a file of your own
@@ -84,29 +82,29 @@ class Config(ParallelConfig, ExpertConfig, LaunchConfig, LoraConfig, CheckpointC
     prompts_per_step: int = 32  # prompts per step, over all ranks
     group_size: int = 8  # G, samples per prompt
     minibatches: int = 1  # optimizer updates per step, on equal parts of its groups
-    max_new_tokens: int = 16  # a sample that has not ended by then is truncated
+    max_new_tokens: int = 16  # longer samples are truncated
     seq_len: int = 32  # prompt and sample together, in tokens, at most
     temperature: float = 1.0  # of sampling, and of the log-probabilities that are trained
     loss: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] = "dr_grpo"  # see policy_loss in grpo.py
     std_norm: bool = False  # divide advantages by the standard deviation of the group's rewards
-    clip_low: float | None = None  # ratios below 1 - this are clipped; none = as published for the loss
-    clip_high: float | None = None  # ratios above 1 + this are clipped; none = as published for the loss
+    clip_low: float | None = None  # clip ratios below 1 - clip_low; none = as published for the loss
+    clip_high: float | None = None  # clip ratios above 1 + clip_high; none = as published for the loss
     tis: float = 0.0  # truncated importance sampling: cap of pi_old / mu, e.g. 2; 0 = off, the ratio is against mu itself
     kl_coef: float = 0.0  # weight of the KL divergence (k3) from the initial policy
     dynamic_sampling: int = 0  # rounds of further prompts to replace groups of equal rewards (DAPO uses it); 0 = off
     overlong_tokens: int = 0  # reward falls by up to 1 over this many tokens before max_new_tokens (DAPO eq. 13); 0 = off
     mask_truncated: bool = False  # leave truncated samples out of the loss and of its denominator
-    async_steps: int = 0  # batches sampled ahead, so that rollouts and training overlap: they are so many updates behind
+    async_steps: int = 0  # batches sampled ahead, so that rollouts and training overlap; samples are so many updates old
     gen_ranks: int = 0  # the last ranks only sample, each with a whole model; 0 = the trainer's ranks sample, in place
     rollout_timeout_s: int = 7200  # a rank that waits longer for others' samples, tools or rewards ends the run
     batch_invariant: bool = flag(False, DENSE)  # generator and trainer agree to the last bit (CPU, one thread, no tp or cp)
-    abort_k3: float = 0.05  # stop when generator and trainer differ by more than this k3 divergence; 0 = never
+    abort_k3: float = 0.05  # stop if generator and trainer differ by more, as k3 divergence; 0 = never
     control: Literal["none", "frozen", "random"] = "none"  # for comparison: no updates, or rewards by a coin
-    sft_steps: int = 200  # steps of supervised warm-up on answers, at most, where --init_from gives no model
-    sft_loss: float = flag(0.25, WARM_UP)  # the warm-up ends when its loss per token is below this: most is left to learn
-    sft_lr: float = flag(1e-3, WARM_UP)  # learning rate of the warm-up, whatever --lr is
+    sft_steps: int = 200  # steps of supervised warm-up on answers, at most, for a model without --init_from
+    sft_loss: float = flag(0.25, NEW_MODEL)  # the warm-up ends below this loss per token: most is left to learn
+    sft_lr: float = flag(1e-3, NEW_MODEL)  # learning rate of the warm-up, whatever --lr is
     lr: float = 5e-4  # peak learning rate, reached after warmup_steps
-    min_lr_ratio: float = 0.1  # the learning rate falls linearly to this share of its peak
+    min_lr_ratio: float = 0.1  # the learning rate falls linearly to this share of the peak
     warmup_steps: int = 30  # steps of linear warmup
     beta1: float = 0.9  # AdamW: decay of the gradient's mean
     beta2: float = 0.95  # AdamW: decay of the squared gradient's mean
@@ -114,37 +112,34 @@ class Config(ParallelConfig, ExpertConfig, LaunchConfig, LoraConfig, CheckpointC
     weight_decay: float = 0.0  # AdamW: weight decay, decoupled from the gradient
     max_norm: float = 1.0  # gradients are scaled down to this norm; 0 = never
     local_batch_size: int = flag(64, ROWS)  # sequences per forward of a data rank
-    rollout_rows: int = flag(512, OWN_ROWS)  # samples that one rank runs at once
+    rollout_rows: int = 512  # samples that one rank runs at once, or with --engine its server
     seed: int = 0  # of the initial weights, prompts and samples
-    eval_every: int = 100  # steps between evaluations, with one before the first step and one at the end; 0 = never
-    eval_n: int = -1  # held-out prompts, all different; -1 = all of --eval_data, without it 1024, or what there is
+    eval_every: int = 100  # steps between evaluations, also before the first step and at the end; 0 = never
+    eval_n: int = -1  # held-out prompts, all different; -1 = all of --eval_data, else up to 1024
     eval_k: int = 4  # samples per held-out prompt, for pass@k; a greedy one comes on top
     checkpoint_every: int = 100  # steps between checkpoints (and one at the end); 0 = never
-    chat: bool = True  # prompts in the chat template of --init_from, where it has one; --no-chat: as they are, for base models
+    chat: bool = True  # prompts in the chat template of --init_from, if any; --no-chat: bare, for base models
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto = a GPU, else the CPU
 
     def __post_init__(self):
-        MetricsConfig.__post_init__(self)
-        DatasetConfig.__post_init__(self)
-        RewardConfig.__post_init__(self)
-        EngineConfig.__post_init__(self)
-        ReportConfig.__post_init__(self)
+        for group in (MetricsConfig, DatasetConfig, RewardConfig, EngineConfig, ReportConfig):
+            group.__post_init__(self)
         check_flags(self)
 
 
 # ---------------------------------------------------------------- the algorithm
 def policy_loss(kind, lp, old, mu, advantage, mask, n, clip, tis=0.0, sequence_sum=lambda x: x.sum(1, keepdim=True)):
-    """-(objective) of each token (B, T), to be summed and divided by Z; and where the clip cut a gradient off.
+    """(-objective of each token, 1.0 for each token without gradient due to the clip), (B, T) each. Sum, then divide by Z.
 
-    lp: log pi(y_t) of the policy that is trained. old: the one the ratio is against, mu's unless --tis. mu: the sampler's.
-    mask (B, T): tokens that the model sampled, EOS among them. n (B, 1): their number in the whole sequence. Equations:
-    GRPO 2402.03300 (3), Dr. GRPO 2503.20783, DAPO 2503.14476 (8), GSPO 2507.18071 (5-7), CISPO 2506.13585 (4-5).
+    lp: log pi(y_t) of the trained policy. mu: the sampler's. old: denominator of the ratio, mu's unless --tis. mask (B, T):
+    sampled tokens, with EOS. n (B, 1): sampled tokens of the whole sequence. Equations: GRPO 2402.03300 (3), Dr. GRPO
+    2503.20783, DAPO 2503.14476 (8), GSPO 2507.18071 (5-7), CISPO 2506.13585 (4-5).
     """
     if kind == "sft":
         return -lp * mask, torch.zeros_like(mask)
     low, high = clip
     log_ratio = (lp - old) * mask
-    if kind == "gspo":  # one ratio per sequence, the geometric mean, written so that every token gets its gradient (GSPO-token)
+    if kind == "gspo":  # one ratio per sequence, the geometric mean; lp - lp.detach() gives each token a gradient (GSPO-token)
         log_ratio = sequence_sum(log_ratio.detach()) / n + (lp - lp.detach())
     ratio = log_ratio.exp()
     if kind == "cispo":  # the weight is clipped, and no token loses its gradient
@@ -160,22 +155,22 @@ def policy_loss(kind, lp, old, mu, advantage, mask, n, clip, tis=0.0, sequence_s
 
 
 def compare_policies(lp, entropy, b):
-    """How far the trainer's log-probabilities are from those that the generator recorded, over the sampled tokens of a
-    micro-batch: the sums of k3, of ratios outside 1 +- 0.1, of the entropy, and of 1; and the largest difference. In fp64,
-    because k3 is about d^2 / 2, which is below fp32's rounding of 1."""
+    """Compare the trainer's log-probabilities with the generator's, over the sampled tokens of a micro-batch: (sums of k3, of
+    ratios outside 1 +- 0.1, of the entropy and of 1; the largest difference). In fp64, because k3, about d^2 / 2, is below
+    fp32's rounding of 1."""
     d = ((lp - b["mu"]) * b["sampled"]).double()
     sums = [x.sum().double() for x in (d.expm1() - d, d.expm1().abs() > 0.1, entropy * b["sampled"], b["sampled"])]
     return torch.stack(sums), d.abs().max().float()
 
 
-def whole_step(parts: list[dict], name: str, weight: str) -> float:
-    """One number for a step from those of its parts, each with its weight."""
+def weighted_mean(parts: list[dict], name: str, weight: str) -> float:
+    """Weighted mean of parts[i][name] over the updates of a step."""
     return sum(part[name] * part[weight] for part in parts) / max(sum(part[weight] for part in parts), 1)
 
 
 def loss_denominator(kind: str, samples: list[dict], max_new_tokens: int) -> float:
-    """Z of some samples, by which the sum of their losses is divided. Ranks, micro-batches and calls add their parts of it. A
-    sample without a trained token (--mask_truncated) counts for nothing with every loss."""
+    """Z of some samples, the divisor of the summed loss. Ranks, micro-batches and calls add their parts of Z. A sample without
+    a trained token (--mask_truncated) counts 0 in every loss."""
     samples = [s for s in samples if any(s["mask"])]
     if kind in ("grpo", "gspo"):
         return len(samples)
@@ -183,7 +178,7 @@ def loss_denominator(kind: str, samples: list[dict], max_new_tokens: int) -> flo
 
 
 def advantages(rewards: list[float], std_norm: bool) -> list[float]:
-    """(4) of one group: reward minus the group's mean; exactly 0 when all are equal, also for a group of one."""
+    """(4) of one group: reward minus the group's mean; exactly 0 for equal rewards, also in a group of one."""
     mean = sum(rewards) / len(rewards)
     if max(rewards) == min(rewards):
         return [0.0] * len(rewards)
@@ -206,10 +201,10 @@ def set_advantages(group: list[dict], cfg: Config):
 
 
 class Trainer:
-    """The training half, in few calls: any loop that has samples with rewards can drive it.
+    """The training half, in few calls, for any loop with rewarded samples.
 
-    A sample is a dict: prompt, ids (token ids), logprobs (mu's, one per id), mask (1.0 where the id is trained), advantage;
-    sampled (1.0 where the model chose the id), if that is not the mask. Every rank is given the same list, and takes its share.
+    A sample is a dict: prompt, ids (token ids), logprobs (mu's, one per id), mask (1.0 for each trained id), advantage; and
+    sampled (1.0 for each id chosen by the model), if not equal to the mask. Every rank gets the same list and takes its share.
     """
 
     def __init__(self, cfg: Config, layout, model, reference=None):
@@ -231,8 +226,8 @@ class Trainer:
 
     @torch.no_grad()
     def reference_logprobs(self, b):
-        """Of the policy that --kl_coef keeps to: the initial one, or with LoRA the weights below the adapters, which need no
-        second copy."""
+        """Log-probabilities of the reference of --kl_coef: the initial policy; with LoRA the model without adapters, so no
+        second copy is needed."""
         if self.reference is not None:
             return self.forward(self.reference, b)[0]
         with base_model(self.model):
@@ -240,25 +235,25 @@ class Trainer:
 
     @torch.no_grad()
     def score(self, samples) -> dict:
-        """The proof, see compare_policies(), of samples that are not trained now. With --tis and several updates per step it
-        also leaves their log-probabilities in them: the ratios of all updates are against the policy before the first."""
+        """The proof, see compare_policies(), for samples outside of training. With --tis and several updates per step the
+        samples also get their log-probabilities: the ratios of all updates are against the policy before the first."""
         found, n = [], [len(s["ids"]) for s in samples]
-        old = torch.zeros(sum(n) + 1, device=self.layout.device)  # the last number is that of prompts and padding
+        old = torch.zeros(sum(n) + 1, device=self.layout.device)  # the last number is for prompts and padding
         for _, b in self.microbatches(samples):
             lp, entropy = self.forward(self.model, b)
             found.append(compare_policies(lp, entropy, b))
             old[b["at"]] = lp
         rollouts.reshard(self.model)
         if self.cfg.tis and self.cfg.minibatches > 1:
-            if self.layout.coordinate("tp"):  # the tp ranks all have the same numbers
+            if self.layout.coordinate("tp"):  # all tp ranks have the same numbers
                 old.zero_()
-            dist.all_reduce(old)  # a sample may be trained on another rank than the one that scored it, and cp ranks share it
+            dist.all_reduce(old)  # the rank that trains a sample may not be the rank that scored it; cp ranks share a sample
             for s, logprobs in zip(samples, old[:-1].split(n)):
                 s["old"] = logprobs.tolist()
         return self.proof(found)
 
     def proof(self, found) -> dict:
-        """What compare_policies() found in the micro-batches of all ranks, as means over `tokens` sampled tokens."""
+        """Results of compare_policies() for the micro-batches of all ranks, as means over `tokens` sampled tokens."""
         sums, worst = sum(sums for sums, _ in found), torch.stack([worst for _, worst in found]).max()
         dist.all_reduce(sums)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
@@ -267,8 +262,8 @@ class Trainer:
         return means | dict(logprob_max_diff=worst.item(), tokens=tokens)
 
     def sequence_sum(self, x, segment):
-        """Of each token (B, T/cp) the sum over its whole sample. In fp64, where the order of the summands does not show."""
-        sums = x.new_zeros(x.numel() * self.layout.cp + 1, dtype=torch.float64)  # more than there can be samples
+        """For each token (B, T/cp) the sum over its whole sample. In fp64, so that the order of summands does not show."""
+        sums = x.new_zeros(x.numel() * self.layout.cp + 1, dtype=torch.float64)  # more than the number of samples
         sums.index_add_(0, segment.flatten(), x.flatten().double())
         if self.layout.cp > 1:
             dist.all_reduce(sums, group=self.layout.group("cp"))
@@ -277,8 +272,8 @@ class Trainer:
     def train_on(self, samples, loss: str = "", counted=None) -> dict:
         """(5) Add the gradient of the summed loss. N calls are one call on the union: optim_step() divides, once.
 
-        counted: the samples that the denominator counts, if there are more: some have no gradient and are left out here.
-        Returns means over these samples, and how far the trainer's log-probabilities are from the generator's.
+        counted: all samples of the denominator, if `samples` leaves out some without a gradient. Returns means over the
+        samples, and the proof.
         """
         cfg, layout, model, kind = self.cfg, self.layout, self.model, loss or self.cfg.loss
         usual = CLIP.get(kind, (0.0, 0.0))
@@ -287,14 +282,14 @@ class Trainer:
         batches, found = list(self.microbatches(samples)), []
         sums = torch.zeros(2, dtype=torch.float64, device=layout.device)
         for i, (_, b) in enumerate(batches):
-            ref = self.reference_logprobs(b) if kl_coef else None  # first: with LoRA it is a forward of the same model
+            ref = self.reference_logprobs(b) if kl_coef else None  # first, because with LoRA the reference is the same model
             next_backward(model, i == len(batches) - 1, layout)
             lp, entropy = self.forward(model, b)
             assert lp.dtype == torch.float32, lp.dtype
             mask, mu, old = b["mask"], b["mu"], lp.detach() if tis and cfg.minibatches == 1 else b["old"]
             of_sample = partial(self.sequence_sum, segment=b["segment"])
             per_token, clipped = policy_loss(kind, lp, old, mu, b["advantage"], mask, b["n"], clip, tis, of_sample)
-            if kl_coef:  # k3, 2402.03300 (4), weighted like the rest
+            if kl_coef:  # k3, 2402.03300 (4), with the weights of the loss
                 k3 = (ref - lp).exp() - (ref - lp) - 1
                 per_token = per_token + kl_coef * k3 * mask / (b["n"] if kind in ("grpo", "gspo") else 1)
             per_token.sum().backward()
@@ -311,7 +306,7 @@ class Trainer:
                             padding=1 - sum(map(packing.n_read, samples)) / fed)
 
     def optim_step(self, lr: float, update=True) -> dict:
-        """(6) One update with the gradients of all calls since the last, which are gone then; (7) the version is one on."""
+        """(6) One update with the gradients of all calls since the last update, then zero_grad; (7) the next version."""
         grads = [local_tensor(p.grad) for p in self.model.parameters() if p.grad is not None]
         torch._foreach_mul_(grads, 1 / max(self.denominator, 1))
         norm = clip_grad_norm([self.model], self.cfg.max_norm, self.layout)
@@ -327,12 +322,12 @@ class Trainer:
 
 
 def update_policy(trainer: Trainer, groups: list[list[dict]], lr: float, step: int) -> dict:
-    """(5) and (6) of one step: an update for each of --minibatches parts of its groups. Returns the numbers of the step."""
+    """(5) and (6) of one step: an update for each of --minibatches parts of the groups. Returns numbers of the step."""
     cfg, size = trainer.cfg, len(groups) // trainer.cfg.minibatches
     parts = [sum(groups[i : i + size], []) for i in range(0, len(groups), size)]
-    # Groups of equal rewards have no gradient, so they need no backward; they stay in the denominator.
+    # Groups of equal rewards have no gradient and need no backward, but stay in the denominator.
     kept = [part if cfg.kl_coef else [s for s in part if s["advantage"] != 0] or part[: cfg.group_size] for part in parts]
-    # The proof is of all that was sampled, and made before the first update: after it the policy is another.
+    # The proof covers all samples, and comes before the first update changes the policy.
     at_once = {id(s) for s in kept[0]}
     rest, updates = [s for part in parts for s in part if id(s) not in at_once], []
     proofs = [trainer.score(rest)] if rest else []
@@ -342,21 +337,21 @@ def update_policy(trainer: Trainer, groups: list[list[dict]], lr: float, step: i
         found = trainer.train_on(some, counted=part)
         if not updates:
             proofs.append(found)
-            proof = {name: whole_step(proofs, name, "tokens") for name in ("logprob_k3", "ratio_outside", "entropy")}
+            proof = {name: weighted_mean(proofs, name, "tokens") for name in ("logprob_k3", "ratio_outside", "entropy")}
             if cfg.abort_k3 and proof["logprob_k3"] > cfg.abort_k3:
                 raise RuntimeError(f"step {step}: logprob_k3 {proof['logprob_k3']:.3g} is above --abort_k3 {cfg.abort_k3}: "
                                    "the generator does not sample from the policy that is trained")
         updates.append(found | trainer.optim_step(lr, update=cfg.control != "frozen"))
     return proof | dict(
-        logprob_max_diff=max(p["logprob_max_diff"] for p in proofs), loss=whole_step(updates, "loss", "denominator"),
+        logprob_max_diff=max(p["logprob_max_diff"] for p in proofs), loss=weighted_mean(updates, "loss", "denominator"),
         loss_max=max(u["loss_max"] for u in updates), grad_norm=sum(u["grad_norm"] for u in updates) / len(updates),
         clip_share=sum(u["clip_share"] * u["tokens"] for u in updates) / sum(p["tokens"] for p in proofs),
-        padding=whole_step(updates, "padding", "fed"), policy_version=trainer.policy_version)
+        padding=weighted_mean(updates, "padding", "fed"), policy_version=trainer.policy_version)
 
 
 # ---------------------------------------------------------------- warm-up, evaluation
 def warm_up(trainer: Trainer, env, text):
-    """Train a model that begins at random on some answers: until some of its samples earn a reward, there is no gradient."""
+    """Train random weights on some answers: GRPO has no gradient until some samples earn a reward."""
     cfg, recent, step = trainer.cfg, [], -1
     for step in range(cfg.sft_steps):
         tasks = [draw_task(env, f"sft/{cfg.seed}", 128 * step + i, partial(text.fits, seq_len=cfg.seq_len)) for i in range(128)]
@@ -372,14 +367,12 @@ def warm_up(trainer: Trainer, env, text):
 
 
 def evaluate_policy(trainer: Trainer, engine, prompts: list[str], metrics: Metrics, step: int):
-    """Held-out prompts, if it is time for them: a line of metrics.jsonl, see held_out_numbers(), and one on the screen."""
-    cfg, layout = trainer.cfg, trainer.layout
-    if not cfg.eval_every or step % cfg.eval_every and step != cfg.steps:
-        return
+    """Evaluate held-out prompts, log held_out_numbers() and print a line."""
+    cfg = trainer.cfg
     tasks = [(f"eval/{i}", prompt) for i, prompt in enumerate(prompts)]
     samples, greedy = engine.evaluate(tasks, cfg.eval_k, cfg.temperature), engine.evaluate(tasks, 1, 0.0)
     line = held_out_numbers(samples, greedy, cfg.eval_k)
-    if layout.rank == 0:
+    if trainer.layout.rank == 0:
         metrics.write({"step": step} | line)
         show_evaluation(cfg, step, line)
 
@@ -392,9 +385,9 @@ def lr_at(step: int, cfg: Config) -> float:
 
 
 def main(cfg: Config):
-    # 1. task, model and devices: all that the flags can get wrong is found before anything is built
+    # 1. task, model and devices: all wrong flags are found before anything is built
     if cfg.compute_dtype == "auto" and (cfg.device == "cpu" or not torch.cuda.is_available()):
-        cfg.compute_dtype = "float32"  # these models are small, and trainer and generator agree in more digits
+        cfg = replace(cfg, compute_dtype="float32")  # trainer and generator agree in more digits
     env = open_task(cfg)
     text = Text(cfg.init_from, cfg.out, getattr(env, "ALPHABET", string.printable), open_chat(cfg.init_from, cfg))
     Model, model_config = model_of(cfg, text.tokenizer.get_vocab_size())
@@ -405,14 +398,15 @@ def main(cfg: Config):
         cfg, model_config, seq_len=cfg.seq_len, local_batch_size=cfg.local_batch_size, global_batch_size=-1, device=cfg.device,
         world_size=n_trainers)
     if cfg.batch_invariant or "OMP_NUM_THREADS" not in os.environ and model_config.dim < 512:
-        os.environ["OMP_NUM_THREADS"] = "1"  # threads that wait for each other cost a model of this size more than they bring
+        os.environ["OMP_NUM_THREADS"] = "1"  # several threads slow down so small a model: they mostly wait
         torch.set_num_threads(1)
     wait_for_run(cfg.out)
     identity = check_own_run(cfg, Model, model_config, lr_at)
-    find_server(cfg, env, layout.rank)
-    stop = StopSignal()  # also on generator ranks: if Ctrl-C ended them, the trainers could not finish their step
+    if cfg.engine:
+        find_server(cfg, env, layout.rank)
+    stop = StopSignal()  # also on generator ranks: without generators, the trainers could not finish their step
 
-    # 2. two kinds of ranks: the last --gen_ranks only sample, and stay in the next line until the run ends
+    # 2. two kinds of ranks: the last --gen_ranks only sample, and stay in generate_forever() until the run ends
     if layout.rank >= n_trainers:
         return generators.generate_forever(cfg, env, text, Model, model_config, n_trainers)
     lock_run(cfg.out)
@@ -430,10 +424,10 @@ def main(cfg: Config):
     unknown = rollouts.unknown_ids(text, model_config, layout.device)
     build = partial(build_policy, cfg, layout, Model, model_config, unknown)
     model = build(is_frozen if cfg.lora_rank else loaded_later(cfg))
-    reference = build(lambda fqn: True) if cfg.kl_coef and not cfg.lora_rank else None  # keep_reference fills it
+    reference = build(lambda fqn: True) if cfg.kl_coef and not cfg.lora_rank else None  # filled by keep_reference
     trainer = Trainer(cfg, layout, model, reference)
 
-    # 6. checkpoint: --init_from's weights or the warm-up's, unless there is something to continue
+    # 6. checkpoint: of this run, else --init_from's weights, else the warm-up
     is_new = not step_folders(cfg.out)
     if not cfg.init_from and is_new:
         warm_up(trainer, env, text)
@@ -453,13 +447,13 @@ def main(cfg: Config):
     engine = engines.open_engine(trainer, env, text, n_trainers)
     metrics = Metrics(cfg.out, cfg, layout, flops_per_token=flops_per_token, first_step=first,
                       steps=cfg.steps, log_every=cfg.log_every, tokens=state["tokens"])
-    ahead, stopping = engines.Ahead(engine, rollouts.still_valid(state, cfg, layout.rank == 0), state["cursor"]), False
-    if first == 1:
+    ahead, stopping = engines.Ahead(engine, rollouts.reuse_batches(state, cfg, layout.rank == 0), state["cursor"]), False
+    if cfg.eval_every and first == 1:
         evaluate_policy(trainer, engine, held_out, metrics, 0)
     for step in range(first, cfg.steps + 1):
         # (1) prompts, (2) rollouts, (3) rewards
         batch = metrics.start_step(ahead.take())
-        ahead.fill(min(cfg.async_steps, cfg.steps - step))  # made while this one is trained on, by the policy of now
+        ahead.fill(min(cfg.async_steps, cfg.steps - step))  # sampled by the current policy during training
         samples, age, trained_from = batch["samples"], engines.staleness(batch, trainer.policy_version, cfg), time.time()
 
         # (4) advantages
@@ -472,7 +466,7 @@ def main(cfg: Config):
         found = update_policy(trainer, groups, lr, step)
         balance = balance_experts([model], layout, "none", 0.0) if getattr(model_config, "n_experts", 0) else {}
 
-        # (7) the policy is one version on: log, evaluate, save
+        # (7) the next version of the policy: log, evaluate, save
         trained_until = time.time()
         metrics.end_step(sum(len(s["prompt"]) + len(s["ids"]) for s in samples))
         line = sample_numbers(groups, batch) | found | balance | age | dict(
@@ -484,12 +478,13 @@ def main(cfg: Config):
             show_step(cfg, step, line)
             keep_samples(cfg, step, samples, text)
         state = {"step": step, "cursor": batch["cursor"], "tokens": metrics.tokens, "policy_version": trainer.policy_version,
-                 "batch": [], "made_with": rollouts.made_with(cfg), "bos": text.bos}
+                 "batch": [], "made_with": rollouts.batch_flags(cfg), "bos": text.bos}
         if step == first:
             train_timeouts(layout, cfg.train_timeout_s)
         stopping = stop.agreed(layout)
         last = step == cfg.steps or stopping
-        evaluate_policy(trainer, engine, held_out, metrics, step)
+        if cfg.eval_every and (step % cfg.eval_every == 0 or step == cfg.steps):
+            evaluate_policy(trainer, engine, held_out, metrics, step)
         if cfg.checkpoint_every and (step % cfg.checkpoint_every == 0 or last or step == 1 and cfg.checkpoint_first_step):
             state["batch"] = ahead.all()
             checkpoints.save(step, state, last=last, model_only=cfg.last_save_model_only and step == cfg.steps)

@@ -4,14 +4,12 @@
     python benchmarks/rollout.py --rows 32 --rounds 9 --threads 2
     git worktree add ../earlier COMMIT && python benchmarks/rollout.py --before ../earlier
     python benchmarks/rollout.py --device cuda --sizes qwen3-1.7B --new 512     # random weights of that shape
-    python benchmarks/rollout.py --device cuda --graphs    # beside ours without CUDA graphs
 
 The same random Qwen3 for all, prompts of 32 tokens, one sample of each, temperature 1, no sample ends early. Each variant is a
 process of its own, in rounds, so that a busy machine disturbs all alike. On a CPU time is the process's CPU time; on a GPU it
 is the clock's. Printed are medians of the rounds, and of the rounds' ratios.
 """
 import argparse
-import hashlib
 import importlib.util
 import json
 import statistics
@@ -66,9 +64,7 @@ def sampler(variant: str, folder: str, device: str, new: int):
 
     model, _ = load_hf_model(folder, device, dtype)
     noise = torch.rand(1024, 1, new, generator=torch.Generator().manual_seed(0))
-    options = {"graphs": False} if variant == "eager" else {}  # an earlier commit has no such option
-    return lambda prompts: rollout(
-        model, prompts, noise[: len(prompts)], 1.0, [], max_len=32 + new, rows=len(prompts), **options)
+    return lambda prompts: rollout(model, prompts, noise[: len(prompts)], 1.0, [], max_len=32 + new, rows=len(prompts))
 
 
 def measure(args):
@@ -83,10 +79,8 @@ def measure(args):
             sample(prompts)  # the first time kernels are chosen, and memory is taken
         clock = time.perf_counter if args.device == "cuda" else time.process_time
         began = clock()
-        samples = sample(prompts)
+        sample(prompts)
         speed[rows] = rows * args.new / (clock() - began)
-        if args.variant in ("ours", "eager"):
-            speed[f"tokens of {rows}"] = hashlib.sha256(json.dumps([s["ids"] for s in samples]).encode()).hexdigest()
     print(json.dumps(speed))
 
 
@@ -99,7 +93,6 @@ def main():
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--sizes", choices=SIZES, default="small")
     parser.add_argument("--before", help="a worktree of an earlier commit")
-    parser.add_argument("--graphs", action="store_true", help="also without CUDA graphs")
     parser.add_argument("--variant", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     parser.add_argument("--code", default=str(Path(__file__).parent.parent), help=argparse.SUPPRESS)
@@ -107,9 +100,7 @@ def main():
     if args.variant:
         sys.path.insert(0, args.code)
         return measure(args)
-    if args.graphs and args.device == "cpu":
-        parser.error("--graphs compares CUDA graphs: add --device cuda")
-    variants = ["ours", *["eager"] * args.graphs, *["before"] * bool(args.before), "transformers"]
+    variants = ["ours", *["before"] * bool(args.before), "transformers"]
     if args.device == "cuda" and importlib.util.find_spec("vllm"):
         variants.append("vllm")
     rounds = []
@@ -131,9 +122,6 @@ def main():
             speed = statistics.median(r[variant][rows] for r in rounds)
             ratio = statistics.median(r["ours"][rows] / r[variant][rows] for r in rounds)
             print(f"{rows:>5} rows  {variant:14} {speed:10,.0f} tokens per {second}   ours: {ratio:6.2f} x")
-        if args.graphs:
-            same = all(r["ours"][f"tokens of {rows}"] == r["eager"][f"tokens of {rows}"] for r in rounds)
-            print(f"{rows:>5} rows  with and without graphs: {'the same' if same else 'OTHER'} tokens")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
-"""When is an answer right: the same text, the same number, or the same in mathematics. For rewards and for evaluate.py.
+"""Is an answer right: the same text, the same number, or the same in mathematics. For rewards and for evaluate.py.
 
-    exact    the text itself, without the spaces and lines around it
-    number   the number behind the last ####, else the last one in the text
-    math     what is in the last \\boxed{}, else behind the last ####, else the last number or fraction of a text; then as an
-             exact fraction (\\frac{1}{2} = 1/2 = 0.5 = 50%), with roots and pi as a number, and anything else letter by letter
-             once spaces, \\left, \\, $ and the like are gone
+    exact    the same text, without the spaces and lines around the text
+    number   the same number: the first after the last ####, else the last number of the text
+    math     the content of the last \\boxed{}, else the line after the last ####, else the last number or fraction of the
+             text. Numbers are compared as exact fractions (\\frac{1}{2} = 1/2 = 0.5 = 50%), with roots or pi as floats;
+             everything else letter by letter, without spaces, \\left, \\, $ and the like
 
-What is compared is a text that a model wrote, in the hope of a reward. So nothing is computed for it: 2+3 is not 5, and a
-rounded 0.333 is not 1/3.
+A model wrote the text in the hope of a reward, so we compute nothing for the model: 2+3 is not 5, and 0.333 is not 1/3.
 """
 import math
 import re
@@ -15,13 +14,13 @@ from fractions import Fraction
 
 KINDS = ("exact", "number", "math")
 
-# Everything that may belong to one number. A minus belongs to it unless a letter, a digit or a bracket stands before it.
+# All characters of a number. A minus is part of the number, unless a letter, a digit or a bracket stands before the minus.
 NUMBER = re.compile(r"(?:(?<![\w)])-)?\$?(?:(?<!\w)\.)?[0-9](?:[0-9,./$-]*[0-9])?", re.ASCII)
 DECIMAL = re.compile(r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+)?", re.ASCII)
 # A number, a fraction in one of two spellings or a percentage, in the middle of a text
 FRACTION = re.compile(r"(?:(?<![\w)}])-)?\$?(?:\\[dt]?frac\{-?[0-9]+\}\{[0-9]+\}|(?:[0-9][0-9,]*)?\.?[0-9]+(?:/[0-9]+)?)"
                       r"(?:\s?\\?%)?", re.ASCII)
-LONGEST = 300  # characters of an answer that are read as mathematics
+LONGEST = 300  # characters: longer answers are not read as mathematics
 OF_LATEX = [
     (r"\\(?:left|right|displaystyle|limits|big|Big)(?![a-zA-Z])", ""), (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
     (r"\\[,!;:> ]|\\q?quad(?![a-zA-Z])|~|\\?\$|\\\(|\\\)|\\\[|\\\]", ""), (r"\{,\}", ","), (r"\^\{?\\circ\}?|\\degree|°", ""),
@@ -32,11 +31,16 @@ OF_LATEX = [
 
 
 def is_right(kind: str, text: str, answer: str) -> bool:
-    return {"exact": same_text, "number": same_number, "math": same_in_mathematics}[kind](text, answer)
+    if kind == "exact":
+        return text.strip() == answer.strip()
+    if kind == "number":
+        found = final_number(text)
+        return found is not None and found == final_number(answer)
+    return same_in_mathematics(text, answer)
 
 
 def never_right(kind: str, answer: str) -> str:
-    """Why no text can be right, if that is so; else empty."""
+    """The reason why no text can be right with this answer; "" if a text can be."""
     if not answer.strip():
         return "it is empty"
     if kind == "number" and final_number(answer) is None:
@@ -44,13 +48,9 @@ def never_right(kind: str, answer: str) -> str:
     return "it has nothing to compare" if kind == "math" and not plain_latex(marked(answer) or answer) else ""
 
 
-def same_text(text: str, answer: str) -> bool:
-    return text.strip() == answer.strip()
-
-
 # ---------------------------------------------------------------- number
 def final_number(text: str) -> float | None:
-    """The first number behind the last ####, else the last one in the text. None where that is none: 1,2,3 or 1/2 or 3-5."""
+    """The first number after the last ####, else the last number of the text. None for 1,2,3 or 1/2 or 3-5."""
     before, marker, after = text.rpartition("####")
     found = NUMBER.findall(after)
     word = (found[0] if marker else found[-1]) if found else ""
@@ -59,14 +59,9 @@ def final_number(text: str) -> float | None:
     return float(re.sub(r"[$,]", "", word))
 
 
-def same_number(text: str, answer: str) -> bool:
-    found = final_number(text)
-    return found is not None and found == final_number(answer)
-
-
 # ---------------------------------------------------------------- math
 def same_in_mathematics(text: str, answer: str) -> bool:
-    """Whether a text ends with the answer. The answer itself may be marked, or stand alone."""
+    """Whether a text ends with the answer. The answer may be marked (\\boxed, ####) or bare."""
     wanted, found = plain_latex(marked(answer) or answer), marked(text)
     if found is None:
         last = FRACTION.findall(text[-10 * LONGEST :])
@@ -76,16 +71,15 @@ def same_in_mathematics(text: str, answer: str) -> bool:
 
 
 def marked(text: str) -> str | None:
-    """What the last \\boxed{} holds, else the line behind the last ####; None where there is neither."""
+    """The content of the last \\boxed{}, else the line after the last ####; None without both."""
     if (begin := max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))) >= 0:
-        inside = braced(text, text.index("{", begin))
-        return inside if inside is not None else ""  # cut off before its end
+        return braced(text, text.index("{", begin)) or ""  # None: cut off before the closing brace
     _, marker, after = text.rpartition("####")
     return after.strip().split("\n")[0] if marker else None
 
 
 def braced(text: str, begin: int) -> str | None:
-    """What is between the { at `begin` and its }."""
+    """The text between the { at `begin` and the matching }."""
     depth = 0
     for end in range(begin, len(text)):
         depth += {"{": 1, "}": -1}.get(text[end], 0)
@@ -95,7 +89,7 @@ def braced(text: str, begin: int) -> str | None:
 
 
 def plain_latex(text: str) -> str:
-    """Without what changes the looks only, and without the name in x = 5."""
+    """The text without pure typesetting, and without the name in x = 5."""
     if len(text) > 10 * LONGEST:
         return text
     text = text.strip().rstrip(".")
@@ -110,7 +104,7 @@ def plain_latex(text: str) -> str:
 
 
 def equal_parts(a: str, b: str) -> bool:
-    """Numbers by their value, lists in the same brackets part by part, anything else by its letters."""
+    """Compare numbers by value, lists in the same brackets part by part, anything else letter by letter."""
     if a == b:
         return True
     x, y = number_of(a), number_of(b)
@@ -132,7 +126,7 @@ def same_value(x, y) -> bool:
 
 
 def split_list(text: str) -> list[str]:
-    """["(", "1", "2", ")"] of "(1,2)": its brackets, and what is between the commas outside of all others."""
+    """["(", "1", "2", ")"] for "(1,2)": the brackets, and the parts between the outermost commas."""
     bracketed = text[:1] in ("(", "[", "{", "\\") and text[-1:] in (")", "]", "}")
     if text.startswith("\\{") and text.endswith("\\}"):
         first, inside, last = "\\{", text[2:-2], "\\}"
@@ -151,39 +145,32 @@ def split_list(text: str) -> list[str]:
 
 
 def number_of(text: str) -> Fraction | float | None:
-    """The value of a number, a fraction, a percentage, or one of these times a root or pi; None for anything else."""
+    """The value of a number, a fraction or a percentage, also times a root or pi; None for anything else."""
+    try:
+        return evaluate_number(text)
+    except (ValueError, ArithmeticError):
+        return None
+
+
+def evaluate_number(text: str) -> Fraction | float:
     if text.endswith("%"):
-        value = number_of(text[:-1])
-        return None if value is None else value / 100
-    if text[:1] in ("-", "+"):
-        value = number_of(text[1:]) if text[1:2] not in ("-", "+") else None
-        return None if value is None else -value if text[0] == "-" else value
+        return evaluate_number(text[:-1]) / 100
+    if text[:1] in ("-", "+") and text[1:2] not in ("-", "+"):
+        return evaluate_number(text[1:]) * (-1 if text[0] == "-" else 1)
     if text and DECIMAL.fullmatch(text):
         return Fraction(text.replace(",", ""))
     if text.startswith("\\frac{"):
-        above = braced(text, 5)
-        after = "" if above is None else text[7 + len(above) :]
-        below = braced(after, 0) if after.startswith("{") else None
-        if below is None:
-            return None
+        above = braced(text, 5) or ""
+        after = text[7 + len(above) :]
+        below = braced(after, 0) or "" if after.startswith("{") else ""
         rest = after[2 + len(below) :]
-        return product(quotient(number_of(above), number_of(below)), number_of(rest) if rest else 1)
+        return evaluate_number(above) / evaluate_number(below) * (evaluate_number(rest) if rest else 1)
     above, slash, below = text.rpartition("/")
-    if slash:
-        return quotient(number_of(above), number_of(below)) if not re.search(r"[-+%]", below) else None
-    if found := re.fullmatch(r"([0-9.]*)(\\pi|\\sqrt\{[0-9.]+\})(\\pi)?", text):
-        factor = math.pi if found[2] == "\\pi" else root(number_of(found[2][6:-1]))
-        return product(product(number_of(found[1]) if found[1] else 1, factor), math.pi if found[3] else 1)
-    return None
-
-
-def root(x):
-    return None if x is None else math.sqrt(x)
-
-
-def quotient(x, y):
-    return None if x is None or not y else x / y
-
-
-def product(x, y):
-    return None if x is None or y is None else x * y
+    if slash and not re.search(r"[-+%]", below):
+        return evaluate_number(above) / evaluate_number(below)
+    found = re.fullmatch(r"([0-9.]*)(\\pi|\\sqrt\{([0-9.]+)\})(\\pi)?", text)
+    if not found:
+        raise ValueError(f"{text} is no number")
+    value = evaluate_number(found[1]) if found[1] else 1
+    value *= math.sqrt(evaluate_number(found[3])) if found[3] else math.pi
+    return value * math.pi if found[4] else value

@@ -1,13 +1,13 @@
-"""Problems in files as a task of grpo.py, --env dataset and --env gsm8k: lines, prompts, and what is paid for an answer.
+"""Problems in files as a task of grpo.py (--env dataset, --env gsm8k): lines, prompts and the reward of an answer.
 
     {"prompt": "2+3=", "answer": 5}         or "question"; further fields are for --prompt_template and for rewards of your own
 
---reward says what earns 1: exact, number and math are in rl/answers.py. A file of your own, my_reward.py, has
+--reward says which answers earn 1: exact, number and math are in rl/answers.py. A file of your own, my_reward.py, defines
 
     reward(prompt, completion, answer, truncated, fields) -> float
 
-with as many of these parameters as it wants, by their names; fields is the whole line as a dict. Without --eval_data an eighth
-of the prompts is held out, chosen by their hash. With it nothing is held out of --env_data, and the test file is read whole.
+with any of these parameters, by name; fields is the whole line as a dict. Without --eval_data an eighth of the prompts is held
+out, chosen by hash. With --eval_data nothing of --env_data is held out, and the whole test file is evaluated.
 """
 import inspect
 import json
@@ -24,7 +24,7 @@ from support.config import Need, flag
 
 HINTS = {"dataset": "", "gsm8k": "\nThink step by step, and end with the answer alone on a line: #### number"}
 REWARD_PARAMETERS = ("prompt", "completion", "answer", "truncated", "fields")
-# What flags need to have an effect: see support/config.py
+# Needs of flags: see support/config.py
 FILES = Need("without --env dataset or --env gsm8k", lambda c: c.env in HINTS)
 DATASET = Need("without --env dataset", lambda c: c.env == "dataset")
 
@@ -33,8 +33,8 @@ DATASET = Need("without --env dataset", lambda c: c.env == "dataset")
 class DatasetConfig:
     env_data: str = flag("", FILES)  # problems to train on, a .jsonl: "prompt" or "question", and "answer" in each line
     eval_data: str = flag("", FILES)  # problems to evaluate on, likewise; empty: an eighth of --env_data is held out
-    reward: str = flag("exact", DATASET)  # what is right: exact, number or math, or a file of your own, my_reward.py
-    prompt_template: str = flag("", FILES)  # with {fields}; empty: the prompt or question alone, for gsm8k with a hint after it
+    reward: str = flag("exact", DATASET)  # right answers: exact, number or math, or a file of your own, my_reward.py
+    prompt_template: str = flag("", FILES)  # with {fields}; empty: only the prompt or question, for gsm8k with a hint after it
 
     def __post_init__(self):
         if self.env in HINTS and not self.env_data:
@@ -50,7 +50,7 @@ class Line(NamedTuple):
 
 
 def read_content(path: str, flag: str, *suffixes: str) -> str:
-    """The text of a file, which may be packed. Raises ValueError where its name ends with none of the suffixes."""
+    """The text of a file, packed or not. Raises ValueError for a name with none of the suffixes."""
     file, suffix = Path(path), format_of(Path(path))
     try:
         if suffix not in suffixes:
@@ -69,7 +69,7 @@ def jsonl_lines(content: str, path: str) -> list[Line]:
 def json_line(text: str, where: str) -> Line:
     try:
         record = json.loads(text)
-        json.dumps(record, ensure_ascii=False).encode()  # "\ud800" is JSON, but no text
+        json.dumps(record, ensure_ascii=False).encode()  # fails for "\ud800": JSON, but no text
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not JSON: {error}") from None
     if not isinstance(record, dict):
@@ -82,7 +82,7 @@ def unescape(text: str) -> str:
 
 
 def fill_template(template: str, line: Line) -> str:
-    """The template with the line's {fields} in it."""
+    """The template, filled with the fields of a line."""
     if missing := set(re.findall(r"\{(\w+)\}", template)) - line.fields.keys():
         raise ValueError(f"{line.where} has no {min(missing)}, which --prompt_template asks for")
     return re.sub(r"\{(\w+)\}", lambda name: str(line.fields[name[1]]), template)
@@ -94,7 +94,7 @@ def is_answer(answer) -> bool:
 
 # ---------------------------------------------------------------- problems
 def read_problems(path: str, flag: str, template: str, hint: str, kind: str) -> dict[str, Line]:
-    """{prompt: its line} of a file; equal lines count once. kind: of the reward. Raises ValueError that names the line."""
+    """{prompt: Line} of a file; equal lines count once. kind: of the reward. The ValueError names the line."""
     lines, found = jsonl_lines(read_content(path, flag, ".jsonl"), path), {}
     if not lines:
         raise ValueError(f"{flag} {path} is empty: there are no problems")
@@ -146,12 +146,12 @@ def answer_of(line: Line) -> str:
 
 
 def built_in(kind: str):
-    """A right answer earns 1. A text that was cut off earns nothing: the last number in it is no answer."""
+    """A right answer earns 1. A truncated text earns nothing, because the last number before the cut is no answer."""
     return lambda completion, answer, truncated, **others: float(not truncated and is_right(kind, completion, answer))
 
 
 def open_reward(path: str):
-    """The function reward() of a file, given those of its parameters that it asks for. Raises ValueError."""
+    """The function reward() of a file, called with the parameters in its signature. Raises ValueError."""
     module = load_own("reward", path, KINDS)
     if not callable(getattr(module, "reward", None)):
         raise ValueError(f"--reward {path}: it must define reward({', '.join(REWARD_PARAMETERS)})")

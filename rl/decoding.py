@@ -1,21 +1,18 @@
 """The decoder of generate.py and grpo.py: samples of each prompt, with a cache of keys and values.
 
-P prompts, G samples of each, R rows (samples that run at once), T new tokens of a row in one forward, V vocab
+P prompts, G samples of each, R rows (samples that run at once), T tokens of a row in one forward, V vocab
 
-rollout() keeps R rows busy: it reads some prompts, copies each to the rows of its G samples, adds a few tokens to all rows, and
-gives the rows of samples that have ended to the next prompts. The host knows the samples, and the device works on rows: the
-host sends it what it needs for the next few tokens, and reads them all at once.
+rollout() keeps R rows busy: read some prompts, copy each prompt to the rows of its G samples, add one token to all rows, and
+give the rows of finished samples to the next prompts.
 """
 import hashlib
 from collections import deque
-from collections.abc import Callable
 from functools import partial
-from itertools import count, islice
+from itertools import count
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from distributed.layout import AllGather
 from models.attention import sdpa
@@ -23,113 +20,85 @@ from models.loss import NEVER, log_normalizer
 from parallel import whole_vocab
 
 PREFILL_CHUNK = 512  # prompt tokens per forward: activations of a whole long prompt would need more memory than its cache
-# Attention is over a multiple of so many keys. On a GPU each is a shape that costs a plan and a graph; on a CPU a shape costs
-# nothing, but keys that nobody sees do: with 128 a token of the small model of benchmarks/rollout.py takes 1.1 x as long.
-KEY_BUCKET = {"cuda": 128, "cpu": 32}
-AHEAD = 8  # tokens that every row goes on by before the host looks at them: until then the device never waits for it
-FEWEST = 8  # --batch_invariant: with at least 8 rows in every matrix product its rounding did not depend on their number
+KEY_BUCKET = 32  # attention runs over a multiple of so many keys, so that a rollout has few shapes
+FEWEST = 8  # --batch_invariant: from 8 rows on, the rounding of a matrix product did not depend on the number of rows
 
 
 class RowCache:
     """Keys and values of R rows in every block, so that a new token costs one token and not the whole sequence.
 
-    Models take it as `cache`. place() comes before each forward and says where its tokens belong. Memory is taken at the first
-    forward, when the shapes are known (under TP they are local), and never moves: a CUDA graph knows its addresses.
+    Models take this object as `cache`. Call place() before each forward, with the places of the tokens. Memory is taken at the
+    first forward, when the shapes are known (local shapes under TP).
     """
 
-    def __init__(self, rows: int, max_len: int, fixed_shapes=False, device="cpu"):
-        """fixed_shapes: attend with at least FEWEST queries to all max_len keys, for --batch_invariant. device: of the model;
-        another one only means buckets of another size."""
+    def __init__(self, rows: int, max_len: int, fixed_shapes=False):
+        """fixed_shapes: attend with at least FEWEST queries to all max_len keys, for --batch_invariant."""
         self.rows, self.max_len, self.fixed_shapes = rows, max_len, fixed_shapes
-        self.key_bucket = KEY_BUCKET.get(torch.device(device).type, 128)
-        self.kept = {}  # (block, n-th call of attend in it): keys and values, each (rows, max_len, kv heads, head dim)
-        self.most_rows, self.numbers = rows, None  # of rows and positions: 0, 1, 2, ...
-        self.n, self.views = 0, {}  # of keys and values, what the last forward attended to: (rows, kv heads, n, head dim)
+        self.kept = {}  # (block, n-th call of attend in the block): [keys, values], each (rows, max_len, kv heads, head dim)
 
-    def place(self, at: Tensor, rows: Tensor | None = None, keys: int | None = None):
-        """The tokens of the next forward are at positions at (R, T) of these rows (R,); None: of all rows. keys: how many
-        positions the longest row has by then; None asks the device, which makes the host wait for it."""
-        keys = int(at.max()) + 1 if keys is None else keys
-        if self.numbers is None:
-            self.numbers = torch.arange(max(self.rows, self.max_len), device=at.device)
-        if not self.views or self.bucket(keys) != self.n:
-            self.n, self.views = self.bucket(keys), {}
-            self.all_rows, self.columns = self.numbers[: self.rows], self.numbers[: self.n]
-        self.at, self.chosen, self.masks = at, rows, {}
-        self.row = (self.all_rows if rows is None else rows)[:, None]  # (R, 1)
-
-    def bucket(self, keys: int) -> int:
-        """How many positions are attended to where `keys` of them are needed."""
-        return self.max_len if self.fixed_shapes else min(-(-keys // self.key_bucket) * self.key_bucket, self.max_len)
+    def place(self, at: Tensor, keys: int, rows: Tensor | None = None):
+        """Set the places of the next forward: positions at (R, T), all below `keys`, of these rows (R,), None: of all rows."""
+        self.n_keys = self.max_len if self.fixed_shapes else min(-(-keys // KEY_BUCKET) * KEY_BUCKET, self.max_len)
+        self.at, self.chosen, self.column = at, rows, torch.arange(self.n_keys, device=at.device)
+        self.mask = self.column <= at[:, None, :, None]  # (R, 1, T, n_keys), the same in all blocks
+        self.row = (torch.arange(self.rows, device=at.device) if rows is None else rows)[:, None]  # (R, 1)
 
     def attend(self, block: str, reach: Tensor | None = None):
-        """The attend of one block in one forward. A block may call it several times (differential attention): the n-th call has
-        keys and values of its own, and goes on with those of the n-th call in the forward before. reach, sinks: see
+        """The attend of one block in one forward. A block may attend several times (differential attention): the n-th call has
+        keys and values of its own, and continues those of the n-th call in the previous forward. reach, sinks: see
         models.attention.causal_attention."""
         calls = count()
         return lambda q, k, v, scale=None, sinks=None: self.append((block, next(calls)), q, k, v, scale, reach, sinks)
 
     def append(self, call, q: Tensor, k: Tensor, v: Tensor | None, scale, reach=None, sinks=None) -> Tensor:
-        """Store k, v (R, kv heads, T, head dim) and attend from q (R, heads, T, head dim) to all that its row has up to there,
-        or to the last ones of reach (R or 1, T). v None: the keys are the values, as in DeepSeek's latents."""
-        self.store(call, *(x.transpose(1, 2) for x in (k, v) if x is not None))
-        if call not in self.views:
-            self.views[call] = [self.kept[call][i][: self.rows, : self.n].transpose(1, 2) for i in (0, -1)]
-        keys, values = self.views[call]
+        """Store k, v (R, kv heads, T, head dim) and attend from q (R, heads, T, head dim) to all earlier tokens of the row, or
+        to the last tokens of reach (R or 1, T). v None: the keys are the values, as in DeepSeek's latents."""
+        new = [x.transpose(1, 2) for x in (k, v) if x is not None]
+        if call not in self.kept:
+            self.kept[call] = [x.new_zeros(self.rows, self.max_len, *x.shape[2:]) for x in new]
+        for kept, x in zip(self.kept[call], new):
+            kept[self.row, self.at] = x
+        keys, values = (self.kept[call][i][: self.rows, : self.n_keys].transpose(1, 2) for i in (0, -1))
         if self.chosen is not None:
             keys, values = keys[self.chosen], values[self.chosen]
-        if (kind := (q.dtype, id(reach))) not in self.masks:  # once per forward: with a boolean one sdpa does it in each block
-            at = self.at[:, None, :, None]
-            hidden = self.columns > at  # (R, 1, T, n)
-            if reach is not None:
-                hidden = hidden | (self.columns <= at - reach[:, None, :, None])
-            mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, -torch.inf)
-            self.masks[kind] = mask, reach  # reach, so that no other one gets its id
-        (R, H, T, K), (mask, _) = q.shape, self.masks[kind]
-        if self.fixed_shapes and T < FEWEST:  # copies of the last query, which nobody reads
+        (R, H, T, K), mask = q.shape, self.mask
+        if reach is not None:
+            mask = mask & (self.column > (self.at - reach)[:, None, :, None])
+        if self.fixed_shapes and T < FEWEST:  # repeat the last query, and drop the copies below
             q, mask = (torch.cat([x, x[:, :, -1:].expand(-1, -1, FEWEST - T, -1)], 2) for x in (q, mask))
         elif T == 1 and sinks is None and not self.fixed_shapes:
-            # heads that share their keys become queries of one head, so that these keys are read once for all
+            # heads with the same keys become queries of one head, so the keys are read once for all of these heads
             q = q.reshape(R, keys.shape[1], -1, K)
         out = sdpa(q, keys, values, mask, scale=scale, sinks=sinks)
         return out[:, :, :T] if self.fixed_shapes else out.reshape(R, H, T, -1)
 
-    def store(self, call, *new: Tensor):
-        """Keep each of new (R, T, heads, head dim) at the places of its tokens."""
-        if call not in self.kept:
-            self.kept[call] = [x.new_zeros(self.most_rows, self.max_len, *x.shape[-2:]) for x in new]
-        for kept, x in zip(self.kept[call], new):
-            kept[self.row, self.at] = x
-
     def copy_first(self, slots: Tensor, T: int):
-        """Give all rows of slots (n, G) the first T positions of the first row beside them."""
+        """slots (n, G): copy the first T positions of row slots[i, 0] to all rows of slots[i]."""
         for kept in sum(self.kept.values(), []):
             kept[slots, :T] = kept[slots[:, :1], :T]
 
     def keep(self, rows: Tensor):
-        """Go on with these rows only, in this order."""
-        self.rows, self.views = len(rows), {}
+        """Continue with these rows only, in this order."""
+        self.rows = len(rows)
         for kept in sum(self.kept.values(), []):
             kept[: len(rows)] = kept[rows]
-
-    def begin_again(self):
-        """As it was when it was new, in the same memory."""
-        self.rows, self.views = self.most_rows, {}
-        for kept in sum(self.kept.values(), []):
-            kept.zero_()
 
 
 def noise_seed(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
 
 
-def uniform_noise(name: str, *shape: int) -> Tensor:
-    """Numbers in [0, 1) that depend on the name alone: not on the device, or on how many there were before."""
-    return torch.rand(shape, generator=torch.Generator().manual_seed(noise_seed(name)))
+def draw_noise(names: list[str], G: int, n: int) -> Tensor:
+    """(names, G, n) numbers in [0, 1) for rollout(), a function of the names: neither device, number of ranks nor
+    restart changes a sample."""
+    noise = torch.empty(len(names), G, n)
+    for row, name in zip(noise, names):
+        row.copy_(torch.rand(G, n, generator=torch.Generator().manual_seed(noise_seed(name))))
+    return noise
 
 
 def column_logits(h: Tensor, weight: Tensor, *, column: Tensor, mesh=None) -> Tensor:
-    """fp32 logits (R, V) at one column of each row: h (R, T/tp, D), column (R,). Nobody needs the other columns."""
+    """fp32 logits (R, V) at one column of each row, the only column needed: h (R, T/tp, D), column (R,)."""
     row = torch.arange(h.shape[0], device=h.device)
     if mesh is None:
         return F.linear(h[row, column], weight).float()
@@ -138,10 +107,10 @@ def column_logits(h: Tensor, weight: Tensor, *, column: Tensor, mesh=None) -> Te
 
 
 def next_logits(model, cache: RowCache, tokens: Tensor, at: Tensor, column: Tensor, keys: int, mesh=None, rows=None) -> Tensor:
-    """Run tokens (R, T) at positions at (R, T), all below `keys`, of these rows (R,), None: of all; logits (R, V) of one column
-    (R,) of each."""
+    """Run tokens (R, T) at positions at (R, T), all below `keys`, of these rows (R,), None: of all rows. Returns the logits
+    (R, V) of one column (R,) of each row."""
     usual_logits = model.logits
-    cache.place(at, rows, keys)
+    cache.place(at, keys, rows)
     model.logits = partial(column_logits, column=column, mesh=mesh)
     try:
         return model(tokens, positions=at, cache=cache)
@@ -149,20 +118,15 @@ def next_logits(model, cache: RowCache, tokens: Tensor, at: Tensor, column: Tens
         model.logits = usual_logits
 
 
-def can_capture(model) -> bool:
-    """Whether decoding may be a CUDA graph: on a GPU without FSDP, whose hooks around each block wait for their own streams."""
-    return next(model.parameters()).is_cuda and not any(isinstance(module, FSDPModule) for module in model.modules())
-
-
 def read_prompts(model, cache: RowCache, prompts: list[list[int]], rows: Tensor, T: int, width: int, mesh=None) -> Tensor:
-    """Read n prompts into these rows (n,) of the cache; logits (n, V) after their last tokens. T: tokens of the longest prompt
-    on any rank that must run the same forwards. width: columns come in multiples of this."""
+    """Read n prompts into these rows (n,) of the cache; returns the logits (n, V) after their last tokens. T: tokens of the
+    longest prompt on all ranks with common forwards. width: the number of columns is a multiple of width."""
     n, device = len(prompts), rows.device
     T = -(-T // width) * width
     at = torch.arange(T, device=device).expand(max(n, 1), -1)
-    if n == 0:  # only other ranks have prompts: take part, and write where nobody looks, at the end of the first row
+    if n == 0:  # only other ranks have prompts: take part, and write to the unused end of the first row
         prompts, rows, at = [[0]], torch.zeros(1, dtype=torch.long, device=device), torch.full_like(at, cache.max_len - 1)
-    again = [*range(len(prompts)), *[0] * (FEWEST - len(prompts) if cache.fixed_shapes else 0)]  # the first one several times
+    again = [*range(len(prompts)), *[0] * (FEWEST - len(prompts) if cache.fixed_shapes else 0)]  # repeat the first prompt
     tokens = torch.tensor([[*prompts[i], *[0] * (T - len(prompts[i]))] for i in again], device=device)  # padded on the right
     last = torch.tensor([len(prompts[i]) - 1 for i in again], device=device)
     rows, at, logits, size = rows[again], at[again], 0.0, PREFILL_CHUNK // width * width
@@ -171,26 +135,26 @@ def read_prompts(model, cache: RowCache, prompts: list[list[int]], rows: Tensor,
         column = (last - begin).clamp(0, at[:, piece].shape[1] - 1)
         keys = min(begin + size, T) if n else cache.max_len
         found = next_logits(model, cache, tokens[:, piece], at[:, piece], column, keys, mesh, rows)
-        logits = torch.where((last >= begin)[:, None], found, logits)  # what stays is of the piece in which the prompt ends
+        logits = torch.where((last >= begin)[:, None], found, logits)  # keep the logits of the piece with the prompt's end
     return logits[:n]
 
 
 def truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """logits (R, V) with -inf for all but the top_k likeliest tokens and the fewest that reach probability top_p."""
+    """logits (R, V) with -inf for all but the top_k likeliest tokens, and the fewest tokens with probability top_p together."""
     ranked, order = logits.sort(dim=-1, descending=True, stable=True)
     drop = torch.zeros_like(ranked, dtype=torch.bool)
     if top_k > 0:
         drop[:, top_k:] = True
     if top_p < 1:
         p = ranked.softmax(dim=-1)
-        drop |= p.cumsum(dim=-1) - p >= top_p  # the tokens before it reach top_p already; never true of the first
+        drop |= p.cumsum(dim=-1) - p >= top_p  # the likelier tokens reach top_p already; never true for the first
     return logits.masked_fill(torch.zeros_like(drop).scatter(-1, order, drop), -torch.inf)
 
 
 def draw(logits: Tensor, u: Tensor, temperature: float, top_k=0, top_p=1.0) -> tuple[Tensor, Tensor]:
     """logits (R, V) fp32 and one uniform number per row (R,) -> tokens (R,) and their log-probabilities at the temperature.
 
-    The log-probability is that before top_k and top_p cut anything off: a training forward over the same tokens gives the same.
+    Log-probabilities are from before top_k and top_p, so a training forward over the same tokens gives the same numbers.
     Temperature 0 takes the likeliest token, and reports its log-probability at temperature 1.
     """
     logits = logits if temperature in (0, 1) else logits / temperature
@@ -200,26 +164,21 @@ def draw(logits: Tensor, u: Tensor, temperature: float, top_k=0, top_p=1.0) -> t
     else:
         allowed = truncate(logits, top_k, top_p) if top_k > 0 or top_p < 1 else logits
         cdf = allowed.double().exp().cumsum(-1)  # in fp32 a sum over V words would round the rare ones away
-        # the first token whose share goes beyond u; a token of probability 0 adds no share, so it is never the first
+        # the first token with a cumulated share above u; a token of probability 0 adds nothing and is never taken
         token = torch.searchsorted(cdf, u.double()[:, None] * cdf[:, -1:], right=True).clamp_(max=logits.shape[1] - 1)
     return token[:, 0], logits.gather(-1, token)[:, 0]
 
 
-def extend(s: dict, tokens: list[int], logprobs: list[float], room: int, ends: set, tool, stop, heard: Callable) -> bool:
-    """Add the next tokens of a row to its sample (ids, logprobs, mask, said) until it ends or its tool answers, after which the
-    row's other tokens are void: it goes on with what the tool said. Returns whether the sample goes on."""
-    ids = s["ids"]
-    for token, logprob in zip(tokens, logprobs):
-        chosen = not s["said"]  # by the model: else the token is the next one of what the tool said
-        ids.append(token if chosen else s["said"].popleft())
-        s["logprobs"].append(logprob if chosen else 0.0)
-        s["mask"].append(float(chosen))
-        heard(ids[-1])
-        if chosen and token in ends or len(ids) == room or stop is not None and stop(ids):
-            return False
-        if chosen and tool is not None and (answer := tool([*ids])):
-            s["said"].extend(answer)
-            return True
+def add_token(s: dict, token: int, logprob: float, ends: set, tool, stop) -> bool:
+    """Add a token to a sample: the model's, or the next token of the tool's answer. Returns whether the sample goes on."""
+    ids, chosen = s["ids"], not s["said"]  # chosen: by the model
+    ids.append(token if chosen else s["said"].popleft())
+    s["logprobs"].append(logprob if chosen else 0.0)
+    s["mask"].append(float(chosen))
+    if chosen and token in ends or len(ids) == s["room"] or stop is not None and stop(ids):
+        return False
+    if chosen and tool is not None:
+        s["said"].extend(tool([*ids]))
     return True
 
 
@@ -227,117 +186,78 @@ def extend(s: dict, tokens: list[int], logprobs: list[float], room: int, ends: s
 def rollout(
     model, prompts: list[list[int]], noise: Tensor, temperature: float, eot: int | list[int], *, max_len: int, rows=512,
     top_k=0, top_p=1.0, on_token=None, tool=None, stop=None, tp_mesh=None, batch_invariant=False,
-    agree=lambda *numbers: numbers, ahead=AHEAD, graphs=True,
+    agree=lambda *numbers: numbers,
 ) -> list[dict]:
-    """G samples of each of P prompts, as dicts(ids, logprobs, mask, truncated), those of a prompt next to each other.
+    """G samples of each of P prompts, as dicts(ids, logprobs, mask, truncated), samples of a prompt next to each other.
 
-    noise (P, G, max_new_tokens), on the host: uniform numbers, one per token, so that a sample depends on the weights, its
-    prompt and its noise, and not on the row that it is in, its neighbours, or the number of processes. At most `rows` samples
-    run at once; rows that have ended are given to the next prompt, which is read once for its G samples. A sample ends with
-    `eot`, or any of several, which is part of it, or is truncated: at max_new_tokens, or when prompt and sample have max_len
-    tokens.
+    noise (P, G, max_new_tokens), on the host: uniform numbers, one per token. A sample depends only on the weights, its prompt
+    and its noise, not on its row, its neighbours or the number of processes. At most `rows` samples run at once; the rows of
+    finished samples are given to the next prompt, which is read once for its G samples. A sample ends with `eot` (or any of
+    several), included in the ids, or is truncated: at max_new_tokens, or when prompt and sample have max_len tokens.
 
-    on_token(sample, id) is called for every new token, up to `ahead` tokens late; with ahead=1 at once.
-    tool(ids so far) -> ids to go on with: they are fed as if sampled, with mask 0 (the model did not choose them). The tool is
-    asked after a token of the model, never after its own words. By then the device has gone on without its answer: those
-    tokens are void, and the answer's keys take the places of theirs.
+    on_token(sample, id) is called for every new token.
+    tool(ids so far) -> ids of the tool's answer: the model reads the answer, with mask 0. The tool is asked after each token of
+    the model, not after tokens of the tool.
     stop(ids so far) -> whether the sample ends here, without eot.
-    model.unknown_ids, where there are any: ids that are never sampled.
-    tp_mesh: the model is tensor parallel, and its ranks, given the same arguments, sample the same.
+    model.unknown_ids: ids that are never sampled, or None.
+    tp_mesh: for a tensor parallel model. All its ranks get the same arguments and sample the same.
     batch_invariant: every matrix product has shapes whose rounding does not depend on the batch, for exact equality with a
-    training forward over max_len tokens (docs/grpo.md says where that was tested).
-    agree(*numbers): the largest of each over the ranks that must run every forward together; see lockstep() in rl/rollouts.py.
-    ahead: tokens between two looks of the host. A row that has ended idles until then.
-    graphs: on a GPU, replay one CUDA graph per number of rows and bucket of keys; never with tp_mesh or batch_invariant. Not
-    for forwards with collectives, as those of --ep.
+    training forward over max_len tokens (tested as docs/grpo.md says).
+    agree(*numbers): the largest of each number over the ranks with common forwards; see lockstep() in rl/rollouts.py.
     """
     P, G, max_new = noise.shape
     device, ends = next(model.parameters()).device, {eot} if isinstance(eot, int) else set(eot)
-    width = tp_mesh.size() if tp_mesh else 1  # under TP activations are cut along the sequence: a column for each rank
+    width = tp_mesh.size() if tp_mesh else 1  # TP cuts activations along the sequence, so each forward has a column per rank
     n_rows = max(G, min(rows // G, P) * G, FEWEST if batch_invariant else 0)
-    cache = RowCache(n_rows, max_len + width, batch_invariant, device)
+    cache = RowCache(n_rows, max_len + width, batch_invariant)
+    samples = [dict(prompt=prompts[p], ids=[], logprobs=[], mask=[], said=deque(), noise=noise[p, g].tolist(), index=p * G + g,
+                    room=max(1, min(max_new, max_len - len(prompts[p])))) for p in range(P) for g in range(G)]
     waiting = deque(range(P))
-    noise = noise.reshape(P * G, max_new)
-    samples = [dict(ids=[], logprobs=[], mask=[], said=deque(), prompt=prompt) for prompt in prompts for _ in range(G)]
-    room = [max(1, min(max_new, max_len - len(s["prompt"]))) for s in samples]  # new tokens of each sample, at most
-    sample: list[int | None] = [None] * n_rows  # that each row works on; None: nothing, and what it computes is not read
-
-    def forward(token, at, keys):
-        """Logits (R, V) behind the last token of each row (R,), which is at position at (R,)."""
-        tokens, at = F.pad(token[:, None], (0, width - 1)), at[:, None] + torch.arange(width, device=device)
-        return next_logits(model, cache, tokens, at, torch.zeros_like(token), keys, tp_mesh)
-
-    def choose(logits, u, said):
-        if (unknown := getattr(model, "unknown_ids", None)) is not None:
-            logits.index_fill_(1, unknown, NEVER)
-        token, logprob = draw(logits, u, temperature, top_k, top_p)
-        return torch.where(said < 0, token, said), logprob
-
-    def advance(keys, token, at, u, said):
-        """One token more in every row."""
-        return choose(forward(token, at, keys), u, said)
-
-    if graphs and not tp_mesh and not batch_invariant and can_capture(model):
-        from rl.graphs import replay_steps
-        cache, advance = replay_steps(model, cache, advance, fixed=(temperature, top_k, top_p))
+    running: list[dict | None] = [None] * n_rows  # the sample of each row; None: a free row, whose output is ignored
 
     while True:
-        # Refill the rows of whole groups, and of several at once, because each refill is a forward of its own.
-        busy = [row for row, s in enumerate(sample) if s is not None]
-        free = [row for row, s in enumerate(sample) if s is None]
+        # 1. Give free rows to new prompts, in whole groups, and to several groups at once, because each refill is a forward.
+        busy = [row for row, s in enumerate(running) if s is not None]
+        free = [row for row, s in enumerate(running) if s is None]
         n = min(len(free) // G, len(waiting))
-        n = n if n >= min(len(waiting), max(1, n_rows // G // 4)) else 0
-        group = [waiting.popleft() for _ in range(n)]
-        size = len(sample)
-        while not waiting and not group and size > FEWEST and len(busy) <= size // 2:  # go on with the few that are left
-            size = max(size // 2, FEWEST)
-        if size < len(sample):
-            kept = [*busy, *free[: size - len(busy)]]
-            sample = [sample[row] for row in kept]
-            cache.keep(torch.tensor(kept, device=device))
-        slots = torch.tensor(free[: n * G], dtype=torch.long, device=device).view(n, G)
+        if n < min(len(waiting), n_rows // G // 4):
+            n = 0
+        new = [waiting.popleft() for _ in range(n)]
         for i, row in enumerate(free[: n * G]):
-            sample[row] = group[i // G] * G + i % G
-        steps = min(ahead, max((room[s] - len(samples[s]["ids"]) for s in sample if s is not None), default=0))
-        longest, feeds, steps = agree(max((len(prompts[p]) for p in group), default=0), len(busy) > 0, steps)
-        if not steps:
+            running[row] = samples[new[i // G] * G + i % G]
+        if not waiting and not new and len(running) > FEWEST and len(busy) <= len(running) // 2:  # leave out free rows
+            kept = [*busy, *free][: max(len(busy), FEWEST)]
+            running = [running[row] for row in kept]
+            cache.keep(torch.tensor(kept, device=device))
+        longest, goes_on = agree(max((len(prompts[p]) for p in new), default=0), len(busy) > 0)
+        if not longest and not goes_on:
             break
 
-        # What the device needs to know for the next steps: all (steps, R) but the last token of each row, (R,)
-        at, given, last, index = [], [], [], []
-        for s in sample:
-            ids, prompt, said = ([], [0], ()) if s is None else (samples[s][name] for name in ("ids", "prompt", "said"))
-            at.append(len(prompt) + len(ids) - 1)  # the position of its last token
-            last.append((ids or prompt)[-1])
-            given.append([*islice(said, steps), *[-1] * (steps - len(said))])
-            index.append((s or 0) * max_new + len(ids))
-        keys, step = max(at) + 1, torch.arange(steps)[:, None]
-        u = noise.flatten()[(torch.tensor(index) + step).clamp(max=P * G * max_new - 1)].double().to(device).unbind()
-        at = (torch.tensor(at) + step).clamp(max=max_len - 1).to(device).unbind()
-        said = torch.tensor(given, device=device).T.unbind()
-        token, found = torch.tensor(last, device=device), []
-        for i in range(steps):
-            n = cache.bucket(min(keys + i, max_len))
-            if i == 0 and (longest or not feeds):
-                logits = forward(token, at[i], n) if feeds else torch.zeros(len(sample), model.config.vocab_size, device=device)
-                if longest:
-                    first = read_prompts(model, cache, [prompts[p] for p in group], slots[:, 0], longest, width, tp_mesh)
-                    cache.copy_first(slots, longest)
-                    logits[slots] = first[:, None]
-                token, logprob = choose(logits, u[i], said[i])
-            else:
-                token, logprob = advance(n, token, at[i], u[i], said[i])
-            found.append((token, logprob))
+        # 2. Logits (R, V) of the next token of each row: one forward for the busy rows, and one for the new prompts.
+        at = [len(s["prompt"]) + len(s["ids"]) - 1 if s else 0 for s in running]  # position of the last token
+        logits = torch.zeros(len(running), model.config.vocab_size, device=device)
+        if goes_on:
+            last = torch.tensor([[(s["ids"] or s["prompt"])[-1] if s else 0] for s in running], device=device)
+            places = torch.tensor(at, device=device)[:, None] + torch.arange(width, device=device)
+            column = torch.zeros(len(running), dtype=torch.long, device=device)
+            logits = next_logits(model, cache, F.pad(last, (0, width - 1)), places, column, max(at) + 1, tp_mesh)
+        if longest:
+            slots = torch.tensor(free[: n * G], dtype=torch.long, device=device).view(n, G)
+            first = read_prompts(model, cache, [prompts[p] for p in new], slots[:, 0], longest, width, tp_mesh)
+            cache.copy_first(slots, longest)
+            logits[slots] = first[:, None]
 
-        # the host looks: which samples have ended, and which get an answer from the tool
-        found = torch.stack([torch.stack(x).double() for x in zip(*found)], 2).permute(1, 2, 0).tolist()  # exact: in one read
-        for row, s in enumerate(sample):
+        # 3. Draw a token for each row, and add the token to the row's sample.
+        if (unknown := getattr(model, "unknown_ids", None)) is not None:
+            logits.index_fill_(1, unknown, NEVER)
+        u = torch.tensor([s["noise"][len(s["ids"])] if s else 0.0 for s in running], dtype=torch.float64, device=device)
+        tokens, logprobs = (x.tolist() for x in draw(logits, u, temperature, top_k, top_p))
+        for row, s in enumerate(running):
             if s is not None:
-                ask = tool and (lambda ids: tool(ids)[: max_new - len(ids)])
-                heard = (lambda token, s=s: on_token(s, token)) if on_token else (lambda token: None)
-                tokens, logprobs = found[row]
-                if not extend(samples[s], [*map(int, tokens)], logprobs, room[s], ends, ask, stop, heard):
-                    sample[row] = None
-    return [
-        dict(ids=s["ids"], logprobs=s["logprobs"], mask=s["mask"], truncated=not (s["ids"][-1] in ends and s["mask"][-1]))
-        for s in samples]
+                if not add_token(s, tokens[row], logprobs[row], ends, tool, stop):
+                    running[row] = None
+                if on_token is not None:
+                    on_token(s["index"], s["ids"][-1])
+    for s in samples:
+        s["truncated"] = not (s["ids"][-1] in ends and s["mask"][-1])
+    return [{name: s[name] for name in ("ids", "logprobs", "mask", "truncated")} for s in samples]

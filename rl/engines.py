@@ -1,13 +1,12 @@
-"""The engines of grpo.py: who samples a step's prompts.
+"""The engines of grpo.py: an engine samples the prompts of a step.
 
-    engine.submit(cursor)     # the prompts from cursor on, None: behind those of the batch before, for the policy as it is now
-    batch = engine.collect()  # the oldest: {"samples": [...], "cursor": where the next prompts begin, "version": of the policy}
-    samples = engine.evaluate(tasks, group_size, temperature)  # of these (name, prompt), with rewards, by the policy of now
-    engine.close()            # when the run ends: every submit() has had its collect()
+    engine.submit(cursor)     # start a batch with the current policy; prompts from cursor on, None: after the previous batch
+    batch = engine.collect()  # the oldest batch: {"samples": [...], "cursor": of the next prompts, "version": of the policy}
+    samples = engine.evaluate(tasks, group_size, temperature)  # of (name, prompt) pairs, with rewards, by the current policy
+    engine.close()            # at the end of the run, after a collect() for every submit()
 
-The training loop makes no other calls. InPlace, in rl/rollouts.py, samples on the trainer's ranks, with the weights that are
-there; Generators, in rl/generators.py, sends the weights to ranks that only sample; HTTPEngine, in rl/http_engine.py, to a
-server.
+The training loop makes no other calls. InPlace (rl/rollouts.py) samples on the trainer's ranks with the trainer's weights;
+Generators (rl/generators.py) sends the weights to ranks for sampling only, HTTPEngine (rl/http_engine.py) to a server.
 """
 from collections import deque
 
@@ -17,7 +16,7 @@ from rl.rollouts import InPlace
 
 
 def open_engine(trainer, env, text, n_trainers: int):
-    """The engine that the flags ask for, on a trainer's rank."""
+    """The engine for these flags, on a trainer's rank."""
     cfg, layout = trainer.cfg, trainer.layout
     if cfg.engine:
         return HTTPEngine(trainer, env, text)
@@ -28,24 +27,24 @@ def open_engine(trainer, env, text, n_trainers: int):
 
 
 class Ahead:
-    """The batches of the next steps: those that are there, the oldest first, and those that the engine is at work on."""
+    """The batches of the next steps: ready ones, the oldest first, and those in flight."""
 
     def __init__(self, engine, ready: list[dict], cursor: int):
-        """ready: what a checkpoint had. cursor: where the prompts begin that nobody has been asked for."""
+        """ready: batches of a checkpoint. cursor: number of the first prompt without a batch."""
         self.engine, self.ready, self.running = engine, deque(ready), 0
         self.cursor = ready[-1]["cursor"] if ready else cursor
 
     def submit(self):
         self.engine.submit(self.cursor)
-        self.cursor, self.running = None, self.running + 1  # from now on the engine knows where its batch before ended
+        self.cursor, self.running = None, self.running + 1  # None: the engine knows the end of the previous batch
 
     def fill(self, n: int):
-        """Have n batches sampled ahead, by the policy of now."""
+        """Submit until n batches are ready or in flight, sampled by the current policy."""
         while len(self.ready) + self.running < n:
             self.submit()
 
     def take(self):
-        """Yields the batch of this step, which is sampled now if none was ahead."""
+        """Yield the batch of this step; sample a batch now if none was submitted before."""
         self.fill(1)
         if not self.ready:
             self.collect(1)
@@ -57,17 +56,17 @@ class Ahead:
             self.running -= 1
 
     def all(self) -> list[dict]:
-        """Every batch that is ahead, once it is there: what a checkpoint keeps."""
+        """Wait for all batches in flight; a checkpoint saves them."""
         self.collect(self.running)
         return list(self.ready)
 
     def close(self):
-        self.all()  # a generator goes only when its samples are fetched
+        self.all()  # a generator ends only after its samples were fetched
         self.engine.close()
 
 
 def staleness(batch: dict, policy_version: int, cfg) -> dict:
-    """By how many policy versions the tokens of a batch are behind; the mean too, where they differ. Raises RuntimeError."""
+    """Age of the tokens of a batch in policy versions: the largest, and the mean if ages differ. Raises RuntimeError."""
     ages = [policy_version - v for s in batch["samples"] for v in s.get("versions", [batch["version"]])]
     if max(ages) > cfg.async_steps * cfg.minibatches:
         raise RuntimeError(f"the samples are {max(ages)} policy versions old, more than --async_steps {cfg.async_steps} x "

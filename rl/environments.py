@@ -1,20 +1,21 @@
-"""The tasks of grpo.py as text and as tokens, and what a task of your own (--env my_env.py) looks like.
+"""The tasks of grpo.py as text and as tokens, and the form of a task of your own (--env my_env.py).
 
-An environment is anything, a class here and a module in a file of your own, that has
+An environment is a class in this file, or a module in a file of your own. An environment must have
 
-    make(rng) -> (prompt, answer)         one task; the answer is what the supervised warm-up imitates
+    make(rng) -> (prompt, answer)         one task; the supervised warm-up imitates the answer
     reward(prompt, completion) -> float   completion: all text after the prompt, without the end-of-text token
 
 and may have
 
-    problems                              instead of make: a list of all (prompt, answer); each is drawn once before any is
-                                          drawn again
-    eval_problems                         a list beside problems: what is evaluated. Without it an eighth of them is held out
-    reward(..., truncated)                a third parameter: whether the sample was cut off before its end. The tasks here then
-                                          pay 0: where a text was cut off, its last number is no answer
-    ALPHABET                              characters of a model that begins at random; without it printable ASCII
-    TOOL_END, tool(completion) -> str     when a completion ends with TOOL_END, the tool's text comes next: the model reads it,
-                                          but did not write it, so it carries no gradient
+    problems                              instead of make: a list of all (prompt, answer), drawn pass after pass, each problem
+                                          once per pass
+    eval_problems                         a second list, for evaluation only. Without eval_problems an eighth of the problems
+                                          is held out
+    reward(..., truncated)                third parameter: whether the sample was cut off before its end. The tasks in this file
+                                          then pay 0, because the last number of a truncated text is no answer
+    ALPHABET                              characters of a model with random weights; the default is printable ASCII
+    TOOL_END, tool(completion) -> str     after TOOL_END in a completion comes the text of the tool. The model reads the text
+                                          but did not write it, so the text carries no gradient
 """
 import ast
 import functools
@@ -87,9 +88,9 @@ class Calculator:
 
 
 def arithmetic(text: str) -> Fraction | None:
-    """The exact value of + - * / and parentheses over small integers; None for anything else: models write this."""
+    """The exact value of + - * / and parentheses over small integers; None for any other text of a model."""
     text = text.strip()
-    if not re.fullmatch(r"[0-9+*/() -]{1,100}", text):  # Python would read comments and 1_000 as well
+    if not re.fullmatch(r"[0-9+*/() -]{1,100}", text):  # Python would also read comments and 1_000
         return None
     operations = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
@@ -108,7 +109,7 @@ ENVS = {"reverse": Reverse, "sum_digits": SumDigits, "countdown": Countdown, "ca
 
 
 def open_env(name: str):
-    """The environment that --env names; those of problems in files are in rl/datasets.py. Raises ValueError."""
+    """The environment for --env; rl/datasets.py has the environments for problems in files. Raises ValueError."""
     shuffled.cache_clear()
     if name not in ENVS:
         env = load_own("env", name, [*ENVS, "dataset", "gsm8k"])
@@ -120,11 +121,11 @@ def open_env(name: str):
 
 
 def load_own(flag: str, path: str, names: list[str]):
-    """The module of a file that --env or --reward names. names: what else the flag takes. Raises ValueError."""
+    """Load the .py file given as --env or --reward. names: other values of the flag. Raises ValueError."""
     if not path.endswith(".py") or not os.path.isfile(path):
         raise ValueError(f"--{flag} {path} is no file ending in .py and none of {', '.join(names)}")
     spec = importlib.util.spec_from_file_location(f"nanotitan_{flag}", path)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # checkpoints keep its source
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # so that checkpoints keep the source
     try:
         spec.loader.exec_module(module)
     except Exception as error:
@@ -133,13 +134,13 @@ def load_own(flag: str, path: str, names: list[str]):
 
 
 def is_held_out(prompt: str) -> bool:
-    """Whether a prompt is for evaluation, and never trained on: an eighth of all prompts, chosen by their hash."""
+    """Whether a prompt is for evaluation and never trained on: an eighth of all prompts, chosen by hash."""
     return zlib.crc32(prompt.encode()) % 8 == 0
 
 
 @functools.lru_cache(8)
 def shuffled(env, split: str, epoch: int) -> list[tuple[str, str]]:
-    """The problems of a split, each prompt once, in the order of one pass through them."""
+    """The problems of a split, each prompt once, in the order of pass number `epoch`."""
     tasks = dict(env.problems).items()
     if hasattr(env, "eval_problems"):
         tasks = dict(env.eval_problems).items() if split == "eval" else tasks
@@ -149,10 +150,10 @@ def shuffled(env, split: str, epoch: int) -> list[tuple[str, str]]:
 
 
 def draw_task(env, split: str, index: int, fits=lambda prompt: True) -> tuple[str, str]:
-    """(prompt, answer) number `index` of a split: a pure function. "eval" is what is held out, all others are the rest.
+    """(prompt, answer) number `index` of a split: a pure function. "eval" is the held-out split, all other names are the rest.
 
-    From a list of problems without replacement, pass after pass. What make() gives is drawn again while it belongs to the
-    other split, or fits(prompt) says no.
+    A list of problems is drawn without replacement, pass after pass. A task of make() is drawn again if the prompt belongs to
+    the other split, or if fits(prompt) is false.
     """
     if hasattr(env, "problems"):
         if tasks := shuffled(env, split, 0):
@@ -169,7 +170,7 @@ def draw_task(env, split: str, index: int, fits=lambda prompt: True) -> tuple[st
 
 
 def held_out_tasks(env, n: int, fits=lambda prompt: True) -> list[str]:
-    """The first n different held-out prompts; fewer where draw after draw finds no other. -1: all of a list of their own, else
+    """The first n different held-out prompts; fewer if many draws in a row bring no new prompt. -1: all of eval_problems, else
     1,024."""
     n = n if n != -1 else len(env.eval_problems) if hasattr(env, "eval_problems") else 1024
     found, index, last_new = {}, 0, 0
@@ -182,8 +183,8 @@ def held_out_tasks(env, n: int, fits=lambda prompt: True) -> list[str]:
 
 
 def leave_out_long(env, text, seq_len: int) -> list[str]:
-    """Take the problems whose prompts fill seq_len out of the lists; returns what there is to say of it. Prompts that make()
-    gives are judged when they are drawn. Raises ValueError where nothing is left."""
+    """Remove problems with prompts of seq_len tokens or more from the lists; returns messages for the user. Prompts of make()
+    are checked when drawn. Raises ValueError if nothing is left."""
     said = []
     for name in ("problems", "eval_problems"):
         if not (before := getattr(env, name, [])):
@@ -197,20 +198,24 @@ def leave_out_long(env, text, seq_len: int) -> list[str]:
             said.append(f"{len(before) - n:,} of {len(before):,} {name.replace('_', ' ')} are left out: with their prompts "
                         f"--seq_len {seq_len} leaves no room to answer")
     shuffled.cache_clear()
-    draw_task(env, "train", 0, lambda prompt: text.fits(prompt, seq_len))  # raises ValueError where there are none
+    draw_task(env, "train", 0, lambda prompt: text.fits(prompt, seq_len))  # raises ValueError if no prompt is left
     return said
 
 
 def tool_of(env, text):
-    """The environment's tool from ids to ids, for rollout(); None if it has none."""
+    """The environment's tool as a function from ids to ids, for rollout(); None without a tool."""
     if not hasattr(env, "tool"):
         return None
-    asks = lambda ids: text.decode(ids[-len(env.TOOL_END) - 8 :]).endswith(env.TOOL_END)  # noqa: E731
-    return lambda ids: text.ids(env.tool(text.decode(ids))) if asks(ids) else []
+
+    def answer(ids):
+        is_question = text.decode(ids[-len(env.TOOL_END) - 8 :]).endswith(env.TOOL_END)
+        return text.ids(env.tool(text.decode(ids))) if is_question else []
+
+    return answer
 
 
 def supervised_sample(env, text, prompt: str, answer: str) -> dict:
-    """An answer as if it had been sampled; what the tool says in it is masked, as in a rollout."""
+    """An answer in the form of a sample; the text of the tool is masked, as in a rollout."""
     ids, tool = text.ids(answer) + [text.eot], tool_of(env, text)
     mask = [1.0] * len(ids)
     for i in range(len(ids) if tool else 0):

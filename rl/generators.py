@@ -1,4 +1,4 @@
-"""--gen_ranks: ranks that only sample, each with a whole model, and what connects them with the ranks that train."""
+"""--gen_ranks: ranks for sampling only, each with a whole model, and their connection with the training ranks."""
 import os
 import pickle
 import queue
@@ -12,88 +12,79 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from distributed.agree import reason
-from distributed.layout import Layout
+from distributed.layout import Layout, dtype_of_compute
+from distributed.refusals import runs_on_cuda
 from rl.rollouts import make_batch, patient_group, unknown_ids
 from sft.lora import add_adapters, is_adapter, lora_names
 
-BUCKET_BYTES = 512 << 20  # of a message with weights, at most
-END, GO_ON = -1, -2  # in place of a cursor: leave; the prompts behind those of the batch before
+BUCKET_BYTES = 512 << 20  # of a message with weights, unless a single tensor is larger
+END, GO_ON = -1, -2  # in place of a cursor: leave; continue after the previous batch
 
 
-def multiplied(model, compute_dtype: torch.dtype, again=False) -> list[tuple[Tensor, torch.dtype]]:
-    """All parameters and buffers in the order of their names, each with the dtype in which the trainer's forward uses it: FSDP
-    casts all parameters, and no buffers. A generator must use the same dtypes to compute the same: an expert's selection bias
-    in bf16, for instance, would send tokens to other experts. again: only what may have changed since the first time, which
-    with LoRA are the adapters."""
-    parameters = [(fqn, p, compute_dtype) for fqn, p in model.named_parameters()]
-    buffers = [(fqn, b, b.dtype) for fqn, b in model.named_buffers()]
-    if again and any(is_adapter(fqn) for fqn, _, _ in parameters):
-        parameters, buffers = [entry for entry in parameters if is_adapter(entry[0])], []
-    return [(t, dtype) for _, t, dtype in sorted(parameters + buffers, key=lambda entry: entry[0])]
+def list_weights(model, compute_dtype: torch.dtype, again=False) -> list[tuple[Tensor, torch.dtype]]:
+    """All parameters and buffers, sorted by name, with the dtype of each tensor in the trainer's forward: FSDP casts all
+    parameters and no buffers. A generator with other dtypes would compute other numbers: with an expert's selection bias in
+    bf16, for instance, tokens would go to other experts. again: only tensors that training changes; with LoRA, the adapters."""
+    found = {fqn: (p, compute_dtype) for fqn, p in model.named_parameters()} | {
+        fqn: (b, b.dtype) for fqn, b in model.named_buffers()}
+    names = sorted(found)
+    if again and any(map(is_adapter, names)):
+        names = filter(is_adapter, names)
+    return [found[fqn] for fqn in names]
 
 
-def cut_in_buckets(sizes: list[tuple[int, torch.dtype]], max_bytes: int) -> list[tuple[torch.dtype, list[tuple]]]:
-    """All numbers of these tensors (numel, dtype) in few messages of one dtype and at most max_bytes each: for each of them, in
-    the order in which they fill up, the pieces (i, begin, end) that it holds, where i is the tensor."""
-    full, filling = [], {}
-    for i, (numel, dtype) in enumerate(sizes):
-        begin, limit = 0, max(max_bytes // dtype.itemsize, 1)
-        while begin < numel:
-            pieces, filled = filling.pop(dtype, ([], 0))
-            end = min(numel, begin + limit - filled)
-            filling[dtype] = [*pieces, (i, begin, end)], filled + end - begin
-            begin = end
-            if filling[dtype][1] == limit:
-                full.append((dtype, filling.pop(dtype)[0]))
-    return full + [(dtype, pieces) for dtype, (pieces, _) in filling.items()]
-
-
-def numel_of(pieces: list[tuple]) -> int:
-    return sum(end - begin for _, begin, end in pieces)
+def plan_buckets(tensors: list[tuple[Tensor, torch.dtype]], max_bytes: int) -> list[tuple[torch.dtype, list[Tensor]]]:
+    """Group the tensors into few messages, each of one dtype. A message has at most max_bytes, or is a single larger tensor."""
+    buckets, filling = [], {}  # filling: dtype -> [bytes so far, tensors] of the last bucket with this dtype
+    for t, dtype in tensors:
+        size = t.numel() * dtype.itemsize
+        if dtype not in filling or filling[dtype][0] + size > max_bytes:
+            filling[dtype] = [0, []]
+            buckets.append((dtype, filling[dtype][1]))
+        filling[dtype][0] += size
+        filling[dtype][1].append(t)
+    return buckets
 
 
 @torch.no_grad()
-def packed_weights(tensors: list[tuple[Tensor, torch.dtype]], keep: bool, max_bytes=BUCKET_BYTES) -> list[Tensor]:
-    """The tensors that multiplied() lists, as they are now, in buckets on the host. All trainer ranks call this, because each
-    gathers its part; those without `keep` keep nothing. At no time there is more than a bucket and two whole tensors of each
-    dtype on the device."""
-    packed, whole = [], {}
-    for dtype, pieces in cut_in_buckets([(t.numel(), dtype) for t, dtype in tensors], max_bytes):
-        bucket, at = torch.empty(numel_of(pieces) if keep else 0, dtype=dtype, device=tensors[0][0].device), 0
-        for i, begin, end in pieces:
-            if whole.get(dtype, (None,))[0] != i:  # collective among the trainer's ranks
-                t = tensors[i][0]
-                whole[dtype] = i, (t.full_tensor() if isinstance(t, DTensor) else t).flatten()
+def pack_weights(tensors: list[tuple[Tensor, torch.dtype]], keep: bool, max_bytes=BUCKET_BYTES) -> list[Tensor]:
+    """Copy the tensors of list_weights() into buckets on the host. All trainer ranks call this function, because gathering a
+    tensor is collective; ranks without `keep` return nothing."""
+    packed = []
+    for dtype, group in plan_buckets(tensors, max_bytes):
+        parts = []
+        for t in group:
+            whole = t.full_tensor() if isinstance(t, DTensor) else t  # a collective of the trainer's ranks
             if keep:
-                bucket[at : at + end - begin].copy_(whole[dtype][1][begin:end])
-            at += end - begin
-        if keep:  # from page-locked memory the courier's copies to the device need no help of the CPU
-            host = torch.empty(len(bucket), dtype=dtype, pin_memory=bucket.is_cuda)
-            packed.append(host.copy_(bucket) if bucket.is_cuda else bucket)
+                parts.append(whole.flatten().to(dtype))
+        if keep:
+            bucket = torch.cat(parts)
+            # page-locked, so that the courier copies to the device without the CPU
+            packed.append(torch.empty(len(bucket), dtype=dtype, pin_memory=bucket.is_cuda).copy_(bucket))
     return packed
 
 
 @torch.no_grad()
 def unpack_weights(tensors: list[tuple[Tensor, torch.dtype]], receive, max_bytes=BUCKET_BYTES):
-    """Fill the tensors that multiplied() lists. receive(bucket) fills a bucket with the next message."""
-    for dtype, pieces in cut_in_buckets([(t.numel(), dtype) for t, dtype in tensors], max_bytes):
-        bucket, at = torch.empty(numel_of(pieces), dtype=dtype, device=tensors[0][0].device), 0
+    """Fill the tensors of list_weights(). receive(bucket) fills a bucket with the next message."""
+    for dtype, group in plan_buckets(tensors, max_bytes):
+        sizes = [t.numel() for t in group]
+        bucket = torch.empty(sum(sizes), dtype=dtype, device=group[0].device)
         receive(bucket)
-        for i, begin, end in pieces:
-            tensors[i][0].data.view(-1)[begin:end].copy_(bucket[at : at + end - begin])
-            at += end - begin
+        for t, part in zip(group, bucket.split(sizes)):
+            t.data.view(-1).copy_(part)
 
 
 class Bridge(NamedTuple):
-    """What connects trainer rank 0 with all generators, among which it has the rank 0."""
+    """Connection of trainer rank 0 with all generators; the trainer has rank 0 in both groups."""
 
     store: dist.Store  # of this attempt of torchrun
-    talk: dist.ProcessGroup  # over gloo: headers, batches
-    weights: dist.ProcessGroup  # over NCCL, from GPU to GPU; without GPUs it is `talk`
+    talk: dist.ProcessGroup  # gloo: headers, batches
+    weights: dist.ProcessGroup  # NCCL, from GPU to GPU; without GPUs the same as `talk`
     device: torch.device
 
     def broadcast(self, bucket: Tensor):
-        """From rank 0. bucket: there on the host, elsewhere on the device."""
+        """Broadcast a bucket from rank 0. On rank 0 the bucket is on the host, on generators on the device."""
         self.weights.broadcast(bucket.to(self.device, non_blocking=True), 0).wait()
         if self.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
@@ -104,10 +95,10 @@ class Bridge(NamedTuple):
 
 
 def open_bridge(cfg, n_trainers: int, device: torch.device) -> Bridge:
-    """Trainers and generators are two worlds for torch.distributed, each with its own ranks from 0 on, so the groups that
-    connect them are made by hand."""
+    """Trainers and generators are two worlds for torch.distributed, each with ranks from 0 on, so the groups between both
+    worlds are made by hand."""
     env, rank = os.environ, max(0, int(os.environ["RANK"]) - n_trainers + 1)
-    timeout = timedelta(seconds=cfg.rollout_timeout_s)  # while one side does its part of a step, the other waits
+    timeout = timedelta(seconds=cfg.rollout_timeout_s)  # one side waits while the other does its part of a step
     connecting = timedelta(seconds=cfg.init_timeout_s)
     store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), None, False, timeout=connecting)
     store = dist.PrefixStore(f"rollouts/{env.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
@@ -119,11 +110,11 @@ def open_bridge(cfg, n_trainers: int, device: torch.device) -> Bridge:
     return Bridge(store, talk, weights, device)
 
 
-def carry(bridge: Bridge, jobs: queue.SimpleQueue, batches: queue.SimpleQueue):
-    """The life of the courier, a thread on trainer rank 0: weights out, a batch in, and then the next ones, while the trainer
-    trains. A job is a header (cursor, version) and buckets."""
+def run_courier(bridge: Bridge, jobs: queue.SimpleQueue, batches: queue.SimpleQueue):
+    """The courier, a thread on trainer rank 0: sends the weights of a job, receives the batch, takes the next job, all while
+    the trainer trains. A job is a header (cursor, version) and buckets."""
     try:
-        if bridge.device.type == "cuda":  # what it waits for is its own, and not the trainer's kernels
+        if bridge.device.type == "cuda":  # a stream of its own, to wait for copies and not for the trainer's kernels
             torch.cuda.set_device(bridge.device)
             torch.cuda.set_stream(torch.cuda.Stream())
         while True:
@@ -144,27 +135,27 @@ def carry(bridge: Bridge, jobs: queue.SimpleQueue, batches: queue.SimpleQueue):
 
 
 class Generators:
-    """The engine on a trainer's rank, see rl/engines.py. submit() gives the weights to the courier, and returns while the
-    generators sample; collect() waits for their samples. bridge: on trainer rank 0."""
+    """The engine on a trainer's rank, see rl/engines.py. submit() gives the weights to the courier and returns while the
+    generators sample; collect() waits for their samples. bridge: None except on trainer rank 0."""
 
     def __init__(self, trainer, in_place, bridge: Bridge | None):
         self.trainer, self.bridge, self.again = trainer, bridge, False
-        self.evaluate = in_place.evaluate  # the trainer's ranks have the weights of now
+        self.evaluate = in_place.evaluate  # the trainer's ranks have the current weights
         self.jobs, self.batches = queue.SimpleQueue(), queue.SimpleQueue()
-        self.courier = threading.Thread(target=carry, args=(bridge, self.jobs, self.batches), daemon=True)
+        self.courier = threading.Thread(target=run_courier, args=(bridge, self.jobs, self.batches), daemon=True)
         if bridge is not None:
             self.courier.start()
 
     def submit(self, cursor: int | None):
-        tensors = multiplied(self.trainer.model, self.trainer.layout.compute_dtype, self.again)
-        buckets = packed_weights(tensors, keep=self.bridge is not None)
+        tensors = list_weights(self.trainer.model, self.trainer.layout.compute_dtype, self.again)
+        buckets = pack_weights(tensors, keep=self.bridge is not None)
         if self.bridge is not None:
             self.jobs.put(((GO_ON if cursor is None else cursor, self.trainer.policy_version), buckets))
         self.again = True
 
     def collect(self) -> dict:
         box = [self.batches.get() if self.bridge is not None else None]
-        # the other trainers wait here for as long as the generators need
+        # the other trainers wait here as long as the generators sample
         dist.broadcast_object_list(box, 0, group=patient_group(dist.group.WORLD, self.trainer.cfg.rollout_timeout_s))
         if "error" in box[0]:
             raise ValueError(box[0]["error"])
@@ -177,26 +168,25 @@ class Generators:
 
 
 def generate_forever(cfg, env, text, Model, model_config, n_trainers: int):
-    """The whole life of a generator rank: weights in, samples out, until END.
+    """Run a generator rank: weights in, samples out, until END.
 
-    A signal does not end it (StopSignal only notes it): the trainers need its samples to finish their step, and then send END.
-    If they die, the connection breaks and this rank fails.
+    A signal does not end this rank (StopSignal only records the signal): the trainers need the samples to finish their step,
+    and then send END. If the trainers die, the connection breaks and this rank fails.
     """
     rank, n = int(os.environ["RANK"]) - n_trainers, cfg.gen_ranks
-    on_cuda = cfg.device != "cpu" and torch.cuda.is_available()
+    on_cuda = runs_on_cuda(cfg.device)
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_cuda else torch.device("cpu")
-    layout = Layout(dp_shard=n, global_batch_size=n, device=device, rank=rank)  # each has a whole model, and its own prompts
+    layout = Layout(dp_shard=n, global_batch_size=n, device=device, rank=rank)  # whole models, different prompts
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     bridge = open_bridge(cfg, n_trainers, device)
     dist.init_process_group("gloo", store=dist.PrefixStore("world", bridge.store), rank=rank, world_size=n)
-    dtype = {"auto": torch.bfloat16, "bfloat16": torch.bfloat16, "float32": torch.float32}[cfg.compute_dtype]
+    dtype = dtype_of_compute(cfg, on_cuda)
     model = Model(model_config).to(layout.device)
     if cfg.lora_rank:
         add_adapters(model, lora_names(model, cfg.lora_on), cfg.lora_rank, cfg.lora_alpha)
     model.unknown_ids = unknown_ids(text, model_config, layout.device)
-    model.held = {}  # nothing else needs this rank's memory: the cache and the CUDA graphs stay from rollout to rollout
-    for t, as_multiplied in multiplied(model, dtype):
+    for t, as_multiplied in list_weights(model, dtype):
         t.data = t.data.to(as_multiplied)
     again, batch = False, {}
     while True:
@@ -204,7 +194,7 @@ def generate_forever(cfg, env, text, Model, model_config, n_trainers: int):
         cursor, version = header.tolist()
         if cursor == END:
             return bridge.close()
-        unpack_weights(multiplied(model, dtype, again), bridge.broadcast)
+        unpack_weights(list_weights(model, dtype, again), bridge.broadcast)
         again, cursor = True, batch["cursor"] if cursor == GO_ON else cursor
         try:
             batch = make_batch(cfg, env, text, layout, model, cursor, version)

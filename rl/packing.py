@@ -1,10 +1,10 @@
-"""Samples as the tensors of forwards: which data rank trains on which samples, and how they lie in rows.
+"""From samples to the tensors of forwards: the samples of each data rank, and their layout in rows.
 
-B rows of a forward, T tokens of a row (T/cp on this rank), L tokens of a sample that are fed, S samples of a forward
+B rows of a forward, T tokens of a row (T/cp on this rank), L input tokens of a sample, S samples of a forward
 
-A row is one sample and its padding, and a forward has up to --local_batch_size rows of like lengths. With --pack_tokens it is a
-single row of many samples: positions begin again with each of them, and attention stays inside it (doc_ids). The plan depends
-on nothing but the lengths of the samples, so every rank makes the same one, and nothing is sent.
+A row is one sample and its padding, and a forward has up to --local_batch_size rows of like lengths. With --pack_tokens a
+forward is a single row of many samples: positions begin again with each sample, and attention stays inside a sample (doc_ids).
+The plan depends only on the lengths of the samples, so every rank computes the same plan, and nothing is sent.
 """
 import heapq
 import math
@@ -16,23 +16,23 @@ from torch import Tensor
 
 import parallel
 
-PADDING = {"at": -1, "n": 1.0}  # what a value is where there is no token, if it is not 0
+PADDING = {"at": -1, "n": 1.0}  # values of padding, if not 0
 
 
 @dataclass(kw_only=True)
 class PackingConfig:
-    pack_tokens: int = 0  # samples are packed into sequences of up to this many tokens, one per forward; 0 = a row for each
+    pack_tokens: int = 0  # pack samples into sequences of up to this many tokens, one per forward; 0 = a row for each sample
 
 
 # ---------------------------------------------------------------- which samples are in which forward
 def n_read(sample: dict) -> int:
-    """Tokens of a sample that the model reads: all but the last."""
+    """Input tokens of a sample: all but the last."""
     return len(sample["prompt"]) + len(sample["ids"]) - 1
 
 
 def in_rows(lengths: list[int], size: int, ranks: int) -> list[list[list[list[int]]]]:
-    """Of each data rank its forwards, each a list of rows, each a list of numbers of samples: one here. Like lengths go
-    together. All ranks have equally many forwards, some of them empty, because the collectives in them need all ranks."""
+    """For each data rank its forwards: lists of rows, a row being a list of sample numbers, here of one. Like lengths go
+    together. All ranks have equally many forwards, some empty, because the collectives of a forward need all ranks."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     forwards = range(max(1, math.ceil(len(order) / (size * ranks))))
     shares = [order[rank::ranks] for rank in range(ranks)]
@@ -40,11 +40,11 @@ def in_rows(lengths: list[int], size: int, ranks: int) -> list[list[list[list[in
 
 
 def in_sequences(lengths: list[int], room: int, ranks: int) -> list[list[list[list[int]]]]:
-    """The same with one row per forward, of samples that have at most `room` tokens together.
+    """The same with one row per forward: samples with at most `room` tokens together.
 
-    The longest sample that is left goes to the emptiest sequence, so the sequences get about the same number of tokens. Where
-    that does not fit, there are more of them. The k-th forwards of all ranks are of like lengths: ranks wait for each other in
-    every one of them.
+    The longest remaining sample goes to the emptiest sequence, so all sequences get about the same number of tokens. If a
+    sample does not fit, we try again with more sequences. The k-th forwards of all ranks have like lengths, because ranks wait
+    for each other in every forward.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     n = 0
@@ -54,34 +54,39 @@ def in_sequences(lengths: list[int], room: int, ranks: int) -> list[list[list[li
         sequences = [(0, k, []) for k in range(n)]
         for i in order:
             tokens, k, samples = sequences[0]
-            if tokens and tokens + lengths[i] > room:  # alone it may be longer: an answer for the warm-up can be
+            if tokens and tokens + lengths[i] > room:  # a single sample may be longer, such as an answer of the warm-up
                 break
             heapq.heapreplace(sequences, (tokens + lengths[i], k, [*samples, i]))
         else:
             break
     rows = [[samples] if samples else [] for _, _, samples in sorted(sequences, reverse=True)]
     turns = [rows[k : k + ranks] for k in range(0, n, ranks)]
-    turns[1::2] = [turn[::-1] for turn in turns[1::2]]  # who has the most tokens in one forward has the fewest in the next
+    turns[1::2] = [turn[::-1] for turn in turns[1::2]]  # the rank with the most tokens now has the fewest in the next forward
     return [list(share) for share in zip(*turns)]
 
 
+def pieces(cfg) -> int:
+    """Tokens of a sequence come in multiples of this number: cp cuts two pieces per rank, tp one. cfg: flags or Layout."""
+    return (2 * cfg.cp if cfg.cp > 1 else 1) * cfg.tp
+
+
 def row_length(tokens: int, cfg, layout) -> int:
-    """T of a forward whose longest row has so many tokens: a multiple of what cp and tp cut it into. A packed row has one of
-    sixteen lengths, because a GPU's kernel for documents is compiled for each of them; with --compile it has only one."""
-    step = (2 * layout.cp if layout.cp > 1 else 1) * layout.tp
+    """T of a forward whose longest row has so many tokens: a multiple of the pieces of cp and tp. A packed row has one of
+    sixteen lengths, because a GPU's kernel for documents is compiled for each length; with --compile only one length."""
+    step = pieces(layout)
     if cfg.batch_invariant:
         return cfg.seq_len
     if not cfg.pack_tokens:
         return math.ceil(tokens / step) * step
     step *= math.ceil(cfg.pack_tokens / 16 / step)
     rounded = math.ceil(tokens / step) * step
-    if tokens > cfg.pack_tokens:  # one sample, of the warm-up
+    if tokens > cfg.pack_tokens:  # a single sample of the warm-up
         return rounded
     return cfg.pack_tokens if cfg.compile else min(rounded, cfg.pack_tokens)
 
 
 def plan_forwards(lengths: list[int], cfg, layout) -> list[list[tuple[list[list[int]], int]]]:
-    """Of each data rank its forwards: (rows of numbers of samples, T). An empty one feeds a row that trains nothing."""
+    """For each data rank its forwards: (rows of sample numbers, T). A forward without rows feeds a row without training."""
     if cfg.pack_tokens:
         shares = in_sequences(lengths, cfg.pack_tokens, layout.data_ranks)
     else:
@@ -94,17 +99,17 @@ def plan_forwards(lengths: list[int], cfg, layout) -> list[list[tuple[list[list[
 
 
 def tokens_fed(samples: list[dict], cfg, layout) -> int:
-    """Tokens of the forwards of all data ranks, padding among them."""
+    """Tokens of the forwards of all data ranks, with padding."""
     plan = plan_forwards(list(map(n_read, samples)), cfg, layout)
     return sum(max(len(rows), 1) * T for share in plan for rows, T in share)
 
 
-# ---------------------------------------------------------------- their tensors
+# ---------------------------------------------------------------- tensors of a forward
 def token_values(s: dict, first: int) -> dict[str, Tensor]:
-    """What a forward and the loss need to know of each token that is fed, (L, ...) each. Label t is the token after input t.
+    """Inputs of a forward and of the loss for each input token of a sample, (L,) each. Label t is the token after input t.
 
-    n: trained tokens of the sample. at: the label's number among all ids of the step's samples, of which `first` come before
-    this one; -1 where it is the prompt's. Another value per token is one more line here.
+    n: trained tokens of the sample. at: the label's number among all ids of the step's samples, with `first` ids before this
+    sample; -1 for labels of the prompt. To add another value per token, add one line to `values`.
     """
     whole, skip, L = s["prompt"] + s["ids"], [0.0] * (len(s["prompt"]) - 1), n_read(s)
     at = [-1] * len(skip) + list(range(first, first + len(s["ids"])))
@@ -116,38 +121,38 @@ def token_values(s: dict, first: int) -> dict[str, Tensor]:
     return {name: torch.tensor(x, dtype=torch.long if name in integers else torch.float32) for name, x in values.items()}
 
 
-def nothing_of(s: dict) -> dict[str, Tensor]:
-    """One token of a sample that is neither trained nor counted: what a rank feeds that has no samples."""
+def empty_values(s: dict) -> dict[str, Tensor]:
+    """One token of a sample, neither trained nor counted: the input of a rank without samples."""
     values = {name: x[:1].clone() for name, x in token_values(s, 0).items()}
     for name in ("mask", "sampled", "advantage"):
         values[name].zero_()
     return values | {"at": torch.tensor([-1])}
 
 
-def lay_out(rows: list[list[dict[str, Tensor]]], T: int, layout, packed: bool) -> dict[str, Tensor]:
-    """(B, T/cp, ...) of each value. segment: the number of the token's sample; if rows are packed also doc_ids, the same
-    numbers, (B, T) on every cp rank, because a query attends to keys of all of them. Padding is on the right."""
-    numbers = iter(range(sum(map(len, rows))))
-    rows = [[x | {"segment": torch.full((len(x["tokens"]),), next(numbers))} for x in row] for row in rows]
-    fill = PADDING | {"segment": sum(map(len, rows))}
-
+def lay_out(rows: list[list[dict[str, Tensor]]], T: int, layout, fill: dict) -> dict[str, Tensor]:
+    """Each value as (B, T/cp) on the device; doc_ids stays (B, T) on every cp rank, because a query attends to keys of all cp
+    ranks. fill: values of the padding on the right, if not 0."""
     def padded(name, row):
         x = torch.cat([values[name] for values in row])
-        return torch.cat([x, x.new_full((T - len(x), *x.shape[1:]), fill.get(name, 0))])
+        return torch.cat([x, x.new_full((T - len(x),), fill.get(name, 0))])
 
     out = {name: torch.stack([padded(name, row) for row in rows]) for name in rows[0][0]}
-    documents = {"doc_ids": out["segment"]} if packed else {}
     if layout.cp > 1:
         index = parallel.sequence_index(T, layout.cp, layout.coordinate("cp"))
-        out = {name: x.index_select(1, index) for name, x in out.items()}
-    return {name: x.to(layout.device) for name, x in (out | documents).items()}
+        out = {name: x if name == "doc_ids" else x.index_select(1, index) for name, x in out.items()}
+    return {name: x.to(layout.device) for name, x in out.items()}
 
 
 def forwards_of(samples: list[dict], cfg, layout):
-    """Yields (samples, tensors) of each forward of this data rank."""
+    """Yields (samples, tensors) of each forward of this data rank. segment: number of the token's sample in the forward."""
     plan = plan_forwards(list(map(n_read, samples)), cfg, layout)
     firsts = [0, *accumulate(len(s["ids"]) for s in samples)]
     for rows, T in plan[layout.data_rank]:
-        values = [[token_values(samples[i], firsts[i]) for i in row] for row in rows]
-        values = values or [[nothing_of(samples[0])]]
-        yield [samples[i] for row in rows for i in row], lay_out(values, T, layout, packed=cfg.pack_tokens > 0)
+        values = [[token_values(samples[i], firsts[i]) for i in row] for row in rows] or [[empty_values(samples[0])]]
+        parts = [x for row in values for x in row]
+        for n, x in enumerate(parts):
+            x["segment"] = torch.full_like(x["tokens"], n)
+            if cfg.pack_tokens:
+                x["doc_ids"] = x["segment"]
+        fill = PADDING | {"segment": len(parts), "doc_ids": len(parts)}
+        yield [samples[i] for row in rows for i in row], lay_out(values, T, layout, fill)

@@ -1,4 +1,4 @@
-"""The policy: which model it is, how it is built on its devices, and the copy that --kl_coef keeps it to."""
+"""The policy: choice of the model, construction on its devices, and the reference copy for --kl_coef."""
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -21,14 +21,14 @@ from storage.manifest import is_hf_folder
 from support.config import override_fields
 
 SMALL = dict(dim=96, n_layers=3, n_heads=4, n_kv_heads=4, head_dim=24, ffn_dim=288, max_seq_len=1024, rope_theta=10000.0)
-FLAVORS = {  # of the demos on characters; anything larger comes from --init_from
+FLAVORS = {  # for the demos on characters; larger models come from --init_from
     "debug": Llama3Config(**SMALL),
     "debug_moe": Qwen3Config(**SMALL, n_experts=8, top_k=2, moe_ffn_dim=96),
 }
 
 
 def model_of(cfg, vocab_size: int):
-    """(model class, model config): the flavor's, or that of --init_from. Raises ValueError."""
+    """(model class, model config) of the flavor or of --init_from. Raises ValueError."""
     if not cfg.init_from:
         config = override_fields(FLAVORS[cfg.flavor], cfg.model_args, "--model_args")
         config = replace(config, vocab_size=-(-vocab_size // 8) * 8)  # a multiple of 8, for --tp and for fast matmuls
@@ -39,15 +39,15 @@ def model_of(cfg, vocab_size: int):
     if hasattr(config, "mtp_depth"):  # DeepSeek
         if cfg.tp > 1:
             raise ValueError(f"--tp {cfg.tp}: rollouts of DeepSeek cache latents, which tp does not split; use --dp_shard")
-        config = replace(config, mtp_depth=0)  # a second prediction has no place in these losses
+        config = replace(config, mtp_depth=0)  # these losses have no second prediction
     return class_of(config), config
 
 
 def build_policy(cfg, layout, Model, model_config, unknown=None, skip=lambda fqn: False):
-    """The model on its devices, for both halves: called with labels it returns (log-probabilities, entropy), (B, T/cp) each.
+    """The model on its devices, for training and sampling. Called with labels: (log-probabilities, entropy), (B, T/cp) each.
 
-    unknown: see unknown_ids(). skip: see parallel.init_weights. The log-probabilities are at the temperature that samples, or
-    the ratio of a sample to itself would not be 1.
+    unknown: see unknown_ids(). skip: see parallel.init_weights. Log-probabilities are at the sampling temperature; otherwise
+    the ratio of a policy to itself would not be 1.
     """
     with torch.device("meta"):
         model = Model(model_config)
@@ -63,7 +63,7 @@ def build_policy(cfg, layout, Model, model_config, unknown=None, skip=lambda fqn
     if cfg.ac not in ("none", "budget"):
         parallel.checkpoint_activations(model, cfg)
     if cfg.compile:
-        parallel.compile_blocks(model, layout, cfg)  # for training: rollouts run them uncompiled, see whole_weights()
+        parallel.compile_blocks(model, layout, cfg)  # for training only; rollouts run uncompiled blocks, see whole_weights()
     parallel.shard(model, layout, cfg)
     parallel.init_weights(model, layout, cfg.seed, skip)
     logprobs = partial(token_logprobs, unknown=unknown)
@@ -78,22 +78,22 @@ def build_policy(cfg, layout, Model, model_config, unknown=None, skip=lambda fqn
 
 
 def fixed_shape_attention(positions, doc_ids=None):
-    """--batch_invariant: the kernel, the mask and the number of keys that rollout() uses as well."""
+    """--batch_invariant: the same kernel, mask and number of keys as in rollout()."""
     T = positions.shape[1]
     mask = torch.ones(T, T, dtype=torch.bool, device=positions.device).tril()
     return lambda q, k, v, scale=None: sdpa(q, k, v, mask, scale=scale)
 
 
 def keep_reference(trainer, is_new: bool, about: dict):
-    """--kl_coef: the policy that this run began with. A new run writes <out>/reference, a continued one reads it."""
+    """--kl_coef: the initial policy of this run. A new run writes <out>/reference, a continued run reads the folder."""
     cfg, folder = trainer.cfg, f"{trainer.cfg.out}/reference"
     if is_new:
         rollouts.reshard(trainer.model)
         for ours, theirs in zip(trainer.reference.state_dict().values(), trainer.model.state_dict().values(), strict=True):
             ours.copy_(theirs)
         if trainer.layout.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)  # of a run that ended before its first checkpoint
-    plain = replace(cfg, init_from="", load_step=-1, exclude_from_loading=[], checkpoint_async="off")
+            shutil.rmtree(folder, ignore_errors=True)  # left by a run without a checkpoint
+    plain = replace(cfg, init_from="", load_step=-1, checkpoint_async="off")
     store = Checkpoints(plain, folder, modules=[trainer.reference], optimizer=[], **about)
     if is_new:
         store.save(0, {}, last=True)

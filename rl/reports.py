@@ -1,4 +1,4 @@
-"""What a run of grpo.py says: its first lines, the numbers of a step, and some of its samples."""
+"""Output of a run of grpo.py: the first lines, the numbers of a step, and some samples."""
 import json
 import math
 import os
@@ -12,16 +12,16 @@ from support.metrics import drop_lines_from
 
 @dataclass(kw_only=True)
 class ReportConfig:
-    log_every: int = 10  # steps between printed lines, and between samples in samples.jsonl; metrics.jsonl has every step
-    log_samples: int = 4  # samples of each such step in samples.jsonl; 0 = none, -1 = all
+    log_every: int = 10  # steps between printed lines and between samples in samples.jsonl; metrics.jsonl has every step
+    log_samples: int = 4  # samples per logged step in samples.jsonl; 0 = none, -1 = all
 
     def __post_init__(self):
         check_range(self, -1, math.inf, "log_samples")
 
 
 def introduce(cfg, layout, reduces_always: bool, identity: dict, size: str, left_out: list[str], n_held_out: int, done: int):
-    """What rank 0 says and writes before the loop. done: steps of this run so far."""
-    if done < cfg.steps:  # config.json has the flags of a start that trains: what a finished run was trained with stays
+    """Print and write the beginning of a run, on rank 0. done: steps of this run so far."""
+    if done < cfg.steps:  # a finished run keeps the config.json of its training
         save_config(cfg, f"{cfg.out}/config.json", {"torch": torch.__version__, "world_size": layout.world_size, **identity})
     sampled_by = f"by {cfg.gen_ranks} generator ranks" if cfg.gen_ranks else f"by {cfg.engine}" if cfg.engine else "in place"
     print(f"{cfg.env}: {size} | {layout} on {layout.device.type}, {str(layout.compute_dtype)[6:]} | "
@@ -39,7 +39,7 @@ def introduce(cfg, layout, reduces_always: bool, identity: dict, size: str, left
 
 
 def sample_numbers(groups: list[list[dict]], batch: dict) -> dict:
-    """What metrics.jsonl says of the samples of a step."""
+    """Numbers of metrics.jsonl about the samples of a step."""
     samples = sum(groups, [])
     rewards, lengths = torch.tensor([s["reward"] for s in samples]), torch.tensor([len(s["ids"]) for s in samples]).float()
     equal = [len({s["reward"] for s in group}) == 1 for group in groups]
@@ -56,7 +56,7 @@ def sample_numbers(groups: list[list[dict]], batch: dict) -> dict:
 
 
 def show_step(cfg, step: int, line: dict):
-    """One line on the screen."""
+    """Print the line of a step."""
     print(f"step {step}/{cfg.steps}  reward {line['reward_mean']:.3f}  loss {line['loss']:+.4f}  entropy {line['entropy']:.3f}"
           f"  length {line['length_mean']:.1f}  equal {line['zero_variance_groups']:.0%}  k3 {line['logprob_k3']:.0e}"
           f"  grad_norm {line['grad_norm']:.3f}  rollout {line['rollout_s']:.2f} s  train {line['train_s']:.2f} s"
@@ -64,10 +64,10 @@ def show_step(cfg, step: int, line: dict):
 
 
 def keep_samples(cfg, step: int, samples: list[dict], text):
-    """The first --log_samples of a step in samples.jsonl, those of one prompt next to each other."""
+    """Append the first --log_samples of a step to samples.jsonl, samples of one prompt next to each other."""
     with open(f"{cfg.out}/samples.jsonl", "a") as file:
         for s in samples if cfg.log_samples == -1 else samples[: cfg.log_samples]:
-            # with the special tokens of the chat template: the prompt as the model has seen it
+            # with the special tokens of the chat template, as seen by the model
             prompt = text.tokenizer.decode(s["prompt"], skip_special_tokens=False)
             shown = {"step": step, "prompt": prompt, "completion": s["text"]}
             shown |= {k: s[k] for k in ("reward", "advantage", "truncated")}
@@ -75,7 +75,7 @@ def keep_samples(cfg, step: int, samples: list[dict], text):
 
 
 def show_evaluation(cfg, step: int, line: dict):
-    """One line on the screen of what held_out_numbers() has found."""
+    """Print the line of an evaluation, from the result of held_out_numbers()."""
     names = ("eval_reward", "eval_pass_at_k")
     errors = [math.nan if line[f"{name}_stderr"] is None else line[f"{name}_stderr"] for name in names]
     shown = [f"{line[name]:.4f} +- {error:.4f}" for name, error in zip(names, errors)]

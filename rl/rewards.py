@@ -1,11 +1,10 @@
-"""(3) of grpo.py: rewards with a time limit, in threads, and what becomes of those that fail; the numbers of an evaluation.
+"""(3) of grpo.py: rewards with a time limit, in threads, and the fate of failed rewards; the numbers of an evaluation.
 
-A reward is somebody's Python, on texts that a model wrote: it may raise, or never return. Where rewards are computed one after
-the other (--reward_threads 1) in the main thread, an alarm raises inside of a late one and so ends it, be it in a loop, in a
-regular expression or asleep; a reward that sets an alarm itself has only that one. No thread can be ended from outside: with
-more of them a late reward is given up, and its thread runs on until the process ends, and takes time from the others. Code that
-keeps the interpreter to itself, in C and without asking for signals, stops all of these clocks; then only the other ranks end
-the run, after --rollout_timeout_s.
+A reward is the user's Python on a model's text, so a reward may raise, or never return. With --reward_threads 1, in the main
+thread, an alarm raises an exception inside a late reward and so ends a loop, a regular expression or a sleep (a reward with an
+alarm of its own loses our alarm). With more threads a late reward is given up: a thread cannot be ended from outside, so the
+thread runs on until the process ends, and slows the others. C code that never releases the interpreter stops both clocks; then
+only the other ranks end the run, after --rollout_timeout_s.
 """
 import inspect
 import math
@@ -20,14 +19,14 @@ from support.config import check_range
 
 
 class RewardIsLate(BaseException):
-    """No Exception, so that `except Exception` in a reward does not keep it."""
+    """A BaseException, because an `except Exception` in a reward must not catch the alarm."""
 
 
 @dataclass(kw_only=True)
 class RewardConfig:
-    reward_timeout_s: float = 300.0  # a reward that takes longer has failed; 0 = it may take forever
-    reward_threads: int = 1  # rewards computed at once, by threads: for those that wait for a server or another program
-    failed_reward: float | None = None  # what a sample earns whose reward fails or is late; none = that ends the run
+    reward_timeout_s: float = 300.0  # a reward that takes longer has failed; 0 = no limit
+    reward_threads: int = 1  # rewards computed at once, by threads: for rewards that wait for a server or another program
+    failed_reward: float | None = None  # reward of a sample whose reward fails or is late; none = end the run
 
     def __post_init__(self):
         check_range(self, 0, threading.TIMEOUT_MAX, "reward_timeout_s")
@@ -38,8 +37,8 @@ class RewardConfig:
 
 @contextmanager
 def time_limit(seconds: float):
-    """Raises RewardIsLate inside once the time is over, and again every second, as a bare `except:` keeps one of them. Only the
-    main thread can have an alarm."""
+    """Raise RewardIsLate inside the block after so many seconds, and again every second, because a bare `except:` can swallow
+    the first. Without effect outside of the main thread, since only the main thread can have an alarm."""
     if not seconds or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -57,7 +56,7 @@ def time_limit(seconds: float):
 
 
 def pay(env, prompt: str, completion: str, truncated: bool, seconds: float = 0.0) -> float:
-    """The reward of a sample. Raises ValueError that names prompt and completion where it is no finite number, or is late."""
+    """The reward of a sample. Raises ValueError with prompt and completion if the reward fails, is late or not finite."""
     try:
         asks = "truncated" in inspect.signature(env.reward).parameters
         with time_limit(seconds):
@@ -76,12 +75,12 @@ def no_reward(prompt: str, completion: str, reason: str) -> str:
 
 
 def short(text: str) -> str:
-    """In one line, the middle of long ones left out."""
+    """The text in one line, without the middle of a long text."""
     return repr(text if len(text) <= 400 else f"{text[:200]} ... {text[-200:]}")
 
 
 def pay_all(env, jobs: list[tuple[str, str, bool]], cfg: RewardConfig) -> list[float | ValueError]:
-    """For each (prompt, completion, truncated) its reward, or why it has none. A failure that ends the run ends this list."""
+    """For each (prompt, completion, truncated) the reward, or an error. The list ends at a failure that ends the run."""
     if cfg.reward_threads > 1:
         return pay_in_threads(env, jobs, cfg.reward_threads, cfg.reward_timeout_s)
     results = []
@@ -96,7 +95,7 @@ def pay_all(env, jobs: list[tuple[str, str, bool]], cfg: RewardConfig) -> list[f
 
 
 def pay_in_threads(env, jobs: list, n: int, seconds: float) -> list[float | ValueError]:
-    """The same with n threads at once. These are daemons: a process does not wait for them in order to end."""
+    """The same with n threads at once. Daemon threads, because the process must not wait for a late reward at exit."""
     waiting, running, results, ended = list(range(len(jobs)))[::-1], {}, {}, queue.SimpleQueue()
 
     def work(i):
@@ -104,7 +103,7 @@ def pay_in_threads(env, jobs: list, n: int, seconds: float) -> list[float | Valu
             ended.put((i, pay(env, *jobs[i])))
         except ValueError as error:
             ended.put((i, error))
-        except BaseException as error:  # SystemExit, say: nobody would see it, and wait
+        except BaseException as error:  # such as SystemExit, or the loop below would wait forever
             ended.put((i, ValueError(no_reward(*jobs[i][:2], repr(error)))))
 
     while waiting or running:
@@ -119,7 +118,7 @@ def pay_in_threads(env, jobs: list, n: int, seconds: float) -> list[float | Valu
         except queue.Empty:
             reason = f"it takes longer than --reward_timeout_s {seconds:g}, and its thread, which cannot be ended, runs on"
             i, result = first, ValueError(no_reward(*jobs[first][:2], reason))
-        if running.pop(i, None) is not None:  # else it was given up before
+        if running.pop(i, None) is not None:  # else given up before
             results[i] = result
     return [results[i] for i in range(len(jobs))]
 
@@ -132,8 +131,8 @@ def mean_and_error(values: list[float]) -> tuple[float, float | None]:
 
 
 def held_out_numbers(samples: list[dict], greedy: list[dict], k: int) -> dict:
-    """Mean reward of k samples per prompt (pass@1, where rewards are 0 or 1) and of a greedy one, and the share of prompts with
-    a full reward among the k (pass@k). The errors are over prompts: samples of one prompt are no independent measurements."""
+    """Mean reward of k samples per prompt (pass@1 for rewards of 0 and 1), mean reward of greedy samples, and the share of
+    prompts with a full reward among k samples (pass@k). Errors are over prompts: samples of one prompt are not independent."""
     rewards = [[s["reward"] for s in samples[i : i + k]] for i in range(0, len(samples), k)]
     found = {"eval_reward": [sum(group) / k for group in rewards], "eval_greedy": [s["reward"] for s in greedy],
              "eval_pass_at_k": [float(max(group) >= 1) for group in rewards]}

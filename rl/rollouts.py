@@ -1,4 +1,4 @@
-"""Rollouts for grpo.py: tasks in, samples with rewards out, on whichever ranks have the model; rl/engines.py says which do."""
+"""Rollouts for grpo.py: from tasks to samples with rewards, on the ranks chosen by rl/engines.py."""
 import functools
 import hashlib
 import os
@@ -17,7 +17,7 @@ from torch import Tensor
 from corpus.tokenizer import ChatConfig
 from distributed.agree import gather
 from rl.datasets import DatasetConfig
-from rl.decoding import rollout, uniform_noise
+from rl.decoding import draw_noise, rollout
 from rl.environments import draw_task, tool_of
 from rl.rewards import RewardConfig, pay_all, short
 from support.config import default_of
@@ -25,8 +25,8 @@ from support.config import default_of
 
 @contextmanager
 def whole_weights(model):
-    """Inside, each rank has the whole weights, in the dtype in which training multiplies with them, so that decoding needs no
-    collectives. Blocks run uncompiled: the shapes of rollouts are others at almost every token."""
+    """Gather the whole weights on each rank, in the dtype of training's matmuls, so that decoding needs no collectives. Blocks
+    run uncompiled inside, because the shapes of rollouts change at almost every token."""
     for module in model.modules():
         if hasattr(module, "reshard"):  # FSDP's modules, or the units of distributed/cast.py
             module.set_reshard_after_forward(False, recurse=False)
@@ -37,7 +37,7 @@ def whole_weights(model):
 
 
 def reshard(model):
-    """Free the gathered weights, as the backward would: after rollouts, and after a forward without a backward."""
+    """Free the gathered weights, as a backward does: after rollouts, and after a forward without a backward."""
     last = list(model.blocks.values())[-1]
     for module in model.modules():
         if hasattr(module, "reshard"):  # FSDP's modules, or the units of distributed/cast.py
@@ -46,24 +46,24 @@ def reshard(model):
 
 
 def unknown_ids(text, model_config, device) -> Tensor | None:
-    """Ids that the model has and its tokenizer lacks: generator and trainer give them probability 0. None: there are none."""
+    """Ids of the model without a token in its tokenizer; generator and trainer give them probability 0. None: no such id."""
     ids = text.unknown(model_config.vocab_size)
     return torch.tensor(ids, device=device) if ids else None
 
 
 @functools.cache
 def patient_group(world, timeout_s: int):
-    """A group of all processes of `world` in which ranks wait for each other's samples, tools and rewards. These may take long,
-    and say nothing about a rank's health. In training a late rank is a hung one: there --train_timeout_s is short."""
+    """A group of all processes of `world` with a long timeout, for waiting on other ranks' samples, tools and rewards. A slow
+    tool is no failure; in training, however, a late rank hangs, and --train_timeout_s is short."""
     return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc="rollouts")
 
 
 def lockstep(layout, timeout_s: int, tool=None):
     """The `agree` of rollout(). With experts on several ranks every forward is collective, so all ranks must run equally many
-    forwards: they refill and end together. Without, a rank samples without waiting for others.
+    forwards: they refill and end together. Otherwise a rank samples without waiting for others.
 
-    Under tp every forward is collective too, but all ranks have the same samples and do the same by themselves. Only a slow
-    tool may make one late; then the others wait here, in the patient group, and not in a collective of the forward."""
+    Under tp every forward is collective too, but all ranks have the same samples and act alike. Only a slow tool may delay a
+    rank; then the others wait in this patient group, and not in a collective of the forward."""
     if layout.ep == 1 and not (layout.tp > 1 and tool):
         return lambda *numbers: numbers
     group = patient_group(dist.group.WORLD, timeout_s)
@@ -77,40 +77,36 @@ def lockstep(layout, timeout_s: int, tool=None):
 
 
 def draw_samples(cfg, env, text, layout, model, tasks, mine, group_size, temperature):
-    """(2) on this rank, with whole weights: group_size samples of each of `mine`, the indices of its tasks; and what failed.
-
-    Noise is a function of seed and name: neither the number of ranks nor a resumed run changes a sample.
-    """
+    """(2) on this rank, with whole weights: (group_size samples of each task, failures). mine: indices of this rank's tasks."""
     prompts = [text.prompt(tasks[i][1]) for i in mine]
-    noise = torch.empty(len(mine), group_size, cfg.max_new_tokens)
-    for row, i in zip(noise, mine):
-        row.copy_(uniform_noise(f"{cfg.seed}/{tasks[i][0]}", *row.shape))
+    noise = draw_noise([f"{cfg.seed}/{tasks[i][0]}" for i in mine], group_size, cfg.max_new_tokens)
     failed, tool = [], tool_of(env, text)
 
     def answer(ids):
         try:
             return tool(ids)
-        except Exception as error:  # raised here, it would leave other ranks waiting in their next forward
+        except Exception as error:  # raising now would leave other ranks waiting in their next forward
             failed.append(f"the tool fails at completion {short(text.decode(ids))}: {error!r}")
             return []
 
     samples = rollout(
         model, prompts, noise, temperature, text.ends, max_len=cfg.seq_len, rows=cfg.rollout_rows, tool=tool and answer,
         tp_mesh=layout.mesh["tp"] if layout.tp > 1 else None, batch_invariant=cfg.batch_invariant,
-        graphs=layout.ep == 1, agree=lockstep(layout, cfg.rollout_timeout_s, tool))
+        agree=lockstep(layout, cfg.rollout_timeout_s, tool))
     return samples, failed
 
 
 def sample_groups(cfg, env, text, layout, model, tasks: list[tuple[str, str]], group_size, temperature, draw=draw_samples):
     """(2), (3): group_size samples for each (name, prompt), with rewards; the whole list on every rank, in the tasks' order.
 
-    draw: who samples, this rank's model or another engine. Raises ValueError on all ranks when a reward or a tool fails on one.
+    draw: function that samples, with this rank's model or another engine. Raises ValueError on all ranks if a reward or a tool
+    fails on any rank.
     """
-    # made here, because all ranks must make it at the same place
+    # before sampling, because all ranks must create the group at the same place
     group = patient_group(dist.group.WORLD, cfg.rollout_timeout_s) if layout.world_size > 1 else None
     mine = range(len(tasks))[layout.data_rank :: layout.data_ranks]
     samples, failed = draw(cfg, env, text, layout, model, tasks, mine, group_size, temperature)
-    # (3) rewards: the environment sees text. What is trained are the sampled ids: encoding the text again may give others.
+    # (3) rewards: the environment sees text. Training uses the sampled ids, because encoding the text may give other ids.
     prompts = [text.prompt(tasks[i][1]) for i in mine]
     for j, s in enumerate(samples):
         s["group"], s["prompt"], s["text"] = mine[j // group_size], prompts[j // group_size], text.decode(s["ids"])
@@ -122,15 +118,12 @@ def sample_groups(cfg, env, text, layout, model, tasks: list[tuple[str, str]], g
             failed.append(s["failed"])
         if cfg.control == "random" and not name.startswith("eval/"):
             s["reward"] = float(random.Random(f"{cfg.seed}/{name}/{j % group_size}").random() < 0.5)
-    failures, everyone = zip(*gather((failed, samples), group))  # of all ranks
+    failures, everyone = zip(*gather((failed, samples), group))  # from all ranks
     if reasons := sum(failures, []):
         raise ValueError(f"--env {cfg.env}: {reasons[0]}")
-    copies = layout.cp * layout.tp
-    for rank, theirs in enumerate(everyone):  # cp and tp ranks of one data rank work on the same samples
-        if [s["ids"] for s in theirs] != [s["ids"] for s in everyone[rank - rank % copies]]:
-            raise RuntimeError(f"ranks {rank - rank % copies} and {rank} share one model but sampled different tokens")
-    # sorted() keeps the order of equal keys, so the samples of a group stay in theirs
-    samples = sorted((s for part in everyone[::copies] for s in part), key=lambda s: s["group"])
+    everyone = one_of_each_model(everyone, layout)
+    # sorted() is stable, so samples keep their order within a group
+    samples = sorted((s for part in everyone for s in part), key=lambda s: s["group"])
     unpaid = [s["failed"] for s in samples if s["failed"]]
     if unpaid and layout.rank == 0:
         print(f"{len(unpaid)} of {len(samples)} rewards failed and count as --failed_reward {cfg.failed_reward:g}, the "
@@ -138,9 +131,18 @@ def sample_groups(cfg, env, text, layout, model, tasks: list[tuple[str, str]], g
     return samples
 
 
+def one_of_each_model(everyone: list[list[dict]], layout) -> list[list[dict]]:
+    """The samples of one rank for each data rank: cp and tp ranks share a model, and must have sampled the same."""
+    copies = layout.cp * layout.tp
+    for rank, theirs in enumerate(everyone):
+        if [s["ids"] for s in theirs] != [s["ids"] for s in everyone[rank - rank % copies]]:
+            raise RuntimeError(f"ranks {rank - rank % copies} and {rank} share one model but sampled different tokens")
+    return everyone[::copies]
+
+
 def make_batch(cfg, env, text, layout, model, cursor: int, version: int, draw=draw_samples) -> dict:
-    """(1)-(3) of one step. --dynamic_sampling: in up to so many more rounds, further prompts are sampled, and their groups
-    replace those of equal rewards, which have no gradient."""
+    """(1)-(3) of a step. --dynamic_sampling: in up to so many further rounds, groups of new prompts replace groups of equal
+    rewards, because equal rewards have no gradient."""
     began, size, groups, too_long = time.time(), cfg.prompts_per_step, [], []
 
     def fits(prompt):
@@ -158,27 +160,26 @@ def make_batch(cfg, env, text, layout, model, cursor: int, version: int, draw=dr
             break
     samples = [s for group in groups[:size] for s in group]
     for s in samples:
-        s["versions"] = [version] * len(s["ids"])  # of the policy that sampled each token
+        s["versions"] = [version] * len(s["ids"])  # version of the policy, per token
     return dict(samples=samples, cursor=cursor, version=version, drawn=len(groups), too_long=len(too_long), began=began,
                 ended=time.time())
 
 
-def made_with(cfg) -> dict:
-    """All flags and files that a batch depends on, apart from the weights. It is saved with a batch that a checkpoint holds."""
+def batch_flags(cfg) -> dict:
+    """All flags and files that determine a batch, apart from the weights. A checkpoint saves them with its batches."""
     names = ("env", "env_data", "seed", "prompts_per_step", "group_size", "minibatches", "max_new_tokens", "seq_len",
              "temperature", "dynamic_sampling", "control", "async_steps")
     files = {f"the content of --{name}": getattr(cfg, name) for name in ("env", "env_data", "eval_data", "reward")}
-    # The flags that came later count where they are not at their defaults, with which all is as before they came.
-    later = {f.name for group in (DatasetConfig, RewardConfig, ChatConfig) for f in fields(group)} - set(names)
-    names += tuple(f.name for f in fields(cfg) if f.name in later and getattr(cfg, f.name) != default_of(f))
+    names += tuple(f.name for group in (DatasetConfig, RewardConfig, ChatConfig) for f in fields(group) if f.name not in names)
     return {f"--{name}": getattr(cfg, name) for name in names} | {
         name: hashlib.sha256(Path(path).read_bytes()).hexdigest()[:8] for name, path in files.items() if os.path.isfile(path)}
 
 
-def still_valid(state: dict, cfg, rank0: bool) -> list[dict]:
-    """The checkpoint's batches, if this run's flags would make the same; else none, and their prompts are sampled again."""
-    batches, old, new = state["batch"] or [], state.get("made_with") or {}, made_with(cfg)
-    batches = [batches] if isinstance(batches, dict) else batches  # as it was when there was one at most
+def reuse_batches(state: dict, cfg, rank0: bool) -> list[dict]:
+    """The checkpoint's batches if this run's flags would sample the same; else none, and the prompts are sampled again."""
+    batches, old, new = state["batch"] or [], state.get("made_with") or {}, batch_flags(cfg)
+    batches = [batches] if isinstance(batches, dict) else batches  # format of older checkpoints, with at most one batch
+    old = {f"--{f.name}": default_of(f) for f in fields(cfg) if f"--{f.name}" in new} | old  # flags newer than the checkpoint
     differ = [f"{name} {old.get(name)} -> {new.get(name)}" for name in new | old if old.get(name) != new.get(name)]
     if not batches or not differ:
         return batches

@@ -1,5 +1,5 @@
-"""A server for grpo.py --engine that speaks as vLLM or SGLang does, of the standard library and our own decoder. It draws with
-the noise of the seed that it is sent, so its samples are those that grpo.py draws in place."""
+"""A server for grpo.py --engine with the protocol of vLLM or SGLang, made of the standard library and our own decoder. Noise
+comes from the seed of a request, so the samples equal those of grpo.py in place."""
 import json
 import threading
 import time
@@ -15,7 +15,7 @@ ONE_AT_A_TIME = threading.Lock()
 
 
 class Engine:
-    """What the server has and does. fault(path, answer) -> answer may spoil any answer, or raise to break the connection."""
+    """State and answers of the server. fault(path, answer) -> answer may spoil any answer, or raise to break the connection."""
 
     def __init__(self, kind: str, fault=None, tells=True):
         self.kind, self.fault, self.tells = kind, fault or (lambda path, answer: answer), tells
@@ -32,7 +32,7 @@ class Engine:
             return rollout(self.model, [prompt], noise[None], temperature, ends, max_len=len(prompt) + room)
 
     def answer(self, path: str, body: dict | None):
-        """(status, what to answer)"""
+        """(status, content of the answer)"""
         sglang = self.kind == "sglang"
         if path == "/v1/models":
             return 200, {"data": [{"id": "policy", "owned_by": self.kind, "max_model_len": 64}]}
@@ -72,7 +72,7 @@ class Engine:
 
 @contextmanager
 def serving(engine: Engine, port=0, after_s=0.0):
-    """Its address, while it serves; on the given port, once this time is over."""
+    """Serve, and yield the address. port: 0 = a free port. after_s: seconds to wait before serving."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self, body=None):
@@ -85,7 +85,7 @@ def serving(engine: Engine, port=0, after_s=0.0):
             self.send_response(status)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
-            with suppress(BrokenPipeError):  # who asked has given up
+            with suppress(BrokenPipeError):  # the client has given up
                 self.wfile.write(content)
 
         def do_POST(self):

@@ -1,4 +1,4 @@
-"""What the tests of GRPO share: a small policy and samples of it, a Trainer around it, and whole runs of grpo.py."""
+"""Shared by tests of GRPO: a small policy, its samples, its Trainer, and whole runs of grpo.py."""
 import random
 import sys
 from dataclasses import replace
@@ -32,7 +32,7 @@ def class_of(config):
 
 
 def sharp_model(config=MODEL, seed=0):
-    """A model with an opinion: logits spread out, so that a wrong position or temperature shows."""
+    """A model with an opinion: logits spread out, so a wrong position or temperature shows."""
     torch.manual_seed(seed)
     model = class_of(config)(config)
     for p in model.parameters():
@@ -53,7 +53,7 @@ def samples_of(model, n_prompts=4, group_size=3, max_new_tokens=9, temperature=1
 
 
 def full_logprobs(model, s, temperature=1.0):
-    """Log-probabilities of a sample's ids from one forward over it, by hand."""
+    """Log-probabilities of a sample's ids from a forward, by hand."""
     logits = model(torch.tensor([s["prompt"] + s["ids"]]))[0, len(s["prompt"]) - 1 : -1].float() / temperature
     return logits.log_softmax(-1).gather(-1, torch.tensor(s["ids"])[:, None])[:, 0]
 
@@ -71,7 +71,7 @@ def trainer_of(seed=0, unknown=None, config=MODEL, **flags):
     model = grpo.build_policy(cfg, layout, class_of(config), config, unknown and torch.tensor(unknown))
     plain = dict(sharp_model(config, seed).named_parameters())
     for fqn, p in model.named_parameters():
-        if fqn not in plain:  # an adapter, as it is drawn
+        if fqn not in plain:  # an adapter, as drawn
             continue
         whole = plain[fqn].detach()
         part = tuple(slice(o, o + n) for n, o in zip(*local_slice(p)))
@@ -105,7 +105,7 @@ def steps_of(out) -> list[dict]:
 
 
 def assert_same(a, b, tolerance):
-    assert all(x["grad_norm"] > 0 for x in a)  # with rewards that are all equal any two runs would be the same
+    assert all(x["grad_norm"] > 0 for x in a)  # with equal rewards any two runs would be the same
     assert [x["step"] for x in a] == [x["step"] for x in b]
     for x, y in zip(a, b):
         assert all(x[name] == y[name] for name in ("tokens_hash", "reward_mean", "policy_version"))
@@ -116,7 +116,7 @@ SAME = [*TINY, "--steps", 3, "--eval_every", 0, "--checkpoint_every", 0, "--lr",
 
 
 def hf_folder(folder, kind, std=0.02):
-    """A tiny random model with a real tokenizer and chat template, as transformers writes it."""
+    """A tiny random model with a real tokenizer and chat template, as written by transformers."""
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
     tokenizer = bpe("Sum the digits of 123: 6", 280, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"])

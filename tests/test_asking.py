@@ -148,7 +148,8 @@ def test_the_programs_ask_as_their_flags_say(program, tmp_path, capsys, monkeypa
         evaluate.main(parse_config(evaluate.Config, [*argv, *task]))
     assert asked == [Text(str(tmp_path), chat=open_chat(str(tmp_path), grpo.Config(
         init_from=str(tmp_path), system="Be brief.", template_args=OFF))).prompt("1+1?")]
-    assert len(asked[0]) > len(Text(str(tmp_path)).prompt("1+1?")) + 10
+    usual = open_chat(str(tmp_path), grpo.Config(init_from=str(tmp_path)))
+    assert len(asked[0]) > len(Text(str(tmp_path), chat=usual).prompt("1+1?")) + 10
 
 
 # ---------------------------------------------------------------- runs
@@ -157,11 +158,12 @@ def test_the_programs_ask_as_their_flags_say(program, tmp_path, capsys, monkeypa
 def test_samples_are_made_with_it(tmp_path):
     """A batch sampled with other chat options is sampled again; with the same options the batch is kept."""
     cfg = lambda **flags: grpo.Config(init_from="hf", **flags)  # noqa: E731
-    state = {"batch": [{"samples": []}], "made_with": rollouts.made_with(cfg(system="a"))}
-    assert rollouts.still_valid(state, cfg(system="a"), True) is state["batch"]
+    state = {"batch": [{"samples": []}], "made_with": rollouts.batch_flags(cfg(system="a"))}
+    assert rollouts.reuse_batches(state, cfg(system="a"), True) is state["batch"]
     for other in (cfg(system="b"), cfg(), cfg(system="a", template_args=OFF), cfg(chat=False)):
-        assert rollouts.still_valid(state, other, True) == []
-    assert "--chat" not in rollouts.made_with(cfg())  # batches from before the chat flags stay valid
+        assert rollouts.reuse_batches(state, other, True) == []
+    old = {name: value for name, value in rollouts.batch_flags(cfg()).items() if name != "--chat"}  # of before this flag
+    assert rollouts.reuse_batches(state | {"made_with": old}, cfg(), True) is state["batch"]
 
 
 @pytest.mark.slow

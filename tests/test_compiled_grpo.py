@@ -1,4 +1,4 @@
-"""grpo.py --compile: the blocks that train are compiled, once; rollouts of the same model run them uncompiled."""
+"""grpo.py --compile: blocks are compiled once for training; rollouts of the same model run uncompiled blocks."""
 import random
 
 import pytest
@@ -22,8 +22,8 @@ def steps_of_samples(config) -> list[list[dict]]:
 
 
 def train(steps, flags: dict, model: str):
-    """On this rank: (numbers, gradients) of each step; (graphs, graph breaks) so far after each, and after rollouts and one
-    more; the ids of the rollouts."""
+    """On this rank: (numbers, gradients) of each step; (graphs, graph breaks) so far after each step, and after rollouts and
+    a further step; the ids of the rollouts."""
     config, found, graphs = CONFIGS[model], [], []
     torch._dynamo.reset()
     counters.clear()

@@ -1,4 +1,4 @@
-"""Problems in files, --env dataset and gsm8k: which answers are right, which lines are read, and what a run makes of them."""
+"""Problems in files, --env dataset and gsm8k: right answers, lines of a file, and runs."""
 import json
 
 import pytest
@@ -8,7 +8,7 @@ import grpo
 from rl import answers, datasets, environments, rewards
 from storage.provenance import local_code
 
-GSM8K = REPO.parent / "shared" / "data" / "gsm8k_train.jsonl"  # the published problems, where they are at hand
+GSM8K = REPO.parent / "shared" / "data" / "gsm8k_train.jsonl"  # the published problems, if at hand
 
 
 def write(path, *lines) -> str:
@@ -74,7 +74,7 @@ def test_mathematics(text, answer, right):
 
 
 def test_prompts_answers_and_rewards_of_a_file(tmp_path):
-    """Two files, neither of which is split; a model from nothing knows the characters of both."""
+    """Two files, neither is split; a model with random weights knows the characters of both."""
     train, test = write(tmp_path / "a.jsonl", *sums(3, 0, 40)), write(tmp_path / "b.jsonl", *sums(7, 0, 20), *sums(7, 0, 2))
     env = task(train, eval_data=test)
     assert env.ALPHABET == "+0123456789=" and len(env.problems) == 40 and len(env.eval_problems) == 20
@@ -91,7 +91,7 @@ def test_prompts_answers_and_rewards_of_a_file(tmp_path):
 
 
 def test_a_reward_of_your_own_is_given_what_it_asks_for(tmp_path):
-    """The countdown set, whose lines have the numbers, with division: docs/grpo.md."""
+    """The countdown set with division, with the numbers in each line: docs/grpo.md."""
     lines = [{"prompt": f"Make {t} of 8, 2 and 3", "answer": t, "numbers": [8, 2, 3]} for t in (1, 12, 19)]
     data, own = write(tmp_path / "a.jsonl", *lines), tmp_path / "my_reward.py"
     own.write_text(
@@ -102,7 +102,7 @@ def test_a_reward_of_your_own_is_given_what_it_asks_for(tmp_path):
     assert env.reward(lines[2]["prompt"], "8*2+3") == 2.0 and env.reward(lines[2]["prompt"], "19") == 0.0
     own.write_text("def reward(prompt, completion, answer, truncated, fields):\n    return truncated and fields['answer'] == 1")
     assert rewards.pay(task(data, reward=str(own)), lines[0]["prompt"], "", True) == 1.0
-    assert local_code()["my_reward.py"] == own.read_text()  # a checkpoint keeps what it was paid by, wherever that was
+    assert local_code()["my_reward.py"] == own.read_text()  # a checkpoint keeps the source of the reward
     for code, message in [("def reward(prompt, solution): pass", "reward\\(\\) asks for solution; it may ask for prompt, "),
                           ("x = 1", "it must define reward\\(prompt, "), ("import nope", "No module named 'nope'")]:
         own.write_text(code)
@@ -159,12 +159,12 @@ def test_the_published_gsm8k():
         assert answers.final_number(answer) == float(number.replace(",", "")) and answers.is_right("math", answer, number)
         assert env.reward(prompt, answer) == 1.0 and env.reward(prompt, answer, truncated=True) == 0.0
         assert env.reward(prompt, f"{answer}\nNo: #### {answers.final_number(answer) + 1}") == 0.0
-    text = grpo.Text("", alphabet=env.ALPHABET)  # a model from nothing reads the few characters that are not ASCII as well
+    text = grpo.Text("", alphabet=env.ALPHABET)  # a model with random weights also reads the few characters outside of ASCII
     assert all(text.decode(text.prompt(prompt)) == prompt for prompt, _ in env.problems)
 
 
 def test_a_run_goes_on_with_the_characters_that_it_began_with(tmp_path):
-    """Before there is a checkpoint any will do; then each of them is an id of the model."""
+    """Before the first checkpoint any characters will do; afterwards each character is an id of the model."""
     def text_of(*questions):
         data = write(tmp_path / "a.jsonl", *({"question": question, "answer": "1"} for question in questions))
         text = grpo.Text("", str(tmp_path), task(data).ALPHABET)
@@ -188,7 +188,7 @@ def test_a_run_goes_on_with_the_characters_that_it_began_with(tmp_path):
 
 
 def test_a_run_on_two_files(tmp_path):
-    """It trains on the one and evaluates on the whole other, and what is too long is left out of both and counted."""
+    """A run trains on a file and evaluates on all of another; too long prompts of both are left out and counted."""
     train = write(tmp_path / "a.jsonl", *sums(3, 0, 30), {"question": "1" * 20, "answer": 1})
     test = write(tmp_path / "b.jsonl", *sums(7, 0, 20), {"question": "2" * 30, "answer": 1})
     flags = [*TINY[2:TINY.index("--eval_n")], "--eval_k", 2, "--eval_every", 2, "--log_every", 1, "--env", "dataset"]

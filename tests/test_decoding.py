@@ -1,5 +1,4 @@
-"""What a rollout costs, against rl/decoding.py and rl/graphs.py: shapes, operators, and waits for the device; and that what
-saves them changes no token."""
+"""Decoding, against rl/decoding.py: shapes of a rollout, tools, and forks with attention of their own."""
 from dataclasses import replace
 from types import MethodType
 
@@ -7,14 +6,12 @@ import pytest
 import torch
 from pieces import in_pieces
 from policy import sharp_model
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from models import deepseek
 from models.layers import rotate
 from models.llama3 import Llama3Config
 from models.qwen3 import Qwen3Config
-from rl import decoding, graphs
+from rl import decoding
 
 LONG = Llama3Config(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=64, vocab_size=24, max_seq_len=512)
 EXPERTS = Qwen3Config(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, n_experts=4, top_k=2, moe_ffn_dim=32,
@@ -33,11 +30,11 @@ def tokens(samples):
 
 
 def shapes_of_new_tokens(monkeypatch) -> set:
-    """Fills with (rows, keys) of every attention of one new token per row."""
+    """A set, filled with (rows, keys) of every attention of a new token per row."""
     shapes, known = set(), decoding.sdpa
 
     def sdpa(q, k, *rest, **options):
-        if q.shape[1] == k.shape[1]:  # heads that share keys are queries of one head
+        if q.shape[1] == k.shape[1]:  # heads with the same keys are queries of a single head
             shapes.add((q.shape[0], k.shape[2]))
         return known(q, k, *rest, **options)
 
@@ -46,91 +43,35 @@ def shapes_of_new_tokens(monkeypatch) -> set:
 
 
 def test_few_shapes_and_the_same_tokens(monkeypatch):
-    """300 tokens have 10 numbers of keys for each number of rows, on a GPU 3, and not 300; their tokens are those of attention
-    over exactly the keys that are there."""
+    """300 tokens have 10 numbers of keys for each number of rows, not 300, and the same tokens as without the rounding."""
     model = sharp_model(LONG)
     shapes = shapes_of_new_tokens(monkeypatch)
     options = dict(new=300, eot=[], stop=lambda ids: len(ids) == 13 * ids[0])  # of any length, so that rows are refilled
     bucketed = sample(model, **options)
     assert {keys for _, keys in shapes} == {*range(32, 321, 32)} and len({len(s["ids"]) for s in bucketed}) > 5
-    for bucket, few in ((128, 3), (1, 320)):
-        assert len(shapes) <= 10 * len({rows for rows, _ in shapes})
-        shapes.clear()
-        monkeypatch.setitem(decoding.KEY_BUCKET, "cpu", bucket)
-        assert tokens(sample(model, **options)) == tokens(bucketed) and len({keys for _, keys in shapes}) <= few
-    assert len(shapes) > 290
+    assert len(shapes) <= 10 * len({rows for rows, _ in shapes})
+    monkeypatch.setattr(decoding, "KEY_BUCKET", 1)
+    assert tokens(sample(model, **options)) == tokens(bucketed) and len(shapes) > 290
 
 
-class Reads(TorchDispatchMode):
-    """Counts how often the host asks for what is in a tensor, which on a GPU waits until all work before is done."""
-
-    def __init__(self, monkeypatch):
-        super().__init__()
-        self.n = 0
-        for name in ("tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__"):
-            monkeypatch.setattr(torch.Tensor, name, self.counted(getattr(torch.Tensor, name)))
-
-    def counted(self, known):
-        def method(tensor, *args):
-            self.n += 1
-            return known(tensor, *args)
-
-        return method
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.n += function in (torch.ops.aten.nonzero.default, torch.ops.aten.masked_select.default)
-        self.n += function is torch.ops.aten.index.Tensor and any(i is not None and i.dtype == torch.bool for i in args[1])
-        return function(*args, **kwargs or {})
-
-
-WAYS = {
-    "ends": {},
-    "tool": dict(tool=lambda ids: [20, 21, 22][: ids[-1] % 4] if ids[-1] in (5, 6, 7, 8) else []),
-    "tool that says the end": dict(tool=lambda ids: [0, 0] if ids[-1] == 7 else []),
-    "stop": dict(stop=lambda ids: sum(ids[-3:]) % 41 == 40),
-    "tool and stop": dict(tool=lambda ids: [7, 9] if ids[-1] == 7 else [], stop=lambda ids: ids[-2:] == [9, 3]),
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_one_read_for_eight_tokens(way, monkeypatch):
-    """With a tool too, whose answers come after the device has gone on without them. The tokens are those of a host that looks
-    at every token, and on_token hears each once, in order."""
-    model, heard = sharp_model(LONG), {}
-    at_every_token = sample(model, ahead=1, **WAYS[way])
-    forwards, reads = [], Reads(monkeypatch)
-    hook = model.register_forward_hook(lambda *_: forwards.append(1))
-    with reads:
-        samples = sample(model, on_token=lambda s, token: heard.setdefault(s, []).append(token), **WAYS[way])
-    hook.remove()
-    assert 0 < reads.n <= -(-len(forwards) // 8) and len(forwards) > 40
-    assert tokens(samples) == tokens(at_every_token) and [heard[s] for s in range(18)] == [s["ids"] for s in samples]
-    assert ("tool" in way) == any(0.0 in s["mask"] for s in samples)
+@pytest.mark.parametrize("tool", [
+    lambda ids: [20, 21, 22][: ids[-1] % 4] if ids[-1] in (5, 6, 7, 8) else [], lambda ids: [0, 0] if ids[-1] == 7 else [],
+    lambda ids: [20, 7] if ids[-1] == 7 else []],
+    ids=["answers of all lengths", "an end in an answer", "a question in an answer"])
+@pytest.mark.parametrize("config", [LONG, EXPERTS, LATENT], ids=["llama3", "experts", "latents"])
+def test_a_tool_is_asked_after_each_token_of_the_model(config, tool):
+    """The tool's answer follows, ends no sample and asks nothing; on_token hears each token of a sample once, in order."""
+    heard = {}
+    samples = sample(sharp_model(config), tool=tool, on_token=lambda s, token: heard.setdefault(s, []).append(token))
+    assert [heard[i] for i in range(18)] == [s["ids"] for s in samples] and any(0.0 in s["mask"] for s in samples)
+    for s in samples:
+        answer = []
+        for i, (token, mask) in enumerate(zip(s["ids"], s["mask"])):
+            assert mask == (not answer) and (mask or token == answer.pop(0))
+            answer = tool(s["ids"][: i + 1]) if mask else answer
+            assert i == len(s["ids"]) - 1 or token != 0 or not mask
+        assert s["truncated"] == (token != 0 or not mask)
     assert len({len(s["ids"]) for s in samples}) > 3
-
-
-class Operators(TorchDispatchMode):
-    """Counts the aten operators, views among them."""
-
-    def __init__(self):
-        super().__init__()
-        self.n = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.n += 1
-        return function(*args, **kwargs or {})
-
-
-def test_operators_per_token():
-    """Of a model of this depth: its products alone are 197, and each takes two views."""
-    model = sharp_model(Qwen3Config(dim=32, n_layers=28, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=64, vocab_size=24))
-    counts = []
-    for new in (17, 25):  # in one bucket of keys, and read alike
-        with Operators() as operators:
-            sample(model, new=new, eot=[], max_len=100, rows=18)
-        counts.append(operators.n)
-    per_token = (counts[1] - counts[0]) / 8
-    assert 197 < per_token < 2600
 
 
 def takes_time_and_batch(self, x, cos, sin, attend):
@@ -139,96 +80,13 @@ def takes_time_and_batch(self, x, cos, sin, attend):
     return self.wo(attend(rotate(q, cos, sin), rotate(k, cos, -sin), v).transpose(1, 2).reshape(B, T, -1))
 
 
-@pytest.mark.parametrize("change", [True, False])
-def test_blocks_decode_as_without_a_cache(change):
-    """They get (R, 1, D), and their log-probabilities are those of the same blocks without a cache, token by token."""
+def test_blocks_of_a_fork_decode_as_without_a_cache():
+    """A block gets (R, 1, D); its log-probabilities equal the same block without a cache, token by token."""
     model = sharp_model(LONG)
-    for block in model.blocks.values() if change else ():
+    for block in model.blocks.values():
         block.attn.forward = MethodType(takes_time_and_batch, block.attn)
     samples = sample(model, new=9)
     for s, prompt in zip(samples[::3], PROMPTS):
         logits, _ = in_pieces(model, [prompt + s["ids"]], [1] * len(s["ids"]))
         wanted = logits[0][len(prompt) - 1 : -1].log_softmax(-1).gather(-1, torch.tensor(s["ids"])[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(s["logprobs"]), wanted, atol=1e-5, rtol=0)
-
-
-# ---------------------------------------------------------------- graphs
-class Recorded(TorchDispatchMode):
-    """What a CUDA graph is, on a CPU: operators with the memory that they read and write. run() does them again in that memory,
-    and no line of Python between them runs a second time."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **kwargs or {})
-        self.calls.append((function, args, kwargs or {}, out))
-        return out
-
-    def run(self):
-        for function, args, kwargs, out in self.calls:
-            for old, new in zip(tree_leaves(out), tree_leaves(function(*args, **kwargs)), strict=True):
-                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
-                    old.copy_(new)
-
-
-@pytest.fixture
-def recorded(monkeypatch):
-    """Rollouts replay recorded operators, as on a GPU. A list of (step, rows) of what was recorded."""
-    made = []
-
-    def captured(step, inputs, runs):
-        fixed = [x.clone() for x in inputs]
-        step(*fixed)  # the cache takes its memory, and makes its views
-        with Recorded() as graph:
-            outputs = step(*fixed)
-        made.append((step, len(inputs[0])))
-
-        def run(*inputs):
-            for buffer, x in zip(fixed, inputs, strict=True):
-                buffer.copy_(x)
-            graph.run()
-            return [x.clone() for x in outputs]
-
-        return run
-
-    monkeypatch.setattr(graphs, "captured", captured)
-    monkeypatch.setattr(decoding, "can_capture", lambda model: True)
-    monkeypatch.setitem(decoding.KEY_BUCKET, "cpu", decoding.KEY_BUCKET["cuda"])
-    return made
-
-
-@pytest.mark.parametrize("kind", ["llama3", "deepseek", "moe"])
-@pytest.mark.parametrize("way", [*WAYS, "unknown"])
-def test_a_recorded_step_samples_the_same(way, kind, recorded):
-    """Refilled rows, rows that are given up, other buckets, tools: all of it changes only what is in the buffers that a step
-    reads, never what a step is. As many are recorded as there are shapes."""
-    model = sharp_model({"llama3": LONG, "deepseek": LATENT, "moe": EXPERTS}[kind])
-    model.unknown_ids = torch.tensor([3, 7]) if way == "unknown" else None
-    options = dict(new=150, group=2, rows=12, max_len=200) | WAYS.get(way, {})
-    wanted = sample(model, graphs=False, **options)
-    assert not recorded
-    samples = sample(model, **options)
-    assert tokens(samples) == tokens(wanted) and [s["logprobs"] for s in samples] == [s["logprobs"] for s in wanted]
-    shapes = [(step.args, rows) for step, rows in recorded]
-    assert 1 <= len(shapes) == len(set(shapes)) <= 4
-
-
-def test_what_a_rank_that_only_samples_keeps(recorded):
-    """Its graphs, while weights change where they are; weights that have moved are recorded again."""
-    model = sharp_model(LONG)
-    model.held = {}
-    first = sample(model)
-    n = len(recorded)
-    for p in model.parameters():
-        p.data.mul_(1.1)
-    again = sample(model)
-    assert len(recorded) == n > 0 and tokens(again) != tokens(first)
-    for p in model.parameters():
-        p.data = p.data.clone()
-    assert tokens(sample(model)) == tokens(again) and len(recorded) == 2 * n
-    held = model.held
-    del model.held
-    assert tokens(sample(model)) == tokens(again) and len(recorded) == 3 * n and len(held["runs"]) == n
-    assert tokens(sample(model, top_k=3)) != tokens(again)

@@ -1,4 +1,4 @@
-"""Tasks and their rewards: what is paid for, which prompts are drawn and which are held out, against rl/environments.py."""
+"""Tasks and rewards, against rl/environments.py: paid answers, drawn prompts and held-out prompts."""
 from fractions import Fraction
 from types import SimpleNamespace
 
@@ -18,7 +18,7 @@ def test_countdown(completion, reward):
 
 
 def test_what_was_cut_off_is_not_paid_for():
-    """By the tasks here; those of others decide, if they ask."""
+    """By our tasks; tasks of users decide, with a parameter `truncated`."""
     for name in ("reverse", "sum_digits", "countdown", "calculator"):
         env = environments.open_env(name)
         prompt, answer = environments.draw_task(env, "eval", 3)
@@ -51,7 +51,7 @@ def test_prompts_are_drawn_without_replacement_where_there_is_a_list():
     assert set(environments.held_out_tasks(env, 50)) < set(held_out)
     many = environments.held_out_tasks(environments.open_env("reverse"), 1024)
     assert len(set(many)) == 1024 and all(map(environments.is_held_out, many))
-    small = SimpleNamespace(__name__="small", make=lambda rng: (str(rng.randrange(100)), ""))  # nobody says how many there are
+    small = SimpleNamespace(__name__="small", make=lambda rng: (str(rng.randrange(100)), ""))  # of unknown number
     assert sorted(environments.held_out_tasks(small, 1024)) == sorted(filter(environments.is_held_out, map(str, range(100))))
 
 
@@ -64,7 +64,7 @@ reward = lambda prompt, completion: float(len(completion) % 2)
 
 @pytest.mark.parametrize("finite", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path, finite):
-    """--seq_len 16 has no room for an answer to most of them: once that ended the run, and again after every restart."""
+    """--seq_len 16 has no room for an answer to most prompts: once such a prompt ended the run, again after every restart."""
     more = "problems = [('7' * (i % 25) + str(i) + '>', '7') for i in range(400)]\ndel make\n" if finite else ""
     (tmp_path / "env.py").write_text(LENGTHS + more)
     said = run(1, *TINY, "--env", tmp_path / "env.py", "--steps", 2, "--checkpoint_every", 0, "--out", tmp_path / "run")
@@ -119,7 +119,7 @@ def test_own_environments(tmp_path):
 
 def test_arithmetic_is_no_eval():
     assert environments.arithmetic("2*(3+4)-1") == 13 == environments.arithmetic("91/7")
-    assert str(environments.arithmetic("9/3")) == "3"  # as the calculator says it
+    assert str(environments.arithmetic("9/3")) == "3"  # as in the calculator's text
     assert environments.arithmetic("1/3") == Fraction(1, 3) and environments.arithmetic("(1/3 + 1/6) * 4") == 2
     for text in ("2**9", "1/0", "3//2", "2/(1-1)", "a", "__import__('os')", "(" * 5000, "", "1+", "-1", "2 3"):
         assert environments.arithmetic(text) is None

@@ -1,5 +1,4 @@
-"""evaluate.py and rl/scoring.py: transformers says which log-probabilities and answers are right, one process what all layouts
-must give."""
+"""evaluate.py and rl/scoring.py: log-probabilities and answers equal transformers', all layouts equal one process."""
 import gzip
 import json
 import math
@@ -26,6 +25,7 @@ import parallel
 from rl import scoring
 from rl.datasets import HINTS
 from rl.text import Text
+from sft.prompts import chat_prompts
 from storage.hf import load_hf_model
 from tools import checkpoint_commands
 
@@ -61,7 +61,7 @@ def tasks(tmp_path_factory):
     """kind -> a file of lines of different lengths."""
     rng, folder = random.Random(4), tmp_path_factory.mktemp("tasks")
     choices = [[words(rng, 1, 5) for _ in range(rng.randint(1, 4))] for _ in range(11)]
-    assert sum(map(len, choices)) % 6 == 3  # the last batch of two data ranks, with three each, has two for one and one for one
+    assert sum(map(len, choices)) % 6 == 3  # 6 per batch of two data ranks: the last batch has 2 and 1
     answers = [rng.randrange(len(c)) for c in choices]
     spelt = [[a, "ABCD"[a], c[a]][i % 3] for i, (a, c) in enumerate(zip(answers, choices))]
     questions = ["", " ", *(words(rng, 1, 20) for _ in range(9))]
@@ -78,7 +78,7 @@ def read_lines(path) -> list[dict]:
 
 
 def evaluated(**flags):
-    """evaluate.py in this process."""
+    """Run evaluate.py in this process."""
     if dist.is_initialized():
         dist.destroy_process_group()
     evaluate.main(evaluate.Config(device="cpu", **flags))
@@ -135,7 +135,7 @@ def test_scores_are_those_of_transformers(kind, folders, tasks, capsys):
 
 
 def test_every_token_of_a_text_is_scored_once(folders, tasks, capsys):
-    """Windows of 32 tokens, against the whole text in one forward where it fits, and each token's own context where not."""
+    """Windows of 32 tokens, against a forward over each token's own context."""
     model, tokenizer = theirs(folders("llama"))
     first = tokenizer.eos_token_id
     texts = [json.loads(line)["text"] for line in Path(tasks["text"]).read_text().splitlines()]
@@ -175,7 +175,7 @@ def test_answers_are_those_of_transformers(kind, folders, tasks, capsys):
 
 
 def test_an_answer_ends_at_the_first_stop(folders, tasks, capsys):
-    """Also at one of several tokens; nothing is written behind it."""
+    """Also at a stop string of several tokens; the answer has no text after the stop."""
     flags = dict(prompt_template="{question}=", max_new_tokens=24)
     usual, _ = results(capsys, folders("llama"), tasks["answer"], **flags, stop=[])
     stop = usual[3]["prediction"][5:8]
@@ -189,7 +189,7 @@ def test_an_answer_ends_at_the_first_stop(folders, tasks, capsys):
 
 
 # ---------------------------------------------------------------- layouts
-# kind, 4 ranks each, tasks: those that make test runs, and all others
+# (kind, layouts of 4 ranks, tasks) for `make test`; the slow suite has the rest
 QUICK = [("llama", [dict(tp=2)], ["choice", "answer"]), ("llama", [dict(pp=2, cp=2)], ["text"]),
          ("qwen3_moe", [dict(tp=2, ep=2), dict(pp=2, ep=2)], ["choice"]), ("deepseek_v3", [dict(ep=4)], ["choice", "answer"])]
 ALL = {
@@ -203,7 +203,7 @@ ALL = {
 
 def on_a_layout(runs):
     """evaluate.py on each rank, with the process group of the pool."""
-    evaluate.join = lambda layout, *_: parallel.make_mesh(layout)
+    evaluate.connect = lambda layout, *_: layout
     for flags in runs:
         evaluate.main(evaluate.Config(device="cpu", **flags))
         dist.barrier()
@@ -215,7 +215,7 @@ def flags_of(kind_of_task: str) -> dict:
 
 
 def compare(folders, tasks, tmp_path, kind, layouts, kinds_of_tasks):
-    """Items and summaries of some layouts of 4 processes with those of one process."""
+    """Compare items and summaries of layouts of 4 processes with one process."""
     runs = []
     for i, degrees in enumerate([{}, *layouts]):
         for name in kinds_of_tasks:
@@ -230,7 +230,7 @@ def compare(folders, tasks, tmp_path, kind, layouts, kinds_of_tasks):
         for got, want in zip(read_lines(flags["out"]), read_lines(alone[flags["task"]]), strict=True):
             got, want = got.get("summary", got), want.get("summary", want)
             assert got.keys() == want.keys()
-            for name in got.keys() - {"layout", "seconds"}:  # which say where it ran
+            for name in got.keys() - {"layout", "seconds"}:
                 same = pytest.approx(want[name], abs=1e-4) if isinstance(want[name], float | list) else want[name]
                 assert got[name] == same, (flags, name)
 
@@ -247,10 +247,10 @@ def test_every_layout_gives_the_numbers_of_one_process(kind, folders, tasks, tmp
 
 
 def scores_of_a_head(V, tp):
-    """label_scores of the vocabulary in `tp` parts that are not equal, with ties and labels to leave out."""
+    """label_scores of the vocabulary in `tp` unequal parts, with ties and labels to leave out."""
     g = torch.Generator().manual_seed(0)
     h, weight = (torch.randint(-9, 10, shape, generator=g).float() for shape in ((2, 8, 8), (V, 8)))  # exact in any order
-    weight[[3, V - 1]] = weight[1].clone()  # three tokens that are equally likely
+    weight[[3, V - 1]] = weight[1].clone()  # three equally likely tokens
     h[0] = weight[1]
     labels = torch.tensor([[1, 3, V - 1, -100, 0, 1, 1, 3], [V - 1, 2, -100, 5, 5, 5, 5, -100]])
     labels[1, 3:7] = (h[1, 3:7] @ weight.T).argmax(-1)
@@ -274,7 +274,7 @@ def test_a_vocabulary_in_parts_that_are_not_equal():
 
 # ---------------------------------------------------------------- our runs
 def test_a_run_a_step_and_the_folder_that_it_came_from(folders, tasks, tmp_path, capsys):
-    """In one process and in four, which read DCP's files."""
+    """In one process, and in four processes with DCP's files."""
     run_folder = str(tmp_path / "run")
     checkpoint_commands.from_hf(folders("qwen3_moe"), run_folder)
     flags = dict(task=tasks["choice"], prompt_template="Q {question}")
@@ -288,7 +288,7 @@ def test_a_run_a_step_and_the_folder_that_it_came_from(folders, tasks, tmp_path,
 
 
 def test_texts_are_read_in_the_windows_of_the_training(folders, tasks, tmp_path, capsys):
-    """A run's model may take more tokens than it was trained with; questions may use them."""
+    """A run's model may take more tokens than in training; questions may use the full length."""
     model, file = load_hf_model(folders("llama"))
     identity = {"model": {"module": "models.llama3", "class": "Llama3", **asdict(model.config)}, "data": {}, "optimizer": {}}
     saving = checkpoint.Checkpoints(checkpoint.CheckpointConfig(), str(tmp_path), modules=[model], optimizer=[],
@@ -304,7 +304,7 @@ def test_texts_are_read_in_the_windows_of_the_training(folders, tasks, tmp_path,
 
 # ---------------------------------------------------------------- requests
 def text_of(folder) -> Text:
-    return Text(folder, chat=False)
+    return Text(folder)
 
 
 def test_windows_score_each_token_once():
@@ -315,7 +315,7 @@ def test_windows_score_each_token_once():
                 assert scored == ids[at : at + len(scored)] and len(context) + len(scored) <= longest + 1
                 assert [*context, *scored] == [0, *ids][at + 1 - len(context) : at + 1 + len(scored)]
                 assert len(scored) <= (stride if at else longest)
-                assert at == 0 or len(context) + len(scored) == longest + 1  # as much context as there is room for
+                assert at == 0 or len(context) + len(scored) == longest + 1  # as much context as fits
                 at += len(scored)
             assert at == n
     assert scoring.rolling_windows([], 0, 8, 8) == []
@@ -325,13 +325,13 @@ def test_where_a_context_ends(folders, tmp_path):
     text = text_of(folders("llama"))
     ids = text.ids
     assert scoring.encode_pair(text, "12 of", " 3") == (ids("12 of"), ids(" 3"))
-    assert scoring.encode_pair(text, "12 of \n", "3") == (ids("12 of"), ids(" \n3"))  # spaces belong to what follows
+    assert scoring.encode_pair(text, "12 of \n", "3") == (ids("12 of"), ids(" \n3"))  # spaces belong to the continuation
     assert scoring.encode_pair(text, "", "3") == ([text.first], ids("3")) == ([2], ids("3"))
     assert scoring.encode_pair(text, " ", "3") == ([2], ids(" 3"))
-    assert len(ids("Sum")) == 1 and scoring.encode_pair(text, "Su", "m") == ([2], ids("Sum"))  # one token of both
+    assert len(ids("Sum")) == 1 and scoring.encode_pair(text, "Su", "m") == ([2], ids("Sum"))  # a shared token
     with pytest.raises(ValueError, match="'' has no tokens"):
         scoring.encode_pair(text, "12", "")
-    # a tokenizer that begins texts: once, also where the text does so itself
+    # a tokenizer with a first token, added once, also to texts with the token
     rules = json.loads(Path(folders("llama"), "tokenizer.json").read_text())
     Tokens = processors.TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)])
     tokenizer = Tokenizer.from_str(json.dumps(rules))
@@ -348,7 +348,7 @@ def test_where_a_context_ends(folders, tmp_path):
 
 
 def test_prompts(folders, tasks, tmp_path):
-    """Shots, fields of the line, escapes, and the chat template around all of it."""
+    """Shots, fields of the line, escapes, and the chat template around all parts."""
     lines = evaluate.read_task(tasks["choice"])[1][2:4]
     text, kind = text_of(folders("llama")), "choice"
     first = json.loads(Path(tasks["choice"]).read_text().splitlines()[0])
@@ -358,11 +358,11 @@ def test_prompts(folders, tasks, tmp_path):
     assert make(prompt_template="{id}: {question} { x }\\t") == [f"more: {q} {{ x }}\t" for q in asked]
     shot = f"Question: {first['question']}\nAnswer: {first['choices'][first['answer']]}\n\n"
     assert make(shots=1, shots_file=tasks["choice"]) == [f"{shot}Question: {q}\nAnswer:" for q in asked]
-    text.chat = Text(folders("llama")).chat
+    text.chat = chat_prompts(folders("llama"))
     assert make()[0] == f"<|im_start|>user\n{asked[0]}<|im_end|>\n<|im_start|>assistant\n"
     grpo = "{question}" + HINTS["gsm8k"].replace("\n", "\\n")  # as it is typed
     (prompt, _), = evaluate.requests_of(evaluate.Config(prompt_template=grpo), "answer", text, lines[:1], 64)[0]
-    assert prompt == Text(folders("llama")).prompt(asked[0] + HINTS["gsm8k"])
+    assert prompt == Text(folders("llama"), chat=text.chat).prompt(asked[0] + HINTS["gsm8k"])
     (request, _), *_ = evaluate.requests_of(evaluate.Config(), kind, text, lines[:1], 64)[0]
     assert request[0] == 1 and 2 in request  # markers are tokens
     for flags, message in [
@@ -377,7 +377,7 @@ def test_prompts(folders, tasks, tmp_path):
 
 # ---------------------------------------------------------------- results
 def test_the_standard_error_of_a_ratio():
-    """Of equal denominators it is that of a mean; of others, that of resampled lines."""
+    """With equal denominators the error of a mean; otherwise the error of resampled lines."""
     assert evaluate.ratio("x", [3.0]) == {"x": 3.0, "x_stderr": None}
     assert evaluate.ratio("x", [0, 0, 1, 1]) == {"x": 0.5, "x_stderr": pytest.approx(math.sqrt(1 / 3 / 4))}
     rng = random.Random(0)
@@ -406,14 +406,13 @@ def test_what_counts_as_the_right_answer():
 
 @pytest.mark.parametrize("answers, correct", [("auto", [0, 1, 1]), ("exact", [0, 0, 1]), ("number", None), ("math", [1, 0, 1])])
 def test_what_is_right_can_be_said(answers, correct):
-    """As the rewards of grpo.py say it: a text that --reward math pays for is right with --answers math."""
+    """As for rewards of grpo.py: a text paid by --reward math is right with --answers math."""
     lines = [evaluate.Line(f"a.jsonl:{i}", {"question": "?", "answer": answer}) for i, answer in enumerate(["1/2", 5, "7"])]
     samples = [dict(text=text, ids=[1], truncated=False) for text in ("so \\boxed{\\frac{1}{2}}", "\\boxed{6} not 5", "7")]
     if correct is None:
         with pytest.raises(ValueError, match="a.jsonl:0: nothing can be right with --answers number where the answer is '1/2'"):
             evaluate.check_answers(lines, answers)
         return
-    evaluate.check_answers(lines, answers)
     items, metrics = evaluate.exact_match(lines, samples, answers)
     assert [item["correct"] for item in items] == correct and metrics["exact_match"] == pytest.approx(sum(correct) / 3)
 
@@ -495,22 +494,13 @@ def test_a_model_that_has_diverged_is_told(folders, tasks, tmp_path):
             evaluated(checkpoint=str(tmp_path / "hf"), task=tasks[name], **flags)
 
 
-def test_packed_lines(folders, tasks, tmp_path):
-    packed = tmp_path / "task.jsonl.gz"
-    packed.write_bytes(gzip.compress(Path(tasks["choice"]).read_bytes()))
-    (kind, got), (_, want) = evaluate.read_task(str(packed)), evaluate.read_task(tasks["choice"])
+@pytest.mark.parametrize("name, change", [("packed.jsonl.gz", gzip.compress), ("bom.jsonl", lambda x: b"\xef\xbb\xbf" + x)])
+def test_packed_files_and_files_of_windows(tasks, tmp_path, name, change):
+    """Windows likes to begin a file with a byte order mark, no part of the text."""
+    (tmp_path / name).write_bytes(change(Path(tasks["choice"]).read_bytes()))
+    (kind, got), (_, want) = evaluate.read_task(str(tmp_path / name)), evaluate.read_task(tasks["choice"])
     assert kind == "choice" and [line.fields for line in got] == [line.fields for line in want]
-    assert got[3].where == f"{packed}:4"
-
-
-@pytest.mark.parametrize("kind", ["text", "choice"])
-def test_a_file_from_windows_is_read_as_any_other(kind, tasks, tmp_path):
-    """Windows likes to begin with a byte order mark, which is no part of the text."""
-    task = Path(tasks[kind])
-    windows = tmp_path / f"windows{task.suffix}"
-    windows.write_bytes(b"\xef\xbb\xbf" + task.read_bytes())
-    assert [line.fields for line in evaluate.read_task(str(windows))[1]] == [
-        line.fields for line in evaluate.read_task(str(task))[1]]
+    assert got[3].where == f"{tmp_path / name}:4"
 
 
 def test_prompts_that_are_too_long_lose_their_beginning(folders, tmp_path, capsys):
@@ -530,7 +520,7 @@ def test_prompts_that_are_too_long_lose_their_beginning(folders, tmp_path, capsy
 
 
 def test_samples_depend_on_their_question_alone(folders, tasks, tmp_path):
-    """Not on the batch, and with another seed they are others."""
+    """Not on the batch; another seed gives other samples."""
     flags = dict(checkpoint=folders("llama"), task=tasks["answer"], max_new_tokens=8, temperature=1.0)
     for name, more in dict(a={}, b=dict(local_batch_size=1), c=dict(seed=1), d=dict(limit=3)).items():
         evaluated(out=str(tmp_path / name), **flags | more)

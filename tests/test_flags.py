@@ -737,7 +737,6 @@ ELSEWHERE = {
     "gen_ranks": "tests/test_rollouts.py",  # needs several processes
     "engine": "tests/test_http_engine.py",  # these need a server
     "engine_weights": "tests/test_http_engine.py",
-    "engine_requests": "tests/test_http_engine.py",
 }
 
 

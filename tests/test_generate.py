@@ -1,4 +1,4 @@
-"""Text, against generate.py and rl/decoding.py: the cache gives what a full forward gives, rows do not see each other."""
+"""Text, against generate.py and rl/decoding.py: the cache equals a full forward, and rows do not see each other."""
 import copy
 import json
 import random
@@ -33,7 +33,7 @@ def model():
 
 
 def full_logprobs(model, prompt, new, temperature=1.0):
-    """Log-probabilities of `new` after `prompt` from one forward without a cache."""
+    """Log-probabilities of `new` after `prompt` from a forward without a cache."""
     logits = model(torch.tensor([prompt + new]))[0, len(prompt) - 1 : -1].float() / temperature
     return logits.log_softmax(-1).gather(-1, torch.tensor(new)[:, None])[:, 0]
 
@@ -60,12 +60,9 @@ def twice(model):
 
 
 def test_a_block_that_attends_twice(model):
-    """Each call has keys of its own: with a cache, in chunks, in a batch and in rollouts the model is what it is without."""
+    """Each call has its own keys: in chunks, in a batch and in rollouts the model equals the model without a cache."""
     other = twice(model)
     test_cached_decode_equals_full_forward(other, [5, 1, 1, 4, 1])
-    new, logprobs = generate(other, PROMPTS, 8, seed=3, logprobs=True)
-    for prompt, ids, values in zip(PROMPTS, new, logprobs, strict=True):
-        assert torch.allclose(full_logprobs(other, prompt, ids), torch.tensor(values), atol=1e-4)
     for rows in (4, 64):  # with fewer rows than samples, rows are refilled, and given up at the end
         noise = torch.rand(4, 3, 7, generator=torch.Generator().manual_seed(0))
         samples = decoding.rollout(other, PROMPTS, noise, 1.0, 0, max_len=32, rows=rows)
@@ -75,7 +72,7 @@ def test_a_block_that_attends_twice(model):
 
 
 def test_a_latent_block_that_attends_twice():
-    """DeepSeek hands attend_cached to its attention, and two of these have two caches of latents."""
+    """DeepSeek hands attend_cached to its attention; two attentions have two caches of latents."""
     torch.manual_seed(0)
     config = replace(deepseek.FLAVORS["debug"], n_layers=2, dim=32, n_heads=4, ffn_dim=64, vocab_size=97)
     other = deepseek.DeepSeek(config)
@@ -99,11 +96,11 @@ def test_cached_decode_equals_full_forward(model, chunks):
 def test_ragged_batch_equals_each_prompt_alone(model, temperature, monkeypatch):
     together = generate(model, PROMPTS, 20, temperature=temperature, seed=4)
     assert [len(row) for row in together] == [20] * 4
-    monkeypatch.setattr(decoding, "PREFILL_CHUNK", 3)  # prompts read in pieces, some of them all padding
+    monkeypatch.setattr(decoding, "PREFILL_CHUNK", 3)  # prompts read in pieces, some pieces only padding
     assert generate(model, PROMPTS, 20, temperature=temperature, seed=4) == together
     for row, prompt in enumerate(PROMPTS):
-        noise = decoding.uniform_noise(f"4/{row}", 1, 20)
-        monkeypatch.setattr(generate_module, "uniform_noise", lambda name, *shape, noise=noise: noise)
+        noise = decoding.draw_noise([f"4/{row}"], 1, 20)
+        monkeypatch.setattr(generate_module, "draw_noise", lambda names, *shape, noise=noise: noise)
         assert generate(model, [prompt], 20, temperature=temperature, seed=4) == [together[row]]
 
 
@@ -124,7 +121,7 @@ def test_seeds(model):
 
 def test_samples_follow_the_distribution():
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, -50.0]]).repeat(4000, 1)
-    u = torch.cat([decoding.uniform_noise(f"0/{row}", 1) for row in range(4000)])
+    u = decoding.draw_noise([f"0/{row}" for row in range(4000)], 1, 1).flatten()
     for temperature, top_k, top_p in [(1.0, 0, 1.0), (2.0, 3, 1.0), (1.0, 0, 0.7)]:
         tokens, logprobs = decoding.draw(logits, u, temperature, top_k, top_p)
         wanted = decoding.truncate(logits[:1] / temperature, top_k, top_p).softmax(-1)[0]
@@ -158,7 +155,7 @@ def test_rows_end_at_eot_and_the_loop_ends_with_the_last_row(model):
     forwards.clear()
     generate(model, PROMPTS[:1], 20, temperature=0, eot=eot)
     hook.remove()
-    assert len(forwards) == 8 > stop[0]  # one prefill, then one for each of the tokens that are looked at together
+    assert len(forwards) == stop[0]
 
 
 @pytest.mark.parametrize("prompts, options, message", [
@@ -185,13 +182,13 @@ TEXT = "def f(x):\n    return 'naïve', '日本語', '🙂🙃'  # für alle\n"
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """Bytes and a few merges; like those of the built-in corpus, most tokens of a non-English character are parts of it."""
+    """Bytes and a few merges; like those of the built-in corpus, most non-English characters have several tokens."""
     return bpe(TEXT[:25], 280, ["<|endoftext|>"])
 
 
 @pytest.fixture
 def run_folder(tmp_path, tokenizer, monkeypatch):
-    """A run folder with a tokenizer; its model is made here rather than loaded. Reading real ones is test_checkpoint.py's."""
+    """A run folder with a tokenizer; the model is made in this file. test_checkpoint.py reads real checkpoints."""
     step = tmp_path / "run" / "checkpoints" / "step-3"
     step.mkdir(parents=True)
     tokenizer.save(str(step / "tokenizer.json"))
@@ -204,7 +201,7 @@ def run_folder(tmp_path, tokenizer, monkeypatch):
 
 def test_streamed_pieces_are_whole_characters_and_add_up(tokenizer):
     ids = tokenizer.encode(TEXT).ids
-    assert "\ufffd" in tokenizer.decode(ids[-20:-19])  # so there are characters of several tokens
+    assert "\ufffd" in tokenizer.decode(ids[-20:-19])  # some characters have several tokens
     stream = TextStream(tokenizer)
     pieces = [stream.push(token) for token in ids] + [stream.push(None)]
     assert "".join(pieces) == TEXT and "\ufffd" not in "".join(pieces)
@@ -213,14 +210,14 @@ def test_streamed_pieces_are_whole_characters_and_add_up(tokenizer):
 
 def test_streamed_pieces_add_up_for_bytes_that_are_no_text(tokenizer):
     for seed in range(20):
-        ids = random.Random(seed).choices(range(1, 280), k=40)  # what an untrained model says
+        ids = random.Random(seed).choices(range(1, 280), k=40)  # as from an untrained model
         stream = TextStream(tokenizer)
         assert "".join([stream.push(token) for token in ids] + [stream.push(None)]) == tokenizer.decode(ids)
 
 
 def test_texts_of_a_batch_and_an_empty_text(run_folder):
     parts = open_checkpoint(str(run_folder))
-    assert parts[2] == 0
+    assert parts[2] == [0]
     both = continue_texts(*parts, ["def f", ""], 12, temperature=0)
     assert both == [continue_texts(*parts, [text], 12, temperature=0)[0] for text in ("def f", "")]
 
@@ -238,7 +235,7 @@ def test_command_line_streams_one_prompt_and_prints_several(run_folder, capsys):
 
 
 def test_sample_at_the_end_of_a_run_goes_on_from_its_own_data(run_folder, tmp_path, capsys):
-    """From the beginning of the validation text, or of the training text where there is none."""
+    """From the beginning of the validation text, or without validation of the training text."""
     (tmp_path / "a.txt").write_text("Good morning, it's a fine day today.\n" * 300 + "It's now getting rather late\n" * 40)
     (tmp_path / "b.jsonl").write_text(json.dumps({"text": "\n  Long ago \n and far away " * 60}) + "\n")
     for name, words in ("a.txt", "It's now getting rather"), ("b.jsonl", "Long ago"):

@@ -1,6 +1,6 @@
 """GRPO, against grpo.py: every known slip of policy-gradient code has a test here; layouts and resumed runs equal one process.
 
-The slips are those that public implementations made: each test says which one it would catch.
+The slips were made by public implementations: each test names the slip to be caught.
 """
 import json
 import math
@@ -42,6 +42,7 @@ import grpo
 from grpo import advantages, loss_denominator, overlong_penalty, policy_loss
 from models.loss import CHUNK_ELEMENTS, token_logprobs
 from rl import decoding, environments, rollouts
+from sft.prompts import chat_prompts
 from storage.hf import load_hf_model
 
 # ---------------------------------------------------------------- log-probabilities
@@ -82,9 +83,6 @@ def test_log_softmax_is_in_fp32_on_both_sides(dtype):
     h, w = torch.randn(3, 1, 8, dtype=dtype), torch.randn(24, 8, dtype=dtype)
     logits = decoding.column_logits(h, w, column=torch.zeros(3).long())
     assert logits.dtype == torch.float32 and decoding.draw(logits, torch.rand(3), 1.0)[1].dtype == torch.float32
-
-
-# ---------------------------------------------------------------- rollouts
 
 
 # ---------------------------------------------------------------- advantages and losses
@@ -155,7 +153,7 @@ def test_truncated_importance_sampling_weighs_the_gradient():
 
 
 def test_several_updates_keep_the_policy_before_the_first():
-    """--tis with --minibatches: the ratio of later updates is against that policy, not against the one of the moment."""
+    """--tis with --minibatches: the ratio of later updates is against the first policy, not against the current policy."""
     trainer, samples = trainer_of(tis=2.0, minibatches=2, loss="dapo"), samples_of(sharp_model())
     for s in samples:
         s["logprobs"] = [lp - 0.4 for lp in s["logprobs"]]  # a sampler that was less sure
@@ -207,7 +205,7 @@ def test_many_calls_and_microbatches_are_one(kind):
 
 
 def test_groups_of_equal_rewards_may_be_left_out():
-    """A = 0 exactly: leaving them out of the forward, and not of the denominator, changes neither loss nor gradient."""
+    """A = 0 exactly: without such groups in the forward, but counted in the denominator, loss and gradient stay the same."""
     samples = samples_of(sharp_model(), n_prompts=6)
     for s in samples[6:15]:
         s["advantage"] = 0.0
@@ -223,7 +221,7 @@ def mask_truncated(samples):
 
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "dapo", "gspo", "cispo"])
 def test_truncated_samples_leave_numerator_and_denominator_together(kind):
-    """--mask_truncated: as if they had never been sampled, except in the proof, which is of all that was."""
+    """--mask_truncated: as if never sampled, except in the proof, which covers all samples."""
     samples = samples_of(sharp_model(), n_prompts=6)
     cut, rest = [s for s in samples if s["truncated"]], [s for s in samples if not s["truncated"]]
     assert cut and rest
@@ -241,7 +239,7 @@ def test_truncated_samples_leave_numerator_and_denominator_together(kind):
 
 
 def test_wrong_old_logprobs_are_noticed():
-    """A ratio that is 1 by construction hides them; the proof compares with what the generator said. Negative tests."""
+    """A ratio of 1 by construction hides such errors; the proof compares with the generator's numbers. Negative tests."""
     samples = samples_of(sharp_model(), n_prompts=6)
     assert trainer_of().train_on(samples)["logprob_max_diff"] < 1e-4
     for wrong in (trainer_of(seed=1), trainer_of(temperature=0.9)):  # stale weights, another temperature
@@ -253,8 +251,8 @@ def test_wrong_old_logprobs_are_noticed():
 
 @pytest.mark.slow
 def test_metrics_are_those_of_the_whole_step(tmp_path):
-    """With lr 0 every part of a step is trained by one policy: what is logged cannot depend on how many parts there are, nor on
-    whether groups of equal rewards, which have no gradient, are forwarded for another reason."""
+    """With lr 0 every part of a step is trained by one policy: logged numbers depend neither on the number of parts, nor on a
+    forward for groups of equal rewards, whose gradient is 0."""
     flags = ["--lr", 0, "--steps", 2, "--eval_every", 0, "--checkpoint_every", 0, "--clip_low", 0, "--clip_high", 0,
              "--async_steps", 1, "--temperature", 0.9, "--prompts_per_step", 8, "--group_size", 2]
     runs = {}
@@ -271,16 +269,13 @@ def test_metrics_are_those_of_the_whole_step(tmp_path):
 
 def test_numbers_of_a_step_are_weighted():
     parts = [dict(loss=1.0, clip=0.5, n=10), dict(loss=4.0, clip=0.0, n=30)]
-    assert grpo.whole_step(parts, "loss", "n") == 3.25 and grpo.whole_step(parts, "clip", "n") == 0.125
+    assert grpo.weighted_mean(parts, "loss", "n") == 3.25 and grpo.weighted_mean(parts, "clip", "n") == 0.125
     trainer, samples = trainer_of(), samples_of(sharp_model(), n_prompts=6)
     whole = trainer.train_on(samples)
     pieces = [trainer.score(samples[:5]), trainer.train_on(samples[5:])]  # forwarded only, and trained
     for name in ("logprob_k3", "ratio_outside", "entropy"):
-        assert grpo.whole_step(pieces, name, "tokens") == pytest.approx(whole[name], rel=1e-4, abs=1e-9)
+        assert grpo.weighted_mean(pieces, name, "tokens") == pytest.approx(whole[name], rel=1e-4, abs=1e-9)
     assert 0 < max(p["logprob_max_diff"] for p in pieces) < 1e-4
-
-
-# ---------------------------------------------------------------- tools, text, environments
 
 
 # ---------------------------------------------------------------- several ranks
@@ -319,7 +314,7 @@ def test_layouts_equal_one_process(n, flags):
             assert found[name] == pytest.approx(want[0][name], abs=2e-5), (rank, name)
         assert_close(grads, want[1], 1e-4)
         assert norm == pytest.approx(want[2], rel=1e-4)
-        assert ids == want[3] and again["logprob_max_diff"] < 1e-4  # rollouts: the same tokens; trained where they were sampled
+        assert ids == want[3] and again["logprob_max_diff"] < 1e-4  # the same rollouts, and trained as sampled
 
 
 # ---------------------------------------------------------------- whole runs
@@ -331,7 +326,7 @@ def test_a_run_and_its_folder(tmp_path):
     steps, evals = steps_of(out), [line for line in metrics(out) if "eval_reward" in line]
     assert [line["step"] for line in steps] == [1, 2, 3] == [line["policy_version"] for line in steps]
     assert [line["step"] for line in evals] == [0, 2, 3]
-    assert all(line["grad_norm"] > 0 for line in steps)  # there were rewards
+    assert all(line["grad_norm"] > 0 for line in steps)  # with rewards
     assert all(line["logprob_max_diff"] < 1e-4 and line["logprob_k3"] < 1e-6 and line["staleness"] == 0 for line in steps)
     shown = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
     assert {s["step"] for s in shown} == {1, 2, 3} and set(shown[0]) >= {"prompt", "completion", "reward"}
@@ -411,11 +406,11 @@ grpo.run(grpo.main, grpo.Config)
 @pytest.mark.slow
 @pytest.mark.parametrize("start", ["warm-up", "own run"])
 def test_the_reference_is_saved_once(tmp_path, start):
-    """--kl_coef: a continued run, --load_step and all, in another layout, is held by the policy that it began with."""
+    """--kl_coef: a continued run, also with --load_step or in another layout, keeps the initial policy as its reference."""
     flags = [*TINY, "--steps", 4, "--checkpoint_every", 2, "--eval_every", 0, "--kl_coef", 0.1, "--compute_dtype", "float32"]
     if start == "own run":
         run(1, *TINY, "--steps", 1, "--eval_every", 0, "--out", tmp_path / "first")
-        del flags[2:4]  # its --model_args
+        del flags[2:4]  # without --model_args
         flags += ["--init_from", tmp_path / "first"]
     out = tmp_path / "run"
     run(1, *flags, "--out", out)
@@ -450,12 +445,12 @@ def test_from_a_hugging_face_folder_and_back(tmp_path, kind):
 
 
 def test_own_checkpoints_keep_the_chat_template_and_the_ends(tmp_path, capsys):
-    """What --init_from a Hugging Face folder brought along is there for --init_from of the run, and for generate.py --chat."""
+    """Template and end tokens of a Hugging Face folder are in the run's checkpoint, for --init_from and generate.py --chat."""
     hf_folder(tmp_path / "hf", "qwen3")
     (tmp_path / "hf" / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 0]}))
     flags = [*TINY[:2], *TINY[4:], "--seq_len", 64, "--eval_every", 0, "--steps", 1, "--init_from", tmp_path / "hf"]
     run(1, *flags, "--out", tmp_path / "run")
-    theirs, ours = (grpo.Text(str(tmp_path / name)) for name in ("hf", "run"))
+    theirs, ours = (grpo.Text(folder, chat=chat_prompts(folder)) for folder in (str(tmp_path / "hf"), str(tmp_path / "run")))
     assert theirs.ends == [2, 0] and sorted(ours.ends) == [0, 2] and theirs.bos and ours.bos
     assert theirs.prompt("12>") == ours.prompt("12>") and "user" in ours.tokenizer.decode(ours.prompt("12>"))
     argv = ["--checkpoint", str(tmp_path / "run"), "--chat", "--prompt", "12>", "--max_new_tokens", "4", "--device", "cpu"]
@@ -465,7 +460,7 @@ def test_own_checkpoints_keep_the_chat_template_and_the_ends(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_dynamic_sampling_fills_the_batch(tmp_path):
-    """DAPO: groups of equal rewards are replaced by those of further prompts; the cursor counts all that were drawn."""
+    """DAPO: groups of further prompts replace groups of equal rewards; the cursor counts all prompts drawn."""
     (tmp_path / "coin.py").write_text(
         "ALPHABET = '0123456789'\nmake = lambda rng: (str(rng.randrange(10**6)), '1')\n"
         "reward = lambda prompt, completion: float(sum(map(ord, completion)) % 2 and int(prompt) % 3 == 0)\n")
@@ -502,7 +497,7 @@ LONG = [*TINY[2:], "--steps", 6, "--eval_every", 0, "--checkpoint_every", 100, "
 
 @pytest.fixture
 def start(tmp_path):
-    """start(processes, flag, ...) -> Job of the task that waits; what is left of it is killed when the test ends."""
+    """start(processes, flag, ...) -> Job with the waiting task; remaining processes are killed at the end of the test."""
     jobs = []
     (tmp_path / "env.py").write_text(WAITS)
 
@@ -529,7 +524,7 @@ def test_a_signal_saves_and_ends(tmp_path, start, processes, how, steps_ahead):
         if pid != job.launcher.pid or "workers" not in how:
             os.kill(pid, signal.SIGINT if "SIGINT" in how else signal.SIGTERM)
     (tmp_path / "go").touch()
-    assert job.end(within=60) == (1 if "all" in how else 0)  # torchrun's own status after a signal to it is 1
+    assert job.end(within=60) == (1 if "all" in how else 0)  # torchrun's own status after a signal is 1
     said = job.text()
     assert "stopped after step" in said and "error on rank" not in said
     assert os.listdir(job.out / "checkpoints") == [f"step-{job.last_step()}"] and 3 <= job.last_step() <= 4
@@ -552,7 +547,7 @@ def test_a_signal_without_checkpoints_ends_as_well(tmp_path, start):
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_trainer_and_generator_end_together(tmp_path, start, rank):
-    """Whichever dies, the other does not wait for it, even if no launcher ends it: torchrun is stopped here."""
+    """If one dies, the other ends as well, even without help of a launcher: torchrun is stopped in this test."""
     job = start(2, "--gen_ranks", 1)
     job.until((tmp_path / "waiting").exists)
     os.kill(job.launcher.pid, signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""docs/grpo.md is true: its table of metrics has the names that a run writes, and its own task is one that runs."""
+"""docs/grpo.md is true: the table of metrics has the names in a run's file, and the example of a task runs."""
 import dataclasses
 import importlib
 import json
@@ -23,7 +23,7 @@ def section(title: str) -> str:
 
 
 def test_every_number_is_explained_and_every_explained_number_is_written(tmp_path):
-    """A row that names a flag has numbers that only a run with it writes; they must be in the source."""
+    """A row with a flag has numbers of runs with the flag only; these numbers must be in the source."""
     model = "dim=32,n_layers=2,n_heads=4,n_kv_heads=2,head_dim=8,ffn_dim=64,moe_ffn_dim=32"
     run(1, "--flavor", "debug_moe", "--model_args", model, "--steps", 1, "--sft_steps", 1, "--prompts_per_step", 2,
         "--group_size", 2, "--eval_n", 2, "--checkpoint_every", 0, "--device", "cpu", "--out", tmp_path)
@@ -51,7 +51,7 @@ def test_flags_of_the_page_are_flags_of_our_programs():
 
 
 def test_the_letters_of_the_page(tmp_path):
-    """No problem is in two files, and an answer is paid for; its prompt is the one that the conversations are trained with."""
+    """No problem is in two files, and an answer earns a reward; prompts equal those of the trained conversations."""
     run_program([sys.executable, REPO / "docs" / "letters.py", "--out", tmp_path], check=True, env=ENV)
     lines = {name: [json.loads(line) for line in (tmp_path / f"{name}.jsonl").open()] for name in ("chat", "train", "test")}
     asked = {name: {line["question"] for line in lines[name]} for name in ("train", "test")}

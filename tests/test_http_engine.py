@@ -33,7 +33,7 @@ def evaluations(out) -> list[tuple]:
 def test_a_server_gives_the_run_that_is_sampled_in_place(tmp_path, kind, processes, flags):
     flags, engine = [*SAME, "--steps", 4, "--lr", "2e-2", "--warmup_steps", 0, "--abort_k3", 0, *flags], Engine(kind)
     with serving(engine) as url:
-        said = run(processes, *flags, "--engine", url, "--engine_requests", 3, "--out", tmp_path / "server")
+        said = run(processes, *flags, "--engine", url, "--rollout_rows", 12, "--out", tmp_path / "server")
     run(1, *flags, "--out", tmp_path / "place")
     there, here = steps_of(tmp_path / "server"), steps_of(tmp_path / "place")
     assert_same(there, here, 1e-5)
@@ -90,7 +90,7 @@ def weights(tmp_path_factory):
 
 
 def ask(url, weights, version="7", timeout_s=20.0):
-    """Samples of one prompt, as the engine asks for them."""
+    """Samples of a prompt, asked for as by the engine."""
     server = Server(url, timeout_s)
     server.load(weights, version)
     found = server.sample([3, 4, 5], 4, 9, 1.0, ENDS, 1, {})
@@ -145,7 +145,7 @@ FAULTS = {
     "no choices": ("vllm", spoiled(lambda answer: {"error": "busy"}), "answers in another form, KeyError 'choices' in {"),
     "a list": ("sglang", spoiled(lambda answer: {"text": "", "meta_info": {}}), "/generate answers in another form"),
     "no ids": ("vllm", with_choice(token_ids=None), "a log-probability for each"),
-    "no log-probabilities": ("vllm", with_choice(logprobs=None), "came back in another form, TypeError"),
+    "no log-probabilities": ("vllm", with_choice(logprobs=None), "/v1/completions answers in another form, TypeError"),
     "too few": ("vllm", spoiled(lambda answer: {"choices": answer["choices"][1:]}), "3 samples came back where 4"),
     "too few of sglang": ("sglang", spoiled(lambda answer: answer[1:]), "3 samples came back where 4"),
     "an id outside": ("vllm", with_choice(token_ids=[24], logprobs={"token_logprobs": [-1.0]}), "the id 24 is none"),

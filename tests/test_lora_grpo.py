@@ -1,4 +1,4 @@
-"""grpo.py with --lora_rank: samples come from the policy that is trained, and the reference policy is the one below it."""
+"""grpo.py with --lora_rank: samples come from the trained policy; the reference is the model without adapters."""
 import pytest
 import torch
 from layouts import drawn_adapters
@@ -19,7 +19,7 @@ def test_the_reference_is_the_model_below_the_adapters():
     _, batch = next(one.microbatches(samples))
     policy, base = one.forward(one.model, batch)[0].detach(), two.forward(two.reference, batch)[0].detach()
     assert torch.equal(one.reference_logprobs(batch), base) and (policy - base).abs().max() > 1e-2
-    assert torch.equal(one.forward(one.model, batch)[0].detach(), policy)  # they are on again
+    assert torch.equal(one.forward(one.model, batch)[0].detach(), policy)  # the adapters are on again
     found = [trainer.train_on(samples) for trainer in (one, two)]
     assert found[0]["loss"] == pytest.approx(found[1]["loss"], rel=1e-6)
     assert_close(gradients(one), gradients(two), 1e-6)
@@ -42,12 +42,12 @@ def test_layouts_equal_one_process(n, flags):
     for found, grads, norm, ids, again in pool(n).run(drawn_ranks_train, flags, samples):
         assert found["loss"] == pytest.approx(want[0]["loss"], abs=2e-5) and norm == pytest.approx(want[2], rel=1e-4)
         assert_close(grads, want[1], 1e-4)
-        assert ids == want[3] and again["logprob_max_diff"] < 1e-4  # samples are of the adapted policy, which is trained
+        assert ids == want[3] and again["logprob_max_diff"] < 1e-4  # samples come from the adapted policy
 
 
 @pytest.mark.slow
 def test_generator_ranks_get_the_adapters_and_a_run_goes_on(tmp_path):
-    """Of DeepSeek, whose cached attention multiplies with a weight by hand, and so has to merge its adapter."""
+    """DeepSeek: cached attention multiplies with a weight by hand, so the adapter must be merged."""
     hf_folder(tmp_path / "hf", "deepseek_v3", std=0.3)
     flags = [*TINY[:2], *TINY[4:], "--init_from", tmp_path / "hf", "--seq_len", 64, "--max_new_tokens", 24, "--eval_every", 0,
              "--lora_rank", 4, "--lora_on", "wq_a,wkv_b,wo", "--kl_coef", 0.1, "--lr", "1e-2", "--compute_dtype", "float32"]

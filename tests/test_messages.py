@@ -132,6 +132,8 @@ TABLE = {
         --model_args score_func=tanh => score_func
     """,
     "grpo": r"""
+        --load_only => --load_only: grpo.py writes no checkpoint with --checkpoint_every 0
+        --exclude_from_loading optimizer => --exclude_from_loading optimizer: a policy needs all of its weights
         --pp 2 => a new token needs all layers
         --pp_schedule GPipe => unknown flag --pp_schedule
         --env gsm8k => needs --env_data

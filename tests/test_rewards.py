@@ -1,4 +1,4 @@
-"""Rewards that fail, hang or are slow, in the main thread and in threads, and the numbers of an evaluation."""
+"""Failing, hanging and slow rewards, in the main thread and in threads, and the numbers of an evaluation."""
 import json
 import math
 import random
@@ -23,7 +23,7 @@ def in_a_loop(prompt, completion):
     while completion == "hang":
         try:
             sum(range(1000))
-        except Exception:  # keeps no clock from ending it
+        except Exception:  # does not keep the alarm out
             pass
     return 1.0
 
@@ -57,7 +57,7 @@ def test_a_thread_that_hangs_is_given_up_and_the_others_go_on():
 
 
 def test_threads_give_the_rewards_of_one():
-    """Whatever order they end in, and with failures among them."""
+    """In any order of ending, and with failures."""
     def reward(prompt, completion):
         time.sleep(random.random() / 100)
         if completion == "13":
@@ -73,7 +73,7 @@ def test_threads_give_the_rewards_of_one():
 
 
 def test_together_is_shorter():
-    """Rewards that wait for something else: all of them at once are waited for. The last one to come lets all of them go."""
+    """Waiting rewards wait at the same time: the last of 16 to arrive releases all."""
     barrier = threading.Barrier(16, timeout=60)
     assert paid(lambda prompt, text: float(barrier.wait() >= 0), ["x"] * 16, reward_threads=16) == [1.0] * 16
 
@@ -92,7 +92,7 @@ def test_errors_are_over_prompts():
 @pytest.mark.parametrize("processes, flags", [
     (1, []), pytest.param(2, ["--dp_shard", 2, "--reward_threads", 3], marks=pytest.mark.slow)], ids=str)
 def test_a_run_with_rewards_that_fail(tmp_path, processes, flags):
-    """They count as they should, are counted, and the first is named."""
+    """Failed rewards get their value, are counted, and the first is named."""
     (tmp_path / "env.py").write_text(
         "import time\nimport tests.env_counting\nfrom tests.env_counting import ALPHABET, make\n\n\n"
         "def reward(prompt, completion):\n    if len(completion) % 3 == 1:\n        time.sleep(1e6)\n"
