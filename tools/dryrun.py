@@ -1,8 +1,8 @@
-"""--dry_run: what a layout costs, before the machines for it are rented.
+"""--dry_run: the costs of a layout, before you rent machines.
 
-The recipe's own parallelisation code runs under a fake process group of any size, on tensors without memory. Counted are bytes,
-collectives, FLOPs and the pipeline's bubble, for the first device of each pipeline rank. --plot and --explain start
-from the same numbers (pictures.py, explain.py).
+The recipe's own parallelisation code runs under a fake process group of any size, on tensors without memory. The dry run counts
+bytes, collectives, FLOPs and the pipeline's bubble, for the first device of each pipeline rank. --plot and --explain start
+from the same numbers (layout_plots.py, explain.py).
 """
 import math
 import os
@@ -37,7 +37,7 @@ from tools.schedule import bubble, duration, in_flight, rows_of, simulate
 
 
 class DryWatch(Watch):
-    """Watch for fake tensors, which have no values: where the program asks for one, all experts have equally many tokens."""
+    """Watch for fake tensors, without values: if the program asks for a value, assume that all experts get equally many tokens."""
 
     def __init__(self, layout):
         super().__init__(layout)
@@ -47,7 +47,7 @@ class DryWatch(Watch):
         if func is torch.ops.aten.scatter_add_.default and args[0].dtype == torch.int64:  # models.moe.Balance.count
             self.rows = args[2].numel()
         if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.int64:
-            return self.rows // self.ep  # tokens to and from each rank that holds experts
+            return self.rows // self.ep  # tokens to and from each ep rank
         if func is torch.ops.aten.repeat_interleave.Tensor:  # the expert of each token
             return args[0].new_empty(self.rows)
         if func is torch.ops.aten._grouped_mm.default:  # torch's own rule for the shape accepts bf16 only
@@ -58,12 +58,12 @@ class DryWatch(Watch):
 
 # ---------------------------------------------------------------- building the recipe's model without devices
 class Built(BaseException):
-    """Ends the recipe's main where it has its model and its optimizers, which is all that a dry run needs."""
+    """Raised to stop a recipe's main early; a BaseException, so that main's own `except Exception` lets it pass."""
 
 
 @contextmanager
 def no_earlier_run():
-    """What is in --out is neither looked at nor locked while a recipe's main runs for a report."""
+    """Neither read nor lock the folder --out while a recipe's main runs for a report."""
     with ExitStack() as stack:
         for name in "check_run", "wait_for_run", "lock_run", "continued":
             stack.enter_context(mock.patch.object(resume, name, lambda *args, **kwargs: None))
@@ -71,10 +71,10 @@ def no_earlier_run():
 
 
 def build(main, cfg, connect, **stand_ins):
-    """(stages, optimizers, layout) from the recipe's own main, run up to its checkpoints.
+    """(stages, optimizers, layout) from the recipe's own main, stopped at the first call of Checkpoints.
 
-    Where main would touch data, disk or other processes it finds stand-ins; the rest of it is its own code and parallel.py's.
-    stand_ins: more of them, by the name that main knows them by.
+    Functions that touch data, disk or other processes are replaced by stand-ins; everything else is the code of main and of
+    parallel.py. stand_ins: more replacements, by their names in the recipe.
     """
     seen = []
 
@@ -90,7 +90,7 @@ def build(main, cfg, connect, **stand_ins):
 
     nothing = lambda *args, **kwargs: None  # noqa: E731
     data = SimpleNamespace(vocab_size=0, n_val_samples=1, fingerprint={}, tokenizer_file=None)
-    # check_groups, of forks/ft.py, asks a server whether it is there
+    # check_groups, of forks/ft.py, would ask a server
     stand_ins |= dict(check_groups=nothing, source_tokenizer=nothing, open_data=lambda *args: data, check_run=nothing)
     stand_ins |= dict(lock_run=nothing, StopSignal=nothing, connect=stand_in_connect, make_mesh=make_mesh)
     stand_ins |= dict(Checkpoints=checkpoints, loaded_later=lambda cfg: lambda fqn: False)
@@ -107,7 +107,7 @@ def build(main, cfg, connect, **stand_ins):
     raise RuntimeError("main ended before it made its Checkpoints: a dry run needs them to know that the model is complete")
 
 
-# What a dry run executes in place of a schedule: the same collectives in a simpler order, with 1 or 2 micro-batches
+# Schedules that a dry run replaces: the same collectives in a simpler order, and 1 or 2 micro-batches suffice
 SIMPLE_ORDER = {"1F1B": "GPipe", "DualPipeV": "ZBVZeroBubble"}
 
 
@@ -115,7 +115,7 @@ SIMPLE_ORDER = {"1F1B": "GPipe", "DualPipeV": "ZBVZeroBubble"}
 def dry_world(main, cfg, pp_rank: int):
     """(stages, optimizers, layout) of a pipeline rank's first device, in a world of fake processes and fake tensors.
 
-    Left out there: the handshakes of a start, the masks that only CPU kernels need, random initial weights.
+    Left out: the handshakes of a start, masks that only CPU kernels need, random initial weights.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed.pipelining import schedules
@@ -146,17 +146,17 @@ def dry_world(main, cfg, pp_rank: int):
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, RANK=str(rank), WORLD_SIZE=str(world_size)))
-        if cfg.device != "cpu":  # fake tensors are on the CPU, but the loss shall take chunks as large as on a GPU
+        if cfg.device != "cpu":  # fake tensors are on the CPU, but the loss must take chunks as large as on a GPU
             stack.enter_context(mock.patch.dict(CHUNK_ELEMENTS, cpu=CHUNK_ELEMENTS["cuda"]))
         for owner, name, value in [
             *[(module, "local_slice", unwatched(distributed.layout.local_slice)) for module in (parallel, muon)],
             (DeviceMesh, "__getitem__", unwatched(DeviceMesh.__getitem__)),
             (checks, "check_memory", lambda model, layout, cfg: None),
-            (parallel, "lower_right_mask", lambda T, S, device: None),  # CUDA's flash kernel has it built in
+            (parallel, "lower_right_mask", lambda T, S, device: None),  # CUDA's flash kernel has the mask built in
             (schedules._PipelineSchedule, "_warmup_p2p", shapes_are_given),
             (_PipelineStageBase, "_get_init_p2p_neighbors_ops", lambda stage: []),  # the handshake before torch 2.13
         ]:
-            of_torch = owner in (schedules._PipelineSchedule, _PipelineStageBase)  # whose versions do not all have both
+            of_torch = owner in (schedules._PipelineSchedule, _PipelineStageBase)  # each version of torch has one of the two
             stack.enter_context(mock.patch.object(owner, name, value, create=of_torch))
         try:
             on_gpus = partial(refusals.check_layout, on_cuda=True)
@@ -169,12 +169,12 @@ def dry_world(main, cfg, pp_rank: int):
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
-            _clear_sharding_prop_cache()  # else the next world would find this one's process groups
+            _clear_sharding_prop_cache()  # else the next world would find the process groups of the last
 
 
 def forget_silu(stages) -> None:
-    """Compiled code keeps for its backward what eager code keeps, but for the results of silu: the compiler computes them again
-    from their inputs, which are kept anyway. Blocks that are recomputed keep nothing of the kind."""
+    """Drop the results of silu from the activations of compiled blocks: the compiler recomputes silu from its input, and keeps
+    everything else that eager code keeps. Blocks under activation checkpointing keep neither, so they are left alone."""
     def pack(x):
         is_silu = type(x.grad_fn).__name__ == "SiluBackward0"
         return partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=x.device) if is_silu else x
@@ -202,8 +202,8 @@ def optimizer_state(optimizers) -> int:
 
 
 def gathered_bytes(stage, own: list) -> int:
-    """Bytes of weights that are gathered or cast at the moment: of what the model has in place of its own parameters. A cast to
-    the dtype that a parameter has takes no memory."""
+    """Bytes of gathered or cast weights at the moment: storages of the stage's parameters other than those of `own`, the
+    parameters between steps. A cast to a parameter's own dtype shares the parameter's storage."""
     known = {local_tensor(p).untyped_storage()._cdata for p in own}
     storages = [local_tensor(p).untyped_storage() for p in stage.parameters()]
     return sum({s._cdata: s.nbytes() for s in storages if s._cdata not in known}.values())
@@ -211,11 +211,10 @@ def gathered_bytes(stage, own: list) -> int:
 
 @contextmanager
 def stages_followed(stages, layout, watch: Watch, out: Counter):
-    """Follow each micro-batch through the stages of this rank, which are counted from 0.
+    """Follow each micro-batch through the stages of a rank, counted from 0.
 
-    Writes (activations, stage) and (flops, stage) into out: see observe. Yields a list that grows, of the memory's peak between
-    two marks, and how many micro-batches of each stage were between their forward and the end of their backward then; and the
-    function that sets a mark."""
+    Writes (activations, stage) and (flops, stage) into out: see observe. Yields (peaks, mark): mark() appends to peaks the
+    memory's peak since the last mark, and how many micro-batches of each stage were between forward and end of backward."""
     before, under_way, peaks, place = {}, Counter(), [], {s.index: i for i, s in enumerate(stages)}
     own = [p for stage in stages for p in stage.parameters()]
 
@@ -225,7 +224,7 @@ def stages_followed(stages, layout, watch: Watch, out: Counter):
     def enter(stage, *args):
         mark()
         if layout.pp == 1:
-            under_way.clear()  # without a pipeline the backward of the micro-batch before is over
+            under_way.clear()  # without a pipeline, the backward of the last micro-batch is over
         under_way[place[stage.index]] += 1
         watch.outside = "forward"
         before[stage.index] = watch.live - gathered_bytes(stage, own), watch.flops["forward"]
@@ -235,7 +234,7 @@ def stages_followed(stages, layout, watch: Watch, out: Counter):
         out["activations", i] = watch.live - gathered_bytes(stage, own) - live
         out["flops", i] += watch.flops["forward"] - flops
 
-    def marked(backward):  # a pipeline's backward: a whole one, or its second half, which frees the activations
+    def marked(backward):  # a pipeline's whole backward, or the second half: both free the activations
         def run(stage, *args, full_backward=True, **kwargs):
             watch.outside = "backward"  # FSDP reduces the gradients after autograd has returned
             done = backward(stage, *args, **kwargs | ({} if full_backward else {"full_backward": False}))
@@ -258,15 +257,15 @@ def stages_followed(stages, layout, watch: Watch, out: Counter):
 
 
 def observe(stages, optimizers, layout, seq_len: int, n: int, watch: Watch) -> Counter:
-    """Run a training step of n micro-batches (pipeline) or accumulation steps, and measure it, on any kind of tensor.
+    """Run a training step of n micro-batches (pipeline) or accumulation steps, and measure memory, FLOPs and collectives.
 
-    Memory is right in the first step of a model only: in later ones FSDP's buffers are there already, and are not counted.
-    A stage is named by its place on this rank. Keys, all but (flops, ..) and (moved, ..) in bytes:
+    Memory is right only in a model's first step: in later steps FSDP's buffers already exist, and are not counted.
+    stage: place of a stage on the rank, from 0. Keys of the result, in bytes except for flops and moved:
     parameters, gradients, optimizer
-    (activations, stage): what one micro-batch leaves for its backward
-    peak: at the worst moment, without those activations; update: of the optimizer's step; measured: of all together
-    (flops, phase), (flops, stage): of the step, and of its forwards alone
-    (moved, phase, axis, op, bytes): how often
+    (activations, stage): kept by one micro-batch for the backward
+    peak: the worst moment, without activations; update: the optimizer's step; measured: the worst of everything together
+    (flops, phase): of the step; (flops, stage): of the forwards alone
+    (moved, phase, axis, op, bytes): number of calls
     """
     local = layout.microbatch_size * n if layout.pp > 1 else layout.local_batch_size
     few = local * layout.data_ranks * (1 if layout.pp > 1 else n)
@@ -301,8 +300,8 @@ def plus(a, factor, b) -> Counter:
 
 
 def measure(stages, optimizers, layout, seq_len: int, n: int) -> Counter:
-    """A step of n micro-batches or accumulation steps, computed from a step of 2 and a step of 1 (of 3 for zero-bubble
-    schedules, which do not run with 1): each further one costs the difference."""
+    """A step of n micro-batches or accumulation steps, extrapolated from a step of 2 and a step of 1: each further micro-batch
+    costs the difference. Zero-bubble schedules do not run with 1, so 3 take the place of 1."""
     if n <= 2 or layout.schedule not in get_args(Schedule):
         return observe(stages, optimizers, layout, seq_len, n, DryWatch(layout))
     other = 3 if layout.pp > 1 and layout.schedule in ZERO_BUBBLE else 1
@@ -316,7 +315,7 @@ def measure(stages, optimizers, layout, seq_len: int, n: int) -> Counter:
 
 
 def rank_kind(stages):
-    """Equal for pipeline ranks that do the same work."""
+    """A tuple, equal for pipeline ranks that do the same work."""
     kind = [b.index - a.index == 1 for a, b in pairwise(stages)]  # nothing travels between neighbours on one rank
     for stage in stages:
         recomputed = tuple(isinstance(block.forward, partial) for block in stage.blocks.values())
@@ -328,7 +327,7 @@ def rank_kind(stages):
 # ---------------------------------------------------------------- --dry_run: the report
 PEAK = ("The peak is not the sum of the columns. It also has what is in none of them: gathered or cast weights, logits, and "
         "whole gradients until they are reduced. And the columns are not full at once: activations go while gradients come.")
-DEVICES = (80, 141, 192)  # sizes in GB of 10^9 bytes. They have as many GiB, but driver, NCCL and allocator take the rest
+DEVICES = (80, 141, 192)  # sizes in GB of 10^9 bytes. Devices have as many GiB; driver, NCCL and allocator take the rest
 
 
 @dataclass
@@ -337,7 +336,7 @@ class Rank:
 
     stages: list
     step: Counter  # see observe
-    same_as: int | None = None  # an earlier rank that does the same work
+    same_as: int | None = None  # an earlier rank with the same work
     activations: int = 0  # bytes of all micro-batches between their forward and backward, at the worst moment
     peak: int = 0
 
@@ -356,19 +355,19 @@ class Report:
     n: int  # micro-batches, or accumulation steps
     rows: list  # rows_of: the schedule
     n_params: int
-    flops_per_token: int  # as MFU counts them, see metrics.py
+    flops_per_token: int  # as MFU counts FLOPs, see metrics.py
     cost: Callable  # (kind, stage) -> FLOPs of a forward, a backward, or half of one
 
     @property
     def mfu_bound(self) -> float:
-        """Share of the FLOPs that train, in what all devices could do while the pipeline runs."""
+        """FLOPs of forward and backward, without recomputation, as a share of all that the devices could do meanwhile."""
         useful = sum(rank.flops("forward", "backward") for rank in self.ranks)
         return useful / (self.layout.pp * duration(simulate(self.rows, self.cost)))
 
     @property
     def least_flops(self) -> float:
-        """FLOPs of one device from the first forward to the last backward, waiting included. The counted FLOPs of attention are
-        those of a full square; a causal kernel needs half."""
+        """FLOPs of one device from the first forward to the last backward, waiting included. Attention was counted as a full
+        square; a causal kernel needs half."""
         attention = max(r.flops("attention") / r.flops("forward", "backward", "recompute") for r in self.ranks)
         return (1 - attention / 2) * duration(simulate(self.rows, self.cost))
 
@@ -389,7 +388,7 @@ def make_report(main, cfg) -> Report:
         if cfg.cpu_offload:
             rank.peak -= rank.step["parameters"] + rank.step["optimizer"]
     with torch.device("meta"):
-        model = type(stages[0])(stages[0].config)  # whole again, and plain
+        model = type(stages[0])(stages[0].config)  # the whole model, without any parallelism
     owner = {i: rank for rank in ranks for i in rank.ids}
 
     def cost(kind, stage):
@@ -403,7 +402,7 @@ def make_report(main, cfg) -> Report:
 
 
 def table(rows: list[list], right=True) -> str:
-    """Text with columns as wide as their widest cell; all but the first are flush right, or none."""
+    """Text with columns as wide as the widest cell. right: align all columns but the first to the right."""
     widths = [max(len(str(row[i])) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:

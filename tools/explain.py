@@ -1,4 +1,4 @@
-"""--explain: one page on one block: how each parameter is placed, what travels when, and why."""
+"""--explain: a page on a single block: the placement of each parameter, and each collective with its phase and reason."""
 from collections import Counter
 
 from torch.distributed.fsdp import FSDPModule
@@ -42,19 +42,19 @@ REASONS = {  # (axis, operation, phase)
 
 
 def placed(p) -> str:
-    """How a parameter is split: 'tp: rows, fsdp: rows'. Dimensions of tensors beyond matrices are named by number."""
+    """Describe how a parameter is split: 'tp: rows, fsdp: rows'. Dims of tensors larger than matrices are named by number."""
     if not isinstance(p, DTensor):
         return "whole"
     names = {1: ["rows"], 2: ["rows", "columns"]}.get(p.dim(), [f"dim {d}" for d in range(p.dim())])
     axes = zip(p.device_mesh.mesh_dim_names, p.device_mesh.shape, p.placements, strict=True)
-    # FSDP's axes stand first in the mesh but split last, so they are named last
+    # FSDP's axes stand first in the mesh but split last, so name them last
     said = [f"{a}: {'whole' if x.is_replicate() else names[x.dim]}" for a, size, x in axes if size > 1]
     return ", ".join(reversed(said)) or "whole"
 
 
 def count_block(main, cfg):
-    """(layout, name, parameters, step) of one block: run the first stage with three blocks and with two; what one block costs
-    is the difference. parameters: [name, shape, how it is split, this device's part]; step: see dryrun.observe. None where a
+    """(layout, name, parameters, step) of a block: run the first stage with three blocks and with two; a block costs the
+    difference. parameters: [name, shape, how it is split, this device's part]; step: see dryrun.observe. Returns None if a
     rank has fewer than three layers."""
     steps = []
     for keep in (3, 2):
@@ -66,7 +66,7 @@ def count_block(main, cfg):
             for unused in list(blocks)[:-keep]:
                 del blocks[unused]
             for module in (m for stage in stages for m in stage.modules() if isinstance(m, FSDPModule)):
-                module.set_modules_to_forward_prefetch([])  # with --ep they name their neighbours, which may be gone
+                module.set_modules_to_forward_prefetch([])  # with --ep blocks name their neighbours, deleted above
                 module.set_modules_to_backward_prefetch([])
             if not steps:
                 params = [[n, p.shape, placed(p), local_tensor(p)] for n, p in block.named_parameters()]
@@ -76,8 +76,8 @@ def count_block(main, cfg):
 
 
 def travels(step) -> list[tuple]:
-    """(phase, axis, operation, number, bytes, why) of all that travels in a step, in the order of the phases. Between pipeline
-    ranks the phases overlap."""
+    """(phase, axis, operation, number, bytes, why) of all collectives of a step, in the order of the phases. Phases of
+    different pipeline ranks overlap, so sends and receives have the phase "step"."""
     found, moves = [], {key[1:]: n for key, n in step.items() if key[0] == "moved" and n}
     for p in ("forward", "recompute", "backward", "step"):
         moved = Counter()
@@ -89,7 +89,7 @@ def travels(step) -> list[tuple]:
 
 
 def explain(cfg, counted) -> None:
-    """Print what count_block has counted."""
+    """Print the counts of count_block."""
     if counted is None:
         raise ValueError("--explain needs three layers on a rank, to compare three with two of them; --html FILE shows the "
                          "whole step of fewer")

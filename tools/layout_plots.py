@@ -13,7 +13,7 @@ MEANINGS = {"F": "forward", "I": "backward of the input", "W": "backward of the 
 
 
 def halves(times):
-    """Yields (rank, start, end, kind, stage, micro-batch), with each whole backward cut in two: input, then weights."""
+    """Yield (rank, start, end, kind, stage, micro-batch), with each whole backward cut in two halves: input, then weights."""
     for rank, row in enumerate(times):
         for start, end, kind, stage, m in row:
             middle = (start + end) / 2
@@ -22,7 +22,7 @@ def halves(times):
 
 
 def text_picture(times) -> str:
-    """One line per rank, one character per unit of time: F, I (backward, input), W (backward, weight) or '.'"""
+    """A line per rank, a character per unit of time: F, I (backward, input), W (backward, weight) or '.' (idle)"""
     end = max(row[-1][1] for row in times)
     lines = [["."] * round(end) for _ in times]
     for rank, a, b, kind, *_ in halves(times):
@@ -77,8 +77,8 @@ def draw_schedule(times, title: str, path: str) -> None:
 
 
 def pipeline_peers(report) -> list[int]:
-    """Pipeline ranks that exchange activations or gradients with pipeline rank 0: the owners of the stages next to its own, and
-    the last rank if the embedding is needed at both ends."""
+    """Pipeline ranks that exchange activations or gradients with pipeline rank 0: the owners of neighbouring stages, and
+    the last rank if both ends need the embedding."""
     owner = {i: rank for rank, held in enumerate(report.ranks) for i in held.ids}
     peers = {owner[i + step] for i in report.ranks[0].ids for step in (-1, 1) if i + step in owner}
     if embeds_at_both_ends(report.ranks[0].stages[0].config):
@@ -87,7 +87,7 @@ def pipeline_peers(report) -> list[int]:
 
 
 def mesh_groups(layout, peers: list[int] | None = None) -> dict[str, list[int]]:
-    """{axis: the ranks of device 0's group, itself first}, see axis_groups."""
+    """{axis: the ranks of device 0's group, beginning with 0}, see axis_groups."""
     groups = {axis: groups[0] for axis, groups in axis_groups(layout).items()}
     if peers is not None and "pp" in groups:
         groups["pp"] = [groups["pp"][i] for i in (0, *peers)]
@@ -103,8 +103,8 @@ def text_mesh(layout, peers: list[int] | None = None) -> str:
 
 
 def draw_mesh(layout, path: str, peers: list[int] | None = None) -> None:
-    """Draw a cell per device. Those that exchange something with device 0 have a stripe of colour for each axis that they share
-    with it. Of a large mesh only the beginning is drawn."""
+    """Draw a cell per device. A cell has a coloured stripe for each axis on which the device exchanges with device 0. Of a
+    large mesh, draw only the beginning."""
     pyplot, patches = pyplot_and_patches()
     inner, data = layout.cp * layout.tp, layout.data_ranks
     n, w, h = min(8, layout.pp), min(32, data), min(16, inner)  # panels, and cells of each

@@ -1,7 +1,7 @@
-"""--explain --html FILE: a layout as one web page: what each rank holds, what travels when, and the schedule, tick by tick.
+"""--explain --html FILE: a web page on a layout: the tensors of each rank, the collectives, and the schedule, tick by tick.
 
-The page is a single file without a server or a download. Python draws everything once, for rank 0, and computes for every rank
-where the parts lie; the script in page.html only moves them. #rank=3&tick=5 behind the address leads to that state.
+The page is a single file without a server or a download. Python draws everything once, for rank 0, and computes the position
+of all parts for every rank; the script in page.html only moves the parts. An address with #rank=3&tick=5 opens that state.
 """
 import json
 import os
@@ -17,8 +17,8 @@ from tools.explain import travels
 from tools.placement import axis_groups, held_part, place_of, shown_block, shown_parameters, tokens_of
 from tools.schedule import bubble, duration, simulate
 
-MOST = 1024  # ranks that are shown
-SHARED = {  # what the ranks of an axis have in common
+MOST = 1024  # ranks on the page at most
+SHARED = {  # axis -> how the ranks of a group differ
     "tp": "tp: ranks that split each matrix", "cp": "cp: ranks that split each sequence",
     "fsdp": "fsdp = dp_shard x cp: the ranks that share the weights", "dp_replicate": "dp_replicate: copies of the model",
     "pp": "pp: ranks with other layers", "etp": "etp: ranks that split each expert", "ep": "ep: ranks with other experts",
@@ -30,11 +30,11 @@ MEANS = {
     "all_reduce": "an all-reduce leaves each the whole sum",
     "all_to_all": "in an all-to-all each rank sends another part to every other",
 }
-CELL, WIDTH = 140, 860  # of a tensor in the picture, and of the picture
+CELL, WIDTH = 140, 860  # width of a tensor's cell in the picture, and of the picture
 
 
 def check_page(path: str) -> None:
-    """Before anything is computed: raises ValueError where no file can be written."""
+    """Raise ValueError if no file can be written at path; called before anything is computed."""
     folder = os.path.dirname(path) or "."
     if not os.path.isdir(folder):
         raise ValueError(f"--html {path}: there is no folder {folder}; make it, or name a file in one that exists")
@@ -47,7 +47,7 @@ def command_line() -> str:
 
 
 def shown_ranks(layout) -> tuple[list[list[list[int]]], str]:
-    """(ranks by pipeline rank, data rank and place within, sentence on those left out). At most MOST of them."""
+    """(at most MOST ranks, as lists by pipeline rank, data rank and cp x tp rank; a sentence on the ranks left out)."""
     inner, data = layout.cp * layout.tp, layout.data_ranks
     p, h = min(layout.pp, 8), min(inner, 16)
     w = min(data, MOST // (p * h))
@@ -58,7 +58,7 @@ def shown_ranks(layout) -> tuple[list[list[list[int]]], str]:
 
 
 def grid(layout, ranks) -> str:
-    """A button per rank, a panel per pipeline rank."""
+    """HTML with a button per rank and a panel per pipeline rank."""
     out, small = "", sum(len(column) for panel in ranks for column in panel) <= 128
     for pp, columns in enumerate(ranks):
         cells = "".join(f'<button data-rank="{r}" tabindex="-1" aria-label="rank {r}">{r}{"<small></small>" * small}</button>'
@@ -74,7 +74,7 @@ def grid(layout, ranks) -> str:
 
 # ---------------------------------------------------------------- what a rank holds
 class Sheet:
-    """Where each tensor's box lies, and the picture of all boxes; parts are found again by the names that svg.tensor gives."""
+    """The picture of all tensors' boxes, and the position of each box. The page finds parts by the names from svg.tensor."""
 
     def __init__(self, shapes: dict, layout, seq_len: int):
         self.boxes, self.height, self.shapes, self.seq_len, self.layout = {}, 18, shapes, seq_len, layout
@@ -120,7 +120,7 @@ class Sheet:
         self.height = y + max(self.tokens[3], 50) + 10
 
     def of_rank(self, parameters: dict, place: dict, block: str) -> dict:
-        """{name of a part: [x, y, width, height]} and {name of a line: its text}. block: number of the shown one."""
+        """{name of a part: [x, y, width, height]} and {name of a line: text}. block: number of the shown block."""
         found = {}
         for name, shape in self.shapes.items():
             if (p := parameters.get(name)) is None:
@@ -144,7 +144,7 @@ class Sheet:
 
 
 def gathered_while(layout) -> str:
-    """When FSDP's shards are together on a rank."""
+    """In words: the time in which FSDP keeps gathered weights."""
     return "while the block runs" if layout.reshards else "from the first forward to the last backward of a step"
 
 
@@ -158,7 +158,7 @@ def layers_of(stages) -> str:
 
 
 def holdings(layout, report, ranks, sheet: Sheet) -> tuple[dict, list]:
-    """({rank: its place, its memory in words, the number of its holding}, the different holdings)."""
+    """({rank: place, memory in words, number of the holding}, all different holdings)."""
     by_rank, known, found = {}, {}, []
     for p, columns in enumerate(ranks):
         stages, rank = report.ranks[p].stages, report.ranks[p]
@@ -181,7 +181,7 @@ DOES = {"F": "forward", "B": "backward", "I": "backward of the inputs", "W": "ba
 
 
 def ticks(times, owner: dict[int, int], size: str) -> list[dict]:
-    """Per unit of time what each pipeline rank does, and what is sent when the unit ends. owner: stage -> its pipeline rank."""
+    """Per unit of time: the work of each pipeline rank, and the sends at the end. owner: stage -> pipeline rank."""
     last, found = max(owner), []
     for t in range(round(duration(times))):
         now, sent = ["waits"] * len(times), []
@@ -233,7 +233,7 @@ def html_table(head: list, rows: list) -> str:
 
 
 def make_page(cfg, report, counted, command: str) -> str:
-    """The page as text. counted: see explain.count_block; None: what travels is that of the whole step."""
+    """The page as text. counted: see explain.count_block; None: show the collectives of the whole step."""
     layout = report.layout
     ranks, cut = shown_ranks(layout)
     shapes = {name: tuple(p.shape) for rank in report.ranks for name, p in shown_parameters(rank.stages).items()}

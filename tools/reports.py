@@ -24,7 +24,7 @@ def run_report(main, Config, argv=None) -> int:
 
 
 def report_or_train(main, cfg, options: ReportConfig) -> int:
-    """What the options ask for, or training if they ask for nothing. Returns the exit status. Raises ValueError."""
+    """Run the reports of the options, or train if there are none. Returns the exit status. Raises ValueError."""
     if unused := no_effect(options, SimpleNamespace(**vars(options))):
         raise ValueError("; ".join(unused))
     plots_layout = cfg.plot and "RANK" not in os.environ and any(getattr(cfg, axis) > 1 for axis in AXES)
