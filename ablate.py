@@ -1,13 +1,13 @@
-"""Which variant is better, and is it more than noise? Runs a recipe in several variants and seeds, and compares them in pairs.
+"""Which variant is better, and by more than noise? Runs a recipe in several variants and seeds, and compares them in pairs.
 
     python ablate.py train_llama3.py --vary optimizer=adamw,muon lr=1e-3,3e-3 --seeds 3 --steps 300
     python ablate.py train_llama3.py train_mine.py --seeds 4                  # a fork against the original
     python ablate.py train_llama3.py --variant "base:" --variant "deep: --model_args n_layers=12,dim=136" --until 0.02
-    python ablate.py --report runs/ablate                                     # the report again, from what is there
+    python ablate.py --report runs/ablate                                     # the report again, without any run
 
-Seed i sets --seed and --data_seed of all variants: they start from the same weights and see the same batches, so that their
-difference says more than two losses would. All flags that are not listed below go to every run. Each run is a usual run folder,
---out/VARIANT/seed-I. The same command again runs only what is missing. docs/ablations.md has a worked example.
+Seed i sets --seed and --data_seed of all variants: equal initial weights and equal batches, so that the difference of two runs
+says more than two losses would. All flags not listed below go to every run. Each run is a usual run folder,
+--out/VARIANT/seed-I. The same command again runs only the missing runs. docs/ablations.md has a worked example.
 """
 import argparse
 import contextlib
@@ -99,9 +99,9 @@ def variants_of(args, common: list[str]) -> dict[str, dict]:
 
 
 def check(name: str, variant: dict, args) -> dict:
-    """What a variant's command line asks for: {"steps", "val_every", "parameters", "seeded"}. A mistake is a usage error now.
+    """Check a variant's command line: {"steps", "val_every", "parameters", "seeded"}. Any mistake is a usage error, now.
 
-    The recipe's main runs in this process until it has its model's shapes: it parses, checks the layout and opens the data.
+    The recipe's main runs in this process until the model's shapes are known: it parses, checks the layout and opens the data.
     """
     path = Path(variant["recipe"])
     if not path.is_file():
@@ -144,7 +144,7 @@ def check(name: str, variant: dict, args) -> dict:
 
 
 def load(path: Path):
-    """A recipe as a module. Each has a name of its own in sys.modules, where its Config looks for the source of its help."""
+    """A recipe as a module, in sys.modules under its own name: Config reads the help texts from the module's source."""
     name = f"recipe_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
@@ -155,7 +155,7 @@ def load(path: Path):
 
 
 def open_study(args, variants: dict) -> dict:
-    """The study in --out, new or continued; what would make its runs incomparable is refused."""
+    """The study in --out, new or continued. Changes that would make the runs incomparable are refused."""
     check_local(args.out, "--out")
     for variant in variants.values():
         variant["source"] = hashlib.sha256(Path(variant["recipe"]).read_bytes()).hexdigest()
@@ -182,15 +182,15 @@ def start(study: dict, name: str, seed: int, folder: Path, gpus: list[int] | Non
     command = [sys.executable, *(torchrun if study["nproc"] > 1 else []), variant["recipe"], *variant["flags"]]
     command += [*(f"--{flag}={seed}" for flag in variant["seeded"]), f"--out={folder}"]
     if gpus is not None:
-        mine = env.get("CUDA_VISIBLE_DEVICES", "").split(",")  # where the user has chosen some of them
+        mine = env.get("CUDA_VISIBLE_DEVICES", "").split(",")  # the user may have chosen some GPUs
         env["CUDA_VISIBLE_DEVICES"] = ",".join(mine[i] if len(mine) > i and mine[i] else str(i) for i in gpus)
 
-    def end_with_parent():  # a run of a study that was killed stops, saves, and can be continued
+    def end_with_parent():  # if the study is killed, its runs stop, save, and can be continued
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "log.txt", "a") as log:  # a session of its own: a Ctrl-C reaches it through us only
+    with open(folder / "log.txt", "a") as log:  # a new session: Ctrl-C reaches the run only through us
         return subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True, preexec_fn=end_with_parent)
 
 
@@ -201,7 +201,7 @@ def last_line(folder: Path) -> str:
 
 
 class Progress:
-    """One line on the terminal: how many runs there are, and when the last will be done."""
+    """A line on the terminal: the number of runs, and the time left."""
 
     def __init__(self):
         self.steps_before = None
@@ -228,7 +228,7 @@ def clock(seconds: float) -> str:
 def run_all(study: dict, args, todo: list[tuple], failed: dict, stopping: list) -> None:
     """Run each (variant, seed), --jobs at once, in this order, until all are done or a signal came. Fills in `failed`."""
     waiting, running, progress, total = list(todo), {}, Progress(), len(todo)
-    slots = list(range(args.jobs))  # a run has a slot, and with it its GPUs
+    slots = list(range(args.jobs))  # a run's slot tells its GPUs
     try:
         while (waiting or running) and not stopping:
             while waiting and slots:
@@ -294,7 +294,7 @@ def main(argv) -> int:
 
 
 def check_numbers(args) -> None:
-    """Refuses what is wrong with our own flags, and fills in --jobs."""
+    """Refuse wrong values of our own flags, and fill in --jobs."""
     if not args.recipes:
         usage_error("the recipes come first: python ablate.py train_llama3.py --vary lr=1e-3,3e-3")
     for name, least in (("seeds", 1), ("nproc", 1), ("jobs", 0)):

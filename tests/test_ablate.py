@@ -1,4 +1,4 @@
-"""ablate.py: its statistics on simulated studies, its report on written ones, and a few real ones."""
+"""ablate.py: statistics on simulated studies, the report on written studies, and a few real studies."""
 import itertools
 import json
 import shutil
@@ -37,7 +37,7 @@ def lines(final: float, steps=20, speed=100.0, tokens_hash="a", **extra):
 
 
 def write(folder, settings, runs):
-    """A study as it lies on the disk; runs: {(variant, seed): lines}."""
+    """Write a study's folder; runs: {(variant, seed): lines}."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "study.json").write_text(json.dumps(settings))
     for (name, seed), found in runs.items():
@@ -61,7 +61,7 @@ def test_one_interval_is_students():
 
 
 def test_holm():
-    """The clearest of three is judged at 5 % / 3, the next at 5 % / 2; what is left shares one level."""
+    """The clearest of three is judged at 5 % / 3, the next at 5 % / 2, the last at 5 %."""
     noise = np.array([-0.01, 0.0, 0.01])
     d = {"clear": list(1 + noise), "next": list(0.05 + noise), "none": list(noise)}
     half = {k: t_quantile(0.05 / k, 2) * 0.01 / 3**0.5 for k in (1, 2, 3)}
@@ -74,7 +74,7 @@ def test_holm():
 
 
 def test_looks_cost():
-    """Each of several looks asks for a larger t than one look after as many pairs would."""
+    """Each of several looks needs a larger t than a single look after equally many pairs."""
     found = boundaries(0.05, 3, 12)
     assert list(found) == list(range(3, 13))
     assert all(c > t_quantile(0.05, n - 1) for n, c in found.items())
@@ -82,7 +82,7 @@ def test_looks_cost():
 
 
 def simulate(rng, settings, difference=0.0, noise=0.02, seed_noise=0.07):
-    """(interval, pairs) of a study of one variant, whose seeds move both runs of a pair alike."""
+    """(interval, pairs) of a study of one variant. Seeds move both runs of a pair alike."""
     most = max(settings["seeds"], settings["max_seeds"])
     both = rng.normal(0, seed_noise, most)
     values = {(BASE, i): both[i] for i in range(most)}
@@ -172,7 +172,7 @@ def test_other_batches_are_said(tmp_path, capsys):
 
 
 def test_after_as_many_seconds_the_faster_one_is_better(tmp_path):
-    """The variant is worse at the end, but twice as fast: after the seconds that it needs it is ahead."""
+    """The variant is worse at the end, but twice as fast, and so ahead after equal time."""
     runs = {(BASE, i): lines(2.0 + 0.01 * i) for i in range(3)}
     runs |= {(OTHER, i): lines(2.1 + 0.02 * i, speed=200.0) for i in range(3)}
     report_study(write(tmp_path / "end", study(), runs))
@@ -181,7 +181,7 @@ def test_after_as_many_seconds_the_faster_one_is_better(tmp_path):
 
 
 def test_tokens_to_reach(tmp_path):
-    """The loss falls by 0.05 per 1,000 tokens; the variant is 0.1 ahead, so it needs 2,000 tokens less, plus a little noise."""
+    """The loss falls by 0.05 per 1,000 tokens; the variant is 0.1 ahead, so needs 2,000 tokens less, plus a little noise."""
     runs = {(BASE, i): lines(2.0) for i in range(3)} | {(OTHER, i): lines(1.9 + 0.001 * i) for i in range(3)}
     report_study(write(tmp_path, study(metric="loss", reach=2.2), runs))
     assert row_of(tmp_path)["difference"] == pytest.approx(-1980) and row_of(tmp_path)["verdict"] == "better"
@@ -261,7 +261,7 @@ def test_more_jobs_than_gpus(monkeypatch, capsys):
 
 # ---------------------------------------------------------------- real runs
 def command(out, *words):
-    """words: recipes, then flags, which win over those of TINY."""
+    """words: recipes, then flags, after the flags of TINY, so that the last value counts."""
     recipes = list(itertools.takewhile(lambda word: word.endswith(".py"), words))
     return [sys.executable, "ablate.py", *recipes, *TINY, *map(str, words[len(recipes):]), "--out", str(out)]
 
@@ -303,7 +303,7 @@ def test_equal_flags_are_identical(tmp_path):
 
 @pytest.mark.slow
 def test_forks(tmp_path):
-    """A fork with a renamed variable is bit-equal to its original, one with a worse block is worse, one that fails is said."""
+    """A fork with a renamed variable is bit-equal to the original, a worse block is worse, and a failure is reported."""
     left_out = shutil.ignore_patterns(".*", "tests", "docs", "runs", "__pycache__")
     shutil.copytree(REPO, tmp_path, dirs_exist_ok=True, ignore=left_out)
     recipe = (tmp_path / "train_llama3.py").read_text()

@@ -1,4 +1,4 @@
-"""--check_parity --where --against: nothing differs from transformers, and a planted model mistake is named by its module."""
+"""--check_parity --where --against: no difference from transformers, and the module of a planted mistake is named."""
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from unittest import mock
@@ -40,7 +40,7 @@ KINDS = {  # name -> (recipe, transformers' name, its config)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """kind -> a folder that transformers wrote, with weights of which none is without effect."""
+    """kind -> a folder written by transformers, with random weights: no weight is without effect."""
     import transformers
 
     made = {}
@@ -89,7 +89,7 @@ def mistake(owner, name, make):
 
 
 def other_config(**changes):
-    """What is read of config.json is not what the model is built with."""
+    """The model is built with another config than config.json has."""
     def make(real):
         return lambda folder, Config: replace(real(folder, Config), **changes)
     return mistake(against, "read_hf_config", make)
@@ -113,7 +113,7 @@ def without_k_norm(self, x, cos, sin, attend):
 
 
 def heads_inside_out(self, x, cos, sin, attend):
-    """The width of a head is split off before the number of heads."""
+    """wq's output is viewed as (head_dim, heads), not as (heads, head_dim)."""
     B, T, _ = x.shape
     q = self.wq(x).view(B, T, self.head_dim, -1).permute(0, 3, 1, 2)
     k, v = (w(x).view(B, T, -1, self.head_dim).transpose(1, 2) for w in (self.wk, self.wv))
@@ -121,7 +121,7 @@ def heads_inside_out(self, x, cos, sin, attend):
 
 
 def merged_inside_out(self, x, cos, sin, attend):
-    """What comes out of attention is not transposed back before the heads are merged."""
+    """The output of attention is not transposed back before the heads are merged."""
     B, T, _ = x.shape
     q, k, v = (w(x).view(B, T, -1, self.head_dim).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
     return self.wo(attend(layers.rotate(q, cos, sin), layers.rotate(k, cos, sin), v).reshape(B, T, -1))
@@ -148,7 +148,7 @@ def without_last_norm(real):
     return forward
 
 
-MISTAKES = {  # name -> (kind, mistake, what the first line must name)
+MISTAKES = {  # name -> (kind, mistake, words of the first line)
     "another rope_theta": ("qwen3", other_config(rope_theta=1e4 / 2), "forward of blocks.0.attn (the queries)"),
     "another eps": ("llama3", other_config(norm_eps=1e-3), "forward of blocks.0.attn_norm:"),
     "llama3's scaling of RoPE left out": ("llama3", other_config(rope_scaling=None), "forward of blocks.0.attn (the queries)"),
@@ -191,7 +191,7 @@ def test_a_planted_mistake_is_named_by_its_module(name, folder):
 
 
 def test_a_forks_own_class_is_compared(folder):
-    """Whatever class the recipe gives claim_run: here one that a fork defines in the recipe's file."""
+    """The report uses the class that the recipe passes to claim_run, here a class from a fork's recipe file."""
 
     class Fork(llama3.Llama3):
         def forward(self, tokens, *args, **kwargs):

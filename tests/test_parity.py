@@ -31,12 +31,12 @@ class Fork(train_llama3.Config):
 
 
 def test_both_halves_of_check_parity_are_given_no_flag_in_vain(tmp_path, monkeypatch):
-    """What needs the layout returns to its default on one process; what a half switches off takes its details with it."""
+    """Flags that need the layout get their default on one process; with a feature also its details are off."""
     argv = ("--tp 2 --pp 2 --no-loss_parallel --pp_schedule GPipe --wide --ac selective --ac_every 3 "
             "--export_hf new --export_dtype bfloat16 --exclude_from_loading head --load_step 3 --model_args dim=32").split()
     cfg, halves = parse_config(Fork, argv), []
     (tmp_path / "checkpoints" / "step-3").mkdir(parents=True)
-    cfg.out = str(tmp_path)  # has a checkpoint, so --exclude_from_loading means something to it
+    cfg.out = str(tmp_path)  # with a checkpoint, so that --exclude_from_loading has an effect
 
     def started(command, **kwargs):
         halves.append(parse_config(Fork, command[command.index("recipe.py") + 1 :]))
@@ -70,7 +70,7 @@ def test_one_report_after_the_other():
 @pytest.mark.parametrize("argv, same", [("", True), ("--lr 0.1 --dp_replicate 1 --seq_len 64", True), ("--ac full", False),
                                         ("--cpu_offload", False), ("--compile", False), ("--cp 2", False)])
 def test_check_parity_needs_something_to_compare(argv, same, monkeypatch):
-    """One process compared with itself would be equal whatever is wrong with a recipe."""
+    """A comparison of one process with itself would hide every mistake of a recipe."""
     cfg, started = parse_config(train_llama3.Config, argv.split()), []
     run = lambda command, **kwargs: started.append(command) or mock.Mock(returncode=0)  # noqa: E731
     monkeypatch.setattr(tools.parity.subprocess, "run", run)
@@ -82,7 +82,7 @@ def test_check_parity_needs_something_to_compare(argv, same, monkeypatch):
 
 
 def test_check_parity_of_an_optimizer_that_it_does_not_know(monkeypatch, tmp_path):
-    """After the first update nobody knows how far rounding goes, only that it does not go as far as a mistake."""
+    """After the first update the limit of rounding is unknown, but below the size of a mistake."""
 
     @dataclass(kw_only=True)
     class Fork(train_llama3.Config):
@@ -105,7 +105,7 @@ def test_check_parity_of_an_optimizer_that_it_does_not_know(monkeypatch, tmp_pat
 
 @pytest.mark.slow
 def test_check_parity_passes_and_finds_a_forkers_mistake(tmp_path):
-    """The user's command, on the recipe and on a copy of it with a mistake: its gradients are averaged, not summed."""
+    """The user's command, on the recipe and on a copy with a mistake: gradients are averaged, not summed."""
     flags = ["--local_batch_size", "2", "--seq_len", "64", "--model_args", "n_layers=2,dim=64", "--check_parity", "--tp", "2"]
     recipe = Path(__file__).parent.parent / "train_llama3.py"
     run = lambda file: run_program([sys.executable, file, *flags])  # noqa: E731

@@ -37,7 +37,7 @@ from tools.schedule import bubble, duration, in_flight, rows_of, simulate
 
 
 class DryWatch(Watch):
-    """Watch for fake tensors, without values: if the program asks for a value, assume that all experts get equally many tokens."""
+    """Watch for fake tensors, without values: if the program asks for a value, all experts have equally many tokens."""
 
     def __init__(self, layout):
         super().__init__(layout)

@@ -1,8 +1,8 @@
-"""--check_parity --where --against FOLDER: the first module whose output or gradient is not that of transformers.
+"""--check_parity --where --against FOLDER: the first module with another output or gradient than in transformers.
 
-One process, fp32. The running recipe's model and transformers' model are both loaded from the same Hugging Face folder, and are
-given the same random tokens. Modules are paired by the model's own table of names, hf_keys(), and what they return is compared
-in the order in which transformers computes it: forward, loss, backward, the parameters' gradients.
+One process, fp32. The recipe's model and transformers' model are loaded from the same Hugging Face folder, and get the same
+random tokens. Modules are paired by the model's own table of names, hf_keys(). Outputs are compared in the order in which
+transformers computes: forward, loss, backward, the parameters' gradients.
 """
 import math
 import os
@@ -24,13 +24,13 @@ from tools.dryrun import Built, no_earlier_run
 from tools.operations import Seams
 from tools.where import Seam, agreement, distance, factor_of, size_text
 
-BATCH, LENGTH = 3, 128  # of the random tokens: long enough that a wrong rotation is seen
-# Relative, in fp32. Two correct implementations order their sums differently, and raise theta to powers in their own way.
+BATCH, LENGTH = 3, 128  # of the random tokens: long enough to see a wrong rotation
+# Relative, in fp32. Two correct implementations order sums differently, and raise theta to powers in different ways.
 APART = dict(initial=0.0, forward=1e-4, logits=1e-4, loss=1e-5, backward=5e-4, gradient=5e-4)
 
 
 def model_classes_of(main, cfg) -> tuple[type, type]:
-    """The classes of the model that the recipe would build and of its config: what main gives claim_run, where it ends here."""
+    """(model class, config class) of the recipe: run main up to claim_run, and return the classes that main passes."""
 
     def seen(cfg, Model, model_config, *args, **kwargs):
         raise Built(Model, type(model_config))
@@ -78,7 +78,7 @@ def their_model(folder: str) -> nn.Module:
 
 
 def watch_their_attention(model, seams: Seams):
-    """What enters attention and leaves it there: their models call a function by its name, and this name is ours."""
+    """Record inputs and output of transformers' attention: their models look up a function by name, so register ours."""
     from transformers import AttentionInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -94,7 +94,7 @@ def watch_their_attention(model, seams: Seams):
 
 
 def pair_modules(keys: dict) -> dict[str, str]:
-    """{their module: ours} from hf_keys(): modules of a weight, and those around them that hold the same weights."""
+    """{their module: ours} from hf_keys(): modules with a weight, and modules around them that hold the same weights."""
     weights = {ours: [theirs] if isinstance(theirs, str) else list(theirs) for ours, theirs in keys.items()}
     inside_ours, inside_theirs, pairs = defaultdict(set), defaultdict(set), {}
     for ours, names in weights.items():
@@ -103,12 +103,12 @@ def pair_modules(keys: dict) -> dict[str, str]:
                 inside_ours[parent].add(theirs)
             for parent in parents(theirs):
                 inside_theirs[parent].add(theirs)
-    same = {frozenset(held): module for module, held in sorted(inside_ours.items(), reverse=True)}  # of several the outermost
+    same = {frozenset(held): module for module, held in sorted(inside_ours.items(), reverse=True)}  # the outermost wins
     for module, held in inside_theirs.items():
         if frozenset(held) in same:
             pairs[module] = same[frozenset(held)]
     for ours, theirs in keys.items():
-        if isinstance(theirs, list):  # theirs returns the weighted sum over a token's experts, as the module around ours does
+        if isinstance(theirs, list):  # theirs returns the weighted sum over experts, as the module around our experts does
             pairs[theirs[0].split(".experts.")[0] + ".experts"] = ours.rpartition(".experts.")[0]
     return pairs
 
@@ -120,8 +120,8 @@ def parents(name: str) -> list[str]:
 
 
 def ways_to_align(ours: Tensor, theirs: Tensor, name: str) -> list[tuple[Tensor, Tensor]]:
-    """The two as they can be laid on each other: (B, T, ...) or (B * T, ...), heads before or behind the sequence, and the
-    numbers of a query or key in any order, of which only products are used."""
+    """Pairs of equal shape: (B, T, ...) or (B * T, ...), heads before or after the sequence. The numbers of a query or key
+    may have any order, because only products of queries and keys are used."""
     ways = []
     if ours.numel() == theirs.numel():
         longer_than_1 = [[size for size in x.shape if size != 1] for x in (ours, theirs)]
@@ -135,7 +135,7 @@ def ways_to_align(ours: Tensor, theirs: Tensor, name: str) -> list[tuple[Tensor,
 
 
 def run_both(ours, theirs) -> tuple[dict, dict, dict]:
-    """({(phase, our name, call): ours}, the same of theirs, {our name: theirs}), in the order in which theirs are computed."""
+    """({(phase, our name, call): our tensors}, the same for theirs, {our name: theirs}), in the order of their execution."""
     g, vocab = torch.Generator().manual_seed(0), ours.config.vocab_size
     T = min(LENGTH, ours.config.max_seq_len)
     tokens, labels = (torch.randint(0, vocab, (BATCH, T), generator=g) for _ in range(2))
@@ -156,7 +156,7 @@ def run_both(ours, theirs) -> tuple[dict, dict, dict]:
     b.stop()
 
     keys, head = ours.hf_keys(), theirs.get_output_embeddings()
-    # the head's output are the logits, which are compared by themselves
+    # the head returns the logits, a seam of their own
     pairs = {module: name for module, name in pair_modules(keys).items() if theirs.get_submodule(module) is not head}
     names = {}
     mine, other = {}, {}
@@ -183,7 +183,7 @@ def run_both(ours, theirs) -> tuple[dict, dict, dict]:
 
 
 def compare_with_transformers(ours, theirs) -> tuple[list[Seam], list[str], dict]:
-    """(what was compared, in order, what has no counterpart or another shape, {our name: theirs})."""
+    """(seams in order, names without counterpart or with another shape, {our name: theirs})."""
     mine, other, names = run_both(ours, theirs)
     seams, left_out = [], []
     called = {name for phase, name, _ in mine if phase == "forward"}
@@ -207,7 +207,7 @@ def compare_with_transformers(ours, theirs) -> tuple[list[Seam], list[str], dict
 
 
 def where_made(seam: Seam) -> str:
-    """The module to look at: a wrong input of a module is the mistake of the module around it."""
+    """The module to look at: a module gets a wrong input by a mistake of the module around."""
     module, _, part = seam.name.partition(" ")
     if part == "input":
         around = module.rpartition(".")[0]
@@ -217,7 +217,7 @@ def where_made(seam: Seam) -> str:
 
 
 def hint_against(first: Seam) -> str:
-    """What usually makes this seam differ."""
+    """The usual cause of a difference at the seam."""
     module, _, part = first.name.partition(" ")
     if first.phase == "initial":
         return "hf_keys() and what reads the weights"

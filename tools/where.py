@@ -1,8 +1,8 @@
-"""--check_parity --where: which operation of a layout's step is the first that differs from one process.
+"""--check_parity --where: find the first operation of a layout's step with another result than one process.
 
-Every rank of both halves writes down its results (tools/operations.py). Here the ranks' parts are laid on the tensors of the
-one process, in the order of execution, and the first seam that is further away than rounding is named, with the function
-that makes it on this layout.
+Every rank of both halves records its tensors (tools/operations.py). This file compares the ranks' parts with the tensors of
+the single process, in the order of execution, and names the first seam further away than rounding, with the function that
+computes the seam on the layout.
 """
 import math
 import os
@@ -29,7 +29,7 @@ from tools.parity import (
     run_half,
 )
 
-# Relative to the norm of the tensor, in fp32. What must be equal has 0. Rounding grows with depth and in the backward.
+# Relative to the norm of the tensor, in fp32; 0: must be equal. Rounding grows with depth and in the backward.
 TOLERANCES = dict(
     initial=0.0, sequences=0.0, count=0.0, inputs=0.0, forward=2e-5, loss=LOSS_TOLERANCE, backward=GRADIENT_TOLERANCE,
     gradient=GRADIENT_TOLERANCE, norm=NORM_TOLERANCE, clipped=GRADIENT_TOLERANCE + NORM_TOLERANCE, after=WEIGHT_TOLERANCE)
@@ -37,7 +37,7 @@ PHASES = tuple(TOLERANCES)  # in the order of execution
 
 
 class Piece(NamedTuple):
-    """One rank's part of a seam: of a micro-batch's rows, or of a parameter from `offset` on."""
+    """A rank's part of a seam: some rows of a micro-batch, or a parameter's part that begins at `offset`."""
     rank: int
     rows: list[str] | None
     offset: tuple[int, ...] | None
@@ -45,8 +45,8 @@ class Piece(NamedTuple):
 
 
 class Seam(NamedTuple):
-    """A comparison that was made; error nan: it could not be. where: which ranks differ, in words, "" = all that have it.
-    factor: layout = factor x one process, if there is such a number. few: (tokens that differ, of how many)."""
+    """A comparison; error nan: shapes do not allow a comparison. where: the differing ranks, in words, "" = all holders.
+    factor: layout = factor x one process, if such a factor exists. few: (differing tokens, all tokens)."""
     phase: str
     name: str
     call: int
@@ -62,7 +62,7 @@ class Seam(NamedTuple):
 
     @property
     def label(self) -> str:
-        """What it is, in words."""
+        """The seam in words."""
         name = self.name + f" (call {self.call + 1})" * (self.call > 0)
         module, _, part = self.name.partition(" ")
         what = {"q": "the queries", "k": "the keys", "v": "the values", "attention": "attention"}.get(part)
@@ -81,7 +81,7 @@ class Seam(NamedTuple):
 
 def pieces_of(parts: list[dict]) -> dict[tuple, list[Piece]]:
     """{(phase, name, call): pieces of all ranks}, in the order of execution."""
-    calls = defaultdict(lambda: defaultdict(int))  # how often a stage calls a module: a later stage's calls come after
+    calls = defaultdict(lambda: defaultdict(int))  # {name: {stage: calls}}, to count on over the stages
     for part in parts:
         for phase, name, stage, call, *_ in part["records"]:
             if phase == "forward":
@@ -96,11 +96,11 @@ def pieces_of(parts: list[dict]) -> dict[tuple, list[Piece]]:
             else:
                 piece = Piece(part["rank"], None, where if isinstance(where, tuple) else None, tensor)
             found[phase, name, call + earlier if phase in ("forward", "backward") else 0].append(piece)
-    return dict(sorted(found.items(), key=lambda item: PHASES.index(item[0][0])))  # stable: within a phase as recorded
+    return dict(sorted(found.items(), key=lambda item: PHASES.index(item[0][0])))  # stable: recorded order within a phase
 
 
 def by_rows(piece: Piece) -> Tensor | None:
-    """(rows, ...), whether it came as (B, T, ...) or (B * T, ...); None if rows are not what it has."""
+    """The tensor as (rows, ...), from (B, T, ...) or (B * T, ...); None for a tensor without rows."""
     x, n = piece.tensor, len(piece.rows)
     if x.dim() == 0 or x.shape[0] % n:
         return None
@@ -115,7 +115,7 @@ def coordinates(rank: int, degrees: dict[str, int]) -> dict[str, int]:
 
 
 def placements(whole, local, cp: int, tp: int, T: int) -> list[tuple]:
-    """(dim that cp cuts or None, dim that tp cuts or None) that make of a tensor of shape `whole` one of shape `local`."""
+    """All (dim cut by cp or None, dim cut by tp or None) that cut the shape `whole` down to the shape `local`."""
     dims = range(1, len(whole))
     options = product([None, *(d for d in dims if cp > 1 and whole[d] == T)], [None, *(dims if tp > 1 else ())])
 
@@ -128,7 +128,7 @@ def placements(whole, local, cp: int, tp: int, T: int) -> list[tuple]:
 
 
 def part_of(whole: Tensor, place: tuple, at: dict, degrees: dict) -> Tensor:
-    """The part that a rank at these coordinates holds: cp has head-tail chunks, and of these tp has one piece after another."""
+    """The part of the rank with coordinates `at`: cp cuts head-tail chunks, tp then cuts contiguous pieces."""
     cp_dim, tp_dim = place
     if cp_dim is not None:
         whole = whole.index_select(cp_dim, sequence_index(whole.shape[cp_dim], degrees["cp"], at["cp"]))
@@ -136,7 +136,7 @@ def part_of(whole: Tensor, place: tuple, at: dict, degrees: dict) -> Tensor:
 
 
 def distance(got: Tensor, want: Tensor, whole: Tensor) -> float:
-    """|got - want|, relative to the norm that a part of this size has in the whole tensor."""
+    """|got - want|, relative to the norm of the whole tensor, scaled to the size of the part."""
     if not got.is_floating_point():
         return (got != want).double().mean().item() if got.numel() else 0.0
     share = math.sqrt(got.numel() / max(whole.numel(), 1))
@@ -145,7 +145,7 @@ def distance(got: Tensor, want: Tensor, whole: Tensor) -> float:
 
 
 def factor_of(pairs: list[tuple[Tensor, Tensor]]) -> float | None:
-    """c where got = c * want in all pairs, if there is such a number."""
+    """c with got = c * want in all pairs, or None."""
     got, want = (torch.cat([x.flatten().double() for x in xs]) for xs in zip(*pairs, strict=True))
     square = (want @ want).item()
     if not square or not got.isfinite().all():
@@ -155,13 +155,13 @@ def factor_of(pairs: list[tuple[Tensor, Tensor]]) -> float | None:
 
 
 def tokens_apart(pairs: list[tuple[Tensor, Tensor]]) -> tuple[int, int]:
-    """(tokens in which they differ, tokens) of activations (rows, T, ...)."""
+    """(differing tokens, all tokens) of pairs of activations (rows, T, ...)."""
     off = [(got - want).flatten(2).norm(dim=-1) > 1e-3 * want.flatten(2).norm(dim=-1) for got, want in pairs if got.dim() > 2]
     return sum(int(x.sum()) for x in off), sum(x.numel() for x in off)
 
 
 def compare_pieces(phase: str, one: list[Piece], layout: list[Piece], degrees: dict, T: int):
-    """(error of each rank, pairs of parts) under the placement that fits best; None if none fits the shapes."""
+    """(error of each rank, pairs of parts) under the best placement; None if no placement fits the shapes."""
     if phase not in ("forward", "backward", "inputs"):
         whole = one[0].tensor
         cut = lambda p: whole[tuple(slice(o, o + n) for o, n in zip(p.offset or (), p.tensor.shape, strict=False))]  # noqa: E731
@@ -193,7 +193,7 @@ def compare_pieces(phase: str, one: list[Piece], layout: list[Piece], degrees: d
 
 
 def summed_over_tp(pairs, layout: list[Piece], degrees: dict):
-    """A gradient of a tensor that tp ranks hold whole may be a part of the sum on each of them."""
+    """If tp ranks hold a tensor whole, each rank's gradient may be an addend: replace them by the sum over tp."""
     groups = defaultdict(list)
     for (rank, got, want), piece in zip(pairs, layout, strict=True):
         groups[rank // degrees["tp"], tuple(piece.rows)].append((rank, got, want))
@@ -208,7 +208,7 @@ def by_rank(pairs, whole: Tensor) -> dict[int, float]:
 
 
 def compare_seams(one: list[dict], layout: list[dict]) -> list[Seam]:
-    """One Seam per place that both have, in the order of execution; error nan where shapes tell that it cannot be compared."""
+    """All seams in the order of execution."""
     degrees, T, seams = layout[0]["degrees"], one[0]["seq_len"], []
     ours, theirs = pieces_of(one), pieces_of(layout)
     first_of_data = [p for p in layout if all(coordinates(p["rank"], degrees)[axis] == 0 for axis in ("pp", "cp", "tp"))]
@@ -222,10 +222,10 @@ def compare_seams(one: list[dict], layout: list[dict]) -> list[Seam]:
         others, note = theirs.get((phase, name, call), []), ""
         if phase == "backward":
             forward = theirs.get(("forward", name, call), [])
-            have = {(p.rank, tuple(p.rows)) for p in others}  # a tensor that lost its gradient has a gradient of zero
+            have = {(p.rank, tuple(p.rows)) for p in others}  # a missing gradient counts as zero
             lost = [p._replace(tensor=torch.zeros_like(p.tensor)) for p in forward if (p.rank, tuple(p.rows)) not in have]
             others, note = others + lost, "no gradient arrives" if lost else ""
-        if phase == "loss":  # as reduce_loss adds it up
+        if phase == "loss":  # the sum over ranks, as in reduce_loss
             pieces, others = ([Piece(0, None, None, sum(p.tensor for p in ps))] for ps in (pieces, others))
         found = compare_pieces(phase, pieces, others, degrees, T) if others else None
         if found is None:
@@ -253,7 +253,7 @@ def module_of(seam: Seam) -> str:
 
 
 def style_hint(names: list[str], about: dict) -> str:
-    """tensor_parallel and the style of the first of these modules, or of what they are in, that has one."""
+    """Name tensor_parallel and the style of the first module, or module around it, with a style; "" without any."""
     styles = about["styles"]
     for name in names:
         while name:
@@ -264,7 +264,7 @@ def style_hint(names: list[str], about: dict) -> str:
 
 
 def look_at(first: Seam, seams: list[Seam], one: list[dict], layout: list[dict]) -> str:
-    """The functions that make this seam on this layout, most likely first."""
+    """The functions that compute the seam on the layout, most likely first."""
     about, degrees = layout[0], layout[0]["degrees"]
     zero_bubble = degrees["pp"] > 1 and about["schedule"] in ZERO_BUBBLE
     if first.phase == "sequences":
@@ -291,7 +291,7 @@ def look_at(first: Seam, seams: list[Seam], one: list[dict], layout: list[dict])
     called = [s.name for s in seams if s.phase == "forward"]
     is_head = first.phase == "gradient" and module_of(first) not in called and ".experts" not in first.name
     if is_head or first.phase == "backward" and first.name == called[-1]:
-        return token_loss_hint(about)  # what no module uses, the loss does
+        return token_loss_hint(about)  # no module uses the tensor, so the loss does
     is_parameter = first.phase == "gradient"
     hints = parameter_hints(first, seams, about, layout) if is_parameter else activation_hints(first, one, about)
     return "; ".join(dict.fromkeys(hints))
@@ -307,7 +307,7 @@ def token_loss_hint(about: dict) -> str:
 def activation_hints(first: Seam, one: list[dict], about: dict) -> list[str]:
     degrees, module = about["degrees"], module_of(first)
     part, is_forward, hints = first.name.partition(" ")[2], first.phase == "forward", []
-    uses = one[0]["uses"].get(first.name, [])  # a wrong gradient is made by what uses the tensor
+    uses = one[0]["uses"].get(first.name, [])  # modules that use the tensor compute the gradient
     tp_hint = style_hint([module, *uses] if is_forward else [*uses[:1], module, *uses], about)
     in_experts = [name for name in ([module] if is_forward else [*uses, module]) if name.endswith(".moe") or ".moe." in name]
     attends = part == "attention" if is_forward else part in ("q", "k", "v")
@@ -342,7 +342,7 @@ def activation_hints(first: Seam, one: list[dict], about: dict) -> list[str]:
 
 
 def parameter_hints(first: Seam, seams: list[Seam], about: dict, layout: list[dict]) -> list[str]:
-    """Activations and their gradients agree, and a parameter's finished gradient does not."""
+    """Hints if activations and their gradients agree, but a parameter's finished gradient does not."""
     all_of, degrees = [s for s in seams if s.phase == "gradient" and not math.isnan(s.error)], about["degrees"]
     bad = [s for s in all_of if s.differs]
     records = [record[:3] for part in layout for record in part["records"]]
@@ -366,7 +366,7 @@ def parameter_hints(first: Seam, seams: list[Seam], about: dict, layout: list[di
 
 
 def miscounted(one: list[dict], layout: list[dict]) -> str:
-    """What a wrong norm is made of, where that can be told from the squares of the gradients."""
+    """Explain a wrong norm by the squares of the gradients, if possible."""
     def norms(parts):
         return [tensor.double().item() for part in parts for phase, _, _, _, _, tensor in part["records"] if phase == "norm"]
 
@@ -387,7 +387,7 @@ def miscounted(one: list[dict], layout: list[dict]) -> str:
 
 
 def which_ranks(ranks: list[int], holders: list[int], degrees: dict[str, int]) -> str:
-    """" (rank 1 of tp)" where of the ranks that have it exactly those with that coordinate differ, "" where all do."""
+    """ " (rank 1 of tp)" if exactly the holders with tp coordinate 1 differ; "" if all holders differ."""
     if len(ranks) == len(holders):
         return ""
     for axis, degree in degrees.items():
@@ -422,7 +422,7 @@ def agreement(before: list[Seam]) -> str:
 
 
 def not_compared(seams: list[Seam], compiled: list[str]) -> list[str]:
-    """One line on the seams that only one of the two has, or that have no shape in common."""
+    """At most one line, on the seams of only one half, and on seams with different shapes."""
     names = [s.name for s in seams if math.isnan(s.error)]
     closed = tuple(f"{module}{mark}" for module in compiled for mark in ". ")
     inside = [name for name in names if name.startswith(closed)]
@@ -443,7 +443,7 @@ def kind_of(name: str) -> str:
 
 
 def first_difference_of(one: list[dict], layout: list[dict]) -> tuple[str, int]:
-    """(report, 0 equal | 1 different) of what the ranks of two runs have written down: Seams.found() of each rank."""
+    """(report, 0 equal | 1 different) from Seams.found() of each rank of the two runs."""
     return report_of(compare_seams(one, layout), one, layout)
 
 
@@ -459,8 +459,8 @@ def read_seams(folder: str) -> list[dict]:
 
 
 def check_where(main, cfg, degrees: dict[str, int]) -> int:
-    """--check_parity --where of the running recipe: one step on one process and on the layout; returns the exit status. (Two
-    steps are run: only when the second begins is it certain that the first has done all it does to weights and biases.)"""
+    """--check_parity --where of the running recipe: compare a step on one process with the layout; return the exit status.
+    Two steps run, because only the beginning of the second proves that all updates of weights and biases are done."""
     check_comparable(cfg)
     with tempfile.TemporaryDirectory() as folder:
         runs = []
