@@ -33,7 +33,7 @@ import torch
 from support.config import Parser, parse_config, usage_error
 from support.files import check_local, read_json, write_file
 from support.metrics import read_lines
-from tools.dryrun import Built, no_earlier_run
+from tools.stop_main import do_nothing, stop_main
 from tools.study import folder_of, is_finished, next_runs, report_study
 
 OURS = ("seed", "data_seed", "out")  # flags of the recipes that a study sets itself
@@ -110,14 +110,6 @@ def check(name: str, variant: dict, args) -> dict:
     if given:
         usage_error(f"variant {name!r}: ablate.py sets --{given[0]} of every run; leave it out (--out FOLDER is the study's)")
 
-    def built(model, *rest):
-        raise Built(model.flops_per_token(0) // 6 if hasattr(model, "flops_per_token") else None)
-
-    def connected(layout, *rest, **options):  # nothing beyond this line may run here
-        if "check_model" not in names:
-            raise Built(None)
-
-    nothing = lambda *rest, **options: None  # noqa: E731
     output, world = io.StringIO(), {"RANK": "0", "WORLD_SIZE": str(args.nproc)} if args.nproc > 1 else {}
     try:
         with contextlib.redirect_stderr(output), contextlib.redirect_stdout(io.StringIO()):
@@ -125,22 +117,17 @@ def check(name: str, variant: dict, args) -> dict:
             cfg = parse_config(module.Config, [*variant["flags"], f"--out={folder_of(args.out, name, 0)}"])
             if args.metric.startswith("val_") and not vars(cfg).get("val_every"):
                 raise ValueError(f"no validation, so no {args.metric}: give --val_every, or another --metric, such as loss")
-            names = module.main.__globals__
-            stand_ins = dict(connect=connected, check_model=built)
-            stand_ins |= dict.fromkeys(("make_mesh", "StopSignal", "check_run", "lock_run"), nothing)
-            known = {key: value for key, value in stand_ins.items() if key in names}
-            with mock.patch.dict(names, known), mock.patch.dict(os.environ, world), no_earlier_run():
-                module.main(cfg)
-        raise RuntimeError(f"{path} does not call connect")
-    except Built as stopped:
-        parameters = stopped.args[0]
+            last = "check_model" if "check_model" in module.main.__globals__ else "connect"
+            with mock.patch.dict(os.environ, world):
+                skipped = dict.fromkeys(("connect", "make_mesh", "StopSignal"), do_nothing)
+                (model, *_), _ = stop_main(module.main, cfg, last, **skipped)
     except SystemExit:
         usage_error(f"variant {name!r}: {output.getvalue().removeprefix('error: ').strip()}")
     except ValueError as error:
         usage_error(f"variant {name!r}: {error}")
     seeded = [flag for flag in ("seed", "data_seed") if hasattr(cfg, flag)]  # grpo.py has one seed for everything
-    return {"steps": cfg.steps, "val_every": vars(cfg).get("val_every", 0), "parameters": parameters,
-            "seeded": seeded}
+    parameters = model.flops_per_token(0) // 6 if hasattr(model, "flops_per_token") else None
+    return {"steps": cfg.steps, "val_every": vars(cfg).get("val_every", 0), "parameters": parameters, "seeded": seeded}
 
 
 def load(path: Path):

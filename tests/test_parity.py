@@ -20,6 +20,7 @@ from models.llama3 import Llama3Config
 from support.config import Need, flag, parse_config
 from tools import parity
 from tools.parity import check_parity
+from tools.report_flags import with_report_flags
 from tools.reports import run_report
 
 MODEL = Llama3Config(n_layers=6, n_heads=8, n_kv_heads=4, head_dim=64, ffn_dim=512, max_seq_len=8192)
@@ -39,7 +40,7 @@ def test_both_halves_of_check_parity_are_given_no_flag_in_vain(tmp_path, monkeyp
     cfg.out = str(tmp_path)  # with a checkpoint, so that --exclude_from_loading has an effect
 
     def started(command, **kwargs):
-        halves.append(parse_config(Fork, command[command.index("recipe.py") + 1 :]))
+        halves.append(parse_config(with_report_flags(Fork), command[command.index("recipe.py") + 1 :]))
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(sys, "argv", ["recipe.py", *argv])

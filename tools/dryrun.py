@@ -29,11 +29,11 @@ from distributed.experts import balance_experts
 from distributed.layout import AXES, all_blocks, local_tensor
 from distributed.pipeline import ZERO_BUBBLE, Schedule, n_microbatches
 from models.loss import CHUNK_ELEMENTS
-from storage import resume
 from support import muon
 from support.metrics import peak_flops
 from tools.costs import Watch, totals, unwatched
 from tools.schedule import bubble, duration, in_flight, rows_of, simulate
+from tools.stop_main import do_nothing, stop_main
 
 
 class DryWatch(Watch):
@@ -57,54 +57,30 @@ class DryWatch(Watch):
 
 
 # ---------------------------------------------------------------- building the recipe's model without devices
-class Built(BaseException):
-    """Raised to stop a recipe's main early; a BaseException, so that main's own `except Exception` lets it pass."""
-
-
-@contextmanager
-def no_earlier_run():
-    """Neither read nor lock the folder --out while a recipe's main runs for a report."""
-    with ExitStack() as stack:
-        for name in "check_run", "wait_for_run", "lock_run", "continued":
-            stack.enter_context(mock.patch.object(resume, name, lambda *args, **kwargs: None))
-        yield
-
-
 def build(main, cfg, connect, **stand_ins):
     """(stages, optimizers, layout) from the recipe's own main, stopped at the first call of Checkpoints.
 
     Functions that touch data, disk or other processes are replaced by stand-ins; everything else is the code of main and of
     parallel.py. stand_ins: more replacements, by their names in the recipe.
     """
-    seen = []
+    layouts = []
 
     def stand_in_connect(layout, *args, **kwargs):
         return connect(layout)
 
     def make_mesh(layout, usual=main.__globals__["make_mesh"]):
-        seen.append(usual(layout))
-        return seen[0]
+        layouts.append(usual(layout))
+        return layouts[0]
 
-    def checkpoints(*args, modules, optimizer, **kwargs):
-        raise Built(modules, optimizer)
-
-    nothing = lambda *args, **kwargs: None  # noqa: E731
     data = SimpleNamespace(vocab_size=0, n_val_samples=1, fingerprint={}, tokenizer_file=None)
     # check_groups, of forks/ft.py, would ask a server
-    stand_ins |= dict(check_groups=nothing, source_tokenizer=nothing, open_data=lambda *args: data, check_run=nothing)
-    stand_ins |= dict(lock_run=nothing, StopSignal=nothing, connect=stand_in_connect, make_mesh=make_mesh)
-    stand_ins |= dict(Checkpoints=checkpoints, loaded_later=lambda cfg: lambda fqn: False)
-    names = main.__globals__
-    known = {name: value for name, value in stand_ins.items() if name in names}
-    with mock.patch.dict(names, known), no_earlier_run():
-        try:
-            main(cfg)
-        except Built as built:
-            stages, optimizers = built.args
-            if seen[0].pp == 1:
-                stages[0].index, stages[0].n_stages = 0, 1  # as a pipeline's stages have
-            return stages, optimizers, seen[0]
-    raise RuntimeError("main ended before it made its Checkpoints: a dry run needs them to know that the model is complete")
+    stand_ins |= dict.fromkeys(("check_groups", "source_tokenizer", "StopSignal"), do_nothing)
+    stand_ins |= dict(open_data=lambda *args: data, connect=stand_in_connect, make_mesh=make_mesh)
+    _, made = stop_main(main, cfg, "Checkpoints", **stand_ins, loaded_later=lambda cfg: lambda fqn: False)
+    stages, [layout] = made["modules"], layouts
+    if layout.pp == 1:
+        stages[0].index, stages[0].n_stages = 0, 1  # as a pipeline's stages have
+    return stages, made["optimizer"], layout
 
 
 # Schedules that a dry run replaces: the same collectives in a simpler order, and 1 or 2 micro-batches suffice

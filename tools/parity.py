@@ -4,20 +4,16 @@ import os
 import subprocess
 import sys
 import tempfile
-from contextlib import ExitStack
 from dataclasses import replace
-from unittest import mock
 
 import torch
 
-import distributed.refusals
 from distributed.agree import some
 from distributed.layout import AXES
 from distributed.refusals import facts, runs_on_cuda
 from support.config import FROM_FILE, no_effect, spell, unmet_needs
 from support.metrics import read_lines
-from tools.dryrun import Built, no_earlier_run
-from tools.report_flags import recipe_arguments
+from tools.stop_main import stop_main
 
 STEPS, RECORD = 3, "_record"  # RECORD: appended to --out, the folder of a half's gradients
 # In fp32, from the first step on. Every mistake of tests/test_mutants.py is far above these tolerances. Updates get more room
@@ -37,20 +33,8 @@ def later_slack(cfg, has_experts: bool) -> float:
 
 def model_config_of(main, cfg):
     """The config of the recipe's model: run main up to check_layout, and return the model config that main passes."""
-
-    def seen(cfg, model_config, **kwargs):
-        raise Built(model_config)
-
-    patches = [mock.patch.object(distributed.refusals, "check_layout", seen)]
-    patches += [mock.patch.dict(main.__globals__, check_layout=seen)] * ("check_layout" in main.__globals__)
-    with ExitStack() as stack:
-        for patch in [*patches, no_earlier_run()]:
-            stack.enter_context(patch)
-        try:
-            main(replace(cfg))  # a copy: main writes the batch size into the config
-        except Built as built:
-            return built.args[0]
-    raise RuntimeError("main ended without a call of check_layout")
+    (_, model_config), _ = stop_main(main, replace(cfg), "check_layout")  # a copy: main writes the batch size into cfg
+    return model_config
 
 
 def without_refused(cfg, flags: dict, model_config) -> dict:
@@ -114,7 +98,7 @@ def run_half(name: str, flags: dict, where: bool = False) -> int:
     if processes > 1:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     command += [os.path.join(os.path.dirname(os.path.abspath(__file__)), "parity_half.py")]
-    command += ["--where"] * where + [flags["out"] + RECORD, sys.argv[0], *recipe_arguments()]
+    command += ["--where"] * where + [flags["out"] + RECORD, *sys.argv, "--no-check_parity", "--no-where"]
     command += [f"--{flag}={spell(value)}" for flag, value in flags.items()]  # of a repeated flag the last value counts
     done = subprocess.run(command, capture_output=True, text=True)
     if not done.returncode:
@@ -126,10 +110,17 @@ def run_half(name: str, flags: dict, where: bool = False) -> int:
     return done.returncode if processes == 1 else 2 if is_refused else 1  # torchrun's own status is always 1
 
 
-def check_comparable(cfg):
-    """Raise ValueError under torchrun."""
+def run_both_halves(main, cfg, degrees: dict[str, int], read, where=False, **flags) -> tuple[int, list]:
+    """Run the recipe on one process and on the layout. Returns (exit status of a failed run or 0, [read(out) of each half])."""
     if "RANK" in os.environ:
         raise ValueError("--check_parity starts its own processes: run it with python, not torchrun")
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, half in flags_of_halves(main, cfg, degrees, folder).items():
+            if status := run_half(name, half | flags, where):
+                return status, []
+            found.append(read(half["out"]))
+        return 0, found
 
 
 def check_parity(main, cfg, degrees: dict[str, int]) -> int:
@@ -138,14 +129,10 @@ def check_parity(main, cfg, degrees: dict[str, int]) -> int:
     Works for any copy of a recipe: tools/parity_half.py runs the recipe twice, with flags appended, and records the arguments
     of parallel.clip_grad_norm.
     """
-    check_comparable(cfg)
-    with tempfile.TemporaryDirectory() as folder:
-        runs = []
-        for name, flags in flags_of_halves(main, cfg, degrees, folder).items():
-            if status := run_half(name, flags):
-                return status
-            runs.append(read_records(flags["out"]))
-        return print_comparison(*runs, later_slack(cfg, any(".experts." in fqn for fqn in runs[0][0]["gradient"])))
+    status, halves = run_both_halves(main, cfg, degrees, read_records)
+    if status:
+        return status
+    return print_comparison(*halves, later_slack(cfg, any(".experts." in fqn for fqn in halves[0][0]["gradient"])))
 
 
 def read_records(out: str) -> list[dict]:

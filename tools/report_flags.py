@@ -1,6 +1,5 @@
 """The flags of tools/reports.py, which no recipe declares."""
-import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
 from support.config import Need, flag
@@ -26,16 +25,3 @@ class ReportConfig:
 def with_report_flags(Config) -> type:
     """Config with the flags of ReportConfig after its own."""
     return dataclass(kw_only=True)(type("Config", (Config, ReportConfig), {"__module__": Config.__module__}))
-
-
-def recipe_arguments() -> list[str]:
-    """The words of the command line without the flags of ReportConfig and their values."""
-    kinds, words, skipping = {field.name: field.type for field in fields(ReportConfig)}, [], False
-    for word in sys.argv[1:]:
-        name = word.split("=")[0].removeprefix("--").removeprefix("no-")
-        if word.startswith("--") and name in kinds:
-            skipping = "=" not in word
-        elif word.startswith("--") or not skipping:  # else the value of a report's flag
-            words.append(word)
-            skipping = False
-    return words

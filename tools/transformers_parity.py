@@ -7,9 +7,7 @@ transformers computes: forward, loss, backward, the parameters' gradients.
 import math
 import os
 from collections import defaultdict
-from contextlib import ExitStack
 from dataclasses import replace
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +15,10 @@ from torch import Tensor, nn
 
 from distributed.agree import reason
 from distributed.layout import AXES, named_tensors
-from storage import resume
 from storage.hf import load_hf, read_hf_config
 from support.config import override_fields
-from tools.dryrun import Built, no_earlier_run
 from tools.operations import Seams
+from tools.stop_main import do_nothing, stop_main
 from tools.where import Seam, agreement, distance, factor_of, size_text
 
 BATCH, LENGTH = 3, 128  # of the random tokens: long enough to see a wrong rotation
@@ -31,21 +28,9 @@ APART = dict(initial=0.0, forward=1e-4, logits=1e-4, loss=1e-5, backward=5e-4, g
 
 def model_classes_of(main, cfg) -> tuple[type, type]:
     """(model class, config class) of the recipe: run main up to claim_run, and return the classes that main passes."""
-
-    def seen(cfg, Model, model_config, *args, **kwargs):
-        raise Built(Model, type(model_config))
-
-    nothing = lambda *args, **kwargs: None  # noqa: E731
-    stand_ins = dict(claim_run=seen, check_layout=nothing, open_data=nothing, source_tokenizer=nothing)
-    known = {name: value for name, value in stand_ins.items() if name in main.__globals__}
-    with ExitStack() as stack:
-        for patch in (mock.patch.object(resume, "claim_run", seen), mock.patch.dict(main.__globals__, known), no_earlier_run()):
-            stack.enter_context(patch)
-        try:
-            main(replace(cfg))
-        except Built as built:
-            return built.args
-    raise RuntimeError("main ended without a call of claim_run, which tells the class of its model")
+    skipped = dict.fromkeys(("check_layout", "open_data", "source_tokenizer"), do_nothing)
+    (_, Model, model_config, *_), _ = stop_main(main, replace(cfg), "claim_run", **skipped)
+    return Model, type(model_config)
 
 
 def our_model(main, cfg, folder: str) -> nn.Module:

@@ -6,8 +6,6 @@ computes the seam on the layout.
 """
 import math
 import os
-import sys
-import tempfile
 from collections import defaultdict
 from itertools import product
 from typing import NamedTuple
@@ -18,16 +16,7 @@ from torch import Tensor
 from distributed.layout import AXES
 from distributed.pipeline import ZERO_BUBBLE
 from parallel import sequence_index
-from tools.parity import (
-    GRADIENT_TOLERANCE,
-    LOSS_TOLERANCE,
-    NORM_TOLERANCE,
-    RECORD,
-    WEIGHT_TOLERANCE,
-    check_comparable,
-    flags_of_halves,
-    run_half,
-)
+from tools.parity import GRADIENT_TOLERANCE, LOSS_TOLERANCE, NORM_TOLERANCE, RECORD, WEIGHT_TOLERANCE, run_both_halves
 
 # Relative to the norm of the tensor, in fp32; 0: must be equal. Rounding grows with depth and in the backward.
 TOLERANCES = dict(
@@ -450,7 +439,8 @@ def first_difference_of(one: list[dict], layout: list[dict]) -> tuple[str, int]:
 # ---------------------------------------------------------------- the command
 
 
-def read_seams(folder: str) -> list[dict]:
+def read_seams(out: str) -> list[dict]:
+    folder = out + RECORD
     files = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
     parts = [torch.load(os.path.join(folder, f), weights_only=True) for f in files if f.startswith("seams-")]
     if not parts:
@@ -461,14 +451,8 @@ def read_seams(folder: str) -> list[dict]:
 def check_where(main, cfg, degrees: dict[str, int]) -> int:
     """--check_parity --where of the running recipe: compare a step on one process with the layout; return the exit status.
     Two steps run, because only the beginning of the second proves that all updates of weights and biases are done."""
-    check_comparable(cfg)
-    with tempfile.TemporaryDirectory() as folder:
-        runs = []
-        for name, flags in flags_of_halves(main, cfg, degrees, folder).items():
-            if status := run_half(name, flags | {"steps": 2}, where=True):
-                return status
-            runs.append(read_seams(flags["out"] + RECORD))
-        text, status = first_difference_of(*runs)
-    print(text)
-    sys.stdout.flush()
+    status, halves = run_both_halves(main, cfg, degrees, read_seams, where=True, steps=2)
+    if not status:
+        text, status = first_difference_of(*halves)
+        print(text, flush=True)
     return status
