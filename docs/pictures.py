@@ -282,13 +282,10 @@ def pp() -> str:
 def pictured(cfg, n: int, n_stages: int) -> tuple[str, int]:
     """A schedule of n micro-batches on four ranks, with bubble and legend."""
     times = simulate(rows_of(cfg, 4, n, n_stages))
-    kinds = {kind for row in times for *_, kind, _, _ in row}
     drawn, high = svg.schedule(times, WIDTH - 20)
-    entries = [("F", "F forward"), ("B", "B backward"), ("I", "I backward, of inputs"), ("W", "W backward, of weights")]
-    entries = [entry for entry in entries if entry[0] in kinds] + [("idle", "idle: the bubble")]
     name = label(0, 12, f"{cfg.pp_schedule}: {n} micro-batches, bubble {bubble(times):.1%}", "bold")
     name += label(WIDTH - 20, 12, "thick edge: a rank's second stage", "small soft", "end") if n_stages > 4 else ""
-    return f'{name}<g transform="translate(0 24)">\n{drawn}</g>\n{legend(58, high + 46, entries)}', high + 58
+    return f'{name}<g transform="translate(0 24)">\n{drawn}</g>\n{svg.schedule_legend(58, high + 46, times)}', high + 58
 
 
 def schedule(name: str) -> str:

@@ -1,5 +1,4 @@
 """--explain: a page on a single block: the placement of each parameter, and each collective with its phase and reason."""
-from collections import Counter
 
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -10,34 +9,46 @@ from tools.dryrun import DryWatch, dry_world, human, observe, plus, size_of, tab
 from tools.placement import shown_block
 
 AGAIN = "the same weights again: they were freed after the forward"
-REASONS = {  # (axis, operation, phase)
-    ("fsdp", "all_gather", "forward"): "the weights, whole, before they are used",
-    ("fsdp", "all_gather", "backward"): AGAIN,
-    ("fsdp", "reduce_scatter", "backward"): "the gradients: summed over data and cp ranks, each keeps its shard",
-    ("efsdp", "all_gather", "forward"): "the weights of this rank's experts, whole, before they are used",
-    ("efsdp", "all_gather", "backward"): AGAIN,
-    ("efsdp", "reduce_scatter", "backward"): "the experts' gradients: summed, each rank keeps its shard",
-    ("dp_replicate", "all_reduce", "backward"): "the shards of the gradients, summed over the copies of the model",
-    ("tp", "all_gather", "forward"): "the sequence, whole, before attention and FFN: each rank has other heads and channels",
-    ("tp", "reduce_scatter", "forward"): "partial sums behind attention and FFN; each rank keeps its part of the sequence",
-    ("tp", "all_gather", "backward"): "the mirror of the forward's reduce-scatter",
-    ("tp", "reduce_scatter", "backward"): "the mirror of the forward's all-gather",
-    ("tp", "all_gather", "recompute"): "the forward's, as its result was not kept",
-    ("tp", "reduce_scatter", "recompute"): "the forward's, as its result was not kept",
-    ("tp", "all_reduce", "forward"): "what ranks with parts of one sequence must agree on",
-    ("tp", "all_reduce", "backward"): "gradients of weights that every rank holds: each saw a part of the tokens or heads",
-    ("cp", "all_gather", "forward"): "keys and values of the whole sequence, for this rank's queries",
-    ("cp", "all_gather", "recompute"): "the forward's, as its result was not kept",
-    ("cp", "reduce_scatter", "backward"): "gradients of keys and values: every rank used them all",
-    ("cp", "all_to_all", "forward"): "q, k, v: parts of a sequence for whole sequences of fewer heads; the output: back",
-    ("cp", "all_to_all", "recompute"): "the forward's, as its result was not kept",
-    ("cp", "all_to_all", "backward"): "the mirror of the forward's",
-    ("ep", "all_to_all", "forward"): "how many tokens come; the tokens to their experts; the results back",
-    ("ep", "all_to_all", "recompute"): "the forward's, as its result was not kept",
-    ("pp", "send", "step"): "per micro-batch: activations to the next stage, gradients to the one before",
-    ("pp", "recv", "step"): "per micro-batch: activations from the stage before, gradients from the next",
-    ("world", "all_reduce", "step"): "numbers that all ranks need: tokens of the global batch, squares of the gradients",
-    ("ep", "all_to_all", "backward"): "gradients of the results to the experts, and of the tokens back",
+TRAFFIC = {  # (axis, operation, phase): contents, places in the phase (see svg.timeline), reason
+    ("fsdp", "all_gather", "forward"): ("weights", ["before"], "the weights, whole, before they are used"),
+    ("fsdp", "all_gather", "backward"): ("weights again", ["before"], AGAIN),
+    ("fsdp", "reduce_scatter", "backward"): (
+        "gradients", ["after"], "the gradients: summed over data and cp ranks, each keeps its shard"),
+    ("efsdp", "all_gather", "forward"): (
+        "experts' weights", ["before"], "the weights of this rank's experts, whole, before they are used"),
+    ("efsdp", "all_gather", "backward"): ("weights again", ["before"], AGAIN),
+    ("efsdp", "reduce_scatter", "backward"): (
+        "gradients", ["after"], "the experts' gradients: summed, each rank keeps its shard"),
+    ("dp_replicate", "all_reduce", "backward"): (
+        "gradients' parts", ["after"], "the shards of the gradients, summed over the copies of the model"),
+    ("tp", "all_gather", "forward"): (
+        "sequence", ["into attention", "into FFN"],
+        "the sequence, whole, before attention and FFN: each rank has other heads and channels"),
+    ("tp", "reduce_scatter", "forward"): (
+        "partial sums", ["behind attention", "behind FFN"],
+        "partial sums behind attention and FFN; each rank keeps its part of the sequence"),
+    ("tp", "all_reduce", "forward"): ("loads", ["FFN"], "what ranks with parts of one sequence must agree on"),
+    ("tp", "all_gather", "backward"): (
+        "gradients", ["behind FFN", "behind attention"], "the mirror of the forward's reduce-scatter"),
+    ("tp", "reduce_scatter", "backward"): (
+        "gradients", ["into FFN", "into attention"], "the mirror of the forward's all-gather"),
+    ("tp", "all_reduce", "backward"): (
+        "norms' gradients", ["after"], "gradients of weights that every rank holds: each saw a part of the tokens or heads"),
+    ("cp", "all_gather", "forward"): (
+        "keys, values", ["attention"], "keys and values of the whole sequence, for this rank's queries"),
+    ("cp", "reduce_scatter", "backward"): (
+        "their gradients", ["attention"], "gradients of keys and values: every rank used them all"),
+    ("cp", "all_reduce", "forward"): ("loads", ["FFN"], "what ranks with parts of one sequence must agree on"),
+    ("cp", "all_to_all", "forward"): (
+        "q, k, v, output", ["attention"], "q, k, v: parts of a sequence for whole sequences of fewer heads; the output: back"),
+    ("cp", "all_to_all", "backward"): ("their gradients", ["attention"], "the mirror of the forward's"),
+    ("ep", "all_to_all", "forward"): (
+        "tokens", ["FFN"], "how many tokens come; the tokens to their experts; the results back"),
+    ("ep", "all_to_all", "backward"): ("gradients", ["FFN"], "gradients of the results to the experts, and of the tokens back"),
+    ("pp", "send", "step"): ("", [], "per micro-batch: activations to the next stage, gradients to the one before"),
+    ("pp", "recv", "step"): ("", [], "per micro-batch: activations from the stage before, gradients from the next"),
+    ("world", "all_reduce", "step"): (
+        "", [], "numbers that all ranks need: tokens of the global batch, squares of the gradients"),
 }
 
 
@@ -78,13 +89,13 @@ def count_block(main, cfg):
 def travels(step) -> list[tuple]:
     """(phase, axis, operation, number, bytes, why) of all collectives of a step, in the order of the phases. Phases of
     different pipeline ranks overlap, so sends and receives have the phase "step"."""
-    found, moves = [], {key[1:]: n for key, n in step.items() if key[0] == "moved" and n}
+    moved = {key[1:]: n for key, n in step.items() if key[0] == "moved" and n}
+    found = []
     for p in ("forward", "recompute", "backward", "step"):
-        moved = Counter()
-        for (phase, axis, op, size), n in moves.items():
-            moved[phase, axis, op, size] += n * (p == ("step" if axis in ("pp", "world") else phase))
-        for (axis, op), (number, size) in totals({key: n for key, n in moved.items() if n}).items():
-            found.append((p, axis, op, number, size, REASONS.get((axis, op, p), "")))
+        here = {key: n for key, n in moved.items() if p == ("step" if key[1] in ("pp", "world") else key[0])}
+        for (axis, op), (number, size) in totals(here).items():
+            *_, why = TRAFFIC.get((axis, op, p), [""])
+            found.append((p, axis, op, number, size, "the forward's, as its result was not kept" if p == "recompute" else why))
     return found
 
 

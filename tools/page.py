@@ -200,12 +200,9 @@ def ticks(times, owner: dict[int, int], size: str) -> list[dict]:
 def schedule_section(cfg, times, found) -> str:
     picture, height = svg.schedule(times)
     n = len(times)
-    kinds = {kind for row in times for *_, kind, _, _ in row} | {"idle"}
-    legend = [("F", "F forward"), ("B", "B backward"), ("I", "I backward, of inputs"), ("W", "W backward, of weights"),
-              ("idle", "idle")]
-    legend = svg.legend(58, height + 18, [entry for entry in legend if entry[0] in kinds])
+    legend = svg.schedule_legend(58, height + 18, times)
     two = any(stage >= n for row in times for *_, stage, _ in row)
-    halves = ", and either half of one (I, W) one tick" * ("I" in kinds)
+    halves = ", and either half of one (I, W) one tick" * any(kind == "I" for row in times for *_, kind, _, _ in row)
     second = " An edge is thicker where a rank runs its second stage." * two
     mark = svg.rect(58, -3, unit_of(times), height + 2, "mark", id="now")
     rows = "".join(f'<tr><th scope="row">pp {i}</th><td id="does{i}"></td></tr>' for i in range(n))
@@ -254,7 +251,7 @@ def make_page(cfg, report, counted, command: str) -> str:
     data = dict(ranks=by_rank, holdings=found, groups=axis_groups(layout), ticks=steps, left=left, unit=unit,
                 inner=layout.cp * layout.tp)
     block = f"one block (blocks.{counted[1]})" if counted else "the whole step of the first device"
-    rows = [[p, axis, svg.OPERATIONS.get(op, op), n, human(size), (f'data-with="{axis}"', ""), why]
+    rows = [[p, axis, op.replace("_", "-"), n, human(size), (f'data-with="{axis}"', ""), why]
             for p, axis, op, n, size, why in moved]
     head = ["phase", "axis", "operation", "number", "bytes in all", "among ranks", "why"]
     means = [text for op, text in MEANS.items() if op in {m[2] for m in moved}]

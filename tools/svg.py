@@ -6,6 +6,7 @@ the page of --explain --html. On a dark screen the page gives the classes other 
 from html import escape
 
 from tools.dryrun import human
+from tools.explain import TRAFFIC
 from tools.schedule import duration
 
 COLORS = {  # name: (on white, on a dark page). Text on a filled box is always in its own colour, below.
@@ -120,34 +121,9 @@ def words_for(part, shape) -> str:
 
 
 # ---------------------------------------------------------------- what travels when
-OPERATIONS = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "all_reduce": "all-reduce",
-              "all_to_all": "all-to-all"}
 FORWARD = ["before", "into attention", "attention", "behind attention", "into FFN", "FFN", "behind FFN", "after"]
 BACKWARD = ["before", "behind FFN", "FFN", "into FFN", "behind attention", "attention", "into attention", "after"]
 ORDER = ["fsdp", "efsdp", "dp_replicate", "tp", "cp", "etp", "ep", "pp", "world"]
-WHEN = {  # (axis, operation, phase): contents, and places in the phase
-    ("fsdp", "all_gather", "forward"): ("weights", ["before"]),
-    ("fsdp", "all_gather", "backward"): ("weights again", ["before"]),
-    ("fsdp", "reduce_scatter", "backward"): ("gradients", ["after"]),
-    ("efsdp", "all_gather", "forward"): ("experts' weights", ["before"]),
-    ("efsdp", "all_gather", "backward"): ("weights again", ["before"]),
-    ("efsdp", "reduce_scatter", "backward"): ("gradients", ["after"]),
-    ("dp_replicate", "all_reduce", "backward"): ("gradients' parts", ["after"]),
-    ("tp", "all_gather", "forward"): ("sequence", ["into attention", "into FFN"]),
-    ("tp", "reduce_scatter", "forward"): ("partial sums", ["behind attention", "behind FFN"]),
-    ("tp", "all_reduce", "forward"): ("loads", ["FFN"]),
-    ("tp", "all_gather", "backward"): ("gradients", ["behind FFN", "behind attention"]),
-    ("tp", "reduce_scatter", "backward"): ("gradients", ["into FFN", "into attention"]),
-    ("tp", "all_reduce", "backward"): ("norms' gradients", ["after"]),
-    ("cp", "all_gather", "forward"): ("keys, values", ["attention"]),
-    ("cp", "reduce_scatter", "backward"): ("their gradients", ["attention"]),
-    ("cp", "all_reduce", "forward"): ("loads", ["FFN"]),
-    ("cp", "all_to_all", "forward"): ("q, k, v, output", ["attention"]),
-    ("cp", "all_to_all", "backward"): ("their gradients", ["attention"]),
-    ("ep", "all_to_all", "forward"): ("tokens", ["FFN"]),
-    ("ep", "all_to_all", "backward"): ("gradients", ["FFN"]),
-}
-
 
 def timeline(moved, names: tuple[str, str], width=860) -> tuple[str, int]:
     """(SVG, height): a band for each phase, time from left to right, a row for each axis. moved: see explain.travels; names:
@@ -168,12 +144,13 @@ def timeline(moved, names: tuple[str, str], width=860) -> tuple[str, int]:
         for axis in sorted({m[1] for m in rows}, key=ORDER.index):
             out += label(0, y + 26, axis, "bold")
             for _, _, op, n, size, _ in (m for m in rows if m[1] == axis):
-                what, where = WHEN.get((axis, op, "forward" if phase == "recompute" else phase), (axis, ["after"]))
-                where = where[:n]
+                key = axis, op, "forward" if phase == "recompute" else phase
+                what, where, _ = TRAFFIC.get(key, (axis, ["after"], ""))
+                where, name = where[:n], op.replace("_", "-")
                 each = n // len(where)
-                says = [OPERATIONS[op], what, human(size / n)]
+                says = [name, what, human(size / n)]
                 if each > 1:
-                    says = [f"{each} {OPERATIONS[op]}s", what, human(size / len(where)) + " in all"]
+                    says = [f"{each} {name}s", what, human(size / len(where)) + " in all"]
                 for place in where:
                     x = left + places.index(place) * step
                     out += rect(x + 1, y, step - 2, 50, "sent", 5)
@@ -198,3 +175,9 @@ def schedule(times, width=860, left=58, height=26) -> tuple[str, int]:
             text = f"{kind}{m}" if w > 21 else str(m) if w > 13 else ""
             out += label(left + (a + b) / 2 * unit, y + 18, text, "small dark", "middle") if text else ""
     return out, n * (height + 4)
+
+
+def schedule_legend(x, y, times) -> str:
+    texts = {"F": "F forward", "B": "B backward", "I": "I backward, of inputs", "W": "W backward, of weights"}
+    kinds = {kind for row in times for *_, kind, _, _ in row}
+    return legend(x, y, [(kind, text) for kind, text in texts.items() if kind in kinds] + [("idle", "idle: the bubble")])
