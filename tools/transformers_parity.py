@@ -19,7 +19,7 @@ from storage.hf import load_hf, read_hf_config
 from support.config import override_fields
 from tools.operations import Seams
 from tools.stop_main import do_nothing, stop_main
-from tools.where import Seam, agreement, distance, factor_of, size_text
+from tools.where import Seam, distance, factor_of, module_around, report_seams
 
 BATCH, LENGTH = 3, 128  # of the random tokens: long enough to see a wrong rotation
 # Relative, in fp32. Two correct implementations order sums differently, and raise theta to powers in different ways.
@@ -173,11 +173,12 @@ def compare_with_transformers(ours, theirs) -> tuple[list[Seam], list[str], dict
     seams, left_out = [], []
     called = {name for phase, name, _ in mine if phase == "forward"}
     for (phase, name, call), tensors in other.items():
+        tolerance = APART[phase]
         if (phase, name, call) not in mine:
             if phase == "backward" and ("forward", name, call) in mine:
-                seams.append(Seam(phase, name, call, math.inf, note="no gradient arrives"))
+                seams.append(Seam(phase, name, call, math.inf, tolerance, note="no gradient arrives"))
             elif phase == "forward" and " " not in name and name not in called:
-                seams.append(Seam(phase, name, call, math.inf, note="never called here"))
+                seams.append(Seam(phase, name, call, math.inf, tolerance, note="never called here"))
             else:
                 left_out.append(name)
             continue
@@ -187,18 +188,8 @@ def compare_with_transformers(ours, theirs) -> tuple[list[Seam], list[str], dict
             left_out.append(name)
             continue
         error, (got, want) = min(((distance(*way, way[1]), way) for way in ways), key=lambda found: found[0])
-        seams.append(Seam(phase, name, call, error, factor=factor_of([(got, want)]) if error > APART[phase] else None))
+        seams.append(Seam(phase, name, call, error, tolerance, factor=factor_of([(got, want)])))
     return seams, left_out, names
-
-
-def where_made(seam: Seam) -> str:
-    """The module to look at: a module gets a wrong input by a mistake of the module around."""
-    module, _, part = seam.name.partition(" ")
-    if part == "input":
-        around = module.rpartition(".")[0]
-        around = around.removesuffix(".blocks") if around != "blocks" else ""
-        return f"{around or 'the model'} (what it gives to {module})"
-    return seam._replace(phase=seam.phase if seam.phase not in ("logits",) else "forward").label.removeprefix("forward of ")
 
 
 def hint_against(first: Seam) -> str:
@@ -215,32 +206,19 @@ def hint_against(first: Seam) -> str:
     if part == "attention":
         return "the scale, the mask, which query heads share a key head"
     if part == "input" or first.note:
-        return f"the forward of {(where_made(first) if part else module.rpartition('.')[0] or 'the model').split(' (')[0]}"
+        return f"the forward of {module_around(module)}"
     return f"the forward of {module}, and its constants (eps, factors)"
 
 
 def report_against(seams: list[Seam], left_out: list[str], names: dict, theirs: str) -> tuple[str, int]:
     """(the report, exit status)."""
-    def line(seam: Seam) -> str:
-        return f"{'forward of ' * (seam.phase in ('forward', 'logits'))}{where_made(seam)}"
 
-    first = next((s for s in seams if not s.error <= APART[s.phase]), None)
+    def look(first: Seam) -> str:
+        return f"{hint_against(first)}; there it is {names.get(first.name, first.name).partition(' ')[0]} of {theirs}"
+
     kinds = sorted({".".join("*" if p.isdigit() else p for p in name.split(".")) for name in left_out})
     rest = [f"not compared, because the two have other shapes or parts there: {', '.join(kinds)}"] if kinds else []
-    if first is None:
-        worst = max(seams, key=lambda s: s.error / (APART[s.phase] or 1))
-        return "\n".join([f"no difference from {theirs} at {len(seams)} seams; the largest is {worst.error:.1e}, {line(worst)}",
-                          *rest]), 0
-    at = seams.index(first)
-    before, after = seams[:at], [s for s in seams[at + 1 :] if not s.error <= APART[s.phase]]
-    factor = first.factor
-    factor = f", {factor:.4g} times theirs" if factor is not None and abs(factor - 1) > 1e-3 else ""
-    lines = [f"first apart: {line(first)}: {size_text(first)}{' (relative)' * (not first.note)}{factor}; {agreement(before)}"]
-    lines += [f"  agrees   {s.error:.1e}  {line(s)}" for s in before[-2:]]
-    lines += [f"  differs  {size_text(s)}  {line(s)}" for s in [first, *after[:2]]]
-    there = names.get(first.name, first.name).partition(" ")[0]
-    lines.append(f"look at: {hint_against(first)}; there it is {there} of {theirs}")
-    return "\n".join(lines + rest), 1
+    return report_seams(seams, f" from {theirs}", look, rest)
 
 
 def check_against(main, cfg, folder: str) -> int:

@@ -7,6 +7,7 @@ computes the seam on the layout.
 import math
 import os
 from collections import defaultdict
+from functools import partial
 from itertools import product
 from typing import NamedTuple
 
@@ -40,6 +41,7 @@ class Seam(NamedTuple):
     name: str
     call: int
     error: float
+    tolerance: float
     where: str = ""
     factor: float | None = None
     note: str = ""
@@ -47,22 +49,33 @@ class Seam(NamedTuple):
 
     @property
     def differs(self) -> bool:
-        return not self.error <= TOLERANCES[self.phase]
+        return not self.error <= self.tolerance
+
+    @property
+    def size(self) -> str:
+        return self.note or f"{self.error:.1e}"
 
     @property
     def label(self) -> str:
         """The seam in words."""
         name = self.name + f" (call {self.call + 1})" * (self.call > 0)
         module, _, part = self.name.partition(" ")
-        what = {"q": "the queries", "k": "the keys", "v": "the values", "attention": "attention"}.get(part)
-        forward = f"forward of {module} ({what})" if what else f"forward of {name}"
-        backward = f"backward of {module} (gradient of {what})" if what else f"backward, gradient of the output of {name}"
+        forward, backward = f"forward of {name}", f"backward, gradient of the output of {name}"
+        if what := {"q": "the queries", "k": "the keys", "v": "the values", "attention": "attention"}.get(part):
+            forward, backward = f"forward of {module} ({what})", f"backward of {module} (gradient of {what})"
+        elif part == "input":  # a module gets a wrong input by a mistake of the module around
+            forward = f"forward of {module_around(module)} (what it gives to {module})"
         return {
             "initial": f"initial value of {name}", "sequences": "the sequences of the global batch", "inputs": f"input {name}",
-            "count": "count_tokens, the tokens of the global batch", "forward": forward, "loss": "loss", "backward": backward,
-            "gradient": f"finished gradient of {name}", "norm": "gradient norm", "clipped": f"clipped gradient of {name}",
-            "after": f"{name} after the step",
+            "count": "count_tokens, the tokens of the global batch", "forward": forward, "logits": forward, "loss": "loss",
+            "backward": backward, "gradient": f"finished gradient of {name}", "norm": "gradient norm",
+            "clipped": f"clipped gradient of {name}", "after": f"{name} after the step",
         }[self.phase]
+
+
+def module_around(module: str) -> str:
+    """blocks.0.attn -> blocks.0 -> the model"""
+    return module.rpartition(".")[0].removesuffix("blocks").removesuffix(".") or "the model"
 
 
 # ---------------------------------------------------------------- the ranks' parts, side by side
@@ -149,66 +162,63 @@ def tokens_apart(pairs: list[tuple[Tensor, Tensor]]) -> tuple[int, int]:
     return sum(int(x.sum()) for x in off), sum(x.numel() for x in off)
 
 
-def compare_pieces(phase: str, one: list[Piece], layout: list[Piece], degrees: dict, T: int):
-    """(error of each rank, pairs of parts) under the best placement; None if no placement fits the shapes."""
-    if phase not in ("forward", "backward", "inputs"):
-        whole = one[0].tensor
-        cut = lambda p: whole[tuple(slice(o, o + n) for o, n in zip(p.offset or (), p.tensor.shape, strict=False))]  # noqa: E731
-        if any(len(p.tensor.shape) != whole.dim() for p in layout):
+def compare_parts(one: list[Piece], layout: list[Piece]):
+    """(error of each rank, pairs of parts) of pieces with an offset, such as parameters; None if shapes differ."""
+    whole, pairs = one[0].tensor, []
+    for piece in layout:
+        part = tuple(slice(o, o + n) for o, n in zip(piece.offset or (), piece.tensor.shape, strict=False))
+        pairs.append((piece.tensor, whole[part]))
+        if piece.tensor.shape != whole[part].shape:
             return None
-        pairs = [(p.rank, p.tensor, cut(p)) for p in layout]
-        if any(got.shape != want.shape for _, got, want in pairs):
-            return None
-        return by_rank(pairs, whole), [(got, want) for _, got, want in pairs]
-    parts = [by_rows(p) for p in one]
-    if any(x is None for x in parts) or len({x.shape[1:] for x in parts}) > 1:
+    return by_rank(pairs, layout, whole), pairs
+
+
+def compare_rows(one: list[Piece], layout: list[Piece], degrees: dict, T: int, is_gradient: bool):
+    """(error of each rank, pairs of parts) of activations under the best placement; None if no placement fits the shapes."""
+    parts, locals_ = [by_rows(p) for p in one], [by_rows(p) for p in layout]
+    if any(x is None or x.shape[1:] != side[0].shape[1:] for side in (parts, locals_) for x in side):
         return None
     whole, index = torch.cat(parts), {key: i for i, key in enumerate(key for p in one for key in p.rows)}
-    locals_ = [by_rows(p) for p in layout]
-    if any(x is None for x in locals_) or len({x.shape[1:] for x in locals_}) > 1:
-        return None
-    best = None
+    candidates = []
     for place in placements(whole.shape, locals_[0].shape, degrees["cp"], degrees["tp"], T):
         pairs = []
         for piece, got in zip(layout, locals_, strict=True):
             rows = whole[[index[key] for key in piece.rows]]
-            pairs.append((piece.rank, got, part_of(rows, place, coordinates(piece.rank, degrees), degrees)))
-        for candidate in [pairs] + [summed_over_tp(pairs, layout, degrees)] * (phase == "backward" and place[1] is None
-                                                                              and degrees["tp"] > 1):
-            errors = by_rank(candidate, whole)
-            if best is None or max(errors.values()) < max(best[0].values()):
-                best = errors, [(got, want) for _, got, want in candidate]
-    return best
+            pairs.append((got, part_of(rows, place, coordinates(piece.rank, degrees), degrees)))
+        candidates.append(pairs)
+        if is_gradient and place[1] is None and degrees["tp"] > 1:
+            candidates.append(sum_over_tp(pairs, layout, degrees["tp"]))
+    found = [(by_rank(pairs, layout, whole), pairs) for pairs in candidates]
+    return min(found, key=lambda errors_and_pairs: max(errors_and_pairs[0].values()), default=None)
 
 
-def summed_over_tp(pairs, layout: list[Piece], degrees: dict):
+def sum_over_tp(pairs, layout: list[Piece], tp: int):
     """If tp ranks hold a tensor whole, each rank's gradient may be an addend: replace them by the sum over tp."""
-    groups = defaultdict(list)
-    for (rank, got, want), piece in zip(pairs, layout, strict=True):
-        groups[rank // degrees["tp"], tuple(piece.rows)].append((rank, got, want))
-    return [(rank, sum(got for _, got, _ in group), want) for group in groups.values() for rank, _, want in group]
+    sums = defaultdict(int)
+    for (got, _), piece in zip(pairs, layout, strict=True):
+        sums[piece.rank // tp, tuple(piece.rows)] += got
+    return [(sums[piece.rank // tp, tuple(piece.rows)], want) for (_, want), piece in zip(pairs, layout, strict=True)]
 
 
-def by_rank(pairs, whole: Tensor) -> dict[int, float]:
+def by_rank(pairs, layout: list[Piece], whole: Tensor) -> dict[int, float]:
     errors = defaultdict(float)
-    for rank, got, want in pairs:
-        errors[rank] = max(errors[rank], distance(got, want, whole))
+    for (got, want), piece in zip(pairs, layout, strict=True):
+        errors[piece.rank] = max(errors[piece.rank], distance(got, want, whole))
     return dict(errors)
 
 
 def compare_seams(one: list[dict], layout: list[dict]) -> list[Seam]:
     """All seams in the order of execution."""
-    degrees, T, seams = layout[0]["degrees"], one[0]["seq_len"], []
+    degrees, T = layout[0]["degrees"], one[0]["seq_len"]
     ours, theirs = pieces_of(one), pieces_of(layout)
     first_of_data = [p for p in layout if all(coordinates(p["rank"], degrees)[axis] == 0 for axis in ("pp", "cp", "tp"))]
     sequences, expected = (sorted(key for part in parts for rows in part["rows"] for key in rows)
                            for parts in (first_of_data, one))
-    seams.append(Seam("sequences", "", 0, float(sequences != expected)))
-    known = set(expected)
-    if any(key not in known for part in layout for rows in part["rows"] for key in rows):
+    seams = [Seam("sequences", "", 0, float(sequences != expected), TOLERANCES["sequences"])]
+    if {key for part in layout for rows in part["rows"] for key in rows} - set(expected):
         return seams
     for (phase, name, call), pieces in ours.items():
-        others, note = theirs.get((phase, name, call), []), ""
+        others, note, tolerance = theirs.get((phase, name, call), []), "", TOLERANCES[phase]
         if phase == "backward":
             forward = theirs.get(("forward", name, call), [])
             have = {(p.rank, tuple(p.rows)) for p in others}  # a missing gradient counts as zero
@@ -216,20 +226,24 @@ def compare_seams(one: list[dict], layout: list[dict]) -> list[Seam]:
             others, note = others + lost, "no gradient arrives" if lost else ""
         if phase == "loss":  # the sum over ranks, as in reduce_loss
             pieces, others = ([Piece(0, None, None, sum(p.tensor for p in ps))] for ps in (pieces, others))
-        found = compare_pieces(phase, pieces, others, degrees, T) if others else None
+        if not others:
+            found = None
+        elif phase in ("forward", "backward", "inputs"):
+            found = compare_rows(pieces, others, degrees, T, phase == "backward")
+        else:
+            found = compare_parts(pieces, others)
         if found is None:
             missing = "held by no rank" if not others and phase in ("initial", "gradient", "after") else ""
-            seams.append(Seam(phase, name, call, math.inf if missing else math.nan, note=missing))
+            seams.append(Seam(phase, name, call, math.inf if missing else math.nan, tolerance, note=missing))
             continue
         errors, pairs = found
-        seam = Seam(phase, name, call, max(errors.values()))
+        seam = Seam(phase, name, call, max(errors.values()), tolerance)
         if seam.differs:
-            ranks = sorted(rank for rank, error in errors.items() if not error <= TOLERANCES[phase])
+            ranks = sorted(rank for rank, error in errors.items() if not error <= tolerance)
             few = tokens_apart(pairs) if phase == "forward" else (0, 0)
             seam = seam._replace(where=which_ranks(ranks, sorted(errors), degrees), factor=factor_of(pairs), note=note, few=few)
         seams.append(seam)
-    order = {name: i for i, name in enumerate(PHASES)}
-    return sorted(seams, key=lambda seam: order[seam.phase])
+    return sorted(seams, key=lambda seam: PHASES.index(seam.phase))
 
 
 # ---------------------------------------------------------------- where to look
@@ -252,25 +266,27 @@ def style_hint(names: list[str], about: dict) -> str:
     return ""
 
 
+LOOK_AT = {  # phase -> where to look, if the phase alone tells
+    "sequences": "who reads what: layout.data_rank, and batches in data.py",
+    "initial": "init_weights in parallel.py, distributed/initial.py",
+    "count": "count_tokens in parallel.py (every loss is divided by what it returns)",
+    "clipped": "clip_grad_norm in parallel.py (the norm agrees: it scales by another factor, or not all gradients)",
+}
+
+
 def look_at(first: Seam, seams: list[Seam], one: list[dict], layout: list[dict]) -> str:
     """The functions that compute the seam on the layout, most likely first."""
     about, degrees = layout[0], layout[0]["degrees"]
     zero_bubble = degrees["pp"] > 1 and about["schedule"] in ZERO_BUBBLE
-    if first.phase == "sequences":
-        return "who reads what: layout.data_rank, and batches in data.py"
-    if first.phase == "initial":
-        return "init_weights in parallel.py, distributed/initial.py"
+    if first.phase in LOOK_AT:
+        return LOOK_AT[first.phase]
     if first.phase == "inputs":
         made = "shift_targets in models/deepseek.py" if first.name.startswith("next_") else "sequence_index"
         return f"inputs in parallel.py ({made})"
-    if first.phase == "count":
-        return "count_tokens in parallel.py (every loss is divided by what it returns)"
     if first.phase == "loss":
         return f"{token_loss_hint(about)}; what forward_backward in parallel.py returns"
     if first.phase == "norm":
         return f"clip_grad_norm in parallel.py{miscounted(one, layout)}"
-    if first.phase == "clipped":
-        return "clip_grad_norm in parallel.py (the norm agrees: it scales by another factor, or not all gradients)"
     if first.phase == "after":
         is_bias = ".balance." in first.name
         return "balance_experts in distributed/experts.py (load summed over all ranks)" if is_bias else "the optimizer's step"
@@ -386,22 +402,22 @@ def which_ranks(ranks: list[int], holders: list[int], degrees: dict[str, int]) -
     return f" (rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))})"
 
 
-def report_of(seams: list[Seam], one: list[dict], layout: list[dict]) -> tuple[str, int]:
-    """(the report, exit status)."""
-    seen = [s for s in seams if not math.isnan(s.error)]
-    rest = not_compared(seams, layout[0]["compiled"])
-    first = next((s for s in seen if s.differs), None)
+def report_seams(seams: list[Seam], than: str, look, rest: list[str]) -> tuple[str, int]:
+    """(text, exit status): the first difference with its neighbours, or the largest error if there is no difference.
+
+    than: words after "no difference"; look: function from a seam to a hint; rest: lines at the end.
+    """
+    first = next((s for s in seams if s.differs), None)
     if first is None:
-        worst = max(seen, key=lambda s: s.error / (TOLERANCES[s.phase] or 1))
+        worst = max(seams, key=lambda s: s.error / (s.tolerance or 1))
         largest = f"the largest is {worst.error:.1e}, {worst.label}" if worst.error else "all are equal to the last bit"
-        return "\n".join([f"no difference at {len(seen)} seams; {largest}", *rest]), 0
-    before, after = seen[: seen.index(first)], seen[seen.index(first) + 1 :]
+        return "\n".join([f"no difference{than} at {len(seams)} seams; {largest}", *rest]), 0
+    before, after = seams[: seams.index(first)], seams[seams.index(first) + 1 :]
     factor = f", {first.factor:.4g} times what it should be" if first.factor and abs(first.factor - 1) > 1e-3 else ""
-    lines = [f"first difference: {first.label}{first.where}: {size_text(first)}{factor}; {agreement(before)}"]
+    lines = [f"first difference: {first.label}{first.where}: {first.size}{factor}; {agreement(before)}"]
     lines += [f"  agrees   {s.error:.1e}  {s.label}" for s in before[-2:]]
-    lines += [f"  differs  {size_text(s)}  {s.label}" for s in [first, *[s for s in after if s.differs][:2]]]
-    lines.append(f"look at: {look_at(first, seams, one, layout)}")
-    return "\n".join(lines + rest), 1
+    lines += [f"  differs  {s.size}  {s.label}" for s in [first, *[s for s in after if s.differs][:2]]]
+    return "\n".join([*lines, f"look at: {look(first)}", *rest]), 1
 
 
 def agreement(before: list[Seam]) -> str:
@@ -420,10 +436,6 @@ def not_compared(seams: list[Seam], compiled: list[str]) -> list[str]:
     return [f"not compared: {', '.join(parts)}"] if parts else []
 
 
-def size_text(seam: Seam) -> str:
-    return seam.note or f"{seam.error:.1e}"
-
-
 def kind_of(name: str) -> str:
     """blocks.3.moe.router -> *.moe.router"""
     module, _, part = name.partition(" ")
@@ -433,7 +445,10 @@ def kind_of(name: str) -> str:
 
 def first_difference_of(one: list[dict], layout: list[dict]) -> tuple[str, int]:
     """(report, 0 equal | 1 different) from Seams.found() of each rank of the two runs."""
-    return report_of(compare_seams(one, layout), one, layout)
+    seams = compare_seams(one, layout)
+    compared = [s for s in seams if not math.isnan(s.error)]
+    look = partial(look_at, seams=seams, one=one, layout=layout)
+    return report_seams(compared, "", look, not_compared(seams, layout[0]["compiled"]))
 
 
 # ---------------------------------------------------------------- the command
