@@ -141,8 +141,8 @@ class Watch(TorchDispatchMode):
             return self.outside
         return "recompute" if torch.is_grad_enabled() else "backward"
 
-    def mark(self) -> int:
-        """The peak since the last mark."""
+    def take_peak(self) -> int:
+        """Return the peak since the last call, and start again."""
         peak, self.peak = self.peak, self.live
         return peak
 

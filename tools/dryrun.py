@@ -195,7 +195,7 @@ def stages_followed(stages, layout, watch: Watch, out: Counter):
     own = [p for stage in stages for p in stage.parameters()]
 
     def mark():
-        peaks.append((watch.mark(), dict(under_way)))
+        peaks.append((watch.take_peak(), dict(under_way)))
 
     def enter(stage, *args):
         mark()
@@ -263,7 +263,7 @@ def observe(stages, optimizers, layout, seq_len: int, n: int, watch: Watch) -> C
             balance_experts(stages, layout, "bias", 1e-3)
     out["optimizer"] = optimizer_state(optimizers)
     state = out["parameters"] + out["optimizer"]
-    out["update"] = out["parameters"] + had + watch.mark()  # the first step makes the optimizer's state
+    out["update"] = out["parameters"] + had + watch.take_peak()  # the first step makes the optimizer's state
     out["peak"] = state + max(peak - sum(k * out["activations", i] for i, k in under_way.items()) for peak, under_way in peaks)
     out["measured"] = max(out["update"], *(state + peak for peak, _ in peaks))
     out.update({("flops", name): flops for name, flops in watch.flops.items()})
@@ -271,8 +271,8 @@ def observe(stages, optimizers, layout, seq_len: int, n: int, watch: Watch) -> C
     return out
 
 
-def plus(a, factor, b) -> Counter:
-    return Counter({key: a[key] + factor * b[key] for key in {**a, **b}})  # Counter's own operators drop what is negative
+def add_scaled(a, factor, b) -> Counter:
+    return Counter({key: a[key] + factor * b[key] for key in {**a, **b}})  # Counter's own + and - drop negative numbers
 
 
 def measure(stages, optimizers, layout, seq_len: int, n: int) -> Counter:
@@ -282,8 +282,8 @@ def measure(stages, optimizers, layout, seq_len: int, n: int) -> Counter:
         return observe(stages, optimizers, layout, seq_len, n, DryWatch(layout))
     other = 3 if layout.pp > 1 and layout.schedule in ZERO_BUBBLE else 1
     two, also = (observe(stages, optimizers, layout, seq_len, m, DryWatch(layout)) for m in (2, other))
-    each = plus(two, -1, also) if other == 1 else plus(also, -1, two)
-    step = plus(two, n - 2, each)
+    each = add_scaled(two, -1, also) if other == 1 else add_scaled(also, -1, two)
+    step = add_scaled(two, n - 2, each)
     # memory does not grow with n, but for the buffers that receive from a neighbour: one per micro-batch for the whole step
     received = sum(key[4] * k for key, k in two.items() if key[0] == "moved" and key[2:4] == ("pp", "recv")) // 2
     memory = {key: two[key] for key in two if key[0] == "activations"} | {key: two[key] for key in ("update", "measured")}

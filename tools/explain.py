@@ -5,7 +5,7 @@ from torch.distributed.tensor import DTensor
 
 from distributed.layout import local_tensor
 from distributed.pipeline import n_microbatches
-from tools.dryrun import DryWatch, dry_world, human, observe, plus, size_of, table, totals
+from tools.dryrun import DryWatch, add_scaled, dry_world, human, observe, size_of, table, totals
 from tools.placement import shown_block
 
 AGAIN = "the same weights again: they were freed after the forward"
@@ -52,7 +52,7 @@ TRAFFIC = {  # (axis, operation, phase): contents, places in the phase (see svg.
 }
 
 
-def placed(p) -> str:
+def describe_split(p) -> str:
     """Describe how a parameter is split: 'tp: rows, fsdp: rows'. Dims of tensors larger than matrices are named by number."""
     if not isinstance(p, DTensor):
         return "whole"
@@ -80,10 +80,10 @@ def count_block(main, cfg):
                 module.set_modules_to_forward_prefetch([])  # with --ep blocks name their neighbours, deleted above
                 module.set_modules_to_backward_prefetch([])
             if not steps:
-                params = [[n, p.shape, placed(p), local_tensor(p)] for n, p in block.named_parameters()]
+                params = [[n, p.shape, describe_split(p), local_tensor(p)] for n, p in block.named_parameters()]
             n = n_microbatches(layout) if cfg.pp_schedule_csv else 1
             steps.append(observe(stages, optimizers, layout, cfg.seq_len, n, DryWatch(layout)))
-    return layout, name, params, plus(steps[0], -1, steps[1])
+    return layout, name, params, add_scaled(steps[0], -1, steps[1])
 
 
 def travels(step) -> list[tuple]:

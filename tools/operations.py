@@ -49,7 +49,7 @@ class Seams:
     def __init__(self, notes_inputs: bool = False):
         self.records, self.rows, self.about = [], [], {}
         self.notes_inputs = notes_inputs  # record inputs of modules too: they tell a wrong module from a wrong caller
-        self.micro, self.path, self.calls, self.handles = 0, [], Counter(), []
+        self.micro, self.path, self.calls, self.hooks = 0, [], Counter(), ExitStack()
         self.gradients_seen, self.outputs, self.uses = set(), {}, {}
 
     def add(self, phase: str, name: str, tensor: Tensor, stage=0, call=0, micro=None):
@@ -81,8 +81,8 @@ class Seams:
         inside = [f"{name}." for name in closed]
         for name, module in model.named_modules():
             if name and not isinstance(module, (Experts, nn.ModuleList, nn.ModuleDict)) and not name.startswith(tuple(inside)):
-                self.handles.append(module.register_forward_pre_hook(partial(self.enter, name), with_kwargs=True))
-                self.handles.append(module.register_forward_hook(partial(self.leave, name, stage)))
+                self.hooks.callback(module.register_forward_pre_hook(partial(self.enter, name), with_kwargs=True).remove)
+                self.hooks.callback(module.register_forward_hook(partial(self.leave, name, stage)).remove)
         return closed
 
     def enter(self, name, module, args, kwargs):
@@ -107,12 +107,10 @@ class Seams:
         make = model.make_attend
 
         def make_recorded(*args, **kwargs):
-            attend = make(*args, **kwargs)
-
-            return partial(self.attend, attend, stage)
+            return partial(self.attend, make(*args, **kwargs), stage)
 
         model.make_attend = make_recorded
-        self.handles.append(Undo(model, make))
+        self.hooks.callback(setattr, model, "make_attend", make)
 
     def attend(self, attend, stage, q, k, v, *rest, **options):
         """attend(q, k, v, ...), with records of inputs and output."""
@@ -127,9 +125,8 @@ class Seams:
         return out
 
     def stop(self):
-        for handle in self.handles:
-            handle.remove()
-        self.handles, self.outputs = [], {}
+        self.hooks.close()
+        self.outputs = {}
 
     def parameters(self, phase: str, stages, value):
         """Record the rank's part of value(parameter) for every parameter, with the part's offset in the whole."""
@@ -145,16 +142,6 @@ class Seams:
 
     def found(self) -> dict:
         return dict(records=self.records, rows=self.rows, uses=self.uses, **self.about)
-
-
-class Undo:
-    """The handle of a replaced make_attend."""
-
-    def __init__(self, model, make):
-        self.model, self.make = model, make
-
-    def remove(self):
-        self.model.make_attend = self.make
 
 
 def describe_layout(stages, layout) -> dict:

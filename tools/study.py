@@ -90,17 +90,9 @@ def differences(study: dict, values: dict, name: str, seeds: int) -> list[float]
     return [values[name, i] - values[base, i] for i in range(seeds) if (name, i) in values and (base, i) in values]
 
 
-def first_difference(a: list[dict], b: list[dict]) -> dict:
-    """{"anything", "batch": the first step in which two runs differ, or None}: in any logged number of the training, or in
-    the tokens."""
-
-    def by_kind(lines):
-        return {(line["step"], "loss" in line): {k: v for k, v in line.items() if not NOT_TRAINING.search(k)} for line in lines}
-
-    a, b = by_kind(a), by_kind(b)
-    differ = [step for step, kind in sorted(a.keys() | b.keys()) if a.get((step, kind)) != b.get((step, kind))]
-    hashes = [key[0] for key in sorted(a.keys() & b.keys()) if a[key].get("tokens_hash") != b[key].get("tokens_hash")]
-    return {"anything": next(iter(differ), None), "batch": next(iter(hashes), None)}
+def training_of(lines: list[dict]) -> dict:
+    """{(step, whether training or validation): the numbers that two equal trainings have alike}"""
+    return {(line["step"], "loss" in line): {k: v for k, v in line.items() if not NOT_TRAINING.search(k)} for line in lines}
 
 
 def looks(study: dict, values: dict, identical: set[str], tried: set) -> tuple[dict[str, int], dict, list]:
@@ -133,7 +125,7 @@ def identical_variants(study: dict, runs: dict) -> set[str]:
     base, found = study["baseline"], set()
     for name in study["variants"]:
         both = [(runs[name, i], runs[base, i]) for n, i in runs if n == name and name != base and (base, i) in runs]
-        if both and all(first_difference(*pair)["anything"] is None for pair in both):
+        if both and all(training_of(mine) == training_of(other) for mine, other in both):
             found.add(name)
     return found
 
@@ -194,7 +186,10 @@ def sentence(row: dict, study: dict, d: list[float]) -> str:
 
 def comparison(study: dict, runs: dict, rows: list[dict]) -> list[list[str]]:
     """Header and a row per variant: mean, difference, and costs."""
-    values, text = values_of(study, runs), lambda x, spec: "" if x is None else format(x, spec)
+    def text(x, spec: str) -> str:
+        return "" if x is None else format(x, spec)
+
+    values = values_of(study, runs)
     noise = "noise of a difference, paired", "unpaired"
     lines = [["variant", study["metric"], "difference", "95 % interval", "pairs", *noise, "tokens/s", "GiB", "MFU", "batches"]]
     by_name = {row["variant"]: row for row in rows}
@@ -221,9 +216,10 @@ def comparison(study: dict, runs: dict, rows: list[dict]) -> list[list[str]]:
 
 def batches(study: dict, runs: dict, name: str) -> str:
     """Whether the pairs of a variant saw the same tokens, by their tokens_hash."""
-    pairs = [(runs[name, i], runs[study["baseline"], i]) for n, i in runs if n == name and (study["baseline"], i) in runs]
-    steps = [first_difference(*pair)["batch"] for pair in pairs]
-    return "" if not pairs else "the same" if not any(steps) else f"others from step {min(filter(None, steps))} on"
+    found = {key: {line["step"]: line["tokens_hash"] for line in lines if "tokens_hash" in line} for key, lines in runs.items()}
+    pairs = [(found[name, i], found[study["baseline"], i]) for n, i in runs if n == name and (study["baseline"], i) in runs]
+    others = [step for mine, base in pairs for step in mine.keys() & base.keys() if mine[step] != base[step]]
+    return "" if not pairs else f"others from step {min(others)} on" if others else "the same"
 
 
 def markdown(lines: list[list[str]]) -> str:
