@@ -130,6 +130,9 @@ def test_fit_sizes():
 
 
 # ---------------------------------------------------------------- the report
+SLOWLY = [lines(2.1 + 0.02 * i, speed=200.0) for i in range(3)]
+
+
 def row_of(folder):
     [row] = json.loads((folder / "verdicts.json").read_text())
     return row
@@ -153,44 +156,24 @@ def test_verdicts(tmp_path, capsys, difference, verdict, text):
     assert len(results) == 6 and results[0]["value"] == pytest.approx(2.0)
 
 
-def test_identical(tmp_path, capsys):
-    runs = {(name, i): lines(2 + 0.1 * i, speed=100.0 + (name == OTHER)) for name in (BASE, OTHER) for i in range(2)}
-    report_study(write(tmp_path, study(seeds=2), runs))
-    assert row_of(tmp_path)["verdict"] == "identical" and row_of(tmp_path)["difference"] == 0
-    assert "identical in every logged step (2 pairs)" in capsys.readouterr().out
-
-
-def test_one_seed_says_nothing_about_noise(tmp_path, capsys):
-    report_study(write(tmp_path, study(seeds=1), {(BASE, 0): lines(2.0), (OTHER, 0): lines(1.9)}))
-    assert row_of(tmp_path) | {"low": None, "high": None, "verdict": "undecided"} == row_of(tmp_path)
-    assert "nothing is known about noise" in capsys.readouterr().out
-
-
-def test_other_batches_are_said(tmp_path, capsys):
-    report_study(write(tmp_path, study(seeds=1), {(BASE, 0): lines(2.0), (OTHER, 0): lines(1.9, tokens_hash="b")}))
-    assert "others from step 1 on" in capsys.readouterr().out
-
-
-def test_after_as_many_seconds_the_faster_one_is_better(tmp_path):
-    """The variant is worse at the end, but twice as fast, and so ahead after equal time."""
-    runs = {(BASE, i): lines(2.0 + 0.01 * i) for i in range(3)}
-    runs |= {(OTHER, i): lines(2.1 + 0.02 * i, speed=200.0) for i in range(3)}
-    report_study(write(tmp_path / "end", study(), runs))
-    report_study(write(tmp_path / "seconds", study(at="seconds"), runs))
-    assert row_of(tmp_path / "end")["verdict"] == "worse" and row_of(tmp_path / "seconds")["verdict"] == "better"
-
-
-def test_tokens_to_reach(tmp_path):
-    """The loss falls by 0.05 per 1,000 tokens; the variant is 0.1 ahead, so needs 2,000 tokens less, plus a little noise."""
-    runs = {(BASE, i): lines(2.0) for i in range(3)} | {(OTHER, i): lines(1.9 + 0.001 * i) for i in range(3)}
-    report_study(write(tmp_path, study(metric="loss", reach=2.2), runs))
-    assert row_of(tmp_path)["difference"] == pytest.approx(-1980) and row_of(tmp_path)["verdict"] == "better"
-
-
-def test_a_high_metric_may_be_the_better_one(tmp_path):
-    runs = {(BASE, i): lines(2.0, accuracy=0.5) for i in range(2)} | {(OTHER, i): lines(2.0, accuracy=0.6) for i in range(2)}
-    report_study(write(tmp_path, study(seeds=2, metric="accuracy", best="high"), runs))
-    assert row_of(tmp_path)["verdict"] == "better"
+@pytest.mark.parametrize("settings, base, other, expected, text", [
+    (dict(seeds=2), [lines(2.0), lines(2.1)], [lines(2.0, speed=101.0), lines(2.1, speed=101.0)],
+     dict(verdict="identical", difference=0), "identical in every logged step (2 pairs)"),
+    (dict(seeds=1), [lines(2.0)], [lines(1.9)], dict(verdict="undecided", low=None, high=None), "nothing is known about noise"),
+    (dict(seeds=1), [lines(2.0)], [lines(1.9, tokens_hash="b")], {}, "others from step 1 on"),
+    # worse at the end, but twice as fast, and so ahead after equal time
+    (dict(), [lines(2.0 + 0.01 * i) for i in range(3)], SLOWLY, dict(verdict="worse"), "other is worse than base"),
+    (dict(at="seconds"), [lines(2.0 + 0.01 * i) for i in range(3)], SLOWLY, dict(verdict="better"), "other beats base"),
+    # the loss falls by 0.05 per 1,000 tokens; the variant is 0.1 ahead, so needs 2,000 tokens less, plus a little noise
+    (dict(metric="loss", reach=2.2), 3 * [lines(2.0)], [lines(1.9 + 0.001 * i) for i in range(3)],
+     dict(verdict="better", difference=pytest.approx(-1980)), "tokens"),
+    (dict(seeds=2, metric="accuracy", best="high"), 2 * [lines(2.0, accuracy=0.5)], 2 * [lines(2.0, accuracy=0.6)],
+     dict(verdict="better"), "other beats base"),
+], ids=["identical", "one seed", "other batches", "at the end", "after equal time", "tokens to reach", "a high metric"])
+def test_report(tmp_path, capsys, settings, base, other, expected, text):
+    runs = {(name, i): found for name, both in ((BASE, base), (OTHER, other)) for i, found in enumerate(both)}
+    report_study(write(tmp_path, study(**settings), runs))
+    assert row_of(tmp_path) | expected == row_of(tmp_path) and text in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------- wrong usage
@@ -219,24 +202,21 @@ TINY = ["--model_args", "n_layers=2,dim=32,n_heads=4,n_kv_heads=2,head_dim=8,ffn
     ("train_llama3.py --vary lr=1,2 --max_seeds 5", "--max_seeds 5 has no effect without --until"),
     ("train_llama3.py --vary lr=1,2 --data nowhere.txt", "variant 'lr=1': "),
     ("grpo.py --vary lr=1e-5,1e-4", "variant 'lr=1e-5': no validation, so no val_loss"),
+    ("train_llama3.py --vary lr=1,2 --jobs 2 --nproc 2", "--jobs 2 x --nproc 2 needs 4 GPUs, and there are 2"),
+    ("train_llama3.py --vary lr=1,2 --out ablate.py", "--out 'ablate.py' is no folder to write to"),
     ("--report nowhere", "no study.json there"),
 ])
 def test_wrong_usage_is_one_line_before_any_run(tmp_path, monkeypatch, capsys, flags, text):
     monkeypatch.chdir(REPO)
     monkeypatch.setattr(subprocess, "Popen", None)
+    monkeypatch.setattr(ablate.torch.cuda, "device_count", lambda: 2 * ("--nproc" in flags))
+    recipes = list(itertools.takewhile(lambda word: word.endswith(".py"), flags.split()))
+    argv = [*recipes, "--out", str(tmp_path / "study"), *flags.split()[len(recipes):]]
     with pytest.raises(SystemExit) as ended:
-        ablate.main([*flags.split(), "--out", str(tmp_path / "study")] if "report" not in flags else flags.split())
+        ablate.main(argv)
     error = capsys.readouterr().err
     assert ended.value.code == 2 and text in error and error.count("\n") == 1, error
     assert not (tmp_path / "study").exists()
-
-
-def test_out_must_be_a_folder(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(REPO)
-    (tmp_path / "file").touch()
-    with pytest.raises(SystemExit):
-        ablate.main(["train_llama3.py", "--vary", "lr=1,2", "--out", str(tmp_path / "file")])
-    assert "is no folder to write to" in capsys.readouterr().err
 
 
 def test_a_recipe_is_seeded_with_the_seeds_that_it_has(monkeypatch):
@@ -250,13 +230,6 @@ def test_what_is_good_follows_from_the_metric():
     good = {metric: ablate.parse(["--metric", metric])[0].best for metric in ("val_loss", "eval_reward", "tokens_per_second")}
     assert good == {"val_loss": "low", "eval_reward": "high", "tokens_per_second": "high"}
     assert ablate.parse("--metric reward_mean --best low".split())[0].best == "low"
-
-
-def test_more_jobs_than_gpus(monkeypatch, capsys):
-    monkeypatch.setattr(ablate.torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(SystemExit):
-        ablate.main("train_llama3.py --vary lr=1,2 --jobs 2 --nproc 2".split())
-    assert "--jobs 2 x --nproc 2 needs 4 GPUs, and there are 2" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- real runs

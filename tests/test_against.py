@@ -151,9 +151,6 @@ def without_last_norm(real):
 MISTAKES = {  # name -> (kind, mistake, words of the first line)
     "another rope_theta": ("qwen3", other_config(rope_theta=1e4 / 2), "forward of blocks.0.attn (the queries)"),
     "another eps": ("llama3", other_config(norm_eps=1e-3), "forward of blocks.0.attn_norm:"),
-    "llama3's scaling of RoPE left out": ("llama3", other_config(rope_scaling=None), "forward of blocks.0.attn (the queries)"),
-    "pairs side by side": ("llama3", mistake(llama3, "rotate", lambda real: lambda x, cos, sin: real(x, cos, sin, True)),
-                           "forward of blocks.0.attn (the queries)"),
     "query heads in another order": ("llama3", mistake(llama3.Attention, "forward", lambda real: heads_inside_out),
                                      "forward of blocks.0.attn (the queries)"),
     "heads merged in another order": ("llama3", mistake(llama3.Attention, "forward", lambda real: merged_inside_out),
@@ -168,12 +165,9 @@ MISTAKES = {  # name -> (kind, mistake, words of the first line)
                     "forward of blocks.0 (what it gives to blocks.0.ffn_norm)"),
     "w1 and w3 swapped": ("llama3", mistake(llama3.FeedForward, "forward", lambda real: lambda self, x: self.w2(
         F.silu(self.w3(x)) * self.w1(x))), "forward of blocks.0.ffn (what it gives to blocks.0.ffn.w2)"),
-    "gelu": ("llama3", mistake(llama3.FeedForward, "forward", lambda real: lambda self, x: self.w2(
-        F.gelu(self.w1(x)) * self.w3(x))), "forward of blocks.0.ffn (what it gives to blocks.0.ffn.w2)"),
     "no last norm": ("llama3", mistake(llama3.Llama3, "forward", without_last_norm), "forward of norm: never called here"),
     "router weights that do not sum to 1": ("qwen3_moe", other_config(norm_topk_prob=False), "forward of blocks.0.moe:"),
     "no route_scale": ("deepseek_v3", other_config(route_scale=1.0), "forward of blocks.1.moe:"),
-    "groups of experts left out": ("deepseek_v3", other_config(n_groups=1, top_k_groups=1), "forward of blocks.1.moe:"),
     "another eps of the latent": ("deepseek_v3", mistake(deepseek, "LATENT_EPS", lambda real: 1e-3), "blocks.0.attn.q_norm:"),
     "yarn without its factor": ("deepseek_v2", mistake(deepseek, "attention_factors", lambda real: lambda config: (1.0, 1.0)),
                                 "forward of blocks.0.attn (attention)"),

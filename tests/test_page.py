@@ -36,8 +36,8 @@ LAYOUTS = [
     ("train_llama3", dict(dp_replicate=2, cp=2)),
     ("train_llama3", dict(pp=2, tp=2, local_batch_size=2)),
     ("train_qwen3", dict(dp_shard=2, tp=2, ep=2, model_args=MOE)),
-    pytest.param("train_llama3", dict(cp=2, tp=2), marks=pytest.mark.slow),
-    pytest.param("train_qwen3", dict(dp_shard=2, tp=2, ep=4, model_args=MOE), marks=pytest.mark.slow),
+    ("train_llama3", dict(cp=2, tp=2)),
+    ("train_qwen3", dict(dp_shard=2, tp=2, ep=4, model_args=MOE)),
 ]
 
 
@@ -70,7 +70,6 @@ def really_held(recipe: str, flags: dict) -> dict:
     return dict(held=held, local=local, data_rank=layout.data_rank, inside=positions, width=widths[0])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("recipe, flags", LAYOUTS, ids=str)
 def test_the_page_knows_what_a_real_rank_holds(recipe, flags):
     """Weight, gradient and both of AdamW's moments of each rank, the positions, and their number between blocks."""
@@ -134,7 +133,7 @@ def page_of(recipe: str, flags: dict, counted=True) -> tuple[str, Page, object]:
     ("train_llama3", {}),
     ("train_llama3", dict(dp_shard=2, cp=2, tp=2)),
     ("train_llama3", dict(pp=4, dp_shard=2, local_batch_size=8)),
-    pytest.param("train_llama3", dict(pp=2, tp=2, pp_schedule="ZBVZeroBubble", local_batch_size=8), marks=pytest.mark.slow),
+    ("train_llama3", dict(pp=2, tp=2, pp_schedule="ZBVZeroBubble", local_batch_size=8)),
     ("train_qwen3", dict(dp_shard=4, ep=4, model_args=MOE))], ids=str)
 def test_the_page(recipe, flags):
     text, page, report = page_of(recipe, flags, counted=flags.get("pp") != 2)
@@ -177,7 +176,7 @@ def test_the_parts_of_all_ranks_are_the_whole():
     assert sum(tokens) == pytest.approx(560 * 112, rel=0.02) and max(tokens) == pytest.approx(min(tokens))
 
 
-@pytest.mark.parametrize("name", ["1F1B", "ZBVZeroBubble", pytest.param("Interleaved1F1B", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["1F1B", "ZBVZeroBubble", "Interleaved1F1B"])
 def test_the_ticks_send_what_the_step_sends(name):
     """As many sends as in the dry run, and every unit of work is shown for as many ticks as the schedule says."""
     report = make_report(importlib.import_module("train_llama3").main, config("train_llama3", dict(
@@ -251,7 +250,6 @@ def screenshot(name: str, folder: Path, page: Path, target: Path) -> None:
     browse(folder, page, PAGES[name][1], f"--window-size=1000,{PAGES[name][3]}", f"--screenshot={target}")
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="needs a browser: chromium, google-chrome, or CHROME=path of one")
 @pytest.mark.parametrize("name", PAGES)
 def test_a_browser_shows_the_page(name, tmp_path):

@@ -71,7 +71,7 @@ def test_one_report_after_the_other():
 @pytest.mark.parametrize("argv, same", [("", True), ("--lr 0.1 --dp_replicate 1 --seq_len 64", True), ("--ac full", False),
                                         ("--cpu_offload", False), ("--compile", False), ("--cp 2", False)])
 def test_check_parity_needs_something_to_compare(argv, same, monkeypatch):
-    """A comparison of one process with itself would hide every mistake of a recipe."""
+    """One process compared with itself would hide every mistake of a recipe."""
     cfg, started = parse_config(train_llama3.Config, argv.split()), []
     run = lambda command, **kwargs: started.append(command) or mock.Mock(returncode=0)  # noqa: E731
     monkeypatch.setattr(tools.parity.subprocess, "run", run)

@@ -57,7 +57,6 @@ def started(tmp_path, old, identity=IDENTITY, **flags):
     *[(IDENTITY, flag, [f"{name} " for name in flag]) for flag in (
         {"schedule_steps": 30}, {"warmup_steps": 0}, {"decay_ratio": 0.2}, {"decay_type": "linear"})],
 ])
-@pytest.mark.slow
 def test_a_new_phase_keeps_every_bit_of_weights_and_moments(tmp_path, old, identity, flags, told):
     """AdamW's count of steps, read by the bias correction, is kept, too; step and data cursor begin anew."""
     identity = {**identity, "data": {**identity["data"], "data_seed": 3}}

@@ -80,12 +80,6 @@ def test_the_drawn_mesh_is_the_mesh(recipe, flags, tmp_path, monkeypatch):
             assert colored == set(group[1:]), axis
 
 
-def test_fsdp_of_device_0_is_with_the_cp_ranks():
-    with world(pp=2, dp_shard=2, cp=2, tp=2) as layout:
-        pass
-    assert mesh_groups(layout) == {"tp": [0, 1], "cp": [0, 2], "fsdp": [0, 2, 4, 6], "pp": [0, 8]}
-
-
 def test_plot_without_matplotlib_is_text(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(pictures.importlib.util, "find_spec", lambda name: None)
     cfg = config("train_llama3", dict(pp=2, dp_shard=1, out=str(tmp_path)))
