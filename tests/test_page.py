@@ -25,8 +25,8 @@ from distributed.layout import local_slice, local_tensor
 from tools import dryrun
 from tools.dryrun import make_report
 from tools.explain import count_block
-from tools.page import check_page, make_page, shown_ranks, ticks
-from tools.placement import held_part, place_of, ranges, shown_parameters, tokens_of
+from tools.page import check_page, make_page, ticks
+from tools.placement import held_part, place_of, ranges, shown_parameters, shown_ranks, tokens_of
 from tools.schedule import simulate
 
 pytestmark = pytest.mark.slow  # make test has no room for it

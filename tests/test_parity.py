@@ -1,4 +1,4 @@
-"""--check_parity: the user's comparison of a layout with one process, against tools/parity.py."""
+"""--check_parity: the user compares a layout with a single process; against tools/parity.py."""
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -32,7 +32,7 @@ class Fork(train_llama3.Config):
 
 
 def test_both_halves_of_check_parity_are_given_no_flag_in_vain(tmp_path, monkeypatch):
-    """Flags that need the layout get their default on one process; with a feature also its details are off."""
+    """Flags that need the layout get their default on a single process; with a feature also its details are off."""
     argv = ("--tp 2 --pp 2 --no-loss_parallel --pp_schedule GPipe --wide --ac selective --ac_every 3 "
             "--export_hf new --export_dtype bfloat16 --exclude_from_loading head --load_step 3 --model_args dim=32").split()
     cfg, halves = parse_config(Fork, argv), []
@@ -71,7 +71,7 @@ def test_one_report_after_the_other():
 @pytest.mark.parametrize("argv, same", [("", True), ("--lr 0.1 --dp_replicate 1 --seq_len 64", True), ("--ac full", False),
                                         ("--cpu_offload", False), ("--compile", False), ("--cp 2", False)])
 def test_check_parity_needs_something_to_compare(argv, same, monkeypatch):
-    """One process compared with itself would hide every mistake of a recipe."""
+    """A process compared with itself would hide every mistake of a recipe."""
     cfg, started = parse_config(train_llama3.Config, argv.split()), []
     run = lambda command, **kwargs: started.append(command) or mock.Mock(returncode=0)  # noqa: E731
     monkeypatch.setattr(tools.parity.subprocess, "run", run)

@@ -5,8 +5,6 @@ of all parts for every rank; the script in page.html only moves the parts. An ad
 """
 import json
 import os
-import shlex
-import sys
 from html import escape
 from pathlib import Path
 from string import Template
@@ -14,10 +12,9 @@ from string import Template
 from tools import svg
 from tools.dryrun import PEAK, human
 from tools.explain import travels
-from tools.placement import axis_groups, held_part, place_of, shown_block, shown_parameters, tokens_of
+from tools.placement import axis_groups, held_part, place_of, shown_block, shown_parameters, shown_ranks, tokens_of
 from tools.schedule import bubble, duration, simulate
 
-MOST = 1024  # ranks on the page at most
 SHARED = {  # axis -> how the ranks of a group differ
     "tp": "tp: ranks that split each matrix", "cp": "cp: ranks that split each sequence",
     "fsdp": "fsdp = dp_shard x cp: the ranks that share the weights", "dp_replicate": "dp_replicate: copies of the model",
@@ -40,21 +37,6 @@ def check_page(path: str) -> None:
         raise ValueError(f"--html {path}: there is no folder {folder}; make it, or name a file in one that exists")
     if os.path.isdir(path):
         raise ValueError(f"--html {path} is a folder; name a file in it, such as {os.path.join(path, 'layout.html')}")
-
-
-def command_line() -> str:
-    return shlex.join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]])
-
-
-def shown_ranks(layout) -> tuple[list[list[list[int]]], str]:
-    """(at most MOST ranks, as lists by pipeline rank, data rank and cp x tp rank; a sentence on the ranks left out)."""
-    inner, data = layout.cp * layout.tp, layout.data_ranks
-    p, h = min(layout.pp, 8), min(inner, 16)
-    w = min(data, MOST // (p * h))
-    ranks = layout.full_mesh.mesh.reshape(layout.pp, data, inner)[:p, :w, :h].tolist()
-    cut = [f"{few} of {all_} {what}" for few, all_, what in (
-        (p, layout.pp, "pipeline ranks"), (w, data, "columns"), (h, inner, "rows")) if few < all_]
-    return ranks, f"Shown: {p * w * h:,} of {layout.world_size:,} ranks, namely {', '.join(cut)}." if cut else ""
 
 
 def grid(layout, ranks) -> str:
@@ -233,6 +215,8 @@ def make_page(cfg, report, counted, command: str) -> str:
     """The page as text. counted: see explain.count_block; None: show the collectives of the whole step."""
     layout = report.layout
     ranks, cut = shown_ranks(layout)
+    shown = sum(len(column) for panel in ranks for column in panel)
+    cut = f"Shown: {shown:,} of {layout.world_size:,} ranks, namely {cut}." if cut else ""
     shapes = {name: tuple(p.shape) for rank in report.ranks for name, p in shown_parameters(rank.stages).items()}
     blocks_first = sorted(shapes, key=lambda name: not name.startswith("block "))
     sheet = Sheet({name: shapes[name] for name in blocks_first}, layout, cfg.seq_len)

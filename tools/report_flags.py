@@ -16,7 +16,7 @@ class ReportConfig:
     dry_run: bool = False  # no device, no launcher: report memory, collectives, FLOPs and bubble of the layout
     machine: Literal["H100", "H200", "B200"] = flag("H100", DRY_RUN)  # the device whose peak bounds the time of a step
     explain: bool = False  # a page on one block: how each parameter is split, and which collectives run when, and why
-    html: str = flag("", EXPLAIN)  # a file: a web page with the tensors and sends of every rank, to hover and step through
+    html: str = flag("", EXPLAIN)  # a file: a web page to hover and step through, with the tensors and sends of every rank
     check_parity: bool = False  # train 3 steps on one process and on the layout, in fp32, and compare; start it with python
     where: bool = flag(False, PARITY)  # in a single step, compare every activation and gradient, and name the first difference
     against: str = flag("", WHERE)  # a Hugging Face folder: compare with transformers, module by module, in place of a layout

@@ -1,10 +1,10 @@
-"""Run a recipe's main up to a certain call, to get the objects that the recipe makes: for reports and for ablate.py."""
+"""Run a recipe's main up to a certain call, to get the objects made by the recipe: for reports and for ablate.py."""
 from contextlib import contextmanager
 from unittest import mock
 
 from storage import resume
 
-LOOKS_AT_RUN = ("check_run", "wait_for_run", "lock_run", "continued")  # functions of storage/resume.py that touch --out
+LOOKS_AT_RUN = ("check_run", "wait_for_run", "lock_run", "continued")  # functions of storage/resume.py on --out
 
 
 class Stopped(BaseException):
@@ -12,7 +12,7 @@ class Stopped(BaseException):
 
 
 def do_nothing(*args, **kwargs):
-    """The stand-in for a function without use in a report."""
+    """Stand-in for functions without use in a report."""
 
 
 @contextmanager
@@ -23,7 +23,7 @@ def no_earlier_run():
 
 
 def stop_main(main, cfg, last: str, **stand_ins) -> tuple[tuple, dict]:
-    """Run main(cfg) until it calls the function `last`; return that call's (args, kwargs).
+    """Run main(cfg) up to the call of the function `last`; return the call's (args, kwargs).
 
     last, stand_ins: functions to replace, by their names in the recipe; names unknown to the recipe are skipped.
     """
