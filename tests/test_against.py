@@ -1,5 +1,5 @@
 """--check_parity --where --against: no difference from transformers, and the module of a planted mistake is named."""
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from unittest import mock
 
@@ -78,14 +78,8 @@ def test_our_models_are_those_of_transformers_everywhere(kind, folder):
 
 
 def mistake(owner, name, make):
-    """owner.name is replaced by make(the real one)."""
-
-    @contextmanager
-    def planted():
-        with mock.patch.object(owner, name, make(getattr(owner, name))):
-            yield
-
-    return planted
+    """A function that returns a context, in which owner.name is replaced by make(the real one)."""
+    return lambda: mock.patch.object(owner, name, make(getattr(owner, name)))
 
 
 def other_config(**changes):

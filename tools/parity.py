@@ -148,11 +148,8 @@ def read_records(out: str) -> list[dict]:
         for file in sorted(os.listdir(out + RECORD)):
             if file.startswith(f"{n}-"):
                 part = torch.load(os.path.join(out + RECORD, file), weights_only=True, mmap=True)
-                step["gradient"] |= part["gradient"]
-                step["weight"] |= part["weight"]
-                step["buffer"] |= part["buffer"]
-                step["trained"] |= set(part["trained"])
-                step["uneven"] |= set(part["uneven"])
+                for kind, found in part.items():
+                    step[kind] |= found if isinstance(found, dict) else set(found)
         if steps:
             before = steps[-1]["weight"]
             step["update"] = {fqn: w.float() - before[fqn].float() for fqn, w in step["weight"].items()}
@@ -162,6 +159,14 @@ def read_records(out: str) -> list[dict]:
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return ((a - b).norm() / b.norm().clamp(min=1e-12)).item()
+
+
+def compare_tensors(what: str, a: dict, b: dict, tolerance: float) -> tuple[dict, list[str]]:
+    """({fqn: relative error} of the tensors that a and b have, [] or a sentence on the first error above the tolerance)."""
+    errors = {fqn: relative(b[fqn].float(), a[fqn].float()) for fqn in a if fqn in b}
+    # a gradient in bf16 is the rounded fp32 gradient, and rounding may go up on one side and down on the other
+    room = {fqn: tolerance * (10 if a[fqn].dtype == torch.bfloat16 else 1) for fqn in errors}
+    return errors, [f"{what} {fqn} by {e:.1e} (relative)" for fqn, e in errors.items() if not e <= room[fqn]][:1]
 
 
 def print_comparison(one: list[dict], layout: list[dict], later: float = 1) -> int:
@@ -185,21 +190,16 @@ def print_comparison(one: list[dict], layout: list[dict], later: float = 1) -> i
         if a["hash"] != b["hash"]:
             problems.append("the tokens of the global batch")
         problems += [f"the buffer {fqn}, which is not equal on all ranks" for fqn in sorted(b["uneven"])[:1]]
-        same = {fqn: t for fqn, t in a["buffer"].items() if fqn in b["buffer"] and (n < 3 or later < math.inf)}
-        errors = {fqn: relative(b["buffer"][fqn].double(), t.double()) for fqn, t in same.items()}
-        far = [fqn for fqn, e in errors.items() if not e <= 1e-4 * min(slack, 10)]
-        problems += [f"the buffer {fqn} by {errors[fqn]:.1e} (relative)" for fqn in far[:1]]
+        if n < 3 or later < math.inf:
+            problems += compare_tensors("the buffer", a["buffer"], b["buffer"], 1e-4 * min(slack, 10))[1]
         for kind, tolerance in (("gradient", slack * GRADIENT_TOLERANCE), changed):
             if missing := sorted(a[kind].keys() ^ b[kind].keys()):
                 problems.append(f"the {kind} of {missing[0]}, which only one of the two has")
-            both = [fqn for fqn in a[kind] if fqn in b[kind]]
-            errors = {fqn: relative(b[kind][fqn].float(), a[kind][fqn].float()) for fqn in both}
+            errors, wrong = compare_tensors(f"the {kind} of", a[kind], b[kind], tolerance)
             worst[kind] = max(errors.items(), key=lambda item: item[1])
-            # a gradient in bf16 is the rounded fp32 gradient, and rounding may go up on one side and down on the other
-            room = {fqn: tolerance * (10 if a[kind][fqn].dtype == torch.bfloat16 else 1) for fqn in both}
-            problems += [f"the {kind} of {fqn} by {e:.1e} (relative)" for fqn, e in errors.items() if not e <= room[fqn]][:1]
+            problems += wrong
             if kind == "gradient" and slack < math.inf:
-                compared |= {fqn for fqn in both if a[kind][fqn].any() or b[kind][fqn].any()}
+                compared |= {fqn for fqn in errors if a[kind][fqn].any() or b[kind][fqn].any()}
         if not abs(a["loss"] - b["loss"]) <= slack * LOSS_TOLERANCE * max(1.0, abs(a["loss"])):
             problems.append(f"the loss, {b['loss']} instead of {a['loss']}")
         if not abs(a["norm"] - b["norm"]) <= slack * NORM_TOLERANCE * abs(a["norm"]):

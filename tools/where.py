@@ -311,39 +311,33 @@ def token_loss_hint(about: dict) -> str:
 
 def activation_hints(first: Seam, one: list[dict], about: dict) -> list[str]:
     degrees, module = about["degrees"], module_of(first)
-    part, is_forward, hints = first.name.partition(" ")[2], first.phase == "forward", []
+    part, is_forward, is_router = first.name.partition(" ")[2], first.phase == "forward", first.name.endswith(".router")
     uses = one[0]["uses"].get(first.name, [])  # modules that use the tensor compute the gradient
-    tp_hint = style_hint([module, *uses] if is_forward else [*uses[:1], module, *uses], about)
-    in_experts = [name for name in ([module] if is_forward else [*uses, module]) if name.endswith(".moe") or ".moe." in name]
-    attends = part == "attention" if is_forward else part in ("q", "k", "v")
-    if in_experts and first.name.endswith(".router") and not is_forward:
-        hints.append("the balancing loss: expert_parallel (aux_coef, balance.aux_scale) in distributed/experts.py, add_loss in "
-                     "models/moe.py")
-    if in_experts and not (is_forward and first.name.endswith(".router")):
-        if about["etp"] > 1:
-            hints.append("gathered_moe in distributed/experts.py")
-        if about["ep"] > 1:
-            hints.append("exchange_tokens in distributed/experts.py, AllToAll in distributed/layout.py")
-        if not hints:
-            hints.append("apply_experts in models/moe.py")
+    style = style_hint([module, *uses] if is_forward else [*uses[:1], module, *uses], about)
+    in_experts = any(name.endswith(".moe") or ".moe." in name for name in ([module] if is_forward else [*uses, module]))
+    balances, sends = in_experts and is_router and not is_forward, in_experts and not (is_router and is_forward)
+    attend = f"{about['attends'][0]} in parallel.py" if about["attends"] else "causal_attention in models/attention.py"
     differ, tokens = first.few
-    if first.name.endswith(".moe") and 0 < differ < 0.02 * tokens:
-        hints.append(f"only {differ} of {tokens} tokens differ: where two experts have nearly the same score, rounding "
-                     "decides; another --seed shows whether it is that")
-    if attends:
-        hints.append(f"{about['attends'][0]} in parallel.py" if about["attends"] else "causal_attention in models/attention.py")
-    elif is_forward and part in ("q", "k"):
-        hints.append("rotate in models/layers.py, and the positions that it is given")
-    hints += [tp_hint] * bool(tp_hint)
-    if first.note:
-        hints.append("what follows is not seen by autograd (wait(), detach(), .data)")
-    if not is_forward and about["recomputes"]:
-        hints.append("checkpoint_activations in parallel.py")
-    if about["compiled"]:
-        hints.append("compile_blocks in parallel.py")
-    if not hints and degrees["pp"] > 1:
-        hints.append("pipeline_stages, pipeline_forward_backward in distributed/pipeline.py")
-    return hints or ["shard in parallel.py (the weights that it gathers), and the model's own code"]
+    hints = [
+        (balances, "the balancing loss: expert_parallel (aux_coef, balance.aux_scale) in distributed/experts.py, add_loss in "
+                   "models/moe.py"),
+        (sends and about["etp"] > 1, "gathered_moe in distributed/experts.py"),
+        (sends and about["ep"] > 1, "exchange_tokens in distributed/experts.py, AllToAll in distributed/layout.py"),
+        (sends and not balances and about["etp"] == about["ep"] == 1, "apply_experts in models/moe.py"),
+        (first.name.endswith(".moe") and 0 < differ < 0.02 * tokens,
+         f"only {differ} of {tokens} tokens differ: where two experts have nearly the same score, rounding decides; another "
+         "--seed shows whether it is that"),
+        (part == "attention" if is_forward else part in ("q", "k", "v"), attend),
+        (is_forward and part in ("q", "k"), "rotate in models/layers.py, and the positions that it is given"),
+        (style, style),
+        (first.note, "what follows is not seen by autograd (wait(), detach(), .data)"),
+        (not is_forward and about["recomputes"], "checkpoint_activations in parallel.py"),
+        (about["compiled"], "compile_blocks in parallel.py"),
+    ]
+    found = [hint for holds, hint in hints if holds]
+    if not found and degrees["pp"] > 1:
+        return ["pipeline_stages, pipeline_forward_backward in distributed/pipeline.py"]
+    return found or ["shard in parallel.py (the weights that it gathers), and the model's own code"]
 
 
 def parameter_hints(first: Seam, seams: list[Seam], about: dict, layout: list[dict]) -> list[str]:
