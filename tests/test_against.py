@@ -176,6 +176,7 @@ def test_a_planted_mistake_is_named_by_its_module(name, folder):
     text, status = compared(kind, folder(kind), planted)
     first = text.splitlines()[0]
     assert status == 1 and first.startswith("first difference: ") and named in first, text
+    assert "; there it is model." in text  # the module's name in transformers
 
 
 def test_a_forks_own_class_is_compared(folder):

@@ -119,6 +119,17 @@ def ways_to_align(ours: Tensor, theirs: Tensor, name: str) -> list[tuple[Tensor,
     return ways
 
 
+def by_seam(seams: Seams, known: dict | None = None) -> dict:
+    """{(phase, our name, call): [tensors]} of all records. known: {their module: ours}; other modules are left out."""
+    found = defaultdict(list)
+    for phase, name, _, call, _, tensor in seams.records:
+        module, _, part = name.partition(" ")
+        module = module.partition("[")[0]
+        if known is None or module in known:
+            found[phase, (known[module] if known else module) + f" {part}" * bool(part), call].append(tensor)
+    return dict(found)
+
+
 def run_both(ours, theirs) -> tuple[dict, dict, dict]:
     """({(phase, our name, call): our tensors}, the same for theirs, {our name: theirs}), in the order of their execution."""
     g, vocab = torch.Generator().manual_seed(0), ours.config.vocab_size
@@ -143,28 +154,20 @@ def run_both(ours, theirs) -> tuple[dict, dict, dict]:
     keys, head = ours.hf_keys(), theirs.get_output_embeddings()
     # the head returns the logits, a seam of their own
     pairs = {module: name for module, name in pair_modules(keys).items() if theirs.get_submodule(module) is not head}
-    names = {}
-    mine, other = {}, {}
-    for seams, found, known in (a, mine, None), (b, other, pairs):
-        for phase, name, _, call, _, tensor in seams.records:
-            module, _, part = name.partition(" ")
-            module, _, index = module.partition("[")
-            if known is None or module in known:
-                ours_now = (known[module] if known else module) + f" {part}" * bool(part)
-                names.setdefault(ours_now, name)
-                found.setdefault((phase, ours_now, call), []).append(tensor)
-    mine |= {("logits", "logits", 0): [logits], ("loss", "loss", 0): [loss.detach()]}
-    other |= {("logits", "logits", 0): [out.detach()], ("loss", "loss", 0): [their_loss.detach()]}
+    names = {ours: theirs for theirs, ours in sorted(pairs.items(), reverse=True)}  # the outermost wins
+    mine = by_seam(a) | {("logits", "logits", 0): [logits], ("loss", "loss", 0): [loss.detach()]}
+    other = by_seam(b, pairs) | {("logits", "logits", 0): [out.detach()], ("loss", "loss", 0): [their_loss.detach()]}
     their_tensors, our_tensors = named_tensors(theirs), named_tensors(ours)
     for fqn, name in keys.items():
         if isinstance(name, str) and name in their_tensors:
+            names[fqn] = name
             for phase, take in ("initial", lambda p: p.detach()), ("gradient", lambda p: p.grad):
                 if take(their_tensors[name]) is not None:
                     got = take(our_tensors[fqn])
                     other[phase, fqn, 0] = [take(their_tensors[name])]
                     mine[phase, fqn, 0] = [torch.zeros_like(our_tensors[fqn]) if got is None else got]
-    order = {phase: i for i, phase in enumerate(APART)}
-    return mine, dict(sorted(other.items(), key=lambda item: order[item[0][0]])), names
+    order = list(APART)
+    return mine, dict(sorted(other.items(), key=lambda item: order.index(item[0][0]))), names
 
 
 def compare_with_transformers(ours, theirs) -> tuple[list[Seam], list[str], dict]:
@@ -214,7 +217,9 @@ def report_against(seams: list[Seam], left_out: list[str], names: dict, theirs: 
     """(the report, exit status)."""
 
     def look(first: Seam) -> str:
-        return f"{hint_against(first)}; there it is {names.get(first.name, first.name).partition(' ')[0]} of {theirs}"
+        module, _, part = first.name.partition(" ")
+        module = module_around(module) if part == "input" else module
+        return f"{hint_against(first)}; there it is {names.get(module, module)} of {theirs}"
 
     kinds = sorted({".".join("*" if p.isdigit() else p for p in name.split(".")) for name in left_out})
     rest = [f"not compared, because the two have other shapes or parts there: {', '.join(kinds)}"] if kinds else []
