@@ -98,7 +98,7 @@ def variants_of(args, common: list[str]) -> dict[str, dict]:
     return {first: found.pop(first)} | found
 
 
-def check(name: str, variant: dict, args) -> dict:
+def check_variant(name: str, variant: dict, args) -> dict:
     """Check a variant's command line: {"steps", "val_every", "parameters", "seeded"}. Any mistake is a usage error, now.
 
     The recipe's main runs in this process until the model's shapes are known: it parses, checks the layout and opens the data.
@@ -113,7 +113,7 @@ def check(name: str, variant: dict, args) -> dict:
     output, world = io.StringIO(), {"RANK": "0", "WORLD_SIZE": str(args.nproc)} if args.nproc > 1 else {}
     try:
         with contextlib.redirect_stderr(output), contextlib.redirect_stdout(io.StringIO()):
-            module = load(path)
+            module = load_recipe(path)
             cfg = parse_config(module.Config, [*variant["flags"], f"--out={folder_of(args.out, name, 0)}"])
             if args.metric.startswith("val_") and not vars(cfg).get("val_every"):
                 raise ValueError(f"no validation, so no {args.metric}: give --val_every, or another --metric, such as loss")
@@ -130,7 +130,7 @@ def check(name: str, variant: dict, args) -> dict:
     return {"steps": cfg.steps, "val_every": vars(cfg).get("val_every", 0), "parameters": parameters, "seeded": seeded}
 
 
-def load(path: Path):
+def load_recipe(path: Path):
     """A recipe as a module, in sys.modules under its own name: Config reads the help texts from the module's source."""
     name = f"recipe_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
     if name not in sys.modules:
@@ -163,7 +163,7 @@ def open_study(args, variants: dict) -> dict:
 
 
 # ---------------------------------------------------------------- runs
-def start(study: dict, name: str, seed: int, folder: Path, gpus: list[int] | None) -> subprocess.Popen:
+def start_run(study: dict, name: str, seed: int, folder: Path, gpus: list[int] | None) -> subprocess.Popen:
     variant, env = study["variants"][name], dict(os.environ, OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1"))
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(study["nproc"])]
     command = [sys.executable, *(torchrun if study["nproc"] > 1 else []), variant["recipe"], *variant["flags"]]
@@ -203,12 +203,12 @@ class Progress:
         if self.steps_before is None or left > self.steps_before[0]:
             self.steps_before = left, time.monotonic()
         ahead, elapsed = self.steps_before[0] - left, time.monotonic() - self.steps_before[1]
-        eta = f", about {clock(elapsed * left / ahead)} left" if ahead else ""
+        eta = f", about {format_clock(elapsed * left / ahead)} left" if ahead else ""
         text = f"{total - len(running) - len(waiting)} of {total} runs done, {len(running)} running{eta}"
         print(f"\r\033[K{text}", end="", flush=True)
 
 
-def clock(seconds: float) -> str:
+def format_clock(seconds: float) -> str:
     return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02}:{int(seconds) % 60:02}"
 
 
@@ -222,7 +222,7 @@ def run_all(study: dict, args, todo: list[tuple], failed: dict, stopping: list) 
                 name, seed = key = waiting.pop(0)
                 slot, folder = slots.pop(0), folder_of(args.out, name, seed)
                 gpus = range(slot * args.nproc, (slot + 1) * args.nproc) if args.gpus else None
-                running[key] = start(study, name, seed, folder, gpus), folder, slot
+                running[key] = start_run(study, name, seed, folder, gpus), folder, slot
             progress.show(study, running, waiting, total)
             time.sleep(0.2)
             for key, (process, folder, slot) in list(running.items()):
@@ -263,7 +263,7 @@ def main(argv) -> int:
     check_numbers(args)
     variants = variants_of(args, common)
     for name, variant in variants.items():
-        variant |= check(name, variant, args)
+        variant |= check_variant(name, variant, args)
     if args.fit and (sizes := len({variant["parameters"] for variant in variants.values()})) < 4:
         usage_error(f"--fit needs variants of four sizes or more, and there are {sizes}; see --vary model_args")
     study, failed, stopping = open_study(args, variants), {}, []

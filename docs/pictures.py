@@ -17,7 +17,7 @@ from models.loss import IGNORE
 from parallel import replicas, sequence_index
 from tools import svg
 from tools.dryrun import dry_world, human
-from tools.explain import count_block, travels
+from tools.explain import count_block, list_collectives
 from tools.placement import axis_groups, held_part, place_of, shown_parameters, tokens_of
 from tools.schedule import bubble, rows_of, simulate
 from tools.svg import arrow, document, label, legend, lines, rect
@@ -189,7 +189,7 @@ def chapter(says: str, rows, recipe=train_llama3, halves=("attention", "FFN"), e
     if extra:
         drawn, high = extra(layout)
         out, y = out + f'<g transform="translate(0 {y})">\n{drawn}</g>\n', y + high
-    drawn, high = svg.timeline(travels(count_block(recipe.main, cfg)[3]), halves, WIDTH - 20)
+    drawn, high = svg.timeline(list_collectives(count_block(recipe.main, cfg)[3]), halves, WIDTH - 20)
     return document(WIDTH, y + high + 8, f'{out}<g transform="translate(10 {y + 8})">\n{drawn}</g>\n', says)
 
 

@@ -14,7 +14,7 @@ from runs import ENV, REPO, metrics, run
 
 import ablate
 from tools.significance import boundaries, fit_sizes, intervals, t_quantile
-from tools.study import looks, report_study
+from tools.study import plan_looks, report_study
 
 BASE, OTHER = "base", "other"
 
@@ -87,7 +87,7 @@ def simulate(rng, settings, difference=0.0, noise=0.02, seed_noise=0.07):
     both = rng.normal(0, seed_noise, most)
     values = {(BASE, i): both[i] for i in range(most)}
     values |= {(OTHER, i): both[i] + difference + rng.normal(0, noise) for i in range(most)}
-    counted, found, missing = looks(settings, values, set(), values.keys())
+    counted, found, missing = plan_looks(settings, values, set(), values.keys())
     assert not missing
     return found[OTHER], counted[OTHER]
 
@@ -223,7 +223,7 @@ def test_a_recipe_is_seeded_with_the_seeds_that_it_has(monkeypatch):
     monkeypatch.chdir(REPO)
     args, _ = ablate.parse("grpo.py --metric eval_reward".split())
     for recipe, seeded in (("grpo.py", ["seed"]), ("train_llama3.py", ["seed", "data_seed"])):
-        assert ablate.check("a", {"recipe": recipe, "flags": []}, args)["seeded"] == seeded
+        assert ablate.check_variant("a", {"recipe": recipe, "flags": []}, args)["seeded"] == seeded
 
 
 def test_what_is_good_follows_from_the_metric():

@@ -4,7 +4,7 @@ import importlib
 import pytest
 from dry import MOE, config, run
 
-from tools.explain import count_block, explain, travels
+from tools.explain import count_block, explain, list_collectives
 
 
 @pytest.mark.slow
@@ -29,7 +29,7 @@ def test_one_block_of_split_experts():
     """With --ep a block names neighbours for FSDP to gather early, among them blocks that --explain leaves out."""
     flags = dict(dp_shard=2, ep=2, model_args=MOE)
     _, name, parameters, step = count_block(importlib.import_module("train_qwen3").main, config("train_qwen3", flags))
-    moved = {tuple(key): number for *key, number, _, _ in travels(step)}
+    moved = {tuple(key): number for *key, number, _, _ in list_collectives(step)}
     assert name == "2" and [split for n, _, split, _ in parameters if n == "moe.experts.w1"] == ["ep: dim 0"]
     assert moved["forward", "ep", "all_to_all"] == 3 and moved["backward", "ep", "all_to_all"] == 2  # no counts go back
     assert moved["forward", "fsdp", "all_gather"] == moved["backward", "fsdp", "reduce_scatter"] == 1

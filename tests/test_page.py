@@ -25,7 +25,7 @@ from distributed.layout import local_slice, local_tensor
 from tools import dryrun
 from tools.dryrun import make_report
 from tools.explain import count_block
-from tools.page import check_page, make_page, ticks
+from tools.page import check_page, list_ticks, make_page
 from tools.placement import held_part, place_of, ranges, shown_parameters, shown_ranks, tokens_of
 from tools.schedule import simulate
 
@@ -182,7 +182,7 @@ def test_the_ticks_send_what_the_step_sends(name):
     report = make_report(importlib.import_module("train_llama3").main, config("train_llama3", dict(
         pp=2, dp_shard=1, local_batch_size=4, pp_schedule=name)))
     times = simulate(report.rows)
-    found = ticks(times, {i: r for r, rank in enumerate(report.ranks) for i in rank.ids}, "1 B")
+    found = list_ticks(times, {i: r for r, rank in enumerate(report.ranks) for i in rank.ids}, "1 B")
     for r, rank in enumerate(report.ranks):
         counted = sum(n for key, n in rank.step.items() if key[0] == "moved" and key[2:4] == ("pp", "send"))
         assert sum(text.startswith(f"pp {r} sends") for tick in found for text in tick["sent"]) == counted > 0

@@ -86,7 +86,7 @@ def count_block(main, cfg):
     return layout, name, params, add_scaled(steps[0], -1, steps[1])
 
 
-def travels(step) -> list[tuple]:
+def list_collectives(step) -> list[tuple]:
     """(phase, axis, operation, number, bytes, why) of all collectives of a step, in the order of the phases. Phases of
     different pipeline ranks overlap, so sends and receives have the phase "step"."""
     moved = {key[1:]: n for key, n in step.items() if key[0] == "moved" and n}
@@ -114,7 +114,7 @@ def explain(cfg, counted) -> None:
     print(f"\nWhat travels for it in one forward and backward of {size} tokens. Bytes in all: the largest tensor of each,\n"
           "added up; a rank sends and receives (n-1)/n of them over an axis of n ranks, and twice that in an all-reduce.\n")
     lines = [["phase", "axis", "operation", "number", "bytes in all", "why"]]
-    lines += [[*key, number, human(size), why] for *key, number, size, why in travels(step)]
+    lines += [[*key, number, human(size), why] for *key, number, size, why in list_collectives(step)]
     print(table(lines, right=False) if len(lines) > 1 else "Nothing: no axis has more than one rank.")
     if layout.pp > 1:
         print("\nBetween pipeline ranks only the activations behind a stage's last block travel, and their gradients back.")

@@ -76,7 +76,7 @@ SENTENCES = {
 }
 
 
-def hint(name: str, flags) -> str:
+def suggest_flag(name: str, flags) -> str:
     """The answer to an unknown flag, or "". flags: all flags of the program.
 
     torchtitan writes a section before the name, training.seq_len; nanoGPT and others write use_x and enable_x for x.

@@ -11,7 +11,7 @@ from string import Template
 
 from tools import svg
 from tools.dryrun import PEAK, human
-from tools.explain import travels
+from tools.explain import list_collectives
 from tools.placement import axis_groups, held_part, place_of, shown_block, shown_parameters, shown_ranks, tokens_of
 from tools.schedule import bubble, duration, simulate
 
@@ -39,7 +39,7 @@ def check_page(path: str) -> None:
         raise ValueError(f"--html {path} is a folder; name a file in it, such as {os.path.join(path, 'layout.html')}")
 
 
-def grid(layout, ranks) -> str:
+def draw_grid(layout, ranks) -> str:
     """HTML with a button per rank and a panel per pipeline rank."""
     out, small = "", sum(len(column) for panel in ranks for column in panel) <= 128
     for pp, columns in enumerate(ranks):
@@ -139,7 +139,7 @@ def layers_of(stages) -> str:
     return " and ".join(f"layers {n[0]}-{n[-1]}" if len(n) > 1 else f"layer {n[0]}" for n in numbers if n) or "no layers"
 
 
-def holdings(layout, report, ranks, sheet: Sheet) -> tuple[dict, list]:
+def list_holdings(layout, report, ranks, sheet: Sheet) -> tuple[dict, list]:
     """({rank: place, memory in words, number of the holding}, all different holdings)."""
     by_rank, known, found = {}, {}, []
     for p, columns in enumerate(ranks):
@@ -162,7 +162,7 @@ def holdings(layout, report, ranks, sheet: Sheet) -> tuple[dict, list]:
 DOES = {"F": "forward", "B": "backward", "I": "backward of the inputs", "W": "backward of the weights"}
 
 
-def ticks(times, owner: dict[int, int], size: str) -> list[dict]:
+def list_ticks(times, owner: dict[int, int], size: str) -> list[dict]:
     """Per unit of time: the work of each pipeline rank, and the sends at the end. owner: stage -> pipeline rank."""
     last, found = max(owner), []
     for t in range(round(duration(times))):
@@ -220,8 +220,8 @@ def make_page(cfg, report, counted, command: str) -> str:
     shapes = {name: tuple(p.shape) for rank in report.ranks for name, p in shown_parameters(rank.stages).items()}
     blocks_first = sorted(shapes, key=lambda name: not name.startswith("block "))
     sheet = Sheet({name: shapes[name] for name in blocks_first}, layout, cfg.seq_len)
-    by_rank, found = holdings(layout, report, ranks, sheet)
-    moved = travels(counted[3] if counted else report.ranks[0].step)
+    by_rank, found = list_holdings(layout, report, ranks, sheet)
+    moved = list_collectives(counted[3] if counted else report.ranks[0].step)
     has_experts = counted and any(name.startswith("moe.") for name, *_ in counted[2])
     names = "attention", "experts" if has_experts else "FFN"
     drawn, high = svg.timeline(moved, names) if counted else ("", 0)
@@ -230,7 +230,7 @@ def make_page(cfg, report, counted, command: str) -> str:
         times = simulate(report.rows)
         owner = {i: r for r, rank in enumerate(report.ranks) for i in rank.ids}
         size = cfg.pp_microbatch_size * cfg.seq_len // layout.cp // layout.tp * report.ranks[0].stages[0].config.dim
-        steps, unit = ticks(times, owner, human(size * layout.compute_dtype.itemsize)), unit_of(times)
+        steps, unit = list_ticks(times, owner, human(size * layout.compute_dtype.itemsize)), unit_of(times)
         section = schedule_section(cfg, times, steps)
     data = dict(ranks=by_rank, holdings=found, groups=axis_groups(layout), ticks=steps, left=left, unit=unit,
                 inner=layout.cp * layout.tp)
@@ -248,7 +248,7 @@ def make_page(cfg, report, counted, command: str) -> str:
     values = dict(
         TITLE=escape(f"{vars(cfg).get('flavor', 'model')} on {devices}: {layout}"),
         SUMMARY=escape(f"{report.n_params:,} parameters, {step}. Made by:"),
-        COMMAND=escape(command), SHOWN=escape(cut), GRID=grid(layout, ranks), SIDE=str(44 if len(by_rank) <= 128 else 30),
+        COMMAND=escape(command), SHOWN=escape(cut), GRID=draw_grid(layout, ranks), SIDE=str(44 if len(by_rank) <= 128 else 30),
         LIGHT=svg.variables(False), DARK=svg.variables(True), RULES=svg.RULES,
         HOLDINGS=figure(sheet.picture, sheet.height, "what this rank holds"),
         NOTE=f"The paler part is what the rank has besides, {gathered_while(layout)}." * gathers,

@@ -70,11 +70,11 @@ def flags_of_halves(main, cfg, degrees: dict[str, int], folder: str) -> dict[str
     if len({repr(replace(cfg, **half | {"out": ""})) for half in halves.values()}) == 1:
         raise ValueError("--check_parity compares one process with a layout, and these flags ask for one process without "
                          "anything to compare; add a layout like --tp 2, or --ac, --compile or --cpu_offload")
-    halves["one process"]["local_batch_size"] = another_cut(cfg, both.get("global_batch_size", cfg.global_batch_size))
+    halves["one process"]["local_batch_size"] = choose_another_cut(cfg, both.get("global_batch_size", cfg.global_batch_size))
     return halves
 
 
-def another_cut(cfg, n: int) -> int:
+def choose_another_cut(cfg, n: int) -> int:
     """Sequences per forward of the one process, of n in the global batch: another number than on the layout, or mistakes that
     depend on the cut of a batch, such as a loss that is a mean over a micro-batch, would be equal on both sides. Also not a
     number with which the means on all cp and tp ranks add up to as much."""

@@ -14,7 +14,7 @@ import types
 from contextlib import ExitStack
 
 
-def recording(clip_grad_norm, folder: str):
+def record_before(clip_grad_norm, folder: str):
     """Return clip_grad_norm, made to write FOLDER/<step>-<rank>.pt first, on one rank of each pipeline rank."""
     import torch  # not at the top: first sys.path[0] must be the recipe's folder
     import torch.distributed as dist
@@ -74,7 +74,7 @@ def main():
 
             stack.enter_context(seams_of_a_step(functools.partial(write_seams, folder)))
         else:
-            parallel.clip_grad_norm = recording(parallel.clip_grad_norm, folder)
+            parallel.clip_grad_norm = record_before(parallel.clip_grad_norm, folder)
         run_as_main(recipe)
 
 

@@ -95,7 +95,7 @@ def training_of(lines: list[dict]) -> dict:
     return {(line["step"], "loss" in line): {k: v for k, v in line.items() if not NOT_TRAINING.search(k)} for line in lines}
 
 
-def looks(study: dict, values: dict, identical: set[str], tried: set) -> tuple[dict[str, int], dict, list]:
+def plan_looks(study: dict, values: dict, identical: set[str], tried: set) -> tuple[dict[str, int], dict, list]:
     """({variant: seeds that count}, {variant: interval}, [(variant, seed)] to run now).
 
     Without --until there is a single look, at all seeds. With --until, there is a look after every seed from --seeds to
@@ -132,13 +132,13 @@ def identical_variants(study: dict, runs: dict) -> set[str]:
 
 def next_runs(study: dict, folder, failed: set) -> list[tuple[str, int]]:
     runs = read_runs(study, folder)
-    return looks(study, values_of(study, runs), identical_variants(study, runs), runs.keys() | failed)[2]
+    return plan_looks(study, values_of(study, runs), identical_variants(study, runs), runs.keys() | failed)[2]
 
 
 def verdicts(study: dict, runs: dict) -> list[dict]:
     """The contents of verdicts.json. difference, low and high are variant minus baseline; null: unknown."""
     values, identical = values_of(study, runs), identical_variants(study, runs)
-    counted, found, _ = looks(study, values, identical, runs.keys())
+    counted, found, _ = plan_looks(study, values, identical, runs.keys())
     rows = []
     for name, seeds in counted.items():
         d = differences(study, values, name, seeds)

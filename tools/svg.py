@@ -125,9 +125,10 @@ FORWARD = ["before", "into attention", "attention", "behind attention", "into FF
 BACKWARD = ["before", "behind FFN", "FFN", "into FFN", "behind attention", "attention", "into attention", "after"]
 ORDER = ["fsdp", "efsdp", "dp_replicate", "tp", "cp", "etp", "ep", "pp", "world"]
 
+
 def timeline(moved, names: tuple[str, str], width=860) -> tuple[str, int]:
-    """(SVG, height): a band for each phase, time from left to right, a row for each axis. moved: see explain.travels; names:
-    for the two halves of a block."""
+    """(SVG, height): a band for each phase, time from left to right, a row for each axis. moved: from list_collectives;
+    names: for the two halves of a block."""
     slots, y, out = {"forward": FORWARD, "recompute": FORWARD, "backward": BACKWARD}, 0, ""
     left, step = 92, (width - 92) / 8
     for phase, places in slots.items():

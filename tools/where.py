@@ -101,7 +101,7 @@ def pieces_of(parts: list[dict]) -> dict[tuple, list[Piece]]:
     return dict(sorted(found.items(), key=lambda item: PHASES.index(item[0][0])))  # stable: recorded order within a phase
 
 
-def by_rows(piece: Piece) -> Tensor | None:
+def as_rows(piece: Piece) -> Tensor | None:
     """The tensor as (rows, ...), from (B, T, ...) or (B * T, ...); None for a tensor without rows."""
     x, n = piece.tensor, len(piece.rows)
     if x.dim() == 0 or x.shape[0] % n:
@@ -170,12 +170,12 @@ def compare_parts(one: list[Piece], layout: list[Piece]):
         pairs.append((piece.tensor, whole[part]))
         if piece.tensor.shape != whole[part].shape:
             return None
-    return by_rank(pairs, layout, whole), pairs
+    return errors_by_rank(pairs, layout, whole), pairs
 
 
 def compare_rows(one: list[Piece], layout: list[Piece], degrees: dict, T: int, is_gradient: bool):
     """(error of each rank, pairs of parts) of activations under the best placement; None if no placement fits the shapes."""
-    parts, locals_ = [by_rows(p) for p in one], [by_rows(p) for p in layout]
+    parts, locals_ = [as_rows(p) for p in one], [as_rows(p) for p in layout]
     if any(x is None or x.shape[1:] != side[0].shape[1:] for side in (parts, locals_) for x in side):
         return None
     whole, index = torch.cat(parts), {key: i for i, key in enumerate(key for p in one for key in p.rows)}
@@ -188,7 +188,7 @@ def compare_rows(one: list[Piece], layout: list[Piece], degrees: dict, T: int, i
         candidates.append(pairs)
         if is_gradient and place[1] is None and degrees["tp"] > 1:
             candidates.append(sum_over_tp(pairs, layout, degrees["tp"]))
-    found = [(by_rank(pairs, layout, whole), pairs) for pairs in candidates]
+    found = [(errors_by_rank(pairs, layout, whole), pairs) for pairs in candidates]
     return min(found, key=lambda errors_and_pairs: max(errors_and_pairs[0].values()), default=None)
 
 
@@ -200,7 +200,7 @@ def sum_over_tp(pairs, layout: list[Piece], tp: int):
     return [(sums[piece.rank // tp, tuple(piece.rows)], want) for (_, want), piece in zip(pairs, layout, strict=True)]
 
 
-def by_rank(pairs, layout: list[Piece], whole: Tensor) -> dict[int, float]:
+def errors_by_rank(pairs, layout: list[Piece], whole: Tensor) -> dict[int, float]:
     errors = defaultdict(float)
     for (got, want), piece in zip(pairs, layout, strict=True):
         errors[piece.rank] = max(errors[piece.rank], distance(got, want, whole))
