@@ -45,7 +45,7 @@ def really(recipe: str, flags: dict) -> dict:
     cfg = config(recipe, flags)
     _clear_sharding_prop_cache()  # of earlier layouts in the same process
     torch.manual_seed(int(os.environ["RANK"]))
-    stages, optimizers, layout = dryrun.build(importlib.import_module(recipe).main, cfg, lambda layout: layout)
+    stages, optimizers, layout = dryrun.build(importlib.import_module(recipe).main, cfg, lambda layout, *args, **kwargs: layout)
     n = n_microbatches(layout) if layout.pp > 1 else layout.accumulation
     first = dryrun.observe(stages, optimizers, layout, cfg.seq_len, n, Settled(layout))  # for memory: nothing is left over yet
     second = dryrun.observe(stages, optimizers, layout, cfg.seq_len, n, Watch(layout))  # for collectives: all connections exist

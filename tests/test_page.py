@@ -52,7 +52,7 @@ def really_held(recipe: str, flags: dict) -> dict:
     """On a gloo process: after a step, the parts of weight, gradient and optimizer state, and the rank's tokens."""
     cfg = config(recipe, flags)
     _clear_sharding_prop_cache()
-    stages, optimizers, layout = dryrun.build(importlib.import_module(recipe).main, cfg, lambda layout: layout)
+    stages, optimizers, layout = dryrun.build(importlib.import_module(recipe).main, cfg, lambda layout, *args, **kwargs: layout)
     shape = layout.accumulation, layout.local_batch_size, cfg.seq_len
     tokens = torch.arange(math.prod(shape)).view(shape) % stages[0].config.vocab_size
     batch = SimpleNamespace(tokens=tokens, labels=tokens, positions=torch.arange(cfg.seq_len).expand(shape), doc_ids=None)

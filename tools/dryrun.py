@@ -65,9 +65,6 @@ def build(main, cfg, connect, **stand_ins):
     """
     layouts = []
 
-    def stand_in_connect(layout, *args, **kwargs):
-        return connect(layout)
-
     def make_mesh(layout, usual=main.__globals__["make_mesh"]):
         layouts.append(usual(layout))
         return layouts[0]
@@ -75,7 +72,7 @@ def build(main, cfg, connect, **stand_ins):
     data = SimpleNamespace(vocab_size=0, n_val_samples=1, fingerprint={}, tokenizer_file=None)
     # check_groups, of forks/ft.py, would ask a server
     stand_ins |= dict.fromkeys(("check_groups", "source_tokenizer", "StopSignal"), do_nothing)
-    stand_ins |= dict(open_data=lambda *args: data, connect=stand_in_connect, make_mesh=make_mesh)
+    stand_ins |= dict(open_data=lambda *args: data, connect=connect, make_mesh=make_mesh)
     _, made = stop_main(main, cfg, "Checkpoints", **stand_ins, loaded_later=lambda cfg: lambda fqn: False)
     stages, [layout] = made["modules"], layouts
     if layout.pp == 1:
@@ -102,7 +99,7 @@ def dry_world(main, cfg, pp_rank: int):
     world_size = math.prod(max(1, getattr(cfg, axis)) for axis in AXES)
     rank = pp_rank * (world_size // max(1, cfg.pp))
 
-    def connect(layout):
+    def connect(layout, *args, **kwargs):
         # compiled or not, the same bytes travel; the order of the micro-batches is not run but simulated (schedule.py)
         order = layout.schedule if cfg.pp_schedule_csv else SIMPLE_ORDER.get(cfg.pp_schedule, cfg.pp_schedule)
         dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
@@ -127,8 +124,8 @@ def dry_world(main, cfg, pp_rank: int):
         for owner, name, value in [
             *[(module, "local_slice", unwatched(distributed.layout.local_slice)) for module in (parallel, muon)],
             (DeviceMesh, "__getitem__", unwatched(DeviceMesh.__getitem__)),
-            (checks, "check_memory", lambda model, layout, cfg: None),
-            (parallel, "lower_right_mask", lambda T, S, device: None),  # CUDA's flash kernel has the mask built in
+            (checks, "check_memory", do_nothing),
+            (parallel, "lower_right_mask", do_nothing),  # CUDA's flash kernel has the mask built in
             (schedules._PipelineSchedule, "_warmup_p2p", shapes_are_given),
             (_PipelineStageBase, "_get_init_p2p_neighbors_ops", lambda stage: []),  # the handshake before torch 2.13
         ]:
@@ -137,7 +134,7 @@ def dry_world(main, cfg, pp_rank: int):
         try:
             on_gpus = partial(refusals.check_layout, on_cuda=True)
             built = build(main, replace(cfg), connect, init_weights=init_weights, check_layout=on_gpus,
-                          compile_blocks=lambda *args: None, tensor_parallel=not_async)
+                          compile_blocks=do_nothing, tensor_parallel=not_async)
             if cfg.compile:
                 forget_silu(built[0])
             with fake:

@@ -189,27 +189,29 @@ def comparison(study: dict, runs: dict, rows: list[dict]) -> list[list[str]]:
     def text(x, spec: str) -> str:
         return "" if x is None else format(x, spec)
 
-    values = values_of(study, runs)
+    def median(lines: list[dict], key: str, spec: str) -> str:
+        found = [line[key] for line in lines if line.get(key) is not None]
+        return text(statistics.median(found), spec) if found else ""
+
+    values, base = values_of(study, runs), study["baseline"]
     noise = "noise of a difference, paired", "unpaired"
     lines = [["variant", study["metric"], "difference", "95 % interval", "pairs", *noise, "tokens/s", "GiB", "MFU", "batches"]]
     by_name = {row["variant"]: row for row in rows}
     for name in study["variants"]:
         row, mine = by_name.get(name, {}), {i: v for (n, i), v in values.items() if n == name}
         trained = [line for (n, _), found in runs.items() if n == name for line in found if "tokens_per_second" in line]
-        cost = {key: [line[key] for line in trained if line.get(key) is not None] for key in ("tokens_per_second", "mfu")}
-        memory = max((line["memory_gib"] for line in trained), default=None)
-        pairs = [i for i in mine if (study["baseline"], i) in values]
-        d = [mine[i] - values[study["baseline"], i] for i in pairs]
-        apart = [[mine[i] for i in pairs], [values[study["baseline"], i] for i in pairs]]
-        known = bool(row) and len(d) > 1
+        both = [(value, values[base, i]) for i, value in mine.items() if (base, i) in values]
+        paired = unpaired = None
+        if row and len(both) > 1:
+            paired = statistics.stdev(a - b for a, b in both)
+            unpaired = math.hypot(*map(statistics.stdev, zip(*both)))
         low, high = text(row.get("low"), ".3g"), text(row.get("high"), ".3g")
         lines.append([
             name, text(statistics.mean(mine.values()) if mine else None, ".4f"), text(row.get("difference"), "+.3g"),
-            f"{low} to {high}" if low else "", str(row["pairs"]) if row else "baseline",
-            text(statistics.stdev(d) if known else None, ".2g"),
-            text(math.hypot(*map(statistics.stdev, apart)) if known else None, ".2g"),
-            text(statistics.median(cost["tokens_per_second"]) if trained else None, ",.0f"), text(memory, ".2f"),
-            text(statistics.median(cost["mfu"]) if cost["mfu"] else None, ".1%"), batches(study, runs, name) if row else "",
+            f"{low} to {high}" if low else "", str(row["pairs"]) if row else "baseline", text(paired, ".2g"),
+            text(unpaired, ".2g"), median(trained, "tokens_per_second", ",.0f"),
+            text(max((line["memory_gib"] for line in trained), default=None), ".2f"), median(trained, "mfu", ".1%"),
+            batches(study, runs, name) if row else "",
         ])
     return lines
 
