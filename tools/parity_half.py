@@ -11,7 +11,6 @@ import inspect
 import os
 import sys
 import types
-from contextlib import ExitStack
 
 
 def record_before(clip_grad_norm, folder: str):
@@ -23,6 +22,7 @@ def record_before(clip_grad_norm, folder: str):
 
     from distributed.checks import bits_sum
     from distributed.layout import named_tensors
+
     def whole(tensor):  # a collective: all ranks call it in the same order
         return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
 
@@ -68,14 +68,13 @@ def main():
     import parallel
 
     distributed.initial.ZERO = 0.01  # a weight of 0 hides the gradients behind: LoRA's B at 0 makes the gradient of A 0
-    with ExitStack() as stack:
-        if where:
-            from tools.operations import seams_of_a_step, write_seams
+    if where:
+        from tools.operations import seams_of_a_step, write_seams
 
-            stack.enter_context(seams_of_a_step(functools.partial(write_seams, folder)))
-        else:
-            parallel.clip_grad_norm = record_before(parallel.clip_grad_norm, folder)
-        run_as_main(recipe)
+        with seams_of_a_step(functools.partial(write_seams, folder)):
+            return run_as_main(recipe)
+    parallel.clip_grad_norm = record_before(parallel.clip_grad_norm, folder)
+    run_as_main(recipe)
 
 
 def run_as_main(recipe: str):
