@@ -8,7 +8,6 @@ import torch
 from dry import MOE, config, world
 from layouts import Flags
 
-import tools.layout_plots
 from distributed.pipeline import ONE_STAGE_PER_RANK
 from models.llama3 import Llama3Config
 from tools import dryrun
@@ -69,9 +68,9 @@ def test_the_drawn_mesh_is_the_mesh(recipe, flags, tmp_path, monkeypatch):
             drawn.setdefault((int(place[0] + 1e-6), place[1]), set()).add(color)
 
     if layout.pp == 1 and importlib.util.find_spec("matplotlib"):
-        pyplot, patches = tools.layout_plots.pyplot_and_patches()
+        pyplot, patches = pictures.pyplot_and_patches()
         stand_in = SimpleNamespace(Rectangle=Cell, Patch=patches.Patch)
-        monkeypatch.setattr(tools.layout_plots, "pyplot_and_patches", lambda: (pyplot, stand_in))
+        monkeypatch.setattr(pictures, "pyplot_and_patches", lambda: (pyplot, stand_in))
         monkeypatch.setattr(pyplot.Axes, "add_patch", lambda axes, patch: None)
         draw_mesh(layout, str(tmp_path / "mesh.png"))
         inner = layout.cp * layout.tp

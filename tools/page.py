@@ -218,8 +218,7 @@ def make_page(cfg, report, counted, command: str) -> str:
     shown = sum(len(column) for panel in ranks for column in panel)
     cut = f"Shown: {shown:,} of {layout.world_size:,} ranks, namely {cut}." if cut else ""
     shapes = {name: tuple(p.shape) for rank in report.ranks for name, p in shown_parameters(rank.stages).items()}
-    blocks_first = sorted(shapes, key=lambda name: not name.startswith("block "))
-    sheet = Sheet({name: shapes[name] for name in blocks_first}, layout, cfg.seq_len)
+    sheet = Sheet(shapes, layout, cfg.seq_len)
     by_rank, found = list_holdings(layout, report, ranks, sheet)
     moved = list_collectives(counted[3] if counted else report.ranks[0].step)
     has_experts = counted and any(name.startswith("moe.") for name, *_ in counted[2])
