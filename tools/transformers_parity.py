@@ -80,18 +80,15 @@ def watch_their_attention(model, seams: Seams):
 
 def pair_modules(keys: dict) -> dict[str, str]:
     """{their module: ours} from hf_keys(): modules with a weight, and modules around them that hold the same weights."""
-    weights = {ours: [theirs] if isinstance(theirs, str) else list(theirs) for ours, theirs in keys.items()}
-    inside_ours, inside_theirs, pairs = defaultdict(set), defaultdict(set), {}
-    for ours, names in weights.items():
-        for theirs in names:
+    inside_ours, inside_theirs = defaultdict(set), defaultdict(set)  # {module: their names of the weights inside}
+    for ours, theirs in keys.items():
+        for name in [theirs] if isinstance(theirs, str) else theirs:
             for parent in parents(ours):
-                inside_ours[parent].add(theirs)
-            for parent in parents(theirs):
-                inside_theirs[parent].add(theirs)
+                inside_ours[parent].add(name)
+            for parent in parents(name):
+                inside_theirs[parent].add(name)
     same = {frozenset(held): module for module, held in sorted(inside_ours.items(), reverse=True)}  # the outermost wins
-    for module, held in inside_theirs.items():
-        if frozenset(held) in same:
-            pairs[module] = same[frozenset(held)]
+    pairs = {module: same[frozenset(held)] for module, held in inside_theirs.items() if frozenset(held) in same}
     for ours, theirs in keys.items():
         if isinstance(theirs, list):  # theirs returns the weighted sum over experts, as the module around our experts does
             pairs[theirs[0].split(".experts.")[0] + ".experts"] = ours.rpartition(".experts.")[0]
@@ -198,16 +195,13 @@ def compare_with_transformers(ours, theirs) -> tuple[list[Seam], list[str], dict
 def hint_against(first: Seam) -> str:
     """The usual cause of a difference at the seam."""
     module, _, part = first.name.partition(" ")
-    if first.phase == "initial":
-        return "hf_keys() and what reads the weights"
-    if first.phase in ("loss", "logits"):
-        return "the end of the model's forward"
-    if first.phase in ("backward", "gradient"):
-        return f"what uses {module}: something is not seen by autograd, or has a backward of its own"
-    if part in ("q", "k"):
-        return f"rope_frequencies, rotate, the order of heads in the forward of {module}"
-    if part == "attention":
-        return "the scale, the mask, which query heads share a key head"
+    uses = f"what uses {module}: something is not seen by autograd, or has a backward of its own"
+    end, rotation = "the end of the model's forward", f"rope_frequencies, rotate, the order of heads in the forward of {module}"
+    by_phase = {"initial": "hf_keys() and what reads the weights", "loss": end, "logits": end, "backward": uses,
+                "gradient": uses}
+    by_part = {"q": rotation, "k": rotation, "attention": "the scale, the mask, which query heads share a key head"}
+    if hint := by_phase.get(first.phase) or by_part.get(part):
+        return hint
     if part == "input" or first.note:
         return f"the forward of {module_around(module)}"
     return f"the forward of {module}, and its constants (eps, factors)"
