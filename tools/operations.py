@@ -128,17 +128,18 @@ class Seams:
         self.hooks.close()
         self.outputs = {}
 
-    def parameters(self, phase: str, stages, value):
-        """Record the rank's part of value(parameter) for every parameter, with the part's offset in the whole."""
+    def add_weights(self, phase: str, stages):
+        """Record the rank's part of every parameter and buffer, with the part's offset in the whole."""
+        for stage in stages:
+            for fqn, tensor in [*stage.named_parameters(), *stage.named_buffers()]:
+                self.add(phase, fqn, tensor, stage.index, micro=local_slice(tensor)[1])
+
+    def add_gradients(self, phase: str, stages):
+        """Record the rank's part of every parameter's gradient; zeros for a missing gradient."""
         for stage in stages:
             for fqn, p in stage.named_parameters():
-                found = value(p)
-                self.add(phase, fqn, torch.zeros_like(p) if found is None else found, stage.index, micro=local_slice(p)[1])
-
-    def buffers(self, phase: str, stages):
-        for stage in stages:
-            for fqn, buffer in stage.named_buffers():
-                self.add(phase, fqn, buffer, stage.index, micro=local_slice(buffer)[1])
+                gradient = torch.zeros_like(p) if p.grad is None else p.grad
+                self.add(phase, fqn, gradient, stage.index, micro=local_slice(p)[1])
 
     def found(self) -> dict:
         return dict(records=self.records, rows=self.rows, uses=self.uses, **self.about)
@@ -166,8 +167,7 @@ def seams_of_a_step(done=lambda seams: None):
 
     def finish():  # the weights have been updated, the biases of experts moved
         if state["stages"] and not state["done"]:
-            seams.parameters("after", state["stages"], lambda p: p)
-            seams.buffers("after", state["stages"])
+            seams.add_weights("after", state["stages"])
             state["done"] = True
             done(seams)
 
@@ -183,8 +183,7 @@ def seams_of_a_step(done=lambda seams: None):
         else:
             stages[0].index = 0  # as a pipeline's stages have
         seams.rows = [keys[i : i + size] for i in range(0, len(keys), size)]
-        seams.parameters("initial", stages, lambda p: p)
-        seams.buffers("initial", stages)
+        seams.add_weights("initial", stages)
         closed = [name for stage in stages for name in seams.watch(stage, stage.index)]
         seams.about["compiled"] = closed
         for stage in stages:
@@ -213,10 +212,10 @@ def seams_of_a_step(done=lambda seams: None):
         if "norm" in state or not state["stages"]:
             return real["clip_grad_norm"](*args, **kwargs)
         stages = inspect.signature(real["clip_grad_norm"]).bind(*args, **kwargs).arguments["stages"]
-        seams.parameters("gradient", stages, lambda p: p.grad)
+        seams.add_gradients("gradient", stages)
         norm = state["norm"] = real["clip_grad_norm"](*args, **kwargs)
         seams.add("norm", "norm", norm)
-        seams.parameters("clipped", stages, lambda p: p.grad)
+        seams.add_gradients("clipped", stages)
         return norm
 
     def chunk(part, index, *args, **kwargs):
