@@ -1,13 +1,13 @@
-"""Which variant is better, and is it more than noise? Runs a recipe in several variants and seeds, and compares them in pairs.
+"""Which variant is better, and by more than noise? Runs a recipe in several variants and seeds, and compares them in pairs.
 
     python ablate.py train_llama3.py --vary optimizer=adamw,muon lr=1e-3,3e-3 --seeds 3 --steps 300
     python ablate.py train_llama3.py train_mine.py --seeds 4                  # a fork against the original
     python ablate.py train_llama3.py --variant "base:" --variant "deep: --model_args n_layers=12,dim=136" --until 0.02
-    python ablate.py --report runs/ablate                                     # the report again, from what is there
+    python ablate.py --report runs/ablate                                     # the report again, without any run
 
-Seed i sets --seed and --data_seed of all variants: they start from the same weights and see the same batches, so that their
-difference says more than two losses would. All flags that are not listed below go to every run. Each run is a usual run folder,
---out/VARIANT/seed-I. The same command again runs only what is missing. docs/ablations.md has a worked example.
+Seed i sets --seed and --data_seed of all variants: equal initial weights and equal batches, so that the difference of two runs
+says more than two losses would. All flags not listed below go to every run. Each run is a usual run folder,
+--out/VARIANT/seed-I. The same command again runs only the missing runs. docs/ablations.md has a worked example.
 """
 import argparse
 import contextlib
@@ -33,7 +33,7 @@ import torch
 from support.config import Parser, parse_config, usage_error
 from support.files import check_local, read_json, write_file
 from support.metrics import read_lines
-from tools.dryrun import Built, no_earlier_run
+from tools.stop_main import do_nothing, stop_main
 from tools.study import folder_of, is_finished, next_runs, report_study
 
 OURS = ("seed", "data_seed", "out")  # flags of the recipes that a study sets itself
@@ -98,10 +98,10 @@ def variants_of(args, common: list[str]) -> dict[str, dict]:
     return {first: found.pop(first)} | found
 
 
-def check(name: str, variant: dict, args) -> dict:
-    """What a variant's command line asks for: {"steps", "val_every", "parameters", "seeded"}. A mistake is a usage error now.
+def check_variant(name: str, variant: dict, args) -> dict:
+    """Check a variant's command line: {"steps", "val_every", "parameters", "seeded"}. Any mistake is a usage error, now.
 
-    The recipe's main runs in this process until it has its model's shapes: it parses, checks the layout and opens the data.
+    The recipe's main runs in this process until the model's shapes are known: it parses, checks the layout and opens the data.
     """
     path = Path(variant["recipe"])
     if not path.is_file():
@@ -110,41 +110,28 @@ def check(name: str, variant: dict, args) -> dict:
     if given:
         usage_error(f"variant {name!r}: ablate.py sets --{given[0]} of every run; leave it out (--out FOLDER is the study's)")
 
-    def built(model, *rest):
-        raise Built(model.flops_per_token(0) // 6 if hasattr(model, "flops_per_token") else None)
-
-    def connected(layout, *rest, **options):  # nothing beyond this line may run here
-        if "check_model" not in names:
-            raise Built(None)
-
-    nothing = lambda *rest, **options: None  # noqa: E731
     output, world = io.StringIO(), {"RANK": "0", "WORLD_SIZE": str(args.nproc)} if args.nproc > 1 else {}
     try:
         with contextlib.redirect_stderr(output), contextlib.redirect_stdout(io.StringIO()):
-            module = load(path)
+            module = load_recipe(path)
             cfg = parse_config(module.Config, [*variant["flags"], f"--out={folder_of(args.out, name, 0)}"])
             if args.metric.startswith("val_") and not vars(cfg).get("val_every"):
                 raise ValueError(f"no validation, so no {args.metric}: give --val_every, or another --metric, such as loss")
-            names = module.main.__globals__
-            stand_ins = dict(connect=connected, check_model=built)
-            stand_ins |= dict.fromkeys(("make_mesh", "StopSignal", "check_run", "lock_run"), nothing)
-            known = {key: value for key, value in stand_ins.items() if key in names}
-            with mock.patch.dict(names, known), mock.patch.dict(os.environ, world), no_earlier_run():
-                module.main(cfg)
-        raise RuntimeError(f"{path} does not call connect")
-    except Built as stopped:
-        parameters = stopped.args[0]
+            last = "check_model" if "check_model" in module.main.__globals__ else "connect"
+            with mock.patch.dict(os.environ, world):
+                skipped = dict.fromkeys(("connect", "make_mesh", "StopSignal"), do_nothing)
+                (model, *_), _ = stop_main(module.main, cfg, last, **skipped)
     except SystemExit:
         usage_error(f"variant {name!r}: {output.getvalue().removeprefix('error: ').strip()}")
     except ValueError as error:
         usage_error(f"variant {name!r}: {error}")
     seeded = [flag for flag in ("seed", "data_seed") if hasattr(cfg, flag)]  # grpo.py has one seed for everything
-    return {"steps": cfg.steps, "val_every": vars(cfg).get("val_every", 0), "parameters": parameters,
-            "seeded": seeded}
+    parameters = model.flops_per_token(0) // 6 if hasattr(model, "flops_per_token") else None
+    return {"steps": cfg.steps, "val_every": vars(cfg).get("val_every", 0), "parameters": parameters, "seeded": seeded}
 
 
-def load(path: Path):
-    """A recipe as a module. Each has a name of its own in sys.modules, where its Config looks for the source of its help."""
+def load_recipe(path: Path):
+    """A recipe as a module, in sys.modules under its own name: Config reads the help texts from the module's source."""
     name = f"recipe_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
@@ -155,7 +142,7 @@ def load(path: Path):
 
 
 def open_study(args, variants: dict) -> dict:
-    """The study in --out, new or continued; what would make its runs incomparable is refused."""
+    """The study in --out, new or continued. Changes that would make the runs incomparable are refused."""
     check_local(args.out, "--out")
     for variant in variants.values():
         variant["source"] = hashlib.sha256(Path(variant["recipe"]).read_bytes()).hexdigest()
@@ -176,21 +163,21 @@ def open_study(args, variants: dict) -> dict:
 
 
 # ---------------------------------------------------------------- runs
-def start(study: dict, name: str, seed: int, folder: Path, gpus: list[int] | None) -> subprocess.Popen:
+def start_run(study: dict, name: str, seed: int, folder: Path, gpus: list[int] | None) -> subprocess.Popen:
     variant, env = study["variants"][name], dict(os.environ, OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1"))
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(study["nproc"])]
     command = [sys.executable, *(torchrun if study["nproc"] > 1 else []), variant["recipe"], *variant["flags"]]
     command += [*(f"--{flag}={seed}" for flag in variant["seeded"]), f"--out={folder}"]
     if gpus is not None:
-        mine = env.get("CUDA_VISIBLE_DEVICES", "").split(",")  # where the user has chosen some of them
+        mine = env.get("CUDA_VISIBLE_DEVICES", "").split(",")  # the user may have chosen some GPUs
         env["CUDA_VISIBLE_DEVICES"] = ",".join(mine[i] if len(mine) > i and mine[i] else str(i) for i in gpus)
 
-    def end_with_parent():  # a run of a study that was killed stops, saves, and can be continued
+    def end_with_parent():  # if the study is killed, its runs stop, save, and can be continued
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "log.txt", "a") as log:  # a session of its own: a Ctrl-C reaches it through us only
+    with open(folder / "log.txt", "a") as log:  # a new session: Ctrl-C reaches the run only through us
         return subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True, preexec_fn=end_with_parent)
 
 
@@ -201,7 +188,7 @@ def last_line(folder: Path) -> str:
 
 
 class Progress:
-    """One line on the terminal: how many runs there are, and when the last will be done."""
+    """A line on the terminal: the number of runs, and the time left."""
 
     def __init__(self):
         self.steps_before = None
@@ -216,26 +203,26 @@ class Progress:
         if self.steps_before is None or left > self.steps_before[0]:
             self.steps_before = left, time.monotonic()
         ahead, elapsed = self.steps_before[0] - left, time.monotonic() - self.steps_before[1]
-        eta = f", about {clock(elapsed * left / ahead)} left" if ahead else ""
+        eta = f", about {format_clock(elapsed * left / ahead)} left" if ahead else ""
         text = f"{total - len(running) - len(waiting)} of {total} runs done, {len(running)} running{eta}"
         print(f"\r\033[K{text}", end="", flush=True)
 
 
-def clock(seconds: float) -> str:
+def format_clock(seconds: float) -> str:
     return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02}:{int(seconds) % 60:02}"
 
 
 def run_all(study: dict, args, todo: list[tuple], failed: dict, stopping: list) -> None:
     """Run each (variant, seed), --jobs at once, in this order, until all are done or a signal came. Fills in `failed`."""
     waiting, running, progress, total = list(todo), {}, Progress(), len(todo)
-    slots = list(range(args.jobs))  # a run has a slot, and with it its GPUs
+    slots = list(range(args.jobs))  # a run's slot tells its GPUs
     try:
         while (waiting or running) and not stopping:
             while waiting and slots:
                 name, seed = key = waiting.pop(0)
                 slot, folder = slots.pop(0), folder_of(args.out, name, seed)
                 gpus = range(slot * args.nproc, (slot + 1) * args.nproc) if args.gpus else None
-                running[key] = start(study, name, seed, folder, gpus), folder, slot
+                running[key] = start_run(study, name, seed, folder, gpus), folder, slot
             progress.show(study, running, waiting, total)
             time.sleep(0.2)
             for key, (process, folder, slot) in list(running.items()):
@@ -276,7 +263,7 @@ def main(argv) -> int:
     check_numbers(args)
     variants = variants_of(args, common)
     for name, variant in variants.items():
-        variant |= check(name, variant, args)
+        variant |= check_variant(name, variant, args)
     if args.fit and (sizes := len({variant["parameters"] for variant in variants.values()})) < 4:
         usage_error(f"--fit needs variants of four sizes or more, and there are {sizes}; see --vary model_args")
     study, failed, stopping = open_study(args, variants), {}, []
@@ -294,7 +281,7 @@ def main(argv) -> int:
 
 
 def check_numbers(args) -> None:
-    """Refuses what is wrong with our own flags, and fills in --jobs."""
+    """Refuse wrong values of our own flags, and fill in --jobs."""
     if not args.recipes:
         usage_error("the recipes come first: python ablate.py train_llama3.py --vary lr=1e-3,3e-3")
     for name, least in (("seeds", 1), ("nproc", 1), ("jobs", 0)):

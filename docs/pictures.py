@@ -17,7 +17,7 @@ from models.loss import IGNORE
 from parallel import replicas, sequence_index
 from tools import svg
 from tools.dryrun import dry_world, human
-from tools.explain import count_block, travels
+from tools.explain import count_block, list_collectives
 from tools.placement import axis_groups, held_part, place_of, shown_parameters, tokens_of
 from tools.schedule import bubble, rows_of, simulate
 from tools.svg import arrow, document, label, legend, lines, rect
@@ -189,7 +189,7 @@ def chapter(says: str, rows, recipe=train_llama3, halves=("attention", "FFN"), e
     if extra:
         drawn, high = extra(layout)
         out, y = out + f'<g transform="translate(0 {y})">\n{drawn}</g>\n', y + high
-    drawn, high = svg.timeline(travels(count_block(recipe.main, cfg)[3]), halves, WIDTH - 20)
+    drawn, high = svg.timeline(list_collectives(count_block(recipe.main, cfg)[3]), halves, WIDTH - 20)
     return document(WIDTH, y + high + 8, f'{out}<g transform="translate(10 {y + 8})">\n{drawn}</g>\n', says)
 
 
@@ -282,13 +282,10 @@ def pp() -> str:
 def pictured(cfg, n: int, n_stages: int) -> tuple[str, int]:
     """A schedule of n micro-batches on four ranks, with bubble and legend."""
     times = simulate(rows_of(cfg, 4, n, n_stages))
-    kinds = {kind for row in times for *_, kind, _, _ in row}
     drawn, high = svg.schedule(times, WIDTH - 20)
-    entries = [("F", "F forward"), ("B", "B backward"), ("I", "I backward, of inputs"), ("W", "W backward, of weights")]
-    entries = [entry for entry in entries if entry[0] in kinds] + [("idle", "idle: the bubble")]
     name = label(0, 12, f"{cfg.pp_schedule}: {n} micro-batches, bubble {bubble(times):.1%}", "bold")
     name += label(WIDTH - 20, 12, "thick edge: a rank's second stage", "small soft", "end") if n_stages > 4 else ""
-    return f'{name}<g transform="translate(0 24)">\n{drawn}</g>\n{legend(58, high + 46, entries)}', high + 58
+    return f'{name}<g transform="translate(0 24)">\n{drawn}</g>\n{svg.schedule_legend(58, high + 46, times)}', high + 58
 
 
 def schedule(name: str) -> str:

@@ -327,8 +327,8 @@ def did_you_mean(name: str, helps: dict, dashes: str) -> str:
     similar letters."""
     wanted = name.lstrip("-").lower().replace("-", "_")
     if wanted not in helps and dashes:
-        from tools.other_names import hint
-        if answer := hint(wanted, helps):
+        from tools.other_names import suggest_flag
+        if answer := suggest_flag(wanted, helps):
             return answer + ("; ", " ")[answer.endswith("?")]
     wanted = re.sub(r"\W", "_", wanted)
     words = wanted.replace("_", " ").split()

@@ -1,4 +1,4 @@
-"""What the tests of the dry run and the pictures share: small configurations of a recipe, and their reports."""
+"""Shared by tests of the dry run and the pictures: small configurations of a recipe, and their reports."""
 import importlib
 import subprocess
 import sys

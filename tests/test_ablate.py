@@ -1,4 +1,4 @@
-"""ablate.py: its statistics on simulated studies, its report on written ones, and a few real ones."""
+"""ablate.py: statistics on simulated studies, the report on written studies, and a few real studies."""
 import itertools
 import json
 import shutil
@@ -14,7 +14,7 @@ from runs import ENV, REPO, metrics, run
 
 import ablate
 from tools.significance import boundaries, fit_sizes, intervals, t_quantile
-from tools.study import looks, report_study
+from tools.study import plan_looks, report_study
 
 BASE, OTHER = "base", "other"
 
@@ -37,7 +37,7 @@ def lines(final: float, steps=20, speed=100.0, tokens_hash="a", **extra):
 
 
 def write(folder, settings, runs):
-    """A study as it lies on the disk; runs: {(variant, seed): lines}."""
+    """Write a study's folder; runs: {(variant, seed): lines}."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "study.json").write_text(json.dumps(settings))
     for (name, seed), found in runs.items():
@@ -61,7 +61,7 @@ def test_one_interval_is_students():
 
 
 def test_holm():
-    """The clearest of three is judged at 5 % / 3, the next at 5 % / 2; what is left shares one level."""
+    """The clearest of three is judged at 5 % / 3, the next at 5 % / 2, the last at 5 %."""
     noise = np.array([-0.01, 0.0, 0.01])
     d = {"clear": list(1 + noise), "next": list(0.05 + noise), "none": list(noise)}
     half = {k: t_quantile(0.05 / k, 2) * 0.01 / 3**0.5 for k in (1, 2, 3)}
@@ -74,7 +74,7 @@ def test_holm():
 
 
 def test_looks_cost():
-    """Each of several looks asks for a larger t than one look after as many pairs would."""
+    """Each of several looks needs a larger t than a single look after equally many pairs."""
     found = boundaries(0.05, 3, 12)
     assert list(found) == list(range(3, 13))
     assert all(c > t_quantile(0.05, n - 1) for n, c in found.items())
@@ -82,12 +82,12 @@ def test_looks_cost():
 
 
 def simulate(rng, settings, difference=0.0, noise=0.02, seed_noise=0.07):
-    """(interval, pairs) of a study of one variant, whose seeds move both runs of a pair alike."""
+    """(interval, pairs) of a study of one variant. Seeds move both runs of a pair alike."""
     most = max(settings["seeds"], settings["max_seeds"])
     both = rng.normal(0, seed_noise, most)
     values = {(BASE, i): both[i] for i in range(most)}
     values |= {(OTHER, i): both[i] + difference + rng.normal(0, noise) for i in range(most)}
-    counted, found, missing = looks(settings, values, set(), values.keys())
+    counted, found, missing = plan_looks(settings, values, set(), values.keys())
     assert not missing
     return found[OTHER], counted[OTHER]
 
@@ -130,6 +130,9 @@ def test_fit_sizes():
 
 
 # ---------------------------------------------------------------- the report
+SLOWLY = [lines(2.1 + 0.02 * i, speed=200.0) for i in range(3)]
+
+
 def row_of(folder):
     [row] = json.loads((folder / "verdicts.json").read_text())
     return row
@@ -153,44 +156,24 @@ def test_verdicts(tmp_path, capsys, difference, verdict, text):
     assert len(results) == 6 and results[0]["value"] == pytest.approx(2.0)
 
 
-def test_identical(tmp_path, capsys):
-    runs = {(name, i): lines(2 + 0.1 * i, speed=100.0 + (name == OTHER)) for name in (BASE, OTHER) for i in range(2)}
-    report_study(write(tmp_path, study(seeds=2), runs))
-    assert row_of(tmp_path)["verdict"] == "identical" and row_of(tmp_path)["difference"] == 0
-    assert "identical in every logged step (2 pairs)" in capsys.readouterr().out
-
-
-def test_one_seed_says_nothing_about_noise(tmp_path, capsys):
-    report_study(write(tmp_path, study(seeds=1), {(BASE, 0): lines(2.0), (OTHER, 0): lines(1.9)}))
-    assert row_of(tmp_path) | {"low": None, "high": None, "verdict": "undecided"} == row_of(tmp_path)
-    assert "nothing is known about noise" in capsys.readouterr().out
-
-
-def test_other_batches_are_said(tmp_path, capsys):
-    report_study(write(tmp_path, study(seeds=1), {(BASE, 0): lines(2.0), (OTHER, 0): lines(1.9, tokens_hash="b")}))
-    assert "others from step 1 on" in capsys.readouterr().out
-
-
-def test_after_as_many_seconds_the_faster_one_is_better(tmp_path):
-    """The variant is worse at the end, but twice as fast: after the seconds that it needs it is ahead."""
-    runs = {(BASE, i): lines(2.0 + 0.01 * i) for i in range(3)}
-    runs |= {(OTHER, i): lines(2.1 + 0.02 * i, speed=200.0) for i in range(3)}
-    report_study(write(tmp_path / "end", study(), runs))
-    report_study(write(tmp_path / "seconds", study(at="seconds"), runs))
-    assert row_of(tmp_path / "end")["verdict"] == "worse" and row_of(tmp_path / "seconds")["verdict"] == "better"
-
-
-def test_tokens_to_reach(tmp_path):
-    """The loss falls by 0.05 per 1,000 tokens; the variant is 0.1 ahead, so it needs 2,000 tokens less, plus a little noise."""
-    runs = {(BASE, i): lines(2.0) for i in range(3)} | {(OTHER, i): lines(1.9 + 0.001 * i) for i in range(3)}
-    report_study(write(tmp_path, study(metric="loss", reach=2.2), runs))
-    assert row_of(tmp_path)["difference"] == pytest.approx(-1980) and row_of(tmp_path)["verdict"] == "better"
-
-
-def test_a_high_metric_may_be_the_better_one(tmp_path):
-    runs = {(BASE, i): lines(2.0, accuracy=0.5) for i in range(2)} | {(OTHER, i): lines(2.0, accuracy=0.6) for i in range(2)}
-    report_study(write(tmp_path, study(seeds=2, metric="accuracy", best="high"), runs))
-    assert row_of(tmp_path)["verdict"] == "better"
+@pytest.mark.parametrize("settings, base, other, expected, text", [
+    (dict(seeds=2), [lines(2.0), lines(2.1)], [lines(2.0, speed=101.0), lines(2.1, speed=101.0)],
+     dict(verdict="identical", difference=0), "identical in every logged step (2 pairs)"),
+    (dict(seeds=1), [lines(2.0)], [lines(1.9)], dict(verdict="undecided", low=None, high=None), "nothing is known about noise"),
+    (dict(seeds=1), [lines(2.0)], [lines(1.9, tokens_hash="b")], {}, "others from step 1 on"),
+    # worse at the end, but twice as fast, and so ahead after equal time
+    (dict(), [lines(2.0 + 0.01 * i) for i in range(3)], SLOWLY, dict(verdict="worse"), "other is worse than base"),
+    (dict(at="seconds"), [lines(2.0 + 0.01 * i) for i in range(3)], SLOWLY, dict(verdict="better"), "other beats base"),
+    # the loss falls by 0.05 per 1,000 tokens; the variant is 0.1 ahead, so needs 2,000 tokens less, plus a little noise
+    (dict(metric="loss", reach=2.2), 3 * [lines(2.0)], [lines(1.9 + 0.001 * i) for i in range(3)],
+     dict(verdict="better", difference=pytest.approx(-1980)), "tokens"),
+    (dict(seeds=2, metric="accuracy", best="high"), 2 * [lines(2.0, accuracy=0.5)], 2 * [lines(2.0, accuracy=0.6)],
+     dict(verdict="better"), "other beats base"),
+], ids=["identical", "one seed", "other batches", "at the end", "after equal time", "tokens to reach", "a high metric"])
+def test_report(tmp_path, capsys, settings, base, other, expected, text):
+    runs = {(name, i): found for name, both in ((BASE, base), (OTHER, other)) for i, found in enumerate(both)}
+    report_study(write(tmp_path, study(**settings), runs))
+    assert row_of(tmp_path) | expected == row_of(tmp_path) and text in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------- wrong usage
@@ -219,31 +202,28 @@ TINY = ["--model_args", "n_layers=2,dim=32,n_heads=4,n_kv_heads=2,head_dim=8,ffn
     ("train_llama3.py --vary lr=1,2 --max_seeds 5", "--max_seeds 5 has no effect without --until"),
     ("train_llama3.py --vary lr=1,2 --data nowhere.txt", "variant 'lr=1': "),
     ("grpo.py --vary lr=1e-5,1e-4", "variant 'lr=1e-5': no validation, so no val_loss"),
+    ("train_llama3.py --vary lr=1,2 --jobs 2 --nproc 2", "--jobs 2 x --nproc 2 needs 4 GPUs, and there are 2"),
+    ("train_llama3.py --vary lr=1,2 --out ablate.py", "--out 'ablate.py' is no folder to write to"),
     ("--report nowhere", "no study.json there"),
 ])
 def test_wrong_usage_is_one_line_before_any_run(tmp_path, monkeypatch, capsys, flags, text):
     monkeypatch.chdir(REPO)
     monkeypatch.setattr(subprocess, "Popen", None)
+    monkeypatch.setattr(ablate.torch.cuda, "device_count", lambda: 2 * ("--nproc" in flags))
+    recipes = list(itertools.takewhile(lambda word: word.endswith(".py"), flags.split()))
+    argv = [*recipes, "--out", str(tmp_path / "study"), *flags.split()[len(recipes):]]
     with pytest.raises(SystemExit) as ended:
-        ablate.main([*flags.split(), "--out", str(tmp_path / "study")] if "report" not in flags else flags.split())
+        ablate.main(argv)
     error = capsys.readouterr().err
     assert ended.value.code == 2 and text in error and error.count("\n") == 1, error
     assert not (tmp_path / "study").exists()
-
-
-def test_out_must_be_a_folder(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(REPO)
-    (tmp_path / "file").touch()
-    with pytest.raises(SystemExit):
-        ablate.main(["train_llama3.py", "--vary", "lr=1,2", "--out", str(tmp_path / "file")])
-    assert "is no folder to write to" in capsys.readouterr().err
 
 
 def test_a_recipe_is_seeded_with_the_seeds_that_it_has(monkeypatch):
     monkeypatch.chdir(REPO)
     args, _ = ablate.parse("grpo.py --metric eval_reward".split())
     for recipe, seeded in (("grpo.py", ["seed"]), ("train_llama3.py", ["seed", "data_seed"])):
-        assert ablate.check("a", {"recipe": recipe, "flags": []}, args)["seeded"] == seeded
+        assert ablate.check_variant("a", {"recipe": recipe, "flags": []}, args)["seeded"] == seeded
 
 
 def test_what_is_good_follows_from_the_metric():
@@ -252,16 +232,9 @@ def test_what_is_good_follows_from_the_metric():
     assert ablate.parse("--metric reward_mean --best low".split())[0].best == "low"
 
 
-def test_more_jobs_than_gpus(monkeypatch, capsys):
-    monkeypatch.setattr(ablate.torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(SystemExit):
-        ablate.main("train_llama3.py --vary lr=1,2 --jobs 2 --nproc 2".split())
-    assert "--jobs 2 x --nproc 2 needs 4 GPUs, and there are 2" in capsys.readouterr().err
-
-
 # ---------------------------------------------------------------- real runs
 def command(out, *words):
-    """words: recipes, then flags, which win over those of TINY."""
+    """words: recipes, then flags, after the flags of TINY, so that the last value counts."""
     recipes = list(itertools.takewhile(lambda word: word.endswith(".py"), words))
     return [sys.executable, "ablate.py", *recipes, *TINY, *map(str, words[len(recipes):]), "--out", str(out)]
 
@@ -303,7 +276,7 @@ def test_equal_flags_are_identical(tmp_path):
 
 @pytest.mark.slow
 def test_forks(tmp_path):
-    """A fork with a renamed variable is bit-equal to its original, one with a worse block is worse, one that fails is said."""
+    """A fork with a renamed variable is bit-equal to the original, a worse block is worse, and a failure is reported."""
     left_out = shutil.ignore_patterns(".*", "tests", "docs", "runs", "__pycache__")
     shutil.copytree(REPO, tmp_path, dirs_exist_ok=True, ignore=left_out)
     recipe = (tmp_path / "train_llama3.py").read_text()

@@ -1,5 +1,5 @@
-"""--check_parity --where --against: nothing differs from transformers, and a planted model mistake is named by its module."""
-from contextlib import contextmanager, nullcontext
+"""--check_parity --where --against: no difference from transformers, and the module of a planted mistake is named."""
+from contextlib import nullcontext
 from dataclasses import replace
 from unittest import mock
 
@@ -40,7 +40,7 @@ KINDS = {  # name -> (recipe, transformers' name, its config)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """kind -> a folder that transformers wrote, with weights of which none is without effect."""
+    """kind -> a folder written by transformers, with random weights: no weight is without effect."""
     import transformers
 
     made = {}
@@ -78,18 +78,12 @@ def test_our_models_are_those_of_transformers_everywhere(kind, folder):
 
 
 def mistake(owner, name, make):
-    """owner.name is replaced by make(the real one)."""
-
-    @contextmanager
-    def planted():
-        with mock.patch.object(owner, name, make(getattr(owner, name))):
-            yield
-
-    return planted
+    """A function that returns a context, in which owner.name is replaced by make(the real one)."""
+    return lambda: mock.patch.object(owner, name, make(getattr(owner, name)))
 
 
 def other_config(**changes):
-    """What is read of config.json is not what the model is built with."""
+    """The model is built with another config than config.json has."""
     def make(real):
         return lambda folder, Config: replace(real(folder, Config), **changes)
     return mistake(against, "read_hf_config", make)
@@ -113,7 +107,7 @@ def without_k_norm(self, x, cos, sin, attend):
 
 
 def heads_inside_out(self, x, cos, sin, attend):
-    """The width of a head is split off before the number of heads."""
+    """wq's output is viewed as (head_dim, heads), not as (heads, head_dim)."""
     B, T, _ = x.shape
     q = self.wq(x).view(B, T, self.head_dim, -1).permute(0, 3, 1, 2)
     k, v = (w(x).view(B, T, -1, self.head_dim).transpose(1, 2) for w in (self.wk, self.wv))
@@ -121,7 +115,7 @@ def heads_inside_out(self, x, cos, sin, attend):
 
 
 def merged_inside_out(self, x, cos, sin, attend):
-    """What comes out of attention is not transposed back before the heads are merged."""
+    """The output of attention is not transposed back before the heads are merged."""
     B, T, _ = x.shape
     q, k, v = (w(x).view(B, T, -1, self.head_dim).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
     return self.wo(attend(layers.rotate(q, cos, sin), layers.rotate(k, cos, sin), v).reshape(B, T, -1))
@@ -148,12 +142,9 @@ def without_last_norm(real):
     return forward
 
 
-MISTAKES = {  # name -> (kind, mistake, what the first line must name)
+MISTAKES = {  # name -> (kind, mistake, words of the first line)
     "another rope_theta": ("qwen3", other_config(rope_theta=1e4 / 2), "forward of blocks.0.attn (the queries)"),
     "another eps": ("llama3", other_config(norm_eps=1e-3), "forward of blocks.0.attn_norm:"),
-    "llama3's scaling of RoPE left out": ("llama3", other_config(rope_scaling=None), "forward of blocks.0.attn (the queries)"),
-    "pairs side by side": ("llama3", mistake(llama3, "rotate", lambda real: lambda x, cos, sin: real(x, cos, sin, True)),
-                           "forward of blocks.0.attn (the queries)"),
     "query heads in another order": ("llama3", mistake(llama3.Attention, "forward", lambda real: heads_inside_out),
                                      "forward of blocks.0.attn (the queries)"),
     "heads merged in another order": ("llama3", mistake(llama3.Attention, "forward", lambda real: merged_inside_out),
@@ -168,12 +159,9 @@ MISTAKES = {  # name -> (kind, mistake, what the first line must name)
                     "forward of blocks.0 (what it gives to blocks.0.ffn_norm)"),
     "w1 and w3 swapped": ("llama3", mistake(llama3.FeedForward, "forward", lambda real: lambda self, x: self.w2(
         F.silu(self.w3(x)) * self.w1(x))), "forward of blocks.0.ffn (what it gives to blocks.0.ffn.w2)"),
-    "gelu": ("llama3", mistake(llama3.FeedForward, "forward", lambda real: lambda self, x: self.w2(
-        F.gelu(self.w1(x)) * self.w3(x))), "forward of blocks.0.ffn (what it gives to blocks.0.ffn.w2)"),
     "no last norm": ("llama3", mistake(llama3.Llama3, "forward", without_last_norm), "forward of norm: never called here"),
     "router weights that do not sum to 1": ("qwen3_moe", other_config(norm_topk_prob=False), "forward of blocks.0.moe:"),
     "no route_scale": ("deepseek_v3", other_config(route_scale=1.0), "forward of blocks.1.moe:"),
-    "groups of experts left out": ("deepseek_v3", other_config(n_groups=1, top_k_groups=1), "forward of blocks.1.moe:"),
     "another eps of the latent": ("deepseek_v3", mistake(deepseek, "LATENT_EPS", lambda real: 1e-3), "blocks.0.attn.q_norm:"),
     "yarn without its factor": ("deepseek_v2", mistake(deepseek, "attention_factors", lambda real: lambda config: (1.0, 1.0)),
                                 "forward of blocks.0.attn (attention)"),
@@ -187,11 +175,12 @@ def test_a_planted_mistake_is_named_by_its_module(name, folder):
     kind, planted, named = MISTAKES[name]
     text, status = compared(kind, folder(kind), planted)
     first = text.splitlines()[0]
-    assert status == 1 and first.startswith("first apart: ") and named in first, text
+    assert status == 1 and first.startswith("first difference: ") and named in first, text
+    assert "; there it is model." in text  # the module's name in transformers
 
 
 def test_a_forks_own_class_is_compared(folder):
-    """Whatever class the recipe gives claim_run: here one that a fork defines in the recipe's file."""
+    """The report uses the class that the recipe passes to claim_run, here a class from a fork's recipe file."""
 
     class Fork(llama3.Llama3):
         def forward(self, tokens, *args, **kwargs):
@@ -200,7 +189,8 @@ def test_a_forks_own_class_is_compared(folder):
     with mock.patch.object(train_llama3, "Llama3", Fork):
         assert against.model_classes_of(train_llama3.main, train_llama3.Config())[0] is Fork
         text, status = compared("llama3", folder("llama3"))
-    assert status == 1 and "first apart: forward of logits" in text.splitlines()[0] and "1.5 times theirs" in text, text
+    first = text.splitlines()[0]
+    assert status == 1 and first.startswith("first difference: forward of logits") and "1.5 times" in first, text
 
 
 @pytest.mark.parametrize("flags, words", [

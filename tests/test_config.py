@@ -14,7 +14,7 @@ from typing import ClassVar, Literal, Optional
 import pytest
 
 from support.config import Need, check_range, flag, no_effect, parse_config, save_config, usage_error
-from tools.other_names import ELSEWHERE, SENTENCES, hint
+from tools.other_names import ELSEWHERE, SENTENCES, suggest_flag
 from tools.report_flags import ReportConfig
 
 REPO = Path(__file__).parent.parent
@@ -208,8 +208,8 @@ def test_an_answer_names_a_flag_that_is_there():
     for ours, names in [*ELSEWHERE.items(), *sentences.items()]:
         assert ours in flags, ours
         for name in names.split():
-            assert f"--{ours}" in hint(name, {ours}) and "--" not in hint(name, {"eot"}) and name != ours, name
-    assert hint("no_such_name", flags) == "" and "finetune.py" in hint("lora_rank", {"steps"})
+            assert f"--{ours}" in suggest_flag(name, {ours}) and "--" not in suggest_flag(name, {"eot"}) and name != ours, name
+    assert suggest_flag("no_such_name", flags) == "" and "finetune.py" in suggest_flag("lora_rank", {"steps"})
 
 
 PIPELINE = Need("without --pp 2 or more", lambda c: c.pp > 1)

@@ -1,9 +1,9 @@
 """--dry_run, against tools/dryrun.py: the same recipe on real gloo processes has the same bytes, collectives and memory.
 
-What is compared on every pipeline rank's first device: parameters, gradients and optimizer state to the byte; collectives by
-axis and operation in number and bytes, with experts that are equally busy, as the dry run assumes; what a micro-batch leaves
-for its backward within 1 %, and the peak within 1 % without a pipeline, 15 % with one. Of 4 or 5 micro-batches the dry run
-executes 2. The layouts that the others imply are slow tests.
+Compared on every pipeline rank's first device: parameters, gradients and optimizer state to the byte; collectives by axis and
+operation in number and bytes, with equally busy experts, as the dry run assumes; activations of a micro-batch within 1 %; the
+peak within 1 % without a pipeline, 15 % with a pipeline. Of 4 or 5 micro-batches the dry run executes 2. Layouts implied
+by others are slow tests.
 """
 import importlib
 import math
@@ -30,8 +30,8 @@ from tools.dryrun import Watch, rows_of
 
 
 class Settled(Watch):
-    """Gloo's thread lets go of a collective's tensors only when it gets the interpreter's lock, after the collective has
-    returned: now and then they would be alive at a peak that comes soon after."""
+    """Watch for gloo. Gloo's thread frees a collective's tensors after the collective has returned, as soon as the thread gets
+    the interpreter's lock: without a pause, such tensors would sometimes be alive at a later peak."""
 
     def run(self, func, *args, **kwargs):
         out = super().run(func, *args, **kwargs)
@@ -43,12 +43,12 @@ class Settled(Watch):
 def really(recipe: str, flags: dict) -> dict:
     """On a gloo process: the recipe's own main up to its checkpoints, then a step with real tensors, watched."""
     cfg = config(recipe, flags)
-    _clear_sharding_prop_cache()  # of the layouts that ran before in this process
+    _clear_sharding_prop_cache()  # of earlier layouts in the same process
     torch.manual_seed(int(os.environ["RANK"]))
-    stages, optimizers, layout = dryrun.build(importlib.import_module(recipe).main, cfg, lambda layout: layout)
+    stages, optimizers, layout = dryrun.build(importlib.import_module(recipe).main, cfg, lambda layout, *args, **kwargs: layout)
     n = n_microbatches(layout) if layout.pp > 1 else layout.accumulation
-    first = dryrun.observe(stages, optimizers, layout, cfg.seq_len, n, Settled(layout))  # its memory: nothing left from before
-    second = dryrun.observe(stages, optimizers, layout, cfg.seq_len, n, Watch(layout))  # its collectives: all are connected
+    first = dryrun.observe(stages, optimizers, layout, cfg.seq_len, n, Settled(layout))  # for memory: nothing is left over yet
+    second = dryrun.observe(stages, optimizers, layout, cfg.seq_len, n, Watch(layout))  # for collectives: all connections exist
     counts = dryrun.totals({key[1:]: number for key, number in second.items() if key[0] == "moved"})
     kept = {key: value for key, value in first.items() if key[0] in ("activations", "flops")}
     return dict(first={k: first[k] for k in ("parameters", "gradients", "optimizer", "measured")} | kept, counts=counts)
@@ -109,7 +109,7 @@ def test_dry_run_equals_gloo(name):
         for key in first:
             if key[0] == "activations":
                 assert step[key] == pytest.approx(first[key], rel=0.01), key
-        # pipelines: another order of micro-batches; split experts: the real step has freed one tensor of sorted tokens by then
+        # pipelines: another order of micro-batches; split experts: the real step has already freed a tensor of sorted tokens
         error = 0.15 if "pp" in flags else 0.02 if "etp" in flags else 0.01
         assert rank.peak == pytest.approx(first["measured"], rel=error)
 
@@ -117,7 +117,7 @@ def test_dry_run_equals_gloo(name):
 @pytest.mark.parametrize("schedule", ["ZBVZeroBubble", "DualPipeV"])
 @pytest.mark.slow
 def test_half_backwards_in_bfloat16(schedule):
-    """In one micro-batch some gradients of a half backward would be in bf16 and some in fp32, which FSDP refuses."""
+    """With a single micro-batch, some gradients of a half backward would be bf16 and some fp32: FSDP refuses the mix."""
     flags = dict(pp=2, dp_shard=2, pp_schedule=schedule, local_batch_size=8, compute_dtype="bfloat16", model_args=SMALL)
     report = dryrun.make_report(importlib.import_module("train_llama3").main, config("train_llama3", flags))
     assert report.ranks[0].step["gradients"] == report.ranks[0].step["parameters"] > 0
@@ -125,7 +125,7 @@ def test_half_backwards_in_bfloat16(schedule):
 
 @pytest.mark.parametrize("left_out", ["attn_norm", "ffn"])
 def test_another_plan_is_another_report(monkeypatch, left_out):
-    """A norm that is left out is refused. A FFN that is whole on every tp rank, which gives it T/tp tokens: more bytes."""
+    """A norm without style is refused. A FFN that every tp rank holds whole, for T/tp tokens, has more bytes."""
     recipe = importlib.import_module("train_llama3")
     cfg, plan = config("train_llama3", dict(tp=2, dp_shard=2)), recipe.Llama3.tp_plan
     before = dryrun.make_report(recipe.main, cfg).ranks[0].step
@@ -170,7 +170,7 @@ def test_every_way_to_save_memory_shows():
     compiled, budget = (report_of(ac=ac, compile=True, **flags).ranks[0].activations for ac in ("none", "budget"))
     assert budget == compiled < plain.activations  # the report says so
     full = report_of(ac="full", **flags)
-    # all but the head, whose loss computes its gradients in the forward as well
+    # everything except the head: the loss computes the head's gradients in the forward
     assert 0.7 < full.ranks[0].flops("recompute") / full.ranks[0].flops("forward") < 0.9 and full.mfu_bound < 0.85
     offloaded = report_of(cpu_offload=True, **flags).ranks[0]
     assert offloaded.peak < plain.peak - 0.9 * (plain.step["parameters"] + plain.step["optimizer"])
@@ -179,7 +179,7 @@ def test_every_way_to_save_memory_shows():
 
 
 def test_compiled_blocks_keep_no_silu():
-    """Of all that a block keeps, the compiler computes one again: silu's result, (B, T, F)."""
+    """The compiler recomputes a single activation of a block: silu's result, (B, T, F)."""
     B, T, F, layers = 4, 64, 128, 5
     for flags, kept in ({}, layers), (dict(ac="selective"), 2), (dict(ac="full"), 0):
         eager, compiled = (report_of(**flags, compile=on).ranks[0].activations for on in (False, True))
@@ -256,7 +256,7 @@ def test_the_guide_names_functions_that_exist():
     assert len(pictures) > 5 and all((GUIDE.parent / name).exists() for name in pictures)
 
 
-# axis of the guide's table: flags of the run, and what is said about (axis, operation) of pipeline rank 0
+# axis of the guide's table: flags of the run, and the guide's word for each (axis, operation) of pipeline rank 0
 MEASURED = {
     "dp_shard": (dict(dp_shard=8), {("fsdp", "all_gather"): "gathers", ("fsdp", "reduce_scatter"): "reduces"}),
     "dp_replicate": (dict(dp_shard=1, dp_replicate=8), {("dp_replicate", "all_reduce"): "all-reduces"}),

@@ -1,15 +1,15 @@
-"""--explain: what one layer holds and sends in a layout that no laptop has, against tools/explain.py."""
+"""--explain: parameters and collectives of a layer in a layout too large for a laptop, against tools/explain.py."""
 import importlib
 
 import pytest
 from dry import MOE, config, run
 
-from tools.explain import count_block, explain, travels
+from tools.explain import count_block, explain, list_collectives
 
 
 @pytest.mark.slow
 def test_the_report_of_a_layout_no_laptop_has(tmp_path):
-    """No data is read, no folder made; a layer's numbers by hand: 8B, 8 x 128 devices."""
+    """No data is read, no folder made; expected numbers were computed by hand: 8B, 8 x 128 devices."""
     out = tmp_path / "run"
     done = run("train_llama3.py", "--flavor", "8B", "--seq_len", 8192, "--local_batch_size", 1, "--dp_shard", 128, "--tp", 8,
                "--dry_run", "--explain", "--data", "/nowhere", "--out", out)
@@ -26,10 +26,10 @@ def test_the_report_of_a_layout_no_laptop_has(tmp_path):
 
 
 def test_one_block_of_split_experts():
-    """With --ep a block names its neighbours, whose weights FSDP shall gather ahead: those that --explain leaves out, too."""
+    """With --ep a block names neighbours for FSDP to gather early, among them blocks that --explain leaves out."""
     flags = dict(dp_shard=2, ep=2, model_args=MOE)
     _, name, parameters, step = count_block(importlib.import_module("train_qwen3").main, config("train_qwen3", flags))
-    moved = {tuple(key): number for *key, number, _, _ in travels(step)}
+    moved = {tuple(key): number for *key, number, _, _ in list_collectives(step)}
     assert name == "2" and [split for n, _, split, _ in parameters if n == "moe.experts.w1"] == ["ep: dim 0"]
     assert moved["forward", "ep", "all_to_all"] == 3 and moved["backward", "ep", "all_to_all"] == 2  # no counts go back
     assert moved["forward", "fsdp", "all_gather"] == moved["backward", "fsdp", "reduce_scatter"] == 1

@@ -284,7 +284,7 @@ def observed(program: str, cfg, poison=0, launched=False, continues=False, drift
 def built(program: str, cfg):
     """Stages, optimizers and layout as the recipe's main makes them, before any step."""
     with tidy(), contextlib.redirect_stdout(io.StringIO()):
-        connect = lambda layout: distributed.launch.connect(layout, cfg, "cpu", cfg.seed)  # noqa: E731
+        connect = lambda layout, *args, **kwargs: distributed.launch.connect(layout, cfg, "cpu", cfg.seed)  # noqa: E731
         stages, optimizers, layout = dryrun.build(MAINS[program], cfg, connect)
         budget = torch._functorch.config.activation_memory_budget
     return SimpleNamespace(model=stages[0], optimizer=optimizers[0], layout=layout, budget=budget)

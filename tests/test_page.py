@@ -1,6 +1,6 @@
-"""--explain --html: the page says what ranks really hold, against real processes; and a real browser shows it (slow).
+"""--explain --html: the page shows the same parts as real processes hold; and a real browser shows the page (slow).
 
-The screenshots in docs/ are made by the slow test's pages: `PYTHONPATH=.:tests python tests/test_page.py`.
+`PYTHONPATH=.:tests python tests/test_page.py` makes the screenshots in docs/ from the pages of the slow test.
 """
 import html.parser
 import importlib
@@ -25,8 +25,8 @@ from distributed.layout import local_slice, local_tensor
 from tools import dryrun
 from tools.dryrun import make_report
 from tools.explain import count_block
-from tools.page import check_page, make_page, shown_ranks, ticks
-from tools.placement import held_part, place_of, ranges, shown_parameters, tokens_of
+from tools.page import check_page, list_ticks, make_page
+from tools.placement import held_part, place_of, ranges, shown_parameters, shown_ranks, tokens_of
 from tools.schedule import simulate
 
 pytestmark = pytest.mark.slow  # make test has no room for it
@@ -36,8 +36,8 @@ LAYOUTS = [
     ("train_llama3", dict(dp_replicate=2, cp=2)),
     ("train_llama3", dict(pp=2, tp=2, local_batch_size=2)),
     ("train_qwen3", dict(dp_shard=2, tp=2, ep=2, model_args=MOE)),
-    pytest.param("train_llama3", dict(cp=2, tp=2), marks=pytest.mark.slow),
-    pytest.param("train_qwen3", dict(dp_shard=2, tp=2, ep=4, model_args=MOE), marks=pytest.mark.slow),
+    ("train_llama3", dict(cp=2, tp=2)),
+    ("train_qwen3", dict(dp_shard=2, tp=2, ep=4, model_args=MOE)),
 ]
 
 
@@ -49,10 +49,10 @@ def parts(t) -> list:
 
 
 def really_held(recipe: str, flags: dict) -> dict:
-    """On a gloo process: after one step, the parts of weight, gradient and optimizer state, and this rank's tokens."""
+    """On a gloo process: after a step, the parts of weight, gradient and optimizer state, and the rank's tokens."""
     cfg = config(recipe, flags)
     _clear_sharding_prop_cache()
-    stages, optimizers, layout = dryrun.build(importlib.import_module(recipe).main, cfg, lambda layout: layout)
+    stages, optimizers, layout = dryrun.build(importlib.import_module(recipe).main, cfg, lambda layout, *args, **kwargs: layout)
     shape = layout.accumulation, layout.local_batch_size, cfg.seq_len
     tokens = torch.arange(math.prod(shape)).view(shape) % stages[0].config.vocab_size
     batch = SimpleNamespace(tokens=tokens, labels=tokens, positions=torch.arange(cfg.seq_len).expand(shape), doc_ids=None)
@@ -70,15 +70,14 @@ def really_held(recipe: str, flags: dict) -> dict:
     return dict(held=held, local=local, data_rank=layout.data_rank, inside=positions, width=widths[0])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("recipe, flags", LAYOUTS, ids=str)
 def test_the_page_knows_what_a_real_rank_holds(recipe, flags):
-    """Weight, gradient and both of AdamW's moments of each rank, its positions, and how many of them it has between blocks."""
+    """Weight, gradient and both of AdamW's moments of each rank, the positions, and their number between blocks."""
     flags = dict(dp_shard=1) | flags
     real = pool(4).run(really_held, recipe, flags)
     cfg, main, pp = config(recipe, flags), importlib.import_module(recipe).main, flags.get("pp", 1)
     for rank in range(4):
-        if rank % (4 // pp) == 0:  # the next pipeline rank: what its first rank has tells what the others have
+        if rank % (4 // pp) == 0:  # the first rank of a pipeline rank: enough to compute the parts of the others
             with dryrun.dry_world(main, cfg, rank // (4 // pp)) as (stages, _, layout):
                 pass
         parameters, place = shown_parameters(stages), place_of(layout, rank)
@@ -96,7 +95,7 @@ def test_the_page_knows_what_a_real_rank_holds(recipe, flags):
 
 
 class Page(html.parser.HTMLParser):
-    """Fails where tags do not close in order; remembers attributes, texts and the data."""
+    """Parses a page: attributes, texts and the data. Fails if tags do not close in order."""
 
     EMPTY = {"meta", "input", "rect", "line", "path"}
 
@@ -134,7 +133,7 @@ def page_of(recipe: str, flags: dict, counted=True) -> tuple[str, Page, object]:
     ("train_llama3", {}),
     ("train_llama3", dict(dp_shard=2, cp=2, tp=2)),
     ("train_llama3", dict(pp=4, dp_shard=2, local_batch_size=8)),
-    pytest.param("train_llama3", dict(pp=2, tp=2, pp_schedule="ZBVZeroBubble", local_batch_size=8), marks=pytest.mark.slow),
+    ("train_llama3", dict(pp=2, tp=2, pp_schedule="ZBVZeroBubble", local_batch_size=8)),
     ("train_qwen3", dict(dp_shard=4, ep=4, model_args=MOE))], ids=str)
 def test_the_page(recipe, flags):
     text, page, report = page_of(recipe, flags, counted=flags.get("pp") != 2)
@@ -142,15 +141,15 @@ def test_the_page(recipe, flags):
     assert "://" not in text and not page.values("src") | page.values("href")  # nothing is downloaded
     assert page.values("data-rank") == page.data["ranks"].keys() == {str(r) for r in range(layout.world_size)}
     assert "python the <command> & more" in page.texts
-    # every part that is drawn moves, and every line of text that changes is there
+    # every drawn part moves, and every line of text is there
     names = set().union(*page.data["holdings"])
     assert page.values("data-part") <= names and names - page.values("data-part") <= page.values("data-say")
-    # the kept parts of a tensor cover its box as often as it is copied
+    # every parameter has a kept part
     sheet = {a["data-part"]: a for _, a in page.tags if "data-part" in a}
     assert {f"kept {name}" for rank in report.ranks for name in shown_parameters(rank.stages)} <= sheet.keys()
     for axis, groups in page.data["groups"].items():
         assert sorted(r for group in groups for r in group) == list(range(layout.world_size)), axis
-    # the legends speak of what is there
+    # legends have an entry if and only if the layout needs the entry
     shared = layout.dp_shard * layout.cp > 1
     for says, right in {"here while the block runs": shared and layout.pp == 1,
                         "here from the first forward to the last backward of a step": shared and layout.pp > 1,
@@ -169,7 +168,7 @@ def test_the_parts_of_all_ranks_are_the_whole():
         for name in shown_parameters(report.ranks[0].stages):
             x, y, w, h = zip(*(holding[f"{kind} {name}"] for holding in holdings), strict=True)
             boxes[kind, name] = sum(a * b for a, b in zip(w, h, strict=True))
-    # 8 ranks keep each number once; gathered over fsdp 4 they have it 4 times; a norm is on 2 tp ranks besides
+    # 8 ranks keep each number once, and gathered over fsdp 4 they have each number 4 times; 2 tp ranks copy a norm
     assert boxes["gathered", "block attn.wq.weight"] == pytest.approx(4 * boxes["kept", "block attn.wq.weight"], rel=0.02)
     assert boxes["gathered", "block attn_norm.weight"] == pytest.approx(4 * boxes["kept", "block attn_norm.weight"], rel=0.02)
     tokens = [sum(holding[f"token {i}"][2] * holding[f"token {i}"][3] for i in (0, 1) if f"token {i}" in holding)
@@ -177,13 +176,13 @@ def test_the_parts_of_all_ranks_are_the_whole():
     assert sum(tokens) == pytest.approx(560 * 112, rel=0.02) and max(tokens) == pytest.approx(min(tokens))
 
 
-@pytest.mark.parametrize("name", ["1F1B", "ZBVZeroBubble", pytest.param("Interleaved1F1B", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["1F1B", "ZBVZeroBubble", "Interleaved1F1B"])
 def test_the_ticks_send_what_the_step_sends(name):
-    """As many sends as the dry run counts, each behind what it sends; and every unit of work is shown as long as it lasts."""
+    """As many sends as in the dry run, and every unit of work is shown for as many ticks as the schedule says."""
     report = make_report(importlib.import_module("train_llama3").main, config("train_llama3", dict(
         pp=2, dp_shard=1, local_batch_size=4, pp_schedule=name)))
     times = simulate(report.rows)
-    found = ticks(times, {i: r for r, rank in enumerate(report.ranks) for i in rank.ids}, "1 B")
+    found = list_ticks(times, {i: r for r, rank in enumerate(report.ranks) for i in rank.ids}, "1 B")
     for r, rank in enumerate(report.ranks):
         counted = sum(n for key, n in rank.step.items() if key[0] == "moved" and key[2:4] == ("pp", "send"))
         assert sum(text.startswith(f"pp {r} sends") for tick in found for text in tick["sent"]) == counted > 0
@@ -212,7 +211,7 @@ BROWSER = next(filter(None, map(shutil.which, filter(None, (
     os.environ.get("CHROME"), "chromium", "chromium-browser", "google-chrome", "chrome")))), None)
 QUIET = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
          "--disable-component-update", "--disable-sync", "--hide-scrollbars", "--virtual-time-budget=2000"]
-PAGES = {  # name: recipe and flags, the state that is shown, what can be read in it, height of the screenshot
+PAGES = {  # name: recipe and flags, state in the address, words on the page, height of the screenshot
     "dense": ("train_llama3.py --dp_shard 2 --cp 2 --tp 2", "#rank=3",
               ["Rank 3 holds", "tp with 2", "rows 160-191", "cp fsdp"], 2400),
     "pipeline": ("train_llama3.py --pp 4 --dp_shard 2 --global_batch_size 16 --local_batch_size 8", "#rank=3&tick=9",
@@ -220,7 +219,7 @@ PAGES = {  # name: recipe and flags, the state that is shown, what can be read i
     "experts": ("train_qwen3.py --flavor debug_moe --dp_shard 4 --ep 4", "#rank=2",
                 ["Rank 2 holds", "experts 4-5", "ep with 0, 1, 3"], 2240),
 }
-# What a reader does, in the browser's own events; what then is to be seen goes into the title.
+# A reader's actions, as events of the browser; the script writes the visible texts into the title.
 READER = """<script>addEventListener("load", () => {
   const cell = r => document.querySelector('[data-rank="' + r + '"]'), seen = [], see = () => seen.push(
     by("who").textContent + " | " + document.activeElement.dataset.rank + " | " + (by("tick") || {}).textContent);
@@ -251,7 +250,6 @@ def screenshot(name: str, folder: Path, page: Path, target: Path) -> None:
     browse(folder, page, PAGES[name][1], f"--window-size=1000,{PAGES[name][3]}", f"--screenshot={target}")
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="needs a browser: chromium, google-chrome, or CHROME=path of one")
 @pytest.mark.parametrize("name", PAGES)
 def test_a_browser_shows_the_page(name, tmp_path):

@@ -1,4 +1,4 @@
-"""--check_parity: the user's comparison of a layout with one process, against tools/parity.py."""
+"""--check_parity: the user compares a layout with a single process; against tools/parity.py."""
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -20,6 +20,7 @@ from models.llama3 import Llama3Config
 from support.config import Need, flag, parse_config
 from tools import parity
 from tools.parity import check_parity
+from tools.report_flags import with_report_flags
 from tools.reports import run_report
 
 MODEL = Llama3Config(n_layers=6, n_heads=8, n_kv_heads=4, head_dim=64, ffn_dim=512, max_seq_len=8192)
@@ -31,15 +32,15 @@ class Fork(train_llama3.Config):
 
 
 def test_both_halves_of_check_parity_are_given_no_flag_in_vain(tmp_path, monkeypatch):
-    """What needs the layout returns to its default on one process; what a half switches off takes its details with it."""
+    """Flags that need the layout get their default on a single process; with a feature also its details are off."""
     argv = ("--tp 2 --pp 2 --no-loss_parallel --pp_schedule GPipe --wide --ac selective --ac_every 3 "
             "--export_hf new --export_dtype bfloat16 --exclude_from_loading head --load_step 3 --model_args dim=32").split()
     cfg, halves = parse_config(Fork, argv), []
     (tmp_path / "checkpoints" / "step-3").mkdir(parents=True)
-    cfg.out = str(tmp_path)  # has a checkpoint, so --exclude_from_loading means something to it
+    cfg.out = str(tmp_path)  # with a checkpoint, so that --exclude_from_loading has an effect
 
     def started(command, **kwargs):
-        halves.append(parse_config(Fork, command[command.index("recipe.py") + 1 :]))
+        halves.append(parse_config(with_report_flags(Fork), command[command.index("recipe.py") + 1 :]))
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(sys, "argv", ["recipe.py", *argv])
@@ -70,7 +71,7 @@ def test_one_report_after_the_other():
 @pytest.mark.parametrize("argv, same", [("", True), ("--lr 0.1 --dp_replicate 1 --seq_len 64", True), ("--ac full", False),
                                         ("--cpu_offload", False), ("--compile", False), ("--cp 2", False)])
 def test_check_parity_needs_something_to_compare(argv, same, monkeypatch):
-    """One process compared with itself would be equal whatever is wrong with a recipe."""
+    """A process compared with itself would hide every mistake of a recipe."""
     cfg, started = parse_config(train_llama3.Config, argv.split()), []
     run = lambda command, **kwargs: started.append(command) or mock.Mock(returncode=0)  # noqa: E731
     monkeypatch.setattr(tools.parity.subprocess, "run", run)
@@ -82,7 +83,7 @@ def test_check_parity_needs_something_to_compare(argv, same, monkeypatch):
 
 
 def test_check_parity_of_an_optimizer_that_it_does_not_know(monkeypatch, tmp_path):
-    """After the first update nobody knows how far rounding goes, only that it does not go as far as a mistake."""
+    """After the first update the limit of rounding is unknown, but below the size of a mistake."""
 
     @dataclass(kw_only=True)
     class Fork(train_llama3.Config):
@@ -105,7 +106,7 @@ def test_check_parity_of_an_optimizer_that_it_does_not_know(monkeypatch, tmp_pat
 
 @pytest.mark.slow
 def test_check_parity_passes_and_finds_a_forkers_mistake(tmp_path):
-    """The user's command, on the recipe and on a copy of it with a mistake: its gradients are averaged, not summed."""
+    """The user's command, on the recipe and on a copy with a mistake: gradients are averaged, not summed."""
     flags = ["--local_batch_size", "2", "--seq_len", "64", "--model_args", "n_layers=2,dim=64", "--check_parity", "--tp", "2"]
     recipe = Path(__file__).parent.parent / "train_llama3.py"
     run = lambda file: run_program([sys.executable, file, *flags])  # noqa: E731

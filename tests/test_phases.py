@@ -1,5 +1,5 @@
-"""Phases: weights and moments of one run, with other data, lengths or learning rates; against storage/resume.py and a whole
-recipe."""
+"""Phases: start from weights and moments of a run, with other data, lengths or learning rates; against storage/resume.py and a
+whole recipe."""
 import contextlib
 import io
 import shutil
@@ -36,7 +36,7 @@ def old(tmp_path) -> str:
 
 
 def started(tmp_path, old, identity=IDENTITY, **flags):
-    """(net and optimizers, state) of a start from everything of `old`, and what it said."""
+    """(net and optimizers, state, printed text) of a start from the whole state of `old`."""
     cfg = replace(CONFIG, init_from=old, init_model_only=False, out=str(tmp_path / "new"), **flags)
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
@@ -57,9 +57,8 @@ def started(tmp_path, old, identity=IDENTITY, **flags):
     *[(IDENTITY, flag, [f"{name} " for name in flag]) for flag in (
         {"schedule_steps": 30}, {"warmup_steps": 0}, {"decay_ratio": 0.2}, {"decay_type": "linear"})],
 ])
-@pytest.mark.slow
 def test_a_new_phase_keeps_every_bit_of_weights_and_moments(tmp_path, old, identity, flags, told):
-    """AdamW's count of steps too, which its bias correction reads; step and data cursor begin anew."""
+    """AdamW's count of steps, read by the bias correction, is kept, too; step and data cursor begin anew."""
     identity = {**identity, "data": {**identity["data"], "data_seed": 3}}
     with_seed = saver(*trained(0, 7), old, {**IDENTITY, "data": {**IDENTITY["data"], "data_seed": 3}})
     shutil.rmtree(f"{old}/checkpoints")
@@ -75,7 +74,7 @@ def test_a_new_phase_keeps_every_bit_of_weights_and_moments(tmp_path, old, ident
 
 
 def test_the_same_flags_go_on(tmp_path, old):
-    net, state, said = started(tmp_path, old, weight_decay=0.0)  # of no consequence for the order of data or the schedule
+    net, state, said = started(tmp_path, old, weight_decay=0.0)  # weight decay changes neither order of data nor schedule
     assert state == {"step": 7, "samples": 56} and "new phase" not in said and "continuing from" in said
     assert_same(net, trained(0, 7))
     assert "weight_decay 0.1 -> 0.0" in said
@@ -96,7 +95,7 @@ def test_a_phase_needs_an_optimizer_state(tmp_path):
 
 
 def test_a_run_does_not_change_its_phase_by_itself(tmp_path, old):
-    """In its own folder a run that is given other data is refused, and other flags are those of the same run."""
+    """In a run's own folder other data is refused, and other flags continue the same run."""
     cfg = replace(CONFIG, out=old, steps=40)
     assert phase_changes(f"{old}/checkpoints/step-7", other("data", seq_len=64), replace(cfg, init_from=old))
     refused(lambda: check_run(old, other("data", seq_len=64), cfg), "data.seq_len is 64 but", "--out NEW")
@@ -114,8 +113,8 @@ def test_a_phase_keeps_the_global_batch(tmp_path, old, monkeypatch):
 
 
 def test_phases_of_a_recipe(tmp_path):
-    """Whole runs: the first step of a phase has learning rate and sequences of a new run and the gradients of the weights that
-    it was given; a phase that is stopped and continued ends in the same bits; the same flags end where the first run did."""
+    """Whole runs: the first step of a phase has learning rate and sequences of a new run, and the gradients of the given
+    weights; a stopped and continued phase ends in the same bits; the same flags end in the weights of the first run."""
     for name in ("first", "second"):
         (tmp_path / f"{name}.txt").write_text(sentences(400, seed=len(name)))
     first = open_data(DataConfig(data=str(tmp_path / "first.txt"), cache_dir=str(tmp_path)), 16)

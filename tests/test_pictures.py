@@ -1,4 +1,4 @@
-"""--plot: schedules and meshes are drawn as they are, in text and with matplotlib, against tools/layout_plots.py."""
+"""--plot: schedules and meshes are drawn right, in text and with matplotlib, against tools/layout_plots.py."""
 import importlib
 import re
 from types import SimpleNamespace
@@ -8,7 +8,6 @@ import torch
 from dry import MOE, config, world
 from layouts import Flags
 
-import tools.layout_plots
 from distributed.pipeline import ONE_STAGE_PER_RANK
 from models.llama3 import Llama3Config
 from tools import dryrun
@@ -35,7 +34,7 @@ def test_schedule(name):
 
 
 def groups_of_fsdp(stages) -> set[tuple]:
-    """The ranks over which the parameters of this device are really sharded, or split, or copied."""
+    """The ranks over which the device's parameters are really sharded, split or copied."""
     meshes = {p.device_mesh for stage in stages for p in stage.parameters()}
     return {tuple(torch.distributed.get_process_group_ranks(mesh.get_group(i))) for mesh in meshes for i in range(mesh.ndim)}
 
@@ -48,7 +47,7 @@ def groups_of_fsdp(stages) -> set[tuple]:
     ("train_qwen3", dict(dp_shard=4, cp=2, tp=2, ep=2, etp=2, model_args=MOE)),
     ("train_qwen3", dict(dp_replicate=2, dp_shard=2, tp=2, model_args=MOE))], ids=str)
 def test_the_drawn_mesh_is_the_mesh(recipe, flags, tmp_path, monkeypatch):
-    """The groups of device 0 are those that its parameters, its layers and its experts communicate in."""
+    """The groups of device 0 are the process groups of the parameters, the layers and the experts."""
     main, drawn = importlib.import_module(recipe).main, {}
     with dryrun.dry_world(main, config(recipe, dict(local_batch_size=2, dp_shard=1) | flags), 0) as (stages, _, layout):
         ranks = torch.distributed.get_process_group_ranks
@@ -64,26 +63,20 @@ def test_the_drawn_mesh_is_the_mesh(recipe, flags, tmp_path, monkeypatch):
     assert text.keys() == real.keys()
     assert all(re.search(rf" {len(g)} +{', '.join(map(str, g[:4]))}\b", text[axis]) for axis, g in real.items())
 
-    class Cell:  # in place of the picture: which colours a device has
+    class Cell:  # in place of a rectangle: note a device's colours
         def __init__(self, place, width, height, color, linewidth):
             drawn.setdefault((int(place[0] + 1e-6), place[1]), set()).add(color)
 
     if layout.pp == 1 and importlib.util.find_spec("matplotlib"):
-        pyplot, patches = tools.layout_plots.pyplot_and_patches()
+        pyplot, patches = pictures.pyplot_and_patches()
         stand_in = SimpleNamespace(Rectangle=Cell, Patch=patches.Patch)
-        monkeypatch.setattr(tools.layout_plots, "pyplot_and_patches", lambda: (pyplot, stand_in))
+        monkeypatch.setattr(pictures, "pyplot_and_patches", lambda: (pyplot, stand_in))
         monkeypatch.setattr(pyplot.Axes, "add_patch", lambda axes, patch: None)
         draw_mesh(layout, str(tmp_path / "mesh.png"))
         inner = layout.cp * layout.tp
         for axis, group in real.items():
             colored = {d * inner + j for (d, j), colors in drawn.items() if AXIS_COLORS[axis] in colors}
             assert colored == set(group[1:]), axis
-
-
-def test_fsdp_of_device_0_is_with_the_cp_ranks():
-    with world(pp=2, dp_shard=2, cp=2, tp=2) as layout:
-        pass
-    assert mesh_groups(layout) == {"tp": [0, 1], "cp": [0, 2], "fsdp": [0, 2, 4, 6], "pp": [0, 8]}
 
 
 def test_plot_without_matplotlib_is_text(monkeypatch, tmp_path, capsys):

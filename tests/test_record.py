@@ -1,4 +1,4 @@
-"""tools/parity_half.py: a recipe runs as if python had started it, and what clip_grad_norm is given is written down."""
+"""tools/parity_half.py: a recipe runs as if started by python, and the arguments of clip_grad_norm are recorded."""
 import json
 import subprocess
 import sys
@@ -55,7 +55,7 @@ def fork(tmp_path) -> Path:
 
 
 def test_a_recipe_runs_as_if_started_by_python_and_is_recorded(fork, tmp_path):
-    """With what lies beside it, from any folder; however it calls clip_grad_norm, the gradients are not scaled yet."""
+    """From any folder, with imports from the recipe's folder; for every way to call clip_grad_norm, gradients are unscaled."""
     commands = [[sys.executable, *before, "a fork/mine.py", "--flag", "x"]
                 for before in ([], [ROOT / "tools" / "parity_half.py", tmp_path / "record"])]
     pipes = dict(text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)

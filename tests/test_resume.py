@@ -20,7 +20,7 @@ from distributed.refusals import check_layout
 from storage import changes, resume
 from storage.resume import check_run, lock_run
 from support.config import parse_config, save_config
-from tools.dryrun import no_earlier_run
+from tools.stop_main import no_earlier_run
 
 
 def test_changed_identity_is_refused_by_name(tmp_path):

@@ -1,4 +1,4 @@
-"""--check_parity --where: no difference where layouts are equal, and the function that is broken where they are not."""
+"""--check_parity --where: no difference between equal layouts; otherwise the report names the broken function."""
 import re
 import sys
 from pathlib import Path
@@ -20,7 +20,7 @@ from models.deepseek import shift_targets
 from models.loss import linear_cross_entropy
 from tools.where import placements, which_ranks
 
-# What the report of each mutant of tests/test_mutants.py must say: the seam, and the function or style that the mutant breaks
+# For each mutant of tests/test_mutants.py the seam in the report, and the function or style that the mutant breaks
 NAMED = {
     "norm_without_all_reduce": ("finished gradient of blocks.0.attn_norm.weight", "style 'sequence'"),
     "waiting_embedding": ("gradient of the output of tok_embeddings", "style 'vocab_embedding'"),
@@ -67,7 +67,7 @@ def another_seed_on_each_rank():
 
 
 def parts_not_summed():
-    """Of what the tp ranks' parts of the hidden width give each rank keeps its own."""
+    """Each tp rank keeps the output of its own part of the hidden width; the sum is missing."""
     def make(real):
         def gathered(moe_forward, group, x):
             out = moe_forward(AllGather.apply(x, 1, group))
@@ -77,7 +77,7 @@ def parts_not_summed():
 
 
 def targets_shifted_too_late():
-    """After the sequence is cut: the last token of a rank's chunk does not know the next one."""
+    """Shift after the sequence is cut: the last token of a rank's chunk does not know the next token."""
     def make(real):
         def inputs(stage, batch, a, layout):
             found = real(stage, batch, a, layout)
@@ -152,7 +152,7 @@ def test_of_a_compiled_layout_the_blocks_are_compared():
     ((4, 16, 32), (4, 8, 32), 2, 1, [(1, None)]),
     ((4, 16, 32), (4, 4, 32), 2, 2, [(1, 1)]),
     ((4, 8, 16, 8), (4, 4, 8, 8), 2, 2, [(2, 1)]),
-    ((4, 16, 16), (4, 8, 16), 2, 2, [(None, 1), (1, None)]),  # the one that fits better is taken
+    ((4, 16, 16), (4, 8, 16), 2, 2, [(None, 1), (1, None)]),  # compare_pieces takes the better fit
     ((4, 16, 32), (4, 5, 32), 2, 2, []),
 ])
 def test_a_part_is_placed_by_its_shape(whole, local, cp, tp, found):
@@ -163,7 +163,7 @@ def test_ranks_are_named_by_their_axis():
     degrees = dict(pp=2, dp_replicate=1, dp_shard=1, cp=1, tp=2)
     assert which_ranks([1, 3], [0, 1, 2, 3], degrees) == " (rank 1 of tp)"
     assert which_ranks([2, 3], [0, 1, 2, 3], degrees) == " (rank 1 of pp)"
-    assert which_ranks([0], [0, 1], degrees) == " (rank 0 of tp)"  # what only the first stage has
+    assert which_ranks([0], [0, 1], degrees) == " (rank 0 of tp)"  # only the first stage holds the tensor
     assert which_ranks([0, 1], [0, 1], degrees) == "" and which_ranks([0, 3], [0, 1, 2, 3], degrees) == " (ranks 0, 3)"
 
 
@@ -172,7 +172,7 @@ def test_ranks_are_named_by_their_axis():
 
 @pytest.mark.slow
 def test_where_as_a_command_on_a_forks_recipe(tmp_path):
-    """A block of a fork's own, right and then with a style of its own that leaves a parameter as it is."""
+    """A fork's own block: first right, then with a tp style that leaves a parameter alone."""
     recipe = Path(__file__).parent.parent / "train_llama3.py"
     own = """
 import parallel

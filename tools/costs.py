@@ -1,4 +1,4 @@
-"""What a training step does, counted while it runs: memory, FLOPs, and what travels between the ranks."""
+"""Count a training step while it runs: memory, FLOPs, and the collectives between ranks."""
 import sys
 import weakref
 from collections import Counter
@@ -35,7 +35,7 @@ FLOPS = {
 
 
 def unwatched(function):
-    """The function, run outside of all modes: on real values where tensors are fake, and counted by no Watch."""
+    """Return the function, made to run outside of all dispatch modes: on real values, and counted by no Watch."""
 
     def run(*args):
         with _disable_current_modes():
@@ -45,19 +45,19 @@ def unwatched(function):
 
 
 class Watch(TorchDispatchMode):
-    """Counts what runs inside the context, on real tensors or on fake ones:
+    """Counts every operation inside the context, on real or fake tensors:
 
-    moved: {(phase, axis, op, bytes of the largest tensor involved): how often}
-    flops: {phase: FLOPs of matmuls and attention}, and under "attention" those of attention in all phases;
+    moved: {(phase, axis, op, bytes of the largest tensor involved): number of calls}
+    flops: {phase: FLOPs of matmuls and attention}; the key "attention" has the FLOPs of attention in all phases;
            phases are forward, backward, recompute, update
-    live, peak: bytes of the tensors made inside that are alive now, and at the worst moment
+    live, peak: bytes of the tensors made inside, now and at the worst moment
     """
 
     def __init__(self, layout=None):
         super().__init__()
         self.moved, self.flops, self.live, self.peak, self.sizes = Counter(), Counter(), 0, 0, {}
-        self.outside = "forward"  # the phase of what runs while autograd does not: forward, backward (of a pipeline) or update
-        # {name of a process group: its axes}. Axes over the same ranks may share one; an axis over all ranks has the world's.
+        self.outside = "forward"  # phase of operations that autograd does not run: forward, backward (of a pipeline), update
+        # {name of a process group: axes}. Axes over the same ranks may share a group; an axis over all ranks uses the world's.
         self.axes = {}
         for mesh in [m for m in layout and (layout.expert_mesh, layout.full_mesh, layout.mesh) or () if m is not None]:
             for axis in mesh.mesh_dim_names:
@@ -75,7 +75,7 @@ class Watch(TorchDispatchMode):
 
         self.patches = ExitStack()
         self.patches.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", counted))
-        # DTensor finds shapes by running operations on whole tensors: that is not what this device does
+        # DTensor finds shapes by running operations on whole tensors: not work of the device, so not counted
         shapes = "_propagate_tensor_meta_non_cached"
         unseen = unwatched(getattr(ShardingPropagator, shapes))
         self.patches.enter_context(mock.patch.object(ShardingPropagator, shapes, unseen))
@@ -87,7 +87,7 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # DTensor then runs the op on local tensors, with its collectives: these come here again
+            return NotImplemented  # DTensor then runs the op and its collectives on local tensors, and each comes here again
         kwargs = kwargs or {}
         out = self.run(func, *args, **kwargs)
         inside = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)]
@@ -110,7 +110,7 @@ class Watch(TorchDispatchMode):
         return out
 
     def count_collective(self, op: str, values: list):
-        """values: all arguments and results of the call, one of which names the process group."""
+        """values: all arguments and results of the call; the process group is among the values."""
         group = next((v for v in reversed(values) if isinstance(v, str) and v in self.axes), None)
         if group is None:
             objects = (v for v in values if isinstance(v, torch.ScriptObject))
@@ -118,7 +118,7 @@ class Watch(TorchDispatchMode):
         axes = self.axes.get(group, [group])
         if not axes:
             return  # a group of one rank: nothing travels
-        if len(axes) > 1 and op != "all_reduce":  # axes share the group: the call stack tells whether FSDP issued this
+        if len(axes) > 1 and op != "all_reduce":  # axes share the group: the call stack tells whether FSDP issued the call
             fsdp = called_by_fsdp()
             axes = [a for a in axes if (a in ("dp_replicate", "dp_shard", "fsdp", "efsdp")) == fsdp] or axes
         size = max(t.numel() * t.element_size() for t in values if isinstance(t, torch.Tensor))
@@ -128,7 +128,7 @@ class Watch(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def change(self, key, size):
-        """A storage now has this many bytes; None: it is gone."""
+        """Note a storage's new size in bytes; None: the storage was freed."""
         self.live += (size or 0) - self.sizes.get(key, 0)
         self.peak = max(self.peak, self.live)
         if size is None:
@@ -141,8 +141,8 @@ class Watch(TorchDispatchMode):
             return self.outside
         return "recompute" if torch.is_grad_enabled() else "backward"
 
-    def mark(self) -> int:
-        """The peak since the last mark."""
+    def take_peak(self) -> int:
+        """Return the peak since the last call, and start again."""
         peak, self.peak = self.peak, self.live
         return peak
 

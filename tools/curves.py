@@ -1,9 +1,9 @@
-"""--plot of a run: its losses and rewards as a picture."""
+"""--plot of a run: a picture of losses and rewards."""
 import importlib.util
 
 
 def draw_curves(lines: list[dict], path: str):
-    """The losses of a metrics.jsonl, and its rewards if it has some, as a picture."""
+    """Draw the losses of a metrics.jsonl, and the rewards if there are any."""
     if importlib.util.find_spec("matplotlib") is None:
         print("--plot: no picture without matplotlib: pip install matplotlib", flush=True)
         return

@@ -1,8 +1,8 @@
-"""--dry_run: what a layout costs, before the machines for it are rented.
+"""--dry_run: the costs of a layout, before you rent machines.
 
-The recipe's own parallelisation code runs under a fake process group of any size, on tensors without memory. Counted are bytes,
-collectives, FLOPs and the pipeline's bubble, for the first device of each pipeline rank. --plot and --explain start
-from the same numbers (pictures.py, explain.py).
+The recipe's own parallelisation code runs under a fake process group of any size, on tensors without memory. The dry run counts
+bytes, collectives, FLOPs and the pipeline's bubble, for the first device of each pipeline rank. --plot and --explain start
+from the same numbers (layout_plots.py, explain.py).
 """
 import math
 import os
@@ -29,15 +29,15 @@ from distributed.experts import balance_experts
 from distributed.layout import AXES, all_blocks, local_tensor
 from distributed.pipeline import ZERO_BUBBLE, Schedule, n_microbatches
 from models.loss import CHUNK_ELEMENTS
-from storage import resume
 from support import muon
 from support.metrics import peak_flops
 from tools.costs import Watch, totals, unwatched
 from tools.schedule import bubble, duration, in_flight, rows_of, simulate
+from tools.stop_main import do_nothing, stop_main
 
 
 class DryWatch(Watch):
-    """Watch for fake tensors, which have no values: where the program asks for one, all experts have equally many tokens."""
+    """Watch for fake tensors, without values: if the program asks for a value, all experts have equally many tokens."""
 
     def __init__(self, layout):
         super().__init__(layout)
@@ -47,7 +47,7 @@ class DryWatch(Watch):
         if func is torch.ops.aten.scatter_add_.default and args[0].dtype == torch.int64:  # models.moe.Balance.count
             self.rows = args[2].numel()
         if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.int64:
-            return self.rows // self.ep  # tokens to and from each rank that holds experts
+            return self.rows // self.ep  # tokens to and from each ep rank
         if func is torch.ops.aten.repeat_interleave.Tensor:  # the expert of each token
             return args[0].new_empty(self.rows)
         if func is torch.ops.aten._grouped_mm.default:  # torch's own rule for the shape accepts bf16 only
@@ -57,57 +57,30 @@ class DryWatch(Watch):
 
 
 # ---------------------------------------------------------------- building the recipe's model without devices
-class Built(BaseException):
-    """Ends the recipe's main where it has its model and its optimizers, which is all that a dry run needs."""
-
-
-@contextmanager
-def no_earlier_run():
-    """What is in --out is neither looked at nor locked while a recipe's main runs for a report."""
-    with ExitStack() as stack:
-        for name in "check_run", "wait_for_run", "lock_run", "continued_folder":
-            stack.enter_context(mock.patch.object(resume, name, lambda *args, **kwargs: None))
-        yield
-
-
 def build(main, cfg, connect, **stand_ins):
-    """(stages, optimizers, layout) from the recipe's own main, run up to its checkpoints.
+    """(stages, optimizers, layout) from the recipe's own main, stopped at the first call of Checkpoints.
 
-    Where main would touch data, disk or other processes it finds stand-ins; the rest of it is its own code and parallel.py's.
-    stand_ins: more of them, by the name that main knows them by.
+    Functions that touch data, disk or other processes are replaced by stand-ins; everything else is the code of main and of
+    parallel.py. stand_ins: more replacements, by their names in the recipe.
     """
-    seen = []
-
-    def stand_in_connect(layout, *args, **kwargs):
-        return connect(layout)
+    layouts = []
 
     def make_mesh(layout, usual=main.__globals__["make_mesh"]):
-        seen.append(usual(layout))
-        return seen[0]
+        layouts.append(usual(layout))
+        return layouts[0]
 
-    def checkpoints(*args, modules, optimizer, **kwargs):
-        raise Built(modules, optimizer)
-
-    nothing = lambda *args, **kwargs: None  # noqa: E731
     data = SimpleNamespace(vocab_size=0, n_val_samples=1, fingerprint={}, tokenizer_file=None)
-    # check_groups, of forks/ft.py, asks a server whether it is there
-    stand_ins |= dict(check_groups=nothing, source_tokenizer=nothing, open_data=lambda *args: data, check_run=nothing)
-    stand_ins |= dict(lock_run=nothing, StopSignal=nothing, connect=stand_in_connect, make_mesh=make_mesh)
-    stand_ins |= dict(Checkpoints=checkpoints, loaded_later=lambda cfg: lambda fqn: False)
-    names = main.__globals__
-    known = {name: value for name, value in stand_ins.items() if name in names}
-    with mock.patch.dict(names, known), no_earlier_run():
-        try:
-            main(cfg)
-        except Built as built:
-            stages, optimizers = built.args
-            if seen[0].pp == 1:
-                stages[0].index, stages[0].n_stages = 0, 1  # as a pipeline's stages have
-            return stages, optimizers, seen[0]
-    raise RuntimeError("main ended before it made its Checkpoints: a dry run needs them to know that the model is complete")
+    # check_groups, of forks/ft.py, would ask a server
+    stand_ins |= dict.fromkeys(("check_groups", "source_tokenizer", "StopSignal"), do_nothing)
+    stand_ins |= dict(open_data=lambda *args: data, connect=connect, make_mesh=make_mesh)
+    _, made = stop_main(main, cfg, "Checkpoints", **stand_ins, loaded_later=lambda cfg: lambda fqn: False)
+    stages, [layout] = made["modules"], layouts
+    if layout.pp == 1:
+        stages[0].index, stages[0].n_stages = 0, 1  # as a pipeline's stages have
+    return stages, made["optimizer"], layout
 
 
-# What a dry run executes in place of a schedule: the same collectives in a simpler order, with 1 or 2 micro-batches
+# Schedules that a dry run replaces: the same collectives in a simpler order, and 1 or 2 micro-batches suffice
 SIMPLE_ORDER = {"1F1B": "GPipe", "DualPipeV": "ZBVZeroBubble"}
 
 
@@ -115,7 +88,7 @@ SIMPLE_ORDER = {"1F1B": "GPipe", "DualPipeV": "ZBVZeroBubble"}
 def dry_world(main, cfg, pp_rank: int):
     """(stages, optimizers, layout) of a pipeline rank's first device, in a world of fake processes and fake tensors.
 
-    Left out there: the handshakes of a start, the masks that only CPU kernels need, random initial weights.
+    Left out: the handshakes of a start, masks that only CPU kernels need, random initial weights.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed.pipelining import schedules
@@ -126,7 +99,7 @@ def dry_world(main, cfg, pp_rank: int):
     world_size = math.prod(max(1, getattr(cfg, axis)) for axis in AXES)
     rank = pp_rank * (world_size // max(1, cfg.pp))
 
-    def connect(layout):
+    def connect(layout, *args, **kwargs):
         # compiled or not, the same bytes travel; the order of the micro-batches is not run but simulated (schedule.py)
         order = layout.schedule if cfg.pp_schedule_csv else SIMPLE_ORDER.get(cfg.pp_schedule, cfg.pp_schedule)
         dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
@@ -146,22 +119,22 @@ def dry_world(main, cfg, pp_rank: int):
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, RANK=str(rank), WORLD_SIZE=str(world_size)))
-        if cfg.device != "cpu":  # fake tensors are on the CPU, but the loss shall take chunks as large as on a GPU
+        if cfg.device != "cpu":  # fake tensors are on the CPU, but the loss must take chunks as large as on a GPU
             stack.enter_context(mock.patch.dict(CHUNK_ELEMENTS, cpu=CHUNK_ELEMENTS["cuda"]))
         for owner, name, value in [
             *[(module, "local_slice", unwatched(distributed.layout.local_slice)) for module in (parallel, muon)],
             (DeviceMesh, "__getitem__", unwatched(DeviceMesh.__getitem__)),
-            (checks, "check_memory", lambda model, layout, cfg: None),
-            (parallel, "lower_right_mask", lambda T, S, device: None),  # CUDA's flash kernel has it built in
+            (checks, "check_memory", do_nothing),
+            (parallel, "lower_right_mask", do_nothing),  # CUDA's flash kernel has the mask built in
             (schedules._PipelineSchedule, "_warmup_p2p", shapes_are_given),
             (_PipelineStageBase, "_get_init_p2p_neighbors_ops", lambda stage: []),  # the handshake before torch 2.13
         ]:
-            of_torch = owner in (schedules._PipelineSchedule, _PipelineStageBase)  # whose versions do not all have both
+            of_torch = owner in (schedules._PipelineSchedule, _PipelineStageBase)  # each version of torch has one of the two
             stack.enter_context(mock.patch.object(owner, name, value, create=of_torch))
         try:
             on_gpus = partial(refusals.check_layout, on_cuda=True)
             built = build(main, replace(cfg), connect, init_weights=init_weights, check_layout=on_gpus,
-                          compile_blocks=lambda *args: None, tensor_parallel=not_async)
+                          compile_blocks=do_nothing, tensor_parallel=not_async)
             if cfg.compile:
                 forget_silu(built[0])
             with fake:
@@ -169,12 +142,12 @@ def dry_world(main, cfg, pp_rank: int):
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
-            _clear_sharding_prop_cache()  # else the next world would find this one's process groups
+            _clear_sharding_prop_cache()  # else the next world would find the process groups of the last
 
 
 def forget_silu(stages) -> None:
-    """Compiled code keeps for its backward what eager code keeps, but for the results of silu: the compiler computes them again
-    from their inputs, which are kept anyway. Blocks that are recomputed keep nothing of the kind."""
+    """Drop the results of silu from the activations of compiled blocks: the compiler recomputes silu from its input, and keeps
+    everything else that eager code keeps. Blocks under activation checkpointing keep neither, so they are left alone."""
     def pack(x):
         is_silu = type(x.grad_fn).__name__ == "SiluBackward0"
         return partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=x.device) if is_silu else x
@@ -202,8 +175,8 @@ def optimizer_state(optimizers) -> int:
 
 
 def gathered_bytes(stage, own: list) -> int:
-    """Bytes of weights that are gathered or cast at the moment: of what the model has in place of its own parameters. A cast to
-    the dtype that a parameter has takes no memory."""
+    """Bytes of gathered or cast weights at the moment: storages of the stage's parameters other than those of `own`, the
+    parameters between steps. A cast to a parameter's own dtype shares the parameter's storage."""
     known = {local_tensor(p).untyped_storage()._cdata for p in own}
     storages = [local_tensor(p).untyped_storage() for p in stage.parameters()]
     return sum({s._cdata: s.nbytes() for s in storages if s._cdata not in known}.values())
@@ -211,21 +184,20 @@ def gathered_bytes(stage, own: list) -> int:
 
 @contextmanager
 def stages_followed(stages, layout, watch: Watch, out: Counter):
-    """Follow each micro-batch through the stages of this rank, which are counted from 0.
+    """Follow each micro-batch through the stages of a rank, counted from 0.
 
-    Writes (activations, stage) and (flops, stage) into out: see observe. Yields a list that grows, of the memory's peak between
-    two marks, and how many micro-batches of each stage were between their forward and the end of their backward then; and the
-    function that sets a mark."""
+    Writes (activations, stage) and (flops, stage) into out: see observe. Yields (peaks, mark): mark() appends to peaks the
+    memory's peak since the last mark, and how many micro-batches of each stage were between forward and end of backward."""
     before, under_way, peaks, place = {}, Counter(), [], {s.index: i for i, s in enumerate(stages)}
     own = [p for stage in stages for p in stage.parameters()]
 
     def mark():
-        peaks.append((watch.mark(), dict(under_way)))
+        peaks.append((watch.take_peak(), dict(under_way)))
 
     def enter(stage, *args):
         mark()
         if layout.pp == 1:
-            under_way.clear()  # without a pipeline the backward of the micro-batch before is over
+            under_way.clear()  # without a pipeline, the backward of the last micro-batch is over
         under_way[place[stage.index]] += 1
         watch.outside = "forward"
         before[stage.index] = watch.live - gathered_bytes(stage, own), watch.flops["forward"]
@@ -235,7 +207,7 @@ def stages_followed(stages, layout, watch: Watch, out: Counter):
         out["activations", i] = watch.live - gathered_bytes(stage, own) - live
         out["flops", i] += watch.flops["forward"] - flops
 
-    def marked(backward):  # a pipeline's backward: a whole one, or its second half, which frees the activations
+    def marked(backward):  # a pipeline's whole backward, or the second half: both free the activations
         def run(stage, *args, full_backward=True, **kwargs):
             watch.outside = "backward"  # FSDP reduces the gradients after autograd has returned
             done = backward(stage, *args, **kwargs | ({} if full_backward else {"full_backward": False}))
@@ -258,15 +230,15 @@ def stages_followed(stages, layout, watch: Watch, out: Counter):
 
 
 def observe(stages, optimizers, layout, seq_len: int, n: int, watch: Watch) -> Counter:
-    """Run a training step of n micro-batches (pipeline) or accumulation steps, and measure it, on any kind of tensor.
+    """Run a training step of n micro-batches (pipeline) or accumulation steps, and measure memory, FLOPs and collectives.
 
-    Memory is right in the first step of a model only: in later ones FSDP's buffers are there already, and are not counted.
-    A stage is named by its place on this rank. Keys, all but (flops, ..) and (moved, ..) in bytes:
+    Memory is right only in a model's first step: in later steps FSDP's buffers already exist, and are not counted.
+    stage: place of a stage on the rank, from 0. Keys of the result, in bytes except for flops and moved:
     parameters, gradients, optimizer
-    (activations, stage): what one micro-batch leaves for its backward
-    peak: at the worst moment, without those activations; update: of the optimizer's step; measured: of all together
-    (flops, phase), (flops, stage): of the step, and of its forwards alone
-    (moved, phase, axis, op, bytes): how often
+    (activations, stage): kept by one micro-batch for the backward
+    peak: the worst moment, without activations; update: the optimizer's step; measured: the worst of everything together
+    (flops, phase): of the step; (flops, stage): of the forwards alone
+    (moved, phase, axis, op, bytes): number of calls
     """
     local = layout.microbatch_size * n if layout.pp > 1 else layout.local_batch_size
     few = local * layout.data_ranks * (1 if layout.pp > 1 else n)
@@ -288,7 +260,7 @@ def observe(stages, optimizers, layout, seq_len: int, n: int, watch: Watch) -> C
             balance_experts(stages, layout, "bias", 1e-3)
     out["optimizer"] = optimizer_state(optimizers)
     state = out["parameters"] + out["optimizer"]
-    out["update"] = out["parameters"] + had + watch.mark()  # the first step makes the optimizer's state
+    out["update"] = out["parameters"] + had + watch.take_peak()  # the first step makes the optimizer's state
     out["peak"] = state + max(peak - sum(k * out["activations", i] for i, k in under_way.items()) for peak, under_way in peaks)
     out["measured"] = max(out["update"], *(state + peak for peak, _ in peaks))
     out.update({("flops", name): flops for name, flops in watch.flops.items()})
@@ -296,19 +268,19 @@ def observe(stages, optimizers, layout, seq_len: int, n: int, watch: Watch) -> C
     return out
 
 
-def plus(a, factor, b) -> Counter:
-    return Counter({key: a[key] + factor * b[key] for key in {**a, **b}})  # Counter's own operators drop what is negative
+def add_scaled(a, factor, b) -> Counter:
+    return Counter({key: a[key] + factor * b[key] for key in {**a, **b}})  # Counter's own + and - drop negative numbers
 
 
 def measure(stages, optimizers, layout, seq_len: int, n: int) -> Counter:
-    """A step of n micro-batches or accumulation steps, computed from a step of 2 and a step of 1 (of 3 for zero-bubble
-    schedules, which do not run with 1): each further one costs the difference."""
+    """A step of n micro-batches or accumulation steps, extrapolated from a step of 2 and a step of 1: each further micro-batch
+    costs the difference. Zero-bubble schedules do not run with 1, so 3 take the place of 1."""
     if n <= 2 or layout.schedule not in get_args(Schedule):
         return observe(stages, optimizers, layout, seq_len, n, DryWatch(layout))
     other = 3 if layout.pp > 1 and layout.schedule in ZERO_BUBBLE else 1
     two, also = (observe(stages, optimizers, layout, seq_len, m, DryWatch(layout)) for m in (2, other))
-    each = plus(two, -1, also) if other == 1 else plus(also, -1, two)
-    step = plus(two, n - 2, each)
+    each = add_scaled(two, -1, also) if other == 1 else add_scaled(also, -1, two)
+    step = add_scaled(two, n - 2, each)
     # memory does not grow with n, but for the buffers that receive from a neighbour: one per micro-batch for the whole step
     received = sum(key[4] * k for key, k in two.items() if key[0] == "moved" and key[2:4] == ("pp", "recv")) // 2
     memory = {key: two[key] for key in two if key[0] == "activations"} | {key: two[key] for key in ("update", "measured")}
@@ -316,7 +288,7 @@ def measure(stages, optimizers, layout, seq_len: int, n: int) -> Counter:
 
 
 def rank_kind(stages):
-    """Equal for pipeline ranks that do the same work."""
+    """A tuple, equal for pipeline ranks that do the same work."""
     kind = [b.index - a.index == 1 for a, b in pairwise(stages)]  # nothing travels between neighbours on one rank
     for stage in stages:
         recomputed = tuple(isinstance(block.forward, partial) for block in stage.blocks.values())
@@ -328,7 +300,7 @@ def rank_kind(stages):
 # ---------------------------------------------------------------- --dry_run: the report
 PEAK = ("The peak is not the sum of the columns. It also has what is in none of them: gathered or cast weights, logits, and "
         "whole gradients until they are reduced. And the columns are not full at once: activations go while gradients come.")
-DEVICES = (80, 141, 192)  # sizes in GB of 10^9 bytes. They have as many GiB, but driver, NCCL and allocator take the rest
+DEVICES = (80, 141, 192)  # sizes in GB of 10^9 bytes. Devices have as many GiB; driver, NCCL and allocator take the rest
 
 
 @dataclass
@@ -337,7 +309,7 @@ class Rank:
 
     stages: list
     step: Counter  # see observe
-    same_as: int | None = None  # an earlier rank that does the same work
+    same_as: int | None = None  # an earlier rank with the same work
     activations: int = 0  # bytes of all micro-batches between their forward and backward, at the worst moment
     peak: int = 0
 
@@ -356,19 +328,19 @@ class Report:
     n: int  # micro-batches, or accumulation steps
     rows: list  # rows_of: the schedule
     n_params: int
-    flops_per_token: int  # as MFU counts them, see metrics.py
+    flops_per_token: int  # as MFU counts FLOPs, see metrics.py
     cost: Callable  # (kind, stage) -> FLOPs of a forward, a backward, or half of one
 
     @property
     def mfu_bound(self) -> float:
-        """Share of the FLOPs that train, in what all devices could do while the pipeline runs."""
+        """FLOPs of forward and backward, without recomputation, as a share of all that the devices could do meanwhile."""
         useful = sum(rank.flops("forward", "backward") for rank in self.ranks)
         return useful / (self.layout.pp * duration(simulate(self.rows, self.cost)))
 
     @property
     def least_flops(self) -> float:
-        """FLOPs of one device from the first forward to the last backward, waiting included. The counted FLOPs of attention are
-        those of a full square; a causal kernel needs half."""
+        """FLOPs of one device from the first forward to the last backward, waiting included. Attention was counted as a full
+        square; a causal kernel needs half."""
         attention = max(r.flops("attention") / r.flops("forward", "backward", "recompute") for r in self.ranks)
         return (1 - attention / 2) * duration(simulate(self.rows, self.cost))
 
@@ -389,7 +361,7 @@ def make_report(main, cfg) -> Report:
         if cfg.cpu_offload:
             rank.peak -= rank.step["parameters"] + rank.step["optimizer"]
     with torch.device("meta"):
-        model = type(stages[0])(stages[0].config)  # whole again, and plain
+        model = type(stages[0])(stages[0].config)  # the whole model, without any parallelism
     owner = {i: rank for rank in ranks for i in rank.ids}
 
     def cost(kind, stage):
@@ -403,7 +375,7 @@ def make_report(main, cfg) -> Report:
 
 
 def table(rows: list[list], right=True) -> str:
-    """Text with columns as wide as their widest cell; all but the first are flush right, or none."""
+    """Text with columns as wide as the widest cell. right: align all columns but the first to the right."""
     widths = [max(len(str(row[i])) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:

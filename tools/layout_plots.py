@@ -2,18 +2,17 @@
 import importlib.util
 import math
 import os
-from functools import partial
 
 from distributed.pipeline import embeds_at_both_ends
 from tools.dryrun import bubble, duration, simulate, table
-from tools.placement import axis_groups
+from tools.placement import axis_groups, shown_ranks
 
 COLORS = {"F": "#4c78a8", "I": "#f58518", "W": "#54a24b", "idle": "#e6e6e6"}
 MEANINGS = {"F": "forward", "I": "backward of the input", "W": "backward of the weights", "idle": "idle"}
 
 
 def halves(times):
-    """Yields (rank, start, end, kind, stage, micro-batch), with each whole backward cut in two: input, then weights."""
+    """Yield (rank, start, end, kind, stage, micro-batch), with each whole backward cut in two halves: input, then weights."""
     for rank, row in enumerate(times):
         for start, end, kind, stage, m in row:
             middle = (start + end) / 2
@@ -22,7 +21,7 @@ def halves(times):
 
 
 def text_picture(times) -> str:
-    """One line per rank, one character per unit of time: F, I (backward, input), W (backward, weight) or '.'"""
+    """A line per rank, a character per unit of time: F, I (backward, input), W (backward, weight) or '.' (idle)"""
     end = max(row[-1][1] for row in times)
     lines = [["."] * round(end) for _ in times]
     for rank, a, b, kind, *_ in halves(times):
@@ -51,6 +50,7 @@ def pyplot_and_patches():
 def save(figure, path: str) -> None:
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     figure.savefig(path, dpi=110)
+    print(path)
     pyplot_and_patches()[0].close(figure)
 
 
@@ -77,8 +77,8 @@ def draw_schedule(times, title: str, path: str) -> None:
 
 
 def pipeline_peers(report) -> list[int]:
-    """Pipeline ranks that exchange activations or gradients with pipeline rank 0: the owners of the stages next to its own, and
-    the last rank if the embedding is needed at both ends."""
+    """Pipeline ranks that exchange activations or gradients with pipeline rank 0: the owners of neighbouring stages, and
+    the last rank if both ends need the embedding."""
     owner = {i: rank for rank, held in enumerate(report.ranks) for i in held.ids}
     peers = {owner[i + step] for i in report.ranks[0].ids for step in (-1, 1) if i + step in owner}
     if embeds_at_both_ends(report.ranks[0].stages[0].config):
@@ -87,7 +87,7 @@ def pipeline_peers(report) -> list[int]:
 
 
 def mesh_groups(layout, peers: list[int] | None = None) -> dict[str, list[int]]:
-    """{axis: the ranks of device 0's group, itself first}, see axis_groups."""
+    """{axis: the ranks of device 0's group, beginning with 0}, see axis_groups."""
     groups = {axis: groups[0] for axis, groups in axis_groups(layout).items()}
     if peers is not None and "pp" in groups:
         groups["pp"] = [groups["pp"][i] for i in (0, *peers)]
@@ -103,24 +103,23 @@ def text_mesh(layout, peers: list[int] | None = None) -> str:
 
 
 def draw_mesh(layout, path: str, peers: list[int] | None = None) -> None:
-    """Draw a cell per device. Those that exchange something with device 0 have a stripe of colour for each axis that they share
-    with it. Of a large mesh only the beginning is drawn."""
+    """Draw a cell per device. A cell has a coloured stripe for each axis on which the device exchanges with device 0. Of a
+    large mesh, draw only the beginning."""
     pyplot, patches = pyplot_and_patches()
-    inner, data = layout.cp * layout.tp, layout.data_ranks
-    n, w, h = min(8, layout.pp), min(32, data), min(16, inner)  # panels, and cells of each
+    ranks, cut = shown_ranks(layout, columns=32)
+    n, w, h = len(ranks), len(ranks[0]), len(ranks[0][0])  # panels, and cells of each
     columns = max(1, min(n, 20 // w))
     side = min(0.42, 13 / (columns * (w + 1)))  # inches per cell
     size = (max(7.5, columns * (w + 1) * side), math.ceil(n / columns) * (h + 1.6) * side + 1.6)
     figure, all_axes = pyplot.subplots(math.ceil(n / columns), columns, figsize=size, layout="constrained", squeeze=False)
-    groups, all_ranks = mesh_groups(layout, peers), layout.full_mesh.mesh.reshape(layout.pp, data, inner).tolist()
+    groups = mesh_groups(layout, peers)
     for i, axes in enumerate(all_axes.flat):
         axes.set_axis_off()
         if i >= n:
             continue
-        for d in range(w):
-            for j in range(h):
-                rank = all_ranks[i][d][j]
-                shared = [AXIS_COLORS[axis] for axis, ranks in groups.items() if rank in ranks]
+        for d, column in enumerate(ranks[i]):
+            for j, rank in enumerate(column):
+                shared = [AXIS_COLORS[axis] for axis, group in groups.items() if rank in group]
                 colors = ["#222222"] if rank == 0 else shared or [COLORS["idle"]]
                 for k, color in enumerate(colors):
                     left, width = d + 0.92 * k / len(colors), 0.92 / len(colors)
@@ -134,27 +133,23 @@ def draw_mesh(layout, path: str, peers: list[int] | None = None) -> None:
     sizes = {axis: len(ranks) for axis, ranks in mesh_groups(layout).items()}
     entries += [patches.Patch(color=AXIS_COLORS[a], label=f"{a} {n}: {AXIS_MEANINGS[a]}") for a, n in sizes.items()]
     figure.legend(handles=entries, loc="outside lower center", ncols=1 if len(entries) < 4 else 2, frameon=False, fontsize=9)
-    cut = [f"{n} of {layout.pp} pipeline ranks"] * (n < layout.pp)
-    cut += [f"{w} of {data} columns"] * (w < data) + [f"{h} of {inner} rows"] * (h < inner)
-    figure.suptitle(f"{layout}: {layout.world_size:,} devices, by rank\ncolumns: dp_replicate x dp_shard, rows: cp x tp"
-                    + (f" (shown: {', '.join(cut)})" if cut else ""), fontsize=10)
+    shown = f" (shown: {cut})" if cut else ""
+    figure.suptitle(f"{layout}: {layout.world_size:,} devices, by rank\ncolumns: dp_replicate x dp_shard, rows: cp x tp{shown}",
+                    fontsize=10)
     save(figure, path)
 
 
 def plot(cfg, report) -> None:
     layout = report.layout
     peers = pipeline_peers(report)
-    pictures = {"mesh.png": partial(draw_mesh, layout, peers=peers)}
     print(f"{layout}: {layout.world_size:,} devices\n{text_mesh(layout, peers)}\n")
+    times = simulate(report.rows)
+    title = f"{cfg.pp_schedule_csv or cfg.pp_schedule}, pp {layout.pp}, {report.n} micro-batches: bubble {bubble(times):.1%}"
     if layout.pp > 1:
-        times = simulate(report.rows)
-        order = cfg.pp_schedule_csv or cfg.pp_schedule
-        title = f"{order}, pp {layout.pp}, {report.n} micro-batches: bubble {bubble(times):.1%}"
         print(f"{title}\n{text_picture(times)}\n{', '.join(f'{k} {MEANINGS[k]}' for k in 'FIW')}, . idle")
-        pictures["pipeline.png"] = partial(draw_schedule, times, title)
     if importlib.util.find_spec("matplotlib") is None:
         print("As text only: pictures need matplotlib (pip install matplotlib)")
         return
-    for name, draw in pictures.items():
-        draw(path=os.path.join(cfg.out, name))
-        print(os.path.join(cfg.out, name))
+    draw_mesh(layout, os.path.join(cfg.out, "mesh.png"), peers)
+    if layout.pp > 1:
+        draw_schedule(times, title, os.path.join(cfg.out, "pipeline.png"))

@@ -1,11 +1,11 @@
-"""What one step computes, operation by operation, written down on every rank: the recording half of --check_parity --where.
+"""Record all operations of a step on every rank: the recording half of --check_parity --where.
 
-A seam is a place where two layouts must have the same numbers: what goes into the model, the output of every module, what
-enters attention and leaves it, the gradients of all these, the loss, every parameter's finished gradient, the norm, and the
-weights and buffers before and after the step. A rank writes down its own part of each; tools/where.py puts them together.
+A seam is a place with the same numbers in every layout: the inputs of the model, the output of every module, the inputs and
+the output of attention, the gradients of all of these, the loss, every parameter's finished gradient, the norm, and the
+weights and buffers before and after the step. A rank records its own part of each seam; tools/where.py joins the parts.
 
-The model and the recipe know nothing of it: hooks are put on the modules when the step begins, so after all parallelisation,
-and see what the next module is really given.
+Neither model nor recipe is changed: hooks are put on the modules when the step begins, after all parallelisation, so
+they see exactly the tensors that the next module gets.
 """
 import hashlib
 import inspect
@@ -26,7 +26,7 @@ from models.moe import Experts, in_forward
 
 
 def tensors_in(out) -> list[Tensor]:
-    """The tensors that a module returns: one, or those in a tuple, a list or a dict."""
+    """The tensors in a module's output, which may be a tensor, a tuple, a list or a dict."""
     if isinstance(out, Tensor):
         return [out]
     values = out.values() if hasattr(out, "values") else out if isinstance(out, (tuple, list)) else []
@@ -38,18 +38,18 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def sequence_keys(tokens: Tensor, labels: Tensor) -> list[str]:
-    """A name for each sequence of (..., T): layouts have the same sequences in another order, on other ranks."""
+    """A hash of each sequence of (..., T), to match sequences: each layout has them in another order, on other ranks."""
     rows = torch.stack([tokens.flatten(0, -2), labels.flatten(0, -2)], 1).cpu().contiguous()  # (B, 2, T)
     return [hashlib.sha1(row.numpy().tobytes()).hexdigest() for row in rows]
 
 
 class Seams:
-    """What one process has seen. `records`, in the order of execution: (phase, name, stage, call, micro-batch, tensor)."""
+    """The records of one process, in the order of execution: (phase, name, stage, call, micro-batch, tensor)."""
 
     def __init__(self, notes_inputs: bool = False):
         self.records, self.rows, self.about = [], [], {}
-        self.notes_inputs = notes_inputs  # what a module is given, too: it tells a wrong module from one that is called wrongly
-        self.micro, self.path, self.calls, self.handles = 0, [], Counter(), []
+        self.notes_inputs = notes_inputs  # record inputs of modules too: they tell a wrong module from a wrong caller
+        self.micro, self.path, self.calls, self.hooks = 0, [], Counter(), ExitStack()
         self.gradients_seen, self.outputs, self.uses = set(), {}, {}
 
     def add(self, phase: str, name: str, tensor: Tensor, stage=0, call=0, micro=None):
@@ -57,36 +57,36 @@ class Seams:
         self.records.append((phase, name, stage, call, micro, value.to("cpu", copy=True).contiguous()))
 
     def count_call(self, name: str, stage=0) -> int:
-        """Which time in this micro-batch it is, from 0."""
+        """Number of earlier calls in the current micro-batch."""
         self.calls[name, stage, self.micro] += 1
         return self.calls[name, stage, self.micro] - 1
 
     def note(self, name: str, tensor: Tensor, stage=0):
-        """A tensor of the forward, and its gradient when it comes."""
+        """Record a tensor of the forward, and later its gradient."""
         call = self.count_call(name, stage)
         self.add("forward", name, tensor, stage, call, self.micro)
-        self.outputs[id(tensor)] = name, tensor  # the tensor is kept, so that no other one gets its id
+        self.outputs[id(tensor)] = name, tensor  # keep the tensor, so that no other tensor gets the same id
         if tensor.requires_grad:
             tensor.register_hook(partial(self.note_gradient, name, stage, call, self.micro))
 
     def note_gradient(self, name, stage, call, micro, gradient):
-        if (name, stage, call, micro) not in self.gradients_seen:  # the second half of a split backward passes here again
+        if (name, stage, call, micro) not in self.gradients_seen:  # the second half of a split backward comes here again
             self.gradients_seen.add((name, stage, call, micro))
             self.add("backward", name, gradient, stage, call, micro)
 
     def watch(self, model: nn.Module, stage=0):
-        """Hooks on all modules below the model, but not inside of a compiled one, and not on experts: how the rows that
-        travel to them are ordered depends on the layout."""
+        """Put hooks on all modules below the model, except inside of compiled modules, and except on experts: the order of
+        the rows that travel to experts depends on the layout."""
         closed = [name for name, module in model.named_modules() if is_compiled(module)]
         inside = [f"{name}." for name in closed]
         for name, module in model.named_modules():
             if name and not isinstance(module, (Experts, nn.ModuleList, nn.ModuleDict)) and not name.startswith(tuple(inside)):
-                self.handles.append(module.register_forward_pre_hook(partial(self.enter, name), with_kwargs=True))
-                self.handles.append(module.register_forward_hook(partial(self.leave, name, stage)))
+                self.hooks.callback(module.register_forward_pre_hook(partial(self.enter, name), with_kwargs=True).remove)
+                self.hooks.callback(module.register_forward_hook(partial(self.leave, name, stage)).remove)
         return closed
 
     def enter(self, name, module, args, kwargs):
-        if in_forward() and torch.is_grad_enabled():  # not while activation checkpointing computes a forward again
+        if in_forward() and torch.is_grad_enabled():  # not while activation checkpointing repeats a forward
             self.path.append(name)
             given = tensors_in([*args, *kwargs.values()])
             for x in given:
@@ -103,19 +103,17 @@ class Seams:
                 self.note(name + f"[{i}]" * (len(found) > 1), tensor, stage)
 
     def watch_attention(self, model, stage=0):
-        """The one seam of models/attention.py: what enters attend, rotated, and what it returns."""
+        """Record the inputs of attend (after rotation) and the output: the single seam of models/attention.py."""
         make = model.make_attend
 
         def make_recorded(*args, **kwargs):
-            attend = make(*args, **kwargs)
-
-            return partial(self.attend, attend, stage)
+            return partial(self.attend, make(*args, **kwargs), stage)
 
         model.make_attend = make_recorded
-        self.handles.append(Undo(model, make))
+        self.hooks.callback(setattr, model, "make_attend", make)
 
     def attend(self, attend, stage, q, k, v, *rest, **options):
-        """attend(q, k, v, ...), with notes of what goes in and comes out."""
+        """attend(q, k, v, ...), with records of inputs and output."""
         noted = in_forward() and torch.is_grad_enabled()
         name = self.path[-1] if self.path else "attention"
         for letter, x in zip("qkv", (q, k, v), strict=True):
@@ -127,38 +125,28 @@ class Seams:
         return out
 
     def stop(self):
-        for handle in self.handles:
-            handle.remove()
-        self.handles, self.outputs = [], {}
+        self.hooks.close()
+        self.outputs = {}
 
-    def parameters(self, phase: str, stages, value):
-        """This rank's part of every parameter, or of what value(parameter) is, with its place in the whole."""
+    def add_weights(self, phase: str, stages):
+        """Record the rank's part of every parameter and buffer, with the part's offset in the whole."""
+        for stage in stages:
+            for fqn, tensor in [*stage.named_parameters(), *stage.named_buffers()]:
+                self.add(phase, fqn, tensor, stage.index, micro=local_slice(tensor)[1])
+
+    def add_gradients(self, phase: str, stages):
+        """Record the rank's part of every parameter's gradient; zeros for a missing gradient."""
         for stage in stages:
             for fqn, p in stage.named_parameters():
-                found = value(p)
-                self.add(phase, fqn, torch.zeros_like(p) if found is None else found, stage.index, micro=local_slice(p)[1])
-
-    def buffers(self, phase: str, stages):
-        for stage in stages:
-            for fqn, buffer in stage.named_buffers():
-                self.add(phase, fqn, buffer, stage.index, micro=local_slice(buffer)[1])
+                gradient = torch.zeros_like(p) if p.grad is None else p.grad
+                self.add(phase, fqn, gradient, stage.index, micro=local_slice(p)[1])
 
     def found(self) -> dict:
         return dict(records=self.records, rows=self.rows, uses=self.uses, **self.about)
 
 
-class Undo:
-    """The handle of a replaced make_attend."""
-
-    def __init__(self, model, make):
-        self.model, self.make = model, make
-
-    def remove(self):
-        self.model.make_attend = self.make
-
-
 def describe_layout(stages, layout) -> dict:
-    """What the report must know of a rank: its layout, and the styles of the modules that tensor_parallel has split."""
+    """Facts about a rank for the report: the layout, and the styles of the modules that tensor_parallel has split."""
     names = [name for stage in stages for name, _ in stage.named_modules()]
     plan = stages[0].tp_plan() if layout.tp > 1 and hasattr(stages[0], "tp_plan") else {}
     styles = {name: style for pattern, style in plan.items() for name in names if fnmatch(name, pattern)}
@@ -170,8 +158,8 @@ def describe_layout(stages, layout) -> dict:
 
 @contextmanager
 def seams_of_a_step(done=lambda seams: None):
-    """Within it, parallel.forward_backward and clip_grad_norm write the first step into the Seams that it gives. Entered after
-    any change to parallel.py whose effect shall be seen, and before a recipe imports from it. done(seams) is called when the
+    """Yield Seams into which parallel.forward_backward and clip_grad_norm write the first step. Enter after any change to
+    parallel.py that the report shall show, and before a recipe imports from parallel. done(seams) is called when the
     next step begins, or by seams.finish()."""
     seams, state = Seams(), {"stages": None, "done": False}
     real = {name: getattr(parallel, name) for name in ("forward_backward", "inputs", "count_tokens", "clip_grad_norm")}
@@ -179,8 +167,7 @@ def seams_of_a_step(done=lambda seams: None):
 
     def finish():  # the weights have been updated, the biases of experts moved
         if state["stages"] and not state["done"]:
-            seams.parameters("after", state["stages"], lambda p: p)
-            seams.buffers("after", state["stages"])
+            seams.add_weights("after", state["stages"])
             state["done"] = True
             done(seams)
 
@@ -196,8 +183,7 @@ def seams_of_a_step(done=lambda seams: None):
         else:
             stages[0].index = 0  # as a pipeline's stages have
         seams.rows = [keys[i : i + size] for i in range(0, len(keys), size)]
-        seams.parameters("initial", stages, lambda p: p)
-        seams.buffers("initial", stages)
+        seams.add_weights("initial", stages)
         closed = [name for stage in stages for name in seams.watch(stage, stage.index)]
         seams.about["compiled"] = closed
         for stage in stages:
@@ -226,10 +212,10 @@ def seams_of_a_step(done=lambda seams: None):
         if "norm" in state or not state["stages"]:
             return real["clip_grad_norm"](*args, **kwargs)
         stages = inspect.signature(real["clip_grad_norm"]).bind(*args, **kwargs).arguments["stages"]
-        seams.parameters("gradient", stages, lambda p: p.grad)
+        seams.add_gradients("gradient", stages)
         norm = state["norm"] = real["clip_grad_norm"](*args, **kwargs)
         seams.add("norm", "norm", norm)
-        seams.parameters("clipped", stages, lambda p: p.grad)
+        seams.add_gradients("clipped", stages)
         return norm
 
     def chunk(part, index, *args, **kwargs):
@@ -245,6 +231,6 @@ def seams_of_a_step(done=lambda seams: None):
 
 
 def write_seams(folder: str, seams: Seams):
-    """FOLDER/seams-<rank>.pt. At the beginning of the second step, because a recipe's process ends without a goodbye."""
+    """Write FOLDER/seams-<rank>.pt, at the beginning of the second step: a recipe's process gives no sign before its end."""
     os.makedirs(folder, exist_ok=True)
     torch.save(seams.found(), os.path.join(folder, f"seams-{seams.about['rank']}.pt"))

@@ -1,10 +1,10 @@
-"""Names that flags have in nanoGPT, nanochat, torchtitan, TRL, Hugging Face's Trainer and torchrun; what to type instead.
+"""Names of flags in nanoGPT, nanochat, torchtitan, TRL, Hugging Face's Trainer and torchrun, and the flags to type instead.
 
 config.py imports this file when a command line has an unknown flag.
 """
 import re
 
-# our flag -> its names elsewhere. Where a name stands in two rows, the first row counts whose flag the program has.
+# our flag -> names elsewhere. If a name is in two rows, the first row with a flag of the program counts.
 ELSEWHERE = {
     "steps": "max_iters max_steps num_iterations num_steps iters train_steps training_steps",
     "seq_len": "block_size context_length max_seq_len max_seq_length max_length sequence_length",
@@ -53,7 +53,7 @@ ELSEWHERE = {
     "group_size": "num_generations rollouts n_samples",
     "kl_coef": "beta kl_beta",
 }
-# names -> a sentence, given where no row above has an answer, and the program has the flag that the sentence names first
+# names -> a sentence, if no row above has an answer and the program has the first flag of the sentence
 SENTENCES = {
     "batch_size device_batch_size micro_batch_size per_device_train_batch_size train_batch_size":
         "did you mean --local_batch_size? It is what one data rank runs at once; --global_batch_size is a whole step",
@@ -84,8 +84,8 @@ SENTENCES = {
 }
 
 
-def hint(name: str, flags) -> str:
-    """The answer to a user who types this name of a flag, "" if there is none. flags: those of the program.
+def suggest_flag(name: str, flags) -> str:
+    """The answer to an unknown flag, or "". flags: all flags of the program.
 
     torchtitan writes a section before the name, training.seq_len; nanoGPT and others write use_x and enable_x for x.
     """

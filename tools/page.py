@@ -1,24 +1,21 @@
-"""--explain --html FILE: a layout as one web page: what each rank holds, what travels when, and the schedule, tick by tick.
+"""--explain --html FILE: a web page on a layout: the tensors of each rank, the collectives, and the schedule, tick by tick.
 
-The page is a single file without a server or a download. Python draws everything once, for rank 0, and computes for every rank
-where the parts lie; the script in page.html only moves them. #rank=3&tick=5 behind the address leads to that state.
+The page is a single file without a server or a download. Python draws everything once, for rank 0, and computes the position
+of all parts for every rank; the script in page.html only moves the parts. An address with #rank=3&tick=5 opens that state.
 """
 import json
 import os
-import shlex
-import sys
 from html import escape
 from pathlib import Path
 from string import Template
 
 from tools import svg
 from tools.dryrun import PEAK, human
-from tools.explain import travels
-from tools.placement import axis_groups, held_part, place_of, shown_block, shown_parameters, tokens_of
+from tools.explain import list_collectives
+from tools.placement import axis_groups, held_part, place_of, shown_block, shown_parameters, shown_ranks, tokens_of
 from tools.schedule import bubble, duration, simulate
 
-MOST = 1024  # ranks that are shown
-SHARED = {  # what the ranks of an axis have in common
+SHARED = {  # axis -> how the ranks of a group differ
     "tp": "tp: ranks that split each matrix", "cp": "cp: ranks that split each sequence",
     "fsdp": "fsdp = dp_shard x cp: the ranks that share the weights", "dp_replicate": "dp_replicate: copies of the model",
     "pp": "pp: ranks with other layers", "etp": "etp: ranks that split each expert", "ep": "ep: ranks with other experts",
@@ -30,11 +27,11 @@ MEANS = {
     "all_reduce": "an all-reduce leaves each the whole sum",
     "all_to_all": "in an all-to-all each rank sends another part to every other",
 }
-CELL, WIDTH = 140, 860  # of a tensor in the picture, and of the picture
+CELL, WIDTH = 140, 860  # width of a tensor's cell in the picture, and of the picture
 
 
 def check_page(path: str) -> None:
-    """Before anything is computed: raises ValueError where no file can be written."""
+    """Raise ValueError if no file can be written at path; called before anything is computed."""
     folder = os.path.dirname(path) or "."
     if not os.path.isdir(folder):
         raise ValueError(f"--html {path}: there is no folder {folder}; make it, or name a file in one that exists")
@@ -42,23 +39,8 @@ def check_page(path: str) -> None:
         raise ValueError(f"--html {path} is a folder; name a file in it, such as {os.path.join(path, 'layout.html')}")
 
 
-def command_line() -> str:
-    return shlex.join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]])
-
-
-def shown_ranks(layout) -> tuple[list[list[list[int]]], str]:
-    """(ranks by pipeline rank, data rank and place within, sentence on those left out). At most MOST of them."""
-    inner, data = layout.cp * layout.tp, layout.data_ranks
-    p, h = min(layout.pp, 8), min(inner, 16)
-    w = min(data, MOST // (p * h))
-    ranks = layout.full_mesh.mesh.reshape(layout.pp, data, inner)[:p, :w, :h].tolist()
-    cut = [f"{few} of {all_} {what}" for few, all_, what in (
-        (p, layout.pp, "pipeline ranks"), (w, data, "columns"), (h, inner, "rows")) if few < all_]
-    return ranks, f"Shown: {p * w * h:,} of {layout.world_size:,} ranks, namely {', '.join(cut)}." if cut else ""
-
-
-def grid(layout, ranks) -> str:
-    """A button per rank, a panel per pipeline rank."""
+def draw_grid(layout, ranks) -> str:
+    """HTML with a button per rank and a panel per pipeline rank."""
     out, small = "", sum(len(column) for panel in ranks for column in panel) <= 128
     for pp, columns in enumerate(ranks):
         cells = "".join(f'<button data-rank="{r}" tabindex="-1" aria-label="rank {r}">{r}{"<small></small>" * small}</button>'
@@ -74,7 +56,7 @@ def grid(layout, ranks) -> str:
 
 # ---------------------------------------------------------------- what a rank holds
 class Sheet:
-    """Where each tensor's box lies, and the picture of all boxes; parts are found again by the names that svg.tensor gives."""
+    """The picture of all tensors' boxes, and the position of each box. The page finds parts by the names from svg.tensor."""
 
     def __init__(self, shapes: dict, layout, seq_len: int):
         self.boxes, self.height, self.shapes, self.seq_len, self.layout = {}, 18, shapes, seq_len, layout
@@ -120,7 +102,7 @@ class Sheet:
         self.height = y + max(self.tokens[3], 50) + 10
 
     def of_rank(self, parameters: dict, place: dict, block: str) -> dict:
-        """{name of a part: [x, y, width, height]} and {name of a line: its text}. block: number of the shown one."""
+        """{name of a part: [x, y, width, height]} and {name of a line: text}. block: number of the shown block."""
         found = {}
         for name, shape in self.shapes.items():
             if (p := parameters.get(name)) is None:
@@ -144,7 +126,7 @@ class Sheet:
 
 
 def gathered_while(layout) -> str:
-    """When FSDP's shards are together on a rank."""
+    """In words: the time in which FSDP keeps gathered weights."""
     return "while the block runs" if layout.reshards else "from the first forward to the last backward of a step"
 
 
@@ -157,8 +139,8 @@ def layers_of(stages) -> str:
     return " and ".join(f"layers {n[0]}-{n[-1]}" if len(n) > 1 else f"layer {n[0]}" for n in numbers if n) or "no layers"
 
 
-def holdings(layout, report, ranks, sheet: Sheet) -> tuple[dict, list]:
-    """({rank: its place, its memory in words, the number of its holding}, the different holdings)."""
+def list_holdings(layout, report, ranks, sheet: Sheet) -> tuple[dict, list]:
+    """({rank: place, memory in words, number of the holding}, all different holdings)."""
     by_rank, known, found = {}, {}, []
     for p, columns in enumerate(ranks):
         stages, rank = report.ranks[p].stages, report.ranks[p]
@@ -180,8 +162,8 @@ def holdings(layout, report, ranks, sheet: Sheet) -> tuple[dict, list]:
 DOES = {"F": "forward", "B": "backward", "I": "backward of the inputs", "W": "backward of the weights"}
 
 
-def ticks(times, owner: dict[int, int], size: str) -> list[dict]:
-    """Per unit of time what each pipeline rank does, and what is sent when the unit ends. owner: stage -> its pipeline rank."""
+def list_ticks(times, owner: dict[int, int], size: str) -> list[dict]:
+    """Per unit of time: the work of each pipeline rank, and the sends at the end. owner: stage -> pipeline rank."""
     last, found = max(owner), []
     for t in range(round(duration(times))):
         now, sent = ["waits"] * len(times), []
@@ -200,12 +182,9 @@ def ticks(times, owner: dict[int, int], size: str) -> list[dict]:
 def schedule_section(cfg, times, found) -> str:
     picture, height = svg.schedule(times)
     n = len(times)
-    kinds = {kind for row in times for *_, kind, _, _ in row} | {"idle"}
-    legend = [("F", "F forward"), ("B", "B backward"), ("I", "I backward, of inputs"), ("W", "W backward, of weights"),
-              ("idle", "idle")]
-    legend = svg.legend(58, height + 18, [entry for entry in legend if entry[0] in kinds])
+    legend = svg.schedule_legend(58, height + 18, times)
     two = any(stage >= n for row in times for *_, stage, _ in row)
-    halves = ", and either half of one (I, W) one tick" * ("I" in kinds)
+    halves = ", and either half of one (I, W) one tick" * any(kind == "I" for row in times for *_, kind, _, _ in row)
     second = " An edge is thicker where a rank runs its second stage." * two
     mark = svg.rect(58, -3, unit_of(times), height + 2, "mark", id="now")
     rows = "".join(f'<tr><th scope="row">pp {i}</th><td id="does{i}"></td></tr>' for i in range(n))
@@ -233,14 +212,15 @@ def html_table(head: list, rows: list) -> str:
 
 
 def make_page(cfg, report, counted, command: str) -> str:
-    """The page as text. counted: see explain.count_block; None: what travels is that of the whole step."""
+    """The page as text. counted: see explain.count_block; None: show the collectives of the whole step."""
     layout = report.layout
     ranks, cut = shown_ranks(layout)
+    shown = sum(len(column) for panel in ranks for column in panel)
+    cut = f"Shown: {shown:,} of {layout.world_size:,} ranks, namely {cut}." if cut else ""
     shapes = {name: tuple(p.shape) for rank in report.ranks for name, p in shown_parameters(rank.stages).items()}
-    blocks_first = sorted(shapes, key=lambda name: not name.startswith("block "))
-    sheet = Sheet({name: shapes[name] for name in blocks_first}, layout, cfg.seq_len)
-    by_rank, found = holdings(layout, report, ranks, sheet)
-    moved = travels(counted[3] if counted else report.ranks[0].step)
+    sheet = Sheet(shapes, layout, cfg.seq_len)
+    by_rank, found = list_holdings(layout, report, ranks, sheet)
+    moved = list_collectives(counted[3] if counted else report.ranks[0].step)
     has_experts = counted and any(name.startswith("moe.") for name, *_ in counted[2])
     names = "attention", "experts" if has_experts else "FFN"
     drawn, high = svg.timeline(moved, names) if counted else ("", 0)
@@ -249,12 +229,12 @@ def make_page(cfg, report, counted, command: str) -> str:
         times = simulate(report.rows)
         owner = {i: r for r, rank in enumerate(report.ranks) for i in rank.ids}
         size = cfg.pp_microbatch_size * cfg.seq_len // layout.cp // layout.tp * report.ranks[0].stages[0].config.dim
-        steps, unit = ticks(times, owner, human(size * layout.compute_dtype.itemsize)), unit_of(times)
+        steps, unit = list_ticks(times, owner, human(size * layout.compute_dtype.itemsize)), unit_of(times)
         section = schedule_section(cfg, times, steps)
     data = dict(ranks=by_rank, holdings=found, groups=axis_groups(layout), ticks=steps, left=left, unit=unit,
                 inner=layout.cp * layout.tp)
     block = f"one block (blocks.{counted[1]})" if counted else "the whole step of the first device"
-    rows = [[p, axis, svg.OPERATIONS.get(op, op), n, human(size), (f'data-with="{axis}"', ""), why]
+    rows = [[p, axis, op.replace("_", "-"), n, human(size), (f'data-with="{axis}"', ""), why]
             for p, axis, op, n, size, why in moved]
     head = ["phase", "axis", "operation", "number", "bytes in all", "among ranks", "why"]
     means = [text for op, text in MEANS.items() if op in {m[2] for m in moved}]
@@ -267,7 +247,7 @@ def make_page(cfg, report, counted, command: str) -> str:
     values = dict(
         TITLE=escape(f"{vars(cfg).get('flavor', 'model')} on {devices}: {layout}"),
         SUMMARY=escape(f"{report.n_params:,} parameters, {step}. Made by:"),
-        COMMAND=escape(command), SHOWN=escape(cut), GRID=grid(layout, ranks), SIDE=str(44 if len(by_rank) <= 128 else 30),
+        COMMAND=escape(command), SHOWN=escape(cut), GRID=draw_grid(layout, ranks), SIDE=str(44 if len(by_rank) <= 128 else 30),
         LIGHT=svg.variables(False), DARK=svg.variables(True), RULES=svg.RULES,
         HOLDINGS=figure(sheet.picture, sheet.height, "what this rank holds"),
         NOTE=f"The paler part is what the rank has besides, {gathered_while(layout)}." * gathers,

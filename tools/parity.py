@@ -4,29 +4,26 @@ import os
 import subprocess
 import sys
 import tempfile
-from contextlib import ExitStack
 from dataclasses import replace
-from unittest import mock
 
 import torch
 
-import distributed.refusals
 from distributed.agree import some
 from distributed.layout import AXES, ExpertConfig
 from distributed.refusals import facts, runs_on_cuda
 from support.config import FROM_FILE, no_effect, spell, unmet_needs
 from support.metrics import read_lines
-from tools.dryrun import Built, no_earlier_run
-from tools.report_flags import recipe_arguments
+from tools.stop_main import stop_main
 
-STEPS, RECORD = 3, "_record"  # appended to a half's --out: the folder of its gradients
-# In fp32, from the first step on. Every mistake of tests/test_mutants.py is far above these. The updates of weights get more
-# room than gradients because AdamW divides a gradient by its own size: the rounding of a tiny one moves a weight as far as a
-# large one. They are compared relative to themselves, not to the weights, or a small learning rate would hide the optimizer.
+STEPS, RECORD = 3, "_record"  # RECORD: appended to --out, the folder of a half's gradients
+# In fp32, from the first step on. Every mistake of tests/test_mutants.py is far above these tolerances. Updates get more room
+# than gradients because AdamW divides a gradient by its own size: the rounding of a tiny gradient moves a weight as far as a
+# large gradient does. Differences of updates are relative to the update, not to the weight, or a small learning rate would
+# hide the optimizer.
 LOSS_TOLERANCE, NORM_TOLERANCE, GRADIENT_TOLERANCE, WEIGHT_TOLERANCE, UPDATE_TOLERANCE = 1e-5, 2e-5, 1e-4, 5e-4, 0.01
-# After the first update the weights differ by rounding, and the gradients by more: the tolerances of step 1 are multiplied
-# by this. Muon makes small directions as large as the others; of an optimizer that is not listed here (OTHERS) nobody knows how
-# it answers to rounding. With experts nothing can be said: a router may send a token to another expert because of a rounding.
+# After the first update the weights differ by rounding, and the gradients by more: multiply the tolerances of step 1 by LATER.
+# Muon makes small directions as large as the others; how other optimizers (OTHERS) answer to rounding is unknown. With experts
+# there is no limit: because of rounding a router may send a token to another expert.
 LATER, OTHERS = {"adamw": 10, "muon": 100}, 1000
 
 
@@ -35,27 +32,15 @@ def later_slack(cfg, has_experts: bool) -> float:
 
 
 def model_config_of(main, cfg):
-    """The config of the model that main would build: what it gives check_layout, where it ends here."""
-
-    def seen(cfg, model_config, **kwargs):
-        raise Built(model_config)
-
-    patches = [mock.patch.object(distributed.refusals, "check_layout", seen)]
-    patches += [mock.patch.dict(main.__globals__, check_layout=seen)] * ("check_layout" in main.__globals__)
-    with ExitStack() as stack:
-        for patch in [*patches, no_earlier_run()]:
-            stack.enter_context(patch)
-        try:
-            main(replace(cfg))  # a copy: main resolves its batch size in place
-        except Built as built:
-            return built.args[0]
-    raise RuntimeError("main ended without a call of check_layout")
+    """The config of the recipe's model: run main up to check_layout, and return the model config that main passes."""
+    (_, model_config), _ = stop_main(main, replace(cfg), "check_layout")  # a copy: main writes the batch size into cfg
+    return model_config
 
 
 def without_refused(cfg, flags: dict, model_config) -> dict:
-    """flags of one half, and the default of every other flag that has no effect beside them and would be refused."""
+    """The flags of a half, plus the default of every flag that these flags make ineffective, and so refused."""
     flags, defaults = {name: value for name, value in flags.items() if hasattr(cfg, name)}, type(cfg)()
-    while True:  # without one flag another may have no effect either
+    while True:  # a default may make another flag ineffective
         half = replace(cfg, **flags)
         degrees = {axis: getattr(half, axis) for axis in AXES}
         unmet = unmet_needs(half, facts(half, model_config, degrees, runs_on_cuda(half.device)))
@@ -65,7 +50,7 @@ def without_refused(cfg, flags: dict, model_config) -> dict:
 
 
 def flags_of_halves(main, cfg, degrees: dict[str, int], folder: str) -> dict[str, dict]:
-    """{name of a half: the flags that make it of the user's command}. ValueError if there is nothing to compare."""
+    """{name of a half: flags to append to the user's command}. ValueError if there is nothing to compare."""
     if degrees["dp_shard"] == -1:  # as many as the experts must borrow
         ep, etp = (max(cfg.ep, 1), cfg.etp) if isinstance(cfg, ExpertConfig) else (1, 1)
         borrowed = degrees["cp"] * (degrees["tp"] if etp == 1 else 1)
@@ -77,7 +62,7 @@ def flags_of_halves(main, cfg, degrees: dict[str, int], folder: str) -> dict[str
     device = "cuda" if torch.cuda.device_count() >= math.prod(degrees.values()) else "cpu"
     both = dict(steps=STEPS, compute_dtype="float32", checkpoint_every=0, export_hf="",
                 val_every=0, log_every=1, device=device)
-    if "global_batch_size" not in FROM_FILE:  # else both halves read it from --config, and find the local batch that fits
+    if "global_batch_size" not in FROM_FILE:  # else both halves read the size from --config, and find a fitting local batch
         local = cfg.local_batch_size * degrees["dp_replicate"] * degrees["dp_shard"]
         both["global_batch_size"] = local if cfg.global_batch_size == -1 else cfg.global_batch_size
     one = dict.fromkeys(degrees, 1) | dict(ep=1, etp=1, ac="none", compile=False, cpu_offload=False)
@@ -86,14 +71,14 @@ def flags_of_halves(main, cfg, degrees: dict[str, int], folder: str) -> dict[str
     if len({repr(replace(cfg, **half | {"out": ""})) for half in halves.values()}) == 1:
         raise ValueError("--check_parity compares one process with a layout, and these flags ask for one process without "
                          "anything to compare; add a layout like --tp 2, or --ac, --compile or --cpu_offload")
-    halves["one process"]["local_batch_size"] = another_cut(cfg, both.get("global_batch_size", cfg.global_batch_size))
+    halves["one process"]["local_batch_size"] = choose_another_cut(cfg, both.get("global_batch_size", cfg.global_batch_size))
     return halves
 
 
-def another_cut(cfg, n: int) -> int:
-    """Sequences per forward of the one process, of n in the global batch: not as many as on the layout. What depends on how a
-    batch is cut, such as a loss that is a mean of its own micro-batch, would be the same on both otherwise. Nor so many that a
-    mean on every cp and tp rank adds up to as much."""
+def choose_another_cut(cfg, n: int) -> int:
+    """Sequences per forward of the one process, of n in the global batch: another number than on the layout, or mistakes that
+    depend on the cut of a batch, such as a loss that is a mean over a micro-batch, would be equal on both sides. Also not a
+    number with which the means on all cp and tp ranks add up to as much."""
     here, other = (cfg.local_batch_size, cfg.pp_microbatch_size)[:: -1 if cfg.pp > 1 else 1]  # on the layout, and on others
     ranks = {1, cfg.cp, cfg.tp, cfg.cp * cfg.tp}
     for avoided in {n // b * r for b in (here, other) for r in ranks}, {n // here * r for r in ranks}, {n // here}:
@@ -106,16 +91,16 @@ def another_cut(cfg, n: int) -> int:
 
 
 def run_half(name: str, flags: dict, where: bool = False) -> int:
-    """Run the recipe of this process again with these flags; returns the exit status, after its error line if it failed.
-    where: write down every operation of the first step, not the gradients of all (tools/operations.py)."""
+    """Run the current recipe again with these flags; return the exit status, after printing the error line of a failed run.
+    where: record all operations of the first step (tools/operations.py), not the gradients of all steps."""
     processes, n = math.prod(flags[axis] for axis in AXES), flags["steps"]
     print(f"check_parity: {n} step{'s' * (n > 1)} on {name} ({processes} process{'es' * (processes > 1)}) ...", flush=True)
     command = [sys.executable]
     if processes > 1:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     command += [os.path.join(os.path.dirname(os.path.abspath(__file__)), "parity_half.py")]
-    command += ["--where"] * where + [flags["out"] + RECORD, sys.argv[0], *recipe_arguments()]
-    command += [f"--{flag}={spell(value)}" for flag, value in flags.items()]  # a flag given twice has its last value
+    command += ["--where"] * where + [flags["out"] + RECORD, *sys.argv, "--no-check_parity", "--no-where"]
+    command += [f"--{flag}={spell(value)}" for flag, value in flags.items()]  # of a repeated flag the last value counts
     done = subprocess.run(command, capture_output=True, text=True)
     if not done.returncode:
         return 0
@@ -126,31 +111,34 @@ def run_half(name: str, flags: dict, where: bool = False) -> int:
     return done.returncode if processes == 1 else 2 if is_refused else 1  # torchrun's own status is always 1
 
 
-def check_comparable(cfg):
-    """Raises ValueError if nothing can be compared, whatever the layout is."""
+def run_both_halves(main, cfg, degrees: dict[str, int], read, where=False, **flags) -> tuple[int, list]:
+    """Run the recipe on one process and on the layout. Returns (exit status of a failed run or 0, [read(out) of each half])."""
     if "RANK" in os.environ:
         raise ValueError("--check_parity starts its own processes: run it with python, not torchrun")
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, half in flags_of_halves(main, cfg, degrees, folder).items():
+            if status := run_half(name, half | flags, where):
+                return status, []
+            found.append(read(half["out"]))
+        return 0, found
 
 
 def check_parity(main, cfg, degrees: dict[str, int]) -> int:
     """Train STEPS steps of the running recipe on one process and on the layout, in fp32; compare; return the exit status.
 
-    Works for any copy of a recipe: tools/parity_half.py runs it twice, with flags appended, and writes down the gradients that
-    parallel.clip_grad_norm is given.
+    Works for any copy of a recipe: tools/parity_half.py runs the recipe twice, with flags appended, and records the arguments
+    of parallel.clip_grad_norm.
     """
-    check_comparable(cfg)
-    with tempfile.TemporaryDirectory() as folder:
-        runs = []
-        for name, flags in flags_of_halves(main, cfg, degrees, folder).items():
-            if status := run_half(name, flags):
-                return status
-            runs.append(read_records(flags["out"]))
-        return print_comparison(*runs, later_slack(cfg, any(".experts." in fqn for fqn in runs[0][0]["gradient"])))
+    status, halves = run_both_halves(main, cfg, degrees, read_records)
+    if status:
+        return status
+    return print_comparison(*halves, later_slack(cfg, any(".experts." in fqn for fqn in halves[0][0]["gradient"])))
 
 
 def read_records(out: str) -> list[dict]:
     """Per step: loss, norm, tokens_hash, and by fqn, of all pipeline stages together, gradients, weights, and from step 2 on
-    what the step before has added to the weights."""
+    the update of the weights by the step before."""
     lines = [line for line in read_lines(os.path.join(out, "metrics.jsonl")) if "loss" in line]
     if not os.path.isdir(out + RECORD):
         raise RuntimeError("this recipe calls parallel.clip_grad_norm nowhere, so there are no gradients to compare")
@@ -161,11 +149,8 @@ def read_records(out: str) -> list[dict]:
         for file in sorted(os.listdir(out + RECORD)):
             if file.startswith(f"{n}-"):
                 part = torch.load(os.path.join(out + RECORD, file), weights_only=True, mmap=True)
-                step["gradient"] |= part["gradient"]
-                step["weight"] |= part["weight"]
-                step["buffer"] |= part["buffer"]
-                step["trained"] |= set(part["trained"])
-                step["uneven"] |= set(part["uneven"])
+                for kind, found in part.items():
+                    step[kind] |= found if isinstance(found, dict) else set(found)
         if steps:
             before = steps[-1]["weight"]
             step["update"] = {fqn: w.float() - before[fqn].float() for fqn, w in step["weight"].items()}
@@ -177,19 +162,27 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return ((a - b).norm() / b.norm().clamp(min=1e-12)).item()
 
 
-def print_comparison(one: list[dict], layout: list[dict], later: float = 1) -> int:
-    """Print the table; return 0 when all is within tolerance, else 1 after a line that names the first difference, or what
-    could not be compared: a gradient that is 0 on both sides says nothing.
+def compare_tensors(what: str, a: dict, b: dict, tolerance: float) -> tuple[dict, list[str]]:
+    """({fqn: relative error} of the tensors that a and b have, [] or a sentence on the first error above the tolerance)."""
+    errors = {fqn: relative(b[fqn].float(), a[fqn].float()) for fqn in a if fqn in b}
+    # a gradient in bf16 is the rounded fp32 gradient, and rounding may go up on one side and down on the other
+    room = {fqn: tolerance * (10 if a[fqn].dtype == torch.bfloat16 else 1) for fqn in errors}
+    return errors, [f"{what} {fqn} by {e:.1e} (relative)" for fqn, e in errors.items() if not e <= room[fqn]][:1]
 
-    later: the tolerances of loss, norm and gradients are multiplied by it after step 1. If it is infinite, only step 1 and the
-    first update are compared.
+
+def print_comparison(one: list[dict], layout: list[dict], later: float = 1) -> int:
+    """Print the table; return 0 if all is within tolerance, else 1 after a line that names the first difference, or the weights
+    without a comparison: a gradient that is 0 on both sides says nothing.
+
+    later: factor of the tolerances of loss, norm and gradients after step 1. Infinite: compare only step 1 and the first
+    update.
     """
     first, compared = "", set()
     head = ["loss, 1 process", "layout", "norm, 1 process", "layout"]
     print("step", *(f"{text:>16}" for text in head), " worst gradient / worst update by the step before (step 1: worst weight)")
     for n, (a, b) in enumerate(zip(one, layout, strict=True), 1):
         problems, worst, slack = [], {}, 1 if n == 1 else later
-        # the update that step 3 sees comes from the gradients of step 2
+        # step 3 sees the update from the gradients of step 2
         changed = "update", UPDATE_TOLERANCE * (1 if later <= LATER["adamw"] else 10) * (1 if n == 2 else min(slack, 3))
         if n == 1:
             changed = "weight", WEIGHT_TOLERANCE
@@ -198,21 +191,16 @@ def print_comparison(one: list[dict], layout: list[dict], later: float = 1) -> i
         if a["hash"] != b["hash"]:
             problems.append("the tokens of the global batch")
         problems += [f"the buffer {fqn}, which is not equal on all ranks" for fqn in sorted(b["uneven"])[:1]]
-        same = {fqn: t for fqn, t in a["buffer"].items() if fqn in b["buffer"] and (n < 3 or later < math.inf)}
-        errors = {fqn: relative(b["buffer"][fqn].double(), t.double()) for fqn, t in same.items()}
-        far = [fqn for fqn, e in errors.items() if not e <= 1e-4 * min(slack, 10)]
-        problems += [f"the buffer {fqn} by {errors[fqn]:.1e} (relative)" for fqn in far[:1]]
+        if n < 3 or later < math.inf:
+            problems += compare_tensors("the buffer", a["buffer"], b["buffer"], 1e-4 * min(slack, 10))[1]
         for kind, tolerance in (("gradient", slack * GRADIENT_TOLERANCE), changed):
             if missing := sorted(a[kind].keys() ^ b[kind].keys()):
                 problems.append(f"the {kind} of {missing[0]}, which only one of the two has")
-            both = [fqn for fqn in a[kind] if fqn in b[kind]]
-            errors = {fqn: relative(b[kind][fqn].float(), a[kind][fqn].float()) for fqn in both}
+            errors, wrong = compare_tensors(f"the {kind} of", a[kind], b[kind], tolerance)
             worst[kind] = max(errors.items(), key=lambda item: item[1])
-            # a gradient in bf16 is the fp32 one rounded, and where that is between two numbers, rounding decides
-            room = {fqn: tolerance * (10 if a[kind][fqn].dtype == torch.bfloat16 else 1) for fqn in both}
-            problems += [f"the {kind} of {fqn} by {e:.1e} (relative)" for fqn, e in errors.items() if not e <= room[fqn]][:1]
+            problems += wrong
             if kind == "gradient" and slack < math.inf:
-                compared |= {fqn for fqn in both if a[kind][fqn].any() or b[kind][fqn].any()}
+                compared |= {fqn for fqn in errors if a[kind][fqn].any() or b[kind][fqn].any()}
         if not abs(a["loss"] - b["loss"]) <= slack * LOSS_TOLERANCE * max(1.0, abs(a["loss"])):
             problems.append(f"the loss, {b['loss']} instead of {a['loss']}")
         if not abs(a["norm"] - b["norm"]) <= slack * NORM_TOLERANCE * abs(a["norm"]):

@@ -1,28 +1,28 @@
-"""Runs a recipe as python would, and writes down the gradients and weights of each step: one half of --check_parity.
+"""Run a recipe as python would, and record the gradients and weights of each step: one half of --check_parity.
 
     python tools/parity_half.py FOLDER recipe.py --steps 3 ...
     python tools/parity_half.py --where FOLDER recipe.py --steps 2 ...   # every operation of a step: tools/operations.py
 
-The recipe knows nothing of it: before it starts, parallel.clip_grad_norm is replaced by a function that writes and then calls
-the real one. That is the place where a step's gradients are complete and not yet scaled.
+The recipe needs no change: before its start, parallel.clip_grad_norm is replaced by a function that records and then calls
+the real clip_grad_norm. At that moment a step's gradients are complete and not yet scaled.
 """
 import functools
 import inspect
 import os
 import sys
 import types
-from contextlib import ExitStack
 
 
-def recording(clip_grad_norm, folder: str):
-    """clip_grad_norm, which first writes FOLDER/<step>-<rank>.pt on one rank of each pipeline rank's group."""
-    import torch  # not at the top: this file may not import anything before sys.path[0] is the recipe's folder
+def record_before(clip_grad_norm, folder: str):
+    """Return clip_grad_norm, made to write FOLDER/<step>-<rank>.pt first, on one rank of each pipeline rank."""
+    import torch  # not at the top: first sys.path[0] must be the recipe's folder
     import torch.distributed as dist
     from torch import nn
     from torch.distributed.tensor import DTensor
 
     from distributed.checks import bits_sum
     from distributed.layout import named_tensors
+
     def whole(tensor):  # a collective: all ranks call it in the same order
         return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
 
@@ -55,27 +55,26 @@ def recording(clip_grad_norm, folder: str):
 
 
 def main():
-    """python recipe.py --flags, as exactly as it can be imitated, on top of a parallel.clip_grad_norm that records."""
+    """Imitate `python recipe.py --flags` with a parallel.clip_grad_norm that records."""
     where = sys.argv[1] == "--where"
     folder, recipe, *flags = sys.argv[2:] if where else sys.argv[1:]
     sys.argv = [recipe, *flags]
     house = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    sys.path[0] = os.path.dirname(os.path.realpath(recipe))  # where Python looks first
-    # Behind the recipe's folder, as parallel is imported before a recipe can add this one to sys.path itself; and ahead of
-    # installed packages, one of which may be called distributed.
+    sys.path[0] = os.path.dirname(os.path.realpath(recipe))  # as `python recipe.py` sets sys.path[0]
+    # The house comes after the recipe's folder, because parallel is imported before a recipe can extend sys.path itself; and
+    # before installed packages, because a package may be called distributed.
     sys.path.insert(1, house)
     import distributed.initial
     import parallel
 
-    distributed.initial.ZERO = 0.01  # what would start at 0 hides the gradients behind it: of adapters, with B at 0, those of A
-    with ExitStack() as stack:
-        if where:
-            from tools.operations import seams_of_a_step, write_seams
+    distributed.initial.ZERO = 0.01  # a weight of 0 hides the gradients behind: LoRA's B at 0 makes the gradient of A 0
+    if where:
+        from tools.operations import seams_of_a_step, write_seams
 
-            stack.enter_context(seams_of_a_step(functools.partial(write_seams, folder)))
-        else:
-            parallel.clip_grad_norm = recording(parallel.clip_grad_norm, folder)
-        run_as_main(recipe)
+        with seams_of_a_step(functools.partial(write_seams, folder)):
+            return run_as_main(recipe)
+    parallel.clip_grad_norm = record_before(parallel.clip_grad_norm, folder)
+    run_as_main(recipe)
 
 
 def run_as_main(recipe: str):

@@ -1,7 +1,7 @@
-"""Who holds what: for every rank of a layout its place on each axis, its part of the parameters, and its tokens.
+"""For every rank of a layout: the place on each axis, the part of each parameter, and the tokens.
 
-All of it is read from what the recipe really made: the places from its meshes, the parts from its DTensors, the tokens from
-parallel.sequence_index. So a picture that is drawn from it cannot differ from the program.
+Everything is read from the objects that the recipe made: places from the meshes, parts from the DTensors, tokens from
+parallel.sequence_index. So a picture cannot differ from the program.
 """
 import torch
 from torch.distributed.tensor import DTensor, Replicate
@@ -9,7 +9,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 
 from parallel import sequence_index
 
-GATHERED = ("fsdp", "efsdp")  # axes whose parts FSDP puts together for the time in which a block runs
+GATHERED = ("fsdp", "efsdp")  # axes over which FSDP gathers the parts while a block runs
 
 
 def meshes(layout) -> list:
@@ -17,8 +17,8 @@ def meshes(layout) -> list:
 
 
 def axis_groups(layout) -> dict[str, list[list[int]]]:
-    """{axis: its groups of ranks} for the axes of more than one rank that something travels on, innermost first, experts last.
-    FSDP's is dp_shard x cp."""
+    """{axis: groups of ranks} for all axes with traffic and more than one rank, innermost first, experts last. The axis fsdp
+    is dp_shard x cp."""
     groups = {}
     for mesh, axes in (layout.full_mesh, ["tp", "cp"]), (layout.mesh, ["fsdp", "dp_replicate", "pp"]), (
             layout.expert_mesh, ["etp", "ep", "efsdp"]):
@@ -28,15 +28,28 @@ def axis_groups(layout) -> dict[str, list[list[int]]]:
     return groups
 
 
+def shown_ranks(layout, columns=None) -> tuple[list[list[list[int]]], str]:
+    """(ranks by pipeline rank, data rank and cp x tp rank, words on the cut or ""), of a large mesh only the beginning.
+
+    columns: at most so many data ranks; default: 1,024 ranks in all.
+    """
+    inner, data = layout.cp * layout.tp, layout.data_ranks
+    p, h = min(layout.pp, 8), min(inner, 16)
+    w = min(data, columns or 1024 // (p * h))
+    ranks = layout.full_mesh.mesh.reshape(layout.pp, data, inner)[:p, :w, :h].tolist()
+    sizes = (p, layout.pp, "pipeline ranks"), (w, data, "columns"), (h, inner, "rows")
+    return ranks, ", ".join(f"{few} of {all_} {what}" for few, all_, what in sizes if few < all_)
+
+
 def place_of(layout, rank: int) -> dict[str, int]:
-    """{axis: this rank's number on it}, over the axes of all views of the grid."""
+    """{axis: coordinate of the rank}, over the axes of all meshes."""
     return {axis: i for mesh in meshes(layout)
             for axis, i in zip(mesh.mesh_dim_names, (mesh.mesh == rank).nonzero()[0].tolist(), strict=True)}
 
 
 def held_part(p, place: dict[str, int], gathered=False) -> list[tuple[int, int]]:
-    """[(first, end) per dim]: the part of a parameter that a rank keeps, and with it of the gradient and the optimizer's state.
-    gathered: the part that it has while the block runs, when FSDP's shards are put together."""
+    """[(first, end) per dim]: a rank's part of a parameter, and of the gradient and the optimizer's state. gathered: the part
+    while the block runs, after FSDP has gathered the shards."""
     if not isinstance(p, DTensor):
         return [(0, n) for n in p.shape]
     axes = p.device_mesh.mesh_dim_names
@@ -54,8 +67,8 @@ def ranges(index) -> list[tuple[int, int]]:
 
 
 def tokens_of(layout, place: dict[str, int], seq_len: int) -> dict:
-    """Which tokens a rank has: rows of the global batch, and positions [(first, end)] of each: in attention and FFN, where tp
-    ranks have the same ones, and between them, where each has its part. In the order in which the rank holds them."""
+    """The tokens of a rank: rows of the global batch, and positions [(first, end)] in the rank's order: inside of attention
+    and FFN (equal on all tp ranks), and between them (each tp rank has a part)."""
     share = layout.global_batch_size // layout.data_ranks
     data_rank = place["dp_replicate"] * layout.dp_shard + place["dp_shard"]
     index = sequence_index(seq_len, layout.cp, place["cp"]) if layout.cp > 1 else torch.arange(seq_len)
@@ -64,14 +77,14 @@ def tokens_of(layout, place: dict[str, int], seq_len: int) -> dict:
 
 
 def shown_block(stages) -> tuple[str, torch.nn.Module]:
-    """(number, block): the block that stands for all of a rank. Not its last one, which FSDP treats in another way."""
+    """(number, block): the block shown for all blocks of a rank. Not the last block, because FSDP does not reshard it."""
     blocks = max((stage.blocks for stage in stages), key=len)
     name = list(blocks)[-min(3, len(blocks))] if len(blocks) else ""
     return name, blocks[name] if name else torch.nn.Module()
 
 
 def shown_parameters(stages) -> dict:
-    """{name: parameter} of one block of a rank, under names without its number, and of what the rank has outside of blocks."""
+    """{name: parameter} of the shown block, without the block's number in the names, and of the rank's other modules."""
     found = {f"block {name}": p for name, p in shown_block(stages)[1].named_parameters()}
     outside = {n: p for stage in stages for n, p in stage.named_parameters() if not n.startswith(("blocks.", "mtp."))}
     return found | outside

@@ -1,6 +1,5 @@
 """The flags of tools/reports.py, which no recipe declares."""
-import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
 from support.config import Need, flag
@@ -19,29 +18,16 @@ class PlotConfig:
 
 @dataclass(kw_only=True)
 class ReportConfig(PlotConfig):
-    TITLE = "in place of training"  # of this section of --help
-    dry_run: bool = False  # no device, no launcher: report memory, collectives, FLOPs and bubble of this layout
+    TITLE = "in place of training"  # of the section of --help
+    dry_run: bool = False  # no device, no launcher: report memory, collectives, FLOPs and bubble of the layout
     machine: Literal["H100", "H200", "B200"] = flag("H100", DRY_RUN)  # the device whose peak bounds the time of a step
-    explain: bool = False  # one page on one block: how each parameter is placed, and what travels when, and why
-    html: str = flag("", EXPLAIN)  # a file: what every rank holds and sends, as a web page to hover and step through
-    check_parity: bool = False  # train 3 steps on one process and on this layout, in fp32, and compare; start it with python
-    where: bool = flag(False, PARITY)  # of one step, name the first operation that differs: every activation and gradient
+    explain: bool = False  # a page on one block: how each parameter is split, and which collectives run when, and why
+    html: str = flag("", EXPLAIN)  # a file: a web page to hover and step through, with the tensors and sends of every rank
+    check_parity: bool = False  # train 3 steps on one process and on the layout, in fp32, and compare; start it with python
+    where: bool = flag(False, PARITY)  # in a single step, compare every activation and gradient, and name the first difference
     against: str = flag("", WHERE)  # a Hugging Face folder: compare with transformers, module by module, in place of a layout
 
 
 def with_report_flags(Config, Reports=ReportConfig) -> type:
     """Config with the flags of Reports after its own."""
     return dataclass(kw_only=True)(type("Config", (Config, Reports), {"__module__": Config.__module__}))
-
-
-def recipe_arguments() -> list[str]:
-    """The words of this command line without the flags of ReportConfig and their values."""
-    kinds, words, skipping = {field.name: field.type for field in fields(ReportConfig)}, [], False
-    for word in sys.argv[1:]:
-        name = word.split("=")[0].removeprefix("--").removeprefix("no-")
-        if word.startswith("--") and name in kinds:
-            skipping = "=" not in word
-        elif word.startswith("--") or not skipping:  # else the value of a report's flag
-            words.append(word)
-            skipping = False
-    return words

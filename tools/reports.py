@@ -4,6 +4,8 @@ A recipe knows nothing of its reports. distributed.launch.run hands a command li
 a flag that the recipe's Config does not have.
 """
 import os
+import shlex
+import sys
 from dataclasses import fields
 from types import SimpleNamespace
 
@@ -39,7 +41,7 @@ def train(main, cfg, options: PlotConfig) -> int:
 
 
 def report_or_train(main, cfg, options: ReportConfig) -> int:
-    """What the options ask for, or training if they ask for nothing. Returns the exit status. Raises ValueError."""
+    """Run the reports of the options, or train if there are none. Returns the exit status. Raises ValueError."""
     if unused := no_effect(options, SimpleNamespace(**vars(options))):
         raise ValueError("; ".join(unused))
     plots_layout = options.plot and "RANK" not in os.environ and any(getattr(cfg, axis) > 1 for axis in AXES)
@@ -73,7 +75,7 @@ def report_layout(main, cfg, options: ReportConfig) -> int:
     from tools.dryrun import make_report, print_report
     from tools.explain import count_block, explain
     from tools.layout_plots import plot
-    from tools.page import check_page, command_line, write_page
+    from tools.page import check_page, write_page
 
     if "RANK" in os.environ:
         raise ValueError("--dry_run, --explain and --plot run in one process: use python, not torchrun")
@@ -90,7 +92,8 @@ def report_layout(main, cfg, options: ReportConfig) -> int:
         if counted or not options.html:
             explain(cfg, counted)
         if options.html:
-            write_page(options.html, cfg, found, counted, command_line())
+            command = shlex.join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]])
+            write_page(options.html, cfg, found, counted, command)
     if options.plot:
         plot(cfg, found)
     return 0

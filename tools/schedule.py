@@ -1,4 +1,4 @@
-"""The pipeline's schedule: in which order each rank works, how long that takes, and how long it waits."""
+"""The pipeline's schedule: the order of each rank's work, the duration, and the time spent waiting."""
 from collections import Counter
 
 from distributed.pipeline import ONE_STAGE_PER_RANK, csv_rows
@@ -7,7 +7,7 @@ LETTERS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWAR
 
 
 def rows_of(cfg, pp: int, n: int, n_stages: int) -> list[list[tuple[str, int, int]]]:
-    """Per pipeline rank its actions in order: (F forward | B backward | I, W its two halves, stage, micro-batch)."""
+    """Per pipeline rank the actions in order: (F forward | B backward | I, W halves of a backward, stage, micro-batch)."""
     if pp == 1:
         return [[(kind, 0, m) for m in range(n) for kind in "FB"]]
     if cfg.pp_schedule_csv:
@@ -34,7 +34,8 @@ def rows_of(cfg, pp: int, n: int, n_stages: int) -> list[list[tuple[str, int, in
 
 
 def simulate(rows, cost=lambda kind, stage: 2 if kind == "B" else 1) -> list[list[tuple]]:
-    """Per rank (start, end, kind, stage, micro-batch), each as early as its place in the row and what it waits for allow."""
+    """Per rank (start, end, kind, stage, micro-batch): an action starts after the previous action of the row and after its
+    inputs."""
     last = max(stage for row in rows for _, stage, _ in row)
     done, times, waiting, clock = {}, [[] for _ in rows], [list(row) for row in rows], [0] * len(rows)
     while any(waiting):
@@ -63,12 +64,12 @@ def duration(times) -> float:
 
 
 def bubble(times) -> float:
-    """Share of the ranks' time in which they wait."""
+    """Share of the ranks' time spent waiting."""
     return 1 - sum(e - s for row in times for s, e, *_ in row) / (len(times) * duration(times))
 
 
 def in_flight(row, ids: list[int], step: Counter) -> int:
-    """Most bytes of activations that a rank with the stages `ids` holds: from a micro-batch's forward to its backward's end."""
+    """Most bytes of activations on a rank with the stages `ids`, which keeps them from forward to the end of backward."""
     now = most = 0
     for kind, stage, _ in row:
         now += {"F": 1, "I": 0}.get(kind, -1) * step["activations", ids.index(stage)]

@@ -1,11 +1,11 @@
-"""Is a variant better, and by how much? Paired differences, Student's t, Holm's correction, and looks that are paid for.
+"""Is a variant better, and by how much? Paired differences, Student's t, Holm's correction, and corrected early looks.
 
-Two runs of one seed start from the same weights and see the same batches. What the seed does to both of them falls out of
-their difference, so n seeds give n independent differences d, with mean m and standard deviation s. The interval of the true
-difference is m +- c * s / sqrt(n), where c is Student's t with n - 1 degrees of freedom.
+Two runs of a seed start from the same weights and see the same batches. The effect of the seed on both falls out of the
+difference, so n seeds give n independent differences d, with mean m and standard deviation s. The interval of the true
+difference is m +- c * s / sqrt(n), and c is Student's t with n - 1 degrees of freedom.
 
-Who looks after every seed and stops when the difference "is significant" has many chances to be wrong. `boundaries` makes c
-larger at each planned look, so that all looks together are wrong as often as one.
+A person who looks after every seed and stops when the difference "is significant" has many chances to be wrong. `boundaries`
+makes c larger at each planned look, so that all looks together are wrong as often as a single look.
 """
 import math
 from functools import cache
@@ -13,7 +13,7 @@ from functools import cache
 import numpy as np
 
 ALPHA = 0.05  # how often a study of equal variants may find a difference, whatever the number of variants and of looks
-PATHS = 400_000  # studies that `boundaries` simulates: takes a second, and is right to 1 % of the chance that a look may spend
+PATHS = 400_000  # studies that `boundaries` simulates: takes a second, and is right to 1 % of a look's chance to be wrong
 
 
 def t_within(t: float, df: int) -> float:
@@ -31,7 +31,7 @@ def t_within(t: float, df: int) -> float:
 
 @cache
 def t_quantile(alpha: float, df: int) -> float:
-    """The t that is exceeded, in either direction, with a chance of alpha."""
+    """The t with P(|Student's t| > t) = alpha."""
     low, high = 0.0, 1.0
     while t_within(high, df) < 1 - alpha:
         high *= 2
@@ -56,7 +56,7 @@ def boundaries(alpha: float, first: int, most: int) -> dict[int, float]:
     """{pairs at a look: how large |t| must be there}, for looks after first, first + 1, ... most pairs.
 
     After n pairs, alpha * n / most of the chance to be wrong may be spent (Lan and DeMets, 1983, with a linear spending
-    function). How large t has to be for that is read off simulated studies, because the looks depend on each other.
+    function). The necessary t is read off simulated studies, because the looks depend on each other.
     """
     first = max(first, 2)
     if first >= most:
@@ -74,8 +74,8 @@ def boundaries(alpha: float, first: int, most: int) -> dict[int, float]:
 def intervals(differences: dict[str, list[float]], first: int, most: int) -> dict[str, tuple[float, float]]:
     """{variant: (low, high)}: 95 % intervals of the true differences, right for all variants together (Holm, 1979).
 
-    differences: of each variant, one number per pair. first, most: the planned looks, see boundaries; equal for one look.
-    Holm: while any variant's interval at alpha / (variants left) excludes 0, it is decided, and the others share alpha anew.
+    differences: of each variant, a number per pair. first, most: the planned looks, see boundaries; equal for a single look.
+    Holm: a variant is decided if its interval at alpha / (undecided variants) excludes 0; the others then share alpha anew.
     With one pair nothing is known about noise: (-inf, inf).
     """
 
@@ -83,7 +83,7 @@ def intervals(differences: dict[str, list[float]], first: int, most: int) -> dic
         n = len(d)
         if n < 2:
             return -math.inf, math.inf
-        # one look, or a number of pairs for which none was planned: Student's t
+        # Student's t for a single look, or after a number of pairs without a planned look
         critical = boundaries(alpha, first, most).get(n) if first < most else None
         half = (critical or t_quantile(alpha, n - 1)) * np.std(d, ddof=1) / math.sqrt(n)
         return float(np.mean(d) - half), float(np.mean(d) + half)
@@ -98,7 +98,7 @@ def intervals(differences: dict[str, list[float]], first: int, most: int) -> dic
 
 
 def seeds_to_show(difference: float, d: list[float]) -> int | None:
-    """How many pairs make the interval's half width as small as a difference, with the noise of d; None above 1,000."""
+    """Pairs needed for an interval with half width <= difference, with the noise of d; None above 1,000."""
     s = np.std(d, ddof=1)
     return next((n for n in range(2, 1001) if t_quantile(ALPHA, n - 1) * s / math.sqrt(n) <= difference), None)
 
@@ -106,9 +106,9 @@ def seeds_to_show(difference: float, d: list[float]) -> int | None:
 def fit_sizes(sizes: list[float], losses: list[float]) -> dict:
     """Least squares fit of L = E + A / N^a with E >= 0 and A > 0 (arXiv:2001.08361): {E, A, a, low, high, residuals}.
 
-    For each a the best E and A are a linear fit. low, high: the 95 % interval of a, all values whose fit is not worse than the
-    best by more than chance explains (profile likelihood); inf where the largest or smallest a that was tried still fits.
-    Raises ValueError for fewer than four sizes, which any three constants fit.
+    For each a the best E and A are a linear fit. low, high: the 95 % interval of a (profile likelihood): all values with a fit
+    not worse than the best by more than chance explains. If the largest a of the search still fits, high is inf; if the
+    smallest, low is 0. Raises ValueError for fewer than four sizes: three constants fit any three.
     """
     N, L = np.asarray(sizes, dtype=float), np.asarray(losses, dtype=float)
     if len(set(sizes)) < 4:

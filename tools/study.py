@@ -1,7 +1,7 @@
-"""What the runs of a study say: their metric in pairs, verdicts with intervals, and the report. ablate.py makes the runs.
+"""Evaluate the runs of a study: the metric in pairs, verdicts with intervals, and the report. ablate.py makes the runs.
 
 A study is a folder with study.json (variants and settings) and a run folder VARIANT/seed-I for each variant and seed.
-Everything here is computed from these, so a report can be made again at any time.
+Everything here is computed from the folder, so a report can be made again at any time.
 """
 import json
 import math
@@ -17,7 +17,7 @@ from support.metrics import read_lines
 from tools.significance import fit_sizes, intervals, seeds_to_show
 from tools.study_plots import draw_study
 
-NOT_TRAINING = re.compile(r"_s$|per_second|mfu|memory|time")  # keys that no two runs have alike, however equal their training
+NOT_TRAINING = re.compile(r"_s$|per_second|mfu|memory|time")  # keys that differ between runs even if training is equal
 
 
 # ---------------------------------------------------------------- one run
@@ -26,14 +26,14 @@ def folder_of(study_folder, name: str, seed: int) -> Path:
 
 
 def is_finished(lines: list[dict], variant: dict) -> bool:
-    """Whether the last step is there, with its validation."""
+    """Whether the last step is logged, and validated if the variant validates."""
     last = [line for line in lines if line["step"] == variant["steps"]]
     wanted = ["loss"] + ["val_loss"] * bool(variant["val_every"])
     return all(any(key in line for line in last) for key in wanted)
 
 
 def read_runs(study: dict, folder) -> dict[tuple[str, int], list[dict]]:
-    """{(variant, seed): lines of its metrics.jsonl} of the runs that are finished."""
+    """{(variant, seed): lines of metrics.jsonl} of the finished runs."""
     found = {}
     for name, variant in study["variants"].items():
         for seed in range(max(study["seeds"], study["max_seeds"])):
@@ -44,7 +44,7 @@ def read_runs(study: dict, folder) -> dict[tuple[str, int], list[dict]]:
 
 
 def curve(lines: list[dict], metric: str, axis: str = "step") -> tuple[np.ndarray, np.ndarray]:
-    """(x, metric) of the lines that have it; x in steps, tokens, or seconds of training."""
+    """(x, metric) of the lines with the metric; x in steps, tokens, or seconds of training."""
     points = [(line["step"], line[metric]) for line in lines if line.get(metric) is not None]
     steps, values = np.array([p[0] for p in points], float), np.array([p[1] for p in points], float)
     if axis == "step" or not points:
@@ -58,7 +58,7 @@ def curve(lines: list[dict], metric: str, axis: str = "step") -> tuple[np.ndarra
 
 
 def metric_of(lines: list[dict], study: dict, budget: float) -> float | None:
-    """The number that a run is judged by; None if it has none. budget: tokens or seconds of --at, the same for all runs."""
+    """The number that a run is judged by, or None. budget: tokens or seconds of --at, the same for all runs."""
     metric = study["metric"]
     x, y = curve(lines, metric, "tokens" if study["reach"] is not None else study["at"].replace("end", "step"))
     if not len(y):
@@ -74,7 +74,7 @@ def metric_of(lines: list[dict], study: dict, budget: float) -> float | None:
 
 
 def values_of(study: dict, runs: dict) -> dict[tuple[str, int], float]:
-    """{(variant, seed): its number}; runs without one are left out."""
+    """{(variant, seed): metric_of the run}, without the runs for which metric_of returns None."""
     budget = math.inf
     if study["at"] != "end":
         ends = [curve(lines, study["metric"], study["at"])[0] for lines in runs.values()]
@@ -85,29 +85,21 @@ def values_of(study: dict, runs: dict) -> dict[tuple[str, int], float]:
 
 # ---------------------------------------------------------------- pairs
 def differences(study: dict, values: dict, name: str, seeds: int) -> list[float]:
-    """Variant minus baseline, of the first seeds that both have."""
+    """Variant minus baseline, for the first seeds with a number of both."""
     base = study["baseline"]
     return [values[name, i] - values[base, i] for i in range(seeds) if (name, i) in values and (base, i) in values]
 
 
-def first_difference(a: list[dict], b: list[dict]) -> dict:
-    """{"anything", "batch": the first step in which two runs differ, or None}: in any logged number of the training, or in
-    the tokens that they saw."""
-
-    def by_kind(lines):
-        return {(line["step"], "loss" in line): {k: v for k, v in line.items() if not NOT_TRAINING.search(k)} for line in lines}
-
-    a, b = by_kind(a), by_kind(b)
-    differ = [step for step, kind in sorted(a.keys() | b.keys()) if a.get((step, kind)) != b.get((step, kind))]
-    hashes = [key[0] for key in sorted(a.keys() & b.keys()) if a[key].get("tokens_hash") != b[key].get("tokens_hash")]
-    return {"anything": next(iter(differ), None), "batch": next(iter(hashes), None)}
+def training_of(lines: list[dict]) -> dict:
+    """{(step, whether training or validation): the numbers that two equal trainings have alike}"""
+    return {(line["step"], "loss" in line): {k: v for k, v in line.items() if not NOT_TRAINING.search(k)} for line in lines}
 
 
-def looks(study: dict, values: dict, identical: set[str], tried: set) -> tuple[dict[str, int], dict, list]:
+def plan_looks(study: dict, values: dict, identical: set[str], tried: set) -> tuple[dict[str, int], dict, list]:
     """({variant: seeds that count}, {variant: interval}, [(variant, seed)] to run now).
 
-    Without --until there is one look, at all seeds. With it, there is one after every seed from --seeds to --max_seeds, and a
-    variant that is decided is run no more. What was decided at an earlier look stays. tried: runs that are done or have failed.
+    Without --until there is a single look, at all seeds. With --until, there is a look after every seed from --seeds to
+    --max_seeds; a decided variant runs no more, and its verdict stays. tried: finished and failed runs.
     """
     others, base = [name for name in study["variants"] if name != study["baseline"]], study["baseline"]
     first, most = study["seeds"], study["max_seeds"] if study["until"] else study["seeds"]
@@ -129,24 +121,24 @@ def looks(study: dict, values: dict, identical: set[str], tried: set) -> tuple[d
 
 
 def identical_variants(study: dict, runs: dict) -> set[str]:
-    """Variants whose every logged step equals the baseline's, bit for bit, with every seed."""
+    """Variants with the baseline's numbers in every logged step of every seed, bit for bit."""
     base, found = study["baseline"], set()
     for name in study["variants"]:
         both = [(runs[name, i], runs[base, i]) for n, i in runs if n == name and name != base and (base, i) in runs]
-        if both and all(first_difference(*pair)["anything"] is None for pair in both):
+        if both and all(training_of(mine) == training_of(other) for mine, other in both):
             found.add(name)
     return found
 
 
 def next_runs(study: dict, folder, failed: set) -> list[tuple[str, int]]:
     runs = read_runs(study, folder)
-    return looks(study, values_of(study, runs), identical_variants(study, runs), runs.keys() | failed)[2]
+    return plan_looks(study, values_of(study, runs), identical_variants(study, runs), runs.keys() | failed)[2]
 
 
 def verdicts(study: dict, runs: dict) -> list[dict]:
-    """The contents of verdicts.json. difference, low and high are variant minus baseline; null where nothing is known."""
+    """The contents of verdicts.json. difference, low and high are variant minus baseline; null: unknown."""
     values, identical = values_of(study, runs), identical_variants(study, runs)
-    counted, found, _ = looks(study, values, identical, runs.keys())
+    counted, found, _ = plan_looks(study, values, identical, runs.keys())
     rows = []
     for name, seeds in counted.items():
         d = differences(study, values, name, seeds)
@@ -193,37 +185,43 @@ def sentence(row: dict, study: dict, d: list[float]) -> str:
 
 
 def comparison(study: dict, runs: dict, rows: list[dict]) -> list[list[str]]:
-    """Header and a row per variant: its mean, its difference, and what it costs."""
-    values, text = values_of(study, runs), lambda x, spec: "" if x is None else format(x, spec)
+    """Header and a row per variant: mean, difference, and costs."""
+    def text(x, spec: str) -> str:
+        return "" if x is None else format(x, spec)
+
+    def median(lines: list[dict], key: str, spec: str) -> str:
+        found = [line[key] for line in lines if line.get(key) is not None]
+        return text(statistics.median(found), spec) if found else ""
+
+    values, base = values_of(study, runs), study["baseline"]
     noise = "noise of a difference, paired", "unpaired"
     lines = [["variant", study["metric"], "difference", "95 % interval", "pairs", *noise, "tokens/s", "GiB", "MFU", "batches"]]
     by_name = {row["variant"]: row for row in rows}
     for name in study["variants"]:
         row, mine = by_name.get(name, {}), {i: v for (n, i), v in values.items() if n == name}
         trained = [line for (n, _), found in runs.items() if n == name for line in found if "tokens_per_second" in line]
-        cost = {key: [line[key] for line in trained if line.get(key) is not None] for key in ("tokens_per_second", "mfu")}
-        memory = max((line["memory_gib"] for line in trained), default=None)
-        pairs = [i for i in mine if (study["baseline"], i) in values]
-        d = [mine[i] - values[study["baseline"], i] for i in pairs]
-        apart = [[mine[i] for i in pairs], [values[study["baseline"], i] for i in pairs]]
-        known = bool(row) and len(d) > 1
+        both = [(value, values[base, i]) for i, value in mine.items() if (base, i) in values]
+        paired = unpaired = None
+        if row and len(both) > 1:
+            paired = statistics.stdev(a - b for a, b in both)
+            unpaired = math.hypot(*map(statistics.stdev, zip(*both)))
         low, high = text(row.get("low"), ".3g"), text(row.get("high"), ".3g")
         lines.append([
             name, text(statistics.mean(mine.values()) if mine else None, ".4f"), text(row.get("difference"), "+.3g"),
-            f"{low} to {high}" if low else "", str(row["pairs"]) if row else "baseline",
-            text(statistics.stdev(d) if known else None, ".2g"),
-            text(math.hypot(*map(statistics.stdev, apart)) if known else None, ".2g"),
-            text(statistics.median(cost["tokens_per_second"]) if trained else None, ",.0f"), text(memory, ".2f"),
-            text(statistics.median(cost["mfu"]) if cost["mfu"] else None, ".1%"), batches(study, runs, name) if row else "",
+            f"{low} to {high}" if low else "", str(row["pairs"]) if row else "baseline", text(paired, ".2g"),
+            text(unpaired, ".2g"), median(trained, "tokens_per_second", ",.0f"),
+            text(max((line["memory_gib"] for line in trained), default=None), ".2f"), median(trained, "mfu", ".1%"),
+            batches(study, runs, name) if row else "",
         ])
     return lines
 
 
 def batches(study: dict, runs: dict, name: str) -> str:
     """Whether the pairs of a variant saw the same tokens, by their tokens_hash."""
-    pairs = [(runs[name, i], runs[study["baseline"], i]) for n, i in runs if n == name and (study["baseline"], i) in runs]
-    steps = [first_difference(*pair)["batch"] for pair in pairs]
-    return "" if not pairs else "the same" if not any(steps) else f"others from step {min(filter(None, steps))} on"
+    found = {key: {line["step"]: line["tokens_hash"] for line in lines if "tokens_hash" in line} for key, lines in runs.items()}
+    pairs = [(found[name, i], found[study["baseline"], i]) for n, i in runs if n == name and (study["baseline"], i) in runs]
+    others = [step for mine, base in pairs for step in mine.keys() & base.keys() if mine[step] != base[step]]
+    return "" if not pairs else f"others from step {min(others)} on" if others else "the same"
 
 
 def markdown(lines: list[list[str]]) -> str:
@@ -238,7 +236,7 @@ def plain_table(lines: list[list[str]]) -> str:
 
 
 def curves_of(study: dict, runs: dict) -> dict[str, list]:
-    """{variant: (steps, metric) of each of its runs}, of the variants that have some."""
+    """{variant: [(steps, metric) of each run]}, of the variants with curves."""
     curves = {}
     for name in study["variants"]:
         found = [curve(lines, study["metric"]) for (n, _), lines in runs.items() if n == name]
@@ -248,7 +246,7 @@ def curves_of(study: dict, runs: dict) -> dict[str, list]:
 
 
 def curves_text(study: dict, curves: dict, width: int = 60) -> str:
-    """The mean curve of each variant, one line each: from the highest value of all (a full block) to the lowest."""
+    """A line with the mean curve of each variant: a full block is the highest value of all curves, a space the lowest."""
     if not curves:
         return ""
     everything = [y for found in curves.values() for _, y in found]
@@ -277,7 +275,7 @@ def fit_text(study: dict, runs: dict) -> str:
 def report_study(folder, failed: dict | None = None) -> list[dict]:
     """Print the report of a study, and write verdicts.json, results.jsonl, report.md and the pictures. Returns the verdicts.
 
-    failed: {(variant, seed): its last line}.
+    failed: {(variant, seed): last line of the log}.
     """
     folder, study = Path(folder), read_json(folder, "study.json")
     runs = read_runs(study, folder)

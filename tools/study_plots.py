@@ -1,13 +1,13 @@
-"""Two pictures of a study: curves.png and differences.png. Without matplotlib there are none, and the report says so."""
+"""Two pictures of a study: curves.png and differences.png. Without matplotlib the report says that pictures need matplotlib."""
 import importlib.util
 
 import numpy as np
 
 
 def draw_study(study: dict, curves: dict, rows: list[dict], folder) -> str:
-    """Write both pictures; returns what to say about them after the names of other files.
+    """Write both pictures; return text about the pictures, to print after the names of other files.
 
-    curves: {variant: (steps, metric) of each of its runs}; rows: as in verdicts.json.
+    curves: {variant: [(steps, metric) of each run]}; rows: as in verdicts.json.
     """
     if importlib.util.find_spec("matplotlib") is None:
         return "; no pictures without matplotlib: pip install matplotlib"

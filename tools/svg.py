@@ -1,11 +1,12 @@
-"""Drawing in SVG, as text: boxes, labels, arrows; tensors with a rank's part, what travels when, a pipeline's schedule.
+"""Draw in SVG, as text: boxes, labels, arrows; tensors with a rank's part, collectives over time, a pipeline's schedule.
 
-Functions return a piece of SVG. What has the same meaning has the same class, and so the same look, in every picture and on the
-page of --explain --html, which gives the classes other colours where the reader's screen is dark.
+Functions return a piece of SVG. Things of the same meaning have the same class, and so the same look, in every picture and on
+the page of --explain --html. On a dark screen the page gives the classes other colours.
 """
 from html import escape
 
 from tools.dryrun import human
+from tools.explain import TRAFFIC
 from tools.schedule import duration
 
 COLORS = {  # name: (on white, on a dark page). Text on a filled box is always in its own colour, below.
@@ -38,7 +39,7 @@ TIP = ('<defs><marker id="tip" viewBox="0 0 10 10" refX="9" refY="5" markerWidth
 
 
 def document(width: int, height: int, body: str, says: str) -> str:
-    """A file. White behind it, so that it can be read on a dark page too. says: what a reader who does not see it hears."""
+    """The text of an SVG file, with a white ground for dark pages. says: a title for readers who do not see pictures."""
     size = f'width="{width}" height="{decimals(height)}" viewBox="0 0 {width} {decimals(height)}"'
     style = f"<title>{escape(says)}</title>\n<style>svg {{{variables(False)}}}{RULES}</style>"
     return (f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">\n{style}\n{TIP}\n'
@@ -74,7 +75,7 @@ def arrow(x1, y1, x2, y2, look="line") -> str:
 
 
 def legend(x, y, entries) -> str:
-    """entries: (class, text). One line of them."""
+    """A line of coloured boxes with text. entries: [(class, text)]."""
     out = ""
     for look, text in entries:
         out += rect(x, y - 11, 14, 14, look) + label(x + 20, y, text, "small")
@@ -84,15 +85,16 @@ def legend(x, y, entries) -> str:
 
 # ---------------------------------------------------------------- tensors
 def box_size(shape, longest: int, most=112) -> tuple[float, float]:
-    """Width and height of a tensor's box: like the root of its sizes, so that short sides are seen beside long ones. longest:
-    the side that gets the most. A stack of experts (E, out, in) is drawn as E x out; of a vector the width is a stripe."""
+    """Width and height of a tensor's box, proportional to the root of the sizes, so that short sides stay visible. longest:
+    the size that is drawn with `most` pixels. A stack of experts (E, out, in) is drawn as E x out, a vector as a stripe."""
     rows, columns = (*shape, 1)[:2]
     side = lambda n: min(most, max(24, most * (n / longest) ** 0.5))  # noqa: E731
     return (14 if len(shape) == 1 else side(columns)), side(rows)
 
 
 def inside(part, shape, x, y, w, h) -> tuple[float, float, float, float]:
-    """Where a part [(first, end) per dim] lies in the box of the whole; at least 2 wide and high, if it is not empty."""
+    """(x, y, width, height) of a part [(first, end) per dim] in the box of the whole. A part that is not empty is at least 2
+    wide and high."""
     (a, b), (c, d) = (*part, (0, 1))[:2]
     rows, columns = (*shape, 1)[:2]
     wide, high = (max(2, (d - c) / columns * w), max(2, (b - a) / rows * h)) if b > a and d > c else (0, 0)
@@ -100,8 +102,8 @@ def inside(part, shape, x, y, w, h) -> tuple[float, float, float, float]:
 
 
 def tensor(x, y, w, h, shape, kept, gathered=None, key=None) -> str:
-    """The whole as an outline, paler what the rank has while the block runs, and what it keeps. key: names the parts, for the
-    page to move them."""
+    """A tensor: the whole as an outline, in it the gathered part (pale) and the kept part. key: name of the parts for the
+    script of the page, to move them."""
     named = lambda kind: {} if key is None else {"data-part": f"{kind} {key}"}  # noqa: E731
     out = rect(x, y, w, h, "whole")
     if gathered is not None:
@@ -110,7 +112,7 @@ def tensor(x, y, w, h, shape, kept, gathered=None, key=None) -> str:
 
 
 def words_for(part, shape) -> str:
-    """'rows 0-511', 'expert 4, columns 0-2,047', 'whole': what a part is, in words."""
+    """A part in words: 'rows 0-511', 'expert 4, columns 0-2,047', 'whole'."""
     names = {1: ["rows"], 2: ["rows", "columns"]}.get(len(shape), ["experts", "rows", "columns"])
     cut = [(name, a, b, n) for name, (a, b), n in zip(names, part, shape) if (a, b) != (0, n)]
     if any(a == b for _, a, b, _ in cut):
@@ -119,38 +121,14 @@ def words_for(part, shape) -> str:
 
 
 # ---------------------------------------------------------------- what travels when
-OPERATIONS = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "all_reduce": "all-reduce",
-              "all_to_all": "all-to-all"}
 FORWARD = ["before", "into attention", "attention", "behind attention", "into FFN", "FFN", "behind FFN", "after"]
 BACKWARD = ["before", "behind FFN", "FFN", "into FFN", "behind attention", "attention", "into attention", "after"]
 ORDER = ["fsdp", "efsdp", "dp_replicate", "tp", "cp", "etp", "ep", "pp", "world"]
-WHEN = {  # (axis, operation, phase): what travels, and where in the phase
-    ("fsdp", "all_gather", "forward"): ("weights", ["before"]),
-    ("fsdp", "all_gather", "backward"): ("weights again", ["before"]),
-    ("fsdp", "reduce_scatter", "backward"): ("gradients", ["after"]),
-    ("efsdp", "all_gather", "forward"): ("experts' weights", ["before"]),
-    ("efsdp", "all_gather", "backward"): ("weights again", ["before"]),
-    ("efsdp", "reduce_scatter", "backward"): ("gradients", ["after"]),
-    ("dp_replicate", "all_reduce", "backward"): ("gradients' parts", ["after"]),
-    ("tp", "all_gather", "forward"): ("sequence", ["into attention", "into FFN"]),
-    ("tp", "reduce_scatter", "forward"): ("partial sums", ["behind attention", "behind FFN"]),
-    ("tp", "all_reduce", "forward"): ("loads", ["FFN"]),
-    ("tp", "all_gather", "backward"): ("gradients", ["behind FFN", "behind attention"]),
-    ("tp", "reduce_scatter", "backward"): ("gradients", ["into FFN", "into attention"]),
-    ("tp", "all_reduce", "backward"): ("norms' gradients", ["after"]),
-    ("cp", "all_gather", "forward"): ("keys, values", ["attention"]),
-    ("cp", "reduce_scatter", "backward"): ("their gradients", ["attention"]),
-    ("cp", "all_reduce", "forward"): ("loads", ["FFN"]),
-    ("cp", "all_to_all", "forward"): ("q, k, v, output", ["attention"]),
-    ("cp", "all_to_all", "backward"): ("their gradients", ["attention"]),
-    ("ep", "all_to_all", "forward"): ("tokens", ["FFN"]),
-    ("ep", "all_to_all", "backward"): ("gradients", ["FFN"]),
-}
 
 
 def timeline(moved, names: tuple[str, str], width=860) -> tuple[str, int]:
-    """(SVG, height): a band for each phase, time from left to right, a row for each axis. moved: see explain.travels; names: of
-    the two halves of a block."""
+    """(SVG, height): a band for each phase, time from left to right, a row for each axis. moved: from list_collectives;
+    names: for the two halves of a block."""
     slots, y, out = {"forward": FORWARD, "recompute": FORWARD, "backward": BACKWARD}, 0, ""
     left, step = 92, (width - 92) / 8
     for phase, places in slots.items():
@@ -167,12 +145,13 @@ def timeline(moved, names: tuple[str, str], width=860) -> tuple[str, int]:
         for axis in sorted({m[1] for m in rows}, key=ORDER.index):
             out += label(0, y + 26, axis, "bold")
             for _, _, op, n, size, _ in (m for m in rows if m[1] == axis):
-                what, where = WHEN.get((axis, op, "forward" if phase == "recompute" else phase), (axis, ["after"]))
-                where = where[:n]
+                key = axis, op, "forward" if phase == "recompute" else phase
+                what, where, _ = TRAFFIC.get(key, (axis, ["after"], ""))
+                where, name = where[:n], op.replace("_", "-")
                 each = n // len(where)
-                says = [OPERATIONS[op], what, human(size / n)]
+                says = [name, what, human(size / n)]
                 if each > 1:
-                    says = [f"{each} {OPERATIONS[op]}s", what, human(size / len(where)) + " in all"]
+                    says = [f"{each} {name}s", what, human(size / len(where)) + " in all"]
                 for place in where:
                     x = left + places.index(place) * step
                     out += rect(x + 1, y, step - 2, 50, "sent", 5)
@@ -184,8 +163,8 @@ def timeline(moved, names: tuple[str, str], width=860) -> tuple[str, int]:
 
 # ---------------------------------------------------------------- the schedule
 def schedule(times, width=860, left=58, height=26) -> tuple[str, int]:
-    """(SVG, height): a row per pipeline rank, a box per forward or backward, in it the micro-batch. Boxes with a thick edge
-    belong to a rank's second stage."""
+    """(SVG, height): a row per pipeline rank, a box with the micro-batch's number per forward or backward. Boxes with a thick
+    edge belong to a rank's second stage."""
     end, n = duration(times), len(times)
     unit, out = (width - left - 2) / end, ""
     for rank, row in enumerate(times):
@@ -197,3 +176,9 @@ def schedule(times, width=860, left=58, height=26) -> tuple[str, int]:
             text = f"{kind}{m}" if w > 21 else str(m) if w > 13 else ""
             out += label(left + (a + b) / 2 * unit, y + 18, text, "small dark", "middle") if text else ""
     return out, n * (height + 4)
+
+
+def schedule_legend(x, y, times) -> str:
+    texts = {"F": "F forward", "B": "B backward", "I": "I backward, of inputs", "W": "W backward, of weights"}
+    kinds = {kind for row in times for *_, kind, _, _ in row}
+    return legend(x, y, [(kind, text) for kind, text in texts.items() if kind in kinds] + [("idle", "idle: the bubble")])

@@ -1,15 +1,13 @@
-"""--check_parity --where --against FOLDER: the first module whose output or gradient is not that of transformers.
+"""--check_parity --where --against FOLDER: the first module with another output or gradient than in transformers.
 
-One process, fp32. The running recipe's model and transformers' model are both loaded from the same Hugging Face folder, and are
-given the same random tokens. Modules are paired by the model's own table of names, hf_keys(), and what they return is compared
-in the order in which transformers computes it: forward, loss, backward, the parameters' gradients.
+One process, fp32. The recipe's model and transformers' model are loaded from the same Hugging Face folder, and get the same
+random tokens. Modules are paired by the model's own table of names, hf_keys(). Outputs are compared in the order in which
+transformers computes: forward, loss, backward, the parameters' gradients.
 """
 import math
 import os
 from collections import defaultdict
-from contextlib import ExitStack
 from dataclasses import replace
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -17,35 +15,22 @@ from torch import Tensor, nn
 
 from distributed.agree import reason
 from distributed.layout import AXES, named_tensors
-from storage import resume
 from storage.hf import load_hf, read_hf_config
 from support.config import override_fields
-from tools.dryrun import Built, no_earlier_run
 from tools.operations import Seams
-from tools.where import Seam, agreement, distance, factor_of, size_text
+from tools.stop_main import do_nothing, stop_main
+from tools.where import Seam, distance, factor_of, module_around, report_seams
 
-BATCH, LENGTH = 3, 128  # of the random tokens: long enough that a wrong rotation is seen
-# Relative, in fp32. Two correct implementations order their sums differently, and raise theta to powers in their own way.
+BATCH, LENGTH = 3, 128  # of the random tokens: long enough to see a wrong rotation
+# Relative, in fp32. Two correct implementations order sums differently, and raise theta to powers in different ways.
 APART = dict(initial=0.0, forward=1e-4, logits=1e-4, loss=1e-5, backward=5e-4, gradient=5e-4)
 
 
 def model_classes_of(main, cfg) -> tuple[type, type]:
-    """The classes of the model that the recipe would build and of its config: what main gives claim_run, where it ends here."""
-
-    def seen(cfg, Model, model_config, *args, **kwargs):
-        raise Built(Model, type(model_config))
-
-    nothing = lambda *args, **kwargs: None  # noqa: E731
-    stand_ins = dict(claim_run=seen, check_layout=nothing, open_data=nothing, source_tokenizer=nothing)
-    known = {name: value for name, value in stand_ins.items() if name in main.__globals__}
-    with ExitStack() as stack:
-        for patch in (mock.patch.object(resume, "claim_run", seen), mock.patch.dict(main.__globals__, known), no_earlier_run()):
-            stack.enter_context(patch)
-        try:
-            main(replace(cfg))
-        except Built as built:
-            return built.args
-    raise RuntimeError("main ended without a call of claim_run, which tells the class of its model")
+    """(model class, config class) of the recipe: run main up to claim_run, and return the classes that main passes."""
+    skipped = dict.fromkeys(("check_layout", "open_data", "source_tokenizer"), do_nothing)
+    (_, Model, model_config, *_), _ = stop_main(main, replace(cfg), "claim_run", **skipped)
+    return Model, type(model_config)
 
 
 def our_model(main, cfg, folder: str) -> nn.Module:
@@ -78,7 +63,7 @@ def their_model(folder: str) -> nn.Module:
 
 
 def watch_their_attention(model, seams: Seams):
-    """What enters attention and leaves it there: their models call a function by its name, and this name is ours."""
+    """Record inputs and output of transformers' attention: their models look up a function by name, so register ours."""
     from transformers import AttentionInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -94,21 +79,18 @@ def watch_their_attention(model, seams: Seams):
 
 
 def pair_modules(keys: dict) -> dict[str, str]:
-    """{their module: ours} from hf_keys(): modules of a weight, and those around them that hold the same weights."""
-    weights = {ours: [theirs] if isinstance(theirs, str) else list(theirs) for ours, theirs in keys.items()}
-    inside_ours, inside_theirs, pairs = defaultdict(set), defaultdict(set), {}
-    for ours, names in weights.items():
-        for theirs in names:
-            for parent in parents(ours):
-                inside_ours[parent].add(theirs)
-            for parent in parents(theirs):
-                inside_theirs[parent].add(theirs)
-    same = {frozenset(held): module for module, held in sorted(inside_ours.items(), reverse=True)}  # of several the outermost
-    for module, held in inside_theirs.items():
-        if frozenset(held) in same:
-            pairs[module] = same[frozenset(held)]
+    """{their module: ours} from hf_keys(): modules with a weight, and modules around them that hold the same weights."""
+    inside_ours, inside_theirs = defaultdict(set), defaultdict(set)  # {module: their names of the weights inside}
     for ours, theirs in keys.items():
-        if isinstance(theirs, list):  # theirs returns the weighted sum over a token's experts, as the module around ours does
+        for name in [theirs] if isinstance(theirs, str) else theirs:
+            for parent in parents(ours):
+                inside_ours[parent].add(name)
+            for parent in parents(name):
+                inside_theirs[parent].add(name)
+    same = {frozenset(held): module for module, held in sorted(inside_ours.items(), reverse=True)}  # the outermost wins
+    pairs = {module: same[frozenset(held)] for module, held in inside_theirs.items() if frozenset(held) in same}
+    for ours, theirs in keys.items():
+        if isinstance(theirs, list):  # theirs returns the weighted sum over experts, as the module around our experts does
             pairs[theirs[0].split(".experts.")[0] + ".experts"] = ours.rpartition(".experts.")[0]
     return pairs
 
@@ -120,8 +102,8 @@ def parents(name: str) -> list[str]:
 
 
 def ways_to_align(ours: Tensor, theirs: Tensor, name: str) -> list[tuple[Tensor, Tensor]]:
-    """The two as they can be laid on each other: (B, T, ...) or (B * T, ...), heads before or behind the sequence, and the
-    numbers of a query or key in any order, of which only products are used."""
+    """Pairs of equal shape: (B, T, ...) or (B * T, ...), heads before or after the sequence. The numbers of a query or key
+    may have any order, because only products of queries and keys are used."""
     ways = []
     if ours.numel() == theirs.numel():
         longer_than_1 = [[size for size in x.shape if size != 1] for x in (ours, theirs)]
@@ -134,8 +116,19 @@ def ways_to_align(ours: Tensor, theirs: Tensor, name: str) -> list[tuple[Tensor,
     return ways
 
 
+def by_seam(seams: Seams, known: dict | None = None) -> dict:
+    """{(phase, our name, call): [tensors]} of all records. known: {their module: ours}; other modules are left out."""
+    found = defaultdict(list)
+    for phase, name, _, call, _, tensor in seams.records:
+        module, _, part = name.partition(" ")
+        module = module.partition("[")[0]
+        if known is None or module in known:
+            found[phase, (known[module] if known else module) + f" {part}" * bool(part), call].append(tensor)
+    return dict(found)
+
+
 def run_both(ours, theirs) -> tuple[dict, dict, dict]:
-    """({(phase, our name, call): ours}, the same of theirs, {our name: theirs}), in the order in which theirs are computed."""
+    """({(phase, our name, call): our tensors}, the same for theirs, {our name: theirs}), in the order of their execution."""
     g, vocab = torch.Generator().manual_seed(0), ours.config.vocab_size
     T = min(LENGTH, ours.config.max_seq_len)
     tokens, labels = (torch.randint(0, vocab, (BATCH, T), generator=g) for _ in range(2))
@@ -156,43 +149,36 @@ def run_both(ours, theirs) -> tuple[dict, dict, dict]:
     b.stop()
 
     keys, head = ours.hf_keys(), theirs.get_output_embeddings()
-    # the head's output are the logits, which are compared by themselves
+    # the head returns the logits, a seam of their own
     pairs = {module: name for module, name in pair_modules(keys).items() if theirs.get_submodule(module) is not head}
-    names = {}
-    mine, other = {}, {}
-    for seams, found, known in (a, mine, None), (b, other, pairs):
-        for phase, name, _, call, _, tensor in seams.records:
-            module, _, part = name.partition(" ")
-            module, _, index = module.partition("[")
-            if known is None or module in known:
-                ours_now = (known[module] if known else module) + f" {part}" * bool(part)
-                names.setdefault(ours_now, name)
-                found.setdefault((phase, ours_now, call), []).append(tensor)
-    mine |= {("logits", "logits", 0): [logits], ("loss", "loss", 0): [loss.detach()]}
-    other |= {("logits", "logits", 0): [out.detach()], ("loss", "loss", 0): [their_loss.detach()]}
+    names = {ours: theirs for theirs, ours in sorted(pairs.items(), reverse=True)}  # the outermost wins
+    mine = by_seam(a) | {("logits", "logits", 0): [logits], ("loss", "loss", 0): [loss.detach()]}
+    other = by_seam(b, pairs) | {("logits", "logits", 0): [out.detach()], ("loss", "loss", 0): [their_loss.detach()]}
     their_tensors, our_tensors = named_tensors(theirs), named_tensors(ours)
     for fqn, name in keys.items():
         if isinstance(name, str) and name in their_tensors:
+            names[fqn] = name
             for phase, take in ("initial", lambda p: p.detach()), ("gradient", lambda p: p.grad):
                 if take(their_tensors[name]) is not None:
                     got = take(our_tensors[fqn])
                     other[phase, fqn, 0] = [take(their_tensors[name])]
                     mine[phase, fqn, 0] = [torch.zeros_like(our_tensors[fqn]) if got is None else got]
-    order = {phase: i for i, phase in enumerate(APART)}
-    return mine, dict(sorted(other.items(), key=lambda item: order[item[0][0]])), names
+    order = list(APART)
+    return mine, dict(sorted(other.items(), key=lambda item: order.index(item[0][0]))), names
 
 
 def compare_with_transformers(ours, theirs) -> tuple[list[Seam], list[str], dict]:
-    """(what was compared, in order, what has no counterpart or another shape, {our name: theirs})."""
+    """(seams in order, names without counterpart or with another shape, {our name: theirs})."""
     mine, other, names = run_both(ours, theirs)
     seams, left_out = [], []
     called = {name for phase, name, _ in mine if phase == "forward"}
     for (phase, name, call), tensors in other.items():
+        tolerance = APART[phase]
         if (phase, name, call) not in mine:
             if phase == "backward" and ("forward", name, call) in mine:
-                seams.append(Seam(phase, name, call, math.inf, note="no gradient arrives"))
+                seams.append(Seam(phase, name, call, math.inf, tolerance, note="no gradient arrives"))
             elif phase == "forward" and " " not in name and name not in called:
-                seams.append(Seam(phase, name, call, math.inf, note="never called here"))
+                seams.append(Seam(phase, name, call, math.inf, tolerance, note="never called here"))
             else:
                 left_out.append(name)
             continue
@@ -202,60 +188,36 @@ def compare_with_transformers(ours, theirs) -> tuple[list[Seam], list[str], dict
             left_out.append(name)
             continue
         error, (got, want) = min(((distance(*way, way[1]), way) for way in ways), key=lambda found: found[0])
-        seams.append(Seam(phase, name, call, error, factor=factor_of([(got, want)]) if error > APART[phase] else None))
+        seams.append(Seam(phase, name, call, error, tolerance, factor=factor_of([(got, want)])))
     return seams, left_out, names
 
 
-def where_made(seam: Seam) -> str:
-    """The module to look at: a wrong input of a module is the mistake of the module around it."""
-    module, _, part = seam.name.partition(" ")
-    if part == "input":
-        around = module.rpartition(".")[0]
-        around = around.removesuffix(".blocks") if around != "blocks" else ""
-        return f"{around or 'the model'} (what it gives to {module})"
-    return seam._replace(phase=seam.phase if seam.phase not in ("logits",) else "forward").label.removeprefix("forward of ")
-
-
 def hint_against(first: Seam) -> str:
-    """What usually makes this seam differ."""
+    """The usual cause of a difference at the seam."""
     module, _, part = first.name.partition(" ")
-    if first.phase == "initial":
-        return "hf_keys() and what reads the weights"
-    if first.phase in ("loss", "logits"):
-        return "the end of the model's forward"
-    if first.phase in ("backward", "gradient"):
-        return f"what uses {module}: something is not seen by autograd, or has a backward of its own"
-    if part in ("q", "k"):
-        return f"rope_frequencies, rotate, the order of heads in the forward of {module}"
-    if part == "attention":
-        return "the scale, the mask, which query heads share a key head"
+    uses = f"what uses {module}: something is not seen by autograd, or has a backward of its own"
+    end, rotation = "the end of the model's forward", f"rope_frequencies, rotate, the order of heads in the forward of {module}"
+    by_phase = {"initial": "hf_keys() and what reads the weights", "loss": end, "logits": end, "backward": uses,
+                "gradient": uses}
+    by_part = {"q": rotation, "k": rotation, "attention": "the scale, the mask, which query heads share a key head"}
+    if hint := by_phase.get(first.phase) or by_part.get(part):
+        return hint
     if part == "input" or first.note:
-        return f"the forward of {(where_made(first) if part else module.rpartition('.')[0] or 'the model').split(' (')[0]}"
+        return f"the forward of {module_around(module)}"
     return f"the forward of {module}, and its constants (eps, factors)"
 
 
 def report_against(seams: list[Seam], left_out: list[str], names: dict, theirs: str) -> tuple[str, int]:
     """(the report, exit status)."""
-    def line(seam: Seam) -> str:
-        return f"{'forward of ' * (seam.phase in ('forward', 'logits'))}{where_made(seam)}"
 
-    first = next((s for s in seams if not s.error <= APART[s.phase]), None)
+    def look(first: Seam) -> str:
+        module, _, part = first.name.partition(" ")
+        module = module_around(module) if part == "input" else module
+        return f"{hint_against(first)}; there it is {names.get(module, module)} of {theirs}"
+
     kinds = sorted({".".join("*" if p.isdigit() else p for p in name.split(".")) for name in left_out})
     rest = [f"not compared, because the two have other shapes or parts there: {', '.join(kinds)}"] if kinds else []
-    if first is None:
-        worst = max(seams, key=lambda s: s.error / (APART[s.phase] or 1))
-        return "\n".join([f"no difference from {theirs} at {len(seams)} seams; the largest is {worst.error:.1e}, {line(worst)}",
-                          *rest]), 0
-    at = seams.index(first)
-    before, after = seams[:at], [s for s in seams[at + 1 :] if not s.error <= APART[s.phase]]
-    factor = first.factor
-    factor = f", {factor:.4g} times theirs" if factor is not None and abs(factor - 1) > 1e-3 else ""
-    lines = [f"first apart: {line(first)}: {size_text(first)}{' (relative)' * (not first.note)}{factor}; {agreement(before)}"]
-    lines += [f"  agrees   {s.error:.1e}  {line(s)}" for s in before[-2:]]
-    lines += [f"  differs  {size_text(s)}  {line(s)}" for s in [first, *after[:2]]]
-    there = names.get(first.name, first.name).partition(" ")[0]
-    lines.append(f"look at: {hint_against(first)}; there it is {there} of {theirs}")
-    return "\n".join(lines + rest), 1
+    return report_seams(seams, f" from {theirs}", look, rest)
 
 
 def check_against(main, cfg, folder: str) -> int:

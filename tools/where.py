@@ -1,14 +1,13 @@
-"""--check_parity --where: which operation of a layout's step is the first that differs from one process.
+"""--check_parity --where: find the first operation of a layout's step with another result than one process.
 
-Every rank of both halves writes down its results (tools/operations.py). Here the ranks' parts are laid on the tensors of the
-one process, in the order of execution, and the first seam that is further away than rounding is named, with the function
-that makes it on this layout.
+Every rank of both halves records its tensors (tools/operations.py). This file compares the ranks' parts with the tensors of
+the single process, in the order of execution, and names the first seam further away than rounding, with the function that
+computes the seam on the layout.
 """
 import math
 import os
-import sys
-import tempfile
 from collections import defaultdict
+from functools import partial
 from itertools import product
 from typing import NamedTuple
 
@@ -18,18 +17,9 @@ from torch import Tensor
 from distributed.layout import AXES
 from distributed.pipeline import ZERO_BUBBLE
 from parallel import sequence_index
-from tools.parity import (
-    GRADIENT_TOLERANCE,
-    LOSS_TOLERANCE,
-    NORM_TOLERANCE,
-    RECORD,
-    WEIGHT_TOLERANCE,
-    check_comparable,
-    flags_of_halves,
-    run_half,
-)
+from tools.parity import GRADIENT_TOLERANCE, LOSS_TOLERANCE, NORM_TOLERANCE, RECORD, WEIGHT_TOLERANCE, run_both_halves
 
-# Relative to the norm of the tensor, in fp32. What must be equal has 0. Rounding grows with depth and in the backward.
+# Relative to the norm of the tensor, in fp32; 0: must be equal. Rounding grows with depth and in the backward.
 TOLERANCES = dict(
     initial=0.0, sequences=0.0, count=0.0, inputs=0.0, forward=2e-5, loss=LOSS_TOLERANCE, backward=GRADIENT_TOLERANCE,
     gradient=GRADIENT_TOLERANCE, norm=NORM_TOLERANCE, clipped=GRADIENT_TOLERANCE + NORM_TOLERANCE, after=WEIGHT_TOLERANCE)
@@ -37,7 +27,7 @@ PHASES = tuple(TOLERANCES)  # in the order of execution
 
 
 class Piece(NamedTuple):
-    """One rank's part of a seam: of a micro-batch's rows, or of a parameter from `offset` on."""
+    """A rank's part of a seam: some rows of a micro-batch, or a parameter's part that begins at `offset`."""
     rank: int
     rows: list[str] | None
     offset: tuple[int, ...] | None
@@ -45,12 +35,13 @@ class Piece(NamedTuple):
 
 
 class Seam(NamedTuple):
-    """A comparison that was made; error nan: it could not be. where: which ranks differ, in words, "" = all that have it.
-    factor: layout = factor x one process, if there is such a number. few: (tokens that differ, of how many)."""
+    """A comparison; error nan: shapes do not allow a comparison. where: the differing ranks, in words, "" = all holders.
+    factor: layout = factor x one process, if such a factor exists. few: (differing tokens, all tokens)."""
     phase: str
     name: str
     call: int
     error: float
+    tolerance: float
     where: str = ""
     factor: float | None = None
     note: str = ""
@@ -58,22 +49,33 @@ class Seam(NamedTuple):
 
     @property
     def differs(self) -> bool:
-        return not self.error <= TOLERANCES[self.phase]
+        return not self.error <= self.tolerance
+
+    @property
+    def size(self) -> str:
+        return self.note or f"{self.error:.1e}"
 
     @property
     def label(self) -> str:
-        """What it is, in words."""
+        """The seam in words."""
         name = self.name + f" (call {self.call + 1})" * (self.call > 0)
         module, _, part = self.name.partition(" ")
-        what = {"q": "the queries", "k": "the keys", "v": "the values", "attention": "attention"}.get(part)
-        forward = f"forward of {module} ({what})" if what else f"forward of {name}"
-        backward = f"backward of {module} (gradient of {what})" if what else f"backward, gradient of the output of {name}"
+        forward, backward = f"forward of {name}", f"backward, gradient of the output of {name}"
+        if what := {"q": "the queries", "k": "the keys", "v": "the values", "attention": "attention"}.get(part):
+            forward, backward = f"forward of {module} ({what})", f"backward of {module} (gradient of {what})"
+        elif part == "input":  # a module gets a wrong input by a mistake of the module around
+            forward = f"forward of {module_around(module)} (what it gives to {module})"
         return {
             "initial": f"initial value of {name}", "sequences": "the sequences of the global batch", "inputs": f"input {name}",
-            "count": "count_tokens, the tokens of the global batch", "forward": forward, "loss": "loss", "backward": backward,
-            "gradient": f"finished gradient of {name}", "norm": "gradient norm", "clipped": f"clipped gradient of {name}",
-            "after": f"{name} after the step",
+            "count": "count_tokens, the tokens of the global batch", "forward": forward, "logits": forward, "loss": "loss",
+            "backward": backward, "gradient": f"finished gradient of {name}", "norm": "gradient norm",
+            "clipped": f"clipped gradient of {name}", "after": f"{name} after the step",
         }[self.phase]
+
+
+def module_around(module: str) -> str:
+    """blocks.0.attn -> blocks.0 -> the model"""
+    return module.rpartition(".")[0].removesuffix("blocks").removesuffix(".") or "the model"
 
 
 # ---------------------------------------------------------------- the ranks' parts, side by side
@@ -81,7 +83,7 @@ class Seam(NamedTuple):
 
 def pieces_of(parts: list[dict]) -> dict[tuple, list[Piece]]:
     """{(phase, name, call): pieces of all ranks}, in the order of execution."""
-    calls = defaultdict(lambda: defaultdict(int))  # how often a stage calls a module: a later stage's calls come after
+    calls = defaultdict(lambda: defaultdict(int))  # {name: {stage: calls}}, to count on over the stages
     for part in parts:
         for phase, name, stage, call, *_ in part["records"]:
             if phase == "forward":
@@ -96,11 +98,11 @@ def pieces_of(parts: list[dict]) -> dict[tuple, list[Piece]]:
             else:
                 piece = Piece(part["rank"], None, where if isinstance(where, tuple) else None, tensor)
             found[phase, name, call + earlier if phase in ("forward", "backward") else 0].append(piece)
-    return dict(sorted(found.items(), key=lambda item: PHASES.index(item[0][0])))  # stable: within a phase as recorded
+    return dict(sorted(found.items(), key=lambda item: PHASES.index(item[0][0])))  # stable: recorded order within a phase
 
 
-def by_rows(piece: Piece) -> Tensor | None:
-    """(rows, ...), whether it came as (B, T, ...) or (B * T, ...); None if rows are not what it has."""
+def as_rows(piece: Piece) -> Tensor | None:
+    """The tensor as (rows, ...), from (B, T, ...) or (B * T, ...); None for a tensor without rows."""
     x, n = piece.tensor, len(piece.rows)
     if x.dim() == 0 or x.shape[0] % n:
         return None
@@ -115,7 +117,7 @@ def coordinates(rank: int, degrees: dict[str, int]) -> dict[str, int]:
 
 
 def placements(whole, local, cp: int, tp: int, T: int) -> list[tuple]:
-    """(dim that cp cuts or None, dim that tp cuts or None) that make of a tensor of shape `whole` one of shape `local`."""
+    """All (dim cut by cp or None, dim cut by tp or None) that cut the shape `whole` down to the shape `local`."""
     dims = range(1, len(whole))
     options = product([None, *(d for d in dims if cp > 1 and whole[d] == T)], [None, *(dims if tp > 1 else ())])
 
@@ -128,7 +130,7 @@ def placements(whole, local, cp: int, tp: int, T: int) -> list[tuple]:
 
 
 def part_of(whole: Tensor, place: tuple, at: dict, degrees: dict) -> Tensor:
-    """The part that a rank at these coordinates holds: cp has head-tail chunks, and of these tp has one piece after another."""
+    """The part of the rank with coordinates `at`: cp cuts head-tail chunks, tp then cuts contiguous pieces."""
     cp_dim, tp_dim = place
     if cp_dim is not None:
         whole = whole.index_select(cp_dim, sequence_index(whole.shape[cp_dim], degrees["cp"], at["cp"]))
@@ -136,7 +138,7 @@ def part_of(whole: Tensor, place: tuple, at: dict, degrees: dict) -> Tensor:
 
 
 def distance(got: Tensor, want: Tensor, whole: Tensor) -> float:
-    """|got - want|, relative to the norm that a part of this size has in the whole tensor."""
+    """|got - want|, relative to the norm of the whole tensor, scaled to the size of the part."""
     if not got.is_floating_point():
         return (got != want).double().mean().item() if got.numel() else 0.0
     share = math.sqrt(got.numel() / max(whole.numel(), 1))
@@ -145,7 +147,7 @@ def distance(got: Tensor, want: Tensor, whole: Tensor) -> float:
 
 
 def factor_of(pairs: list[tuple[Tensor, Tensor]]) -> float | None:
-    """c where got = c * want in all pairs, if there is such a number."""
+    """c with got = c * want in all pairs, or None."""
     got, want = (torch.cat([x.flatten().double() for x in xs]) for xs in zip(*pairs, strict=True))
     square = (want @ want).item()
     if not square or not got.isfinite().all():
@@ -155,92 +157,93 @@ def factor_of(pairs: list[tuple[Tensor, Tensor]]) -> float | None:
 
 
 def tokens_apart(pairs: list[tuple[Tensor, Tensor]]) -> tuple[int, int]:
-    """(tokens in which they differ, tokens) of activations (rows, T, ...)."""
+    """(differing tokens, all tokens) of pairs of activations (rows, T, ...)."""
     off = [(got - want).flatten(2).norm(dim=-1) > 1e-3 * want.flatten(2).norm(dim=-1) for got, want in pairs if got.dim() > 2]
     return sum(int(x.sum()) for x in off), sum(x.numel() for x in off)
 
 
-def compare_pieces(phase: str, one: list[Piece], layout: list[Piece], degrees: dict, T: int):
-    """(error of each rank, pairs of parts) under the placement that fits best; None if none fits the shapes."""
-    if phase not in ("forward", "backward", "inputs"):
-        whole = one[0].tensor
-        cut = lambda p: whole[tuple(slice(o, o + n) for o, n in zip(p.offset or (), p.tensor.shape, strict=False))]  # noqa: E731
-        if any(len(p.tensor.shape) != whole.dim() for p in layout):
+def compare_parts(one: list[Piece], layout: list[Piece]):
+    """(error of each rank, pairs of parts) of pieces with an offset, such as parameters; None if shapes differ."""
+    whole, pairs = one[0].tensor, []
+    for piece in layout:
+        part = tuple(slice(o, o + n) for o, n in zip(piece.offset or (), piece.tensor.shape, strict=False))
+        pairs.append((piece.tensor, whole[part]))
+        if piece.tensor.shape != whole[part].shape:
             return None
-        pairs = [(p.rank, p.tensor, cut(p)) for p in layout]
-        if any(got.shape != want.shape for _, got, want in pairs):
-            return None
-        return by_rank(pairs, whole), [(got, want) for _, got, want in pairs]
-    parts = [by_rows(p) for p in one]
-    if any(x is None for x in parts) or len({x.shape[1:] for x in parts}) > 1:
+    return errors_by_rank(pairs, layout, whole), pairs
+
+
+def compare_rows(one: list[Piece], layout: list[Piece], degrees: dict, T: int, is_gradient: bool):
+    """(error of each rank, pairs of parts) of activations under the best placement; None if no placement fits the shapes."""
+    parts, locals_ = [as_rows(p) for p in one], [as_rows(p) for p in layout]
+    if any(x is None or x.shape[1:] != side[0].shape[1:] for side in (parts, locals_) for x in side):
         return None
     whole, index = torch.cat(parts), {key: i for i, key in enumerate(key for p in one for key in p.rows)}
-    locals_ = [by_rows(p) for p in layout]
-    if any(x is None for x in locals_) or len({x.shape[1:] for x in locals_}) > 1:
-        return None
-    best = None
+    candidates = []
     for place in placements(whole.shape, locals_[0].shape, degrees["cp"], degrees["tp"], T):
         pairs = []
         for piece, got in zip(layout, locals_, strict=True):
             rows = whole[[index[key] for key in piece.rows]]
-            pairs.append((piece.rank, got, part_of(rows, place, coordinates(piece.rank, degrees), degrees)))
-        for candidate in [pairs] + [summed_over_tp(pairs, layout, degrees)] * (phase == "backward" and place[1] is None
-                                                                              and degrees["tp"] > 1):
-            errors = by_rank(candidate, whole)
-            if best is None or max(errors.values()) < max(best[0].values()):
-                best = errors, [(got, want) for _, got, want in candidate]
-    return best
+            pairs.append((got, part_of(rows, place, coordinates(piece.rank, degrees), degrees)))
+        candidates.append(pairs)
+        if is_gradient and place[1] is None and degrees["tp"] > 1:
+            candidates.append(sum_over_tp(pairs, layout, degrees["tp"]))
+    found = [(errors_by_rank(pairs, layout, whole), pairs) for pairs in candidates]
+    return min(found, key=lambda errors_and_pairs: max(errors_and_pairs[0].values()), default=None)
 
 
-def summed_over_tp(pairs, layout: list[Piece], degrees: dict):
-    """A gradient of a tensor that tp ranks hold whole may be a part of the sum on each of them."""
-    groups = defaultdict(list)
-    for (rank, got, want), piece in zip(pairs, layout, strict=True):
-        groups[rank // degrees["tp"], tuple(piece.rows)].append((rank, got, want))
-    return [(rank, sum(got for _, got, _ in group), want) for group in groups.values() for rank, _, want in group]
+def sum_over_tp(pairs, layout: list[Piece], tp: int):
+    """If tp ranks hold a tensor whole, each rank's gradient may be an addend: replace them by the sum over tp."""
+    sums = defaultdict(int)
+    for (got, _), piece in zip(pairs, layout, strict=True):
+        sums[piece.rank // tp, tuple(piece.rows)] += got
+    return [(sums[piece.rank // tp, tuple(piece.rows)], want) for (_, want), piece in zip(pairs, layout, strict=True)]
 
 
-def by_rank(pairs, whole: Tensor) -> dict[int, float]:
+def errors_by_rank(pairs, layout: list[Piece], whole: Tensor) -> dict[int, float]:
     errors = defaultdict(float)
-    for rank, got, want in pairs:
-        errors[rank] = max(errors[rank], distance(got, want, whole))
+    for (got, want), piece in zip(pairs, layout, strict=True):
+        errors[piece.rank] = max(errors[piece.rank], distance(got, want, whole))
     return dict(errors)
 
 
 def compare_seams(one: list[dict], layout: list[dict]) -> list[Seam]:
-    """One Seam per place that both have, in the order of execution; error nan where shapes tell that it cannot be compared."""
-    degrees, T, seams = layout[0]["degrees"], one[0]["seq_len"], []
+    """All seams in the order of execution."""
+    degrees, T = layout[0]["degrees"], one[0]["seq_len"]
     ours, theirs = pieces_of(one), pieces_of(layout)
     first_of_data = [p for p in layout if all(coordinates(p["rank"], degrees)[axis] == 0 for axis in ("pp", "cp", "tp"))]
     sequences, expected = (sorted(key for part in parts for rows in part["rows"] for key in rows)
                            for parts in (first_of_data, one))
-    seams.append(Seam("sequences", "", 0, float(sequences != expected)))
-    known = set(expected)
-    if any(key not in known for part in layout for rows in part["rows"] for key in rows):
+    seams = [Seam("sequences", "", 0, float(sequences != expected), TOLERANCES["sequences"])]
+    if {key for part in layout for rows in part["rows"] for key in rows} - set(expected):
         return seams
     for (phase, name, call), pieces in ours.items():
-        others, note = theirs.get((phase, name, call), []), ""
+        others, note, tolerance = theirs.get((phase, name, call), []), "", TOLERANCES[phase]
         if phase == "backward":
             forward = theirs.get(("forward", name, call), [])
-            have = {(p.rank, tuple(p.rows)) for p in others}  # a tensor that lost its gradient has a gradient of zero
+            have = {(p.rank, tuple(p.rows)) for p in others}  # a missing gradient counts as zero
             lost = [p._replace(tensor=torch.zeros_like(p.tensor)) for p in forward if (p.rank, tuple(p.rows)) not in have]
             others, note = others + lost, "no gradient arrives" if lost else ""
-        if phase == "loss":  # as reduce_loss adds it up
+        if phase == "loss":  # the sum over ranks, as in reduce_loss
             pieces, others = ([Piece(0, None, None, sum(p.tensor for p in ps))] for ps in (pieces, others))
-        found = compare_pieces(phase, pieces, others, degrees, T) if others else None
+        if not others:
+            found = None
+        elif phase in ("forward", "backward", "inputs"):
+            found = compare_rows(pieces, others, degrees, T, phase == "backward")
+        else:
+            found = compare_parts(pieces, others)
         if found is None:
             missing = "held by no rank" if not others and phase in ("initial", "gradient", "after") else ""
-            seams.append(Seam(phase, name, call, math.inf if missing else math.nan, note=missing))
+            seams.append(Seam(phase, name, call, math.inf if missing else math.nan, tolerance, note=missing))
             continue
         errors, pairs = found
-        seam = Seam(phase, name, call, max(errors.values()))
+        seam = Seam(phase, name, call, max(errors.values()), tolerance)
         if seam.differs:
-            ranks = sorted(rank for rank, error in errors.items() if not error <= TOLERANCES[phase])
+            ranks = sorted(rank for rank, error in errors.items() if not error <= tolerance)
             few = tokens_apart(pairs) if phase == "forward" else (0, 0)
             seam = seam._replace(where=which_ranks(ranks, sorted(errors), degrees), factor=factor_of(pairs), note=note, few=few)
         seams.append(seam)
-    order = {name: i for i, name in enumerate(PHASES)}
-    return sorted(seams, key=lambda seam: order[seam.phase])
+    return sorted(seams, key=lambda seam: PHASES.index(seam.phase))
 
 
 # ---------------------------------------------------------------- where to look
@@ -253,7 +256,7 @@ def module_of(seam: Seam) -> str:
 
 
 def style_hint(names: list[str], about: dict) -> str:
-    """tensor_parallel and the style of the first of these modules, or of what they are in, that has one."""
+    """Name tensor_parallel and the style of the first module, or module around it, with a style; "" without any."""
     styles = about["styles"]
     for name in names:
         while name:
@@ -263,25 +266,27 @@ def style_hint(names: list[str], about: dict) -> str:
     return ""
 
 
+LOOK_AT = {  # phase -> where to look, if the phase alone tells
+    "sequences": "who reads what: layout.data_rank, and batches in data.py",
+    "initial": "init_weights in parallel.py, distributed/initial.py",
+    "count": "count_tokens in parallel.py (every loss is divided by what it returns)",
+    "clipped": "clip_grad_norm in parallel.py (the norm agrees: it scales by another factor, or not all gradients)",
+}
+
+
 def look_at(first: Seam, seams: list[Seam], one: list[dict], layout: list[dict]) -> str:
-    """The functions that make this seam on this layout, most likely first."""
+    """The functions that compute the seam on the layout, most likely first."""
     about, degrees = layout[0], layout[0]["degrees"]
     zero_bubble = degrees["pp"] > 1 and about["schedule"] in ZERO_BUBBLE
-    if first.phase == "sequences":
-        return "who reads what: layout.data_rank, and batches in data.py"
-    if first.phase == "initial":
-        return "init_weights in parallel.py, distributed/initial.py"
+    if first.phase in LOOK_AT:
+        return LOOK_AT[first.phase]
     if first.phase == "inputs":
         made = "shift_targets in models/deepseek.py" if first.name.startswith("next_") else "sequence_index"
         return f"inputs in parallel.py ({made})"
-    if first.phase == "count":
-        return "count_tokens in parallel.py (every loss is divided by what it returns)"
     if first.phase == "loss":
         return f"{token_loss_hint(about)}; what forward_backward in parallel.py returns"
     if first.phase == "norm":
         return f"clip_grad_norm in parallel.py{miscounted(one, layout)}"
-    if first.phase == "clipped":
-        return "clip_grad_norm in parallel.py (the norm agrees: it scales by another factor, or not all gradients)"
     if first.phase == "after":
         is_bias = ".balance." in first.name
         return "balance_experts in distributed/experts.py (load summed over all ranks)" if is_bias else "the optimizer's step"
@@ -291,7 +296,7 @@ def look_at(first: Seam, seams: list[Seam], one: list[dict], layout: list[dict])
     called = [s.name for s in seams if s.phase == "forward"]
     is_head = first.phase == "gradient" and module_of(first) not in called and ".experts" not in first.name
     if is_head or first.phase == "backward" and first.name == called[-1]:
-        return token_loss_hint(about)  # what no module uses, the loss does
+        return token_loss_hint(about)  # no module uses the tensor, so the loss does
     is_parameter = first.phase == "gradient"
     hints = parameter_hints(first, seams, about, layout) if is_parameter else activation_hints(first, one, about)
     return "; ".join(dict.fromkeys(hints))
@@ -306,43 +311,37 @@ def token_loss_hint(about: dict) -> str:
 
 def activation_hints(first: Seam, one: list[dict], about: dict) -> list[str]:
     degrees, module = about["degrees"], module_of(first)
-    part, is_forward, hints = first.name.partition(" ")[2], first.phase == "forward", []
-    uses = one[0]["uses"].get(first.name, [])  # a wrong gradient is made by what uses the tensor
-    tp_hint = style_hint([module, *uses] if is_forward else [*uses[:1], module, *uses], about)
-    in_experts = [name for name in ([module] if is_forward else [*uses, module]) if name.endswith(".moe") or ".moe." in name]
-    attends = part == "attention" if is_forward else part in ("q", "k", "v")
-    if in_experts and first.name.endswith(".router") and not is_forward:
-        hints.append("the balancing loss: expert_parallel (aux_coef, balance.aux_scale) in distributed/experts.py, add_loss in "
-                     "models/moe.py")
-    if in_experts and not (is_forward and first.name.endswith(".router")):
-        if about["etp"] > 1:
-            hints.append("gathered_moe in distributed/experts.py")
-        if about["ep"] > 1:
-            hints.append("exchange_tokens in distributed/experts.py, AllToAll in distributed/layout.py")
-        if not hints:
-            hints.append("apply_experts in models/moe.py")
+    part, is_forward, is_router = first.name.partition(" ")[2], first.phase == "forward", first.name.endswith(".router")
+    uses = one[0]["uses"].get(first.name, [])  # modules that use the tensor compute the gradient
+    style = style_hint([module, *uses] if is_forward else [*uses[:1], module, *uses], about)
+    in_experts = any(name.endswith(".moe") or ".moe." in name for name in ([module] if is_forward else [*uses, module]))
+    balances, sends = in_experts and is_router and not is_forward, in_experts and not (is_router and is_forward)
+    attend = f"{about['attends'][0]} in parallel.py" if about["attends"] else "causal_attention in models/attention.py"
     differ, tokens = first.few
-    if first.name.endswith(".moe") and 0 < differ < 0.02 * tokens:
-        hints.append(f"only {differ} of {tokens} tokens differ: where two experts have nearly the same score, rounding "
-                     "decides; another --seed shows whether it is that")
-    if attends:
-        hints.append(f"{about['attends'][0]} in parallel.py" if about["attends"] else "causal_attention in models/attention.py")
-    elif is_forward and part in ("q", "k"):
-        hints.append("rotate in models/layers.py, and the positions that it is given")
-    hints += [tp_hint] * bool(tp_hint)
-    if first.note:
-        hints.append("what follows is not seen by autograd (wait(), detach(), .data)")
-    if not is_forward and about["recomputes"]:
-        hints.append("checkpoint_activations in parallel.py")
-    if about["compiled"]:
-        hints.append("compile_blocks in parallel.py")
-    if not hints and degrees["pp"] > 1:
-        hints.append("pipeline_stages, pipeline_forward_backward in distributed/pipeline.py")
-    return hints or ["shard in parallel.py (the weights that it gathers), and the model's own code"]
+    hints = [
+        (balances, "the balancing loss: expert_parallel (aux_coef, balance.aux_scale) in distributed/experts.py, add_loss in "
+                   "models/moe.py"),
+        (sends and about["etp"] > 1, "gathered_moe in distributed/experts.py"),
+        (sends and about["ep"] > 1, "exchange_tokens in distributed/experts.py, AllToAll in distributed/layout.py"),
+        (sends and not balances and about["etp"] == about["ep"] == 1, "apply_experts in models/moe.py"),
+        (first.name.endswith(".moe") and 0 < differ < 0.02 * tokens,
+         f"only {differ} of {tokens} tokens differ: where two experts have nearly the same score, rounding decides; another "
+         "--seed shows whether it is that"),
+        (part == "attention" if is_forward else part in ("q", "k", "v"), attend),
+        (is_forward and part in ("q", "k"), "rotate in models/layers.py, and the positions that it is given"),
+        (style, style),
+        (first.note, "what follows is not seen by autograd (wait(), detach(), .data)"),
+        (not is_forward and about["recomputes"], "checkpoint_activations in parallel.py"),
+        (about["compiled"], "compile_blocks in parallel.py"),
+    ]
+    found = [hint for holds, hint in hints if holds]
+    if not found and degrees["pp"] > 1:
+        return ["pipeline_stages, pipeline_forward_backward in distributed/pipeline.py"]
+    return found or ["shard in parallel.py (the weights that it gathers), and the model's own code"]
 
 
 def parameter_hints(first: Seam, seams: list[Seam], about: dict, layout: list[dict]) -> list[str]:
-    """Activations and their gradients agree, and a parameter's finished gradient does not."""
+    """Hints if activations and their gradients agree, but a parameter's finished gradient does not."""
     all_of, degrees = [s for s in seams if s.phase == "gradient" and not math.isnan(s.error)], about["degrees"]
     bad = [s for s in all_of if s.differs]
     records = [record[:3] for part in layout for record in part["records"]]
@@ -366,7 +365,7 @@ def parameter_hints(first: Seam, seams: list[Seam], about: dict, layout: list[di
 
 
 def miscounted(one: list[dict], layout: list[dict]) -> str:
-    """What a wrong norm is made of, where that can be told from the squares of the gradients."""
+    """Explain a wrong norm by the squares of the gradients, if possible."""
     def norms(parts):
         return [tensor.double().item() for part in parts for phase, _, _, _, _, tensor in part["records"] if phase == "norm"]
 
@@ -387,7 +386,7 @@ def miscounted(one: list[dict], layout: list[dict]) -> str:
 
 
 def which_ranks(ranks: list[int], holders: list[int], degrees: dict[str, int]) -> str:
-    """" (rank 1 of tp)" where of the ranks that have it exactly those with that coordinate differ, "" where all do."""
+    """ " (rank 1 of tp)" if exactly the holders with tp coordinate 1 differ; "" if all holders differ."""
     if len(ranks) == len(holders):
         return ""
     for axis, degree in degrees.items():
@@ -397,22 +396,22 @@ def which_ranks(ranks: list[int], holders: list[int], degrees: dict[str, int]) -
     return f" (rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))})"
 
 
-def report_of(seams: list[Seam], one: list[dict], layout: list[dict]) -> tuple[str, int]:
-    """(the report, exit status)."""
-    seen = [s for s in seams if not math.isnan(s.error)]
-    rest = not_compared(seams, layout[0]["compiled"])
-    first = next((s for s in seen if s.differs), None)
+def report_seams(seams: list[Seam], than: str, look, rest: list[str]) -> tuple[str, int]:
+    """(text, exit status): the first difference with its neighbours, or the largest error if there is no difference.
+
+    than: words after "no difference"; look: function from a seam to a hint; rest: lines at the end.
+    """
+    first = next((s for s in seams if s.differs), None)
     if first is None:
-        worst = max(seen, key=lambda s: s.error / (TOLERANCES[s.phase] or 1))
+        worst = max(seams, key=lambda s: s.error / (s.tolerance or 1))
         largest = f"the largest is {worst.error:.1e}, {worst.label}" if worst.error else "all are equal to the last bit"
-        return "\n".join([f"no difference at {len(seen)} seams; {largest}", *rest]), 0
-    before, after = seen[: seen.index(first)], seen[seen.index(first) + 1 :]
+        return "\n".join([f"no difference{than} at {len(seams)} seams; {largest}", *rest]), 0
+    before, after = seams[: seams.index(first)], seams[seams.index(first) + 1 :]
     factor = f", {first.factor:.4g} times what it should be" if first.factor and abs(first.factor - 1) > 1e-3 else ""
-    lines = [f"first difference: {first.label}{first.where}: {size_text(first)}{factor}; {agreement(before)}"]
+    lines = [f"first difference: {first.label}{first.where}: {first.size}{factor}; {agreement(before)}"]
     lines += [f"  agrees   {s.error:.1e}  {s.label}" for s in before[-2:]]
-    lines += [f"  differs  {size_text(s)}  {s.label}" for s in [first, *[s for s in after if s.differs][:2]]]
-    lines.append(f"look at: {look_at(first, seams, one, layout)}")
-    return "\n".join(lines + rest), 1
+    lines += [f"  differs  {s.size}  {s.label}" for s in [first, *[s for s in after if s.differs][:2]]]
+    return "\n".join([*lines, f"look at: {look(first)}", *rest]), 1
 
 
 def agreement(before: list[Seam]) -> str:
@@ -422,17 +421,13 @@ def agreement(before: list[Seam]) -> str:
 
 
 def not_compared(seams: list[Seam], compiled: list[str]) -> list[str]:
-    """One line on the seams that only one of the two has, or that have no shape in common."""
+    """At most one line, on the seams of only one half, and on seams with different shapes."""
     names = [s.name for s in seams if math.isnan(s.error)]
     closed = tuple(f"{module}{mark}" for module in compiled for mark in ". ")
     inside = [name for name in names if name.startswith(closed)]
     kinds = sorted({kind_of(name) for name in names if name not in inside})
     parts = [f"{len(inside)} seams inside of compiled modules"] * bool(inside) + kinds
     return [f"not compared: {', '.join(parts)}"] if parts else []
-
-
-def size_text(seam: Seam) -> str:
-    return seam.note or f"{seam.error:.1e}"
 
 
 def kind_of(name: str) -> str:
@@ -443,14 +438,18 @@ def kind_of(name: str) -> str:
 
 
 def first_difference_of(one: list[dict], layout: list[dict]) -> tuple[str, int]:
-    """(report, 0 equal | 1 different) of what the ranks of two runs have written down: Seams.found() of each rank."""
-    return report_of(compare_seams(one, layout), one, layout)
+    """(report, 0 equal | 1 different) from Seams.found() of each rank of the two runs."""
+    seams = compare_seams(one, layout)
+    compared = [s for s in seams if not math.isnan(s.error)]
+    look = partial(look_at, seams=seams, one=one, layout=layout)
+    return report_seams(compared, "", look, not_compared(seams, layout[0]["compiled"]))
 
 
 # ---------------------------------------------------------------- the command
 
 
-def read_seams(folder: str) -> list[dict]:
+def read_seams(out: str) -> list[dict]:
+    folder = out + RECORD
     files = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
     parts = [torch.load(os.path.join(folder, f), weights_only=True) for f in files if f.startswith("seams-")]
     if not parts:
@@ -459,16 +458,10 @@ def read_seams(folder: str) -> list[dict]:
 
 
 def check_where(main, cfg, degrees: dict[str, int]) -> int:
-    """--check_parity --where of the running recipe: one step on one process and on the layout; returns the exit status. (Two
-    steps are run: only when the second begins is it certain that the first has done all it does to weights and biases.)"""
-    check_comparable(cfg)
-    with tempfile.TemporaryDirectory() as folder:
-        runs = []
-        for name, flags in flags_of_halves(main, cfg, degrees, folder).items():
-            if status := run_half(name, flags | {"steps": 2}, where=True):
-                return status
-            runs.append(read_seams(flags["out"] + RECORD))
-        text, status = first_difference_of(*runs)
-    print(text)
-    sys.stdout.flush()
+    """--check_parity --where of the running recipe: compare a step on one process with the layout; return the exit status.
+    Two steps run, because only the beginning of the second proves that all updates of weights and biases are done."""
+    status, halves = run_both_halves(main, cfg, degrees, read_seams, where=True, steps=2)
+    if not status:
+        text, status = first_difference_of(*halves)
+        print(text, flush=True)
     return status

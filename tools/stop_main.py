@@ -1,0 +1,41 @@
+"""Run a recipe's main up to a certain call, to get the objects made by the recipe: for reports and for ablate.py."""
+from contextlib import contextmanager
+from unittest import mock
+
+from storage import resume
+
+LOOKS_AT_RUN = ("check_run", "wait_for_run", "lock_run", "continued_folder")  # functions of storage/resume.py on --out
+
+
+class Stopped(BaseException):
+    """Raised to end a recipe's main early; a BaseException, so that main's own `except Exception` lets it pass."""
+
+
+def do_nothing(*args, **kwargs):
+    """Stand-in for functions without use in a report."""
+
+
+@contextmanager
+def no_earlier_run():
+    """Neither read nor lock the folder --out while a recipe's main runs for a report."""
+    with mock.patch.multiple(resume, **dict.fromkeys(LOOKS_AT_RUN, do_nothing)):
+        yield
+
+
+def stop_main(main, cfg, last: str, **stand_ins) -> tuple[tuple, dict]:
+    """Run main(cfg) up to the call of the function `last`; return the call's (args, kwargs).
+
+    last, stand_ins: functions to replace, by their names in the recipe; names unknown to the recipe are skipped.
+    """
+
+    def stop(*args, **kwargs):
+        raise Stopped(args, kwargs)
+
+    names = main.__globals__
+    replaced = dict.fromkeys(LOOKS_AT_RUN, do_nothing) | stand_ins | {last: stop}
+    with mock.patch.dict(names, {name: value for name, value in replaced.items() if name in names}), no_earlier_run():
+        try:
+            main(cfg)
+        except Stopped as stopped:
+            return stopped.args
+    raise RuntimeError(f"main ended without a call of {last}, which a report needs")
