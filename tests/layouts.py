@@ -27,6 +27,7 @@ from models.llama3 import Llama3, Llama3Config
 from models.loss import IGNORE
 from models.qwen3 import Qwen3, Qwen3Config
 from parallel import TP_STYLES
+from rl.decoding import rollout
 from sft.lora import LoraConfig, is_adapter, lora_linears
 
 LR, STEPS, T = 1e-3, 2, 16
@@ -339,21 +340,60 @@ def without_inductor():
 
 
 def equals_transformers(ours, model, folder):
-    """Our model, read from theirs, has its logits and gradients; returns their model again, read from our files."""
+    """Our model, read from their files, has their logits and gradients; returns their model again, read from our files."""
     model.save_pretrained(folder / "theirs")
     load_hf(ours, folder / "theirs")
-    tokens = torch.randint(101, (2, 23), generator=torch.Generator().manual_seed(1))
-    logits, want = ours(tokens), model(tokens).logits
-    assert (logits - want).abs().max() <= 5e-5 * want.abs().max()
-    for out in (logits, want):
-        torch.nn.functional.cross_entropy(out.flatten(0, 1).float(), tokens.roll(-1, 1).flatten()).backward()
-    grads, names = dict(model.named_parameters()), ours.hf_keys()
-    off = {fqn: relative(p.grad, grads[names[fqn]].grad) for fqn, p in ours.named_parameters()}
-    assert max(off.values()) < 1e-4, off
+    tokens, labels = torch.randint(101, (2, 2, 40), generator=torch.Generator().manual_seed(1))
+    want = model(tokens).logits
+    assert (ours(tokens) - want).abs().max() <= 2e-5 * want.abs().max()
+    model.zero_grad()
+    torch.nn.functional.cross_entropy(want.flatten(0, 1), labels.flatten()).backward()
+    ours(tokens, labels, loss_denom=labels.numel()).backward()
+    grads, names = {name: p.grad for name, p in model.named_parameters()}, ours.hf_keys()
+    off = {fqn: relative(p.grad, stacked(grads, names[fqn])) for fqn, p in ours.named_parameters()}
+    assert max(off.values()) < 1e-4 and all(p.grad.any() for p in ours.parameters()), off
     save_hf(ours, folder / "ours", dtype=torch.float32)
     again = type(model).from_pretrained(folder / "ours", attn_implementation="eager", dtype=torch.float32)
     torch.testing.assert_close(again(tokens).logits, want)
     return again
+
+
+# for the forks with experts: (processes, flags, {batch})
+FORK_LAYOUTS = [
+    (1, {}, dict(n=4, b=2, doc=True)),
+    (2, {}, dict(n=4, b=1, doc=True)),
+    (2, dict(tp=2), dict(n=4, b=2)),
+    (2, dict(cp=2), dict(n=4, b=2)),
+    (2, dict(cp=2, cp_method="alltoall"), dict(n=4, b=2, doc=True)),
+    (2, dict(pp=2), dict(n=4, b=2)),
+    (2, dict(ep=2), dict(n=4, b=2)),
+    (4, dict(dp_replicate=2, dp_shard=2), dict(n=8, b=1)),
+    (4, dict(tp=2, cp=2), dict(n=4, b=2, doc=True)),
+    (4, dict(tp=2, cp=2, cp_method="alltoall"), dict(n=4, b=2)),
+    (4, dict(tp=2, ep=2, ac="full"), dict(n=4, b=1)),
+    (4, dict(ep=4, cp=2, ac="op"), dict(n=4, b=1)),
+    (4, dict(pp=2, tp=2, pp_schedule="Interleaved1F1B"), dict(n=4, b=2, doc=True)),
+    (8, dict(pp=2, cp=2, ep=2, dp_shard=2), dict(n=8, b=2)),
+]
+
+
+def drawn(model):
+    """Weights that leave nothing out: all of them are random."""
+    for i, p in enumerate(model.parameters()):
+        torch.nn.init.normal_(p, std=0.3, generator=torch.Generator().manual_seed(i))
+    return model
+
+
+def assert_samples_are_the_best_tokens(model):
+    """Greedy samples with a cache are what whole forwards find best, beyond a window or chunk, from prompts of two lengths."""
+    prompts = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [11, 12]]
+    samples = rollout(model, prompts, torch.zeros(2, 1, 20), 0.0, [], max_len=40)
+    for prompt, sample in zip(prompts, samples, strict=True):
+        with torch.no_grad():
+            logprobs = model(torch.tensor([prompt + sample["ids"]]))[0].log_softmax(-1)
+        best = logprobs[len(prompt) - 1 : -1].max(-1)
+        assert best.indices.tolist() == sample["ids"] and len(sample["ids"]) == 20
+        torch.testing.assert_close(best.values, torch.tensor(sample["logprobs"]), rtol=1e-4, atol=1e-4)
 
 
 def stacked(theirs: dict, names) -> torch.Tensor:

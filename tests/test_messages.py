@@ -199,6 +199,15 @@ TABLE = {
         source run s3://bucket/code => to write to s3://bucket/code: only folders are written
         from_hf gpt2 new => hf download gpt2 --local-dir gpt2
     """,
+    "forks.train_gpt_oss": r"""
+        --etp 2 => --etp 2
+        --float8 rowwise --float8_experts => --float8_experts True
+        --ac op => --ac op
+    """,
+    "forks.train_llama4": r"""
+        --etp 2 => --etp 2
+        --float8 rowwise --float8_experts => --float8_experts True
+    """,
     "ablate": r"""
         REPO/train_llama3.py --vary lr=1e-3,3e-3 --out s3://bucket/study => --out s3://bucket/study: only folders
     """,

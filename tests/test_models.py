@@ -74,9 +74,45 @@ def test_flavors_are_the_published_3_1_and_3_2(flavor, published, factor):
     assert (c.max_seq_len, c.vocab_size, c.tie_embeddings) == (131072, 128256, flavor in ("1B", "3B"))
 
 
-def test_debug_flavor_fits_every_layout():
-    c = FLAVORS["debug"]
-    assert c.n_layers >= 6 and c.n_heads % 4 == c.n_kv_heads % 4 == 0
+COUNTS = {  # MODELS.md: total and active parameters; DeepSeek's with the selection biases, which are buffers here
+    "qwen3 0.6B": (596_049_920, 596_049_920),
+    "qwen3 1.7B": (1_720_574_976, 1_720_574_976),
+    "qwen3 4B": (4_022_468_096, 4_022_468_096),
+    "qwen3 8B": (8_190_735_360, 8_190_735_360),
+    "qwen3 14B": (14_768_307_200, 14_768_307_200),
+    "qwen3 32B": (32_762_123_264, 32_762_123_264),
+    "qwen3 30B-A3B": (30_532_122_624, 3_353_032_704),
+    "qwen3 235B-A22B": (235_093_634_560, 22_190_763_520),
+    "deepseek 16B": (15_706_484_224, 2_661_150_208),
+    "deepseek 236B": (235_741_434_880, 21_375_800_320),
+    "deepseek 671B": (671_026_419_200, 37_552_297_472),
+    "deepseek moonlight-16B": (15_960_110_208, 2_914_776_192),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_parameter_counts(name):
+    module, flavor = name.split()
+    with torch.device("meta"):
+        model = qwen3.Qwen3(qwen3.FLAVORS[flavor]) if module == "qwen3" else deepseek.DeepSeek(deepseek.FLAVORS[flavor])
+    named = model.hf_keys()
+    biases = sum(b.numel() for fqn, b in model.named_buffers() if fqn in named)
+    assert (sum(p.numel() for p in model.parameters()) + biases, model.n_active_params() + biases) == COUNTS[name]
+
+
+@pytest.mark.parametrize("module, flavor", [
+    (llama3, "debug"), (qwen3, "debug"), (qwen3, "debug_moe"), (deepseek, "debug"), (deepseek, "debug_mtp")])
+def test_debug_flavors_can_be_split(module, flavor):
+    c = module.FLAVORS[flavor]
+    assert c.n_layers >= 6 and c.n_heads % 4 == c.n_kv_heads % 4 == c.ffn_dim % 4 == 0
+    assert getattr(c, "n_experts", 0) % 8 == getattr(c, "moe_ffn_dim", 0) % 4 == 0
+
+
+def test_debug_flavors_can_be_compared():
+    with torch.device("meta"):
+        dense, moe = (qwen3.Qwen3(qwen3.FLAVORS[name]).n_active_params() for name in ("debug", "debug_moe"))
+    assert abs(moe / dense - 1) < 0.01
+    assert replace(deepseek.FLAVORS["debug_mtp"], mtp_depth=0) == deepseek.FLAVORS["debug"]
 
 
 def test_flops_per_token():
