@@ -5,19 +5,9 @@ import layouts
 import pytest
 import torch
 import torch.nn.functional as F
-from layouts import (
-    build,
-    clear_seed,
-    compare,
-    drawn,
-    equals_transformers,
-    global_batch,
-    local_batch,
-    row_name,
-    without_inductor,
-)
+from layouts import build, clear_seed, drawn, equals_transformers, global_batch, local_batch, without_inductor
 from pool import pool
-from runs import launch, metrics, run
+from runs import launch, run
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
@@ -233,15 +223,6 @@ SIZES = "n_layers=2,dim=32,n_heads=4,n_kv_heads=2,head_dim=8,ffn_dim=64,moe_ffn_
 RECIPE = ["train_qwen3.py", "--flavor", "debug_moe", "--model_args", SIZES, "--seq_len", 32]
 
 
-def test_loads_per_layer_go_into_metrics_jsonl_on_request(tmp_path):
-    flags = ["--steps", 2, "--log_every", 1, "--val_every", 0, "--checkpoint_every", 0, "--device", "cpu"]
-    run(launch(1, *RECIPE, *flags, "--moe_load_per_layer", "--out", tmp_path))
-    for line in metrics(tmp_path):
-        assert [len(layer) for layer in line["moe_load"]] == [8, 8]
-        assert all(abs(sum(layer) - 1) < 1e-5 for layer in line["moe_load"])
-        assert abs(8 * max(map(max, line["moe_load"])) - line["moe_load_max_over_mean"]) < 1e-4
-
-
 @pytest.mark.slow
 def test_check_parity_gives_one_process_no_expert_axis(tmp_path):
     """--ep is for the layout alone, and brings the ranks that it borrows."""
@@ -267,19 +248,6 @@ def test_compiled_experts_are_the_experts_with_one_graph_for_all_numbers_of_toke
         for ours, want in zip(*results, strict=True):
             torch.testing.assert_close(ours, want)
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
-
-
-COMPILED = [  # fp32, where the experts stay as they are
-    (2, dict(compile=True, ep=2, tp=2), dict(n=4, b=2, model="qwen3", **layouts.MOE)),
-    (2, dict(compile=True, ep=2, ac="full"), dict(n=4, b=2, model="qwen3", **layouts.MOE)),
-    (2, dict(compile=True, pp=2, pp_schedule="InterleavedZeroBubble"), dict(n=8, b=4, model="qwen3", **layouts.MOE)),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("row", COMPILED, ids=row_name)
-def test_compiled_layout_equals_one_process(row):
-    assert compare(*row, mutate=without_inductor) == ""
 
 
 def graphs_by_step(name, problem, flags) -> list[tuple[int, int]]:
