@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 import distributed.initial
 import parallel
 from checkpoint import load_hf, save_hf
+from data import Batch
 from distributed.checks import check_model
 from distributed.experts import balance_experts, expert_parallel
 from distributed.float8 import Float8Config, float8_linears
@@ -32,16 +33,6 @@ from sft.lora import LoraConfig, is_adapter, lora_linears
 
 LR, STEPS, T = 1e-3, 2, 16
 SMALL = dict(dim=32, n_layers=4, n_heads=8, n_kv_heads=4, head_dim=8, ffn_dim=64, vocab_size=101, max_seq_len=64)
-
-
-@dataclass
-class Batch:  # the part of data.Batch that parallel.py reads
-    tokens: torch.Tensor
-    labels: torch.Tensor
-    positions: torch.Tensor
-    doc_ids: torch.Tensor | None
-    n_bytes: int | None = None
-    part: str = ""
 
 
 @dataclass(kw_only=True)
@@ -94,7 +85,7 @@ def global_batch(step: int, n: int, doc_mask: bool) -> Batch:
         doc_ids = (torch.rand(n, T, generator=g) < 0.2).long().cumsum(1)
         starts = torch.cat([torch.ones(n, 1, dtype=torch.bool), doc_ids.diff(dim=1) > 0], 1)
         positions = positions - torch.where(starts, positions, 0).cummax(1).values
-    return Batch(tokens, labels, positions, doc_ids)
+    return Batch(tokens, labels, positions, doc_ids, n, hash="")
 
 
 def lora_flags(flags: dict) -> dict:
@@ -243,7 +234,7 @@ def local_batch(b: Batch, layout) -> Batch:
     """This data rank's slice, (accumulation, local batch, T)."""
     size = layout.global_batch_size // layout.data_ranks
     pick = lambda x: None if x is None else x[layout.data_rank * size :][:size].unflatten(0, (layout.accumulation, -1))  # noqa: E731
-    return Batch(pick(b.tokens), pick(b.labels), pick(b.positions), pick(b.doc_ids))
+    return replace(b, tokens=pick(b.tokens), labels=pick(b.labels), positions=pick(b.positions), doc_ids=pick(b.doc_ids))
 
 
 def train(model_config, flags: dict, n: int, local_batch_size: int, doc_mask=False, mutate=None, seed=None) -> list[dict]:

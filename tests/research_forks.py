@@ -114,20 +114,10 @@ def mean_loss(h, weight, labels, denom, **options):
             self.seen += tokens.shape[0]
         return super().forward(tokens, labels, *args, **kwargs)
 """, init='self.register_buffer("seen", torch.zeros(2))'),
-    transposed_head=changed("Llama3", """
-    def forward(self, tokens, labels=None, *args, **kwargs):
-        loss = self.token_loss
-        if self.proj is None or labels is None:
-            return super().forward(tokens, labels, *args, **kwargs)
-        self.token_loss = lambda h, w, y, d: loss(h + h @ self.proj.weight.T, w, y, d)
-        out, self.token_loss = super().forward(tokens, labels, *args, **kwargs), loss
-        return out
-""", init="self.proj = nn.Linear(config.dim, config.dim, bias=False)"),
     smoothed_loss="""
 def smoothed_loss(h, w, y, denom):
     return F.cross_entropy((h @ w.T).float().flatten(0, 1), y.flatten(), reduction="sum", label_smoothing=0.1) / denom
 """ + changed("Llama3", init="self.token_loss = smoothed_loss"),
-    shared_ffn=changed("Llama3", init='self.blocks["1"].ffn = self.blocks["0"].ffn'),
     python_random="import random\n" + changed("Block", """
     def forward(self, h, *args):
         return super().forward(h, *args) if random.random() < 0.9 else h

@@ -37,7 +37,6 @@ from tools.dryrun import Watch
 TINY = dict(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=64, vocab_size=97, max_seq_len=64)
 SHORT_ROPE = dict(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
 VARIANTS = {
-    "plain": {},
     "scaled_rope": dict(rope_scaling=SHORT_ROPE),
     "tied": dict(tie_embeddings=True),
     "wide_heads": dict(n_heads=4, n_kv_heads=1, head_dim=24),  # head_dim is not dim / n_heads
@@ -372,20 +371,13 @@ DOC_IDS = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2, 3, 4], [0] * 11])
 
 
 @pytest.mark.parametrize("H, G", [(4, 4), (6, 2), (4, 1)])
-@pytest.mark.parametrize("scale", [None, 0.1])
-def test_causal_attention(H, G, scale):
+@pytest.mark.parametrize("scale, doc_ids", [(None, None), (0.1, None), (0.3, DOC_IDS)], ids=["plain", "scaled", "documents"])
+def test_causal_attention(H, G, scale, doc_ids):
     q, k, v = random_qkv(H, G)
-    attend = causal_attention(torch.arange(11)[None])
-    torch.testing.assert_close(attend(q, k, v, scale=scale), slow_attention(q, k, v, lambda b, t, s: s <= t, scale))
-
-
-@pytest.mark.parametrize("H, G", [(4, 4), (6, 2)])
-def test_document_mask(H, G):
-    q, k, v = random_qkv(H, G)
-    wanted = slow_attention(q, k, v, lambda b, t, s: s <= t and DOC_IDS[b, t] == DOC_IDS[b, s], 0.3)
-    torch.testing.assert_close(causal_attention(torch.arange(11)[None], DOC_IDS)(q, k, v, scale=0.3), wanted)
-    mask = (DOC_IDS[:, :, None] == DOC_IDS[:, None, :]) & torch.ones(11, 11, dtype=torch.bool).tril()
-    torch.testing.assert_close(sdpa(q, k, v, mask[:, None], scale=0.3), wanted)
+    same = torch.ones(2, 11, 11, dtype=torch.bool) if doc_ids is None else doc_ids[:, :, None] == doc_ids[:, None, :]
+    wanted = slow_attention(q, k, v, lambda b, t, s: s <= t and same[b, t, s], scale)
+    torch.testing.assert_close(causal_attention(torch.arange(11)[None], doc_ids)(q, k, v, scale=scale), wanted)
+    torch.testing.assert_close(sdpa(q, k, v, same.tril()[:, None], scale=scale), wanted)
 
 
 def test_document_mask_for_some_of_the_queries():

@@ -28,8 +28,6 @@ TABLE = [
     ("two_heads", "--pp 4", EQUAL),
     ("two_heads", "--tp 2 --dp_shard 2", EQUAL),
     ("tied_second_head", "--pp 2", "head2.weight is tok_embeddings.weight: no layout can split a parameter that two"),
-    ("shared_ffn", "--dp_shard 2", "blocks.1.ffn.w1.weight is blocks.0.ffn.w1.weight: no layout can split"),
-    ("transposed_head", "--pp 2", EQUAL),
     ("smoothed_loss", "--tp 2", "--tp replaces token_loss, so that yours would not be trained"),
     ("smoothed_loss", "--dp_shard 2", EQUAL),
     ("tokens_seen", "--dp_shard 2", "check_parity: NOT EQUAL: step 1 differs first in the buffer seen by 5.0e-01"),
