@@ -1,4 +1,4 @@
-"""Mistakes to find: the mutants of tests/test_mutants.py, written into the source as a hurried author would write them.
+"""Mistakes to find, written as a hurried author would write them. tests/test_mutants.py plants the same mistakes.
 
 Bug 7 is bug07.md: the symptom, a command that shows the symptom, hints, and the mistake as a diff. `start --bug 7` applies the
 diff to a copy of the project. The check accepts any repair: the layouts of BUGS[7] must train like plain torch on one process.
@@ -32,7 +32,7 @@ ZERO_BUBBLE = dict(pp=2, pp_schedule="InterleavedZeroBubble")
 @dataclass(frozen=True)
 class Bug:
     number: int
-    mutant: str  # function in tests/test_mutants.py that makes the same mistake
+    mutant: str  # name of the mistake in tests/test_mutants.py
     rows: tuple[tuple, ...]  # layouts to compare with one process: (processes, flags, problem), see tests/layouts.py
 
     def page(self) -> tuple[str, list[str], str]:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 import distributed.initial
 import parallel
 from checkpoint import load_hf, save_hf
+from data import Batch
 from distributed.checks import check_model
 from distributed.experts import balance_experts, expert_parallel
 from distributed.float8 import Float8Config, float8_linears
@@ -28,20 +29,11 @@ from models.llama3 import Llama3, Llama3Config
 from models.loss import IGNORE
 from models.qwen3 import Qwen3, Qwen3Config
 from parallel import TP_STYLES
+from rl.decoding import rollout
 from sft.lora import LoraConfig, is_adapter, lora_linears
 
 LR, STEPS, T = 1e-3, 2, 16
 SMALL = dict(dim=32, n_layers=4, n_heads=8, n_kv_heads=4, head_dim=8, ffn_dim=64, vocab_size=101, max_seq_len=64)
-
-
-@dataclass
-class Batch:  # the part of data.Batch that parallel.py reads
-    tokens: torch.Tensor
-    labels: torch.Tensor
-    positions: torch.Tensor
-    doc_ids: torch.Tensor | None
-    n_bytes: int | None = None
-    part: str = ""
 
 
 @dataclass(kw_only=True)
@@ -96,7 +88,7 @@ def global_batch(step: int, n: int, doc_mask: bool) -> Batch:
         doc_ids = (torch.rand(n, T, generator=g) < 0.2).long().cumsum(1)
         starts = torch.cat([torch.ones(n, 1, dtype=torch.bool), doc_ids.diff(dim=1) > 0], 1)
         positions = positions - torch.where(starts, positions, 0).cummax(1).values
-    return Batch(tokens, labels, positions, doc_ids)
+    return Batch(tokens, labels, positions, doc_ids, n, hash="")
 
 
 def lora_flags(flags: dict) -> dict:
@@ -247,7 +239,7 @@ def local_batch(b: Batch, layout) -> Batch:
     """This data rank's slice, (accumulation, local batch, T)."""
     size = layout.global_batch_size // layout.data_ranks
     pick = lambda x: None if x is None else x[layout.data_rank * size :][:size].unflatten(0, (layout.accumulation, -1))  # noqa: E731
-    return Batch(pick(b.tokens), pick(b.labels), pick(b.positions), pick(b.doc_ids))
+    return replace(b, tokens=pick(b.tokens), labels=pick(b.labels), positions=pick(b.positions), doc_ids=pick(b.doc_ids))
 
 
 def train(model_config, flags: dict, n: int, local_batch_size: int, doc_mask=False, mutate=None, seed=None) -> list[dict]:
@@ -344,21 +336,60 @@ def without_inductor():
 
 
 def equals_transformers(ours, model, folder):
-    """Our model, read from theirs, has its logits and gradients; returns their model again, read from our files."""
+    """Our model, read from their files, has their logits and gradients; returns their model again, read from our files."""
     model.save_pretrained(folder / "theirs")
     load_hf(ours, folder / "theirs")
-    tokens = torch.randint(101, (2, 23), generator=torch.Generator().manual_seed(1))
-    logits, want = ours(tokens), model(tokens).logits
-    assert (logits - want).abs().max() <= 5e-5 * want.abs().max()
-    for out in (logits, want):
-        torch.nn.functional.cross_entropy(out.flatten(0, 1).float(), tokens.roll(-1, 1).flatten()).backward()
-    grads, names = dict(model.named_parameters()), ours.hf_keys()
-    off = {fqn: relative(p.grad, grads[names[fqn]].grad) for fqn, p in ours.named_parameters()}
-    assert max(off.values()) < 1e-4, off
+    tokens, labels = torch.randint(101, (2, 2, 40), generator=torch.Generator().manual_seed(1))
+    want = model(tokens).logits
+    assert (ours(tokens) - want).abs().max() <= 2e-5 * want.abs().max()
+    model.zero_grad()
+    torch.nn.functional.cross_entropy(want.flatten(0, 1), labels.flatten()).backward()
+    ours(tokens, labels, loss_denom=labels.numel()).backward()
+    grads, names = {name: p.grad for name, p in model.named_parameters()}, ours.hf_keys()
+    off = {fqn: relative(p.grad, stacked(grads, names[fqn])) for fqn, p in ours.named_parameters()}
+    assert max(off.values()) < 1e-4 and all(p.grad.any() for p in ours.parameters()), off
     save_hf(ours, folder / "ours", dtype=torch.float32)
     again = type(model).from_pretrained(folder / "ours", attn_implementation="eager", dtype=torch.float32)
     torch.testing.assert_close(again(tokens).logits, want)
     return again
+
+
+# for the forks with experts: (processes, flags, {batch})
+FORK_LAYOUTS = [
+    (1, {}, dict(n=4, b=2, doc=True)),
+    (2, {}, dict(n=4, b=1, doc=True)),
+    (2, dict(tp=2), dict(n=4, b=2)),
+    (2, dict(cp=2), dict(n=4, b=2)),
+    (2, dict(cp=2, cp_method="alltoall"), dict(n=4, b=2, doc=True)),
+    (2, dict(pp=2), dict(n=4, b=2)),
+    (2, dict(ep=2), dict(n=4, b=2)),
+    (4, dict(dp_replicate=2, dp_shard=2), dict(n=8, b=1)),
+    (4, dict(tp=2, cp=2), dict(n=4, b=2, doc=True)),
+    (4, dict(tp=2, cp=2, cp_method="alltoall"), dict(n=4, b=2)),
+    (4, dict(tp=2, ep=2, ac="full"), dict(n=4, b=1)),
+    (4, dict(ep=4, cp=2, ac="op"), dict(n=4, b=1)),
+    (4, dict(pp=2, tp=2, pp_schedule="Interleaved1F1B"), dict(n=4, b=2, doc=True)),
+    (8, dict(pp=2, cp=2, ep=2, dp_shard=2), dict(n=8, b=2)),
+]
+
+
+def drawn(model):
+    """Weights that leave nothing out: all of them are random."""
+    for i, p in enumerate(model.parameters()):
+        torch.nn.init.normal_(p, std=0.3, generator=torch.Generator().manual_seed(i))
+    return model
+
+
+def assert_samples_are_the_best_tokens(model):
+    """Greedy samples with a cache are what whole forwards find best, beyond a window or chunk, from prompts of two lengths."""
+    prompts = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [11, 12]]
+    samples = rollout(model, prompts, torch.zeros(2, 1, 20), 0.0, [], max_len=40)
+    for prompt, sample in zip(prompts, samples, strict=True):
+        with torch.no_grad():
+            logprobs = model(torch.tensor([prompt + sample["ids"]]))[0].log_softmax(-1)
+        best = logprobs[len(prompt) - 1 : -1].max(-1)
+        assert best.indices.tolist() == sample["ids"] and len(sample["ids"]) == 20
+        torch.testing.assert_close(best.values, torch.tensor(sample["logprobs"]), rtol=1e-4, atol=1e-4)
 
 
 def stacked(theirs: dict, names) -> torch.Tensor:

@@ -18,7 +18,6 @@ from multiprocessing.connection import wait
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from programs import counts
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 # A server that has imported torch forks the workers, and the processes that tests kill: each starts seconds earlier. (This
@@ -71,7 +70,6 @@ class Pool:
             w.start()
 
     def run(self, function, *args, tries: int = 2) -> list:
-        counts["layout"] += 1
         for tasks in self.tasks:
             tasks.put((function, args))
         out, deadline = {}, time.monotonic() + TIMEOUT_S

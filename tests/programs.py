@@ -22,7 +22,6 @@ import threading
 import time
 import traceback
 import types
-from collections import defaultdict
 from pathlib import Path
 
 REPO = Path(__file__).parent.parent
@@ -30,7 +29,6 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
 LIBRARIES = [path for path in sys.path if path and ("site-packages" in path or path.startswith(sys.base_prefix))]
 SOCKET = "TESTS_PROGRAMS"  # variable: where the server listens that a program was forked from
 start = subprocess.run
-counts = defaultdict(int)  # how often a test started a Python, a program or a layout: for clock.py
 
 
 class Server:
@@ -97,7 +95,6 @@ def run_program(command, cwd=REPO, env=None, timeout=600, real=False, check=Fals
     nproc, argv = (int(words[5]), words[6:]) if words[1:5] == TORCHRUN else (1, words[1:])
     if real or not (argv[0].endswith(".py") or argv[0] == "-c"):
         return start(words, cwd=cwd, env=env, timeout=timeout, capture_output=True, text=True, check=check)
-    counts["program"] += nproc
     answer = ask(os.environ.get(SOCKET) or server().path, argv=argv, nproc=nproc, cwd=str(cwd), env=env, timeout=timeout)
     if answer["late"]:
         raise subprocess.TimeoutExpired(words, timeout, answer["stdout"], answer["stderr"])

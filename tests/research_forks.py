@@ -1,4 +1,5 @@
 """Forks of a few lines, as researchers make them: what is put into a copy of train_llama3.py, and where."""
+import textwrap
 from pathlib import Path
 
 REPO = Path(__file__).parent.parent
@@ -12,13 +13,22 @@ from models.moe import AddLoss
 
 Plain = models.llama3.Llama3
 """
+
+
+def changed(name: str, methods: str = "", init: str = "") -> str:
+    """Code of a class of models/llama3.py with other methods. init: what its __init__ does after the usual."""
+    base = "Plain" if name == "Llama3" else f"models.llama3.{name}"
+    text = f"class {name}({base}):\n"
+    if init:
+        text += "    def __init__(self, *args):\n        super().__init__(*args)\n        config = args[0]\n"
+        text += textwrap.indent(init, " " * 8) + "\n"
+    text += methods.strip("\n") + "\n"
+    return text if base == "Plain" else text + f"{base} = {name}\n"
+
+
 # name -> code, put behind the imports; it may define a Llama3 of its own, a block, an optimizer
 CODE = dict(
-    positions="""
-class Llama3(Plain):
-    def __init__(self, config):
-        super().__init__(config)
-        self.pos, self.embed_norm = nn.Embedding(256, config.dim), RMSNorm(config.dim)
+    positions=changed("Llama3", """
     def forward(self, tokens, labels=None, positions=None, **kwargs):
         h = tokens
         if not tokens.is_floating_point():
@@ -26,12 +36,8 @@ class Llama3(Plain):
         return super().forward(h, labels, positions, **kwargs)
     def tp_plan(self):
         return super().tp_plan() | {"pos": "vocab_embedding", "embed_norm": "sequence"}
-""",
-    two_heads="""
-class Llama3(Plain):
-    def __init__(self, config):
-        super().__init__(config)
-        self.head2, self.norm2 = nn.Linear(config.dim, config.vocab_size, bias=False), RMSNorm(config.dim)
+""", init="self.pos, self.embed_norm = nn.Embedding(256, config.dim), RMSNorm(config.dim)"),
+    two_heads=changed("Llama3", """
     def forward(self, tokens, labels=None, *args, **kwargs):
         loss, denom = self.token_loss, None
         if self.head2 is None or labels is None:
@@ -41,226 +47,111 @@ class Llama3(Plain):
         return out
     def tp_plan(self):
         return super().tp_plan() | {"head2": "vocab_head", "norm2": "sequence"}
-""",
-    tied_second_head="""
-class Llama3(Plain):
-    def __init__(self, config):
-        super().__init__(config)
-        self.head2 = nn.Linear(config.dim, config.vocab_size, bias=False)
-        self.head2.weight = self.tok_embeddings.weight
+""", init="self.head2, self.norm2 = nn.Linear(config.dim, config.vocab_size, bias=False), RMSNorm(config.dim)"),
+    tied_second_head=changed("Llama3", """
     def forward(self, tokens, labels=None, *args, **kwargs):
         loss = super().forward(tokens, labels, *args, **kwargs)
         return loss if self.head2 is None or labels is None else loss + 0 * self.head2.weight.sum()
-""",
-    residual_scales="""
-class Llama3(Plain):
-    def __init__(self, config):
-        super().__init__(config)
-        self.scales = nn.Parameter(torch.empty(config.n_layers))
+""", init="self.head2 = nn.Linear(config.dim, config.vocab_size, bias=False)\nself.head2.weight = self.tok_embeddings.weight"),
+    residual_scales=changed("Llama3", """
     def init_constants(self):
         return {"scales": 1.0}
     def forward(self, tokens, *args, **kwargs):
         for i, block in self.blocks.items():
             block.scale = self.scales[int(i)]
         return super().forward(tokens, *args, **kwargs)
-class Block(models.llama3.Block):
+""", init="self.scales = nn.Parameter(torch.empty(config.n_layers))") + changed("Block", """
     def forward(self, h, cos, sin, attend):
         return super().forward(h * self.scale, cos, sin, attend)
-models.llama3.Block = Block
-""",
+"""),
     mean_loss="""
 def mean_loss(h, weight, labels, denom, **options):
     return F.cross_entropy(F.linear(h, weight).flatten(0, 1).float(), labels.flatten())
-class Llama3(Plain):
-    def __init__(self, config):
-        super().__init__(config)
-        self.token_loss = mean_loss
-""",
-    mean_of_a_layer="""
-class Block(models.llama3.Block):
-    def forward(self, h, cos, sin, attend):
-        h = super().forward(h, cos, sin, attend)
-        return AddLoss.apply(h, 0.1 * h.float().square().mean())
-models.llama3.Block = Block
-""",
-    batch_statistics="""
-class Block(models.llama3.Block):
+""" + changed("Llama3", init="self.token_loss = mean_loss"),
+    batch_statistics=changed("Block", """
     def forward(self, h, cos, sin, attend):
         h = super().forward(h, cos, sin, attend)
         return h - 0.5 * h.mean((0, 1), keepdim=True)
-models.llama3.Block = Block
-""",
-    loss_per_layer="""
-class Block(models.llama3.Block):
+"""),
+    loss_per_layer=changed("Block", """
     def forward(self, h, cos, sin, attend):
         h = super().forward(h, cos, sin, attend)
         return AddLoss.apply(h, 0.01 * h.float().square().mean(-1).sum() / self.denom)
-models.llama3.Block = Block
-class Llama3(Plain):
+""") + changed("Llama3", """
     def forward(self, tokens, labels=None, positions=None, doc_ids=None, loss_denom=None, cache=None):
         for block in self.blocks.values():
             block.denom = 1 if loss_denom is None else loss_denom
         return super().forward(tokens, labels, positions, doc_ids, loss_denom, cache)
-""",
-    norm_of_heads="""
-class Attention(models.llama3.Attention):
-    def __init__(self, config):
-        super().__init__(config)
-        self.q_norm, self.k_norm = RMSNorm(config.head_dim), RMSNorm(config.head_dim)  # eps: the dtype's
+"""),
+    norm_of_heads=changed("Attention", """
     def forward(self, x, cos, sin, attend):
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
         out = attend(rotate(self.norm(q, self.q_norm), cos, sin), rotate(self.norm(k, self.k_norm), cos, sin), v)
         return self.wo(out.transpose(1, 2).flatten(-2))
     def norm(self, x, norm):
         return norm(x.transpose(1, 2)).transpose(1, 2)
-models.llama3.Attention = Attention
-""",
-    gain_of_heads="""
-class Attention(models.llama3.Attention):
-    def __init__(self, config):
-        super().__init__(config)
-        self.gain = nn.Parameter(torch.empty(config.head_dim))
-    def forward(self, x, cos, sin, attend):
-        return super().forward(x, cos, sin, lambda q, k, v: attend(q * self.gain, k, v))
-models.llama3.Attention = Attention
-class Llama3(Plain):
-    def init_constants(self):
-        return {"blocks.*.gain": 1.0}
-""",
-    gate="""
-class Attention(models.llama3.Attention):
-    def __init__(self, config):
-        super().__init__(config)
-        self.wg = nn.Linear(config.dim, 1)
-    def forward(self, x, cos, sin, attend):
-        return super().forward(x, cos, sin, attend) * torch.sigmoid(self.wg(x).mean())
-models.llama3.Attention = Attention
-""",
-    dropped="""
-class Block(models.llama3.Block):
+""", init="self.q_norm, self.k_norm = RMSNorm(config.head_dim), RMSNorm(config.head_dim)  # eps: the dtype's"),
+    dropped=changed("Block", """
     def forward(self, h, cos, sin, attend):
         h = h + dropout(self.attn(self.attn_norm(h), cos, sin, attend), 0.2, self.places, self.key + "attn")
         return h + dropout(self.ffn(self.ffn_norm(h)), 0.1, self.places, self.key + "ffn", whole_sequences=True)
-models.llama3.Block = Block
-class Llama3(Plain):
+""") + changed("Llama3", """
     def forward(self, *args, places=None, **kwargs):
         for i, block in self.blocks.items():
             block.places, block.key = places, i
         return super().forward(*args, **kwargs)
-""",
-    dropped_through_kwargs="""
-class Block(models.llama3.Block):
+"""),
+    dropped_through_kwargs=changed("Block", """
     def forward(self, h, *args):
         return dropout(super().forward(h, *args), 0.2, self.places, "x")
     places = None
-models.llama3.Block = Block
-""",
-    tokens_seen="""
-class Llama3(Plain):
-    def __init__(self, config):
-        super().__init__(config)
-        self.register_buffer("seen", torch.zeros(2))
+"""),
+    tokens_seen=changed("Llama3", """
     def init_constants(self):
-        return super().init_constants() | {"seen": 0.0} if hasattr(Plain, "init_constants") else {"seen": 0.0}
+        return {"seen": 0.0}
     def forward(self, tokens, labels=None, *args, **kwargs):
         if torch.is_grad_enabled() and not tokens.is_meta:
             self.seen += tokens.shape[0]
         return super().forward(tokens, labels, *args, **kwargs)
-""",
-    transposed_head="""
-class Llama3(Plain):
-    def __init__(self, config):
-        super().__init__(config)
-        self.proj = nn.Linear(config.dim, config.dim, bias=False)
-    def forward(self, tokens, labels=None, *args, **kwargs):
-        loss = self.token_loss
-        if self.proj is None or labels is None:
-            return super().forward(tokens, labels, *args, **kwargs)
-        self.token_loss = lambda h, w, y, d: loss(h + h @ self.proj.weight.T, w, y, d)
-        out, self.token_loss = super().forward(tokens, labels, *args, **kwargs), loss
-        return out
-""",
+""", init='self.register_buffer("seen", torch.zeros(2))'),
     smoothed_loss="""
-class Llama3(Plain):
-    def __init__(self, config):
-        super().__init__(config)
-        self.token_loss = lambda h, w, y, denom: F.cross_entropy(
-            (h @ w.T).float().flatten(0, 1), y.flatten(), reduction="sum", label_smoothing=0.1) / denom
-""",
-    shared_ffn="""
-class Llama3(Plain):
-    def __init__(self, config):
-        super().__init__(config)
-        self.blocks["1"].ffn = self.blocks["0"].ffn
-""",
-    python_random="""
-import random
-class Block(models.llama3.Block):
+def smoothed_loss(h, w, y, denom):
+    return F.cross_entropy((h @ w.T).float().flatten(0, 1), y.flatten(), reduction="sum", label_smoothing=0.1) / denom
+""" + changed("Llama3", init="self.token_loss = smoothed_loss"),
+    python_random="import random\n" + changed("Block", """
     def forward(self, h, *args):
         return super().forward(h, *args) if random.random() < 0.9 else h
-models.llama3.Block = Block
-""",
-    torch_dropout="""
-class FeedForward(models.llama3.FeedForward):
+"""),
+    torch_dropout=changed("FeedForward", """
     def forward(self, x):
         return F.dropout(super().forward(x), 0.1)
-models.llama3.FeedForward = FeedForward
-""",
-    dropout_module="""
-class FeedForward(models.llama3.FeedForward):
-    def __init__(self, dim, ffn_dim):
-        super().__init__(dim, ffn_dim)
-        self.drop = nn.Dropout(0.1)
-models.llama3.FeedForward = FeedForward
-""",
-    frozen_norms="""
-class Llama3(Plain):
-    def __init__(self, config):
-        super().__init__(config)
-        for fqn, p in self.named_parameters():
-            p.requires_grad_("norm" not in fqn and ".w1." not in fqn)
-""",
-    unused_bias="""
-class Llama3(Plain):
-    def __init__(self, config):
-        super().__init__(config)
-        self.head = nn.Linear(config.dim, config.vocab_size)
-""",
+"""),
+    dropout_module=changed("FeedForward", init="self.drop = nn.Dropout(0.1)"),
+    frozen_norms=changed("Llama3", init="""
+for fqn, p in self.named_parameters():
+    p.requires_grad_("norm" not in fqn and ".w1." not in fqn)"""),
+    unused_bias=changed("Llama3", init="self.head = nn.Linear(config.dim, config.vocab_size)"),
     no_attention="""
 class Block(models.llama3.Block):
     def forward(self, h, cos, sin, attend):
         return h + self.ffn(self.ffn_norm(h.cumsum(1) / 64))
-class Llama3(Plain):
-    def __init__(self, config):
-        super().__init__(config)
-        self.blocks["1"] = Block(config)
-""",
-    complex_phase="""
-class Llama3(Plain):
-    def __init__(self, config):
-        super().__init__(config)
-        self.phase = nn.Parameter(torch.empty(config.dim, dtype=torch.complex64))
+""" + changed("Llama3", init='self.blocks["1"] = Block(config)'),
+    complex_phase=changed("Llama3", """
     def init_std(self, fqn):
         return 1.0 if fqn == "phase" else super().init_std(fqn)
-""",
-    parallel_block="""
-class Block(models.llama3.Block):
+""", init="self.phase = nn.Parameter(torch.empty(config.dim, dtype=torch.complex64))"),
+    parallel_block=changed("Block", """
     def forward(self, h, cos, sin, attend):
         x = self.attn_norm(h)
         return h + self.attn(x, cos, sin, attend) + self.ffn(x)
-    def __init__(self, config):
-        super().__init__(config)
-        del self.ffn_norm
-models.llama3.Block = Block
-class Llama3(Plain):
+""", init="del self.ffn_norm") + changed("Llama3", """
     def tp_plan(self):
         return {name: style for name, style in super().tp_plan().items() if "ffn_norm" not in name}
-""",
-    zeros="""
-class Llama3(Plain):
+"""),
+    zeros=changed("Llama3", """
     def init_std(self, fqn):
         return 0.0 if fqn.endswith(("wo.weight", "w2.weight")) else super().init_std(fqn)
-""")
+"""))
 STEP = """
 class Own(torch.optim.Optimizer):
     def __init__(self, params, lr):

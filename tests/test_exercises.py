@@ -1,6 +1,5 @@
 """exercises/: the project's own functions pass each check, a blank does not, other right answers pass, and a typical wrong one
 is told what is wrong. The answers are in tests/answers/."""
-import ast
 import importlib.util
 import re
 import sys
@@ -13,7 +12,7 @@ from bugs import BUGS, planted_bug
 from course import COURSE, functions, original, source_of, with_blanks
 from programs import run_program
 from runs import REPO
-from test_mutants import MUTANTS
+from test_mutants import changed_functions
 
 QUICK = (7, 14)  # the others are slow
 
@@ -57,7 +56,7 @@ def numbers():
 @pytest.mark.parametrize("number", numbers())
 def test_an_exercise_knows_right_from_wrong(number):
     given = answers(number)
-    assert len(given.RIGHT) >= 2 and given.WRONG
+    assert given.RIGHT and given.WRONG
     check(number)
     with answered(blanks(number)), pytest.raises(Exception, match=f"exercise {number}: .* is still a blank"):
         check(number)
@@ -144,21 +143,10 @@ def test_wrong_usage_is_one_line(argv, words, tmp_path):
 
 
 # ---------------------------------------------------------------- bugs
-def test_every_known_mistake_can_be_planted(tmp_path):
-    assert {bug.mutant for bug in BUGS.values()} == {mutant.__name__ for mutant, _, _ in MUTANTS}
+def test_every_known_mistake_can_be_planted():
     for bug in BUGS.values():
         for file, text in planted_bug(bug).items():
             compile(text, file, "exec")
-
-
-def changed_functions(bug) -> dict:
-    """{file: {function: its source with the mistake}}"""
-    found = {}
-    for file, text in planted_bug(bug).items():
-        before = Path(REPO, file).read_text()
-        found[file] = {name: source_of(text, name) for name in functions(before)
-                       if ast.dump(functions(text)[name]) != ast.dump(functions(before)[name])}
-    return found
 
 
 @pytest.mark.slow

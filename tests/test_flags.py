@@ -3,7 +3,7 @@
 A row runs its program with and without the flag and compares what was seen: numbers of the log, weights, gradients,
 collectives, files, printed lines. The runs are small, in this process, and shared between rows. Three things keep the table
 honest: a flag without a row fails (test_every_flag_has_a_row), no row may hold where the flag is not given, and `make
-test-slow` repeats every row with a Config that ignores the flag, and some with the mistakes of MUTANTS.
+test-slow` repeats every row with a Config that ignores the flag.
 
 For a flag of your own add its row: row("my_flag", value, lambda new, old: what is different in new, flags that it needs).
 """
@@ -38,7 +38,6 @@ from safetensors.torch import load_file
 import checkpoint
 import distributed.launch
 import generate
-import grpo
 import models.attention
 import models.llama3
 import parallel
@@ -52,7 +51,7 @@ from rl import rollouts
 from rl.datasets import open_task
 from rl.rewards import pay_all
 from sft.lora import is_adapter
-from support import metrics, optim
+from support import metrics
 from support.config import option_groups
 from tools import dryrun
 from tools.parity import model_config_of
@@ -624,10 +623,6 @@ def advantages_by_hand(run, penalty=lambda s: 0.0, scale=lambda rewards: 1.0) ->
     return any(s["advantage"] for s in run.batches[0])
 
 
-def of_loss(i):
-    return lambda run: run.losses[0][i]
-
-
 def tokens_of(run) -> list:
     return [s["ids"] for s in run.samples[0]]
 
@@ -788,75 +783,3 @@ def test_the_common_run_is_as_the_rows_take_it():
 @pytest.mark.parametrize("row", ROWS, ids=name_of)
 def test_a_program_that_ignores_the_flag_is_caught(row):
     assert not row.effect(seen(row, ignored=True), seen(row, given=False))
-
-
-def swapped(function, change):
-    """mutant: the function with some of its arguments changed."""
-    return lambda *args, **kwargs: function(*change(*args), **kwargs)
-
-
-RECIPE = importlib.import_module("train_llama3")
-ADAMW, LR_AT = optim.adamw, RECIPE.lr_at
-
-
-def with_fields(cfg, **changes):
-    changed = copy.copy(cfg)
-    vars(changed).update(changes)
-    return changed
-
-
-# what is broken, in which program and how; and flags whose rows must notice
-MUTANTS = {
-    "betas swapped": (RECIPE, "adamw", swapped(ADAMW, lambda groups, lr, betas, *rest: (groups, lr, betas[::-1], *rest)),
-                      ["beta1", "beta2"]),
-    "eps ignored": (RECIPE, "adamw", swapped(ADAMW, lambda groups, lr, betas, eps, *rest: (groups, lr, betas, 1e-8, *rest)),
-                    ["eps"]),
-    "decay on norms instead of matrices": (RECIPE, "adamw", swapped(ADAMW, lambda groups, *rest: (
-        [g | {"weight_decay": groups[1 - i]["weight_decay"]} for i, g in enumerate(groups)], *rest)), ["weight_decay"]),
-    "decay on everything": (RECIPE, "adamw", swapped(ADAMW, lambda groups, *rest: (
-        [g | {"weight_decay": groups[0]["weight_decay"]} for g in groups], *rest)), ["weight_decay"]),
-    "linear and sqrt exchanged": (RECIPE, "lr_at", lambda step, cfg: LR_AT(step, with_fields(
-        cfg, decay_type={"linear": "sqrt", "sqrt": "linear", "cosine": "cosine"}[cfg.decay_type])), ["decay_type"]),
-    "minimum of zero": (RECIPE, "lr_at", lambda step, cfg: LR_AT(step, with_fields(cfg, min_lr_ratio=0.0)),
-                        ["min_lr_ratio", "lr"]),
-    "no warmup": (RECIPE, "lr_at", lambda step, cfg: LR_AT(step, with_fields(cfg, warmup_steps=0)), ["warmup_steps", "lr"]),
-    "a step late": (RECIPE, "lr_at", lambda step, cfg: LR_AT(step + 1, cfg), ["lr", "decay_ratio", "schedule_steps"]),
-    "clipped to twice the norm": (RECIPE, "clip_grad_norm", swapped(parallel.clip_grad_norm, lambda stages, n, layout: (
-        stages, 2 * n, layout)), ["max_norm"]),
-    "gradients summed in float32": (parallel, "MixedPrecisionPolicy", lambda param_dtype, reduce_dtype, **rest:
-                                    torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype, torch.float32, **rest),
-                                    ["reduce_dtype"]),
-    "dtypes of parameters and sums exchanged": (parallel, "MixedPrecisionPolicy", lambda param_dtype, reduce_dtype, **rest:
-                                                torch.distributed.fsdp.MixedPrecisionPolicy(reduce_dtype, param_dtype, **rest),
-                                                ["reduce_dtype"]),
-    "weights not cast on one process": (parallel, "cast_weights", lambda *args: None, ["compute_dtype"]),
-    "always the same initial weights": (RECIPE, "init_weights", swapped(parallel.init_weights, lambda s, layout, seed, *rest: (
-        s, layout, 0, *rest)), ["seed"]),
-    "data in another seed's order": (RECIPE, "open_data", lambda cfg, *rest: open_data(with_fields(cfg, data_seed=7), *rest),
-                                     ["data_seed"]),
-    "documents see each other": (RECIPE, "open_data", lambda cfg, *rest: open_data(with_fields(cfg, doc_mask=False), *rest),
-                                 ["doc_mask"]),
-    "GRPO: published limits exchanged": (grpo, "CLIP", {kind: limits[::-1] for kind, limits in grpo.CLIP.items()}, ["loss"]),
-    "GRPO: advantages always normed": (grpo, "advantages", swapped(grpo.advantages, lambda r, std: (r, True)),
-                                       ["overlong_tokens"]),
-    "GRPO: advantages never normed": (grpo, "advantages", swapped(grpo.advantages, lambda r, std: (r, False)), ["std_norm"]),
-    "GRPO: penalty upside down": (grpo, "overlong_penalty", lambda *a: 1.0, ["overlong_tokens"]),
-    "GRPO: rate of the first step": (grpo, "lr_at", lambda step, cfg: 1.0, ["lr", "min_lr_ratio", "warmup_steps"]),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_mistake_is_caught_by_the_rows(name):
-    owner, function, wrong, flags = MUTANTS[name]
-    program = "grpo" if owner is grpo else "train_llama3"
-    rows = [r for r in ROWS if r.flag in flags and r.program == program]
-    assert {r.flag for r in rows} == set(flags)
-    caught = set()
-    for r in rows:
-        with mock.patch.object(owner, function, wrong):
-            cfg = config(r.program, r.also | {r.flag: r.value})
-            new, old = r.run(r.program, cfg, **r.options), r.run(r.program, config(r.program, r.also), **r.options)
-        if not r.effect(new, old):
-            caught.add(r.flag)
-    assert caught == set(flags), f"not noticed by the rows of {', '.join(sorted(set(flags) - caught))}"

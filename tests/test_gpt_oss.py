@@ -1,19 +1,14 @@
 """forks/gpt_oss.py: the numbers are those of transformers, and every layout is one process."""
-import importlib
-
 import pytest
 import torch
-from layouts import compare, equals_transformers, row_name
+from layouts import FORK_LAYOUTS, assert_samples_are_the_best_tokens, compare, drawn, equals_transformers, row_name
 from pool import pool
 
 from checkpoint import load_hf
 from forks.gpt_oss import FLAVORS, GptOss, GptOssConfig
-from rl.decoding import rollout
-from support.config import parse_config
 
 pytestmark = pytest.mark.slow  # make test has no room for it
 
-recipe = importlib.import_module("forks.train_gpt_oss")
 YARN = dict(factor=4.0, beta_fast=32.0, beta_slow=1.0, original_max_position_embeddings=16)
 SIZES = dict(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=16, vocab_size=101, max_seq_len=64, sliding_window=5,
              n_experts=4, top_k=2, moe_ffn_dim=24, rope_scaling=YARN)
@@ -24,11 +19,7 @@ def theirs(config: GptOssConfig):
     from transformers import GptOssConfig as Theirs
     from transformers import GptOssForCausalLM
 
-    torch.manual_seed(0)
-    model = GptOssForCausalLM(Theirs(**config.to_hf(), attn_implementation="eager")).float()
-    for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.3)
-    return model
+    return drawn(GptOssForCausalLM(Theirs(**config.to_hf(), attn_implementation="eager")).float())
 
 
 @pytest.mark.parametrize("sizes", [SIZES, SIZES | dict(rope_scaling=None, tie_embeddings=True, n_layers=2, swiglu_limit=0.5)],
@@ -50,34 +41,8 @@ def test_published_sizes(flavor, total, active):
     assert round((model.n_active_params() - config.vocab_size * config.dim) / 1e9, 2) == active
 
 
-LAYOUTS = [
-    (1, {}, dict(n=4, b=2, doc=True)),
-    (2, {}, dict(n=4, b=1, doc=True)),
-    (2, dict(tp=2), dict(n=4, b=2)),
-    (2, dict(cp=2), dict(n=4, b=2)),
-    (2, dict(cp=2, cp_method="alltoall"), dict(n=4, b=2, doc=True)),
-    (2, dict(pp=2), dict(n=4, b=2)),
-    (2, dict(ep=2), dict(n=4, b=2)),
-]
-SLOW = [
-    (4, dict(dp_replicate=2, dp_shard=2), dict(n=8, b=1)),
-    (4, dict(tp=2, cp=2), dict(n=4, b=2, doc=True)),
-    (4, dict(tp=2, cp=2, cp_method="alltoall"), dict(n=4, b=2)),
-    (4, dict(tp=2, ep=2, ac="full"), dict(n=4, b=1)),
-    (4, dict(ep=4, cp=2, ac="op"), dict(n=4, b=1)),
-    (4, dict(pp=2, tp=2, pp_schedule="Interleaved1F1B"), dict(n=4, b=2, doc=True)),
-    (8, dict(pp=2, cp=2, ep=2, dp_shard=2), dict(n=8, b=2)),
-]
-
-
-@pytest.mark.parametrize("row", LAYOUTS, ids=row_name)
+@pytest.mark.parametrize("row", FORK_LAYOUTS, ids=row_name)
 def test_layout_of_gpt_oss_equals_one_process(row):
-    assert compare(row[0], row[1], row[2] | {"model": "gpt_oss"}) == ""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("row", SLOW, ids=row_name)
-def test_more_layouts_of_gpt_oss_equal_one_process(row):
     assert compare(row[0], row[1], row[2] | {"model": "gpt_oss"}) == ""
 
 
@@ -137,28 +102,7 @@ def test_blocks_that_do_not_fit_are_one_line(tmp_path, part, change):
 
 
 def test_generation_with_a_cache_is_the_whole_forward():
-    """Greedy samples longer than the window, from prompts of two lengths."""
-    config = GptOssConfig(**SIZES)
-    ours = GptOss(config)
-    for i, p in enumerate(ours.parameters()):
-        torch.nn.init.normal_(p, std=0.3, generator=torch.Generator().manual_seed(i))
-    prompts = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [11, 12]]
-    samples = rollout(ours, prompts, torch.zeros(2, 1, 20), 0.0, [], max_len=40)
-    for prompt, sample in zip(prompts, samples, strict=True):
-        with torch.no_grad():
-            logprobs = ours(torch.tensor([prompt + sample["ids"]]))[0].log_softmax(-1)
-        best = logprobs[len(prompt) - 1 : -1].max(-1)
-        assert best.indices.tolist() == sample["ids"] and len(sample["ids"]) == 20
-        torch.testing.assert_close(best.values, torch.tensor(sample["logprobs"]), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("flags, words", [
-    (["--etp", "2"], "--etp 2"), (["--float8", "rowwise_experts"], "--float8 rowwise_experts"),
-    (["--ac", "op"], "--ac op")])
-def test_what_gpt_oss_cannot_do_is_one_line(flags, words, capsys):
-    with pytest.raises(SystemExit) as end:
-        parse_config(recipe.Config, flags)
-    assert end.value.code == 2 and words in capsys.readouterr().err
+    assert_samples_are_the_best_tokens(drawn(GptOss(GptOssConfig(**SIZES))))
 
 
 def test_layer_types_that_do_not_alternate_are_refused():

@@ -5,7 +5,6 @@ undisturbed run gives: the same metrics.jsonl and the same tensors, to the bit w
 
     CHAOS_KILLS=20 python -m pytest tests/test_launch.py -m slow -k chaos     # make chaos
 """
-import inspect
 import itertools
 import os
 import random
@@ -21,10 +20,9 @@ from types import SimpleNamespace
 
 import pytest
 import runs
-import test_optim
 import torch.distributed as dist
 from programs import run_program
-from runs import NOT_OURS, Job
+from runs import Job
 
 import checkpoint
 from checkpoint import LEFTOVER, step_folders
@@ -83,8 +81,7 @@ def start(tmp_path):
 
 def finish(out, processes, *flags, script=RECIPE, status=0) -> str:
     """All that a run prints that nobody disturbs, and that must end with this status."""
-    env = {name: value for name, value in os.environ.items() if not NOT_OURS.match(name)}
-    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
+    env = runs.ENV | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
     done = run_program(runs.launch(processes, script, *FLAGS, *DATA, "--out", out, *flags), cwd=out.parent, env=env)
     assert done.returncode == status, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout + done.stderr
@@ -138,12 +135,15 @@ def fork(folder, lines) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [1, 0])
-def test_kill_9_of_one_rank(tmp_path, start, undisturbed, rank):
+@pytest.mark.parametrize("rank, number, flags, torchrun", [
+    (1, signal.SIGKILL, [], []), (0, signal.SIGKILL, [], []),
+    # the others wait for --train_timeout_s, torchrun for --shutdown-timeout; then all is as if it had died
+    pytest.param(1, signal.SIGSTOP, ["--train_timeout_s", 3], ["--shutdown-timeout", 2], id="a_rank_that_hangs")])
+def test_a_rank_that_dies(tmp_path, start, undisturbed, rank, number, flags, torchrun):
     """torchrun --max_restarts goes on by itself."""
-    job = start(tmp_path / "run", 2, torchrun=["--max_restarts", 3])
+    job = start(tmp_path / "run", 2, *flags, torchrun=["--max_restarts", 1, *torchrun])
     job.until_step(9)
-    os.kill(job.worker(rank), signal.SIGKILL)
+    os.kill(job.worker(rank), number)
     assert job.end() == 0
     assert_same_run(job.out, undisturbed)
     assert job.text().count("continuing from") == 1  # one death, one restart: none is wasted on addresses of the dead
@@ -213,30 +213,6 @@ def test_chaos(tmp_path, start):
 
 
 @pytest.mark.slow
-def test_another_number_of_processes_after_each_kill(tmp_path, start):
-    """2, then 1, then 3 data ranks with the same global batch: the same tokens in each step, and the same losses."""
-    batch = ["--global_batch_size", 6]
-    for processes, step in ((2, 9), (1, 17)):
-        job = start(tmp_path / "run", processes, *batch)
-        job.until_step(step)
-        job.kill_everything()
-    job = start(tmp_path / "run", 3, *batch)
-    assert job.end() == 0
-    assert "(written by 1 rank(s))" in job.text()
-    assert_same_run(job.out, whole_run(tmp_path, 2, *batch), tolerance=1e-4)
-
-
-@pytest.mark.slow
-def test_a_rank_that_hangs(tmp_path, start, undisturbed):
-    """The others wait for --train_timeout_s, torchrun for --shutdown-timeout; then all is as if it had died."""
-    job = start(tmp_path / "run", 2, "--train_timeout_s", 3, torchrun=["--max_restarts", 1, "--shutdown-timeout", 2])
-    job.until_step(9)
-    os.kill(job.worker(1), signal.SIGSTOP)
-    assert job.end() == 0
-    assert_same_run(job.out, undisturbed)
-
-
-@pytest.mark.slow
 def test_a_second_start_in_the_same_folder(tmp_path, start):
     first = start(tmp_path / "run", 1, *ENDLESS, "--checkpoint_every", 0)
     first.until_step(1)
@@ -281,27 +257,15 @@ def test_on_nan_stop(tmp_path):
     assert all_good(out) == 4
 
 
-def with_lion(script):
-    """The forked recipe with an optimizer of its own, which has never heard of found_inf."""
-    source, adamw = script.read_text(), "adamw(groups, cfg.lr, betas, cfg.eps, cfg.optimizer)"
-    assert source.count(adamw) == 1
-    script.write_text(source.replace(adamw, "Lion(groups, cfg.lr / 10)").replace(
-        "def build_optimizers(", inspect.getsource(test_optim.Lion) + "\n\ndef build_optimizers("))
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", *(pytest.param(name, marks=pytest.mark.slow) for name in ("muon", "lion"))])
-def test_on_nan_skip(tmp_path, optimizer):
+def test_on_nan_skip(tmp_path):
     """One rank's gradient is not finite: all ranks skip the step, and go on with the next batch."""
     script = fork(tmp_path, """
         if step == 5 and layout.rank == 1:
             stages[0].blocks["1"].attn.wo.weight.grad.mul_(float("nan"))
     """)
-    if optimizer == "lion":
-        with_lion(script)
-    flags = ["--optimizer", "muon" if optimizer == "muon" else "adamw", "--on_nan", "skip", "--steps", 7]
-    flags += ["--checkpoint_every", 1]
     out = tmp_path / "run"
-    assert finish(out, 2, *flags, script=script).count("step 5: the gradient norm is nan; step skipped") == 1
+    text = finish(out, 2, "--on_nan", "skip", "--steps", 7, "--checkpoint_every", 1, script=script)
+    assert text.count("step 5: the gradient norm is nan; step skipped") == 1
     lines = read_lines(f"{out}/metrics.jsonl")
     assert [line["step"] for line in lines if line["grad_norm"] is None] == [5] and len(lines) == 7
     assert len({line["tokens_hash"] for line in lines}) == 7 and lines[-1]["tokens"] == 7 * 64
@@ -322,48 +286,23 @@ def test_a_fork_that_masks_every_label(tmp_path):
 # ---------------------------------------------------------------- signals
 
 
-@pytest.mark.slow
-def test_sigusr1_under_torchrun(tmp_path, start):
-    """What Slurm sends before a job's time is over: all ranks finish the same step and save."""
-    handle = ["--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]
-    job = start(tmp_path / "run", 2, *ENDLESS, "--checkpoint_every", 1_000_000, torchrun=[*handle, "--max_restarts", 3])
+SLURM = ["--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", "--max_restarts", 3]
+
+
+@pytest.mark.parametrize("processes, torchrun, rank, signals, status, said", [
+    (1, [], None, [signal.SIGINT] * 2, 0, "SIGINT"),  # one Ctrl-C that a launcher delivers twice
+    pytest.param(2, [], None, [signal.SIGINT] * 2, 1, "SIGINT", marks=pytest.mark.slow),  # torchrun's status after any signal
+    pytest.param(2, [], 1, [signal.SIGTERM], 0, "a signal to another rank", marks=pytest.mark.slow),  # all agree on the step
+    # what Slurm sends before a job's time is over
+    pytest.param(2, SLURM, None, [signal.SIGUSR1], 1, "SIGUSR1", marks=pytest.mark.slow)])
+def test_a_signal_finishes_the_step_and_saves(tmp_path, start, processes, torchrun, rank, signals, status, said):
+    """rank: the process that gets the signals; None: the launcher."""
+    job = start(tmp_path / "run", processes, *ENDLESS, "--checkpoint_every", 1_000_000, torchrun=torchrun)
     job.until_step(3)
-    job.launcher.send_signal(signal.SIGUSR1)
-    assert job.end() == 1  # torchrun's own status after any signal
-    assert f"SIGUSR1: stopped after step {job.last_step()}" in job.text()
-    assert os.listdir(job.out / "checkpoints") == [f"step-{all_good(job.out)}"] == [f"step-{job.last_step()}"]
-
-
-@pytest.mark.slow
-def test_a_signal_to_one_rank(tmp_path, start):
-    """All agree on the step, and the job ends with status 0."""
-    job = start(tmp_path / "run", 2, *ENDLESS, "--checkpoint_every", 1_000_000)
-    job.until_step(3)
-    os.kill(job.worker(1), signal.SIGTERM)
-    assert job.end() == 0
-    assert "a signal to another rank: stopped after step" in job.text()
-    assert os.listdir(job.out / "checkpoints") == [f"step-{all_good(job.out)}"] == [f"step-{job.last_step()}"]
-
-
-@pytest.mark.slow
-def test_sigusr1_that_torchrun_does_not_handle(tmp_path, start):
-    """It kills torchrun, and the workers follow: only the checkpoints remain."""
-    job = start(tmp_path / "run", 2, *ENDLESS)
-    job.until_step(5)
-    job.launcher.send_signal(signal.SIGUSR1)
-    assert job.end(within=5) == -signal.SIGUSR1
-    assert "stopped after step" not in job.text() and all_good(job.out) >= 4
-
-
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_ctrl_c_twice_at_once(tmp_path, start, processes):
-    """One Ctrl-C that a launcher delivers twice: the step is finished and saved."""
-    job = start(tmp_path / "run", processes, *ENDLESS, "--checkpoint_every", 1_000_000)
-    job.until_step(3)
-    job.launcher.send_signal(signal.SIGINT)
-    job.launcher.send_signal(signal.SIGINT)
-    assert job.end() == (0 if processes == 1 else 1)
-    assert f"SIGINT: stopped after step {job.last_step()}" in job.text()
+    for number in signals:
+        os.kill(job.launcher.pid if rank is None else job.worker(rank), number)
+    assert job.end() == status
+    assert f"{said}: stopped after step {job.last_step()}" in job.text()
     assert os.listdir(job.out / "checkpoints") == [f"step-{all_good(job.out)}"] == [f"step-{job.last_step()}"]
 
 
@@ -443,17 +382,6 @@ def test_a_node_is_replaced(tmp_path, start, undisturbed):
     assert_same_run(nodes.out, undisturbed)
 
 
-@pytest.mark.slow
-def test_a_node_is_lost(tmp_path, start, undisturbed):
-    """--nnodes 1:2: the other node goes on alone, with the same global batch."""
-    nodes = Nodes(start, tmp_path / "run", "1:2")
-    nodes.first.until_step(9)
-    nodes.second.launcher.kill()
-    assert nodes.first.end() == 0
-    assert "(written by 2 rank(s))" in nodes.first.text()
-    assert_same_run(nodes.out, undisturbed, tolerance=1e-4)
-
-
 def is_pending(pid: int, number: int) -> bool:
     """Whether a stopped process will get this signal as soon as it goes on."""
     pending = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("ShdPnd"))
@@ -461,8 +389,9 @@ def is_pending(pid: int, number: int) -> bool:
 
 
 @pytest.mark.slow
-def test_a_node_joins(tmp_path, start, undisturbed):
-    """--nnodes 1:2: torchrun stops the one that runs, which saves, and starts both."""
+def test_a_node_is_lost_and_comes_back(tmp_path, start, undisturbed):
+    """--nnodes 1:2: the other node goes on alone, with the same global batch. When the lost node comes back, torchrun stops the
+    one that runs, which saves, and starts both."""
     nodes = Nodes(start, tmp_path / "run", "1:2")
     nodes.first.until_step(9)
     nodes.second.launcher.kill()
@@ -474,7 +403,7 @@ def test_a_node_joins(tmp_path, start, undisturbed):
     os.kill(alone, signal.SIGCONT)
     assert replacement.end() == 0 and nodes.first.end() == 0
     said = nodes.first.text() + replacement.text()  # whichever has rank 0
-    assert "SIGTERM: stopped after step" in said and "(written by 1 rank(s))" in said
+    assert "SIGTERM: stopped after step" in said and "(written by 2 rank(s))" in said and "(written by 1 rank(s))" in said
     assert_same_run(nodes.out, undisturbed, tolerance=1e-4)
 
 

@@ -68,11 +68,8 @@ TABLE = {
         --profile 3-2 => --profile '3-2' must be
         --profile 0 => --profile '0' must be
         --profile ten => --profile 'ten' must be
-        --global_batch_size 10 --local_batch_size 4 => use --global_batch_size 8
-        --device cuda => use --device cpu
         --tp 2 --model_args dim=8 => or start 2 processes: torchrun --nproc_per_node 2 \S+ .*--model_args dim=8
         --machine B200 => --machine B200 has no effect without --dry_run
-        --pp_schedule ZBVZeroBubble --cp_method alltoall => --pp_schedule ZBVZeroBubble .*--cp_method alltoall
         --ac_every 3 --export_dtype float16 => --export_dtype float16 .*--ac_every 3 has
         --no-init_model_only => --no-init_model_only has no effect without --init_from
         --exclude_from_loading head => --exclude_from_loading head has no effect without --init_from or a ch
@@ -202,6 +199,15 @@ TABLE = {
         from_hf run s3://bucket/run => to export to s3://bucket/run: only folders are written
         source run s3://bucket/code => to write to s3://bucket/code: only folders are written
         from_hf gpt2 new => hf download gpt2 --local-dir gpt2
+    """,
+    "forks.train_gpt_oss": r"""
+        --etp 2 => --etp 2
+        --float8 rowwise_experts => --float8 rowwise_experts
+        --ac op => --ac op
+    """,
+    "forks.train_llama4": r"""
+        --etp 2 => --etp 2
+        --float8 rowwise_experts => --float8 rowwise_experts
     """,
     "ablate": r"""
         REPO/train_llama3.py --vary lr=1e-3,3e-3 --out s3://bucket/study => --out s3://bucket/study: only folders

@@ -12,15 +12,13 @@ import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import flags_doc
 import pytest
 from programs import run_program
-from runs import ENV, MLA, MODEL, REPO, launch, metrics, run, train_lines
+from runs import ENV, MLA, MODEL, REPO, Job, launch, metrics, run, train_lines
 
 import checkpoint
 import train_llama3
@@ -259,65 +257,35 @@ def assert_same_training(a: list[dict], b: list[dict]):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_four_processes_train_what_one_does(tmp_path, recipe):
-    runs = {1: [], 4: ["--dp_replicate", 2, "--dp_shard", 2]}
-    common = [*tiny(recipe), *EXACT, "--steps", 6]
-    commands = {n: launch(n, recipe, *common, *degrees, "--out", tmp_path / str(n)) for n, degrees in runs.items()}
-    for command in commands.values():
-        run(command)
-    one, four = train_lines(tmp_path / "1"), train_lines(tmp_path / "4")
-    assert len(one) == 6 and one[-1]["loss"] < one[0]["loss"]
-    assert_same_training(four, one)
-    val = [metrics(tmp_path / name)[-1]["val_loss"] for name in ("1", "4")]
-    assert abs(val[0] - val[1]) <= 1e-5
-
-    # a finished run: the same command says so, and changes nothing
-    def files():
-        return [(tmp_path / "1" / name).read_bytes() for name in ("metrics.jsonl", "config.json")]
-
-    before = files()
-    assert "is finished: 6 of 6 steps are done" in run([*commands[1], "--lr", "0.1"])
-    assert files() == before
-    assert os.listdir(tmp_path / "1" / "checkpoints") == ["step-6"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", RECIPES)
 def test_stopped_by_sigterm_and_continued_by_two_processes(tmp_path, recipe):
     """4 processes until SIGTERM, then 2, against 1 that nobody disturbs: the same tokens, the same losses."""
     # the schedule has a length of its own, so that the last step can be chosen when it is known where the first part ended
-    common = [recipe, *tiny(recipe), *EXACT, "--schedule_steps", 10, "--val_every", 0, "--checkpoint_every", 1_000_000]
+    common = [REPO / recipe, *tiny(recipe), *EXACT, "--schedule_steps", 10, "--val_every", 0, "--checkpoint_every", 1_000_000]
     out = tmp_path / "stopped"
-    with open(tmp_path / "log", "w") as log:
-        command = launch(4, *common, "--steps", 1_000_000, "--out", out)
-        job = subprocess.Popen(command, cwd=REPO, env=ENV, stdout=log, stderr=log)
-        deadline = time.monotonic() + 120
-        while not (out / "metrics.jsonl").exists() or (out / "metrics.jsonl").read_bytes().count(b"\n") < 3:
-            assert job.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()[-4000:]
-            time.sleep(0.02)
-        job.send_signal(signal.SIGTERM)
-        job.wait(120)  # its status is torchrun's, which is always 1 after a signal
-    stopped = train_lines(out)[-1]["step"]
-    assert f"stopped after step {stopped}" in (tmp_path / "log").read_text()
+    job = Job(launch(4, *common, "--dp_replicate", 2, "--steps", 1_000_000, "--out", out), out, tmp_path / "log")
+    job.until_step(3)
+    job.launcher.send_signal(signal.SIGTERM)
+    job.end()  # its status is torchrun's, which is always 1 after a signal
+    stopped = job.last_step()
+    assert f"stopped after step {stopped}" in job.text()
     assert os.listdir(out / "checkpoints") == [f"step-{stopped}"]
 
     steps = stopped + 4
     stdout = run(launch(2, *common, "--steps", steps, "--out", out))
     assert f"continuing from {out}/checkpoints/step-{stopped} (written by 4 rank(s))" in stdout
-    run(launch(1, *common, "--steps", steps, "--out", tmp_path / "whole"))
-    assert_same_training(train_lines(out), train_lines(tmp_path / "whole"))
+    whole = launch(1, *common, "--steps", steps, "--out", tmp_path / "whole")
+    run(whole)
+    lines = train_lines(tmp_path / "whole")
+    assert_same_training(train_lines(out), lines)
+    assert lines[-1]["loss"] < lines[0]["loss"]
 
+    # a finished run: the same command says so, and changes nothing
+    def files():
+        return [(tmp_path / "whole" / name).read_bytes() for name in ("metrics.jsonl", "config.json")]
 
-@pytest.mark.slow
-def test_the_batch_stays_on_another_number_of_processes_and_new_flags_are_told(tmp_path):
-    flags = [*TINY, "--local_batch_size", 2, "--warmup_steps", 1, "--val_every", 0, "--out", tmp_path]
-    run(launch(1, "train_llama3.py", *flags, "--steps", 4))
-    stdout = run(launch(2, "train_llama3.py", *flags, "--steps", 8))
-    assert "the global batch stays 2 sequences" in stdout and "--local_batch_size 2 becomes 1 on 2 data ranks" in stdout
-    assert "steps 4 -> 8, local_batch_size 2 -> 1; the learning rate goes from 6.95e-04 to 1.65e-03 at step 5" in stdout
-    assert {line["tokens"] / line["step"] for line in train_lines(tmp_path)} == {2 * 32}
-    saved = [json.loads(path.read_text()) for path in (tmp_path / "config.json", tmp_path / "checkpoints/step-8/config.json")]
-    assert [config["global_batch_size"] for config in saved] == [2, 2]
+    before = files()
+    assert f"is finished: {steps} of {steps} steps are done" in run([*whole, "--lr", "0.1"])
+    assert files() == before and os.listdir(tmp_path / "whole" / "checkpoints") == [f"step-{steps}"]
 
 
 @pytest.mark.slow
@@ -339,14 +307,18 @@ def test_other_data_in_the_middle_of_a_run(folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_moments_of_8_bits_compiled_saved_and_continued(tmp_path):
-    """As a user gets it, with torchao's compiled step: two processes, then one with other moments, which goes on learning."""
-    flags = [*TINY, "--val_every", 0, "--checkpoint_every", 4, "--warmup_steps", 2, "--schedule_steps", 8, "--out", tmp_path]
-    run(launch(2, "train_llama3.py", *flags, "--global_batch_size", 16, "--steps", 4, "--optimizer", "adamw_8bit"))
-    stdout = run(launch(1, "train_llama3.py", *flags, "--global_batch_size", 16, "--steps", 8, "--optimizer", "adamw_4bit"))
-    assert "continuing from" in stdout
-    losses = [line["loss"] for line in train_lines(tmp_path)]
-    assert len(losses) == 8 and losses[7] < losses[4] < losses[0]
+def test_a_run_goes_on_with_other_moments_and_processes_and_the_same_batch(tmp_path):
+    """As a user gets it, with torchao's compiled step: one process, then two with other moments, which go on learning."""
+    flags = [*TINY, "--val_every", 0, "--checkpoint_every", 4, "--warmup_steps", 2, "--local_batch_size", 16, "--out", tmp_path]
+    run(launch(1, "train_llama3.py", *flags, "--steps", 4, "--optimizer", "adamw_8bit"))
+    stdout = run(launch(2, "train_llama3.py", *flags, "--steps", 8, "--optimizer", "adamw_4bit"))
+    assert "the global batch stays 16 sequences" in stdout and "--local_batch_size 16 becomes 8 on 2 data ranks" in stdout
+    assert "steps 4 -> 8" in stdout and "local_batch_size 16 -> 8" in stdout and "optimizer adamw_8bit -> adamw_4bit" in stdout
+    lines = train_lines(tmp_path)
+    assert {line["tokens"] / line["step"] for line in lines} == {16 * 32}
+    assert len(lines) == 8 and lines[7]["loss"] < lines[4]["loss"] < lines[0]["loss"]
+    saved = [json.loads(path.read_text()) for path in (tmp_path / "config.json", tmp_path / "checkpoints/step-8/config.json")]
+    assert [config["global_batch_size"] for config in saved] == [16, 16]
 
 
 @pytest.mark.slow

@@ -4,19 +4,16 @@ A row of RULES: what is asked for => a regular expression that the one line must
 the cure that the line itself names. `test_recipes.py` runs the command lines that are right, `test_messages.py` has all other
 wrong ones.
 """
-import os
 import re
-import subprocess
-import sys
 from ast import literal_eval
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
 import torch
 from layouts import Flags, build, config
 from pool import pool
 from programs import run_program
+from runs import ENV, launch
 
 from distributed.checks import check_replicas
 from distributed.layout import local_tensor
@@ -24,7 +21,6 @@ from distributed.pipeline import n_microbatches
 from distributed.refusals import check_layout
 from models.llama3 import Llama3Config
 
-REPO = Path(__file__).parent.parent
 MODEL = Llama3Config(n_layers=6, n_heads=8, n_kv_heads=4, head_dim=64, ffn_dim=512, max_seq_len=8192)
 RECIPE = dict(seq_len=64, local_batch_size=4, global_batch_size=-1, device="cpu", world_size=1)
 FIELDS = asdict(MODEL)
@@ -79,8 +75,7 @@ world_size=2 tp=2 async_tp=True => --async_tp.*CUDA.*--compile.*leave it out => 
 world_size=3 cp=3 cp_method=alltoall seq_len=66 => cp 3.*8 heads.*use --cp_method allgather => cp_method=allgather
 world_size=6 cp=6 cp_method=alltoall seq_len=60 n_heads=12 => 4 kv heads.*use --cp_method allgather => cp_method=allgather
 world_size=16 cp=4 tp=4 cp_method=alltoall => the 2 heads of a tp rank.*use --cp_method allgather => cp_method=allgather
-ac=budget => --ac budget needs --compile.*use --ac op => compile=True
-ac=budget => add --compile or use --ac op => ac=op
+ac=budget => --ac budget needs --compile.*add --compile or use --ac op => compile=True => ac=op
 ac=selective ac_every=0 => --ac_every 0.*at least 1 => ac_every=1
 ac=budget compile=True ac_budget=1.5 => --ac_budget 1.5.*between 0 and 1 => ac_budget=1.0
 PP pp_microbatch_size=3 => 3 does not divide --local_batch_size 4.*use 1, 2 or 4 => pp_microbatch_size=2
@@ -97,22 +92,16 @@ PP pp_layers_per_stage=3 => makes 3 stages of 6 layers, no multiple of --pp 2 =>
 PP pp_layers_per_stage=0 => --pp_layers_per_stage 0 => pp_layers_per_stage=4
 PP pp_layers_per_stage=2 => 4 stages over --pp 2 ranks.*1F1B needs exactly 1 per rank => pp_layers_per_stage=4
 TWO_LAYERS pp_schedule=ZBVZeroBubble pp_stage_fqns=TWO => 2 stages over --pp 2.*exactly 2 per rank => pp_stage_fqns=FOUR
-TWO_LAYERS pp_schedule=DualPipeV pp_stage_fqns=TWO => 2 stages over --pp 2.*exactly 2 per rank => pp_stage_fqns=FOUR
 PP pp_schedule=ZBVZeroBubble pp_layers_per_stage=2 n_layers=14 => 8 stages over --pp 2.*exactly 2 => pp_layers_per_stage=4
 TWO_LAYERS pp_schedule=LoopedBFS pp_stage_fqns=TWO => 2 stages over --pp 2.*LoopedBFS needs => pp_stage_fqns=FOUR
 TWO_LAYERS pp_stage_fqns=tok_embeddings,block.0;blocks.1,norm,head => 'block.0' is no module.*blocks.0 => pp_stage_fqns=TWO
 TWO_LAYERS pp_stage_fqns=tok_embeddings;blocks.1,norm,head => --pp_stage_fqns.*'blocks.0' is missing => pp_stage_fqns=TWO
 TWO_LAYERS pp_stage_fqns=tok_embeddings,blocks.0;blocks.1,norm => 'head' is missing => pp_stage_fqns=TWO
 TWO_LAYERS pp_stage_fqns=TWO,head => 'head' is missing => pp_stage_fqns=TWO
-TWO_LAYERS pp_stage_fqns=TWO,head => 'head' is missing => pp_stage_fqns=TWO
 TWO_LAYERS pp_stage_fqns=tok_embeddings,blocks.1;blocks.0,norm,head => in order.*'blocks.0' => pp_stage_fqns=TWO
 PP pp_schedule_csv=nowhere.csv => --pp_schedule_csv nowhere.csv: No such file => pp_schedule_csv=
 PP pp_schedule=InterleavedZeroBubble reshard_after_forward=always => Interleaved.*use never => reshard_after_forward=never
-PP pp_schedule=ZBVZeroBubble reshard_after_forward=always => always.*ZBVZeroBubble.*use never => reshard_after_forward=never
-PP pp_schedule=DualPipeV reshard_after_forward=always => always.*DualPipeV.*use never => reshard_after_forward=never
-PP pp_schedule=InterleavedZeroBubble ac=full => --ac full.*--pp_schedule InterleavedZeroBubble.*use --ac none => ac=none
 PP pp_schedule=ZBVZeroBubble ac=full => --ac full.*--pp_schedule ZBVZeroBubble.*use --ac none => ac=none
-PP pp_schedule=DualPipeV ac=full => --ac full.*--pp_schedule DualPipeV.*use --ac none => ac=none
 pp_schedule=ZBVZeroBubble => --pp_schedule ZBVZeroBubble has no effect without --pp 2 or more; leave it out => PP
 pp_microbatch_size=7 => --pp_microbatch_size 7 has no effect without --pp => PP local_batch_size=14
 pp_stage_fqns=garbage => --pp_stage_fqns garbage has no effect without --pp
@@ -213,22 +202,11 @@ def test_layouts_that_are_fine(given, expected):
 # ---------------------------------------------------------------- as a process
 
 
-def run(*argv, launch=(), timeout=120) -> subprocess.CompletedProcess:
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | {"CUDA_VISIBLE_DEVICES": ""}
-    return run_program([sys.executable, *launch, "train_llama3.py", *argv], env=env, timeout=timeout, real=bool(launch))
-
-
-def test_unknown_flag_as_a_process(tmp_path):
-    done = run("--stpes", 5, "--out", tmp_path / "run")
-    assert done.returncode == 2 and done.stdout == "" and not (tmp_path / "run").exists()
-    assert done.stderr == "error: unknown flag --stpes; did you mean --steps? --help lists all flags\n"
-
-
 @pytest.mark.slow
 def test_one_line_from_all_ranks(tmp_path):
     """Under torchrun, which adds a page of its own: one rank speaks."""
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = run("--tp", 3, "--out", tmp_path / "run", launch=launch)
+    command = launch(2, "train_llama3.py", "--device", "cpu", "--tp", 3, "--out", tmp_path / "run")
+    done = run_program(command, env=ENV, real=True)
     lines = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert done.returncode == 1 and len(lines) == 1, done.stderr
     assert "2 processes but pp*dp_replicate*cp*tp = 1*1*1*3 = 3" in lines[0]

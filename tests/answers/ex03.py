@@ -50,18 +50,6 @@ def backward(ctx, grad):
             mine = part
     return dx, mine, None
 '''),
-    answer('''
-def forward(ctx, x, shard, group):
-    ctx.save_for_backward(x, shard)
-    ctx.group = group
-    # never the whole weight: a rank's rows make some of the columns of y
-    columns = []
-    for source in range(dist.get_world_size(group)):
-        rows = shard.clone() if source == dist.get_rank(group) else torch.empty_like(shard)
-        dist.broadcast(rows, src=dist.get_global_rank(group, source), group=group)
-        columns.append(x @ rows.T)
-    return torch.cat(columns, 1)
-'''),
 ]
 WRONG = [  # answer, what the feedback must say
     (answer('''

@@ -45,18 +45,6 @@ def ffn(x, w1, w3, w2, group):
     summand = F.linear(F.silu(F.linear(whole, w1)) * F.linear(whole, w3), w2)
     return Share.apply(all_reduce(summand, group=group)) if n > 1 else summand
 '''),
-    answer(ffn='''
-def ffn(x, w1, w3, w2, group):
-    # hooks in place of classes
-    def add(t):
-        t = t.contiguous().clone()
-        dist.all_reduce(t, group=group)
-        return t
-    inside = x.view_as(x)
-    inside.register_hook(add)
-    summand = F.linear(F.silu(F.linear(inside, w1)) * F.linear(inside, w3), w2)
-    return summand + (add(summand.detach()) - summand.detach())
-'''),
 ]
 WRONG = [  # answer, what the feedback must say
     (answer(enter="def backward(ctx, grad):\n    return grad, None"), "missing an all-reduce"),

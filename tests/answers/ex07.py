@@ -19,16 +19,6 @@ def answer(index=INDEX, order=ORDER) -> dict:
 
 RIGHT = [
     answer(),
-    answer('''
-def sequence_index(T, cp, rank, device=None):
-    # pairs: row i holds chunk i and, from the other end, chunk 2cp-1-i
-    chunks = torch.arange(T, device=device).view(2 * cp, -1)
-    return torch.stack([chunks[:cp], chunks.flip(0)[:cp]], 1)[rank].flatten()
-''', '''
-def natural_order(x, dim, cp):
-    y = x.movedim(dim, 0).unflatten(0, (cp, 2, -1))  # (rank, early or late, tokens, ...)
-    return torch.cat([y[:, 0], y[:, 1].flip(0)]).flatten(0, 1).movedim(0, dim)
-'''),
 ]
 WRONG = [  # answer, what the feedback must say
     (answer('''

@@ -2,7 +2,7 @@
 
 
 def answer(order="kind.argsort(stable=True)", undo="y[torch.argsort(order)]", home="received, sent",
-           sizes="arriving.view(ep, -1).sum(0)", travel="AllToAll.apply", given="experts.compute(x[order], {sizes}, *weights)"):
+           sizes="arriving.view(ep, -1).sum(0)", travel="AllToAll.apply"):
     return {"distributed/experts.py": {"exchange_tokens": f"""
 def exchange_tokens(experts, group, x, counts):
     def plain(x, group, sent=None, received=None):
@@ -16,16 +16,13 @@ def exchange_tokens(experts, group, x, counts):
     x = {travel}(x, group, sent, received)
     kind = torch.arange(len(counts) // ep).repeat(ep).repeat_interleave(arriving)
     order = {order}
-    y = {given.format(sizes=sizes)}
+    y = experts.compute(x[order], {sizes}, *weights)
     return {travel}({undo}, group, {home})
 """}}
 
 
 RIGHT = [
     answer(),
-    # one call of the experts per sender, whose rows are in order already
-    answer(order="None", given="torch.cat([experts.compute(p, c, *weights) for p, c in zip("
-           "x.split(received), arriving.view(ep, -1))])", undo="y"),
     # the pieces are cut and put together expert by expert, without a sort
     {"distributed/experts.py": {"exchange_tokens": """
 def exchange_tokens(experts, group, x, counts):

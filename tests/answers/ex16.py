@@ -25,20 +25,6 @@ RIGHT = [
         z += {"grpo": tokens > 0, "gspo": tokens > 0, "dr_grpo": (tokens > 0) * max_new_tokens}.get(kind, tokens)
     return z
 """),
-    # max of the losses in place of min of the objectives, on the sampled tokens only
-    losses("""
-    rows, columns = mask.nonzero(as_tuple=True)
-    ratio = (lp[rows, columns] - old[rows, columns]).exp()
-    A = advantage.expand_as(mask)[rows, columns]
-    loss = torch.maximum(-ratio * A, -ratio.clip(min=1 - low, max=1 + high) * A)
-    return torch.zeros_like(mask).index_put((rows, columns), loss)
-""") | denominator("""
-    counts = torch.tensor([sum(s["mask"]) for s in samples])
-    n = int((counts > 0).sum())
-    if kind == "dr_grpo":
-        return n * max_new_tokens
-    return n if kind in ("grpo", "gspo") else counts.sum().item()
-"""),
 ]
 WRONG = [
     (losses(LOG_RATIO + "    return -ratio.clamp(1 - low, 1 + high) * advantage * mask\n"), "That is the clipped ratio alone"),

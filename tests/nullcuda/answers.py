@@ -18,6 +18,22 @@ def replace(owner, name: str, make):
     setattr(owner, name, make(getattr(owner, name)))
 
 
+def around(owner, name: str, before=None, after=None):
+    """owner.name calls before() ahead of what it was, and after() behind it, both with its arguments."""
+    def make(known):
+        def called(*args, **kwargs):
+            if before:
+                before(*args, **kwargs)
+            result = known(*args, **kwargs)
+            if after:
+                after(*args, **kwargs)
+            return result
+
+        return called
+
+    replace(owner, name, make)
+
+
 def always(value):
     """make for replace: a function that returns this."""
     return lambda known: lambda *args, **kwargs: value
@@ -32,12 +48,8 @@ class Log:
         cls.library.nullcuda_mark(text.encode())
 
     @classmethod
-    def flush(cls, known):
-        def exit(status):
-            cls.library.nullcuda_flush()
-            known(status)
-
-        return exit
+    def flush(cls, status: int):
+        cls.library.nullcuda_flush()
 
 
 def answer() -> None:
@@ -50,7 +62,7 @@ def answer() -> None:
     from models.moe import Balance
 
     replace(distributed.checks, "check_first_batch", always(None))  # how many tokens have a loss: 0
-    replace(os, "_exit", Log.flush)
+    around(os, "_exit", before=Log.flush)
     # Sampling asks the device which samples have ended: none ever would. So nothing is sampled after a run, and for grpo.py
     # every token is 1, with a log-probability of -1.
     replace(generate, "print_sample", always(None))
@@ -198,44 +210,22 @@ def mark_parts(module, memory: bool) -> None:
                    ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")}
             print(f"memory after {name}: " + " ".join(f"{kind}={value:.3f}" for kind, value in gib.items()), flush=True)
 
-    def part(known):
-        def marked(*args, **kwargs):
-            Log.mark(known.__name__)
-            result = known(*args, **kwargs)
-            Log.mark(f"/{known.__name__}")
-            state(known.__name__)
-            return result
+    def start(name):
+        return lambda *args: Log.mark(name)
 
-        return marked
+    def end(name):
+        return lambda *args: (Log.mark(f"/{name}"), state(name))
 
-    def start_step(known):
-        def marked(self, batches):
-            Log.mark(f"step {self.step + 1}")
-            return known(self, batches)
-
-        return marked
-
-    def end_step(known):
-        def marked(self, tokens):
-            known(self, tokens)
-            Log.mark(f"end {self.step}")
-            state(f"step {self.step}")
-
-        return marked
-
-    def report(known):
-        def marked(self, step):
-            Log.mark(f"report {step}")
-            return known(self, step)
-
-        return marked
+    def end_step(self, tokens):
+        Log.mark(f"end {self.step}")
+        state(f"step {self.step}")
 
     for name in PARTS:
         if hasattr(module, name):  # grpo.py has a step of its own
-            replace(module, name, part)
-    replace(Metrics, "start_step", start_step)
-    replace(Metrics, "end_step", end_step)
-    replace(Guard, "report", report)
+            around(module, name, before=start(name), after=end(name))
+    around(Metrics, "start_step", before=lambda self, batches: Log.mark(f"step {self.step + 1}"))
+    around(Metrics, "end_step", after=end_step)
+    around(Guard, "report", before=lambda self, step: Log.mark(f"report {step}"))
 
 
 def forbid_waiting() -> None:
@@ -243,23 +233,12 @@ def forbid_waiting() -> None:
     from support.guard import Guard
     from support.metrics import Metrics
 
-    def start_step(known):
-        def strict(self, batches):
-            if self.step > 0:
-                torch.cuda.set_sync_debug_mode("error")
-            return known(self, batches)
+    def start_step(self, batches):
+        if self.step > 0:
+            torch.cuda.set_sync_debug_mode("error")
 
-        return strict
-
-    def report(known):
-        def relaxed(self, step):
-            torch.cuda.set_sync_debug_mode("default")
-            return known(self, step)
-
-        return relaxed
-
-    replace(Metrics, "start_step", start_step)
-    replace(Guard, "report", report)
+    around(Metrics, "start_step", before=start_step)
+    around(Guard, "report", before=lambda self, step: torch.cuda.set_sync_debug_mode("default"))
 
 
 def report_compiles() -> None:
@@ -269,17 +248,13 @@ def report_compiles() -> None:
 
     from support.metrics import Metrics
 
-    def end_step(known):
-        def told(self, tokens):
-            known(self, tokens)
-            versions = max(FRAME_COMPILE_COUNTER.values(), default=0)
-            found = dict(step=self.step, graphs=counters["stats"]["unique_graphs"], versions=versions,
-                         breaks=list(counters["graph_break"]))
-            print("compiles", json.dumps(found), flush=True)
+    def end_step(self, tokens):
+        versions = max(FRAME_COMPILE_COUNTER.values(), default=0)
+        found = dict(step=self.step, graphs=counters["stats"]["unique_graphs"], versions=versions,
+                     breaks=list(counters["graph_break"]))
+        print("compiles", json.dumps(found), flush=True)
 
-        return told
-
-    replace(Metrics, "end_step", end_step)
+    around(Metrics, "end_step", after=end_step)
 
 
 def program(argv: list[str], options: dict):

@@ -31,6 +31,11 @@ class Done:
     seconds: float
     logs: list[list[str]]
 
+    def step(self, number: int, rank: int = 0) -> list[str]:
+        """What a rank did on the device in a step, from its batch to its optimizer."""
+        log = self.logs[rank]
+        return log[log.index(f"mark step {number}") : log.index(f"mark end {number}")]
+
 
 class Device:
     """run() sends a case to a process that has imported torch (run.py --serve), which forks one process per rank."""

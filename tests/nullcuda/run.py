@@ -105,15 +105,8 @@ def main():
         return serve(args.serve, run_case)
     if not args.argv:
         parser().error("which recipe?")
-    options = vars(args)
-    if "RANK" in os.environ:  # started by torchrun
-        os.environ.update(variables(options))
-        preload()
-        from answers import program
-
-        program(options["argv"], options)
     preload()
-    sys.exit(max(map(abs, wait_for(fork_case(options, lambda rank: None), args.timeout))))
+    sys.exit(max(map(abs, wait_for(fork_case(vars(args), lambda rank: None), args.timeout))))
 
 
 if __name__ == "__main__":

@@ -7,16 +7,13 @@ MODEL = "n_layers=2,dim=256,n_heads=4,n_kv_heads=2,head_dim=64,ffn_dim=256,moe_f
 QWEN3 = ("train_qwen3.py", "--flavor", "debug_moe", "--model_args", MODEL)
 
 
-def kernels_of_a_step(log: list[str]) -> list[str]:
-    return [line for line in log[log.index("mark step 2") : log.index("mark end 2")] if line.startswith(("kernel", "triton"))]
-
-
 @pytest.mark.parametrize("nproc, flags, sorts", [(1, [], 1), (2, ["--ep", "2"], 2)], ids=str)
 def test_tokens_are_sorted_once_and_added_up_without_atomics(device, tmp_path, nproc, flags, sorts):
     """Per layer one sort, of 16 bits, and one where they arrive from other ranks. torch's own gradients of indexing sort once
     more, or add with atomics."""
-    for log in device.run(tmp_path, *QWEN3, *flags, nproc=nproc, empty_weights=True).logs:
-        kernels = kernels_of_a_step(log)
+    done = device.run(tmp_path, *QWEN3, *flags, nproc=nproc, empty_weights=True)
+    for rank in range(nproc):
+        kernels = [line for line in done.step(2, rank) if line.startswith(("kernel", "triton"))]
         passes = [line for line in kernels if "RadixSortOnesweep" in line]
         assert len(passes) == 2 * 2 * sorts  # layers, bytes
         assert not [line for line in kernels if re.search("indexFunc|index_put|indexing_backward", line)]
@@ -25,8 +22,7 @@ def test_tokens_are_sorted_once_and_added_up_without_atomics(device, tmp_path, n
 @pytest.mark.parametrize("nproc, flags", [(1, []), (2, ["--tp", "2"])], ids=str)
 def test_routers_multiply_in_bf16(device, tmp_path, nproc, flags):
     """Per layer three matmuls, and no copy of the tokens in fp32 for them; under tensor parallelism each for its half."""
-    log = device.run(tmp_path, *QWEN3, *flags, nproc=nproc, empty_weights=True).logs[0]
-    step = log[log.index("mark step 2") : log.index("mark end 2")]
+    step = device.run(tmp_path, *QWEN3, *flags, nproc=nproc, empty_weights=True).step(2)
     routers = [i for i, line in enumerate(step) if line.startswith("gemm") and re.search(r"\b[mnk]=16\b", line)]
     assert len(routers) == 2 * 3
     assert all("norm" in step[i - 1] for i in routers[:2])  # nothing between the norm and the router
@@ -34,11 +30,10 @@ def test_routers_multiply_in_bf16(device, tmp_path, nproc, flags):
 
 def test_ac_op_repeats_neither_routing_nor_sends_nor_what_takes_long(device, tmp_path):
     """Launches of a step with --ac op: as many as without, but for plain matmuls and what is between them."""
-    logs = {ac: device.run(tmp_path / ac, *QWEN3, "--ep", 2, "--ac", ac, nproc=2, empty_weights=True).logs[0]
-            for ac in ("none", "op")}
-    steps = {ac: log[log.index("mark step 2") : log.index("mark end 2")] for ac, log in logs.items()}
+    steps = [device.run(tmp_path / ac, *QWEN3, "--ep", 2, "--ac", ac, nproc=2, empty_weights=True).step(2)
+             for ac in ("none", "op")]
     for what in ("^nccl send", "^nccl recv", "RadixSortOnesweep", "gatherTopK", "flash_fwd_kernel", "GroupProblemShape"):
-        none, op = (sum(bool(re.search(what, line)) for line in step) for step in steps.values())
+        none, op = (sum(bool(re.search(what, line)) for line in step) for step in steps)
         assert none == op > 0, (what, none, op)
-    none, op = (sum(line.startswith("gemm") for line in step) for step in steps.values())
+    none, op = (sum(line.startswith("gemm") for line in step) for step in steps)
     assert none < op

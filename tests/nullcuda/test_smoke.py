@@ -1,12 +1,11 @@
 """Each recipe runs on the null device, with each flag and pair of flags that takes another way there: two steps, status 0. Runs
-with --compile are in test_compile.py. A row has several flags at once where they do not touch each other."""
+with --compile are in test_compile.py. A row has several flags at once where they do not touch each other. What test_waiting.py,
+test_order.py or test_failures.py run as well is not here."""
 import pytest
 from rows import rows, run
 
 ONE = """
-  llama3 1
   qwen3 1
-  mtp 1
   moe 1 --ac op --val_every 1 --val_batches 1
   tied 1 --ac full --global_batch_size 4 --memory_snapshot
   llama3 1 --ac selective --doc_mask --checkpoint_every 1 --checkpoint_async thread
@@ -21,25 +20,19 @@ ONE = """
 - deepseek 1 --compute_dtype float32
 - llama3 1 --param_dtype bfloat16 --optimizer adamw_sr
 - llama3 1 --param_dtype bfloat16
-  llama3 1 --cpu_offload
   moe 1 --cpu_offload --ac op
   moe 1 --optimizer muon --moe_balance aux
 - moe 1 --moe_force_balance --moe_balance none
 - llama3 1 --optimizer adamw_8bit
-- llama3 1 --float8 tensorwise
-  llama3 1 --float8 rowwise
 - llama3 1 --float8 rowwise_with_gw_hp
   lora 1 --ac full
 - lora_moe 1
 - moe 1 --float8 rowwise
-- moe 1 --float8 rowwise_experts
 - mtp 1 --float8 rowwise_experts
   gpt_oss 1 --ac full --doc_mask
 - llama4 1 --doc_mask --optimizer muon
 """
 TWO = """
-  llama3 2
-- moe 2
 - mtp 2 --doc_mask
   llama3 2 --global_batch_size 8 --optimizer muon
 - llama3 2 --global_batch_size 8 --reshard_after_forward always
@@ -51,43 +44,29 @@ TWO = """
 - llama3 2 --tp 2 --cpu_offload --val_every 1 --val_batches 1
 - qwen3 2 --tp 2 --ac full --checkpoint_every 1 --checkpoint_async thread
 - moe 2 --tp 2
-- mtp 2 --tp 2
-- moe 2 --tp 2 --ep 2
-  moe 2 --tp 2 --etp 2
 - mtp 2 --tp 2 --etp 2
 - llama3 2 --tp 2 --float8 tensorwise
-- llama3 2 --tp 2 --float8 rowwise
 - llama3 2 --float8 tensorwise
-- llama3 2 --float8 tensorwise --float8_all_gather
 - llama3 2 --float8 rowwise
   lora 2
 - lora_moe 2 --tp 2 --ep 2
 - lora 2 --tp 2
-  llama3 2 --cp 2
 - llama3 2 --cp 2 --doc_mask
-  llama3 2 --cp 2 --cp_method alltoall
 - llama3 2 --cp 2 --cp_method alltoall --doc_mask
 - qwen3 2 --cp 2
 - moe 2 --cp 2 --ep 2
 - mtp 2 --cp 2
 - mtp 2 --cp 2 --cp_method alltoall
-  llama3 2 --pp 2 --val_every 1 --val_batches 1
 - llama3 2 --pp 2 --pp_schedule GPipe --ac full
 - llama3 2 --pp 2 --pp_schedule Interleaved1F1B --doc_mask
 - llama3 2 --pp 2 --pp_schedule LoopedBFS --ac op
-- llama3 2 --pp 2 --pp_schedule InterleavedZeroBubble
-  llama3 2 --pp 2 --pp_schedule ZBVZeroBubble --val_every 1 --val_batches 1
-- llama3 2 --pp 2 --pp_schedule DualPipeV
 - llama3 2 --pp 2 --float8 rowwise
 - moe 2 --pp 2
 - mtp 2 --pp 2
 - mtp 2 --pp 2 --pp_schedule DualPipeV
-- tied 2 --pp 2
-  mtp 2 --ep 2
 - moe 2 --ep 2 --ac full --global_batch_size 8
 - moe 2 --ep 2 --ac op --optimizer muon
 - moe 2 --ep 2 --cpu_offload
-- moe 2 --ep 2 --float8 rowwise_experts
 - mtp 2 --ep 2 --moe_force_balance --checkpoint_every 1
 - gpt_oss 2 --cp 2 --doc_mask
 - gpt_oss 2 --ep 2 --tp 2
@@ -108,7 +87,6 @@ TRAINING_HALF = """
 - grpo 2 --cp 2
 - grpo 2 --flavor debug_moe --ep 2
 - grpo 2 --dp_replicate 2
-- grpo 2 --gen_ranks 1 --async_steps 1
 """
 BLACKWELL = """
   llama3 1

@@ -28,7 +28,7 @@ NOTHING = """
 - llama3 2 --dp_replicate 2
 - moe 2
 - mtp 2 --tp 2
-- moe 2 --tp 2 --etp 2
+  moe 2 --tp 2 --etp 2
 - llama3 2 --optimizer muon
 - llama3 2 --float8 tensorwise --float8_all_gather
 """
@@ -60,7 +60,7 @@ KNOWN = """
 - moe 2 --ep 2 --ac full : 18
 - moe 2 --tp 2 --ep 2 : 9
 - mtp 2 --ep 2 : 9
-- llama3 1 --cpu_offload : 87
+  llama3 1 --cpu_offload : 87
 """
 
 
