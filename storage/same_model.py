@@ -22,15 +22,15 @@ HF_MODELS = {
 # file -> code_hash() of the code that computed the logits of transformers. After a change, run the comparisons again
 # (tests/test_models.py, test_hf.py, test_gpt_oss.py, test_llama4.py), then write the hash of tests/test_same_model.py here.
 COMPARED = {
-    "forks.gpt_oss": "23af8699",
-    "forks.llama4": "68f909ed",
-    "models.attention": "4d8d635b",
-    "models.deepseek": "9b04c4d8",
-    "models.hf_config": "0b4365c5",
+    "forks.gpt_oss": "1fea6d60",
+    "forks.llama4": "fbcadb26",
+    "models.attention": "9703c06b",
+    "models.deepseek": "55702127",
+    "models.hf_config": "4e0f8198",
     "models.layers": "bc63d0f1",
-    "models.llama3": "c30f4986",
+    "models.llama3": "366d0c9b",
     "models.moe": "f932e583",
-    "models.qwen3": "899cc967",
+    "models.qwen3": "309b11a1",
 }
 
 
