@@ -15,23 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from corpus.readers import (
-    PACKED,
-    Piece,
-    check_text,
-    cut_rows,
-    first_number,
-    format_of,
-    is_chat,
-    json_lines,
-    lines_of_chunks,
-    place,
-    prepare_column,
-    raw_bytes,
-    read_piece,
-    unpacked,
-)
-from corpus.shards import FIRST, LOSS, VERSION, is_as_written, mask_name, read_index, token_dtype, write_index, write_shard
+from corpus.readers import PACKED, Piece, check_text, format_of, is_chat, json_lines, line_name, prepare_column, read_chunks
+from corpus.shards import FIRST, LOSS, is_as_written, mask_name, name_of, read_index, token_dtype, write_index, write_shard
 from corpus.tokenizer import BESIDE, BPE_VOCAB, EOT_NAMES, files_beside, load_tokenizer
 from support.files import sha256_file, write_file
 
@@ -48,24 +33,18 @@ def cut_into_pieces(paths: list, eot_text: str, text_column: str = "text") -> li
     pieces = []
     for path in paths:
         check_text(path)
-        if path.suffix == ".parquet":
-            found = cut_rows(path, text_column, MANY_DOCUMENTS, VAL_PART)
-        elif path.suffix not in PACKED:
+        whole = Piece(path, 0, None, "hash", True, text_column)
+        if path.suffix not in PACKED:
             with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
                 found = cut_bytes(path, text, eot_text, text_column)
-        elif format_of(path) == ".jsonl" and has_many(path):  # one piece: unpacked only once, by the reader
-            found = [Piece(path, 0, None, "hash", True, text_column)]
+        elif format_of(path) == ".jsonl" and any(islice(json_lines(whole), MANY_DOCUMENTS, None)):
+            found = [whole]  # one piece: unpacked only once, by the reader
         else:
-            found = cut_bytes(path, b"".join(unpacked(path)), eot_text, text_column)
+            found = cut_bytes(path, b"".join(read_chunks(whole)), eot_text, text_column)
         if not found:
             raise ValueError(f"{path} is empty; give a file with text in it")
         pieces += found
     return pieces
-
-
-def has_many(path: Path) -> bool:
-    """Whether a packed file has enough lines to be split by hash."""
-    return sum(1 for _ in islice(lines_of_chunks(unpacked(path)), MANY_DOCUMENTS + 1)) > MANY_DOCUMENTS
 
 
 def cut_bytes(path: Path, text: mmap.mmap | bytes, eot_text: str, text_column: str) -> list:
@@ -97,7 +76,7 @@ def read_documents(piece: Piece, eot_text: str):
     """Yields (split, text, closed). In a .txt file the eot token, spelled out, separates documents."""
     if format_of(piece.path) == ".txt":
         try:
-            text = read_piece(piece).decode().removeprefix("\ufeff")
+            text = b"".join(read_chunks(piece)).decode().removeprefix("\ufeff")
         except UnicodeDecodeError as error:
             raise ValueError(f"{piece.path}: byte {piece.start + error.start} is not UTF-8; convert the file, for example: "
                              "iconv -f latin1 -t utf-8") from None
@@ -106,41 +85,25 @@ def read_documents(piece: Piece, eot_text: str):
         if last:
             yield piece.split, last, piece.closed
         return
-    for number, line in enumerate(json_lines(piece)):
+    for i, line in enumerate(json_lines(piece)):
         try:
-            record = json.loads(line.decode()) if line.strip() else {piece.text_column: ""}
+            record = json.loads(line.decode("utf-8-sig")) if line.strip() else {piece.text_column: ""}
             document = record[piece.text_column]
             key = record.get("split_key", document)  # our stdlib.jsonl is split by path
-            is_val = hashlib.sha256(key.encode()).digest()[0] * VAL_PART < 256  # 13 of 256: one in 20
+            split = split_of(piece, key.encode())
             document.encode()  # a string, and valid Unicode: "\ud800" is JSON, but no text
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             cure = f"; {prepare_column(piece.path)}" * isinstance(error, KeyError)
-            raise ValueError(f'{place(piece, first_number(piece) + number)}: need a JSON object with a string '
-                             f'"{piece.text_column}" ({error!r}){cure}') from None
+            raise ValueError(f'{line_name(piece, i)}: need a JSON object with a string "{piece.text_column}" ({error!r}){cure}'
+                             ) from None
         if document:
-            yield ("val" if is_val else "train") if piece.split == "hash" else piece.split, document, True
+            yield split, document, True
 
 
-def read_chat_documents(piece: Piece, tokenizer_file: Path):
-    """Yields (split, ids, mask) of each conversation of a piece; mask: 1 for a token with a loss."""
-    from sft.chat import chat_tokenizer, conversation_of, need_template, tokens_and_mask
-
-    template, tokenizer = need_template(tokenizer_file, piece.path), chat_tokenizer(tokenizer_file)
-
-    def tokenized(line: bytes, where: str):
-        return tokens_and_mask(conversation_of(line, where), template, tokenizer)
-
-    for number, line in enumerate(json_lines(piece)):
-        if line := line.strip():
-            split = "val" if hashlib.sha256(line).digest()[0] * VAL_PART < 256 else "train"
-            try:
-                ids, mask = tokenized(line, "")
-            except ValueError:  # again with the line number, for which all lines before the piece must be counted
-                try:
-                    ids, mask = tokenized(line, place(piece, first_number(piece) + number))
-                except ValueError as error:
-                    raise ValueError(f"{error}; python data.py prepare --skip_bad N leaves out up to N such lines") from None
-            yield split if piece.split == "hash" else piece.split, ids, mask
+def split_of(piece: Piece, key: bytes) -> str:
+    """Split of a document: of its piece, or by the hash of the key."""
+    by_hash = "val" if hashlib.sha256(key).digest()[0] * VAL_PART < 256 else "train"  # 13 of 256: one in 20
+    return by_hash if piece.split == "hash" else piece.split
 
 
 def cut_at_lines(text: str, size: int = 1 << 16):
@@ -150,6 +113,49 @@ def cut_at_lines(text: str, size: int = 1 << 16):
         stop = len(text) if start + size >= len(text) else text.rfind("\n", start, start + size) + 1 or start + size
         yield text[start:stop]
         start = stop
+
+
+def tokenized_text(piece: Piece, tokenizer, eot: int):
+    """Yields (split, ids, mask, whether a document ends) for each segment; eot follows the last segment of a document."""
+    def segments():
+        for split, text, closed in read_documents(piece, tokenizer.id_to_token(eot)):
+            *parts, last = cut_at_lines(text)
+            yield from ((split, part, False) for part in parts)
+            yield split, last, closed
+
+    found = segments()
+    while group := list(islice(found, 64)):  # 4 MB of text at once: as Encoding objects they take 200 MB
+        encodings = tokenizer.encode_batch_fast([text for _, text, _ in group], add_special_tokens=False)
+        for (split, _, closed), encoding in zip(group, encodings):
+            ids = encoding.ids + [eot] * closed
+            yield split, ids, [1] * len(ids), closed
+
+
+def tokenized_chats(piece: Piece, tokenizer_file: Path, skipped: list | None):
+    """Yields (split, ids, mask, whether a document ends) for each conversation; mask: 1 for a token with a loss.
+
+    skipped: list that takes the error of each bad conversation; None: raise the first."""
+    from sft.chat import chat_tokenizer, conversation_of, need_template, tokens_and_mask
+
+    template, tokenizer = need_template(tokenizer_file, piece.path), chat_tokenizer(tokenizer_file)
+    for i, line in enumerate(json_lines(piece)):
+        if line := line.strip():
+            try:
+                ids, mask = tokens_and_mask(conversation_of(line), template, tokenizer)
+            except ValueError as error:
+                problem = f"{line_name(piece, i)}: {error}"
+                if skipped is None:
+                    raise ValueError(f"{problem}; python data.py prepare --skip_bad N leaves out up to N such lines") from None
+                skipped.append(problem)
+            else:
+                yield split_of(piece, line), ids, mask, len(ids) > 0
+
+
+def tokenized(piece: Piece, tokenizer_file: Path, eot: int, skipped: list | None = None):
+    """tokenized_chats or tokenized_text, depending on the file."""
+    if is_chat(piece.path, piece.text_column):
+        return tokenized_chats(piece, tokenizer_file, skipped)
+    return tokenized_text(piece, load_tokenizer(tokenizer_file), eot)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -177,70 +183,45 @@ def train_tokenizer(paths: list, file: Path, vocab_size: int = BPE_VOCAB, text_c
     return tokenizer.get_vocab_size()
 
 
-def intact_entries(note: Path, made_from: str) -> dict | None:
-    """The entries in a note of tokenize_piece, if made_from is the same and no byte of the shards has changed since."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        known = json.loads(note.read_bytes())
-        entries = known["entries"].values()
-        if known["made_from"] == made_from and all(is_as_written(note.parent, entry) for entry in entries):
-            return known["entries"]
-
-
-def tokenize_piece(piece: Piece, number: int, folder: Path, tokenizer_file: Path, eot: int, vocab_size: int) -> dict:
-    """Writes the shards of a piece and then a note, piece-00000.json. Returns {split: entry of index.json}.
-
-    If an earlier start has left the same note and intact shards, nothing is tokenized again."""
-    tokenizer, note, dtype = load_tokenizer(tokenizer_file), folder / f"piece-{number:05d}.json", token_dtype(vocab_size)
-    source = hashlib.sha256()
-    for part in chain(raw_bytes(piece), [tokenizer_file.read_bytes()]):
-        source.update(part)
-    source.update(repr((VERSION, eot, vocab_size, piece.split, piece.closed, piece.path.suffix)).encode())
-    if piece.path.suffix not in (".txt", ".jsonl") or piece.text_column != "text":
-        source.update(repr((format_of(piece.path), piece.start, piece.end, piece.text_column)).encode())
-    if chat := is_chat(piece.path, piece.text_column):
+def tokenize_piece(piece: Piece, number: int, folder: Path, tokenizer: tuple, skip_bad: int) -> dict:
+    """Writes the shards of a piece, then a note, piece-00000.json. Returns the note, {"entries": {split: entry of index.json},
+    "skipped": errors of bad conversations}. Of a fitting note with intact shards nothing is written again."""
+    tokenizer_file, eot, vocab_size = tokenizer
+    note, dtype, chat = folder / f"piece-{number:05d}.json", token_dtype(vocab_size), is_chat(piece.path, piece.text_column)
+    rules = ""
+    if chat:
         from sft.chat import need_template
 
-        source.update(need_template(tokenizer_file, piece.path).rules.encode())
-    if entries := intact_entries(note, made_from := source.hexdigest()):
-        return entries
+        rules = need_template(tokenizer_file, piece.path).rules
+    packed = piece.path.suffix in PACKED
+    contents = sha256_file(piece.path) if packed else hashlib.sha256(b"".join(read_chunks(piece))).hexdigest()
+    made_from = name_of(contents, format_of(piece.path), piece[1:], sha256_file(tokenizer_file), eot, vocab_size, rules)
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # no note, or a damaged one
+        known = json.loads(note.read_bytes())
+        if known["made_from"] == made_from and all(is_as_written(folder, entry) for entry in known["entries"].values()):
+            return known
 
     splits = ("train", "val") if piece.split == "hash" else (piece.split,)
-    tokens, documents = {split: [np.empty(0, dtype)] for split in splits}, dict.fromkeys(splits, 0)
-    masks = {split: [np.empty(0, np.uint8)] for split in splits} if chat else {}
-    if chat:
-        for split, ids, mask in read_chat_documents(piece, tokenizer_file):
-            tokens[split].append(np.array(ids, dtype))
-            masks[split].append(np.array(mask, np.uint8) * LOSS | (np.arange(len(ids)) == 0) * FIRST)
-            documents[split] += len(ids) > 0
-    else:
-        for split, ids, closed in tokenized_text(piece, tokenizer, eot):
-            tokens[split].append(np.array(ids, dtype))
-            documents[split] += closed
+    tokens = {split: [np.empty(0, dtype)] for split in splits}
+    bits, documents, skipped = {split: [np.empty(0, np.uint8)] for split in splits}, dict.fromkeys(splits, 0), []
+    for split, ids, mask, closed in tokenized(piece, tokenizer_file, eot, skipped if skip_bad else None):
+        tokens[split].append(np.array(ids, dtype))
+        documents[split] += closed
+        if chat:
+            bits[split].append(np.array(mask, np.uint8) * LOSS)
+            bits[split][-1][:1] |= FIRST
     entries = {split: write_shard(folder / f"{split}-{number:05d}.npy", np.concatenate(tokens[split]), documents[split],
-                                  np.concatenate(masks[split]).astype(np.uint8) if chat else None) for split in splits}
-    write_file(note, json.dumps({"made_from": made_from, "entries": entries}).encode())
-    return entries
+                                  np.concatenate(bits[split]) if chat else None) for split in splits}
+    known = {"made_from": made_from, "entries": entries, "skipped": skipped}
+    write_file(note, json.dumps(known).encode())
+    return known
 
 
-def tokenized_text(piece: Piece, tokenizer, eot: int):
-    """Yields (split, ids, closed) of each segment of a piece's documents; the last segment of a document ends with eot."""
-    def segments():
-        for split, text, closed in read_documents(piece, tokenizer.id_to_token(eot)):
-            *parts, last = cut_at_lines(text)
-            yield from ((split, part, False) for part in parts)
-            yield split, last, closed
-
-    found = segments()
-    while group := list(islice(found, 64)):  # 4 MB of text at once: as Encoding objects they take 200 MB
-        encodings = tokenizer.encode_batch_fast([text for _, text, _ in group], add_special_tokens=False)
-        for (split, _, closed), encoding in zip(group, encodings):
-            yield split, encoding.ids + [eot] * closed, closed
-
-
-def build_shards(paths: list, tokenizer: tuple, folder: Path, workers: int = 1, text_column: str = "text"):
+def build_shards(paths: list, tokenizer: tuple, folder: Path, workers=1, text_column="text", skip_bad=0):
     """Tokenizes text files into a folder of token shards. After an interruption, the same call keeps finished pieces.
 
-    tokenizer: from find_tokenizer(). workers: processes; 1 = here, with the threads of the `tokenizers` library."""
+    tokenizer: from find_tokenizer(). workers: processes; 1 = here, with the threads of the `tokenizers` library.
+    skip_bad: leave out at most so many bad conversations; skipped.txt lists them. Raises ValueError."""
     tokenizer_file, eot, vocab_size = tokenizer
     pieces = cut_into_pieces(paths, load_tokenizer(tokenizer_file).id_to_token(eot), text_column)
     source = {"inputs": [[path.name, path.stat().st_size] for path in paths], "tokenizer": sha256_file(tokenizer_file)}
@@ -255,6 +236,8 @@ def build_shards(paths: list, tokenizer: tuple, folder: Path, workers: int = 1, 
         source["chat_template"] = hashlib.sha256(template.rules.encode()).hexdigest()
         if os.environ.get("RANK", "0") == "0" and (warning := border_warning(template, chat_tokenizer(tokenizer_file))):
             print(warning, flush=True)
+    elif skip_bad:
+        raise ValueError(f"--skip_bad {skip_bad}: {paths[0]} holds no conversations; leave it out")
     if (folder / "index.json").exists() and ((old := read_index(folder))["source"], old["eot"]) != (source, eot):
         raise ValueError(f"{folder} holds shards that were made from other files or with another tokenizer"
                          + " or chat template" * bool(chats) + "; name a new --out")
@@ -262,19 +245,27 @@ def build_shards(paths: list, tokenizer: tuple, folder: Path, workers: int = 1, 
     files = {"tokenizer.json": tokenizer_file.read_bytes()} | files_beside(tokenizer_file)
     for name, content in files.items():
         write_file(folder / name, content)
-    job = partial(tokenize_piece, folder=folder, tokenizer_file=tokenizer_file, eot=eot, vocab_size=vocab_size)
-    splits, workers = {"train": [], "val": []}, min(workers, len(pieces))
+    job = partial(tokenize_piece, folder=folder, tokenizer=tokenizer, skip_bad=skip_bad)
+    splits, skipped, workers = {"train": [], "val": []}, [], min(workers, len(pieces))
     with contextlib.ExitStack() as stack:
         do = map
         if workers > 1:
             os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread in each process
             do = stack.enter_context(ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))).map
-        for done, entries in enumerate(do(job, pieces, range(len(pieces))), 1):
-            for split, entry in entries.items():
+        for done, note in enumerate(do(job, pieces, range(len(pieces))), 1):
+            skipped += note["skipped"]
+            for split, entry in note["entries"].items():
                 splits[split].append(entry)
             if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
                 bar, end = "#" * (30 * done // len(pieces)), "\n" * (done == len(pieces))
                 print(f"\rtokenizing [{bar:30}] {done}/{len(pieces)}", end=end, file=sys.stderr, flush=True)
+    if skip_bad or skipped:  # an interrupted run with --skip_bad may have left notes
+        write_file(folder / "skipped.txt", "".join(f"{line}\n" for line in skipped).encode())
+        total = sum(entry["documents"] for entry in chain(*splits.values())) + len(skipped)
+        if len(skipped) > skip_bad:
+            raise ValueError(f"--skip_bad {skip_bad}: {len(skipped)} of {total} conversations cannot be trained; "
+                             f"{folder}/skipped.txt lists them, the first is {skipped[0]}")
+        print(f"{len(skipped)} of {total} conversations are left out; {folder}/skipped.txt lists them")
     beside = {name: hashlib.sha256(content).hexdigest() for name, content in files.items() if name in BESIDE}
     write_index(folder, {"vocab_size": vocab_size, "eot": eot, "source": source, "beside": beside, "splits": splits})
     names = [entry["name"] for entry in chain(*splits.values())]

@@ -5,18 +5,17 @@ import glob
 import json
 import os
 import zlib
-from contextlib import contextmanager
+from contextlib import closing
 from pathlib import Path
 from shlex import quote
 from typing import NamedTuple
 
-PACKED, FORMATS = (".gz", ".zst"), ".txt, .md, .jsonl (each also with .gz or .zst) or .parquet"
+PACKED, FORMATS = (".gz", ".zst", ".parquet"), ".txt, .md, .jsonl (each also with .gz or .zst) or .parquet"
 UNPACK = {".xz": "unxz -k", ".bz2": "bunzip2 -k", ".zip": "unzip"}
 # Commands that turn a table or a JSON list into a .jsonl; the user must say which column is the text
 CONVERT = {".csv": "import csv, json, sys; [print(json.dumps(row)) for row in csv.DictReader(open(sys.argv[1]))]",
            ".json": "import json, sys; [print(json.dumps(row)) for row in json.load(open(sys.argv[1]))]"}
 CONVERSATION = ("messages", "conversations", "tools", "system")  # columns of a conversation: see sft/chat.py
-PARQUET_PIECE = 32 << 20  # bytes of the rows in one shard, rounded up to whole row groups
 
 
 class Piece(NamedTuple):
@@ -31,13 +30,15 @@ class Piece(NamedTuple):
 
 
 def format_of(path: Path) -> str:
-    """.txt, .jsonl or .parquet, without what packs it; another suffix is no text. Markdown is text as it stands."""
+    """Format after unpacking: .txt (Markdown, too) or .jsonl (a .parquet, too). Any other suffix is no text."""
+    if path.suffix == ".parquet":
+        return ".jsonl"
     suffix = path.with_suffix("").suffix if path.suffix in PACKED else path.suffix
     return ".txt" if suffix == ".md" else suffix
 
 
 def is_text_file(path: Path) -> bool:
-    return format_of(path) in (".txt", ".jsonl") or path.suffix == ".parquet"
+    return format_of(path) in (".txt", ".jsonl")
 
 
 def prepare_column(path: Path) -> str:
@@ -117,19 +118,9 @@ def unpacked(path: Path):
         raise ValueError(f"{path} is truncated: its packed text does not come to its end; get it again")
 
 
-def lines_of_chunks(chunks):
-    rest = b""
-    for chunk in chunks:
-        *whole, rest = (rest + chunk).split(b"\n")
-        yield from whole
-    yield rest
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Parquet
-@contextmanager
-def open_parquet(path: Path, text_column: str):
-    """(file, names of the columns to read). Raises ValueError."""
+def parquet_lines(path: Path, text_column: str):
+    """Yields the rows of a .parquet as lines of JSON: text_column, else the columns of a conversation. A null is left out: the
+    row has no such key. Raises ValueError."""
     try:
         import pyarrow.parquet
     except ImportError:
@@ -143,55 +134,16 @@ def open_parquet(path: Path, text_column: str):
             kind = str(schema.field(columns[0]).type)
             if columns == [text_column] and kind not in ("string", "large_string", "string_view"):
                 raise ValueError(f"{path}: column {text_column!r} holds {kind}, not text")
-            yield file, columns
+            batches = file.iter_batches(1024, columns=columns, use_threads=False)
+            for number, record in enumerate((record for batch in batches for record in batch.to_pylist()), 1):
+                try:
+                    yield json.dumps(without_nulls(record)).encode() + b"\n"
+                except TypeError as error:  # bytes or dates among the messages
+                    raise ValueError(f"{path} row {number}: {error}; need text") from None
     except (pyarrow.ArrowException, OSError) as error:
-        if getattr(error, "errno", None):  # not readable at all; for what is broken inside, pyarrow gives no number
+        if getattr(error, "errno", None):  # not readable at all; for a damaged file pyarrow gives no number
             raise
         raise ValueError(f"{path} is damaged ({' '.join(str(error).split())}); get it again") from None
-
-
-def cut_rows(path: Path, text_column: str, many: int, val_part: int) -> list[Piece]:
-    """Pieces of whole row groups. Of fewer than `many` rows the last 1 / val_part are for validation, at any row."""
-    with open_parquet(path, text_column) as (file, _):
-        groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
-        n = file.metadata.num_rows
-        if n < many:
-            border = n - max(1, n // val_part) if n > 1 else n
-            cuts = (0, border, "train"), (border, n, "val")
-            return [Piece(path, start, end, split, True, text_column) for start, end, split in cuts if start < end]
-        pieces, start, end, size = [], 0, 0, 0
-        for group in groups:
-            end, size = end + group.num_rows, size + group.total_byte_size
-            if size >= PARQUET_PIECE or end == n:
-                pieces.append(Piece(path, start, end, "hash", True, text_column))
-                start, size = end, 0
-        return pieces
-
-
-def groups_of(file, piece: Piece) -> tuple[list[int], int]:
-    """(numbers of the row groups of a piece, first row of the first group)"""
-    found, first, row = [], 0, 0
-    for i in range(file.num_row_groups):
-        n = file.metadata.row_group(i).num_rows
-        if row < piece.end and row + n > piece.start:
-            first = first if found else row
-            found.append(i)
-        row += n
-    return found, first
-
-
-def rows(piece: Piece):
-    """Yields the rows of a piece of a .parquet as JSON objects, without nulls: a null means that the row has no such key."""
-    with open_parquet(piece.path, piece.text_column) as (file, columns):
-        groups, row = groups_of(file, piece)
-        for batch in file.iter_batches(1024, row_groups=groups, columns=columns, use_threads=False):
-            for record in batch.to_pylist():
-                row += 1
-                if piece.start < row <= piece.end:
-                    try:
-                        yield json.dumps(without_nulls(record)).encode()
-                    except TypeError as error:  # bytes or dates among the messages
-                        raise ValueError(f"{piece.path} row {row}: {error}; need text") from None
 
 
 def without_nulls(value):
@@ -202,73 +154,42 @@ def without_nulls(value):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Contents of a piece
-def read_piece(piece: Piece) -> bytes:
-    """The text of a piece with a known end."""
+def read_chunks(piece: Piece):
+    """Yields the text of a piece in chunks of bytes: of a packed file as unpacked, of a .parquet lines of JSON."""
     if piece.path.suffix in PACKED:
-        return b"".join(unpacked(piece.path))[piece.start:piece.end]
-    with open(piece.path, "rb") as file:
-        file.seek(piece.start)
-        return file.read(piece.end - piece.start)
+        is_parquet = piece.path.suffix == ".parquet"
+        chunks = parquet_lines(piece.path, piece.text_column) if is_parquet else unpacked(piece.path)
+        yield from chunks if piece.end is None else [b"".join(chunks)[piece.start:piece.end]]
+    else:
+        with open(piece.path, "rb") as file:
+            file.seek(piece.start)
+            yield file.read(piece.end - piece.start)
 
 
 def json_lines(piece: Piece):
     """Yields the JSON objects of a piece, still as bytes: lines of a .jsonl, rows of a .parquet."""
-    if piece.path.suffix == ".parquet":
-        yield from rows(piece)
-        return
-    found = iter(lines_of_chunks(unpacked(piece.path)) if piece.end is None else read_piece(piece).split(b"\n"))
-    yield next(found, b"").removeprefix(b"\xef\xbb\xbf")  # byte order mark of Windows
-    yield from found
-
-
-def first_line(path: Path, text_column: str = "text") -> bytes:
-    """The first JSON object of a .jsonl or .parquet, b"" if the file has none."""
-    end = None if path.suffix in PACKED else 1 if path.suffix == ".parquet" else 0
-    if end == 0:
-        with open(path, "rb") as file:
-            return next((line for line in file if line.strip()), b"")
-    return next((line for line in json_lines(Piece(path, 0, end, "hash", True, text_column)) if line.strip()), b"")
+    rest = b""
+    for chunk in read_chunks(piece):
+        *whole, rest = (rest + chunk).split(b"\n")
+        yield from whole
+    yield rest
 
 
 def is_chat(path: Path, text_column: str = "text") -> bool:
     """Whether a file holds conversations, by its first line or row. A row with "text" is plain text to train on."""
-    if format_of(path) not in (".jsonl", ".parquet") or not path.is_file():
+    if format_of(path) != ".jsonl" or not path.is_file():
         return False
+    packed = closing(json_lines(Piece(path, 0, None, "hash", True, text_column)))
+    with packed if path.suffix in PACKED else open(path, "rb") as lines:
+        first = next((line for line in lines if line.strip()), b"")
     try:
-        record = json.loads(first_line(path, text_column))
+        record = json.loads(first)
     except (ValueError, RecursionError):
         return False  # read_documents reports the error with the line number
     return isinstance(record, dict) and text_column not in record and bool({"messages", "conversations"} & record.keys())
 
 
-def first_number(piece: Piece) -> int:
-    """The number, counted from 1, of the piece's first line or row in its file."""
-    if piece.start == 0:
-        return 1
-    if piece.path.suffix == ".parquet":
-        return piece.start + 1
-    return 1 + read_piece(piece._replace(start=0, end=piece.start)).count(b"\n")
-
-
-def place(piece: Piece, number: int) -> str:
-    """File and number of a line or row, for errors."""
-    return f"{piece.path} {'row' if piece.path.suffix == '.parquet' else 'line'} {number}"
-
-
-def raw_bytes(piece: Piece):
-    """Yields the bytes of the file that decide about the text of a piece; of a packed file all bytes."""
-    start, size = 0, piece.path.stat().st_size
-    if piece.path.suffix == ".parquet":
-        with open_parquet(piece.path, piece.text_column) as (file, _):
-            columns = [group.column(i) for number in groups_of(file, piece)[0]
-                       for group in [file.metadata.row_group(number)] for i in range(group.num_columns)]
-        starts = [min(filter(None, (c.dictionary_page_offset, c.data_page_offset))) for c in columns]
-        start = min(starts)
-        size = max(s + c.total_compressed_size for s, c in zip(starts, columns)) - start
-    elif piece.path.suffix not in PACKED:
-        start, size = piece.start, piece.end - piece.start
-    with open(piece.path, "rb") as file:
-        file.seek(start)
-        while size and (chunk := file.read(min(size, 1 << 22))):
-            yield chunk
-            size -= len(chunk)
+def line_name(piece: Piece, index: int) -> str:
+    """File and number of the line or row with this index in a piece, for errors."""
+    before = piece.start and b"".join(read_chunks(piece._replace(start=0, end=piece.start))).count(b"\n")
+    return f"{piece.path} {'row' if piece.path.suffix == '.parquet' else 'line'} {before + index + 1}"

@@ -25,7 +25,6 @@ NEEDED = '{"messages": [{"role": ..., "content": ...}]} or ShareGPT\'s {"convers
 class Conversation(NamedTuple):
     messages: list[dict]
     tools: list | None  # functions that the assistant may call, as JSON schemas
-    where: str  # file and line, for errors
 
 
 class ChatTemplate(NamedTuple):
@@ -99,8 +98,8 @@ def without_marks(text: str) -> str:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Files -> conversations
-def conversation_of(line: bytes, where: str) -> Conversation:
-    """The conversation in one line of a file. where: file and line, for errors. Raises ValueError."""
+def conversation_of(line: bytes) -> Conversation:
+    """The conversation in one line of a file. Raises ValueError."""
     try:
         record = json.loads(line)
         text = json.dumps(record, ensure_ascii=False)
@@ -115,11 +114,11 @@ def conversation_of(line: bytes, where: str) -> Conversation:
             raise TypeError("every message needs a role and a content")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = str(error) if isinstance(error, UnicodeError) else repr(error)  # the repr of UnicodeError has the whole line
-        raise ValueError(f"{where}: need a conversation like {NEEDED} ({reason})") from None
+        raise ValueError(f"need a conversation like {NEEDED} ({reason})") from None
     for message in messages:
         if problem := untrainable(message):
-            raise ValueError(f"{where}: {problem}")
-    return Conversation([with_thoughts(with_text(message)) for message in messages], tools or None, where)
+            raise ValueError(problem)
+    return Conversation([with_thoughts(with_text(message)) for message in messages], tools or None)
 
 
 def untrainable(message: dict) -> str:
@@ -183,25 +182,22 @@ def from_sharegpt(record: dict) -> list[dict]:
 def assistant_spans(conversation: Conversation, template: ChatTemplate) -> tuple[str, list[tuple[int, int]]]:
     """(whole text, [(start, end)] of the assistant's trained text, in characters). Raises ValueError if the template fails, or
     if the spans are not certain."""
-    messages, tools, where = conversation
-    try:
-        full = template.render(messages, tools)
-        check_rendered(conversation, template, without_marks(full))
-        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        if template.has_marks:
-            full, spans = spans_of_marks(full)
-            if all(is_trained(messages[i]) for i in turns):
-                return full, spans
-            if len(spans) != len(turns):
-                raise ValueError(f"{template.name} marks {len(spans)} texts of {len(turns)} answers, so it does not tell which "
-                                 'of them have "weight": 0')
-            return full, [span for i, span in zip(turns, spans, strict=True) if is_trained(messages[i])]
+    messages, tools = conversation
+    full = template.render(messages, tools)
+    check_rendered(conversation, template, without_marks(full))
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if template.has_marks:
+        full, spans = spans_of_marks(full)
+        if all(is_trained(messages[i]) for i in turns):
+            return full, spans
+        if len(spans) != len(turns):
+            raise ValueError(f"{template.name} marks {len(spans)} texts of {len(turns)} answers, so it does not tell which "
+                             'of them have "weight": 0')
+    else:
         spans = [span_by_prefixes(i, full, messages, lambda *args: template.render(args[0], tools, *args[1:])) for i in turns]
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
     if None in spans:
-        raise ValueError(f"{where}: {template.name} does not tell which tokens of message {turns[spans.index(None)] + 1} are "
-                         "the assistant's: rendered up to there it is not how the whole conversation begins; write "
+        raise ValueError(f"{template.name} does not tell which tokens of message {turns[spans.index(None)] + 1} are the "
+                         "assistant's: rendered up to there it is not how the whole conversation begins; write "
                          "{% generation %} ... {% endgeneration %} around the assistant's part of the template")
     return full, [span for i, span in zip(turns, spans, strict=True) if is_trained(messages[i])]
 
@@ -312,7 +308,7 @@ def border_warning(template: ChatTemplate, tokenizer) -> str:
     for answer in ("The", "I", "7", "- a", "def", "{"):
         messages = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": answer}]
         try:
-            text, spans = assistant_spans(Conversation(messages, None, template.name), template)
+            text, spans = assistant_spans(Conversation(messages, None), template)
         except ValueError:  # the template refuses our probe
             return ""
         border = spans[-1][0] if spans else 0

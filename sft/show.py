@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from corpus.build import cut_at_lines, cut_into_pieces, read_chat_documents, read_documents
+from corpus.build import cut_into_pieces, tokenized
 from corpus.readers import is_chat, text_files
 from corpus.shards import FIRST, LOSS, MASKED, is_shards, open_mask, open_shard, read_index
 from corpus.tokenizer import find_tokenizer, load_tokenizer
@@ -16,16 +16,17 @@ GREEN, PLAIN = "\033[32m", "\033[0m"
 
 
 def documents_of(path: Path, tokenizer_file: Path, eot: int, text_column: str = "text"):
-    """Yields (ids, mask) of each document. Every token of a text has a loss, and of a conversation those of the assistant."""
-    tokenizer, chat = load_tokenizer(tokenizer_file), is_chat(path, text_column)
-    for piece in cut_into_pieces([path], tokenizer.id_to_token(eot), text_column):
-        if chat:
-            yield from ((ids, mask) for _, ids, mask in read_chat_documents(piece, tokenizer_file))
-            continue
-        for _, text, closed in read_documents(piece, tokenizer.id_to_token(eot)):
-            parts = [tokenizer.encode(part, add_special_tokens=False).ids for part in cut_at_lines(text)]
-            ids = [*(i for part in parts for i in part), *[eot] * closed]
-            yield ids, [1] * len(ids)
+    """Yields (ids, mask) of each document. Every token of a text has a loss, of a conversation the assistant's tokens."""
+    for piece in cut_into_pieces([path], load_tokenizer(tokenizer_file).id_to_token(eot), text_column):
+        ids, mask = [], []
+        for _, more_ids, more_mask, closed in tokenized(piece, tokenizer_file, eot):
+            ids += more_ids
+            mask += more_mask
+            if closed:
+                yield ids, mask
+                ids, mask = [], []
+        if ids:
+            yield ids, mask
 
 
 def documents_of_shards(folder: Path):

@@ -39,7 +39,7 @@ def folders(tmp_path_factory):
 def ours(folder, record, template=None):
     if template is not None:
         (folder / "chat_template.jinja").write_text(template)
-    conversation = conversation_of(json.dumps(record).encode(), "chat.jsonl line 1")
+    conversation = conversation_of(json.dumps(record).encode())
     return tokens_and_mask(conversation, read_template(str(folder)), chat_tokenizer(folder / "tokenizer.json"))
 
 
@@ -51,7 +51,7 @@ def test_masks_are_those_of_transformers(folders, kind):
     assert (marked.has_marks, plain.has_marks) == (True, False)
     tokenizer, answers = chat_tokenizer(folder / "tokenizer.json"), 0
     for record in conversations(1000):
-        conversation = conversation_of(json.dumps(record).encode(), "line")
+        conversation = conversation_of(json.dumps(record).encode())
         expected = judge(record)
         assert tokens_and_mask(conversation, marked, tokenizer) == expected
         assert tokens_and_mask(conversation, plain, tokenizer) == expected
@@ -100,7 +100,7 @@ def test_a_template_that_does_not_tell_is_refused_by_name(tmp_path, template):
     with pytest.raises(ValueError) as error:
         ours(folder, {"messages": CALLS if "tool_calls" in template else FOUR}, template)
     text = str(error.value)
-    assert text.startswith(f"chat.jsonl line 1: the chat template of {folder} does not tell which tokens of message ")
+    assert text.startswith(f"the chat template of {folder} does not tell which tokens of message ")
     assert "{% generation %} ... {% endgeneration %}" in text and "\n" not in text
 
 
@@ -226,7 +226,7 @@ def test_bytes_that_are_not_utf8_are_named_without_the_line(tmp_path):
 
 def test_a_template_that_fails_is_named_with_the_line(tmp_path):
     folder = chat_folder(tmp_path / "fails", "qwen3")
-    with pytest.raises(ValueError, match="^chat.jsonl line 1: the chat template of .*fails fails: roles must alternate$"):
+    with pytest.raises(ValueError, match="^the chat template of .*fails fails: roles must alternate$"):
         ours(folder, {"messages": FOUR}, "{{ raise_exception('roles must alternate') }}")
     with pytest.raises(ValueError, match="^the chat template of .*fails fails: "):
         ours(folder, {"messages": FOUR}, "{% if %}")
@@ -243,7 +243,7 @@ def test_a_second_template_for_tools_is_not_passed_over(tmp_path):
                               {"name": "tool_use", "template": "{{ tools }}"}]
     (folder / "tokenizer_config.json").write_text(json.dumps(rules))
     assert sum(ours(folder, {"messages": FOUR})[1]) > 0
-    with pytest.raises(ValueError, match="chat.jsonl line 1: .*two has another chat template for conversations with tools"):
+    with pytest.raises(ValueError, match="two has another chat template for conversations with tools"):
         ours(folder, {"messages": FOUR, "tools": [{"type": "function", "function": {"name": "add"}}]})
 
 

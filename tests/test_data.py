@@ -757,7 +757,6 @@ def test_shards_of_the_format_before(shards, corpus, tmp_path, monkeypatch, caps
     (tmp_path / "a.txt").write_text(sentences(200, 0))
     cfg = DataConfig(data=str(tmp_path / "a.txt"), cache_dir=str(tmp_path / "cache"))
     with monkeypatch.context() as patched:
-        patched.setattr(texts, "VERSION", 1)
         patched.setattr(shards_of_corpus, "VERSION", 1)
         old = cache.cached_corpus(cfg.data, "", cfg.cache_dir)
     assert json.loads((old / "index.json").read_text())["version"] == 1

@@ -1,4 +1,4 @@
-"""Files as they come, against corpus/readers.py: whatever packs a text, its shards are the same; a line per user error."""
+"""Text files, against corpus/readers.py: every packing of a text gives the same shards; user errors take one line."""
 import gzip
 import json
 import sys

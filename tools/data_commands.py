@@ -65,11 +65,7 @@ def main():
             if not args.out or args.workers < 1:
                 raise ValueError(f"--out {args.out!r} must be a folder, and --workers {args.workers} at least 1")
             tokenizer = find_tokenizer(args.tokenizer, args.eot)
-            if args.skip_bad:
-                from sft.skip_bad import without_bad
-
-                paths = without_bad(paths, tokenizer[0], folder, args.skip_bad, args.text_column)
-            build_shards(paths, tokenizer, folder, args.workers, args.text_column)
+            build_shards(paths, tokenizer, folder, args.workers, args.text_column, args.skip_bad)
         if args.command == "tokenizer":
             return own_tokenizer(paths, folder, args.vocab_size, args.text_column)
         if args.command == "check" and (damage := find_damage(folder)):
