@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Literal
 
 from corpus.readers import format_of
-from corpus.text import ChatConfig
+from corpus.tokenizer import ChatConfig
 from distributed.launch import run
 from rl.answers import KINDS as RIGHT
 from rl.answers import final_number, is_right, never_right

@@ -16,8 +16,7 @@ from typing import Literal
 import torch
 
 from checkpoint import load_model
-from corpus.text import ChatConfig, TextStream, encode, ends_of, has_bos
-from corpus.tokenizer import load_tokenizer
+from corpus.tokenizer import ChatConfig, TextStream, encode, ends_of, has_bos, load_tokenizer
 from rl.decoding import AHEAD, rollout, uniform_noise
 from storage.manifest import is_hf_folder, step_folders
 from support.config import Parser, parse_config, usage_error

@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 
 from checkpoint import CheckpointConfig, Checkpoints, loaded_later
-from corpus.text import ChatConfig
+from corpus.tokenizer import ChatConfig
 from distributed.checks import check_replicas
 from distributed.experts import balance_experts
 from distributed.launch import LaunchConfig, StopSignal, connect, disconnect, run, train_timeouts

@@ -1,12 +1,14 @@
-"""Tokenizers: tokenizer.json, the files beside it, and the token that ends a document."""
+"""Tokenizers: tokenizer.json and the files beside it, the tokens that end a text, and text shown while it is generated."""
 import json
 import os
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
 from distributed.agree import reason
+from storage.manifest import is_hf_folder, step_folders
 from support.files import HF_LIMIT, HF_LIMITS, hf_file, hub_hint, read_json
 
 BPE_VOCAB = 4096  # ids of a tokenizer of our own
@@ -39,6 +41,10 @@ def encoding_of(tokenizer, text: str, bos: bool):
         raise ValueError(f"the tokenizer fails on {text[:40]!r}: {error}") from None
 
 
+def encode(tokenizer, text: str, bos: bool) -> list[int]:
+    return encoding_of(tokenizer, text, bos).ids
+
+
 def files_beside(tokenizer_file) -> dict:
     """{name: content} of the files to copy along with a tokenizer.json. ValueError for links elsewhere, absurd sizes."""
     folder = os.path.dirname(os.path.abspath(tokenizer_file))
@@ -61,13 +67,10 @@ def tokenizer_path(path: str) -> Path:
 def find_tokenizer(path: str, eot: str = ""):
     """(tokenizer.json, eot id, vocab size) for a tokenizer.json or its folder. eot: text of the token, "": look for it."""
     file = tokenizer_path(path)
-    tokenizer, names, config = load_tokenizer(file), [eot] if eot else list(EOT_NAMES), file.with_name("tokenizer_config.json")
-    if (rules := files_beside(file).get(config.name)) and not eot:
-        try:
-            eos = json.loads(rules).get("eos_token") or ""
-            names.append(eos["content"] if isinstance(eos, dict) else eos)
-        except (ValueError, KeyError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{config} is damaged ({error!r})") from None
+    files_beside(file)  # raises for links elsewhere and absurd sizes
+    tokenizer, names = load_tokenizer(file), [eot] if eot else list(EOT_NAMES)
+    if not eot and (eos := read_special_tokens(str(file.parent)).get("eos_token")):
+        names.append(eos)
     special = {token.content for token in tokenizer.get_added_tokens_decoder().values()}  # a BPE may know "</s>" as HTML
     eot_id = next((tokenizer.token_to_id(name) for name in names if name in special or name == eot), None)
     if eot_id is None:
@@ -121,16 +124,67 @@ def check_hf_tokenizer(folder: str, vocab_size: int) -> str | None:
     return path
 
 
-def read_chat(folder: str, name: str = "default") -> tuple[str | None, dict[str, str]]:
-    """(chat template or None, the special tokens by name, such as eos_token) of a Hugging Face folder. name: of the template,
-    if the folder has several."""
-    rules, template = {}, None
+def read_special_tokens(folder: str) -> dict[str, str]:
+    """{name, such as eos_token: text} of the special tokens in a folder's tokenizer_config.json."""
+    if not os.path.lexists(os.path.join(folder, "tokenizer_config.json")):
+        return {}
+    tokens = {name: token for name, token in read_hf_json(folder, "tokenizer_config.json").items() if name.endswith("_token")}
+    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def read_chat_template(folder: str, name: str = "default") -> str | None:
+    """The chat template of a Hugging Face folder, None without one. name: of the template, if the folder has several."""
+    if os.path.lexists(os.path.join(folder, "chat_template.jinja")):
+        return Path(hf_file(folder, "chat_template.jinja", HF_LIMIT)).read_text("utf-8")
+    template = None
     if os.path.lexists(os.path.join(folder, "tokenizer_config.json")):
-        rules = read_hf_json(folder, "tokenizer_config.json")
-        template = rules.get("chat_template")
+        template = read_hf_json(folder, "tokenizer_config.json").get("chat_template")
     if isinstance(template, list):
         template = next((t.get("template") for t in template if isinstance(t, dict) and t.get("name") == name), None)
-    if os.path.lexists(os.path.join(folder, "chat_template.jinja")):
-        template = Path(hf_file(folder, "chat_template.jinja", HF_LIMIT)).read_text("utf-8")
-    tokens = {name: t.get("content") if isinstance(t, dict) else t for name, t in rules.items() if name.endswith("_token")}
-    return template if isinstance(template, str) else None, {name: t for name, t in tokens.items() if isinstance(t, str)}
+    return template if isinstance(template, str) else None
+
+
+def ends_of(folder: str) -> list[int]:
+    """The ids that end a text: eos_token of a Hugging Face folder and the ids in generation_config.json; for a checkpoint of
+    ours the id that ended the documents in training, and the eos_token of the tokenizer, if any. Raises ValueError."""
+    eos = read_special_tokens(folder).get("eos_token", "")
+    found = [find_tokenizer(folder, name)[1] for name in ([eos] if is_hf_folder(folder) else ["", *[eos] * (eos != "")])]
+    if os.path.lexists(os.path.join(folder, "generation_config.json")):
+        listed = read_hf_json(folder, "generation_config.json").get("eos_token_id")
+        found += [i for i in (listed if isinstance(listed, list) else [listed]) if type(i) is int and i >= 0]
+    return list(dict.fromkeys(found))
+
+
+def has_bos(folder: str) -> bool:
+    """Whether texts begin with the tokenizer's beginning-of-text token: for models from Hugging Face folders, and for runs of
+    grpo.py from them. Our own training text has no such token."""
+    path = step_folders(folder)[0][1] if step_folders(folder) else folder
+    about = os.path.join(path, "state.json")
+    return is_hf_folder(folder) or os.path.isfile(about) and bool(read_json(about)["state"].get("bos"))
+
+
+@dataclass(kw_only=True)
+class ChatConfig:
+    chat: bool = False  # wrap the prompt, a question to a chat model, in the chat template of its tokenizer
+    system: str = ""  # system message before each prompt, in the chat template; \n is a new line
+    template_args: str = ""  # values for the chat template: "enable_thinking=false"; a number, true, false, or else text
+
+
+class TextStream:
+    """Text from ids one at a time. A character may span several tokens: incomplete UTF-8 is held back."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.ids, self.begin, self.shown = tokenizer, [], 0, 0
+
+    def push(self, token: int | None) -> str:
+        """The text to show after one more token; None: the end, so show all that was held back."""
+        if token is not None:
+            self.ids.append(token)
+        # Decode together with the piece before: some decoders drop the first space of a text.
+        before = self.tokenizer.decode(self.ids[self.begin : self.shown])
+        text = self.tokenizer.decode(self.ids[self.begin :])
+        if text.endswith("\ufffd") and token is not None:
+            return ""
+        self.begin, self.shown = self.shown, len(self.ids)
+        return text[len(before) :]

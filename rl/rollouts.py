@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from corpus.text import ChatConfig
+from corpus.tokenizer import ChatConfig
 from distributed.agree import gather
 from rl.datasets import DatasetConfig
 from rl.decoding import rollout, uniform_noise

@@ -3,8 +3,15 @@ import os
 import string
 from pathlib import Path
 
-from corpus.text import encode, ends_of, has_bos
-from corpus.tokenizer import check_hf_tokenizer, load_tokenizer, read_chat
+from corpus.tokenizer import (
+    check_hf_tokenizer,
+    encode,
+    ends_of,
+    has_bos,
+    load_tokenizer,
+    read_chat_template,
+    read_special_tokens,
+)
 from storage.manifest import is_hf_folder, newest_readable
 from support.files import step_folders
 
@@ -23,7 +30,7 @@ class Text:
             if self.file is None:
                 raise ValueError(f"{source} has no tokenizer.json: it cannot be given any text")
             self.ends = ends_of(source)
-            has_template, chat = chat is True and read_chat(source)[0], chat if callable(chat) else None
+            has_template, chat = chat is True and read_chat_template(source), chat if callable(chat) else None
             if has_template:
                 from sft.prompts import chat_prompts
 
@@ -35,7 +42,7 @@ class Text:
             self.alphabet, self.tokenizer = alphabet, character_tokenizer(alphabet)
             check_characters(out, self.file, self.tokenizer)
         self.eot = self.ends[0]
-        bos = read_chat(source)[1].get("bos_token") if self.bos else None
+        bos = read_special_tokens(source).get("bos_token") if self.bos else None
         bos = self.tokenizer.token_to_id(bos) if bos else None
         self.first = self.eot if bos is None else bos  # what a text with nothing before it follows
         self.tokenizer.encode_special_tokens = not self.chat  # a template's markers are tokens; in any other text they are text

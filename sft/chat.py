@@ -13,7 +13,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from corpus.tokenizer import encoding_of, load_tokenizer, read_chat
+from corpus.tokenizer import encoding_of, load_tokenizer, read_chat_template, read_special_tokens
 
 BEGIN, END = "\ufdd0", "\ufdd1"  # around the assistant's text; Unicode reserves both for programs, so no text has them
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant",
@@ -39,10 +39,10 @@ class ChatTemplate(NamedTuple):
 # Templates
 def read_template(folder: str) -> ChatTemplate | None:
     """The chat template of a folder, ready to render; None if the folder has none. Raises ValueError."""
-    template, special_tokens = read_chat(folder)
+    template, special_tokens = read_chat_template(folder), read_special_tokens(folder)
     if template is None:
         return None
-    for_tools = read_chat(folder, "tool_use")[0]
+    for_tools = read_chat_template(folder, "tool_use")
     try:
         import jinja2.ext
         import jinja2.meta

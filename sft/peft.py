@@ -3,12 +3,13 @@ import os
 
 import torch
 
+from corpus.tokenizer import read_hf_json
 from distributed.agree import reason, some
 from distributed.layout import local_slice, local_tensor
 from sft.adapters import read_adapters
 from sft.lora import adapted_linears, block_linears
 from storage.manifest import is_hf_folder
-from support.files import HF_LIMIT, SAFETENSORS_HEADER_LIMIT, hf_file, json_bytes, publish, read_json, write_file
+from support.files import SAFETENSORS_HEADER_LIMIT, hf_file, json_bytes, publish, read_json, write_file
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 # Fields of adapter_config.json that change the maths, with the only value that we implement
@@ -23,13 +24,7 @@ def is_peft_folder(folder: str) -> bool:
 
 def read_adapter_config(folder: str) -> dict:
     """adapter_config.json. Raises ValueError for an adapter of another kind."""
-    path = os.path.join(folder, CONFIG)
-    try:
-        found = read_json(hf_file(folder, CONFIG, HF_LIMIT))
-    except (OSError, RecursionError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not JSON that can be read: {reason(error)}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds a JSON {type(found).__name__}, not an object")
+    path, found = os.path.join(folder, CONFIG), read_hf_json(folder, CONFIG)
     other = [f"{name} {found[name]}" for name, value in FIXED.items() if found.get(name, value) not in (value, None)]
     if other:
         raise ValueError(f"{path} has {some(other)}; only plain LoRA adapters are read")

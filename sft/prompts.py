@@ -7,8 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import fields
 
-from corpus.text import ChatConfig
-from corpus.tokenizer import read_chat
+from corpus.tokenizer import ChatConfig, read_chat_template
 from storage.manifest import is_hf_folder, newest_readable
 from support.config import default_of, spell_flag
 
@@ -29,7 +28,7 @@ def open_chat(folder: str, cfg: ChatConfig) -> Callable | None:
         return None
     if not folder and given:
         raise ValueError(f"{', '.join(given)}: a model that begins from nothing has no chat template; leave it out")
-    has_template = folder and read_chat(folder if is_hf_folder(folder) else newest_readable(folder))[0]
+    has_template = folder and read_chat_template(folder if is_hf_folder(folder) else newest_readable(folder))
     if not has_template and given:
         raise ValueError(f"{', '.join(given)}: {folder} has no chat template (tokenizer_config.json, chat_template.jinja); "
                          "leave it out")

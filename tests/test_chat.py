@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from corpus.build import build_shards
 from corpus.readers import is_chat
-from corpus.tokenizer import find_tokenizer, read_chat
+from corpus.tokenizer import find_tokenizer, read_special_tokens
 from sft.chat import chat_tokenizer, conversation_of, read_template, tokens_and_mask
 from sft.prompts import chat_prompts
 from sft.show import documents_of
@@ -232,7 +232,7 @@ def test_a_template_that_fails_is_named_with_the_line(tmp_path):
         ours(folder, {"messages": FOUR}, "{% if %}")
     (folder / "chat_template.jinja").unlink()
     assert read_template(str(folder)) is None
-    assert read_chat(str(folder))[1]["eos_token"] == EOS["qwen3"]
+    assert read_special_tokens(str(folder))["eos_token"] == EOS["qwen3"]
 
 
 def test_a_second_template_for_tools_is_not_passed_over(tmp_path):

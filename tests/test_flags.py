@@ -776,7 +776,7 @@ def test_every_flag_has_a_row():
         for group, fields in option_groups(config_class(program)).items():
             shared = group.__module__ not in ("grpo", "generate")  # the groups and the three recipes, which are copies
             name = group.__module__
-            owner = "generate" if name == "corpus.text" else "grpo" if name.startswith("rl.") else name
+            owner = "generate" if name == "corpus.tokenizer" else "grpo" if name.startswith("rl.") else name
             tested = {r.flag for r in ROWS if shared and r.program.startswith(("train_", "finetune")) or r.program == owner}
             missing += [f"--{f.name} ({group.__module__})" for f in fields if f.name not in tested | ELSEWHERE.keys()]
     assert not missing, f"without a test of their effect: {', '.join(dict.fromkeys(missing))}; add a row to ROWS in this file"

@@ -11,7 +11,7 @@ from chats import bpe
 from pieces import in_pieces
 
 import generate as generate_module
-from corpus.text import TextStream
+from corpus.tokenizer import TextStream
 from data import DataConfig, open_data
 from generate import continue_texts, generate, main, open_checkpoint, print_sample
 from models import deepseek
