@@ -4,7 +4,6 @@ The weights are shares of the sequences, exact at every moment: of the first n s
 more than n w - 1 and fewer than n w + 1, for every n. The turn depends on the cursor alone, so that a run goes on from a
 checkpoint, on any number of ranks, without counting from the beginning.
 """
-import heapq
 import math
 import os
 import re
@@ -86,17 +85,11 @@ def take_turns(shares: list[int]) -> Turns:
     sequence at every place, all deadlines would be met; then earliest deadline first meets all of them in whole sequences, too.
     (Scheduling on one processor, in the windows of Baruah et al., Proportionate progress, Algorithmica 15, 1996.)
     """
-    period = sum(shares)
-    given, part, number = [0] * len(shares), [], []
-    # starts: place -> parts whose next sequence may come from this place on; waiting: heap of (deadline, part)
-    starts, waiting = [[] for _ in range(period + 1)], []
-    starts[0] = [*range(len(shares))]
-    for now in range(period):
-        for i in starts[now]:
-            heapq.heappush(waiting, (-(-(given[i] + 1) * period // shares[i]), i))
-        _, i = heapq.heappop(waiting)
+    period, given, part, number = sum(shares), [0] * len(shares), [], []
+    for place in range(period):
+        may_come = [i for i, share in enumerate(shares) if given[i] * period // share <= place]
+        _, i = min((-(-(given[i] + 1) * period // shares[i]), i) for i in may_come)  # the earliest deadline, rounded up
         part.append(i)
         number.append(given[i])
         given[i] += 1
-        starts[min(max(given[i] * period // shares[i], now + 1), period)].append(i)
     return Turns(*(np.array(x, np.int64) for x in (shares, part, number)))

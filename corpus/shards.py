@@ -99,15 +99,14 @@ def read_index(folder: Path) -> dict:
     """index.json. ValueError with one line if the file is missing, damaged, or of an older format."""
     try:
         index = json.loads((folder / "index.json").read_text("utf-8"))
-        is_old = index["version"] == 1
-        if not is_old:
+        if index["version"] != 1:
             check_index(index)
     except FileNotFoundError:
         raise ValueError(f"{folder}: no index.json, so it is not a folder of finished token shards; make one: "
                          f"{PREPARE}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{folder}/index.json is damaged ({error!r}); delete it and make the shards again") from None
-    if is_old:
+    if index["version"] == 1:
         raise ValueError(f"{folder} holds token shards of an older format; delete the folder and prepare it again: {PREPARE}")
     return index
 
@@ -117,26 +116,18 @@ def is_shards(path: str) -> bool:
     return path != "stdlib" and os.path.isfile(os.path.join(path, "index.json"))
 
 
-def open_shard(folder: Path, entry: dict, index: dict) -> np.ndarray:
-    """The tokens of a shard, memory-mapped. Raises ValueError if the file does not fit index.json."""
-    return open_array(folder, *array_of(entry, index))
-
-
-def open_mask(folder: Path, entry: dict) -> np.ndarray:
-    """The mask of a shard, memory-mapped. Raises ValueError likewise."""
-    return open_array(folder, *mask_array_of(entry))
-
-
 def array_of(entry: dict, index: dict) -> tuple:
     """(name, bytes, dtype, length) of the file with the tokens of a shard"""
     return entry["name"], entry["bytes"], token_dtype(index["vocab_size"]), entry["tokens"]
 
 
 def mask_array_of(entry: dict) -> tuple:
+    """(name, bytes, dtype, length) of the file with the mask of a shard"""
     return mask_name(entry["name"]), entry["mask_bytes"], np.dtype("u1"), entry["tokens"]
 
 
 def open_array(folder: Path, name: str, needed: int, dtype: np.dtype, length: int) -> np.ndarray:
+    """A file of array_of or mask_array_of, memory-mapped. Raises ValueError if the file does not fit index.json."""
     path, cure = folder / name, f"delete it and {folder}/index.json and make the shards again"
     if not path.is_file():
         raise ValueError(f"{path} is missing; {cure}")
@@ -145,15 +136,14 @@ def open_array(folder: Path, name: str, needed: int, dtype: np.dtype, length: in
         raise ValueError(f"{path} is {'truncated' if size < needed else 'too long'}: {size} bytes, need {needed}; {cure}")
     try:
         array = np.lib.format.open_memmap(path, mode="r")
-        fits = (array.dtype, array.shape) == (dtype, (length,))
-        fits = fits and array.offset + array.nbytes == size  # a header of another length would shift all tokens
+        # a header of another length would shift all tokens
+        if (array.dtype, array.shape, array.offset + array.nbytes) == (dtype, (length,), size):
+            return array
     except OSError:
         raise
     except Exception:  # numpy raises errors of many kinds at a damaged header
-        fits = False
-    if not fits:
-        raise ValueError(f"{path}: its header is damaged or belongs to other data; {cure}")
-    return array
+        pass
+    raise ValueError(f"{path}: its header is damaged or belongs to other data; {cure}")
 
 
 # A mapped array keeps a file open, and a process may open only 1,024 files, or 256. So at most 32 arrays stay open, of all
@@ -166,9 +156,9 @@ def check_arrays(folder: Path, index: dict):
 
     Size and header of 70,000 files are read in seconds: a header is compared as bytes, without parsing, and 16 threads hide
     the latency of network file systems."""
-    masks = index["version"] == MASKED
     entries = [*chain(*index["splits"].values())]
-    arrays = [array_of(entry, index) for entry in entries] + [mask_array_of(entry) for entry in entries if masks]
+    arrays = [array_of(entry, index) for entry in entries]
+    arrays += [mask_array_of(entry) for entry in entries if index["version"] == MASKED]
 
     def check(arrays):
         for array in arrays:
@@ -202,27 +192,19 @@ def find_damage(folder: Path) -> list:
         if not (folder / name).is_file() or sha256_file(folder / name) != sha256:
             problems.append(f"{folder / name} is missing or changed")
     for entry in chain(*index["splits"].values()):
-        path = folder / entry["name"]
+        path, masked = folder / entry["name"], index["version"] == MASKED
         try:
-            tokens = open_shard(folder, entry, index)
+            tokens = open_array(folder, *array_of(entry, index))
+            begins = open_array(folder, *mask_array_of(entry)) & FIRST if masked else tokens == index["eot"]
         except ValueError as error:
             problems.append(str(error))
             continue
-        if sha256_file(path) != entry["sha256"]:
-            problems.append(f"{path}: wrong checksum, a byte has changed")
+        for name, sha256 in (entry["name"], entry["sha256"]), (mask_name(entry["name"]), entry.get("mask_sha256")):
+            if sha256 and sha256_file(folder / name) != sha256:
+                problems.append(f"{folder / name}: wrong checksum, a byte has changed")
         if tokens.max(initial=0) >= index["vocab_size"]:
             problems.append(f"{path}: token id {tokens.max()}, but the vocabulary ends at {index['vocab_size'] - 1}")
-        documents = int((tokens == index["eot"]).sum())
-        if index["version"] == MASKED:
-            try:
-                mask = open_mask(folder, entry)
-            except ValueError as error:
-                problems.append(str(error))
-                continue
-            if sha256_file(folder / mask_name(entry["name"])) != entry["mask_sha256"]:
-                problems.append(f"{folder / mask_name(entry['name'])}: wrong checksum, a byte has changed")
-            documents = int((mask & FIRST > 0).sum())
-        if documents != entry["documents"]:
+        if (documents := np.count_nonzero(begins)) != entry["documents"]:
             problems.append(f"{path}: {documents} documents, but index.json says {entry['documents']}")
     return problems
 

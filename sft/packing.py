@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from corpus.shards import FIRST, LOSS, open_mask
+from corpus.shards import FIRST, LOSS, mask_array_of, open_array
 
 OPEN_SEQUENCES = 1024  # number of sequences in the search for room; with more, a long file would take minutes
 
@@ -29,7 +29,7 @@ def pack(folder: Path, entries: list, seq_len: int, together: bool) -> Packing:
     without an answer in the beginning is left out."""
     documents, n_cut, n_left_out = [np.empty((0, 3), np.int64)], 0, 0
     for shard, entry in enumerate(entries):
-        mask = open_mask(folder, entry)
+        mask = open_array(folder, *mask_array_of(entry))
         starts = np.flatnonzero(mask & FIRST)
         lengths = np.diff(np.append(starts, len(mask)))
         tokens = np.minimum(lengths, seq_len + 1)

@@ -8,7 +8,7 @@ import numpy as np
 
 from corpus.build import cut_into_pieces, tokenized
 from corpus.readers import is_chat, text_files
-from corpus.shards import FIRST, LOSS, MASKED, is_shards, open_mask, open_shard, read_index
+from corpus.shards import FIRST, LOSS, MASKED, array_of, is_shards, mask_array_of, open_array, read_index
 from corpus.tokenizer import find_tokenizer, load_tokenizer
 from sft.chat import border_warning, chat_tokenizer, need_template
 
@@ -34,8 +34,8 @@ def documents_of_shards(folder: Path):
     shards, and then comes in parts."""
     index = read_index(folder)
     for entry in chain(*(index["splits"][split] for split in ("train", "val"))):
-        tokens = open_shard(folder, entry, index)
-        bits = open_mask(folder, entry) if index["version"] == MASKED else None
+        tokens = open_array(folder, *array_of(entry, index))
+        bits = open_array(folder, *mask_array_of(entry)) if index["version"] == MASKED else None
         starts = np.flatnonzero(tokens == index["eot"]) + 1 if bits is None else np.flatnonzero(bits & FIRST)
         for start, stop in pairwise([0, *starts[(starts > 0) & (starts < len(tokens))].tolist(), len(tokens)]):
             ids = tokens[start:stop].tolist()
