@@ -1,12 +1,12 @@
-"""Chat templates and conversations for tests: small ones of the kinds that Qwen3, Llama 3 and DeepSeek publish.
+"""Chat templates and conversations for tests: small versions of the templates of Qwen3, Llama 3 and DeepSeek.
 
-MARK and ENDMARK stand where a template for training has {% generation %} and {% endgeneration %}."""
+MARK and ENDMARK stand for {% generation %} and {% endgeneration %}, as in a template for training."""
 import json
 import random
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-# Tools and system in one block; an answer before the last question loses its thoughts, a later one always has some.
+# Tools and system in one block; answers before the last question lose their thoughts, later answers always have thoughts.
 QWEN = """\
 {%- if tools %}
     {{- '<|im_start|>system\\n' }}
@@ -80,7 +80,7 @@ LLAMA = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
 """
-# The system message without a role; outputs of tools are closed by what follows, where the assistant goes on without a header
+# System message without a role; the text after tool outputs closes the outputs, and the assistant goes on without a header
 DEEPSEEK = """\
 {%- set ns = namespace(system='', outputs=false) %}
 {%- for message in messages if message.role == 'system' %}{%- set ns.system = ns.system + message.content %}{%- endfor %}
@@ -129,7 +129,7 @@ def with_marks(template: str, marks: bool = True) -> str:
 
 
 def bpe(text: str, size: int, special=()) -> Tokenizer:
-    """A tokenizer of bytes, and of what this text merges."""
+    """A byte-level BPE, trained on a text."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     made.train_from_iterator([text] * 9, trainers.BpeTrainer(
@@ -139,17 +139,17 @@ def bpe(text: str, size: int, special=()) -> Tokenizer:
 
 
 def judged(theirs, record) -> tuple[list[int], list[int]]:
-    """(ids, mask) that a tokenizer of transformers makes of a conversation."""
+    """(ids, mask) of a conversation from a tokenizer of transformers."""
     found = theirs.apply_chat_template(record["messages"], tools=record.get("tools"), return_dict=True,
                                        return_assistant_tokens_mask=True)
     return list(found["input_ids"]), list(found["assistant_masks"])
 
 
 def chat_folder(folder, kind: str, marks: bool = False):
-    """A tokenizer's folder with a chat template of this kind, as Hugging Face writes one."""
+    """A Hugging Face folder with tokenizer and chat template, of a kind in TEMPLATES."""
     folder.mkdir(parents=True, exist_ok=True)
     made = bpe(" ".join(WORDS), 400, SPECIAL[kind])
-    if kind in BOS:  # as Llama 3's: it would put one more in front, if it were asked
+    if kind in BOS:  # as Llama 3's: would add a second beginning-of-text token if asked
         begin = BOS[kind], made.token_to_id(BOS[kind])
         made.post_processor = processors.TemplateProcessing(single=f"{BOS[kind]} $A", special_tokens=[begin])
     made.save(str(folder / "tokenizer.json"))

@@ -1,4 +1,4 @@
-"""What a LoRA run leaves on disk, against sft/adapters.py and sft/peft.py: peft and transformers say what the files mean."""
+"""Files of a LoRA run, against sft/adapters.py and sft/peft.py: peft and transformers read them."""
 import json
 import os
 import shutil
@@ -32,7 +32,7 @@ SMALL = {"llama3": (dict(n_layers=2), ALL), "qwen3": (MOE | dict(n_layers=2), LO
 
 
 def flags_of(lora: dict, **more) -> SimpleNamespace:
-    """What a recipe's Config would be, as far as checkpoints read it."""
+    """The flags of a recipe that checkpoints read."""
     rest = dict(out="nowhere", model_args="") | more
     return SimpleNamespace(**vars(CheckpointConfig()) | vars(Flags(lora_alpha=6, **lora)) | rest)
 
@@ -68,8 +68,8 @@ def theirs(folder):
 @pytest.mark.parametrize("kind", SMALL)
 @torch.no_grad()
 def test_merged_weights_and_the_adapter_give_the_same_logits_in_transformers_and_here(kind, tmp_path):
-    """From a run: to_hf merged, to_hf --adapter with peft, and load_model. And back: what peft has saved is read."""
-    import peft  # not at the top: the workers of a pool would wait for it
+    """From a run: to_hf merged, to_hf --adapter with peft, and load_model. And back: we read an adapter from peft."""
+    import peft  # not at the top: slow to import, and every worker of a pool would wait
 
     problem, lora = SMALL[kind]
     _, base = written_base(tmp_path / "base", problem)
@@ -118,8 +118,8 @@ def test_what_peft_would_take_for_experts_is_not_exported_for_it(tmp_path):
 
 # ---------------------------------------------------------------- in every layout
 def saved_and_hashed(out, base, problem, flags, seed, step=None, alone=False, load_number=0) -> tuple:
-    """Load in a layout, and either take a step with made-up gradients and save as step `step`, or export; (hash of the base,
-    {fqn: adapter}, what is saved and no adapter's). alone: without a process group, and without an export."""
+    """Load in a layout, then take a step with made-up gradients and save as step `step`, or export. Returns (hash of the base,
+    {fqn: adapter}, saved tensors of the model that are no adapters). alone: without a process group and without an export."""
     if alone:
         stages = [initialised(config(**problem), Flags(**flags), seed)]
     else:
@@ -142,7 +142,7 @@ def saved_and_hashed(out, base, problem, flags, seed, step=None, alone=False, lo
 
 
 def merged_weights(out, problem, flags) -> dict:
-    """The weights that evaluate.py has in a layout."""
+    """The weights of evaluate.py in a layout."""
     stages, _ = build(config(**problem), flags, 4, 1)
     checkpoint.load_weights(stages, str(out))
     return {fqn: full(p) for s in stages for fqn, p in s.named_parameters()}
@@ -199,7 +199,7 @@ def test_a_checkpoint_holds_the_adapters_alone_and_knows_its_base(tmp_path):
 
 
 def test_adapters_of_a_run_that_was_trained_on_since_are_told_their_step(tmp_path):
-    """They begin with its newest checkpoint, which is no longer the newest: the refusal names the step to give."""
+    """The adapters began with the newest checkpoint of then; the refusal names the step to give."""
     own, run = tmp_path / "own", tmp_path / "run"
     for step in (1, 2):
         stage = initialised(config(), Flags(), seed=step)
@@ -260,7 +260,7 @@ def test_an_adapter_that_does_not_fit_is_refused(change, words, tmp_path):
 
 
 def test_the_hash_of_a_base_is_that_of_its_bits_and_their_places():
-    """By hand, and other where two numbers are exchanged; ranks without a part of a tensor add nothing."""
+    """Against a sum by hand; swapped numbers change the hash; an empty part adds nothing."""
     for shape in (77,), (300, 7), (3, 40000), (4, 70, 90), (0, 3):
         t = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         bits = t.bfloat16().view(torch.int16).flatten().tolist()

@@ -1,4 +1,4 @@
-"""--system, --template_args and --no-chat: what a chat model is asked, by grpo.py, evaluate.py and generate.py alike."""
+"""--system, --template_args and --no-chat: prompts for a chat model, the same in grpo.py, evaluate.py and generate.py."""
 import json
 import re
 
@@ -16,7 +16,7 @@ from sft.chat import read_template
 from sft.prompts import open_chat, read_values
 from support.config import parse_config
 
-# As Qwen3 asks: thinking is switched off by an empty thought that stands in the prompt
+# Like Qwen3: an empty thought in the prompt switches thinking off
 THINKING = """\
 {%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content | trim + '<|im_end|>\\n' }}{%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}
@@ -117,16 +117,16 @@ def test_where_there_is_no_template_nothing_is_asked_of_it(tmp_path, flags):
 
 
 def test_names_that_a_template_asks_for(tmp_path):
-    """A name that it sets where nobody gives it, as DeepSeek's does, and not those that every template is given."""
+    """Names with a default in the template (DeepSeek) count; the usual values of every template do not."""
     template = "{% if not thinking is defined %}{% set thinking = false %}{% endif %}{{ bos_token }}{{ eos_token }}"
     template += "{{ messages[0].content }}{{ raise_exception('x') if thinking else '' }}{% set a = 1 %}{{ a }}"
     folder = folder_of(tmp_path / "model", template)
-    assert read_template(folder).names == {"thinking", "bos_token"}  # this tokenizer has no bos_token
+    assert read_template(folder).names == {"thinking", "bos_token"}  # the tokenizer has no bos_token
 
 
 @pytest.mark.parametrize("program", [generate, evaluate])
 def test_the_programs_ask_as_their_flags_say(program, tmp_path, capsys, monkeypatch):
-    """What the model is given, as token ids: the system message is in it, and the empty thought at its end."""
+    """Token ids of the prompt: with the system message, and the empty thought at the end."""
     asked = []
 
     def noted(model, prompts, noise, *args, **options):
@@ -155,13 +155,13 @@ def test_the_programs_ask_as_their_flags_say(program, tmp_path, capsys, monkeypa
 
 
 def test_samples_are_made_with_it(tmp_path):
-    """A batch that was sampled ahead with other chat options is sampled again, and one with the same ones is kept."""
+    """A batch sampled with other chat options is sampled again; with the same options the batch is kept."""
     cfg = lambda **flags: grpo.Config(init_from="hf", **flags)  # noqa: E731
     state = {"batch": [{"samples": []}], "made_with": rollouts.made_with(cfg(system="a"))}
     assert rollouts.still_valid(state, cfg(system="a"), True) is state["batch"]
     for other in (cfg(system="b"), cfg(), cfg(system="a", template_args=OFF), cfg(chat=False)):
         assert rollouts.still_valid(state, other, True) == []
-    assert "--chat" not in rollouts.made_with(cfg())  # a batch of before these flags stays good
+    assert "--chat" not in rollouts.made_with(cfg())  # batches from before the chat flags stay valid
 
 
 @pytest.mark.slow

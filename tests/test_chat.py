@@ -1,4 +1,4 @@
-"""Conversations as tokens, against sft/chat.py: transformers is the judge of ids and of which of them have a loss."""
+"""Conversations as tokens, against sft/chat.py: transformers is the judge of ids and of masks."""
 import json
 import re
 import subprocess
@@ -60,7 +60,7 @@ def test_masks_are_those_of_transformers(folders, kind):
 
 
 def test_what_the_mask_covers(folders, tmp_path):
-    """In plain sight: behind the header, with the end of the turn; a thought that a later question removes is gone."""
+    """In plain sight: from the end of the header to the end of the turn; a thought before a later question is gone."""
     folder, _ = folders["qwen3"]
     ids, mask = ours(folder, {"messages": [
         {"role": "system", "content": "Be kind."}, {"role": "user", "content": "2+2?"},
@@ -78,19 +78,19 @@ def test_what_the_mask_covers(folders, tmp_path):
     "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' if loop.index0 > messages|length - 3 else '' }}{% endfor %}",
     "{{ messages|length }}{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}",
     "{% for m in messages|reverse %}{{ m.content }}{% endfor %}",
-    # a prompt that the whole conversation does not have: as DeepSeek R1's, where thoughts are removed from every answer
+    # the whole conversation does not contain the prompt: DeepSeek R1 removes thoughts from every answer
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant><think>{% endif %}",
-    # an earlier answer is written in another way, and no text ends it
+    # an earlier answer is rewritten, and has no ending
     "{% for m in messages %}<{{ m.role }}>{{ m.content if loop.last else m.content|upper }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}",
-    # only the last answer has an end of its own: as gpt-oss's and Phi-3's
+    # only the last answer has an ending: gpt-oss and Phi-3
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ '<return>' if loop.last and m.role == 'assistant' else '<end>' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}",
     "{% for m in messages %}{{ '<' + m.role + '>' + m.content + '<end>' if m.role != 'tool' else '' }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% else %}{{ eos_token }}{% endif %}",
-    # an earlier thought is removed, and a call is a turn of its own behind the answer: the first end is not the answer's
+    # an earlier thought is removed, and a call is a separate turn after the answer: the first ending is not the answer's
     "{% for m in messages %}<{{ m.role }}>{{ '<think></think>' if loop.last and m.role == 'assistant' }}{{ m.content }}<end>"
     "{% for call in m.tool_calls or [] %}<call>{{ call.function.name }}<end>{% endfor %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}",
@@ -105,7 +105,7 @@ def test_a_template_that_does_not_tell_is_refused_by_name(tmp_path, template):
 
 
 def test_an_end_of_turn_inside_an_answer_is_not_taken_for_its_end(tmp_path, folders):
-    """Only where an answer is written in another way later on its end is looked for: what does not tell exactly is refused."""
+    """A rewritten answer is refused if its ending is not certain."""
     folder = chat_folder(tmp_path / "qwen", "qwen3")
     typed = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a<|im_end|>\nb"}]
     record = {"messages": typed * 2}
@@ -116,7 +116,7 @@ def test_an_end_of_turn_inside_an_answer_is_not_taken_for_its_end(tmp_path, fold
 
 
 def test_marks_in_every_place(tmp_path):
-    """Dashes and blanks in the tag, a block around nothing, one around the header, one in a macro, one with a variable."""
+    """Dashes and blanks in the tag; blocks around nothing, around the header, in a macro, with a variable."""
     folder = chat_folder(tmp_path / "marks", "qwen3")
     tokenizer = chat_tokenizer(folder / "tokenizer.json")
 
@@ -136,7 +136,7 @@ def test_marks_in_every_place(tmp_path):
 
 
 def test_tools_and_other_spellings_of_a_conversation(folders):
-    """ShareGPT's names, its system message and its calls; tools as a string of JSON."""
+    """ShareGPT's names, system message and calls; tools as a string of JSON."""
     folder, judge = folders["qwen3"]
     function = {"name": "add", "arguments": {"a": 1, "b": 2}}
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "1+2?"},
@@ -169,7 +169,7 @@ def test_thoughts_under_every_name(tmp_path, name):
 
 
 def test_a_token_at_the_border_counts_as_in_transformers(tmp_path):
-    """Where no special token is between header and answer, one token may hold the end of one and the beginning of the other."""
+    """Without a special token after the header, a token may hold the end of the header and the begin of the answer."""
     template = ("{% for m in messages %}{% if m.role == 'assistant' %}A: {% generation %}{{ m.content }}{% endgeneration %}"
                 "{% else %}{{ m.content }}{% endif %}\n{% endfor %}")
     folder, straddles = chat_folder(tmp_path / "loose", "llama3"), 0
@@ -186,7 +186,7 @@ def test_a_token_at_the_border_counts_as_in_transformers(tmp_path):
 
 @pytest.mark.parametrize("kind", TEMPLATES)
 def test_masks_where_the_tokenizer_puts_in_a_blank_of_its_own(tmp_path, kind):
-    """As those of SentencePiece's kind: behind a special token two tokens may stand for one character."""
+    """As with SentencePiece: after a special token two tokens may stand for a single character."""
     folder = chat_folder(tmp_path / kind, kind, marks=True)
     made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
@@ -265,7 +265,7 @@ def test_what_is_a_file_of_conversations(tmp_path, name, first, expected):
 
 
 def test_marks_are_not_in_the_prompt_of_a_chat(tmp_path):
-    """generate.py --chat and grpo.py ask with templates that were made for training, too."""
+    """generate.py --chat and grpo.py also use templates for training."""
     folder = chat_folder(tmp_path / "marked", "qwen3", marks=True)
     (folder / "model.safetensors").touch()
     assert chat_prompts(str(folder))("hi") == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
@@ -275,7 +275,7 @@ def test_marks_are_not_in_the_prompt_of_a_chat(tmp_path):
 
 @pytest.mark.parametrize("prompt, told", [("A: ", True), ("A:\\n", False), ("A:", False), ("<|im_start|>", False)])
 def test_a_prompt_that_ends_inside_of_a_token_is_told(tmp_path, monkeypatch, capsys, prompt, told):
-    """When it is shown and when it is tokenized, for the training would see other tokens than the model is asked with."""
+    """By show and by prepare: training would see other tokens than a prompt has."""
     folder = chat_folder(tmp_path / "model", "qwen3")
     template = "{% for m in messages %}{{ m.content if m.role == 'user' else '" + prompt + "' + m.content }}{% endfor %}"
     (folder / "chat_template.jinja").write_text(template + "{% if add_generation_prompt %}{{ '" + prompt + "' }}{% endif %}")
@@ -290,7 +290,7 @@ def test_a_prompt_that_ends_inside_of_a_token_is_told(tmp_path, monkeypatch, cap
 
 
 def test_show(tmp_path, folders, monkeypatch, capsys):
-    """As JSON for programs, and for people in colours: only what the assistant says is green."""
+    """As JSON for programs, and in colours for people: only the assistant's text is green."""
     folder, judge = folders["llama3"]
     records = conversations(5, seed=3)
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -311,7 +311,7 @@ def test_show(tmp_path, folders, monkeypatch, capsys):
 
 @pytest.mark.parametrize("name, text", [("a.jsonl", '{"text": "x = <|eot_id|>"}\n'), ("a.txt", "x = <|eot_id|>")])
 def test_show_of_text(tmp_path, folders, monkeypatch, capsys, name, text):
-    """Every token has a loss, and one of them ends the document; a special token that somebody typed is text."""
+    """Every token has a loss, also the end of the document; a typed special token is text."""
     folder, _ = folders["llama3"]
     (tmp_path / name).write_text(text)
     status, out, err = call_cli(monkeypatch, capsys, "show", tmp_path / name, "--tokenizer", folder, "--json")
@@ -332,7 +332,7 @@ def test_show_ends_when_nobody_reads_on(tmp_path, folders):
 
 
 def text_of(folders, kind, *messages) -> tuple[str, str]:
-    """(what is trained, the rest) of a conversation in a template."""
+    """(text with a loss, other text) of a conversation."""
     tokenizer = chat_tokenizer(folders[kind][0] / "tokenizer.json")
     record = {"messages": [dict(zip(("role", "content"), m[:2])) | dict(*m[2:]) for m in messages]}
     ids, mask = ours(folders[kind][0], record)

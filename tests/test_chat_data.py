@@ -37,8 +37,8 @@ NAMES = ("tokens", "labels", "positions", "doc_ids")
 
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory):
-    """A file of 200 conversations of at most T / 2 tokens and of 20 that are too long, and the folder of their tokenizer; the
-    cache is beside them."""
+    """(folder with chat.jsonl, tokenizer and cache; [(ids, mask)] by transformers) of 200 conversations with at most T / 2
+    tokens and 20 that are too long."""
     root = tmp_path_factory.mktemp("chats")
     chat_folder(root / "qwen", "qwen3")
     theirs = AutoTokenizer.from_pretrained(chat_folder(root / "judge", "qwen3", marks=True))
@@ -68,8 +68,8 @@ def epoch(loaded):
 
 
 def documents_of_rows(batches, eot):
-    """[(ids, mask)] of the documents in the sequences, taken apart by doc_ids, with a loop over the tokens. A document of the
-    largest length has its last token among the labels only."""
+    """[(ids, mask)] of the documents in the sequences, separated by doc_ids, with a loop over the tokens. The last token of a
+    longest document is only a label."""
     out = []
     for batch in batches:
         tokens, labels, positions, docs = (getattr(batch, name)[0, 0].tolist() for name in NAMES)
@@ -88,25 +88,25 @@ def documents_of_rows(batches, eot):
 
 
 def cut_short(ids, mask):
-    """As the sequences show it: the first token is never a label."""
+    """As in the sequences: the first token is never a label."""
     return tuple(ids), (0, *mask[1:])
 
 
 def test_sequences_hold_every_conversation_once(chats):
-    """What transformers makes of each, nothing more, and each label at the token before it."""
+    """The same ids and masks as transformers, and each label at the token before."""
     loaded = opened(chats, doc_mask=True)
     assert isinstance(loaded, ChatData)
     n_val = len(loaded.packing["val"].documents)
     found = documents_of_rows(epoch(loaded), loaded.eot)
     expected = {cut_short(*document) for document in chats[1] if any(document[1][1:])}
-    last = {(ids[:-1], mask[:-1]) for ids, mask in expected if not mask[-1]}  # ends with the row, without a label for its end
+    last = {(ids[:-1], mask[:-1]) for ids, mask in expected if not mask[-1]}  # ends with the row, without a label at the end
     assert set(found) <= expected | last and len(found) + n_val == len(chats[1]) - loaded.packing["train"].n_left_out - (
         loaded.packing["val"].n_left_out) and 5 < n_val < 40
     assert sum(sum(mask) for _, mask in found) == sum(int((b.labels >= 0).sum()) for b in epoch(loaded))
 
 
 def test_nothing_predicts_how_a_conversation_begins(tmp_path):
-    """Where the assistant speaks first, its first token has no label; where it says nothing else, nothing is left to learn."""
+    """If the assistant speaks first, the first token has no label; an answer of a single token leaves nothing to learn."""
     folder = chat_folder(tmp_path / "first", "llama3")
     (folder / "chat_template.jinja").write_text(
         "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}"
@@ -124,7 +124,7 @@ def test_nothing_predicts_how_a_conversation_begins(tmp_path):
 
 
 def test_a_conversation_without_any_token_is_none(tmp_path):
-    """ShareGPT's names in any spelling are known; of roles that the template does not know it may write nothing at all."""
+    """ShareGPT's names in any spelling are known; an unknown role may take the whole conversation out."""
     folder = chat_folder(tmp_path / "qwen", "qwen3")
     strange = {"conversations": [{"from": "Bing", "value": ""}]}
     known = {"conversations": [{"from": "Human", "value": "x"}, {"from": "GPT", "value": "y"}]}
@@ -169,7 +169,7 @@ def test_first_fit_with_few_open_sequences(monkeypatch):
 
 
 def test_padding_and_what_is_too_long_is_said(chats, capsys, monkeypatch):
-    """By rank 0 only; the share is that of the batches."""
+    """Printed by rank 0 only; padding as counted in the batches."""
     loaded = opened(chats, doc_mask=True)
     text, rows = capsys.readouterr().out, epoch(loaded)
     padding = 0
@@ -204,7 +204,7 @@ def model_of(loaded):
 
 
 def test_packed_loss_is_the_unpacked_loss(chats, tmp_path):
-    """Loss and gradients: no conversation sees another one, each has its own positions, padding has no part in it."""
+    """Loss and gradients: no conversation sees another, each has its own positions, padding changes nothing."""
     found, few = {}, (chats[0] / "chat.jsonl").read_text().splitlines(keepends=True)[:20]
     (tmp_path / "few.jsonl").write_text("".join(few))
     for doc_mask in (False, True):
@@ -283,7 +283,7 @@ def test_an_index_without_its_masks_is_damaged(chats, tmp_path, change):
 
 
 def test_many_pieces_are_the_same_conversations(chats, tmp_path, monkeypatch):
-    """A file that is cut into pieces between lines, as large ones are."""
+    """A file cut into pieces between lines, as large files are."""
     import corpus.build as corpus
 
     whole = opened(chats)
@@ -383,7 +383,7 @@ def one_process(chats, bases, tmp_path_factory):
     *((kind, layout) for kind in ("all weights", "lora") for layout in ("dp", "tp", "cp", "pp")),
     ("experts", "ep"), ("experts, lora", "ep"), ("deepseek", "tp")])
 def test_every_layout_trains_what_one_process_does(one_process, tmp_path, kind, layout):
-    """Loss, norm, validation, and the hash of the batches. One line, of one rank, says what the data is."""
+    """Loss, norm, validation, and the hash of the batches. Only rank 0 prints the line about the data."""
     command, said, one, _ = one_process(kind)
     printed = run(launch(2, *command, *DEGREES[layout], "--out", tmp_path / "two"))
     two = metrics(tmp_path / "two")
@@ -417,7 +417,7 @@ def test_a_run_goes_on_in_another_layout_and_is_exported(one_process, tmp_path, 
 
 @pytest.mark.slow
 def test_a_chat_is_learned_and_asked(chats, one_process, tmp_path):
-    """Without --doc_mask; the chat template comes along in the checkpoint, and generate.py asks the model with it."""
+    """Without --doc_mask; the checkpoint keeps the chat template, and generate.py uses the template."""
     command = one_process("all weights")[0]
     out = tmp_path / "run"
     said = run(launch(1, *command, "--no-doc_mask", "--steps", 8, "--lr", "1e-2", "--out", out))

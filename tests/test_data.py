@@ -1,4 +1,4 @@
-"""Data, against data.py: one global order of sequences in every layout, shards as they were written, a line per user error."""
+"""Data, against data.py: one global order of sequences in every layout, undamaged shards, one line per user error."""
 
 import gc
 import io
@@ -48,7 +48,7 @@ def sentences(count: int, seed: int) -> str:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
-    """400 documents as .jsonl, in a folder that serves as the cache too."""
+    """400 documents as .jsonl; the folder is the cache, too."""
     folder = tmp_path_factory.mktemp("corpus")
     lines = [json.dumps({"text": sentences(1 + i % 7, seed=i)}) for i in range(400)]
     (folder / "docs.jsonl").write_text("\n".join(lines) + "\n")
@@ -157,7 +157,7 @@ def test_same_batches_in_every_layout(corpus, doc_mask):
 
 
 def test_resume_anywhere_with_any_batch_size(corpus):
-    """The cursor is all the state: also in a later epoch, across its border, and with another batch size."""
+    """The cursor is all the state: also in a later epoch, across the border of an epoch, and with another batch size."""
     loaded = open_corpus(corpus)
     n = loaded.n_samples
     straight = flat(take(loaded.batches(0, 8, 8, 0, 1, "cpu"), 3 * n // 8))
@@ -215,7 +215,7 @@ def test_validation_is_the_same_in_every_layout(corpus, shards):
 
 
 def loaded_text(folder: Path):
-    """id -> the bytes of one token, by `tokenizers` itself; no bytes for the special token."""
+    """id -> the bytes of a token, by `tokenizers`; no bytes for the special token."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     decode = {c: b for b, c in byte_characters().items()}
     return lambda i: b"" if i == tokenizer.token_to_id("<|endoftext|>") else bytes(decode[c] for c in tokenizer.id_to_token(i))
@@ -262,7 +262,7 @@ def test_prefetch_ends_when_closed_or_collected(corpus):
     gc.collect()
     assert prefetch_threads() == 0
     batches = loaded.batches(0, 4, 4, 0, 1, "cpu")
-    assert prefetch_threads() == 0  # nothing to clean up if it is never used
+    assert prefetch_threads() == 0  # nothing to clean up before the first batch
     next(batches)
     assert prefetch_threads() == 1
     batches.close()
@@ -325,7 +325,7 @@ def test_a_rank_reads_its_own_share_only(corpus, monkeypatch, rank):
 
 
 def test_the_hash_sees_every_change():
-    """Of one token or label, of two that trade places, of the order of the sequences; and no two of these look alike."""
+    """A changed token or label, two swapped tokens, another order of sequences: all hashes differ."""
     tokens = np.random.default_rng(0).integers(0, 50, (4, 6))
     labels = np.where(tokens < 10, -100, np.roll(tokens, -1, 1))
     whole = hash_sequences(tokens, labels, 0)
@@ -372,14 +372,14 @@ def one_label(masked: bool):
 
 
 def test_a_first_batch_without_any_loss_stops_the_run():
-    """One label on one rank is enough to go on."""
+    """A single label on a single rank is enough."""
     assert pool(2).run(one_label, False) == [None, None]
     assert all("no token of the first batch has a loss" in said for said in pool(2).run(one_label, True))
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_text_without_any_loss(shards, tmp_path, split):
-    """Nothing but the ends of documents, which --doc_mask leaves out: refused at once, or no validation."""
+    """Only ends of documents, which have no label with --doc_mask: refused for training, no validation otherwise."""
     folder = copy_of(shards, tmp_path)
     index = json.loads((folder / "index.json").read_text())
     for entry in index["splits"][split]:
@@ -467,7 +467,7 @@ def test_eot_in_plain_text_separates_documents_but_not_in_json(tmp_path):
 
 
 def test_no_document_end_is_lost_between_pieces(tmp_path):
-    """A separator at the start of a line belongs to the document above it, wherever the pieces end."""
+    """A separator at the start of a line belongs to the document above, wherever the pieces end."""
     stories = [sentences(1, seed=i) for i in range(100)] * 500
     (tmp_path / "a.txt").write_text("<|endoftext|>".join(stories))
     pieces = texts.cut_into_pieces([tmp_path / "a.txt"], "<|endoftext|>")
@@ -477,7 +477,7 @@ def test_no_document_end_is_lost_between_pieces(tmp_path):
 
 
 def test_long_text_in_pieces(tmp_path):
-    """A text of several pieces and segments is one document, and nothing is lost where it is cut."""
+    """A text of several pieces and segments is a single document; the cuts lose nothing."""
     text = sentences(30_000, seed=3) * 2
     (tmp_path / "a.txt").write_text(text)
     loaded = open_data(DataConfig(data=str(tmp_path / "a.txt"), cache_dir=str(tmp_path)), 1000)
@@ -501,7 +501,7 @@ def test_several_ranks_build_once(tmp_path):
     outputs = [(rank.stdout, rank.stderr) for rank in done]
     assert [rank.returncode for rank in done] == [0, 0, 0], outputs
     assert len({out.splitlines()[-1] for out, _ in outputs}) == 1 and all(err == "" for _, err in outputs)
-    assert [len(out.splitlines()) for out, _ in outputs[1:]] == [1, 1]  # only rank 0 tells what it does
+    assert [len(out.splitlines()) for out, _ in outputs[1:]] == [1, 1]  # only rank 0 reports progress
     assert sorted(path.name.split("-")[0] for path in (tmp_path / "cache").iterdir() if not path.is_symlink()) == ["a", "lock"]
 
 
@@ -620,7 +620,7 @@ def chat_tokenizer(folder: Path, template=b"{{ messages }}") -> Path:
 
 
 def test_the_files_beside_a_tokenizer_come_along(tmp_path, monkeypatch, capsys):
-    """Through the cache and through prepare, for a folder and for its tokenizer.json; and a changed one is noticed."""
+    """Through the cache and through prepare, for a folder and for a tokenizer.json; changed files are noticed."""
     (tmp_path / "a.txt").write_text(sentences(200, 0))
     file = chat_tokenizer(tmp_path / "hf")
     cfg = DataConfig(data=str(tmp_path / "a.txt"), tokenizer=str(file.parent), cache_dir=str(tmp_path / "c"))
@@ -640,7 +640,7 @@ def test_the_files_beside_a_tokenizer_come_along(tmp_path, monkeypatch, capsys):
 
 
 def test_a_copy_of_the_tokenizer_finds_the_same_shards_without_reading_the_text(tmp_path, monkeypatch):
-    """Every checkpoint of a run has a copy, which is the default of the next start."""
+    """Every checkpoint has a copy of the tokenizer, the default of the next start."""
     text, file = tmp_path / "a.txt", chat_tokenizer(tmp_path / "hf")
     text.write_text(sentences(200, 0))
 
@@ -678,7 +678,7 @@ def test_a_tokenizer_of_strangers(tmp_path, name):
         refused(lambda path=path: find_tokenizer(str(path)), name, "which is absurd")
 
 
-# ---- what a user can get wrong: one line each ----------------------------------------------------------------------
+# ---- mistakes of users: one line each ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name, content, parts", [
@@ -745,7 +745,7 @@ def test_damaged_index(shards, tmp_path, change):
 
 
 def test_shards_of_the_format_before(shards, corpus, tmp_path, monkeypatch, capsys):
-    """One line says to prepare them again, wherever the folder is met; the cache makes a new one by itself."""
+    """One line says to prepare the folder again, from every program; the cache makes new shards by itself."""
     folder = copy_of(shards, tmp_path)
     change_index(folder, lambda index: index.update(version=1) or index["splits"]["train"][0].update(name="train-00000.bin"))
     for call in (lambda: TokenData(folder, 8), lambda: open_data(DataConfig(data=str(folder)), 8)):
@@ -836,7 +836,7 @@ def call_cli(monkeypatch, capsys, *argv):
 
 @pytest.mark.slow
 def test_prepare_in_processes(corpus, shards, tmp_path):
-    """Two worker processes write what one process writes, from several files; check and training accept it."""
+    """Two worker processes write the same files as a single process; check and training accept them."""
     (tmp_path / "a.txt").write_text(sentences(500, seed=9))
     argv = ["prepare", "--input", corpus / "docs.jsonl", tmp_path / "a.txt", "--tokenizer", shards / "tokenizer.json"]
     done = run_cli(*argv, "--out", tmp_path / "two", "--workers", 2)
@@ -858,7 +858,7 @@ def test_prepare_again_keeps_what_is_intact(corpus, shards, tmp_path, monkeypatc
     whole = {path.name: path.read_bytes() for path in out.iterdir()}
     times = {name: (out / name).stat().st_mtime_ns for name in whole}
 
-    (out / "index.json").unlink()  # as if it had been interrupted, with a shard half written and one damaged
+    (out / "index.json").unlink()  # as after an interruption: one shard half written, another damaged
     (out / "train-00000.npy.tmp-77").write_bytes(b"half")
     (out / "train-00009.npy").write_bytes(b"of another run")
     damaged = bytearray(whole["val-00000.npy"])
@@ -884,7 +884,7 @@ def test_prepare_refuses_a_folder_of_other_data(corpus, shards, tmp_path, monkey
 
 
 def test_own_tokenizer(corpus, tmp_path, monkeypatch, capsys):
-    """Trained on all files named, of the size that was asked for, and good for a run: all text comes back."""
+    """Trained on all given files, with the requested size, and good for a run: all text comes back."""
     (tmp_path / "odd.txt").write_text("zyzzyva zyzzyva zyzzyva\n" * 400 + sentences(400, 1))
     argv = ["--input", corpus / "docs.jsonl", tmp_path / "odd.txt", "--vocab_size", 400, "--out", tmp_path / "x" / "own.json"]
     status, out, _ = call_cli(monkeypatch, capsys, "tokenizer", *argv)

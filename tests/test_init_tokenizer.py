@@ -1,4 +1,4 @@
-"""The tokenizer of --init_from, against corpus/init_tokenizer.py: its weights meet the ids that they know or are refused."""
+"""The tokenizer of --init_from, against corpus/init_tokenizer.py: data with other ids than the weights is refused."""
 import json
 import shutil
 from pathlib import Path
@@ -14,7 +14,7 @@ from support.files import sha256_file
 
 
 def source_of(kind, folder, tokenizer) -> str:
-    """Weights with this tokenizer, or with none: a run folder, a step folder, or a Hugging Face folder."""
+    """Weights with or without a tokenizer: a run folder, a step folder, or a Hugging Face folder."""
     if kind == "hugging face":
         folder.mkdir()
         (folder / "model.safetensors").touch()
@@ -26,7 +26,7 @@ def source_of(kind, folder, tokenizer) -> str:
 
 
 def start(flags, **more):
-    """The tokenizer's sha256 of a start with these flags, which check_run has let through."""
+    """sha256 of the tokenizer after a start with the flags, if check_run accepts the run."""
     cfg = train_llama3.Config(**flags | more)
     data = open_data(cfg, 16, source_tokenizer(cfg))
     check_run(cfg.out, IDENTITY | {"data": data.fingerprint}, cfg)
@@ -43,7 +43,7 @@ def test_init_from_goes_on_with_the_ids_of_its_tokenizer(tmp_path, book, kind):
         with pytest.raises(ValueError, match=f"another tokenizer .sha256 {its[:12]}. than the data has .{other[:12]}.*{fix}"):
             start(flags, **wrong)
         assert start(flags, **wrong, exclude_from_loading=["tok_embeddings", "head"]) == other
-    assert start(flags, exclude_from_loading=["model.tok_embeddings.*"]) not in (its, other)  # new ids: a tokenizer of its own
+    assert start(flags, exclude_from_loading=["model.tok_embeddings.*"]) not in (its, other)  # new ids: a new tokenizer
     assert start(flags | {"init_from": ""}) not in (its, other)
 
 
@@ -102,7 +102,7 @@ def test_a_tokenizer_of_the_same_ids_is_no_other_one(tmp_path, book, kind):
 
 
 def test_a_start_reads_of_a_checkpoint_what_it_needs(tmp_path, book, monkeypatch):
-    """Every rank does it, several times; a tokenizer has megabytes."""
+    """Every rank reads several times, and a tokenizer has megabytes."""
     flags, first, second = book
     source_of("run", tmp_path / "new", first)
     read, checks = [], manifest.check_files
@@ -111,7 +111,7 @@ def test_a_start_reads_of_a_checkpoint_what_it_needs(tmp_path, book, monkeypatch
     resume.keep_batch(cfg)
     check_run(cfg.out, IDENTITY, cfg)
     assert len(read) > 1 and all(sorted(names) == ["config.json", "state.json"] for names in read)
-    for name in "state.json", "config.json", "tokenizer.json":  # each is checked where it is taken
+    for name in "state.json", "config.json", "tokenizer.json":  # each file is checked by its reader
         of(*trained(), flags["out"], tokenizer_file=f"{first}/tokenizer.json").save(4, {"step": 4})
         file = Path(path(flags["out"], 4), name)
         file.write_bytes(file.read_bytes()[:-1] + b" ")

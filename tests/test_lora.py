@@ -1,4 +1,4 @@
-"""LoRA, against sft/lora.py: every layout trains the adapters that one process trains, and nothing else."""
+"""LoRA, against sft/lora.py: every layout trains the same adapters as one process, and nothing else."""
 import inspect
 import textwrap
 from contextlib import contextmanager
@@ -72,7 +72,7 @@ def test_compiled_layout_equals_one_process():
 
 
 def changed_forward(old: str, new: str):
-    """Adapted.forward with one thing changed in its source."""
+    """Adapted.forward with a change in the source."""
     source = textwrap.dedent(inspect.getsource(sft.lora.Adapted.forward)).replace("super()", "super(Adapted, self)")
     assert source.count(old) == 1
     names = {}
@@ -98,7 +98,7 @@ def test_a_gradient_that_is_not_summed_over_tp_is_caught_and_named(mutant, named
     assert named in compare(2, LORA | dict(tp=2), dict(n=4, b=2), mutate=mutant)
 
 
-# ---------------------------------------------------------------- what is trained, and what it adds
+# ---------------------------------------------------------------- adapters are trained, and nothing else
 @pytest.mark.parametrize("problem, flags", [({}, ALL), (MOE, LORA), (MTP, MLA)], ids=["llama3", "qwen3", "deepseek"])
 def test_adapters_add_scale_b_a_x(problem, flags):
     cfg, b = Flags(lora_alpha=6, **flags), global_batch(0, 4, False)
@@ -116,8 +116,8 @@ def test_adapters_add_scale_b_a_x(problem, flags):
 
 
 def two_steps(problem: dict, flags: dict) -> tuple:
-    """Of two steps from B = 0, as a recipe begins: (gradients of the second by fqn, difference to the model without adapters
-    in the first loss, frozen parameters that moved, biases that moved, numbers of gradients and of optimizer state)."""
+    """Two steps from B = 0, as in a recipe: (gradients of the second step by fqn, difference of the first loss to the model
+    without adapters, frozen parameters that moved, biases that moved, numbers of gradients and of optimizer state)."""
     stages, layout = build(config(**problem), flags, 4, 4 // max(1, flags.get("dp_shard", 1)))
     plain, _ = build(config(**problem), {k: v for k, v in flags.items() if "lora" not in k}, 4, layout.local_batch_size)
     params = {fqn: p for s in stages for fqn, p in s.named_parameters()}
@@ -142,7 +142,7 @@ def two_steps(problem: dict, flags: dict) -> tuple:
 @pytest.mark.parametrize("processes, problem, flags", [(1, MOE, LORA), (1, MTP, MLA), (2, {}, ALL | dict(dp_shard=2))],
                          ids=["qwen3", "deepseek", "fsdp"])
 def test_every_adapter_learns_and_nothing_else_moves(processes, problem, flags):
-    """Under FSDP, too, gradients and optimizer state are those of the adapters alone, shared between the ranks."""
+    """Under FSDP, too, only adapters have gradients and optimizer state, shared between the ranks."""
     model = MODELS[type(config(**problem))](config(**problem))
     names, n = lora_names(model, Flags(**flags).lora_on), adapter_numel(model, Flags(**flags))
     found = pool(processes).run(two_steps, problem, flags)
@@ -154,9 +154,9 @@ def test_every_adapter_learns_and_nothing_else_moves(processes, problem, flags):
 
 def test_tp_sends_no_more_than_the_gradients_of_whole_adapters():
     plain, lora = (pool(2).run(count, dict(tp=2) | flags, 2, 2)[0] for flags in ({}, LORA))
-    # A of wq, wk, wv, and B of wo; the norms' gradients, two per block and that of the last one, are not there any more
+    # A of wq, wk, wv, and B of wo; without the gradients of the norms, two per block and the last norm
     assert lora["tp", "all_reduce"][0] - plain["tp", "all_reduce"][0] == 4 * 4 - (2 * 4 + 1)
-    for op in ("all_gather", "reduce_scatter"):  # one less: what is ahead of the first adapter has no backward
+    for op in ("all_gather", "reduce_scatter"):  # one less: no backward before the first adapter
         assert lora["tp", op][0] == plain["tp", op][0] - 1
     assert lora.keys() == plain.keys()
 
@@ -169,8 +169,8 @@ def test_mixed_precision_on_one_process_equals_fsdp_to_the_last_bit(flags):
 
 
 def dtypes_and_casts() -> tuple:
-    """(dtypes of the frozen and of the trained parameters, requires_grad of those that are copied to be cast, and at each
-    block's backward whether the blocks behind it still have casts)."""
+    """(dtypes of the frozen and of the trained parameters, requires_grad of the parameters with a cast copy, and at each
+    block's backward whether later blocks still have casts)."""
     units, left = [], []
     made = CastUnit.__init__
     with mock.patch.object(CastUnit, "__init__", lambda unit, *args: units.append(unit) or made(unit, *args)):
@@ -186,11 +186,11 @@ def dtypes_and_casts() -> tuple:
 def test_frozen_weights_are_kept_in_the_compute_dtype_and_never_copied():
     kinds, copied, left = pool(1).run(dtypes_and_casts)[0]
     assert kinds == [{torch.bfloat16}, {torch.float32}] and copied == {True}
-    assert left == [[], [False], [False] * 2, [False] * 3]  # a block's casts are freed before the block ahead of it
+    assert left == [[], [False], [False] * 2, [False] * 3]  # a block's casts are freed before the backward of the block below
 
 
 def dtypes(flags: dict) -> list:
-    """Of the frozen and of the trained parameters, and of what a rank has of them."""
+    """Dtypes of the frozen and of the trained parameters and of this rank's parts."""
     stages, layout = build(config(**MOE), flags, 4, 2)
     parallel.forward_backward(stages, local_batch(global_batch(0, 4, False), layout), layout)
     params = list(stages[0].parameters())

@@ -28,7 +28,7 @@ T = 32
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """Folders of shards, web, code and tiny, cut by one tokenizer; other by another one; a text; the cache is beside them."""
+    """Folders of shards: web, code and tiny with the same tokenizer, other with another; a text; all beside the cache."""
     root = tmp_path_factory.mktemp("sources")
     for i, (name, n) in enumerate({"web": 300, "code": 120, "tiny": 12, "other": 60, "text": 90}.items()):
         documents = [sentences(1 + j % 7, seed=1000 * i + j) for j in range(n)]
@@ -45,7 +45,7 @@ def mixed(root, data="web={}/web:0.6,code={}/code:0.3,tiny={}/tiny:0.1", **flags
     return open_data(DataConfig(data=data.replace("{}", str(root)), cache_dir=str(root), **flags), T, Chats=ChatData)
 
 
-# ---- whose turn it is --------------------------------------------------------------------------------------------------
+# ---- turns -------------------------------------------------------------------------------------------------------------
 
 
 def shares_of(words: random.Random) -> list[int]:
@@ -54,7 +54,7 @@ def shares_of(words: random.Random) -> list[int]:
     return [share // math.gcd(*shares) for share in shares]
 
 
-# The obvious rule, the part that is most behind comes next, leaves a part of these 1.4 sequences behind.
+# The obvious rule, next comes the part furthest behind, leaves a part with these shares 1.4 sequences behind.
 UNEVEN = [3, 8, 1, 1, 8, 8, 60, 60, 1, 13, 1, 3, 2, 1, 60, 1]
 
 
@@ -74,7 +74,7 @@ def test_shares_are_exact_at_any_prefix(seed):
 
 
 def test_weights_are_shares():
-    """Whatever they add up to, in any order, as decimals or fractions."""
+    """With any sum, in any order, as decimals or fractions."""
     parts = mixture_of("web=a b:c/web:0.7,code=stdlib:0.3")
     assert [(part.name, part.path, part.share) for part in parts] == [("code", "stdlib", 3), ("web", "a b:c/web", 7)]
     for same in ("code=stdlib:3,web=a b:c/web:7", "web=a b:c/web:1/3, code=stdlib:1/7", "web=a b:c/web:14e9,code=stdlib:6e9"):
@@ -87,7 +87,7 @@ def test_weights_are_shares():
 
 
 def test_each_part_has_its_own_order_and_epochs(sources):
-    """Row by row: the sequence that the cursor names, of the part whose turn it is; a part that is through begins again."""
+    """Row by row, against the parts opened alone; a part begins again after its last sequence."""
     data = mixed(sources)
     alone = {name: TokenData(sources / name, T, name=name) for name in ("web", "code", "tiny")}
     n = 14 * alone["tiny"].n_samples
@@ -136,7 +136,7 @@ def test_changed_weights_and_parts_are_other_data(sources):
 
 
 def test_parts_are_what_data_accepts(sources, capsys):
-    """A text beside shards is cut by their tokenizer; several texts share the one that the first is given."""
+    """A text beside shards gets the shards' tokenizer; several texts share the tokenizer of the first text."""
     data = mixed(sources, "text={}/text.jsonl:1,web={}/web:1")
     assert {part.vocab_size for part in data.parts} == {data.vocab_size} and data.tokenizer_file == (
         data.parts[0].tokenizer_file)
@@ -179,7 +179,7 @@ def test_validation_of_a_mixture_has_its_shares(sources):
 
 
 def test_val_data_is_validated_whole(sources):
-    """All of it, the part that its folder keeps for training too; the order of training stays as it was."""
+    """Both splits of --val_data are for validation; the order of training stays the same."""
     plain, loaded = mixed(sources, "{}/web"), mixed(sources, "{}/web", val_data=str(sources / "tiny"))
     tiny = TokenData(sources / "tiny", T)
     windows = flat(take(loaded.val_batches(10**6, 4, 0, 1, "cpu"), 10**6))
@@ -215,7 +215,7 @@ def test_validation_tells_each_part(sources, tmp_path):
     assert [line["data_epochs"].keys() for line in seen.lines] == [{"code", "web"}] * 2
     alone = observed("train_llama3", dataclasses.replace(cfg, data=str(sources / "web"), out=str(tmp_path / "web")))
     assert not any("val_loss_by_part" in line or "data_epochs" in line for line in alone.log)
-    four = TokenData(sources / "web", T)  # the sequences that the mixture asks this part for are its own first four
+    four = TokenData(sources / "web", T)  # the mixture takes the first four sequences of the part
     rows = [flat([batch for batch in take(x.val_batches(n, 2, 0, 1, "cpu"), 9) if batch.part in ("", "web")])
             for x, n in ((loaded, 8), (four, 4))]
     assert torch.equal(*rows)
@@ -225,7 +225,7 @@ def test_validation_tells_each_part(sources, tmp_path):
 
 
 def test_many_parts_keep_few_files_open(sources):
-    """All parts together, training and validation by turns, where this process may open 48 more files."""
+    """All parts, training and validation by turns, in a process that may open only 48 more files."""
     many = sources / "many"
     (many / "in").mkdir(parents=True)
     for i in range(60):

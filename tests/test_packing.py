@@ -1,4 +1,4 @@
-"""Samples in forwards: a packed step is the step of rows of one sample each, in every layout, and little of it is padding."""
+"""Packing of samples: a packed step equals a step with one sample per row, in every layout, with little padding."""
 import random
 from types import SimpleNamespace
 
@@ -43,7 +43,7 @@ def test_a_plan_has_every_sample_once_and_few_tokens_of_padding(n, ranks, room):
     if room:
         assert fed <= (1.15 if n / ranks >= 32 or room == 4096 else 1.3) * real
         assert len({T for share in plan for _, T in share}) <= 16
-        # ranks wait for the one that has the most tokens; where each has four samples, the longest alone decides
+        # ranks wait for the rank with the most tokens; with four samples per rank, the longest sample decides
         assert sum(map(max, zip(*per_forward))) * ranks <= (1.15 if n / ranks >= 32 else 2) * real
     elif n == 256:
         assert fed > 2.3 * real
@@ -80,7 +80,7 @@ def test_a_packed_row_is_its_samples_one_after_the_other():
 
 # ---------------------------------------------------------------- the same training step
 
-OTHERS = {  # of which sharp_model makes models whose routers are sure of what they choose
+OTHERS = {  # sharp_model makes the routers certain of their choices
     "qwen3_moe": Qwen3Config(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=64, vocab_size=24, max_seq_len=64,
                              n_experts=4, top_k=2, moe_ffn_dim=32),
     "deepseek": DeepSeekConfig(
@@ -91,7 +91,7 @@ OTHERS = {  # of which sharp_model makes models whose routers are sure of what t
 
 
 def off_policy(samples, seed=1):
-    """As if an older policy had sampled them; the last token of each was a tool's, and some are left out (--mask_truncated)."""
+    """As if from an older policy; the last token of each sample is a tool's, and some samples are masked (--mask_truncated)."""
     rng = random.Random(seed)
     for i, s in enumerate(samples):
         s["logprobs"] = [lp + rng.gauss(0, 0.3) for lp in s["logprobs"]]
@@ -102,7 +102,7 @@ def off_policy(samples, seed=1):
 
 
 def two_updates(flags: dict, samples: list[dict], model="llama3"):
-    """On this rank: the numbers and the gradients of two updates of a step, and what was scored before the first."""
+    """On this rank: numbers and gradients of two updates of a step, and the scores before the first update."""
     config = OTHERS.get(model, policy.MODEL)
     flags = dict(local_batch_size=3) | flags if not flags.get("pack_tokens") else flags
     trainer, samples = trainer_of(config=config, **flags), [dict(s) for s in samples]
@@ -139,7 +139,7 @@ def assert_equal_steps(a, b, tolerance=1e-5):
 
 
 def counted(ranks: int, result):
-    """Tokens are counted once per tp rank: how many ranks count them is said beside."""
+    """Add the number of tp ranks, because each of them counts the tokens."""
     return [step | {"ranks": ranks} for step in result[0]], result[1]
 
 
@@ -157,7 +157,7 @@ def test_packed_and_rows_are_one_step(kind, flags):
 
 
 def test_scored_log_probabilities_come_back_to_every_rank():
-    """A rank trains on samples that another rank has scored: --tis with --minibatches. They went to the sampler's before."""
+    """A rank trains on samples scored by another rank: --tis with --minibatches. Scores once went to the sampling rank."""
     samples = samples_of(sharp_model(), n_prompts=5)
     for flags in (dict(), dict(pack_tokens=PACKED)):
         for _, scored in pool(2).run(two_updates, ALL | flags | dict(dp_shard=2), samples):

@@ -42,7 +42,7 @@ def parquet(path, documents, column="text", rows=70):
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    """(file, eot, vocab size) of a tokenizer that was made of DOCUMENTS"""
+    """(file, eot, vocab size) of a tokenizer for DOCUMENTS"""
     folder = tmp_path_factory.mktemp("tokenizer")
     (folder / "a.jsonl").write_bytes(jsonl(DOCUMENTS))
     return find_tokenizer(str(open_data(DataConfig(data=str(folder / "a.jsonl"), cache_dir=str(folder)), 16).folder))
@@ -57,7 +57,7 @@ def tokens(folder) -> dict:
 
 @pytest.mark.parametrize("n", [300, 40, 1])
 def test_every_format_holds_the_same_documents(tmp_path, tokenizer, n):
-    """Many are split by their hashes, of few the last are for validation; one alone has none."""
+    """Many documents are split by hash, of few the last are for validation; a single document is for training."""
     text = jsonl(DOCUMENTS[:n])
     for name, content in {"a.jsonl": text, "a.jsonl.gz": gzipped(text), "a.jsonl.zst": zstd(text)}.items():
         (tmp_path / name).write_bytes(content)
@@ -93,7 +93,7 @@ def test_conversations_in_every_format(tmp_path):
         loaded = open_data(cfg, 256, Chats=ChatData)
         found.append(tokens(loaded.folder))
         paths.append(loaded.folder)
-    shown = [*documents_of_shards(paths[0])]  # the training ones first
+    shown = [*documents_of_shards(paths[0])]  # training documents first
     assert sorted(shown) == sorted(documents_of(tmp_path / "a.jsonl", folder / "tokenizer.json", 0)) and len(shown) == 120
     assert found[0] == found[1] == found[2] and len(found[0]["train"]) > 1000
     (tmp_path / "b.txt").write_text("so it is")
@@ -150,7 +150,7 @@ def test_columns(tmp_path, tokenizer):
 
 
 def test_folders_and_globs(tmp_path, tokenizer, capsys):
-    """In the order of the names, on every machine; hidden files are no data, and what is no text is named."""
+    """Files in the order of names, on every machine; hidden files are left out, and files without text are listed."""
     places = ["b/a.jsonl.gz", "a-b.txt", "a/z.jsonl", "Z.parquet", "a/notes.me", ".git/c.txt", "a/.b.txt.part", "meta.json"]
     contents = {}
     for i, name in enumerate(places):
