@@ -8,6 +8,7 @@ import json
 import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime
 from functools import cache, lru_cache
 from pathlib import Path
@@ -115,35 +116,7 @@ def conversation_of(line: bytes) -> Conversation:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = str(error) if isinstance(error, UnicodeError) else repr(error)  # the repr of UnicodeError has the whole line
         raise ValueError(f"need a conversation like {NEEDED} ({reason})") from None
-    for message in messages:
-        if problem := untrainable(message):
-            raise ValueError(problem)
-    return Conversation([with_thoughts(with_text(message)) for message in messages], tools or None)
-
-
-def untrainable(message: dict) -> str:
-    """Why we cannot train on a message; "" if we can."""
-    content = message.get("content")
-    for part in content if isinstance(content, list) else ():
-        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-            kind = part.get("type", "nameless") if isinstance(part, dict) else type(part).__name__
-            return f"a part of a content is {kind}, and only text is trained; take such conversations out"
-    if message.get("weight", 1) not in (0, 1) or message.get("train", True) not in (True, False):
-        return f"weight {message.get('weight', 1)}, train {message.get('train', True)}: a message is trained or not, 1 or 0"
-    if message["role"] != "assistant" and message.get("train"):
-        return f"train: true in a message of {message['role']}: only what the assistant says has a loss"
-    return ""
-
-
-def with_text(message: dict) -> dict:
-    """Join content in parts to one text: most templates know no parts, and would write nothing, or a Python list."""
-    content = message.get("content")
-    return message | {"content": "".join(part["text"] for part in content)} if isinstance(content, list) else message
-
-
-def is_trained(message: dict) -> bool:
-    """Whether an answer has a loss: "weight": 0 (OpenAI) or "train": false (axolotl) switch the loss off."""
-    return bool(message.get("weight", 1)) and message.get("train", True)
+    return Conversation([prepare_message(message) for message in messages], tools or None)
 
 
 def is_message(message) -> bool:
@@ -154,10 +127,27 @@ def is_message(message) -> bool:
     return isinstance(content, (str, list)) or content is None and bool(message.get("tool_calls"))
 
 
-def with_thoughts(message: dict) -> dict:
-    """Give thoughts the names that templates read: reasoning_content, or thinking."""
-    found = [message[name] for name in THOUGHTS if message.get(name) is not None]
-    return {"thinking": found[0]} | message | {"reasoning_content": found[0]} if found else message
+def prepare_message(message: dict) -> dict:
+    """A message as templates read it: content as one text, thoughts as reasoning_content and as thinking. Raises ValueError for
+    a message that we cannot train on."""
+    content, weight, train = message.get("content"), message.get("weight", 1), message.get("train", True)
+    if weight not in (0, 1) or train not in (True, False):
+        raise ValueError(f"weight {weight}, train {train}: a message is trained or not, 1 or 0")
+    if message["role"] != "assistant" and message.get("train"):
+        raise ValueError(f"train: true in a message of {message['role']}: only what the assistant says has a loss")
+    if isinstance(content, list):  # most templates know no parts, and would write nothing, or a Python list
+        for part in content:
+            if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+                kind = part.get("type", "nameless") if isinstance(part, dict) else type(part).__name__
+                raise ValueError(f"a part of a content is {kind}, and only text is trained; take such conversations out")
+        message = message | {"content": "".join(part["text"] for part in content)}
+    thoughts = [message[name] for name in THOUGHTS if message.get(name) is not None]
+    return {"thinking": thoughts[0]} | message | {"reasoning_content": thoughts[0]} if thoughts else message
+
+
+def is_trained(message: dict) -> bool:
+    """Whether an answer has a loss: "weight": 0 (OpenAI) or "train": false (axolotl) switch the loss off."""
+    return bool(message.get("weight", 1)) and message.get("train", True)
 
 
 def from_sharegpt(record: dict) -> list[dict]:
@@ -194,7 +184,7 @@ def assistant_spans(conversation: Conversation, template: ChatTemplate) -> tuple
             raise ValueError(f"{template.name} marks {len(spans)} texts of {len(turns)} answers, so it does not tell which "
                              'of them have "weight": 0')
     else:
-        spans = [span_by_prefixes(i, full, messages, lambda *args: template.render(args[0], tools, *args[1:])) for i in turns]
+        spans = [span_by_prefixes(i, full, conversation, template) for i in turns]
     if None in spans:
         raise ValueError(f"{template.name} does not tell which tokens of message {turns[spans.index(None)] + 1} are the "
                          "assistant's: rendered up to there it is not how the whole conversation begins; write "
@@ -209,44 +199,44 @@ def check_rendered(conversation: Conversation, template: ChatTemplate, text: str
         calls = [call.get("function", call) for call in message.get("tool_calls") or [] if isinstance(call, dict)]
         names = [str(call.get("name", "")) for call in calls if isinstance(call, dict)]
         content = (message.get("content") or "").rpartition("</think>")[2].strip()
-        missing = "content" if content not in text and not calls else ""  # some templates leave out text beside a call
-        missing = "tool_calls" if any(name not in text for name in names) else missing
-        if "reasoning_content" in message and not knows_thoughts(template):
-            missing = "reasoning_content"
-        if missing:
-            raise ValueError(f"{template.name} does not write out the {missing} of message {i}, from {message['role']}")
+        checks = {"reasoning_content": "reasoning_content" not in message or knows_thoughts(template),
+                  "tool_calls": all(name in text for name in names),
+                  "content": content in text or calls}  # some templates leave out text beside a call
+        if missing := [name for name, is_there in checks.items() if not is_there]:
+            raise ValueError(f"{template.name} does not write out the {missing[0]} of message {i}, from {message['role']}")
 
 
 @cache
 def knows_thoughts(template: ChatTemplate) -> bool:
-    thought = with_thoughts({"role": "assistant", "content": "x", "reasoning_content": "because of this"})
+    thought = {"role": "assistant", "content": "x", "reasoning_content": "because of this", "thinking": "because of this"}
     return "because of this" in template.render([{"role": "user", "content": "Why?"}, thought], None)
 
 
 def spans_of_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
-    parts, spans, length = text.split(BEGIN), [], 0
-    for i, part in enumerate(parts):
-        inside = part.split(END)[0] if i else ""
+    """(text without marks, [(start, end)] of the marked parts)"""
+    whole, *parts = text.split(BEGIN)
+    spans = []
+    for part in parts:
+        inside, _, after = part.partition(END)
         if inside:
-            spans.append((length, length + len(inside)))
-        length += len(without_marks(part))
-    return without_marks(text), spans
+            spans.append((len(whole), len(whole) + len(inside)))
+        whole += inside + without_marks(after)
+    return whole, spans
 
 
-def span_by_prefixes(i: int, full: str, messages: list, render) -> tuple[int, int] | None:
+def span_by_prefixes(i: int, full: str, conversation: Conversation, template: ChatTemplate) -> tuple[int, int] | None:
     """(start, end) of message i, the assistant's, in the full text: from the end of its prompt to its own end. None if the
-    rendered prefixes do not fit the full text. render: (messages, add_generation_prompt=False) -> text."""
-    prompt, answered = render(messages[:i], True), render(messages[:i + 1])
+    rendered prefixes do not fit the full text."""
+    messages, tools = conversation
+    prompt, answered = template.render(messages[:i], tools, True), template.render(messages[:i + 1], tools)
     if not full.startswith(prompt):
         return None
     start = len(prompt)
     if full.startswith(answered) and len(answered) >= start:
         return start, len(answered)
-    try:
-        end = end_by_probes(i, full, start, messages, render)
-    except ValueError:  # the template refuses our probes
-        end = None
-    return end and (start, end)
+    with suppress(ValueError):  # the template refuses our probes
+        if end := end_by_probes(i, full, start, messages, lambda messages: template.render(messages, tools)):
+            return start, end
 
 
 def end_by_probes(i: int, full: str, start: int, messages: list, render) -> int | None:

@@ -197,13 +197,11 @@ def placed_sum(t) -> int:
     for n, first, size in zip(shape[1:], offset[1:], whole[1:], strict=True):
         columns = (columns[:, None] * size + torch.arange(first, first + n, device=columns.device)).flatten()
     local, total = local_tensor(t.detach()), torch.zeros((), dtype=torch.int64, device=columns.device)
-    row_size = math.prod(whole[1:])
     for i, rows in enumerate(local.reshape(len(local), math.prod(shape[1:])).split(256)):
-        places = torch.arange(offset[0] + 256 * i, offset[0] + 256 * i + len(rows), device=columns.device) * row_size
-        # Small pieces stay in the cache, and their sums fit 32 bits: thirty times as quick on a CPU as sums of 64 bits
-        for bits, column in zip(rows.split(2**15, 1), columns.split(2**15), strict=True):
-            bits = bits.to(torch.bfloat16).view(torch.int16).int()
-            total += (bits.sum(1, dtype=torch.int32) * places).sum() + (bits.sum(0, dtype=torch.int32) * (column + 1)).sum()
+        first = offset[0] + 256 * i
+        starts = torch.arange(first, first + len(rows), device=columns.device) * math.prod(whole[1:])
+        bits = rows.to(torch.bfloat16).view(torch.int16).long()
+        total += (bits.sum(1) * starts).sum() + (bits.sum(0) * (columns + 1)).sum()
     return total.item()
 
 

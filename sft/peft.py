@@ -56,8 +56,7 @@ def check_peft(model, names: list[str], cfg) -> None:
                          f"{flags_of(folder)}; give those")
     wanted, there = set(peft_keys(model, names).values()), set(open_adapter(folder).keys())
     if wanted != there:
-        ours = {key: fqn for fqn, key in peft_keys(model, [n.removesuffix(".weight") for n, k in model.hf_keys().items()
-                                                           if isinstance(k, str) and n.endswith(".weight")]).items()}
+        ours = {key: fqn for fqn, key in peft_keys(model, block_linears(model)).items()}
         if strange := sorted(there - ours.keys()):
             raise ValueError(f"--lora_from {folder} has {some(strange)}, which this model has no adapter for")
         beside = dict.fromkeys(fqn.split(".")[-3] for key, fqn in ours.items() if key in there)
