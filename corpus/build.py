@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from corpus.readers import PACKED, Piece, check_text, format_of, is_chat, json_lines, line_name, prepare_column, read_chunks
+from corpus.readers import PACKED, Piece, format_of, is_chat, json_lines, line_name, prepare_column, read_chunks
 from corpus.shards import FIRST, LOSS, is_as_written, mask_name, name_of, read_index, token_dtype, write_index, write_shard
 from corpus.tokenizer import BESIDE, BPE_VOCAB, EOT_NAMES, files_beside, load_tokenizer
 from support.files import sha256_file, write_file
@@ -32,7 +32,6 @@ def cut_into_pieces(paths: list, eot_text: str, text_column: str = "text") -> li
     so that both are alike; of any other text the tail is for validation."""
     pieces = []
     for path in paths:
-        check_text(path)
         whole = Piece(path, 0, None, "hash", True, text_column)
         if path.suffix not in PACKED:
             with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
@@ -73,7 +72,7 @@ def tail_border(text: mmap.mmap | bytes, is_jsonl: bool) -> int:
 
 
 def read_documents(piece: Piece, eot_text: str):
-    """Yields (split, text, closed). In a .txt file the eot token, spelled out, separates documents."""
+    """Yields (split, text, whether the document ends) for each segment. In a .txt the spelled eot token ends a document."""
     if format_of(piece.path) == ".txt":
         try:
             text = b"".join(read_chunks(piece)).decode().removeprefix("\ufeff")
@@ -81,9 +80,9 @@ def read_documents(piece: Piece, eot_text: str):
             raise ValueError(f"{piece.path}: byte {piece.start + error.start} is not UTF-8; convert the file, for example: "
                              "iconv -f latin1 -t utf-8") from None
         *whole, last = text.split(eot_text)
-        yield from ((piece.split, document, True) for document in whole if document)
-        if last:
-            yield piece.split, last, piece.closed
+        for document in whole:
+            yield from cut_at_lines(piece.split, document, True)
+        yield from cut_at_lines(piece.split, last, piece.closed)
         return
     for i, line in enumerate(json_lines(piece)):
         try:
@@ -96,8 +95,7 @@ def read_documents(piece: Piece, eot_text: str):
             cure = f"; {prepare_column(piece.path)}" * isinstance(error, KeyError)
             raise ValueError(f'{line_name(piece, i)}: need a JSON object with a string "{piece.text_column}" ({error!r}){cure}'
                              ) from None
-        if document:
-            yield split, document, True
+        yield from cut_at_lines(split, document, True)
 
 
 def split_of(piece: Piece, key: bytes) -> str:
@@ -106,24 +104,19 @@ def split_of(piece: Piece, key: bytes) -> str:
     return by_hash if piece.split == "hash" else piece.split
 
 
-def cut_at_lines(text: str, size: int = 1 << 16):
-    """Segments of a long document, to be tokenized in parallel and in little memory; cut after a newline if possible."""
+def cut_at_lines(split: str, text: str, closed: bool, size: int = 1 << 16):
+    """Yields (split, segment, whether the document ends) for a document, to be tokenized in parallel and in little memory. Cuts
+    after a newline if possible."""
     start = 0
     while start < len(text):
         stop = len(text) if start + size >= len(text) else text.rfind("\n", start, start + size) + 1 or start + size
-        yield text[start:stop]
+        yield split, text[start:stop], closed and stop == len(text)
         start = stop
 
 
 def tokenized_text(piece: Piece, tokenizer, eot: int):
     """Yields (split, ids, mask, whether a document ends) for each segment; eot follows the last segment of a document."""
-    def segments():
-        for split, text, closed in read_documents(piece, tokenizer.id_to_token(eot)):
-            *parts, last = cut_at_lines(text)
-            yield from ((split, part, False) for part in parts)
-            yield split, last, closed
-
-    found = segments()
+    found = read_documents(piece, tokenizer.id_to_token(eot))
     while group := list(islice(found, 64)):  # 4 MB of text at once: as Encoding objects they take 200 MB
         encodings = tokenizer.encode_batch_fast([text for _, text, _ in group], add_special_tokens=False)
         for (split, _, closed), encoding in zip(group, encodings):
@@ -170,7 +163,7 @@ def train_tokenizer(paths: list, file: Path, vocab_size: int = BPE_VOCAB, text_c
         size, pieces = 0, cut_into_pieces([path], EOT_NAMES[0], text_column)
         for split, text, _ in (document for piece in pieces for document in read_documents(piece, EOT_NAMES[0])):
             if split == "train":
-                texts.extend(cut_at_lines(text))
+                texts.append(text)
                 size += len(text)
             if size >= enough:
                 break

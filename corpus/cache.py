@@ -8,6 +8,7 @@ from pathlib import Path
 
 from corpus.shards import name_of
 from corpus.tokenizer import BPE_VOCAB, files_beside, find_tokenizer, tokenizer_path
+from distributed.agree import some
 from support.files import sha256_file
 
 STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__",
@@ -71,8 +72,8 @@ def cached_corpus(data: str, tokenizer: str, cache_dir: str) -> Path:
         folder = cache / f"{Path(data).name.strip('*') or 'text' if many else paths[0].stem}-{name_of(hashes, rules)}"
         if not (folder / "index.json").is_file():
             if os.environ.get("RANK", "0") == "0":
-                size, others = sum(path.stat().st_size for path in paths), f", without {left_out[0].name}" if left_out else ""
-                others += f" and {len(left_out) - 1} more that are no text" if len(left_out) > 1 else ""
+                size = sum(path.stat().st_size for path in paths)
+                others = f", without {some([path.name for path in left_out])} (no text)" * bool(left_out)
                 print(f"{data}: {f'{len(paths):,} files{others}, ' * many}{size / 1e6:.1f} MB of text, tokenized once into "
                       f"{folder}", flush=True)
             folder.mkdir(exist_ok=True)
