@@ -134,13 +134,16 @@ class TokenData:
     def arrays(self, windows: np.ndarray):
         """tokens, labels, positions, doc_ids, each (sequences, seq_len) int64; doc_ids is None without doc_mask."""
         tokens, labels = np.where(windows < 0, self.eot, windows)[:, :-1], np.where(windows < 0, -100, windows)[:, 1:]
-        positions = np.broadcast_to(np.arange(self.seq_len), tokens.shape)
-        if not self.doc_mask:
-            return tokens, labels, positions, None
         is_eot = tokens == self.eot
-        begins = np.pad(is_eot[:, :-1], ((0, 0), (1, 0)))  # a document begins after each eot
-        start = np.maximum.accumulate(np.where(begins, positions, 0), axis=1)
-        return tokens, np.where(is_eot, -100, labels), positions - start, np.cumsum(begins, axis=1)
+        begins = np.pad(is_eot[:, :-1], ((0, 0), (1, 0)), constant_values=True)  # a document begins after each eot
+        return tokens, np.where(is_eot, -100, labels) if self.doc_mask else labels, *self.positions_and_ids(begins)
+
+    def positions_and_ids(self, begins: np.ndarray):
+        """positions, doc_ids from the places where a document begins."""
+        positions = np.broadcast_to(np.arange(self.seq_len), begins.shape)
+        if not self.doc_mask:
+            return positions, None
+        return positions - np.maximum.accumulate(np.where(begins, positions, 0), axis=1), begins.cumsum(axis=1) - 1
 
     def first_words(self) -> str:
         """The first words of the validation text, else of the training text: a prompt for a sample."""
@@ -309,31 +312,21 @@ def check_same_ids(sources: dict[str, TokenData]):
                              "two words; prepare both with one --tokenizer")
 
 
-def holds_chats(path: str) -> bool:
-    """Whether a source holds conversations, by the first line of its first file."""
-    if is_shards(path):
-        return read_index(Path(path))["version"] == MASKED
-    if path == "stdlib":
-        return False
-    from corpus.readers import is_chat, text_files
-
-    return is_chat(text_files(path)[0][0])
-
-
 def open_part(cfg: DataConfig, what: str, part, seq_len: int, tokenizer: str, all_val: bool, Chats: type | None) -> TokenData:
     """Data of one source. what: flag and source, for errors."""
+    no_chats = "" if Chats else (f"{what} holds conversations, and this recipe trains on text; use finetune.py --init_from "
+                                 f"FOLDER --data {part.path}, with the folder of a model that they are to change")
     try:
-        if Chats is None and holds_chats(part.path):  # before anything is tokenized
-            raise ValueError(f"{what} holds conversations, and this recipe trains on text; use finetune.py --init_from FOLDER "
-                             f"--data {part.path}, with the folder of a model that they are to change")
         if not is_shards(part.path):
-            folder = cached_corpus(part.path, cfg.tokenizer or tokenizer, cfg.cache_dir)
+            folder = cached_corpus(part.path, cfg.tokenizer or tokenizer, cfg.cache_dir, no_chats)
         else:
             folder = Path(part.path)
             if cfg.tokenizer and sha256_file(find_tokenizer(cfg.tokenizer)[0]) != read_index(folder)["source"]["tokenizer"]:
                 raise ValueError(f"--tokenizer {cfg.tokenizer} is not the one that {folder} was made with; leave it out")
-        Data = Chats if read_index(folder)["version"] == MASKED else TokenData
-        data = Data(folder, seq_len, cfg.data_seed, cfg.doc_mask, part.name, all_val)
+        is_chat = read_index(folder)["version"] == MASKED
+        if is_chat and no_chats:
+            raise ValueError(no_chats)
+        data = (Chats if is_chat else TokenData)(folder, seq_len, cfg.data_seed, cfg.doc_mask, part.name, all_val)
     except OSError as error:
         cache = cache_folder(cfg.cache_dir)
         raise ValueError(f"{error.filename or cache}: {error.strerror}; --data must be readable and --cache_dir {cache} "

@@ -33,11 +33,12 @@ def cache_folder(cache_dir: str) -> Path:
     return Path(cache_dir or os.path.join(os.environ.get("XDG_CACHE_HOME") or home, "nanotitan")).absolute()
 
 
-def cached_corpus(data: str, tokenizer: str, cache_dir: str) -> Path:
+def cached_corpus(data: str, tokenizer: str, cache_dir: str, no_chats: str = "") -> Path:
     """The folder of token shards for a text, made on first use; its name has the hash of text and tokenizer.
 
     A link named after size and time of the text leads to the folder, so that a later start does not read the text. Of the
-    tokenizer's small files the contents count, because every checkpoint has a copy of them under another path."""
+    tokenizer's small files the contents count, because every checkpoint has a copy of them under another path.
+    no_chats: the error for a recipe that does not train on conversations."""
     cache, rules = cache_folder(cache_dir), BPE_VOCAB
     if data == "stdlib":
         paths, left_out = stdlib_files(), []
@@ -52,8 +53,9 @@ def cached_corpus(data: str, tokenizer: str, cache_dir: str) -> Path:
     link = cache / name_of(data == "stdlib", rules, stats)
     if (link / "index.json").is_file():
         return link.resolve()
-    if data != "stdlib" and not tokenizer and any(map(is_chat, paths)):
-        raise ValueError(f"--data {data} holds conversations; give the folder of a tokenizer with a chat template: --tokenizer")
+    if data != "stdlib" and (no_chats or not tokenizer) and any(map(is_chat, paths)):
+        raise ValueError(no_chats or f"--data {data} holds conversations; give the folder of a tokenizer with a chat template: "
+                         "--tokenizer")
     from corpus.build import build_shards, collect_stdlib, train_tokenizer
 
     cache.mkdir(parents=True, exist_ok=True)

@@ -24,7 +24,7 @@ def load_tokenizer(file: Path):
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises plain Exception
-        raise ValueError(f"--tokenizer {file}: not a tokenizer.json ({error})") from None
+        raise ValueError(f"{file}: not a tokenizer.json ({error})") from None
     tokenizer.no_truncation()  # some tokenizer.json cut every text at 512 tokens
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True  # "<|endoftext|>" inside a document is text, not its end
@@ -115,10 +115,7 @@ def check_hf_tokenizer(folder: str, vocab_size: int) -> str | None:
     if not os.path.lexists(path):
         return None
     hf_file(folder, "tokenizer.json", HF_LIMITS["tokenizer.json"])
-    try:
-        last = max(load_tokenizer(Path(path)).get_vocab(with_added_tokens=True).values(), default=0)
-    except ValueError as error:
-        raise ValueError(f"{path}: {reason(error).removeprefix(f'--tokenizer {path}: ')}") from None
+    last = max(load_tokenizer(Path(path)).get_vocab(with_added_tokens=True).values(), default=0)
     if last >= vocab_size:
         raise ValueError(f"{path}: its ids go up to {last}, but config.json says that vocab_size is {vocab_size}")
     return path

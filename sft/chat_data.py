@@ -36,11 +36,7 @@ class ChatData(TokenData):
         ids, bits = np.where(is_text, windows & 0xFFFFFFFF, self.eot), np.where(is_text, windows >> 32, 0)
         begins = (bits & FIRST > 0) | ~is_text & np.pad(is_text[:, :-1], ((0, 0), (1, 0)), constant_values=True)
         labels = np.where((bits & LOSS > 0) & ~begins, ids, -100)[:, 1:]  # a document's first token has no context
-        tokens, begins = ids[:, :-1], begins[:, :-1]
-        positions = np.broadcast_to(np.arange(self.seq_len), tokens.shape)
-        if not self.doc_mask:
-            return tokens, labels, positions, None
-        return tokens, labels, positions - np.maximum.accumulate(np.where(begins, positions, 0), axis=1), begins.cumsum(1) - 1
+        return ids[:, :-1], labels, *self.positions_and_ids(begins[:, :-1])
 
     def first_words(self) -> str:
         """The first words of the longest line before the first answer."""
