@@ -25,7 +25,7 @@ import torch
 
 from corpus.batches import hash_sequences, prefetch, to_tensors
 from corpus.cache import cache_folder, cached_corpus
-from corpus.mixture import mixture_of, named_part, take_turns
+from corpus.mixture import parse_mixture, spell_part, take_turns
 from corpus.shards import MASKED, array_of, check_arrays, is_shards, opened_array, read_index
 from corpus.tokenizer import bytes_of_tokens, find_tokenizer, load_tokenizer
 from support.config import Need, flag
@@ -36,7 +36,7 @@ TEXT = Need("with --data of token shards, which need no cache", lambda c: not al
 
 
 def paths_of(c) -> list[str]:
-    return [part.path for data in (c.data, c.val_data) if data for part in mixture_of(data)]
+    return [part.path for data in (c.data, c.val_data) if data for part in parse_mixture(data)]
 
 
 @dataclass(kw_only=True)
@@ -273,11 +273,11 @@ def open_data(cfg: DataConfig, seq_len: int, tokenizer: str = "", Chats: type | 
     if seq_len < 1:
         raise ValueError(f"--seq_len {seq_len}: need at least 1")
     for name, named in ("--data", cfg.data), ("--val_data", cfg.val_data or "stdlib"):  # before any text is tokenized
-        for part in mixture_of(named, name):
+        for part in parse_mixture(named, name):
             if part.path != "stdlib" and not os.path.exists(part.path) and not glob.has_magic(part.path):
                 from corpus.readers import FORMATS
 
-                raise ValueError(f"{name} {named_part(part)}: no such file; need stdlib, {FORMATS}, a folder or glob of these, "
+                raise ValueError(f"{name} {spell_part(part)}: no such file; need stdlib, {FORMATS}, a folder or glob of these, "
                                  f"or a folder from data.py{hub_hint(part.path, 'dataset')}")
     data = open_parts(cfg, "--data", cfg.data, seq_len, tokenizer, Chats)
     if cfg.val_data:
@@ -290,9 +290,9 @@ def open_data(cfg: DataConfig, seq_len: int, tokenizer: str = "", Chats: type | 
 
 def open_parts(cfg: DataConfig, flag: str, named: str, seq_len: int, tokenizer: str, Chats: type | None) -> TokenData:
     """Data of --data or --val_data (flag): one source, or the parts of a mixture."""
-    parts, found = mixture_of(named, flag), {}
+    parts, found = parse_mixture(named, flag), {}
     for part in sorted(parts, key=lambda part: not is_shards(part.path)):  # shards first: their tokenizer cuts the text
-        what, all_val = f"{flag} {named_part(part)}", flag == "--val_data"
+        what, all_val = f"{flag} {spell_part(part)}", flag == "--val_data"
         found[part.name] = open_part(cfg, what, part, seq_len, tokenizer, all_val, Chats)
         tokenizer = tokenizer or found[part.name].tokenizer_file or ""
     if parts[0].name == "":

@@ -41,7 +41,7 @@ from parallel import (
     shard,
     tensor_parallel,
 )
-from sft.base import claim_adapters, load_base, model_in
+from sft.base import claim_adapters, load_base, read_model
 from sft.chat_data import ChatData
 from sft.lora import LoraConfig, is_frozen, lora_counts, lora_linears
 from storage.resume import claim_run, keep_batch, source_tokenizer
@@ -169,7 +169,7 @@ def main(cfg: Config):
     # finetune: the folder knows the model
     if not cfg.init_from or not cfg.data:
         raise ValueError("fine-tuning needs a model and what to learn: --init_from FOLDER --data chat.jsonl")
-    Model, model_config = model_in(cfg)
+    Model, model_config = read_model(cfg)
     keep_batch(cfg)  # a continued run keeps its global batch on any number of processes, with a smaller local batch if needed
     layout = check_layout(
         cfg, model_config, seq_len=cfg.seq_len, local_batch_size=cfg.local_batch_size,

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from corpus.readers import PACKED, Piece, format_of, is_chat, json_lines, line_name, prepare_column, read_chunks
-from corpus.shards import FIRST, LOSS, is_as_written, mask_name, name_of, read_index, token_dtype, write_index, write_shard
+from corpus.readers import PACKED, Piece, format_of, is_chat, json_lines, name_line, prepare_column, read_chunks
+from corpus.shards import FIRST, LOSS, cache_name, is_as_written, mask_name, read_index, token_dtype, write_index, write_shard
 from corpus.tokenizer import BESIDE, BPE_VOCAB, EOT_NAMES, files_beside, load_tokenizer
 from support.files import sha256_file, write_file
 
@@ -93,7 +93,7 @@ def read_documents(piece: Piece, eot_text: str):
             document.encode()  # a string, and valid Unicode: "\ud800" is JSON, but no text
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             cure = f"; {prepare_column(piece.path)}" * isinstance(error, KeyError)
-            raise ValueError(f'{line_name(piece, i)}: need a JSON object with a string "{piece.text_column}" ({error!r}){cure}'
+            raise ValueError(f'{name_line(piece, i)}: need a JSON object with a string "{piece.text_column}" ({error!r}){cure}'
                              ) from None
         yield from cut_at_lines(split, document, True)
 
@@ -114,7 +114,7 @@ def cut_at_lines(split: str, text: str, closed: bool, size: int = 1 << 16):
         start = stop
 
 
-def tokenized_text(piece: Piece, tokenizer, eot: int):
+def tokenize_text(piece: Piece, tokenizer, eot: int):
     """Yields (split, ids, mask, whether a document ends) for each segment; eot follows the last segment of a document."""
     found = read_documents(piece, tokenizer.id_to_token(eot))
     while group := list(islice(found, 64)):  # 4 MB of text at once: as Encoding objects they take 200 MB
@@ -124,19 +124,19 @@ def tokenized_text(piece: Piece, tokenizer, eot: int):
             yield split, ids, [1] * len(ids), closed
 
 
-def tokenized_chats(piece: Piece, tokenizer_file: Path, skipped: list | None):
+def tokenize_chats(piece: Piece, tokenizer_file: Path, skipped: list | None):
     """Yields (split, ids, mask, whether a document ends) for each conversation; mask: 1 for a token with a loss.
 
     skipped: list that takes the error of each bad conversation; None: raise the first."""
-    from sft.chat import chat_tokenizer, conversation_of, need_template, tokens_and_mask
+    from sft.chat import chat_tokenizer, need_template, parse_conversation, tokens_and_mask
 
     template, tokenizer = need_template(tokenizer_file, piece.path), chat_tokenizer(tokenizer_file)
     for i, line in enumerate(json_lines(piece)):
         if line := line.strip():
             try:
-                ids, mask = tokens_and_mask(conversation_of(line), template, tokenizer)
+                ids, mask = tokens_and_mask(parse_conversation(line), template, tokenizer)
             except ValueError as error:
-                problem = f"{line_name(piece, i)}: {error}"
+                problem = f"{name_line(piece, i)}: {error}"
                 if skipped is None:
                     raise ValueError(f"{problem}; python data.py prepare --skip_bad N leaves out up to N such lines") from None
                 skipped.append(problem)
@@ -144,11 +144,11 @@ def tokenized_chats(piece: Piece, tokenizer_file: Path, skipped: list | None):
                 yield split_of(piece, line), ids, mask, len(ids) > 0
 
 
-def tokenized(piece: Piece, tokenizer_file: Path, eot: int, skipped: list | None = None):
-    """tokenized_chats or tokenized_text, depending on the file."""
+def tokenize_documents(piece: Piece, tokenizer_file: Path, eot: int, skipped: list | None = None):
+    """tokenize_chats or tokenize_text, depending on the file."""
     if is_chat(piece.path, piece.text_column):
-        return tokenized_chats(piece, tokenizer_file, skipped)
-    return tokenized_text(piece, load_tokenizer(tokenizer_file), eot)
+        return tokenize_chats(piece, tokenizer_file, skipped)
+    return tokenize_text(piece, load_tokenizer(tokenizer_file), eot)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ def tokenize_piece(piece: Piece, number: int, folder: Path, tokenizer: tuple, sk
         rules = need_template(tokenizer_file, piece.path).rules
     packed = piece.path.suffix in PACKED
     contents = sha256_file(piece.path) if packed else hashlib.sha256(b"".join(read_chunks(piece))).hexdigest()
-    made_from = name_of(contents, format_of(piece.path), piece[1:], sha256_file(tokenizer_file), eot, vocab_size, rules)
+    made_from = cache_name(contents, format_of(piece.path), piece[1:], sha256_file(tokenizer_file), eot, vocab_size, rules)
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # no note, or a damaged one
         known = json.loads(note.read_bytes())
         if known["made_from"] == made_from and all(is_as_written(folder, entry) for entry in known["entries"].values()):
@@ -197,7 +197,7 @@ def tokenize_piece(piece: Piece, number: int, folder: Path, tokenizer: tuple, sk
     splits = ("train", "val") if piece.split == "hash" else (piece.split,)
     tokens = {split: [np.empty(0, dtype)] for split in splits}
     bits, documents, skipped = {split: [np.empty(0, np.uint8)] for split in splits}, dict.fromkeys(splits, 0), []
-    for split, ids, mask, closed in tokenized(piece, tokenizer_file, eot, skipped if skip_bad else None):
+    for split, ids, mask, closed in tokenize_documents(piece, tokenizer_file, eot, skipped if skip_bad else None):
         tokens[split].append(np.array(ids, dtype))
         documents[split] += closed
         if chat:
@@ -223,11 +223,11 @@ def build_shards(paths: list, tokenizer: tuple, folder: Path, workers=1, text_co
         if other := next((path for path in paths if path not in chats), None):
             raise ValueError(f"{chats[0]} holds conversations and {other} text; keep them apart, and train on both with "
                              "--data name=path:weight,name=path:weight")
-        from sft.chat import border_warning, chat_tokenizer, need_template
+        from sft.chat import chat_tokenizer, need_template, warn_about_border
 
         template = need_template(tokenizer_file, chats[0])
         source["chat_template"] = hashlib.sha256(template.rules.encode()).hexdigest()
-        if os.environ.get("RANK", "0") == "0" and (warning := border_warning(template, chat_tokenizer(tokenizer_file))):
+        if os.environ.get("RANK", "0") == "0" and (warning := warn_about_border(template, chat_tokenizer(tokenizer_file))):
             print(warning, flush=True)
     elif skip_bad:
         raise ValueError(f"--skip_bad {skip_bad}: {paths[0]} holds no conversations; leave it out")

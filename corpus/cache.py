@@ -6,7 +6,7 @@ import sysconfig
 import time
 from pathlib import Path
 
-from corpus.shards import name_of
+from corpus.shards import cache_name
 from corpus.tokenizer import BPE_VOCAB, files_beside, find_tokenizer, tokenizer_path
 from distributed.agree import some
 from support.files import sha256_file
@@ -50,7 +50,7 @@ def cached_corpus(data: str, tokenizer: str, cache_dir: str, no_chats: str = "")
         file = tokenizer_path(tokenizer)
         rules = sha256_file(file), sorted(files_beside(file).items())
     stats = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
-    link = cache / name_of(data == "stdlib", rules, stats)
+    link = cache / cache_name(data == "stdlib", rules, stats)
     if (link / "index.json").is_file():
         return link.resolve()
     if data != "stdlib" and (no_chats or not tokenizer) and any(map(is_chat, paths)):
@@ -71,7 +71,7 @@ def cached_corpus(data: str, tokenizer: str, cache_dir: str, no_chats: str = "")
         found = find_tokenizer(tokenizer) if tokenizer else None
         many = len(paths) > 1
         hashes = [sha256_file(path) for path in paths] if many else sha256_file(paths[0])
-        folder = cache / f"{Path(data).name.strip('*') or 'text' if many else paths[0].stem}-{name_of(hashes, rules)}"
+        folder = cache / f"{Path(data).name.strip('*') or 'text' if many else paths[0].stem}-{cache_name(hashes, rules)}"
         if not (folder / "index.json").is_file():
             if os.environ.get("RANK", "0") == "0":
                 size = sum(path.stat().st_size for path in paths)

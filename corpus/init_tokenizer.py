@@ -1,7 +1,7 @@
 """--init_from weights need data tokenized with the tokenizer of their training, or with an equal one."""
 import os
 
-from corpus.mixture import mixture_of
+from corpus.mixture import parse_mixture
 from corpus.shards import is_shards
 from corpus.tokenizer import tokenizer_path
 from storage.manifest import ABOUT, newest_readable, resume_source
@@ -19,7 +19,7 @@ def check_tokenizer(out: str, identity: dict, cfg):
         there = read_json(path, "state.json")["identity"]["data"].get("tokenizer_sha256")
     if there is None and os.path.lexists(os.path.join(path, "tokenizer.json")):
         there = sha256_file(tokenizer_path(path))
-    shards = next((part.path for part in mixture_of(cfg.data) if is_shards(part.path)), cfg.data)
+    shards = next((part.path for part in parse_mixture(cfg.data) if is_shards(part.path)), cfg.data)
     if there not in (None, here) and not same_ids({path: there, cfg.tokenizer or shards: here}):
         fix = f"leave out --tokenizer {cfg.tokenizer}" if cfg.tokenizer else f"make the shards with --tokenizer {path}"
         raise ValueError(f"--init_from {cfg.init_from} was trained with another tokenizer (sha256 {there[:12]}) than the data "
@@ -35,13 +35,13 @@ def same_ids(tokenizers: dict[str, str]) -> bool:
     try:
         if any(sha256_file(tokenizer_path(path)) != known for path, known in tokenizers.items()):
             return False
-        a, b = (cuts(read_json(tokenizer_path(path))) for path in tokenizers)
+        a, b = (id_rules(read_json(tokenizer_path(path))) for path in tokenizers)
     except (ValueError, LookupError, TypeError, AttributeError, OSError, RecursionError):
         return False
     return a == b
 
 
-def cuts(rules: dict) -> tuple:
+def id_rules(rules: dict) -> tuple:
     """The parts of a tokenizer.json that decide about the ids of a text."""
     model, added = rules["model"], {token["content"]: token["id"] for token in rules.get("added_tokens") or []}
     vocab = model["vocab"] | added if isinstance(model["vocab"], dict) else (model["vocab"], added)  # Unigram: [text, score]

@@ -22,7 +22,7 @@ class Part(NamedTuple):
     share: int  # sequences of this part in a period
 
 
-def mixture_of(data: str, flag: str = "--data") -> list[Part]:
+def parse_mixture(data: str, flag: str = "--data") -> list[Part]:
     """The parts of --data, sorted by name; without a mixture a single part without a name. The shares have no common divisor.
     flag: for errors. Raises ValueError."""
     if not re.match(r"\w[\w.-]*=", data) or os.path.lexists(data):
@@ -52,7 +52,7 @@ def mixture_of(data: str, flag: str = "--data") -> list[Part]:
     return [Part(name, path, int(share / total * period)) for name, (path, share) in sorted(found.items())]
 
 
-def named_part(part: Part) -> str:
+def spell_part(part: Part) -> str:
     """A part as the user typed it, for errors."""
     return f"{part.name}={part.path}" if part.name else part.path
 

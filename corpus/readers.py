@@ -189,7 +189,7 @@ def is_chat(path: Path, text_column: str = "text") -> bool:
     return isinstance(record, dict) and text_column not in record and bool({"messages", "conversations"} & record.keys())
 
 
-def line_name(piece: Piece, index: int) -> str:
+def name_line(piece: Piece, index: int) -> str:
     """File and number of the line or row with this index in a piece, for errors."""
     before = piece.start and b"".join(read_chunks(piece._replace(start=0, end=piece.start))).count(b"\n")
     return f"{piece.path} {'row' if piece.path.suffix == '.parquet' else 'line'} {before + index + 1}"

@@ -209,6 +209,6 @@ def find_damage(folder: Path) -> list:
     return problems
 
 
-def name_of(*what) -> str:
+def cache_name(*what) -> str:
     """A name for a file of the cache, by the hash of everything that decides about the contents."""
     return hashlib.sha256(repr((VERSION, *what)).encode()).hexdigest()[:16]

@@ -14,7 +14,7 @@ from models.llama3 import Llama3Config
 from models.loss import token_logprobs
 from models.qwen3 import Qwen3Config
 from rl import rollouts
-from sft.base import model_in
+from sft.base import read_model
 from sft.lora import lora_linears
 from storage.hf import class_of
 from storage.manifest import is_hf_folder
@@ -35,7 +35,7 @@ def model_of(cfg, vocab_size: int):
     else:
         if cfg.model_args and not is_hf_folder(cfg.init_from):
             raise ValueError(f"--model_args {cfg.model_args}: the model is that of --init_from {cfg.init_from}; leave it out")
-        config = model_in(cfg)[1]
+        config = read_model(cfg)[1]
     if hasattr(config, "mtp_depth"):  # DeepSeek
         if cfg.tp > 1:
             raise ValueError(f"--tp {cfg.tp}: rollouts of DeepSeek cache latents, which tp does not split; use --dp_shard")

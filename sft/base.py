@@ -13,7 +13,7 @@ from storage.manifest import ABOUT, is_hf_folder, newest_readable, resume_source
 from support.config import override_fields
 
 
-def model_in(cfg):
+def read_model(cfg):
     """(class, config) of the model in --init_from, a Hugging Face folder or a run or step folder of ours, after --model_args.
     A run with checkpoints of its own knows the model even when --init_from is gone. Raises ValueError."""
     goes_on = step_folders(cfg.out) and not os.path.isdir(cfg.init_from)

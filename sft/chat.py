@@ -93,13 +93,13 @@ def read_template(folder: str) -> ChatTemplate | None:
     return ChatTemplate(f"the chat template of {folder}", render, bool(marks), repr((2, template, special_tokens)), names)
 
 
-def without_marks(text: str) -> str:
+def remove_marks(text: str) -> str:
     return text.replace(BEGIN, "").replace(END, "")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Files -> conversations
-def conversation_of(line: bytes) -> Conversation:
+def parse_conversation(line: bytes) -> Conversation:
     """The conversation in one line of a file. Raises ValueError."""
     try:
         record = json.loads(line)
@@ -174,17 +174,17 @@ def assistant_spans(conversation: Conversation, template: ChatTemplate) -> tuple
     if the spans are not certain."""
     messages, tools = conversation
     full = template.render(messages, tools)
-    check_rendered(conversation, template, without_marks(full))
+    check_rendered(conversation, template, remove_marks(full))
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if template.has_marks:
-        full, spans = spans_of_marks(full)
+        full, spans = find_marks(full)
         if all(is_trained(messages[i]) for i in turns):
             return full, spans
         if len(spans) != len(turns):
             raise ValueError(f"{template.name} marks {len(spans)} texts of {len(turns)} answers, so it does not tell which "
                              'of them have "weight": 0')
     else:
-        spans = [span_by_prefixes(i, full, conversation, template) for i in turns]
+        spans = [find_answer(i, full, conversation, template) for i in turns]
     if None in spans:
         raise ValueError(f"{template.name} does not tell which tokens of message {turns[spans.index(None)] + 1} are the "
                          "assistant's: rendered up to there it is not how the whole conversation begins; write "
@@ -212,7 +212,7 @@ def knows_thoughts(template: ChatTemplate) -> bool:
     return "because of this" in template.render([{"role": "user", "content": "Why?"}, thought], None)
 
 
-def spans_of_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
+def find_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
     """(text without marks, [(start, end)] of the marked parts)"""
     whole, *parts = text.split(BEGIN)
     spans = []
@@ -220,11 +220,11 @@ def spans_of_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
         inside, _, after = part.partition(END)
         if inside:
             spans.append((len(whole), len(whole) + len(inside)))
-        whole += inside + without_marks(after)
+        whole += inside + remove_marks(after)
     return whole, spans
 
 
-def span_by_prefixes(i: int, full: str, conversation: Conversation, template: ChatTemplate) -> tuple[int, int] | None:
+def find_answer(i: int, full: str, conversation: Conversation, template: ChatTemplate) -> tuple[int, int] | None:
     """(start, end) of message i, the assistant's, in the full text: from the end of its prompt to its own end. None if the
     rendered prefixes do not fit the full text."""
     messages, tools = conversation
@@ -235,11 +235,11 @@ def span_by_prefixes(i: int, full: str, conversation: Conversation, template: Ch
     if full.startswith(answered) and len(answered) >= start:
         return start, len(answered)
     with suppress(ValueError):  # the template refuses our probes
-        if end := end_by_probes(i, full, start, messages, lambda messages: template.render(messages, tools)):
+        if end := find_answer_end(i, full, start, messages, lambda messages: template.render(messages, tools)):
             return start, end
 
 
-def end_by_probes(i: int, full: str, start: int, messages: list, render) -> int | None:
+def find_answer_end(i: int, full: str, start: int, messages: list, render) -> int | None:
     """End of message i if the template rewrites an answer once a later question follows: Qwen3's drops the thoughts. The ending
     (like <|im_end|>) is still the same, so look for the ending after `start`. Two probes make sure of the right place. Another
     answer in place of message i must change nothing after the end. Other later messages must change nothing before the end:
@@ -292,7 +292,7 @@ def tokens_and_mask(conversation: Conversation, template: ChatTemplate, tokenize
     return encoding.ids, mask
 
 
-def border_warning(template: ChatTemplate, tokenizer) -> str:
+def warn_about_border(template: ChatTemplate, tokenizer) -> str:
     """One line about a prompt that ends inside of a token, "" if all is well. In "Answer: " the space belongs to the first
     token of the answer: in training the prompt never ends with a lone space, but every question to the model does."""
     for answer in ("The", "I", "7", "- a", "def", "{"):

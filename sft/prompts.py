@@ -44,7 +44,7 @@ def chat_prompts(folder: str, system="", template_args="") -> Callable:
         except ValueError as error:
             raise ValueError(f"{flag}: {error}") from None
 
-    from sft.chat import read_template, without_marks
+    from sft.chat import read_template, remove_marks
 
     template = guarded("--chat", read_template, folder if is_hf_folder(folder) else newest_readable(folder))
     if template is None:
@@ -56,7 +56,7 @@ def chat_prompts(folder: str, system="", template_args="") -> Callable:
 
     def render(text: str, system: str, values: dict) -> str:
         messages = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": text}]
-        return without_marks(template.render(messages, None, True, **values))
+        return remove_marks(template.render(messages, None, True, **values))
 
     if system:
         with_it = guarded(f"--system {system!r}", render, PROBE, system, values)

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
-from corpus.build import cut_into_pieces, tokenized
+from corpus.build import cut_into_pieces, tokenize_documents
 from corpus.readers import is_chat, text_files
 from corpus.shards import FIRST, LOSS, MASKED, array_of, is_shards, mask_array_of, open_array, read_index
 from corpus.tokenizer import find_tokenizer, load_tokenizer
-from sft.chat import border_warning, chat_tokenizer, need_template
+from sft.chat import chat_tokenizer, need_template, warn_about_border
 
 GREEN, PLAIN = "\033[32m", "\033[0m"
 
@@ -19,7 +19,7 @@ def documents_of(path: Path, tokenizer_file: Path, eot: int, text_column: str = 
     """Yields (ids, mask) of each document. Every token of a text has a loss, of a conversation the assistant's tokens."""
     for piece in cut_into_pieces([path], load_tokenizer(tokenizer_file).id_to_token(eot), text_column):
         ids, mask = [], []
-        for _, more_ids, more_mask, closed in tokenized(piece, tokenizer_file, eot):
+        for _, more_ids, more_mask, closed in tokenize_documents(piece, tokenizer_file, eot):
             ids += more_ids
             mask += more_mask
             if closed:
@@ -42,7 +42,7 @@ def documents_of_shards(folder: Path):
             yield ids, [1] * len(ids) if bits is None else (bits[start:stop] & LOSS).tolist()
 
 
-def coloured(ids: list[int], mask: list[int], tokenizer) -> str:
+def colour_text(ids: list[int], mask: list[int], tokenizer) -> str:
     """The text of the tokens, those with a loss in green. Characters that would command the terminal are shown as U+FFFD."""
     runs, text = [i for i in range(len(ids)) if i == 0 or mask[i] != mask[i - 1]], ""
     for start, stop in zip(runs, [*runs[1:], len(ids)]):
@@ -58,7 +58,7 @@ def show_documents(data: str, tokenizer: str, n: int, as_json: bool, text_column
     file, eot, _ = find_tokenizer(tokenizer)
     paths = [] if is_shards(data) else text_files(data)[0]
     chat = next((path for path in paths if is_chat(path, text_column)), None)
-    if chat and not as_json and (warning := border_warning(need_template(file, chat), chat_tokenizer(file))):
+    if chat and not as_json and (warning := warn_about_border(need_template(file, chat), chat_tokenizer(file))):
         print(warning)
     documents = chain.from_iterable(documents_of(path, file, eot, text_column) for path in paths)
     documents = documents_of_shards(Path(data)) if is_shards(data) else documents
@@ -67,4 +67,4 @@ def show_documents(data: str, tokenizer: str, n: int, as_json: bool, text_column
             print(json.dumps({"ids": ids, "mask": mask}))
             continue
         print(f"--- document {number}: {len(ids):,} tokens, {sum(mask):,} with a loss (green)")
-        print(coloured(ids, mask, chat_tokenizer(file)))
+        print(colour_text(ids, mask, chat_tokenizer(file)))

@@ -9,7 +9,7 @@ import time
 from contextlib import suppress
 from dataclasses import asdict
 
-from corpus.mixture import mixture_of
+from corpus.mixture import parse_mixture
 from corpus.shards import is_shards
 from corpus.tokenizer import BESIDE
 from storage.manifest import ABOUT, is_hf_folder, newest_readable, resume_source, step_folders
@@ -200,7 +200,7 @@ def source_tokenizer(cfg) -> str:
 
     A run that has checkpoints of its own takes it from those: the folder that it began with may be gone. Raises ValueError.
     """
-    is_text = not all(is_shards(part.path) for part in mixture_of(cfg.data))
+    is_text = not all(is_shards(part.path) for part in parse_mixture(cfg.data))
     if not cfg.init_from or cfg.tokenizer or not is_text or has_new_ids(cfg):
         return ""
     source, names = resume_source(cfg.out, cfg), (*ABOUT, "tokenizer.json", *BESIDE)

@@ -18,7 +18,7 @@ from test_parallel import MOE, V2
 import checkpoint
 from checkpoint import CheckpointConfig, Checkpoints, load_model
 from rl.scoring import read_checkpoint
-from sft.base import claim_adapters, load_base, model_in
+from sft.base import claim_adapters, load_base, read_model
 from sft.lora import base_hash, is_adapter, lora_names, placed_sum
 from sft.peft import check_peft
 from storage import hf
@@ -97,7 +97,7 @@ def test_merged_weights_and_the_adapter_give_the_same_logits_in_transformers_and
     cfg = flags_of(lora, init_from=base, lora_from=str(tmp_path / "tuned"), out=str(tmp_path / "again"))  # --lora_from
     check_peft(MODELS[type(config(**problem))](config(**problem)), lora_names(back, cfg.lora_on), cfg)
     with pytest.raises(ValueError, match="is a PEFT adapter; give the folder of the model below it .* --lora_from"):
-        model_in(flags_of(lora, init_from=str(tmp_path / "tuned")))
+        read_model(flags_of(lora, init_from=str(tmp_path / "tuned")))
     again = open_run(tmp_path / "again", [back], config(**problem), cfg)
     again.load()
     again.close()

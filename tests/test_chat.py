@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from corpus.build import build_shards
 from corpus.readers import is_chat
 from corpus.tokenizer import find_tokenizer, read_special_tokens
-from sft.chat import chat_tokenizer, conversation_of, read_template, tokens_and_mask
+from sft.chat import chat_tokenizer, parse_conversation, read_template, tokens_and_mask
 from sft.prompts import chat_prompts
 from sft.show import documents_of
 
@@ -39,7 +39,7 @@ def folders(tmp_path_factory):
 def ours(folder, record, template=None):
     if template is not None:
         (folder / "chat_template.jinja").write_text(template)
-    conversation = conversation_of(json.dumps(record).encode())
+    conversation = parse_conversation(json.dumps(record).encode())
     return tokens_and_mask(conversation, read_template(str(folder)), chat_tokenizer(folder / "tokenizer.json"))
 
 
@@ -51,7 +51,7 @@ def test_masks_are_those_of_transformers(folders, kind):
     assert (marked.has_marks, plain.has_marks) == (True, False)
     tokenizer, answers = chat_tokenizer(folder / "tokenizer.json"), 0
     for record in conversations(1000):
-        conversation = conversation_of(json.dumps(record).encode())
+        conversation = parse_conversation(json.dumps(record).encode())
         expected = judge(record)
         assert tokens_and_mask(conversation, marked, tokenizer) == expected
         assert tokens_and_mask(conversation, plain, tokenizer) == expected

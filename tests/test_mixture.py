@@ -16,7 +16,7 @@ from test_flags import observed
 
 import train_llama3
 from corpus.build import build_shards
-from corpus.mixture import LONGEST_PERIOD, mixture_of, take_turns
+from corpus.mixture import LONGEST_PERIOD, parse_mixture, take_turns
 from corpus.shards import opened_array
 from corpus.tokenizer import find_tokenizer
 from data import DataConfig, MixedData, TokenData, open_data
@@ -75,12 +75,12 @@ def test_shares_are_exact_at_any_prefix(seed):
 
 def test_weights_are_shares():
     """With any sum, in any order, as decimals or fractions."""
-    parts = mixture_of("web=a b:c/web:0.7,code=stdlib:0.3")
+    parts = parse_mixture("web=a b:c/web:0.7,code=stdlib:0.3")
     assert [(part.name, part.path, part.share) for part in parts] == [("code", "stdlib", 3), ("web", "a b:c/web", 7)]
     for same in ("code=stdlib:3,web=a b:c/web:7", "web=a b:c/web:1/3, code=stdlib:1/7", "web=a b:c/web:14e9,code=stdlib:6e9"):
-        assert mixture_of(same) == parts
-    assert mixture_of("tokens/web") == mixture_of("tokens/web")[:1] and mixture_of("tokens/web")[0].name == ""
-    assert sum(part.share for part in mixture_of("a=a:0.12345,b=b:0.87655")) <= LONGEST_PERIOD
+        assert parse_mixture(same) == parts
+    assert parse_mixture("tokens/web") == parse_mixture("tokens/web")[:1] and parse_mixture("tokens/web")[0].name == ""
+    assert sum(part.share for part in parse_mixture("a=a:0.12345,b=b:0.87655")) <= LONGEST_PERIOD
 
 
 # ---- the sequences -----------------------------------------------------------------------------------------------------
