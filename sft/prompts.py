@@ -37,16 +37,9 @@ def open_chat(folder: str, cfg: ChatConfig) -> Callable | None:
 
 def chat_prompts(folder: str, system="", template_args="") -> Callable:
     """Function text -> prompt for a chat model, by the folder's chat template. Raises ValueError."""
-
-    def guarded(flag, what, *args, **values):
-        try:
-            return what(*args, **values)
-        except ValueError as error:
-            raise ValueError(f"{flag}: {error}") from None
-
     from sft.chat import read_template, remove_marks
 
-    template = guarded("--chat", read_template, folder if is_hf_folder(folder) else newest_readable(folder))
+    template = read_template(folder if is_hf_folder(folder) else newest_readable(folder))
     if template is None:
         raise ValueError(f"--chat: {folder} has no chat template (tokenizer_config.json, chat_template.jinja); leave it out")
     values, system = read_values(template_args), system.replace("\\n", "\n").replace("\\t", "\t")
@@ -54,20 +47,22 @@ def chat_prompts(folder: str, system="", template_args="") -> Callable:
         raise ValueError(f"--template_args {template_args}: {template.name} does not ask for {unknown[0]}; it asks for "
                          f"{', '.join(sorted(template.names)) or 'nothing'}")
 
-    def render(text: str, system: str, values: dict) -> str:
+    def render(text: str, system=system, values=values, flag="--chat") -> str:
         messages = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": text}]
-        return remove_marks(template.render(messages, None, True, **values))
+        try:
+            return remove_marks(template.render(messages, None, True, **values))
+        except ValueError as error:
+            raise ValueError(f"{flag}: {error}") from None
 
     if system:
-        with_it = guarded(f"--system {system!r}", render, PROBE, system, values)
-        if with_it.count(system.strip()) <= render(PROBE, "", values).count(system.strip()):
-            raise ValueError(f"--system {system!r}: {template.name} does not show it, or shows it anyway; leave it out")
+        flag, shown = f"--system {system!r}", system.strip()
+        if render(PROBE, flag=flag).count(shown) <= render(PROBE, system="", values={}).count(shown):
+            raise ValueError(f"{flag}: {template.name} does not show it, or shows it anyway; leave it out")
     for name, value in values.items():
-        others = {other: values[other] for other in values if other != name}
-        flag = f"--template_args {name}={value}"
-        if guarded(flag, render, PROBE, system, values) == render(PROBE, system, others) and isinstance(value, str):
+        flag, others = f"--template_args {name}={value}", {other: values[other] for other in values if other != name}
+        if render(PROBE, flag=flag) == render(PROBE, values=others) and isinstance(value, str):
             raise ValueError(f"{flag}: it changes nothing in a prompt; give true, false, a number or another text")
-    return lambda text: guarded("--chat", render, text, system, values)
+    return render
 
 
 def read_values(text: str) -> dict:
