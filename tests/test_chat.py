@@ -207,21 +207,14 @@ def test_masks_where_the_tokenizer_puts_in_a_blank_of_its_own(tmp_path, kind):
     ('{"messages": [{"role": "user", "content": "\\ufdd0"}]}', "U\\+FDD0"), ('{"conversations": [3]}', "int"),
     ('{"messages": [{"role": "user", "content": "x"}], "tools": {"a": 1}}', "tools must be a list"),
     ('{"conversations": [{"from": "function_call", "value": "add(1)"}]}', "Expecting value"),
+    pytest.param('{"messages": "' + "\xe4" * 9999 + '"}', "can't decode byte 0xe4 in position", id="bytes that are not UTF-8"),
 ])
 def test_bad_lines_are_named(tmp_path, line, part):
     file, folder = tmp_path / "c.jsonl", chat_folder(tmp_path / "qwen", "qwen3")
-    file.write_text("\ufeff" + json.dumps({"messages": FOUR}) + "\n\n" + line + "\n")
-    with pytest.raises(ValueError, match=f"c.jsonl line 3: need a conversation like .*{part}"):
+    file.write_bytes(f"\ufeff{json.dumps({'messages': FOUR})}\n\n".encode() + line.encode("latin1") + b"\n")
+    with pytest.raises(ValueError, match=f"c.jsonl line 3: need a conversation like .*{part}") as error:
         list(documents_of(file, folder / "tokenizer.json", 0))
-
-
-def test_bytes_that_are_not_utf8_are_named_without_the_line(tmp_path):
-    folder = chat_folder(tmp_path / "qwen", "qwen3")
-    good, bad = json.dumps({"messages": FOUR}).encode(), b'{"messages": "' + b"\xe4" * 9999 + b'"}'
-    (tmp_path / "c.jsonl").write_bytes(good + b"\n" + bad)
-    with pytest.raises(ValueError, match="line 2: need .* can't decode byte 0xe4 in position") as error:
-        list(documents_of(tmp_path / "c.jsonl", folder / "tokenizer.json", 0))
-    assert len(str(error.value)) < 400
+    assert len(str(error.value)) < 500  # without the line itself
 
 
 def test_a_template_that_fails_is_named_with_the_line(tmp_path):
