@@ -260,7 +260,6 @@ def prefetch_threads() -> int:
 def test_prefetch_ends_when_closed_or_collected(corpus):
     loaded = open_corpus(corpus)
     gc.collect()
-    assert prefetch_threads() == 0
     batches = loaded.batches(0, 4, 4, 0, 1, "cpu")
     assert prefetch_threads() == 0  # nothing to clean up before the first batch
     next(batches)
@@ -279,49 +278,42 @@ def test_prefetch_ends_when_closed_or_collected(corpus):
     assert prefetch_threads() == 0
 
 
-def test_prefetch_keeps_two_ready_and_no_more(corpus, monkeypatch):
-    loaded, read, two = open_corpus(corpus), [], threading.Event()
-    windows = loaded.windows
+def count_reads(loaded, monkeypatch, fail_at=-1) -> list:
+    """The sizes of all reads from now on. fail_at: number of the read that fails."""
+    windows, read = loaded.windows, []
 
     def counting(split, numbers):
         read.append(len(numbers))
-        if len(read) == 3:
-            two.set()
+        if len(read) == fail_at:
+            raise RuntimeError("the disk is gone")
         return windows(split, numbers)
 
     monkeypatch.setattr(loaded, "windows", counting)
-    batches = loaded.batches(0, 4, 4, 0, 1, "cpu")
+    return read
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_prefetch_keeps_two_ready_and_no_more(corpus, monkeypatch, rank):
+    """A rank reads its own share only: 4 of 16 sequences."""
+    loaded = open_corpus(corpus)
+    read = count_reads(loaded, monkeypatch)
+    batches = loaded.batches(0, 16, 2, rank, 4, "cpu")
     next(batches)
-    assert two.wait(10)  # the next two are read while the consumer does something else
-    assert not two.clear() and len(read) == 3
+    end = time.monotonic() + 10
+    while len(read) < 3 and time.monotonic() < end:  # two more are read while the consumer does something else
+        time.sleep(0.01)
     batches.close()
-    assert len(read) == 3
+    assert read == [4, 4, 4]
 
 
 def test_prefetch_raises_the_error_of_its_thread(corpus, monkeypatch):
     loaded = open_corpus(corpus)
-    windows, calls = loaded.windows, itertools.count()
-
-    def failing(split, numbers):
-        if next(calls) == 2:
-            raise RuntimeError("the disk is gone")
-        return windows(split, numbers)
-
-    monkeypatch.setattr(loaded, "windows", failing)
+    count_reads(loaded, monkeypatch, fail_at=3)
     batches = loaded.batches(0, 4, 4, 0, 1, "cpu")
     assert next(batches).samples == next(batches).samples == 4
     with pytest.raises(RuntimeError, match="the disk is gone"):
         next(batches)
     assert prefetch_threads() == 0
-
-
-@pytest.mark.parametrize("rank", [0, 3])
-def test_a_rank_reads_its_own_share_only(corpus, monkeypatch, rank):
-    loaded, sizes = open_corpus(corpus), []
-    windows = loaded.windows
-    monkeypatch.setattr(loaded, "windows", lambda split, numbers: sizes.append(len(numbers)) or windows(split, numbers))
-    take(loaded.batches(0, 16, 2, rank, 4, "cpu"), 1)
-    assert set(sizes) == {4}
 
 
 def test_the_hash_sees_every_change():
