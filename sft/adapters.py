@@ -32,8 +32,8 @@ def base_of(path: str) -> str:
     """Folder of the frozen weights below a step folder. Raises ValueError if the folder is gone."""
     folder = read_json(path, "state.json")["base"]["folder"]
     if not os.path.isdir(folder):
-        raise ValueError(f"{path} holds adapters of {folder or 'weights that a seed drew'}, which is gone: put it back there, "
-                         "or continue the run with --init_from its new place and --export_hf")
+        raise ValueError(f"{path} holds adapters of {folder}, which is gone: put it back there, or continue the run with "
+                         "--init_from its new place and --export_hf")
     return folder
 
 

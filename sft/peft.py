@@ -33,12 +33,6 @@ def read_adapter_config(folder: str) -> dict:
     return found
 
 
-def flags_of(folder: str) -> str:
-    """The flags for adapters like in a PEFT folder, for errors; without --lora_on, which the tensors decide."""
-    found = read_adapter_config(folder)
-    return f"--lora_rank {found['r']} --lora_alpha {found['lora_alpha']:g}"
-
-
 def peft_keys(module, names) -> dict[str, str]:
     """{fqn of an adapter's weight: name in peft's files} for adapters beside linears of these names."""
     theirs, letters = module.hf_keys(), {"lora_a": "lora_A", "lora_b": "lora_B"}
@@ -53,7 +47,7 @@ def check_peft(model, names: list[str], cfg) -> None:
     folder, found = cfg.lora_from, read_adapter_config(cfg.lora_from)
     if (found["r"], found["lora_alpha"]) != (cfg.lora_rank, cfg.lora_alpha):
         raise ValueError(f"--lora_rank {cfg.lora_rank} --lora_alpha {cfg.lora_alpha:g}, but --lora_from {folder} has "
-                         f"{flags_of(folder)}; give those")
+                         f"--lora_rank {found['r']} --lora_alpha {found['lora_alpha']:g}; give those")
     wanted, there = set(peft_keys(model, names).values()), set(open_adapter(folder).keys())
     if wanted != there:
         ours = {key: fqn for fqn, key in peft_keys(model, block_linears(model)).items()}

@@ -30,8 +30,8 @@ def documents_of(path: Path, tokenizer_file: Path, eot: int, text_column: str = 
 
 
 def documents_of_shards(folder: Path):
-    """Yields (ids, mask) of what a folder of token shards holds, the training documents first. A long text may be in several
-    shards, and then comes in parts."""
+    """Yields (ids, mask) of the documents in a folder of token shards, training first. A long text in several shards comes in
+    parts."""
     index = read_index(folder)
     for entry in chain(*(index["splits"][split] for split in ("train", "val"))):
         tokens = open_array(folder, *array_of(entry, index))
