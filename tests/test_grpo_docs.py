@@ -43,7 +43,7 @@ def test_every_number_is_explained_and_every_explained_number_is_written(tmp_pat
 def test_flags_of_the_page_are_flags_of_our_programs():
     programs = [importlib.import_module(name) for name in ("grpo", "evaluate", "generate", "train_qwen3")]
     known = {field.name for config in (ReportConfig, *(p.Config for p in programs)) for field in dataclasses.fields(config)}
-    others = [r".*(vllm|vLLM|sglang|SGLang|hf download|data\.py tokenizer).*\n(    --.*\n)*", r"benchmarks/[^`\n]*",
+    others = [r".*(vllm|vLLM|sglang|SGLang|hf download|data\.py (tokenizer|prepare)).*\n(    --.*\n)*", r"benchmarks/[^`\n]*",
               "--nproc_per_node", "--help"]
     ours = re.sub("|".join(others), "", PAGE)
     named = set(re.findall(r"--(?:no-)?([a-z]\w+)", ours))
