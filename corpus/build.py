@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from corpus.readers import PACKED, Piece, format_of, is_chat, json_lines, name_line, prepare_column, read_chunks
+from corpus.readers import PACKED, Piece, cut_row_groups, format_of, is_chat, json_lines, name_line, prepare_column, read_chunks
 from corpus.shards import FIRST, LOSS, cache_name, is_as_written, mask_name, read_index, token_dtype, write_index, write_shard
 from corpus.tokenizer import BESIDE, BPE_VOCAB, EOT_NAMES, files_beside, load_tokenizer
 from support.files import sha256_file, write_file
@@ -36,8 +36,8 @@ def cut_into_pieces(paths: list, eot_text: str, text_column: str = "text") -> li
         if path.suffix not in PACKED:
             with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
                 found = cut_bytes(path, text, eot_text, text_column)
-        elif format_of(path) == ".jsonl" and any(islice(json_lines(whole), MANY_DOCUMENTS, None)):
-            found = [whole]  # one piece: unpacked only once, by the reader
+        elif format_of(path) == ".jsonl" and next(islice(json_lines(whole), MANY_DOCUMENTS, None), None) is not None:
+            found = cut_row_groups(whole) if path.suffix == ".parquet" else [whole]  # one piece: unpacked once, by the reader
         else:
             found = cut_bytes(path, b"".join(read_chunks(whole)), eot_text, text_column)
         if not found:
@@ -186,9 +186,11 @@ def tokenize_piece(piece: Piece, number: int, folder: Path, tokenizer: tuple, sk
         from sft.chat import need_template
 
         rules = need_template(tokenizer_file, piece.path).rules
-    packed = piece.path.suffix in PACKED
-    contents = sha256_file(piece.path) if packed else hashlib.sha256(b"".join(read_chunks(piece))).hexdigest()
-    made_from = cache_name(contents, format_of(piece.path), piece[1:], sha256_file(tokenizer_file), eot, vocab_size, rules)
+    contents = hashlib.sha256()
+    for chunk in read_chunks(piece):
+        contents.update(chunk)
+    made_from = cache_name(
+        contents.hexdigest(), format_of(piece.path), piece[1:], sha256_file(tokenizer_file), eot, vocab_size, rules)
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # no note, or a damaged one
         known = json.loads(note.read_bytes())
         if known["made_from"] == made_from and all(is_as_written(folder, entry) for entry in known["entries"].values()):

@@ -16,10 +16,12 @@ UNPACK = {".xz": "unxz -k", ".bz2": "bunzip2 -k", ".zip": "unzip"}
 CONVERT = {".csv": "import csv, json, sys; [print(json.dumps(row)) for row in csv.DictReader(open(sys.argv[1]))]",
            ".json": "import json, sys; [print(json.dumps(row)) for row in json.load(open(sys.argv[1]))]"}
 CONVERSATION = ("messages", "conversations", "tools", "system")  # columns of a conversation: see sft/chat.py
+PARQUET_PIECE = 32 << 20  # bytes of the row groups in one piece, at least
 
 
 class Piece(NamedTuple):
-    """A part of a file: unpacked bytes or rows start..end. Each piece becomes one shard per split."""
+    """A part of a file: unpacked bytes start..end; of a .parquet with split "hash", row groups start..end. Each piece becomes
+    one shard per split."""
 
     path: Path
     start: int
@@ -118,9 +120,24 @@ def unpacked(path: Path):
         raise ValueError(f"{path} is truncated: its packed text does not come to its end; get it again")
 
 
-def parquet_lines(path: Path, text_column: str):
+def cut_row_groups(whole: Piece) -> list[Piece]:
+    """The pieces of a .parquet."""
+    import pyarrow.parquet
+
+    pieces, start, size = [], 0, 0
+    with pyarrow.parquet.ParquetFile(whole.path) as file:
+        for i in range(file.num_row_groups):
+            size += file.metadata.row_group(i).total_byte_size
+            if size >= PARQUET_PIECE or i + 1 == file.num_row_groups:
+                pieces.append(whole._replace(start=start, end=i + 1))
+                start, size = i + 1, 0
+    return pieces
+
+
+def parquet_lines(piece: Piece):
     """Yields the rows of a .parquet as lines of JSON: text_column, else the columns of a conversation. A null is left out: the
     row has no such key. Raises ValueError."""
+    path, text_column = piece.path, piece.text_column
     try:
         import pyarrow.parquet
     except ImportError:
@@ -134,8 +151,10 @@ def parquet_lines(path: Path, text_column: str):
             kind = str(schema.field(columns[0]).type)
             if columns == [text_column] and kind not in ("string", "large_string", "string_view"):
                 raise ValueError(f"{path}: column {text_column!r} holds {kind}, not text")
-            batches = file.iter_batches(1024, columns=columns, use_threads=False)
-            for number, record in enumerate((record for batch in batches for record in batch.to_pylist()), 1):
+            groups = [*range(file.num_row_groups)][piece.start:piece.end] if piece.split == "hash" else None  # None: all
+            first = sum(file.metadata.row_group(i).num_rows for i in range(groups[0])) if groups else 0
+            batches = file.iter_batches(1024, row_groups=groups, columns=columns, use_threads=False)
+            for number, record in enumerate((record for batch in batches for record in batch.to_pylist()), first + 1):
                 try:
                     yield json.dumps(without_nulls(record)).encode() + b"\n"
                 except TypeError as error:  # bytes or dates among the messages
@@ -158,8 +177,9 @@ def read_chunks(piece: Piece):
     """Yields the text of a piece in chunks of bytes: of a packed file as unpacked, of a .parquet lines of JSON."""
     if piece.path.suffix in PACKED:
         is_parquet = piece.path.suffix == ".parquet"
-        chunks = parquet_lines(piece.path, piece.text_column) if is_parquet else unpacked(piece.path)
-        yield from chunks if piece.end is None else [b"".join(chunks)[piece.start:piece.end]]
+        chunks = parquet_lines(piece) if is_parquet else unpacked(piece.path)
+        whole = piece.end is None or is_parquet and piece.split == "hash"
+        yield from chunks if whole else [b"".join(chunks)[piece.start:piece.end]]
     else:
         with open(piece.path, "rb") as file:
             file.seek(piece.start)

@@ -12,6 +12,7 @@ from chats import chat_folder, conversations
 from test_data import call_cli, refused, sentences
 
 from corpus import build as texts
+from corpus import readers
 from corpus.build import build_shards
 from corpus.readers import text_files, unpacked
 from corpus.tokenizer import find_tokenizer
@@ -55,9 +56,10 @@ def tokens(folder) -> dict:
             for split, entries in index["splits"].items()}
 
 
-@pytest.mark.parametrize("n", [300, 40, 1])
-def test_every_format_holds_the_same_documents(tmp_path, tokenizer, n):
+@pytest.mark.parametrize("n", [300, 100, 40, 1])
+def test_every_format_holds_the_same_documents(tmp_path, tokenizer, monkeypatch, n):
     """Many documents are split by hash, of few the last are for validation; a single document is for training."""
+    monkeypatch.setattr(readers, "PARQUET_PIECE", 1)  # each row group is a piece
     text = jsonl(DOCUMENTS[:n])
     for name, content in {"a.jsonl": text, "a.jsonl.gz": gzipped(text), "a.jsonl.zst": zstd(text)}.items():
         (tmp_path / name).write_bytes(content)
@@ -67,6 +69,7 @@ def test_every_format_holds_the_same_documents(tmp_path, tokenizer, n):
     plain, *packed, rows = (tokens(tmp_path / f"of {name}") for name in ("a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"))
     assert packed == [plain, plain] and (len(plain["val"]) > 0) == (n > 1)
     assert rows["train"] + rows["val"] == plain["train"] + plain["val"] and (len(rows["val"]) > 0) == (n > 1)
+    assert len(texts.cut_into_pieces([tmp_path / "a.parquet"], "")) == {300: 5, 100: 2, 40: 2, 1: 1}[n]
     assert rows == plain or n == 40  # the last twentieth: of the bytes, or of the rows
 
 
@@ -133,7 +136,7 @@ def test_a_package_that_is_missing(tmp_path, tokenizer, monkeypatch, name, packa
     refused(lambda: build_shards([tmp_path / name], tokenizer, tmp_path / "out"), name, f"pip install {package}")
 
 
-def test_columns(tmp_path, tokenizer):
+def test_columns(tmp_path, tokenizer, monkeypatch):
     parquet(tmp_path / "a.parquet", DOCUMENTS, "content")
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(jsonl(DOCUMENTS, "content")))
     for name in ("a.parquet", "a.jsonl.gz"):
@@ -145,6 +148,9 @@ def test_columns(tmp_path, tokenizer):
         refused(lambda name=name: build_shards([tmp_path / name], tokenizer, tmp_path / "x", text_column="id"), part)
     pyarrow.parquet.write_table(pyarrow.table({"text": ["yes", None, "no"] * 50}), tmp_path / "null.parquet")
     refused(lambda: build_shards([tmp_path / "null.parquet"], tokenizer, tmp_path / "x"), "null.parquet row 2", '"text"')
+    monkeypatch.setattr(readers, "PARQUET_PIECE", 1)  # each row group is a piece
+    parquet(tmp_path / "late.parquet", [*DOCUMENTS[:250], None, *DOCUMENTS[:30]])
+    refused(lambda: build_shards([tmp_path / "late.parquet"], tokenizer, tmp_path / "x"), "late.parquet row 251", '"text"')
     pyarrow.parquet.write_table(pyarrow.table({"messages": [[{"role": "user", "content": b"raw"}]]}), tmp_path / "raw.parquet")
     refused(lambda: build_shards([tmp_path / "raw.parquet"], tokenizer, tmp_path / "x"), "raw.parquet row 1")
 
