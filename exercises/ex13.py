@@ -24,6 +24,8 @@ LAYOUTS = [  # flags, fields of the model, the layout in words
 def gradients_of_a_step(flags: dict, fields: dict):
     """(stages, layout, {(stage, fqn): gradient}) of this rank."""
     stages, layout = layouts.build(layouts.config(**fields), flags, 4, 1 if "n_experts" in fields or "dp_shard" in flags else 2)
+    if layout.pp == 1:
+        stages[0].index, stages[0].n_stages = 0, 1  # as the stages of a pipeline have
     parallel.forward_backward(stages, layouts.local_batch(layouts.global_batch(0, 4, False), layout), layout)
     return stages, layout, {(s.index, fqn): p.grad for s in stages for fqn, p in s.named_parameters() if p.grad is not None}
 

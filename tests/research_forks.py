@@ -202,7 +202,7 @@ def write_fork(folder, *names: str, **plan: str) -> Path:
         for old, new in EDITS.get(name, []):
             assert old in text, (name, old)
             text = text.replace(old, new)
-    mark = "\n# Text of the refusal of a flag"
+    mark = "\n@dataclass(kw_only=True)\nclass Config("
     assert mark in text
     path = Path(folder) / f"train_{'_'.join(names)}.py"
     path.write_text(text.replace(mark, IMPORTS + "".join(CODE[name] for name in names) + "\n" + mark))

@@ -209,8 +209,8 @@ Llama3.tp_plan = lambda self: plan(self) | {"blocks.*.residual": "sequence" if R
     for style, status, words in (True, 0, ["no difference at"]), (False, 1, [
             "first difference: finished gradient of blocks.0.residual.gain", "style 'nothing' of blocks.0.residual"]):
         copy = tmp_path / f"train_{style}.py"
-        head, tail = recipe.read_text().split("# Text of the refusal of a flag")
+        head, tail = recipe.read_text().split("@dataclass(kw_only=True)\nclass Config(")
         start = f"import sys\nsys.path.insert(0, {str(recipe.parent)!r})\n"
-        copy.write_text(start + head + own.replace("RIGHT", str(style)) + "\n# Text of the refusal of a flag" + tail)
+        copy.write_text(start + head + own.replace("RIGHT", str(style)) + "\n@dataclass(kw_only=True)\nclass Config(" + tail)
         run = run_program([sys.executable, copy, *flags], cwd=tmp_path)
         assert run.returncode == status and all(w in run.stdout for w in words), run.stdout + run.stderr
