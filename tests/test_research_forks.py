@@ -167,7 +167,7 @@ def test_unequal_copies_are_not_saved(tmp_path):
     """Were a part copied into every stage, one copy would be trained, and DCP would save any of them."""
     path = write_fork(tmp_path, "two_heads")
     text = path.read_text()
-    copied = "import distributed.pipeline\n\ndistributed.pipeline.own_parts = lambda model: {}\n"
+    copied = "import distributed.parts\n\ndistributed.parts.own_parts = lambda model: {}\n"
     path.write_text(text.replace("\nif __name__", f"\n{copied}\nif __name__"))
     command = runs.launch(2, path, *M, "--pp", 2, "--val_every", 0, "--steps", 2, "--out", "run")
     done = run_program(command, cwd=tmp_path, env=ENV)
