@@ -48,7 +48,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from corpus.tokenizer import files_beside, tokenizer_path
-from distributed.agree import Failed, everywhere, gather, new_gloo_group, on_rank_0, rank_in, some
+from distributed.agree import Failed, brief, gather, new_gloo_group, on_rank_0, rank_in
 from distributed.layout import AXES, local_tensor, named_tensors
 from storage.dcp import WriterProcess, import_dcp, read_table, read_tensors, write_tensors
 from storage.manifest import (
@@ -157,14 +157,15 @@ class Checkpoints:
             optimizer.register_step_pre_hook(lambda *_: self.wait_staged())
         group = new_gloo_group("checkpoint") if dist.is_initialized() else None
         self.group, self.rank, self.world_size = group, rank_in(group), dist.get_world_size(group) if group else 1
-        self.gather, self.everywhere, self.on_rank_0 = (partial(f, group=group) for f in (gather, everywhere, on_rank_0))
+        self.gather, self.on_rank_0 = partial(gather, group=group), partial(on_rank_0, group=group)
+        self.together = partial(fail_together, group=group)
         # read now: later edits of a file are not the running code
         self.code = local_code() if source and self.rank == 0 else {}
         self.git = git_state(code_roots()[0], tuple(self.code)) if self.code else {}
         self.made_from = summarize_code(self.git, self.code)  # for config.json
         # Read now, so that errors in these files appear before training.
         reads = self.rank == 0 and tokenizer_file and not cfg.load_only
-        self.tokenizer = self.everywhere(lambda: tokenizer_and_beside(tokenizer_file) if reads else {})
+        self.tokenizer = self.together(lambda: tokenizer_and_beside(tokenizer_file) if reads else {})
         self.numbers = OptimizerNumbers(self.optimizers, known)
         buffers = {fqn: t for m in modules for fqn, t in named_tensors(m).items() if not isinstance(t, nn.Parameter)}
         self.copies = find_copies(self.params | buffers, self.gather)
@@ -190,7 +191,7 @@ class Checkpoints:
         self.finish_flight()
         # Turned into text now, because the loop may change `state` while the background thread writes.
         about = dict(step=step, model_only=model_only, identity=self.identity, state=state)
-        about |= merge_numbers(self.gather(self.everywhere(
+        about |= merge_numbers(self.gather(self.together(
             lambda: (self.numbers.changed() if not model_only else {}, sum_copies(self.copies)))))
         about = json_bytes(about | ({"base": self.base} if self.base else {}))
         if last or self.cfg.checkpoint_async == "off":  # the last save has nothing to overlap with
@@ -256,9 +257,9 @@ class Checkpoints:
             folder = self.on_rank_0(lambda: self.begin(step))
             if folder is None:
                 return True
-            tensors = self.everywhere(get_tensors)  # an error inside DCP's collectives would leave the peers waiting
-            self.everywhere(lambda: write_tensors(tensors, folder, self.group, staged, self.process if staged else None))
-            own = self.everywhere(lambda: checksums(folder, fnmatch.filter(os.listdir(folder), f"__{self.rank}_*"), sync=True))
+            tensors = self.together(get_tensors)  # an error inside DCP's collectives would leave the peers waiting
+            self.together(lambda: write_tensors(tensors, folder, self.group, staged, self.process if staged else None))
+            own = self.together(lambda: checksums(folder, fnmatch.filter(os.listdir(folder), f"__{self.rank}_*"), sync=True))
             listed = {name: entry for part in self.gather(own) for name, entry in part.items()}
             size = self.on_rank_0(lambda: self.commit(step, folder, about, listed))
         except Failed as error:
@@ -348,17 +349,17 @@ class Checkpoints:
         phase = everything and source != self.out and self.on_rank_0(lambda: phase_changes(folder, self.identity, self.cfg))
         if everything and not phase:
             self.on_rank_0(lambda: check_continuable(folder, source, self.identity))
-        table = self.everywhere(lambda: read_table(folder, manifest["files"]))
+        table = self.together(lambda: read_table(folder, manifest["files"]))
         self.check_excluded(excluded)
         if with_optimizer := everything and "optimizer" not in excluded:
             keys = [key for key in table.state_dict_metadata if key.startswith("optimizer.") and not matches(excluded, key)]
             with_state = {key.removeprefix("optimizer.").rpartition(".")[0] for key in keys}
-            self.everywhere(lambda: self.create_optimizer_state(with_state))
+            self.together(lambda: self.create_optimizer_state(with_state))
         tensors = {key: t for key, t in self.tensors(with_optimizer).items() if not matches(excluded, key)}
         wanted = {key: t for key, t in table.state_dict_metadata.items()
                   if not matches(excluded, key) and (with_optimizer or key.startswith("model."))}
         self.check_fit(tensors, wanted, folder, same_dtype=everything)
-        self.everywhere(lambda: read_tensors(tensors, folder, table, self.group))
+        self.together(lambda: read_tensors(tensors, folder, table, self.group))
         for fqn, param in self.params.items():
             for name, t in self.state_of(param).items():
                 if is_quantized(t) and (key := f"optimizer.{fqn}.{name}") in tensors:
@@ -381,7 +382,7 @@ class Checkpoints:
 
         def check(folder):
             manifest = self.on_rank_0(lambda: read_manifest(folder))
-            self.everywhere(lambda: self.check_share(folder, manifest))
+            self.together(lambda: self.check_share(folder, manifest))
             return manifest
 
         paths = self.on_rank_0(lambda: candidates(source, step))
@@ -448,7 +449,7 @@ class Checkpoints:
         found = {what: list(dict.fromkeys(text for of_rank, _ in ranks for text in of_rank[what])) for what in wrong}
         # a pipeline stage lacks the other stages' keys: unknown means absent on all ranks
         found["unknown"] = [key for key in there if all(key in absent for _, absent in ranks)]
-        if problems := [f"{what}: {some(texts)}" for what, texts in found.items() if texts]:
+        if problems := [f"{what}: {brief(texts)}" for what, texts in found.items() if texts]:
             fix = "; give the --param_dtype that it was trained with" if found["dtype"] else ""
             if any(key.startswith("optimizer.") for key in found["missing"]):  # such as experts, once AdamW's
                 fix += ("; the optimizer has another state for these parameters now: --exclude_from_loading optimizer starts "

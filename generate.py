@@ -37,7 +37,7 @@ def check_request(config, prompts, max_new_tokens, temperature, top_k, top_p):
             (bad is not None, f"prompt {row} has token id {bad}, but vocab_size is {config.vocab_size}, wrong tokenizer?"),
             (n + max_new_tokens > config.max_seq_len,
              f"prompt {row} has {n} tokens and {max_new_tokens} new ones make {n + max_new_tokens}, the model's max_seq_len is "
-             f"{config.max_seq_len}: shorten the prompt or lower max_new_tokens")]
+             f"{config.max_seq_len}: brief the prompt or lower max_new_tokens")]
     for wrong, message in rules:
         if wrong:
             raise ValueError(message)

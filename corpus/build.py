@@ -18,6 +18,7 @@ import numpy as np
 from corpus.readers import PACKED, Piece, cut_row_groups, format_of, is_chat, json_lines, name_line, prepare_column, read_chunks
 from corpus.shards import FIRST, LOSS, cache_name, is_as_written, mask_name, read_index, token_dtype, write_index, write_shard
 from corpus.tokenizer import BESIDE, BPE_VOCAB, EOT_NAMES, files_beside, load_tokenizer
+from support.config import own_rank
 from support.files import sha256_file, write_file
 
 VAL_PART = 20  # one document in 20 is for validation, or the last 20th of a file with few documents
@@ -229,7 +230,7 @@ def build_shards(paths: list, tokenizer: tuple, folder: Path, workers=1, text_co
 
         template = need_template(tokenizer_file, chats[0])
         source["chat_template"] = hashlib.sha256(template.rules.encode()).hexdigest()
-        if os.environ.get("RANK", "0") == "0" and (warning := warn_about_border(template, chat_tokenizer(tokenizer_file))):
+        if own_rank() == 0 and (warning := warn_about_border(template, chat_tokenizer(tokenizer_file))):
             print(warning, flush=True)
     elif skip_bad:
         raise ValueError(f"--skip_bad {skip_bad}: {paths[0]} holds no conversations; leave it out")
@@ -251,7 +252,7 @@ def build_shards(paths: list, tokenizer: tuple, folder: Path, workers=1, text_co
             skipped += note["skipped"]
             for split, entry in note["entries"].items():
                 splits[split].append(entry)
-            if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
+            if sys.stderr.isatty() and own_rank() == 0:
                 bar, end = "#" * (30 * done // len(pieces)), "\n" * (done == len(pieces))
                 print(f"\rtokenizing [{bar:30}] {done}/{len(pieces)}", end=end, file=sys.stderr, flush=True)
     if skip_bad or skipped:  # an interrupted run with --skip_bad may have left notes

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from corpus.shards import cache_name
 from corpus.tokenizer import BPE_VOCAB, files_beside, find_tokenizer, tokenizer_path
-from distributed.agree import some
+from distributed.agree import brief
+from support.config import own_rank
 from support.files import sha256_file
 
 STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__",
@@ -73,9 +74,9 @@ def cached_corpus(data: str, tokenizer: str, cache_dir: str, no_chats: str = "")
         hashes = [sha256_file(path) for path in paths] if many else sha256_file(paths[0])
         folder = cache / f"{Path(data).name.strip('*') or 'text' if many else paths[0].stem}-{cache_name(hashes, rules)}"
         if not (folder / "index.json").is_file():
-            if os.environ.get("RANK", "0") == "0":
+            if own_rank() == 0:
                 size = sum(path.stat().st_size for path in paths)
-                others = f", without {some([path.name for path in left_out])} (no text)" * bool(left_out)
+                others = f", without {brief([path.name for path in left_out])} (no text)" * bool(left_out)
                 print(f"{data}: {f'{len(paths):,} files{others}, ' * many}{size / 1e6:.1f} MB of text, tokenized once into "
                       f"{folder}", flush=True)
             folder.mkdir(exist_ok=True)

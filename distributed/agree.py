@@ -18,7 +18,7 @@ def reason(error: BaseException) -> str:
     return text if text and isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {text}"
 
 
-def some(names: list[str]) -> str:
+def brief(names: list[str]) -> str:
     """The first three names, and the number of the others."""
     return ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
 
@@ -35,7 +35,7 @@ def gather(value, group) -> list:
     return values
 
 
-def everywhere(work, group):
+def fail_together(work, group):
     """Return work() on each rank; raise Failed on all ranks if work fails on any rank. Otherwise a failing rank would leave,
     and its peers would wait in the next collective."""
     result, error = None, None
@@ -53,7 +53,7 @@ def everywhere(work, group):
 
 def on_rank_0(work, group):
     """Run work() on rank 0 and return its result on all ranks; raise Failed on all ranks if work fails."""
-    return gather(everywhere(lambda: work() if rank_in(group) == 0 else None, group), group)[0]
+    return gather(fail_together(lambda: work() if rank_in(group) == 0 else None, group), group)[0]
 
 
 def new_gloo_group(name: str):

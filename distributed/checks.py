@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.dropout import _DropoutNd
 
-from distributed.agree import some
+from distributed.agree import brief
 from distributed.initial import constants_of, initial_values
 from distributed.layout import Layout, local_slice, local_tensor, pattern_of
 from models.layers import takes_places
@@ -48,7 +48,7 @@ def check_documents(model, layout: Layout) -> None:
     from distributed.parts import blocks_without_attend
 
     if layout.rank == 0 and (names := blocks_without_attend(model)):
-        print(f"--doc_mask does nothing in {some(names)}: they do not call attend, so what else mixes tokens mixes documents")
+        print(f"--doc_mask does nothing in {brief(names)}: they do not call attend, so what else mixes tokens mixes documents")
 
 
 def check_tp_plan(model, styles) -> None:

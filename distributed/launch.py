@@ -17,7 +17,7 @@ from torch import nn
 from distributed.checks import STYLES
 from distributed.layout import Layout, dtype_of_compute, pattern_of
 from distributed.refusals import runs_on_cuda
-from support.config import parse_config, say_flags, usage_error
+from support.config import own_rank, parse_config, say_flags, usage_error
 
 
 @dataclass(kw_only=True)
@@ -181,7 +181,7 @@ def report_error(error: BaseException) -> int:
 
     A ValueError before the processes are connected is a user's mistake, shown in one line by rank 0; later a failure.
     """
-    rank, message, is_known = int(os.environ.get("RANK", 0)), " ".join(str(error).split()), isinstance(error, ValueError)
+    rank, message, is_known = own_rank(), " ".join(str(error).split()), isinstance(error, ValueError)
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 0 if error.code is None else 1
     if isinstance(error, KeyboardInterrupt):  # before the loop: no step to finish

@@ -13,7 +13,7 @@ import torch
 from distributed.float8 import Float8Config, float8_kind
 from distributed.layout import AXES, ExpertConfig, Layout, ParallelConfig, dtype_of_compute
 from distributed.pipeline import ONE_STAGE_PER_RANK, V_SHAPED, ZERO_BUBBLE, csv_rows, n_microbatches, split_stages
-from support.config import no_effect
+from support.config import no_effect, own_rank
 
 
 def refuse(rows) -> None:
@@ -43,7 +43,7 @@ def check_layout(
     expert_degrees = {"ep": cfg.ep, "etp": cfg.etp} if isinstance(cfg, ExpertConfig) else {}
     layout = Layout(
         **degrees, **expert_degrees, local_batch_size=local_batch_size, global_batch_size=global_batch_size,
-        offload=cfg.cpu_offload, loss_parallel=cfg.loss_parallel, rank=int(os.environ.get("RANK", 0)),
+        offload=cfg.cpu_offload, loss_parallel=cfg.loss_parallel, rank=own_rank(),
         # not under a pipeline: every micro-batch would gather the weights again, and zero-bubble gradients would be wrong
         reshards={"always": True, "never": False, "default": degrees["pp"] == 1}[cfg.reshard_after_forward],
         mtp=getattr(model_config, "mtp_depth", 0) > 0, has_experts=has_experts,

@@ -31,6 +31,7 @@ from torch import Tensor
 from distributed.layout import Layout, local_tensor
 from models.loss import IGNORE
 from storage.manifest import step_folders
+from support.config import own_rank
 
 START = 'torchft_lighthouse --bind "[::]:29510" --min_replicas 1 --heartbeat_timeout_ms 1000'
 OWN_FLAGS = ("out", "ft_group", "ft_lighthouse", "checkpoint_every", "export_hf", "export_dtype")  # in which groups may differ
@@ -60,7 +61,7 @@ def look_beside(cfg) -> None:
     if group is None or newest[group][0] <= mine:
         return
     step, path = newest[group]
-    if int(os.environ.get("RANK", 0)) == 0:
+    if own_rank() == 0:
         done = "the run is finished, and nothing is trained: use a larger --steps, or --out NEW" if step >= cfg.steps else (
             f"this group has step {mine}: if no group is alive, start group {group} first, and this one goes on from there")
         print(f"group {group} has done step {step} ({path}); {done}", flush=True)

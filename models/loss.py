@@ -37,7 +37,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.add_(a @ b)
 
 
-def alone(x: Tensor, op: str) -> Tensor:
+def no_reduce(x: Tensor, op: str) -> Tensor:
     """The all_reduce of a process with the whole vocabulary: nothing to reduce."""
     return x
 
@@ -95,7 +95,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def linear_cross_entropy(
-    h: Tensor, weight: Tensor, labels: Tensor, denom=None, all_reduce=alone, vocab_start=0, kernel=softmax_loss
+    h: Tensor, weight: Tensor, labels: Tensor, denom=None, all_reduce=no_reduce, vocab_start=0, kernel=softmax_loss
 ) -> Tensor:
     """Sum of the token losses / denom, a scalar in fp32. h (..., D), weight (V, D), labels (...) with IGNORE for no loss.
 
@@ -112,7 +112,7 @@ def linear_cross_entropy(
 NEVER = -1e30
 
 
-def log_normalizer(logits: Tensor, all_reduce=alone) -> Tensor:
+def log_normalizer(logits: Tensor, all_reduce=no_reduce) -> Tensor:
     """log sum exp over the vocabulary, (n,) from fp32 logits (n, V/tp). The generator and the trainer of grpo.py share this
     function: a difference in rounding would look like a difference between policies."""
     top = all_reduce(logits.amax(-1), "max")
@@ -165,7 +165,9 @@ class TokenLogprobs(torch.autograd.Function):
         return dh, dw if dw is None else dw.to(weight.dtype), None, None, None, None, None
 
 
-def token_logprobs(h: Tensor, weight: Tensor, labels: Tensor, temperature=1.0, all_reduce=alone, vocab_start=0, unknown=None):
+def token_logprobs(
+    h: Tensor, weight: Tensor, labels: Tensor, temperature=1.0, all_reduce=no_reduce, vocab_start=0, unknown=None
+):
     """(log-probability of each label, entropy of each token's distribution), both fp32 and shaped like labels (...). The
     entropy has no gradient. h (..., D), weight (V, D); every label must be a token, not IGNORE. Vocab parallelism as in
     linear_cross_entropy. unknown: ids with probability 0, see NEVER."""

@@ -26,7 +26,7 @@ from distributed.launch import LaunchConfig
 from distributed.layout import ExpertConfig, Layout, ParallelConfig
 from distributed.pipeline import PipelineConfig, pipeline_forward, pipeline_stages
 from distributed.refusals import check_layout, runs_on_cuda
-from models.loss import IGNORE, TokenLogprobs, alone, log_normalizer
+from models.loss import IGNORE, TokenLogprobs, log_normalizer, no_reduce
 from rl.decoding import draw_noise, rollout
 from rl.packing import lay_out, pieces
 from rl.rollouts import lockstep, one_of_each_model, patient_group, whole_weights
@@ -171,7 +171,7 @@ def check_finite(logprobs: list[float]) -> None:
 
 
 # ---------------------------------------------------------------- requests -> scores
-def label_scores(h: Tensor, weight: Tensor, labels: Tensor, denom=None, all_reduce=alone, vocab_start=0) -> Tensor:
+def label_scores(h: Tensor, weight: Tensor, labels: Tensor, denom=None, all_reduce=no_reduce, vocab_start=0) -> Tensor:
     """(2, ...) in fp32: the log-probability of each label (...), and 1.0 if the label is the likeliest token; 0 for labels
     IGNORE. h (..., D), weight (V/tp, D); vocab parallelism as in models.loss.linear_cross_entropy."""
     wanted = labels != IGNORE  # the head is a large part of a forward, so we leave out the contexts

@@ -4,7 +4,7 @@ import os
 import torch
 
 from checkpoint import load_weights, saved_model
-from distributed.agree import everywhere, on_rank_0, some
+from distributed.agree import brief, fail_together, on_rank_0
 from sft.adapters import check_base
 from sft.lora import ADAPTERS, check_lora, lora_names
 from sft.peft import check_peft, is_peft_folder, load_peft
@@ -60,10 +60,10 @@ def load_base(modules, cfg, group) -> dict:
     if not is_hf:
         load_weights(modules, folder, ADAPTERS)
     elif absent := load_hf(modules, folder, ADAPTERS, group):
-        raise ValueError(f"{folder} lacks {some(absent)}, which LoRA would freeze as they were drawn; use --model_args "
+        raise ValueError(f"{folder} lacks {brief(absent)}, which LoRA would freeze as they were drawn; use --model_args "
                          "mtp_depth=0")
     if cfg.lora_from and not goes_on:
-        everywhere(lambda: load_peft(modules, cfg.lora_from), group)
+        fail_together(lambda: load_peft(modules, cfg.lora_from), group)
     path = on_rank_0(lambda: newest_readable(cfg.out, source.step, ABOUT) if goes_on else "", group)
     found = check_base(path, modules, group)
     if not group or group.rank() == 0:

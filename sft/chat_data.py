@@ -1,5 +1,4 @@
 """Conversations as training data: packed into sequences, with a loss only on the assistant's tokens."""
-import os
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +7,7 @@ from corpus.shards import FIRST, LOSS, mask_array_of, opened_array
 from corpus.tokenizer import load_tokenizer
 from data import TokenData
 from sft.packing import pack
+from support.config import own_rank
 
 
 class ChatData(TokenData):
@@ -50,7 +50,7 @@ class ChatData(TokenData):
         if not len(self.packing[split]):
             raise ValueError(f"{what}: in no conversation the assistant says anything within --seq_len {self.seq_len}; "
                              "take other conversations or a larger --seq_len")
-        if os.environ.get("RANK", "0") == "0":
+        if own_rank() == 0:
             print(f"{path}: {self.summary(split)}", flush=True)
 
     def summary(self, split: str) -> str:

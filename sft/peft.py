@@ -4,7 +4,7 @@ import os
 import torch
 
 from corpus.tokenizer import read_hf_json
-from distributed.agree import reason, some
+from distributed.agree import brief, reason
 from distributed.layout import local_slice, local_tensor
 from sft.adapters import read_adapters
 from sft.lora import adapted_linears, block_linears
@@ -27,7 +27,7 @@ def read_adapter_config(folder: str) -> dict:
     path, found = os.path.join(folder, CONFIG), read_hf_json(folder, CONFIG)
     other = [f"{name} {found[name]}" for name, value in FIXED.items() if found.get(name, value) not in (value, None)]
     if other:
-        raise ValueError(f"{path} has {some(other)}; only plain LoRA adapters are read")
+        raise ValueError(f"{path} has {brief(other)}; only plain LoRA adapters are read")
     if type(found.get("r")) is not int or type(found.get("lora_alpha")) not in (int, float):
         raise ValueError(f"{path}: r is {found.get('r')!r} and lora_alpha {found.get('lora_alpha')!r}, which are no numbers")
     return found
@@ -52,7 +52,7 @@ def check_peft(model, names: list[str], cfg) -> None:
     if wanted != there:
         ours = {key: fqn for fqn, key in peft_keys(model, block_linears(model)).items()}
         if strange := sorted(there - ours.keys()):
-            raise ValueError(f"--lora_from {folder} has {some(strange)}, which this model has no adapter for")
+            raise ValueError(f"--lora_from {folder} has {brief(strange)}, which this model has no adapter for")
         beside = dict.fromkeys(fqn.split(".")[-3] for key, fqn in ours.items() if key in there)
         raise ValueError(f"--lora_on {','.join(cfg.lora_on)} names {len(wanted) // 2} linears, but --lora_from {folder} has "
                          f"adapters for {len(there) // 2}; use --lora_on {','.join(beside)}")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from corpus.tokenizer import check_hf_tokenizer, files_beside, find_tokenizer, load_tokenizer, read_hf_json
-from distributed.agree import everywhere, gather, new_gloo_group, on_rank_0, rank_in, reason, some
+from distributed.agree import brief, fail_together, gather, new_gloo_group, on_rank_0, rank_in, reason
 from distributed.layout import local_slice, local_tensor, named_tensors
 from storage.manifest import Progress
 from storage.mxfp4 import mxfp4_problem, read_mxfp4
@@ -228,7 +228,7 @@ def match_names(module: nn.Module, source: HFTensors, exclude) -> Match:
               and not name.endswith(".rotary_emb.inv_freq")]
     twin = "lm_head.weight" if module.config.tie_embeddings and "lm_head.weight" in others else None
     unknown = [name for name in others if name != twin and not may_differ(name)]
-    problems = [f"{what}: {some(found)}" for what, found in (("missing", missing), ("unknown", unknown)) if found]
+    problems = [f"{what}: {brief(found)}" for what, found in (("missing", missing), ("unknown", unknown)) if found]
     if problems:
         raise ValueError(f"{source.folder} does not fit {type(module).__name__}: {'; '.join(problems)}")
     return Match(skipped, absent, [name for name in others if may_differ(name)], twin)
@@ -259,7 +259,7 @@ def plan_reads(modules: list[nn.Module], source: HFTensors, exclude=()) -> tuple
             if head or not torch.equal(*(source.read(name, offset, tuple(local.shape)) for name in (match.twin, names))):
                 problems.append(head or f"{match.twin} is not equal to {names}, but this model ties the two")
     if problems:
-        raise ValueError(f"{source.folder} does not fit {type(modules[0]).__name__}: {some(problems)}")
+        raise ValueError(f"{source.folder} does not fit {type(modules[0]).__name__}: {brief(problems)}")
     return reads, match
 
 
@@ -273,8 +273,8 @@ def load_hf(model, folder: str, exclude=(), group=None) -> list[str]:
     """
     modules = model if isinstance(model, list) else [model]
     group = own_group(modules, group)
-    source = everywhere(lambda: HFTensors(folder), group)
-    reads, match = everywhere(lambda: plan_reads(modules, source, exclude), group)
+    source = fail_together(lambda: HFTensors(folder), group)
+    reads, match = fail_together(lambda: plan_reads(modules, source, exclude), group)
 
     def say(text):
         if rank_in(group) == 0:
@@ -290,10 +290,10 @@ def load_hf(model, folder: str, exclude=(), group=None) -> list[str]:
                 if fqn not in module.hf_keys() and not matches(list(exclude), f"model.{fqn}"):
                     tensor.zero_()  # the balancing bias of experts, missing in some files, begins at 0
 
-    everywhere(fill, group)
+    fail_together(fill, group)
     for names, what in ((match.absent, "the files lack"), (match.extra, "the model lacks")):
         if names:
-            say(f"checkpoint: {folder} is loaded without what {what}: {some(names)}")
+            say(f"checkpoint: {folder} is loaded without what {what}: {brief(names)}")
     return match.absent
 
 
@@ -354,7 +354,7 @@ def plan_files(names: dict, everyone: list[dict], max_bytes: float) -> list[HFFi
         for fqn in kinds:
             owner.setdefault(fqn, rank)
     if odd := sorted(owner.keys() ^ names.keys()):
-        raise ValueError(f"hf_keys() and the model's parameters differ in {some(odd)}")
+        raise ValueError(f"hf_keys() and the model's parameters differ in {brief(odd)}")
     for stage in dict.fromkeys(map(tuple, everyone)):
         ranks, cut, full = [rank for rank, kinds in enumerate(everyone) if tuple(kinds) == stage], [], 0
         for fqn in (fqn for fqn in stage if owner[fqn] == ranks[0]):
@@ -414,7 +414,7 @@ def write_hf(folder: str, config, names: dict, kinds: dict, whole, max_shard_gb:
     temporary = on_rank_0(lambda: check_export(folder) or os.makedirs(temporary) or temporary, group)
     everyone, rank, writing = gather(kinds, group), rank_in(group), []
     try:
-        files = everywhere(lambda: plan_files(names, everyone, max_shard_gb * 1e9), group)
+        files = fail_together(lambda: plan_files(names, everyone, max_shard_gb * 1e9), group)
         titles = [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
         files = dict(zip(titles if len(files) > 1 else ["model.safetensors"], files))
         with ThreadPoolExecutor(1) as pool:
@@ -430,7 +430,7 @@ def write_hf(folder: str, config, names: dict, kinds: dict, whole, max_shard_gb:
                 if rank == file.writer:
                     wait(writing[-1:])
                     writing.append(pool.submit(write_safetensors, os.path.join(temporary, title), file.entries, tensors))
-        everywhere(lambda: [written.result() for written in writing], group)
+        fail_together(lambda: [written.result() for written in writing], group)
         entries = {title: f.entries for title, f in files.items()}
         size = on_rank_0(lambda: commit_export(temporary, folder, config, entries, tokenizer_file), group)
     finally:
@@ -444,7 +444,7 @@ def write_hf(folder: str, config, names: dict, kinds: dict, whole, max_shard_gb:
 def commit_export(temporary: str, folder: str, config, entries: dict[str, list[HFEntry]], tokenizer_file: str | None) -> int:
     """Adds the other files and renames the folder (rank 0). Returns the bytes of all tensors."""
     if unseen := sorted(entries.keys() - set(os.listdir(temporary))):
-        raise OSError(f"rank 0 does not see {some(unseen)}: {folder} must be on a file system that all machines share")
+        raise OSError(f"rank 0 does not see {brief(unseen)}: {folder} must be on a file system that all machines share")
     flat = [(title, e) for title, found in entries.items() for e in found]
     dtypes, size = [str(e.dtype)[6:] for _, e in flat], sum(e.size for _, e in flat)
     extra, eot = tokenizer_files(tokenizer_file, config.max_seq_len) if tokenizer_file else ({}, None)
@@ -483,7 +483,7 @@ def file_kinds(tensors: dict[str, Tensor], module: nn.Module, dtype: torch.dtype
 
 def say_lost(folder: str, fqns: list[str]):
     if fqns:
-        print(f"checkpoint: {folder} has no place for {some(fqns)}: without them that model is not quite this one", flush=True)
+        print(f"checkpoint: {folder} has no place for {brief(fqns)}: without them that model is not quite this one", flush=True)
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from corpus.mixture import parse_mixture
 from corpus.shards import is_shards
 from corpus.tokenizer import BESIDE
 from storage.manifest import ABOUT, is_hf_folder, newest_readable, resume_source, step_folders
-from support.config import FROM_FILE
+from support.config import FROM_FILE, own_rank
 from support.files import check_local, matches, read_json
 
 
@@ -83,7 +83,7 @@ def check_run(out: str, identity: dict, cfg, lr_at=None):
         elif wrong := model_conflicts(path, identity, cfg):
             text = "; ".join(f"{name} is {old} there, {new} here" for name, old, new in wrong)
             raise ValueError(f"--init_from {source.folder} is of another model: {text}; give the model of the checkpoint")
-        if text and int(os.environ.get("RANK", 0)) == 0:
+        if text and own_rank() == 0:
             print(text, flush=True)
 
 
@@ -97,7 +97,7 @@ def wait_for_run(out: str):
     <out>/.lock nobody has written yet; the folder is made only after all flags are checked. Raises ValueError for an address
     of a store."""
     check_local(out, "--out")
-    lock, rank, job = os.path.join(out, ".lock"), int(os.environ.get("RANK", 0)), job_name()
+    lock, rank, job = os.path.join(out, ".lock"), own_rank(), job_name()
     if rank == 0 and os.path.exists(lock):
         lock_run(out)
     deadline = time.monotonic() + 35
@@ -117,7 +117,7 @@ def lock_run(out: str):
 
     Waits up to 30 s, because workers of a killed launcher take some seconds to notice; then ValueError names the pid.
     """
-    if int(os.environ.get("RANK", 0)) != 0 or out in HELD:
+    if own_rank() != 0 or out in HELD:
         return
     try:
         os.makedirs(out, exist_ok=True)
@@ -196,7 +196,7 @@ def keep_batch(cfg):
         raise ValueError(f"the global batch of {source} is {cfg.global_batch_size} sequences, which {data_ranks} data ranks "
                          f"cannot share{each}; use --global_batch_size {near} to change it, another number of processes to "
                          "keep it, or --out NEW to train another model")
-    if int(os.environ.get("RANK", 0)) == 0:
+    if own_rank() == 0:
         print(f"the global batch stays {cfg.global_batch_size} sequences, as in {source}: --local_batch_size "
               f"{cfg.local_batch_size} becomes {fits[-1]} on {data_ranks} data ranks", flush=True)
     return replace(cfg, local_batch_size=fits[-1])

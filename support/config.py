@@ -45,9 +45,14 @@ if sys.platform == "win32":
 FROM_FILE = set()  # names of the fields from --config rather than from a flag
 
 
+def own_rank() -> int:
+    """The rank that the launcher gave to this process; 0 without a launcher."""
+    return int(os.environ.get("RANK", 0))
+
+
 def usage_error(message) -> NoReturn:
     """One line on stderr (all ranks see the same command line, so only rank 0 speaks), then exit status 2."""
-    if os.environ.get("RANK", "0") == "0":
+    if own_rank() == 0:
         print("error:", " ".join(str(message).splitlines()), file=sys.stderr, flush=True)
     else:
         time.sleep(5)  # torchrun kills all ranks once one exits: let rank 0 print first
@@ -90,7 +95,7 @@ def no_effect(cfg, facts: SimpleNamespace) -> list[str]:
     rank 0 says so.
     """
     unmet = unmet_needs(cfg, facts)
-    if (returned := {name: need for name, need in unmet.items() if name in FROM_FILE}) and os.environ.get("RANK", "0") == "0":
+    if (returned := {name: need for name, need in unmet.items() if name in FROM_FILE}) and own_rank() == 0:
         print("--config: " + "; ".join(without_effect(cfg, returned, "back to the default")), flush=True)
     for field in dataclasses.fields(cfg):
         if field.name in returned:
@@ -119,7 +124,7 @@ class Parser(argparse.ArgumentParser):
         usage_error(message.removeprefix("argument "))
 
     def print_help(self, file=None):
-        if os.environ.get("RANK", "0") == "0":
+        if own_rank() == 0:
             super().print_help(file)
 
 
@@ -317,7 +322,7 @@ def say_flags(cfg):
     """Print the flags that differ from their defaults, as typed, on rank 0."""
     differ = [(field.name, getattr(cfg, field.name)) for field in dataclasses.fields(cfg)
               if getattr(cfg, field.name) != default_of(field)]
-    if differ and os.environ.get("RANK", "0") == "0":
+    if differ and own_rank() == 0:
         typed = [spell_flag(name, value if isinstance(value, bool) else shlex.quote(spell(value))) for name, value in differ]
         print("flags:", " ".join(typed), flush=True)
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distributed.agree import some
+from distributed.agree import brief
 from distributed.checks import DROPOUT, bits_sum
 from distributed.layout import Layout, local_tensor
 from support.files import step_folders
@@ -122,7 +122,7 @@ class FirstStep:
             return
         reached = {fqn for _, _, names in everyone for fqn in names}
         if names := sorted({fqn for part, _, _ in everyone for fqn in part} - reached):
-            print(f"no gradient reaches {some(names)}: nothing trains what is not used in the loss")
+            print(f"no gradient reaches {brief(names)}: nothing trains what is not used in the loss")
         if still := {fqn: rank for rank, part in reversed([*enumerate(everyone)]) for fqn in part[1]}:
-            print(f"the first step has not moved {some(sorted(still))} on rank {min(still.values())}, though there is a "
+            print(f"the first step has not moved {brief(sorted(still))} on rank {min(still.values())}, though there is a "
                   "gradient: is every parameter in an optimizer, and changed in place? (p.data = ... changes no shard)")

@@ -3,7 +3,7 @@ from unittest import mock
 
 import pytest
 import torch
-from layouts import build, config, full, global_batch, local_batch
+from layouts import build, config, full, global_batch, local_batch, relative
 from pool import pool
 from runs import MODEL as MODEL_ARGS
 from runs import launch, run, train_lines
@@ -68,8 +68,8 @@ def test_sharded_equals_whole(processes, flags, problem, cuts):
     _, whole = pool(1).run(steps, {}, processes, problem)[0]
     for found, part in pool(processes).run(steps, flags, processes, problem):
         assert found == cuts
-        for fqn, weight in part.items():
-            assert torch.equal(weight, whole[fqn]), fqn
+        for fqn, weight in part.items():  # a matrix product of another batch may round its bf16 result otherwise: a few ulps
+            assert relative(weight, whole[fqn]) < 2e-4, fqn
 
 
 @pytest.mark.parametrize("at_once", [1 << 25, 1200])  # all at once, and two at a time of 8

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from distributed.agree import some
+from distributed.agree import brief
 from distributed.layout import AXES, ExpertConfig
 from distributed.refusals import facts, runs_on_cuda
 from support.config import FROM_FILE, no_effect, spell, unmet_needs
@@ -212,7 +212,7 @@ def print_comparison(one: list[dict], layout: list[dict], later: float = 1) -> i
     if first:
         print(f"check_parity: NOT EQUAL: {first}")
     elif unseen:
-        print(f"check_parity: NOT COMPARED: {some(unseen)}, whose gradient is 0 or missing on both sides; the rest is equal. "
+        print(f"check_parity: NOT COMPARED: {brief(unseen)}, whose gradient is 0 or missing on both sides; the rest is equal. "
               "Do not train what is not used (requires_grad_(False)); behind a weight that is 0, others have no gradient yet")
     else:
         print("check_parity: equal")

@@ -10,7 +10,7 @@ from dataclasses import fields
 from types import SimpleNamespace
 
 from distributed.layout import AXES
-from support.config import no_effect, parse_config, say_flags
+from support.config import no_effect, own_rank, parse_config, say_flags
 from support.metrics import MetricsConfig, read_lines
 from tools.curves import draw_curves
 from tools.report_flags import PlotConfig, ReportConfig, with_report_flags
@@ -35,7 +35,7 @@ def train(main, cfg, options: PlotConfig) -> int:
     """Train, and draw the curves of the run if --plot asks for a picture. Returns the exit status."""
     say_flags(cfg)
     main(cfg)
-    if options.plot and os.environ.get("RANK", "0") == "0":
+    if options.plot and own_rank() == 0:
         draw_curves(read_lines(f"{cfg.out}/metrics.jsonl"), f"{cfg.out}/loss.png")
     return 0
 
