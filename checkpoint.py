@@ -48,7 +48,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from corpus.tokenizer import files_beside, tokenizer_path
-from distributed.agree import Failed, brief, gather, new_gloo_group, on_rank_0, rank_in
+from distributed.agree import Failed, brief, fail_together, gather, new_gloo_group, on_rank_0, rank_in
 from distributed.layout import AXES, local_tensor, named_tensors
 from storage.dcp import WriterProcess, import_dcp, read_table, read_tensors, write_tensors
 from storage.manifest import (
