@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from layouts import build, clear_seed, drawn, equals_transformers, global_batch, local_batch, without_inductor
 from pool import pool
-from runs import launch, run
+from runs import MODEL, launch, run
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
@@ -219,14 +219,11 @@ def test_loads_per_layer_are_those_of_one_process(flags):
         assert (got["moe_load_max_over_mean"], got["moe_dead_experts"]) == (worst, dead)
 
 
-SIZES = "n_layers=2,dim=32,n_heads=4,n_kv_heads=2,head_dim=8,ffn_dim=64,moe_ffn_dim=32"
-RECIPE = ["train_qwen3.py", "--flavor", "debug_moe", "--model_args", SIZES, "--seq_len", 32]
-
-
 @pytest.mark.slow
 def test_check_parity_gives_one_process_no_expert_axis(tmp_path):
     """--ep is for the layout alone, and brings the ranks that it borrows."""
-    stdout = run(launch(1, *RECIPE, "--check_parity", "--ep", 2, "--local_batch_size", 2, "--out", tmp_path))
+    recipe = ["train_qwen3.py", "--flavor", "debug_moe", "--model_args", MODEL + ",moe_ffn_dim=32", "--seq_len", 32]
+    stdout = run(launch(1, *recipe, "--check_parity", "--ep", 2, "--local_batch_size", 2, "--out", tmp_path))
     assert "3 steps on layout (2 processes)" in stdout and "check_parity: equal" in stdout
 
 

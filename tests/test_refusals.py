@@ -174,7 +174,6 @@ def test_degrees_are_at_least_1(axis, degree):
 
 
 @pytest.mark.parametrize("given, words", [
-    (dict(tp=0, pp=-3, dp_shard=-2), ["--tp 0", "--pp -3", "--dp_shard -2"]),
     (dict(world_size=3, tp=3, global_batch_size=10, seq_len=8200, ac="budget", async_tp=True),
      ["--tp 3", "--global_batch_size 10", "max_seq_len 8192", "multiple of tp = 3", "--ac budget", "--async_tp"]),
     (PP | dict(pp_schedule="DualPipeV", local_batch_size=2, ac="op", reshard_after_forward="always", pp_layers_per_stage=4),

@@ -89,7 +89,7 @@ def end_with_a_checkpoint(out, saved, ready):
 
 def start_with(cfg, rank, found):
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": "123"}
-    resume.keep_batch(cfg)
+    cfg = resume.keep_batch(cfg)
     found.put(cfg.global_batch_size)
 
 
@@ -123,7 +123,7 @@ def resolve_batch(monkeypatch, cfg, processes, **flags):
     """(global, local batch) after keep_batch for a start with these flags on so many processes."""
     monkeypatch.setenv("WORLD_SIZE", str(processes))
     cfg = replace(cfg, **flags)
-    resume.keep_batch(cfg)
+    cfg = resume.keep_batch(cfg)
     # the layout accepts the result
     check_layout(cfg, config(), seq_len=16, local_batch_size=cfg.local_batch_size,
                           global_batch_size=cfg.global_batch_size, device="cpu")
@@ -174,12 +174,12 @@ def test_the_batch_of_a_config_file_is_kept_and_that_of_a_flag_is_not_bent(tmp_p
     monkeypatch.setattr("support.config.FROM_FILE", resume.FROM_FILE)  # only for this test
     save_config(train_llama3.Config(out=str(tmp_path / "run"), global_batch_size=8), tmp_path / "config.json", {})
     cfg = parse_config(train_llama3.Config, ["--config", str(tmp_path / "config.json")])
-    resume.keep_batch(cfg)
+    cfg = resume.keep_batch(cfg)
     assert (cfg.global_batch_size, cfg.local_batch_size) == (8, 2)
     assert "as in --config: --local_batch_size 8 becomes 2 on 4 data ranks" in capsys.readouterr().out
     for argv in (["--global_batch_size", "8"], ["--config", str(tmp_path / "config.json"), "--global_batch_size", "8"]):
         cfg = parse_config(train_llama3.Config, argv)
-        resume.keep_batch(cfg)
+        cfg = resume.keep_batch(cfg)
         assert (cfg.global_batch_size, cfg.local_batch_size) == (8, 8)  # for check_layout to refuse
 
 
