@@ -358,7 +358,7 @@ def test_prompts(folders, tasks, tmp_path):
     assert make(prompt_template="{id}: {question} { x }\\t") == [f"more: {q} {{ x }}\t" for q in asked]
     shot = f"Question: {first['question']}\nAnswer: {first['choices'][first['answer']]}\n\n"
     assert make(shots=1, shots_file=tasks["choice"]) == [f"{shot}Question: {q}\nAnswer:" for q in asked]
-    text.chat = chat_prompts(folders("llama"))
+    text = Text(folders("llama"), chat=chat_prompts(folders("llama")))
     assert make()[0] == f"<|im_start|>user\n{asked[0]}<|im_end|>\n<|im_start|>assistant\n"
     grpo = "{question}" + HINTS["gsm8k"].replace("\n", "\\n")  # as it is typed
     (prompt, _), = evaluate.requests_of(evaluate.Config(prompt_template=grpo), "answer", text, lines[:1], 64)[0]

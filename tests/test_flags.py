@@ -726,6 +726,7 @@ ELSEWHERE = {
     "async_tp": "benchmarks/gpu_report.py",
     "float8_all_gather": "benchmarks/gpu_report.py",
     "memory_snapshot": "benchmarks/gpu_report.py",
+    "plot": "tests/test_metrics.py",
     "lora_from": "tests/test_adapters.py",  # needs an adapter of peft's
     "system": "tests/test_asking.py",  # need a model with a chat template
     "template_args": "tests/test_asking.py",

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distributed.agree import reason
-from distributed.layout import AXES, named_tensors
+from distributed.layout import AXES, ExpertConfig, named_tensors
 from storage.hf import load_hf, read_hf_config
 from support.config import override_fields
 from tools.operations import Seams
@@ -224,7 +224,8 @@ def check_against(main, cfg, folder: str) -> int:
     """--check_parity --where --against FOLDER of the running recipe; returns the exit status: 0 equal, 1 different."""
     if "RANK" in os.environ:
         raise ValueError("--against runs in one process: use python, not torchrun")
-    if axes := [f"--{axis} {getattr(cfg, axis)}" for axis in (*AXES, "ep", "etp") if getattr(cfg, axis) > 1]:
+    experts = ("ep", "etp") if isinstance(cfg, ExpertConfig) else ()
+    if axes := [f"--{axis} {getattr(cfg, axis)}" for axis in (*AXES, *experts) if getattr(cfg, axis) > 1]:
         raise ValueError(f"--against compares the model on one process with transformers'; leave {', '.join(axes)} out")
     if not os.path.isdir(folder):
         raise ValueError(f"--against {folder}: there is no such folder; give one of Hugging Face, with config.json")
