@@ -1,4 +1,5 @@
-"""Names of flags in nanoGPT, nanochat, torchtitan, TRL, Hugging Face's Trainer and torchrun, and the flags to type instead.
+"""Names of flags in earlier versions, in nanoGPT, nanochat, torchtitan, TRL, Hugging Face's Trainer and torchrun, and the
+flags to type instead.
 
 config.py imports this file when a command line has an unknown flag.
 """
@@ -79,9 +80,24 @@ SENTENCES = {
     "float8_experts": "--float8 rowwise_experts or mxfp8_experts",
     "flight_recorder trace_buf_size save_traces_folder": "nothing to type: with NCCL the last collectives are always kept, and "
         "written to the trace folder of the run when one times out",
+    "attention": "nothing to type: cuDNN's kernel is tried first, then flash",
+    "moe_load_per_layer": "give balance_experts per_layer=True in the recipe: metrics.jsonl then gets moe_load",
     "reduce_grads": "nothing to type: gradients are reduced after each micro-batch where whole ones take too much memory",
     "create_seed_checkpoint": "nothing to type: --seed gives the same initial weights in every layout",
 }
+# Keys of earlier versions' config.json that change no training, whatever their value
+FREE = set("""
+    plot dry_run plan machine nvlink_gb_s network_gb_s devices_per_node explain html check_parity where against certify
+    attention flight_recorder reduce_grads moe_load_per_layer engine_requests lora_alpha lora_on lora_base
+""".split())
+# Keys that change training, and the value without an effect
+AT_REST = {"text_column": "text", "lora_rank": 0, "lora_nf4": False, "float8_experts": False, "ep": 1, "etp": 1,
+           "optimizer_in_backward": False, "adamw_moments": "param", "stochastic_rounding": False, "routing_replay": False}
+
+
+def is_gone(name: str, value) -> bool:
+    """Whether a key of a saved config.json is a flag of an earlier version, and can be left out without another training."""
+    return name in FREE or name in AT_REST and value == AT_REST[name]
 
 
 def suggest_flag(name: str, flags) -> str:
