@@ -29,7 +29,8 @@ def claim_run(cfg, Model, model_config, data, lr_at=None, lora: dict | None = No
     if cfg.val_every and not data.n_val_samples:
         raise ValueError(f"--data {cfg.data} has no validation text; use --val_every 0")
     model = {"module": Model.__module__, "class": Model.__name__, **asdict(model_config)}
-    identity = {"model": model, "data": data.fingerprint, "optimizer": {"name": cfg.optimizer.split("_")[0]}}
+    optimizer = "adamw" if cfg.optimizer.startswith("adamw_") else cfg.optimizer  # all kinds load each other's moments
+    identity = {"model": model, "data": data.fingerprint, "optimizer": {"name": optimizer}}
     identity |= {"lora": lora} if lora else {}
     check_run(cfg.out, identity, cfg, lr_at)
     if is_hf_folder(cfg.init_from):

@@ -21,8 +21,8 @@ def check_optimizer(cfg) -> None:
     check_range(cfg, 0, 1, "beta1", "beta2", "min_lr_ratio", "decay_ratio")
     if max(cfg.beta1, cfg.beta2) == 1:
         raise ValueError(f"--beta1 {cfg.beta1} and --beta2 {cfg.beta2} must be below 1: a mean that never moves")
-    wanted = "bfloat16" if cfg.optimizer == "adamw_sr" else "float32"
-    if cfg.optimizer not in ("adamw", "muon") and cfg.param_dtype != wanted:
+    needs = {"adamw_8bit": "float32", "adamw_4bit": "float32", "adamw_fp8": "float32", "adamw_sr": "bfloat16"}
+    if (wanted := needs.get(cfg.optimizer, cfg.param_dtype)) != cfg.param_dtype:
         raise ValueError(f"--optimizer {cfg.optimizer} needs --param_dtype {wanted}, not {cfg.param_dtype}")
 
 
@@ -38,10 +38,10 @@ def set_lr(optimizers, lr: float) -> float:
 
 
 def adamw(groups, lr: float, betas, eps: float, kind: str):
-    """torch's fused AdamW, also for Muon's other parameters. Or torchao's, compiled for each shape of a parameter: adamw_8bit
-    (arXiv:2110.02861) and adamw_fp8 keep each of the two moments in 1 byte per parameter, adamw_4bit in 1/2; adamw_sr rounds
-    bfloat16 weights up or down by chance, so that small steps survive."""
-    if kind in ("adamw", "muon"):
+    """torch's fused AdamW, also for the parameters beside Muon's or a fork's. Or torchao's, compiled for each shape of a
+    parameter: adamw_8bit (arXiv:2110.02861) and adamw_fp8 keep each of the two moments in 1 byte per parameter, adamw_4bit in
+    1/2; adamw_sr rounds bfloat16 weights up or down by chance, so that small steps survive."""
+    if kind not in ("adamw_8bit", "adamw_4bit", "adamw_fp8", "adamw_sr"):
         return torch.optim.AdamW(groups, lr, betas, eps, fused=True)
     params = [local_tensor(p) for group in groups for p in group["params"]]
     if any(isinstance(p, FakeTensor) for p in params):

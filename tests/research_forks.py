@@ -186,7 +186,7 @@ CODE |= dict(
 BUILD = "    optimizers = build_optimizers(stages, cfg)"
 PARAMETERS = "[p for stage in stages for p in stage.parameters() if p.requires_grad]"
 OWN = [(BUILD, f"    optimizers = [Own({PARAMETERS}, cfg.lr)]"),
-       ('Literal["adamw", "muon"] = "adamw"', 'Literal["own", "adamw"] = "own"')]
+       ('optimizer: Optimizer = "adamw"', 'optimizer: Literal["own", "adamw"] = "own"')]
 GROUPS = f"[dict(params=[p], lr=cfg.lr / (1 + i % 2)) for i, p in enumerate({PARAMETERS})]"
 TWO = [(BUILD, f"    optimizers = [Own({GROUPS}, cfg.lr)]"),
        *OWN[1:]]

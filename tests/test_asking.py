@@ -178,7 +178,7 @@ def test_a_run_with_chat_options_is_continued_without_them(tmp_path):
     asked = ["--system", "Be brief.", "--template_args", OFF, "--async_steps", 1]
     run(1, *flags, *asked, "--steps", 2, "--checkpoint_every", 1)
     said = run(1, *flags, *asked[4:], "--no-chat", "--load_step", 1, "--steps", 3)
-    assert "the batch in the checkpoint was made with other flags" in said and "--system Be brief. -> None" in said
+    assert "the batch in the checkpoint was made with other flags" in said and "--system Be brief. -> " in said
     shown = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").open()]
     prompts = {step: {s["prompt"] for s in shown if s["step"] == step} for step in (1, 2, 3)}
     assert all(re.fullmatch(r"<\|im_start\|>system\nBe brief.<\|im_end\|>\n<\|im_start\|>user\n(?s:.*)</think>\n\n", prompt)

@@ -69,7 +69,7 @@ def test_sharded_equals_whole(processes, flags, problem, cuts):
     for found, part in pool(processes).run(steps, flags, processes, problem):
         assert found == cuts
         for fqn, weight in part.items():  # a matrix product of another batch may round its bf16 result otherwise: a few ulps
-            assert relative(weight, whole[fqn]) < 2e-4, fqn
+            assert relative(weight, whole[fqn]) < 3e-3, fqn  # three steps move a weight by a quarter
 
 
 @pytest.mark.parametrize("at_once", [1 << 25, 1200])  # all at once, and two at a time of 8
