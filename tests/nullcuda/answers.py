@@ -177,8 +177,8 @@ def fake_world(world_size: int, module) -> None:
     os.environ.update(RANK="0", WORLD_SIZE=str(world_size), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     replace(module, "connect", lambda known: connect)
     replace(module, "Checkpoints", lambda known: NoCheckpoints)
-    for name in ("check_replicas", "train_timeouts"):
-        replace(module, name, always(None))
+    replace(module, "check_replicas", always([]))
+    replace(module, "train_timeouts", always(None))
     replace(distributed.launch, "watch_launcher", always(None))
 
 

@@ -32,7 +32,7 @@ def test_ac_op_repeats_neither_routing_nor_sends_nor_what_takes_long(device, tmp
     """Launches of a step with --ac op: as many as without, but for plain matmuls and what is between them."""
     steps = [device.run(tmp_path / ac, *QWEN3, "--ep", 2, "--ac", ac, nproc=2, empty_weights=True).step(2)
              for ac in ("none", "op")]
-    for what in ("^nccl send", "^nccl recv", "RadixSortOnesweep", "gatherTopK", "flash_fwd_kernel", "GroupProblemShape"):
+    for what in ("^nccl send", "^nccl recv", "RadixSortOnesweep", "gatherTopK", "cudnn_attention", "GroupProblemShape"):
         none, op = (sum(bool(re.search(what, line)) for line in step) for step in steps)
         assert none == op > 0, (what, none, op)
     none, op = (sum(line.startswith("gemm") for line in step) for step in steps)
