@@ -49,6 +49,7 @@ ELSEWHERE = {
     "checkpoint_async": "async_mode",
     "checkpoint_first_step": "first_step_checkpoint",
     "export_hf": "last_save_in_hf",
+    "rollout_rows": "engine_requests",
     "prompt": "start",
     "max_new_tokens": "max_tokens max_length length num_tokens max_completion_length max_response_length",
     "group_size": "num_generations rollouts n_samples",
