@@ -43,7 +43,7 @@ gpu-report: .venv/installed
 
 # kill -9 of everything, 20 times, at random moments of one run; CHAOS_KILLS=100 make chaos
 chaos: .venv/installed-dev
-	CHAOS_KILLS=$${CHAOS_KILLS:-20} .venv/bin/python -m pytest tests/test_launch.py -s -m slow -k test_chaos $(ARGS)
+	CHAOS_KILLS=$${CHAOS_KILLS:-20} .venv/bin/python -m pytest tests/distributed/test_launch.py -s -m slow -k test_chaos $(ARGS)
 
 lint: .venv/installed-dev
 	.venv/bin/ruff check .

@@ -1,7 +1,7 @@
 """Makes the pictures of docs/parallelism.md: python docs/pictures.py [name ...]
 
 Nothing is drawn by hand: the parts come from the recipe's DTensors under a fake process group, the bytes from the dry run, the
-schedules from the running code. tests/test_lessons.py makes the pictures again and compares.
+schedules from the running code. tests/exercises/test_lessons.py makes the pictures again and compares.
 """
 import os
 import sys

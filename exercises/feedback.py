@@ -14,7 +14,8 @@ import layouts
 from pool import pool
 
 STUCK_S = 60  # must be less than run.LIMIT_S
-planted = {}  # {file: {function: source}}: tests/test_exercises.py puts answers here; checks run these, not the files' code
+# {file: {function: source}}: tests/exercises/test_exercises.py puts answers here; checks run these, not the files' code
+planted = {}
 
 
 class Wrong(Exception):

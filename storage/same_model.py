@@ -20,7 +20,7 @@ HF_MODELS = {
     "llama4_text": ("forks.llama4", "Llama4"),
 }
 # file -> code_hash() of the code that computed the logits of transformers. After a change, run the comparisons again
-# (tests/test_models.py, test_hf.py, test_gpt_oss.py, test_llama4.py), then write the hash of tests/test_same_model.py here.
+# (test_models.py, test_hf.py, test_gpt_oss.py, test_llama4.py), then write the hash of test_same_model.py here.
 COMPARED = {
     "forks.gpt_oss": "1fea6d60",
     "forks.llama4": "fbcadb26",

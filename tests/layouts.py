@@ -131,7 +131,7 @@ def reference_of(fields: tuple, kind, n: int, doc_mask: bool, lora: tuple) -> li
         b = global_batch(step, n, doc_mask)
         logits = model(b.tokens, positions=b.positions, doc_ids=b.doc_ids).float()
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), b.labels.flatten(), ignore_index=IGNORE)
-        if getattr(model, "mtp", None) is not None:  # a term of the gradient only; tests/test_deepseek.py checks it by itself
+        if getattr(model, "mtp", None) is not None:  # a term of the gradient only; test_deepseek.py checks it by itself
             for balance in balances([model]).values():
                 balance.load = None
             model(b.tokens, b.labels, b.positions, b.doc_ids, (b.labels != IGNORE).sum()).backward()

@@ -83,15 +83,15 @@ def mutants_of(path: str) -> list[dict]:
 def tests_for(mutant: dict) -> list[str]:
     """The test file of the mutated module (where it has none, of the modules that import it), then those that name the mutated
     function, then those that name the module; of each the shortest first."""
-    texts = {path: path.read_text() for path in sorted(REPO.glob("tests/test_*.py"))
-             if not path.stem.removeprefix("test_").startswith(OF_SOURCES)}
+    texts = {path: path.read_text() for path in sorted(REPO.glob("tests/**/test_*.py"))
+             if not path.stem.removeprefix("test_").startswith(OF_SOURCES) and "nullcuda" not in path.parts}
     module = mutant["file"].removesuffix(".py").replace("/", ".")
     names = [rf"\b{re.escape(mutant['function'])}\b", rf"\b{re.escape(module)}\b",
              rf"from {module.rpartition('.')[0] or module} import"]
     folder, _, name = module.rpartition(".")
     imports = rf"from {module} import|from {folder or module} import [^\n]*\b{name}\b"
     users = {path.stem for path in (*REPO.glob("*.py"), *REPO.glob("*/*.py")) if re.search(imports, path.read_text())}
-    own = {f"test_{stem}" for stem in ({name} if REPO.joinpath(f"tests/test_{name}.py") in texts else users)}
+    own = {f"test_{stem}" for stem in ({name} if f"test_{name}" in {path.stem for path in texts} else users)}
     ranks = {path: [-1] * (path.stem in own) + [i for i, name in enumerate(names) if re.search(name, text)]
              for path, text in texts.items()}
     if module.startswith("distributed"):

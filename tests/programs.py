@@ -4,8 +4,8 @@
     done = run_program(runs.launch(2, "train_llama3.py", "--tp", "2"), cwd=folder)               # two ranks, as torchrun
 
 A server process imports torch once. Each program is a fork of the server, one process per rank, with the arguments, folder,
-environment and outputs that the command would have. A few tests start real commands instead: those of tests/test_launch.py,
-and each test that passes real=True.
+environment and outputs that the command would have. A few tests start real commands instead: those of test_launch.py, and each
+test that passes real=True.
 """
 import atexit
 import contextlib

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from data import DataConfig, open_data
 from distributed import launch
 
-REPO = Path(__file__).parent.parent
+REPO = Path(__file__).parents[2]
 TINY = "--model_args n_layers=1,dim=8,ffn_dim=8 --steps 2 --device cpu --out run"
 BASE = {"train_llama3": TINY, "train_qwen3": "--out run", "train_deepseek": "--out run", "grpo": "--out run"}
 TABLE = {

@@ -22,7 +22,7 @@ from models.loss import IGNORE
 from storage import hf
 from support.config import override_fields
 
-REPO = Path(__file__).parent.parent
+REPO = Path(__file__).parents[2]
 
 
 def normal(model, std=0.1, seed=0):

@@ -108,7 +108,7 @@ def test_check_parity_of_an_optimizer_that_it_does_not_know(monkeypatch, tmp_pat
 def test_check_parity_passes_and_finds_a_forkers_mistake(tmp_path):
     """The user's command, on the recipe and on a copy with a mistake: gradients are averaged, not summed."""
     flags = ["--local_batch_size", "2", "--seq_len", "64", "--model_args", "n_layers=2,dim=64", "--check_parity", "--tp", "2"]
-    recipe = Path(__file__).parent.parent / "train_llama3.py"
+    recipe = Path(__file__).parents[2] / "train_llama3.py"
     run = lambda file: run_program([sys.executable, file, *flags])  # noqa: E731
     good = run(recipe)
     assert good.returncode == 0 and "check_parity: equal" in good.stdout, good.stdout + good.stderr

@@ -1,8 +1,8 @@
 """forks/train_llama3_ft.py: replica groups equal one layout, survive kill -9, and come back with the weights of the others.
 
     pip install torchft
-    pytest -m "" tests/test_ft.py                # two kills
-    KILLS=10 pytest -s -m "" tests/test_ft.py -k killed
+    pytest -m "" tests/forks/test_ft.py                # two kills
+    KILLS=10 pytest -s -m "" tests/forks/test_ft.py -k killed
 """
 import contextlib
 import importlib

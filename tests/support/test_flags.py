@@ -58,7 +58,7 @@ from tools.parity import model_config_of
 from tools.report_flags import ReportConfig, with_report_flags
 from tools.reports import report_or_train
 
-REPO = Path(__file__).parent.parent
+REPO = Path(__file__).parents[2]
 PROGRAMS = ["train_llama3", "train_qwen3", "train_deepseek", "finetune", "grpo", "generate"]
 MAINS = {program: importlib.import_module(program).main for program in PROGRAMS}
 SIZES = "n_layers=2,dim=16,n_heads=2,n_kv_heads=2,head_dim=8,ffn_dim=32"
@@ -726,13 +726,13 @@ ELSEWHERE = {
     "async_tp": "benchmarks/gpu_report.py",
     "float8_all_gather": "benchmarks/gpu_report.py",
     "memory_snapshot": "benchmarks/gpu_report.py",
-    "plot": "tests/test_metrics.py",
-    "lora_from": "tests/test_adapters.py",  # needs an adapter of peft's
-    "system": "tests/test_asking.py",  # need a model with a chat template
-    "template_args": "tests/test_asking.py",
-    "gen_ranks": "tests/test_rollouts.py",  # needs several processes
-    "engine": "tests/test_http_engine.py",  # these need a server
-    "engine_weights": "tests/test_http_engine.py",
+    "plot": "tests/support/test_metrics.py",
+    "lora_from": "tests/sft/test_adapters.py",  # needs an adapter of peft's
+    "system": "tests/sft/test_asking.py",  # need a model with a chat template
+    "template_args": "tests/sft/test_asking.py",
+    "gen_ranks": "tests/rl/test_rollouts.py",  # needs several processes
+    "engine": "tests/rl/test_http_engine.py",  # these need a server
+    "engine_weights": "tests/rl/test_http_engine.py",
 }
 
 

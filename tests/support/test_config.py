@@ -17,7 +17,7 @@ from support.config import Need, check_range, flag, no_effect, parse_config, sav
 from tools.other_names import ELSEWHERE, SENTENCES, suggest_flag
 from tools.report_flags import ReportConfig
 
-REPO = Path(__file__).parent.parent
+REPO = Path(__file__).parents[2]
 
 
 @dataclass(kw_only=True)

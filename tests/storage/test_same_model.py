@@ -15,7 +15,7 @@ from models import llama3
 from storage import hf, same_model
 from tools import checkpoint_commands
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 RELU2 = ("F.silu(self.w1(x))", "F.relu(self.w1(x)).square()")
 MODEL_TYPE = ('model_type=("llama",)', 'model_type=("mine",)')
 

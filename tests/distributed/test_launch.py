@@ -3,7 +3,7 @@
 The recipe is started as a user would start it, and disturbed from outside while it trains. What must come out is what an
 undisturbed run gives: the same metrics.jsonl and the same tensors, to the bit where the number of processes is the same.
 
-    CHAOS_KILLS=20 python -m pytest tests/test_launch.py -m slow -k chaos     # make chaos
+    CHAOS_KILLS=20 python -m pytest tests/distributed/test_launch.py -m slow -k chaos     # make chaos
 """
 import itertools
 import os
@@ -34,7 +34,7 @@ from support.metrics import read_lines
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
 
-REPO = Path(__file__).parent.parent
+REPO = Path(__file__).parents[2]
 RECIPE = REPO / "train_llama3.py"
 STEPS = 24
 MODEL = "n_layers=2,dim=32,n_heads=4,n_kv_heads=4,head_dim=8,ffn_dim=64"

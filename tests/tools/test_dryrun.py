@@ -213,7 +213,7 @@ def test_1f1b_holds_as_many_microbatches_as_ranks_are_behind():
 # ---------------------------------------------------------------- docs/parallelism.md
 
 GUIDE = REPO / "docs" / "parallelism.md"
-BEGIN, END = "<!-- support matrix: PYTHONPATH=. python tests/test_dryrun.py -->\n", "<!-- end -->\n"
+BEGIN, END = "<!-- support matrix: PYTHONPATH=. python tests/tools/test_dryrun.py -->\n", "<!-- end -->\n"
 FEATURES = {
     "FSDP": lambda f, p, fsdp: fsdp > 1,
     "replicas": lambda f, p, fsdp: f.get("dp_replicate", 1) > 1,
@@ -245,7 +245,7 @@ def support_matrix() -> str:
 
 def test_the_support_matrix_is_that_of_the_tests():
     written = GUIDE.read_text().split(BEGIN)[1].split(END)[0]
-    assert written == support_matrix(), "stale: run `PYTHONPATH=. python tests/test_dryrun.py`"
+    assert written == support_matrix(), "stale: run `PYTHONPATH=. python tests/tools/test_dryrun.py`"
 
 
 def test_the_guide_names_functions_that_exist():

@@ -1,6 +1,6 @@
 """--explain --html: the page shows the same parts as real processes hold; and a real browser shows the page (slow).
 
-`PYTHONPATH=.:tests python tests/test_page.py` makes the screenshots in docs/ from the pages of the slow test.
+`PYTHONPATH=.:tests python tests/tools/test_page.py` makes the screenshots in docs/ from the pages of the slow test.
 """
 import html.parser
 import importlib

@@ -9,7 +9,7 @@ import torch
 
 from tools import parity
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PARALLEL = '''
 def clip_grad_norm(stages, max_norm, layout, scale=0.5):
     """Of this fork, and not the house's."""

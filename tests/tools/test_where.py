@@ -174,7 +174,7 @@ def test_ranks_are_named_by_their_axis():
 @pytest.mark.slow
 def test_where_as_a_command_on_a_forks_recipe(tmp_path):
     """A fork's own block: first right, then with a tp style that leaves a parameter alone."""
-    recipe = Path(__file__).parent.parent / "train_llama3.py"
+    recipe = Path(__file__).parents[2] / "train_llama3.py"
     own = """
 import parallel
 from models import llama3
