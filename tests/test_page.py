@@ -155,7 +155,7 @@ def test_the_page(recipe, flags):
                         "here from the first forward to the last backward of a step": shared and layout.pp > 1,
                         "held by other ranks": layout.world_size > 1, "also in attention and FFN": layout.tp > 1,
                         "B backward": layout.pp > 1 and "pp_schedule" not in flags,
-                        "W backward, of weights": "pp_schedule" in flags}.items():
+                        "W backward of the weights": "pp_schedule" in flags}.items():
         assert (says in page.texts) == right, says
     assert (len(page.data["ticks"]) > 0) == ("slider" in page.values("id")) == (layout.pp > 1)
 
