@@ -18,7 +18,7 @@ from pool import pool
 from distributed.layout import AllGather, AllToAll, ReduceScatter
 from support.config import parse_config
 from tools import dryrun
-from tools.report_flags import with_report_flags
+from tools.reports import with_report_flags
 from tools.schedule import bubble, simulate
 
 COURSE = (REPO / "docs" / "parallelism.md").read_text()

@@ -20,8 +20,7 @@ from models.llama3 import Llama3Config
 from support.config import Need, flag, parse_config
 from tools import parity
 from tools.parity import check_parity
-from tools.report_flags import with_report_flags
-from tools.reports import run_report
+from tools.reports import run_report, with_report_flags
 
 MODEL = Llama3Config(n_layers=6, n_heads=8, n_kv_heads=4, head_dim=64, ffn_dim=512, max_seq_len=8192)
 
