@@ -56,14 +56,14 @@ def fork(tmp_path) -> Path:
 
 def test_a_recipe_runs_as_if_started_by_python_and_is_recorded(fork, tmp_path):
     """From any folder, with imports from the recipe's folder; for every way to call clip_grad_norm, gradients are unscaled."""
-    commands = [[sys.executable, *before, "a fork/mine.py", "--flag", "x"]
+    commands = [[sys.executable, *before, fork / "mine.py", "--flag", "x"]
                 for before in ([], [ROOT / "tools" / "parity_half.py", tmp_path / "record"])]
     pipes = dict(text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     both = [subprocess.Popen(command, cwd=tmp_path, **pipes) for command in commands]
     (plain, _), (recorded, errors) = (process.communicate(timeout=100) for process in both)
     assert [process.returncode for process in both] == [7, 7] and recorded == plain, errors
     said = json.loads(plain)
-    assert said["path"] == str(fork) and said["argv"] == ["a fork/mine.py", "--flag", "x"] and said["neighbour"] == "mine"
+    assert said["path"] == str(fork) and said["argv"] == [str(fork / "mine.py"), "--flag", "x"] and said["neighbour"] == "mine"
     assert said["gradient"] == [[6.0], [6.0]]
     assert sorted(file.name for file in (tmp_path / "record").iterdir()) == [f"{step}-0.pt" for step in range(4)]
     for step in range(4):

@@ -18,8 +18,9 @@ from distributed.layout import AXES, ExpertConfig, named_tensors
 from storage.hf import load_hf, read_hf_config
 from support.config import override_fields
 from tools.operations import Seams
+from tools.parity import distance
 from tools.stop_main import do_nothing, stop_main
-from tools.where import Seam, distance, factor_of, module_around, report_seams
+from tools.where import Seam, factor_of, kind_of, module_around, report_seams
 
 BATCH, LENGTH = 3, 128  # of the random tokens: long enough to see a wrong rotation
 # Relative, in fp32. Two correct implementations order sums differently, and raise theta to powers in different ways.
@@ -215,7 +216,7 @@ def report_against(seams: list[Seam], left_out: list[str], names: dict, theirs: 
         module = module_around(module) if part == "input" else module
         return f"{hint_against(first)}; there it is {names.get(module, module)} of {theirs}"
 
-    kinds = sorted({".".join("*" if p.isdigit() else p for p in name.split(".")) for name in left_out})
+    kinds = sorted(set(map(kind_of, left_out)))
     rest = [f"not compared, because the two have other shapes or parts there: {', '.join(kinds)}"] if kinds else []
     return report_seams(seams, f" from {theirs}", look, rest)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from distributed.layout import AXES
 from distributed.pipeline import ZERO_BUBBLE
 from parallel import sequence_index
-from tools.parity import GRADIENT_TOLERANCE, LOSS_TOLERANCE, NORM_TOLERANCE, RECORD, WEIGHT_TOLERANCE, run_both_halves
+from tools.parity import GRADIENT_TOLERANCE, LOSS_TOLERANCE, NORM_TOLERANCE, RECORD, WEIGHT_TOLERANCE, distance, run_both_halves
 
 # Relative to the norm of the tensor, in fp32; 0: must be equal. Rounding grows with depth and in the backward.
 TOLERANCES = dict(
@@ -135,15 +135,6 @@ def part_of(whole: Tensor, place: tuple, at: dict, degrees: dict) -> Tensor:
     if cp_dim is not None:
         whole = whole.index_select(cp_dim, sequence_index(whole.shape[cp_dim], degrees["cp"], at["cp"]))
     return whole if tp_dim is None else whole.chunk(degrees["tp"], tp_dim)[at["tp"]]
-
-
-def distance(got: Tensor, want: Tensor, whole: Tensor) -> float:
-    """|got - want|, relative to the norm of the whole tensor, scaled to the size of the part."""
-    if not got.is_floating_point():
-        return (got != want).double().mean().item() if got.numel() else 0.0
-    share = math.sqrt(got.numel() / max(whole.numel(), 1))
-    error = (got.double() - want.double()).norm() / max(whole.double().norm().item() * share, 1e-30)
-    return math.inf if error.isnan() else error.item()
 
 
 def factor_of(pairs: list[tuple[Tensor, Tensor]]) -> float | None:
@@ -270,6 +261,7 @@ LOOK_AT = {  # phase -> where to look, if the phase alone tells
     "sequences": "who reads what: layout.data_rank, and batches in data.py",
     "initial": "init_weights in parallel.py, distributed/initial.py",
     "count": "count_tokens in parallel.py (every loss is divided by what it returns)",
+    "norm": "clip_grad_norm in parallel.py (replicas: how many ranks hold a part; tied_copy; the sum over all ranks)",
     "clipped": "clip_grad_norm in parallel.py (the norm agrees: it scales by another factor, or not all gradients)",
 }
 
@@ -285,8 +277,6 @@ def look_at(first: Seam, seams: list[Seam], one: list[dict], layout: list[dict])
         return f"inputs in parallel.py ({made})"
     if first.phase == "loss":
         return f"{token_loss_hint(about)}; what forward_backward in parallel.py returns"
-    if first.phase == "norm":
-        return f"clip_grad_norm in parallel.py{miscounted(one, layout)}"
     if first.phase == "after":
         is_bias = ".balance." in first.name
         return "balance_experts in distributed/experts.py (load summed over all ranks)" if is_bias else "the optimizer's step"
@@ -362,27 +352,6 @@ def parameter_hints(first: Seam, seams: list[Seam], about: dict, layout: list[di
     if degrees["tp"] > 1:
         return [f"tensor_parallel in parallel.py: {module_of(first)} has no style in tp_plan", common]
     return ["shard and next_backward in parallel.py (sums over data and cp ranks)", common]
-
-
-def miscounted(one: list[dict], layout: list[dict]) -> str:
-    """Explain a wrong norm by the squares of the gradients, if possible."""
-    def norms(parts):
-        return [tensor.double().item() for part in parts for phase, _, _, _, _, tensor in part["records"] if phase == "norm"]
-
-    (want, *_), got = norms(one), norms(layout)
-    squares = {name: tensor.double().square().sum().item() for phase, name, *_, tensor in one[0]["records"]
-               if phase == "gradient"}
-    if max(got) - min(got) > 1e-4 * want:
-        held = {fqn for phase, fqn, *_ in layout[0]["records"] if phase == "gradient"}
-        own = math.sqrt(sum(s for name, s in squares.items() if name in held))
-        is_own = abs(own - got[0]) < 1e-3 * want
-        what = "each pipeline rank has that of its own layers" if is_own else "ranks have different ones"
-        return f": {what}; all_reduce the sum of the squares"
-    extra = got[0] ** 2 - want**2
-    name, square = min(squares.items(), key=lambda item: abs(abs(extra) - item[1]))
-    if abs(abs(extra) - square) > 0.02 * abs(extra):
-        return " (replicas: how many ranks hold the same part)"
-    return f": as if {name} were {'counted twice' if extra > 0 else 'left out'}; tied_copy, replicas"
 
 
 def which_ranks(ranks: list[int], holders: list[int], degrees: dict[str, int]) -> str:
