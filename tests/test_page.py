@@ -199,9 +199,9 @@ def test_a_large_mesh_is_shown_in_part_and_the_page_says_so():
         assert bool(said) == (layout.world_size > n)
 
 
-@pytest.mark.parametrize("path, words", [("missing/page.html", "there is no folder"), (".", "is a folder")])
-def test_a_page_that_cannot_be_written_is_refused_at_once(path, words, tmp_path):
-    with pytest.raises(ValueError, match=words):
+@pytest.mark.parametrize("path", ["missing/page.html", "."])
+def test_a_page_that_cannot_be_written_is_refused_at_once(path, tmp_path):
+    with pytest.raises(ValueError, match="need the name of a file"):
         check_page(str(tmp_path / path))
 
 

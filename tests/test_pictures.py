@@ -1,6 +1,5 @@
 """--plot: schedules and meshes are drawn right, as text and as SVG, against tools/layout_plots.py."""
 import importlib
-import re
 import xml.etree.ElementTree as xml
 from types import SimpleNamespace
 
@@ -13,7 +12,7 @@ from distributed.pipeline import ONE_STAGE_PER_RANK
 from models.llama3 import Llama3Config
 from tools import dryrun
 from tools.dryrun import bubble, rows_of, simulate
-from tools.layout_plots import draw_mesh, draw_schedule, mesh_groups, pipeline_peers, plot, text_mesh, text_picture
+from tools.layout_plots import draw_mesh, draw_schedule, mesh_groups, pipeline_peers, plot, text_picture
 from tools.svg import LOOKS
 
 BUBBLES = dict(GPipe=3 / 11, LoopedBFS=3 / 19, Interleaved1F1B=3 / 19, InterleavedZeroBubble=1 / 17, ZBVZeroBubble=1 / 17,
@@ -60,10 +59,6 @@ def test_the_drawn_mesh_is_the_mesh(recipe, flags):
     real = {axis: group for axis, group in real.items() if len(group) > 1}
     groups = mesh_groups(layout)
     assert groups == real and sharded <= {tuple(group) for group in groups.values()}
-    text = {line.split()[0]: line for line in text_mesh(layout).splitlines()[1:]}
-    assert text.keys() == real.keys()
-    assert all(re.search(rf" {len(g)} +{', '.join(map(str, g[:4]))}\b", text[axis]) for axis, g in real.items())
-
     if layout.pp == 1:
         colors_of = {}  # {rank: colours}, from the boxes before the label of a cell
         boxes = []
@@ -84,7 +79,7 @@ def test_plot_writes_text_and_pictures(tmp_path, capsys):
     ranks = [SimpleNamespace(ids=[i], stages=[stage]) for i in range(2)]
     plot(cfg, SimpleNamespace(layout=layout, n=4, rows=rows_of(cfg, 2, 4, 2), ranks=ranks))
     shown = capsys.readouterr().out
-    assert "rank   0 |FF..BBFBBFBB.BB|" in shown and "pp    2      0, 1" in shown
+    assert "rank   0 |FF..BBFBBFBB.BB|" in shown
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mesh.svg", "pipeline.svg"]
     for path in tmp_path.iterdir():
         xml.parse(path)

@@ -1,12 +1,11 @@
-"""--plot of a layout: the schedule and the mesh, as text and as SVG files."""
+"""--plot of a layout: the mesh and the schedule as SVG files, the schedule also as text."""
 import os
 
 from distributed.pipeline import embeds_at_both_ends
 from tools import svg
-from tools.dryrun import bubble, simulate, table
 from tools.explain import AXIS_WORDS
 from tools.placement import axis_groups, shown_ranks
-from tools.schedule import DOES, duration
+from tools.schedule import DOES, bubble, duration, simulate
 
 SIDE = 25  # of a device's cell in the picture
 
@@ -46,14 +45,6 @@ def mesh_groups(layout, peers: list[int] | None = None) -> dict[str, list[int]]:
     return groups
 
 
-def text_mesh(layout, peers: list[int] | None = None) -> str:
-    lines = [["axis", "ranks", "device 0 is with", "what travels"]]
-    for axis, ranks in mesh_groups(layout, peers).items():
-        named = ", ".join(map(str, ranks[:4])) + (f" .. {ranks[-1]}" if len(ranks) > 4 else "")
-        lines.append([axis, len(ranks), named, AXIS_WORDS[axis][1]])
-    return table(lines, right=False) if len(lines) > 1 else "one device: no axis"
-
-
 def draw_mesh(layout, peers: list[int] | None = None) -> str:
     """Draw a cell per device. A cell has a coloured stripe for each axis on which the device exchanges with device 0. Of a
     large mesh, draw only the beginning."""
@@ -82,9 +73,7 @@ def draw_mesh(layout, peers: list[int] | None = None) -> str:
 
 def plot(cfg, report) -> None:
     layout = report.layout
-    peers = pipeline_peers(report)
-    print(f"{layout}: {layout.world_size:,} devices\n{text_mesh(layout, peers)}\n")
-    pictures = {"mesh.svg": draw_mesh(layout, peers)}
+    pictures = {"mesh.svg": draw_mesh(layout, pipeline_peers(report))}
     if layout.pp > 1:
         times = simulate(report.rows)
         order = cfg.pp_schedule_csv or cfg.pp_schedule

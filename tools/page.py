@@ -20,11 +20,8 @@ CELL, WIDTH = 140, 860  # width of a tensor's cell in the picture, and of the pi
 
 def check_page(path: str) -> None:
     """Raise ValueError if no file can be written at path; called before anything is computed."""
-    folder = os.path.dirname(path) or "."
-    if not os.path.isdir(folder):
-        raise ValueError(f"--html {path}: there is no folder {folder}; make it, or name a file in one that exists")
-    if os.path.isdir(path):
-        raise ValueError(f"--html {path} is a folder; name a file in it, such as {os.path.join(path, 'layout.html')}")
+    if os.path.isdir(path) or not os.path.isdir(os.path.dirname(path) or "."):
+        raise ValueError(f"--html {path}: need the name of a file, such as layout.html, in a folder that exists")
 
 
 def draw_grid(layout, ranks) -> str:
@@ -62,7 +59,7 @@ class Sheet:
                     self.boxes[name] = x, y, w, h = i * (CELL + 3), self.height, w, h
                     nothing = [(0, 0)] * len(shapes[name])
                     self.picture += svg.tensor(x, y, w, h, shapes[name], nothing, nothing, key=name)
-                    self.picture += svg.label(x, y + h + 15, short_name(name), "small bold")
+                    self.picture += svg.label(x, y + h + 15, name.removeprefix("block ").removesuffix(".weight"), "small bold")
                     self.picture += svg.label(x, y + h + 29, " x ".join(f"{n:,}" for n in shapes[name]), "small soft")
                     for line in 0, 1:
                         self.picture += svg.label(x, y + h + 44 + 14 * line, "", "small", data_say=f"{line} {name}")
@@ -116,10 +113,6 @@ class Sheet:
 def gathered_while(layout) -> str:
     """In words: the time in which FSDP keeps gathered weights."""
     return "while the block runs" if layout.reshards else "from the first forward to the last backward of a step"
-
-
-def short_name(name: str) -> str:
-    return name.removeprefix("block ").removesuffix(".weight")
 
 
 def layers_of(stages) -> str:

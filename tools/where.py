@@ -259,8 +259,9 @@ def style_hint(names: list[str], about: dict) -> str:
     return ""
 
 
-# [facts that hold, or with a minus do not hold, where to look]; a hint with "last" ends the list. "found": there is a hint.
-HINTS = json.loads(Path(__file__).with_name("hints.json").read_text())
+# HINTS: [facts that hold, or with a minus do not, where to look]; a hint with "last" ends the list; "found": there is a hint.
+# HINTS_AGAINST: {phase or part of a module: where to look} of transformers_parity.py
+HINTS, HINTS_AGAINST = json.loads(Path(__file__).with_name("hints.json").read_text()).values()
 
 
 def look_at(first: Seam, seams: list[Seam], one: list[dict], layout: list[dict]) -> str:
