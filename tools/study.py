@@ -232,28 +232,13 @@ def markdown(lines: list[list[str]]) -> str:
 
 
 def curves_of(study: dict, runs: dict) -> dict[str, list]:
-    """{variant: [(steps, metric) of each run]}, of the variants with curves."""
+    """{variant and number of seeds: [(steps, metric) of each run]}, of the variants with curves."""
     curves = {}
     for name in study["variants"]:
         found = [curve(lines, study["metric"]) for (n, _), lines in runs.items() if n == name]
         if found and all(len(x) for x, _ in found):
-            curves[name] = found
+            curves[f"{name} ({len(found)} seeds)"] = found
     return curves
-
-
-def curves_text(study: dict, curves: dict, width: int = 60) -> str:
-    """A line with the mean curve of each variant: a full block is the highest value of all curves, a space the lowest."""
-    if not curves:
-        return ""
-    everything = [y for found in curves.values() for _, y in found]
-    low, high = min(y.min() for y in everything), max(y.max() for y in everything)
-    lines, longest = [], max(map(len, curves))
-    for name, found in curves.items():
-        x = np.linspace(max(x[0] for x, _ in found), min(x[-1] for x, _ in found), width)
-        y = np.mean([np.interp(x, *points) for points in found], axis=0)
-        bars = "".join(" ▁▂▃▄▅▆▇█"[round(8 * float((v - low) / (high - low or 1)))] for v in y)
-        lines.append(f"{name.ljust(longest)} {bars} {y[-1]:.4f}")
-    return f"{study['metric']}, mean of the seeds, from {low:.4g} (empty) to {high:.4g} (full)\n" + "\n".join(lines)
 
 
 def fit_text(study: dict, runs: dict) -> str:
@@ -299,20 +284,19 @@ def report_study(folder, failed: dict | None = None) -> list[dict]:
         said.append(f"never {what}, so left out: {'; '.join(silent)}")
     if study["fit"]:
         said.append(fit_text(study, runs))
-    cells, curves = comparison(study, runs, rows), curves_of(study, runs)
-    drawn = curves_text(study, curves)
-    print(f"\n{markdown(cells)}\n\n" + "\n".join(said) + f"\n\n{drawn}")
+    cells = comparison(study, runs, rows)
+    print(f"\n{markdown(cells)}\n\n" + "\n".join(said))
     results = [{"variant": name, "seed": seed, "value": values.get((name, seed)), "folder": str(folder_of(folder, name, seed))}
                for name, seed in sorted(runs)]
     commands = {name: shlex.join([variant["recipe"], *variant["flags"]]) for name, variant in study["variants"].items()}
     flags = "\n".join(f"- {name}: `{command}`" for name, command in commands.items())
     text = f"# {study['metric']} of {len(study['variants'])} variants\n\n" + "\n\n".join(said) + f"\n\n{markdown(cells)}\n\n"
+    pictures = "![curves](curves.png)\n\n![differences](differences.png)\n\n" * bool(import_pyplot())
     write_file(folder / "verdicts.json", json.dumps(rows, indent=1).encode())
     write_file(folder / "results.jsonl", "".join(json.dumps(line) + "\n" for line in results).encode())
-    write_file(folder / "report.md", f"{text}```\n{drawn}\n```\n\n{flags}\n".encode())
+    write_file(folder / "report.md", f"{text}{pictures}{flags}\n".encode())
     print(f"\n{folder}: report.md, verdicts.json, results.jsonl")
-    named = {f"{name} ({len(found)} seeds)": found for name, found in curves.items()}
-    print(draw_curves([(study["metric"], named)], folder / "curves.png"))
+    print(draw_curves([(study["metric"], curves_of(study, runs))], folder / "curves.png"))
     if import_pyplot():
         draw_differences(study, rows, folder / "differences.png")
     return rows

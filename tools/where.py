@@ -26,6 +26,10 @@ TOLERANCES = dict(
     initial=0.0, sequences=0.0, count=0.0, inputs=0.0, forward=2e-5, loss=LOSS_TOLERANCE, backward=GRADIENT_TOLERANCE,
     gradient=GRADIENT_TOLERANCE, norm=NORM_TOLERANCE, clipped=GRADIENT_TOLERANCE + NORM_TOLERANCE, after=WEIGHT_TOLERANCE)
 PHASES = tuple(TOLERANCES)  # in the order of execution
+# LABELS: {phase, or phase and part of a module: words for a seam}
+# HINTS: [facts that hold, or with a minus do not, where to look]; a hint with "last" ends the list; "found": there is a hint
+# HINTS_AGAINST: {phase or part of a module: where to look}, of transformers_parity.py
+LABELS, HINTS, HINTS_AGAINST = json.loads(Path(__file__).with_name("where.json").read_text()).values()
 
 
 class Piece(NamedTuple):
@@ -62,17 +66,8 @@ class Seam(NamedTuple):
         """The seam in words."""
         name = self.name + f" (call {self.call + 1})" * (self.call > 0)
         module, _, part = self.name.partition(" ")
-        forward, backward = f"forward of {name}", f"backward, gradient of the output of {name}"
-        if what := {"q": "the queries", "k": "the keys", "v": "the values", "attention": "attention"}.get(part):
-            forward, backward = f"forward of {module} ({what})", f"backward of {module} (gradient of {what})"
-        elif part == "input":  # a module gets a wrong input by a mistake of the module around
-            forward = f"forward of {module_around(module)} (what it gives to {module})"
-        return {
-            "initial": f"initial value of {name}", "sequences": "the sequences of the global batch", "inputs": f"input {name}",
-            "count": "count_tokens, the tokens of the global batch", "forward": forward, "logits": forward, "loss": "loss",
-            "backward": backward, "gradient": f"finished gradient of {name}", "norm": "gradient norm",
-            "clipped": f"clipped gradient of {name}", "after": f"{name} after the step",
-        }[self.phase]
+        text = LABELS.get(f"{self.phase} {part}") or LABELS[self.phase]
+        return text.format(name=name, module=module, around=module_around(module))
 
 
 def module_around(module: str) -> str:
@@ -257,11 +252,6 @@ def style_hint(names: list[str], about: dict) -> str:
                 return f"tensor_parallel, style {styles[name]!r} of {name} (TP_STYLES in parallel.py)"
             name = name.rpartition(".")[0]
     return ""
-
-
-# HINTS: [facts that hold, or with a minus do not, where to look]; a hint with "last" ends the list; "found": there is a hint.
-# HINTS_AGAINST: {phase or part of a module: where to look} of transformers_parity.py
-HINTS, HINTS_AGAINST = json.loads(Path(__file__).with_name("hints.json").read_text()).values()
 
 
 def look_at(first: Seam, seams: list[Seam], one: list[dict], layout: list[dict]) -> str:
