@@ -10,9 +10,9 @@ from distributed.pipeline import n_microbatches
 from tools.dryrun import DryWatch, add_scaled, dry_world, human, observe, size_of, table, totals
 from tools.placement import shown_block
 
-# {axis: [the ranks of a group, what travels]}, {operation: its meaning}, [axis, operation, phase, contents, places in the phase
+# {axis: [the ranks of a group, what travels]}, [axis, operation, phase, contents, places in the phase
 # (see svg.timeline), reason]
-AXIS_WORDS, OPERATIONS, moves = json.loads(Path(__file__).with_name("traffic.json").read_text()).values()
+AXIS_WORDS, moves = json.loads(Path(__file__).with_name("traffic.json").read_text()).values()
 MOVES = {tuple(row[:3]): row[3:] for row in moves}
 
 

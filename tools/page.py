@@ -11,7 +11,7 @@ from string import Template
 
 from tools import svg
 from tools.dryrun import PEAK, human
-from tools.explain import AXIS_WORDS, OPERATIONS, list_collectives
+from tools.explain import AXIS_WORDS, list_collectives
 from tools.placement import axis_groups, held_part, place_of, shown_block, shown_parameters, shown_ranks, tokens_of
 from tools.schedule import DOES, bubble, duration, simulate
 
@@ -214,7 +214,6 @@ def make_page(cfg, report, counted, command: str) -> str:
     rows = [[p, axis, op.replace("_", "-"), n, human(size), (f'data-with="{axis}"', ""), why]
             for p, axis, op, n, size, why in moved]
     head = ["phase", "axis", "operation", "number", "bytes in all", "among ranks", "why"]
-    means = [text for op, text in OPERATIONS.items() if op in {m[2] for m in moved}]
     held = ["parameters", "gradients", "optimizer"]
     memory = [[i, layers_of(r.stages), *(human(r.step[k]) for k in held), human(r.activations), human(r.peak)]
               for i, r in enumerate(report.ranks)]
@@ -231,8 +230,7 @@ def make_page(cfg, report, counted, command: str) -> str:
         TRAVELS=f"What travels for {block}, forward and backward",
         TIMELINE=figure(drawn, high, "what travels when") if rows and drawn else "",
         TABLE=html_table(head, rows) if rows else "<p>Nothing travels: no axis has more than one rank.</p>", SCHEDULE=section,
-        MEANS=("The table adds up the bytes of all exchanges of a kind" + ", a box has those of one" * bool(drawn)
-               + f". In words: {'; '.join(means)} (pictures: docs/parallelism.md, chapter 1).") * bool(means),
+        BOXES=", a box has those of one" * bool(drawn),
         PEAK=PEAK,
         MEMORY=html_table(["pp rank", "layers", *held, "activations", "peak"], memory),
         DATA=json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
