@@ -18,7 +18,7 @@ def import_pyplot():
 
 def draw_curves(panels: list[tuple[str, dict]], path) -> str:
     """Draw [(unit, {name: [(steps, values) of each run]})] side by side, each band from the lowest run to the highest. Returns
-    a line that says where the picture is, or that there is none."""
+    a line to print: the path, or the package to install."""
     if (plt := import_pyplot()) is None:
         return "no picture without matplotlib: pip install matplotlib"
     figure, axes = plt.subplots(1, len(panels), figsize=(8 * len(panels), 5), squeeze=False, layout="constrained")
