@@ -25,7 +25,9 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
+from statistics import mean
 from unittest import mock
 
 import torch
@@ -187,34 +189,23 @@ def last_line(folder: Path) -> str:
     return (errors or [line for line in lines if line.strip()] or ["nothing printed"])[-1].strip()
 
 
-class Progress:
-    """A line on the terminal: the number of runs, and the time left."""
-
-    def __init__(self):
-        self.steps_before = None
-
-    def show(self, study: dict, running: dict, waiting: list, total: int):
-        if not sys.stdout.isatty():
-            return
-        steps = {key: study["variants"][key[0]]["steps"] for key in [*running, *waiting]}
-        reached = {key: max((line["step"] for line in read_lines(f"{folder}/metrics.jsonl")), default=0)
-                   for key, (_, folder, _) in running.items()}
-        left = sum(steps.values()) - sum(reached.values())
-        if self.steps_before is None or left > self.steps_before[0]:
-            self.steps_before = left, time.monotonic()
-        ahead, elapsed = self.steps_before[0] - left, time.monotonic() - self.steps_before[1]
-        eta = f", about {format_clock(elapsed * left / ahead)} left" if ahead else ""
-        text = f"{total - len(running) - len(waiting)} of {total} runs done, {len(running)} running{eta}"
-        print(f"\r\033[K{text}", end="", flush=True)
-
-
-def format_clock(seconds: float) -> str:
-    return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02}:{int(seconds) % 60:02}"
+def show_progress(study: dict, running: dict, waiting: list, total: int) -> None:
+    """Print a line on a terminal: the number of runs, and the time left, from the seconds of the last logged steps."""
+    if not sys.stdout.isatty():
+        return
+    left, seconds = sum(study["variants"][name]["steps"] for name, _ in waiting), []
+    for (name, _), (_, folder, _) in running.items():
+        logged = [line for line in read_lines(f"{folder}/metrics.jsonl") if "step_time_s" in line]
+        left += study["variants"][name]["steps"] - (logged[-1]["step"] if logged else 0)
+        seconds += [line["step_time_s"] for line in logged[-1:]]
+    eta = f", about {timedelta(seconds=round(mean(seconds) * left / len(running)))} left" if seconds else ""
+    text = f"{total - len(running) - len(waiting)} of {total} runs done, {len(running)} running{eta}"
+    print(f"\r\033[K{text}", end="", flush=True)
 
 
 def run_all(study: dict, args, todo: list[tuple], failed: dict, stopping: list) -> None:
     """Run each (variant, seed), --jobs at once, in this order, until all are done or a signal came. Fills in `failed`."""
-    waiting, running, progress, total = list(todo), {}, Progress(), len(todo)
+    waiting, running, total = list(todo), {}, len(todo)
     slots = list(range(args.jobs))  # a run's slot tells its GPUs
     try:
         while (waiting or running) and not stopping:
@@ -223,7 +214,7 @@ def run_all(study: dict, args, todo: list[tuple], failed: dict, stopping: list) 
                 slot, folder = slots.pop(0), folder_of(args.out, name, seed)
                 gpus = range(slot * args.nproc, (slot + 1) * args.nproc) if args.gpus else None
                 running[key] = start_run(study, name, seed, folder, gpus), folder, slot
-            progress.show(study, running, waiting, total)
+            show_progress(study, running, waiting, total)
             time.sleep(0.2)
             for key, (process, folder, slot) in list(running.items()):
                 if process.poll() is None:
@@ -293,10 +284,8 @@ def check_numbers(args) -> None:
         usage_error(f"--max_seeds {args.max_seeds} must be --seeds {args.seeds} or more, and at least 2")
     if args.until is None and args.max_seeds != 12:
         usage_error(f"--max_seeds {args.max_seeds} has no effect without --until; leave it out")
-    if args.gpus and args.nproc > args.gpus:
-        usage_error(f"--nproc {args.nproc}: there are {args.gpus} GPUs")
-    if args.gpus and args.jobs * args.nproc > args.gpus:
-        usage_error(f"--jobs {args.jobs} x --nproc {args.nproc} needs {args.jobs * args.nproc} GPUs, and there are {args.gpus}")
+    if args.gpus and (needed := max(args.jobs, 1) * args.nproc) > args.gpus:
+        usage_error(f"--jobs {args.jobs} x --nproc {args.nproc} needs {needed} GPUs, and there are {args.gpus}")
     args.jobs = args.jobs or max(1, (args.gpus or os.cpu_count() or 1) // args.nproc)
 
 

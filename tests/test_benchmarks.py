@@ -19,7 +19,7 @@ from runs import ENV, MLA, MODEL
 from benchmarks import gpu_report, loops
 from benchmarks.startup import HEAVY
 from support.config import parse_config
-from tools.report_flags import with_report_flags
+from tools.reports import with_report_flags
 
 REPO = Path(__file__).parent.parent
 SHAPE = "dim=32,n_layers=2,n_heads=4,n_kv_heads=2,head_dim=8,ffn_dim=64,vocab_size=128"

@@ -27,7 +27,7 @@ LAYERS = [
 ]
 # A program hands its command line over to tools/, which is above it: these imports go up, each inside of a function.
 UP = {("distributed.launch", "tools.reports"), ("checkpoint", "tools.checkpoint_commands"), ("data", "tools.data_commands"),
-      ("support.config", "tools.other_names"), ("support.metrics", "tools.curves")}
+      ("support.config", "tools.other_names")}
 
 
 def house() -> dict[str, str]:

@@ -13,13 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
-OPS = {
-    "_allgather_base_": "all_gather", "all_gather_into_tensor": "all_gather", "allgather_": "all_gather",
-    "_reduce_scatter_base_": "reduce_scatter", "reduce_scatter_tensor": "reduce_scatter",
-    "allreduce_": "all_reduce", "all_reduce": "all_reduce",
-    "alltoall_base_": "all_to_all", "all_to_all_single": "all_to_all",
-    "send": "send", "recv_": "recv",
-}
+OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "recv")
 
 
 def sdpa_flops(out, q, k, v, *rest, **kwargs) -> int:
@@ -105,16 +99,18 @@ class Watch(TorchDispatchMode):
             flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
         self.flops[self.phase()] += flops
         self.flops["attention"] += flops * ("attention" in func._opname)
-        if func.namespace in ("c10d", "_c10d_functional") and func._opname in OPS:
-            self.count_collective(OPS[func._opname], [*tree_iter((args, kwargs)), *tree_iter(out)])
+        if func.namespace in ("c10d", "_c10d_functional"):
+            name = func._opname.replace("_", "")  # _allgather_base_, all_gather_into_tensor
+            for op in [op for op in OPS if op.replace("_", "") in name]:
+                self.count_collective(op, [*tree_iter((args, kwargs)), *tree_iter(out)])
         return out
 
     def count_collective(self, op: str, values: list):
         """values: all arguments and results of the call; the process group is among the values."""
         group = next((v for v in reversed(values) if isinstance(v, str) and v in self.axes), None)
         if group is None:
-            objects = (v for v in values if isinstance(v, torch.ScriptObject))
-            group = next((dist.ProcessGroup.unbox(v).group_name for v in objects if is_group(v)), None)
+            objects = [v for v in values if isinstance(v, torch.ScriptObject) and v._type().name() == "ProcessGroup"]
+            group = dist.ProcessGroup.unbox(objects[0]).group_name if objects else None
         axes = self.axes.get(group, [group])
         if not axes:
             return  # a group of one rank: nothing travels
@@ -162,10 +158,3 @@ def called_by_fsdp() -> bool:
     while frame is not None and "_fully_shard" not in frame.f_code.co_filename:
         frame = frame.f_back
     return frame is not None
-
-
-def is_group(obj) -> bool:
-    try:
-        return isinstance(dist.ProcessGroup.unbox(obj), dist.ProcessGroup)
-    except RuntimeError:
-        return False

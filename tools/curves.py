@@ -1,26 +1,35 @@
-"""--plot of a run: a picture of losses and rewards."""
+"""Pictures of curves: of one run (--plot), and of the runs of a study (ablate.py)."""
 import importlib.util
 
+import numpy as np
 
-def draw_curves(lines: list[dict], path: str):
-    """Draw the losses of a metrics.jsonl, and the rewards if there are any."""
+
+def import_pyplot():
+    """matplotlib.pyplot, or None where matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
-        print("--plot: no picture without matplotlib: pip install matplotlib", flush=True)
-        return
+        return None
     import matplotlib
 
     matplotlib.use("Agg")  # files, no windows
     import matplotlib.pyplot as plt
 
-    found = [k for k in ("loss", "val_loss", "reward_mean", "eval_reward") if any(line.get(k) is not None for line in lines)]
-    panels = [names for names in ([k for k in found if "loss" in k], [k for k in found if "reward" in k]) if names]
-    figure, axes = plt.subplots(1, len(panels), figsize=(7 * len(panels), 4.5), squeeze=False, layout="constrained")
-    for axis, names in zip(axes[0], panels):
-        for name in names:
-            points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
-            axis.plot(*zip(*points), label=name, marker="o" if len(points) < 40 else "", markersize=3)
-        axis.set(xlabel="step", ylabel="nats per token" if "loss" in names[0] else "reward")
+    return plt
+
+
+def draw_curves(panels: list[tuple[str, dict]], path) -> str:
+    """Draw [(unit, {name: [(steps, values) of each run]})] side by side, each band from the lowest run to the highest. Returns
+    a line to print: the path, or the package to install."""
+    if (plt := import_pyplot()) is None:
+        return "no picture without matplotlib: pip install matplotlib"
+    figure, axes = plt.subplots(1, len(panels), figsize=(8 * len(panels), 5), squeeze=False, layout="constrained")
+    for axis, (unit, curves) in zip(axes[0], panels):
+        for name, found in curves.items():
+            x = np.unique(np.concatenate([x for x, _ in found]))
+            y = np.array([np.interp(x, *points) for points in found])
+            (line,) = axis.plot(x, y.mean(0), label=name, marker="." if len(x) < 40 else None)
+            axis.fill_between(x, y.min(0), y.max(0), color=line.get_color(), alpha=0.2, linewidth=0)
+        axis.set(xlabel="step", ylabel=unit)
         axis.grid(alpha=0.3), axis.legend()
     figure.savefig(path, dpi=120)
     plt.close(figure)
-    print(f"picture: {path}", flush=True)
+    return f"picture: {path}"

@@ -328,7 +328,6 @@ class Report:
     n: int  # micro-batches, or accumulation steps
     rows: list  # rows_of: the schedule
     n_params: int
-    flops_per_token: int  # as MFU counts FLOPs, see metrics.py
     cost: Callable  # (kind, stage) -> FLOPs of a forward, a backward, or half of one
 
     @property
@@ -370,8 +369,7 @@ def make_report(main, cfg) -> Report:
         backward = rank.flops("backward", "recompute") * forward / max(1, rank.flops("forward"))
         return {"F": forward, "B": backward}.get(kind, backward / 2) / n
 
-    n_params = sum(p.numel() for p in model.parameters())
-    return Report(layout, ranks, n, rows, n_params, model.flops_per_token(cfg.seq_len), cost)
+    return Report(layout, ranks, n, rows, sum(p.numel() for p in model.parameters()), cost)
 
 
 def table(rows: list[list], right=True) -> str:

@@ -1,4 +1,6 @@
 """--explain: a page on a single block: the placement of each parameter, and each collective with its phase and reason."""
+import json
+from pathlib import Path
 
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -8,48 +10,10 @@ from distributed.pipeline import n_microbatches
 from tools.dryrun import DryWatch, add_scaled, dry_world, human, observe, size_of, table, totals
 from tools.placement import shown_block
 
-AGAIN = "the same weights again: they were freed after the forward"
-TRAFFIC = {  # (axis, operation, phase): contents, places in the phase (see svg.timeline), reason
-    ("fsdp", "all_gather", "forward"): ("weights", ["before"], "the weights, whole, before they are used"),
-    ("fsdp", "all_gather", "backward"): ("weights again", ["before"], AGAIN),
-    ("fsdp", "reduce_scatter", "backward"): (
-        "gradients", ["after"], "the gradients: summed over data and cp ranks, each keeps its shard"),
-    ("efsdp", "all_gather", "forward"): (
-        "experts' weights", ["before"], "the weights of this rank's experts, whole, before they are used"),
-    ("efsdp", "all_gather", "backward"): ("weights again", ["before"], AGAIN),
-    ("efsdp", "reduce_scatter", "backward"): (
-        "gradients", ["after"], "the experts' gradients: summed, each rank keeps its shard"),
-    ("dp_replicate", "all_reduce", "backward"): (
-        "gradients' parts", ["after"], "the shards of the gradients, summed over the copies of the model"),
-    ("tp", "all_gather", "forward"): (
-        "sequence", ["into attention", "into FFN"],
-        "the sequence, whole, before attention and FFN: each rank has other heads and channels"),
-    ("tp", "reduce_scatter", "forward"): (
-        "partial sums", ["behind attention", "behind FFN"],
-        "partial sums behind attention and FFN; each rank keeps its part of the sequence"),
-    ("tp", "all_reduce", "forward"): ("loads", ["FFN"], "what ranks with parts of one sequence must agree on"),
-    ("tp", "all_gather", "backward"): (
-        "gradients", ["behind FFN", "behind attention"], "the mirror of the forward's reduce-scatter"),
-    ("tp", "reduce_scatter", "backward"): (
-        "gradients", ["into FFN", "into attention"], "the mirror of the forward's all-gather"),
-    ("tp", "all_reduce", "backward"): (
-        "norms' gradients", ["after"], "gradients of weights that every rank holds: each saw a part of the tokens or heads"),
-    ("cp", "all_gather", "forward"): (
-        "keys, values", ["attention"], "keys and values of the whole sequence, for this rank's queries"),
-    ("cp", "reduce_scatter", "backward"): (
-        "their gradients", ["attention"], "gradients of keys and values: every rank used them all"),
-    ("cp", "all_reduce", "forward"): ("loads", ["FFN"], "what ranks with parts of one sequence must agree on"),
-    ("cp", "all_to_all", "forward"): (
-        "q, k, v, output", ["attention"], "q, k, v: parts of a sequence for whole sequences of fewer heads; the output: back"),
-    ("cp", "all_to_all", "backward"): ("their gradients", ["attention"], "the mirror of the forward's"),
-    ("ep", "all_to_all", "forward"): (
-        "tokens", ["FFN"], "how many tokens come; the tokens to their experts; the results back"),
-    ("ep", "all_to_all", "backward"): ("gradients", ["FFN"], "gradients of the results to the experts, and of the tokens back"),
-    ("pp", "send", "step"): ("", [], "per micro-batch: activations to the next stage, gradients to the one before"),
-    ("pp", "recv", "step"): ("", [], "per micro-batch: activations from the stage before, gradients from the next"),
-    ("world", "all_reduce", "step"): (
-        "", [], "numbers that all ranks need: tokens of the global batch, squares of the gradients"),
-}
+# {axis: [the ranks of a group, what travels]}, [axis, operation, phase, contents, places in the phase
+# (see svg.timeline), reason]
+AXIS_WORDS, moves = json.loads(Path(__file__).with_name("traffic.json").read_text()).values()
+MOVES = {tuple(row[:3]): row[3:] for row in moves}
 
 
 def describe_split(p) -> str:
@@ -94,7 +58,7 @@ def list_collectives(step) -> list[tuple]:
     for p in ("forward", "recompute", "backward", "step"):
         here = {key: n for key, n in moved.items() if p == ("step" if key[1] in ("pp", "world") else key[0])}
         for (axis, op), (number, size) in totals(here).items():
-            *_, why = TRAFFIC.get((axis, op, p), [""])
+            *_, why = MOVES.get((axis, op, p), [""])
             found.append((p, axis, op, number, size, "the forward's, as its result was not kept" if p == "recompute" else why))
     return found
 

@@ -128,18 +128,13 @@ class Seams:
         self.hooks.close()
         self.outputs = {}
 
-    def add_weights(self, phase: str, stages):
-        """Record the rank's part of every parameter and buffer, with the part's offset in the whole."""
+    def add_tensors(self, phase: str, stages, gradients=False):
+        """Record the rank's part of every parameter and buffer, or of every gradient (zeros for a missing gradient),
+        with the part's offset in the whole."""
         for stage in stages:
-            for fqn, tensor in [*stage.named_parameters(), *stage.named_buffers()]:
-                self.add(phase, fqn, tensor, stage.index, micro=local_slice(tensor)[1])
-
-    def add_gradients(self, phase: str, stages):
-        """Record the rank's part of every parameter's gradient; zeros for a missing gradient."""
-        for stage in stages:
-            for fqn, p in stage.named_parameters():
-                gradient = torch.zeros_like(p) if p.grad is None else p.grad
-                self.add(phase, fqn, gradient, stage.index, micro=local_slice(p)[1])
+            for fqn, tensor in [*stage.named_parameters(), *([] if gradients else stage.named_buffers())]:
+                value = tensor if not gradients else torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+                self.add(phase, fqn, value, stage.index, micro=local_slice(tensor)[1])
 
     def found(self) -> dict:
         return dict(records=self.records, rows=self.rows, uses=self.uses, **self.about)
@@ -167,7 +162,7 @@ def seams_of_a_step(done=lambda seams: None):
 
     def finish():  # the weights have been updated, the biases of experts moved
         if state["stages"] and not state["done"]:
-            seams.add_weights("after", state["stages"])
+            seams.add_tensors("after", state["stages"])
             state["done"] = True
             done(seams)
 
@@ -183,7 +178,7 @@ def seams_of_a_step(done=lambda seams: None):
         else:
             stages[0].index = 0  # as a pipeline's stages have
         seams.rows = [keys[i : i + size] for i in range(0, len(keys), size)]
-        seams.add_weights("initial", stages)
+        seams.add_tensors("initial", stages)
         closed = [name for stage in stages for name in seams.watch(stage, stage.index)]
         seams.about["compiled"] = closed
         for stage in stages:
@@ -212,10 +207,10 @@ def seams_of_a_step(done=lambda seams: None):
         if "norm" in state or not state["stages"]:
             return real["clip_grad_norm"](*args, **kwargs)
         stages = inspect.signature(real["clip_grad_norm"]).bind(*args, **kwargs).arguments["stages"]
-        seams.add_gradients("gradient", stages)
+        seams.add_tensors("gradient", stages, gradients=True)
         norm = state["norm"] = real["clip_grad_norm"](*args, **kwargs)
         seams.add("norm", "norm", norm)
-        seams.add_gradients("clipped", stages)
+        seams.add_tensors("clipped", stages, gradients=True)
         return norm
 
     def chunk(part, index, *args, **kwargs):

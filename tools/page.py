@@ -11,32 +11,17 @@ from string import Template
 
 from tools import svg
 from tools.dryrun import PEAK, human
-from tools.explain import list_collectives
+from tools.explain import AXIS_WORDS, list_collectives
 from tools.placement import axis_groups, held_part, place_of, shown_block, shown_parameters, shown_ranks, tokens_of
-from tools.schedule import bubble, duration, simulate
+from tools.schedule import DOES, bubble, duration, simulate
 
-SHARED = {  # axis -> how the ranks of a group differ
-    "tp": "tp: ranks that split each matrix", "cp": "cp: ranks that split each sequence",
-    "fsdp": "fsdp = dp_shard x cp: the ranks that share the weights", "dp_replicate": "dp_replicate: copies of the model",
-    "pp": "pp: ranks with other layers", "etp": "etp: ranks that split each expert", "ep": "ep: ranks with other experts",
-    "efsdp": "efsdp: fsdp for experts: the ranks that share the weights of the same ones",
-}
-MEANS = {
-    "all_gather": "an all-gather puts the parts of all ranks together, on each of them",
-    "reduce_scatter": "a reduce-scatter adds up what the ranks have, and leaves each a part of the sum",
-    "all_reduce": "an all-reduce leaves each the whole sum",
-    "all_to_all": "in an all-to-all each rank sends another part to every other",
-}
 CELL, WIDTH = 140, 860  # width of a tensor's cell in the picture, and of the picture
 
 
 def check_page(path: str) -> None:
     """Raise ValueError if no file can be written at path; called before anything is computed."""
-    folder = os.path.dirname(path) or "."
-    if not os.path.isdir(folder):
-        raise ValueError(f"--html {path}: there is no folder {folder}; make it, or name a file in one that exists")
-    if os.path.isdir(path):
-        raise ValueError(f"--html {path} is a folder; name a file in it, such as {os.path.join(path, 'layout.html')}")
+    if os.path.isdir(path) or not os.path.isdir(os.path.dirname(path) or "."):
+        raise ValueError(f"--html {path}: need the name of a file, such as layout.html, in a folder that exists")
 
 
 def draw_grid(layout, ranks) -> str:
@@ -50,7 +35,7 @@ def draw_grid(layout, ranks) -> str:
         out += f'<div>{title}<div class="panel" style="{rows}">{cells}</div></div>'
     says = (f"The ranks of a column work on the same sequences. Columns: {layout.data_ranks} (dp_replicate x dp_shard); "
             f"ranks in one: {layout.cp * layout.tp} (cp x tp).")
-    axes = "; ".join(SHARED[axis] for axis in axis_groups(layout))
+    axes = "; ".join(AXIS_WORDS[axis][0] for axis in axis_groups(layout))
     return out + f'<p class="soft">{says} {axes}.</p>' * bool(axes)
 
 
@@ -74,7 +59,7 @@ class Sheet:
                     self.boxes[name] = x, y, w, h = i * (CELL + 3), self.height, w, h
                     nothing = [(0, 0)] * len(shapes[name])
                     self.picture += svg.tensor(x, y, w, h, shapes[name], nothing, nothing, key=name)
-                    self.picture += svg.label(x, y + h + 15, short_name(name), "small bold")
+                    self.picture += svg.label(x, y + h + 15, name.removeprefix("block ").removesuffix(".weight"), "small bold")
                     self.picture += svg.label(x, y + h + 29, " x ".join(f"{n:,}" for n in shapes[name]), "small soft")
                     for line in 0, 1:
                         self.picture += svg.label(x, y + h + 44 + 14 * line, "", "small", data_say=f"{line} {name}")
@@ -130,10 +115,6 @@ def gathered_while(layout) -> str:
     return "while the block runs" if layout.reshards else "from the first forward to the last backward of a step"
 
 
-def short_name(name: str) -> str:
-    return name.removeprefix("block ").removesuffix(".weight")
-
-
 def layers_of(stages) -> str:
     numbers = [sorted(map(int, stage.blocks)) for stage in stages]
     return " and ".join(f"layers {n[0]}-{n[-1]}" if len(n) > 1 else f"layer {n[0]}" for n in numbers if n) or "no layers"
@@ -159,9 +140,6 @@ def list_holdings(layout, report, ranks, sheet: Sheet) -> tuple[dict, list]:
 
 
 # ---------------------------------------------------------------- the schedule
-DOES = {"F": "forward", "B": "backward", "I": "backward of the inputs", "W": "backward of the weights"}
-
-
 def list_ticks(times, owner: dict[int, int], size: str) -> list[dict]:
     """Per unit of time: the work of each pipeline rank, and the sends at the end. owner: stage -> pipeline rank."""
     last, found = max(owner), []
@@ -193,8 +171,7 @@ def schedule_section(cfg, times, found) -> str:
 to pp 1, each of its ranks sends to the one at the same place there.</p>
 <div id="steps"><button id="previous">Previous</button><button id="next">Next</button><button id="play">Play</button>
 <input id="slider" type="range" min="0" max="{len(found) - 1}" value="0" aria-label="tick"><output id="tick"></output></div>
-<div class="scroll"><svg width="{WIDTH}" height="{height + 30}" viewBox="0 -4 {WIDTH} {height + 30}" role="img"
-aria-label="schedule">{picture}{mark}{legend}</svg></div>
+<div class="scroll">{figure(picture + mark + legend, height + 30, "schedule")}</div>
 <div aria-live="polite"><table>{rows}</table><p id="sent"></p></div>
 """
 
@@ -237,7 +214,6 @@ def make_page(cfg, report, counted, command: str) -> str:
     rows = [[p, axis, op.replace("_", "-"), n, human(size), (f'data-with="{axis}"', ""), why]
             for p, axis, op, n, size, why in moved]
     head = ["phase", "axis", "operation", "number", "bytes in all", "among ranks", "why"]
-    means = [text for op, text in MEANS.items() if op in {m[2] for m in moved}]
     held = ["parameters", "gradients", "optimizer"]
     memory = [[i, layers_of(r.stages), *(human(r.step[k]) for k in held), human(r.activations), human(r.peak)]
               for i, r in enumerate(report.ranks)]
@@ -248,14 +224,13 @@ def make_page(cfg, report, counted, command: str) -> str:
         TITLE=escape(f"{vars(cfg).get('flavor', 'model')} on {devices}: {layout}"),
         SUMMARY=escape(f"{report.n_params:,} parameters, {step}. Made by:"),
         COMMAND=escape(command), SHOWN=escape(cut), GRID=draw_grid(layout, ranks), SIDE=str(44 if len(by_rank) <= 128 else 30),
-        LIGHT=svg.variables(False), DARK=svg.variables(True), RULES=svg.RULES,
+        LIGHT=svg.variables(False), DARK=svg.variables(True), RULES=svg.style_rules(),
         HOLDINGS=figure(sheet.picture, sheet.height, "what this rank holds"),
         NOTE=f"The paler part is what the rank has besides, {gathered_while(layout)}." * gathers,
         TRAVELS=f"What travels for {block}, forward and backward",
         TIMELINE=figure(drawn, high, "what travels when") if rows and drawn else "",
         TABLE=html_table(head, rows) if rows else "<p>Nothing travels: no axis has more than one rank.</p>", SCHEDULE=section,
-        MEANS=("The table adds up the bytes of all exchanges of a kind" + ", a box has those of one" * bool(drawn)
-               + f". In words: {'; '.join(means)} (pictures: docs/parallelism.md, chapter 1).") * bool(means),
+        BOXES=", a box has those of one" * bool(drawn),
         PEAK=PEAK,
         MEMORY=html_table(["pp rank", "layers", *held, "activations", "peak"], memory),
         DATA=json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
@@ -264,8 +239,8 @@ def make_page(cfg, report, counted, command: str) -> str:
 
 
 def figure(body: str, height: float, says: str) -> str:
-    return (f'<svg width="{WIDTH}" height="{height:.0f}" viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{says}">'
-            f"{svg.TIP}{body}</svg>")
+    size = f'width="{WIDTH}" height="{height:.0f}" viewBox="0 -4 {WIDTH} {height:.0f}"'
+    return f'<svg class="text" {size} role="img" aria-label="{says}">{svg.TIP}{body}</svg>'
 
 
 def write_page(path: str, cfg, report, counted, command: str) -> None:

@@ -158,13 +158,18 @@ def read_records(out: str) -> list[dict]:
     return steps
 
 
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return ((a - b).norm() / b.norm().clamp(min=1e-12)).item()
+def distance(got: torch.Tensor, want: torch.Tensor, whole: torch.Tensor) -> float:
+    """|got - want|, relative to the norm of the whole tensor, scaled to the size of the part."""
+    if not got.is_floating_point():
+        return (got != want).double().mean().item() if got.numel() else 0.0
+    share = math.sqrt(got.numel() / max(whole.numel(), 1))
+    error = (got.double() - want.double()).norm() / max(whole.double().norm().item() * share, 1e-12)
+    return math.inf if error.isnan() else error.item()
 
 
 def compare_tensors(what: str, a: dict, b: dict, tolerance: float) -> tuple[dict, list[str]]:
     """({fqn: relative error} of the tensors that a and b have, [] or a sentence on the first error above the tolerance)."""
-    errors = {fqn: relative(b[fqn].float(), a[fqn].float()) for fqn in a if fqn in b}
+    errors = {fqn: distance(b[fqn].float(), a[fqn].float(), a[fqn]) for fqn in a if fqn in b}
     # a gradient in bf16 is the rounded fp32 gradient, and rounding may go up on one side and down on the other
     room = {fqn: tolerance * (10 if a[fqn].dtype == torch.bfloat16 else 1) for fqn in errors}
     return errors, [f"{what} {fqn} by {e:.1e} (relative)" for fqn, e in errors.items() if not e <= room[fqn]][:1]

@@ -9,8 +9,8 @@ the real clip_grad_norm. At that moment a step's gradients are complete and not 
 import functools
 import inspect
 import os
+import runpy
 import sys
-import types
 
 
 def record_before(clip_grad_norm, folder: str):
@@ -72,16 +72,9 @@ def main():
         from tools.operations import seams_of_a_step, write_seams
 
         with seams_of_a_step(functools.partial(write_seams, folder)):
-            return run_as_main(recipe)
+            return runpy.run_path(os.path.abspath(recipe), run_name="__main__")
     parallel.clip_grad_norm = record_before(parallel.clip_grad_norm, folder)
-    run_as_main(recipe)
-
-
-def run_as_main(recipe: str):
-    sys.modules["__main__"] = module = types.ModuleType("__main__")
-    module.__file__ = os.path.abspath(recipe)
-    with open(recipe, "rb") as source:
-        exec(compile(source.read(), module.__file__, "exec"), vars(module))
+    runpy.run_path(os.path.abspath(recipe), run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -6,14 +6,42 @@ a flag that the recipe's Config does not have.
 import os
 import shlex
 import sys
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from types import SimpleNamespace
+from typing import Literal
 
 from distributed.layout import AXES
-from support.config import no_effect, own_rank, parse_config, say_flags
+from support.config import Need, flag, no_effect, own_rank, parse_config, say_flags
 from support.metrics import MetricsConfig, read_lines
 from tools.curves import draw_curves
-from tools.report_flags import PlotConfig, ReportConfig, with_report_flags
+
+DRY_RUN = Need("without --dry_run", lambda c: c.dry_run)
+PARITY = Need("without --check_parity", lambda c: c.check_parity)
+EXPLAIN = Need("without --explain", lambda c: c.explain)
+WHERE = Need("without --check_parity --where", lambda c: c.where)
+
+
+@dataclass(kw_only=True)
+class PlotConfig:
+    TITLE = "a picture"
+    plot: bool = False  # draw the curves of the run, <out>/loss.png; of several processes, without torchrun: mesh and schedule
+
+
+@dataclass(kw_only=True)
+class ReportConfig(PlotConfig):
+    TITLE = "in place of training"  # of the section of --help
+    dry_run: bool = False  # no device, no launcher: report memory, collectives, FLOPs and bubble of the layout
+    machine: Literal["H100", "H200", "B200"] = flag("H100", DRY_RUN)  # the device whose peak bounds the time of a step
+    explain: bool = False  # a page on one block: how each parameter is split, and which collectives run when, and why
+    html: str = flag("", EXPLAIN)  # a file: a web page to hover and step through, with the tensors and sends of every rank
+    check_parity: bool = False  # train 3 steps on one process and on the layout, in fp32, and compare; start it with python
+    where: bool = flag(False, PARITY)  # in a single step, compare every activation and gradient, and name the first difference
+    against: str = flag("", WHERE)  # a Hugging Face folder: compare with transformers, module by module, in place of a layout
+
+
+def with_report_flags(Config, Reports=ReportConfig) -> type:
+    """Config with the flags of Reports after its own."""
+    return dataclass(kw_only=True)(type("Config", (Config, Reports), {"__module__": Config.__module__}))
 
 
 def run_report(main, Config, argv=None) -> int:
@@ -36,8 +64,18 @@ def train(main, cfg, options: PlotConfig) -> int:
     say_flags(cfg)
     main(cfg)
     if options.plot and own_rank() == 0:
-        draw_curves(read_lines(f"{cfg.out}/metrics.jsonl"), f"{cfg.out}/loss.png")
+        print(draw_curves(panels_of(read_lines(f"{cfg.out}/metrics.jsonl")), f"{cfg.out}/loss.png"), flush=True)
     return 0
+
+
+def panels_of(lines: list[dict]) -> list[tuple[str, dict]]:
+    """Curves of losses, and of rewards if there are any, see draw_curves."""
+    panels = []
+    for unit, names in ("nats per token", ("loss", "val_loss")), ("reward", ("reward_mean", "eval_reward")):
+        points = {name: [(line["step"], line[name]) for line in lines if line.get(name) is not None] for name in names}
+        if curves := {name: [tuple(zip(*found))] for name, found in points.items() if found}:
+            panels.append((unit, curves))
+    return panels
 
 
 def report_or_train(main, cfg, options: ReportConfig) -> int:

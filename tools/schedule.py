@@ -4,6 +4,7 @@ from collections import Counter
 from distributed.pipeline import ONE_STAGE_PER_RANK, csv_rows
 
 LETTERS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
+DOES = {"F": "forward", "B": "backward", "I": "backward of the inputs", "W": "backward of the weights"}
 
 
 def rows_of(cfg, pp: int, n: int, n_stages: int) -> list[list[tuple[str, int, int]]]:

@@ -1,5 +1,5 @@
 """Run a recipe's main up to a certain call, to get the objects made by the recipe: for reports and for ablate.py."""
-from contextlib import contextmanager
+from functools import partial
 from unittest import mock
 
 from storage import resume
@@ -15,11 +15,8 @@ def do_nothing(*args, **kwargs):
     """Stand-in for functions without use in a report."""
 
 
-@contextmanager
-def no_earlier_run():
-    """Neither read nor lock the folder --out while a recipe's main runs for a report."""
-    with mock.patch.multiple(resume, **dict.fromkeys(LOOKS_AT_RUN, do_nothing)):
-        yield
+# Returns a context that neither reads nor locks the folder --out while a recipe's main runs for a report
+no_earlier_run = partial(mock.patch.multiple, resume, **dict.fromkeys(LOOKS_AT_RUN, do_nothing))
 
 
 def stop_main(main, cfg, last: str, **stand_ins) -> tuple[tuple, dict]:

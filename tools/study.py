@@ -14,8 +14,8 @@ import numpy as np
 
 from support.files import read_json, write_file
 from support.metrics import read_lines
+from tools.curves import draw_curves, import_pyplot
 from tools.significance import fit_sizes, intervals, seeds_to_show
-from tools.study_plots import draw_study
 
 NOT_TRAINING = re.compile(r"_s$|per_second|mfu|memory|time")  # keys that differ between runs even if training is equal
 
@@ -225,39 +225,20 @@ def batches(study: dict, runs: dict, name: str) -> str:
 
 
 def markdown(lines: list[list[str]]) -> str:
-    rows = ["| " + " | ".join(line) + " |" for line in lines]
-    return "\n".join([rows[0], "|" + " --- |" * len(lines[0]), *rows[1:]])
-
-
-def plain_table(lines: list[list[str]]) -> str:
+    """A table, without empty columns, that is also readable as it stands."""
     used = [column for column in zip(*lines) if any(column[1:])]
-    widths = [max(map(len, column)) for column in used]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in zip(*used))
+    head, *rows = zip(*([cell.ljust(max(map(len, column))) for cell in column] for column in used))
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, ["-" * len(cell) for cell in head], *rows))
 
 
 def curves_of(study: dict, runs: dict) -> dict[str, list]:
-    """{variant: [(steps, metric) of each run]}, of the variants with curves."""
+    """{variant and number of seeds: [(steps, metric) of each run]}, of the variants with curves."""
     curves = {}
     for name in study["variants"]:
         found = [curve(lines, study["metric"]) for (n, _), lines in runs.items() if n == name]
         if found and all(len(x) for x, _ in found):
-            curves[name] = found
+            curves[f"{name} ({len(found)} seeds)"] = found
     return curves
-
-
-def curves_text(study: dict, curves: dict, width: int = 60) -> str:
-    """A line with the mean curve of each variant: a full block is the highest value of all curves, a space the lowest."""
-    if not curves:
-        return ""
-    everything = [y for found in curves.values() for _, y in found]
-    low, high = min(y.min() for y in everything), max(y.max() for y in everything)
-    lines, longest = [], max(map(len, curves))
-    for name, found in curves.items():
-        x = np.linspace(max(x[0] for x, _ in found), min(x[-1] for x, _ in found), width)
-        y = np.mean([np.interp(x, *points) for points in found], axis=0)
-        bars = "".join(" ▁▂▃▄▅▆▇█"[round(8 * float((v - low) / (high - low or 1)))] for v in y)
-        lines.append(f"{name.ljust(longest)} {bars} {y[-1]:.4f}")
-    return f"{study['metric']}, mean of the seeds, from {low:.4g} (empty) to {high:.4g} (full)\n" + "\n".join(lines)
 
 
 def fit_text(study: dict, runs: dict) -> str:
@@ -272,6 +253,22 @@ def fit_text(study: dict, runs: dict) -> str:
 
 
 # ---------------------------------------------------------------- the report
+def draw_differences(study: dict, rows: list[dict], path) -> None:
+    """Draw the interval of each variant's difference from the baseline. rows: as in verdicts.json."""
+    shown, plt = [row for row in rows if row["low"] is not None], import_pyplot()
+    figure, axis = plt.subplots(figsize=(8, 1.5 + 0.5 * len(shown)), layout="constrained")
+    colors = {"better": "tab:green", "worse": "tab:red", "undecided": "tab:gray", "identical": "tab:blue"}
+    for y, row in enumerate(reversed(shown)):
+        reach = [[row["difference"] - row["low"]], [row["high"] - row["difference"]]]
+        axis.errorbar(row["difference"], y, xerr=reach, fmt="o", capsize=5, color=colors[row["verdict"]])
+        axis.annotate(row["verdict"], (row["difference"], y), xytext=(0, 7), textcoords="offset points", ha="center")
+    axis.axvline(0, color="black", linewidth=1)
+    axis.set_yticks(range(len(shown)), [row["variant"] for row in reversed(shown)])
+    axis.set(ylim=(-0.6, len(shown) - 0.2), xlabel=f"{study['metric']}: variant minus {study['baseline']}, 95 % interval")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
 def report_study(folder, failed: dict | None = None) -> list[dict]:
     """Print the report of a study, and write verdicts.json, results.jsonl, report.md and the pictures. Returns the verdicts.
 
@@ -287,17 +284,19 @@ def report_study(folder, failed: dict | None = None) -> list[dict]:
         said.append(f"never {what}, so left out: {'; '.join(silent)}")
     if study["fit"]:
         said.append(fit_text(study, runs))
-    cells, curves = comparison(study, runs, rows), curves_of(study, runs)
-    drawn = curves_text(study, curves)
-    print(f"\n{plain_table(cells)}\n\n" + "\n".join(said) + f"\n\n{drawn}")
+    cells = comparison(study, runs, rows)
+    print(f"\n{markdown(cells)}\n\n" + "\n".join(said))
     results = [{"variant": name, "seed": seed, "value": values.get((name, seed)), "folder": str(folder_of(folder, name, seed))}
                for name, seed in sorted(runs)]
     commands = {name: shlex.join([variant["recipe"], *variant["flags"]]) for name, variant in study["variants"].items()}
     flags = "\n".join(f"- {name}: `{command}`" for name, command in commands.items())
     text = f"# {study['metric']} of {len(study['variants'])} variants\n\n" + "\n\n".join(said) + f"\n\n{markdown(cells)}\n\n"
+    pictures = "![curves](curves.png)\n\n![differences](differences.png)\n\n" * bool(import_pyplot())
     write_file(folder / "verdicts.json", json.dumps(rows, indent=1).encode())
     write_file(folder / "results.jsonl", "".join(json.dumps(line) + "\n" for line in results).encode())
-    write_file(folder / "report.md", f"{text}```\n{drawn}\n```\n\n{flags}\n".encode())
-    pictures = draw_study(study, curves, rows, folder)
-    print(f"\n{folder}: report.md, verdicts.json, results.jsonl{pictures}")
+    write_file(folder / "report.md", f"{text}{pictures}{flags}\n".encode())
+    print(f"\n{folder}: report.md, verdicts.json, results.jsonl")
+    print(draw_curves([(study["metric"], curves_of(study, runs))], folder / "curves.png"))
+    if import_pyplot():
+        draw_differences(study, rows, folder / "differences.png")
     return rows

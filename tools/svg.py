@@ -1,49 +1,52 @@
 """Draw in SVG, as text: boxes, labels, arrows; tensors with a rank's part, collectives over time, a pipeline's schedule.
 
-Functions return a piece of SVG. Things of the same meaning have the same class, and so the same look, in every picture and on
-the page of --explain --html. On a dark screen the page gives the classes other colours.
+Functions return a piece of SVG. Things of the same meaning have the same class, and so the same look (looks.json), in every
+picture and on the page of --explain --html. The page turns classes into style rules, with other colours on a dark screen.
+A file has literal colours in place of classes, because viewers outside of browsers know no style rules.
 """
+import json
+import re
 from html import escape
+from pathlib import Path
 
 from tools.dryrun import human
-from tools.explain import TRAFFIC
-from tools.schedule import duration
+from tools.explain import MOVES
+from tools.schedule import DOES, duration
 
-COLORS = {  # name: (on white, on a dark page). Text on a filled box is always in its own colour, below.
-    "page": ("#ffffff", "#14171c"), "ink": ("#1a1a1a", "#e8e8e8"), "soft": ("#5a5a5a", "#a8adb5"),
-    "line": ("#8a8a8a", "#7d838c"), "empty": ("#f4f4f4", "#22262d"), "compute": ("#3b3f46", "#c9ced6"),
-    "kept": ("#1f5fa8", "#5b9ee8"), "gathered": ("#b5d2f0", "#27496d"), "mark": ("#c2185b", "#ff6fa3"),
-    "token": ("#a84300", "#f08a3c"), "tokens": ("#fbd3b4", "#6b3a15"), "sent": ("#fff3c4", "#fff3c4"),
-    "forward": ("#cfe0f4", "#cfe0f4"), "backward": ("#fbd9b5", "#fbd9b5"), "weights": ("#cfe8c9", "#cfe8c9"),
-}
-RULES = """
-text {font-family: "Segoe UI", "Liberation Sans", Helvetica, Arial, sans-serif; font-size: 13px; fill: var(--ink)}
-.small {font-size: 11.5px} .soft {fill: var(--soft)} .bold {font-weight: bold} .dark {fill: #1a1a1a}
-.title {font-size: 15px; font-weight: bold} .on {fill: var(--page)} .warn {fill: var(--mark); font-weight: bold}
-.whole, .idle {fill: var(--empty); stroke: var(--line)} .frame {fill: none; stroke: var(--line)}
-.kept {fill: var(--kept)} .gathered {fill: var(--gathered)} .token {fill: var(--token)} .tokens {fill: var(--tokens)}
-.F {fill: var(--forward); stroke: #33567e} .B, .I {fill: var(--backward); stroke: #8a5a1f}
-.W {fill: var(--weights); stroke: #3d7434}
-.r0 {fill: #cfe0f4} .r1 {fill: #fbd9b5} .r2 {fill: #cfe8c9} .r3 {fill: #e6d3f0}
-.compute {fill: var(--compute)} .sent {fill: var(--sent); stroke: #9a7b00} .page {fill: var(--page)}
-.line {stroke: var(--line); stroke-width: 1.5; fill: none} .mark {stroke: var(--mark); stroke-width: 2.5; fill: none}
-"""
+COLORS, LOOKS = json.loads(Path(__file__).with_name("looks.json").read_text()).values()  # {name: [on white, on a dark page]}
 
 
 def variables(dark: bool) -> str:
     return "; ".join(f"--{name}: {colors[dark]}" for name, colors in COLORS.items())
 
 
+def style_rules() -> str:
+    """The looks as style rules, for the page."""
+    def rule(look: dict) -> str:
+        return "; ".join(f"{name}: var(--{value})" if value in COLORS else f"{name}: {value}" for name, value in look.items())
+
+    return "\n".join(f".{name} {{{rule(look)}}}" for name, look in LOOKS.items())
+
+
+def with_literal_colors(drawn: str) -> str:
+    """The picture with attributes in place of classes."""
+    def literal(found: re.Match) -> str:
+        named = {name: value for look in found[1].split() for name, value in LOOKS[look].items()}
+        return attributes({name: COLORS.get(value, [value])[0] for name, value in named.items()})
+
+    return re.sub(' class="([^"]*)"', literal, drawn)
+
+
 TIP = ('<defs><marker id="tip" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" orient="auto">'
        '<path d="M0,0 L10,5 L0,10 z" class="compute"/></marker></defs>')
 
 
-def document(width: int, height: int, body: str, says: str) -> str:
+def document(width: int, height: float, body: str, says: str) -> str:
     """The text of an SVG file, with a white ground for dark pages. says: a title for readers who do not see pictures."""
     size = f'width="{width}" height="{decimals(height)}" viewBox="0 0 {width} {decimals(height)}"'
-    style = f"<title>{escape(says)}</title>\n<style>svg {{{variables(False)}}}{RULES}</style>"
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">\n{style}\n{TIP}\n'
-            f'{rect(0, 0, width, height, "page")}{body}</svg>\n')
+    return with_literal_colors(
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="text" {size} role="img">\n<title>{escape(says)}</title>\n{TIP}\n'
+        f'{rect(0, 0, width, height, "page")}{body}</svg>\n')
 
 
 def attributes(others: dict) -> str:
@@ -146,7 +149,7 @@ def timeline(moved, names: tuple[str, str], width=860) -> tuple[str, int]:
             out += label(0, y + 26, axis, "bold")
             for _, _, op, n, size, _ in (m for m in rows if m[1] == axis):
                 key = axis, op, "forward" if phase == "recompute" else phase
-                what, where, _ = TRAFFIC.get(key, (axis, ["after"], ""))
+                what, where, _ = MOVES.get(key, (axis, ["after"], ""))
                 where, name = where[:n], op.replace("_", "-")
                 each = n // len(where)
                 says = [name, what, human(size / n)]
@@ -179,6 +182,6 @@ def schedule(times, width=860, left=58, height=26) -> tuple[str, int]:
 
 
 def schedule_legend(x, y, times) -> str:
-    texts = {"F": "F forward", "B": "B backward", "I": "I backward, of inputs", "W": "W backward, of weights"}
     kinds = {kind for row in times for *_, kind, _, _ in row}
-    return legend(x, y, [(kind, text) for kind, text in texts.items() if kind in kinds] + [("idle", "idle: the bubble")])
+    texts = [(kind, f"{kind} {does}") for kind, does in DOES.items() if kind in kinds]
+    return legend(x, y, [*texts, ("idle", "idle: the bubble")])

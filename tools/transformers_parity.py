@@ -18,25 +18,20 @@ from distributed.layout import AXES, ExpertConfig, named_tensors
 from storage.hf import load_hf, read_hf_config
 from support.config import override_fields
 from tools.operations import Seams
+from tools.parity import distance
 from tools.stop_main import do_nothing, stop_main
-from tools.where import Seam, distance, factor_of, module_around, report_seams
+from tools.where import HINTS_AGAINST, Seam, factor_of, kind_of, module_around, report_seams
 
 BATCH, LENGTH = 3, 128  # of the random tokens: long enough to see a wrong rotation
 # Relative, in fp32. Two correct implementations order sums differently, and raise theta to powers in different ways.
 APART = dict(initial=0.0, forward=1e-4, logits=1e-4, loss=1e-5, backward=5e-4, gradient=5e-4)
 
 
-def model_classes_of(main, cfg) -> tuple[type, type]:
-    """(model class, config class) of the recipe: run main up to claim_run, and return the classes that main passes."""
-    skipped = dict.fromkeys(("check_layout", "open_data", "source_tokenizer"), do_nothing)
-    (_, Model, model_config, *_), _ = stop_main(main, replace(cfg), "claim_run", **skipped)
-    return Model, type(model_config)
-
-
 def our_model(main, cfg, folder: str) -> nn.Module:
     """The recipe's model in fp32, with the config and the weights of the folder. --model_args change the config as usual."""
-    Model, Config = model_classes_of(main, cfg)
-    config = override_fields(read_hf_config(folder, Config), cfg.model_args, "--model_args")
+    skipped = dict.fromkeys(("check_layout", "open_data", "source_tokenizer"), do_nothing)
+    (_, Model, usual, *_), _ = stop_main(main, replace(cfg), "claim_run", **skipped)  # the classes that the recipe passes
+    config = override_fields(read_hf_config(folder, type(usual)), cfg.model_args, "--model_args")
     if getattr(config, "mtp_depth", 0):
         config = replace(config, mtp_depth=0)  # transformers has none
     with torch.device("meta"):
@@ -195,16 +190,8 @@ def compare_with_transformers(ours, theirs) -> tuple[list[Seam], list[str], dict
 def hint_against(first: Seam) -> str:
     """The usual cause of a difference at the seam."""
     module, _, part = first.name.partition(" ")
-    uses = f"what uses {module}: something is not seen by autograd, or has a backward of its own"
-    end, rotation = "the end of the model's forward", f"rope_frequencies, rotate, the order of heads in the forward of {module}"
-    by_phase = {"initial": "hf_keys() and what reads the weights", "loss": end, "logits": end, "backward": uses,
-                "gradient": uses}
-    by_part = {"q": rotation, "k": rotation, "attention": "the scale, the mask, which query heads share a key head"}
-    if hint := by_phase.get(first.phase) or by_part.get(part):
-        return hint
-    if part == "input" or first.note:
-        return f"the forward of {module_around(module)}"
-    return f"the forward of {module}, and its constants (eps, factors)"
+    key = first.phase if first.phase != "forward" else "input" if first.note else part if part in HINTS_AGAINST else "forward"
+    return HINTS_AGAINST[key].format(module=module, around=module_around(module))
 
 
 def report_against(seams: list[Seam], left_out: list[str], names: dict, theirs: str) -> tuple[str, int]:
@@ -215,7 +202,7 @@ def report_against(seams: list[Seam], left_out: list[str], names: dict, theirs: 
         module = module_around(module) if part == "input" else module
         return f"{hint_against(first)}; there it is {names.get(module, module)} of {theirs}"
 
-    kinds = sorted({".".join("*" if p.isdigit() else p for p in name.split(".")) for name in left_out})
+    kinds = sorted(set(map(kind_of, left_out)))
     rest = [f"not compared, because the two have other shapes or parts there: {', '.join(kinds)}"] if kinds else []
     return report_seams(seams, f" from {theirs}", look, rest)
 

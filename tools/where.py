@@ -4,11 +4,13 @@ Every rank of both halves records its tensors (tools/operations.py). This file c
 the single process, in the order of execution, and names the first seam further away than rounding, with the function that
 computes the seam on the layout.
 """
+import json
 import math
 import os
 from collections import defaultdict
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -17,13 +19,17 @@ from torch import Tensor
 from distributed.layout import AXES
 from distributed.pipeline import ZERO_BUBBLE
 from parallel import sequence_index
-from tools.parity import GRADIENT_TOLERANCE, LOSS_TOLERANCE, NORM_TOLERANCE, RECORD, WEIGHT_TOLERANCE, run_both_halves
+from tools.parity import GRADIENT_TOLERANCE, LOSS_TOLERANCE, NORM_TOLERANCE, RECORD, WEIGHT_TOLERANCE, distance, run_both_halves
 
 # Relative to the norm of the tensor, in fp32; 0: must be equal. Rounding grows with depth and in the backward.
 TOLERANCES = dict(
     initial=0.0, sequences=0.0, count=0.0, inputs=0.0, forward=2e-5, loss=LOSS_TOLERANCE, backward=GRADIENT_TOLERANCE,
     gradient=GRADIENT_TOLERANCE, norm=NORM_TOLERANCE, clipped=GRADIENT_TOLERANCE + NORM_TOLERANCE, after=WEIGHT_TOLERANCE)
 PHASES = tuple(TOLERANCES)  # in the order of execution
+# LABELS: {phase, or phase and part of a module: words for a seam}
+# HINTS: [facts that hold, or with a minus do not, where to look]; a hint with "last" ends the list; "found": there is a hint
+# HINTS_AGAINST: {phase or part of a module: where to look}, of transformers_parity.py
+LABELS, HINTS, HINTS_AGAINST = json.loads(Path(__file__).with_name("where.json").read_text()).values()
 
 
 class Piece(NamedTuple):
@@ -60,17 +66,8 @@ class Seam(NamedTuple):
         """The seam in words."""
         name = self.name + f" (call {self.call + 1})" * (self.call > 0)
         module, _, part = self.name.partition(" ")
-        forward, backward = f"forward of {name}", f"backward, gradient of the output of {name}"
-        if what := {"q": "the queries", "k": "the keys", "v": "the values", "attention": "attention"}.get(part):
-            forward, backward = f"forward of {module} ({what})", f"backward of {module} (gradient of {what})"
-        elif part == "input":  # a module gets a wrong input by a mistake of the module around
-            forward = f"forward of {module_around(module)} (what it gives to {module})"
-        return {
-            "initial": f"initial value of {name}", "sequences": "the sequences of the global batch", "inputs": f"input {name}",
-            "count": "count_tokens, the tokens of the global batch", "forward": forward, "logits": forward, "loss": "loss",
-            "backward": backward, "gradient": f"finished gradient of {name}", "norm": "gradient norm",
-            "clipped": f"clipped gradient of {name}", "after": f"{name} after the step",
-        }[self.phase]
+        text = LABELS.get(f"{self.phase} {part}") or LABELS[self.phase]
+        return text.format(name=name, module=module, around=module_around(module))
 
 
 def module_around(module: str) -> str:
@@ -135,15 +132,6 @@ def part_of(whole: Tensor, place: tuple, at: dict, degrees: dict) -> Tensor:
     if cp_dim is not None:
         whole = whole.index_select(cp_dim, sequence_index(whole.shape[cp_dim], degrees["cp"], at["cp"]))
     return whole if tp_dim is None else whole.chunk(degrees["tp"], tp_dim)[at["tp"]]
-
-
-def distance(got: Tensor, want: Tensor, whole: Tensor) -> float:
-    """|got - want|, relative to the norm of the whole tensor, scaled to the size of the part."""
-    if not got.is_floating_point():
-        return (got != want).double().mean().item() if got.numel() else 0.0
-    share = math.sqrt(got.numel() / max(whole.numel(), 1))
-    error = (got.double() - want.double()).norm() / max(whole.double().norm().item() * share, 1e-30)
-    return math.inf if error.isnan() else error.item()
 
 
 def factor_of(pairs: list[tuple[Tensor, Tensor]]) -> float | None:
@@ -266,123 +254,43 @@ def style_hint(names: list[str], about: dict) -> str:
     return ""
 
 
-LOOK_AT = {  # phase -> where to look, if the phase alone tells
-    "sequences": "who reads what: layout.data_rank, and batches in data.py",
-    "initial": "init_weights in parallel.py, distributed/initial.py",
-    "count": "count_tokens in parallel.py (every loss is divided by what it returns)",
-    "clipped": "clip_grad_norm in parallel.py (the norm agrees: it scales by another factor, or not all gradients)",
-}
-
-
 def look_at(first: Seam, seams: list[Seam], one: list[dict], layout: list[dict]) -> str:
     """The functions that compute the seam on the layout, most likely first."""
-    about, degrees = layout[0], layout[0]["degrees"]
-    zero_bubble = degrees["pp"] > 1 and about["schedule"] in ZERO_BUBBLE
-    if first.phase in LOOK_AT:
-        return LOOK_AT[first.phase]
-    if first.phase == "inputs":
-        made = "shift_targets in models/deepseek.py" if first.name.startswith("next_") else "sequence_index"
-        return f"inputs in parallel.py ({made})"
-    if first.phase == "loss":
-        return f"{token_loss_hint(about)}; what forward_backward in parallel.py returns"
-    if first.phase == "norm":
-        return f"clip_grad_norm in parallel.py{miscounted(one, layout)}"
-    if first.phase == "after":
-        is_bias = ".balance." in first.name
-        return "balance_experts in distributed/experts.py (load summed over all ranks)" if is_bias else "the optimizer's step"
-    if zero_bubble and about["reshards"] and first.phase in ("backward", "gradient"):
-        return ("check_layout (reshards) and pipeline_rows in distributed/refusals.py: the two half backwards of a zero-bubble "
-                "schedule must not see weights that have been resharded in between")
-    called = [s.name for s in seams if s.phase == "forward"]
-    is_head = first.phase == "gradient" and module_of(first) not in called and ".experts" not in first.name
-    if is_head or first.phase == "backward" and first.name == called[-1]:
-        return token_loss_hint(about)  # no module uses the tensor, so the loss does
-    is_parameter = first.phase == "gradient"
-    hints = parameter_hints(first, seams, about, layout) if is_parameter else activation_hints(first, one, about)
-    return "; ".join(dict.fromkeys(hints))
-
-
-def token_loss_hint(about: dict) -> str:
-    if about["degrees"]["tp"] == 1:
-        return "token_loss: linear_cross_entropy in models/loss.py"
-    name = "vocab_parallel_loss" if about["loss_parallel"] else "gathered_head_loss"
-    return f"token_loss: {name} in parallel.py, AllGather in distributed/layout.py"
-
-
-def activation_hints(first: Seam, one: list[dict], about: dict) -> list[str]:
-    degrees, module = about["degrees"], module_of(first)
-    part, is_forward, is_router = first.name.partition(" ")[2], first.phase == "forward", first.name.endswith(".router")
+    about, module, part = layout[0], module_of(first), first.name.partition(" ")[2]
+    is_forward, is_gradient, is_router = first.phase == "forward", first.phase == "gradient", first.name.endswith(".router")
     uses = one[0]["uses"].get(first.name, [])  # modules that use the tensor compute the gradient
-    style = style_hint([module, *uses] if is_forward else [*uses[:1], module, *uses], about)
-    in_experts = any(name.endswith(".moe") or ".moe." in name for name in ([module] if is_forward else [*uses, module]))
-    balances, sends = in_experts and is_router and not is_forward, in_experts and not (is_router and is_forward)
-    attend = f"{about['attends'][0]} in parallel.py" if about["attends"] else "causal_attention in models/attention.py"
-    differ, tokens = first.few
-    hints = [
-        (balances, "the balancing loss: expert_parallel (aux_coef, balance.aux_scale) in distributed/experts.py, add_loss in "
-                   "models/moe.py"),
-        (sends and about["etp"] > 1, "gathered_moe in distributed/experts.py"),
-        (sends and about["ep"] > 1, "exchange_tokens in distributed/experts.py, AllToAll in distributed/layout.py"),
-        (sends and not balances and about["etp"] == about["ep"] == 1, "apply_experts in models/moe.py"),
-        (first.name.endswith(".moe") and 0 < differ < 0.02 * tokens,
-         f"only {differ} of {tokens} tokens differ: where two experts have nearly the same score, rounding decides; another "
-         "--seed shows whether it is that"),
-        (part == "attention" if is_forward else part in ("q", "k", "v"), attend),
-        (is_forward and part in ("q", "k"), "rotate in models/layers.py, and the positions that it is given"),
-        (style, style),
-        (first.note, "what follows is not seen by autograd (wait(), detach(), .data)"),
-        (not is_forward and about["recomputes"], "checkpoint_activations in parallel.py"),
-        (about["compiled"], "compile_blocks in parallel.py"),
-    ]
-    found = [hint for holds, hint in hints if holds]
-    if not found and degrees["pp"] > 1:
-        return ["pipeline_stages, pipeline_forward_backward in distributed/pipeline.py"]
-    return found or ["shard in parallel.py (the weights that it gathers), and the model's own code"]
-
-
-def parameter_hints(first: Seam, seams: list[Seam], about: dict, layout: list[dict]) -> list[str]:
-    """Hints if activations and their gradients agree, but a parameter's finished gradient does not."""
-    all_of, degrees = [s for s in seams if s.phase == "gradient" and not math.isnan(s.error)], about["degrees"]
-    bad = [s for s in all_of if s.differs]
-    records = [record[:3] for part in layout for record in part["records"]]
-    stages = {stage for phase, name, stage in records if (phase, name) == ("gradient", first.name)}
-    factors = {round(s.factor, 3) for s in bad if s.factor is not None}
-    if len(bad) == len(all_of) and len(factors) == 1 and all(s.factor is not None for s in bad):
-        pipeline = ["pipeline_schedule in distributed/pipeline.py (scale_grads)"] * (degrees["pp"] > 1)
-        return [f"every gradient is off by the factor {factors.pop():.3g}: shard in parallel.py (wrap_units: "
-                "set_gradient_divide_factor, set_force_sum_reduction_for_comms)", *pipeline]
-    if len(stages) > 1:
-        return ["two pipeline stages hold this weight: sum_tied_gradients in distributed/pipeline.py"]
-    if all(".experts." in s.name for s in bad):
-        return ["only experts differ: expert_mesh in make_mesh, and the fully_shard of experts in wrap_units (parallel.py); "
-                "expert_parallel in distributed/experts.py"]
-    common = f"{len(bad)} of {len(all_of)} parameters differ"
-    if hint := style_hint([module_of(first)], about):
-        return [hint, common]
-    if degrees["tp"] > 1:
-        return [f"tensor_parallel in parallel.py: {module_of(first)} has no style in tp_plan", common]
-    return ["shard and next_backward in parallel.py (sums over data and cp ranks)", common]
-
-
-def miscounted(one: list[dict], layout: list[dict]) -> str:
-    """Explain a wrong norm by the squares of the gradients, if possible."""
-    def norms(parts):
-        return [tensor.double().item() for part in parts for phase, _, _, _, _, tensor in part["records"] if phase == "norm"]
-
-    (want, *_), got = norms(one), norms(layout)
-    squares = {name: tensor.double().square().sum().item() for phase, name, *_, tensor in one[0]["records"]
-               if phase == "gradient"}
-    if max(got) - min(got) > 1e-4 * want:
-        held = {fqn for phase, fqn, *_ in layout[0]["records"] if phase == "gradient"}
-        own = math.sqrt(sum(s for name, s in squares.items() if name in held))
-        is_own = abs(own - got[0]) < 1e-3 * want
-        what = "each pipeline rank has that of its own layers" if is_own else "ranks have different ones"
-        return f": {what}; all_reduce the sum of the squares"
-    extra = got[0] ** 2 - want**2
-    name, square = min(squares.items(), key=lambda item: abs(abs(extra) - item[1]))
-    if abs(abs(extra) - square) > 0.02 * abs(extra):
-        return " (replicas: how many ranks hold the same part)"
-    return f": as if {name} were {'counted twice' if extra > 0 else 'left out'}; tied_copy, replicas"
+    called = [s.name for s in seams if s.phase == "forward"]
+    gradients = [s for s in seams if s.phase == "gradient" and not math.isnan(s.error)]
+    bad = [s for s in gradients if s.differs]
+    factors = {s.factor and round(s.factor, 3) for s in bad}
+    stages = {stage for held in layout for phase, name, stage, *_ in held["records"] if (phase, name) == first[:2]}
+    in_experts = any(".moe." in f"{name}." for name in ([module] if is_forward else [*uses, module]))
+    style = style_hint([module] if is_gradient else [module, *uses] if is_forward else [*uses[:1], module, *uses], about)
+    facts = {axis: n > 1 for axis, n in (about["degrees"] | {"ep": about["ep"], "etp": about["etp"]}).items()} | {
+        first.phase: True, "next": first.name.startswith("next_"), "balance": ".balance." in first.name,
+        "halves": about["degrees"]["pp"] > 1 and about["schedule"] in ZERO_BUBBLE and about["reshards"]
+        and first.phase in ("backward", "gradient"),
+        "by_loss": first.phase == "loss" or first.phase == "backward" and first.name == called[-1]
+        or is_gradient and module not in called and ".experts" not in first.name,  # no module uses the tensor
+        "loss_parallel": about["loss_parallel"], "tied": len(stages) > 1,
+        "one_factor": len(bad) == len(gradients) and len(factors) == 1 and None not in factors,
+        "only_experts": all(".experts." in s.name for s in bad), "styled": style,
+        "balances": in_experts and is_router and not is_forward, "sends": in_experts and not (is_router and is_forward),
+        "few": first.name.endswith(".moe") and 0 < first.few[0] < 0.02 * first.few[1],
+        "attention": part == "attention" if is_forward else part in ("q", "k", "v"), "attends": about["attends"],
+        "rotated": is_forward and part in ("q", "k"), "lost": first.note, "recomputes": about["recomputes"],
+        "compiled": about["compiled"],
+    }
+    values = dict(style=style, module=module, bad=len(bad), gradients=len(gradients), few=first.few[0], tokens=first.few[1],
+                  factor=first.factor or 0, attend="".join(about["attends"][:1]))
+    found = []
+    for words, hint in HINTS:
+        if all(bool(facts.get(word.removeprefix("-"))) != word.startswith("-") for word in words.split() if word != "last"):
+            found += [hint.format(**values)] * bool(hint)
+            facts["found"] = True
+            if words.endswith("last"):
+                break
+    return "; ".join(dict.fromkeys(found))
 
 
 def which_ranks(ranks: list[int], holders: list[int], degrees: dict[str, int]) -> str:

@@ -13,7 +13,7 @@ from test_recipes import commands_in, split_command
 
 from parallel import sequence_index
 from support.config import parse_config
-from tools.report_flags import with_report_flags
+from tools.reports import with_report_flags
 from tools.schedule import bubble, rows_of, simulate
 
 TEXT = (REPO / "docs" / "course.md").read_text()

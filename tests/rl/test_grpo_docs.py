@@ -13,7 +13,7 @@ import grpo
 from rl import environments
 from rl.datasets import open_task
 from sft.chat import read_template
-from tools.report_flags import ReportConfig
+from tools.reports import ReportConfig
 
 PAGE = (REPO / "docs" / "grpo.md").read_text()
 

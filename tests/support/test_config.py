@@ -15,7 +15,7 @@ import pytest
 
 from support.config import Need, check_range, flag, no_effect, parse_config, save_config, usage_error
 from tools.other_names import ELSEWHERE, SENTENCES, suggest_flag
-from tools.report_flags import ReportConfig
+from tools.reports import ReportConfig
 
 REPO = Path(__file__).parents[2]
 

@@ -55,8 +55,7 @@ from support import metrics
 from support.config import option_groups
 from tools import dryrun
 from tools.parity import model_config_of
-from tools.report_flags import ReportConfig, with_report_flags
-from tools.reports import report_or_train
+from tools.reports import ReportConfig, report_or_train, with_report_flags
 
 REPO = Path(__file__).parents[2]
 PROGRAMS = ["train_llama3", "train_qwen3", "train_deepseek", "finetune", "grpo", "generate"]

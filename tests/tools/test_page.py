@@ -155,7 +155,7 @@ def test_the_page(recipe, flags):
                         "here from the first forward to the last backward of a step": shared and layout.pp > 1,
                         "held by other ranks": layout.world_size > 1, "also in attention and FFN": layout.tp > 1,
                         "B backward": layout.pp > 1 and "pp_schedule" not in flags,
-                        "W backward, of weights": "pp_schedule" in flags}.items():
+                        "W backward of the weights": "pp_schedule" in flags}.items():
         assert (says in page.texts) == right, says
     assert (len(page.data["ticks"]) > 0) == ("slider" in page.values("id")) == (layout.pp > 1)
 
@@ -199,9 +199,9 @@ def test_a_large_mesh_is_shown_in_part_and_the_page_says_so():
         assert bool(said) == (layout.world_size > n)
 
 
-@pytest.mark.parametrize("path, words", [("missing/page.html", "there is no folder"), (".", "is a folder")])
-def test_a_page_that_cannot_be_written_is_refused_at_once(path, words, tmp_path):
-    with pytest.raises(ValueError, match=words):
+@pytest.mark.parametrize("path", ["missing/page.html", "."])
+def test_a_page_that_cannot_be_written_is_refused_at_once(path, tmp_path):
+    with pytest.raises(ValueError, match="need the name of a file"):
         check_page(str(tmp_path / path))
 
 

@@ -1,4 +1,5 @@
 """--check_parity: the user compares a layout with a single process; against tools/parity.py."""
+import json
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -20,9 +21,9 @@ from models.llama3 import Llama3Config
 from support.config import Need, flag, parse_config
 from tools import parity
 from tools.parity import check_parity
-from tools.report_flags import with_report_flags
-from tools.reports import run_report
+from tools.reports import run_report, with_report_flags
 
+REPO = Path(__file__).parents[2]
 MODEL = Llama3Config(n_layers=6, n_heads=8, n_kv_heads=4, head_dim=64, ffn_dim=512, max_seq_len=8192)
 
 
@@ -108,7 +109,7 @@ def test_check_parity_of_an_optimizer_that_it_does_not_know(monkeypatch, tmp_pat
 def test_check_parity_passes_and_finds_a_forkers_mistake(tmp_path):
     """The user's command, on the recipe and on a copy with a mistake: gradients are averaged, not summed."""
     flags = ["--local_batch_size", "2", "--seq_len", "64", "--model_args", "n_layers=2,dim=64", "--check_parity", "--tp", "2"]
-    recipe = Path(__file__).parents[2] / "train_llama3.py"
+    recipe = REPO / "train_llama3.py"
     run = lambda file: run_program([sys.executable, file, *flags])  # noqa: E731
     good = run(recipe)
     assert good.returncode == 0 and "check_parity: equal" in good.stdout, good.stdout + good.stderr
@@ -123,3 +124,73 @@ def test_check_parity_passes_and_finds_a_forkers_mistake(tmp_path):
     bad = run(copy)
     assert bad.returncode == 1, bad.stdout + bad.stderr
     assert "step 1 differs first in the gradient of blocks.1.ffn.w1.weight" in bad.stdout
+
+
+# ---------------------------------------------------------------- tools/parity_half.py: the recording half
+PARALLEL = '''
+def clip_grad_norm(stages, max_norm, layout, scale=0.5):
+    """Of this fork, and not the house's."""
+    for stage in stages:
+        for p in stage.parameters():
+            p.grad *= scale
+    return "the norm"
+'''
+RECIPE = '''
+"""A recipe."""
+import json, sys, types
+import torch, parallel
+from neighbour import name
+from parallel import clip_grad_norm
+
+class Config: "so that its source can be read"
+
+if __name__ == "__main__":
+    import inspect
+    stage, layout = torch.nn.Linear(1, 2, bias=False), types.SimpleNamespace(rank=0, world_size=1, pp=1)
+    norms = []
+    for step in range(4):
+        stage.weight.data.fill_(step)
+        stage.weight.grad = torch.full((2, 1), float(step))
+        if step < 2:
+            norms.append(clip_grad_norm([stage], 1.0, layout))
+        else:
+            norms.append(parallel.clip_grad_norm(layout=layout, max_norm=1.0, stages=[stage], scale=2))
+    print(json.dumps({"argv": sys.argv, "path": sys.path[0], "file": __file__, "own source": open(__file__).read()[:15],
+                      "doc": sys.modules["__main__"].__doc__, "source": inspect.getsource(Config), "neighbour": name,
+                      "norms": norms, "gradient": stage.weight.grad.tolist(), "what it is": parallel.clip_grad_norm.__doc__}))
+    raise SystemExit(7)
+'''
+
+
+@pytest.fixture
+def fork(tmp_path) -> Path:
+    folder = tmp_path / "a fork"
+    folder.mkdir()
+    for name, text in {"mine.py": RECIPE, "parallel.py": PARALLEL, "neighbour.py": "name = 'mine'\n"}.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+def test_a_recipe_runs_as_if_started_by_python_and_is_recorded(fork, tmp_path):
+    """From any folder, with imports from the recipe's folder; for every way to call clip_grad_norm, gradients are unscaled."""
+    commands = [[sys.executable, *before, fork / "mine.py", "--flag", "x"]
+                for before in ([], [REPO / "tools" / "parity_half.py", tmp_path / "record"])]
+    pipes = dict(text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    both = [subprocess.Popen(command, cwd=tmp_path, **pipes) for command in commands]
+    (plain, _), (recorded, errors) = (process.communicate(timeout=100) for process in both)
+    assert [process.returncode for process in both] == [7, 7] and recorded == plain, errors
+    said = json.loads(plain)
+    assert said["path"] == str(fork) and said["argv"] == [str(fork / "mine.py"), "--flag", "x"] and said["neighbour"] == "mine"
+    assert said["gradient"] == [[6.0], [6.0]]
+    assert sorted(file.name for file in (tmp_path / "record").iterdir()) == [f"{step}-0.pt" for step in range(4)]
+    for step in range(4):
+        part = torch.load(tmp_path / "record" / f"{step}-0.pt")
+        for kind in "gradient", "weight":
+            assert part[kind].keys() == {"weight"} and part[kind]["weight"].tolist() == [[step], [step]]
+
+
+def test_a_recipe_without_clip_grad_norm_has_nothing_to_compare(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "metrics.jsonl").write_text('{"loss": 1.0}\n')
+    with pytest.raises(RuntimeError, match="calls parallel.clip_grad_norm nowhere"):
+        parity.read_records(str(tmp_path / "out"))

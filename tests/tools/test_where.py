@@ -1,14 +1,18 @@
 """--check_parity --where: no difference between equal layouts; otherwise the report names the broken function."""
+import io
 import re
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
+import layouts
 import pytest
+import torch
 import torch.distributed as dist
 from layouts import row_name, without_inductor
+from pool import pool
 from programs import run_program
-from seams_of import where
 from test_mutants import MUTANTS
 from test_parallel import LAYOUTS, MOE, MTP
 from torch.distributed.tensor import Replicate
@@ -18,7 +22,31 @@ import parallel
 from distributed.layout import AllGather
 from models.deepseek import shift_targets
 from models.loss import linear_cross_entropy
-from tools.where import placements, which_ranks
+from tools.operations import seams_of_a_step
+from tools.where import first_difference_of, placements, which_ranks
+
+
+def step_with_seams(model_config, flags, n, local_batch_size, doc_mask=False, mutate=None) -> bytes:
+    """On a rank of the pool. As bytes: thousands of shared tensors would need as many open files."""
+    with mutate() if mutate else nullcontext(), mock.patch.object(layouts, "n_steps", lambda config: 1):
+        with seams_of_a_step() as seams:
+            layouts.run_steps(model_config, flags, n, local_batch_size, doc_mask)
+            seams.finish()
+    buffer = io.BytesIO()
+    torch.save(seams.found(), buffer)
+    return buffer.getvalue()
+
+
+def where(processes: int, flags: dict, problem: dict, mutate=None) -> str:
+    """The report: "no difference at N seams ..." or "first difference: ..."."""
+    problem = dict(problem)
+    n, b, doc = problem.pop("n"), problem.pop("b"), problem.pop("doc", False)
+    config = layouts.config(**problem)
+    one = pool(1).run(step_with_seams, config, {}, n, n, doc)
+    layout = pool(processes).run(step_with_seams, config, flags, n, b, doc, mutate)
+    read = lambda ranks: [torch.load(io.BytesIO(rank), weights_only=True) for rank in ranks]  # noqa: E731
+    return first_difference_of(read(one), read(layout))[0]
+
 
 # For each mutant of tests/test_mutants.py the seam in the report, and the function or style that the mutant breaks
 NAMED = {
