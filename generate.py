@@ -146,8 +146,6 @@ def main(argv: list[str]):
     repeated = Parser(add_help=False)
     repeated.add_argument("--prompt", action="append")
     given, rest = repeated.parse_known_args(argv)
-    if rest and not rest[0].startswith("-"):
-        usage_error(f"unexpected argument {rest[0]!r}: the run to sample from is --checkpoint {rest[0]}")
     cfg = parse_config(Config, rest)
     texts = given.prompt or [cfg.prompt]
     options = dict(temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p, seed=cfg.seed)
