@@ -15,7 +15,8 @@ from support.files import step_folders
 
 class Guard:
     """Skip steps with a NaN gradient on the GPU, without waiting for the GPU between two log lines. The report comes with the
-    next log line, and before anything reads the weights (validation, checkpoint).
+    next log line, and before anything reads the weights (validation, checkpoint). The first step of a start is looked at more
+    closely: see look_at_gradients and look_at_weights.
 
         guard.before_update(step, grad_norm)  # before optimizer.step()
         guard.report(step)                    # raises RuntimeError for a skipped step, or with --on_nan skip prints a line
@@ -23,24 +24,68 @@ class Guard:
 
     def __init__(self, optimizers, layout: Layout, cfg, start: list[tuple]):
         """cfg: on_nan, out, compile. start: of check_replicas."""
-        self.optimizers, self.layout, self.on_nan, self.out = optimizers, layout, cfg.on_nan, cfg.out
+        self.optimizers, self.layout, self.cfg, self.start, self.random = optimizers, layout, cfg, start, random_state()
         self.norms: dict[int, Tensor] = {}  # step -> norm, of the steps since the last report
-        self.first_step = FirstStep(layout, optimizers, start, cfg.compile)
+        self.found = None  # by look_at_gradients, for look_at_weights
 
     def before_update(self, step: int, grad_norm: Tensor) -> None:
-        self.first_step = self.first_step and self.first_step.look(grad_norm)
+        if self.found is None:
+            self.found = self.look_at_gradients(grad_norm)
+        elif self.start is not None:
+            self.look_at_weights()
         self.norms[step] = grad_norm
         skip_if_not_finite(self.optimizers, grad_norm, on_host=self.layout.offload)
 
     def report(self, step: int) -> None:
-        self.first_step = self.first_step and self.first_step.look()
-        for bad, norm in take_not_finite(self.norms):
-            if self.on_nan == "stop":
-                good = next((path for _, path in step_folders(self.out)), "none yet")
-                raise RuntimeError(f"step {bad}: gradient norm {norm}, weights unchanged by it, noticed after step {step}; "
+        if self.start is not None:
+            self.look_at_weights()
+        norms = torch.stack([*self.norms.values()]).tolist()  # waits for the device, as log lines do anyway
+        bad = [(skipped, norm) for skipped, norm in zip(self.norms, norms, strict=True) if not math.isfinite(norm)]
+        self.norms.clear()
+        for skipped, norm in bad:
+            if self.cfg.on_nan == "stop":
+                good = next((path for _, path in step_folders(self.cfg.out)), "none yet")
+                raise RuntimeError(f"step {skipped}: gradient norm {norm}, weights unchanged by it, noticed after step {step}; "
                                    f"last checkpoint: {good}")
             if self.layout.rank == 0:
-                print(f"step {bad}: the gradient norm is {norm}; step skipped")
+                print(f"step {skipped}: the gradient norm is {norm}; step skipped")
+
+    # ------------------------------------------------ the first step of a start
+    def look_at_gradients(self, grad_norm: Tensor) -> tuple[list, list, list]:
+        """Raise ValueError if forward and backward have drawn random numbers. Returns names of parameters with and without a
+        gradient, and (name, parameter, checksum) of those that the update must move."""
+        drew = torch.tensor(int(self.random != random_state()))
+        dist.all_reduce(drew)  # all ranks must agree: a dropout may be on one pipeline stage only
+        if drew and not self.cfg.compile:  # a compiler that measures kernels on random inputs draws, too
+            raise ValueError("forward or backward draws random numbers without a generator: they depend on the layout and "
+                             f"on --ac, and a continued run draws others; {DROPOUT}")
+        if not math.isfinite(grad_norm):
+            return [], [], []  # the step changes nothing
+        moving = []
+        reached, unreached = ([fqn for fqn, p, _ in self.start if (p.grad is None) == none] for none in (False, True))
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        lrs = {id(p): float(group["lr"]) for group in groups for p in group["params"]}
+        for fqn, p, total in self.start:
+            grad, weight = (0.0 if t is None or not local_tensor(t).numel() else local_tensor(t).detach().abs().max().item()
+                            for t in (p.grad, p))
+            # An update is about as large as lr. An update lost in the rounding of the weights is no mistake of the model.
+            if grad and lrs.get(id(p), math.inf) > 8 * torch.finfo(p.dtype).eps * weight:
+                moving.append((fqn, p, total))
+        return reached, unreached, moving
+
+    def look_at_weights(self) -> None:
+        """Let rank 0 name the parameters without a gradient, and the parameters with a gradient that did not move."""
+        reached, unreached, moving = self.found
+        self.start, everyone = None, [None] * self.layout.world_size
+        dist.all_gather_object(everyone, (reached, [fqn for fqn, p, total in moving if bits_sum(p) == total], unreached))
+        if self.layout.rank > 0:
+            return
+        reached = {fqn for names, _, _ in everyone for fqn in names}
+        if names := sorted({fqn for _, _, names in everyone for fqn in names} - reached):
+            print(f"no gradient reaches {brief(names)}: nothing trains what is not used in the loss")
+        if still := {fqn: rank for rank, part in reversed([*enumerate(everyone)]) for fqn in part[1]}:
+            print(f"the first step has not moved {brief(sorted(still))} on rank {min(still.values())}, though there is a "
+                  "gradient: is every parameter in an optimizer, and changed in place? (p.data = ... changes no shard)")
 
 
 def skip_if_not_finite(optimizers, grad_norm: Tensor, on_host: bool = False) -> None:
@@ -61,68 +106,7 @@ def skip_if_not_finite(optimizers, grad_norm: Tensor, on_host: bool = False) -> 
             optimizer.zero_grad(set_to_none=True)
 
 
-def take_not_finite(norms: dict[int, Tensor]) -> list[tuple[int, float]]:
-    """(step, gradient norm) of the skipped steps; empties norms. Waits for the device, as log lines do anyway."""
-    values = dict(zip(norms, torch.stack([*norms.values()]).tolist(), strict=True))
-    norms.clear()
-    return [(step, norm) for step, norm in values.items() if not math.isfinite(norm)]
-
-
-# ---------------------------------------------------------------- checks of the first step of a start
 def random_state() -> list:
     """State of the global generators of torch, Python and NumPy: every number drawn without a generator changes one."""
     states = [torch.get_rng_state()] + ([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])
     return [*(state.tolist() for state in states), random.getstate(), str(np.random.get_state())]
-
-
-class FirstStep:
-    """Raises ValueError when the first forward and backward have drawn random numbers. One line from rank 0 names the
-    parameters without a gradient, another line the parameters with a gradient that did not move.
-
-        watch = FirstStep(layout, optimizers, start, compiles)  # before the step
-        watch = watch.look(grad_norm)              # before the optimizers step
-        watch = watch.look()                       # after the optimizers have stepped: None, the check is over
-    """
-
-    def __init__(self, layout: Layout, optimizers, start: list[tuple], compiles: bool):
-        self.layout, self.optimizers, self.random = layout, optimizers, random_state()
-        self.start, self.compiles = start, compiles
-        self.reached, self.unreached, self.waiting = [], [], None
-
-    def look(self, grad_norm: Tensor | None = None):
-        if self.waiting is None:
-            self.before_update(grad_norm)
-            return self
-        self.after_update()
-
-    def before_update(self, grad_norm: Tensor) -> None:
-        drew = torch.tensor(int(self.random != random_state()))
-        dist.all_reduce(drew)  # all ranks must agree: a dropout may be on one pipeline stage only
-        if drew and not self.compiles:  # a compiler that measures kernels on random inputs draws, too
-            raise ValueError("forward or backward draws random numbers without a generator: they depend on the layout and "
-                             f"on --ac, and a continued run draws others; {DROPOUT}")
-        self.waiting = []
-        if not math.isfinite(grad_norm):
-            return  # the step changes nothing
-        self.reached, self.unreached = ([fqn for fqn, p, _ in self.start if (p.grad is None) == none] for none in (False, True))
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        lrs = {id(p): float(group["lr"]) for group in groups for p in group["params"]}
-        for fqn, p, total in self.start:
-            grad, weight = (0.0 if t is None or not local_tensor(t).numel() else local_tensor(t).detach().abs().max().item()
-                            for t in (p.grad, p))
-            # An update is about as large as lr. An update lost in the rounding of the weights is no mistake of the model.
-            if grad and lrs.get(id(p), math.inf) > 8 * torch.finfo(p.dtype).eps * weight:
-                self.waiting.append((fqn, p, total))
-
-    def after_update(self) -> None:
-        still = [fqn for fqn, p, total in self.waiting if bits_sum(p) == total]
-        everyone = [None] * self.layout.world_size
-        dist.all_gather_object(everyone, (self.unreached, still, self.reached))
-        if self.layout.rank > 0:
-            return
-        reached = {fqn for _, _, names in everyone for fqn in names}
-        if names := sorted({fqn for part, _, _ in everyone for fqn in part} - reached):
-            print(f"no gradient reaches {brief(names)}: nothing trains what is not used in the loss")
-        if still := {fqn: rank for rank, part in reversed([*enumerate(everyone)]) for fqn in part[1]}:
-            print(f"the first step has not moved {brief(sorted(still))} on rank {min(still.values())}, though there is a "
-                  "gradient: is every parameter in an optimizer, and changed in place? (p.data = ... changes no shard)")
