@@ -28,7 +28,7 @@ class Muon(torch.optim.Muon):
     found_inf: 0-d tensor, 1.0 to let the next step change nothing; as in torch's fused optimizers.
     """
 
-    found_inf, _step_supports_amp_scaling = None, True  # see guard.py
+    found_inf, _step_supports_amp_scaling = None, True  # see optim.py
 
     def __init__(self, params, *args, **options):
         defaults = torch.optim.Muon([torch.zeros(1, 1)], *args, **options).defaults  # checks the options on a 2-D parameter

@@ -16,9 +16,8 @@ from distributed.refusals import check_layout
 from storage.dcp import read_table
 from storage.manifest import verify
 from support import muon as stacks
-from support.guard import skip_if_not_finite
 from support.muon import Muon
-from support.optim import adamw
+from support.optim import adamw, skip_if_not_finite
 
 OPTIONS = dict(lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
 
