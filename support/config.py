@@ -19,7 +19,6 @@ Only given flags are refused: never a default, and no details of a feature that 
 """
 import argparse
 import dataclasses
-import difflib
 import inspect
 import json
 import math
@@ -154,21 +153,14 @@ def make_parser(Config, kinds: dict) -> tuple[Parser, dict]:
     return parser, helps
 
 
-def refuse_unknown(word: str, kinds: dict, helps: dict):
-    """End with a usage error for the first unknown word of the command line."""
-    if word.startswith("-"):
-        flag, negated = word.split("=")[0], {f"no-{name}": "" for name in kinds if kinds[name] is bool}
-        usage_error(f"unknown flag {flag}; {did_you_mean(flag, helps | negated, '--')}--help lists all flags")
-    wish = f"did you mean --checkpoint {word}? " if "checkpoint" in helps else ""
-    usage_error(f"unexpected argument {word!r}; {wish}flags are written --name value, see --help")
-
-
 def parse_config(Config, argv=None):
     """Config from `argv` (default: sys.argv). `--config FILE` is read first, wherever the flag stands; other flags win."""
     kinds = get_type_hints(Config)
     parser, helps = make_parser(Config, kinds)
     given, unknown = parser.parse_known_args(argv)
     if unknown:
+        from tools.other_names import refuse_unknown
+
         refuse_unknown(unknown[0], kinds, helps)
     given = vars(given)
     values = read_config(file, helps, kinds) if (file := given.pop("config")) is not None else {}
@@ -210,7 +202,7 @@ def read_config(path, helps, kinds) -> dict:
     saved.pop("_run", None)  # facts about the run, by save_config(); not flags
     for name, value in list(saved.items()):
         if name not in helps:
-            from tools.other_names import is_gone
+            from tools.other_names import did_you_mean, is_gone
 
             if is_gone(name, value):
                 del saved[name]
@@ -315,30 +307,16 @@ def say_flags(cfg):
         print("flags:", " ".join(spell_flag(name, value) for name, value in quoted.items()), flush=True)
 
 
-def did_you_mean(name: str, helps: dict, dashes: str) -> str:
-    """"did you mean --steps? " or "". Tries the name in our spelling, other projects' names, the words in a help text, then
-    similar letters."""
-    wanted = name.lstrip("-").lower().replace("-", "_")
-    if wanted not in helps and dashes:
-        from tools.other_names import suggest_flag
-        if answer := suggest_flag(wanted, helps):
-            return answer + ("; ", " ")[answer.endswith("?")]
-    wanted = re.sub(r"\W", "_", wanted)
-    words = wanted.replace("_", " ").split()
-    found = [n for n in helps if n == wanted]
-    found += sorted((n for n in helps if len(words) > 1 and " ".join(words) in helps[n].lower()), key=len)
-    found += difflib.get_close_matches(wanted, helps, n=1) + [word for word in words if word in helps]
-    return f"did you mean {dashes}{found[0]}? " if found else ""
-
-
 def override_fields(instance, text: str, flag: str):
     """A copy of a dataclass instance with the fields of "n_layers=4,dim=512" changed. Raises ValueError for a wrong field."""
     kinds, changes = get_type_hints(type(instance)), {}
     for item in filter(None, text.split(",")):
         name, equals, value = (part.strip() for part in item.partition("="))
         if not equals or name not in kinds:
-            raise ValueError(f"{flag}: {item.strip()!r} is no field=value; {did_you_mean(name, dict.fromkeys(kinds, ''), '')}"
-                             f"fields are {', '.join(kinds)}")
+            from tools.other_names import did_you_mean
+
+            wish = did_you_mean(name, dict.fromkeys(kinds, ""), "")
+            raise ValueError(f"{flag}: {item.strip()!r} is no field=value; {wish}fields are {', '.join(kinds)}")
         try:
             changes[name] = parse_value(value, kinds[name])
         except (ValueError, KeyError, TypeError):
