@@ -93,22 +93,17 @@ def no_effect(cfg, facts: SimpleNamespace) -> list[str]:
     """One sentence per unmet need, with all flags given for nothing. Fields from --config return to their default instead, and
     rank 0 says so.
     """
-    unmet = unmet_needs(cfg, facts)
-    if (returned := {name: need for name, need in unmet.items() if name in FROM_FILE}) and own_rank() == 0:
-        print("--config: " + "; ".join(without_effect(cfg, returned, "back to the default")), flush=True)
+    returned = [name for name in unmet_needs(cfg, facts) if name in FROM_FILE]
+    if returned and own_rank() == 0:
+        print(f"--config: {', '.join(returned)} without effect here, back to the default", flush=True)
     defaults = {field.name: default_of(field) for field in dataclasses.fields(cfg) if field.name in returned}
     vars(cfg).update(defaults)
     vars(facts).update(defaults)
-    return without_effect(cfg, unmet_needs(cfg, facts), "leave {them} out")
-
-
-def without_effect(cfg, unmet: dict[str, Need], cure: str) -> list[str]:
-    """One sentence per need. cure: the end of each sentence; {them} becomes "it" or "them"."""
-    sentences = []
+    sentences, unmet = [], unmet_needs(cfg, facts)
     for need in dict.fromkeys(unmet.values()):
         names = [spell_flag(name, getattr(cfg, name)) for name in unmet if unmet[name] == need]
         verb, them = ("has", "it") if len(names) == 1 else ("have", "them")
-        sentences.append(f"{', '.join(names)} {verb} no effect {need.text}; {cure.format(them=them)}")
+        sentences.append(f"{', '.join(names)} {verb} no effect {need.text}; leave {them} out")
     return sentences
 
 
