@@ -46,9 +46,8 @@ from sft.chat_data import ChatData
 from sft.lora import LoraConfig, is_frozen, lora_counts, lora_linears
 from storage.resume import claim_run, keep_batch, list_warnings, source_tokenizer
 from support.config import Need, flag, save_config
-from support.guard import Guard
 from support.metrics import Metrics, MetricsConfig
-from support.optim import Optimizer, adamw, check_optimizer, set_lr
+from support.optim import Guard, Optimizer, adamw, check_optimizer, set_lr
 
 # finetune: a flag of DeepSeek
 MTP = Need("without mtp_depth 1, and this model has 0", lambda c: getattr(c, "mtp_depth", 0))
@@ -125,16 +124,14 @@ def build_optimizers(stages, cfg: Config) -> list[torch.optim.Optimizer]:
     """AdamW for everything, or Muon for the blocks' matrices and AdamW for the rest; one learning rate serves both."""
     params = [(fqn, p) for stage in stages for fqn, p in stage.named_parameters() if p.requires_grad]
     matrices = [p for fqn, p in params if cfg.optimizer == "muon" and p.dim() > 1 and fqn.startswith("blocks.")]
-    taken = {id(p) for p in matrices}
-    rest = [p for _, p in params if id(p) not in taken]
+    rest = [p for _, p in params if all(p is not matrix for matrix in matrices)]
     decays = [p for p in rest if p.dim() > 1 or cfg.wd_on == "all"]
     others = [p for p in rest if p.dim() <= 1 and cfg.wd_on != "all"]
     groups = [{"params": decays, "weight_decay": cfg.weight_decay}, {"params": others, "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
     optimizers = []
     if groups:  # a pipeline stage in the middle may have matrices only
-        betas = (cfg.beta1, cfg.beta2)
-        optimizers.append(adamw(groups, cfg.lr, betas, cfg.eps, cfg.optimizer))
+        optimizers.append(adamw(groups, cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps, cfg.optimizer))
     if matrices:
         from support.muon import Muon
 

@@ -17,6 +17,7 @@ import torch
 
 from checkpoint import load_model
 from corpus.tokenizer import ChatConfig, TextStream, encode, ends_of, has_bos, load_tokenizer
+from distributed.refusals import refuse
 from rl.decoding import draw_noise, rollout
 from storage.manifest import is_hf_folder, step_folders
 from support.config import Parser, parse_config, usage_error
@@ -38,9 +39,7 @@ def check_request(config, prompts, max_new_tokens, temperature, top_k, top_p):
             (n + max_new_tokens > config.max_seq_len,
              f"prompt {row} has {n} tokens and {max_new_tokens} new ones make {n + max_new_tokens}, the model's max_seq_len is "
              f"{config.max_seq_len}: brief the prompt or lower max_new_tokens")]
-    for wrong, message in rules:
-        if wrong:
-            raise ValueError(message)
+    refuse(rules)
 
 
 def generate(
@@ -117,7 +116,7 @@ def continue_texts(
     return [tokenizer.decode(ids) for ids in new]
 
 
-def print_sample(run: str, n_params: int, data=None, max_new_tokens=120):
+def print_sample(run: str, n_params: int, data=None):
     """Print a sample of a run's newest checkpoint, after the first words of its data (data.TokenData) or "def ". The run is
     finished and saved, so an error must not fail the run: we print the error."""
     try:
@@ -128,13 +127,12 @@ def print_sample(run: str, n_params: int, data=None, max_new_tokens=120):
             print(f"for a sample: {command}")  # loading a model of this size would keep all devices waiting
             return
         model, tokenizer, ends = open_checkpoint(run, "cuda" if torch.cuda.is_available() else "cpu")
-        max_new_tokens = min(max_new_tokens, model.config.max_seq_len // 2)
-        chat = None
+        chat, length = None, min(120, model.config.max_seq_len // 2)
         if is_chat:
             from sft.prompts import open_chat
 
             chat = open_chat(run, ChatConfig(chat=True))
-        (text,) = continue_texts(model, tokenizer, ends, [prompt], max_new_tokens, chat=chat, temperature=0.8, top_p=0.95)
+        (text,) = continue_texts(model, tokenizer, ends, [prompt], length, chat=chat, temperature=0.8, top_p=0.95)
         said = f"{prompt}\n\n{text}" if is_chat else f"{prompt}{text}"
         print(f"checkpoint: {step_folders(run)[0][1]}\nsample (for others: {command}):\n\n{said}", flush=True)
     except Exception as error:
@@ -146,8 +144,6 @@ def main(argv: list[str]):
     repeated = Parser(add_help=False)
     repeated.add_argument("--prompt", action="append")
     given, rest = repeated.parse_known_args(argv)
-    if rest and not rest[0].startswith("-"):
-        usage_error(f"unexpected argument {rest[0]!r}: the run to sample from is --checkpoint {rest[0]}")
     cfg = parse_config(Config, rest)
     texts = given.prompt or [cfg.prompt]
     options = dict(temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p, seed=cfg.seed)

@@ -71,7 +71,7 @@ def ours(cfg, device, compiled):
     from models.llama3 import Llama3
     from parallel import make_mesh
     from support.config import parse_config
-    from support.guard import skip_if_not_finite
+    from support.optim import skip_if_not_finite
 
     shape = ["--seq_len", cfg.seq_len, "--local_batch_size", cfg.local_batch_size, "--compute_dtype", cfg.dtype, "--ac", cfg.ac]
     shape += ["--float8", cfg.float8] * (cfg.float8 != "off")

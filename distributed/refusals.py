@@ -56,7 +56,7 @@ def check_layout(
     if isinstance(cfg, Float8Config) and cfg.float8 != "off":  # grpo.py has no float8
         rows += float8_rows(layout, cfg, model_config, on_cuda, seq_len)
     if layout.has_experts:
-        rows += expert_rows(layout, model_config)
+        rows += expert_rows(layout, cfg, model_config)
     if layout.pp > 1 and layout.accumulation:
         rows += pipeline_rows(layout, cfg, model_config)
     refuse(rows)
@@ -181,13 +181,15 @@ def float8_rows(layout: Layout, cfg, c, on_cuda: bool, seq_len: int) -> list[tup
     ]
 
 
-def expert_rows(layout: Layout, c) -> list[tuple]:
+def expert_rows(layout: Layout, cfg, c) -> list[tuple]:
     ep, etp = layout.ep, layout.etp
     lenders = layout.dp_shard * layout.cp * (1 if etp > 1 else layout.tp)  # ranks that ep may borrow
     ranks = f"dp_shard x cp{' x tp' if etp == 1 else ''} = {lenders}"
     return [
         (etp not in (1, layout.tp), f"--etp {etp} must be 1 or --tp {layout.tp}"),
         (etp > 1 and c.moe_ffn_dim % etp, f"--etp {etp} does not divide moe_ffn_dim {c.moe_ffn_dim}; use --etp 1"),
+        (etp > 1 and vars(cfg).get("optimizer") == "muon",
+         f"--optimizer muon needs whole matrices, but --etp {etp} splits every expert; use --etp 1 or adamw"),
         (ep < 1 or c.n_experts % ep or lenders % ep,
          f"--ep {ep} must divide n_experts {c.n_experts} and {ranks}; use {divisors(c.n_experts, lenders)}"),
     ]

@@ -18,11 +18,8 @@ Only given flags are refused: never a default, and no details of a feature that 
 --val_every 0` says clearly enough that there is no validation).
 """
 import argparse
-import ast
 import dataclasses
-import difflib
 import inspect
-import io
 import json
 import math
 import os
@@ -31,9 +28,7 @@ import shlex
 import sys
 import textwrap
 import time
-import tokenize
 from collections.abc import Callable
-from decimal import Decimal
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin, get_type_hints
 
@@ -83,10 +78,14 @@ def needs_of(Config, name: str) -> tuple[Need, ...]:
     return next((field.metadata["needs"] for field in fields if field is not None and "needs" in field.metadata), ())
 
 
+def given_flags(cfg) -> dict[str, Any]:
+    """{field: value} of the fields that differ from their default."""
+    return {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg) if getattr(cfg, f.name) != default_of(f)}
+
+
 def unmet_needs(cfg, facts: SimpleNamespace) -> dict[str, Need]:
     """{field: first unmet need} of the fields that differ from their default."""
-    given = [field.name for field in dataclasses.fields(cfg) if getattr(cfg, field.name) != default_of(field)]
-    unmet = {name: [need for need in needs_of(type(cfg), name) if not need.met(facts)] for name in given}
+    unmet = {name: [need for need in needs_of(type(cfg), name) if not need.met(facts)] for name in given_flags(cfg)}
     return {name: needs[0] for name, needs in unmet.items() if needs}
 
 
@@ -94,23 +93,17 @@ def no_effect(cfg, facts: SimpleNamespace) -> list[str]:
     """One sentence per unmet need, with all flags given for nothing. Fields from --config return to their default instead, and
     rank 0 says so.
     """
-    unmet = unmet_needs(cfg, facts)
-    if (returned := {name: need for name, need in unmet.items() if name in FROM_FILE}) and own_rank() == 0:
-        print("--config: " + "; ".join(without_effect(cfg, returned, "back to the default")), flush=True)
-    for field in dataclasses.fields(cfg):
-        if field.name in returned:
-            setattr(cfg, field.name, default_of(field))
-            setattr(facts, field.name, default_of(field))
-    return without_effect(cfg, unmet_needs(cfg, facts), "leave {them} out")
-
-
-def without_effect(cfg, unmet: dict[str, Need], cure: str) -> list[str]:
-    """One sentence per need. cure: the end of each sentence; {them} becomes "it" or "them"."""
-    sentences = []
+    returned = [name for name in unmet_needs(cfg, facts) if name in FROM_FILE]
+    if returned and own_rank() == 0:
+        print(f"--config: {', '.join(returned)} without effect here, back to the default", flush=True)
+    defaults = {field.name: default_of(field) for field in dataclasses.fields(cfg) if field.name in returned}
+    vars(cfg).update(defaults)
+    vars(facts).update(defaults)
+    sentences, unmet = [], unmet_needs(cfg, facts)
     for need in dict.fromkeys(unmet.values()):
         names = [spell_flag(name, getattr(cfg, name)) for name in unmet if unmet[name] == need]
         verb, them = ("has", "it") if len(names) == 1 else ("have", "them")
-        sentences.append(f"{', '.join(names)} {verb} no effect {need.text}; {cure.format(them=them)}")
+        sentences.append(f"{', '.join(names)} {verb} no effect {need.text}; leave {them} out")
     return sentences
 
 
@@ -119,6 +112,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **kwargs):
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+        # argparse takes -1e-4 and -inf for flags, but our flags have two dashes
+        self._negative_number_matcher = re.compile("-[^-]")
 
     def error(self, message):
         usage_error(message.removeprefix("argument "))
@@ -153,22 +148,14 @@ def make_parser(Config, kinds: dict) -> tuple[Parser, dict]:
     return parser, helps
 
 
-def refuse_unknown(word: str, kinds: dict, helps: dict):
-    """End with a usage error for the first unknown word of the command line."""
-    if word.startswith("-"):
-        flag, negated = word.split("=")[0], {f"no-{name}": "" for name in kinds if kinds[name] is bool}
-        usage_error(f"unknown flag {flag}; {did_you_mean(flag, helps | negated, '--')}--help lists all flags")
-    before = "config" if word.endswith(".json") else "checkpoint" if "checkpoint" in helps else None
-    wish = f"did you mean --{before} {word}? " if before else ""
-    usage_error(f"unexpected argument {word!r}; {wish}flags are written --name value, see --help")
-
-
 def parse_config(Config, argv=None):
     """Config from `argv` (default: sys.argv). `--config FILE` is read first, wherever the flag stands; other flags win."""
     kinds = get_type_hints(Config)
     parser, helps = make_parser(Config, kinds)
-    given, unknown = parser.parse_known_args(glue_values(sys.argv[1:] if argv is None else argv))
+    given, unknown = parser.parse_known_args(argv)
     if unknown:
+        from tools.other_names import refuse_unknown
+
         refuse_unknown(unknown[0], kinds, helps)
     given = vars(given)
     values = read_config(file, helps, kinds) if (file := given.pop("config")) is not None else {}
@@ -200,28 +187,17 @@ def check_range(cfg, least: float, most: float, *names: str):
             raise ValueError(f"--{name} {value} must be {limits}")
 
 
-def glue_values(argv) -> list:
-    """["--lr", "-1e-4"] -> ["--lr=-1e-4"]: argparse takes -1e-4 and -inf for flags, but our flags have two dashes."""
-    glued = []
-    for arg in argv:
-        is_value = re.match(r"-[^-]", arg) and arg != "-h" and glued and re.fullmatch(r"--[\w-]+", glued[-1])
-        glued[-1:] = [f"{glued[-1]}={arg}"] if is_value else [*glued[-1:], arg]
-    return glued
-
-
 def read_config(path, helps, kinds) -> dict:
     """Field values of a saved config.json; unknown keys and wrong values are usage errors."""
     try:
         with open(path, encoding="utf-8") as file:
-            saved = json.load(file)
-        if not isinstance(saved, dict):
-            raise ValueError(f"a JSON {type(saved).__name__}")
-    except (OSError, ValueError, RecursionError) as error:
+            saved = {**json.load(file)}
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         usage_error(f"--config {path!r}: {error}; need a config.json that a run has saved")
     saved.pop("_run", None)  # facts about the run, by save_config(); not flags
     for name, value in list(saved.items()):
         if name not in helps:
-            from tools.other_names import is_gone
+            from tools.other_names import did_you_mean, is_gone
 
             if is_gone(name, value):
                 del saved[name]
@@ -249,8 +225,6 @@ def option_groups(Config) -> dict:
     fields, owner = {field.name: field for field in dataclasses.fields(Config)}, {}
     for group in Config.__mro__:
         for name in inspect.get_annotations(group):
-            if name in ("config", "help"):
-                raise TypeError(f"{group.__qualname__}.{name}: --{name} is reserved, rename the field")
             if name in fields and not issubclass(owner.setdefault(name, group), group):
                 raise TypeError(f"{owner[name].__qualname__} and {group.__qualname__} both declare --{name}: rename one field")
     return {group: [fields[name] for name in fields if owner[name] is group] for group in dict.fromkeys(owner.values())}
@@ -260,12 +234,10 @@ def trailing_comments(group) -> dict:
     """{field: comment at the end of the line}; empty if the source is not at hand (python -c, zipped)."""
     try:
         source = textwrap.dedent(inspect.getsource(group))
-        tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
-        body = ast.parse(source).body[0].body
-    except (OSError, TypeError, SyntaxError, tokenize.TokenError):
+    except (OSError, TypeError):
         return {}
-    comments = {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
-    return {node.target.id: comments.get(node.end_lineno, "") for node in body if isinstance(node, ast.AnnAssign)}
+    # a field may take several lines; the next field or comment ends the search
+    return dict(re.findall(r"^    (\w+): (?:(?!\n    [\w#@])[^#])*  # (.*)", source, re.M))
 
 
 def default_of(field):
@@ -301,8 +273,8 @@ def parse_value(text: str, kind):
         return {str(choice): choice for choice in get_args(kind)}[text]
     if kind is bool:
         return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
-    if kind is int and re.fullmatch(r"\d+(\.\d+)?[eE]\+?\d{1,2}", text) and (value := Decimal(text)) == int(value):
-        text = str(int(value))  # 1e3, 2.5e4
+    if kind is int and re.fullmatch(r"\d+(\.\d+)?[eE]\+?\d{1,2}", text) and float(text).is_integer():
+        text = str(int(float(text)))  # 1e3, 2.5e4
     value = kind(text)
     if value != value:  # NaN has no meaning in any flag, and two configs with NaN never compare equal
         raise ValueError
@@ -325,29 +297,9 @@ def spell_flag(name: str, value) -> str:
 
 def say_flags(cfg):
     """Print the flags that differ from their defaults, as typed, on rank 0."""
-    differ = [(field.name, getattr(cfg, field.name)) for field in dataclasses.fields(cfg)
-              if getattr(cfg, field.name) != default_of(field)]
-    if differ and own_rank() == 0:
-        typed = [spell_flag(name, value if isinstance(value, bool) else shlex.quote(spell(value))) for name, value in differ]
-        print("flags:", " ".join(typed), flush=True)
-
-
-def did_you_mean(name: str, helps: dict, dashes: str) -> str:
-    """"did you mean --steps? " or "". Tries the name in our spelling, other projects' names, the words in a help text, then
-    similar letters."""
-    wanted = name.lstrip("-").lower().replace("-", "_")
-    if wanted not in helps and dashes:
-        from tools.other_names import suggest_flag
-        if answer := suggest_flag(wanted, helps):
-            return answer + ("; ", " ")[answer.endswith("?")]
-    wanted = re.sub(r"\W", "_", wanted)
-    words = wanted.replace("_", " ").split()
-    hits = {n: sum(len(word) > 2 and word in helps[n].lower() for word in words) for n in helps}
-    found = [n for n in helps if n == wanted]
-    found += sorted((n for n in helps if len(words) > 1 and " ".join(words) in helps[n].lower()), key=len)
-    found += difflib.get_close_matches(wanted, helps, n=1) + [word for word in words if word in helps]
-    found += sorted((n for n in helps if len(words) > 1 and 2 * hits[n] > len(words)), key=hits.get, reverse=True)
-    return f"did you mean {dashes}{found[0]}? " if found else ""
+    quoted = {name: v if isinstance(v, bool) else shlex.quote(spell(v)) for name, v in given_flags(cfg).items()}
+    if quoted and own_rank() == 0:
+        print("flags:", " ".join(spell_flag(name, value) for name, value in quoted.items()), flush=True)
 
 
 def override_fields(instance, text: str, flag: str):
@@ -356,8 +308,10 @@ def override_fields(instance, text: str, flag: str):
     for item in filter(None, text.split(",")):
         name, equals, value = (part.strip() for part in item.partition("="))
         if not equals or name not in kinds:
-            raise ValueError(f"{flag}: {item.strip()!r} is no field=value; {did_you_mean(name, dict.fromkeys(kinds, ''), '')}"
-                             f"fields are {', '.join(kinds)}")
+            from tools.other_names import did_you_mean
+
+            wish = did_you_mean(name, dict.fromkeys(kinds, ""), "")
+            raise ValueError(f"{flag}: {item.strip()!r} is no field=value; {wish}fields are {', '.join(kinds)}")
         try:
             changes[name] = parse_value(value, kinds[name])
         except (ValueError, KeyError, TypeError):

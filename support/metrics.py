@@ -10,6 +10,7 @@ import sys
 import time
 import uuid
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -48,10 +49,8 @@ PEAK_FLOPS = [
     (r"\bMIG\b", None),
     (r"\bA100\b", 312e12),
     (r"\bH100\b.*\bPCIe\b", 756e12),
-    (r"\bH100\b.*\bNVL\b", 835e12),
-    (r"\bH100\b", 989e12),
-    (r"\bH200\b.*\bNVL\b", 835e12),
-    (r"\bH200\b", 989e12),
+    (r"\bH[12]00\b.*\bNVL\b", 835e12),
+    (r"\bH[12]00\b", 989e12),
     (r"\bB200\b", 2250e12),
     (r"\bMI300X\b", 1307e12),
 ]
@@ -69,8 +68,8 @@ def peak_memory_gib(device) -> float:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if sys.platform == "darwin":
         return peak / 2**30  # bytes on macOS, KiB on Linux
-    with open("/proc/self/status") as file:  # ru_maxrss begins at the peak of the parent process
-        return next((int(line.split()[1]) for line in file if line.startswith("VmHWM")), peak) / 2**20
+    found = re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())  # ru_maxrss begins at the parent's peak
+    return int(found[1] if found else peak) / 2**20
 
 
 def plain(value):
@@ -83,15 +82,13 @@ def plain(value):
 def read_lines(path: str) -> list[dict]:
     """The lines of a metrics.jsonl. Half a line, left by a killed process, is skipped."""
     lines = []
-    if os.path.exists(path):
-        with open(path, errors="replace") as file:
-            for text in file:
-                try:
-                    line = json.loads(text)
-                except ValueError:
-                    continue
-                if isinstance(line, dict) and isinstance(line.get("step"), int):
-                    lines.append(line)
+    for text in Path(path).read_text(errors="replace").split("\n") if os.path.exists(path) else []:
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict) and isinstance(line.get("step"), int):
+            lines.append(line)
     return lines
 
 
@@ -135,7 +132,7 @@ class Metrics:
         if cfg.memory_snapshot:
             torch.cuda.memory._record_memory_history()
             torch._C._cuda_attach_out_of_memory_observer(lambda *_: self.dump_memory("out-of-memory"))
-        self.file, self.bar, self.writers, self.closers = None, False, [], []
+        self.bar, self.writers, self.closers = False, [], []
         if self.rank0:
             os.makedirs(out, exist_ok=True)
             self.path = os.path.join(out, "metrics.jsonl")
@@ -153,17 +150,15 @@ class Metrics:
             if cfg.wandb:
                 import wandb
 
-                known = os.path.join(out, "wandb_id")  # a continued run continues its curves
-                if first_step == 1 or not os.path.exists(known):
-                    with open(known, "w") as file:
-                        file.write(uuid.uuid4().hex)
-                run_id = open(known).read()
-                project = wandb.init(project=cfg.wandb, id=run_id, name=out, dir=out, resume="allow", config=vars(cfg))
+                known = Path(out, "wandb_id")  # a continued run continues its curves
+                if first_step == 1 or not known.exists():
+                    known.write_text(uuid.uuid4().hex)
+                about = dict(id=known.read_text(), name=out, dir=out, resume="allow", config=vars(cfg))
+                project = wandb.init(project=cfg.wandb, **about)
                 self.writers.append(lambda step, line: project.log(line, step=step))
                 self.closers.append(project.finish)
         # Python starts a collection whenever a rank happens to have made enough objects. Ranks pause at different
         # moments, and all ranks wait for each pause; so pause together, and rarely.
-        self.gc_was_on = gc.isenabled()
         if cfg.gc_every > 0:
             gc.collect()
             gc.disable()
@@ -177,17 +172,13 @@ class Metrics:
     def start_step(self, batches):
         """Begin a step: return the next batch, and measure the wait for the batch."""
         if self.step + 1 in self.profiled and self.profiler is None:
-            kinds = [torch.profiler.ProfilerActivity.CPU]
-            kinds += [torch.profiler.ProfilerActivity.CUDA] if self.device.type == "cuda" else []
-            self.profiler, self.profiled = torch.profiler.profile(activities=kinds), range(self.step + 1, self.profiled.stop)
+            self.profiler, self.profiled = torch.profiler.profile(), range(self.step + 1, self.profiled.stop)
             self.profiler.start()
         self.step_started = time.perf_counter()
         # The bar is drawn while a step runs and wiped at the end, so text printed between two steps starts on an empty line.
-        if self.bar and self.steps > 0:
+        if self.bar:
             filled = round(30 * self.step / self.steps)
-            pace = f"  {self.step_time / self.n_steps:.2f} s/step" if self.n_steps else ""
-            bar = f"{'#' * filled}{'.' * (30 - filled)}"
-            print(f"\r\033[Kstep {self.step + 1}/{self.steps} [{bar}]{pace}", end="", flush=True)
+            print(f"\r\033[Kstep {self.step + 1}/{self.steps} [{'#' * filled:.<30}]", end="", flush=True)
         batch = next(batches)
         self.data_time += time.perf_counter() - self.step_started
         return batch
@@ -236,37 +227,28 @@ class Metrics:
             elapsed = self.step_time + time.perf_counter() - self.step_ended
             n_steps = max(self.n_steps, 1)
             speed = self.n_tokens / elapsed
-            line = {
-                "step": step,
-                "loss": loss,
-                "loss_max": loss_max,
-                "grad_norm": grad_norm,
-                "lr": lr,
-                "tokens": self.tokens,
-                "tokens_per_second": speed,
-                "mfu": self.flops_per_token * speed / self.job_flops if self.job_flops else None,
-                "memory_gib": peak_memory_gib(self.device),
-                "step_time_s": elapsed / n_steps,
-                "data_time_s": self.data_time / n_steps,
-                "tokens_hash": tokens_hash,
-            } | (extra or {})
-            self.write(line)
+            mfu = self.flops_per_token * speed / self.job_flops if self.job_flops else None
+            memory, step_time = peak_memory_gib(self.device), elapsed / n_steps
+            line = dict(step=step, loss=loss, loss_max=loss_max, grad_norm=grad_norm, lr=lr, tokens=self.tokens)
+            line |= dict(tokens_per_second=speed, mfu=mfu, memory_gib=memory, step_time_s=step_time)
+            self.write(line | dict(data_time_s=self.data_time / n_steps, tokens_hash=tokens_hash) | (extra or {}))
             if show:
-                print(train_line(line, self.steps), flush=True)
+                left = timedelta(seconds=int((self.steps - step) * step_time))
+                share = "" if mfu is None else f"MFU {mfu:.1%}  "
+                print(f"step {step}/{self.steps}  loss {number(loss, '.4f')}  grad_norm {number(grad_norm, '.3f')}  "
+                      f"lr {lr:.2e}  {speed:,.0f} tok/s  {share}mem {memory:.2f} GiB  "
+                      f"data {self.data_time / elapsed:.1%}  ETA {left}", flush=True)
         self.reset_interval()
 
     def log_val(self, step: int, val_loss, val_bits_per_byte=None, val_loss_by_part: dict | None = None):
         """Write and print one validation line. val_loss in nats per token; bits per byte compares across tokenizers;
         val_loss_by_part: of the parts of a mixture."""
         if self.rank0:
-            line = {"step": step, "val_loss": plain(val_loss), "val_bits_per_byte": plain(val_bits_per_byte)}
-            if val_loss_by_part:
-                line["val_loss_by_part"] = {name: plain(loss) for name, loss in val_loss_by_part.items()}
-            self.write(line)
-            bits = line["val_bits_per_byte"]
-            bits = "" if bits is None else f"  val_bits_per_byte {bits:.4f}"
-            parts = "".join(f"  {name} {number(loss, '.4f')}" for name, loss in line.get("val_loss_by_part", {}).items())
-            print(f"step {step}/{self.steps}  val_loss {number(line['val_loss'], '.4f')}{bits}{parts}", flush=True)
+            numbers = {"val_loss": plain(val_loss), "val_bits_per_byte": plain(val_bits_per_byte)}
+            parts = {name: plain(loss) for name, loss in (val_loss_by_part or {}).items()}
+            self.write({"step": step, **numbers} | ({"val_loss_by_part": parts} if parts else {}))
+            known = [pair for pair in (numbers | parts).items() if pair != ("val_bits_per_byte", None)]
+            print(f"step {step}/{self.steps}", *(f" {name} {number(n, '.4f')}" for name, n in known), flush=True)
 
     def write(self, line: dict):
         """Append one line and flush: a reader of the file, or the run that replaces a killed run, finds the line whole."""
@@ -282,15 +264,13 @@ class Metrics:
         garbage collector on again."""
         if self.profiler is not None:
             self.write_trace()
-        if self.gc_was_on:
-            gc.enable()
+        gc.enable()
         if self.cfg.memory_snapshot:
             self.dump_memory(f"step-{self.step}")
         for close in self.closers:  # unwritten numbers would be lost with the process
             close()
-        if self.file is not None:
+        if self.rank0:
             self.file.close()
-            self.file = None
             lines = read_lines(self.path)
             is_rl = any("reward_mean" in line for line in lines)
             print(loss_curve(lines, *(("reward_mean", "eval_reward") if is_rl else ("loss", "val_loss"))), flush=True)
@@ -300,24 +280,7 @@ def number(value: float | None, spec: str) -> str:
     return "nan" if value is None else format(value, spec)
 
 
-def train_line(line: dict, steps: int) -> str:
-    """The line that a logged step prints."""
-    left = int((steps - line["step"]) * line["step_time_s"])
-    parts = [
-        f"step {line['step']}/{steps}",
-        f"loss {number(line['loss'], '.4f')}",
-        f"grad_norm {number(line['grad_norm'], '.3f')}",
-        f"lr {line['lr']:.2e}",
-        f"{line['tokens_per_second']:,.0f} tok/s",
-        f"MFU {line['mfu']:.1%}" if line["mfu"] is not None else "",
-        f"mem {line['memory_gib']:.2f} GiB",
-        f"data {line['data_time_s'] / line['step_time_s']:.1%}",
-        f"ETA {left // 3600}:{left // 60 % 60:02}:{left % 60:02}",
-    ]
-    return "  ".join(part for part in parts if part)
-
-
-def loss_curve(lines: list[dict], training="loss", validation="val_loss", rows=12, columns=60) -> str:
+def loss_curve(lines: list[dict], training="loss", validation="val_loss") -> str:
     """Two numbers of the lines, for training (.) and validation (o), as text; steps that share a column are averaged."""
     train = [(line["step"], line[training]) for line in lines if line.get(training) is not None]
     val = [(line["step"], line[validation]) for line in lines if line.get(validation) is not None]
@@ -325,17 +288,14 @@ def loss_curve(lines: list[dict], training="loss", validation="val_loss", rows=1
         return "no loss curve: fewer than two training steps were logged"
     steps, losses = zip(*train + val)
     first, last, low, high = min(steps), max(steps), min(losses), max(losses)
-    grid = [[" "] * columns for _ in range(rows)]
+    grid = [[" "] * 60 for _ in range(12)]
     for points, mark in (train, "."), (val, "o"):
         by_column = {}
         for step, loss in points:
-            by_column.setdefault(round((columns - 1) * (step - first) / max(last - first, 1)), []).append(loss)
+            by_column.setdefault(round(59 * (step - first) / max(last - first, 1)), []).append(loss)
         for column, group in by_column.items():
             height = (sum(group) / len(group) - low) / (high - low or 1)
-            grid[round((rows - 1) * (1 - height))][column] = mark
-    labels = [f"{high - (high - low) * i / (rows - 1):9.3f}" if i % 3 == 0 or i == rows - 1 else " " * 9 for i in range(rows)]
-    return "\n".join(
-        [f"{training.removesuffix('_mean'):>9}   . training" + "   o validation" * bool(val)]
-        + [f"{label} |{''.join(row).rstrip()}" for label, row in zip(labels, grid)]
-        + [" " * 10 + "+" + "-" * columns, f"{'step':>9}  {first}{last:>{columns - len(str(first))}}"]
-    )
+            grid[round(11 * (1 - height))][column] = mark
+    rows = [f"{high - (high - low) * i / 11:9.3f} |{''.join(row).rstrip()}" for i, row in enumerate(grid)]
+    legend = f"{training.removesuffix('_mean'):>9}   . training" + "   o validation" * bool(val)
+    return "\n".join([legend, *rows, " " * 10 + "+" + "-" * 60, f"{'step':>9}  {first}{last:>{60 - len(str(first))}}"])

@@ -1,17 +1,25 @@
-"""The learning rate of all groups, and AdamW: torch's, or torchao's with moments of few bits."""
+"""What a step of the optimizers stands on: the learning rate of all groups; AdamW, torch's, or torchao's with moments of few
+bits; and a guard: a step with a NaN or infinite gradient changes nothing, and the run stops or goes on without (--on_nan)."""
 import logging
 import math
+import random
 from typing import Literal
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from distributed.layout import local_tensor
+from distributed.agree import brief
+from distributed.checks import DROPOUT, bits_sum
+from distributed.layout import Layout, local_tensor
 from support.config import check_range
+from support.files import step_folders
 
 # The names of --optimizer. A run may be continued with another kind of AdamW: its checkpoints hold the moments in fp32.
 Optimizer = Literal["adamw", "adamw_8bit", "adamw_4bit", "adamw_fp8", "adamw_sr", "muon"]
+
 
 def check_optimizer(cfg) -> None:
     """Raise ValueError for numbers of the optimizer and its schedule that are out of range, and for an optimizer that needs
@@ -54,3 +62,103 @@ def adamw(groups, lr: float, betas, eps: float, kind: str):
     config.enable_autograd_cache = False
     small = {"adamw_8bit": optim.AdamW8bit, "adamw_4bit": optim.AdamW4bit, "adamw_fp8": optim.AdamWFp8}
     return small.get(kind, optim._AdamW)(groups, lr, betas, eps, bf16_stochastic_round=kind == "adamw_sr")
+
+
+# ---------------------------------------------------------------- steps that are not finite
+class Guard:
+    """Skip steps with a NaN gradient on the GPU, without waiting for the GPU between two log lines. The report comes with the
+    next log line, and before anything reads the weights (validation, checkpoint). The first step of a start is looked at more
+    closely: see look_at_gradients and look_at_weights.
+
+        guard.before_update(step, grad_norm)  # before optimizer.step()
+        guard.report(step)                    # raises RuntimeError for a skipped step, or with --on_nan skip prints a line
+    """
+
+    def __init__(self, optimizers, layout: Layout, cfg, start: list[tuple]):
+        """cfg: on_nan, out, compile. start: of check_replicas."""
+        self.optimizers, self.layout, self.cfg, self.start, self.random = optimizers, layout, cfg, start, random_state()
+        self.norms: dict[int, Tensor] = {}  # step -> norm, of the steps since the last report
+        self.found = None  # by look_at_gradients, for look_at_weights
+
+    def before_update(self, step: int, grad_norm: Tensor) -> None:
+        if self.found is None:
+            self.found = self.look_at_gradients(grad_norm)
+        elif self.start is not None:
+            self.look_at_weights()
+        self.norms[step] = grad_norm
+        skip_if_not_finite(self.optimizers, grad_norm, on_host=self.layout.offload)
+
+    def report(self, step: int) -> None:
+        if self.start is not None:
+            self.look_at_weights()
+        norms = torch.stack([*self.norms.values()]).tolist()  # waits for the device, as log lines do anyway
+        bad = [(skipped, norm) for skipped, norm in zip(self.norms, norms, strict=True) if not math.isfinite(norm)]
+        self.norms.clear()
+        for skipped, norm in bad:
+            if self.cfg.on_nan == "stop":
+                good = next((path for _, path in step_folders(self.cfg.out)), "none yet")
+                raise RuntimeError(f"step {skipped}: gradient norm {norm}, weights unchanged by it, noticed after step {step}; "
+                                   f"last checkpoint: {good}")
+            if self.layout.rank == 0:
+                print(f"step {skipped}: the gradient norm is {norm}; step skipped")
+
+    # ------------------------------------------------ the first step of a start
+    def look_at_gradients(self, grad_norm: Tensor) -> tuple[list, list, list]:
+        """Raise ValueError if forward and backward have drawn random numbers. Returns names of parameters with and without a
+        gradient, and (name, parameter, checksum) of those that the update must move."""
+        drew = torch.tensor(int(self.random != random_state()))
+        dist.all_reduce(drew)  # all ranks must agree: a dropout may be on one pipeline stage only
+        if drew and not self.cfg.compile:  # a compiler that measures kernels on random inputs draws, too
+            raise ValueError("forward or backward draws random numbers without a generator: they depend on the layout and "
+                             f"on --ac, and a continued run draws others; {DROPOUT}")
+        if not math.isfinite(grad_norm):
+            return [], [], []  # the step changes nothing
+        moving = []
+        reached, unreached = ([fqn for fqn, p, _ in self.start if (p.grad is None) == none] for none in (False, True))
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        lrs = {id(p): float(group["lr"]) for group in groups for p in group["params"]}
+        for fqn, p, total in self.start:
+            grad, weight = (0.0 if t is None or not local_tensor(t).numel() else local_tensor(t).detach().abs().max().item()
+                            for t in (p.grad, p))
+            # An update is about as large as lr. An update lost in the rounding of the weights is no mistake of the model.
+            if grad and lrs.get(id(p), math.inf) > 8 * torch.finfo(p.dtype).eps * weight:
+                moving.append((fqn, p, total))
+        return reached, unreached, moving
+
+    def look_at_weights(self) -> None:
+        """Let rank 0 name the parameters without a gradient, and the parameters with a gradient that did not move."""
+        reached, unreached, moving = self.found
+        self.start, everyone = None, [None] * self.layout.world_size
+        dist.all_gather_object(everyone, (reached, [fqn for fqn, p, total in moving if bits_sum(p) == total], unreached))
+        if self.layout.rank > 0:
+            return
+        reached = {fqn for names, _, _ in everyone for fqn in names}
+        if names := sorted({fqn for _, _, names in everyone for fqn in names} - reached):
+            print(f"no gradient reaches {brief(names)}: nothing trains what is not used in the loss")
+        if still := {fqn: rank for rank, part in reversed([*enumerate(everyone)]) for fqn in part[1]}:
+            print(f"the first step has not moved {brief(sorted(still))} on rank {min(still.values())}, though there is a "
+                  "gradient: is every parameter in an optimizer, and changed in place? (p.data = ... changes no shard)")
+
+
+def skip_if_not_finite(optimizers, grad_norm: Tensor, on_host: bool = False) -> None:
+    """Let the next step() of each optimizer change neither weights nor moments if the norm is not finite.
+
+    torch's fused optimizers and Muon read `found_inf`, the protocol of torch.amp.GradScaler (_step_supports_amp_scaling): the
+    device decides, and the host does not wait. For other optimizers the host waits once per step, and removes the gradients,
+    because parameters without a gradient stay. The host also decides for an optimizer without state: torch's fused SGD
+    fills the momentum only in a step that is not skipped.
+
+    on_host: the parameters are in host memory (--cpu_offload).
+    """
+    found_inf = (~grad_norm.isfinite()).float()
+    for optimizer in optimizers:
+        if getattr(optimizer, "_step_supports_amp_scaling", False) and optimizer.state:
+            optimizer.found_inf = found_inf.cpu() if on_host else found_inf
+        elif found_inf:
+            optimizer.zero_grad(set_to_none=True)
+
+
+def random_state() -> list:
+    """State of the global generators of torch, Python and NumPy: every number drawn without a generator changes one."""
+    states = [torch.get_rng_state()] + ([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])
+    return [*(state.tolist() for state in states), random.getstate(), str(np.random.get_state())]

@@ -201,8 +201,8 @@ def mark_parts(module, memory: bool) -> None:
     """Lines in the log: "mark step 3" .. "mark end 3" around a step (from its batch to its optimizer), around its parts "mark
     forward_backward" .. "mark /forward_backward", and "mark report 3" where the host is about to ask how it went. memory: print
     the allocator's state after each part."""
-    from support.guard import Guard
     from support.metrics import Metrics
+    from support.optim import Guard
 
     def state(name):
         if memory:
@@ -230,8 +230,8 @@ def mark_parts(module, memory: bool) -> None:
 
 def forbid_waiting() -> None:
     """From the second step on torch raises where the host waits for the device, until the step's report, which does."""
-    from support.guard import Guard
     from support.metrics import Metrics
+    from support.optim import Guard
 
     def start_step(self, batches):
         if self.step > 0:

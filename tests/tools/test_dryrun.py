@@ -80,8 +80,7 @@ LAYOUTS = {
     "experts split": ("train_qwen3", 4, dict(ep=2, tp=2, etp=2, model_args=MOE, moe_force_balance=True)),
     "muon": ("train_llama3", 2, dict(optimizer="muon")),
     "muon, tp": ("train_llama3", 2, dict(optimizer="muon", tp=2)),
-    "muon, experts split": (
-        "train_qwen3", 4, dict(ep=2, tp=2, etp=2, optimizer="muon", model_args=MOE, moe_force_balance=True)),
+    "muon, experts": ("train_qwen3", 4, dict(ep=2, tp=2, optimizer="muon", model_args=MOE, moe_force_balance=True)),
 }
 
 
