@@ -1,9 +1,12 @@
 """Checks on a built model and running processes: the model's tables fit the model, memory holds the training state, and all
 ranks have the same weights and data."""
+import copy
 import fnmatch
 import os
 import sys
 from collections import Counter
+from contextlib import suppress
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -45,10 +48,29 @@ def check_model(model, layout: Layout, cfg, styles) -> None:
 
 def check_documents(model, layout: Layout) -> None:
     """With --doc_mask, rank 0 names the blocks that do not call attend: the mask changes nothing in such a block."""
-    from distributed.parts import blocks_without_attend
-
     if layout.rank == 0 and (names := blocks_without_attend(model)):
         print(f"--doc_mask does nothing in {brief(names)}: they do not call attend, so what else mixes tokens mixes documents")
+
+
+def blocks_without_attend(model) -> list[str]:
+    """Names of the blocks that return without calling `attend`, found by a forward on the meta device."""
+    model, names, ids = copy.deepcopy(model), [], torch.zeros(1, 8, dtype=torch.int64, device="meta")
+
+    def attend(*args, **kwargs):
+        raise RuntimeError("attend is called")
+
+    def run(name, forward, h, *args, **kwargs):
+        with suppress(Exception):  # attend was called, or the block cannot run without numbers
+            forward(h, *args, **kwargs)
+            names.append(f"blocks.{name}")
+        return h
+
+    model.make_attend = lambda *args, **kwargs: attend
+    for name, block in model.blocks.items():
+        block.forward = partial(run, name, block.forward)
+    with suppress(Exception):
+        model(ids, labels=ids, doc_ids=ids, loss_denom=8)
+    return names
 
 
 def check_tp_plan(model, styles) -> None:

@@ -33,6 +33,7 @@ class PipelineConfig:
 
 ONE_STAGE_PER_RANK = ("GPipe", "1F1B")
 ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+KNOWN = ("tok_embeddings.", "blocks.", "norm.", "head.", "mtp.")  # parameters of parts with a fixed stage
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # rank r holds stages r and last-r: the pipeline goes down and comes back
 
 
@@ -103,14 +104,12 @@ def stage_ids(layout: Layout, n_stages: int, rank: int) -> list[int]:
 
 
 def pipeline_stages(model, layout: Layout, cfg: PipelineConfig) -> list[nn.Module]:
-    """The rank's stages: copies of the (meta) model without the parts of other stages, names unchanged. Raises ValueError for a
-    part of a model that belongs to neither end."""
-    from distributed.parts import own_parts
-
-    split, stages = split_stages(cfg, layout.pp, model.config.n_layers), []
-    split[-1] += ["mtp"] + ["tok_embeddings"] * embeds_at_both_ends(model.config)  # a copy, kept equal by sum_tied_gradients
-    for name, is_before in own_parts(model).items():
-        split[0 if is_before else -1].append(name)
+    """The rank's stages: copies of the (meta) model without the parts of other stages, names unchanged."""
+    split, stages, ends = split_stages(cfg, layout.pp, model.config.n_layers), [], stages_of_parts(model)
+    split[0] += [name for name, end in ends.items() if end == "first"]
+    split[-1] += [name for name, end in ends.items() if end == "last"] + ["mtp"]
+    if embeds_at_both_ends(model.config):
+        split[-1].append("tok_embeddings")  # a copy, kept equal by sum_tied_gradients
     held = {name for names in split for name in names}
     for i in stage_ids(layout, len(split), layout.coordinate("pp")):
         stage = copy.deepcopy(model)
@@ -122,6 +121,19 @@ def pipeline_stages(model, layout: Layout, cfg: PipelineConfig) -> list[nn.Modul
             del stage.blocks[name]
         stages.append(stage)
     stages[0].schedules = {}  # torch's schedule by the shape of the batch: see pipeline_schedule
+    return stages
+
+
+def stages_of_parts(model) -> dict[str, str]:
+    """{a part that only a fork's model has: "first" or "last", the pipeline stage that holds the part}, as `pp_stage` of the
+    model's class says. Raises ValueError for a part with parameters that is not in pp_stage."""
+    parts = dict.fromkeys(fqn.partition(".")[0] for fqn, _ in model.named_parameters() if not fqn.startswith(KNOWN))
+    stages = {name: getattr(model, "pp_stage", {}).get(name) for name in parts}
+    for name, stage in stages.items():
+        if stage not in ("first", "last"):
+            raise ValueError(f"--pp: no stage is given for {name}; write pp_stage = {{{name!r}: \"first\"}} into class "
+                             f"{type(model).__name__} if forward uses {name} before the blocks, \"last\" if after the blocks; "
+                             "or make it part of a block")
     return stages
 
 
