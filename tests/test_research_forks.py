@@ -35,7 +35,7 @@ TABLE = [
     ("dropped_through_kwargs", "--dp_shard 2", "dropout without places in training: the model's forward needs an argument"),
     ("dropped", "--pp 2 --ac full", "--ac full with --pp 2 would recompute a block with the places of a later micro-batch"),
     ("python_random", "--dp_shard 2", "draws random numbers without a generator"),
-    ("residual_scales", "--pp 2", "--pp: no stage is given for scales; write pp_stage = {'scales': \"first\"} into class Llama3"),
+    ("residual_scales", "--pp 2", "--pp: no stage is given for scales; write pp_stage = {'scales': \"first\"} into class"),
     ("residual_scales", "--tp 2", "--tp: scales has no style in tp_plan.* put it into a small module of its own"),
     ("residual_scales", "--dp_shard 2", EQUAL),
     ("mean_loss", "--dp_shard 2", f"{NOT_EQUAL} differs first in the gradient of tok_embeddings.weight by 5.0e-01"),
@@ -183,7 +183,7 @@ def test_a_part_of_a_fork_is_on_the_stage_that_its_class_names():
     assert stages_of_parts(made("frozen_norms")) == {}
     model = made("two_heads")
     model.pp_stage = {"head2": "last", "norm2": "middle"}
-    with pytest.raises(ValueError, match="no stage is given for norm2; write pp_stage = {'norm2': \"first\"} into class Llama3"):
+    with pytest.raises(ValueError, match="no stage is given for norm2; write pp_stage = {'norm2': \"first\"} into class"):
         stages_of_parts(model)
 
 
