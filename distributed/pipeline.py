@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from distributed.layout import Layout, ParallelConfig, local_tensor
 from support.config import Need, flag
 
-Schedule = Literal[
-    "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
-]
+Schedule = Literal["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 PIPELINE = Need("without --pp 2 or more", lambda c: c.pp > 1)
 NO_CSV = Need("with --pp_schedule_csv, which says it all", lambda c: not c.pp_schedule_csv)
 NO_FQNS = Need("with --pp_stage_fqns, which says it all", lambda c: not c.pp_stage_fqns)
@@ -54,9 +52,9 @@ def split_stages(cfg: ParallelConfig, pp: int, n_layers: int) -> list[list[str]]
     elif cfg.pp_layers_per_stage:
         n = math.ceil(weight / cfg.pp_layers_per_stage)
         if n % pp:
-            made = f"--pp_layers_per_stage {cfg.pp_layers_per_stage} makes {n} stages"
-            fits = " or ".join(str(k) for k in range(1, weight + 1) if math.ceil(weight / k) % pp == 0)
-            raise ValueError(f"{made} of {n_layers} layers, no multiple of --pp {pp}; use {fits or 'a smaller --pp'}")
+            fits = " or ".join(str(k) for k in range(1, weight + 1) if math.ceil(weight / k) % pp == 0) or "a smaller --pp"
+            raise ValueError(f"--pp_layers_per_stage {cfg.pp_layers_per_stage} makes {n} stages of {n_layers} layers, no "
+                             f"multiple of --pp {pp}; use {fits}")
     else:
         n = pp if cfg.pp_schedule in ONE_STAGE_PER_RANK else 2 * pp
     sizes = [weight // n + (i < weight % n) for i in range(n)]
@@ -75,12 +73,10 @@ def named_stages(text: str, everything: list[str]) -> list[list[str]]:
     """--pp_stage_fqns: stages by ';', each with its modules by ','. Raises ValueError unless they are everything, in order."""
     split = [[n.strip() for n in stage.split(",")] for stage in text.split(";")]
     given = [n for stage in split for n in stage]
-    if unknown := [n for n in given if n not in everything]:
-        names = f"tok_embeddings, blocks.0 .. {everything[-3]}, norm, head"
-        raise ValueError(f"--pp_stage_fqns: {unknown[0]!r} is no module of the model; use {names}")
     if given != everything:
         wrong = next((a for a, b in zip(everything, given + [None], strict=False) if a != b), given[-1])
-        raise ValueError(f"--pp_stage_fqns must name each module once, in order; {wrong!r} is missing, double or misplaced")
+        raise ValueError(f"--pp_stage_fqns must name tok_embeddings, blocks.0 .. {everything[-3]}, norm and head once each, in "
+                         f"order; {wrong!r} is missing, double or misplaced")
     return split
 
 
@@ -183,19 +179,13 @@ def pipeline_schedule(stages, layout: Layout, T: int, kwargs: dict):
     tokens = torch.empty(B, T, dtype=torch.int64, device=device)
     h = torch.empty(B, T // layout.tp, D, dtype=layout.compute_dtype, device=device, requires_grad=True)
     loss = torch.empty((), dtype=torch.float32, device=device, requires_grad=True)
-    parts = [
-        PipelineStage(
-            s, s.index, s.n_stages, device, group=layout.group("pp"),
-            input_args=(tokens if s.index == 0 else h,), output_args=(loss if s.index == s.n_stages - 1 else h,),
-        )
-        for s in stages
-    ]
-    options = dict(
-        n_microbatches=n_microbatches(layout),
-        # the last stage's forward returns the loss, because FSDP gathers the head's weight only for that forward
-        loss_fn=lambda loss, target: loss,
-        scale_grads=False,  # the loss is divided by the tokens of the global batch; torch would divide by the micro-batches too
-    )
+    parts = []
+    for s in stages:
+        takes, gives = tokens if s.index == 0 else h, loss if s.index == s.n_stages - 1 else h
+        parts.append(PipelineStage(s, s.index, s.n_stages, device, (takes,), (gives,), group=layout.group("pp")))
+    # The last stage's forward returns the loss, because FSDP gathers the head's weight only for that forward. The loss is
+    # divided by the tokens of the global batch already; with scale_grads torch would divide by the micro-batches too.
+    options = dict(n_microbatches=n_microbatches(layout), loss_fn=lambda loss, target: loss, scale_grads=False)
     name = layout.schedule
     if name not in get_args(Schedule):
         schedule = schedules._PipelineScheduleRuntime(parts, **options)

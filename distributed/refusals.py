@@ -25,10 +25,8 @@ def refuse(rows) -> None:
         raise ValueError("; ".join(texts))
 
 
-def check_layout(
-    cfg: ParallelConfig, model_config, *, seq_len, local_batch_size, global_batch_size, device="auto", world_size=None,
-    on_cuda=None,
-) -> Layout:
+def check_layout(cfg: ParallelConfig, model_config, *, seq_len, local_batch_size, global_batch_size, device="auto",
+                 world_size=None, on_cuda=None) -> Layout:
     """Make the Layout of the flags. Raises ValueError with every violation: the values, and the flags to type instead.
 
     on_cuda: True in a dry run, without counting GPUs; None = as --device says, and GPUs are counted.

@@ -246,10 +246,10 @@ def test_a_forks_own_parameters_start_as_its_model_says(cls):
 @pytest.mark.parametrize("cls", CONFIGS)
 @pytest.mark.parametrize("part, message", [
     (lambda: Bare("scale", torch.full((1,), 0.2)), "blocks.0.part.scale has no initial value: .* init_std.* init_constants"),
-    (lambda: Bare("weight", torch.empty(8, 8)), "parameter blocks.0.part.weight has no initial value"),  # of no nn.Linear
+    (lambda: Bare("weight", torch.empty(8, 8)), "blocks.0.part.weight has no initial value"),  # of no nn.Linear
     (lambda: Bare("temperature", torch.tensor(1.0)), "parameter blocks.0.part.temperature has no dimension"),
-    (lambda: Bare("slopes", torch.ones(4), buffer=True), "buffer blocks.0.part.slopes is empty on the meta device"),
-    (lambda: nn.Conv1d(8, 8, 4), "parameter blocks.0.part.weight has no initial value"),
+    (lambda: Bare("slopes", torch.ones(4), buffer=True), "blocks.0.part.slopes has no initial value: compute it in forward"),
+    (lambda: nn.Conv1d(8, 8, 4), "blocks.0.part.weight has no initial value"),
 ], ids=["bare", "bare weight", "0-d", "buffer", "conv"])
 def test_a_parameter_that_no_rule_covers_is_named(cls, part, message):
     model = forked(cls=cls, part=part)

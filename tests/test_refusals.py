@@ -94,7 +94,7 @@ PP pp_layers_per_stage=2 => 4 stages over --pp 2 ranks.*1F1B needs exactly 1 per
 TWO_LAYERS pp_schedule=ZBVZeroBubble pp_stage_fqns=TWO => 2 stages over --pp 2.*exactly 2 per rank => pp_stage_fqns=FOUR
 PP pp_schedule=ZBVZeroBubble pp_layers_per_stage=2 n_layers=14 => 8 stages over --pp 2.*exactly 2 => pp_layers_per_stage=4
 TWO_LAYERS pp_schedule=LoopedBFS pp_stage_fqns=TWO => 2 stages over --pp 2.*LoopedBFS needs => pp_stage_fqns=FOUR
-TWO_LAYERS pp_stage_fqns=tok_embeddings,block.0;blocks.1,norm,head => 'block.0' is no module.*blocks.0 => pp_stage_fqns=TWO
+TWO_LAYERS pp_stage_fqns=tok_embeddings,block.0;blocks.1,norm,head => blocks.1.*'blocks.0' is missing => pp_stage_fqns=TWO
 TWO_LAYERS pp_stage_fqns=tok_embeddings;blocks.1,norm,head => --pp_stage_fqns.*'blocks.0' is missing => pp_stage_fqns=TWO
 TWO_LAYERS pp_stage_fqns=tok_embeddings,blocks.0;blocks.1,norm => 'head' is missing => pp_stage_fqns=TWO
 TWO_LAYERS pp_stage_fqns=TWO,head => 'head' is missing => pp_stage_fqns=TWO

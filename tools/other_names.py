@@ -82,7 +82,7 @@ SENTENCES = {
     "flight_recorder trace_buf_size save_traces_folder": "nothing to type: with NCCL the last collectives are always kept, and "
         "written to the trace folder of the run when one times out",
     "attention": "nothing to type: cuDNN's kernel is tried first, then flash",
-    "moe_load_per_layer": "give balance_experts per_layer=True in the recipe: metrics.jsonl then gets moe_load",
+    "moe_load_per_layer": "metrics.jsonl has moe_load_max_over_mean; loads of each layer: the table in balance_experts",
     "reduce_grads": "nothing to type: gradients are reduced after each micro-batch where whole ones take too much memory",
     "create_seed_checkpoint": "nothing to type: --seed gives the same initial weights in every layout",
 }
