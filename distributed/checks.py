@@ -1,9 +1,12 @@
 """Checks on a built model and running processes: the model's tables fit the model, memory holds the training state, and all
 ranks have the same weights and data."""
+import dis
 import fnmatch
 import os
 import sys
 from collections import Counter
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -20,9 +23,8 @@ from models.loss import IGNORE
 # Styles to suggest for a parameter without one
 STYLES = ('"sequence" (a norm or gain of (B, T/tp, D)), "head_norm" (of (B, T, H/tp, K)), "sequence_linear" (a linear of T/tp '
           'tokens), "colwise" or "rowwise" (a linear that is split)')
-
-
 DROPOUT = "use models.layers.dropout, see 'Random numbers' in docs/fork_me.md"
+DRAWING = (_DropoutNd, nn.MultiheadAttention, nn.RNNBase)  # modules that draw from torch's generator
 
 
 def check_model(model, layout: Layout, cfg, styles) -> None:
@@ -39,16 +41,24 @@ def check_model(model, layout: Layout, cfg, styles) -> None:
     check_owners(model, layout)
     if takes_places(model) and layout.pp > 1 and cfg.ac != "none":
         raise ValueError(f"--ac {cfg.ac} with --pp {layout.pp} would recompute a block with the places of a later micro-batch, "
-                         "and so with another dropout; use --ac none, or --dp_shard, --tp or --cp in place of --pp")
+                         "and so with another dropout; use --ac none")
     check_memory(model, layout, cfg)
 
 
 def check_documents(model, layout: Layout) -> None:
     """With --doc_mask, rank 0 names the blocks that do not call attend: the mask changes nothing in such a block."""
-    from distributed.parts import blocks_without_attend
-
     if layout.rank == 0 and (names := blocks_without_attend(model)):
         print(f"--doc_mask does nothing in {brief(names)}: they do not call attend, so what else mixes tokens mixes documents")
+
+
+def blocks_without_attend(model) -> list[str]:
+    """Names of the blocks with a forward, of their own or of a module inside, that takes `attend` and never reads it."""
+    def ignores_attend(module):
+        code = type(module).forward.__code__
+        reads = any(step.opname.startswith("LOAD") and "attend" in str(step.argval) for step in dis.get_instructions(code))
+        return "attend" in code.co_varnames[: code.co_argcount] and not reads
+
+    return [f"blocks.{name}" for name, block in model.blocks.items() if any(map(ignores_attend, block.modules()))]
 
 
 def check_tp_plan(model, styles) -> None:
@@ -65,10 +75,8 @@ def check_random(model) -> None:
     """Raises ValueError for a module that draws from torch's generator: every data rank would draw the same numbers, activation
     checkpointing others in the backward, a layout and a continued run others again, and validation would draw, too."""
     for name, module in model.named_modules():
-        if getattr(module, "p" if isinstance(module, _DropoutNd) else "dropout", 0.0) and isinstance(
-                module, (_DropoutNd, nn.MultiheadAttention, nn.RNNBase)):
-            raise ValueError(f"{name} is {type(module).__name__}, whose numbers depend on the layout and on --ac, and which "
-                             f"validation would draw, too; {DROPOUT}")
+        if getattr(module, "p" if isinstance(module, _DropoutNd) else "dropout", 0.0) and isinstance(module, DRAWING):
+            raise ValueError(f"{name} is {type(module).__name__}, whose numbers depend on the layout and on --ac; {DROPOUT}")
 
 
 def check_owners(model, layout: Layout) -> None:
@@ -77,8 +85,7 @@ def check_owners(model, layout: Layout) -> None:
     first = {}
     for fqn, p in model.named_parameters(remove_duplicate=False) if layout.world_size > 1 else ():
         if (other := first.setdefault(p, fqn)) != fqn:
-            raise ValueError(f"{fqn} is {other}: no layout can split a parameter that two modules hold; call the one module "
-                             "twice in forward, or train on one process")
+            raise ValueError(f"{fqn} is {other}: no layout can split a parameter that two modules hold; call one module twice")
 
 
 def check_split(stage, plan: dict[str, str]) -> None:
@@ -97,55 +104,37 @@ def check_split(stage, plan: dict[str, str]) -> None:
 def check_memory(model, layout: Layout, cfg) -> None:
     """Raise ValueError with the numbers if parameters, gradients and moments alone, shared evenly by all processes, exceed the
     memory of a device or host. A lower bound: activations, buffers and an uneven split come on top."""
-    GB = 1e9
-    size = getattr(torch, cfg.param_dtype).itemsize
+    size, kind, total = getattr(torch, cfg.param_dtype).itemsize, vars(cfg).get("optimizer"), Counter()
     # bytes of AdamW's two moments of a parameter; 0 for unknown optimizers
-    total, kind, share = Counter(), vars(cfg).get("optimizer"), layout.dp_replicate / layout.world_size
-    whole = dict.fromkeys(("adamw", "adamw_sr", "muon"), 2 * size)
-    adamw = (whole | {"adamw_8bit": 2, "adamw_fp8": 2, "adamw_4bit": 1}).get(kind, 0)
+    adamw = {"adamw": 2 * size, "adamw_sr": 2 * size, "muon": 2 * size, "adamw_8bit": 2, "adamw_fp8": 2, "adamw_4bit": 1}
     for fqn, p in model.named_parameters():
-        n = p.numel() * share
-        if not p.requires_grad:
-            total["parameters"] += n * layout.compute_dtype.itemsize
-            continue
-        total["parameters"] += n * size
-        total["gradients"] += n * size
         is_muons = kind == "muon" and p.dim() > 1 and fqn.startswith("blocks.")
-        total["moments"] += n * (size if is_muons else adamw)
+        total["parameters"] += p.numel() * (size if p.requires_grad else layout.compute_dtype.itemsize)
+        total["gradients"] += p.numel() * size * p.requires_grad
+        total["moments"] += p.numel() * (size if is_muons else adamw.get(kind, 0)) * p.requires_grad
     on_host = layout.device.type == "cpu" or cfg.cpu_offload
     sharers = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if on_host else 1
     has = host_memory() if on_host else torch.cuda.get_device_properties(layout.device).total_memory
-    if (needs := sum(total.values()) * sharers) > has:
-        parts = " + ".join(f"{kind} {n * sharers / GB:.1f}" for kind, n in total.items() if n)
-        where = f"the {sharers} process{'es' * (sharers > 1)} of a host" if on_host else "each device"
-        less = ["more processes with --dp_shard, --tp or --pp"] + ["fewer --dp_replicate"] * (layout.dp_replicate > 1)
-        less += ["--cpu_offload"] * (not on_host) + ["a smaller --flavor"]
-        raise ValueError(f"{where} would need at least {needs / GB:.1f} GB ({parts}), and there are {has / GB:.1f} GB; "
-                         f"use {', '.join(less[:-1])} or {less[-1]}; --dry_run shows what a layout needs")
+    each = sharers * layout.dp_replicate / layout.world_size
+    if (needs := sum(total.values()) * each) > has:
+        parts = " + ".join(f"{kind} {n * each / 1e9:.1f}" for kind, n in total.items() if n)
+        where, offload = ("a host", "") if on_host else ("each device", "--cpu_offload, ")
+        raise ValueError(f"{where} would need at least {needs / 1e9:.1f} GB ({parts}), and there are {has / 1e9:.1f} GB; use "
+                         f"more processes with --dp_shard, --tp or --pp, {offload}or a smaller --flavor; see --dry_run")
 
 
 def host_memory() -> int:
-    """Bytes for all processes of the host together: memory, or a control group's limit, and swap."""
+    """Bytes for all processes of the host together: memory, or a control group's limit (version 2), and swap."""
     try:
-        with open("/proc/meminfo") as f:
-            sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in f if line.split()[1].isdigit()}
-        swap = sizes.get("SwapTotal", 0)
-        limits = [sizes["MemTotal"] + swap]
-        with open("/proc/self/cgroup") as f:
-            groups = [line.rstrip("\n").split(":", 2)[1:] for line in f]
+        sizes = dict(line.split()[:2] for line in Path("/proc/meminfo").read_text().splitlines())
+        memory, swap = (int(sizes[name]) * 1024 for name in ("MemTotal:", "SwapTotal:"))
+        folder = Path("/sys/fs/cgroup" + Path("/proc/self/cgroup").read_text().strip().rpartition(":")[2])
     except (OSError, KeyError):  # no Linux: nothing is refused
         return sys.maxsize
-    for kind, path in groups:  # "" is version 2
-        if kind == "" or "memory" in kind.split(","):
-            root, name = ("/sys/fs/cgroup", "memory.max") if kind == "" else ("/sys/fs/cgroup/memory", "memory.limit_in_bytes")
-            folders = path.strip("/").split("/")
-            for depth in range(len(folders) + 1):
-                try:
-                    with open(os.path.join(root, *folders[:depth], name)) as f:
-                        limits += [int(text) + swap] if (text := f.read().strip()).isdigit() else []  # else "max"
-                except OSError:
-                    pass  # a container sees its own folders only
-    return min(limits)
+    for place in (folder, *folder.parents):
+        with suppress(OSError, ValueError):  # a container sees its own folders only; "max" is no limit
+            memory = min(memory, int((place / "memory.max").read_text()))
+    return memory + swap
 
 
 def check_replicas(stages, layout: Layout, **values) -> list[tuple]:

@@ -93,10 +93,9 @@ def prefetch_units(stage, blocks) -> None:
         following[0].set_modules_to_backward_prefetch(this)
 
 
-def balance_experts(stages, layout: Layout, mode: str, rate: float | Tensor, per_layer: bool = False) -> dict[str, Tensor]:
+def balance_experts(stages, layout: Layout, mode: str, rate: float | Tensor) -> dict[str, Tensor]:
     """After an optimizer step: sum each layer's load over all ranks, and with mode bias move the biases against it
     (arXiv:2408.15664: up by rate below the mean load, down above, then centred). Returns statistics; loads restart at 0.
-    per_layer: with moe_load (layers, E), each expert's share of its layer's load; zeros for a layer without experts.
     """
     from models.moe import load_statistics
 
@@ -107,8 +106,7 @@ def balance_experts(stages, layout: Layout, mode: str, rate: float | Tensor, per
     loads = torch.zeros(n_layers, config.n_experts, device=layout.device)
     for i, balance in layers.items():
         if balance.load is not None:  # None: no forward since the last call
-            loads[i] = balance.load
-        balance.load = None
+            loads[i], balance.load = balance.load, None
     # Ranks have different tokens, or under pp different layers, so the sum over all ranks is the whole table on each of them.
     sum_over(loads, [None])
     loads /= layout.etp  # with etp = tp every tp rank counted all tokens
@@ -117,8 +115,7 @@ def balance_experts(stages, layout: Layout, mode: str, rate: float | Tensor, per
             step = (loads[i].mean() - loads[i]).sign() * rate
             balance.bias += step - step.mean()
     worst, dead = load_statistics(loads)
-    shares = {"moe_load": loads / loads.sum(1, keepdim=True).clamp(min=1)} if per_layer else {}
-    return {"moe_load_max_over_mean": worst, "moe_dead_experts": dead} | shares
+    return {"moe_load_max_over_mean": worst, "moe_dead_experts": dead}
 
 
 def compiled_experts(compiled, eager, x: Tensor, counts: Tensor, *weights: Tensor) -> Tensor:

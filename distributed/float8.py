@@ -46,10 +46,8 @@ def float8_linears(stage, layout: Layout, cfg) -> None:
         multiply = mxfp8_matmul(layout)
     elif names:
         multiply = float8_matmul(stage, names, layout, cfg)
-    for name in names:
-        if kind == "mxfp8" or layout.tp > 1:
-            module = stage.get_submodule(name)
-            module.multiply, module.__class__ = multiply, with_parts(type(module))
+    for module in map(stage.get_submodule, names):
+        module.multiply, module.__class__ = multiply, with_parts(type(module))
     if with_experts:
         multiply, block_size = float8_grouped_linear(layout, kind), 32 if kind == "mxfp8" else 16
         for block in all_blocks(stage).values():
@@ -70,12 +68,11 @@ def float8_names(stage, layout: Layout, cfg) -> list[str]:
             names.append(fqn)
         else:
             odd[".".join(fqn.split(".")[-2:])] = " x ".join(map(str, sizes))
-    left = ", ".join(f"{name} {sizes}" for name, sizes in odd.items())
-    why = f"on a rank a side is no multiple of {block}: {left}" if odd else f"all are in --float8_filter {cfg.float8_filter}"
+    left = ", ".join(f"{name} {sizes}" for name, sizes in odd.items()) or f"--float8_filter {cfg.float8_filter}"
     if not names and not with_experts:
-        raise ValueError(f"--float8 {cfg.float8} changes no matrix of the blocks, for {why}; use --float8 off, or other sizes")
+        raise ValueError(f"--float8 {cfg.float8} changes no matrix, for on a rank a side is no multiple of {block}: {left}")
     if odd and layout.rank == 0:
-        print(f"--float8 {cfg.float8} leaves some matrices as they are, for {why}")
+        print(f"--float8 {cfg.float8} leaves matrices as they are, for on a rank a side is no multiple of {block}: {left}")
     return names
 
 
@@ -110,7 +107,7 @@ class Parts(nn.Linear):
     def forward(self, x):
         weight = self.weight
         if not isinstance(weight, DTensor):
-            return self.multiply(x, weight)
+            return self.with_bias(self.multiply(x, weight))
         (cut,) = weight.placements
         if cut.is_shard(0):  # colwise: x (..., in) is whole, and every rank has a summand of its gradient
             x_grad, weight_grad, out = Partial(), cut, Shard(x.dim() - 1)
@@ -119,7 +116,10 @@ class Parts(nn.Linear):
         else:  # a whole weight on every rank, and rows of its own
             x_grad, weight_grad, out = x.placements[0], Partial(), x.placements[0]
         y = self.multiply(x.to_local(grad_placements=[x_grad]), weight.to_local(grad_placements=[weight_grad]))
-        return DTensor.from_local(y, weight.device_mesh, [out], run_check=False)
+        return self.with_bias(DTensor.from_local(y, weight.device_mesh, [out], run_check=False))
+
+    def with_bias(self, y):
+        return y if self.bias is None else y + self.bias
 
 
 @cache

@@ -24,28 +24,24 @@ def initial_values(stage) -> dict[str, tuple[float, float]]:
     for path, module in stage.named_modules():
         for name, t in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             fqn = f"{path}.{name}" if path else name
-            number, std = usual_value(module, name, t), None
+            number, std, is_parameter = usual_value(module, name, t), None, isinstance(t, nn.Parameter)
             number = next((value for pattern, value in constants.items() if fnmatch.fnmatch(fqn, pattern)), number)
-            if not isinstance(t, nn.Parameter):
-                if number is None:
-                    raise ValueError(f"buffer {fqn} is empty on the meta device: compute it in forward, or add a number for it "
-                                     f"to init_constants, in class {model}")
-            elif t.dim() == 0:
+            if is_parameter and t.dim() == 0:
                 raise ValueError(f"parameter {fqn} has no dimension, and FSDP needs one: make it nn.Parameter(torch.empty(1))")
-            elif t.is_complex():
-                raise ValueError(f"parameter {fqn} is complex, and only its real part would be drawn and saved: make it real, "
-                                 "with 2 as its last dimension, and take torch.view_as_complex of it in forward")
-            elif hasattr(module, "initial_std"):  # a module that was added to the model
+            if is_parameter and t.is_complex():
+                raise ValueError(f"parameter {fqn} is complex: make it real, with 2 as its last dimension, and take "
+                                 "torch.view_as_complex of it in forward")
+            if is_parameter and hasattr(module, "initial_std"):  # a module that was added to the model
                 std = module.initial_std
-            elif number is None:
+            elif is_parameter and number is None:
                 usual = 0.02 if name == "weight" and isinstance(module, (nn.Linear, nn.Embedding)) else None
                 std = given if (given := stage.init_std(fqn)) is not None else usual
-                if std is None:
-                    raise ValueError(f"parameter {fqn} has no initial value: add a standard deviation for it to init_std, or a "
-                                     f"number to init_constants, in class {model}")
-            if isinstance(t, nn.Parameter) and not (number or std):
+            if number is None and std is None:
+                fix = "add a standard deviation to init_std, or" if is_parameter else "compute it in forward, or add"
+                raise ValueError(f"{fqn} has no initial value: {fix} a number to init_constants, in class {model}")
+            if is_parameter and not (number or std):
                 std = ZERO
-            values[fqn] = (0.0 if number is None else float(number), float(std or 0))
+            values[fqn] = (number or 0.0, std or 0.0)
     return values
 
 

@@ -46,22 +46,19 @@ def connect(layout: Layout, cfg, device: str = "auto", seed: int = 0, trace: str
         torch.cuda.set_device(layout.device)
         if trace:
             record_collectives(trace)
-        backend = "cpu:gloo,cuda:nccl"
-    else:
-        backend = "gloo"
-        if "OMP_NUM_THREADS" not in env:  # more threads than cores made a small run 15 times slower
-            torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world))
+    elif "OMP_NUM_THREADS" not in env:  # more threads than cores made a small run 15 times slower
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world))
     layout = replace(layout, compute_dtype=dtype_of_compute(cfg, layout.device.type == "cuda"))
     torch.manual_seed(seed)
 
+    store, timeout = dist.HashStore(), None
     if "RANK" in env:
         # with TORCHELASTIC_USE_AGENT_STORE torchrun's agent keeps the store; under other launchers rank 0 keeps the store
         is_master = env.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and layout.rank == 0
         timeout = datetime.timedelta(seconds=cfg.init_timeout_s)
         store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), layout.world_size, is_master, timeout=timeout)
         store = dist.PrefixStore(agree_on_attempt(store, layout, cfg.init_timeout_s), store)
-    else:
-        timeout, store = None, dist.HashStore()
+    backend = "cpu:gloo,cuda:nccl" if layout.device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=layout.rank, world_size=layout.world_size, timeout=timeout)
     if layout.device.type == "cuda":
         memory = torch.tensor(torch.cuda.get_device_properties(layout.device).total_memory)  # on the host: sent by gloo
@@ -144,9 +141,7 @@ class StopSignal:
     def agreed(self, layout: Layout) -> bool:
         """True on every rank at the same step if any rank was signalled. Signals reach the ranks at different moments; a rank
         that stopped one step earlier would leave the others waiting for it."""
-        if layout.world_size == 1:
-            return bool(self.received)
-        flag = torch.tensor([int(bool(self.received))])  # on the host, so that no device waits
+        flag = torch.tensor(int(bool(self.received)))  # on the host, so that no device waits
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag.item())
 

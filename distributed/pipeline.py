@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from distributed.layout import Layout, ParallelConfig, local_tensor
 from support.config import Need, flag
 
-Schedule = Literal[
-    "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
-]
+Schedule = Literal["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 PIPELINE = Need("without --pp 2 or more", lambda c: c.pp > 1)
 NO_CSV = Need("with --pp_schedule_csv, which says it all", lambda c: not c.pp_schedule_csv)
 NO_FQNS = Need("with --pp_stage_fqns, which says it all", lambda c: not c.pp_stage_fqns)
@@ -33,6 +31,7 @@ class PipelineConfig:
 
 ONE_STAGE_PER_RANK = ("GPipe", "1F1B")
 ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+KNOWN = ("tok_embeddings.", "blocks.", "norm.", "head.", "mtp.")  # parameters of parts with a fixed stage
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # rank r holds stages r and last-r: the pipeline goes down and comes back
 
 
@@ -53,9 +52,9 @@ def split_stages(cfg: ParallelConfig, pp: int, n_layers: int) -> list[list[str]]
     elif cfg.pp_layers_per_stage:
         n = math.ceil(weight / cfg.pp_layers_per_stage)
         if n % pp:
-            made = f"--pp_layers_per_stage {cfg.pp_layers_per_stage} makes {n} stages"
-            fits = " or ".join(str(k) for k in range(1, weight + 1) if math.ceil(weight / k) % pp == 0)
-            raise ValueError(f"{made} of {n_layers} layers, no multiple of --pp {pp}; use {fits or 'a smaller --pp'}")
+            fits = " or ".join(str(k) for k in range(1, weight + 1) if math.ceil(weight / k) % pp == 0) or "a smaller --pp"
+            raise ValueError(f"--pp_layers_per_stage {cfg.pp_layers_per_stage} makes {n} stages of {n_layers} layers, no "
+                             f"multiple of --pp {pp}; use {fits}")
     else:
         n = pp if cfg.pp_schedule in ONE_STAGE_PER_RANK else 2 * pp
     sizes = [weight // n + (i < weight % n) for i in range(n)]
@@ -74,12 +73,10 @@ def named_stages(text: str, everything: list[str]) -> list[list[str]]:
     """--pp_stage_fqns: stages by ';', each with its modules by ','. Raises ValueError unless they are everything, in order."""
     split = [[n.strip() for n in stage.split(",")] for stage in text.split(";")]
     given = [n for stage in split for n in stage]
-    if unknown := [n for n in given if n not in everything]:
-        names = f"tok_embeddings, blocks.0 .. {everything[-3]}, norm, head"
-        raise ValueError(f"--pp_stage_fqns: {unknown[0]!r} is no module of the model; use {names}")
     if given != everything:
         wrong = next((a for a, b in zip(everything, given + [None], strict=False) if a != b), given[-1])
-        raise ValueError(f"--pp_stage_fqns must name each module once, in order; {wrong!r} is missing, double or misplaced")
+        raise ValueError(f"--pp_stage_fqns must name tok_embeddings, blocks.0 .. {everything[-3]}, norm and head once each, in "
+                         f"order; {wrong!r} is missing, double or misplaced")
     return split
 
 
@@ -103,14 +100,12 @@ def stage_ids(layout: Layout, n_stages: int, rank: int) -> list[int]:
 
 
 def pipeline_stages(model, layout: Layout, cfg: PipelineConfig) -> list[nn.Module]:
-    """The rank's stages: copies of the (meta) model without the parts of other stages, names unchanged. Raises ValueError for a
-    part of a model that belongs to neither end."""
-    from distributed.parts import own_parts
-
-    split, stages = split_stages(cfg, layout.pp, model.config.n_layers), []
-    split[-1] += ["mtp"] + ["tok_embeddings"] * embeds_at_both_ends(model.config)  # a copy, kept equal by sum_tied_gradients
-    for name, is_before in own_parts(model).items():
-        split[0 if is_before else -1].append(name)
+    """The rank's stages: copies of the (meta) model without the parts of other stages, names unchanged."""
+    split, stages, ends = split_stages(cfg, layout.pp, model.config.n_layers), [], stages_of_parts(model)
+    split[0] += [name for name, end in ends.items() if end == "first"]
+    split[-1] += [name for name, end in ends.items() if end == "last"] + ["mtp"]
+    if embeds_at_both_ends(model.config):
+        split[-1].append("tok_embeddings")  # a copy, kept equal by sum_tied_gradients
     held = {name for names in split for name in names}
     for i in stage_ids(layout, len(split), layout.coordinate("pp")):
         stage = copy.deepcopy(model)
@@ -122,6 +117,19 @@ def pipeline_stages(model, layout: Layout, cfg: PipelineConfig) -> list[nn.Modul
             del stage.blocks[name]
         stages.append(stage)
     stages[0].schedules = {}  # torch's schedule by the shape of the batch: see pipeline_schedule
+    return stages
+
+
+def stages_of_parts(model) -> dict[str, str]:
+    """{a part that only a fork's model has: "first" or "last", the pipeline stage that holds the part}, as `pp_stage` of the
+    model's class says. Raises ValueError for a part with parameters that is not in pp_stage."""
+    parts = dict.fromkeys(fqn.partition(".")[0] for fqn, _ in model.named_parameters() if not fqn.startswith(KNOWN))
+    stages = {name: getattr(model, "pp_stage", {}).get(name) for name in parts}
+    for name, stage in stages.items():
+        if stage not in ("first", "last"):
+            raise ValueError(f"--pp: no stage is given for {name}; write pp_stage = {{{name!r}: \"first\"}} into class "
+                             f"{type(model).__name__} if forward uses {name} before the blocks, \"last\" if after the blocks; "
+                             "or make it part of a block")
     return stages
 
 
@@ -171,19 +179,13 @@ def pipeline_schedule(stages, layout: Layout, T: int, kwargs: dict):
     tokens = torch.empty(B, T, dtype=torch.int64, device=device)
     h = torch.empty(B, T // layout.tp, D, dtype=layout.compute_dtype, device=device, requires_grad=True)
     loss = torch.empty((), dtype=torch.float32, device=device, requires_grad=True)
-    parts = [
-        PipelineStage(
-            s, s.index, s.n_stages, device, group=layout.group("pp"),
-            input_args=(tokens if s.index == 0 else h,), output_args=(loss if s.index == s.n_stages - 1 else h,),
-        )
-        for s in stages
-    ]
-    options = dict(
-        n_microbatches=n_microbatches(layout),
-        # the last stage's forward returns the loss, because FSDP gathers the head's weight only for that forward
-        loss_fn=lambda loss, target: loss,
-        scale_grads=False,  # the loss is divided by the tokens of the global batch; torch would divide by the micro-batches too
-    )
+    parts = []
+    for s in stages:
+        takes, gives = tokens if s.index == 0 else h, loss if s.index == s.n_stages - 1 else h
+        parts.append(PipelineStage(s, s.index, s.n_stages, device, (takes,), (gives,), group=layout.group("pp")))
+    # The last stage's forward returns the loss, because FSDP gathers the head's weight only for that forward. The loss is
+    # divided by the tokens of the global batch already; with scale_grads torch would divide by the micro-batches too.
+    options = dict(n_microbatches=n_microbatches(layout), loss_fn=lambda loss, target: loss, scale_grads=False)
     name = layout.schedule
     if name not in get_args(Schedule):
         schedule = schedules._PipelineScheduleRuntime(parts, **options)

@@ -15,6 +15,9 @@ from distributed.layout import AXES, ExpertConfig, Layout, ParallelConfig, dtype
 from distributed.pipeline import ONE_STAGE_PER_RANK, V_SHAPED, ZERO_BUBBLE, csv_rows, n_microbatches, split_stages
 from support.config import no_effect, own_rank
 
+# Flags of any recipe; None means another default. The recipe's own --local_batch_size and --seq_len follow the same rule.
+AT_LEAST_1 = ("init_timeout_s", "train_timeout_s", "ac_every", "pp_microbatch_size", "pp_layers_per_stage")
+
 
 def refuse(rows) -> None:
     """Raise one ValueError with the texts of all broken rows."""
@@ -22,10 +25,8 @@ def refuse(rows) -> None:
         raise ValueError("; ".join(texts))
 
 
-def check_layout(
-    cfg: ParallelConfig, model_config, *, seq_len, local_batch_size, global_batch_size, device="auto", world_size=None,
-    on_cuda=None,
-) -> Layout:
+def check_layout(cfg: ParallelConfig, model_config, *, seq_len, local_batch_size, global_batch_size, device="auto",
+                 world_size=None, on_cuda=None) -> Layout:
     """Make the Layout of the flags. Raises ValueError with every violation: the values, and the flags to type instead.
 
     on_cuda: True in a dry run, without counting GPUs; None = as --device says, and GPUs are counted.
@@ -33,20 +34,17 @@ def check_layout(
     here = on_cuda is None
     on_cuda = runs_on_cuda(device) if here else on_cuda
     degrees = check_degrees(cfg, world_size or int(os.environ.get("WORLD_SIZE", 1)))
-    sizes = {"local_batch_size": local_batch_size, "seq_len": seq_len}
-    refuse((n < 1, f"--{name} {n} must be at least 1") for name, n in sizes.items())  # the other rules divide by them
+    sizes = {name: vars(cfg).get(name) for name in AT_LEAST_1} | {"local_batch_size": local_batch_size, "seq_len": seq_len}
+    refuse((n is not None and n < 1, f"--{name} {n} must be at least 1") for name, n in sizes.items())  # other rules divide
     if global_batch_size == -1:
         global_batch_size = local_batch_size * degrees["dp_replicate"] * degrees["dp_shard"]
-    has_experts = getattr(model_config, "n_experts", 0) > 0
-    refuse([(has_experts and not isinstance(cfg, ExpertConfig), "a model with experts needs the flags --ep and --etp: let "
-             "Config inherit distributed.layout.ExpertConfig, as train_qwen3.py does")])
     expert_degrees = {"ep": cfg.ep, "etp": cfg.etp} if isinstance(cfg, ExpertConfig) else {}
     layout = Layout(
         **degrees, **expert_degrees, local_batch_size=local_batch_size, global_batch_size=global_batch_size,
         offload=cfg.cpu_offload, loss_parallel=cfg.loss_parallel, rank=own_rank(),
         # not under a pipeline: every micro-batch would gather the weights again, and zero-bubble gradients would be wrong
         reshards={"always": True, "never": False, "default": degrees["pp"] == 1}[cfg.reshard_after_forward],
-        mtp=getattr(model_config, "mtp_depth", 0) > 0, has_experts=has_experts,
+        mtp=getattr(model_config, "mtp_depth", 0) > 0, has_experts=getattr(model_config, "n_experts", 0) > 0,
     )
     if layout.pp > 1:
         layout = replace(layout, microbatch_size=cfg.pp_microbatch_size, schedule=cfg.pp_schedule_csv or cfg.pp_schedule)
@@ -76,40 +74,39 @@ def facts(cfg: ParallelConfig, model_config, degrees: dict[str, int], on_cuda: b
 
 
 def divisors(*numbers) -> str:
-    """"1, 2, 4 or 8": the common divisors of the numbers (up to 4,096), for error messages."""
+    """"1, 2 or 4": the common divisors of the numbers (up to 4,096), for error messages."""
     g = math.gcd(*numbers)
-    fits = [str(d) for d in range(1, min(g, 4096) + 1) if g % d == 0]
-    return " or ".join(filter(None, [", ".join(fits[:-1]), fits[-1]]))
+    return " or ".join(", ".join(str(d) for d in range(1, min(g, 4096) + 1) if g % d == 0).rsplit(", ", 1))
 
 
 def check_degrees(cfg: ParallelConfig, world_size: int) -> dict[str, int]:
     """{axis: degree} with --dp_shard -1 filled in. Raises ValueError unless their product is the number of processes."""
     degrees = {axis: getattr(cfg, axis) for axis in AXES}
     refuse((n < 1 and (a, n) != ("dp_shard", -1), f"--{a} {n} must be at least 1") for a, n in degrees.items())
-    others = math.prod(n for a, n in degrees.items() if a != "dp_shard")
-    if degrees["dp_shard"] == -1 and world_size % others == 0:
-        degrees["dp_shard"] = world_size // others
+    left, rest = divmod(world_size, math.prod(n for a, n in degrees.items() if a != "dp_shard"))
+    if degrees["dp_shard"] == -1 and not rest:
+        degrees["dp_shard"] = left
     given = {a: n for a, n in degrees.items() if n != -1}
     product = math.prod(given.values())
-    fix = f"leave out --dp_shard (it becomes {world_size // others})" if world_size % others == 0 else "change a degree"
+    fix = "change a degree" if rest else f"leave out --dp_shard (it becomes {left})"
     start = f"start {product} processes"
     if "RANK" not in os.environ and product <= 16:  # plain python; more than a node needs docs/cluster.md
         start += f": torchrun --nproc_per_node {product} {shlex.join(sys.argv)}"
     numbers = f"{'*'.join(given)} = {'*'.join(map(str, given.values()))} = {product}"
-    processes = f"{world_size} process{'es' * (world_size > 1)}"
-    refuse([(product != world_size, f"{processes} but {numbers}; {fix} or {start}")])
+    refuse([(product != world_size, f"{count(world_size, 'process')} but {numbers}; {fix} or {start}")])
     return degrees
+
+
+def count(n: int, noun: str) -> str:
+    return f"{n} {noun}{('es' if noun[-1] == 's' else 's') * (n != 1)}"
 
 
 def batch_rows(layout: Layout) -> list[tuple]:
     n, local, ranks = layout.global_batch_size, layout.local_batch_size, layout.data_ranks
     forward = local * ranks  # sequences of one forward on all data ranks
     near = max(1, round(n / forward)) * forward
-    return [(
-        n < 1 or n % forward,
-        f"--global_batch_size {n} is not a multiple of --local_batch_size {local} x {ranks} data rank{'s' * (ranks > 1)} = "
-        f"{forward}; use --global_batch_size {near}",
-    )]
+    return [(n < 1 or n % forward, f"--global_batch_size {n} is not a multiple of --local_batch_size {local} x "
+             f"{count(ranks, 'data rank')} = {forward}; use --global_batch_size {near}")]
 
 
 def model_rows(layout: Layout, cfg, c, seq_len: int) -> list[tuple]:
@@ -139,14 +136,11 @@ def option_rows(layout: Layout, cfg, count_gpus: bool) -> list[tuple]:
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     n_gpus = torch.cuda.device_count() if count_gpus else local_world
     return [
-        (local_world > n_gpus, f"{local_world} process{'es' * (local_world > 1)} here, but torch finds {n_gpus} GPUs; use "
-         "--device cpu or fewer processes"),
-        (min(cfg.init_timeout_s, cfg.train_timeout_s) < 1,
-         f"--init_timeout_s {cfg.init_timeout_s} and --train_timeout_s {cfg.train_timeout_s} must be at least 1"),
+        (local_world > n_gpus, f"{count(local_world, 'process')} here, but torch finds {n_gpus} GPUs; use --device cpu or "
+         "fewer processes"),
         (cfg.ac == "budget" and not cfg.compile,
          "--ac budget needs --compile: the compiler chooses what to keep; add --compile or use --ac op"),
-        (cfg.ac_every < 1 or not 0 <= cfg.ac_budget <= 1,
-         f"--ac_every {cfg.ac_every} must be at least 1 and --ac_budget {cfg.ac_budget} between 0 and 1"),
+        (not 0 <= cfg.ac_budget <= 1, f"--ac_budget {cfg.ac_budget} must be between 0 and 1"),
     ]
 
 
@@ -156,23 +150,19 @@ def float8_rows(layout: Layout, cfg, c, on_cuda: bool, seq_len: int) -> list[tup
     sequences = layout.microbatch_size if layout.pp > 1 else layout.local_batch_size
     # tokens of one forward on a rank, at least: the weight's gradient is a sum over tokens, in blocks as well
     tokens = sequences * seq_len // (layout.cp * layout.tp)
-    major, minor = torch.cuda.get_device_capability() if on_cuda else (0, 0)
-    has_float8 = (major, minor) >= (8, 9)
-    not_emulated = with_experts and kind != "mxfp8"
+    capability = torch.cuda.get_device_capability() if on_cuda else (0, 0)
+    needs = (10, 0) if kind == "mxfp8" else (8, 9)
+    is_emulated = not on_cuda and (kind == "mxfp8" or not with_experts)
     packages = {"cutlass": "nvidia-cutlass-dsl", "tvm_ffi": "apache-tvm-ffi"}  # of torchao's kernels for mxfp8 experts
     missing = " ".join(package for name, package in packages.items() if find_spec(name) is None)
     sizes = {"dim": c.dim, "moe_ffn_dim": c.moe_ffn_dim // layout.etp} if with_experts and layout.has_experts else {}
     odd = " and ".join(f"{name} {n}" for name, n in sizes.items() if n % max(block, 16))
     return [
         (with_experts and not layout.has_experts, f"--float8 {cfg.float8}: this flavor has no experts; use --float8 {kind}"),
-        (on_cuda and not has_float8,
-         f"--float8 {kind} needs a GPU with float8 matmuls (H100, L40 or newer); use --float8 off"),
-        (on_cuda and has_float8 and block > 1 and major < 10,
-         f"--float8 {kind} needs a Blackwell GPU (capability 10.0; this one has {major}.{minor}); use rowwise"),
-        (not on_cuda and not_emulated,
-         f"--float8 {kind}_experts needs a GPU, for torchao has no emulation of it; on a CPU use mxfp8_experts"),
-        (not on_cuda and not not_emulated and cfg.compile,
-         f"--float8 {kind} is emulated on CPU, and the emulation cannot be compiled; leave out --compile"),
+        (on_cuda and capability < needs, f"--float8 {kind} needs a GPU of capability {needs[0]}.{needs[1]} (H100: 9.0, B200: "
+         f"10.0), and this one has {capability[0]}.{capability[1]}; use --float8 off"),
+        (not on_cuda and not is_emulated, f"--float8 {cfg.float8} has no emulation on a CPU; use mxfp8_experts"),
+        (is_emulated and cfg.compile, f"--float8 {kind} is emulated on CPU and cannot be compiled; leave out --compile"),
         (on_cuda and with_experts and kind == "mxfp8" and missing,
          f"--float8 mxfp8_experts needs two more packages: pip install {missing}"),
         (odd, f"--float8 {kind}_experts needs a multiple of {max(block, 16)} on a rank, not {odd}; use --float8 {kind}"),
@@ -196,25 +186,18 @@ def expert_rows(layout: Layout, cfg, c) -> list[tuple]:
 
 
 def pipeline_rows(layout: Layout, cfg, c) -> list[tuple]:
-    """Rules of a pipeline in three groups; if a group fails, later groups are skipped, because they divide by its numbers."""
-    pp, local = layout.pp, layout.local_batch_size
-    size, per_stage = cfg.pp_microbatch_size, cfg.pp_layers_per_stage
-    rows = [
-        (size < 1, f"--pp_microbatch_size {size} must be at least 1"),
-        (per_stage is not None and per_stage < 1, f"--pp_layers_per_stage {per_stage} must be at least 1"),
-        (size > 0 and local % size, f"--pp_microbatch_size {size} does not divide --local_batch_size {local}; use "
-         f"{divisors(local)}"),
-    ]
-    if any(broken for broken, _ in rows):
-        return rows
+    """Rules of a pipeline. The first rules that fail hide the others, because the others divide by the same numbers."""
+    pp, local, size = layout.pp, layout.local_batch_size, cfg.pp_microbatch_size
+    if local % size:
+        return [(True, f"--pp_microbatch_size {size} does not divide --local_batch_size {local}; use {divisors(local)}")]
     n, name, splits_backward = n_microbatches(layout), cfg.pp_schedule, cfg.pp_schedule in ZERO_BUBBLE
     if cfg.pp_schedule_csv:
         name, table = cfg.pp_schedule_csv, csv_rows(cfg.pp_schedule_csv)
         splits_backward = any(kind == "I" for row in table for kind, _, _ in row)
-        ranks, count = len(table), 1 + max((m for row in table for kind, _, m in row if kind == "F"), default=-1)
-        if ranks != pp or count != n:
-            return [(True, f"--pp_schedule_csv {name} is for {ranks} ranks and {count} micro-batches, not {pp} and {n}; use "
-                     f"--pp {ranks} and --local_batch_size {count * size}")]
+        ranks, n_csv = len(table), 1 + max((m for row in table for kind, _, m in row if kind == "F"), default=-1)
+        if (ranks, n_csv) != (pp, n):
+            return [(True, f"--pp_schedule_csv {name} is for {ranks} ranks and {n_csv} micro-batches, not {pp} and {n}; use "
+                     f"--pp {ranks} and --local_batch_size {n_csv * size}")]
     rows = microbatch_rows(layout, name, n)
     if splits_backward:
         rows += split_backward_rows(layout, cfg, c, name)
@@ -231,14 +214,12 @@ def microbatch_rows(layout: Layout, name: str, n: int) -> list[tuple]:
     fewest = {"1F1B": pp, "DualPipeV": 2 * pp, "ZBVZeroBubble": 2, "InterleavedZeroBubble": 2}.get(name, 1)
     rounds = max(1, n // pp)
     enough = math.ceil(fewest * size / accumulation)
-    fits = pp * (n // pp) * size // accumulation or size
     return [
-        (n < fewest, f"--pp_schedule {name} with --pp {pp} needs at least {fewest} micro-batches, but there are {n} (local "
-         f"batch x accumulation / micro-batch size); use --local_batch_size {enough} and --global_batch_size "
-         f"{enough * layout.data_ranks * accumulation}, or more"),
+        (n < fewest, f"--pp_schedule {name} with --pp {pp} needs at least {fewest} micro-batches, but there are {n}; use "
+         f"--local_batch_size {enough} and --global_batch_size {enough * layout.data_ranks * accumulation}, or more"),
         (name in ("Interleaved1F1B", "InterleavedZeroBubble") and n % rounds,
          f"--pp_schedule {name} needs a number of micro-batches that its {rounds} rounds of --pp {pp} divide, not {n}; use "
-         f"--local_batch_size {fits}"),
+         f"--local_batch_size {pp * rounds * size // accumulation or size}"),
     ]
 
 
@@ -246,23 +227,20 @@ def split_backward_rows(layout: Layout, cfg, c, name: str) -> list[tuple]:
     """Zero-bubble schedules compute the gradients of inputs and those of weights in two separate halves of the backward."""
     return [
         (cfg.reshard_after_forward == "always",
-         f"--reshard_after_forward always gives wrong gradients with --pp_schedule {name}: its two half backwards would see "
-         "resharded weights; use never"),
+         f"--reshard_after_forward always gives wrong gradients in the two half backwards of --pp_schedule {name}; use never"),
         (c.tie_embeddings and layout.mtp,
          f"--pp_schedule {name} cannot halve the backward of a tied embedding with mtp_depth 1; use 1F1B"),
-        (cfg.ac != "none",
-         f"--ac {cfg.ac} with --pp_schedule {name} recomputes each block many times; use --ac none or 1F1B"),
+        (cfg.ac != "none", f"--ac {cfg.ac} with --pp_schedule {name} recomputes a block many times; use --ac none or 1F1B"),
         (torch.__version__ < "2.13",
          f"--pp_schedule {name} fails in torch {torch.__version__}, needs 2.13; use 1F1B or Interleaved1F1B"),
     ]
 
 
 def stage_rows(cfg, name: str, n_stages: int, n_layers: int) -> list[tuple]:
-    pp = cfg.pp
     fewest, most = (1, 1) if name in ONE_STAGE_PER_RANK else (2, 2) if name in V_SHAPED else (2, n_layers)
     wanted = f"exactly {fewest}" if fewest == most else f"{fewest} or more"
     return [(
-        not cfg.pp_schedule_csv and (n_stages % pp or not fewest <= n_stages // pp <= most),
-        f"{n_stages} stages over --pp {pp} ranks, but --pp_schedule {name} needs {wanted} per rank; change "
+        not cfg.pp_schedule_csv and (n_stages % cfg.pp or not fewest <= n_stages // cfg.pp <= most),
+        f"{n_stages} stages over --pp {cfg.pp} ranks, but --pp_schedule {name} needs {wanted} per rank; change "
         "--pp_layers_per_stage or --pp_stage_fqns",
     )]

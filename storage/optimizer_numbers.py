@@ -131,5 +131,5 @@ def merge_numbers(ranks: list[tuple[dict, dict]]) -> dict:
             if known.setdefault(key, value) != value:
                 raise ValueError(f"{key[0]} is not equal on all ranks that hold it, and a checkpoint holds one copy: none is "
                                  "written; add up what each rank has seen, or keep a parameter on one pipeline stage ("
-                                 "own_parts in distributed/parts.py)")
+                                 "pp_stage in docs/fork_me.md)")
     return {"optimizer": numbers} if numbers else {}

@@ -29,6 +29,7 @@ def changed(name: str, methods: str = "", init: str = "") -> str:
 # name -> code, put behind the imports; it may define a Llama3 of its own, a block, an optimizer
 CODE = dict(
     positions=changed("Llama3", """
+    pp_stage = {"pos": "first", "embed_norm": "first"}
     def forward(self, tokens, labels=None, positions=None, **kwargs):
         h = tokens
         if not tokens.is_floating_point():
@@ -38,6 +39,7 @@ CODE = dict(
         return super().tp_plan() | {"pos": "vocab_embedding", "embed_norm": "sequence"}
 """, init="self.pos, self.embed_norm = nn.Embedding(256, config.dim), RMSNorm(config.dim)"),
     two_heads=changed("Llama3", """
+    pp_stage = {"head2": "last", "norm2": "last"}
     def forward(self, tokens, labels=None, *args, **kwargs):
         loss, denom = self.token_loss, None
         if self.head2 is None or labels is None:

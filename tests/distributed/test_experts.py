@@ -198,14 +198,14 @@ def loads_of_a_step(flags, seed) -> dict:
     """What balance_experts reports on this rank after one step."""
     stages, layout = build(PROBLEM, flags, 8, 2, seed)
     parallel.forward_backward(stages, local_batch(global_batch(0, 8, False), layout), layout)
-    return balance_experts(stages, layout, "none", 0.0, per_layer=True)
+    return balance_experts(stages, layout, "none", 0.0)
 
 
 PROBLEM = layouts.config("qwen3", **layouts.MOE)
 
 
 @pytest.mark.parametrize("flags", [dict(ep=2), dict(pp=2), dict(tp=2, ep=2), dict(tp=2, etp=2), dict(cp=2)], ids=str)
-def test_loads_per_layer_are_those_of_one_process(flags):
+def test_loads_are_those_of_one_process(flags):
     seed = clear_seed(PROBLEM, 8, False)
     model = Qwen3(PROBLEM)
     parallel.init_weights(model, Layout(), seed)
@@ -215,7 +215,6 @@ def test_loads_per_layer_are_those_of_one_process(flags):
     assert loads.sum(1).tolist() == [8 * layouts.T * PROBLEM.top_k] * PROBLEM.n_layers
     worst, dead = load_statistics(loads)
     for got in pool(2).run(loads_of_a_step, flags, seed):
-        torch.testing.assert_close(got["moe_load"], loads / loads.sum(1, keepdim=True), rtol=1e-6, atol=0)
         assert (got["moe_load_max_over_mean"], got["moe_dead_experts"]) == (worst, dead)
 
 

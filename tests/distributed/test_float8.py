@@ -61,6 +61,14 @@ def test_tp_in_float8_computes_what_one_process_does(recipe, equal):
         assert (grad - one[0]["grads"][fqn]).norm() < equal * one[0]["grads"][fqn].norm(), fqn
 
 
+@pytest.mark.parametrize("flags", [dict(float8="mxfp8"), dict(float8="rowwise", tp=2)], ids=str)
+def test_linears_with_a_bias_keep_it(flags):
+    c = config("gpt_oss", head_dim=16, n_layers=1)
+    want, got = reference(c, 4)[0], pool(flags.get("tp", 1)).run(train, c, flags, 4, 4)[0][0]
+    for fqn in ("blocks.0.attn.wv.bias", "blocks.0.attn.wo.bias"):
+        assert layouts.relative(got["grads"][fqn], want["grads"][fqn]) < 0.3
+
+
 def test_padded_experts_are_equal_to_unpadded_ones():
     """An expert with no row, one with more than a block, and no row at all: values and gradients of float8.padded_experts."""
     g = torch.Generator().manual_seed(0)
@@ -83,8 +91,8 @@ def test_padded_experts_are_equal_to_unpadded_ones():
 
 def test_float8_that_would_change_no_matrix_is_refused():
     """And it is told which matrices are left."""
-    text = "changes no matrix of the blocks, for on a rank a side is no multiple of 32: attn.wq 24 x 24"
+    text = "changes no matrix, for on a rank a side is no multiple of 32: attn.wq 24 x 24"
     with pytest.raises(RuntimeError, match=text):
         pool(1).run(build, config(dim=24, n_heads=4, n_kv_heads=4, head_dim=6, ffn_dim=48), {"float8": "mxfp8"}, 4, 2)
-    with pytest.raises(RuntimeError, match="changes no matrix of the blocks, for all are in --float8_filter"):
+    with pytest.raises(RuntimeError, match="changes no matrix, for .*: --float8_filter"):
         pool(1).run(build, config(), {"float8": "rowwise", "float8_filter": ["attn", "ffn"]}, 4, 2)

@@ -12,7 +12,8 @@ from programs import run_program
 from research_forks import CODE, IMPORTS, REPO, M, write_fork
 from torch import nn
 
-from distributed.parts import blocks_without_attend, own_parts
+from distributed.checks import blocks_without_attend
+from distributed.pipeline import stages_of_parts
 from models import llama3
 from models.layers import dropout, places_of
 from storage.dcp import read_table, read_tensors
@@ -34,7 +35,7 @@ TABLE = [
     ("dropped_through_kwargs", "--dp_shard 2", "dropout without places in training: the model's forward needs an argument"),
     ("dropped", "--pp 2 --ac full", "--ac full with --pp 2 would recompute a block with the places of a later micro-batch"),
     ("python_random", "--dp_shard 2", "draws random numbers without a generator"),
-    ("residual_scales", "--pp 2", "--pp: forward of Llama3 fails on a stage where tok_embeddings, scales are None"),
+    ("residual_scales", "--pp 2", "--pp: no stage is given for scales; write pp_stage = {'scales': \"first\"} into class"),
     ("residual_scales", "--tp 2", "--tp: scales has no style in tp_plan.* put it into a small module of its own"),
     ("residual_scales", "--dp_shard 2", EQUAL),
     ("mean_loss", "--dp_shard 2", f"{NOT_EQUAL} differs first in the gradient of tok_embeddings.weight by 5.0e-01"),
@@ -158,7 +159,7 @@ def test_unequal_copies_are_not_saved(tmp_path):
     """Were a part copied into every stage, one copy would be trained, and DCP would save any of them."""
     path = write_fork(tmp_path, "two_heads")
     text = path.read_text()
-    copied = "import distributed.parts\n\ndistributed.parts.own_parts = lambda model: {}\n"
+    copied = "import distributed.pipeline\n\ndistributed.pipeline.stages_of_parts = lambda model: {}\n"
     path.write_text(text.replace("\nif __name__", f"\n{copied}\nif __name__"))
     command = runs.launch(2, path, *M, "--pp", 2, "--val_every", 0, "--steps", 2, "--out", "run")
     done = run_program(command, cwd=tmp_path, env=ENV)
@@ -176,16 +177,19 @@ def made(fork: str):
         return names["Llama3"](config)
 
 
-def test_parts_go_to_the_end_of_a_pipeline_where_they_are_used():
-    assert own_parts(made("positions")) == {"pos": True, "embed_norm": True}
-    assert own_parts(made("two_heads")) == {"head2": False, "norm2": False}
-    assert own_parts(made("frozen_norms")) == {} and blocks_without_attend(made("frozen_norms")) == []
-    for fork, words in (("residual_scales", "fails on a stage where tok_embeddings, scales are None"),
-                        ("tied_second_head", "head2 of Llama3 is used before the blocks and behind them"),
-                        ("complex_phase", "phase of Llama3 is used nowhere")):
-        with pytest.raises(ValueError, match=words):
-            own_parts(made(fork))
+def test_a_part_of_a_fork_is_on_the_stage_that_its_class_names():
+    assert stages_of_parts(made("positions")) == {"pos": "first", "embed_norm": "first"}
+    assert stages_of_parts(made("two_heads")) == {"head2": "last", "norm2": "last"}
+    assert stages_of_parts(made("frozen_norms")) == {}
+    model = made("two_heads")
+    model.pp_stage = {"head2": "last", "norm2": "middle"}
+    with pytest.raises(ValueError, match="no stage is given for norm2; write pp_stage = {'norm2': \"first\"} into class"):
+        stages_of_parts(model)
+
+
+def test_doc_mask_names_the_blocks_that_it_does_not_change():
     assert blocks_without_attend(made("no_attention")) == ["blocks.1"]
+    assert blocks_without_attend(made("frozen_norms")) == []
 
 
 def test_what_is_dropped_depends_on_the_places_the_key_and_the_seed():
