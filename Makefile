@@ -3,7 +3,7 @@ PYTHON ?= python3
 ARGS   ?=
 # Tests run on so many workers that share nothing, one per core.
 WORKERS ?= $(shell getconf _NPROCESSORS_ONLN)
-PYTEST   = python -m pytest --numprocesses $(WORKERS) --dist worksteal
+PYTEST   = python -m pytest --numprocesses $(WORKERS) --dist loadgroup
 # What torchrun would choose, without its warning. With cores to spare on a CPU: make train OMP_NUM_THREADS=8
 export OMP_NUM_THREADS ?= 1
 

@@ -50,8 +50,15 @@ def book(tmp_path):
     return flags, *map(str, made)
 
 
+# Files of layouts: one of pytest's workers runs them all, so that each process of its pools warms up once.
+POOLED = [f"test_{name}" for name in (
+    "parallel mutants lora optim cast communication experts float8 pipeline where packing evaluate hf gpt_oss llama4").split()]
+
+
 def pytest_collection_modifyitems(items):
     for item in items:
+        if item.path.stem in POOLED:
+            item.add_marker(pytest.mark.xdist_group("pool"))
         for names, reason in OLDER:
             if re.search(names, item.nodeid):
                 item.add_marker(pytest.mark.skip(reason=reason))
