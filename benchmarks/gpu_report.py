@@ -155,7 +155,6 @@ def rows_of(found: dict) -> list[Row]:
         Row("async tp", f"{many} --tp {n} --async_tp", "above 1 x", 180, "tp", capability=9, **two),
         Row("cp", f"{many} --cp {n}", "near 1 x", 180, "all GPUs", **two),
         Row("experts", qwen, "loss falls", 180, gib=36, **two),
-        Row("float8 experts", f"{qwen} --float8 rowwise_experts", "above 1 x", 180, "experts", 2, 36, 8.9),
         Row("float8 all-gather", f"{many} --float8 tensorwise --float8_all_gather", faster, 180, "all GPUs", 2, 0, 8.9),
         *(Row(f"parity of --{axis} 2", f"{parity} --{axis} 2", equal, 120, **two) for axis in ("tp", "cp", "pp")),
         Row("parity of --ep 2", "python train_qwen3.py --check_parity --flavor debug_moe --ep 2", equal, 120, **two),

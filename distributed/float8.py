@@ -3,62 +3,49 @@ import dataclasses
 import logging
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from functools import cache, partial
+from functools import cache
 from typing import Literal
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Shard
 
-from distributed.layout import Layout, all_blocks
+from distributed.layout import Layout
 from support.config import GPU, Need, flag
 
 FLOAT8 = Need("without --float8", lambda c: c.float8 != "off")
 FLOAT8_TENSORWISE = Need("without --float8 tensorwise", lambda c: c.float8 == "tensorwise")
-# A recipe of torchao.float8, or MXFP8; with _experts, for the experts' grouped matmuls as well
-Recipe = Literal["off", "tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8", "rowwise_experts", "mxfp8_experts"]
+# A recipe of torchao.float8, or MXFP8
+Recipe = Literal["off", "tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"]
 GATHERED = Need("in one process: nothing is gathered", lambda c: c.world_size > 1)
 
 
 @dataclass(kw_only=True)
 class Float8Config:
-    float8: Recipe = "off"  # of the blocks' matmuls, by torchao; _experts: of the experts' grouped matmuls as well
+    float8: Recipe = "off"  # of the blocks' matmuls, by torchao; the stacked experts stay as they are
     float8_filter: list[str] = flag([], FLOAT8)  # linears to leave alone: parts of names, like attn.wk,ffn.w2
     float8_all_gather: bool = flag(False, FLOAT8_TENSORWISE, GPU, GATHERED)  # FSDP gathers weights in float8, half the bytes
-
-
-def float8_kind(cfg) -> tuple[str, bool]:
-    """(recipe of the matmuls, whether the experts' grouped matmuls follow the recipe as well)."""
-    kind = cfg.float8.removesuffix("_experts")
-    return kind, kind != cfg.float8
 
 
 def float8_linears(stage, layout: Layout, cfg) -> None:
     """Let the blocks' linears multiply in float8, with scales from each call's own numbers: torchao.float8. Parameters, their
     names and the optimizer stay as they are.
 
-    Left in the compute dtype: the head, the router, the stacked experts (unless --float8 ends in _experts), and a matrix with a
-    dimension on this rank that is no multiple of 16 (mxfp8: 32).
+    Left in the compute dtype: the head, the router, the stacked experts, and a matrix with a dimension on this rank that is no
+    multiple of 16 (mxfp8: 32).
     """
     logging.getLogger("torchao").setLevel(logging.ERROR)  # torchao warns of kernels for other versions of Python
-    names, (kind, with_experts) = float8_names(stage, layout, cfg), float8_kind(cfg)
-    if kind == "mxfp8":
+    names = float8_names(stage, layout, cfg)
+    if cfg.float8 == "mxfp8":
         multiply = mxfp8_matmul(layout)
-    elif names:
+    else:
         multiply = float8_matmul(stage, names, layout, cfg)
     for module in map(stage.get_submodule, names):
         module.multiply, module.__class__ = multiply, with_parts(type(module))
-    if with_experts:
-        multiply, block_size = float8_grouped_linear(layout, kind), 32 if kind == "mxfp8" else 16
-        for block in all_blocks(stage).values():
-            if hasattr(block, "moe"):
-                block.moe.experts.compute = partial(padded_experts, linear=multiply, block=block_size)
 
 
 def float8_names(stage, layout: Layout, cfg) -> list[str]:
     """Names of the linears for float8. Prints the linears that do not fit; raises ValueError if none is left."""
-    names, odd, (kind, with_experts) = [], {}, float8_kind(cfg)
-    block = 32 if kind == "mxfp8" else 16
+    names, odd, block = [], {}, 32 if cfg.float8 == "mxfp8" else 16
     for fqn, module in stage.named_modules():
         in_block = fqn.startswith(("blocks.", "mtp."))
         if not isinstance(module, nn.Linear) or not in_block or any(part in fqn for part in cfg.float8_filter):
@@ -69,7 +56,7 @@ def float8_names(stage, layout: Layout, cfg) -> list[str]:
         else:
             odd[".".join(fqn.split(".")[-2:])] = " x ".join(map(str, sizes))
     left = ", ".join(f"{name} {sizes}" for name, sizes in odd.items()) or f"--float8_filter {cfg.float8_filter}"
-    if not names and not with_experts:
+    if not names:
         raise ValueError(f"--float8 {cfg.float8} changes no matrix, for on a rank a side is no multiple of {block}: {left}")
     if odd and layout.rank == 0:
         print(f"--float8 {cfg.float8} leaves matrices as they are, for on a rank a side is no multiple of {block}: {left}")
@@ -88,7 +75,7 @@ def float8_matmul(stage, names: list[str], layout: Layout, cfg):
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
 
-    config = Float8LinearConfig.from_recipe_name(float8_kind(cfg)[0])
+    config = Float8LinearConfig.from_recipe_name(cfg.float8)
     emulate = layout.device.type == "cpu"
     config = dataclasses.replace(config, emulate=emulate, enable_fsdp_float8_all_gather=cfg.float8_all_gather)
     convert_to_float8_training(stage, config=config, module_filter_fn=lambda module, fqn: fqn in names)
@@ -137,41 +124,6 @@ def mxfp8_matmul(layout: Layout):
 
     kernel = KernelPreference.EMULATED if layout.device.type == "cpu" else KernelPreference.AUTO
     return lambda x, w: _to_mxfp8_then_scaled_mm(x, w, kernel, ScaleCalculationMode.RCEIL)
-
-
-def float8_grouped_linear(layout: Layout, kind: str):
-    """models.moe.grouped_linear in float8, for numbers of rows per expert that are multiples of 16 (mxfp8: 32)."""
-    from torchao.prototype import moe_training
-    from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
-
-    options = dict(out_dtype=torch.bfloat16, pad_token_groups_for_grouped_mm=False)
-    if kind == "rowwise":
-        multiply = moe_training._to_fp8_rowwise_then_scaled_grouped_mm
-    else:
-        multiply = moe_training._to_mxfp8_then_scaled_grouped_mm
-        options["kernel_preference"] = KernelPreference.EMULATED if layout.device.type == "cpu" else KernelPreference.AUTO
-
-    def linear(x, weight, counts):
-        ends = counts.cumsum(0).to(torch.int32)
-        return multiply(x.bfloat16(), weight.transpose(1, 2).bfloat16(), ends, **options).to(x.dtype)
-
-    return linear
-
-
-def padded_experts(x: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, *, linear, block: int) -> Tensor:
-    """models.moe.swiglu_experts with the rows of every expert padded to a multiple of block: x (N*k, D), counts (E,).
-
-    The host does not wait for counts: the result has room for the largest padding, and the last expert gets the rest.
-    """
-    from models.moe import swiglu_experts
-
-    size = -(-(len(x) + len(counts) * (block - 1)) // block) * block
-    padded = (counts + block - 1) // block * block
-    padded[-1] = size - padded[:-1].sum()
-    shift = (padded - counts).cumsum(0) - (padded - counts)  # by how much the rows of each expert move
-    place = torch.arange(len(x), device=x.device) + shift.repeat_interleave(counts, output_size=len(x))
-    y = swiglu_experts(x.new_zeros(size, x.shape[1]).index_copy(0, place, x), padded, w1, w2, w3, linear=linear)
-    return y.index_select(0, place)
 
 
 def float8_scales(stages) -> None:

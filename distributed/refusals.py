@@ -5,12 +5,11 @@ import os
 import shlex
 import sys
 from dataclasses import replace
-from importlib.util import find_spec
 from types import SimpleNamespace
 
 import torch
 
-from distributed.float8 import Float8Config, float8_kind
+from distributed.float8 import Float8Config
 from distributed.layout import AXES, ExpertConfig, Layout, ParallelConfig, dtype_of_compute
 from distributed.pipeline import ONE_STAGE_PER_RANK, V_SHAPED, ZERO_BUBBLE, csv_rows, n_microbatches, split_stages
 from support.config import no_effect, own_rank
@@ -52,7 +51,7 @@ def check_layout(cfg: ParallelConfig, model_config, *, seq_len, local_batch_size
     rows = [(True, text) for text in no_effect(cfg, facts(cfg, model_config, degrees, on_cuda))]
     rows += batch_rows(layout) + model_rows(layout, cfg, model_config, seq_len) + option_rows(layout, cfg, on_cuda and here)
     if isinstance(cfg, Float8Config) and cfg.float8 != "off":  # grpo.py has no float8
-        rows += float8_rows(layout, cfg, model_config, on_cuda, seq_len)
+        rows += float8_rows(layout, cfg, on_cuda, seq_len)
     if layout.has_experts:
         rows += expert_rows(layout, cfg, model_config)
     if layout.pp > 1 and layout.accumulation:
@@ -144,28 +143,17 @@ def option_rows(layout: Layout, cfg, count_gpus: bool) -> list[tuple]:
     ]
 
 
-def float8_rows(layout: Layout, cfg, c, on_cuda: bool, seq_len: int) -> list[tuple]:
-    kind, with_experts = float8_kind(cfg)
-    block = 32 if kind == "mxfp8" else 1  # numbers that share a scale
+def float8_rows(layout: Layout, cfg, on_cuda: bool, seq_len: int) -> list[tuple]:
+    kind, block = cfg.float8, 32 if cfg.float8 == "mxfp8" else 1  # numbers that share a scale
     sequences = layout.microbatch_size if layout.pp > 1 else layout.local_batch_size
     # tokens of one forward on a rank, at least: the weight's gradient is a sum over tokens, in blocks as well
     tokens = sequences * seq_len // (layout.cp * layout.tp)
     capability = torch.cuda.get_device_capability() if on_cuda else (0, 0)
     needs = (10, 0) if kind == "mxfp8" else (8, 9)
-    is_emulated = not on_cuda and (kind == "mxfp8" or not with_experts)
-    packages = {"cutlass": "nvidia-cutlass-dsl", "tvm_ffi": "apache-tvm-ffi"}  # of torchao's kernels for mxfp8 experts
-    missing = " ".join(package for name, package in packages.items() if find_spec(name) is None)
-    sizes = {"dim": c.dim, "moe_ffn_dim": c.moe_ffn_dim // layout.etp} if with_experts and layout.has_experts else {}
-    odd = " and ".join(f"{name} {n}" for name, n in sizes.items() if n % max(block, 16))
     return [
-        (with_experts and not layout.has_experts, f"--float8 {cfg.float8}: this flavor has no experts; use --float8 {kind}"),
         (on_cuda and capability < needs, f"--float8 {kind} needs a GPU of capability {needs[0]}.{needs[1]} (H100: 9.0, B200: "
          f"10.0), and this one has {capability[0]}.{capability[1]}; use --float8 off"),
-        (not on_cuda and not is_emulated, f"--float8 {cfg.float8} has no emulation on a CPU; use mxfp8_experts"),
-        (is_emulated and cfg.compile, f"--float8 {kind} is emulated on CPU and cannot be compiled; leave out --compile"),
-        (on_cuda and with_experts and kind == "mxfp8" and missing,
-         f"--float8 mxfp8_experts needs two more packages: pip install {missing}"),
-        (odd, f"--float8 {kind}_experts needs a multiple of {max(block, 16)} on a rank, not {odd}; use --float8 {kind}"),
+        (not on_cuda and cfg.compile, f"--float8 {kind} is emulated on CPU and cannot be compiled; leave out --compile"),
         (tokens % block, f"--float8 {kind} needs a multiple of {block} tokens in a forward, not {sequences} x {seq_len} / "
          f"{layout.cp * layout.tp} = {tokens}; use another --seq_len"),
     ]

@@ -51,7 +51,6 @@ world_size=1 dp_shard=2 => 1 process but.*leave out --dp_shard \(it becomes 1\) 
 device=cuda => torch finds 0 GPUs.*use --device cpu => device=cpu
 float8=rowwise compile=True => --float8 rowwise is emulated on CPU.*leave out --compile => compile=False
 float8=mxfp8 seq_len=63 => --float8 mxfp8 needs a multiple of 32 tokens in a forward, not 4 x 63 / 1 = 252 => seq_len=64
-float8=mxfp8_experts => --float8 mxfp8_experts: this flavor has no experts; use --float8 mxfp8 => float8=mxfp8
 float8=tensorwise float8_all_gather=True => --float8_all_gather has no effect without a GPU => float8_all_gather=False
 local_batch_size=0 => --local_batch_size 0 must be at least 1 => local_batch_size=1
 global_batch_size=10 => 10 is not a multiple of --local_batch_size 4 x 1 data rank = 4.* 8$ => global_batch_size=8

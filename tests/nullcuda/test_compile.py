@@ -23,7 +23,6 @@ COMPILED = """
 - llama3 1 --float8 tensorwise
 - llama3 1 --float8 rowwise --ac op
 - moe 1 --float8 rowwise
-- moe 1 --float8 rowwise_experts
 - llama3 1 --optimizer muon
 - llama3 1 --global_batch_size 4
 - llama3 2

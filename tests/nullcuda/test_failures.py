@@ -13,14 +13,7 @@ REPO = HERE.parent.parent
 
 # sides that every kind of --float8 can cut into its blocks, and more layers than the compiler's limit of 8 versions
 WIDE = "n_layers=9,dim=256,n_heads=4,n_kv_heads=2,head_dim=64,ffn_dim=512"
-EXPERTS = ("train_qwen3.py", "--flavor", "debug_moe", "--local_batch_size", 2, "--model_args", WIDE + ",moe_ffn_dim=128")
 DENSE = ("train_llama3.py", "--local_batch_size", 2, "--model_args", WIDE)
-
-
-@pytest.mark.parametrize("nproc, flags", [(1, ()), pytest.param(2, ("--ep", 2), marks=pytest.mark.slow)], ids=str)
-def test_float8_experts_run_with_any_number_of_rows(device, tmp_path, nproc, flags):
-    """torchao's kernels want multiples of 16 rows per expert, and it cannot pad them."""
-    device.run(tmp_path, *EXPERTS, "--float8", "rowwise_experts", *flags, nproc=nproc, no_waiting=nproc == 1)
 
 
 def test_float8_under_tp_sends_nothing_for_scales(device, tmp_path):
@@ -34,12 +27,6 @@ def test_float8_under_tp_sends_nothing_for_scales(device, tmp_path):
 def test_mxfp8_is_compiled_once_for_all_layers(device, tmp_path):
     """A function of its own in each linear made a version of its own for each block, and 9 are more than the compiler makes."""
     device.run(tmp_path, *DENSE, "--float8", "mxfp8", "--compile", major=10)
-
-
-def test_float8_that_cannot_run_is_refused_in_one_line(device, tmp_path):
-    done = device.run(tmp_path, *EXPERTS, "--float8", "mxfp8_experts", status=None, major=10, log=False)
-    said = [line for line in done.texts[0].splitlines() if not line.startswith("flags: ")]
-    assert 0 not in done.statuses and "needs two more packages: pip install nvidia-cutlass-dsl apache-tvm-ffi" in said[0]
 
 
 @pytest.mark.slow

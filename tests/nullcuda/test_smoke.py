@@ -28,7 +28,7 @@ ONE = """
   lora 1 --ac full
 - lora_moe 1
 - moe 1 --float8 rowwise
-- mtp 1 --float8 rowwise_experts
+- mtp 1 --float8 rowwise
   gpt_oss 1 --ac full --doc_mask
 - llama4 1 --doc_mask --optimizer muon
 """
@@ -92,7 +92,6 @@ BLACKWELL = """
   llama3 1
   llama3 1 --float8 mxfp8
 - moe 1 --float8 mxfp8
-- moe 1 --float8 rowwise_experts
 - llama3 2 --float8 mxfp8
 """
 

@@ -170,12 +170,10 @@ TABLE = {
     """,
     "forks.train_gpt_oss": r"""
         --etp 2 => --etp 2
-        --float8 rowwise_experts => --float8 rowwise_experts
         --ac op => --ac op
     """,
     "forks.train_llama4": r"""
         --etp 2 => --etp 2
-        --float8 rowwise_experts => --float8 rowwise_experts
     """,
     "ablate": r"""
         REPO/train_llama3.py --vary lr=1e-3,3e-3 --out s3://bucket/study => --out s3://bucket/study: only folders
