@@ -33,7 +33,9 @@ import importlib
 import json
 import os
 import re
+import shlex
 import shutil
+import subprocess
 import sys
 import time
 import uuid
@@ -127,6 +129,15 @@ def tokenizer_and_beside(file: str) -> dict[str, bytes]:
     return {"tokenizer.json": tokenizer_path(file).read_bytes()} | files_beside(file)
 
 
+def run_after_save(command: str, folder: str):
+    """Runs --after_save in a shell, while training goes on. A failure prints one line: the checkpoint itself is complete."""
+    done = subprocess.run(command.replace("{}", shlex.quote(folder)), shell=True, capture_output=True, text=True,
+                          errors="replace", stdin=subprocess.DEVNULL)
+    if done.returncode:
+        said = (done.stderr.strip() or done.stdout.strip() or "it said nothing").splitlines()[-1].strip()
+        print(f"checkpoint: --after_save FAILED for {folder}, status {done.returncode}: {said[:200]}", flush=True)
+
+
 class Checkpoints:
     """Saves and loads one run. Build last, when the weights exist and the optimizer holds the parameters.
 
@@ -161,7 +172,7 @@ class Checkpoints:
         self.together = partial(fail_together, group=group)
         # read now: later edits of a file are not the running code
         self.code = local_code() if source and self.rank == 0 else {}
-        self.git = git_state(code_roots()[0], tuple(self.code)) if self.code else {}
+        self.git = git_state(code_roots()[0], [*self.code]) if self.code else {}
         self.made_from = summarize_code(self.git, self.code)  # for config.json
         # Read now, so that errors in these files appear before training.
         reads = self.rank == 0 and tokenizer_file and not cfg.load_only
@@ -170,11 +181,7 @@ class Checkpoints:
         buffers = {fqn: t for m in modules for fqn, t in named_tensors(m).items() if not isinstance(t, nn.Parameter)}
         self.copies = find_copies(self.params | buffers, self.gather)
         self.pool, self.stager, self.staged, self.flight = ThreadPoolExecutor(1), None, None, None
-        self.after_save = None
-        if cfg.after_save and self.rank == 0:
-            from storage.after_save import AfterSave
-
-            self.after_save = AfterSave(cfg.after_save)
+        self.commands, self.copying = ThreadPoolExecutor(1), {}  # --after_save: {folder: its command}
         self.process = WriterProcess() if cfg.checkpoint_async == "process" and not cfg.load_only else None
         if self.rank == 0 and not cfg.load_only and os.path.isdir(os.path.join(out, "checkpoints")):
             for name in filter(LEFTOVER.fullmatch, os.listdir(os.path.join(out, "checkpoints"))):
@@ -226,8 +233,7 @@ class Checkpoints:
         """Waits for the running save, and raises the save's error. export: then write --export_hf, if given."""
         self.finish_flight()
         self.pool.shutdown()
-        if self.after_save:
-            self.after_save.close()
+        self.commands.shutdown()
         if self.stager is not None:
             self.stager.close()
         if self.process is not None:
@@ -268,8 +274,8 @@ class Checkpoints:
             newest = step_folders(self.out)[:1]
             self.say(f"step-{step} is NOT SAVED: {error}; the newest is {newest[0][1] if newest else 'none yet'}")
             return False
-        if self.after_save:
-            self.after_save(self.path(step))
+        if self.cfg.after_save and self.rank == 0:
+            self.copying[self.path(step)] = self.commands.submit(run_after_save, self.cfg.after_save, self.path(step))
         self.purge(step)
         self.say(f"saved {self.path(step)} ({size / 1e6:.1f} MB in {time.perf_counter() - began:.2f} s)")
         return True
@@ -310,8 +316,8 @@ class Checkpoints:
         """Deletes all but the newest keep_latest_k, after `step` is complete. The next start deletes leftovers of a kill."""
         if self.rank == 0 and self.cfg.keep_latest_k:
             for n, path in [entry for entry in step_folders(self.out) if entry[0] < step][self.cfg.keep_latest_k - 1 :]:
-                if self.after_save and path in self.after_save.waiting:
-                    continue  # the next save deletes it
+                if path in self.copying and not self.copying[path].done():
+                    continue  # the next save deletes the folder
                 trash = os.path.join(os.path.dirname(path), f"trash-{n}-{uuid.uuid4().hex[:8]}")
                 try:
                     os.rename(path, trash)
@@ -343,12 +349,10 @@ class Checkpoints:
         if self.cfg.init_from and source == self.out and not self.base:
             self.say(f"--init_from {self.cfg.init_from} is IGNORED: {self.out} has checkpoints of its own")
         folder, manifest = self.choose_checkpoint(source, start.step)
-        from storage.changes import check_continuable, model_changes, phase_changes
+        from storage.changes import compare_start, describe
 
-        # a new phase: weights and optimizer state of another run, but other data or another schedule, from step 0
-        phase = everything and source != self.out and self.on_rank_0(lambda: phase_changes(folder, self.identity, self.cfg))
-        if everything and not phase:
-            self.on_rank_0(lambda: check_continuable(folder, source, self.identity))
+        differ = self.on_rank_0(lambda: compare_start(folder, start, source == self.out, self.identity, self.cfg))
+        phase = everything and differ  # weights and optimizer state of another run, but other data or schedule: from step 0
         table = self.together(lambda: read_table(folder, manifest["files"]))
         self.check_excluded(excluded)
         if with_optimizer := everything and "optimizer" not in excluded:
@@ -369,11 +373,10 @@ class Checkpoints:
             self.numbers.restore(read_json(folder, "state.json").get("optimizer", {}))
         what = "continuing from" if everything else "step 0, with the weights of"
         what = "step 0, with the weights and the optimizer state of" if phase else what
-        differ = [] if everything else model_changes(folder, self.identity)
-        changed = "".join(f"; {name} was {old}, is {new}" for name, old, new in differ)
+        changed = f"; {describe(differ)}" if differ and not phase else ""
         self.say(f"{what} {folder} (written by {manifest['world_size']} rank(s)){changed}")
-        if self.rank == 0 and (files := changed_code(folder, self.code)):
-            self.say(f"code that has changed since step {manifest['step']} was written: {', '.join(files)}")
+        if text := changed_code(folder, self.code):
+            self.say(text)
         return self.on_rank_0(lambda: saved_state(folder)) if everything and not phase else None
 
     def choose_checkpoint(self, source, step) -> tuple[str, dict]:
@@ -546,9 +549,8 @@ def open_saved(folder: str) -> tuple[str, nn.Module, object]:
     say = partial(print, "checkpoint:", file=sys.stderr, flush=True)  # stdout is for sampled text
     path, manifest = newest_good(folder, candidates(folder), verify, say)
     Model, config = saved_model(path)
-    code = {file: text for file, text in local_code().items() if file.startswith(("models" + os.sep, "forks" + os.sep))}
-    if files := [file for file in changed_code(path, code) if not file.endswith("(new)")]:
-        say(f"code that has changed since step {manifest['step']} was written: {', '.join(files)}")
+    if text := changed_code(path, {name: code for name, code in local_code().items() if name.startswith(("models/", "forks/"))}):
+        say(text)
     with torch.device("meta"):  # takes memory only once, and in the wanted dtype
         model = Model(config)
     table = read_table(path, manifest["files"])

@@ -57,10 +57,8 @@ def check_run(out: str, identity: dict, cfg, lr_at=None):
     """
     if cfg.keep_latest_k < 0:
         raise ValueError(f"--keep_latest_k {cfg.keep_latest_k}: give a number of checkpoints, or 0 to keep all")
-    if cfg.after_save:
-        from storage.after_save import check_after_save
-
-        check_after_save(cfg.after_save)
+    if cfg.after_save and "{}" not in cfg.after_save:
+        raise ValueError(f"--after_save {cfg.after_save!r} must have {{}} where the checkpoint's folder goes: 'cp -r {{}} /far'")
     if stateless := {"lr_scheduler", "dataloader", "train_state"} & set(cfg.exclude_from_loading):
         raise ValueError(f"--exclude_from_loading {min(stateless)}: there is no such state, as the learning rate and the place "
                          "in the data follow from the step; leave it out")
@@ -69,21 +67,14 @@ def check_run(out: str, identity: dict, cfg, lr_at=None):
 
         check_tokenizer(out, identity, cfg)
     if source := resume_source(out, cfg):
-        from storage.changes import check_continuable, describe_flags, describe_phase, model_conflicts, phase_changes
+        from storage.changes import compare_start, describe_start
 
         path = newest_readable(source.folder, source.step, ABOUT)
         if source.folder != out and "lora" in read_json(path, "state.json")["identity"]:
             raise ValueError(f"--init_from {source.folder} holds adapters only; merge them with the weights below them, python "
                              f"checkpoint.py to_hf {source.folder} OUT, and start from OUT")
-        text = ""
-        if source.everything and source.folder != out and (differ := phase_changes(path, identity, cfg)):
-            text = describe_phase(path, differ, identity, cfg)
-        elif source.everything:
-            check_continuable(path, source.folder, identity)
-            text = describe_flags(path, cfg, lr_at)
-        elif wrong := model_conflicts(path, identity, cfg):
-            text = "; ".join(f"{name} is {old} there, {new} here" for name, old, new in wrong)
-            raise ValueError(f"--init_from {source.folder} is of another model: {text}; give the model of the checkpoint")
+        differ = compare_start(path, source, source.folder == out, identity, cfg)
+        text = describe_start(path, differ, cfg, lr_at) if source.everything else ""
         if text and own_rank() == 0:
             print(text, flush=True)
 
