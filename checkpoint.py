@@ -23,11 +23,10 @@ storage/resume.py checks an earlier run in --out at a start.
                                  --lora_rank the tensors are the adapters, and state.json names the frozen weights
     config.json  recipe.py  code.json  tokenizer.json   to repeat the run and to sample from the model; code.json holds the
                                  source of every local module imported by the recipe
-    provenance.json              the git commit and the uncommitted changes: see storage/provenance.py
+    provenance.json              the git commit: see storage/provenance.py
     tokenizer_config.json  chat_template.jinja ...   if the tokenizer comes from a Hugging Face folder
     manifest.json                size and crc32 of all other files, and a hash of the manifest
 """
-import difflib
 import fnmatch
 import importlib
 import json
@@ -56,7 +55,6 @@ from storage.dcp import WriterProcess, import_dcp, read_table, read_tensors, wri
 from storage.manifest import (
     TABLE,
     Damaged,
-    Progress,
     candidates,
     check_files,
     checksums,
@@ -67,7 +65,6 @@ from storage.manifest import (
     resume_source,
     saved_state,
     step_folders,
-    unlisted_files,
     verify,
     write_manifest,
 )
@@ -299,10 +296,7 @@ class Checkpoints:
                 raise OSError(f"rank 0 does not see {name}: {self.out} must be on a file system that all machines share")
         extra = {"state.json": about, "config.json": json_bytes(self.config), "recipe.py": self.source.encode()}
         extra |= self.tokenizer
-        if self.code:
-            extra["code.json"] = json_bytes(self.code)
-        if self.git:
-            extra["provenance.json"] = json_bytes(self.git)
+        extra |= {name: json_bytes(value) for name, value in (("code.json", self.code), ("provenance.json", self.git)) if value}
         for name, content in extra.items():
             write_file(Path(folder, name), content)
         files = listed | checksums(folder, [TABLE, *extra])
@@ -385,13 +379,15 @@ class Checkpoints:
 
         def check(folder):
             manifest = self.on_rank_0(lambda: read_manifest(folder))
-            self.together(lambda: self.check_share(folder, manifest))
+            files = sorted(manifest["files"], key=lambda name: manifest["files"][name])  # by size
+            self.together(lambda: check_files(folder, manifest, files[self.rank :: self.world_size]))
             return manifest
 
         paths = self.on_rank_0(lambda: candidates(source, step))
         folder, manifest = newest_good(source, paths, check, self.say)
-        if names := self.on_rank_0(lambda: unlisted_files(folder, manifest)):
-            self.say(f"{folder} has files that are not its own, and nobody reads: {', '.join(names[:3])}")
+        listed = {*manifest["files"], "manifest.json"}
+        if names := self.on_rank_0(lambda: sorted(set(os.listdir(folder)) - listed)):  # a note, leftovers of a file system
+            self.say(f"{folder} has files that are not its own, and nobody reads: {brief(names)}")
         if source == self.out and not self.cfg.load_only:
             # Rename only after a good checkpoint was found; otherwise the next start would silently begin at step 0.
             damaged = paths[: paths.index(folder)]
@@ -399,19 +395,11 @@ class Checkpoints:
                                     for newer, path in step_folders(source) if newer > manifest["step"]])
         return folder, manifest
 
-    def check_share(self, folder, manifest):
-        """Checks this rank's share of the files: sorted by size, every world_size-th."""
-        names = sorted(manifest["files"], key=lambda name: manifest["files"][name])[self.rank :: self.world_size]
-        n_bytes = sum(manifest["files"][name][0] for name in names)
-        check_files(folder, manifest, names, Progress(f"verifying {folder}", n_bytes, self.say))
-
     def check_excluded(self, patterns):
         known = {fqn for part in self.gather([fqn for m in self.modules for fqn in named_tensors(m)]) for fqn in part}
         for pattern in patterns:
             if pattern != "optimizer" and not any(matches([pattern], f"model.{fqn}") for fqn in known):
-                near = difflib.get_close_matches(pattern, ["optimizer", *known], 1)
-                hint = f"; did you mean {near[0]}?" if near else ""
-                raise ValueError(f"--exclude_from_loading {pattern}: no such parameter{hint}")
+                raise ValueError(f"--exclude_from_loading {pattern}: no such parameter; the model has {brief(sorted(known))}")
 
     def create_optimizer_state(self, fqns: set[str]):
         """Lets torch create the state of these parameters: a step with zero gradients and lr 0 changes no weight.
@@ -549,7 +537,8 @@ def open_saved(folder: str) -> tuple[str, nn.Module, object]:
     say = partial(print, "checkpoint:", file=sys.stderr, flush=True)  # stdout is for sampled text
     path, manifest = newest_good(folder, candidates(folder), verify, say)
     Model, config = saved_model(path)
-    if text := changed_code(path, {name: code for name, code in local_code().items() if name.startswith(("models/", "forks/"))}):
+    code = local_code().items()
+    if text := changed_code(path, {file: text for file, text in code if file.startswith(("models/", "forks/"))}):
         say(text)
     with torch.device("meta"):  # takes memory only once, and in the wanted dtype
         model = Model(config)

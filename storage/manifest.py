@@ -5,7 +5,6 @@ If a disk flips a bit in a tensor, the crc32 shows it; torch's distributed check
 import hashlib
 import json
 import os
-import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +17,6 @@ FORMAT_VERSION = 2
 TABLE = "tensors.json"  # names, dtypes and shapes of all tensors, and the places of all shards
 READ = (".json", ".jinja", ".py", ".distcp", ".safetensors", ".bin", ".model")  # an unlisted file of these kinds is refused
 ABOUT = ("state.json", "config.json")  # files of a step folder read at a start, before the tensors
-PROGRESS_S = 5  # seconds between the progress lines of a long check or import
 
 
 class Damaged(ValueError):
@@ -75,11 +73,6 @@ def read_manifest(folder: str) -> dict:
     return manifest
 
 
-def unlisted_files(folder: str, manifest: dict) -> list[str]:
-    """Unlisted files in a step folder, read by nobody: a user's note, or leftovers of a network file system."""
-    return sorted(set(os.listdir(folder)) - {*manifest["files"], "manifest.json"})
-
-
 def saved_state(path: str) -> dict:
     """The `state` given to save(). Raises ValueError unless step, samples and tokens are numbers of a real run."""
     state = read_json(path, "state.json")["state"]
@@ -89,20 +82,7 @@ def saved_state(path: str) -> dict:
     return state
 
 
-class Progress:
-    """Prints every few seconds how much of a long work is done. Call with the bytes of each finished part."""
-
-    def __init__(self, text: str, n_bytes: int, say):
-        self.text, self.n_bytes, self.say, self.done, self.said = text, n_bytes, say, 0, time.perf_counter()
-
-    def __call__(self, n_bytes: int):
-        self.done += n_bytes
-        if time.perf_counter() - self.said > PROGRESS_S:
-            self.said = time.perf_counter()
-            self.say(f"{self.text}: {self.done / self.n_bytes:.0%} of {self.n_bytes / 1e9:.1f} GB per rank")
-
-
-def checksums(folder: str, names: list[str], progress=lambda n_bytes: None, sync=False) -> dict[str, list]:
+def checksums(folder: str, names: list[str], sync=False) -> dict[str, list]:
     """{name: [bytes, crc32 in hex]}, four files at a time: zlib works without Python's lock.
 
     sync: also make the contents durable; the disk and the processor work side by side.
@@ -113,7 +93,6 @@ def checksums(folder: str, names: list[str], progress=lambda n_bytes: None, sync
         with open(os.path.join(folder, name), "rb", buffering=0) as f:
             while n := f.readinto(buffer):
                 size, crc = size + n, zlib.crc32(buffer[:n], crc)
-                progress(n)
         return [size, f"{crc:08x}"]
 
     with ThreadPoolExecutor(4) as pool, ThreadPoolExecutor(4) as disk:
@@ -123,10 +102,10 @@ def checksums(folder: str, names: list[str], progress=lambda n_bytes: None, sync
     return found
 
 
-def check_files(folder: str, manifest: dict, names: list[str], progress=lambda n_bytes: None):
+def check_files(folder: str, manifest: dict, names: list[str]):
     """Reads the files `names` of a step folder. Raises Damaged if a single bit has changed."""
     try:
-        found = checksums(folder, names, progress)
+        found = checksums(folder, names)
     except OSError as error:
         raise Damaged(f"{os.path.basename(error.filename or folder)}: {error.strerror}") from None
     for name, entry in found.items():

@@ -114,6 +114,6 @@ def merge_numbers(ranks: list[tuple[dict, dict]]) -> dict:
         numbers |= changed
         for key, value in sums.items():
             if known.setdefault(key, value) != value:
-                raise ValueError(f"{key[0]} is not equal on all ranks that hold it, and a checkpoint holds one copy: add up each "
-                                 "rank's part, or keep a parameter on one pipeline stage (own_parts in distributed/parts.py)")
+                raise ValueError(f"{key[0]} is not equal on all ranks that hold it, and a checkpoint holds one copy: add up "
+                                 "each rank's part, or keep a parameter on one pipeline stage (distributed/parts.py)")
     return {"optimizer": numbers} if numbers else {}

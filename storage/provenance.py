@@ -1,14 +1,15 @@
-"""Records the code of a run, so that the run can be repeated: all sources, the git commit and the uncommitted changes.
+"""Records the code of a run, so that the run can be repeated: all sources, and the git commit.
 
-A checkpoint holds code.json, {file: source}. If the recipe is in a git repository, provenance.json has the commit, the diff
-from the commit to the working tree, and the untracked sources. config.json has the commit and a hash of every source under
-"_run". `python checkpoint.py source STEP_FOLDER OUT` writes the sources into a folder, to run them again.
+A checkpoint holds code.json, {file: source}, with all uncommitted changes. If the recipe is in a git repository,
+provenance.json has the commit. config.json has the commit and a hash of every source under "_run". `python checkpoint.py source
+STEP_FOLDER OUT` writes the sources into a folder, to run them again.
 """
 import hashlib
 import os
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from distributed.agree import brief
@@ -16,7 +17,7 @@ from support.files import read_json
 
 MODULES = ("__main__", "nanotitan_env", "nanotitan_reward")  # the program, and the files of --env and --reward
 SOURCES = (".py", ".json", ".tsv", ".html")  # code, and tables beside the code
-GIT_SECONDS, DIFF_BYTES, FILE_BYTES = 3.0, 1 << 20, 1 << 18  # longest wait for git; most bytes of a diff, and of a source
+GIT_SECONDS, FILE_BYTES = 3.0, 1 << 18  # longest wait for git; most bytes of a source
 
 
 # --- Sources ---
@@ -57,33 +58,26 @@ def git(folder: str, *words: str) -> str | None:
     """The text printed by a git command. None if git fails, takes too long, or is absent."""
     env = {name: value for name, value in os.environ.items() if name not in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")}
     env |= {"GIT_TERMINAL_PROMPT": "0", "GIT_NO_LAZY_FETCH": "1"}  # no questions to the user, no network
-    with tempfile.TemporaryFile() as said:  # a file, because a pipe may stay open in git's children after a timeout
-        try:
-            subprocess.run(["git", "--no-optional-locks", "-C", folder, *words], env=env, stdin=subprocess.DEVNULL, stdout=said,
-                           stderr=subprocess.DEVNULL, timeout=GIT_SECONDS, check=True)
-        except (OSError, subprocess.SubprocessError):
-            return None
+    # Into a file, because a pipe may stay open in git's children after a timeout
+    with suppress(OSError, subprocess.SubprocessError), tempfile.TemporaryFile() as said:
+        subprocess.run(["git", "--no-optional-locks", "-C", folder, *words], env=env, stdin=subprocess.DEVNULL, stdout=said,
+                       stderr=subprocess.DEVNULL, timeout=GIT_SECONDS, check=True)
         said.seek(0)
-        return said.read(5 * DIFF_BYTES).decode("utf-8", "replace")  # more characters than DIFF_BYTES: each has at most 4 bytes
+        return said.read().decode("utf-8", "replace")
 
 
 def git_state(root: str, files: list[str]) -> dict:
-    """{"commit", "diff", "untracked"} of the repository around the recipe's folder `root`; {} without a repository, or if none
-    of `files` is tracked, as in a repository of a whole home folder. diff: of the tracked files in and below root, None if
-    git took too long."""
+    """{"commit", "dirty"} of the repository around the recipe's folder `root`; {} without a repository, or if none of `files`
+    is tracked, as in a repository of a whole home folder. dirty: whether tracked files in and below root have changed since;
+    None if git took too long."""
     here = [file for file in files if os.path.isfile(root + file)]
-    tracked = here and git(root, "ls-files", "-z", "--", *here)
-    commit = tracked and git(root, "rev-parse", "--verify", "HEAD")
+    commit = here and git(root, "ls-files", "-z", "--", *here) and git(root, "rev-parse", "--verify", "HEAD")
     if not commit:
         return {}
-    diff = git(root, "diff", "--no-color", "--no-ext-diff", "--no-textconv", "--ignore-submodules=dirty", "HEAD", "--", ".")
-    if diff and len(diff) > DIFF_BYTES:
-        diff = diff[: diff.rfind("\n", 0, DIFF_BYTES) + 1] + f"... cut: only {DIFF_BYTES:,} bytes are kept\n"
-    return {"commit": commit.strip(), "diff": diff, "untracked": [file for file in here if file not in tracked.split("\0")]}
+    changed = git(root, "diff", "--name-only", "--no-ext-diff", "--ignore-submodules=dirty", "HEAD", "--", ".")
+    return {"commit": commit.strip(), "dirty": None if changed is None else bool(changed)}
 
 
 def summarize_code(state: dict, code: dict[str, str]) -> dict:
     """The entries of config.json for a git_state and the sources."""
-    hashes = {file: hashlib.sha256(text.encode()).hexdigest() for file, text in sorted(code.items())}
-    of_git = {"commit": state["commit"], "dirty": None if state["diff"] is None else bool(state["diff"])} if state else {}
-    return {**of_git, "code": hashes}
+    return {**state, "code": {file: hashlib.sha256(text.encode()).hexdigest() for file, text in sorted(code.items())}}

@@ -58,7 +58,7 @@ def check_run(out: str, identity: dict, cfg, lr_at=None):
     if cfg.keep_latest_k < 0:
         raise ValueError(f"--keep_latest_k {cfg.keep_latest_k}: give a number of checkpoints, or 0 to keep all")
     if cfg.after_save and "{}" not in cfg.after_save:
-        raise ValueError(f"--after_save {cfg.after_save!r} must have {{}} where the checkpoint's folder goes: 'cp -r {{}} /far'")
+        raise ValueError(f"--after_save {cfg.after_save!r} must have {{}} where the checkpoint's folder goes: 'cp -r {{}} /x'")
     if stateless := {"lr_scheduler", "dataloader", "train_state"} & set(cfg.exclude_from_loading):
         raise ValueError(f"--exclude_from_loading {min(stateless)}: there is no such state, as the learning rate and the place "
                          "in the data follow from the step; leave it out")
@@ -184,10 +184,9 @@ def keep_batch(cfg):
     fits = [n for n in range(1, min(cfg.local_batch_size, share) + 1) if share % n == 0 and n % size == 0]
     if cfg.global_batch_size % data_ranks or not fits:
         near = -(-cfg.global_batch_size // (data_ranks * size)) * data_ranks * size
-        each = f" in micro-batches of {size}" * (size > 1)
         raise ValueError(f"the global batch of {source} is {cfg.global_batch_size} sequences, which {data_ranks} data ranks "
-                         f"cannot share{each}; use --global_batch_size {near} to change it, another number of processes to "
-                         "keep it, or --out NEW to train another model")
+                         f"cannot share in micro-batches of {size}; use --global_batch_size {near}, or another number of "
+                         "processes to keep it, or --out NEW to train another model")
     if own_rank() == 0:
         print(f"the global batch stays {cfg.global_batch_size} sequences, as in {source}: --local_batch_size "
               f"{cfg.local_batch_size} becomes {fits[-1]} on {data_ranks} data ranks", flush=True)

@@ -308,7 +308,7 @@ def test_exclude_from_loading(tmp_path, excluded):
 
 def test_unknown_exclusion(tmp_path):
     save_run(tmp_path, 2)
-    refuses("lst.weight: no such parameter; did you mean last.weight",
+    refuses("lst.weight: no such parameter; the model has counts, first.bias, first.weight and 4 more$",
             saver(*trained(), tmp_path, exclude_from_loading=["lst.weight"]).load)
 
 

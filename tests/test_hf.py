@@ -23,7 +23,7 @@ from checkpoint import load_model, verify
 from distributed.layout import local_tensor
 from models.llama3 import FLAVORS, Llama3, Llama3Config
 from sft.prompts import chat_prompts
-from storage import hf, manifest
+from storage import hf
 from storage.manifest import is_hf_folder
 from support.config import override_fields
 from tools import checkpoint_commands
@@ -62,11 +62,6 @@ def theirs(tmp_path_factory):
     made = {}
 
     def make(variant):
-        if variant == "stacked" and variant not in made:
-            model, folder = make("moe")
-            made[variant] = model, str(tmp_path_factory.mktemp(variant))
-            shutil.copy(Path(folder, "config.json"), made[variant][1])
-            write_indexed(made[variant][1], model.state_dict())  # transformers 5 has experts stacked in memory
         if variant not in made:
             torch.manual_seed(1)
             kind = "Qwen3Moe" if variant == "moe" else "Llama"
@@ -187,8 +182,7 @@ LAYOUTS = [
     (4, dict(tp=2), "plain"),
     (4, dict(dp_replicate=2, pp=2), "tied"),
     (4, dict(ep=2, tp=2), "moe"),
-    (2, dict(ep=2), "stacked"),
-    (4, dict(ep=2, cp=2), "stacked"),
+    (4, dict(ep=2, cp=2), "moe"),
 ]
 
 
@@ -230,34 +224,11 @@ def test_every_layout_reads_and_writes_what_one_process_does(theirs, tmp_path, n
     if flags.get("ep"):  # a rank opens only the rank's experts
         groups = [{name for name, _ in read if ".experts." in name} for _, read, *_ in results]
         assert len(set.union(*groups)) == n * len(groups[0])
-    assert_equal_files(theirs("moe")[1] if variant == "stacked" else folder, tmp_path / "out")
+    assert_equal_files(folder, tmp_path / "out")
     hf.save_hf(plain, str(tmp_path / "plain"), torch.float32, max_shard_gb=6e-5)
     for name in os.listdir(tmp_path / "plain"):
         if name.endswith("config.json"):
             assert (tmp_path / "plain" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
-
-
-def test_stacked_experts_are_the_same_experts(theirs, tmp_path):
-    """transformers 5 has stacks in memory; published files have one tensor per expert and matrix."""
-    model, folder = theirs("stacked")
-    stacks = {name: t for name, t in tensors_of(folder).items() if name.endswith((".gate_up_proj", ".down_proj"))}
-    assert len(stacks) == 2 * 4 and not any(".experts.0." in name for name in tensors_of(folder))
-    ours, _ = hf.load_hf_model(folder)
-    torch.testing.assert_close(ours(tokens()), model(tokens()).logits, atol=5e-5, rtol=0)
-    single = {"model.layers.1.mlp.experts.3.up_proj.weight": torch.zeros(32, 32)}
-    gate_up, bf16 = "model.layers.2.mlp.experts.gate_up_proj", {name: t.bfloat16() for name, t in tensors_of(folder).items()}
-    for changes, message in [
-        ({gate_up: torch.zeros(8, 32, 64)}, f"{gate_up} is .8, 32, 64. there, .8, 64, 32. here$"),
-        ({gate_up: torch.zeros(4, 64, 32)}, f"{gate_up} is .4, 64, 32. there, .8, 64, 32. here$"),
-        ({gate_up: torch.zeros(8, 64, 32, dtype=torch.float8_e4m3fn), f"{gate_up}_scale_inv": torch.ones(8, 1, 1)},
-         f"{gate_up} is quantised; fp8 experts are read from"),
-        (single, "missing: model.layers.1.mlp.experts.0.up_proj.weight, "),  # half of one layout, half of the other
-    ]:
-        write_indexed(tmp_path, bf16 | changes)
-        shutil.copy(Path(folder, "config.json"), tmp_path)
-        refuses(message, hf.load_hf_model, str(tmp_path))
-    write_indexed(tmp_path, bf16)
-    assert {p.dtype for p in hf.load_hf_model(str(tmp_path))[0].parameters()} == {torch.bfloat16}
 
 
 def memory_of_export(model_config, out):
@@ -753,13 +724,6 @@ def test_the_files_beside_a_tokenizer_come_along(chat_folder, tmp_path):
     theirs = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
     assert (theirs.eos_token_id, theirs.temperature, theirs.pad_token_id) == ([1, 2], 0.6, 1)
     assert transformers.AutoConfig.from_pretrained(tmp_path / "out").eos_token_id == [1, 2]
-
-
-def test_a_long_import_says_how_far_it_is(chat_folder, monkeypatch, capsys):
-    monkeypatch.setattr(manifest, "PROGRESS_S", -1)
-    hf.load_hf_model(str(chat_folder))
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith(f"checkpoint: reading {chat_folder}: ") and ": 100% of 0.0 GB per rank" in lines[-1]
 
 
 def test_hugging_face_folders_are_told_from_ours(chat_folder, tmp_path, monkeypatch):

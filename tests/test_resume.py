@@ -151,7 +151,7 @@ def test_a_continued_run_keeps_its_global_batch(tmp_path, monkeypatch, capsys, p
 
 def test_a_batch_that_the_ranks_cannot_share_is_refused(tmp_path, monkeypatch):
     cfg = replace(make_run(tmp_path, global_batch_size=8), global_batch_size=-1, steps=40)
-    refuses("is 8 sequences, which 3 data ranks cannot share; use --global_batch_size 9", resolve_batch, monkeypatch, cfg, 3)
+    refuses("3 data ranks cannot share in micro-batches of 1; use --global_batch_size 9", resolve_batch, monkeypatch, cfg, 3)
     refuses("2 data ranks cannot share in micro-batches of 3; use --global_batch_size 12",
             resolve_batch, monkeypatch, cfg, 4, pp=2, pp_microbatch_size=3, local_batch_size=3)
     assert resolve_batch(monkeypatch, cfg, 3, local_batch_size=3, global_batch_size=9) == (9, 3)

@@ -132,7 +132,7 @@ def write_sources(folder: str, out: str):
     """Writes the recipe, the modules and the flags of a step folder, or of a run folder's newest checkpoint, to a new folder.
     Runs nothing. Raises ValueError, also for a name outside of the folder: strangers may have written code.json."""
     check_export(out)
-    path = newest_readable(folder, names=("code.json", "recipe.py", "config.json", "provenance.json"), say=print)
+    path = newest_readable(folder, names=("code.json", "recipe.py", "config.json"), say=print)
     manifest = read_json(path, "manifest.json")
     if "code.json" not in manifest["files"]:
         raise ValueError(f"{path} holds no sources: the weights come from elsewhere")
@@ -142,20 +142,14 @@ def write_sources(folder: str, out: str):
             raise ValueError(f"{path}/code.json: {name!r} is no source file of a run; nothing is written")
     name = next((file for file, text in code.items() if text == recipe and "/" not in file), "recipe.py")
     config = json.dumps(read_json(path, "config.json"), indent=1)
-    try:
-        for file, text in (code | {name: recipe, "config.json": config}).items():
-            Path(out, file).parent.mkdir(parents=True, exist_ok=True)
-            write_file(Path(out, file), text.encode())
-    except OSError as error:  # "a.py" and "a.py/b.py"
-        raise ValueError(f"{error.filename}: {error.strerror}") from None
-    state = read_json(path, "provenance.json") if "provenance.json" in manifest["files"] else {}
-    known = isinstance(state, dict) and re.fullmatch("[0-9a-f]{40,64}", str(state.get("commit")))
-    about = f", commit {state['commit'][:12]}" + " with changes" * (state.get("diff") != "") if known else ""
+    for file, text in (code | {name: recipe, "config.json": config}).items():
+        Path(out, file).parent.mkdir(parents=True, exist_ok=True)
+        write_file(Path(out, file), text.encode())
     # The command is for the old working folder, because --data and other flags may name relative files
     recipe, config, runs = (shlex.quote(os.path.join(out, file)) for file in (name, "config.json", "runs/again"))
     n, start = manifest["world_size"], f"{recipe} --config {config} --out {runs}"
     start = f"torchrun --nproc_per_node {n} {start}" if n > 1 else f"python {start}"
-    print(f"{out}: {len(code)} sources of {path}{about}; run them again, where the run was started: {start}")
+    print(f"{out}: {len(code)} sources of {path}; run them again, where the run was started: {start}")
 
 
 def main(argv: list[str]) -> int:
@@ -182,5 +176,5 @@ def main(argv: list[str]) -> int:
     arguments = vars(parser.parse_args(argv))
     try:
         return arguments.pop("function")(**arguments) or 0
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, OSError) as error:  # OSError: a full disk, or sources "a.py" and "a.py/b.py"
         usage_error(error)
