@@ -343,7 +343,7 @@ class Checkpoints:
         if self.cfg.init_from and source == self.out and not self.base:
             self.say(f"--init_from {self.cfg.init_from} is IGNORED: {self.out} has checkpoints of its own")
         folder, manifest = self.choose_checkpoint(source, start.step)
-        from storage.changes import compare_start, describe
+        from storage.changes import compare_start, describe_changes
 
         differ = self.on_rank_0(lambda: compare_start(folder, start, source == self.out, self.identity, self.cfg))
         phase = everything and differ  # weights and optimizer state of another run, but other data or schedule: from step 0
@@ -367,9 +367,9 @@ class Checkpoints:
             self.numbers.restore(read_json(folder, "state.json").get("optimizer", {}))
         what = "continuing from" if everything else "step 0, with the weights of"
         what = "step 0, with the weights and the optimizer state of" if phase else what
-        changed = f"; {describe(differ)}" if differ and not phase else ""
+        changed = f"; {describe_changes(differ)}" if differ and not phase else ""
         self.say(f"{what} {folder} (written by {manifest['world_size']} rank(s)){changed}")
-        if text := changed_code(folder, self.code):
+        if self.code and (text := changed_code(folder, self.code)):
             self.say(text)
         return self.on_rank_0(lambda: saved_state(folder)) if everything and not phase else None
 
@@ -515,17 +515,14 @@ def saved_model(path: str) -> tuple[type, object]:
     try:
         fields = dict(read_json(path, "state.json")["identity"]["model"])
         module, name = fields.pop("module"), fields.pop("class")
-    except (LookupError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}/state.json names no model: {error!r}") from None
-    if not re.fullmatch(r"(models|forks)\.[A-Za-z_]\w*", module):  # a file must not decide what is imported
-        raise ValueError(f"{path} is of a model {module}.{name}; only those in models/ and forks/ are loaded")
-    try:
+        if not re.fullmatch(r"(models|forks)\.[A-Za-z_]\w*", module):  # a file must not decide what is imported
+            raise ValueError(f"it is a {module}.{name}, and only those in models/ and forks/ are loaded")
         module = importlib.import_module(module)
         config = getattr(module, f"{name}Config")(**fields)
         if not 0 < config.n_layers <= 10_000:
             raise ValueError(f"n_layers {config.n_layers} is absurd: 10,000 are the most")
         return getattr(module, name), config
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
+    except (ImportError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ValueError(f"{path}/state.json does not describe a model: {error}") from None
 
 

@@ -30,7 +30,7 @@ def changes(old, new, name=""):
         yield name, *(f"{value}" if len(f"{value}") <= 40 else f"{value}"[:16] + "..." for value in (old, new))
 
 
-def describe(differ: list[tuple]) -> str:
+def describe_changes(differ: list[tuple]) -> str:
     return ", ".join({name: f"{name} {old} -> {new}" for name, old, new in differ}.values())
 
 
@@ -73,10 +73,10 @@ def describe_start(path: str, differ: list[tuple], cfg, lr_at=None) -> str:
         same = "" if any(name.startswith("data.") for name, _, _ in differ) else "; the same data come in the same order again"
         told = [(name.removeprefix("data."), *values) for name, *values in [*differ, *flags] if name != "model_args"]
         return (f"a new phase: weights and optimizer state of {path}, while step, data and schedule begin at 0; what differs: "
-                f"{describe(told)}{same}")
+                f"{describe_changes(told)}{same}")
     if not flags or step >= new.get("steps", math.inf):
         return ""
-    text = f"flags that differ from those of step {step}: {describe(flags)}"
+    text = f"flags that differ from those of step {step}: {describe_changes(flags)}"
     if lr_at:
         other = copy.copy(cfg)  # a copy: lr_at of a fork may call what its Config defines
         vars(other).update(old)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from corpus.tokenizer import check_hf_tokenizer, files_beside, find_tokenizer, load_tokenizer, read_hf_json
 from distributed.agree import brief, fail_together, gather, new_gloo_group, on_rank_0, rank_in, reason
 from distributed.layout import local_slice, local_tensor, named_tensors
-from storage.same_model import HF_MODELS, check_same_model, classes_of
+from storage.same_model import HF_MODELS, check_same_model, config_class
 from support.config import spell, unwrap
 from support.files import check_local, fsync, hf_file, json_bytes, matches, publish, write_file
 
@@ -33,7 +33,7 @@ def read_hf_config(folder: str, Config=None):
         kind = found.get("model_type")
         if not isinstance(kind, str) or kind not in HF_MODELS:
             raise ValueError(f"{path}: model_type is {kind!r}; there is a model for {', '.join(HF_MODELS)}")
-        Config = classes_of(kind)[1]
+        Config = config_class(kind)
     try:
         config = Config.from_hf(found)
     except Exception as error:  # any error: a value in the file is the cause
@@ -333,8 +333,6 @@ def check_export(folder: str, Model=None, config=None):
     """Raises ValueError when the folder is unusable, or when transformers would open the export as another model."""
     if Model is not None:
         check_same_model(Model, config)
-    if not folder:
-        raise ValueError("the folder to export to has an empty name")
     check_local(folder, "to export to")
     if os.path.lexists(folder) and (not os.path.isdir(folder) or os.listdir(folder)):
         raise ValueError(f"{folder} is there already and not an empty folder; export to another, or remove it")

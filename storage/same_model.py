@@ -19,11 +19,10 @@ from support.files import read_json
 HF_MODELS, COMPARED = read_json(os.path.dirname(__file__), "same_model.json").values()
 
 
-def classes_of(kind: str) -> tuple[type, type]:
-    """(our model, its config) for a model_type."""
+def config_class(kind: str) -> type:
+    """The config of our model for a model_type."""
     module, name = HF_MODELS[kind]
-    module = importlib.import_module(module)
-    return getattr(module, name), getattr(module, f"{name}Config")
+    return getattr(importlib.import_module(module), f"{name}Config")
 
 
 def read_code(module: str) -> ast.Module:
@@ -65,5 +64,5 @@ def check_same_model(Model, config):
         if (found := code_hash(module)) != COMPARED[module]:
             raise ValueError(f"{rename}, because {module.replace('.', '/')}.py is not the code that was compared with "
                              f"transformers; if it computes the same, write {found} for {module} in storage/same_model.json")
-    if classes_of(kind)[1].from_hf(config_json) != config:
+    if config_class(kind).from_hf(config_json) != config:
         raise ValueError(f"{rename}, because config.json cannot tell all of {config}")

@@ -347,13 +347,10 @@ def test_fp8_blocks_against_a_loop(tmp_path):
 
 @pytest.mark.parametrize("changes, message", [
     ({"model.proj.weight": torch.zeros(300, 200, dtype=torch.float8_e4m3fn)}, "model.proj.weight is F8_E4M3, which is no F32"),
-    ({"model.proj.weight": torch.zeros(300, 200, dtype=torch.int32)}, "model.proj.weight is I32"),
     ({"model.proj.weight_scale_inv": torch.ones(3, 2)}, "model.proj.weight is F32, which is no F32 .* with a"),
     ({"model.proj.weight": torch.zeros(300, 200, dtype=torch.float8_e4m3fn), "model.proj.weight_scale_inv": torch.ones(3, 3)},
      "model.proj.weight_scale_inv is .3, 3. there, and should be .3, 2. floats"),
-    ({"model.proj.weight": torch.zeros(200, 300)}, "model.proj.weight is .200, 300. there, .300, 200. here"),
     ({"model.experts.5.weight": torch.zeros(4, 6)}, "model.experts.5.weight is .4, 6. there, .6, 4. here"),
-    ({"model.experts.5.weight": None, "model.bias": None}, "missing: model.experts.5.weight, model.bias$"),
     ({f"model.experts.{e}.weight": None for e in range(8)} | {"odd": torch.ones(1)},
      "missing: model.experts.0.weight, model.experts.1.weight, model.experts.2.weight and 5 more; unknown: odd"),
     ({"other_scale_inv": torch.ones(1)}, "unknown: other_scale_inv"),
@@ -439,17 +436,13 @@ def test_the_error_says_which_flavor_it_is_or_what_to_type(tmp_path):
 
 @pytest.mark.parametrize("changes, message", [
     (dict(model_type="mamba"), "model_type is 'mamba'; there is a model for llama"),
-    (dict(model_type=["llama"]), "model_type is ['llama']"),
     (dict(hidden_act="gelu"), "hidden_act is 'gelu'"),
     (dict(num_attention_heads="8"), "TypeError"),
     (dict(num_hidden_layers=True), "n_layers would be 'True', not int"),
-    (dict(num_hidden_layers=-1), "n_layers"),
     (dict(num_hidden_layers=1000), "1000 layers, but the files hold 39 tensors"),
     (dict(vocab_size=2**40), "vocab_size would be '1099511627776', not int"),
     (dict(rms_norm_eps="1e-5"), "norm_eps would be '1e-5', not float"),
-    (dict(tie_word_embeddings="no"), "tie_embeddings would be 'no', not bool"),
     (dict(rope_scaling=dict(SCALED, factor=[2])), "rope_scaling"),
-    (dict(rope_scaling=7), "config.json"),
     (dict(num_attention_heads=0), "config.json"),
 ])
 def test_values_that_are_none(theirs, tmp_path, changes, message):
@@ -478,9 +471,7 @@ def one(start, end, shape=(2,)):
     (raw_safetensors({}, claimed=2**63), "header too large"),
     (raw_safetensors({"a": one(0, 8), "b": one(4, 12)}, b"\0" * 12), "offset"),  # overlap
     (raw_safetensors({"a": one(0, 800)}, b"\0" * 8), "r"),  # beyond the end
-    (raw_safetensors(b"[" * 100000), "header"),
     (b"\x80\x04", "no safetensors file"),
-    (b"", "no safetensors file"),
 ])
 def test_safetensors_that_lie(tmp_path, content, message):
     (tmp_path / "model.safetensors").write_bytes(content)
@@ -546,10 +537,7 @@ def test_only_the_files_of_the_index_are_read(theirs, tmp_path):
     ("config.json", b"{" + b" " * (1 << 20) + b"}", "1,048,578 bytes, which is absurd"),
     ("config.json", b"[1]", "holds a JSON list, not an object"),
     ("config.json", b"\xff\xfe", "not JSON"),
-    ("config.json", b"{", "not JSON"),
     ("model.safetensors.index.json", b"{}", "has no weight_map"),
-    ("model.safetensors.index.json", b'{"weight_map": {"a": ["b"]}}', "has no weight_map"),
-    ("model.safetensors.index.json", b'{"weight_map": 3}', "has no weight_map"),
 ])
 def test_json_that_is_none(theirs, tmp_path, name, content, message):
     shutil.copytree(theirs("sharded")[1], tmp_path / "in")
@@ -637,7 +625,6 @@ def test_chat_templates_by_name_and_in_a_file_of_their_own(chat_folder):
 
 @pytest.mark.parametrize("template, message", [
     ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
-    ("{{ messages.append(1) }}", "unsafe"),
     ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
     ("{{ 1/0 }}", "division"),
     ("{% if %}", "chat template of .* fails"),
@@ -661,8 +648,6 @@ def with_id(file, number: int):
 @pytest.mark.parametrize("damage, message", [
     (lambda file: with_id(file, 2**32 - 1), "its ids go up to 4294967295"),
     (lambda file: with_id(file, 300), "its ids go up to 300, but config.json says that vocab_size is 300"),
-    (lambda file: file.write_text("{}"), "not a tokenizer.json"),
-    (lambda file: file.write_text('{"model": [[]]}'), "not a tokenizer.json"),
     (lambda file: file.write_bytes(b"[" * 1_000_000), "not a tokenizer.json"),
     (lambda file: os.truncate(file, 1 << 27), "134,217,728 bytes, which is absurd"),  # a sparse file, which nobody may read
 ])

@@ -90,11 +90,6 @@ def test_what_moments_do_not_fit_is_refused_by_name(tmp_path, old, identity, par
     refused(lambda: started(tmp_path, old, identity, lr=1e-4), old, *parts)
 
 
-def test_a_phase_needs_an_optimizer_state(tmp_path):
-    saver(*trained(0, 7), tmp_path / "old").save(7, {"step": 7}, model_only=True)
-    refused(lambda: started(tmp_path, str(tmp_path / "old"), other("data", seq_len=64)), "holds only the weights")
-
-
 def test_a_run_does_not_change_its_phase_by_itself(tmp_path, old):
     """In a run's own folder other data is refused, and other flags continue the same run."""
     cfg = replace(CONFIG, out=old, steps=40)

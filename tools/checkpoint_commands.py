@@ -14,7 +14,7 @@ from distributed.layout import named_tensors
 from storage.changes import changes
 from storage.dcp import read_table, read_tensors
 from storage.hf import HF_DTYPES, check_export, file_kinds, load_hf_model, save_hf, say_lost, write_hf
-from storage.manifest import Damaged, newest_readable, read_manifest, verify
+from storage.manifest import Damaged, candidates, newest_readable, read_manifest, verify
 from storage.same_model import check_same_model
 from support.config import Parser, usage_error
 from support.files import read_json, step_folders, write_file
@@ -22,19 +22,16 @@ from support.files import read_json, step_folders, write_file
 
 def ls(run: str):
     """Lists step folders by their manifests; compares the sizes of all files, but reads no bytes."""
-    if not os.path.isdir(run):
-        raise ValueError(f"{run} is no folder; give a run folder such as runs/llama3")
-    for step, path in step_folders(run):
+    for path in candidates(run):
+        name = os.path.basename(path)
         try:
             manifest = read_manifest(path)
             size = sum(size for size, _ in manifest["files"].values())
             layout = [f"{manifest['world_size']} rank(s)", *(f"{axis} {degree}" for axis, degree in manifest["layout"].items())]
             status = "complete (bytes not read)" + ", only the weights" * manifest["model_only"]
-            print(f"step-{step:<8} {size / 1e6:10.1f} MB   {', '.join(layout):34} {status}")
+            print(f"{name:13} {size / 1e6:10.1f} MB   {', '.join(layout):34} {status}")
         except Damaged as error:
-            print(f"step-{step:<8} {'?':>10} MB   {'':34} DAMAGED: {error}")
-    if not step_folders(run):
-        print(f"{run} has no checkpoints")
+            print(f"{name:13} {'?':>10} MB   {'':34} DAMAGED: {error}")
 
 
 def verify_command(folder: str) -> int:
