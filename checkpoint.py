@@ -443,8 +443,7 @@ class Checkpoints:
         if problems := [f"{what}: {brief(texts)}" for what, texts in found.items() if texts]:
             fix = "; give the --param_dtype that it was trained with" if found["dtype"] else ""
             if any(key.startswith("optimizer.") for key in found["missing"]):  # such as experts, once AdamW's
-                fix += ("; the optimizer has another state for these parameters now: --exclude_from_loading optimizer starts "
-                        "it anew, --out NEW another run")
+                fix += "; the optimizer has another state now: --exclude_from_loading optimizer starts it anew"
             raise ValueError(f"{folder} does not fit this model: {'; '.join(problems)}{fix}".replace("torch.", ""))
 
     def tensors(self, with_optimizer) -> dict[str, Tensor]:

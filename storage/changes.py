@@ -57,8 +57,7 @@ def compare_start(path: str, source, own: bool, identity: dict, cfg) -> list[tup
         text = "; ".join(f"{name} is {new} but {source.folder} was trained with {old}" for name, old, new in wrong)
         raise ValueError(f"{text}; {advice}")
     if source.everything and saved["model_only"]:
-        raise ValueError(f"{path} holds only the weights (it was the last of --last_save_model_only) and cannot be continued; "
-                         f"start a new run from it with --init_from {path} --out NEW")
+        raise ValueError(f"{path} holds only the weights; start a new run from them with --init_from {path} --out NEW")
     known = [name for name in SCHEDULE_FLAGS if name in flags and hasattr(cfg, name) and source.everything and not own]
     return [change[1:] for change in differ] + [c for name in known for c in changes(flags[name], getattr(cfg, name), name)]
 

@@ -130,13 +130,10 @@ class HFTensors:
         if f"{name}_scale_inv" not in self.where:
             return part
         rows, columns = (slice(o // FP8_BLOCK, math.ceil((o + n) / FP8_BLOCK)) for o, n in zip(offset, shape))
-        scale = self.handle(f"{name}_scale_inv")[rows, columns].float().repeat_interleave(FP8_BLOCK, dim=1)
-        scale = scale[:, offset[1] % FP8_BLOCK :][:, : shape[1]]  # (rows of blocks, columns): a part may begin inside a block
-        part = part.float()
-        for block, factors in zip(range(rows.start, rows.stop), scale):
-            begin, end = block * FP8_BLOCK - offset[0], (block + 1) * FP8_BLOCK - offset[0]
-            part[max(begin, 0) : end] *= factors
-        return part
+        scale = self.handle(f"{name}_scale_inv")[rows, columns].float()
+        scale = scale.repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)
+        row, column = (o % FP8_BLOCK for o in offset)  # a part may begin inside a block
+        return part.float() * scale[row:, column:][: shape[0], : shape[1]]
 
 
 def open_tensors(Model: type[nn.Module], folder: str) -> HFTensors:

@@ -66,16 +66,14 @@ class OptimizerNumbers:
         for optimizer, first in zip(self.optimizers, self.first, strict=True):
             kind = type(optimizer).__name__
             if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-                raise ValueError(f"a scheduler of torch counts the steps of {kind}, and no checkpoint holds its count: let "
-                                 "lr_at(step) give the learning rate, and set_lr set it")
+                raise ValueError(f"no checkpoint holds the scheduler of torch that counts the steps of {kind}: use lr_at(step)")
             parts = [{name: x for name, x in part.items() if x != before.get(name)}
                      for part, before in zip(collect_values(optimizer), first, strict=True)]
             state = {repr(key): OTHER for key in optimizer.state if not isinstance(key, Tensor)}  # not of a parameter
             for name, x in [item for part in (state, *parts) for item in part.items()]:
                 if not is_json(x):
-                    raise ValueError(f"{kind} keeps {name} outside of self.state[p], where no checkpoint can split it over "
-                                     "ranks: keep tensors in self.state[p], each shaped like p or of one number; an inner "
-                                     "optimizer shares the state, self.state = inner.state")
+                    raise ValueError(f"{kind} keeps {name} outside of self.state[p], lost to a checkpoint: keep tensors there, "
+                                     "shaped like p or of one number; an inner optimizer shares the state")
             for group, part in zip(optimizer.param_groups, parts[1:], strict=True):
                 if parts[0] or part:
                     found |= {self.names[id(p)]: [parts[0], part] for p in group["params"]}

@@ -270,7 +270,7 @@ def changes_by(change) -> dict:
     (lambda o: o.state.update(k=3), "AdamW keeps 'k' outside of self.state"),
     (lambda o: torch.rand(1, generator=o.generator), "AdamW keeps generator outside of self.state"),
     (lambda o: vars(o.tracker).update(k=1), "AdamW keeps tracker outside of self.state"),
-    (lambda o: torch.optim.lr_scheduler.ConstantLR(o), "a scheduler of torch counts the steps of AdamW"),
+    (lambda o: torch.optim.lr_scheduler.ConstantLR(o), "the scheduler of torch that counts the steps of AdamW"),
 ])
 def test_state_that_no_checkpoint_would_hold_is_refused(change, said):
     with pytest.raises(ValueError, match=said):
