@@ -184,7 +184,7 @@ def keep_batch(cfg):
     if cfg.global_batch_size % data_ranks or not fits:
         near = -(-cfg.global_batch_size // (data_ranks * size)) * data_ranks * size
         raise ValueError(f"the global batch of {source} is {cfg.global_batch_size}, which {data_ranks} data ranks cannot share "
-                         f"in micro-batches of {size}; use --global_batch_size {near}, another number of processes, or --out NEW")
+                         f"in micro-batches of {size}; use --global_batch_size {near}, other processes, or --out NEW")
     if own_rank() == 0:
         print(f"the global batch stays {cfg.global_batch_size} sequences, as in {source}: --local_batch_size "
               f"{cfg.local_batch_size} becomes {fits[-1]} on {data_ranks} data ranks", flush=True)
