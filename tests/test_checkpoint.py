@@ -489,7 +489,7 @@ def test_checkpoints_without_code_continue(tmp_path, capsys):
 def test_model_only(tmp_path):
     saver(*trained(0, 2), tmp_path).save(2, {"step": 2}, last=True, model_only=True)
     for refusal in (lambda: check_run(str(tmp_path), IDENTITY, CheckpointConfig()), saver(*trained(1, 0), tmp_path).load):
-        refuses("holds only the weights .* --init_from", refusal)
+        refuses("holds only the weights; .* --init_from", refusal)
     fresh = trained(1, 0)
     saver(*fresh, tmp_path / "new", init_from=str(tmp_path)).load()
     assert torch.equal(fresh[0].last.weight, trained(0, 2)[0].last.weight)
