@@ -23,17 +23,18 @@ storage/resume.py checks an earlier run in --out at a start.
                                  --lora_rank the tensors are the adapters, and state.json names the frozen weights
     config.json  recipe.py  code.json  tokenizer.json   to repeat the run and to sample from the model; code.json holds the
                                  source of every local module imported by the recipe
-    provenance.json              the git commit and the uncommitted changes: see storage/provenance.py
+    provenance.json              the git commit: see storage/provenance.py
     tokenizer_config.json  chat_template.jinja ...   if the tokenizer comes from a Hugging Face folder
     manifest.json                size and crc32 of all other files, and a hash of the manifest
 """
-import difflib
 import fnmatch
 import importlib
 import json
 import os
 import re
+import shlex
 import shutil
+import subprocess
 import sys
 import time
 import uuid
@@ -65,7 +66,6 @@ from storage.manifest import (
     resume_source,
     saved_state,
     step_folders,
-    unlisted_files,
     verify,
     write_manifest,
 )
@@ -127,6 +127,15 @@ def tokenizer_and_beside(file: str) -> dict[str, bytes]:
     return {"tokenizer.json": tokenizer_path(file).read_bytes()} | files_beside(file)
 
 
+def run_after_save(command: str, folder: str):
+    """Runs --after_save in a shell, while training goes on. A failure prints one line: the checkpoint itself is complete."""
+    done = subprocess.run(command.replace("{}", shlex.quote(folder)), shell=True, capture_output=True, text=True,
+                          errors="replace", stdin=subprocess.DEVNULL)
+    if done.returncode:
+        said = (done.stderr.strip() or done.stdout.strip() or "it said nothing").splitlines()[-1].strip()
+        print(f"checkpoint: --after_save FAILED for {folder}, status {done.returncode}: {said[:200]}", flush=True)
+
+
 class Checkpoints:
     """Saves and loads one run. Build last, when the weights exist and the optimizer holds the parameters.
 
@@ -161,7 +170,7 @@ class Checkpoints:
         self.together = partial(fail_together, group=group)
         # read now: later edits of a file are not the running code
         self.code = local_code() if source and self.rank == 0 else {}
-        self.git = git_state(code_roots()[0], tuple(self.code)) if self.code else {}
+        self.git = git_state(code_roots()[0], [*self.code]) if self.code else {}
         self.made_from = summarize_code(self.git, self.code)  # for config.json
         # Read now, so that errors in these files appear before training.
         reads = self.rank == 0 and tokenizer_file and not cfg.load_only
@@ -170,11 +179,7 @@ class Checkpoints:
         buffers = {fqn: t for m in modules for fqn, t in named_tensors(m).items() if not isinstance(t, nn.Parameter)}
         self.copies = find_copies(self.params | buffers, self.gather)
         self.pool, self.stager, self.staged, self.flight = ThreadPoolExecutor(1), None, None, None
-        self.after_save = None
-        if cfg.after_save and self.rank == 0:
-            from storage.after_save import AfterSave
-
-            self.after_save = AfterSave(cfg.after_save)
+        self.commands, self.copying = ThreadPoolExecutor(1), {}  # --after_save: {folder: its command}
         self.process = WriterProcess() if cfg.checkpoint_async == "process" and not cfg.load_only else None
         if self.rank == 0 and not cfg.load_only and os.path.isdir(os.path.join(out, "checkpoints")):
             for name in filter(LEFTOVER.fullmatch, os.listdir(os.path.join(out, "checkpoints"))):
@@ -226,8 +231,7 @@ class Checkpoints:
         """Waits for the running save, and raises the save's error. export: then write --export_hf, if given."""
         self.finish_flight()
         self.pool.shutdown()
-        if self.after_save:
-            self.after_save.close()
+        self.commands.shutdown()
         if self.stager is not None:
             self.stager.close()
         if self.process is not None:
@@ -268,8 +272,8 @@ class Checkpoints:
             newest = step_folders(self.out)[:1]
             self.say(f"step-{step} is NOT SAVED: {error}; the newest is {newest[0][1] if newest else 'none yet'}")
             return False
-        if self.after_save:
-            self.after_save(self.path(step))
+        if self.cfg.after_save and self.rank == 0:
+            self.copying[self.path(step)] = self.commands.submit(run_after_save, self.cfg.after_save, self.path(step))
         self.purge(step)
         self.say(f"saved {self.path(step)} ({size / 1e6:.1f} MB in {time.perf_counter() - began:.2f} s)")
         return True
@@ -293,10 +297,7 @@ class Checkpoints:
                 raise OSError(f"rank 0 does not see {name}: {self.out} must be on a file system that all machines share")
         extra = {"state.json": about, "config.json": json_bytes(self.config), "recipe.py": self.source.encode()}
         extra |= self.tokenizer
-        if self.code:
-            extra["code.json"] = json_bytes(self.code)
-        if self.git:
-            extra["provenance.json"] = json_bytes(self.git)
+        extra |= {name: json_bytes(value) for name, value in (("code.json", self.code), ("provenance.json", self.git)) if value}
         for name, content in extra.items():
             write_file(Path(folder, name), content)
         files = listed | checksums(folder, [TABLE, *extra])
@@ -310,8 +311,8 @@ class Checkpoints:
         """Deletes all but the newest keep_latest_k, after `step` is complete. The next start deletes leftovers of a kill."""
         if self.rank == 0 and self.cfg.keep_latest_k:
             for n, path in [entry for entry in step_folders(self.out) if entry[0] < step][self.cfg.keep_latest_k - 1 :]:
-                if self.after_save and path in self.after_save.waiting:
-                    continue  # the next save deletes it
+                if path in self.copying and not self.copying[path].done():
+                    continue  # the next save deletes the folder
                 trash = os.path.join(os.path.dirname(path), f"trash-{n}-{uuid.uuid4().hex[:8]}")
                 try:
                     os.rename(path, trash)
@@ -343,12 +344,10 @@ class Checkpoints:
         if self.cfg.init_from and source == self.out and not self.base:
             self.say(f"--init_from {self.cfg.init_from} is IGNORED: {self.out} has checkpoints of its own")
         folder, manifest = self.choose_checkpoint(source, start.step)
-        from storage.changes import check_continuable, model_changes, phase_changes
+        from storage.changes import compare_start, describe_changes
 
-        # a new phase: weights and optimizer state of another run, but other data or another schedule, from step 0
-        phase = everything and source != self.out and self.on_rank_0(lambda: phase_changes(folder, self.identity, self.cfg))
-        if everything and not phase:
-            self.on_rank_0(lambda: check_continuable(folder, source, self.identity))
+        differ = self.on_rank_0(lambda: compare_start(folder, start, source == self.out, self.identity, self.cfg))
+        phase = everything and differ  # weights and optimizer state of another run, but other data or schedule: from step 0
         table = self.together(lambda: read_table(folder, manifest["files"]))
         self.check_excluded(excluded)
         if with_optimizer := everything and "optimizer" not in excluded:
@@ -369,11 +368,10 @@ class Checkpoints:
             self.numbers.restore(read_json(folder, "state.json").get("optimizer", {}))
         what = "continuing from" if everything else "step 0, with the weights of"
         what = "step 0, with the weights and the optimizer state of" if phase else what
-        differ = [] if everything else model_changes(folder, self.identity)
-        changed = "".join(f"; {name} was {old}, is {new}" for name, old, new in differ)
+        changed = f"; {describe_changes(differ)}" if differ and not phase else ""
         self.say(f"{what} {folder} (written by {manifest['world_size']} rank(s)){changed}")
-        if self.rank == 0 and (files := changed_code(folder, self.code)):
-            self.say(f"code that has changed since step {manifest['step']} was written: {', '.join(files)}")
+        if self.code and (text := changed_code(folder, self.code)):
+            self.say(text)
         return self.on_rank_0(lambda: saved_state(folder)) if everything and not phase else None
 
     def choose_checkpoint(self, source, step) -> tuple[str, dict]:
@@ -382,13 +380,17 @@ class Checkpoints:
 
         def check(folder):
             manifest = self.on_rank_0(lambda: read_manifest(folder))
-            self.together(lambda: self.check_share(folder, manifest))
+            files = sorted(manifest["files"], key=lambda name: manifest["files"][name])  # by size
+            mine = files[self.rank :: self.world_size]
+            progress = Progress(f"verifying {folder}", sum(manifest["files"][name][0] for name in mine), self.say)
+            self.together(lambda: check_files(folder, manifest, mine, progress))
             return manifest
 
         paths = self.on_rank_0(lambda: candidates(source, step))
         folder, manifest = newest_good(source, paths, check, self.say)
-        if names := self.on_rank_0(lambda: unlisted_files(folder, manifest)):
-            self.say(f"{folder} has files that are not its own, and nobody reads: {', '.join(names[:3])}")
+        listed = {*manifest["files"], "manifest.json"}
+        if names := self.on_rank_0(lambda: sorted(set(os.listdir(folder)) - listed)):  # a note, leftovers of a file system
+            self.say(f"{folder} has files that are not its own, and nobody reads: {brief(names)}")
         if source == self.out and not self.cfg.load_only:
             # Rename only after a good checkpoint was found; otherwise the next start would silently begin at step 0.
             damaged = paths[: paths.index(folder)]
@@ -396,19 +398,11 @@ class Checkpoints:
                                     for newer, path in step_folders(source) if newer > manifest["step"]])
         return folder, manifest
 
-    def check_share(self, folder, manifest):
-        """Checks this rank's share of the files: sorted by size, every world_size-th."""
-        names = sorted(manifest["files"], key=lambda name: manifest["files"][name])[self.rank :: self.world_size]
-        n_bytes = sum(manifest["files"][name][0] for name in names)
-        check_files(folder, manifest, names, Progress(f"verifying {folder}", n_bytes, self.say))
-
     def check_excluded(self, patterns):
         known = {fqn for part in self.gather([fqn for m in self.modules for fqn in named_tensors(m)]) for fqn in part}
         for pattern in patterns:
             if pattern != "optimizer" and not any(matches([pattern], f"model.{fqn}") for fqn in known):
-                near = difflib.get_close_matches(pattern, ["optimizer", *known], 1)
-                hint = f"; did you mean {near[0]}?" if near else ""
-                raise ValueError(f"--exclude_from_loading {pattern}: no such parameter{hint}")
+                raise ValueError(f"--exclude_from_loading {pattern}: no such parameter; the model has {brief(sorted(known))}")
 
     def create_optimizer_state(self, fqns: set[str]):
         """Lets torch create the state of these parameters: a step with zero gradients and lr 0 changes no weight.
@@ -452,8 +446,7 @@ class Checkpoints:
         if problems := [f"{what}: {brief(texts)}" for what, texts in found.items() if texts]:
             fix = "; give the --param_dtype that it was trained with" if found["dtype"] else ""
             if any(key.startswith("optimizer.") for key in found["missing"]):  # such as experts, once AdamW's
-                fix += ("; the optimizer has another state for these parameters now: --exclude_from_loading optimizer starts "
-                        "it anew, --out NEW another run")
+                fix += "; the optimizer has another state now: --exclude_from_loading optimizer starts it anew"
             raise ValueError(f"{folder} does not fit this model: {'; '.join(problems)}{fix}".replace("torch.", ""))
 
     def tensors(self, with_optimizer) -> dict[str, Tensor]:
@@ -524,17 +517,14 @@ def saved_model(path: str) -> tuple[type, object]:
     try:
         fields = dict(read_json(path, "state.json")["identity"]["model"])
         module, name = fields.pop("module"), fields.pop("class")
-    except (LookupError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}/state.json names no model: {error!r}") from None
-    if not re.fullmatch(r"(models|forks)\.[A-Za-z_]\w*", module):  # a file must not decide what is imported
-        raise ValueError(f"{path} is of a model {module}.{name}; only those in models/ and forks/ are loaded")
-    try:
+        if not re.fullmatch(r"(models|forks)\.[A-Za-z_]\w*", module):  # a file must not decide what is imported
+            raise ValueError(f"it is a {module}.{name}, and only those in models/ and forks/ are loaded")
         module = importlib.import_module(module)
         config = getattr(module, f"{name}Config")(**fields)
         if not 0 < config.n_layers <= 10_000:
             raise ValueError(f"n_layers {config.n_layers} is absurd: 10,000 are the most")
         return getattr(module, name), config
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
+    except (ImportError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ValueError(f"{path}/state.json does not describe a model: {error}") from None
 
 
@@ -546,9 +536,9 @@ def open_saved(folder: str) -> tuple[str, nn.Module, object]:
     say = partial(print, "checkpoint:", file=sys.stderr, flush=True)  # stdout is for sampled text
     path, manifest = newest_good(folder, candidates(folder), verify, say)
     Model, config = saved_model(path)
-    code = {file: text for file, text in local_code().items() if file.startswith(("models" + os.sep, "forks" + os.sep))}
-    if files := [file for file in changed_code(path, code) if not file.endswith("(new)")]:
-        say(f"code that has changed since step {manifest['step']} was written: {', '.join(files)}")
+    code = local_code().items()
+    if text := changed_code(path, {file: text for file, text in code if file.startswith(("models/", "forks/"))}):
+        say(text)
     with torch.device("meta"):  # takes memory only once, and in the wanted dtype
         model = Model(config)
     table = read_table(path, manifest["files"])

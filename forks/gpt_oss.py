@@ -292,6 +292,13 @@ class GptOss(nn.Module):
         }
         return plan if self.config.tie_embeddings else plan | {"head": "vocab_head"}
 
+    @staticmethod
+    def hf_tensors(folder: str):
+        """The reader of Hugging Face's files: published experts have 4 bits."""
+        from forks.mxfp4 import PackedTensors
+
+        return PackedTensors(folder)
+
     def hf_keys(self) -> dict[str, str]:
         """fqn -> name in Hugging Face's files. The numbers and the shapes are the same."""
         names = {"tok_embeddings.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}

@@ -2,7 +2,6 @@
 import json
 import math
 import os
-import re
 import shutil
 import sys
 import time
@@ -20,8 +19,7 @@ from corpus.tokenizer import check_hf_tokenizer, files_beside, find_tokenizer, l
 from distributed.agree import brief, fail_together, gather, new_gloo_group, on_rank_0, rank_in, reason
 from distributed.layout import local_slice, local_tensor, named_tensors
 from storage.manifest import Progress
-from storage.mxfp4 import mxfp4_problem, read_mxfp4
-from storage.same_model import HF_MODELS, check_same_model, classes_of
+from storage.same_model import HF_MODELS, check_same_model, config_class
 from support.config import spell, unwrap
 from support.files import check_local, fsync, hf_file, json_bytes, matches, publish, write_file
 
@@ -36,7 +34,7 @@ def read_hf_config(folder: str, Config=None):
         kind = found.get("model_type")
         if not isinstance(kind, str) or kind not in HF_MODELS:
             raise ValueError(f"{path}: model_type is {kind!r}; there is a model for {', '.join(HF_MODELS)}")
-        Config = classes_of(kind)[1]
+        Config = config_class(kind)
     try:
         config = Config.from_hf(found)
     except Exception as error:  # any error: a value in the file is the cause
@@ -79,23 +77,11 @@ def check_hf_config(model_config, folder: str):
         raise ValueError(f"{folder}/config.json is of another model: {text}; {fix}")
 
 
-class InStack(NamedTuple):
-    """The place of one expert's matrix in a stack, a tensor with all experts of a layer."""
-
-    stack: str  # name of the stack, (E, parts * rows, columns)
-    expert: int
-    part: int  # rows of an expert: 0 the gate's, 1 the up projection's, if one stack holds both
-    parts: int
-    n_experts: int
-
-
 class HFTensors:
     """The tensors of a Hugging Face folder, by name. Files are mapped into memory: only the bytes of a slice are read."""
 
     def __init__(self, folder: str):
         self.folder, self.opened, index = folder, {}, "model.safetensors.index.json"
-        self.stacks: dict[str, InStack] = {}  # key: name of the expert's matrix in published files
-        self.packed: set[str] = set()  # stacks in MXFP4: the files have NAME_blocks and NAME_scales
         if os.path.lexists(os.path.join(folder, "model.safetensors")):
             self.where = dict.fromkeys(self.open("model.safetensors").keys(), "model.safetensors")
             return
@@ -120,28 +106,6 @@ class HFTensors:
                 raise ValueError(f"{path} is no safetensors file that can be read: {reason(error)}") from None
         return self.opened[file]
 
-    def unstack(self, names: list[str]):
-        """Finds the matrices of single experts in files with two stacks per layer.
-
-        The stacks have transformers 5's layout in memory: gate_up_proj (E, 2F, D), the gate's rows first, and down_proj
-        (E, D, F). Each rank reads only the rank's own experts. names: one matrix of all experts, as in published files.
-        """
-        found = re.fullmatch(r"(.*\.experts)\.0\.(gate|up|down)_proj\.weight", names[0])
-        if not found or any(name in self.where for name in names):
-            return
-        layer, which = found.groups()
-        stack, part, parts = (f"{layer}.down_proj", 0, 1) if which == "down" else (f"{layer}.gate_up_proj", which == "up", 2)
-        if stack in self.where:
-            self.where |= dict.fromkeys(names, self.where[stack])
-            self.stacks |= {name: InStack(stack, e, part, parts, len(names)) for e, name in enumerate(names)}
-
-    def unpack(self, name: str):
-        """Finds a stack of experts in MXFP4 under the name of an unpacked stack."""
-        if name not in self.where and {f"{name}_blocks", f"{name}_scales"} <= self.where.keys():
-            self.where[name] = self.where[f"{name}_blocks"]
-            self.packed.add(name)
-
-
     def handle(self, name: str):
         """safetensors' handle of a tensor: gives shape, dtype, and slices by indexing."""
         if name not in (file := self.open(self.where[name])).keys():
@@ -150,13 +114,6 @@ class HFTensors:
 
     def problem(self, name: str, shape: tuple) -> str:
         """The error if the tensor is not of `shape` or not readable; else ''."""
-        if name in self.packed:
-            return mxfp4_problem(name, shape, self.handle(f"{name}_blocks"), self.handle(f"{name}_scales"))
-        if name in self.stacks:
-            place = self.stacks[name]
-            name, shape = place.stack, (place.n_experts, place.parts * shape[0], *shape[1:])
-            if f"{name}_scale_inv" in self.where:
-                return f"{name} is quantised; fp8 experts are read from files with a tensor for each of them"
         found, dtype, scale = tuple(self.handle(name).get_shape()), self.handle(name).get_dtype(), f"{name}_scale_inv"
         if found != shape:
             return f"{name} is {found} there, {shape} here"
@@ -170,24 +127,19 @@ class HFTensors:
 
     def read(self, name: str, offset: tuple, shape: tuple) -> Tensor:
         """The part of a tensor at `offset`: in the file's dtype, or in fp32 if the file is quantised."""
-        if name in self.packed:
-            return read_mxfp4(self.handle(f"{name}_blocks"), self.handle(f"{name}_scales"), offset, shape)
-        if name in self.stacks:
-            place, handle = self.stacks[name], self.handle(self.stacks[name].stack)
-            first_row = place.part * (handle.get_shape()[1] // place.parts)
-            offset = (place.expert, first_row + offset[0], *offset[1:])
-            return handle[tuple(slice(o, o + n) for o, n in zip(offset, (1, *shape)))][0]
         part = self.handle(name)[tuple(slice(o, o + n) for o, n in zip(offset, shape)) or ...]
         if f"{name}_scale_inv" not in self.where:
             return part
         rows, columns = (slice(o // FP8_BLOCK, math.ceil((o + n) / FP8_BLOCK)) for o, n in zip(offset, shape))
-        scale = self.handle(f"{name}_scale_inv")[rows, columns].float().repeat_interleave(FP8_BLOCK, dim=1)
-        scale = scale[:, offset[1] % FP8_BLOCK :][:, : shape[1]]  # (rows of blocks, columns): a part may begin inside a block
-        part = part.float()
-        for block, factors in zip(range(rows.start, rows.stop), scale):
-            begin, end = block * FP8_BLOCK - offset[0], (block + 1) * FP8_BLOCK - offset[0]
-            part[max(begin, 0) : end] *= factors
-        return part
+        scale = self.handle(f"{name}_scale_inv")[rows, columns].float()
+        scale = scale.repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)
+        row, column = (o % FP8_BLOCK for o in offset)  # a part may begin inside a block
+        return part.float() * scale[row:, column:][: shape[0], : shape[1]]
+
+
+def open_tensors(Model: type[nn.Module], folder: str) -> HFTensors:
+    """The tensors of a folder; a model with a format of its own names the reader (hf_tensors in forks/gpt_oss.py)."""
+    return getattr(Model, "hf_tensors", HFTensors)(folder)
 
 
 def own_group(modules: list[nn.Module], group):
@@ -209,12 +161,7 @@ class Match(NamedTuple):
 def match_names(module: nn.Module, source: HFTensors, exclude) -> Match:
     """Raises ValueError with the names missing in the files or unknown to the model."""
     names = {fqn: [name] if isinstance(name, str) else name for fqn, name in module.hf_keys().items()}
-    for group in names.values():
-        source.unstack(group)
-        source.unpack(group[0])
     known, optional = {name for group in names.values() for name in group}, getattr(module, "hf_optional", list)()
-    known |= {place.stack for place in source.stacks.values()}
-    known |= {f"{name}_{part}" for name in source.packed for part in ("blocks", "scales")}
 
     def may_differ(name):
         return any(fnmatchcase(name, pattern) for pattern in optional)
@@ -273,7 +220,7 @@ def load_hf(model, folder: str, exclude=(), group=None) -> list[str]:
     """
     modules = model if isinstance(model, list) else [model]
     group = own_group(modules, group)
-    source = fail_together(lambda: HFTensors(folder), group)
+    source = fail_together(lambda: open_tensors(type(modules[0]), folder), group)
     reads, match = fail_together(lambda: plan_reads(modules, source, exclude), group)
 
     def say(text):
@@ -304,7 +251,9 @@ def class_of(config) -> type[nn.Module]:
 
 def load_hf_model(folder: str, device="cpu", dtype: torch.dtype | None = None) -> tuple[nn.Module, str | None]:
     """(plain model on `device`, path of tokenizer.json or None). dtype None: the files' dtype, bfloat16 for fp8."""
-    config, source = read_hf_config(folder), HFTensors(folder)
+    config = read_hf_config(folder)
+    Model = class_of(config)
+    source = open_tensors(Model, folder)
     if config.n_layers > len(source.where):
         raise ValueError(f"{folder}/config.json: {config.n_layers} layers, but the files hold {len(source.where)} tensors")
     tokenizer_file = check_hf_tokenizer(folder, config.vocab_size)
@@ -313,10 +262,9 @@ def load_hf_model(folder: str, device="cpu", dtype: torch.dtype | None = None) -
         config.mtp_depth = 0
         print(f"checkpoint: {folder} is loaded without multi-token prediction: the files lack {mtp}*", flush=True)
     with torch.device("meta"):
-        model = class_of(config)(config)
+        model = Model(config)
     reads, _ = plan_reads([model], source)  # raises before memory is taken, if config.json claims more than the files hold
-    first = source.stacks[reads[0][0]].stack if reads[0][0] in source.stacks else reads[0][0]
-    of_files = {name: kind for kind, name in HF_DTYPES.items()}.get(source.handle(first).get_dtype(), torch.bfloat16)
+    of_files = {name: kind for kind, name in HF_DTYPES.items()}.get(source.handle(reads[0][0]).get_dtype(), torch.bfloat16)
     for param in model.parameters():  # not the buffers: an expert's bias stays fp32
         param.data = param.data.to(dtype or of_files)
     model.to_empty(device=device)
@@ -389,8 +337,6 @@ def check_export(folder: str, Model=None, config=None):
     """Raises ValueError when the folder is unusable, or when transformers would open the export as another model."""
     if Model is not None:
         check_same_model(Model, config)
-    if not folder:
-        raise ValueError("the folder to export to has an empty name")
     check_local(folder, "to export to")
     if os.path.lexists(folder) and (not os.path.isdir(folder) or os.listdir(folder)):
         raise ValueError(f"{folder} is there already and not an empty folder; export to another, or remove it")
@@ -408,8 +354,6 @@ def write_hf(folder: str, config, names: dict, kinds: dict, whole, max_shard_gb:
     whole(fqn) gathers a tensor in the file's dtype; all ranks with the fqn call in the same order. A rank writes a file in
     the background while the next tensors are gathered, and so holds at most two files in CPU memory.
     """
-    if not max_shard_gb > 0:
-        raise ValueError(f"max_shard_gb {max_shard_gb} must be above 0")
     began, temporary = time.perf_counter(), f"{os.path.abspath(folder)}.tmp-{uuid.uuid4().hex[:8]}"
     temporary = on_rank_0(lambda: check_export(folder) or os.makedirs(temporary) or temporary, group)
     everyone, rank, writing = gather(kinds, group), rank_in(group), []

@@ -18,6 +18,8 @@ FORMAT_VERSION = 2
 TABLE = "tensors.json"  # names, dtypes and shapes of all tensors, and the places of all shards
 READ = (".json", ".jinja", ".py", ".distcp", ".safetensors", ".bin", ".model")  # an unlisted file of these kinds is refused
 ABOUT = ("state.json", "config.json")  # files of a step folder read at a start, before the tensors
+
+
 PROGRESS_S = 5  # seconds between the progress lines of a long check or import
 
 
@@ -73,11 +75,6 @@ def read_manifest(folder: str) -> dict:
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise Damaged("manifest.json is not as it was written") from None
     return manifest
-
-
-def unlisted_files(folder: str, manifest: dict) -> list[str]:
-    """Unlisted files in a step folder, read by nobody: a user's note, or leftovers of a network file system."""
-    return sorted(set(os.listdir(folder)) - {*manifest["files"], "manifest.json"})
 
 
 def saved_state(path: str) -> dict:

@@ -1,24 +1,23 @@
-"""Records the code of a run, so that the run can be repeated: all sources, the git commit and the uncommitted changes.
+"""Records the code of a run, so that the run can be repeated: all sources, and the git commit.
 
-A checkpoint holds code.json, {file: source}. If the recipe is in a git repository, provenance.json has the commit, the diff
-from the commit to the working tree, and the untracked sources. config.json has the commit and a hash of every source under
-"_run". `python checkpoint.py source STEP_FOLDER OUT` writes the sources into a folder, to run them again.
+A checkpoint holds code.json, {file: source}, with all uncommitted changes. If the recipe is in a git repository,
+provenance.json has the commit. config.json has the commit and a hash of every source under "_run". `python checkpoint.py source
+STEP_FOLDER OUT` writes the sources into a folder, to run them again.
 """
 import hashlib
 import os
-import re
 import subprocess
 import sys
-import sysconfig
 import tempfile
-from functools import cache
+from contextlib import suppress
 from pathlib import Path
 
+from distributed.agree import brief
 from support.files import read_json
 
 MODULES = ("__main__", "nanotitan_env", "nanotitan_reward")  # the program, and the files of --env and --reward
-GIT_SECONDS, DIFF_BYTES = 3.0, 1 << 20  # longest wait for git at a start; most bytes of a saved diff
-IMPORT = re.compile(r"^[ \t]*(?:from ([\w.]+) )?import (?:\(([^)]*)|(.*))", re.M)  # package or "", names in brackets, or a line
+SOURCES = (".py", ".json", ".tsv", ".html")  # code, and tables beside the code
+GIT_SECONDS, FILE_BYTES = 3.0, 1 << 18  # longest wait for git; most bytes of a source
 
 
 # --- Sources ---
@@ -30,44 +29,30 @@ def code_roots() -> list[str]:
 
 
 def local_code() -> dict[str, str]:
-    """{path: source} of all imported modules in or below code_roots(), and of local modules imported later, in functions."""
-    found, roots = {}, list(dict.fromkeys(code_roots()))
-    files = {getattr(module, "__dict__", {}).get("__file__") for module in list(sys.modules.values())}
-    files = sorted(os.path.realpath(file) for file in files if isinstance(file, str) and file.endswith(".py"))
-    elsewhere = os.path.realpath(sysconfig.get_paths()["stdlib"]) + os.sep  # a root may hold a virtual environment
-    for root in roots:
-        for file in files:
-            if file.startswith(root) and not file.startswith(elsewhere) and "-packages" + os.sep not in file:
-                found.setdefault(file.removeprefix(root), Path(file).read_text("utf-8", "replace"))
-    left = list(found)
-    while left:
-        for stem in (name.replace(".", "/") for name in imported_names(found[left.pop()])):
-            for file in (f"{stem}.py", f"{stem}/__init__.py"):
-                path = next((root + file for root in roots if os.path.isfile(root + file)), None)
-                if path and file not in found:
-                    found[file] = Path(path).read_text("utf-8", "replace")
-                    left.append(file)
+    """{path: text} of all sources that a run may import, at the start or later in a function: the *.py files in code_roots()
+    and beside the loaded modules below, and our own packages and those that are loaded, with their tables."""
+    found, files = {}, [getattr(module, "__dict__", {}).get("__file__") for module in list(sys.modules.values())]
+    loaded = {os.path.dirname(os.path.realpath(file)) for file in files if isinstance(file, str)}
+    _, own, *_ = roots = code_roots()
+    for root in dict.fromkeys(roots):
+        beside = [folder for folder in loaded if folder.startswith(root) and "/lib/python3" not in folder]
+        paths = [path for folder in (root, *beside) for path in Path(folder).glob("*.py")]
+        packages = [file.parent for file in Path(root).glob("*/__init__.py") if root == own or str(file.parent) in loaded]
+        paths += [path for package in packages for path in package.rglob("*.*")]
+        for path in sorted(paths):
+            if path.suffix in SOURCES and path.is_file() and path.stat().st_size <= FILE_BYTES:
+                found.setdefault(str(path.relative_to(root)), path.read_text("utf-8", "replace"))
     return found
 
 
-def imported_names(source: str) -> set[str]:
-    """Every module a source may import, with all packages around: "from a.b import c" gives a, a.b and a.b.c. A regular
-    expression takes a hundredth of a parser's time; a sentence similar to an import names no file of ours."""
-    names = set()
-    for package, inside, line in IMPORT.findall(source):
-        names |= {f"{package}.{name}".strip(".") for name in ("", *re.findall(r"[\w.]+", inside + line))}
-    return {name.rsplit(".", n)[0] for name in names for n in range(name.count(".") + 1)} - {""}
-
-
-def changed_code(path: str, code: dict[str, str]) -> list[str]:
-    """The files of `code` that are new or differ from a step folder's code.json, if there is a code.json.
+def changed_code(path: str, code: dict[str, str]) -> str:
+    """The line about the files of `code` that differ from a step folder's; "" if all are equal, or without a code.json.
 
     Files are compared as text; no code of a checkpoint is ever run.
     """
-    if not os.path.isfile(os.path.join(path, "code.json")):
-        return []
-    there = read_json(path, "code.json")
-    return [file + " (new)" * (file not in there) for file in code if there.get(file) != code[file]]
+    there = read_json(path, "code.json") if os.path.isfile(os.path.join(path, "code.json")) else {}
+    changed = [file for file in code if there.get(file, code[file]) != code[file]]
+    return f"code that has changed since {os.path.basename(path)} was written: {brief(changed)}" if changed else ""
 
 
 # --- git ---
@@ -75,33 +60,26 @@ def git(folder: str, *words: str) -> str | None:
     """The text printed by a git command. None if git fails, takes too long, or is absent."""
     env = {name: value for name, value in os.environ.items() if name not in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")}
     env |= {"GIT_TERMINAL_PROMPT": "0", "GIT_NO_LAZY_FETCH": "1"}  # no questions to the user, no network
-    with tempfile.TemporaryFile() as said:  # a file, because a pipe may stay open in git's children after a timeout
-        try:
-            subprocess.run(["git", "--no-optional-locks", "-C", folder, *words], env=env, stdin=subprocess.DEVNULL, stdout=said,
-                           stderr=subprocess.DEVNULL, timeout=GIT_SECONDS, check=True)
-        except (OSError, subprocess.SubprocessError):
-            return None
+    # Into a file, because a pipe may stay open in git's children after a timeout
+    with suppress(OSError, subprocess.SubprocessError), tempfile.TemporaryFile() as said:
+        subprocess.run(["git", "--no-optional-locks", "-C", folder, *words], env=env, stdin=subprocess.DEVNULL, stdout=said,
+                       stderr=subprocess.DEVNULL, timeout=GIT_SECONDS, check=True)
         said.seek(0)
-        return said.read(5 * DIFF_BYTES).decode("utf-8", "replace")  # more characters than DIFF_BYTES: each has at most 4 bytes
+        return said.read().decode("utf-8", "replace")
 
 
-@cache
-def git_state(root: str, files: tuple[str, ...]) -> dict:
-    """{"commit", "diff", "untracked"} of the repository around the recipe's folder `root`; {} without a repository, or if none
-    of `files` is tracked, as in a repository of a whole home folder. diff: of the tracked files in and below root, None if
-    git took too long."""
+def git_state(root: str, files: list[str]) -> dict:
+    """{"commit", "dirty"} of the repository around the recipe's folder `root`; {} without a repository, or if none of `files`
+    is tracked, as in a repository of a whole home folder. dirty: whether tracked files in and below root have changed since;
+    None if git took too long."""
     here = [file for file in files if os.path.isfile(root + file)]
-    commit, tracked = git(root, "rev-parse", "--verify", "HEAD"), git(root, "ls-files", "-z", "--", *here)
-    if not commit or not here or not tracked:
+    commit = here and git(root, "ls-files", "-z", "--", *here) and git(root, "rev-parse", "--verify", "HEAD")
+    if not commit:
         return {}
-    diff = git(root, "diff", "--no-color", "--no-ext-diff", "--no-textconv", "--ignore-submodules=dirty", "HEAD", "--", ".")
-    if diff and len(diff) > DIFF_BYTES:
-        diff = diff[: diff.rfind("\n", 0, DIFF_BYTES) + 1] + f"... cut: only {DIFF_BYTES:,} bytes are kept\n"
-    return {"commit": commit.strip(), "diff": diff, "untracked": [file for file in here if file not in tracked.split("\0")]}
+    changed = git(root, "diff", "--name-only", "--no-ext-diff", "--ignore-submodules=dirty", "HEAD", "--", ".")
+    return {"commit": commit.strip(), "dirty": None if changed is None else bool(changed)}
 
 
 def summarize_code(state: dict, code: dict[str, str]) -> dict:
     """The entries of config.json for a git_state and the sources."""
-    hashes = {file: hashlib.sha256(text.encode()).hexdigest() for file, text in sorted(code.items())}
-    of_git = {"commit": state["commit"], "dirty": None if state["diff"] is None else bool(state["diff"])} if state else {}
-    return {**of_git, "code": hashes}
+    return {**state, "code": {file: hashlib.sha256(text.encode()).hexdigest() for file, text in sorted(code.items())}}

@@ -57,33 +57,23 @@ def check_run(out: str, identity: dict, cfg, lr_at=None):
     """
     if cfg.keep_latest_k < 0:
         raise ValueError(f"--keep_latest_k {cfg.keep_latest_k}: give a number of checkpoints, or 0 to keep all")
-    if cfg.after_save:
-        from storage.after_save import check_after_save
-
-        check_after_save(cfg.after_save)
+    if cfg.after_save and "{}" not in cfg.after_save:
+        raise ValueError(f"--after_save {cfg.after_save!r} must have {{}} where the checkpoint's folder goes: 'cp -r {{}} /x'")
     if stateless := {"lr_scheduler", "dataloader", "train_state"} & set(cfg.exclude_from_loading):
-        raise ValueError(f"--exclude_from_loading {min(stateless)}: there is no such state, as the learning rate and the place "
-                         "in the data follow from the step; leave it out")
+        raise ValueError(f"--exclude_from_loading {min(stateless)}: there is no such state, all follows from the step")
     if cfg.init_from and not has_new_ids(cfg):
         from corpus.init_tokenizer import check_tokenizer
 
         check_tokenizer(out, identity, cfg)
     if source := resume_source(out, cfg):
-        from storage.changes import check_continuable, describe_flags, describe_phase, model_conflicts, phase_changes
+        from storage.changes import compare_start, describe_start
 
         path = newest_readable(source.folder, source.step, ABOUT)
         if source.folder != out and "lora" in read_json(path, "state.json")["identity"]:
-            raise ValueError(f"--init_from {source.folder} holds adapters only; merge them with the weights below them, python "
-                             f"checkpoint.py to_hf {source.folder} OUT, and start from OUT")
-        text = ""
-        if source.everything and source.folder != out and (differ := phase_changes(path, identity, cfg)):
-            text = describe_phase(path, differ, identity, cfg)
-        elif source.everything:
-            check_continuable(path, source.folder, identity)
-            text = describe_flags(path, cfg, lr_at)
-        elif wrong := model_conflicts(path, identity, cfg):
-            text = "; ".join(f"{name} is {old} there, {new} here" for name, old, new in wrong)
-            raise ValueError(f"--init_from {source.folder} is of another model: {text}; give the model of the checkpoint")
+            merge = f"python checkpoint.py to_hf {source.folder} OUT"
+            raise ValueError(f"--init_from {source.folder} holds adapters only; merge them, {merge}, and start from OUT")
+        differ = compare_start(path, source, source.folder == out, identity, cfg)
+        text = describe_start(path, differ, cfg, lr_at) if source.everything else ""
         if text and own_rank() == 0:
             print(text, flush=True)
 
@@ -193,10 +183,8 @@ def keep_batch(cfg):
     fits = [n for n in range(1, min(cfg.local_batch_size, share) + 1) if share % n == 0 and n % size == 0]
     if cfg.global_batch_size % data_ranks or not fits:
         near = -(-cfg.global_batch_size // (data_ranks * size)) * data_ranks * size
-        each = f" in micro-batches of {size}" * (size > 1)
-        raise ValueError(f"the global batch of {source} is {cfg.global_batch_size} sequences, which {data_ranks} data ranks "
-                         f"cannot share{each}; use --global_batch_size {near} to change it, another number of processes to "
-                         "keep it, or --out NEW to train another model")
+        raise ValueError(f"the global batch of {source} is {cfg.global_batch_size}, which {data_ranks} data ranks cannot share "
+                         f"in micro-batches of {size}; use --global_batch_size {near}, other processes, or --out NEW")
     if own_rank() == 0:
         print(f"the global batch stays {cfg.global_batch_size} sequences, as in {source}: --local_batch_size "
               f"{cfg.local_batch_size} becomes {fits[-1]} on {data_ranks} data ranks", flush=True)
@@ -218,8 +206,7 @@ def source_tokenizer(cfg) -> str:
     folder = newest_readable(source.folder, source.step, names) if source else cfg.init_from
     file = os.path.join(folder, "tokenizer.json")
     if not os.path.lexists(file):
-        raise ValueError(f"{file} is missing, so nothing tells how to cut --data {cfg.data} into the ids that these weights "
-                         "know; give their tokenizer with --tokenizer")
+        raise ValueError(f"{file} is missing: give the tokenizer of these weights with --tokenizer")
     return folder
 
 

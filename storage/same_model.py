@@ -5,40 +5,24 @@ Only code whose logits were compared with those of transformers is exported unde
 import ast
 import hashlib
 import importlib
+import os
 from pathlib import Path
 
-# model_type of a config.json -> (file, class) of our model. All other differences between models are in the models' files:
-# Config.from_hf and to_hf for config.json; hf_keys(), the table of fqn -> name in the files, or for a stack of experts (E, ...)
-# a list of E names; hf_optional(), in some models, lists patterns of optional names (MTP).
-HF_MODELS = {
-    "llama": ("models.llama3", "Llama3"),
-    "qwen3": ("models.qwen3", "Qwen3"),
-    "qwen3_moe": ("models.qwen3", "Qwen3"),
-    "deepseek_v2": ("models.deepseek", "DeepSeek"),
-    "deepseek_v3": ("models.deepseek", "DeepSeek"),
-    "gpt_oss": ("forks.gpt_oss", "GptOss"),
-    "llama4_text": ("forks.llama4", "Llama4"),
-}
-# file -> code_hash() of the code that computed the logits of transformers. After a change, run the comparisons again
-# (test_models.py, test_hf.py, test_gpt_oss.py, test_llama4.py), then write the hash of test_same_model.py here.
-COMPARED = {
-    "forks.gpt_oss": "1fea6d60",
-    "forks.llama4": "fbcadb26",
-    "models.attention": "9703c06b",
-    "models.deepseek": "55702127",
-    "models.hf_config": "4e0f8198",
-    "models.layers": "bc63d0f1",
-    "models.llama3": "366d0c9b",
-    "models.moe": "f932e583",
-    "models.qwen3": "309b11a1",
-}
+from support.files import read_json
+
+# storage/same_model.json: "models": model_type of a config.json -> file and class of our model. All other differences between
+# models are in the models' files: Config.from_hf and to_hf for config.json; hf_keys(), the table of fqn -> name in the files,
+# or for a stack of experts (E, ...) a list of E names; hf_optional(), in some models, lists patterns of optional names (MTP);
+# hf_tensors(), in some forks, is the reader of the files.
+# "compared": file -> code_hash() of the code that computed the logits of transformers. After a change, run the comparisons
+# again (test_models.py, test_hf.py, test_gpt_oss.py, test_llama4.py), then write the hash here.
+HF_MODELS, COMPARED = read_json(os.path.dirname(__file__), "same_model.json").values()
 
 
-def classes_of(kind: str) -> tuple[type, type]:
-    """(our model, its config) for a model_type."""
+def config_class(kind: str) -> type:
+    """The config of our model for a model_type."""
     module, name = HF_MODELS[kind]
-    module = importlib.import_module(module)
-    return getattr(module, name), getattr(module, f"{name}Config")
+    return getattr(importlib.import_module(module), f"{name}Config")
 
 
 def read_code(module: str) -> ast.Module:
@@ -74,13 +58,11 @@ def check_same_model(Model, config):
         return  # a model_type that transformers does not know
     rename = f"transformers would open an export of {own} as {kind}; let to_hf() return another model_type"
     if own != ".".join(HF_MODELS[kind]):
-        raise ValueError(f"{rename}, or, if {own} computes the same, give its file and class to HF_MODELS[{kind!r}] in "
-                         "storage/same_model.py")
+        raise ValueError(f"{rename}, or, if {own} computes the same, name it for {kind} in storage/same_model.json")
     imports = [node.module for node in ast.walk(read_code(Model.__module__)) if isinstance(node, ast.ImportFrom)]
     for module in sorted({Model.__module__, *imports} & COMPARED.keys()):
         if (found := code_hash(module)) != COMPARED[module]:
             raise ValueError(f"{rename}, because {module.replace('.', '/')}.py is not the code that was compared with "
-                             f"transformers, or, if it computes the same, write {module!r}: {found!r} into COMPARED in "
-                             "storage/same_model.py")
-    if classes_of(kind)[1].from_hf(config_json) != config:
+                             f"transformers; if it computes the same, write {found} for {module} in storage/same_model.json")
+    if config_class(kind).from_hf(config_json) != config:
         raise ValueError(f"{rename}, because config.json cannot tell all of {config}")

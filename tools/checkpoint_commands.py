@@ -1,36 +1,37 @@
 """The command line of checkpoint.py: ls, verify, diff, to_hf, from_hf, source."""
+import json
+import math
 import os
+import re
+import shlex
 from dataclasses import asdict
+from pathlib import Path
 
 import torch
 
 import checkpoint
 from distributed.layout import named_tensors
-from storage.dcp import read_tensors
-from storage.diff import diff
+from storage.changes import changes
+from storage.dcp import read_table, read_tensors
 from storage.hf import HF_DTYPES, check_export, file_kinds, load_hf_model, save_hf, say_lost, write_hf
-from storage.manifest import Damaged, read_manifest, verify
+from storage.manifest import Damaged, candidates, newest_readable, read_manifest, verify
 from storage.same_model import check_same_model
-from storage.sources import write_sources
 from support.config import Parser, usage_error
-from support.files import step_folders
+from support.files import read_json, step_folders, write_file
 
 
 def ls(run: str):
     """Lists step folders by their manifests; compares the sizes of all files, but reads no bytes."""
-    if not os.path.isdir(run):
-        raise ValueError(f"{run} is no folder; give a run folder such as runs/llama3")
-    for step, path in step_folders(run):
+    for path in candidates(run):
+        name = os.path.basename(path)
         try:
             manifest = read_manifest(path)
             size = sum(size for size, _ in manifest["files"].values())
             layout = [f"{manifest['world_size']} rank(s)", *(f"{axis} {degree}" for axis, degree in manifest["layout"].items())]
             status = "complete (bytes not read)" + ", only the weights" * manifest["model_only"]
-            print(f"step-{step:<8} {size / 1e6:10.1f} MB   {', '.join(layout):34} {status}")
+            print(f"{name:13} {size / 1e6:10.1f} MB   {', '.join(layout):34} {status}")
         except Damaged as error:
-            print(f"step-{step:<8} {'?':>10} MB   {'':34} DAMAGED: {error}")
-    if not step_folders(run):
-        print(f"{run} has no checkpoints")
+            print(f"{name:13} {'?':>10} MB   {'':34} DAMAGED: {error}")
 
 
 def verify_command(folder: str) -> int:
@@ -92,6 +93,62 @@ def from_hf(folder: str, out: str):
     checkpoints.close()
 
 
+def diff(a: str, b: str) -> int:
+    """Compares two step folders, with one pair of tensors in memory at a time; by bits, so NaN equals NaN."""
+    try:
+        tables = [read_table(folder, verify(folder)["files"]) for folder in (a, b)]
+    except ValueError as error:
+        raise ValueError(f"cannot compare: {error}") from None
+    differ, relative, keys = {}, {}, sorted({key for table in tables for key in table.state_dict_metadata})
+    for key in keys:
+        kinds = [table.state_dict_metadata.get(key) for table in tables]
+        if None in kinds:
+            differ[key] = f"only in {a if kinds[0] else b}"
+        elif kinds[0].size != kinds[1].size or kinds[0].properties.dtype != kinds[1].properties.dtype:
+            differ[key] = " / ".join(f"{tuple(kind.size)} {kind.properties.dtype}" for kind in kinds)
+        else:
+            pair = [{key: torch.empty(kind.size, dtype=kind.properties.dtype)} for kind in kinds]
+            for tensors, folder, table in zip(pair, (a, b), tables):
+                read_tensors(tensors, folder, table)
+            x, y = (tensors[key].reshape(-1) for tensors in pair)
+            if not torch.equal(x.view(torch.uint8), y.view(torch.uint8)):
+                far = (x.double() - y.double()).abs()
+                relative[key] = (far.norm() / x.double().norm().clamp(min=1e-300)).item()
+                differ[key] = (f"{int((far != 0).sum())} of {far.numel()} elements, by up to {far.max():.3g}, "
+                               f"{relative[key]:.1e} relative")
+    states = [read_json(folder, "state.json")["state"] for folder in (a, b)]
+    for name, old, new in changes(*states):
+        print(f"state.json: {name} is {old} / {new}")
+    far = sorted(differ, key=lambda key: -relative.get(key, math.inf))  # other shapes first
+    print(f"{len(differ)} of {len(keys)} tensors differ" + (", most of all:" if differ else ""))
+    print("".join(f"  {key}: {differ[key]}\n" for key in far[:5]), end="")
+    return int(bool(differ))
+
+
+def write_sources(folder: str, out: str):
+    """Writes the recipe, the modules and the flags of a step folder, or of a run folder's newest checkpoint, to a new folder.
+    Runs nothing. Raises ValueError, also for a name outside of the folder: strangers may have written code.json."""
+    check_export(out)
+    path = newest_readable(folder, names=("code.json", "recipe.py", "config.json"), say=print)
+    manifest = read_json(path, "manifest.json")
+    if "code.json" not in manifest["files"]:
+        raise ValueError(f"{path} holds no sources: the weights come from elsewhere")
+    code, recipe = read_json(path, "code.json"), Path(path, "recipe.py").read_text("utf-8")
+    for name, text in code.items() if isinstance(code, dict) else [("", None)]:
+        if not isinstance(text, str) or not re.fullmatch(r"(\w[\w .+=-]*/)*\w[\w .+=-]*\.(py|json|tsv|html)", name):
+            raise ValueError(f"{path}/code.json: {name!r} is no source file of a run; nothing is written")
+    name = next((file for file, text in code.items() if text == recipe and "/" not in file), "recipe.py")
+    config = json.dumps(read_json(path, "config.json"), indent=1)
+    for file, text in (code | {name: recipe, "config.json": config}).items():
+        Path(out, file).parent.mkdir(parents=True, exist_ok=True)
+        write_file(Path(out, file), text.encode())
+    # The command is for the old working folder, because --data and other flags may name relative files
+    recipe, config, runs = (shlex.quote(os.path.join(out, file)) for file in (name, "config.json", "runs/again"))
+    n, start = manifest["world_size"], f"{recipe} --config {config} --out {runs}"
+    start = f"torchrun --nproc_per_node {n} {start}" if n > 1 else f"python {start}"
+    print(f"{out}: {len(code)} sources of {path}; run them again, where the run was started: {start}")
+
+
 def main(argv: list[str]) -> int:
     parser = Parser(prog="python checkpoint.py", description=checkpoint.__doc__)
     commands = parser.add_subparsers(metavar="ls|verify|diff|to_hf|from_hf|source", required=True)
@@ -116,5 +173,5 @@ def main(argv: list[str]) -> int:
     arguments = vars(parser.parse_args(argv))
     try:
         return arguments.pop("function")(**arguments) or 0
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, OSError) as error:  # OSError: a full disk, or sources "a.py" and "a.py/b.py"
         usage_error(error)

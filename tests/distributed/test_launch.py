@@ -28,9 +28,9 @@ import checkpoint
 from checkpoint import LEFTOVER, step_folders
 from data import DataConfig, open_data
 from distributed.launch import agree_on_attempt
-from storage.diff import diff
 from storage.manifest import STEP_FOLDER
 from support.metrics import read_lines
+from tools.checkpoint_commands import diff
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
 

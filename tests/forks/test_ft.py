@@ -25,8 +25,8 @@ from runs import REPO, Job, launch, run, train_lines
 import checkpoint
 from data import Batch
 from forks import ft
-from storage.diff import diff
 from support.metrics import read_lines
+from tools.checkpoint_commands import diff
 
 recipe = importlib.import_module("forks.train_llama3_ft")
 needs_torchft = pytest.mark.skipif(importlib.util.find_spec("torchft") is None, reason="torchft is not installed")

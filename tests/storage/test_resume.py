@@ -40,16 +40,16 @@ def test_init_from_another_model_is_refused_though_the_shapes_fit(tmp_path, caps
         check_run(str(tmp_path / "new"), {**IDENTITY, "model": {**IDENTITY["model"], **changed}}, flags)
 
     for changed in (dict(norm_eps=10.0), dict(n_heads=2, head_dim=2), dict(vocab_size=9)):
-        refuses("; ".join(f"{name} is .* there, {value} here" for name, value in changed.items()), check, **changed)
+        refuses("; ".join(f"{name} is {value} but .* trained with .*" for name, value in changed.items()), check, **changed)
     check(excluded=["head"], vocab_size=9)
-    refuses("norm_eps is 1e-05 there, 10.0 here", check, excluded=["head"], norm_eps=10.0)
+    refuses("norm_eps is 10.0 but .* was trained with 1e-05; give the old values$", check, excluded=["head"], norm_eps=10.0)
     check(module="models.mine", window=128)  # a fork's model, with a new field
     longer = dict(max_seq_len=4096, rope_theta=1e6)  # to read longer texts: allowed, and said
     check(**longer)
     new = saver(*trained(1, 0), tmp_path / "new", init_from=str(tmp_path / "old"))
     new.identity = {**IDENTITY, "model": {**IDENTITY["model"], **longer}}
     new.load()
-    assert "rope_theta was 500000.0, is 1000000.0" in capsys.readouterr().out
+    assert "rope_theta 500000.0 -> 1000000.0" in capsys.readouterr().out
 
 
 def test_an_out_that_is_no_folder(tmp_path):
@@ -151,7 +151,7 @@ def test_a_continued_run_keeps_its_global_batch(tmp_path, monkeypatch, capsys, p
 
 def test_a_batch_that_the_ranks_cannot_share_is_refused(tmp_path, monkeypatch):
     cfg = replace(make_run(tmp_path, global_batch_size=8), global_batch_size=-1, steps=40)
-    refuses("is 8 sequences, which 3 data ranks cannot share; use --global_batch_size 9", resolve_batch, monkeypatch, cfg, 3)
+    refuses("3 data ranks cannot share in micro-batches of 1; use --global_batch_size 9", resolve_batch, monkeypatch, cfg, 3)
     refuses("2 data ranks cannot share in micro-batches of 3; use --global_batch_size 12",
             resolve_batch, monkeypatch, cfg, 4, pp=2, pp_microbatch_size=3, local_batch_size=3)
     assert resolve_batch(monkeypatch, cfg, 3, local_batch_size=3, global_batch_size=9) == (9, 3)
@@ -194,23 +194,23 @@ def test_changed_flags_are_told_with_what_follows(tmp_path, monkeypatch, capsys)
         return out
 
     assert told() == "" == told(lr=1.0)  # 20 of 20 steps are done: nothing is trained with these flags
-    old, new = cfg.lr * lr_at(20, cfg), cfg.lr * lr_at(21, replace(cfg, steps=40))
+    old, new = cfg.lr * lr_at(21, cfg), cfg.lr * lr_at(21, replace(cfg, steps=40))
     assert told(steps=40, log_every=3, device="cpu", checkpoint_every=7) == (
-        f"flags that differ from those of step 20: steps 20 -> 40; the learning rate goes from {old:.2e} to {new:.2e} "
-        f"at step 21; --schedule_steps 20 keeps the old schedule\n")
+        f"flags that differ from those of step 20: steps 20 -> 40; the learning rate of step 21 is {new:.2e}, not {old:.2e}; "
+        "--schedule_steps 20 keeps the length of the schedule\n")
     assert told(steps=40, schedule_steps=20) == (
         "flags that differ from those of step 20: steps 20 -> 40, schedule_steps -1 -> 20\n")
     line = told(steps=40, schedule_steps=20, lr=1e-3, beta2=0.9, weight_decay=0.0, seed=1, global_batch_size=16, tp=2)
     for text in ("lr 0.003 -> 0.001", "beta2 0.95 -> 0.9", "weight_decay 0.1 -> 0.0", "seed 0 -> 1", "tp 1 -> 2",
-                 "global_batch_size 4 -> 16", "to 1.00e-04 at step 21"):
+                 "global_batch_size 4 -> 16", "of step 21 is 1.00e-04"):
         assert text in line
-    assert "keeps the old" not in line
+    assert "keeps the length" not in line
 
     class Fork(train_llama3.Config):
         total = property(lambda self: self.steps)  # a fork's lr_at may call new methods of Config
 
     cfg, lr_at = Fork(**vars(cfg)), lambda step, cfg: 1 / cfg.total
-    assert "from 1.50e-04 to 7.50e-05 at step 21; --schedule_steps" not in (line := told(steps=40)) and "to 7.50e-05" in line
+    assert "of step 21 is 7.50e-05, not 1.50e-04" in told(steps=40)
     monkeypatch.setenv("RANK", "1")
     assert told(steps=40) == ""
 

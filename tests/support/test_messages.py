@@ -165,7 +165,7 @@ TABLE = {
     "checkpoint": r"""
         to_hf run s3://bucket/model => to export to s3://bucket/model: only folders are written
         from_hf run s3://bucket/run => to export to s3://bucket/run: only folders are written
-        source run s3://bucket/code => to write to s3://bucket/code: only folders are written
+        source run s3://bucket/code => to export to s3://bucket/code: only folders are written
         from_hf gpt2 new => hf download gpt2 --local-dir gpt2
     """,
     "forks.train_gpt_oss": r"""
