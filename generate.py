@@ -131,7 +131,7 @@ def print_sample(run: str, n_params: int, data=None, max_new_tokens=120):
         max_new_tokens = min(max_new_tokens, model.config.max_seq_len // 2)
         chat = None
         if is_chat:
-            from sft.prompts import open_chat
+            from sft.chat import open_chat
 
             chat = open_chat(run, ChatConfig(chat=True))
         (text,) = continue_texts(model, tokenizer, ends, [prompt], max_new_tokens, chat=chat, temperature=0.8, top_p=0.95)
@@ -155,7 +155,7 @@ def main(argv: list[str]):
     try:
         if device == "cuda" and not torch.cuda.is_available():
             raise ValueError("--device cuda: torch finds no GPU here; use --device cpu")
-        from sft.prompts import open_chat
+        from sft.chat import open_chat
 
         options |= dict(bos=has_bos(cfg.checkpoint), chat=open_chat(cfg.checkpoint, cfg))
         parts = open_checkpoint(cfg.checkpoint, device)
