@@ -6,7 +6,7 @@
     python data.py show chat.jsonl --tokenizer HUGGING_FACE_FOLDER      # conversations as they will be trained, see below
     python data.py check tokens                 # is every byte as it was written? exit status 0 or 1
 
-Text is .txt, .jsonl (each also .gz or .zst) and .parquet, files, folders of them, and globs (corpus/readers.py). A mixture is
+Text is .txt, .jsonl (each also .gz or .zst) and .parquet, files, folders of them, and globs (corpus/files.py). A mixture is
 --data "web=tokens/web:0.7,code=tokens/code:0.3": shares of the sequences, exact at every moment (corpus/mixture.py).
 A .jsonl of conversations, {"messages": [...]} per line, is written out by the tokenizer's chat template, and only answers of
 the assistant have a loss (sft/chat.py); `show` prints them in green.
@@ -15,7 +15,9 @@ Read next: corpus/build.py (text -> shards), corpus/shards.py (files of a folder
 import glob
 import hashlib
 import os
-import shlex
+import threading
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -23,9 +25,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from corpus.batches import hash_sequences, prefetch, to_tensors
 from corpus.cache import cache_folder, cached_corpus
-from corpus.mixture import parse_mixture, spell_part, take_turns
+from corpus.mixture import FORMATS, parse_mixture, spell_part, take_turns
 from corpus.shards import MASKED, array_of, check_arrays, is_shards, opened_array, read_index
 from corpus.tokenizer import bytes_of_tokens, find_tokenizer, load_tokenizer
 from support.config import Need, flag
@@ -85,6 +86,55 @@ def permute(k: np.ndarray, n: int, key: str) -> np.ndarray:
     return out.astype(np.int64)
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Finished batches: a hash that is equal in all layouts, tensors, and a thread that reads ahead
+def scramble(x: np.ndarray) -> np.ndarray:
+    """uint64 to uint64, a bijection; neighbouring numbers end far apart."""
+    x = (x ^ (x >> np.uint64(32))) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
+    return x ^ (x >> np.uint64(32))
+
+
+def hash_sequences(tokens: np.ndarray, labels: np.ndarray, first_row: int) -> int:
+    """A number below 2**48 for some rows (sequences, T) of a global batch. The sum over all rows, modulo 2**48, is the same
+    in every layout, and differs if a token, a label or the order of the rows changes. first_row: number of the first row."""
+    weights = scramble(np.arange(1, tokens.shape[1] + 1, dtype=np.uint64)) | np.uint64(1)  # odd: no change is multiplied away
+    pairs = tokens.astype(np.uint64) + (labels.astype(np.uint64) << np.uint64(32))
+    rows = np.arange(first_row + 1, first_row + 1 + len(tokens), dtype=np.uint64)
+    return int(scramble((pairs * weights).sum(1, dtype=np.uint64) + scramble(rows)).sum(dtype=np.uint64)) % 2**48
+
+
+def to_tensors(arrays, local_batch_size: int) -> list:
+    """Each array (sequences, T) as a tensor (A, B, T)."""
+    return [a if a is None else torch.from_numpy(a.reshape(-1, local_batch_size, a.shape[-1]).copy()) for a in arrays]
+
+
+def prefetch(batches, device: torch.device):
+    """Yields the batches on `device`. A thread keeps two ready, so that reading and hashing cost the training step nothing.
+
+    An error in the thread is raised here. The thread ends with the generator (close(), garbage collection) or at exit."""
+    gpu = None if device.type != "cuda" else torch.cuda.current_device() if device.index is None else device.index
+
+    def on_tensors(change, batch):
+        return type(batch)(**{name: change(value) if torch.is_tensor(value) else value for name, value in vars(batch).items()})
+
+    def load():
+        batch = next(batches, None)
+        return batch if gpu is None or batch is None else on_tensors(torch.Tensor.pin_memory, batch)
+
+    # a new thread is on GPU 0, and pinning there would cost every rank a context on it
+    thread = ThreadPoolExecutor(1, "prefetch", *(() if gpu is None else (torch.cuda.set_device, (gpu,))))
+    try:
+        ready = deque(thread.submit(load) for _ in range(2))
+        while (batch := ready.popleft().result()) is not None:
+            ready.append(thread.submit(load))
+            yield batch if gpu is None else on_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
+    finally:  # the garbage collector may close us in any thread, also in our own, and a thread must not wait for itself
+        thread.shutdown(wait=not threading.current_thread().name.startswith("prefetch"), cancel_futures=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where the sequences come from
 class TokenData:
     """Windows of seq_len + 1 tokens, one every seq_len tokens of a split's concatenated shards, in one global order.
 
@@ -128,8 +178,7 @@ class TokenData:
 
     def check_ids(self, ids: np.ndarray):
         if ids.max(initial=0) >= self.vocab_size:
-            raise ValueError(f"{self.folder} is damaged: token id {ids.max()} in a vocabulary of {self.vocab_size}; see "
-                             f"python data.py check {shlex.quote(str(self.folder))}")
+            raise ValueError(f"{self.folder} is damaged: token id {ids.max()} is too large; see python data.py check")
 
     def arrays(self, windows: np.ndarray):
         """tokens, labels, positions, doc_ids, each (sequences, seq_len) int64; doc_ids is None without doc_mask."""
@@ -185,11 +234,10 @@ class TokenData:
         n_samples, use = (self.n_val_samples, "validation") if split == "val" else (self.n_samples, "training")
         if n_samples < 1:
             n_tokens = int(self.ends[split][-1]) if len(self.ends[split]) else 0
-            raise ValueError(f"{what}: {n_tokens} {use} tokens, but one sequence with its last label needs --seq_len "
-                             f"{self.seq_len} + 1; take a longer text or --seq_len {max(1, n_tokens - 1)}")
+            raise ValueError(f"{what}: {n_tokens} {use} tokens, but one sequence needs --seq_len {self.seq_len} + 1; "
+                             f"take a longer text or --seq_len {max(1, n_tokens - 1)}")
         if not self.has_labels(split, n_samples):
-            raise ValueError(f"{what}: no token of the {use} text has a loss, every label is masked" + "; --doc_mask masks the "
-                             "token behind the end of a document, and these are empty" * self.doc_mask)
+            raise ValueError(f"{what}: no token of the {use} text has a loss" + ", for --doc_mask masks them" * self.doc_mask)
         if not self.has_labels("val", self.n_val_samples):
             self.n_val_samples = 0  # a loss of 0.0000 over no token would look good
 
@@ -197,8 +245,8 @@ class TokenData:
                 device: torch.device | str):
         """Endless iterator of Batch from cursor first_sample on. Rank r has sequences r*A*B .. (r+1)*A*B of a global batch."""
         if global_batch_size < 1 or global_batch_size % (local_batch_size * data_ranks):
-            raise ValueError(f"--global_batch_size {global_batch_size} is not a multiple of --local_batch_size x data ranks = "
-                             f"{local_batch_size} x {data_ranks} = {local_batch_size * data_ranks}")
+            rows = f"{local_batch_size} x {data_ranks} = {local_batch_size * data_ranks}"
+            raise ValueError(f"--global_batch_size {global_batch_size}: need a multiple of --local_batch_size x ranks = {rows}")
         share = global_batch_size // data_ranks
         first_row = data_rank * share  # of the global batch
 
@@ -275,10 +323,8 @@ def open_data(cfg: DataConfig, seq_len: int, tokenizer: str = "", Chats: type | 
     for name, named in ("--data", cfg.data), ("--val_data", cfg.val_data or "stdlib"):  # before any text is tokenized
         for part in parse_mixture(named, name):
             if part.path != "stdlib" and not os.path.exists(part.path) and not glob.has_magic(part.path):
-                from corpus.readers import FORMATS
-
-                raise ValueError(f"{name} {spell_part(part)}: no such file; need stdlib, {FORMATS}, a folder or glob of these, "
-                                 f"or a folder from data.py{hub_hint(part.path, 'dataset')}")
+                need = f"need stdlib, {FORMATS}, a folder of them or of token shards, or a glob"
+                raise ValueError(f"{name} {spell_part(part)}: no such file; {need}{hub_hint(part.path, 'dataset')}")
     data = open_parts(cfg, "--data", cfg.data, seq_len, tokenizer, Chats)
     if cfg.val_data:
         tokenizer = tokenizer or data.tokenizer_file or ""
@@ -308,8 +354,7 @@ def check_same_ids(sources: dict[str, TokenData]):
         a, b = ((x.fingerprint["tokenizer_sha256"], x.vocab_size, x.eot) for x in (known, data))
         if a != b:
             about = [f"{ids} ids, end of text {eot}, sha256 {sha256[:12]}" for sha256, ids, eot in (a, b)]
-            raise ValueError(f"{first} and {name} have different tokenizers ({about[0]}; {about[1]}), so one number would mean "
-                             "two words; prepare both with one --tokenizer")
+            raise ValueError(f"{first} and {name} have different tokenizers ({'; '.join(about)}); prepare both with one")
 
 
 def open_part(cfg: DataConfig, what: str, part, seq_len: int, tokenizer: str, all_val: bool, Chats: type | None) -> TokenData:
@@ -328,9 +373,8 @@ def open_part(cfg: DataConfig, what: str, part, seq_len: int, tokenizer: str, al
             raise ValueError(no_chats)
         data = (Chats if is_chat else TokenData)(folder, seq_len, cfg.data_seed, cfg.doc_mask, part.name, all_val)
     except OSError as error:
-        cache = cache_folder(cfg.cache_dir)
-        raise ValueError(f"{error.filename or cache}: {error.strerror}; --data must be readable and --cache_dir {cache} "
-                         "writable") from error
+        rights = f"--data must be readable, --cache_dir {cache_folder(cfg.cache_dir)} writable"
+        raise ValueError(f"{error.filename}: {error.strerror}; {rights}") from error
     data.check(what, part.path, "val" if all_val else "train")
     return data
 

@@ -30,7 +30,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Literal
 
-from corpus.readers import format_of
+from corpus.mixture import format_of
 from corpus.tokenizer import ChatConfig
 from distributed.launch import connect, run
 from parallel import make_mesh
@@ -51,7 +51,7 @@ from rl.scoring import (
     score,
 )
 from rl.text import Text
-from sft.prompts import open_chat
+from sft.chat import open_chat
 from storage.manifest import is_hf_folder
 from support.config import Need, check_range, flag
 from support.files import check_local, read_json, write_file

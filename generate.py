@@ -129,7 +129,7 @@ def print_sample(run: str, n_params: int, data=None):
         model, tokenizer, ends = open_checkpoint(run, "cuda" if torch.cuda.is_available() else "cpu")
         chat, length = None, min(120, model.config.max_seq_len // 2)
         if is_chat:
-            from sft.prompts import open_chat
+            from sft.chat import open_chat
 
             chat = open_chat(run, ChatConfig(chat=True))
         (text,) = continue_texts(model, tokenizer, ends, [prompt], length, chat=chat, temperature=0.8, top_p=0.95)
@@ -151,7 +151,7 @@ def main(argv: list[str]):
     try:
         if device == "cuda" and not torch.cuda.is_available():
             raise ValueError("--device cuda: torch finds no GPU here; use --device cpu")
-        from sft.prompts import open_chat
+        from sft.chat import open_chat
 
         options |= dict(bos=has_bos(cfg.checkpoint), chat=open_chat(cfg.checkpoint, cfg))
         parts = open_checkpoint(cfg.checkpoint, device)

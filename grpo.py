@@ -54,8 +54,8 @@ from rl.reports import ReportConfig, introduce, keep_samples, sample_numbers, sh
 from rl.rewards import RewardConfig, held_out_numbers
 from rl.text import Text
 from sft.base import load_base
+from sft.chat import open_chat
 from sft.lora import LoraConfig, base_model, is_frozen, lora_counts
-from sft.prompts import open_chat
 from storage.manifest import step_folders
 from storage.resume import lock_run, wait_for_run
 from support.config import Need, flag

@@ -12,11 +12,12 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from corpus.readers import PACKED, Piece, cut_row_groups, format_of, is_chat, json_lines, name_line, prepare_column, read_chunks
-from corpus.shards import FIRST, LOSS, cache_name, is_as_written, mask_name, read_index, token_dtype, write_index, write_shard
+from corpus.mixture import PACKED, format_of, prepare_column
+from corpus.shards import FIRST, LOSS, cache_name, is_as_written, read_index, token_dtype, write_index, write_shard
 from corpus.tokenizer import BESIDE, BPE_VOCAB, EOT_NAMES, files_beside, load_tokenizer
 from support.config import own_rank
 from support.files import sha256_file, write_file
@@ -24,6 +25,61 @@ from support.files import sha256_file, write_file
 VAL_PART = 20  # one document in 20 is for validation, or the last 20th of a file with few documents
 MANY_DOCUMENTS = 100  # a .jsonl with at least so many lines is split by hash
 BPE_BYTES = 10_000_000  # bytes of text for a tokenizer of our own
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pieces of text files: bytes of text (.txt, .md), or a JSON object per document (a line of a .jsonl, a row of a .parquet)
+class Piece(NamedTuple):
+    """A part of a file: unpacked bytes start..end. Each piece becomes one shard per split."""
+
+    path: Path
+    start: int
+    end: int | None  # None: a packed file to its end, of unknown length
+    split: str  # "train", "val", or "hash": the hash of each document decides
+    closed: bool  # a document ends here; else (a long .txt) the next piece continues the document
+    text_column: str = "text"  # key of the text in the objects of a .jsonl, column of a .parquet
+
+
+def read_chunks(piece: Piece):
+    """Yields the text of a piece in chunks of bytes: of a packed file as unpacked, of a .parquet lines of JSON."""
+    if piece.path.suffix in PACKED:
+        from corpus.files import unpacked
+
+        chunks = unpacked(piece.path, piece.text_column)
+        yield from chunks if piece.end is None else [b"".join(chunks)[piece.start:piece.end]]
+    else:
+        with open(piece.path, "rb") as file:
+            file.seek(piece.start)
+            yield file.read(piece.end - piece.start)
+
+
+def json_lines(piece: Piece):
+    """Yields the JSON objects of a piece, still as bytes: lines of a .jsonl, rows of a .parquet."""
+    rest = b""
+    for chunk in read_chunks(piece):
+        *whole, rest = (rest + chunk).split(b"\n")
+        yield from whole
+    yield rest
+
+
+def is_chat(path: Path, text_column: str = "text") -> bool:
+    """Whether a file holds conversations, by its first line or row. A row with "text" is plain text to train on."""
+    if format_of(path) != ".jsonl" or not path.is_file():
+        return False
+    packed = contextlib.closing(json_lines(Piece(path, 0, None, "hash", True, text_column)))
+    with packed if path.suffix in PACKED else open(path, "rb") as lines:
+        first = next((line for line in lines if line.strip()), b"")
+    try:
+        record = json.loads(first)
+    except (ValueError, RecursionError):
+        return False  # read_documents reports the error with the line number
+    return isinstance(record, dict) and text_column not in record and bool({"messages", "conversations"} & record.keys())
+
+
+def name_line(piece: Piece, index: int) -> str:
+    """File and number of the line or row with this index in a piece, for errors."""
+    before = piece.start and b"".join(read_chunks(piece._replace(start=0, end=piece.start))).count(b"\n")
+    return f"{piece.path} {'row' if piece.path.suffix == '.parquet' else 'line'} {before + index + 1}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -38,7 +94,7 @@ def cut_into_pieces(paths: list, eot_text: str, text_column: str = "text") -> li
             with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
                 found = cut_bytes(path, text, eot_text, text_column)
         elif format_of(path) == ".jsonl" and next(islice(json_lines(whole), MANY_DOCUMENTS, None), None) is not None:
-            found = cut_row_groups(whole) if path.suffix == ".parquet" else [whole]  # one piece: unpacked once, by the reader
+            found = [whole]  # one piece: unpacked once, by the reader
         else:
             found = cut_bytes(path, b"".join(read_chunks(whole)), eot_text, text_column)
         if not found:
@@ -78,8 +134,7 @@ def read_documents(piece: Piece, eot_text: str):
         try:
             text = b"".join(read_chunks(piece)).decode().removeprefix("\ufeff")
         except UnicodeDecodeError as error:
-            raise ValueError(f"{piece.path}: byte {piece.start + error.start} is not UTF-8; convert the file, for example: "
-                             "iconv -f latin1 -t utf-8") from None
+            raise ValueError(f"{piece.path}: byte {piece.start + error.start} is not UTF-8; use iconv -f latin1") from None
         *whole, last = text.split(eot_text)
         for document in whole:
             yield from cut_at_lines(piece.split, document, True)
@@ -94,8 +149,8 @@ def read_documents(piece: Piece, eot_text: str):
             document.encode()  # a string, and valid Unicode: "\ud800" is JSON, but no text
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             cure = f"; {prepare_column(piece.path)}" * isinstance(error, KeyError)
-            raise ValueError(f'{name_line(piece, i)}: need a JSON object with a string "{piece.text_column}" ({error!r}){cure}'
-                             ) from None
+            need = f'need a JSON object with a string "{piece.text_column}"'
+            raise ValueError(f"{name_line(piece, i)}: {need} ({error!r}){cure}") from None
         yield from cut_at_lines(split, document, True)
 
 
@@ -129,9 +184,9 @@ def tokenize_chats(piece: Piece, tokenizer_file: Path, skipped: list | None):
     """Yields (split, ids, mask, whether a document ends) for each conversation; mask: 1 for a token with a loss.
 
     skipped: list that takes the error of each bad conversation; None: raise the first."""
-    from sft.chat import chat_tokenizer, need_template, parse_conversation, tokens_and_mask
+    from sft.chat import chat_tokenizer, parse_conversation, read_template, tokens_and_mask
 
-    template, tokenizer = need_template(tokenizer_file, piece.path), chat_tokenizer(tokenizer_file)
+    template, tokenizer = read_template(str(tokenizer_file.parent), str(piece.path)), chat_tokenizer(tokenizer_file)
     for i, line in enumerate(json_lines(piece)):
         if line := line.strip():
             try:
@@ -177,21 +232,12 @@ def train_tokenizer(paths: list, file: Path, vocab_size: int = BPE_VOCAB, text_c
     return tokenizer.get_vocab_size()
 
 
-def tokenize_piece(piece: Piece, number: int, folder: Path, tokenizer: tuple, skip_bad: int) -> dict:
+def tokenize_piece(piece: Piece, number: int, folder: Path, tokenizer: tuple, source: dict, skip_bad: int) -> dict:
     """Writes the shards of a piece, then a note, piece-00000.json. Returns the note, {"entries": {split: entry of index.json},
     "skipped": errors of bad conversations}. Of a fitting note with intact shards nothing is written again."""
-    tokenizer_file, eot, vocab_size = tokenizer
-    note, dtype, chat = folder / f"piece-{number:05d}.json", token_dtype(vocab_size), is_chat(piece.path, piece.text_column)
-    rules = ""
-    if chat:
-        from sft.chat import need_template
-
-        rules = need_template(tokenizer_file, piece.path).rules
-    contents = hashlib.sha256()
-    for chunk in read_chunks(piece):
-        contents.update(chunk)
-    made_from = cache_name(
-        contents.hexdigest(), format_of(piece.path), piece[1:], sha256_file(tokenizer_file), eot, vocab_size, rules)
+    (tokenizer_file, eot, vocab_size), text = tokenizer, piece.path.stat()
+    note, dtype, chat = folder / f"piece-{number:05d}.json", token_dtype(vocab_size), source.get("chat_template")
+    made_from = cache_name(piece, text.st_size, text.st_mtime_ns, source["tokenizer"], eot, chat)
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # no note, or a damaged one
         known = json.loads(note.read_bytes())
         if known["made_from"] == made_from and all(is_as_written(folder, entry) for entry in known["entries"].values()):
@@ -224,24 +270,20 @@ def build_shards(paths: list, tokenizer: tuple, folder: Path, workers=1, text_co
     source |= {"text_column": text_column} if text_column != "text" else {}
     if chats := [path for path in paths if is_chat(path, text_column)]:
         if other := next((path for path in paths if path not in chats), None):
-            raise ValueError(f"{chats[0]} holds conversations and {other} text; keep them apart, and train on both with "
-                             "--data name=path:weight,name=path:weight")
-        from sft.chat import chat_tokenizer, need_template, warn_about_border
+            raise ValueError(f"{chats[0]} holds conversations and {other} text; use --data name=path:weight,name=path:weight")
+        from sft.chat import read_template
 
-        template = need_template(tokenizer_file, chats[0])
-        source["chat_template"] = hashlib.sha256(template.rules.encode()).hexdigest()
-        if own_rank() == 0 and (warning := warn_about_border(template, chat_tokenizer(tokenizer_file))):
-            print(warning, flush=True)
+        rules = read_template(str(tokenizer_file.parent), str(chats[0])).rules
+        source["chat_template"] = hashlib.sha256(rules.encode()).hexdigest()
     elif skip_bad:
         raise ValueError(f"--skip_bad {skip_bad}: {paths[0]} holds no conversations; leave it out")
     if (folder / "index.json").exists() and ((old := read_index(folder))["source"], old["eot"]) != (source, eot):
-        raise ValueError(f"{folder} holds shards that were made from other files or with another tokenizer"
-                         + " or chat template" * bool(chats) + "; name a new --out")
+        raise ValueError(f"{folder} has shards of other files, or of another tokenizer or chat template; name a new --out")
     folder.mkdir(parents=True, exist_ok=True)
     files = {"tokenizer.json": tokenizer_file.read_bytes()} | files_beside(tokenizer_file)
     for name, content in files.items():
         write_file(folder / name, content)
-    job = partial(tokenize_piece, folder=folder, tokenizer=tokenizer, skip_bad=skip_bad)
+    job = partial(tokenize_piece, folder=folder, tokenizer=tokenizer, source=source, skip_bad=skip_bad)
     splits, skipped, workers = {"train": [], "val": []}, [], min(workers, len(pieces))
     with contextlib.ExitStack() as stack:
         do = map
@@ -253,27 +295,21 @@ def build_shards(paths: list, tokenizer: tuple, folder: Path, workers=1, text_co
             for split, entry in note["entries"].items():
                 splits[split].append(entry)
             if sys.stderr.isatty() and own_rank() == 0:
-                bar, end = "#" * (30 * done // len(pieces)), "\n" * (done == len(pieces))
-                print(f"\rtokenizing [{bar:30}] {done}/{len(pieces)}", end=end, file=sys.stderr, flush=True)
+                print(f"\rtokenizing {done}/{len(pieces)}", end="\n" * (done == len(pieces)), file=sys.stderr, flush=True)
     if skip_bad or skipped:  # an interrupted run with --skip_bad may have left notes
         write_file(folder / "skipped.txt", "".join(f"{line}\n" for line in skipped).encode())
         total = sum(entry["documents"] for entry in chain(*splits.values())) + len(skipped)
         if len(skipped) > skip_bad:
-            raise ValueError(f"--skip_bad {skip_bad}: {len(skipped)} of {total} conversations cannot be trained; "
-                             f"{folder}/skipped.txt lists them, the first is {skipped[0]}")
+            raise ValueError(f"--skip_bad {skip_bad}: {len(skipped)} of {total} conversations cannot be trained, see "
+                             f"{folder}/skipped.txt; the first is {skipped[0]}")
         print(f"{len(skipped)} of {total} conversations are left out; {folder}/skipped.txt lists them")
     beside = {name: hashlib.sha256(content).hexdigest() for name, content in files.items() if name in BESIDE}
     write_index(folder, {"vocab_size": vocab_size, "eot": eot, "source": source, "beside": beside, "splits": splits})
-    names = [entry["name"] for entry in chain(*splits.values())]
-    listed = {*names, *(mask_name(name) for name in names if chats)} | {f"piece-{i:05d}.json" for i in range(len(pieces))}
-    for path in folder.iterdir():  # leftovers of an interrupted run
-        if re.fullmatch(r"((train|val)-\d+(\.mask)?\.npy|piece-\d+\.json)(\.tmp-\d+)?", path.name) and path.name not in listed:
-            path.unlink()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The built-in corpus
-def collect_stdlib(paths: list, target: Path):
+def collect_stdlib(paths: list, target: Path) -> Path:
     """Write all sources as one .jsonl, each text once. Split by path: the same files validate in every version of Python."""
     root, texts = sysconfig.get_paths()["stdlib"], {}
     for path in paths:
@@ -281,3 +317,4 @@ def collect_stdlib(paths: list, target: Path):
             texts.setdefault(path.read_bytes().decode(), path.relative_to(root).as_posix())
     lines = [json.dumps({"split_key": name, "text": text}) + "\n" for text, name in texts.items()]
     write_file(target, "".join(lines).encode())
+    return target

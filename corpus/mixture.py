@@ -1,4 +1,4 @@
-"""--data name=path:weight,name=path:weight: the part of the mixture that gives each sequence of the run.
+"""What --data names: formats of text, and mixtures, name=path:weight,name=path:weight: the part that gives each sequence.
 
 The weights are shares of the sequences, exact at every moment: of the first n sequences of a run, a part with share w has given
 more than n w - 1 and fewer than n w + 1, for every n. The turn depends on the cursor alone, so that a run goes on from a
@@ -8,12 +8,31 @@ import math
 import os
 import re
 from fractions import Fraction
+from pathlib import Path
+from shlex import quote
 from typing import NamedTuple
 
 import numpy as np
 
 NEEDED = "a mixture is name=path:weight,name=path:weight, like web=tokens/web:0.7,code=tokens/code:0.3"
+PACKED, FORMATS = (".gz", ".zst", ".parquet"), ".txt, .md, .jsonl (each also with .gz or .zst) or .parquet"
 LONGEST_PERIOD = 100_000  # sequences until the turns repeat: enough for shares of five decimals
+
+
+def format_of(path: Path) -> str:
+    """Format after unpacking: .txt (Markdown, too) or .jsonl (a .parquet, too). Any other suffix is no text."""
+    suffix = path.with_suffix("").suffix if path.suffix in (".gz", ".zst") else path.suffix
+    return {".md": ".txt", ".parquet": ".jsonl"}.get(suffix, suffix)
+
+
+def is_text_file(path: Path) -> bool:
+    return format_of(path) in (".txt", ".jsonl")
+
+
+def prepare_column(path: Path) -> str:
+    """For errors: how to train on a file with another name than "text" for its texts."""
+    return (f'if its texts are not named "text": python data.py prepare --input {quote(str(path))} --text_column NAME '
+            "--tokenizer tokenizer.json --out FOLDER, and train with --data FOLDER")
 
 
 class Part(NamedTuple):
@@ -30,25 +49,21 @@ def parse_mixture(data: str, flag: str = "--data") -> list[Part]:
     found = {}
     for item in map(str.strip, data.split(",")):
         name, _, rest = item.partition("=")
-        path, _, weight = rest.rpartition(":") if ":" in rest else (rest, "", "")
+        path, _, weight = rest.rpartition(":")
         try:
             share = Fraction(weight)
         except (ValueError, ZeroDivisionError):
-            share = None
-        if missing := [what for what, has in (("name", re.fullmatch(r"\w[\w.-]*", name)), ("path", path), ("weight", share))
-                       if has is None or has == ""]:
-            raise ValueError(f"{flag}: {item!r} has no {missing[0]}; {NEEDED}")
-        if share <= 0:
-            raise ValueError(f"{flag}: the weight of {name} is {weight}; give a number above 0, or leave {name} out")
+            share = 0
+        if not (re.fullmatch(r"\w[\w.-]*", name) and path and share > 0):
+            raise ValueError(f"{flag}: {item!r} lacks a name, a path or a weight above 0; {NEEDED}")
         if name in found:
             raise ValueError(f"{flag} names two parts {name}; give each a name of its own")
         found[name] = path, share
     total = sum(share for _, share in found.values())
     period = math.lcm(*((share / total).denominator for _, share in found.values()))
     if period > LONGEST_PERIOD:
-        near = ", ".join(f"{name} {max(1, round(share / total * 10_000))}" for name, (_, share) in found.items())
-        raise ValueError(f"{flag}: to be exact at each sequence, the turns must repeat after at most {LONGEST_PERIOD:,}; with "
-                         f"these weights they do after {period:,}; near to them is {near}")
+        raise ValueError(f"{flag}: with these weights the turns repeat after {period:,} sequences; round the weights, so that "
+                         f"the turns repeat after at most {LONGEST_PERIOD:,}")
     return [Part(name, path, int(share / total * period)) for name, (path, share) in sorted(found.items())]
 
 

@@ -74,8 +74,7 @@ def find_tokenizer(path: str, eot: str = ""):
     special = {token.content for token in tokenizer.get_added_tokens_decoder().values()}  # a BPE may know "</s>" as HTML
     eot_id = next((tokenizer.token_to_id(name) for name in names if name in special or name == eot), None)
     if eot_id is None:
-        raise ValueError(f"--tokenizer {path}: no token ends a document ({', '.join(names)} are not in it); name the one that "
-                         "does: python data.py prepare ... --eot TOKEN")
+        raise ValueError(f"--tokenizer {path}: has none of {', '.join(names)} to end a text; use data.py prepare --eot TOKEN")
     vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
     if vocab_size > 1 << 24:  # a broken file: the model would get a row for every id
         raise ValueError(f"--tokenizer {path}: its ids go up to {vocab_size - 1}; need ids below {1 << 24}")
@@ -109,12 +108,17 @@ def read_hf_json(folder: str, name: str) -> dict:
     return value
 
 
+def read_beside(folder: str, name: str) -> dict:
+    """read_hf_json of a file that a folder may lack; {} without."""
+    return read_hf_json(folder, name) if os.path.lexists(os.path.join(folder, name)) else {}
+
+
 def check_hf_tokenizer(folder: str, vocab_size: int) -> str | None:
     """The path of tokenizer.json, None if missing. Raises ValueError when an id is beyond the model's vocabulary."""
     path = os.path.join(folder, "tokenizer.json")
     if not os.path.lexists(path):
         return None
-    hf_file(folder, "tokenizer.json", HF_LIMITS["tokenizer.json"])
+    tokenizer_path(folder)
     last = max(load_tokenizer(Path(path)).get_vocab(with_added_tokens=True).values(), default=0)
     if last >= vocab_size:
         raise ValueError(f"{path}: its ids go up to {last}, but config.json says that vocab_size is {vocab_size}")
@@ -123,9 +127,7 @@ def check_hf_tokenizer(folder: str, vocab_size: int) -> str | None:
 
 def read_special_tokens(folder: str) -> dict[str, str]:
     """{name, such as eos_token: text} of the special tokens in a folder's tokenizer_config.json."""
-    if not os.path.lexists(os.path.join(folder, "tokenizer_config.json")):
-        return {}
-    tokens = {name: token for name, token in read_hf_json(folder, "tokenizer_config.json").items() if name.endswith("_token")}
+    tokens = {name: token for name, token in read_beside(folder, "tokenizer_config.json").items() if name.endswith("_token")}
     texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
@@ -134,9 +136,7 @@ def read_chat_template(folder: str, name: str = "default") -> str | None:
     """The chat template of a Hugging Face folder, None without one. name: of the template, if the folder has several."""
     if os.path.lexists(os.path.join(folder, "chat_template.jinja")):
         return Path(hf_file(folder, "chat_template.jinja", HF_LIMIT)).read_text("utf-8")
-    template = None
-    if os.path.lexists(os.path.join(folder, "tokenizer_config.json")):
-        template = read_hf_json(folder, "tokenizer_config.json").get("chat_template")
+    template = read_beside(folder, "tokenizer_config.json").get("chat_template")
     if isinstance(template, list):
         template = next((t.get("template") for t in template if isinstance(t, dict) and t.get("name") == name), None)
     return template if isinstance(template, str) else None
@@ -147,9 +147,8 @@ def ends_of(folder: str) -> list[int]:
     ours the id that ended the documents in training, and the eos_token of the tokenizer, if any. Raises ValueError."""
     eos = read_special_tokens(folder).get("eos_token", "")
     found = [find_tokenizer(folder, name)[1] for name in ([eos] if is_hf_folder(folder) else ["", *[eos] * (eos != "")])]
-    if os.path.lexists(os.path.join(folder, "generation_config.json")):
-        listed = read_hf_json(folder, "generation_config.json").get("eos_token_id")
-        found += [i for i in (listed if isinstance(listed, list) else [listed]) if type(i) is int and i >= 0]
+    listed = read_beside(folder, "generation_config.json").get("eos_token_id")
+    found += [i for i in (listed if isinstance(listed, list) else [listed]) if type(i) is int and i >= 0]
     return list(dict.fromkeys(found))
 
 

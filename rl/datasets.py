@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from corpus.readers import PACKED, format_of, unpacked
+from corpus.files import unpacked
+from corpus.mixture import PACKED, format_of
 from rl.answers import KINDS, is_right, never_right
 from rl.environments import load_own, open_env, shuffled
 from support.config import Need, flag

@@ -5,9 +5,8 @@ import torch
 
 from checkpoint import load_weights, saved_model
 from distributed.agree import brief, fail_together, on_rank_0
-from sft.adapters import check_base
+from sft.adapters import check_base, check_peft, is_peft_folder, load_peft
 from sft.lora import ADAPTERS, check_lora, lora_names
-from sft.peft import check_peft, is_peft_folder, load_peft
 from storage.hf import check_hf_config, class_of, load_hf, read_hf_config
 from storage.manifest import ABOUT, is_hf_folder, newest_readable, resume_source, step_folders
 from support.config import override_fields
@@ -19,8 +18,7 @@ def read_model(cfg):
     goes_on = step_folders(cfg.out) and not os.path.isdir(cfg.init_from)
     folder = cfg.out if goes_on else cfg.init_from
     if is_peft_folder(folder):
-        raise ValueError(f"--init_from {folder} is a PEFT adapter; give the folder of the model below it with --init_from, and "
-                         f"the adapter with --lora_from {folder} --lora_rank N")
+        raise ValueError(f"--init_from {folder} is a PEFT adapter; use --init_from MODEL --lora_from {folder} --lora_rank N")
     if is_hf_folder(folder):
         config = override_fields(read_hf_config(folder), cfg.model_args, "--model_args")
         check_hf_config(config, folder)
@@ -33,14 +31,11 @@ def claim_adapters(cfg, Model, model_config) -> dict:
     """The identity of the adapters of a run with --lora_rank. Raises ValueError if the flags do not fit the model or
     --init_from."""
     if not cfg.init_from:
-        raise ValueError(f"--lora_rank {cfg.lora_rank} trains adapters beside weights that have learned something; give their "
-                         "folder with --init_from")
+        raise ValueError(f"--lora_rank {cfg.lora_rank} trains beside weights that have learned; give --init_from FOLDER")
     if not cfg.init_model_only:
-        raise ValueError("--no-init_model_only with --lora_rank: the optimizer's state there is of weights that are frozen "
-                         "here; leave it out")
+        raise ValueError("--no-init_model_only with --lora_rank: the optimizer there has state of frozen weights; leave it out")
     if drawn := [pattern for pattern in cfg.exclude_from_loading if pattern != "optimizer"]:
-        raise ValueError(f"--exclude_from_loading {','.join(drawn)} with --lora_rank: what is not loaded would be frozen as "
-                         "it was drawn; leave it out")
+        raise ValueError(f"--exclude_from_loading {','.join(drawn)} with --lora_rank would freeze random weights; leave it out")
     with torch.device("meta"):
         model = Model(model_config)
     check_lora(model, cfg)
@@ -60,8 +55,7 @@ def load_base(modules, cfg, group) -> dict:
     if not is_hf:
         load_weights(modules, folder, ADAPTERS)
     elif absent := load_hf(modules, folder, ADAPTERS, group):
-        raise ValueError(f"{folder} lacks {brief(absent)}, which LoRA would freeze as they were drawn; use --model_args "
-                         "mtp_depth=0")
+        raise ValueError(f"{folder} lacks {brief(absent)}, and LoRA would freeze random weights; use --model_args mtp_depth=0")
     if cfg.lora_from and not goes_on:
         fail_together(lambda: load_peft(modules, cfg.lora_from), group)
     path = on_rank_0(lambda: newest_readable(cfg.out, source.step, ABOUT) if goes_on else "", group)

@@ -6,20 +6,25 @@ refused, because no number would show a loss on the wrong tokens.
 """
 import json
 import os
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import fields
 from datetime import datetime
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from corpus.tokenizer import encoding_of, load_tokenizer, read_chat_template, read_special_tokens
+from corpus.tokenizer import ChatConfig, encoding_of, load_tokenizer, read_chat_template, read_special_tokens
+from storage.manifest import is_hf_folder, newest_readable
+from support.config import default_of, spell_flag
 
 BEGIN, END = "\ufdd0", "\ufdd1"  # around the assistant's text; Unicode reserves both for programs, so no text has them
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant",
                   "function_call": "assistant", "function": "tool", "function_response": "tool", "observation": "tool"}
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # keys of the thoughts before an answer, in various files
+PROBE = "2 + 2?"  # a question to try out a template
 NEEDED = '{"messages": [{"role": ..., "content": ...}]} or ShareGPT\'s {"conversations": [{"from": ..., "value": ...}]}'
 
 
@@ -38,12 +43,12 @@ class ChatTemplate(NamedTuple):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Templates
-def read_template(folder: str) -> ChatTemplate | None:
-    """The chat template of a folder, ready to render; None if the folder has none. Raises ValueError."""
-    template, special_tokens = read_chat_template(folder), read_special_tokens(folder)
+def read_template(folder: str, user: str) -> ChatTemplate:
+    """The chat template of a folder, ready to render. user: flag or file that needs the template, for the ValueError."""
+    template, for_tools = read_chat_template(folder), read_chat_template(folder, "tool_use")
     if template is None:
-        return None
-    for_tools = read_chat_template(folder, "tool_use")
+        raise ValueError(f"{user}: {folder} has no chat template (chat_template.jinja, or in tokenizer_config.json)")
+    special_tokens = read_special_tokens(folder)
     try:
         import jinja2.ext
         import jinja2.meta
@@ -85,8 +90,7 @@ def read_template(folder: str) -> ChatTemplate | None:
 
     def render(messages: list, tools: list | None, add_generation_prompt: bool = False, **values) -> str:
         if tools and for_tools not in (None, template):
-            raise ValueError(f"{folder} has another chat template for conversations with tools (tool_use in "
-                             "tokenizer_config.json); write it to chat_template.jinja there to use it for all")
+            raise ValueError(f"{folder} has another chat template for tools; write it to chat_template.jinja to use it for all")
         return guarded(compiled.render, **special_tokens, messages=messages, tools=tools, documents=None,
                        add_generation_prompt=add_generation_prompt, **values)
 
@@ -111,35 +115,28 @@ def parse_conversation(line: bytes) -> Conversation:
         tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
         if tools and not isinstance(tools, list):
             raise TypeError("tools must be a list")
-        if not messages or not isinstance(messages, list) or not all(map(is_message, messages)):
-            raise TypeError("every message needs a role and a content")
+        if not messages or not isinstance(messages, list):
+            raise TypeError("a list of messages, and every message needs a role and a content")
+        return Conversation([prepare_message(message) for message in messages], tools or None)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = str(error) if isinstance(error, UnicodeError) else repr(error)  # the repr of UnicodeError has the whole line
         raise ValueError(f"need a conversation like {NEEDED} ({reason})") from None
-    return Conversation([prepare_message(message) for message in messages], tools or None)
-
-
-def is_message(message) -> bool:
-    """Content is a text or a list of parts; beside tool calls also null or missing."""
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        return False
-    content = message.get("content")
-    return isinstance(content, (str, list)) or content is None and bool(message.get("tool_calls"))
 
 
 def prepare_message(message: dict) -> dict:
-    """A message as templates read it: content as one text, thoughts as reasoning_content and as thinking. Raises ValueError for
-    a message that we cannot train on."""
+    """A message as templates read it: content as one text, thoughts as reasoning_content and as thinking. The content is a text
+    or a list of parts; beside tool calls also null or missing. Raises an error for a message that we cannot train on."""
     content, weight, train = message.get("content"), message.get("weight", 1), message.get("train", True)
+    has_content = isinstance(content, str | list) or content is None and message.get("tool_calls")
+    if not has_content or not isinstance(message.get("role"), str):
+        raise TypeError("every message needs a role and a content")
     if weight not in (0, 1) or train not in (True, False):
         raise ValueError(f"weight {weight}, train {train}: a message is trained or not, 1 or 0")
     if message["role"] != "assistant" and message.get("train"):
         raise ValueError(f"train: true in a message of {message['role']}: only what the assistant says has a loss")
     if isinstance(content, list):  # most templates know no parts, and would write nothing, or a Python list
-        for part in content:
-            if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-                kind = part.get("type", "nameless") if isinstance(part, dict) else type(part).__name__
-                raise ValueError(f"a part of a content is {kind}, and only text is trained; take such conversations out")
+        if kinds := [part.get("type", "nameless") for part in content if not isinstance(part.get("text"), str)]:
+            raise ValueError(f"a part of a content is {kinds[0]}, and only text is trained; take such conversations out")
         message = message | {"content": "".join(part["text"] for part in content)}
     thoughts = [message[name] for name in THOUGHTS if message.get(name) is not None]
     return {"thinking": thoughts[0]} | message | {"reasoning_content": thoughts[0]} if thoughts else message
@@ -181,14 +178,12 @@ def assistant_spans(conversation: Conversation, template: ChatTemplate) -> tuple
         if all(is_trained(messages[i]) for i in turns):
             return full, spans
         if len(spans) != len(turns):
-            raise ValueError(f"{template.name} marks {len(spans)} texts of {len(turns)} answers, so it does not tell which "
-                             'of them have "weight": 0')
+            raise ValueError(f'{template.name} marks {len(spans)} texts of {len(turns)} answers: which have "weight": 0?')
     else:
         spans = [find_answer(i, full, conversation, template) for i in turns]
     if None in spans:
         raise ValueError(f"{template.name} does not tell which tokens of message {turns[spans.index(None)] + 1} are the "
-                         "assistant's: rendered up to there it is not how the whole conversation begins; write "
-                         "{% generation %} ... {% endgeneration %} around the assistant's part of the template")
+                         "assistant's; write {% generation %} ... {% endgeneration %} around the assistant's part of it")
     return full, [span for i, span in zip(turns, spans, strict=True) if is_trained(messages[i])]
 
 
@@ -268,15 +263,6 @@ def chat_tokenizer(file: Path):
     return tokenizer
 
 
-def need_template(tokenizer_file: Path, path: Path) -> ChatTemplate:
-    """The chat template beside a tokenizer.json. path: file of conversations, for errors. Raises ValueError if missing."""
-    folder = os.path.dirname(os.path.abspath(tokenizer_file))
-    if (template := read_template(folder)) is None:
-        raise ValueError(f"{path} holds conversations, but {folder} has no chat template (chat_template.jinja or "
-                         "tokenizer_config.json) to write them out; give the folder of a chat model with --tokenizer")
-    return template
-
-
 def tokens_and_mask(conversation: Conversation, template: ChatTemplate, tokenizer) -> tuple[list[int], list[int]]:
     """(ids, mask) of equal length; mask: 1 for a token with a loss, the assistant's. tokenizer: a chat_tokenizer. A token
     partly in the assistant's text counts, and of several tokens for the last character the first: both as in transformers.
@@ -292,18 +278,58 @@ def tokens_and_mask(conversation: Conversation, template: ChatTemplate, tokenize
     return encoding.ids, mask
 
 
-def warn_about_border(template: ChatTemplate, tokenizer) -> str:
-    """One line about a prompt that ends inside of a token, "" if all is well. In "Answer: " the space belongs to the first
-    token of the answer: in training the prompt never ends with a lone space, but every question to the model does."""
-    for answer in ("The", "I", "7", "- a", "def", "{"):
-        messages = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": answer}]
-        try:
-            text, spans = assistant_spans(Conversation(messages, None), template)
-        except ValueError:  # the template refuses our probe
-            return ""
-        border = spans[-1][0] if spans else 0
-        for start, end in encoding_of(tokenizer, text, False).offsets:
-            if start < border < end:
-                return (f"{template.name}: its prompt ends inside of a token, {text[start:end]!r} is one: what it is asked has "
-                        "another last token than what it is trained on; let the prompt end with a newline or a special token")
-    return ""
+# ---------------------------------------------------------------------------------------------------------------------
+# Prompts for a chat model: --chat, --system and --template_args of grpo.py, evaluate.py and generate.py.
+# A prompt is one message of a user, written out by the chat template of the model's folder, after --system TEXT if given. Some
+# templates read further values, such as Qwen3's enable_thinking: --template_args enable_thinking=false.
+def open_chat(folder: str, cfg: ChatConfig) -> Callable | None:
+    """Function text -> prompt for the flags; None: the text is the prompt. folder: of the model, "" for a new model. Raises
+    ValueError for a flag without effect."""
+    defaults = {f.name: default_of(f) for f in fields(cfg)}  # of the program: in grpo.py --chat is on
+    given = ", ".join(spell_flag(f.name, getattr(cfg, f.name)) for f in fields(ChatConfig)
+                      if getattr(cfg, f.name) != defaults[f.name])
+    if not cfg.chat and (cfg.system or cfg.template_args):
+        raise ValueError(f"{given}: without the chat template there is no place for it; use --chat, or leave it out")
+    if not folder and given:
+        raise ValueError(f"{given}: a model that begins from nothing has no chat template; leave it out")
+    if not folder or not cfg.chat and not given:
+        return None
+    folder = folder if is_hf_folder(folder) else newest_readable(folder)
+    render = chat_prompts(folder, cfg.system, cfg.template_args, given) if given or read_chat_template(folder) else None
+    return render if cfg.chat else None
+
+
+def chat_prompts(folder: str, system="", template_args="", user="--chat") -> Callable:
+    """Function text -> prompt for a chat model, by the folder's chat template. user: flags, for errors. Raises ValueError."""
+    template = read_template(folder if is_hf_folder(folder) else newest_readable(folder), user)
+    values, system = read_values(template_args), system.replace("\\n", "\n").replace("\\t", "\t")
+    if unknown := sorted(values.keys() - template.names):
+        raise ValueError(f"--template_args {template_args}: {template.name} does not ask for {unknown[0]}; it asks for "
+                         f"{', '.join(sorted(template.names)) or 'nothing'}")
+
+    def render(text: str, system=system, values=values) -> str:
+        messages = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": text}]
+        return remove_marks(template.render(messages, None, True, **values))
+
+    if system and render(PROBE).count(shown := system.strip()) <= render(PROBE, system="", values={}).count(shown):
+        raise ValueError(f"--system {system!r}: {template.name} does not show it, or shows it anyway; leave it out")
+    for name, value in values.items():
+        others = {other: values[other] for other in values if other != name}
+        if isinstance(value, str) and render(PROBE) == render(PROBE, values=others):
+            raise ValueError(f"--template_args {name}={value}: it changes nothing in a prompt; give another value")
+    return render
+
+
+def read_values(text: str) -> dict:
+    """{name: value} of "enable_thinking=false,n=3"."""
+    values = {}
+    for item in filter(None, (item.strip() for item in text.split(","))):
+        name, equals, value = (part.strip() for part in item.partition("="))
+        if not equals or not name.isidentifier() or name in values:
+            raise ValueError(f"--template_args {text}: {item!r} is no name=value, or its name is there twice; give a=false,b=2")
+        values[name] = {"true": True, "false": False}.get(value.lower(), value)
+        if re.fullmatch(r"[+-]?\d+", value):
+            values[name] = int(value)
+        elif re.fullmatch(r"[+-]?(\d+\.\d*|\.\d+|\d+)([eE][+-]?\d+)?", value):
+            values[name] = float(value)
+    return values

@@ -49,7 +49,8 @@ def is_frozen(fqn: str) -> bool:
 def lora_names(module, patterns: list[str]) -> list[str]:
     """fqns of the linears of a model, or of a pipeline stage, that get adapters: linears of the blocks whose fqn, or the last
     part of the fqn, fits a pattern of --lora_on."""
-    return [fqn for fqn in block_linears(module) if any(names_linear(pattern, fqn) for pattern in patterns)]
+    ends = {fqn: (fqn, fqn.rpartition(".")[2]) for fqn in block_linears(module)}
+    return [fqn for fqn in ends if any(fnmatch(end, pattern) for end in ends[fqn] for pattern in patterns)]
 
 
 def block_linears(module) -> list[str]:
@@ -57,20 +58,13 @@ def block_linears(module) -> list[str]:
     return [fqn for fqn in found if not is_adapter(f"{fqn}.")]
 
 
-def names_linear(pattern: str, fqn: str) -> bool:
-    return fnmatch(fqn, pattern) or fnmatch(fqn.rpartition(".")[2], pattern)
-
-
 def check_lora(model, cfg: LoraConfig) -> None:
     """Raises ValueError for a name in --lora_on that fits no linear of the full model's blocks."""
     if not cfg.lora_alpha > 0:
         raise ValueError(f"--lora_alpha {cfg.lora_alpha:g} must be above 0")
-    linears = block_linears(model)
-    wrong = [pattern for pattern in cfg.lora_on if not any(names_linear(pattern, fqn) for fqn in linears)]
-    if wrong or not cfg.lora_on:
-        known = ",".join(dict.fromkeys(fqn.rpartition(".")[2] for fqn in linears))
-        raise ValueError(f"--lora_on {wrong[0] if wrong else 'without a name'}: only linears of the blocks get adapters, not "
-                         f"stacked experts, routers, the embedding or the head; this model has {known}")
+    if wrong := [pattern for pattern in cfg.lora_on or [""] if not lora_names(model, [pattern])]:
+        known = ",".join(dict.fromkeys(fqn.rpartition(".")[2] for fqn in block_linears(model)))
+        raise ValueError(f"--lora_on {wrong[0]}: only linears of the blocks get adapters, which are {known}")
 
 
 # ---------------------------------------------------------------- the layer
@@ -206,19 +200,15 @@ def placed_sum(t) -> int:
 
 
 # ---------------------------------------------------------------- costs
-def adapter_numel(model, cfg: LoraConfig) -> int:
-    """Numbers in the adapters of a model."""
-    linears = [model.get_submodule(fqn) for fqn in lora_names(model, cfg.lora_on)]
-    return sum(cfg.lora_rank * (linear.in_features + linear.out_features) for linear in linears)
-
-
 def lora_counts(model, cfg) -> tuple[str, int]:
     """(text about LoRA for the start line, FLOPs per token) of a full model, before tp or FSDP split the weights.
 
     PaLM's convention of 6 FLOPs per weight is 2 for the forward, 2 for the gradient of the input and 2 for the gradient of the
     weight; a frozen weight has no gradient.
     """
-    n, kinds = adapter_numel(model, cfg), Counter(fqn.rpartition(".")[2] for fqn in lora_names(model, cfg.lora_on))
+    linears = {fqn: model.get_submodule(fqn) for fqn in lora_names(model, cfg.lora_on)}
+    n = sum(cfg.lora_rank * (linear.in_features + linear.out_features) for linear in linears.values())
+    kinds = Counter(fqn.rpartition(".")[2] for fqn in linears)
     beside = ", ".join(f"{count} {name}" for name, count in kinds.items())
     text = f" + {n:,} in adapters beside {beside}, which alone are trained"
     return text, model.flops_per_token(cfg.seq_len) - model.flops_per_token(0) // 3 + 6 * n

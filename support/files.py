@@ -54,7 +54,7 @@ def sha256_file(path: Path) -> str:
 
 # Most bytes that we read of a stranger's file. The largest published files have 9, 33 and 4 MB.
 HF_LIMITS = {"model.safetensors.index.json": 1 << 26, "tokenizer.json": 1 << 26, "tokenizer_config.json": 1 << 24}
-HF_LIMIT, SAFETENSORS_HEADER_LIMIT = 1 << 20, 1 << 25
+HF_LIMIT = 1 << 20
 
 
 def hf_file(folder: str, name: str, limit: float = math.inf) -> str:

@@ -25,7 +25,7 @@ import parallel
 from rl import scoring
 from rl.datasets import HINTS
 from rl.text import Text
-from sft.prompts import chat_prompts
+from sft.chat import chat_prompts
 from storage.hf import load_hf_model
 from tools import checkpoint_commands
 

@@ -42,7 +42,7 @@ import grpo
 from grpo import advantages, loss_denominator, overlong_penalty, policy_loss
 from models.loss import CHUNK_ELEMENTS, token_logprobs
 from rl import decoding, environments, rollouts
-from sft.prompts import chat_prompts
+from sft.chat import chat_prompts
 from storage.hf import load_hf_model
 
 # ---------------------------------------------------------------- log-probabilities

@@ -1,23 +1,68 @@
 """The command line of data.py: stdlib, tokenizer, prepare, show, check."""
+import json
 import os
+import re
 import sys
+from itertools import chain, islice
 from pathlib import Path
 
 import data
-from corpus.build import build_shards, train_tokenizer
+from corpus.build import build_shards, cut_into_pieces, tokenize_documents, train_tokenizer
 from corpus.cache import cached_corpus
-from corpus.readers import FORMATS, text_files
-from corpus.shards import find_damage, read_index
-from corpus.tokenizer import BPE_VOCAB, EOT_NAMES, find_tokenizer
+from corpus.files import text_files
+from corpus.mixture import FORMATS
+from corpus.shards import find_damage, is_shards, read_index
+from corpus.tokenizer import BPE_VOCAB, EOT_NAMES, find_tokenizer, load_tokenizer
+from sft.chat import chat_tokenizer
 from support.config import Parser, usage_error
 from support.files import check_local
 
+GREEN, PLAIN = "\033[32m", "\033[0m"
 
+
+# ------------------------------------------------------------------ show: documents as training will see them
+def documents_of(path: Path, tokenizer_file: Path, eot: int, text_column: str = "text"):
+    """Yields (ids, mask) of each document. Every token of a text has a loss, of a conversation the assistant's tokens."""
+    for piece in cut_into_pieces([path], load_tokenizer(tokenizer_file).id_to_token(eot), text_column):
+        ids, mask = [], []
+        for _, more_ids, more_mask, closed in tokenize_documents(piece, tokenizer_file, eot):
+            ids += more_ids
+            mask += more_mask
+            if closed:
+                yield ids, mask
+                ids, mask = [], []
+        if ids:
+            yield ids, mask
+
+
+def colour_text(ids: list[int], mask: list[int], tokenizer) -> str:
+    """The text of the tokens, those with a loss in green. Characters that would command the terminal are shown as U+FFFD."""
+    runs, text = [i for i in range(len(ids)) if i == 0 or mask[i] != mask[i - 1]], ""
+    for start, stop in zip(runs, [*runs[1:], len(ids)]):
+        part = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", tokenizer.decode(ids[start:stop], skip_special_tokens=False))
+        text += f"{GREEN}{part}{PLAIN}" if mask[start] else part
+    return text
+
+
+def show_documents(paths: list[Path], tokenizer: str, n: int, as_json: bool, text_column: str = "text"):
+    """Prints the first n documents of the files. Raises ValueError."""
+    if n < 1:
+        raise ValueError(f"--n {n}: show at least 1 document")
+    file, eot, _ = find_tokenizer(tokenizer)
+    documents = chain.from_iterable(documents_of(path, file, eot, text_column) for path in paths)
+    for number, (ids, mask) in enumerate(islice(documents, n), 1):
+        if as_json:
+            print(json.dumps({"ids": ids, "mask": mask}))
+        else:
+            print(f"--- document {number}: {len(ids):,} tokens, {sum(mask):,} with a loss (green)")
+            print(colour_text(ids, mask, chat_tokenizer(file)))
+
+
+# ------------------------------------------------------------------ the command line
 def own_tokenizer(paths: list, out: Path, vocab_size: int, text_column: str):
     """python data.py tokenizer"""
-    least, most = 257, 1 << 20
-    if not least <= vocab_size <= most:
-        raise ValueError(f"--vocab_size {vocab_size} must be between {least:,}, all bytes and {EOT_NAMES[0]}, and {most:,}")
+    if not 257 <= vocab_size <= 1 << 20:
+        raise ValueError(f"--vocab_size {vocab_size} must be between 257, all bytes and {EOT_NAMES[0]}, and {1 << 20:,}")
     if out.suffix != ".json" or out.exists():
         raise ValueError(f"--out {out} {'is there already' if out.exists() else 'is no .json'}; name a new file, like own.json")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -26,48 +71,51 @@ def own_tokenizer(paths: list, out: Path, vocab_size: int, text_column: str):
     print(f"{out}: {found:,} ids{fewer}; train with --tokenizer {out}")
 
 
-def main():
+def define_commands() -> Parser:
     parser = Parser(description=data.__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="stdlib|tokenizer|prepare|show|check")
     stdlib = commands.add_parser("stdlib", help="build the built-in corpus")
     stdlib.add_argument("--cache_dir", default="", help="instead of the user's cache folder")
     own = commands.add_parser("tokenizer", help="train a byte-level BPE on text files, for --tokenizer")
-    own.add_argument("--input", nargs="+", required=True, help=f"{FORMATS}; files, folders or quoted globs")
     own.add_argument("--vocab_size", type=int, default=BPE_VOCAB, help=f"ids, {EOT_NAMES[0]} among them [default: {BPE_VOCAB}]")
-    own.add_argument("--out", required=True, metavar="FILE.json", help="file to write")
     prepare = commands.add_parser("prepare", help="tokenize text files into a folder of token shards")
-    prepare.add_argument("--input", nargs="+", required=True, help=f"{FORMATS}; files, folders or quoted globs")
-    prepare.add_argument("--tokenizer", required=True, help="tokenizer.json, or a Hugging Face folder")
-    prepare.add_argument("--out", required=True, help="folder to write; the same command again finishes what was interrupted")
     prepare.add_argument("--eot", default="", help="token that ends a document, where the tokenizer does not tell")
     prepare.add_argument("--skip_bad", type=int, default=0, metavar="N",
                          help="leave out at most N conversations that cannot be trained; OUT/skipped.txt lists them")
     prepare.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
     show = commands.add_parser("show", help="documents of a file as they will be trained, tokens with a loss in green")
-    show.add_argument("file", metavar="FILE", help="text or conversations: a file, a folder, a quoted glob, or token shards")
-    show.add_argument("--tokenizer", required=True, help="tokenizer.json, or a Hugging Face folder")
+    show.add_argument("input", nargs=1, metavar="FILE", help="text or conversations: a file, a folder, a quoted glob")
     show.add_argument("--n", type=int, default=3, help="documents [default: 3]")
     show.add_argument("--json", action="store_true", help='an object per document instead: {"ids": [...], "mask": [...]}')
+    for command in own, prepare:
+        command.add_argument("--input", nargs="+", required=True, help=f"{FORMATS}; files, folders or quoted globs")
+        command.add_argument("--out", required=True, help="file.json or folder; prepare finishes what was interrupted")
+    for command in prepare, show:
+        command.add_argument("--tokenizer", required=True, help="tokenizer.json, or a Hugging Face folder")
     for command in own, prepare, show:
         command.add_argument("--text_column", default="text", help="name of the text in .jsonl and .parquet [default: text]")
     check = commands.add_parser("check", help="verify sizes, checksums, counts and ids of a folder of token shards")
     check.add_argument("out", metavar="DIR", help="the folder")
-    args = parser.parse_args()
-    try:
-        if args.command == "show":
-            from sft.show import show_documents
+    return parser
 
-            return show_documents(args.file, args.tokenizer, args.n, args.json, args.text_column)
-        folder = cached_corpus("stdlib", "", args.cache_dir) if args.command == "stdlib" else Path(args.out)
+
+def main():
+    args = define_commands().parse_args()
+    try:
+        if args.command == "show" and is_shards(args.input[0]):
+            raise ValueError(f"show {args.input[0]}: these are token shards; show the text or the conversations")
         paths = [path for what in getattr(args, "input", ()) for path in text_files(what)[0]]
+        if args.command == "show":
+            return show_documents(paths, args.tokenizer, args.n, args.json, args.text_column)
+        folder = cached_corpus("stdlib", "", args.cache_dir) if args.command == "stdlib" else Path(args.out)
         check_local(str(folder), "--out")
+        if args.command == "tokenizer":
+            return own_tokenizer(paths, folder, args.vocab_size, args.text_column)
         if args.command == "prepare":
             if not args.out or args.workers < 1:
                 raise ValueError(f"--out {args.out!r} must be a folder, and --workers {args.workers} at least 1")
             tokenizer = find_tokenizer(args.tokenizer, args.eot)
             build_shards(paths, tokenizer, folder, args.workers, args.text_column, args.skip_bad)
-        if args.command == "tokenizer":
-            return own_tokenizer(paths, folder, args.vocab_size, args.text_column)
         if args.command == "check" and (damage := find_damage(folder)):
             print("\n".join(damage), file=sys.stderr)
             raise SystemExit(1)

@@ -193,7 +193,7 @@ def test_val_data_is_validated_whole(sources):
     assert len(both.validation.val_sets(8)) == 2 and both.first_words() == plain.first_words()
     refused(lambda: mixed(sources, "{}/web", val_data=str(sources / "other")), "--val_data", "different tokenizers")
     refused(lambda: mixed(sources, "{}/web", val_data=str(sources / "gone.txt")), "--val_data", "no such file")
-    refused(lambda: mixed(sources, "{}/web", val_data=f"a={sources}/code"), "--val_data", "no weight")
+    refused(lambda: mixed(sources, "{}/web", val_data=f"a={sources}/code"), "--val_data", "lacks")
 
 
 def test_validation_tells_each_part(sources, tmp_path):

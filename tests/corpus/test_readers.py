@@ -1,4 +1,4 @@
-"""Text files, against corpus/readers.py: every packing of a text gives the same shards; user errors take one line."""
+"""Text files, against corpus/files.py: every packing of a text gives the same shards; user errors take one line."""
 import gzip
 import json
 import sys
@@ -12,13 +12,11 @@ from chats import chat_folder, conversations
 from test_data import call_cli, refused, sentences
 
 from corpus import build as texts
-from corpus import readers
 from corpus.build import build_shards
-from corpus.readers import text_files, unpacked
+from corpus.files import text_files, unpacked
 from corpus.tokenizer import find_tokenizer
 from data import DataConfig, open_data
 from sft.chat_data import ChatData
-from sft.show import documents_of, documents_of_shards
 
 DOCUMENTS = [sentences(1 + i % 7, seed=i) for i in range(300)]
 
@@ -57,9 +55,8 @@ def tokens(folder) -> dict:
 
 
 @pytest.mark.parametrize("n", [300, 100, 40, 1])
-def test_every_format_holds_the_same_documents(tmp_path, tokenizer, monkeypatch, n):
+def test_every_format_holds_the_same_documents(tmp_path, tokenizer, n):
     """Many documents are split by hash, of few the last are for validation; a single document is for training."""
-    monkeypatch.setattr(readers, "PARQUET_PIECE", 1)  # each row group is a piece
     text = jsonl(DOCUMENTS[:n])
     for name, content in {"a.jsonl": text, "a.jsonl.gz": gzipped(text), "a.jsonl.zst": zstd(text)}.items():
         (tmp_path / name).write_bytes(content)
@@ -69,7 +66,6 @@ def test_every_format_holds_the_same_documents(tmp_path, tokenizer, monkeypatch,
     plain, *packed, rows = (tokens(tmp_path / f"of {name}") for name in ("a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"))
     assert packed == [plain, plain] and (len(plain["val"]) > 0) == (n > 1)
     assert rows["train"] + rows["val"] == plain["train"] + plain["val"] and (len(rows["val"]) > 0) == (n > 1)
-    assert len(texts.cut_into_pieces([tmp_path / "a.parquet"], "")) == {300: 5, 100: 2, 40: 2, 1: 1}[n]
     assert rows == plain or n == 40  # the last twentieth: of the bytes, or of the rows
 
 
@@ -90,14 +86,11 @@ def test_conversations_in_every_format(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(text)
     (tmp_path / "a.jsonl.gz").write_bytes(gzipped(text))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(chats), tmp_path / "a.parquet")
-    found, paths = [], []
+    found = []
     for name in ("a.jsonl", "a.jsonl.gz", "a.parquet"):
         cfg = DataConfig(data=str(tmp_path / name), tokenizer=str(folder), cache_dir=str(tmp_path))
         loaded = open_data(cfg, 256, Chats=ChatData)
         found.append(tokens(loaded.folder))
-        paths.append(loaded.folder)
-    shown = [*documents_of_shards(paths[0])]  # training documents first
-    assert sorted(shown) == sorted(documents_of(tmp_path / "a.jsonl", folder / "tokenizer.json", 0)) and len(shown) == 120
     assert found[0] == found[1] == found[2] and len(found[0]["train"]) > 1000
     (tmp_path / "b.txt").write_text("so it is")
     refused(lambda: build_shards([tmp_path / "a.jsonl", tmp_path / "b.txt"], find_tokenizer(str(folder)), tmp_path / "x"),
@@ -136,7 +129,7 @@ def test_a_package_that_is_missing(tmp_path, tokenizer, monkeypatch, name, packa
     refused(lambda: build_shards([tmp_path / name], tokenizer, tmp_path / "out"), name, f"pip install {package}")
 
 
-def test_columns(tmp_path, tokenizer, monkeypatch):
+def test_columns(tmp_path, tokenizer):
     parquet(tmp_path / "a.parquet", DOCUMENTS, "content")
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(jsonl(DOCUMENTS, "content")))
     for name in ("a.parquet", "a.jsonl.gz"):
@@ -144,15 +137,15 @@ def test_columns(tmp_path, tokenizer, monkeypatch):
     assert tokens(tmp_path / "of a.parquet") == tokens(tmp_path / "of a.jsonl.gz")
     refused(lambda: open_data(DataConfig(data=str(tmp_path / "a.parquet"), cache_dir=str(tmp_path)), 16), "no column 'text'",
             "but id, content", "data.py prepare --input", "--text_column NAME", "--data FOLDER")
-    for name, part in ("a.parquet", "'id' holds int64"), ("a.jsonl.gz", 'line 1: need a JSON object with a string "id"'):
+    for name, part in ("a.parquet", 'row 1: need a JSON object with a string "id"'), ("a.jsonl.gz", 'line 1: need a JSON'):
         refused(lambda name=name: build_shards([tmp_path / name], tokenizer, tmp_path / "x", text_column="id"), part)
     pyarrow.parquet.write_table(pyarrow.table({"text": ["yes", None, "no"] * 50}), tmp_path / "null.parquet")
     refused(lambda: build_shards([tmp_path / "null.parquet"], tokenizer, tmp_path / "x"), "null.parquet row 2", '"text"')
-    monkeypatch.setattr(readers, "PARQUET_PIECE", 1)  # each row group is a piece
     parquet(tmp_path / "late.parquet", [*DOCUMENTS[:250], None, *DOCUMENTS[:30]])
     refused(lambda: build_shards([tmp_path / "late.parquet"], tokenizer, tmp_path / "x"), "late.parquet row 251", '"text"')
     pyarrow.parquet.write_table(pyarrow.table({"messages": [[{"role": "user", "content": b"raw"}]]}), tmp_path / "raw.parquet")
-    refused(lambda: build_shards([tmp_path / "raw.parquet"], tokenizer, tmp_path / "x"), "raw.parquet row 1")
+    chat = find_tokenizer(str(chat_folder(tmp_path / "qwen", "qwen3")))
+    refused(lambda: build_shards([tmp_path / "raw.parquet"], chat, tmp_path / "x"), "raw.parquet row 1", "needs a role")
 
 
 def test_folders_and_globs(tmp_path, tokenizer, capsys):
@@ -201,15 +194,17 @@ def test_prepare_again_keeps_what_is_packed(tmp_path, tokenizer, monkeypatch, ca
     status, out, _ = call_cli(monkeypatch, capsys, "show", tmp_path / "in", "--tokenizer", tokenizer[0], "--n", 301, "--json")
     shown = [json.loads(line)["ids"] for line in out.splitlines()]
     assert status == 0 and len(shown) == 301 and shown[300] != shown[0] and shown[0][-1] == tokenizer[1]
-    status, out, _ = call_cli(monkeypatch, capsys, "show", tmp_path / "out", "--tokenizer", tokenizer[0], "--n", 999, "--json")
-    made = [json.loads(line) for line in out.splitlines()]
-    assert status == 0 and len(made) == 600 and {tuple(x["ids"]) for x in made} == {*map(tuple, shown)}
-    assert all(x["ids"][-1] == tokenizer[1] and set(x["mask"]) == {1} for x in made)
+    status, _, err = call_cli(monkeypatch, capsys, "show", tmp_path / "out", "--tokenizer", tokenizer[0])
+    assert status == 2 and "these are token shards; show the text" in err
 
 
-def test_what_unpacks_to_a_thousand_times_its_size_is_refused(tmp_path):
-    """Zstandard packs 300 MB of one letter into 27 KB, and a stranger's file may mean 300 GB. (gzip cannot: 1032 times.)"""
-    packer = zstandard.ZstdCompressor(level=19).compressobj()
-    zeros = b"0" * (1 << 20)
-    (tmp_path / "a.txt.zst").write_bytes(b"".join(packer.compress(zeros) for _ in range(300)) + packer.flush())
-    refused(lambda: [None for _ in unpacked(tmp_path / "a.txt.zst")], "unpacks to more than 268,435,456 bytes, 1000 times its")
+@pytest.mark.parametrize("suffix", [".txt.zst", pytest.param(".parquet", marks=pytest.mark.slow)])
+def test_what_unpacks_to_a_thousand_times_its_size_is_refused(tmp_path, suffix):
+    """Zstandard packs 300 MB of one letter into 27 KB, parquet into 15 KB, and a stranger's file may mean 300 GB."""
+    path, million = tmp_path / f"a{suffix}", b"0" * (1 << 20)
+    if suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"text": [million.decode()] * 300}), path)
+    else:
+        packer = zstandard.ZstdCompressor(level=19).compressobj()
+        path.write_bytes(b"".join(packer.compress(million) for _ in range(300)) + packer.flush())
+    refused(lambda: [None for _ in unpacked(path)], "unpacks to more than 268,435,456 bytes, 1000 times its size")

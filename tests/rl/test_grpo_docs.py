@@ -61,7 +61,7 @@ def test_the_letters_of_the_page(tmp_path):
     env = open_task(grpo.Config(env="dataset", env_data=str(tmp_path / "train.jsonl"), eval_data=str(tmp_path / "test.jsonl")))
     assert all(env.reward(prompt, answer) == 1.0 for prompt, answer in env.problems[:50])
     messages = lines["chat"][0]["messages"]
-    render = read_template(str(tmp_path)).render
+    render = read_template(str(tmp_path), "").render
     assert render(messages, None).startswith(render(messages[:1], None, True)) and render(messages[:1], None, True)[-1] == ">"
 
 

@@ -1,4 +1,4 @@
-"""Files of a LoRA run, against sft/adapters.py and sft/peft.py: peft and transformers read them."""
+"""Files of a LoRA run, against sft/adapters.py: peft and transformers read them."""
 import json
 import os
 import shutil
@@ -18,9 +18,9 @@ from test_parallel import MOE, V2
 import checkpoint
 from checkpoint import CheckpointConfig, Checkpoints, load_model
 from rl.scoring import read_checkpoint
+from sft.adapters import check_peft
 from sft.base import claim_adapters, load_base, read_model
 from sft.lora import base_hash, is_adapter, lora_names, placed_sum
-from sft.peft import check_peft
 from storage import hf
 from storage.resume import check_run
 from tools import checkpoint_commands
@@ -96,7 +96,7 @@ def test_merged_weights_and_the_adapter_give_the_same_logits_in_transformers_and
     back = initialised(config(**problem), Flags(lora_alpha=6, **lora), 8)
     cfg = flags_of(lora, init_from=base, lora_from=str(tmp_path / "tuned"), out=str(tmp_path / "again"))  # --lora_from
     check_peft(MODELS[type(config(**problem))](config(**problem)), lora_names(back, cfg.lora_on), cfg)
-    with pytest.raises(ValueError, match="is a PEFT adapter; give the folder of the model below it .* --lora_from"):
+    with pytest.raises(ValueError, match="is a PEFT adapter; use --init_from MODEL --lora_from"):
         read_model(flags_of(lora, init_from=str(tmp_path / "tuned")))
     again = open_run(tmp_path / "again", [back], config(**problem), cfg)
     again.load()
@@ -112,7 +112,7 @@ def test_what_peft_would_take_for_experts_is_not_exported_for_it(tmp_path):
     run = open_run(tmp_path / "run", [initialised(config(**DS), Flags(**MLA), 3)], config(**DS), cfg)
     run.load()
     run.save(1, {}, last=True)
-    with pytest.raises(ValueError, match="peft takes gate_proj of a model with experts for the experts'; leave out --adapter"):
+    with pytest.raises(ValueError, match="peft takes gate_proj for weights of experts; leave out --adapter"):
         checkpoint_commands.to_hf(str(tmp_path / "run"), str(tmp_path / "out"), adapter=True)
 
 
@@ -186,13 +186,13 @@ def test_a_checkpoint_holds_the_adapters_alone_and_knows_its_base(tmp_path):
     assert all(is_adapter(name) for name in names) and len(table) == 16 * 2 * (1 + 3)
     about = json.loads((tmp_path / "run/checkpoints/step-1/state.json").read_text())
     assert about["base"]["folder"] == base and about["identity"]["lora"] == dict(rank=4, alpha=6, on=["wq*", "w[kv]*", "wo"])
-    with pytest.raises(ValueError, match=f"holds adapters of {base}, whose hash was .* now, so these are other weights"):
+    with pytest.raises(ValueError, match=f"holds adapters of {base}, whose hash was .* now; give the weights of the training"):
         saved_and_hashed(tmp_path / "run", other, {}, LORA, 5, None, True)
     # a copy of the base is the base
     shutil.copytree(base, tmp_path / "copy")
     saved_and_hashed(tmp_path / "run", str(tmp_path / "copy"), {}, LORA, 5, None, True)
     os.rename(base, base + "-gone")
-    with pytest.raises(ValueError, match=f"holds adapters of {base}, which is gone: put it back there, or continue the run"):
+    with pytest.raises(ValueError, match=f"holds adapters of {base}, which is gone; continue the run with"):
         load_model(str(tmp_path / "run"))
     with pytest.raises(ValueError, match=f"holds adapters of {base}, which is gone"):  # before evaluate.py builds anything
         read_checkpoint(str(tmp_path / "run"))
@@ -208,7 +208,7 @@ def test_adapters_of_a_run_that_was_trained_on_since_are_told_their_step(tmp_pat
         base.close()
         if step == 1:
             first, _, _ = saved_and_hashed(run, str(own), {}, LORA, 5, 1, True)
-    with pytest.raises(ValueError, match=f"holds adapters of {path(own, 1)}, whose hash was .*; give those .* --init_from"):
+    with pytest.raises(ValueError, match=f"holds adapters of {path(own, 1)}, whose hash was .*; give the weights"):
         saved_and_hashed(run, str(own), {}, LORA, 5, None, True)
     assert saved_and_hashed(run, path(own, 1), {}, LORA, 5, None, True)[0] == first
 
@@ -219,7 +219,7 @@ def test_adapters_of_a_run_that_was_trained_on_since_are_told_their_step(tmp_pat
     (dict(lora_on=["wq"]), r"lora.on is \['wq'\] but .* was trained with"),
     (dict(lora_rank=0), "lora is not set but .* was trained with"),
     (dict(init_from="no/where"), "--init_from no/where is no folder; give the one of the frozen weights"),
-    (dict(init_from=""), "--lora_rank 4 trains adapters beside weights that have learned something; give their folder"),
+    (dict(init_from=""), "--lora_rank 4 trains beside weights that have learned; give --init_from"),
     (dict(init_model_only=False), "--no-init_model_only with --lora_rank"),
     (dict(exclude_from_loading=["head"]), "--exclude_from_loading head with --lora_rank"),
     (dict(out="new", lora_rank=0, init_from="run", init_model_only=False), "--init_from .*run holds adapters only; merge them"),
@@ -239,7 +239,7 @@ def test_what_cannot_go_on_is_refused_by_name(change, words, tmp_path):
 
 @pytest.mark.parametrize("change, words", [
     (dict(lora_rank=2), "--lora_rank 2 --lora_alpha 6, but .* has --lora_rank 4 --lora_alpha 6; give those"),
-    (dict(lora_on=["wq"]), "--lora_on wq names 2 linears, but .* has adapters for 4; use --lora_on wq,wo"),
+    (dict(lora_on=["wq"]), "--lora_on wq does not fit --lora_from .*; use --lora_on wq,wo"),
     (dict(lora_from="no/where"), "--lora_from no/where is no PEFT adapter"),
     (dict(use_dora=True), "has use_dora True; only plain LoRA adapters are read"),
     (dict(r="four"), "r is 'four' and lora_alpha 6"),

@@ -12,8 +12,7 @@ import generate
 import grpo
 from rl import rollouts, scoring
 from rl.text import Text
-from sft.chat import read_template
-from sft.prompts import open_chat, read_values
+from sft.chat import open_chat, read_template, read_values
 from support.config import parse_config
 
 # Like Qwen3: an empty thought in the prompt switches thinking off
@@ -77,7 +76,7 @@ def test_values_of_a_template():
     (dict(template_args="effort=much,enable_thinking=0.5"), ""),
     (dict(system="user"), ""),
     (dict(system="Be brief", chat=False),
-     "--no-chat, --system Be brief: there is no place for one without the chat template; leave out the one"),
+     "--no-chat, --system Be brief: without the chat template there is no place for it; use --chat, or leave it out"),
 ])
 def test_what_has_no_effect_is_refused(tmp_path, flags, message):
     folder = folder_of(tmp_path / "model", THINKING)
@@ -112,7 +111,7 @@ def test_where_there_is_no_template_nothing_is_asked_of_it(tmp_path, flags):
             open_chat(where, grpo.Config(init_from=where, **flags))
         assert open_chat(where, grpo.Config(init_from=where)) is None
     cfg = evaluate.Config(system="x")
-    with pytest.raises(ValueError, match="--system x: without --chat there is no place for it; add --chat, or leave it out"):
+    with pytest.raises(ValueError, match="--system x: without the chat template there is no place for it; use --chat"):
         open_chat(folder, cfg)
 
 
@@ -121,7 +120,7 @@ def test_names_that_a_template_asks_for(tmp_path):
     template = "{% if not thinking is defined %}{% set thinking = false %}{% endif %}{{ bos_token }}{{ eos_token }}"
     template += "{{ messages[0].content }}{{ raise_exception('x') if thinking else '' }}{% set a = 1 %}{{ a }}"
     folder = folder_of(tmp_path / "model", template)
-    assert read_template(folder).names == {"thinking", "bos_token"}  # the tokenizer has no bos_token
+    assert read_template(folder, "x").names == {"thinking", "bos_token"}  # the tokenizer has no bos_token
 
 
 @pytest.mark.parametrize("program", [generate, evaluate])

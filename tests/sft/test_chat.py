@@ -12,12 +12,10 @@ from test_data import call_cli
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
-from corpus.build import build_shards
-from corpus.readers import is_chat
-from corpus.tokenizer import find_tokenizer, read_special_tokens
-from sft.chat import chat_tokenizer, parse_conversation, read_template, tokens_and_mask
-from sft.prompts import chat_prompts
-from sft.show import documents_of
+from corpus.build import is_chat
+from corpus.tokenizer import read_special_tokens
+from sft.chat import chat_prompts, chat_tokenizer, parse_conversation, read_template, tokens_and_mask
+from tools.data_commands import documents_of
 
 FOUR = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}] * 2
 CALLS = [FOUR[0], FOUR[1] | {"tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {}}}]},
@@ -40,14 +38,14 @@ def ours(folder, record, template=None):
     if template is not None:
         (folder / "chat_template.jinja").write_text(template)
     conversation = parse_conversation(json.dumps(record).encode())
-    return tokens_and_mask(conversation, read_template(str(folder)), chat_tokenizer(folder / "tokenizer.json"))
+    return tokens_and_mask(conversation, read_template(str(folder), "x"), chat_tokenizer(folder / "tokenizer.json"))
 
 
 @pytest.mark.parametrize("kind", ["llama3", "deepseek", pytest.param("qwen3", marks=pytest.mark.slow)])
 def test_masks_are_those_of_transformers(folders, kind):
     """1,000 conversations with marks in the template, and without, by rendering prefixes."""
     folder, judge = folders[kind]
-    marked, plain = (read_template(str(path)) for path in (folder.with_name(f"{kind}-marks"), folder))
+    marked, plain = (read_template(str(path), "x") for path in (folder.with_name(f"{kind}-marks"), folder))
     assert (marked.has_marks, plain.has_marks) == (True, False)
     tokenizer, answers = chat_tokenizer(folder / "tokenizer.json"), 0
     for record in conversations(1000):
@@ -224,7 +222,8 @@ def test_a_template_that_fails_is_named_with_the_line(tmp_path):
     with pytest.raises(ValueError, match="^the chat template of .*fails fails: "):
         ours(folder, {"messages": FOUR}, "{% if %}")
     (folder / "chat_template.jinja").unlink()
-    assert read_template(str(folder)) is None
+    with pytest.raises(ValueError, match="x: .*fails has no chat template"):
+        read_template(str(folder), "x")
     assert read_special_tokens(str(folder))["eos_token"] == EOS["qwen3"]
 
 
@@ -236,14 +235,14 @@ def test_a_second_template_for_tools_is_not_passed_over(tmp_path):
                               {"name": "tool_use", "template": "{{ tools }}"}]
     (folder / "tokenizer_config.json").write_text(json.dumps(rules))
     assert sum(ours(folder, {"messages": FOUR})[1]) > 0
-    with pytest.raises(ValueError, match="two has another chat template for conversations with tools"):
+    with pytest.raises(ValueError, match="two has another chat template for tools"):
         ours(folder, {"messages": FOUR, "tools": [{"type": "function", "function": {"name": "add"}}]})
 
 
 def test_without_jinja2_the_error_says_what_to_install(folders, monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2.ext", None)
     with pytest.raises(ValueError, match="pip install jinja2"):
-        read_template(str(folders["qwen3"][0]))
+        read_template(str(folders["qwen3"][0]), "x")
 
 
 @pytest.mark.parametrize("name, first, expected", [
@@ -264,19 +263,6 @@ def test_marks_are_not_in_the_prompt_of_a_chat(tmp_path):
     assert chat_prompts(str(folder))("hi") == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}{% generation %}A: {% endgeneration %}")
     assert chat_prompts(str(folder))("hi") == "hiA: "
-
-
-@pytest.mark.parametrize("prompt, told", [("A: ", True), ("A:\\n", False), ("A:", False), ("<|im_start|>", False)])
-def test_a_prompt_that_ends_inside_of_a_token_is_told(tmp_path, monkeypatch, capsys, prompt, told):
-    """By show and by prepare: training would see other tokens than a prompt has."""
-    folder = chat_folder(tmp_path / "model", "qwen3")
-    template = "{% for m in messages %}{{ m.content if m.role == 'user' else '" + prompt + "' + m.content }}{% endfor %}"
-    (folder / "chat_template.jinja").write_text(template + "{% if add_generation_prompt %}{{ '" + prompt + "' }}{% endif %}")
-    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": FOUR[:2]}) + "\n")
-    said = [call_cli(monkeypatch, capsys, "show", tmp_path / "chat.jsonl", "--tokenizer", folder)[1]]
-    build_shards([tmp_path / "chat.jsonl"], find_tokenizer(str(folder)), tmp_path / "tokens", 1)
-    said.append(capsys.readouterr().out)
-    assert ["its prompt ends inside of a token, ' " in text for text in said] == [told, told]
 
 
 # ---- python data.py show ---------------------------------------------------------------------------------------------

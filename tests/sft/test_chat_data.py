@@ -23,13 +23,12 @@ from distributed.layout import Layout
 from models import deepseek, llama3, qwen3
 from models.llama3 import Llama3, Llama3Config
 from parallel import init_weights
-from sft import packing
-from sft.chat_data import ChatData
-from sft.packing import first_fit
-from sft.show import documents_of
+from sft import chat_data
+from sft.chat_data import ChatData, first_fit
 from storage.hf import load_hf_model, save_hf
 from storage.resume import source_tokenizer
 from support.config import override_fields
+from tools.data_commands import documents_of
 
 T = 192
 NAMES = ("tokens", "labels", "positions", "doc_ids")
@@ -158,7 +157,7 @@ def test_first_fit(monkeypatch):
             expected.append(k)
         assert first_fit(lengths, room).tolist() == expected
     assert first_fit(np.array([], np.int64), 5).tolist() == []
-    monkeypatch.setattr(packing, "OPEN_SEQUENCES", 4)
+    monkeypatch.setattr(chat_data, "OPEN_SEQUENCES", 4)
     lengths = np.random.default_rng(1).integers(1, 50, 2000)
     sequence = first_fit(lengths, 64)
     totals = np.bincount(sequence, lengths)

@@ -22,7 +22,7 @@ import generate
 from checkpoint import load_model, verify
 from distributed.layout import local_tensor
 from models.llama3 import FLAVORS, Llama3, Llama3Config
-from sft.prompts import chat_prompts
+from sft.chat import chat_prompts
 from storage import hf
 from storage.manifest import is_hf_folder
 from support.config import override_fields

@@ -70,12 +70,13 @@ TABLE = {
         --data table.csv => make a .jsonl of it, python -c 'import csv, json, sys;
         --data list.json => make a .jsonl of it, python -c 'import json, sys;
         --data org/corpus => hf download org/corpus --repo-type dataset --local-dir corpus
-        --data web=a:0.5,code=b => --data.*'code=b' has no weight.*name=path:weight
-        --data web=:0.5 => has no path
-        --data web=a:1,b:1 => 'b:1' has no name
-        --data web=a:1,code=b:0 => weight of code is 0.*above 0
+        --data web=a:0.5,code=b => --data.*'code=b' lacks a name, a path or a weight.*name=path:weight
+        --data web=:0.5 => 'web=:0.5' lacks
+        --data web=a:1,b:1 => 'b:1' lacks
+        --data web=a:1,code=b:0 => 'code=b:0' lacks .*above 0
         --data web=a:1,web=b:1 => two parts web
-        --data web=a:0.3333333,code=b:0.6666667 => after 10,000,000.*near to them is web 3333, code 6667
+        --data web=a:0.3333333,code=b:0.6666667 => after 10,000,000 sequences; round the weights
+        --init_from gpt2 => hf download gpt2 --local-dir gpt2
         --init_from meta-llama/Llama-3.2-1B => hf download meta-llama/Llama-3.2-1B --local-dir Llama-3.2-1B
         --init_from runs/gone => ^error: (?!.*hf download).*runs/gone
         --init_from ./gpt2 => ^error: (?!.*hf download).*gpt2
