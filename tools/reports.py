@@ -34,10 +34,10 @@ def run_report(main, Config, argv=None) -> int:
 def train(main, cfg, options: PlotConfig) -> int:
     """Train, and draw the curves of the run if --plot asks for a picture. Returns the exit status."""
     say_flags(cfg)
-    main(cfg)
+    status = main(cfg) or 0
     if options.plot and own_rank() == 0:
         draw_curves(read_lines(f"{cfg.out}/metrics.jsonl"), f"{cfg.out}/loss.png")
-    return 0
+    return status
 
 
 def report_or_train(main, cfg, options: ReportConfig) -> int:
