@@ -118,7 +118,7 @@ def check_launcher() -> None:
             raise ValueError(f"{name}={env.get(name, '')!r} is no number; start with torchrun, or set RANK, WORLD_SIZE, "
                              "MASTER_ADDR and MASTER_PORT")
     if not env.get("MASTER_ADDR"):
-        raise ValueError("MASTER_ADDR is not set, and RANK is; set the address of the machine of rank 0, or start with torchrun")
+        raise ValueError("MASTER_ADDR is not set, and RANK is; set the address of rank 0's machine, or start with torchrun")
     if int(env["RANK"]) >= int(env["WORLD_SIZE"]):
         raise ValueError(f"RANK={env['RANK']} must be below WORLD_SIZE={env['WORLD_SIZE']}")
 
@@ -296,4 +296,5 @@ def failed_module(error: BaseException) -> str:
 def disconnect() -> None:
     """Leave together: a rank that ends early makes its peers fail in their last messages."""
     dist.barrier()
+    dist.barrier()  # the first connects its pairs, with addresses from the store, which may end with rank 0
     dist.destroy_process_group()

@@ -21,7 +21,9 @@ from types import SimpleNamespace
 
 import pytest
 import runs
+import torch
 import torch.distributed as dist
+from pool import forkserver
 from programs import run_program
 from runs import Job
 from torch.distributed.run import get_args_parser
@@ -30,7 +32,10 @@ import checkpoint
 import train_llama3
 from checkpoint import LEFTOVER, step_folders
 from data import DataConfig, open_data
-from distributed.launch import agree_on_attempt
+from distributed.agree import gather, new_gloo_group
+from distributed.launch import agree_on_attempt, connect, disconnect
+from distributed.layout import Layout
+from parallel import make_mesh
 from storage.diff import diff
 from storage.manifest import STEP_FOLDER
 from support.config import parse_config
@@ -475,6 +480,42 @@ def test_an_error_of_all_ranks_is_told_once(tmp_path, start, port):
     assert (first.text() + second.text()).count("ValueError: a bad record") == 1
 
 
+def count_sockets(rank: int, ranks: int, port: int, found):
+    """Connect as a recipe does, make the mesh and the group of checkpoints, use all of them, and count this rank's sockets."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1",
+                      MASTER_PORT=str(port))
+    layout = Layout(dp_shard=ranks // 2, tp=2, rank=rank, global_batch_size=ranks)
+    layout = make_mesh(connect(layout, train_llama3.Config(), "cpu"))
+    group = new_gloo_group("checkpoint")
+    assert sum(gather(rank, group)) == sum(range(ranks))
+    dist.all_reduce(torch.ones(1))
+    links = [os.readlink(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd") if number.isdigit()
+             and os.path.lexists(f"/proc/self/fd/{number}")]
+    keys = dist.distributed_c10d._get_default_store()
+    found.put((rank, sum(link.startswith("socket:") for link in links), keys.num_keys()))
+    disconnect()
+    os._exit(0)
+
+
+@pytest.mark.slow
+def test_sockets_do_not_grow_with_the_ranks(port):
+    """A full mesh of connections, gloo's default, has 2 sockets per rank in every rank: 1,024 file handles at 510 ranks. Only
+    the process with the store, here rank 0, under torchrun the launcher, has a socket per rank."""
+    most = set()
+    for ranks in (4, 8, 16, 32):
+        found = forkserver.Queue()
+        workers = [forkserver.Process(target=count_sockets, args=(rank, ranks, port, found)) for rank in range(ranks)]
+        for worker in workers:
+            worker.start()
+        counts = [found.get(timeout=300) for _ in workers]
+        for worker in workers:
+            worker.join()
+        assert all(keys <= 11 * ranks for _, _, keys in counts)
+        assert all(sockets <= 24 + ranks * (rank == 0) for rank, sockets, _ in counts)
+        most.add(max(sockets for rank, sockets, _ in counts if rank))
+    assert max(most) - min(most) <= 2
+
+
 def test_a_wait_for_others_ends(tmp_path, start, port):
     """Ctrl-C and SIGTERM end a start at once; a stranger at the port, who never answers, after --init_timeout_s."""
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -498,8 +539,9 @@ def test_the_files_for_kubernetes_and_skypilot(tmp_path):
     pod = job["spec"]["template"]["spec"]
     assert job["kind"] == "Job" and pod["restartPolicy"] == "Never"  # podFailurePolicy needs it
     script = f"torchrun() {{ printf '%s\\n' \"$@\"; }}\n{task['run']}"
-    env = dict(SKYPILOT_NUM_NODES="2", SKYPILOT_NUM_GPUS_PER_NODE="8", SKYPILOT_NODE_IPS="10.0.0.1\n10.0.0.2", SKYPILOT_TASK_ID="t")
-    done = subprocess.run(["bash", "-euc", script], env=os.environ | env, capture_output=True, text=True, check=True)
+    env = {"NUM_NODES": "2", "NUM_GPUS_PER_NODE": "8", "NODE_IPS": "10.0.0.1\n10.0.0.2", "TASK_ID": "t"}
+    env = os.environ | {f"SKYPILOT_{name}": value for name, value in env.items()}
+    done = subprocess.run(["bash", "-euc", script], env=env, capture_output=True, text=True, check=True)
     started = done.stdout.split()
     assert started[started.index("--rdzv_endpoint") + 1] == "10.0.0.1:29500"
     for words in (pod["containers"][0]["command"][1:], started):
