@@ -404,7 +404,6 @@ def main(cfg: Config):
     identity = check_own_run(cfg, Model, model_config, lr_at)
     if cfg.engine:
         find_server(cfg, env, layout.rank)
-    stop = StopSignal()  # also on generator ranks: without generators, the trainers could not finish their step
 
     # 2. two kinds of ranks: the last --gen_ranks only sample, and stay in generate_forever() until the run ends
     if layout.rank >= n_trainers:
@@ -415,6 +414,7 @@ def main(cfg: Config):
         text.save()
     layout = connect(layout, cfg, cfg.device, cfg.seed, trace=f"{cfg.out}/trace")
     layout = make_mesh(layout)
+    stop = StopSignal()
 
     # 3. model, 4. parallelism, 5. optimizer
     with torch.device("meta"):
@@ -481,23 +481,23 @@ def main(cfg: Config):
                  "batch": [], "made_with": rollouts.batch_flags(cfg), "bos": text.bos}
         if step == first:
             train_timeouts(layout, cfg.train_timeout_s)
-        stopping = stop.agreed(layout)
+        stopping = stop.agreed(layout) and step < cfg.steps
         last = step == cfg.steps or stopping
-        if cfg.eval_every and (step % cfg.eval_every == 0 or step == cfg.steps):
-            evaluate_policy(trainer, engine, held_out, metrics, step)
         if cfg.checkpoint_every and (step % cfg.checkpoint_every == 0 or last or step == 1 and cfg.checkpoint_first_step):
             state["batch"] = ahead.all()
             checkpoints.save(step, state, last=last, model_only=cfg.last_save_model_only and step == cfg.steps)
+        if cfg.eval_every and (step % cfg.eval_every == 0 or step == cfg.steps):
+            evaluate_policy(trainer, engine, held_out, metrics, step)
         if stopping:
             break
     ahead.close()
     checkpoints.close(export=not stopping and not os.path.exists(cfg.export_hf))
     metrics.close()
-    if layout.rank == 0 and stopping:
-        print(f"{stop.received or 'a signal to another rank'}: stopped after step {metrics.step}")
     if layout.rank == 0 and step_folders(cfg.out):
         print(f"checkpoint: {step_folders(cfg.out)[0][1]}   samples: {cfg.out}/samples.jsonl", flush=True)
     disconnect()
+    if stopping:
+        return stop.report(step, layout)
 
 
 if __name__ == "__main__":

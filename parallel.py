@@ -45,6 +45,7 @@ from torch.utils.checkpoint import checkpoint
 from distributed.cast import cast_weights
 from distributed.checks import check_split
 from distributed.initial import draw_block, initial_values
+from distributed.launch import usable_cores
 from distributed.layout import AllGather, AllToAll, Layout, all_blocks, local_slice, local_tensor, reduces_always
 from distributed.pipeline import ZERO_BUBBLE, pipeline_forward, pipeline_forward_backward, tied_copy
 from models.attention import causal_attention, lower_right_mask, sdpa
@@ -422,7 +423,7 @@ def init_weights(stage, layout: Layout, seed: int, skip=lambda fqn: False) -> No
             first, rows = local_slice(p)[1][0], 1 if p.dim() == 3 else 1024  # rows per block; in a stack of experts one expert
             blocks = range(first // rows, math.ceil((first + len(local)) / rows))
             draws += [partial(draw_block, local, p.shape, local_slice(p)[1], rows, b, std, f"{seed}/{fqn}/{b}") for b in blocks]
-    cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    cores = usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     with ThreadPoolExecutor(min(16, max(1, cores))) as pool:  # torch.randn frees the interpreter; more would need much memory
         list(pool.map(lambda draw: draw(), draws))  # list: raises what went wrong in a thread
 

@@ -1,6 +1,7 @@
 """Start and end of processes: connect, stop together, report the exit status."""
 import datetime
 import os
+import resource
 import signal
 import socket
 import sys
@@ -18,6 +19,8 @@ from distributed.checks import STYLES
 from distributed.layout import Layout, dtype_of_compute, pattern_of
 from distributed.refusals import runs_on_cuda
 from support.config import own_rank, parse_config, say_flags, usage_error
+
+UNFINISHED = 75  # exit status of a run that a signal stopped before its last step (EX_TEMPFAIL: start again)
 
 
 @dataclass(kw_only=True)
@@ -47,10 +50,18 @@ def connect(layout: Layout, cfg, device: str = "auto", seed: int = 0, trace: str
         if trace:
             record_collectives(trace)
     elif "OMP_NUM_THREADS" not in env:  # more threads than cores made a small run 15 times slower
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world))
+        torch.set_num_threads(max(1, usable_cores() // local_world))
     layout = replace(layout, compute_dtype=dtype_of_compute(cfg, layout.device.type == "cuda"))
     torch.manual_seed(seed)
 
+    env.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # connect a pair of ranks when first used: a full mesh has 2 sockets per rank
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    # Inside of C++ a wait for other ranks hears neither Python's handler of Ctrl-C nor, before a connection, any timeout
+    interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    patience = threading.Timer(cfg.init_timeout_s + 5, give_up, [cfg.init_timeout_s])
+    patience.daemon = True
+    patience.start()
     store, timeout = dist.HashStore(), None
     if "RANK" in env:
         # with TORCHELASTIC_USE_AGENT_STORE torchrun's agent keeps the store; under other launchers rank 0 keeps the store
@@ -60,11 +71,53 @@ def connect(layout: Layout, cfg, device: str = "auto", seed: int = 0, trace: str
         store = dist.PrefixStore(agree_on_attempt(store, layout, cfg.init_timeout_s), store)
     backend = "cpu:gloo,cuda:nccl" if layout.device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=layout.rank, world_size=layout.world_size, timeout=timeout)
+    patience.cancel()
+    signal.signal(signal.SIGINT, interrupt)
     if layout.device.type == "cuda":
         memory = torch.tensor(torch.cuda.get_device_properties(layout.device).total_memory)  # on the host: sent by gloo
         dist.all_reduce(memory, op=dist.ReduceOp.MIN)
         layout = replace(layout, memory=memory.item())
     return layout
+
+
+def give_up(seconds: int) -> None:
+    """End a process that could not join the others: a port may belong to a stranger, a peer may never start."""
+    print(f"error on {name_rank()}: not connected to {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} within "
+          f"--init_timeout_s {seconds}: is every process started, and the port free?", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: affinity, and a container's quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        with open("/sys/fs/cgroup/cpu.max") as file:
+            quota, period = file.read().split()
+        return max(1, min(cores, -(-int(quota) // int(period))))
+    except (OSError, ValueError):  # no control group of version 2, or "max"
+        return cores
+
+
+def check_launcher() -> None:
+    """Raises ValueError for a launcher's environment variables that are incomplete or wrong: such a process would wait for
+    others without end, or train alone."""
+    env = os.environ
+    if "RANK" not in env:
+        if "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS") or 1) > 1:
+            raise ValueError(f"srun started {env['SLURM_NTASKS']} tasks, and each would train alone; set RANK=$SLURM_PROCID "
+                             "WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID, MASTER_ADDR and MASTER_PORT in each task, or "
+                             "let srun start one torchrun per machine: docs/cluster.md; SLURM_NTASKS=1 trains alone")
+        if int(env.get("WORLD_SIZE") or 1) > 1:
+            raise ValueError(f"WORLD_SIZE={env['WORLD_SIZE']}, but RANK is not set; start with torchrun, or set RANK, too")
+        return
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+        if not env.get(name, "").isdigit():
+            raise ValueError(f"{name}={env.get(name, '')!r} is no number; start with torchrun, or set RANK, WORLD_SIZE, "
+                             "MASTER_ADDR and MASTER_PORT")
+    if not env.get("MASTER_ADDR"):
+        raise ValueError("MASTER_ADDR is not set, and RANK is; set the address of rank 0's machine, or start with torchrun")
+    if int(env["RANK"]) >= int(env["WORLD_SIZE"]):
+        raise ValueError(f"RANK={env['RANK']} must be below WORLD_SIZE={env['WORLD_SIZE']}")
 
 
 def record_collectives(trace: str) -> None:
@@ -145,13 +198,21 @@ class StopSignal:
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag.item())
 
+    def report(self, step: int, layout: Layout) -> int:
+        """Rank 0 says where the run stopped. Returns the exit status of an unfinished run."""
+        if layout.rank == 0:
+            print(f"{self.received or 'a signal to another rank'}: stopped after step {step}")
+        return UNFINISHED
+
 
 def run(main, Config) -> None:
-    """Parse the command line, run main(cfg), and end the process with a status: 0 done, 2 wrong usage, 1 failure. A command
-    line with flags unknown to Config goes to tools/reports.py: --help, a report in place of training, or a mistake."""
+    """Parse the command line, run main(cfg), and end the process with a status: 0 done, 75 stopped by a signal before the
+    last step, 2 wrong usage, 1 failure. A command line with flags unknown to Config goes to tools/reports.py: --help, a report
+    in place of training, or a mistake."""
     status, known = 0, {f"--{no}{field.name}" for field in fields(Config) for no in ("", "no-")} | {"--config"}
     asked = {word.split("=")[0] for word in sys.argv[1:] if word.startswith("--") or word == "-h"}
     try:
+        check_launcher()
         if "RANK" in os.environ:
             watch_launcher()
         if asked - known:
@@ -161,7 +222,7 @@ def run(main, Config) -> None:
         else:
             cfg = parse_config(Config)
             say_flags(cfg)
-            main(cfg)
+            status = main(cfg) or 0
     except BaseException as error:  # CheckpointException and KeyboardInterrupt are no Exceptions
         status = report_error(error)
     if status == 0 and dist.is_initialized():
@@ -176,7 +237,7 @@ def report_error(error: BaseException) -> int:
 
     A ValueError before the processes are connected is a user's mistake, shown in one line by rank 0; later a failure.
     """
-    rank, message, is_known = own_rank(), " ".join(str(error).split()), isinstance(error, ValueError)
+    message, is_known = " ".join(str(error).split()), isinstance(error, ValueError)
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 0 if error.code is None else 1
     if isinstance(error, KeyboardInterrupt):  # before the loop: no step to finish
@@ -189,9 +250,29 @@ def report_error(error: BaseException) -> int:
         get_error_handler().record_exception(error)
     if not is_known:
         traceback.print_exception(error)
-    if rank == 0 or not is_known:  # every rank raises the same ValueError
-        print(f"error on rank {rank}: {type(error).__name__}: {message}{failed_module(error)}", file=sys.stderr)
+    if not (is_known and is_told(message)):
+        print(f"error on {name_rank()}: {type(error).__name__}: {message}{failed_module(error)}", file=sys.stderr)
     return 1
+
+
+def name_rank() -> str:
+    return f"rank {own_rank()}" + f" ({socket.gethostname()})" * (int(os.environ.get("WORLD_SIZE", 1)) > 1)
+
+
+def is_told(message: str) -> bool:
+    """Whether rank 0 reports the same error within two seconds. Most checks fail on every rank, and one line is enough; a
+    failure of one rank alone must not be silent."""
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 0:
+        store.set("error", message)
+        return False
+    try:
+        store.wait(["error"], datetime.timedelta(seconds=2))
+        return store.get("error").decode() == message
+    except dist.DistStoreError:  # a timeout: rank 0 goes on
+        return False
+    except RuntimeError:  # rank 0 kept the store, and has ended with an error of its own
+        return True
 
 
 def failed_module(error: BaseException) -> str:
@@ -210,4 +291,5 @@ def failed_module(error: BaseException) -> str:
 def disconnect() -> None:
     """Leave together: a rank that ends early makes its peers fail in their last messages."""
     dist.barrier()
+    dist.barrier()  # the first connects its pairs, with addresses from the store, which may end with rank 0
     dist.destroy_process_group()

@@ -140,9 +140,9 @@ def main(cfg: Config):
     data = open_data(cfg, cfg.seq_len, source_tokenizer(cfg))
     # lock --out; refuse if the run cannot go on, --init_from is unreadable or --export_hf unwritable; print changed flags
     identity = claim_run(cfg, Llama3, model_config, data, lr_at)
-    stop = StopSignal()
     layout = connect(layout, cfg, cfg.device, cfg.seed, trace=f"{cfg.out}/trace")
     layout = make_mesh(layout)
+    stop = StopSignal()  # from here on a signal finishes the step and saves; before, a signal ends the process
 
     # 3. model: shapes only, no memory yet
     with torch.device("meta"):
@@ -229,7 +229,7 @@ def main(cfg: Config):
         state.update(step=step, samples=state["samples"] + batch.samples, tokens=state["tokens"] + tokens_per_step)
         metrics.end_step(tokens_per_step)
 
-        stopping = stop.agreed(layout)
+        stopping = stop.agreed(layout) and step < cfg.steps
         last = step == cfg.steps or stopping
         saving = cfg.checkpoint_every and (step % cfg.checkpoint_every == 0 or last or step == 1 and cfg.checkpoint_first_step)
         validating = cfg.val_every and (step % cfg.val_every == 0 or step == cfg.steps)
@@ -242,20 +242,20 @@ def main(cfg: Config):
                         grad_norm=grad_norm, lr=lr, tokens_hash=reduce_hash(batch.hash, layout))
         if step == first:
             train_timeouts(layout, cfg.train_timeout_s)
+        if saving:  # before the validation: a signal may leave little time
+            checkpoints.save(step, state, last=last, model_only=cfg.last_save_model_only and step == cfg.steps)
         if validating:
             metrics.log_val(step, *evaluate(stages, data.val_batches(8 * cfg.val_batches, *mine), layout))
-        if saving:
-            checkpoints.save(step, state, last=last, model_only=cfg.last_save_model_only and step == cfg.steps)
         if stopping:
             break
-    if layout.rank == 0 and stopping:
-        print(f"{stop.received or 'a signal to another rank'}: stopped after step {step}")
     # ft: the others go on without waiting for this group
     groups.leave()
     checkpoints.close(export=not stopping)
     metrics.close()
     disconnect()
-    if layout.rank == 0 and not stopping and cfg.checkpoint_every:
+    if stopping:
+        return stop.report(step, layout)  # a status of its own: the run is not finished
+    if layout.rank == 0 and cfg.checkpoint_every:
         print_sample(cfg.out, n_params, None if cfg.data == "stdlib" else data)  # the built-in text is Python: "def "
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from distributed.agree import reason
+from distributed.launch import StopSignal
 from distributed.layout import Layout, dtype_of_compute
 from distributed.refusals import runs_on_cuda
 from rl.rollouts import make_batch, patient_group, unknown_ids
@@ -181,6 +182,7 @@ def generate_forever(cfg, env, text, Model, model_config, n_trainers: int):
         torch.set_num_threads(1)
     bridge = open_bridge(cfg, n_trainers, device)
     dist.init_process_group("gloo", store=dist.PrefixStore("world", bridge.store), rank=rank, world_size=n)
+    StopSignal()  # the trainers need samples to finish their step
     dtype = dtype_of_compute(cfg, on_cuda)
     model = Model(model_config).to(layout.device)
     if cfg.lora_rank:

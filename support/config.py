@@ -25,6 +25,7 @@ import math
 import os
 import re
 import shlex
+import socket
 import sys
 import textwrap
 import time
@@ -42,13 +43,16 @@ FROM_FILE = set()  # names of the fields from --config rather than from a flag
 
 def own_rank() -> int:
     """The rank that the launcher gave to this process; 0 without a launcher."""
-    return int(os.environ.get("RANK", 0))
+    rank = os.environ.get("RANK", "")
+    return int(rank) if rank.isdigit() else 0
 
 
 def usage_error(message) -> NoReturn:
-    """One line on stderr (all ranks see the same command line, so only rank 0 speaks), then exit status 2."""
-    if own_rank() == 0:
-        print("error:", " ".join(str(message).splitlines()), file=sys.stderr, flush=True)
+    """One line on stderr, then exit status 2. All ranks of a host see the same command line and files, so the first speaks."""
+    rank = own_rank()
+    if rank == 0 or os.environ.get("LOCAL_RANK", "0") == "0":
+        who = f" on rank {rank} ({socket.gethostname()})" if rank else ""
+        print(f"error{who}:", " ".join(str(message).splitlines()), file=sys.stderr, flush=True)
     else:
         time.sleep(5)  # torchrun kills all ranks once one exits: let rank 0 print first
     raise SystemExit(2)

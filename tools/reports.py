@@ -62,10 +62,10 @@ def run_report(main, Config, argv=None) -> int:
 def train(main, cfg, options: PlotConfig) -> int:
     """Train, and draw the curves of the run if --plot asks for a picture. Returns the exit status."""
     say_flags(cfg)
-    main(cfg)
+    status = main(cfg) or 0
     if options.plot and own_rank() == 0:
         print(draw_curves(panels_of(read_lines(f"{cfg.out}/metrics.jsonl")), f"{cfg.out}/loss.png"), flush=True)
-    return 0
+    return status
 
 
 def panels_of(lines: list[dict]) -> list[tuple[str, dict]]:

@@ -11,6 +11,7 @@ import random
 import re
 import signal
 import socket
+import subprocess
 import sys
 import textwrap
 import time
@@ -20,15 +21,23 @@ from types import SimpleNamespace
 
 import pytest
 import runs
+import torch
 import torch.distributed as dist
+from pool import forkserver
 from programs import run_program
 from runs import Job
+from torch.distributed.run import get_args_parser
 
 import checkpoint
+import train_llama3
 from checkpoint import LEFTOVER, step_folders
 from data import DataConfig, open_data
-from distributed.launch import agree_on_attempt
+from distributed.agree import gather, new_gloo_group
+from distributed.launch import agree_on_attempt, connect, disconnect
+from distributed.layout import Layout
+from parallel import make_mesh
 from storage.manifest import STEP_FOLDER
+from support.config import parse_config
 from support.metrics import read_lines
 from tools.checkpoint_commands import diff
 
@@ -281,9 +290,9 @@ SLURM = ["--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", "--max_
 
 
 @pytest.mark.parametrize("processes, torchrun, rank, signals, status, said", [
-    (1, [], None, [signal.SIGINT] * 2, 0, "SIGINT"),  # one Ctrl-C that a launcher delivers twice
+    (1, [], None, [signal.SIGINT] * 2, 75, "SIGINT"),  # one Ctrl-C that a launcher delivers twice
     pytest.param(2, [], None, [signal.SIGINT] * 2, 1, "SIGINT", marks=pytest.mark.slow),  # torchrun's status after any signal
-    pytest.param(2, [], 1, [signal.SIGTERM], 0, "a signal to another rank", marks=pytest.mark.slow),  # all agree on the step
+    pytest.param(2, [], 1, [signal.SIGTERM], 1, "a signal to another rank", marks=pytest.mark.slow),  # all agree on the step
     # what Slurm sends before a job's time is over
     pytest.param(2, SLURM, None, [signal.SIGUSR1], 1, "SIGUSR1", marks=pytest.mark.slow)])
 def test_a_signal_finishes_the_step_and_saves(tmp_path, start, processes, torchrun, rank, signals, status, said):
@@ -410,7 +419,126 @@ def test_the_node_with_the_rendezvous_is_lost(tmp_path, start, undisturbed):
     assert_same_run(again.out, undisturbed)
 
 
+# ---------------------------------------------------------------- launchers other than torchrun
+
+
+@pytest.mark.parametrize("env, told", [
+    (dict(SLURM_PROCID="3", SLURM_NTASKS="4", SLURM_LOCALID="3"), "srun started 4 tasks.*RANK=.SLURM_PROCID"),
+    (dict(WORLD_SIZE="2"), "WORLD_SIZE=2, but RANK is not set"),
+    (dict(WORLD_SIZE="2", LOCAL_RANK="0"), "WORLD_SIZE=2, but RANK is not set"),
+    (dict(RANK="0", WORLD_SIZE="2", MASTER_PORT="29500"), "MASTER_ADDR is not set"),
+    (dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="localhost"), "MASTER_PORT='' is no number"),
+    (dict(RANK="", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="1"), "RANK='' is no number"),
+    (dict(RANK="x", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="1"), "RANK='x' is no number"),
+    (dict(RANK="0", WORLD_SIZE="abc", MASTER_ADDR="localhost", MASTER_PORT="1"), "WORLD_SIZE='abc' is no number"),
+    (dict(RANK="3", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="1"), "RANK=3 must be below WORLD_SIZE=2")], ids=str)
+def test_an_incomplete_environment_is_told_in_one_line(tmp_path, env, told):
+    done = run_program([sys.executable, RECIPE, "--out", tmp_path / "run"], cwd=tmp_path, env=runs.ENV | env)
+    assert done.returncode == 2 and re.fullmatch(f"error.*{told}.*\n", done.stderr)
+    assert not (tmp_path / "run").exists()
+
+
+def by_hand(start, folder, rank: int, port: int, *flags, script=RECIPE) -> Job:
+    """A rank of two as mpirun or srun would start it: the variables, and no torchrun."""
+    env = dict(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
+               MASTER_PORT=str(port), PYTHONPATH=str(REPO))
+    return start(folder / "run", 1, *flags, script=script, **env)
+
+
+@pytest.fixture
+def port():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+def test_a_rank_that_fails_alone_says_so(tmp_path, start, port):
+    script = fork(tmp_path, """
+        if step == 3 and layout.rank == 1:
+            raise ValueError("a bad record")
+    """)
+    first, second = (by_hand(start, tmp_path, rank, port, script=script) for rank in (0, 1))
+    assert second.end(within=60) == 1 and first.end(within=60) == 1
+    assert f"error on rank 1 ({socket.gethostname()}): ValueError: a bad record" in second.text()
+
+
+def test_an_error_of_all_ranks_is_told_once(tmp_path, start, port):
+    script = fork(tmp_path, """
+        if step == 3:
+            raise ValueError("a bad record")
+    """)
+    first, second = (by_hand(start, tmp_path, rank, port, script=script) for rank in (0, 1))
+    assert first.end(within=60) == second.end(within=60) == 1
+    assert (first.text() + second.text()).count("ValueError: a bad record") == 1
+
+
+def count_sockets(rank: int, ranks: int, port: int, found):
+    """Connect as a recipe does, make the mesh and the group of checkpoints, use all of them, and count this rank's sockets."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1",
+                      MASTER_PORT=str(port))
+    layout = Layout(dp_shard=ranks // 2, tp=2, rank=rank, global_batch_size=ranks)
+    layout = make_mesh(connect(layout, train_llama3.Config(), "cpu"))
+    group = new_gloo_group("checkpoint")
+    assert sum(gather(rank, group)) == sum(range(ranks))
+    dist.all_reduce(torch.ones(1))
+    links = [os.readlink(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd") if number.isdigit()
+             and os.path.lexists(f"/proc/self/fd/{number}")]
+    keys = dist.distributed_c10d._get_default_store()
+    found.put((rank, sum(link.startswith("socket:") for link in links), keys.num_keys()))
+    disconnect()
+    os._exit(0)
+
+
+@pytest.mark.slow
+def test_sockets_do_not_grow_with_the_ranks(port):
+    """A full mesh of connections, gloo's default, has 2 sockets per rank in every rank: 1,024 file handles at 510 ranks. Only
+    the process with the store, here rank 0, under torchrun the launcher, has a socket per rank."""
+    most = set()
+    for ranks in (4, 8, 16, 32):
+        found = forkserver.Queue()
+        workers = [forkserver.Process(target=count_sockets, args=(rank, ranks, port, found)) for rank in range(ranks)]
+        for worker in workers:
+            worker.start()
+        counts = [found.get(timeout=300) for _ in workers]
+        for worker in workers:
+            worker.join()
+        assert all(keys <= 11 * ranks for _, _, keys in counts)
+        assert all(sockets <= 24 + ranks * (rank == 0) for rank, sockets, _ in counts)
+        most.add(max(sockets for rank, sockets, _ in counts if rank))
+    assert max(most) - min(most) <= 2
+
+
+def test_a_wait_for_others_ends(tmp_path, start, port):
+    """Ctrl-C and SIGTERM end a start at once; a stranger at the port, who never answers, after --init_timeout_s."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        job = by_hand(start, tmp_path, 0, port)
+        job.until(lambda: f":{port:04X} " in Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text())
+        job.launcher.send_signal(number)
+        assert job.end(within=20) != 0
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        job = by_hand(start, tmp_path, 1, stranger.getsockname()[1], "--init_timeout_s", 2)
+        assert job.end(within=60) == 1 and "within --init_timeout_s 2" in job.text()
+
+
 # ---------------------------------------------------------------- Slurm
+
+
+def test_the_files_for_kubernetes_and_skypilot(tmp_path):
+    """Both are YAML; torchrun and the recipe know the flags of their commands."""
+    yaml = pytest.importorskip("yaml")
+    job, task = (yaml.safe_load(text) for text in re.findall(
+        r"```yaml\n(.*?)```", (REPO / "docs" / "cluster.md").read_text(), re.S))
+    pod = job["spec"]["template"]["spec"]
+    assert job["kind"] == "Job" and pod["restartPolicy"] == "Never"  # podFailurePolicy needs it
+    script = f"torchrun() {{ printf '%s\\n' \"$@\"; }}\n{task['run']}"
+    env = {"NUM_NODES": "2", "NUM_GPUS_PER_NODE": "8", "NODE_IPS": "10.0.0.1\n10.0.0.2", "TASK_ID": "t"}
+    env = os.environ | {f"SKYPILOT_{name}": value for name, value in env.items()}
+    done = subprocess.run(["bash", "-euc", script], env=env, capture_output=True, text=True, check=True)
+    started = done.stdout.split()
+    assert started[started.index("--rdzv_endpoint") + 1] == "10.0.0.1:29500"
+    for words in (pod["containers"][0]["command"][1:], started):
+        asked = get_args_parser().parse_args(words)
+        assert asked.training_script == "train_llama3.py" and asked.nproc_per_node == "8"
+        assert parse_config(train_llama3.Config, asked.training_script_args).out == "/shared/runs/8B"
 
 
 @pytest.mark.slow

@@ -167,7 +167,7 @@ def test_blocks_are_drawn_side_by_side(monkeypatch):
     both, draw = threading.Barrier(2, timeout=30), parallel.draw_block
     monkeypatch.setattr(parallel, "draw_block", lambda *args: (both.wait(), draw(*args)))
     for cores, processes in ((2, 1), (4, 2)):
-        monkeypatch.setattr(parallel.os, "cpu_count", lambda cores=cores: cores)
+        monkeypatch.setattr(parallel, "usable_cores", lambda cores=cores: cores)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
         with torch.device("meta"):
             model = Llama3(Llama3Config(**TINY | dict(n_layers=2)))  # 16 matrices of one block each
