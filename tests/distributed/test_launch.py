@@ -507,6 +507,7 @@ def test_sockets_do_not_grow_with_the_ranks(port):
     assert max(most) - min(most) <= 2
 
 
+@pytest.mark.slow
 def test_a_wait_for_others_ends(tmp_path, start, port):
     """Ctrl-C and SIGTERM end a start at once; a stranger at the port, who never answers, after --init_timeout_s."""
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -118,15 +118,20 @@ def test_a_newline_in_a_value_stays_on_one_line(capsys):
     assert capsys.readouterr().err == "error: first second third\n"
 
 
-def test_only_rank_0_speaks(capsys, monkeypatch):
+def test_the_first_rank_of_a_machine_speaks(capsys, monkeypatch):
     waits = []
     monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setattr(time, "sleep", waits.append)
     for argv, status in (["--stpes", "5"], 2), (["--help"], 0):
         with pytest.raises(SystemExit) as stop:
             parse_config(Config, argv)
         assert stop.value.code == status
     assert capsys.readouterr() == ("", "") and waits == [5]  # until rank 0 has said what is wrong
+    monkeypatch.setenv("LOCAL_RANK", "0")  # of another machine, where the cause may be
+    with pytest.raises(SystemExit):
+        parse_config(Config, ["--stpes", "5"])
+    assert re.match("error on rank 3 [(].+[)]: .*--steps", capsys.readouterr().err)
 
 
 def test_config_file_round_trip_and_overrides(tmp_path):
