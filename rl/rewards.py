@@ -2,9 +2,9 @@
 
 A reward is the user's Python on a model's text, so a reward may raise, or never return. With --reward_threads 1, in the main
 thread, an alarm raises an exception inside a late reward and so ends a loop, a regular expression or a sleep (a reward with an
-alarm of its own loses our alarm). With more threads a late reward is given up: a thread cannot be ended from outside, so the
-thread runs on until the process ends, and slows the others. C code that never releases the interpreter stops both clocks; then
-only the other ranks end the run, after --rollout_timeout_s.
+alarm of its own loses our alarm). With more threads, and with --engine, which pays beside training, a late reward is given up:
+a thread cannot be ended from outside, so the thread runs on until the process ends, and slows the others. C code that never
+releases the interpreter stops both clocks; then only the other ranks end the run, after --rollout_timeout_s.
 """
 import inspect
 import math
@@ -38,8 +38,8 @@ class RewardConfig:
 @contextmanager
 def time_limit(seconds: float):
     """Raise RewardIsLate inside the block after so many seconds, and again every second, because a bare `except:` can swallow
-    the first. Without effect outside of the main thread, since only the main thread can have an alarm."""
-    if not seconds or threading.current_thread() is not threading.main_thread():
+    the first. Only the main thread can have an alarm. 0 = no limit."""
+    if not seconds:
         yield
         return
 
@@ -81,7 +81,7 @@ def short(text: str) -> str:
 
 def pay_all(env, jobs: list[tuple[str, str, bool]], cfg: RewardConfig) -> list[float | ValueError]:
     """For each (prompt, completion, truncated) the reward, or an error. The list ends at a failure that ends the run."""
-    if cfg.reward_threads > 1:
+    if cfg.reward_threads > 1 or threading.current_thread() is not threading.main_thread():
         return pay_in_threads(env, jobs, cfg.reward_threads, cfg.reward_timeout_s)
     results = []
     for job in jobs:

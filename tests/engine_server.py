@@ -2,7 +2,6 @@
 comes from the seed of a request, so the samples equal those of grpo.py in place."""
 import json
 import threading
-import time
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -71,8 +70,8 @@ class Engine:
 
 
 @contextmanager
-def serving(engine: Engine, port=0, after_s=0.0):
-    """Serve, and yield the address. port: 0 = a free port. after_s: seconds to wait before serving."""
+def serving(engine: Engine, port=0):
+    """Serve, and yield the address. port: 0 = a free port."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self, body=None):
@@ -94,7 +93,6 @@ def serving(engine: Engine, port=0, after_s=0.0):
         def log_message(self, *args):
             pass
 
-    time.sleep(after_s)
     server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()

@@ -136,6 +136,7 @@ TABLE = {
         --env gsm8k => needs --env_data
         --env_data a.jsonl => --env_data a.jsonl has no effect without --env dataset or --env gsm8k
         --gen_ranks 1 => must leave a process to train
+        --batch_invariant --engine http://127.0.0.1:1 => --batch_invariant has no effect with --engine
         --prompts_per_step 4 --minibatches 3 => does not divide --prompts_per_step 4
         --temperature 0 => must be above 0
         --group_size 0 => --group_size 0 must be 1 or more
