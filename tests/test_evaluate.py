@@ -1,4 +1,4 @@
-"""evaluate.py and rl/scoring.py: log-probabilities and answers equal transformers', all layouts equal one process."""
+"""evaluate.py: log-probabilities and answers equal transformers', all layouts equal one process."""
 import gzip
 import json
 import math
@@ -22,7 +22,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import checkpoint
 import evaluate
 import parallel
-from rl import scoring
 from rl.datasets import HINTS
 from rl.text import Text
 from sft.prompts import chat_prompts
@@ -258,9 +257,9 @@ def scores_of_a_head(V, tp):
         mesh = init_device_mesh("cpu", (tp,))
         part = distribute_tensor(weight, mesh, [Shard(0)])
         h = h.chunk(tp, 1)[mesh.get_local_rank()]
-        return parallel.vocab_parallel_loss(h, part, labels, None, mesh=mesh, loss=scoring.label_scores), None
+        return parallel.vocab_parallel_loss(h, part, labels, None, mesh=mesh, loss=evaluate.label_scores), None
     logprobs = (h @ weight.T).log_softmax(-1)
-    return scoring.label_scores(h, weight, labels), (logprobs, labels)
+    return evaluate.label_scores(h, weight, labels), (logprobs, labels)
 
 
 def test_a_vocabulary_in_parts_that_are_not_equal():
@@ -311,26 +310,26 @@ def test_windows_score_each_token_once():
     for n in (1, 2, 7, 8, 9, 30):
         for longest, stride in ((1, 1), (8, 8), (8, 3), (8, 1), (64, 64)):
             ids, at = list(range(1, n + 1)), 0
-            for context, scored in scoring.rolling_windows(ids, 0, longest, stride):
+            for context, scored in evaluate.rolling_windows(ids, 0, longest, stride):
                 assert scored == ids[at : at + len(scored)] and len(context) + len(scored) <= longest + 1
                 assert [*context, *scored] == [0, *ids][at + 1 - len(context) : at + 1 + len(scored)]
                 assert len(scored) <= (stride if at else longest)
                 assert at == 0 or len(context) + len(scored) == longest + 1  # as much context as fits
                 at += len(scored)
             assert at == n
-    assert scoring.rolling_windows([], 0, 8, 8) == []
+    assert evaluate.rolling_windows([], 0, 8, 8) == []
 
 
 def test_where_a_context_ends(folders, tmp_path):
     text = text_of(folders("llama"))
     ids = text.ids
-    assert scoring.encode_pair(text, "12 of", " 3") == (ids("12 of"), ids(" 3"))
-    assert scoring.encode_pair(text, "12 of \n", "3") == (ids("12 of"), ids(" \n3"))  # spaces belong to the continuation
-    assert scoring.encode_pair(text, "", "3") == ([text.first], ids("3")) == ([2], ids("3"))
-    assert scoring.encode_pair(text, " ", "3") == ([2], ids(" 3"))
-    assert len(ids("Sum")) == 1 and scoring.encode_pair(text, "Su", "m") == ([2], ids("Sum"))  # a shared token
+    assert evaluate.encode_pair(text, "12 of", " 3") == (ids("12 of"), ids(" 3"))
+    assert evaluate.encode_pair(text, "12 of \n", "3") == (ids("12 of"), ids(" \n3"))  # spaces belong to the continuation
+    assert evaluate.encode_pair(text, "", "3") == ([text.first], ids("3")) == ([2], ids("3"))
+    assert evaluate.encode_pair(text, " ", "3") == ([2], ids(" 3"))
+    assert len(ids("Sum")) == 1 and evaluate.encode_pair(text, "Su", "m") == ([2], ids("Sum"))  # a shared token
     with pytest.raises(ValueError, match="'' has no tokens"):
-        scoring.encode_pair(text, "12", "")
+        evaluate.encode_pair(text, "12", "")
     # a tokenizer with a first token, added once, also to texts with the token
     rules = json.loads(Path(folders("llama"), "tokenizer.json").read_text())
     Tokens = processors.TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)])
@@ -341,10 +340,10 @@ def test_where_a_context_ends(folders, tmp_path):
     config = json.loads((tmp_path / "bos" / "tokenizer_config.json").read_text())
     (tmp_path / "bos" / "tokenizer_config.json").write_text(json.dumps(config | {"bos_token": "<|im_start|>"}))
     text = text_of(str(tmp_path / "bos"))
-    assert text.first == 1 and scoring.encode_pair(text, "12", " 3") == ([1, *ids("12")], ids(" 3"))
-    assert scoring.encode_pair(text, "", "3") == ([1], ids("3")) and scoring.opening_ids(text, "") == [1]
+    assert text.first == 1 and evaluate.encode_pair(text, "12", " 3") == ([1, *ids("12")], ids(" 3"))
+    assert evaluate.encode_pair(text, "", "3") == ([1], ids("3")) and evaluate.opening_ids(text, "") == [1]
     text.tokenizer.encode_special_tokens = False
-    assert scoring.opening_ids(text, "<|im_start|>12") == [1, *ids("12")]
+    assert evaluate.opening_ids(text, "<|im_start|>12") == [1, *ids("12")]
 
 
 def test_prompts(folders, tasks, tmp_path):
@@ -410,7 +409,7 @@ def test_what_is_right_can_be_said(answers, correct):
     lines = [evaluate.Line(f"a.jsonl:{i}", {"question": "?", "answer": answer}) for i, answer in enumerate(["1/2", 5, "7"])]
     samples = [dict(text=text, ids=[1], truncated=False) for text in ("so \\boxed{\\frac{1}{2}}", "\\boxed{6} not 5", "7")]
     if correct is None:
-        with pytest.raises(ValueError, match="a.jsonl:0: nothing can be right with --answers number where the answer is '1/2'"):
+        with pytest.raises(ValueError, match="a.jsonl:0: nothing can be right with --answers number for '1/2'"):
             evaluate.check_answers(lines, answers)
         return
     items, metrics = evaluate.exact_match(lines, samples, answers)
