@@ -43,7 +43,7 @@ from distributed.launch import LaunchConfig, StopSignal, connect, disconnect, ru
 from distributed.layout import ExpertConfig, ParallelConfig, local_tensor
 from distributed.refusals import check_layout
 from parallel import clip_grad_norm, make_mesh, next_backward, reduce_loss
-from rl import engines, generators, packing, rollouts
+from rl import engines, packing, rollouts
 from rl.datasets import DatasetConfig, open_task
 from rl.environments import draw_task, held_out_tasks, leave_out_long, supervised_sample
 from rl.http_engine import EngineConfig, find_server
@@ -409,7 +409,7 @@ def main(cfg: Config):
 
     # 2. two kinds of ranks: the last --gen_ranks only sample, and stay in generate_forever() until the run ends
     if layout.rank >= n_trainers:
-        return generators.generate_forever(cfg, env, text, Model, model_config, n_trainers)
+        return engines.generate_forever(cfg, env, text, Model, model_config, n_trainers)
     lock_run(cfg.out)
     os.makedirs(cfg.out, exist_ok=True)
     if layout.rank == 0:
