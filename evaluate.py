@@ -46,7 +46,6 @@ from corpus.readers import format_of
 from corpus.tokenizer import ChatConfig
 from distributed.agree import gather
 from distributed.checks import check_tp_plan
-from distributed.experts import expert_parallel
 from distributed.launch import LaunchConfig, connect, run
 from distributed.layout import ExpertConfig, Layout, ParallelConfig
 from distributed.pipeline import PipelineConfig, pipeline_forward, pipeline_stages
@@ -58,6 +57,8 @@ from rl.answers import final_number, is_right, never_right
 from rl.datasets import Line, fill_template, is_answer, jsonl_lines, read_content, unescape
 from rl.decoding import draw_noise, rollout
 from rl.packing import lay_out, pieces
+from rl.policy import split_model
+from rl.rewards import ratio
 from rl.rollouts import lockstep, one_of_each_model, patient_group, whole_weights
 from rl.text import Text
 from sft.adapters import base_of
@@ -215,12 +216,7 @@ def open_model(folder: str, layout: Layout, cfg, Model, model_config) -> list[nn
         check_tp_plan(model, parallel.TP_STYLES)  # not check_model, because check_model counts gradients
         stages = pipeline_stages(model, layout, cfg) if cfg.pp > 1 else [model]
         for stage in stages:
-            if cfg.tp > 1:
-                parallel.tensor_parallel(stage, layout, cfg)
-            if layout.has_experts:
-                expert_parallel(stage, layout)
-            if cfg.cp > 1:
-                parallel.context_parallel(stage, layout, cfg)
+            split_model(stage, layout, cfg)
             parallel.shard(stage, layout, cfg)
             parallel.init_weights(stage, layout, 0, skip=lambda fqn: True)
         load_weights(stages, folder)
@@ -399,14 +395,6 @@ def progress(what: str, total: int, layout: Layout) -> Callable:
 
 
 # ---------------------------------------------------------------- scores -> an item per line, and metrics
-def ratio(name: str, y: list[float], x: list[float] | None = None, scale=1.0) -> dict:
-    """{name: sum y / sum x, name_stderr: its standard error by linearisation}, both times scale. x None: the mean of y."""
-    n, x = len(y), x or [1.0] * len(y)
-    r = sum(y) / sum(x)
-    squares = sum((a - r * b) ** 2 for a, b in zip(y, x))
-    return {name: r * scale, f"{name}_stderr": math.sqrt(n / (n - 1) * squares) / sum(x) * scale if n > 1 else None}
-
-
 def perplexity(lines: list[Line], windows: list[list[tuple]], scores: list[list[tuple]]) -> tuple[list[dict], dict]:
     """(items, metrics) of texts. windows: requests of each line. scores: results of score() for each line."""
     nats = [[-logprob for logprob, _ in of_line] for of_line in scores]
@@ -531,15 +519,13 @@ def main(cfg: Config):
     # 4. results
     if layout.rank == 0:
         summary = dict(task=cfg.task, kind=kind, checkpoint=folder, n=len(lines)) | metrics | dict(
-            cut=n_cut, seq_len=longest, layout=str(layout), dtype=str(layout.compute_dtype)[6:],
-            seconds=round(time.time() - began, 1))
+            cut=n_cut, seq_len=longest, layout=str(layout), dtype=cfg.compute_dtype, seconds=round(time.time() - began, 1))
         found = [dict(index=i) | item for i, item in enumerate(items)] + [dict(summary=summary)]
         if cfg.out:
             write_file(cfg.out, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in found).encode())
-        errors = {name: f" +- {metrics[f'{name}_stderr']:.4f}" for name in metrics if metrics.get(f"{name}_stderr") is not None}
-        shown = [f"{name} {x:.4f}{errors.get(name, '')}" if isinstance(x, float) else f"{name} {x:,}"
-                 for name, x in metrics.items() if not name.endswith("_stderr")]
-        print(f"{'   '.join(shown)}   ({counted}, {summary['seconds']} s{cfg.out and f', {cfg.out}'})")
+        shown = {name: f"{x:.4f}" if isinstance(x, float) else f"{x:,}" for name, x in metrics.items() if x is not None}
+        shown = [f"+- {x}" if name.endswith("_stderr") else f"  {name} {x}" for name, x in shown.items()]
+        print(f"{' '.join(shown).strip()}   ({counted}, {summary['seconds']} s{cfg.out and f', {cfg.out}'})")
 
 
 if __name__ == "__main__":

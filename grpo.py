@@ -123,8 +123,7 @@ class Config(ParallelConfig, ExpertConfig, LaunchConfig, LoraConfig, CheckpointC
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto = a GPU, else the CPU
 
     def __post_init__(self):
-        for group in (MetricsConfig, DatasetConfig, RewardConfig, EngineConfig, ReportConfig):
-            group.__post_init__(self)
+        MetricsConfig.__post_init__(self)
         check_flags(self)
 
 

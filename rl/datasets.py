@@ -36,10 +36,6 @@ class DatasetConfig:
     reward: str = flag("exact", DATASET)  # right answers: exact, number or math, or a file of your own, my_reward.py
     prompt_template: str = flag("", FILES)  # with {fields}; empty: only the prompt or question, for gsm8k with a hint after it
 
-    def __post_init__(self):
-        if self.env in HINTS and not self.env_data:
-            raise ValueError(f"--env {self.env} needs --env_data FILE.jsonl, its problems")
-
 
 # ---------------------------------------------------------------- lines
 class Line(NamedTuple):

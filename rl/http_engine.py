@@ -40,11 +40,6 @@ class EngineConfig:
     engine: str = ""  # vLLM or SGLang at this address samples, e.g. http://127.0.0.1:8000; "" = the processes of this run do
     engine_weights: str = flag("", HTTP)  # folder for weights, with the same path on the server's machine; "" = <out>/engine
 
-    def __post_init__(self):
-        url = urlsplit(self.engine)
-        if self.engine and (url.scheme not in ("http", "https") or not url.netloc or url.path.strip("/")):
-            raise ValueError(f"--engine {self.engine} must be an address such as http://127.0.0.1:8000")
-
 
 # ---------------------------------------------------------------- the server
 class Server:

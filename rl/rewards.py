@@ -15,8 +15,6 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from support.config import check_range
-
 
 class RewardIsLate(BaseException):
     """A BaseException, because an `except Exception` in a reward must not catch the alarm."""
@@ -27,12 +25,6 @@ class RewardConfig:
     reward_timeout_s: float = 300.0  # a reward that takes longer has failed; 0 = no limit
     reward_threads: int = 1  # rewards computed at once, by threads: for rewards that wait for a server or another program
     failed_reward: float | None = None  # reward of a sample whose reward fails or is late; none = end the run
-
-    def __post_init__(self):
-        check_range(self, 0, threading.TIMEOUT_MAX, "reward_timeout_s")
-        check_range(self, 1, 10_000, "reward_threads")
-        if self.failed_reward is not None and not math.isfinite(self.failed_reward):
-            raise ValueError(f"--failed_reward {self.failed_reward} must be a finite number, or none")
 
 
 @contextmanager
@@ -124,18 +116,19 @@ def pay_in_threads(env, jobs: list, n: int, seconds: float) -> list[float | Valu
 
 
 # ---------------------------------------------------------------- evaluation
-def mean_and_error(values: list[float]) -> tuple[float, float | None]:
-    """The mean, and its standard error: the sample's standard deviation / sqrt(n); None for a single value."""
-    n, mean = len(values), sum(values) / len(values)
-    return mean, math.sqrt(sum((x - mean) ** 2 for x in values) / (n - 1) / n) if n > 1 else None
+def ratio(name: str, y: list[float], x: list[float] | None = None, scale=1.0) -> dict:
+    """{name: sum y / sum x, name_stderr: its standard error by linearisation}, both times scale. x None: the mean of y, and the
+    sample's standard deviation / sqrt(n). The error of a single value is None."""
+    n, x = len(y), x or [1.0] * len(y)
+    r = sum(y) / sum(x)
+    squares = sum((a - r * b) ** 2 for a, b in zip(y, x))
+    return {name: r * scale, f"{name}_stderr": math.sqrt(n / (n - 1) * squares) / sum(x) * scale if n > 1 else None}
 
 
 def held_out_numbers(samples: list[dict], greedy: list[dict], k: int) -> dict:
     """Mean reward of k samples per prompt (pass@1 for rewards of 0 and 1), mean reward of greedy samples, and the share of
     prompts with a full reward among k samples (pass@k). Errors are over prompts: samples of one prompt are not independent."""
     rewards = [[s["reward"] for s in samples[i : i + k]] for i in range(0, len(samples), k)]
-    found = {"eval_reward": [sum(group) / k for group in rewards], "eval_greedy": [s["reward"] for s in greedy],
-             "eval_pass_at_k": [float(max(group) >= 1) for group in rewards]}
-    means = {name: mean_and_error(values) for name, values in found.items()}
-    line = {name: mean for name, (mean, _) in means.items()} | {"eval_n": len(rewards), "eval_k": k}
-    return line | {f"{name}_stderr": error for name, (_, error) in means.items()}
+    line = {"eval_n": len(rewards), "eval_k": k} | ratio("eval_reward", [sum(group) / k for group in rewards])
+    line |= ratio("eval_pass_at_k", [float(max(group) >= 1) for group in rewards])
+    return line | ratio("eval_greedy", [s["reward"] for s in greedy])

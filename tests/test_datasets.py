@@ -175,13 +175,10 @@ def test_a_run_goes_on_with_the_characters_that_it_began_with(tmp_path):
     ids = text_of("abc").ids("cab")
     (tmp_path / "checkpoints" / "step-1").mkdir(parents=True)
     assert text_of("cba").ids("cab") == ids
-    for question, message in [("abé", "'é' is new and 'c' is missing; give the old"), ("ab", ": 'c' is missing"),
-                              ("abcd", "'d' is new; give the old ALPHABET or data, or use --out NEW")]:
-        with pytest.raises(ValueError, match=message) as error:
-            text_of(question)
-        assert "\n" not in str(error.value) and "tokenizer.json lists" in str(error.value)
-    with pytest.raises(ValueError, match="their order is another"):
-        grpo.Text("", str(tmp_path), "cba1")
+    for make in (lambda: text_of("abé"), lambda: text_of("ab"), lambda: grpo.Text("", str(tmp_path), "cba1")):
+        with pytest.raises(ValueError, match="tokenizer.json, .*; give the old ALPHABET or data, or use --out NEW") as error:
+            make()
+        assert "\n" not in str(error.value)
 
 
 # ---------------------------------------------------------------- runs

@@ -22,6 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import checkpoint
 import evaluate
 import parallel
+from rl import rewards
 from rl.datasets import HINTS
 from rl.text import Text
 from sft.prompts import chat_prompts
@@ -377,12 +378,12 @@ def test_prompts(folders, tasks, tmp_path):
 # ---------------------------------------------------------------- results
 def test_the_standard_error_of_a_ratio():
     """With equal denominators the error of a mean; otherwise the error of resampled lines."""
-    assert evaluate.ratio("x", [3.0]) == {"x": 3.0, "x_stderr": None}
-    assert evaluate.ratio("x", [0, 0, 1, 1]) == {"x": 0.5, "x_stderr": pytest.approx(math.sqrt(1 / 3 / 4))}
+    assert rewards.ratio("x", [3.0]) == {"x": 3.0, "x_stderr": None}
+    assert rewards.ratio("x", [0, 0, 1, 1]) == {"x": 0.5, "x_stderr": pytest.approx(math.sqrt(1 / 3 / 4))}
     rng = random.Random(0)
     x = [rng.uniform(1, 9) for _ in range(200)]
     y = [2 * a + rng.gauss(0, 1) * a**0.5 for a in x]
-    found = evaluate.ratio("r", y, x, scale=10.0)
+    found = rewards.ratio("r", y, x, scale=10.0)
     again = []
     for _ in range(400):
         rows = rng.choices(range(200), k=200)
@@ -451,7 +452,7 @@ ERRORS = [
     (dict(stride=8, max_new_tokens=8), QUESTION, "task.jsonl", "--stride 8 has no effect on questions"),
     ({}, QUESTION, "task.jsonl", "--max_new_tokens 256 leaves no room for a prompt in the 256 tokens"),
     (dict(seed=1, max_new_tokens=8), QUESTION, "task.jsonl", "--seed 1 has no effect with --temper"),
-    (dict(pp=2, max_new_tokens=8), QUESTION, "task.jsonl", "--pp 2 --cp 1: answers are written token"),
+    (dict(pp=2, max_new_tokens=8), QUESTION, "task.jsonl", "--pp and --cp do not help to write answers"),
     (dict(seq_len=4), CHOICES % ('["a b c d e f"]', '0'), "task.jsonl", "are to be scored as a whole"),
     (dict(tp=2), "x", "task.txt", "1 process but "),
     (dict(ac="full", compile=True), "x", "task.txt", "--ac full, --compile: nothing is trained here; leave it out"),
