@@ -18,7 +18,7 @@ class Engine:
 
     def __init__(self, kind: str, fault=None, tells=True):
         self.kind, self.fault, self.tells = kind, fault or (lambda path, answer: answer), tells
-        self.model, self.version, self.folders, self.asked = None, "default", [], []
+        self.model, self.version, self.folders = None, "default", []
 
     def read(self, folder: str):
         self.model, self.folders = load_hf_model(folder, dtype=torch.float32)[0], [*self.folders, folder]
@@ -26,7 +26,6 @@ class Engine:
     def draw(self, prompt, n, room, temperature, ends, seed, bias) -> list[dict]:
         noise = torch.rand((n, room), generator=torch.Generator().manual_seed(seed))
         with ONE_AT_A_TIME:
-            self.asked.append((prompt, n, temperature, self.version))
             self.model.unknown_ids = torch.tensor([int(i) for i in bias]) if bias else None
             return rollout(self.model, [prompt], noise[None], temperature, ends, max_len=len(prompt) + room)
 

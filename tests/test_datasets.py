@@ -114,7 +114,6 @@ def test_a_reward_of_your_own_is_given_what_it_asks_for(tmp_path):
 
 @pytest.mark.parametrize("lines, flags, message", [
     ([{"question": "1", "answer": 2}, {"question": "1"}], {}, "a.jsonl:2 has no answer; need prompt or question"),
-    ([{"question": "1", "answer": 2}, {"prompt": "1", "answer": 2}], {}, "a.jsonl:2 has no question; need prompt or question"),
     ([{"question": "1", "answer": 2}, [3]], {}, "a.jsonl:2 is a JSON list, not an object"),
     ([{"question": 1, "answer": 2}], {}, "a.jsonl:1: question is no text"),
     ([{"question": " ", "answer": 2}], {}, "a.jsonl:1: the prompt is empty"),
@@ -129,7 +128,6 @@ def test_a_reward_of_your_own_is_given_what_it_asks_for(tmp_path):
      "1 of the 3 prompts of --eval_data .*b.jsonl are in --env_data .*a.jsonl as well"),
     ([{"question": "1", "answer": 2}], {"eval_data": "c.jsonl"},
      "--eval_data '.*c.jsonl': No such file or directory; need a .jsonl"),
-    ([{"question": "1", "answer": 2}], {"eval_data": "c.txt"}, "--eval_data '.*c.txt': it ends with .txt; need a .jsonl"),
 ])
 def test_files_that_cannot_be_used(tmp_path, lines, flags, message):
     data = write(tmp_path / "a.jsonl", *lines)

@@ -142,16 +142,13 @@ def slow(answer):
 FAULTS = {
     "no JSON": ("vllm", spoiled(lambda answer: b"<html>busy"), "/v1/completions answers no JSON but b'<html>busy'"),
     "no choices": ("vllm", spoiled(lambda answer: {"error": "busy"}), "answers in another form, KeyError 'choices' in {"),
-    "a list": ("sglang", spoiled(lambda answer: {"text": "", "meta_info": {}}), "/generate answers in another form"),
     "no ids": ("vllm", with_choice(token_ids=None), "a log-probability for each"),
     "no log-probabilities": ("vllm", with_choice(logprobs=None), "/v1/completions answers in another form, TypeError"),
     "too few": ("vllm", spoiled(lambda answer: {"choices": answer["choices"][1:]}), "3 samples came back where 4"),
-    "too few of sglang": ("sglang", spoiled(lambda answer: answer[1:]), "3 samples came back where 4"),
     "an id outside": ("vllm", with_choice(token_ids=[24], logprobs={"token_logprobs": [-1.0]}), "the id [24] is none"),
     "an id that is none": ("sglang", with_meta(output_token_logprobs=[[-1.0, 2.5, None]]), "id [2.5] is none of the model's"),
     "nan": ("vllm", spoiled(two_nans), "[nan] is no log-probability; vLLM needs --logprobs-mode processed_logprobs"),
     "logits": ("sglang", with_meta(output_token_logprobs=[[3.5, 0, None]]), "[3.5] is no log-probability"),
-    "none": ("sglang", with_meta(output_token_logprobs=[[None, 0, None]]), "[None] is no log-probability"),
     "behind its end": ("vllm", with_choice(token_ids=[0, 5, 0], logprobs={"token_logprobs": [-1.0] * 3}), "goes on behind"),
     "no end": ("vllm", with_choice(token_ids=[5], logprobs={"token_logprobs": [-1.0]}, finish_reason="stop"),
                "it ended with the id 5, which is none of [0]"),
@@ -165,7 +162,6 @@ FAULTS = {
     "busy": ("vllm", spoiled(lambda answer: {"success": False}, ["/reset_prefix_cache"]), "must be this run's alone"),
     "a model that is a text": ("vllm", spoiled(lambda answer: {"data": ["policy"]}, ["/v1/models"]), "/v1/models answers in"),
     "a list of a reload": ("sglang", spoiled(lambda answer: [1], ["/update_weights_from_disk"]), "answers in another form"),
-    "a text about a sample": ("sglang", spoiled(lambda answer: [{"meta_info": "x"}] * 4), "/generate answers in another form"),
     "slow": ("vllm", spoiled(slow), "no answer to /v1/completions within 0.5 s"),
 }
 
