@@ -69,7 +69,7 @@ class Server:
                 content = None if body is None else json.dumps(body)
                 connection.request("GET" if body is None else "POST", path, content, {"Content-Type": "application/json"})
                 answer = connection.getresponse()
-                content = self.read_all(answer, connection, path)
+                content = self.read_all(answer, path)
         except ConnectionRefusedError:
             self.fail(f"nothing answers there ({path}: connection refused); start the server, then this run again")
         except TimeoutError:
@@ -90,17 +90,15 @@ class Server:
         except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
             self.fail(f"{path} answers in another form, {type(error).__name__} {error} in {json.dumps(answer)[:200]}{hint}")
 
-    def read_all(self, answer, connection, path: str) -> bytes:
+    def read_all(self, answer, path: str) -> bytes:
         """The content of an answer, limited in time (--rollout_timeout_s) and bytes: a server might never end."""
-        content, deadline = bytearray(), time.monotonic() + self.timeout
+        content, until = bytearray(), time.monotonic() + self.timeout
         while piece := answer.read1(1 << 20):
             content += piece
             if len(content) > ANSWER_LIMIT:
                 self.fail(f"{path} answers with more than {ANSWER_LIMIT:,} bytes, which is absurd")
-            if (left := deadline - time.monotonic()) <= 0:
+            if time.monotonic() > until:
                 raise TimeoutError
-            if connection.sock:
-                connection.sock.settimeout(left)
         return bytes(content)
 
     def load(self, folder: str, version: str):
