@@ -14,61 +14,83 @@ The fields of a line decide the kind of task; further fields are allowed:
                                       \\boxed{} is compared, fractions as fractions (rl/answers.py). A text cut off at
                                       --max_new_tokens is wrong
 
-A prompt is "Question: {question}\\nAnswer:", or with --chat "{question}" in the chat template, cut into requests as by lm-eval
-(rl/scoring.py). All layouts and batch sizes give the same numbers, up to rounding. The standard error (_stderr) of a ratio
+A prompt is "Question: {question}\\nAnswer:", or with --chat "{question}" in the chat template, cut into requests as by lm-eval.
+All layouts and batch sizes give the same numbers, up to rounding. The standard error (_stderr) of a ratio
 r = sum y_i / sum x_i over n lines (or windows of a single text) is sqrt(n / (n - 1) sum_i (y_i - r x_i)^2) / sum_i x_i. For a
 mean (x_i = 1) the formula is the sample's standard deviation / sqrt(n); for n = 1 the error is null. --out gets one JSON object
 per line of the task, and a last line {"summary": {...}}, all written at the end: Ctrl-C leaves nothing. For lm-eval's own tasks
 see docs/finetune.md.
+
+N requests, B sequences of a forward, T tokens, D dim, V vocab. A request is (context, continuation), lists of token ids; its
+score is the log-probability of the continuation after the context. Every rank gets the same requests and returns all scores.
+Data ranks share the requests; the pp, cp and tp ranks of a data rank work together on the same requests.
 """
 import json
 import math
 import os
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Literal
 
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import parallel
+from checkpoint import has_adapters, load_model, load_weights, saved_model
 from corpus.mixture import format_of
 from corpus.tokenizer import ChatConfig
-from distributed.launch import connect, run
+from distributed.agree import gather
+from distributed.checks import check_tp_plan
+from distributed.launch import LaunchConfig, connect, run
+from distributed.layout import ExpertConfig, Layout, ParallelConfig
+from distributed.pipeline import PipelineConfig, pipeline_forward, pipeline_stages
+from distributed.refusals import check_layout, runs_on_cuda
+from models.loss import IGNORE, TokenLogprobs, log_normalizer, no_reduce
 from parallel import make_mesh
 from rl.answers import KINDS as RIGHT
 from rl.answers import final_number, is_right, never_right
 from rl.datasets import Line, fill_template, is_answer, jsonl_lines, read_content, unescape
-from rl.scoring import (
-    WRITING,
-    ScoringConfig,
-    check_requests,
-    complete,
-    encode_pair,
-    open_model,
-    opening_ids,
-    plan_layout,
-    read_checkpoint,
-    rolling_windows,
-    score,
-)
+from rl.decoding import draw_noise, rollout
+from rl.packing import lay_out, pieces
+from rl.policy import split_model
+from rl.rewards import ratio
+from rl.rollouts import lockstep, one_of_each_model, patient_group, whole_weights
 from rl.text import Text
+from sft.adapters import base_of
 from sft.chat import open_chat
-from storage.manifest import is_hf_folder
-from support.config import Need, check_range, flag
+from storage.hf import class_of, load_hf_model, read_hf_config
+from storage.manifest import is_hf_folder, newest_readable
+from support.config import Need, check_range, default_of, flag, spell_flag
 from support.files import check_local, read_json, write_file
 
 BASE_PROMPT = "Question: {question}\nAnswer:"  # for a base model; a chat model has its template
+NOTHING = ([0], [IGNORE])  # a request of one token without a score
+PROGRESS_S = 5  # seconds between the progress lines of a long evaluation
+# Inherited flags that are for training only
+TRAINING = ("reduce_dtype", "param_dtype", "loss_parallel", "async_tp", "ac", "ac_every", "ac_budget", "compile", "cpu_offload",
+            "train_timeout_s", "pp_schedule", "pp_schedule_csv")
 # Needs of flags: see support/config.py. c.kind: from read_task, set by plan_layout.
 QUESTIONS = Need("on a text, which asks nothing", lambda c: c.kind != "text")
 WINDOWS = Need("on questions, which are scored as a whole", lambda c: c.kind == "text")
+WRITING = Need("where nothing is written: see --task", lambda c: c.kind == "answer")
 SAMPLING = Need("with --temperature 0", lambda c: c.temperature > 0)
 SHOTS = Need("without --shots", lambda c: c.shots)
 
 
 @dataclass(kw_only=True)
-class Config(ScoringConfig, ChatConfig):
+class Config(ParallelConfig, ExpertConfig, LaunchConfig, PipelineConfig, ChatConfig):
+    REFUSED = TRAINING
+    checkpoint: str = "runs/llama3"  # a run folder (its newest checkpoint), a checkpoints/step-N, or a Hugging Face folder
     task: str = ""  # a .txt, or a .jsonl of texts or questions, told apart by their fields, see above
     out: str = ""  # new file for the results, .jsonl; empty: only a summary on the screen
     limit: int = 0  # only the first lines of the task, so many; 0 = all
+    seq_len: int = -1  # tokens of a forward, at most; -1 = the model's max_seq_len, for texts the length of its training
+    local_batch_size: int = 16  # sequences per forward of a data rank
     stride: int = flag(-1, WINDOWS)  # tokens scored by each window after a text's first, the rest is context; -1 = all
     chat: bool = flag(False, QUESTIONS)  # wrap the prompt in the chat template of the tokenizer
     prompt_template: str = flag("", QUESTIONS)  # with {fields}; empty: Question: {question}\nAnswer:, or with --chat {question}
@@ -79,10 +101,11 @@ class Config(ScoringConfig, ChatConfig):
     temperature: float = flag(0.0, WRITING)  # 0 always takes the likeliest token
     stop: list[str] = flag(["\\nQuestion:"], WRITING)  # an answer ends before any of these strings; \n is a new line
     seed: int = flag(0, WRITING, SAMPLING)  # another seed is another sample
+    rollout_timeout_s: int = flag(7200, WRITING)  # a rank that waits longer for the others' answers ends the run
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto = a GPU, else the CPU
 
     def __post_init__(self):
-        ScoringConfig.__post_init__(self)
-        check_range(self, 1, math.inf, "max_new_tokens")
+        check_range(self, 1, math.inf, "local_batch_size", "rollout_timeout_s", "max_new_tokens")
         check_range(self, 0, math.inf, "limit", "shots", "temperature")
         if self.shots and not self.shots_file:
             raise ValueError(f"--shots {self.shots} needs --shots_file FILE.jsonl, which has them")
@@ -95,15 +118,12 @@ KINDS = {"text": ("text",), "choice": ("question", "choices", "answer"), "answer
 def read_task(path: str, flag="--task") -> tuple[str, list[Line]]:
     """("text", "choice" or "answer", the lines) of a task's file. The ValueError names the line."""
     content = read_content(path, flag, ".txt", ".jsonl")
-    if format_of(Path(path)) == ".txt":
-        lines = [Line(path, {"text": content})] if content else []
-    else:
-        lines = jsonl_lines(content, path)
+    is_text = format_of(Path(path)) == ".txt"
+    lines = [Line(path, {"text": content})] * bool(content) if is_text else jsonl_lines(content, path)
     if not lines:
         raise ValueError(f"{flag} {path} is empty: there is nothing to evaluate")
     found = [kind for kind, names in KINDS.items() if set(names) <= lines[0].fields.keys()]
-    found = [kind for kind in found if kind != "answer" or "choice" not in found]
-    if len(found) != 1:
+    if not found or found[0] == "text" and len(found) > 1:
         raise ValueError(f"{lines[0].where} has {', '.join(lines[0].fields) or 'no fields'}; need text, or question, choices "
                          "and answer, or question and answer")
     return found[0], [check_line(line, found[0]) for line in lines]
@@ -111,19 +131,19 @@ def read_task(path: str, flag="--task") -> tuple[str, list[Line]]:
 
 def check_answers(lines: list[Line], answers: str):
     """Raises ValueError for a line with an answer that no text can match."""
-    for line in lines:
-        if reason := never_right(answers, str(line.fields["answer"])):
-            raise ValueError(f"{line.where}: nothing can be right with --answers {answers} where the answer is "
-                             f"{str(line.fields['answer'])[-60:]!r}: {reason}")
+    for where, record in lines:
+        if reason := never_right(answers, answer := str(record["answer"])):
+            raise ValueError(f"{where}: nothing can be right with --answers {answers} for {answer[-60:]!r}: {reason}")
 
 
 def check_line(line: Line, kind: str) -> Line:
     """The line, with its answer among choices as a number from 0. Raises ValueError for missing or wrong fields."""
     where, record = line
-    if missing := [name for name in KINDS[kind] if name not in record]:
-        raise ValueError(f"{where} has no {missing[0]}, and the first line has")
-    if wrong := [name for name in ("text", "question") if name in KINDS[kind] and not isinstance(record[name], str)]:
-        raise ValueError(f"{where}: {wrong[0]} is no text")
+    for name in KINDS[kind]:
+        if name not in record:
+            raise ValueError(f"{where} has no {name}, and the first line has")
+        if name in ("text", "question") and not isinstance(record[name], str):
+            raise ValueError(f"{where}: {name} is no text")
     if kind == "answer" and not is_answer(record["answer"]):
         raise ValueError(f"{where}: the answer is no text and no number")
     if kind != "choice":
@@ -134,21 +154,18 @@ def check_line(line: Line, kind: str) -> Line:
     is_letter = isinstance(answer, str) and len(answer) == 1 and answer.isalpha()
     index = choices.index(answer) if answer in choices else ord(answer.upper()) - ord("A") if is_letter else answer
     if type(index) is not int or not 0 <= index < len(choices):
-        raise ValueError(f"{where}: the answer {answer!r} is none of the {len(choices)} choices, nor the letter of one, nor "
-                         "its number from 0")
+        raise ValueError(f"{where}: the answer {answer!r} is none of the {len(choices)} choices, nor a letter or number of one")
     return Line(where, record | {"answer": index})
 
 
 def prompts_of(cfg: Config, text: Text, lines: list[Line], kind: str) -> list[str]:
     """The text before each answer: shots, then the line in --prompt_template; with --chat, all in one message."""
     template = unescape(cfg.prompt_template) or ("{question}" if text.chat else BASE_PROMPT)
-
     shots = ""
     if cfg.shots:
-        shots_kind, examples = read_task(cfg.shots_file, "--shots_file")
-        if shots_kind != kind or len(examples) < cfg.shots:
-            raise ValueError(f"--shots_file {cfg.shots_file} has {len(examples)} lines of kind {shots_kind}; need {cfg.shots} "
-                             f"of kind {kind}, as in --task")
+        found, examples = read_task(cfg.shots_file, "--shots_file")
+        if found != kind or len(examples) < cfg.shots:
+            raise ValueError(f"--shots_file has {len(examples)} lines of kind {found}; need {cfg.shots} of kind {kind}")
         for line in examples[: cfg.shots]:
             answer = line.fields["answer"]
             shots += f"{fill_template(template, line)} {line.fields['choices'][answer] if kind == 'choice' else answer}\n\n"
@@ -156,15 +173,228 @@ def prompts_of(cfg: Config, text: Text, lines: list[Line], kind: str) -> list[st
     return [text.chat(prompt) for prompt in prompts] if text.chat else prompts
 
 
+# ---------------------------------------------------------------- the model
+def read_checkpoint(folder: str, chat=None) -> tuple[Text, type, object, str]:
+    """(tokenizer, model class, model config, folder of the weights) of a run, step or Hugging Face folder; for a run the folder
+    of its newest step. chat: from open_chat(). Reads only small files. Raises ValueError."""
+    if is_hf_folder(folder):
+        config = read_hf_config(folder)
+        if hasattr(config, "mtp_depth"):
+            config = replace(config, mtp_depth=0)  # a second prediction is for training only
+        return Text(folder, chat=chat), class_of(config), config, folder
+    folder = newest_readable(folder)
+    if has_adapters(folder):
+        base_of(folder)  # raises if the frozen weights are gone
+    return Text(folder, chat=chat), *saved_model(folder), folder
+
+
+def plan_layout(cfg: Config, kind: str, model_config, longest: int) -> tuple[Config, Layout]:
+    """The flags with their dtypes resolved, and the Layout. kind: of the task. longest: most tokens of a forward. Raises
+    ValueError for flags that cannot work."""
+    defaults = {f.name: default_of(f) for f in fields(cfg)}
+    if given := [spell_flag(name, getattr(cfg, name)) for name in TRAINING if getattr(cfg, name) != defaults[name]]:
+        raise ValueError(f"{', '.join(given)}: nothing is trained here; leave it out")
+    usual = "bfloat16" if runs_on_cuda(cfg.device) else "float32"
+    dtype = usual if cfg.compute_dtype == "auto" else cfg.compute_dtype
+    # Without an optimizer, nothing needs more digits than the matmuls. Any number of micro-batches works with GPipe.
+    cfg = replace(cfg, compute_dtype=dtype, param_dtype=dtype, pp_schedule="GPipe" if cfg.pp > 1 else cfg.pp_schedule)
+    cfg.kind = kind  # not a flag, but flags need it, see WRITING
+    step = max(pieces(cfg), 1)
+    return cfg, check_layout(cfg, model_config, seq_len=max(longest // step, 1) * step,
+                             local_batch_size=cfg.local_batch_size, global_batch_size=-1, device=cfg.device)
+
+
+def open_model(folder: str, layout: Layout, cfg, Model, model_config) -> list[nn.Module]:
+    """This rank's stages (one stage without --pp) with the weights of a run, step or Hugging Face folder, ready for score() and
+    complete(). Raises the same ValueError on all ranks."""
+    if layout.world_size == 1:
+        load = load_hf_model if is_hf_folder(folder) else load_model
+        stages = [load(folder, layout.device, layout.compute_dtype)[0]]
+    else:
+        with torch.device("meta"):
+            model = Model(model_config)
+        check_tp_plan(model, parallel.TP_STYLES)  # not check_model, because check_model counts gradients
+        stages = pipeline_stages(model, layout, cfg) if cfg.pp > 1 else [model]
+        for stage in stages:
+            split_model(stage, layout, cfg)
+            parallel.shard(stage, layout, cfg)
+            parallel.init_weights(stage, layout, 0, skip=lambda fqn: True)
+        load_weights(stages, folder)
+    for stage in stages:
+        stage.reshards = layout.reshards
+    return stages
+
+
+# ---------------------------------------------------------------- text -> requests
+def opening_ids(text: Text, string: str) -> list[int]:
+    """Ids of a text without context: with the tokenizer's first token, unless already in the text, as in chat prompts."""
+    markers_are_tokens = not text.tokenizer.encode_special_tokens
+    begins = text.chat or markers_are_tokens and string.startswith(text.tokenizer.id_to_token(text.first))
+    return text.ids(string, text.bos and not begins)
+
+
+def encode_pair(text: Text, context: str, continuation: str) -> tuple[list[int], list[int]]:
+    """Both texts as token ids, cut as in lm-eval: spaces at the end of the context belong to the continuation; the context
+    alone has n tokens, and the first n tokens of both together are the context. Without a context, text.first is the context.
+    Raises ValueError if no token is left to be scored."""
+    before = context.rstrip()
+    after = context[len(before) :] + continuation
+    if not before:
+        head, tail = [], text.ids(after)
+    else:
+        head, whole = opening_ids(text, before), opening_ids(text, before + after)
+        tail = whole[len(head) :]
+        if not tail and whole != head:  # both share a token; the shared token is scored
+            head, tail = whole[:-1], whole[-1:]
+    if not tail:
+        raise ValueError(f"{after!r} has no tokens")
+    return head or [text.first], tail
+
+
+def rolling_windows(ids: list[int], first: int, longest: int, stride: int) -> list[tuple[list[int], list[int]]]:
+    """Requests that score each token of a text once, beginning after the token `first`. A forward has at most `longest` tokens;
+    each window after the first scores `stride` tokens, with as much context as fits."""
+    whole, windows, done = [first, *ids], [], 0
+    while done < len(ids):
+        end = min(done + (stride if done else longest), len(ids))
+        windows.append((whole[max(0, end - longest) : done + 1], whole[done + 1 : end + 1]))
+        done = end
+    return windows
+
+
+def cut_requests(requests: list[tuple], room: int, vocab_size: int) -> tuple[list[tuple], int]:
+    """(requests of at most `room` tokens, the number of those whose context has lost its beginning). Raises ValueError for a
+    continuation that leaves no room for a context, and for ids outside of the model's vocabulary."""
+    for context, continuation in requests:
+        if len(continuation) >= room:
+            raise ValueError(f"{len(continuation):,} tokens are to be scored as a whole, but there is room for {room - 1:,}")
+        if (last := max(context + continuation)) >= vocab_size:
+            raise ValueError(f"token id {last} in a text, but the model's vocab_size is {vocab_size}: wrong tokenizer?")
+    cut = [(context[len(continuation) - room :], continuation) for context, continuation in requests]
+    return cut, sum(len(a) < len(b) for (a, _), (b, _) in zip(cut, requests))
+
+
+def check_finite(logprobs: list[float]) -> None:
+    if n := len(logprobs) - sum(map(math.isfinite, logprobs)):
+        raise ValueError(f"{n:,} of {len(logprobs):,} log-probabilities are no numbers: the model has diverged, or is damaged")
+
+
+# ---------------------------------------------------------------- requests -> scores
+def label_scores(h: Tensor, weight: Tensor, labels: Tensor, denom=None, all_reduce=no_reduce, vocab_start=0) -> Tensor:
+    """(2, ...) in fp32: the log-probability of each label (...), and 1.0 if the label is the likeliest token; 0 for labels
+    IGNORE. h (..., D), weight (V/tp, D); vocab parallelism as in models.loss.linear_cross_entropy."""
+    wanted = labels != IGNORE  # the head is a large part of a forward, so we leave out the contexts
+    found = h.new_zeros(2, int(wanted.sum()), dtype=torch.float32)
+    for rows, logits, index, mine in TokenLogprobs.chunks(h[wanted], weight, labels[wanted], 1.0, vocab_start, None):
+        target = all_reduce(torch.where(mine, logits.gather(1, index)[:, 0], 0.0), "sum")
+        top, place = logits.max(1)
+        is_best = all_reduce(top.clone(), "max") == top
+        # the first of equally likely tokens, as in argmax
+        best = -all_reduce(torch.where(is_best, -(place + vocab_start), -(2**40)), "max")
+        found[:, rows] = torch.stack([target - log_normalizer(logits, all_reduce), (best == labels[wanted][rows]).float()])
+    scores = h.new_zeros(2, *labels.shape, dtype=torch.float32)
+    scores[:, wanted] = found
+    return scores
+
+
+def keep_scores(stages: list[nn.Module], layout: Layout) -> list[Tensor]:
+    """Make the last stage's forward append label_scores() of its labels to the returned list."""
+    kept, scores = [], label_scores
+    if layout.tp > 1:
+        scores = partial(parallel.vocab_parallel_loss, mesh=layout.mesh["tp"], loss=label_scores)
+
+    def token_loss(h, weight, labels, denom):
+        kept.append(scores(h, weight, labels, denom))
+        return h.new_zeros(())  # a loss, not used
+
+    for stage in stages:
+        stage.token_loss = token_loss
+    return kept
+
+
+def pack_requests(requests: list[tuple], layout: Layout) -> dict[str, Tensor]:
+    """The model's arguments, (B, T/cp) each. Label t is the token after input t. Padding is on the right, invisible to all
+    tokens."""
+    rows = []
+    for context, continuation in requests:
+        ids, labels = context + continuation, [IGNORE] * (len(context) - 1) + continuation
+        rows.append([dict(tokens=torch.tensor(ids[:-1]), labels=torch.tensor(labels), positions=torch.arange(len(labels)))])
+    T = max(len(row["tokens"]) for (row,) in rows)
+    return lay_out(rows, -(-T // pieces(layout)) * pieces(layout), layout, {"labels": IGNORE})
+
+
+@torch.no_grad()
+def score(stages: list[nn.Module], layout: Layout, requests: list[tuple]) -> list[tuple[float, bool]]:
+    """(log-probability of the continuation in nats, whether greedy decoding gives the continuation) of each request, on every
+    rank. Raises ValueError on every rank for a log-probability of nan or inf."""
+    kept, report = keep_scores(stages, layout), progress("scored", len(requests), layout)
+    sums = torch.zeros(2, len(requests), dtype=torch.float64, device=layout.device)
+    order = sorted(range(len(requests)), key=lambda i: -len(requests[i][0]) - len(requests[i][1]))  # like lengths together
+    size, multiple = layout.local_batch_size * layout.data_ranks, layout.microbatch_size if layout.pp > 1 else 1
+    for begin in range(0, len(order), size):
+        batch = order[begin : begin + size]
+        mine = batch[layout.data_rank :: layout.data_ranks]
+        # All data ranks run equally many forwards and micro-batches, because the collectives inside need all ranks.
+        rows = -(-len(batch) // (layout.data_ranks * multiple)) * multiple
+        kwargs = pack_requests([requests[i] for i in mine] + [NOTHING] * (rows - len(mine)), layout)
+        if layout.pp > 1:
+            pipeline_forward(stages, kwargs, layout)
+        else:
+            stages[0](**kwargs)
+        if kept and mine and layout.coordinate("tp") == 0:  # all tp ranks have the same scores, cp ranks a part each
+            sums[:, mine] = torch.cat(kept, 1).sum(2, dtype=torch.float64)[:, : len(mine)]
+        kept.clear()
+        report(begin + size)
+    dist.all_reduce(sums)
+    check_finite(sums[0].tolist())
+    return [(total, hits == len(request[1])) for total, hits, request in zip(*sums.tolist(), requests)]
+
+
+# ---------------------------------------------------------------- prompts -> texts
+@torch.no_grad()
+def complete(model, layout: Layout, cfg: Config, text: Text, prompts: list[list[int]]) -> list[dict]:
+    """The model's answer to each prompt: dicts(ids, logprobs, text, truncated), on every rank. An answer ends before its first
+    --stop string, or with an id of text.ends, or is truncated. Raises ValueError on every rank if the model gives no
+    probabilities."""
+    stop, new = [unescape(string) for string in cfg.stop if string], cfg.max_new_tokens
+    group = patient_group(dist.group.WORLD, cfg.rollout_timeout_s) if layout.world_size > 1 else None
+    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+    mine = order[layout.data_rank :: layout.data_ranks]
+    noise = draw_noise([f"{cfg.seed}/{i}" for i in mine], 1, new)
+    report, rows, tail = progress("answered", len(prompts), layout), layout.local_batch_size, 8 + len("".join(stop).encode())
+
+    def ends(ids):  # with a stop string; only the last tokens are decoded, each at least one byte of text
+        return any(string in text.decode(ids[-tail:]) for string in stop)
+
+    with whole_weights(model):
+        samples = rollout(
+            model, [prompts[i] for i in mine], noise, cfg.temperature, text.ends, rows=rows, stop=ends if stop else None,
+            max_len=max(map(len, prompts)) + new, agree=lockstep(layout, cfg.rollout_timeout_s),
+            on_token=lambda i, token: report((i + 1 - rows) * layout.data_ranks),  # rows samples may be unfinished
+            tp_mesh=layout.mesh["tp"] if layout.tp > 1 else None)
+    for i, s in zip(mine, samples):
+        s["index"], whole = i, text.decode(s["ids"])
+        s["text"] = min((whole.split(string)[0] for string in stop), key=len, default=whole)
+        s["truncated"] = s["truncated"] and s["text"] == whole
+    everyone = sum(one_of_each_model(gather(samples, group), layout), [])
+    check_finite([logprob for s in everyone for logprob in s["logprobs"]])
+    return sorted(everyone, key=lambda s: s["index"])
+
+
+def progress(what: str, total: int, layout: Layout) -> Callable:
+    """A function report(done) that may be called often: rank 0 prints a line every few seconds."""
+    said = time.monotonic()
+
+    def report(done: int):
+        nonlocal said
+        if layout.rank == 0 and time.monotonic() - said > PROGRESS_S:
+            said = time.monotonic()
+            print(f"{what} {max(0, min(done, total)):,} of {total:,}", flush=True)
+
+    return report
+
+
 # ---------------------------------------------------------------- scores -> an item per line, and metrics
-def ratio(name: str, y: list[float], x: list[float] | None = None, scale=1.0) -> dict:
-    """{name: sum y / sum x, name_stderr: its standard error by linearisation}, both times scale. x None: the mean of y."""
-    n, x = len(y), x or [1.0] * len(y)
-    r = sum(y) / sum(x)
-    squares = sum((a - r * b) ** 2 for a, b in zip(y, x))
-    return {name: r * scale, f"{name}_stderr": math.sqrt(n / (n - 1) * squares) / sum(x) * scale if n > 1 else None}
-
-
 def perplexity(lines: list[Line], windows: list[list[tuple]], scores: list[list[tuple]]) -> tuple[list[dict], dict]:
     """(items, metrics) of texts. windows: requests of each line. scores: results of score() for each line."""
     nats = [[-logprob for logprob, _ in of_line] for of_line in scores]
@@ -177,8 +407,8 @@ def perplexity(lines: list[Line], windows: list[list[tuple]], scores: list[list[
     else:
         nats, tokens = [sum(a) for a in nats], [sum(b) for b in tokens]
     metrics = ratio("loss", nats, tokens) | ratio("bits_per_byte", nats, n_bytes, 1 / math.log(2))
-    most = 700.0  # e^710 is too large for a float
-    return items, metrics | dict(perplexity=math.exp(min(metrics["loss"], most)), tokens=sum(tokens), bytes=round(sum(n_bytes)))
+    most = min(metrics["loss"], 700.0)  # e^710 is too large for a float
+    return items, metrics | dict(perplexity=math.exp(most), tokens=sum(tokens), bytes=round(sum(n_bytes)))
 
 
 def multiple_choice(lines: list[Line], scores: list[list[tuple]]) -> tuple[list[dict], dict]:
@@ -196,16 +426,15 @@ def multiple_choice(lines: list[Line], scores: list[list[tuple]]) -> tuple[list[
 def exact_match(lines: list[Line], samples: list[dict], answers="auto") -> tuple[list[dict], dict]:
     """(items, metrics) of written answers. samples: from complete(). answers: kind in rl/answers.py, or auto."""
     items = []
-    for line, sample in zip(lines, samples):
+    for line, s in zip(lines, samples):
         answer = str(line.fields["answer"])
         number = final_number(answer) if answers in ("auto", "number") else None
         kind = answers if answers != "auto" else "exact" if number is None else "number"
-        correct = is_right(kind, sample["text"], answer) and not sample["truncated"]
-        items.append(dict(
-            question=line.fields["question"], prediction=sample["text"], answer=answer if number is None else number,
-            tokens=len(sample["ids"]), truncated=sample["truncated"], correct=int(correct)))
-    return items, ratio("exact_match", [item["correct"] for item in items]) | dict(
-        truncated=sum(item["truncated"] for item in items) / len(items))
+        correct = is_right(kind, s["text"], answer) and not s["truncated"]
+        items.append(dict(question=line.fields["question"], prediction=s["text"], answer=answer if number is None else number,
+                          tokens=len(s["ids"]), truncated=s["truncated"], correct=int(correct)))
+    truncated = sum(item["truncated"] for item in items) / len(items)
+    return items, ratio("exact_match", [item["correct"] for item in items]) | dict(truncated=truncated)
 
 
 # ---------------------------------------------------------------- the program
@@ -215,17 +444,15 @@ def check_task(cfg: Config, kind: str, model_config, folder: str) -> int:
     longest, place = model_config.max_seq_len if cfg.seq_len == -1 else cfg.seq_len, os.path.dirname(cfg.out) or "."
     if cfg.seq_len == -1 and kind == "text" and not is_hf_folder(folder):
         longest = min(longest, read_json(folder, "config.json").get("seq_len", longest))
+    most, stride = model_config.max_seq_len, longest if cfg.stride == -1 else cfg.stride
     for wrong, message in [
         (cfg.out and os.path.lexists(cfg.out), f"--out {cfg.out} is there already: give a new file, or remove it"),
         (cfg.out and not os.path.isdir(place), f"--out {cfg.out}: {place} is no folder"),
-        (not 1 <= longest <= model_config.max_seq_len, f"--seq_len {cfg.seq_len} must be between 1 and the model's "
-         f"max_seq_len {model_config.max_seq_len}, or -1 for that"),
-        (cfg.stride != -1 and not 1 <= cfg.stride <= longest, f"--stride {cfg.stride} must be between 1 and --seq_len "
-         f"{longest}, or -1 for that"),
-        (kind == "answer" and cfg.max_new_tokens >= longest, f"--max_new_tokens {cfg.max_new_tokens} leaves no room for a "
-         f"prompt in the {longest} tokens of --seq_len, or of the model; lower it"),
-        (kind == "answer" and cfg.pp * cfg.cp > 1, f"--pp {cfg.pp} --cp {cfg.cp}: answers are written token by token, with "
-         "which neither helps; use --dp_shard or --tp"),
+        (not 1 <= longest <= most, f"--seq_len {cfg.seq_len} must be between 1 and the model's max_seq_len {most}, or -1"),
+        (not 1 <= stride <= longest, f"--stride {cfg.stride} must be between 1 and --seq_len {longest}"),
+        (kind == "answer" and cfg.max_new_tokens >= longest,
+         f"--max_new_tokens {cfg.max_new_tokens} leaves no room for a prompt in the {longest} tokens of --seq_len; lower it"),
+        (kind == "answer" and cfg.pp * cfg.cp > 1, "--pp and --cp do not help to write answers; use --dp_shard or --tp"),
         (kind == "answer" and cfg.tp > 1 and hasattr(model_config, "mtp_depth"),
          f"--tp {cfg.tp}: writing with DeepSeek caches latents, which tp does not split; use --dp_shard"),
     ]:
@@ -271,44 +498,34 @@ def main(cfg: Config):
     requests, room = [*chain(*groups)], longest - cfg.max_new_tokens if kind == "answer" else longest + 1
     if not requests:
         raise ValueError(f"--task {cfg.task}: its texts are empty")
-    n_cut = check_requests(requests, room, model_config.vocab_size)
+    requests, n_cut = cut_requests(requests, room, model_config.vocab_size)
 
     # 3. scores or answers of the model
-    try:
-        layout = make_mesh(connect(layout, cfg, cfg.device))
-        stages = open_model(cfg.checkpoint, layout, cfg, Model, model_config)
-        if layout.rank == 0:
-            print(f"{cfg.task}: {counted}, up to {longest:,} tokens at once | {folder} | "
-                  f"{layout} on {layout.device.type}, {str(layout.compute_dtype)[6:]}", flush=True)
-            if n_cut:
-                print(f"{n_cut:,} of {len(requests):,} prompts do not fit into {longest:,} tokens: they lose their beginnings")
-        if kind == "answer":
-            prompts = [prompt[-room:] for prompt, _ in requests]
-            stop = [unescape(string) for string in cfg.stop if string]
-            samples = complete(stages[0], layout, cfg.rollout_timeout_s, text, prompts, cfg.max_new_tokens, cfg.temperature,
-                               cfg.seed, stop)
-            items, metrics = exact_match(lines, samples, cfg.answers)
-        else:
-            scores = iter(score(stages, layout, requests, longest))
-            grouped = [[next(scores) for _ in group] for group in groups]
-            items, metrics = perplexity(lines, groups, grouped) if kind == "text" else multiple_choice(lines, grouped)
-    except KeyboardInterrupt:
-        if layout.rank == 0:
-            print(f"stopped: nothing is written{f' to {cfg.out}' if cfg.out else ''}", flush=True)
-        raise
+    layout = make_mesh(connect(layout, cfg, cfg.device))
+    stages = open_model(cfg.checkpoint, layout, cfg, Model, model_config)
+    if layout.rank == 0:
+        print(f"{cfg.task}: {counted}, up to {longest:,} tokens at once | {folder} | "
+              f"{layout} on {layout.device.type}, {str(layout.compute_dtype)[6:]}", flush=True)
+        if n_cut:
+            print(f"{n_cut:,} of {len(requests):,} prompts do not fit into {longest:,} tokens: they lose their beginnings")
+    if kind == "answer":
+        samples = complete(stages[0], layout, cfg, text, [prompt for prompt, _ in requests])
+        items, metrics = exact_match(lines, samples, cfg.answers)
+    else:
+        scores = iter(score(stages, layout, requests))
+        grouped = [[next(scores) for _ in group] for group in groups]
+        items, metrics = perplexity(lines, groups, grouped) if kind == "text" else multiple_choice(lines, grouped)
 
     # 4. results
     if layout.rank == 0:
         summary = dict(task=cfg.task, kind=kind, checkpoint=folder, n=len(lines)) | metrics | dict(
-            cut=n_cut, seq_len=longest, layout=str(layout), dtype=str(layout.compute_dtype)[6:],
-            seconds=round(time.time() - began, 1))
+            cut=n_cut, seq_len=longest, layout=str(layout), dtype=cfg.compute_dtype, seconds=round(time.time() - began, 1))
         found = [dict(index=i) | item for i, item in enumerate(items)] + [dict(summary=summary)]
         if cfg.out:
             write_file(cfg.out, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in found).encode())
-        errors = {name: f" +- {metrics[f'{name}_stderr']:.4f}" for name in metrics if metrics.get(f"{name}_stderr") is not None}
-        shown = [f"{name} {x:.4f}{errors.get(name, '')}" if isinstance(x, float) else f"{name} {x:,}"
-                 for name, x in metrics.items() if not name.endswith("_stderr")]
-        print(f"{'   '.join(shown)}   ({counted}, {summary['seconds']} s{cfg.out and f', {cfg.out}'})")
+        shown = {name: f"{x:.4f}" if isinstance(x, float) else f"{x:,}" for name, x in metrics.items() if x is not None}
+        shown = [f"+- {x}" if name.endswith("_stderr") else f"  {name} {x}" for name, x in shown.items()]
+        print(f"{' '.join(shown).strip()}   ({counted}, {summary['seconds']} s{cfg.out and f', {cfg.out}'})")
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ from distributed.launch import LaunchConfig, StopSignal, connect, disconnect, ru
 from distributed.layout import ExpertConfig, ParallelConfig, local_tensor
 from distributed.refusals import check_layout
 from parallel import clip_grad_norm, make_mesh, next_backward, reduce_loss
-from rl import engines, generators, packing, rollouts
+from rl import engines, packing, rollouts
 from rl.datasets import DatasetConfig, open_task
 from rl.environments import draw_task, held_out_tasks, leave_out_long, supervised_sample
 from rl.http_engine import EngineConfig, find_server
@@ -67,6 +67,7 @@ CLIP = {"grpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2), "dapo": (0.2, 0.28), "gspo": 
 # Needs of flags: see support/config.py
 DENSE = Need("with experts: they multiply as many rows as tokens chose them", lambda c: not getattr(c, "n_experts", 0))
 NEW_MODEL = Need("with --init_from, which brings a trained model", lambda c: not c.init_from)
+IN_PLACE = Need("with --engine: the server samples, and its kernels round as they do", lambda c: not c.engine)
 ROWS = Need("with --pack_tokens: a forward is one packed sequence", lambda c: not c.pack_tokens)
 
 
@@ -95,9 +96,9 @@ class Config(ParallelConfig, ExpertConfig, LaunchConfig, LoraConfig, CheckpointC
     overlong_tokens: int = 0  # reward falls by up to 1 over this many tokens before max_new_tokens (DAPO eq. 13); 0 = off
     mask_truncated: bool = False  # leave truncated samples out of the loss and of its denominator
     async_steps: int = 0  # batches sampled ahead, so that rollouts and training overlap; samples are so many updates old
-    gen_ranks: int = 0  # the last ranks only sample, each with a whole model; 0 = the trainer's ranks sample, in place
+    gen_ranks: int = flag(0, IN_PLACE)  # the last ranks only sample, each with a whole model; 0 = all ranks sample, in place
     rollout_timeout_s: int = 7200  # a rank that waits longer for others' samples, tools or rewards ends the run
-    batch_invariant: bool = flag(False, DENSE)  # generator and trainer agree to the last bit (CPU, one thread, no tp or cp)
+    batch_invariant: bool = flag(False, DENSE, IN_PLACE)  # sampling and training agree to the last bit (CPU, one thread, no tp)
     abort_k3: float = 0.05  # stop if generator and trainer differ by more, as k3 divergence; 0 = never
     control: Literal["none", "frozen", "random"] = "none"  # for comparison: no updates, or rewards by a coin
     sft_steps: int = 200  # steps of supervised warm-up on answers, at most, for a model without --init_from
@@ -122,8 +123,7 @@ class Config(ParallelConfig, ExpertConfig, LaunchConfig, LoraConfig, CheckpointC
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto = a GPU, else the CPU
 
     def __post_init__(self):
-        for group in (MetricsConfig, DatasetConfig, RewardConfig, EngineConfig, ReportConfig):
-            group.__post_init__(self)
+        MetricsConfig.__post_init__(self)
         check_flags(self)
 
 
@@ -407,7 +407,7 @@ def main(cfg: Config):
 
     # 2. two kinds of ranks: the last --gen_ranks only sample, and stay in generate_forever() until the run ends
     if layout.rank >= n_trainers:
-        return generators.generate_forever(cfg, env, text, Model, model_config, n_trainers)
+        return engines.generate_forever(cfg, env, text, Model, model_config, n_trainers)
     lock_run(cfg.out)
     os.makedirs(cfg.out, exist_ok=True)
     if layout.rank == 0:

@@ -127,13 +127,8 @@ def same_value(x, y) -> bool:
 
 def split_list(text: str) -> list[str]:
     """["(", "1", "2", ")"] for "(1,2)": the brackets, and the parts between the outermost commas."""
-    bracketed = text[:1] in ("(", "[", "{", "\\") and text[-1:] in (")", "]", "}")
-    if text.startswith("\\{") and text.endswith("\\}"):
-        first, inside, last = "\\{", text[2:-2], "\\}"
-    elif bracketed and text[0] != "\\":
-        first, inside, last = text[0], text[1:-1], text[-1]
-    else:
-        first, inside, last = "", text, ""
+    found = re.fullmatch(r"(\\\{)(.*)(\\\})|([(\[{])(.*)([)\]}])", text, re.DOTALL)
+    first, inside, last = [part for part in found.groups() if part is not None] if found else ("", text, "")
     parts, depth = [""], 0
     for letter in inside:
         depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(letter, 0)

@@ -37,10 +37,6 @@ class DatasetConfig:
     reward: str = flag("exact", DATASET)  # right answers: exact, number or math, or a file of your own, my_reward.py
     prompt_template: str = flag("", FILES)  # with {fields}; empty: only the prompt or question, for gsm8k with a hint after it
 
-    def __post_init__(self):
-        if self.env in HINTS and not self.env_data:
-            raise ValueError(f"--env {self.env} needs --env_data FILE.jsonl, its problems")
-
 
 # ---------------------------------------------------------------- lines
 class Line(NamedTuple):
@@ -58,9 +54,8 @@ def read_content(path: str, flag: str, *suffixes: str) -> str:
             raise ValueError(f"it ends with {suffix or 'nothing'}")
         return (b"".join(unpacked(file)) if file.suffix in PACKED else file.read_bytes()).decode().removeprefix("\ufeff")
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        need = f"need a {' or '.join(suffixes)}, which may be packed as .gz or .zst"
-        raise ValueError(f"{flag} {path!r}: {reason}; {need}") from None
+        reason, need = getattr(error, "strerror", error), " or ".join(suffixes)
+        raise ValueError(f"{flag} {path!r}: {reason}; need a {need}, which may be packed as .gz or .zst") from None
 
 
 def jsonl_lines(content: str, path: str) -> list[Line]:
@@ -109,7 +104,7 @@ def read_problems(path: str, flag: str, template: str, hint: str, kind: str) -> 
             (not isinstance(line.fields[asked], str), f"{asked} is no text"),
             (not prompt.strip(), "the prompt is empty"),
             (reason, f"nothing can be right for --reward {kind} where the answer is {str(answer)[-60:]!r}: {reason}"),
-            (prompt in found and str(found[prompt].fields["answer"]).strip() != str(answer).strip(),
+            (answer_of(found.get(prompt, line)).strip() != str(answer).strip(),
              f"the prompt is that of {found.get(prompt, line).where}, and the answer another; remove one of the lines"),
         ]:
             if wrong:
@@ -131,7 +126,7 @@ class Dataset:
             held_out = read_problems(cfg.eval_data, "--eval_data", template, hint, kind)
             if both := held_out.keys() & self.lines.keys():
                 raise ValueError(f"{len(both):,} of the {len(held_out):,} prompts of --eval_data {cfg.eval_data} are in "
-                                 f"--env_data {cfg.env_data} as well: what is trained on tests nothing; remove them from one")
+                                 "--env_data as well; remove them from one")
             self.eval_problems = [(prompt, answer_of(line)) for prompt, line in held_out.items()]
             self.lines = self.lines | held_out
         letters = {letter for prompt, line in self.lines.items() for letter in prompt + answer_of(line)}

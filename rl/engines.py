@@ -6,13 +6,31 @@
     engine.close()            # at the end of the run, after a collect() for every submit()
 
 The training loop makes no other calls. InPlace (rl/rollouts.py) samples on the trainer's ranks with the trainer's weights;
-Generators (rl/generators.py) sends the weights to ranks for sampling only, HTTPEngine (rl/http_engine.py) to a server.
+Generators, below, sends the weights to ranks for sampling only (--gen_ranks), each with a whole model; HTTPEngine
+(rl/http_engine.py) sends the weights to a server.
 """
+import os
+import pickle
+import queue
+import threading
 from collections import deque
+from datetime import timedelta
+from typing import NamedTuple
 
-from rl.generators import Generators, open_bridge
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from distributed.agree import reason
+from distributed.launch import StopSignal
+from distributed.layout import Layout, dtype_of_compute
+from distributed.refusals import runs_on_cuda
 from rl.http_engine import HTTPEngine
-from rl.rollouts import InPlace
+from rl.rollouts import InPlace, make_batch, patient_group, unknown_ids
+from sft.lora import add_adapters, is_adapter, lora_names
+
+END, GO_ON = -1, -2  # in place of a cursor: leave; continue after the previous batch
 
 
 def open_engine(trainer, env, text, n_trainers: int):
@@ -73,3 +91,163 @@ def staleness(batch: dict, policy_version: int, cfg) -> dict:
                            f"--minibatches {cfg.minibatches}: the engine has mixed up its batches")
     mean = {"staleness_mean": sum(ages) / len(ages)} if min(ages) < max(ages) else {}
     return {"staleness": max(ages)} | mean
+
+
+# ---------------------------------------------------------------- --gen_ranks
+def list_weights(model, compute_dtype: torch.dtype, again=False) -> list[tuple[Tensor, torch.dtype]]:
+    """All parameters and buffers, sorted by name, with the dtype of each tensor in the trainer's forward: FSDP casts all
+    parameters and no buffers. A generator with other dtypes would compute other numbers: with an expert's selection bias in
+    bf16, for instance, tokens would go to other experts. again: only tensors that training changes; with LoRA, the adapters."""
+    found = {fqn: (p, compute_dtype) for fqn, p in model.named_parameters()} | {
+        fqn: (b, b.dtype) for fqn, b in model.named_buffers()}
+    names = sorted(found)
+    if again and any(map(is_adapter, names)):
+        names = filter(is_adapter, names)
+    return [found[fqn] for fqn in names]
+
+
+@torch.no_grad()
+def pack_weights(tensors: list[tuple[Tensor, torch.dtype]], keep: bool) -> list[Tensor]:
+    """Copy the tensors of list_weights() to the host. All trainer ranks call this function, because gathering a tensor is
+    collective; ranks without `keep` return nothing."""
+    packed = []
+    for t, dtype in tensors:
+        whole = t.full_tensor() if isinstance(t, DTensor) else t  # a collective of the trainer's ranks
+        if keep:  # page-locked, so that the courier copies to the device without the CPU
+            packed.append(torch.empty(whole.shape, dtype=dtype, pin_memory=whole.is_cuda).copy_(whole))
+    return packed
+
+
+class Bridge(NamedTuple):
+    """Connection of trainer rank 0 with all generators; the trainer has rank 0 in both groups."""
+
+    store: dist.Store  # of this attempt of torchrun
+    talk: dist.ProcessGroup  # gloo: headers, batches
+    weights: dist.ProcessGroup  # NCCL, from GPU to GPU; without GPUs the same as `talk`
+    device: torch.device
+
+    def broadcast(self, weight: Tensor):
+        """Broadcast a tensor from rank 0, where the tensor is on the host. Generators receive into their tensor."""
+        self.weights.broadcast(weight.to(self.device, non_blocking=True), 0).wait()
+        if self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+
+    def close(self):
+        if self.weights is not self.talk:
+            self.weights.shutdown()
+
+
+def open_bridge(cfg, n_trainers: int, device: torch.device) -> Bridge:
+    """Trainers and generators are two worlds for torch.distributed, each with ranks from 0 on, so the groups between both
+    worlds are made by hand."""
+    env, rank = os.environ, max(0, int(os.environ["RANK"]) - n_trainers + 1)
+    timeout = timedelta(seconds=cfg.rollout_timeout_s)  # one side waits while the other does its part of a step
+    connecting = timedelta(seconds=cfg.init_timeout_s)
+    store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), None, False, timeout=connecting)
+    store = dist.PrefixStore(f"rollouts/{env.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    talk = weights = dist.ProcessGroupGloo(dist.PrefixStore("bridge", store), rank, cfg.gen_ranks + 1, timeout)
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        weights = dist.ProcessGroupNCCL(dist.PrefixStore("weights", store), rank, cfg.gen_ranks + 1, options)
+    return Bridge(store, talk, weights, device)
+
+
+def run_courier(bridge: Bridge, jobs: queue.SimpleQueue, batches: queue.SimpleQueue):
+    """The courier, a thread on trainer rank 0: sends the weights of a job, receives the batch, takes the next job, all while
+    the trainer trains. A job is a header (cursor, version) and weights."""
+    try:
+        if bridge.device.type == "cuda":  # a stream of its own, to wait for copies and not for the trainer's kernels
+            torch.cuda.set_device(bridge.device)
+            torch.cuda.set_stream(torch.cuda.Stream())
+        while True:
+            header, weights = jobs.get()
+            bridge.talk.broadcast(torch.tensor(header), 0).wait()
+            if header[0] == END:
+                return bridge.close()
+            for weight in weights:
+                bridge.broadcast(weight)
+            del weights
+            size = torch.zeros(1, dtype=torch.long)
+            bridge.talk.recv([size], 1, 0).wait()
+            data = torch.empty(int(size), dtype=torch.uint8)
+            bridge.talk.recv([data], 1, 0).wait()
+            batches.put(pickle.loads(data.numpy().tobytes()))  # from our own generators, over our own connection
+    except Exception as error:
+        batches.put({"error": f"--gen_ranks {bridge.talk.size() - 1}: no samples came from them: {reason(error)}"})
+
+
+class Generators:
+    """The engine on a trainer's rank. submit() gives the weights to the courier and returns while the
+    generators sample; collect() waits for their samples. bridge: None except on trainer rank 0."""
+
+    def __init__(self, trainer, in_place, bridge: Bridge | None):
+        self.trainer, self.bridge, self.again = trainer, bridge, False
+        self.evaluate = in_place.evaluate  # the trainer's ranks have the current weights
+        self.jobs, self.batches = queue.SimpleQueue(), queue.SimpleQueue()
+        self.courier = threading.Thread(target=run_courier, args=(bridge, self.jobs, self.batches), daemon=True)
+        if bridge is not None:
+            self.courier.start()
+
+    def submit(self, cursor: int | None):
+        tensors = list_weights(self.trainer.model, self.trainer.layout.compute_dtype, self.again)
+        weights = pack_weights(tensors, keep=self.bridge is not None)
+        if self.bridge is not None:
+            self.jobs.put(((GO_ON if cursor is None else cursor, self.trainer.policy_version), weights))
+        self.again = True
+
+    def collect(self) -> dict:
+        box = [self.batches.get() if self.bridge is not None else None]
+        # the other trainers wait here as long as the generators sample
+        dist.broadcast_object_list(box, 0, group=patient_group(dist.group.WORLD, self.trainer.cfg.rollout_timeout_s))
+        if "error" in box[0]:
+            raise ValueError(box[0]["error"])
+        return box[0]
+
+    def close(self):
+        if self.bridge is not None:
+            self.jobs.put(((END, 0), []))  # the generators may go
+            self.courier.join()
+
+
+def generate_forever(cfg, env, text, Model, model_config, n_trainers: int):
+    """Run a generator rank: weights in, samples out, until END.
+
+    A signal does not end this rank (StopSignal only records the signal): the trainers need the samples to finish their step,
+    and then send END. If the trainers die, the connection breaks and this rank fails.
+    """
+    rank, n = int(os.environ["RANK"]) - n_trainers, cfg.gen_ranks
+    on_cuda = runs_on_cuda(cfg.device)
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_cuda else torch.device("cpu")
+    layout = Layout(dp_shard=n, global_batch_size=n, device=device, rank=rank)  # whole models, different prompts
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    bridge = open_bridge(cfg, n_trainers, device)
+    dist.init_process_group("gloo", store=dist.PrefixStore("world", bridge.store), rank=rank, world_size=n)
+    StopSignal()  # the trainers need samples to finish their step
+    dtype = dtype_of_compute(cfg, on_cuda)
+    model = Model(model_config).to(layout.device)
+    if cfg.lora_rank:
+        add_adapters(model, lora_names(model, cfg.lora_on), cfg.lora_rank, cfg.lora_alpha)
+    model.unknown_ids = unknown_ids(text, model_config, layout.device)
+    for t, as_multiplied in list_weights(model, dtype):
+        t.data = t.data.to(as_multiplied)
+    again, batch = False, {}
+    while True:
+        bridge.talk.broadcast(header := torch.zeros(2, dtype=torch.long), 0).wait()
+        cursor, version = header.tolist()
+        if cursor == END:
+            return bridge.close()
+        for weight, _ in list_weights(model, dtype, again):
+            bridge.broadcast(weight.data)
+        again, cursor = True, batch["cursor"] if cursor == GO_ON else cursor
+        try:
+            batch = make_batch(cfg, env, text, layout, model, cursor, version)
+        except ValueError as error:  # the same on all generators; the trainers end the run
+            batch = {"error": str(error)}
+        if rank == 0:
+            data = torch.frombuffer(bytearray(pickle.dumps(batch)), dtype=torch.uint8)
+            bridge.talk.send([torch.tensor([len(data)])], 0, 0).wait()
+            bridge.talk.send([data], 0, 0).wait()
+        if "error" in batch:
+            return

@@ -30,15 +30,11 @@ import zlib
 from fractions import Fraction
 
 
-def digits(rng, n: int) -> str:
-    return "".join(rng.choices(string.digits, k=n))
-
-
 class Reverse:
     ALPHABET = string.digits + ">"
 
     def make(rng):
-        number = digits(rng, 5)
+        number = "".join(rng.choices(string.digits, k=5))
         return f"{number}>", number[::-1]
 
     def reward(prompt, completion, truncated=False):
@@ -111,13 +107,11 @@ ENVS = {"reverse": Reverse, "sum_digits": SumDigits, "countdown": Countdown, "ca
 def open_env(name: str):
     """The environment for --env; rl/datasets.py has the environments for problems in files. Raises ValueError."""
     shuffled.cache_clear()
-    if name not in ENVS:
-        env = load_own("env", name, [*ENVS, "dataset", "gsm8k"])
-        wanted = ["make"] * (not hasattr(env, "problems")) + ["reward"] + ["TOOL_END"] * hasattr(env, "tool")
-        if missing := [name for name in wanted if not hasattr(env, name)]:
-            raise ValueError(f"--env {name} does not define {' and '.join(missing)}; rl/environments.py says what it needs")
-        return env
-    return ENVS[name]
+    env = ENVS.get(name) or load_own("env", name, [*ENVS, "dataset", "gsm8k"])
+    wanted = ["make"] * (not hasattr(env, "problems")) + ["reward"] + ["TOOL_END"] * hasattr(env, "tool")
+    if missing := [word for word in wanted if not hasattr(env, word)]:
+        raise ValueError(f"--env {name} does not define {' and '.join(missing)}; rl/environments.py says what it needs")
+    return env
 
 
 def load_own(flag: str, path: str, names: list[str]):
@@ -185,20 +179,15 @@ def held_out_tasks(env, n: int, fits=lambda prompt: True) -> list[str]:
 def leave_out_long(env, text, seq_len: int) -> list[str]:
     """Remove problems with prompts of seq_len tokens or more from the lists; returns messages for the user. Prompts of make()
     are checked when drawn. Raises ValueError if nothing is left."""
-    said = []
-    for name in ("problems", "eval_problems"):
-        if not (before := getattr(env, name, [])):
-            continue
-        lengths = {prompt: len(text.prompt(prompt)) for prompt, _ in before}
-        setattr(env, name, [task for task in before if lengths[task[0]] < seq_len])
-        if not (n := len(getattr(env, name))):
-            raise ValueError(f"--seq_len {seq_len} leaves no room to answer: the shortest of {len(before):,} prompts has "
-                             f"{min(lengths.values())} tokens; raise it")
-        if n < len(before):
-            said.append(f"{len(before) - n:,} of {len(before):,} {name.replace('_', ' ')} are left out: with their prompts "
-                        f"--seq_len {seq_len} leaves no room to answer")
+    said, fits = [], functools.partial(text.fits, seq_len=seq_len)
+    for name in {"problems", "eval_problems"} & set(dir(env)):
+        before = getattr(env, name)
+        setattr(env, name, [task for task in before if fits(task[0])])
+        if n := len(before) - len(getattr(env, name)):
+            said.append(f"{n:,} of {len(before):,} {name.replace('_', ' ')} are left out: with their prompts --seq_len "
+                        f"{seq_len} leaves no room to answer")
     shuffled.cache_clear()
-    draw_task(env, "train", 0, lambda prompt: text.fits(prompt, seq_len))  # raises ValueError if no prompt is left
+    draw_task(env, "train", 0, fits)  # raises ValueError if no prompt is left
     return said
 
 

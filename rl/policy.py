@@ -43,6 +43,16 @@ def model_of(cfg, vocab_size: int):
     return class_of(config), config
 
 
+def split_model(model, layout, cfg):
+    """Tensor, expert and context parallelism of a model, or of a stage; shard() and init_weights() come later."""
+    if cfg.tp > 1:
+        parallel.tensor_parallel(model, layout, cfg)
+    if layout.has_experts:
+        expert_parallel(model, layout)
+    if cfg.cp > 1:
+        parallel.context_parallel(model, layout, cfg)
+
+
 def build_policy(cfg, layout, Model, model_config, unknown=None, skip=lambda fqn: False):
     """The model on its devices, for training and sampling. Called with labels: (log-probabilities, entropy), (B, T/cp) each.
 
@@ -52,12 +62,7 @@ def build_policy(cfg, layout, Model, model_config, unknown=None, skip=lambda fqn
     with torch.device("meta"):
         model = Model(model_config)
     check_model(model, layout, cfg, parallel.TP_STYLES)
-    if cfg.tp > 1:
-        parallel.tensor_parallel(model, layout, cfg)
-    if layout.has_experts:
-        expert_parallel(model, layout)
-    if cfg.cp > 1:
-        parallel.context_parallel(model, layout, cfg)
+    split_model(model, layout, cfg)
     if cfg.lora_rank:
         lora_linears(model, cfg)
     if cfg.ac not in ("none", "budget"):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from support.config import check_range, save_config
+from support.config import save_config
 from support.metrics import drop_lines_from
 
 
@@ -14,9 +14,6 @@ from support.metrics import drop_lines_from
 class ReportConfig:
     log_every: int = 10  # steps between printed lines and between samples in samples.jsonl; metrics.jsonl has every step
     log_samples: int = 4  # samples per logged step in samples.jsonl; 0 = none, -1 = all
-
-    def __post_init__(self):
-        check_range(self, -1, math.inf, "log_samples")
 
 
 def introduce(cfg, layout, reduces_always: bool, identity: dict, size: str, left_out: list[str], n_held_out: int, done: int):

@@ -2,9 +2,9 @@
 
 A reward is the user's Python on a model's text, so a reward may raise, or never return. With --reward_threads 1, in the main
 thread, an alarm raises an exception inside a late reward and so ends a loop, a regular expression or a sleep (a reward with an
-alarm of its own loses our alarm). With more threads a late reward is given up: a thread cannot be ended from outside, so the
-thread runs on until the process ends, and slows the others. C code that never releases the interpreter stops both clocks; then
-only the other ranks end the run, after --rollout_timeout_s.
+alarm of its own loses our alarm). With more threads, and with --engine, which pays beside training, a late reward is given up:
+a thread cannot be ended from outside, so the thread runs on until the process ends, and slows the others. C code that never
+releases the interpreter stops both clocks; then only the other ranks end the run, after --rollout_timeout_s.
 """
 import inspect
 import math
@@ -14,8 +14,6 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
-
-from support.config import check_range
 
 
 class RewardIsLate(BaseException):
@@ -28,18 +26,12 @@ class RewardConfig:
     reward_threads: int = 1  # rewards computed at once, by threads: for rewards that wait for a server or another program
     failed_reward: float | None = None  # reward of a sample whose reward fails or is late; none = end the run
 
-    def __post_init__(self):
-        check_range(self, 0, threading.TIMEOUT_MAX, "reward_timeout_s")
-        check_range(self, 1, 10_000, "reward_threads")
-        if self.failed_reward is not None and not math.isfinite(self.failed_reward):
-            raise ValueError(f"--failed_reward {self.failed_reward} must be a finite number, or none")
-
 
 @contextmanager
 def time_limit(seconds: float):
     """Raise RewardIsLate inside the block after so many seconds, and again every second, because a bare `except:` can swallow
-    the first. Without effect outside of the main thread, since only the main thread can have an alarm."""
-    if not seconds or threading.current_thread() is not threading.main_thread():
+    the first. Only the main thread can have an alarm. 0 = no limit."""
+    if not seconds:
         yield
         return
 
@@ -81,7 +73,7 @@ def short(text: str) -> str:
 
 def pay_all(env, jobs: list[tuple[str, str, bool]], cfg: RewardConfig) -> list[float | ValueError]:
     """For each (prompt, completion, truncated) the reward, or an error. The list ends at a failure that ends the run."""
-    if cfg.reward_threads > 1:
+    if cfg.reward_threads > 1 or threading.current_thread() is not threading.main_thread():
         return pay_in_threads(env, jobs, cfg.reward_threads, cfg.reward_timeout_s)
     results = []
     for job in jobs:
@@ -124,18 +116,19 @@ def pay_in_threads(env, jobs: list, n: int, seconds: float) -> list[float | Valu
 
 
 # ---------------------------------------------------------------- evaluation
-def mean_and_error(values: list[float]) -> tuple[float, float | None]:
-    """The mean, and its standard error: the sample's standard deviation / sqrt(n); None for a single value."""
-    n, mean = len(values), sum(values) / len(values)
-    return mean, math.sqrt(sum((x - mean) ** 2 for x in values) / (n - 1) / n) if n > 1 else None
+def ratio(name: str, y: list[float], x: list[float] | None = None, scale=1.0) -> dict:
+    """{name: sum y / sum x, name_stderr: its standard error by linearisation}, both times scale. x None: the mean of y, and the
+    sample's standard deviation / sqrt(n). The error of a single value is None."""
+    n, x = len(y), x or [1.0] * len(y)
+    r = sum(y) / sum(x)
+    squares = sum((a - r * b) ** 2 for a, b in zip(y, x))
+    return {name: r * scale, f"{name}_stderr": math.sqrt(n / (n - 1) * squares) / sum(x) * scale if n > 1 else None}
 
 
 def held_out_numbers(samples: list[dict], greedy: list[dict], k: int) -> dict:
     """Mean reward of k samples per prompt (pass@1 for rewards of 0 and 1), mean reward of greedy samples, and the share of
     prompts with a full reward among k samples (pass@k). Errors are over prompts: samples of one prompt are not independent."""
     rewards = [[s["reward"] for s in samples[i : i + k]] for i in range(0, len(samples), k)]
-    found = {"eval_reward": [sum(group) / k for group in rewards], "eval_greedy": [s["reward"] for s in greedy],
-             "eval_pass_at_k": [float(max(group) >= 1) for group in rewards]}
-    means = {name: mean_and_error(values) for name, values in found.items()}
-    line = {name: mean for name, (mean, _) in means.items()} | {"eval_n": len(rewards), "eval_k": k}
-    return line | {f"{name}_stderr": error for name, (_, error) in means.items()}
+    line = {"eval_n": len(rewards), "eval_k": k} | ratio("eval_reward", [sum(group) / k for group in rewards])
+    line |= ratio("eval_pass_at_k", [float(max(group) >= 1) for group in rewards])
+    return line | ratio("eval_greedy", [s["reward"] for s in greedy])

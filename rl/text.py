@@ -25,7 +25,10 @@ class Text:
         else:
             self.file, self.ends, self.bos = f"{out}/tokenizer.json", [0], False
             self.alphabet, self.tokenizer = alphabet, character_tokenizer(alphabet)
-            check_characters(out, self.file, self.tokenizer)
+            if step_folders(out) and os.path.isfile(self.file):  # token ids would mean other characters
+                if load_tokenizer(Path(self.file)).get_vocab() != self.tokenizer.get_vocab():
+                    raise ValueError(f"the characters of the task are not those in {self.file}, that {out} began with; "
+                                     "give the old ALPHABET or data, or use --out NEW")
         self.eot = self.ends[0]
         bos = read_special_tokens(source).get("bos_token") if self.bos else None
         bos = self.tokenizer.token_to_id(bos) if bos else None
@@ -56,18 +59,6 @@ class Text:
     def unknown(self, vocab_size: int) -> list[int]:
         """Ids of the model without a token in the tokenizer; in a rewarded text such ids would be invisible."""
         return sorted(set(range(vocab_size)) - set(self.tokenizer.get_vocab(with_added_tokens=True).values()))
-
-
-def check_characters(out: str, file: str, tokenizer):
-    """Refuse to continue a run with another alphabet: token ids would mean other characters. Raises ValueError."""
-    if not step_folders(out) or not os.path.isfile(file):
-        return
-    before, now = load_tokenizer(Path(file)).get_vocab(), tokenizer.get_vocab()
-    if before != now:
-        new, gone = (sorted(a.keys() - b.keys()) for a, b in ((now, before), (before, now)))
-        said = [f"{letters[0]!r} {what}" for letters, what in ((new, "is new"), (gone, "is missing")) if letters]
-        raise ValueError(f"the characters of the task are not those that {out} began with, which {file} lists: "
-                         f"{' and '.join(said) or 'their order is another'}; give the old ALPHABET or data, or use --out NEW")
 
 
 def character_tokenizer(alphabet: str):

@@ -2,7 +2,6 @@
 comes from the seed of a request, so the samples equal those of grpo.py in place."""
 import json
 import threading
-import time
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -19,7 +18,7 @@ class Engine:
 
     def __init__(self, kind: str, fault=None, tells=True):
         self.kind, self.fault, self.tells = kind, fault or (lambda path, answer: answer), tells
-        self.model, self.version, self.folders, self.asked = None, "default", [], []
+        self.model, self.version, self.folders = None, "default", []
 
     def read(self, folder: str):
         self.model, self.folders = load_hf_model(folder, dtype=torch.float32)[0], [*self.folders, folder]
@@ -27,7 +26,6 @@ class Engine:
     def draw(self, prompt, n, room, temperature, ends, seed, bias) -> list[dict]:
         noise = torch.rand((n, room), generator=torch.Generator().manual_seed(seed))
         with ONE_AT_A_TIME:
-            self.asked.append((prompt, n, temperature, self.version))
             self.model.unknown_ids = torch.tensor([int(i) for i in bias]) if bias else None
             return rollout(self.model, [prompt], noise[None], temperature, ends, max_len=len(prompt) + room)
 
@@ -71,8 +69,8 @@ class Engine:
 
 
 @contextmanager
-def serving(engine: Engine, port=0, after_s=0.0):
-    """Serve, and yield the address. port: 0 = a free port. after_s: seconds to wait before serving."""
+def serving(engine: Engine, port=0):
+    """Serve, and yield the address. port: 0 = a free port."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self, body=None):
@@ -94,7 +92,6 @@ def serving(engine: Engine, port=0, after_s=0.0):
         def log_message(self, *args):
             pass
 
-    time.sleep(after_s)
     server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()

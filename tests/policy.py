@@ -1,6 +1,5 @@
 """Shared by tests of GRPO: a small policy, its samples, its Trainer, and whole runs of grpo.py."""
 import random
-import sys
 from dataclasses import replace
 
 import runs
@@ -17,6 +16,7 @@ from grpo import Config, Trainer
 from models.llama3 import Llama3Config
 from parallel import make_mesh
 from rl.decoding import rollout
+from storage.hf import class_of
 
 REPO = runs.REPO
 ENV = runs.ENV | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
@@ -25,10 +25,6 @@ TINY = ["--env", REPO / "tests" / "env_counting.py", "--model_args", SMALL, "--p
         "--max_new_tokens", 8, "--seq_len", 16, "--device", "cpu", "--sft_steps", 3, "--eval_n", 8, "--eval_k", 2,
         "--eval_every", 2, "--local_batch_size", 8, "--log_every", 1]
 MODEL = Llama3Config(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=64, vocab_size=24, max_seq_len=64)
-
-
-def class_of(config):
-    return getattr(sys.modules[type(config).__module__], type(config).__name__.removesuffix("Config"))
 
 
 def sharp_model(config=MODEL, seed=0):

@@ -114,7 +114,6 @@ def test_a_reward_of_your_own_is_given_what_it_asks_for(tmp_path):
 
 @pytest.mark.parametrize("lines, flags, message", [
     ([{"question": "1", "answer": 2}, {"question": "1"}], {}, "a.jsonl:2 has no answer; need prompt or question"),
-    ([{"question": "1", "answer": 2}, {"prompt": "1", "answer": 2}], {}, "a.jsonl:2 has no question; need prompt or question"),
     ([{"question": "1", "answer": 2}, [3]], {}, "a.jsonl:2 is a JSON list, not an object"),
     ([{"question": 1, "answer": 2}], {}, "a.jsonl:1: question is no text"),
     ([{"question": " ", "answer": 2}], {}, "a.jsonl:1: the prompt is empty"),
@@ -126,10 +125,9 @@ def test_a_reward_of_your_own_is_given_what_it_asks_for(tmp_path):
     ([{"question": "1", "answer": 2}], {"prompt_template": "{task}"}, "a.jsonl:1 has no task, which --prompt_temp"),
     ([], {}, "a.jsonl is empty: there are no problems"),
     ([{"question": "7+0=", "answer": 2}, {"question": "7+9=", "answer": 2}], {"eval_data": "b.jsonl"},
-     "1 of the 3 prompts of --eval_data .*b.jsonl are in --env_data .*a.jsonl as well"),
+     "1 of the 3 prompts of --eval_data .*b.jsonl are in --env_data as well"),
     ([{"question": "1", "answer": 2}], {"eval_data": "c.jsonl"},
      "--eval_data '.*c.jsonl': No such file or directory; need a .jsonl"),
-    ([{"question": "1", "answer": 2}], {"eval_data": "c.txt"}, "--eval_data '.*c.txt': it ends with .txt; need a .jsonl"),
 ])
 def test_files_that_cannot_be_used(tmp_path, lines, flags, message):
     data = write(tmp_path / "a.jsonl", *lines)
@@ -175,13 +173,10 @@ def test_a_run_goes_on_with_the_characters_that_it_began_with(tmp_path):
     ids = text_of("abc").ids("cab")
     (tmp_path / "checkpoints" / "step-1").mkdir(parents=True)
     assert text_of("cba").ids("cab") == ids
-    for question, message in [("abé", "'é' is new and 'c' is missing; give the old"), ("ab", ": 'c' is missing"),
-                              ("abcd", "'d' is new; give the old ALPHABET or data, or use --out NEW")]:
-        with pytest.raises(ValueError, match=message) as error:
-            text_of(question)
-        assert "\n" not in str(error.value) and "tokenizer.json lists" in str(error.value)
-    with pytest.raises(ValueError, match="their order is another"):
-        grpo.Text("", str(tmp_path), "cba1")
+    for make in (lambda: text_of("abé"), lambda: text_of("ab"), lambda: grpo.Text("", str(tmp_path), "cba1")):
+        with pytest.raises(ValueError, match="tokenizer.json, .*; give the old ALPHABET or data, or use --out NEW") as error:
+            make()
+        assert "\n" not in str(error.value)
 
 
 # ---------------------------------------------------------------- runs

@@ -2,7 +2,6 @@
 import json
 import math
 import shutil
-from functools import partial
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ from policy import (
 
 import grpo
 from grpo import Config
-from rl import decoding, engines, environments, generators, rollouts
+from rl import decoding, engines, environments, rollouts
 from sft.lora import add_adapters, is_adapter, lora_names
 from storage.hf import load_hf_model
 
@@ -207,37 +206,28 @@ def test_the_age_of_a_token_is_that_of_its_own_version():
         engines.staleness(batch, 10, cfg)
 
 
-def copy_from(take, bucket):
-    bucket.copy_(take())
-
-
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "deepseek_v3", "adapters"])
-def test_weights_travel_in_few_messages(tmp_path, kind):
-    """Bit by bit, tied ones once, buffers in their own dtype; with LoRA from the second time on only the adapters."""
+def test_weights_travel_bit_by_bit(tmp_path, kind):
+    """Tied ones once, buffers in their own dtype; with LoRA from the second time on only the adapters."""
     hf_folder(tmp_path / "hf", "llama" if kind == "adapters" else kind, std=0.3)
     ours, theirs = (load_hf_model(str(tmp_path / "hf"))[0] for _ in range(2))
     for model in (ours, theirs):
         add_adapters(model, lora_names(model, ["wq", "wo"] * (kind == "adapters")), 2, 4.0)
-    for t, dtype in generators.list_weights(theirs, torch.bfloat16):
+    for t, dtype in engines.list_weights(theirs, torch.bfloat16):
         t.data = torch.zeros(t.shape, dtype=dtype)
-    for p in ours.parameters():
-        torch.nn.init.normal_(p)
-    whole = generators.list_weights(ours, torch.bfloat16)
-    assert len({dtype for _, dtype in whole}) == (2 if kind in ("deepseek_v3", "qwen3_moe") else 1)
-    quarter = sum(t.numel() * dtype.itemsize for t, dtype in whole) // 4
-    for again, max_bytes, least in ((False, 1 << 30, 1), (False, quarter, 4), (True, 1 << 30, 1)):
-        listed = generators.list_weights(ours, torch.bfloat16, again)
-        packed = generators.pack_weights(listed, True, max_bytes)
-        assert packed[0].numel() and generators.pack_weights(listed, False, max_bytes) == []
-        largest = max(t.numel() * dtype.itemsize for t, dtype in listed)
-        assert max(bucket.nbytes for bucket in packed) <= max(max_bytes, largest) and least <= len(packed) < len(listed)
-        assert sum(bucket.numel() for bucket in packed) == sum(t.numel() for t, _ in listed)
-        take = list(packed)[::-1].pop
-        generators.unpack_weights(generators.list_weights(theirs, torch.bfloat16, again), partial(copy_from, take), max_bytes)
-        for (t, dtype), (u, _) in zip(whole, generators.list_weights(theirs, torch.bfloat16)):
-            assert u.dtype == dtype and torch.equal(t.to(dtype), u)
-        for p in ours.parameters() if kind != "adapters" else [p for n, p in ours.named_parameters() if is_adapter(n)]:
+    for again in (False, True):
+        for p in [p for fqn, p in ours.named_parameters() if not again or kind != "adapters" or is_adapter(fqn)]:
             torch.nn.init.normal_(p)
+        listed = engines.list_weights(ours, torch.bfloat16, again)
+        packed = engines.pack_weights(listed, True)
+        assert len(packed) == len(listed) and engines.pack_weights(listed, False) == []
+        for (t, _), sent in zip(engines.list_weights(theirs, torch.bfloat16, again), packed, strict=True):
+            t.data.copy_(sent)
+        whole = engines.list_weights(ours, torch.bfloat16)
+        assert len(listed) < len(whole) or not (again and kind == "adapters")
+        for (t, dtype), (u, _) in zip(whole, engines.list_weights(theirs, torch.bfloat16), strict=True):
+            assert u.dtype == dtype and torch.equal(t.to(dtype), u)
+    assert len({dtype for _, dtype in whole}) == (2 if kind in ("deepseek_v3", "qwen3_moe") else 1)
 
 
 @pytest.mark.slow

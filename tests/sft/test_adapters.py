@@ -17,7 +17,7 @@ from test_parallel import MOE, V2
 
 import checkpoint
 from checkpoint import CheckpointConfig, Checkpoints, load_model
-from rl.scoring import read_checkpoint
+from evaluate import read_checkpoint
 from sft.adapters import check_peft
 from sft.base import claim_adapters, load_base, read_model
 from sft.lora import base_hash, is_adapter, lora_names, placed_sum

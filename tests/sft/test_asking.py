@@ -10,7 +10,7 @@ from policy import TINY, hf_folder, run, steps_of
 import evaluate
 import generate
 import grpo
-from rl import rollouts, scoring
+from rl import rollouts
 from rl.text import Text
 from sft.chat import open_chat, read_template, read_values
 from support.config import parse_config
@@ -139,7 +139,7 @@ def test_the_programs_ask_as_their_flags_say(program, tmp_path, capsys, monkeypa
         monkeypatch.setattr(generate, "rollout", noted)
         generate.main([*argv, "--device", "cpu", "--prompt", "1+1?"])
     else:
-        monkeypatch.setattr(scoring, "rollout", noted)
+        monkeypatch.setattr(evaluate, "rollout", noted)
         (tmp_path / "task.jsonl").write_text('{"question": "1+1?", "answer": 2}\n')
         if dist.is_initialized():
             dist.destroy_process_group()
