@@ -3,112 +3,16 @@
 MARK and ENDMARK stand for {% generation %} and {% endgeneration %}, as in a template for training."""
 import json
 import random
+from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-# Tools and system in one block; answers before the last question lose their thoughts, later answers always have thoughts.
-QWEN = """\
-{%- if tools %}
-    {{- '<|im_start|>system\\n' }}
-    {%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}
-    {{- '<tools>' }}{%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{%- endfor %}{{- '\\n</tools><|im_end|>\\n' }}
-{%- elif messages[0].role == 'system' %}
-    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
-{%- endif %}
-{%- set ns = namespace(asked=messages|length - 1, found=false) %}
-{%- for message in messages[::-1] %}
-    {%- if not ns.found and message.role == 'user' %}
-        {%- set ns.found = true %}{%- set ns.asked = messages|length - 1 - loop.index0 %}
-    {%- endif %}
-{%- endfor %}
-{%- for message in messages %}
-    {%- set content = message.content if message.content is string else '' %}
-    {%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
-        {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}
-    {%- elif message.role == 'assistant' %}
-        {%- set thoughts = '' %}
-        {%- if '</think>' in content %}
-            {%- set thoughts = content.split('</think>')[0].split('<think>')[-1].strip('\\n') %}
-            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
-        {%- endif %}
-        {{- '<|im_start|>assistant\\n' }}
-        MARK
-        {%- if loop.index0 > ns.asked and (loop.last or thoughts) %}
-            {{- '<think>\\n' + thoughts + '\\n</think>\\n\\n' }}
-        {%- endif %}
-        {{- content }}
-        {%- for call in message.tool_calls or [] %}
-            {%- if (loop.first and content) or not loop.first %}{{- '\\n' }}{%- endif %}
-            {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
-            {{- call.function.arguments if call.function.arguments is string else call.function.arguments | tojson }}
-            {{- '}\\n</tool_call>' }}
-        {%- endfor %}
-        {{- '<|im_end|>\\n' }}
-        ENDMARK
-    {%- elif message.role == 'tool' %}
-        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
-        {{- '\\n<tool_response>\\n' + content + '\\n</tool_response>' }}
-        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
-"""
-# A beginning-of-text token, headers, trimmed contents, tools in the system message, a call as the whole answer
-LLAMA = """\
-{{- bos_token }}
-{%- if tools is not none %}
-    {{- '<|start_header_id|>system<|end_header_id|>\\n\\n' }}
-    {%- for tool in tools %}{{- tool | tojson(indent=4) }}{{- '\\n\\n' }}{%- endfor %}{{- '<|eot_id|>' }}
-{%- endif %}
-{%- for message in messages %}
-    {%- set role = 'ipython' if message.role == 'tool' else message.role %}
-    {{- '<|start_header_id|>' + role + '<|end_header_id|>\\n\\n' }}
-    {%- if message.role == 'assistant' %}
-        MARK
-        {%- if message.tool_calls %}
-            {%- if message.tool_calls|length != 1 %}{{- raise_exception('one call at a time') }}{%- endif %}
-            {%- set call = message.tool_calls[0].function %}
-            {{- '{"name": "' + call.name + '", "parameters": ' }}{{- call.arguments | tojson }}{{- '}' }}
-        {%- else %}
-            {{- message.content | trim }}
-        {%- endif %}
-        {{- '<|eot_id|>' }}
-        ENDMARK
-    {%- else %}
-        {{- message.content | trim + '<|eot_id|>' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
-"""
-# System message without a role; the text after tool outputs closes the outputs, and the assistant goes on without a header
-DEEPSEEK = """\
-{%- set ns = namespace(system='', outputs=false) %}
-{%- for message in messages if message.role == 'system' %}{%- set ns.system = ns.system + message.content %}{%- endfor %}
-{{- bos_token + ns.system }}
-{%- for message in messages %}
-    {%- if message.role == 'user' %}
-        {%- set ns.outputs = false %}
-        {{- '<｜User｜>' + message.content }}
-    {%- elif message.role == 'assistant' %}
-        {{- '<｜tool▁outputs▁end｜>' if ns.outputs else '<｜Assistant｜>' }}
-        {%- set ns.outputs = false %}
-        MARK
-        {{- message.content or '' }}
-        {%- for call in message.tool_calls or [] %}
-            {{- '<｜tool▁call▁begin｜>' + call.type + '<｜tool▁sep｜>' + call.function.name + '\\n' }}
-            {{- call.function.arguments | tojson + '<｜tool▁call▁end｜>' }}
-        {%- endfor %}
-        {{- '<｜end▁of▁sentence｜>' }}
-        ENDMARK
-    {%- elif message.role == 'tool' %}
-        {{- '' if ns.outputs else '<｜tool▁outputs▁begin｜>' }}
-        {%- set ns.outputs = true %}
-        {{- '<｜tool▁output▁begin｜>' + message.content + '<｜tool▁output▁end｜>' }}
-    {%- endif %}
-{%- endfor %}
-{%- if ns.outputs %}{{- '<｜tool▁outputs▁end｜>' }}{%- elif add_generation_prompt %}{{- '<｜Assistant｜>' }}{%- endif %}
-"""
-TEMPLATES = {"qwen3": QWEN, "llama3": LLAMA, "deepseek": DEEPSEEK}
+# qwen3: tools and system in one block; answers before the last question lose their thoughts, later answers always have some.
+# llama3: a beginning-of-text token, headers, trimmed contents, tools in the system message, a call as the whole answer.
+# deepseek: system message without a role; the text after tool outputs closes the outputs, and the assistant goes on without a
+# header.
+TEMPLATES = {name: Path(__file__).with_name("chat_templates").joinpath(f"{name}.jinja").read_text()
+             for name in ("qwen3", "llama3", "deepseek")}
 SPECIAL = {"qwen3": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
            "llama3": ["<|end_of_text|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
            "deepseek": [f"<｜{name}｜>" for name in (

@@ -7,6 +7,7 @@ wrong ones.
 import re
 from ast import literal_eval
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -44,64 +45,7 @@ def refusal(**given) -> str:
 
 PP = dict(world_size=2, pp=2)
 TWO, FOUR = "tok_embeddings,blocks.0;blocks.1,norm,head", "tok_embeddings;blocks.0;blocks.1;norm,head"  # stages of two layers
-RULES = r"""
-world_size=4 dp_replicate=2 dp_shard=3 => leave out --dp_shard \(it becomes 2\).*or start 6 processes => world_size=6
-world_size=6 tp=4 => 6 processes but.*= 1\*1\*1\*4 = 4.*change a degree or start 4 => world_size=4
-world_size=1 dp_shard=2 => 1 process but.*leave out --dp_shard \(it becomes 1\) => dp_shard=-1
-device=cuda => torch finds 0 GPUs.*use --device cpu => device=cpu
-float8=rowwise compile=True => --float8 rowwise is emulated on CPU.*leave out --compile => compile=False
-float8=mxfp8 seq_len=63 => --float8 mxfp8 needs a multiple of 32 tokens in a forward, not 4 x 63 / 1 = 252 => seq_len=64
-float8=tensorwise float8_all_gather=True => --float8_all_gather has no effect without a GPU => float8_all_gather=False
-local_batch_size=0 => --local_batch_size 0 must be at least 1 => local_batch_size=1
-global_batch_size=10 => 10 is not a multiple of --local_batch_size 4 x 1 data rank = 4.* 8$ => global_batch_size=8
-world_size=4 dp_replicate=2 global_batch_size=20 => 4 x 4 data ranks = 16.*--global_batch_size 16 => global_batch_size=16
-global_batch_size=0 => --global_batch_size 0.*use --global_batch_size 4 => global_batch_size=4
-seq_len=8193 => is longer than the model's max_seq_len 8192.*--model_args max_seq_len=8193 => max_seq_len=8193
-world_size=4 cp=2 tp=2 seq_len=30 => --seq_len 30 is not a multiple of 2 x cp x tp = 8.*use --seq_len 32 => seq_len=32
-world_size=4 cp=2 tp=2 seq_len=3 => use --seq_len 8 => seq_len=8
-world_size=4 tp=4 seq_len=255 max_seq_len=255 => use --seq_len 252 => seq_len=252
-world_size=8 tp=8 => --tp 8 does not divide n_kv_heads 4.*use 1, 2 or 4 => world_size=4 tp=4
-world_size=3 tp=3 seq_len=66 => n_heads 8, n_kv_heads 4, ffn_dim 512.*use 1, 2 or 4 => world_size=2 tp=2
-world_size=4 tp=4 ffn_dim=514 => --tp 4 does not divide ffn_dim 514.*use 1 or 2 => world_size=2 tp=2
-world_size=2 tp=2 async_tp=True => --async_tp.*CUDA.*--compile.*leave it out => async_tp=False
-world_size=3 cp=3 cp_method=alltoall seq_len=66 => cp 3.*8 heads.*use --cp_method allgather => cp_method=allgather
-world_size=6 cp=6 cp_method=alltoall seq_len=60 n_heads=12 => 4 kv heads.*use --cp_method allgather => cp_method=allgather
-ac=budget => --ac budget needs --compile.*add --compile or use --ac op => compile=True => ac=op
-ac=selective ac_every=0 => --ac_every 0.*at least 1 => ac_every=1
-ac=budget compile=True ac_budget=1.5 => --ac_budget 1.5.*between 0 and 1 => ac_budget=1.0
-PP pp_microbatch_size=3 => 3 does not divide --local_batch_size 4.*use 1, 2 or 4 => pp_microbatch_size=2
-PP pp_microbatch_size=3 local_batch_size=1125899906842624 => use 1, 2, 4.*2048 or 4096 => pp_microbatch_size=2
-PP local_batch_size=1 => 1F1B .* needs at least 2 micro-batches, but there are 1.* 2 => local_batch_size=2
-PP pp_schedule=DualPipeV local_batch_size=3 => DualPipeV with --pp 2 needs at least 4.* 4 => local_batch_size=4
-PP pp_schedule=Interleaved1F1B local_batch_size=5 => 2 rounds of --pp 2 divide, not 5.* 4 => local_batch_size=4
-world_size=8 pp=8 local_batch_size=8 => 6 layers are too few for 8 pipeline stages.*or more layers => n_layers=8
-PP n_layers=4 pp_first_stage_less_layers=9 => 4 layers are too few for 2 pipeline stages => pp_first_stage_less_layers=1
-PP pp_layers_per_stage=3 => makes 3 stages of 6 layers, no multiple of --pp 2 => pp_layers_per_stage=4
-PP pp_layers_per_stage=2 => 4 stages over --pp 2 ranks.*1F1B needs exactly 1 per rank => pp_layers_per_stage=4
-PP pp_schedule=ZBVZeroBubble pp_layers_per_stage=2 n_layers=14 => 8 stages over --pp 2.*exactly 2 => pp_layers_per_stage=4
-TWO_LAYERS pp_schedule=LoopedBFS pp_stage_fqns=TWO => 2 stages over --pp 2.*LoopedBFS needs => pp_stage_fqns=FOUR
-TWO_LAYERS pp_stage_fqns=tok_embeddings,block.0;blocks.1,norm,head => blocks.1.*'blocks.0' is missing => pp_stage_fqns=TWO
-TWO_LAYERS pp_stage_fqns=TWO,head => 'head' is missing => pp_stage_fqns=TWO
-PP pp_schedule_csv=nowhere.csv => --pp_schedule_csv nowhere.csv: No such file => pp_schedule_csv=
-PP pp_schedule=InterleavedZeroBubble reshard_after_forward=always => Interleaved.*use never => reshard_after_forward=never
-PP pp_schedule=ZBVZeroBubble ac=full => --ac full.*--pp_schedule ZBVZeroBubble.*use --ac none => ac=none
-pp_schedule=ZBVZeroBubble => --pp_schedule ZBVZeroBubble has no effect without --pp 2 or more; leave it out => PP
-pp_schedule_csv=/nonexistent.csv => --pp_schedule_csv /nonexistent.csv has no effect without --pp
-pp_first_stage_less_layers=0 pp_last_stage_less_layers=0 => layers 0, --pp_last_stage_less_layers 0 have no effect => PP
-pp_microbatch_size=7 pp_layers_per_stage=3 pp_stage_fqns=x => size 7, --pp_layers_per_stage 3, --pp_stage_fqns x have no effect
-ac_every=3 => --ac_every 3 has no effect without --ac selective => ac=selective
-TWO_LAYERS pp_stage_fqns=TWO pp_layers_per_stage=3 => has no effect with --pp_stage_fqns => pp_layers_per_stage=None
-cp_method=alltoall => --cp_method alltoall has no effect without --cp 2 or more => cp=2 world_size=2
-loss_parallel=False => --no-loss_parallel has no effect without --tp 2 or more => tp=2 world_size=2
-float8_filter=['wq','wk'] => --float8_filter wq,wk has no effect without --float8 => float8=mxfp8
-float8_all_gather=True => --float8_all_gather has no effect without --float8 tensorwise
-ac_budget=0.1 => --ac_budget 0.1 has no effect without --ac budget => ac=budget compile=True
-ep=2 etp=2 => --ep 2, --etp 2 have no effect without experts, and this flavor has none
-reshard_after_forward=never compute_dtype=float32 => never has no effect in one => compute_dtype=bfloat16
-n_kv_heads=3 => n_heads 8.*n_kv_heads 3
-head_dim=7 => head_dim 7
-n_layers=0 => n_layers 0
-"""
+RULES = Path(__file__).with_name("refusals.txt").read_text()
 
 
 def flags_of(text: str) -> dict:

@@ -1,39 +1,11 @@
 """--compile: everything is compiled in the first two steps, no function in one version per layer, no graph is broken."""
 import json
+from pathlib import Path
 
 import pytest
 from rows import rows, run
 
-COMPILED = """
-  llama3 1
-  moe 1
-- mtp 1
-- qwen3 1
-- deepseek 1
-  llama3 1 --ac op
-- llama3 1 --ac full
-- llama3 1 --ac selective
-- llama3 1 --ac budget
-- moe 1 --ac op
-- moe 1 --ac full
-- mtp 1 --ac op
-- llama3 1 --doc_mask
-- mtp 1 --doc_mask
-- llama3 1 --float8 rowwise
-- llama3 1 --float8 tensorwise
-- llama3 1 --float8 rowwise --ac op
-- moe 1 --float8 rowwise
-- llama3 1 --optimizer muon
-- llama3 1 --global_batch_size 4
-- llama3 2
-- llama3 2 --tp 2
-- llama3 2 --tp 2 --ac op
-- llama3 2 --tp 2 --float8 rowwise
-- moe 2 --ep 2
-- llama3 2 --pp 2
-- grpo 1 --pack_tokens 256 --local_batch_size 64
-- grpo 2 --pack_tokens 256 --local_batch_size 64 --tp 2
-"""
+COMPILED = Path(__file__).with_name("compiled.txt").read_text()
 
 
 @pytest.mark.parametrize("row", rows(COMPILED))

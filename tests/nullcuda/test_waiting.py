@@ -1,5 +1,6 @@
 """The host does not wait for the device between two log lines: it asks for nothing that would have to be computed first."""
 import re
+from pathlib import Path
 
 import pytest
 from rows import rows, run
@@ -7,31 +8,7 @@ from rows import rows, run
 WAITS = re.compile("sync_stream|sync_device|sync_event|copy_sync")
 
 # A row, and how often its host waits in a step. Each number that is not 0 is known, and says what it is.
-NOTHING = """
-  llama3 1
-  moe 1
-  mtp 1
-  llama3 1 --doc_mask
-  llama3 1 --optimizer muon
-  llama3 1 --float8 rowwise
-  llama3 1 --global_batch_size 4
-- llama3 1 --compile
-- llama3 1 --float8 tensorwise
-- moe 1 --ac op
-- moe 1 --moe_balance aux
-- mtp 1 --doc_mask
-  llama3 2
-  llama3 2 --tp 2
-- llama3 2 --cp 2
-- llama3 2 --cp 2 --cp_method alltoall
-- llama3 2 --pp 2
-- llama3 2 --dp_replicate 2
-- moe 2
-- mtp 2 --tp 2
-  moe 2 --tp 2 --etp 2
-- llama3 2 --optimizer muon
-- llama3 2 --float8 tensorwise --float8_all_gather
-"""
+NOTHING = Path(__file__).with_name("waits_never.txt").read_text()
 
 
 def waits(log: list[str]) -> dict[int, int]:
@@ -55,13 +32,7 @@ def test_the_host_does_not_wait(device, tmp_path, row):
         assert per_step[4] > 0  # the last step is logged: its loss is read
 
 
-KNOWN = """
-  moe 2 --ep 2 : 9
-- moe 2 --ep 2 --ac full : 18
-- moe 2 --tp 2 --ep 2 : 9
-- mtp 2 --ep 2 : 9
-  llama3 1 --cpu_offload : 87
-"""
+KNOWN = Path(__file__).with_name("waits_sometimes.txt").read_text()
 
 
 @pytest.mark.parametrize("row, times", rows(KNOWN))

@@ -6,7 +6,7 @@ import sys
 from functools import partial
 
 import pytest
-from chats import EOS, QWEN, SPECIAL, TEMPLATES, WORDS, chat_folder, conversations, judged, with_marks
+from chats import EOS, SPECIAL, TEMPLATES, WORDS, chat_folder, conversations, judged, with_marks
 from runs import REPO
 from test_data import call_cli
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
@@ -110,7 +110,7 @@ def test_an_end_of_turn_inside_an_answer_is_not_taken_for_its_end(tmp_path, fold
     with pytest.raises(ValueError, match="does not tell which tokens of message 2"):
         ours(folder, record)
     assert ours(folder, {"messages": typed}) == folders["qwen3"][1]({"messages": typed})
-    assert ours(folder, record, with_marks(QWEN)) == folders["qwen3"][1](record)
+    assert ours(folder, record, with_marks(TEMPLATES["qwen3"])) == folders["qwen3"][1](record)
 
 
 def test_marks_in_every_place(tmp_path):
@@ -231,7 +231,7 @@ def test_a_second_template_for_tools_is_not_passed_over(tmp_path):
     folder = chat_folder(tmp_path / "two", "qwen3")
     (folder / "chat_template.jinja").unlink()
     rules = json.loads((folder / "tokenizer_config.json").read_text())
-    rules["chat_template"] = [{"name": "default", "template": QWEN.replace("ENDMARK", "").replace("MARK", "")},
+    rules["chat_template"] = [{"name": "default", "template": TEMPLATES["qwen3"].replace("ENDMARK", "").replace("MARK", "")},
                               {"name": "tool_use", "template": "{{ tools }}"}]
     (folder / "tokenizer_config.json").write_text(json.dumps(rules))
     assert sum(ours(folder, {"messages": FOUR})[1]) > 0
