@@ -54,9 +54,6 @@ def connect(layout: Layout, cfg, device: str = "auto", seed: int = 0, trace: str
     layout = replace(layout, compute_dtype=dtype_of_compute(cfg, layout.device.type == "cuda"))
     torch.manual_seed(seed)
 
-    env.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # connect a pair of ranks when first used: a full mesh has 2 sockets per rank
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     # Inside of C++ a wait for other ranks hears neither Python's handler of Ctrl-C nor, before a connection, any timeout
     interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
     patience = threading.Timer(cfg.init_timeout_s + 5, give_up, [cfg.init_timeout_s])
@@ -78,6 +75,14 @@ def connect(layout: Layout, cfg, device: str = "auto", seed: int = 0, trace: str
         dist.all_reduce(memory, op=dist.ReduceOp.MIN)
         layout = replace(layout, memory=memory.item())
     return layout
+
+
+def allow_many_ranks() -> None:
+    """Let gloo connect two ranks when they first exchange something: its full mesh has 2 sockets per rank in every rank. And
+    raise the number of open files to what the system allows. All processes of a run must do the same."""
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def give_up(seconds: int) -> None:
@@ -194,6 +199,8 @@ class StopSignal:
     def agreed(self, layout: Layout) -> bool:
         """True on every rank at the same step if any rank was signalled. Signals reach the ranks at different moments; a rank
         that stopped one step earlier would leave the others waiting for it."""
+        if layout.world_size == 1:
+            return bool(self.received)
         flag = torch.tensor(int(bool(self.received)))  # on the host, so that no device waits
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag.item())
@@ -213,6 +220,7 @@ def run(main, Config) -> None:
     asked = {word.split("=")[0] for word in sys.argv[1:] if word.startswith("--") or word == "-h"}
     try:
         check_launcher()
+        allow_many_ranks()
         if "RANK" in os.environ:
             watch_launcher()
         if asked - known:

@@ -30,18 +30,21 @@ def code_roots() -> list[str]:
 
 def local_code() -> dict[str, str]:
     """{path: text} of all sources that a run may import, at the start or later in a function: the *.py files in code_roots()
-    and beside the loaded modules below, and our own packages and those that are loaded, with their tables."""
+    and beside the loaded modules below, and the packages that they name, with their tables."""
     found, files = {}, [getattr(module, "__dict__", {}).get("__file__") for module in list(sys.modules.values())]
     loaded = {os.path.dirname(os.path.realpath(file)) for file in files if isinstance(file, str)}
-    _, own, *_ = roots = code_roots()
-    for root in dict.fromkeys(roots):
-        beside = [folder for folder in loaded if folder.startswith(root) and "/lib/python3" not in folder]
-        paths = [path for folder in (root, *beside) for path in Path(folder).glob("*.py")]
-        packages = [file.parent for file in Path(root).glob("*/__init__.py") if root == own or str(file.parent) in loaded]
-        paths += [path for package in packages for path in package.rglob("*.*")]
+
+    def add(root: str, paths):
         for path in sorted(paths):
             if path.suffix in SOURCES and path.is_file() and path.stat().st_size <= FILE_BYTES:
                 found.setdefault(str(path.relative_to(root)), path.read_text("utf-8", "replace"))
+
+    for root in dict.fromkeys(code_roots()):
+        beside = [folder for folder in loaded if folder.startswith(root) and "/lib/python3" not in folder]
+        add(root, [path for folder in (root, *beside) for path in Path(folder).glob("*.py")])
+        text = "\n".join(found.values())
+        named = [file.parent for file in Path(root).glob("*/__init__.py") if f" {file.parent.name}" in text]  # import NAME
+        add(root, [path for package in named for path in package.rglob("*.*")])
     return found
 
 

@@ -51,7 +51,7 @@ def test_init_from_goes_on_with_the_ids_of_its_tokenizer(tmp_path, book, kind):
 def test_weights_without_a_tokenizer_need_one(tmp_path, book, kind):
     flags, first, second = book
     flags["init_from"] = source_of(kind, tmp_path / "source", None)
-    with pytest.raises(ValueError, match="tokenizer.json is missing, .*; give their tokenizer with --tokenizer"):
+    with pytest.raises(ValueError, match="tokenizer.json is missing: give the tokenizer of these weights with --tokenizer"):
         start(flags)
     assert start(flags, tokenizer=first) == start(flags, data=first)
 

@@ -33,7 +33,7 @@ import train_llama3
 from checkpoint import LEFTOVER, step_folders
 from data import DataConfig, open_data
 from distributed.agree import gather, new_gloo_group
-from distributed.launch import agree_on_attempt, connect, disconnect
+from distributed.launch import agree_on_attempt, allow_many_ranks, connect, disconnect
 from distributed.layout import Layout
 from parallel import make_mesh
 from storage.manifest import STEP_FOLDER
@@ -476,6 +476,7 @@ def count_sockets(rank: int, ranks: int, port: int, found):
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1",
                       MASTER_PORT=str(port))
     layout = Layout(dp_shard=ranks // 2, tp=2, rank=rank, global_batch_size=ranks)
+    allow_many_ranks()
     layout = make_mesh(connect(layout, train_llama3.Config(), "cpu"))
     group = new_gloo_group("checkpoint")
     assert sum(gather(rank, group)) == sum(range(ranks))

@@ -196,7 +196,7 @@ def test_a_peak_fits_up_to_the_last_byte(capsys):
 
 
 def test_torchrun_is_not_needed():
-    env = dict(os.environ, RANK="0", WORLD_SIZE="1")
+    env = dict(os.environ, RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="29500")
     command = [sys.executable, REPO / "train_llama3.py", "--dry_run"]
     done = run_program(command, env=env, timeout=120)
     assert done.returncode == 2 and "use python, not torchrun" in done.stderr
