@@ -70,8 +70,8 @@ from storage.manifest import (
     write_manifest,
 )
 from storage.optimizer_numbers import OptimizerNumbers, find_copies, merge_numbers, sum_copies
-from storage.provenance import changed_code, code_roots, git_state, local_code, summarize_code
-from support.config import Need, flag
+from storage.provenance import changed_code, check_machines, code_roots, git_state, local_code, summarize_code
+from support.config import Need, flag, own_local_rank
 from support.files import json_bytes, matches, publish, read_json, write_file
 
 LEFTOVER = re.compile(r"step-\d+\.tmp-.*|trash-.*")  # folders left by a process killed while saving or deleting
@@ -169,7 +169,9 @@ class Checkpoints:
         self.gather, self.on_rank_0 = partial(gather, group=group), partial(on_rank_0, group=group)
         self.together = partial(fail_together, group=group)
         # read now: later edits of a file are not the running code
-        self.code = local_code() if source and self.rank == 0 else {}
+        self.code = local_code() if source and own_local_rank() == 0 else {}
+        writes = config.get("checkpoint_every") and not cfg.load_only
+        check_machines(self.code, out if writes else "", self.gather)
         self.git = git_state(code_roots()[0], [*self.code]) if self.code else {}
         self.made_from = summarize_code(self.git, self.code)  # for config.json
         # Read now, so that errors in these files appear before training.

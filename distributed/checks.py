@@ -3,6 +3,7 @@ ranks have the same weights and data."""
 import dis
 import fnmatch
 import os
+import socket
 import sys
 from collections import Counter
 from contextlib import suppress
@@ -143,17 +144,21 @@ def check_replicas(stages, layout: Layout, **values) -> list[tuple]:
     Raises RuntimeError naming the first difference and its rank. Runs once: a wrong seed or file on one node is found at the
     start, not a week later. Returns (fqn, parameter, bits_sum) of the trained parameters, for Guard.
     """
-    mine = {(name, 0): repr(value) for name, value in values.items()}
+    mine = {}
+    for name, value in values.items():  # a dict field by field, so that the message names the flag
+        fields = value.items() if isinstance(value, dict) else [("", value)]
+        mine |= {(f"{name} {field}".strip(), 0): repr(x) for field, x in fields}
     start = [(fqn, p, bits_sum(p)) for stage in stages for fqn, p in stage.named_parameters()]
     mine |= {(fqn, local_slice(p)): total for fqn, p, total in start}
     everyone = [None] * layout.world_size
-    dist.all_gather_object(everyone, mine)
+    dist.all_gather_object(everyone, (socket.gethostname(), mine))
     first = {}
-    for rank, theirs in enumerate(everyone):
+    for rank, (host, theirs) in enumerate(everyone):
         for key, value in theirs.items():
             owner, expected = first.setdefault(key, (rank, value))
             if value != expected:
-                raise RuntimeError(f"{key[0]} differs between ranks {owner} and {rank}: same seed, flags, files on every node?")
+                where = f"ranks {owner} and {rank} ({everyone[owner][0]}, {host})"
+                raise RuntimeError(f"{key[0]} differs between {where}: same seed, flags, files on every node?")
     return [(fqn, p, total) for fqn, p, total in start if p.requires_grad]
 
 

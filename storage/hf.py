@@ -233,8 +233,9 @@ def load_hf(model, folder: str, exclude=(), group=None) -> list[str]:
             local.copy_(source.read(name, offset, tuple(local.shape)))  # casts, after any dequantisation
             progress(local.nbytes)
         for module in modules:
+            keys = module.hf_keys()  # once: 45,395 names in 671B
             for fqn, tensor in named_tensors(module).items():
-                if fqn not in module.hf_keys() and not matches(list(exclude), f"model.{fqn}"):
+                if fqn not in keys and not matches(list(exclude), f"model.{fqn}"):
                     tensor.zero_()  # the balancing bias of experts, missing in some files, begins at 0
 
     fail_together(fill, group)
@@ -422,7 +423,8 @@ def tokenizer_files(file: str, max_seq_len: int) -> tuple[dict[str, bytes], int 
 def file_kinds(tensors: dict[str, Tensor], module: nn.Module, dtype: torch.dtype) -> dict[str, tuple]:
     """fqn -> (shape, dtype in the file): parameters in `dtype`, buffers unchanged, buffers without an HF name left out."""
     kinds = {fqn: (tuple(t.shape), dtype if isinstance(t, nn.Parameter) else t.dtype) for fqn, t in tensors.items()}
-    return {fqn: kind for fqn, kind in kinds.items() if fqn in module.hf_keys() or isinstance(tensors[fqn], nn.Parameter)}
+    keys = module.hf_keys()
+    return {fqn: kind for fqn, kind in kinds.items() if fqn in keys or isinstance(tensors[fqn], nn.Parameter)}
 
 
 def say_lost(folder: str, fqns: list[str]):

@@ -6,13 +6,17 @@ STEP_FOLDER OUT` writes the sources into a folder, to run them again.
 """
 import hashlib
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+import torch
+
 from distributed.agree import brief
+from support.config import own_local_rank
 from support.files import read_json
 
 MODULES = ("__main__", "nanotitan_env", "nanotitan_reward")  # the program, and the files of --env and --reward
@@ -56,6 +60,24 @@ def changed_code(path: str, code: dict[str, str]) -> str:
     there = read_json(path, "code.json") if os.path.isfile(os.path.join(path, "code.json")) else {}
     changed = [file for file in code if there.get(file, code[file]) != code[file]]
     return f"code that has changed since {os.path.basename(path)} was written: {brief(changed)}" if changed else ""
+
+
+def check_machines(code: dict[str, str], out: str, gather) -> None:
+    """Raises ValueError on all ranks when machines run different sources or another torch, or do not share the run folder
+    `out` ("": none is written). The first rank of each machine has read `code`; gather: of all ranks' answers."""
+    mine = None
+    if own_local_rank() == 0:
+        lock = Path(out, ".lock")  # signed by rank 0 before the processes connected
+        signed = lock.read_text(errors="replace") if out and lock.exists() else ""
+        mine = socket.gethostname(), signed, {"torch": torch.__version__} | summarize_code({}, code)["code"]
+    (_, (first, signed, sources)), *others = [(rank, found) for rank, found in enumerate(gather(mine)) if found]
+    for rank, (host, theirs, found) in others:
+        where = f"rank 0 ({first}) and rank {rank} ({host})"
+        if changed := [name for name in found if sources.get(name, found[name]) != found[name]]:
+            raise ValueError(f"{brief(changed)} is not the same on {where}: every machine needs the same code and torch")
+        if theirs != signed:
+            raise ValueError(f"--out {out} is not the same folder on {where}: give a folder that all machines share, or "
+                             "--checkpoint_every 0")
 
 
 # --- git ---

@@ -47,10 +47,16 @@ def own_rank() -> int:
     return int(rank) if rank.isdigit() else 0
 
 
+def own_local_rank() -> int:
+    """The rank among the processes of this machine; 0 without a launcher."""
+    rank = os.environ.get("LOCAL_RANK", "")
+    return int(rank) if rank.isdigit() else 0
+
+
 def usage_error(message) -> NoReturn:
     """One line on stderr, then exit status 2. All ranks of a host see the same command line and files, so the first speaks."""
     rank = own_rank()
-    if rank == 0 or os.environ.get("LOCAL_RANK", "0") == "0":
+    if rank == 0 or own_local_rank() == 0:
         who = f" on rank {rank} ({socket.gethostname()})" if rank else ""
         print(f"error{who}:", " ".join(str(message).splitlines()), file=sys.stderr, flush=True)
     else:

@@ -438,11 +438,34 @@ def test_an_incomplete_environment_is_told_in_one_line(tmp_path, env, told):
     assert not (tmp_path / "run").exists()
 
 
-def by_hand(start, folder, rank: int, port: int, *flags, script=RECIPE) -> Job:
+def by_hand(start, folder, rank: int, port: int, *flags, script=RECIPE, **more) -> Job:
     """A rank of two as mpirun or srun would start it: the variables, and no torchrun."""
     env = dict(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
-               MASTER_PORT=str(port), PYTHONPATH=str(REPO))
+               MASTER_PORT=str(port), PYTHONPATH=str(REPO)) | more
     return start(folder / "run", 1, *flags, script=script, **env)
+
+
+@pytest.mark.parametrize("what, told", [
+    ("code", "ValueError: models/llama3.py is not the same on rank 0 .* and rank 1 "),
+    ("out", "ValueError: --out .* is not the same folder on rank 0 .* and rank 1 "),
+    pytest.param("flag", "flags weight_decay differs between ranks 0 and 1", marks=pytest.mark.slow)])
+def test_machines_that_differ_do_not_train_together(tmp_path, start, port, what, told):
+    """Two machines: each process is the first of its own."""
+    other, flags = tmp_path / "other", []
+    if what == "code":
+        copied = subprocess.run(["git", "ls-files", "*.py", "*.json"], cwd=REPO, capture_output=True, text=True).stdout.split()
+        for name in [name for name in copied if not name.startswith(("tests/", "forks/", "exercises/", "benchmarks/"))]:
+            (other / name).parent.mkdir(parents=True, exist_ok=True)
+            (other / name).write_text((REPO / name).read_text())
+        with open(other / "models/llama3.py", "a") as file:
+            file.write("NEW = 1\n")
+    elif what == "flag":
+        flags = ["--weight_decay", 0.2]
+    script, there = (other / RECIPE.name if what == "code" else RECIPE), other if what == "out" else tmp_path
+    first = by_hand(start, tmp_path, 0, port, LOCAL_RANK="0")
+    second = by_hand(start, there, 1, port, *flags, script=script, LOCAL_RANK="0", PYTHONPATH=str(script.parent))
+    assert first.end(within=60) == second.end(within=60) == 1
+    assert re.search(told, first.text() + second.text()) and not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 @pytest.fixture
