@@ -23,20 +23,8 @@ from distributed import launch
 REPO = Path(__file__).parents[2]
 TINY = "--model_args n_layers=1,dim=8,ffn_dim=8 --steps 2 --device cpu --out run"
 BASE = {"train_llama3": TINY, "train_qwen3": "--out run", "train_deepseek": "--out run", "grpo": "--out run"}
-
-
-def read_rows() -> list[tuple[str, str, str]]:
-    """(program, what is typed, regular expression) of each row of messages.txt."""
-    rows, program = [], ""
-    for line in Path(__file__).with_name("messages.txt").read_text().splitlines()[1:]:
-        if line.startswith("["):
-            program = line.strip("[]")
-        else:
-            rows.append((program, *line.split("=> ")))
-    return rows
-
-
-ROWS = read_rows()
+TABLE = re.findall(r"^\[(.*)\]\n((?:[^\[].*\n)+)", Path(__file__).with_name("messages.txt").read_text(), re.M)
+ROWS = [(program, *line.split("=> ")) for program, lines in TABLE for line in lines.splitlines()]
 
 
 @pytest.fixture(scope="module")

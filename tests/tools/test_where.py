@@ -13,6 +13,7 @@ import torch.distributed as dist
 from layouts import row_name, without_inductor
 from pool import pool
 from programs import run_program
+from research_forks import IMPORTS, changed
 from test_mutants import MUTANTS
 from test_parallel import LAYOUTS, MOE, MTP
 from torch.distributed.tensor import Replicate
@@ -203,39 +204,22 @@ def test_ranks_are_named_by_their_axis():
 def test_where_as_a_command_on_a_forks_recipe(tmp_path):
     """A fork's own block: first right, then with a tp style that leaves a parameter alone."""
     recipe = Path(__file__).parents[2] / "train_llama3.py"
-    own = """
+    own = IMPORTS + """
 import parallel
-from models import llama3
-
-class Gain(torch.nn.Module):
-    def __init__(self, dim):
-        super().__init__()
-        self.gain = torch.nn.Parameter(torch.ones(dim))
-
-    def forward(self, x):
-        return x * self.gain
-
-class Block(llama3.Block):
-    def __init__(self, config):
-        super().__init__(config)
-        self.residual = Gain(config.dim)
-
-    def forward(self, h, cos, sin, attend):
-        h = h + self.residual(self.attn(self.attn_norm(h), cos, sin, attend))
-        return h + self.ffn(self.ffn_norm(h))
-
-llama3.Block = Block
-Llama3.init_constants = lambda self: {"*.residual.gain": 1.0}
-plan = Llama3.tp_plan
 class Nothing(parallel.ParallelStyle):
     def _apply(self, module, mesh):
         return module
 parallel.TP_STYLES["nothing"] = Nothing
-Llama3.tp_plan = lambda self: plan(self) | {"blocks.*.residual": "sequence" if RIGHT else "nothing"}
-"""
+""" + changed("Block", """
+    def forward(self, h, cos, sin, attend):
+        return super().forward(h, cos, sin, attend) + self.more(h)
+""", init="self.more = RMSNorm(config.dim, 1e-5)") + changed("Llama3", """
+    def tp_plan(self):
+        return super().tp_plan() | {"blocks.*.more": "sequence" if RIGHT else "nothing"}
+""")
     flags = "--local_batch_size 2 --seq_len 64 --model_args n_layers=2,dim=64 --check_parity --where --tp 2".split()
     for style, status, words in (True, 0, ["no difference at"]), (False, 1, [
-            "first difference: finished gradient of blocks.0.residual.gain", "style 'nothing' of blocks.0.residual"]):
+            "first difference: finished gradient of blocks.0.more.weight", "style 'nothing' of blocks.0.more"]):
         copy = tmp_path / f"train_{style}.py"
         head, tail = recipe.read_text().split("@dataclass(kw_only=True)\nclass Config(")
         start = f"import sys\nsys.path.insert(0, {str(recipe.parent)!r})\n"
