@@ -174,7 +174,8 @@ def fake_world(world_size: int, module) -> None:
         def close(self, **kwargs):
             pass
 
-    os.environ.update(RANK="0", WORLD_SIZE=str(world_size), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    os.environ.update(RANK="0", WORLD_SIZE=str(world_size), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="localhost",
+                      MASTER_PORT="29500")
     replace(module, "connect", lambda known: connect)
     replace(module, "Checkpoints", lambda known: NoCheckpoints)
     replace(module, "check_replicas", always([]))
