@@ -27,7 +27,6 @@ storage/resume.py checks an earlier run in --out at a start.
     tokenizer_config.json  chat_template.jinja ...   if the tokenizer comes from a Hugging Face folder
     manifest.json                size and crc32 of all other files, and a hash of the manifest
 """
-import fnmatch
 import importlib
 import json
 import os
@@ -47,11 +46,12 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from corpus.tokenizer import files_beside, tokenizer_path
-from distributed.agree import Failed, brief, fail_together, gather, new_gloo_group, on_rank_0, rank_in
+from distributed.agree import Failed, brief, fail_together, gather, new_gloo_group, on_rank_0, rank_in, some_rank
 from distributed.layout import AXES, local_tensor, named_tensors
-from storage.dcp import WriterProcess, import_dcp, read_table, read_tensors, write_tensors
+from storage.dcp import SavePlan, WriterProcess, import_dcp, read_table, read_tensors, write_tensors
 from storage.manifest import (
     TABLE,
     Damaged,
@@ -166,8 +166,8 @@ class Checkpoints:
             optimizer.register_step_pre_hook(lambda *_: self.wait_staged())
         group = new_gloo_group("checkpoint") if dist.is_initialized() else None
         self.group, self.rank, self.world_size = group, rank_in(group), dist.get_world_size(group) if group else 1
-        self.gather, self.on_rank_0 = partial(gather, group=group), partial(on_rank_0, group=group)
-        self.together = partial(fail_together, group=group)
+        self.gather, self.together = partial(gather, group=group), partial(fail_together, group=group)
+        self.on_rank_0, self.plan = partial(on_rank_0, group=group), SavePlan()
         # read now: later edits of a file are not the running code
         self.code = local_code() if source and own_local_rank() == 0 else {}
         writes = config.get("checkpoint_every") and not cfg.load_only
@@ -198,11 +198,11 @@ class Checkpoints:
         self.finish_flight()
         # Turned into text now, because the loop may change `state` while the background thread writes.
         about = dict(step=step, model_only=model_only, identity=self.identity, state=state)
-        about |= merge_numbers(self.gather(self.together(
-            lambda: (self.numbers.changed() if not model_only else {}, sum_copies(self.copies)))))
+        about |= self.on_rank_0(merge_numbers, value=self.together(
+            lambda: (self.numbers.changed() if not model_only else {}, sum_copies(self.copies))))
         about = json_bytes(about | ({"base": self.base} if self.base else {}))
         if last or self.cfg.checkpoint_async == "off":  # the last save has nothing to overlap with
-            saved = self.write(step, about, lambda: self.tensors(not model_only))
+            saved = self.write(step, about, lambda: self.tensors(not model_only, saving=True))
             if last and not saved:
                 raise RuntimeError(f"the last checkpoint, step {step}, could not be saved to {self.out}")
             return saved
@@ -213,7 +213,7 @@ class Checkpoints:
             staging, cuda = import_dcp().staging, torch.cuda.is_available()
             self.stager = staging.DefaultStager(staging.StagingOptions(
                 use_pinned_memory=cuda, use_non_blocking_copy=cuda, use_shared_memory=self.process is not None))
-        tensors = self.tensors(not model_only)
+        tensors = self.tensors(not model_only, saving=True)
         for key in tensors.keys() - {f"model.{fqn}" for fqn in self.params}:
             if key.startswith("model."):  # a buffer: the next forward may change it while the copy is under way
                 tensors[key] = tensors[key].clone()
@@ -264,10 +264,9 @@ class Checkpoints:
             if folder is None:
                 return True
             tensors = self.together(get_tensors)  # an error inside DCP's collectives would leave the peers waiting
-            self.together(lambda: write_tensors(tensors, folder, self.group, staged, self.process if staged else None))
-            own = self.together(lambda: checksums(folder, fnmatch.filter(os.listdir(folder), f"__{self.rank}_*"), sync=True))
-            listed = {name: entry for part in self.gather(own) for name, entry in part.items()}
-            size = self.on_rank_0(lambda: self.commit(step, folder, about, listed))
+            names = write_tensors(tensors, folder, self.group, self.plan, staged, self.process if staged else None)
+            own = self.together(lambda: checksums(folder, names, sync=True))
+            size = self.on_rank_0(lambda ranks: self.commit(step, folder, about, ranks), value=own)
         except Failed as error:
             if self.rank == 0 and folder:
                 shutil.rmtree(folder, ignore_errors=True)  # or the leftovers would fill the disk
@@ -292,8 +291,10 @@ class Checkpoints:
         os.makedirs(folder)
         return folder
 
-    def commit(self, step, folder, about, listed) -> int:
-        """Completes the folder and renames it to step-<step> (rank 0). Returns the size in bytes."""
+    def commit(self, step, folder, about, ranks) -> int:
+        """Completes the folder and renames it to step-<step> (rank 0). ranks: of each rank checksums(). Returns the size in
+        bytes."""
+        listed = {name: entry for own in ranks for name, entry in own.items()}
         for name, (size, _) in listed.items():  # by stat: listings are cached on network file systems
             if not os.path.isfile(os.path.join(folder, name)) or os.path.getsize(os.path.join(folder, name)) != size:
                 raise OSError(f"rank 0 does not see {name}: {self.out} must be on a file system that all machines share")
@@ -353,14 +354,14 @@ class Checkpoints:
         table = self.together(lambda: read_table(folder, manifest["files"]))
         self.check_excluded(excluded)
         if with_optimizer := everything and "optimizer" not in excluded:
-            keys = [key for key in table.state_dict_metadata if key.startswith("optimizer.") and not matches(excluded, key)]
+            keys = [key for key in table if key.startswith("optimizer.") and not matches(excluded, key)]
             with_state = {key.removeprefix("optimizer.").rpartition(".")[0] for key in keys}
             self.together(lambda: self.create_optimizer_state(with_state))
         tensors = {key: t for key, t in self.tensors(with_optimizer).items() if not matches(excluded, key)}
-        wanted = {key: t for key, t in table.state_dict_metadata.items()
+        wanted = {key: saved for key, saved in table.items()
                   if not matches(excluded, key) and (with_optimizer or key.startswith("model."))}
         self.check_fit(tensors, wanted, folder, same_dtype=everything)
-        self.together(lambda: read_tensors(tensors, folder, table, self.group))
+        self.together(lambda: read_tensors(tensors, folder, table))
         for fqn, param in self.params.items():
             for name, t in self.state_of(param).items():
                 if is_quantized(t) and (key := f"optimizer.{fqn}.{name}") in tensors:
@@ -439,32 +440,38 @@ class Checkpoints:
                 wrong["missing"].append(key)
             elif saved.size != t.shape:
                 wrong["shape"].append(f"{key} {tuple(saved.size)}, here {tuple(t.shape)}")
-            elif same_dtype and key.startswith("model.") and saved.properties.dtype != t.dtype:
-                wrong["dtype"].append(f"{key} {saved.properties.dtype}, here {t.dtype}")
-        ranks = self.gather((wrong, there.keys() - tensors.keys()))
-        found = {what: list(dict.fromkeys(text for of_rank, _ in ranks for text in of_rank[what])) for what in wrong}
+            elif same_dtype and key.startswith("model.") and saved.dtype != t.dtype:
+                wrong["dtype"].append(f"{key} {saved.dtype}, here {t.dtype}")
         # a pipeline stage lacks the other stages' keys: unknown means absent on all ranks
-        found["unknown"] = [key for key in there if all(key in absent for _, absent in ranks)]
+        known = torch.tensor([key in tensors for key in there], dtype=torch.uint8)
+        if self.group:
+            dist.all_reduce(known, dist.ReduceOp.MAX, self.group)
+        found = {what: [] for what in wrong} | {"unknown": [key for key, n in zip(there, known) if not n]}
+        for of_rank in self.gather(wrong) if some_rank(any(wrong.values()), self.group) else ():
+            found |= {what: list(dict.fromkeys(found[what] + texts)) for what, texts in of_rank.items()}
         if problems := [f"{what}: {brief(texts)}" for what, texts in found.items() if texts]:
             fix = "; give the --param_dtype that it was trained with" if found["dtype"] else ""
             if any(key.startswith("optimizer.") for key in found["missing"]):  # such as experts, once AdamW's
                 fix += "; the optimizer has another state now: --exclude_from_loading optimizer starts it anew"
             raise ValueError(f"{folder} does not fit this model: {'; '.join(problems)}{fix}".replace("torch.", ""))
 
-    def tensors(self, with_optimizer) -> dict[str, Tensor]:
-        """The flat dict for DCP to write, or to read into in place (quantized moments as a copy in fp32)."""
+    def tensors(self, with_optimizer, saving=False) -> dict[str, Tensor]:
+        """The flat dict for DCP to write, or to read into in place (quantized moments as a copy in fp32). saving: a number of
+        the optimizer's, such as AdamW's step, is in the dict of one rank only, and behind the shards of that rank."""
         every = {fqn: tensor for module in self.modules for fqn, tensor in named_tensors(module).items()} | self.params
         if self.load_base:
             every = {fqn: tensor for fqn, tensor in every.items() if tensor.requires_grad}
         found = {f"model.{fqn}": tensor.detach() for fqn, tensor in every.items()}
         for fqn, param in self.params.items() if with_optimizer else ():
+            writes = not (saving and isinstance(param, DTensor) and any(param.device_mesh.get_coordinate()))
             for name, t in self.state_of(param).items():
                 if not isinstance(t, Tensor):
                     raise ValueError(f"optimizer state {name} of {fqn} is a {type(t).__name__}: make it a tensor")
                 if t.numel() > 1 and hasattr(param, "placements") and not hasattr(t, "placements"):
                     raise ValueError(f"optimizer state {name} of {fqn} is no DTensor: DCP would save one rank's only")
-                found[f"optimizer.{fqn}.{name}"] = dequantize(t.detach())
-        return found
+                if t.dim() > 0 or writes:
+                    found[f"optimizer.{fqn}.{name}"] = dequantize(t.detach())
+        return dict(sorted(found.items(), key=lambda item: item[1].dim() == 0))
 
     def state_of(self, param) -> dict:
         return next((optimizer.state[param] for optimizer in self.optimizers if param in optimizer.state), {})
@@ -544,7 +551,7 @@ def open_saved(folder: str) -> tuple[str, nn.Module, object]:
     with torch.device("meta"):  # takes memory only once, and in the wanted dtype
         model = Model(config)
     table = read_table(path, manifest["files"])
-    there = {key for key in table.state_dict_metadata if key.startswith("model.")}
+    there = {key for key in table if key.startswith("model.")}
     names = list(named_tensors(model))
     if has_adapters(path):
         from sft.adapters import adapter_names

@@ -1,6 +1,7 @@
 """Errors and answers that all ranks share: if one rank fails, all ranks fail with the same reason."""
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 
@@ -28,32 +29,77 @@ def rank_in(group) -> int:
 
 
 def gather(value, group) -> list:
-    """The values of all ranks of the group. group: None if the process is alone."""
+    """The values of all ranks of the group, on all ranks. Costs every rank time and memory for all values: for starts, not for
+    steps or saves. group: None if the process is alone."""
     values = [value] * (dist.get_world_size(group) if group else 1)
     if group:
         dist.all_gather_object(values, value, group=group)
     return values
 
 
+def attempt(work) -> tuple:
+    """(result of work(), None), or (None, the reason why work failed)."""
+    try:
+        return work(), None
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "CheckpointException":
+            raise  # Ctrl-C. DCP's CheckpointException is no Exception either, but counts as an error
+        return None, reason(error)
+
+
+def broadcast(value, rank: int, group):
+    """The value of one rank, on all ranks: along a tree."""
+    box = [value]
+    if group:
+        dist.broadcast_object_list(box, group_src=rank, group=group)
+    return box[0]
+
+
 def fail_together(work, group):
     """Return work() on each rank; raise Failed on all ranks if work fails on any rank. Otherwise a failing rank would leave,
-    and its peers would wait in the next collective."""
-    result, error = None, None
-    try:
-        result = work()
-    except BaseException as caught:
-        if not isinstance(caught, Exception) and type(caught).__name__ != "CheckpointException":
-            raise  # Ctrl-C. DCP's CheckpointException is no Exception either, but counts as an error
-        error = reason(caught)
-    for rank, failed in enumerate(gather(error, group)):
-        if failed is not None:
-            raise Failed(f"rank {rank}: {failed}" if rank else failed)
+    and its peers would wait in the next collective. The ranks exchange one number, and a text only after a failure."""
+    result, error = attempt(work)
+    none_failed = dist.get_world_size(group) if group else 1
+    first = torch.tensor(none_failed if error is None else rank_in(group))
+    if group:
+        dist.all_reduce(first, dist.ReduceOp.MIN, group)
+    if (rank := first.item()) < none_failed:
+        raise Failed(f"rank {rank}: " * (rank > 0) + broadcast(error, rank, group))
     return result
 
 
-def on_rank_0(work, group):
-    """Run work() on rank 0 and return its result on all ranks; raise Failed on all ranks if work fails."""
-    return gather(fail_together(lambda: work() if rank_in(group) == 0 else None, group), group)[0]
+def some_rank(condition: bool, group) -> bool:
+    """Whether the condition holds on any rank."""
+    flag = torch.tensor(int(condition))
+    if group:
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group)
+    return bool(flag)
+
+
+def scatter(values: list, group):
+    """Entry r of rank 0's list, on rank r."""
+    box = values[:1]
+    if group:
+        box = [None]
+        dist.scatter_object_list(box, values or None, group=group, group_src=0)
+    return box[0]
+
+
+def on_rank_0(work, group, value=None):
+    """Run work() on rank 0 and return the result on all ranks; raise Failed on all ranks if work fails.
+
+    value: of each rank; work then takes the list of all ranks' values, and no other rank holds the list.
+    """
+    if value is not None:
+        values = [value] if rank_in(group) == 0 else None
+        if group:
+            values = [None] * dist.get_world_size(group) if rank_in(group) == 0 else None
+            dist.gather_object(value, values, group=group, group_dst=0)
+    arguments = () if value is None else (values,)
+    result, error = broadcast(attempt(lambda: work(*arguments)) if rank_in(group) == 0 else None, 0, group)
+    if error is not None:
+        raise Failed(error)
+    return result
 
 
 def new_gloo_group(name: str):

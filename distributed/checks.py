@@ -5,6 +5,7 @@ import fnmatch
 import os
 import socket
 import sys
+import zlib
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.dropout import _DropoutNd
 
-from distributed.agree import brief
+from distributed.agree import brief, gather, some_rank
 from distributed.initial import constants_of, initial_values
 from distributed.layout import Layout, local_slice, local_tensor, pattern_of
 from models.layers import takes_places
@@ -139,27 +140,39 @@ def host_memory() -> int:
 
 
 def check_replicas(stages, layout: Layout, **values) -> list[tuple]:
-    """Compare ranks with the same part of a parameter, and `values` on all ranks.
+    """Compare the ranks that hold the same part of a parameter, and `values` on all ranks.
 
-    Raises RuntimeError naming the first difference and its rank. Runs once: a wrong seed or file on one node is found at the
-    start, not a week later. Returns (fqn, parameter, bits_sum) of the trained parameters, for Guard.
+    Raises ValueError on all ranks with the first difference and its ranks. Runs once: a wrong seed or file on one node is found
+    at the start, not a week later. The ranks exchange one number per parameter; only after a difference, names. Returns (fqn,
+    parameter, bits_sum) of the trained parameters, for Guard.
     """
-    mine = {}
+    start, mine = [(fqn, p, bits_sum(p)) for stage in stages for fqn, p in stage.named_parameters()], {}
     for name, value in values.items():  # a dict field by field, so that the message names the flag
         fields = value.items() if isinstance(value, dict) else [("", value)]
         mine |= {(f"{name} {field}".strip(), 0): repr(x) for field, x in fields}
-    start = [(fqn, p, bits_sum(p)) for stage in stages for fqn, p in stage.named_parameters()]
-    mine |= {(fqn, local_slice(p)): total for fqn, p, total in start}
-    everyone = [None] * layout.world_size
-    dist.all_gather_object(everyone, (socket.gethostname(), mine))
-    first = {}
-    for rank, (host, theirs) in enumerate(everyone):
-        for key, value in theirs.items():
-            owner, expected = first.setdefault(key, (rank, value))
-            if value != expected:
-                where = f"ranks {owner} and {rank} ({everyone[owner][0]}, {host})"
-                raise RuntimeError(f"{key[0]} differs between {where}: same seed, flags, files on every node?")
+    groups = {dist.group.WORLD: [zlib.crc32(repr(mine).encode())]}  # ranks that must agree: numbers
+    for _, p, total in start:
+        for i, placement in enumerate(p.placements if isinstance(p, DTensor) else ()):
+            if placement.is_replicate() and p.device_mesh.size(i) > 1:
+                groups.setdefault(p.device_mesh.get_group(i), []).append(total)
+    if some_rank(any([differ(numbers, group, layout.device) for group, numbers in groups.items()]), dist.group.WORLD):
+        mine |= {(fqn, local_slice(p)): total for fqn, p, total in start}
+        everyone, first = gather((socket.gethostname(), mine), dist.group.WORLD), {}
+        for rank, (host, theirs) in enumerate(everyone):
+            for key, value in theirs.items():
+                owner, expected = first.setdefault(key, (rank, value))
+                if value != expected:
+                    where = f"ranks {owner} and {rank} ({everyone[owner][0]}, {host})"
+                    raise ValueError(f"{key[0]} differs between {where}: same seed, flags, files on every node?")
     return [(fqn, p, total) for fqn, p, total in start if p.requires_grad]
+
+
+def differ(numbers: list[int], group, device) -> bool:
+    """Whether any of the numbers is not equal on all ranks of the group."""
+    mine = torch.tensor(numbers, device=device)
+    both = torch.stack([mine, -mine])
+    dist.all_reduce(both, dist.ReduceOp.MAX, group)  # the highest, and minus the lowest
+    return not torch.equal(both[0], -both[1])
 
 
 @torch.no_grad()

@@ -185,7 +185,7 @@ class StopSignal:
     """SIGTERM, SIGINT or SIGUSR1: finish the step, save, exit. Another Ctrl-C more than two seconds later exits at once."""
 
     def __init__(self):
-        self.received, self.at = "", 0.0
+        self.received, self.at, self.asked = "", 0.0, None
         for s in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(s, self.handle)
 
@@ -197,13 +197,16 @@ class StopSignal:
             self.received, self.at = signal.Signals(number).name, time.monotonic()
 
     def agreed(self, layout: Layout) -> bool:
-        """True on every rank at the same step if any rank was signalled. Signals reach the ranks at different moments; a rank
-        that stopped one step earlier would leave the others waiting for it."""
+        """True on every rank at the same step if any rank was signalled before the last call. Signals reach the ranks at
+        different moments; a rank that stopped one step earlier would leave the others waiting for it."""
         if layout.world_size == 1:
             return bool(self.received)
-        flag = torch.tensor(int(bool(self.received)))  # on the host, so that no device waits
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return bool(flag.item())
+        before, flag = self.asked, torch.tensor(int(bool(self.received)))  # on the host, so that no device waits
+        self.asked = flag, dist.all_reduce(flag, op=dist.ReduceOp.MAX, async_op=True)
+        if before is None:
+            return False
+        before[1].wait()  # the answer of the step before has come while this step was computed
+        return bool(before[0])
 
     def report(self, step: int, layout: Layout) -> int:
         """Rank 0 says where the run stopped. Returns the exit status of an unfinished run."""

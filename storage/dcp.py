@@ -1,24 +1,30 @@
 """Writes and reads tensors with torch's distributed checkpoint (DCP): every rank writes its shards, any layout reads them.
 
 Nothing is unpickled: a pickle can run any code. DCP would pickle its table of tensors into .metadata; we write tensors.json:
-    {"files": ["__0_0.distcp", ...], "tensors": {"model.norm.weight": {"dtype": "float32", "shape": [64], "shards": [...]}}}
-A shard is [index of its file, first byte, bytes, *offset in the tensor, *shape], short on purpose: a model of 70 billion
-parameters on 1,024 ranks has two million shards, in 77 MB.
+    {"files": ["__0_0.distcp", ...], "tensors": {"model.norm.weight": {"dtype": "float32", "shape": [64], "n": 4,
+                                                                       "shards": [...]}}}
+"shards" has seven columns for a matrix, with a number for each of its n shards: index of the file, first byte, bytes, two
+columns of offsets in the tensor, two of shapes. A column of a regular grid is a rule of four numbers (pack_column), because a
+model of 70 billion parameters on 1,024 ranks has two million shards. In format 2, "shards" has a row for each shard.
 """
 import json
-import math
 import resource
 import signal
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from distributed.agree import reason
+from distributed.agree import fail_together, on_rank_0, rank_in, reason, scatter, some_rank
+from distributed.layout import local_slice
 from storage.manifest import TABLE
 from support.files import read_json, write_file
+
+MOST_SHARDS = 1 << 20  # of a tensor; more in a file of a stranger would take all memory
 
 
 def import_dcp():
@@ -28,29 +34,62 @@ def import_dcp():
     return dcp
 
 
-def write_tensors(tensors: dict[str, Tensor], folder: str, group, staged=False, process=None):
-    """Writes this rank's shards; every rank of `group` calls. A shard held by several ranks is written once.
+class SavePlan:
+    """The shards that this rank writes at each save of a run, planned once, because the layout does not change.
 
-    staged: all tensors are in CPU memory already. process: this rank's writer process, for the writing; the planning, with
-    its collectives, stays in the calling process.
+    items: DCP's items of this rank, before the ranks share out the replicated shards; final: DCP's plan afterwards; written:
+    DCP's results of the last save; table: the content of tensors.json, on rank 0."""
+
+    items = final = written = table = None
+
+
+def write_tensors(tensors: dict[str, Tensor], folder: str, group, plan: SavePlan, staged=False, process=None) -> list[str]:
+    """Writes this rank's shards; every rank of `group` calls. A shard held by several ranks is written once. Returns the names
+    of this rank's files. Raises Failed, the same on all ranks.
+
+    plan: of the last save; ranks that save the same tensors again need not talk about shards. staged: all tensors are in CPU
+    memory already. process: this rank's writer process, for the writing.
     """
-    dcp = import_dcp()
-
-    class Writer(dcp.FileSystemWriter):
-        def write_data(self, plan, planner):
-            if process is None:
-                return super().write_data(plan, planner)
-            written = torch.futures.Future()
-            written.set_result(process.write(folder, plan, {item.index: planner.resolve_data(item) for item in plan.items}))
-            return written
-
-        def finish(self, metadata, results):  # on rank 0; DCP's version pickles the table into .metadata
-            write_file(Path(folder, TABLE), table_bytes(metadata, results))
-
+    dcp, is_first, metadata = import_dcp(), rank_in(group) == 0, None
     # With copy_ahead DCP asks for a CUDA stream; in a background thread every rank would get a stream of GPU 0.
-    writer = Writer(folder, sync_files=False, per_thread_copy_ahead=0 if staged else 10_000_000)
+    writer = dcp.FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=0 if staged else 10_000_000)
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
-    dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
+
+    def plan_alone():
+        planner.set_up_planner(tensors, None, is_first)
+        writer.set_up_storage_writer(is_first)
+        return planner.create_local_plan()
+
+    def plan_for_all(plans):  # on rank 0
+        nonlocal metadata
+        plans, metadata = planner.create_global_plan(plans)
+        return writer.prepare_global_plan(plans)
+
+    def write():
+        final = planner.finish_plan(plan.final)
+        if process is None:
+            return writer.write_data(final, planner).value()
+        return process.write(folder, final, {item.index: planner.resolve_data(item) for item in final.items})
+
+    mine = fail_together(plan_alone, group)
+    if is_new := some_rank(plan.items != mine.items, group):
+        plans = []
+        on_rank_0(lambda ranks: plans.extend(plan_for_all(ranks)), group, mine)
+        plan.items, plan.final, plan.written = mine.items, scatter(plans, group), None
+    written = fail_together(write, group)
+    if some_rank(plan.written != written, group):
+        if not is_new:  # the same tensors, in other bytes than at the last save
+            plan.items = None
+            return write_tensors(tensors, folder, group, plan, staged, process)
+
+        def make_table(results):
+            plan.table = table_bytes(metadata, results)
+
+        on_rank_0(make_table, group, written)
+        plan.written = written
+    if is_first:
+        write_file(Path(folder, TABLE), plan.table)
+    return sorted({result.storage_data.relative_path for result in written})
 
 
 class WriterProcess:
@@ -102,59 +141,115 @@ def serve_writes(pipe):
             pipe.send(error)
 
 
-def read_tensors(tensors: dict[str, Tensor], folder: str, table, group=None):
-    """Overwrites `tensors` (plain or DTensor, any layout) with the folder's tensors of the same keys."""
+def read_tensors(tensors: dict[str, Tensor], folder: str, table: dict):
+    """Overwrites `tensors` (plain or DTensor, any layout) with the folder's tensors of the same keys, each rank by itself.
+    table: from read_table(). Raises ValueError."""
     dcp = import_dcp()
 
     class Reader(dcp.FileSystemReader):
         def read_metadata(self):  # DCP's version unpickles .metadata, and a pickle can run any code
-            return table
+            return find_shards(tensors, table)
 
     planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
     try:
-        dcp.load(tensors, storage_reader=Reader(folder), planner=planner, process_group=group, no_dist=group is None)
+        dcp.load(tensors, storage_reader=Reader(folder), planner=planner, no_dist=True)
     except dcp.api.CheckpointException as error:  # a BaseException: no `except Exception` stops the error
         raise ValueError(f"{folder}: {reason(error)}") from None
+
+
+# --- tensors.json ---
+def pack_column(column: np.ndarray) -> int | dict | list:
+    """A column as 7 for 7, 7, 7; as {"rule": [first, step, repeat, count]}, such as [0, 64, 2, 3] for 0, 0, 64, 64, 128, 128,
+    0, 0 ..., or as a list."""
+    if not len(changes := np.flatnonzero(np.diff(column))):
+        return int(column[0])
+    repeat = int(changes[0]) + 1
+    again = np.flatnonzero(column[repeat:] == column[0])  # after `count` values the first comes again
+    count = int(again[0]) // repeat + 1 if len(again) else len(column)
+    packed = {"rule": [int(column[0]), int(column[repeat] - column[0]), repeat, count]}
+    return packed if np.array_equal(unpack_column(packed, len(column)), column) else column.tolist()
+
+
+def unpack_column(packed: int | dict | list, n: int) -> np.ndarray:
+    if isinstance(packed, dict):
+        first, step, repeat, count = packed["rule"]
+        return first + step * (np.arange(n) // max(repeat, 1) % max(count, 1))
+    return np.broadcast_to(np.array(packed, np.int64), n)
 
 
 def table_bytes(metadata, results) -> bytes:
     """The content of tensors.json, from DCP's metadata on rank 0 and the write results of all ranks."""
     where = {(written.index.fqn, written.index.offset): written.storage_data for part in results for written in part}
-    files = {name: i for i, name in enumerate(sorted({info.relative_path for info in where.values()}))}
+    files = {name: i for i, name in enumerate(dict.fromkeys(info.relative_path for info in where.values()))}
 
     def shard(key, chunk):
         info = where[key, chunk.offsets]
         return [files[info.relative_path], info.offset, info.length, *chunk.offsets, *chunk.sizes]
 
-    tensors = {key: dict(dtype=str(t.properties.dtype)[6:], shape=t.size, shards=[shard(key, chunk) for chunk in t.chunks])
+    def columns(key, chunks):
+        return [pack_column(column) for column in np.array([shard(key, chunk) for chunk in chunks]).T]
+
+    tensors = {key: dict(dtype=str(t.properties.dtype)[6:], shape=t.size, n=len(t.chunks), shards=columns(key, t.chunks))
                for key, t in metadata.state_dict_metadata.items()}
     return json.dumps(dict(files=[*files], tensors=tensors), separators=(",", ":")).encode()
 
 
-def read_table(folder: str, files: dict[str, list]):
-    """tensors.json as DCP's Metadata. files: the manifest's.
+class SavedTensor(NamedTuple):
+    """An entry of tensors.json. shards: packed columns for n shards; files: {name: bytes}, the same for all entries."""
 
-    Raises ValueError when a shard lies outside of the listed files: a stranger's checkpoint can have right checksums, too.
-    """
-    from torch.distributed.checkpoint import filesystem, metadata
+    size: torch.Size
+    dtype: torch.dtype
+    files: dict[str, int]
+    n: int
+    shards: list
 
-    table = metadata.Metadata(state_dict_metadata={}, storage_data={})
+    def read_shards(self) -> tuple:
+        """(index of the file, first byte, bytes, offsets (dims, n), sizes (dims, n)) of each shard. Raises ValueError when a
+        shard lies outside of its file or of the tensor, or when shards are missing: DCP would leave the rest as it was."""
+        file, start, length, *place = (unpack_column(column, self.n) for column in self.shards)
+        offsets, sizes = np.array(place, np.int64).reshape(2, len(self.size), self.n)
+        whole, ends = np.array(self.size, np.int64)[:, None], np.array([*self.files.values()])
+        if min(file.min(), start.min(), length.min()) < 0 or file.max() >= len(ends) or (length > ends[file] - start).any():
+            raise ValueError("its shards are no part of this checkpoint")
+        if (np.minimum(offsets, sizes) < 0).any() or (sizes > whole - offsets).any() or sizes.prod(0).sum() != whole.prod():
+            raise ValueError(f"its shards do not add up to {tuple(self.size)}")
+        return file, start, length, offsets, sizes
+
+
+def read_table(folder: str, files: dict[str, list]) -> dict[str, SavedTensor]:
+    """{key: entry} of tensors.json. files: the manifest's. Raises ValueError for shards that cannot be: a stranger's checkpoint
+    can have right checksums, too."""
+    table, key = {}, ""
     try:
         saved = read_json(folder, TABLE)
-        for key, tensor in saved["tensors"].items():
-            size, dtype, chunks = torch.Size(tensor["shape"]), getattr(torch, tensor["dtype"]), []
-            for file, start, length, *place in tensor["shards"]:
-                name, offsets, sizes = saved["files"][file], torch.Size(place[: len(size)]), torch.Size(place[len(size) :])
-                if name not in files or min(file, start, length, *place) < 0 or start + length > files[name][0]:
-                    raise ValueError(f"{key} is said to be in {name} at {start}, which is no part of this checkpoint")
-                chunks.append(metadata.ChunkStorageMetadata(offsets, sizes))
-                table.storage_data[metadata.MetadataIndex(key, offsets)] = filesystem._StorageInfo(name, start, length)
+        sizes = {name: files[name][0] for name in saved["files"]}
+        for key, entry in saved["tensors"].items():
+            size, dtype, shards = torch.Size(entry["shape"]), getattr(torch, entry["dtype"]), entry["shards"]
             if not isinstance(dtype, torch.dtype):
-                raise ValueError(f"{tensor['dtype']} is no dtype")
-            if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
-                raise ValueError(f"the shards of {key} do not add up to {tuple(size)}")  # DCP would leave the rest as it was
-            table.state_dict_metadata[key] = metadata.TensorStorageMetadata(metadata.TensorProperties(dtype), size, chunks)
+                raise ValueError(f"{entry['dtype']} is no dtype")
+            if not 0 < (n := entry.get("n", len(shards))) <= MOST_SHARDS:
+                raise ValueError(f"it is said to have {n} shards")
+            table[key] = SavedTensor(size, dtype, sizes, n, shards if "n" in entry else [*np.array(shards).T])
+            table[key].read_shards()
     except Exception as error:
-        raise ValueError(f"{folder}/{TABLE} is refused: {reason(error)}") from None
+        raise ValueError(f"{folder}/{TABLE} is refused: {key}: {reason(error)}") from None
     return table
 
+
+def find_shards(tensors: dict[str, Tensor], table: dict[str, SavedTensor]):
+    """DCP's Metadata with the saved shards that overlap with this rank's part of `tensors`: of millions only a few."""
+    from torch.distributed.checkpoint import filesystem, metadata
+
+    found = metadata.Metadata(state_dict_metadata={}, storage_data={})
+    for key, tensor in tensors.items():
+        saved, chunks, names = table[key], [], [*table[key].files]
+        file, start, length, offsets, sizes = saved.read_shards()
+        shape, first = (np.array(numbers, np.int64)[:, None] for numbers in local_slice(tensor))
+        for i in np.flatnonzero(((offsets < first + shape) & (offsets + sizes > first)).all(0)).tolist():
+            offset, size = torch.Size(offsets[:, i].tolist()), torch.Size(sizes[:, i].tolist())
+            chunks.append(metadata.ChunkStorageMetadata(offset, size))
+            info = filesystem._StorageInfo(names[file[i]], int(start[i]), int(length[i]))
+            found.storage_data[metadata.MetadataIndex(key, offset)] = info
+        properties = metadata.TensorProperties(saved.dtype)
+        found.state_dict_metadata[key] = metadata.TensorStorageMetadata(properties, saved.size, chunks)
+    return found

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from distributed.agree import Failed
 from support.files import STEP_FOLDER, fsync, hub_hint, json_bytes, read_json, step_folders, write_file
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3  # 2 had a longer tensors.json
 TABLE = "tensors.json"  # names, dtypes and shapes of all tensors, and the places of all shards
 READ = (".json", ".jinja", ".py", ".distcp", ".safetensors", ".bin", ".model")  # an unlisted file of these kinds is refused
 ABOUT = ("state.json", "config.json")  # files of a step folder read at a start, before the tensors
@@ -46,26 +46,30 @@ def write_manifest(folder: str, files: dict[str, list], **about):
     write_file(Path(folder, "manifest.json"), json_bytes(manifest | {"sha256": own_hash(manifest)}))
 
 
-def read_manifest(folder: str) -> dict:
-    """The manifest of a step folder. Raises Damaged if a file is missing, unlisted or of another size; reads no content."""
+def read_manifest(folder: str, is_wanted=None) -> dict:
+    """The manifest of a step folder. Raises Damaged if a file is missing, unlisted or of another size; reads no content.
+
+    is_wanted: name -> whether to look for this file, and for no other: with a file per rank, looking takes long."""
     try:
         raw = Path(folder, "manifest.json").read_bytes()
         manifest = json.loads(raw)
         # Compare bytes, not only values: some flipped bits change the text of a JSON file but no value.
         if raw != json_bytes(manifest) or manifest["sha256"] != own_hash(manifest):
             raise Damaged("manifest.json is not as it was written")
-        if manifest["format_version"] != FORMAT_VERSION:
-            raise Damaged(f"it is of format {manifest['format_version']} and this code reads {FORMAT_VERSION}; with the code "
-                          "that wrote it, python checkpoint.py to_hf exports its weights")
+        if manifest["format_version"] not in (2, FORMAT_VERSION):
+            raise Damaged(f"it is of format {manifest['format_version']} and this code reads 2 and {FORMAT_VERSION}; with the "
+                          "code that wrote it, python checkpoint.py to_hf exports its weights")
         named = STEP_FOLDER.fullmatch(os.path.basename(os.path.abspath(folder)))
         if named and int(named[1]) != manifest["step"]:
             raise Damaged(f"its manifest.json is that of step {manifest['step']}")
         files = manifest["files"]
-        for name in sorted(set(os.listdir(folder)) ^ {*files, "manifest.json"}):
+        for name in sorted(set(os.listdir(folder)) ^ {*files, "manifest.json"}) if is_wanted is None else ():
             if name in files or name.endswith(READ):
                 raise Damaged(f"{name} is missing" if name in files else f"{name} is not in manifest.json")
         for name, (size, _) in files.items():
             path = os.path.join(folder, name)
+            if is_wanted and not is_wanted(name):
+                continue
             if os.path.islink(path) or not os.path.isfile(path) or os.path.getsize(path) != size:
                 raise Damaged(f"{name} is not a plain file of {size} bytes")
     except OSError as error:
@@ -192,13 +196,16 @@ def newest_good(folder: str, paths: list[str], check, say) -> tuple[str, dict]:
 def newest_readable(folder: str, step: int = -1, names=(), say=lambda text: None) -> str:
     """The newest checkpoint with undamaged small files (`names`, or all but the tensors). Raises ValueError.
 
-    At a start every rank calls this several times, so only the needed files are read: a tokenizer has megabytes.
+    At a start every rank calls this several times, so no other file is looked at: a tokenizer has megabytes, and a large run a
+    file of tensors for each rank.
     """
 
+    def is_wanted(name):
+        return name in names if names else not name.startswith((TABLE, "__"))
+
     def check(path):
-        manifest = read_manifest(path)
-        check_files(path, manifest, [name for name in manifest["files"] if
-                                     (name in names if names else not name.startswith((TABLE, "__")))])
+        manifest = read_manifest(path, is_wanted)
+        check_files(path, manifest, [*filter(is_wanted, manifest["files"])])
         return manifest
 
     return newest_good(folder, candidates(folder, step), check, say)[0]

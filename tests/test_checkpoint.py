@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from layouts import MODELS, MOE, SMALL, build, config, full, global_batch, local_batch
@@ -20,6 +21,7 @@ from pool import forkserver, pool
 from programs import run_program
 from saves import IDENTITY, assert_same, everything, flip, names, path, refuses, rewrite, save_run, saver, set_manifest, trained
 from torch import nn
+from torch.distributed.checkpoint import DefaultSavePlanner
 
 import checkpoint
 import grpo
@@ -29,8 +31,9 @@ from distributed.experts import balance_experts
 from distributed.layout import Layout
 from models.llama3 import Llama3, Llama3Config
 from storage import dcp
+from storage.dcp import pack_column, unpack_column
 from storage.hf import save_hf
-from storage.manifest import STEP_FOLDER
+from storage.manifest import ABOUT, STEP_FOLDER, newest_readable
 from storage.resume import check_run
 from support.files import json_bytes
 from tools import checkpoint_commands
@@ -505,27 +508,89 @@ def test_no_pickle_is_written_or_read(tmp_path):
     assert not Path(folder, ".metadata").exists()
     table = json.loads(Path(folder, "tensors.json").read_bytes())
     weight = table["tensors"]["model.first.weight"]
-    begin, n_bytes = weight["shards"][0][1:3]  # a shard is short, because large models have millions
+    begin, n_bytes = weight["shards"][1:3]
     assert table["files"] == ["__0_0.distcp"] and 0 <= begin < begin + n_bytes <= os.path.getsize(f"{folder}/__0_0.distcp")
-    assert weight == {"dtype": "float32", "shape": [24, 24], "shards": [[0, begin, n_bytes, 0, 0, 24, 24]]}
+    assert weight == {"dtype": "float32", "shape": [24, 24], "n": 1, "shards": [0, begin, n_bytes, 0, 0, 24, 24]}
+
+
+def two_saves(folder) -> tuple[list, int]:
+    """(plans made by this rank until each of two saves of a sharded run was complete, scalars that this rank saves)"""
+    stages, layout = build(config(**SMALL), dict(dp_shard=2), 4, 2)
+    optimizer = torch.optim.AdamW([p for stage in stages for p in stage.parameters()])
+    found, make = [], DefaultSavePlanner.create_global_plan
+    with mock.patch.object(DefaultSavePlanner, "create_global_plan", autospec=True, side_effect=make) as plans:
+        run = saver(stages, optimizer, folder)
+        for step in 1, 2:
+            for p in stages[0].parameters():
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+            assert run.save(step, {"step": step})
+            found.append(plans.call_count)
+        scalars = [key for key, t in run.tensors(True, saving=True).items() if t.dim() == 0]
+    return found, len(scalars)
+
+
+def test_a_run_plans_its_saves_once(tmp_path):
+    (plans, scalars), others = pool(2).run(two_saves, tmp_path)
+    assert plans == [1, 1] and scalars > 0 and others == ([0, 0], 0)  # AdamW's steps are saved by one rank
+    tables = [Path(path(tmp_path, step), "tensors.json").read_bytes() for step in (1, 2)]
+    assert tables[0] == tables[1] and verify(path(tmp_path, 2))
+
+
+def test_a_start_looks_at_no_file_of_tensors(tmp_path):
+    """A large run has one for each rank, and every rank looks for the newest checkpoint several times."""
+    folder = save_run(tmp_path, 2)
+    os.rename(f"{path(folder, 2)}/__0_0.distcp", tmp_path / "gone")
+    assert newest_readable(str(folder), names=ABOUT) == path(folder, 2)
+    with pytest.raises(Damaged, match="__0_0.distcp is missing"):
+        verify(path(folder, 2))
+
+
+def test_columns_of_a_grid_are_short():
+    grid = np.array([[first, second] for first in range(0, 640, 10) for second in range(0, 96, 32)])  # offsets of 64 x 3 shards
+    assert [pack_column(column) for column in grid.T] == [{"rule": [0, 10, 3, 192]}, {"rule": [0, 32, 1, 3]}]
+    uneven = np.array([3, 1, 4, 1])
+    assert pack_column(uneven) == [3, 1, 4, 1] and pack_column(uneven[:1]) == 3
+    generator = np.random.default_rng(0)
+    for n in (1, 2, 3, 8, 60):
+        for column in (generator.integers(0, 3, n), np.arange(n) // 2 % 3 * 7 + 5, np.sort(generator.integers(0, 4, n))):
+            packed = json.loads(json.dumps(pack_column(column)))
+            assert np.array_equal(unpack_column(packed, n), column)
+
+
+def test_a_checkpoint_of_format_2_is_read(tmp_path):
+    """Its table had a row for each shard."""
+    folder = path(save_run(tmp_path, 2), 2)
+    table = json.loads(Path(folder, "tensors.json").read_bytes())
+    for entry in table["tensors"].values():
+        entry["shards"] = np.array([unpack_column(column, entry["n"]) for column in entry["shards"]]).T.tolist()
+        del entry["n"]
+    rewrite(folder, "tensors.json", json.dumps(table).encode())
+    set_manifest(folder, format_version=2)
+    fresh = trained(0, 1)
+    assert saver(*fresh, tmp_path).load()["step"] == 2
+    assert torch.equal(fresh[0].last.weight, trained(0, 2)[0].last.weight)
 
 
 @pytest.mark.parametrize("change, message", [
-    (lambda table, shard: table["files"].__setitem__(0, "../../../secret.distcp"), "secret.distcp at .*, which is no part of"),
-    (lambda table, shard: shard.__setitem__(2, 10**9), "no part of"),
-    (lambda table, shard: shard.__setitem__(1, -1), "no part of"),
-    (lambda table, shard: shard.__setitem__(0, 9), "refused"),
-    (lambda table, shard: shard.pop(), "do not add up"),
-    (lambda table, shard: table["tensors"]["model.first.weight"].update(shards=[]), "do not add up"),
-    (lambda table, shard: table["tensors"]["model.first.weight"].update(dtype="save"), "save is no dtype"),
-    (lambda table, shard: table["tensors"]["model.first.weight"].update(dtype="nonsense"), "refused"),
+    (lambda table, entry: table["files"].__setitem__(0, "../../../secret.distcp"), "KeyError: .*secret.distcp"),
+    (lambda table, entry: entry["shards"].__setitem__(2, 10**9), "no part of"),
+    (lambda table, entry: entry["shards"].__setitem__(1, -1), "no part of"),
+    (lambda table, entry: entry["shards"].__setitem__(0, 9), "no part of"),
+    (lambda table, entry: entry["shards"].__setitem__(3, {"rule": [1, 0, 0, 0]}), "do not add up"),
+    (lambda table, entry: entry["shards"].__setitem__(5, 1 << 62), "do not add up"),
+    (lambda table, entry: entry["shards"].pop(), "refused"),
+    (lambda table, entry: entry.update(shards=[]), "refused"),
+    (lambda table, entry: entry.update(n=1 << 40), "is said to have"),
+    (lambda table, entry: entry.update(dtype="save"), "save is no dtype"),
+    (lambda table, entry: entry.update(dtype="nonsense"), "refused"),
     (None, "refused"),
 ])
 def test_an_evil_table_reads_nothing_from_elsewhere(tmp_path, change, message):
     folder = path(save_run(tmp_path, 2), 2)
     table = json.loads(Path(folder, "tensors.json").read_bytes())
     if change:
-        change(table, table["tensors"]["model.first.weight"]["shards"][0])
+        change(table, table["tensors"]["model.first.weight"])
     rewrite(folder, "tensors.json", json.dumps(table if change else 3).encode())
     verify(folder)  # the checksums are right, but an attacker can compute checksums
     fresh = trained(1, 0)
@@ -535,7 +600,7 @@ def test_an_evil_table_reads_nothing_from_elsewhere(tmp_path, change, message):
 
 def test_a_checkpoint_of_an_older_format_says_so(tmp_path, capsys):
     set_manifest(path(save_run(tmp_path, 2), 2), format_version=1)
-    said = "it is of format 1 and this code reads 2; with the code that wrote it"
+    said = "it is of format 1 and this code reads 2 and 3; with the code that wrote it"
     refuses(f"no undamaged checkpoint among step-2 .step-2: {said}", check_run, str(tmp_path), IDENTITY, CheckpointConfig())
     assert checkpoint_commands.main(["verify", str(tmp_path)]) == 1 and said in capsys.readouterr().out
 

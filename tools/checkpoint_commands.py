@@ -70,8 +70,8 @@ def to_hf(folder: str, out: str, dtype="bfloat16", max_shard_gb=5.0, adapter=Fal
     kinds = file_kinds(named_tensors(model), model, getattr(torch, dtype))
 
     def read(fqn):
-        saved = table.state_dict_metadata[f"model.{fqn}"]
-        tensor = torch.empty(saved.size, dtype=saved.properties.dtype)
+        saved = table[f"model.{fqn}"]
+        tensor = torch.empty(saved.size, dtype=saved.dtype)
         read_tensors({f"model.{fqn}": tensor}, path, table)
         return tensor
 
@@ -99,15 +99,15 @@ def diff(a: str, b: str) -> int:
         tables = [read_table(folder, verify(folder)["files"]) for folder in (a, b)]
     except ValueError as error:
         raise ValueError(f"cannot compare: {error}") from None
-    differ, relative, keys = {}, {}, sorted({key for table in tables for key in table.state_dict_metadata})
+    differ, relative, keys = {}, {}, sorted({key for table in tables for key in table})
     for key in keys:
-        kinds = [table.state_dict_metadata.get(key) for table in tables]
+        kinds = [table.get(key) for table in tables]
         if None in kinds:
             differ[key] = f"only in {a if kinds[0] else b}"
-        elif kinds[0].size != kinds[1].size or kinds[0].properties.dtype != kinds[1].properties.dtype:
-            differ[key] = " / ".join(f"{tuple(kind.size)} {kind.properties.dtype}" for kind in kinds)
+        elif kinds[0].size != kinds[1].size or kinds[0].dtype != kinds[1].dtype:
+            differ[key] = " / ".join(f"{tuple(kind.size)} {kind.dtype}" for kind in kinds)
         else:
-            pair = [{key: torch.empty(kind.size, dtype=kind.properties.dtype)} for kind in kinds]
+            pair = [{key: torch.empty(kind.size, dtype=kind.dtype)} for kind in kinds]
             for tensors, folder, table in zip(pair, (a, b), tables):
                 read_tensors(tensors, folder, table)
             x, y = (tensors[key].reshape(-1) for tensors in pair)

@@ -145,7 +145,7 @@ def replicas_after(flags, change_rank):
             local_tensor(stages[0].norm.weight)[0] += 1e-3
     try:
         check_replicas(stages, layout, seed=3)
-    except RuntimeError as e:
+    except ValueError as e:
         return str(e)
 
 

@@ -87,8 +87,8 @@ def train(tmp_path, processes, forks, *argv, status=0) -> str:
 
 def weights(folder) -> dict:
     table = read_table(str(folder), read_manifest(str(folder))["files"])
-    kinds = {key: kind for key, kind in table.state_dict_metadata.items() if key.startswith("model.")}
-    found = {key: torch.empty(kind.size, dtype=kind.properties.dtype) for key, kind in kinds.items()}
+    kinds = {key: kind for key, kind in table.items() if key.startswith("model.")}
+    found = {key: torch.empty(kind.size, dtype=kind.dtype) for key, kind in kinds.items()}
     read_tensors(found, str(folder), table)
     return found
 

@@ -7,6 +7,7 @@ from layouts import build, config, full, global_batch, local_batch, relative
 from pool import pool
 from runs import MODEL as MODEL_ARGS
 from runs import launch, run, train_lines
+from saves import IDENTITY
 
 import parallel
 import train_qwen3
@@ -108,7 +109,7 @@ def test_experts_learn_with_muon(tmp_path):
     one, two = losses
     assert two[:3] == pytest.approx(one[:3], rel=1e-4) and max(one[-1], two[-1]) < one[0] - 1.5
     folder = str(tmp_path / "2" / "checkpoints" / "step-30")
-    keys = read_table(folder, verify(folder)["files"]).state_dict_metadata
+    keys = read_table(folder, verify(folder)["files"])
     state = {key.rpartition(".")[2] for key in keys if key.startswith("optimizer.") and ".experts." in key}
     assert state == {"momentum_buffer"}
 
@@ -131,7 +132,7 @@ def train(flags: dict, moments: str, folder=None, steps=8, source=None):
     params = [p for s in stages for p in s.parameters()]
     optimizer = adamw([{"params": params}], 3e-3, (0.9, 0.95), 1e-8, moments)
     with mock.patch.object(torch, "compile", lambda function, **options: function):
-        about = dict(modules=stages, optimizer=optimizer, identity={}, config={}, source="")
+        about = dict(modules=stages, optimizer=optimizer, identity=IDENTITY, config={}, source="")
         if source:
             checkpoints = Checkpoints(CheckpointConfig(load_only=True), source, **about)
             checkpoints.load()
