@@ -157,10 +157,7 @@ def holds(stages, layout, rows, seq_len=8192) -> tuple[str, int]:
             x = LEFT + r * step
             if p is None:
                 mine, shape = tokens_of(layout, place, seq_len), (layout.global_batch_size, seq_len)
-                out += rect(x, y, w, h, "whole")
-                for look, kind in ("tokens", "inside"), ("token", "between"):
-                    out += "".join(rect(*svg.inside([mine["sequences"], part], shape, x, y, w, h), look) for part in mine[kind])
-                out += rect(x, y, w, h, "frame")
+                out += svg.tokens(x, y, w, h, mine, shape)
                 first, end = mine["sequences"]
                 spans = [f"{a:,}-{b - 1:,}" for a, b in mine["between"] if b - a < seq_len]
                 under = [f"sequence {first}" if end == first + 1 else f"sequences {first}-{end - 1}", *spans]

@@ -10,7 +10,7 @@ from distributed.pipeline import n_microbatches
 from tools.dryrun import DryWatch, add_scaled, dry_world, human, observe, size_of, table, totals
 from tools.placement import shown_block
 
-# {axis: [the ranks of a group, what travels]}, [axis, operation, phase, contents, places in the phase
+# {axis: what travels}, [axis, operation, phase, contents, places in the phase
 # (see svg.timeline), reason]
 AXIS_WORDS, moves = json.loads(Path(__file__).with_name("traffic.json").read_text()).values()
 MOVES = {tuple(row[:3]): row[3:] for row in moves}
@@ -67,7 +67,7 @@ def explain(cfg, counted) -> None:
     """Print the counts of count_block."""
     if counted is None:
         raise ValueError("--explain needs three layers on a rank, to compare three with two of them; --html FILE shows the "
-                         "whole step of fewer")
+                         "parts of each rank and the schedule")
     layout, name, params, step = counted
     print(f"One block of {layout}: blocks.{name}, on the first device\n")
     shape = lambda s: " x ".join(map(str, s))  # noqa: E731

@@ -37,19 +37,11 @@ def pipeline_peers(report) -> list[int]:
     return sorted(peers - {0})
 
 
-def mesh_groups(layout, peers: list[int] | None = None) -> dict[str, list[int]]:
-    """{axis: the ranks of device 0's group, beginning with 0}, see axis_groups."""
-    groups = {axis: groups[0] for axis, groups in axis_groups(layout).items()}
-    if peers is not None and "pp" in groups:
-        groups["pp"] = [groups["pp"][i] for i in (0, *peers)]
-    return groups
-
-
-def draw_mesh(layout, peers: list[int] | None = None) -> str:
+def draw_mesh(layout, peers: list[int]) -> str:
     """Draw a cell per device. A cell has a coloured stripe for each axis on which the device exchanges with device 0. Of a
-    large mesh, draw only the beginning."""
-    ranks, cut = shown_ranks(layout, columns=32)
-    groups = mesh_groups(layout, peers)
+    large mesh, draw only the beginning. peers: see pipeline_peers."""
+    ranks, cut = shown_ranks(layout)
+    groups = {axis: found[0] for axis, found in axis_groups(layout).items()}
     wide, high = len(ranks[0]) * SIDE + 10, len(ranks[0][0]) * SIDE + 30  # of a panel, which is a pipeline rank
     across = max(1, 840 // wide)
     shown = f" (shown: {cut})" if cut else ""
@@ -60,13 +52,14 @@ def draw_mesh(layout, peers: list[int] | None = None) -> str:
         out += svg.label(left, top - 6, f"pp {i}", "small") if layout.pp > 1 else ""
         for d, column in enumerate(panel):
             for j, rank in enumerate(column):
-                shared = ["compute"] if rank == 0 else [axis for axis, group in groups.items() if rank in group] or ["idle"]
+                shared = [axis for axis, group in groups.items() if rank in group and (axis != "pp" or i in peers)]
+                shared = ["compute"] if rank == 0 else shared or ["idle"]
                 x, y, stripe = left + d * SIDE, top + j * SIDE, (SIDE - 2) / len(shared)
                 out += "".join(svg.rect(x + k * stripe, y, stripe, SIDE - 2, axis) for k, axis in enumerate(shared))
                 out += svg.label(x + SIDE / 2 - 1, y + 16, rank, "small on" if rank == 0 else "small", "middle")
     bottom = 74 + -(-len(ranks) // across) * high
-    sizes = {axis: len(group) for axis, group in mesh_groups(layout).items()}
-    entries = [("compute", "device 0"), *((axis, f"{axis} {n}: {AXIS_WORDS[axis][1]}") for axis, n in sizes.items())]
+    entries = [("compute", "device 0")]
+    entries += [(axis, f"{axis} {len(group)}: {AXIS_WORDS[axis]}") for axis, group in groups.items()]
     out += "".join(svg.legend(10, bottom + 20 * i, [entry]) for i, entry in enumerate(entries))
     return svg.document(max(860, wide + 20), bottom + 20 * len(entries), out, f"the partners of device 0 on {layout}")
 

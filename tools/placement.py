@@ -28,17 +28,11 @@ def axis_groups(layout) -> dict[str, list[list[int]]]:
     return groups
 
 
-def shown_ranks(layout, columns=None) -> tuple[list[list[list[int]]], str]:
-    """(ranks by pipeline rank, data rank and cp x tp rank, words on the cut or ""), of a large mesh only the beginning.
-
-    columns: at most so many data ranks; default: 1,024 ranks in all.
-    """
-    inner, data = layout.cp * layout.tp, layout.data_ranks
-    p, h = min(layout.pp, 8), min(inner, 16)
-    w = min(data, columns or 1024 // (p * h))
-    ranks = layout.full_mesh.mesh.reshape(layout.pp, data, inner)[:p, :w, :h].tolist()
-    sizes = (p, layout.pp, "pipeline ranks"), (w, data, "columns"), (h, inner, "rows")
-    return ranks, ", ".join(f"{few} of {all_} {what}" for few, all_, what in sizes if few < all_)
+def shown_ranks(layout) -> tuple[list[list[list[int]]], str]:
+    """(ranks by pipeline rank, data rank and cp x tp rank, words on the cut or ""), of a large mesh only the beginning."""
+    sizes = (8, layout.pp, "pipeline ranks"), (32, layout.data_ranks, "columns"), (8, layout.cp * layout.tp, "rows")
+    ranks = layout.full_mesh.mesh.reshape([n for _, n, _ in sizes])[:8, :32, :8].tolist()
+    return ranks, ", ".join(f"{most} of {n} {what}" for most, n, what in sizes if most < n)
 
 
 def place_of(layout, rank: int) -> dict[str, int]:

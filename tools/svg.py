@@ -104,14 +104,19 @@ def inside(part, shape, x, y, w, h) -> tuple[float, float, float, float]:
     return min(x + c / columns * w, x + w - wide), min(y + a / rows * h, y + h - high), wide, high
 
 
-def tensor(x, y, w, h, shape, kept, gathered=None, key=None) -> str:
-    """A tensor: the whole as an outline, in it the gathered part (pale) and the kept part. key: name of the parts for the
-    script of the page, to move them."""
-    named = lambda kind: {} if key is None else {"data-part": f"{kind} {key}"}  # noqa: E731
+def tensor(x, y, w, h, shape, kept, gathered=None) -> str:
+    """A tensor: the whole as an outline, in it the gathered part (pale) and the kept part."""
+    pale = "" if gathered is None else rect(*inside(gathered, shape, x, y, w, h), "gathered")
+    return rect(x, y, w, h, "whole") + pale + rect(*inside(kept, shape, x, y, w, h), "kept") + rect(x, y, w, h, "frame")
+
+
+def tokens(x, y, w, h, mine, shape) -> str:
+    """The global batch, a row per sequence, and a rank's tokens: inside of attention and FFN (pale), and between the blocks.
+    mine: see placement.tokens_of; shape: (sequences, tokens)."""
     out = rect(x, y, w, h, "whole")
-    if gathered is not None:
-        out += rect(*inside(gathered, shape, x, y, w, h), "gathered", **named("gathered"))
-    return out + rect(*inside(kept, shape, x, y, w, h), "kept", **named("kept")) + rect(x, y, w, h, "frame")
+    for look, kind in ("tokens", "inside"), ("token", "between"):
+        out += "".join(rect(*inside([mine["sequences"], part], shape, x, y, w, h), look) for part in mine[kind])
+    return out + rect(x, y, w, h, "frame")
 
 
 def words_for(part, shape) -> str:
