@@ -17,8 +17,7 @@ from models.loss import IGNORE
 from parallel import replicas, sequence_index
 from tools import svg
 from tools.dryrun import dry_world, human
-from tools.explain import count_block, list_collectives
-from tools.placement import axis_groups, held_part, place_of, shown_parameters, tokens_of
+from tools.explain import axis_groups, count_block, held_part, list_collectives, place_of, shown_parameters, tokens_of
 from tools.schedule import bubble, rows_of, simulate
 from tools.svg import arrow, document, label, legend, lines, rect
 

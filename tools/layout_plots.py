@@ -1,10 +1,9 @@
 """--plot of a layout: the mesh and the schedule as SVG files, the schedule also as text."""
-import os
+from pathlib import Path
 
 from distributed.pipeline import embeds_at_both_ends
 from tools import svg
-from tools.explain import AXIS_WORDS
-from tools.placement import axis_groups, shown_ranks
+from tools.explain import AXIS_WORDS, axis_groups, shown_ranks
 from tools.schedule import DOES, bubble, duration, simulate
 
 SIDE = 25  # of a device's cell in the picture
@@ -73,9 +72,7 @@ def plot(cfg, report) -> None:
         title = f"{order}, pp {layout.pp}, {report.n} micro-batches: bubble {bubble(times):.1%}"
         print(f"{title}\n{text_picture(times)}\n{', '.join(f'{kind} {does}' for kind, does in DOES.items())}, . idle")
         pictures["pipeline.svg"] = draw_schedule(times, title)
-    os.makedirs(cfg.out, exist_ok=True)
+    Path(cfg.out).mkdir(parents=True, exist_ok=True)
     for name, drawn in pictures.items():
-        path = os.path.join(cfg.out, name)
-        with open(path, "w") as file:
-            file.write(drawn)
-        print(path)
+        Path(cfg.out, name).write_text(drawn)
+        print(Path(cfg.out, name))

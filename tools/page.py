@@ -9,10 +9,8 @@ from html import escape
 from pathlib import Path
 from string import Template
 
-from tools import svg
+from tools import explain, svg
 from tools.dryrun import human
-from tools.explain import AXIS_WORDS, list_collectives
-from tools.placement import axis_groups, held_part, place_of, ranges, shown_block, shown_parameters, shown_ranks, tokens_of
 from tools.schedule import DOES, bubble, duration, simulate
 
 CELL, PITCH, WIDTH = 143, 190, 860  # width and height of a tensor's cell in the picture, and the picture's width
@@ -42,14 +40,14 @@ def draw_holding(shapes: dict, parameters: dict, layout, place: dict, seq_len: i
     shapes: of the tensors of all ranks; parameters: of the pipeline rank, see shown_parameters.
     """
     longest = max(n for name, shape in shapes.items() for n in shape if name.startswith("block "))
-    out, y = svg.legend(0, 12, [("kept", "kept all the time"), ("gathered", f"here {gathered_while(layout)}"),
-                                ("whole", "held by other ranks")]), 30
+    gathered = "while the block runs" if layout.reshards else "from the first forward to the last backward of a step"
+    out = svg.legend(0, 12, [("kept", "kept all the time"), ("gathered", f"here {gathered}"), ("whole", "held by other ranks")])
     for i, (name, shape) in enumerate(shapes.items()):
         x, y = i % (WIDTH // CELL) * CELL, 30 + i // (WIDTH // CELL) * PITCH
         w, h = svg.box_size(shape, longest)
         if name in parameters:
-            part = held_part(parameters[name], place)
-            out += svg.tensor(x, y, w, h, shape, part, held_part(parameters[name], place, gathered=True))
+            part = explain.held_part(parameters[name], place)
+            out += svg.tensor(x, y, w, h, shape, part, explain.held_part(parameters[name], place, gathered=True))
             says = svg.words_for(part, shape).split(", ")
         else:
             out, says = out + svg.rect(x, y, w, h, "whole"), ["not on this rank"]
@@ -60,7 +58,7 @@ def draw_holding(shapes: dict, parameters: dict, layout, place: dict, seq_len: i
                                 "(columns)", "bold")
     out += svg.legend(0, y - 14, [("token", "between the blocks"), ("tokens", "also in attention and FFN"),
                                   ("whole", "tokens of other ranks")])
-    high, mine = min(112, max(28, 14 * n)), tokens_of(layout, place, seq_len)
+    high, mine = min(112, max(28, 14 * n)), explain.tokens_of(layout, place, seq_len)
     says = [f"sequences {spans([mine['sequences']])}", f"positions {spans(mine['between'])}",
             f"in attention and FFN {spans(mine['inside'])}"]
     out += svg.tokens(0, y, 560, high, mine, (n, seq_len))
@@ -72,22 +70,17 @@ def spans(parts: list[tuple[int, int]]) -> str:
     return " and ".join(f"{first:,}-{end - 1:,}" for first, end in parts)
 
 
-def gathered_while(layout) -> str:
-    """In words: the time in which FSDP keeps gathered weights."""
-    return "while the block runs" if layout.reshards else "from the first forward to the last backward of a step"
-
-
 def rank_sections(layout, report, ranks, seq_len: int) -> str:
     """HTML: for each shown rank a hidden section with place, memory and holding."""
-    out, parameters = "", [shown_parameters(rank.stages) for rank in report.ranks]
+    out, parameters = "", [explain.shown_parameters(rank.stages) for rank in report.ranks]
     shapes = {name: tuple(p.shape) for found in parameters for name, p in found.items()}
     for pp, columns in enumerate(ranks):
         rank = report.ranks[pp]
-        layers = spans(ranges([int(number) for stage in rank.stages for number in stage.blocks]))
+        layers = spans(explain.ranges([int(number) for stage in rank.stages for number in stage.blocks]))
         sizes = ", ".join(f"{what} {human(rank.step[what])}" for what in ("parameters", "gradients", "optimizer"))
-        says = f"layers {layers}; below, as block: layer {shown_block(rank.stages)[0]}. In bytes: {sizes}"
+        says = f"layers {layers}; below, as block: layer {explain.shown_block(rank.stages)[0]}. In bytes: {sizes}"
         for r in (r for column in columns for r in column):
-            place = place_of(layout, r)
+            place = explain.place_of(layout, r)
             named = ", ".join(f"{axis} {place[axis]}" for axis in layout.degrees if layout.degrees[axis] > 1)
             out += f'<section id="rank{r}" hidden><p>{named or "one process"}; {says}</p><div class="scroll">'
             out += draw_holding(shapes, parameters[pp], layout, place, seq_len) + "</div></section>\n"
@@ -121,24 +114,24 @@ def figure(body: str, height: float, says: str) -> str:
 def make_page(cfg, report, counted, command: str) -> str:
     """The page as text. counted: see explain.count_block."""
     layout = report.layout
-    ranks, cut = shown_ranks(layout)
+    ranks, cut = explain.shown_ranks(layout)
     traffic = "<p>Not counted: needs three layers on the first device, to compare three with two of them.</p>"
     if counted:
         has_experts = any(name.startswith("moe.") for name, *_ in counted[2])
-        drawn, height = svg.timeline(list_collectives(counted[3]), ("attention", "experts" if has_experts else "FFN"))
+        drawn, height = svg.timeline(explain.list_collectives(counted[3]), ("attention", "experts" if has_experts else "FFN"))
         traffic = figure(svg.TIP + drawn, height, "what travels when")
     times, owner = simulate(report.rows), {i: pp for pp, rank in enumerate(report.ranks) for i in rank.ids}
     size = cfg.pp_microbatch_size * cfg.seq_len // layout.cp // layout.tp * report.ranks[0].stages[0].config.dim
     ticks, unit = list_ticks(times, owner, human(size * layout.compute_dtype.itemsize)), (WIDTH - 60) / duration(times)
     picture, height = svg.schedule(times)
     picture += svg.rect(58, -3, unit, height + 2, "mark", id="now") + svg.schedule_legend(58, height + 18, times)
-    data = dict(groups=axis_groups(layout), ticks=ticks, unit=unit, inner=layout.cp * layout.tp)
+    data = dict(groups=explain.axis_groups(layout), ticks=ticks, unit=unit, inner=layout.cp * layout.tp)
     values = dict(
         TITLE=escape(f"{vars(cfg).get('flavor', 'model')} on {layout.world_size:,} devices: {layout}"),
         COMMAND=escape(command), LIGHT=svg.variables(False), DARK=svg.variables(True), RULES=svg.style_rules(),
         SHOWN=f"Shown: {cut}." * bool(cut), GRID=draw_grid(layout, ranks),
-        AXES="; ".join(f"{axis}: {AXIS_WORDS[axis]}" for axis in axis_groups(layout)),
-        RANKS=rank_sections(layout, report, ranks, cfg.seq_len), NOTE=gathered_while(layout), TRAFFIC=traffic,
+        AXES="; ".join(f"{axis}: {explain.AXIS_WORDS[axis]}" for axis in explain.axis_groups(layout)),
+        RANKS=rank_sections(layout, report, ranks, cfg.seq_len), TRAFFIC=traffic,
         PIPELINE="" if layout.pp > 1 else "hidden", ORDER=escape(cfg.pp_schedule_csv or cfg.pp_schedule),
         BUBBLE=f"{bubble(times):.1%}", SCHEDULE=figure(picture, height + 30, "schedule"), LAST=str(len(ticks) - 1),
         DOES="".join(f'<tr><th scope="row">pp {pp}</th><td id="does{pp}"></td></tr>' for pp in range(len(times))),

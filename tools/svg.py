@@ -112,7 +112,7 @@ def tensor(x, y, w, h, shape, kept, gathered=None) -> str:
 
 def tokens(x, y, w, h, mine, shape) -> str:
     """The global batch, a row per sequence, and a rank's tokens: inside of attention and FFN (pale), and between the blocks.
-    mine: see placement.tokens_of; shape: (sequences, tokens)."""
+    mine: see explain.tokens_of; shape: (sequences, tokens)."""
     out = rect(x, y, w, h, "whole")
     for look, kind in ("tokens", "inside"), ("token", "between"):
         out += "".join(rect(*inside([mine["sequences"], part], shape, x, y, w, h), look) for part in mine[kind])
@@ -131,7 +131,7 @@ def words_for(part, shape) -> str:
 # ---------------------------------------------------------------- what travels when
 FORWARD = ["before", "into attention", "attention", "behind attention", "into FFN", "FFN", "behind FFN", "after"]
 BACKWARD = ["before", "behind FFN", "FFN", "into FFN", "behind attention", "attention", "into attention", "after"]
-ORDER = ["fsdp", "efsdp", "dp_replicate", "tp", "cp", "etp", "ep", "pp", "world"]
+ORDER = ["fsdp", "efsdp", "dp_replicate", "tp", "cp", "etp", "ep"]
 
 
 def timeline(moved, names: tuple[str, str], width=860) -> tuple[str, int]:
@@ -156,10 +156,8 @@ def timeline(moved, names: tuple[str, str], width=860) -> tuple[str, int]:
                 key = axis, op, "forward" if phase == "recompute" else phase
                 what, where, _ = MOVES.get(key, (axis, ["after"], ""))
                 where, name = where[:n], op.replace("_", "-")
-                each = n // len(where)
-                says = [name, what, human(size / n)]
-                if each > 1:
-                    says = [f"{each} {name}s", what, human(size / len(where)) + " in all"]
+                each, here = n // len(where), human(size / len(where))
+                says = [f"{name} x {each}", what, f"{here} in all"] if each > 1 else [name, what, here]
                 for place in where:
                     x = left + places.index(place) * step
                     out += rect(x + 1, y, step - 2, 50, "sent", 5)

@@ -24,9 +24,8 @@ import parallel
 from distributed.layout import local_slice, local_tensor
 from tools import dryrun
 from tools.dryrun import make_report
-from tools.explain import count_block
+from tools.explain import count_block, held_part, place_of, ranges, shown_parameters, tokens_of
 from tools.page import check_page, list_ticks, make_page
-from tools.placement import held_part, place_of, ranges, shown_parameters, tokens_of
 from tools.schedule import duration, simulate
 
 pytestmark = pytest.mark.slow  # make test has no room for it

@@ -12,8 +12,8 @@ from distributed.pipeline import ONE_STAGE_PER_RANK
 from models.llama3 import Llama3Config
 from tools import dryrun
 from tools.dryrun import bubble, rows_of, simulate
+from tools.explain import axis_groups, shown_ranks
 from tools.layout_plots import draw_mesh, draw_schedule, pipeline_peers, plot, text_picture
-from tools.placement import axis_groups, shown_ranks
 from tools.svg import LOOKS
 
 BUBBLES = dict(GPipe=3 / 11, LoopedBFS=3 / 19, Interleaved1F1B=3 / 19, InterleavedZeroBubble=1 / 17, ZBVZeroBubble=1 / 17,
