@@ -63,9 +63,8 @@ def rect(x, y, w, h, look: str, round=0, **others) -> str:
             f"{attributes(others)}/>\n")
 
 
-def label(x, y, text, look="", anchor="start", **others) -> str:
-    return (f'<text class="{look}" x="{decimals(x)}" y="{decimals(y)}" text-anchor="{anchor}"{attributes(others)}>'
-            f"{escape(str(text))}</text>\n")
+def label(x, y, text, look="", anchor="start") -> str:
+    return f'<text class="{look}" x="{decimals(x)}" y="{decimals(y)}" text-anchor="{anchor}">{escape(str(text))}</text>\n'
 
 
 def lines(x, y, texts, look="", anchor="start", step=15) -> str:

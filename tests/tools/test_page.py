@@ -190,7 +190,7 @@ PAGES = {  # name: recipe and flags, state in the address, words on the page, he
     "dense": ("train_llama3.py --dp_shard 2 --cp 2 --tp 2", "#rank=3",
               ["Rank 3 holds", "tp with 2", "rows 160-191", "cp fsdp"], 1900),
     "pipeline": ("train_llama3.py --pp 4 --dp_shard 2 --global_batch_size 16 --local_batch_size 8", "#rank=3&tick=9",
-                 ["layers 1-2", "Tick 9 of 32", "backward of micro-batch 0", "pp 1 sends the gradients of"], 1640),
+                 ["layers 1-2", "Tick 9 of 32", "backward of micro-batch 0", "pp 1 sends the gradients of"], 1780),
     "experts": ("train_qwen3.py --flavor debug_moe --dp_shard 4 --ep 4", "#rank=2",
                 ["Rank 2 holds", "experts 4-5", "ep with 0, 1, 3"], 1900),
 }
