@@ -17,8 +17,7 @@ from models.loss import IGNORE
 from parallel import replicas, sequence_index
 from tools import svg
 from tools.dryrun import dry_world, human
-from tools.explain import count_block, list_collectives
-from tools.placement import axis_groups, held_part, place_of, shown_parameters, tokens_of
+from tools.explain import axis_groups, count_block, held_part, list_collectives, place_of, shown_parameters, tokens_of
 from tools.schedule import bubble, rows_of, simulate
 from tools.svg import arrow, document, label, legend, lines, rect
 
@@ -157,10 +156,7 @@ def holds(stages, layout, rows, seq_len=8192) -> tuple[str, int]:
             x = LEFT + r * step
             if p is None:
                 mine, shape = tokens_of(layout, place, seq_len), (layout.global_batch_size, seq_len)
-                out += rect(x, y, w, h, "whole")
-                for look, kind in ("tokens", "inside"), ("token", "between"):
-                    out += "".join(rect(*svg.inside([mine["sequences"], part], shape, x, y, w, h), look) for part in mine[kind])
-                out += rect(x, y, w, h, "frame")
+                out += svg.tokens(x, y, w, h, mine, shape)
                 first, end = mine["sequences"]
                 spans = [f"{a:,}-{b - 1:,}" for a, b in mine["between"] if b - a < seq_len]
                 under = [f"sequence {first}" if end == first + 1 else f"sequences {first}-{end - 1}", *spans]

@@ -1,10 +1,9 @@
 """--plot of a layout: the mesh and the schedule as SVG files, the schedule also as text."""
-import os
+from pathlib import Path
 
 from distributed.pipeline import embeds_at_both_ends
 from tools import svg
-from tools.explain import AXIS_WORDS
-from tools.placement import axis_groups, shown_ranks
+from tools.explain import AXIS_WORDS, axis_groups, shown_ranks
 from tools.schedule import DOES, bubble, duration, simulate
 
 SIDE = 25  # of a device's cell in the picture
@@ -37,19 +36,11 @@ def pipeline_peers(report) -> list[int]:
     return sorted(peers - {0})
 
 
-def mesh_groups(layout, peers: list[int] | None = None) -> dict[str, list[int]]:
-    """{axis: the ranks of device 0's group, beginning with 0}, see axis_groups."""
-    groups = {axis: groups[0] for axis, groups in axis_groups(layout).items()}
-    if peers is not None and "pp" in groups:
-        groups["pp"] = [groups["pp"][i] for i in (0, *peers)]
-    return groups
-
-
-def draw_mesh(layout, peers: list[int] | None = None) -> str:
+def draw_mesh(layout, peers: list[int]) -> str:
     """Draw a cell per device. A cell has a coloured stripe for each axis on which the device exchanges with device 0. Of a
-    large mesh, draw only the beginning."""
-    ranks, cut = shown_ranks(layout, columns=32)
-    groups = mesh_groups(layout, peers)
+    large mesh, draw only the beginning. peers: see pipeline_peers."""
+    ranks, cut = shown_ranks(layout)
+    groups = {axis: found[0] for axis, found in axis_groups(layout).items()}
     wide, high = len(ranks[0]) * SIDE + 10, len(ranks[0][0]) * SIDE + 30  # of a panel, which is a pipeline rank
     across = max(1, 840 // wide)
     shown = f" (shown: {cut})" if cut else ""
@@ -60,13 +51,14 @@ def draw_mesh(layout, peers: list[int] | None = None) -> str:
         out += svg.label(left, top - 6, f"pp {i}", "small") if layout.pp > 1 else ""
         for d, column in enumerate(panel):
             for j, rank in enumerate(column):
-                shared = ["compute"] if rank == 0 else [axis for axis, group in groups.items() if rank in group] or ["idle"]
+                shared = [axis for axis, group in groups.items() if rank in group and (axis != "pp" or i in peers)]
+                shared = ["compute"] if rank == 0 else shared or ["idle"]
                 x, y, stripe = left + d * SIDE, top + j * SIDE, (SIDE - 2) / len(shared)
                 out += "".join(svg.rect(x + k * stripe, y, stripe, SIDE - 2, axis) for k, axis in enumerate(shared))
                 out += svg.label(x + SIDE / 2 - 1, y + 16, rank, "small on" if rank == 0 else "small", "middle")
     bottom = 74 + -(-len(ranks) // across) * high
-    sizes = {axis: len(group) for axis, group in mesh_groups(layout).items()}
-    entries = [("compute", "device 0"), *((axis, f"{axis} {n}: {AXIS_WORDS[axis][1]}") for axis, n in sizes.items())]
+    entries = [("compute", "device 0")]
+    entries += [(axis, f"{axis} {len(group)}: {AXIS_WORDS[axis]}") for axis, group in groups.items()]
     out += "".join(svg.legend(10, bottom + 20 * i, [entry]) for i, entry in enumerate(entries))
     return svg.document(max(860, wide + 20), bottom + 20 * len(entries), out, f"the partners of device 0 on {layout}")
 
@@ -80,9 +72,7 @@ def plot(cfg, report) -> None:
         title = f"{order}, pp {layout.pp}, {report.n} micro-batches: bubble {bubble(times):.1%}"
         print(f"{title}\n{text_picture(times)}\n{', '.join(f'{kind} {does}' for kind, does in DOES.items())}, . idle")
         pictures["pipeline.svg"] = draw_schedule(times, title)
-    os.makedirs(cfg.out, exist_ok=True)
+    Path(cfg.out).mkdir(parents=True, exist_ok=True)
     for name, drawn in pictures.items():
-        path = os.path.join(cfg.out, name)
-        with open(path, "w") as file:
-            file.write(drawn)
-        print(path)
+        Path(cfg.out, name).write_text(drawn)
+        print(Path(cfg.out, name))

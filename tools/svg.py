@@ -63,9 +63,8 @@ def rect(x, y, w, h, look: str, round=0, **others) -> str:
             f"{attributes(others)}/>\n")
 
 
-def label(x, y, text, look="", anchor="start", **others) -> str:
-    return (f'<text class="{look}" x="{decimals(x)}" y="{decimals(y)}" text-anchor="{anchor}"{attributes(others)}>'
-            f"{escape(str(text))}</text>\n")
+def label(x, y, text, look="", anchor="start") -> str:
+    return f'<text class="{look}" x="{decimals(x)}" y="{decimals(y)}" text-anchor="{anchor}">{escape(str(text))}</text>\n'
 
 
 def lines(x, y, texts, look="", anchor="start", step=15) -> str:
@@ -104,14 +103,19 @@ def inside(part, shape, x, y, w, h) -> tuple[float, float, float, float]:
     return min(x + c / columns * w, x + w - wide), min(y + a / rows * h, y + h - high), wide, high
 
 
-def tensor(x, y, w, h, shape, kept, gathered=None, key=None) -> str:
-    """A tensor: the whole as an outline, in it the gathered part (pale) and the kept part. key: name of the parts for the
-    script of the page, to move them."""
-    named = lambda kind: {} if key is None else {"data-part": f"{kind} {key}"}  # noqa: E731
+def tensor(x, y, w, h, shape, kept, gathered=None) -> str:
+    """A tensor: the whole as an outline, in it the gathered part (pale) and the kept part."""
+    pale = "" if gathered is None else rect(*inside(gathered, shape, x, y, w, h), "gathered")
+    return rect(x, y, w, h, "whole") + pale + rect(*inside(kept, shape, x, y, w, h), "kept") + rect(x, y, w, h, "frame")
+
+
+def tokens(x, y, w, h, mine, shape) -> str:
+    """The global batch, a row per sequence, and a rank's tokens: inside of attention and FFN (pale), and between the blocks.
+    mine: see explain.tokens_of; shape: (sequences, tokens)."""
     out = rect(x, y, w, h, "whole")
-    if gathered is not None:
-        out += rect(*inside(gathered, shape, x, y, w, h), "gathered", **named("gathered"))
-    return out + rect(*inside(kept, shape, x, y, w, h), "kept", **named("kept")) + rect(x, y, w, h, "frame")
+    for look, kind in ("tokens", "inside"), ("token", "between"):
+        out += "".join(rect(*inside([mine["sequences"], part], shape, x, y, w, h), look) for part in mine[kind])
+    return out + rect(x, y, w, h, "frame")
 
 
 def words_for(part, shape) -> str:
@@ -126,7 +130,7 @@ def words_for(part, shape) -> str:
 # ---------------------------------------------------------------- what travels when
 FORWARD = ["before", "into attention", "attention", "behind attention", "into FFN", "FFN", "behind FFN", "after"]
 BACKWARD = ["before", "behind FFN", "FFN", "into FFN", "behind attention", "attention", "into attention", "after"]
-ORDER = ["fsdp", "efsdp", "dp_replicate", "tp", "cp", "etp", "ep", "pp", "world"]
+ORDER = ["fsdp", "efsdp", "dp_replicate", "tp", "cp", "etp", "ep"]
 
 
 def timeline(moved, names: tuple[str, str], width=860) -> tuple[str, int]:
@@ -151,10 +155,8 @@ def timeline(moved, names: tuple[str, str], width=860) -> tuple[str, int]:
                 key = axis, op, "forward" if phase == "recompute" else phase
                 what, where, _ = MOVES.get(key, (axis, ["after"], ""))
                 where, name = where[:n], op.replace("_", "-")
-                each = n // len(where)
-                says = [name, what, human(size / n)]
-                if each > 1:
-                    says = [f"{each} {name}s", what, human(size / len(where)) + " in all"]
+                each, here = n // len(where), human(size / len(where))
+                says = [f"{name} x {each}", what, f"{here} in all"] if each > 1 else [name, what, here]
                 for place in where:
                     x = left + places.index(place) * step
                     out += rect(x + 1, y, step - 2, 50, "sent", 5)

@@ -12,7 +12,8 @@ from distributed.pipeline import ONE_STAGE_PER_RANK
 from models.llama3 import Llama3Config
 from tools import dryrun
 from tools.dryrun import bubble, rows_of, simulate
-from tools.layout_plots import draw_mesh, draw_schedule, mesh_groups, pipeline_peers, plot, text_picture
+from tools.explain import axis_groups, shown_ranks
+from tools.layout_plots import draw_mesh, draw_schedule, pipeline_peers, plot, text_picture
 from tools.svg import LOOKS
 
 BUBBLES = dict(GPipe=3 / 11, LoopedBFS=3 / 19, Interleaved1F1B=3 / 19, InterleavedZeroBubble=1 / 17, ZBVZeroBubble=1 / 17,
@@ -57,12 +58,12 @@ def test_the_drawn_mesh_is_the_mesh(recipe, flags):
             real |= {axis: ranks(layout.expert_mesh[axis].get_group()) for axis in ("etp", "ep", "efsdp")}
         sharded = {group for group in groups_of_fsdp(stages) if len(group) > 1}
     real = {axis: group for axis, group in real.items() if len(group) > 1}
-    groups = mesh_groups(layout)
+    groups = {axis: groups[0] for axis, groups in axis_groups(layout).items()}
     assert groups == real and sharded <= {tuple(group) for group in groups.values()}
     if layout.pp == 1:
         colors_of = {}  # {rank: colours}, from the boxes before the label of a cell
         boxes = []
-        for element in xml.fromstring(draw_mesh(layout)).iter():
+        for element in xml.fromstring(draw_mesh(layout, [])).iter():
             if element.tag.endswith("rect"):
                 boxes.append(element.get("fill"))
             elif element.tag.endswith("text") and (element.text or "").isdigit():
@@ -100,4 +101,6 @@ def test_large_pictures():
     assert "DualPipeV" in draw_schedule(simulate(rows_of(Flags(pp=4, pp_schedule="DualPipeV"), 4, 8, 8)), "DualPipeV")
     with world(pp=2, dp_shard=64, tp=2) as layout:
         pass
-    assert "(shown: 32 of 64 columns)" in draw_mesh(layout)
+    ranks, _ = shown_ranks(layout)
+    assert sum(len(column) for panel in ranks for column in panel) == 128
+    assert "(shown: 32 of 64 columns)" in draw_mesh(layout, [1])
