@@ -14,7 +14,7 @@ import numpy as np
 
 from support.files import read_json, write_file
 from support.metrics import read_lines
-from tools.curves import draw_curves, import_pyplot
+from tools.curves import draw_curves
 from tools.significance import fit_sizes, intervals, seeds_to_show
 
 NOT_TRAINING = re.compile(r"_s$|per_second|mfu|memory|time")  # keys that differ between runs even if training is equal
@@ -253,24 +253,8 @@ def fit_text(study: dict, runs: dict) -> str:
 
 
 # ---------------------------------------------------------------- the report
-def draw_differences(study: dict, rows: list[dict], path) -> None:
-    """Draw the interval of each variant's difference from the baseline. rows: as in verdicts.json."""
-    shown, plt = [row for row in rows if row["low"] is not None], import_pyplot()
-    figure, axis = plt.subplots(figsize=(8, 1.5 + 0.5 * len(shown)), layout="constrained")
-    colors = {"better": "tab:green", "worse": "tab:red", "undecided": "tab:gray", "identical": "tab:blue"}
-    for y, row in enumerate(reversed(shown)):
-        reach = [[row["difference"] - row["low"]], [row["high"] - row["difference"]]]
-        axis.errorbar(row["difference"], y, xerr=reach, fmt="o", capsize=5, color=colors[row["verdict"]])
-        axis.annotate(row["verdict"], (row["difference"], y), xytext=(0, 7), textcoords="offset points", ha="center")
-    axis.axvline(0, color="black", linewidth=1)
-    axis.set_yticks(range(len(shown)), [row["variant"] for row in reversed(shown)])
-    axis.set(ylim=(-0.6, len(shown) - 0.2), xlabel=f"{study['metric']}: variant minus {study['baseline']}, 95 % interval")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
-def report_study(folder, failed: dict | None = None) -> list[dict]:
-    """Print the report of a study, and write verdicts.json, results.jsonl, report.md and the pictures. Returns the verdicts.
+def report_study(folder, failed: dict | None = None) -> None:
+    """Print the report of a study, and write verdicts.json, results.jsonl, report.md and curves.png.
 
     failed: {(variant, seed): last line of the log}.
     """
@@ -291,12 +275,8 @@ def report_study(folder, failed: dict | None = None) -> list[dict]:
     commands = {name: shlex.join([variant["recipe"], *variant["flags"]]) for name, variant in study["variants"].items()}
     flags = "\n".join(f"- {name}: `{command}`" for name, command in commands.items())
     text = f"# {study['metric']} of {len(study['variants'])} variants\n\n" + "\n\n".join(said) + f"\n\n{markdown(cells)}\n\n"
-    pictures = "![curves](curves.png)\n\n![differences](differences.png)\n\n" * bool(import_pyplot())
     write_file(folder / "verdicts.json", json.dumps(rows, indent=1).encode())
     write_file(folder / "results.jsonl", "".join(json.dumps(line) + "\n" for line in results).encode())
-    write_file(folder / "report.md", f"{text}{pictures}{flags}\n".encode())
+    write_file(folder / "report.md", f"{text}{flags}\n".encode())
     print(f"\n{folder}: report.md, verdicts.json, results.jsonl")
     print(draw_curves([(study["metric"], curves_of(study, runs))], folder / "curves.png"))
-    if import_pyplot():
-        draw_differences(study, rows, folder / "differences.png")
-    return rows
