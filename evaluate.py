@@ -54,7 +54,7 @@ from models.loss import IGNORE, no_reduce, token_logprobs
 from parallel import make_mesh
 from rl.answers import KINDS as RIGHT
 from rl.answers import final_number, is_right, never_right
-from rl.datasets import Line, fill_template, is_answer, jsonl_lines, read_content, unescape
+from rl.datasets import Line, fill_template, jsonl_lines, read_content, unescape
 from rl.decoding import draw_noise, rollout
 from rl.packing import in_rows, lay_out, pieces
 from rl.policy import split_model
@@ -74,7 +74,7 @@ PROGRESS_S = 5  # seconds between the progress lines of a long evaluation
 # Inherited flags that are for training only
 TRAINING = ("reduce_dtype", "param_dtype", "loss_parallel", "async_tp", "ac", "ac_every", "ac_budget", "compile", "cpu_offload",
             "train_timeout_s", "pp_schedule", "pp_schedule_csv")
-# Needs of flags: see support/config.py. c.kind: from read_task, set by plan_layout.
+# Needs of flags: see support/config.py. c.kind: from read_task, set by plan.
 QUESTIONS = Need("on a text, which asks nothing", lambda c: c.kind != "text")
 WINDOWS = Need("on questions, which are scored as a whole", lambda c: c.kind == "text")
 WRITING = Need("where nothing is written: see --task", lambda c: c.kind == "answer")
@@ -132,8 +132,8 @@ def read_task(path: str, flag="--task") -> tuple[str, list[Line]]:
 def check_answers(lines: list[Line], answers: str):
     """Raises ValueError for a line with an answer that no text can match."""
     for where, record in lines:
-        if reason := never_right(answers, answer := str(record["answer"])):
-            raise ValueError(f"{where}: nothing can be right with --answers {answers} for {answer[-60:]!r}: {reason}")
+        if reason := never_right(answers, answer := record["answer"]):
+            raise ValueError(f"{where}: nothing can be right with --answers {answers} for {str(answer)[-60:]!r}: {reason}")
 
 
 def check_line(line: Line, kind: str) -> Line:
@@ -144,8 +144,6 @@ def check_line(line: Line, kind: str) -> Line:
             raise ValueError(f"{where} has no {name}, and the first line has")
         if name in ("text", "question") and not isinstance(record[name], str):
             raise ValueError(f"{where}: {name} is no text")
-    if kind == "answer" and not is_answer(record["answer"]):
-        raise ValueError(f"{where}: the answer is no text and no number")
     if kind != "choice":
         return line
     choices, answer = record["choices"], record["answer"]
@@ -188,9 +186,24 @@ def read_checkpoint(folder: str, chat=None) -> tuple[Text, type, object, str]:
     return Text(folder, chat=chat), *saved_model(folder), folder
 
 
-def plan_layout(cfg: Config, kind: str, model_config, longest: int) -> tuple[Config, Layout]:
-    """The flags with their dtypes resolved, and the Layout. kind: of the task. longest: most tokens of a forward. Raises
-    ValueError for flags that cannot work."""
+def plan(cfg: Config, kind: str, model_config, folder: str) -> tuple[Config, Layout, int]:
+    """The flags with their dtypes resolved, the Layout, and the most tokens of a forward. kind: of the task. folder: of the
+    weights. Raises ValueError for flags that do not fit this task or this model."""
+    check_local(cfg.out, "--out")
+    longest, place = model_config.max_seq_len if cfg.seq_len == -1 else cfg.seq_len, os.path.dirname(cfg.out) or "."
+    if cfg.seq_len == -1 and kind == "text" and not is_hf_folder(folder):
+        longest = min(longest, read_json(folder, "config.json").get("seq_len", longest))
+    most, stride = model_config.max_seq_len, longest if cfg.stride == -1 else cfg.stride
+    refuse([
+        (cfg.out and os.path.lexists(cfg.out), f"--out {cfg.out} is there already: give a new file, or remove it"),
+        (cfg.out and not os.path.isdir(place), f"--out {cfg.out}: {place} is no folder"),
+        (not 1 <= longest <= most, f"--seq_len {cfg.seq_len} must be between 1 and the model's max_seq_len {most}, or -1"),
+        (not 1 <= stride <= longest, f"--stride {cfg.stride} must be between 1 and --seq_len {longest}"),
+        (kind == "answer" and cfg.max_new_tokens >= longest,
+         f"--max_new_tokens {cfg.max_new_tokens} leaves no room for a prompt in the {longest} tokens of --seq_len; lower it"),
+        (kind == "answer" and cfg.pp * cfg.cp > 1, "--pp and --cp do not help to write answers; use --dp_shard or --tp"),
+        (kind == "answer" and cfg.tp > 1 and hasattr(model_config, "mtp_depth"),
+         f"--tp {cfg.tp}: writing with DeepSeek caches latents, which tp does not split; use --dp_shard")])
     if given := [spell_flag(name, value) for name, value in given_flags(cfg).items() if name in TRAINING]:
         raise ValueError(f"{', '.join(given)}: nothing is trained here; leave it out")
     usual = "bfloat16" if runs_on_cuda(cfg.device) else "float32"
@@ -199,8 +212,9 @@ def plan_layout(cfg: Config, kind: str, model_config, longest: int) -> tuple[Con
     cfg = replace(cfg, compute_dtype=dtype, param_dtype=dtype, pp_schedule="GPipe" if cfg.pp > 1 else cfg.pp_schedule)
     cfg.kind = kind  # not a flag, but flags need it, see WRITING
     step = max(pieces(cfg), 1)
-    return cfg, check_layout(cfg, model_config, seq_len=max(longest // step, 1) * step,
-                             local_batch_size=cfg.local_batch_size, global_batch_size=-1, device=cfg.device)
+    layout = check_layout(cfg, model_config, seq_len=max(longest // step, 1) * step,
+                          local_batch_size=cfg.local_batch_size, global_batch_size=-1, device=cfg.device)
+    return cfg, layout, longest
 
 
 def open_model(folder: str, layout: Layout, cfg, Model, model_config) -> list[nn.Module]:
@@ -221,10 +235,8 @@ def open_model(folder: str, layout: Layout, cfg, Model, model_config) -> list[nn
 
 # ---------------------------------------------------------------- text -> requests
 def opening_ids(text: Text, string: str) -> list[int]:
-    """Ids of a text without context: with the tokenizer's first token, unless already in the text, as in chat prompts."""
-    markers_are_tokens = not text.tokenizer.encode_special_tokens
-    begins = text.chat or markers_are_tokens and string.startswith(text.tokenizer.id_to_token(text.first))
-    return text.ids(string, text.bos and not begins)
+    """Ids of a text without context: with the tokenizer's first token, which a chat template writes itself."""
+    return text.ids(string, bool(string) and text.bos and not text.chat)
 
 
 def encode_pair(text: Text, context: str, continuation: str) -> tuple[list[int], list[int]]:
@@ -233,13 +245,11 @@ def encode_pair(text: Text, context: str, continuation: str) -> tuple[list[int],
     Raises ValueError if no token is left to be scored."""
     before = context.rstrip()
     after = context[len(before) :] + continuation
-    if not before:
-        head, tail = [], text.ids(after)
-    else:
-        head, whole = opening_ids(text, before), opening_ids(text, before + after)
-        tail = whole[len(head) :]
-        if not tail and whole != head:  # both share a token; the shared token is scored
-            head, tail = whole[:-1], whole[-1:]
+    head = opening_ids(text, before)
+    whole = opening_ids(text, before + after) if before else text.ids(after)
+    tail = whole[len(head) :]
+    if not tail and whole != head:  # both share a token; the shared token is scored
+        head, tail = whole[:-1], whole[-1:]
     if not tail:
         raise ValueError(f"{after!r} has no tokens")
     return head or [text.first], tail
@@ -422,26 +432,6 @@ def exact_match(lines: list[Line], samples: list[dict], answers="auto") -> tuple
 
 
 # ---------------------------------------------------------------- the program
-def check_task(cfg: Config, kind: str, model_config, folder: str) -> int:
-    """The most tokens of a forward. Raises ValueError for flags that do not fit this task or this model."""
-    check_local(cfg.out, "--out")
-    longest, place = model_config.max_seq_len if cfg.seq_len == -1 else cfg.seq_len, os.path.dirname(cfg.out) or "."
-    if cfg.seq_len == -1 and kind == "text" and not is_hf_folder(folder):
-        longest = min(longest, read_json(folder, "config.json").get("seq_len", longest))
-    most, stride = model_config.max_seq_len, longest if cfg.stride == -1 else cfg.stride
-    refuse([
-        (cfg.out and os.path.lexists(cfg.out), f"--out {cfg.out} is there already: give a new file, or remove it"),
-        (cfg.out and not os.path.isdir(place), f"--out {cfg.out}: {place} is no folder"),
-        (not 1 <= longest <= most, f"--seq_len {cfg.seq_len} must be between 1 and the model's max_seq_len {most}, or -1"),
-        (not 1 <= stride <= longest, f"--stride {cfg.stride} must be between 1 and --seq_len {longest}"),
-        (kind == "answer" and cfg.max_new_tokens >= longest,
-         f"--max_new_tokens {cfg.max_new_tokens} leaves no room for a prompt in the {longest} tokens of --seq_len; lower it"),
-        (kind == "answer" and cfg.pp * cfg.cp > 1, "--pp and --cp do not help to write answers; use --dp_shard or --tp"),
-        (kind == "answer" and cfg.tp > 1 and hasattr(model_config, "mtp_depth"),
-         f"--tp {cfg.tp}: writing with DeepSeek caches latents, which tp does not split; use --dp_shard")])
-    return longest
-
-
 def requests_of(cfg: Config, kind: str, text: Text, lines: list[Line], longest: int) -> list[list[tuple]]:
     """For each line its requests (context, continuation): windows of a text, choices of a question, or a prompt without a
     continuation."""
@@ -459,16 +449,13 @@ def requests_of(cfg: Config, kind: str, text: Text, lines: list[Line], longest: 
 def main(cfg: Config):
     # 1. task, model and layout: all errors in files and flags are found before anything is built
     began = time.time()
-    if not cfg.task:
-        raise ValueError("--task is missing: give a .txt, or a .jsonl of texts or questions; see --help")
     kind, lines = read_task(cfg.task)
     lines = lines[: cfg.limit or None]
     counted = f"{len(lines):,} line{'s' * (len(lines) > 1)}"
-    if kind == "answer" and cfg.answers != "auto":
+    if kind == "answer":
         check_answers(lines, cfg.answers)
     text, Model, model_config, folder = read_checkpoint(cfg.checkpoint, open_chat(cfg.checkpoint, cfg))
-    longest = check_task(cfg, kind, model_config, folder)
-    cfg, layout = plan_layout(cfg, kind, model_config, longest)
+    cfg, layout, longest = plan(cfg, kind, model_config, folder)
 
     # 2. requests to the model
     groups = requests_of(cfg, kind, text, lines, longest)

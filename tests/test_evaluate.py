@@ -334,9 +334,7 @@ def test_where_a_context_ends(folders, tmp_path):
     (tmp_path / "bos" / "tokenizer_config.json").write_text(json.dumps(config | {"bos_token": "<|im_start|>"}))
     text = Text(str(tmp_path / "bos"))
     assert text.first == 1 and evaluate.encode_pair(text, "12", " 3") == ([1, *ids("12")], ids(" 3"))
-    assert evaluate.encode_pair(text, "", "3") == ([1], ids("3")) and evaluate.opening_ids(text, "") == [1]
-    text.tokenizer.encode_special_tokens = False
-    assert evaluate.opening_ids(text, "<|im_start|>12") == [1, *ids("12")]
+    assert evaluate.encode_pair(text, "", "3") == ([1], ids("3"))
 
 
 def test_prompts(folders, tasks, tmp_path):
@@ -411,7 +409,7 @@ def test_what_is_right_can_be_said(answers, correct):
 
 CHOICES, QUESTION = '{"question": "x", "choices": %s, "answer": %s}', '{"question": "x", "answer": "y"}'
 ERRORS = [
-    ({}, "x", "", "--task is missing"),
+    ({}, "x", "", "--task '': it ends with nothing; need a .txt or .jsonl"),
     ({}, "", "task.jsonl", "task.jsonl is empty: there is nothing to evaluate"),
     ({}, '{"text": ""}', "task.jsonl", "its texts are empty"),
     ({}, '{"prompt": "x"}', "task.jsonl", "task.jsonl:1 has prompt; need text, or question, choices and answer, or"),
@@ -424,7 +422,7 @@ ERRORS = [
     ({}, CHOICES % ('["a", ""]', '0'), "task.jsonl", "choices are no list of texts, none of them empty"),
     ({}, CHOICES % ('["a", "b"]', '"c"'), "task.jsonl", "the answer 'c' is none of the 2 choices"),
     ({}, CHOICES % ('["a", "b"]', 'true'), "task.jsonl", "the answer True is none of the 2 choices"),
-    ({}, '{"question": "x", "answer": " "}', "task.jsonl", "the answer is no text and no number"),
+    ({}, '{"question": "x", "answer": " "}', "task.jsonl", "with --answers auto for ' ': it is no text and no number"),
     ({}, "[]", "task.json", "--task 'task.json': it ends with .json; need a .txt or .jsonl"),
     (dict(checkpoint="nowhere"), "x", "task.txt", "nowhere is no folder"),
     (dict(out="task.txt"), "x", "task.txt", "--out task.txt is there already"),
