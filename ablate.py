@@ -33,6 +33,7 @@ from unittest import mock
 import torch
 
 from distributed.refusals import refuse
+from storage.resume import lock_run
 from support.config import Parser, check_range, parse_config, usage_error
 from support.files import check_local, read_json, write_file
 from support.metrics import read_lines
@@ -145,6 +146,7 @@ def load_recipe(path: Path):
 def open_study(args, variants: dict) -> dict:
     """The study in --out, new or continued. Changes that would make the runs incomparable are refused."""
     check_local(args.out, "--out")
+    lock_run(args.out)
     for variant in variants.values():
         variant["source"] = hashlib.sha256(Path(variant["recipe"]).read_bytes()).hexdigest()
     path = Path(args.out, "study.json")
@@ -155,11 +157,7 @@ def open_study(args, variants: dict) -> dict:
                 raise ValueError(f"{args.out} has a variant {name!r} with other {what}; use --out NEW")
     settings = {key: getattr(args, key) for key in ("metric", "best", "at", "reach", "seeds", "until", "max_seeds", "fit")}
     study = settings | {"nproc": args.nproc, "baseline": next(iter(variants)), "variants": variants}
-    try:
-        Path(args.out).mkdir(parents=True, exist_ok=True)
-        write_file(path, json.dumps(study, indent=1).encode())
-    except OSError as error:
-        raise ValueError(f"--out {args.out!r} is no folder to write to: {error.strerror}") from None
+    write_file(path, json.dumps(study, indent=1).encode())
     return study
 
 
@@ -247,8 +245,7 @@ def main(argv) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: stopping.append(number))
     while (todo := next_runs(study, args.out, failed.keys())) and not stopping:
-        again = f" (of {args.seeds} seeds each)" if not args.until else ""
-        print(f"{args.out}: {len(todo)} runs{again}, {args.jobs} at once", flush=True)
+        print(f"{args.out}: {len(todo)} runs, {args.jobs} at once", flush=True)
         run_all(study, args, todo, failed, stopping)
     if stopping:
         print(f"stopped by {signal.Signals(stopping[0]).name}; the same command continues")

@@ -107,8 +107,6 @@ class Config(ParallelConfig, ExpertConfig, LaunchConfig, PipelineConfig, ChatCon
     def __post_init__(self):
         check_range(self, 1, math.inf, "local_batch_size", "rollout_timeout_s", "max_new_tokens")
         check_range(self, 0, math.inf, "limit", "shots", "temperature")
-        if self.shots and not self.shots_file:
-            raise ValueError(f"--shots {self.shots} needs --shots_file FILE.jsonl, which has them")
 
 
 # ---------------------------------------------------------------- tasks

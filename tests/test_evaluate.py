@@ -438,7 +438,8 @@ ERRORS = [
     (dict(seq_len=4), CHOICES % ('["a b c d e f"]', '0'), "task.jsonl", "are to be scored as a whole"),
     (dict(tp=2), "x", "task.txt", "1 process but "),
     (dict(ac="full", compile=True), "x", "task.txt", "--ac full, --compile: nothing is trained here; leave it out"),
-    (dict(shots=2), "x", "task.txt", "--shots 2 needs --shots_file"),
+    (dict(shots=2), "x", "task.txt", "--shots 2 has no effect on a text"),
+    (dict(shots=2, max_new_tokens=8), QUESTION, "task.jsonl", "--shots_file '': it ends with nothing; need a .txt or .jsonl"),
     (dict(temperature=-1.0), "x", "task.txt", "--temperature -1.0 must be 0 or more"),
 ]
 
