@@ -18,6 +18,7 @@ import importlib.util
 import io
 import itertools
 import json
+import math
 import os
 import re
 import shlex
@@ -27,12 +28,13 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
-from statistics import mean
 from unittest import mock
 
 import torch
 
-from support.config import Parser, parse_config, usage_error
+from distributed.refusals import refuse
+from storage.resume import lock_run
+from support.config import Parser, check_range, parse_config, usage_error
 from support.files import check_local, read_json, write_file
 from support.metrics import read_lines
 from tools.stop_main import do_nothing, stop_main
@@ -77,13 +79,13 @@ def variants_of(args, common: list[str]) -> dict[str, dict]:
         name, equals, values = item.partition("=")
         values = values.split(";" if ";" in values else ",")
         if not equals or "" in values:
-            usage_error(f"--vary {item!r}: need FLAG=A,B")
+            raise ValueError(f"--vary {item!r}: need FLAG=A,B")
         grid.append([(f"{name.lstrip('-')}={value}", f"--{name.lstrip('-')}={value}") for value in values])
     named = []
     for item in args.variant:
         name, colon, flags = item.partition(":")
         if not colon or not name.strip():
-            usage_error(f"--variant {item!r}: need 'NAME: FLAGS', where FLAGS may be empty")
+            raise ValueError(f"--variant {item!r}: need 'NAME: FLAGS', where FLAGS may be empty")
         named.append((name.strip(), shlex.split(flags)))
     named = named or [("", [])]
     found = {}
@@ -91,12 +93,12 @@ def variants_of(args, common: list[str]) -> dict[str, dict]:
         words = [Path(recipe).stem] * (len(args.recipes) > 1) + [name] * bool(name) + [text for text, _ in cell]
         full = " ".join(words) or Path(recipe).stem
         if any(folder_of("", full, 0) == folder_of("", other, 0) for other in found):
-            usage_error(f"two variants are called {full!r}; give each a name of its own")
+            raise ValueError(f"two variants are called {full!r}; give each a name of its own")
         found[full] = {"recipe": recipe, "flags": [*common, *flags, *(flag for _, flag in cell)]}
     if len(found) < 2:
-        usage_error("one variant is nothing to compare: give --vary, two --variant, or a second recipe")
+        raise ValueError("one variant is nothing to compare: give --vary, two --variant, or a second recipe")
     if (first := args.baseline or next(iter(found))) not in found:
-        usage_error(f"--baseline {first!r} is none of the variants: {', '.join(map(repr, found))}")
+        raise ValueError(f"--baseline {first!r} is none of the variants: {', '.join(map(repr, found))}")
     return {first: found.pop(first)} | found
 
 
@@ -107,10 +109,9 @@ def check_variant(name: str, variant: dict, args) -> dict:
     """
     path = Path(variant["recipe"])
     if not path.is_file():
-        usage_error(f"{path} is no file; did you mean --{path}?" if "=" in path.name else f"recipe {path} is no file")
-    given = [flag for word in variant["flags"] for flag in OURS if re.match(rf"--{flag}(=|$)", word)]
-    if given:
-        usage_error(f"variant {name!r}: ablate.py sets --{given[0]} of every run; leave it out (--out FOLDER is the study's)")
+        raise ValueError(f"{path} is no file; did you mean --{path}?" if "=" in path.name else f"recipe {path} is no file")
+    if given := [flag for word in variant["flags"] for flag in OURS if re.match(rf"--{flag}(=|$)", word)]:
+        raise ValueError(f"variant {name!r}: ablate.py sets --{given[0]} of every run; leave it out")
 
     output, world = io.StringIO(), {"RANK": "0", "WORLD_SIZE": str(args.nproc)} if args.nproc > 1 else {}
     try:
@@ -123,10 +124,9 @@ def check_variant(name: str, variant: dict, args) -> dict:
             with mock.patch.dict(os.environ, world):
                 skipped = dict.fromkeys(("connect", "make_mesh", "StopSignal"), do_nothing)
                 (model, *_), _ = stop_main(module.main, cfg, last, **skipped)
-    except SystemExit:
-        usage_error(f"variant {name!r}: {output.getvalue().removeprefix('error: ').strip()}")
-    except ValueError as error:
-        usage_error(f"variant {name!r}: {error}")
+    except (SystemExit, ValueError) as error:
+        said = error if isinstance(error, ValueError) else output.getvalue().removeprefix("error: ").strip()
+        raise ValueError(f"variant {name!r}: {said}") from None
     seeded = [flag for flag in ("seed", "data_seed") if hasattr(cfg, flag)]  # grpo.py has one seed for everything
     parameters = model.flops_per_token(0) // 6 if hasattr(model, "flops_per_token") else None
     return {"steps": cfg.steps, "val_every": vars(cfg).get("val_every", 0), "parameters": parameters, "seeded": seeded}
@@ -146,6 +146,7 @@ def load_recipe(path: Path):
 def open_study(args, variants: dict) -> dict:
     """The study in --out, new or continued. Changes that would make the runs incomparable are refused."""
     check_local(args.out, "--out")
+    lock_run(args.out)
     for variant in variants.values():
         variant["source"] = hashlib.sha256(Path(variant["recipe"]).read_bytes()).hexdigest()
     path = Path(args.out, "study.json")
@@ -153,14 +154,10 @@ def open_study(args, variants: dict) -> dict:
     for name in old.keys() & variants.keys():
         for key, what in (("recipe", "recipe"), ("flags", "flags"), ("source", "source code")):
             if old[name][key] != variants[name][key]:
-                usage_error(f"{args.out} has a variant {name!r} with other {what}; use --out NEW")
+                raise ValueError(f"{args.out} has a variant {name!r} with other {what}; use --out NEW")
     settings = {key: getattr(args, key) for key in ("metric", "best", "at", "reach", "seeds", "until", "max_seeds", "fit")}
     study = settings | {"nproc": args.nproc, "baseline": next(iter(variants)), "variants": variants}
-    try:
-        Path(args.out).mkdir(parents=True, exist_ok=True)
-        write_file(path, json.dumps(study, indent=1).encode())
-    except OSError as error:
-        usage_error(f"--out {args.out!r} is no folder to write to: {error.strerror}")
+    write_file(path, json.dumps(study, indent=1).encode())
     return study
 
 
@@ -189,23 +186,9 @@ def last_line(folder: Path) -> str:
     return (errors or [line for line in lines if line.strip()] or ["nothing printed"])[-1].strip()
 
 
-def show_progress(study: dict, running: dict, waiting: list, total: int) -> None:
-    """Print a line on a terminal: the number of runs, and the time left, from the seconds of the last logged steps."""
-    if not sys.stdout.isatty():
-        return
-    left, seconds = sum(study["variants"][name]["steps"] for name, _ in waiting), []
-    for (name, _), (_, folder, _) in running.items():
-        logged = [line for line in read_lines(f"{folder}/metrics.jsonl") if "step_time_s" in line]
-        left += study["variants"][name]["steps"] - (logged[-1]["step"] if logged else 0)
-        seconds += [line["step_time_s"] for line in logged[-1:]]
-    eta = f", about {timedelta(seconds=round(mean(seconds) * left / len(running)))} left" if seconds else ""
-    text = f"{total - len(running) - len(waiting)} of {total} runs done, {len(running)} running{eta}"
-    print(f"\r\033[K{text}", end="", flush=True)
-
-
 def run_all(study: dict, args, todo: list[tuple], failed: dict, stopping: list) -> None:
     """Run each (variant, seed), --jobs at once, in this order, until all are done or a signal came. Fills in `failed`."""
-    waiting, running, total = list(todo), {}, len(todo)
+    waiting, running, began = list(todo), {}, time.monotonic()
     slots = list(range(args.jobs))  # a run's slot tells its GPUs
     try:
         while (waiting or running) and not stopping:
@@ -214,7 +197,6 @@ def run_all(study: dict, args, todo: list[tuple], failed: dict, stopping: list) 
                 slot, folder = slots.pop(0), folder_of(args.out, name, seed)
                 gpus = range(slot * args.nproc, (slot + 1) * args.nproc) if args.gpus else None
                 running[key] = start_run(study, name, seed, folder, gpus), folder, slot
-            show_progress(study, running, waiting, total)
             time.sleep(0.2)
             for key, (process, folder, slot) in list(running.items()):
                 if process.poll() is None:
@@ -224,14 +206,16 @@ def run_all(study: dict, args, todo: list[tuple], failed: dict, stopping: list) 
                 lines = read_lines(str(folder / "metrics.jsonl"))
                 if not is_finished(lines, study["variants"][key[0]]):
                     failed[key] = last_line(folder)
-                print(f"\r\033[K{key[0]}, seed {key[1]}: {'failed: ' + failed[key] if key in failed else 'done'}", flush=True)
+                rest = len(waiting) + len(running)
+                left = timedelta(seconds=round((time.monotonic() - began) / (len(todo) - rest) * rest))
+                end = f"failed: {failed[key]}" if key in failed else "done"
+                print(f"{key[0]}, seed {key[1]}: {end} ({rest} of {len(todo)} runs to go, about {left})", flush=True)
                 check_metric(study, lines, key in failed)
     finally:
         for process, *_ in running.values():
             process.terminate()  # a recipe then finishes its step, saves and exits
         for process, *_ in running.values():
             process.wait()
-        print("\r\033[K", end="", flush=True)
 
 
 def check_metric(study: dict, lines: list[dict], has_failed: bool) -> None:
@@ -247,7 +231,7 @@ def main(argv) -> int:
     args, common = parse(argv)
     if args.report:
         if not Path(args.report, "study.json").exists():
-            usage_error(f"--report {args.report}: no study.json there; give the --out of a study")
+            raise ValueError(f"--report {args.report}: no study.json there; give the --out of a study")
         report_study(args.report)
         return 0
     args.gpus = torch.cuda.device_count()
@@ -256,13 +240,12 @@ def main(argv) -> int:
     for name, variant in variants.items():
         variant |= check_variant(name, variant, args)
     if args.fit and (sizes := len({variant["parameters"] for variant in variants.values()})) < 4:
-        usage_error(f"--fit needs variants of four sizes or more, and there are {sizes}; see --vary model_args")
+        raise ValueError(f"--fit needs variants of four sizes or more, and there are {sizes}; see --vary model_args")
     study, failed, stopping = open_study(args, variants), {}, []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: stopping.append(number))
     while (todo := next_runs(study, args.out, failed.keys())) and not stopping:
-        again = f" (of {args.seeds} seeds each)" if not args.until else ""
-        print(f"{args.out}: {len(todo)} runs{again}, {args.jobs} at once", flush=True)
+        print(f"{args.out}: {len(todo)} runs, {args.jobs} at once", flush=True)
         run_all(study, args, todo, failed, stopping)
     if stopping:
         print(f"stopped by {signal.Signals(stopping[0]).name}; the same command continues")
@@ -273,19 +256,17 @@ def main(argv) -> int:
 
 def check_numbers(args) -> None:
     """Refuse wrong values of our own flags, and fill in --jobs."""
-    if not args.recipes:
-        usage_error("the recipes come first: python ablate.py train_llama3.py --vary lr=1e-3,3e-3")
-    for name, least in (("seeds", 1), ("nproc", 1), ("jobs", 0)):
-        if getattr(args, name) < least:
-            usage_error(f"--{name} {getattr(args, name)} must be {least} or more")
-    if args.until is not None and not args.until > 0:
-        usage_error(f"--until {args.until} must be above 0")
-    if args.until and args.max_seeds < max(args.seeds, 2):
-        usage_error(f"--max_seeds {args.max_seeds} must be --seeds {args.seeds} or more, and at least 2")
-    if args.until is None and args.max_seeds != 12:
-        usage_error(f"--max_seeds {args.max_seeds} has no effect without --until; leave it out")
-    if args.gpus and (needed := max(args.jobs, 1) * args.nproc) > args.gpus:
-        usage_error(f"--jobs {args.jobs} x --nproc {args.nproc} needs {needed} GPUs, and there are {args.gpus}")
+    check_range(args, 1, math.inf, "seeds", "nproc")
+    check_range(args, 0, math.inf, "jobs")
+    needed = max(args.jobs, 1) * args.nproc
+    refuse([
+        (not args.recipes, "the recipes come first: python ablate.py train_llama3.py --vary lr=1e-3,3e-3"),
+        (args.until is not None and not args.until > 0, f"--until {args.until} must be above 0"),
+        (args.until and args.max_seeds < max(args.seeds, 2),
+         f"--max_seeds {args.max_seeds} must be --seeds {args.seeds} or more, and at least 2"),
+        (not args.until and args.max_seeds != 12, f"--max_seeds {args.max_seeds} has no effect without --until; leave it out"),
+        (args.gpus and needed > args.gpus,
+         f"--jobs {args.jobs} x --nproc {args.nproc} needs {needed} GPUs, and there are {args.gpus}")])
     args.jobs = args.jobs or max(1, (args.gpus or os.cpu_count() or 1) // args.nproc)
 
 

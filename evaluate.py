@@ -30,7 +30,7 @@ import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -41,7 +41,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import parallel
-from checkpoint import has_adapters, load_model, load_weights, saved_model
+from checkpoint import has_adapters, load_weights, saved_model
 from corpus.mixture import format_of
 from corpus.tokenizer import ChatConfig
 from distributed.agree import gather
@@ -49,23 +49,23 @@ from distributed.checks import check_tp_plan
 from distributed.launch import LaunchConfig, connect, run
 from distributed.layout import ExpertConfig, Layout, ParallelConfig
 from distributed.pipeline import PipelineConfig, pipeline_forward, pipeline_stages
-from distributed.refusals import check_layout, runs_on_cuda
-from models.loss import IGNORE, TokenLogprobs, log_normalizer, no_reduce
+from distributed.refusals import check_layout, refuse, runs_on_cuda
+from models.loss import IGNORE, no_reduce, token_logprobs
 from parallel import make_mesh
 from rl.answers import KINDS as RIGHT
 from rl.answers import final_number, is_right, never_right
-from rl.datasets import Line, fill_template, is_answer, jsonl_lines, read_content, unescape
+from rl.datasets import Line, fill_template, jsonl_lines, read_content, unescape
 from rl.decoding import draw_noise, rollout
-from rl.packing import lay_out, pieces
+from rl.packing import in_rows, lay_out, pieces
 from rl.policy import split_model
 from rl.rewards import ratio
 from rl.rollouts import lockstep, one_of_each_model, patient_group, whole_weights
 from rl.text import Text
 from sft.adapters import base_of
 from sft.chat import open_chat
-from storage.hf import class_of, load_hf_model, read_hf_config
+from storage.hf import class_of, read_hf_config
 from storage.manifest import is_hf_folder, newest_readable
-from support.config import Need, check_range, default_of, flag, spell_flag
+from support.config import Need, check_range, flag, given_flags, spell_flag
 from support.files import check_local, read_json, write_file
 
 BASE_PROMPT = "Question: {question}\nAnswer:"  # for a base model; a chat model has its template
@@ -74,7 +74,7 @@ PROGRESS_S = 5  # seconds between the progress lines of a long evaluation
 # Inherited flags that are for training only
 TRAINING = ("reduce_dtype", "param_dtype", "loss_parallel", "async_tp", "ac", "ac_every", "ac_budget", "compile", "cpu_offload",
             "train_timeout_s", "pp_schedule", "pp_schedule_csv")
-# Needs of flags: see support/config.py. c.kind: from read_task, set by plan_layout.
+# Needs of flags: see support/config.py. c.kind: from read_task, set by plan.
 QUESTIONS = Need("on a text, which asks nothing", lambda c: c.kind != "text")
 WINDOWS = Need("on questions, which are scored as a whole", lambda c: c.kind == "text")
 WRITING = Need("where nothing is written: see --task", lambda c: c.kind == "answer")
@@ -107,8 +107,6 @@ class Config(ParallelConfig, ExpertConfig, LaunchConfig, PipelineConfig, ChatCon
     def __post_init__(self):
         check_range(self, 1, math.inf, "local_batch_size", "rollout_timeout_s", "max_new_tokens")
         check_range(self, 0, math.inf, "limit", "shots", "temperature")
-        if self.shots and not self.shots_file:
-            raise ValueError(f"--shots {self.shots} needs --shots_file FILE.jsonl, which has them")
 
 
 # ---------------------------------------------------------------- tasks
@@ -132,8 +130,8 @@ def read_task(path: str, flag="--task") -> tuple[str, list[Line]]:
 def check_answers(lines: list[Line], answers: str):
     """Raises ValueError for a line with an answer that no text can match."""
     for where, record in lines:
-        if reason := never_right(answers, answer := str(record["answer"])):
-            raise ValueError(f"{where}: nothing can be right with --answers {answers} for {answer[-60:]!r}: {reason}")
+        if reason := never_right(answers, answer := record["answer"]):
+            raise ValueError(f"{where}: nothing can be right with --answers {answers} for {str(answer)[-60:]!r}: {reason}")
 
 
 def check_line(line: Line, kind: str) -> Line:
@@ -144,8 +142,6 @@ def check_line(line: Line, kind: str) -> Line:
             raise ValueError(f"{where} has no {name}, and the first line has")
         if name in ("text", "question") and not isinstance(record[name], str):
             raise ValueError(f"{where}: {name} is no text")
-    if kind == "answer" and not is_answer(record["answer"]):
-        raise ValueError(f"{where}: the answer is no text and no number")
     if kind != "choice":
         return line
     choices, answer = record["choices"], record["answer"]
@@ -188,11 +184,25 @@ def read_checkpoint(folder: str, chat=None) -> tuple[Text, type, object, str]:
     return Text(folder, chat=chat), *saved_model(folder), folder
 
 
-def plan_layout(cfg: Config, kind: str, model_config, longest: int) -> tuple[Config, Layout]:
-    """The flags with their dtypes resolved, and the Layout. kind: of the task. longest: most tokens of a forward. Raises
-    ValueError for flags that cannot work."""
-    defaults = {f.name: default_of(f) for f in fields(cfg)}
-    if given := [spell_flag(name, getattr(cfg, name)) for name in TRAINING if getattr(cfg, name) != defaults[name]]:
+def plan(cfg: Config, kind: str, model_config, folder: str) -> tuple[Config, Layout, int]:
+    """The flags with their dtypes resolved, the Layout, and the most tokens of a forward. kind: of the task. folder: of the
+    weights. Raises ValueError for flags that do not fit this task or this model."""
+    check_local(cfg.out, "--out")
+    longest, place = model_config.max_seq_len if cfg.seq_len == -1 else cfg.seq_len, os.path.dirname(cfg.out) or "."
+    if cfg.seq_len == -1 and kind == "text" and not is_hf_folder(folder):
+        longest = min(longest, read_json(folder, "config.json").get("seq_len", longest))
+    most, stride = model_config.max_seq_len, longest if cfg.stride == -1 else cfg.stride
+    refuse([
+        (cfg.out and os.path.lexists(cfg.out), f"--out {cfg.out} is there already: give a new file, or remove it"),
+        (cfg.out and not os.path.isdir(place), f"--out {cfg.out}: {place} is no folder"),
+        (not 1 <= longest <= most, f"--seq_len {cfg.seq_len} must be between 1 and the model's max_seq_len {most}, or -1"),
+        (not 1 <= stride <= longest, f"--stride {cfg.stride} must be between 1 and --seq_len {longest}"),
+        (kind == "answer" and cfg.max_new_tokens >= longest,
+         f"--max_new_tokens {cfg.max_new_tokens} leaves no room for a prompt in the {longest} tokens of --seq_len; lower it"),
+        (kind == "answer" and cfg.pp * cfg.cp > 1, "--pp and --cp do not help to write answers; use --dp_shard or --tp"),
+        (kind == "answer" and cfg.tp > 1 and hasattr(model_config, "mtp_depth"),
+         f"--tp {cfg.tp}: writing with DeepSeek caches latents, which tp does not split; use --dp_shard")])
+    if given := [spell_flag(name, value) for name, value in given_flags(cfg).items() if name in TRAINING]:
         raise ValueError(f"{', '.join(given)}: nothing is trained here; leave it out")
     usual = "bfloat16" if runs_on_cuda(cfg.device) else "float32"
     dtype = usual if cfg.compute_dtype == "auto" else cfg.compute_dtype
@@ -200,37 +210,31 @@ def plan_layout(cfg: Config, kind: str, model_config, longest: int) -> tuple[Con
     cfg = replace(cfg, compute_dtype=dtype, param_dtype=dtype, pp_schedule="GPipe" if cfg.pp > 1 else cfg.pp_schedule)
     cfg.kind = kind  # not a flag, but flags need it, see WRITING
     step = max(pieces(cfg), 1)
-    return cfg, check_layout(cfg, model_config, seq_len=max(longest // step, 1) * step,
-                             local_batch_size=cfg.local_batch_size, global_batch_size=-1, device=cfg.device)
+    layout = check_layout(cfg, model_config, seq_len=max(longest // step, 1) * step,
+                          local_batch_size=cfg.local_batch_size, global_batch_size=-1, device=cfg.device)
+    return cfg, layout, longest
 
 
 def open_model(folder: str, layout: Layout, cfg, Model, model_config) -> list[nn.Module]:
     """This rank's stages (one stage without --pp) with the weights of a run, step or Hugging Face folder, ready for score() and
     complete(). Raises the same ValueError on all ranks."""
-    if layout.world_size == 1:
-        load = load_hf_model if is_hf_folder(folder) else load_model
-        stages = [load(folder, layout.device, layout.compute_dtype)[0]]
-    else:
-        with torch.device("meta"):
-            model = Model(model_config)
-        check_tp_plan(model, parallel.TP_STYLES)  # not check_model, because check_model counts gradients
-        stages = pipeline_stages(model, layout, cfg) if cfg.pp > 1 else [model]
-        for stage in stages:
-            split_model(stage, layout, cfg)
-            parallel.shard(stage, layout, cfg)
-            parallel.init_weights(stage, layout, 0, skip=lambda fqn: True)
-        load_weights(stages, folder)
+    with torch.device("meta"):
+        model = Model(model_config)
+    check_tp_plan(model, parallel.TP_STYLES)  # not check_model, because check_model counts gradients
+    stages = pipeline_stages(model, layout, cfg) if cfg.pp > 1 else [model]
     for stage in stages:
+        split_model(stage, layout, cfg)
+        parallel.shard(stage, layout, cfg)
+        parallel.init_weights(stage, layout, 0, skip=lambda fqn: True)
         stage.reshards = layout.reshards
+    load_weights(stages, folder)
     return stages
 
 
 # ---------------------------------------------------------------- text -> requests
 def opening_ids(text: Text, string: str) -> list[int]:
-    """Ids of a text without context: with the tokenizer's first token, unless already in the text, as in chat prompts."""
-    markers_are_tokens = not text.tokenizer.encode_special_tokens
-    begins = text.chat or markers_are_tokens and string.startswith(text.tokenizer.id_to_token(text.first))
-    return text.ids(string, text.bos and not begins)
+    """Ids of a text without context: with the tokenizer's first token, which a chat template writes itself."""
+    return text.ids(string, bool(string) and text.bos and not text.chat)
 
 
 def encode_pair(text: Text, context: str, continuation: str) -> tuple[list[int], list[int]]:
@@ -239,13 +243,11 @@ def encode_pair(text: Text, context: str, continuation: str) -> tuple[list[int],
     Raises ValueError if no token is left to be scored."""
     before = context.rstrip()
     after = context[len(before) :] + continuation
-    if not before:
-        head, tail = [], text.ids(after)
-    else:
-        head, whole = opening_ids(text, before), opening_ids(text, before + after)
-        tail = whole[len(head) :]
-        if not tail and whole != head:  # both share a token; the shared token is scored
-            head, tail = whole[:-1], whole[-1:]
+    head = opening_ids(text, before)
+    whole = opening_ids(text, before + after) if before else text.ids(after)
+    tail = whole[len(head) :]
+    if not tail and whole != head:  # both share a token; the shared token is scored
+        head, tail = whole[:-1], whole[-1:]
     if not tail:
         raise ValueError(f"{after!r} has no tokens")
     return head or [text.first], tail
@@ -280,31 +282,23 @@ def check_finite(logprobs: list[float]) -> None:
 
 
 # ---------------------------------------------------------------- requests -> scores
-def label_scores(h: Tensor, weight: Tensor, labels: Tensor, denom=None, all_reduce=no_reduce, vocab_start=0) -> Tensor:
-    """(2, ...) in fp32: the log-probability of each label (...), and 1.0 if the label is the likeliest token; 0 for labels
-    IGNORE. h (..., D), weight (V/tp, D); vocab parallelism as in models.loss.linear_cross_entropy."""
+def label_logprobs(h: Tensor, weight: Tensor, labels: Tensor, denom=None, all_reduce=no_reduce, vocab_start=0) -> Tensor:
+    """The log-probability of each label (...) in fp32; 0 for labels IGNORE. h (..., D), weight (V/tp, D); vocab parallelism as
+    in models.loss.linear_cross_entropy."""
     wanted = labels != IGNORE  # the head is a large part of a forward, so we leave out the contexts
-    found = h.new_zeros(2, int(wanted.sum()), dtype=torch.float32)
-    for rows, logits, index, mine in TokenLogprobs.chunks(h[wanted], weight, labels[wanted], 1.0, vocab_start, None):
-        target = all_reduce(torch.where(mine, logits.gather(1, index)[:, 0], 0.0), "sum")
-        top, place = logits.max(1)
-        is_best = all_reduce(top.clone(), "max") == top
-        # the first of equally likely tokens, as in argmax
-        best = -all_reduce(torch.where(is_best, -(place + vocab_start), -(2**40)), "max")
-        found[:, rows] = torch.stack([target - log_normalizer(logits, all_reduce), (best == labels[wanted][rows]).float()])
-    scores = h.new_zeros(2, *labels.shape, dtype=torch.float32)
-    scores[:, wanted] = found
-    return scores
+    logprobs = h.new_zeros(labels.shape, dtype=torch.float32)
+    logprobs[wanted], _ = token_logprobs(h[wanted], weight, labels[wanted], 1.0, all_reduce, vocab_start)
+    return logprobs
 
 
-def keep_scores(stages: list[nn.Module], layout: Layout) -> list[Tensor]:
-    """Make the last stage's forward append label_scores() of its labels to the returned list."""
-    kept, scores = [], label_scores
+def keep_logprobs(stages: list[nn.Module], layout: Layout) -> list[Tensor]:
+    """Make the last stage's forward append label_logprobs() of its labels to the returned list."""
+    kept, logprobs = [], label_logprobs
     if layout.tp > 1:
-        scores = partial(parallel.vocab_parallel_loss, mesh=layout.mesh["tp"], loss=label_scores)
+        logprobs = partial(parallel.vocab_parallel_loss, mesh=layout.mesh["tp"], loss=label_logprobs)
 
     def token_loss(h, weight, labels, denom):
-        kept.append(scores(h, weight, labels, denom))
+        kept.append(logprobs(h, weight, labels, denom))
         return h.new_zeros(())  # a loss, not used
 
     for stage in stages:
@@ -324,30 +318,29 @@ def pack_requests(requests: list[tuple], layout: Layout) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def score(stages: list[nn.Module], layout: Layout, requests: list[tuple]) -> list[tuple[float, bool]]:
-    """(log-probability of the continuation in nats, whether greedy decoding gives the continuation) of each request, on every
-    rank. Raises ValueError on every rank for a log-probability of nan or inf."""
-    kept, report = keep_scores(stages, layout), progress("scored", len(requests), layout)
-    sums = torch.zeros(2, len(requests), dtype=torch.float64, device=layout.device)
-    order = sorted(range(len(requests)), key=lambda i: -len(requests[i][0]) - len(requests[i][1]))  # like lengths together
-    size, multiple = layout.local_batch_size * layout.data_ranks, layout.microbatch_size if layout.pp > 1 else 1
-    for begin in range(0, len(order), size):
-        batch = order[begin : begin + size]
-        mine = batch[layout.data_rank :: layout.data_ranks]
-        # All data ranks run equally many forwards and micro-batches, because the collectives inside need all ranks.
-        rows = -(-len(batch) // (layout.data_ranks * multiple)) * multiple
+def score(stages: list[nn.Module], layout: Layout, requests: list[tuple]) -> list[float]:
+    """The log-probability in nats of the continuation of each request, on every rank. Raises ValueError on every rank for a
+    log-probability of nan or inf."""
+    kept, report = keep_logprobs(stages, layout), progress("scored", len(requests), layout)
+    sums = torch.zeros(len(requests), dtype=torch.float64, device=layout.device)
+    multiple, size = layout.microbatch_size if layout.pp > 1 else 1, layout.local_batch_size
+    plan = in_rows([len(a) + len(b) for a, b in requests], size, layout.data_ranks)
+    for n, (first, own) in enumerate(zip(plan[0], plan[layout.data_rank]), 1):
+        mine = [i for row in own for i in row]
+        # All data ranks run as many micro-batches as the first, which has the most, because the collectives need all ranks.
+        rows = -(-len(first) // multiple) * multiple
         kwargs = pack_requests([requests[i] for i in mine] + [NOTHING] * (rows - len(mine)), layout)
         if layout.pp > 1:
             pipeline_forward(stages, kwargs, layout)
         else:
             stages[0](**kwargs)
-        if kept and mine and layout.coordinate("tp") == 0:  # all tp ranks have the same scores, cp ranks a part each
-            sums[:, mine] = torch.cat(kept, 1).sum(2, dtype=torch.float64)[:, : len(mine)]
+        if kept and mine and layout.coordinate("tp") == 0:  # all tp ranks have the same numbers, cp ranks a part each
+            sums[mine] = torch.cat(kept).sum(1, dtype=torch.float64)[: len(mine)]
         kept.clear()
-        report(begin + size)
+        report(n * size * layout.data_ranks)
     dist.all_reduce(sums)
-    check_finite(sums[0].tolist())
-    return [(total, hits == len(request[1])) for total, hits, request in zip(*sums.tolist(), requests)]
+    check_finite(sums.tolist())
+    return sums.tolist()
 
 
 # ---------------------------------------------------------------- prompts -> texts
@@ -395,28 +388,27 @@ def progress(what: str, total: int, layout: Layout) -> Callable:
 
 
 # ---------------------------------------------------------------- scores -> an item per line, and metrics
-def perplexity(lines: list[Line], windows: list[list[tuple]], scores: list[list[tuple]]) -> tuple[list[dict], dict]:
+def perplexity(lines: list[Line], windows: list[list[tuple]], scores: list[list[float]]) -> tuple[list[dict], dict]:
     """(items, metrics) of texts. windows: requests of each line. scores: results of score() for each line."""
-    nats = [[-logprob for logprob, _ in of_line] for of_line in scores]
     tokens = [[len(continuation) for _, continuation in of_line] for of_line in windows]
     n_bytes = [len(line.fields["text"].encode()) for line in lines]
-    items = [dict(logprob=-sum(a), tokens=sum(b), bytes=c) for a, b, c in zip(nats, tokens, n_bytes)]
+    items = [dict(logprob=sum(a), tokens=sum(b), bytes=c) for a, b, c in zip(scores, tokens, n_bytes)]
     if len(lines) == 1:  # a single text is a sample of windows, each with a share of the bytes
-        nats, tokens = nats[0], tokens[0]
+        nats, tokens = [-x for x in scores[0]], tokens[0]
         n_bytes = [n_bytes[0] * n / sum(tokens) for n in tokens]
     else:
-        nats, tokens = [sum(a) for a in nats], [sum(b) for b in tokens]
+        nats, tokens = [-sum(a) for a in scores], [sum(b) for b in tokens]
     metrics = ratio("loss", nats, tokens) | ratio("bits_per_byte", nats, n_bytes, 1 / math.log(2))
     most = min(metrics["loss"], 700.0)  # e^710 is too large for a float
     return items, metrics | dict(perplexity=math.exp(most), tokens=sum(tokens), bytes=round(sum(n_bytes)))
 
 
-def multiple_choice(lines: list[Line], scores: list[list[tuple]]) -> tuple[list[dict], dict]:
+def multiple_choice(lines: list[Line], scores: list[list[float]]) -> tuple[list[dict], dict]:
     """(items, metrics) of questions with choices. scores: for each line, the scores of its choices."""
     lengths = {"acc": lambda choice: 1, "acc_norm": len, "acc_bytes": lambda choice: len(choice.encode())}
     items = []
-    for line, of_line in zip(lines, scores):
-        logprobs, choices, answer = [logprob for logprob, _ in of_line], line.fields["choices"], line.fields["answer"]
+    for line, logprobs in zip(lines, scores):
+        choices, answer = line.fields["choices"], line.fields["answer"]
         best = {name: [x / length(choice) for x, choice in zip(logprobs, choices)] for name, length in lengths.items()}
         right = {name: int(each.index(max(each)) == answer) for name, each in best.items()}
         items.append(dict(logprobs=logprobs, answer=answer) | right)
@@ -438,29 +430,6 @@ def exact_match(lines: list[Line], samples: list[dict], answers="auto") -> tuple
 
 
 # ---------------------------------------------------------------- the program
-def check_task(cfg: Config, kind: str, model_config, folder: str) -> int:
-    """The most tokens of a forward. Raises ValueError for flags that do not fit this task or this model."""
-    check_local(cfg.out, "--out")
-    longest, place = model_config.max_seq_len if cfg.seq_len == -1 else cfg.seq_len, os.path.dirname(cfg.out) or "."
-    if cfg.seq_len == -1 and kind == "text" and not is_hf_folder(folder):
-        longest = min(longest, read_json(folder, "config.json").get("seq_len", longest))
-    most, stride = model_config.max_seq_len, longest if cfg.stride == -1 else cfg.stride
-    for wrong, message in [
-        (cfg.out and os.path.lexists(cfg.out), f"--out {cfg.out} is there already: give a new file, or remove it"),
-        (cfg.out and not os.path.isdir(place), f"--out {cfg.out}: {place} is no folder"),
-        (not 1 <= longest <= most, f"--seq_len {cfg.seq_len} must be between 1 and the model's max_seq_len {most}, or -1"),
-        (not 1 <= stride <= longest, f"--stride {cfg.stride} must be between 1 and --seq_len {longest}"),
-        (kind == "answer" and cfg.max_new_tokens >= longest,
-         f"--max_new_tokens {cfg.max_new_tokens} leaves no room for a prompt in the {longest} tokens of --seq_len; lower it"),
-        (kind == "answer" and cfg.pp * cfg.cp > 1, "--pp and --cp do not help to write answers; use --dp_shard or --tp"),
-        (kind == "answer" and cfg.tp > 1 and hasattr(model_config, "mtp_depth"),
-         f"--tp {cfg.tp}: writing with DeepSeek caches latents, which tp does not split; use --dp_shard"),
-    ]:
-        if wrong:
-            raise ValueError(message)
-    return longest
-
-
 def requests_of(cfg: Config, kind: str, text: Text, lines: list[Line], longest: int) -> list[list[tuple]]:
     """For each line its requests (context, continuation): windows of a text, choices of a question, or a prompt without a
     continuation."""
@@ -470,28 +439,21 @@ def requests_of(cfg: Config, kind: str, text: Text, lines: list[Line], longest: 
     prompts = prompts_of(cfg, text, lines, kind)
     if kind == "answer":
         return [[(opening_ids(text, prompt) or [text.first], [])] for prompt in prompts]
-    groups, space = [], "" if text.chat else " "
-    for line, prompt in zip(lines, prompts):
-        try:
-            groups.append([encode_pair(text, prompt, space + choice) for choice in line.fields["choices"]])
-        except ValueError as error:
-            raise ValueError(f"{line.where}: {error}") from None
-    return groups
+    space = "" if text.chat else " "
+    return [[encode_pair(text, prompt, space + choice) for choice in line.fields["choices"]]
+            for line, prompt in zip(lines, prompts)]
 
 
 def main(cfg: Config):
     # 1. task, model and layout: all errors in files and flags are found before anything is built
     began = time.time()
-    if not cfg.task:
-        raise ValueError("--task is missing: give a .txt, or a .jsonl of texts or questions; see --help")
     kind, lines = read_task(cfg.task)
     lines = lines[: cfg.limit or None]
     counted = f"{len(lines):,} line{'s' * (len(lines) > 1)}"
-    if kind == "answer" and cfg.answers != "auto":
+    if kind == "answer":
         check_answers(lines, cfg.answers)
     text, Model, model_config, folder = read_checkpoint(cfg.checkpoint, open_chat(cfg.checkpoint, cfg))
-    longest = check_task(cfg, kind, model_config, folder)
-    cfg, layout = plan_layout(cfg, kind, model_config, longest)
+    cfg, layout, longest = plan(cfg, kind, model_config, folder)
 
     # 2. requests to the model
     groups = requests_of(cfg, kind, text, lines, longest)

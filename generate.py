@@ -9,14 +9,13 @@ import os
 import shlex
 import sys
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
 
 from checkpoint import load_model
-from corpus.tokenizer import ChatConfig, TextStream, encode, ends_of, has_bos, load_tokenizer
+from corpus.tokenizer import ChatConfig, encode, ends_of, has_bos, load_tokenizer
 from distributed.refusals import refuse
 from rl.decoding import draw_noise, rollout
 from storage.manifest import is_hf_folder, step_folders
@@ -44,22 +43,19 @@ def check_request(config, prompts, max_new_tokens, temperature, top_k, top_p):
 
 def generate(
     model, prompts: list[list[int]], max_new_tokens: int, temperature=1.0, top_k=0, top_p=1.0, seed=0,
-    eot: int | list[int] | None = None, stream=None, logprobs=False,
-):
+    eot: int | list[int] | None = None,
+) -> list[list[int]]:
     """Continue each prompt (token ids, any lengths) by up to max_new_tokens; return a list of new ids per prompt.
 
     A row ends with its first `eot` (or any of several), included in the result. Temperature 0 takes the likeliest token.
-    The text of a row depends on the model, its prompt, `seed` and its index, not on other rows (up to rounding).
-    stream(row, id) is called for every new token at once. With logprobs=True returns (ids, logprobs), see draw(). Raises
+    The text of a row depends on the model, its prompt, `seed` and its index, not on other rows (up to rounding). Raises
     ValueError.
     """
     check_request(model.config, prompts, max_new_tokens, temperature, top_k, top_p)
     noise = draw_noise([f"{seed}/{row}" for row in range(len(prompts))], 1, max_new_tokens)
-    samples = rollout(
-        model, prompts, noise, temperature, [] if eot is None else eot, max_len=max(map(len, prompts)) + max_new_tokens,
-        top_k=top_k, top_p=top_p, on_token=stream)
-    ids = [s["ids"] for s in samples]
-    return (ids, [s["logprobs"] for s in samples]) if logprobs else ids
+    max_len = max(map(len, prompts)) + max_new_tokens
+    samples = rollout(model, prompts, noise, temperature, [] if eot is None else eot, max_len=max_len, top_k=top_k, top_p=top_p)
+    return [s["ids"] for s in samples]
 
 
 # ---------------------------------------------------------------- text
@@ -93,27 +89,18 @@ def open_checkpoint(folder: str, device="cpu"):
 
 
 def continue_texts(
-    model, tokenizer, ends: list[int], texts: list[str], max_new_tokens: int, show=None, bos=False, chat=None, **options
+    model, tokenizer, ends: list[int], texts: list[str], max_new_tokens: int, bos=False, chat=None, **options
 ) -> list[str]:
-    """The model's continuation of each text. show(piece) gets the first text and its continuation, piece by piece.
+    """The model's continuation of each text.
 
     bos: begin each text with the tokenizer's first token; False, because our training text has no such token. chat: from
-    open_chat(); the texts are questions then, and show() gets the answer only.
+    open_chat(); the texts are questions then.
     """
     prompts = [chat(text) for text in texts] if chat else texts
     tokenizer.encode_special_tokens = chat is None  # markers in a template are tokens, in other texts plain text
     # an empty text begins a document, after the end of another
     prompts = [encode(tokenizer, text, bos and not chat) or ends[:1] for text in prompts]
-    stream = TextStream(tokenizer)
-
-    def on_token(row, token):
-        if row == 0:
-            show(stream.push(token) if stream.ids or chat else texts[0] + stream.push(token))
-
-    new = generate(model, prompts, max_new_tokens, eot=ends, stream=None if show is None else on_token, **options)
-    if show is not None:
-        show(stream.push(None))
-    return [tokenizer.decode(ids) for ids in new]
+    return [tokenizer.decode(ids) for ids in generate(model, prompts, max_new_tokens, eot=ends, **options)]
 
 
 def print_sample(run: str, n_params: int, data=None):
@@ -155,12 +142,8 @@ def main(argv: list[str]):
 
         options |= dict(bos=has_bos(cfg.checkpoint), chat=open_chat(cfg.checkpoint, cfg))
         parts = open_checkpoint(cfg.checkpoint, device)
-        if len(texts) == 1:
-            continue_texts(*parts, texts, cfg.max_new_tokens, partial(print, end="", flush=True), **options)
-            print()
-        else:
-            for text, new in zip(texts, continue_texts(*parts, texts, cfg.max_new_tokens, **options)):
-                print(f"--- {text!r}\n{'' if cfg.chat else text}{new}\n")
+        for text, new in zip(texts, continue_texts(*parts, texts, cfg.max_new_tokens, **options)):
+            print(f"--- {text!r}\n" * (len(texts) > 1) + f"{'' if cfg.chat else text}{new}")
     except ValueError as error:
         usage_error(error)
 

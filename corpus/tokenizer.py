@@ -165,22 +165,3 @@ class ChatConfig:
     chat: bool = False  # wrap the prompt, a question to a chat model, in the chat template of its tokenizer
     system: str = ""  # system message before each prompt, in the chat template; \n is a new line
     template_args: str = ""  # values for the chat template: "enable_thinking=false"; a number, true, false, or else text
-
-
-class TextStream:
-    """Text from ids one at a time. A character may span several tokens: incomplete UTF-8 is held back."""
-
-    def __init__(self, tokenizer):
-        self.tokenizer, self.ids, self.begin, self.shown = tokenizer, [], 0, 0
-
-    def push(self, token: int | None) -> str:
-        """The text to show after one more token; None: the end, so show all that was held back."""
-        if token is not None:
-            self.ids.append(token)
-        # Decode together with the piece before: some decoders drop the first space of a text.
-        before = self.tokenizer.decode(self.ids[self.begin : self.shown])
-        text = self.tokenizer.decode(self.ids[self.begin :])
-        if text.endswith("\ufffd") and token is not None:
-            return ""
-        self.begin, self.shown = self.shown, len(self.ids)
-        return text[len(before) :]

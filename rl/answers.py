@@ -39,13 +39,14 @@ def is_right(kind: str, text: str, answer: str) -> bool:
     return same_in_mathematics(text, answer)
 
 
-def never_right(kind: str, answer: str) -> str:
-    """The reason why no text can be right with this answer; "" if a text can be."""
-    if not answer.strip():
-        return "it is empty"
-    if kind == "number" and final_number(answer) is None:
+def never_right(kind: str, answer) -> str:
+    """The reason why no text can be right with this answer, any value of a JSON line; "" if a text can be."""
+    text = str(answer)
+    if type(answer) not in (str, int, float) or not text.strip():
+        return "it is no text and no number"
+    if kind == "number" and final_number(text) is None:
         return "it ends with no number"
-    return "it has nothing to compare" if kind == "math" and not plain_latex(marked(answer) or answer) else ""
+    return "it has nothing to compare" if kind == "math" and not plain_latex(marked(text) or text) else ""
 
 
 # ---------------------------------------------------------------- number

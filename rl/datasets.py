@@ -84,10 +84,6 @@ def fill_template(template: str, line: Line) -> str:
     return re.sub(r"\{(\w+)\}", lambda name: str(line.fields[name[1]]), template)
 
 
-def is_answer(answer) -> bool:
-    return type(answer) in (str, int, float) and bool(str(answer).strip())
-
-
 # ---------------------------------------------------------------- problems
 def read_problems(path: str, flag: str, template: str, hint: str, kind: str) -> dict[str, Line]:
     """{prompt: Line} of a file; equal lines count once. kind: of the reward. The ValueError names the line."""
@@ -99,7 +95,7 @@ def read_problems(path: str, flag: str, template: str, hint: str, kind: str) -> 
         if missing := [name for name in (asked, "answer") if name not in line.fields]:
             raise ValueError(f"{line.where} has no {missing[0]}; need prompt or question, the same in all lines, and answer")
         answer, prompt = line.fields["answer"], fill_template(template or f"{{{asked}}}{hint}", line)
-        reason = never_right(kind, str(answer)) if is_answer(answer) else "it is no text and no number"
+        reason = never_right(kind, answer)
         for wrong, message in [
             (not isinstance(line.fields[asked], str), f"{asked} is no text"),
             (not prompt.strip(), "the prompt is empty"),

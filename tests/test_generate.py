@@ -1,7 +1,6 @@
 """Text, against generate.py and rl/decoding.py: the cache equals a full forward, and rows do not see each other."""
 import copy
 import json
-import random
 import shlex
 from dataclasses import replace
 
@@ -11,7 +10,6 @@ from chats import bpe
 from pieces import in_pieces
 
 import generate as generate_module
-from corpus.tokenizer import TextStream
 from data import DataConfig, open_data
 from generate import continue_texts, generate, main, open_checkpoint, print_sample
 from models import deepseek
@@ -106,9 +104,9 @@ def test_ragged_batch_equals_each_prompt_alone(model, temperature, monkeypatch):
 
 @pytest.mark.parametrize("temperature, report", [(0.7, 0.7), (1.0, 1.0), (0, 1.0)])
 def test_logprobs_equal_a_full_forward(model, temperature, report):
-    new, logprobs = generate(model, PROMPTS, 20, temperature=temperature, seed=2, logprobs=True)
-    for prompt, ids, values in zip(PROMPTS, new, logprobs):
-        assert (full_logprobs(model, prompt, ids, report) - torch.tensor(values)).abs().max() < 1e-4
+    noise = decoding.draw_noise([f"2/{row}" for row in range(4)], 1, 20)
+    for prompt, s in zip(PROMPTS, decoding.rollout(model, PROMPTS, noise, temperature, [], max_len=64)):
+        assert (full_logprobs(model, prompt, s["ids"], report) - torch.tensor(s["logprobs"])).abs().max() < 1e-4
 
 
 def test_seeds(model):
@@ -145,13 +143,11 @@ def test_rows_end_at_eot_and_the_loop_ends_with_the_last_row(model):
     eot = greedy[0][4]
     forwards, stop = [], {}
     hook = model.register_forward_hook(lambda *_: forwards.append(1))
-    heard = {row: [] for row in range(4)}
-    new = generate(model, PROMPTS, 20, temperature=0, eot=eot, stream=lambda row, token: heard[row].append(token))
+    new = generate(model, PROMPTS, 20, temperature=0, eot=eot)
     for row, ids in enumerate(greedy):
         stop[row] = ids.index(eot) + 1 if eot in ids else 20
         assert new[row] == ids[: stop[row]]
-    assert stop[0] <= 5 and list(heard.values()) == new
-    assert len(forwards) == max(stop.values())
+    assert stop[0] <= 5 and len(forwards) == max(stop.values())
     forwards.clear()
     generate(model, PROMPTS[:1], 20, temperature=0, eot=eot)
     hook.remove()
@@ -199,22 +195,6 @@ def run_folder(tmp_path, tokenizer, monkeypatch):
     return tmp_path / "run"
 
 
-def test_streamed_pieces_are_whole_characters_and_add_up(tokenizer):
-    ids = tokenizer.encode(TEXT).ids
-    assert "\ufffd" in tokenizer.decode(ids[-20:-19])  # some characters have several tokens
-    stream = TextStream(tokenizer)
-    pieces = [stream.push(token) for token in ids] + [stream.push(None)]
-    assert "".join(pieces) == TEXT and "\ufffd" not in "".join(pieces)
-    assert pieces[0] == tokenizer.decode(ids[:1])  # shown at once, not at the end
-
-
-def test_streamed_pieces_add_up_for_bytes_that_are_no_text(tokenizer):
-    for seed in range(20):
-        ids = random.Random(seed).choices(range(1, 280), k=40)  # as from an untrained model
-        stream = TextStream(tokenizer)
-        assert "".join([stream.push(token) for token in ids] + [stream.push(None)]) == tokenizer.decode(ids)
-
-
 def test_texts_of_a_batch_and_an_empty_text(run_folder):
     parts = open_checkpoint(str(run_folder))
     assert parts[2] == [0]
@@ -222,16 +202,16 @@ def test_texts_of_a_batch_and_an_empty_text(run_folder):
     assert both == [continue_texts(*parts, [text], 12, temperature=0)[0] for text in ("def f", "")]
 
 
-def test_command_line_streams_one_prompt_and_prints_several(run_folder, capsys):
+def test_the_command_line(run_folder, capsys):
     common = ["--checkpoint", str(run_folder), "--max_new_tokens", "12", "--device", "cpu"]
     main([*common, "--prompt", "a, b = "])
-    streamed = capsys.readouterr().out
+    alone = capsys.readouterr().out
     parts = open_checkpoint(str(run_folder))
-    assert streamed == "a, b = " + continue_texts(*parts, ["a, b = "], 12, temperature=0.8)[0] + "\n"
+    assert alone == "a, b = " + continue_texts(*parts, ["a, b = "], 12, temperature=0.8)[0] + "\n"
     main([*common, "--prompt", "a, b = ", "--prompt", "x"])
-    assert capsys.readouterr().out.startswith("--- 'a, b = '\n" + streamed)
+    assert capsys.readouterr().out.startswith("--- 'a, b = '\n" + alone)
     main([*common, "--prompt", "a, b = ", "--seed", "1"])
-    assert capsys.readouterr().out != streamed
+    assert capsys.readouterr().out != alone
 
 
 def test_sample_at_the_end_of_a_run_goes_on_from_its_own_data(run_folder, tmp_path, capsys):

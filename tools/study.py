@@ -84,10 +84,15 @@ def values_of(study: dict, runs: dict) -> dict[tuple[str, int], float]:
 
 
 # ---------------------------------------------------------------- pairs
+def pairs_of(study: dict, found: dict, name: str, seeds: float = math.inf) -> list[tuple]:
+    """[(of the variant, of the baseline)] for the first seeds with both. found: {(variant, seed): anything}."""
+    base = study["baseline"]
+    return [(found[name, i], found[base, i]) for n, i in found if n == name and i < seeds and (base, i) in found]
+
+
 def differences(study: dict, values: dict, name: str, seeds: int) -> list[float]:
     """Variant minus baseline, for the first seeds with a number of both."""
-    base = study["baseline"]
-    return [values[name, i] - values[base, i] for i in range(seeds) if (name, i) in values and (base, i) in values]
+    return [value - base for value, base in pairs_of(study, values, name, seeds)]
 
 
 def training_of(lines: list[dict]) -> dict:
@@ -122,12 +127,9 @@ def plan_looks(study: dict, values: dict, identical: set[str], tried: set) -> tu
 
 def identical_variants(study: dict, runs: dict) -> set[str]:
     """Variants with the baseline's numbers in every logged step of every seed, bit for bit."""
-    base, found = study["baseline"], set()
-    for name in study["variants"]:
-        both = [(runs[name, i], runs[base, i]) for n, i in runs if n == name and name != base and (base, i) in runs]
-        if both and all(training_of(mine) == training_of(other) for mine, other in both):
-            found.add(name)
-    return found
+    numbers = {key: training_of(lines) for key, lines in runs.items()}
+    pairs = {name: pairs_of(study, numbers, name) for name in study["variants"] if name != study["baseline"]}
+    return {name for name, both in pairs.items() if both and all(mine == base for mine, base in both)}
 
 
 def next_runs(study: dict, folder, failed: set) -> list[tuple[str, int]]:
@@ -186,40 +188,36 @@ def sentence(row: dict, study: dict, d: list[float]) -> str:
 
 def comparison(study: dict, runs: dict, rows: list[dict]) -> list[list[str]]:
     """Header and a row per variant: mean, difference, and costs."""
-    def text(x, spec: str) -> str:
-        return "" if x is None else format(x, spec)
-
-    def median(lines: list[dict], key: str, spec: str) -> str:
-        found = [line[key] for line in lines if line.get(key) is not None]
-        return text(statistics.median(found), spec) if found else ""
-
-    values, base = values_of(study, runs), study["baseline"]
-    noise = "noise of a difference, paired", "unpaired"
-    lines = [["variant", study["metric"], "difference", "95 % interval", "pairs", *noise, "tokens/s", "GiB", "MFU", "batches"]]
-    by_name = {row["variant"]: row for row in rows}
+    values, by_name = values_of(study, runs), {row["variant"]: row for row in rows}
+    paired, unpaired = "noise of a difference, paired", "unpaired"
+    head = ["variant", study["metric"], "difference", "95 % interval", "pairs", paired, unpaired, "tokens/s", "GiB", "batches"]
+    lines = [head]
     for name in study["variants"]:
-        row, mine = by_name.get(name, {}), {i: v for (n, i), v in values.items() if n == name}
+        cells, row = dict.fromkeys(head, "") | {"variant": name, "pairs": "baseline"}, by_name.get(name)
+        mine, both = [value for (n, _), value in values.items() if n == name], pairs_of(study, values, name)
         trained = [line for (n, _), found in runs.items() if n == name for line in found if "tokens_per_second" in line]
-        both = [(value, values[base, i]) for i, value in mine.items() if (base, i) in values]
-        paired = unpaired = None
-        if row and len(both) > 1:
-            paired = statistics.stdev(a - b for a, b in both)
-            unpaired = math.hypot(*map(statistics.stdev, zip(*both)))
-        low, high = text(row.get("low"), ".3g"), text(row.get("high"), ".3g")
-        lines.append([
-            name, text(statistics.mean(mine.values()) if mine else None, ".4f"), text(row.get("difference"), "+.3g"),
-            f"{low} to {high}" if low else "", str(row["pairs"]) if row else "baseline", text(paired, ".2g"),
-            text(unpaired, ".2g"), median(trained, "tokens_per_second", ",.0f"),
-            text(max((line["memory_gib"] for line in trained), default=None), ".2f"), median(trained, "mfu", ".1%"),
-            batches(study, runs, name) if row else "",
-        ])
+        if mine:
+            cells[study["metric"]] = f"{statistics.mean(mine):.4f}"
+        if row:
+            cells |= {"pairs": str(row["pairs"]), "batches": batches(study, runs, name)}
+            if row["difference"] is not None:
+                cells["difference"] = f"{row['difference']:+.3g}"
+            if row["low"] is not None:
+                cells["95 % interval"] = f"{row['low']:.3g} to {row['high']:.3g}"
+            if len(both) > 1:
+                cells[paired] = f"{statistics.stdev(value - base for value, base in both):.2g}"
+                cells[unpaired] = f"{math.hypot(*map(statistics.stdev, zip(*both))):.2g}"
+        if trained:
+            cells["tokens/s"] = f"{statistics.median(line['tokens_per_second'] for line in trained):,.0f}"
+            cells["GiB"] = f"{max(line['memory_gib'] for line in trained):.2f}"
+        lines.append(list(cells.values()))
     return lines
 
 
 def batches(study: dict, runs: dict, name: str) -> str:
     """Whether the pairs of a variant saw the same tokens, by their tokens_hash."""
-    found = {key: {line["step"]: line["tokens_hash"] for line in lines if "tokens_hash" in line} for key, lines in runs.items()}
-    pairs = [(found[name, i], found[study["baseline"], i]) for n, i in runs if n == name and (study["baseline"], i) in runs]
+    seen = {key: {line["step"]: line["tokens_hash"] for line in lines if "tokens_hash" in line} for key, lines in runs.items()}
+    pairs = pairs_of(study, seen, name)
     others = [step for mine, base in pairs for step in mine.keys() & base.keys() if mine[step] != base[step]]
     return "" if not pairs else f"others from step {min(others)} on" if others else "the same"
 
