@@ -722,7 +722,6 @@ ELSEWHERE = {
     "float8_all_gather": "benchmarks/gpu_report.py",
     "memory_snapshot": "benchmarks/gpu_report.py",
     "plot": "tests/support/test_metrics.py",
-    "lora_from": "tests/sft/test_adapters.py",  # needs an adapter of peft's
     "system": "tests/sft/test_asking.py",  # need a model with a chat template
     "template_args": "tests/sft/test_asking.py",
     "gen_ranks": "tests/rl/test_rollouts.py",  # needs several processes
