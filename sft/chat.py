@@ -6,11 +6,9 @@ refused, because no number would show a loss on the wrong tokens.
 """
 import json
 import os
-import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import fields
 from datetime import datetime
 from functools import cache, lru_cache
 from pathlib import Path
@@ -18,7 +16,6 @@ from typing import NamedTuple
 
 from corpus.tokenizer import ChatConfig, encoding_of, load_tokenizer, read_chat_template, read_special_tokens
 from storage.manifest import is_hf_folder, newest_readable
-from support.config import default_of, spell_flag
 
 BEGIN, END = "\ufdd0", "\ufdd1"  # around the assistant's text; Unicode reserves both for programs, so no text has them
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant",
@@ -285,23 +282,20 @@ def tokens_and_mask(conversation: Conversation, template: ChatTemplate, tokenize
 def open_chat(folder: str, cfg: ChatConfig) -> Callable | None:
     """Function text -> prompt for the flags; None: the text is the prompt. folder: of the model, "" for a new model. Raises
     ValueError for a flag without effect."""
-    defaults = {f.name: default_of(f) for f in fields(cfg)}  # of the program: in grpo.py --chat is on
-    given = ", ".join(spell_flag(f.name, getattr(cfg, f.name)) for f in fields(ChatConfig)
-                      if getattr(cfg, f.name) != defaults[f.name])
-    if not cfg.chat and (cfg.system or cfg.template_args):
-        raise ValueError(f"{given}: without the chat template there is no place for it; use --chat, or leave it out")
-    if not folder and given:
-        raise ValueError(f"{given}: a model that begins from nothing has no chat template; leave it out")
-    if not folder or not cfg.chat and not given:
+    given = [f"--{name} {value}" for name, value in (("system", cfg.system), ("template_args", cfg.template_args)) if value]
+    if given and not (cfg.chat and folder):
+        raise ValueError(f"{', '.join(given)}: there is no chat template without --chat or in a model that begins from nothing")
+    if not cfg.chat or not folder:
         return None
     folder = folder if is_hf_folder(folder) else newest_readable(folder)
-    render = chat_prompts(folder, cfg.system, cfg.template_args, given) if given or read_chat_template(folder) else None
-    return render if cfg.chat else None
+    if type(cfg).chat and not given and not read_chat_template(folder):  # on by default, as in grpo.py: only if there is one
+        return None
+    return chat_prompts(folder, cfg.system, cfg.template_args)
 
 
-def chat_prompts(folder: str, system="", template_args="", user="--chat") -> Callable:
-    """Function text -> prompt for a chat model, by the folder's chat template. user: flags, for errors. Raises ValueError."""
-    template = read_template(folder if is_hf_folder(folder) else newest_readable(folder), user)
+def chat_prompts(folder: str, system="", template_args="") -> Callable:
+    """Function text -> prompt for a chat model, by the folder's chat template. Raises ValueError."""
+    template = read_template(folder, "--chat")
     values, system = read_values(template_args), system.replace("\\n", "\n").replace("\\t", "\t")
     if unknown := sorted(values.keys() - template.names):
         raise ValueError(f"--template_args {template_args}: {template.name} does not ask for {unknown[0]}; it asks for "
@@ -327,9 +321,7 @@ def read_values(text: str) -> dict:
         name, equals, value = (part.strip() for part in item.partition("="))
         if not equals or not name.isidentifier() or name in values:
             raise ValueError(f"--template_args {text}: {item!r} is no name=value, or its name is there twice; give a=false,b=2")
-        values[name] = {"true": True, "false": False}.get(value.lower(), value)
-        if re.fullmatch(r"[+-]?\d+", value):
-            values[name] = int(value)
-        elif re.fullmatch(r"[+-]?(\d+\.\d*|\.\d+|\d+)([eE][+-]?\d+)?", value):
-            values[name] = float(value)
+        values[name] = value  # text, if JSON reads nothing else
+        with suppress(ValueError):
+            values[name] = json.loads(value.lower())
     return values
