@@ -14,6 +14,10 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+import jinja2.ext
+import jinja2.meta
+import jinja2.sandbox
+
 from corpus.tokenizer import ChatConfig, encoding_of, load_tokenizer, read_chat_template, read_special_tokens
 from storage.manifest import is_hf_folder, newest_readable
 
@@ -40,33 +44,28 @@ class ChatTemplate(NamedTuple):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Templates
+class Generation(jinja2.ext.Extension):
+    """{% generation %}: puts the inner text between BEGIN and END."""
+
+    tags = {"generation"}
+
+    def parse(self, parser):
+        next(parser.stream)
+        inside = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        begin, end = (jinja2.nodes.Output([jinja2.nodes.TemplateData(mark)]) for mark in (BEGIN, END))
+        return [begin, jinja2.nodes.Scope(inside), end]
+
+
+def fail(message):
+    raise jinja2.TemplateError(message)
+
+
 def read_template(folder: str, user: str) -> ChatTemplate:
     """The chat template of a folder, ready to render. user: flag or file that needs the template, for the ValueError."""
     template, for_tools = read_chat_template(folder), read_chat_template(folder, "tool_use")
     if template is None:
         raise ValueError(f"{user}: {folder} has no chat template (chat_template.jinja, or in tokenizer_config.json)")
     special_tokens = read_special_tokens(folder)
-    try:
-        import jinja2.ext
-        import jinja2.meta
-        import jinja2.sandbox
-    except ImportError:
-        raise ValueError("chat templates are written in jinja2; pip install jinja2") from None
-    marks = []
-
-    class Generation(jinja2.ext.Extension):
-        """{% generation %}: puts the inner text between BEGIN and END."""
-
-        tags = {"generation"}
-
-        def parse(self, parser):
-            marks.append(next(parser.stream).lineno)
-            inside = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            begin, end = (jinja2.nodes.Output([jinja2.nodes.TemplateData(mark)]) for mark in (BEGIN, END))
-            return [begin, jinja2.nodes.Scope(inside), end]
-
-    def fail(message):
-        raise jinja2.TemplateError(message)
 
     # A template is a program by a stranger: the sandbox keeps Python's objects out of reach. Options and names are as in
     # transformers.
@@ -83,7 +82,9 @@ def read_template(folder: str, user: str) -> ChatTemplate:
 
     compiled = guarded(environment.from_string, template)
     always = {"messages", "tools", "documents", "add_generation_prompt", *special_tokens}
-    names = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(template)) - always)
+    parsed = environment.parse(template)
+    names = frozenset(jinja2.meta.find_undeclared_variables(parsed) - always)
+    has_marks = any(part.data == BEGIN for part in parsed.find_all(jinja2.nodes.TemplateData))
 
     def render(messages: list, tools: list | None, add_generation_prompt: bool = False, **values) -> str:
         if tools and for_tools not in (None, template):
@@ -91,7 +92,7 @@ def read_template(folder: str, user: str) -> ChatTemplate:
         return guarded(compiled.render, **special_tokens, messages=messages, tools=tools, documents=None,
                        add_generation_prompt=add_generation_prompt, **values)
 
-    return ChatTemplate(f"the chat template of {folder}", render, bool(marks), repr((2, template, special_tokens)), names)
+    return ChatTemplate(f"the chat template of {folder}", render, has_marks, repr((2, template, special_tokens)), names)
 
 
 def remove_marks(text: str) -> str:

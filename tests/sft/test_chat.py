@@ -239,12 +239,6 @@ def test_a_second_template_for_tools_is_not_passed_over(tmp_path):
         ours(folder, {"messages": FOUR, "tools": [{"type": "function", "function": {"name": "add"}}]})
 
 
-def test_without_jinja2_the_error_says_what_to_install(folders, monkeypatch):
-    monkeypatch.setitem(sys.modules, "jinja2.ext", None)
-    with pytest.raises(ValueError, match="pip install jinja2"):
-        read_template(str(folders["qwen3"][0]), "x")
-
-
 @pytest.mark.parametrize("name, first, expected", [
     ("a.jsonl", {"messages": []}, True), ("a.jsonl", {"conversations": []}, True), ("a.txt", {"messages": []}, False),
     ("a.jsonl", {"text": "x", "messages": []}, False), ("a.jsonl", {"text": "x"}, False), ("a.jsonl", [], False),
