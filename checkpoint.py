@@ -513,7 +513,7 @@ def has_adapters(path: str) -> bool:
 def fill_merged(modules: list[nn.Module], path: str, table):
     """Fills a model, plain or this rank's part, from a step folder of a LoRA run: loads the frozen weights from the folder
     named in state.json, then adds the adapters. Raises ValueError."""
-    from sft.adapters import add_adapters_of, base_of, check_base
+    from sft.lora import add_adapters_of, base_of, check_base
 
     load_weights(modules, base_of(path))
     check_base(path, modules, new_gloo_group("base") if dist.is_initialized() else None)
@@ -554,7 +554,7 @@ def open_saved(folder: str) -> tuple[str, nn.Module, object]:
     there = {key for key in table if key.startswith("model.")}
     names = list(named_tensors(model))
     if has_adapters(path):
-        from sft.adapters import adapter_names
+        from sft.lora import adapter_names
 
         names = adapter_names(path, model)
     if odd := sorted(there ^ {f"model.{fqn}" for fqn in names}):

@@ -12,9 +12,7 @@ A .jsonl of conversations, {"messages": [...]} per line, is written out by the t
 the assistant have a loss (sft/chat.py); `show` prints them in green.
 Read next: corpus/build.py (text -> shards), corpus/shards.py (files of a folder of shards).
 """
-import glob
 import hashlib
-import os
 import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -26,11 +24,11 @@ import numpy as np
 import torch
 
 from corpus.cache import cache_folder, cached_corpus
-from corpus.mixture import FORMATS, parse_mixture, spell_part, take_turns
+from corpus.mixture import parse_mixture, spell_part, take_turns
 from corpus.shards import MASKED, array_of, check_arrays, is_shards, opened_array, read_index
 from corpus.tokenizer import bytes_of_tokens, find_tokenizer, load_tokenizer
 from support.config import Need, flag
-from support.files import hub_hint, sha256_file
+from support.files import sha256_file
 
 # Text of the refusal of a flag without its precondition: see support/config.py
 TEXT = Need("with --data of token shards, which need no cache", lambda c: not all(map(is_shards, paths_of(c))))
@@ -320,11 +318,6 @@ def open_data(cfg: DataConfig, seq_len: int, tokenizer: str = "", Chats: type | 
     None: refuse conversations. Needs no process group: ranks that call together wait until one rank has filled the cache."""
     if seq_len < 1:
         raise ValueError(f"--seq_len {seq_len}: need at least 1")
-    for name, named in ("--data", cfg.data), ("--val_data", cfg.val_data or "stdlib"):  # before any text is tokenized
-        for part in parse_mixture(named, name):
-            if part.path != "stdlib" and not os.path.exists(part.path) and not glob.has_magic(part.path):
-                need = f"need stdlib, {FORMATS}, a folder of them or of token shards, or a glob"
-                raise ValueError(f"{name} {spell_part(part)}: no such file; {need}{hub_hint(part.path, 'dataset')}")
     data = open_parts(cfg, "--data", cfg.data, seq_len, tokenizer, Chats)
     if cfg.val_data:
         tokenizer = tokenizer or data.tokenizer_file or ""

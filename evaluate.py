@@ -61,8 +61,8 @@ from rl.policy import split_model
 from rl.rewards import ratio
 from rl.rollouts import lockstep, one_of_each_model, patient_group, whole_weights
 from rl.text import Text
-from sft.adapters import base_of
 from sft.chat import open_chat
+from sft.lora import base_of
 from storage.hf import class_of, read_hf_config
 from storage.manifest import is_hf_folder, newest_readable
 from support.config import Need, check_range, flag, given_flags, spell_flag

@@ -23,7 +23,7 @@ from distributed.checks import check_documents, check_first_batch, check_model, 
 from distributed.experts import balance_experts, expert_parallel
 from distributed.float8 import Float8Config, float8_linears, float8_scales
 from distributed.launch import LaunchConfig, StopSignal, connect, disconnect, run, train_timeouts
-from distributed.layout import EXPERTS, ExpertConfig, ParallelConfig
+from distributed.layout import ExpertConfig, ParallelConfig
 from distributed.pipeline import PipelineConfig, pipeline_stages
 from distributed.refusals import check_layout
 from generate import print_sample
@@ -45,12 +45,9 @@ from sft.base import claim_adapters, load_base, read_model
 from sft.chat_data import ChatData
 from sft.lora import LoraConfig, is_frozen, lora_counts, lora_linears
 from storage.resume import claim_run, keep_batch, list_warnings, source_tokenizer
-from support.config import Need, flag, save_config
+from support.config import save_config
 from support.metrics import Metrics, MetricsConfig
 from support.optim import Guard, Optimizer, adamw, check_optimizer, set_lr
-
-# finetune: a flag of DeepSeek
-MTP = Need("without mtp_depth 1, and this model has 0", lambda c: getattr(c, "mtp_depth", 0))
 
 
 @dataclass(kw_only=True)
@@ -64,8 +61,6 @@ class Config(
     data: str = ""  # conversations or text (file, folder, glob), token shards, or name=path:weight,...
     doc_mask: bool = True  # several conversations share a sequence and do not see each other; off: one in each, with padding
     model_args: str = ""  # fields of the model to change, where its weights allow that: "mtp_depth=0"
-    moe_aux_coef: float = flag(0.0, EXPERTS)  # weight of a loss that keeps the experts equally busy; 0 = none
-    mtp_weight: float = flag(0.3, MTP)  # of the loss of the token after the next, in models that predict it (mtp_depth 1)
     out: str = "runs/finetune"  # folder for all files of the run; the same folder again continues the run
     steps: int = 160  # optimizer steps
     # finetune: answers are longer than a demo's lines, and steps smaller than those from nothing
@@ -172,8 +167,6 @@ def main(cfg: Config):
     flops_per_token = model.flops_per_token(cfg.seq_len)
     # finetune: more parameters, and fewer FLOPs
     beside, flops_per_token = lora_counts(model, cfg) if cfg.lora_rank else ("", flops_per_token)
-    if layout.mtp:
-        model.mtp_weight = cfg.mtp_weight
 
     # 4. parallelism. The order matters: the pipeline picks the layers, float8 swaps linears before TP splits them, CP
     #    replaces the attention, checkpointing wraps a block's forward, compile sees the wrapped block, FSDP's hooks gather
@@ -187,7 +180,7 @@ def main(cfg: Config):
             tensor_parallel(stage, layout, cfg)
         # finetune: experts have an axis of their own
         if layout.has_experts:
-            expert_parallel(stage, layout, aux_coef=cfg.moe_aux_coef)
+            expert_parallel(stage, layout)
         if cfg.cp > 1:
             context_parallel(stage, layout, cfg)
         # finetune: freeze all of this, and put adapters beside some linears

@@ -275,8 +275,6 @@ def build_shards(paths: list, tokenizer: tuple, folder: Path, workers=1, text_co
 
         rules = read_template(str(tokenizer_file.parent), str(chats[0])).rules
         source["chat_template"] = hashlib.sha256(rules.encode()).hexdigest()
-    elif skip_bad:
-        raise ValueError(f"--skip_bad {skip_bad}: {paths[0]} holds no conversations; leave it out")
     if (folder / "index.json").exists() and ((old := read_index(folder))["source"], old["eot"]) != (source, eot):
         raise ValueError(f"{folder} has shards of other files, or of another tokenizer or chat template; name a new --out")
     folder.mkdir(parents=True, exist_ok=True)

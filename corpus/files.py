@@ -4,27 +4,20 @@ import json
 import os
 import zlib
 from pathlib import Path
-from shlex import quote
 
 from corpus.mixture import FORMATS, is_text_file, prepare_column
+from support.files import hub_hint
 
-# Commands that turn a table or a JSON list into a .jsonl; the user must say which column is the text
-CONVERT = {".csv": "import csv, json, sys; [print(json.dumps(row)) for row in csv.DictReader(open(sys.argv[1]))]",
-           ".json": "import json, sys; [print(json.dumps(row)) for row in json.load(open(sys.argv[1]))]"}
 CONVERSATION = ("messages", "conversations", "tools", "system")  # columns of a conversation: see sft/chat.py
 
 
 def check_text(path: Path):
     """Raises ValueError for a file without text to train on, and says what to do."""
     if not path.exists():
-        raise ValueError(f"{path}: no such file")
-    cure = 'each line of a .jsonl is a JSON object {"text": ...}; unpack other archives first'
-    if path.suffix in CONVERT:
-        new = path.with_suffix(".jsonl")
-        command = f"python -c {quote(CONVERT[path.suffix])} {quote(str(path))} > {quote(str(new))}"
-        cure = f"make a .jsonl of it, {command}; {prepare_column(new)}"
+        need = f"need {FORMATS}, a folder of them or of token shards, or a glob"
+        raise ValueError(f"{path}: no such file; {need}{hub_hint(str(path), 'dataset')}")
     if not is_text_file(path) or not path.is_file():
-        raise ValueError(f"{path}: need {FORMATS}; {cure}")
+        raise ValueError(f'{path}: need {FORMATS}; a line of a .jsonl is a JSON object {{"text": ...}}; unpack other archives')
     if not path.stat().st_size:
         raise ValueError(f"{path} is empty; give a file with text in it")
 

@@ -54,13 +54,10 @@ def files_beside(tokenizer_file) -> dict:
 
 def tokenizer_path(path: str) -> Path:
     """The path of a tokenizer.json, given itself or by its folder. ValueError for links elsewhere and absurd sizes."""
-    file, limit = Path(path, "tokenizer.json") if os.path.isdir(path) else Path(path), HF_LIMITS["tokenizer.json"]
+    file = Path(path, "tokenizer.json") if os.path.isdir(path) else Path(path)
     if not file.is_file():
         raise ValueError(f"--tokenizer {path}: need a tokenizer.json, or a folder that holds one{hub_hint(path)}")
-    if os.path.isdir(path):
-        hf_file(path, "tokenizer.json", limit)
-    elif file.stat().st_size > limit:
-        raise ValueError(f"--tokenizer {path} has {file.stat().st_size:,} bytes, which is absurd: {limit:,} are the most")
+    hf_file(str(file.parent), file.name, HF_LIMITS["tokenizer.json"])
     return file
 
 

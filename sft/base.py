@@ -4,9 +4,8 @@ import os
 import torch
 
 from checkpoint import load_weights, saved_model
-from distributed.agree import brief, fail_together, on_rank_0
-from sft.adapters import check_base, check_peft, is_peft_folder, load_peft
-from sft.lora import ADAPTERS, check_lora, lora_names
+from distributed.agree import brief, on_rank_0
+from sft.lora import ADAPTERS, check_base, check_lora
 from storage.hf import check_hf_config, class_of, load_hf, read_hf_config
 from storage.manifest import ABOUT, is_hf_folder, newest_readable, resume_source, step_folders
 from support.config import override_fields
@@ -17,8 +16,8 @@ def read_model(cfg):
     A run with checkpoints of its own knows the model even when --init_from is gone. Raises ValueError."""
     goes_on = step_folders(cfg.out) and not os.path.isdir(cfg.init_from)
     folder = cfg.out if goes_on else cfg.init_from
-    if is_peft_folder(folder):
-        raise ValueError(f"--init_from {folder} is a PEFT adapter; use --init_from MODEL --lora_from {folder} --lora_rank N")
+    if os.path.lexists(f"{folder}/adapter_config.json"):
+        raise ValueError(f"--init_from {folder} is a PEFT adapter; merge it first with merge_and_unload() of peft")
     if is_hf_folder(folder):
         config = override_fields(read_hf_config(folder), cfg.model_args, "--model_args")
         check_hf_config(config, folder)
@@ -41,14 +40,12 @@ def claim_adapters(cfg, Model, model_config) -> dict:
     check_lora(model, cfg)
     if not os.path.isdir(cfg.init_from):  # needed to continue a run, too: checkpoints hold adapters only
         raise ValueError(f"--init_from {cfg.init_from} is no folder; give the one of the frozen weights")
-    if cfg.lora_from and not step_folders(cfg.out):
-        check_peft(model, lora_names(model, cfg.lora_on), cfg)
     return {"rank": cfg.lora_rank, "alpha": cfg.lora_alpha, "on": list(cfg.lora_on)}
 
 
 def load_base(modules, cfg, group) -> dict:
-    """Fill the frozen weights of this rank's stages from --init_from, and the adapters of a new run from --lora_from. Returns
-    folder and hash of the weights, for checkpoints. Raises ValueError, the same on all ranks."""
+    """Fill the frozen weights of this rank's stages from --init_from. Returns folder and hash of the weights, for
+    checkpoints. Raises ValueError, the same on all ranks."""
     source, is_hf = on_rank_0(lambda: resume_source(cfg.out, cfg), group), is_hf_folder(cfg.init_from)
     goes_on = source is not None and source.folder == cfg.out
     folder = cfg.init_from if is_hf else on_rank_0(lambda: newest_readable(cfg.init_from), group)
@@ -56,11 +53,8 @@ def load_base(modules, cfg, group) -> dict:
         load_weights(modules, folder, ADAPTERS)
     elif absent := load_hf(modules, folder, ADAPTERS, group):
         raise ValueError(f"{folder} lacks {brief(absent)}, and LoRA would freeze random weights; use --model_args mtp_depth=0")
-    if cfg.lora_from and not goes_on:
-        fail_together(lambda: load_peft(modules, cfg.lora_from), group)
     path = on_rank_0(lambda: newest_readable(cfg.out, source.step, ABOUT) if goes_on else "", group)
     found = check_base(path, modules, group)
     if not group or group.rank() == 0:
-        adapters = f", the adapters {cfg.lora_from}" * bool(cfg.lora_from and not goes_on)
-        print(f"checkpoint: the frozen weights are those of {folder}, hash {found}{adapters}", flush=True)
+        print(f"checkpoint: the frozen weights are those of {folder}, hash {found}", flush=True)
     return {"folder": os.path.abspath(folder), "hash": found}

@@ -6,19 +6,20 @@ refused, because no number would show a loss on the wrong tokens.
 """
 import json
 import os
-import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import fields
 from datetime import datetime
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+import jinja2.ext
+import jinja2.meta
+import jinja2.sandbox
+
 from corpus.tokenizer import ChatConfig, encoding_of, load_tokenizer, read_chat_template, read_special_tokens
 from storage.manifest import is_hf_folder, newest_readable
-from support.config import default_of, spell_flag
 
 BEGIN, END = "\ufdd0", "\ufdd1"  # around the assistant's text; Unicode reserves both for programs, so no text has them
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant",
@@ -43,33 +44,28 @@ class ChatTemplate(NamedTuple):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Templates
+class Generation(jinja2.ext.Extension):
+    """{% generation %}: puts the inner text between BEGIN and END."""
+
+    tags = {"generation"}
+
+    def parse(self, parser):
+        next(parser.stream)
+        inside = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        begin, end = (jinja2.nodes.Output([jinja2.nodes.TemplateData(mark)]) for mark in (BEGIN, END))
+        return [begin, jinja2.nodes.Scope(inside), end]
+
+
+def fail(message):
+    raise jinja2.TemplateError(message)
+
+
 def read_template(folder: str, user: str) -> ChatTemplate:
     """The chat template of a folder, ready to render. user: flag or file that needs the template, for the ValueError."""
     template, for_tools = read_chat_template(folder), read_chat_template(folder, "tool_use")
     if template is None:
         raise ValueError(f"{user}: {folder} has no chat template (chat_template.jinja, or in tokenizer_config.json)")
     special_tokens = read_special_tokens(folder)
-    try:
-        import jinja2.ext
-        import jinja2.meta
-        import jinja2.sandbox
-    except ImportError:
-        raise ValueError("chat templates are written in jinja2; pip install jinja2") from None
-    marks = []
-
-    class Generation(jinja2.ext.Extension):
-        """{% generation %}: puts the inner text between BEGIN and END."""
-
-        tags = {"generation"}
-
-        def parse(self, parser):
-            marks.append(next(parser.stream).lineno)
-            inside = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            begin, end = (jinja2.nodes.Output([jinja2.nodes.TemplateData(mark)]) for mark in (BEGIN, END))
-            return [begin, jinja2.nodes.Scope(inside), end]
-
-    def fail(message):
-        raise jinja2.TemplateError(message)
 
     # A template is a program by a stranger: the sandbox keeps Python's objects out of reach. Options and names are as in
     # transformers.
@@ -86,7 +82,9 @@ def read_template(folder: str, user: str) -> ChatTemplate:
 
     compiled = guarded(environment.from_string, template)
     always = {"messages", "tools", "documents", "add_generation_prompt", *special_tokens}
-    names = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(template)) - always)
+    parsed = environment.parse(template)
+    names = frozenset(jinja2.meta.find_undeclared_variables(parsed) - always)
+    has_marks = any(part.data == BEGIN for part in parsed.find_all(jinja2.nodes.TemplateData))
 
     def render(messages: list, tools: list | None, add_generation_prompt: bool = False, **values) -> str:
         if tools and for_tools not in (None, template):
@@ -94,7 +92,7 @@ def read_template(folder: str, user: str) -> ChatTemplate:
         return guarded(compiled.render, **special_tokens, messages=messages, tools=tools, documents=None,
                        add_generation_prompt=add_generation_prompt, **values)
 
-    return ChatTemplate(f"the chat template of {folder}", render, bool(marks), repr((2, template, special_tokens)), names)
+    return ChatTemplate(f"the chat template of {folder}", render, has_marks, repr((2, template, special_tokens)), names)
 
 
 def remove_marks(text: str) -> str:
@@ -285,23 +283,20 @@ def tokens_and_mask(conversation: Conversation, template: ChatTemplate, tokenize
 def open_chat(folder: str, cfg: ChatConfig) -> Callable | None:
     """Function text -> prompt for the flags; None: the text is the prompt. folder: of the model, "" for a new model. Raises
     ValueError for a flag without effect."""
-    defaults = {f.name: default_of(f) for f in fields(cfg)}  # of the program: in grpo.py --chat is on
-    given = ", ".join(spell_flag(f.name, getattr(cfg, f.name)) for f in fields(ChatConfig)
-                      if getattr(cfg, f.name) != defaults[f.name])
-    if not cfg.chat and (cfg.system or cfg.template_args):
-        raise ValueError(f"{given}: without the chat template there is no place for it; use --chat, or leave it out")
-    if not folder and given:
-        raise ValueError(f"{given}: a model that begins from nothing has no chat template; leave it out")
-    if not folder or not cfg.chat and not given:
+    given = [f"--{name} {value}" for name, value in (("system", cfg.system), ("template_args", cfg.template_args)) if value]
+    if given and not (cfg.chat and folder):
+        raise ValueError(f"{', '.join(given)}: there is no chat template without --chat or in a model that begins from nothing")
+    if not cfg.chat or not folder:
         return None
     folder = folder if is_hf_folder(folder) else newest_readable(folder)
-    render = chat_prompts(folder, cfg.system, cfg.template_args, given) if given or read_chat_template(folder) else None
-    return render if cfg.chat else None
+    if type(cfg).chat and not given and not read_chat_template(folder):  # on by default, as in grpo.py: only if there is one
+        return None
+    return chat_prompts(folder, cfg.system, cfg.template_args)
 
 
-def chat_prompts(folder: str, system="", template_args="", user="--chat") -> Callable:
-    """Function text -> prompt for a chat model, by the folder's chat template. user: flags, for errors. Raises ValueError."""
-    template = read_template(folder if is_hf_folder(folder) else newest_readable(folder), user)
+def chat_prompts(folder: str, system="", template_args="") -> Callable:
+    """Function text -> prompt for a chat model, by the folder's chat template. Raises ValueError."""
+    template = read_template(folder, "--chat")
     values, system = read_values(template_args), system.replace("\\n", "\n").replace("\\t", "\t")
     if unknown := sorted(values.keys() - template.names):
         raise ValueError(f"--template_args {template_args}: {template.name} does not ask for {unknown[0]}; it asks for "
@@ -327,9 +322,7 @@ def read_values(text: str) -> dict:
         name, equals, value = (part.strip() for part in item.partition("="))
         if not equals or not name.isidentifier() or name in values:
             raise ValueError(f"--template_args {text}: {item!r} is no name=value, or its name is there twice; give a=false,b=2")
-        values[name] = {"true": True, "false": False}.get(value.lower(), value)
-        if re.fullmatch(r"[+-]?\d+", value):
-            values[name] = int(value)
-        elif re.fullmatch(r"[+-]?(\d+\.\d*|\.\d+|\d+)([eE][+-]?\d+)?", value):
-            values[name] = float(value)
+        values[name] = value  # text, if JSON reads nothing else
+        with suppress(ValueError):
+            values[name] = json.loads(value.lower())
     return values

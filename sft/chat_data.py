@@ -97,9 +97,9 @@ class ChatData(TokenData):
     def first_words(self) -> str:
         """The first words of the longest line before the first answer."""
         split = "val" if self.n_val_samples else "train"
-        shard, start, n = self.packing[split].documents[0]
-        ids, mask = (array(split, shard)[start:start + n] for array in (self.shard, self.mask))
-        asked = load_tokenizer(Path(self.tokenizer_file)).decode(ids[:int((mask & LOSS > 0).argmax())].tolist())
+        (window,) = self.windows(split, [0])
+        asked = window[:int((window >> 32 & LOSS > 0).argmax())] & 0xFFFFFFFF
+        asked = load_tokenizer(Path(self.tokenizer_file)).decode(asked.tolist())
         return " ".join(max(asked.splitlines() or [""], key=len).split()[:4])[:60].rstrip("\ufffd")
 
     def check(self, what: str, path: str, split: str):

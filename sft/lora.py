@@ -3,11 +3,13 @@
     y = W x + alpha / rank * B A x        W (out, in) frozen, A (rank, in) drawn, B (out, rank) starts at 0
 
 An adapted linear keeps name, weight and place in the layout, and gets two children: blocks.0.attn.wq.lora_a.weight and
-.lora_b.weight. Only the children have gradients and optimizer state, and only the children are saved.
+.lora_b.weight. Only the children have gradients and optimizer state, and only the children are saved: a step folder holds
+adapters, and its state.json names the frozen weights, the base.
 """
 import hashlib
 import json
 import math
+import os
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,10 +23,15 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from distributed.agree import gather
 from distributed.layout import local_slice, local_tensor, named_tensors
+from storage.dcp import read_tensors
+from storage.manifest import is_hf_folder
 from support.config import Need, flag
+from support.files import json_bytes, publish, read_json, write_file
 
 # Patterns for --exclude_from_loading that leave adapters alone
 ADAPTERS = ("*.lora_a.weight", "*.lora_b.weight")
+# Names of linears that peft takes for weights of experts
+EXPERTS = {"gate_proj", "up_proj", "down_proj"}
 LORA = Need("without --lora_rank", lambda c: c.lora_rank)
 
 
@@ -33,7 +40,6 @@ class LoraConfig:
     lora_rank: int = 0  # freeze all weights, and train two matrices of this rank beside some of them (LoRA); 0 = train all
     lora_alpha: float = flag(32.0, LORA)  # adapters are scaled by lora_alpha / lora_rank
     lora_on: list[str] = flag(["wq*", "w[kv]*", "wo"], LORA)  # linears of the blocks that get adapters: names or patterns
-    lora_from: str = flag("", LORA)  # folder of a PEFT adapter for --init_from, to train on; empty: new adapters
 
 
 # ---------------------------------------------------------------- linears with adapters
@@ -212,3 +218,91 @@ def lora_counts(model, cfg) -> tuple[str, int]:
     beside = ", ".join(f"{count} {name}" for name, count in kinds.items())
     text = f" + {n:,} in adapters beside {beside}, which alone are trained"
     return text, model.flops_per_token(cfg.seq_len) - model.flops_per_token(0) // 3 + 6 * n
+
+
+# ---------------------------------------------------------------- files of adapters
+def lora_of(path: str) -> dict:
+    """rank, alpha and on of the adapters in a step folder of a LoRA run."""
+    return read_json(path, "state.json")["identity"]["lora"]
+
+
+def adapter_names(path: str, model) -> list[str]:
+    """fqns of the adapters in a step folder, for this model."""
+    return [f"{name}.lora_{x}.weight" for name in lora_names(model, lora_of(path)["on"]) for x in "ab"]
+
+
+def read_adapters(table, path: str) -> dict[str, torch.Tensor]:
+    """{fqn: the whole tensor}: adapters are small."""
+    found = {key: torch.empty(kind.size, dtype=kind.dtype) for key, kind in table.items()
+             if key.startswith("model.")}
+    read_tensors(found, path, table)
+    return {key.removeprefix("model."): t for key, t in found.items()}
+
+
+def base_of(path: str) -> str:
+    """Folder of the frozen weights below a step folder. Raises ValueError if the folder is gone."""
+    folder = read_json(path, "state.json")["base"]["folder"]
+    if not os.path.isdir(folder):
+        raise ValueError(f"{path} holds adapters of {folder}, which is gone; continue the run with --init_from NEW_PLACE")
+    return folder
+
+
+def check_base(path: str, modules: list[nn.Module], group=None) -> str:
+    """The hash of the frozen weights of the modules. Raises ValueError if the adapters of a step folder were trained with other
+    weights. path: the step folder; "": none."""
+    found, there = base_hash(modules, group), read_json(path, "state.json")["base"] if path else {}
+    if there.get("hash", found) != found:
+        raise ValueError(f"{path} holds adapters of {there['folder']}, whose hash was {there['hash']}, and the frozen weights "
+                         f"have {found} now; give the weights of the training with --init_from")
+    return found
+
+
+@torch.no_grad()
+def add_adapters_of(path: str, table, modules: list[nn.Module]):
+    """Add a step folder's adapters to the weights of a whole model, or to this rank's rows and columns of each weight."""
+    adapters, scale = read_adapters(table, path), lora_of(path)["alpha"] / lora_of(path)["rank"]
+    for fqn, p in [item for module in modules for item in module.named_parameters()]:
+        name = fqn.removesuffix(".weight")
+        if (a := adapters.get(f"{name}.lora_a.weight")) is not None:
+            local, (shape, (row, column)) = local_tensor(p), local_slice(p)
+            a = a[:, column : column + shape[1]].to(local.device)
+            b = adapters[f"{name}.lora_b.weight"][row : row + shape[0]].to(local.device)
+            local.copy_(merged_weight(local, a, b, scale))
+
+
+# ---------------------------------------------------------------- peft's format
+def peft_keys(module, names) -> dict[str, str]:
+    """{fqn of an adapter's weight: name in peft's files} for adapters beside linears of these names."""
+    theirs, letters = module.hf_keys(), {"lora_a": "lora_A", "lora_b": "lora_B"}
+    return {f"{fqn}.{ours}.weight": f"base_model.model.{theirs[f'{fqn}.weight'].removesuffix('.weight')}.{letter}.weight"
+            for fqn in names for ours, letter in letters.items()}
+
+
+def write_peft(out: str, path: str, table, model, beside: dict[str, bytes]) -> None:
+    """Write the adapters of a step folder to the folder `out`, in peft's format. path, table: the step folder and its tensors;
+    model: the full model, on meta; beside: {name: content} of the tokenizer's files."""
+    from safetensors.torch import save
+
+    about, adapters = read_json(path, "state.json"), read_adapters(table, path)
+    lora, base = about["identity"]["lora"], about["base"]["folder"]
+    base = base if is_hf_folder(base) else ""  # peft cannot read a run of ours
+    keys, hf = peft_keys(model, [fqn.removesuffix(".lora_a.weight") for fqn in adapters if ".lora_a." in fqn]), model.hf_keys()
+    # all linears of the blocks, to find short names for the adapted linears
+    theirs = {name: hf[f"{name}.weight"].removesuffix(".weight") for name in block_linears(model)}
+    chosen = {theirs[fqn.split(".lora_")[0]] for fqn in adapters}
+    if getattr(model.config, "n_experts", 0) and (theirs_too := {name.rpartition(".")[2] for name in chosen} & EXPERTS):
+        raise ValueError(f"peft takes {', '.join(sorted(theirs_too))} for weights of experts; leave out --adapter")
+    short = {name.rpartition(".")[2] for name in chosen}  # peft adapts every module whose name ends with a target
+    exact = {name for name in theirs.values() if name.rpartition(".")[2] in short} == chosen
+    config = dict(
+        peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=base, r=lora["rank"], lora_alpha=lora["alpha"],
+        target_modules=sorted(short if exact else chosen), bias="none", lora_dropout=0.0, fan_in_fan_out=False,
+        use_rslora=False, use_dora=False, init_lora_weights=True, modules_to_save=None, inference_mode=True)
+    temporary = f"{os.path.abspath(out)}.tmp-{os.getpid()}"
+    os.makedirs(temporary)
+    for name, content in {**beside, "adapter_config.json": json_bytes(config)}.items():
+        write_file(os.path.join(temporary, name), content)
+    tensors = {keys[fqn]: t.contiguous() for fqn, t in adapters.items()}
+    write_file(os.path.join(temporary, "adapter_model.safetensors"), save(tensors, {"format": "pt"}))
+    publish(temporary, out)
+    print(f"checkpoint: exported {out} ({len(tensors)} tensors of adapters; the weights below them: {base or 'not named'})")

@@ -14,7 +14,7 @@ SCHEDULE_FLAGS = ("steps", "schedule_steps", "lr", "min_lr_ratio", "warmup_steps
 # Flags without effect on the trained numbers: where to run, what to write and show. Data and tokenizer are compared by content.
 UNTOLD_FLAGS = set("""
     out device log_every checkpoint_every init_from init_model_only load_step exclude_from_loading checkpoint_async
-    keep_latest_k checkpoint_first_step load_only last_save_model_only after_save export_hf export_dtype lora_from data
+    keep_latest_k checkpoint_first_step load_only last_save_model_only after_save export_hf export_dtype data
     tokenizer cache_dir tensorboard wandb profile memory_snapshot gc_every
     init_timeout_s train_timeout_s
 """.split())

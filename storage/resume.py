@@ -62,7 +62,7 @@ def check_run(out: str, identity: dict, cfg, lr_at=None):
     if stateless := {"lr_scheduler", "dataloader", "train_state"} & set(cfg.exclude_from_loading):
         raise ValueError(f"--exclude_from_loading {min(stateless)}: there is no such state, all follows from the step")
     if cfg.init_from and not has_new_ids(cfg):
-        from corpus.init_tokenizer import check_tokenizer
+        from corpus.cache import check_tokenizer
 
         check_tokenizer(out, identity, cfg)
     if source := resume_source(out, cfg):

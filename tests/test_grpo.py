@@ -42,7 +42,7 @@ import grpo
 from grpo import advantages, loss_denominator, overlong_penalty, policy_loss
 from models.loss import CHUNK_ELEMENTS, token_logprobs
 from rl import decoding, environments, rollouts
-from sft.chat import chat_prompts
+from sft.chat import open_chat
 from storage.hf import load_hf_model
 
 # ---------------------------------------------------------------- log-probabilities
@@ -446,7 +446,8 @@ def test_own_checkpoints_keep_the_chat_template_and_the_ends(tmp_path, capsys):
     (tmp_path / "hf" / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 0]}))
     flags = [*TINY[:2], *TINY[4:], "--seq_len", 64, "--eval_every", 0, "--steps", 1, "--init_from", tmp_path / "hf"]
     run(1, *flags, "--out", tmp_path / "run")
-    theirs, ours = (grpo.Text(folder, chat=chat_prompts(folder)) for folder in (str(tmp_path / "hf"), str(tmp_path / "run")))
+    theirs, ours = (grpo.Text(folder, chat=open_chat(folder, grpo.Config())) for folder in (
+        str(tmp_path / "hf"), str(tmp_path / "run")))
     assert theirs.ends == [2, 0] and sorted(ours.ends) == [0, 2] and theirs.bos and ours.bos
     assert theirs.prompt("12>") == ours.prompt("12>") and "user" in ours.tokenizer.decode(ours.prompt("12>"))
     argv = ["--checkpoint", str(tmp_path / "run"), "--chat", "--prompt", "12>", "--max_new_tokens", "4", "--device", "cpu"]

@@ -1,5 +1,4 @@
 """The command line of data.py: stdlib, tokenizer, prepare, show, check."""
-import json
 import os
 import re
 import sys
@@ -44,18 +43,13 @@ def colour_text(ids: list[int], mask: list[int], tokenizer) -> str:
     return text
 
 
-def show_documents(paths: list[Path], tokenizer: str, n: int, as_json: bool, text_column: str = "text"):
+def show_documents(paths: list[Path], tokenizer: str, n: int, text_column: str):
     """Prints the first n documents of the files. Raises ValueError."""
-    if n < 1:
-        raise ValueError(f"--n {n}: show at least 1 document")
     file, eot, _ = find_tokenizer(tokenizer)
     documents = chain.from_iterable(documents_of(path, file, eot, text_column) for path in paths)
-    for number, (ids, mask) in enumerate(islice(documents, n), 1):
-        if as_json:
-            print(json.dumps({"ids": ids, "mask": mask}))
-        else:
-            print(f"--- document {number}: {len(ids):,} tokens, {sum(mask):,} with a loss (green)")
-            print(colour_text(ids, mask, chat_tokenizer(file)))
+    for number, (ids, mask) in enumerate(islice(documents, max(n, 1)), 1):
+        print(f"--- document {number}: {len(ids):,} tokens, {sum(mask):,} with a loss (green)")
+        print(colour_text(ids, mask, chat_tokenizer(file)))
 
 
 # ------------------------------------------------------------------ the command line
@@ -86,7 +80,6 @@ def define_commands() -> Parser:
     show = commands.add_parser("show", help="documents of a file as they will be trained, tokens with a loss in green")
     show.add_argument("input", nargs=1, metavar="FILE", help="text or conversations: a file, a folder, a quoted glob")
     show.add_argument("--n", type=int, default=3, help="documents [default: 3]")
-    show.add_argument("--json", action="store_true", help='an object per document instead: {"ids": [...], "mask": [...]}')
     for command in own, prepare:
         command.add_argument("--input", nargs="+", required=True, help=f"{FORMATS}; files, folders or quoted globs")
         command.add_argument("--out", required=True, help="file.json or folder; prepare finishes what was interrupted")
@@ -106,7 +99,7 @@ def main():
             raise ValueError(f"show {args.input[0]}: these are token shards; show the text or the conversations")
         paths = [path for what in getattr(args, "input", ()) for path in text_files(what)[0]]
         if args.command == "show":
-            return show_documents(paths, args.tokenizer, args.n, args.json, args.text_column)
+            return show_documents(paths, args.tokenizer, args.n, args.text_column)
         folder = cached_corpus("stdlib", "", args.cache_dir) if args.command == "stdlib" else Path(args.out)
         check_local(str(folder), "--out")
         if args.command == "tokenizer":

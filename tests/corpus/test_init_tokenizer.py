@@ -1,4 +1,4 @@
-"""The tokenizer of --init_from, against corpus/init_tokenizer.py: data with other ids than the weights is refused."""
+"""The tokenizer of --init_from, against corpus/cache.py: data with other ids than the weights is refused."""
 import json
 import shutil
 from pathlib import Path

@@ -146,7 +146,7 @@ def test_parts_are_what_data_accepts(sources, capsys):
     assert texts.fingerprint["tokenizer_sha256"] not in (data.fingerprint["tokenizer_sha256"], None) and texts.first_words()
     refused(lambda: mixed(sources, "web={}/web:1,other={}/other:1"), "--data other and --data web", "different tokenizers",
             "390 ids", "719 ids", "sha256")
-    for data, parts in (("web={}/web:1,no={}/gone:1", ["--data no=", "gone: no such file"]),
+    for data, parts in (("web={}/web:1,no={}/gone:1", ["gone: no such file; need .txt"]),
                         ("web={}/web:1,none={}/none.txt:1", ["none.txt"])):
         refused(lambda data=data: mixed(sources, data), *parts)
     (sources / "short.txt").write_text("a model reads.")
@@ -192,7 +192,7 @@ def test_val_data_is_validated_whole(sources):
     both = mixed(sources, "{}/web", val_data=f"a={sources}/code:1,b={sources}/text.jsonl:1")
     assert len(both.validation.val_sets(8)) == 2 and both.first_words() == plain.first_words()
     refused(lambda: mixed(sources, "{}/web", val_data=str(sources / "other")), "--val_data", "different tokenizers")
-    refused(lambda: mixed(sources, "{}/web", val_data=str(sources / "gone.txt")), "--val_data", "no such file")
+    refused(lambda: mixed(sources, "{}/web", val_data=str(sources / "gone.txt")), "gone.txt: no such file")
     refused(lambda: mixed(sources, "{}/web", val_data=f"a={sources}/code"), "--val_data", "lacks")
 
 

@@ -239,12 +239,6 @@ def test_a_second_template_for_tools_is_not_passed_over(tmp_path):
         ours(folder, {"messages": FOUR, "tools": [{"type": "function", "function": {"name": "add"}}]})
 
 
-def test_without_jinja2_the_error_says_what_to_install(folders, monkeypatch):
-    monkeypatch.setitem(sys.modules, "jinja2.ext", None)
-    with pytest.raises(ValueError, match="pip install jinja2"):
-        read_template(str(folders["qwen3"][0]), "x")
-
-
 @pytest.mark.parametrize("name, first, expected", [
     ("a.jsonl", {"messages": []}, True), ("a.jsonl", {"conversations": []}, True), ("a.txt", {"messages": []}, False),
     ("a.jsonl", {"text": "x", "messages": []}, False), ("a.jsonl", {"text": "x"}, False), ("a.jsonl", [], False),
@@ -269,43 +263,39 @@ def test_marks_are_not_in_the_prompt_of_a_chat(tmp_path):
 
 
 def test_show(tmp_path, folders, monkeypatch, capsys):
-    """As JSON for programs, and in colours for people: only the assistant's text is green."""
+    """Only the assistant's text is green; what would command the terminal is not printed."""
     folder, judge = folders["llama3"]
     records = conversations(5, seed=3)
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    status, out, err = call_cli(monkeypatch, capsys, "show", tmp_path / "chat.jsonl", "--tokenizer", folder, "--n", 4, "--json")
-    assert (status, err) == (0, "")
-    assert [tuple(json.loads(line).values()) for line in out.splitlines()] == [judge(record) for record in records[:4]]
-    assert list(json.loads(out.splitlines()[0])) == ["ids", "mask"]
-
+    found = list(documents_of(tmp_path / "chat.jsonl", folder / "tokenizer.json", 0))
+    assert [*map(tuple, found)] == [judge(record) for record in records]
     record = {"messages": [{"role": "user", "content": "a\033[2Jb"}, {"role": "assistant", "content": "def f(x)"}]}
     (tmp_path / "one.jsonl").write_text(json.dumps(record))
     status, out, err = call_cli(monkeypatch, capsys, "show", tmp_path / "one.jsonl", "--tokenizer", folder / "tokenizer.json")
     ids, mask = judge(record)
-    assert out == (
+    assert (status, err) == (0, "") and out == (
         f"--- document 1: {len(ids)} tokens, {sum(mask)} with a loss (green)\n<|begin_of_text|><|start_header_id|>user"
         "<|end_header_id|>\n\na\ufffd[2Jb<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
         "\033[32mdef f(x)<|eot_id|>\033[0m\n")
 
 
 @pytest.mark.parametrize("name, text", [("a.jsonl", '{"text": "x = <|eot_id|>"}\n'), ("a.txt", "x = <|eot_id|>")])
-def test_show_of_text(tmp_path, folders, monkeypatch, capsys, name, text):
+def test_show_of_text(tmp_path, folders, name, text):
     """Every token has a loss, also the end of the document; a typed special token is text."""
     folder, _ = folders["llama3"]
     (tmp_path / name).write_text(text)
-    status, out, err = call_cli(monkeypatch, capsys, "show", tmp_path / name, "--tokenizer", folder, "--json")
-    found, tokenizer = json.loads(out), chat_tokenizer(folder / "tokenizer.json")
-    assert found["mask"] == [1] * len(found["ids"]) and (status, err) == (0, "")
-    assert tokenizer.decode(found["ids"], skip_special_tokens=False) == "x = <|eot_id|><|end_of_text|>"
-    assert tokenizer.token_to_id("<|eot_id|>") not in found["ids"]
+    tokenizer = chat_tokenizer(folder / "tokenizer.json")
+    ((ids, mask),) = documents_of(tmp_path / name, folder / "tokenizer.json", tokenizer.token_to_id("<|end_of_text|>"))
+    assert mask == [1] * len(ids) and tokenizer.token_to_id("<|eot_id|>") not in ids
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "x = <|eot_id|><|end_of_text|>"
 
 
 def test_show_ends_when_nobody_reads_on(tmp_path, folders):
     """As in show ... | head -1."""
     (tmp_path / "a.txt").write_text("x = 1\n" * 100_000)  # more than a pipe holds
-    command = [sys.executable, "data.py", "show", tmp_path / "a.txt", "--tokenizer", folders["qwen3"][0], "--json"]
+    command = [sys.executable, "data.py", "show", tmp_path / "a.txt", "--tokenizer", folders["qwen3"][0]]
     shown = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert shown.stdout.read(8) == b'{"ids": '
+    assert shown.stdout.read(8) == b"--- docu"
     shown.stdout.close()
     assert shown.stderr.read() == b"" and shown.wait() == 0
 

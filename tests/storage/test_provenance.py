@@ -112,7 +112,7 @@ def test_modules_that_are_imported_late_belong_to_the_code(tmp_path, monkeypatch
         monkeypatch.setitem(sys.modules, module, SimpleNamespace(__file__=str(tmp_path / name)))
     code = provenance.local_code()
     assert sources.items() <= code.items() and not others.keys() & code.keys()
-    assert {"checkpoint.py", "rl/decoding.py", "sft/adapters.py"} <= code.keys()
+    assert {"checkpoint.py", "rl/decoding.py", "sft/lora.py"} <= code.keys()
     assert not any(name.startswith("torch") for name in code)
 
 

@@ -222,7 +222,7 @@ def test_flags_that_are_not_told_exist_and_concern_no_training(recipe):
     told = {"lr", "steps", "warmup_steps", "seed", "local_batch_size", "tp", "compute_dtype", "weight_decay", "max_norm"}
     assert len(left_out) > 20 and not told & left_out and told <= fields
     if recipe is not grpo:
-        assert changes.UNTOLD_FLAGS - {"lora_from"} <= fields  # of finetune.py
+        assert changes.UNTOLD_FLAGS <= fields
 
 
 @pytest.mark.parametrize("flags, words", [
