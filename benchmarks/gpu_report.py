@@ -146,7 +146,6 @@ def rows_of(found: dict) -> list[Row]:
         Row("compile", compiled, "H100, H200: MFU of 55 % or more", 150, "eager"),
         Row("float8 rowwise", f"{compiled} --float8 rowwise", faster, 150, "compile", capability=8.9),
         Row("float8 tensorwise", f"{compiled} --float8 tensorwise", faster, 150, "compile", capability=8.9),
-        Row("float8 mxfp8", f"{compiled} --float8 mxfp8", faster, 150, "compile", capability=10),
         Row("all GPUs", many, "as many times the tokens/s of its base as there are GPUs", 180, "compile", **two),
         Row("links", f"torchrun --nproc_per_node {n} benchmarks/links.py", "near the data sheet's bandwidth", 60, **two),
         Row("ac op", f"{compiled} --ac op", between, 150, "compile"),
