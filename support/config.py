@@ -205,13 +205,10 @@ def read_config(path, helps, kinds) -> dict:
     except (OSError, ValueError, TypeError, RecursionError) as error:
         usage_error(f"--config {path!r}: {error}; need a config.json that a run has saved")
     saved.pop("_run", None)  # facts about the run, by save_config(); not flags
-    for name, value in list(saved.items()):
+    for name, value in saved.items():
         if name not in helps:
-            from tools.other_names import did_you_mean, is_gone
+            from tools.other_names import did_you_mean
 
-            if is_gone(name, value):
-                del saved[name]
-                continue
             usage_error(f"{path}: unknown key {name!r}; {did_you_mean(name, helps, '')}--help lists all names")
         try:
             saved[name] = parse_value(spell(value), kinds[name])

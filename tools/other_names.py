@@ -1,11 +1,9 @@
 """The flag that somebody meant who typed an unknown flag: a name of an earlier version, of nanoGPT, nanochat, torchtitan, TRL,
 Hugging Face's Trainer or torchrun, or a name with a slip.
 
-config.py imports this file when a name is unknown. other_names.json has four tables:
+config.py imports this file when a name is unknown. other_names.json has two tables:
 elsewhere   our flag -> names elsewhere. If a name is in two rows, the first row with a flag of the program counts.
 sentences   names -> an answer, if no row above has an answer and the program has the first flag of the sentence
-free        keys of earlier versions' config.json that change no training, whatever their value
-at_rest     keys that change training, and the value without an effect
 """
 import difflib
 import re
@@ -14,12 +12,7 @@ from pathlib import Path
 from support.config import usage_error
 from support.files import read_json
 
-ELSEWHERE, SENTENCES, FREE, AT_REST = read_json(Path(__file__).with_suffix(".json")).values()
-
-
-def is_gone(name: str, value) -> bool:
-    """Whether a key of a saved config.json is a flag of an earlier version, and can be left out without another training."""
-    return name in FREE.split() or name in AT_REST and value == AT_REST[name]
+ELSEWHERE, SENTENCES = read_json(Path(__file__).with_suffix(".json")).values()
 
 
 def suggest_flag(name: str, flags) -> str:
