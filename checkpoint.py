@@ -50,7 +50,7 @@ from torch import Tensor, nn
 
 from corpus.tokenizer import files_beside, tokenizer_path
 from distributed.agree import Failed, brief, fail_together, gather, new_gloo_group, on_rank_0, rank_in
-from distributed.layout import AXES, local_tensor, named_tensors
+from distributed.layout import AXES, named_tensors
 from storage.dcp import WriterProcess, import_dcp, read_table, read_tensors, write_tensors
 from storage.manifest import (
     TABLE,
@@ -106,20 +106,6 @@ def loaded_later(cfg):
     others = cfg.init_from if ours is None else ""  # a Hugging Face folder, whose files may lack multi-token prediction
     kept = [name.removeprefix("model.") for name in cfg.exclude_from_loading] + ["mtp"] * bool(others)
     return lambda fqn: bool(ours or others) and not matches(kept, f"model.{fqn}")
-
-
-def is_quantized(t: Tensor) -> bool:
-    """Whether t is an optimizer moment in torchao's few bits. Blocks and scales of the moment fit only the present layout."""
-    return type(local_tensor(t)).__module__.startswith("torchao.")
-
-
-def dequantize(t: Tensor) -> Tensor:
-    """t in fp32, so that every layout and every kind of AdamW can load the checkpoint, and in CPU memory: if 8-bit moments
-    just fit on a GPU, fp32 moments would not. DTensor.from_local would move the tensor back to the GPU."""
-    if not is_quantized(t):
-        return t
-    local = local_tensor(t).dequantize().float().cpu()
-    return type(t)(local, t._spec, requires_grad=False) if hasattr(t, "placements") else local
 
 
 def tokenizer_and_beside(file: str) -> dict[str, bytes]:
@@ -361,10 +347,6 @@ class Checkpoints:
                   if not matches(excluded, key) and (with_optimizer or key.startswith("model."))}
         self.check_fit(tensors, wanted, folder, same_dtype=everything)
         self.together(lambda: read_tensors(tensors, folder, table, self.group))
-        for fqn, param in self.params.items():
-            for name, t in self.state_of(param).items():
-                if is_quantized(t) and (key := f"optimizer.{fqn}.{name}") in tensors:
-                    local_tensor(t).copy_(local_tensor(tensors[key]).to(t.device))  # quantizes
         self.fill_twins()
         if with_optimizer:
             self.numbers.restore(read_json(folder, "state.json").get("optimizer", {}))
@@ -452,7 +434,7 @@ class Checkpoints:
             raise ValueError(f"{folder} does not fit this model: {'; '.join(problems)}{fix}".replace("torch.", ""))
 
     def tensors(self, with_optimizer) -> dict[str, Tensor]:
-        """The flat dict for DCP to write, or to read into in place (quantized moments as a copy in fp32)."""
+        """The flat dict for DCP to write, or to read into in place."""
         every = {fqn: tensor for module in self.modules for fqn, tensor in named_tensors(module).items()} | self.params
         if self.load_base:
             every = {fqn: tensor for fqn, tensor in every.items() if tensor.requires_grad}
@@ -463,7 +445,7 @@ class Checkpoints:
                     raise ValueError(f"optimizer state {name} of {fqn} is a {type(t).__name__}: make it a tensor")
                 if t.numel() > 1 and hasattr(param, "placements") and not hasattr(t, "placements"):
                     raise ValueError(f"optimizer state {name} of {fqn} is no DTensor: DCP would save one rank's only")
-                found[f"optimizer.{fqn}.{name}"] = dequantize(t.detach())
+                found[f"optimizer.{fqn}.{name}"] = t.detach()
         return found
 
     def state_of(self, param) -> dict:

@@ -166,7 +166,6 @@ def rows_of(found: dict) -> list[Row]:
         Row("grpo", f"python {grpo} --model_args dim=1024,n_layers=8,n_heads=16,head_dim=64,ffn_dim=2816", small, 120),
         Row("grpo, a rank samples", f"torchrun --nproc_per_node 2 {grpo} --gen_ranks 1 --async_steps 1", small, 120, **two),
         Row("muon", f"{compiled} --optimizer muon --lr 6e-3", "0.9 x or more", 120, "compile"),
-        Row("moments in 8 bits", f"{compiled} --optimizer adamw_8bit", "6 bytes per parameter less", 150, "compile", **ao),
         Row("bf16 parameters", f"{compiled} --param_dtype bfloat16 --optimizer adamw_sr", "half of it", 120, "compile", **ao),
         Row("documents", f"{compiled} --doc_mask", "near 1 x", 150, "compile"),
         Row("experts, one GPU", f"python train_qwen3.py --flavor 30B-A3B {experts}", "MFU above 25 %", 150, gib=36),

@@ -63,8 +63,8 @@ def test_what_is_missing_is_said_in_one_line(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     with pytest.raises(ValueError, match="no lighthouse at .*:1 .* start one: torchft_lighthouse"):
         ft.check_groups(cfg)
-    with pytest.raises(ValueError, match="use --optimizer adamw, not adamw_8bit"):
-        ft.check_groups(recipe.Config(optimizer="adamw_8bit"))
+    with pytest.raises(ValueError, match="use --optimizer adamw, not adamw_sr"):
+        ft.check_groups(recipe.Config(optimizer="adamw_sr", param_dtype="bfloat16"))
 
 
 class Numbers:
