@@ -2,7 +2,6 @@
 
     python checkpoint.py ls runs/llama3                           # steps, sizes, layouts; quick: reads manifests only
     python checkpoint.py verify runs/llama3                       # reads all bytes; exit status 0: every file is undamaged
-    python checkpoint.py diff STEP_FOLDER STEP_FOLDER             # number of different tensors, with the largest differences
     python checkpoint.py to_hf runs/llama3 OUT --dtype bfloat16   # a run's newest checkpoint in Hugging Face's format
     python checkpoint.py to_hf runs/lora OUT --adapter            # the adapters of a run with --lora_rank, in peft's format
     python checkpoint.py from_hf HUGGING_FACE_FOLDER runs/theirs  # and back
@@ -50,7 +49,7 @@ from torch.distributed.tensor import DTensor
 
 from corpus.tokenizer import files_beside, tokenizer_path
 from distributed.agree import Failed, brief, fail_together, gather, new_gloo_group, on_rank_0, rank_in, some_rank
-from distributed.layout import AXES, local_tensor, named_tensors
+from distributed.layout import AXES, named_tensors
 from storage.dcp import SavePlan, WriterProcess, import_dcp, read_table, read_tensors, write_tensors
 from storage.manifest import (
     TABLE,
@@ -71,7 +70,7 @@ from storage.manifest import (
 )
 from storage.optimizer_numbers import OptimizerNumbers, find_copies, merge_numbers, sum_copies
 from storage.provenance import changed_code, check_machines, code_roots, git_state, local_code, summarize_code
-from support.config import Need, flag, own_local_rank
+from support.config import Need, flag, own_rank
 from support.files import json_bytes, matches, publish, read_json, write_file
 
 LEFTOVER = re.compile(r"step-\d+\.tmp-.*|trash-.*")  # folders left by a process killed while saving or deleting
@@ -106,20 +105,6 @@ def loaded_later(cfg):
     others = cfg.init_from if ours is None else ""  # a Hugging Face folder, whose files may lack multi-token prediction
     kept = [name.removeprefix("model.") for name in cfg.exclude_from_loading] + ["mtp"] * bool(others)
     return lambda fqn: bool(ours or others) and not matches(kept, f"model.{fqn}")
-
-
-def is_quantized(t: Tensor) -> bool:
-    """Whether t is an optimizer moment in torchao's few bits. Blocks and scales of the moment fit only the present layout."""
-    return type(local_tensor(t)).__module__.startswith("torchao.")
-
-
-def dequantize(t: Tensor) -> Tensor:
-    """t in fp32, so that every layout and every kind of AdamW can load the checkpoint, and in CPU memory: if 8-bit moments
-    just fit on a GPU, fp32 moments would not. DTensor.from_local would move the tensor back to the GPU."""
-    if not is_quantized(t):
-        return t
-    local = local_tensor(t).dequantize().float().cpu()
-    return type(t)(local, t._spec, requires_grad=False) if hasattr(t, "placements") else local
 
 
 def tokenizer_and_beside(file: str) -> dict[str, bytes]:
@@ -169,7 +154,7 @@ class Checkpoints:
         self.gather, self.together = partial(gather, group=group), partial(fail_together, group=group)
         self.on_rank_0, self.plan = partial(on_rank_0, group=group), SavePlan()
         # read now: later edits of a file are not the running code
-        self.code = local_code() if source and own_local_rank() == 0 else {}
+        self.code = local_code() if source and own_rank("LOCAL_RANK") == 0 else {}
         writes = config.get("checkpoint_every") and not cfg.load_only
         check_machines(self.code, out if writes else "", self.gather)
         self.git = git_state(code_roots()[0], [*self.code]) if self.code else {}
@@ -362,10 +347,6 @@ class Checkpoints:
                   if not matches(excluded, key) and (with_optimizer or key.startswith("model."))}
         self.check_fit(tensors, wanted, folder, same_dtype=everything)
         self.together(lambda: read_tensors(tensors, folder, table))
-        for fqn, param in self.params.items():
-            for name, t in self.state_of(param).items():
-                if is_quantized(t) and (key := f"optimizer.{fqn}.{name}") in tensors:
-                    local_tensor(t).copy_(local_tensor(tensors[key]).to(t.device))  # quantizes
         self.fill_twins()
         if with_optimizer:
             self.numbers.restore(read_json(folder, "state.json").get("optimizer", {}))
@@ -456,7 +437,7 @@ class Checkpoints:
             raise ValueError(f"{folder} does not fit this model: {'; '.join(problems)}{fix}".replace("torch.", ""))
 
     def tensors(self, with_optimizer, saving=False) -> dict[str, Tensor]:
-        """The flat dict for DCP to write, or to read into in place (quantized moments as a copy in fp32). saving: a number of
+        """The flat dict for DCP to write, or to read into in place. saving: a number of
         the optimizer's, such as AdamW's step, is in the dict of one rank only, and behind the shards of that rank."""
         every = {fqn: tensor for module in self.modules for fqn, tensor in named_tensors(module).items()} | self.params
         if self.load_base:
@@ -470,7 +451,7 @@ class Checkpoints:
                 if t.numel() > 1 and hasattr(param, "placements") and not hasattr(t, "placements"):
                     raise ValueError(f"optimizer state {name} of {fqn} is no DTensor: DCP would save one rank's only")
                 if t.dim() > 0 or writes:
-                    found[f"optimizer.{fqn}.{name}"] = dequantize(t.detach())
+                    found[f"optimizer.{fqn}.{name}"] = t.detach()
         return dict(sorted(found.items(), key=lambda item: item[1].dim() == 0))
 
     def state_of(self, param) -> dict:

@@ -67,7 +67,7 @@ class Config(
     seq_len: int = 1024  # tokens per sequence
     local_batch_size: int = 8  # sequences per forward of a data rank
     global_batch_size: int = -1  # sequences per optimizer step; -1 = local_batch_size x data ranks; a resumed run keeps its own
-    optimizer: Optimizer = "adamw"  # muon: Muon for the blocks' matrices; adamw_8bit: small moments; adamw_sr: bf16 weights
+    optimizer: Optimizer = "adamw"  # muon: Muon for the blocks' matrices; adamw_sr: rounds bf16 weights by chance
     # finetune: for all weights; adapters take 1e-4 to 5e-4
     lr: float = 1e-5  # peak learning rate, reached after warmup_steps
     min_lr_ratio: float = 0.1  # the learning rate ends at this share of its peak

@@ -27,8 +27,8 @@ class StepConfig:
     local_batch_size: int = 4  # sequences per step
     dtype: Literal["float32", "bfloat16"] = "float32"  # of matmuls and activations; weights and optimizer stay float32
     ac: Literal["none", "op", "full"] = "none"  # activations recomputed: all systems; transformers has no op, and keeps all
-    float8: Literal["off", "tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"] = "off"  # matmuls, on a GPU
-    flags: str = ""  # more flags of train_llama3.py, for ours: "--optimizer adamw_8bit"
+    float8: Literal["off", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "off"  # matmuls, on a GPU
+    flags: str = ""  # more flags of train_llama3.py, for ours: "--optimizer muon"
     counts: bool = True  # on a CPU count the operators of an eager step, and the bytes that they write
     rounds: int = 9  # rounds that count; their order changes
     steps_per_round: int = 2  # steps per turn of a variant

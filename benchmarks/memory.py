@@ -30,7 +30,7 @@ class Config(StepConfig):
     seq_len: int = 512  # tokens per sequence
     local_batch_size: int = 1  # sequences per step
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of matmuls and activations; weights and optimizer stay float32
-    counts: bool = False  # torchao's optimizers compile, which the count would disturb
+    counts: bool = False  # torchao's optimizer compiles, which the count would disturb
     rounds: int = 3  # rounds that count; their order changes
     steps_per_round: int = 1  # steps per turn of a variant
     only: str = ""  # rows with this in their name
@@ -41,9 +41,6 @@ ROWS = {
     "--ac op": "--ac op",
     "--ac selective": "--ac selective",
     "--ac full": "--ac full",
-    "--optimizer adamw_8bit": "--optimizer adamw_8bit",
-    "--optimizer adamw_4bit": "--optimizer adamw_4bit",
-    "--optimizer adamw_fp8": "--optimizer adamw_fp8",
     "--param_dtype bfloat16": "--param_dtype bfloat16",
     "the same, --optimizer adamw_sr": "--param_dtype bfloat16 --optimizer adamw_sr",
     "--cpu_offload": "--cpu_offload",  # GPU

@@ -107,13 +107,12 @@ def check_memory(model, layout: Layout, cfg) -> None:
     """Raise ValueError with the numbers if parameters, gradients and moments alone, shared evenly by all processes, exceed the
     memory of a device or host. A lower bound: activations, buffers and an uneven split come on top."""
     size, kind, total = getattr(torch, cfg.param_dtype).itemsize, vars(cfg).get("optimizer"), Counter()
-    # bytes of AdamW's two moments of a parameter; 0 for unknown optimizers
-    adamw = {"adamw": 2 * size, "adamw_sr": 2 * size, "muon": 2 * size, "adamw_8bit": 2, "adamw_fp8": 2, "adamw_4bit": 1}
+    adamw = 2 * size if kind in ("adamw", "adamw_sr", "muon") else 0  # bytes of AdamW's two moments of a parameter, if known
     for fqn, p in model.named_parameters():
         is_muons = kind == "muon" and p.dim() > 1 and fqn.startswith("blocks.")
         total["parameters"] += p.numel() * (size if p.requires_grad else layout.compute_dtype.itemsize)
         total["gradients"] += p.numel() * size * p.requires_grad
-        total["moments"] += p.numel() * (size if is_muons else adamw.get(kind, 0)) * p.requires_grad
+        total["moments"] += p.numel() * (size if is_muons else adamw) * p.requires_grad
     on_host = layout.device.type == "cpu" or cfg.cpu_offload
     sharers = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if on_host else 1
     has = host_memory() if on_host else torch.cuda.get_device_properties(layout.device).total_memory

@@ -14,8 +14,7 @@ from support.config import GPU, Need, flag
 
 FLOAT8 = Need("without --float8", lambda c: c.float8 != "off")
 FLOAT8_TENSORWISE = Need("without --float8 tensorwise", lambda c: c.float8 == "tensorwise")
-# A recipe of torchao.float8, or MXFP8
-Recipe = Literal["off", "tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"]
+Recipe = Literal["off", "tensorwise", "rowwise", "rowwise_with_gw_hp"]  # the recipes of torchao.float8
 GATHERED = Need("in one process: nothing is gathered", lambda c: c.world_size > 1)
 
 
@@ -31,35 +30,43 @@ def float8_linears(stage, layout: Layout, cfg) -> None:
     names and the optimizer stay as they are.
 
     Left in the compute dtype: the head, the router, the stacked experts, and a matrix with a dimension on this rank that is no
-    multiple of 16 (mxfp8: 32).
+    multiple of 16.
     """
     logging.getLogger("torchao").setLevel(logging.ERROR)  # torchao warns of kernels for other versions of Python
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
+
     names = float8_names(stage, layout, cfg)
-    if cfg.float8 == "mxfp8":
-        multiply = mxfp8_matmul(layout)
-    else:
-        multiply = float8_matmul(stage, names, layout, cfg)
+    config = Float8LinearConfig.from_recipe_name(cfg.float8)
+    emulate = layout.device.type == "cpu"
+    config = dataclasses.replace(config, emulate=emulate, enable_fsdp_float8_all_gather=cfg.float8_all_gather)
+    convert_to_float8_training(stage, config=config, module_filter_fn=lambda module, fqn: fqn in names)
+    kernels = stage.get_submodule(names[0]).linear_mm_config
+
+    def multiply(x, weight):  # (..., in), (out, in) -> (..., out)
+        return matmul_with_hp_or_float8_args.apply(x, weight.t(), kernels, config)
+
     for module in map(stage.get_submodule, names):
         module.multiply, module.__class__ = multiply, with_parts(type(module))
 
 
 def float8_names(stage, layout: Layout, cfg) -> list[str]:
     """Names of the linears for float8. Prints the linears that do not fit; raises ValueError if none is left."""
-    names, odd, block = [], {}, 32 if cfg.float8 == "mxfp8" else 16
+    names, odd = [], {}
     for fqn, module in stage.named_modules():
         in_block = fqn.startswith(("blocks.", "mtp."))
         if not isinstance(module, nn.Linear) or not in_block or any(part in fqn for part in cfg.float8_filter):
             continue
         sizes = sides_on_a_rank(stage, fqn, module, layout.tp)
-        if all(n % block == 0 for n in sizes):
+        if all(n % 16 == 0 for n in sizes):
             names.append(fqn)
         else:
             odd[".".join(fqn.split(".")[-2:])] = " x ".join(map(str, sizes))
     left = ", ".join(f"{name} {sizes}" for name, sizes in odd.items()) or f"--float8_filter {cfg.float8_filter}"
     if not names:
-        raise ValueError(f"--float8 {cfg.float8} changes no matrix, for on a rank a side is no multiple of {block}: {left}")
+        raise ValueError(f"--float8 {cfg.float8} changes no matrix, for on a rank a side is no multiple of 16: {left}")
     if odd and layout.rank == 0:
-        print(f"--float8 {cfg.float8} leaves matrices as they are, for on a rank a side is no multiple of {block}: {left}")
+        print(f"--float8 {cfg.float8} leaves matrices as they are, for on a rank a side is no multiple of 16: {left}")
     return names
 
 
@@ -68,19 +75,6 @@ def sides_on_a_rank(stage, fqn: str, module, tp: int) -> tuple[int, int]:
     style = next((style for pattern, style in stage.tp_plan().items() if fnmatch(fqn, pattern)), "")
     rows, columns = module.weight.shape
     return rows // tp if "colwise" in style else rows, columns // tp if style == "rowwise" else columns
-
-
-def float8_matmul(stage, names: list[str], layout: Layout, cfg):
-    """Swap these linears for torchao's; returns their (x (..., in), weight (out, in)) -> (..., out)."""
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
-
-    config = Float8LinearConfig.from_recipe_name(cfg.float8)
-    emulate = layout.device.type == "cpu"
-    config = dataclasses.replace(config, emulate=emulate, enable_fsdp_float8_all_gather=cfg.float8_all_gather)
-    convert_to_float8_training(stage, config=config, module_filter_fn=lambda module, fqn: fqn in names)
-    kernels = stage.get_submodule(names[0]).linear_mm_config
-    return lambda x, weight: matmul_with_hp_or_float8_args.apply(x, weight.t(), kernels, config)
 
 
 class Parts(nn.Linear):
@@ -113,17 +107,6 @@ class Parts(nn.Linear):
 def with_parts(kind: type) -> type:
     """A class of linears, with the forward of Parts."""
     return type(kind.__name__, (Parts, kind), {})
-
-
-def mxfp8_matmul(layout: Layout):
-    """(x (..., in), weight (out, in)) -> (..., out), all three matmuls of a training step in e4m3 with a power of two per 32
-    numbers (OCP Microscaling Formats v1.0). Emulated on a CPU: quantized, dequantized, and multiplied."""
-    from torchao.prototype.moe_training.mxfp8_linear import _to_mxfp8_then_scaled_mm
-    from torchao.prototype.mx_formats.config import ScaleCalculationMode
-    from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
-
-    kernel = KernelPreference.EMULATED if layout.device.type == "cpu" else KernelPreference.AUTO
-    return lambda x, w: _to_mxfp8_then_scaled_mm(x, w, kernel, ScaleCalculationMode.RCEIL)
 
 
 def float8_scales(stages) -> None:

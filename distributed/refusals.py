@@ -51,7 +51,7 @@ def check_layout(cfg: ParallelConfig, model_config, *, seq_len, local_batch_size
     rows = [(True, text) for text in no_effect(cfg, facts(cfg, model_config, degrees, on_cuda))]
     rows += batch_rows(layout) + model_rows(layout, cfg, model_config, seq_len) + option_rows(layout, cfg, on_cuda and here)
     if isinstance(cfg, Float8Config) and cfg.float8 != "off":  # grpo.py has no float8
-        rows += float8_rows(layout, cfg, on_cuda, seq_len)
+        rows += float8_rows(cfg, on_cuda)
     if layout.has_experts:
         rows += expert_rows(layout, cfg, model_config)
     if layout.pp > 1 and layout.accumulation:
@@ -143,19 +143,12 @@ def option_rows(layout: Layout, cfg, count_gpus: bool) -> list[tuple]:
     ]
 
 
-def float8_rows(layout: Layout, cfg, on_cuda: bool, seq_len: int) -> list[tuple]:
-    kind, block = cfg.float8, 32 if cfg.float8 == "mxfp8" else 1  # numbers that share a scale
-    sequences = layout.microbatch_size if layout.pp > 1 else layout.local_batch_size
-    # tokens of one forward on a rank, at least: the weight's gradient is a sum over tokens, in blocks as well
-    tokens = sequences * seq_len // (layout.cp * layout.tp)
+def float8_rows(cfg, on_cuda: bool) -> list[tuple]:
     capability = torch.cuda.get_device_capability() if on_cuda else (0, 0)
-    needs = (10, 0) if kind == "mxfp8" else (8, 9)
     return [
-        (on_cuda and capability < needs, f"--float8 {kind} needs a GPU of capability {needs[0]}.{needs[1]} (H100: 9.0, B200: "
-         f"10.0), and this one has {capability[0]}.{capability[1]}; use --float8 off"),
-        (not on_cuda and cfg.compile, f"--float8 {kind} is emulated on CPU and cannot be compiled; leave out --compile"),
-        (tokens % block, f"--float8 {kind} needs a multiple of {block} tokens in a forward, not {sequences} x {seq_len} / "
-         f"{layout.cp * layout.tp} = {tokens}; use another --seq_len"),
+        (on_cuda and capability < (8, 9), f"--float8 {cfg.float8} needs a GPU of capability 8.9 (H100: 9.0, B200: 10.0), and "
+         f"this one has {capability[0]}.{capability[1]}; use --float8 off"),
+        (not on_cuda and cfg.compile, f"--float8 {cfg.float8} is emulated on CPU and cannot be compiled; leave out --compile"),
     ]
 
 

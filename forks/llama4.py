@@ -20,7 +20,7 @@ from models.hf_config import SHARED_FIELDS, SHARED_FIXED, check_sizes, config_fr
 from models.layers import RMSNorm, rotate
 from models.llama3 import rope_frequencies, scaled
 from models.loss import linear_cross_entropy
-from models.moe import Balance, Experts, apply_experts, combine, grouped_linear, router_scores, spread
+from models.moe import Balance, Experts, Router, apply_experts, combine, grouped_linear, spread
 
 
 @dataclass(kw_only=True)
@@ -143,15 +143,6 @@ class FeedForward(nn.Module):
 
     def forward(self, x):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))  # (B, T/cp, F/tp) inside
-
-
-class Router(nn.Module):
-    def __init__(self, dim, n_experts):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(n_experts, dim))
-
-    def forward(self, x):
-        return router_scores(x, self.weight)  # (B, T/cp/tp, E) fp32
 
 
 class StackedExperts(Experts):

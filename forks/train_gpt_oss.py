@@ -67,7 +67,7 @@ class Config(
     seq_len: int = 256  # tokens per sequence
     local_batch_size: int = 8  # sequences per forward of a data rank
     global_batch_size: int = -1  # sequences per optimizer step; -1 = local_batch_size x data ranks; a resumed run keeps its own
-    optimizer: Optimizer = "adamw"  # muon: Muon for the blocks' matrices; adamw_8bit: small moments; adamw_sr: bf16 weights
+    optimizer: Optimizer = "adamw"  # muon: Muon for the blocks' matrices; adamw_sr: rounds bf16 weights by chance
     lr: float = 3e-3  # peak learning rate, reached after warmup_steps
     min_lr_ratio: float = 0.1  # the learning rate ends at this share of its peak
     warmup_steps: int = 20  # steps of linear warmup
@@ -91,10 +91,9 @@ class Config(
     def __post_init__(self):  # rules of flags alone; check_layout has the rules of flags and model together
         MetricsConfig.__post_init__(self)
         check_optimizer(self)
-        # gpt_oss: a bias behind a sum over etp ranks would count once per rank, and float8 knows experts without biases only
-        if self.etp > 1 or self.float8.endswith("_experts"):
-            raise ValueError(f"--etp {self.etp}, --float8 {self.float8}: gpt-oss has experts with biases; use "
-                             "--ep, and leave these out")
+        # gpt_oss: a bias behind a sum over etp ranks would count once per rank
+        if self.etp > 1:
+            raise ValueError(f"--etp {self.etp}: gpt-oss has experts with biases; use --ep, and leave --etp out")
         # gpt_oss: torch does not find FlexAttention's kept result again where its logsumexp, for the sinks, has a gradient too
         if self.ac == "op":
             raise ValueError("--ac op: gpt-oss's attention cannot be kept by itself; use --ac full or --ac selective")

@@ -58,7 +58,7 @@ class Config(ParallelConfig, LaunchConfig, PipelineConfig, Float8Config, Checkpo
     seq_len: int = 256  # tokens per sequence
     local_batch_size: int = 8  # sequences per forward of a data rank
     global_batch_size: int = -1  # sequences per optimizer step; -1 = local_batch_size x data ranks; a resumed run keeps its own
-    optimizer: Optimizer = "adamw"  # muon: Muon for the blocks' matrices; adamw_8bit: small moments; adamw_sr: bf16 weights
+    optimizer: Optimizer = "adamw"  # muon: Muon for the blocks' matrices; adamw_sr: rounds bf16 weights by chance
     lr: float = 3e-3  # peak learning rate, reached after warmup_steps
     min_lr_ratio: float = 0.1  # the learning rate ends at this share of its peak
     warmup_steps: int = 20  # steps of linear warmup

@@ -54,7 +54,7 @@ class Config(ParallelConfig, LaunchConfig, PipelineConfig, Float8Config, Checkpo
     local_batch_size: int = 8  # sequences per forward of a data rank
     global_batch_size: int = -1  # sequences per optimizer step; -1 = local_batch_size x data ranks; a resumed run keeps its own
     # mup: Muon's updates have a size of their own, which these learning rates are not for
-    optimizer: Literal["adamw", "adamw_8bit", "adamw_4bit", "adamw_fp8", "adamw_sr"] = "adamw"  # see optim.py
+    optimizer: Literal["adamw", "adamw_sr"] = "adamw"  # see optim.py
     lr: float = 3e-3  # peak learning rate, reached after warmup_steps
     min_lr_ratio: float = 0.1  # the learning rate ends at this share of its peak
     warmup_steps: int = 20  # steps of linear warmup

@@ -67,7 +67,7 @@ class Config(
     seq_len: int = 256  # tokens per sequence
     local_batch_size: int = 8  # sequences per forward of a data rank
     global_batch_size: int = -1  # sequences per optimizer step; -1 = local_batch_size x data ranks; a resumed run keeps its own
-    optimizer: Optimizer = "adamw"  # muon: Muon for the blocks' matrices; adamw_8bit: small moments; adamw_sr: bf16 weights
+    optimizer: Optimizer = "adamw"  # muon: Muon for the blocks' matrices; adamw_sr: rounds bf16 weights by chance
     lr: float = 3e-3  # peak learning rate, reached after warmup_steps
     min_lr_ratio: float = 0.1  # the learning rate ends at this share of its peak
     warmup_steps: int = 20  # steps of linear warmup
@@ -92,9 +92,9 @@ class Config(
         MetricsConfig.__post_init__(self)
         check_optimizer(self)
         # llama4: gate and up projection are one matrix, whose columns etp would cut into all gates and all ups
-        if self.etp > 1 or self.float8.endswith("_experts"):
-            raise ValueError(f"--etp {self.etp}, --float8 {self.float8}: Llama 4's experts have gate and up "
-                             "projection in one matrix; use --ep, and leave these out")
+        if self.etp > 1:
+            raise ValueError(f"--etp {self.etp}: Llama 4's experts have gate and up projection in one matrix; use --ep, and "
+                             "leave --etp out")
 
 
 def lr_at(step: int, cfg: Config) -> float:

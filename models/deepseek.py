@@ -21,7 +21,7 @@ from models.attention import causal_attention
 from models.hf_config import SHARED_FIELDS, SHARED_FIXED, check_sizes, config_from_hf, config_to_hf
 from models.layers import RMSNorm, rotate, weight_of
 from models.loss import IGNORE, linear_cross_entropy
-from models.moe import Balance, Experts, apply_experts, router_scores
+from models.moe import Balance, Experts, Router, apply_experts
 
 LATENT_EPS = 1e-6  # of the two norms inside attention: as published, whatever norm_eps is (Moonlight's is 1e-5)
 
@@ -99,8 +99,6 @@ class DeepSeekConfig:
     def to_hf(self) -> dict:
         """The inverse: a config.json for transformers."""
         is_v2 = self.score_func == "softmax"
-        if is_v2 and (self.norm_topk_prob or not self.rope_interleave):
-            raise ValueError("score_func softmax is DeepSeek-V2, which has neither norm_topk_prob nor half-split RoPE")
         name, table = ("DeepseekV2ForCausalLM", HF_V2) if is_v2 else ("DeepseekV3ForCausalLM", HF_V3)
         rope = self.rope_scaling and {"type": "yarn", "rope_type": "yarn", **self.rope_scaling}
         found = config_to_hf(self, HF_FIELDS, table) | dict(architectures=[name], rope_scaling=rope)
@@ -226,15 +224,6 @@ class FeedForward(nn.Module):
 
     def forward(self, x):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))  # (B, T/cp, F/tp) inside
-
-
-class Router(nn.Module):
-    def __init__(self, dim, n_experts):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(n_experts, dim))
-
-    def forward(self, x):
-        return router_scores(x, self.weight)  # (B, T/cp/tp, E) fp32
 
 
 # differs from qwen3: sigmoid or softmax, groups, and a scale

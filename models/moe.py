@@ -2,7 +2,7 @@
 
 N tokens on this rank (B * T/cp/tp), D dim, E experts (E/ep on this rank), k experts per token, F moe_ffn_dim
 
-Each model has a router of its own. A router returns `index` (N, k), the chosen experts, and `weight` (N, k), the experts'
+Each model chooses in its own way. Its choice is `index` (N, k), the chosen experts, and `weight` (N, k), the experts'
 weights. Routing is dropless: every token reaches all k experts, however uneven the load.
 """
 import torch
@@ -73,6 +73,17 @@ def router_scores(x: Tensor, weight: Tensor) -> Tensor:
     if x.is_cuda and x.dtype == weight.dtype == torch.bfloat16:  # GPU matmuls add up in fp32 anyway: no copies of x in fp32
         return ScoresFromBf16.apply(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
     return F.linear(x.float(), weight.float())
+
+
+class Router(nn.Module):
+    """The weight (E, D) of a layer's scores. What a model makes of the scores stands in the model's MoE."""
+
+    def __init__(self, dim: int, n_experts: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_experts, dim))
+
+    def forward(self, x):
+        return router_scores(x, self.weight)  # (B, T/cp/tp, E) fp32
 
 
 class Spread(torch.autograd.Function):

@@ -18,7 +18,7 @@ from models.attention import causal_attention
 from models.hf_config import SHARED_FIELDS, SHARED_FIXED, check_sizes, config_from_hf, config_to_hf
 from models.layers import RMSNorm, rotate
 from models.loss import linear_cross_entropy
-from models.moe import Balance, Experts, apply_experts, router_scores
+from models.moe import Balance, Experts, Router, apply_experts
 
 
 @dataclass(kw_only=True)
@@ -122,15 +122,6 @@ class FeedForward(nn.Module):
 
     def forward(self, x):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))  # (B, T/cp, F/tp) inside
-
-
-class Router(nn.Module):
-    def __init__(self, dim, n_experts):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(n_experts, dim))
-
-    def forward(self, x):
-        return router_scores(x, self.weight)  # (B, T/cp/tp, E) fp32
 
 
 class MoE(nn.Module):

@@ -29,7 +29,7 @@ def claim_run(cfg, Model, model_config, data, lr_at=None, lora: dict | None = No
     if cfg.val_every and not data.n_val_samples:
         raise ValueError(f"--data {cfg.data} has no validation text; use --val_every 0")
     model = {"module": Model.__module__, "class": Model.__name__, **asdict(model_config)}
-    optimizer = "adamw" if cfg.optimizer.startswith("adamw_") else cfg.optimizer  # all kinds load each other's moments
+    optimizer = cfg.optimizer.removesuffix("_sr")  # both kinds of AdamW load each other's moments
     identity = {"model": model, "data": data.fingerprint, "optimizer": {"name": optimizer}}
     identity |= {"lora": lora} if lora else {}
     check_run(cfg.out, identity, cfg, lr_at)

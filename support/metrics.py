@@ -1,4 +1,4 @@
-"""Reports of a run: metrics.jsonl, a line per logged step, a progress bar, a loss curve. And garbage collection."""
+"""Reports of a run: metrics.jsonl, a line per logged step, a loss curve. And garbage collection."""
 import gc
 import importlib.util
 import json
@@ -96,11 +96,7 @@ def drop_lines_from(path: str, first_step: int):
     """Remove the lines of steps >= first_step from a metrics.jsonl: the run repeats these steps. A kill here loses nothing."""
     if not os.path.exists(path):
         return
-    lines = read_lines(path)
-    with open(path, errors="replace") as file:
-        if n_bad := sum(1 for _ in file) - len(lines):
-            print(f"{path}: {n_bad} unreadable line{'s' * (n_bad > 1)} left out, as a killed process leaves them", flush=True)
-    kept = [line for line in lines if line["step"] < first_step]
+    kept = [line for line in read_lines(path) if line["step"] < first_step]
     write_file(Path(path), "".join(json.dumps(line) + "\n" for line in kept).encode())
 
 
@@ -132,13 +128,12 @@ class Metrics:
         if cfg.memory_snapshot:
             torch.cuda.memory._record_memory_history()
             torch._C._cuda_attach_out_of_memory_observer(lambda *_: self.dump_memory("out-of-memory"))
-        self.bar, self.writers, self.closers = False, [], []
+        self.writers, self.closers = [], []
         if self.rank0:
             os.makedirs(out, exist_ok=True)
             self.path = os.path.join(out, "metrics.jsonl")
             drop_lines_from(self.path, first_step if first_step > 1 else 0)  # step 0: validation before any training
             self.file = open(self.path, "a")
-            self.bar = sys.stdout.isatty()
             if self.profiled and (self.profiled[-1] < first_step or self.profiled[0] > steps):
                 print(f"--profile: step {self.profiled[0]} is none of this run's, {first_step} to {steps}", flush=True)
             if cfg.tensorboard:
@@ -175,10 +170,6 @@ class Metrics:
             self.profiler, self.profiled = torch.profiler.profile(), range(self.step + 1, self.profiled.stop)
             self.profiler.start()
         self.step_started = time.perf_counter()
-        # The bar is drawn while a step runs and wiped at the end, so text printed between two steps starts on an empty line.
-        if self.bar:
-            filled = round(30 * self.step / self.steps)
-            print(f"\r\033[Kstep {self.step + 1}/{self.steps} [{'#' * filled:.<30}]", end="", flush=True)
         batch = next(batches)
         self.data_time += time.perf_counter() - self.step_started
         return batch
@@ -195,8 +186,6 @@ class Metrics:
         self.step_time += self.step_ended - self.step_started
         if self.profiler is not None and (self.step == self.profiled[-1] or self.step == self.steps):
             self.write_trace()
-        if self.bar:
-            print("\r\033[K", end="", flush=True)
 
     def write_trace(self):
         """Write the trace of the steps since the first of --profile; the file's name has the numbers of the steps."""
@@ -223,7 +212,7 @@ class Metrics:
         """
         if self.rank0:
             # Reading the loss waits for the device; the wait belongs to the time of the steps.
-            loss, loss_max, grad_norm = plain(loss), plain(loss_max), plain(grad_norm)
+            loss, loss_max, grad_norm = float(loss), float(loss_max), float(grad_norm)
             elapsed = self.step_time + time.perf_counter() - self.step_ended
             n_steps = max(self.n_steps, 1)
             speed = self.n_tokens / elapsed
@@ -235,7 +224,7 @@ class Metrics:
             if show:
                 left = timedelta(seconds=int((self.steps - step) * step_time))
                 share = "" if mfu is None else f"MFU {mfu:.1%}  "
-                print(f"step {step}/{self.steps}  loss {number(loss, '.4f')}  grad_norm {number(grad_norm, '.3f')}  "
+                print(f"step {step}/{self.steps}  loss {loss:.4f}  grad_norm {grad_norm:.3f}  "
                       f"lr {lr:.2e}  {speed:,.0f} tok/s  {share}mem {memory:.2f} GiB  "
                       f"data {self.data_time / elapsed:.1%}  ETA {left}", flush=True)
         self.reset_interval()
@@ -244,11 +233,11 @@ class Metrics:
         """Write and print one validation line. val_loss in nats per token; bits per byte compares across tokenizers;
         val_loss_by_part: of the parts of a mixture."""
         if self.rank0:
-            numbers = {"val_loss": plain(val_loss), "val_bits_per_byte": plain(val_bits_per_byte)}
-            parts = {name: plain(loss) for name, loss in (val_loss_by_part or {}).items()}
-            self.write({"step": step, **numbers} | ({"val_loss_by_part": parts} if parts else {}))
-            known = [pair for pair in (numbers | parts).items() if pair != ("val_bits_per_byte", None)]
-            print(f"step {step}/{self.steps}", *(f" {name} {number(n, '.4f')}" for name, n in known), flush=True)
+            numbers, parts = {"val_loss": val_loss, "val_bits_per_byte": val_bits_per_byte}, val_loss_by_part or {}
+            by_part = {name: plain(loss) for name, loss in parts.items()}
+            self.write({"step": step, **numbers} | ({"val_loss_by_part": by_part} if parts else {}))
+            known = [f" {name} {n:.4f}" for name, n in (numbers | parts).items() if n is not None]
+            print(f"step {step}/{self.steps}", *known, flush=True)
 
     def write(self, line: dict):
         """Append one line and flush: a reader of the file, or the run that replaces a killed run, finds the line whole."""
@@ -274,10 +263,6 @@ class Metrics:
             lines = read_lines(self.path)
             is_rl = any("reward_mean" in line for line in lines)
             print(loss_curve(lines, *(("reward_mean", "eval_reward") if is_rl else ("loss", "val_loss"))), flush=True)
-
-
-def number(value: float | None, spec: str) -> str:
-    return "nan" if value is None else format(value, spec)
 
 
 def loss_curve(lines: list[dict], training="loss", validation="val_loss") -> str:

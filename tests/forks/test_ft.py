@@ -21,12 +21,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from runs import REPO, Job, launch, run, train_lines
+from saves import diff
 
 import checkpoint
 from data import Batch
 from forks import ft
 from support.metrics import read_lines
-from tools.checkpoint_commands import diff
 
 recipe = importlib.import_module("forks.train_llama3_ft")
 needs_torchft = pytest.mark.skipif(importlib.util.find_spec("torchft") is None, reason="torchft is not installed")
@@ -63,8 +63,8 @@ def test_what_is_missing_is_said_in_one_line(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     with pytest.raises(ValueError, match="no lighthouse at .*:1 .* start one: torchft_lighthouse"):
         ft.check_groups(cfg)
-    with pytest.raises(ValueError, match="use --optimizer adamw, not adamw_8bit"):
-        ft.check_groups(recipe.Config(optimizer="adamw_8bit"))
+    with pytest.raises(ValueError, match="use --optimizer adamw, not adamw_sr"):
+        ft.check_groups(recipe.Config(optimizer="adamw_sr", param_dtype="bfloat16"))
 
 
 class Numbers:

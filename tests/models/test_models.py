@@ -267,8 +267,7 @@ def test_a_pattern_of_init_constants_that_names_nothing():
 
 # flags, processes, processes of the host -> bytes per parameter and share of them that the host must hold
 @pytest.mark.parametrize("flags, world, local, per_parameter", [
-    ({}, 1, 1, 16), ({"param_dtype": "bfloat16"}, 1, 1, 8), ({"optimizer": "adamw_8bit"}, 1, 1, 10),
-    ({"optimizer": "adamw_4bit"}, 1, 1, 9),
+    ({}, 1, 1, 16), ({"param_dtype": "bfloat16"}, 1, 1, 8),
     ({}, 8, 2, 16 / 4), ({"dp_replicate": 4}, 8, 2, 16), ({"tp": 4}, 8, 8, 16), ({"pp": 2, "tp": 2}, 4, 1, 4),
     ({"cpu_offload": True}, 2, 2, 16),
 ], ids=str)

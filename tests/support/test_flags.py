@@ -418,11 +418,6 @@ def types_of(b) -> list[str]:
     return [type(module).__name__ for module in b.model.modules()]
 
 
-def moment_size(b) -> int:
-    buffer = getattr(b.optimizer, "_new_buffer", lambda p, signed: p)(torch.zeros(4096), True)
-    return getattr(buffer, "codes", buffer).element_size()
-
-
 def seconds(text: str) -> float:
     return float(re.search(r"at least (\S+) s", text)[1])
 
@@ -528,7 +523,6 @@ row("beta2", 0.5, lambda new, old: follows(new, beta2=0.5))
 row("eps", 0.1, lambda new, old: follows(new, eps=0.1))
 row("weight_decay", 2.0, lambda new, old: follows(new, weight_decay=2.0))
 row("wd_on", "all", lambda new, old: follows(new, decays=lambda fqn, w: True))
-row("optimizer", "adamw_8bit", lambda new, old: moment_size(new) == 1, built)
 row("optimizer", "adamw_sr", lambda new, old: getattr(new.optimizer, "bf16_stochastic_round", False), built,
     param_dtype="bfloat16")
 row("max_norm", 0.01, lambda new, old: abs(sum(g.square().sum() for g in new.grads[0].values()) ** 0.5 - 0.01) < 1e-5)
