@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from distributed.agree import brief
-from support.config import own_rank
+from support.config import own_local_rank
 from support.files import read_json
 
 MODULES = ("__main__", "nanotitan_env", "nanotitan_reward")  # the program, and the files of --env and --reward
@@ -66,7 +66,7 @@ def check_machines(code: dict[str, str], out: str, gather) -> None:
     """Raises ValueError on all ranks when machines run different sources or another torch, or do not share the run folder
     `out` ("": none is written). The first rank of each machine has read `code`; gather: of all ranks' answers."""
     mine = None
-    if own_rank("LOCAL_RANK") == 0:
+    if own_local_rank() == 0:
         lock = Path(out, ".lock")  # signed by rank 0 before the processes connected
         signed = lock.read_text(errors="replace") if out and lock.exists() else ""
         mine = socket.gethostname(), signed, {"torch": torch.__version__} | summarize_code({}, code)["code"]

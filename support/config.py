@@ -19,7 +19,6 @@ Only given flags are refused: never a default, and no details of a feature that 
 """
 import argparse
 import dataclasses
-import difflib
 import inspect
 import json
 import math
@@ -42,16 +41,22 @@ if sys.platform == "win32":
 FROM_FILE = set()  # names of the fields from --config rather than from a flag
 
 
-def own_rank(name="RANK") -> int:
-    """The rank that the launcher gave to this process; "LOCAL_RANK": among those of this machine; 0 without a launcher."""
-    rank = os.environ.get(name, "")
+def own_rank() -> int:
+    """The rank that the launcher gave to this process; 0 without a launcher."""
+    rank = os.environ.get("RANK", "")
+    return int(rank) if rank.isdigit() else 0
+
+
+def own_local_rank() -> int:
+    """The rank among the processes of this machine; 0 without a launcher."""
+    rank = os.environ.get("LOCAL_RANK", "")
     return int(rank) if rank.isdigit() else 0
 
 
 def usage_error(message) -> NoReturn:
     """One line on stderr, then exit status 2. All ranks of a host see the same command line and files, so the first speaks."""
     rank = own_rank()
-    if rank == 0 or own_rank("LOCAL_RANK") == 0:
+    if rank == 0 or own_local_rank() == 0:
         who = f" on rank {rank} ({socket.gethostname()})" if rank else ""
         print(f"error{who}:", " ".join(str(message).splitlines()), file=sys.stderr, flush=True)
     else:
@@ -159,6 +164,8 @@ def parse_config(Config, argv=None):
     parser, helps = make_parser(Config, kinds)
     given, unknown = parser.parse_known_args(argv)
     if unknown:
+        from tools.other_names import refuse_unknown
+
         refuse_unknown(unknown[0], kinds, helps)
     given = vars(given)
     values = read_config(file, helps, kinds) if (file := given.pop("config")) is not None else {}
@@ -182,25 +189,6 @@ def parse_config(Config, argv=None):
     return cfg
 
 
-def did_you_mean(name: str, helps: dict, dashes="") -> str:
-    """"did you mean --steps? " or "". Tries the name in our spelling, the words in a help text, then similar letters."""
-    wanted = re.sub(r"\W", "_", name.lstrip("-").lower())
-    words = wanted.replace("_", " ").split()
-    found = [n for n in helps if n == wanted]
-    found += sorted((n for n in helps if len(words) > 1 and " ".join(words) in helps[n].lower()), key=len)
-    found += difflib.get_close_matches(wanted, helps, n=1) + [word for word in words if word in helps]
-    return f"did you mean {dashes}{found[0]}? " if found else ""
-
-
-def refuse_unknown(word: str, kinds: dict, helps: dict) -> NoReturn:
-    """End with a usage error for the first unknown word of the command line."""
-    if word.startswith("-"):
-        flag, negated = word.split("=")[0], {f"no-{name}": "" for name in kinds if kinds[name] is bool}
-        usage_error(f"unknown flag {flag}; {did_you_mean(flag, helps | negated, '--')}--help lists all flags")
-    wish = f"did you mean --checkpoint {word}? " if "checkpoint" in helps else ""
-    usage_error(f"unexpected argument {word!r}; {wish}flags are written --name value, see --help")
-
-
 def check_range(cfg, least: float, most: float, *names: str):
     """Raise ValueError for the first field outside of [least, most]; None counts as inside."""
     for name in names:
@@ -219,7 +207,9 @@ def read_config(path, helps, kinds) -> dict:
     saved.pop("_run", None)  # facts about the run, by save_config(); not flags
     for name, value in saved.items():
         if name not in helps:
-            usage_error(f"{path}: unknown key {name!r}; {did_you_mean(name, helps)}--help lists all names")
+            from tools.other_names import did_you_mean
+
+            usage_error(f"{path}: unknown key {name!r}; {did_you_mean(name, helps, '')}--help lists all names")
         try:
             saved[name] = parse_value(spell(value), kinds[name])
             same_type = isinstance(value, bool) == isinstance(saved[name], bool)  # True == 1 in Python
@@ -325,7 +315,9 @@ def override_fields(instance, text: str, flag: str):
     for item in filter(None, text.split(",")):
         name, equals, value = (part.strip() for part in item.partition("="))
         if not equals or name not in kinds:
-            wish = did_you_mean(name, dict.fromkeys(kinds, ""))
+            from tools.other_names import did_you_mean
+
+            wish = did_you_mean(name, dict.fromkeys(kinds, ""), "")
             raise ValueError(f"{flag}: {item.strip()!r} is no field=value; {wish}fields are {', '.join(kinds)}")
         try:
             changes[name] = parse_value(value, kinds[name])

@@ -9,8 +9,7 @@ from layouts import config
 from torch import nn
 
 from checkpoint import CheckpointConfig, Checkpoints
-from storage.dcp import read_table, read_tensors
-from storage.manifest import checksums, own_hash, verify
+from storage.manifest import checksums, own_hash
 from support.files import json_bytes
 
 IDENTITY = {
@@ -18,17 +17,6 @@ IDENTITY = {
     "data": {"sha256": "12ab", "seq_len": 16},
     "optimizer": {"name": "adamw"},
 }
-
-
-def diff(a: str, b: str) -> int:
-    """1 if a tensor differs by a bit between two undamaged step folders, or is in one of them only; else 0."""
-    found = []
-    for folder in (a, b):
-        table = read_table(folder, verify(folder)["files"])
-        tensors = {key: torch.empty(kind.size, dtype=kind.properties.dtype) for key, kind in table.state_dict_metadata.items()}
-        read_tensors(tensors, folder, table)
-        found.append({key: (t.shape, t.dtype, t.reshape(-1).view(torch.uint8).numpy().tobytes()) for key, t in tensors.items()})
-    return int(found[0] != found[1])
 
 
 class Net(nn.Module):

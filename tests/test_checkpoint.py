@@ -19,21 +19,7 @@ import torch
 from layouts import MODELS, MOE, SMALL, build, config, full, global_batch, local_batch
 from pool import forkserver, pool
 from programs import run_program
-from saves import (
-    IDENTITY,
-    assert_same,
-    diff,
-    everything,
-    flip,
-    names,
-    path,
-    refuses,
-    rewrite,
-    save_run,
-    saver,
-    set_manifest,
-    trained,
-)
+from saves import IDENTITY, assert_same, everything, flip, names, path, refuses, rewrite, save_run, saver, set_manifest, trained
 from torch import nn
 from torch.distributed.checkpoint import DefaultSavePlanner
 
@@ -51,6 +37,7 @@ from storage.manifest import ABOUT, STEP_FOLDER, newest_readable
 from storage.resume import check_run
 from support.files import json_bytes
 from tools import checkpoint_commands
+from tools.checkpoint_commands import diff
 
 
 def run_forked(function, *args):
@@ -634,9 +621,13 @@ def test_a_checkpoint_does_not_choose_what_is_imported(tmp_path):
 def test_command_line(tmp_path, capsys):
     save_run(tmp_path, 2, 4)
     a, b = path(tmp_path, 2), path(tmp_path, 4)
+    done = run_program([sys.executable, "checkpoint.py", "diff", a, b])
+    assert done.returncode == 1 and "state.json: step is 2 / 4" in done.stdout
+    assert "25 of 25 tensors differ, most of all:\n  optimizer." in done.stdout
+    assert checkpoint_commands.main(["diff", a, a]) == 0
     flip(b + "/recipe.py", 3)
-    assert run_program([sys.executable, "checkpoint.py", "verify", b]).returncode == 1
-    for wrong in ([], ["verify"], ["nonsense", a], ["ls", str(tmp_path / "nowhere")]):
+    capsys.readouterr()
+    for wrong in ([], ["verify"], ["nonsense", a], ["ls", str(tmp_path / "nowhere")], ["diff", a, b]):
         with pytest.raises(SystemExit, match="2"):
             checkpoint_commands.main(wrong)
         assert capsys.readouterr().err.count("\n") == 1, wrong

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 FOLDERS = ("models", "distributed", "support", "corpus", "storage", "sft", "rl", "tools", "forks")
 # Bottom up. A file may import files of its own layer, as long as no circle comes of it, and of all layers below.
 LAYERS = [
-    ["models", "support.config", "support.files"],
+    ["models", "support.config", "support.files", "tools.other_names"],
     ["distributed.layout"],
     ["distributed"],
     ["parallel"],
@@ -26,7 +26,8 @@ LAYERS = [
     ["ablate"],
 ]
 # A program hands its command line over to tools/, which is above it: these imports go up, each inside of a function.
-UP = {("distributed.launch", "tools.reports"), ("checkpoint", "tools.checkpoint_commands"), ("data", "tools.data_commands")}
+UP = {("distributed.launch", "tools.reports"), ("checkpoint", "tools.checkpoint_commands"), ("data", "tools.data_commands"),
+      ("support.config", "tools.other_names")}
 
 
 def house() -> dict[str, str]:

@@ -1,5 +1,6 @@
-"""The command line of checkpoint.py: ls, verify, to_hf, from_hf, source."""
+"""The command line of checkpoint.py: ls, verify, diff, to_hf, from_hf, source."""
 import json
+import math
 import os
 import re
 import shlex
@@ -10,7 +11,8 @@ import torch
 
 import checkpoint
 from distributed.layout import named_tensors
-from storage.dcp import read_tensors
+from storage.changes import changes
+from storage.dcp import read_table, read_tensors
 from storage.hf import HF_DTYPES, check_export, file_kinds, load_hf_model, save_hf, say_lost, write_hf
 from storage.manifest import Damaged, candidates, newest_readable, read_manifest, verify
 from storage.same_model import check_same_model
@@ -91,6 +93,38 @@ def from_hf(folder: str, out: str):
     checkpoints.close()
 
 
+def diff(a: str, b: str) -> int:
+    """Compares two step folders, with one pair of tensors in memory at a time; by bits, so NaN equals NaN."""
+    try:
+        tables = [read_table(folder, verify(folder)["files"]) for folder in (a, b)]
+    except ValueError as error:
+        raise ValueError(f"cannot compare: {error}") from None
+    differ, relative, keys = {}, {}, sorted({key for table in tables for key in table})
+    for key in keys:
+        kinds = [table.get(key) for table in tables]
+        if None in kinds:
+            differ[key] = f"only in {a if kinds[0] else b}"
+        elif kinds[0].size != kinds[1].size or kinds[0].dtype != kinds[1].dtype:
+            differ[key] = " / ".join(f"{tuple(kind.size)} {kind.dtype}" for kind in kinds)
+        else:
+            pair = [{key: torch.empty(kind.size, dtype=kind.dtype)} for kind in kinds]
+            for tensors, folder, table in zip(pair, (a, b), tables):
+                read_tensors(tensors, folder, table)
+            x, y = (tensors[key].reshape(-1) for tensors in pair)
+            if not torch.equal(x.view(torch.uint8), y.view(torch.uint8)):
+                far = (x.double() - y.double()).abs()
+                relative[key] = (far.norm() / x.double().norm().clamp(min=1e-300)).item()
+                differ[key] = (f"{int((far != 0).sum())} of {far.numel()} elements, by up to {far.max():.3g}, "
+                               f"{relative[key]:.1e} relative")
+    states = [read_json(folder, "state.json")["state"] for folder in (a, b)]
+    for name, old, new in changes(*states):
+        print(f"state.json: {name} is {old} / {new}")
+    far = sorted(differ, key=lambda key: -relative.get(key, math.inf))  # other shapes first
+    print(f"{len(differ)} of {len(keys)} tensors differ" + (", most of all:" if differ else ""))
+    print("".join(f"  {key}: {differ[key]}\n" for key in far[:5]), end="")
+    return int(bool(differ))
+
+
 def write_sources(folder: str, out: str):
     """Writes the recipe, the modules and the flags of a step folder, or of a run folder's newest checkpoint, to a new folder.
     Runs nothing. Raises ValueError, also for a name outside of the folder: strangers may have written code.json."""
@@ -117,7 +151,7 @@ def write_sources(folder: str, out: str):
 
 def main(argv: list[str]) -> int:
     parser = Parser(prog="python checkpoint.py", description=checkpoint.__doc__)
-    commands = parser.add_subparsers(metavar="ls|verify|to_hf|from_hf|source", required=True)
+    commands = parser.add_subparsers(metavar="ls|verify|diff|to_hf|from_hf|source", required=True)
 
     def add(function, name, **arguments):
         command = commands.add_parser(name)
@@ -129,6 +163,7 @@ def main(argv: list[str]) -> int:
     new = "the folder to write; it must be new"
     add(ls, "ls", run="a run folder")
     add(verify_command, "verify", folder="a run folder, or a step folder")
+    add(diff, "diff", a="a step folder", b="another one")
     add(from_hf, "from_hf", folder="a Hugging Face folder", out=new)
     add(write_sources, "source", folder="a step folder, or a run folder", out=new)
     command = add(to_hf, "to_hf", folder="a step folder, or a run folder", out=new)

@@ -26,7 +26,6 @@ import torch.distributed as dist
 from pool import forkserver
 from programs import run_program
 from runs import Job
-from saves import diff
 from torch.distributed.run import get_args_parser
 
 import checkpoint
@@ -40,6 +39,7 @@ from parallel import make_mesh
 from storage.manifest import STEP_FOLDER
 from support.config import parse_config
 from support.metrics import read_lines
+from tools.checkpoint_commands import diff
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
 

@@ -21,12 +21,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from runs import REPO, Job, launch, run, train_lines
-from saves import diff
 
 import checkpoint
 from data import Batch
 from forks import ft
 from support.metrics import read_lines
+from tools.checkpoint_commands import diff
 
 recipe = importlib.import_module("forks.train_llama3_ft")
 needs_torchft = pytest.mark.skipif(importlib.util.find_spec("torchft") is None, reason="torchft is not installed")

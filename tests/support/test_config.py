@@ -1,5 +1,7 @@
 """Command lines, against support/config.py: what one may say, what is refused and with which line, --config, --help."""
 
+import dataclasses
+import importlib
 import json
 import math
 import re
@@ -12,6 +14,8 @@ from typing import ClassVar, Literal, Optional
 import pytest
 
 from support.config import Need, check_range, flag, no_effect, parse_config, save_config, usage_error
+from tools.other_names import ELSEWHERE, SENTENCES, suggest_flag
+from tools.reports import ReportConfig
 
 REPO = Path(__file__).parents[2]
 
@@ -192,6 +196,18 @@ def test_help(capsys):
 
 
 PROGRAMS = ["train_llama3", "train_qwen3", "grpo", "generate"]
+
+
+def test_an_answer_names_a_flag_that_is_there():
+    """Each row has a flag of some program, no name that is a flag itself, and no answer where the program lacks the flag."""
+    programs = [importlib.import_module(name).Config for name in (*PROGRAMS, "finetune")]
+    flags = {field.name for config in (ReportConfig, *programs) for field in dataclasses.fields(config)}
+    sentences = {flag[1]: names for names, text in SENTENCES.items() if (flag := re.search(r"--(\w+)", text))}
+    for ours, names in [*ELSEWHERE.items(), *sentences.items()]:
+        assert ours in flags, ours
+        for name in names.split():
+            assert f"--{ours}" in suggest_flag(name, {ours}) and "--" not in suggest_flag(name, {"eot"}) and name != ours, name
+    assert suggest_flag("no_such_name", flags) == "" and "finetune.py" in suggest_flag("lora_rank", {"steps"})
 
 
 PIPELINE = Need("without --pp 2 or more", lambda c: c.pp > 1)

@@ -7,7 +7,6 @@ from layouts import build, config, full, global_batch, local_batch, relative
 from pool import pool
 from runs import MODEL as MODEL_ARGS
 from runs import launch, run, train_lines
-from saves import IDENTITY
 
 import parallel
 import train_qwen3
