@@ -47,10 +47,9 @@ from rl import engines, packing, rollouts
 from rl.datasets import DatasetConfig, open_task
 from rl.environments import draw_task, held_out_tasks, leave_out_long, supervised_sample
 from rl.http_engine import EngineConfig, find_server
-from rl.packing import PackingConfig
 from rl.policy import FLAVORS, build_policy, keep_reference, model_of
 from rl.refusals import check_flags, check_own_run
-from rl.reports import ReportConfig, introduce, keep_samples, sample_numbers, show_evaluation, show_step
+from rl.reports import introduce, keep_samples, sample_numbers, show_evaluation, show_step
 from rl.rewards import RewardConfig, held_out_numbers
 from rl.text import Text
 from sft.base import load_base
@@ -73,7 +72,7 @@ ROWS = Need("with --pack_tokens: a forward is one packed sequence", lambda c: no
 
 @dataclass(kw_only=True)
 class Config(ParallelConfig, ExpertConfig, LaunchConfig, LoraConfig, CheckpointConfig, MetricsConfig, DatasetConfig,
-             RewardConfig, ChatConfig, EngineConfig, ReportConfig, PackingConfig):
+             RewardConfig, ChatConfig, EngineConfig):
     REFUSED = ("pp", "loss_parallel", "load_only", "exclude_from_loading")  # not in --help: rl/refusals.py says why
     flavor: Literal[tuple(FLAVORS)] = flag("debug", NEW_MODEL)  # a small Llama 3, or Qwen3 with experts
     model_args: str = ""  # fields of the flavor to change: "n_layers=4,dim=128"
@@ -113,11 +112,14 @@ class Config(ParallelConfig, ExpertConfig, LaunchConfig, LoraConfig, CheckpointC
     weight_decay: float = 0.0  # AdamW: weight decay, decoupled from the gradient
     max_norm: float = 1.0  # gradients are scaled down to this norm; 0 = never
     local_batch_size: int = flag(64, ROWS)  # sequences per forward of a data rank
+    pack_tokens: int = 0  # pack samples into sequences of up to this many tokens, one per forward; 0 = a row for each sample
     rollout_rows: int = 512  # samples that one rank runs at once, or with --engine its server
     seed: int = 0  # of the initial weights, prompts and samples
     eval_every: int = 100  # steps between evaluations, also before the first step and at the end; 0 = never
     eval_n: int = -1  # held-out prompts, all different; -1 = all of --eval_data, else up to 1024
     eval_k: int = 4  # samples per held-out prompt, for pass@k; a greedy one comes on top
+    log_every: int = 10  # steps between printed lines and between samples in samples.jsonl; metrics.jsonl has every step
+    log_samples: int = 4  # samples per logged step in samples.jsonl; 0 = none
     checkpoint_every: int = 100  # steps between checkpoints (and one at the end); 0 = never
     chat: bool = True  # prompts in the chat template of --init_from, if any; --no-chat: bare, for base models
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto = a GPU, else the CPU
@@ -402,8 +404,8 @@ def main(cfg: Config):
         torch.set_num_threads(1)
     wait_for_run(cfg.out)
     identity = check_own_run(cfg, Model, model_config, lr_at)
-    if cfg.engine:
-        find_server(cfg, env, layout.rank)
+    if cfg.engine and layout.rank == 0:
+        find_server(cfg, env)
 
     # 2. two kinds of ranks: the last --gen_ranks only sample, and stay in generate_forever() until the run ends
     if layout.rank >= n_trainers:
@@ -444,10 +446,11 @@ def main(cfg: Config):
                   left_out, len(held_out), state["step"])
 
     # 7. loop
-    engine = engines.open_engine(trainer, env, text, n_trainers)
+    ready, stopping = rollouts.reuse_batches(state, cfg, layout.rank == 0), False
+    engine = engines.open_engine(trainer, env, text, ready[-1]["cursor"] if ready else state["cursor"], n_trainers)
+    ahead = engines.Ahead(engine, ready)
     metrics = Metrics(cfg.out, cfg, layout, flops_per_token=flops_per_token, first_step=first,
                       steps=cfg.steps, log_every=cfg.log_every, tokens=state["tokens"])
-    ahead, stopping = engines.Ahead(engine, rollouts.reuse_batches(state, cfg, layout.rank == 0), state["cursor"]), False
     if cfg.eval_every and first == 1:
         evaluate_policy(trainer, engine, held_out, metrics, 0)
     for step in range(first, cfg.steps + 1):

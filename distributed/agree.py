@@ -53,7 +53,10 @@ def fail_together(work, group):
 
 def on_rank_0(work, group):
     """Run work() on rank 0 and return its result on all ranks; raise Failed on all ranks if work fails."""
-    return gather(fail_together(lambda: work() if rank_in(group) == 0 else None, group), group)[0]
+    result = [fail_together(lambda: work() if rank_in(group) == 0 else None, group)]
+    if group:
+        dist.broadcast_object_list(result, group=group, group_src=0)
+    return result[0]
 
 
 def new_gloo_group(name: str):

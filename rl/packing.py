@@ -8,7 +8,6 @@ The plan depends only on the lengths of the samples, so every rank computes the 
 """
 import heapq
 import math
-from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -17,11 +16,6 @@ from torch import Tensor
 import parallel
 
 PADDING = {"at": -1, "n": 1.0}  # values of padding, if not 0
-
-
-@dataclass(kw_only=True)
-class PackingConfig:
-    pack_tokens: int = 0  # pack samples into sequences of up to this many tokens, one per forward; 0 = a row for each sample
 
 
 # ---------------------------------------------------------------- which samples are in which forward

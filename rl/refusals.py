@@ -1,9 +1,7 @@
 """Refusals of grpo.py: wrong flags, and runs that cannot be continued. One line each, before anything is built."""
 import math
 import os
-import threading
 from dataclasses import asdict
-from urllib.parse import urlsplit
 
 from rl.datasets import HINTS
 from rl.packing import pieces
@@ -20,19 +18,15 @@ def check_flags(cfg):
                 "local_batch_size", "rollout_rows", "rollout_timeout_s", "eval_k")
     check_range(cfg, 0, math.inf, "lr", "sft_lr", "eps", "weight_decay", "max_norm", "kl_coef", "tis", "clip_low",
                 "clip_high", "async_steps")
-    check_range(cfg, -1, math.inf, "log_samples")
-    check_range(cfg, 0, threading.TIMEOUT_MAX, "reward_timeout_s")
+    check_range(cfg, 0, 1e9, "reward_timeout_s")
     check_range(cfg, 1, 10_000, "reward_threads")
     check_range(cfg, 0, 1, "beta1", "beta2", "min_lr_ratio")
     step = max(pieces(cfg), 1)
     n = int(os.environ.get("WORLD_SIZE", 1))
-    url = urlsplit(cfg.engine)
     n_pack, tokens = cfg.pack_tokens, cfg.seq_len
     for wrong, message in [
         (cfg.env in HINTS and not cfg.env_data, f"--env {cfg.env} needs --env_data FILE.jsonl, its problems"),
         (not math.isfinite(cfg.failed_reward or 0), f"--failed_reward {cfg.failed_reward} must be a finite number, or none"),
-        (cfg.engine and (url.scheme not in ("http", "https") or not url.netloc or url.path.strip("/")),
-         f"--engine {cfg.engine} must be an address such as http://127.0.0.1:8000"),
         (max(cfg.beta1, cfg.beta2) == 1, f"--beta1 {cfg.beta1} and --beta2 {cfg.beta2} must be below 1: 1 never moves"),
         (cfg.pp > 1, f"--pp {cfg.pp}: a new token needs all layers, so a pipeline would idle; use --tp, --dp_shard or --cp"),
         (not cfg.loss_parallel, "--no-loss_parallel: under tp log-probabilities are split over the vocabulary; leave it out"),

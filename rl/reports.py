@@ -2,18 +2,11 @@
 import json
 import math
 import os
-from dataclasses import dataclass
 
 import torch
 
 from support.config import save_config
 from support.metrics import drop_lines_from
-
-
-@dataclass(kw_only=True)
-class ReportConfig:
-    log_every: int = 10  # steps between printed lines and between samples in samples.jsonl; metrics.jsonl has every step
-    log_samples: int = 4  # samples per logged step in samples.jsonl; 0 = none, -1 = all
 
 
 def introduce(cfg, layout, reduces_always: bool, identity: dict, size: str, left_out: list[str], n_held_out: int, done: int):
@@ -63,7 +56,7 @@ def show_step(cfg, step: int, line: dict):
 def keep_samples(cfg, step: int, samples: list[dict], text):
     """Append the first --log_samples of a step to samples.jsonl, samples of one prompt next to each other."""
     with open(f"{cfg.out}/samples.jsonl", "a") as file:
-        for s in samples if cfg.log_samples == -1 else samples[: cfg.log_samples]:
+        for s in samples[: cfg.log_samples]:
             # with the special tokens of the chat template, as seen by the model
             prompt = text.tokenizer.decode(s["prompt"], skip_special_tokens=False)
             shown = {"step": step, "prompt": prompt, "completion": s["text"]}

@@ -159,8 +159,6 @@ def make_batch(cfg, env, text, layout, model, cursor: int, version: int, draw=dr
         if not cfg.dynamic_sampling or len({s["reward"] for s in groups[size - 1]}) > 1:
             break
     samples = [s for group in groups[:size] for s in group]
-    for s in samples:
-        s["versions"] = [version] * len(s["ids"])  # version of the policy, per token
     return dict(samples=samples, cursor=cursor, version=version, drawn=len(groups), too_long=len(too_long), began=began,
                 ended=time.time())
 
@@ -191,13 +189,12 @@ def reuse_batches(state: dict, cfg, rank0: bool) -> list[dict]:
 class InPlace:
     """The trainer's own ranks sample. submit() does all the work, collect() returns its result."""
 
-    def __init__(self, trainer, *task):
-        self.trainer, self.task, self.ready, self.cursor = trainer, task, deque(), 0
+    def __init__(self, trainer, cursor: int, *task):
+        self.trainer, self.cursor, self.task, self.ready = trainer, cursor, task, deque()
 
-    def submit(self, cursor: int | None):
-        cursor = self.cursor if cursor is None else cursor
+    def submit(self):
         with whole_weights(self.trainer.model):
-            self.ready.append(make_batch(*self.task, self.trainer.model, cursor, self.trainer.policy_version))
+            self.ready.append(make_batch(*self.task, self.trainer.model, self.cursor, self.trainer.policy_version))
         self.cursor = self.ready[-1]["cursor"]
 
     def collect(self) -> dict:
