@@ -26,7 +26,7 @@ from distributed.launch import StopSignal
 from distributed.layout import Layout, dtype_of_compute
 from distributed.refusals import runs_on_cuda
 from rl.http_engine import HTTPEngine
-from rl.rollouts import InPlace, make_batch, patient_group, unknown_ids
+from rl.rollouts import InPlace, make_batch, patient_group
 from sft.lora import add_adapters, is_adapter, lora_names
 
 END = -1  # in place of a cursor: leave
@@ -59,23 +59,18 @@ class Ahead:
     def take(self):
         """Yield the batch of this step; sample a batch now if none was submitted before."""
         self.fill(1)
-        if not self.ready:
-            self.collect(1)
+        self.wait(1)
         yield self.ready.popleft()
 
-    def collect(self, n: int):
-        for _ in range(n):
+    def wait(self, n: int):
+        while len(self.ready) < n:
             self.ready.append(self.engine.collect())
             self.running -= 1
 
     def all(self) -> list[dict]:
         """Wait for all batches in flight; a checkpoint saves them."""
-        self.collect(self.running)
+        self.wait(len(self.ready) + self.running)
         return list(self.ready)
-
-    def close(self):
-        self.all()  # a generator ends only after its samples were fetched
-        self.engine.close()
 
 
 def staleness(batch: dict, policy_version: int, cfg) -> dict:
@@ -211,8 +206,6 @@ def generate_forever(cfg, env, text, Model, model_config, n_trainers: int):
     on_cuda = runs_on_cuda(cfg.device)
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_cuda else torch.device("cpu")
     layout = Layout(dp_shard=n, global_batch_size=n, device=device, rank=rank)  # whole models, different prompts
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
     bridge = open_bridge(cfg, n_trainers, device)
     dist.init_process_group("gloo", store=dist.PrefixStore("world", bridge.store), rank=rank, world_size=n)
     StopSignal()  # the trainers need samples to finish their step
@@ -220,7 +213,7 @@ def generate_forever(cfg, env, text, Model, model_config, n_trainers: int):
     model = Model(model_config).to(layout.device)
     if cfg.lora_rank:
         add_adapters(model, lora_names(model, cfg.lora_on), cfg.lora_rank, cfg.lora_alpha)
-    model.unknown_ids = unknown_ids(text, model_config, layout.device)
+    model.unknown_ids = text.unknown_ids(model_config.vocab_size, layout.device)
     for t, as_multiplied in list_weights(model, dtype):
         t.data = t.data.to(as_multiplied)
     again, batch = False, {}

@@ -18,6 +18,7 @@ import uuid
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -45,7 +46,7 @@ class Server:
 
     def __init__(self, url: str, timeout_s: float):
         """Ask the server for its kind ("vllm" or "sglang"), the name of its model and its longest sequence."""
-        self.url = (url if "://" in url else f"http://{url}").rstrip("/")
+        self.url = url if "://" in url else f"http://{url}"
         self.timeout, self.version = min(timeout_s, 60.0), None
         card = self.call("/v1/models", take=lambda answer: dict(answer["data"][0]))
         self.kind, self.name, self.max_len = card.get("owned_by"), card.get("id"), card.get("max_model_len")
@@ -110,8 +111,7 @@ class Server:
         common |= {"logit_bias": bias} if bias else {}
         if self.kind == "vllm":  # vLLM gives sample i the seed + i
             body = dict(model=self.name, prompt=prompt, n=n, max_tokens=room, seed=seed, logprobs=1, return_token_ids=True)
-            hint = "; vLLM before 0.10.2 has no return_token_ids"
-            found = self.call("/v1/completions", body | common, samples_of_vllm, hint)
+            found = self.call("/v1/completions", body | common, samples_of_vllm)
         else:
             each = [dict(common, max_new_tokens=room, sampling_seed=seed + i) for i in range(n)]
             body = dict(input_ids=[prompt] * n, sampling_params=each, return_logprob=True)
@@ -238,13 +238,13 @@ class HTTPEngine:
             shutil.rmtree(self.loaded, ignore_errors=True)
             self.loaded = folder
 
-    def draw(self, cfg, env, text, layout, model, tasks, mine, group_size: int, temperature: float):
+    def draw(self, cfg, env, text, layout, model, names, prompts, group_size: int, temperature: float):
         """(2) by the server, in place of rollouts.draw_samples."""
-        prompts = [(name, text.prompt(prompt), group_size, temperature) for name, prompt in tasks]
+        ask = partial(self.ask, n=group_size, temperature=temperature)
         try:
-            found = [*self.prompts.map(self.ask, *zip(*prompts), timeout=self.server.timeout)]
+            found = [*self.prompts.map(ask, names, prompts, timeout=self.server.timeout)]
         except TimeoutError:
-            self.server.fail(f"{len(tasks)} prompts took longer than --rollout_timeout_s {self.server.timeout:g}")
+            self.server.fail(f"{len(names)} prompts took longer than --rollout_timeout_s {self.server.timeout:g}")
         self.server.check_version()
         return sum(found, []), []
 
