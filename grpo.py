@@ -46,7 +46,7 @@ from parallel import clip_grad_norm, make_mesh, next_backward, reduce_loss
 from rl import engines, messages, packing, rollouts
 from rl.datasets import DatasetConfig, open_task
 from rl.environments import draw_task, held_out_tasks, leave_out_long, supervised_sample
-from rl.http_engine import EngineConfig, find_server
+from rl.http_engine import find_server
 from rl.policy import FLAVORS, build_policy, keep_reference, model_of
 from rl.rewards import RewardConfig, held_out_numbers
 from rl.text import Text
@@ -64,13 +64,14 @@ CLIP = {"grpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2), "dapo": (0.2, 0.28), "gspo": 
 # Needs of flags: see support/config.py
 DENSE = Need("with experts: they multiply as many rows as tokens chose them", lambda c: not getattr(c, "n_experts", 0))
 NEW_MODEL = Need("with --init_from, which brings a trained model", lambda c: not c.init_from)
+SERVER = Need("without --engine", lambda c: c.engine)
 IN_PLACE = Need("with --engine: the server samples, and its kernels round as they do", lambda c: not c.engine)
 ROWS = Need("with --pack_tokens: a forward is one packed sequence", lambda c: not c.pack_tokens)
 
 
 @dataclass(kw_only=True)
 class Config(ParallelConfig, ExpertConfig, LaunchConfig, LoraConfig, CheckpointConfig, MetricsConfig, DatasetConfig,
-             RewardConfig, ChatConfig, EngineConfig):
+             RewardConfig, ChatConfig):
     REFUSED = ("pp", "loss_parallel", "load_only", "exclude_from_loading")  # not in --help: rl/messages.py says why
     flavor: Literal[tuple(FLAVORS)] = flag("debug", NEW_MODEL)  # a small Llama 3, or Qwen3 with experts
     model_args: str = ""  # fields of the flavor to change: "n_layers=4,dim=128"
@@ -93,6 +94,8 @@ class Config(ParallelConfig, ExpertConfig, LaunchConfig, LoraConfig, CheckpointC
     overlong_tokens: int = 0  # reward falls by up to 1 over this many tokens before max_new_tokens (DAPO eq. 13); 0 = off
     mask_truncated: bool = False  # leave truncated samples out of the loss and of its denominator
     async_steps: int = 0  # batches sampled ahead, so that rollouts and training overlap; samples are so many updates old
+    engine: str = ""  # vLLM or SGLang at this address samples, e.g. http://127.0.0.1:8000; "" = the processes of this run do
+    engine_weights: str = flag("", SERVER)  # folder for weights, with the same path on the server's machine; "" = <out>/engine
     gen_ranks: int = flag(0, IN_PLACE)  # the last ranks only sample, each with a whole model; 0 = all ranks sample, in place
     rollout_timeout_s: int = 7200  # a rank that waits longer for others' samples, tools or rewards ends the run
     batch_invariant: bool = flag(False, DENSE, IN_PLACE)  # sampling and training agree to the last bit (CPU, one thread, no tp)

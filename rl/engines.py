@@ -216,15 +216,14 @@ def generate_forever(cfg, env, text, Model, model_config, n_trainers: int):
     model.unknown_ids = text.unknown_ids(model_config.vocab_size, layout.device)
     for t, as_multiplied in list_weights(model, dtype):
         t.data = t.data.to(as_multiplied)
-    again, batch = False, {}
+    batch = {}
     while "error" not in batch:
         bridge.talk.broadcast(header := torch.zeros(2, dtype=torch.long), 0).wait()
         cursor, version = header.tolist()
         if cursor == END:
             return bridge.close()
-        for weight, _ in list_weights(model, dtype, again):
+        for weight, _ in list_weights(model, dtype, again=len(batch) > 0):
             bridge.broadcast(weight.data)
-        again = True
         try:
             batch = make_batch(cfg, env, text, layout, model, batch.get("cursor", cursor), version)
         except ValueError as error:  # the same on all generators; the trainers end the run

@@ -4,8 +4,8 @@
     prompts   rank 0 sends token ids, for --rollout_rows samples at once; ids and log-probabilities come back
     rewards   on rank 0, in the thread that waits for the server, while the trainer trains (rl/rollouts.py)
 
-Answers are checked: the server has the weights of this version (if the server can tell), and each sample is well formed. The
-computation is not checked in this file: logprob_k3 of each step compares the server's log-probabilities with the trainer's.
+Answers are checked: the server has the weights of this version (if the server can tell), and each sample is well formed.
+logprob_k3 of each step checks the computation: the server's log-probabilities against the trainer's.
 """
 import contextlib
 import hashlib
@@ -17,7 +17,6 @@ import shutil
 import uuid
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -29,15 +28,6 @@ from distributed.layout import Layout
 from rl.decoding import noise_seed
 from rl.rollouts import make_batch, patient_group, sample_groups
 from storage.hf import save_hf
-from support.config import Need, flag
-
-HTTP = Need("without --engine", lambda c: c.engine)
-
-
-@dataclass(kw_only=True)
-class EngineConfig:
-    engine: str = ""  # vLLM or SGLang at this address samples, e.g. http://127.0.0.1:8000; "" = the processes of this run do
-    engine_weights: str = flag("", HTTP)  # folder for weights, with the same path on the server's machine; "" = <out>/engine
 
 
 # ---------------------------------------------------------------- the server
@@ -176,8 +166,7 @@ class HTTPEngine:
         self.trainer, self.text, self.cfg, cfg = trainer, text, trainer.cfg, trainer.cfg
         self.task = (cfg, env, text, Layout(), None)  # one process draws all samples
         # Rank 0 gives up after --rollout_timeout_s and tells the other ranks why, so the others wait longer.
-        several = trainer.layout.world_size > 1
-        self.group = patient_group(dist.group.WORLD, 2 * cfg.rollout_timeout_s) if several else None
+        self.group = patient_group(dist.group.WORLD, 2 * cfg.rollout_timeout_s)
         self.folder = os.path.abspath(cfg.engine_weights or f"{cfg.out}/engine")
         self.mine = f"{Path(cfg.out).name}-{hashlib.sha256(os.path.abspath(cfg.out).encode()).hexdigest()[:6]}"
         self.written, self.loaded, self.cursor, self.running = None, "", cursor, deque()

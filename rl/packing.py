@@ -15,8 +15,6 @@ from torch import Tensor
 
 import parallel
 
-PADDING = {"at": -1, "n": 1.0}  # values of padding, if not 0
-
 
 # ---------------------------------------------------------------- which samples are in which forward
 def n_read(sample: dict) -> int:
@@ -139,5 +137,5 @@ def forwards_of(samples: list[dict], cfg, layout):
             x["segment"] = torch.full_like(x["tokens"], n)
             if cfg.pack_tokens:
                 x["doc_ids"] = x["segment"]
-        fill = PADDING | {"segment": len(parts), "doc_ids": len(parts)}
+        fill = {"at": -1, "n": 1.0, "segment": len(parts), "doc_ids": len(parts)}
         yield [samples[i] for row in rows for i in row], lay_out(values, T, layout, fill)

@@ -113,9 +113,8 @@ def sample_groups(cfg, env, text, layout, model, tasks: list[tuple[str, str]], g
     failures, everyone = zip(*gather((failed, samples), group))  # from all ranks
     if reasons := sum(failures, []):
         raise ValueError(f"--env {cfg.env}: {reasons[0]}")
-    everyone = one_of_each_model(everyone, layout)
     # sorted() is stable, so samples keep their order within a group
-    samples = sorted((s for part in everyone for s in part), key=lambda s: s["group"])
+    samples = sorted(sum(one_of_each_model(everyone, layout), []), key=lambda s: s["group"])
     unpaid = [s["failed"] for s in samples if s["failed"]]
     if unpaid and layout.rank == 0:
         print(f"{len(unpaid)} of {len(samples)} rewards failed and count as --failed_reward {cfg.failed_reward:g}, the "
@@ -150,9 +149,8 @@ def make_batch(cfg, env, text, layout, model, cursor: int, version: int, draw=dr
         groups.sort(key=lambda group: len({s["reward"] for s in group}) == 1)  # groups with a gradient first, else as drawn
         if not cfg.dynamic_sampling or len({s["reward"] for s in groups[size - 1]}) > 1:
             break
-    samples = [s for group in groups[:size] for s in group]
-    return dict(samples=samples, cursor=cursor, version=version, drawn=len(groups), too_long=len(too_long), began=began,
-                ended=time.time())
+    return dict(samples=sum(groups[:size], []), cursor=cursor, version=version, drawn=len(groups), too_long=len(too_long),
+                began=began, ended=time.time())
 
 
 def batch_flags(cfg) -> dict:
