@@ -20,7 +20,7 @@ One step of the algorithm, numbered as in the code below:
 The same command again continues the run. A run writes runs/grpo/{config.json, metrics.jsonl, samples.jsonl, checkpoints/},
 and with --kl_coef the initial policy, reference/ (not with --lora_rank: the model without adapters is the initial policy).
 Own tasks: --env dataset, see rl/datasets.py, or --env my_env.py, see rl/environments.py. Read next: rl/policy.py (the model),
-rl/rollouts.py, rl/decoding.py, models/loss.py. Refusals are in rl/refusals.py, output is in rl/reports.py.
+rl/rollouts.py, rl/decoding.py, models/loss.py. Refusals and output are in rl/messages.py.
 """
 import hashlib
 import json
@@ -43,14 +43,11 @@ from distributed.launch import LaunchConfig, StopSignal, connect, disconnect, ru
 from distributed.layout import ExpertConfig, ParallelConfig, local_tensor
 from distributed.refusals import check_layout
 from parallel import clip_grad_norm, make_mesh, next_backward, reduce_loss
-from rl import engines, packing, rollouts
+from rl import engines, messages, packing, rollouts
 from rl.datasets import DatasetConfig, open_task
 from rl.environments import draw_task, held_out_tasks, leave_out_long, supervised_sample
-from rl.http_engine import EngineConfig, find_server
-from rl.packing import PackingConfig
+from rl.http_engine import find_server
 from rl.policy import FLAVORS, build_policy, keep_reference, model_of
-from rl.refusals import check_flags, check_own_run
-from rl.reports import ReportConfig, introduce, keep_samples, sample_numbers, show_evaluation, show_step
 from rl.rewards import RewardConfig, held_out_numbers
 from rl.text import Text
 from sft.base import load_base
@@ -67,18 +64,19 @@ CLIP = {"grpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2), "dapo": (0.2, 0.28), "gspo": 
 # Needs of flags: see support/config.py
 DENSE = Need("with experts: they multiply as many rows as tokens chose them", lambda c: not getattr(c, "n_experts", 0))
 NEW_MODEL = Need("with --init_from, which brings a trained model", lambda c: not c.init_from)
+SERVER = Need("without --engine", lambda c: c.engine)
 IN_PLACE = Need("with --engine: the server samples, and its kernels round as they do", lambda c: not c.engine)
 ROWS = Need("with --pack_tokens: a forward is one packed sequence", lambda c: not c.pack_tokens)
 
 
 @dataclass(kw_only=True)
 class Config(ParallelConfig, ExpertConfig, LaunchConfig, LoraConfig, CheckpointConfig, MetricsConfig, DatasetConfig,
-             RewardConfig, ChatConfig, EngineConfig, ReportConfig, PackingConfig):
-    REFUSED = ("pp", "loss_parallel", "load_only", "exclude_from_loading")  # not in --help: rl/refusals.py says why
+             RewardConfig, ChatConfig):
+    REFUSED = ("pp", "loss_parallel", "load_only", "exclude_from_loading")  # not in --help: rl/messages.py says why
     flavor: Literal[tuple(FLAVORS)] = flag("debug", NEW_MODEL)  # a small Llama 3, or Qwen3 with experts
     model_args: str = ""  # fields of the flavor to change: "n_layers=4,dim=128"
     out: str = "runs/grpo"  # folder for all files of the run; the same folder again continues the run
-    env: str = "reverse"  # the task: reverse, sum_digits, countdown, calculator, dataset, gsm8k, or a file of your own
+    env: str = "reverse"  # the task: reverse, sum_digits, calculator, dataset, gsm8k, or a file of your own
     steps: int = 300  # optimizer steps
     prompts_per_step: int = 32  # prompts per step, over all ranks
     group_size: int = 8  # G, samples per prompt
@@ -96,6 +94,8 @@ class Config(ParallelConfig, ExpertConfig, LaunchConfig, LoraConfig, CheckpointC
     overlong_tokens: int = 0  # reward falls by up to 1 over this many tokens before max_new_tokens (DAPO eq. 13); 0 = off
     mask_truncated: bool = False  # leave truncated samples out of the loss and of its denominator
     async_steps: int = 0  # batches sampled ahead, so that rollouts and training overlap; samples are so many updates old
+    engine: str = ""  # vLLM or SGLang at this address samples, e.g. http://127.0.0.1:8000; "" = the processes of this run do
+    engine_weights: str = flag("", SERVER)  # folder for weights, with the same path on the server's machine; "" = <out>/engine
     gen_ranks: int = flag(0, IN_PLACE)  # the last ranks only sample, each with a whole model; 0 = all ranks sample, in place
     rollout_timeout_s: int = 7200  # a rank that waits longer for others' samples, tools or rewards ends the run
     batch_invariant: bool = flag(False, DENSE, IN_PLACE)  # sampling and training agree to the last bit (CPU, one thread, no tp)
@@ -113,18 +113,21 @@ class Config(ParallelConfig, ExpertConfig, LaunchConfig, LoraConfig, CheckpointC
     weight_decay: float = 0.0  # AdamW: weight decay, decoupled from the gradient
     max_norm: float = 1.0  # gradients are scaled down to this norm; 0 = never
     local_batch_size: int = flag(64, ROWS)  # sequences per forward of a data rank
+    pack_tokens: int = 0  # pack samples into sequences of up to this many tokens, one per forward; 0 = a row for each sample
     rollout_rows: int = 512  # samples that one rank runs at once, or with --engine its server
     seed: int = 0  # of the initial weights, prompts and samples
     eval_every: int = 100  # steps between evaluations, also before the first step and at the end; 0 = never
     eval_n: int = -1  # held-out prompts, all different; -1 = all of --eval_data, else up to 1024
     eval_k: int = 4  # samples per held-out prompt, for pass@k; a greedy one comes on top
+    log_every: int = 10  # steps between printed lines and between samples in samples.jsonl; metrics.jsonl has every step
+    log_samples: int = 4  # samples per logged step in samples.jsonl; 0 = none
     checkpoint_every: int = 100  # steps between checkpoints (and one at the end); 0 = never
     chat: bool = True  # prompts in the chat template of --init_from, if any; --no-chat: bare, for base models
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto = a GPU, else the CPU
 
     def __post_init__(self):
         MetricsConfig.__post_init__(self)
-        check_flags(self)
+        messages.check_flags(self)
 
 
 # ---------------------------------------------------------------- the algorithm
@@ -280,7 +283,7 @@ class Trainer:
         clip = [default if given is None else given for given, default in zip((cfg.clip_low, cfg.clip_high), usual)]
         tis, kl_coef = (0.0, 0.0) if kind == "sft" else (cfg.tis, cfg.kl_coef)
         batches, found = list(self.microbatches(samples)), []
-        sums = torch.zeros(2, dtype=torch.float64, device=layout.device)
+        sums = torch.zeros(3, dtype=torch.float64, device=layout.device)
         for i, (_, b) in enumerate(batches):
             ref = self.reference_logprobs(b) if kl_coef else None  # first, because with LoRA the reference is the same model
             next_backward(model, i == len(batches) - 1, layout)
@@ -293,14 +296,14 @@ class Trainer:
                 k3 = (ref - lp).exp() - (ref - lp) - 1
                 per_token = per_token + kl_coef * k3 * mask / (b["n"] if kind in ("grpo", "gspo") else 1)
             per_token.sum().backward()
-            sums += torch.stack([x.detach().sum().double() for x in (per_token, clipped)])
+            sums += torch.stack([x.detach().sum().double() for x in (per_token, clipped, torch.ones_like(clipped))])
             found.append(compare_policies(lp.detach(), entropy, b))
         z = loss_denominator(kind, counted or samples, cfg.max_new_tokens)
         self.denominator += z
         mine = loss_denominator(kind, [s for part, _ in batches for s in part], cfg.max_new_tokens)
         total, loss_max = reduce_loss(torch.stack([sums[0], sums[0] / max(mine, 1)]) / layout.tp, layout)
         dist.all_reduce(sums)
-        proof, fed = self.proof(found), packing.tokens_fed(samples, cfg, layout)
+        proof, fed = self.proof(found), sums[2].item() / layout.tp
         return proof | dict(loss=total.item() / max(z, 1), loss_max=loss_max.item(), denominator=z,
                             clip_share=sums[1].item() / max(proof["tokens"], 1), fed=fed,
                             padding=1 - sum(map(packing.n_read, samples)) / fed)
@@ -321,7 +324,16 @@ class Trainer:
         return {"grad_norm": norm.item(), "policy_version": self.policy_version}
 
 
-def update_policy(trainer: Trainer, groups: list[list[dict]], lr: float, step: int) -> dict:
+def prove(proofs: list[dict], abort_k3: float) -> dict:
+    """The proof of a whole step, from its parts. Raises RuntimeError if the generator samples from another policy."""
+    proof = {name: weighted_mean(proofs, name, "tokens") for name in ("logprob_k3", "ratio_outside", "entropy")}
+    if abort_k3 and proof["logprob_k3"] > abort_k3:
+        raise RuntimeError(f"logprob_k3 {proof['logprob_k3']:.3g} is above --abort_k3 {abort_k3}: the generator does not "
+                           "sample from the policy that is trained")
+    return proof | {"logprob_max_diff": max(p["logprob_max_diff"] for p in proofs)}
+
+
+def update_policy(trainer: Trainer, groups: list[list[dict]], lr: float) -> dict:
     """(5) and (6) of one step: an update for each of --minibatches parts of the groups. Returns numbers of the step."""
     cfg, size = trainer.cfg, len(groups) // trainer.cfg.minibatches
     parts = [sum(groups[i : i + size], []) for i in range(0, len(groups), size)]
@@ -336,17 +348,13 @@ def update_policy(trainer: Trainer, groups: list[list[dict]], lr: float, step: i
     for part, some in zip(parts, kept):
         found = trainer.train_on(some, counted=part)
         if not updates:
-            proofs.append(found)
-            proof = {name: weighted_mean(proofs, name, "tokens") for name in ("logprob_k3", "ratio_outside", "entropy")}
-            if cfg.abort_k3 and proof["logprob_k3"] > cfg.abort_k3:
-                raise RuntimeError(f"step {step}: logprob_k3 {proof['logprob_k3']:.3g} is above --abort_k3 {cfg.abort_k3}: "
-                                   "the generator does not sample from the policy that is trained")
+            proof = prove([*proofs, found], cfg.abort_k3)
         updates.append(found | trainer.optim_step(lr, update=cfg.control != "frozen"))
+    n_tokens = sum(p["tokens"] for p in [*proofs, updates[0]])
     return proof | dict(
-        logprob_max_diff=max(p["logprob_max_diff"] for p in proofs), loss=weighted_mean(updates, "loss", "denominator"),
-        loss_max=max(u["loss_max"] for u in updates), grad_norm=sum(u["grad_norm"] for u in updates) / len(updates),
-        clip_share=sum(u["clip_share"] * u["tokens"] for u in updates) / sum(p["tokens"] for p in proofs),
-        padding=weighted_mean(updates, "padding", "fed"), policy_version=trainer.policy_version)
+        loss=weighted_mean(updates, "loss", "denominator"), loss_max=max(u["loss_max"] for u in updates),
+        grad_norm=sum(u["grad_norm"] for u in updates) / len(updates), padding=weighted_mean(updates, "padding", "fed"),
+        clip_share=sum(u["clip_share"] * u["tokens"] for u in updates) / n_tokens, policy_version=trainer.policy_version)
 
 
 # ---------------------------------------------------------------- warm-up, evaluation
@@ -374,7 +382,7 @@ def evaluate_policy(trainer: Trainer, engine, prompts: list[str], metrics: Metri
     line = held_out_numbers(samples, greedy, cfg.eval_k)
     if trainer.layout.rank == 0:
         metrics.write({"step": step} | line)
-        show_evaluation(cfg, step, line)
+        messages.show_evaluation(cfg, step, line)
 
 
 # ---------------------------------------------------------------- the run
@@ -401,9 +409,9 @@ def main(cfg: Config):
         os.environ["OMP_NUM_THREADS"] = "1"  # several threads slow down so small a model: they mostly wait
         torch.set_num_threads(1)
     wait_for_run(cfg.out)
-    identity = check_own_run(cfg, Model, model_config, lr_at)
-    if cfg.engine:
-        find_server(cfg, env, layout.rank)
+    identity = messages.check_own_run(cfg, Model, model_config, lr_at)
+    if cfg.engine and layout.rank == 0:
+        find_server(cfg, env)
 
     # 2. two kinds of ranks: the last --gen_ranks only sample, and stay in generate_forever() until the run ends
     if layout.rank >= n_trainers:
@@ -421,7 +429,7 @@ def main(cfg: Config):
         plain = Model(model_config)
     n_params = sum(p.numel() for p in plain.parameters())
     adapters, flops_per_token = lora_counts(plain, cfg) if cfg.lora_rank else ("", plain.flops_per_token(cfg.seq_len))
-    unknown = rollouts.unknown_ids(text, model_config, layout.device)
+    unknown = text.unknown_ids(model_config.vocab_size, layout.device)
     build = partial(build_policy, cfg, layout, Model, model_config, unknown)
     model = build(is_frozen if cfg.lora_rank else loaded_later(cfg))
     reference = build(lambda fqn: True) if cfg.kl_coef and not cfg.lora_rank else None  # filled by keep_reference
@@ -440,14 +448,15 @@ def main(cfg: Config):
         keep_reference(trainer, is_new, about)
     check_replicas([model], layout, flags=asdict(cfg))
     if layout.rank == 0:
-        introduce(cfg, layout, model.reduces_always, identity | checkpoints.made_from, f"{n_params:,} parameters{adapters}",
-                  left_out, len(held_out), state["step"])
+        about_run, size = identity | checkpoints.made_from, f"{n_params:,} parameters{adapters}"
+        messages.introduce(cfg, layout, model.reduces_always, about_run, size, left_out, state["step"])
 
     # 7. loop
-    engine = engines.open_engine(trainer, env, text, n_trainers)
+    ready, stopping = rollouts.reuse_batches(state, cfg, layout.rank == 0), False
+    engine = engines.open_engine(trainer, env, text, ready[-1]["cursor"] if ready else state["cursor"], n_trainers)
+    ahead = engines.Ahead(engine, ready)
     metrics = Metrics(cfg.out, cfg, layout, flops_per_token=flops_per_token, first_step=first,
                       steps=cfg.steps, log_every=cfg.log_every, tokens=state["tokens"])
-    ahead, stopping = engines.Ahead(engine, rollouts.reuse_batches(state, cfg, layout.rank == 0), state["cursor"]), False
     if cfg.eval_every and first == 1:
         evaluate_policy(trainer, engine, held_out, metrics, 0)
     for step in range(first, cfg.steps + 1):
@@ -463,20 +472,20 @@ def main(cfg: Config):
 
         # (5) loss, (6) optimizer
         lr = cfg.lr * lr_at(step, cfg)
-        found = update_policy(trainer, groups, lr, step)
+        found = update_policy(trainer, groups, lr)
         balance = balance_experts([model], layout, "none", 0.0) if getattr(model_config, "n_experts", 0) else {}
 
         # (7) the next version of the policy: log, evaluate, save
         trained_until = time.time()
         metrics.end_step(sum(len(s["prompt"]) + len(s["ids"]) for s in samples))
-        line = sample_numbers(groups, batch) | found | balance | age | dict(
+        line = messages.sample_numbers(groups, batch) | found | balance | age | dict(
             train_s=trained_until - trained_from, train_began=trained_from, train_ended=trained_until)
         tokens_hash = hashlib.sha256(json.dumps([s["ids"] for s in samples]).encode()).hexdigest()[:16]
         metrics.log(step, loss=line["loss"], loss_max=line["loss_max"], grad_norm=line["grad_norm"], lr=lr,
                     tokens_hash=tokens_hash, extra=line, show=False)
         if layout.rank == 0 and metrics.due(step):
-            show_step(cfg, step, line)
-            keep_samples(cfg, step, samples, text)
+            messages.show_step(cfg, step, line)
+            messages.keep_samples(cfg, step, samples, text)
         state = {"step": step, "cursor": batch["cursor"], "tokens": metrics.tokens, "policy_version": trainer.policy_version,
                  "batch": [], "made_with": rollouts.batch_flags(cfg), "bos": text.bos}
         if step == first:
@@ -490,11 +499,10 @@ def main(cfg: Config):
             evaluate_policy(trainer, engine, held_out, metrics, step)
         if stopping:
             break
-    ahead.close()
+    ahead.all()  # a generator ends only after its samples were fetched
+    engine.close()
     checkpoints.close(export=not stopping and not os.path.exists(cfg.export_hf))
     metrics.close()
-    if layout.rank == 0 and step_folders(cfg.out):
-        print(f"checkpoint: {step_folders(cfg.out)[0][1]}   samples: {cfg.out}/samples.jsonl", flush=True)
     disconnect()
     if stopping:
         return stop.report(step, layout)

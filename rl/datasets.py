@@ -20,7 +20,7 @@ from typing import NamedTuple
 from corpus.files import unpacked
 from corpus.mixture import PACKED, format_of
 from rl.answers import KINDS, is_right, never_right
-from rl.environments import load_own, open_env, shuffled
+from rl.environments import load_own, open_env
 from support.config import Need, flag
 
 HINTS = {"dataset": "", "gsm8k": "\nThink step by step, and end with the answer alone on a line: #### number"}
@@ -156,7 +156,4 @@ def open_reward(path: str):
 
 def open_task(cfg):
     """The environment that the flags name. Raises ValueError."""
-    if cfg.env not in HINTS:
-        return open_env(cfg.env)
-    shuffled.cache_clear()
-    return Dataset(cfg)
+    return Dataset(cfg) if cfg.env in HINTS else open_env(cfg.env)

@@ -258,6 +258,5 @@ def rollout(
                     running[row] = None
                 if on_token is not None:
                     on_token(s["index"], s["ids"][-1])
-    for s in samples:
-        s["truncated"] = not (s["ids"][-1] in ends and s["mask"][-1])
-    return [{name: s[name] for name in ("ids", "logprobs", "mask", "truncated")} for s in samples]
+    return [dict(ids=s["ids"], logprobs=s["logprobs"], mask=s["mask"], truncated=not (s["ids"][-1] in ends and s["mask"][-1]))
+            for s in samples]

@@ -1,6 +1,6 @@
 """The engines of grpo.py: an engine samples the prompts of a step.
 
-    engine.submit(cursor)     # start a batch with the current policy; prompts from cursor on, None: after the previous batch
+    engine.submit()           # start a batch with the current policy; its prompts follow those of the previous batch
     batch = engine.collect()  # the oldest batch: {"samples": [...], "cursor": of the next prompts, "version": of the policy}
     samples = engine.evaluate(tasks, group_size, temperature)  # of (name, prompt) pairs, with rewards, by the current policy
     engine.close()            # at the end of the run, after a collect() for every submit()
@@ -11,9 +11,8 @@ Generators, below, sends the weights to ranks for sampling only (--gen_ranks), e
 """
 import os
 import pickle
-import queue
-import threading
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -22,23 +21,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from distributed.agree import reason
+from distributed.agree import on_rank_0, reason
 from distributed.launch import StopSignal
 from distributed.layout import Layout, dtype_of_compute
 from distributed.refusals import runs_on_cuda
 from rl.http_engine import HTTPEngine
-from rl.rollouts import InPlace, make_batch, patient_group, unknown_ids
+from rl.rollouts import InPlace, make_batch, patient_group
 from sft.lora import add_adapters, is_adapter, lora_names
 
-END, GO_ON = -1, -2  # in place of a cursor: leave; continue after the previous batch
+END = -1  # in place of a cursor: leave
 
 
-def open_engine(trainer, env, text, n_trainers: int):
-    """The engine for these flags, on a trainer's rank."""
+def open_engine(trainer, env, text, cursor: int, n_trainers: int):
+    """The engine for these flags, on a trainer's rank. cursor: number of the first prompt without a batch."""
     cfg, layout = trainer.cfg, trainer.layout
     if cfg.engine:
-        return HTTPEngine(trainer, env, text)
-    in_place = InPlace(trainer, cfg, env, text, layout)
+        return HTTPEngine(trainer, env, text, cursor)
+    in_place = InPlace(trainer, cursor, cfg, env, text, layout)
     if not cfg.gen_ranks:
         return in_place
     return Generators(trainer, in_place, open_bridge(cfg, n_trainers, layout.device) if layout.rank == 0 else None)
@@ -47,50 +46,40 @@ def open_engine(trainer, env, text, n_trainers: int):
 class Ahead:
     """The batches of the next steps: ready ones, the oldest first, and those in flight."""
 
-    def __init__(self, engine, ready: list[dict], cursor: int):
-        """ready: batches of a checkpoint. cursor: number of the first prompt without a batch."""
+    def __init__(self, engine, ready: list[dict]):
+        """ready: batches of a checkpoint."""
         self.engine, self.ready, self.running = engine, deque(ready), 0
-        self.cursor = ready[-1]["cursor"] if ready else cursor
-
-    def submit(self):
-        self.engine.submit(self.cursor)
-        self.cursor, self.running = None, self.running + 1  # None: the engine knows the end of the previous batch
 
     def fill(self, n: int):
         """Submit until n batches are ready or in flight, sampled by the current policy."""
         while len(self.ready) + self.running < n:
-            self.submit()
+            self.engine.submit()
+            self.running += 1
 
     def take(self):
         """Yield the batch of this step; sample a batch now if none was submitted before."""
         self.fill(1)
-        if not self.ready:
-            self.collect(1)
+        self.wait(1)
         yield self.ready.popleft()
 
-    def collect(self, n: int):
-        for _ in range(n):
+    def wait(self, n: int):
+        while len(self.ready) < n:
             self.ready.append(self.engine.collect())
             self.running -= 1
 
     def all(self) -> list[dict]:
         """Wait for all batches in flight; a checkpoint saves them."""
-        self.collect(self.running)
+        self.wait(len(self.ready) + self.running)
         return list(self.ready)
-
-    def close(self):
-        self.all()  # a generator ends only after its samples were fetched
-        self.engine.close()
 
 
 def staleness(batch: dict, policy_version: int, cfg) -> dict:
-    """Age of the tokens of a batch in policy versions: the largest, and the mean if ages differ. Raises RuntimeError."""
-    ages = [policy_version - v for s in batch["samples"] for v in s.get("versions", [batch["version"]])]
-    if max(ages) > cfg.async_steps * cfg.minibatches:
-        raise RuntimeError(f"the samples are {max(ages)} policy versions old, more than --async_steps {cfg.async_steps} x "
+    """Age of a batch in policy versions. Raises RuntimeError."""
+    age = policy_version - batch["version"]
+    if age > cfg.async_steps * cfg.minibatches:
+        raise RuntimeError(f"the samples are {age} policy versions old, more than --async_steps {cfg.async_steps} x "
                            f"--minibatches {cfg.minibatches}: the engine has mixed up its batches")
-    mean = {"staleness_mean": sum(ages) / len(ages)} if min(ages) < max(ages) else {}
-    return {"staleness": max(ages)} | mean
+    return {"staleness": age}
 
 
 # ---------------------------------------------------------------- --gen_ranks
@@ -153,61 +142,58 @@ def open_bridge(cfg, n_trainers: int, device: torch.device) -> Bridge:
     return Bridge(store, talk, weights, device)
 
 
-def run_courier(bridge: Bridge, jobs: queue.SimpleQueue, batches: queue.SimpleQueue):
-    """The courier, a thread on trainer rank 0: sends the weights of a job, receives the batch, takes the next job, all while
-    the trainer trains. A job is a header (cursor, version) and weights."""
+def use_own_stream(device: torch.device):
+    """For the courier's thread: waiting for copies must not wait for the trainer's kernels."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.cuda.set_stream(torch.cuda.Stream())
+
+
+def fetch_batch(bridge: Bridge, cursor: int, version: int, weights: list[Tensor]) -> dict:
+    """The generators' batch by these weights, on trainer rank 0. cursor: of the first batch; the generators know the next."""
     try:
-        if bridge.device.type == "cuda":  # a stream of its own, to wait for copies and not for the trainer's kernels
-            torch.cuda.set_device(bridge.device)
-            torch.cuda.set_stream(torch.cuda.Stream())
-        while True:
-            header, weights = jobs.get()
-            bridge.talk.broadcast(torch.tensor(header), 0).wait()
-            if header[0] == END:
-                return bridge.close()
-            for weight in weights:
-                bridge.broadcast(weight)
-            del weights
-            size = torch.zeros(1, dtype=torch.long)
-            bridge.talk.recv([size], 1, 0).wait()
-            data = torch.empty(int(size), dtype=torch.uint8)
-            bridge.talk.recv([data], 1, 0).wait()
-            batches.put(pickle.loads(data.numpy().tobytes()))  # from our own generators, over our own connection
+        bridge.talk.broadcast(torch.tensor((cursor, version)), 0).wait()
+        for weight in weights:
+            bridge.broadcast(weight)
+        weights.clear()
+        size = torch.zeros(1, dtype=torch.long)
+        bridge.talk.recv([size], 1, 0).wait()
+        data = torch.empty(int(size), dtype=torch.uint8)
+        bridge.talk.recv([data], 1, 0).wait()
     except Exception as error:
-        batches.put({"error": f"--gen_ranks {bridge.talk.size() - 1}: no samples came from them: {reason(error)}"})
+        raise ValueError(f"--gen_ranks {bridge.talk.size() - 1}: no samples came from them: {reason(error)}") from None
+    batch = pickle.loads(data.numpy().tobytes())  # from our own generators, over our own connection
+    if "error" in batch:
+        raise ValueError(batch["error"])
+    return batch
 
 
 class Generators:
-    """The engine on a trainer's rank. submit() gives the weights to the courier and returns while the
+    """The engine on a trainer's rank. submit() gives the weights to the courier, a thread of rank 0, and returns while the
     generators sample; collect() waits for their samples. bridge: None except on trainer rank 0."""
 
     def __init__(self, trainer, in_place, bridge: Bridge | None):
-        self.trainer, self.bridge, self.again = trainer, bridge, False
+        self.trainer, self.bridge, self.cursor, self.again = trainer, bridge, in_place.cursor, False
         self.evaluate = in_place.evaluate  # the trainer's ranks have the current weights
-        self.jobs, self.batches = queue.SimpleQueue(), queue.SimpleQueue()
-        self.courier = threading.Thread(target=run_courier, args=(bridge, self.jobs, self.batches), daemon=True)
-        if bridge is not None:
-            self.courier.start()
+        self.courier, self.running = ThreadPoolExecutor(1, "courier", use_own_stream, (trainer.layout.device,)), deque()
 
-    def submit(self, cursor: int | None):
+    def submit(self):
         tensors = list_weights(self.trainer.model, self.trainer.layout.compute_dtype, self.again)
-        weights = pack_weights(tensors, keep=self.bridge is not None)
+        weights, self.again = pack_weights(tensors, keep=self.bridge is not None), True
         if self.bridge is not None:
-            self.jobs.put(((GO_ON if cursor is None else cursor, self.trainer.policy_version), weights))
-        self.again = True
+            job = (fetch_batch, self.bridge, self.cursor, self.trainer.policy_version, weights)
+            self.running.append(self.courier.submit(*job))
 
     def collect(self) -> dict:
-        box = [self.batches.get() if self.bridge is not None else None]
         # the other trainers wait here as long as the generators sample
-        dist.broadcast_object_list(box, 0, group=patient_group(dist.group.WORLD, self.trainer.cfg.rollout_timeout_s))
-        if "error" in box[0]:
-            raise ValueError(box[0]["error"])
-        return box[0]
+        group = patient_group(dist.group.WORLD, self.trainer.cfg.rollout_timeout_s)
+        return on_rank_0(lambda: self.running.popleft().result(), group)
 
     def close(self):
+        self.courier.shutdown()
         if self.bridge is not None:
-            self.jobs.put(((END, 0), []))  # the generators may go
-            self.courier.join()
+            self.bridge.talk.broadcast(torch.tensor((END, 0)), 0).wait()  # the generators may go
+            self.bridge.close()
 
 
 def generate_forever(cfg, env, text, Model, model_config, n_trainers: int):
@@ -220,8 +206,6 @@ def generate_forever(cfg, env, text, Model, model_config, n_trainers: int):
     on_cuda = runs_on_cuda(cfg.device)
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_cuda else torch.device("cpu")
     layout = Layout(dp_shard=n, global_batch_size=n, device=device, rank=rank)  # whole models, different prompts
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
     bridge = open_bridge(cfg, n_trainers, device)
     dist.init_process_group("gloo", store=dist.PrefixStore("world", bridge.store), rank=rank, world_size=n)
     StopSignal()  # the trainers need samples to finish their step
@@ -229,25 +213,22 @@ def generate_forever(cfg, env, text, Model, model_config, n_trainers: int):
     model = Model(model_config).to(layout.device)
     if cfg.lora_rank:
         add_adapters(model, lora_names(model, cfg.lora_on), cfg.lora_rank, cfg.lora_alpha)
-    model.unknown_ids = unknown_ids(text, model_config, layout.device)
+    model.unknown_ids = text.unknown_ids(model_config.vocab_size, layout.device)
     for t, as_multiplied in list_weights(model, dtype):
         t.data = t.data.to(as_multiplied)
-    again, batch = False, {}
-    while True:
+    batch = {}
+    while "error" not in batch:
         bridge.talk.broadcast(header := torch.zeros(2, dtype=torch.long), 0).wait()
         cursor, version = header.tolist()
         if cursor == END:
             return bridge.close()
-        for weight, _ in list_weights(model, dtype, again):
+        for weight, _ in list_weights(model, dtype, again=len(batch) > 0):
             bridge.broadcast(weight.data)
-        again, cursor = True, batch["cursor"] if cursor == GO_ON else cursor
         try:
-            batch = make_batch(cfg, env, text, layout, model, cursor, version)
+            batch = make_batch(cfg, env, text, layout, model, batch.get("cursor", cursor), version)
         except ValueError as error:  # the same on all generators; the trainers end the run
             batch = {"error": str(error)}
         if rank == 0:
             data = torch.frombuffer(bytearray(pickle.dumps(batch)), dtype=torch.uint8)
             bridge.talk.send([torch.tensor([len(data)])], 0, 0).wait()
             bridge.talk.send([data], 0, 0).wait()
-        if "error" in batch:
-            return

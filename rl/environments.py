@@ -49,22 +49,6 @@ class SumDigits:
         return float(completion.strip() == str(sum(map(int, re.findall(r"\d", prompt)))) and not truncated)
 
 
-class Countdown:
-    """Reach the target with +, -, * and each of the numbers once: "3 7 2 = 19: " -> "3*7-2"."""
-
-    ALPHABET = string.digits + "+-*()=: "
-
-    def make(rng):
-        numbers = [rng.randint(1, 9) for _ in range(3)]
-        answer = "".join(f"{rng.choice('+-*')}{n}" for n in rng.sample(numbers, 3))[1:]
-        return f"{' '.join(map(str, numbers))} = {arithmetic(answer)}: ", answer
-
-    def reward(prompt, completion, truncated=False):
-        numbers, target = prompt.rstrip(": ").split(" = ")
-        used = sorted(re.findall(r"\d+", completion)) == sorted(numbers.split())
-        return float(used and arithmetic(completion) == int(target) and not truncated)
-
-
 class Calculator:
     """Several turns: after "=" the tool writes the value and ";". "37*4+12: " -> "37*4=148;148+12=160;160"."""
 
@@ -101,12 +85,11 @@ def arithmetic(text: str) -> Fraction | None:
         return None
 
 
-ENVS = {"reverse": Reverse, "sum_digits": SumDigits, "countdown": Countdown, "calculator": Calculator}
+ENVS = {"reverse": Reverse, "sum_digits": SumDigits, "calculator": Calculator}
 
 
 def open_env(name: str):
     """The environment for --env; rl/datasets.py has the environments for problems in files. Raises ValueError."""
-    shuffled.cache_clear()
     env = ENVS.get(name) or load_own("env", name, [*ENVS, "dataset", "gsm8k"])
     wanted = ["make"] * (not hasattr(env, "problems")) + ["reward"] + ["TOOL_END"] * hasattr(env, "tool")
     if missing := [word for word in wanted if not hasattr(env, word)]:

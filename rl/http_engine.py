@@ -4,8 +4,8 @@
     prompts   rank 0 sends token ids, for --rollout_rows samples at once; ids and log-probabilities come back
     rewards   on rank 0, in the thread that waits for the server, while the trainer trains (rl/rollouts.py)
 
-Answers are checked: the server has the weights of this version (if the server can tell), and each sample is well formed. The
-computation is not checked in this file: logprob_k3 of each step compares the server's log-probabilities with the trainer's.
+Answers are checked: the server has the weights of this version (if the server can tell), and each sample is well formed.
+logprob_k3 of each step checks the computation: the server's log-probabilities against the trainer's.
 """
 import contextlib
 import hashlib
@@ -14,11 +14,10 @@ import json
 import math
 import os
 import shutil
-import time
 import uuid
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -29,16 +28,6 @@ from distributed.layout import Layout
 from rl.decoding import noise_seed
 from rl.rollouts import make_batch, patient_group, sample_groups
 from storage.hf import save_hf
-from support.config import Need, flag
-
-HTTP = Need("without --engine", lambda c: c.engine)
-ANSWER_LIMIT = 1 << 28  # bytes; a batch of samples with log-probabilities has a few million
-
-
-@dataclass(kw_only=True)
-class EngineConfig:
-    engine: str = ""  # vLLM or SGLang at this address samples, e.g. http://127.0.0.1:8000; "" = the processes of this run do
-    engine_weights: str = flag("", HTTP)  # folder for weights, with the same path on the server's machine; "" = <out>/engine
 
 
 # ---------------------------------------------------------------- the server
@@ -47,7 +36,8 @@ class Server:
 
     def __init__(self, url: str, timeout_s: float):
         """Ask the server for its kind ("vllm" or "sglang"), the name of its model and its longest sequence."""
-        self.url, self.timeout, self.version = url.rstrip("/"), min(timeout_s, 60.0), None
+        self.url = url if "://" in url else f"http://{url}"
+        self.timeout, self.version = min(timeout_s, 60.0), None
         card = self.call("/v1/models", take=lambda answer: dict(answer["data"][0]))
         self.kind, self.name, self.max_len = card.get("owned_by"), card.get("id"), card.get("max_model_len")
         if self.kind not in ("vllm", "sglang"):
@@ -60,46 +50,26 @@ class Server:
         raise ValueError(f"--engine {self.url}: {what}")
 
     def call(self, path: str, body: dict | None = None, take=lambda answer: answer, hint="", optional=False):
-        """take(the server's JSON answer), None without content; GET without a body, else POST. hint: end of the message about
-        an answer of another form. optional: return None if the server does not know the path."""
-        url = urlsplit(self.url)
+        """take(the server's JSON answer), None without content; GET without a body, else POST. hint: end of a message about a
+        wrong answer. optional: return None if the server does not know the path."""
+        url, content = urlsplit(self.url), None if body is None else json.dumps(body)
         Connection = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
         try:
             with contextlib.closing(Connection(url.netloc, timeout=self.timeout)) as connection:
-                content = None if body is None else json.dumps(body)
                 connection.request("GET" if body is None else "POST", path, content, {"Content-Type": "application/json"})
                 answer = connection.getresponse()
-                content = self.read_all(answer, path)
-        except ConnectionRefusedError:
-            self.fail(f"nothing answers there ({path}: connection refused); start the server, then this run again")
-        except TimeoutError:
-            self.fail(f"no answer to {path} within {self.timeout:g} s")
+                content = answer.read()
         except (OSError, http.client.HTTPException) as error:
-            self.fail(f"the connection broke during {path} ({type(error).__name__}: {error}); the server may have died")
+            self.fail(f"no answer to {path} ({type(error).__name__}: {error}; the limit is {self.timeout:g} s); if the server "
+                      "does not run, start it, then this run again")
         if answer.status == 404 and optional:
             return None
         if answer.status >= 400:
-            text = "".join(c if c.isprintable() else "\ufffd" for c in " ".join(content.decode(errors="replace").split())[:300])
-            self.fail(f"{path} answers with status {answer.status}: {text}{hint}")
+            self.fail(f"{path} answers with status {answer.status}: {content[:300]!r}{hint}")
         try:
-            answer = json.loads(content) if content.strip() else None
-        except (ValueError, RecursionError):
-            self.fail(f"{path} answers no JSON but {content[:100]!r}")
-        try:
-            return take(answer)
-        except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
-            self.fail(f"{path} answers in another form, {type(error).__name__} {error} in {json.dumps(answer)[:200]}{hint}")
-
-    def read_all(self, answer, path: str) -> bytes:
-        """The content of an answer, limited in time (--rollout_timeout_s) and bytes: a server might never end."""
-        content, until = bytearray(), time.monotonic() + self.timeout
-        while piece := answer.read1(1 << 20):
-            content += piece
-            if len(content) > ANSWER_LIMIT:
-                self.fail(f"{path} answers with more than {ANSWER_LIMIT:,} bytes, which is absurd")
-            if time.monotonic() > until:
-                raise TimeoutError
-        return bytes(content)
+            return take(json.loads(content) if content.strip() else None)
+        except (KeyError, IndexError, TypeError, AttributeError, ValueError, RecursionError) as error:
+            self.fail(f"{path} answers in another form, {type(error).__name__} {error} in {content[:200]!r}{hint}")
 
     def load(self, folder: str, version: str):
         """Make the server read the weights of this folder, under the name `version`."""
@@ -131,8 +101,7 @@ class Server:
         common |= {"logit_bias": bias} if bias else {}
         if self.kind == "vllm":  # vLLM gives sample i the seed + i
             body = dict(model=self.name, prompt=prompt, n=n, max_tokens=room, seed=seed, logprobs=1, return_token_ids=True)
-            hint = "; vLLM before 0.10.2 has no return_token_ids"
-            found = self.call("/v1/completions", body | common, samples_of_vllm, hint)
+            found = self.call("/v1/completions", body | common, samples_of_vllm)
         else:
             each = [dict(common, max_new_tokens=room, sampling_seed=seed + i) for i in range(n)]
             body = dict(input_ids=[prompt] * n, sampling_params=each, return_logprob=True)
@@ -162,34 +131,29 @@ def samples_of_sglang(answer: list) -> tuple[list[tuple], list]:
 
 
 def wrong_sample(ids, logprobs, reason, room: int, ends: list[int], n_vocab: int, greedy: bool) -> str:
-    """The fault of a sample from the server, or ""."""
+    """The fault of a server's sample, or ""."""
     if not isinstance(ids, list) or not isinstance(logprobs, list) or not 1 <= len(ids) <= room or len(logprobs) != len(ids):
         return f"it must have between 1 and {room} ids, and a log-probability for each"
-    outside = [i for i in ids if type(i) is not int or not 0 <= i < n_vocab]
+    if outside := [i for i in ids if type(i) is not int or not 0 <= i < n_vocab]:
+        return f"the id {outside[:1]} is none of the model's {n_vocab}"
     strange = [x for x in logprobs if type(x) not in (int, float) or not x <= 1e-3 or x == -math.inf]
-    for wrong, message in [
-        (outside, f"the id {outside[:1]} is none of the model's {n_vocab}"),
-        (strange and not greedy, f"{strange[:1]} is no log-probability; vLLM needs --logprobs-mode processed_logprobs"),
-        (not outside and set(ids[:-1]) & set(ends), "it goes on behind its end"),
-        (reason == "stop" and ids[-1] not in ends, f"it ended with the id {ids[-1]}, which is none of {ends}, its ends"),
-        (reason == "length" and ids[-1] not in ends and len(ids) < room,
-         f"it was cut off after {len(ids)} ids, and {room} were asked for: --seq_len is more than the server allows"),
-        (reason not in ("stop", "length"), f"its finish_reason is {reason!r}"),
-    ]:
-        if wrong:
-            return message
+    if strange and not greedy:
+        return f"{strange[:1]} is no log-probability; vLLM needs --logprobs-mode processed_logprobs"
+    is_cut = reason == "length" and len(ids) == room
+    if set(ids[:-1]) & set(ends) or reason not in ("stop", "length") or ids[-1] not in ends and not is_cut:
+        return (f"its finish_reason is {reason!r} after {len(ids)} of {room} ids, the last {ids[-1]}; only the last may be one "
+                f"of {ends}, its ends, and --seq_len must not be more than the server allows")
     return ""
 
 
-def find_server(cfg, env, rank: int):
+def find_server(cfg, env):
     """Check that the server runs and can serve this run. Raises ValueError before anything is built."""
     if hasattr(env, "tool"):
         raise ValueError(f"--engine: --env {cfg.env} has a tool, and a server does not stop for it; leave out --engine")
-    if rank == 0:
-        server = Server(cfg.engine, cfg.rollout_timeout_s)
-        if (server.max_len or cfg.seq_len) < cfg.seq_len:
-            server.fail(f"its sequences have at most {server.max_len} tokens; start it with --max-model-len (SGLang: "
-                        f"--context-length) {cfg.seq_len}, which is --seq_len")
+    server = Server(cfg.engine, cfg.rollout_timeout_s)
+    if (server.max_len or cfg.seq_len) < cfg.seq_len:
+        server.fail(f"its sequences have at most {server.max_len} tokens; start it with --max-model-len (SGLang: "
+                    f"--context-length) {cfg.seq_len}, which is --seq_len")
 
 
 # ---------------------------------------------------------------- the engine
@@ -198,15 +162,14 @@ class HTTPEngine:
     prompts to the server and pays rewards, one batch after the other, while the trainer trains. collect() waits for the
     thread, and gives its batch to all ranks."""
 
-    def __init__(self, trainer, env, text):
+    def __init__(self, trainer, env, text, cursor: int):
         self.trainer, self.text, self.cfg, cfg = trainer, text, trainer.cfg, trainer.cfg
         self.task = (cfg, env, text, Layout(), None)  # one process draws all samples
         # Rank 0 gives up after --rollout_timeout_s and tells the other ranks why, so the others wait longer.
-        several = trainer.layout.world_size > 1
-        self.group = patient_group(dist.group.WORLD, 2 * cfg.rollout_timeout_s) if several else None
+        self.group = patient_group(dist.group.WORLD, 2 * cfg.rollout_timeout_s)
         self.folder = os.path.abspath(cfg.engine_weights or f"{cfg.out}/engine")
         self.mine = f"{Path(cfg.out).name}-{hashlib.sha256(os.path.abspath(cfg.out).encode()).hexdigest()[:6]}"
-        self.written, self.loaded, self.cursor, self.running = None, "", 0, deque()
+        self.written, self.loaded, self.cursor, self.running = None, "", cursor, deque()
         self.server, self.start = on_rank_0(self.connect, self.group)
         self.worker, self.prompts = ThreadPoolExecutor(1), ThreadPoolExecutor(max(1, cfg.rollout_rows // cfg.group_size))
 
@@ -229,10 +192,10 @@ class HTTPEngine:
                     group=self.group, quiet=True)
         return folder
 
-    def submit(self, cursor: int | None):
+    def submit(self):
         folder, version = self.write_weights(), self.trainer.policy_version
         if self.trainer.layout.rank == 0:
-            self.running.append(self.worker.submit(self.make, folder, cursor, version))
+            self.running.append(self.worker.submit(self.make, folder, version))
 
     def collect(self) -> dict:
         return on_rank_0(lambda: self.running.popleft().result(), self.group)
@@ -247,9 +210,9 @@ class HTTPEngine:
         shutil.rmtree(self.written or "", ignore_errors=True)
 
     # ------------------------------------------------ in the thread of rank 0
-    def make(self, folder: str, cursor: int | None, version: int) -> dict:
+    def make(self, folder: str, version: int) -> dict:
         self.load(folder)
-        batch = make_batch(*self.task, self.cursor if cursor is None else cursor, version, draw=self.draw)
+        batch = make_batch(*self.task, self.cursor, version, draw=self.draw)
         self.cursor = batch["cursor"]
         return batch
 
@@ -264,17 +227,13 @@ class HTTPEngine:
             shutil.rmtree(self.loaded, ignore_errors=True)
             self.loaded = folder
 
-    def draw(self, cfg, env, text, layout, model, tasks, mine, group_size: int, temperature: float):
+    def draw(self, cfg, env, text, layout, model, names, prompts, group_size: int, temperature: float):
         """(2) by the server, in place of rollouts.draw_samples."""
-        until = time.monotonic() + self.server.timeout
-        asked = [self.prompts.submit(self.ask, name, text.prompt(prompt), group_size, temperature) for name, prompt in tasks]
+        ask = partial(self.ask, n=group_size, temperature=temperature)
         try:
-            found = [prompt.result(timeout=max(0.0, until - time.monotonic())) for prompt in asked]
+            found = [*self.prompts.map(ask, names, prompts, timeout=self.server.timeout)]
         except TimeoutError:
-            self.server.fail(f"{len(tasks)} prompts took longer than --rollout_timeout_s {self.server.timeout:g}")
-        finally:
-            for prompt in asked:  # after a failure, the remaining prompts are not sent
-                prompt.cancel()
+            self.server.fail(f"{len(names)} prompts took longer than --rollout_timeout_s {self.server.timeout:g}")
         self.server.check_version()
         return sum(found, []), []
 

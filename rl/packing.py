@@ -8,20 +8,12 @@ The plan depends only on the lengths of the samples, so every rank computes the 
 """
 import heapq
 import math
-from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 import parallel
-
-PADDING = {"at": -1, "n": 1.0}  # values of padding, if not 0
-
-
-@dataclass(kw_only=True)
-class PackingConfig:
-    pack_tokens: int = 0  # pack samples into sequences of up to this many tokens, one per forward; 0 = a row for each sample
 
 
 # ---------------------------------------------------------------- which samples are in which forward
@@ -98,12 +90,6 @@ def plan_forwards(lengths: list[int], cfg, layout) -> list[list[tuple[list[list[
     return [[(rows, row_length(longest(rows), cfg, layout)) for rows in share] for share in shares]
 
 
-def tokens_fed(samples: list[dict], cfg, layout) -> int:
-    """Tokens of the forwards of all data ranks, with padding."""
-    plan = plan_forwards(list(map(n_read, samples)), cfg, layout)
-    return sum(max(len(rows), 1) * T for share in plan for rows, T in share)
-
-
 # ---------------------------------------------------------------- tensors of a forward
 def token_values(s: dict, first: int) -> dict[str, Tensor]:
     """Inputs of a forward and of the loss for each input token of a sample, (L,) each. Label t is the token after input t.
@@ -121,12 +107,9 @@ def token_values(s: dict, first: int) -> dict[str, Tensor]:
     return {name: torch.tensor(x, dtype=torch.long if name in integers else torch.float32) for name, x in values.items()}
 
 
-def empty_values(s: dict) -> dict[str, Tensor]:
-    """One token of a sample, neither trained nor counted: the input of a rank without samples."""
-    values = {name: x[:1].clone() for name, x in token_values(s, 0).items()}
-    for name in ("mask", "sampled", "advantage"):
-        values[name].zero_()
-    return values | {"at": torch.tensor([-1])}
+def idle(s: dict) -> dict:
+    """A sample of one input token, neither trained nor counted: for a rank without samples."""
+    return dict(prompt=s["prompt"][:1], ids=s["ids"][:1], logprobs=[0.0], mask=[0.0], advantage=0.0)
 
 
 def lay_out(rows: list[list[dict[str, Tensor]]], T: int, layout, fill: dict) -> dict[str, Tensor]:
@@ -148,11 +131,11 @@ def forwards_of(samples: list[dict], cfg, layout):
     plan = plan_forwards(list(map(n_read, samples)), cfg, layout)
     firsts = [0, *accumulate(len(s["ids"]) for s in samples)]
     for rows, T in plan[layout.data_rank]:
-        values = [[token_values(samples[i], firsts[i]) for i in row] for row in rows] or [[empty_values(samples[0])]]
+        values = [[token_values(samples[i], firsts[i]) for i in row] for row in rows] or [[token_values(idle(samples[0]), -1)]]
         parts = [x for row in values for x in row]
         for n, x in enumerate(parts):
             x["segment"] = torch.full_like(x["tokens"], n)
             if cfg.pack_tokens:
                 x["doc_ids"] = x["segment"]
-        fill = PADDING | {"segment": len(parts), "doc_ids": len(parts)}
+        fill = {"at": -1, "n": 1.0, "segment": len(parts), "doc_ids": len(parts)}
         yield [samples[i] for row in rows for i in row], lay_out(values, T, layout, fill)

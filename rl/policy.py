@@ -56,7 +56,7 @@ def split_model(model, layout, cfg):
 def build_policy(cfg, layout, Model, model_config, unknown=None, skip=lambda fqn: False):
     """The model on its devices, for training and sampling. Called with labels: (log-probabilities, entropy), (B, T/cp) each.
 
-    unknown: see unknown_ids(). skip: see parallel.init_weights. Log-probabilities are at the sampling temperature; otherwise
+    unknown: see Text.unknown_ids. skip: see parallel.init_weights. Log-probabilities are at the sampling temperature; otherwise
     the ratio of a policy to itself would not be 1.
     """
     with torch.device("meta"):
@@ -94,8 +94,7 @@ def keep_reference(trainer, is_new: bool, about: dict):
     cfg, folder = trainer.cfg, f"{trainer.cfg.out}/reference"
     if is_new:
         rollouts.reshard(trainer.model)
-        for ours, theirs in zip(trainer.reference.state_dict().values(), trainer.model.state_dict().values(), strict=True):
-            ours.copy_(theirs)
+        trainer.reference.load_state_dict(trainer.model.state_dict())
         if trainer.layout.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)  # left by a run without a checkpoint
     plain = replace(cfg, init_from="", load_step=-1, checkpoint_async="off")

@@ -1,23 +1,16 @@
 """(3) of grpo.py: rewards with a time limit, in threads, and the fate of failed rewards; the numbers of an evaluation.
 
-A reward is the user's Python on a model's text, so a reward may raise, or never return. With --reward_threads 1, in the main
-thread, an alarm raises an exception inside a late reward and so ends a loop, a regular expression or a sleep (a reward with an
-alarm of its own loses our alarm). With more threads, and with --engine, which pays beside training, a late reward is given up:
-a thread cannot be ended from outside, so the thread runs on until the process ends, and slows the others. C code that never
-releases the interpreter stops both clocks; then only the other ranks end the run, after --rollout_timeout_s.
+A reward is the user's Python on a model's text, so a reward may raise, or never return. A late reward is given up, but a thread
+cannot be ended from outside: the thread runs on until the process ends, and slows the others. Code that never releases the
+interpreter, such as a regular expression that backtracks without end, also stops the clock; then only the other ranks end the
+run, after --rollout_timeout_s.
 """
 import inspect
 import math
 import queue
-import signal
 import threading
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass
-
-
-class RewardIsLate(BaseException):
-    """A BaseException, because an `except Exception` in a reward must not catch the alarm."""
 
 
 @dataclass(kw_only=True)
@@ -27,37 +20,14 @@ class RewardConfig:
     failed_reward: float | None = None  # reward of a sample whose reward fails or is late; none = end the run
 
 
-@contextmanager
-def time_limit(seconds: float):
-    """Raise RewardIsLate inside the block after so many seconds, and again every second, because a bare `except:` can swallow
-    the first. Only the main thread can have an alarm. 0 = no limit."""
-    if not seconds:
-        yield
-        return
-
-    def late(*_):
-        raise RewardIsLate
-
-    before = signal.signal(signal.SIGALRM, late)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before or signal.SIG_DFL)
-
-
-def pay(env, prompt: str, completion: str, truncated: bool, seconds: float = 0.0) -> float:
-    """The reward of a sample. Raises ValueError with prompt and completion if the reward fails, is late or not finite."""
+def pay(env, prompt: str, completion: str, truncated: bool) -> float:
+    """The reward of a sample. Raises ValueError with prompt and completion if the reward fails or is not finite."""
     try:
         asks = "truncated" in inspect.signature(env.reward).parameters
-        with time_limit(seconds):
-            value = env.reward(prompt, completion, **({"truncated": truncated} if asks else {}))
+        value = env.reward(prompt, completion, **({"truncated": truncated} if asks else {}))
         if not math.isfinite(reward := float(value)):
             raise ValueError(f"it is {value}")
-    except RewardIsLate:
-        raise ValueError(no_reward(prompt, completion, f"it takes longer than --reward_timeout_s {seconds:g}")) from None
-    except Exception as error:
+    except BaseException as error:  # also SystemExit: pay_all waits for an answer of each thread
         raise ValueError(no_reward(prompt, completion, repr(error))) from None
     return reward
 
@@ -72,22 +42,8 @@ def short(text: str) -> str:
 
 
 def pay_all(env, jobs: list[tuple[str, str, bool]], cfg: RewardConfig) -> list[float | ValueError]:
-    """For each (prompt, completion, truncated) the reward, or an error. The list ends at a failure that ends the run."""
-    if cfg.reward_threads > 1 or threading.current_thread() is not threading.main_thread():
-        return pay_in_threads(env, jobs, cfg.reward_threads, cfg.reward_timeout_s)
-    results = []
-    for job in jobs:
-        try:
-            results.append(pay(env, *job, cfg.reward_timeout_s))
-        except ValueError as error:
-            results.append(error)
-            if cfg.failed_reward is None:
-                break
-    return results
-
-
-def pay_in_threads(env, jobs: list, n: int, seconds: float) -> list[float | ValueError]:
-    """The same with n threads at once. Daemon threads, because the process must not wait for a late reward at exit."""
+    """For each (prompt, completion, truncated) the reward, or an error. A failure that ends the run comes back alone. Threads
+    are daemons, because the process must not wait for a late reward at exit."""
     waiting, running, results, ended = list(range(len(jobs)))[::-1], {}, {}, queue.SimpleQueue()
 
     def work(i):
@@ -95,23 +51,22 @@ def pay_in_threads(env, jobs: list, n: int, seconds: float) -> list[float | Valu
             ended.put((i, pay(env, *jobs[i])))
         except ValueError as error:
             ended.put((i, error))
-        except BaseException as error:  # such as SystemExit, or the loop below would wait forever
-            ended.put((i, ValueError(no_reward(*jobs[i][:2], repr(error)))))
 
     while waiting or running:
-        while waiting and len(running) < n:
+        while waiting and len(running) < cfg.reward_threads:
             i = waiting.pop()
-            running[i] = time.monotonic() + (seconds or math.inf)
+            running[i] = time.monotonic() + (cfg.reward_timeout_s or 1e9)
             threading.Thread(target=work, args=(i,), daemon=True).start()
         first = min(running, key=running.get)
         try:
-            left = running[first] - time.monotonic()
-            i, result = ended.get(timeout=None if left == math.inf else max(left, 0))
+            i, result = ended.get(timeout=max(running[first] - time.monotonic(), 0))
         except queue.Empty:
-            reason = f"it takes longer than --reward_timeout_s {seconds:g}, and its thread, which cannot be ended, runs on"
+            reason = f"it takes longer than --reward_timeout_s {cfg.reward_timeout_s:g}"
             i, result = first, ValueError(no_reward(*jobs[first][:2], reason))
         if running.pop(i, None) is not None:  # else given up before
             results[i] = result
+            if isinstance(result, ValueError) and cfg.failed_reward is None:
+                return [result]
     return [results[i] for i in range(len(jobs))]
 
 

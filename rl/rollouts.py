@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from corpus.tokenizer import ChatConfig
 from distributed.agree import gather
@@ -45,12 +44,6 @@ def reshard(model):
             module.set_reshard_after_forward(model.reshards and module not in (model, last), recurse=False)
 
 
-def unknown_ids(text, model_config, device) -> Tensor | None:
-    """Ids of the model without a token in its tokenizer; generator and trainer give them probability 0. None: no such id."""
-    ids = text.unknown(model_config.vocab_size)
-    return torch.tensor(ids, device=device) if ids else None
-
-
 @functools.cache
 def patient_group(world, timeout_s: int):
     """A group of all processes of `world` with a long timeout, for waiting on other ranks' samples, tools and rewards. A slow
@@ -76,10 +69,9 @@ def lockstep(layout, timeout_s: int, tool=None):
     return agree
 
 
-def draw_samples(cfg, env, text, layout, model, tasks, mine, group_size, temperature):
-    """(2) on this rank, with whole weights: (group_size samples of each task, failures). mine: indices of this rank's tasks."""
-    prompts = [text.prompt(tasks[i][1]) for i in mine]
-    noise = draw_noise([f"{cfg.seed}/{tasks[i][0]}" for i in mine], group_size, cfg.max_new_tokens)
+def draw_samples(cfg, env, text, layout, model, names: list[str], prompts: list[list[int]], group_size, temperature):
+    """(2) on this rank, with whole weights: (group_size samples of each of this rank's prompts, failures)."""
+    noise = draw_noise([f"{cfg.seed}/{name}" for name in names], group_size, cfg.max_new_tokens)
     failed, tool = [], tool_of(env, text)
 
     def answer(ids):
@@ -105,9 +97,9 @@ def sample_groups(cfg, env, text, layout, model, tasks: list[tuple[str, str]], g
     # before sampling, because all ranks must create the group at the same place
     group = patient_group(dist.group.WORLD, cfg.rollout_timeout_s) if layout.world_size > 1 else None
     mine = range(len(tasks))[layout.data_rank :: layout.data_ranks]
-    samples, failed = draw(cfg, env, text, layout, model, tasks, mine, group_size, temperature)
+    names, prompts = [tasks[i][0] for i in mine], [text.prompt(tasks[i][1]) for i in mine]
+    samples, failed = draw(cfg, env, text, layout, model, names, prompts, group_size, temperature)
     # (3) rewards: the environment sees text. Training uses the sampled ids, because encoding the text may give other ids.
-    prompts = [text.prompt(tasks[i][1]) for i in mine]
     for j, s in enumerate(samples):
         s["group"], s["prompt"], s["text"] = mine[j // group_size], prompts[j // group_size], text.decode(s["ids"])
     jobs = [(tasks[s["group"]][1], s["text"], s["truncated"]) for s in samples]
@@ -121,9 +113,8 @@ def sample_groups(cfg, env, text, layout, model, tasks: list[tuple[str, str]], g
     failures, everyone = zip(*gather((failed, samples), group))  # from all ranks
     if reasons := sum(failures, []):
         raise ValueError(f"--env {cfg.env}: {reasons[0]}")
-    everyone = one_of_each_model(everyone, layout)
     # sorted() is stable, so samples keep their order within a group
-    samples = sorted((s for part in everyone for s in part), key=lambda s: s["group"])
+    samples = sorted(sum(one_of_each_model(everyone, layout), []), key=lambda s: s["group"])
     unpaid = [s["failed"] for s in samples if s["failed"]]
     if unpaid and layout.rank == 0:
         print(f"{len(unpaid)} of {len(samples)} rewards failed and count as --failed_reward {cfg.failed_reward:g}, the "
@@ -158,11 +149,8 @@ def make_batch(cfg, env, text, layout, model, cursor: int, version: int, draw=dr
         groups.sort(key=lambda group: len({s["reward"] for s in group}) == 1)  # groups with a gradient first, else as drawn
         if not cfg.dynamic_sampling or len({s["reward"] for s in groups[size - 1]}) > 1:
             break
-    samples = [s for group in groups[:size] for s in group]
-    for s in samples:
-        s["versions"] = [version] * len(s["ids"])  # version of the policy, per token
-    return dict(samples=samples, cursor=cursor, version=version, drawn=len(groups), too_long=len(too_long), began=began,
-                ended=time.time())
+    return dict(samples=sum(groups[:size], []), cursor=cursor, version=version, drawn=len(groups), too_long=len(too_long),
+                began=began, ended=time.time())
 
 
 def batch_flags(cfg) -> dict:
@@ -191,13 +179,12 @@ def reuse_batches(state: dict, cfg, rank0: bool) -> list[dict]:
 class InPlace:
     """The trainer's own ranks sample. submit() does all the work, collect() returns its result."""
 
-    def __init__(self, trainer, *task):
-        self.trainer, self.task, self.ready, self.cursor = trainer, task, deque(), 0
+    def __init__(self, trainer, cursor: int, *task):
+        self.trainer, self.cursor, self.task, self.ready = trainer, cursor, task, deque()
 
-    def submit(self, cursor: int | None):
-        cursor = self.cursor if cursor is None else cursor
+    def submit(self):
         with whole_weights(self.trainer.model):
-            self.ready.append(make_batch(*self.task, self.trainer.model, cursor, self.trainer.policy_version))
+            self.ready.append(make_batch(*self.task, self.trainer.model, self.cursor, self.trainer.policy_version))
         self.cursor = self.ready[-1]["cursor"]
 
     def collect(self) -> dict:

@@ -3,6 +3,9 @@ import os
 import string
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from corpus.tokenizer import check_hf_tokenizer, encode, ends_of, has_bos, load_tokenizer, read_special_tokens
 from storage.manifest import is_hf_folder, newest_readable
 from support.files import step_folders
@@ -56,9 +59,11 @@ class Text:
         """The text of a sample without its end token. Other special tokens stay visible: <|im_start|> makes an answer wrong."""
         return self.tokenizer.decode(ids[:-1] if ids and ids[-1] in self.ends else ids, skip_special_tokens=False)
 
-    def unknown(self, vocab_size: int) -> list[int]:
-        """Ids of the model without a token in the tokenizer; in a rewarded text such ids would be invisible."""
-        return sorted(set(range(vocab_size)) - set(self.tokenizer.get_vocab(with_added_tokens=True).values()))
+    def unknown_ids(self, vocab_size: int, device) -> Tensor | None:
+        """Ids of the model without a token in the tokenizer; in a rewarded text such ids would be invisible, so generator and
+        trainer give them probability 0. None: no such id."""
+        ids = sorted(set(range(vocab_size)) - set(self.tokenizer.get_vocab(with_added_tokens=True).values()))
+        return torch.tensor(ids, device=device) if ids else None
 
 
 def character_tokenizer(alphabet: str):

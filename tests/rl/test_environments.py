@@ -9,17 +9,9 @@ import grpo
 from rl import environments, rewards
 
 
-@pytest.mark.parametrize("completion, reward", [
-    ("3*7-2", 1), (" 3*7-2", 1), ("3*7-2 ", 1), ("(3 * 7) - 2", 1), ("3*7 #2", 0), ("3*7-2 #", 0), ("3*7-2\n#", 0),
-    ("3*7--2", 0), ("2_1-2", 0), ("3*7-2;", 0), ("3*7-2=19", 0), ("7+7+3+2", 0), ("\u0663*7-2", 0)])
-def test_countdown(completion, reward):
-    assert environments.Countdown.reward("3 7 2 = 19: ", completion) == reward
-    assert environments.Countdown.reward("12 3 = 15: ", "1_2+3") == environments.Countdown.reward("3 7 2 = 21: ", "3*7 #2") == 0
-
-
 def test_what_was_cut_off_is_not_paid_for():
     """By our tasks; tasks of users decide, with a parameter `truncated`."""
-    for name in ("reverse", "sum_digits", "countdown", "calculator"):
+    for name in ("reverse", "sum_digits", "calculator"):
         env = environments.open_env(name)
         prompt, answer = environments.draw_task(env, "eval", 3)
         assert rewards.pay(env, prompt, answer, False) == 1 and rewards.pay(env, prompt, answer, True) == 0
@@ -91,7 +83,7 @@ def test_a_reward_that_fails_ends_the_run_in_one_line(tmp_path, processes, flags
     assert processes > 1 or said.count("\n") == 1  # torchrun adds a report of its own
 
 
-@pytest.mark.parametrize("name", ["reverse", "sum_digits", "countdown", "calculator"])
+@pytest.mark.parametrize("name", ["reverse", "sum_digits", "calculator"])
 def test_environments_pay_for_their_own_answers_only(name):
     env = environments.open_env(name)
     tasks = [environments.draw_task(env, "train/0", i) for i in range(50)]
@@ -121,5 +113,6 @@ def test_arithmetic_is_no_eval():
     assert environments.arithmetic("2*(3+4)-1") == 13 == environments.arithmetic("91/7")
     assert str(environments.arithmetic("9/3")) == "3"  # as in the calculator's text
     assert environments.arithmetic("1/3") == Fraction(1, 3) and environments.arithmetic("(1/3 + 1/6) * 4") == 2
-    for text in ("2**9", "1/0", "3//2", "2/(1-1)", "a", "__import__('os')", "(" * 5000, "", "1+", "-1", "2 3"):
+    for text in ("2**9", "1/0", "3//2", "2/(1-1)", "a", "__import__('os')", "(" * 5000, "", "1+", "-1", "2 3", "3*7--2",
+                 "3*7 #2", "3*7-2\n#", "2_1-2", "\u0663*7-2", "3*7-2=19"):
         assert environments.arithmetic(text) is None

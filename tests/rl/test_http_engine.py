@@ -13,7 +13,6 @@ from policy import SAME, TINY, assert_same, hf_folder, run, sharp_model, steps_o
 from runs import metrics
 
 from grpo import Config
-from rl import http_engine
 from rl.http_engine import Server, find_server, wrong_sample
 from storage.hf import save_hf
 
@@ -73,7 +72,7 @@ def test_a_server_that_dies_costs_nothing(tmp_path):
     with serving(Engine("vllm", dies)) as url:
         said = run(1, *flags, "--engine", url, "--out", out, status=1)
     ours = [line for line in said.splitlines() if "--engine" in line]
-    assert len(ours) == 1 and "the connection broke during /v1/completions" in ours[0] and "Traceback" not in said
+    assert len(ours) == 1 and "no answer to /v1/completions (RemoteDisconnected" in ours[0] and "Traceback" not in said
     assert [line["step"] for line in steps_of(out)] == [1, 2] and "step-2" in os.listdir(out / "checkpoints")
     with serving(Engine("sglang")) as url:
         assert "continuing from" in run(1, *flags, "--engine", url, "--out", out)
@@ -140,8 +139,8 @@ def slow(answer):
 
 
 FAULTS = {
-    "no JSON": ("vllm", spoiled(lambda answer: b"<html>busy"), "/v1/completions answers no JSON but b'<html>busy'"),
-    "no choices": ("vllm", spoiled(lambda answer: {"error": "busy"}), "answers in another form, KeyError 'choices' in {"),
+    "no JSON": ("vllm", spoiled(lambda answer: b"<html>busy"), "form, JSONDecodeError Expecting value"),
+    "no choices": ("vllm", spoiled(lambda answer: {"error": "busy"}), "answers in another form, KeyError 'choices' in b'{"),
     "no ids": ("vllm", with_choice(token_ids=None), "a log-probability for each"),
     "no log-probabilities": ("vllm", with_choice(logprobs=None), "/v1/completions answers in another form, TypeError"),
     "too few": ("vllm", spoiled(lambda answer: {"choices": answer["choices"][1:]}), "3 samples came back where 4"),
@@ -149,11 +148,11 @@ FAULTS = {
     "an id that is none": ("sglang", with_meta(output_token_logprobs=[[-1.0, 2.5, None]]), "id [2.5] is none of the model's"),
     "nan": ("vllm", spoiled(two_nans), "[nan] is no log-probability; vLLM needs --logprobs-mode processed_logprobs"),
     "logits": ("sglang", with_meta(output_token_logprobs=[[3.5, 0, None]]), "[3.5] is no log-probability"),
-    "behind its end": ("vllm", with_choice(token_ids=[0, 5, 0], logprobs={"token_logprobs": [-1.0] * 3}), "goes on behind"),
+    "behind its end": ("vllm", with_choice(token_ids=[0, 5, 0], logprobs={"token_logprobs": [-1.0] * 3}), "only the last"),
     "no end": ("vllm", with_choice(token_ids=[5], logprobs={"token_logprobs": [-1.0]}, finish_reason="stop"),
-               "it ended with the id 5, which is none of [0]"),
+               "'stop' after 1 of 9 ids, the last 5; only"),
     "cut off": ("vllm", with_choice(token_ids=[5], logprobs={"token_logprobs": [-1.0]}, finish_reason="length"),
-                "it was cut off after 1 ids, and 9 were asked for"),
+                "'length' after 1 of 9 ids, the last 5; only"),
     "aborted": ("sglang", with_meta(finish_reason={"type": "abort"}), "its finish_reason is 'abort'"),
     "not reloaded": ("sglang", spoiled(lambda answer: {"success": False, "message": "gone"}, ["/update_weights_from_disk"]),
                      "it did not read"),
@@ -162,7 +161,7 @@ FAULTS = {
     "busy": ("vllm", spoiled(lambda answer: {"success": False}, ["/reset_prefix_cache"]), "must be this run's alone"),
     "a model that is a text": ("vllm", spoiled(lambda answer: {"data": ["policy"]}, ["/v1/models"]), "/v1/models answers in"),
     "a list of a reload": ("sglang", spoiled(lambda answer: [1], ["/update_weights_from_disk"]), "answers in another form"),
-    "slow": ("vllm", spoiled(slow), "no answer to /v1/completions within 0.5 s"),
+    "slow": ("vllm", spoiled(slow), "no answer to /v1/completions (TimeoutError: timed out; the limit is 0.5 s)"),
 }
 
 
@@ -182,25 +181,21 @@ def free_port() -> int:
 
 def test_a_server_is_looked_for_before_anything_is_built(weights):
     port = free_port()
-    cfg = Config(engine=f"http://127.0.0.1:{port}")
-    with pytest.raises(ValueError, match="nothing answers there .*start the server"):
-        find_server(cfg, None, 0)
-    find_server(cfg, None, 1)  # rank 0 alone asks
+    cfg = Config(engine=f"127.0.0.1:{port}")
+    with pytest.raises(ValueError, match="no answer to /v1/models .ConnectionRefused.* start it"):
+        find_server(cfg, None)
     with serving(Engine("llama.cpp"), port), pytest.raises(ValueError, match="owned_by 'llama.cpp'; it must be"):
-        find_server(cfg, None, 0)
+        find_server(cfg, None)
     with serving(Engine("vllm"), port):
-        find_server(cfg, None, 0)
+        find_server(cfg, None)
         with pytest.raises(ValueError, match="at most 64 tokens; start it with --max-model-len .* 128, which"):
-            find_server(Config(engine=cfg.engine, seq_len=128), None, 0)
+            find_server(Config(engine=cfg.engine, seq_len=128), None)
 
         class WithTool:
             tool = "something"
 
         with pytest.raises(ValueError, match="has a tool"):
-            find_server(cfg, WithTool, 0)
-    for wrong in ("127.0.0.1:8000", "http://", "ftp://a:1", "http://a:1/v1"):
-        with pytest.raises(ValueError, match="must be an address such as"):
-            Config(engine=wrong)
+            find_server(cfg, WithTool)
 
 
 def test_an_older_vllm_cannot_tell_its_version(weights):
@@ -227,34 +222,18 @@ def test_ids_that_the_tokenizer_lacks_are_never_sampled(weights):
     assert max(i for ids, _, _ in free for i in ids) >= 12 > max(i for ids, _, _ in bound for i in ids)
 
 
-HEAD = b"HTTP/1.1 %d OK\r\nContent-Type: application/json\r\n"
-
-
-def drips(connection):
-    connection.sendall(HEAD % 200 + b"Content-Length: 1000\r\n\r\n")
-    for _ in range(1000):
-        connection.sendall(b" ")
-        time.sleep(0.1)
-
-
-@pytest.mark.parametrize("answer, words", [
-    (drips, "no answer to /v1/models within 1 s"),
-    (lambda c: c.sendall(HEAD % 200 + b"Content-Length: 5000\r\n\r\n" + b" " * 5000), "more than 4,096 bytes, which is absurd"),
-    (lambda c: c.sendall(HEAD % 200 + b"Content-Length: 4000\r\n\r\n" + b"[" * 4000), "answers no JSON but"),
-    (lambda c: c.sendall(HEAD % 500 + b"Content-Length: 9\r\n\r\n\033[2Jgone\n"), "status 500: \ufffd[2Jgone"),
-], ids=["drips", "large", "nested", "escapes"])
-def test_an_answer_has_limits(monkeypatch, answer, words):
-    """A stranger's server may never end, fill the memory, or write to the terminal."""
-    monkeypatch.setattr(http_engine, "ANSWER_LIMIT", 4096)
+@pytest.mark.parametrize("status, answer, words", [
+    (b"200", b"[" * 4000, "answers in another form, RecursionError"),
+    (b"500", b"\033[2Jgone\n", "status 500: b'\\x1b[2Jgone\\n'"),
+], ids=["nested", "escapes"])
+def test_an_answer_cannot_write_to_the_terminal(status, answer, words):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         def serve():
             with contextlib.suppress(OSError), listener.accept()[0] as connection:
                 connection.recv(10_000)
-                answer(connection)
+                connection.sendall(b"HTTP/1.1 %s OK\r\nContent-Length: %d\r\n\r\n%s" % (status, len(answer), answer))
 
         threading.Thread(target=serve, daemon=True).start()
-        server = Server.__new__(Server)
-        server.url, server.timeout = f"http://127.0.0.1:{listener.getsockname()[1]}", 1
         with pytest.raises(ValueError) as error:
-            server.call("/v1/models")
+            Server(f"http://127.0.0.1:{listener.getsockname()[1]}", 5.0)
     assert words in str(error.value) and "\n" not in str(error.value)

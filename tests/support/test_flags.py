@@ -90,10 +90,11 @@ def places(tmp_path_factory):
     text = "".join(json.dumps({"text": f"{i} times {i} is {i * i}, "}) + "\n" for i in range(3000))
     (folder / "a.jsonl").write_text(text)
     (folder / "gsm8k.jsonl").write_text(text.replace('"text"', '"answer": "#### 3", "question"'))
-    own = "from tests.env_counting import *\nimport threading\nimport time\n\n\ndef reward(prompt, completion):\n    return "
+    own = ("from tests.env_counting import *\nimport threading\nimport time\n\nquick = threading.Event()\n\n\n"
+           "def reward(prompt, completion):\n    return ")
     for name, code in (("broken", "1.0 if len(completion) % 2 else None"),
                        ("slow", "completion != 'slow' or time.sleep(0.6) or False"),
-                       ("threads", "completion == 'slow' and threading.current_thread() is not threading.main_thread()")):
+                       ("threads", "quick.wait(2) if completion == 'slow' else quick.set() is not None")):
         (folder / f"{name}.py").write_text(own + code + "\n")
         PLACES[f"<{name}>"] = str(folder / f"{name}.py")
     for name, begin in (("sums", 0), ("sums2", 50)):
@@ -687,7 +688,7 @@ rl("eval_k", 3, lambda new, old: 3 in {rollout.noise.shape[1] for rollout in new
 rl("checkpoint_every", 1, lambda new, old: new.saved == ["step-1", "step-2"])
 rl("log_every", 3, lambda new, old: new.printed.count("reward ") == old.printed.count("reward ") - 1, steps=4)
 rl("log_samples", 0, lambda new, old: kept_samples(new) == 0, steps=4)
-rl("log_samples", -1, lambda new, old: kept_samples(new) == 3 * 16 and kept_samples(old) == 3 * 4, log_every=2, steps=4)
+rl("log_samples", 99, lambda new, old: kept_samples(new) == 3 * 16 and kept_samples(old) == 3 * 4, log_every=2, steps=4)
 rl("device", "cuda", lambda new, old: "torch finds 0 GPUs" in new.error)
 
 

@@ -1,0 +1,136 @@
+"""Messages of grpo.py to its user: refusals of wrong flags, before anything is built; the first lines of a run; the numbers of
+a step and of an evaluation; some samples."""
+import json
+import math
+import os
+from dataclasses import asdict
+
+import torch
+
+from rl.datasets import HINTS
+from rl.packing import pieces
+from sft.base import claim_adapters
+from storage.hf import check_export
+from storage.manifest import step_folders
+from storage.resume import check_run
+from support.config import check_range, save_config
+from support.metrics import drop_lines_from
+
+
+# ---------------------------------------------------------------- refusals
+def check_flags(cfg):
+    """Raises ValueError for flags that do not work in grpo.py. check_layout compares flags with the model."""
+    check_range(cfg, 1, math.inf, "steps", "prompts_per_step", "minibatches", "max_new_tokens", "local_batch_size",
+                "rollout_rows", "rollout_timeout_s", "eval_k", "reward_threads")
+    check_range(cfg, 0, math.inf, "lr", "sft_lr", "eps", "weight_decay", "max_norm", "kl_coef", "tis", "clip_low",
+                "clip_high", "async_steps")
+    check_range(cfg, 0, 1e9, "reward_timeout_s")
+    check_range(cfg, 2, math.inf, "group_size")  # an advantage is a reward compared with others of its prompt
+    check_range(cfg, 0, 1, "beta1", "beta2", "min_lr_ratio")
+    step = max(pieces(cfg), 1)
+    n = int(os.environ.get("WORLD_SIZE", 1))
+    n_pack, tokens = cfg.pack_tokens, cfg.seq_len
+    for wrong, message in [
+        (cfg.env in HINTS and not cfg.env_data, f"--env {cfg.env} needs --env_data FILE.jsonl, its problems"),
+        (not math.isfinite(cfg.failed_reward or 0), f"--failed_reward {cfg.failed_reward} must be a finite number, or none"),
+        (max(cfg.beta1, cfg.beta2) == 1, f"--beta1 {cfg.beta1} and --beta2 {cfg.beta2} must be below 1: 1 never moves"),
+        (cfg.pp > 1, f"--pp {cfg.pp}: a new token needs all layers, so a pipeline would idle; use --tp, --dp_shard or --cp"),
+        (not cfg.loss_parallel, "--no-loss_parallel: under tp log-probabilities are split over the vocabulary; leave it out"),
+        (cfg.load_only or cfg.exclude_from_loading, "--load_only, --exclude_from_loading: a run goes on as a whole; use "
+         "--checkpoint_every 0 to write no checkpoint, and --init_from in a new run for a new optimizer"),
+        (cfg.batch_invariant and (cfg.compile or n_pack or cfg.tp * cfg.cp > 1),
+         "--batch_invariant: --compile, --pack_tokens, --tp and --cp round otherwise than decoding does; leave them out"),
+        (cfg.compile and not n_pack, "--compile needs --pack_tokens: packed sequences have one length, rows another in each "
+         f"forward; add --pack_tokens {-(-8 * tokens // step) * step}, or leave it out"),
+        (cfg.temperature <= 0, f"--temperature {cfg.temperature} must be above 0: greedy samples are all the same"),
+        (cfg.prompts_per_step % cfg.minibatches,
+         f"--minibatches {cfg.minibatches} does not divide --prompts_per_step {cfg.prompts_per_step}"),
+        (cfg.max_new_tokens >= tokens, f"--max_new_tokens {cfg.max_new_tokens} leaves no room for a prompt in --seq_len "
+         f"{tokens}; raise --seq_len or lower --max_new_tokens"),
+        (0 < n_pack < tokens, f"--pack_tokens {n_pack} has no room for a sample of --seq_len {tokens}; use --pack_tokens "
+         f"{-(-tokens // step) * step} or more"),
+        (n_pack % step, f"--pack_tokens {n_pack} is not a multiple of {step}, the pieces into which --tp {cfg.tp} and --cp "
+         f"{cfg.cp} cut a sequence; use --pack_tokens {-(-n_pack // step) * step}"),
+        (cfg.eval_n == 0, "--eval_n 0: evaluate on one prompt or more, or never, with --eval_every 0"),
+        (cfg.gen_ranks and not 0 < cfg.gen_ranks < n, f"--gen_ranks {cfg.gen_ranks} must leave a process to train: {n} were "
+         "started, use torchrun --nproc_per_node"),
+    ]:
+        if wrong:
+            raise ValueError(message)
+
+
+def check_own_run(cfg, Model, model_config, lr_at) -> dict:
+    """Raises ValueError if --out cannot be continued, or --export_hf cannot be written. Returns the identity of the run, equal
+    in every continued run. lr_at: the schedule, as a function of (step, cfg)."""
+    model = {"module": Model.__module__, "class": Model.__name__, **asdict(model_config)}
+    identity = {"model": model, "data": {"env": cfg.env, "seed": cfg.seed}, "optimizer": {"name": "adamw"}}
+    identity |= {"lora": claim_adapters(cfg, Model, model_config)} if cfg.lora_rank else {}
+    check_run(cfg.out, identity, cfg, lr_at)
+    if cfg.kl_coef and not cfg.lora_rank and step_folders(cfg.out) and not step_folders(f"{cfg.out}/reference"):
+        raise ValueError(f"--kl_coef: {cfg.out} has not kept its initial policy: it was begun without this flag; leave it out")
+    if cfg.export_hf and all(step < cfg.steps for step, _ in step_folders(cfg.out)):
+        check_export(cfg.export_hf, Model, model_config)
+    return identity
+
+
+# ---------------------------------------------------------------- output
+def introduce(cfg, layout, reduces_always: bool, identity: dict, size: str, left_out: list[str], done: int):
+    """Print and write the beginning of a run, on rank 0. done: steps of this run so far."""
+    if done < cfg.steps:  # a finished run keeps the config.json of its training
+        save_config(cfg, f"{cfg.out}/config.json", {"torch": torch.__version__, "world_size": layout.world_size, **identity})
+    sampled_by = f"by {cfg.gen_ranks} generator ranks" if cfg.gen_ranks else f"by {cfg.engine}" if cfg.engine else "in place"
+    print(f"{cfg.env}: {size} | {layout} on {layout.device.type}, {str(layout.compute_dtype)[6:]} | "
+          f"{cfg.prompts_per_step} prompts x {cfg.group_size} samples per step, "
+          f"{sampled_by}{', gradients reduced after each micro-batch' * reduces_always}", flush=True)
+    for line in left_out:
+        print(line)
+    if done >= cfg.steps:
+        print(f"{cfg.out} is finished: {done} of {cfg.steps} steps are done; use a larger --steps, or --out NEW")
+        if cfg.export_hf and os.path.exists(cfg.export_hf):
+            print(f"--export_hf {cfg.export_hf} is there already: nothing is exported; give a new folder, or remove it")
+    drop_lines_from(f"{cfg.out}/samples.jsonl", done + 1)
+
+
+def sample_numbers(groups: list[list[dict]], batch: dict) -> dict:
+    """Numbers of metrics.jsonl about the samples of a step."""
+    samples = sum(groups, [])
+    rewards, lengths = torch.tensor([s["reward"] for s in samples]), torch.tensor([len(s["ids"]) for s in samples]).float()
+    equal = [len({s["reward"] for s in group}) == 1 for group in groups]
+    failed = [flat and group[0]["reward"] == 0 for flat, group in zip(equal, groups)]
+    seconds = batch["ended"] - batch["began"]
+    return dict(
+        reward_mean=rewards.mean(), reward_std=rewards.std(unbiased=False), prompts_drawn=batch["drawn"],
+        prompts_too_long=batch["too_long"], zero_variance_groups=torch.tensor(equal).float().mean(),
+        all_failed_groups=sum(failed) / len(groups),
+        length_mean=lengths.mean(), length_max=lengths.max(), truncated=sum(s["truncated"] for s in samples) / len(samples),
+        failed_rewards=sum(bool(s.get("failed")) for s in samples),
+        rollout_s=seconds, rollout_tokens_per_second=lengths.sum() / max(seconds, 1e-9), rollout_began=batch["began"],
+        rollout_ended=batch["ended"])
+
+
+def show_step(cfg, step: int, line: dict):
+    """Print the line of a step."""
+    print(f"step {step}/{cfg.steps}  reward {line['reward_mean']:.3f}  loss {line['loss']:+.4f}  entropy {line['entropy']:.3f}"
+          f"  length {line['length_mean']:.1f}  equal {line['zero_variance_groups']:.0%}  k3 {line['logprob_k3']:.0e}"
+          f"  grad_norm {line['grad_norm']:.3f}  rollout {line['rollout_s']:.2f} s  train {line['train_s']:.2f} s"
+          + f"  {line['prompts_too_long']} prompts too long" * (line["prompts_too_long"] > 0), flush=True)
+
+
+def keep_samples(cfg, step: int, samples: list[dict], text):
+    """Append the first --log_samples of a step to samples.jsonl, samples of one prompt next to each other."""
+    with open(f"{cfg.out}/samples.jsonl", "a") as file:
+        for s in samples[: cfg.log_samples]:
+            # with the special tokens of the chat template, as seen by the model
+            prompt = text.tokenizer.decode(s["prompt"], skip_special_tokens=False)
+            shown = {"step": step, "prompt": prompt, "completion": s["text"]}
+            shown |= {k: s[k] for k in ("reward", "advantage", "truncated")}
+            file.write(json.dumps(shown, ensure_ascii=False) + "\n")
+
+
+def show_evaluation(cfg, step: int, line: dict):
+    """Print the line of an evaluation, from the result of held_out_numbers()."""
+    names = ("eval_reward", "eval_pass_at_k")
+    errors = [math.nan if line[f"{name}_stderr"] is None else line[f"{name}_stderr"] for name in names]
+    shown = [f"{line[name]:.4f} +- {error:.4f}" for name, error in zip(names, errors)]
+    print(f"step {step}/{cfg.steps}  eval_reward {shown[0]}  greedy {line['eval_greedy']:.4f}  "
+          f"pass@{cfg.eval_k} {shown[1]}  ({line['eval_n']} held-out prompts)", flush=True)
