@@ -46,9 +46,8 @@ def sequence_keys(tokens: Tensor, labels: Tensor) -> list[str]:
 class Seams:
     """The records of one process, in the order of execution: (phase, name, stage, call, micro-batch, tensor)."""
 
-    def __init__(self, notes_inputs: bool = False):
+    def __init__(self):
         self.records, self.rows, self.about = [], [], {}
-        self.notes_inputs = notes_inputs  # record inputs of modules too: they tell a wrong module from a wrong caller
         self.micro, self.path, self.calls, self.hooks = 0, [], Counter(), ExitStack()
         self.gradients_seen, self.outputs, self.uses = set(), {}, {}
 
@@ -88,12 +87,9 @@ class Seams:
     def enter(self, name, module, args, kwargs):
         if in_forward() and torch.is_grad_enabled():  # not while activation checkpointing repeats a forward
             self.path.append(name)
-            given = tensors_in([*args, *kwargs.values()])
-            for x in given:
+            for x in tensors_in([*args, *kwargs.values()]):
                 if id(x) in self.outputs:
                     self.uses.setdefault(self.outputs[id(x)][0], []).append(name)
-            if self.notes_inputs and given and given[0].is_floating_point():
-                self.add("forward", f"{name} input", given[0], 0, self.count_call(f"{name} input"), self.micro)
 
     def leave(self, name, stage, module, args, out):
         if in_forward() and torch.is_grad_enabled():

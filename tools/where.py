@@ -28,8 +28,7 @@ TOLERANCES = dict(
 PHASES = tuple(TOLERANCES)  # in the order of execution
 # LABELS: {phase, or phase and part of a module: words for a seam}
 # HINTS: [facts that hold, or with a minus do not, where to look]; a hint with "last" ends the list; "found": there is a hint
-# HINTS_AGAINST: {phase or part of a module: where to look}, of transformers_parity.py
-LABELS, HINTS, HINTS_AGAINST = json.loads(Path(__file__).with_name("where.json").read_text()).values()
+LABELS, HINTS = json.loads(Path(__file__).with_name("where.json").read_text()).values()
 
 
 class Piece(NamedTuple):
@@ -304,11 +303,12 @@ def which_ranks(ranks: list[int], holders: list[int], degrees: dict[str, int]) -
     return f" (rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))})"
 
 
-def report_seams(seams: list[Seam], than: str, look, rest: list[str]) -> tuple[str, int]:
+def report_seams(found: list[Seam], than: str, look, compiled: list[str]) -> tuple[str, int]:
     """(text, exit status): the first difference with its neighbours, or the largest error if there is no difference.
 
-    than: words after "no difference"; look: function from a seam to a hint; rest: lines at the end.
+    than: words after "no difference"; look: function from a seam to a hint; compiled: names of compiled modules.
     """
+    seams, rest = [s for s in found if not math.isnan(s.error)], not_compared(found, compiled)
     first = next((s for s in seams if s.differs), None)
     if first is None:
         worst = max(seams, key=lambda s: s.error / (s.tolerance or 1))
@@ -348,9 +348,7 @@ def kind_of(name: str) -> str:
 def first_difference_of(one: list[dict], layout: list[dict]) -> tuple[str, int]:
     """(report, 0 equal | 1 different) from Seams.found() of each rank of the two runs."""
     seams = compare_seams(one, layout)
-    compared = [s for s in seams if not math.isnan(s.error)]
-    look = partial(look_at, seams=seams, one=one, layout=layout)
-    return report_seams(compared, "", look, not_compared(seams, layout[0]["compiled"]))
+    return report_seams(seams, "", partial(look_at, seams=seams, one=one, layout=layout), layout[0]["compiled"])
 
 
 # ---------------------------------------------------------------- the command
