@@ -149,6 +149,7 @@ def read_records(out: str) -> list[dict]:
         for file in sorted(os.listdir(out + RECORD)):
             if file.startswith(f"{n}-"):
                 part = torch.load(os.path.join(out + RECORD, file), weights_only=True, mmap=True)
+                step["uneven"] |= {fqn for fqn, t in part["buffer"].items() if not torch.equal(t, step["buffer"].get(fqn, t))}
                 for kind, found in part.items():
                     step[kind] |= found if isinstance(found, dict) else set(found)
         if steps:

@@ -156,8 +156,6 @@ def check_against(main, cfg, folder: str) -> int:
     experts = ("ep", "etp") if isinstance(cfg, ExpertConfig) else ()
     if axes := [f"--{axis} {getattr(cfg, axis)}" for axis in (*AXES, *experts) if getattr(cfg, axis) > 1]:
         raise ValueError(f"--against compares the model on one process with transformers'; leave {', '.join(axes)} out")
-    if not os.path.isdir(folder):
-        raise ValueError(f"--against {folder}: there is no such folder; give one of Hugging Face, with config.json")
     ours, theirs = our_model(main, cfg, folder), their_model(folder)
     text, status = report_against(*compare_with_transformers(ours, theirs), type(theirs).__name__)
     print(text, flush=True)

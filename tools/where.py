@@ -13,6 +13,7 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,7 +42,7 @@ class Piece(NamedTuple):
 
 class Seam(NamedTuple):
     """A comparison; error nan: shapes do not allow a comparison. where: the differing ranks, in words, "" = all holders.
-    factor: layout = factor x one process, if such a factor exists. few: (differing tokens, all tokens)."""
+    factor: layout = factor x one process, if such a factor exists."""
     phase: str
     name: str
     call: int
@@ -50,7 +51,6 @@ class Seam(NamedTuple):
     where: str = ""
     factor: float | None = None
     note: str = ""
-    few: tuple[int, int] = (0, 0)
 
     @property
     def differs(self) -> bool:
@@ -86,14 +86,9 @@ def pieces_of(parts: list[dict]) -> dict[tuple, list[Piece]]:
                 calls[name][stage] = max(calls[name][stage], call + 1)
     found = defaultdict(list)
     for part in parts:
-        every_row = [key for rows in part["rows"] for key in rows]
-        for phase, name, stage, call, where, tensor in part["records"]:
+        for phase, name, stage, call, *piece in part["records"]:
             earlier = sum(n for other, n in calls[name].items() if other < stage)
-            if phase in ("forward", "backward", "inputs"):
-                piece = Piece(part["rank"], every_row if where == -1 else part["rows"][where], None, tensor)
-            else:
-                piece = Piece(part["rank"], None, where if isinstance(where, tuple) else None, tensor)
-            found[phase, name, call + earlier if phase in ("forward", "backward") else 0].append(piece)
+            found[phase, name, call + earlier if phase in ("forward", "backward") else 0].append(Piece(part["rank"], *piece))
     return dict(sorted(found.items(), key=lambda item: PHASES.index(item[0][0])))  # stable: recorded order within a phase
 
 
@@ -106,10 +101,7 @@ def as_rows(piece: Piece) -> Tensor | None:
 
 
 def coordinates(rank: int, degrees: dict[str, int]) -> dict[str, int]:
-    found = {}
-    for axis in reversed(AXES):
-        rank, found[axis] = divmod(rank, degrees[axis])
-    return found
+    return dict(zip(AXES, np.unravel_index(rank, [degrees[axis] for axis in AXES]), strict=True))
 
 
 def placements(whole, local, cp: int, tp: int, T: int) -> list[tuple]:
@@ -141,12 +133,6 @@ def factor_of(pairs: list[tuple[Tensor, Tensor]]) -> float | None:
         return None
     c = (got @ want).item() / square
     return c if (got - c * want).norm() <= 1e-3 * want.norm() * max(abs(c), 1e-3) else None
-
-
-def tokens_apart(pairs: list[tuple[Tensor, Tensor]]) -> tuple[int, int]:
-    """(differing tokens, all tokens) of pairs of activations (rows, T, ...)."""
-    off = [(got - want).flatten(2).norm(dim=-1) > 1e-3 * want.flatten(2).norm(dim=-1) for got, want in pairs if got.dim() > 2]
-    return sum(int(x.sum()) for x in off), sum(x.numel() for x in off)
 
 
 def compare_parts(one: list[Piece], layout: list[Piece]):
@@ -199,10 +185,9 @@ def compare_seams(one: list[dict], layout: list[dict]) -> list[Seam]:
     degrees, T = layout[0]["degrees"], one[0]["seq_len"]
     ours, theirs = pieces_of(one), pieces_of(layout)
     first_of_data = [p for p in layout if all(coordinates(p["rank"], degrees)[axis] == 0 for axis in ("pp", "cp", "tp"))]
-    sequences, expected = (sorted(key for part in parts for rows in part["rows"] for key in rows)
-                           for parts in (first_of_data, one))
+    sequences, expected = (sorted(key for part in parts for key in part["rows"]) for parts in (first_of_data, one))
     seams = [Seam("sequences", "", 0, float(sequences != expected), TOLERANCES["sequences"])]
-    if {key for part in layout for rows in part["rows"] for key in rows} - set(expected):
+    if {key for part in layout for key in part["rows"]} - set(expected):
         return seams
     for (phase, name, call), pieces in ours.items():
         others, note, tolerance = theirs.get((phase, name, call), []), "", TOLERANCES[phase]
@@ -227,8 +212,7 @@ def compare_seams(one: list[dict], layout: list[dict]) -> list[Seam]:
         seam = Seam(phase, name, call, max(errors.values()), tolerance)
         if seam.differs:
             ranks = sorted(rank for rank, error in errors.items() if not error <= tolerance)
-            few = tokens_apart(pairs) if phase == "forward" else (0, 0)
-            seam = seam._replace(where=which_ranks(ranks, sorted(errors), degrees), factor=factor_of(pairs), note=note, few=few)
+            seam = seam._replace(where=which_ranks(ranks, sorted(errors), degrees), factor=factor_of(pairs), note=note)
         seams.append(seam)
     return sorted(seams, key=lambda seam: PHASES.index(seam.phase))
 
@@ -242,46 +226,43 @@ def module_of(seam: Seam) -> str:
     return name.rpartition(".")[0] if seam.phase in ("initial", "gradient", "clipped", "after") else name
 
 
-def style_hint(names: list[str], about: dict) -> str:
-    """Name tensor_parallel and the style of the first module, or module around it, with a style; "" without any."""
-    styles = about["styles"]
-    for name in names:
-        while name:
-            if name in styles:
-                return f"tensor_parallel, style {styles[name]!r} of {name} (TP_STYLES in parallel.py)"
-            name = name.rpartition(".")[0]
-    return ""
+def style_hint(name: str, styles: dict[str, str]) -> str:
+    """Name tensor_parallel and the style of the module, or of a module around it; "" without any."""
+    while name and name not in styles:
+        name = name.rpartition(".")[0]
+    return name and f"tensor_parallel, style {styles[name]!r} of {name} (TP_STYLES in parallel.py)"
 
 
-def look_at(first: Seam, seams: list[Seam], one: list[dict], layout: list[dict]) -> str:
+def look_at(first: Seam, seams: list[Seam], layout: list[dict]) -> str:
     """The functions that compute the seam on the layout, most likely first."""
     about, module, part = layout[0], module_of(first), first.name.partition(" ")[2]
     is_forward, is_gradient, is_router = first.phase == "forward", first.phase == "gradient", first.name.endswith(".router")
-    uses = one[0]["uses"].get(first.name, [])  # modules that use the tensor compute the gradient
-    called = [s.name for s in seams if s.phase == "forward"]
+    called = {s.name: module_of(s) for s in seams if s.phase == "forward"}
+    # the module that uses a tensor computes the tensor's gradient: often the next module
+    later = list(called).index(first.name) + 1 if first.phase == "backward" else len(called)
+    named = [*list(called.values())[later : later + 1], module]
     gradients = [s for s in seams if s.phase == "gradient" and not math.isnan(s.error)]
     bad = [s for s in gradients if s.differs]
     factors = {s.factor and round(s.factor, 3) for s in bad}
     stages = {stage for held in layout for phase, name, stage, *_ in held["records"] if (phase, name) == first[:2]}
-    in_experts = any(".moe." in f"{name}." for name in ([module] if is_forward else [*uses, module]))
-    style = style_hint([module] if is_gradient else [module, *uses] if is_forward else [*uses[:1], module, *uses], about)
+    in_experts = any(".moe." in f"{name}." for name in named)
+    style = "; ".join(filter(None, (style_hint(name, about["styles"]) for name in named)))
     facts = {axis: n > 1 for axis, n in (about["degrees"] | {"ep": about["ep"], "etp": about["etp"]}).items()} | {
         first.phase: True, "next": first.name.startswith("next_"), "balance": ".balance." in first.name,
         "halves": about["degrees"]["pp"] > 1 and about["schedule"] in ZERO_BUBBLE and about["reshards"]
         and first.phase in ("backward", "gradient"),
-        "by_loss": first.phase == "loss" or first.phase == "backward" and first.name == called[-1]
+        "by_loss": first.phase == "loss" or first.phase == "backward" and len(named) == 1
         or is_gradient and module not in called and ".experts" not in first.name,  # no module uses the tensor
         "loss_parallel": about["loss_parallel"], "tied": len(stages) > 1,
         "one_factor": len(bad) == len(gradients) and len(factors) == 1 and None not in factors,
         "only_experts": all(".experts." in s.name for s in bad), "styled": style,
         "balances": in_experts and is_router and not is_forward, "sends": in_experts and not (is_router and is_forward),
-        "few": first.name.endswith(".moe") and 0 < first.few[0] < 0.02 * first.few[1],
         "attention": part == "attention" if is_forward else part in ("q", "k", "v"), "attends": about["attends"],
         "rotated": is_forward and part in ("q", "k"), "lost": first.note, "recomputes": about["recomputes"],
         "compiled": about["compiled"],
     }
-    values = dict(style=style, module=module, bad=len(bad), gradients=len(gradients), few=first.few[0], tokens=first.few[1],
-                  factor=first.factor or 0, attend="".join(about["attends"][:1]))
+    values = dict(style=style, module=module, bad=len(bad), gradients=len(gradients), factor=first.factor or 0,
+                  attend="".join(about["attends"][:1]))
     found = []
     for words, hint in HINTS:
         if all(bool(facts.get(word.removeprefix("-"))) != word.startswith("-") for word in words.split() if word != "last"):
@@ -330,12 +311,10 @@ def agreement(before: list[Seam]) -> str:
 
 def not_compared(seams: list[Seam], compiled: list[str]) -> list[str]:
     """At most one line, on the seams of only one half, and on seams with different shapes."""
-    names = [s.name for s in seams if math.isnan(s.error)]
-    closed = tuple(f"{module}{mark}" for module in compiled for mark in ". ")
-    inside = [name for name in names if name.startswith(closed)]
-    kinds = sorted({kind_of(name) for name in names if name not in inside})
-    parts = [f"{len(inside)} seams inside of compiled modules"] * bool(inside) + kinds
-    return [f"not compared: {', '.join(parts)}"] if parts else []
+    names = {s.name for s in seams if math.isnan(s.error)}
+    inside = {name for name in names if name.startswith(tuple(f"{module}{mark}" for module in compiled for mark in ". "))}
+    parts = ["seams inside of compiled modules"] * bool(inside) + sorted(set(map(kind_of, names - inside)))
+    return [f"not compared: {', '.join(parts)}"] * bool(parts)
 
 
 def kind_of(name: str) -> str:
@@ -348,7 +327,7 @@ def kind_of(name: str) -> str:
 def first_difference_of(one: list[dict], layout: list[dict]) -> tuple[str, int]:
     """(report, 0 equal | 1 different) from Seams.found() of each rank of the two runs."""
     seams = compare_seams(one, layout)
-    return report_seams(seams, "", partial(look_at, seams=seams, one=one, layout=layout), layout[0]["compiled"])
+    return report_seams(seams, "", partial(look_at, seams=seams, layout=layout), layout[0]["compiled"])
 
 
 # ---------------------------------------------------------------- the command
