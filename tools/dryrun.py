@@ -6,7 +6,6 @@ from the same numbers (layout_plots.py, explain.py).
 """
 import math
 import os
-import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
@@ -92,7 +91,7 @@ def dry_world(main, cfg, pp_rank: int):
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed.pipelining import schedules
-    from torch.distributed.pipelining.stage import _PipelineStageBase
+    from torch.distributed.pipelining.stage import InferenceMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -113,9 +112,9 @@ def dry_world(main, cfg, pp_rank: int):
         with fake:
             stage.to_empty(device="cpu")
 
-    def shapes_are_given(schedule, pipeline_stages, *args):  # in torch 2.13 all ranks vote on it
+    def shapes_are_given(schedule, pipeline_stages, *args):  # all ranks vote on it
         for stage in pipeline_stages:
-            stage._inference_mode = sys.modules["torch.distributed.pipelining.stage"].InferenceMode.STATIC
+            stage._inference_mode = InferenceMode.STATIC
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, RANK=str(rank), WORLD_SIZE=str(world_size)))
@@ -127,10 +126,8 @@ def dry_world(main, cfg, pp_rank: int):
             (checks, "check_memory", do_nothing),
             (parallel, "lower_right_mask", do_nothing),  # CUDA's flash kernel has the mask built in
             (schedules._PipelineSchedule, "_warmup_p2p", shapes_are_given),
-            (_PipelineStageBase, "_get_init_p2p_neighbors_ops", lambda stage: []),  # the handshake before torch 2.13
         ]:
-            of_torch = owner in (schedules._PipelineSchedule, _PipelineStageBase)  # each version of torch has one of the two
-            stack.enter_context(mock.patch.object(owner, name, value, create=of_torch))
+            stack.enter_context(mock.patch.object(owner, name, value))
         try:
             on_gpus = partial(refusals.check_layout, on_cuda=True)
             built = build(main, replace(cfg), connect, init_weights=init_weights, check_layout=on_gpus,

@@ -37,10 +37,6 @@ def tensors_in(out) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor)]
 
 
-def is_compiled(module: nn.Module) -> bool:
-    return hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
-
-
 def sequence_keys(tokens: Tensor, labels: Tensor) -> list[str]:
     """A hash of each sequence of (..., T), to match sequences: each layout has them in another order, on other ranks."""
     rows = torch.stack([tokens.flatten(0, -2), labels.flatten(0, -2)], 1).cpu().contiguous()  # (B, 2, T)
@@ -61,14 +57,10 @@ class Seams:
         value = local_tensor(tensor.detach())
         self.records.append((phase, name, stage, call, rows, offset, value.to("cpu", copy=True).contiguous()))
 
-    def count_call(self, name: str, stage=0) -> int:
-        """Number of earlier calls in the current micro-batch."""
-        self.calls[name, stage, self.micro] += 1
-        return self.calls[name, stage, self.micro] - 1
-
     def note(self, name: str, tensor: Tensor, stage=0):
         """Record a tensor of the forward, and later its gradient."""
-        call = self.count_call(name, stage)
+        call = self.calls[name, stage, self.micro]  # the number of earlier calls in the micro-batch
+        self.calls[name, stage, self.micro] += 1
         self.add("forward", name, tensor, stage, call, self.rows[self.micro])
         if tensor.requires_grad:
             tensor.register_hook(partial(self.note_gradient, name, stage, call, self.micro))
@@ -79,15 +71,12 @@ class Seams:
             self.add("backward", name, gradient, stage, call, self.rows[micro])
 
     def watch(self, model: nn.Module, stage=0):
-        """Put hooks on all modules below the model, except inside of compiled modules, and except on experts: the order of
-        the rows that travel to experts depends on the layout."""
-        closed = [name for name, module in model.named_modules() if is_compiled(module)]
-        inside = [f"{name}." for name in closed]
+        """Put hooks on all modules below the model, except on experts: the order of the rows that travel to experts depends
+        on the layout."""
         for name, module in model.named_modules():
-            if name and not isinstance(module, (Experts, nn.ModuleList, nn.ModuleDict)) and not name.startswith(tuple(inside)):
+            if name and not isinstance(module, (Experts, nn.ModuleList, nn.ModuleDict)):
                 self.hooks.callback(module.register_forward_pre_hook(partial(self.enter, name)).remove)
                 self.hooks.callback(module.register_forward_hook(partial(self.leave, name, stage)).remove)
-        return closed
 
     def enter(self, name, module, args):
         if in_forward() and torch.is_grad_enabled():  # not while activation checkpointing repeats a forward
@@ -174,10 +163,9 @@ def seams_of_a_step(folder: str = ""):
             stages[0].index = 0  # as a pipeline's stages have
         seams.rows = [keys[i : i + size] for i in range(0, len(keys), size)]
         seams.add_tensors("initial", stages)
-        closed = [name for stage in stages for name in seams.watch(stage, stage.index)]
-        seams.about["compiled"] = closed
         for stage in stages:
-            if hasattr(stage, "make_attend") and not closed:
+            seams.watch(stage, stage.index)
+            if hasattr(stage, "make_attend"):
                 seams.watch_attention(stage, stage.index)
         loss = real["forward_backward"](stages, batch, layout)
         seams.hooks.close()

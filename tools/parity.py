@@ -1,4 +1,5 @@
 """--check_parity: train a few steps on one process and on a layout, and compare every gradient and weight."""
+import glob
 import math
 import os
 import subprocess
@@ -136,22 +137,26 @@ def check_parity(main, cfg, degrees: dict[str, int]) -> int:
     return print_comparison(*halves, later_slack(cfg, any(".experts." in fqn for fqn in halves[0][0]["gradient"])))
 
 
+def read_parts(out: str, beginning: str, function: str) -> list[dict]:
+    """The files with this beginning, in which the ranks of a half have recorded the calls of a function of parallel.py."""
+    files = sorted(glob.glob(f"{glob.escape(out + RECORD)}/{beginning}-*"))
+    if not files:
+        raise RuntimeError(f"this recipe calls parallel.{function} nowhere, so there is nothing to compare")
+    return [torch.load(file, weights_only=True, mmap=True) for file in files]
+
+
 def read_records(out: str) -> list[dict]:
     """Per step: loss, norm, tokens_hash, and by fqn, of all pipeline stages together, gradients, weights, and from step 2 on
     the update of the weights by the step before."""
     lines = [line for line in read_lines(os.path.join(out, "metrics.jsonl")) if "loss" in line]
-    if not os.path.isdir(out + RECORD):
-        raise RuntimeError("this recipe calls parallel.clip_grad_norm nowhere, so there are no gradients to compare")
     steps = []
     for n, line in enumerate(lines):
         step = {"loss": line["loss"], "norm": line["grad_norm"], "hash": line["tokens_hash"], "gradient": {}, "weight": {},
                 "buffer": {}, "trained": set(), "uneven": set()}
-        for file in sorted(os.listdir(out + RECORD)):
-            if file.startswith(f"{n}-"):
-                part = torch.load(os.path.join(out + RECORD, file), weights_only=True, mmap=True)
-                step["uneven"] |= {fqn for fqn, t in part["buffer"].items() if not torch.equal(t, step["buffer"].get(fqn, t))}
-                for kind, found in part.items():
-                    step[kind] |= found if isinstance(found, dict) else set(found)
+        for part in read_parts(out, str(n), "clip_grad_norm"):
+            step["uneven"] |= {fqn for fqn, t in part["buffer"].items() if not torch.equal(t, step["buffer"].get(fqn, t))}
+            for kind, found in part.items():
+                step[kind] |= found if isinstance(found, dict) else set(found)
         if steps:
             before = steps[-1]["weight"]
             step["update"] = {fqn: w.float() - before[fqn].float() for fqn, w in step["weight"].items()}

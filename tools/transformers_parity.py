@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distributed.agree import reason
-from distributed.layout import AXES, ExpertConfig
+from distributed.layout import AXES
 from storage.hf import load_hf, read_hf_config
 from support.config import override_fields
 from tools.operations import tensors_in
@@ -137,24 +137,19 @@ def report_against(seams: list[Seam], pairs: dict, theirs: str) -> tuple[str, in
     """(the report, exit status)."""
 
     def look(first: Seam) -> str:
-        module, _, is_input = first.name.partition(" ")
-        if is_input:
-            module = module_around(module)
-        elif first.phase == "gradient":
-            module = module.rpartition(".")[0]
-        hint = "what uses {}: something is not seen by autograd" if first.phase == "gradient" else "the forward of {}"
-        there = f"; there it is {pairs[module]} of {theirs}" if module in pairs else ""
-        return hint.format(module if module in pairs else "the model") + there
+        module = first.name.removesuffix(" input").removesuffix(".weight")
+        if module != first.name:
+            module = module_around(module)  # what the module is given, and the gradient, are the caller's work
+        return f"the forward of {module}; there it is {pairs[module]} of {theirs}" if module in pairs else "the model's forward"
 
-    return report_seams(seams, f" from {theirs}", look, [])
+    return report_seams(seams, f" from {theirs}", look)
 
 
 def check_against(main, cfg, folder: str) -> int:
     """--check_parity --where --against FOLDER of the running recipe; returns the exit status: 0 equal, 1 different."""
     if "RANK" in os.environ:
         raise ValueError("--against runs in one process: use python, not torchrun")
-    experts = ("ep", "etp") if isinstance(cfg, ExpertConfig) else ()
-    if axes := [f"--{axis} {getattr(cfg, axis)}" for axis in (*AXES, *experts) if getattr(cfg, axis) > 1]:
+    if axes := [f"--{axis} {vars(cfg)[axis]}" for axis in (*AXES, "ep", "etp") if vars(cfg).get(axis, 1) > 1]:
         raise ValueError(f"--against compares the model on one process with transformers'; leave {', '.join(axes)} out")
     ours, theirs = our_model(main, cfg, folder), their_model(folder)
     text, status = report_against(*compare_with_transformers(ours, theirs), type(theirs).__name__)

@@ -6,7 +6,6 @@ computes the seam on the layout.
 """
 import json
 import math
-import os
 from collections import defaultdict
 from functools import partial
 from itertools import product
@@ -17,15 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distributed.layout import AXES
+from distributed.layout import AXES, pattern_of
 from distributed.pipeline import ZERO_BUBBLE
 from parallel import sequence_index
-from tools.parity import GRADIENT_TOLERANCE, LOSS_TOLERANCE, NORM_TOLERANCE, RECORD, WEIGHT_TOLERANCE, distance, run_both_halves
+from tools import parity
 
 # Relative to the norm of the tensor, in fp32; 0: must be equal. Rounding grows with depth and in the backward.
 TOLERANCES = dict(
-    initial=0.0, sequences=0.0, count=0.0, inputs=0.0, forward=2e-5, loss=LOSS_TOLERANCE, backward=GRADIENT_TOLERANCE,
-    gradient=GRADIENT_TOLERANCE, norm=NORM_TOLERANCE, clipped=GRADIENT_TOLERANCE + NORM_TOLERANCE, after=WEIGHT_TOLERANCE)
+    initial=0.0, sequences=0.0, count=0.0, inputs=0.0, forward=2e-5, loss=parity.LOSS_TOLERANCE,
+    backward=parity.GRADIENT_TOLERANCE, gradient=parity.GRADIENT_TOLERANCE, norm=parity.NORM_TOLERANCE,
+    clipped=parity.GRADIENT_TOLERANCE + parity.NORM_TOLERANCE, after=parity.WEIGHT_TOLERANCE)
 PHASES = tuple(TOLERANCES)  # in the order of execution
 # LABELS: {phase, or phase and part of a module: words for a seam}
 # HINTS: [facts that hold, or with a minus do not, where to look]; a hint with "last" ends the list; "found": there is a hint
@@ -176,7 +176,7 @@ def sum_over_tp(pairs, layout: list[Piece], tp: int):
 def errors_by_rank(pairs, layout: list[Piece], whole: Tensor) -> dict[int, float]:
     errors = defaultdict(float)
     for (got, want), piece in zip(pairs, layout, strict=True):
-        errors[piece.rank] = max(errors[piece.rank], distance(got, want, whole))
+        errors[piece.rank] = max(errors[piece.rank], parity.distance(got, want, whole))
     return dict(errors)
 
 
@@ -259,7 +259,6 @@ def look_at(first: Seam, seams: list[Seam], layout: list[dict]) -> str:
         "balances": in_experts and is_router and not is_forward, "sends": in_experts and not (is_router and is_forward),
         "attention": part == "attention" if is_forward else part in ("q", "k", "v"), "attends": about["attends"],
         "rotated": is_forward and part in ("q", "k"), "lost": first.note, "recomputes": about["recomputes"],
-        "compiled": about["compiled"],
     }
     values = dict(style=style, module=module, bad=len(bad), gradients=len(gradients), factor=first.factor or 0,
                   attend="".join(about["attends"][:1]))
@@ -284,12 +283,14 @@ def which_ranks(ranks: list[int], holders: list[int], degrees: dict[str, int]) -
     return f" (rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))})"
 
 
-def report_seams(found: list[Seam], than: str, look, compiled: list[str]) -> tuple[str, int]:
+def report_seams(found: list[Seam], than: str, look) -> tuple[str, int]:
     """(text, exit status): the first difference with its neighbours, or the largest error if there is no difference.
 
-    than: words after "no difference"; look: function from a seam to a hint; compiled: names of compiled modules.
+    than: words after "no difference"; look: function from a seam to a hint.
     """
-    seams, rest = [s for s in found if not math.isnan(s.error)], not_compared(found, compiled)
+    seams = [s for s in found if not math.isnan(s.error)]
+    others = sorted({pattern_of(s.name) for s in found if math.isnan(s.error)})  # of one half only, or with another shape
+    rest = [f"not compared: {', '.join(others)}"] * bool(others)
     first = next((s for s in seams if s.differs), None)
     if first is None:
         worst = max(seams, key=lambda s: s.error / (s.tolerance or 1))
@@ -297,55 +298,29 @@ def report_seams(found: list[Seam], than: str, look, compiled: list[str]) -> tup
         return "\n".join([f"no difference{than} at {len(seams)} seams; {largest}", *rest]), 0
     before, after = seams[: seams.index(first)], seams[seams.index(first) + 1 :]
     factor = f", {first.factor:.4g} times what it should be" if first.factor and abs(first.factor - 1) > 1e-3 else ""
-    lines = [f"first difference: {first.label}{first.where}: {first.size}{factor}; {agreement(before)}"]
+    agreement = f"everything before agrees to {max((s.error for s in before), default=0):.0e} ({len(before)} seams)"
+    lines = [f"first difference: {first.label}{first.where}: {first.size}{factor}; {agreement}"]
     lines += [f"  agrees   {s.error:.1e}  {s.label}" for s in before[-2:]]
     lines += [f"  differs  {s.size}  {s.label}" for s in [first, *[s for s in after if s.differs][:2]]]
     return "\n".join([*lines, f"look at: {look(first)}", *rest]), 1
 
 
-def agreement(before: list[Seam]) -> str:
-    worst = max((s.error for s in before), default=0)
-    how = f"agrees to {worst:.0e}" if worst else "is equal"
-    return f"everything before {how} ({len(before)} seams)" if before else "nothing comes before it"
-
-
-def not_compared(seams: list[Seam], compiled: list[str]) -> list[str]:
-    """At most one line, on the seams of only one half, and on seams with different shapes."""
-    names = {s.name for s in seams if math.isnan(s.error)}
-    inside = {name for name in names if name.startswith(tuple(f"{module}{mark}" for module in compiled for mark in ". "))}
-    parts = ["seams inside of compiled modules"] * bool(inside) + sorted(set(map(kind_of, names - inside)))
-    return [f"not compared: {', '.join(parts)}"] * bool(parts)
-
-
-def kind_of(name: str) -> str:
-    """blocks.3.moe.router -> *.moe.router"""
-    module, _, part = name.partition(" ")
-    tail = [p for p in module.split(".") if p != "blocks" and not p.isdigit()]
-    return ".".join(["*", *tail]) + f" {part}" * bool(part)
-
-
 def first_difference_of(one: list[dict], layout: list[dict]) -> tuple[str, int]:
     """(report, 0 equal | 1 different) from Seams.found() of each rank of the two runs."""
     seams = compare_seams(one, layout)
-    return report_seams(seams, "", partial(look_at, seams=seams, layout=layout), layout[0]["compiled"])
+    return report_seams(seams, "", partial(look_at, seams=seams, layout=layout))
 
 
 # ---------------------------------------------------------------- the command
 
 
-def read_seams(out: str) -> list[dict]:
-    folder = out + RECORD
-    files = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-    parts = [torch.load(os.path.join(folder, f), weights_only=True) for f in files if f.startswith("seams-")]
-    if not parts:
-        raise RuntimeError("this recipe calls parallel.forward_backward nowhere, so --where sees no step of it")
-    return parts
-
-
 def check_where(main, cfg, degrees: dict[str, int]) -> int:
     """--check_parity --where of the running recipe: compare a step on one process with the layout; return the exit status.
     Two steps run, because only the beginning of the second proves that all updates of weights and biases are done."""
-    status, halves = run_both_halves(main, cfg, degrees, read_seams, where=True, steps=2)
+    if cfg.compile:
+        raise ValueError("--where sees no operations inside of compiled blocks; leave --compile out, or --where")
+    read = partial(parity.read_parts, beginning="seams", function="forward_backward")
+    status, halves = parity.run_both_halves(main, cfg, degrees, read, where=True, steps=2)
     if not status:
         text, status = first_difference_of(*halves)
         print(text, flush=True)
