@@ -305,14 +305,11 @@ class Rank:
     """One pipeline rank's first device, in one step."""
 
     stages: list
+    ids: list[int]  # of the stages
     step: Counter  # see observe
-    same_as: int | None = None  # an earlier rank with the same work
+    same_as: int  # the first rank with the same work
     activations: int = 0  # bytes of all micro-batches between their forward and backward, at the worst moment
     peak: int = 0
-
-    @property
-    def ids(self):
-        return [stage.index for stage in self.stages]
 
     def flops(self, *phases) -> int:
         return sum(self.step["flops", name] for name in phases)
@@ -347,9 +344,10 @@ def make_report(main, cfg) -> Report:
         with dry_world(main, cfg, pp_rank) as (stages, optimizers, layout):
             n = n_microbatches(layout) if layout.pp > 1 else layout.accumulation
             if (same := first.setdefault(rank_kind(stages), pp_rank)) < pp_rank:
-                ranks.append(Rank(stages, ranks[same].step, same_as=same))
-                continue
-            ranks.append(Rank(stages, measure(stages, optimizers, layout, cfg.seq_len, n)))
+                step = ranks[same].step
+            else:
+                step = measure(stages, optimizers, layout, cfg.seq_len, n)
+            ranks.append(Rank(stages, [stage.index for stage in stages], step, same))
     rows = rows_of(cfg, layout.pp, n, stages[0].n_stages)
     for row, rank in zip(rows, ranks, strict=True):
         rank.activations = in_flight(row, rank.ids, rank.step)
@@ -398,8 +396,8 @@ def print_report(cfg, report: Report, machine: str) -> None:
         lines.append([i, sum(len(s.blocks) for s in rank.stages), *map(human, sizes), fits, f"{tera:,.3g}"])
     print(table(lines))
 
-    different = [i for i, rank in enumerate(ranks) if rank.same_as is None]
-    names = [", ".join(str(j) for j, r in enumerate(ranks) if j == i or r.same_as == i) for i in different]
+    different = sorted({rank.same_as for rank in ranks})
+    names = [", ".join(str(j) for j, rank in enumerate(ranks) if rank.same_as == i) for i in different]
     print("\nCollectives of one step: number and bytes (of the largest tensor of each, summed), by axis:\n")
     counts = [totals({key[1:]: n for key, n in ranks[i].step.items() if key[0] == "moved"}) for i in different]
     lines = [["axis", "operation", *(f"pp rank {name}" for name in names)]]

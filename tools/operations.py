@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 import parallel
 from distributed.layout import all_blocks, local_slice, local_tensor, named_tensors
@@ -31,10 +32,7 @@ from models.moe import Experts, in_forward
 
 def tensors_in(out) -> list[Tensor]:
     """The tensors in a module's output, which may be a tensor, a tuple, a list or a dict."""
-    if isinstance(out, Tensor):
-        return [out]
-    values = out.values() if hasattr(out, "values") else out if isinstance(out, (tuple, list)) else []
-    return [value for value in values if isinstance(value, Tensor)]
+    return [value for value in tree_leaves(out) if isinstance(value, Tensor)]
 
 
 def sequence_keys(tokens: Tensor, labels: Tensor) -> list[str]:

@@ -16,11 +16,10 @@ def main():
     where = sys.argv[1] == "--where"
     folder, recipe, *flags = sys.argv[2:] if where else sys.argv[1:]
     sys.argv = [recipe, *flags]
-    house = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     sys.path[0] = os.path.dirname(os.path.realpath(recipe))  # as `python recipe.py` sets sys.path[0]
     # The house comes after the recipe's folder, because parallel is imported before a recipe can extend sys.path itself; and
     # before installed packages, because a package may be called distributed.
-    sys.path.insert(1, house)
+    sys.path.insert(1, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     import distributed.initial
     from tools.operations import gradients_of_all_steps, seams_of_a_step
 

@@ -5,13 +5,13 @@ random tokens. Modules are paired by the model's own table of names, hf_keys(). 
 is given and returns, as transformers computes; the logits; the loss; and the parameters' gradients, from the last to the first.
 """
 import math
-import os
 from collections import defaultdict
 from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from distributed.agree import reason
 from distributed.layout import AXES
@@ -81,21 +81,17 @@ def parents(name: str) -> list[str]:
 @torch.no_grad()
 def forward_of(model: nn.Module, modules: dict[str, str], tokens: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     """({name, or name + " input": the first tensor}, logits). modules: {path in the model: name}."""
-    found, hooks = {}, []
+    found, names = {}, {model.get_submodule(path): name for path, name in modules.items()}
 
-    def note(name, values):
+    def note(module, values, what=""):
         tensors = tensors_in(values)
-        if tensors and tensors[0].is_floating_point():
-            found[name] = tensors[0].clone()
+        if module in names and tensors and tensors[0].is_floating_point():
+            found[names[module] + what] = tensors[0].clone()
 
-    for path, name in modules.items():
-        module = model.get_submodule(path)
-        enter = lambda _, args, kwargs, name=name: note(f"{name} input", [*args, *kwargs.values()])  # noqa: E731
-        hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-        hooks.append(module.register_forward_hook(lambda _, args, out, name=name: note(name, out)))
-    out = model(tokens)
-    for hook in hooks:
-        hook.remove()
+    before = register_module_forward_pre_hook(lambda module, args: note(module, args, " input"))
+    after = register_module_forward_hook(lambda module, args, out: note(module, out))
+    with before, after:
+        out = model(tokens)
     return found, out if isinstance(out, Tensor) else out.logits
 
 
@@ -147,8 +143,6 @@ def report_against(seams: list[Seam], pairs: dict, theirs: str) -> tuple[str, in
 
 def check_against(main, cfg, folder: str) -> int:
     """--check_parity --where --against FOLDER of the running recipe; returns the exit status: 0 equal, 1 different."""
-    if "RANK" in os.environ:
-        raise ValueError("--against runs in one process: use python, not torchrun")
     if axes := [f"--{axis} {vars(cfg)[axis]}" for axis in (*AXES, "ep", "etp") if vars(cfg).get(axis, 1) > 1]:
         raise ValueError(f"--against compares the model on one process with transformers'; leave {', '.join(axes)} out")
     ours, theirs = our_model(main, cfg, folder), their_model(folder)
