@@ -1,5 +1,5 @@
 """Count a training step while it runs: memory, FLOPs, and the collectives between ranks."""
-import sys
+import traceback
 import weakref
 from collections import Counter
 from contextlib import ExitStack
@@ -30,12 +30,7 @@ FLOPS = {
 
 def unwatched(function):
     """Return the function, made to run outside of all dispatch modes: on real values, and counted by no Watch."""
-
-    def run(*args):
-        with _disable_current_modes():
-            return function(*args)
-
-    return run
+    return _disable_current_modes()(function)
 
 
 class Watch(TorchDispatchMode):
@@ -115,7 +110,7 @@ class Watch(TorchDispatchMode):
         if not axes:
             return  # a group of one rank: nothing travels
         if len(axes) > 1 and op != "all_reduce":  # axes share the group: the call stack tells whether FSDP issued the call
-            fsdp = called_by_fsdp()
+            fsdp = any("_fully_shard" in frame.f_code.co_filename for frame, _ in traceback.walk_stack(None))
             axes = [a for a in axes if (a in ("dp_replicate", "dp_shard", "fsdp", "efsdp")) == fsdp] or axes
         size = max(t.numel() * t.element_size() for t in values if isinstance(t, torch.Tensor))
         self.moved[self.phase(), axes[-1], op, size] += 1
@@ -147,14 +142,6 @@ def totals(moved) -> dict:
     """{(axis, op): [number, bytes]}"""
     counts = {}
     for (_, axis, op, size), n in moved.items():
-        entry = counts.setdefault((axis, op), [0, 0])
-        entry[0] += n
-        entry[1] += n * size
+        number, total = counts.get((axis, op), (0, 0))
+        counts[axis, op] = [number + n, total + n * size]
     return counts
-
-
-def called_by_fsdp() -> bool:
-    frame = sys._getframe()
-    while frame is not None and "_fully_shard" not in frame.f_code.co_filename:
-        frame = frame.f_back
-    return frame is not None

@@ -6,7 +6,6 @@ from the same numbers (layout_plots.py, explain.py).
 """
 import math
 import os
-import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
@@ -92,7 +91,7 @@ def dry_world(main, cfg, pp_rank: int):
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed.pipelining import schedules
-    from torch.distributed.pipelining.stage import _PipelineStageBase
+    from torch.distributed.pipelining.stage import InferenceMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -113,9 +112,9 @@ def dry_world(main, cfg, pp_rank: int):
         with fake:
             stage.to_empty(device="cpu")
 
-    def shapes_are_given(schedule, pipeline_stages, *args):  # in torch 2.13 all ranks vote on it
+    def shapes_are_given(schedule, pipeline_stages, *args):  # all ranks vote on it
         for stage in pipeline_stages:
-            stage._inference_mode = sys.modules["torch.distributed.pipelining.stage"].InferenceMode.STATIC
+            stage._inference_mode = InferenceMode.STATIC
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, RANK=str(rank), WORLD_SIZE=str(world_size)))
@@ -127,10 +126,8 @@ def dry_world(main, cfg, pp_rank: int):
             (checks, "check_memory", do_nothing),
             (parallel, "lower_right_mask", do_nothing),  # CUDA's flash kernel has the mask built in
             (schedules._PipelineSchedule, "_warmup_p2p", shapes_are_given),
-            (_PipelineStageBase, "_get_init_p2p_neighbors_ops", lambda stage: []),  # the handshake before torch 2.13
         ]:
-            of_torch = owner in (schedules._PipelineSchedule, _PipelineStageBase)  # each version of torch has one of the two
-            stack.enter_context(mock.patch.object(owner, name, value, create=of_torch))
+            stack.enter_context(mock.patch.object(owner, name, value))
         try:
             on_gpus = partial(refusals.check_layout, on_cuda=True)
             built = build(main, replace(cfg), connect, init_weights=init_weights, check_layout=on_gpus,
@@ -308,14 +305,11 @@ class Rank:
     """One pipeline rank's first device, in one step."""
 
     stages: list
+    ids: list[int]  # of the stages
     step: Counter  # see observe
-    same_as: int | None = None  # an earlier rank with the same work
+    same_as: int  # the first rank with the same work
     activations: int = 0  # bytes of all micro-batches between their forward and backward, at the worst moment
     peak: int = 0
-
-    @property
-    def ids(self):
-        return [stage.index for stage in self.stages]
 
     def flops(self, *phases) -> int:
         return sum(self.step["flops", name] for name in phases)
@@ -350,9 +344,10 @@ def make_report(main, cfg) -> Report:
         with dry_world(main, cfg, pp_rank) as (stages, optimizers, layout):
             n = n_microbatches(layout) if layout.pp > 1 else layout.accumulation
             if (same := first.setdefault(rank_kind(stages), pp_rank)) < pp_rank:
-                ranks.append(Rank(stages, ranks[same].step, same_as=same))
-                continue
-            ranks.append(Rank(stages, measure(stages, optimizers, layout, cfg.seq_len, n)))
+                step = ranks[same].step
+            else:
+                step = measure(stages, optimizers, layout, cfg.seq_len, n)
+            ranks.append(Rank(stages, [stage.index for stage in stages], step, same))
     rows = rows_of(cfg, layout.pp, n, stages[0].n_stages)
     for row, rank in zip(rows, ranks, strict=True):
         rank.activations = in_flight(row, rank.ids, rank.step)
@@ -401,8 +396,8 @@ def print_report(cfg, report: Report, machine: str) -> None:
         lines.append([i, sum(len(s.blocks) for s in rank.stages), *map(human, sizes), fits, f"{tera:,.3g}"])
     print(table(lines))
 
-    different = [i for i, rank in enumerate(ranks) if rank.same_as is None]
-    names = [", ".join(str(j) for j, r in enumerate(ranks) if j == i or r.same_as == i) for i in different]
+    different = sorted({rank.same_as for rank in ranks})
+    names = [", ".join(str(j) for j, rank in enumerate(ranks) if rank.same_as == i) for i in different]
     print("\nCollectives of one step: number and bytes (of the largest tensor of each, summed), by axis:\n")
     counts = [totals({key[1:]: n for key, n in ranks[i].step.items() if key[0] == "moved"}) for i in different]
     lines = [["axis", "operation", *(f"pp rank {name}" for name in names)]]

@@ -1,4 +1,6 @@
-"""Record all operations of a step on every rank: the recording half of --check_parity --where.
+"""Record a training run on every rank: the recording half of --check_parity, and of --check_parity --where.
+
+Of --check_parity: the weights, buffers and gradients of each step. Of --where: all operations of the first step, as seams.
 
 A seam is a place with the same numbers in every layout: the inputs of the model, the output of every module, the inputs and
 the output of attention, the gradients of all of these, the loss, every parameter's finished gradient, the norm, and the
@@ -13,28 +15,24 @@ import os
 from collections import Counter
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatch
-from functools import partial
+from functools import partial, wraps
+from itertools import count
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining.stage import _PipelineStageBase
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 import parallel
-from distributed.layout import all_blocks, local_slice, local_tensor
+from distributed.layout import all_blocks, local_slice, local_tensor, named_tensors
 from models.moe import Experts, in_forward
 
 
 def tensors_in(out) -> list[Tensor]:
     """The tensors in a module's output, which may be a tensor, a tuple, a list or a dict."""
-    if isinstance(out, Tensor):
-        return [out]
-    values = out.values() if hasattr(out, "values") else out if isinstance(out, (tuple, list)) else []
-    return [value for value in values if isinstance(value, Tensor)]
-
-
-def is_compiled(module: nn.Module) -> bool:
-    return hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+    return [value for value in tree_leaves(out) if isinstance(value, Tensor)]
 
 
 def sequence_keys(tokens: Tensor, labels: Tensor) -> list[str]:
@@ -44,56 +42,43 @@ def sequence_keys(tokens: Tensor, labels: Tensor) -> list[str]:
 
 
 class Seams:
-    """The records of one process, in the order of execution: (phase, name, stage, call, micro-batch, tensor)."""
+    """The records of one process, in the order of execution: (phase, name, stage, call, rows, offset, tensor).
 
-    def __init__(self, notes_inputs: bool = False):
+    rows: keys of the sequences in an activation; offset: place of a parameter's part in the whole."""
+
+    def __init__(self):
         self.records, self.rows, self.about = [], [], {}
-        self.notes_inputs = notes_inputs  # record inputs of modules too: they tell a wrong module from a wrong caller
         self.micro, self.path, self.calls, self.hooks = 0, [], Counter(), ExitStack()
-        self.gradients_seen, self.outputs, self.uses = set(), {}, {}
+        self.gradients_seen = set()
 
-    def add(self, phase: str, name: str, tensor: Tensor, stage=0, call=0, micro=None):
+    def add(self, phase: str, name: str, tensor: Tensor, stage=0, call=0, rows=None, offset=None):
         value = local_tensor(tensor.detach())
-        self.records.append((phase, name, stage, call, micro, value.to("cpu", copy=True).contiguous()))
-
-    def count_call(self, name: str, stage=0) -> int:
-        """Number of earlier calls in the current micro-batch."""
-        self.calls[name, stage, self.micro] += 1
-        return self.calls[name, stage, self.micro] - 1
+        self.records.append((phase, name, stage, call, rows, offset, value.to("cpu", copy=True).contiguous()))
 
     def note(self, name: str, tensor: Tensor, stage=0):
         """Record a tensor of the forward, and later its gradient."""
-        call = self.count_call(name, stage)
-        self.add("forward", name, tensor, stage, call, self.micro)
-        self.outputs[id(tensor)] = name, tensor  # keep the tensor, so that no other tensor gets the same id
+        call = self.calls[name, stage, self.micro]  # the number of earlier calls in the micro-batch
+        self.calls[name, stage, self.micro] += 1
+        self.add("forward", name, tensor, stage, call, self.rows[self.micro])
         if tensor.requires_grad:
             tensor.register_hook(partial(self.note_gradient, name, stage, call, self.micro))
 
     def note_gradient(self, name, stage, call, micro, gradient):
         if (name, stage, call, micro) not in self.gradients_seen:  # the second half of a split backward comes here again
             self.gradients_seen.add((name, stage, call, micro))
-            self.add("backward", name, gradient, stage, call, micro)
+            self.add("backward", name, gradient, stage, call, self.rows[micro])
 
     def watch(self, model: nn.Module, stage=0):
-        """Put hooks on all modules below the model, except inside of compiled modules, and except on experts: the order of
-        the rows that travel to experts depends on the layout."""
-        closed = [name for name, module in model.named_modules() if is_compiled(module)]
-        inside = [f"{name}." for name in closed]
+        """Put hooks on all modules below the model, except on experts: the order of the rows that travel to experts depends
+        on the layout."""
         for name, module in model.named_modules():
-            if name and not isinstance(module, (Experts, nn.ModuleList, nn.ModuleDict)) and not name.startswith(tuple(inside)):
-                self.hooks.callback(module.register_forward_pre_hook(partial(self.enter, name), with_kwargs=True).remove)
+            if name and not isinstance(module, (Experts, nn.ModuleList, nn.ModuleDict)):
+                self.hooks.callback(module.register_forward_pre_hook(partial(self.enter, name)).remove)
                 self.hooks.callback(module.register_forward_hook(partial(self.leave, name, stage)).remove)
-        return closed
 
-    def enter(self, name, module, args, kwargs):
+    def enter(self, name, module, args):
         if in_forward() and torch.is_grad_enabled():  # not while activation checkpointing repeats a forward
             self.path.append(name)
-            given = tensors_in([*args, *kwargs.values()])
-            for x in given:
-                if id(x) in self.outputs:
-                    self.uses.setdefault(self.outputs[id(x)][0], []).append(name)
-            if self.notes_inputs and given and given[0].is_floating_point():
-                self.add("forward", f"{name} input", given[0], 0, self.count_call(f"{name} input"), self.micro)
 
     def leave(self, name, stage, module, args, out):
         if in_forward() and torch.is_grad_enabled():
@@ -124,20 +109,16 @@ class Seams:
             self.note(f"{name} attention", tensors_in(out)[0], stage)
         return out
 
-    def stop(self):
-        self.hooks.close()
-        self.outputs = {}
-
     def add_tensors(self, phase: str, stages, gradients=False):
         """Record the rank's part of every parameter and buffer, or of every gradient (zeros for a missing gradient),
         with the part's offset in the whole."""
         for stage in stages:
             for fqn, tensor in [*stage.named_parameters(), *([] if gradients else stage.named_buffers())]:
                 value = tensor if not gradients else torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-                self.add(phase, fqn, value, stage.index, micro=local_slice(tensor)[1])
+                self.add(phase, fqn, value, stage.index, offset=local_slice(tensor)[1])
 
     def found(self) -> dict:
-        return dict(records=self.records, rows=self.rows, uses=self.uses, **self.about)
+        return dict(records=self.records, rows=sum(self.rows, []), **self.about)
 
 
 def describe_layout(stages, layout) -> dict:
@@ -152,23 +133,24 @@ def describe_layout(stages, layout) -> dict:
 
 
 @contextmanager
-def seams_of_a_step(done=lambda seams: None):
+def seams_of_a_step(folder: str = ""):
     """Yield Seams into which parallel.forward_backward and clip_grad_norm write the first step. Enter after any change to
-    parallel.py that the report shall show, and before a recipe imports from parallel. done(seams) is called when the
-    next step begins, or by seams.finish()."""
-    seams, state = Seams(), {"stages": None, "done": False}
+    parallel.py that the report shall show, and before a recipe imports from parallel. When the next step begins, a file
+    FOLDER/seams-<rank>.pt is written: a recipe's process gives no sign before its end."""
+    seams, state = Seams(), {"stages": None}
     real = {name: getattr(parallel, name) for name in ("forward_backward", "inputs", "count_tokens", "clip_grad_norm")}
     forward_one_chunk = _PipelineStageBase.forward_one_chunk
 
-    def finish():  # the weights have been updated, the biases of experts moved
-        if state["stages"] and not state["done"]:
-            seams.add_tensors("after", state["stages"])
-            state["done"] = True
-            done(seams)
+    def finish():
+        seams.add_tensors("after", state["stages"])
 
     def forward_backward(stages, batch, layout):
-        if state["stages"]:  # the second step has begun
-            finish()
+        if state["stages"]:  # the second step has begun: the weights have been updated, the biases of experts moved
+            file = os.path.join(folder, f"seams-{layout.rank}.pt")
+            if not os.path.exists(file):
+                finish()
+                os.makedirs(folder, exist_ok=True)
+                torch.save(seams.found(), file)
             return real["forward_backward"](stages, batch, layout)
         state["stages"] = stages
         seams.about = describe_layout(stages, layout) | {"seq_len": batch.tokens.shape[-1]}
@@ -179,13 +161,12 @@ def seams_of_a_step(done=lambda seams: None):
             stages[0].index = 0  # as a pipeline's stages have
         seams.rows = [keys[i : i + size] for i in range(0, len(keys), size)]
         seams.add_tensors("initial", stages)
-        closed = [name for stage in stages for name in seams.watch(stage, stage.index)]
-        seams.about["compiled"] = closed
         for stage in stages:
-            if hasattr(stage, "make_attend") and not closed:
+            seams.watch(stage, stage.index)
+            if hasattr(stage, "make_attend"):
                 seams.watch_attention(stage, stage.index)
         loss = real["forward_backward"](stages, batch, layout)
-        seams.stop()
+        seams.hooks.close()
         seams.add("loss", "loss", loss[0])
         return loss
 
@@ -194,7 +175,7 @@ def seams_of_a_step(done=lambda seams: None):
         if state["stages"] and torch.is_grad_enabled() and "norm" not in state:
             seams.micro = a or 0
             for name, x in found.items():
-                seams.add("inputs", name, x, micro=-1 if a is None else a)
+                seams.add("inputs", name, x, rows=sum(seams.rows, []) if a is None else seams.rows[a])
         return found
 
     def count_tokens(labels, layout):
@@ -225,7 +206,29 @@ def seams_of_a_step(done=lambda seams: None):
         yield seams
 
 
-def write_seams(folder: str, seams: Seams):
-    """Write FOLDER/seams-<rank>.pt, at the beginning of the second step: a recipe's process gives no sign before its end."""
-    os.makedirs(folder, exist_ok=True)
-    torch.save(seams.found(), os.path.join(folder, f"seams-{seams.about['rank']}.pt"))
+@contextmanager
+def gradients_of_all_steps(folder: str):
+    """parallel.clip_grad_norm first writes FOLDER/<step>-<rank>.pt: the gradients, complete and not yet scaled, and the
+    weights, whole, on one rank of each pipeline rank; and every rank's buffers."""
+    real, steps = parallel.clip_grad_norm, count()
+
+    def whole(tensor):  # a collective: all ranks call it in the same order
+        return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
+
+    @wraps(real)
+    def record_and_clip(*args, **kwargs):
+        given = inspect.signature(real).bind(*args, **kwargs).arguments
+        layout, named = given["layout"], {fqn: t for stage in given["stages"] for fqn, t in named_tensors(stage).items()}
+        parameters = {fqn: p for fqn, p in named.items() if isinstance(p, nn.Parameter)}
+        step = dict(gradient={fqn: whole(p.grad) for fqn, p in parameters.items() if p.grad is not None},
+                    weight={fqn: whole(p) for fqn, p in parameters.items()},
+                    trained=[fqn for fqn, p in parameters.items() if p.requires_grad])
+        if layout.rank % (layout.world_size // layout.pp):
+            step = {}
+        step["buffer"] = {fqn: whole(t) for fqn, t in named.items() if fqn not in parameters}
+        os.makedirs(folder, exist_ok=True)
+        torch.save(step, os.path.join(folder, f"{next(steps)}-{layout.rank}.pt"))
+        return real(*args, **kwargs)
+
+    with mock.patch.object(parallel, "clip_grad_norm", record_and_clip):
+        yield

@@ -1,4 +1,5 @@
 """--check_parity: train a few steps on one process and on a layout, and compare every gradient and weight."""
+import glob
 import math
 import os
 import subprocess
@@ -9,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from distributed.agree import brief
-from distributed.layout import AXES, ExpertConfig
+from distributed.layout import AXES
 from distributed.refusals import facts, runs_on_cuda
 from support.config import FROM_FILE, no_effect, spell, unmet_needs
 from support.metrics import read_lines
@@ -51,10 +52,8 @@ def without_refused(cfg, flags: dict, model_config) -> dict:
 
 def flags_of_halves(main, cfg, degrees: dict[str, int], folder: str) -> dict[str, dict]:
     """{name of a half: flags to append to the user's command}. ValueError if there is nothing to compare."""
-    if degrees["dp_shard"] == -1:  # as many as the experts must borrow
-        ep, etp = (max(cfg.ep, 1), cfg.etp) if isinstance(cfg, ExpertConfig) else (1, 1)
-        borrowed = degrees["cp"] * (degrees["tp"] if etp == 1 else 1)
-        degrees = degrees | {"dp_shard": ep // math.gcd(ep, max(borrowed, 1))}
+    if degrees["dp_shard"] == -1:
+        degrees = degrees | {"dp_shard": vars(cfg).get("ep", 1)}  # the experts use these ranks again
     model_config = model_config_of(main, cfg)
     if unused := no_effect(cfg, facts(cfg, model_config, degrees, runs_on_cuda(cfg.device))):
         raise ValueError("; ".join(unused))
@@ -113,8 +112,6 @@ def run_half(name: str, flags: dict, where: bool = False) -> int:
 
 def run_both_halves(main, cfg, degrees: dict[str, int], read, where=False, **flags) -> tuple[int, list]:
     """Run the recipe on one process and on the layout. Returns (exit status of a failed run or 0, [read(out) of each half])."""
-    if "RANK" in os.environ:
-        raise ValueError("--check_parity starts its own processes: run it with python, not torchrun")
     found = []
     with tempfile.TemporaryDirectory() as folder:
         for name, half in flags_of_halves(main, cfg, degrees, folder).items():
@@ -136,21 +133,27 @@ def check_parity(main, cfg, degrees: dict[str, int]) -> int:
     return print_comparison(*halves, later_slack(cfg, any(".experts." in fqn for fqn in halves[0][0]["gradient"])))
 
 
+def read_parts(out: str, beginning: str, function: str) -> list[dict]:
+    """The files with this beginning, in which the ranks of a half have recorded the calls of a function of parallel.py."""
+    files = sorted(glob.glob(f"{glob.escape(out + RECORD)}/{beginning}-*"))
+    if not files:
+        raise RuntimeError(f"this recipe calls parallel.{function} nowhere, so there is nothing to compare")
+    return [torch.load(file, weights_only=True, mmap=True) for file in files]
+
+
 def read_records(out: str) -> list[dict]:
     """Per step: loss, norm, tokens_hash, and by fqn, of all pipeline stages together, gradients, weights, and from step 2 on
     the update of the weights by the step before."""
     lines = [line for line in read_lines(os.path.join(out, "metrics.jsonl")) if "loss" in line]
-    if not os.path.isdir(out + RECORD):
-        raise RuntimeError("this recipe calls parallel.clip_grad_norm nowhere, so there are no gradients to compare")
     steps = []
-    for n, line in enumerate(lines):
+    for n in range(STEPS):
+        parts, line = read_parts(out, str(n), "clip_grad_norm"), lines[n]
         step = {"loss": line["loss"], "norm": line["grad_norm"], "hash": line["tokens_hash"], "gradient": {}, "weight": {},
                 "buffer": {}, "trained": set(), "uneven": set()}
-        for file in sorted(os.listdir(out + RECORD)):
-            if file.startswith(f"{n}-"):
-                part = torch.load(os.path.join(out + RECORD, file), weights_only=True, mmap=True)
-                for kind, found in part.items():
-                    step[kind] |= found if isinstance(found, dict) else set(found)
+        for part in parts:
+            step["uneven"] |= {fqn for fqn, t in part["buffer"].items() if not torch.equal(t, step["buffer"].get(fqn, t))}
+            for kind, found in part.items():
+                step[kind] |= found if isinstance(found, dict) else set(found)
         if steps:
             before = steps[-1]["weight"]
             step["update"] = {fqn: w.float() - before[fqn].float() for fqn, w in step["weight"].items()}
@@ -183,22 +186,19 @@ def print_comparison(one: list[dict], layout: list[dict], later: float = 1) -> i
     update.
     """
     first, compared = "", set()
+    room = UPDATE_TOLERANCE * (1 if later <= LATER["adamw"] else 10)
+    # what an optimizer has changed, by step; step 3 sees the update from the gradients of step 2
+    changes = ("weight", WEIGHT_TOLERANCE), ("update", room), ("update", room * (min(later, 3) if later < math.inf else later))
     head = ["loss, 1 process", "layout", "norm, 1 process", "layout"]
     print("step", *(f"{text:>16}" for text in head), " worst gradient / worst update by the step before (step 1: worst weight)")
     for n, (a, b) in enumerate(zip(one, layout, strict=True), 1):
         problems, worst, slack = [], {}, 1 if n == 1 else later
-        # step 3 sees the update from the gradients of step 2
-        changed = "update", UPDATE_TOLERANCE * (1 if later <= LATER["adamw"] else 10) * (1 if n == 2 else min(slack, 3))
-        if n == 1:
-            changed = "weight", WEIGHT_TOLERANCE
-        elif n == 3 and later == math.inf:
-            changed = "update", math.inf
         if a["hash"] != b["hash"]:
             problems.append("the tokens of the global batch")
         problems += [f"the buffer {fqn}, which is not equal on all ranks" for fqn in sorted(b["uneven"])[:1]]
         if n < 3 or later < math.inf:
             problems += compare_tensors("the buffer", a["buffer"], b["buffer"], 1e-4 * min(slack, 10))[1]
-        for kind, tolerance in (("gradient", slack * GRADIENT_TOLERANCE), changed):
+        for kind, tolerance in (("gradient", slack * GRADIENT_TOLERANCE), changes[n - 1]):
             if missing := sorted(a[kind].keys() ^ b[kind].keys()):
                 problems.append(f"the {kind} of {missing[0]}, which only one of the two has")
             errors, wrong = compare_tensors(f"the {kind} of", a[kind], b[kind], tolerance)

@@ -83,6 +83,8 @@ def report_or_train(main, cfg, options: ReportConfig) -> int:
     if unused := no_effect(options, SimpleNamespace(**vars(options))):
         raise ValueError("; ".join(unused))
     plots_layout = options.plot and "RANK" not in os.environ and any(getattr(cfg, axis) > 1 for axis in AXES)
+    if "RANK" in os.environ and (options.check_parity or options.dry_run or options.explain):
+        raise ValueError("--check_parity, --dry_run and --explain start from one process: use python, not torchrun")
     if options.check_parity and (options.dry_run or options.explain):
         raise ValueError("--check_parity trains, and --dry_run and --explain do not: ask for one after the other")
     if options.check_parity:
@@ -115,8 +117,6 @@ def report_layout(main, cfg, options: ReportConfig) -> int:
     from tools.layout_plots import plot
     from tools.page import check_page, write_page
 
-    if "RANK" in os.environ:
-        raise ValueError("--dry_run, --explain and --plot run in one process: use python, not torchrun")
     if cfg.float8 != "off":
         raise ValueError(f"--float8 {cfg.float8} is not in the dry run, which would count bf16; leave it out")
     if options.html:

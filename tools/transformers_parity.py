@@ -1,30 +1,30 @@
-"""--check_parity --where --against FOLDER: the first module with another output or gradient than in transformers.
+"""--check_parity --where --against FOLDER: the first module with another input or output than in transformers.
 
 One process, fp32. The recipe's model and transformers' model are loaded from the same Hugging Face folder, and get the same
-random tokens. Modules are paired by the model's own table of names, hf_keys(). Outputs are compared in the order in which
-transformers computes: forward, loss, backward, the parameters' gradients.
+random tokens. Modules are paired by the model's own table of names, hf_keys(). Compared are, in this order, what each module
+is given and returns, as transformers computes; the logits; the loss; and the parameters' gradients, from the last to the first.
 """
 import math
-import os
 from collections import defaultdict
 from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from distributed.agree import reason
-from distributed.layout import AXES, ExpertConfig, named_tensors
+from distributed.layout import AXES
 from storage.hf import load_hf, read_hf_config
 from support.config import override_fields
-from tools.operations import Seams
+from tools.operations import tensors_in
 from tools.parity import distance
 from tools.stop_main import do_nothing, stop_main
-from tools.where import HINTS_AGAINST, Seam, factor_of, kind_of, module_around, report_seams
+from tools.where import Seam, factor_of, module_around, report_seams
 
 BATCH, LENGTH = 3, 128  # of the random tokens: long enough to see a wrong rotation
 # Relative, in fp32. Two correct implementations order sums differently, and raise theta to powers in different ways.
-APART = dict(initial=0.0, forward=1e-4, logits=1e-4, loss=1e-5, backward=5e-4, gradient=5e-4)
+APART = dict(forward=1e-4, logits=1e-4, loss=1e-5, gradient=5e-4)
 
 
 def our_model(main, cfg, folder: str) -> nn.Module:
@@ -35,9 +35,7 @@ def our_model(main, cfg, folder: str) -> nn.Module:
     if getattr(config, "mtp_depth", 0):
         config = replace(config, mtp_depth=0)  # transformers has none
     with torch.device("meta"):
-        model = Model(config)
-    for p in model.parameters():
-        p.data = p.data.float()
+        model = Model(config).float()
     model.to_empty(device="cpu")
     load_hf(model, folder)
     return model
@@ -57,24 +55,8 @@ def their_model(folder: str) -> nn.Module:
         raise ValueError(f"transformers cannot open {folder}: {reason(error)}") from None
 
 
-def watch_their_attention(model, seams: Seams):
-    """Record inputs and output of transformers' attention: their models look up a function by name, so register ours."""
-    from transformers import AttentionInterface
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
-
-    def attend(module, query, key, value, *args, **kwargs):
-        return seams.attend(lambda q, k, v: plain(module, q, k, v, *args, **kwargs), 0, query, key, value)
-
-    AttentionInterface.register("nanotitan_seams", attend)
-    ALL_MASK_ATTENTION_FUNCTIONS.register("nanotitan_seams", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    model.config._attn_implementation = "nanotitan_seams"
-
-
 def pair_modules(keys: dict) -> dict[str, str]:
-    """{their module: ours} from hf_keys(): modules with a weight, and modules around them that hold the same weights."""
+    """{our module: theirs} from hf_keys(): modules with a weight, and modules around them that hold the same weights."""
     inside_ours, inside_theirs = defaultdict(set), defaultdict(set)  # {module: their names of the weights inside}
     for ours, theirs in keys.items():
         for name in [theirs] if isinstance(theirs, str) else theirs:
@@ -82,11 +64,11 @@ def pair_modules(keys: dict) -> dict[str, str]:
                 inside_ours[parent].add(name)
             for parent in parents(name):
                 inside_theirs[parent].add(name)
-    same = {frozenset(held): module for module, held in sorted(inside_ours.items(), reverse=True)}  # the outermost wins
-    pairs = {module: same[frozenset(held)] for module, held in inside_theirs.items() if frozenset(held) in same}
+    outermost = {frozenset(held): module for module, held in sorted(inside_theirs.items(), reverse=True)}
+    pairs = {module: outermost[frozenset(held)] for module, held in inside_ours.items() if frozenset(held) in outermost}
     for ours, theirs in keys.items():
         if isinstance(theirs, list):  # theirs returns the weighted sum over experts, as the module around our experts does
-            pairs[theirs[0].split(".experts.")[0] + ".experts"] = ours.rpartition(".experts.")[0]
+            pairs[ours.rpartition(".experts.")[0]] = theirs[0].split(".experts.")[0] + ".experts"
     return pairs
 
 
@@ -96,126 +78,73 @@ def parents(name: str) -> list[str]:
     return [".".join(pieces[:n]) for n in range(len(pieces) - 1, 0, -1)]
 
 
-def ways_to_align(ours: Tensor, theirs: Tensor, name: str) -> list[tuple[Tensor, Tensor]]:
-    """Pairs of equal shape: (B, T, ...) or (B * T, ...), heads before or after the sequence. The numbers of a query or key
-    may have any order, because only products of queries and keys are used."""
-    ways = []
-    if ours.numel() == theirs.numel():
-        longer_than_1 = [[size for size in x.shape if size != 1] for x in (ours, theirs)]
-        if longer_than_1[0] == longer_than_1[1] or ours.shape[-1] == theirs.shape[-1] and 2 in (ours.dim(), theirs.dim()):
-            ways.append((ours.reshape(theirs.shape), theirs))
-        if ours.dim() == theirs.dim() == 4 and ours.transpose(1, 2).shape == theirs.shape:
-            ways.append((ours.transpose(1, 2), theirs))
-        if ours.shape == theirs.shape and name.endswith((" q", " k")):
-            ways.append((ours.sort(-1).values, theirs.sort(-1).values))
-    return ways
+@torch.no_grad()
+def forward_of(model: nn.Module, modules: dict[str, str], tokens: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """({name, or name + " input": the first tensor}, logits). modules: {path in the model: name}."""
+    found, names = {}, {model.get_submodule(path): name for path, name in modules.items()}
+
+    def note(module, values, what=""):
+        tensors = tensors_in(values)
+        if module in names and tensors and tensors[0].is_floating_point():
+            found[names[module] + what] = tensors[0].clone()
+
+    before = register_module_forward_pre_hook(lambda module, args: note(module, args, " input"))
+    after = register_module_forward_hook(lambda module, args, out: note(module, out))
+    with before, after:
+        out = model(tokens)
+    return found, out if isinstance(out, Tensor) else out.logits
 
 
-def by_seam(seams: Seams, known: dict | None = None) -> dict:
-    """{(phase, our name, call): [tensors]} of all records. known: {their module: ours}; other modules are left out."""
-    found = defaultdict(list)
-    for phase, name, _, call, _, tensor in seams.records:
-        module, _, part = name.partition(" ")
-        module = module.partition("[")[0]
-        if known is None or module in known:
-            found[phase, (known[module] if known else module) + f" {part}" * bool(part), call].append(tensor)
-    return dict(found)
+def compare(phase: str, name: str, got: Tensor | None, want: Tensor, lost: str = "") -> Seam:
+    """lost: what to say if got is None. Of (B, T, D) and (B * T, D) the numbers are compared; nan: other numbers of numbers."""
+    if got is None:
+        return Seam(phase, name, 0, math.inf, APART[phase], note=lost)
+    if got.numel() != want.numel():
+        return Seam(phase, name, 0, math.nan, APART[phase])
+    got = got.reshape(want.shape)
+    return Seam(phase, name, 0, distance(got, want, want), APART[phase], factor=factor_of([(got, want)]))
 
 
-def run_both(ours, theirs) -> tuple[dict, dict, dict]:
-    """({(phase, our name, call): our tensors}, the same for theirs, {our name: theirs}), in the order of their execution."""
-    g, vocab = torch.Generator().manual_seed(0), ours.config.vocab_size
-    T = min(LENGTH, ours.config.max_seq_len)
-    tokens, labels = (torch.randint(0, vocab, (BATCH, T), generator=g) for _ in range(2))
-    a, b = Seams(notes_inputs=True), Seams(notes_inputs=True)
-    a.watch(ours)
-    a.watch_attention(ours)
-    b.watch(theirs)
-    watch_their_attention(theirs, b)
-    theirs.zero_grad()
+def compare_with_transformers(ours, theirs) -> tuple[list[Seam], dict]:
+    """(seams in order, {our module: theirs})."""
+    g, config, keys = torch.Generator().manual_seed(0), ours.config, ours.hf_keys()
+    T = min(LENGTH, config.max_seq_len)
+    tokens, labels = (torch.randint(0, config.vocab_size, (BATCH, T), generator=g) for _ in range(2))
+    head = theirs.get_output_embeddings()  # returns the logits, a seam of their own
+    pairs = {name: path for name, path in pair_modules(keys).items() if theirs.get_submodule(path) is not head}
+    mine, logits = forward_of(ours, {name: name for name in pairs}, tokens)
+    other, their_logits = forward_of(theirs, {path: name for name, path in pairs.items()}, tokens)
+    seams = [compare("forward", name, mine.get(name), want, "never called here") for name, want in other.items()
+             if name in mine or name in pairs]
+
     loss = ours(tokens, labels=labels, loss_denom=labels.numel())
-    with torch.no_grad():
-        logits = ours(tokens)
-    out = theirs(input_ids=tokens, use_cache=False).logits
-    their_loss = F.cross_entropy(out.float().flatten(0, 1), labels.flatten())
+    their_loss = F.cross_entropy(theirs(tokens).logits.flatten(0, 1), labels.flatten())
     loss.backward()
     their_loss.backward()
-    a.stop()
-    b.stop()
-
-    keys, head = ours.hf_keys(), theirs.get_output_embeddings()
-    # the head returns the logits, a seam of their own
-    pairs = {module: name for module, name in pair_modules(keys).items() if theirs.get_submodule(module) is not head}
-    names = {ours: theirs for theirs, ours in sorted(pairs.items(), reverse=True)}  # the outermost wins
-    mine = by_seam(a) | {("logits", "logits", 0): [logits], ("loss", "loss", 0): [loss.detach()]}
-    other = by_seam(b, pairs) | {("logits", "logits", 0): [out.detach()], ("loss", "loss", 0): [their_loss.detach()]}
-    their_tensors, our_tensors = named_tensors(theirs), named_tensors(ours)
-    for fqn, name in keys.items():
-        if isinstance(name, str) and name in their_tensors:
-            names[fqn] = name
-            for phase, take in ("initial", lambda p: p.detach()), ("gradient", lambda p: p.grad):
-                if take(their_tensors[name]) is not None:
-                    got = take(our_tensors[fqn])
-                    other[phase, fqn, 0] = [take(their_tensors[name])]
-                    mine[phase, fqn, 0] = [torch.zeros_like(our_tensors[fqn]) if got is None else got]
-    order = list(APART)
-    return mine, dict(sorted(other.items(), key=lambda item: order.index(item[0][0]))), names
+    seams += [compare("logits", "logits", logits, their_logits), compare("loss", "loss", loss.detach(), their_loss.detach())]
+    their_parameters = dict(theirs.named_parameters())
+    for fqn, p in reversed(list(ours.named_parameters())):
+        if isinstance(name := keys.get(fqn), str) and name in their_parameters:
+            seams.append(compare("gradient", fqn, p.grad, their_parameters[name].grad, "no gradient arrives"))
+    return seams, pairs
 
 
-def compare_with_transformers(ours, theirs) -> tuple[list[Seam], list[str], dict]:
-    """(seams in order, names without counterpart or with another shape, {our name: theirs})."""
-    mine, other, names = run_both(ours, theirs)
-    seams, left_out = [], []
-    called = {name for phase, name, _ in mine if phase == "forward"}
-    for (phase, name, call), tensors in other.items():
-        tolerance = APART[phase]
-        if (phase, name, call) not in mine:
-            if phase == "backward" and ("forward", name, call) in mine:
-                seams.append(Seam(phase, name, call, math.inf, tolerance, note="no gradient arrives"))
-            elif phase == "forward" and " " not in name and name not in called:
-                seams.append(Seam(phase, name, call, math.inf, tolerance, note="never called here"))
-            else:
-                left_out.append(name)
-            continue
-        x = mine[phase, name, call][0]
-        ways = [way for tensor in tensors for way in ways_to_align(x.float(), tensor.float(), name)]
-        if not ways:
-            left_out.append(name)
-            continue
-        error, (got, want) = min(((distance(*way, way[1]), way) for way in ways), key=lambda found: found[0])
-        seams.append(Seam(phase, name, call, error, tolerance, factor=factor_of([(got, want)])))
-    return seams, left_out, names
-
-
-def hint_against(first: Seam) -> str:
-    """The usual cause of a difference at the seam."""
-    module, _, part = first.name.partition(" ")
-    key = first.phase if first.phase != "forward" else "input" if first.note else part if part in HINTS_AGAINST else "forward"
-    return HINTS_AGAINST[key].format(module=module, around=module_around(module))
-
-
-def report_against(seams: list[Seam], left_out: list[str], names: dict, theirs: str) -> tuple[str, int]:
+def report_against(seams: list[Seam], pairs: dict, theirs: str) -> tuple[str, int]:
     """(the report, exit status)."""
 
     def look(first: Seam) -> str:
-        module, _, part = first.name.partition(" ")
-        module = module_around(module) if part == "input" else module
-        return f"{hint_against(first)}; there it is {names.get(module, module)} of {theirs}"
+        module = first.name.removesuffix(" input").removesuffix(".weight")
+        if module != first.name:
+            module = module_around(module)  # what the module is given, and the gradient, are the caller's work
+        return f"the forward of {module}; there it is {pairs[module]} of {theirs}" if module in pairs else "the model's forward"
 
-    kinds = sorted(set(map(kind_of, left_out)))
-    rest = [f"not compared, because the two have other shapes or parts there: {', '.join(kinds)}"] if kinds else []
-    return report_seams(seams, f" from {theirs}", look, rest)
+    return report_seams(seams, f" from {theirs}", look)
 
 
 def check_against(main, cfg, folder: str) -> int:
     """--check_parity --where --against FOLDER of the running recipe; returns the exit status: 0 equal, 1 different."""
-    if "RANK" in os.environ:
-        raise ValueError("--against runs in one process: use python, not torchrun")
-    experts = ("ep", "etp") if isinstance(cfg, ExpertConfig) else ()
-    if axes := [f"--{axis} {getattr(cfg, axis)}" for axis in (*AXES, *experts) if getattr(cfg, axis) > 1]:
+    if axes := [f"--{axis} {vars(cfg)[axis]}" for axis in (*AXES, "ep", "etp") if vars(cfg).get(axis, 1) > 1]:
         raise ValueError(f"--against compares the model on one process with transformers'; leave {', '.join(axes)} out")
-    if not os.path.isdir(folder):
-        raise ValueError(f"--against {folder}: there is no such folder; give one of Hugging Face, with config.json")
     ours, theirs = our_model(main, cfg, folder), their_model(folder)
     text, status = report_against(*compare_with_transformers(ours, theirs), type(theirs).__name__)
     print(text, flush=True)

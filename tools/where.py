@@ -6,30 +6,30 @@ computes the seam on the layout.
 """
 import json
 import math
-import os
 from collections import defaultdict
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from distributed.layout import AXES
+from distributed.layout import AXES, pattern_of
 from distributed.pipeline import ZERO_BUBBLE
 from parallel import sequence_index
-from tools.parity import GRADIENT_TOLERANCE, LOSS_TOLERANCE, NORM_TOLERANCE, RECORD, WEIGHT_TOLERANCE, distance, run_both_halves
+from tools import parity
 
 # Relative to the norm of the tensor, in fp32; 0: must be equal. Rounding grows with depth and in the backward.
 TOLERANCES = dict(
-    initial=0.0, sequences=0.0, count=0.0, inputs=0.0, forward=2e-5, loss=LOSS_TOLERANCE, backward=GRADIENT_TOLERANCE,
-    gradient=GRADIENT_TOLERANCE, norm=NORM_TOLERANCE, clipped=GRADIENT_TOLERANCE + NORM_TOLERANCE, after=WEIGHT_TOLERANCE)
+    initial=0.0, sequences=0.0, count=0.0, inputs=0.0, forward=2e-5, loss=parity.LOSS_TOLERANCE,
+    backward=parity.GRADIENT_TOLERANCE, gradient=parity.GRADIENT_TOLERANCE, norm=parity.NORM_TOLERANCE,
+    clipped=parity.GRADIENT_TOLERANCE + parity.NORM_TOLERANCE, after=parity.WEIGHT_TOLERANCE)
 PHASES = tuple(TOLERANCES)  # in the order of execution
 # LABELS: {phase, or phase and part of a module: words for a seam}
 # HINTS: [facts that hold, or with a minus do not, where to look]; a hint with "last" ends the list; "found": there is a hint
-# HINTS_AGAINST: {phase or part of a module: where to look}, of transformers_parity.py
-LABELS, HINTS, HINTS_AGAINST = json.loads(Path(__file__).with_name("where.json").read_text()).values()
+LABELS, HINTS = json.loads(Path(__file__).with_name("where.json").read_text()).values()
 
 
 class Piece(NamedTuple):
@@ -42,7 +42,7 @@ class Piece(NamedTuple):
 
 class Seam(NamedTuple):
     """A comparison; error nan: shapes do not allow a comparison. where: the differing ranks, in words, "" = all holders.
-    factor: layout = factor x one process, if such a factor exists. few: (differing tokens, all tokens)."""
+    factor: layout = factor x one process, if such a factor exists."""
     phase: str
     name: str
     call: int
@@ -51,7 +51,6 @@ class Seam(NamedTuple):
     where: str = ""
     factor: float | None = None
     note: str = ""
-    few: tuple[int, int] = (0, 0)
 
     @property
     def differs(self) -> bool:
@@ -87,14 +86,9 @@ def pieces_of(parts: list[dict]) -> dict[tuple, list[Piece]]:
                 calls[name][stage] = max(calls[name][stage], call + 1)
     found = defaultdict(list)
     for part in parts:
-        every_row = [key for rows in part["rows"] for key in rows]
-        for phase, name, stage, call, where, tensor in part["records"]:
+        for phase, name, stage, call, *piece in part["records"]:
             earlier = sum(n for other, n in calls[name].items() if other < stage)
-            if phase in ("forward", "backward", "inputs"):
-                piece = Piece(part["rank"], every_row if where == -1 else part["rows"][where], None, tensor)
-            else:
-                piece = Piece(part["rank"], None, where if isinstance(where, tuple) else None, tensor)
-            found[phase, name, call + earlier if phase in ("forward", "backward") else 0].append(piece)
+            found[phase, name, call + earlier if phase in ("forward", "backward") else 0].append(Piece(part["rank"], *piece))
     return dict(sorted(found.items(), key=lambda item: PHASES.index(item[0][0])))  # stable: recorded order within a phase
 
 
@@ -107,10 +101,7 @@ def as_rows(piece: Piece) -> Tensor | None:
 
 
 def coordinates(rank: int, degrees: dict[str, int]) -> dict[str, int]:
-    found = {}
-    for axis in reversed(AXES):
-        rank, found[axis] = divmod(rank, degrees[axis])
-    return found
+    return dict(zip(AXES, np.unravel_index(rank, [degrees[axis] for axis in AXES]), strict=True))
 
 
 def placements(whole, local, cp: int, tp: int, T: int) -> list[tuple]:
@@ -142,12 +133,6 @@ def factor_of(pairs: list[tuple[Tensor, Tensor]]) -> float | None:
         return None
     c = (got @ want).item() / square
     return c if (got - c * want).norm() <= 1e-3 * want.norm() * max(abs(c), 1e-3) else None
-
-
-def tokens_apart(pairs: list[tuple[Tensor, Tensor]]) -> tuple[int, int]:
-    """(differing tokens, all tokens) of pairs of activations (rows, T, ...)."""
-    off = [(got - want).flatten(2).norm(dim=-1) > 1e-3 * want.flatten(2).norm(dim=-1) for got, want in pairs if got.dim() > 2]
-    return sum(int(x.sum()) for x in off), sum(x.numel() for x in off)
 
 
 def compare_parts(one: list[Piece], layout: list[Piece]):
@@ -191,7 +176,7 @@ def sum_over_tp(pairs, layout: list[Piece], tp: int):
 def errors_by_rank(pairs, layout: list[Piece], whole: Tensor) -> dict[int, float]:
     errors = defaultdict(float)
     for (got, want), piece in zip(pairs, layout, strict=True):
-        errors[piece.rank] = max(errors[piece.rank], distance(got, want, whole))
+        errors[piece.rank] = max(errors[piece.rank], parity.distance(got, want, whole))
     return dict(errors)
 
 
@@ -200,10 +185,9 @@ def compare_seams(one: list[dict], layout: list[dict]) -> list[Seam]:
     degrees, T = layout[0]["degrees"], one[0]["seq_len"]
     ours, theirs = pieces_of(one), pieces_of(layout)
     first_of_data = [p for p in layout if all(coordinates(p["rank"], degrees)[axis] == 0 for axis in ("pp", "cp", "tp"))]
-    sequences, expected = (sorted(key for part in parts for rows in part["rows"] for key in rows)
-                           for parts in (first_of_data, one))
+    sequences, expected = (sorted(key for part in parts for key in part["rows"]) for parts in (first_of_data, one))
     seams = [Seam("sequences", "", 0, float(sequences != expected), TOLERANCES["sequences"])]
-    if {key for part in layout for rows in part["rows"] for key in rows} - set(expected):
+    if {key for part in layout for key in part["rows"]} - set(expected):
         return seams
     for (phase, name, call), pieces in ours.items():
         others, note, tolerance = theirs.get((phase, name, call), []), "", TOLERANCES[phase]
@@ -228,8 +212,7 @@ def compare_seams(one: list[dict], layout: list[dict]) -> list[Seam]:
         seam = Seam(phase, name, call, max(errors.values()), tolerance)
         if seam.differs:
             ranks = sorted(rank for rank, error in errors.items() if not error <= tolerance)
-            few = tokens_apart(pairs) if phase == "forward" else (0, 0)
-            seam = seam._replace(where=which_ranks(ranks, sorted(errors), degrees), factor=factor_of(pairs), note=note, few=few)
+            seam = seam._replace(where=which_ranks(ranks, sorted(errors), degrees), factor=factor_of(pairs), note=note)
         seams.append(seam)
     return sorted(seams, key=lambda seam: PHASES.index(seam.phase))
 
@@ -243,46 +226,42 @@ def module_of(seam: Seam) -> str:
     return name.rpartition(".")[0] if seam.phase in ("initial", "gradient", "clipped", "after") else name
 
 
-def style_hint(names: list[str], about: dict) -> str:
-    """Name tensor_parallel and the style of the first module, or module around it, with a style; "" without any."""
-    styles = about["styles"]
-    for name in names:
-        while name:
-            if name in styles:
-                return f"tensor_parallel, style {styles[name]!r} of {name} (TP_STYLES in parallel.py)"
-            name = name.rpartition(".")[0]
-    return ""
+def style_hint(name: str, styles: dict[str, str]) -> str:
+    """Name tensor_parallel and the style of the module, or of a module around it; "" without any."""
+    while name and name not in styles:
+        name = name.rpartition(".")[0]
+    return name and f"tensor_parallel, style {styles[name]!r} of {name} (TP_STYLES in parallel.py)"
 
 
-def look_at(first: Seam, seams: list[Seam], one: list[dict], layout: list[dict]) -> str:
+def look_at(first: Seam, seams: list[Seam], layout: list[dict]) -> str:
     """The functions that compute the seam on the layout, most likely first."""
     about, module, part = layout[0], module_of(first), first.name.partition(" ")[2]
     is_forward, is_gradient, is_router = first.phase == "forward", first.phase == "gradient", first.name.endswith(".router")
-    uses = one[0]["uses"].get(first.name, [])  # modules that use the tensor compute the gradient
-    called = [s.name for s in seams if s.phase == "forward"]
+    called = {s.name: module_of(s) for s in seams if s.phase == "forward"}
+    # the module that uses a tensor computes the tensor's gradient: often the next module
+    later = list(called).index(first.name) + 1 if first.phase == "backward" else len(called)
+    named = [*list(called.values())[later : later + 1], module]
     gradients = [s for s in seams if s.phase == "gradient" and not math.isnan(s.error)]
     bad = [s for s in gradients if s.differs]
     factors = {s.factor and round(s.factor, 3) for s in bad}
     stages = {stage for held in layout for phase, name, stage, *_ in held["records"] if (phase, name) == first[:2]}
-    in_experts = any(".moe." in f"{name}." for name in ([module] if is_forward else [*uses, module]))
-    style = style_hint([module] if is_gradient else [module, *uses] if is_forward else [*uses[:1], module, *uses], about)
+    in_experts = any(".moe." in f"{name}." for name in named)
+    style = "; ".join(filter(None, (style_hint(name, about["styles"]) for name in named)))
     facts = {axis: n > 1 for axis, n in (about["degrees"] | {"ep": about["ep"], "etp": about["etp"]}).items()} | {
         first.phase: True, "next": first.name.startswith("next_"), "balance": ".balance." in first.name,
         "halves": about["degrees"]["pp"] > 1 and about["schedule"] in ZERO_BUBBLE and about["reshards"]
         and first.phase in ("backward", "gradient"),
-        "by_loss": first.phase == "loss" or first.phase == "backward" and first.name == called[-1]
+        "by_loss": first.phase == "loss" or first.phase == "backward" and len(named) == 1
         or is_gradient and module not in called and ".experts" not in first.name,  # no module uses the tensor
         "loss_parallel": about["loss_parallel"], "tied": len(stages) > 1,
         "one_factor": len(bad) == len(gradients) and len(factors) == 1 and None not in factors,
         "only_experts": all(".experts." in s.name for s in bad), "styled": style,
         "balances": in_experts and is_router and not is_forward, "sends": in_experts and not (is_router and is_forward),
-        "few": first.name.endswith(".moe") and 0 < first.few[0] < 0.02 * first.few[1],
         "attention": part == "attention" if is_forward else part in ("q", "k", "v"), "attends": about["attends"],
         "rotated": is_forward and part in ("q", "k"), "lost": first.note, "recomputes": about["recomputes"],
-        "compiled": about["compiled"],
     }
-    values = dict(style=style, module=module, bad=len(bad), gradients=len(gradients), few=first.few[0], tokens=first.few[1],
-                  factor=first.factor or 0, attend="".join(about["attends"][:1]))
+    values = dict(style=style, module=module, bad=len(bad), gradients=len(gradients), factor=first.factor or 0,
+                  attend="".join(about["attends"][:1]))
     found = []
     for words, hint in HINTS:
         if all(bool(facts.get(word.removeprefix("-"))) != word.startswith("-") for word in words.split() if word != "last"):
@@ -304,11 +283,14 @@ def which_ranks(ranks: list[int], holders: list[int], degrees: dict[str, int]) -
     return f" (rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))})"
 
 
-def report_seams(seams: list[Seam], than: str, look, rest: list[str]) -> tuple[str, int]:
+def report_seams(found: list[Seam], than: str, look) -> tuple[str, int]:
     """(text, exit status): the first difference with its neighbours, or the largest error if there is no difference.
 
-    than: words after "no difference"; look: function from a seam to a hint; rest: lines at the end.
+    than: words after "no difference"; look: function from a seam to a hint.
     """
+    seams = [s for s in found if not math.isnan(s.error)]
+    others = sorted({pattern_of(s.name) for s in found if math.isnan(s.error)})  # of one half only, or with another shape
+    rest = [f"not compared: {', '.join(others)}"] * bool(others)
     first = next((s for s in seams if s.differs), None)
     if first is None:
         worst = max(seams, key=lambda s: s.error / (s.tolerance or 1))
@@ -316,59 +298,29 @@ def report_seams(seams: list[Seam], than: str, look, rest: list[str]) -> tuple[s
         return "\n".join([f"no difference{than} at {len(seams)} seams; {largest}", *rest]), 0
     before, after = seams[: seams.index(first)], seams[seams.index(first) + 1 :]
     factor = f", {first.factor:.4g} times what it should be" if first.factor and abs(first.factor - 1) > 1e-3 else ""
-    lines = [f"first difference: {first.label}{first.where}: {first.size}{factor}; {agreement(before)}"]
+    agreement = f"everything before agrees to {max((s.error for s in before), default=0):.0e} ({len(before)} seams)"
+    lines = [f"first difference: {first.label}{first.where}: {first.size}{factor}; {agreement}"]
     lines += [f"  agrees   {s.error:.1e}  {s.label}" for s in before[-2:]]
     lines += [f"  differs  {s.size}  {s.label}" for s in [first, *[s for s in after if s.differs][:2]]]
     return "\n".join([*lines, f"look at: {look(first)}", *rest]), 1
 
 
-def agreement(before: list[Seam]) -> str:
-    worst = max((s.error for s in before), default=0)
-    how = f"agrees to {worst:.0e}" if worst else "is equal"
-    return f"everything before {how} ({len(before)} seams)" if before else "nothing comes before it"
-
-
-def not_compared(seams: list[Seam], compiled: list[str]) -> list[str]:
-    """At most one line, on the seams of only one half, and on seams with different shapes."""
-    names = [s.name for s in seams if math.isnan(s.error)]
-    closed = tuple(f"{module}{mark}" for module in compiled for mark in ". ")
-    inside = [name for name in names if name.startswith(closed)]
-    kinds = sorted({kind_of(name) for name in names if name not in inside})
-    parts = [f"{len(inside)} seams inside of compiled modules"] * bool(inside) + kinds
-    return [f"not compared: {', '.join(parts)}"] if parts else []
-
-
-def kind_of(name: str) -> str:
-    """blocks.3.moe.router -> *.moe.router"""
-    module, _, part = name.partition(" ")
-    tail = [p for p in module.split(".") if p != "blocks" and not p.isdigit()]
-    return ".".join(["*", *tail]) + f" {part}" * bool(part)
-
-
 def first_difference_of(one: list[dict], layout: list[dict]) -> tuple[str, int]:
     """(report, 0 equal | 1 different) from Seams.found() of each rank of the two runs."""
     seams = compare_seams(one, layout)
-    compared = [s for s in seams if not math.isnan(s.error)]
-    look = partial(look_at, seams=seams, one=one, layout=layout)
-    return report_seams(compared, "", look, not_compared(seams, layout[0]["compiled"]))
+    return report_seams(seams, "", partial(look_at, seams=seams, layout=layout))
 
 
 # ---------------------------------------------------------------- the command
 
 
-def read_seams(out: str) -> list[dict]:
-    folder = out + RECORD
-    files = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-    parts = [torch.load(os.path.join(folder, f), weights_only=True) for f in files if f.startswith("seams-")]
-    if not parts:
-        raise RuntimeError("this recipe calls parallel.forward_backward nowhere, so --where sees no step of it")
-    return parts
-
-
 def check_where(main, cfg, degrees: dict[str, int]) -> int:
     """--check_parity --where of the running recipe: compare a step on one process with the layout; return the exit status.
     Two steps run, because only the beginning of the second proves that all updates of weights and biases are done."""
-    status, halves = run_both_halves(main, cfg, degrees, read_seams, where=True, steps=2)
+    if cfg.compile:
+        raise ValueError("--where sees no operations inside of compiled blocks; leave --compile out, or --where")
+    read = partial(parity.read_parts, beginning="seams", function="forward_backward")
+    status, halves = parity.run_both_halves(main, cfg, degrees, read, where=True, steps=2)
     if not status:
         text, status = first_difference_of(*halves)
         print(text, flush=True)

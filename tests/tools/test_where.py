@@ -10,7 +10,7 @@ import layouts
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import row_name, without_inductor
+from layouts import row_name
 from pool import pool
 from programs import run_program
 from research_forks import IMPORTS, changed
@@ -169,12 +169,6 @@ EQUAL = [(2, dict(tp=2), dict(n=6, b=2)), (4, dict(cp=2, tp=2), dict(n=4, b=2)),
 def test_equal_layouts_have_no_difference(row):
     text = where(*row)
     assert text.startswith("no difference at ") and int(re.search(r"at (\d+) seams", text)[1]) > 150, text
-
-
-@pytest.mark.slow
-def test_of_a_compiled_layout_the_blocks_are_compared():
-    text = where(2, dict(compile=True, tp=2), dict(n=4, b=2), mutate=without_inductor)
-    assert text.startswith("no difference at ") and "seams inside of compiled modules" in text, text
 
 
 @pytest.mark.parametrize("whole, local, cp, tp, found", [
