@@ -14,6 +14,7 @@ import json
 import math
 import os
 import shutil
+import time
 import uuid
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,8 @@ from distributed.layout import Layout
 from rl.decoding import noise_seed
 from rl.rollouts import make_batch, patient_group, sample_groups
 from storage.hf import save_hf
+
+ANSWER_LIMIT = 1 << 28  # bytes; a batch of samples with log-probabilities has a few million
 
 
 # ---------------------------------------------------------------- the server
@@ -58,7 +61,7 @@ class Server:
             with contextlib.closing(Connection(url.netloc, timeout=self.timeout)) as connection:
                 connection.request("GET" if body is None else "POST", path, content, {"Content-Type": "application/json"})
                 answer = connection.getresponse()
-                content = answer.read()
+                content = self.read_all(answer, path)
         except (OSError, http.client.HTTPException) as error:
             self.fail(f"no answer to {path} ({type(error).__name__}: {error}; the limit is {self.timeout:g} s); if the server "
                       "does not run, start it, then this run again")
@@ -70,6 +73,17 @@ class Server:
             return take(json.loads(content) if content.strip() else None)
         except (KeyError, IndexError, TypeError, AttributeError, ValueError, RecursionError) as error:
             self.fail(f"{path} answers in another form, {type(error).__name__} {error} in {content[:200]!r}{hint}")
+
+    def read_all(self, answer, path: str) -> bytes:
+        """The content of an answer, limited in time and bytes: a server might never end."""
+        content, until = bytearray(), time.monotonic() + self.timeout
+        while piece := answer.read1(1 << 20):
+            content += piece
+            if len(content) > ANSWER_LIMIT:
+                self.fail(f"{path} answers with more than {ANSWER_LIMIT:,} bytes, which is absurd")
+            if time.monotonic() > until:
+                raise TimeoutError("the answer does not end")
+        return bytes(content)
 
     def load(self, folder: str, version: str):
         """Make the server read the weights of this folder, under the name `version`."""

@@ -13,6 +13,7 @@ from policy import SAME, TINY, assert_same, hf_folder, run, sharp_model, steps_o
 from runs import metrics
 
 from grpo import Config
+from rl import http_engine
 from rl.http_engine import Server, find_server, wrong_sample
 from storage.hf import save_hf
 
@@ -236,4 +237,37 @@ def test_an_answer_cannot_write_to_the_terminal(status, answer, words):
         threading.Thread(target=serve, daemon=True).start()
         with pytest.raises(ValueError) as error:
             Server(f"http://127.0.0.1:{listener.getsockname()[1]}", 5.0)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+HEAD = b"HTTP/1.1 %d OK\r\nContent-Type: application/json\r\n"
+
+
+def drips(connection):
+    connection.sendall(HEAD % 200 + b"Content-Length: 1000\r\n\r\n")
+    for _ in range(1000):
+        connection.sendall(b" ")
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("answer, words", [
+    (drips, "(TimeoutError: the answer does not end; the limit is 1 s)"),
+    (lambda c: c.sendall(HEAD % 200 + b"Content-Length: 5000\r\n\r\n" + b" " * 5000), "more than 4,096 bytes, which is absurd"),
+    (lambda c: c.sendall(HEAD % 200 + b"Content-Length: 4000\r\n\r\n" + b"[" * 4000), "in another form, RecursionError"),
+    (lambda c: c.sendall(HEAD % 500 + b"Content-Length: 9\r\n\r\n\033[2Jgone\n"), r"status 500: b'\x1b[2Jgone"),
+], ids=["drips", "large", "nested", "escapes"])
+def test_an_answer_has_limits(monkeypatch, answer, words):
+    """A stranger's server may never end, fill the memory, or write to the terminal."""
+    monkeypatch.setattr(http_engine, "ANSWER_LIMIT", 4096)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        def serve():
+            with contextlib.suppress(OSError), listener.accept()[0] as connection:
+                connection.recv(10_000)
+                answer(connection)
+
+        threading.Thread(target=serve, daemon=True).start()
+        server = Server.__new__(Server)
+        server.url, server.timeout = f"http://127.0.0.1:{listener.getsockname()[1]}", 1
+        with pytest.raises(ValueError) as error:
+            server.call("/v1/models")
     assert words in str(error.value) and "\n" not in str(error.value)
