@@ -6,7 +6,6 @@
     python checkpoint.py to_hf runs/llama3 OUT --dtype bfloat16   # a run's newest checkpoint in Hugging Face's format
     python checkpoint.py to_hf runs/lora OUT --adapter            # the adapters of a run with --lora_rank, in peft's format
     python checkpoint.py from_hf HUGGING_FACE_FOLDER runs/theirs  # and back
-    python checkpoint.py source runs/llama3 OUT                   # the code and flags of a run, to repeat the training
 
 torch's distributed checkpoint (DCP) writes the tensors, every rank its shards, and any layout reads them. But a process may be
 killed at any moment, and a disk may return other bytes than were written. Therefore checkpoint.py adds:
@@ -71,7 +70,7 @@ from storage.manifest import (
 )
 from storage.optimizer_numbers import OptimizerNumbers, find_copies, merge_numbers, sum_copies
 from storage.provenance import changed_code, check_machines, code_roots, git_state, local_code, summarize_code
-from support.config import Need, flag, own_local_rank
+from support.config import Need, flag, own_rank
 from support.files import json_bytes, matches, publish, read_json, write_file
 
 LEFTOVER = re.compile(r"step-\d+\.tmp-.*|trash-.*")  # folders left by a process killed while saving or deleting
@@ -155,7 +154,7 @@ class Checkpoints:
         self.gather, self.together = partial(gather, group=group), partial(fail_together, group=group)
         self.on_rank_0, self.plan = partial(on_rank_0, group=group), SavePlan()
         # read now: later edits of a file are not the running code
-        self.code = local_code() if source and own_local_rank() == 0 else {}
+        self.code = local_code() if source and own_rank("LOCAL_RANK") == 0 else {}
         writes = config.get("checkpoint_every") and not cfg.load_only
         check_machines(self.code, out if writes else "", self.gather)
         self.git = git_state(code_roots()[0], [*self.code]) if self.code else {}

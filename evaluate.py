@@ -54,13 +54,12 @@ from models.loss import IGNORE, no_reduce, token_logprobs
 from parallel import make_mesh
 from rl.answers import KINDS as RIGHT
 from rl.answers import final_number, is_right, never_right
-from rl.datasets import Line, fill_template, jsonl_lines, read_content, unescape
+from rl.datasets import Line, Text, fill_template, jsonl_lines, read_content, unescape
 from rl.decoding import draw_noise, rollout
 from rl.packing import in_rows, lay_out, pieces
 from rl.policy import split_model
 from rl.rewards import ratio
 from rl.rollouts import lockstep, one_of_each_model, patient_group, whole_weights
-from rl.text import Text
 from sft.chat import open_chat
 from sft.lora import base_of
 from storage.hf import class_of, read_hf_config

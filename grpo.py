@@ -44,15 +44,13 @@ from distributed.layout import ExpertConfig, ParallelConfig, local_tensor
 from distributed.refusals import check_layout
 from parallel import clip_grad_norm, make_mesh, next_backward, reduce_loss
 from rl import engines, messages, packing, rollouts
-from rl.datasets import DatasetConfig, open_task
+from rl.datasets import DatasetConfig, Text, open_task
 from rl.environments import draw_task, held_out_tasks, leave_out_long, supervised_sample
 from rl.http_engine import find_server
 from rl.policy import FLAVORS, build_policy, keep_reference, model_of
 from rl.rewards import RewardConfig, held_out_numbers
-from rl.text import Text
-from sft.base import load_base
 from sft.chat import open_chat
-from sft.lora import LoraConfig, base_model, is_frozen, lora_counts
+from sft.lora import LoraConfig, base_model, is_frozen, load_base, lora_counts
 from storage.manifest import step_folders
 from storage.resume import lock_run, wait_for_run
 from support.config import Need, flag

@@ -9,7 +9,7 @@ import torch
 
 from rl.datasets import HINTS
 from rl.packing import pieces
-from sft.base import claim_adapters
+from sft.lora import claim_adapters
 from storage.hf import check_export
 from storage.manifest import step_folders
 from storage.resume import check_run

@@ -8,7 +8,6 @@ columns of offsets in the tensor, two of shapes. A column of a regular grid is a
 model of 70 billion parameters on 1,024 ranks has two million shards. In format 2, "shards" has a row for each shard.
 """
 import json
-import resource
 import signal
 import warnings
 from pathlib import Path
@@ -81,12 +80,7 @@ def write_tensors(tensors: dict[str, Tensor], folder: str, group, plan: SavePlan
         if not is_new:  # the same tensors, in other bytes than at the last save
             plan.items = None
             return write_tensors(tensors, folder, group, plan, staged, process)
-
-        def make_table(results):
-            plan.table = table_bytes(metadata, results)
-
-        on_rank_0(make_table, group, written)
-        plan.written = written
+        plan.written, plan.table = written, on_rank_0(lambda results: table_bytes(metadata, results), group, written)
     if is_first:
         write_file(Path(folder, TABLE), plan.table)
     return sorted({result.storage_data.relative_path for result in written})
@@ -100,8 +94,6 @@ class WriterProcess:
     """
 
     def __init__(self):
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # each shared tensor takes a file descriptor
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
         spawn = torch.multiprocessing.get_context("spawn")  # a fork would copy CUDA and locks held by other threads
         self.pipe, theirs = spawn.Pipe()
         self.process = spawn.Process(target=serve_writes, args=(theirs,), daemon=True)
@@ -250,6 +242,6 @@ def find_shards(tensors: dict[str, Tensor], table: dict[str, SavedTensor]):
             chunks.append(metadata.ChunkStorageMetadata(offset, size))
             info = filesystem._StorageInfo(names[file[i]], int(start[i]), int(length[i]))
             found.storage_data[metadata.MetadataIndex(key, offset)] = info
-        properties = metadata.TensorProperties(saved.dtype)
-        found.state_dict_metadata[key] = metadata.TensorStorageMetadata(properties, saved.size, chunks)
+        about = metadata.TensorProperties(saved.dtype), saved.size
+        found.state_dict_metadata[key] = metadata.TensorStorageMetadata(*about, chunks)
     return found

@@ -1,8 +1,8 @@
 """Records the code of a run, so that the run can be repeated: all sources, and the git commit.
 
 A checkpoint holds code.json, {file: source}, with all uncommitted changes. If the recipe is in a git repository,
-provenance.json has the commit. config.json has the commit and a hash of every source under "_run". `python checkpoint.py source
-STEP_FOLDER OUT` writes the sources into a folder, to run them again.
+provenance.json has the commit. config.json has the commit and a hash of every source under "_run". docs/fork_me.md runs the
+sources again.
 """
 import hashlib
 import os
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from distributed.agree import brief
-from support.config import own_local_rank
+from support.config import own_rank
 from support.files import read_json
 
 MODULES = ("__main__", "nanotitan_env", "nanotitan_reward")  # the program, and the files of --env and --reward
@@ -66,7 +66,7 @@ def check_machines(code: dict[str, str], out: str, gather) -> None:
     """Raises ValueError on all ranks when machines run different sources or another torch, or do not share the run folder
     `out` ("": none is written). The first rank of each machine has read `code`; gather: of all ranks' answers."""
     mine = None
-    if own_local_rank() == 0:
+    if own_rank("LOCAL_RANK") == 0:
         lock = Path(out, ".lock")  # signed by rank 0 before the processes connected
         signed = lock.read_text(errors="replace") if out and lock.exists() else ""
         mine = socket.gethostname(), signed, {"torch": torch.__version__} | summarize_code({}, code)["code"]
@@ -84,7 +84,7 @@ def check_machines(code: dict[str, str], out: str, gather) -> None:
 def git(folder: str, *words: str) -> str | None:
     """The text printed by a git command. None if git fails, takes too long, or is absent."""
     env = {name: value for name, value in os.environ.items() if name not in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")}
-    env |= {"GIT_TERMINAL_PROMPT": "0", "GIT_NO_LAZY_FETCH": "1"}  # no questions to the user, no network
+    env["GIT_NO_LAZY_FETCH"] = "1"  # no network
     # Into a file, because a pipe may stay open in git's children after a timeout
     with suppress(OSError, subprocess.SubprocessError), tempfile.TemporaryFile() as said:
         subprocess.run(["git", "--no-optional-locks", "-C", folder, *words], env=env, stdin=subprocess.DEVNULL, stdout=said,

@@ -41,22 +41,16 @@ if sys.platform == "win32":
 FROM_FILE = set()  # names of the fields from --config rather than from a flag
 
 
-def own_rank() -> int:
-    """The rank that the launcher gave to this process; 0 without a launcher."""
-    rank = os.environ.get("RANK", "")
-    return int(rank) if rank.isdigit() else 0
-
-
-def own_local_rank() -> int:
-    """The rank among the processes of this machine; 0 without a launcher."""
-    rank = os.environ.get("LOCAL_RANK", "")
+def own_rank(name="RANK") -> int:
+    """The rank given by the launcher; 0 without. name: LOCAL_RANK for the rank among the processes of this machine."""
+    rank = os.environ.get(name, "")
     return int(rank) if rank.isdigit() else 0
 
 
 def usage_error(message) -> NoReturn:
     """One line on stderr, then exit status 2. All ranks of a host see the same command line and files, so the first speaks."""
     rank = own_rank()
-    if rank == 0 or own_local_rank() == 0:
+    if rank == 0 or own_rank("LOCAL_RANK") == 0:
         who = f" on rank {rank} ({socket.gethostname()})" if rank else ""
         print(f"error{who}:", " ".join(str(message).splitlines()), file=sys.stderr, flush=True)
     else:

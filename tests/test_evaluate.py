@@ -23,8 +23,7 @@ import checkpoint
 import evaluate
 import parallel
 from rl import rewards
-from rl.datasets import HINTS
-from rl.text import Text
+from rl.datasets import HINTS, Text
 from sft.chat import chat_prompts
 from storage.hf import load_hf_model
 from tools import checkpoint_commands

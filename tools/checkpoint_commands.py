@@ -1,11 +1,7 @@
-"""The command line of checkpoint.py: ls, verify, diff, to_hf, from_hf, source."""
-import json
+"""The command line of checkpoint.py: ls, verify, diff, to_hf, from_hf."""
 import math
 import os
-import re
-import shlex
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 
@@ -14,10 +10,10 @@ from distributed.layout import named_tensors
 from storage.changes import changes
 from storage.dcp import read_table, read_tensors
 from storage.hf import HF_DTYPES, check_export, file_kinds, load_hf_model, save_hf, say_lost, write_hf
-from storage.manifest import Damaged, candidates, newest_readable, read_manifest, verify
+from storage.manifest import Damaged, candidates, read_manifest, verify
 from storage.same_model import check_same_model
 from support.config import Parser, usage_error
-from support.files import read_json, step_folders, write_file
+from support.files import read_json, step_folders
 
 
 def ls(run: str):
@@ -125,33 +121,9 @@ def diff(a: str, b: str) -> int:
     return int(bool(differ))
 
 
-def write_sources(folder: str, out: str):
-    """Writes the recipe, the modules and the flags of a step folder, or of a run folder's newest checkpoint, to a new folder.
-    Runs nothing. Raises ValueError, also for a name outside of the folder: strangers may have written code.json."""
-    check_export(out)
-    path = newest_readable(folder, names=("code.json", "recipe.py", "config.json"), say=print)
-    manifest = read_json(path, "manifest.json")
-    if "code.json" not in manifest["files"]:
-        raise ValueError(f"{path} holds no sources: the weights come from elsewhere")
-    code, recipe = read_json(path, "code.json"), Path(path, "recipe.py").read_text("utf-8")
-    for name, text in code.items() if isinstance(code, dict) else [("", None)]:
-        if not isinstance(text, str) or not re.fullmatch(r"(\w[\w .+=-]*/)*\w[\w .+=-]*\.(py|json|tsv|html)", name):
-            raise ValueError(f"{path}/code.json: {name!r} is no source file of a run; nothing is written")
-    name = next((file for file, text in code.items() if text == recipe and "/" not in file), "recipe.py")
-    config = json.dumps(read_json(path, "config.json"), indent=1)
-    for file, text in (code | {name: recipe, "config.json": config}).items():
-        Path(out, file).parent.mkdir(parents=True, exist_ok=True)
-        write_file(Path(out, file), text.encode())
-    # The command is for the old working folder, because --data and other flags may name relative files
-    recipe, config, runs = (shlex.quote(os.path.join(out, file)) for file in (name, "config.json", "runs/again"))
-    n, start = manifest["world_size"], f"{recipe} --config {config} --out {runs}"
-    start = f"torchrun --nproc_per_node {n} {start}" if n > 1 else f"python {start}"
-    print(f"{out}: {len(code)} sources of {path}; run them again, where the run was started: {start}")
-
-
 def main(argv: list[str]) -> int:
     parser = Parser(prog="python checkpoint.py", description=checkpoint.__doc__)
-    commands = parser.add_subparsers(metavar="ls|verify|diff|to_hf|from_hf|source", required=True)
+    commands = parser.add_subparsers(metavar="ls|verify|diff|to_hf|from_hf", required=True)
 
     def add(function, name, **arguments):
         command = commands.add_parser(name)
@@ -165,7 +137,6 @@ def main(argv: list[str]) -> int:
     add(verify_command, "verify", folder="a run folder, or a step folder")
     add(diff, "diff", a="a step folder", b="another one")
     add(from_hf, "from_hf", folder="a Hugging Face folder", out=new)
-    add(write_sources, "source", folder="a step folder, or a run folder", out=new)
     command = add(to_hf, "to_hf", folder="a step folder, or a run folder", out=new)
     command.add_argument("--dtype", choices=[str(d)[6:] for d in HF_DTYPES], default="bfloat16", help="of the weights")
     command.add_argument("--adapter", action="store_true", help="of a LoRA run: its adapters alone, in peft's format")
@@ -173,5 +144,5 @@ def main(argv: list[str]) -> int:
     arguments = vars(parser.parse_args(argv))
     try:
         return arguments.pop("function")(**arguments) or 0
-    except (ValueError, RuntimeError, OSError) as error:  # OSError: a full disk, or sources "a.py" and "a.py/b.py"
+    except (ValueError, RuntimeError, OSError) as error:  # OSError: a full disk
         usage_error(error)

@@ -28,10 +28,6 @@ LOSS_TOLERANCE, NORM_TOLERANCE, GRADIENT_TOLERANCE, WEIGHT_TOLERANCE, UPDATE_TOL
 LATER, OTHERS = {"adamw": 10, "muon": 100}, 1000
 
 
-def later_slack(cfg, has_experts: bool) -> float:
-    return math.inf if has_experts else LATER.get(vars(cfg).get("optimizer", "adamw"), OTHERS)
-
-
 def model_config_of(main, cfg):
     """The config of the recipe's model: run main up to check_layout, and return the model config that main passes."""
     (_, model_config), _ = stop_main(main, replace(cfg), "check_layout")  # a copy: main writes the batch size into cfg
@@ -130,7 +126,8 @@ def check_parity(main, cfg, degrees: dict[str, int]) -> int:
     status, halves = run_both_halves(main, cfg, degrees, read_records)
     if status:
         return status
-    return print_comparison(*halves, later_slack(cfg, any(".experts." in fqn for fqn in halves[0][0]["gradient"])))
+    has_experts = any(".experts." in fqn for fqn in halves[0][0]["gradient"])
+    return print_comparison(*halves, math.inf if has_experts else LATER.get(vars(cfg).get("optimizer", "adamw"), OTHERS))
 
 
 def read_parts(out: str, beginning: str, function: str) -> list[dict]:

@@ -13,7 +13,7 @@ from typing import Literal
 from distributed.layout import AXES
 from support.config import Need, flag, no_effect, own_rank, parse_config, say_flags
 from support.metrics import MetricsConfig, read_lines
-from tools.curves import draw_curves
+from tools.study import draw_curves
 
 DRY_RUN = Need("without --dry_run", lambda c: c.dry_run)
 PARITY = Need("without --check_parity", lambda c: c.check_parity)

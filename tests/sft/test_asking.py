@@ -11,7 +11,7 @@ import evaluate
 import generate
 import grpo
 from rl import rollouts
-from rl.text import Text
+from rl.datasets import Text
 from sft.chat import open_chat, read_template, read_values
 from support.config import parse_config
 

@@ -1,4 +1,4 @@
-"""Tests storage/provenance.py and checkpoint.py source: git's commit, the sources, and a run from saved sources."""
+"""Tests storage/provenance.py: git's commit, the sources, and a run from saved sources."""
 import json
 import os
 import shutil
@@ -9,13 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 from runs import ENV, MODEL, REPO, launch, run, train_lines
-from saves import path, rewrite, save_run
+from saves import path
 
 import support.config
 import train_llama3
 from storage import provenance
 from support.config import parse_config
-from tools import checkpoint_commands
 
 WITHOUT = {name: value for name, value in ENV.items() if not name.startswith("GIT_")} | {
     "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull}
@@ -116,29 +115,7 @@ def test_modules_that_are_imported_late_belong_to_the_code(tmp_path, monkeypatch
     assert not any(name.startswith("torch") for name in code)
 
 
-# ---- python checkpoint.py source ------------------------------------------------------------------------------------
-
-
-def test_source_needs_a_new_folder_and_a_good_checkpoint(tmp_path, capsys):
-    step = path(save_run(tmp_path / "run", 1), 1)
-
-    def refused(out) -> str:
-        with pytest.raises(SystemExit) as stop:
-            checkpoint_commands.main(["source", step, str(tmp_path / out)])
-        err = capsys.readouterr().err
-        assert stop.value.code == 2 and err.count("\n") == 1
-        return err
-
-    assert "run is there already and not an empty folder" in refused("run")
-    for code in (*({"ok.py": "", name: ""} for name in (
-        "../a.py", "/tmp/a.py", "a/../../b.py", "a//b.py", "a.sh", "a\\b.py", "C:a.py", "a.py\n", "\033[2Ja.py", "")),
-            {"a.py": 3}, ["a.py"]):  # names that lead out of the folder, and no names
-        rewrite(step, "code.json", json.dumps(code).encode())
-        assert "is no source file of a run; nothing is written" in refused("new/er") and not (tmp_path / "new").exists()
-    rewrite(step, "code.json", json.dumps({"a.py": "", "a.py/b.py": ""}).encode())
-    assert "a.py" in refused("new")
-    Path(step, "code.json").write_text("{}")
-    assert "code.json" in refused("newer") and not (tmp_path / "newer").exists()
+# ---- a run from its sources ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -168,12 +145,11 @@ def test_a_run_from_its_sources_has_the_same_losses(tmp_path):
     assert (cfg.steps, cfg.model_args) == (3, MODEL)
 
     (fork / "models" / "llama3.py").write_text("raise SystemExit('changed since')\n")
-    said = run([sys.executable, "checkpoint.py", "source", str(out), str(again)])
-    start = f"run them again, where the run was started: python {again}/train_llama3.py --config"
-    assert f"sources of {path(out, 3)}; {start}" in said
-    words = said[said.index("python "):].split()
-    assert words[2:] == ["--config", f"{again}/config.json", "--out", f"{again}/runs/again"]
-    run([sys.executable, *words[1:]], cwd=fork)
+    snippet = (REPO / "docs" / "fork_me.md").read_text().split("```python\nimport json\n")[1].split("```")[0]
+    step = path(out, 3)
+    run([sys.executable, "-c", "import json\n" + snippet.replace("runs/mine/checkpoints/step-300", step)], cwd=tmp_path)
+    start = [f"{again}/train_llama3.py", "--config", f"{step}/config.json", "--out", again / "runs" / "again"]
+    run([sys.executable, *start], cwd=fork)
     assert [(line["loss"], line["grad_norm"]) for line in train_lines(again / "runs" / "again")] == [
         (line["loss"], line["grad_norm"]) for line in train_lines(out)]
     assert json.loads((again / "runs" / "again" / "config.json").read_text())["_run"]["code"] == about["code"]
