@@ -185,7 +185,7 @@ class Checkpoints:
         about = dict(step=step, model_only=model_only, identity=self.identity, state=state)
         about |= self.on_rank_0(merge_numbers, value=self.together(
             lambda: (self.numbers.changed() if not model_only else {}, sum_copies(self.copies))))
-        about = json_bytes(about | ({"base": self.base} if self.base else {}))
+        about = json_bytes(about | ({"base": self.base} if self.base else {})) if self.rank == 0 else b""  # batches are large
         if last or self.cfg.checkpoint_async == "off":  # the last save has nothing to overlap with
             saved = self.write(step, about, lambda: self.tensors(not model_only, saving=True))
             if last and not saved:

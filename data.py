@@ -27,7 +27,7 @@ from corpus.cache import cache_folder, cached_corpus
 from corpus.mixture import parse_mixture, spell_part, take_turns
 from corpus.shards import MASKED, array_of, check_arrays, is_shards, opened_array, read_index
 from corpus.tokenizer import bytes_of_tokens, find_tokenizer, load_tokenizer
-from support.config import Need, flag
+from support.config import Need, flag, own_rank
 from support.files import sha256_file
 
 # Text of the refusal of a flag without its precondition: see support/config.py
@@ -150,7 +150,8 @@ class TokenData:
         self.tokenizer_file = str(tokenizer_file) if tokenizer_json else None
         self.token_bytes = bytes_of_tokens(tokenizer_json, self.vocab_size) if tokenizer_json else None
         opened_array.cache_clear()  # the folder may have been made anew
-        check_arrays(folder, index)
+        if own_rank("LOCAL_RANK") == 0:  # once per machine: there may be millions; each rank checks what it opens
+            check_arrays(folder, index)
         if all_val:
             splits = {"train": [], "val": [*splits["train"], *splits["val"]]}
         self.shard = lambda split, i: opened_array(folder, *array_of(splits[split][i], index))

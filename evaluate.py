@@ -44,7 +44,6 @@ import parallel
 from checkpoint import has_adapters, load_weights, saved_model
 from corpus.mixture import format_of
 from corpus.tokenizer import ChatConfig
-from distributed.agree import gather
 from distributed.checks import check_tp_plan
 from distributed.launch import LaunchConfig, connect, run
 from distributed.layout import ExpertConfig, Layout, ParallelConfig
@@ -59,7 +58,7 @@ from rl.decoding import draw_noise, rollout
 from rl.packing import in_rows, lay_out, pieces
 from rl.policy import split_model
 from rl.rewards import ratio
-from rl.rollouts import lockstep, one_of_each_model, patient_group, whole_weights
+from rl.rollouts import gather_samples, lockstep, patient_group, whole_weights
 from sft.chat import open_chat
 from sft.lora import base_of
 from storage.hf import class_of, read_hf_config
@@ -368,7 +367,7 @@ def complete(model, layout: Layout, cfg: Config, text: Text, prompts: list[list[
         s["index"], whole = i, text.decode(s["ids"])
         s["text"] = min((whole.split(string)[0] for string in stop), key=len, default=whole)
         s["truncated"] = s["truncated"] and s["text"] == whole
-    everyone = sum(one_of_each_model(gather(samples, group), layout), [])
+    everyone = gather_samples(samples, layout, group)
     check_finite([logprob for s in everyone for logprob in s["logprobs"]])
     return sorted(everyone, key=lambda s: s["index"])
 

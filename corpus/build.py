@@ -87,25 +87,26 @@ def name_line(piece: Piece, index: int) -> str:
 def cut_into_pieces(paths: list, eot_text: str, text_column: str = "text") -> list:
     """The pieces of all files. In a file of many JSON objects the hash of each document decides about training or validation,
     so that both are alike; of any other text the tail is for validation."""
-    pieces = []
+    pieces, total = [], sum(path.stat().st_size for path in paths)
+    chunk = min(max(total // 64, 1 << 20), 512 << 20)  # enough pieces for all processes, few enough files for a file system
     for path in paths:
         whole = Piece(path, 0, None, "hash", True, text_column)
         if path.suffix not in PACKED:
             with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-                found = cut_bytes(path, text, eot_text, text_column)
+                found = cut_bytes(path, text, eot_text, text_column, chunk)
         elif format_of(path) == ".jsonl" and next(islice(json_lines(whole), MANY_DOCUMENTS, None), None) is not None:
             found = [whole]  # one piece: unpacked once, by the reader
         else:
-            found = cut_bytes(path, b"".join(read_chunks(whole)), eot_text, text_column)
+            found = cut_bytes(path, b"".join(read_chunks(whole)), eot_text, text_column, chunk)
         if not found:
             raise ValueError(f"{path} is empty; give a file with text in it")
         pieces += found
     return pieces
 
 
-def cut_bytes(path: Path, text: mmap.mmap | bytes, eot_text: str, text_column: str) -> list:
+def cut_bytes(path: Path, text: mmap.mmap | bytes, eot_text: str, text_column: str, chunk: int) -> list:
+    """The pieces of one text, each of about `chunk` bytes."""
     size, eot, pieces, is_jsonl = len(text), re.escape(eot_text.encode()), [], format_of(path) == ".jsonl"
-    chunk = min(max(size // 64, 1 << 20), 32 << 20)  # enough pieces for all processes, few enough files
     between = re.compile(b"\n" if is_jsonl else b"\n(?!%s)|%s" % (eot, eot))  # an eot belongs to the text before it
     by_hash = is_jsonl and sum(1 for _ in islice(re.finditer(b"\n", text), MANY_DOCUMENTS)) == MANY_DOCUMENTS
     border = size if by_hash else tail_border(text, is_jsonl)

@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 import torch
 
+from distributed.refusals import refuse
 from rl.datasets import HINTS
 from rl.packing import pieces
 from sft.lora import claim_adapters
@@ -27,10 +28,9 @@ def check_flags(cfg):
     check_range(cfg, 0, 1e9, "reward_timeout_s")
     check_range(cfg, 2, math.inf, "group_size")  # an advantage is a reward compared with others of its prompt
     check_range(cfg, 0, 1, "beta1", "beta2", "min_lr_ratio")
-    step = max(pieces(cfg), 1)
-    n = int(os.environ.get("WORLD_SIZE", 1))
+    step, n = max(pieces(cfg), 1), int(os.environ.get("WORLD_SIZE", 1))
     n_pack, tokens = cfg.pack_tokens, cfg.seq_len
-    for wrong, message in [
+    refuse([
         (cfg.env in HINTS and not cfg.env_data, f"--env {cfg.env} needs --env_data FILE.jsonl, its problems"),
         (not math.isfinite(cfg.failed_reward or 0), f"--failed_reward {cfg.failed_reward} must be a finite number, or none"),
         (max(cfg.beta1, cfg.beta2) == 1, f"--beta1 {cfg.beta1} and --beta2 {cfg.beta2} must be below 1: 1 never moves"),
@@ -54,9 +54,7 @@ def check_flags(cfg):
         (cfg.eval_n == 0, "--eval_n 0: evaluate on one prompt or more, or never, with --eval_every 0"),
         (cfg.gen_ranks and not 0 < cfg.gen_ranks < n, f"--gen_ranks {cfg.gen_ranks} must leave a process to train: {n} were "
          "started, use torchrun --nproc_per_node"),
-    ]:
-        if wrong:
-            raise ValueError(message)
+    ])
 
 
 def check_own_run(cfg, Model, model_config, lr_at) -> dict:

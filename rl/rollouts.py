@@ -4,6 +4,7 @@ import hashlib
 import os
 import random
 import time
+import zlib
 from collections import deque
 from contextlib import contextmanager
 from dataclasses import fields
@@ -110,11 +111,10 @@ def sample_groups(cfg, env, text, layout, model, tasks: list[tuple[str, str]], g
             failed.append(s["failed"])
         if cfg.control == "random" and not name.startswith("eval/"):
             s["reward"] = float(random.Random(f"{cfg.seed}/{name}/{j % group_size}").random() < 0.5)
-    failures, everyone = zip(*gather((failed, samples), group))  # from all ranks
-    if reasons := sum(failures, []):
+    if reasons := sum(gather(failed, group), []):
         raise ValueError(f"--env {cfg.env}: {reasons[0]}")
     # sorted() is stable, so samples keep their order within a group
-    samples = sorted(sum(one_of_each_model(everyone, layout), []), key=lambda s: s["group"])
+    samples = sorted(gather_samples(samples, layout, group), key=lambda s: s["group"])
     unpaid = [s["failed"] for s in samples if s["failed"]]
     if unpaid and layout.rank == 0:
         print(f"{len(unpaid)} of {len(samples)} rewards failed and count as --failed_reward {cfg.failed_reward:g}, the "
@@ -122,13 +122,15 @@ def sample_groups(cfg, env, text, layout, model, tasks: list[tuple[str, str]], g
     return samples
 
 
-def one_of_each_model(everyone: list[list[dict]], layout) -> list[list[dict]]:
-    """The samples of one rank for each data rank: cp and tp ranks share a model, and must have sampled the same."""
-    copies = layout.cp * layout.tp
-    for rank, theirs in enumerate(everyone):
-        if [s["ids"] for s in theirs] != [s["ids"] for s in everyone[rank - rank % copies]]:
+def gather_samples(samples: list[dict], layout, group) -> list[dict]:
+    """The samples of all data ranks, on every rank. cp and tp ranks share a model, and must have sampled the same: all send a
+    hash of their ids, and the first of them sends the samples. Raises RuntimeError."""
+    copies, ids = layout.cp * layout.tp, repr([s["ids"] for s in samples])
+    everyone = gather((zlib.crc32(ids.encode()), samples if layout.rank % copies == 0 else []), group)
+    for rank, (theirs, _) in enumerate(everyone):
+        if theirs != everyone[rank - rank % copies][0]:
             raise RuntimeError(f"ranks {rank - rank % copies} and {rank} share one model but sampled different tokens")
-    return everyone[::copies]
+    return sum((of_rank for _, of_rank in everyone), [])
 
 
 def make_batch(cfg, env, text, layout, model, cursor: int, version: int, draw=draw_samples) -> dict:
