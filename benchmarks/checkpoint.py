@@ -81,7 +81,8 @@ def main(cfg: Config):
 
     def ours(mode, load_only=False):
         flags = CheckpointConfig(checkpoint_async=mode, keep_latest_k=0, load_only=load_only)
-        checkpoints = Checkpoints(flags, folder, modules=[model], optimizer=optimizer, identity={}, config={}, source="")
+        about = dict(identity={"model": {}}, config={}, source="")
+        checkpoints = Checkpoints(flags, folder, modules=[model], optimizer=optimizer, **about)
         checkpoints.say = lambda text: None
         return checkpoints
 

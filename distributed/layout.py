@@ -110,7 +110,7 @@ class Layout:
 
     def step_text(self, seq_len: int, reduces_always: bool) -> str:
         """Where the model runs, and how a step's sequences are shared out: for the line that a run begins with.
-        reduces_always: see parallel.shard."""
+        reduces_always: the result of the function below."""
         each = ", gradients reduced after each" if reduces_always and self.accumulation > 1 else ""
         return (f"{self} on {self.device.type}, {str(self.compute_dtype)[6:]} | {self.global_batch_size} sequences x {seq_len} "
                 f"tokens per step, {self.accumulation} x {self.local_batch_size} on each of {self.data_ranks} data ranks{each}")

@@ -134,7 +134,7 @@ def test_what_a_plain_run_says(tmp_path):
     said = train(tmp_path, 1, "no_attention", *flags, "--out", "d", "--doc_mask")
     assert "--doc_mask does nothing in blocks.1: they do not call attend" in said
     said = train(tmp_path, 1, "averaging", "--steps", 1, "--out", "e", status=1)
-    assert "Own keeps ema, a dict, outside of self.state[p]" in said
+    assert "Own keeps ema outside of self.state[p]" in said
     assert "has not moved" not in said and "no gradient" not in said
     before = train(tmp_path, 2, "frozen_norms", "--steps", 2, "--out", "f", "--tp", 2, "--checkpoint_first_step")
     assert "no gradient" not in before
