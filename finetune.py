@@ -41,8 +41,9 @@ from parallel import (
     shard,
     tensor_parallel,
 )
+from sft.base import load_base, read_model
 from sft.chat_data import ChatData
-from sft.lora import LoraConfig, claim_adapters, is_frozen, load_base, lora_counts, lora_linears, read_model
+from sft.lora import LoraConfig, claim_adapters, is_frozen, lora_counts, lora_linears
 from storage.resume import claim_run, keep_batch, list_warnings, source_tokenizer
 from support.config import save_config
 from support.metrics import Metrics, MetricsConfig

@@ -49,8 +49,9 @@ from rl.environments import draw_task, held_out_tasks, leave_out_long, supervise
 from rl.http_engine import find_server
 from rl.policy import FLAVORS, build_policy, keep_reference, model_of
 from rl.rewards import RewardConfig, held_out_numbers
+from sft.base import load_base
 from sft.chat import open_chat
-from sft.lora import LoraConfig, base_model, is_frozen, load_base, lora_counts
+from sft.lora import LoraConfig, base_model, is_frozen, lora_counts
 from storage.manifest import step_folders
 from storage.resume import lock_run, wait_for_run
 from support.config import Need, flag
@@ -304,7 +305,7 @@ class Trainer:
         proof, fed = self.proof(found), sums[2].item() / layout.tp
         return proof | dict(loss=total.item() / max(z, 1), loss_max=loss_max.item(), denominator=z,
                             clip_share=sums[1].item() / max(proof["tokens"], 1), fed=fed,
-                            padding=1 - sum(map(packing.n_read, samples)) / fed)
+                            padding=1 - sum(map(packing.n_read, samples)) / max(fed, 1))
 
     def optim_step(self, lr: float, update=True) -> dict:
         """(6) One update with the gradients of all calls since the last update, then zero_grad; (7) the next version."""

@@ -14,7 +14,8 @@ from models.llama3 import Llama3Config
 from models.loss import token_logprobs
 from models.qwen3 import Qwen3Config
 from rl import rollouts
-from sft.lora import lora_linears, read_model
+from sft.base import read_model
+from sft.lora import lora_linears
 from storage.hf import class_of
 from storage.manifest import is_hf_folder
 from support.config import override_fields

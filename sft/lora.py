@@ -21,13 +21,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from checkpoint import load_weights, saved_model
-from distributed.agree import brief, gather, on_rank_0
+from distributed.agree import gather
 from distributed.layout import local_slice, local_tensor, named_tensors
 from storage.dcp import read_tensors
-from storage.hf import check_hf_config, class_of, load_hf, read_hf_config
-from storage.manifest import ABOUT, is_hf_folder, newest_readable, resume_source, step_folders
-from support.config import Need, flag, override_fields
+from storage.manifest import is_hf_folder
+from support.config import Need, flag
 from support.files import json_bytes, publish, read_json, write_file
 
 # Patterns for --exclude_from_loading that leave adapters alone
@@ -305,22 +303,6 @@ def write_peft(out: str, path: str, table, model, beside: dict[str, bytes]) -> N
     print(f"checkpoint: exported {out} ({len(tensors)} tensors of adapters; the weights below them: {base or 'not named'})")
 
 
-# ---------------------------------------------------------------- the model below the adapters
-def read_model(cfg):
-    """(class, config) of the model in --init_from, a Hugging Face folder or a run or step folder of ours, after --model_args.
-    A run with checkpoints of its own knows the model even when --init_from is gone. Raises ValueError."""
-    goes_on = step_folders(cfg.out) and not os.path.isdir(cfg.init_from)
-    folder = cfg.out if goes_on else cfg.init_from
-    if os.path.lexists(f"{folder}/adapter_config.json"):
-        raise ValueError(f"--init_from {folder} is a PEFT adapter; merge it first with merge_and_unload() of peft")
-    if is_hf_folder(folder):
-        config = override_fields(read_hf_config(folder), cfg.model_args, "--model_args")
-        check_hf_config(config, folder)
-    else:
-        config = override_fields(saved_model(newest_readable(folder, names=ABOUT))[1], cfg.model_args, "--model_args")
-    return class_of(config), config
-
-
 def claim_adapters(cfg, Model, model_config) -> dict:
     """The identity of the adapters of a run with --lora_rank. Raises ValueError if the flags do not fit the model or
     --init_from."""
@@ -336,20 +318,3 @@ def claim_adapters(cfg, Model, model_config) -> dict:
     if not os.path.isdir(cfg.init_from):  # needed to continue a run, too: checkpoints hold adapters only
         raise ValueError(f"--init_from {cfg.init_from} is no folder; give the one of the frozen weights")
     return {"rank": cfg.lora_rank, "alpha": cfg.lora_alpha, "on": list(cfg.lora_on)}
-
-
-def load_base(modules, cfg, group) -> dict:
-    """Fill the frozen weights of this rank's stages from --init_from. Returns folder and hash of the weights, for
-    checkpoints. Raises ValueError, the same on all ranks."""
-    source, is_hf = on_rank_0(lambda: resume_source(cfg.out, cfg), group), is_hf_folder(cfg.init_from)
-    goes_on = source is not None and source.folder == cfg.out
-    folder = cfg.init_from if is_hf else on_rank_0(lambda: newest_readable(cfg.init_from), group)
-    if not is_hf:
-        load_weights(modules, folder, ADAPTERS)
-    elif absent := load_hf(modules, folder, ADAPTERS, group):
-        raise ValueError(f"{folder} lacks {brief(absent)}, and LoRA would freeze random weights; use --model_args mtp_depth=0")
-    path = on_rank_0(lambda: newest_readable(cfg.out, source.step, ABOUT) if goes_on else "", group)
-    found = check_base(path, modules, group)
-    if not group or group.rank() == 0:
-        print(f"checkpoint: the frozen weights are those of {folder}, hash {found}", flush=True)
-    return {"folder": os.path.abspath(folder), "hash": found}

@@ -19,7 +19,7 @@ LAYERS = [
     ["support"],
     ["corpus", "storage", "sft"],
     ["data", "checkpoint"],
-    ["sft.lora", "sft.chat_data"],
+    ["sft.base", "sft.chat_data"],
     ["rl"],
     ["generate", "evaluate", "grpo", "finetune", "train_llama3", "train_qwen3", "train_deepseek"],
     ["forks", "tools"],

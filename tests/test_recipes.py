@@ -135,7 +135,8 @@ def run_published(command: str, folder: Path, out: str, *more) -> tuple[str, Pat
     args = [re.sub(r"step-\d+", "step-4", arg).replace("STEP_FOLDER", "runs/llama3/checkpoints/step-4") for arg in args]
     args = [hugging_face_folder(folder) if arg == "HUGGING_FACE_FOLDER" else arg for arg in args]
     args = [out if arg == "OUT" else arg for arg in args]  # each command writes a folder of its own
-    args = ["runs/sft" if arg == "runs/lora" else arg for arg in args]  # README's fine-tuning has --lora_rank
+    # README's fine-tuning has --lora_rank
+    args = [{"runs/lora": "runs/sft", "runs/adamw": "runs/llama3"}.get(arg, arg) for arg in args]
     if script in TRAINING:
         args = [f"{out}-hf" if arg == "runs/sft-hf" else arg for arg in args]
     elif {"runs/sft", "runs/sft-hf"} & set(args):

@@ -18,7 +18,8 @@ from test_parallel import MOE, V2
 import checkpoint
 from checkpoint import CheckpointConfig, Checkpoints, load_model
 from evaluate import read_checkpoint
-from sft.lora import base_hash, claim_adapters, is_adapter, load_base, lora_names, placed_sum, read_model
+from sft.base import load_base, read_model
+from sft.lora import base_hash, claim_adapters, is_adapter, lora_names, placed_sum
 from storage import hf
 from storage.resume import check_run
 from tools import checkpoint_commands

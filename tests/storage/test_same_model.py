@@ -12,7 +12,7 @@ from programs import run_program
 from saves import refuses, saver
 
 from models import llama3
-from storage import hf, same_model
+from storage import hf
 from tools import checkpoint_commands
 
 ROOT = Path(__file__).parents[2]
@@ -53,17 +53,17 @@ def save_model(model, out):
 
 def test_hashes_are_of_the_code_that_is_there():
     """After a change of a model and new comparisons with transformers: the hashes for storage/same_model.json."""
-    assert same_model.COMPARED == {module: same_model.code_hash(module) for module in same_model.COMPARED}
+    assert hf.COMPARED == {module: hf.code_hash(module) for module in hf.COMPARED}
 
 
-@pytest.mark.parametrize("kind", same_model.HF_MODELS)
+@pytest.mark.parametrize("kind", hf.HF_MODELS)
 def test_shipped_models_are_exported(kind):
-    module = importlib.import_module(same_model.HF_MODELS[kind][0])
-    Model = getattr(module, same_model.HF_MODELS[kind][1])
+    module = importlib.import_module(hf.HF_MODELS[kind][0])
+    Model = getattr(module, hf.HF_MODELS[kind][1])
     flavors = [config for config in module.FLAVORS.values() if config.to_hf()["model_type"] == kind]
     assert flavors
     for config in flavors:
-        same_model.check_same_model(Model, config)
+        hf.check_same_model(Model, config)
 
 
 def test_a_fork_is_not_exported_as_llama(tmp_path, fork, capsys):
@@ -88,19 +88,19 @@ def test_a_fork_is_not_exported_as_llama(tmp_path, fork, capsys):
 def test_an_edit_of_a_shipped_model_is_not_exported(fork, change):
     module = fork(change, name="models.llama3")
     message = "as llama; .* because models/llama3.py is not the code that was compared .* write [0-9a-f]{8} for models.llama3"
-    refuses(message, same_model.check_same_model, module.Llama3, small(module))
+    refuses(message, hf.check_same_model, module.Llama3, small(module))
 
 
 def test_an_edit_of_a_file_that_the_model_imports_is_not_exported(fork):
     fork(("class RMSNorm", "ONE = 1\n\n\nclass RMSNorm"), name="models.layers", file="layers")
-    refuses("because models/layers.py is not the code", same_model.check_same_model, llama3.Llama3, small(llama3))
+    refuses("because models/layers.py is not the code", hf.check_same_model, llama3.Llama3, small(llama3))
 
 
 def test_comments_and_docstrings_may_change(fork):
     module = fork(("        h = self.norm(h)", '        # the last norm\n        h = self.norm(\n            h)'),
                   ('"""The inverse: a config.json for transformers."""', '"""config.json."""'),
                   ('    "debug": ', '    "mine": Llama3Config(dim=64),\n    "debug": '), name="models.llama3")
-    same_model.check_same_model(module.Llama3, small(module))
+    hf.check_same_model(module.Llama3, small(module))
 
 
 def test_a_config_that_config_json_cannot_tell_is_not_exported():
@@ -108,7 +108,7 @@ def test_a_config_that_config_json_cannot_tell_is_not_exported():
     class Config(llama3.Llama3Config):
         power: int = 1
 
-    refuses("because config.json cannot tell all of .*power=2", same_model.check_same_model, llama3.Llama3, Config(power=2))
+    refuses("because config.json cannot tell all of .*power=2", hf.check_same_model, llama3.Llama3, Config(power=2))
 
 
 def test_a_fork_with_a_model_type_of_its_own_is_exported(tmp_path, fork):
@@ -119,7 +119,7 @@ def test_a_fork_with_a_model_type_of_its_own_is_exported(tmp_path, fork):
 
 
 def test_a_fork_that_has_a_row_is_what_transformers_opens(tmp_path, fork, monkeypatch):
-    monkeypatch.setitem(same_model.HF_MODELS, "llama", ("models.mine", "Llama3"))
+    monkeypatch.setitem(hf.HF_MODELS, "llama", ("models.mine", "Llama3"))
     module = fork()
     torch.manual_seed(0)
     model = module.Llama3(small(module)).eval()
