@@ -62,14 +62,12 @@ def read_manifest(folder: str, is_wanted=None) -> dict:
         named = STEP_FOLDER.fullmatch(os.path.basename(os.path.abspath(folder)))
         if named and int(named[1]) != manifest["step"]:
             raise Damaged(f"its manifest.json is that of step {manifest['step']}")
-        files = manifest["files"]
+        files = {name: entry for name, entry in manifest["files"].items() if is_wanted is None or is_wanted(name)}
         for name in sorted(set(os.listdir(folder)) ^ {*files, "manifest.json"}) if is_wanted is None else ():
             if name in files or name.endswith(READ):
                 raise Damaged(f"{name} is missing" if name in files else f"{name} is not in manifest.json")
         for name, (size, _) in files.items():
             path = os.path.join(folder, name)
-            if is_wanted and not is_wanted(name):
-                continue
             if os.path.islink(path) or not os.path.isfile(path) or os.path.getsize(path) != size:
                 raise Damaged(f"{name} is not a plain file of {size} bytes")
     except OSError as error:
