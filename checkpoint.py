@@ -48,7 +48,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from corpus.tokenizer import files_beside, tokenizer_path
-from distributed.agree import Failed, brief, fail_together, gather, new_gloo_group, on_rank_0, rank_in, some_rank
+from distributed.agree import Failed, brief, fail_together, gather, holds_on_any_rank, new_gloo_group, on_rank_0, rank_in
 from distributed.layout import AXES, named_tensors
 from storage.dcp import SavePlan, WriterProcess, import_dcp, read_table, read_tensors, write_tensors
 from storage.manifest import (
@@ -428,7 +428,7 @@ class Checkpoints:
         if self.group:
             dist.all_reduce(known, dist.ReduceOp.MAX, self.group)
         found = {what: [] for what in wrong} | {"unknown": [key for key, n in zip(there, known) if not n]}
-        for of_rank in self.gather(wrong) if some_rank(any(wrong.values()), self.group) else ():
+        for of_rank in self.gather(wrong) if holds_on_any_rank(any(wrong.values()), self.group) else ():
             found |= {what: list(dict.fromkeys(found[what] + texts)) for what, texts in of_rank.items()}
         if problems := [f"{what}: {brief(texts)}" for what, texts in found.items() if texts]:
             fix = "; give the --param_dtype that it was trained with" if found["dtype"] else ""

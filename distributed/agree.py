@@ -68,7 +68,7 @@ def fail_together(work, group):
     return result
 
 
-def some_rank(condition: bool, group) -> bool:
+def holds_on_any_rank(condition: bool, group) -> bool:
     """Whether the condition holds on any rank."""
     flag = torch.tensor(int(condition))
     if group:

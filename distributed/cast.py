@@ -103,7 +103,7 @@ class CastUnit:
         self.unshard()
         for x in args[:1]:
             if self.frozen_casts and torch.is_grad_enabled() and x.requires_grad:
-                x.register_hook(lambda grad: self.one_less())
+                x.register_hook(lambda grad: self.count_down())
 
     def after_forward(self, module, args, output) -> None:
         if self.frees:
@@ -135,9 +135,9 @@ class CastUnit:
         cast.grad = None
         if self.stage.is_last_backward:
             self.give_gradient(i)
-        self.one_less()
+        self.count_down()
 
-    def one_less(self) -> None:
+    def count_down(self) -> None:
         self.missing -= 1
         if not self.missing:
             self.free()

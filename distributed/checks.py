@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.dropout import _DropoutNd
 
-from distributed.agree import brief, gather, some_rank
+from distributed.agree import brief, gather, holds_on_any_rank
 from distributed.initial import constants_of, initial_values
 from distributed.layout import Layout, local_slice, local_tensor, pattern_of
 from models.layers import takes_places
@@ -154,7 +154,7 @@ def check_replicas(stages, layout: Layout, **values) -> list[tuple]:
         for i, placement in enumerate(p.placements if isinstance(p, DTensor) else ()):
             if placement.is_replicate() and p.device_mesh.size(i) > 1:
                 groups.setdefault(p.device_mesh.get_group(i), []).append(total)
-    if some_rank(any([differ(numbers, group, layout.device) for group, numbers in groups.items()]), dist.group.WORLD):
+    if holds_on_any_rank(any([differ(numbers, group, layout.device) for group, numbers in groups.items()]), dist.group.WORLD):
         mine |= {(fqn, local_slice(p)): total for fqn, p, total in start}
         everyone, first = gather((socket.gethostname(), mine), dist.group.WORLD), {}
         for rank, (host, theirs) in enumerate(everyone):

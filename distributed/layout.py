@@ -15,7 +15,7 @@ from support.config import Need, flag
 
 Reshard = Literal["default", "always", "never"]
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-# What flags need to have an effect: see support/config.py. c is what refusals.facts() returns.
+# What flags need to have an effect: see support/config.py. c is what refusals.collect_facts() returns.
 TP = Need("without --tp 2 or more", lambda c: c.tp > 1)
 CP = Need("without --cp 2 or more", lambda c: c.cp > 1)
 EXPERTS = Need("without experts, and this flavor has none", lambda c: getattr(c, "n_experts", 0))

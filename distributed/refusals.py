@@ -48,7 +48,7 @@ def check_layout(cfg: ParallelConfig, model_config, *, seq_len, local_batch_size
     if layout.pp > 1:
         layout = replace(layout, microbatch_size=cfg.pp_microbatch_size, schedule=cfg.pp_schedule_csv or cfg.pp_schedule)
     # flags without effect first: such a flag from --config returns to its default, and the other rules see the default
-    rows = [(True, text) for text in no_effect(cfg, facts(cfg, model_config, degrees, on_cuda))]
+    rows = [(True, text) for text in no_effect(cfg, collect_facts(cfg, model_config, degrees, on_cuda))]
     rows += batch_rows(layout) + model_rows(layout, cfg, model_config, seq_len) + option_rows(layout, cfg, on_cuda and here)
     if isinstance(cfg, Float8Config) and cfg.float8 != "off":  # grpo.py has no float8
         rows += float8_rows(cfg, on_cuda)
@@ -65,7 +65,7 @@ def runs_on_cuda(device: str) -> bool:
     return device == "cuda" or device == "auto" and torch.cuda.is_available()
 
 
-def facts(cfg: ParallelConfig, model_config, degrees: dict[str, int], on_cuda: bool) -> SimpleNamespace:
+def collect_facts(cfg: ParallelConfig, model_config, degrees: dict[str, int], on_cuda: bool) -> SimpleNamespace:
     """Values for Need in support/config.py, to decide whether a flag has an effect: every flag and every field of the model by
     name; the resolved degrees, dp_shard too; world_size, on_cuda, and the dtype of the computation."""
     more = dict(world_size=math.prod(degrees.values()), on_cuda=on_cuda, dtype=dtype_of_compute(cfg, on_cuda))

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distributed.agree import fail_together, on_rank_0, rank_in, reason, scatter, some_rank
+from distributed.agree import fail_together, holds_on_any_rank, on_rank_0, rank_in, reason, scatter
 from distributed.layout import local_slice
 from storage.manifest import TABLE
 from support.files import read_json, write_file
@@ -71,12 +71,12 @@ def write_tensors(tensors: dict[str, Tensor], folder: str, group, plan: SavePlan
         return process.write(folder, final, {item.index: planner.resolve_data(item) for item in final.items})
 
     mine = fail_together(plan_alone, group)
-    if is_new := some_rank(plan.items != mine.items, group):
+    if is_new := holds_on_any_rank(plan.items != mine.items, group):
         plans = []
         on_rank_0(lambda ranks: plans.extend(plan_for_all(ranks)), group, mine)
         plan.items, plan.final, plan.written = mine.items, scatter(plans, group), None
     written = fail_together(write, group)
-    if some_rank(plan.written != written, group):
+    if holds_on_any_rank(plan.written != written, group):
         if not is_new:  # the same tensors, in other bytes than at the last save
             plan.items = None
             return write_tensors(tensors, folder, group, plan, staged, process)

@@ -62,7 +62,7 @@ class Need(NamedTuple):
     """The precondition of a flag's effect."""
 
     text: str  # completes the sentence "--flag value has no effect ...": "without --pp 2 or more", "with --init_from"
-    met: Callable[[SimpleNamespace], Any]  # of refusals.facts(): all flags, all fields of the model, and more
+    met: Callable[[SimpleNamespace], Any]  # of refusals.collect_facts(): all flags, all fields of the model, and more
 
 
 GPU = Need("without a GPU", lambda c: c.on_cuda)

@@ -72,7 +72,7 @@ def peak_memory_gib(device) -> float:
     return int(found[1] if found else peak) / 2**20
 
 
-def plain(value):
+def to_json(value):
     """A JSON value: tensors become numbers or lists (this waits for the device), a NaN or infinity becomes null."""
     if isinstance(value, torch.Tensor):
         value = value.tolist()
@@ -234,14 +234,14 @@ class Metrics:
         val_loss_by_part: of the parts of a mixture."""
         if self.rank0:
             numbers, parts = {"val_loss": val_loss, "val_bits_per_byte": val_bits_per_byte}, val_loss_by_part or {}
-            by_part = {name: plain(loss) for name, loss in parts.items()}
+            by_part = {name: to_json(loss) for name, loss in parts.items()}
             self.write({"step": step, **numbers} | ({"val_loss_by_part": by_part} if parts else {}))
             known = [f" {name} {n:.4f}" for name, n in (numbers | parts).items() if n is not None]
             print(f"step {step}/{self.steps}", *known, flush=True)
 
     def write(self, line: dict):
         """Append one line and flush: a reader of the file, or the run that replaces a killed run, finds the line whole."""
-        line = {key: plain(value) for key, value in line.items()}
+        line = {key: to_json(value) for key, value in line.items()}
         self.file.write(json.dumps(line) + "\n")
         self.file.flush()
         numbers = {key: value for key, value in line.items() if type(value) in (int, float) and key != "step"}

@@ -11,7 +11,7 @@ import torch
 
 from distributed.agree import brief
 from distributed.layout import AXES
-from distributed.refusals import facts, runs_on_cuda
+from distributed.refusals import collect_facts, runs_on_cuda
 from support.config import FROM_FILE, no_effect, spell, unmet_needs
 from support.metrics import read_lines
 from tools.stop_main import stop_main
@@ -40,7 +40,7 @@ def without_refused(cfg, flags: dict, model_config) -> dict:
     while True:  # a default may make another flag ineffective
         half = replace(cfg, **flags)
         degrees = {axis: getattr(half, axis) for axis in AXES}
-        unmet = unmet_needs(half, facts(half, model_config, degrees, runs_on_cuda(half.device)))
+        unmet = unmet_needs(half, collect_facts(half, model_config, degrees, runs_on_cuda(half.device)))
         if not unmet:
             return flags
         flags |= {name: getattr(defaults, name) for name in unmet}
@@ -51,7 +51,7 @@ def flags_of_halves(main, cfg, degrees: dict[str, int], folder: str) -> dict[str
     if degrees["dp_shard"] == -1:
         degrees = degrees | {"dp_shard": vars(cfg).get("ep", 1)}  # the experts use these ranks again
     model_config = model_config_of(main, cfg)
-    if unused := no_effect(cfg, facts(cfg, model_config, degrees, runs_on_cuda(cfg.device))):
+    if unused := no_effect(cfg, collect_facts(cfg, model_config, degrees, runs_on_cuda(cfg.device))):
         raise ValueError("; ".join(unused))
     degrees = {axis: max(n, 1) for axis, n in degrees.items()}
     device = "cuda" if torch.cuda.device_count() >= math.prod(degrees.values()) else "cpu"
