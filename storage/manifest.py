@@ -20,7 +20,6 @@ READ = (".json", ".jinja", ".py", ".distcp", ".safetensors", ".bin", ".model")  
 ABOUT = ("state.json", "config.json")  # files of a step folder read at a start, before the tensors
 
 
-PROGRESS_S = 5  # seconds between the progress lines of a long check or import
 
 
 class Damaged(ValueError):
@@ -89,16 +88,17 @@ def saved_state(path: str) -> dict:
 
 
 class Progress:
-    """Prints every few seconds how much of a long work is done. Call with the bytes of each finished part."""
+    """Prints every few seconds how much of a long work is done. Call with the size of each finished part. unit: of `total`, as
+    text, and how many make one; say: prints, on one rank."""
 
-    def __init__(self, text: str, n_bytes: int, say):
-        self.text, self.n_bytes, self.say, self.done, self.said = text, n_bytes, say, 0, time.perf_counter()
+    def __init__(self, text: str, total: int, say, unit=("GB per rank", 1e9)):
+        self.text, self.total, self.say, self.unit, self.done, self.said = text, total, say, unit, 0, time.perf_counter()
 
-    def __call__(self, n_bytes: int):
-        self.done += n_bytes
-        if time.perf_counter() - self.said > PROGRESS_S:
-            self.said = time.perf_counter()
-            self.say(f"{self.text}: {self.done / self.n_bytes:.0%} of {self.n_bytes / 1e9:.1f} GB per rank")
+    def __call__(self, size: int):
+        self.done += size
+        if time.perf_counter() - self.said > 5:
+            self.said, (name, scale) = time.perf_counter(), self.unit
+            self.say(f"{self.text}: {min(self.done / self.total, 1):.0%} of {self.total / scale:,.4g} {name}")
 
 
 def checksums(folder: str, names: list[str], progress=lambda n_bytes: None, sync=False) -> dict[str, list]:

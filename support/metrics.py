@@ -94,8 +94,6 @@ def read_lines(path: str) -> list[dict]:
 
 def drop_lines_from(path: str, first_step: int):
     """Remove the lines of steps >= first_step from a metrics.jsonl: the run repeats these steps. A kill here loses nothing."""
-    if not os.path.exists(path):
-        return
     kept = [line for line in read_lines(path) if line["step"] < first_step]
     write_file(Path(path), "".join(json.dumps(line) + "\n" for line in kept).encode())
 
@@ -234,8 +232,8 @@ class Metrics:
         val_loss_by_part: of the parts of a mixture."""
         if self.rank0:
             numbers, parts = {"val_loss": val_loss, "val_bits_per_byte": val_bits_per_byte}, val_loss_by_part or {}
-            by_part = {name: to_json(loss) for name, loss in parts.items()}
-            self.write({"step": step, **numbers} | ({"val_loss_by_part": by_part} if parts else {}))
+            by_part = {"val_loss_by_part": {name: to_json(loss) for name, loss in parts.items()}} if parts else {}
+            self.write({"step": step, **numbers, **by_part})
             known = [f" {name} {n:.4f}" for name, n in (numbers | parts).items() if n is not None]
             print(f"step {step}/{self.steps}", *known, flush=True)
 

@@ -1,22 +1,12 @@
-"""--plot of a layout: the mesh and the schedule as SVG files, the schedule also as text."""
+"""--plot of a layout: the mesh and the schedule as SVG files."""
 from pathlib import Path
 
 from distributed.pipeline import embeds_at_both_ends
 from tools import svg
 from tools.explain import AXIS_WORDS, axis_groups, shown_ranks
-from tools.schedule import DOES, bubble, duration, simulate
+from tools.schedule import bubble, duration, simulate
 
 SIDE = 25  # of a device's cell in the picture
-
-
-def text_picture(times) -> str:
-    """A line per rank, a character per unit of time: F, B, I, W (see DOES) or '.' (idle)"""
-    end = max(row[-1][1] for row in times)
-    lines = [["."] * round(end) for _ in times]
-    for line, row in zip(lines, times, strict=True):
-        for a, b, kind, *_ in row:
-            line[round(a) : round(b)] = kind * (round(b) - round(a))
-    return "\n".join(f"rank {i:>3} |{''.join(line)}|" for i, line in enumerate(lines))
 
 
 def draw_schedule(times, title: str) -> str:
@@ -70,7 +60,7 @@ def plot(cfg, report) -> None:
         times = simulate(report.rows)
         order = cfg.pp_schedule_csv or cfg.pp_schedule
         title = f"{order}, pp {layout.pp}, {report.n} micro-batches: bubble {bubble(times):.1%}"
-        print(f"{title}\n{text_picture(times)}\n{', '.join(f'{kind} {does}' for kind, does in DOES.items())}, . idle")
+        print(title)
         pictures["pipeline.svg"] = draw_schedule(times, title)
     Path(cfg.out).mkdir(parents=True, exist_ok=True)
     for name, drawn in pictures.items():
