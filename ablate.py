@@ -122,7 +122,7 @@ def check_variant(name: str, variant: dict, args) -> dict:
                 raise ValueError(f"no validation, so no {args.metric}: give --val_every, or another --metric, such as loss")
             last = "check_model" if "check_model" in module.main.__globals__ else "connect"
             with mock.patch.dict(os.environ, world):
-                skipped = dict.fromkeys(("connect", "make_mesh", "StopSignal"), do_nothing)
+                skipped = dict.fromkeys(("connect", "make_mesh", "set_timeouts", "StopSignal"), do_nothing)
                 (model, *_), _ = stop_main(module.main, cfg, last, **skipped)
     except (SystemExit, ValueError) as error:
         said = error if isinstance(error, ValueError) else output.getvalue().removeprefix("error: ").strip()

@@ -29,7 +29,6 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -45,7 +44,7 @@ from checkpoint import has_adapters, load_weights, saved_model
 from corpus.mixture import format_of
 from corpus.tokenizer import ChatConfig
 from distributed.checks import check_tp_plan
-from distributed.launch import LaunchConfig, connect, run
+from distributed.launch import LaunchConfig, connect, run, set_timeouts
 from distributed.layout import ExpertConfig, Layout, ParallelConfig
 from distributed.pipeline import PipelineConfig, pipeline_forward, pipeline_stages
 from distributed.refusals import check_layout, refuse, runs_on_cuda
@@ -62,13 +61,12 @@ from rl.rollouts import gather_samples, lockstep, patient_group, whole_weights
 from sft.chat import open_chat
 from sft.lora import base_of
 from storage.hf import class_of, read_hf_config
-from storage.manifest import is_hf_folder, newest_readable
+from storage.manifest import Progress, is_hf_folder, newest_readable
 from support.config import Need, check_range, flag, given_flags, spell_flag
 from support.files import check_local, read_json, write_file
 
 BASE_PROMPT = "Question: {question}\nAnswer:"  # for a base model; a chat model has its template
 NOTHING = ([0], [IGNORE])  # a request of one token without a score
-PROGRESS_S = 5  # seconds between the progress lines of a long evaluation
 # Inherited flags that are for training only
 TRAINING = ("reduce_dtype", "param_dtype", "loss_parallel", "async_tp", "ac", "ac_every", "ac_budget", "compile", "cpu_offload",
             "train_timeout_s", "pp_schedule", "pp_schedule_csv")
@@ -319,11 +317,11 @@ def pack_requests(requests: list[tuple], layout: Layout) -> dict[str, Tensor]:
 def score(stages: list[nn.Module], layout: Layout, requests: list[tuple]) -> list[float]:
     """The log-probability in nats of the continuation of each request, on every rank. Raises ValueError on every rank for a
     log-probability of nan or inf."""
-    kept, report = keep_logprobs(stages, layout), progress("scored", len(requests), layout)
+    kept, report = keep_logprobs(stages, layout), progress("scored", requests, layout)
     sums = torch.zeros(len(requests), dtype=torch.float64, device=layout.device)
     multiple, size = layout.microbatch_size if layout.pp > 1 else 1, layout.local_batch_size
     plan = in_rows([len(a) + len(b) for a, b in requests], size, layout.data_ranks)
-    for n, (first, own) in enumerate(zip(plan[0], plan[layout.data_rank]), 1):
+    for first, own in zip(plan[0], plan[layout.data_rank]):
         mine = [i for row in own for i in row]
         # All data ranks run as many micro-batches as the first, which has the most, because the collectives need all ranks.
         rows = -(-len(first) // multiple) * multiple
@@ -335,7 +333,7 @@ def score(stages: list[nn.Module], layout: Layout, requests: list[tuple]) -> lis
         if kept and mine and layout.coordinate("tp") == 0:  # all tp ranks have the same numbers, cp ranks a part each
             sums[mine] = torch.cat(kept).sum(1, dtype=torch.float64)[: len(mine)]
         kept.clear()
-        report(n * size * layout.data_ranks)
+        report(size * layout.data_ranks)
     dist.all_reduce(sums)
     check_finite(sums.tolist())
     return sums.tolist()
@@ -352,7 +350,7 @@ def complete(model, layout: Layout, cfg: Config, text: Text, prompts: list[list[
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     mine = order[layout.data_rank :: layout.data_ranks]
     noise = draw_noise([f"{cfg.seed}/{i}" for i in mine], 1, new)
-    report, rows, tail = progress("answered", len(prompts), layout), layout.local_batch_size, 8 + len("".join(stop).encode())
+    report, rows, tail = progress("answered", prompts, layout), layout.local_batch_size, 8 + len("".join(stop).encode())
 
     def ends(ids):  # with a stop string; only the last tokens are decoded, each at least one byte of text
         return any(string in text.decode(ids[-tail:]) for string in stop)
@@ -361,7 +359,7 @@ def complete(model, layout: Layout, cfg: Config, text: Text, prompts: list[list[
         samples = rollout(
             model, [prompts[i] for i in mine], noise, cfg.temperature, text.ends, rows=rows, stop=ends if stop else None,
             max_len=max(map(len, prompts)) + new, agree=lockstep(layout, cfg.rollout_timeout_s),
-            on_token=lambda i, token: report((i + 1 - rows) * layout.data_ranks),  # rows samples may be unfinished
+            on_token=lambda i, token: report(max((i + 1 - rows) * layout.data_ranks - report.done, 0)),  # the last rows run on
             tp_mesh=layout.mesh["tp"] if layout.tp > 1 else None)
     for i, s in zip(mine, samples):
         s["index"], whole = i, text.decode(s["ids"])
@@ -372,17 +370,9 @@ def complete(model, layout: Layout, cfg: Config, text: Text, prompts: list[list[
     return sorted(everyone, key=lambda s: s["index"])
 
 
-def progress(what: str, total: int, layout: Layout) -> Callable:
-    """A function report(done) that may be called often: rank 0 prints a line every few seconds."""
-    said = time.monotonic()
-
-    def report(done: int):
-        nonlocal said
-        if layout.rank == 0 and time.monotonic() - said > PROGRESS_S:
-            said = time.monotonic()
-            print(f"{what} {max(0, min(done, total)):,} of {total:,}", flush=True)
-
-    return report
+def progress(what: str, requests: list, layout: Layout) -> Progress:
+    say = partial(print, flush=True) if layout.rank == 0 else lambda text: None
+    return Progress(what, len(requests), say, ("requests", 1))
 
 
 # ---------------------------------------------------------------- scores -> an item per line, and metrics
@@ -462,6 +452,7 @@ def main(cfg: Config):
 
     # 3. scores or answers of the model
     layout = make_mesh(connect(layout, cfg, cfg.device))
+    set_timeouts(layout, cfg.init_timeout_s)
     stages = open_model(cfg.checkpoint, layout, cfg, Model, model_config)
     if layout.rank == 0:
         print(f"{cfg.task}: {counted}, up to {longest:,} tokens at once | {folder} | "

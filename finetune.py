@@ -22,7 +22,7 @@ from data import DataConfig, open_data
 from distributed.checks import check_documents, check_first_batch, check_model, check_replicas, reduce_hash
 from distributed.experts import balance_experts, expert_parallel
 from distributed.float8 import Float8Config, float8_linears, float8_scales
-from distributed.launch import LaunchConfig, StopSignal, connect, disconnect, run, train_timeouts
+from distributed.launch import LaunchConfig, StopSignal, connect, disconnect, run, set_timeouts
 from distributed.layout import ExpertConfig, ParallelConfig
 from distributed.pipeline import PipelineConfig, pipeline_stages
 from distributed.refusals import check_layout
@@ -152,8 +152,8 @@ def main(cfg: Config):
     # finetune: adapters are a part of what a run is
     adapters = claim_adapters(cfg, Model, model_config) if cfg.lora_rank else None
     identity = claim_run(cfg, Model, model_config, data, lr_at, adapters)
-    layout = connect(layout, cfg, cfg.device, cfg.seed, trace=f"{cfg.out}/trace")
-    layout = make_mesh(layout)
+    layout = make_mesh(connect(layout, cfg, cfg.device, cfg.seed, trace=f"{cfg.out}/trace"))
+    set_timeouts(layout, cfg.init_timeout_s)
     stop = StopSignal()  # from here on a signal finishes the step and saves; before, a signal ends the process
 
     # 3. model: shapes only, no memory yet
@@ -256,7 +256,7 @@ def main(cfg: Config):
             metrics.log(step, extra=data.epochs(state["samples"]) | balance, loss=loss, loss_max=loss_max,
                         grad_norm=grad_norm, lr=lr, tokens_hash=reduce_hash(batch.hash, layout))
         if step == first:
-            train_timeouts(layout, cfg.train_timeout_s)
+            set_timeouts(layout, cfg.train_timeout_s)
         if saving:  # before the validation: a signal may leave little time
             checkpoints.save(step, state, last=last, model_only=cfg.last_save_model_only and step == cfg.steps)
         if validating:

@@ -39,7 +39,7 @@ from checkpoint import CheckpointConfig, Checkpoints, loaded_later
 from corpus.tokenizer import ChatConfig
 from distributed.checks import check_replicas
 from distributed.experts import balance_experts
-from distributed.launch import LaunchConfig, StopSignal, connect, disconnect, run, train_timeouts
+from distributed.launch import LaunchConfig, StopSignal, connect, disconnect, run, set_timeouts
 from distributed.layout import ExpertConfig, ParallelConfig, local_tensor
 from distributed.refusals import check_layout
 from parallel import clip_grad_norm, make_mesh, next_backward, reduce_loss
@@ -419,8 +419,8 @@ def main(cfg: Config):
     os.makedirs(cfg.out, exist_ok=True)
     if layout.rank == 0:
         text.save()
-    layout = connect(layout, cfg, cfg.device, cfg.seed, trace=f"{cfg.out}/trace")
-    layout = make_mesh(layout)
+    layout = make_mesh(connect(layout, cfg, cfg.device, cfg.seed, trace=f"{cfg.out}/trace"))
+    set_timeouts(layout, cfg.init_timeout_s)
     stop = StopSignal()
 
     # 3. model, 4. parallelism, 5. optimizer
@@ -488,7 +488,7 @@ def main(cfg: Config):
         state = {"step": step, "cursor": batch["cursor"], "tokens": metrics.tokens, "policy_version": trainer.policy_version,
                  "batch": [], "made_with": rollouts.batch_flags(cfg), "bos": text.bos}
         if step == first:
-            train_timeouts(layout, cfg.train_timeout_s)
+            set_timeouts(layout, cfg.train_timeout_s)
         stopping = stop.agreed(layout) and step < cfg.steps
         last = step == cfg.steps or stopping
         if cfg.checkpoint_every and (step % cfg.checkpoint_every == 0 or last or step == 1 and cfg.checkpoint_first_step):

@@ -19,7 +19,7 @@ from data import DataConfig, open_data
 from distributed.checks import check_documents, check_first_batch, check_model, check_replicas, reduce_hash
 from distributed.experts import balance_experts, expert_parallel
 from distributed.float8 import Float8Config, float8_linears, float8_scales
-from distributed.launch import LaunchConfig, StopSignal, connect, disconnect, run, train_timeouts
+from distributed.launch import LaunchConfig, StopSignal, connect, disconnect, run, set_timeouts
 from distributed.layout import EXPERTS, ExpertConfig, ParallelConfig
 from distributed.pipeline import PipelineConfig, pipeline_stages
 from distributed.refusals import check_layout
@@ -141,8 +141,8 @@ def main(cfg: Config):
     data = open_data(cfg, cfg.seq_len, source_tokenizer(cfg))
     # lock --out; refuse if the run cannot go on, --init_from is unreadable or --export_hf unwritable; print changed flags
     identity = claim_run(cfg, Qwen3, model_config, data, lr_at)
-    layout = connect(layout, cfg, cfg.device, cfg.seed, trace=f"{cfg.out}/trace")
-    layout = make_mesh(layout)
+    layout = make_mesh(connect(layout, cfg, cfg.device, cfg.seed, trace=f"{cfg.out}/trace"))
+    set_timeouts(layout, cfg.init_timeout_s)
     stop = StopSignal()  # from here on a signal finishes the step and saves; before, a signal ends the process
 
     # 3. model: shapes only, no memory yet
@@ -238,7 +238,7 @@ def main(cfg: Config):
             metrics.log(step, extra=data.epochs(state["samples"]) | balance, loss=loss, loss_max=loss_max,
                         grad_norm=grad_norm, lr=lr, tokens_hash=reduce_hash(batch.hash, layout))
         if step == first:
-            train_timeouts(layout, cfg.train_timeout_s)
+            set_timeouts(layout, cfg.train_timeout_s)
         if saving:  # before the validation: a signal may leave little time
             checkpoints.save(step, state, last=last, model_only=cfg.last_save_model_only and step == cfg.steps)
         if validating:

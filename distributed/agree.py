@@ -104,5 +104,9 @@ def on_rank_0(work, group, value=None):
 
 def new_gloo_group(name: str):
     """A process group of all ranks, for messages about files."""
+    start = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout  # --init_timeout_s
+    group = dist.new_group(backend="gloo", timeout=start, group_desc=name)
+    gather(None, group)  # a rank that died during the start is noticed now
     # 30 minutes, because ranks wait for the slowest disk. The death of a rank is noticed at once all the same.
-    return dist.new_group(backend="gloo", timeout=timedelta(minutes=30), group_desc=name)
+    dist.distributed_c10d._set_pg_timeout(timedelta(minutes=30), group)
+    return group

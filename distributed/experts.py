@@ -23,6 +23,9 @@ def expert_parallel(stage, layout: Layout, *, aux_coef: float = 0.0, force_balan
     from models.moe import Balance, Experts
 
     mesh, etp = layout.expert_mesh, layout.etp
+    if layout.device.type == "cuda" and layout.rank == 0 and (of := torch.cuda.get_device_capability()) < (9, 0):
+        print(f"experts on a GPU of capability {of[0]}.{of[1]}: torch multiplies them one after the other, and the host waits "
+              "three times per product and step; from 9.0 (H100) on, one kernel multiplies all")
     for block in (block for block in all_blocks(stage).values() if hasattr(block, "moe")):
         experts, balance = block.moe.experts, block.moe.balance
         assert isinstance(experts, Experts) and isinstance(balance, Balance)

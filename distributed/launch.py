@@ -37,20 +37,15 @@ def connect(layout: Layout, cfg, device: str = "auto", seed: int = 0, trace: str
     trace: folder for NCCL's last collectives, if one times out; torch's `torchfrtrace` reads the folder.
     """
     env = os.environ
-    local_rank, local_world = int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1))
     if cfg.deterministic:
         env["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read when CUDA starts
         torch.use_deterministic_algorithms(True)
     if runs_on_cuda(device):
-        layout = replace(layout, device=torch.device("cuda", local_rank))
-        if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & env.keys():
-            # Freed neighbouring memory can then be joined, and does not lie idle in pieces too small for use.
-            env["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # read at the first allocation
-        torch.cuda.set_device(layout.device)
+        layout = replace(layout, device=own_gpu())
         if trace:
             record_collectives(trace)
     elif "OMP_NUM_THREADS" not in env:  # more threads than cores made a small run 15 times slower
-        torch.set_num_threads(max(1, usable_cores() // local_world))
+        torch.set_num_threads(max(1, usable_cores() // int(env.get("LOCAL_WORLD_SIZE", 1))))
     layout = replace(layout, compute_dtype=dtype_of_compute(cfg, layout.device.type == "cuda"))
     torch.manual_seed(seed)
 
@@ -75,6 +70,20 @@ def connect(layout: Layout, cfg, device: str = "auto", seed: int = 0, trace: str
         dist.all_reduce(memory, op=dist.ReduceOp.MIN)
         layout = replace(layout, memory=memory.item())
     return layout
+
+
+def own_gpu() -> torch.device:
+    """Make this process's GPU the current one: number LOCAL_RANK, or the only one that its scheduler lets it see."""
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) if torch.cuda.device_count() > 1 else 0)
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        # Freed neighbouring memory can then be joined, and does not lie idle in pieces too small for use.
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # read at the first allocation
+    torch.cuda.set_device(device)
+    try:
+        torch.empty(1, device=device)
+    except RuntimeError:  # a sandbox or a virtual GPU, whose driver cannot map memory
+        torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+    return device
 
 
 def allow_many_ranks() -> None:
@@ -174,10 +183,11 @@ def watch_launcher() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def train_timeouts(layout: Layout, timeout_s: int) -> None:
-    """Shorten the timeout of collectives: after the first step everything is compiled and connected. checkpoint.py's group
-    keeps its long timeout, because ranks wait for the slowest disk."""
-    for group in [None, *layout.mesh.get_all_groups(), *layout.full_mesh.get_all_groups()]:
+def set_timeouts(layout: Layout, timeout_s: int) -> None:
+    """Set the timeout of all collectives: torch gives the groups of a mesh 30 minutes. checkpoint.py's group keeps its own,
+    because ranks wait for the slowest disk."""
+    meshes = [mesh for mesh in (layout.mesh, layout.full_mesh, layout.expert_mesh) if mesh is not None]
+    for group in [None, *(group for mesh in meshes for group in mesh.get_all_groups())]:
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), group)
 
 

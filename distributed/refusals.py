@@ -5,6 +5,7 @@ import os
 import shlex
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import torch
@@ -134,9 +135,14 @@ def model_rows(layout: Layout, cfg, c, seq_len: int) -> list[tuple]:
 def option_rows(layout: Layout, cfg, count_gpus: bool) -> list[tuple]:
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     n_gpus = torch.cuda.device_count() if count_gpus else local_world
+    # srun and others may show each process a GPU of its own; torchrun's processes see the same ones
+    own = n_gpus == 1 and "TORCHELASTIC_RUN_ID" not in os.environ
+    uses_torchao = vars(cfg).get("float8", "off") != "off" or vars(cfg).get("optimizer") == "adamw_sr"
     return [
-        (local_world > n_gpus, f"{count(local_world, 'process')} here, but torch finds {n_gpus} GPUs; use --device cpu or "
-         "fewer processes"),
+        (local_world > n_gpus and not own, f"{count(local_world, 'process')} here, but torch finds {n_gpus} GPUs; use --device "
+         "cpu or fewer processes"),
+        (uses_torchao and find_spec("torchao") is None,
+         "--float8 and --optimizer adamw_sr need torchao: pip install torchao==0.18.0"),
         (cfg.ac == "budget" and not cfg.compile,
          "--ac budget needs --compile: the compiler chooses what to keep; add --compile or use --ac op"),
         (not 0 <= cfg.ac_budget <= 1, f"--ac_budget {cfg.ac_budget} must be between 0 and 1"),

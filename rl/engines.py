@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from distributed.agree import on_rank_0, reason
-from distributed.launch import StopSignal
+from distributed.launch import StopSignal, own_gpu
 from distributed.layout import Layout, dtype_of_compute
 from distributed.refusals import runs_on_cuda
 from rl.http_engine import HTTPEngine
@@ -204,18 +204,20 @@ def generate_forever(cfg, env, text, Model, model_config, n_trainers: int):
     """
     rank, n = int(os.environ["RANK"]) - n_trainers, cfg.gen_ranks
     on_cuda = runs_on_cuda(cfg.device)
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_cuda else torch.device("cpu")
+    device = own_gpu() if on_cuda else torch.device("cpu")
     layout = Layout(dp_shard=n, global_batch_size=n, device=device, rank=rank)  # whole models, different prompts
     bridge = open_bridge(cfg, n_trainers, device)
     dist.init_process_group("gloo", store=dist.PrefixStore("world", bridge.store), rank=rank, world_size=n)
     StopSignal()  # the trainers need samples to finish their step
     dtype = dtype_of_compute(cfg, on_cuda)
-    model = Model(model_config).to(layout.device)
-    if cfg.lora_rank:
-        add_adapters(model, lora_names(model, cfg.lora_on), cfg.lora_rank, cfg.lora_alpha)
-    model.unknown_ids = text.unknown_ids(model_config.vocab_size, layout.device)
-    for t, as_multiplied in list_weights(model, dtype):
-        t.data = t.data.to(as_multiplied)
+    with torch.device("meta"):  # the first weights come before the first rollout
+        model = Model(model_config)
+        if cfg.lora_rank:
+            add_adapters(model, lora_names(model, cfg.lora_on), cfg.lora_rank, cfg.lora_alpha)
+        for t, as_multiplied in list_weights(model, dtype):
+            t.data = t.data.to(as_multiplied)
+    model.to_empty(device=device)
+    model.unknown_ids = text.unknown_ids(model_config.vocab_size, device)
     batch = {}
     while "error" not in batch:
         bridge.talk.broadcast(header := torch.zeros(2, dtype=torch.long), 0).wait()

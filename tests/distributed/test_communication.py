@@ -7,11 +7,13 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from layouts import SMALL, T, build, config, global_batch, local_batch
 from pool import pool
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 import parallel
+from distributed.launch import set_timeouts
 from tools.dryrun import Watch, totals
 
 L, D, V = SMALL["n_layers"], SMALL["dim"], SMALL["vocab_size"]
@@ -187,3 +189,18 @@ def test_the_next_layers_weights_are_asked_for_before_a_layer_waits_for_the_devi
         for layer, when in zip(reversed(range(1, L)), reads[L:]):
             assert {f"gather blocks.{layer - 1}", f"gather blocks.{layer - 1}.experts"} <= set(events[reads[L - 1] : when])
         assert [events.count(f"gather blocks.{i}.experts") for i in range(L)] == [2] * L
+
+
+def groups_without_timeout() -> int:
+    """Of a layout with experts: how many of its groups set_timeouts leaves out."""
+    known = {*dist.distributed_c10d._world.pg_map}
+    _, layout = build(config(model="qwen3", n_experts=8, top_k=2, moe_ffn_dim=32), dict(tp=2, ep=2), 4, 1)
+    made = {*dist.distributed_c10d._world.pg_map} - known
+    with mock.patch.object(dist.distributed_c10d, "_set_pg_timeout") as set_timeout:
+        set_timeouts(layout, 222)
+    assert len(made) > 6 and all(call.args[0].total_seconds() == 222 for call in set_timeout.call_args_list)
+    return len({None, *made} - {call.args[1] for call in set_timeout.call_args_list})
+
+
+def test_no_group_of_the_meshes_keeps_its_own_timeout():
+    assert pool(4).run(groups_without_timeout) == [0] * 4

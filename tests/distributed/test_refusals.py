@@ -68,6 +68,20 @@ def test_rule(rule, monkeypatch):
         check(**flags_of(given) | flags_of(changed))
 
 
+def test_without_torchao(monkeypatch):
+    monkeypatch.setattr("distributed.refusals.find_spec", lambda name: None)
+    assert refusal(float8="rowwise") == "--float8 and --optimizer adamw_sr need torchao: pip install torchao==0.18.0"
+    check()
+
+
+def test_one_visible_gpu_is_each_processs_own_unless_torchrun_shares_it(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    check(device="cuda", world_size=2)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    assert "2 processes here, but torch finds 1 GPUs" in refusal(device="cuda", world_size=2)
+
+
 @pytest.mark.parametrize("given, words", [
     (dict(world_size=4, pp=4), ["is for 2 ranks", "not 4 and", "use --pp 2"]),
     (PP | dict(local_batch_size=3), ["2 micro-batches", "3"]),
