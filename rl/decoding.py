@@ -20,7 +20,7 @@ from models.loss import NEVER, log_normalizer
 from parallel import whole_vocab
 
 PREFILL_CHUNK = 512  # prompt tokens per forward: activations of a whole long prompt would need more memory than its cache
-KEY_BUCKET = 32  # attention runs over a multiple of so many keys, so that a rollout has few shapes
+KEY_BUCKET = 64  # attention runs over a multiple of so many keys: few shapes, and all of them even for a GPU's kernels
 FEWEST = 8  # --batch_invariant: from 8 rows on, the rounding of a matrix product did not depend on the number of rows
 
 
@@ -209,7 +209,8 @@ def rollout(
     device, ends = next(model.parameters()).device, {eot} if isinstance(eot, int) else set(eot)
     width = tp_mesh.size() if tp_mesh else 1  # TP cuts activations along the sequence, so each forward has a column per rank
     n_rows = max(G, min(rows // G, P) * G, FEWEST if batch_invariant else 0)
-    cache = RowCache(n_rows, max_len + width, batch_invariant)
+    room = max_len + width if batch_invariant else -(-(max_len + width) // KEY_BUCKET) * KEY_BUCKET
+    cache = RowCache(n_rows, room, batch_invariant)
     samples = [dict(prompt=prompts[p], ids=[], logprobs=[], mask=[], said=deque(), noise=noise[p, g].tolist(), index=p * G + g,
                     room=max(1, min(max_new, max_len - len(prompts[p])))) for p in range(P) for g in range(G)]
     waiting = deque(range(P))

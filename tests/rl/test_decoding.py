@@ -43,13 +43,13 @@ def shapes_of_new_tokens(monkeypatch) -> set:
 
 
 def test_few_shapes_and_the_same_tokens(monkeypatch):
-    """300 tokens have 10 numbers of keys for each number of rows, not 300, and the same tokens as without the rounding."""
+    """300 tokens have 5 numbers of keys for each number of rows, not 300, and the same tokens as without the rounding."""
     model = sharp_model(LONG)
     shapes = shapes_of_new_tokens(monkeypatch)
     options = dict(new=300, eot=[], stop=lambda ids: len(ids) == 13 * ids[0])  # of any length, so that rows are refilled
     bucketed = sample(model, **options)
-    assert {keys for _, keys in shapes} == {*range(32, 321, 32)} and len({len(s["ids"]) for s in bucketed}) > 5
-    assert len(shapes) <= 10 * len({rows for rows, _ in shapes})
+    assert {keys for _, keys in shapes} == {*range(64, 321, 64)} and len({len(s["ids"]) for s in bucketed}) > 5
+    assert len(shapes) <= 5 * len({rows for rows, _ in shapes})
     monkeypatch.setattr(decoding, "KEY_BUCKET", 1)
     assert tokens(sample(model, **options)) == tokens(bucketed) and len(shapes) > 290
 
