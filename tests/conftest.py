@@ -2,6 +2,7 @@
 the process group of the one before."""
 import re
 import signal
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -18,8 +19,10 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 pytest_plugins = ["clock"]  # what each test and each file cost
 OLDER = []  # (what a test's name contains, why it is skipped)
 if torch.__version__ < "2.13":
-    schedules = "ZeroBubble|Dua|zero_bubble|zero bubble|down and back|schedule_from_csv"
+    schedules = "ZBV|ZeroBubble|Dua|zero_bubble|zero bubble|down and back|schedule_from_csv"
     OLDER.append((schedules, "this --pp_schedule is refused before torch 2.13: distributed/refusals.py"))
+if find_spec("torchao") is None:
+    OLDER.append(("float8|adamw_sr", "needs torchao"))
 if "--shutdown-timeout" not in get_args_parser().format_help():
     OLDER.append(("a_rank_that_hangs|shutdown_timeout|slurm_script", "this torchrun has no --shutdown-timeout"))
 

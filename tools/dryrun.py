@@ -70,7 +70,7 @@ def build(main, cfg, connect, **stand_ins):
 
     data = SimpleNamespace(vocab_size=0, n_val_samples=1, fingerprint={}, tokenizer_file=None)
     # check_groups, of forks/ft.py, would ask a server
-    stand_ins |= dict.fromkeys(("check_groups", "source_tokenizer", "StopSignal"), do_nothing)
+    stand_ins |= dict.fromkeys(("check_groups", "source_tokenizer", "StopSignal", "set_timeouts"), do_nothing)
     stand_ins |= dict(open_data=lambda *args: data, connect=connect, make_mesh=make_mesh)
     _, made = stop_main(main, cfg, "Checkpoints", **stand_ins, loaded_later=lambda cfg: lambda fqn: False)
     stages, [layout] = made["modules"], layouts
@@ -91,7 +91,7 @@ def dry_world(main, cfg, pp_rank: int):
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed.pipelining import schedules
-    from torch.distributed.pipelining.stage import InferenceMode
+    from torch.distributed.pipelining import stage as stage_module
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -112,9 +112,9 @@ def dry_world(main, cfg, pp_rank: int):
         with fake:
             stage.to_empty(device="cpu")
 
-    def shapes_are_given(schedule, pipeline_stages, *args):  # all ranks vote on it
+    def shapes_are_given(schedule, pipeline_stages, *args):  # all ranks vote on it, since torch 2.12
         for stage in pipeline_stages:
-            stage._inference_mode = InferenceMode.STATIC
+            stage._inference_mode = stage_module.InferenceMode.STATIC
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, RANK=str(rank), WORLD_SIZE=str(world_size)))
@@ -125,7 +125,7 @@ def dry_world(main, cfg, pp_rank: int):
             (DeviceMesh, "__getitem__", unwatched(DeviceMesh.__getitem__)),
             (checks, "check_memory", do_nothing),
             (parallel, "lower_right_mask", do_nothing),  # CUDA's flash kernel has the mask built in
-            (schedules._PipelineSchedule, "_warmup_p2p", shapes_are_given),
+            *[(schedules._PipelineSchedule, "_warmup_p2p", shapes_are_given)] * hasattr(stage_module, "InferenceMode"),
         ]:
             stack.enter_context(mock.patch.object(owner, name, value))
         try:
@@ -295,8 +295,6 @@ def rank_kind(stages):
 
 
 # ---------------------------------------------------------------- --dry_run: the report
-PEAK = ("The peak is not the sum of the columns. It also has what is in none of them: gathered or cast weights, logits, and "
-        "whole gradients until they are reduced. And the columns are not full at once: activations go while gradients come.")
 DEVICES = (80, 141, 192)  # sizes in GB of 10^9 bytes. Devices have as many GiB; driver, NCCL and allocator take the rest
 
 
@@ -423,11 +421,7 @@ def print_report(cfg, report: Report, machine: str) -> None:
     worst = max(ranks, key=lambda r: r.peak)
     verdict = [f"{size} GB: {'fits' if worst.peak <= size * 1e9 else 'does not fit'}" for size in DEVICES]
     print(f"Peak {human(worst.peak)} on pipeline rank {ranks.index(worst)}. {', '.join(verdict)}")
-    print("\nHow this was found: the recipe's own code ran under a fake process group, on tensors without memory.")
-    if report.n > 2 and not cfg.pp_schedule_csv:
-        print(f"Run were 2 of {report.n} {'micro-batches' if layout.pp > 1 else 'accumulation steps'}; the rest is linear.")
-    print("Activations are what torch's CPU kernels keep; CUDA's keep as much. The peak counts tensors only.")
-    print(PEAK.replace(". And", ".\nAnd"))
+    print("\nThe peak is more than the columns, and less than their sum: docs/parallelism.md says what is counted, and how.")
     if cfg.cpu_offload:
         print("--cpu_offload: parameters, gradients and optimizer state are in host memory, not in the peak.")
     if cfg.ac == "budget":

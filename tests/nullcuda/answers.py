@@ -57,24 +57,23 @@ def answer() -> None:
     from torch.distributed.pipelining.schedules import _PipelineSchedule
 
     import distributed.checks
-    import generate
     import rl.decoding
+    import rl.engines
     from models.moe import Balance
 
     replace(distributed.checks, "check_first_batch", always(None))  # how many tokens have a loss: 0
     around(os, "_exit", before=Log.flush)
-    # Sampling asks the device which samples have ended: none ever would. So nothing is sampled after a run, and for grpo.py
-    # every token is 1, with a log-probability of -1.
-    replace(generate, "print_sample", always(None))
 
-    def rollout(known):
-        def sampled(model, prompts, noise, *args, **kwargs):
-            _, G, n = noise.shape
-            return [dict(ids=[1] * n, logprobs=[-1.0] * n, mask=[1.0] * n, truncated=True) for _ in prompts for _ in range(G)]
+    # A sampled token is read from the device, as 0, which ends a text. So every token is 1, with a log-probability of -1.
+    def draw(known):
+        def drawn(logits, *args):
+            known(logits, *args)
+            return torch.ones(len(logits), dtype=torch.long), -torch.ones(len(logits))
 
-        return sampled
+        return drawn
 
-    replace(rl.decoding, "rollout", rollout)
+    replace(rl.decoding, "draw", draw)
+    around(rl.engines, "make_batch", before=lambda *args: Log.mark(f"generator on {torch.cuda.current_device()}"))
 
     # How many rows travel between ranks that share the experts: as many from each to each. The tensors that ask are the rows
     # per rank, (2, ep), and the rows per expert, (E,).
@@ -113,7 +112,8 @@ def answer() -> None:
 
         return voted
 
-    replace(_PipelineSchedule, "_warmup_p2p", warmup)
+    if hasattr(_PipelineSchedule, "_warmup_p2p"):  # torch 2.11 has no vote
+        replace(_PipelineSchedule, "_warmup_p2p", warmup)
 
 
 # cuDNN plans its attention on a real device. So of these two only the shapes are computed; choosing it remains torch's code.
@@ -179,7 +179,7 @@ def fake_world(world_size: int, module) -> None:
     replace(module, "connect", lambda known: connect)
     replace(module, "Checkpoints", lambda known: NoCheckpoints)
     replace(module, "check_replicas", always([]))
-    replace(module, "train_timeouts", always(None))
+    replace(module, "set_timeouts", always(None))
     replace(distributed.launch, "watch_launcher", always(None))
 
 
@@ -281,4 +281,7 @@ def program(argv: list[str], options: dict):
         report_compiles()
     from distributed.launch import run
 
+    if name == "generate":  # one process, which nothing has to connect
+        module.main(sys.argv[1:])
+        os._exit(0)
     run(module.main, module.Config)

@@ -50,7 +50,8 @@ class Device:
         """A recipe with `flags` after those of BRIEF, in the folder `out`. status: what every rank must end with, None for any.
         options: those of run.py, such as nproc=2, major=10, no_waiting=True, env={...}."""
         self.server = self.server or Server(HERE / "run.py", "--serve")
-        argv = [str(HERE.parent.parent / recipe), *map(str, [*brief, *flags]), "--out", f"{out}/run"]
+        argv = [str(HERE.parent.parent / recipe), *map(str, [*brief, *flags])]
+        argv += ["--out", f"{out}/run"] * (recipe != "generate.py")
         logs = f"{out}/log" if log else ""
         done = Done(**ask(self.server.path, argv=argv, log=logs, **options), logs=[])
         if status is not None:

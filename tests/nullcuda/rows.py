@@ -59,6 +59,8 @@ def run(device, tmp_path, row: str, *more, **options):
     name, n, *flags = row.split()
     if name == "grpo":
         recipe, brief = ["grpo.py"], GRPO.split()
+    elif name in ("generate", "evaluate"):
+        recipe, brief = [f"{name}.py", "--checkpoint", base_folder("lora", f"{tmp_path}/base")], []
     else:
         sequences = 4 if "--pp" in flags else 2
         recipe = MODELS["lora" if name in BASES else name]

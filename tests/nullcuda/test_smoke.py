@@ -15,3 +15,26 @@ def test_it_runs_on_hopper(device, tmp_path, row):
 @pytest.mark.parametrize("row", rows(Path(__file__).with_name("blackwell.txt").read_text()))
 def test_it_runs_on_blackwell(device, tmp_path, row):
     run(device, tmp_path, row, major=10, log=False, timeout=500)
+
+
+def test_texts_and_answers_of_a_model(device, tmp_path):
+    (tmp_path / "task.jsonl").write_text('{"question": "What is it?", "answer": "a test"}\n')
+    done = run(device, tmp_path, "generate 1", "--prompt", "def ", "--max_new_tokens", 4)
+    attention = [line for line in done.logs[0] if "fmha_cutlassF" in line]  # a kernel that takes masks, and needs no plan
+    assert len(attention) == 4 * 9 and not any("mark kernel cudnn" in line for line in done.logs[0])
+    (tmp_path / "evaluate").mkdir()
+    run(device, tmp_path / "evaluate", "evaluate 1", "--task", tmp_path / "task.jsonl", "--max_new_tokens", 4)
+
+
+def test_generators_sample_on_their_own_gpu(device, tmp_path):
+    trainer, generator = run(device, tmp_path, "grpo 2 --gen_ranks 1").logs
+    assert generator.count("mark generator on 1") == 2
+    assert any(line.startswith("map ") for line in generator)  # segments that expand, as the trainer's
+
+
+def test_experts_on_an_older_gpu_say_what_is_slow(device, tmp_path):
+    assert "capability 8.0: torch multiplies them one after the other" in run(device, tmp_path, "moe 1", major=8).texts[0]
+
+
+def test_each_process_may_see_one_gpu_of_its_own(device, tmp_path):
+    run(device, tmp_path, "llama3 2", devices=1, log=False)

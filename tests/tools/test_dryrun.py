@@ -84,9 +84,7 @@ LAYOUTS = {
 }
 
 
-FIRST = (
-    "cp all-to-all, fsdp", "pp, tied", "experts",
-)
+FIRST = ("pp, tied", "experts")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FIRST else pytest.mark.slow) for n in LAYOUTS])
