@@ -358,8 +358,8 @@ def test_processes_take_the_steps_of_one(tmp_path, processes, flags, one):
     assert_same(steps_of(tmp_path / "many"), steps_of(tmp_path / "one"), 1e-5)
 
 
-@pytest.mark.parametrize("where, flags", [
-    pytest.param("rollout", [], marks=pytest.mark.slow), ("training", ["--async_steps", 3])])
+@pytest.mark.slow
+@pytest.mark.parametrize("where, flags", [("rollout", []), ("training", ["--async_steps", 3])])
 def test_killed_and_continued_is_undisturbed(tmp_path, where, flags):
     """kill -9 inside the rollouts of step 4, or in its update: the run goes on from step 2, with the same rewards."""
     out = tmp_path / "killed"

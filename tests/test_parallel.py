@@ -336,8 +336,8 @@ def gradients_between(problem: dict, flags: dict, n: int, b: int):
 
 
 @pytest.mark.parametrize("processes, flags, problem", [
-    (2, {}, {}), (2, dict(compute_dtype="bfloat16"), {}), (4, dict(ep=2), MOE),
-    *[pytest.param(4, flags, {}, marks=pytest.mark.slow) for flags in (dict(dp_replicate=2), dict(tp=2))]], ids=str)
+    (2, {}, {}), (2, dict(compute_dtype="bfloat16"), {}), *[pytest.param(4, flags, problem, marks=pytest.mark.slow)
+     for flags, problem in ((dict(ep=2), MOE), (dict(dp_replicate=2), {}), (dict(tp=2), {}))]], ids=str)
 def test_gradients_that_are_reduced_after_every_micro_batch_are_never_whole(processes, flags, problem):
     n = 3 * processes // flags.get("tp", 1)
     always, last = (pool(processes).run(gradients_between, problem, flags | dict(reduce_grads=when), n, 1)

@@ -82,7 +82,6 @@ def split_command(command: str) -> tuple[int, str, list[str]]:
 # train_qwen3.py and train_deepseek.py, for 15 seconds each: the quick tests of flags and layouts run these recipes.
 QUICK = {next(c for c in COMMANDS if split_command(c)[1] == path.name) for path in DOCUMENTED}
 QUICK = {c for c in QUICK if split_command(c)[1] not in ("train_qwen3.py", "train_deepseek.py")}
-QUICK |= {c for c in COMMANDS if "--check_parity" in c}
 
 # Started as they stand. The others run in forks that have torch: see programs.py
 REAL = [next(c for c in COMMANDS if c.startswith(f"{program} ")) for program in ("python", "torchrun")]

@@ -16,7 +16,7 @@ from distributed.cast import CastUnit
 BF16 = dict(compute_dtype="bfloat16")
 MOE, MTP = dict(model="qwen3", n_experts=8, top_k=2, moe_ffn_dim=32), dict(model="deepseek", mtp_depth=1)
 CASES = [
-    ({}, BF16), (dict(tie_embeddings=True), BF16), (MTP, BF16),
+    ({}, BF16), (MTP, BF16),
     # every other combination of dtypes: of compute, parameters and sums
     ({}, BF16 | dict(reduce_dtype="bfloat16")), ({}, BF16 | dict(param_dtype="bfloat16")), ({}, dict(param_dtype="bfloat16")),
     ({}, dict(reduce_dtype="bfloat16")), ({}, dict(param_dtype="bfloat16", reduce_dtype="bfloat16")),

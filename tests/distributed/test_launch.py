@@ -266,6 +266,7 @@ def test_on_nan_stop(tmp_path):
     assert all_good(out) == 4
 
 
+@pytest.mark.slow
 def test_on_nan_skip(tmp_path):
     """One rank's gradient is not finite: all ranks skip the step, and go on with the next batch."""
     script = fork(tmp_path, """
@@ -447,7 +448,7 @@ def by_hand(start, folder, rank: int, port: int, *flags, script=RECIPE, **more) 
 
 @pytest.mark.parametrize("what, told", [
     ("code", "ValueError: models/llama3.py is not the same on rank 0 .* and rank 1 "),
-    ("out", "ValueError: --out .* is not the same folder on rank 0 .* and rank 1 "),
+    pytest.param("out", "ValueError: --out .* is not the same folder on rank 0 .* and rank 1 ", marks=pytest.mark.slow),
     pytest.param("flag", "flags weight_decay differs between ranks 0 and 1", marks=pytest.mark.slow)])
 def test_machines_that_differ_do_not_train_together(tmp_path, start, port, what, told):
     """Two machines: each process is the first of its own."""
@@ -474,6 +475,7 @@ def port():
         return free.getsockname()[1]
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_alone_says_so(tmp_path, start, port):
     script = fork(tmp_path, """
         if step == 3 and layout.rank == 1:
@@ -533,7 +535,8 @@ def test_sockets_do_not_grow_with_the_ranks(port):
 
 @pytest.mark.slow
 def test_a_wait_for_others_ends(tmp_path, start, port):
-    """Ctrl-C and SIGTERM end a start at once; a stranger at the port, who never answers, after --init_timeout_s."""
+    """Ctrl-C and SIGTERM end a start at once; a stranger at the port, who never answers, after --init_timeout_s; and so does a
+    rank that dies between connecting and checkpoint.py's group."""
     for number in (signal.SIGINT, signal.SIGTERM):
         job = by_hand(start, tmp_path, 0, port)
         job.until(lambda: f":{port:04X} " in Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text())
@@ -542,6 +545,12 @@ def test_a_wait_for_others_ends(tmp_path, start, port):
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         job = by_hand(start, tmp_path, 1, stranger.getsockname()[1], "--init_timeout_s", 2)
         assert job.end(within=60) == 1 and "within --init_timeout_s 2" in job.text()
+    dies = tmp_path / "dies.py"
+    dies.write_text("import os\nimport train_llama3 as recipe\nrecipe.Checkpoints = lambda *args, **more: os._exit(0)\n"
+                    "recipe.run(recipe.main, recipe.Config)\n")
+    job = by_hand(start, tmp_path, 0, port, "--init_timeout_s", 10)
+    by_hand(start, tmp_path, 1, port, "--init_timeout_s", 10, script=dies)
+    assert job.end(within=60) == 1
 
 
 # ---------------------------------------------------------------- Slurm

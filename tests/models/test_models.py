@@ -325,6 +325,7 @@ def test_host_memory_is_that_of_the_tightest_control_group(monkeypatch):
 # ---------------------------------------------------------------- attention
 
 
+@pytest.mark.slow
 def test_attention_has_a_first_kernel_and_compiles_into_one_graph(monkeypatch):
     """cuDNN's kernel comes first while we attend, and torch's own order counts again afterwards."""
     order, real = lambda: _cur_sdpa_kernel_backends(with_priority=True), F.scaled_dot_product_attention

@@ -21,7 +21,7 @@ from data import DataConfig, open_data
 from distributed import launch
 
 REPO = Path(__file__).parents[2]
-TINY = "--model_args n_layers=1,dim=8,ffn_dim=8 --steps 2 --device cpu --out run"
+TINY = "--data shards --model_args n_layers=1,dim=8,ffn_dim=8 --steps 2 --device cpu --out run"
 BASE = {"train_llama3": TINY, "train_qwen3": "--out run", "train_deepseek": "--out run", "grpo": "--out run"}
 TABLE = re.findall(r"^\[(.*)\]\n((?:[^\[].*\n)+)", Path(__file__).with_name("messages.txt").read_text(), re.M)
 ROWS = [(program, *line.split("=> ")) for program, lines in TABLE for line in lines.splitlines()]
