@@ -222,7 +222,6 @@ def open_model(folder: str, layout: Layout, cfg, Model, model_config) -> list[nn
         split_model(stage, layout, cfg)
         parallel.shard(stage, layout, cfg)
         parallel.init_weights(stage, layout, 0, skip=lambda fqn: True)
-        stage.reshards = layout.reshards
     load_weights(stages, folder)
     return stages
 

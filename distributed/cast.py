@@ -44,20 +44,17 @@ def cast_weights(stage, layout: Layout, reduce_dtype: torch.dtype) -> None:
 
 
 class CastUnit:
-    """The parameters of `modules`, cast around forward and backward of `root`. root gets three methods with the names and the
-    meaning of FSDP's: unshard, reshard, set_reshard_after_forward. units: for the whole model's unit all other units, whose
+    """The parameters of `modules`, cast around forward and backward of `root`. root gets two methods with the names and the
+    meaning of FSDP's: unshard and reshard. units: for the whole model's unit all other units, whose
     backward ends with its own; for other units empty."""
 
     def __init__(self, root: nn.Module, modules: list[nn.Module], stage, dtypes, frees: bool, units: list):
         self.modules, self.stage, self.frees, self.units = modules, stage, frees, units
         self.compute_dtype, self.reduce_dtype = dtypes
         self.params, self.sums, self.is_cast, self.missing = [], [], False, 0
-        root.unshard, root.reshard, root.set_reshard_after_forward = self.unshard, self.reshard, self.set_reshard_after_forward
+        root.unshard, root.reshard = self.unshard, self.reshard
         root.register_forward_pre_hook(self.before_forward)
         root.register_forward_hook(self.after_forward)
-
-    def set_reshard_after_forward(self, frees: bool, recurse: bool = False) -> None:
-        self.frees = frees
 
     def make_casts(self) -> None:
         """At the first forward: before, the parameters may be moved to a device, and have no values."""

@@ -78,7 +78,6 @@ def build_policy(cfg, layout, Model, model_config, unknown=None, skip=lambda fqn
     if cfg.batch_invariant:
         model.make_attend = fixed_shape_attention
     model.unknown_ids = unknown
-    model.reshards = layout.reshards
     return model
 
 

@@ -5,7 +5,7 @@ import os
 import random
 import time
 import zlib
-from collections import deque
+from collections import OrderedDict, deque
 from contextlib import contextmanager
 from dataclasses import fields
 from datetime import timedelta
@@ -23,26 +23,34 @@ from rl.rewards import RewardConfig, pay_all, short
 from support.config import default_of
 
 
+def others(hooks: OrderedDict) -> OrderedDict:
+    """Without the hooks of FSDP and of distributed/cast.py. Those of tensor parallelism stay."""
+    owner = {number: type(getattr(hook, "__self__", None)).__name__ for number, hook in hooks.items()}
+    return OrderedDict((number, hook) for number, hook in hooks.items() if owner[number] not in ("FSDPState", "CastUnit"))
+
+
 @contextmanager
 def whole_weights(model):
     """Gather the whole weights on each rank, in the dtype of training's matmuls, so that decoding needs no collectives. Blocks
-    run uncompiled inside, because the shapes of rollouts change at almost every token."""
-    for module in model.modules():
-        if hasattr(module, "reshard"):  # FSDP's modules, or the units of distributed/cast.py
-            module.set_reshard_after_forward(False, recurse=False)
-            module.unshard()
+    run uncompiled inside, because the shapes of rollouts change at almost every token. The hooks that gather and free weights
+    around each forward are off inside: at every token they would keep the host from launching kernels."""
+    units = [module for module in model.modules() if hasattr(module, "reshard")]  # FSDP's, or those of distributed/cast.py
+    hooks = [(unit._forward_pre_hooks, unit._forward_hooks) for unit in units]
+    for unit in units:
+        unit.unshard()
+        unit._forward_pre_hooks, unit._forward_hooks = map(others, (unit._forward_pre_hooks, unit._forward_hooks))
     with torch.compiler.set_stance("force_eager"):
         yield
+    for unit, (before, after) in zip(units, hooks):
+        unit._forward_pre_hooks, unit._forward_hooks = before, after
     reshard(model)
 
 
 def reshard(model):
     """Free the gathered weights, as a backward does: after rollouts, and after a forward without a backward."""
-    last = list(model.blocks.values())[-1]
     for module in model.modules():
-        if hasattr(module, "reshard"):  # FSDP's modules, or the units of distributed/cast.py
+        if hasattr(module, "reshard"):
             module.reshard()
-            module.set_reshard_after_forward(model.reshards and module not in (model, last), recurse=False)
 
 
 @functools.cache

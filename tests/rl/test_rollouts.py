@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from layouts import build, config
 from policy import (
     SAME,
     TINY,
@@ -18,6 +19,7 @@ from policy import (
     steps_of,
     trainer_of,
 )
+from pool import pool
 
 import grpo
 from grpo import Config
@@ -259,3 +261,25 @@ def test_generator_ranks_compute_what_the_trainer_computes(tmp_path, kind, dtype
     exact = ("tokens_hash", "reward_mean", "loss", "grad_norm", "logprob_max_diff")
     one, two = ([{name: step[name] for name in exact} for step in steps_of(tmp_path / out)] for out in ("one", "two"))
     assert one == two and all(step["grad_norm"] > 0 for step in one)
+
+
+
+def hooks_around_forwards(flags) -> list[int]:
+    """Before, inside of and after whole_weights()."""
+    (model,), _ = build(config(), flags, 4, 2)
+
+    def count() -> int:
+        return sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules())
+
+    found = [count()]
+    with rollouts.whole_weights(model):
+        found.append(count())
+    return [*found, count()]
+
+
+def test_nothing_is_gathered_around_each_token():
+    """FSDP's hooks are off while a rank decodes, those of tp stay, and training finds all of them again."""
+    before, inside, after = pool(2).run(hooks_around_forwards, {})[0]
+    assert before == after > 0 == inside
+    before, inside, after = pool(2).run(hooks_around_forwards, {"tp": 2})[0]
+    assert before == after > inside > 0
