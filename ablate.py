@@ -12,8 +12,6 @@ says more than two losses would. All flags not listed below go to every run. Eac
 import argparse
 import contextlib
 import ctypes
-import difflib
-import hashlib
 import importlib.util
 import io
 import itertools
@@ -35,12 +33,13 @@ import torch
 from distributed.refusals import refuse
 from storage.resume import lock_run
 from support.config import Parser, check_range, parse_config, usage_error
-from support.files import check_local, read_json, write_file
+from support.files import check_local, read_json, sha256_file, write_file
 from support.metrics import read_lines
 from tools.stop_main import do_nothing, stop_main
-from tools.study import folder_of, is_finished, next_runs, report_study
+from tools.study import check_units, folder_of, has_died, is_finished, next_runs, read_runs, report_study
 
-OURS = ("seed", "data_seed", "out")  # flags of the recipes that a study sets itself
+HIGH = "reward|acc|pass_at_k|eval_greedy|score|exact_match|solved|per_second|mfu"  # parts of names of metrics, high is good
+LOW = "loss|bits_per_byte|memory_gib|time_s"
 
 
 def parse(argv) -> tuple[argparse.Namespace, list[str]]:
@@ -54,10 +53,8 @@ def parse(argv) -> tuple[argparse.Namespace, list[str]]:
     add("--until", type=float, metavar="D", help="add seeds until each interval excludes 0, or all differences as large as D")
     add("--max_seeds", type=int, default=12, help="the most that --until may take [default: 12]")
     add("--metric", default="val_loss", help="a key of metrics.jsonl [default: val_loss]")
-    add("--best", choices=["low", "high"], help="whether a low or a high metric is good [default: high for rewards, accuracies "
-        "and speed, else low]")
-    add("--at", choices=["end", "tokens", "seconds"], default="end",
-        help="compare the last values, or those after as many tokens or seconds of training as the shortest run has")
+    add("--best", choices=["low", "high"], help="whether low or high is good [default: known for our own metrics]")
+    add("--at", choices=["end", "tokens", "seconds"], default="end", help="compare after the shortest run's tokens or seconds")
     add("--reach", type=float, metavar="X", help="compare how many tokens a run needs until its metric reaches X")
     add("--fit", action="store_true", help="fit L = E + A / N^a to variants of four sizes or more")
     add("--out", default="runs/ablate", help="folder of the study; again the same folder continues it [default: runs/ablate]")
@@ -65,9 +62,10 @@ def parse(argv) -> tuple[argparse.Namespace, list[str]]:
     add("--nproc", type=int, default=1, help="processes of each run, started by torchrun [default: 1]")
     add("--report", metavar="FOLDER", help="write the report of a study again, and run nothing")
     recipes = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
-    args, common = parser.parse_known_args(argv[len(recipes):])
-    args.recipes = recipes
-    args.best = args.best or ("high" if re.search("reward|acc|per_second|mfu", args.metric) else "low")
+    args, common = parser.parse_known_args(argv[len(recipes):], argparse.Namespace(recipes=recipes))
+    if not args.best and not re.search(f"{HIGH}|{LOW}", args.metric):
+        raise ValueError(f"--metric {args.metric} is not known: say which values are good, --best low or --best high")
+    args.best = args.best or ("high" if re.search(HIGH, args.metric) else "low")
     return args, common
 
 
@@ -87,9 +85,8 @@ def variants_of(args, common: list[str]) -> dict[str, dict]:
         if not colon or not name.strip():
             raise ValueError(f"--variant {item!r}: need 'NAME: FLAGS', where FLAGS may be empty")
         named.append((name.strip(), shlex.split(flags)))
-    named = named or [("", [])]
     found = {}
-    for recipe, (name, flags), *cell in itertools.product(args.recipes, named, *grid):
+    for recipe, (name, flags), *cell in itertools.product(args.recipes, named or [("", [])], *grid):
         words = [Path(recipe).stem] * (len(args.recipes) > 1) + [name] * bool(name) + [text for text, _ in cell]
         full = " ".join(words) or Path(recipe).stem
         if any(folder_of("", full, 0) == folder_of("", other, 0) for other in found):
@@ -110,13 +107,16 @@ def check_variant(name: str, variant: dict, args) -> dict:
     path = Path(variant["recipe"])
     if not path.is_file():
         raise ValueError(f"{path} is no file; did you mean --{path}?" if "=" in path.name else f"recipe {path} is no file")
-    if given := [flag for word in variant["flags"] for flag in OURS if re.match(rf"--{flag}(=|$)", word)]:
-        raise ValueError(f"variant {name!r}: ablate.py sets --{given[0]} of every run; leave it out")
+    if given := [word for word in variant["flags"] if re.match(r"--(seed|data_seed|out)(=|$)", word)]:
+        raise ValueError(f"variant {name!r}: ablate.py sets {given[0].split('=')[0]} of every run; leave it out")
 
     output, world = io.StringIO(), {"RANK": "0", "WORLD_SIZE": str(args.nproc)} if args.nproc > 1 else {}
     try:
         with contextlib.redirect_stderr(output), contextlib.redirect_stdout(io.StringIO()):
-            module = load_recipe(path)
+            spec = importlib.util.spec_from_file_location("recipe", path)
+            sys.modules["recipe"] = module = importlib.util.module_from_spec(spec)  # Config reads help texts from its source
+            with mock.patch.object(sys, "path", [str(path.resolve().parent), *sys.path]):
+                spec.loader.exec_module(module)
             cfg = parse_config(module.Config, [*variant["flags"], f"--out={folder_of(args.out, name, 0)}"])
             if args.metric.startswith("val_") and not vars(cfg).get("val_every"):
                 raise ValueError(f"no validation, so no {args.metric}: give --val_every, or another --metric, such as loss")
@@ -129,18 +129,21 @@ def check_variant(name: str, variant: dict, args) -> dict:
         raise ValueError(f"variant {name!r}: {said}") from None
     seeded = [flag for flag in ("seed", "data_seed") if hasattr(cfg, flag)]  # grpo.py has one seed for everything
     parameters = model.flops_per_token(0) // 6 if hasattr(model, "flops_per_token") else None
-    return {"steps": cfg.steps, "val_every": vars(cfg).get("val_every", 0), "parameters": parameters, "seeded": seeded}
+    texts = {key: vars(cfg).get(key) for key in ("val_every", "data", "val_data", "val_batches", "seq_len")}
+    return texts | {"steps": cfg.steps, "val_every": texts["val_every"] or 0, "parameters": parameters, "seeded": seeded}
 
 
-def load_recipe(path: Path):
-    """A recipe as a module, in sys.modules under its own name: Config reads the help texts from the module's source."""
-    name = f"recipe_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        sys.modules[name] = module = importlib.util.module_from_spec(spec)
-        with mock.patch.object(sys, "path", [str(path.resolve().parent), *sys.path]):
-            spec.loader.exec_module(module)
-    return sys.modules[name]
+def sources_of(recipe: str) -> dict[str, str]:
+    """{file: sha256} of the recipe and of all files of its checkout that training may import, and the version of torch. tools/
+    has reports, which training never runs."""
+    home, found, waiting = Path(recipe).parent, {"torch": torch.__version__}, [Path(recipe).stem]
+    while waiting:
+        file = waiting.pop().replace(".", "/") + ".py"
+        if file not in found and not file.startswith("tools/") and (home / file).is_file():
+            found[file] = sha256_file(home / file)
+            for module, names in re.findall(r"^ *(?:from|import) ([\w.]+)(?: import (.*))?", (home / file).read_text(), re.M):
+                waiting += [module, *(f"{module}.{name}" for name in re.findall(r"\w+", names))]
+    return found
 
 
 def open_study(args, variants: dict) -> dict:
@@ -148,15 +151,14 @@ def open_study(args, variants: dict) -> dict:
     check_local(args.out, "--out")
     lock_run(args.out)
     for variant in variants.values():
-        variant["source"] = hashlib.sha256(Path(variant["recipe"]).read_bytes()).hexdigest()
+        variant["files"] = sources_of(variant["recipe"])
     path = Path(args.out, "study.json")
-    old = read_json(path)["variants"] if path.exists() else {}
-    for name in old.keys() & variants.keys():
-        for key, what in (("recipe", "recipe"), ("flags", "flags"), ("source", "source code")):
-            if old[name][key] != variants[name][key]:
-                raise ValueError(f"{args.out} has a variant {name!r} with other {what}; use --out NEW")
-    settings = {key: getattr(args, key) for key in ("metric", "best", "at", "reach", "seeds", "until", "max_seeds", "fit")}
-    study = settings | {"nproc": args.nproc, "baseline": next(iter(variants)), "variants": variants}
+    old = read_json(path) if path.exists() else {"variants": {}}
+    for name in old["variants"].keys() & variants.keys():
+        if any(old["variants"][name][key] != variants[name][key] for key in ("recipe", "flags")):
+            raise ValueError(f"{args.out} has a variant {name!r} of another recipe or with other flags; use --out NEW")
+    study = vars(args) | {"baseline": next(iter(variants)), "variants": variants, "looks": old.get("looks", [])}
+    read_runs(study, args.out)  # refuses runs of other code
     write_file(path, json.dumps(study, indent=1).encode())
     return study
 
@@ -181,15 +183,14 @@ def start_run(study: dict, name: str, seed: int, folder: Path, gpus: list[int] |
 
 
 def last_line(folder: Path) -> str:
-    lines = (folder / "log.txt").read_text(errors="replace").splitlines()
-    errors = [line for line in lines if line.startswith("error")]
-    return (errors or [line for line in lines if line.strip()] or ["nothing printed"])[-1].strip()
+    lines = [line for line in (folder / "log.txt").read_text(errors="replace").splitlines() if line.strip()]
+    return ([line for line in lines if line.startswith("error")] or lines or ["nothing printed"])[-1].strip()
 
 
 def run_all(study: dict, args, todo: list[tuple], failed: dict, stopping: list) -> None:
-    """Run each (variant, seed), --jobs at once, in this order, until all are done or a signal came. Fills in `failed`."""
-    waiting, running, began = list(todo), {}, time.monotonic()
-    slots = list(range(args.jobs))  # a run's slot tells its GPUs
+    """Run each (variant, seed), --jobs at once, in this order, until all are done or a signal came. Updates `failed`, {run: the
+    last line of its log}, also by the runs with all numbers that ended with an error, such as a full disk."""
+    waiting, running, slots, began = list(todo), {}, list(range(args.jobs)), time.monotonic()  # a run's slot tells its GPUs
     try:
         while (waiting or running) and not stopping:
             while waiting and slots:
@@ -198,33 +199,24 @@ def run_all(study: dict, args, todo: list[tuple], failed: dict, stopping: list) 
                 gpus = range(slot * args.nproc, (slot + 1) * args.nproc) if args.gpus else None
                 running[key] = start_run(study, name, seed, folder, gpus), folder, slot
             time.sleep(0.2)
-            for key, (process, folder, slot) in list(running.items()):
-                if process.poll() is None:
-                    continue
-                del running[key]
+            for key in [key for key, (process, *_) in running.items() if process.poll() is not None]:
+                process, folder, slot = running.pop(key)
                 slots.insert(0, slot)
                 lines = read_lines(str(folder / "metrics.jsonl"))
-                if not is_finished(lines, study["variants"][key[0]]):
+                if process.returncode or not is_finished(lines, study["variants"][key[0]]):
                     failed[key] = last_line(folder)
                 rest = len(waiting) + len(running)
                 left = timedelta(seconds=round((time.monotonic() - began) / (len(todo) - rest) * rest))
                 end = f"failed: {failed[key]}" if key in failed else "done"
                 print(f"{key[0]}, seed {key[1]}: {end} ({rest} of {len(todo)} runs to go, about {left})", flush=True)
-                check_metric(study, lines, key in failed)
+                known = sorted({key for line in lines for key, value in line.items() if isinstance(value, int | float)})
+                if key not in failed and not has_died(lines, args.metric) and args.metric not in known:
+                    raise ValueError(f"--metric {args.metric}: no run logs it; there are {', '.join(known)}")
     finally:
         for process, *_ in running.values():
             process.terminate()  # a recipe then finishes its step, saves and exits
         for process, *_ in running.values():
             process.wait()
-
-
-def check_metric(study: dict, lines: list[dict], has_failed: bool) -> None:
-    """ValueError as soon as a finished run shows that no run logs --metric."""
-    known = sorted({key for line in lines for key, value in line.items() if isinstance(value, int | float)})
-    if not has_failed and study["metric"] not in known:
-        near = difflib.get_close_matches(study["metric"], known, n=1)
-        raise ValueError(f"--metric {study['metric']}: no run logs it; {f'did you mean {near[0]}? ' if near else ''}there are "
-                         f"{', '.join(known)}")
 
 
 def main(argv) -> int:
@@ -241,12 +233,14 @@ def main(argv) -> int:
         variant |= check_variant(name, variant, args)
     if args.fit and (sizes := len({variant["parameters"] for variant in variants.values()})) < 4:
         raise ValueError(f"--fit needs variants of four sizes or more, and there are {sizes}; see --vary model_args")
+    check_units(args.metric, list(variants.values()))
     study, failed, stopping = open_study(args, variants), {}, []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: stopping.append(number))
-    while (todo := next_runs(study, args.out, failed.keys())) and not stopping:
+    while (todo := next_runs(study, args.out)) and not stopping:
         print(f"{args.out}: {len(todo)} runs, {args.jobs} at once", flush=True)
         run_all(study, args, todo, failed, stopping)
+        study["failed"] = [[*run, line] for run, line in failed.items()]
     if stopping:
         print(f"stopped by {signal.Signals(stopping[0]).name}; the same command continues")
         return 128 + stopping[0]

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from support.files import read_json, write_file
-from support.metrics import read_lines
-from tools.significance import fit_sizes, intervals, seeds_to_show
+from support.files import read_json, step_folders, write_file
+from support.metrics import read_lines, to_json
+from tools.significance import ALPHA, LATER, add_looks, fit_sizes, interval, seeds_to_show
 
 NOT_TRAINING = re.compile(r"_s$|per_second|mfu|memory|time")  # keys that differ between runs even if training is equal
 
@@ -26,60 +26,92 @@ def folder_of(study_folder, name: str, seed: int) -> Path:
 
 def is_finished(lines: list[dict], variant: dict) -> bool:
     """Whether the last step is logged, and validated if the variant validates."""
-    last = [line for line in lines if line["step"] == variant["steps"]]
-    wanted = ["loss"] + ["val_loss"] * bool(variant["val_every"])
-    return all(any(key in line for line in last) for key in wanted)
+    logged = {key for line in lines if line["step"] == variant["steps"] for key in line}
+    return {"loss", "val_loss" if variant["val_every"] else "loss"} <= logged
 
 
 def read_runs(study: dict, folder) -> dict[tuple[str, int], list[dict]]:
-    """{(variant, seed): lines of metrics.jsonl} of the finished runs."""
-    found = {}
+    """{(variant, seed): lines of metrics.jsonl} of the finished runs; no lines for a run that failed.
+
+    ValueError for runs that cannot be compared, by their config.json: see check_units, and for runs by other code than a
+    variant's "files", {file: sha256}, the code that trains now. An unfinished run without a checkpoint starts from zero.
+    """
+    found, configs, failed = {}, [], [run[:2] for run in study.get("failed", [])]
     for name, variant in study["variants"].items():
         for seed in range(max(study["seeds"], study["max_seeds"])):
-            lines = read_lines(str(folder_of(folder, name, seed) / "metrics.jsonl"))
-            if is_finished(lines, variant):
-                found[name, seed] = lines
+            run = folder_of(folder, name, seed)
+            lines = read_lines(str(run / "metrics.jsonl"))
+            finished = is_finished(lines, variant)
+            if finished or [name, seed] in failed:
+                found[name, seed] = lines if finished else []
+            if (run / "config.json").exists() and (finished or step_folders(str(run))):
+                configs.append(read_json(run, "config.json"))
+                code = configs[-1]["_run"] | configs[-1]["_run"].get("code", {})
+                if changed := [file for file, now in variant.get("files", {}).items() if code.get(file, now) != now]:
+                    raise ValueError(f"{', '.join(changed)}: changed since {run} was made; undo the change, or use --out NEW")
+    check_units(study["metric"], configs)
     return found
+
+
+def check_units(metric: str, configs: list[dict]) -> None:
+    """Refuse a metric whose unit or text is not the same in all runs. configs: their flags, and "_run" once there is a run."""
+    texts = {(c.get("val_data") or c.get("data"), (c.get("val_batches") or 0) * (c.get("seq_len") or 0)) for c in configs}
+    runs = [{"data": {}, "model": {}} | c.get("_run", {}) for c in configs]
+    tokens = {(run["data"].get("tokenizer_sha256"), run["model"].get("vocab_size")) for run in runs}
+    if metric.startswith("val_") and len(texts) > 1:
+        raise ValueError(f"{metric} of different texts, {texts}: give all the same --val_data and --val_batches x --seq_len")
+    if metric in ("loss", "loss_max", "val_loss") and len(tokens) > 1:
+        raise ValueError(f"{metric} is per token, of {len(tokens)} tokenizers or vocabularies: use --metric val_bits_per_byte")
 
 
 def curve(lines: list[dict], metric: str, axis: str = "step") -> tuple[np.ndarray, np.ndarray]:
     """(x, metric) of the lines with the metric; x in steps, tokens, or seconds of training."""
     points = [(line["step"], line[metric]) for line in lines if line.get(metric) is not None]
-    steps, values = np.array([p[0] for p in points], float), np.array([p[1] for p in points], float)
+    steps, values = np.array(points, float).reshape(-1, 2).T
     if axis == "step" or not points:
         return steps, values
-    trained = [line for line in lines if "step_time_s" in line]
-    done = np.array([0] + [line["step"] for line in trained], float)
-    if axis == "tokens":
-        return np.interp(steps, done, [0] + [line["tokens"] for line in trained]), values
-    seconds = np.diff(done) * [line["step_time_s"] for line in trained]  # the mean since the last logged step
-    return np.interp(steps, done, np.append(0, np.cumsum(seconds))), values
+    trained = [(line["step"], line["tokens"], line["step_time_s"]) for line in lines if "step_time_s" in line]
+    done, tokens, seconds = np.array([(0, 0, 0), *trained], float).T
+    seconds[1:] *= np.diff(done)  # before: a step's mean time since the last logged step
+    return np.interp(steps, done, tokens if axis == "tokens" else np.cumsum(seconds)), values
+
+
+def has_died(lines: list[dict], metric: str) -> bool:
+    """Whether a run failed, or ended with a NaN or infinite loss: null in metrics.jsonl. A metric that is null in every line,
+    such as mfu on a CPU, is only unknown."""
+    last = {key: value for line in lines for key, value in line.items()}
+    ended = last.get(metric, 0) is None and any(line.get(metric) is not None for line in lines)
+    return not lines or ended or None in (last.get("loss", 0), last.get("val_loss", 0))
 
 
 def metric_of(lines: list[dict], study: dict, budget: float) -> float | None:
-    """The number that a run is judged by, or None. budget: tokens or seconds of --at, the same for all runs."""
-    metric = study["metric"]
-    x, y = curve(lines, metric, "tokens" if study["reach"] is not None else study["at"].replace("end", "step"))
-    if not len(y):
+    """The number that a run is judged by; the worst, inf or -inf, if the run died or never got to --reach; None if unknown.
+
+    budget: tokens or seconds of --at, the same for all runs.
+    """
+    sign = 1 if study["best"] == "low" else -1
+    worst = math.inf if study["reach"] is not None else sign * math.inf
+    if has_died(lines, study["metric"]):
+        return worst
+    x, y = curve(lines, study["metric"], "tokens" if study["reach"] is not None else study["at"].replace("end", "step"))
+    if not len(y) or x[0] > budget:
         return None
     if study["reach"] is None:
         return float(y[-1] if study["at"] == "end" else np.interp(budget, x, y))
-    sign = 1 if study["best"] == "low" else -1
-    there = np.flatnonzero(sign * (y - study["reach"]) <= 0)
-    if not len(there):
-        return None
-    i = int(there[0])  # between the last point above and the first below, on a straight line
-    return float(x[i] if i == 0 else x[i - 1] + (x[i] - x[i - 1]) * (study["reach"] - y[i - 1]) / (y[i] - y[i - 1]))
+    if not len(there := np.flatnonzero(sign * (y - study["reach"]) <= 0)):
+        return worst
+    between = slice(max(there[0] - 1, 0), there[0] + 1)  # the last point above and the first below, and a straight line
+    return float(np.interp(-sign * study["reach"], -sign * y[between], x[between]))
 
 
-def values_of(study: dict, runs: dict) -> dict[tuple[str, int], float]:
-    """{(variant, seed): metric_of the run}, without the runs for which metric_of returns None."""
-    budget = math.inf
-    if study["at"] != "end":
-        ends = [curve(lines, study["metric"], study["at"])[0] for lines in runs.values()]
-        budget = min((x[-1] for x in ends if len(x)), default=math.inf)
-    found = {key: metric_of(lines, study, budget) for key, lines in runs.items()}
-    return {key: value for key, value in found.items() if value is not None}
+def values_of(study: dict, runs: dict) -> tuple[dict, dict, float | None]:
+    """({(variant, seed): metric_of the run}, without unknown ones; {(variant, seed): where its curve ends, in tokens or seconds
+    of --at}; the budget: the smallest of them)"""
+    ends = {key: curve(lines, study["metric"], study["at"])[0] for key, lines in runs.items() if study["at"] != "end"}
+    ends = {key: float(x[-1]) for key, x in ends.items() if len(x) and not has_died(runs[key], study["metric"])}
+    budget = min(ends.values(), default=None)
+    found = {key: metric_of(lines, study, budget or math.inf) for key, lines in runs.items()}
+    return {key: value for key, value in found.items() if value is not None}, ends, budget
 
 
 # ---------------------------------------------------------------- pairs
@@ -89,71 +121,66 @@ def pairs_of(study: dict, found: dict, name: str, seeds: float = math.inf) -> li
     return [(found[name, i], found[base, i]) for n, i in found if n == name and i < seeds and (base, i) in found]
 
 
-def differences(study: dict, values: dict, name: str, seeds: int) -> list[float]:
-    """Variant minus baseline, for the first seeds with a number of both."""
-    return [value - base for value, base in pairs_of(study, values, name, seeds)]
-
-
 def training_of(lines: list[dict]) -> dict:
     """{(step, whether training or validation): the numbers that two equal trainings have alike}"""
     return {(line["step"], "loss" in line): {k: v for k, v in line.items() if not NOT_TRAINING.search(k)} for line in lines}
 
 
-def plan_looks(study: dict, values: dict, identical: set[str], tried: set) -> tuple[dict[str, int], dict, list]:
-    """({variant: seeds that count}, {variant: interval}, [(variant, seed)] to run now).
+def looks_of(study: dict) -> list:
+    """All looks at the study, earlier ones and those of its settings, see add_looks."""
+    return add_looks(study.get("looks", []), study["seeds"], study["max_seeds"] if study["until"] else study["seeds"])
+
+
+def look_at(study: dict, values: dict, name: str, is_identical: bool, tried: set) -> tuple[list[float], tuple, list]:
+    """(differences that count, (low, high, level) of their mean, [(variant, seed)] to run now) of a variant.
 
     Without --until there is a single look, at all seeds. With --until, there is a look after every seed from --seeds to
     --max_seeds; a decided variant runs no more, and its verdict stays. tried: finished and failed runs.
     """
-    others, base = [name for name in study["variants"] if name != study["baseline"]], study["baseline"]
-    first, most = study["seeds"], study["max_seeds"] if study["until"] else study["seeds"]
-    counted, seeds = dict.fromkeys(others, first), first
-    while True:
-        open_ = [name for name in others if counted[name] == seeds]
-        missing = [(name, i) for i in range(seeds) for name in (base, *open_) if (name, i) not in tried]
-        pairs = {name: differences(study, values, name, counted[name]) for name in others if name not in identical}
-        found = intervals({name: d for name, d in pairs.items() if d}, first, most)
-        if missing or seeds == most:
-            return counted, found, missing
-        D = study["until"]
-        undecided = [name for name in open_ if name in found and found[name][0] <= 0 <= found[name][1]
-                     and not -D < found[name][0] <= found[name][1] < D]
-        if not undecided:
-            return counted, found, []
-        seeds += 1
-        counted |= dict.fromkeys(undecided, seeds)
+    D, alpha = study["until"] or 0, ALPHA / (len(study["variants"]) - 1)
+    for seeds in range(study["seeds"], max(study["seeds"], study["max_seeds"] if D else 0) + 1):
+        missing = [(n, i) for i in range(seeds) for n in (study["baseline"], name) if (n, i) not in tried]
+        d = [0.0 if value == base else value - base for value, base in pairs_of(study, values, name, seeds)]
+        low, high, level = interval(d, alpha, looks_of(study))
+        if missing or is_identical or low > 0 or high < 0 or -D < low <= high < D:
+            break
+    return d, (0.0, 0.0, level) if is_identical else (low, high, level), missing
 
 
 def identical_variants(study: dict, runs: dict) -> set[str]:
-    """Variants with the baseline's numbers in every logged step of every seed, bit for bit."""
+    """Variants with the baseline's numbers in every logged step of every seed, bit for bit; none if speed or memory decides."""
     numbers = {key: training_of(lines) for key, lines in runs.items()}
     pairs = {name: pairs_of(study, numbers, name) for name in study["variants"] if name != study["baseline"]}
-    return {name for name, both in pairs.items() if both and all(mine == base for mine, base in both)}
+    of_training = study["at"] != "seconds" and not NOT_TRAINING.search(study["metric"])
+    return {name for name, both in pairs.items() if of_training and both and all(mine == base != {} for mine, base in both)}
 
 
-def next_runs(study: dict, folder, failed: set) -> list[tuple[str, int]]:
-    runs = read_runs(study, folder)
-    return plan_looks(study, values_of(study, runs), identical_variants(study, runs), runs.keys() | failed)[2]
+def look_at_all(study: dict, runs: dict) -> dict[str, tuple]:
+    """{variant: look_at(...)}"""
+    values, identical = values_of(study, runs)[0], identical_variants(study, runs)
+    return {name: look_at(study, values, name, name in identical, runs.keys())
+            for name in study["variants"] if name != study["baseline"]}
+
+
+def next_runs(study: dict, folder) -> list[tuple[str, int]]:
+    """The (variant, seed) to run now, in the order of seeds."""
+    found = look_at_all(study, read_runs(study, folder))
+    return sorted(dict.fromkeys(run for *_, missing in found.values() for run in missing), key=lambda run: run[1])
 
 
 def verdicts(study: dict, runs: dict) -> list[dict]:
-    """The contents of verdicts.json. difference, low and high are variant minus baseline; null: unknown."""
-    values, identical = values_of(study, runs), identical_variants(study, runs)
-    counted, found, _ = plan_looks(study, values, identical, runs.keys())
-    rows = []
-    for name, seeds in counted.items():
-        d = differences(study, values, name, seeds)
-        low, high = (0.0, 0.0) if name in identical else found.get(name, (-math.inf, math.inf))
-        good = -1 if study["best"] == "high" and study["reach"] is None else 1
-        verdict = "undecided"
-        if name in identical:
-            verdict = "identical"
-        elif low > 0 or high < 0:
-            verdict = "better" if good * low < 0 else "worse"
+    """The contents of verdicts.json. difference, low and high are variant minus baseline; null: unknown. level: of the
+    interval. died, baseline_died: seeds with the worst value. budget: tokens or seconds of --at."""
+    (values, _, budget), rows = values_of(study, runs), []
+    sign = -1 if study["best"] == "high" and study["reach"] is None else 1
+    for name, (d, (low, high, level), _) in look_at_all(study, runs).items():
+        verdict = "undecided" if low < 0 < high else "identical" if low == 0 else "better" if sign * low < 0 else "worse"
+        died, base_died = (sum(map(math.isinf, side)) for side in zip(*pairs_of(study, values, name, len(d)))) if d else (0, 0)
+        mean, low, high = map(to_json, (sum(d) / len(d) if d else None, low, high))
         rows.append({
-            "variant": name, "baseline": study["baseline"], "metric": study["metric"],
-            "difference": statistics.mean(d) if d else None, "low": low if math.isfinite(low) else None,
-            "high": high if math.isfinite(high) else None, "pairs": len(d), "verdict": verdict,
+            "variant": name, "baseline": study["baseline"], "metric": study["metric"], "difference": mean, "low": low,
+            "high": high, "pairs": len(d), "verdict": verdict, "level": level, "died": died, "baseline_died": base_died,
+            "budget": budget,
         })
     return rows
 
@@ -163,53 +190,55 @@ def sentence(row: dict, study: dict, d: list[float]) -> str:
     """One verdict in words."""
     unit = "tokens" if study["reach"] is not None else "nats" if row["metric"] in ("loss", "val_loss") else row["metric"]
     name, base, pairs = row["variant"], row["baseline"], f"{row['pairs']} pair{'s' * (row['pairs'] != 1)}"
+    verb = {"better": "beats", "worse": "is worse than"}.get(row["verdict"])
     if row["verdict"] == "identical":
         return f"{name} and {base} are identical in every logged step ({pairs})"
     if not d:
         return f"{name}: no pair of runs to compare"
+    if row["died"] or row["baseline_died"]:
+        end = "died" if study["reach"] is None else f"died or never reached {study['reach']:g}"
+        text = f"{row['died']} of {len(d)} seeds {end}, and {row['baseline_died']} of {len(d)} of {base}"
+        return f"{name} {verb} {base}: {text}" if verb else f"{name}: no verdict against {base}: {text}"
     if row["low"] is None:
-        text = f"{name} minus {base} is {row['difference']:+.3g} {unit} with one seed"
-        return f"{text}; nothing is known about noise: use --seeds 3 or more"
-    interval = f"95 % interval {row['low']:.3g} to {row['high']:.3g}, {pairs}"
-    if row["verdict"] != "undecided":
-        low, high = sorted((abs(row["low"]), abs(row["high"])))
-        verb = "beats" if row["verdict"] == "better" else "is worse than"
-        return f"{name} {verb} {base} by {abs(row['difference']):.3g} {unit} (95 % interval {low:.3g} to {high:.3g}, {pairs})"
-    hidden = max(abs(row["low"]), abs(row["high"]))
+        why = "equal numbers may be a coarse metric's" if len(d) in dict(looks_of(study)) else "give all --seeds, 3 or more"
+        return f"{name} minus {base} is {row['difference']:+.3g} {unit} ({pairs}); nothing is known about noise: {why}"
+    low, high = sorted(map(abs, (row["low"], row["high"]))) if verb else (row["low"], row["high"])
+    interval = f"{100 * row['level']:.3g} % interval {low:.3g} to {high:.3g}, {pairs}"
+    if verb:
+        return f"{name} {verb} {base} by {abs(row['difference']):.3g} {unit} ({interval})"
+    hidden = max(-low, high)
     if study["until"] and hidden < study["until"]:
         return f"{name}: no difference from {base} as large as {study['until']:.4g} {unit} ({interval})"
-    wish = study["until"] or hidden / 2
-    enough, text = seeds_to_show(wish, d), f"{name}: no difference from {base} found; one of {hidden:.2g} {unit} could hide"
-    more = max(enough - len(d), 1) if enough else 0
-    seeds = f"about {more} more seed{'s' * (more > 1)} would" if enough else "even 1,000 seeds would not"
-    return f"{text} ({interval}); {seeds} show {wish:.2g}"
+    left, wish = (1 + LATER - looks_of(study)[-1][1]) / 2, study["until"] or hidden / 2  # left: the share of the next look
+    enough = seeds_to_show(wish, d, ALPHA * left / (len(study["variants"]) - 1))
+    more = f"about {max(enough - len(d), 1)} more seeds would show" if enough else "even 1,000 seeds would not show"
+    text = f"{name}: no difference from {base} found; one of {hidden:.2g} {unit} could hide"
+    return f"{text} ({interval}); {more} {wish:.2g} with a chance of 80 %"
 
 
 def comparison(study: dict, runs: dict, rows: list[dict]) -> list[list[str]]:
     """Header and a row per variant: mean, difference, and costs."""
-    values, by_name = values_of(study, runs), {row["variant"]: row for row in rows}
-    paired, unpaired = "noise of a difference, paired", "unpaired"
-    head = ["variant", study["metric"], "difference", "95 % interval", "pairs", paired, unpaired, "tokens/s", "GiB", "batches"]
-    lines = [head]
+    values, by_name = values_of(study, runs)[0], {row["variant"]: row for row in rows}
+    lines = [["variant", study["metric"], "difference", "interval", "level", "pairs", "noise of a difference, paired",
+              "unpaired", "tokens/s", "GiB", "batches"]]
     for name in study["variants"]:
-        cells, row = dict.fromkeys(head, "") | {"variant": name, "pairs": "baseline"}, by_name.get(name)
+        row = {key: value for key, value in by_name.get(name, {"pairs": "baseline"}).items() if value is not None}
         mine, both = [value for (n, _), value in values.items() if n == name], pairs_of(study, values, name)
         trained = [line for (n, _), found in runs.items() if n == name for line in found if "tokens_per_second" in line]
-        if mine:
-            cells[study["metric"]] = f"{statistics.mean(mine):.4f}"
-        if row:
-            cells |= {"pairs": str(row["pairs"]), "batches": batches(study, runs, name)}
-            if row["difference"] is not None:
-                cells["difference"] = f"{row['difference']:+.3g}"
-            if row["low"] is not None:
-                cells["95 % interval"] = f"{row['low']:.3g} to {row['high']:.3g}"
-            if len(both) > 1:
-                cells[paired] = f"{statistics.stdev(value - base for value, base in both):.2g}"
-                cells[unpaired] = f"{math.hypot(*map(statistics.stdev, zip(*both))):.2g}"
-        if trained:
-            cells["tokens/s"] = f"{statistics.median(line['tokens_per_second'] for line in trained):,.0f}"
-            cells["GiB"] = f"{max(line['memory_gib'] for line in trained):.2f}"
-        lines.append(list(cells.values()))
+
+        def show(text, *keys, row=row):
+            return text.format(*map(row.get, keys)) if row.keys() >= {*keys} else ""
+
+        dead, noise = sum(map(math.isinf, mine)), len(both) > 1 and np.isfinite(both).all()
+        lines.append([
+            name, (f"{statistics.mean(mine):.4f}" + f", {dead} of {len(mine)} died" * (dead > 0)) if mine else "",
+            show("{:+.3g}", "difference"), show("{:.3g} to {:.3g}", "low", "high"), show("{:.4g}", "level"), str(row["pairs"]),
+            f"{statistics.stdev(value - base for value, base in both):.2g}" if noise and name in by_name else "",
+            f"{math.hypot(*map(statistics.stdev, zip(*both))):.2g}" if noise and name in by_name else "",
+            f"{statistics.median(line['tokens_per_second'] for line in trained):,.0f}" if trained else "",
+            f"{max(line['memory_gib'] for line in trained):.2f}" if trained else "",
+            batches(study, runs, name) if name in by_name else "",
+        ])
     return lines
 
 
@@ -230,21 +259,19 @@ def markdown(lines: list[list[str]]) -> str:
 
 def curves_of(study: dict, runs: dict) -> dict[str, list]:
     """{variant and number of seeds: [(steps, metric) of each run]}, of the variants with curves."""
-    curves = {}
-    for name in study["variants"]:
-        found = [curve(lines, study["metric"]) for (n, _), lines in runs.items() if n == name]
-        if found and all(len(x) for x, _ in found):
-            curves[f"{name} ({len(found)} seeds)"] = found
-    return curves
+    found = {name: [curve(lines, study["metric"]) for (n, _), lines in runs.items() if n == name] for name in study["variants"]}
+    return {f"{name} ({len(both)} seeds)": both for name, both in found.items() if both and all(len(x) for x, _ in both)}
 
 
 def fit_text(study: dict, runs: dict) -> str:
-    """--fit: L = E + A / N^a over the variants' sizes, N without the embedding table. ValueError for fewer than four sizes."""
-    sizes = {name: variant["parameters"] for name, variant in study["variants"].items()}
-    points = [(sizes[name], value) for (name, _), value in sorted(values_of(study, runs).items()) if sizes[name]]
-    found = fit_sizes([n for n, _ in points], [value for _, value in points])
+    """--fit: L = E + A / N^a over the variants' sizes, N without the embedding table; or why there is none."""
+    sizes, values = {name: v["parameters"] for name, v in study["variants"].items()}, sorted(values_of(study, runs)[0].items())
+    points = [(sizes[name], value) for (name, _), value in values if sizes[name] and math.isfinite(value)]
+    if not 4 <= len(dict(points)) == len({name for (name, _), value in values if math.isfinite(value)}):
+        return f"no fit of {len(dict(points))} sizes: one law needs four or more, one variant of each; see docs/ablations.md"
+    found = fit_sizes(*zip(*points))
     text = (f"L = {found['E']:.4g} + {found['A']:.4g} / N^{found['a']:.3g}, 95 % interval of the exponent {found['low']:.3g} "
-            f"to {found['high']:.3g}, {len(points)} runs of {len({n for n, _ in points})} sizes")
+            f"to {found['high']:.3g}, {len(points)} runs of {len(dict(points))} sizes")
     rows = [[f"{n:,}", f"{v:.4f}", f"{r:+.4f}"] for (n, v), r in zip(points, found["residuals"])]
     return f"{text}\n\n{markdown([['N', study['metric'], 'residual'], *rows])}"
 
@@ -273,25 +300,29 @@ def draw_curves(panels: list[tuple[str, dict]], path) -> str:
 def report_study(folder, failed: dict | None = None) -> None:
     """Print the report of a study, and write verdicts.json, results.jsonl, report.md and curves.png.
 
-    failed: {(variant, seed): last line of the log}.
+    failed: {(variant, seed): last line of the log}, to be kept in study.json; None: those kept there.
     """
     folder, study = Path(folder), read_json(folder, "study.json")
-    runs = read_runs(study, folder)
-    rows, values = verdicts(study, runs), values_of(study, runs)
-    said = [sentence(row, study, differences(study, values, row["variant"], row["pairs"])) for row in rows]
-    said += [f"{name}, seed {seed} has failed: {line}" for (name, seed), line in (failed or {}).items()]
+    if failed is not None:
+        study["failed"] = [[*run, line] for run, line in failed.items()]
+    runs, study["looks"] = read_runs(study, folder), looks_of(study)
+    write_file(folder / "study.json", json.dumps(study, indent=1).encode())
+    rows, looks, (values, ends, budget) = verdicts(study, runs), look_at_all(study, runs), values_of(study, runs)
+    said = [sentence(row, study, looks[row["variant"]][0]) for row in rows]
+    if budget:
+        late = ", ".join(sorted({name for (name, _), end in ends.items() if end > 1.02 * budget})) or "no run"
+        said.append(f"compared after {budget:,.6g} {study['at']}, in the middle of the learning rate schedule of {late}")
+    said += [f"{name}, seed {seed} has failed: {line}" for name, seed, line in study.get("failed", [])]
     if silent := [f"{name}, seed {seed}" for name, seed in runs if (name, seed) not in values]:
-        what = f"reached {study['metric']} {study['reach']}" if study["reach"] is not None else f"logged {study['metric']}"
-        said.append(f"never {what}, so left out: {'; '.join(silent)}")
+        said.append(f"no {study['metric']} yet{', use a smaller --val_every' * bool(budget)}, so left out: {'; '.join(silent)}")
     if study["fit"]:
         said.append(fit_text(study, runs))
-    cells = comparison(study, runs, rows)
-    print(f"\n{markdown(cells)}\n\n" + "\n".join(said))
-    results = [{"variant": name, "seed": seed, "value": values.get((name, seed)), "folder": str(folder_of(folder, name, seed))}
-               for name, seed in sorted(runs)]
-    commands = {name: shlex.join([variant["recipe"], *variant["flags"]]) for name, variant in study["variants"].items()}
-    flags = "\n".join(f"- {name}: `{command}`" for name, command in commands.items())
-    text = f"# {study['metric']} of {len(study['variants'])} variants\n\n" + "\n\n".join(said) + f"\n\n{markdown(cells)}\n\n"
+    table = markdown(comparison(study, runs, rows))
+    print(f"\n{table}\n\n" + "\n".join(said))
+    results = [{"variant": name, "seed": seed, "value": to_json(values.get((name, seed))),
+                "folder": str(folder_of(folder, name, seed))} for name, seed in sorted(runs)]
+    flags = "\n".join(f"- {name}: `{shlex.join([v['recipe'], *v['flags']])}`" for name, v in study["variants"].items())
+    text = f"# {study['metric']} of {len(study['variants'])} variants\n\n" + "\n\n".join(said) + f"\n\n{table}\n\n"
     write_file(folder / "verdicts.json", json.dumps(rows, indent=1).encode())
     write_file(folder / "results.jsonl", "".join(json.dumps(line) + "\n" for line in results).encode())
     write_file(folder / "report.md", f"{text}{flags}\n".encode())
