@@ -75,7 +75,7 @@ def simulate(rng, settings, difference=0.0, noise=0.02, seed_noise=0.07, again=(
     values = {(BASE, i): both[i] for i in range(most)}
     values |= {(OTHER, i): both[i] + difference + rng.normal(0, noise) for i in range(most)}
     for seeds in again:
-        d, (low, high, _), missing = look_at(settings, values, OTHER, False, values.keys())
+        d, (low, high, _), missing = look_at(settings, values, OTHER, set(), values.keys())
         assert not missing
         if low > 0 or high < 0:
             break
@@ -317,7 +317,7 @@ def test_forks(tmp_path):
     done = run_program(command("study", *flags), cwd=tmp_path, env=ENV)
     assert done.returncode == 1, done.stderr
     rows = {row["variant"]: row for row in json.loads((tmp_path / "study/verdicts.json").read_text())}
-    assert (rows["renamed"]["verdict"], rows["worse"]["verdict"], rows["fails"]["pairs"]) == ("identical", "worse", 0)
+    assert (rows["renamed"]["verdict"], rows["worse"]["verdict"], rows["fails"]["died"]) == ("identical", "worse", 3)
     assert "identical in every logged step" in done.stdout and "OSError: no more" in done.stdout
 
 

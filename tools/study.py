@@ -131,20 +131,20 @@ def looks_of(study: dict) -> list:
     return add_looks(study.get("looks", []), study["seeds"], study["max_seeds"] if study["until"] else study["seeds"])
 
 
-def look_at(study: dict, values: dict, name: str, is_identical: bool, tried: set) -> tuple[list[float], tuple, list]:
+def look_at(study: dict, values: dict, name: str, identical: set, tried: set) -> tuple[list[float], tuple, list]:
     """(differences that count, (low, high, level) of their mean, [(variant, seed)] to run now) of a variant.
 
     Without --until there is a single look, at all seeds. With --until, there is a look after every seed from --seeds to
     --max_seeds; a decided variant runs no more, and its verdict stays. tried: finished and failed runs.
     """
-    D, alpha = study["until"] or 0, ALPHA / (len(study["variants"]) - 1)
+    D, alpha = study["until"] or 0, ALPHA / max(len(study["variants"]) - 1 - len(identical), 1)
     for seeds in range(study["seeds"], max(study["seeds"], study["max_seeds"] if D else 0) + 1):
         missing = [(n, i) for i in range(seeds) for n in (study["baseline"], name) if (n, i) not in tried]
         d = [0.0 if value == base else value - base for value, base in pairs_of(study, values, name, seeds)]
         low, high, level = interval(d, alpha, looks_of(study))
-        if missing or is_identical or low > 0 or high < 0 or -D < low <= high < D:
+        if missing or name in identical or low > 0 or high < 0 or -D < low <= high < D:
             break
-    return d, (0.0, 0.0, level) if is_identical else (low, high, level), missing
+    return d, (0.0, 0.0, level) if name in identical else (low, high, level), missing
 
 
 def identical_variants(study: dict, runs: dict) -> set[str]:
@@ -158,7 +158,7 @@ def identical_variants(study: dict, runs: dict) -> set[str]:
 def look_at_all(study: dict, runs: dict) -> dict[str, tuple]:
     """{variant: look_at(...)}"""
     values, identical = values_of(study, runs)[0], identical_variants(study, runs)
-    return {name: look_at(study, values, name, name in identical, runs.keys())
+    return {name: look_at(study, values, name, identical, runs.keys())
             for name in study["variants"] if name != study["baseline"]}
 
 
