@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 
 from checkpoint import load_model
-from corpus.tokenizer import ChatConfig, encode, ends_of, has_bos, load_tokenizer
+from corpus.tokenizer import ChatConfig, encoding_of, ends_of, has_bos, load_tokenizer
 from distributed.refusals import refuse
 from rl.decoding import draw_noise, rollout
 from storage.manifest import is_hf_folder, step_folders
@@ -99,7 +99,7 @@ def continue_texts(
     prompts = [chat(text) for text in texts] if chat else texts
     tokenizer.encode_special_tokens = chat is None  # markers in a template are tokens, in other texts plain text
     # an empty text begins a document, after the end of another
-    prompts = [encode(tokenizer, text, bos and not chat) or ends[:1] for text in prompts]
+    prompts = [encoding_of(tokenizer, text, bos and not chat).ids or ends[:1] for text in prompts]
     return [tokenizer.decode(ids) for ids in generate(model, prompts, max_new_tokens, eot=ends, **options)]
 
 

@@ -41,10 +41,6 @@ def encoding_of(tokenizer, text: str, bos: bool):
         raise ValueError(f"the tokenizer fails on {text[:40]!r}: {error}") from None
 
 
-def encode(tokenizer, text: str, bos: bool) -> list[int]:
-    return encoding_of(tokenizer, text, bos).ids
-
-
 def files_beside(tokenizer_file) -> dict:
     """{name: content} of the files to copy along with a tokenizer.json. ValueError for links elsewhere, absurd sizes."""
     folder = os.path.dirname(os.path.abspath(tokenizer_file))

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from corpus.files import unpacked
 from corpus.mixture import PACKED, format_of
-from corpus.tokenizer import check_hf_tokenizer, encode, ends_of, has_bos, load_tokenizer, read_special_tokens
+from corpus.tokenizer import check_hf_tokenizer, encoding_of, ends_of, has_bos, load_tokenizer, read_special_tokens
 from rl.answers import KINDS, is_right, never_right
 from rl.environments import load_own, open_env
 from storage.manifest import is_hf_folder, newest_readable
@@ -206,7 +206,7 @@ class Text:
     def ids(self, text: str, bos: bool = False) -> list[int]:
         if self.alphabet and (other := set(text) - set(self.alphabet)):
             raise ValueError(f"{min(other)!r} in {text[:60]!r} is not in the ALPHABET of --env; add it there")
-        return encode(self.tokenizer, text, bos)
+        return encoding_of(self.tokenizer, text, bos).ids
 
     def fits(self, text: str, seq_len: int) -> bool:
         """Whether a prompt leaves room for at least one new token."""

@@ -174,12 +174,8 @@ def base_hash(modules, group=None) -> str:
 
     In bfloat16, because the weights are kept in the compute dtype: fp32 on one machine, bfloat16 on the next.
     """
-    mine = {}
-    for module in modules:
-        for fqn, t in named_tensors(module).items():
-            if not is_adapter(fqn):
-                mine[fqn, local_slice(t)] = placed_sum(t)
-    sums = Counter()
+    frozen = [(fqn, t) for module in modules for fqn, t in named_tensors(module).items() if is_frozen(fqn)]
+    mine, sums = {(fqn, local_slice(t)): placed_sum(t) for fqn, t in frozen}, Counter()
     for (fqn, _), value in {key: value for part in gather(mine, group) for key, value in part.items()}.items():
         sums[fqn] += value
     return hashlib.sha256(json.dumps({fqn: sums[fqn] % 2**64 for fqn in sorted(sums)}).encode()).hexdigest()[:16]
@@ -282,16 +278,12 @@ def write_peft(out: str, path: str, table, model, beside: dict[str, bytes]) -> N
     lora, base = about["identity"]["lora"], about["base"]["folder"]
     base = base if is_hf_folder(base) else ""  # peft cannot read a run of ours
     keys, hf = peft_keys(model, [fqn.removesuffix(".lora_a.weight") for fqn in adapters if ".lora_a." in fqn]), model.hf_keys()
-    # all linears of the blocks, to find short names for the adapted linears
-    theirs = {name: hf[f"{name}.weight"].removesuffix(".weight") for name in block_linears(model)}
-    chosen = {theirs[fqn.split(".lora_")[0]] for fqn in adapters}
+    chosen = {hf[f"{fqn.split('.lora_')[0]}.weight"].removesuffix(".weight") for fqn in adapters}  # their names of the linears
     if getattr(model.config, "n_experts", 0) and (theirs_too := {name.rpartition(".")[2] for name in chosen} & EXPERTS):
         raise ValueError(f"peft takes {', '.join(sorted(theirs_too))} for weights of experts; leave out --adapter")
-    short = {name.rpartition(".")[2] for name in chosen}  # peft adapts every module whose name ends with a target
-    exact = {name for name in theirs.values() if name.rpartition(".")[2] in short} == chosen
     config = dict(
         peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=base, r=lora["rank"], lora_alpha=lora["alpha"],
-        target_modules=sorted(short if exact else chosen), bias="none", lora_dropout=0.0, fan_in_fan_out=False,
+        target_modules=sorted(chosen), bias="none", lora_dropout=0.0, fan_in_fan_out=False,
         use_rslora=False, use_dora=False, init_lora_weights=True, modules_to_save=None, inference_mode=True)
     temporary = f"{os.path.abspath(out)}.tmp-{os.getpid()}"
     os.makedirs(temporary)
