@@ -2,11 +2,13 @@
 
 A template with {% generation %} ... {% endgeneration %} marks the assistant's text itself. For any other template we render
 prefixes of the conversation: an answer is the text after the prompt. If the prefixes do not fit together, the template is
-refused, because no number would show a loss on the wrong tokens.
+refused, because no number would show a loss on the wrong tokens. Some published templates would be refused, such as those of
+DeepSeek-V3 and gpt-oss: chat_marks.json says where {% generation %} belongs in their texts.
 """
+import hashlib
 import json
 import os
-from bisect import bisect_left, bisect_right
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
@@ -26,6 +28,7 @@ SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "
                   "function_call": "assistant", "function": "tool", "function_response": "tool", "observation": "tool"}
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # keys of the thoughts before an answer, in various files
 PROBE = "2 + 2?"  # a question to try out a template
+MARKS = Path(__file__).with_name("chat_marks.json")
 NEEDED = '{"messages": [{"role": ..., "content": ...}]} or ShareGPT\'s {"conversations": [{"from": ..., "value": ...}]}'
 
 
@@ -60,12 +63,23 @@ def fail(message):
     raise jinja2.TemplateError(message)
 
 
+def add_marks(template: str) -> tuple[str, str]:
+    """(template with {% generation %} added, its name) of a published template in chat_marks.json, found by the SHA-256 of its
+    text without blanks at both ends. Any other template comes back unchanged, with the name ""."""
+    found, none = hashlib.sha256(template.strip().encode()).hexdigest(), {"sha256": {}, "replace": []}
+    row = next((row for row in json.loads(MARKS.read_text("utf-8")) if found in row["sha256"]), none)
+    for text, marked in row["replace"]:
+        template = template.replace(text, marked)
+    return template, row["sha256"].get(found, "")
+
+
 def read_template(folder: str, user: str) -> ChatTemplate:
     """The chat template of a folder, ready to render. user: flag or file that needs the template, for the ValueError."""
     template, for_tools = read_chat_template(folder), read_chat_template(folder, "tool_use")
     if template is None:
         raise ValueError(f"{user}: {folder} has no chat template (chat_template.jinja, or in tokenizer_config.json)")
     special_tokens = read_special_tokens(folder)
+    marked, _ = add_marks(template)
 
     # A template is a program by a stranger: the sandbox keeps Python's objects out of reach. Options and names are as in
     # transformers.
@@ -80,9 +94,9 @@ def read_template(folder: str, user: str) -> ChatTemplate:
         except Exception as error:  # a template can make Python raise anything
             raise ValueError(f"the chat template of {folder} fails: {error}") from None
 
-    compiled = guarded(environment.from_string, template)
+    compiled = guarded(environment.from_string, marked)
     always = {"messages", "tools", "documents", "add_generation_prompt", *special_tokens}
-    parsed = environment.parse(template)
+    parsed = environment.parse(marked)
     names = frozenset(jinja2.meta.find_undeclared_variables(parsed) - always)
     has_marks = any(part.data == BEGIN for part in parsed.find_all(jinja2.nodes.TemplateData))
 
@@ -92,7 +106,7 @@ def read_template(folder: str, user: str) -> ChatTemplate:
         return guarded(compiled.render, **special_tokens, messages=messages, tools=tools, documents=None,
                        add_generation_prompt=add_generation_prompt, **values)
 
-    return ChatTemplate(f"the chat template of {folder}", render, has_marks, repr((2, template, special_tokens)), names)
+    return ChatTemplate(f"the chat template of {folder}", render, has_marks, repr((2, marked, special_tokens)), names)
 
 
 def remove_marks(text: str) -> str:
@@ -192,9 +206,10 @@ def check_rendered(conversation: Conversation, template: ChatTemplate, text: str
         calls = [call.get("function", call) for call in message.get("tool_calls") or [] if isinstance(call, dict)]
         names = [str(call.get("name", "")) for call in calls if isinstance(call, dict)]
         content = (message.get("content") or "").rpartition("</think>")[2].strip()
+        written = [content, json.dumps(content, ensure_ascii=False)[1:-1]]  # Llama 3 writes the output of a tool as JSON
         checks = {"reasoning_content": "reasoning_content" not in message or knows_thoughts(template),
                   "tool_calls": all(name in text for name in names),
-                  "content": content in text or calls}  # some templates leave out text beside a call
+                  "content": any(part in text for part in written) or calls}  # some templates leave out text beside a call
         if missing := [name for name, is_there in checks.items() if not is_there]:
             raise ValueError(f"{template.name} does not write out the {missing[0]} of message {i}, from {message['role']}")
 
@@ -207,13 +222,12 @@ def knows_thoughts(template: ChatTemplate) -> bool:
 
 def find_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
     """(text without marks, [(start, end)] of the marked parts)"""
-    whole, *parts = text.split(BEGIN)
-    spans = []
-    for part in parts:
-        inside, _, after = part.partition(END)
-        if inside:
-            spans.append((len(whole), len(whole) + len(inside)))
-        whole += inside + remove_marks(after)
+    whole, spans = "", []
+    text = text.replace(END + BEGIN, "")  # a template may write one answer in several marked parts
+    for i, part in enumerate(map(remove_marks, re.split(f"{BEGIN}(.*?){END}", text, flags=re.DOTALL))):
+        if i % 2 and part:
+            spans.append((len(whole), len(whole) + len(part)))
+        whole += part
     return whole, spans
 
 
@@ -245,9 +259,7 @@ def find_answer_end(i: int, full: str, start: int, messages: list, render) -> in
     found = ending.strip() and changed.startswith(full[:start]) and min(end, changed_end) >= start + len(ending)
     if not found or full[end:] != changed[changed_end:]:
         return None
-    texts = [message["content"] if isinstance(message.get("content"), str) else "" for message in messages[i + 1:]]
-    behind = [message | {"content": ("y" if text.startswith("x") else "x") + text}
-              for message, text in zip(messages[i + 1:], texts)]
+    behind = [message | {"content": BEGIN + (message.get("content") or "")} for message in messages[i + 1:]]
     return end if render([*messages[:i + 1], *behind]).startswith(full[:end]) else None
 
 
@@ -267,12 +279,9 @@ def tokens_and_mask(conversation: Conversation, template: ChatTemplate, tokenize
     Unlike transformers, a blank outside of all offsets does not end the answer."""
     text, spans = assistant_spans(conversation, template)
     encoding = encoding_of(tokenizer, text, False)
-    starts, ends = zip(*encoding.offsets) if encoding.offsets else ((), ())
-    mask = [0] * len(encoding.ids)
-    for start, end in spans:
-        last = bisect_right(ends, end - 1)  # the first token that reaches to `end` or beyond
-        for i in range(bisect_right(ends, start), min(last + 1, bisect_left(starts, end))):
-            mask[i] = 1
+    before = [0, *(end for _, end in encoding.offsets)]  # where the token before each token ends
+    mask = [int(any(first < end and start < last and done < end for start, end in spans))
+            for done, (first, last) in zip(before, encoding.offsets)]
     return encoding.ids, mask
 
 

@@ -8,8 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from corpus.shards import FIRST, LOSS, mask_array_of, open_array, opened_array
-from corpus.tokenizer import load_tokenizer
+from corpus.tokenizer import load_tokenizer, read_chat_template
 from data import TokenData
+from sft.chat import add_marks
 from support.config import own_rank
 
 OPEN_SEQUENCES = 1024  # number of sequences in the search for room; with more, a long file would take minutes
@@ -106,7 +107,9 @@ class ChatData(TokenData):
         if not len(self.packing[split]):
             raise ValueError(f"{what}: in no conversation the assistant says anything within --seq_len {self.seq_len}")
         if own_rank() == 0:
-            print(f"{path}: {self.summary(split)}", flush=True)
+            _, name = add_marks(read_chat_template(str(Path(self.tokenizer_file).parent)) or "")
+            marks = f"{path}: the chat template is that of {name}, with marks of ours around the answers\n" * (name != "")
+            print(f"{marks}{path}: {self.summary(split)}", flush=True)
 
     def summary(self, split: str) -> str:
         packing, n_sequences = self.packing[split], len(self.packing[split])

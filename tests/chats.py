@@ -42,10 +42,10 @@ def bpe(text: str, size: int, special=()) -> Tokenizer:
     return made
 
 
-def judged(theirs, record) -> tuple[list[int], list[int]]:
+def judged(theirs, record, **options) -> tuple[list[int], list[int]]:
     """(ids, mask) of a conversation from a tokenizer of transformers."""
     found = theirs.apply_chat_template(record["messages"], tools=record.get("tools"), return_dict=True,
-                                       return_assistant_tokens_mask=True)
+                                       return_assistant_tokens_mask=True, **options)
     return list(found["input_ids"]), list(found["assistant_masks"])
 
 

@@ -1,4 +1,5 @@
 """Conversations as tokens, against sft/chat.py: transformers is the judge of ids and of masks."""
+import hashlib
 import json
 import re
 import subprocess
@@ -14,12 +15,15 @@ from transformers import AutoTokenizer
 
 from corpus.build import is_chat
 from corpus.tokenizer import read_special_tokens
-from sft.chat import chat_prompts, chat_tokenizer, parse_conversation, read_template, tokens_and_mask
+from data import DataConfig, open_data
+from sft import chat
+from sft.chat import add_marks, chat_prompts, chat_tokenizer, parse_conversation, read_template, tokens_and_mask
+from sft.chat_data import ChatData
 from tools.data_commands import documents_of
 
 FOUR = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}] * 2
-CALLS = [FOUR[0], FOUR[1] | {"tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {}}}]},
-         {"role": "tool", "content": "3"}, FOUR[1]]
+CALLS = [FOUR[0], FOUR[1] | {"tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {}}}] * 2},
+         {"role": "tool", "content": '"3"'}, FOUR[1]]
 
 
 @pytest.fixture(scope="module")
@@ -75,16 +79,8 @@ def test_what_the_mask_covers(folders, tmp_path):
 @pytest.mark.parametrize("template", [
     "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' if loop.index0 > messages|length - 3 else '' }}{% endfor %}",
     "{{ messages|length }}{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}",
-    "{% for m in messages|reverse %}{{ m.content }}{% endfor %}",
-    # the whole conversation does not contain the prompt: DeepSeek R1 removes thoughts from every answer
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant><think>{% endif %}",
     # an earlier answer is rewritten, and has no ending
     "{% for m in messages %}<{{ m.role }}>{{ m.content if loop.last else m.content|upper }}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}",
-    # only the last answer has an ending: gpt-oss and Phi-3
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ '<return>' if loop.last and m.role == 'assistant' else '<end>' }}"
-    "{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}",
     "{% for m in messages %}{{ '<' + m.role + '>' + m.content + '<end>' if m.role != 'tool' else '' }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% else %}{{ eos_token }}{% endif %}",
@@ -100,6 +96,32 @@ def test_a_template_that_does_not_tell_is_refused_by_name(tmp_path, template):
     text = str(error.value)
     assert text.startswith(f"the chat template of {folder} does not tell which tokens of message ")
     assert "{% generation %} ... {% endgeneration %}" in text and "\n" not in text
+
+
+@pytest.mark.parametrize("row, name, messages, said", [
+    (0, "short_deepseek", CALLS, "aadd<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>add<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+     "<｜end▁of▁sentence｜>a<｜end▁of▁sentence｜>"),
+    (1, "short_gpt_oss", [*FOUR, *CALLS[:3], FOUR[1] | {"thinking": "t"}],
+     "<|channel|>final<|message|>a<|end|>" * 2 + " to=add<|call|>"
+     "<|channel|>analysis<|message|>t<|end|><|start|>assistant<|channel|>final<|message|>a<|return|>"),
+    (2, "short_phi3", FOUR, "a<|end|>a<|end|>"),
+])
+def test_published_templates_get_marks_by_their_hash(tmp_path, monkeypatch, capsys, row, name, messages, said):
+    """Short templates with pieces of the published ones; their hash comes into a copy of chat_marks.json."""
+    folder, record, rows = chat_folder(tmp_path / name, "qwen3"), {"messages": messages}, json.loads(chat.MARKS.read_text())
+    template = (REPO / f"tests/chat_templates/{name}.jinja").read_text().strip()
+    with pytest.raises(ValueError, match="does not tell which tokens"):
+        ours(folder, record, template)
+    rows[row]["sha256"][hashlib.sha256(template.encode()).hexdigest()] = name
+    (tmp_path / "marks.json").write_text(json.dumps(rows))
+    monkeypatch.setattr(chat, "MARKS", tmp_path / "marks.json")
+    (ids, mask), theirs = ours(folder, record, template), AutoTokenizer.from_pretrained(folder)
+    assert (ids, mask) == judged(theirs, record, chat_template=add_marks(template)[0])
+    assert ids == judged(theirs, record, chat_template=template)[0]
+    assert chat_tokenizer(folder / "tokenizer.json").decode([i for i, bit in zip(ids, mask) if bit]) == said
+    (tmp_path / "chat.jsonl").write_text(f"{json.dumps(record)}\n" * 99)
+    open_data(DataConfig(data=str(tmp_path / "chat.jsonl"), tokenizer=str(folder), cache_dir=str(tmp_path)), 64, Chats=ChatData)
+    assert f"the chat template is that of {name}, with marks of ours around the answers\n" in capsys.readouterr().out
 
 
 def test_an_end_of_turn_inside_an_answer_is_not_taken_for_its_end(tmp_path, folders):
@@ -267,8 +289,7 @@ def test_show(tmp_path, folders, monkeypatch, capsys):
     folder, judge = folders["llama3"]
     records = conversations(5, seed=3)
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    found = list(documents_of(tmp_path / "chat.jsonl", folder / "tokenizer.json", 0))
-    assert [*map(tuple, found)] == [judge(record) for record in records]
+    assert [*map(tuple, documents_of(tmp_path / "chat.jsonl", folder / "tokenizer.json", 0))] == [*map(judge, records)]
     record = {"messages": [{"role": "user", "content": "a\033[2Jb"}, {"role": "assistant", "content": "def f(x)"}]}
     (tmp_path / "one.jsonl").write_text(json.dumps(record))
     status, out, err = call_cli(monkeypatch, capsys, "show", tmp_path / "one.jsonl", "--tokenizer", folder / "tokenizer.json")
