@@ -14,7 +14,7 @@ from runs import ENV, REPO, metrics, run
 
 import ablate
 from tools.significance import add_looks, boundaries, fit_sizes, interval, t_quantile
-from tools.study import look_at, looks_of, report_study
+from tools.study import compare_variant, looks_of, report_study
 
 BASE, OTHER = "base", "other"
 
@@ -75,7 +75,7 @@ def simulate(rng, settings, difference=0.0, noise=0.02, seed_noise=0.07, again=(
     values = {(BASE, i): both[i] for i in range(most)}
     values |= {(OTHER, i): both[i] + difference + rng.normal(0, noise) for i in range(most)}
     for seeds in again:
-        d, (low, high, _), missing = look_at(settings, values, OTHER, set(), values.keys())
+        d, (low, high, _), missing = compare_variant(settings, values, OTHER, set(), values.keys())
         assert not missing
         if low > 0 or high < 0:
             break

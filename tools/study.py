@@ -131,7 +131,7 @@ def looks_of(study: dict) -> list:
     return add_looks(study.get("looks", []), study["seeds"], study["max_seeds"] if study["until"] else study["seeds"])
 
 
-def look_at(study: dict, values: dict, name: str, identical: set, tried: set) -> tuple[list[float], tuple, list]:
+def compare_variant(study: dict, values: dict, name: str, identical: set, tried: set) -> tuple[list[float], tuple, list]:
     """(differences that count, (low, high, level) of their mean, [(variant, seed)] to run now) of a variant.
 
     Without --until there is a single look, at all seeds. With --until, there is a look after every seed from --seeds to
@@ -156,9 +156,9 @@ def identical_variants(study: dict, runs: dict) -> set[str]:
 
 
 def look_at_all(study: dict, runs: dict) -> dict[str, tuple]:
-    """{variant: look_at(...)}"""
+    """{variant: compare_variant(...)}"""
     values, identical = values_of(study, runs)[0], identical_variants(study, runs)
-    return {name: look_at(study, values, name, identical, runs.keys())
+    return {name: compare_variant(study, values, name, identical, runs.keys())
             for name in study["variants"] if name != study["baseline"]}
 
 
