@@ -19,7 +19,7 @@ from distributed.checks import check_model
 from distributed.experts import balance_experts, expert_parallel
 from distributed.float8 import Float8Config, float8_linears
 from distributed.launch import LaunchConfig
-from distributed.layout import ExpertConfig, Layout, ParallelConfig, all_blocks
+from distributed.layout import ExpertConfig, Layout, ParallelConfig, all_blocks, local_tensor
 from distributed.pipeline import PipelineConfig, pipeline_stages
 from distributed.refusals import check_layout
 from forks.gpt_oss import GptOss, GptOssConfig
@@ -255,8 +255,10 @@ def run_steps(model_config, flags, n, local_batch_size, doc_mask, seed=None) -> 
         stages, layout = build(model_config, flags, n, local_batch_size, seed)
     params = [(fqn, p) for s in stages for fqn, p in s.named_parameters()]
     trained = [(fqn, p) for fqn, p in params if p.requires_grad]
-    # of a list of tensors, DTensor would plan the placements anew for every mesh, which takes as long as all the steps
-    optimizer = torch.optim.AdamW([p for _, p in trained] or [torch.zeros(1)], lr=LR, foreach=False)
+    # AdamW works number by number, so a rank may update its part alone. For whole DTensors torch plans the placements of each
+    # operator anew on every mesh, six times as long as all other work of a layout; test_optim.py and the recipes' tests do it.
+    parts = [local_tensor(p.detach()) for _, p in trained]
+    optimizer = torch.optim.AdamW(parts or [torch.zeros(1)], lr=LR)
     out = []
     for step in range(n_steps(model_config)):
         loss = parallel.forward_backward(stages, local_batch(global_batch(step, n, doc_mask), layout), layout)
@@ -264,8 +266,9 @@ def run_steps(model_config, flags, n, local_batch_size, doc_mask, seed=None) -> 
         grads = {fqn: full(torch.zeros_like(p) if p.grad is None else p.grad) for fqn, p in trained}
         assert all(p.grad is None for _, p in params if not p.requires_grad)
         norm = parallel.clip_grad_norm(stages, 0.5, layout)
+        for part, (_, p) in zip(parts, trained):
+            part.grad, p.grad = None if p.grad is None else local_tensor(p.grad), None
         optimizer.step()
-        optimizer.zero_grad()
         if getattr(model_config, "n_experts", 0):
             balance_experts(stages, layout, "none" if flags.get("lora_rank") else "bias", BIAS_RATE)
         biases = {fqn: balance.bias.clone() for fqn, balance in balances(stages).items()}
