@@ -487,6 +487,7 @@ def test_several_ranks_build_once(tmp_path):
 # ---- the built-in corpus -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_stdlib_corpus(tmp_path):
     cfg = DataConfig(cache_dir=str(tmp_path))
     loaded = open_data(cfg, 256)

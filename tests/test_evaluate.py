@@ -108,7 +108,7 @@ def their_logprob(model, context: list[int], continuation: list[int]) -> float:
     return logits.double().log_softmax(-1).gather(1, torch.tensor(continuation)[:, None]).sum().item()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != "llama")])
 def test_scores_are_those_of_transformers(kind, folders, tasks, capsys):
     model, tokenizer = theirs(folders(kind))
     items, summary = results(capsys, folders(kind), tasks["choice"], prompt_template="{question}:")

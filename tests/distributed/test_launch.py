@@ -448,8 +448,9 @@ def by_hand(start, folder, rank: int, port: int, *flags, script=RECIPE, **more) 
 
 @pytest.mark.parametrize("what, told", [
     ("code", "ValueError: models/llama3.py is not the same on rank 0 .* and rank 1 "),
-    pytest.param("out", "ValueError: --out .* is not the same folder on rank 0 .* and rank 1 ", marks=pytest.mark.slow),
-    pytest.param("flag", "flags weight_decay differs between ranks 0 and 1", marks=pytest.mark.slow)])
+    ("out", "ValueError: --out .* is not the same folder on rank 0 .* and rank 1 "),
+    ("flag", "flags weight_decay differs between ranks 0 and 1")])
+@pytest.mark.slow
 def test_machines_that_differ_do_not_train_together(tmp_path, start, port, what, told):
     """Two machines: each process is the first of its own."""
     other, flags = tmp_path / "other", []
