@@ -66,6 +66,8 @@ WRONG = [
     (answer(replicas="def replicas(grad, layout):\n"
             "    return layout.world_size // layout.pp * local_tensor(grad).numel() // grad.numel()\n"),
      "replicas gives 0 for the gradient of tok_embeddings.weight on rank 1"),
+    (answer(replicas="def replicas(grad, layout):\n    n = max(local_tensor(grad).numel(), 1)\n"
+            "    return layout.world_size // layout.pp // round(grad.numel() / n)\n"), "Numbers of elements do not tell"),
     (answer(CLIP.replace("            grads.append(local_tensor(p.grad))\n            if p is not tied_copy(stage):\n", """
             if p is not tied_copy(stage):
                 grads.append(local_tensor(p.grad))
