@@ -42,10 +42,9 @@ def main():
     if rank == 0:
         for n_bytes, took in seconds.items():
             print(f"{n_bytes:>10,} bytes: {took * 1e6:>9,.0f} us measured, {(latency + n_bytes * slope) * 1e6:>9,.0f} us by "
-                  f"the fit")
+                  "the fit")
         print(f"latency of the whole all-reduce {latency * 1e6:,.0f} us: {latency / (2 * (n - 1)) * 1e6:,.0f} us for each of "
-              f"the "
-              f"2 (n - 1) = {2 * (n - 1)} steps of a ring")
+              f"the 2 (n - 1) = {2 * (n - 1)} steps of a ring")
         print(f"bandwidth of a link {2 * (n - 1) / n / slope / 1e9:.2f} GB/s")
         print(f"{LEFT_OUT:,} bytes, not in the fit: predicted {(latency + LEFT_OUT * slope) * 1e6:,.0f} us, measured "
               f"{left_out * 1e6:,.0f} us")

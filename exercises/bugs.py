@@ -99,9 +99,8 @@ def planted_diff(diff: str, name: str) -> dict[str, str]:
             if not lines:
                 continue
             if texts[file].count(old) != 1:
-                raise ValueError(f"{name}: {file} has the old lines of a change {texts[file].count(old)} times, and must "
-                                 f"have them once; "
-                                 f"the change begins with {lines[0].strip()!r}")
+                raise ValueError(f"{name}: {file} has the old lines of a change {texts[file].count(old)} times, and must have "
+                                 f"them once; the change begins with {lines[0].strip()!r}")
             texts[file] = texts[file].replace(old, new)
     if not texts:
         raise ValueError(f"{name} holds no change: lines '--- parallel.py', then '-old' and '+new', changes separated by '@@'")

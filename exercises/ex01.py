@@ -61,9 +61,8 @@ def check_accumulate():
     if norm is None:
         raise Wrong("accumulate leaves no gradient in the parameters: who calls backward()?")
     if max(got["sizes"]) > 2:
-        raise Wrong(f"accumulate gives the model {max(got['sizes'])} sequences at once, and a micro-batch has 2: two of "
-                    f"these do not "
-                    "fit into memory, which is why they came one by one")
+        raise Wrong(f"accumulate gives the model {max(got['sizes'])} sequences at once, and a micro-batch has 2: two of these "
+                    "do not fit into memory, which is why they came one by one")
     if any(got["waiting"][1:]):
         raise Wrong("accumulate runs the forward of a second micro-batch before the backward of the first: then the "
                     "activations of both are in memory, and to have those of one only is what micro-batches are for")
@@ -90,8 +89,7 @@ def check_count_tokens():
                 ([(copies * first, n) for n in mine], "the same tokens are counted once for each process that shares them"),
                 ([(n, n) for n in mine], "nothing is added up over the ranks"),
                 ([(n * processes // copies, n) for n in mine], "a rank's tokens times the number of ranks is a mean of means "
-                                                               "in "
-                                                               "disguise"),
+                                                               "in disguise"),
             ) if got == values), "add up over all processes, and count no token twice")
             raise Wrong(f"count_tokens gives {got} on {processes} processes and should give {want} ({said}): {guess}")
     if (got := on_ranks(2, tokens_counted, dict(dp_shard=2), 0)) != [(1, 0), (1, 0)]:

@@ -71,9 +71,8 @@ def check_along(name: str, dim: int, groups, shape: tuple, said: str):
     except RuntimeError as e:
         if "still a blank" in str(e) or groups == ONE_GROUP:
             raise
-        raise Wrong(f"{name}, right on 2 ranks, ends on {said} with {str(e).strip().splitlines()[-1]}: are the sizes those "
-                    f"of the "
-                    "group and of x?") from None
+        raise Wrong(f"{name}, right on 2 ranks, ends on {said} with {str(e).strip().splitlines()[-1]}: are the sizes those of "
+                    "the group and of x?") from None
     for ranks, got in zip(groups, parts):
         check_group(name, dim, ranks, got, shape, said)
 

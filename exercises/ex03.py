@@ -47,9 +47,8 @@ def check_shards(rows: int, columns: int, n: int):
             raise Wrong(f"shard_of gives rank {rank} of {n} {shape} of a weight {(rows, columns)}, and should give rows "
                         f"{rank * rows // n} .. {(rank + 1) * rows // n - 1}, {(rows // n, columns)}")
         if n_bytes > weight.nbytes // n:
-            raise Wrong(f"shard_of gives rank {rank} the right rows, but as a view: the memory of the whole weight, "
-                        f"{n_bytes} bytes in "
-                        f"place of {weight.nbytes // n}, lives as long as they do")
+            raise Wrong(f"shard_of gives rank {rank} the right rows, but as a view: the memory of the whole weight, {n_bytes} "
+                        f"bytes in place of {weight.nbytes // n}, lives as long as they do")
 
 
 def check_case(groups, *sizes):
@@ -61,13 +60,11 @@ def check_case(groups, *sizes):
         last = str(e).strip().splitlines()[-1]
         if "invalid gradient" in str(e):
             raise Wrong(f"ShardedLinear.backward: {last}. forward has the arguments x, shard and group, and the gradient of "
-                        f"the shard "
-                        "has its rows only: which collective adds up, and leaves each rank its part?") from None
+                        "the shard has its rows only: which collective adds up, and leaves each rank its part?") from None
         if groups == ONE_GROUP or "still a blank" in str(e):
             raise
         raise Wrong(f"ShardedLinear, right on 2 ranks with a weight (8, 6), ends on {n} with a weight {(rows, columns)} with "
-                    f"{last}: "
-                    "are the sizes those of the group and of the tensors?") from None
+                    f"{last}: are the sizes those of the group and of the tensors?") from None
     for number, (ranks, got) in enumerate(zip(groups, parts)):
         where = f" of {n}" if len(groups) == 1 else f" of the group {ranks}. {ABOUT_GROUPS} The result"
         for rank, result in enumerate(got):
@@ -79,19 +76,19 @@ def check_rank(result, given, rank: int, n: int, where: str):
     dw, dws = grad.T @ x, [g.T @ x_ for g, x_ in zip(grad.chunk(n), x.chunk(n))]
     right_y, right_dx = (x @ weight.T).chunk(n)[rank], (grad @ weight).chunk(n)[rank]
     if y.shape != right_y.shape or not torch.allclose(y, right_y):
-        raise Wrong(f"ShardedLinear.forward {where}: the result {tuple(y.shape)} is not x @ weight.T "
-                    f"{tuple(right_y.shape)} with the whole weight and this rank's tokens")
+        raise Wrong(f"ShardedLinear.forward {where}: the result {tuple(y.shape)} is not x @ weight.T {tuple(right_y.shape)} "
+                    "with the whole weight and this rank's tokens")
     if dx is None or not torch.allclose(dx, right_dx):
-        raise Wrong(f"ShardedLinear.backward {where}: the gradient of x is not grad @ weight, with the whole weight. It "
-                    "is not summed over ranks: each has tokens of its own")
+        raise Wrong(f"ShardedLinear.backward {where}: the gradient of x is not grad @ weight, with the whole weight. It is not "
+                    "summed over ranks: each has tokens of its own")
     if d_shard is None:
         raise Wrong(f"ShardedLinear.backward {where}: the shard has no gradient")
     right = dw.chunk(n)[rank]
     if not torch.allclose(d_shard, right):
         guess = next((text for value, text in (
             (dws[rank].chunk(n)[rank], "it saw this rank's tokens only; who adds up those of the others?"),
-            (right / n, f"it is the mean over the ranks, 1/{n} of it. The loss is divided by the tokens of all "
-                        "ranks already, so the ranks' gradients are summed"),
+            (right / n, f"it is the mean over the ranks, 1/{n} of it. The loss is divided by the tokens of all ranks already, "
+                        "so the ranks' gradients are summed"),
             (dw.chunk(n)[rank - 1], "it has rows of another rank"),
         ) if torch.allclose(d_shard, value)), "rows of the sum of all ranks' grad.T @ x are wanted")
         raise Wrong(f"ShardedLinear.backward {where}: the gradient of the shard is wrong: {guess}")
@@ -99,12 +96,9 @@ def check_rank(result, given, rank: int, n: int, where: str):
     if kept > may_keep:
         rows, columns = weight.shape
         raise Wrong(f"all numbers are right, but {when} {kept} bytes are still in memory {where}, and x and the shard have "
-                    f"{may_keep}; "
-                    f"the whole weight ({rows} x {columns}) has {weight.nbytes}: every layer would keep its own, whole or in "
-                    f"parts, and "
-                    f"nothing is saved. Between uses only the shard ({rows // n} x {columns}) stays: what does ctx keep? The "
-                    f"backward "
-                    "can gather again")
+                    f"{may_keep}; the whole weight ({rows} x {columns}) has {weight.nbytes}: every layer would keep its own, "
+                    f"whole or in parts, and nothing is saved. Between uses only the shard ({rows // n} x {columns}) stays: "
+                    "what does ctx keep? The backward can gather again")
 
 
 def check():

@@ -91,8 +91,7 @@ def check_case(groups, *sizes):
         if groups == ONE_GROUP or "still a blank" in str(e):
             raise
         raise Wrong(f"ffn, right on 2 ranks, ends on {tp} with N, D, F = {sizes} with {str(e).strip().splitlines()[-1]}: are "
-                    f"the sizes "
-                    "those of the group and of the tensors?") from None
+                    "the sizes those of the group and of the tensors?") from None
     for number, (ranks, got) in enumerate(zip(groups, results)):
         where = f" of {tp}" if len(groups) == 1 else f" of {tp} of the group {ranks} ({ABOUT_GROUPS})"
         check_ranks(got, problem(*sizes, number), tp, where)
@@ -124,10 +123,9 @@ def check_ranks(got, p, tp: int, where: str):
     for rank, result in enumerate(got):
         if result["moved"] > (most := 2 * (tp + 1) * p["x"].numel()):
             raise Wrong(f"all numbers are right, but {result['moved']} numbers go through the collectives of rank "
-                        f"{rank}{where} "
-                        f"({', '.join(result['calls'])}), and two sums of x's size need {most} at the very most: a matrix "
-                        f"was gathered. "
-                        "Weights stay where they are; only summands of y and of the gradient of x travel")
+                        f"{rank}{where} ({', '.join(result['calls'])}), and two sums of x's size need {most} at the very most: "
+                        "a matrix was gathered. Weights stay where they are; only summands of y and of the gradient of x "
+                        "travel")
 
 
 def check():

@@ -50,9 +50,9 @@ def check_training(tp: int):
         if found := re.search(r"--tp: (\S+) has no style", last):
             question = question_about(found[1])
             raise Wrong(f"{found[1]} has no style, so on tp {tp} its gradient is not whole: {question}") from None
-        raise Wrong(f"the plan does not run on tp {tp}: {last}. Where a rank has T/tp of the tokens "
-                    "and where all T? A colwise matrix needs all of them, and leaves H/tp heads or F/tp channels; a rowwise "
-                    "one takes these and leaves T/tp tokens") from None
+        raise Wrong(f"the plan does not run on tp {tp}: {last}. Where a rank has T/tp of the tokens and where all T? A colwise "
+                    "matrix needs all of them, and leaves H/tp heads or F/tp channels; a rowwise one takes these and leaves "
+                    "T/tp tokens") from None
     if found := re.search(r"gradient of (\S+) off by (\S+)", difference):
         name, off = found[1], float(found[2])
         raise Wrong(f"gradient of {name} is off by {off:.2f} (relative) on tp {tp}: {question_about(name)}")
@@ -66,7 +66,5 @@ def check():
         check_training(tp)
         if whole := on_ranks(tp, whole_matrices, tp)[0]:
             raise Wrong(f"it trains the same model, but on tp {tp} each rank holds all of {whole[0]} ({len(whole)} matrices "
-                        f"are "
-                        "whole): then tp saves no memory there. Split by rows what makes heads or channels, by columns what "
-                        "puts "
-                        "them together")
+                        "are whole): then tp saves no memory there. Split by rows what makes heads or channels, by columns "
+                        "what puts them together")

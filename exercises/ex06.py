@@ -114,8 +114,7 @@ def check_group(got, logits, labels, where: str):
                     f"{N * V // TP}: with V = 128,256 this is what should not be gathered. Three numbers per token are enough")
     if (most := max(moved for *_, moved in got)) > 3 * N * (TP + 1):
         raise Wrong(f"{where} right, but {most} numbers went through the collectives, and {N} tokens on {TP} ranks need at "
-                    f"most "
-                    f"{3 * N * (TP + 1)}: were logits gathered piece by piece? Three numbers per token are enough")
+                    f"most {3 * N * (TP + 1)}: were logits gathered piece by piece? Three numbers per token are enough")
 
 
 def check_gradients(where, got, gradient, softmax, labels, close):
@@ -173,9 +172,8 @@ def check_head():
                             "(AllGather)?")
         if moved > (most := 2 * (TP + 1) * h.numel()):
             raise Wrong(f"vocab_parallel_loss: right, but {moved} numbers go through the collectives of rank {rank}, and the "
-                        f"gather of "
-                        f"h, its backward and three numbers per token need at most {most}: were the head's rows or the "
-                        f"logits gathered?")
+                        f"gather of h, its backward and three numbers per token need at most {most}: were the head's rows or "
+                        "the logits gathered?")
 
 
 def check():

@@ -75,9 +75,8 @@ def check_order(T: int, cp: int, dim: int):
     weights = torch.arange(float(x.numel())).view(x.shape)
     want = torch.cat([weights.index_select(dim, right_index(T, cp, rank)) for rank in range(cp)], dim)
     if grad is None or not torch.equal(grad, want.double()):
-        raise Wrong(f"{head} puts the chunks in order, and the gradient of x is {'missing' if grad is None else 'wrong'}: "
-                    f"keys and "
-                    "values go through this function, so gradients must come back (no detach, no .data, no new tensor of "
+        raise Wrong(f"{head} puts the chunks in order, and the gradient of x is {'missing' if grad is None else 'wrong'}: keys "
+                    "and values go through this function, so gradients must come back (no detach, no .data, no new tensor of "
                     "numbers)")
 
 

@@ -131,8 +131,7 @@ def check_case(case: str):
     check_gradients(case, [grads for _, grads, _ in got], want, own)
     if (moved := got[0][2]) > (most := (CP + 1) * (k.numel() + v.numel()) // CP):
         raise Wrong(f"{case}: right, but {moved} numbers go through the collectives of a rank, and gathering keys and values "
-                    f"needs "
-                    f"{most}: only they travel. Queries and results stay where they are")
+                    f"needs {most}: only they travel. Queries and results stay where they are")
 
 
 def check():

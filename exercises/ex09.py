@@ -114,8 +114,7 @@ def check_ranks(cp: int, H: int, G: int, scale=None):
     most = 4 * B * T // cp * K * (H + max(G, cp))  # q, k, v and the result, sent and received
     if (moved := parts[0][2]) > most:
         raise Wrong(f"{said}: right, but {moved} numbers go through the collectives of a rank, and trading q, k, v and the "
-                    f"result needs "
-                    f"{most}, each number sent to one rank and not to all: all-to-alls, and no all-gather")
+                    f"result needs {most}, each number sent to one rank and not to all: all-to-alls, and no all-gather")
 
 
 def check():

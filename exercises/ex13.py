@@ -87,14 +87,12 @@ def check_uneven():
             if "still a blank" in str(e):
                 raise
             raise Wrong(f"replicas, on {degrees} with a gradient of 1, 3 or 5 rows, ends with "
-                        f"{str(e).strip().splitlines()[-1]}. "
-                        f"{UNEVEN}") from None
+                        f"{str(e).strip().splitlines()[-1]}. {UNEVEN}") from None
         for rank, rows in enumerate(ranks):
             for whole, here, got in rows:
                 if got != want:
                     raise Wrong(f"replicas, on {degrees}, with a gradient of {whole} rows, {here} of them on rank {rank}, "
-                                f"gives {got} and "
-                                f"should give {want}. {UNEVEN}")
+                                f"gives {got} and should give {want}. {UNEVEN}")
 
 
 def why(got: list[float], want: float, ranks: list[dict]) -> str:

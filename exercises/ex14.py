@@ -112,12 +112,10 @@ def check_ranks():
     first, second = on_ranks(2, ranks_part)
     if not torch.equal(first, second):
         raise Wrong("two ranks that draw the same block have other numbers, although all parts are right inside one process. "
-                    "Does the "
-                    "rank go into the seed? Numbers must not depend on who draws them: name says all")
+                    "Does the rank go into the seed? Numbers must not depend on who draws them: name says all")
     if not torch.equal(first, elsewhere(ranks_part)):
-        raise Wrong("another process that draws the same block has other numbers: Python's hash(name) differs from process "
-                    "to process, "
-                    "and so does anything made of it; hashlib's does not")
+        raise Wrong("another process that draws the same block has other numbers: Python's hash(name) differs from process to "
+                    "process, and so does anything made of it; hashlib's does not")
 
 
 def check_layouts():
@@ -128,8 +126,8 @@ def check_layouts():
             for rank, weights in enumerate(ranks):
                 if not torch.equal(weights[fqn], p):
                     share = (weights[fqn] != p).float().mean().item()
-                    raise Wrong(f"{said}: {fqn} on rank {rank} is not what one process has, {share:.0%} of its numbers "
-                                "differ, although all parts are right inside one process. Does the rank go into the seed?")
+                    raise Wrong(f"{said}: {fqn} on rank {rank} is not what one process has, {share:.0%} of its numbers differ, "
+                                "although all parts are right inside one process. Does the rank go into the seed?")
 
 
 def check():

@@ -28,8 +28,7 @@ def why(out, xs: list, place: int) -> str:
     if any(right):
         missing = [i for i, is_right in enumerate(right) if not is_right]
         return (f"of its {n} pieces {missing} are not whole sums. Follow one piece round the ring, on paper: after n - 1 "
-                f"shifts one rank "
-                "has all of its summands; n - 1 more bring it to the others")
+                "shifts one rank has all of its summands; n - 1 more bring it to the others")
     if torch.allclose(out, torch.cat(xs[0].split(chunk)) * n):
         return "it is the x of rank 0, n times"
     return "no piece is a whole sum. Which piece does a rank send in step s, and to which piece does it add what arrives?"
@@ -51,5 +50,4 @@ def check():
                     raise Wrong(f"{where}: right, but by {other[0]}: the ring is to be made of shift() alone")
                 if sent > (most := 2 * (n - 1) * N // n):
                     raise Wrong(f"{where}: right, but this rank sends {sent:g} numbers, and 2 (n - 1) pieces of N/n are "
-                                f"{most}: send a "
-                                "piece at a time, and nothing twice")
+                                f"{most}: send a piece at a time, and nothing twice")

@@ -54,9 +54,8 @@ def softmax(q, k, v, mask):
 
 def why(out, q, k, v, mask, sizes) -> str:
     if out.isnan().any():
-        return ("it holds nan: -inf - (-inf) is nan where a query has seen no key yet, and inf / inf is where exp() was "
-                "taken of a "
-                "score without the largest one subtracted")
+        return ("it holds nan: -inf - (-inf) is nan where a query has seen no key yet, and inf / inf is where exp() was taken "
+                "of a score without the largest one subtracted")
     if out.isinf().any():
         return "it is infinite: subtract the largest score before exp()"
     parts = list(zip(k.split(sizes), v.split(sizes), mask.split(sizes, 1)))
@@ -72,8 +71,7 @@ def why(out, q, k, v, mask, sizes) -> str:
         if torch.allclose(out, value, atol=1e-4, rtol=1e-4):
             return text
     return ("when a larger score comes, what was added up before is in the old unit: both the sum of the exponentials and "
-            "that of the "
-            "values must be multiplied by exp(old largest - new largest)")
+            "that of the values must be multiplied by exp(old largest - new largest)")
 
 
 def check():
@@ -88,6 +86,5 @@ def check():
             raise Wrong(f"{case}: of {len(sizes)} blocks {len(read)} were read")
         if largest > (most := max(T * max(sizes), T * V, max(sizes) * K, T * K)):
             raise Wrong(f"{case}: right, but a tensor of {largest} numbers was made, and {most} are enough: keep the largest "
-                        f"score, the sum "
-                        "and the result so far, and forget the block. With all blocks at hand there is no need for this "
-                        "function")
+                        "score, the sum and the result so far, and forget the block. With all blocks at hand there is no need "
+                        "for this function")

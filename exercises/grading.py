@@ -71,14 +71,12 @@ def without_verdict(errors: str, status: int | None, clean: str, limit: float) -
     if status is not None:
         last = (errors.strip().splitlines() or [""])[-1]
         return dict(verdict="no verdict", message=f"the check ended with status {status} and without a verdict: an answer "
-                                                  f"returns, "
-                                                  f"and does not end its process. {last}".strip())
+                                                  f"returns, and does not end its process. {last}".strip())
     places = re.findall(rf'File "{re.escape(clean)}/(\S+)", line \d+ in (\w+)', errors)
     seen = "; ".join(f"{file}, in {function}" for file, function in dict.fromkeys(places)) or "not known"
     return dict(verdict="no time", message=(
         f"no end after {limit:g} s. Usually ranks that wait for each other: each must call the same collectives in the same "
-        f"order, "
-        f"whatever its data. Where they are: {seen}. On a busy machine: --limit {2 * limit:g}"))
+        f"order, whatever its data. Where they are: {seen}. On a busy machine: --limit {2 * limit:g}"))
 
 
 def submissions(top: Path) -> list[Path]:

@@ -18,6 +18,7 @@ import json
 import re
 import shlex
 import shutil
+import signal
 import sys
 import textwrap
 from pathlib import Path
@@ -240,5 +241,6 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a check's processes are ended, too
     with contextlib.suppress(BrokenPipeError):  # "solution 4 ... | head"
         sys.exit(main(sys.argv[1:]))

@@ -19,12 +19,12 @@ STATE = "exercise.json"
 LARGEST = 1_000_000  # bytes of a file
 # An answer computes. The modules and names below would reach files, other processes, or the check's own variables.
 MODULES = set("__future__ abc bisect collections contextlib copy dataclasses distributed enum functools hashlib heapq "
-              "itertools "
-              "math models numpy operator parallel random rl struct support time torch tools typing warnings".split())
+              "itertools math models numpy operator parallel random rl struct support time torch tools typing "
+              "warnings".split())
 NAMES = set("__builtins__ __import__ breakpoint compile delattr eval exec exit getattr globals input locals open quit setattr "
             "vars".split())
-ATTRIBUTES = set("_exit _getframe builtins cpp_extension ctypes f_back f_globals f_locals gc hub importlib inspect "
-                 "modules multiprocessing os pickle subprocess sys system".split())
+ATTRIBUTES = set("_C _disable_current_modes _exit _getframe _python_dispatch builtins cpp_extension ctypes f_back f_globals "
+                 "f_locals gc hub importlib inspect modules multiprocessing os pickle subprocess sys system".split())
 SPECIAL = set("__init__ __call__ __class__ __enter__ __exit__ __getitem__ __iter__ __len__ __name__ __post_init__".split())
 
 
@@ -113,9 +113,8 @@ def reaches_out(tree: ast.AST) -> dict[str, int]:
 def refuse(tree: ast.AST, file: str, allowed=()):
     for name, line in reaches_out(tree).items():
         if name not in allowed:
-            raise Refused(f"{file}, line {line}: {name}: an answer computes with tensors, and has no use for files, "
-                          f"processes or "
-                          "the interpreter. Take this out, and check again")
+            raise Refused(f"{file}, line {line}: {name}: an answer computes with tensors, and has no use for files, processes "
+                          "or the interpreter. Take this out, and check again")
 
 
 def defined(node: ast.stmt) -> set[str]:
@@ -152,8 +151,7 @@ def plant(number: int, folder: Path) -> Planted:
             source = source_of(text, name)
             if f'NotImplementedError("exercise {number}: ' in source:
                 raise NotWritten(f"{file}, line {found[name].lineno}: {name} is still a blank. What it must do is in its "
-                                 f"docstring "
-                                 f"and in TASK.md; `hint {folder}` tells more")
+                                 f"docstring and in TASK.md; `hint {folder}` tells more")
             same.append(source == source_of(clean, name))
         edits = []  # (first line, last line of the clean text, nodes of the student's that go there)
         for name in names:
@@ -182,8 +180,7 @@ def plant(number: int, folder: Path) -> Planted:
         parsed(planted.files[file], file)
     if all(same):
         raise Refused("every blank holds the project's own lines, word for word, comments included. An answer of your own "
-                      "counts "
-                      f"(or does {STATE} name another exercise than the one that you have worked on?)")
+                      f"counts (or does {STATE} name another exercise than the one that you have worked on?)")
     return planted
 
 

@@ -144,6 +144,7 @@ SUBMISSIONS = [  # files to write, what stands before BODY, verdict, a part of t
     ({"pool.py": "1 / 0", "ex07.py": "1 / 0", "sitecustomize.py": "1 / 0"}, "", "solved", ""),  # nothing else is read
     ({}, "    import os\n    os._exit(0)\n", "refused", "import os"),
     ({}, "    torch.os._exit(0)\n", "refused", "._exit"),
+    ({}, "    with torch._C._DisableTorchDispatch():\n        pass\n", "refused", "._C"),  # would hide traffic from the check
     ({}, "    import feedback\n    feedback.alone = print\n", "refused", "import feedback"),
     ({}, "    class T:\n        def __reduce__(self):\n            return print, ()\n", "refused", "def __reduce__"),
     ({}, "    print('exercise 7 is solved')\n    raise SystemExit(0)\n", "error", "SystemExit"),
