@@ -44,8 +44,7 @@ def count_tokens(labels, layout):
 WRONG = [  # answer, what the feedback must say
     ({"hand01.py": {"accumulate": LOOP.replace("    total = 0\n", "    total = 0\n    model.zero_grad()\n")}},
      "takes away the gradients of the first"),
-    ({"hand01.py": {"accumulate": LOOP.replace("=n)", "=(labels != IGNORE).sum().clamp(min=1)) / len(microbatches)")}},
-     "mean of means"),
+    ({"hand01.py": {"accumulate": LOOP.replace("=n)", "=(labels != IGNORE).sum().clamp(min=1)) / len(microbatches)")}}, "mean"),
     ({"hand01.py": {"accumulate": LOOP.replace("        loss.backward()\n", "")}}, "who calls backward()?"),
     ({"hand01.py": {"accumulate": """
 def accumulate(model, microbatches):

@@ -54,8 +54,7 @@ WRONG = [
     ({"parallel.py": {"all_to_all_attention": ONE.replace("        n =", "        AllGather.apply(q, 2, group)\n        n =")}},
      "all-to-alls, and no all-gather"),
     ({"parallel.py": {"all_to_all_attention": "def all_to_all_attention(positions, doc_ids=None, *, group):\n"
-      "    return all_gather_attention(positions, doc_ids, group=group)\n"}}, "all_gather_attention was called: that is "
-                                                                              "exercise 8's way"),
+      "    return all_gather_attention(positions, doc_ids, group=group)\n"}}, "was called: that is exercise 8's way"),
     (wrong(way_in="{}", way_back="x.chunk(cp, 2)"), "So they arrive, rank by rank: natural_order"),
     (wrong(way_back="x.chunk(cp, 2)"), "On the way back a rank must get its own tokens"),
     (wrong(heads="x.permute(1, 2, 0, 3, 4).flatten(1, 2)"), "head 1 of the result on rank 0 is head 2"),

@@ -49,13 +49,6 @@ def clip_grad_norm(stages, max_norm, layout):
     for _, p in params if 0 < max_norm < norm.item() else ():
         p.grad.mul_(max_norm / norm.item())
     return norm
-""", """
-def replicas(grad, layout):
-    if not isinstance(grad, DTensor):
-        return layout.world_size // layout.pp
-    mesh = grad.device_mesh
-    copies = math.prod(n for n, x in zip(mesh.shape, grad.placements) if x.is_replicate())
-    return copies * (layout.world_size // layout.pp // mesh.size())
 """),
     answer(),
 ]

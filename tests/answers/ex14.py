@@ -44,8 +44,7 @@ WRONG = [
      "is not what a rank that holds the whole parameter has there"),
     (answer("import os\nname += os.environ.get('RANK', '0')\n" + SEED + f"\nblock = {DRAW} * std" + PLACE),
      "Does the rank go into the seed?"),
-    (answer("name += str(torch.distributed.get_rank())\n" + SEED + f"\nblock = {DRAW} * std" + PLACE), "Does the rank go "
-                                                                                                       "into the seed?"),
+    (answer("name += str(torch.distributed.get_rank())\n" + SEED + f"\nblock = {DRAW} * std" + PLACE), "the rank go"),
     (answer(f"g = torch.Generator().manual_seed(7)\nblock = {DRAW} * std" + PLACE), "blocks.0.wq and blocks.1.wq start equal"),
     (answer(f"g = torch.Generator().manual_seed(abs(hash(name)))\nblock = {DRAW} * std" + PLACE), "hash(name) differs"),
     (answer(SEED + f"\nblock = {DRAW}" + PLACE), "and standard deviation 0.99"),

@@ -21,8 +21,7 @@ def answer(*change) -> dict:
 RIGHT = [answer()]
 WRONG = [  # answer, what the feedback must say
     (answer("share = torch.where(own.isinf(), 0.0, (own - new).exp())", "share = (own - new).exp()"), "it holds nan"),
-    (answer("torch.where(mask, q @ k.T / q.shape[1] ** 0.5, -torch.inf)", "q @ k.T / q.shape[1] ** 0.5"), "the mask is "
-                                                                                                          "ignored"),
+    (answer("torch.where(mask, q @ k.T / q.shape[1] ** 0.5, -torch.inf)", "q @ k.T / q.shape[1] ** 0.5"), "is ignored"),
     (answer(" / q.shape[1] ** 0.5", ""), "not divided by sqrt(K)"),
     (answer("out * (1 - share)", "out * 0"), "must be multiplied by exp(old largest - new largest)"),
     (answer("share = ", "share = 1.0  # "), "attention over the last block alone"),

@@ -100,6 +100,7 @@ def test_a_student_starts_checks_asks_and_solves(tmp_path):
                                   (given.RIGHT[0], 0, "is solved")):
         write(answer, folder)
         assert words in run("check", folder, status=status)
+    assert "no end after 1 s" in run("check", folder, "--limit", 1, status=1)
     assert "is there already" in run("start", 1, "--out", folder, status=2)
 
 
@@ -149,9 +150,7 @@ SUBMISSIONS = [  # files to write, what stands before BODY, verdict, a part of t
     ({}, "    class T:\n        def __reduce__(self):\n            return print, ()\n", "refused", "def __reduce__"),
     ({}, "    print('exercise 7 is solved')\n    raise SystemExit(0)\n", "error", "SystemExit"),
     ({}, "    torch.ones(10**10)\n", "error", "memory"),
-    ({}, "    torch.equal = lambda a, b: True\n    return torch.arange(T).chunk(cp)[rank]\n", "not yet", "all wait for the "
-                                                                                                         "slowest"),
-    ({}, "    while True:\n        pass\n", "no time", "no end after 100 s"),
+    ({}, "    torch.equal = lambda a, b: True\n    return torch.arange(T).chunk(cp)[rank]\n", "not yet", "all wait for"),
     ({"parallel.py": Path(REPO, "parallel.py").read_text()}, "", "refused", "the project's own lines, word for word"),
     ({"exercise.json": '{"exercise": 8, "hints": 0}'}, "", "refused", "does exercise.json name another exercise"),
 ]
@@ -167,7 +166,7 @@ def test_a_class_is_graded_unattended(tmp_path):
         path.write_text(path.read_text().replace(BODY, before + BODY))
         for file, text in files.items():
             (folder / file).write_text(text)
-    run("grade", tmp_path / "class", "--json", tmp_path / "out.jsonl", "--limit", 100)
+    run("grade", tmp_path / "class", "--json", tmp_path / "out.jsonl", "--limit", 300)
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [row["verdict"] for row in rows] == [verdict for *_, verdict, _ in SUBMISSIONS], rows
     assert all(words in row["message"] for row, (*_, words) in zip(rows, SUBMISSIONS, strict=True)), rows
