@@ -6,7 +6,7 @@ from feedback import Wrong, alone
 from models.llama3 import Llama3, Llama3Config
 from tools import dryrun
 
-RINGS = [(n, n_bytes, latency, bandwidth) for n in (2, 3, 8) for n_bytes, latency, bandwidth in
+RINGS = [(n, n_bytes, latency, bandwidth) for n in (3, 2, 8) for n_bytes, latency, bandwidth in
          ((24_000_000, 0.0, 5e10), (24, 5e-6, 5e10), (24_000, 5e-6, 4.5e11))]
 MODELS = [dict(n_layers=4, dim=64), dict(n_layers=6, dim=32), dict(n_layers=5, dim=64)]  # of dp_shard 4
 SMALL = dict(n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=96, vocab_size=256)

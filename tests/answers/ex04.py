@@ -52,7 +52,7 @@ WRONG = [  # answer, what the feedback must say
                             "range(n)], w1.detach(), group=group)\n    both")), "a matrix was gathered"),
     (answer(leave=LEAVE_FORWARD.replace(", group=group", "")), "get its group"),
     (answer(enter=ENTER_BACKWARD.replace(", group=ctx.group", "")), "get its group"),
-    (answer(split=SPLIT.replace("w1.shape[0] // tp", "16")), "split_weights gives rank 0 of 4"),
+    (answer(split=SPLIT.replace("w1.shape[0] // tp", "16")), "and should give (12, 6)"),
     (answer(enter="def backward(ctx, grad):\n    return grad, None"), "missing an all-reduce"),
     (answer(back="def backward(ctx, grad):" + ADD.format("grad", "ctx.group", ", None")), "is 2 times what it should be"),
     (answer(leave="def forward(ctx, y, group):\n    return y.clone()"), "is its own summand"),
