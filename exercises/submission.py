@@ -19,12 +19,12 @@ STATE = "exercise.json"
 LARGEST = 1_000_000  # bytes of a file
 # An answer computes. The modules and names below would reach files, other processes, or the check's own variables.
 MODULES = set("__future__ abc bisect collections contextlib copy dataclasses distributed enum functools hashlib heapq "
-              "itertools math models numpy operator parallel random rl struct support time torch tools typing "
-              "warnings".split())
+              "itertools math models numpy operator parallel random struct time torch typing warnings".split())
 NAMES = set("__builtins__ __import__ breakpoint compile delattr eval exec exit getattr globals input locals open quit setattr "
             "vars".split())
 ATTRIBUTES = set("_C _disable_current_modes _exit _getframe _python_dispatch builtins cpp_extension ctypes f_back f_globals "
-                 "f_locals gc hub importlib inspect modules multiprocessing os pickle subprocess sys system".split())
+                 "f_locals from_file fromfile gc hub importlib inspect load memmap modules multiprocessing os pickle save "
+                 "savez subprocess sys system tofile".split())
 SPECIAL = set("__init__ __call__ __class__ __enter__ __exit__ __getitem__ __iter__ __len__ __name__ __post_init__".split())
 
 
