@@ -41,13 +41,25 @@ class Bug:
         return head, [hint.strip() for hint in hints.split("\n\n") if hint.strip()], mistake
 
     def check(self):
-        import feedback
+        check_rows(self.rows)
 
-        for processes, flags, problem in self.rows:
-            if difference := feedback.compare(processes, flags, problem):
-                layout = ", ".join(f"{k} {v}" for k, v in flags.items()) or "no axis but dp_shard"
-                ranks = f"{processes} process{'es' * (processes > 1)}, {layout}"
-                raise feedback.Wrong(f"{ranks}: differs from plain torch: {difference}")
+
+def check_rows(rows):
+    import feedback
+
+    for processes, flags, problem in rows:
+        if difference := feedback.compare(processes, flags, problem):
+            layout = ", ".join(f"{k} {v}" for k, v in flags.items()) or "no axis but dp_shard"
+            ranks = f"{processes} process{'es' * (processes > 1)}, {layout}"
+            raise feedback.Wrong(f"{ranks}: differs from plain torch: {difference}")
+
+
+def check_all():
+    """The layouts of all bugs: for a mistake that is in no list."""
+    rows = []
+    for bug in BUGS.values():
+        rows += [row for row in bug.rows if row not in rows]
+    check_rows(rows)
 
 
 BUGS = {n: Bug(n, mutant, rows) for n, (mutant, *rows) in enumerate([
@@ -70,13 +82,26 @@ BUGS = {n: Bug(n, mutant, rows) for n, (mutant, *rows) in enumerate([
 
 def planted_bug(bug: Bug) -> dict[str, str]:
     """file -> text with the mistake."""
+    return planted_diff(bug.page()[2].partition("```diff\n")[2].partition("```")[0], f"bug {bug.number}")
+
+
+def planted_diff(diff: str, name: str) -> dict[str, str]:
+    """file -> the project's text with the changes of a diff. A file begins with "--- FILE", a change with "@@"; git's and
+    diff's own output have this form. Raises ValueError unless the old lines of each change stand in the file exactly once."""
     texts = {}
-    for part in re.findall(r"^--- (\S+)\n(.*?)(?=^---|^```)", bug.page()[2], re.M | re.S):
-        file, hunks = part
+    for file, hunks in re.findall(r"^--- (?:a/)?(\S+)[^\n]*\n(?:\+\+\+ [^\n]*\n)?(.*?)(?=^---|^diff |\Z)", diff, re.M | re.S):
+        if file != "parallel.py" and not (file.startswith("distributed/") and (HOUSE / file).is_file()):
+            raise ValueError(f"{name} changes {file}; a mistake is to be in parallel.py or in a file of distributed/")
         texts[file] = (HOUSE / file).read_text()
-        for hunk in hunks.split("@@\n"):
-            lines = hunk.splitlines(keepends=True)
+        for hunk in re.split(r"^@@.*\n", hunks, flags=re.M):
+            lines = [line for line in hunk.splitlines(keepends=True) if line[0] in " -+"]
             old, new = ("".join(line[1:] for line in lines if line[0] in kinds) for kinds in (" -", " +"))
-            assert texts[file].count(old) == 1, f"bug {bug.number}: {file} has {texts[file].count(old)} times\n{old}"
+            if not lines:
+                continue
+            if texts[file].count(old) != 1:
+                raise ValueError(f"{name}: {file} has the old lines of a change {texts[file].count(old)} times, and must have "
+                                 f"them once; the change begins with {lines[0].strip()!r}")
             texts[file] = texts[file].replace(old, new)
+    if not texts:
+        raise ValueError(f"{name} holds no change: lines '--- parallel.py', then '-old' and '+new', changes separated by '@@'")
     return texts

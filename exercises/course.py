@@ -46,6 +46,10 @@ COURSE = {number: Exercise(number, title, blanks) for number, title, blanks in [
     (14, "layout-invariant initial weights", {"distributed/initial.py": ("draw_block",)}),
     (15, "resharding a checkpoint", {"hand15.py": ("load_part",)}),
     (16, "GRPO's ratio and denominator", {"hand16.py": ("token_losses",), "grpo.py": ("loss_denominator",)}),
+    (17, "an all-reduce as a ring", {"hand17.py": ("ring_all_reduce",)}),
+    (18, "ZeRO-1 by hand", {"hand18.py": ("moments", "zero1_step")}),
+    (19, "online softmax over blocks", {"hand19.py": ("attend_blocks",)}),
+    (20, "predict, then measure", {"hand20.py": ("seconds", "fsdp_traffic", "bound")}),
 ]}
 
 

@@ -1,37 +1,41 @@
-"""The check of exercise 2: both functions on two processes, along each dimension, then attention and loss on top."""
+"""The check of exercise 2: both functions on 2 and 4 processes and in two groups, along each dimension; then training."""
 import torch
 import torch.distributed as dist
-from feedback import Wrong, check_groups, compare, on_ranks
+from feedback import ABOUT_GROUPS, FOUR, ONE_GROUP, TWO_GROUPS, Wrong, check_groups, compare, in_groups, own_group
 
 import distributed.layout as functions
 
-N, SHAPE = 2, (2, 4, 6)
+CASES = [  # groups, shape of the whole, in words
+    (ONE_GROUP, (2, 4, 6), "2 ranks"), (FOUR, (8, 4, 12), "4 ranks"), (TWO_GROUPS, (4, 6, 2), "4 ranks in the groups [0, 2] "
+                                                                                              "and [1, 3]"),
+]
 
 
 def values(rank: int, shape, seed: int):
     return torch.randn(shape, generator=torch.Generator().manual_seed(10 * seed + rank), dtype=torch.float64)
 
 
-def shapes(name: str, dim: int):
+def shapes(name: str, dim: int, n: int, shape: tuple):
     """(shape of a rank's x, shape of the result)."""
-    part = tuple(n // N if i == dim else n for i, n in enumerate(SHAPE))
-    return (part, SHAPE) if name == "AllGather" else (SHAPE, part)
+    part = tuple(size // n if i == dim else size for i, size in enumerate(shape))
+    return (part, shape) if name == "AllGather" else (shape, part)
 
 
-def results(name: str, dim: int):
+def results(groups, name: str, dim: int, shape: tuple):
     """(result, gradient of x) on this rank. The rank's loss is the sum of result * values(rank, ..., 2)."""
-    rank, (given, made) = dist.get_rank(), shapes(name, dim)
+    rank, (given, made) = dist.get_rank(), shapes(name, dim, len(groups[0]), shape)
     x = values(rank, given, 1).requires_grad_()
-    y = getattr(functions, name).apply(x, dim, dist.group.WORLD)
+    y = getattr(functions, name).apply(x, dim, own_group(groups)[0])
     if y.requires_grad and y.shape == made:
         (y * values(rank, made, 2)).sum().backward()
     return y.detach().clone(), x.grad
 
 
-def expected(name: str, dim: int):
+def expected(name: str, dim: int, ranks: list[int], shape: tuple):
     """((results, gradients), wrong results, wrong gradients), each per rank. Wrong: [(explanation, values per rank)]."""
-    given, made = shapes(name, dim)
-    x, g = ([values(r, shape, seed) for r in range(N)] for shape, seed in ((given, 1), (made, 2)))
+    N = len(ranks)
+    given, made = shapes(name, dim, N, shape)
+    x, g = ([values(r, size, seed) for r in ranks] for size, seed in ((given, 1), (made, 2)))
     own = lambda t, r: t.chunk(N, dim)[r]  # noqa: E731
     if name == "AllGather":
         y, total = [torch.cat(x, dim)] * N, sum(g)
@@ -61,29 +65,47 @@ def equal(a: list, b: list) -> bool:
     return all(x is not None and x.shape == y.shape and torch.allclose(x, y) for x, y in zip(a, b, strict=True))
 
 
-def check_along(name: str, dim: int):
-    got = on_ranks(N, results, name, dim)
-    (want_y, want_g), wrong_y, wrong_g = expected(name, dim)
+def check_along(name: str, dim: int, groups, shape: tuple, said: str):
+    try:
+        parts = in_groups(groups, results, name, dim, shape)
+    except RuntimeError as e:
+        if "still a blank" in str(e) or groups == ONE_GROUP:
+            raise
+        raise Wrong(f"{name}, right on 2 ranks, ends on {said} with {str(e).strip().splitlines()[-1]}: are the sizes those of "
+                    "the group and of x?") from None
+    for ranks, got in zip(groups, parts):
+        check_group(name, dim, ranks, got, shape, said)
+
+
+def check_group(name: str, dim: int, ranks: list[int], got: list, shape: tuple, said: str):
+    N, about = len(ranks), "" if len(ranks) == dist_size(said) else f" {ABOUT_GROUPS}"
+    (want_y, want_g), wrong_y, wrong_g = expected(name, dim, ranks, shape)
     for kind, method, mine, want, wrong in (("result", "forward", [y for y, _ in got], want_y, wrong_y),
                                             ("gradient of x", "backward", [g for _, g in got], want_g, wrong_g)):
         if equal(mine, want):
             continue
-        given, _ = shapes(name, dim)
-        head = f"{name}.{method}, {N} ranks with x {given}, dim {dim}: the {kind}"
-        if None in mine:
+        given, _ = shapes(name, dim, N, shape)
+        head = f"{name}.{method}, {said} with x {given}, dim {dim}: the {kind}"
+        if any(x is None for x in mine):
             raise Wrong(f"{head} does not exist: no backward reaches x. Does forward give its result through apply, from x?")
         if mine[0].shape != want[0].shape:
             raise Wrong(f"{head} is {tuple(mine[0].shape)} and should be {tuple(want[0].shape)}. The collectives of torch put "
-                        "together and cut along dimension 0: where does dim come to the front, and go back?")
+                        f"together and cut along dimension 0: where does dim come to the front, and go back?{about}")
         guess = next((text for text, values in wrong if equal(mine, values)), "are its parts along dim, in the order of the "
                                                                               "ranks?")
-        raise Wrong(f"{head} is wrong on rank {next(r for r in range(N) if not equal([mine[r]], [want[r]]))}: {guess}")
+        place = next(r for r in range(N) if not equal([mine[r]], [want[r]]))
+        raise Wrong(f"{head} is wrong on rank {ranks[place]}: {guess}{about}")
+
+
+def dist_size(said: str) -> int:
+    return int(said.split()[0])
 
 
 def check():
-    for name in ("AllGather", "ReduceScatter"):
-        for dim in (0, 1, 2):
-            check_along(name, dim)
+    for groups, shape, said in CASES:
+        for name in ("AllGather", "ReduceScatter"):
+            for dim in (0, 1, 2):
+                check_along(name, dim, groups, shape, said)
     for flags in (dict(cp=2), dict(tp=2)):
         if difference := compare(2, flags, dict(n=2, b=2, n_layers=2)):
             raise Wrong(f"on {flags}, where attention (cp) or the loss (tp) is between two all-gathers: {difference}")

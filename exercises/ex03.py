@@ -1,105 +1,106 @@
-"""The check of exercise 3: two processes, each with half of the rows and half of the tokens, against plain torch with all.
-Also checks that no rank keeps the whole weight in memory between forward and backward."""
-import time
-
+"""The check of exercise 3: two and four processes, each with its rows and its tokens, against plain torch with all. Also counts
+the bytes that a rank keeps between forward and backward."""
 import hand03
 import torch
-import torch.distributed as dist
-from feedback import Wrong, on_ranks
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from feedback import ABOUT_GROUPS, FOUR, ONE_GROUP, TWO_GROUPS, Traffic, Wrong, alone, in_groups, own_group
 
-RANKS, N, IN, OUT = 2, 3, 6, 8  # N tokens per rank
+CASES = [(ONE_GROUP, 3, 6, 8), (FOUR, 2, 16, 8), (TWO_GROUPS, 2, 4, 6)]  # groups, tokens per rank, columns, rows of the weight
 
 
-def problem():
-    """x of all ranks (RANKS * N, IN), weight (OUT, IN), gradient of the result (RANKS * N, OUT)."""
-    g = torch.Generator().manual_seed(0)
-    return [torch.randn(shape, generator=g, dtype=torch.float64) for shape in ((RANKS * N, IN), (OUT, IN), (RANKS * N, OUT))]
+def problem(n: int, tokens: int, columns: int, rows: int, seed: int):
+    """x of all n ranks (n * tokens, columns), weight (rows, columns), gradient of the result (n * tokens, rows)."""
+    g = torch.Generator().manual_seed(seed)
+    shapes = (n * tokens, columns), (rows, columns), (n * tokens, rows)
+    return [torch.randn(shape, generator=g, dtype=torch.float64) for shape in shapes]
 
 
-class Memory(TorchDispatchMode):
-    """Holds a weak reference to every tensor made inside the block."""
-
-    def __init__(self):
-        super().__init__()
-        self.storages = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.storages += [StorageWeakRef(t.untyped_storage()) for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
-        return out
-
-    def holds(self, n_bytes: int) -> bool:
-        """Whether a storage of at least n_bytes is still alive. Waits up to a second: gloo's thread may free tensors late."""
-        for _ in range(20):
-            alive = [torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in self.storages]
-            if not any(storage is not None and storage.nbytes() >= n_bytes for storage in alive):
-                return False
-            del alive
-            time.sleep(0.05)
-        return True
-
-
-def on_a_rank():
-    """(result, gradient of x, gradient of the shard, weight still whole after the forward?, after the backward?)."""
-    rank, (x, weight, grad) = dist.get_rank(), problem()
-    shard = hand03.shard_of(weight, rank, RANKS).requires_grad_()
-    x, grad = x.chunk(RANKS)[rank].clone().requires_grad_(), grad.chunk(RANKS)[rank].clone()
-    with Memory() as memory:
-        y = hand03.ShardedLinear.apply(x, shard, dist.group.WORLD)
-        between = memory.holds(weight.nbytes)
+def on_a_rank(groups, *sizes):
+    """(result, gradient of x, gradient of the shard, bytes kept after the forward, after the backward)."""
+    group, number = own_group(groups)
+    rank, n = group.rank(), group.size()
+    x, weight, grad = problem(n, *sizes, number)
+    shard = weight.chunk(n)[rank].clone().requires_grad_()
+    x, grad = x.chunk(n)[rank].clone().requires_grad_(), grad.chunk(n)[rank].clone()
+    may_keep = shard.nbytes + x.nbytes  # copies of both
+    with Traffic() as traffic:
+        y = hand03.ShardedLinear.apply(x, shard, group)
+        between = traffic.alive(may_keep + y.nbytes) - y.nbytes
         y.backward(grad)
-        after = memory.holds(weight.nbytes)
-    return y.detach(), x.grad, shard.grad, between, after
+        after = traffic.alive(may_keep + y.nbytes + x.nbytes + shard.nbytes) - y.nbytes - x.nbytes - shard.nbytes
+    return y.detach(), x.grad, shard.grad, between, after, may_keep
 
 
-def check_shards(weight):
-    for rank in range(RANKS):
-        mine, want = hand03.shard_of(weight, rank, RANKS), weight.chunk(RANKS)[rank]
-        if mine.shape != want.shape or not torch.equal(mine, want):
-            raise Wrong(f"shard_of gives rank {rank} of {RANKS} {tuple(mine.shape)} of a weight {tuple(weight.shape)}, and "
-                        f"should give rows {rank * OUT // RANKS} .. {(rank + 1) * OUT // RANKS - 1}, {tuple(want.shape)}")
-        if mine.untyped_storage().nbytes() > want.nbytes:
-            raise Wrong(f"shard_of gives rank {rank} the right rows, but as a view: the memory of the whole weight, "
-                        f"{mine.untyped_storage().nbytes()} bytes in place of {want.nbytes}, lives as long as they do")
+def shards(weight, n: int) -> list:
+    """[(shape, whether the rows are right, bytes of memory that they keep)] of shard_of for each of n ranks."""
+    made = []
+    for rank, want in enumerate(weight.chunk(n)):
+        mine = hand03.shard_of(weight, rank, n)
+        right = mine.shape == want.shape and torch.equal(mine, want)
+        made.append((tuple(mine.shape), right, mine.untyped_storage().nbytes()))
+    return made
+
+
+def check_shards(rows: int, columns: int, n: int):
+    weight = torch.randn(rows, columns, dtype=torch.float64)
+    for rank, (shape, right, n_bytes) in enumerate(alone(shards, weight, n)):
+        if not right:
+            raise Wrong(f"shard_of gives rank {rank} of {n} {shape} of a weight {(rows, columns)}, and should give rows "
+                        f"{rank * rows // n} .. {(rank + 1) * rows // n - 1}, {(rows // n, columns)}")
+        if n_bytes > weight.nbytes // n:
+            raise Wrong(f"shard_of gives rank {rank} the right rows, but as a view: the memory of the whole weight, {n_bytes} "
+                        f"bytes in place of {weight.nbytes // n}, lives as long as they do")
+
+
+def check_case(groups, *sizes):
+    n, (_, columns, rows) = len(groups[0]), sizes
+    check_shards(rows, columns, n)
+    try:
+        parts = in_groups(groups, on_a_rank, *sizes)
+    except RuntimeError as e:
+        last = str(e).strip().splitlines()[-1]
+        if "invalid gradient" in str(e) and groups == ONE_GROUP:
+            raise Wrong(f"ShardedLinear.backward: {last}. forward has the arguments x, shard and group, and the gradient of "
+                        "the shard has its rows only: which collective adds up, and leaves each rank its part?") from None
+        if groups == ONE_GROUP or "still a blank" in str(e):
+            raise
+        raise Wrong(f"ShardedLinear, right on 2 ranks with a weight (8, 6), ends on {n} with a weight {(rows, columns)} with "
+                    f"{last}: are the sizes those of the group and of the tensors?") from None
+    for number, (ranks, got) in enumerate(zip(groups, parts)):
+        where = f" of {n}" if len(groups) == 1 else f" of the group {ranks}. {ABOUT_GROUPS} The result"
+        for rank, result in enumerate(got):
+            check_rank(result, problem(n, *sizes, number), rank, n, f"on rank {ranks[rank]}{where}")
+
+
+def check_rank(result, given, rank: int, n: int, where: str):
+    (y, dx, d_shard, between, after, may_keep), (x, weight, grad) = result, given
+    dw, dws = grad.T @ x, [g.T @ x_ for g, x_ in zip(grad.chunk(n), x.chunk(n))]
+    right_y, right_dx = (x @ weight.T).chunk(n)[rank], (grad @ weight).chunk(n)[rank]
+    if y.shape != right_y.shape or not torch.allclose(y, right_y):
+        raise Wrong(f"ShardedLinear.forward {where}: the result {tuple(y.shape)} is not x @ weight.T {tuple(right_y.shape)} "
+                    "with the whole weight and this rank's tokens")
+    if dx is None or not torch.allclose(dx, right_dx):
+        raise Wrong(f"ShardedLinear.backward {where}: the gradient of x is not grad @ weight, with the whole weight. It is not "
+                    "summed over ranks: each has tokens of its own")
+    if d_shard is None:
+        raise Wrong(f"ShardedLinear.backward {where}: the shard has no gradient")
+    right = dw.chunk(n)[rank]
+    if not torch.allclose(d_shard, right):
+        guess = next((text for value, text in (
+            (dws[rank].chunk(n)[rank], "it saw this rank's tokens only; who adds up those of the others?"),
+            (right / n, f"it is the mean over the ranks, 1/{n} of it. The loss is divided by the tokens of all ranks already, "
+                        "so the ranks' gradients are summed"),
+            (dw.chunk(n)[rank - 1], "it has rows of another rank"),
+        ) if torch.allclose(d_shard, value)), "rows of the sum of all ranks' grad.T @ x are wanted")
+        raise Wrong(f"ShardedLinear.backward {where}: the gradient of the shard is wrong: {guess}")
+    kept, when = (between, "between forward and backward") if between > may_keep else (after, "after the backward")
+    if kept > may_keep:
+        rows, columns = weight.shape
+        raise Wrong(f"all numbers are right, but {when} {kept} bytes are still in memory {where}, and x and the shard have "
+                    f"{may_keep}; the whole weight ({rows} x {columns}) has {weight.nbytes}: every layer would keep its own, "
+                    f"whole or in parts, and nothing is saved. Between uses only the shard ({rows // n} x {columns}) stays: "
+                    "what does ctx keep? The backward can gather again")
 
 
 def check():
-    x, weight, grad = problem()
-    check_shards(weight)
-    try:
-        got = on_ranks(RANKS, on_a_rank)
-    except RuntimeError as e:
-        if "invalid gradient" not in str(e):
-            raise
-        raise Wrong(f"ShardedLinear.backward: {str(e).strip().splitlines()[-1]}. forward has the arguments x, shard and "
-                    "group, and the gradient of the shard has its rows only: which collective adds up, and leaves each rank "
-                    "its part?") from None
-    dw, dws = grad.T @ x, [g.T @ x_ for g, x_ in zip(grad.chunk(RANKS), x.chunk(RANKS))]
-    for rank, (y, dx, d_shard, between, after) in enumerate(got):
-        where = f"on rank {rank} of {RANKS}"
-        right_y, right_dx = (x @ weight.T).chunk(RANKS)[rank], (grad @ weight).chunk(RANKS)[rank]
-        if y.shape != right_y.shape or not torch.allclose(y, right_y):
-            raise Wrong(f"ShardedLinear.forward {where}: the result {tuple(y.shape)} is not x @ weight.T "
-                        f"{tuple(right_y.shape)} with the whole weight and this rank's tokens")
-        if dx is None or not torch.allclose(dx, right_dx):
-            raise Wrong(f"ShardedLinear.backward {where}: the gradient of x is not grad @ weight, with the whole weight. It "
-                        "is not summed over ranks: each has tokens of its own")
-        if d_shard is None:
-            raise Wrong(f"ShardedLinear.backward {where}: the shard has no gradient")
-        right = dw.chunk(RANKS)[rank]
-        if not torch.allclose(d_shard, right):
-            guess = next((text for value, text in (
-                (dws[rank].chunk(RANKS)[rank], "it saw this rank's tokens only; who adds up those of the others?"),
-                (right / RANKS, f"it is the mean over the ranks, 1/{RANKS} of it. The loss is divided by the tokens of all "
-                                "ranks already, so the ranks' gradients are summed"),
-                (dw.chunk(RANKS)[rank - 1], "it has rows of another rank"),
-            ) if torch.allclose(d_shard, value)), "rows of the sum of all ranks' grad.T @ x are wanted")
-            raise Wrong(f"ShardedLinear.backward {where}: the gradient of the shard is wrong: {guess}")
-        if between or after:
-            when = "between forward and backward" if between else "after the backward"
-            raise Wrong(f"all numbers are right, but {when} the whole weight ({OUT} x {IN}) is still in memory {where}: every "
-                        f"layer would keep its own, and nothing is saved. Between uses only the shard ({OUT // RANKS} x {IN}) "
-                        "stays: what does ctx keep? The backward can gather again")
+    for case in CASES:
+        check_case(*case)

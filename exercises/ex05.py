@@ -1,8 +1,9 @@
-"""The check of exercise 5: the plan fits the model, 2 processes train the same as 1, and each holds half of every matrix."""
+"""The check of exercise 5: the plan fits models of several depths, 2 and 4 processes train as 1 does, and share every
+matrix."""
 import re
 
 import layouts
-from feedback import Wrong, compare, on_ranks
+from feedback import Wrong, alone, compare, on_ranks
 
 from distributed.checks import check_tp_plan
 from distributed.layout import local_tensor
@@ -20,41 +21,50 @@ def question_about(name: str) -> str:
     return next(text for pattern, text in [*QUESTIONS, ("", "what does each rank see?")] if re.search(pattern, name))
 
 
-def whole_matrices() -> list[str]:
-    """Names of the matrices held whole by both ranks of tp 2."""
-    (stage,), _ = layouts.build(layouts.config(n_layers=2), dict(tp=2), 2, 2)
+def whole_matrices(tp: int) -> list[str]:
+    """Names of the matrices held whole by all ranks of tp."""
+    (stage,), _ = layouts.build(layouts.config(n_layers=2), dict(tp=tp), 2, 2)
     return [name for name, p in stage.named_parameters() if p.dim() == 2 and local_tensor(p).numel() == p.numel()]
 
 
-def check_names():
-    for tied in (False, True):
-        try:
-            check_tp_plan(Llama3(layouts.config(tie_embeddings=tied)), TP_STYLES)
-        except ValueError as e:
-            raise Wrong(f"with tie_embeddings={tied}: {e}") from None
-
-
-def check_training():
+def names_refused(n_layers: int, tied: bool) -> str:
+    """What check_tp_plan says of the plan of a model."""
     try:
-        difference = compare(2, dict(tp=2), dict(n=4, b=2, n_layers=2))
+        check_tp_plan(Llama3(layouts.config(n_layers=n_layers, tie_embeddings=tied)), TP_STYLES)
+    except ValueError as e:
+        return str(e)
+    return ""
+
+
+def check_names():
+    for n_layers, tied in ((4, False), (4, True), (7, False), (1, False)):
+        if said := alone(names_refused, n_layers, tied):
+            raise Wrong(f"with n_layers={n_layers}, tie_embeddings={tied}: {said}")
+
+
+def check_training(tp: int):
+    try:
+        difference = compare(tp, dict(tp=tp), dict(n=4, b=2, n_layers=2))
     except RuntimeError as e:
         last = str(e).strip().splitlines()[-1]
         if found := re.search(r"--tp: (\S+) has no style", last):
-            raise Wrong(f"{found[1]} has no style, so on tp 2 its gradient is not whole: {question_about(found[1])}") from None
-        raise Wrong(f"the plan does not run on tp 2: {last}. Where a rank has T/tp of the tokens "
-                    "and where all T? A colwise matrix needs all of them, and leaves H/tp heads or F/tp channels; a rowwise "
-                    "one takes these and leaves T/tp tokens") from None
+            question = question_about(found[1])
+            raise Wrong(f"{found[1]} has no style, so on tp {tp} its gradient is not whole: {question}") from None
+        raise Wrong(f"the plan does not run on tp {tp}: {last}. Where a rank has T/tp of the tokens and where all T? A colwise "
+                    "matrix needs all of them, and leaves H/tp heads or F/tp channels; a rowwise one takes these and leaves "
+                    "T/tp tokens") from None
     if found := re.search(r"gradient of (\S+) off by (\S+)", difference):
         name, off = found[1], float(found[2])
-        raise Wrong(f"gradient of {name} is off by {off:.2f} (relative) on tp 2: {question_about(name)}")
+        raise Wrong(f"gradient of {name} is off by {off:.2f} (relative) on tp {tp}: {question_about(name)}")
     if difference:
-        raise Wrong(f"on tp 2: {difference}")
+        raise Wrong(f"on tp {tp}: {difference}")
 
 
 def check():
     check_names()
-    check_training()
-    if whole := on_ranks(2, whole_matrices)[0]:
-        raise Wrong(f"it trains the same model, but on tp 2 each rank holds all of {whole[0]} ({len(whole)} matrices are "
-                    "whole): then tp saves no memory there. Split by rows what makes heads or channels, by columns what puts "
-                    "them together")
+    for tp in (2, 4):
+        check_training(tp)
+        if whole := on_ranks(tp, whole_matrices, tp)[0]:
+            raise Wrong(f"it trains the same model, but on tp {tp} each rank holds all of {whole[0]} ({len(whole)} matrices "
+                        "are whole): then tp saves no memory there. Split by rows what makes heads or channels, by columns "
+                        "what puts them together")

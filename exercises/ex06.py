@@ -1,53 +1,56 @@
-"""The check of exercise 6: logits split over two ranks against F.cross_entropy of all logits, then the head, then training."""
+"""The check of exercise 6: logits split over 2 and 4 ranks against F.cross_entropy of all logits, then the head, then
+training."""
 import hand06
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from feedback import Wrong, check_groups, compare, on_ranks
+from feedback import (
+    ABOUT_GROUPS,
+    FOUR,
+    ONE_GROUP,
+    TWO_GROUPS,
+    Traffic,
+    Wrong,
+    check_groups,
+    compare,
+    in_groups,
+    on_ranks,
+    own_group,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import parallel
 from distributed.layout import local_slice
 from models.loss import IGNORE
 
-N, V, TP = 6, 40, 2
+TP, V = 2, 101
 CASES = ("usual logits", "logits around 200", "a rank's logits 90 above the other's")
 
 
-class Largest(TorchDispatchMode):
-    """numel: size of the largest tensor made inside the block."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.numel = max([self.numel, *(t.numel() for t in tree_leaves(out) if isinstance(t, torch.Tensor))])
-        return out
-
-
-def tokens(case: str):
-    """logits (N, V) and labels (N,). Labels sit on both sides of the border between the ranks' words; a token has no loss."""
-    logits = 3 * torch.randn(N, V, generator=torch.Generator().manual_seed(0))
+def tokens(case: str, N: int, V: int, tp: int, seed=0):
+    """logits (N, V) and labels (N,). Labels sit on both sides of the borders between the ranks' words; a token has no loss."""
+    logits = 3 * torch.randn(N, V, generator=torch.Generator().manual_seed(seed))
     if case == CASES[1]:
         logits += 200
     if case == CASES[2]:
-        logits[:, V // 2 :] += 90
-    return logits, torch.tensor([0, 19, 20, 39, IGNORE, 7])
+        logits[:, V // tp :] += 90
+    return logits, torch.tensor([0, V // tp - 1, V // tp, V - 1, IGNORE, 7, V // 2 + seed, 3][:N])
 
 
-def losses_on_a_rank(case: str):
-    logits, labels = tokens(case)
-    begin = dist.get_rank() * V // TP
-    with Largest() as largest:
-        losses, gradient = hand06.token_losses(logits[:, begin : begin + V // TP].clone(), labels, begin, dist.group.WORLD)
-    return losses, gradient, largest.numel
+def losses_on_a_rank(groups, case: str, N: int, V: int):
+    group, number = own_group(groups)
+    tp, rank = group.size(), group.rank()
+    logits, labels = tokens(case, N, V, tp, number)
+    begin = rank * V // tp
+    with Traffic() as traffic:
+        losses, gradient = hand06.token_losses(logits[:, begin : begin + V // tp].clone(), labels, begin, group)
+    return losses, gradient, traffic.largest, traffic.moved
 
 
-def usual_mistakes(logits, labels) -> list:
+def usual_mistakes(logits, labels, TP: int) -> list:
     """[(losses of each rank, the mistake in words)]."""
+    N, V = logits.shape
     parts, rows = logits.split(V // TP, 1), torch.arange(N)
     valid = labels != IGNORE
     target = logits[rows, labels.clamp(min=0)]
@@ -66,19 +69,31 @@ def usual_mistakes(logits, labels) -> list:
             ([wrapped] * TP, "every rank has added a logit for the label. It belongs to one rank, and the others add 0")]
 
 
-def check_losses(case: str):
-    logits, labels = tokens(case)
+def check_losses(groups, case: str, N: int, V: int):
+    TP = len(groups[0])
+    try:
+        parts = in_groups(groups, losses_on_a_rank, case, N, V)
+    except RuntimeError as e:
+        if groups == ONE_GROUP or "still a blank" in str(e):
+            raise
+        raise Wrong(f"token_losses, right on 2 ranks, ends on {TP} with {N} tokens and {V // TP} words each with "
+                    f"{str(e).strip().splitlines()[-1]}: are the sizes those of the group and of logits?") from None
+    for number, (ranks, got) in enumerate(zip(groups, parts)):
+        about = f" in the group {ranks} ({ABOUT_GROUPS})" if len(groups) > 1 else f" on {TP} ranks"
+        check_group(got, *tokens(case, N, V, TP, number), f"token_losses, {case}{about}:")
+
+
+def check_group(got, logits, labels, where: str):
+    TP, (N, V) = len(got), logits.shape
     want = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="none")
     softmax = logits.softmax(1)
     gradient = softmax - F.one_hot(labels.clamp(min=0), V)
     gradient[labels == IGNORE] = 0
-    got = on_ranks(TP, losses_on_a_rank, case)
-    where = f"token_losses, {case}:"
-    if any(losses.shape != (N,) or grad.shape != (N, V // TP) for losses, grad, _ in got):
+    if any(losses.shape != (N,) or grad.shape != (N, V // TP) for losses, grad, *_ in got):
         raise Wrong(f"{where} it returns {tuple(got[0][0].shape)} and {tuple(got[0][1].shape)}, and should return losses "
                     f"({N},) and their gradient by this rank's logits ({N}, {V // TP})")
     close = lambda a, b: torch.allclose(a, b, atol=1e-4, rtol=1e-4)  # noqa: E731
-    for rank, (losses, _, _) in enumerate(got):
+    for rank, (losses, *_) in enumerate(got):
         if not losses.isfinite().all():
             raise Wrong(f"{where} the losses are {losses.tolist()} on rank {rank}. exp(100) is infinite in fp32: what is "
                         "subtracted before, and is it the largest logit of all words?")
@@ -86,17 +101,20 @@ def check_losses(case: str):
         if ignored.any():
             raise Wrong(f"{where} the token whose label is IGNORE has the loss {ignored.item():.3f}, and should have 0")
         if not close(losses, want):
-            guess = next((text for values, text in usual_mistakes(logits, labels)
-                          if all(close(mine, v) for (mine, _, _), v in zip(got, values))),
+            guess = next((text for values, text in usual_mistakes(logits, labels, TP)
+                          if all(close(mine, v) for (mine, *_), v in zip(got, values))),
                          "look at the largest logit, the sum of the exponentials and the label's logit, each by itself")
             i = (losses - want).abs().argmax().item()
             raise Wrong(f"{where} token {i} with label {labels[i]} has the loss {losses[i]:.4f} on rank {rank}, which has the "
                         f"words {rank * V // TP} .. {(rank + 1) * V // TP - 1}, and F.cross_entropy says {want[i]:.4f}: "
                         f"{guess}")
-    check_gradients(where, [g for _, g, _ in got], gradient.split(V // TP, 1), softmax.split(V // TP, 1), labels, close)
-    if (most := max(numel for _, _, numel in got)) > N * V // TP:
+    check_gradients(where, [g for _, g, *_ in got], gradient.split(V // TP, 1), softmax.split(V // TP, 1), labels, close)
+    if (most := max(largest for *_, largest, _ in got)) > N * V // TP:
         raise Wrong(f"{where} right, but a tensor of {most} numbers was made, and a rank's logits are {N} x {V // TP} = "
                     f"{N * V // TP}: with V = 128,256 this is what should not be gathered. Three numbers per token are enough")
+    if (most := max(moved for *_, moved in got)) > 3 * N * (TP + 1):
+        raise Wrong(f"{where} right, but {most} numbers went through the collectives, and {N} tokens on {TP} ranks need at "
+                    f"most {3 * N * (TP + 1)}: were logits gathered piece by piece? Three numbers per token are enough")
 
 
 def check_gradients(where, got, gradient, softmax, labels, close):
@@ -112,20 +130,21 @@ def check_gradients(where, got, gradient, softmax, labels, close):
 
 
 def head_on_a_rank():
-    """(loss, gradient of h, gradient of the head's rows, first row) on this rank. V is 11: the last rank has fewer rows."""
+    """(loss, gradient of h, gradient of the head's rows, first row) on this rank. V is odd: the last rank has fewer rows."""
     h, weight, labels = head_problem()
     mesh = init_device_mesh("cpu", (TP,), mesh_dim_names=("tp",))["tp"]
     mine = h.chunk(TP, 1)[dist.get_rank()].clone().requires_grad_()
     split = distribute_tensor(weight, mesh, [Shard(0)], src_data_rank=None).requires_grad_()
-    loss = parallel.vocab_parallel_loss(mine, split, labels, 5, mesh=mesh)
-    loss.backward()
-    return loss.item(), mine.grad, split.grad.to_local(), local_slice(split)[1][0]
+    with Traffic() as traffic:
+        loss = parallel.vocab_parallel_loss(mine, split, labels, 5, mesh=mesh)
+        loss.backward()
+    return loss.item(), mine.grad, split.grad.to_local(), local_slice(split)[1][0], traffic.moved
 
 
 def head_problem():
     g = torch.Generator().manual_seed(1)
-    h, weight = torch.randn(2, 4, 8, generator=g), torch.randn(11, 8, generator=g)
-    labels = torch.randint(0, 11, (2, 4), generator=g)
+    h, weight = torch.randn(2, 4, 8, generator=g), torch.randn(V, 8, generator=g)
+    labels = torch.randint(0, V, (2, 4), generator=g)
     labels[0, 1:3] = labels[1, 3] = IGNORE
     return h, weight, labels
 
@@ -141,7 +160,7 @@ def check_head():
             raise
         raise Wrong(f"vocab_parallel_loss on tp 2 ends with {str(e).strip().splitlines()[-1]}. A rank gets h of T/tp tokens "
                     "and labels of all T, and weight is a DTensor: gather h, and multiply with this rank's rows") from None
-    for rank, (loss, dh, dw, begin) in enumerate(got):
+    for rank, (loss, dh, dw, begin, moved) in enumerate(got):
         if abs(loss - want.item()) > 1e-4:
             raise Wrong(f"vocab_parallel_loss is {loss:.4f} on rank {rank} of {TP} and should be {want.item():.4f} on both. "
                         f"Its first word is number {begin}: does the loss know (vocab_start)? Are max and sum taken over the "
@@ -151,11 +170,17 @@ def check_head():
                 raise Wrong(f"vocab_parallel_loss: the loss is right, and the gradient of {name} on rank {rank} is not. What "
                             "each rank's words say about h must be added up: does the gather of h have a backward that does "
                             "(AllGather)?")
+        if moved > (most := 2 * (TP + 1) * h.numel()):
+            raise Wrong(f"vocab_parallel_loss: right, but {moved} numbers go through the collectives of rank {rank}, and the "
+                        f"gather of h, its backward and three numbers per token need at most {most}: were the head's rows or "
+                        "the logits gathered?")
 
 
 def check():
     for case in CASES:
-        check_losses(case)
+        check_losses(ONE_GROUP, case, 6, 40)
+    check_losses(FOUR, CASES[2], 8, 96)
+    check_losses(TWO_GROUPS, CASES[0], 7, 40)
     check_head()
     if difference := compare(2, dict(tp=2), dict(n=2, b=2, n_layers=2)):
         raise Wrong(f"on tp 2: {difference}")

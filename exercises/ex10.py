@@ -4,7 +4,7 @@ import tempfile
 from pathlib import Path
 
 import hand10
-from feedback import Wrong, compare
+from feedback import Wrong, alone, compare
 
 from tools.schedule import bubble, duration, simulate
 
@@ -12,10 +12,18 @@ SPLITS = [(6, 2), (6, 4), (4, 2), (7, 3), (32, 8), (80, 16), (61, 8)]  # layers,
 SCHEDULES = [(2, 4), (4, 8), (4, 16), (8, 8), (4, 2), (3, 1), (2, 1)]  # ranks, micro-batches
 
 
+def split(n_layers: int, n_stages: int) -> list[list[int]]:
+    return [list(stage) for stage in hand10.split_layers(n_layers, n_stages)]
+
+
+def orders(pp: int, n: int) -> list[list[tuple[str, int]]]:
+    return [[tuple(x) for x in hand10.order_of_rank(rank, pp, n)] for rank in range(pp)]
+
+
 def check_split():
     for n_layers, n_stages in SPLITS:
         said = f"{n_layers} layers on {n_stages} stages"
-        stages = [list(stage) for stage in hand10.split_layers(n_layers, n_stages)]
+        stages = alone(split, n_layers, n_stages)
         if len(stages) != n_stages:
             raise Wrong(f"split_layers: {said}: {len(stages)} lists")
         if (given := list(itertools.chain(*stages))) != list(range(n_layers)):
@@ -72,7 +80,7 @@ def show(row) -> str:
 def check_order():
     for pp, n in SCHEDULES:
         said = f"{pp} ranks, {n} micro-batches"
-        rows = [[tuple(x) for x in hand10.order_of_rank(rank, pp, n)] for rank in range(pp)]
+        rows = alone(orders, pp, n)
         for rank, row in enumerate(rows):
             check_row(row, rank, n, said)
         try:
@@ -109,11 +117,11 @@ def stuck(rows) -> str:
 
 def check_training():
     """Train with torch's pipeline under the student's split and orders; compare loss, gradients and weights with 1 process."""
-    stages = [[f"blocks.{i}" for i in stage] for stage in hand10.split_layers(4, 2)]
+    stages = [[f"blocks.{i}" for i in stage] for stage in alone(split, 4, 2)]
     fqns = ";".join(",".join(names) for names in (["tok_embeddings", *stages[0]], [*stages[1], "norm", "head"]))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "order.csv")
-        rows = [",".join(f"{rank}{kind}{m}" for kind, m in hand10.order_of_rank(rank, 2, 8)) for rank in range(2)]
+        rows = [",".join(f"{rank}{kind}{m}" for kind, m in row) for rank, row in enumerate(alone(orders, 2, 8))]
         path.write_text("\n".join(rows) + "\n")
         if difference := compare(2, dict(pp=2, pp_schedule_csv=str(path), pp_stage_fqns=fqns), dict(n=8, b=8)):
             raise Wrong(f"trained with your split and your orders on 2 processes: {difference}")

@@ -5,11 +5,13 @@ from collections import Counter
 import layouts
 import torch
 from feedback import Wrong, compare, on_ranks
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import parallel
-from distributed.layout import local_slice, local_tensor
+from distributed.layout import Layout, local_slice, local_tensor
 
 TIED, MOE = dict(tie_embeddings=True), dict(model="qwen3", n_experts=8, top_k=2, moe_ffn_dim=32)
+UNEVEN = "Numbers of elements do not tell: parts may be uneven, or empty. Look at the mesh and at the placements"
 LAYOUTS = [  # flags, fields of the model, the layout in words
     ({}, {}, "FSDP on 2 ranks"),
     (dict(dp_replicate=2, dp_shard=2), {}, "4 ranks, dp_replicate 2 and dp_shard 2: two copies, each in two parts"),
@@ -65,6 +67,32 @@ def check_replicas(ranks: list[dict], said: str):
                 raise Wrong(f"{said}: replicas gives {given} for the gradient of {key[1]} on rank {rank}, which has "
                             f"{part[0]} of it; {held} this part. Look at its mesh and its placements, one for each axis; "
                             f"parts may be uneven")
+
+
+def uneven(degrees: dict) -> list[tuple]:
+    """[(rows, rows here, replicas())] for gradients with fewer rows than ranks, or not a multiple, cut over fsdp."""
+    layout = parallel.make_mesh(Layout(**degrees, rank=torch.distributed.get_rank()))
+    found = []
+    for rows in (1, 3, 5):
+        grad = distribute_tensor(torch.ones(rows, 2), layout.mesh["fsdp"], [Shard(0)], src_data_rank=None)
+        found.append((rows, len(grad.to_local()), parallel.replicas(grad, layout)))
+    return found
+
+
+def check_uneven():
+    for degrees, want in ((dict(dp_shard=4), 1), (dict(dp_replicate=2, dp_shard=2), 2)):
+        try:
+            ranks = on_ranks(4, uneven, degrees)
+        except RuntimeError as e:
+            if "still a blank" in str(e):
+                raise
+            raise Wrong(f"replicas, on {degrees} with a gradient of 1, 3 or 5 rows, ends with "
+                        f"{str(e).strip().splitlines()[-1]}. {UNEVEN}") from None
+        for rank, rows in enumerate(ranks):
+            for whole, here, got in rows:
+                if got != want:
+                    raise Wrong(f"replicas, on {degrees}, with a gradient of {whole} rows, {here} of them on rank {rank}, "
+                                f"gives {got} and should give {want}. {UNEVEN}")
 
 
 def why(got: list[float], want: float, ranks: list[dict]) -> str:
@@ -126,5 +154,6 @@ def check_norm(flags, fields, said):
 def check():
     for layout in LAYOUTS:
         check_norm(*layout)
+    check_uneven()
     if difference := compare(2, dict(pp=2), dict(n=4, b=2, tie_embeddings=True)):
         raise Wrong(f"on pp 2 with a tied embedding, three steps of training: {difference}")

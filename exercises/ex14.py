@@ -3,7 +3,7 @@ import math
 
 import layouts
 import torch
-from feedback import Wrong, on_ranks
+from feedback import Wrong, alone, elsewhere, on_ranks
 
 import parallel
 from distributed import initial
@@ -26,33 +26,40 @@ def draw(whole, offset, shape, name="7/blocks.0.wq", std=0.02):
     """Draw a rank's part like parallel.init_weights. Elements that stay unwritten are NaN."""
     local = torch.full(shape, math.nan)
     for b in range(offset[0] // ROWS, math.ceil((offset[0] + shape[0]) / ROWS)):
-        try:
-            initial.draw_block(local, torch.Size(whole), offset, ROWS, b, std, f"{name}/{b}")
-        except (ValueError, RuntimeError) as e:
-            if "process group" not in str(e):
-                raise
-            raise Wrong(f"draw_block asks for its rank ({e}). The numbers must not depend on who draws them: name says "
-                        f"all") from e
+        initial.draw_block(local, torch.Size(whole), offset, ROWS, b, std, f"{name}/{b}")
     return local
+
+
+def whole_drawn() -> dict:
+    """A parameter drawn whole on this process, twice, and another one; whether torch's own generator was left alone."""
+    shape, zeros = (1000, 40), (0, 0)
+    state = torch.get_rng_state()
+    w = draw(shape, zeros, shape)
+    return dict(w=w, again=draw(shape, zeros, shape), other=draw(shape, zeros, shape, "7/blocks.1.wq"),
+                quiet=torch.equal(state, torch.get_rng_state()))
+
+
+def parts_drawn() -> list:
+    """[(whole, part)] of each row of PARTS on this process."""
+    return [(draw(whole, (0,) * len(whole), whole), draw(whole, offset, shape)) for whole, offset, shape, _ in PARTS]
 
 
 def check_whole():
     """Check a parameter held whole."""
-    shape, zeros = (1000, 40), (0, 0)
-    state = torch.get_rng_state()
-    w = draw(shape, zeros, shape)
+    got, shape = alone(whole_drawn), (1000, 40)
+    w = got["w"]
     if w.isnan().any():
         row = w.isnan().any(1).nonzero()[0].item()
         raise Wrong(f"of a parameter {shape} in blocks of {ROWS} rows, row {row} is never written: block {row // ROWS} has it")
-    if not torch.equal(w, draw(shape, zeros, shape)):
+    if not torch.equal(w, got["again"]):
         raise Wrong("the same parameter drawn twice is not the same: name must decide the numbers, alone. Which generator does "
                     "torch.randn take? One that others have drawn from goes on where they stopped")
-    if torch.equal(w, draw(shape, zeros, shape, "7/blocks.1.wq")):
+    if torch.equal(w, got["other"]):
         raise Wrong("blocks.0.wq and blocks.1.wq start equal: the generator's seed must depend on name")
     if torch.equal(w[:ROWS], w[ROWS : 2 * ROWS]):
         raise Wrong("blocks 0 and 1 of a parameter are equal: the generator's seed must depend on all of name, the block's "
                     "number at its end too")
-    if torch.equal(w[ROWS : 2 * ROWS], draw(shape, zeros, shape, "7/blocks.1.wq")[:ROWS]):
+    if torch.equal(w[ROWS : 2 * ROWS], got["other"][:ROWS]):
         raise Wrong("block 1 of blocks.0.wq and block 0 of blocks.1.wq are equal: their names have the same letters in another "
                     "order, and a sum over letters does not see that. A hash does")
     mean, std = w.mean().item(), w.std().item()
@@ -61,15 +68,14 @@ def check_whole():
     if w.abs().max() < 3 * 0.02:
         raise Wrong(f"of 40,000 numbers the largest is {w.abs().max() / 0.02:.2f} standard deviations away from 0: they are "
                     "not normally distributed, as those of torch.randn are")
-    if not torch.equal(state, torch.get_rng_state()):
+    if not got["quiet"]:
         raise Wrong("torch's global generator has moved or was seeded. Other threads draw from it at the same time: make a "
                     "torch.Generator() of your own")
 
 
 def check_parts():
-    for whole, offset, shape, who in PARTS:
-        want = draw(whole, (0,) * len(whole), whole)[tuple(slice(o, o + n) for o, n in zip(offset, shape))]
-        got = draw(whole, offset, shape)
+    for (whole, offset, shape, who), (drawn, got) in zip(PARTS, alone(parts_drawn)):
+        want = drawn[tuple(slice(o, o + n) for o, n in zip(offset, shape))]
         if torch.equal(got, want):
             continue
         here = f"{who}, of a parameter {whole} in blocks of {ROWS} rows"
@@ -91,23 +97,41 @@ def weights_on(flags: dict) -> dict:
     return {fqn: layouts.full(p) for fqn, p in stages[0].named_parameters()}
 
 
-def check_layouts():
+def weights_alone() -> dict:
     model = Llama3(layouts.config())
     parallel.init_weights(model, Layout(), 5)
+    return {fqn: p.detach() for fqn, p in model.named_parameters()}
+
+
+def ranks_part() -> torch.Tensor:
+    return draw((10, 6), (0, 0), (10, 6))
+
+
+def check_ranks():
+    """The same block, drawn by two ranks of a group, and by a process that shares no start with them."""
+    first, second = on_ranks(2, ranks_part)
+    if not torch.equal(first, second):
+        raise Wrong("two ranks that draw the same block have other numbers, although all parts are right inside one process. "
+                    "Does the rank go into the seed? Numbers must not depend on who draws them: name says all")
+    if not torch.equal(first, elsewhere(ranks_part)):
+        raise Wrong("another process that draws the same block has other numbers: Python's hash(name) differs from process to "
+                    "process, and so does anything made of it; hashlib's does not")
+
+
+def check_layouts():
+    whole = alone(weights_alone)
     for flags, said in (({}, "FSDP on 2 processes"), (dict(tp=2), "tp 2")):
         ranks = on_ranks(2, weights_on, flags)
-        for fqn, p in model.named_parameters():
+        for fqn, p in whole.items():
             for rank, weights in enumerate(ranks):
                 if not torch.equal(weights[fqn], p):
                     share = (weights[fqn] != p).float().mean().item()
-                    guess = "Does the rank go into the seed? A part would then be drawn differently by another rank"
-                    if share > 0.9:
-                        guess = "All of them differ, so something differs between processes: Python's hash(name) does"
-                    raise Wrong(f"{said}: {fqn} on rank {rank} is not what one process has, {share:.0%} of its numbers "
-                                f"differ, although all parts are right inside one process. {guess}")
+                    raise Wrong(f"{said}: {fqn} on rank {rank} is not what one process has, {share:.0%} of its numbers differ, "
+                                "although all parts are right inside one process. Does the rank go into the seed?")
 
 
 def check():
     check_whole()
     check_parts()
+    check_ranks()
     check_layouts()

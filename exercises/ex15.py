@@ -4,23 +4,10 @@ import itertools
 import hand15
 import layouts
 import torch
-from feedback import Wrong, on_ranks
-from torch.utils._python_dispatch import TorchDispatchMode
+from feedback import Traffic, Wrong, alone, on_ranks
+from torch.utils._pytree import tree_leaves
 
 from distributed.layout import local_slice, local_tensor
-
-
-class Largest(TorchDispatchMode):
-    """numel: size of the largest float tensor returned by an operation inside the block."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for x in out if isinstance(out, (list, tuple)) else [out]:
-            if isinstance(x, torch.Tensor) and x.is_floating_point():
-                self.numel = max(self.numel, x.untyped_storage().nbytes() // x.element_size())
-        return out
 
 
 def grid(shape, *cuts) -> list[tuple[tuple, tuple]]:
@@ -70,21 +57,41 @@ def why(got, want, whole, files, pieces) -> str:
             "it belongs, not its place in the list")
 
 
+def loaded(pieces, files: dict, part) -> tuple:
+    """(load_part() on this process or the ValueError's text, files read, numbers of the largest floating tensor made)."""
+    reads = []
+
+    def read(file):
+        reads.append(file)
+        return files[file].clone()
+
+    with Floats() as floats:
+        try:
+            got = hand15.load_part(pieces, read, *part)
+        except ValueError as e:
+            got = f"ValueError: {e}"
+    return got.detach().clone() if isinstance(got, torch.Tensor) else got, reads, floats.largest
+
+
+class Floats(Traffic):
+    """Counts no tensor of bool or int: an account of what was written may be as large as the part."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        before = self.largest
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        made = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+        self.largest = max([before, *(t.untyped_storage().nbytes() // t.element_size() for t in made)])
+        return out
+
+
 def check_case(said, shape, places, parts):
     whole = torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape)
     pieces = [(f"rank{i}.pt", *place) for i, place in enumerate(places)]
     files = {file: cut(whole, place) for (file, *_), place in zip(pieces, places)}
     for order in (pieces, pieces[::-1]):
         for part in parts:
-            reads = []
-
-            def read(file, reads=reads):
-                reads.append(file)
-                return files[file].clone()
-
             here, want = f"{said}: the part at {part[0]} of shape {part[1]}", cut(whole, part)
-            with Largest() as largest:
-                got = hand15.load_part(list(order), read, *part)
+            got, reads, largest = alone(loaded, list(order), files, part)
             if not isinstance(got, torch.Tensor) or got.shape != want.shape or not torch.equal(got, want):
                 raise Wrong(f"{here}: " + (why(got, want, whole, files, order) if isinstance(got, torch.Tensor) else
                                            f"load_part returns {type(got).__name__}, no tensor"))
@@ -93,20 +100,18 @@ def check_case(said, shape, places, parts):
             if idle := [file for file, *place in pieces if file in reads and not overlaps(place, part)]:
                 raise Wrong(f"{here} is right, but {len(reads)} of {len(pieces)} files were read, and {', '.join(idle)} hold "
                             "nothing of it: look at offset and shape before you read")
-            if largest.numel >= whole.numel():
-                raise Wrong(f"{here} is right, but a tensor of {largest.numel} elements was made on the way, and the whole has "
+            if largest >= whole.numel():
+                raise Wrong(f"{here} is right, but a tensor of {largest} elements was made on the way, and the whole has "
                             f"{whole.numel()}: copy each overlap directly into the part")
 
 
 def check_missing():
     whole, places = torch.arange(48.0).view(8, 6), grid((8, 6), 2, 2)
     pieces = [(str(i), *place) for i, place in enumerate(places)][:3]  # the piece at (4, 3) is lost
-    try:
-        got = hand15.load_part(pieces, lambda file: cut(whole, places[int(file)]), (2, 0), (4, 6))
-    except ValueError:
-        return
-    raise Wrong(f"one of four pieces is missing, and load_part returns a tensor {tuple(got.shape)} all the same: whatever "
-                "was in memory there. Keep account of what was written, and raise ValueError if something was not")
+    got, *_ = alone(loaded, pieces, {file: cut(whole, places[int(file)]) for file, *_ in pieces}, ((2, 0), (4, 6)))
+    if not str(got).startswith("ValueError"):
+        raise Wrong(f"one of four pieces is missing, and load_part returns a tensor {tuple(got.shape)} all the same: whatever "
+                    "was in memory there. Keep account of what was written, and raise ValueError if something was not")
 
 
 def held(flags: dict) -> dict:
@@ -125,8 +130,9 @@ def check_layouts():
     for fqn in wanted[0]:
         pieces = [(str(rank), ranks[fqn][0], ranks[fqn][1]) for rank, ranks in enumerate(saved)]
         for rank, (offset, shape, part, _) in enumerate(parts[fqn] for parts in wanted):
-            got = hand15.load_part(pieces, lambda file: saved[int(file)][fqn][2].clone(), offset, shape)  # noqa: B023
-            if not torch.equal(got, part):
+            files = {str(i): ranks[fqn][2] for i, ranks in enumerate(saved)}
+            got, *_ = alone(loaded, pieces, files, (offset, shape))
+            if not isinstance(got, torch.Tensor) or not torch.equal(got, part):
                 raise Wrong(f"a model, saved under tp 2 and loaded by FSDP on 2: {fqn} on rank {rank} is not what it was")
 
 

@@ -4,7 +4,7 @@ import math
 import hand16
 import policy
 import torch
-from feedback import Wrong, on_ranks
+from feedback import Wrong, alone, on_ranks
 
 import grpo
 
@@ -20,18 +20,31 @@ CASES = [  # ratio, advantage, objective, gradient of the objective by lp, the c
 ]
 
 
+def token_losses(lp, old, advantages, mask):
+    """(token_losses() on this process, whether it has a gradient, the gradient by lp)."""
+    lp = lp.clone().requires_grad_()
+    out = hand16.token_losses(lp, old, advantages, mask, LOW, HIGH)
+    if isinstance(out, torch.Tensor) and out.requires_grad:
+        out.sum().backward()
+    return (out.detach(), out.requires_grad, lp.grad) if isinstance(out, torch.Tensor) else (out, False, None)
+
+
+def denominators(kind: str, samples: list) -> list[float]:
+    """loss_denominator() of all samples, and of each by itself."""
+    return [float(grpo.loss_denominator(kind, some, 10)) for some in (samples, *([s] for s in samples))]
+
+
 def losses(ratios, advantages, mask):
     """(losses, gradient by lp) for ratios (B, T)."""
     old = torch.full_like(ratios, -1.5)
-    lp = (old + ratios.log()).requires_grad_()
-    out = hand16.token_losses(lp, old, advantages, mask, LOW, HIGH)
+    lp = old + ratios.log()
+    out, has_gradient, grad = alone(token_losses, lp, old, advantages, mask)
     if not isinstance(out, torch.Tensor) or out.shape != lp.shape:
         raise Wrong(f"token_losses gives {getattr(out, 'shape', out)} for lp of {tuple(lp.shape)}: the loss of each token, "
                     "not yet their sum or mean")
-    if not out.requires_grad:
+    if not has_gradient:
         raise Wrong("what token_losses gives has no gradient: the ratio must be computed from lp by autograd, without detach()")
-    out.sum().backward()
-    return out.detach(), lp.grad
+    return out, grad
 
 
 def check_cases():
@@ -76,11 +89,10 @@ def check_rows():
             raise Wrong(f"{said}. All tokens of a sample have the same loss: yours is a ratio of sequences or of means, and "
                         "each token has its own ratio exp(lp - old)")
         raise Wrong(said)
-    lp = torch.tensor([[-1.0, -math.inf, -math.inf]], requires_grad=True)
+    lp = torch.tensor([[-1.0, -math.inf, -math.inf]])
     old, mask = torch.tensor([[-1.0, -math.inf, -1.0], [1.0, 0, 0]]).unsqueeze(1)
-    out = hand16.token_losses(lp, old, torch.ones(1, 1), mask, LOW, HIGH)
-    out.sum().backward()
-    if out.isnan().any() or lp.grad.isnan().any():
+    out, _, grad = alone(token_losses, lp, old, torch.ones(1, 1), mask)
+    if out.isnan().any() or grad.isnan().any():
         what = "loss" if out.isnan().any() else "gradient"
         raise Wrong(f"the {what} is nan when a token that was not sampled has log-probability -inf: inf - inf is nan, and "
                     "nan * 0 as well. Choose with torch.where(mask > 0, ..., 0) before you compute")
@@ -91,7 +103,7 @@ def check_denominator():
     samples = [dict(mask=mask, ids=mask, prompt=[1], advantage=0.5) for mask in masks]
     said = "3 samples with 3, 0 and 4 trained tokens, max_new_tokens 10"
     for kind, want in (("grpo", 2), ("gspo", 2), ("dr_grpo", 20), ("dapo", 7), ("cispo", 7), ("sft", 7)):
-        got = float(grpo.loss_denominator(kind, samples, 10))
+        got, *each = alone(denominators, kind, samples)
         if abs(got - want) > 1e-6:
             guess = next((text for values, text in (
                 ((3, 30), "a sample without a trained token counts for nothing: it has no loss"),
@@ -99,7 +111,7 @@ def check_denominator():
                 ((3.5, 7 / 3), "a mean cannot be added up over ranks and micro-batches: return the sum"),
             ) if any(abs(got - v) < 1e-6 for v in values)), "count again what this loss divides by")
             raise Wrong(f"loss_denominator('{kind}', ...) gives {got:g} for {said}, and should give {want}: {guess}")
-        parts = sum(float(grpo.loss_denominator(kind, [s], 10)) for s in samples)
+        parts = sum(each)
         if abs(parts - want) > 1e-6:
             raise Wrong(f"loss_denominator('{kind}', ...) gives {want} for {said}, and {parts:g} when they are given one by "
                         "one and added up, as ranks and micro-batches do: it must be a sum over samples")

@@ -1,21 +1,32 @@
 """Shared by the checks: run a student's functions on several processes, and say what is wrong.
 
-run.py starts a process for each check. In this process `import parallel` finds the student's file; the tests/ folder is the
-project's. check() of ex04.py raises Wrong with a text for the student, or returns.
+check() of ex04.py raises Wrong with a text for the student, or returns. In the process that runs check() `import parallel`
+finds the project's own file; in the processes of on_ranks() the student's.
 """
 import faulthandler
+import functools
 import importlib
 import inspect
 import textwrap
+import time
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from unittest import mock
 
 import layouts
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from pool import pool
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-STUCK_S = 60  # must be less than run.LIMIT_S
-# {file: {function: source}}: tests/exercises/test_exercises.py puts answers here; checks run these, not the files' code
+stuck_s = 60.0  # must be less than the limit of a check
+# {file: {function: source}}: tests/exercises/test_exercises.py puts answers here; workers run these, not the files' code
 planted = {}
+ONE_GROUP, TWO_GROUPS, FOUR = [[0, 1]], [[0, 2], [1, 3]], [[0, 1, 2, 3]]
 
 
 class Wrong(Exception):
@@ -46,9 +57,10 @@ def replaced(answers: dict[str, dict[str, str]]):
 
 
 @contextmanager
-def watched(answers: dict):
-    """On a rank: put the answers in place. After STUCK_S write the stack to stderr; run.py reads there which rank waits."""
-    faulthandler.dump_traceback_later(STUCK_S)
+def watched(answers: dict, seconds: float):
+    """On a rank: put the answers in place. After `seconds` write the stack to stderr; grading.py reads there which rank
+    waits."""
+    faulthandler.dump_traceback_later(seconds)
     try:
         with replaced(answers):
             yield
@@ -62,13 +74,97 @@ def call(watch, function, args):
 
 
 def on_ranks(n: int, function, *args) -> list:
-    """[function(*args) on rank 0, on rank 1, ...] for n processes connected by gloo. The function must be importable."""
-    return pool(n).run(call, partial(watched, planted), function, args, tries=1)
+    """[function(*args) on rank 0, on rank 1, ...] for n processes connected by gloo. The function must be importable. A
+    student's function is called in such processes only: what computes the right answer and compares runs no code of a
+    student's."""
+    return pool(n).run(call, partial(watched, planted, stuck_s), function, args, tries=1)
+
+
+def alone(function, *args):
+    """function(*args) in another process."""
+    return on_ranks(1, function, *args)[0]
+
+
+def elsewhere(function, *args):
+    """function(*args) in an interpreter started anew. The other processes are copies of one, down to the seed of hash()."""
+    with ProcessPoolExecutor(1, mp.get_context("spawn")) as executor:
+        return executor.submit(call, partial(watched, planted, stuck_s), function, args).result()
+
+
+@functools.cache
+def process_group(ranks: tuple):
+    return dist.new_group(list(ranks))
+
+
+def own_group(groups: list[list[int]]):
+    """On a rank: (the group of this rank, the group's number). Every rank makes all groups, as torch wants it."""
+    made = [process_group(tuple(ranks)) for ranks in groups]
+    number = next(i for i, ranks in enumerate(groups) if dist.get_rank() in ranks)
+    return made[number], number
+
+
+def in_groups(groups: list[list[int]], function, *args) -> list[list]:
+    """[[function(groups, *args) on each rank of a group] for each group]. function calls own_group(groups)."""
+    try:
+        results = on_ranks(sum(map(len, groups)), function, groups, *args)
+    except RuntimeError as e:
+        if len(groups) == 1 or "NotImplementedError" in str(e):
+            raise
+        raise Wrong(f"right with one group of ranks, and on 4 processes in the groups {groups} it ends with "
+                    f"{str(e).strip().splitlines()[-1]}. {ABOUT_GROUPS}") from None
+    return [[results[rank] for rank in ranks] for ranks in groups]
+
+
+ABOUT_GROUPS = "Does every collective get its group, and are rank and number of ranks those in the group?"
+
+
+class Traffic(TorchDispatchMode):
+    """moved: numbers in the tensors of all collectives called inside the block, sent and received; calls: their names; largest:
+    numbers in the largest tensor that was made."""
+
+    def __init__(self):
+        super().__init__()
+        self.moved, self.calls, self.largest, self.storages = 0, [], 0, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        out = func(*args, **(kwargs or {}))
+        made = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+        if func.namespace in ("c10d", "_c10d_functional"):
+            if "wait" not in str(func):
+                self.calls.append(str(func).split(".")[1].strip("_"))
+                self.moved += sum({t.data_ptr(): t.numel() for t in tensors if t.numel()}.values())
+        else:
+            self.largest = max([self.largest, *(t.numel() for t in made)])
+        self.storages += [StorageWeakRef(t.untyped_storage()) for t in made]
+        return out
+
+    def alive(self, at_most: int) -> int:
+        """Bytes of all tensors made inside the block that are still alive. Waits up to a second for no more than at_most,
+        because gloo's thread may free tensors late."""
+        for _ in range(20):
+            storages = {ref.cdata: torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in self.storages}
+            n_bytes = sum(storage.nbytes() for storage in storages.values() if storage is not None)
+            del storages
+            if n_bytes <= at_most:
+                break
+            time.sleep(0.05)
+        return n_bytes
+
+
+@contextmanager
+def without(module, name: str, reason: str):
+    """Let a function of the project raise: an exercise is not solved by a call of its sister."""
+    def refused(*args, **kwargs):
+        raise RuntimeError(f"{name} was called: {reason}")
+
+    with mock.patch.object(module, name, refused):
+        yield
 
 
 def compare(processes: int, flags: dict, problem: dict) -> str:
     """'' if the layout trains like a single process, else the first difference (see tests/layouts.py)."""
-    return layouts.compare(processes, flags, problem, partial(watched, planted))
+    return layouts.compare(processes, flags, problem, partial(watched, planted, stuck_s))
 
 
 def check_groups(flags: dict, problem: dict):
@@ -79,5 +175,5 @@ def check_groups(flags: dict, problem: dict):
     except RuntimeError as e:
         difference = str(e).strip().splitlines()[-1]
     if difference:
-        raise Wrong(f"right on 2 processes, and not on 4, where {flags} makes two groups of two ranks: {difference}. Does "
-                    "every collective get its group, and are rank and number of ranks those in the group?")
+        raise Wrong(f"right on 2 processes, and not on 4, where {flags} makes two groups of two ranks: {difference}. "
+                    f"{ABOUT_GROUPS}")

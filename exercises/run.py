@@ -6,29 +6,61 @@
     python exercises/run.py check ~/ex4                  # says solved (status 0), or what is wrong (status 1)
     python exercises/run.py hint ~/ex4                   # the next hint
     python exercises/run.py solution 4 --out ~/ex4-done  # the same copy without the blank; prints the function
+
+For a lecturer:
+
+    python exercises/run.py grade handed-in --json grades.jsonl   # every submission below a folder; a line of JSON for each
+    python exercises/run.py start --diff my.diff --out exam       # a copy with a mistake of your own, which is in no list
 """
 import argparse
 import contextlib
 import json
-import os
 import re
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
-import tempfile
 import textwrap
-import traceback
 from pathlib import Path
 
-from bugs import BUGS, TASK, planted_bug
-from course import COURSE, HERE, HOUSE, functions, original, source_of, with_blanks
+from bugs import BUGS, TASK, planted_bug, planted_diff
+from course import COURSE, HOUSE, functions, original, source_of, with_blanks
+from grading import LIMIT_S, grade, judged
+from submission import STATE, state_of, what
 
 COPIED = ("*.py", "*.md", "LICENSE", "requirements*.txt", "models", "distributed", "support", "corpus", "storage", "sft", "rl",
           "tools", "forks", "docs")
-STATE = "exercise.json"  # in a student's folder: {"exercise": 4 or "bug": 7, "hints": number of hints shown so far}
-LIMIT_S = 120
+LEFT_OUT = "(The code that stands here is the answer to this exercise, and is left out of your copy.)"
+PLAY = '''"""A place to try your functions on two ranks: torchrun --nproc_per_node 2 play.py
+
+Change anything here; no check reads this file.
+"""
+import torch
+import torch.distributed as dist
+
+{imports}
+
+dist.init_process_group("gloo")
+rank, n, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+
+
+def show(name, x):
+    """Print a value of every rank, rank after rank."""
+    values = [None] * n
+    dist.all_gather_object(values, x)
+    for r, value in enumerate(values) if rank == 0 else ():
+        print(f"{{name}} on rank {{r}}: {{value}}")
+
+
+x = torch.arange(4.0) + 10 * rank
+show("x", x)
+total = x.clone()
+dist.all_reduce(total, group=group)
+show("the sum of all ranks' x", total)
+# now your own: {names}
+
+dist.destroy_process_group()
+'''
 
 
 def say(text: str):
@@ -56,12 +88,38 @@ def copy_of_project(out: str, state: dict, changed: dict[str, str], task: str):
     (folder / STATE).write_text(json.dumps(state | {"hints": 0}))
 
 
+def play(exercise) -> str:
+    modules = {file.removesuffix(".py").replace("/", "."): names for file, names in exercise.blanks.items()}
+    names = dict.fromkeys(f"{module}.{name.split('.')[0]}" for module, names in modules.items() for name in names)
+    return PLAY.format(imports="\n".join(f"import {module}" for module in modules), names=", ".join(names))
+
+
+def docs_without(exercise) -> dict[str, str]:
+    """The texts of docs/ with a sentence in place of each piece of code that shows a line of the exercise's answer."""
+    answer = set()
+    for file, names in exercise.blanks.items():
+        text = original(file).read_text()
+        for name in names:
+            answer |= {line.strip() for line in source_of(text, name).splitlines() if len(line.strip()) > 20}
+        answer -= {line.strip() for line in with_blanks(text, names, "").splitlines()}
+    changed = {}
+    for path in (HOUSE / "docs").glob("*.md"):
+        text = path.read_text()
+        for block in re.findall(r"^```python\n.*?^```\n", text, re.M | re.S):
+            if answer & {line.strip() for line in block.splitlines()}:
+                text = text.replace(block, LEFT_OUT + "\n")
+        if text != path.read_text():
+            changed[f"docs/{path.name}"] = text
+    return changed
+
+
 def start(number: int, out: str, solved=False):
     """Write a folder with exercise `number`. solved: leave the project's own functions in place of the blanks."""
     exercise = COURSE[number]
     texts = {file: original(file).read_text() for file in exercise.blanks}
     blank = {file: with_blanks(text, exercise.blanks[file], f"exercise {number}") for file, text in texts.items()}
-    copy_of_project(out, {"exercise": number}, texts if solved else blank, exercise.page()[0])
+    changed = texts if solved else blank | docs_without(exercise) | {"play.py": play(exercise)}
+    copy_of_project(out, {"exercise": number}, changed, exercise.page()[0])
     print(f"exercise {number}: {exercise.title}")
     for file, names in exercise.blanks.items():
         for name in names:
@@ -79,20 +137,22 @@ def start_bug(number: int, out: str):
     print(f"{head[2:]}\nRead {out}/TASK.md\nCheck your repair: python {sys.argv[0]} check {shlex.quote(out)}")
 
 
-def state_of(folder: str) -> dict:
+def start_diff(path: str, out: str):
+    """A copy with a lecturer's own mistake. The folder does not say what was changed; keep the diff."""
     try:
-        state = json.loads((Path(folder).expanduser() / STATE).read_text())
-    except OSError:
-        raise ValueError(f"{folder} is no folder of an exercise: make one with start N --out {folder}") from None
-    except ValueError:
-        state = None
-    if not isinstance(state, dict) or "hints" not in state or not (state.get("exercise") in COURSE or state.get("bug") in BUGS):
-        raise ValueError(f"{folder}/{STATE} names no exercise or bug that there is: begin again with start N --out NEW")
-    return state
+        changed = planted_diff(Path(path).expanduser().read_text(), path)
+    except OSError as e:
+        raise ValueError(f"--diff {path} cannot be read: {e.strerror}") from None
+    head = ("# A mistake to find\n\n    python RECIPE.py --check_parity FLAGS\n\n"
+            "RECIPE is train_llama3 or train_qwen3; FLAGS are those of an axis.\n")
+    copy_of_project(out, {"diff": True}, changed, TASK.format(head=head))
+    print(f"Read {out}/TASK.md\nCheck a repair: python {sys.argv[0]} check {shlex.quote(out)}")
 
 
 def hint(folder: str):
     state = state_of(folder)
+    if "diff" in state:
+        raise ValueError("this mistake is your lecturer's, and has no hints here")
     hints = COURSE[state["exercise"]].page()[1] if "exercise" in state else BUGS[state["bug"]].page()[1]
     n = min(state["hints"], len(hints) - 1)
     say(f"hint {n + 1} of {len(hints)}: {hints[n]}")
@@ -101,92 +161,22 @@ def hint(folder: str):
     (Path(folder).expanduser() / STATE).write_text(json.dumps(state | {"hints": n + 1}))
 
 
-def what(state: dict) -> str:
-    return " ".join(f"{kind} {state[kind]}" for kind in ("exercise", "bug") if kind in state)
-
-
-def still_blank(folder: Path, number: int) -> str:
-    """A line that names a function not written yet; '' if the student has filled every blank."""
-    for file, names in COURSE[number].blanks.items():
-        try:
-            text = (folder / file).read_text()
-            found = functions(text)
-        except SyntaxError as e:
-            return f"{file}, line {e.lineno}: {e.msg}"
-        except OSError as e:
-            return f"{file} cannot be read: {e.strerror}"
-        for name in names:
-            if name not in found:
-                return f"{file} has no function {name} any more; TASK.md says what it must do"
-            if f'NotImplementedError("exercise {number}: ' in source_of(text, name):
-                return (f"{file}, line {found[name].lineno}: {name} is still a blank. What it must do is in its docstring "
-                        f"and in TASK.md; python {sys.argv[0]} hint {folder} tells more")
-    return ""
-
-
-def check(name: str) -> int:
-    """Check a student's folder in a new process that imports the student's modules. Returns the exit status."""
-    state, folder = state_of(name), Path(name).expanduser().resolve()
-    if "exercise" in state and (blank := still_blank(folder, state["exercise"])):
-        say(f"{what(state)}, not yet: {blank}")
-        return 1
-    paths = os.pathsep.join(map(str, (folder, HERE, HOUSE / "tests")))
-    env = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+def check(folder: str, limit: float) -> int:
+    """Check a student's folder in other processes. Returns the exit status, for shells; the line that says "solved" is printed
+    only after the check's own message."""
+    state = state_of(folder)
     print(f"checking {what(state)}, usually 5 to 20 s ...", flush=True)
-    command = [sys.executable, HERE / "run.py", "check-here", json.dumps(state), folder]
-    warnings = tempfile.TemporaryFile("w+")  # torch's warnings would bury the answer
-    process = subprocess.Popen(command, env=env, cwd=folder, start_new_session=True, stderr=warnings)
     try:
-        if (status := process.wait(LIMIT_S)) not in (0, 1):
-            warnings.seek(0)
-            print(warnings.read(), file=sys.stderr)
-        return status
-    except subprocess.TimeoutExpired:
-        warnings.seek(0)
-        places = re.findall(rf'File "{re.escape(str(folder))}/(\S+)", line (\d+) in (\w+)', warnings.read())
-        seen = "; ".join(f"{file}, line {line}, in {function}" for file, line, function in dict.fromkeys(places)) or "not known"
-        say(f"{what(state)}, not yet: no end after {LIMIT_S} s. Usually ranks that wait for each other: each must call the "
-            f"same collectives in the same order, whatever its data. Where they are: {seen}")
-        return 1
+        result = judged(folder, limit, prints=True)
     except KeyboardInterrupt:
         return 130
-    finally:
-        with contextlib.suppress(ProcessLookupError):  # with the workers of the check
-            os.killpg(process.pid, signal.SIGKILL)
-
-
-def students_lines(text: str, folder: str) -> str:
-    """The error of a traceback, and the last line in the student's files on the way to the error."""
-    lines = text.strip().splitlines()
-    places = [i for i, line in enumerate(lines) if f'File "{folder}' in line]
-    error = next((line for line in reversed(lines) if line[:1].isalpha()), lines[-1])
-    where = [" ".join(lines[places[-1]].split()).removeprefix("File "), lines[places[-1] + 1].strip()] if places else []
-    return "\n    ".join([error, *where])
-
-
-def check_here(state: dict, folder: str) -> int:
-    """Run the check itself, in the process that imports the student's modules. Returns the exit status."""
-    try:
-        import feedback  # imports the student's modules; one of these may have a syntax error
-
-        wrong = ""
-        try:
-            if "bug" in state:
-                BUGS[state["bug"]].check()
-            else:
-                __import__(COURSE[state["exercise"]].name).check()
-        except feedback.Wrong as e:
-            wrong = str(e)
-    except Exception:
-        print(f"{what(state)}, not yet: it ends with an error\n    {students_lines(traceback.format_exc(), folder)}")
-        return 1
-    if wrong:
-        print(f"{what(state)}, not yet:")
-        for line in wrong.splitlines():  # an indented line is part of a table
-            print(textwrap.indent(line if line[:1] == " " else textwrap.fill(line, 106, break_on_hyphens=False), "    "))
-        return 1
-    print(f"{what(state)} is solved")
-    return 0
+    if result["verdict"] == "solved":
+        print(f"{what(state)} is solved")
+        return 0
+    print(f"{what(state)}, not yet:" if result["verdict"] == "not yet" else f"{what(state)}, not yet ({result['verdict']}):")
+    for line in result["message"].splitlines():
+        print(textwrap.indent(line if line[:1] == " " else textwrap.fill(line, 106, break_on_hyphens=False), "    "))
+    return 1
 
 
 def show_list():
@@ -194,6 +184,19 @@ def show_list():
         files = "; ".join(f"{file}: {', '.join(names)}" for file, names in exercise.blanks.items())
         print(f"{number:>2}  {exercise.title:<52} {files}")
     print(f"Mistakes to find: start --bug 1 .. {len(BUGS)} --out DIR")
+
+
+def chosen(args) -> int | None:
+    """The exercise that was asked for, or None for a bug or a diff. Raises ValueError unless exactly one was asked for."""
+    bug, diff = getattr(args, "bug", None), getattr(args, "diff", None)
+    if [args.number, bug, diff].count(None) != 2:
+        others = " or --bug N or --diff FILE" * (args.command == "start")
+        raise ValueError(f"{args.command} needs the number of an exercise{others}")
+    if args.number is not None and args.number not in COURSE:
+        raise ValueError(f"there is no exercise {args.number}; use 1 .. {len(COURSE)}")
+    if bug is not None and bug not in BUGS:
+        raise ValueError(f"there is no bug {bug}; use 1 .. {len(BUGS)}")
+    return args.number
 
 
 def main(argv: list[str]) -> int:
@@ -206,33 +209,38 @@ def main(argv: list[str]) -> int:
         command.add_argument("--out", required=True, help="a new folder")
         if name == "start":
             command.add_argument("--bug", type=int, help=f"1 .. {len(BUGS)}, in place of an exercise")
-    for name in ("check", "hint"):
-        commands.add_parser(name).add_argument("folder", help="a folder that start has made")
+            command.add_argument("--diff", help="a file with a mistake of your own, in place of an exercise")
+    commands.add_parser("hint").add_argument("folder", help="a folder that start has made")
+    for name, what_for in (("check", "a folder that start has made"), ("grade", "a folder with submissions in it")):
+        command = commands.add_parser(name)
+        command.add_argument("folder", help=what_for)
+        command.add_argument("--limit", type=float, default=LIMIT_S, help="seconds that a check may take; more on a busy "
+                                                                          "machine")
+        if name == "grade":
+            command.add_argument("--json", required=True, help="a file for the results, a line of JSON for each")
     args = parser.parse_args(argv)
     try:
         if args.command == "list":
             show_list()
-        elif args.command in ("start", "solution"):
-            bug = getattr(args, "bug", None)
-            if (args.number is None) == (bug is None):
-                raise ValueError(f"{args.command} needs the number of an exercise" + " or --bug N" * (args.command == "start"))
-            if bug is None and args.number not in COURSE:
-                raise ValueError(f"there is no exercise {args.number}; use 1 .. {len(COURSE)}")
-            if bug is not None and bug not in BUGS:
-                raise ValueError(f"there is no bug {bug}; use 1 .. {len(BUGS)}")
-            start(args.number, args.out, args.command == "solution") if bug is None else start_bug(bug, args.out)
+        elif args.command == "grade":
+            grade(args.folder, args.json, args.limit)
+        elif args.command == "check":
+            return check(args.folder, args.limit)
         elif args.command == "hint":
             hint(args.folder)
+        elif (number := chosen(args)) is not None:
+            start(number, args.out, solved=args.command == "solution")
+        elif args.bug is not None:
+            start_bug(args.bug, args.out)
         else:
-            return check(args.folder)
-    except ValueError as e:
+            start_diff(args.diff, args.out)
+    except (ValueError, OSError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
     return 0
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["check-here"]:  # the process started by check()
-        sys.exit(check_here(json.loads(sys.argv[2]), sys.argv[3]))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a check's processes are ended, too
     with contextlib.suppress(BrokenPipeError):  # "solution 4 ... | head"
         sys.exit(main(sys.argv[1:]))

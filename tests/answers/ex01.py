@@ -1,31 +1,39 @@
 """Answers to exercise 1."""
-RIGHT = [
-    {"hand01.py": {"accumulate": """
+COUNT = """
+def count_tokens(labels, layout):
+    total = (labels != IGNORE).sum()
+    mine = total.clone()
+    for axis in ("dp_replicate", "dp_shard"):
+        dist.all_reduce(total, group=layout.group(axis))
+    return total.clamp(min=1), mine
+"""
+LOOP = """
 def accumulate(model, microbatches):
-    import torch
-    count = torch.stack([labels.ne(IGNORE).sum() for _, labels in microbatches]).sum()
-    losses = []
+    n = sum(int((labels != IGNORE).sum()) for _, labels in microbatches)
+    total = 0
     for tokens, labels in microbatches:
-        part = model(tokens, labels, loss_denom=torch.ones(())) / count
-        part.backward()
-        losses.append(part.detach())
-    return float(torch.stack(losses).sum())
-"""}, "parallel.py": {"count_tokens": """
+        loss = model(tokens, labels, loss_denom=n)
+        loss.backward()
+        total += loss.item()
+    return total
+"""
+ALL = """
+def count_tokens(labels, layout):
+    mine = (labels != IGNORE).sum()
+    total = mine.clone()
+    dist.all_reduce(total)
+    return {}, mine
+"""
+RIGHT = [
+    {"hand01.py": {"accumulate": LOOP}, "parallel.py": {"count_tokens": COUNT}},
+    {"hand01.py": {"accumulate": LOOP.replace("loss.item()", "float(loss.detach())")}, "parallel.py": {"count_tokens": """
 def count_tokens(labels, layout):
     mine = (labels != IGNORE).sum()
     share = mine.double() * layout.data_ranks / layout.world_size
     dist.all_reduce(share)
     return share.round().long().clamp(min=1), mine
 """}},
-    {"hand01.py": {"accumulate": """
-def accumulate(model, microbatches):
-    n, total = sum(int((labels != IGNORE).sum()) for _, labels in microbatches), 0
-    for tokens, labels in microbatches:
-        loss = model(tokens, labels, loss_denom=1)
-        (loss / n).backward()
-        total += loss.item() / n
-    return total
-"""}, "parallel.py": {"count_tokens": """
+    {"hand01.py": {"accumulate": LOOP.replace("loss_denom=n)", "loss_denom=1) / n")}, "parallel.py": {"count_tokens": """
 def count_tokens(labels, layout):
     mine = labels.ne(IGNORE).sum()
     counts = [torch.empty_like(mine) for _ in range(layout.world_size)]
@@ -34,32 +42,10 @@ def count_tokens(labels, layout):
 """}},
 ]
 WRONG = [  # answer, what the feedback must say
-    ({"hand01.py": {"accumulate": """
-def accumulate(model, microbatches):
-    total = 0.0
-    for tokens, labels in microbatches:
-        loss = model(tokens, labels, loss_denom=(labels != IGNORE).sum().clamp(min=1)) / len(microbatches)
-        loss.backward()
-        total += loss.item()
-    return total
-"""}}, "mean of means"),
-    ({"hand01.py": {"accumulate": """
-def accumulate(model, microbatches):
-    n = sum((labels != IGNORE).sum() for _, labels in microbatches)
-    return sum(model(tokens, labels, loss_denom=n).item() for tokens, labels in microbatches)
-"""}}, "who calls backward()?"),
-    ({"parallel.py": {"count_tokens": """
-def count_tokens(labels, layout):
-    mine = (labels != IGNORE).sum()
-    total = mine.clone()
-    dist.all_reduce(total)
-    return total.clamp(min=1), mine
-"""}}, "counted once for each process that shares them"),
-    ({"parallel.py": {"count_tokens": """
-def count_tokens(labels, layout):
-    mine = (labels != IGNORE).sum()
-    return mine * layout.data_ranks, mine
-"""}}, "a mean of means in disguise"),
+    ({"hand01.py": {"accumulate": LOOP.replace("    total = 0\n", "    total = 0\n    model.zero_grad()\n")}},
+     "takes away the gradients of the first"),
+    ({"hand01.py": {"accumulate": LOOP.replace("=n)", "=(labels != IGNORE).sum().clamp(min=1)) / len(microbatches)")}}, "mean"),
+    ({"hand01.py": {"accumulate": LOOP.replace("        loss.backward()\n", "")}}, "who calls backward()?"),
     ({"hand01.py": {"accumulate": """
 def accumulate(model, microbatches):
     losses = [model(tokens, labels, loss_denom=1) for tokens, labels in microbatches]
@@ -67,11 +53,13 @@ def accumulate(model, microbatches):
     (sum(losses) / n).backward()
     return sum(losses).item() / n
 """}}, "the activations of both are in memory"),
-    ({"parallel.py": {"count_tokens": """
-def count_tokens(labels, layout):
-    mine = (labels != IGNORE).sum()
-    total = mine.clone()
-    dist.all_reduce(total)
-    return total // (layout.world_size // layout.data_ranks), mine
-"""}}, "0 / 0 is nan"),
+    ({"hand01.py": {"accumulate": LOOP.replace("    for", "    import torch\n    microbatches = [[torch.cat(parts) for parts "
+                                                          "in "
+                                               "zip(*microbatches)]]\n    for", 1)}}, "gives the model 4 sequences at once"),
+    ({"parallel.py": {"count_tokens": COUNT.replace('("dp_replicate", "dp_shard")', '("dp_shard",)')}},
+     "(dp_replicate 2, dp_shard 2: 1 to 4 tokens)"),
+    ({"parallel.py": {"count_tokens": ALL.format("(total // (layout.cp * layout.tp)).clamp(min=1)")}}, "(pp 2: both processes"),
+    ({"parallel.py": {"count_tokens": ALL.format("total.clamp(min=1)")}}, "counted once for each process that shares them"),
+    ({"parallel.py": {"count_tokens": ALL.format("mine * layout.data_ranks")}}, "a mean of means in disguise"),
+    ({"parallel.py": {"count_tokens": ALL.format("total // (layout.world_size // layout.data_ranks)")}}, "0 / 0 is nan"),
 ]

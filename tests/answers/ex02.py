@@ -52,17 +52,7 @@ def forward(ctx, x, dim, group):
 ''', "AllGather.backward": '''
 def backward(ctx, grad):
     return ReduceScatter.apply(grad, ctx.place[0], ctx.place[3]), None, None
-''', "ReduceScatter.forward": '''
-def forward(ctx, x, dim, group):
-    from torch.distributed._functional_collectives import reduce_scatter_tensor, wait_tensor
-    ctx.where = dim, group
-    return wait_tensor(reduce_scatter_tensor(x.contiguous(), "sum", dim, group)).contiguous()
-''', "ReduceScatter.backward": '''
-def backward(ctx, grad):
-    from torch.distributed._functional_collectives import all_gather_tensor, wait_tensor
-    dim, group = ctx.where
-    return wait_tensor(all_gather_tensor(grad.contiguous(), dim, group)).contiguous(), None, None
-'''}},
+'''} | reduce_scatter()},
 ]
 WRONG = [  # answer, what the feedback must say
     ({FILE: all_gather(backward="return grad.chunk(n, dim)[rank].contiguous(), None, None")}, "who adds up their gradients?"),
@@ -72,4 +62,6 @@ WRONG = [  # answer, what the feedback must say
     ({FILE: reduce_scatter(backward="return torch.cat([grad] * n, dim), None, None")}, "it repeats this rank's gradient"),
     ({FILE: {name: source.replace("group=group", "group=dist.group.WORLD").replace("get_world_size(group)", "get_world_size()")
              .replace("get_rank(group)", "get_rank()") for name, source in all_gather().items()}}, "get its group"),
+    ({FILE: {name: source.replace("dist.get_world_size(group)", "2") for name, source in all_gather().items()}}, "4 ranks"),
+    ({FILE: {name: source.replace(", group=ctx.group", "") for name, source in reduce_scatter().items()}}, "get its group"),
 ]

@@ -59,7 +59,12 @@ def forward(ctx, x, shard, group):
     ctx.group = group
     return x @ whole.T
 ''', BACKWARD.replace("x, shard = ctx", "x, shard, whole = ctx").format("total.chunk(n)[rank].clone()")),
-     "between forward and backward the whole weight (8 x 6) is still in memory"),
+     "between forward and backward 384 bytes are still in memory"),
+    (answer(FORWARD.replace("    ctx.group = group", """    ctx.group = group
+    ctx.parts = [torch.empty_like(shard) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(ctx.parts, shard, group=group)""")), "are still in memory"),
+    (answer(backward=BACKWARD.replace(", group=ctx.group)", ")").format("total.chunk(n)[rank].clone()")), "get its group"),
+    (answer(backward=BACKWARD.format("total[4 * rank : 4 * rank + 4].clone()")), "are the sizes those of the group"),
     (answer(backward=BACKWARD.format("(grad.T @ x).chunk(n)[rank].clone()")), "it saw this rank's tokens only"),
     (answer(backward=BACKWARD.format("total.chunk(n)[rank] / n")), "the ranks' gradients are summed"),
     (answer(backward=BACKWARD.format("total")), "leaves each rank its part?"),

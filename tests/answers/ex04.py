@@ -47,16 +47,15 @@ def ffn(x, w1, w3, w2, group):
 '''),
 ]
 WRONG = [  # answer, what the feedback must say
+    (answer(ffn=FFN.replace("    both", "    n = dist.get_world_size(group)\n    dist.all_gather([torch.empty_like(w1) for _ "
+                                        "in "
+                            "range(n)], w1.detach(), group=group)\n    both")), "a matrix was gathered"),
+    (answer(leave=LEAVE_FORWARD.replace(", group=group", "")), "get its group"),
+    (answer(enter=ENTER_BACKWARD.replace(", group=ctx.group", "")), "get its group"),
+    (answer(split=SPLIT.replace("w1.shape[0] // tp", "16")), "and should give (12, 6)"),
     (answer(enter="def backward(ctx, grad):\n    return grad, None"), "missing an all-reduce"),
     (answer(back="def backward(ctx, grad):" + ADD.format("grad", "ctx.group", ", None")), "is 2 times what it should be"),
     (answer(leave="def forward(ctx, y, group):\n    return y.clone()"), "is its own summand"),
-    (answer(split='''
-def split_weights(w1, w3, w2, rank, tp):
-    return tuple(w.chunk(tp)[rank] for w in (w1, w3, w2))
-'''), "the columns of w2"),
-    (answer(ffn='''
-def ffn(x, w1, w3, w2, group):
-    y = F.linear(F.silu(F.linear(x, w1)) * F.linear(x, w3), w2)
-    return Leave.apply(y, group)
-'''), "missing an all-reduce"),
+    (answer(split=SPLIT.replace("w2[:, mine]", "w2.chunk(tp)[rank]")), "the columns of w2"),
+    (answer(ffn=FFN.replace("Enter.apply(x, group)", "x")), "missing an all-reduce"),
 ]

@@ -54,5 +54,7 @@ WRONG = [  # answer, what the feedback must say
     (plan(norm=None), "norm.weight has no style"),
     (plan(attn=None, ffn=None), "Where a rank has T/tp of the tokens and where all T?"),
     (plan(ffn=None, w1="sequence_linear", w3="sequence_linear", w2="sequence_linear"), "holds all of blocks.0.ffn.w1"),
+    ({"models/llama3.py": {"Llama3.tp_plan": plan()["models/llama3.py"]["Llama3.tp_plan"].replace("blocks.*", "blocks.0")}},
+     "blocks.1"),
     (plan(w2="row"), "asks for style 'row'"),
 ]

@@ -79,6 +79,11 @@ def token_losses(logits, labels, vocab_start, group):
     losses.sum().backward()
     return losses.detach(), whole.grad[:, vocab_start : vocab_start + logits.shape[1]]
 '''), "Three numbers per token are enough"),
+    (answer(LOSSES.replace("whole = torch.stack(every).logsumexp(0)", """parts = [torch.empty_like(logits) for _ in range(n)]
+    dist.all_gather(parts, logits, group=group)
+    whole = torch.stack([part.logsumexp(1) for part in parts]).logsumexp(0)""")), "were logits gathered piece by piece?"),
+    (answer(LOSSES.replace("(target, group=group)", "(target)")), "get its group"),
+    (answer(BY_HAND.format(**USUAL).replace("zeros_like(top)", "zeros(6)")), "of the group and of logits"),
     (answer(head=BY_SUM.format(GATHER, "")), "does the loss know (vocab_start)?"),
     (answer(head=BY_SUM.format("h", START)), "gather h, and multiply with this rank's rows"),
     (answer(head=BY_SUM.format("whole(h)", START).replace("    h = whole", '''

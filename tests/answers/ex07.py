@@ -17,35 +17,25 @@ def answer(index=INDEX, order=ORDER) -> dict:
     return {"parallel.py": {"sequence_index": index, "natural_order": order}}
 
 
-RIGHT = [
-    answer(),
-]
+RIGHT = [answer()]
+
+
+def index(line: str) -> dict:
+    return answer(f"def sequence_index(T, cp, rank, device=None):\n    tokens = torch.arange(T, device=device)\n    return "
+                  f"{line}\n")
+
+
 WRONG = [  # answer, what the feedback must say
-    (answer('''
-def sequence_index(T, cp, rank, device=None):
-    return torch.arange(T, device=device).chunk(cp)[rank]
-'''), "is 10 on rank 0, 26 on rank 1: all wait for the slowest, 1.44 times the mean"),
-    (answer('''
-def sequence_index(T, cp, rank, device=None):
-    return torch.arange(rank, T, cp, device=device)
-'''), "is 16 on rank 0, 20 on rank 1"),
-    (answer('''
-def sequence_index(T, cp, rank, device=None):
-    chunks = torch.arange(T, device=device).chunk(2 * cp)
-    return torch.cat([chunks[2 * cp - 1 - rank], chunks[rank]])
-'''), "chunk `rank` comes first"),
-    (answer(order='''
-def natural_order(x, dim, cp):
-    return x
-'''), "nothing has moved"),
-    (answer(order='''
-def natural_order(x, dim, cp):
-    index = torch.cat([sequence_index(x.shape[dim], cp, rank, x.device) for rank in range(cp)])
-    return x.index_select(dim, index)
-'''), "and not its inverse"),
-    (answer(order='''
+    (index("tokens.chunk(cp)[rank]"), "is 10 on rank 0, 26 on rank 1: all wait for the slowest, 1.44 times the mean"),
+    (index("tokens[rank::cp]"), "is 16 on rank 0, 20 on rank 1"),
+    (index("torch.cat([tokens.chunk(2 * cp)[2 * cp - 1 - rank], tokens.chunk(2 * cp)[rank]])"), "chunk `rank` comes first"),
+    (answer(INDEX.replace("device=device", "device=device, dtype=torch.float32")), "an index is of whole numbers"),
+    (answer(order=ORDER.replace("x.index_select", "x.detach().index_select")), "the gradient of x is missing"),
+    (answer(order=ORDER.replace("x.index_select(dim, gone.argsort())", "x")), "nothing has moved"),
+    (answer(order=ORDER.replace("gone.argsort()", "gone")), "and not its inverse"),
+    (answer(order="""
 def natural_order(x, dim, cp):
     chunks = x.chunk(2 * cp, dim)
     return torch.cat([*chunks[::2], *chunks[1::2]], dim)
-'''), "the late chunks come from rank 0 last"),
+"""), "the late chunks come from rank 0 last"),
 ]

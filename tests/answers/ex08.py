@@ -69,7 +69,14 @@ LOST = '''
 '''
 ENDS = "[(rank + 1) * chunk, (2 * cp - rank) * chunk]"
 LOWER_RIGHT = "lower_right_mask(chunk, end, q.device)"
+SISTER = ("def all_gather_attention(positions, doc_ids=None, *, group):\n"
+          "    return all_to_all_attention(positions, doc_ids, group=group)\n")
 WRONG = [  # answer, what the feedback must say
+    (answer(SISTER), "all_to_all_attention was called: that is exercise 9's way"),
+    (answer(MASK.replace("{gather}", TWO_GATHERS).replace("        k, v = (", "        AllGather.apply(q, 2, group)\n        "
+                                                                              "k, v = (")),
+     "Queries and results stay where they are"),
+    (answer(MASK.replace("{gather}", TWO_GATHERS).replace("get_rank(group)", "get_rank() % 2")), "right on cp 2, and on cp 4"),
     (answer(MASK.replace("{gather}", TWO_GATHERS).replace("keys <= rows[:, None]", "keys <= torch.arange(n)[:, None]")),
      "the mask is that of the first tokens of the sequence"),
     (answer(MASK.replace("    def attend(q, k, v, scale=None):\n        k, v = {gather}\n", LOST)),

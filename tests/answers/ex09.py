@@ -26,9 +26,8 @@ def all_to_all_attention(positions, doc_ids=None, *, group):
 """}}
 
 
-RIGHT = [
-    # q, k and v in one exchange
-    {"parallel.py": {"all_to_all_attention": """
+# q, k and v in one exchange
+ONE = """
 def all_to_all_attention(positions, doc_ids=None, *, group):
     cp = dist.get_world_size(group)
     attend_whole = causal_attention(positions, doc_ids)
@@ -49,25 +48,13 @@ def all_to_all_attention(positions, doc_ids=None, *, group):
         return out.transpose(0, 1)
 
     return attend
-"""}},
-    # all-gathers in place of all-to-alls: more bytes, the same numbers
-    {"parallel.py": {"all_to_all_attention": """
-def all_to_all_attention(positions, doc_ids=None, *, group):
-    cp, rank = dist.get_world_size(group), dist.get_rank(group)
-    attend_whole = causal_attention(positions, doc_ids)
-
-    def attend(q, k, v, scale=None):
-        share = q.shape[1] // k.shape[1]
-        q, k, v = (natural_order(AllGather.apply(x, 2, group), 2, cp) for x in (q, k, v))
-        k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
-        out = attend_whole(*(x.chunk(cp, 1)[rank] for x in (q, k, v)), scale=scale)
-        whole = AllGather.apply(out, 1, group)
-        return whole[:, :, sequence_index(whole.shape[2], cp, rank)]
-
-    return attend
-"""}},
-]
+"""
+RIGHT = [{"parallel.py": {"all_to_all_attention": ONE}}]
 WRONG = [
+    ({"parallel.py": {"all_to_all_attention": ONE.replace("        n =", "        AllGather.apply(q, 2, group)\n        n =")}},
+     "all-to-alls, and no all-gather"),
+    ({"parallel.py": {"all_to_all_attention": "def all_to_all_attention(positions, doc_ids=None, *, group):\n"
+      "    return all_gather_attention(positions, doc_ids, group=group)\n"}}, "was called: that is exercise 8's way"),
     (wrong(way_in="{}", way_back="x.chunk(cp, 2)"), "So they arrive, rank by rank: natural_order"),
     (wrong(way_back="x.chunk(cp, 2)"), "On the way back a rank must get its own tokens"),
     (wrong(heads="x.permute(1, 2, 0, 3, 4).flatten(1, 2)"), "head 1 of the result on rank 0 is head 2"),

@@ -53,6 +53,7 @@ elif a is not None:
     dist.recv(part, ranks[-1], group)
     a += part
 """
+BOTH = "mine = a if a is not None else b\nif mine is not None:\n    dist.all_reduce(mine, group=group)\n"
 WRONG = [
     (answer("pass"), "nothing has changed: each end has its own part"),
     (answer(ONE_WAY), "only the first stage has the sum"),
@@ -63,20 +64,7 @@ if b is not None:
     dist.recv(part, ranks[0], group)
     b += part
 """), "received a sum to which its own part had been added already"),
-    (answer("""
-mine = a if a is not None else b
-if mine is not None:
-    dist.all_reduce(mine, group=group)
-    mine /= 2
-"""), "it is the mean"),
-    (answer("""
-mine = a if a is not None else b
-if mine is not None:
-    dist.all_reduce(mine, group=group)
-""", group="dist.group.WORLD"), "the gradients of all pipelines are added up"),
-    (answer("""
-mine = a if a is not None else b
-if mine is not None:
-    dist.all_reduce(mine, group=group)
-""", both="a += b; b += a"), "a V schedule: rank 0 has the first and the last stage: the gradient was 3 in the first stage"),
+    (answer(BOTH + "    mine /= 2\n"), "it is the mean"),
+    (answer(BOTH, group="dist.group.WORLD"), "the gradients of all pipelines are added up"),
+    (answer(BOTH, both="a += b; b += a"), "a V schedule: rank 0 has the first and the last stage"),
 ]

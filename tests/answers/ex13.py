@@ -49,13 +49,6 @@ def clip_grad_norm(stages, max_norm, layout):
     for _, p in params if 0 < max_norm < norm.item() else ():
         p.grad.mul_(max_norm / norm.item())
     return norm
-""", """
-def replicas(grad, layout):
-    if not isinstance(grad, DTensor):
-        return layout.world_size // layout.pp
-    mesh = grad.device_mesh
-    copies = math.prod(n for n, x in zip(mesh.shape, grad.placements) if x.is_replicate())
-    return copies * (layout.world_size // layout.pp // mesh.size())
 """),
     answer(),
 ]
@@ -66,6 +59,8 @@ WRONG = [
     (answer(replicas="def replicas(grad, layout):\n"
             "    return layout.world_size // layout.pp * local_tensor(grad).numel() // grad.numel()\n"),
      "replicas gives 0 for the gradient of tok_embeddings.weight on rank 1"),
+    (answer(replicas="def replicas(grad, layout):\n    n = max(local_tensor(grad).numel(), 1)\n"
+            "    return layout.world_size // layout.pp // round(grad.numel() / n)\n"), "Numbers of elements do not tell"),
     (answer(CLIP.replace("            grads.append(local_tensor(p.grad))\n            if p is not tied_copy(stage):\n", """
             if p is not tied_copy(stage):
                 grads.append(local_tensor(p.grad))

@@ -44,16 +44,10 @@ WRONG = [
      "is not what a rank that holds the whole parameter has there"),
     (answer("import os\nname += os.environ.get('RANK', '0')\n" + SEED + f"\nblock = {DRAW} * std" + PLACE),
      "Does the rank go into the seed?"),
-    (answer("name += str(torch.distributed.get_rank())\n" + SEED + f"\nblock = {DRAW} * std" + PLACE), "asks for its rank"),
+    (answer("name += str(torch.distributed.get_rank())\n" + SEED + f"\nblock = {DRAW} * std" + PLACE), "the rank go"),
     (answer(f"g = torch.Generator().manual_seed(7)\nblock = {DRAW} * std" + PLACE), "blocks.0.wq and blocks.1.wq start equal"),
-    (answer(f"g = torch.Generator().manual_seed(abs(hash(name)))\nblock = {DRAW} * std" + PLACE), "Python's hash(name) does"),
+    (answer(f"g = torch.Generator().manual_seed(abs(hash(name)))\nblock = {DRAW} * std" + PLACE), "hash(name) differs"),
     (answer(SEED + f"\nblock = {DRAW}" + PLACE), "and standard deviation 0.99"),
-    ({"distributed/initial.py": {"draw_block": """
-def draw_block(local, whole, offset, rows, b, std, name):
-    g = torch.Generator().manual_seed(sum(name.encode()))
-    drawn = torch.randn(min(rows, whole[0] - b * rows), *whole[1:], generator=g) * std
-    begin, end = max(offset[0], b * rows), min(offset[0] + len(local), (b + 1) * rows)
-    columns = [slice(o, o + n) for o, n in zip(offset[1:], local.shape[1:])]
-    local[begin - offset[0] : end - offset[0]] = drawn[(slice(begin - b * rows, end - b * rows), *columns)]
-"""}}, "the same letters in another order"),
+    (answer(f"g = torch.Generator().manual_seed(sum(name.encode()))\nblock = {DRAW} * std" + PLACE),
+     "the same letters in another order"),
 ]

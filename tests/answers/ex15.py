@@ -61,16 +61,7 @@ OVERLAP = """
 CUT = "    return whole[tuple(slice(o, o + n) for o, n in zip(offset, shape))]\n"
 WRONG = [
     (answer("    whole = torch.cat([read(file) for file, _, _ in sorted(pieces)])\n" + CUT), "were read, and"),
-    (answer("""
-    begin = 0
-    for file, start, size in sorted(pieces):
-        if any(max(o, s) >= min(o + n, s + m) for o, n, s, m in zip(offset, shape, start, size)):
-            continue
-        piece = read(file)[max(offset[0] - start[0], 0) : offset[0] + shape[0] - start[0]]
-        part = piece if begin == 0 else torch.cat([part, piece])
-        begin = 1
-    return part
-"""), "its shape is"),
+    (answer(OVERLAP.replace("PUT", "=").replace("return part", "return part[1:]")), "its shape is"),
     (answer("    whole = torch.cat([torch.empty(0, *pieces[0][2][1:])] + [read(f) for f, s, z in sorted(pieces)\n"
             "        if all(max(o, a) < min(o + n, a + m) for o, n, a, m in zip(offset, shape, s, z))])\n"
             "    return whole[: shape[0]]\n"), "Only a piece's offset says where it belongs"),

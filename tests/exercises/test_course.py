@@ -24,12 +24,12 @@ COMMANDS = [shlex.join(shlex.split(line, comments=True)) for block in re.findall
 
 def numbers(word: str) -> list[int]:
     """The exercises or bugs of all lectures, in their order."""
-    named = [re.findall(rf"\| do \|.*?{word} ([\d, ]+)", lecture) for lecture in LECTURES]
+    named = [re.findall(rf"\| do \|.*?{word}? ([\d, ]+)", lecture) for lecture in LECTURES]
     return [int(n) for found in named for text in found for n in re.findall(r"\d+", text)]
 
 
 def test_every_exercise_and_every_bug_has_its_lecture():
-    assert numbers("exercises") == list(COURSE) and sorted(numbers("bugs")) == list(BUGS)
+    assert sorted(numbers("exercises")) == list(COURSE) and sorted(numbers("bugs")) == list(BUGS)
 
 
 def test_what_is_projected_is_there():

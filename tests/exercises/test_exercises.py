@@ -1,10 +1,11 @@
 """exercises/: the project's own functions pass each check, a blank does not, other right answers pass, and a typical wrong one
 is told what is wrong. The answers are in tests/answers/."""
 import importlib.util
+import json
 import re
 import sys
-from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import feedback
 import pytest
@@ -34,19 +35,11 @@ def blanks(number: int) -> dict:
     return made
 
 
-@contextmanager
-def answered(answer: dict):
-    """The answer in place of the project's own functions, in this process and in those that a check starts."""
-    feedback.planted = answer
-    try:
-        with feedback.replaced(answer):
-            yield
-    finally:
-        feedback.planted = {}
-
-
-def check(number: int):
-    importlib.import_module(COURSE[number].name).check()
+def check(number: int, answer=None):
+    """The check, with an answer in place of the project's own functions in the processes that it starts: there and nowhere
+    else, as a student's functions run."""
+    with mock.patch.object(feedback, "planted", answer or {}):
+        importlib.import_module(COURSE[number].name).check()
 
 
 def numbers():
@@ -58,14 +51,13 @@ def test_an_exercise_knows_right_from_wrong(number):
     given = answers(number)
     assert given.RIGHT and given.WRONG
     check(number)
-    with answered(blanks(number)), pytest.raises(Exception, match=f"exercise {number}: .* is still a blank"):
-        check(number)
+    with pytest.raises(Exception, match=f"exercise {number}: .* is still a blank"):
+        check(number, blanks(number))
     for answer in given.RIGHT:
-        with answered(answer):
-            check(number)
+        check(number, answer)
     for answer, words in given.WRONG:
-        with answered(answer), pytest.raises(feedback.Wrong, match=re.escape(words)):
-            check(number)
+        with pytest.raises(feedback.Wrong, match=re.escape(words)):
+            check(number, answer)
 
 
 def run(*argv, status=0):
@@ -89,6 +81,14 @@ def test_a_page_says_what_to_do(number):
             assert functions(original(file).read_text())[name].body[0].value.value, f"{name} has no docstring"
 
 
+def write(answer: dict, folder):
+    for file, sources in answer.items():
+        text = (folder / file).read_text()
+        for name, source in sources.items():
+            text = text.replace(source_of(text, name), source.strip())
+        (folder / file).write_text(text)
+
+
 @pytest.mark.slow
 def test_a_student_starts_checks_asks_and_solves(tmp_path):
     folder = tmp_path / "mine"
@@ -98,12 +98,9 @@ def test_a_student_starts_checks_asks_and_solves(tmp_path):
     given = answers(1)
     for answer, status, words in ((given.WRONG[0][0] | {"parallel.py": given.RIGHT[0]["parallel.py"]}, 1, given.WRONG[0][1]),
                                   (given.RIGHT[0], 0, "is solved")):
-        for file, sources in answer.items():
-            text = (folder / file).read_text()
-            for name, source in sources.items():
-                text = text.replace(source_of(text, name), source.strip())
-            (folder / file).write_text(text)
+        write(answer, folder)
         assert words in run("check", folder, status=status)
+    assert "no end after 1 s" in run("check", folder, "--limit", 1, status=1)
     assert "is there already" in run("start", 1, "--out", folder, status=2)
 
 
@@ -122,9 +119,9 @@ def test_a_file_that_cannot_be_imported_is_named(tmp_path):
     path = tmp_path / "a b" / "parallel.py"
     path.write_text(path.read_text() + "def (\n")
     said = run("check", tmp_path / "a b", status=1)
-    assert "SyntaxError" in said and "parallel.py" in said and "def (" in said and len(said.splitlines()) < 8
+    assert "SyntaxError: parallel.py, line" in said and "def (" in said and len(said.splitlines()) < 8
     path.unlink()
-    assert "No module named 'parallel'" in run("check", tmp_path / "a b", status=1)
+    assert "parallel.py cannot be read: No such file" in run("check", tmp_path / "a b", status=1)
     (tmp_path / "a b" / "exercise.json").write_text("[1]")
     assert "names no exercise or bug" in run("check", tmp_path / "a b", status=2)
 
@@ -132,14 +129,61 @@ def test_a_file_that_cannot_be_imported_is_named(tmp_path):
 @pytest.mark.parametrize("argv, words", [
     (("start", 1, "--out", __file__ + "/new"), "cannot be made: Not a directory"),
     (("start", 99, "--out", "{}"), "there is no exercise 99; use 1 .. "),
-    (("start", "--out", "{}"), "needs the number of an exercise or --bug N"),
-    (("start", 1, "--bug", 1, "--out", "{}"), "needs the number of an exercise or --bug N"),
+    (("start", "--out", "{}"), "needs the number of an exercise or --bug N or --diff FILE"),
+    (("start", 1, "--bug", 1, "--out", "{}"), "needs the number of an exercise or --bug N or --diff FILE"),
     (("start", "--bug", 99, "--out", "{}"), "there is no bug 99; use 1 .. 14"),
     (("check", "{}"), "is no folder of an exercise"), (("hint", "{}"), "is no folder of an exercise"),
 ])
 def test_wrong_usage_is_one_line(argv, words, tmp_path):
     said = run(*[str(tmp_path / "new") if word == "{}" else word for word in argv], status=2)
     assert words in said and len(said.splitlines()) == 1
+
+
+BODY = "    n = T // (2 * cp)\n"  # the first line of exercise 7's right answer
+SUBMISSIONS = [  # files to write, what stands before BODY, verdict, a part of the message
+    ({}, "", "solved", ""),
+    ({"pool.py": "1 / 0", "ex07.py": "1 / 0", "sitecustomize.py": "1 / 0"}, "", "solved", ""),  # nothing else is read
+    ({}, "    import os\n    os._exit(0)\n", "refused", "import os"),
+    ({}, "    torch.os._exit(0)\n", "refused", "._exit"),
+    ({}, "    with torch._C._DisableTorchDispatch():\n        pass\n", "refused", "._C"),  # would hide traffic from the check
+    ({}, "    import feedback\n    feedback.alone = print\n", "refused", "import feedback"),
+    ({}, "    class T:\n        def __reduce__(self):\n            return print, ()\n", "refused", "def __reduce__"),
+    ({}, "    print('exercise 7 is solved')\n    raise SystemExit(0)\n", "error", "SystemExit"),
+    ({}, "    torch.ones(10**10)\n", "error", "memory"),
+    ({}, "    torch.equal = lambda a, b: True\n    return torch.arange(T).chunk(cp)[rank]\n", "not yet", "all wait for"),
+    ({"parallel.py": Path(REPO, "parallel.py").read_text()}, "", "refused", "the project's own lines, word for word"),
+    ({"exercise.json": '{"exercise": 8, "hints": 0}'}, "", "refused", "does exercise.json name another exercise"),
+]
+
+
+@pytest.mark.slow
+def test_a_class_is_graded_unattended(tmp_path):
+    for i, (files, before, *_) in enumerate(SUBMISSIONS):
+        folder = tmp_path / "class" / f"{i:02}" / "handed-in"
+        run("start", 7, "--out", folder)
+        write(answers(7).RIGHT[0], folder)
+        path = folder / "parallel.py"
+        path.write_text(path.read_text().replace(BODY, before + BODY))
+        for file, text in files.items():
+            (folder / file).write_text(text)
+    run("grade", tmp_path / "class", "--json", tmp_path / "out.jsonl", "--limit", 300)
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [row["verdict"] for row in rows] == [verdict for *_, verdict, _ in SUBMISSIONS], rows
+    assert all(words in row["message"] for row, (*_, words) in zip(rows, SUBMISSIONS, strict=True)), rows
+    assert [row["student"] for row in rows] == [f"{i:02}" for i in range(len(rows))] and rows[0]["exercise"] == 7
+
+
+def test_a_copy_does_not_hold_the_answer(tmp_path):
+    """Nor does a mistake that a lecturer plants say where it is."""
+    run("start", 7, "--out", tmp_path / "a")
+    text = (tmp_path / "a/docs/parallelism.md").read_text()
+    assert "chunks[2 * cp - 1 - rank]" not in text and "left out of your copy" in text
+    assert "import parallel" in (tmp_path / "a/play.py").read_text()
+    (tmp_path / "my.diff").write_text("--- a/parallel.py\n+++ b/parallel.py\n@@ -1 +1 @@\n-    dist.all_reduce(squares)\n+   "
+                                      " pass\n")
+    run("start", "--diff", tmp_path / "my.diff", "--out", tmp_path / "b")
+    assert "    pass\n    norm = squares" in (tmp_path / "b/parallel.py").read_text()
+    assert "squares" not in (tmp_path / "b/TASK.md").read_text()
 
 
 # ---------------------------------------------------------------- bugs
@@ -164,5 +208,6 @@ def test_a_bug_is_there_until_it_is_repaired(number, tmp_path):
 @pytest.mark.parametrize("number", [n for n in BUGS if n > 2])
 def test_a_bug_is_found_by_its_check(number):
     BUGS[number].check()
-    with answered(changed_functions(BUGS[number])), pytest.raises(feedback.Wrong, match="differs from plain torch"):
+    with (mock.patch.object(feedback, "planted", changed_functions(BUGS[number])),
+          pytest.raises(feedback.Wrong, match="differs from plain torch")):
         BUGS[number].check()
