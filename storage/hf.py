@@ -480,7 +480,7 @@ def save_hf(model, folder: str, dtype=torch.bfloat16, max_shard_gb=5.0, tokenize
 # or for a stack of experts (E, ...) a list of E names; hf_optional(), in some models, lists patterns of optional names (MTP);
 # hf_tensors(), in some forks, is the reader of the files.
 # "compared": file -> code_hash() of the code that computed the logits of transformers. After a change, run the comparisons
-# again (test_models.py, test_hf.py, test_gpt_oss.py, test_llama4.py), then write the hash here.
+# again (test_models.py, test_deepseek.py, test_hf.py, test_architectures.py), then write the hash here.
 HF_MODELS, COMPARED = read_json(os.path.dirname(__file__), "same_model.json").values()
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers  # imports each model on first use: a pool's workers need not wait
 from chats import bpe
-from layouts import build, config, full
+from layouts import build, config, equals_transformers, full
 from pool import pool
 from safetensors.torch import load_file, save_file
 from saves import refuses, saver
@@ -100,27 +100,12 @@ def assert_equal_files(a, b):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_their_files_give_their_logits_and_gradients(theirs, variant):
-    model, folder = theirs(variant)
-    ours, _ = hf.load_hf_model(folder, dtype=torch.float32)
-    expected = model(tokens()).logits
-    torch.testing.assert_close(ours(tokens()), expected, atol=5e-5, rtol=0)
-    labels = tokens(1)
-    torch.nn.functional.cross_entropy(expected.flatten(0, 1), labels.flatten()).backward()
-    ours(tokens(), labels, loss_denom=labels.numel()).backward()
-    grads = {name: p.grad for name, p in model.named_parameters()}
-    for fqn, name in ours.hf_keys().items():
-        if isinstance(name, str):  # transformers itself stacks experts otherwise; their gradients pass through all the rest
-            grad = ours.get_parameter(fqn).grad
-            assert (grad - grads[name]).norm() < 1e-4 * grads[name].norm(), fqn
-    model.zero_grad()
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_our_files_give_them_our_logits_and_a_round_trip_is_bit_identical(theirs, variant, tmp_path):
+def test_logits_and_gradients_are_theirs_both_ways_and_a_round_trip_is_bit_identical(theirs, variant, tmp_path):
     model, folder = theirs(variant)
     dtype = torch.bfloat16 if variant == "bf16" else torch.float32
     ours, _ = hf.load_hf_model(folder, dtype=torch.float32)  # as in training
+    equals_transformers(ours, model, tmp_path)
+    model.zero_grad()
     hf.save_hf(ours, str(tmp_path / "out"), dtype, max_shard_gb=6e-5 if variant == "sharded" else 5)
     assert_equal_files(folder, tmp_path / "out")
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
