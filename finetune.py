@@ -1,5 +1,5 @@
 """Fine-tune a model of a folder, on conversations or text: all weights, or adapters beside them (LoRA). train_llama3.py for
-a model that is trained already: Llama 3, Qwen3 or DeepSeek, according to --init_from.
+a model that is trained already: Llama, Mistral, Qwen or DeepSeek, according to --init_from.
 
     python finetune.py --init_from HUGGING_FACE_FOLDER --data chat.jsonl --seq_len 2048
     torchrun --nproc_per_node 2 finetune.py --init_from HUGGING_FACE_FOLDER --data chat.jsonl --lora_rank 16 --lr 2e-4 --tp 2

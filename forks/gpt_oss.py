@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.attention import causal_attention
-from models.hf_config import SHARED_FIELDS, SHARED_FIXED, check_sizes, config_from_hf, config_to_hf
-from models.layers import RMSNorm, rotate
+from models.hf_config import SHARED_FIELDS, SHARED_FIXED, YARN, check_sizes, config_from_hf, config_to_hf
+from models.layers import RMSNorm, cos_and_sin, rotate
 from models.loss import linear_cross_entropy
 from models.moe import Balance, Experts, apply_experts, combine, grouped_linear, router_scores, spread
 
@@ -62,7 +62,7 @@ class GptOssConfig:
         if types and types != layer_types(len(types)):
             raise ValueError("config.json: layer_types do not alternate from sliding_attention to full_attention, as they do "
                              "in forks/gpt_oss.py")
-        return config_from_hf(cls, config_json | ropes, HF_FIELDS, HF_FIXED, HF_ROPE)
+        return config_from_hf(cls, config_json | ropes, HF_FIELDS, HF_FIXED, YARN)
 
     def to_hf(self) -> dict:
         """The inverse: a config.json for transformers."""
@@ -85,27 +85,6 @@ FLAVORS = {
     "20B": _gpt_oss(n_layers=24, n_experts=32),
     "120B": _gpt_oss(n_layers=36, n_experts=128),
 }
-
-
-# differs from qwen3: stretched for long context by yarn (arXiv:2309.00071, section 3.2), without rounding its limits
-def rope_frequencies(config, device) -> Tensor:
-    """(K/2,) radians per position, fp32."""
-    K, theta, s = config.head_dim, config.rope_theta, config.rope_scaling
-    freq = 1.0 / theta ** (torch.arange(0, K, 2, dtype=torch.float32, device=device) / K)
-    if s is None:
-        return freq
-    # the pairs that turn beta_fast and beta_slow times within the trained context, as numbers between pairs
-    low, high = (K * math.log(s["original_max_position_embeddings"] / (beta * 2 * math.pi)) / (2 * math.log(theta))
-                 for beta in (s.get("beta_fast", 32.0), s.get("beta_slow", 1.0)))
-    low, high = max(low, 0), min(high, K - 1)
-    # 1 for fast pairs, which are kept, 0 for slow ones, which are stretched, linear between
-    keep = 1 - ((torch.arange(K // 2, dtype=torch.float32, device=device) - low) / max(high - low, 1e-3)).clamp(0, 1)
-    return (1 - keep) * freq / s["factor"] + keep * freq
-
-
-def rope_magnitude(config) -> float:
-    """Factor of cos and sin: with it queries and keys keep their entropy over a longer context (arXiv:2309.00071, eq. 22)."""
-    return 0.1 * math.log(config.rope_scaling["factor"]) + 1 if config.rope_scaling else 1.0
 
 
 class Sinks(nn.Module):
@@ -232,8 +211,8 @@ class GptOss(nn.Module):
         h = tokens if tokens.is_floating_point() else self.tok_embeddings(tokens)  # (B, T/cp, D)
         if positions is None:
             positions = torch.arange(h.shape[1], device=h.device)[None]
-        angle = positions[:, None, ..., None] * rope_frequencies(self.config, h.device)  # (B, 1, T/cp, K/2) fp32
-        cos, sin = (x * rope_magnitude(self.config) for x in (angle.cos(), angle.sin()))
+        # yarn does not round its limits here; (B, 1, T/cp, K/2) fp32
+        cos, sin = cos_and_sin(self.config, self.config.head_dim, positions, truncate=False)
         # how many tokens back a query looks, itself included: in even layers few, in odd ones all (B or 1, T/cp)
         reaches = torch.full_like(positions, self.config.sliding_window), positions + 1
         attends = [self.make_attend(positions, doc_ids, reach=reach) if cache is None else None for reach in reaches]
@@ -330,4 +309,3 @@ HF_FIELDS = {name: entry for name, entry in SHARED_FIELDS.items() if name != "ff
     swiglu_limit=("swiglu_limit", 7.0),
 )
 HF_FIXED = SHARED_FIXED | dict(model_type=("gpt_oss",), attention_bias=(True,))
-HF_ROPE = ("yarn", ("factor", "original_max_position_embeddings"), ("beta_fast", "beta_slow"))

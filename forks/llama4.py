@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.attention import causal_attention
-from models.hf_config import SHARED_FIELDS, SHARED_FIXED, check_sizes, config_from_hf, config_to_hf
-from models.layers import RMSNorm, rotate
-from models.llama3 import rope_frequencies, scaled
+from models.hf_config import SHARED_FIELDS, SHARED_FIXED, STRETCHES, check_sizes, config_from_hf, config_to_hf
+from models.layers import RMSNorm, cos_and_sin, rotate
+from models.llama3 import scaled
 from models.loss import linear_cross_entropy
 from models.moe import Balance, Experts, Router, apply_experts, combine, grouped_linear, spread
 
@@ -83,7 +83,7 @@ class Llama4Config:
         """
         tuning = config_json.get("attn_temperature_tuning")  # a published file says 4 for true
         hf = config_json | ({} if tuning is None else {"attn_temperature_tuning": bool(tuning)})
-        config = config_from_hf(cls, hf, HF_FIELDS, HF_FIXED, HF_ROPE)
+        config = config_from_hf(cls, hf, HF_FIELDS, HF_FIXED, STRETCHES)
         for name, usual in config.kinds_of_layers().items():
             if (found := config_json.get(name)) not in (None, [], usual):
                 raise ValueError(f"config.json: {name} is {found!r}; forks/llama4.py has only {usual}")
@@ -223,11 +223,11 @@ class Llama4(nn.Module):
         h = tokens if tokens.is_floating_point() else self.tok_embeddings(tokens)  # (B, T/cp, D)
         if positions is None:
             positions = torch.arange(h.shape[1], device=h.device)[None]
-        angle = positions[:, None, ..., None] * rope_frequencies(self.config, h.device)  # (B, 1, T/cp, K/2) fp32
+        rope = cos_and_sin(self.config, self.config.head_dim, positions)  # (B, 1, T/cp, K/2) fp32
         # two kinds of layers: with RoPE in a chunk of tokens, and without it over all
         steps = ((positions[:, None, ..., None] + 1.0) / self.config.floor_scale).floor()
         tuning = self.config.attn_scale * self.config.temperature_tuning
-        rope, factor = (angle.cos(), angle.sin()), (steps.log1p() * tuning + 1, None)  # factor (B, 1, T/cp, 1) fp32
+        factor = (steps.log1p() * tuning + 1, None)  # factor (B, 1, T/cp, 1) fp32
         reach = positions % self.config.chunk_size + 1  # tokens of its chunk up to a query (B or 1, T/cp)
         attends = cache is None and (self.make_attend(positions, doc_ids), self.make_attend(positions, doc_ids, reach=reach))
         for i, block in self.blocks.items():
@@ -326,4 +326,3 @@ HF_FIELDS = SHARED_FIELDS | dict(
     attn_scale=("attn_scale", 0.1),
 )
 HF_FIXED = SHARED_FIXED | dict(model_type=("llama4_text",))
-HF_ROPE = ("llama3", ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ())

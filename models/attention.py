@@ -108,9 +108,7 @@ def causal_attention(positions: Tensor, doc_ids: Tensor | None = None, q_index: 
 
 def flex_attend(q_index: Tensor, S: int, doc_ids: Tensor | None, reach: Tensor | None):
     """causal_attention on a GPU, by FlexAttention."""
-    rows = 1 if doc_ids is None else len(doc_ids)
-    if reach is not None and len(reach) > 1:
-        rows = len(reach)
+    rows = max(1 if x is None else len(x) for x in (doc_ids, reach))
 
     def may_look(b, h, q, k):
         seen = q_index[q] >= k

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.attention import causal_attention
-from models.hf_config import SHARED_FIELDS, SHARED_FIXED, check_sizes, config_from_hf, config_to_hf
-from models.layers import RMSNorm, rotate, weight_of
+from models.hf_config import SHARED_FIELDS, SHARED_FIXED, YARN, check_sizes, config_from_hf, config_to_hf
+from models.layers import RMSNorm, attention_factors, cos_and_sin, rotate, weight_of
 from models.loss import IGNORE, linear_cross_entropy
 from models.moe import Balance, Experts, Router, apply_experts
 
@@ -35,7 +35,7 @@ class DeepSeekConfig:
     vocab_size: int = 4096
     norm_eps: float = 1e-6
     rope_theta: float = 10000.0
-    rope_scaling: dict | None = None  # yarn, with the names of Hugging Face's config.json: HF_ROPE
+    rope_scaling: dict | None = None  # yarn, with the names of Hugging Face's config.json: YARN
     rope_interleave: bool = True  # RoPE turns neighbours (0, 1), (2, 3) ...; False: the two halves of a head
     tie_embeddings: bool = False
     max_seq_len: int = 163840
@@ -94,14 +94,13 @@ class DeepSeekConfig:
         hf = config_json | {"num_nextn_predict_layers": mtp}
         if is_v2 and hf.get("topk_method", "greedy") in ("greedy", None):
             hf |= dict(n_group=1, topk_group=1)  # greedy ignores the file's groups: all experts compete
-        return config_from_hf(cls, hf, HF_FIELDS, HF_V2 if is_v2 else HF_V3, HF_ROPE)
+        return config_from_hf(cls, hf, HF_FIELDS, HF_V2 if is_v2 else HF_V3, YARN)
 
     def to_hf(self) -> dict:
         """The inverse: a config.json for transformers."""
         is_v2 = self.score_func == "softmax"
         name, table = ("DeepseekV2ForCausalLM", HF_V2) if is_v2 else ("DeepseekV3ForCausalLM", HF_V3)
-        rope = self.rope_scaling and {"type": "yarn", "rope_type": "yarn", **self.rope_scaling}
-        found = config_to_hf(self, HF_FIELDS, table) | dict(architectures=[name], rope_scaling=rope)
+        found = config_to_hf(self, HF_FIELDS, table) | dict(architectures=[name])
         found |= dict(num_key_value_heads=self.n_heads, q_lora_rank=self.q_lora_rank or None)
         return found | dict(topk_method="group_limited_greedy") if is_v2 and self.n_groups > 1 else found
 
@@ -132,40 +131,6 @@ FLAVORS = {
         n_shared_experts=2, top_k=6, route_scale=2.446,
     ),
 }
-
-
-# differs from qwen3: yarn, for contexts longer than in most of the training
-def rope_frequencies(config, device) -> Tensor:
-    """(P/2,) radians per position, fp32 (RoPE eq. 34, arXiv:2104.09864; yarn: sec. 3.2 of arXiv:2309.00071).
-
-    Pairs with more than beta_fast turns within the original context stay, pairs with less than beta_slow turns are slowed down
-    by `factor`, with a ramp in between.
-    """
-    P, s = config.qk_rope_head_dim, config.rope_scaling
-    frequencies = config.rope_theta ** (-torch.arange(0, P, 2, dtype=torch.float32, device=device) / P)
-    if s is None:
-        return frequencies
-
-    def pair_that_turns(times):
-        return P * math.log(s["original_max_position_embeddings"] / (times * 2 * math.pi)) / (2 * math.log(config.rope_theta))
-
-    low = max(math.floor(pair_that_turns(s.get("beta_fast", 32))), 0)
-    high = min(math.ceil(pair_that_turns(s.get("beta_slow", 1))), P - 1)
-    ramp = ((torch.arange(P // 2, device=device) - low) / max(high - low, 0.001)).clamp(0, 1)  # 0: stays, 1: slowed down
-    return frequencies * (1 - ramp) + frequencies / s["factor"] * ramp
-
-
-def attention_factors(config) -> tuple[float, float]:
-    """(factor of cos and sin, factor of the softmax scale): yarn's correction of the entropy of attention."""
-    s = config.rope_scaling
-    if s is None:
-        return 1.0, 1.0
-
-    def m(mscale):
-        return 0.1 * mscale * math.log(s["factor"]) + 1 if s["factor"] > 1 else 1.0
-
-    mscale, all_dim = s.get("mscale", 0), s.get("mscale_all_dim", 0)
-    return (m(mscale) / m(all_dim) if mscale and all_dim else m(1)), m(all_dim) ** 2
 
 
 # differs from qwen3: multi-head latent attention
@@ -344,8 +309,7 @@ class DeepSeek(nn.Module):
         h = tokens if tokens.is_floating_point() else self.tok_embeddings(tokens)  # (B, T/cp, D)
         if positions is None:
             positions = torch.arange(h.shape[1], device=h.device)[None]
-        angle = positions[:, None, :, None] * rope_frequencies(self.config, h.device)  # (B, 1, T/cp, P/2) fp32
-        cos, sin = (x * attention_factors(self.config)[0] for x in (angle.cos(), angle.sin()))
+        cos, sin = cos_and_sin(self.config, self.config.qk_rope_head_dim, positions)  # (B, 1, T/cp, P/2) fp32
         attend = self.make_attend(positions, doc_ids) if cache is None else None
         for i, block in self.blocks.items():
             h = block(h, cos, sin, attend, cache and cache.attend(i))
@@ -484,7 +448,7 @@ HF_FIELDS = SHARED_FIELDS | dict(
     mtp_depth=("num_nextn_predict_layers", 0),
 )
 HF_FIXED = SHARED_FIXED | dict(moe_layer_freq=(1,), num_nextn_predict_layers=(0, 1))
-HF_V3 = dict(model_type=("deepseek_v3",), topk_method=("noaux_tc", None), scoring_func=("sigmoid",)) | HF_FIXED
+HF_V3 = dict(model_type=("deepseek_v3", "kimi_k2"), topk_method=("noaux_tc", None), scoring_func=("sigmoid",)) | HF_FIXED
 HF_V2 = dict(
     model_type=("deepseek_v2",),
     topk_method=("greedy", "group_limited_greedy", None),
@@ -492,4 +456,3 @@ HF_V2 = dict(
     rope_interleave=(True,),
     norm_topk_prob=(False,),  # True: V2's own code leaves out the scale, transformers the normalisation; no published V2 does
 ) | HF_FIXED
-HF_ROPE = ("yarn", ("factor", "original_max_position_embeddings"), ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"))

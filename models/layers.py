@@ -4,6 +4,7 @@ B batch, T sequence, D dim, H heads, K head_dim, N tokens (B*T)
 """
 import hashlib
 import inspect
+import math
 
 import torch
 from torch import Tensor, nn
@@ -103,6 +104,49 @@ def weight_of(linear: nn.Linear) -> Tensor:
     """The effective matrix (out, in), LoRA's product included (sft/lora.py). Use it wherever code multiplies with
     .weight instead of calling the linear; plain .weight would leave the adapters out."""
     return linear.merged().to(linear.weight.dtype) if hasattr(linear, "merged") else linear.weight
+
+
+def rope_frequencies(config, K: int, device, truncate=True) -> Tensor:
+    """(K/2,) radians per position, fp32 (RoPE eq. 34, arXiv:2104.09864), stretched for long context if config.rope_scaling says
+    so, like Llama 3.1 or by yarn (arXiv:2309.00071, section 3.2): fast pairs stay, slow pairs are slowed down by `factor`.
+
+    truncate: yarn's limits are whole numbers of pairs.
+    """
+    # 1 / theta^x as in transformers, not theta^-x: the last bits differ, by 0.01 radians at position 100,000
+    freq = 1.0 / config.rope_theta ** (torch.arange(0, K, 2, dtype=torch.float32, device=device) / K)
+    if (s := config.rope_scaling) is None:
+        return freq
+    original = s["original_max_position_embeddings"]  # the trained context
+    if "low_freq_factor" in s:
+        turns = original / (2 * math.pi / freq)  # of each pair, within the trained context
+        keep = (turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])
+    else:
+        # the pairs that turn beta_fast and beta_slow times within the trained context, as numbers between pairs
+        low, high = (math.log(original / (turns * 2 * math.pi)) * K / (2 * math.log(config.rope_theta))
+                     for turns in (s.get("beta_fast", 32.0), s.get("beta_slow", 1.0)))
+        if truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, K - 1)
+        keep = 1 - (torch.arange(K // 2, device=device) - low) / max(high - low, 0.001)
+    keep = keep.clamp(0, 1)  # 1: stays, 0: slowed down, linear in between
+    return (1 - keep) * freq / s["factor"] + keep * freq
+
+
+def attention_factors(config) -> tuple[float, float]:
+    """(factor of cos and sin, factor of the softmax scale in latent attention): yarn's correction of attention's entropy."""
+    s = config.rope_scaling
+    if s is None or "low_freq_factor" in s:
+        return 1.0, 1.0
+    growth, mscale, all_dim = 0.1 * math.log(max(s["factor"], 1)), s.get("mscale", 0), s.get("mscale_all_dim", 0)
+    factor = (growth * mscale + 1) / (growth * all_dim + 1) if mscale and all_dim else growth + 1
+    return s.get("attention_factor", factor), (growth * all_dim + 1) ** 2
+
+
+def cos_and_sin(config, K: int, positions: Tensor, **options) -> tuple[Tensor, Tensor]:
+    """cos and sin (B or 1, 1, T/cp, K/2) fp32 of positions (B or 1, T/cp), for rotate."""
+    angle = positions[:, None, ..., None] * rope_frequencies(config, K, positions.device, **options)
+    factor = attention_factors(config)[0]
+    return (angle.cos(), angle.sin()) if factor == 1 else (angle.cos() * factor, angle.sin() * factor)
 
 
 class Rotate(torch.autograd.Function):

@@ -1,5 +1,8 @@
 """Llama 3, 3.1 and 3.2: a plain torch model in a single file; builds and runs on a laptop without any process group.
 
+Two families differ by a line each, so this file reads and writes their Hugging Face folders too: Qwen 2 and 2.5 (a bias on
+queries, keys and values) and Mistral (a sliding window).
+
 B batch, T sequence (T/cp on this rank), D dim, H heads (H/tp), G key/value heads (G/tp), K head_dim, F ffn_dim (F/tp),
 V vocab (V/tp). Under sequence parallelism the activations between attention and FFN are (B, T/cp/tp, D).
 
@@ -7,16 +10,16 @@ Architecture: The Llama 3 Herd of Models, arXiv:2407.21783. Numbers of the flavo
 Hugging Face repositories.
 """
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from models.attention import causal_attention
-from models.hf_config import SHARED_FIELDS, SHARED_FIXED, check_sizes, config_from_hf, config_to_hf
-from models.layers import RMSNorm, rotate
+from models.hf_config import SHARED_FIELDS, SHARED_FIXED, STRETCHES, check_sizes, config_from_hf, config_to_hf
+from models.layers import RMSNorm, cos_and_sin, rotate
 from models.loss import linear_cross_entropy
 
 
@@ -31,12 +34,15 @@ class Llama3Config:
     vocab_size: int = 4096
     norm_eps: float = 1e-5
     rope_theta: float = 500000.0
-    rope_scaling: dict | None = None  # factor, low_freq_factor, high_freq_factor, original_max_position_embeddings
+    rope_scaling: dict | None = None  # as Llama 3.1, or yarn, with the names of Hugging Face's config.json: STRETCHES
     tie_embeddings: bool = False
     max_seq_len: int = 8192
+    qkv_bias: bool = False  # Qwen 2
+    sliding_window: int | None = None  # tokens that a query sees, its own included; None: all (Mistral)
 
     def __post_init__(self):
-        check_sizes(self, "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size", "max_seq_len")
+        check_sizes(self, "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size", "max_seq_len",
+                    "sliding_window")
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.n_kv_heads}, which they share")
         if self.head_dim % 2:
@@ -48,12 +54,16 @@ class Llama3Config:
 
         The tables of names are at the end of this file.
         """
-        return config_from_hf(cls, config_json, HF_FIELDS, HF_FIXED, HF_ROPE)
+        kind = config_json.get("model_type")
+        window = config_json.get("sliding_window", 4096) if kind == "mistral" else None  # 4096: transformers' default
+        config = config_from_hf(cls, config_json, HF_FIELDS, HF_FIXED | dict(use_sliding_window=(False, None)), STRETCHES)
+        return replace(config, qkv_bias=kind == "qwen2", sliding_window=window)
 
     def to_hf(self) -> dict:
         """The inverse: a config.json for transformers."""
-        rope = self.rope_scaling and {"rope_type": "llama3", **self.rope_scaling}
-        return config_to_hf(self, HF_FIELDS, HF_FIXED) | dict(architectures=["LlamaForCausalLM"], rope_scaling=rope)
+        kind = "qwen2" if self.qkv_bias else "mistral" if self.sliding_window else "llama"
+        found = dict(model_type=kind, architectures=[f"{kind.title()}ForCausalLM"], sliding_window=self.sliding_window)
+        return config_to_hf(self, HF_FIELDS, HF_FIXED) | found
 
 
 def scaled(factor: float) -> dict:
@@ -72,28 +82,13 @@ FLAVORS = {
 }
 
 
-def rope_frequencies(config, device) -> Tensor:
-    """(K/2,) radians per position, fp32 (RoPE eq. 34, arXiv:2104.09864), stretched for long context as Llama 3.1 does."""
-    K = config.head_dim
-    # 1 / theta^x as in transformers, not theta^-x: the last bits differ, by 0.01 radians at position 100,000
-    freq = 1.0 / config.rope_theta ** (torch.arange(0, K, 2, dtype=torch.float32, device=device) / K)
-    if config.rope_scaling is None:
-        return freq
-    s = config.rope_scaling
-    original, low, high = s["original_max_position_embeddings"], s["low_freq_factor"], s["high_freq_factor"]
-    wavelength = 2 * math.pi / freq
-    # 0 for wavelengths beyond the trained context (stretched by factor), 1 for short wavelengths (kept), linear in between
-    keep = ((original / wavelength - low) / (high - low)).clamp(0, 1)
-    return (1 - keep) * freq / s["factor"] + keep * freq
-
-
 class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.head_dim = config.head_dim
-        self.wq = nn.Linear(config.dim, config.n_heads * config.head_dim, bias=False)
-        self.wk = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
-        self.wv = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
+        self.wq = nn.Linear(config.dim, config.n_heads * config.head_dim, bias=config.qkv_bias)
+        self.wk = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=config.qkv_bias)
+        self.wv = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=config.qkv_bias)
         self.wo = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=False)
 
     def forward(self, x, cos, sin, attend):
@@ -154,11 +149,11 @@ class Llama3(nn.Module):
         h = tokens if tokens.is_floating_point() else self.tok_embeddings(tokens)  # (B, T/cp, D)
         if positions is None:
             positions = torch.arange(h.shape[1], device=h.device)[None]
-        angle = positions[:, None, ..., None] * rope_frequencies(self.config, h.device)  # (B, 1, T/cp, K/2) fp32
-        cos, sin = angle.cos(), angle.sin()
-        attend = self.make_attend(positions, doc_ids) if cache is None else None
+        cos, sin = cos_and_sin(self.config, self.config.head_dim, positions)  # (B, 1, T/cp, K/2) fp32
+        reach = torch.full_like(positions, self.config.sliding_window) if self.config.sliding_window else None
+        attend = self.make_attend(positions, doc_ids, reach=reach) if cache is None else None
         for i, block in self.blocks.items():
-            h = block(h, cos, sin, attend or cache.attend(i))
+            h = block(h, cos, sin, attend or cache.attend(i, reach=reach))
         if self.norm is None:
             return h  # the next pipeline stage goes on from here
         h = self.norm(h)
@@ -183,7 +178,7 @@ class Llama3(nn.Module):
         """Forward and backward, PaLM's convention (arXiv:2204.02311, app. B): 6 N + 12 L H K T; N without the lookup table."""
         c = self.config
         n = sum(p.numel() for p in self.parameters()) - (0 if c.tie_embeddings else c.vocab_size * c.dim)
-        return 6 * n + 12 * c.n_layers * c.n_heads * c.head_dim * seq_len
+        return 6 * n + 12 * c.n_layers * c.n_heads * c.head_dim * min(seq_len, c.sliding_window or seq_len)
 
     def tp_plan(self) -> dict[str, str]:
         """fqn pattern -> style (a key of parallel.TP_STYLES). Between blocks, activations are sharded along the sequence."""
@@ -222,6 +217,8 @@ class Llama3(nn.Module):
         }
         for i in range(self.config.n_layers):
             names |= {f"blocks.{i}.{ours}.weight": f"model.layers.{i}.{theirs}.weight" for ours, theirs in block.items()}
+            if self.config.qkv_bias:
+                names |= {f"blocks.{i}.attn.w{x}.bias": f"model.layers.{i}.self_attn.{x}_proj.bias" for x in "qkv"}
         return names
 
 
@@ -231,5 +228,4 @@ HF_FIELDS = SHARED_FIELDS | dict(
     head_dim=("head_dim", lambda hf: hf["hidden_size"] // hf["num_attention_heads"]),
     max_seq_len=("max_position_embeddings", 2048),
 )
-HF_FIXED = dict(model_type=("llama",), mlp_bias=(False,)) | SHARED_FIXED
-HF_ROPE = ("llama3", ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ())
+HF_FIXED = dict(model_type=("llama", "mistral", "qwen2"), mlp_bias=(False,)) | SHARED_FIXED

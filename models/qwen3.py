@@ -12,11 +12,11 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from models.attention import causal_attention
-from models.hf_config import SHARED_FIELDS, SHARED_FIXED, check_sizes, config_from_hf, config_to_hf
-from models.layers import RMSNorm, rotate
+from models.hf_config import SHARED_FIELDS, SHARED_FIXED, YARN, check_sizes, config_from_hf, config_to_hf
+from models.layers import RMSNorm, cos_and_sin, rotate
 from models.loss import linear_cross_entropy
 from models.moe import Balance, Experts, Router, apply_experts
 
@@ -32,7 +32,7 @@ class Qwen3Config:
     vocab_size: int = 4096
     norm_eps: float = 1e-6
     rope_theta: float = 1000000.0
-    rope_scaling: None = None  # Qwen3 has none; every model has the field
+    rope_scaling: dict | None = None  # yarn, with the names of Hugging Face's config.json: YARN
     tie_embeddings: bool = False
     max_seq_len: int = 40960
     n_experts: int = 0  # 0: dense
@@ -57,21 +57,20 @@ class Qwen3Config:
         """
         experts = config_json.get("num_experts") or config_json.get("num_local_experts")  # transformers 4 / 5
         fields = HF_FIELDS | (HF_EXPERTS if config_json.get("model_type") == "qwen3_moe" else {})
-        return config_from_hf(cls, config_json | {"num_experts": experts}, fields, HF_FIXED | HF_FIXED_EXPERTS)
+        return config_from_hf(cls, config_json | {"num_experts": experts}, fields, HF_FIXED | HF_FIXED_EXPERTS, YARN)
 
     def to_hf(self) -> dict:
         """The inverse: a config.json for transformers."""
         experts = config_to_hf(self, HF_EXPERTS, HF_FIXED_EXPERTS) if self.n_experts else {}
         name = "Qwen3MoeForCausalLM" if self.n_experts else "Qwen3ForCausalLM"
-        return config_to_hf(self, HF_FIELDS, HF_FIXED) | experts | dict(architectures=[name], rope_scaling=None)
+        return config_to_hf(self, HF_FIELDS, HF_FIXED) | experts | dict(architectures=[name])
 
 
 _qwen3 = partial(Qwen3Config, vocab_size=151936, head_dim=128, n_kv_heads=8)  # head_dim is 128 whatever dim / n_heads is
 _moe = partial(_qwen3, n_experts=128, top_k=8, n_kv_heads=4)
-_debug_moe = dict(n_experts=8, top_k=2, moe_ffn_dim=256)  # as many active parameters as debug
 FLAVORS = {
     "debug": Qwen3Config(),
-    "debug_moe": Qwen3Config(**_debug_moe),
+    "debug_moe": Qwen3Config(n_experts=8, top_k=2, moe_ffn_dim=256),  # as many active parameters as debug
     "0.6B": _qwen3(dim=1024, n_layers=28, n_heads=16, ffn_dim=3072, tie_embeddings=True),
     "1.7B": _qwen3(dim=2048, n_layers=28, n_heads=16, ffn_dim=6144, tie_embeddings=True),
     "4B": _qwen3(dim=2560, n_layers=36, n_heads=32, ffn_dim=9728, tie_embeddings=True),
@@ -81,13 +80,6 @@ FLAVORS = {
     "30B-A3B": _moe(dim=2048, n_layers=48, n_heads=32, ffn_dim=6144, moe_ffn_dim=768),
     "235B-A22B": _moe(dim=4096, n_layers=94, n_heads=64, ffn_dim=12288, moe_ffn_dim=1536),
 }
-
-
-# differs from llama3: no stretching for long context
-def rope_frequencies(config, device) -> Tensor:
-    """(K/2,) radians per position, fp32 (RoPE eq. 34, arXiv:2104.09864)."""
-    K = config.head_dim
-    return config.rope_theta ** (-torch.arange(0, K, 2, dtype=torch.float32, device=device) / K)
 
 
 # differs from llama3: every head's query and key is normalised, before RoPE
@@ -185,8 +177,7 @@ class Qwen3(nn.Module):
         h = tokens if tokens.is_floating_point() else self.tok_embeddings(tokens)  # (B, T/cp, D)
         if positions is None:
             positions = torch.arange(h.shape[1], device=h.device)[None]
-        angle = positions[:, None, ..., None] * rope_frequencies(self.config, h.device)  # (B, 1, T/cp, K/2) fp32
-        cos, sin = angle.cos(), angle.sin()
+        cos, sin = cos_and_sin(self.config, self.config.head_dim, positions)  # (B, 1, T/cp, K/2) fp32
         attend = self.make_attend(positions, doc_ids) if cache is None else None
         for i, block in self.blocks.items():
             h = block(h, cos, sin, attend or cache.attend(i))

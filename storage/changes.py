@@ -47,6 +47,8 @@ def compare_start(path: str, source, own: bool, identity: dict, cfg) -> list[tup
     if set(cfg.exclude_from_loading) - {"optimizer"}:
         free |= EXCLUDED_FIELDS
     differ = [(name.split(".")[0], name, old, new) for name, old, new in changes(there, identity)]
+    # a checkpoint of before a model had a field knows nothing of it: False or None is what the model did then
+    differ = [change for change in differ if change[2:] not in (("not set", "False"), ("not set", "None"))]
     differ = [change for change in differ if source.everything or change[0] in fields]
     free |= {change[0] for change in differ if "not set" in change} & fields  # of a fork's new field
     wrong = [change[1:] for change in differ if own or change[0] not in free]

@@ -12,6 +12,7 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import fields
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -177,8 +178,7 @@ def match_names(module: nn.Module, source: HFTensors, exclude) -> Match:
               and not name.endswith(".rotary_emb.inv_freq")]
     twin = "lm_head.weight" if module.config.tie_embeddings and "lm_head.weight" in others else None
     unknown = [name for name in others if name != twin and not may_differ(name)]
-    problems = [f"{what}: {brief(found)}" for what, found in (("missing", missing), ("unknown", unknown)) if found]
-    if problems:
+    if problems := [f"{what}: {brief(found)}" for what, found in (("missing", missing), ("unknown", unknown)) if found]:
         raise ValueError(f"{source.folder} does not fit {type(module).__name__}: {'; '.join(problems)}")
     return Match(skipped, absent, [name for name in others if may_differ(name)], twin)
 
@@ -225,9 +225,7 @@ def load_hf(model, folder: str, exclude=(), group=None) -> list[str]:
     source = fail_together(lambda: open_tensors(type(modules[0]), folder), group)
     reads, match = fail_together(lambda: plan_reads(modules, source, exclude), group)
 
-    def say(text):
-        if rank_in(group) == 0:
-            print(text, flush=True)
+    say = partial(print, flush=True) if rank_in(group) == 0 else lambda text: None
 
     def fill():
         progress = Progress(f"checkpoint: reading {folder}", sum(local.nbytes for *_, local in reads), say)
@@ -343,9 +341,7 @@ def check_export(folder: str, Model=None, config=None):
     check_local(folder, "to export to")
     if os.path.lexists(folder) and (not os.path.isdir(folder) or os.listdir(folder)):
         raise ValueError(f"{folder} is there already and not an empty folder; export to another, or remove it")
-    parent = os.path.abspath(folder)
-    while not os.path.lexists(parent):
-        parent = os.path.dirname(parent)
+    parent = next(path for path in Path(os.path.abspath(folder), "file").parents if os.path.lexists(path))
     if not os.path.isdir(parent) or not os.access(parent, os.W_OK):
         raise ValueError(f"{folder} cannot be made: {parent} is no folder to write to")
 
@@ -484,7 +480,7 @@ def save_hf(model, folder: str, dtype=torch.bfloat16, max_shard_gb=5.0, tokenize
 # or for a stack of experts (E, ...) a list of E names; hf_optional(), in some models, lists patterns of optional names (MTP);
 # hf_tensors(), in some forks, is the reader of the files.
 # "compared": file -> code_hash() of the code that computed the logits of transformers. After a change, run the comparisons
-# again (test_models.py, test_hf.py, test_gpt_oss.py, test_llama4.py), then write the hash here.
+# again (test_models.py, test_deepseek.py, test_hf.py, test_architectures.py), then write the hash here.
 HF_MODELS, COMPARED = read_json(os.path.dirname(__file__), "same_model.json").values()
 
 

@@ -55,7 +55,7 @@ def book(tmp_path):
 
 # Files of layouts: one of pytest's workers runs them all, so that each process of its pools warms up once.
 POOLED = [f"test_{name}" for name in (
-    "parallel mutants lora optim cast communication experts float8 pipeline where packing evaluate hf gpt_oss llama4").split()]
+    "parallel mutants lora optim cast communication experts float8 pipeline where packing evaluate hf architectures").split()]
 
 
 def pytest_collection_modifyitems(items):

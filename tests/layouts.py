@@ -24,6 +24,7 @@ from distributed.pipeline import PipelineConfig, pipeline_stages
 from distributed.refusals import check_layout
 from forks.gpt_oss import GptOss, GptOssConfig
 from forks.llama4 import Llama4, Llama4Config
+from forks.olmo3 import Olmo3, Olmo3Config
 from models.deepseek import DeepSeek, DeepSeekConfig
 from models.llama3 import Llama3, Llama3Config
 from models.loss import IGNORE
@@ -49,7 +50,7 @@ AUX_COEF, BIAS_RATE = 0.02, 1e-3
 for Model in (Qwen3, DeepSeek, GptOss, Llama4):
     Model.init_std = lambda self, fqn, usual=Model.init_std: 0.5 if "router" in fqn else usual(self, fqn)
 MODELS = {Llama3Config: Llama3, Qwen3Config: Qwen3, DeepSeekConfig: DeepSeek, GptOssConfig: GptOss,
-          Llama4Config: Llama4}
+          Llama4Config: Llama4, Olmo3Config: Olmo3}
 MLA = dict(q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, moe_ffn_dim=32)
 
 
@@ -62,6 +63,8 @@ def config(model="llama3", **changes):
         return GptOssConfig(**{**small, **MOE, "sliding_window": 5, **changes})
     if model == "llama4":
         return Llama4Config(**SMALL | MOE | {"top_k": 1, "moe_every": 2, "chunk_size": 5, "floor_scale": 3} | changes)
+    if model == "olmo3":  # a layer that sees all tokens behind three with a window
+        return Olmo3Config(**SMALL | {"sliding_window": 5} | changes | {"n_layers": 4})
     return {"llama3": Llama3Config, "qwen3": Qwen3Config}[model](**{**SMALL, **changes})
 
 

@@ -19,12 +19,14 @@ RECIPES = [
     ("train_llama3.py", "finetune.py", 60),
     ("train_llama3.py", "forks/train_llama3_mup.py", 40),
     ("train_llama3.py", "forks/train_llama3_ft.py", 80),
+    ("train_llama3.py", "forks/train_olmo3.py", 20),
     ("train_qwen3.py", "forks/train_gpt_oss.py", 40),
     ("train_qwen3.py", "forks/train_llama4.py", 40),
 ]
 FORKS = [(original, fork) for original, fork, _ in RECIPES]
 MODELS = [
     ("models/llama3.py", "models/qwen3.py"),
+    ("models/llama3.py", "forks/olmo3.py"),
     ("models/qwen3.py", "models/deepseek.py"),
     ("models/qwen3.py", "forks/gpt_oss.py"),
     ("models/qwen3.py", "forks/llama4.py"),
@@ -68,7 +70,7 @@ def body(path: str) -> list[str]:
     text = (ROOT / path).read_text()
     text = text[text.index("@dataclass") :]
     text = re.sub(r"(models|forks)/\w+\.py", "MODEL.py", text)
-    return re.sub(r"(?i)(Mup)?llama3(_mup|_ft)?|llama4(?!:)|gpt_?oss(?!:)|qwen3(?!:)|deepseek(?!:)", "MODEL", text).splitlines()
+    return re.sub(r"(?i)(Mup)?llama3(_mup|_ft)?|(llama4|gpt_?oss|olmo3|qwen3|deepseek)(?!:)", "MODEL", text).splitlines()
 
 
 def short_name(fork: str) -> str:

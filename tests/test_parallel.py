@@ -70,6 +70,7 @@ LAYOUTS = [
     (4, dict(cp=2, dp_replicate=2), dict(n=8, b=2, tie_embeddings=True)),
     (4, dict(cp=2, tp=2), dict(n=4, b=2)),
     (4, dict(cp=2, tp=2, cp_method="alltoall"), dict(n=4, b=2, doc=True)),
+    (4, dict(cp=2, tp=2), dict(n=4, b=2, qkv_bias=True, sliding_window=5)),  # of Qwen 2, of Mistral
     # pipeline: every schedule, 2 and 4 ranks, tied (the embedding's gradient is exchanged), accumulation on top
     *[(2, dict(pp=2, pp_schedule=s), dict(n=8, b=4, doc=True)) for s in ("GPipe", "1F1B", "LoopedBFS")],
     *[(2, dict(pp=2, pp_schedule=s), dict(n=8, b=4)) for s in ("Interleaved1F1B", "InterleavedZeroBubble")],

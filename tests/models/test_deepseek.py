@@ -14,10 +14,10 @@ from pieces import in_pieces
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-import models.deepseek
 from distributed.refusals import check_layout
 from models.attention import causal_attention, sdpa
 from models.deepseek import FLAVORS, DeepSeek, DeepSeekConfig, MoE, shift_targets
+from models.layers import rope_frequencies
 from models.loss import IGNORE
 from storage import hf
 from support.config import override_fields
@@ -148,13 +148,14 @@ def test_the_published_config_is_the_flavor():
     assert DeepSeekConfig.from_hf(PUBLISHED) == replace(FLAVORS["671B"], mtp_depth=1)
     for flavor, c in FLAVORS.items():
         assert DeepSeekConfig.from_hf(c.to_hf()) == c, flavor
+    assert DeepSeekConfig.from_hf(PUBLISHED | dict(model_type="kimi_k2")) == DeepSeekConfig.from_hf(PUBLISHED)
     wrong = dict(model_type="qwen3", hidden_act="gelu", attention_bias=True, moe_layer_freq=2, topk_method="greedy",
                  scoring_func="softmax", num_nextn_predict_layers=2)
     for field, value in wrong.items():
         with pytest.raises(ValueError, match=f"{field} is {value!r}"):
             DeepSeekConfig.from_hf(PUBLISHED | {field: value})
-    with pytest.raises(ValueError, match="rope scaling has attention_factor"):
-        DeepSeekConfig.from_hf(PUBLISHED | {"rope_scaling": PUBLISHED["rope_scaling"] | {"attention_factor": 2.0}})
+    with pytest.raises(ValueError, match="rope scaling has long_factor"):
+        DeepSeekConfig.from_hf(PUBLISHED | {"rope_scaling": PUBLISHED["rope_scaling"] | {"long_factor": 2.0}})
     with pytest.raises(ValueError, match="rope scaling 'yarn' lacks factor"):
         DeepSeekConfig.from_hf(PUBLISHED | {"rope_scaling": PUBLISHED["rope_scaling"] | {"factor": None}})
     with pytest.raises(ValueError, match="no number for kv_lora_rank"):
@@ -273,7 +274,7 @@ def mtp_losses(model, tokens, labels, doc_ids):
         for doc in docs.unique():
             t, y = row[docs == doc], label[docs == doc]  # y[i] is token i+1, or IGNORE
             T = len(t)
-            angle = torch.arange(T)[:, None] * models.deepseek.rope_frequencies(model.config, "cpu")
+            angle = torch.arange(T)[:, None] * rope_frequencies(model.config, model.config.qk_rope_head_dim, "cpu")
             rope = [x[None, None] for x in (angle.cos(), angle.sin())]
             attend = causal_attention(torch.arange(T)[None])
             h = embed[t][None]

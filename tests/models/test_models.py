@@ -27,8 +27,8 @@ from distributed.checks import check_model
 from distributed.layout import AXES, Layout
 from models import attention, deepseek, llama3, qwen3
 from models.attention import causal_attention, sdpa
-from models.layers import RMSNorm, rotate
-from models.llama3 import FLAVORS, Llama3, Llama3Config, rope_frequencies, scaled
+from models.layers import RMSNorm, rope_frequencies, rotate
+from models.llama3 import FLAVORS, Llama3, Llama3Config, scaled
 from models.loss import IGNORE, linear_cross_entropy
 from parallel import TP_STYLES
 from rl.decoding import RowCache
@@ -432,10 +432,10 @@ def test_rope_is_that_of_transformers(name, head_dim, factor):
     parameters = dict(rope_theta=500000.0, rope_type="llama3" if factor else "default") | (scaling or {})
     theirs = LlamaRotaryEmbedding(LlamaConfig(hidden_size=4 * head_dim, num_attention_heads=4, head_dim=head_dim,
                                               max_position_embeddings=131072, rope_parameters=parameters))
-    ours = rope_frequencies(Llama3Config(head_dim=head_dim, rope_scaling=scaling), "cpu")
+    ours = rope_frequencies(Llama3Config(head_dim=head_dim, rope_scaling=scaling), head_dim, "cpu")
     assert torch.equal(ours, theirs.inv_freq)
     if factor:  # all three branches of the rule are used: kept, interpolated, stretched
-        plain = rope_frequencies(Llama3Config(head_dim=head_dim), "cpu")
+        plain = rope_frequencies(Llama3Config(head_dim=head_dim), head_dim, "cpu")
         ratio = plain / ours
         assert ratio[0] == 1 and abs(ratio[-1] - factor) < 1e-4 and ((ratio > 1.01) & (ratio < factor - 0.1)).any()
 
@@ -472,7 +472,11 @@ WANTED = dict(dim=64, n_layers=2, n_heads=8, n_kv_heads=2, head_dim=8, ffn_dim=9
     (dict(rope_theta=5e5, rope_scaling=scaled(8.0) | {"type": "llama3"}), dict(rope_scaling=scaled(8.0))),  # the older key
     (dict(rope_parameters=dict(rope_theta=5e5, rope_type="default")), {}),  # transformers 5
     (dict(rope_parameters=scaled(32.0) | dict(rope_theta=5e5, rope_type="llama3")), dict(rope_scaling=scaled(32.0))),
+    (dict(rope_parameters=dict(rope_theta=1.0), rope_theta=5e5, rope_scaling=scaled(8.0) | {"type": "llama3"}),
+     dict(rope_scaling=scaled(8.0))),  # both: transformers takes the older name
     (dict(rope_theta=10000), dict(rope_theta=10000.0)),  # an integer in JSON
+    (dict(rope_theta=5e5, model_type="mistral", num_key_value_heads=4), dict(n_kv_heads=4, sliding_window=4096)),  # its default
+    (dict(rope_theta=5e5, model_type="qwen2", sliding_window=131072), dict(qkv_bias=True)),  # not in use
     ({}, dict(rope_theta=10000.0)),  # Llama 1: defaults of transformers
     (dict(rope_theta=5e5, head_dim=32), dict(head_dim=32)),
     (dict(rope_theta=5e5, head_dim=None, num_key_value_heads=None), dict(n_kv_heads=8)),
@@ -491,7 +495,9 @@ def test_from_hf(hf, changes):
     (dict(attention_bias=True), "attention_bias is True"),
     (dict(mlp_bias=True), "mlp_bias is True"),
     (dict(rope_scaling=dict(type="linear", factor=2.0)), "rope_type is 'linear'"),
-    (dict(rope_scaling=dict(rope_type="yarn", factor=2.0)), "rope_type is 'yarn'"),
+    (dict(rope_scaling=dict(rope_type="yarn", factor=2.0)), "'yarn' lacks original_max"),
+    (dict(model_type="qwen2", use_sliding_window=True), "use_sliding_window is True"),
+    (dict(model_type="mistral", sliding_window=0), "sliding_window 0 must be at least 1"),
     (dict(rope_parameters=dict(rope_theta=1e4, rope_type="dynamic", factor=2.0)), "rope_type is 'dynamic'"),
     (dict(rope_parameters=dict(rope_theta=1e4, rope_type="llama3", factor=2.0)), "lacks low_freq_factor, high_freq_factor"),
     (dict(rope_parameters=dict(rope_type="default", partial_rotary_factor=0.5)), "partial_rotary_factor is 0.5"),

@@ -3,7 +3,7 @@ import json
 import math
 import os
 import shutil
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers  # imports each model on first use: a pool's workers need not wait
 from chats import bpe
-from layouts import build, config, full
+from layouts import build, config, equals_transformers, full
 from pool import pool
 from safetensors.torch import load_file, save_file
 from saves import refuses, saver
@@ -35,6 +35,8 @@ TINY = dict(hidden_size=32, num_hidden_layers=4, num_attention_heads=8, num_key_
             vocab_size=101, max_position_embeddings=64, rms_norm_eps=1e-5, bos_token_id=None, eos_token_id=None)
 SCALED = dict(rope_type="llama3", rope_theta=5e5, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
               original_max_position_embeddings=16)
+YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=16)
+KINDS = dict(moe="Qwen3Moe", mistral="Mistral", qwen2="Qwen2", qwen3="Qwen3")
 VARIANTS = {
     "plain": {},
     "scaled_rope": dict(rope_parameters=SCALED),
@@ -43,6 +45,10 @@ VARIANTS = {
     "no_gqa": dict(num_key_value_heads=8, rope_parameters=dict(rope_type="default", rope_theta=100.0)),
     "sharded": {},
     "bf16": {},
+    "yarn": dict(rope_parameters=YARN | dict(attention_factor=1.3)),
+    "mistral": dict(sliding_window=5, rope_parameters=YARN),
+    "qwen2": dict(tie_word_embeddings=True),
+    "qwen3": dict(rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=0.5, beta_fast=16.0)),
     "moe": dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True),
 }
 
@@ -64,7 +70,7 @@ def theirs(tmp_path_factory):
     def make(variant):
         if variant not in made:
             torch.manual_seed(1)
-            kind = "Qwen3Moe" if variant == "moe" else "Llama"
+            kind = KINDS.get(variant, "Llama")
             model_class = getattr(transformers, f"{kind}ForCausalLM")
             model = model_class(getattr(transformers, f"{kind}Config")(**TINY | VARIANTS[variant]))
             for p in model.parameters():
@@ -94,27 +100,12 @@ def assert_equal_files(a, b):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_their_files_give_their_logits_and_gradients(theirs, variant):
-    model, folder = theirs(variant)
-    ours, _ = hf.load_hf_model(folder, dtype=torch.float32)
-    expected = model(tokens()).logits
-    torch.testing.assert_close(ours(tokens()), expected, atol=5e-5, rtol=0)
-    labels = tokens(1)
-    torch.nn.functional.cross_entropy(expected.flatten(0, 1), labels.flatten()).backward()
-    ours(tokens(), labels, loss_denom=labels.numel()).backward()
-    grads = {name: p.grad for name, p in model.named_parameters()}
-    for fqn, name in ours.hf_keys().items():
-        if isinstance(name, str):  # transformers itself stacks experts otherwise; their gradients pass through all the rest
-            grad = ours.get_parameter(fqn).grad
-            assert (grad - grads[name]).norm() < 1e-4 * grads[name].norm(), fqn
-    model.zero_grad()
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_our_files_give_them_our_logits_and_a_round_trip_is_bit_identical(theirs, variant, tmp_path):
+def test_logits_and_gradients_are_theirs_both_ways_and_a_round_trip_is_bit_identical(theirs, variant, tmp_path):
     model, folder = theirs(variant)
     dtype = torch.bfloat16 if variant == "bf16" else torch.float32
     ours, _ = hf.load_hf_model(folder, dtype=torch.float32)  # as in training
+    equals_transformers(ours, model, tmp_path)
+    model.zero_grad()
     hf.save_hf(ours, str(tmp_path / "out"), dtype, max_shard_gb=6e-5 if variant == "sharded" else 5)
     assert_equal_files(folder, tmp_path / "out")
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
@@ -409,9 +400,10 @@ def test_every_disagreement_is_named_with_both_values(tmp_path):
         rope_scaling={name: value for name, value in SCALED.items() if name != "rope_theta"},
     )
     ours, theirs = FLAVORS["debug"], Llama3Config.from_hf(FLAVORS["debug"].to_hf() | other)
-    said = refuses(".", hf.check_hf_config, ours, write_config(tmp_path, **other))
+    all_others = replace(ours, qkv_bias=True, sliding_window=8)
+    said = refuses(".", hf.check_hf_config, all_others, write_config(tmp_path, **other))
     for f in fields(ours):
-        assert f"{f.name} is {getattr(theirs, f.name)} there, {getattr(ours, f.name)} here" in said
+        assert f"{f.name} is {getattr(theirs, f.name)} there, {getattr(all_others, f.name)} here" in said
     assert "add a flavor with its values to FLAVORS in models/llama3.py" in said
     for name, value in other.items():  # and each field alone
         said = refuses("is of another model", hf.check_hf_config, ours, write_config(tmp_path, **{name: value}))

@@ -17,7 +17,7 @@ from tools import checkpoint_commands
 
 ROOT = Path(__file__).parents[2]
 RELU2 = ("F.silu(self.w1(x))", "F.relu(self.w1(x)).square()")
-MODEL_TYPE = ('model_type=("llama",)', 'model_type=("mine",)')
+MODEL_TYPE = ('else "llama"', 'else "mine"')
 
 
 @pytest.fixture
@@ -56,11 +56,12 @@ def test_hashes_are_of_the_code_that_is_there():
     assert hf.COMPARED == {module: hf.code_hash(module) for module in hf.COMPARED}
 
 
-@pytest.mark.parametrize("kind", hf.HF_MODELS)
+@pytest.mark.parametrize("kind", [kind for kind in hf.HF_MODELS if kind != "kimi_k2"])  # exported as deepseek_v3
 def test_shipped_models_are_exported(kind):
     module = importlib.import_module(hf.HF_MODELS[kind][0])
     Model = getattr(module, hf.HF_MODELS[kind][1])
-    flavors = [config for config in module.FLAVORS.values() if config.to_hf()["model_type"] == kind]
+    changes = dict(mistral=dict(sliding_window=8), qwen2=dict(qkv_bias=True)).get(kind, {})
+    flavors = [c for flavor in module.FLAVORS.values() if (c := replace(flavor, **changes)).to_hf()["model_type"] == kind]
     assert flavors
     for config in flavors:
         hf.check_same_model(Model, config)
