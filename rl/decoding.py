@@ -169,24 +169,10 @@ def draw(logits: Tensor, u: Tensor, temperature: float, top_k=0, top_p=1.0) -> t
     return token[:, 0], logits.gather(-1, token)[:, 0]
 
 
-def add_token(s: dict, token: int, logprob: float, ends: set, tool, stop) -> bool:
-    """Add a token to a sample: the model's, or the next token of the tool's answer. Returns whether the sample goes on."""
-    ids, chosen = s["ids"], not s["said"]  # chosen: by the model
-    ids.append(token if chosen else s["said"].popleft())
-    s["logprobs"].append(logprob if chosen else 0.0)
-    s["mask"].append(float(chosen))
-    if chosen and token in ends or len(ids) == s["room"] or stop is not None and stop(ids):
-        return False
-    if chosen and tool is not None:
-        s["said"].extend(tool([*ids]))
-    return True
-
-
 @torch.no_grad()
 def rollout(
     model, prompts: list[list[int]], noise: Tensor, temperature: float, eot: int | list[int], *, max_len: int, rows=512,
-    top_k=0, top_p=1.0, on_token=None, tool=None, stop=None, tp_mesh=None, batch_invariant=False,
-    agree=lambda *numbers: numbers,
+    top_k=0, top_p=1.0, reply=None, tp_mesh=None, batch_invariant=False, agree=lambda *numbers: numbers,
 ) -> list[dict]:
     """G samples of each of P prompts, as dicts(ids, logprobs, mask, truncated), samples of a prompt next to each other.
 
@@ -195,10 +181,9 @@ def rollout(
     finished samples are given to the next prompt, which is read once for its G samples. A sample ends with `eot` (or any of
     several), included in the ids, or is truncated: at max_new_tokens, or when prompt and sample have max_len tokens.
 
-    on_token(sample, id) is called for every new token.
-    tool(ids so far) -> ids of the tool's answer: the model reads the answer, with mask 0. The tool is asked after each token of
-    the model, not after tokens of the tool.
-    stop(ids so far) -> whether the sample ends here, without eot.
+    reply(sample) -> ids for the model to read, with mask 0; [] for nothing to read, None to end the sample. Asked after each
+    token of the model, not after tokens of a reply. The sample is a dict with its `index`, its `ids` so far, and `begin`, the
+    place of the first id after the last reply. After an `eot` a sample goes on only if there is something to read.
     model.unknown_ids: ids that are never sampled, or None.
     tp_mesh: for a tensor parallel model. All its ranks get the same arguments and sample the same.
     batch_invariant: every matrix product has shapes whose rounding does not depend on the batch, for exact equality with a
@@ -211,8 +196,9 @@ def rollout(
     n_rows = max(G, min(rows // G, P) * G, FEWEST if batch_invariant else 0)
     room = max_len + width if batch_invariant else -(-(max_len + width) // KEY_BUCKET) * KEY_BUCKET
     cache = RowCache(n_rows, room, batch_invariant)
-    samples = [dict(prompt=prompts[p], ids=[], logprobs=[], mask=[], said=deque(), noise=noise[p, g].tolist(), index=p * G + g,
-                    room=max(1, min(max_new, max_len - len(prompts[p])))) for p in range(P) for g in range(G)]
+    samples = [dict(prompt=prompts[p], ids=[], logprobs=[], mask=[], said=deque(), begin=0, index=p * G + g,
+                    noise=noise[p, g].tolist(), room=max(1, min(max_new, max_len - len(prompts[p]))))
+               for p in range(P) for g in range(G)]
     waiting = deque(range(P))
     running: list[dict | None] = [None] * n_rows  # the sample of each row; None: a free row, whose output is ignored
 
@@ -253,11 +239,20 @@ def rollout(
             logits.index_fill_(1, unknown, NEVER)
         u = torch.tensor([s["noise"][len(s["ids"])] if s else 0.0 for s in running], dtype=torch.float64, device=device)
         tokens, logprobs = (x.tolist() for x in draw(logits, u, temperature, top_k, top_p))
+        by_model = [s for s in running if s is not None and not s["said"]]
         for row, s in enumerate(running):
             if s is not None:
-                if not add_token(s, tokens[row], logprobs[row], ends, tool, stop):
-                    running[row] = None
-                if on_token is not None:
-                    on_token(s["index"], s["ids"][-1])
-    return [dict(ids=s["ids"], logprobs=s["logprobs"], mask=s["mask"], truncated=not (s["ids"][-1] in ends and s["mask"][-1]))
-            for s in samples]
+                chosen = not s["said"]
+                s["ids"].append(tokens[row] if chosen else s["said"].popleft())
+                s["logprobs"].append(logprobs[row] if chosen else 0.0)
+                s["mask"].append(float(chosen))
+
+        # 4. Let others reply. Then free the rows of the samples that have ended.
+        for s in by_model:
+            said = reply(s) if reply is not None else []
+            s["done"] = said is None or s["ids"][-1] in ends and not said
+            if said:
+                s["said"].extend(said)
+                s["begin"] = len(s["ids"]) + len(said)
+        running = [None if s is None or s["done"] or len(s["ids"]) == s["room"] else s for s in running]
+    return [dict(ids=s["ids"], logprobs=s["logprobs"], mask=s["mask"], truncated=not s["done"]) for s in samples]

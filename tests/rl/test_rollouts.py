@@ -114,7 +114,7 @@ def test_tool_tokens_are_read_and_not_trained():
     """The tool's answer is in the context, without gradient and outside of the denominator."""
     model = sharp_model()
     tool = lambda ids: [20, 7] if ids[-1] == 7 else []  # noqa: E731
-    found = [s for seed in range(9) for s in samples_of(model, seed=seed, tool=tool) if 0.0 in s["mask"]]
+    found = [s for seed in range(9) for s in samples_of(model, seed=seed, reply=lambda s: tool(s["ids"])) if 0.0 in s["mask"]]
     assert found
     for s in found:
         chosen = torch.tensor(s["mask"]) > 0
