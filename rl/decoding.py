@@ -21,6 +21,7 @@ from parallel import whole_vocab
 
 PREFILL_CHUNK = 512  # prompt tokens per forward: activations of a whole long prompt would need more memory than its cache
 KEY_BUCKET = 64  # attention runs over a multiple of so many keys: few shapes, and all of them even for a GPU's kernels
+DRAW_CHUNK = 64  # tokens of the vocabulary with one sum, see draw()
 FEWEST = 8  # --batch_invariant: from 8 rows on, the rounding of a matrix product did not depend on the number of rows
 
 
@@ -151,22 +152,36 @@ def truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     return logits.masked_fill(torch.zeros_like(drop).scatter(-1, order, drop), -torch.inf)
 
 
+def first_above(sums: Tensor, share: Tensor) -> Tensor:
+    """sums (R, n): running sums, share (R, 1) below 1 -> for each row the first place with a sum above this share of the whole.
+    A place that adds nothing is never taken, also where rounding would pass the end."""
+    last = torch.searchsorted(sums, sums[:, -1:].contiguous()).clamp_(max=sums.shape[1] - 1)  # NaN: check_finite() reports them
+    return torch.minimum(torch.searchsorted(sums, share * sums[:, -1:], right=True), last)
+
+
 def draw(logits: Tensor, u: Tensor, temperature: float, top_k=0, top_p=1.0) -> tuple[Tensor, Tensor]:
     """logits (R, V) fp32 and one uniform number per row (R,) -> tokens (R,) and their log-probabilities at the temperature.
 
     Log-probabilities are from before top_k and top_p, so a training forward over the same tokens gives the same numbers.
     Temperature 0 takes the likeliest token, and reports its log-probability at temperature 1.
+
+    The draw has two levels, first a chunk of the vocabulary and then a token of the chunk: sums in fp64, without which the rare
+    tokens would be rounded away, are over V / 64 + 64 numbers and not over V.
     """
     logits = logits if temperature in (0, 1) else logits / temperature
-    logits = logits - log_normalizer(logits)[:, None]
+    normalizer = log_normalizer(logits)[:, None]
     if temperature == 0:
         token = logits.argmax(-1, keepdim=True)
     else:
-        allowed = truncate(logits, top_k, top_p) if top_k > 0 or top_p < 1 else logits
-        cdf = allowed.double().exp().cumsum(-1)  # in fp32 a sum over V words would round the rare ones away
-        # the first token with a cumulated share above u; a token of probability 0 adds nothing and is never taken
-        token = torch.searchsorted(cdf, u.double()[:, None] * cdf[:, -1:], right=True).clamp_(max=logits.shape[1] - 1)
-    return token[:, 0], logits.gather(-1, token)[:, 0]
+        p = (truncate(logits, top_k, top_p) if top_k > 0 or top_p < 1 else logits).sub(normalizer).exp_()
+        chunks = F.pad(p, (0, -p.shape[1] % DRAW_CHUNK)).unflatten(1, (-1, DRAW_CHUNK))  # (R, n, DRAW_CHUNK)
+        sums = F.pad(chunks.sum(-1).double().cumsum(-1), (1, 0))  # (R, 1 + n), from 0
+        share = u.double()[:, None]
+        chunk = first_above(sums, share)  # from 1
+        rest = (share * sums[:, -1:] - sums.gather(1, chunk - 1)) / sums.diff().gather(1, chunk - 1)
+        of_chunk = chunks[torch.arange(len(chunks), device=u.device), chunk[:, 0] - 1].double().cumsum(-1)
+        token = ((chunk - 1) * DRAW_CHUNK + first_above(of_chunk, rest)).clamp_(max=logits.shape[1] - 1)
+    return token[:, 0], (logits.gather(-1, token) - normalizer)[:, 0]
 
 
 @torch.no_grad()
