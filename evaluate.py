@@ -351,19 +351,19 @@ def complete(model, layout: Layout, cfg: Config, text: Text, prompts: list[list[
     noise = draw_noise([f"{cfg.seed}/{i}" for i in mine], 1, new)
     report, rows, tail = progress("answered", prompts, layout), layout.local_batch_size, 8 + len("".join(stop).encode())
 
-    def ends(ids):  # with a stop string; only the last tokens are decoded, each at least one byte of text
-        return any(string in text.decode(ids[-tail:]) for string in stop)
+    def end_at_stop(s):
+        report(max((s["index"] + 1 - rows) * layout.data_ranks - report.done, 0))  # the last rows run on
+        last = text.decode(s["ids"][-tail:])  # each id is at least one byte of text
+        return None if any(string in last for string in stop) else []
 
     with whole_weights(model):
         samples = rollout(
-            model, [prompts[i] for i in mine], noise, cfg.temperature, text.ends, rows=rows, stop=ends if stop else None,
+            model, [prompts[i] for i in mine], noise, cfg.temperature, text.ends, rows=rows, reply=end_at_stop,
             max_len=max(map(len, prompts)) + new, agree=lockstep(layout, cfg.rollout_timeout_s),
-            on_token=lambda i, token: report(max((i + 1 - rows) * layout.data_ranks - report.done, 0)),  # the last rows run on
             tp_mesh=layout.mesh["tp"] if layout.tp > 1 else None)
     for i, s in zip(mine, samples):
         s["index"], whole = i, text.decode(s["ids"])
         s["text"] = min((whole.split(string)[0] for string in stop), key=len, default=whole)
-        s["truncated"] = s["truncated"] and s["text"] == whole
     everyone = gather_samples(samples, layout, group)
     check_finite([logprob for s in everyone for logprob in s["logprobs"]])
     return sorted(everyone, key=lambda s: s["index"])

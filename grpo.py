@@ -373,15 +373,16 @@ def warm_up(trainer: Trainer, env, text):
         print(f"supervised warm-up: {step + 1} steps, loss {recent[-1]:.3f}" if recent else "no supervised warm-up", flush=True)
 
 
-def evaluate_policy(trainer: Trainer, engine, prompts: list[str], metrics: Metrics, step: int):
+def evaluate_policy(trainer: Trainer, engine, text, held_out: dict[str, str], metrics: Metrics, step: int):
     """Evaluate held-out prompts, log held_out_numbers() and print a line."""
     cfg = trainer.cfg
-    tasks = [(f"eval/{i}", prompt) for i, prompt in enumerate(prompts)]
+    tasks = [(f"eval/{i}", *task) for i, task in enumerate(held_out.items())]
     samples, greedy = engine.evaluate(tasks, cfg.eval_k, cfg.temperature), engine.evaluate(tasks, 1, 0.0)
     line = held_out_numbers(samples, greedy, cfg.eval_k)
     if trainer.layout.rank == 0:
         metrics.write({"step": step} | line)
         messages.show_evaluation(cfg, step, line)
+        messages.keep_samples(cfg, step, greedy, text, evaluation=True)
 
 
 # ---------------------------------------------------------------- the run
@@ -396,7 +397,8 @@ def main(cfg: Config):
     if cfg.compute_dtype == "auto" and (cfg.device == "cpu" or not torch.cuda.is_available()):
         cfg = replace(cfg, compute_dtype="float32")  # trainer and generator agree in more digits
     env = open_task(cfg)
-    text = Text(cfg.init_from, cfg.out, getattr(env, "ALPHABET", string.printable), open_chat(cfg.init_from, cfg))
+    alphabet, reset = getattr(env, "ALPHABET", string.printable), env.reset if hasattr(env, "step") else None
+    text = Text(cfg.init_from, cfg.out, alphabet, open_chat(cfg.init_from, cfg), reset)
     Model, model_config = model_of(cfg, text.tokenizer.get_vocab_size())
     left_out = leave_out_long(env, text, cfg.seq_len)
     held_out = held_out_tasks(env, cfg.eval_n, partial(text.fits, seq_len=cfg.seq_len)) if cfg.eval_every else []
@@ -457,7 +459,7 @@ def main(cfg: Config):
     metrics = Metrics(cfg.out, cfg, layout, flops_per_token=flops_per_token, first_step=first,
                       steps=cfg.steps, log_every=cfg.log_every, tokens=state["tokens"])
     if cfg.eval_every and first == 1:
-        evaluate_policy(trainer, engine, held_out, metrics, 0)
+        evaluate_policy(trainer, engine, text, held_out, metrics, 0)
     for step in range(first, cfg.steps + 1):
         # (1) prompts, (2) rollouts, (3) rewards
         batch = metrics.start_step(ahead.take())
@@ -484,7 +486,8 @@ def main(cfg: Config):
                     tokens_hash=tokens_hash, extra=line, show=False)
         if layout.rank == 0 and metrics.due(step):
             messages.show_step(cfg, step, line)
-            messages.keep_samples(cfg, step, samples, text)
+            at = step % len(groups)  # not always the first: --dynamic_sampling puts groups with a gradient first
+            messages.keep_samples(cfg, step, sum(groups[at:] + groups[:at], []), text)
         state = {"step": step, "cursor": batch["cursor"], "tokens": metrics.tokens, "policy_version": trainer.policy_version,
                  "batch": [], "made_with": rollouts.batch_flags(cfg), "bos": text.bos}
         if step == first:
@@ -495,7 +498,7 @@ def main(cfg: Config):
             state["batch"] = ahead.all()
             checkpoints.save(step, state, last=last, model_only=cfg.last_save_model_only and step == cfg.steps)
         if cfg.eval_every and (step % cfg.eval_every == 0 or step == cfg.steps):
-            evaluate_policy(trainer, engine, held_out, metrics, step)
+            evaluate_policy(trainer, engine, text, held_out, metrics, step)
         if stopping:
             break
     ahead.all()  # a generator ends only after its samples were fetched

@@ -14,9 +14,10 @@ from fractions import Fraction
 
 KINDS = ("exact", "number", "math")
 
-# All characters of a number. A minus is part of the number, unless a letter, a digit or a bracket stands before the minus.
-NUMBER = re.compile(r"(?:(?<![\w)])-)?\$?(?:(?<!\w)\.)?[0-9](?:[0-9,./$-]*[0-9])?", re.ASCII)
-DECIMAL = re.compile(r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+)?", re.ASCII)
+# All characters of a number, and of what is no plain number: 1/2, 5^2, 5:30, 2+3, 1e9. A minus is part of the number, unless a
+# letter, a digit or a bracket stands before the minus.
+NUMBER = re.compile(r"(?:(?<![\w)])-)?\$?(?:(?<!\w)\.)?[0-9](?:[0-9,./$^*:+eE-]*[0-9])?", re.ASCII)
+DECIMAL = re.compile(r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|0|[1-9][0-9]*)?(?:\.[0-9]+)?", re.ASCII)
 # A number, a fraction in one of two spellings or a percentage, in the middle of a text
 FRACTION = re.compile(r"(?:(?<![\w)}])-)?\$?(?:\\[dt]?frac\{-?[0-9]+\}\{[0-9]+\}|(?:[0-9][0-9,]*)?\.?[0-9]+(?:/[0-9]+)?)"
                       r"(?:\s?\\?%)?", re.ASCII)
@@ -24,10 +25,11 @@ LONGEST = 300  # characters: longer answers are not read as mathematics
 OF_LATEX = [
     (r"\\(?:left|right|displaystyle|limits|big|Big)(?![a-zA-Z])", ""), (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
     (r"\\[,!;:> ]|\\q?quad(?![a-zA-Z])|~|\\?\$|\\\(|\\\)|\\\[|\\\]", ""), (r"\{,\}", ","), (r"\^\{?\\circ\}?|\\degree|°", ""),
-    (r"(?<=[0-9a-zA-Z)}%])\s*\\(?:text|mathrm|mbox)\{[^{}]*\}(?:\^\{?[23]\}?)?$", ""),  # a unit at the end
+    # a unit at the end, but no second answer and no constant
+    (r"(?<=[0-9a-zA-Z)}%])\s*\\(?:text|mathrm|mbox)\{(?!\s*(?:or|and)\b|[ei]\})[^{}0-9]*\}(?:\^\{?[23]\}?)?$", ""),
     (r"\\(?:text|mathrm|mathbf|textbf|mbox)\{([^{}]*)\}", r"\1"),
     (r"\\frac([0-9])([0-9])", r"\\frac{\1}{\2}"), (r"\\sqrt([0-9])", r"\\sqrt{\1}"),
-    (r"π", r"\\pi"), (r"−", "-"), (r"\\%", "%")]
+    (r"π", r"\\pi"), (r"−", "-"), (r"\\%", "%"), (r"^\s*\(([A-Z])\)\s*$", r"\1"), (r"^\s*\{([^{}]*)\}\s*$", r"\1")]
 
 
 def is_right(kind: str, text: str, answer: str) -> bool:
@@ -51,8 +53,8 @@ def never_right(kind: str, answer) -> str:
 
 # ---------------------------------------------------------------- number
 def final_number(text: str) -> float | None:
-    """The first number after the last ####, else the last number of the text. None for 1,2,3 or 1/2 or 3-5."""
-    before, marker, after = text.rpartition("####")
+    """The first number after the last ####, else the last number of the text. None for 1,2,3 or 1/2 or 3-5 or 5^2."""
+    before, marker, after = text.replace("−", "-").rpartition("####")
     found = NUMBER.findall(after)
     word = (found[0] if marker else found[-1]) if found else ""
     if not re.fullmatch(r"-?\$?([0-9]{1,3}(,[0-9]{3})+|[0-9]+)?(\.[0-9]+)?", word) or not word:
@@ -65,7 +67,7 @@ def same_in_mathematics(text: str, answer: str) -> bool:
     """Whether a text ends with the answer. The answer may be marked (\\boxed, ####) or bare."""
     wanted, found = plain_latex(marked(answer) or answer), marked(text)
     if found is None:
-        last = FRACTION.findall(text[-10 * LONGEST :])
+        last = FRACTION.findall(text[-10 * LONGEST :].replace("−", "-"))
         found = text if plain_latex(text) == wanted else last[-1] if last else ""
     found = plain_latex(found)
     return bool(found) and max(len(found), len(wanted)) <= LONGEST and equal_parts(found, wanted)

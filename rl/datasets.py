@@ -171,10 +171,11 @@ def open_task(cfg):
 class Text:
     """Prompts and samples of grpo.py as token ids, and back."""
 
-    def __init__(self, source: str, out="", alphabet=string.printable, chat=None):
+    def __init__(self, source: str, out="", alphabet=string.printable, chat=None, reset=None):
         """source: a Hugging Face folder or a checkpoint with a tokenizer; "": a new tokenizer with a token per character of the
-        alphabet, for save() in the folder out. chat: text -> prompt, from open_chat(), or None."""
-        self.chat, self.alphabet = chat, None
+        alphabet, for save() in the folder out. chat: text -> prompt, from open_chat(), or None. reset:
+        the environment's, if any."""
+        self.chat, self.alphabet, self.reset = chat, None, reset
         if source and not is_hf_folder(source):
             source = newest_readable(source)  # our checkpoints have a copy of the tokenizer
         if source:
@@ -200,7 +201,8 @@ class Text:
         if self.alphabet is not None:
             self.tokenizer.save(self.file)
 
-    def prompt(self, text: str) -> list[int]:
+    def prompt(self, task: str) -> list[int]:
+        text = self.reset(task)[1] if self.reset else task
         return self.ids(self.chat(text) if self.chat else text, self.bos and not self.chat) or [self.eot]
 
     def ids(self, text: str, bos: bool = False) -> list[int]:
@@ -208,9 +210,9 @@ class Text:
             raise ValueError(f"{min(other)!r} in {text[:60]!r} is not in the ALPHABET of --env; add it there")
         return encoding_of(self.tokenizer, text, bos).ids
 
-    def fits(self, text: str, seq_len: int) -> bool:
+    def fits(self, task: str, seq_len: int) -> bool:
         """Whether a prompt leaves room for at least one new token."""
-        return len(self.prompt(text)) < seq_len
+        return len(self.prompt(task)) < seq_len
 
     def decode(self, ids: list[int]) -> str:
         """The text of a sample without its end token. Other special tokens stay visible: <|im_start|> makes an answer wrong."""

@@ -21,6 +21,7 @@ from parallel import whole_vocab
 
 PREFILL_CHUNK = 512  # prompt tokens per forward: activations of a whole long prompt would need more memory than its cache
 KEY_BUCKET = 64  # attention runs over a multiple of so many keys: few shapes, and all of them even for a GPU's kernels
+DRAW_CHUNK = 64  # tokens of the vocabulary with one sum, see draw()
 FEWEST = 8  # --batch_invariant: from 8 rows on, the rounding of a matrix product did not depend on the number of rows
 
 
@@ -151,42 +152,42 @@ def truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     return logits.masked_fill(torch.zeros_like(drop).scatter(-1, order, drop), -torch.inf)
 
 
+def first_above(sums: Tensor, share: Tensor) -> Tensor:
+    """sums (R, n): running sums, share (R, 1) below 1 -> for each row the first place with a sum above this share of the whole.
+    A place that adds nothing is never taken, also where rounding would pass the end."""
+    last = torch.searchsorted(sums, sums[:, -1:].contiguous()).clamp_(max=sums.shape[1] - 1)  # NaN: check_finite() reports them
+    return torch.minimum(torch.searchsorted(sums, share * sums[:, -1:], right=True), last)
+
+
 def draw(logits: Tensor, u: Tensor, temperature: float, top_k=0, top_p=1.0) -> tuple[Tensor, Tensor]:
     """logits (R, V) fp32 and one uniform number per row (R,) -> tokens (R,) and their log-probabilities at the temperature.
 
     Log-probabilities are from before top_k and top_p, so a training forward over the same tokens gives the same numbers.
     Temperature 0 takes the likeliest token, and reports its log-probability at temperature 1.
+
+    The draw has two levels, first a chunk of the vocabulary and then a token of the chunk: sums in fp64, without which the rare
+    tokens would be rounded away, are over V / 64 + 64 numbers and not over V.
     """
     logits = logits if temperature in (0, 1) else logits / temperature
-    logits = logits - log_normalizer(logits)[:, None]
+    normalizer = log_normalizer(logits)[:, None]
     if temperature == 0:
         token = logits.argmax(-1, keepdim=True)
     else:
-        allowed = truncate(logits, top_k, top_p) if top_k > 0 or top_p < 1 else logits
-        cdf = allowed.double().exp().cumsum(-1)  # in fp32 a sum over V words would round the rare ones away
-        # the first token with a cumulated share above u; a token of probability 0 adds nothing and is never taken
-        token = torch.searchsorted(cdf, u.double()[:, None] * cdf[:, -1:], right=True).clamp_(max=logits.shape[1] - 1)
-    return token[:, 0], logits.gather(-1, token)[:, 0]
-
-
-def add_token(s: dict, token: int, logprob: float, ends: set, tool, stop) -> bool:
-    """Add a token to a sample: the model's, or the next token of the tool's answer. Returns whether the sample goes on."""
-    ids, chosen = s["ids"], not s["said"]  # chosen: by the model
-    ids.append(token if chosen else s["said"].popleft())
-    s["logprobs"].append(logprob if chosen else 0.0)
-    s["mask"].append(float(chosen))
-    if chosen and token in ends or len(ids) == s["room"] or stop is not None and stop(ids):
-        return False
-    if chosen and tool is not None:
-        s["said"].extend(tool([*ids]))
-    return True
+        p = (truncate(logits, top_k, top_p) if top_k > 0 or top_p < 1 else logits).sub(normalizer).exp_()
+        chunks = F.pad(p, (0, -p.shape[1] % DRAW_CHUNK)).unflatten(1, (-1, DRAW_CHUNK))  # (R, n, DRAW_CHUNK)
+        sums = F.pad(chunks.sum(-1).double().cumsum(-1), (1, 0))  # (R, 1 + n), from 0
+        share = u.double()[:, None]
+        chunk = first_above(sums, share)  # from 1
+        rest = (share * sums[:, -1:] - sums.gather(1, chunk - 1)) / sums.diff().gather(1, chunk - 1)
+        of_chunk = chunks[torch.arange(len(chunks), device=u.device), chunk[:, 0] - 1].double().cumsum(-1)
+        token = ((chunk - 1) * DRAW_CHUNK + first_above(of_chunk, rest)).clamp_(max=logits.shape[1] - 1)
+    return token[:, 0], (logits.gather(-1, token) - normalizer)[:, 0]
 
 
 @torch.no_grad()
 def rollout(
     model, prompts: list[list[int]], noise: Tensor, temperature: float, eot: int | list[int], *, max_len: int, rows=512,
-    top_k=0, top_p=1.0, on_token=None, tool=None, stop=None, tp_mesh=None, batch_invariant=False,
-    agree=lambda *numbers: numbers,
+    top_k=0, top_p=1.0, reply=None, tp_mesh=None, batch_invariant=False, agree=lambda *numbers: numbers,
 ) -> list[dict]:
     """G samples of each of P prompts, as dicts(ids, logprobs, mask, truncated), samples of a prompt next to each other.
 
@@ -195,10 +196,9 @@ def rollout(
     finished samples are given to the next prompt, which is read once for its G samples. A sample ends with `eot` (or any of
     several), included in the ids, or is truncated: at max_new_tokens, or when prompt and sample have max_len tokens.
 
-    on_token(sample, id) is called for every new token.
-    tool(ids so far) -> ids of the tool's answer: the model reads the answer, with mask 0. The tool is asked after each token of
-    the model, not after tokens of the tool.
-    stop(ids so far) -> whether the sample ends here, without eot.
+    reply(sample) -> ids for the model to read, with mask 0; [] for nothing to read, None to end the sample. Asked after each
+    token of the model, not after tokens of a reply. The sample is a dict with its `index`, its `ids` so far, and `begin`, the
+    place of the first id after the last reply. After an `eot` a sample goes on only if there is something to read.
     model.unknown_ids: ids that are never sampled, or None.
     tp_mesh: for a tensor parallel model. All its ranks get the same arguments and sample the same.
     batch_invariant: every matrix product has shapes whose rounding does not depend on the batch, for exact equality with a
@@ -211,8 +211,9 @@ def rollout(
     n_rows = max(G, min(rows // G, P) * G, FEWEST if batch_invariant else 0)
     room = max_len + width if batch_invariant else -(-(max_len + width) // KEY_BUCKET) * KEY_BUCKET
     cache = RowCache(n_rows, room, batch_invariant)
-    samples = [dict(prompt=prompts[p], ids=[], logprobs=[], mask=[], said=deque(), noise=noise[p, g].tolist(), index=p * G + g,
-                    room=max(1, min(max_new, max_len - len(prompts[p])))) for p in range(P) for g in range(G)]
+    samples = [dict(prompt=prompts[p], ids=[], logprobs=[], mask=[], said=deque(), begin=0, index=p * G + g,
+                    noise=noise[p, g].tolist(), room=max(1, min(max_new, max_len - len(prompts[p]))))
+               for p in range(P) for g in range(G)]
     waiting = deque(range(P))
     running: list[dict | None] = [None] * n_rows  # the sample of each row; None: a free row, whose output is ignored
 
@@ -253,11 +254,20 @@ def rollout(
             logits.index_fill_(1, unknown, NEVER)
         u = torch.tensor([s["noise"][len(s["ids"])] if s else 0.0 for s in running], dtype=torch.float64, device=device)
         tokens, logprobs = (x.tolist() for x in draw(logits, u, temperature, top_k, top_p))
+        by_model = [s for s in running if s is not None and not s["said"]]
         for row, s in enumerate(running):
             if s is not None:
-                if not add_token(s, tokens[row], logprobs[row], ends, tool, stop):
-                    running[row] = None
-                if on_token is not None:
-                    on_token(s["index"], s["ids"][-1])
-    return [dict(ids=s["ids"], logprobs=s["logprobs"], mask=s["mask"], truncated=not (s["ids"][-1] in ends and s["mask"][-1]))
-            for s in samples]
+                chosen = not s["said"]
+                s["ids"].append(tokens[row] if chosen else s["said"].popleft())
+                s["logprobs"].append(logprobs[row] if chosen else 0.0)
+                s["mask"].append(float(chosen))
+
+        # 4. Let others reply. Then free the rows of the samples that have ended.
+        for s in by_model:
+            said = reply(s) if reply is not None else []
+            s["done"] = said is None or s["ids"][-1] in ends and not said
+            if said:
+                s["said"].extend(said)
+                s["begin"] = len(s["ids"]) + len(said)
+        running = [None if s is None or s["done"] or len(s["ids"]) == s["room"] else s for s in running]
+    return [dict(ids=s["ids"], logprobs=s["logprobs"], mask=s["mask"], truncated=not s["done"]) for s in samples]

@@ -16,18 +16,24 @@ and may have
     ALPHABET                              characters of a model with random weights; the default is printable ASCII
     TOOL_END, tool(completion) -> str     after TOOL_END in a completion comes the text of the tool. The model reads the text
                                           but did not write it, so the text carries no gradient
+
+An environment with state, such as a game, has turns, as many as it likes. In place of reward() it has
+
+    reset(task) -> (state, prompt)        the beginning of a sample, of the task alone: the first part of what make() returns
+    step(state, text) -> (text, done, reward)   text: the model's turn, without TURN_END. The model reads the returned text,
+                                          unless the sample is done. The rewards of a sample's steps are added up
+    TURN_END                              text at the end of a turn; without TURN_END the end-of-text token ends a turn
 """
-import ast
 import functools
 import importlib.util
-import operator
 import os
 import random
-import re
 import string
 import sys
 import zlib
-from fractions import Fraction
+from pathlib import Path
+
+from rl.rewards import short
 
 
 class Reverse:
@@ -41,57 +47,15 @@ class Reverse:
         return float(completion == prompt[-2::-1] and not truncated)
 
 
-class SumDigits:
-    ALPHABET = string.digits + "Sum the digits of :"
-    problems = [(f"Sum the digits of {i:03}: ", str(sum(map(int, f"{i:03}")))) for i in range(1000)]
-
-    def reward(prompt, completion, truncated=False):
-        return float(completion.strip() == str(sum(map(int, re.findall(r"\d", prompt)))) and not truncated)
-
-
-class Calculator:
-    """Several turns: after "=" the tool writes the value and ";". "37*4+12: " -> "37*4=148;148+12=160;160"."""
-
-    ALPHABET = string.digits + "+-*=;: "
-    TOOL_END = "="
-
-    def make(rng):
-        a, b, c = rng.randint(10, 99), rng.randint(2, 9), rng.randint(10, 99)
-        return f"{a}*{b}+{c}: ", f"{a}*{b}={a * b};{a * b}+{c}={a * b + c};{a * b + c}"
-
-    def tool(completion):
-        value = arithmetic(re.split(r"[;:]", completion[:-1])[-1])
-        return f"{'' if value is None else value};"
-
-    def reward(prompt, completion, truncated=False):
-        return float(completion.split(";")[-1] == str(arithmetic(prompt.rstrip(": "))) and not truncated)
-
-
-def arithmetic(text: str) -> Fraction | None:
-    """The exact value of + - * / and parentheses over small integers; None for any other text of a model."""
-    text = text.strip()
-    if not re.fullmatch(r"[0-9+*/() -]{1,100}", text):  # Python would also read comments and 1_000
-        return None
-    operations = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
-
-    def value(node):
-        if isinstance(node, ast.BinOp):
-            return operations[type(node.op)](value(node.left), value(node.right))
-        return {int: Fraction(node.value)}[type(node.value)]
-
-    try:
-        return value(ast.parse(text, mode="eval").body)
-    except (SyntaxError, KeyError, AttributeError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
-        return None
-
-
-ENVS = {"reverse": Reverse, "sum_digits": SumDigits, "calculator": Calculator}
+EXAMPLES = ("sum_digits", "wordle", "calculator")  # files in forks/, written like a task of your own
 
 
 def open_env(name: str):
     """The environment for --env; rl/datasets.py has the environments for problems in files. Raises ValueError."""
-    env = ENVS.get(name) or load_own("env", name, [*ENVS, "dataset", "gsm8k"])
-    wanted = ["make"] * (not hasattr(env, "problems")) + ["reward"] + ["TOOL_END"] * hasattr(env, "tool")
+    path = f"{Path(__file__).parent.parent}/forks/{name}.py" if name in EXAMPLES else name
+    env = Reverse if name == "reverse" else load_own("env", path, ["reverse", *EXAMPLES, "dataset", "gsm8k"])
+    wanted = ["make"] * (not hasattr(env, "problems")) + ["reset" if hasattr(env, "step") else "reward"]
+    wanted += ["TOOL_END"] * hasattr(env, "tool")
     if missing := [word for word in wanted if not hasattr(env, word)]:
         raise ValueError(f"--env {name} does not define {' and '.join(missing)}; rl/environments.py says what it needs")
     return env
@@ -141,22 +105,20 @@ def draw_task(env, split: str, index: int, fits=lambda prompt: True) -> tuple[st
             prompt, answer = env.make(rng)
             if is_held_out(prompt) == (split == "eval") and fits(prompt):
                 return prompt, answer
-    what = "problems" if hasattr(env, "problems") else "make"
-    raise ValueError(f"{env.__name__}.{what} gives no prompts for the split {split}: it needs more than a few different ones, "
-                     "and some that are short enough for --seq_len")
+    raise ValueError(f"{env.__name__} gives no prompts for the split {split}: too few are different and fit into --seq_len")
 
 
-def held_out_tasks(env, n: int, fits=lambda prompt: True) -> list[str]:
-    """The first n different held-out prompts; fewer if many draws in a row bring no new prompt. -1: all of eval_problems, else
-    1,024."""
+def held_out_tasks(env, n: int, fits=lambda prompt: True) -> dict[str, str]:
+    """{prompt: answer} of the first n different held-out prompts; fewer if many draws in a row bring no new prompt. -1: all of
+    eval_problems, else 1,024."""
     n = n if n != -1 else len(env.eval_problems) if hasattr(env, "eval_problems") else 1024
     found, index, last_new = {}, 0, 0
     while len(found) < n and index - last_new <= 100 + 10 * len(found):
-        prompt = draw_task(env, "eval", index, fits)[0]
+        prompt, answer = draw_task(env, "eval", index, fits)
         index += 1
         if prompt not in found:
-            found[prompt], last_new = True, index
-    return list(found)
+            found[prompt], last_new = answer, index
+    return found
 
 
 def leave_out_long(env, text, seq_len: int) -> list[str]:
@@ -174,24 +136,53 @@ def leave_out_long(env, text, seq_len: int) -> list[str]:
     return said
 
 
-def tool_of(env, text):
-    """The environment's tool as a function from ids to ids, for rollout(); None without a tool."""
-    if not hasattr(env, "tool"):
-        return None
+class Turns:
+    """What an environment says in the samples of rollout(): the text of its tool, or of its steps. A simple environment says
+    nothing. calls and earned: number and rewards of the calls in each sample; failed: messages of failed calls."""
 
-    def answer(ids):
-        is_question = text.decode(ids[-len(env.TOOL_END) - 8 :]).endswith(env.TOOL_END)
-        return text.ids(env.tool(text.decode(ids))) if is_question else []
+    def __init__(self, env, text, tasks: list[str]):
+        """tasks: of each sample."""
+        self.env, self.text, self.failed = env, text, []
+        self.has_state, self.end = hasattr(env, "step"), getattr(env, "TURN_END", getattr(env, "TOOL_END", ""))
+        self.states = [env.reset(task)[0] for task in tasks if self.has_state]
+        self.calls, self.earned = [0] * len(tasks), [0.0] * len(tasks)
+        self.reply = self.answer if self.has_state or hasattr(env, "tool") else None  # for rollout()
 
-    return answer
+    def is_over(self, s: dict) -> bool:
+        """Whether the newest token of a sample ends a turn. A token may go on after the end: "</code>" and "\n" can be one."""
+        last = s["ids"][max(s["begin"], len(s["ids"]) - 8 - 4 * len(self.end)) :]
+        n = self.text.decode(last).count(self.end) if self.end else 0
+        return n > 0 and n > self.text.decode(last[:-1]).count(self.end) or self.has_state and last[-1] in self.text.ends
+
+    def answer(self, s: dict) -> list[int] | None:
+        """For rollout(): the environment's ids after a sample."""
+        if not self.is_over(s):
+            return []
+        i, completion = s["index"], self.text.decode(s["ids"])
+        self.calls[i] += 1
+        try:
+            if not self.has_state:
+                return self.text.ids(self.env.tool(completion[: completion.rindex(self.end) + len(self.end)]))
+            turn = self.text.decode(s["ids"][s["begin"] :])
+            said, done, reward = self.env.step(self.states[i], turn.split(self.end)[0] if self.end else turn)
+            self.earned[i] += float(reward)
+            return None if done else self.text.ids(said)
+        except Exception as error:  # raising now would leave other ranks waiting in their next forward
+            self.failed.append(f"the {'step' if self.has_state else 'tool'} fails at completion {short(completion)}: {error!r}")
+            return None
 
 
-def supervised_sample(env, text, prompt: str, answer: str) -> dict:
-    """An answer in the form of a sample; the text of the tool is masked, as in a rollout."""
-    ids, tool = text.ids(answer) + [text.eot], tool_of(env, text)
-    mask = [1.0] * len(ids)
-    for i in range(len(ids) if tool else 0):
-        said = tool(ids[: i + 1]) if mask[i] else []
+def supervised_sample(env, text, task: str, answer: str) -> dict:
+    """An answer in the form of a sample; the text of the environment is masked, as in a rollout."""
+    ids, turns = text.ids(answer) + [text.eot], Turns(env, text, [task])
+    s, mask = dict(index=0, begin=0), [1.0] * len(ids)
+    for i in range(len(ids) if turns.reply else 0):
+        s["ids"] = ids[: i + 1]
+        said = turns.reply(s) if mask[i] else []
+        if said is None:
+            ids, mask = ids[: i + 1], mask[: i + 1]
+            break
         if said and ids[i + 1 : i + 1 + len(said)] == said:
-            mask[i + 1 : i + 1 + len(said)] = [0.0] * len(said)
-    return dict(prompt=text.prompt(prompt), ids=ids, logprobs=[0.0] * len(ids), mask=mask, advantage=1.0)
+            s["begin"] = i + 1 + len(said)
+            mask[i + 1 : s["begin"]] = [0.0] * len(said)
+    return dict(prompt=text.prompt(task), ids=ids, logprobs=[0.0] * len(ids), mask=mask, advantage=1.0)

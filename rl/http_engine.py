@@ -162,8 +162,8 @@ def wrong_sample(ids, logprobs, reason, room: int, ends: list[int], n_vocab: int
 
 def find_server(cfg, env):
     """Check that the server runs and can serve this run. Raises ValueError before anything is built."""
-    if hasattr(env, "tool"):
-        raise ValueError(f"--engine: --env {cfg.env} has a tool, and a server does not stop for it; leave out --engine")
+    if hasattr(env, "tool") or hasattr(env, "step"):
+        raise ValueError(f"--engine: --env {cfg.env} takes turns, and a server does not stop for them; leave out --engine")
     server = Server(cfg.engine, cfg.rollout_timeout_s)
     if (server.max_len or cfg.seq_len) < cfg.seq_len:
         server.fail(f"its sequences have at most {server.max_len} tokens; start it with --max-model-len (SGLang: "
@@ -241,13 +241,13 @@ class HTTPEngine:
             shutil.rmtree(self.loaded, ignore_errors=True)
             self.loaded = folder
 
-    def draw(self, cfg, env, text, layout, model, names, prompts, group_size: int, temperature: float):
+    def draw(self, cfg, env, text, layout, model, tasks, prompts, group_size: int, temperature: float):
         """(2) by the server, in place of rollouts.draw_samples."""
         ask = partial(self.ask, n=group_size, temperature=temperature)
         try:
-            found = [*self.prompts.map(ask, names, prompts, timeout=self.server.timeout)]
+            found = [*self.prompts.map(ask, [name for name, *_ in tasks], prompts, timeout=self.server.timeout)]
         except TimeoutError:
-            self.server.fail(f"{len(names)} prompts took longer than --rollout_timeout_s {self.server.timeout:g}")
+            self.server.fail(f"{len(tasks)} prompts took longer than --rollout_timeout_s {self.server.timeout:g}")
         self.server.check_version()
         return sum(found, []), []
 

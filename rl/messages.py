@@ -36,8 +36,7 @@ def check_flags(cfg):
         (max(cfg.beta1, cfg.beta2) == 1, f"--beta1 {cfg.beta1} and --beta2 {cfg.beta2} must be below 1: 1 never moves"),
         (cfg.pp > 1, f"--pp {cfg.pp}: a new token needs all layers, so a pipeline would idle; use --tp, --dp_shard or --cp"),
         (not cfg.loss_parallel, "--no-loss_parallel: under tp log-probabilities are split over the vocabulary; leave it out"),
-        (cfg.load_only or cfg.exclude_from_loading, "--load_only, --exclude_from_loading: a run goes on as a whole; use "
-         "--checkpoint_every 0 to write no checkpoint, and --init_from in a new run for a new optimizer"),
+        (cfg.load_only or cfg.exclude_from_loading, "--load_only, --exclude_from_loading: a run goes on as a whole; leave out"),
         (cfg.batch_invariant and (cfg.compile or n_pack or cfg.tp * cfg.cp > 1),
          "--batch_invariant: --compile, --pack_tokens, --tp and --cp round otherwise than decoding does; leave them out"),
         (cfg.compile and not n_pack, "--compile needs --pack_tokens: packed sequences have one length, rows another in each "
@@ -92,7 +91,8 @@ def introduce(cfg, layout, reduces_always: bool, identity: dict, size: str, left
 def sample_numbers(groups: list[list[dict]], batch: dict) -> dict:
     """Numbers of metrics.jsonl about the samples of a step."""
     samples = sum(groups, [])
-    rewards, lengths = torch.tensor([s["reward"] for s in samples]), torch.tensor([len(s["ids"]) for s in samples]).float()
+    rewards, advantages = (torch.tensor([s[name] for s in samples]) for name in ("reward", "advantage"))
+    lengths = torch.tensor([len(s["ids"]) for s in samples]).float()
     equal = [len({s["reward"] for s in group}) == 1 for group in groups]
     failed = [flat and group[0]["reward"] == 0 for flat, group in zip(equal, groups)]
     seconds = batch["ended"] - batch["began"]
@@ -101,7 +101,8 @@ def sample_numbers(groups: list[list[dict]], batch: dict) -> dict:
         prompts_too_long=batch["too_long"], zero_variance_groups=torch.tensor(equal).float().mean(),
         all_failed_groups=sum(failed) / len(groups),
         length_mean=lengths.mean(), length_max=lengths.max(), truncated=sum(s["truncated"] for s in samples) / len(samples),
-        failed_rewards=sum(bool(s.get("failed")) for s in samples),
+        failed_rewards=sum(bool(s.get("failed")) for s in samples), advantage_mean=advantages.mean(),
+        advantage_std=advantages.std(unbiased=False), tool_calls=sum(s.get("calls", 0) for s in samples) / len(samples),
         rollout_s=seconds, rollout_tokens_per_second=lengths.sum() / max(seconds, 1e-9), rollout_began=batch["began"],
         rollout_ended=batch["ended"])
 
@@ -114,14 +115,14 @@ def show_step(cfg, step: int, line: dict):
           + f"  {line['prompts_too_long']} prompts too long" * (line["prompts_too_long"] > 0), flush=True)
 
 
-def keep_samples(cfg, step: int, samples: list[dict], text):
-    """Append the first --log_samples of a step to samples.jsonl, samples of one prompt next to each other."""
+def keep_samples(cfg, step: int, samples: list[dict], text, evaluation=False):
+    """Append the first --log_samples of these to samples.jsonl."""
     with open(f"{cfg.out}/samples.jsonl", "a") as file:
         for s in samples[: cfg.log_samples]:
             # with the special tokens of the chat template, as seen by the model
             prompt = text.tokenizer.decode(s["prompt"], skip_special_tokens=False)
-            shown = {"step": step, "prompt": prompt, "completion": s["text"]}
-            shown |= {k: s[k] for k in ("reward", "advantage", "truncated")}
+            shown = {"step": step, "evaluation": evaluation, "prompt": prompt, "completion": s["text"]}
+            shown |= {k: s[k] for k in ("answer", "reward", "advantage", "truncated", "group", "ids") if k in s}
             file.write(json.dumps(shown, ensure_ascii=False) + "\n")
 
 

@@ -18,8 +18,8 @@ from corpus.tokenizer import ChatConfig
 from distributed.agree import gather
 from rl.datasets import DatasetConfig
 from rl.decoding import draw_noise, rollout
-from rl.environments import draw_task, tool_of
-from rl.rewards import RewardConfig, pay_all, short
+from rl.environments import Turns, draw_task
+from rl.rewards import RewardConfig, pay_all
 from support.config import default_of
 
 
@@ -78,27 +78,20 @@ def lockstep(layout, timeout_s: int, tool=None):
     return agree
 
 
-def draw_samples(cfg, env, text, layout, model, names: list[str], prompts: list[list[int]], group_size, temperature):
+def draw_samples(cfg, env, text, layout, model, tasks: list[tuple], prompts: list[list[int]], group_size, temperature):
     """(2) on this rank, with whole weights: (group_size samples of each of this rank's prompts, failures)."""
-    noise = draw_noise([f"{cfg.seed}/{name}" for name in names], group_size, cfg.max_new_tokens)
-    failed, tool = [], tool_of(env, text)
-
-    def answer(ids):
-        try:
-            return tool(ids)
-        except Exception as error:  # raising now would leave other ranks waiting in their next forward
-            failed.append(f"the tool fails at completion {short(text.decode(ids))}: {error!r}")
-            return []
-
+    noise = draw_noise([f"{cfg.seed}/{name}" for name, *_ in tasks], group_size, cfg.max_new_tokens)
+    turns = Turns(env, text, [task for _, task, _ in tasks for _ in range(group_size)])
     samples = rollout(
-        model, prompts, noise, temperature, text.ends, max_len=cfg.seq_len, rows=cfg.rollout_rows, tool=tool and answer,
+        model, prompts, noise, temperature, text.ends, max_len=cfg.seq_len, rows=cfg.rollout_rows, reply=turns.reply,
         tp_mesh=layout.mesh["tp"] if layout.tp > 1 else None, batch_invariant=cfg.batch_invariant,
-        agree=lockstep(layout, cfg.rollout_timeout_s, tool))
-    return samples, failed
+        agree=lockstep(layout, cfg.rollout_timeout_s, turns.reply))
+    return [s | dict(calls=n, earned=x) for s, n, x in zip(samples, turns.calls, turns.earned)], turns.failed
 
 
-def sample_groups(cfg, env, text, layout, model, tasks: list[tuple[str, str]], group_size, temperature, draw=draw_samples):
-    """(2), (3): group_size samples for each (name, prompt), with rewards; the whole list on every rank, in the tasks' order.
+def sample_groups(cfg, env, text, layout, model, tasks: list[tuple], group_size, temperature, draw=draw_samples):
+    """(2), (3): group_size samples for each (name, task, answer), with rewards; the whole list on every rank, in the tasks'
+    order.
 
     draw: function that samples, with this rank's model or another engine. Raises ValueError on all ranks if a reward or a tool
     fails on any rank.
@@ -106,13 +99,15 @@ def sample_groups(cfg, env, text, layout, model, tasks: list[tuple[str, str]], g
     # before sampling, because all ranks must create the group at the same place
     group = patient_group(dist.group.WORLD, cfg.rollout_timeout_s) if layout.world_size > 1 else None
     mine = range(len(tasks))[layout.data_rank :: layout.data_ranks]
-    names, prompts = [tasks[i][0] for i in mine], [text.prompt(tasks[i][1]) for i in mine]
-    samples, failed = draw(cfg, env, text, layout, model, names, prompts, group_size, temperature)
+    prompts = [text.prompt(tasks[i][1]) for i in mine]
+    samples, failed = draw(cfg, env, text, layout, model, [tasks[i] for i in mine], prompts, group_size, temperature)
     # (3) rewards: the environment sees text. Training uses the sampled ids, because encoding the text may give other ids.
     for j, s in enumerate(samples):
         s["group"], s["prompt"], s["text"] = mine[j // group_size], prompts[j // group_size], text.decode(s["ids"])
+        s["answer"] = tasks[s["group"]][2]
     jobs = [(tasks[s["group"]][1], s["text"], s["truncated"]) for s in samples]
-    for j, (s, reward) in enumerate(zip(samples, pay_all(env, jobs, cfg))):
+    paid = pay_all(env, jobs, cfg) if hasattr(env, "reward") else [s["earned"] for s in samples]
+    for j, (s, reward) in enumerate(zip(samples, paid)):
         name, s["failed"] = tasks[s["group"]][0], str(reward) if isinstance(reward, ValueError) else ""
         s["reward"] = cfg.failed_reward if s["failed"] else reward
         if s["failed"] and cfg.failed_reward is None:
@@ -152,7 +147,7 @@ def make_batch(cfg, env, text, layout, model, cursor: int, version: int, draw=dr
     for _ in range(1 + cfg.dynamic_sampling):
         # (1) prompts
         split = f"train/{cfg.seed}"
-        tasks = [(f"{split}/{i}", draw_task(env, split, i, fits)[0]) for i in range(cursor, cursor + size)]
+        tasks = [(f"{split}/{i}", *draw_task(env, split, i, fits)) for i in range(cursor, cursor + size)]
         samples = sample_groups(cfg, env, text, layout, model, tasks, cfg.group_size, cfg.temperature, draw)
         cursor += size
         groups += [samples[i : i + cfg.group_size] for i in range(0, len(samples), cfg.group_size)]
@@ -200,7 +195,7 @@ class InPlace:
     def collect(self) -> dict:
         return self.ready.popleft()
 
-    def evaluate(self, tasks: list[tuple[str, str]], group_size: int, temperature: float) -> list[dict]:
+    def evaluate(self, tasks: list[tuple], group_size: int, temperature: float) -> list[dict]:
         with whole_weights(self.trainer.model):
             return sample_groups(*self.task, self.trainer.model, tasks, group_size, temperature)
 

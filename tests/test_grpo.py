@@ -329,7 +329,8 @@ def test_a_run_and_its_folder(tmp_path):
     assert all(line["grad_norm"] > 0 for line in steps)  # with rewards
     assert all(line["logprob_max_diff"] < 1e-4 and line["logprob_k3"] < 1e-6 and line["staleness"] == 0 for line in steps)
     shown = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
-    assert {s["step"] for s in shown} == {1, 2, 3} and set(shown[0]) >= {"prompt", "completion", "reward"}
+    assert {s["step"] for s in shown} == {0, 1, 2, 3} and set(shown[0]) >= {"prompt", "completion", "reward", "answer", "ids"}
+    assert [s["group"] for s in shown if not s["evaluation"]][::4] == [1, 2, 3]  # not always the first
     assert "reward   . training   o validation" in stdout and (out / "checkpoints" / "step-3").is_dir()
     code = json.loads((out / "checkpoints" / "step-3" / "code.json").read_bytes())
     assert {"grpo.py", "models/llama3.py", "tests/env_counting.py"} <= code.keys()  # the user's reward, too

@@ -31,6 +31,7 @@ def task(env_data, **flags):
     ("#### 18 dollars and 20 cents", 18), ("#### -5", -5), ("####-5", -5), ("3, so #### 1,234.5", 1234.5), ("$1,000", 1000),
     ("so -$5.", -5), ("20-5=15.", 15), ("it is .5", 0.5), ("the answer is 7", 7), ("7. So: 8.", 8), ("#### 1\n#### 2", 2),
     ("1,2,3", None), ("1/2", None), ("3-5", None), ("1,23", None), ("#### none", None), ("", None), ("1.2.3", None), ("x-5", 5),
+    ("#### 5^2", None), ("#### 5:30", None), ("#### 2+3", None), ("1e400", None), ("3*4=12", 12), ("#### −5", -5),
 ])
 def test_final_number(text, number):
     assert answers.final_number(text) == number
@@ -39,27 +40,24 @@ def test_final_number(text, number):
 
 RIGHT = [
     ("so \\boxed{\\frac{1}{2}}", "0.5"), ("\\boxed{50\\%}", "1/2"), ("\\boxed{50}", "50\\%"), ("5 %", "5%"),
-    ("#### 1,234", "1234"),
-    ("it is 3/4.", "\\frac34"), ("$\\frac{1}{2}$", "1/2"), ("the answer is 7", "7"), ("so it is -3", "-3"),
-    ("\\boxed{x = 5}", "5"),
-    ("no 5, \\boxed{7} 8", "7"), ("\\boxed{7} or \\boxed{8}", "8"), ("\\boxed{\\dfrac{\\sqrt{3}}{2}}", "\\sqrt{3}/2"),
-    ("\\boxed{\\frac{3}{4}\\pi}", "\\frac{3\\pi}{4}"), ("\\boxed{(1, \\frac12)}", "(1,0.5)"),
-    ("\\boxed{\\{1,2\\}}", "\\{1, 2\\}"),
+    ("#### 1,234", "1234"), ("it is 3/4.", "\\frac34"), ("$\\frac{1}{2}$", "1/2"), ("the answer is 7", "7"),
+    ("so it is -3", "-3"), ("\\boxed{x = 5}", "5"), ("no 5, \\boxed{7} 8", "7"), ("\\boxed{7} or \\boxed{8}", "8"),
+    ("\\boxed{\\dfrac{\\sqrt{3}}{2}}", "\\sqrt{3}/2"), ("\\boxed{\\frac{3}{4}\\pi}", "\\frac{3\\pi}{4}"),
+    ("\\boxed{(1, \\frac12)}", "(1,0.5)"), ("\\boxed{\\{1,2\\}}", "\\{1, 2\\}"),
     ("\\boxed{\\left(3,\\infty\\right)}", "(3,\\infty)"), ("\\boxed{1\\frac{1}{2}}", "1.5"), ("\\boxed{1 1/2}", "1.5"),
     ("\\boxed{-\\frac{2}{4}}", "-0.5"), ("\\boxed{12 \\text{ cm}}", "12"), ("\\boxed{\\text{Evelyn}}", "Evelyn"),
-    (".5", "0.50"),
-    ("\\boxed{90^\\circ}", "90"), ("\\boxed{\\$10.00}", "10"), ("\\boxed{1{,}000}", "1000"), ("\\boxed{x^2+1}", "x^2 + 1"),
-    ("x^2", "x^2"), ("so \\boxed{\\tfrac{7}{3}}", "we get \\boxed{\\frac{7}{3}}"),
+    ("\\boxed{(A)}", "A"), ("A", "\\text{(A)}"), ("\\boxed{{5}}", "5"), ("so it is −3", "-3"), ("\\boxed{0}", "0.0"),
+    (".5", "0.50"), ("\\boxed{90^\\circ}", "90"), ("\\boxed{\\$10.00}", "10"), ("\\boxed{1{,}000}", "1000"),
+    ("\\boxed{x^2+1}", "x^2 + 1"), ("x^2", "x^2"), ("so \\boxed{\\tfrac{7}{3}}", "we get \\boxed{\\frac{7}{3}}"),
 ]
 WRONG = [
-    ("\\boxed{0.333}", "1/3"), ("\\boxed{2+3}", "5"), ("\\boxed{37*4}", "148"), ("\\boxed{2^{10}}", "1024"), ("\\boxed{5", "5"),
-    ("\\boxed{}", "5"), ("", "5"), ("\\boxed{5 or 6}", "5"), ("5 or 6", "5"), ("\\boxed{[1,2]}", "(1,2)"),
-    ("\\boxed{1,2}", "12"),
-    ("\\boxed{2,1}", "1,2"), ("\\boxed{1/0}", "0"), ("\\boxed{\\frac{1}{0}}", "1"), ("\\boxed{--5}", "5"),
-    ("\\boxed{5\\%}", "500"),
-    ("\\boxed{x}", "y"), ("5, no: \\boxed{6}", "5"), ("9" * 5000, "9"), ("\\boxed{" * 9999, "5"),
-    ("\\boxed{" + "(" * 9999 + "}", "5"),
-    ("-" * 9999 + "5", "5"), ("\\boxed{" + "\\frac{" * 99 + "1" + "}{1}" * 99 + "}", "2"),
+    ("\\boxed{0.333}", "1/3"), ("\\boxed{2+3}", "5"), ("\\boxed{37*4}", "148"), ("\\boxed{2^{10}}", "1024"),
+    ("\\boxed{5", "5"), ("\\boxed{}", "5"), ("", "5"), ("\\boxed{5 or 6}", "5"), ("5 or 6", "5"), ("\\boxed{[1,2]}", "(1,2)"),
+    ("\\boxed{1,2}", "12"), ("\\boxed{2,1}", "1,2"), ("\\boxed{1/0}", "0"), ("\\boxed{\\frac{1}{0}}", "1"),
+    ("\\boxed{--5}", "5"), ("\\boxed{5\\%}", "500"), ("\\boxed{x}", "y"), ("5, no: \\boxed{6}", "5"), ("9" * 5000, "9"),
+    ("\\boxed{5\\text{ or 6}}", "5"), ("\\boxed{5\\mathrm{e}}", "5"), ("\\boxed{(1,000)}", "(1,0)"), ("\\boxed{(AB)}", "AB"),
+    ("\\boxed{" * 9999, "5"), ("\\boxed{" + "(" * 9999 + "}", "5"), ("-" * 9999 + "5", "5"),
+    ("\\boxed{" + "\\frac{" * 99 + "1" + "}{1}" * 99 + "}", "2"),
 ]
 
 
@@ -95,7 +93,7 @@ def test_a_reward_of_your_own_is_given_what_it_asks_for(tmp_path):
     lines = [{"prompt": f"Make {t} of 8, 2 and 3", "answer": t, "numbers": [8, 2, 3]} for t in (1, 12, 19)]
     data, own = write(tmp_path / "a.jsonl", *lines), tmp_path / "my_reward.py"
     own.write_text(
-        "from rl.environments import arithmetic\nimport re\n\n\ndef reward(completion, answer, fields, weight=2.0):\n"
+        "from forks.calculator import arithmetic\nimport re\n\n\ndef reward(completion, answer, fields, weight=2.0):\n"
                    "    used = sorted(map(int, re.findall(r'\\d+', completion))) == sorted(fields['numbers'])\n"
                    "    return weight * (used and arithmetic(completion) == int(answer))\n")
     env = task(data, reward=str(own))

@@ -3,10 +3,11 @@ from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
-from policy import TINY, run, steps_of
+from policy import TINY, run, steps_of, trainer_of
 
 import grpo
-from rl import environments, rewards
+from forks import calculator
+from rl import environments, rewards, rollouts
 
 
 def test_what_was_cut_off_is_not_paid_for():
@@ -99,6 +100,41 @@ def test_environments_pay_for_their_own_answers_only(name):
         assert masked == ("".join(f"{turn.split('=')[1]};" for turn in answer.split(";")[:-1]) if name == "calculator" else "")
 
 
+def test_a_tool_is_asked_once_where_a_token_goes_on_after_its_mark():
+    words, heard = ["", "1+1", "</", "code>", "code>\n", "2", "1+"], []
+    text = SimpleNamespace(decode=lambda ids: "".join(words[i] for i in ids), ids=lambda said: [words.index(said)], ends=[0])
+    env = SimpleNamespace(TOOL_END="</code>", tool=lambda completion: heard.append(completion) or "2")
+    for last in (3, 4):  # 4: the mark and a new line in one token
+        turns, ids = environments.Turns(env, text, ["task"]), [1, 2, last, 5, 1, 2, last]
+        ask = lambda begin, end: turns.reply(dict(index=0, begin=begin, ids=ids[:end]))  # noqa: B023, E731
+        assert [ask(0, 1), ask(0, 2), ask(0, 3), ask(4, 5), ask(4, 7)] == [[], [], [5], [], [5]] and turns.calls == [2]
+        assert heard[-2:] == ["1+1</code>", f"1+1</{words[last]}21+1</code>"]
+    env.tool = lambda completion: 1 / 0
+    assert turns.reply(dict(index=0, begin=0, ids=[1, 2, 3])) is None and "ZeroDivisionError" in turns.failed[0]
+
+
+def test_an_environment_with_state_plays_each_sample_by_itself():
+    """Three turns, each ended by a 7 and paid by its letters: read and not trained, and the last is the end of the sample."""
+    def step(state, turn):
+        state.append(turn)
+        return f"{len(state)}.", len(state) == 4, float(len(turn))
+
+    game = SimpleNamespace(__name__="game", TURN_END="7", make=lambda rng: (str(rng.randrange(1000)), "12373."), step=step,
+                           reset=lambda task: ([task], task[::-1] + ">"))
+    text = grpo.Text("", alphabet="0123456789>.", reset=game.reset)
+    s = grpo.supervised_sample(game, text, "35", "1272.73.7799")
+    assert s["mask"] == [1.0] * 3 + [0.0] * 2 + [1.0] + [0.0] * 2 + [1.0] and text.decode(s["prompt"]) == "53>"
+    text.ends, trainer = [], trainer_of(seq_len=64, unknown=[0, *range(13, 24)])
+    cfg = grpo.Config(prompts_per_step=6, group_size=4, seq_len=64, max_new_tokens=40, reward_threads=3)
+    samples = rollouts.make_batch(cfg, game, text, trainer.layout, trainer.model, 0, 0)["samples"]
+    for s in samples:
+        *turns, _ = "".join(word for word, mask in zip(s["text"], s["mask"]) if mask).split("7")
+        said = "".join(word for word, mask in zip(s["text"], s["mask"]) if not mask)
+        assert s["calls"] == len(turns) <= 3 and s["truncated"] == (len(turns) < 3)
+        assert s["reward"] == sum(map(len, turns)) and "2.3."[: 2 * len(turns)].startswith(said)
+    assert {s["calls"] for s in samples} >= {1, 3}
+
+
 def test_own_environments(tmp_path):
     (tmp_path / "mine.py").write_text("def make(rng):\n    return str(rng.random()), 'x'\n")
     with pytest.raises(ValueError, match="mine.py does not define reward"):
@@ -110,9 +146,9 @@ def test_own_environments(tmp_path):
 
 
 def test_arithmetic_is_no_eval():
-    assert environments.arithmetic("2*(3+4)-1") == 13 == environments.arithmetic("91/7")
-    assert str(environments.arithmetic("9/3")) == "3"  # as in the calculator's text
-    assert environments.arithmetic("1/3") == Fraction(1, 3) and environments.arithmetic("(1/3 + 1/6) * 4") == 2
+    assert calculator.arithmetic("2*(3+4)-1") == 13 == calculator.arithmetic("91/7")
+    assert str(calculator.arithmetic("9/3")) == "3"  # as in the calculator's text
+    assert calculator.arithmetic("1/3") == Fraction(1, 3) and calculator.arithmetic("(1/3 + 1/6) * 4") == 2
     for text in ("2**9", "1/0", "3//2", "2/(1-1)", "a", "__import__('os')", "(" * 5000, "", "1+", "-1", "2 3", "3*7--2",
                  "3*7 #2", "3*7-2\n#", "2_1-2", "\u0663*7-2", "3*7-2=19"):
-        assert environments.arithmetic(text) is None
+        assert calculator.arithmetic(text) is None

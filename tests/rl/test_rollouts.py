@@ -79,6 +79,10 @@ def test_what_has_probability_0_is_never_sampled():
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, -torch.inf]])
     assert decoding.draw(logits, torch.tensor([1 - 2**-24]), 1.0)[0] == 3 and decoding.draw(logits, torch.rand(1), 0.0)[0] == 0
     assert decoding.draw(logits.flip(1), torch.zeros(1), 1.0)[0] == 1
+    wide = torch.full((3, 2000), -torch.inf)  # a draw has two levels, with chunks of the vocabulary
+    wide[0, 0] = wide[1, 1999] = wide[2, decoding.DRAW_CHUNK - 1] = wide[2, decoding.DRAW_CHUNK] = 0
+    for u, last in ((0.0, decoding.DRAW_CHUNK - 1), (1 - 2**-53, decoding.DRAW_CHUNK)):
+        assert decoding.draw(wide, torch.full((3,), u, dtype=torch.float64), 1.0)[0].tolist() == [0, 1999, last]
 
 
 def test_batch_invariant_is_exact():
@@ -114,7 +118,7 @@ def test_tool_tokens_are_read_and_not_trained():
     """The tool's answer is in the context, without gradient and outside of the denominator."""
     model = sharp_model()
     tool = lambda ids: [20, 7] if ids[-1] == 7 else []  # noqa: E731
-    found = [s for seed in range(9) for s in samples_of(model, seed=seed, tool=tool) if 0.0 in s["mask"]]
+    found = [s for seed in range(9) for s in samples_of(model, seed=seed, reply=lambda s: tool(s["ids"])) if 0.0 in s["mask"]]
     assert found
     for s in found:
         chosen = torch.tensor(s["mask"]) > 0

@@ -1,0 +1,39 @@
+"""A game for grpo.py, as an example of an environment with state: find a word of three letters in five guesses.
+
+    python grpo.py --env wordle --max_new_tokens 40 --seq_len 48 --prompts_per_step 16 --sft_steps 100 \\
+        --eval_k 16 --out runs/wordle
+
+The task is the secret word, so an eighth of all words is held out; the prompt is ">" in every game. A turn of the model is a
+guess and a new line. The game answers with a mark per letter and a new line: + for a letter at its place, - for a letter of
+another place, . for a letter that the word does not have.
+"""
+LETTERS = "abcd"
+ALPHABET = LETTERS + ">+-.\n"
+TURN_END = "\n"
+GUESSES = 5
+
+
+def make(rng):
+    """A secret word, and a poor player's game for the warm-up: three of four right letters are kept, the rest is guessed."""
+    secret, transcript, guess, marks = "".join(rng.choices(LETTERS, k=3)), "", "", "..."
+    state, done = reset(secret)[0], False
+    while not done:
+        keep = [mark == "+" and rng.random() < 0.75 for mark in marks]
+        guess = "".join(old if kept else rng.choice(LETTERS) for old, kept in zip(guess or "aaa", keep))
+        marks, done, _ = step(state, guess)
+        transcript += f"{guess}\n" + marks * (not done)
+    return secret, transcript
+
+
+def reset(task):
+    return {"secret": task, "guesses": 0}, ">"
+
+
+def step(state, text):
+    """(marks, whether the game is over, reward)"""
+    secret = state["secret"]
+    state["guesses"] += 1
+    if text == secret:
+        return "", True, 1.0
+    marks = ["+" if a == b else "-" if a in secret else "." for a, b in zip(text, secret)]
+    return "".join(marks) + "\n", state["guesses"] == GUESSES, 0.0
