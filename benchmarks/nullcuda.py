@@ -2,6 +2,7 @@
 
     .venv-cuda/bin/python benchmarks/nullcuda.py                              # all rows; about a minute each on two CPU cores
     .venv-cuda/bin/python benchmarks/nullcuda.py --only "8B on 8" --repo ../before       # of another checkout, as a comparison
+    .venv-cuda/bin/python benchmarks/nullcuda.py --layers 4          # of each model only four layers, of their real width
 
 torchtitan takes part where `import torchtitan` works. Counted is the fourth step, for bytes and FLOPs the third, of one rank;
 the others are not there. Launches: kernels, matmuls, fills. Bytes: what the kernels that are no matmul read and write, each
@@ -24,15 +25,17 @@ import torch
 from build import environment
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 LLAMA = "train_llama3.py --flavor 8B --compile"
 CASES = {  # processes, GiB of a device, recipe and flags
     "8B on 8": (8, 80, LLAMA),
+    "8B on 8, eager": (8, 80, "train_llama3.py --flavor 8B"),
     "8B on 8, --ac op": (8, 80, f"{LLAMA} --ac op"),
     "8B on 8, rowwise": (8, 80, f"{LLAMA} --float8 rowwise"),
     "8B on 8, 4 micro-batches": (8, 80, f"{LLAMA} --ac op --global_batch_size 32"),
     "8B on 1": (1, 140, f"{LLAMA} --ac full"),
+    "8B on 1, eager": (1, 140, "train_llama3.py --flavor 8B --ac full"),
     "8B on 1, rowwise": (1, 140, f"{LLAMA} --ac full --float8 rowwise"),
     "Qwen3 30B-A3B on 8": (8, 140, "train_qwen3.py --flavor 30B-A3B --compile --ac op --ep 8"),
     "DeepSeek 16B on 8": (8, 80, "train_deepseek.py --flavor 16B --compile --ac op --ep 8"),
@@ -43,6 +46,18 @@ BYTES_PER_SECOND, FLOPS = 4.3e12, {"bf16": (700e12, 790e12), "float8": (1100e12,
 
 
 # ---------------------------------------------------------------- bytes and FLOPs of what runs
+ATEN = torch.ops.aten
+GROUPED = ("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2")  # older torch lacks the last
+
+
+@register_flop_formula([getattr(ATEN, name) for name in GROUPED if hasattr(ATEN, name)])
+def grouped_flops(a: tuple, b: tuple, *others, out_shape=None, **options) -> int:
+    """The products of experts, for which torch has no formula. (N, K) x (E, K, M): every row is multiplied with the matrix of
+    its expert. (K, N) x (N, M), the gradient of the matrices: every row counts once. Both are the same number."""
+    assert len(a) == 2, (a, b)
+    return 2 * a[0] * a[1] * b[-1]
+
+
 def size(x) -> int:
     return sum(t.numel() * t.element_size() for t in tree_leaves(x) if isinstance(t, torch.Tensor) and t.is_cuda)
 
@@ -70,7 +85,7 @@ class Traffic(TorchDispatchMode):
         packet = getattr(op, "overloadpacket", None)
         if packet in flop_registry:
             # products that are told a dtype or an output: only their factors have the shapes that count
-            plain = packet in (torch.ops.aten.mm, torch.ops.aten.addmm)
+            plain = packet in (ATEN.mm, ATEN.addmm)
             factors = [a for a in args if isinstance(a, torch.Tensor) or not plain]
             self.flops += flop_registry[packet](*factors, **({} if plain else kwargs), out_val=out)
         elif self.launches(op, packet, types) and "adamw" not in str(op):
@@ -85,9 +100,8 @@ class Traffic(TorchDispatchMode):
         return out
 
     def launches(self, op, packet, types) -> bool:
-        aten = torch.ops.aten
-        free = (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided, aten._unsafe_view,
-                aten.detach, aten.split)
+        free = (ATEN.empty, ATEN.empty_like, ATEN.empty_strided, ATEN.new_empty, ATEN.new_empty_strided, ATEN._unsafe_view,
+                ATEN.detach, ATEN.split)
         if any(t.__name__ == "DTensor" for t in types):
             return False  # its local operators come next
         return isinstance(op, torch._ops.OpOverload) and not op.is_view and packet not in free and "c10d" not in op.namespace
@@ -130,7 +144,7 @@ class Steps:
 
 
 # ---------------------------------------------------------------- one case, in a process of its own on the null device
-def run_ours(name: str):
+def run_ours(name: str, layers: int):
     import answers
 
     world, _, flags = CASES[name]
@@ -154,11 +168,12 @@ def run_ours(name: str):
 
     answers.mark_parts = marked
     recipe, *flags = flags.split()
+    flags += ["--model_args", f"n_layers={layers}"] * bool(layers)
     options = dict(world=world * (world > 1), empty_weights=True)
     answers.program([recipe, *flags, *FIXED, "--out", os.environ["COUNT_RUN"]], options)
 
 
-def run_torchtitan(name: str):
+def run_torchtitan(name: str, layers: int):
     """torchtitan 0.2.2 by its own functions, in the order of its Trainer; on one device that takes autocast and not FSDP."""
     import answers
     import torch.distributed as dist
@@ -176,7 +191,7 @@ def run_torchtitan(name: str):
     from torchtitan.protocols.train_spec import get_train_spec
 
     job, spec = JobConfig(), get_train_spec("llama3")
-    job.model.name, job.model.flavor, job.training.seq_len, job.compile.enable = "llama3", "8B", 8192, True
+    job.model.name, job.model.flavor, job.training.seq_len, job.compile.enable = "llama3", "8B", 8192, "--compile" in flags
     job.activation_checkpoint.mode = next((m for a, m in AC.items() if f"--ac {a}" in flags), "none")
     job.activation_checkpoint.selective_ac_option, job.parallelism.data_parallel_shard_degree = "op", world
     if "float8" in flags:
@@ -186,7 +201,7 @@ def run_torchtitan(name: str):
     dims.build_mesh()
     args = spec.model_args["8B"]
     args.update_from_config(job)
-    args.vocab_size = 128256  # its tokenizer's
+    args.vocab_size, args.n_layers = 128256, layers or args.n_layers  # the words of its tokenizer
     with torch.device("meta"):
         model = spec.model_cls(args)
     build_model_converters(job, dims).convert(model)
@@ -220,12 +235,12 @@ AC = {"op": "selective", "full": "full"}
 
 
 # ---------------------------------------------------------------- the table
-def count(system: str, name: str, repo: Path) -> dict | None:
+def count(system: str, name: str, repo: Path, layers: int) -> dict | None:
     """What a case did in its fourth step, and what its process found out itself; None: it failed."""
     with tempfile.TemporaryDirectory() as folder:
         files = dict(COUNT_OUT=f"{folder}/out", COUNT_RUN=f"{folder}/run", NULLCUDA_LOG=f"{folder}/log")
         settings = dict(NULLCUDA_GIB=str(CASES[name][1]), PYTORCH_ALLOC_CONF="expandable_segments:True")
-        command = [sys.executable, __file__, "--case", name, "--system", system]
+        command = [sys.executable, __file__, "--case", name, "--system", system, "--layers", str(layers)]
         process = subprocess.run(command, cwd=repo, capture_output=True, text=True,
                                  env=os.environ | environment() | files | settings | dict(COUNT_REPO=str(repo)))
         logs = [*Path(folder).glob("log*")]
@@ -264,22 +279,23 @@ def row(system: str, name: str, found: dict, ours: dict | None) -> str:
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--only", default="", help="cases with this in their name")
+    p.add_argument("--only", default="", help="the case of this name, or else the cases with this in their name")
     p.add_argument("--repo", type=Path, default=REPO, help="the checkout whose recipes run")
     p.add_argument("--systems", default="ours,torchtitan", help="who is counted")
+    p.add_argument("--layers", type=int, default=0, help="of each model, 0: all")
     p.add_argument("--save", type=Path, help="write what was counted, as json")
     p.add_argument("--case", help=argparse.SUPPRESS)
     p.add_argument("--system", help=argparse.SUPPRESS)
     args = p.parse_args()
     if args.case:
         sys.path.insert(0, os.environ["COUNT_REPO"])
-        return {"ours": run_ours, "torchtitan": run_torchtitan}[args.system](args.case)
+        return {"ours": run_ours, "torchtitan": run_torchtitan}[args.system](args.case, args.layers)
     print(HEADER + "\n|" + " --- |" * 13)
     saved = {}
-    for name in [name for name in CASES if args.only in name]:
+    for name in [args.only] if args.only in CASES else [name for name in CASES if args.only in name]:
         for system in args.systems.split(","):
             if system == "torchtitan" and "8B" in name or system == "ours":
-                saved[f"{name}: {system}"] = found = count(system, name, args.repo.resolve())
+                saved[f"{name}: {system}"] = found = count(system, name, args.repo.resolve(), args.layers)
                 if found:
                     print(row(system, name, found, saved.get(f"{name}: ours")), flush=True)
     if args.save:

@@ -91,9 +91,8 @@ def on_rank_0(work, group, value=None):
     value: of each rank; work then takes the list of all ranks' values, and no other rank holds the list.
     """
     if value is not None:
-        values = [value] if rank_in(group) == 0 else None
+        values = [value] * (dist.get_world_size(group) if group else 1) if rank_in(group) == 0 else None
         if group:
-            values = [None] * dist.get_world_size(group) if rank_in(group) == 0 else None
             dist.gather_object(value, values, group=group, group_dst=0)
     arguments = () if value is None else (values,)
     result, error = broadcast(attempt(lambda: work(*arguments)) if rank_in(group) == 0 else None, 0, group)

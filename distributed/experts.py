@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import register_sharding
 
-from distributed.layout import AllGather, AllToAll, Layout, ReduceScatter, all_blocks, local_tensor
+from distributed.layout import AllGather, AllToAll, Layout, ReduceScatter, all_blocks, functional, local_tensor
 
 
 def expert_parallel(stage, layout: Layout, *, aux_coef: float = 0.0, force_balance: bool = False) -> None:
@@ -75,11 +75,13 @@ def exchange_tokens(experts, group, x: Tensor, counts: Tensor) -> Tensor:
     arriving = AllToAll.apply(counts, group)  # (ep * E/ep,): from every rank, its rows for each of this rank's experts
     # The all-to-all needs its sizes on the host. This is the only place where a layer waits for the device.
     sent, received = torch.stack([counts, arriving]).view(2, ep, -1).sum(-1).tolist()
-    x = AllToAll.apply(x, group, sent, received)  # sorted by (rank, expert)
+    x = AllToAll.apply(x, group, sent, received, False)  # sorted by (rank, expert)
+    # While the rows travel, the device finds their order by (expert, rank).
     expert = torch.arange(len(counts) // ep, device=x.device).repeat(ep)
     order = expert.short().repeat_interleave(arriving, output_size=len(x)).argsort(stable=True)
-    back = inverse(order)  # to the order of arrival
-    y = experts.compute(Spread.apply(x, order, back[:, None]), arriving.view(ep, -1).sum(0), *weights)
+    back, rows = inverse(order), arriving.view(ep, -1).sum(0)  # to the order of arrival; of each expert
+    functional.wait_tensor(x.detach())
+    y = experts.compute(Spread.apply(x, order, back[:, None]), rows, *weights)
     return AllToAll.apply(Spread.apply(y, back, order[:, None]), group, received, sent)
 
 
@@ -104,19 +106,18 @@ def balance_experts(stages, layout: Layout, mode: str, rate: float | Tensor) -> 
 
     config = stages[0].config
     moes = {i: block.moe for stage in stages for i, block in all_blocks(stage).items() if hasattr(block, "moe")}
-    layers = {i: moe.balance for i, moe in moes.items()}
     n_layers = config.n_layers + getattr(config, "mtp_depth", 0)
     loads = torch.zeros(n_layers, config.n_experts, device=layout.device)
-    for i, balance in layers.items():
-        if balance.load is not None:  # None: no forward since the last call
-            loads[i], balance.load = balance.load, None
+    for i, moe in moes.items():
+        if moe.balance.load is not None:  # None: no forward since the last call
+            loads[i], moe.balance.load = moe.balance.load, None
     # Ranks have different tokens, or under pp different layers, so the sum over all ranks is the whole table on each of them.
     sum_over(loads, [None])
     loads /= layout.etp  # with etp = tp every tp rank counted all tokens
-    for i, balance in layers.items():
-        if mode == "bias" and moes[i].router.weight.requires_grad:  # a frozen router keeps its biases
+    for i, moe in moes.items():
+        if mode == "bias" and moe.router.weight.requires_grad:  # a frozen router keeps its biases
             step = (loads[i].mean() - loads[i]).sign() * rate
-            balance.bias += step - step.mean()
+            moe.balance.bias += step - step.mean()
     worst, dead = load_statistics(loads)
     return {"moe_load_max_over_mean": worst, "moe_dead_experts": dead}
 

@@ -86,9 +86,10 @@ class Parts(nn.Linear):
     """
 
     def forward(self, x):
-        weight = self.weight
-        if not isinstance(weight, DTensor):
-            return self.with_bias(self.multiply(x, weight))
+        y = self.multiply_parts(x, self.weight) if isinstance(self.weight, DTensor) else self.multiply(x, self.weight)
+        return y if self.bias is None else y + self.bias
+
+    def multiply_parts(self, x, weight):
         (cut,) = weight.placements
         if cut.is_shard(0):  # colwise: x (..., in) is whole, and every rank has a summand of its gradient
             x_grad, weight_grad, out = Partial(), cut, Shard(x.dim() - 1)
@@ -97,10 +98,7 @@ class Parts(nn.Linear):
         else:  # a whole weight on every rank, and rows of its own
             x_grad, weight_grad, out = x.placements[0], Partial(), x.placements[0]
         y = self.multiply(x.to_local(grad_placements=[x_grad]), weight.to_local(grad_placements=[weight_grad]))
-        return self.with_bias(DTensor.from_local(y, weight.device_mesh, [out], run_check=False))
-
-    def with_bias(self, y):
-        return y if self.bias is None else y + self.bias
+        return DTensor.from_local(y, weight.device_mesh, [out], run_check=False)
 
 
 @cache

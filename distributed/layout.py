@@ -197,19 +197,22 @@ class ReduceScatter(torch.autograd.Function):
 
 
 class AllToAll(torch.autograd.Function):
-    """Send sent[i] rows of x to rank i, receive received[i] from it; None: all alike. Backward: the other way round."""
+    """Send sent[i] rows of x to rank i, receive received[i] from it; None: all alike. Backward: the other way round.
+
+    waits False: the rows are still on the way. After work that needs none of them, functional.wait_tensor(result.detach())
+    must follow: the wait is for the memory, and knows no gradient."""
 
     @staticmethod
-    def forward(ctx, x, group, sent=None, received=None):
+    def forward(ctx, x, group, sent=None, received=None, waits=True):
         ctx.group, ctx.sent, ctx.received = group, sent, received
         n = dist.get_world_size(group)
         equal = [x.shape[0] // n] * n
         out = functional.all_to_all_single(x.contiguous(), received or equal, sent or equal, group.group_name)
-        return functional.wait_tensor(out)
+        return functional.wait_tensor(out) if waits else out
 
     @staticmethod
     def backward(ctx, grad):
-        return AllToAll.apply(grad, ctx.group, ctx.received, ctx.sent), None, None, None
+        return AllToAll.apply(grad, ctx.group, ctx.received, ctx.sent), None, None, None, None
 
 
 def local_tensor(p: Tensor) -> Tensor:

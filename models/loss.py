@@ -29,12 +29,14 @@ def rows_per_chunk(h: Tensor, weight: Tensor) -> int:
     return max(256, math.ceil(h.shape[0] / chunks / 256) * 256)
 
 
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b in fp32, for bf16 a and b as well: a bf16 total would round away the later chunks."""
-    if total.is_cuda:  # a single kernel, adding in fp32 registers; on a CPU no matmul of bf16 returns fp32
-        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-    else:
-        total.add_(a @ b)
+def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """total + a @ b in fp32, in the memory of total; with total None a @ b. Of bf16 a and b, too: a bf16 total would round away
+    the later chunks."""
+    if not a.is_cuda:  # on a CPU no matmul of bf16 returns fp32
+        return (a @ b).float() if total is None else total.add_(a @ b)
+    if total is None:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)  # a single kernel, adding in fp32 registers
 
 
 def no_reduce(x: Tensor, op: str) -> Tensor:
@@ -42,55 +44,60 @@ def no_reduce(x: Tensor, op: str) -> Tensor:
     return x
 
 
-def softmax_loss(h: Tensor, weight: Tensor, labels: Tensor, all_reduce, vocab_start: int, gradient: bool):
-    """(sum of a chunk's losses in fp32, gradient of the sum by the logits (n, V) or None). Compiled by --compile."""
-    V = weight.shape[0]
-    logits = F.linear(h, weight).float()  # (n, V)
+def softmax_loss(h: Tensor, weight: Tensor, labels: Tensor, all_reduce, vocab_start: int, out: Tensor | None) -> Tensor:
+    """Sum of a chunk's losses in fp32. out (n, V): filled with the gradient of the sum by the logits. Compiled by --compile."""
+    V, compiled = weight.shape[0], torch.compiler.is_compiling()
+    # (n, V); uncompiled in the memory of their gradient, but a compiled kernel would copy the gradient there
+    logits = F.linear(h, weight) if compiled or out is None else torch.mm(h, weight.T, out=out)
     valid = labels != IGNORE
     local = labels - vocab_start
     mine = (local >= 0) & (local < V)  # the label's logit is on this rank; always False for IGNORE
     local = torch.where(mine, local, 0)[:, None]
-    target = logits.gather(1, local)[:, 0]
-    top = all_reduce(logits.amax(1), "max")
-    exp = logits.sub_(top[:, None]).exp_()
+    target = logits.gather(1, local)[:, 0].float()
+    top = all_reduce(logits.amax(1).float(), "max")
+    exp = (logits - top[:, None]).exp_()  # in fp32, as top is
     # two sums in a single all-reduce: exp over the vocabulary, and the label's logit (0 on ranks without the label)
     sums = all_reduce(torch.stack([exp.sum(1), torch.where(mine, target, 0.0)]), "sum")
-    loss = torch.where(valid, sums[0].log() + top - sums[1], 0.0).sum()
-    if not gradient:
-        return loss, None
-    # softmax - one_hot(label); zero for a token without a loss
-    dlogits = exp.div_(torch.where(valid, sums[0], torch.inf)[:, None])
-    if torch.compiler.is_compiling():  # compiled, the subtraction joins the only pass over the logits; a scatter adds a second
-        dlogits = dlogits - ((torch.arange(V, device=h.device) == local) & mine[:, None]).float()
-    else:
-        dlogits.scatter_add_(1, local, -mine.float()[:, None])
-    return loss, dlogits.to(h.dtype)
+    if out is not None:  # softmax - one_hot(label); zero for a token without a loss
+        total = torch.where(valid, sums[0], torch.inf)
+        if compiled:  # the subtraction joins the only pass over the logits
+            out.copy_(exp / total[:, None] - ((torch.arange(V, device=h.device) == local) & mine[:, None]).float())
+        else:
+            torch.div(exp, total[:, None], out=out)  # at the label, too, the subtraction comes before the rounding
+            out.scatter_(1, local, ((target - top).exp() / total - mine.float()).to(out.dtype)[:, None])
+    return torch.where(valid, sums[0].log() + top - sums[1], 0.0).sum()
 
 
 class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, weight, labels, all_reduce, vocab_start, kernel, gradient):
         wants_h, wants_w = (gradient and needed for needed in ctx.needs_input_grad[:2])
-        rows = rows_per_chunk(h, weight)
+        rows, (N, D) = rows_per_chunk(h, weight), h.shape
+        # Up to 2 D tokens: the gradient of all logits needs no more memory than the head's gradient in fp32, to which every
+        # chunk would add its part. So one matmul computes the head's gradient, and no sum is read and written.
+        at_once = N <= max(rows, 2 * D)
         total = h.new_zeros((), dtype=torch.float32)
-        dh = torch.empty_like(h) if wants_h else None
-        dw = torch.zeros_like(weight, dtype=torch.float32) if wants_w and rows < h.shape[0] else None
-        for begin in range(0, h.shape[0], rows):
+        dh, dw = torch.empty_like(h) if wants_h else None, None
+        dlogits = h.new_empty(N if at_once else rows, len(weight)) if wants_h or wants_w else None
+        for begin in range(0, N, rows):
             hc = h[begin : begin + rows]  # (n, D)
-            loss, dlogits = kernel(hc, weight, labels[begin : begin + rows], all_reduce, vocab_start, wants_h or wants_w)
-            total += loss
+            out = None if dlogits is None else dlogits[begin % len(dlogits) :][: len(hc)]  # (n, V)
+            total += kernel(hc, weight, labels[begin : begin + rows], all_reduce, vocab_start, out)
             if wants_h:
-                torch.mm(dlogits, weight, out=dh[begin : begin + rows])
-            if wants_w and rows < h.shape[0]:
-                add_product(dw, dlogits.T, hc)
-            elif wants_w:  # the only chunk
-                dw = dlogits.T @ hc
-        ctx.save_for_backward(dh, dw if dw is None else dw.to(weight.dtype))
+                torch.mm(out, weight, out=dh[begin : begin + rows])
+            if wants_w and not at_once:
+                dw = add_product(dw, out.T, hc)
+        if wants_w and at_once:
+            dw = dlogits.T @ h
+        ctx.save_for_backward(dh, dw)
+        ctx.dtype = h.dtype
         return total
 
     @staticmethod
     def backward(ctx, grad):
-        scaled = [None if g is None else g * grad.to(g.dtype) for g in ctx.saved_tensors]
+        # grad[None] is no scalar, so that fp32 is multiplied; `out` rounds in the same pass
+        scaled = [g if g is None else torch.mul(g, grad[None], out=g.new_empty(g.shape, dtype=ctx.dtype))
+                  for g in ctx.saved_tensors]
         return *scaled, None, None, None, None, None
 
 
@@ -154,14 +161,14 @@ class TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, _):
         h, weight, labels, lse = ctx.saved_tensors
-        dh, dw = torch.empty_like(h), torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        dh, dw = torch.empty_like(h), None
         for rows, logits, index, mine in TokenLogprobs.chunks(h, weight, labels, *ctx.options):
             # d logprob / d logit = (one_hot(label) - softmax) / temperature
             dlogits = logits.sub_(lse[rows, None]).exp_().neg_().scatter_add_(1, index, mine.float()[:, None])
             dlogits = dlogits.mul_(grad[rows, None] / ctx.options[0]).to(h.dtype)
             torch.mm(dlogits, weight, out=dh[rows])
-            if dw is not None:
-                add_product(dw, dlogits.T, h[rows])
+            if ctx.needs_input_grad[1]:
+                dw = add_product(dw, dlogits.T, h[rows])
         return dh, dw if dw is None else dw.to(weight.dtype), None, None, None, None, None
 
 

@@ -19,6 +19,15 @@ def test_tokens_are_sorted_once_and_added_up_without_atomics(device, tmp_path, n
         assert not [line for line in kernels if re.search("indexFunc|index_put|indexing_backward", line)]
 
 
+def test_rows_are_put_in_order_while_they_travel(device, tmp_path):
+    """Kernels between an exchange of bf16 rows (type 9) and the wait for it: in two layers two exchanges, and two backward."""
+    step, kernels = device.run(tmp_path, *QWEN3, "--ep", 2, nproc=2, empty_weights=True).step(2), []
+    for i in [i for i, line in enumerate(step) if line == "nccl group_end" and "type=9" in step[i - 1]]:
+        arrived = step.index(f"wait stream=0 {step[i + 1].split()[-1]}", i)
+        kernels.append(sum(line.startswith("kernel stream=0") for line in step[i:arrived]))
+    assert len(kernels) == 8 and min(kernels[:4:2]) > 8, kernels
+
+
 @pytest.mark.parametrize("nproc, flags", [(1, []), (2, ["--tp", "2"])], ids=str)
 def test_routers_multiply_in_bf16(device, tmp_path, nproc, flags):
     """Per layer three matmuls, and no copy of the tokens in fp32 for them; under tensor parallelism each for its half."""

@@ -24,6 +24,9 @@ def test_texts_and_answers_of_a_model(device, tmp_path):
     assert len(attention) == 4 * 9 and not any("mark kernel cudnn" in line for line in done.logs[0])
     (tmp_path / "evaluate").mkdir()
     run(device, tmp_path / "evaluate", "evaluate 1", "--task", tmp_path / "task.jsonl", "--max_new_tokens", 4)
+    (tmp_path / "base/chat_template.jinja").write_text("{{ messages[0].content }}")
+    chat = ("--prompt", "Who are you?", "--chat", "--max_new_tokens", 4)
+    device.run(tmp_path, "generate.py", "--checkpoint", tmp_path / "base", *chat, brief=[], log=False)
 
 
 def test_generators_sample_on_their_own_gpu(device, tmp_path):
