@@ -560,7 +560,7 @@ def load_model(folder: str, device="cpu", dtype: torch.dtype | None = None) -> t
         fill_merged([model], path, table)
     else:
         read_tensors(tensors, path, table)
-    return model, read_json(path, "state.json")["state"]
+    return model.eval(), read_json(path, "state.json")["state"]
 
 
 def __getattr__(name):

@@ -223,7 +223,7 @@ def open_model(folder: str, layout: Layout, cfg, Model, model_config) -> list[nn
         parallel.shard(stage, layout, cfg)
         parallel.init_weights(stage, layout, 0, skip=lambda fqn: True)
     load_weights(stages, folder)
-    return stages
+    return [stage.eval() for stage in stages]
 
 
 # ---------------------------------------------------------------- text -> requests

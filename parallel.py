@@ -507,6 +507,7 @@ def evaluate(stages, batches, layout: Layout) -> tuple[float, float | None, dict
     sums = {}  # part -> of losses, tokens, bytes
     copies = layout.world_size // layout.data_ranks  # ranks with the same tokens: each adds a share
     n_bytes_known = True
+    nn.ModuleList(stages).eval()
     for batch in batches:
         if layout.pp > 1:
             loss = pipeline_forward(stages, inputs(stages[0], batch, None, layout), layout)
@@ -518,7 +519,7 @@ def evaluate(stages, batches, layout: Layout) -> tuple[float, float | None, dict
         part[2] += (batch.n_bytes or 0) / copies
         n_bytes_known = n_bytes_known and batch.n_bytes is not None
     for stage in stages:
-        for module in stage.modules():
+        for module in stage.train().modules():
             if hasattr(module, "reshard"):  # FSDP's modules, or the units of distributed/cast.py
                 module.reshard()  # without a backward nothing else frees the gathered weights
     found = torch.stack([*sums.values()])  # every rank has batches of every part

@@ -39,6 +39,10 @@ def check_model(model, layout: Layout, cfg, styles) -> None:
         if not fnmatch.filter(names, pattern):
             raise ValueError(f"init_constants: pattern {pattern!r} matches no parameter or buffer of {type(model).__name__}")
     initial_values(model)
+    for fqn, p in model.named_parameters():  # torch counts the changes of a tensor, and its modules fill once
+        if p._version > 1 and not any(fnmatch.fnmatch(fqn, pattern) for pattern in constants_of(model)):
+            raise ValueError(f"{fqn} is filled in a constructor, where no memory is: the values are lost. Give a number in "
+                             f"init_constants, or a standard deviation in init_std, of class {type(model).__name__} instead")
     check_random(model)
     check_owners(model, layout)
     if takes_places(model) and layout.pp > 1 and cfg.ac != "none":
@@ -74,9 +78,11 @@ def check_tp_plan(model, styles) -> None:
 
 
 def check_random(model) -> None:
-    """Raises ValueError for a module that draws from torch's generator: every data rank would draw the same numbers, activation
+    """Raises ValueError for a module that draws from a generator: every data rank would draw the same numbers, activation
     checkpointing others in the backward, a layout and a continued run others again, and validation would draw, too."""
     for name, module in model.named_modules():
+        if any(isinstance(value, torch.Generator) for value in vars(module).values()):
+            raise ValueError(f"{name or 'the model'} has a generator, and no checkpoint holds its state; {DROPOUT}")
         if getattr(module, "p" if isinstance(module, _DropoutNd) else "dropout", 0.0) and isinstance(module, DRAWING):
             raise ValueError(f"{name} is {type(module).__name__}, whose numbers depend on the layout and on --ac; {DROPOUT}")
 

@@ -270,7 +270,7 @@ def load_hf_model(folder: str, device="cpu", dtype: torch.dtype | None = None) -
         param.data = param.data.to(dtype or of_files)
     model.to_empty(device=device)
     load_hf(model, folder)
-    return model, tokenizer_file
+    return model.eval(), tokenizer_file
 
 
 # --- Export: each rank writes some of the files ---

@@ -3,6 +3,7 @@
 torch's optimizers have none. Others do (a step count per group in apex, timm and Prodigy; k, weight_sum and lr_max in
 schedule-free optimizers), and a continued run needs these numbers as much as the moments.
 """
+import inspect
 import json
 
 import torch
@@ -21,6 +22,10 @@ def collect_values(optimizer) -> list[dict]:
     """[attributes, first group, second group, ...], as copies by freeze(), without values that need no checkpoint. A learning
     rate not set by set_lr belongs to the optimizer and stays in."""
     parts = [{name: x for name, x in vars(optimizer).items() if name not in TORCHS}]
+    around = inspect.getclosurevars(inspect.unwrap(type(optimizer).step))  # what step() keeps in variables of its module
+    for name, x in {**around.globals, **around.nonlocals}.items():
+        if isinstance(x, dict | list | Tensor | int | float):
+            parts[0][name] = {"outside": x, 0: OTHER}  # no number: there is no place to restore a number to
     for group in optimizer.param_groups:
         parts.append({name: x for name, x in group.items() if name not in SET_ANEW or name == "lr" and "lr_share" not in group})
     return [{name: freeze(x, (optimizer,)) for name, x in part.items()} for part in parts]

@@ -123,11 +123,16 @@ class Guard:
         """Let rank 0 name the parameters without a gradient, and the parameters with a gradient that did not move."""
         reached, unreached, moving = self.found
         self.start, everyone = None, [None] * self.layout.world_size
-        dist.all_gather_object(everyone, (reached, [fqn for fqn, p, total in moving if bits_sum(p) == total], unreached))
+        still = [fqn for fqn, p, total in moving if bits_sum(p) == total]
+        dist.all_gather_object(everyone, (reached, still, unreached, self.random != random_state()))
+        rounds = any("torchao" in type(optimizer).__module__ for optimizer in self.optimizers)  # adamw_sr, by chance
+        if any(drew for *_, drew in everyone) and not (rounds or self.cfg.compile):
+            raise ValueError("numbers are drawn between the gradients and the end of the optimizer's step: a continued run "
+                             "draws others; see 'Random numbers' in docs/fork_me.md")
         if self.layout.rank > 0:
             return
-        reached = {fqn for names, _, _ in everyone for fqn in names}
-        if names := sorted({fqn for _, _, names in everyone for fqn in names} - reached):
+        reached = {fqn for names, *_ in everyone for fqn in names}
+        if names := sorted({fqn for _, _, names, _ in everyone for fqn in names} - reached):
             print(f"no gradient reaches {brief(names)}: nothing trains what is not used in the loss")
         if still := {fqn: rank for rank, part in reversed([*enumerate(everyone)]) for fqn in part[1]}:
             print(f"the first step has not moved {brief(sorted(still))} on rank {min(still.values())}, though there is a "

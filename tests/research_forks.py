@@ -150,6 +150,12 @@ class Block(models.llama3.Block):
     def tp_plan(self):
         return {name: style for name, style in super().tp_plan().items() if "ffn_norm" not in name}
 """),
+    filled=changed("Block", init="self.gate = nn.Linear(config.dim, 1)\nnn.init.zeros_(self.gate.weight)"),
+    generator=changed("Block", init="self.generator = torch.Generator().manual_seed(1)"),
+    only_in_training=changed("Block", """
+    def forward(self, h, *args):
+        return super().forward(h, *args) * (100 if self.training else 1)
+"""),
     zeros=changed("Llama3", """
     def init_std(self, fqn):
         return 0.0 if fqn.endswith(("wo.weight", "w2.weight")) else super().init_std(fqn)
@@ -183,7 +189,9 @@ CODE |= dict(
                        "self.total += 0.5; [g.update(k=g.get('k', 0) + 1) for g in self.param_groups]"),
     averaging=optimizer(first="self.ema = {}",
                         before="self.ema |= {i: p.detach().clone() for i, p in enumerate(self.param_groups[0]['params'])}"),
-    two_rates=optimizer(),
+    two_rates=optimizer(), noisy="", noisy_late="",
+    decayed=optimizer("p.data = p.data * (1 - 0.1 * group['lr'] * (p.dim() > 1)); " + LION),
+    outside="MOMENTS = {}\n" + optimizer(before="MOMENTS.update({p: p.grad for p in self.param_groups[0]['params']})"),
 )
 BUILD = "    optimizers = build_optimizers(stages, cfg)"
 PARAMETERS = "[p for stage in stages for p in stage.parameters() if p.requires_grad]"
@@ -192,7 +200,18 @@ OWN = [(BUILD, f"    optimizers = [Own({PARAMETERS}, cfg.lr)]"),
 GROUPS = f"[dict(params=[p], lr=cfg.lr / (1 + i % 2)) for i, p in enumerate({PARAMETERS})]"
 TWO = [(BUILD, f"    optimizers = [Own({GROUPS}, cfg.lr)]"),
        *OWN[1:]]
-EDITS = dict(lion=OWN, rebound=OWN, counting=OWN, averaging=OWN, two_rates=TWO)
+CLIP = "        grad_norm = clip_grad_norm(stages, cfg.max_norm, layout)\n"
+DRAW = """        for fqn, p in [named for stage in stages for named in stage.named_parameters()]:
+            noise = torch.zeros_like(local_tensor(p.grad))
+            draw_block(noise, p.shape, local_slice(p)[1], len(p), 0, 1e-4, f"{cfg.seed}/{step}/{fqn}")
+            local_tensor(p.grad).add_(noise)
+"""
+UPDATE = "        for optimizer in optimizers:\n            optimizer.step()\n"
+NOISE = "        [p.grad.add_(torch.randn_like(p.grad)) for stage in stages for p in stage.parameters()]\n"
+IMPORTED = "from distributed.initial import draw_block\nfrom distributed.layout import local_slice, local_tensor\n"
+LAYOUT = "from distributed.layout import ParallelConfig\n"
+EDITS = dict(noisy=[(CLIP, DRAW + CLIP), (LAYOUT, LAYOUT + IMPORTED)], noisy_late=[(UPDATE, NOISE + UPDATE)],
+             decayed=OWN, outside=OWN, lion=OWN, rebound=OWN, counting=OWN, averaging=OWN, two_rates=TWO)
 M = ["--device", "cpu", "--seq_len", "64", "--local_batch_size", "4",
      "--model_args", "dim=32,n_layers=4,n_heads=4,n_kv_heads=2,head_dim=8,ffn_dim=64,vocab_size=4096"]
 

@@ -62,6 +62,12 @@ TABLE = [
     ("lion", "--dp_shard 2", EQUAL),
     ("lion", "--tp 2 --lr 1e-5", EQUAL),
     ("rebound", "--dp_shard 2 --lr 1e-6", r"check_parity: NOT EQUAL: step 2 differs first in the update of \S+ by 1.0e\+00"),
+    ("decayed", "--dp_shard 2", "check_parity: NOT EQUAL: step 2 differs first in the update of tok_embeddings.weight"),
+    ("noisy", "--tp 2 --pp 2", EQUAL),
+    ("noisy", "--dp_shard 2", EQUAL),
+    ("noisy_late", "--dp_shard 2", "numbers are drawn between the gradients and the end of the optimizer's step"),
+    ("filled", "--dp_shard 2", "blocks.0.gate.weight is filled in a constructor.* init_constants"),
+    ("generator", "--pp 2", "blocks.0 has a generator, and no checkpoint holds its state; use models.layers.dropout"),
     ("counting", "--pp 2", EQUAL),
     ("two_rates", "--dp_shard 2", EQUAL),
 ]
@@ -136,6 +142,10 @@ def test_what_a_plain_run_says(tmp_path):
     said = train(tmp_path, 1, "averaging", "--steps", 1, "--out", "e", status=1)
     assert "Own keeps ema outside of self.state[p]" in said
     assert "has not moved" not in said and "no gradient" not in said
+    assert "Own keeps MOMENTS outside of self.state[p]" in train(tmp_path, 1, "outside", "--steps", 1, "--out", "g", status=1)
+    train(tmp_path, 1, "only_in_training", "--steps", 1, "--out", "h", "--lr", "0", "--val_every", 1)
+    trained, validated = runs.metrics(tmp_path / "h")
+    assert abs(trained["loss"] - validated["val_loss"]) > 1e-3  # as another model, which multiplies by 1
     before = train(tmp_path, 2, "frozen_norms", "--steps", 2, "--out", "f", "--tp", 2, "--checkpoint_first_step")
     assert "no gradient" not in before
     steps = [tmp_path / f"f/checkpoints/step-{n}" for n in (1, 2)]
