@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import socket
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -29,7 +30,7 @@ def fsync(path: str):
 
 def write_file(path: str | Path, *parts: bytes):
     """Write the whole file or nothing: under another name, then fsync, then rename."""
-    temporary = Path(f"{path}.tmp-{os.getpid()}")
+    temporary = Path(f"{path}.tmp-{socket.gethostname()}-{os.getpid()}")  # containers of two machines may have equal pids
     try:
         with open(temporary, "wb") as file:
             file.writelines(parts)
