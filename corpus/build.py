@@ -260,11 +260,12 @@ def tokenize_piece(piece: Piece, number: int, folder: Path, tokenizer: tuple, so
     return known
 
 
-def build_shards(paths: list, tokenizer: tuple, folder: Path, workers=1, text_column="text", skip_bad=0):
+def build_shards(paths: list, tokenizer: tuple, folder: Path, workers=1, text_column="text", skip_bad=0, share=(0, 1)):
     """Tokenizes text files into a folder of token shards. After an interruption, the same call keeps finished pieces.
 
     tokenizer: from find_tokenizer(). workers: processes; 1 = here, with the threads of the `tokenizers` library.
-    skip_bad: leave out at most so many bad conversations; skipped.txt lists them. Raises ValueError."""
+    skip_bad: leave out at most so many bad conversations; skipped.txt lists them. share (i, n): make every n-th piece from
+    number i on, and no index.json; a call for all pieces keeps the pieces of the shares. Raises ValueError."""
     tokenizer_file, eot, vocab_size = tokenizer
     pieces = cut_into_pieces(paths, load_tokenizer(tokenizer_file).id_to_token(eot), text_column)
     source = {"inputs": [[path.name, path.stat().st_size] for path in paths], "tokenizer": sha256_file(tokenizer_file)}
@@ -283,18 +284,23 @@ def build_shards(paths: list, tokenizer: tuple, folder: Path, workers=1, text_co
     for name, content in files.items():
         write_file(folder / name, content)
     job = partial(tokenize_piece, folder=folder, tokenizer=tokenizer, source=source, skip_bad=skip_bad)
-    splits, skipped, workers = {"train": [], "val": []}, [], min(workers, len(pieces))
+    splits, skipped, numbers = {"train": [], "val": []}, [], range(len(pieces))[share[0]::share[1]]
+    workers = min(workers, len(numbers))
     with contextlib.ExitStack() as stack:
         do = map
         if workers > 1:
             os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread in each process
             do = stack.enter_context(ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))).map
-        for done, note in enumerate(do(job, pieces, range(len(pieces))), 1):
+        for done, note in enumerate(do(job, pieces[share[0]::share[1]], numbers), 1):
             skipped += note["skipped"]
             for split, entry in note["entries"].items():
                 splits[split].append(entry)
             if sys.stderr.isatty() and own_rank() == 0:
-                print(f"\rtokenizing {done}/{len(pieces)}", end="\n" * (done == len(pieces)), file=sys.stderr, flush=True)
+                print(f"\rtokenizing {done}/{len(numbers)}", end="\n" * (done == len(numbers)), file=sys.stderr, flush=True)
+    if share[1] > 1:
+        print(f"share {share[0]}/{share[1]}: {len(numbers)} of {len(pieces)} pieces are in {folder}; after all shares, the same "
+              "command without --shard writes index.json")
+        return
     if skip_bad or skipped:  # an interrupted run with --skip_bad may have left notes
         write_file(folder / "skipped.txt", "".join(f"{line}\n" for line in skipped).encode())
         total = sum(entry["documents"] for entry in chain(*splits.values())) + len(skipped)

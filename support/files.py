@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import socket
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -27,12 +28,12 @@ def fsync(path: str):
         os.close(descriptor)
 
 
-def write_file(path: str | Path, *parts: bytes):
-    """Write the whole file or nothing: under another name, then fsync, then rename."""
-    temporary = Path(f"{path}.tmp-{os.getpid()}")
+def write_file(path: str | Path, content):
+    """Write the whole file or nothing: under another name, then fsync, then rename. content: bytes, or an iterator of bytes."""
+    temporary = Path(f"{path}.tmp-{socket.gethostname()}-{os.getpid()}")  # containers of two machines may have equal pids
     try:
         with open(temporary, "wb") as file:
-            file.writelines(parts)
+            file.writelines([content] if isinstance(content, bytes | memoryview) else content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -79,23 +79,37 @@ def to_json(value):
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def stream_lines(path: str):
+    """Yields the lines of a metrics.jsonl. What cannot be read is named and left out: half a line, left by a killed process."""
+    if os.path.exists(path):
+        with open(path, errors="replace") as file:
+            for text in file:
+                try:
+                    line = json.loads(text)
+                except ValueError:
+                    print(f"{path}: left out {text[:40].rstrip()!r}, a line that was cut", flush=True)
+                    continue
+                if isinstance(line, dict) and isinstance(line.get("step"), int):
+                    yield line
+
+
 def read_lines(path: str) -> list[dict]:
-    """The lines of a metrics.jsonl. Half a line, left by a killed process, is skipped."""
-    lines = []
-    for text in Path(path).read_text(errors="replace").split("\n") if os.path.exists(path) else []:
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(line, dict) and isinstance(line.get("step"), int):
-            lines.append(line)
-    return lines
+    return list(stream_lines(path))
 
 
 def drop_lines_from(path: str, first_step: int):
     """Remove the lines of steps >= first_step from a metrics.jsonl: the run repeats these steps. A kill here loses nothing."""
-    kept = [line for line in read_lines(path) if line["step"] < first_step]
-    write_file(Path(path), "".join(json.dumps(line) + "\n" for line in kept).encode())
+    write_file(Path(path), (json.dumps(line).encode() + b"\n" for line in stream_lines(path) if line["step"] < first_step))
+
+
+def points_of(lines, *names: str) -> dict[str, list[tuple]]:
+    """{name: (step, number) of each line with a number of this name}, in one pass over the lines."""
+    points = {name: [] for name in names}
+    for line in lines:
+        for name in names:
+            if line.get(name) is not None:
+                points[name].append((line["step"], line[name]))
+    return points
 
 
 class Metrics:
@@ -258,15 +272,14 @@ class Metrics:
             close()
         if self.rank0:
             self.file.close()
-            lines = read_lines(self.path)
-            is_rl = any("reward_mean" in line for line in lines)
-            print(loss_curve(lines, *(("reward_mean", "eval_reward") if is_rl else ("loss", "val_loss"))), flush=True)
+            print(loss_curve(stream_lines(self.path)), flush=True)
 
 
-def loss_curve(lines: list[dict], training="loss", validation="val_loss") -> str:
-    """Two numbers of the lines, for training (.) and validation (o), as text; steps that share a column are averaged."""
-    train = [(line["step"], line[training]) for line in lines if line.get(training) is not None]
-    val = [(line["step"], line[validation]) for line in lines if line.get(validation) is not None]
+def loss_curve(lines) -> str:
+    """Loss, or reward if there are any, for training (.) and validation (o), as text; steps that share a column are averaged."""
+    points = points_of(lines, "loss", "val_loss", "reward_mean", "eval_reward")
+    name = "reward" if points["reward_mean"] else "loss"
+    train, val = (points["reward_mean"], points["eval_reward"]) if name == "reward" else (points["loss"], points["val_loss"])
     if len(train) < 2:
         return "no loss curve: fewer than two training steps were logged"
     steps, losses = zip(*train + val)
@@ -280,5 +293,5 @@ def loss_curve(lines: list[dict], training="loss", validation="val_loss") -> str
             height = (sum(group) / len(group) - low) / (high - low or 1)
             grid[round(11 * (1 - height))][column] = mark
     rows = [f"{high - (high - low) * i / 11:9.3f} |{''.join(row).rstrip()}" for i, row in enumerate(grid)]
-    legend = f"{training.removesuffix('_mean'):>9}   . training" + "   o validation" * bool(val)
+    legend = f"{name:>9}   . training" + "   o validation" * bool(val)
     return "\n".join([legend, *rows, " " * 10 + "+" + "-" * 60, f"{'step':>9}  {first}{last:>{60 - len(str(first))}}"])

@@ -77,6 +77,8 @@ def define_commands() -> Parser:
     prepare.add_argument("--skip_bad", type=int, default=0, metavar="N",
                          help="leave out at most N conversations that cannot be trained; OUT/skipped.txt lists them")
     prepare.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
+    prepare.add_argument("--shard", default="0/1", metavar="I/N", help="for N machines: tokenize the share of machine I, from 0 "
+                         "on; after all shares, the same command without --shard finishes the folder")
     show = commands.add_parser("show", help="documents of a file as they will be trained, tokens with a loss in green")
     show.add_argument("input", nargs=1, metavar="FILE", help="text or conversations: a file, a folder, a quoted glob")
     show.add_argument("--n", type=int, default=3, help="documents [default: 3]")
@@ -107,8 +109,13 @@ def main():
         if args.command == "prepare":
             if not args.out or args.workers < 1:
                 raise ValueError(f"--out {args.out!r} must be a folder, and --workers {args.workers} at least 1")
+            share, n = map(int, args.shard.split("/")) if re.fullmatch(r"\d+/\d+", args.shard) else (1, 1)
+            if share >= n:
+                raise ValueError(f"--shard {args.shard}: need I/N with I from 0 to N - 1, like 0/4")
             tokenizer = find_tokenizer(args.tokenizer, args.eot)
-            build_shards(paths, tokenizer, folder, args.workers, args.text_column, args.skip_bad)
+            build_shards(paths, tokenizer, folder, args.workers, args.text_column, args.skip_bad, (share, n))
+            if n > 1:
+                return
         if args.command == "check" and (damage := find_damage(folder)):
             print("\n".join(damage), file=sys.stderr)
             raise SystemExit(1)

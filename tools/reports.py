@@ -12,7 +12,7 @@ from typing import Literal
 
 from distributed.layout import AXES
 from support.config import Need, flag, no_effect, own_rank, parse_config, say_flags
-from support.metrics import MetricsConfig, read_lines
+from support.metrics import MetricsConfig, points_of, stream_lines
 from tools.study import draw_curves
 
 DRY_RUN = Need("without --dry_run", lambda c: c.dry_run)
@@ -64,18 +64,16 @@ def train(main, cfg, options: PlotConfig) -> int:
     say_flags(cfg)
     status = main(cfg) or 0
     if options.plot and own_rank() == 0:
-        print(draw_curves(panels_of(read_lines(f"{cfg.out}/metrics.jsonl")), f"{cfg.out}/loss.png"), flush=True)
+        print(draw_curves(panels_of(stream_lines(f"{cfg.out}/metrics.jsonl")), f"{cfg.out}/loss.png"), flush=True)
     return status
 
 
-def panels_of(lines: list[dict]) -> list[tuple[str, dict]]:
+def panels_of(lines) -> list[tuple[str, dict]]:
     """Curves of losses, and of rewards if there are any, see draw_curves."""
-    panels = []
-    for unit, names in ("nats per token", ("loss", "val_loss")), ("reward", ("reward_mean", "eval_reward")):
-        points = {name: [(line["step"], line[name]) for line in lines if line.get(name) is not None] for name in names}
-        if curves := {name: [tuple(zip(*found))] for name, found in points.items() if found}:
-            panels.append((unit, curves))
-    return panels
+    units = {"nats per token": ("loss", "val_loss"), "reward": ("reward_mean", "eval_reward")}
+    points = points_of(lines, *sum(units.values(), ()))
+    panels = [(unit, {name: [tuple(zip(*points[name]))] for name in names if points[name]}) for unit, names in units.items()]
+    return [(unit, curves) for unit, curves in panels if curves]
 
 
 def report_or_train(main, cfg, options: ReportConfig) -> int:

@@ -4,6 +4,7 @@ import gzip
 import importlib.util
 import json
 import math
+import tracemalloc
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -79,7 +80,7 @@ def test_extra_fields_and_tokens_go_on_after_resume(tmp_path):
     assert line["moe_dead_experts"] == 3 and line["moe_load_max_over_mean"] == 1.5
 
 
-def test_continued_run_drops_the_lines_that_it_does_again(tmp_path):
+def test_continued_run_drops_the_lines_that_it_does_again(tmp_path, capsys):
     m = make(tmp_path)
     train(m, range(1, 6))
     m.log_val(3, 2.5, 1.5)
@@ -88,8 +89,10 @@ def test_continued_run_drops_the_lines_that_it_does_again(tmp_path):
     before = strict_lines(tmp_path)
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 2, "loss": 1.')  # killed in the middle of a line
+    capsys.readouterr()
     m = make(tmp_path, first_step=4, tokens=300)
     assert strict_lines(tmp_path) == [line for line in before if line["step"] < 4]
+    assert capsys.readouterr().out == f"""{tmp_path}/metrics.jsonl: left out '{{"step": 2, "loss": 1.', a line that was cut\n"""
     train(m, [4])
     m.close()
     assert [line["step"] for line in strict_lines(tmp_path)] == [1, 2, 3, 3, 4]
@@ -97,6 +100,23 @@ def test_continued_run_drops_the_lines_that_it_does_again(tmp_path):
     make(tmp_path).close()  # a new run in the same folder keeps nothing
     assert strict_lines(tmp_path) == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl"]
+
+
+def test_long_files_are_read_as_a_stream(tmp_path, capsys):
+    """Dropping lines and drawing the curve take a small part of the memory of all lines; of a file cut between a line and its
+    newline nothing is lost."""
+    path, lines = tmp_path / "metrics.jsonl", [{name: step + 0.5 for name in KEYS} | {"step": step} for step in range(4000)]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    whole = path.stat().st_size
+    tracemalloc.start()
+    m = make(tmp_path, first_step=4000, steps=4000)
+    dropping = tracemalloc.get_traced_memory()[1]
+    tracemalloc.reset_peak()
+    m.close()
+    drawing = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert strict_lines(tmp_path) == lines and "3999" in capsys.readouterr().out
+    assert dropping < whole / 4 and drawing < whole
 
 
 def test_other_ranks_write_print_and_read_nothing(tmp_path, capsys):
