@@ -35,7 +35,7 @@ test-cuda-slow:
 
 # Do the tests notice a change of one operator, constant or line? 100 mutants take about an hour on two cores: runs/mutants.jsonl
 mutants: .venv/installed-dev
-	.venv/bin/python tests/mutants.py $(ARGS)
+	.venv/bin/python benchmarks/mutants.py $(ARGS)
 
 # What this machine's GPUs do with it, in 20 minutes at most: runs/gpu_report/report.md. Flags: make gpu-report ARGS="--minutes 5"
 gpu-report: .venv/installed

@@ -15,7 +15,6 @@ import signal
 import sys
 from pathlib import Path
 
-import flags_doc
 import pytest
 from programs import run_program
 from runs import ENV, MLA, MODEL, REPO, Job, launch, metrics, run, train_lines
@@ -26,6 +25,7 @@ from corpus.build import build_shards
 from corpus.tokenizer import find_tokenizer
 from data import DataConfig, open_data
 from distributed.layout import AXES
+from docs.flags import document
 from models.llama3 import FLAVORS
 from storage.resume import list_warnings
 from support.config import option_groups, override_fields, parse_config, trailing_comments
@@ -339,4 +339,4 @@ def test_memory_that_readme_promises_is_that_of_the_dry_run():
 
 
 def test_every_flag_is_in_a_document():
-    assert (REPO / "docs" / "flags.md").read_text() == flags_doc.document(), "python tests/flags_doc.py > docs/flags.md"
+    assert (REPO / "docs" / "flags.md").read_text() == document(), "python docs/flags.py > docs/flags.md"

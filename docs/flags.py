@@ -1,6 +1,6 @@
 """docs/flags.md, every flag of every program with its help, made of the programs themselves.
 
-    python tests/flags_doc.py > docs/flags.md
+    python docs/flags.py > docs/flags.md
 """
 import importlib
 import sys
@@ -39,7 +39,7 @@ def document() -> str:
         about = "Flags that it has alone, or with another default or help; for the rest see its `--help`.\n\n" if parts else ""
         parts.append(f"## {program}.py\n\n{about}| flag | value | default | what it does |\n|---|---|---|---|\n"
                      + "\n".join(new.values()))
-    return ("# Every flag\n\nMade by `python tests/flags_doc.py > docs/flags.md` of what `--help` says; a test holds it so.\n\n"
+    return ("# Every flag\n\nMade by `python docs/flags.py > docs/flags.md` of what `--help` says; a test holds it so.\n\n"
             + "\n\n".join(parts) + "\n")
 
 
