@@ -30,7 +30,8 @@ CASES = ("usual logits", "logits around 200", "a rank's logits 90 above the othe
 
 def tokens(case: str, N: int, V: int, tp: int, seed=0):
     """logits (N, V) and labels (N,). Labels sit on both sides of the borders between the ranks' words; a token has no loss."""
-    logits = 3 * torch.randn(N, V, generator=torch.Generator().manual_seed(seed))
+    # seed: the group's number. The second group's logits are larger by far: the largest of all groups is wrong for the first
+    logits = 3 * torch.randn(N, V, generator=torch.Generator().manual_seed(seed)) + 200 * seed
     if case == CASES[1]:
         logits += 200
     if case == CASES[2]:
