@@ -316,11 +316,6 @@ class Qwen3Next(nn.Module):
             "tok_embeddings": "vocab_embedding",
             "blocks.*.attn_norm": "sequence",
             "blocks.*.attn": "gather_sequence",
-            "blocks.*.attn.wq": "colwise",
-            "blocks.*.attn.wk": "colwise",
-            "blocks.*.attn.wv": "colwise",
-            "blocks.*.attn.q_norm": "head_norm",
-            "blocks.*.attn.k_norm": "head_norm",
             "blocks.*.attn.wo": "rowwise",
             "blocks.*.attn.w_qkvz": "colwise",
             "blocks.*.attn.w_ba": "colwise",
@@ -336,6 +331,9 @@ class Qwen3Next(nn.Module):
             "blocks.*.shared_gate": "sequence_linear",
             "norm": "sequence",
         }
+        if self.config.n_layers > 3:  # the fourth has attention
+            plan |= {f"blocks.*.attn.{name}": "colwise" for name in ("wq", "wk", "wv")}
+            plan |= {f"blocks.*.attn.{name}": "head_norm" for name in ("q_norm", "k_norm")}
         return plan if self.config.tie_embeddings else plan | {"head": "vocab_head"}
 
     def hf_keys(self) -> dict[str, str | list[str]]:
