@@ -92,7 +92,6 @@ class Config(ParallelConfig, ExpertConfig, LaunchConfig, LoraConfig, CheckpointC
         check_range(self, 0, 1, "beta1", "beta2", "min_lr_ratio")
         step = pieces(self)
         refuse([
-            (not self.init_from or not self.data, "DPO needs a model and pairs: --init_from FOLDER --data pairs.jsonl"),
             (self.pp > 1, f"--pp {self.pp}: grpo.Trainer has no pipeline; use --tp, --dp_shard or --cp"),
             (not self.loss_parallel, "--no-loss_parallel: under tp log-probabilities are split over the vocabulary"),
             (self.load_only or self.exclude_from_loading, "--load_only, --exclude_from_loading: a run goes on as a whole"),
@@ -212,6 +211,8 @@ def numbers_of(loss, margin) -> dict:
 # ---------------------------------------------------------------- the run
 def main(cfg: Config):
     # 1. task, model and devices: all wrong flags are found before anything is built
+    if not cfg.init_from or not cfg.data:
+        raise ValueError("DPO needs a model and pairs: --init_from FOLDER --data pairs.jsonl")
     pairs, text, data_hash = read_pairs(cfg)
     Model, model_config = model_of(cfg, text.tokenizer.get_vocab_size())
     layout = check_layout(

@@ -81,10 +81,10 @@ def build_policy(cfg, layout, Model, model_config, unknown=None, skip=lambda fqn
     return model
 
 
-def fixed_shape_attention(positions, doc_ids=None):
+def fixed_shape_attention(positions, doc_ids=None, reach=None):
     """--batch_invariant: the same kernel, mask and number of keys as in rollout()."""
-    T = positions.shape[1]
-    mask = torch.ones(T, T, dtype=torch.bool, device=positions.device).tril()
+    index = torch.arange(positions.shape[1], device=positions.device)
+    mask = (index[:, None] >= index) & (index[:, None] - index < (len(index) if reach is None else reach[:, None, :, None]))
     return lambda q, k, v, scale=None: sdpa(q, k, v, mask, scale=scale)
 
 

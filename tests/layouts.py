@@ -25,6 +25,7 @@ from distributed.refusals import check_layout
 from forks.gpt_oss import GptOss, GptOssConfig
 from forks.llama4 import Llama4, Llama4Config
 from forks.olmo3 import Olmo3, Olmo3Config
+from forks.qwen3_next import Qwen3Next, Qwen3NextConfig
 from models.deepseek import DeepSeek, DeepSeekConfig
 from models.llama3 import Llama3, Llama3Config
 from models.loss import IGNORE
@@ -45,12 +46,13 @@ class Flags(ParallelConfig, ExpertConfig, LaunchConfig, PipelineConfig, Float8Co
 
 
 MOE = dict(n_experts=8, top_k=2, moe_ffn_dim=32)
+SPARSE = {k: v for k, v in SMALL.items() if k != "ffn_dim"} | MOE
 AUX_COEF, BIAS_RATE = 0.02, 1e-3
 # routers that are sure of what they choose: with the usual 0.02 hundreds of choices would hang on the fourth digit
-for Model in (Qwen3, DeepSeek, GptOss, Llama4):
+for Model in (Qwen3, DeepSeek, GptOss, Llama4, Qwen3Next):
     Model.init_std = lambda self, fqn, usual=Model.init_std: 0.5 if "router" in fqn else usual(self, fqn)
 MODELS = {Llama3Config: Llama3, Qwen3Config: Qwen3, DeepSeekConfig: DeepSeek, GptOssConfig: GptOss,
-          Llama4Config: Llama4, Olmo3Config: Olmo3}
+          Llama4Config: Llama4, Olmo3Config: Olmo3, Qwen3NextConfig: Qwen3Next}
 MLA = dict(q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, moe_ffn_dim=32)
 
 
@@ -59,10 +61,11 @@ def config(model="llama3", **changes):
         small = {k: v for k, v in SMALL.items() if k not in ("n_kv_heads", "head_dim")}
         return DeepSeekConfig(**{**small, **MLA, **changes})
     if model == "gpt_oss":
-        small = {k: v for k, v in SMALL.items() if k != "ffn_dim"}
-        return GptOssConfig(**{**small, **MOE, "sliding_window": 5, **changes})
+        return GptOssConfig(**SPARSE | {"sliding_window": 5} | changes)
     if model == "llama4":
         return Llama4Config(**SMALL | MOE | {"top_k": 1, "moe_every": 2, "chunk_size": 5, "floor_scale": 3} | changes)
+    if model == "qwen3_next":  # an attention behind three delta rules
+        return Qwen3NextConfig(**SPARSE | dict(linear_k_dim=8, linear_v_dim=8, shared_ffn_dim=32) | changes | {"n_layers": 4})
     if model == "olmo3":  # a layer that sees all tokens behind three with a window
         return Olmo3Config(**SMALL | {"sliding_window": 5} | changes | {"n_layers": 4})
     return {"llama3": Llama3Config, "qwen3": Qwen3Config}[model](**{**SMALL, **changes})

@@ -22,6 +22,7 @@ RECIPES = [
     ("train_llama3.py", "forks/train_olmo3.py", 20),
     ("train_qwen3.py", "forks/train_gpt_oss.py", 40),
     ("train_qwen3.py", "forks/train_llama4.py", 40),
+    ("train_qwen3.py", "forks/train_qwen3_next.py", 40),
 ]
 FORKS = [(original, fork) for original, fork, _ in RECIPES]
 MODELS = [
@@ -30,6 +31,7 @@ MODELS = [
     ("models/qwen3.py", "models/deepseek.py"),
     ("models/qwen3.py", "forks/gpt_oss.py"),
     ("models/qwen3.py", "forks/llama4.py"),
+    ("models/qwen3.py", "forks/qwen3_next.py"),
 ]
 
 
@@ -70,7 +72,8 @@ def body(path: str) -> list[str]:
     text = (ROOT / path).read_text()
     text = text[text.index("@dataclass") :]
     text = re.sub(r"(models|forks)/\w+\.py", "MODEL.py", text)
-    return re.sub(r"(?i)(Mup)?llama3(_mup|_ft)?|(llama4|gpt_?oss|olmo3|qwen3|deepseek)(?!:)", "MODEL", text).splitlines()
+    names = "llama4|gpt_?oss|olmo3|qwen3_?next|qwen3(?!_next)|deepseek"
+    return re.sub(rf"(?i)(Mup)?llama3(_mup|_ft)?|({names})(?!:)", "MODEL", text).splitlines()
 
 
 def short_name(fork: str) -> str:

@@ -1,15 +1,17 @@
-"""forks/gpt_oss.py, llama4.py and olmo3.py: the numbers are those of transformers, and every layout is one process."""
+"""The models of forks/: the numbers are those of transformers, and every layout is one process."""
 import pytest
 import torch
 import transformers
 from layouts import FORK_LAYOUTS, assert_samples_are_the_best_tokens, compare, drawn, equals_transformers, row_name
 from pool import pool
+from safetensors.torch import load_file, save_file
 
 from checkpoint import load_hf
-from forks import gpt_oss, llama4, olmo3
+from forks import delta_rule, gpt_oss, llama4, olmo3, qwen3_next
 from forks.gpt_oss import GptOss, GptOssConfig
-from forks.llama4 import Llama4, Llama4Config
+from forks.llama4 import Llama4Config
 from forks.olmo3 import Olmo3Config
+from forks.qwen3_next import Qwen3NextConfig
 from storage.hf import class_of
 
 pytestmark = pytest.mark.slow  # make test has no room for it
@@ -22,7 +24,10 @@ OSS = EXPERTS | dict(n_layers=3, sliding_window=5, top_k=2, rope_scaling=YARN)
 SCOUT = EXPERTS | dict(n_layers=4, ffn_dim=48, chunk_size=8, floor_scale=4, attn_scale=0.5, rope_scaling=STRETCHED)
 MAVERICK = SCOUT | dict(moe_every=2, qk_norm=False, rope_scaling=None, n_layers=6, nope_every=3)
 OLMO = COMMON | dict(n_layers=5, ffn_dim=48, sliding_window=5, rope_scaling=YARN | dict(attention_factor=1.2))
+NEXT = EXPERTS | dict(n_layers=5, top_k=2, shared_ffn_dim=24, linear_k_heads=2, linear_v_heads=4, linear_k_dim=8)
 CONFIGS = {
+    "qwen3_next": Qwen3NextConfig(**NEXT),
+    "qwen3_next tied": Qwen3NextConfig(**NEXT | dict(tie_embeddings=True, n_layers=4, rope_share=0.5, conv_size=3)),
     "gpt_oss": GptOssConfig(**OSS),
     "gpt_oss tied": GptOssConfig(**OSS | dict(rope_scaling=None, tie_embeddings=True, n_layers=2, swiglu_limit=0.5)),
     "llama4 scout": Llama4Config(**SCOUT),
@@ -35,55 +40,40 @@ CONFIGS = {
 
 def theirs(config):
     """transformers' model with weights that are all drawn: sinks and biases matter, and some activations are clamped."""
-    name = config.to_hf()["architectures"][0].removesuffix("ForCausalLM")
-    name = {"Llama4": "Llama4Text"}.get(name, name)
-    their_config = getattr(transformers, f"{name}Config")(**config.to_hf(), attn_implementation="eager")
-    return drawn(getattr(transformers, config.to_hf()["architectures"][0])(their_config).float())
+    their_config = transformers.AutoConfig.for_model(**config.to_hf(), attn_implementation="eager")
+    return drawn(transformers.AutoModelForCausalLM.from_config(their_config).float())
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_logits_and_gradients_equal_transformers(tmp_path, name):
+def test_logits_and_gradients_equal_transformers_and_samples_whole_forwards(tmp_path, name):
     config = CONFIGS[name]
+    assert_samples_are_the_best_tokens(drawn(class_of(config)(config)))
     again = equals_transformers(class_of(config)(config), theirs(config), tmp_path)
     assert config.from_hf(again.config.to_dict()) == config.from_hf(config.to_hf()) == config
 
 
 @pytest.mark.parametrize("module, flavor, total, active", [
-    (gpt_oss, "20B", 20.91, 3.61), (gpt_oss, "120B", 116.83, 5.13), (olmo3, "7B", 7.30, 7.30), (olmo3, "32B", 32.23, 32.23)])
+    (gpt_oss, "20B", 20.91, 3.61), (gpt_oss, "120B", 116.83, 5.13), (olmo3, "7B", 7.30, 7.30), (olmo3, "32B", 32.23, 32.23),
+    (qwen3_next, "80B-A3B", 79.67, 3.56), (llama4, "Scout", 107.77, 16.14), (llama4, "Maverick", 400.71, 16.15)])
 def test_published_sizes(module, flavor, total, active):
-    """Billions, of gpt-oss as in table 1 of arXiv:2508.10925; active without the embedding, and with the head."""
+    """Billions, of gpt-oss as in table 1 of arXiv:2508.10925, of Llama 4 as transformers counts its text part; active without
+    the embedding, and with the head."""
     config = module.FLAVORS[flavor]
     with torch.device("meta"):
         model = class_of(config)(config)
     assert round(sum(p.numel() for p in model.parameters()) / 1e9, 2) == total
-    if module is gpt_oss:
+    if hasattr(model, "n_active_params"):
         assert round((model.n_active_params() - config.vocab_size * config.dim) / 1e9, 2) == active
 
 
-@pytest.mark.parametrize("flavor, name", [("Scout", "16E"), ("Maverick", "128E")])
-def test_sizes_are_those_of_transformers(flavor, name):
-    """17 billion active parameters each, and 108 and 401 billion in all; the published 109 and 400 count the vision part."""
-    config = llama4.FLAVORS[flavor]
-    with torch.device("meta"):
-        ours, other = Llama4(config), transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**config.to_hf()))
-    total = sum(p.numel() for p in ours.parameters())
-    assert total == sum(p.numel() for p in other.parameters()) == {"16E": 107769861120, "128E": 400711848960}[name]
-    assert round(ours.n_active_params() / 1e9) == 17
-
-
 @pytest.mark.parametrize("row", FORK_LAYOUTS, ids=row_name)
-@pytest.mark.parametrize("model", ["gpt_oss", "llama4", "olmo3"])
+@pytest.mark.parametrize("model", ["gpt_oss", "llama4", "olmo3", "qwen3_next"])
 def test_layout_equals_one_process(model, row):
     """Of Llama 4, experts in every layer and in every second one take turns. OLMo 3 has no experts, and so no ep."""
     n, flags, problem = row
     more = {"moe_every": 1 + FORK_LAYOUTS.index(row) % 2} if model == "llama4" else {}
     flags = {name: value for name, value in flags.items() if name != "ep" or model != "olmo3"}
     assert compare(n, flags, problem | more | {"model": model}) == ""
-
-
-@pytest.mark.parametrize("name", ["gpt_oss", "llama4 scout", "llama4 maverick", "olmo3"])
-def test_generation_with_a_cache_is_the_whole_forward(name):
-    assert_samples_are_the_best_tokens(drawn(class_of(CONFIGS[name])(CONFIGS[name])))
 
 
 @pytest.mark.parametrize("name, change, words", [
@@ -93,6 +83,7 @@ def test_generation_with_a_cache_is_the_whole_forward(name):
     ("llama4 scout", dict(no_rope_layers=[1, 1, 1, 1]), "no_rope_layers"),
     ("llama4 scout", dict(num_experts_per_tok=2), "top_k 2"),
     ("llama4 scout", dict(model_type="llama4"), "model_type"),
+    ("qwen3_next", dict(layer_types=["full_attention"] * 5), "layer_types"),
     ("olmo3", dict(layer_types=["full_attention"] * 5), "layer_types"),
     ("olmo3", dict(rope_parameters=dict.fromkeys(("full_attention", "sliding_attention"), YARN)), "parameters of sliding_att"),
 ])
@@ -101,12 +92,32 @@ def test_what_a_fork_cannot_represent_is_refused(name, change, words):
         CONFIGS[name].from_hf(CONFIGS[name].to_hf() | change)
 
 
+def test_delta_rule_in_chunks_is_the_recurrence(monkeypatch):
+    """Token by token, in fp64. Documents end between chunks, inside a chunk, and twice in one chunk."""
+    monkeypatch.setattr(delta_rule, "CHUNK", 4)
+    B, T, H, R, N, U, g = 2, 15, 2, 2, 3, 5, torch.Generator().manual_seed(0)
+    x = torch.randn(B, T, H, 2 * N + R * U + 2 * R, generator=g, dtype=torch.float64)
+    x[..., -2 * R : -R], x[..., -R:] = -x[..., -2 * R : -R].abs(), x[..., -R:].sigmoid()
+    weight = torch.randn(H, 2 * N + R * U, 3, generator=g, dtype=torch.float64)
+    docs = torch.tensor([[0] * 4 + [1] * 5 + [2] + [3] * 5, [0] * 15])
+    got, state = delta_rule.delta_scan(x, weight, N, docs), torch.zeros(B, H, R, N, U, dtype=torch.float64)
+    for b, t in ((b, t) for b in range(B) for t in range(T)):
+        state[b] *= t > 0 and docs[b, t] == docs[b, t - 1]
+        seen = [s for s in range(max(0, t - 2), t + 1) if docs[b, s] == docs[b, t]]
+        mixed = sum(x[b, s, :, : weight.shape[1]] * weight[..., 2 - (t - s)] for s in seen)
+        q, k, v = torch.nn.functional.silu(mixed).split([N, N, R * U], -1)
+        q, k = (y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt() for y in (q, k))
+        state[b] *= x[b, t, :, -2 * R : -R, None, None].exp()
+        error = v.view(H, R, U) - torch.einsum("hn,hrnu->hru", k, state[b])
+        state[b] += torch.einsum("hn,hru->hrnu", k, error * x[b, t, :, -R:, None])
+        torch.testing.assert_close(got[b, t], torch.einsum("hn,hrnu->hru", q * N**-0.5, state[b]))
+
+
 # ---------------------------------------------------------------- the published files of gpt-oss
 
 
 def in_mxfp4(folder, config) -> dict[str, torch.Tensor]:
     """Rewrites the experts of a folder with random blocks and scales, and returns what transformers makes of them."""
-    from safetensors.torch import load_file, save_file
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     file, g, meant = folder / "model.safetensors", torch.Generator().manual_seed(2), {}
@@ -143,17 +154,9 @@ def test_published_experts_of_four_bits_are_read(tmp_path):
         assert torch.equal(p, meant[name]), name
     for shards in pool(2).run(read_shards, config, tmp_path):
         assert [fqn for fqn, p in weights.items() if not torch.equal(shards[fqn], p)] == []
-
-
-@pytest.mark.parametrize("part, change", [("blocks", lambda t: t[:, :-1]), ("scales", lambda t: t.float())])
-def test_blocks_that_do_not_fit_are_one_line(tmp_path, part, change):
-    from safetensors.torch import load_file, save_file
-
-    config = GptOssConfig(**OSS | dict(dim=64, moe_ffn_dim=32))
-    theirs(config).save_pretrained(tmp_path)
-    in_mxfp4(tmp_path, config)
-    tensors, name = load_file(tmp_path / "model.safetensors"), f"model.layers.0.mlp.experts.gate_up_proj_{part}"
-    tensors[name] = change(tensors[name]).contiguous()
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="gate_up_proj_blocks and .*_scales are"):
-        load_hf(GptOss(config), tmp_path)
+    file = tmp_path / "model.safetensors"
+    whole, name = load_file(file), "model.layers.0.mlp.experts.gate_up_proj_"
+    for part, change in (("blocks", lambda t: t[:, :-1]), ("scales", lambda t: t.float())):  # one line for what does not fit
+        save_file(whole | {name + part: change(whole[name + part]).contiguous()}, file)
+        with pytest.raises(ValueError, match="gate_up_proj_blocks and .*_scales are"):
+            load_hf(GptOss(config), tmp_path)

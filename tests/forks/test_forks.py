@@ -11,6 +11,7 @@ EXPERTS = SIZES + ",n_experts=4,moe_ffn_dim=32"
 @pytest.mark.slow
 @pytest.mark.parametrize("fork, sizes, layout", [
     ("train_gpt_oss", EXPERTS + ",sliding_window=8", ["--ep", 2]),
+    ("train_qwen3_next", EXPERTS, ["--ep", 2]),
     ("train_olmo3", SIZES + ",ffn_dim=64,sliding_window=8", ["--tp", 2]),
     ("train_llama4", EXPERTS + ",ffn_dim=64,chunk_size=8,moe_every=2,nope_every=2", ["--tp", 2]),
 ])

@@ -111,25 +111,6 @@ def test_norms_of_the_latents_keep_their_eps(theirs, monkeypatch):
         model.model.layers[1].self_attn.kv_a_proj_with_mqa.weight.mul_(100)
 
 
-def in_the_old_spelling(new: dict) -> dict:
-    """A config.json of transformers 5 as transformers 4 wrote it."""
-    old = {k: v for k, v in new.items() if k not in ("rope_parameters", "dtype", "num_local_experts", "head_dim")}
-    rope = dict(new["rope_parameters"])
-    old["rope_theta"] = rope.pop("rope_theta")
-    kind = rope.pop("rope_type")
-    old["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
-    return old
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_both_spellings_of_config_json(theirs, variant):
-    new = json.loads(Path(theirs(variant)[1], "config.json").read_text())
-    found, old = DeepSeekConfig.from_hf(new), in_the_old_spelling(new)
-    assert DeepSeekConfig.from_hf(old) == found and "rope_parameters" in new
-    assert DeepSeekConfig.from_hf(found.to_hf()) == found
-    assert (found.rope_scaling is None) == ("yarn" not in variant and not variant.startswith("v2"))
-
-
 PUBLISHED = dict(  # config.json of deepseek-ai/DeepSeek-V3, all that says something about the model
     architectures=["DeepseekV3ForCausalLM"], attention_bias=False, attention_dropout=0.0, aux_loss_alpha=0.001, ep_size=1,
     first_k_dense_replace=3, hidden_act="silu", hidden_size=7168, initializer_range=0.02, intermediate_size=18432,
