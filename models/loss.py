@@ -75,7 +75,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         rows, (N, D) = rows_per_chunk(h, weight), h.shape
         # Up to 2 D tokens: the gradient of all logits needs no more memory than the head's gradient in fp32, to which every
         # chunk would add its part. So one matmul computes the head's gradient, and no sum is read and written.
-        at_once = N <= max(rows, 2 * D)
+        at_once = wants_w and N <= max(rows, 2 * D)
         total = h.new_zeros((), dtype=torch.float32)
         dh, dw = torch.empty_like(h) if wants_h else None, None
         dlogits = h.new_empty(N if at_once else rows, len(weight)) if wants_h or wants_w else None
@@ -87,7 +87,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                 torch.mm(out, weight, out=dh[begin : begin + rows])
             if wants_w and not at_once:
                 dw = add_product(dw, out.T, hc)
-        if wants_w and at_once:
+        if at_once:
             dw = dlogits.T @ h
         ctx.save_for_backward(dh, dw)
         ctx.dtype = h.dtype
