@@ -202,7 +202,7 @@ def run_all(study: dict, args, todo: list[tuple], failed: dict, stopping: list) 
             for key in [key for key, (process, *_) in running.items() if process.poll() is not None]:
                 process, folder, slot = running.pop(key)
                 slots.insert(0, slot)
-                lines = read_lines(str(folder / "metrics.jsonl"))
+                lines = list(read_lines(str(folder / "metrics.jsonl")))
                 if process.returncode or not is_finished(lines, study["variants"][key[0]]):
                     failed[key] = last_line(folder)
                 rest = len(waiting) + len(running)

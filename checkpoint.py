@@ -69,7 +69,7 @@ from storage.manifest import (
     write_manifest,
 )
 from storage.optimizer_numbers import OptimizerNumbers, find_copies, merge_numbers, sum_copies
-from storage.provenance import changed_code, check_machines, code_roots, git_state, local_code, summarize_code
+from storage.provenance import changed_code, check_machines, code_roots, git_commit, local_code, summarize_code
 from support.config import Need, flag, own_rank
 from support.files import json_bytes, matches, publish, read_json, write_file
 
@@ -157,7 +157,7 @@ class Checkpoints:
         self.code = local_code() if source and own_rank("LOCAL_RANK") == 0 else {}
         writes = config.get("checkpoint_every") and not cfg.load_only
         check_machines(self.code, out if writes else "", self.gather)
-        self.git = git_state(code_roots()[0], [*self.code]) if self.code else {}
+        self.git = git_commit(code_roots()[0], [*self.code]) if self.code else {}
         self.made_from = summarize_code(self.git, self.code)  # for config.json
         # Read now, so that errors in these files appear before training.
         reads = self.rank == 0 and tokenizer_file and not cfg.load_only

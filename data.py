@@ -24,18 +24,15 @@ import numpy as np
 import torch
 
 from corpus.cache import cache_folder, cached_corpus
-from corpus.mixture import parse_mixture, spell_part, take_turns
+from corpus.mixture import parse_mixture, take_turns
 from corpus.shards import MASKED, array_of, check_arrays, is_shards, opened_array, read_index
 from corpus.tokenizer import bytes_of_tokens, find_tokenizer, load_tokenizer
 from support.config import Need, flag, own_rank
 from support.files import sha256_file
 
 # Text of the refusal of a flag without its precondition: see support/config.py
-TEXT = Need("with --data of token shards, which need no cache", lambda c: not all(map(is_shards, paths_of(c))))
-
-
-def paths_of(c) -> list[str]:
-    return [part.path for data in (c.data, c.val_data) if data for part in parse_mixture(data)]
+TEXT = Need("with --data of token shards, which need no cache", lambda c: not all(
+    is_shards(part.path) for data in (c.data, c.val_data) if data for part in parse_mixture(data)))
 
 
 @dataclass(kw_only=True)
@@ -332,7 +329,7 @@ def open_parts(cfg: DataConfig, flag: str, named: str, seq_len: int, tokenizer: 
     """Data of --data or --val_data (flag): one source, or the parts of a mixture."""
     parts, found = parse_mixture(named, flag), {}
     for part in sorted(parts, key=lambda part: not is_shards(part.path)):  # shards first: their tokenizer cuts the text
-        what, all_val = f"{flag} {spell_part(part)}", flag == "--val_data"
+        what, all_val = f"{flag} {part.name}{'=' * (part.name != '')}{part.path}", flag == "--val_data"
         found[part.name] = open_part(cfg, what, part, seq_len, tokenizer, all_val, Chats)
         tokenizer = tokenizer or found[part.name].tokenizer_file or ""
     if parts[0].name == "":

@@ -98,7 +98,6 @@ class Config(ParallelConfig, ExpertConfig, LaunchConfig, PipelineConfig, ChatCon
     stop: list[str] = flag(["\\nQuestion:"], WRITING)  # an answer ends before any of these strings; \n is a new line
     seed: int = flag(0, WRITING, SAMPLING)  # another seed is another sample
     rollout_timeout_s: int = flag(7200, WRITING)  # a rank that waits longer for the others' answers ends the run
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto = a GPU, else the CPU
 
     def __post_init__(self):
         check_range(self, 1, math.inf, "local_batch_size", "rollout_timeout_s", "max_new_tokens")

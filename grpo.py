@@ -122,7 +122,6 @@ class Config(ParallelConfig, ExpertConfig, LaunchConfig, LoraConfig, CheckpointC
     log_samples: int = 4  # samples per logged step in samples.jsonl; 0 = none
     checkpoint_every: int = 100  # steps between checkpoints (and one at the end); 0 = never
     chat: bool = True  # prompts in the chat template of --init_from, if any; --no-chat: bare, for base models
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto = a GPU, else the CPU
 
     def __post_init__(self):
         MetricsConfig.__post_init__(self)
@@ -456,8 +455,7 @@ def main(cfg: Config):
     ready, stopping = rollouts.reuse_batches(state, cfg, layout.rank == 0), False
     engine = engines.open_engine(trainer, env, text, ready[-1]["cursor"] if ready else state["cursor"], n_trainers)
     ahead = engines.Ahead(engine, ready)
-    metrics = Metrics(cfg.out, cfg, layout, flops_per_token=flops_per_token, first_step=first,
-                      steps=cfg.steps, log_every=cfg.log_every, tokens=state["tokens"])
+    metrics = Metrics(cfg.out, cfg, layout, flops_per_token, first_step=first, steps=cfg.steps, tokens=state["tokens"])
     if cfg.eval_every and first == 1:
         evaluate_policy(trainer, engine, text, held_out, metrics, 0)
     for step in range(first, cfg.steps + 1):

@@ -237,7 +237,7 @@ def execute(row: Row, out: Path, limit: float) -> None:
             row.seconds = round(time.monotonic() - began, 1)
     if row.status == "failed":
         row.reason = f"status {status}: {last_error(errors.read_text(errors='replace') + printed.read_text(errors='replace'))}"
-    row.metrics = numbers(read_lines(str(folder / "metrics.jsonl")))
+    row.metrics = numbers(list(read_lines(str(folder / "metrics.jsonl"))))
     row.text = telling_lines(printed.read_text(errors="replace"), is_training=bool(row.metrics))
     if traces := sorted(path.name for path in folder.glob("trace/*")):
         row.text = "\n".join([*row.text.splitlines(), f"trace/: {', '.join(traces)}"])

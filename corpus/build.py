@@ -284,22 +284,20 @@ def build_shards(paths: list, tokenizer: tuple, folder: Path, workers=1, text_co
     for name, content in files.items():
         write_file(folder / name, content)
     job = partial(tokenize_piece, folder=folder, tokenizer=tokenizer, source=source, skip_bad=skip_bad)
-    splits, skipped, numbers = {"train": [], "val": []}, [], range(len(pieces))[share[0]::share[1]]
-    workers = min(workers, len(numbers))
+    splits, skipped, mine = {"train": [], "val": []}, [], range(len(pieces))[share[0]::share[1]]
+    workers = min(workers, len(mine))
     with contextlib.ExitStack() as stack:
         do = map
         if workers > 1:
             os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread in each process
             do = stack.enter_context(ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))).map
-        for done, note in enumerate(do(job, pieces[share[0]::share[1]], numbers), 1):
+        for done, note in enumerate(do(job, pieces[share[0]::share[1]], mine), 1):
             skipped += note["skipped"]
             for split, entry in note["entries"].items():
                 splits[split].append(entry)
             if sys.stderr.isatty() and own_rank() == 0:
-                print(f"\rtokenizing {done}/{len(numbers)}", end="\n" * (done == len(numbers)), file=sys.stderr, flush=True)
+                print(f"\rtokenizing {done}/{len(mine)}", end="\n" * (done == len(mine)), file=sys.stderr, flush=True)
     if share[1] > 1:
-        print(f"share {share[0]}/{share[1]}: {len(numbers)} of {len(pieces)} pieces are in {folder}; after all shares, the same "
-              "command without --shard writes index.json")
         return
     if skip_bad or skipped:  # an interrupted run with --skip_bad may have left notes
         write_file(folder / "skipped.txt", "".join(f"{line}\n" for line in skipped).encode())

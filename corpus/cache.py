@@ -95,20 +95,18 @@ def check_tokenizer(out: str, identity: dict, cfg):
     if there is None and os.path.lexists(os.path.join(path, "tokenizer.json")):
         there = sha256_file(tokenizer_path(path))
     shards = next((part.path for part in parse_mixture(cfg.data) if is_shards(part.path)), cfg.data)
-    if there not in (None, here) and not same_ids({path: there, cfg.tokenizer or shards: here}):
+    if there not in (None, here) and not same_ids(path, cfg.tokenizer or shards):
         fix = f"leave out --tokenizer {cfg.tokenizer}" if cfg.tokenizer else f"make the shards with --tokenizer {path}"
         raise ValueError(f"--init_from {cfg.init_from} was trained with another tokenizer (sha256 {there[:12]}) than the data "
                          f"has ({here[:12]}); {fix}, or learn new ids with --exclude_from_loading tok_embeddings,head")
 
 
-def same_ids(tokenizers: dict[str, str]) -> bool:
-    """Whether two tokenizers, {path: sha256 of tokenizer.json}, cut every text into the same ids; False if a file is gone or
-    has changed. The library spells both alike. Padding and templates may differ, because nothing here uses them."""
-    found = []
+def same_ids(*tokenizers: str) -> bool:
+    """Whether two tokenizers, given by their paths, cut every text into the same ids; False if a file is gone. The library
+    spells both alike. Padding and templates may differ, because nothing here uses them."""
+    unused = {"post_processor": None, "decoder": None}
     try:
-        for file, known in ((tokenizer_path(path), known) for path, known in tokenizers.items()):
-            rules = json.loads(load_tokenizer(file).to_str()) | {"post_processor": None, "decoder": None}
-            found.append(rules if sha256_file(file) == known else file)
+        first, second = (json.loads(load_tokenizer(tokenizer_path(path)).to_str()) | unused for path in tokenizers)
     except ValueError:
         return False
-    return found[0] == found[1]
+    return first == second

@@ -67,11 +67,6 @@ def parse_mixture(data: str, flag: str = "--data") -> list[Part]:
     return [Part(name, path, int(share / total * period)) for name, (path, share) in sorted(found.items())]
 
 
-def spell_part(part: Part) -> str:
-    """A part as the user typed it, for errors."""
-    return f"{part.name}={part.path}" if part.name else part.path
-
-
 class Turns(NamedTuple):
     """The part that gives each sequence. The order repeats after a period: as many sequences as the sum of the shares."""
 

@@ -200,11 +200,12 @@ def check_first_batch(batch) -> None:
         raise RuntimeError(f"no token of the first batch has a loss: all its labels are {IGNORE}; train on data with labels")
 
 
-def reduce_hash(share: str, layout: Layout) -> str:
-    """Hash of the tokens and labels of the global batch, on every rank: the sum of the data ranks' hashes (data.py), equal in
-    every layout."""
+def reduce_hash(share: str, layout: Layout, own: float = 0.0) -> tuple[str, list[float]]:
+    """(hash of the tokens and labels of the global batch, `own` of each rank), on every rank. The hash is the sum of the data
+    ranks' hashes (data.py), equal in every layout. own: of this rank, to 1e-6."""
     # of the ranks with the same sequences the first pp, cp and tp rank adds the hash
     is_first = layout.rank < layout.world_size // layout.pp and layout.rank % (layout.cp * layout.tp) == 0
-    total = torch.tensor(int(share, 16) * is_first)  # on the host, so that nothing waits for the device
-    dist.all_reduce(total)
-    return f"{total.item() % 2**48:012x}"
+    table = torch.zeros(1 + layout.world_size, dtype=torch.int64)  # on the host, so that nothing waits for the device
+    table[0], table[1 + layout.rank] = int(share, 16) * is_first, int(own * 1e6)
+    dist.all_reduce(table)
+    return f"{table[0].item() % 2**48:012x}", (table[1:] / 1e6).tolist()

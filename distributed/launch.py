@@ -1,4 +1,5 @@
 """Start and end of processes: connect, stop together, report the exit status."""
+import contextlib
 import datetime
 import os
 import resource
@@ -10,11 +11,13 @@ import time
 import traceback
 import uuid
 from dataclasses import dataclass, fields, replace
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from distributed.agree import brief
 from distributed.checks import STYLES
 from distributed.layout import Layout, dtype_of_compute, pattern_of
 from distributed.refusals import runs_on_cuda
@@ -25,6 +28,7 @@ UNFINISHED = 75  # exit status of a run that a signal stopped before its last st
 
 @dataclass(kw_only=True)
 class LaunchConfig:
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto = a GPU, else the CPU
     deterministic: bool = False  # bitwise reproducible kernels, slower on GPUs
     init_timeout_s: int = 300  # a collective that waits longer before or in the first step ends the run
     train_timeout_s: int = 100  # the same after the first step: everything is compiled and connected
@@ -63,6 +67,7 @@ def connect(layout: Layout, cfg, device: str = "auto", seed: int = 0, trace: str
         store = dist.PrefixStore(agree_on_attempt(store, layout, cfg.init_timeout_s), store)
     backend = "cpu:gloo,cuda:nccl" if layout.device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=layout.rank, world_size=layout.world_size, timeout=timeout)
+    dist.distributed_c10d._get_default_store().set(f"host {layout.rank}", socket.gethostname())
     patience.cancel()
     signal.signal(signal.SIGINT, interrupt)
     if layout.device.type == "cuda":
@@ -272,12 +277,31 @@ def report_error(error: BaseException) -> int:
     if not is_known:
         traceback.print_exception(error)
     if not (is_known and is_told(message)):
-        print(f"error on {name_rank()}: {type(error).__name__}: {message}{failed_module(error)}", file=sys.stderr)
+        more = failed_module(error) + silent_ranks(message)
+        print(f"error on {name_rank()}: {type(error).__name__}: {message}{more}", file=sys.stderr)
     return 1
 
 
 def name_rank() -> str:
     return f"rank {own_rank()}" + f" ({socket.gethostname()})" * (int(os.environ.get("WORLD_SIZE", 1)) > 1)
+
+
+def host_of(rank: int) -> str:
+    """The machine of a rank, which connect() has told."""
+    return dist.distributed_c10d._get_default_store().get(f"host {rank}").decode()
+
+
+def silent_ranks(message: str) -> str:
+    """After a collective that timed out: "; no word from rank 3 (host)", the ranks that hang, said by the first rank that
+    failed; else ""."""
+    with contextlib.suppress(RuntimeError, ValueError):  # rank 0 kept the store, and has ended; or there is no store yet
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"failed {dist.get_rank()}", "")
+        if "timed out" in message.lower() and store.add("timed out", 1) == 1:
+            time.sleep(2)  # the others fail in the same moment
+            silent = [rank for rank in range(dist.get_world_size()) if not store.check([f"failed {rank}"])]
+            return f"; no word from {brief([f'rank {rank} ({host_of(rank)})' for rank in silent])}" if silent else ""
+    return ""
 
 
 def is_told(message: str) -> bool:

@@ -9,7 +9,6 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -81,30 +80,21 @@ def check_machines(code: dict[str, str], out: str, gather) -> None:
 
 
 # --- git ---
-def git(folder: str, *words: str) -> str | None:
-    """The text printed by a git command. None if git fails, takes too long, or is absent."""
+def git_commit(root: str, files: list[str]) -> dict:
+    """{"commit"} of the repository around the recipe's folder `root`; {} without git or a repository, and if none of `files` is
+    tracked, as in a repository of a whole home folder. Changes since the commit are in code.json."""
     env = {name: value for name, value in os.environ.items() if name not in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")}
-    env["GIT_NO_LAZY_FETCH"] = "1"  # no network
-    # Into a file, because a pipe may stay open in git's children after a timeout
-    with suppress(OSError, subprocess.SubprocessError), tempfile.TemporaryFile() as said:
-        subprocess.run(["git", "--no-optional-locks", "-C", folder, *words], env=env, stdin=subprocess.DEVNULL, stdout=said,
-                       stderr=subprocess.DEVNULL, timeout=GIT_SECONDS, check=True)
-        said.seek(0)
-        return said.read().decode("utf-8", "replace")
 
+    def git(*words):
+        return subprocess.check_output(["git", "-C", root, *words], stderr=subprocess.DEVNULL, env=env, timeout=GIT_SECONDS)
 
-def git_state(root: str, files: list[str]) -> dict:
-    """{"commit", "dirty"} of the repository around the recipe's folder `root`; {} without a repository, or if none of `files`
-    is tracked, as in a repository of a whole home folder. dirty: whether tracked files in and below root have changed since;
-    None if git took too long."""
-    here = [file for file in files if os.path.isfile(root + file)]
-    commit = here and git(root, "ls-files", "-z", "--", *here) and git(root, "rev-parse", "--verify", "HEAD")
-    if not commit:
-        return {}
-    changed = git(root, "diff", "--name-only", "--no-ext-diff", "--ignore-submodules=dirty", "HEAD", "--", ".")
-    return {"commit": commit.strip(), "dirty": None if changed is None else bool(changed)}
+    with suppress(OSError, subprocess.SubprocessError):
+        if git("ls-files", "--", *files):
+            return {"commit": git("rev-parse", "--verify", "HEAD").decode().strip()}
+    return {}
 
 
 def summarize_code(state: dict, code: dict[str, str]) -> dict:
-    """The entries of config.json for a git_state and the sources."""
-    return {**state, "code": {file: hashlib.sha256(text.encode()).hexdigest() for file, text in sorted(code.items())}}
+    """The entries of config.json for a git_commit and the sources."""
+    hashes = {file: hashlib.sha256(text.encode()).hexdigest() for file, text in sorted(code.items())}
+    return {**state, "torch": torch.__version__, "code": hashes}

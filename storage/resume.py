@@ -156,8 +156,7 @@ def continued_folder(cfg) -> str | None:
     """The step folder that these flags continue, with weights and optimizer state; None for a new or a finished run."""
     source = resume_source(cfg.out, cfg)
     path = newest_readable(source.folder, source.step, ABOUT) if source and source.everything else None
-    to_do = path and (source.folder != cfg.out or read_json(path, "manifest.json")["step"] < cfg.steps)
-    return path if to_do else None
+    return path if path and (source.folder != cfg.out or read_json(path, "manifest.json")["step"] < cfg.steps) else None
 
 
 def keep_batch(cfg):

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from distributed.checks import reduce_hash
+from distributed.launch import host_of
 from distributed.layout import Layout
 from support.config import GPU, flag
 from support.files import write_file
@@ -22,6 +24,7 @@ from support.files import write_file
 
 @dataclass(kw_only=True)
 class MetricsConfig:
+    log_every: int = 10  # steps between log lines
     tensorboard: bool = False  # write the numbers of metrics.jsonl to <out>/tb as well
     wandb: str = ""  # send the numbers to this project of Weights & Biases as well
     profile: str = ""  # steps to trace, like 10-12: every rank writes a file for ui.perfetto.dev to <out>/trace
@@ -79,7 +82,7 @@ def to_json(value):
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def stream_lines(path: str):
+def read_lines(path: str):
     """Yields the lines of a metrics.jsonl. What cannot be read is named and left out: half a line, left by a killed process."""
     if os.path.exists(path):
         with open(path, errors="replace") as file:
@@ -93,13 +96,9 @@ def stream_lines(path: str):
                     yield line
 
 
-def read_lines(path: str) -> list[dict]:
-    return list(stream_lines(path))
-
-
 def drop_lines_from(path: str, first_step: int):
     """Remove the lines of steps >= first_step from a metrics.jsonl: the run repeats these steps. A kill here loses nothing."""
-    write_file(Path(path), (json.dumps(line).encode() + b"\n" for line in stream_lines(path) if line["step"] < first_step))
+    write_file(Path(path), (json.dumps(line).encode() + b"\n" for line in read_lines(path) if line["step"] < first_step))
 
 
 def points_of(lines, *names: str) -> dict[str, list[tuple]]:
@@ -125,12 +124,9 @@ class Metrics:
     does not count as training time. tokens: the run's tokens since step 0, so a continued run starts with the checkpoint's.
     """
 
-    def __init__(
-        self, out: str, cfg: MetricsConfig, layout: Layout, *, flops_per_token: int, first_step: int, steps: int,
-        log_every: int, tokens: int = 0,
-    ):
-        self.cfg, self.rank0, self.steps, self.log_every, self.tokens = cfg, layout.rank == 0, steps, log_every, tokens
-        self.device, self.flops_per_token = layout.device, flops_per_token
+    def __init__(self, out, cfg: MetricsConfig, layout: Layout, flops_per_token: int, *, first_step: int, steps: int, tokens=0):
+        self.cfg, self.rank0, self.steps, self.tokens = cfg, layout.rank == 0, steps, tokens
+        self.layout, self.device, self.flops_per_token = layout, layout.device, flops_per_token
         self.step = first_step - 1  # the last finished step
         peak = peak_flops(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
         self.job_flops = peak and peak * layout.world_size
@@ -173,7 +169,8 @@ class Metrics:
     def reset_interval(self):
         """Restart the means of step time, data time and tokens per second."""
         self.n_steps = self.n_tokens = 0
-        self.step_time = self.data_time = 0.0
+        self.step_time = self.data_time = self.cpu_time = 0.0
+        self.of_ranks = [0.0]  # seconds of each rank's own, see reduce_hash
         self.step_ended = time.perf_counter()
 
     def start_step(self, batches):
@@ -184,6 +181,7 @@ class Metrics:
         self.step_started = time.perf_counter()
         batch = next(batches)
         self.data_time += time.perf_counter() - self.step_started
+        self.cpu_started = time.process_time()
         return batch
 
     def end_step(self, tokens: int):
@@ -196,6 +194,7 @@ class Metrics:
             gc.collect(1)  # young objects only: milliseconds
         self.step_ended = time.perf_counter()
         self.step_time += self.step_ended - self.step_started
+        self.cpu_time += time.process_time() - self.cpu_started if self.device.type == "cpu" else 0.0
         if self.profiler is not None and (self.step == self.profiled[-1] or self.step == self.steps):
             self.write_trace()
 
@@ -215,7 +214,14 @@ class Metrics:
 
     def due(self, step: int) -> bool:
         """Whether this step is logged: the first, every log_every-th, the last. Equal on all ranks."""
-        return step in (1, self.steps) or (self.log_every > 0 and step % self.log_every == 0)
+        return step in (1, self.steps) or (self.cfg.log_every > 0 and step % self.cfg.log_every == 0)
+
+    def reduce_hash(self, share: str) -> str:
+        """On all ranks: the hash of the global batch from the ranks' shares, before log(). The same all-reduce tells the ranks
+        each other's own seconds: the wait for data and, on a CPU, the processor's time. The time of a step is no rank's own,
+        because the collectives let all ranks wait for the slowest."""
+        tokens_hash, self.of_ranks = reduce_hash(share, self.layout, self.data_time + self.cpu_time)
+        return tokens_hash
 
     def log(self, step: int, *, loss, loss_max, grad_norm, lr: float, tokens_hash: str, extra: dict | None = None, show=True):
         """Write and print one training line. loss: mean over the valid tokens of the global batch; extra: more JSON fields.
@@ -232,13 +238,18 @@ class Metrics:
             memory, step_time = peak_memory_gib(self.device), elapsed / n_steps
             line = dict(step=step, loss=loss, loss_max=loss_max, grad_norm=grad_norm, lr=lr, tokens=self.tokens)
             line |= dict(tokens_per_second=speed, mfu=mfu, memory_gib=memory, step_time_s=step_time)
-            self.write(line | dict(data_time_s=self.data_time / n_steps, tokens_hash=tokens_hash) | (extra or {}))
+            # the rank that the others wait for, if that costs them a fifth of their time or more
+            worst, usual = max(self.of_ranks), sorted(self.of_ranks)[(len(self.of_ranks) - 1) // 2]
+            rank, seconds = self.of_ranks.index(worst), (worst - usual) / n_steps
+            late = dict(slowest_rank=rank, slowest_host=host_of(rank), slowest_by_s=seconds) if seconds > step_time / 5 else {}
+            self.write(line | dict(data_time_s=self.data_time / n_steps, tokens_hash=tokens_hash) | late | (extra or {}))
             if show:
                 left = timedelta(seconds=int((self.steps - step) * step_time))
                 share = "" if mfu is None else f"MFU {mfu:.1%}  "
+                slow = "  rank {} ({}) is {:.2f} s late".format(*late.values()) if late else ""
                 print(f"step {step}/{self.steps}  loss {loss:.4f}  grad_norm {grad_norm:.3f}  "
                       f"lr {lr:.2e}  {speed:,.0f} tok/s  {share}mem {memory:.2f} GiB  "
-                      f"data {self.data_time / elapsed:.1%}  ETA {left}", flush=True)
+                      f"data {self.data_time / elapsed:.1%}  ETA {left}{slow}", flush=True)
         self.reset_interval()
 
     def log_val(self, step: int, val_loss, val_bits_per_byte=None, val_loss_by_part: dict | None = None):
@@ -272,14 +283,13 @@ class Metrics:
             close()
         if self.rank0:
             self.file.close()
-            print(loss_curve(stream_lines(self.path)), flush=True)
+            print(loss_curve(read_lines(self.path)), flush=True)
 
 
 def loss_curve(lines) -> str:
-    """Loss, or reward if there are any, for training (.) and validation (o), as text; steps that share a column are averaged."""
-    points = points_of(lines, "loss", "val_loss", "reward_mean", "eval_reward")
-    name = "reward" if points["reward_mean"] else "loss"
-    train, val = (points["reward_mean"], points["eval_reward"]) if name == "reward" else (points["loss"], points["val_loss"])
+    """Loss, or the reward of grpo.py, for training (.) and validation (o), as text; steps that share a column are averaged."""
+    train, val, rewards, val_rewards = points_of(lines, "loss", "val_loss", "reward_mean", "eval_reward").values()
+    name, train, val = ("reward", rewards, val_rewards) if rewards else ("loss", train, val)
     if len(train) < 2:
         return "no loss curve: fewer than two training steps were logged"
     steps, losses = zip(*train + val)

@@ -21,17 +21,10 @@ GREEN, PLAIN = "\033[32m", "\033[0m"
 
 # ------------------------------------------------------------------ show: documents as training will see them
 def documents_of(path: Path, tokenizer_file: Path, eot: int, text_column: str = "text"):
-    """Yields (ids, mask) of each document. Every token of a text has a loss, of a conversation the assistant's tokens."""
+    """Yields (ids, mask) of each document, of a long text in parts. Every token of a text has a loss, of a conversation the
+    assistant's tokens."""
     for piece in cut_into_pieces([path], load_tokenizer(tokenizer_file).id_to_token(eot), text_column):
-        ids, mask = [], []
-        for _, more_ids, more_mask, closed in tokenize_documents(piece, tokenizer_file, eot):
-            ids += more_ids
-            mask += more_mask
-            if closed:
-                yield ids, mask
-                ids, mask = [], []
-        if ids:
-            yield ids, mask
+        yield from ((ids, mask) for _, ids, mask, _ in tokenize_documents(piece, tokenizer_file, eot))
 
 
 def colour_text(ids: list[int], mask: list[int], tokenizer) -> str:
@@ -77,8 +70,8 @@ def define_commands() -> Parser:
     prepare.add_argument("--skip_bad", type=int, default=0, metavar="N",
                          help="leave out at most N conversations that cannot be trained; OUT/skipped.txt lists them")
     prepare.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
-    prepare.add_argument("--shard", default="0/1", metavar="I/N", help="for N machines: tokenize the share of machine I, from 0 "
-                         "on; after all shares, the same command without --shard finishes the folder")
+    prepare.add_argument("--shard", default="0/1", metavar="I/N", help="tokenize the share of machine I, from 0, of N; at the "
+                         "end, the same command without --shard writes index.json")
     show = commands.add_parser("show", help="documents of a file as they will be trained, tokens with a loss in green")
     show.add_argument("input", nargs=1, metavar="FILE", help="text or conversations: a file, a folder, a quoted glob")
     show.add_argument("--n", type=int, default=3, help="documents [default: 3]")
@@ -115,7 +108,7 @@ def main():
             tokenizer = find_tokenizer(args.tokenizer, args.eot)
             build_shards(paths, tokenizer, folder, args.workers, args.text_column, args.skip_bad, (share, n))
             if n > 1:
-                return
+                return print(f"share {args.shard} is in {folder}; after all shares, leave out --shard to write index.json")
         if args.command == "check" and (damage := find_damage(folder)):
             print("\n".join(damage), file=sys.stderr)
             raise SystemExit(1)

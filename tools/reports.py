@@ -12,7 +12,7 @@ from typing import Literal
 
 from distributed.layout import AXES
 from support.config import Need, flag, no_effect, own_rank, parse_config, say_flags
-from support.metrics import MetricsConfig, points_of, stream_lines
+from support.metrics import MetricsConfig, points_of, read_lines
 from tools.study import draw_curves
 
 DRY_RUN = Need("without --dry_run", lambda c: c.dry_run)
@@ -64,7 +64,7 @@ def train(main, cfg, options: PlotConfig) -> int:
     say_flags(cfg)
     status = main(cfg) or 0
     if options.plot and own_rank() == 0:
-        print(draw_curves(panels_of(stream_lines(f"{cfg.out}/metrics.jsonl")), f"{cfg.out}/loss.png"), flush=True)
+        print(draw_curves(panels_of(read_lines(f"{cfg.out}/metrics.jsonl")), f"{cfg.out}/loss.png"), flush=True)
     return status
 
 

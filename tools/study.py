@@ -40,7 +40,7 @@ def read_runs(study: dict, folder) -> dict[tuple[str, int], list[dict]]:
     for name, variant in study["variants"].items():
         for seed in range(max(study["seeds"], study["max_seeds"])):
             run = folder_of(folder, name, seed)
-            lines = read_lines(str(run / "metrics.jsonl"))
+            lines = list(read_lines(str(run / "metrics.jsonl")))
             finished = is_finished(lines, variant)
             if finished or [name, seed] in failed:
                 found[name, seed] = lines if finished else []

@@ -156,6 +156,18 @@ def test_a_rank_that_dies(tmp_path, start, undisturbed, rank, number, flags, tor
     assert job.end() == 0
     assert_same_run(job.out, undisturbed)
     assert job.text().count("continuing from") == 1  # one death, one restart: none is wasted on addresses of the dead
+    assert (f"; no word from rank {rank} ({socket.gethostname()})\n" in job.text()) == bool(flags)
+
+
+def test_a_slow_rank_is_named(tmp_path, start):
+    """Every step takes both ranks as long, and rank 1 waits for its data."""
+    script = fork(tmp_path, "")
+    slow = "import time\n    batches = (time.sleep(layout.rank * 0.5) or batch for batch in batches)\n    tokens_per_step ="
+    script.write_text(script.read_text().replace("tokens_per_step =", slow, 1))
+    assert start(tmp_path / "run", 2, "--steps", 4, script=script).end() == 0
+    late = [line for line in read_lines(f"{tmp_path}/run/metrics.jsonl") if "slowest_rank" in line]  # not in a slow first step
+    assert len(late) >= 2 and {(line["slowest_rank"], line["slowest_host"]) for line in late} == {(1, socket.gethostname())}
+    assert all(0.3 < line["slowest_by_s"] < line["step_time_s"] for line in late)
 
 
 @pytest.mark.slow
@@ -276,7 +288,7 @@ def test_on_nan_skip(tmp_path):
     out = tmp_path / "run"
     text = finish(out, 2, "--on_nan", "skip", "--steps", 7, "--checkpoint_every", 1, script=script)
     assert text.count("step 5: the gradient norm is nan; step skipped") == 1
-    lines = read_lines(f"{out}/metrics.jsonl")
+    lines = list(read_lines(f"{out}/metrics.jsonl"))
     assert [line["step"] for line in lines if line["grad_norm"] is None] == [5] and len(lines) == 7
     assert len({line["tokens_hash"] for line in lines}) == 7 and lines[-1]["tokens"] == 7 * 64
     steps = [path for _, path in reversed(step_folders(str(out)))]
