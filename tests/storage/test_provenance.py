@@ -44,7 +44,7 @@ def state_of(root, *files) -> dict:
 
 
 def test_the_commit(repository):
-    assert {"commit": call_git(repository, "rev-parse", "HEAD").strip()} == state_of(repository) != state_of(repository, "mine.py")
+    assert state_of(repository) == {"commit": call_git(repository, "rev-parse", "HEAD").strip()} != state_of(repository, "x")
 
 
 def test_no_repository_no_git_and_a_repository_around_all_are_nothing(repository, tmp_path, monkeypatch):
