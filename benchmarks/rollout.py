@@ -2,6 +2,7 @@
 
     python benchmarks/rollout.py
     python benchmarks/rollout.py --rows 32 --rounds 9 --threads 2
+    python benchmarks/rollout.py --rows 1,8,32,64 --sizes small-32k      # a vocabulary as large as those of real models
     git worktree add ../earlier COMMIT && python benchmarks/rollout.py --before ../earlier
     python benchmarks/rollout.py --device cuda --sizes qwen3-1.7B --new 512     # random weights of that shape
 
@@ -19,9 +20,12 @@ import tempfile
 import time
 from pathlib import Path
 
+SMALL = dict(hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+             intermediate_size=384)
 SIZES = {
-    "small": dict(hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-                  intermediate_size=384, vocab_size=64),
+    "small": SMALL | dict(vocab_size=64),
+    "small-32k": SMALL | dict(vocab_size=32000),  # the draw of a token costs as much as the model
+    "small-152k": SMALL | dict(vocab_size=151936),
     "qwen3-1.7B": dict(hidden_size=2048, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128,
                        intermediate_size=6144, vocab_size=151936, tie_word_embeddings=True),
 }
@@ -32,9 +36,10 @@ def make_model(folder: str, size: str):
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
-    spread = 0.1 if size == "small" else 0.02
+    is_small = size.startswith("small")
+    spread = 0.1 if is_small else 0.02
     config = Qwen3Config(**SIZES[size], max_position_embeddings=4096, initializer_range=spread)
-    Qwen3ForCausalLM(config).to(torch.float32 if size == "small" else torch.bfloat16).save_pretrained(folder)
+    Qwen3ForCausalLM(config).to(torch.float32 if is_small else torch.bfloat16).save_pretrained(folder)
 
 
 def sampler(variant: str, folder: str, device: str, new: int):

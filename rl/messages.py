@@ -36,7 +36,7 @@ def check_flags(cfg):
         (max(cfg.beta1, cfg.beta2) == 1, f"--beta1 {cfg.beta1} and --beta2 {cfg.beta2} must be below 1: 1 never moves"),
         (cfg.pp > 1, f"--pp {cfg.pp}: a new token needs all layers, so a pipeline would idle; use --tp, --dp_shard or --cp"),
         (not cfg.loss_parallel, "--no-loss_parallel: under tp log-probabilities are split over the vocabulary; leave it out"),
-        (cfg.load_only or cfg.exclude_from_loading, "--load_only, --exclude_from_loading: a run goes on as a whole; leave out"),
+        (cfg.load_only or cfg.exclude_from_loading, "--load_only, --exclude_from_loading: a run continues whole; leave it out"),
         (cfg.batch_invariant and (cfg.compile or n_pack or cfg.tp * cfg.cp > 1),
          "--batch_invariant: --compile, --pack_tokens, --tp and --cp round otherwise than decoding does; leave them out"),
         (cfg.compile and not n_pack, "--compile needs --pack_tokens: packed sequences have one length, rows another in each "
