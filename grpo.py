@@ -28,6 +28,7 @@ import math
 import os
 import string
 import time
+from collections import deque
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Literal
@@ -103,7 +104,7 @@ class Config(ParallelConfig, ExpertConfig, LaunchConfig, LoraConfig, CheckpointC
     sft_steps: int = 200  # steps of supervised warm-up on answers, at most, for a model without --init_from
     sft_loss: float = flag(0.25, NEW_MODEL)  # the warm-up ends below this loss per token: most is left to learn
     sft_lr: float = flag(1e-3, NEW_MODEL)  # learning rate of the warm-up, whatever --lr is
-    lr: float = 5e-4  # peak learning rate, reached after warmup_steps
+    lr: float | None = None  # peak learning rate, reached after warmup_steps; none = 5e-4; with --init_from 1e-6, LoRA 1e-5
     min_lr_ratio: float = 0.1  # the learning rate falls linearly to this share of the peak
     warmup_steps: int = 30  # steps of linear warmup
     beta1: float = 0.9  # AdamW: decay of the gradient's mean
@@ -125,6 +126,8 @@ class Config(ParallelConfig, ExpertConfig, LaunchConfig, LoraConfig, CheckpointC
 
     def __post_init__(self):
         MetricsConfig.__post_init__(self)
+        if self.lr is None:  # the new model is small; its learning rate would destroy a trained model within a few steps
+            self.lr = 5e-4 if not self.init_from else 1e-5 if self.lora_rank else 1e-6
         messages.check_flags(self)
 
 
@@ -281,7 +284,7 @@ class Trainer:
         clip = [default if given is None else given for given, default in zip((cfg.clip_low, cfg.clip_high), usual)]
         tis, kl_coef = (0.0, 0.0) if kind == "sft" else (cfg.tis, cfg.kl_coef)
         batches, found = list(self.microbatches(samples)), []
-        sums = torch.zeros(3, dtype=torch.float64, device=layout.device)
+        sums = torch.zeros(4, dtype=torch.float64, device=layout.device)
         for i, (_, b) in enumerate(batches):
             ref = self.reference_logprobs(b) if kl_coef else None  # first, because with LoRA the reference is the same model
             next_backward(model, i == len(batches) - 1, layout)
@@ -290,11 +293,12 @@ class Trainer:
             mask, mu, old = b["mask"], b["mu"], lp.detach() if tis and cfg.minibatches == 1 else b["old"]
             of_sample = partial(self.sequence_sum, segment=b["segment"])
             per_token, clipped = policy_loss(kind, lp, old, mu, b["advantage"], mask, b["n"], clip, tis, of_sample)
+            kl = torch.zeros_like(lp)
             if kl_coef:  # k3, 2402.03300 (4), with the weights of the loss
-                k3 = (ref - lp).exp() - (ref - lp) - 1
-                per_token = per_token + kl_coef * k3 * mask / (b["n"] if kind in ("grpo", "gspo") else 1)
+                kl = ((ref - lp).exp() - (ref - lp) - 1) * mask
+                per_token = per_token + kl_coef * kl / (b["n"] if kind in ("grpo", "gspo") else 1)
             per_token.sum().backward()
-            sums += torch.stack([x.detach().sum().double() for x in (per_token, clipped, torch.ones_like(clipped))])
+            sums += torch.stack([x.detach().sum().double() for x in (per_token, clipped, torch.ones_like(clipped), kl)])
             found.append(compare_policies(lp.detach(), entropy, b))
         z = loss_denominator(kind, counted or samples, cfg.max_new_tokens)
         self.denominator += z
@@ -303,7 +307,8 @@ class Trainer:
         dist.all_reduce(sums)
         proof, fed = self.proof(found), sums[2].item() / layout.tp
         return proof | dict(loss=total.item() / max(z, 1), loss_max=loss_max.item(), denominator=z,
-                            clip_share=sums[1].item() / max(proof["tokens"], 1), fed=fed,
+                            clip_share=sums[1].item() / max(proof["tokens"], 1), kl=sums[3].item() / max(proof["tokens"], 1),
+                            fed=fed,
                             padding=1 - sum(map(packing.n_read, samples)) / max(fed, 1))
 
     def optim_step(self, lr: float, update=True) -> dict:
@@ -352,6 +357,7 @@ def update_policy(trainer: Trainer, groups: list[list[dict]], lr: float) -> dict
     return proof | dict(
         loss=weighted_mean(updates, "loss", "denominator"), loss_max=max(u["loss_max"] for u in updates),
         grad_norm=sum(u["grad_norm"] for u in updates) / len(updates), padding=weighted_mean(updates, "padding", "fed"),
+        **{"kl": weighted_mean(updates, "kl", "tokens")} if cfg.kl_coef else {},
         clip_share=sum(u["clip_share"] * u["tokens"] for u in updates) / n_tokens, policy_version=trainer.policy_version)
 
 
@@ -456,6 +462,7 @@ def main(cfg: Config):
     engine = engines.open_engine(trainer, env, text, ready[-1]["cursor"] if ready else state["cursor"], n_trainers)
     ahead = engines.Ahead(engine, ready)
     metrics = Metrics(cfg.out, cfg, layout, flops_per_token, first_step=first, steps=cfg.steps, tokens=state["tokens"])
+    recent = deque(maxlen=messages.FEW)  # the last lines, to notice that nothing is learned
     if cfg.eval_every and first == 1:
         evaluate_policy(trainer, engine, text, held_out, metrics, 0)
     for step in range(first, cfg.steps + 1):
@@ -482,6 +489,9 @@ def main(cfg: Config):
         tokens_hash = hashlib.sha256(json.dumps([s["ids"] for s in samples]).encode()).hexdigest()[:16]
         metrics.log(step, loss=line["loss"], loss_max=line["loss_max"], grad_norm=line["grad_norm"], lr=lr,
                     tokens_hash=tokens_hash, extra=line, show=False)
+        recent.append(line)
+        if layout.rank == 0:
+            messages.warn_of_equal_rewards(recent)
         if layout.rank == 0 and metrics.due(step):
             messages.show_step(cfg, step, line)
             at = step % len(groups)  # not always the first: --dynamic_sampling puts groups with a gradient first

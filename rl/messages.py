@@ -17,6 +17,8 @@ from storage.resume import check_run
 from support.config import check_range, save_config
 from support.metrics import drop_lines_from
 
+FEW = 20  # steps without much to learn before a line says so
+
 
 # ---------------------------------------------------------------- refusals
 def check_flags(cfg):
@@ -79,6 +81,8 @@ def introduce(cfg, layout, reduces_always: bool, identity: dict, size: str, left
     print(f"{cfg.env}: {size} | {layout} on {layout.device.type}, {str(layout.compute_dtype)[6:]} | "
           f"{cfg.prompts_per_step} prompts x {cfg.group_size} samples per step, "
           f"{sampled_by}{', gradients reduced after each micro-batch' * reduces_always}", flush=True)
+    if cfg.init_from and (cfg.max_new_tokens, cfg.seq_len) == (16, 32):
+        left_out.append("--max_new_tokens 16 and --seq_len 32 suit the small model; the model of --init_from may need more")
     for line in left_out:
         print(line)
     if done >= cfg.steps:
@@ -113,6 +117,17 @@ def show_step(cfg, step: int, line: dict):
           f"  length {line['length_mean']:.1f}  equal {line['zero_variance_groups']:.0%}  k3 {line['logprob_k3']:.0e}"
           f"  grad_norm {line['grad_norm']:.3f}  rollout {line['rollout_s']:.2f} s  train {line['train_s']:.2f} s"
           + f"  {line['prompts_too_long']} prompts too long" * (line["prompts_too_long"] > 0), flush=True)
+
+
+def warn_of_equal_rewards(recent):
+    """Print one line, and forget `recent`, if in its FEW steps most groups had equal rewards: such groups teach nothing."""
+    equal, failed, cut = (sum(float(line[name]) for line in recent) / len(recent)
+                          for name in ("zero_variance_groups", "all_failed_groups", "truncated"))
+    if len(recent) == FEW and equal > 0.7:
+        print(f"the last {FEW} steps taught little: {equal:.0%} of the groups had equal rewards ({failed:.0%} all 0), "
+              f"{cut:.0%} of the samples were cut; try other prompts, --group_size 16, --dynamic_sampling 2, more "
+              "--sft_steps, or longer --max_new_tokens", flush=True)
+        recent.clear()
 
 
 def keep_samples(cfg, step: int, samples: list[dict], text, evaluation=False):

@@ -42,6 +42,7 @@ import grpo
 from grpo import advantages, loss_denominator, overlong_penalty, policy_loss
 from models.loss import CHUNK_ELEMENTS, token_logprobs
 from rl import decoding, environments, rollouts
+from rl.messages import FEW, warn_of_equal_rewards
 from sft.chat import open_chat
 from storage.hf import load_hf_model
 
@@ -182,7 +183,7 @@ def test_kl_to_the_reference_is_k3():
     want = 0.5 * total / sum(len(s["ids"]) for s in samples)
     want.backward()
     found = trainer.train_on(samples)
-    assert found["loss"] == pytest.approx(want.item(), rel=1e-4) and want > 0
+    assert found["loss"] == pytest.approx(want.item(), rel=1e-4) == 0.5 * found["kl"] and want > 0
     assert_close({k: g / trainer.denominator for k, g in gradients(trainer).items()},
                  {k: p.grad for k, p in plain.named_parameters()}, 1e-4)
 
@@ -260,11 +261,25 @@ def test_metrics_are_those_of_the_whole_step(tmp_path):
         run(1, *TINY, *flags, *more, "--out", tmp_path / name)
         runs[name] = steps_of(tmp_path / name)
     assert any(0 < step["zero_variance_groups"] < 1 for step in runs["plain"])
+    assert all("kl" not in step for step in runs["plain"]) and all(abs(step["kl"]) < 1e-9 for step in runs["all"])
     for name in ("parts", "all"):
         for a, b in zip(runs["plain"], runs[name], strict=True):
             assert a["tokens_hash"] == b["tokens_hash"]
             assert all(a[key] == pytest.approx(b[key], rel=1e-4) for key in ("entropy", "ratio_outside"))
             assert a["loss"] == pytest.approx(b["loss"], abs=1e-6) and a["logprob_max_diff"] < 1e-4 > b["logprob_max_diff"]
+
+
+def test_a_trained_model_has_a_learning_rate_of_its_own():
+    hf = {"init_from": "hf"}
+    assert [grpo.Config(**given).lr for given in ({}, hf, hf | {"lora_rank": 8}, hf | {"lr": 5e-4})] == [5e-4, 1e-6, 1e-5, 5e-4]
+
+
+@pytest.mark.parametrize("equal, n, told", [(0.75, FEW, 1), (0.75, FEW - 1, 0), (0.7, FEW, 0)])
+def test_steps_that_teach_little_are_told(capsys, equal, n, told):
+    recent = [dict(zero_variance_groups=equal, all_failed_groups=0.5, truncated=0.25)] * n
+    warn_of_equal_rewards(recent)
+    said = capsys.readouterr().out
+    assert said.count("75% of the groups had equal rewards (50% all 0), 25% of the samples were cut") == told == (not recent)
 
 
 def test_numbers_of_a_step_are_weighted():
