@@ -9,14 +9,12 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 from programs import run_program
 from runs import ENV, MLA, MODEL
 
-from benchmarks import gpu_report, loops
+from benchmarks import gpu_report
 from benchmarks.startup import HEAVY
 from support.config import parse_config
 from tools.reports import with_report_flags
@@ -40,14 +38,6 @@ def rows(stdout: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.slow
-def test_train_cpu():
-    """Both systems have equally many parameters and (asserted in the benchmark) the same loss; all counts are printed."""
-    table = rows(run("benchmarks/train_cpu.py", "--rounds", 1, "--steps_per_round", 1, "--seq_len", 32, "--model_args", SHAPE))
-    assert table["ours"][0] == table["transformers"][0]
-    assert all(float(cell.replace(",", "")) > 0 for name in ("ours", "transformers") for cell in table[name])
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("shape", [SHAPE, f"{SHAPE},n_experts=4,top_k=2,moe_ffn_dim=16"], ids=["dense", "experts"])
 def test_kernels(shape):
     flags = ["--rounds", 1, "--seq_len", 32, "--local_batch_size", 2, "--loss_vocab", 256, "--matmul_size", 64]
@@ -56,13 +46,20 @@ def test_kernels(shape):
     assert wanted | ({"experts"} if "experts" in shape else {"w1 w2 w3, silu", "step", "the rest"}) <= set(table)
 
 
+ONCE = ["--rounds", 1, "--seq_len", 32, "--model_args", SHAPE]
+
+
 @pytest.mark.slow
-def test_memory():
-    """Every way to save memory runs; savings at a small size are too small to assert."""
-    flags = ["--rounds", 1, "--seq_len", 32, "--model_args", SHAPE]
-    table = rows(run("benchmarks/memory.py", *flags))
-    wanted = {"as it is", "--ac full", "the same, --optimizer adamw_sr"}
-    assert wanted <= set(table) and all(float(row[0]) > 0 for name, row in table.items() if name in wanted)
+@pytest.mark.parametrize("argv, systems", [
+    # both have equally many parameters and (asserted in the benchmark) the same loss; all counts are printed
+    (["train_cpu.py", *ONCE, "--steps_per_round", 1], ["ours", "transformers"]),
+    # savings at a small size are too small to assert
+    (["memory.py", *ONCE], ["as it is", "--ac full", "the same, --optimizer adamw_sr"]),
+    (["startup.py", "--rounds", 1], ["ours", "transformers"])], ids=["train_cpu", "memory", "startup"])
+def test_systems_beside_each_other(argv, systems):
+    table = rows(run(f"benchmarks/{argv[0]}", *argv[1:], real="startup" in argv[0]))
+    assert all(float(table[system][0].replace(",", "")) > 0 for system in systems)
+    assert "steps_per_round" not in str(argv) or table["ours"][0] == table["transformers"][0]
 
 
 @pytest.mark.slow
@@ -71,30 +68,6 @@ def test_checkpoint(tmp_path):
     stdout = run("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 1, "benchmarks/checkpoint.py",
                  "--repeats", 1, "--device", "cpu", "--model_args", shape, "--folder", tmp_path)
     assert "--checkpoint_async process" in stdout and "our load, verified" in stdout and list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
-def test_startup():
-    stdout = run("benchmarks/startup.py", "--rounds", 1, "--imports", real=True)
-    assert {"ours", "transformers"} <= set(rows(stdout)) and "heavy ones among them: none" in stdout
-
-
-def test_a_turn_on_a_gpu_is_warmed_up_and_gives_its_memory_back(monkeypatch):
-    """Other processes used the freed memory, so the first step allocates again, and is not timed."""
-    seen = []
-    note = lambda name, result=None: lambda *args: seen.append(name) or result  # noqa: E731
-    for name, event in (("synchronize", "wait"), ("empty_cache", "give back"), ("set_device", "device")):
-        monkeypatch.setattr(torch.cuda, name, note(event))
-    monkeypatch.setattr(loops, "ours", lambda *args: (torch.nn.Linear(1, 1), note("step")))
-    monkeypatch.setattr(loops, "peak_bytes", lambda device: 0)
-    monkeypatch.setattr(loops.time, "perf_counter", note("clock", 1.0))
-    monkeypatch.setattr(loops.os, "_exit", note("exit"))
-    asked = iter(["turn", "end"])
-    pipe = SimpleNamespace(recv=lambda: next(asked), send=note("send"))
-    loops.work(pipe, "ours", loops.StepConfig(steps_per_round=5), "cuda")
-    built, turn = " ".join(seen).split(" send")[:2]
-    assert "step step wait give back" in built
-    assert turn.split() == ["step", "wait", "clock", *5 * ["step"], "wait", "clock", "give", "back"]
 
 
 @pytest.mark.parametrize("script, status, text", [
