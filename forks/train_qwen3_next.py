@@ -16,7 +16,7 @@ import torch
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # qwen3_next: beside the folder of the rest
 from checkpoint import CheckpointConfig, Checkpoints, loaded_later
 from data import DataConfig, open_data
-from distributed.checks import check_documents, check_first_batch, check_model, check_replicas, reduce_hash
+from distributed.checks import check_documents, check_first_batch, check_model, check_replicas
 from distributed.experts import balance_experts, expert_parallel
 from distributed.float8 import Float8Config, float8_linears, float8_scales
 from distributed.launch import LaunchConfig, StopSignal, connect, disconnect, run, set_timeouts
@@ -85,8 +85,6 @@ class Config(
     val_every: int = 50  # steps between validations (and one at the end); 0 = never
     val_batches: int = 8  # size of the validation set, in batches of 8 sequences; the same sequences in every layout
     checkpoint_every: int = 100  # steps between checkpoints (and one at the end); 0 = never
-    log_every: int = 10  # steps between log lines
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto = a GPU, else the CPU
 
     def __post_init__(self):  # rules of flags alone; check_layout has the rules of flags and model together
         MetricsConfig.__post_init__(self)
@@ -207,11 +205,9 @@ def main(cfg: Config):
 
     # 7. loop
     if layout.rank == 0:  # a finished run keeps the config.json of its training
-        about = {"torch": torch.__version__, "world_size": layout.world_size, **identity, **checkpoints.made_from}
-        save_config(cfg, f"{cfg.out}/config.json", about)
+        save_config(cfg, f"{cfg.out}/config.json", {"world_size": layout.world_size, **identity, **checkpoints.made_from})
     first = state["step"] + 1
-    metrics = Metrics(cfg.out, cfg, layout, flops_per_token=flops_per_token, first_step=first, steps=cfg.steps,
-                      log_every=cfg.log_every, tokens=state["tokens"])
+    metrics = Metrics(cfg.out, cfg, layout, flops_per_token, first_step=first, steps=cfg.steps, tokens=state["tokens"])
     guard = Guard(optimizers, layout, cfg, start)
     mine = (cfg.local_batch_size, layout.data_rank, layout.data_ranks, layout.device)
     batches = data.batches(state["samples"], layout.global_batch_size, *mine)
@@ -247,7 +243,7 @@ def main(cfg: Config):
             loss, loss_max = reduce_loss(loss, layout)
             # qwen3: extra has the epochs of a mixture, and how busy the experts are
             metrics.log(step, extra=data.epochs(state["samples"]) | balance, loss=loss, loss_max=loss_max,
-                        grad_norm=grad_norm, lr=lr, tokens_hash=reduce_hash(batch.hash, layout))
+                        grad_norm=grad_norm, lr=lr, tokens_hash=metrics.reduce_hash(batch.hash))
         if step == first:
             set_timeouts(layout, cfg.train_timeout_s)
         if saving:  # before the validation: a signal may leave little time

@@ -191,7 +191,7 @@ def test_a_run_on_two_files(tmp_path):
     assert len(steps_of(tmp_path / "run")) == 2
     evals = [line for line in map(json.loads, (tmp_path / "run" / "metrics.jsonl").open()) if "eval_n" in line]
     assert [line["eval_n"] for line in evals] == [20, 20]
-    shown = [json.loads(line)["prompt"] for line in (tmp_path / "run" / "samples.jsonl").open()]
-    assert shown and all(prompt.startswith("3+") for prompt in shown)
+    shown = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").open()]
+    assert {(line["evaluation"], line["prompt"][:2]) for line in shown} == {(False, "3+"), (True, "7+")}
     said = run(1, *flags[:-2], "--steps", 3, "--env_data", test, "--out", tmp_path / "none", status=2)
     assert said.count("\n") == 1 and "21 of the 21 prompts of --eval_data" in said and not (tmp_path / "none").exists()

@@ -195,7 +195,7 @@ def test_a_server_is_looked_for_before_anything_is_built(weights):
         class WithTool:
             tool = "something"
 
-        with pytest.raises(ValueError, match="has a tool"):
+        with pytest.raises(ValueError, match="reverse takes turns"):
             find_server(cfg, WithTool)
 
 
