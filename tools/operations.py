@@ -94,19 +94,17 @@ class Seams:
         def make_recorded(*args, **kwargs):
             return partial(self.attend, make(*args, **kwargs), stage)
 
-        model.make_attend = make_recorded
-        self.hooks.callback(setattr, model, "make_attend", make)
+        self.hooks.enter_context(mock.patch.object(model, "make_attend", make_recorded))
 
     def attend(self, attend, stage, q, k, v, *rest, **options):
         """attend(q, k, v, ...), with records of inputs and output."""
-        noted = in_forward() and torch.is_grad_enabled()
+        if not (in_forward() and torch.is_grad_enabled()):
+            return attend(q, k, v, *rest, **options)
         name = self.path[-1] if self.path else "attention"
         for letter, x in zip("qkv", (q, k, v), strict=True):
-            if noted:
-                self.note(f"{name} {letter}", x, stage)
+            self.note(f"{name} {letter}", x, stage)
         out = attend(q, k, v, *rest, **options)
-        if noted:
-            self.note(f"{name} attention", tensors_in(out)[0], stage)
+        self.note(f"{name} attention", tensors_in(out)[0], stage)
         return out
 
     def add_tensors(self, phase: str, stages, gradients=False):
@@ -141,18 +139,15 @@ def seams_of_a_step(folder: str = ""):
     real = {name: getattr(parallel, name) for name in ("forward_backward", "inputs", "count_tokens", "clip_grad_norm")}
     forward_one_chunk = _PipelineStageBase.forward_one_chunk
 
-    def finish():
-        seams.add_tensors("after", state["stages"])
-
     def forward_backward(stages, batch, layout):
         if state["stages"]:  # the second step has begun: the weights have been updated, the biases of experts moved
             file = os.path.join(folder, f"seams-{layout.rank}.pt")
             if not os.path.exists(file):
-                finish()
+                seams.finish()
                 os.makedirs(folder, exist_ok=True)
                 torch.save(seams.found(), file)
             return real["forward_backward"](stages, batch, layout)
-        state["stages"] = stages
+        state["stages"], seams.finish = stages, partial(seams.add_tensors, "after", stages)
         seams.about = describe_layout(stages, layout) | {"seq_len": batch.tokens.shape[-1]}
         keys, size = sequence_keys(batch.tokens, batch.labels), batch.tokens.shape[1]
         if layout.pp > 1:
@@ -199,10 +194,7 @@ def seams_of_a_step(folder: str = ""):
         return forward_one_chunk(part, index, *args, **kwargs)
 
     ours = dict(forward_backward=forward_backward, inputs=inputs, count_tokens=count_tokens, clip_grad_norm=clip_grad_norm)
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.multiple(parallel, **ours))
-        stack.enter_context(mock.patch.object(_PipelineStageBase, "forward_one_chunk", chunk))
-        seams.finish = finish
+    with mock.patch.multiple(parallel, **ours), mock.patch.object(_PipelineStageBase, "forward_one_chunk", chunk):
         yield seams
 
 
