@@ -23,16 +23,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 import parallel
 from distributed.layout import all_blocks, local_slice, local_tensor, named_tensors
 from models.moe import Experts, in_forward
-
-
-def tensors_in(out) -> list[Tensor]:
-    """The tensors in a module's output, which may be a tensor, a tuple, a list or a dict."""
-    return [value for value in tree_leaves(out) if isinstance(value, Tensor)]
+from tools.costs import tensors_in
 
 
 def sequence_keys(tokens: Tensor, labels: Tensor) -> list[str]:
@@ -149,10 +144,9 @@ def seams_of_a_step(folder: str = ""):
             return real["forward_backward"](stages, batch, layout)
         state["stages"], seams.finish = stages, partial(seams.add_tensors, "after", stages)
         seams.about = describe_layout(stages, layout) | {"seq_len": batch.tokens.shape[-1]}
-        keys, size = sequence_keys(batch.tokens, batch.labels), batch.tokens.shape[1]
-        if layout.pp > 1:
-            size = layout.microbatch_size
-        else:
+        keys = sequence_keys(batch.tokens, batch.labels)
+        size = layout.microbatch_size if layout.pp > 1 else batch.tokens.shape[1]
+        if layout.pp == 1:
             stages[0].index = 0  # as a pipeline's stages have
         seams.rows = [keys[i : i + size] for i in range(0, len(keys), size)]
         seams.add_tensors("initial", stages)
