@@ -74,8 +74,7 @@ def to_hf(folder: str, out: str, dtype="bfloat16", max_shard_gb=5.0, adapter=Fal
         return read_tensor(f"model.{fqn}", path, table)
 
     say_lost(out, [fqn for fqn in named_tensors(model) if fqn not in kinds and read(fqn).any()])
-    write_hf(out, model.config, model.hf_keys(), kinds, lambda fqn: read(fqn).to(kinds[fqn][1]), max_shard_gb,
-             tokenizer_file)
+    write_hf(out, model.config, model.hf_keys(), kinds, lambda fqn: read(fqn).to(kinds[fqn][1]), max_shard_gb, tokenizer_file)
 
 
 def from_hf(folder: str, out: str):

@@ -19,9 +19,7 @@ def rows_of(cfg, pp: int, n: int, n_stages: int) -> list[list[tuple[str, int, in
             ahead = n if cfg.pp_schedule == "GPipe" else min(n, pp - rank)
             row = [("F", rank, m) for m in range(ahead)]
             for m in range(n):
-                row.append(("B", rank, m))
-                if ahead + m < n:
-                    row.append(("F", rank, ahead + m))
+                row += [("B", rank, m)] + [("F", rank, ahead + m)] * (ahead + m < n)
             rows.append(row)
         return rows
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops

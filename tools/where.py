@@ -196,12 +196,10 @@ def compare_seams(one: list[dict], layout: list[dict]) -> list[Seam]:
             others, note = others + lost, "no gradient arrives" if lost else ""
         if phase == "loss":  # the sum over ranks, as in reduce_loss
             pieces, others = ([Piece(0, None, None, sum(p.tensor for p in ps))] for ps in (pieces, others))
-        if not others:
-            found = None
-        elif phase in ("forward", "backward", "inputs"):
-            found = compare_rows(pieces, others, degrees, T, phase == "backward")
-        else:
-            found = compare_parts(pieces, others)
+        compare = compare_parts
+        if phase in ("forward", "backward", "inputs"):
+            compare = partial(compare_rows, degrees=degrees, T=T, is_gradient=phase == "backward")
+        found = compare(pieces, others) if others else None
         if found is None:
             missing = "held by no rank" if not others and phase in ("initial", "gradient", "after") else ""
             seams.append(Seam(phase, name, call, math.inf if missing else math.nan, tolerance, note=missing))
