@@ -150,8 +150,6 @@ def open_study(args, variants: dict) -> dict:
     """The study in --out, new or continued. Changes that would make the runs incomparable are refused."""
     check_local(args.out, "--out")
     lock_run(args.out)
-    for variant in variants.values():
-        variant["files"] = sources_of(variant["recipe"])
     path = Path(args.out, "study.json")
     old = read_json(path) if path.exists() else {"variants": {}}
     for name in old["variants"].keys() & variants.keys():
@@ -219,18 +217,17 @@ def run_all(study: dict, args, todo: list[tuple], failed: dict, stopping: list) 
             process.wait()
 
 
-def main(argv) -> int:
+def main(argv) -> int | None:
     args, common = parse(argv)
     if args.report:
         if not Path(args.report, "study.json").exists():
             raise ValueError(f"--report {args.report}: no study.json there; give the --out of a study")
-        report_study(args.report)
-        return 0
+        return report_study(args.report)
     args.gpus = torch.cuda.device_count()
     check_numbers(args)
     variants = variants_of(args, common)
     for name, variant in variants.items():
-        variant |= check_variant(name, variant, args)
+        variant |= check_variant(name, variant, args) | {"files": sources_of(variant["recipe"])}
     if args.fit and (sizes := len({variant["parameters"] for variant in variants.values()})) < 4:
         raise ValueError(f"--fit needs variants of four sizes or more, and there are {sizes}; see --vary model_args")
     check_units(args.metric, list(variants.values()))
@@ -241,10 +238,11 @@ def main(argv) -> int:
         print(f"{args.out}: {len(todo)} runs, {args.jobs} at once", flush=True)
         run_all(study, args, todo, failed, stopping)
         study["failed"] = [[*run, line] for run, line in failed.items()]
+        write_file(Path(args.out, "study.json"), json.dumps(study, indent=1).encode())
     if stopping:
         print(f"stopped by {signal.Signals(stopping[0]).name}; the same command continues")
         return 128 + stopping[0]
-    report_study(args.out, failed)
+    report_study(args.out)
     return 1 if failed else 0
 
 

@@ -563,15 +563,6 @@ def load_model(folder: str, device="cpu", dtype: torch.dtype | None = None) -> t
     return model.eval(), read_json(path, "state.json")["state"]
 
 
-def __getattr__(name):
-    """checkpoint.load_hf and checkpoint.save_hf, imported only on use: a plain run does not need Hugging Face's files."""
-    if name not in ("load_hf", "save_hf"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import storage.hf
-
-    return getattr(storage.hf, name)
-
-
 if __name__ == "__main__":
     from tools.checkpoint_commands import main
 

@@ -78,9 +78,8 @@ def holds_on_any_rank(condition: bool, group) -> bool:
 
 def scatter(values: list, group):
     """Entry r of rank 0's list, on rank r."""
-    box = values[:1]
+    box = [None] if group else values
     if group:
-        box = [None]
         dist.scatter_object_list(box, values or None, group=group, group_src=0)
     return box[0]
 

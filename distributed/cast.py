@@ -38,8 +38,7 @@ def cast_weights(stage, layout: Layout, reduce_dtype: torch.dtype) -> None:
     for root, frees in [*roots, (stage, False)]:  # the loss uses the head's weight directly, outside of the head's forward
         modules = [m for m in root.modules() if m not in taken]
         taken.update(modules)
-        dtypes = layout.compute_dtype, reduce_dtype
-        units.append(CastUnit(root, modules, stage, dtypes, frees, units if root is stage else []))
+        units.append(CastUnit(root, modules, stage, layout.compute_dtype, reduce_dtype, frees, units if root is stage else []))
     stage.is_last_backward = True  # parallel.next_backward changes it
 
 
@@ -48,9 +47,9 @@ class CastUnit:
     meaning of FSDP's: unshard and reshard. units: for the whole model's unit all other units, whose
     backward ends with its own; for other units empty."""
 
-    def __init__(self, root: nn.Module, modules: list[nn.Module], stage, dtypes, frees: bool, units: list):
+    def __init__(self, root: nn.Module, modules: list[nn.Module], stage, dtype, reduce_dtype, frees: bool, units: list):
         self.modules, self.stage, self.frees, self.units = modules, stage, frees, units
-        self.compute_dtype, self.reduce_dtype = dtypes
+        self.dtype, self.reduce_dtype = dtype, reduce_dtype
         self.params, self.sums, self.is_cast, self.missing = [], [], False, 0
         root.unshard, root.reshard = self.unshard, self.reshard
         root.register_forward_pre_hook(self.before_forward)
@@ -61,15 +60,14 @@ class CastUnit:
         self.places = [(m, name, p) for m in self.modules for name, p in m.named_parameters(recurse=False)]
         self.params = list(dict.fromkeys(p for _, _, p in self.places))  # tied parameters once
         self.sums = [None] * len(self.params)  # a Tensor while a gradient waits for later micro-batches
-        dtype = self.compute_dtype
         # .to keeps the memory if the dtype is the same, and nothing is ever copied
-        self.casts = [nn.Parameter(p.detach().to(dtype), p.requires_grad) for p in self.params]
+        self.casts = [nn.Parameter(p.detach().to(self.dtype), p.requires_grad) for p in self.params]
         for i, cast in enumerate(self.casts):
             if cast.requires_grad:
                 cast.register_post_accumulate_grad_hook(lambda cast, i=i: self.take_gradient(i))
         # .data hides the filling of the casts from autograd
         self.copies = [(c.data, p.detach()) for c, p in zip(self.casts, self.params, strict=True) if c.dtype != p.dtype]
-        self.frozen_casts = any(p.dtype != dtype and not p.requires_grad for p in self.params)
+        self.frozen_casts = any(p.dtype != self.dtype and not p.requires_grad for p in self.params)
 
     @torch.no_grad()
     def unshard(self) -> None:

@@ -85,7 +85,6 @@ def exchange_tokens(experts, group, x: Tensor, counts: Tensor) -> Tensor:
     return AllToAll.apply(Spread.apply(y, back, order[:, None]), group, received, sent)
 
 
-@torch.no_grad()
 def prefetch_units(stage, blocks) -> None:
     """Gather the next block's weights before a block computes, and in the backward the previous block's. FSDP alone prefetches
     only as far as the host is ahead of the device, and with --ep the host waits in every layer with experts (exchange_tokens).

@@ -3,13 +3,12 @@ import dataclasses
 import logging
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from functools import cache
 from typing import Literal
 
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial
 
-from distributed.layout import Layout
+from distributed.layout import Layout, beside_weight, with_forward
 from support.config import GPU, Need, flag
 
 FLOAT8 = Need("without --float8", lambda c: c.float8 != "off")
@@ -47,7 +46,7 @@ def float8_linears(stage, layout: Layout, cfg) -> None:
         return matmul_with_hp_or_float8_args.apply(x, weight.t(), kernels, config)
 
     for module in map(stage.get_submodule, names):
-        module.multiply, module.__class__ = multiply, with_parts(type(module))
+        module.multiply, module.__class__ = multiply, with_forward(type(module), Parts)
 
 
 def float8_names(stage, layout: Layout, cfg) -> list[str]:
@@ -90,21 +89,10 @@ class Parts(nn.Linear):
         return y if self.bias is None else y + self.bias
 
     def multiply_parts(self, x, weight):
-        (cut,) = weight.placements
-        if cut.is_shard(0):  # colwise: x (..., in) is whole, and every rank has a summand of its gradient
-            x_grad, weight_grad, out = Partial(), cut, Shard(x.dim() - 1)
-        elif cut.is_shard(1):  # rowwise: x (..., in/tp)
-            x_grad, weight_grad, out = x.placements[0], cut, Partial()
-        else:  # a whole weight on every rank, and rows of its own
-            x_grad, weight_grad, out = x.placements[0], Partial(), x.placements[0]
+        (cut,), (x_grad, out) = weight.placements, beside_weight(x, weight)
+        weight_grad = cut if cut.is_shard() else Partial()  # of a whole weight every rank has a summand
         y = self.multiply(x.to_local(grad_placements=[x_grad]), weight.to_local(grad_placements=[weight_grad]))
         return DTensor.from_local(y, weight.device_mesh, [out], run_check=False)
-
-
-@cache
-def with_parts(kind: type) -> type:
-    """A class of linears, with the forward of Parts."""
-    return type(kind.__name__, (Parts, kind), {})
 
 
 def float8_scales(stages) -> None:

@@ -2,13 +2,14 @@
 import math
 import re
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from support.config import Need, flag
@@ -218,6 +219,22 @@ class AllToAll(torch.autograd.Function):
 def local_tensor(p: Tensor) -> Tensor:
     """This rank's part of a parameter or gradient; a plain tensor is whole on every rank."""
     return p.to_local() if isinstance(p, DTensor) else p
+
+
+def beside_weight(x: DTensor, weight: DTensor) -> tuple[Placement, Placement]:
+    """(placement of the gradient of x, placement of y) where each rank multiplies its own parts of x and of a linear's weight.
+    They tell DTensor how to read this rank's part: Partial means that the ranks hold summands."""
+    (cut,) = weight.placements
+    if cut.is_shard(0):  # colwise: x (..., in) is whole, and every rank has a summand of its gradient
+        return Partial(), Shard(x.dim() - 1)
+    # rowwise: x (..., in/tp), and y is a summand. Else a whole weight on every rank, and tokens of its own
+    return x.placements[0], Partial() if cut.is_shard(1) else x.placements[0]
+
+
+@cache
+def with_forward(kind: type, Forward: type) -> type:
+    """A class of linears, `kind`, with the forward of `Forward`."""
+    return type(kind.__name__, (Forward, kind), {})
 
 
 def local_slice(p: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

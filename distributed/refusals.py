@@ -189,9 +189,16 @@ def pipeline_rows(layout: Layout, cfg, c) -> list[tuple]:
     if splits_backward:
         rows += split_backward_rows(layout, cfg, c, name)
     try:
-        return rows + stage_rows(cfg, name, len(split_stages(cfg, pp, c.n_layers)), c.n_layers)
+        n_stages = len(split_stages(cfg, pp, c.n_layers))
     except ValueError as error:
         return [*rows, (True, str(error))]
+    fewest, most = (1, 1) if name in ONE_STAGE_PER_RANK else (2, 2) if name in V_SHAPED else (2, c.n_layers)
+    wanted = f"exactly {fewest}" if fewest == most else f"{fewest} or more"
+    return [*rows, (
+        not cfg.pp_schedule_csv and (n_stages % pp or not fewest <= n_stages // pp <= most),
+        f"{n_stages} stages over --pp {pp} ranks, but --pp_schedule {name} needs {wanted} per rank; change "
+        "--pp_layers_per_stage or --pp_stage_fqns",
+    )]
 
 
 def microbatch_rows(layout: Layout, name: str, n: int) -> list[tuple]:
@@ -221,13 +228,3 @@ def split_backward_rows(layout: Layout, cfg, c, name: str) -> list[tuple]:
         (torch.__version__ < "2.13",
          f"--pp_schedule {name} fails in torch {torch.__version__}, needs 2.13; use 1F1B or Interleaved1F1B"),
     ]
-
-
-def stage_rows(cfg, name: str, n_stages: int, n_layers: int) -> list[tuple]:
-    fewest, most = (1, 1) if name in ONE_STAGE_PER_RANK else (2, 2) if name in V_SHAPED else (2, n_layers)
-    wanted = f"exactly {fewest}" if fewest == most else f"{fewest} or more"
-    return [(
-        not cfg.pp_schedule_csv and (n_stages % cfg.pp or not fewest <= n_stages // cfg.pp <= most),
-        f"{n_stages} stages over --pp {cfg.pp} ranks, but --pp_schedule {name} needs {wanted} per rank; change "
-        "--pp_layers_per_stage or --pp_stage_fqns",
-    )]

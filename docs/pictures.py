@@ -97,10 +97,10 @@ def mesh() -> str:
         out += label(10, y, axis, "title") + label(60, y, f"ranks in a frame exchange {SENT[axis]}")
         x = 60
         for group in groups:
-            out += rect(x, y + 10, len(group) * 92 + 4, 54, "frame", 6)
+            out += rect(x, y + 10, len(group) * 92 + 4, 54, "frame", rx=6)
             for r in group:
                 place = place_of(layout, r)
-                out += rect(x + 6, y + 16, 84, 42, "gathered", 4) + label(x + 48, y + 34, f"rank {r}", "bold", "middle")
+                out += rect(x + 6, y + 16, 84, 42, "gathered", rx=4) + label(x + 48, y + 34, f"rank {r}", "bold", "middle")
                 out += label(x + 48, y + 50, " ".join(str(place[a]) for a in ("dp_shard", "cp", "tp")), "small", "middle")
                 x += 92
             x += 12
@@ -264,7 +264,7 @@ def pp() -> str:
         numbers = [name.split(".")[1] for name in names if name.startswith("blocks.")]
         parts = [name for name in names if not name.startswith("blocks.")]
         x = 10 + r * step
-        out += label(x, 20, f"pp rank {r}", "title") + rect(x, 30, step - 72, 74, "kept", 6)
+        out += label(x, 20, f"pp rank {r}", "title") + rect(x, 30, step - 72, 74, "kept", rx=6)
         out += label(x + (step - 72) / 2, 60, f"layers {numbers[0]}-{numbers[-1]}", "on bold", "middle")
         out += label(x + (step - 72) / 2, 82, " ".join(p.replace("tok_embeddings", "embedding") for p in parts), "on", "middle")
         if r < 3:

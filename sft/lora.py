@@ -14,15 +14,14 @@ from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
 from distributed.agree import gather
-from distributed.layout import local_slice, local_tensor, named_tensors
+from distributed.layout import beside_weight, local_slice, local_tensor, named_tensors, with_forward
 from storage.dcp import read_tensors
 from storage.manifest import is_hf_folder
 from support.config import Need, flag
@@ -108,7 +107,7 @@ def add_adapters(module, names: list[str], rank: int, alpha: float) -> None:
                 adapter.weight = nn.Parameter(split)
         linear.lora_a.initial_std = 1 / math.sqrt(3 * linear.in_features)  # as wide as peft's kaiming_uniform_(a=sqrt(5))
         linear.lora_b.initial_std = 0.0  # new adapters change nothing
-        linear.lora_scale, linear.__class__ = alpha / rank, with_adapter(type(linear))
+        linear.lora_scale, linear.__class__ = alpha / rank, with_forward(type(linear), Adapted)
 
 
 class Adapted(nn.Linear):
@@ -121,15 +120,11 @@ class Adapted(nn.Linear):
             return y
         if not isinstance(a, DTensor):
             return y + F.linear(F.linear(x, a) * self.lora_scale, b)
-        # Each tp rank multiplies its own parts. The placements tell DTensor how to read a gradient and the result: Partial
-        # means that the ranks hold summands. FSDP adds up the summands of a weight's gradient.
-        cut = self.weight.placements[0]
-        if cut.is_shard(0):  # x (..., in) is whole; A's gradient comes from this rank's rows of B only
-            x_grad, a_grad, b_grad, out = Partial(), Partial(), cut, Shard(x.dim() - 1)
-        elif cut.is_shard(1):  # x (..., in/tp); B sees this rank's summand of A x only
-            x_grad, a_grad, b_grad, out = x.placements[0], cut, Partial(), Partial()
-        else:  # each rank has its own tokens in x
-            x_grad, a_grad, b_grad, out = x.placements[0], Partial(), Partial(), x.placements[0]
+        # Each tp rank multiplies its own parts. A whole A or B gets summands of its gradient: from this rank's rows of B, from
+        # this rank's summand of A x, or from the rank's own tokens. FSDP adds up the summands.
+        cut, (x_grad, out) = self.weight.placements[0], beside_weight(x, self.weight)
+        a_grad = cut if cut.is_shard(1) else Partial()
+        b_grad = cut if cut.is_shard(0) else Partial()
         x, a, b = (t.to_local(grad_placements=[p]) for t, p in ((x, x_grad), (a, a_grad), (b, b_grad)))
         z = F.linear(F.linear(x, a) * self.lora_scale, b)
         return y + DTensor.from_local(z, y.device_mesh, [out], run_check=False)
@@ -140,12 +135,6 @@ class Adapted(nn.Linear):
         w, a, b = (whole(p) for p in (self.weight, self.lora_a.weight, self.lora_b.weight))
         assert not isinstance(w, DTensor), "a weight that tp has split"
         return merged_weight(w, a, b, self.lora_scale)
-
-
-@cache
-def with_adapter(kind: type) -> type:
-    """A class of linears, with the forward of Adapted."""
-    return type(kind.__name__, (Adapted, kind), {})
 
 
 @contextmanager
@@ -262,13 +251,6 @@ def add_adapters_of(path: str, table, modules: list[nn.Module]):
 
 
 # ---------------------------------------------------------------- peft's format
-def peft_keys(module, names) -> dict[str, str]:
-    """{fqn of an adapter's weight: name in peft's files} for adapters beside linears of these names."""
-    theirs, letters = module.hf_keys(), {"lora_a": "lora_A", "lora_b": "lora_B"}
-    return {f"{fqn}.{ours}.weight": f"base_model.model.{theirs[f'{fqn}.weight'].removesuffix('.weight')}.{letter}.weight"
-            for fqn in names for ours, letter in letters.items()}
-
-
 def write_peft(out: str, path: str, table, model, beside: dict[str, bytes]) -> None:
     """Write the adapters of a step folder to the folder `out`, in peft's format. path, table: the step folder and its tensors;
     model: the full model, on meta; beside: {name: content} of the tokenizer's files."""
@@ -277,8 +259,12 @@ def write_peft(out: str, path: str, table, model, beside: dict[str, bytes]) -> N
     about, adapters = read_json(path, "state.json"), read_adapters(table, path)
     lora, base = about["identity"]["lora"], about["base"]["folder"]
     base = base if is_hf_folder(base) else ""  # peft cannot read a run of ours
-    keys, hf = peft_keys(model, [fqn.removesuffix(".lora_a.weight") for fqn in adapters if ".lora_a." in fqn]), model.hf_keys()
-    chosen = {hf[f"{fqn.split('.lora_')[0]}.weight"].removesuffix(".weight") for fqn in adapters}  # their names of the linears
+    hf, tensors, chosen = model.hf_keys(), {}, set()  # chosen: their names of the linears
+    for fqn, t in adapters.items():
+        linear, _, letter = fqn.removesuffix(".weight").rpartition(".lora_")
+        name = hf[f"{linear}.weight"].removesuffix(".weight")
+        chosen.add(name)
+        tensors[f"base_model.model.{name}.lora_{letter.upper()}.weight"] = t.contiguous()
     if getattr(model.config, "n_experts", 0) and (theirs_too := {name.rpartition(".")[2] for name in chosen} & EXPERTS):
         raise ValueError(f"peft takes {', '.join(sorted(theirs_too))} for weights of experts; leave out --adapter")
     config = dict(
@@ -289,7 +275,6 @@ def write_peft(out: str, path: str, table, model, beside: dict[str, bytes]) -> N
     os.makedirs(temporary)
     for name, content in {**beside, "adapter_config.json": json_bytes(config)}.items():
         write_file(os.path.join(temporary, name), content)
-    tensors = {keys[fqn]: t.contiguous() for fqn, t in adapters.items()}
     write_file(os.path.join(temporary, "adapter_model.safetensors"), save(tensors, {"format": "pt"}))
     publish(temporary, out)
     print(f"checkpoint: exported {out} ({len(tensors)} tensors of adapters; the weights below them: {base or 'not named'})")

@@ -188,9 +188,7 @@ def plan_reads(modules: list[nn.Module], source: HFTensors, exclude=()) -> tuple
     match, keys = match_names(modules[0], source, exclude), modules[0].hf_keys()
     reads, problems = [], []
     for fqn, tensor in [item for module in modules for item in named_tensors(module).items()]:
-        if matches(list(exclude), f"model.{fqn}"):
-            continue
-        if fqn not in keys and isinstance(tensor, nn.Parameter):
+        if fqn not in keys and isinstance(tensor, nn.Parameter) and not matches(list(exclude), f"model.{fqn}"):
             raise ValueError(f"hf_keys() of {type(modules[0]).__name__} has no name for {fqn}")
         if fqn in match.skipped or fqn not in keys:
             continue

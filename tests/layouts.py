@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 
 import distributed.initial
 import parallel
-from checkpoint import load_hf, save_hf
 from data import Batch
 from distributed.checks import check_model
 from distributed.experts import balance_experts, expert_parallel
@@ -33,6 +32,7 @@ from models.qwen3 import Qwen3, Qwen3Config
 from parallel import TP_STYLES
 from rl.decoding import rollout
 from sft.lora import LoraConfig, is_adapter, lora_linears
+from storage.hf import load_hf, save_hf
 
 LR, STEPS, T = 1e-3, 2, 16
 SMALL = dict(dim=32, n_layers=4, n_heads=8, n_kv_heads=4, head_dim=8, ffn_dim=64, vocab_size=101, max_seq_len=64)

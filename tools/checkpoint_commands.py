@@ -46,6 +46,12 @@ def verify_command(folder: str) -> int:
     return status
 
 
+def read_tensor(key: str, folder: str, table: dict) -> torch.Tensor:
+    tensor = torch.empty(table[key].size, dtype=table[key].dtype)
+    read_tensors({key: tensor}, folder, table)
+    return tensor
+
+
 def to_hf(folder: str, out: str, dtype="bfloat16", max_shard_gb=5.0, adapter=False):
     """Exports a step folder, or a run folder's newest good checkpoint, with two files in memory at a time. A LoRA run is
     merged in memory with the base weights; adapter: export only the adapters."""
@@ -65,14 +71,10 @@ def to_hf(folder: str, out: str, dtype="bfloat16", max_shard_gb=5.0, adapter=Fal
     kinds = file_kinds(named_tensors(model), model, getattr(torch, dtype))
 
     def read(fqn):
-        saved = table[f"model.{fqn}"]
-        tensor = torch.empty(saved.size, dtype=saved.dtype)
-        read_tensors({f"model.{fqn}": tensor}, path, table)
-        return tensor
+        return read_tensor(f"model.{fqn}", path, table)
 
     say_lost(out, [fqn for fqn in named_tensors(model) if fqn not in kinds and read(fqn).any()])
-    write_hf(out, model.config, model.hf_keys(), kinds, lambda fqn: read(fqn).to(kinds[fqn][1]), max_shard_gb,
-             tokenizer_file)
+    write_hf(out, model.config, model.hf_keys(), kinds, lambda fqn: read(fqn).to(kinds[fqn][1]), max_shard_gb, tokenizer_file)
 
 
 def from_hf(folder: str, out: str):
@@ -99,10 +101,7 @@ def diff(a: str, b: str) -> int:
         elif kinds[0].size != kinds[1].size or kinds[0].dtype != kinds[1].dtype:
             differ[key] = " / ".join(f"{tuple(kind.size)} {kind.dtype}" for kind in kinds)
         else:
-            pair = [{key: torch.empty(kind.size, dtype=kind.dtype)} for kind in kinds]
-            for tensors, folder, table in zip(pair, (a, b), tables):
-                read_tensors(tensors, folder, table)
-            x, y = (tensors[key].reshape(-1) for tensors in pair)
+            x, y = (read_tensor(key, folder, table).reshape(-1) for folder, table in zip((a, b), tables))
             if not torch.equal(x.view(torch.uint8), y.view(torch.uint8)):
                 far = (x.double() - y.double()).abs()
                 relative[key] = (far.norm() / x.double().norm().clamp(min=1e-300)).item()

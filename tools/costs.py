@@ -10,22 +10,27 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_iter, tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "recv")
 
 
-def sdpa_flops(out, q, k, v, *rest, **kwargs) -> int:
+def sdpa_flops(q, k, v, *rest, **kwargs) -> int:
     return 4 * q.shape[:3].numel() * k.shape[2] * q.shape[3]  # q k^T, and the probabilities times v; the mask saves nothing
 
 
-FLOPS = {
+FLOPS = {  # of operations that torch's flop_registry lacks, called as its functions are
     "_scaled_dot_product_flash_attention_for_cpu": sdpa_flops,
-    "_scaled_dot_product_flash_attention_for_cpu_backward": lambda out, grad, *qkv, **kwargs: 2 * sdpa_flops(out, *qkv),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": lambda grad, *qkv, **kwargs: 2 * sdpa_flops(*qkv),
     # (N, in) x (E, in, out), or for the weights' gradient (in, N) x (N, out)
-    "_grouped_mm": lambda out, x, w, *rest, **kwargs: 2 * x.numel() * w.shape[-1],
+    "_grouped_mm": lambda x, w, *rest, **kwargs: 2 * x.numel() * w.shape[-1],
 }
+
+
+def tensors_in(tree) -> list[torch.Tensor]:
+    """The tensors in arguments or results: a tensor, or a tuple, list or dict with tensors."""
+    return [value for value in tree_leaves(tree) if isinstance(value, torch.Tensor)]
 
 
 def unwatched(function):
@@ -65,9 +70,8 @@ class Watch(TorchDispatchMode):
         self.patches = ExitStack()
         self.patches.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", counted))
         # DTensor finds shapes by running operations on whole tensors: not work of the device, so not counted
-        shapes = "_propagate_tensor_meta_non_cached"
-        unseen = unwatched(getattr(ShardingPropagator, shapes))
-        self.patches.enter_context(mock.patch.object(ShardingPropagator, shapes, unseen))
+        unseen = unwatched(ShardingPropagator._propagate_tensor_meta_non_cached)
+        self.patches.enter_context(mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", unseen))
         return super().__enter__()
 
     def __exit__(self, *error):
@@ -79,19 +83,13 @@ class Watch(TorchDispatchMode):
             return NotImplemented  # DTensor then runs the op and its collectives on local tensors, and each comes here again
         kwargs = kwargs or {}
         out = self.run(func, *args, **kwargs)
-        inside = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)]
-        known = {t.untyped_storage()._cdata for t in inside}
-        for t in tree_iter(out):
-            if isinstance(t, torch.Tensor):
-                storage = t.untyped_storage()
-                if (key := storage._cdata) not in known and key not in self.sizes:
-                    self.change(key, storage.nbytes())
-                    weakref.finalize(storage, self.change, key, None)
-        flops = 0
-        if func._opname in FLOPS:
-            flops = FLOPS[func._opname](out, *args, **kwargs)
-        elif func._overloadpacket in flop_registry:
-            flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
+        known = {t.untyped_storage()._cdata for t in tensors_in((args, kwargs))}
+        for storage in [t.untyped_storage() for t in tensors_in(out)]:
+            if (key := storage._cdata) not in known and key not in self.sizes:
+                self.change(key, storage.nbytes())
+                weakref.finalize(storage, self.change, key, None)
+        count = FLOPS.get(func._opname) or flop_registry.get(func._overloadpacket)
+        flops = count(*args, **kwargs, out_val=out) if count else 0
         self.flops[self.phase()] += flops
         self.flops["attention"] += flops * ("attention" in func._opname)
         if func.namespace in ("c10d", "_c10d_functional"):

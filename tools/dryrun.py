@@ -19,6 +19,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining import stage as stage_module
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import distributed.layout
@@ -90,8 +92,6 @@ def dry_world(main, cfg, pp_rank: int):
     Left out: the handshakes of a start, masks that only CPU kernels need, random initial weights.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.distributed.pipelining import schedules
-    from torch.distributed.pipelining import stage as stage_module
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -219,8 +219,6 @@ def stages_followed(stages, layout, watch: Watch, out: Counter):
             stack.callback(stage.register_forward_pre_hook(enter, prepend=True).remove)
             stack.callback(stage.register_forward_hook(leave).remove)
         if layout.pp > 1:
-            from torch.distributed.pipelining import PipelineStage
-
             for name in ("backward_one_chunk", "backward_weight_one_chunk"):
                 stack.enter_context(mock.patch.object(PipelineStage, name, marked(getattr(PipelineStage, name))))
         yield peaks, mark
@@ -341,10 +339,8 @@ def make_report(main, cfg) -> Report:
     for pp_rank in range(max(1, cfg.pp)):
         with dry_world(main, cfg, pp_rank) as (stages, optimizers, layout):
             n = n_microbatches(layout) if layout.pp > 1 else layout.accumulation
-            if (same := first.setdefault(rank_kind(stages), pp_rank)) < pp_rank:
-                step = ranks[same].step
-            else:
-                step = measure(stages, optimizers, layout, cfg.seq_len, n)
+            same = first.setdefault(rank_kind(stages), pp_rank)
+            step = ranks[same].step if same < pp_rank else measure(stages, optimizers, layout, cfg.seq_len, n)
             ranks.append(Rank(stages, [stage.index for stage in stages], step, same))
     rows = rows_of(cfg, layout.pp, n, stages[0].n_stages)
     for row, rank in zip(rows, ranks, strict=True):

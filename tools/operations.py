@@ -23,16 +23,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 import parallel
 from distributed.layout import all_blocks, local_slice, local_tensor, named_tensors
 from models.moe import Experts, in_forward
-
-
-def tensors_in(out) -> list[Tensor]:
-    """The tensors in a module's output, which may be a tensor, a tuple, a list or a dict."""
-    return [value for value in tree_leaves(out) if isinstance(value, Tensor)]
+from tools.costs import tensors_in
 
 
 def sequence_keys(tokens: Tensor, labels: Tensor) -> list[str]:
@@ -94,19 +89,17 @@ class Seams:
         def make_recorded(*args, **kwargs):
             return partial(self.attend, make(*args, **kwargs), stage)
 
-        model.make_attend = make_recorded
-        self.hooks.callback(setattr, model, "make_attend", make)
+        self.hooks.enter_context(mock.patch.object(model, "make_attend", make_recorded))
 
     def attend(self, attend, stage, q, k, v, *rest, **options):
         """attend(q, k, v, ...), with records of inputs and output."""
-        noted = in_forward() and torch.is_grad_enabled()
+        if not (in_forward() and torch.is_grad_enabled()):
+            return attend(q, k, v, *rest, **options)
         name = self.path[-1] if self.path else "attention"
         for letter, x in zip("qkv", (q, k, v), strict=True):
-            if noted:
-                self.note(f"{name} {letter}", x, stage)
+            self.note(f"{name} {letter}", x, stage)
         out = attend(q, k, v, *rest, **options)
-        if noted:
-            self.note(f"{name} attention", tensors_in(out)[0], stage)
+        self.note(f"{name} attention", tensors_in(out)[0], stage)
         return out
 
     def add_tensors(self, phase: str, stages, gradients=False):
@@ -141,23 +134,19 @@ def seams_of_a_step(folder: str = ""):
     real = {name: getattr(parallel, name) for name in ("forward_backward", "inputs", "count_tokens", "clip_grad_norm")}
     forward_one_chunk = _PipelineStageBase.forward_one_chunk
 
-    def finish():
-        seams.add_tensors("after", state["stages"])
-
     def forward_backward(stages, batch, layout):
         if state["stages"]:  # the second step has begun: the weights have been updated, the biases of experts moved
             file = os.path.join(folder, f"seams-{layout.rank}.pt")
             if not os.path.exists(file):
-                finish()
+                seams.finish()
                 os.makedirs(folder, exist_ok=True)
                 torch.save(seams.found(), file)
             return real["forward_backward"](stages, batch, layout)
-        state["stages"] = stages
+        state["stages"], seams.finish = stages, partial(seams.add_tensors, "after", stages)
         seams.about = describe_layout(stages, layout) | {"seq_len": batch.tokens.shape[-1]}
-        keys, size = sequence_keys(batch.tokens, batch.labels), batch.tokens.shape[1]
-        if layout.pp > 1:
-            size = layout.microbatch_size
-        else:
+        keys = sequence_keys(batch.tokens, batch.labels)
+        size = layout.microbatch_size if layout.pp > 1 else batch.tokens.shape[1]
+        if layout.pp == 1:
             stages[0].index = 0  # as a pipeline's stages have
         seams.rows = [keys[i : i + size] for i in range(0, len(keys), size)]
         seams.add_tensors("initial", stages)
@@ -199,10 +188,7 @@ def seams_of_a_step(folder: str = ""):
         return forward_one_chunk(part, index, *args, **kwargs)
 
     ours = dict(forward_backward=forward_backward, inputs=inputs, count_tokens=count_tokens, clip_grad_norm=clip_grad_norm)
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.multiple(parallel, **ours))
-        stack.enter_context(mock.patch.object(_PipelineStageBase, "forward_one_chunk", chunk))
-        seams.finish = finish
+    with mock.patch.multiple(parallel, **ours), mock.patch.object(_PipelineStageBase, "forward_one_chunk", chunk):
         yield seams
 
 

@@ -34,9 +34,8 @@ def did_you_mean(name: str, helps: dict, dashes: str) -> str:
     """"did you mean --steps? " or "". Tries the name in our spelling, other projects' names, the words in a help text, then
     similar letters."""
     wanted = name.lstrip("-").lower().replace("-", "_")
-    if wanted not in helps and dashes:
-        if answer := suggest_flag(wanted, helps):
-            return answer + ("; ", " ")[answer.endswith("?")]
+    if wanted not in helps and dashes and (answer := suggest_flag(wanted, helps)):
+        return answer + ("; ", " ")[answer.endswith("?")]
     wanted = re.sub(r"\W", "_", wanted)
     words = wanted.replace("_", " ").split()
     found = [n for n in helps if n == wanted]

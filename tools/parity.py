@@ -55,8 +55,7 @@ def flags_of_halves(main, cfg, degrees: dict[str, int], folder: str) -> dict[str
         raise ValueError("; ".join(unused))
     degrees = {axis: max(n, 1) for axis, n in degrees.items()}
     device = "cuda" if torch.cuda.device_count() >= math.prod(degrees.values()) else "cpu"
-    both = dict(steps=STEPS, compute_dtype="float32", checkpoint_every=0, export_hf="",
-                val_every=0, log_every=1, device=device)
+    both = dict(steps=STEPS, compute_dtype="float32", checkpoint_every=0, export_hf="", val_every=0, log_every=1, device=device)
     if "global_batch_size" not in FROM_FILE:  # else both halves read the size from --config, and find a fitting local batch
         local = cfg.local_batch_size * degrees["dp_replicate"] * degrees["dp_shard"]
         both["global_batch_size"] = local if cfg.global_batch_size == -1 else cfg.global_batch_size

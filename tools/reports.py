@@ -50,13 +50,11 @@ def run_report(main, Config, argv=None) -> int:
     if not is_recipe and not issubclass(Config, MetricsConfig):
         main(parse_config(Config, argv))
         return 0
-    Reports = ReportConfig if is_recipe else PlotConfig
+    Reports, report = (ReportConfig, report_or_train) if is_recipe else (PlotConfig, train)
     given = vars(parse_config(with_report_flags(Config, Reports), argv))
     options = Reports(**{field.name: given[field.name] for field in fields(Reports)})
     cfg = Config(**{field.name: given[field.name] for field in fields(Config)})
-    if is_recipe:
-        return report_or_train(main, cfg, options)
-    return train(main, cfg, options)
+    return report(main, cfg, options)
 
 
 def train(main, cfg, options: PlotConfig) -> int:

@@ -19,9 +19,7 @@ def rows_of(cfg, pp: int, n: int, n_stages: int) -> list[list[tuple[str, int, in
             ahead = n if cfg.pp_schedule == "GPipe" else min(n, pp - rank)
             row = [("F", rank, m) for m in range(ahead)]
             for m in range(n):
-                row.append(("B", rank, m))
-                if ahead + m < n:
-                    row.append(("F", rank, ahead + m))
+                row += [("B", rank, m)] + [("F", rank, ahead + m)] * (ahead + m < n)
             rows.append(row)
         return rows
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
@@ -44,17 +42,14 @@ def simulate(rows, cost=lambda kind, stage: 2 if kind == "B" else 1) -> list[lis
         for rank, row in enumerate(waiting):
             while row:
                 kind, stage, m = row[0]
-                needs = {"F": [("F", stage - 1, m)] if stage else [], "W": [("I", stage, m)]}.get(kind)
-                if needs is None:
-                    needs = [("F", stage, m)] + [("B", stage + 1, m)] * (stage < last)
+                backward = [("F", stage, m)] + [("B", stage + 1, m)] * (stage < last)
+                needs = {"F": [("F", stage - 1, m)] if stage else [], "W": [("B", stage, m)]}.get(kind, backward)
                 if any(need not in done for need in needs):
                     break
                 start = max([clock[rank], *(done[need] for need in needs)])
                 clock[rank] = start + cost(kind, stage)
                 times[rank].append((start, clock[rank], *row.pop(0)))
                 done["B" if kind == "I" else kind, stage, m] = clock[rank]
-                if kind == "I":
-                    done[kind, stage, m] = clock[rank]
                 moved = True
         assert moved, f"the schedule waits for itself: {[row[:1] for row in waiting]}"
     return times

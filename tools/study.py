@@ -297,14 +297,9 @@ def draw_curves(panels: list[tuple[str, dict]], path) -> str:
     return f"picture: {path}"
 
 
-def report_study(folder, failed: dict | None = None) -> None:
-    """Print the report of a study, and write verdicts.json, results.jsonl, report.md and curves.png.
-
-    failed: {(variant, seed): last line of the log}, to be kept in study.json; None: those kept there.
-    """
+def report_study(folder) -> None:
+    """Print the report of a study, and write verdicts.json, results.jsonl, report.md and curves.png."""
     folder, study = Path(folder), read_json(folder, "study.json")
-    if failed is not None:
-        study["failed"] = [[*run, line] for run, line in failed.items()]
     runs, study["looks"] = read_runs(study, folder), looks_of(study)
     write_file(folder / "study.json", json.dumps(study, indent=1).encode())
     rows, looks, (values, ends, budget) = verdicts(study, runs), look_at_all(study, runs), values_of(study, runs)

@@ -57,10 +57,9 @@ def decimals(x: float) -> str:
     return f"{x:.2f}".rstrip("0").rstrip(".")
 
 
-def rect(x, y, w, h, look: str, round=0, **others) -> str:
-    corners = f' rx="{round}"' if round else ""
-    return (f'<rect class="{look}" x="{decimals(x)}" y="{decimals(y)}" width="{decimals(w)}" height="{decimals(h)}"{corners}'
-            f"{attributes(others)}/>\n")
+def rect(x, y, w, h, look: str, **others) -> str:
+    place = f'x="{decimals(x)}" y="{decimals(y)}" width="{decimals(w)}" height="{decimals(h)}"'
+    return f'<rect class="{look}" {place}{attributes(others)}/>\n'
 
 
 def label(x, y, text, look="", anchor="start") -> str:
@@ -147,7 +146,7 @@ def timeline(moved, names: tuple[str, str], width=860) -> tuple[str, int]:
         out += arrow(left, y + 42, width - 4, y + 42)
         for half, name in zip(("attention", "FFN"), names, strict=True):
             x = left + places.index(half) * step
-            out += rect(x + 2, y + 26, step - 4, 32, "compute", 4) + label(x + step / 2, y + 46, name, "on bold", "middle")
+            out += rect(x + 2, y + 26, step - 4, 32, "compute", rx=4) + label(x + step / 2, y + 46, name, "on bold", "middle")
         y += 64
         for axis in sorted({m[1] for m in rows}, key=ORDER.index):
             out += label(0, y + 26, axis, "bold")
@@ -159,7 +158,7 @@ def timeline(moved, names: tuple[str, str], width=860) -> tuple[str, int]:
                 says = [f"{name} x {each}", what, f"{here} in all"] if each > 1 else [name, what, here]
                 for place in where:
                     x = left + places.index(place) * step
-                    out += rect(x + 1, y, step - 2, 50, "sent", 5)
+                    out += rect(x + 1, y, step - 2, 50, "sent", rx=5)
                     out += lines(x + step / 2, y + 15, says, "small dark", "middle")
             y += 56
         y += 12

@@ -17,7 +17,7 @@ from distributed.agree import reason
 from distributed.layout import AXES
 from storage.hf import load_hf, read_hf_config
 from support.config import override_fields
-from tools.operations import tensors_in
+from tools.costs import tensors_in
 from tools.parity import distance
 from tools.stop_main import do_nothing, stop_main
 from tools.where import Seam, factor_of, module_around, report_seams

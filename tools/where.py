@@ -109,12 +109,10 @@ def placements(whole, local, cp: int, tp: int, T: int) -> list[tuple]:
     dims = range(1, len(whole))
     options = product([None, *(d for d in dims if cp > 1 and whole[d] == T)], [None, *(dims if tp > 1 else ())])
 
-    def cut(dim, size, cp_dim, tp_dim):
-        return size / (cp if dim == cp_dim else 1) / (tp if dim == tp_dim else 1)
+    def cut(cp_dim, tp_dim):
+        return [whole[d] / (cp if d == cp_dim else 1) / (tp if d == tp_dim else 1) for d in dims]
 
-    if len(whole) != len(local):
-        return []
-    return [o for o in options if all(cut(d, whole[d], *o) == local[d] for d in dims)]
+    return [option for option in options if cut(*option) == list(local[1:])]
 
 
 def part_of(whole: Tensor, place: tuple, at: dict, degrees: dict) -> Tensor:
@@ -198,12 +196,10 @@ def compare_seams(one: list[dict], layout: list[dict]) -> list[Seam]:
             others, note = others + lost, "no gradient arrives" if lost else ""
         if phase == "loss":  # the sum over ranks, as in reduce_loss
             pieces, others = ([Piece(0, None, None, sum(p.tensor for p in ps))] for ps in (pieces, others))
-        if not others:
-            found = None
-        elif phase in ("forward", "backward", "inputs"):
-            found = compare_rows(pieces, others, degrees, T, phase == "backward")
-        else:
-            found = compare_parts(pieces, others)
+        compare = compare_parts
+        if phase in ("forward", "backward", "inputs"):
+            compare = partial(compare_rows, degrees=degrees, T=T, is_gradient=phase == "backward")
+        found = compare(pieces, others) if others else None
         if found is None:
             missing = "held by no rank" if not others and phase in ("initial", "gradient", "after") else ""
             seams.append(Seam(phase, name, call, math.inf if missing else math.nan, tolerance, note=missing))
@@ -276,10 +272,9 @@ def which_ranks(ranks: list[int], holders: list[int], degrees: dict[str, int]) -
     """ " (rank 1 of tp)" if exactly the holders with tp coordinate 1 differ; "" if all holders differ."""
     if len(ranks) == len(holders):
         return ""
-    for axis, degree in degrees.items():
-        for at in range(degree):
-            if ranks == [rank for rank in holders if coordinates(rank, degrees)[axis] == at]:
-                return f" (rank {at} of {axis})"
+    for axis, at in coordinates(ranks[0], degrees).items():
+        if ranks == [rank for rank in holders if coordinates(rank, degrees)[axis] == at]:
+            return f" (rank {at} of {axis})"
     return f" (rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))})"
 
 

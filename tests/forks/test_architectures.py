@@ -6,13 +6,12 @@ from layouts import FORK_LAYOUTS, assert_samples_are_the_best_tokens, compare, d
 from pool import pool
 from safetensors.torch import load_file, save_file
 
-from checkpoint import load_hf
 from forks import delta_rule, gpt_oss, llama4, olmo3, qwen3_next
 from forks.gpt_oss import GptOss, GptOssConfig
 from forks.llama4 import Llama4Config
 from forks.olmo3 import Olmo3Config
 from forks.qwen3_next import Qwen3NextConfig
-from storage.hf import class_of
+from storage.hf import class_of, load_hf
 
 pytestmark = pytest.mark.slow  # make test has no room for it
 

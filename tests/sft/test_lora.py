@@ -82,13 +82,13 @@ def changed_forward(old: str, new: str):
 
 @contextmanager
 def gradients_of_a_not_summed():
-    with changed_forward("Partial(), Partial(), cut, Shard", "Partial(), Replicate(), cut, Shard"):
+    with changed_forward("cut.is_shard(1) else Partial()", "cut.is_shard(1) else Replicate()"):
         yield
 
 
 @contextmanager
 def gradients_of_b_not_summed():
-    with changed_forward("cut, Partial(), Partial()", "cut, Replicate(), Partial()"):
+    with changed_forward("cut.is_shard(0) else Partial()", "cut.is_shard(0) else Replicate()"):
         yield
 
 
