@@ -20,6 +20,7 @@ from distributed.refusals import refuse
 from rl.decoding import draw_noise, rollout
 from storage.manifest import is_hf_folder, step_folders
 from support.config import Parser, parse_config, usage_error
+from support.files import printable
 
 
 def check_request(config, prompts, max_new_tokens, temperature, top_k, top_p):
@@ -100,7 +101,7 @@ def continue_texts(
     tokenizer.encode_special_tokens = chat is None  # markers in a template are tokens, in other texts plain text
     # an empty text begins a document, after the end of another
     prompts = [encoding_of(tokenizer, text, bos and not chat).ids or ends[:1] for text in prompts]
-    return [tokenizer.decode(ids) for ids in generate(model, prompts, max_new_tokens, eot=ends, **options)]
+    return [printable(tokenizer.decode(ids)) for ids in generate(model, prompts, max_new_tokens, eot=ends, **options)]
 
 
 def print_sample(run: str, n_params: int, data=None):

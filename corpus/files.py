@@ -50,11 +50,15 @@ def unpacked(path: Path, text_column: str = "text"):
     """Yields the text of a packed file in chunks of bytes, of a .parquet lines of JSON. Raises ValueError for a damaged file,
     and for a file of a stranger that would fill memory and disk."""
     total, most = 0, max(1 << 28, 1000 * path.stat().st_size)
-    for chunk in parquet_lines(path, text_column) if path.suffix == ".parquet" else decompressed(path):
+    for chunk in parquet_lines(path, text_column, most) if path.suffix == ".parquet" else decompressed(path):
         total += len(chunk)
-        if total > most:
-            raise ValueError(f"{path} unpacks to more than {most:,} bytes, 1000 times its size; if right, unpack it first")
+        check_unpacked(path, total, most)
         yield chunk
+
+
+def check_unpacked(path: Path, n_bytes: int, most: int):
+    if n_bytes > most:
+        raise ValueError(f"{path} unpacks to more than {most:,} bytes, 1000 times its size; if right, unpack it first")
 
 
 def decompressed(path: Path):
@@ -81,9 +85,9 @@ def decompressed(path: Path):
         raise ValueError(f"{path} is truncated: its packed text does not come to its end; get it again")
 
 
-def parquet_lines(path: Path, text_column: str):
+def parquet_lines(path: Path, text_column: str, most: int):
     """Yields the rows of a .parquet as lines of JSON: text_column, else the columns of a conversation. The row has no key for a
-    null, nor for bytes or a date."""
+    null, nor for bytes or a date. most: bytes in memory at once, and of all pages."""
     try:
         import pyarrow.parquet
     except ImportError:
@@ -94,7 +98,12 @@ def parquet_lines(path: Path, text_column: str):
             columns = [text_column] if text_column in names else [name for name in CONVERSATION if name in names]
             if not {text_column, *CONVERSATION[:2]} & set(columns):
                 raise ValueError(f"{path} has no column {text_column!r}, but {', '.join(names)}; {prepare_column(path)}")
-            for batch in file.iter_batches(128, columns=columns, use_threads=False):  # few rows: a row may be a whole book
+            groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
+            sizes = [group.column(i).total_uncompressed_size for group in groups for i in range(group.num_columns)]
+            check_unpacked(path, max(sizes, default=0), most)
+            # Few rows, because a row may be a whole book. A text that is there once may be the text of many rows.
+            rows = max(1, min(128, most // max(1, *sizes)))
+            for batch in file.iter_batches(rows, columns=columns, use_threads=False):
                 for row in batch.to_pylist():
                     yield json.dumps(without_nulls(row)).encode() + b"\n"
     except (pyarrow.ArrowException, OSError) as error:

@@ -4,6 +4,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from support.files import printable
+
 
 class Failed(ValueError):
     """Raised on every rank when a rank has failed, with the first reason."""
@@ -13,7 +15,7 @@ def reason(error: BaseException) -> str:
     """An error as one line. Of DCP's CheckpointException, with an error per rank: the first error."""
     for rank, (inner, _) in getattr(error, "failures", {}).items():
         return (f"rank {rank}: " if rank else "") + reason(inner)
-    text = " ".join(str(error).split())
+    text = printable(" ".join(str(error).split()))
     if "unexpected pos" in text:  # how torch.save reports a write that came up short
         return "a file could not be written to its end: the disk is full, or a quota or file size limit is reached"
     return text if text and isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {text}"
@@ -21,7 +23,7 @@ def reason(error: BaseException) -> str:
 
 def brief(names: list[str]) -> str:
     """The first three names, and the number of the others."""
-    return ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
+    return printable(", ".join(names[:3])) + f" and {len(names) - 3} more" * (len(names) > 3)
 
 
 def rank_in(group) -> int:

@@ -22,6 +22,7 @@ from distributed.checks import STYLES
 from distributed.layout import Layout, dtype_of_compute, pattern_of
 from distributed.refusals import runs_on_cuda
 from support.config import own_rank, parse_config, say_flags, usage_error
+from support.files import printable
 
 UNFINISHED = 75  # exit status of a run that a signal stopped before its last step (EX_TEMPFAIL: start again)
 
@@ -263,7 +264,7 @@ def report_error(error: BaseException) -> int:
 
     A ValueError before the processes are connected is a user's mistake, shown in one line by rank 0; later a failure.
     """
-    message, is_known = " ".join(str(error).split()), isinstance(error, ValueError)
+    message, is_known = printable(" ".join(str(error).split())), isinstance(error, ValueError)
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 0 if error.code is None else 1
     if isinstance(error, KeyboardInterrupt):  # before the loop: no step to finish

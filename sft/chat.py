@@ -97,7 +97,7 @@ def read_template(folder: str, user: str) -> ChatTemplate:
     compiled = guarded(environment.from_string, marked)
     always = {"messages", "tools", "documents", "add_generation_prompt", *special_tokens}
     parsed = environment.parse(marked)
-    names = frozenset(jinja2.meta.find_undeclared_variables(parsed) - always)
+    names = frozenset(guarded(jinja2.meta.find_undeclared_variables, parsed) - always)  # computes constants, too
     has_marks = any(part.data == BEGIN for part in parsed.find_all(jinja2.nodes.TemplateData))
 
     def render(messages: list, tools: list | None, add_generation_prompt: bool = False, **values) -> str:

@@ -33,7 +33,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin, get_type_hints
 
-from support.files import write_file
+from support.files import printable, write_file
 
 if sys.platform == "win32":
     sys.exit("error: nanotitan runs on Linux, on macOS, and on Windows inside WSL2: wsl --install, and start it there")
@@ -52,7 +52,7 @@ def usage_error(message) -> NoReturn:
     rank = own_rank()
     if rank == 0 or own_rank("LOCAL_RANK") == 0:
         who = f" on rank {rank} ({socket.gethostname()})" if rank else ""
-        print(f"error{who}:", " ".join(str(message).splitlines()), file=sys.stderr, flush=True)
+        print(f"error{who}:", printable(" ".join(str(message).splitlines())), file=sys.stderr, flush=True)
     else:
         time.sleep(5)  # torchrun kills all ranks once one exits: let rank 0 print first
     raise SystemExit(2)

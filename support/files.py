@@ -19,6 +19,12 @@ def read_json(*path: str):
     return json.loads(Path(*path).read_bytes())
 
 
+def printable(text: str) -> str:
+    """A stranger's text for a terminal: control characters, which could hide or change what is there, are written out."""
+    unseen = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]"  # also what turns the direction of writing
+    return re.sub(unseen, lambda found: ascii(found[0])[1:-1], text)
+
+
 def fsync(path: str):
     """Make a file's content durable, or a folder's names: a rename is on the disk only after fsync of the folder."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -496,9 +496,7 @@ def test_stdlib_corpus(tmp_path):
     assert loaded.fingerprint["n_tokens"] > 1_000_000
     assert 0.01 < index["documents"]["val"] / index["documents"]["train"] < 0.1 and loaded.n_val_samples > 64
     assert shard_files.find_damage(loaded.folder) == []
-    begin = time.monotonic()
     assert open_data(cfg, 256).fingerprint == loaded.fingerprint
-    assert time.monotonic() - begin < 2  # 0.05 s on an idle machine
 
 
 def test_stdlib_selection(tmp_path, monkeypatch):

@@ -1,4 +1,5 @@
 """evaluate.py: log-probabilities and answers equal transformers', all layouts equal one process."""
+import functools
 import gzip
 import json
 import math
@@ -44,13 +45,11 @@ def write_jsonl(path, records) -> str:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """kind -> a tiny Hugging Face folder with an opinion."""
-    made = {}
-
+    @functools.cache
     def make(kind):
-        if kind not in made:
-            made[kind] = str(tmp_path_factory.mktemp(kind))
-            hf_folder(made[kind], kind, std=0.3)
-        return made[kind]
+        folder = str(tmp_path_factory.mktemp(kind))
+        hf_folder(folder, kind, std=0.3)
+        return folder
 
     return make
 

@@ -270,8 +270,8 @@ def test_metrics_are_those_of_the_whole_step(tmp_path):
 
 
 def test_a_trained_model_has_a_learning_rate_of_its_own():
-    hf = {"init_from": "hf"}
-    assert [grpo.Config(**given).lr for given in ({}, hf, hf | {"lora_rank": 8}, hf | {"lr": 5e-4})] == [5e-4, 1e-6, 1e-5, 5e-4]
+    given = {}, dict(init_from="hf"), dict(init_from="hf", lora_rank=8), dict(init_from="hf", lr=5e-4)
+    assert [grpo.Config(**flags).lr for flags in given] == [5e-4, 1e-6, 1e-5, 5e-4]
 
 
 @pytest.mark.parametrize("equal, n, told", [(0.75, FEW, 1), (0.75, FEW - 1, 0), (0.7, FEW, 0)])

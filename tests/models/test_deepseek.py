@@ -1,6 +1,7 @@
 """DeepSeek, against models/deepseek.py: transformers, the papers written out token by token, the published counts, and files.
 
 Its layouts are in test_parallel.py."""
+import functools
 import json
 import math
 from dataclasses import replace
@@ -73,17 +74,14 @@ def theirs(tmp_path_factory):
     """variant -> (transformers' model in fp32, the folder that it wrote)."""
     import transformers  # not above: the pool's workers import this file, too, and would wait for it
 
-    made = {}
-
+    @functools.cache
     def make(variant):
-        if variant not in made:
-            kind = f"Deepseek{variant[:2].upper()}"
-            Config, Model = getattr(transformers, f"{kind}Config"), getattr(transformers, f"{kind}ForCausalLM")
-            model = normal(Model(Config(**COMMON | VARIANTS[variant])).float().eval())
-            folder = str(tmp_path_factory.mktemp(variant))
-            model.save_pretrained(folder)
-            made[variant] = model, folder
-        return made[variant]
+        kind = f"Deepseek{variant[:2].upper()}"
+        Config, Model = getattr(transformers, f"{kind}Config"), getattr(transformers, f"{kind}ForCausalLM")
+        model = normal(Model(Config(**COMMON | VARIANTS[variant])).float().eval())
+        folder = str(tmp_path_factory.mktemp(variant))
+        model.save_pretrained(folder)
+        return model, folder
 
     return make
 

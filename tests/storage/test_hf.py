@@ -1,4 +1,5 @@
 """Tests storage/hf.py: transformers reads and writes the same files, and every layout does the same as one process."""
+import functools
 import json
 import math
 import os
@@ -65,21 +66,18 @@ def write_indexed(folder, tensors: dict):
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory):
     """variant -> (transformers' model in fp32, folder written by transformers)."""
-    made = {}
-
+    @functools.cache
     def make(variant):
-        if variant not in made:
-            torch.manual_seed(1)
-            kind = KINDS.get(variant, "Llama")
-            model_class = getattr(transformers, f"{kind}ForCausalLM")
-            model = model_class(getattr(transformers, f"{kind}Config")(**TINY | VARIANTS[variant]))
-            for p in model.parameters():
-                nn.init.normal_(p, std=0.2) if p.dim() > 1 else nn.init.uniform_(p, 0.5, 1.5)
-            folder = tmp_path_factory.mktemp(variant)
-            model.to(torch.bfloat16 if variant == "bf16" else torch.float32)
-            model.save_pretrained(folder, max_shard_size="60KB" if variant == "sharded" else "1GB")
-            made[variant] = model_class.from_pretrained(folder, dtype=torch.float32), str(folder)
-        return made[variant]
+        torch.manual_seed(1)
+        kind = KINDS.get(variant, "Llama")
+        model_class = getattr(transformers, f"{kind}ForCausalLM")
+        model = model_class(getattr(transformers, f"{kind}Config")(**TINY | VARIANTS[variant]))
+        for p in model.parameters():
+            nn.init.normal_(p, std=0.2) if p.dim() > 1 else nn.init.uniform_(p, 0.5, 1.5)
+        folder = tmp_path_factory.mktemp(variant)
+        model.to(torch.bfloat16 if variant == "bf16" else torch.float32)
+        model.save_pretrained(folder, max_shard_size="60KB" if variant == "sharded" else "1GB")
+        return model_class.from_pretrained(folder, dtype=torch.float32), str(folder)
 
     return make
 

@@ -1,4 +1,5 @@
 """--check_parity --where --against: no difference from transformers, and the module of a planted mistake is named."""
+import functools
 from contextlib import nullcontext
 from dataclasses import replace
 from unittest import mock
@@ -42,18 +43,16 @@ def folder(tmp_path_factory):
     """kind -> a folder written by transformers, with random weights: no weight is without effect."""
     import transformers
 
-    made = {}
-
+    @functools.cache
     def make(kind: str) -> str:
-        if kind not in made:
-            _, name, values = KINDS[kind]
-            torch.manual_seed(1)
-            model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**values))
-            for p in model.parameters():
-                torch.nn.init.normal_(p, std=0.15) if p.dim() > 1 else torch.nn.init.uniform_(p, 0.5, 1.5)
-            made[kind] = str(tmp_path_factory.mktemp(kind))
-            model.save_pretrained(made[kind])
-        return made[kind]
+        _, name, values = KINDS[kind]
+        torch.manual_seed(1)
+        model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**values))
+        for p in model.parameters():
+            torch.nn.init.normal_(p, std=0.15) if p.dim() > 1 else torch.nn.init.uniform_(p, 0.5, 1.5)
+        folder = str(tmp_path_factory.mktemp(kind))
+        model.save_pretrained(folder)
+        return folder
 
     return make
 
