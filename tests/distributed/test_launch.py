@@ -159,6 +159,7 @@ def test_a_rank_that_dies(tmp_path, start, undisturbed, rank, number, flags, tor
     assert (f"; no word from rank {rank} ({socket.gethostname()})\n" in job.text()) == bool(flags)
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_named(tmp_path, start):
     """Every step takes both ranks as long, and rank 1 waits for its data."""
     script = fork(tmp_path, "")
