@@ -150,10 +150,10 @@ class Llama3(nn.Module):
         if positions is None:
             positions = torch.arange(h.shape[1], device=h.device)[None]
         cos, sin = cos_and_sin(self.config, self.config.head_dim, positions)  # (B, 1, T/cp, K/2) fp32
-        reach = torch.full_like(positions, self.config.sliding_window) if self.config.sliding_window else None
-        attend = self.make_attend(positions, doc_ids, reach=reach) if cache is None else None
+        window = {"reach": torch.full_like(positions, self.config.sliding_window)} if self.config.sliding_window else {}
+        attend = self.make_attend(positions, doc_ids, **window) if cache is None else None
         for i, block in self.blocks.items():
-            h = block(h, cos, sin, attend or cache.attend(i, reach=reach))
+            h = block(h, cos, sin, attend or cache.attend(i, **window))
         if self.norm is None:
             return h  # the next pipeline stage goes on from here
         h = self.norm(h)
