@@ -261,8 +261,7 @@ def main(cfg: Config):
               f"{cfg.pairs_per_step} per step", flush=True)
 
     # 7. loop
-    metrics = Metrics(cfg.out, cfg, layout, flops_per_token=flops_per_token, first_step=first, steps=cfg.steps,
-                      log_every=cfg.log_every, tokens=state["tokens"])
+    metrics = Metrics(cfg.out, cfg, layout, flops_per_token, first_step=first, steps=cfg.steps, tokens=state["tokens"])
     stopping = False
     for step in range(first, cfg.steps + 1):
         # dpo: pairs of a file, scored by the policy and the reference

@@ -95,7 +95,7 @@ def test_a_student_starts_checks_asks_and_solves(tmp_path):
     for answer, status, words in ((given.WRONG[0][0] | {"parallel.py": given.RIGHT[0]["parallel.py"]}, 1, given.WRONG[0][1]),
                                   (given.RIGHT[0], 0, "is solved")):
         write(answer, folder)
-        assert words in run("check", folder, status=status)
+        assert words in run("check", folder, "--limit", 500, status=status)
     assert "no end after 1 s" in run("check", folder, "--limit", 1, status=1)
     assert "is there already" in run("start", 1, "--out", folder, status=2)
 
@@ -105,7 +105,7 @@ def test_an_answer_that_fails_is_shown_where_it_does(tmp_path):
     run("solution", 1, "--out", tmp_path / "a")
     path = tmp_path / "a" / "hand01.py"
     path.write_text(path.read_text().replace("loss.backward()", "loss.backwards()"))
-    said = run("check", tmp_path / "a", status=1)
+    said = run("check", tmp_path / "a", "--limit", 500, status=1)
     assert "hand01.py" in said and "loss.backwards()" in said and "AttributeError" in said and len(said.splitlines()) < 8
 
 
@@ -114,7 +114,7 @@ def test_a_file_that_cannot_be_imported_is_named(tmp_path):
     run("start", "--bug", 1, "--out", tmp_path / "a b")
     path = tmp_path / "a b" / "parallel.py"
     path.write_text(path.read_text() + "def (\n")
-    said = run("check", tmp_path / "a b", status=1)
+    said = run("check", tmp_path / "a b", "--limit", 500, status=1)
     assert "SyntaxError: parallel.py, line" in said and "def (" in said and len(said.splitlines()) < 8
     path.unlink()
     assert "parallel.py cannot be read: No such file" in run("check", tmp_path / "a b", status=1)

@@ -3,7 +3,7 @@ import pytest
 from runs import REPO, launch, run, train_lines
 
 SMALL = ["--steps", 4, "--local_batch_size", 2, "--seq_len", 32, "--log_every", 1, "--val_batches", 1, "--compute_dtype",
-         "float32"]
+         "float32", "--warmup_steps", 1, "--lr", "2e-2"]
 SIZES = "n_layers=2,dim=32,n_heads=4,n_kv_heads=2,head_dim=8,vocab_size=4096"
 EXPERTS = SIZES + ",n_experts=4,moe_ffn_dim=32"
 
