@@ -39,10 +39,13 @@ def check_model(model, layout: Layout, cfg, styles) -> None:
         if not fnmatch.filter(names, pattern):
             raise ValueError(f"init_constants: pattern {pattern!r} matches no parameter or buffer of {type(model).__name__}")
     initial_values(model)
-    for fqn, p in model.named_parameters():  # torch counts the changes of a tensor, and its modules fill once
-        if p._version > 1 and not any(fnmatch.fnmatch(fqn, pattern) for pattern in constants_of(model)):
+    # torch counts the changes of a tensor. Its modules fill a parameter once, but nn.MultiheadAttention this bias twice.
+    twice = {f"{name}.out_proj.bias" for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)}
+    for fqn, p in model.named_parameters():
+        if p._version > 1 + (fqn in twice) and not any(fnmatch.fnmatch(fqn, pattern) for pattern in constants_of(model)):
             raise ValueError(f"{fqn} is filled in a constructor, where no memory is: the values are lost. Give a number in "
-                             f"init_constants, or a standard deviation in init_std, of class {type(model).__name__} instead")
+                             f"init_constants, or a standard deviation in init_std, of class {type(model).__name__} instead; "
+                             "leave out a padding_idx, whose zeros are lost, too")
     check_random(model)
     check_owners(model, layout)
     if takes_places(model) and layout.pp > 1 and cfg.ac != "none":
