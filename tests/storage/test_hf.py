@@ -27,6 +27,7 @@ from sft.chat import chat_prompts
 from storage import hf
 from storage.manifest import is_hf_folder
 from support.config import override_fields
+from support.files import printable
 from tools import checkpoint_commands
 from tools.dryrun import Watch
 
@@ -590,7 +591,7 @@ def test_greedy_text_is_that_of_transformers(chat_folder, capsys):
     theirs = transformers.AutoTokenizer.from_pretrained(chat_folder)
     options = dict(max_new_tokens=24, do_sample=False, eos_token_id=2, pad_token_id=2)
     ids = model.generate(**theirs("def f", return_tensors="pt"), **options)
-    assert greedy(chat_folder, "def f", capsys) == theirs.decode(ids[0], skip_special_tokens=True)
+    assert greedy(chat_folder, "def f", capsys) == printable(theirs.decode(ids[0], skip_special_tokens=True))
     # and the same as a chat: the template's markers are tokens, a user's markers are text
     messages = [{"role": "user", "content": "  What is <|eot_id|>?"}]
     render = chat_prompts(str(chat_folder))
@@ -598,7 +599,7 @@ def test_greedy_text_is_that_of_transformers(chat_folder, capsys):
     ids = theirs.apply_chat_template([{"role": "user", "content": "x + 1"}], add_generation_prompt=True, return_tensors="pt")
     ids = ids if isinstance(ids, torch.Tensor) else ids["input_ids"]
     new = model.generate(ids, **options)[0, ids.shape[1] :]
-    assert greedy(chat_folder, "x + 1", capsys, "--chat") == theirs.decode(new, skip_special_tokens=True)
+    assert greedy(chat_folder, "x + 1", capsys, "--chat") == printable(theirs.decode(new, skip_special_tokens=True))
 
 
 def test_chat_templates_by_name_and_in_a_file_of_their_own(chat_folder):
