@@ -20,7 +20,7 @@ from distributed.refusals import refuse
 from rl.decoding import draw_noise, rollout
 from storage.manifest import is_hf_folder, step_folders
 from support.config import Parser, parse_config, usage_error
-from support.files import printable
+from support.files import printable, read_json
 
 
 def check_request(config, prompts, max_new_tokens, temperature, top_k, top_p):
@@ -115,7 +115,8 @@ def print_sample(run: str, n_params: int, data=None):
             print(f"for a sample: {command}")  # loading a model of this size would keep all devices waiting
             return
         model, tokenizer, ends = open_checkpoint(run, "cuda" if torch.cuda.is_available() else "cpu")
-        chat, length = None, min(120, model.config.max_seq_len // 2)
+        # not longer than what the run was trained on
+        chat, length = None, min(120, read_json(run, "config.json")["seq_len"] // 2)
         if is_chat:
             from sft.chat import open_chat
 

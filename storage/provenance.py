@@ -35,7 +35,8 @@ def local_code() -> dict[str, str]:
     """{path: text} of all sources that a run may import, at the start or later in a function: the *.py files in code_roots()
     and beside the loaded modules below, and the packages that they name, with their tables."""
     found, files = {}, [getattr(module, "__dict__", {}).get("__file__") for module in list(sys.modules.values())]
-    loaded = {os.path.dirname(os.path.realpath(file)) for file in files if isinstance(file, str)}
+    own = [file for file in files if isinstance(file, str) and "/lib/python3" not in file]  # not what pip installed
+    loaded = {os.path.dirname(os.path.realpath(file)) for file in own}
 
     def add(root: str, paths):
         for path in sorted(paths):
@@ -43,7 +44,7 @@ def local_code() -> dict[str, str]:
                 found.setdefault(str(path.relative_to(root)), path.read_text("utf-8", "replace"))
 
     for root in dict.fromkeys(code_roots()):
-        beside = [folder for folder in loaded if folder.startswith(root) and "/lib/python3" not in folder]
+        beside = [folder for folder in loaded if folder.startswith(root)]
         add(root, [path for folder in (root, *beside) for path in Path(folder).glob("*.py")])
         text = "\n".join(found.values())
         named = [file.parent for file in Path(root).glob("*/__init__.py") if f" {file.parent.name}" in text]  # import NAME

@@ -19,6 +19,7 @@ Only given flags are refused: never a default, and no details of a feature that 
 """
 import argparse
 import dataclasses
+import functools
 import inspect
 import json
 import math
@@ -231,6 +232,7 @@ def option_groups(Config) -> dict:
     return {group: [fields[name] for name in fields if owner[name] is group] for group in dict.fromkeys(owner.values())}
 
 
+@functools.cache
 def trailing_comments(group) -> dict:
     """{field: comment at the end of the line}; empty if the source is not at hand (python -c, zipped)."""
     try:

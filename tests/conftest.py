@@ -1,5 +1,6 @@
 """For every test file: shared fixtures; what an older torch cannot run is skipped; and no test remembers the command line or
 the process group of the one before."""
+import gc
 import re
 import signal
 from importlib.util import find_spec
@@ -56,6 +57,10 @@ def book(tmp_path):
 # Files of layouts: one of pytest's workers runs them all, so that each process of its pools warms up once.
 POOLED = [f"test_{name}" for name in (
     "parallel mutants lora optim cast communication experts float8 pipeline where packing evaluate hf architectures").split()]
+
+
+def pytest_collection_finish():
+    gc.freeze()  # a run collects garbage at its start: its own, not that of all the test files
 
 
 def pytest_collection_modifyitems(items):

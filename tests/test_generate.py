@@ -188,6 +188,7 @@ def run_folder(tmp_path, tokenizer, monkeypatch):
     step = tmp_path / "run" / "checkpoints" / "step-3"
     step.mkdir(parents=True)
     tokenizer.save(str(step / "tokenizer.json"))
+    (tmp_path / "run" / "config.json").write_text('{"seq_len": 64}')
     torch.manual_seed(1)
     config = Llama3Config(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=64, vocab_size=280, max_seq_len=256)
     model = Llama3(config)
