@@ -330,7 +330,7 @@ def compare(processes: int, flags: dict, problem: dict, mutate=None) -> str:
     problem = dict(problem)
     n, b, doc = problem.pop("n"), problem.pop("b"), problem.pop("doc", False)
     if "pp" not in flags:  # stages need blocks to share; elsewhere a block of each kind and its neighbour show as much
-        problem = {"n_layers": 3 if "n_experts" in problem or problem.get("model") == "deepseek" else 2} | problem
+        problem = {"n_layers": 3 if problem.get("model") == "deepseek" else 2} | problem
     model_config = config(**problem)
     want = reference(model_config, n, doc, lora_flags(flags))
     seed = clear_seed(model_config, n, doc, lora_flags(flags))

@@ -140,7 +140,7 @@ LAYOUTS += [  # three and four axes at once, most on eight processes; more of th
         for s in ("GPipe", "Interleaved1F1B", "LoopedBFS", "ZBVZeroBubble")
     ],
     (4, dict(tp=2, dp_replicate=2), dict(n=8, b=2, tie_embeddings=True)),
-    (4, dict(tp=2, loss_parallel=False), dict(n=8, b=1)),
+    (4, dict(tp=2, loss_parallel=False), dict(n=8, b=2)),
     (4, dict(ep=2), dict(n=8, b=1, doc=True, **MOE)),
     (4, dict(ep=4, cp=2), dict(n=4, b=1, doc=True, **MOE)),
     (2, dict(tp=2, loss_parallel=False), dict(n=4, b=2, **MTP)),
@@ -192,7 +192,7 @@ LAYOUTS += [  # three and four axes at once, most on eight processes; more of th
     (2, dict(cp=2), dict(n=4, b=1, **MOE)),
     (4, dict(pp=2, cp=2), dict(n=4, b=2, doc=True, **MOE)),
     *[(4, dict(tp=2, etp=2, dp_replicate=2), dict(n=4, b=1, **model)) for model in (MOE, DS)],
-    *[(4, dict(tp=2, etp=2, cp=2), dict(n=4, b=1, **model)) for model in (MOE, DS)],
+    *[(4, dict(tp=2, etp=2, cp=2), dict(n=4, b=2, **model)) for model in (MOE, DS)],
     *[(4, dict(dp_replicate=2, cp=2), dict(n=4, b=1, **model)) for model in (MOE, DS)],
     *[(4, dict(dp_replicate=2, pp=2), dict(n=8, b=4, **model)) for model in (MOE, DS)],
     *[(4, dict(pp=2, tp=2, etp=2), dict(n=4, b=4, **model)) for model in (MOE, DS)],

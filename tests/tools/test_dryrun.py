@@ -250,7 +250,7 @@ def test_too_few_layers_are_refused_unless_there_is_a_page():
 # ---------------------------------------------------------------- docs/parallelism.md
 
 GUIDE = REPO / "docs" / "parallelism.md"
-BEGIN, END = "<!-- support matrix: PYTHONPATH=. python tests/tools/test_dryrun.py -->\n", "<!-- end -->\n"
+BEGIN, END = "<!-- support matrix: PYTHONPATH=.:tests python tests/tools/test_dryrun.py -->\n", "<!-- end -->\n"
 FEATURES = {
     "FSDP": lambda f, p, fsdp: fsdp > 1,
     "replicas": lambda f, p, fsdp: f.get("dp_replicate", 1) > 1,
@@ -282,7 +282,7 @@ def support_matrix() -> str:
 
 def test_the_support_matrix_is_that_of_the_tests():
     written = GUIDE.read_text().split(BEGIN)[1].split(END)[0]
-    assert written == support_matrix(), "stale: run `PYTHONPATH=. python tests/tools/test_dryrun.py`"
+    assert written == support_matrix(), "stale: run `PYTHONPATH=.:tests python tests/tools/test_dryrun.py`"
 
 
 def test_the_guide_names_functions_that_exist():
