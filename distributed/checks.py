@@ -46,6 +46,9 @@ def check_model(model, layout: Layout, cfg, styles) -> None:
             raise ValueError(f"{fqn} is filled in a constructor, where no memory is: the values are lost. Give a number in "
                              f"init_constants, or a standard deviation in init_std, of class {type(model).__name__} instead; "
                              "leave out a padding_idx, whose zeros are lost, too")
+        if p._backward_hooks or p._post_accumulate_grad_hooks:
+            raise ValueError(f"{fqn} has a hook from a constructor, which nothing would call: FSDP and tp make parameters of "
+                             "their own; change the gradient in a forward, or between clip_grad_norm and the optimizer's step")
     check_random(model)
     check_owners(model, layout)
     if takes_places(model) and layout.pp > 1 and cfg.ac != "none":

@@ -83,7 +83,8 @@ def simulate(rng, settings, difference=0.0, noise=0.02, seed_noise=0.07, again=(
     return (low, high), len(d)
 
 
-@pytest.mark.parametrize("settings, again", [(study(), [3]), (study(until=0.005), [3]), (study(), [5, 8, 8])])
+@pytest.mark.parametrize("settings, again", [
+    (study(), [3]), pytest.param(study(until=0.005), [3], marks=pytest.mark.slow), (study(), [5, 8, 8])])
 def test_equal_variants_are_told_apart_in_at_most_5_percent(settings, again):
     """Of 4,000 studies: with a chance of 5.5 % each, 220 +- 14 are wrong. The first plan has 5 %, all later looks 0.5 %."""
     rng = np.random.default_rng(0)

@@ -188,8 +188,8 @@ def test_an_answer_ends_at_the_first_stop(folders, tasks, capsys):
 
 # ---------------------------------------------------------------- layouts
 # (kind, layouts of 4 ranks, tasks) for `make test`; the slow suite has the rest
-QUICK = [("llama", [dict(tp=2)], ["choice", "answer"]), ("llama", [dict(pp=2, cp=2)], ["text"]),
-         ("qwen3_moe", [dict(pp=2, ep=2)], ["choice"]), ("deepseek_v3", [dict(ep=4)], ["choice", "answer"])]
+QUICK = [("llama", [dict(pp=2, cp=2)], ["text"]), ("qwen3_moe", [dict(pp=2, ep=2)], ["choice"]),
+         ("deepseek_v3", [dict(ep=4)], ["choice", "answer"])]
 ALL = {
     "llama": [dict(dp_shard=4), dict(tp=2), dict(pp=2, cp=2), dict(dp_replicate=2, pp=2), dict(cp=2, tp=2),
               dict(dp_replicate=4), dict(cp=2, cp_method="alltoall"), dict(pp=2, pp_microbatch_size=3, local_batch_size=3),

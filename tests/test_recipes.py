@@ -78,10 +78,10 @@ def split_command(command: str) -> tuple[int, str, list[str]]:
     return processes, args[0], args[1:]
 
 
-# The first command of each program, and the proof of a user's own layout; all others run in make test-slow. So do those of
-# train_qwen3.py and train_deepseek.py, for 15 seconds each: the quick tests of flags and layouts run these recipes.
+# The first command of each program; all others run in make test-slow. So do those of train_qwen3.py, train_deepseek.py and
+# grpo.py, for 15 seconds each: the quick tests of flags and layouts run these recipes.
 QUICK = {next(c for c in COMMANDS if split_command(c)[1] == path.name) for path in DOCUMENTED}
-QUICK = {c for c in QUICK if split_command(c)[1] not in ("train_qwen3.py", "train_deepseek.py")}
+QUICK = {c for c in QUICK if split_command(c)[1] not in ("train_qwen3.py", "train_deepseek.py", "grpo.py")}
 
 # Started as they stand. The others run in forks that have torch: see programs.py
 REAL = [next(c for c in COMMANDS if c.startswith(f"{program} ")) for program in ("python", "torchrun")]

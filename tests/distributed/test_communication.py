@@ -52,6 +52,7 @@ def test_fsdp_reduces_once_per_step_and_gathers_twice_per_accumulation(accumulat
     assert set(counts) == {("fsdp", "all_gather"), ("fsdp", "reduce_scatter"), ("fsdp", "all_reduce")}
 
 
+@pytest.mark.slow
 def test_float8_sends_nothing_for_scales():
     """torchao, given DTensors, agrees on scales with all tp ranks: 28 all-reduces per block, forward and backward."""
     want, got = (pool(2).run(count, dict(tp=2, float8=kind), 2, 2)[0] for kind in ("off", "tensorwise"))

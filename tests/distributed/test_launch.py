@@ -500,6 +500,7 @@ def test_a_rank_that_fails_alone_says_so(tmp_path, start, port):
     assert f"error on rank 1 ({socket.gethostname()}): ValueError: a bad record" in second.text()
 
 
+@pytest.mark.slow
 def test_an_error_of_all_ranks_is_told_once(tmp_path, start, port):
     script = fork(tmp_path, """
         if step == 3:

@@ -69,9 +69,10 @@ TABLE = [
     ("filled", "--dp_shard 2", "blocks.0.gate.weight is filled in a constructor.* init_constants"),
     ("generator", "--pp 2", "blocks.0 has a generator, and no checkpoint holds its state; use models.layers.dropout"),
     ("counting", "--pp 2", EQUAL),
+    ("hooked", "--dp_shard 2", "blocks.0.attn.wq.weight has a hook from a constructor, which nothing would call"),
     ("two_rates", "--dp_shard 2", EQUAL),
 ]
-QUICK = {"mean_loss --dp_shard 2", "unused_bias --dp_shard 2", "norm_of_heads --tp 2"}
+QUICK = {"mean_loss --dp_shard 2", "unused_bias --dp_shard 2"}
 
 
 @pytest.mark.parametrize("forks, layout, said", [
@@ -143,6 +144,8 @@ def test_what_a_plain_run_says(tmp_path):
     assert "Own keeps ema outside of self.state[p]" in said
     assert "has not moved" not in said and "no gradient" not in said
     assert "Own keeps MOMENTS outside of self.state[p]" in train(tmp_path, 1, "outside", "--steps", 1, "--out", "g", status=1)
+    said = train(tmp_path, 1, "counted", "--steps", 2, "--out", "i", "--checkpoint_every", 1)
+    assert said.count("blocks.0.ffn.calls, blocks.1.ffn.calls, blocks.2.ffn.calls and 1 more changed since the start") == 1
     train(tmp_path, 1, "only_in_training", "--steps", 1, "--out", "h", "--lr", "0", "--val_every", 1)
     trained, validated = runs.metrics(tmp_path / "h")
     assert abs(trained["loss"] - validated["val_loss"]) > 1e-3  # as another model, which multiplies by 1

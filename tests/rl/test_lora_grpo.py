@@ -31,10 +31,11 @@ def drawn_ranks_train(flags, samples):
         return ranks_train(flags, samples)
 
 
+TENSOR = pytest.param(2, {"tp": 2}, marks=pytest.mark.slow)
 FOUR = pytest.param(4, {"dp_shard": 2, "cp": 2}, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("n, flags", [(2, {"tp": 2}), FOUR], ids=str)
+@pytest.mark.parametrize("n, flags", [(2, {"dp_shard": 2}), TENSOR, FOUR], ids=str)
 def test_layouts_equal_one_process(n, flags):
     samples = samples_of(sharp_model(), n_prompts=5, group_size=1)
     flags |= LORA | dict(kl_coef=0.5, loss="dapo")

@@ -153,6 +153,7 @@ def test_every_adapter_learns_and_nothing_else_moves(processes, problem, flags):
     assert (sum(numbers for *_, numbers, _ in found), sum(state for *_, state in found)) == (n, 2 * n)
 
 
+@pytest.mark.slow
 def test_tp_sends_no_more_than_the_gradients_of_whole_adapters():
     plain, lora = (pool(2).run(count, dict(tp=2) | flags, 2, 2)[0] for flags in ({}, LORA))
     # A of wq, wk, wv, and B of wo; without the gradients of the norms, two per block and the last norm
@@ -198,13 +199,14 @@ def dtypes(flags: dict) -> list:
     return [{t.dtype for p in params if p.requires_grad == trains for t in (p, local_tensor(p))} for trains in (False, True)]
 
 
-@pytest.mark.parametrize("flags", [dict(tp=2), dict(tp=2, ep=2)], ids=str)
+@pytest.mark.parametrize("flags", [pytest.param(dict(tp=2), marks=pytest.mark.slow), dict(tp=2, ep=2)], ids=str)
 def test_weights_that_tp_splits_get_their_dtype(flags):
     bf16 = dict(param_dtype="bfloat16", compute_dtype="bfloat16")
     assert pool(2).run(dtypes, flags | bf16) == [[set(), {torch.bfloat16}]] * 2
     assert pool(2).run(dtypes, flags | LORA | dict(compute_dtype="bfloat16")) == [[{torch.bfloat16}, {torch.float32}]] * 2
 
 
+@pytest.mark.slow
 def test_flops_and_dry_run_count_what_is_trained(tmp_path):
     model, cfg = MODELS[type(config())](config()), Flags(lora_rank=4)
     cfg.seq_len, c = 16, config()

@@ -170,8 +170,8 @@ LAYOUTS = [
     (2, dict(ep=2), "moe"),
     (4, dict(tp=2), "plain"),
     (4, dict(dp_replicate=2, pp=2), "tied"),
-    (4, dict(ep=2, tp=2), "moe"),
     (4, dict(ep=2, cp=2), "moe"),
+    pytest.param(4, dict(ep=2, tp=2), "moe", marks=pytest.mark.slow),
 ]
 
 

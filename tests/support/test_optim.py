@@ -54,9 +54,10 @@ EXPERTS = dict(model="qwen3", n_experts=8, top_k=2, moe_ffn_dim=16, n_layers=2) 
 
 
 @pytest.mark.parametrize("processes, flags, problem", [
-    (2, {}, {}), (4, dict(dp_replicate=2), {}), (4, dict(tp=2), {}), (2, dict(pp=2), {}), (4, {}, {}),
+    (2, {}, {}), (4, dict(dp_replicate=2), {}), (4, dict(tp=2), {}), (2, dict(pp=2), {}),
     # experts of ep, of FSDP, of both (with a copy); uneven shares (2, 2, 2, 0); fewer experts than ranks
-    (4, dict(tp=2, ep=4, etp=1), EXPERTS), (4, {}, EXPERTS), (4, dict(dp_replicate=2, ep=2), EXPERTS),
+    pytest.param(4, dict(tp=2, ep=4, etp=1), EXPERTS, marks=pytest.mark.slow), (4, dict(dp_replicate=2, ep=2), EXPERTS),
+    pytest.param(4, {}, EXPERTS, marks=pytest.mark.slow), pytest.param(4, {}, {}, marks=pytest.mark.slow),
     pytest.param(4, {}, EXPERTS | dict(n_experts=6), marks=pytest.mark.slow),
     pytest.param(4, dict(pp=2, ep=2), EXPERTS, marks=pytest.mark.slow), (4, {}, EXPERTS | dict(n_experts=2))], ids=str)
 def test_sharded_equals_whole(processes, flags, problem):

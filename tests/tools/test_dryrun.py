@@ -121,7 +121,8 @@ def test_half_backwards_in_bfloat16(schedule):
     assert report.ranks[0].step["gradients"] == report.ranks[0].step["parameters"] > 0
 
 
-@pytest.mark.parametrize("left_out", ["attn_norm", pytest.param("ffn", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("left_out", ["attn_norm", "ffn"])
 def test_another_plan_is_another_report(monkeypatch, left_out):
     """A norm without style is refused. A FFN that every tp rank holds whole, for T/tp tokens, has more bytes."""
     recipe = importlib.import_module("train_llama3")
@@ -230,6 +231,7 @@ def test_the_report_of_a_layout_no_laptop_has(tmp_path):
     assert ["backward", "tp", "reduce_scatter", "2", "128", "MiB"] in [line[:6] for line in lines]
 
 
+@pytest.mark.slow
 def test_one_block_of_split_experts():
     """With --ep a block names neighbours for FSDP to gather early, among them blocks that --explain leaves out."""
     flags = dict(dp_shard=2, ep=2, model_args=MOE)
