@@ -81,6 +81,13 @@ def test_a_server_that_dies_costs_nothing(tmp_path):
     assert_same(steps_of(out), steps_of(tmp_path / "place"), 1e-5)
 
 
+@pytest.mark.slow
+def test_a_server_that_was_started_again_ends_the_run(tmp_path):
+    with serving(Engine("vllm", spoiled(lambda answer: {"weight_version": "default"}, ["/weight_info"]))) as url:
+        said = run(1, *SAME, "--steps", 1, "--engine", url, "--out", tmp_path, status=1)
+    assert "it has the weights 'default' and not " in said and not (tmp_path / "checkpoints").exists()
+
+
 # ---------------------------------------------------------------- what a server may answer
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory):

@@ -2,6 +2,7 @@
 import json
 import math
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,6 +27,12 @@ from grpo import Config
 from rl import decoding, engines, environments, rollouts
 from sft.lora import add_adapters, is_adapter, lora_names
 from storage.hf import load_hf_model
+
+
+@pytest.mark.parametrize("tp, tool", [(1, None), (2, None), (1, print)])
+def test_ranks_whose_forwards_are_their_own_or_alike_do_not_wait_for_each_other(monkeypatch, tp, tool):
+    monkeypatch.setattr(rollouts, "patient_group", None)
+    assert rollouts.lockstep(SimpleNamespace(ep=1, tp=tp), 1, tool)(3, 4) == (3, 4)
 
 
 def test_a_sample_depends_on_its_noise_and_not_on_its_row():
