@@ -51,6 +51,11 @@ COURSE = {number: Exercise(number, title, blanks) for number, title, blanks in [
     (19, "online softmax over blocks", {"hand19.py": ("attend_blocks",)}),
     (20, "predict, then measure", {"hand20.py": ("seconds", "fsdp_traffic", "bound")}),
 ]}
+# Files of the capstone: what a training step needs. (Not initial weights: a right answer may draw others than the reference.)
+IN_TRAINING = "parallel.py", "models/", "distributed/layout", "distributed/pipeline", "distributed/experts"
+COURSE[21] = Exercise(21, "everything at once", {file: sum((exercise.blanks.get(file, ()) for exercise in COURSE.values()), ())
+                                                 for exercise in [*COURSE.values()] for file in exercise.blanks
+                                                 if file.startswith(IN_TRAINING)})
 
 
 def original(file: str) -> Path:
