@@ -625,8 +625,7 @@ def test_chat_templates_of_strangers(chat_folder, template, message, capsys):
         greedy(chat_folder, "hello", capsys, "--chat")
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and str(chat_folder) in error
-    with pytest.raises(ValueError, match=message):
-        chat_prompts(str(chat_folder))("hello")
+    refuses(message, lambda: chat_prompts(str(chat_folder))("hello"))
 
 
 def with_id(file, number: int):

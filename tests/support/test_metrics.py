@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from saves import refuses
 
 from support import metrics
 from support.metrics import Metrics, MetricsConfig, loss_curve, peak_flops
@@ -263,8 +264,7 @@ def test_wandb_continues_the_curves_of_a_continued_run_only(tmp_path, monkeypatc
 
 def test_an_instrument_that_is_not_there(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="pip install wandb"):
-        MetricsConfig(wandb="x")
+    refuses("pip install wandb", MetricsConfig, wandb="x")
 
 
 @dataclass(kw_only=True)
