@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -176,10 +177,7 @@ def test_blocks_are_drawn_side_by_side(monkeypatch):
 
 
 def test_what_goes_wrong_in_a_thread_is_raised(monkeypatch):
-    def fail(*args):
-        raise MemoryError("no room for a block")
-
-    monkeypatch.setattr(parallel, "draw_block", fail)
+    monkeypatch.setattr(parallel, "draw_block", Mock(side_effect=MemoryError("no room for a block")))
     with pytest.raises(MemoryError, match="no room for a block"):
         initialised(on_meta("debug"))
 
