@@ -7,6 +7,7 @@ import shutil
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -64,21 +65,24 @@ def write_indexed(folder, tensors: dict):
     Path(folder, "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def random_model(kind: str, values: dict, std=0.2):
+    """transformers' model of this kind and config; no weight is without effect."""
+    torch.manual_seed(1)
+    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**values))
+    for p in model.parameters():
+        nn.init.normal_(p, std=std) if p.dim() > 1 else nn.init.uniform_(p, 0.5, 1.5)
+    return model
+
+
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory):
     """variant -> (transformers' model in fp32, folder written by transformers)."""
     @functools.cache
     def make(variant):
-        torch.manual_seed(1)
-        kind = KINDS.get(variant, "Llama")
-        model_class = getattr(transformers, f"{kind}ForCausalLM")
-        model = model_class(getattr(transformers, f"{kind}Config")(**TINY | VARIANTS[variant]))
-        for p in model.parameters():
-            nn.init.normal_(p, std=0.2) if p.dim() > 1 else nn.init.uniform_(p, 0.5, 1.5)
-        folder = tmp_path_factory.mktemp(variant)
+        folder, model = tmp_path_factory.mktemp(variant), random_model(KINDS.get(variant, "Llama"), TINY | VARIANTS[variant])
         model.to(torch.bfloat16 if variant == "bf16" else torch.float32)
         model.save_pretrained(folder, max_shard_size="60KB" if variant == "sharded" else "1GB")
-        return model_class.from_pretrained(folder, dtype=torch.float32), str(folder)
+        return type(model).from_pretrained(folder, dtype=torch.float32), str(folder)
 
     return make
 
@@ -151,11 +155,7 @@ def test_an_export_overwrites_nothing_and_a_failed_one_leaves_nothing(theirs, tm
     refuses("used is there already and not an empty folder", hf.save_hf, ours, str(tmp_path / "used"))
     (tmp_path / "empty").mkdir()
     hf.save_hf(ours, str(tmp_path / "empty"))
-
-    def full_disk(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(hf, "write_safetensors", full_disk)
+    monkeypatch.setattr(hf, "write_safetensors", Mock(side_effect=OSError(28, "No space left on device")))
     refuses("No space left", hf.save_hf, ours, str(tmp_path / "new"))
     assert sorted(os.listdir(tmp_path)) == ["empty", "used"] and os.listdir(tmp_path / "used") == ["notes.txt"]
 
@@ -565,13 +565,8 @@ CHAT = ("{{- bos_token }}{%- for m in messages %}{{ '<|start_header_id|>' + m['r
 @pytest.fixture
 def chat_folder(tmp_path, tokenizer):
     """A folder like that of an instruct model."""
-    torch.manual_seed(3)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY | dict(vocab_size=300, max_position_embeddings=256)))
-    for p in model.parameters():
-        if p.dim() > 1:
-            nn.init.normal_(p, std=0.2)
     folder = tmp_path / "chat"
-    model.save_pretrained(folder)
+    random_model("Llama", TINY | dict(vocab_size=300, max_position_embeddings=256)).save_pretrained(folder)
     tokenizer.save(str(folder / "tokenizer.json"))
     rules = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|begin_of_text|>",
              "eos_token": {"content": "<|eot_id|>", "__type": "AddedToken"}, "chat_template": CHAT}
