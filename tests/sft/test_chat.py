@@ -92,11 +92,8 @@ def test_what_the_mask_covers(folders, tmp_path):
 ])
 def test_a_template_that_does_not_tell_is_refused_by_name(tmp_path, template):
     folder = chat_folder(tmp_path / "strange", "qwen3")
-    with pytest.raises(ValueError) as error:
-        ours(folder, {"messages": CALLS if "tool_calls" in template else FOUR}, template)
-    text = str(error.value)
-    assert text.startswith(f"the chat template of {folder} does not tell which tokens of message ")
-    assert "{% generation %} ... {% endgeneration %}" in text and "\n" not in text
+    words = f"^the chat template of {folder} does not tell which tokens of message .*{{% generation %}} ... {{% endgeneration"
+    refuses(words, ours, folder, {"messages": CALLS if "tool_calls" in template else FOUR}, template)
 
 
 @pytest.mark.parametrize("row, name, messages, said", [
@@ -231,9 +228,8 @@ def test_masks_where_the_tokenizer_puts_in_a_blank_of_its_own(tmp_path, kind):
 def test_bad_lines_are_named(tmp_path, line, part):
     file, folder = tmp_path / "c.jsonl", chat_folder(tmp_path / "qwen", "qwen3")
     file.write_bytes(f"\ufeff{json.dumps({'messages': FOUR})}\n\n".encode() + line.encode("latin1") + b"\n")
-    with pytest.raises(ValueError, match=f"c.jsonl line 3: need a conversation like .*{part}") as error:
-        list(documents_of(file, folder / "tokenizer.json", 0))
-    assert len(str(error.value)) < 500  # without the line itself
+    words = f"c.jsonl line 3: need a conversation like .*{part}"
+    assert len(refuses(words, list, documents_of(file, folder / "tokenizer.json", 0))) < 500  # without the line itself
 
 
 def test_a_template_that_fails_is_named_with_the_line(tmp_path):
