@@ -11,7 +11,6 @@ import json
 import os
 import random
 import shutil
-import socket
 import sys
 import time
 from dataclasses import replace
@@ -20,6 +19,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from programs import free_port
 from runs import REPO, Job, launch, run, train_lines
 from saves import refuses
 
@@ -125,10 +125,7 @@ class World:
     """A lighthouse and the groups that use it, each a torchrun of two processes."""
 
     def __init__(self, folder: Path, min_replicas: int, flags: list):
-        with socket.socket() as free:
-            free.bind(("", 0))
-            port = free.getsockname()[1]
-        self.folder, self.jobs, self.starts = folder, {}, 0
+        self.folder, self.jobs, self.starts, port = folder, {}, 0, free_port()
         self.flags = [*FLAGS, *flags, "--dp_shard", 2, "--ft_lighthouse", f"http://127.0.0.1:{port}", "--ft_timeout_s", TIMEOUT,
                       "--out", folder / "run"]
         lighthouse = [Path(sys.executable).parent / "torchft_lighthouse", "--bind", f"[::]:{port}", "--min_replicas",
