@@ -16,7 +16,7 @@ from chats import bpe
 from layouts import build, config, equals_transformers, full
 from pool import pool
 from safetensors.torch import load_file, save_file
-from saves import refuses, saver
+from saves import refuses, saver, stops
 from tokenizers import processors
 from torch import nn
 
@@ -616,10 +616,7 @@ def test_chat_templates_by_name_and_in_a_file_of_their_own(chat_folder):
 ])
 def test_chat_templates_of_strangers(chat_folder, template, message, capsys):
     (chat_folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-    with pytest.raises(SystemExit):
-        greedy(chat_folder, "hello", capsys, "--chat")
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and str(chat_folder) in error
+    assert str(chat_folder) in stops(capsys, greedy, chat_folder, "hello", capsys, "--chat")
     refuses(message, lambda: chat_prompts(str(chat_folder))("hello"))
 
 
@@ -647,9 +644,7 @@ def test_a_tokenizer_that_panics(chat_folder, capsys):
     split = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": False}
     rules["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, rules["pre_tokenizer"]]}
     (chat_folder / "tokenizer.json").write_text(json.dumps(rules))
-    with pytest.raises(SystemExit) as exit:
-        greedy(chat_folder, "x" * 60, capsys)
-    assert exit.value.code == 2 and "the tokenizer fails on 'xxx" in capsys.readouterr().err
+    assert "the tokenizer fails on 'xxx" in stops(capsys, greedy, chat_folder, "x" * 60, capsys)
 
 
 def test_from_hf_and_to_hf(chat_folder, tmp_path, capsys):
@@ -667,15 +662,11 @@ def test_from_hf_and_to_hf(chat_folder, tmp_path, capsys):
     exported = transformers.AutoModelForCausalLM.from_pretrained(out)
     assert exported.config.eos_token_id == exported.generation_config.eos_token_id == 1
     ids = exported.generate(**theirs("x", return_tensors="pt"), max_new_tokens=12, do_sample=False)
-    assert greedy(out, "x", capsys, n=12) == theirs.decode(ids[0], skip_special_tokens=True)
+    assert greedy(out, "x", capsys, n=12) == printable(theirs.decode(ids[0], skip_special_tokens=True))
     for argv in (["from_hf", str(chat_folder), run], ["to_hf", run, out], ["to_hf", str(tmp_path / "nowhere"), out + "2"],
                  ["from_hf", str(tmp_path), out + "2"]):
-        with pytest.raises(SystemExit, match="2"):
-            checkpoint_commands.main(argv)
-        error = capsys.readouterr().err
-        assert error.startswith("error: ") and error.count("\n") == 1
-    with pytest.raises(SystemExit):
-        checkpoint_commands.main(["to_hf", run, out + "2", "--dtype", "int8"])
+        assert stops(capsys, checkpoint_commands.main, argv).startswith("error: ")
+    stops(capsys, checkpoint_commands.main, ["to_hf", run, out + "2", "--dtype", "int8"])
     assert not os.path.exists(out + "2")
 
 
