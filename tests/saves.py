@@ -106,6 +106,16 @@ def refuses(words, function, *args, **flags) -> str:
     return str(error.value)
 
 
+def stops(capsys, command, *args) -> str:
+    """Checks that command(*args) ends with status 2 and one line on stderr, and returns the line."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as status:
+        command(*args)
+    error = capsys.readouterr().err
+    assert status.value.code == 2 and error.count("\n") == 1, error
+    return error
+
+
 def flip(file, bit):
     content = bytearray(Path(file).read_bytes())
     content[bit // 8] ^= 1 << bit % 8

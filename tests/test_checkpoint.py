@@ -8,6 +8,7 @@ import resource
 import shutil
 import signal
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -241,23 +242,20 @@ def test_every_flipped_bit_is_noticed(tmp_path):
     verify(str(folder))
 
 
-@pytest.mark.parametrize("damage", ["missing", "unlisted", "truncated", "link", "renamed"])
+DAMAGES = {  # what happens to the file of tensors of step 2
+    "missing": lambda shard: shard.unlink(),
+    "unlisted": lambda shard: shard.with_name("__1_0.distcp").write_bytes(b""),
+    "truncated": lambda shard: os.truncate(shard, shard.stat().st_size - 64),
+    "link": lambda shard: shard.symlink_to(shard.rename(shard.parents[2] / "elsewhere")),
+    "renamed": lambda shard: shard.parent.rename(shard.parent.with_name("step-3")),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_every_other_damage_is_noticed(tmp_path, damage, capsys):
-    folder = Path(path(save_run(tmp_path, 1, 2), 2))
-    shard = folder / "__0_0.distcp"
-    if damage == "missing":
-        shard.unlink()
-    elif damage == "unlisted":
-        (folder / "__1_0.distcp").write_bytes(b"")
-    elif damage == "truncated":
-        os.truncate(shard, shard.stat().st_size - 64)
-    elif damage == "link":
-        shard.rename(tmp_path / "elsewhere")
-        shard.symlink_to(tmp_path / "elsewhere")
-    elif damage == "renamed":
-        folder = folder.rename(folder.with_name("step-3"))
+    DAMAGES[damage](Path(path(save_run(tmp_path, 1, 2), 2), "__0_0.distcp"))
     with pytest.raises(Damaged):
-        verify(str(folder))
+        verify(step_folders(str(tmp_path))[0][1])
     fresh = trained(1, 0)
     assert saver(*fresh, tmp_path).load()["step"] == 1
     assert "DAMAGED" in capsys.readouterr().out
@@ -684,17 +682,11 @@ def test_load_model(tmp_path):
 
 # --- several processes: any layout continues any layout's checkpoint, bit for bit
 
-FOUR = {
-    "hsdp": dict(dp_replicate=2, dp_shard=2),
-    "tp2": dict(dp_shard=2, tp=2),
-    "pp2": dict(dp_shard=2, pp=2),
-    "pp2tp2": dict(pp=2, tp=2),
-    "cp2": dict(dp_shard=2, cp=2),
-    "tp4": dict(tp=4),
-    "interleaved": dict(dp_shard=2, pp=2, pp_schedule="Interleaved1F1B", pp_layers_per_stage=1, pp_first_stage_less_layers=0,
-                        pp_last_stage_less_layers=0),
-}
-TWO = {"dp2 of 2": {}, "pp2 of 2": dict(pp=2)}
+FOUR = [(4, flags) for flags in (
+    dict(dp_replicate=2, dp_shard=2), dict(dp_shard=2, tp=2), dict(dp_shard=2, pp=2), dict(pp=2, tp=2), dict(dp_shard=2, cp=2),
+    dict(tp=4), dict(dp_shard=2, pp=2, pp_schedule="Interleaved1F1B", pp_layers_per_stage=1, pp_first_stage_less_layers=0,
+                     pp_last_stage_less_layers=0))]
+TWO = [(2, {}), (2, dict(pp=2))]
 
 
 def run_layout(flags, source, target, options):
@@ -732,17 +724,23 @@ def merged(parts):
     return whole
 
 
+def continued(first: str, layouts: list, hashes: dict, options: dict) -> str:
+    """Loads the run `first` in one layout after the other, each from the run of the one before, and compares every copy."""
+    before = first
+    for i, (n, flags) in enumerate(layouts, 1):
+        after = f"{first}-{i}"
+        got = merged(pool(n).run(run_layout, flags, before, after, options))
+        assert got == hashes and diff(path(first, 2), path(after, 2)) == 0, flags
+        before = after
+    return before
+
+
 @pytest.mark.slow
 def test_any_layout_continues_any_layout(tmp_path):
-    first = before = str(tmp_path / "0")
+    first = str(tmp_path / "0")
     hashes = merged(pool(4).run(run_layout, {}, None, first, {"steps": 2}))
     assert len(hashes) == 4 * len(list(Llama3(config()).parameters()))
-    chain = [*FOUR.items(), *TWO.items(), ("dp4", {})]  # through all of them, and back to the first
-    for i, (name, flags) in enumerate(chain):
-        after = str(tmp_path / str(i + 1))
-        got = merged(pool(2 if name in TWO else 4).run(run_layout, flags, before, after, {}))
-        assert got == hashes and diff(path(first, 2), path(after, 2)) == 0, name
-        before = after
+    before = continued(first, [*FOUR, *TWO, (4, {})], hashes, {})  # through all of them, and back to the first
     # and a plain process
     model = Llama3(config())
     optimizer = torch.optim.AdamW(model.parameters())
@@ -754,18 +752,13 @@ def test_any_layout_continues_any_layout(tmp_path):
 @pytest.mark.slow
 def test_any_expert_layout_continues_any(tmp_path):
     """Experts, moments and balancing biases through every kind of split, and back to the first layout, to the bit."""
-    first = before = str(tmp_path / "0")
+    first = str(tmp_path / "0")
     hashes = merged(pool(4).run(run_layout, dict(ep=2), None, first, {"steps": 2, "moe": True}))
     biases = [value for key, value in hashes.items() if key.endswith("balance.bias")]
     assert len(biases) == 4 and all(biases)
     assert sum(".moe.experts.w" in key for key in hashes) == 4 * 3 * 4  # 4 layers, 3 matrices; weight, two moments, step
-    for i, (n, flags) in enumerate([
-        (2, {}), (4, dict(ep=4)), (4, dict(tp=2, ep=2, etp=2)), (4, dict(tp=2, ep=4)), (4, dict(pp=2, ep=2)), (4, dict(ep=2)),
-    ]):
-        after = str(tmp_path / str(i + 1))
-        got = merged(pool(n).run(run_layout, flags, before, after, {"moe": True}))
-        assert got == hashes and diff(path(first, 2), path(after, 2)) == 0, flags
-        before = after
+    continued(first, [(2, {}), (4, dict(ep=4)), (4, dict(tp=2, ep=2, etp=2)), (4, dict(tp=2, ep=4)), (4, dict(pp=2, ep=2)),
+                      (4, dict(ep=2))], hashes, {"moe": True})
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
@@ -793,19 +786,10 @@ def sharded(out):
 
 
 def save_with_one_failing_rank(out, failing):
-    c = sharded(out)
-    torch_dcp = dcp.import_dcp()
-    original = torch_dcp.FileSystemWriter.write_data
-
-    def full_disk(*args):
-        raise OSError(28, "No space left on device")
-
-    try:
-        if c.rank == failing:
-            torch_dcp.FileSystemWriter.write_data = full_disk
+    c, error = sharded(out), OSError(28, "No space left on device")
+    full_disk = mock.patch.object(dcp.import_dcp().FileSystemWriter, "write_data", side_effect=error)
+    with full_disk if c.rank == failing else nullcontext():
         first = c.save(1, {})
-    finally:
-        torch_dcp.FileSystemWriter.write_data = original
     return first, c.save(2, {}), step_folders(out)
 
 

@@ -214,16 +214,11 @@ def test_validation_is_the_same_in_every_layout(corpus, shards):
 
 def loaded_text(folder: Path):
     """id -> the bytes of a token, by `tokenizers`; no bytes for the special token."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode  # GPT-2's table from bytes to printable characters
+
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    decode = {c: b for b, c in byte_characters().items()}
+    decode = {c: b for b, c in bytes_to_unicode().items()}
     return lambda i: b"" if i == tokenizer.token_to_id("<|endoftext|>") else bytes(decode[c] for c in tokenizer.id_to_token(i))
-
-
-def byte_characters() -> dict:
-    """GPT-2's table from bytes to printable characters (openai/gpt-2, encoder.py)."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    rest = [b for b in range(256) if b not in printable]
-    return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(rest)}
 
 
 def test_doc_mask_arrays(corpus):

@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from saves import IDENTITY, path, saver, trained
+from saves import IDENTITY, path, refuses, saver, trained
 
 import train_llama3
 from data import DataConfig, open_data
@@ -40,8 +40,7 @@ def test_init_from_goes_on_with_the_ids_of_its_tokenizer(tmp_path, book, kind):
     its, other = (sha256_file(Path(folder, "tokenizer.json")) for folder in (first, second))
     assert start(flags) == its == start(flags, tokenizer=first) == start(flags, data=first)
     for wrong, fix in ((dict(tokenizer=second), "leave out --tokenizer"), (dict(data=second), "make the shards with")):
-        with pytest.raises(ValueError, match=f"another tokenizer .sha256 {its[:12]}. than the data has .{other[:12]}.*{fix}"):
-            start(flags, **wrong)
+        refuses(f"another tokenizer .sha256 {its[:12]}. than the data has .{other[:12]}.*{fix}", start, flags, **wrong)
         assert start(flags, **wrong, exclude_from_loading=["tok_embeddings", "head"]) == other
     assert start(flags, exclude_from_loading=["model.tok_embeddings.*"]) not in (its, other)  # new ids: a new tokenizer
     assert start(flags | {"init_from": ""}) not in (its, other)
@@ -51,8 +50,7 @@ def test_init_from_goes_on_with_the_ids_of_its_tokenizer(tmp_path, book, kind):
 def test_weights_without_a_tokenizer_need_one(tmp_path, book, kind):
     flags, first, second = book
     flags["init_from"] = source_of(kind, tmp_path / "source", None)
-    with pytest.raises(ValueError, match="tokenizer.json is missing: give the tokenizer of these weights with --tokenizer"):
-        start(flags)
+    refuses("tokenizer.json is missing: give the tokenizer of these weights with --tokenizer", start, flags)
     assert start(flags, tokenizer=first) == start(flags, data=first)
 
 
@@ -67,8 +65,7 @@ def test_a_run_that_goes_on_keeps_the_tokenizer_it_began_with(tmp_path, book):
     assert start(flags) == its
     more = dict(init_from=flags["out"], init_model_only=False, out=str(tmp_path / "third"))
     assert start(flags, **more) == its
-    with pytest.raises(ValueError, match="another tokenizer"):
-        start(flags, **more, tokenizer=second)
+    refuses("another tokenizer", start, flags, **more, tokenizer=second)
 
 
 @pytest.mark.parametrize("kind", ["run", "hugging face"])
@@ -97,8 +94,7 @@ def test_a_tokenizer_of_the_same_ids_is_no_other_one(tmp_path, book, kind):
             if is_same:
                 assert start(flags, **more) == sha256_file(file) != sha256_file(Path(first, "tokenizer.json"))
             else:
-                with pytest.raises(ValueError, match="another tokenizer"):
-                    start(flags, **more)
+                refuses("another tokenizer", start, flags, **more)
 
 
 def test_a_start_reads_of_a_checkpoint_what_it_needs(tmp_path, book, monkeypatch):

@@ -24,7 +24,7 @@ import runs
 import torch
 import torch.distributed as dist
 from pool import forkserver
-from programs import run_program
+from programs import free_port, run_program
 from runs import Job
 from torch.distributed.run import get_args_parser
 
@@ -364,8 +364,7 @@ class Nodes:
     """Two torchrun agents on this machine that take each other for two machines; the first holds the rendezvous."""
 
     def __init__(self, start, out, nnodes):
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.start_job, self.out, self.nnodes = start, out, nnodes
         self.first = self.start()
         self.first.until(self.has_rendezvous)
@@ -485,30 +484,20 @@ def test_machines_that_differ_do_not_train_together(tmp_path, start, port, what,
 
 @pytest.fixture
 def port():
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
+    return free_port()
 
 
 @pytest.mark.slow
-def test_a_rank_that_fails_alone_says_so(tmp_path, start, port):
-    script = fork(tmp_path, """
-        if step == 3 and layout.rank == 1:
+@pytest.mark.parametrize("failing", [(0, 1), (1,)], ids=["all", "one"])
+def test_an_error_is_told_once_by_a_rank_that_has_it(tmp_path, start, port, failing):
+    script = fork(tmp_path, f"""
+        if step == 3 and layout.rank in {failing}:
             raise ValueError("a bad record")
     """)
-    first, second = (by_hand(start, tmp_path, rank, port, script=script) for rank in (0, 1))
-    assert second.end(within=60) == 1 and first.end(within=60) == 1
-    assert f"error on rank 1 ({socket.gethostname()}): ValueError: a bad record" in second.text()
-
-
-@pytest.mark.slow
-def test_an_error_of_all_ranks_is_told_once(tmp_path, start, port):
-    script = fork(tmp_path, """
-        if step == 3:
-            raise ValueError("a bad record")
-    """)
-    first, second = (by_hand(start, tmp_path, rank, port, script=script) for rank in (0, 1))
-    assert first.end(within=60) == second.end(within=60) == 1
-    assert (first.text() + second.text()).count("ValueError: a bad record") == 1
+    jobs = [by_hand(start, tmp_path, rank, port, script=script) for rank in (0, 1)]
+    assert jobs[1].end(within=60) == 1 and jobs[0].end(within=60) == 1
+    told = f"error on rank {failing[0]} ({socket.gethostname()}): ValueError: a bad record"
+    assert told in jobs[failing[0]].text() and sum(job.text().count("ValueError: a bad record") for job in jobs) == 1
 
 
 def count_sockets(rank: int, ranks: int, port: int, found):
@@ -594,9 +583,7 @@ def test_the_files_for_kubernetes_and_skypilot(tmp_path):
 def test_slurm_script(tmp_path, start):
     """The script of docs/cluster.md, with stand-ins for srun and scontrol: it requeues itself while there is progress."""
     (script,) = re.findall(r"```bash\n(#!/bin/bash.*?)```", (REPO / "docs" / "cluster.md").read_text(), re.S)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    out = tmp_path / "run"
+    out, port = tmp_path / "run", free_port()
     programs = {
         "srun": f'while [ "$1" != torchrun ]; do shift; done; shift\n'
                 f'exec {sys.executable} -m torch.distributed.run --local_addr 127.0.0.1 "$@"\n',

@@ -15,6 +15,7 @@ from layouts import Flags, build, config
 from pool import pool
 from programs import run_program
 from runs import ENV, launch
+from saves import refuses
 
 from distributed.checks import check_replicas
 from distributed.layout import local_tensor
@@ -36,11 +37,7 @@ def check(**given):
 
 
 def refusal(**given) -> str:
-    with pytest.raises(ValueError) as error:
-        check(**given)
-    message = str(error.value)
-    assert message and "\n" not in message
-    return message
+    return refuses(".", check, **given)
 
 
 PP = dict(world_size=2, pp=2)

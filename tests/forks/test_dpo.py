@@ -7,6 +7,7 @@ from policy import ENV, assert_close, full_logprobs, gradients, hf_folder, sampl
 from pool import pool
 from programs import run_program
 from runs import REPO, launch, train_lines
+from saves import refuses
 
 from forks.train_dpo import split_pair, update_policy
 
@@ -43,8 +44,7 @@ def test_pairs():
     assert split_pair(dict(chosen=say("a", "b"), rejected=say("a", "c"))) == (say("a"), say("b"), say("c"))
     assert split_pair(dict(chosen="1 + 1 = 2", rejected="1 + 1 = 3")) == ("1 + 1 =", " 2", " 3")
     for wrong in (dict(chosen="a", rejected="a"), dict(prompt="a", chosen="b"), dict(prompt="a", chosen=[], rejected=say("b"))):
-        with pytest.raises(ValueError, match="all texts or all lists"):
-            split_pair(wrong)
+        refuses("all texts or all lists", split_pair, wrong)
 
 
 def test_runs(tmp_path):

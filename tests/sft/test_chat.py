@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 from chats import EOS, SPECIAL, TEMPLATES, WORDS, chat_folder, conversations, judged, with_marks
 from runs import REPO
+from saves import refuses
 from test_data import call_cli
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
@@ -91,11 +92,8 @@ def test_what_the_mask_covers(folders, tmp_path):
 ])
 def test_a_template_that_does_not_tell_is_refused_by_name(tmp_path, template):
     folder = chat_folder(tmp_path / "strange", "qwen3")
-    with pytest.raises(ValueError) as error:
-        ours(folder, {"messages": CALLS if "tool_calls" in template else FOUR}, template)
-    text = str(error.value)
-    assert text.startswith(f"the chat template of {folder} does not tell which tokens of message ")
-    assert "{% generation %} ... {% endgeneration %}" in text and "\n" not in text
+    words = f"^the chat template of {folder} does not tell which tokens of message .*{{% generation %}} ... {{% endgeneration"
+    refuses(words, ours, folder, {"messages": CALLS if "tool_calls" in template else FOUR}, template)
 
 
 @pytest.mark.parametrize("row, name, messages, said", [
@@ -110,8 +108,7 @@ def test_published_templates_get_marks_by_their_hash(tmp_path, monkeypatch, caps
     """Short templates with pieces of the published ones; their hash comes into a copy of chat_marks.json."""
     folder, record, rows = chat_folder(tmp_path / name, "qwen3"), {"messages": messages}, json.loads(chat.MARKS.read_text())
     template = (REPO / f"tests/chat_templates/{name}.jinja").read_text().strip()
-    with pytest.raises(ValueError, match="does not tell which tokens"):
-        ours(folder, record, template)
+    refuses("does not tell which tokens", ours, folder, record, template)
     rows[row]["sha256"][hashlib.sha256(template.encode()).hexdigest()] = name
     (tmp_path / "marks.json").write_text(json.dumps(rows))
     monkeypatch.setattr(chat, "MARKS", tmp_path / "marks.json")
@@ -129,8 +126,7 @@ def test_an_end_of_turn_inside_an_answer_is_not_taken_for_its_end(tmp_path, fold
     folder = chat_folder(tmp_path / "qwen", "qwen3")
     typed = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a<|im_end|>\nb"}]
     record = {"messages": typed * 2}
-    with pytest.raises(ValueError, match="does not tell which tokens of message 2"):
-        ours(folder, record)
+    refuses("does not tell which tokens of message 2", ours, folder, record)
     assert ours(folder, {"messages": typed}) == folders["qwen3"][1]({"messages": typed})
     assert ours(folder, record, with_marks(TEMPLATES["qwen3"])) == folders["qwen3"][1](record)
 
@@ -232,20 +228,17 @@ def test_masks_where_the_tokenizer_puts_in_a_blank_of_its_own(tmp_path, kind):
 def test_bad_lines_are_named(tmp_path, line, part):
     file, folder = tmp_path / "c.jsonl", chat_folder(tmp_path / "qwen", "qwen3")
     file.write_bytes(f"\ufeff{json.dumps({'messages': FOUR})}\n\n".encode() + line.encode("latin1") + b"\n")
-    with pytest.raises(ValueError, match=f"c.jsonl line 3: need a conversation like .*{part}") as error:
-        list(documents_of(file, folder / "tokenizer.json", 0))
-    assert len(str(error.value)) < 500  # without the line itself
+    words = f"c.jsonl line 3: need a conversation like .*{part}"
+    assert len(refuses(words, list, documents_of(file, folder / "tokenizer.json", 0))) < 500  # without the line itself
 
 
 def test_a_template_that_fails_is_named_with_the_line(tmp_path):
     folder = chat_folder(tmp_path / "fails", "qwen3")
     with pytest.raises(ValueError, match="^the chat template of .*fails fails: roles must alternate$"):
         ours(folder, {"messages": FOUR}, "{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(ValueError, match="^the chat template of .*fails fails: "):
-        ours(folder, {"messages": FOUR}, "{% if %}")
+    refuses("^the chat template of .*fails fails: ", ours, folder, {"messages": FOUR}, "{% if %}")
     (folder / "chat_template.jinja").unlink()
-    with pytest.raises(ValueError, match="x: .*fails has no chat template"):
-        read_template(str(folder), "x")
+    refuses("x: .*fails has no chat template", read_template, str(folder), "x")
     assert read_special_tokens(str(folder))["eos_token"] == EOS["qwen3"]
 
 
@@ -354,5 +347,4 @@ def test_content_in_parts_is_one_text_and_messages_without_weight_have_no_loss(f
 ])
 def test_what_would_be_lost_is_refused_by_name(tmp_path, message, words):
     template = "{% for m in messages if m.role != 'Bing' %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
-    with pytest.raises(ValueError, match=re.escape(words)):
-        ours(chat_folder(tmp_path / "simple", "qwen3"), {"messages": [message]}, template)
+    refuses(re.escape(words), ours, chat_folder(tmp_path / "simple", "qwen3"), {"messages": [message]}, template)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from chats import chat_folder, conversations, judged
+from layouts import Flags, drawn, initialised
 from runs import MODEL, launch, metrics, run
 from test_data import call_cli, change_index, copy_of, refused
 from transformers import AutoTokenizer
@@ -19,10 +20,9 @@ from checkpoint import load_model
 from corpus.build import build_shards
 from corpus.tokenizer import find_tokenizer
 from data import DataConfig, open_data
-from distributed.layout import Layout
-from models import deepseek, llama3, qwen3
+from models.deepseek import DeepSeekConfig
 from models.llama3 import Llama3, Llama3Config
-from parallel import init_weights
+from models.qwen3 import Qwen3Config
 from sft import chat_data
 from sft.chat_data import ChatData, first_fit
 from storage.hf import load_hf_model, save_hf
@@ -189,13 +189,8 @@ def test_padding_and_what_is_too_long_is_said(chats, capsys, monkeypatch):
 
 
 def model_of(loaded):
-    torch.manual_seed(0)
-    config = Llama3Config(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=64, vocab_size=loaded.vocab_size,
-                          max_seq_len=T)
-    model = Llama3(config)
-    for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.3) if p.dim() > 1 else torch.nn.init.ones_(p)
-    return model
+    return drawn(Llama3(Llama3Config(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=64,
+                                     vocab_size=loaded.vocab_size, max_seq_len=T)))
 
 
 def test_packed_loss_is_the_unpacked_loss(chats, tmp_path):
@@ -325,23 +320,18 @@ LORA = ["--lora_rank", 4, "--lr", "1e-2"]
 KINDS = {"all weights": ("llama3", ["--lr", "3e-3"]), "lora": ("llama3", LORA), "experts": ("qwen3", ["--lr", "3e-3"]),
          "experts, lora": ("qwen3", LORA), "deepseek": ("deepseek", ["--lr", "3e-3"])}
 EXPERTS = dict(dim=32, n_layers=4, n_heads=4, vocab_size=4096, n_experts=4, top_k=2, moe_ffn_dim=32)
-SIZES = {"llama3": (llama3.Llama3, llama3.Llama3Config, dict(n_layers=4)),
-         "qwen3": (qwen3.Qwen3, qwen3.Qwen3Config, EXPERTS | dict(n_kv_heads=2, head_dim=8)),
-         "deepseek": (deepseek.DeepSeek, deepseek.DeepSeekConfig, EXPERTS | dict(
-             ffn_dim=64, n_groups=2, top_k_groups=1, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4,
-             v_head_dim=8))}
+CONFIGS = {"llama3": override_fields(Llama3Config(), MODEL, "--model_args"),
+           "qwen3": Qwen3Config(**EXPERTS, n_kv_heads=2, head_dim=8),
+           "deepseek": DeepSeekConfig(**EXPERTS, ffn_dim=64, n_groups=2, top_k_groups=1, q_lora_rank=16, kv_lora_rank=16,
+                                      qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8)}
 
 
 @pytest.fixture(scope="module")
 def bases(chats, tmp_path_factory):
     """{model: a Hugging Face folder of it, with the tokenizer and template of the conversations}"""
     root, found = tmp_path_factory.mktemp("bases"), {}
-    for name, (Model, Config, sizes) in SIZES.items():
-        model_config = Config(**sizes) if name != "llama3" else override_fields(Config(), MODEL, "--model_args")
-        with torch.device("meta"):
-            model = Model(model_config)
-        model.to_empty(device="cpu")
-        init_weights(model, Layout(), 3)
+    for name, model_config in CONFIGS.items():
+        model = initialised(model_config, Flags(), 3)
         save_hf(model, str(root / name), torch.float32, tokenizer_file=str(chats[0] / "qwen" / "tokenizer.json"))
         found[name] = root / name
     return found

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import ClassVar, Literal, Optional
 
 import pytest
+from saves import refuses
 
 from support.config import Need, check_range, flag, no_effect, parse_config, save_config, usage_error
 from tools.other_names import ELSEWHERE, SENTENCES, suggest_flag
@@ -105,10 +106,8 @@ def test_refused(capsys, argv, parts):
 
 def test_check_range():
     check_range(Config(), 0, math.inf, "lr", "decay_ratio")
-    with pytest.raises(ValueError, match="--lr -0.1 must be 0 or more"):
-        check_range(Config(lr=-0.1), 0, math.inf, "decay_ratio", "lr")
-    with pytest.raises(ValueError, match="--min_lr_ratio 2 must be between 0 and 1"):
-        check_range(Config(min_lr_ratio=2), 0, 1, "min_lr_ratio")
+    refuses("--lr -0.1 must be 0 or more", check_range, Config(lr=-0.1), 0, math.inf, "decay_ratio", "lr")
+    refuses("--min_lr_ratio 2 must be between 0 and 1", check_range, Config(min_lr_ratio=2), 0, 1, "min_lr_ratio")
 
 
 def test_a_newline_in_a_value_stays_on_one_line(capsys):

@@ -21,7 +21,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -33,6 +32,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from programs import free_port
 from safetensors.torch import load_file
 
 import checkpoint
@@ -261,10 +261,7 @@ def observed(program: str, cfg, poison=0, launched=False, continues=False, drift
         shutil.copytree(PLACES["<run>"], cfg.out, dirs_exist_ok=True)
     with tidy(), contextlib.ExitStack() as stack:
         if launched:
-            with socket.socket() as free:
-                free.bind(("localhost", 0))
-                port = free.getsockname()[1]
-            os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="localhost", MASTER_PORT=str(port))
+            os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="localhost", MASTER_PORT=str(free_port()))
         for patch in [*patches, contextlib.redirect_stdout(texts)]:
             stack.enter_context(patch)
         try:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from saves import refuses
 
 from support import metrics
 from support.metrics import Metrics, MetricsConfig, loss_curve, peak_flops
@@ -38,11 +39,7 @@ def train(m, steps, loss=lambda step: torch.tensor(8.0 / step)):
 
 def strict_lines(out):
     """The lines as a strict JSON reader sees them: NaN and Infinity, which Python's reader would take, are errors."""
-
-    def refuse(name):
-        raise ValueError(name)
-
-    return [json.loads(text, parse_constant=refuse) for text in open(out / "metrics.jsonl")]
+    return [json.loads(text, parse_constant=pytest.fail) for text in open(out / "metrics.jsonl")]
 
 
 def test_line_has_the_contract_keys_and_full_precision(tmp_path, capsys):
@@ -263,8 +260,7 @@ def test_wandb_continues_the_curves_of_a_continued_run_only(tmp_path, monkeypatc
 
 def test_an_instrument_that_is_not_there(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="pip install wandb"):
-        MetricsConfig(wandb="x")
+    refuses("pip install wandb", MetricsConfig, wandb="x")
 
 
 @dataclass(kw_only=True)

@@ -1,12 +1,16 @@
 """--check_parity --where --against: no difference from transformers, and the module of a planted mistake is named."""
 import functools
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 from unittest import mock
 
 import pytest
+import test_hf
 import torch
 import torch.nn.functional as F
+from saves import refuses
+from test_deepseek import COMMON, YARN
 
 import train_deepseek
 import train_llama3
@@ -15,24 +19,15 @@ from models import deepseek, layers, llama3, qwen3
 from tools import transformers_parity as against
 from tools.reports import run_report
 
-TINY = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4, head_dim=8, intermediate_size=64,
-            vocab_size=101, max_position_embeddings=256, rms_norm_eps=1e-5, bos_token_id=None, eos_token_id=None)
-SCALED = dict(rope_type="llama3", rope_theta=5e5, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
-              original_max_position_embeddings=16)
+TINY = test_hf.TINY | dict(num_hidden_layers=2, max_position_embeddings=256)
 EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True)
-LATENT = dict(
-    hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=4, n_shared_experts=1, n_routed_experts=8, routed_scaling_factor=2.5, kv_lora_rank=32, q_lora_rank=24,
-    qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=24, n_group=4, topk_group=2, num_experts_per_tok=3,
-    first_k_dense_replace=1, vocab_size=101, max_position_embeddings=256)
-YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=8.0, beta_fast=32, beta_slow=1, original_max_position_embeddings=32,
-            mscale=0.707, mscale_all_dim=0.707)
+LATENT = COMMON | dict(num_hidden_layers=2)
 KINDS = {  # name -> (recipe, transformers' name, its config)
-    "llama3": (train_llama3, "Llama", TINY | dict(rope_parameters=SCALED)),
+    "llama3": (train_llama3, "Llama", TINY | dict(rope_parameters=test_hf.SCALED)),
     "tied": (train_llama3, "Llama", TINY | dict(tie_word_embeddings=True, num_attention_heads=4)),
     "qwen3": (train_qwen3, "Qwen3", TINY),
     "qwen3_moe": (train_qwen3, "Qwen3Moe", TINY | EXPERTS),
-    "deepseek_v3": (train_deepseek, "DeepseekV3", LATENT | dict(norm_topk_prob=True)),
+    "deepseek_v3": (train_deepseek, "DeepseekV3", LATENT),
     "deepseek_v2": (train_deepseek, "DeepseekV2", LATENT | dict(
         norm_topk_prob=False, topk_method="group_limited_greedy", rope_parameters=YARN)),
 }
@@ -41,17 +36,12 @@ KINDS = {  # name -> (recipe, transformers' name, its config)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """kind -> a folder written by transformers, with random weights: no weight is without effect."""
-    import transformers
 
     @functools.cache
     def make(kind: str) -> str:
         _, name, values = KINDS[kind]
-        torch.manual_seed(1)
-        model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**values))
-        for p in model.parameters():
-            torch.nn.init.normal_(p, std=0.15) if p.dim() > 1 else torch.nn.init.uniform_(p, 0.5, 1.5)
         folder = str(tmp_path_factory.mktemp(kind))
-        model.save_pretrained(folder)
+        test_hf.random_model(name, values, std=0.15).save_pretrained(folder)
         return folder
 
     return make
@@ -160,14 +150,12 @@ def test_a_forks_own_class_is_compared(folder):
 ])
 def test_what_against_refuses(flags, words, folder, tmp_path, capsys):
     flags = flags.replace("FOLDER", folder("llama3")).replace("QWEN", folder("qwen3")).split()
-    with pytest.raises(ValueError) as raised:
-        run_report(train_llama3.main, train_llama3.Config, [*flags, "--out", str(tmp_path)])
-    assert words in str(raised.value) and "\n" not in str(raised.value)
+    refuses(re.escape(words), run_report, train_llama3.main, train_llama3.Config, [*flags, "--out", str(tmp_path)])
 
 
 def test_without_transformers_one_line_says_what_to_install(folder):
-    with mock.patch.dict("sys.modules", transformers=None), pytest.raises(ValueError, match="pip install transformers"):
-        against.their_model(folder("llama3"))
+    with mock.patch.dict("sys.modules", transformers=None):
+        refuses("pip install transformers", against.their_model, folder("llama3"))
 
 
 def test_against_as_a_flag(folder, capsys):

@@ -18,6 +18,7 @@ import pytest
 import torch
 from dry import MOE, REPO, config, run
 from pool import pool
+from saves import refuses
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import parallel
@@ -176,8 +177,7 @@ def test_the_ticks_send_what_the_step_sends(name):
 
 @pytest.mark.parametrize("path", ["missing/page.html", "."])
 def test_a_page_that_cannot_be_written_is_refused_at_once(path, tmp_path):
-    with pytest.raises(ValueError, match="need the name of a file"):
-        check_page(str(tmp_path / path))
+    refuses("need the name of a file", check_page, str(tmp_path / path))
 
 
 # ---------------------------------------------------------------- in a browser

@@ -3,6 +3,7 @@ import io
 import re
 import sys
 from contextlib import nullcontext
+from functools import partial, wraps
 from pathlib import Path
 from unittest import mock
 
@@ -81,59 +82,50 @@ def test_where_names_the_function_that_is_broken(name):
 # ---------------------------------------------------------------- mistakes that no test of test_mutants.py makes
 
 
-def mistake(owner, name, make):
-    """A context manager: owner.name is replaced by make(the real one)."""
-    return mock.patch.object(owner, name, make(getattr(owner, name)))
+def mistake(owner, name):
+    """Decorates what takes the place of owner.name, and gets the real one as its first argument: the result returns a context
+    in which the mistake is there."""
+    def decorate(wrong):
+        return wraps(wrong)(lambda: mock.patch.object(owner, name, partial(wrong, getattr(owner, name))))
+    return decorate
 
 
-def keys_in_rank_order():
-    return mistake(parallel, "natural_order", lambda real: lambda x, dim, cp: x)
+@mistake(parallel, "natural_order")
+def keys_in_rank_order(real, x, dim, cp):
+    return x
 
 
-def another_seed_on_each_rank():
-    def make(real):
-        return lambda stage, layout, seed, skip=lambda fqn: False: real(stage, layout, seed + layout.rank, skip)
-    return mistake(parallel, "init_weights", make)
+@mistake(parallel, "init_weights")
+def another_seed_on_each_rank(real, stage, layout, seed, *skip):
+    return real(stage, layout, seed + layout.rank, *skip)
 
 
-def parts_not_summed():
+@mistake(distributed.experts, "gathered_moe")
+def parts_not_summed(real, moe_forward, group, x):
     """Each tp rank keeps the output of its own part of the hidden width; the sum is missing."""
-    def make(real):
-        def gathered(moe_forward, group, x):
-            out = moe_forward(AllGather.apply(x, 1, group))
-            return out.chunk(dist.get_world_size(group), 1)[dist.get_rank(group)].contiguous()
-        return gathered
-    return mistake(distributed.experts, "gathered_moe", make)
+    out = moe_forward(AllGather.apply(x, 1, group))
+    return out.chunk(dist.get_world_size(group), 1)[dist.get_rank(group)].contiguous()
 
 
-def targets_shifted_too_late():
+@mistake(parallel, "inputs")
+def targets_shifted_too_late(real, stage, batch, a, layout):
     """Shift after the sequence is cut: the last token of a rank's chunk does not know the next token."""
-    def make(real):
-        def inputs(stage, batch, a, layout):
-            found = real(stage, batch, a, layout)
-            later = shift_targets(found["tokens"], found["labels"])
-            return found | dict(zip(("next_tokens", "next_labels"), later, strict=True))
-        return inputs
-    return mistake(parallel, "inputs", make)
+    found = real(stage, batch, a, layout)
+    later = shift_targets(found["tokens"], found["labels"])
+    return found | dict(zip(("next_tokens", "next_labels"), later, strict=True))
 
 
-def head_gradient_of_own_tokens():
-    def make(real):
-        def loss(h, weight, labels, denom, *, mesh, kernel=None):
-            weight = weight.redistribute(placements=[Replicate()]).to_local()  # without grad_placements=[Partial()]
-            return linear_cross_entropy(h, weight, labels.chunk(mesh.size(), 1)[mesh.get_local_rank()], denom)
-        return loss
-    return mistake(parallel, "gathered_head_loss", make)
+@mistake(parallel, "gathered_head_loss")
+def head_gradient_of_own_tokens(real, h, weight, labels, denom, *, mesh, kernel=None):
+    weight = weight.redistribute(placements=[Replicate()]).to_local()  # without grad_placements=[Partial()]
+    return linear_cross_entropy(h, weight, labels.chunk(mesh.size(), 1)[mesh.get_local_rank()], denom)
 
 
-def gradients_of_the_last_micro_batch_only():
-    def make(real):
-        def next_backward(model, is_last, layout):
-            real(model, True, layout)
-            for p in model.parameters():
-                p.grad = None
-        return next_backward
-    return mistake(parallel, "next_backward", make)
+@mistake(parallel, "next_backward")
+def gradients_of_the_last_micro_batch_only(real, model, is_last, layout):
+    real(model, True, layout)
+    for p in model.parameters():
+        p.grad = None
 
 
 MORE = [
