@@ -210,10 +210,12 @@ class Trainer:
     A sample is a dict: prompt, ids (token ids), logprobs (mu's, one per id), mask (1.0 for each trained id), advantage; and
     sampled (1.0 for each id chosen by the model), if not equal to the mask. Every rank gets the same list and takes its share.
     """
+    rewarded = True  # False: the reference teaches, whatever the rewards (forks/train_distill.py)
 
     def __init__(self, cfg: Config, layout, model, reference=None):
         self.cfg, self.layout, self.model, self.reference = cfg, layout, model, reference
         self.policy_version, self.denominator = 0, 0.0
+        self.compares = cfg.kl_coef > 0 or not self.rewarded  # with the reference: then every sample has a gradient
         self.new_optimizer()
 
     def new_optimizer(self):
@@ -230,12 +232,21 @@ class Trainer:
 
     @torch.no_grad()
     def reference_logprobs(self, b):
-        """Log-probabilities of the reference of --kl_coef: the initial policy; with LoRA the model without adapters, so no
+        """Log-probabilities of the reference. Of --kl_coef: the initial policy; with LoRA the model without adapters, so no
         second copy is needed."""
         if self.reference is not None:
             return self.forward(self.reference, b)[0]
         with base_model(self.model):
             return self.forward(self.model, b)[0]
+
+    def token_advantages(self, b, ref):
+        """(4) for each token, from the advantage of its sample. ref: the reference's log-probabilities, or None."""
+        return b["advantage"]
+
+    def divergence(self, d):
+        """KL divergence of the policy from the reference, per token, estimated from d = log(reference / policy): k3, 2402.03300
+        (4)."""
+        return d.exp() - d - 1
 
     @torch.no_grad()
     def score(self, samples) -> dict:
@@ -286,16 +297,17 @@ class Trainer:
         batches, found = list(self.microbatches(samples)), []
         sums = torch.zeros(4, dtype=torch.float64, device=layout.device)
         for i, (_, b) in enumerate(batches):
-            ref = self.reference_logprobs(b) if kl_coef else None  # first, because with LoRA the reference is the same model
+            # the reference first, because with LoRA the reference is the same model
+            ref = self.reference_logprobs(b) if self.compares and kind != "sft" else None
             next_backward(model, i == len(batches) - 1, layout)
             lp, entropy = self.forward(model, b)
             assert lp.dtype == torch.float32, lp.dtype
             mask, mu, old = b["mask"], b["mu"], lp.detach() if tis and cfg.minibatches == 1 else b["old"]
-            of_sample = partial(self.sequence_sum, segment=b["segment"])
-            per_token, clipped = policy_loss(kind, lp, old, mu, b["advantage"], mask, b["n"], clip, tis, of_sample)
+            of_sample, advantage = partial(self.sequence_sum, segment=b["segment"]), self.token_advantages(b, ref)
+            per_token, clipped = policy_loss(kind, lp, old, mu, advantage, mask, b["n"], clip, tis, of_sample)
             kl = torch.zeros_like(lp)
-            if kl_coef:  # k3, 2402.03300 (4), with the weights of the loss
-                kl = ((ref - lp).exp() - (ref - lp) - 1) * mask
+            if ref is not None:  # with the weights of the loss
+                kl = self.divergence(ref - lp) * mask
                 per_token = per_token + kl_coef * kl / (b["n"] if kind in ("grpo", "gspo") else 1)
             per_token.sum().backward()
             sums += torch.stack([x.detach().sum().double() for x in (per_token, clipped, torch.ones_like(clipped), kl)])
@@ -341,7 +353,7 @@ def update_policy(trainer: Trainer, groups: list[list[dict]], lr: float) -> dict
     cfg, size = trainer.cfg, len(groups) // trainer.cfg.minibatches
     parts = [sum(groups[i : i + size], []) for i in range(0, len(groups), size)]
     # Groups of equal rewards have no gradient and need no backward, but stay in the denominator.
-    kept = [part if cfg.kl_coef else [s for s in part if s["advantage"] != 0] or part[: cfg.group_size] for part in parts]
+    kept = [part if trainer.compares else [s for s in part if s["advantage"] != 0] or part[: cfg.group_size] for part in parts]
     # The proof covers all samples, and comes before the first update changes the policy.
     at_once = {id(s) for s in kept[0]}
     rest, updates = [s for part in parts for s in part if id(s) not in at_once], []
@@ -357,7 +369,7 @@ def update_policy(trainer: Trainer, groups: list[list[dict]], lr: float) -> dict
     return proof | dict(
         loss=weighted_mean(updates, "loss", "denominator"), loss_max=max(u["loss_max"] for u in updates),
         grad_norm=sum(u["grad_norm"] for u in updates) / len(updates), padding=weighted_mean(updates, "padding", "fed"),
-        **{"kl": weighted_mean(updates, "kl", "tokens")} if cfg.kl_coef else {},
+        **{"kl": weighted_mean(updates, "kl", "tokens")} if trainer.compares else {},
         clip_share=sum(u["clip_share"] * u["tokens"] for u in updates) / n_tokens, policy_version=trainer.policy_version)
 
 
@@ -397,7 +409,7 @@ def lr_at(step: int, cfg: Config) -> float:
     return min(step / max(cfg.warmup_steps, 1), 1.0) * decay
 
 
-def main(cfg: Config):
+def main(cfg: Config, Trainer=Trainer):
     # 1. task, model and devices: all wrong flags are found before anything is built
     if cfg.compute_dtype == "auto" and (cfg.device == "cpu" or not torch.cuda.is_available()):
         cfg = replace(cfg, compute_dtype="float32")  # trainer and generator agree in more digits
@@ -490,7 +502,7 @@ def main(cfg: Config):
         metrics.log(step, loss=line["loss"], loss_max=line["loss_max"], grad_norm=line["grad_norm"], lr=lr,
                     tokens_hash=tokens_hash, extra=line, show=False)
         recent.append(line)
-        if layout.rank == 0:
+        if layout.rank == 0 and trainer.rewarded:
             messages.warn_of_equal_rewards(recent)
         if layout.rank == 0 and metrics.due(step):
             messages.show_step(cfg, step, line)

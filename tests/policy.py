@@ -86,8 +86,8 @@ def assert_close(a: dict, b: dict, tolerance=1e-5):
         assert (a[fqn] - b[fqn]).norm() <= tolerance * b[fqn].norm().clamp(min=1e-6), fqn
 
 
-def launch(processes, *argv):
-    return runs.launch(processes, REPO / "grpo.py", *argv)
+def launch(processes, *argv, program="grpo.py"):
+    return runs.launch(processes, REPO / program, *argv)
 
 
 def run(processes, *argv, status=0):

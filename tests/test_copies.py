@@ -47,7 +47,7 @@ def definitions(path: str) -> dict[str, tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("original, fork", FORKS + MODELS)
+@pytest.mark.parametrize("original, fork", [*FORKS, *MODELS, ("grpo.py", "forks/train_distill.py")])
 def test_same_name_same_code(original, fork):
     ours, theirs = definitions(original), definitions(fork)
     shared = [n for n in theirs if n in ours and n not in ("Config", "main")]
