@@ -26,6 +26,7 @@ import hashlib
 import json
 import math
 import os
+import random
 import string
 import time
 from collections import deque
@@ -100,6 +101,7 @@ class Config(ParallelConfig, ExpertConfig, LaunchConfig, LoraConfig, CheckpointC
     rollout_timeout_s: int = 7200  # a rank that waits longer for others' samples, tools or rewards ends the run
     batch_invariant: bool = flag(False, DENSE, IN_PLACE)  # sampling and training agree to the last bit (CPU, one thread, no tp)
     abort_k3: float = 0.05  # stop if generator and trainer differ by more, as k3 divergence; 0 = never
+    proof_share: float = 0.1  # share of the samples without a gradient that are compared, too, drawn by chance; at least one
     control: Literal["none", "frozen", "random"] = "none"  # for comparison: no updates, or rewards by a coin
     sft_steps: int = 200  # steps of supervised warm-up on answers, at most, for a model without --init_from
     sft_loss: float = flag(0.25, NEW_MODEL)  # the warm-up ends below this loss per token: most is left to learn
@@ -348,16 +350,26 @@ def prove(proofs: list[dict], abort_k3: float) -> dict:
     return proof | {"logprob_max_diff": max(p["logprob_max_diff"] for p in proofs)}
 
 
+def n_sampled(samples: list[dict]) -> float:
+    """Tokens chosen by the model."""
+    return sum(sum(s.get("sampled", s["mask"])) for s in samples)
+
+
 def update_policy(trainer: Trainer, groups: list[list[dict]], lr: float) -> dict:
     """(5) and (6) of one step: an update for each of --minibatches parts of the groups. Returns numbers of the step."""
     cfg, size = trainer.cfg, len(groups) // trainer.cfg.minibatches
     parts = [sum(groups[i : i + size], []) for i in range(0, len(groups), size)]
     # Groups of equal rewards have no gradient and need no backward, but stay in the denominator.
     kept = [part if trainer.compares else [s for s in part if s["advantage"] != 0] or part[: cfg.group_size] for part in parts]
-    # The proof covers all samples, and comes before the first update changes the policy.
-    at_once = {id(s) for s in kept[0]}
-    rest, updates = [s for part in parts for s in part if id(s) not in at_once], []
-    proofs = [trainer.score(rest)] if rest else []
+    # The proof comes before the first update changes the policy, and covers all samples with a gradient and a draw of the rest.
+    late, with_gradient, updates = sum(kept[1:], []), {id(s) for part in kept for s in part}, []
+    rest = [s for part in parts for s in part if id(s) not in with_gradient]
+    n_drawn = min(len(rest), max(1, round(len(rest) * cfg.proof_share)))
+    drawn = random.Random(f"{cfg.seed}/{trainer.policy_version}").sample(rest, n_drawn)
+    proofs = [trainer.score(some) for some in (late, drawn) if some]
+    proven = 1 - (n_sampled(rest) - n_sampled(drawn)) / n_sampled(sum(groups, []))
+    if drawn:  # the drawn samples stand for all of the rest
+        proofs[-1]["tokens"] *= n_sampled(rest) / n_sampled(drawn)
     if cfg.tis and cfg.minibatches > 1:
         trainer.score(kept[0])
     for part, some in zip(parts, kept):
@@ -367,7 +379,7 @@ def update_policy(trainer: Trainer, groups: list[list[dict]], lr: float) -> dict
         updates.append(found | trainer.optim_step(lr, update=cfg.control != "frozen"))
     n_tokens = sum(p["tokens"] for p in [*proofs, updates[0]])
     return proof | dict(
-        loss=weighted_mean(updates, "loss", "denominator"), loss_max=max(u["loss_max"] for u in updates),
+        proven=proven, loss=weighted_mean(updates, "loss", "denominator"), loss_max=max(u["loss_max"] for u in updates),
         grad_norm=sum(u["grad_norm"] for u in updates) / len(updates), padding=weighted_mean(updates, "padding", "fed"),
         **{"kl": weighted_mean(updates, "kl", "tokens")} if trainer.compares else {},
         clip_share=sum(u["clip_share"] * u["tokens"] for u in updates) / n_tokens, policy_version=trainer.policy_version)

@@ -29,7 +29,7 @@ def check_flags(cfg):
                 "clip_high", "async_steps")
     check_range(cfg, 0, 1e9, "reward_timeout_s")
     check_range(cfg, 2, math.inf, "group_size")  # an advantage is a reward compared with others of its prompt
-    check_range(cfg, 0, 1, "beta1", "beta2", "min_lr_ratio")
+    check_range(cfg, 0, 1, "beta1", "beta2", "min_lr_ratio", "proof_share")
     step, n = max(pieces(cfg), 1), int(os.environ.get("WORLD_SIZE", 1))
     n_pack, tokens = cfg.pack_tokens, cfg.seq_len
     refuse([

@@ -658,6 +658,8 @@ rl("async_steps", 1, lambda new, old: [line["staleness"] for line in new.lines] 
 rl("batch_invariant", True, lambda new, old: all(line["logprob_max_diff"] == 0 for line in new.lines)
    and new.rollouts[0].batch_invariant)
 rl("abort_k3", 1e-6, lambda new, old: "is above --abort_k3 1e-06" in new.error, options=dict(drift=1.01))
+rl("proof_share", 1.0, lambda new, old: all(line["proven"] == 1 for line in new.lines)
+   and any(line["proven"] < 1 for line in old.lines), group_size=2)
 rl("rollout_timeout_s", 99, lambda new, old: new == [99], patience, ep=2)
 rl("control", "frozen", lambda new, old: equal(new.init, new.final))
 rl("control", "random", lambda new, old: {s["reward"] for s in new.batches[0]} == {0.0, 1.0}
