@@ -351,7 +351,7 @@ def prove(proofs: list[dict], abort_k3: float) -> dict:
 
 
 def n_sampled(samples: list[dict]) -> float:
-    """Tokens chosen by the model."""
+    """Number of tokens that the model chose."""
     return sum(sum(s.get("sampled", s["mask"])) for s in samples)
 
 

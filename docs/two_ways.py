@@ -1,0 +1,13 @@
+"""The task of docs/grpo.md's distillation: four digits, backwards or in order; both answers are right, and a coin chooses."""
+import string
+
+ALPHABET = string.digits + ">"
+
+
+def make(rng):
+    digits = "".join(rng.choices(string.digits, k=4))
+    return f"{digits}>", rng.choice([digits[::-1], "".join(sorted(digits))])
+
+
+def reward(prompt, completion, truncated=False):
+    return float(completion in (prompt[-2::-1], "".join(sorted(prompt[:-1]))) and not truncated)
