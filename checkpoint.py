@@ -3,6 +3,7 @@
     python checkpoint.py ls runs/llama3                           # steps, sizes, layouts; quick: reads manifests only
     python checkpoint.py verify runs/llama3                       # reads all bytes; exit status 0: every file is undamaged
     python checkpoint.py diff STEP_FOLDER STEP_FOLDER             # number of different tensors, with the largest differences
+    python checkpoint.py average runs/llama3 OUT --last 3         # the mean of the weights of the newest steps, to sample from
     python checkpoint.py to_hf runs/llama3 OUT --dtype bfloat16   # a run's newest checkpoint in Hugging Face's format
     python checkpoint.py to_hf runs/lora OUT --adapter            # the adapters of a run with --lora_rank, in peft's format
     python checkpoint.py from_hf HUGGING_FACE_FOLDER runs/theirs  # and back
@@ -125,7 +126,7 @@ class Checkpoints:
     """Saves and loads one run. Build last, when the weights exist and the optimizer holds the parameters.
 
     modules: this rank's part of the model (several with interleaved pipeline stages), under the full model's fqns.
-    optimizer: one optimizer, or a list of several with disjoint parameters. identity: {"model": ..., "data": ...,
+    optimizer: one optimizer, or a list of several; those with a parameter in common give their states other names. identity: {"model": ..., "data": ...,
     "optimizer": ...}; a continued run must not change these values. load_base: for LoRA: a function of this class's process
     group, which fills the frozen weights and returns the entry "base" of state.json; no checkpoint holds frozen weights.
     With several ranks the class makes a separate gloo group for the background thread: two threads on one gloo group crash.
@@ -458,7 +459,7 @@ class Checkpoints:
         return dict(sorted(found.items(), key=lambda item: item[1].dim() == 0))
 
     def state_of(self, param) -> dict:
-        return next((optimizer.state[param] for optimizer in self.optimizers if param in optimizer.state), {})
+        return {name: x for optimizer in self.optimizers for name, x in optimizer.state.get(param, {}).items()}
 
     def set_aside(self, path, why):
         """Renames a step folder to damaged-N-x or abandoned-N-x: later starts ignore the folder, and the user may delete it."""

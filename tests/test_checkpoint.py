@@ -30,6 +30,7 @@ import parallel
 from checkpoint import CheckpointConfig, Damaged, load_model, saved_model, saved_state, step_folders, verify
 from distributed.experts import balance_experts
 from distributed.layout import Layout
+from generate import generate
 from models.llama3 import Llama3, Llama3Config
 from storage import dcp
 from storage.dcp import pack_column, unpack_column
@@ -713,6 +714,33 @@ def run_layout(flags, source, target, options):
     c.close()
     weigh = lambda t: (t.double() * torch.arange(1, t.numel() + 1).view(t.shape)).sum().item()  # noqa: E731
     return {key: weigh(full(t)) for key, t in c.tensors(True).items()}
+
+
+def test_the_mean_of_sharded_steps_is_that_by_hand(tmp_path, capsys):
+    run, out = str(tmp_path / "run"), str(tmp_path / "mean")
+    pool(2).run(run_layout, dict(tp=2), None, run, {"steps": 2, "mode": "thread"})
+    steps = [load_model(path(run, step))[0].state_dict() for step in (1, 2)]
+    assert checkpoint_commands.main(["average", run, out, "--last", "2"]) == 0
+    model, state = load_model(out)
+    assert state == {"step": 2, "mean_of_steps": [2, 1]} and steps[0].keys() == model.state_dict().keys()
+    for fqn, mean in model.state_dict().items():
+        assert torch.equal(mean, (steps[1][fqn] + steps[0][fqn]) / 2) and not torch.equal(mean, steps[1][fqn]), fqn
+    assert len(generate(model, [[1, 2]], 3, 0.0)[0]) == 3
+    fresh = Llama3(config())
+    assert saver(fresh, [], tmp_path / "new", init_from=out, load_only=True).load() is None
+    assert torch.equal(fresh.head.weight, model.head.weight)
+    assert checkpoint_commands.main(["average", run, out + "2", "--steps", "1,2"]) == 0
+    assert diff(path(out, 2), path(out + "2", 2)) == 0
+    saver(Llama3(config(n_layers=2)), [], run, IDENTITY | {"model": IDENTITY["model"] | {"n_layers": 2}}).save(3, {})
+    for wrong, words in [(["--last", "4"], "--last 4: .*run has checkpoints of the steps 3, 2, 1; give two or more"),
+                         (["--steps", "1,1"], "--steps 1,1: "), (["--steps", "1,7"], "--steps 1,7: "), ([], "--last --steps"),
+                         (["--last", "2"], "step-2 and .*step-3 hold different models: n_layers 4 -> 2")]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit, match="2"):
+            checkpoint_commands.main(["average", run, str(tmp_path / "none"), *wrong])
+        said = capsys.readouterr().err
+        assert re.search(words, said) and said.count("\n") == 1 and not (tmp_path / "none").exists(), said
+    refuses("is there already and not an empty folder", checkpoint_commands.average, run, out, 2)
 
 
 def merged(parts):

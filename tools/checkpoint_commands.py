@@ -1,4 +1,4 @@
-"""The command line of checkpoint.py: ls, verify, diff, to_hf, from_hf."""
+"""The command line of checkpoint.py: ls, verify, diff, average, to_hf, from_hf."""
 import math
 import os
 from dataclasses import asdict
@@ -7,7 +7,7 @@ import torch
 
 import checkpoint
 from distributed.layout import named_tensors
-from storage.changes import changes
+from storage.changes import changes, describe_changes
 from storage.dcp import read_table, read_tensors
 from storage.hf import HF_DTYPES, check_export, check_same_model, file_kinds, load_hf_model, save_hf, say_lost, write_hf
 from storage.manifest import Damaged, candidates, read_manifest, verify
@@ -90,6 +90,37 @@ def from_hf(folder: str, out: str):
     checkpoints.close()
 
 
+def average(run: str, out: str, last=0, steps=()):
+    """Writes the mean of the weights of several steps of a run, in fp32, as a run folder with one checkpoint, of the latest of
+    these steps. Reads one tensor at a time: memory holds the mean, 4 bytes per weight, and one tensor of one step."""
+    check_export(out)
+    found = dict(step_folders(run))
+    wanted = sorted({*steps} or [*found][:last], reverse=True)
+    if len(wanted) < max(2, last) or not found.keys() >= {*wanted}:
+        asked = f"--steps {','.join(map(str, steps))}" if steps else f"--last {last}"
+        raise ValueError(f"{asked}: {run} has checkpoints of the steps {', '.join(map(str, found)) or 'none'}; give two or "
+                         "more of these (training keeps --keep_latest_k of them)")
+    opened = [checkpoint.open_saved(found[step]) for step in wanted]
+    newest, model, _ = opened[0]
+    for path, other, _ in opened:
+        if checkpoint.has_adapters(path):
+            raise ValueError(f"{path} holds adapters, whose mean is no mean of their products; merge each with to_hf")
+        if (type(other), other.config) != (type(model), model.config):
+            a, b = (read_json(folder, "state.json")["identity"]["model"] for folder in (path, newest))
+            raise ValueError(f"{path} and {newest} hold different models: {describe_changes(changes(a, b))}")
+    model.to_empty(device="cpu")
+    for fqn, tensor in named_tensors(model).items():
+        total = sum(read_tensor(f"model.{fqn}", path, table).float() for path, _, table in opened)
+        tensor.detach().copy_(total / len(opened))
+    saved, file = read_json(newest, "state.json"), os.path.join(newest, "tokenizer.json")
+    checkpoints = checkpoint.Checkpoints(
+        checkpoint.CheckpointConfig(), out, modules=[model], optimizer=[], config={}, source="", identity=saved["identity"],
+        tokenizer_file=file if os.path.isfile(file) else None,
+    )
+    checkpoints.save(wanted[0], saved["state"] | {"mean_of_steps": wanted}, last=True, model_only=True)
+    checkpoints.close()
+
+
 def diff(a: str, b: str) -> int:
     """Compares two step folders, with one pair of tensors in memory at a time; by bits, so NaN equals NaN."""
     tables = [read_table(folder, verify(folder)["files"]) for folder in (a, b)]
@@ -116,9 +147,13 @@ def diff(a: str, b: str) -> int:
     return int(bool(differ))
 
 
+def parse_steps(text: str) -> list[int]:
+    return [int(step) for step in text.split(",")]
+
+
 def main(argv: list[str]) -> int:
     parser = Parser(prog="python checkpoint.py", description=checkpoint.__doc__)
-    commands = parser.add_subparsers(metavar="ls|verify|diff|to_hf|from_hf", required=True)
+    commands = parser.add_subparsers(metavar="ls|verify|diff|average|to_hf|from_hf", required=True)
 
     def add(function, name, **arguments):
         command = commands.add_parser(name)
@@ -132,6 +167,9 @@ def main(argv: list[str]) -> int:
     add(verify_command, "verify", folder="a run folder, or a step folder")
     add(diff, "diff", a="a step folder", b="another one")
     add(from_hf, "from_hf", folder="a Hugging Face folder", out=new)
+    which = add(average, "average", run="a run folder", out=new).add_mutually_exclusive_group(required=True)
+    which.add_argument("--last", type=int, default=0, help="number of newest checkpoints to average")
+    which.add_argument("--steps", type=parse_steps, default=(), help="the steps to average: 100,200,300")
     command = add(to_hf, "to_hf", folder="a step folder, or a run folder", out=new)
     command.add_argument("--dtype", choices=[str(d)[6:] for d in HF_DTYPES], default="bfloat16", help="of the weights")
     command.add_argument("--adapter", action="store_true", help="of a LoRA run: its adapters alone, in peft's format")
