@@ -126,9 +126,10 @@ class Checkpoints:
     """Saves and loads one run. Build last, when the weights exist and the optimizer holds the parameters.
 
     modules: this rank's part of the model (several with interleaved pipeline stages), under the full model's fqns.
-    optimizer: one optimizer, or a list of several; those with a parameter in common give their states other names. identity: {"model": ..., "data": ...,
-    "optimizer": ...}; a continued run must not change these values. load_base: for LoRA: a function of this class's process
-    group, which fills the frozen weights and returns the entry "base" of state.json; no checkpoint holds frozen weights.
+    optimizer: one optimizer, or a list of several; those that share a parameter give their states different names. identity:
+    {"model": ..., "data": ..., "optimizer": ...}; a continued run must not change these values. load_base: for LoRA: a
+    function of this class's process group, which fills the frozen weights and returns the entry "base" of state.json; no
+    checkpoint holds frozen weights.
     With several ranks the class makes a separate gloo group for the background thread: two threads on one gloo group crash.
     """
 

@@ -1,0 +1,68 @@
+"""forks/train_ema.py: the average is the one by hand, survives another layout, and touches no weight."""
+import pytest
+import torch
+from runs import REPO, launch, metrics, run, train_lines
+from saves import saver, trained
+
+from forks.ema import Ema
+from storage.dcp import read_table, read_tensors
+from storage.manifest import read_manifest
+
+SIZES = "n_layers=2,dim=32,n_heads=4,n_kv_heads=2,head_dim=8,ffn_dim=64,vocab_size=4096"
+FLAGS = ["--steps", 6, "--model_args", SIZES, "--seq_len", 32, "--local_batch_size", 2, "--global_batch_size", 4,
+         "--log_every", 1, "--val_every", 3, "--val_batches", 1, "--compute_dtype", "float32", "--device", "cpu"]
+EMA = ["--ema_decay", 0.7, "--eval_ema"]
+
+
+def test_an_average_by_hand_is_saved_beside_the_moments(tmp_path):
+    net, optimizers = trained(0, 0)
+    ema, by_hand = Ema(net.parameters(), 0.7), 0
+    for k in range(1, 7):
+        net(torch.randn(4, 24)).square().sum().backward()
+        optimizers[0].step()
+        ema.step()
+        by_hand = by_hand + max(0.3, 1 / k) * (net.last.weight.detach() - by_hand)
+    torch.testing.assert_close(ema.state[net.last.weight]["ema"], by_hand)
+    before = net.last.weight.detach().clone()
+    with ema.in_place_of_weights():
+        assert torch.equal(net.last.weight, ema.state[net.last.weight]["ema"]) and not torch.equal(net.last.weight, before)
+    assert torch.equal(net.last.weight, before)
+    saver(net, [*optimizers, ema], tmp_path).save(6, {"step": 6})
+    fresh, others = trained(1, 0)
+    again = Ema(fresh.parameters(), 0.9)
+    saver(fresh, [*others, again], tmp_path).load()
+    for p, q in zip(net.parameters(), fresh.parameters(), strict=True):
+        for old, new in (ema.state[p], again.state[q]), (optimizers[0].state[p], others[0].state[q]):
+            assert old.keys() == new.keys() and all(torch.equal(old[name], new[name]) for name in old)
+
+
+def averages(out) -> dict:
+    folder = f"{out}/checkpoints/step-6"
+    table = read_table(folder, read_manifest(folder)["files"])
+    found = {key: torch.empty(t.size, dtype=t.dtype) for key, t in table.items() if ".ema" in key}
+    read_tensors(found, folder, table)
+    return found
+
+
+@pytest.mark.slow
+def test_continued_on_another_layout_the_average_is_that_of_an_uninterrupted_run(tmp_path):
+    script = REPO / "forks/train_ema.py"
+    run(launch(1, script, *FLAGS, *EMA, "--export_hf", tmp_path / "hf", "--out", tmp_path / "one"), tmp_path)
+    for steps, layout in ((3, ["--tp", 2]), (6, ["--pp", 2])):
+        steps = ["--steps", steps, "--schedule_steps", 6]
+        run(launch(2, script, *FLAGS, *EMA, *layout, *steps, "--out", tmp_path / "two"), tmp_path)
+    one, two = averages(tmp_path / "one"), averages(tmp_path / "two")
+    assert one.keys() == two.keys() and len(one) == 2 * 21
+    for key in one:
+        torch.testing.assert_close(two[key], one[key], atol=2e-5, rtol=1e-4)
+    run(launch(1, REPO / "train_llama3.py", *FLAGS, "--out", tmp_path / "plain"), tmp_path)
+    losses = [[line["loss"] for line in train_lines(tmp_path / out)] for out in ("plain", "one")]
+    assert losses[0] == losses[1]
+    vals = [[line["val_loss"] for line in metrics(tmp_path / out) if "val_loss" in line] for out in ("plain", "one", "two")]
+    assert vals[1] == pytest.approx(vals[2], abs=1e-5) and abs(vals[0][-1] - vals[1][-1]) > 1e-3
+    said = run(launch(1, script, *FLAGS, *EMA, "--tp", 2, "--check_parity", "--out", tmp_path / "parity"), tmp_path)
+    assert "check_parity: equal" in said
+    from storage.hf import load_hf_model
+
+    model, _ = load_hf_model(str(tmp_path / "hf"))
+    assert torch.equal(model.norm.weight, one["optimizer.norm.weight.ema"])
