@@ -732,8 +732,8 @@ def test_the_mean_of_sharded_steps_is_that_by_hand(tmp_path, capsys):
     assert checkpoint_commands.main(["average", run, out + "2", "--steps", "1,2"]) == 0
     assert diff(path(out, 2), path(out + "2", 2)) == 0
     saver(Llama3(config(n_layers=2)), [], run, IDENTITY | {"model": IDENTITY["model"] | {"n_layers": 2}}).save(3, {})
-    for wrong, words in [(["--last", "4"], "--last 4: .*run has checkpoints of the steps 3, 2, 1; give two or more"),
-                         (["--steps", "1,1"], "--steps 1,1: "), (["--steps", "1,7"], "--steps 1,7: "), ([], "--last --steps"),
+    for wrong, words in [(["--last", "4"], "--last 4: .*run has checkpoints of the steps .3, 2, 1.; give two or more"),
+                         (["--steps", "1,1"], "--steps .1, 1.: "), (["--steps", "1,7"], "--steps .1, 7.: "),
                          (["--last", "2"], "step-2 and .*step-3 hold different models: n_layers 4 -> 2")]:
         capsys.readouterr()
         with pytest.raises(SystemExit, match="2"):

@@ -81,12 +81,16 @@ def from_hf(folder: str, out: str):
     """Writes a Hugging Face folder as a run folder of ours with one checkpoint, of step 0, for --init_from and generate.py."""
     check_export(out)
     model, tokenizer_file = load_hf_model(folder)
-    identity = {"module": type(model).__module__, "class": type(model).__name__, **asdict(model.config)}
-    checkpoints = checkpoint.Checkpoints(
-        checkpoint.CheckpointConfig(), out, modules=[model], optimizer=[], config={}, source="", tokenizer_file=tokenizer_file,
-        identity={"model": identity, "data": {}, "optimizer": {}},
-    )
-    checkpoints.save(0, {"step": 0, "samples": 0, "tokens": 0}, last=True, model_only=True)
+    about = {"module": type(model).__module__, "class": type(model).__name__, **asdict(model.config)}
+    identity = {"model": about, "data": {}, "optimizer": {}}
+    write_run(out, model, identity, {"step": 0, "samples": 0, "tokens": 0}, tokenizer_file)
+
+
+def write_run(out: str, model, identity: dict, state: dict, tokenizer_file: str | None):
+    """Writes a run folder with one checkpoint, of the weights alone."""
+    checkpoints = checkpoint.Checkpoints(checkpoint.CheckpointConfig(), out, modules=[model], optimizer=[], identity=identity,
+                                         config={}, source="", tokenizer_file=tokenizer_file)
+    checkpoints.save(state["step"], state, last=True, model_only=True)
     checkpoints.close()
 
 
@@ -97,9 +101,8 @@ def average(run: str, out: str, last=0, steps=()):
     found = dict(step_folders(run))
     wanted = sorted({*steps} or [*found][:last], reverse=True)
     if len(wanted) < max(2, last) or not found.keys() >= {*wanted}:
-        asked = f"--steps {','.join(map(str, steps))}" if steps else f"--last {last}"
-        raise ValueError(f"{asked}: {run} has checkpoints of the steps {', '.join(map(str, found)) or 'none'}; give two or "
-                         "more of these (training keeps --keep_latest_k of them)")
+        raise ValueError(f"{'--steps' if steps else '--last'} {steps or last}: {run} has checkpoints of the steps {[*found]}; "
+                         "give two or more of these (training keeps --keep_latest_k)")
     opened = [checkpoint.open_saved(found[step]) for step in wanted]
     newest, model, _ = opened[0]
     for path, other, _ in opened:
@@ -110,15 +113,10 @@ def average(run: str, out: str, last=0, steps=()):
             raise ValueError(f"{path} and {newest} hold different models: {describe_changes(changes(a, b))}")
     model.to_empty(device="cpu")
     for fqn, tensor in named_tensors(model).items():
-        total = sum(read_tensor(f"model.{fqn}", path, table).float() for path, _, table in opened)
-        tensor.detach().copy_(total / len(opened))
+        tensor.detach().copy_(sum(read_tensor(f"model.{fqn}", path, table).float() for path, _, table in opened) / len(opened))
     saved, file = read_json(newest, "state.json"), os.path.join(newest, "tokenizer.json")
-    checkpoints = checkpoint.Checkpoints(
-        checkpoint.CheckpointConfig(), out, modules=[model], optimizer=[], config={}, source="", identity=saved["identity"],
-        tokenizer_file=file if os.path.isfile(file) else None,
-    )
-    checkpoints.save(wanted[0], saved["state"] | {"mean_of_steps": wanted}, last=True, model_only=True)
-    checkpoints.close()
+    state = saved["state"] | {"step": wanted[0], "mean_of_steps": wanted}
+    write_run(out, model, saved["identity"], state, file if os.path.isfile(file) else None)
 
 
 def diff(a: str, b: str) -> int:
@@ -147,10 +145,6 @@ def diff(a: str, b: str) -> int:
     return int(bool(differ))
 
 
-def parse_steps(text: str) -> list[int]:
-    return [int(step) for step in text.split(",")]
-
-
 def main(argv: list[str]) -> int:
     parser = Parser(prog="python checkpoint.py", description=checkpoint.__doc__)
     commands = parser.add_subparsers(metavar="ls|verify|diff|average|to_hf|from_hf", required=True)
@@ -169,7 +163,7 @@ def main(argv: list[str]) -> int:
     add(from_hf, "from_hf", folder="a Hugging Face folder", out=new)
     which = add(average, "average", run="a run folder", out=new).add_mutually_exclusive_group(required=True)
     which.add_argument("--last", type=int, default=0, help="number of newest checkpoints to average")
-    which.add_argument("--steps", type=parse_steps, default=(), help="the steps to average: 100,200,300")
+    which.add_argument("--steps", type=lambda text: [*map(int, text.split(","))], default=(), help="these: 100,200,300")
     command = add(to_hf, "to_hf", folder="a step folder, or a run folder", out=new)
     command.add_argument("--dtype", choices=[str(d)[6:] for d in HF_DTYPES], default="bfloat16", help="of the weights")
     command.add_argument("--adapter", action="store_true", help="of a LoRA run: its adapters alone, in peft's format")
