@@ -3,7 +3,7 @@
     python checkpoint.py ls runs/llama3                           # steps, sizes, layouts; quick: reads manifests only
     python checkpoint.py verify runs/llama3                       # reads all bytes; exit status 0: every file is undamaged
     python checkpoint.py diff STEP_FOLDER STEP_FOLDER             # number of different tensors, with the largest differences
-    python checkpoint.py average runs/llama3 OUT --last 3         # the mean of the weights of the newest steps, to sample from
+    python checkpoint.py average runs/llama3 OUT --last 2         # the mean of the weights of the newest steps, to sample from
     python checkpoint.py to_hf runs/llama3 OUT --dtype bfloat16   # a run's newest checkpoint in Hugging Face's format
     python checkpoint.py to_hf runs/lora OUT --adapter            # the adapters of a run with --lora_rank, in peft's format
     python checkpoint.py from_hf HUGGING_FACE_FOLDER runs/theirs  # and back
