@@ -228,6 +228,7 @@ TINY = ["--model_args", "n_layers=2,dim=32,n_heads=4,n_kv_heads=2,head_dim=8,ffn
     ("train_llama3.py --vary lr=1,2 --jobs 2 --nproc 2", "--jobs 2 x --nproc 2 needs 4 GPUs, and there are 2"),
     ("train_llama3.py --vary lr=1,2 --out ablate.py", "--out 'ablate.py' is no folder to write to"),
     ("--report nowhere", "no study.json there"),
+    ("train_llama3.py ./train_llama3.py", "name each with --variant 'NAME: RECIPE FLAGS'"),
 ])
 def test_wrong_usage_is_one_line_before_any_run(tmp_path, monkeypatch, flags, text):
     monkeypatch.chdir(REPO)
@@ -266,6 +267,12 @@ def losses(out):
     return {folder.relative_to(out): [[line.get(key) for key in keys] for line in metrics(folder)] for folder in folders}
 
 
+def copy_repository(folder):
+    left_out = shutil.ignore_patterns(".*", "tests", "docs", "runs", "__pycache__")
+    shutil.copytree(REPO, folder, dirs_exist_ok=True, ignore=left_out)
+    return folder
+
+
 @pytest.mark.slow
 def test_a_study_continues_after_a_kill(tmp_path):
     """SIGKILL in the middle of one, SIGINT of another: the same verdicts as undisturbed, and no finished run runs again."""
@@ -298,8 +305,7 @@ def test_equal_flags_are_identical(tmp_path):
 @pytest.mark.slow
 def test_forks(tmp_path):
     """A fork with a renamed variable is bit-equal to the original, a worse block is worse, and a failure is reported."""
-    left_out = shutil.ignore_patterns(".*", "tests", "docs", "runs", "__pycache__")
-    shutil.copytree(REPO, tmp_path, dirs_exist_ok=True, ignore=left_out)
+    copy_repository(tmp_path)
     recipe = (tmp_path / "train_llama3.py").read_text()
     model = (tmp_path / "models/llama3.py").read_text()
 
@@ -320,6 +326,28 @@ def test_forks(tmp_path):
     rows = {row["variant"]: row for row in json.loads((tmp_path / "study/verdicts.json").read_text())}
     assert (rows["renamed"]["verdict"], rows["worse"]["verdict"], rows["fails"]["died"]) == ("identical", "worse", 3)
     assert "identical in every logged step" in done.stdout and "OSError: no more" in done.stdout
+
+
+@pytest.mark.slow
+def test_two_commits_of_another_checkout_meet(tmp_path):
+    """Without a recipe in front, and each checked and run with its own modules: only the second commit has the field gain."""
+    other, git = copy_repository(tmp_path / "other"), ["git", "-c", "user.name=n", "-c", "user.email=e"]
+    model = other / "models/llama3.py"
+    changed = model.read_text().replace("    qkv_bias: bool", "    gain: float = 1.0\n    qkv_bias: bool")
+    changed = changed.replace("        self.ffn =", "        self.gain = config.gain\n        self.ffn =")
+    for text in (model.read_text(), changed.replace("h + self.ffn(", "h + self.gain * self.ffn(")):
+        model.write_text(text)
+        for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
+            subprocess.run([*git, *words], cwd=other, check=True)
+    recipe = f"{other}/train_llama3.py"
+    variants = f"ours: {REPO}/train_llama3.py", f"old: {recipe}@HEAD~1", f"new: {recipe} {TINY[0]} {TINY[1]},gain=0"
+    flags = [word for variant in variants for word in ("--variant", variant)]
+    run(command(tmp_path / "study", *flags, "--seeds", 2))
+    rows = {row["variant"]: row for row in json.loads((tmp_path / "study/verdicts.json").read_text())}
+    assert rows["old"]["verdict"] == "identical" and rows["new"]["difference"] != 0
+    for commit, text in (("HEAD~1", "'gain=0' is no field=value"), ("nothing", "no such commit")):
+        done = run_program(command(tmp_path / "study", "--variant", f"bad: {recipe}@{commit} --model_args gain=0"), env=ENV)
+        assert done.returncode == 2 and text in done.stderr and done.stderr.count("\n") == 1
 
 
 @pytest.mark.slow
