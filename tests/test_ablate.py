@@ -346,7 +346,8 @@ def test_two_commits_of_another_checkout_meet(tmp_path):
     rows = {row["variant"]: row for row in json.loads((tmp_path / "study/verdicts.json").read_text())}
     assert rows["old"]["verdict"] == "identical" and rows["new"]["difference"] != 0
     for commit, text in (("HEAD~1", "'gain=0' is no field=value"), ("nothing", "no such commit")):
-        done = run_program(command(tmp_path / "study", "--variant", f"bad: {recipe}@{commit} --model_args gain=0"), env=ENV)
+        bad = "--variant", f"bad: {recipe}@{commit} --model_args gain=0", "--vary", "lr=1e-3,2e-3"
+        done = run_program(command(tmp_path / "study", *bad), env=ENV)
         assert done.returncode == 2 and text in done.stderr and done.stderr.count("\n") == 1
 
 
