@@ -248,6 +248,10 @@ def test_a_recipe_is_seeded_with_the_seeds_that_it_has(monkeypatch):
         assert ablate.check_variant("a", {"recipe": recipe, "flags": []}, args)["seeded"] == seeded
 
 
+def test_a_fork_in_a_folder_has_the_modules_of_its_checkout():
+    assert {"train_olmo3.py", "forks/olmo3.py", "models/layers.py"} <= ablate.sources_of(f"{REPO}/forks/train_olmo3.py").keys()
+
+
 def test_what_is_good_follows_from_the_metric():
     high = ("eval_reward", "tokens_per_second", "eval_pass_at_k", "eval_greedy", "score", "exact_match", "solved")
     assert [m for m in ("val_loss", *high) if ablate.parse(["--metric", m])[0].best == "high"] == list(high)

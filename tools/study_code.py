@@ -58,11 +58,12 @@ def check_out(recipe: str, out) -> str:
 def sources_of(recipe: str) -> dict[str, str]:
     """{file: sha256} of the recipe and of all files of its checkout that training may import, and the version of torch. tools/
     has reports, which training never runs."""
-    home, found, waiting = Path(recipe).parent, {"torch": torch.__version__}, [Path(recipe).stem]
+    found, waiting = {"torch": torch.__version__}, [Path(recipe).stem]
     while waiting:
         file = waiting.pop().replace(".", "/") + ".py"
-        if file not in found and not file.startswith("tools/") and (home / file).is_file():
-            found[file] = sha256_file(home / file)
-            for module, names in re.findall(r"^ *(?:from|import) ([\w.]+)(?: import (.*))?", (home / file).read_text(), re.M):
+        there = [home / file for home in (Path(recipe).parent, checkout_of(recipe)) if (home / file).is_file()]
+        if file not in found and not file.startswith("tools/") and there:
+            found[file] = sha256_file(there[0])
+            for module, names in re.findall(r"^ *(?:from|import) ([\w.]+)(?: import (.*))?", there[0].read_text(), re.M):
                 waiting += [module, *(f"{module}.{name}" for name in re.findall(r"\w+", names))]
     return found
