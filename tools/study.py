@@ -16,7 +16,7 @@ from support.files import read_json, step_folders, write_file
 from support.metrics import read_lines, to_json
 from tools.significance import ALPHA, LATER, add_looks, fit_sizes, interval, seeds_to_show
 
-NOT_TRAINING = re.compile(r"_s$|per_second|mfu|memory|time")  # keys that differ between runs even if training is equal
+NOT_TRAINING = re.compile(r"_s$|per_second|mfu|memory|time|slowest")  # keys that differ between runs even if training is equal
 
 
 # ---------------------------------------------------------------- one run
