@@ -716,6 +716,7 @@ def run_layout(flags, source, target, options):
     return {key: weigh(full(t)) for key, t in c.tensors(True).items()}
 
 
+@pytest.mark.slow
 def test_the_mean_of_sharded_steps_is_that_by_hand(tmp_path, capsys):
     run, out = str(tmp_path / "run"), str(tmp_path / "mean")
     pool(2).run(run_layout, dict(tp=2), None, run, {"steps": 2, "mode": "thread"})

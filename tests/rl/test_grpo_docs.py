@@ -41,7 +41,7 @@ def test_every_number_is_explained_and_every_explained_number_is_written(tmp_pat
 
 
 def test_flags_of_the_page_are_flags_of_our_programs():
-    programs = [importlib.import_module(name) for name in ("grpo", "evaluate", "generate", "train_qwen3")]
+    programs = [importlib.import_module(name) for name in ("forks.train_distill", "evaluate", "generate", "train_qwen3")]
     known = {field.name for config in (ReportConfig, *(p.Config for p in programs)) for field in dataclasses.fields(config)}
     others = [r".*(vllm|vLLM|sglang|SGLang|hf download|data\.py (tokenizer|prepare)).*\n(    --.*\n)*", r"benchmarks/[^`\n]*",
               "--nproc_per_node", "--help"]
