@@ -241,10 +241,6 @@ class Trainer:
         with base_model(self.model):
             return self.forward(self.model, b)[0]
 
-    def token_advantages(self, b, ref):
-        """(4) for each token, from the advantage of its sample. ref: the reference's log-probabilities, or None."""
-        return b["advantage"]
-
     def divergence(self, d):
         """KL divergence of the policy from the reference, per token, estimated from d = log(reference / policy): k3, 2402.03300
         (4)."""
@@ -305,8 +301,8 @@ class Trainer:
             lp, entropy = self.forward(model, b)
             assert lp.dtype == torch.float32, lp.dtype
             mask, mu, old = b["mask"], b["mu"], lp.detach() if tis and cfg.minibatches == 1 else b["old"]
-            of_sample, advantage = partial(self.sequence_sum, segment=b["segment"]), self.token_advantages(b, ref)
-            per_token, clipped = policy_loss(kind, lp, old, mu, advantage, mask, b["n"], clip, tis, of_sample)
+            of_sample = partial(self.sequence_sum, segment=b["segment"])
+            per_token, clipped = policy_loss(kind, lp, old, mu, b["advantage"], mask, b["n"], clip, tis, of_sample)
             kl = torch.zeros_like(lp)
             if ref is not None:  # with the weights of the loss
                 kl = self.divergence(ref - lp) * mask
@@ -322,8 +318,7 @@ class Trainer:
         proof, fed = self.proof(found), sums[2].item() / layout.tp
         return proof | dict(loss=total.item() / max(z, 1), loss_max=loss_max.item(), denominator=z,
                             clip_share=sums[1].item() / max(proof["tokens"], 1), kl=sums[3].item() / max(proof["tokens"], 1),
-                            fed=fed,
-                            padding=1 - sum(map(packing.n_read, samples)) / max(fed, 1))
+                            fed=fed, padding=1 - sum(map(packing.n_read, samples)) / max(fed, 1))
 
     def optim_step(self, lr: float, update=True) -> dict:
         """(6) One update with the gradients of all calls since the last update, then zero_grad; (7) the next version."""

@@ -153,13 +153,12 @@ def check_arrays(folder: Path, index: dict):
     arrays = [array_of(entry, index) for entry in entries]
     arrays += [mask_array_of(entry) for entry in entries if index["version"] == MASKED]
 
-    def check(arrays):
-        for array in arrays:
-            if not os.path.isfile(path := f"{folder}/{array[0]}") or os.path.getsize(path) != array[1]:
-                open_array(folder, *array)  # raises with the reason
+    def check(array):
+        if not os.path.isfile(path := f"{folder}/{array[0]}") or os.path.getsize(path) != array[1]:
+            open_array(folder, *array)  # raises with the reason
 
     with ThreadPoolExecutor(16) as pool:
-        list(pool.map(check, (arrays[i::16] for i in range(16))))
+        list(pool.map(check, arrays))
 
 
 def find_damage(folder: Path) -> list:

@@ -60,8 +60,10 @@ class Trainer(grpo.Trainer):
         load_weights([teacher], cfg.teacher)
         super().__init__(cfg, layout, model, teacher)
 
-    def token_advantages(self, b, ref):
-        return b["advantage"] if ref is None else ref - b["mu"]
+    def reference_logprobs(self, b):  # before the loss: each token gets an advantage of its own
+        logprobs = super().reference_logprobs(b)
+        b["advantage"] = logprobs - b["mu"]
+        return logprobs
 
     def divergence(self, d):  # k1: the exponential of k3 is huge where the teacher is sure and the policy is not
         return -d

@@ -10,6 +10,7 @@ A model wrote the text in the hope of a reward, so we compute nothing for the mo
 """
 import math
 import re
+from contextlib import suppress
 from fractions import Fraction
 
 KINDS = ("exact", "number", "math")
@@ -117,9 +118,7 @@ def equal_parts(a: str, b: str) -> bool:
     if x is not None or y is not None:
         return False
     parts, others = split_list(a), split_list(b)
-    if len(parts) != len(others) or len(parts) == 1:
-        return False
-    return all(equal_parts(p, q) for p, q in zip(parts, others))
+    return len(parts) == len(others) > 1 and all(map(equal_parts, parts, others))
 
 
 def same_value(x, y) -> bool:
@@ -144,10 +143,8 @@ def split_list(text: str) -> list[str]:
 
 def number_of(text: str) -> Fraction | float | None:
     """The value of a number, a fraction or a percentage, also times a root or pi; None for anything else."""
-    try:
+    with suppress(ValueError, ArithmeticError):
         return evaluate_number(text)
-    except (ValueError, ArithmeticError):
-        return None
 
 
 def evaluate_number(text: str) -> Fraction | float:

@@ -135,13 +135,10 @@ def samples_of_vllm(answer: dict) -> list[tuple]:
 
 def samples_of_sglang(answer: list) -> tuple[list[tuple], list]:
     """The same, and the version of the weights of each sample, or None."""
-    samples, versions = [], []
-    for choice in answer:
-        meta = choice["meta_info"]
-        logprobs, ids = [[entry[i] for entry in meta["output_token_logprobs"]] for i in (0, 1)]
-        samples.append((ids, logprobs, meta["finish_reason"]["type"]))
-        versions.append(meta.get("weight_version"))
-    return samples, versions
+    metas = [choice["meta_info"] for choice in answer]
+    logprobs, ids = ([[entry[i] for entry in meta["output_token_logprobs"]] for meta in metas] for i in (0, 1))
+    samples = list(zip(ids, logprobs, [meta["finish_reason"]["type"] for meta in metas]))
+    return samples, [meta.get("weight_version") for meta in metas]
 
 
 def wrong_sample(ids, logprobs, reason, room: int, ends: list[int], n_vocab: int, greedy: bool) -> str:

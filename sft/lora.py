@@ -213,8 +213,7 @@ def adapter_names(path: str, model) -> list[str]:
 
 def read_adapters(table, path: str) -> dict[str, torch.Tensor]:
     """{fqn: the whole tensor}: adapters are small."""
-    found = {key: torch.empty(kind.size, dtype=kind.dtype) for key, kind in table.items()
-             if key.startswith("model.")}
+    found = {key: torch.empty(kind.size, dtype=kind.dtype) for key, kind in table.items() if key.startswith("model.")}
     read_tensors(found, path, table)
     return {key.removeprefix("model."): t for key, t in found.items()}
 

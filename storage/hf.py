@@ -296,10 +296,7 @@ def plan_files(names: dict, everyone: list[dict], max_bytes: float) -> list[HFFi
     Ranks with the same fqns, a pipeline stage, share the stage's files. A tensor of two stages (a tied embedding) is
     written by the first stage.
     """
-    owner, files = {}, []
-    for rank, kinds in enumerate(everyone):
-        for fqn in kinds:
-            owner.setdefault(fqn, rank)
+    files, owner = [], {fqn: rank for rank, kinds in reversed([*enumerate(everyone)]) for fqn in kinds}  # the lowest rank
     if odd := sorted(owner.keys() ^ names.keys()):
         raise ValueError(f"hf_keys() and the model's parameters differ in {brief(odd)}")
     for stage in dict.fromkeys(map(tuple, everyone)):

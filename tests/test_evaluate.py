@@ -7,6 +7,7 @@ import os
 import random
 import re
 import shutil
+import statistics
 from dataclasses import asdict
 from pathlib import Path
 
@@ -127,10 +128,8 @@ def test_scores_are_those_of_transformers(kind, folders, tasks, capsys):
             assert item[name] == right, name
     for name in ("acc", "acc_norm", "acc_bytes"):
         values = [item[name] for item in items]
-        mean = sum(values) / len(values)
-        assert summary[name] == pytest.approx(mean)
-        deviation = math.sqrt(sum((x - mean) ** 2 for x in values) / (len(values) - 1))
-        assert summary[f"{name}_stderr"] == pytest.approx(deviation / math.sqrt(len(values)))
+        assert summary[name] == pytest.approx(statistics.mean(values))
+        assert summary[f"{name}_stderr"] == pytest.approx(statistics.stdev(values) / math.sqrt(len(values)))
 
 
 def test_every_token_of_a_text_is_scored_once(folders, tasks, capsys):
@@ -143,7 +142,6 @@ def test_every_token_of_a_text_is_scored_once(folders, tasks, capsys):
         for text, item in zip(texts[:3], items, strict=True):
             ids, want = [first, *tokenizer.encode(text)], 0.0
             for i in range(1, len(ids)):
-                begins = max(0, i - 32) if i > 32 else 0
                 end = min(len(ids) - 1, 32 if i <= 32 else 32 + -(-(i - 32) // stride) * stride)
                 begins = max(0, end - 32)
                 want += their_logprob(model, ids[begins:i], ids[i : i + 1])
@@ -322,10 +320,8 @@ def test_where_a_context_ends(folders, tmp_path):
     assert len(ids("Sum")) == 1 and evaluate.encode_pair(text, "Su", "m") == ([2], ids("Sum"))  # a shared token
     refuses("'' has no tokens", evaluate.encode_pair, text, "12", "")
     # a tokenizer with a first token, added once, also to texts with the token
-    rules = json.loads(Path(folders("llama"), "tokenizer.json").read_text())
-    Tokens = processors.TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)])
-    tokenizer = Tokenizer.from_str(json.dumps(rules))
-    tokenizer.post_processor = Tokens
+    tokenizer = Tokenizer.from_file(f"{folders('llama')}/tokenizer.json")
+    tokenizer.post_processor = processors.TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)])
     shutil.copytree(folders("llama"), tmp_path / "bos")
     tokenizer.save(str(tmp_path / "bos" / "tokenizer.json"))
     config = json.loads((tmp_path / "bos" / "tokenizer_config.json").read_text())
@@ -375,8 +371,7 @@ def test_the_standard_error_of_a_ratio():
     for _ in range(400):
         rows = rng.choices(range(200), k=200)
         again.append(10 * sum(y[i] for i in rows) / sum(x[i] for i in rows))
-    mean = sum(again) / 400
-    assert found["r_stderr"] == pytest.approx(math.sqrt(sum((r - mean) ** 2 for r in again) / 399), rel=0.15)
+    assert found["r_stderr"] == pytest.approx(statistics.stdev(again), rel=0.15)
 
 
 def test_what_counts_as_the_right_answer():

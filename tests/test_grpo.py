@@ -523,13 +523,15 @@ LONG = [*TINY[2:], "--steps", 6, "--eval_every", 0, "--checkpoint_every", 100, "
 
 @pytest.fixture
 def start(tmp_path):
-    """start(processes, flag, ...) -> Job with the waiting task; remaining processes are killed at the end of the test."""
+    """start(processes, flag, ...) -> Job with the task of env.py, which waits if the test writes no other; remaining processes
+    are killed at the end of the test."""
     jobs = []
     (tmp_path / "env.py").write_text(WAITS)
 
-    def start(processes, *flags):
-        command = launch(processes, *LONG, "--env", tmp_path / "env.py", "--out", tmp_path / "run", *flags)
-        jobs.append(Job(command, tmp_path / "run", tmp_path / f"log {len(jobs)}"))
+    def start(processes, *flags, program="grpo.py", **env):
+        files = ["--env", tmp_path / "env.py", "--out", tmp_path / "run"]
+        jobs.append(Job(launch(processes, *LONG, *files, *flags, program=program), tmp_path / "run",
+                        tmp_path / f"log {len(jobs)}", **env))
         return jobs[-1]
 
     yield start
@@ -624,27 +626,18 @@ def reward(prompt, completion, truncated=False):
 @pytest.mark.slow
 @pytest.mark.parametrize("processes, late, samplers, flags", [
     (2, 1, 2, ["--dp_shard", 2]), (3, 2, 1, ["--gen_ranks", 1])], ids=str)
-def test_rewards_may_take_longer_than_training(tmp_path, processes, late, samplers, flags):
+def test_rewards_may_take_longer_than_training(tmp_path, start, processes, late, samplers, flags):
     """--train_timeout_s is for collectives in training: other ranks, and trainers of generators, wait for a slow reward."""
     (tmp_path / "env.py").write_text(SLOW_REWARD)
-    command = launch(processes, *LONG, "--steps", 4, "--checkpoint_every", 0, "--train_timeout_s", 6,
-                     "--env", tmp_path / "env.py", "--out", tmp_path / "run", *flags)
-    job = Job(command, tmp_path / "run", tmp_path / "log", LATE=str(late), SAMPLERS=str(samplers))
-    try:
-        assert job.end() == 0, job.text()[-3000:]
-    finally:
-        job.kill_everything()
+    job = start(processes, "--steps", 4, "--checkpoint_every", 0, "--train_timeout_s", 6, *flags, LATE=str(late),
+                SAMPLERS=str(samplers))
+    assert job.end() == 0, job.text()[-3000:]
     assert max(line["rollout_s"] for line in steps_of(job.out)) > 8 and job.last_step() == 4
 
 
 @pytest.mark.slow
-def test_a_hang_in_training_still_ends_the_run(tmp_path):
+def test_a_hang_in_training_still_ends_the_run(tmp_path, start):
     (tmp_path / "hangs.py").write_text(HANGS.format(repo=str(REPO)))
-    flags = ["--eval_every", 0, "--dp_shard", 2, "--train_timeout_s", 6, "--out", tmp_path / "run"]
-    command = [word.replace(str(REPO / "grpo.py"), str(tmp_path / "hangs.py")) for word in launch(2, *TINY, *flags)]
-    job = Job(command, tmp_path / "run", tmp_path / "log")
-    try:
-        job.until(lambda: "error on rank 0" in job.text())
-        assert job.last_step() == 2 and "imed out" in job.text()
-    finally:
-        job.kill_everything()
+    job = start(2, "--dp_shard", 2, "--train_timeout_s", 6, program=tmp_path / "hangs.py")
+    job.until(lambda: "error on rank 0" in job.text())
+    assert job.last_step() == 2 and "imed out" in job.text()

@@ -5,6 +5,7 @@ import torch
 from policy import assert_close, full_logprobs, gradients, launch, samples_of, sharp_model, trainer_of
 from pool import pool
 from programs import run_program
+from saves import refuses
 
 from forks.train_distill import Config, Trainer
 
@@ -46,8 +47,7 @@ def test_the_policy_comes_nearer_to_the_teacher():
 
 def test_runs(tmp_path):
     """Two ranks sample and learn as one process does, rewards or not; an unlike teacher is refused."""
-    with pytest.raises(ValueError, match="--std_norm: advantages come from the teacher"):
-        Config(std_norm=True)
+    refuses("--std_norm: advantages come from the teacher", Config, std_norm=True)
     policy.run(1, *policy.TINY, "--steps", 1, "--eval_every", 0, "--seed", 1, "--out", tmp_path / "teacher")
 
     def distill(n, name, *argv):

@@ -4,7 +4,6 @@
     pytest -m "" tests/forks/test_ft.py                # two kills
     KILLS=10 pytest -s -m "" tests/forks/test_ft.py -k killed
 """
-import contextlib
 import importlib
 import importlib.util
 import json
@@ -13,6 +12,7 @@ import random
 import shutil
 import sys
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -124,7 +124,7 @@ def test_gradients_are_weighted_by_tokens():
 class World:
     """A lighthouse and the groups that use it, each a torchrun of two processes."""
 
-    def __init__(self, folder: Path, min_replicas: int, flags: list):
+    def __init__(self, folder: Path, min_replicas: int = 1, flags=()):
         self.folder, self.jobs, self.starts, port = folder, {}, 0, free_port()
         self.flags = [*FLAGS, *flags, "--dp_shard", 2, "--ft_lighthouse", f"http://127.0.0.1:{port}", "--ft_timeout_s", TIMEOUT,
                       "--out", folder / "run"]
@@ -141,24 +141,15 @@ class World:
         self.jobs[group] = job
         return job
 
-    def end(self):
+    def close(self):
         for job in [*self.jobs.values(), self.lighthouse]:
             job.kill_everything()
-
-
-@contextlib.contextmanager
-def world(folder: Path, min_replicas: int = 1, flags=()):
-    found = World(folder, min_replicas, list(flags))
-    try:
-        yield found
-    finally:
-        found.end()
 
 
 @needs_torchft
 @pytest.mark.slow
 def test_two_groups_equal_one_layout(tmp_path):
-    with world(tmp_path, min_replicas=2, flags=["--checkpoint_every", 0, "--steps", 20]) as w:
+    with closing(World(tmp_path, min_replicas=2, flags=["--checkpoint_every", 0, "--steps", 20])) as w:
         for job in [w.start(0), w.start(1)]:
             assert job.end() == 0, job.text()
     layout = ["--dp_replicate", 2, "--dp_shard", 2, "--checkpoint_every", 0, "--out", tmp_path / "one"]
@@ -176,7 +167,7 @@ def test_two_groups_equal_one_layout(tmp_path):
 @needs_torchft
 @pytest.mark.slow
 def test_the_death_of_the_lighthouse_is_one_line(tmp_path):
-    with world(tmp_path, flags=["--checkpoint_every", 0]) as w:
+    with closing(World(tmp_path, flags=["--checkpoint_every", 0])) as w:
         job = w.start(0)
         job.until_step(3)
         w.lighthouse.kill_everything()
@@ -222,7 +213,7 @@ def kill_one(w: World, chance: random.Random, from_nothing: bool) -> tuple[int, 
 @pytest.mark.slow
 def test_killed_groups_come_back(tmp_path):
     chance, kills, pauses = random.Random(0), int(os.environ.get("KILLS", 2)), []
-    with world(tmp_path, flags=["--checkpoint_every", 10, "--keep_latest_k", 0]) as w:
+    with closing(World(tmp_path, flags=["--checkpoint_every", 10, "--keep_latest_k", 0])) as w:
         for group in range(2):
             w.start(group)
         w.jobs[0].until(lambda: steps_saved(w.jobs[0]) & steps_saved(w.jobs[1]))

@@ -4,6 +4,7 @@ import math
 import sys
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -666,11 +667,8 @@ def test_vocab_parallel_loss(monkeypatch, dtype):
         losses[r] = linear_cross_entropy(own_h, own_w, labels, 500, all_reduce, r * 166)
         grads[r] = torch.autograd.grad(losses[r], (own_h, own_w))
 
-    threads = [threading.Thread(target=rank, args=(r,)) for r in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(rank, range(2)))
     whole = linear_cross_entropy(h, weight, labels, 500)
     dh, dw = torch.autograd.grad(whole, (h, weight))
     tolerance = 1e-5 if dtype == torch.float32 else 0.01
