@@ -38,8 +38,9 @@ def expert_parallel(stage, layout: Layout, *, aux_coef: float = 0.0, force_balan
         if etp > 1:
             block.moe.forward = partial(gathered_moe, block.moe.forward, layout.group("tp"))
         sharers = [layout.group(axis) for axis in ("cp", "tp") if layout.degrees[axis] > 1 and (axis, etp > 1) != ("tp", True)]
-        # with etp > 1 every tp rank sees all T tokens and adds their whole auxiliary loss: each adds its share
-        balance.aux_scale, balance.force = aux_coef / layout.global_batch_size / etp, force_balance
+        balance.aux_scale, balance.force = aux_coef / layout.global_batch_size, force_balance
+        if etp > 1:  # every tp rank sees all T tokens and adds their whole auxiliary loss: each adds its share
+            balance.aux_scale /= etp
         balance.parts = layout.cp * (layout.tp if etp == 1 else 1)
         balance.sum_over_parts = partial(sum_over, groups=sharers)
 
