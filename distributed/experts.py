@@ -10,6 +10,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import register_sharding
 
 from distributed.layout import AllGather, AllToAll, Layout, ReduceScatter, all_blocks, functional, local_tensor
+from models.moe import Balance, Experts, Spread, inverse, kernel_fits, load_statistics
 
 
 def expert_parallel(stage, layout: Layout, *, aux_coef: float = 0.0, force_balance: bool = False) -> None:
@@ -20,8 +21,6 @@ def expert_parallel(stage, layout: Layout, *, aux_coef: float = 0.0, force_balan
     ranks all-gather the tokens first, each computes its part of every expert's hidden width, and a reduce-scatter adds them up.
     aux_coef, force_balance: see models.moe.Balance.
     """
-    from models.moe import Balance, Experts
-
     mesh, etp = layout.expert_mesh, layout.etp
     if layout.device.type == "cuda" and layout.rank == 0 and (of := torch.cuda.get_device_capability()) < (9, 0):
         print(f"experts on a GPU of capability {of[0]}.{of[1]}: torch multiplies them one after the other, and the host waits "
@@ -66,8 +65,6 @@ def gathered_moe(moe_forward, group, x: Tensor) -> Tensor:
 def exchange_tokens(experts, group, x: Tensor, counts: Tensor) -> Tensor:
     """Experts.forward over ep ranks: x (N*k, D) sorted by expert, so also by the rank that holds it; counts (E,), its rows for
     each expert. Returns (N*k, D) in the same order. Rank r holds the experts r E/ep .. (r + 1) E/ep - 1."""
-    from models.moe import Spread, inverse
-
     ep = dist.get_world_size(group)
     weights = [local_tensor(w) for w in experts.parameters()]
     if ep == 1:  # --etp alone: every rank has a part of each expert, and no token travels
@@ -101,8 +98,6 @@ def balance_experts(stages, layout: Layout, mode: str, rate: float | Tensor) -> 
     """After an optimizer step: sum each layer's load over all ranks, and with mode bias move the biases against it
     (arXiv:2408.15664: up by rate below the mean load, down above, then centred). Returns statistics; loads restart at 0.
     """
-    from models.moe import load_statistics
-
     config = stages[0].config
     moes = {i: block.moe for stage in stages for i, block in all_blocks(stage).items() if hasattr(block, "moe")}
     n_layers = config.n_layers + getattr(config, "mtp_depth", 0)
@@ -127,8 +122,6 @@ def compiled_experts(compiled, eager, x: Tensor, counts: Tensor, *weights: Tenso
     Runs uncompiled in three cases: in fp32, for the compiler knows the grouped matmul in bf16 only; without a kernel for it,
     for the fallback loop synchronises; and with 0 or 1 rows, for which dynamo would compile a version of its own.
     """
-    from models.moe import kernel_fits
-
     if x.dtype != torch.bfloat16 or len(x) < 2 or not kernel_fits(x, weights[0]):
         return eager(x, counts, *weights)
     torch._dynamo.mark_dynamic(x, 0)

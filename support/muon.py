@@ -45,15 +45,12 @@ class Muon(torch.optim.Muon):
                 if self.found_inf is not None:  # gradient := momentum, so that the next line changes nothing
                     torch.where(self.found_inf.bool(), buffer, grad, out=grad)
                 buffer.lerp_(grad, 1 - group["momentum"])
+            for stack in [p for p in params if p.dim() == 3]:
+                self.step_stack(stack, group)
             # the same order on all ranks, equal shapes together: one exchange serves one matrix per rank
-            params.sort(key=lambda p: tuple(p.shape))
-            for _, same_shape in groupby(params, key=lambda p: p.shape):
-                same_shape = list(same_shape)
-                if same_shape[0].dim() == 3:
-                    for stack in same_shape:
-                        self.step_stack(stack, group)
-                else:
-                    self.step_same_shape(same_shape, group)
+            matrices = sorted([p for p in params if p.dim() == 2], key=lambda p: tuple(p.shape))
+            for _, same_shape in groupby(matrices, key=lambda p: p.shape):
+                self.step_same_shape(list(same_shape), group)
 
     def step_stack(self, p, group):
         """Each rank treats the experts that it holds; nothing travels."""

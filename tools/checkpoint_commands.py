@@ -52,6 +52,11 @@ def read_tensor(key: str, folder: str, table: dict) -> torch.Tensor:
     return tensor
 
 
+def tokenizer_of(folder: str) -> str | None:
+    file = os.path.join(folder, "tokenizer.json")
+    return file if os.path.isfile(file) else None
+
+
 def to_hf(folder: str, out: str, dtype="bfloat16", max_shard_gb=5.0, adapter=False):
     """Exports a step folder, or a run folder's newest good checkpoint, with two files in memory at a time. A LoRA run is
     merged in memory with the base weights; adapter: export only the adapters."""
@@ -60,12 +65,11 @@ def to_hf(folder: str, out: str, dtype="bfloat16", max_shard_gb=5.0, adapter=Fal
     check_same_model(type(model), model.config)
     if adapter and not checkpoint.has_adapters(path):
         raise ValueError(f"--adapter: {folder} was trained without --lora_rank; leave it out")
-    file = os.path.join(path, "tokenizer.json")
-    tokenizer_file = file if os.path.isfile(file) else None
+    tokenizer_file = tokenizer_of(path)
     if adapter:
         from sft.lora import write_peft
 
-        return write_peft(out, path, table, model, checkpoint.tokenizer_and_beside(file) if tokenizer_file else {})
+        return write_peft(out, path, table, model, checkpoint.tokenizer_and_beside(tokenizer_file) if tokenizer_file else {})
     if checkpoint.has_adapters(path):
         return save_hf(checkpoint.load_model(path)[0], out, getattr(torch, dtype), max_shard_gb, tokenizer_file)
     kinds = file_kinds(named_tensors(model), model, getattr(torch, dtype))
@@ -105,18 +109,17 @@ def average(run: str, out: str, last=0, steps=()):
                          "give two or more of these (training keeps --keep_latest_k)")
     opened = [checkpoint.open_saved(found[step]) for step in wanted]
     newest, model, _ = opened[0]
-    for path, other, _ in opened:
+    saved = read_json(newest, "state.json")
+    for path, *_ in opened:
         if checkpoint.has_adapters(path):
             raise ValueError(f"{path} holds adapters, whose mean is no mean of their products; merge each with to_hf")
-        if (type(other), other.config) != (type(model), model.config):
-            a, b = (read_json(folder, "state.json")["identity"]["model"] for folder in (path, newest))
-            raise ValueError(f"{path} and {newest} hold different models: {describe_changes(changes(a, b))}")
+        if different := [*changes(read_json(path, "state.json")["identity"]["model"], saved["identity"]["model"])]:
+            raise ValueError(f"{path} and {newest} hold different models: {describe_changes(different)}")
     model.to_empty(device="cpu")
     for fqn, tensor in named_tensors(model).items():
         tensor.detach().copy_(sum(read_tensor(f"model.{fqn}", path, table).float() for path, _, table in opened) / len(opened))
-    saved, file = read_json(newest, "state.json"), os.path.join(newest, "tokenizer.json")
     state = saved["state"] | {"step": wanted[0], "mean_of_steps": wanted}
-    write_run(out, model, saved["identity"], state, file if os.path.isfile(file) else None)
+    write_run(out, model, saved["identity"], state, tokenizer_of(newest))
 
 
 def diff(a: str, b: str) -> int:

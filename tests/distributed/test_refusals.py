@@ -97,15 +97,6 @@ def test_csv_of_another_layout(given, words, tmp_path):
         assert n_microbatches(check(**given)) == 2
 
 
-@pytest.mark.parametrize("axis", ["pp", "dp_replicate", "dp_shard", "cp", "tp"])
-@pytest.mark.parametrize("degree", [0, -1, -2])
-def test_degrees_are_at_least_1(axis, degree):
-    if (axis, degree) == ("dp_shard", -1):  # the one that may be: what is left
-        assert check(dp_shard=-1, world_size=6, dp_replicate=2).dp_shard == 3
-    else:
-        assert f"--{axis} {degree} must be at least 1" in refusal(**{axis: degree})
-
-
 @pytest.mark.parametrize("given, words", [
     (dict(world_size=3, tp=3, global_batch_size=10, seq_len=8200, ac="budget", async_tp=True),
      ["--tp 3", "--global_batch_size 10", "max_seq_len 8192", "multiple of tp = 3", "--ac budget", "--async_tp"]),

@@ -89,8 +89,7 @@ def end_with_a_checkpoint(out, saved, ready):
 
 def start_with(cfg, rank, found):
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": "123"}
-    cfg = resume.keep_batch(cfg)
-    found.put(cfg.global_batch_size)
+    found.put(resume.keep_batch(cfg).global_batch_size)
 
 
 def test_a_start_that_waits_for_the_lock_keeps_the_batch_of_the_checkpoint_that_appears_meanwhile(tmp_path):
@@ -122,12 +121,10 @@ def make_run(out, processes=1, step=20, **flags):
 def resolve_batch(monkeypatch, cfg, processes, **flags):
     """(global, local batch) after keep_batch for a start with these flags on so many processes."""
     monkeypatch.setenv("WORLD_SIZE", str(processes))
-    cfg = replace(cfg, **flags)
-    cfg = resume.keep_batch(cfg)
-    # the layout accepts the result
-    check_layout(cfg, config(), seq_len=16, local_batch_size=cfg.local_batch_size,
-                          global_batch_size=cfg.global_batch_size, device="cpu")
-    return cfg.global_batch_size, cfg.local_batch_size
+    cfg = resume.keep_batch(replace(cfg, **flags))
+    sizes = {name: getattr(cfg, name) for name in ("global_batch_size", "local_batch_size")}
+    check_layout(cfg, config(), seq_len=16, device="cpu", **sizes)  # the layout accepts the result
+    return tuple(sizes.values())
 
 
 @pytest.mark.parametrize("processes, flags, expected, says", [
@@ -163,8 +160,7 @@ def test_the_batch_of_a_new_run_is_its_own(tmp_path, monkeypatch):
     assert resolve_batch(monkeypatch, cfg, 4, **new) == (16, 4)
     assert resolve_batch(monkeypatch, cfg, 4, **new, init_model_only=False) == (8, 2)  # continues the old run
     assert resolve_batch(monkeypatch, cfg, 4, steps=20) == (16, 4)  # nothing left to train
-    # a dry run is about the flags, whatever lies in the folder
-    with no_earlier_run():  # a dry run
+    with no_earlier_run():  # a dry run is about the flags, whatever lies in the folder
         assert resolve_batch(monkeypatch, cfg, 4) == (16, 4)
 
 
@@ -173,13 +169,11 @@ def test_the_batch_of_a_config_file_is_kept_and_that_of_a_flag_is_not_bent(tmp_p
     monkeypatch.setattr(resume, "FROM_FILE", set())
     monkeypatch.setattr("support.config.FROM_FILE", resume.FROM_FILE)  # only for this test
     save_config(train_llama3.Config(out=str(tmp_path / "run"), global_batch_size=8), tmp_path / "config.json", {})
-    cfg = parse_config(train_llama3.Config, ["--config", str(tmp_path / "config.json")])
-    cfg = resume.keep_batch(cfg)
+    cfg = resume.keep_batch(parse_config(train_llama3.Config, ["--config", str(tmp_path / "config.json")]))
     assert (cfg.global_batch_size, cfg.local_batch_size) == (8, 2)
     assert "as in --config: --local_batch_size 8 becomes 2 on 4 data ranks" in capsys.readouterr().out
     for argv in (["--global_batch_size", "8"], ["--config", str(tmp_path / "config.json"), "--global_batch_size", "8"]):
-        cfg = parse_config(train_llama3.Config, argv)
-        cfg = resume.keep_batch(cfg)
+        cfg = resume.keep_batch(parse_config(train_llama3.Config, argv))
         assert (cfg.global_batch_size, cfg.local_batch_size) == (8, 8)  # for check_layout to refuse
 
 

@@ -141,10 +141,6 @@ def test_a_forks_own_class_is_compared(folder):
 
 
 @pytest.mark.parametrize("flags, words", [
-    ("--where", "has no effect without --check_parity"),
-    ("--check_parity --against X", "--against X has no effect without --check_parity --where"),
-    ("--check_parity --where --against /nowhere", "/nowhere is no folder"),
-    ("--check_parity --where --tp 2 --compile", "--where sees no operations inside of compiled blocks; leave --compile out"),
     ("--check_parity --where --against FOLDER --tp 2", "leave --tp 2 out"),
     ("--check_parity --where --against QWEN", "model_type is 'qwen3'"),
 ])

@@ -18,7 +18,6 @@ import pytest
 import torch
 from dry import MOE, REPO, config, run
 from pool import pool
-from saves import refuses
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import parallel
@@ -26,7 +25,7 @@ from distributed.layout import local_slice, local_tensor
 from tools import dryrun
 from tools.dryrun import make_report
 from tools.explain import count_block, held_part, place_of, ranges, shown_parameters, tokens_of
-from tools.page import check_page, list_ticks, make_page
+from tools.page import list_ticks, make_page
 from tools.schedule import duration, simulate
 
 pytestmark = pytest.mark.slow  # make test has no room for it
@@ -173,11 +172,6 @@ def test_the_ticks_send_what_the_step_sends(name):
         assert sum(text.startswith(f"pp {r} sends") for tick in found for text in tick["sent"]) == counted > 0
         work = sum(end - start for start, end, *_ in times[r])
         assert sum(tick["now"][r] != "waits" for tick in found) == work
-
-
-@pytest.mark.parametrize("path", ["missing/page.html", "."])
-def test_a_page_that_cannot_be_written_is_refused_at_once(path, tmp_path):
-    refuses("need the name of a file", check_page, str(tmp_path / path))
 
 
 # ---------------------------------------------------------------- in a browser

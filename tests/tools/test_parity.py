@@ -21,7 +21,7 @@ from models.llama3 import Llama3Config
 from support.config import Need, flag, parse_config
 from tools import parity
 from tools.parity import check_parity
-from tools.reports import run_report, with_report_flags
+from tools.reports import with_report_flags
 
 REPO = Path(__file__).parents[2]
 MODEL = Llama3Config(n_layers=6, n_heads=8, n_kv_heads=4, head_dim=64, ffn_dim=512, max_seq_len=8192)
@@ -61,11 +61,6 @@ def test_both_halves_of_check_parity_are_given_no_flag_in_vain(tmp_path, monkeyp
         cfg.cp_method = "alltoall"
         check_parity(train_llama3.main, cfg, {axis: getattr(cfg, axis) for axis in AXES})
     assert len(halves) == 2
-
-
-def test_one_report_after_the_other():
-    with pytest.raises(ValueError, match="--check_parity trains, and --dry_run and --explain do not"):
-        run_report(train_llama3.main, train_llama3.Config, ["--check_parity", "--dry_run", "--tp", "2"])
 
 
 @pytest.mark.slow
