@@ -2,7 +2,6 @@
 
     python ablate.py train_llama3.py --vary optimizer=adamw,muon lr=1e-3,3e-3 --seeds 3 --steps 300
     python ablate.py train_llama3.py train_mine.py --seeds 4                  # a fork against the original
-    python ablate.py --variant "old: train_llama3.py@HEAD~1" --variant "new: train_alpha.py --alpha 0.1"   # two codes
     python ablate.py train_llama3.py --variant "base:" --variant "deep: --model_args n_layers=12,dim=136" --until 0.02
     python ablate.py --report runs/ablate                                     # the report again, without any run
 
@@ -33,11 +32,11 @@ import torch
 
 from distributed.refusals import refuse
 from storage.resume import lock_run
-from support.config import Parser, check_range, usage_error
-from support.files import check_local, read_json, write_file
+from support.config import Parser, check_range, parse_config, usage_error
+from support.files import check_local, read_json, sha256_file, write_file
 from support.metrics import read_lines
+from tools.stop_main import do_nothing, stop_main
 from tools.study import check_units, folder_of, has_died, is_finished, next_runs, read_runs, report_study
-from tools.study_code import check_out, checkout_of, modules_of, sources_of
 
 HIGH = "reward|acc|pass_at_k|eval_greedy|score|exact_match|solved|per_second|mfu"  # parts of names of metrics, high is good
 LOW = "loss|bits_per_byte|memory_gib|time_s"
@@ -48,7 +47,7 @@ def parse(argv) -> tuple[argparse.Namespace, list[str]]:
     parser = Parser(usage=argparse.SUPPRESS, description=__doc__)
     add = parser.add_argument
     add("--vary", nargs="+", default=[], metavar="FLAG=A,B", help="all combinations; values with commas are parted by ';'")
-    add("--variant", action="append", default=[], metavar="'NAME: [RECIPE[@COMMIT]] FLAGS'", help="one variant; repeat")
+    add("--variant", action="append", default=[], metavar="'NAME: FLAGS'", help="one variant; may be given several times")
     add("--baseline", metavar="NAME", help="the variant that the others are compared with [default: the first]")
     add("--seeds", type=int, default=3, help="runs of each variant [default: 3]")
     add("--until", type=float, metavar="D", help="add seeds until each interval excludes 0, or all differences as large as D")
@@ -80,22 +79,18 @@ def variants_of(args, common: list[str]) -> dict[str, dict]:
         if not equals or "" in values:
             raise ValueError(f"--vary {item!r}: need FLAG=A,B")
         grid.append([(f"{name.lstrip('-')}={value}", f"--{name.lstrip('-')}={value}") for value in values])
-    named, found = [], {}
-    for item in args.variant or [":"]:
+    named = []
+    for item in args.variant:
         name, colon, flags = item.partition(":")
-        if not colon or args.variant and not name.strip():
-            raise ValueError(f"--variant {item!r}: need 'NAME: FLAGS' or 'NAME: RECIPE FLAGS', where FLAGS may be empty")
-        words = shlex.split(flags)
-        own = [check_out(words.pop(0), args.out)] if words and re.search(r"\.py(@|$)", words[0]) else []
-        if not own and not args.recipes:
-            raise ValueError("the recipes come first: python ablate.py train_llama3.py --vary lr=1e-3,3e-3")
-        for recipe in own or args.recipes:
-            stem = Path(recipe).stem if not own and len(args.recipes) > 1 else ""
-            named.append((recipe, [stem, name.strip()], words))
-    for (recipe, name, flags), *cell in itertools.product(named, *grid):
-        full = " ".join(filter(None, [*name, *(text for text, _ in cell)])) or Path(recipe).stem
+        if not colon or not name.strip():
+            raise ValueError(f"--variant {item!r}: need 'NAME: FLAGS', where FLAGS may be empty")
+        named.append((name.strip(), shlex.split(flags)))
+    found = {}
+    for recipe, (name, flags), *cell in itertools.product(args.recipes, named or [("", [])], *grid):
+        words = [Path(recipe).stem] * (len(args.recipes) > 1) + [name] * bool(name) + [text for text, _ in cell]
+        full = " ".join(words) or Path(recipe).stem
         if any(folder_of("", full, 0) == folder_of("", other, 0) for other in found):
-            raise ValueError(f"two variants are called {full!r}: name each with --variant 'NAME: RECIPE FLAGS'")
+            raise ValueError(f"two variants are called {full!r}; give each a name of its own")
         found[full] = {"recipe": recipe, "flags": [*common, *flags, *(flag for _, flag in cell)]}
     if len(found) < 2:
         raise ValueError("one variant is nothing to compare: give --vary, two --variant, or a second recipe")
@@ -117,12 +112,11 @@ def check_variant(name: str, variant: dict, args) -> dict:
 
     output, world = io.StringIO(), {"RANK": "0", "WORLD_SIZE": str(args.nproc)} if args.nproc > 1 else {}
     try:
-        with contextlib.redirect_stderr(output), contextlib.redirect_stdout(io.StringIO()), modules_of(checkout_of(path)):
-            parse_config = importlib.import_module("support.config").parse_config  # of the recipe's checkout
-            stop_main, do_nothing = map(vars(importlib.import_module("tools.stop_main")).get, ("stop_main", "do_nothing"))
+        with contextlib.redirect_stderr(output), contextlib.redirect_stdout(io.StringIO()):
             spec = importlib.util.spec_from_file_location("recipe", path)
             sys.modules["recipe"] = module = importlib.util.module_from_spec(spec)  # Config reads help texts from its source
-            spec.loader.exec_module(module)
+            with mock.patch.object(sys, "path", [str(path.resolve().parent), *sys.path]):
+                spec.loader.exec_module(module)
             cfg = parse_config(module.Config, [*variant["flags"], f"--out={folder_of(args.out, name, 0)}"])
             if args.metric.startswith("val_") and not vars(cfg).get("val_every"):
                 raise ValueError(f"no validation, so no {args.metric}: give --val_every, or another --metric, such as loss")
@@ -130,8 +124,8 @@ def check_variant(name: str, variant: dict, args) -> dict:
             with mock.patch.dict(os.environ, world):
                 skipped = dict.fromkeys(("connect", "make_mesh", "set_timeouts", "StopSignal"), do_nothing)
                 (model, *_), _ = stop_main(module.main, cfg, last, **skipped)
-    except (SystemExit, ValueError, ImportError) as error:
-        said = error if not isinstance(error, SystemExit) else output.getvalue().removeprefix("error: ").strip()
+    except (SystemExit, ValueError) as error:
+        said = error if isinstance(error, ValueError) else output.getvalue().removeprefix("error: ").strip()
         raise ValueError(f"variant {name!r}: {said}") from None
     seeded = [flag for flag in ("seed", "data_seed") if hasattr(cfg, flag)]  # grpo.py has one seed for everything
     parameters = model.flops_per_token(0) // 6 if hasattr(model, "flops_per_token") else None
@@ -139,8 +133,22 @@ def check_variant(name: str, variant: dict, args) -> dict:
     return texts | {"steps": cfg.steps, "val_every": texts["val_every"] or 0, "parameters": parameters, "seeded": seeded}
 
 
+def sources_of(recipe: str) -> dict[str, str]:
+    """{file: sha256} of the recipe and of all files of its checkout that training may import, and the version of torch. tools/
+    has reports, which training never runs."""
+    home, found, waiting = Path(recipe).parent, {"torch": torch.__version__}, [Path(recipe).stem]
+    while waiting:
+        file = waiting.pop().replace(".", "/") + ".py"
+        if file not in found and not file.startswith("tools/") and (home / file).is_file():
+            found[file] = sha256_file(home / file)
+            for module, names in re.findall(r"^ *(?:from|import) ([\w.]+)(?: import (.*))?", (home / file).read_text(), re.M):
+                waiting += [module, *(f"{module}.{name}" for name in re.findall(r"\w+", names))]
+    return found
+
+
 def open_study(args, variants: dict) -> dict:
     """The study in --out, new or continued. Changes that would make the runs incomparable are refused."""
+    check_local(args.out, "--out")
     lock_run(args.out)
     path = Path(args.out, "study.json")
     old = read_json(path) if path.exists() else {"variants": {}}
@@ -240,11 +248,11 @@ def main(argv) -> int | None:
 
 def check_numbers(args) -> None:
     """Refuse wrong values of our own flags, and fill in --jobs."""
-    check_local(args.out, "--out")
     check_range(args, 1, math.inf, "seeds", "nproc")
     check_range(args, 0, math.inf, "jobs")
     needed = max(args.jobs, 1) * args.nproc
     refuse([
+        (not args.recipes, "the recipes come first: python ablate.py train_llama3.py --vary lr=1e-3,3e-3"),
         (args.until is not None and not args.until > 0, f"--until {args.until} must be above 0"),
         (args.until and args.max_seeds < max(args.seeds, 2),
          f"--max_seeds {args.max_seeds} must be --seeds {args.seeds} or more, and at least 2"),

@@ -223,10 +223,6 @@ def test_a_recipe_is_seeded_with_the_seeds_that_it_has(monkeypatch):
         assert ablate.check_variant("a", {"recipe": recipe, "flags": []}, args)["seeded"] == seeded
 
 
-def test_a_fork_in_a_folder_has_the_modules_of_its_checkout():
-    assert {"train_olmo3.py", "forks/olmo3.py", "models/layers.py"} <= ablate.sources_of(f"{REPO}/forks/train_olmo3.py").keys()
-
-
 def test_what_is_good_follows_from_the_metric():
     high = ("eval_reward", "tokens_per_second", "eval_pass_at_k", "eval_greedy", "score", "exact_match", "solved")
     assert [m for m in ("val_loss", *high) if ablate.parse(["--metric", m])[0].best == "high"] == list(high)
@@ -244,12 +240,6 @@ def losses(out):
     keys = "step", "loss", "val_loss", "tokens_hash"
     folders = [path.parent for path in out.glob("*/*/metrics.jsonl")]
     return {folder.relative_to(out): [[line.get(key) for key in keys] for line in metrics(folder)] for folder in folders}
-
-
-def copy_repository(folder):
-    left_out = shutil.ignore_patterns(".*", "tests", "docs", "runs", "__pycache__")
-    shutil.copytree(REPO, folder, dirs_exist_ok=True, ignore=left_out)
-    return folder
 
 
 @pytest.mark.slow
@@ -284,7 +274,8 @@ def test_equal_flags_are_identical(tmp_path):
 @pytest.mark.slow
 def test_forks(tmp_path):
     """A fork with a renamed variable is bit-equal to the original, a worse block is worse, and a failure is reported."""
-    copy_repository(tmp_path)
+    left_out = shutil.ignore_patterns(".*", "tests", "docs", "runs", "__pycache__")
+    shutil.copytree(REPO, tmp_path, dirs_exist_ok=True, ignore=left_out)
     recipe = (tmp_path / "train_llama3.py").read_text()
     model = (tmp_path / "models/llama3.py").read_text()
 
@@ -305,29 +296,6 @@ def test_forks(tmp_path):
     rows = {row["variant"]: row for row in json.loads((tmp_path / "study/verdicts.json").read_text())}
     assert (rows["renamed"]["verdict"], rows["worse"]["verdict"], rows["fails"]["died"]) == ("identical", "worse", 3)
     assert "identical in every logged step" in done.stdout and "OSError: no more" in done.stdout
-
-
-@pytest.mark.slow
-def test_two_commits_of_another_checkout_meet(tmp_path):
-    """Without a recipe in front, and each checked and run with its own modules: only the second commit has the field gain."""
-    other, git = copy_repository(tmp_path / "other"), ["git", "-c", "user.name=n", "-c", "user.email=e"]
-    model = other / "models/llama3.py"
-    changed = model.read_text().replace("    qkv_bias: bool", "    gain: float = 1.0\n    qkv_bias: bool")
-    changed = changed.replace("        self.ffn =", "        self.gain = config.gain\n        self.ffn =")
-    for text in (model.read_text(), changed.replace("h + self.ffn(", "h + self.gain * self.ffn(")):
-        model.write_text(text)
-        for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
-            subprocess.run([*git, *words], cwd=other, check=True)
-    recipe = f"{other}/train_llama3.py"
-    variants = f"ours: {REPO}/train_llama3.py", f"old: {recipe}@HEAD~1", f"new: {recipe} {TINY[0]} {TINY[1]},gain=0"
-    flags = [word for variant in variants for word in ("--variant", variant)]
-    run(command(tmp_path / "study", *flags, "--seeds", 2))
-    rows = {row["variant"]: row for row in json.loads((tmp_path / "study/verdicts.json").read_text())}
-    assert rows["old"]["verdict"] == "identical" and rows["new"]["difference"] != 0
-    for commit, text in (("HEAD~1", "'gain=0' is no field=value"), ("nothing", "no such commit")):
-        bad = "--variant", f"bad: {recipe}@{commit} --model_args gain=0", "--vary", "lr=1e-3,2e-3"
-        done = run_program(command(tmp_path / "study", *bad), env=ENV)
-        assert done.returncode == 2 and text in done.stderr and done.stderr.count("\n") == 1
 
 
 @pytest.mark.slow
