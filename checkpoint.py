@@ -69,7 +69,7 @@ from storage.manifest import (
     verify,
     write_manifest,
 )
-from storage.optimizer_numbers import OptimizerNumbers, find_copies, loose_state, merge_numbers, sum_copies
+from storage.optimizer_numbers import OptimizerNumbers, find_copies, merge_numbers, sum_copies
 from storage.provenance import changed_code, check_machines, code_roots, git_commit, local_code, summarize_code
 from support.config import Need, flag, own_rank
 from support.files import json_bytes, matches, publish, read_json, write_file
@@ -166,7 +166,7 @@ class Checkpoints:
         self.tokenizer = self.together(lambda: tokenizer_and_beside(tokenizer_file) if reads else {})
         self.numbers = OptimizerNumbers(self.optimizers, known)
         buffers = {fqn: t for m in modules for fqn, t in named_tensors(m).items() if not isinstance(t, nn.Parameter)}
-        self.copies, self.loose = find_copies(self.params | buffers, self.gather), loose_state(modules)
+        self.copies = find_copies(self.params | buffers, self.gather)
         self.pool, self.stager, self.staged, self.flight = ThreadPoolExecutor(1), None, None, None
         self.commands, self.copying = ThreadPoolExecutor(1), {}  # --after_save: {folder: its command}
         self.process = WriterProcess() if cfg.checkpoint_async == "process" and not cfg.load_only else None
@@ -183,9 +183,6 @@ class Checkpoints:
         if self.cfg.load_only:
             return False
         self.finish_flight()
-        if lost := [name for name, x in loose_state(self.modules).items() if self.loose.get(name, x) != x]:
-            self.loose = {}  # said once
-            self.say(f"{brief(lost)} changed since the start, and no checkpoint holds them: register_buffer keeps a tensor")
         # Turned into text now, because the loop may change `state` while the background thread writes.
         about = dict(step=step, model_only=model_only, identity=self.identity, state=state)
         about |= self.on_rank_0(merge_numbers, value=self.together(

@@ -98,17 +98,6 @@ class OptimizerNumbers:
                         target[name] = json.loads(json.dumps(value))  # a copy
 
 
-def loose_state(modules) -> dict:
-    """{name: value} of the state of modules that no checkpoint holds: numbers in attributes, and the changes of buffers that
-    are not persistent, as torch counts them."""
-    found = {}
-    for name, part in [item for module in modules for item in module.named_modules()]:
-        found |= {f"{name}.{key}": x for key, x in vars(part).items() if type(x) in (int, float)}
-        buffers = {key: part._buffers[key] for key in part._non_persistent_buffers_set}
-        found |= {f"{name}.{key}": (id(t), t._version) for key, t in buffers.items() if t is not None}
-    return found
-
-
 def find_copies(tensors: dict[str, Tensor], gather) -> dict[str, Tensor]:
     """Tensors held by several ranks, which must stay equal: parameters of several pipeline stages, and all buffers."""
     mine = sorted(fqn for fqn, t in tensors.items() if isinstance(t, nn.Parameter) and not fqn.startswith("blocks."))

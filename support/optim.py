@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from distributed.agree import brief
+from distributed.agree import brief, holds_on_any_rank
 from distributed.checks import DROPOUT, bits_sum
 from distributed.layout import Layout, local_tensor
 from support.config import check_range
@@ -100,8 +100,8 @@ class Guard:
     def look_at_gradients(self, grad_norm: Tensor) -> tuple[list, list, list]:
         """Raise ValueError if forward and backward have drawn random numbers. Returns names of parameters with and without a
         gradient, and (name, parameter, checksum) of those that the update must move."""
-        drew = torch.tensor(int(self.random != random_state()))
-        dist.all_reduce(drew)  # all ranks must agree: a dropout may be on one pipeline stage only
+        # all ranks must agree: a dropout may be on one pipeline stage only
+        drew = holds_on_any_rank(self.random != random_state(), dist.group.WORLD)
         if drew and not self.cfg.compile:  # a compiler that measures kernels on random inputs draws, too
             raise ValueError("forward or backward draws random numbers without a generator: they depend on the layout and "
                              f"on --ac, and a continued run draws others; {DROPOUT}")

@@ -152,11 +152,6 @@ class Block(models.llama3.Block):
 """),
     filled=changed("Block", init="self.gate = nn.Linear(config.dim, 1)\nnn.init.zeros_(self.gate.weight)"),
     hooked=changed("Block", init="self.attn.wq.weight.register_hook(lambda grad: 2 * grad)"),
-    counted=changed("FeedForward", """
-    def forward(self, x):
-        self.calls += 1
-        return super().forward(x) / self.calls
-""", init="self.calls = 0"),
     generator=changed("Block", init="self.generator = torch.Generator().manual_seed(1)"),
     only_in_training=changed("Block", """
     def forward(self, h, *args):

@@ -7,7 +7,8 @@ import torch
 
 import checkpoint
 from distributed.layout import named_tensors
-from storage.changes import changes, describe_changes
+from forks.average import mean_of_steps
+from storage.changes import changes
 from storage.dcp import read_table, read_tensors
 from storage.hf import HF_DTYPES, check_export, check_same_model, file_kinds, load_hf_model, save_hf, say_lost, write_hf
 from storage.manifest import Damaged, candidates, read_manifest, verify
@@ -52,11 +53,6 @@ def read_tensor(key: str, folder: str, table: dict) -> torch.Tensor:
     return tensor
 
 
-def tokenizer_of(folder: str) -> str | None:
-    file = os.path.join(folder, "tokenizer.json")
-    return file if os.path.isfile(file) else None
-
-
 def to_hf(folder: str, out: str, dtype="bfloat16", max_shard_gb=5.0, adapter=False):
     """Exports a step folder, or a run folder's newest good checkpoint, with two files in memory at a time. A LoRA run is
     merged in memory with the base weights; adapter: export only the adapters."""
@@ -65,7 +61,8 @@ def to_hf(folder: str, out: str, dtype="bfloat16", max_shard_gb=5.0, adapter=Fal
     check_same_model(type(model), model.config)
     if adapter and not checkpoint.has_adapters(path):
         raise ValueError(f"--adapter: {folder} was trained without --lora_rank; leave it out")
-    tokenizer_file = tokenizer_of(path)
+    file = os.path.join(path, "tokenizer.json")
+    tokenizer_file = file if os.path.isfile(file) else None
     if adapter:
         from sft.lora import write_peft
 
@@ -99,27 +96,8 @@ def write_run(out: str, model, identity: dict, state: dict, tokenizer_file: str 
 
 
 def average(run: str, out: str, last=0, steps=()):
-    """Writes the mean of the weights of several steps of a run, in fp32, as a run folder with one checkpoint, of the latest of
-    these steps. Reads one tensor at a time: memory holds the mean, 4 bytes per weight, and one tensor of one step."""
-    check_export(out)
-    found = dict(step_folders(run))
-    wanted = sorted({*steps} or [*found][:last], reverse=True)
-    if len(wanted) < max(2, last) or not found.keys() >= {*wanted}:
-        raise ValueError(f"{'--steps' if steps else '--last'} {steps or last}: {run} has checkpoints of the steps {[*found]}; "
-                         "give two or more of these (training keeps --keep_latest_k)")
-    opened = [checkpoint.open_saved(found[step]) for step in wanted]
-    newest, model, _ = opened[0]
-    saved = read_json(newest, "state.json")
-    for path, *_ in opened:
-        if checkpoint.has_adapters(path):
-            raise ValueError(f"{path} holds adapters, whose mean is no mean of their products; merge each with to_hf")
-        if different := [*changes(read_json(path, "state.json")["identity"]["model"], saved["identity"]["model"])]:
-            raise ValueError(f"{path} and {newest} hold different models: {describe_changes(different)}")
-    model.to_empty(device="cpu")
-    for fqn, tensor in named_tensors(model).items():
-        tensor.detach().copy_(sum(read_tensor(f"model.{fqn}", path, table).float() for path, _, table in opened) / len(opened))
-    state = saved["state"] | {"step": wanted[0], "mean_of_steps": wanted}
-    write_run(out, model, saved["identity"], state, tokenizer_of(newest))
+    """Writes the mean of the weights of several steps of a run as a run folder with one checkpoint, see forks/average.py."""
+    write_run(out, *mean_of_steps(run, out, last, steps))
 
 
 def diff(a: str, b: str) -> int:
