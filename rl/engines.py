@@ -208,6 +208,7 @@ def generate_forever(cfg, env, text, Model, model_config, n_trainers: int):
     layout = Layout(dp_shard=n, global_batch_size=n, device=device, rank=rank)  # whole models, different prompts
     bridge = open_bridge(cfg, n_trainers, device)
     dist.init_process_group("gloo", store=dist.PrefixStore("world", bridge.store), rank=rank, world_size=n)
+    dist.barrier()  # connects the pairs of the barriers in disconnect(), when trainer rank 0 and its store may be gone
     StopSignal()  # the trainers need samples to finish their step
     dtype = dtype_of_compute(cfg, on_cuda)
     with torch.device("meta"):  # the first weights come before the first rollout

@@ -255,7 +255,7 @@ def test_metrics_are_those_of_the_whole_step(tmp_path):
     """With lr 0 every part of a step is trained by one policy: logged numbers depend neither on the number of parts, nor on a
     forward for groups of equal rewards, whose gradient is 0."""
     flags = ["--lr", 0, "--steps", 2, "--eval_every", 0, "--checkpoint_every", 0, "--clip_low", 0, "--clip_high", 0,
-             "--async_steps", 1, "--temperature", 0.9, "--prompts_per_step", 8, "--group_size", 2]
+             "--async_steps", 1, "--temperature", 0.9, "--prompts_per_step", 8, "--group_size", 2, "--proof_share", 1]
     runs = {}
     for name, more in {"plain": [], "parts": ["--minibatches", 4], "all": ["--kl_coef", 1e-12]}.items():
         run(1, *TINY, *flags, *more, "--out", tmp_path / name)
