@@ -1,4 +1,6 @@
 """The check of exercise 20: seconds against a ring simulated message by message, bytes against the dry run, then the bound."""
+import functools
+
 import dry
 import hand20
 from feedback import Wrong, alone
@@ -49,6 +51,7 @@ def check_seconds():
                             f"{bandwidth:g}: {got:.3g} s, and a ring needs {want:.3g}: {guess}")
 
 
+@functools.cache
 def counted(**model) -> tuple[int, int]:
     """Bytes gathered and reduced by the recipe's own code, in a dry run."""
     args = ",".join(f"{name}={value}" for name, value in (SMALL | model).items())

@@ -15,9 +15,9 @@ LAYOUTS = [  # processes, flags, batch and model, the exercises whose functions 
     (4, dict(cp=2, tp=2, cp_method="alltoall"), dict(n=4, b=2), "7 and 9"),
     (4, dict(ep=2, tp=2), dict(n=4, b=1, **EXPERTS), "12"),
 ]
-STEPS, FLAGS = 30, dict(
-    tp=2, pp=2, seq_len=64, local_batch_size=4, steps=30, warmup_steps=2, lr=1e-2, log_every=10, val_every=0,
-    checkpoint_every=30, device="cpu", compute_dtype="float32",
+STEPS, FLAGS = 20, dict(
+    tp=2, pp=2, pp_microbatch_size=2, seq_len=64, local_batch_size=4, steps=20, warmup_steps=2, lr=2e-2, log_every=5,
+    val_every=0, checkpoint_every=20, device="cpu", compute_dtype="float32",
     model_args="n_layers=2,dim=32,n_heads=4,n_kv_heads=2,head_dim=8,ffn_dim=64")
 
 

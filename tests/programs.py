@@ -4,8 +4,8 @@
     done = run_program(runs.launch(2, "train_llama3.py", "--tp", "2"), cwd=folder)               # two ranks, as torchrun
 
 A server process imports torch once. Each program is a fork of the server, one process per rank, with the arguments, folder,
-environment and outputs that the command would have. A few tests start real commands instead: those of test_launch.py, and each
-test that passes real=True.
+environment and outputs that the command would have. start_program() runs torchrun itself in a fork, whose ranks are forks, too.
+A few tests start real commands instead: each that passes real=True.
 """
 import atexit
 import contextlib
@@ -13,6 +13,7 @@ import functools
 import gc
 import json
 import os
+import select
 import shutil
 import signal
 import socket
@@ -29,7 +30,7 @@ REPO = Path(__file__).parent.parent
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
 LIBRARIES = [path for path in sys.path if path and ("site-packages" in path or path.startswith(sys.base_prefix))]
 SOCKET = "TESTS_PROGRAMS"  # variable: where the server listens that a program was forked from
-start = subprocess.run
+start, register = subprocess.run, atexit.register
 
 
 class Server:
@@ -52,16 +53,26 @@ class Server:
 
 def ask(path: str, **request) -> dict:
     """The answer of the server at this socket."""
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(path)
-        connection.sendall(json.dumps(request).encode() + b"\n")
-        answer = connection.makefile().readline()
+    with request_of(path, request) as connection:
+        return next_answer(connection)
+
+
+def request_of(path: str, request: dict) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(path)
+    connection.sendall(json.dumps(request).encode() + b"\n")
+    return connection
+
+
+def next_answer(connection: socket.socket) -> dict:
+    answer = connection.makefile("rb", buffering=0).readline()  # and no byte of the next answer
     assert answer, "the process that ran the program has ended"
     return json.loads(answer)
 
 
-def serve(path: str, answer) -> None:
-    """Listens at this socket. A request is a line of JSON; its answer is answer(**request), a dict. Ends with its parent."""
+def serve(path: str, answers) -> None:
+    """Listens at this socket. A request is a line of JSON; each of answers(**request), dicts, is a line, too. Ends with its
+    parent."""
     parent = os.getppid()
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(path + ".new")
@@ -75,7 +86,8 @@ def serve(path: str, answer) -> None:
                     server.close()
                     connection.setblocking(True)
                     request = json.loads(connection.makefile().readline())
-                    connection.sendall(json.dumps(answer(**request)).encode() + b"\n")
+                    for answer in answers(**request):
+                        connection.sendall(json.dumps(answer).encode() + b"\n")
                     os._exit(0)
                 connection.close()
             with contextlib.suppress(ChildProcessError):
@@ -104,6 +116,71 @@ def run_program(command, cwd=REPO, env=None, timeout=600, real=False, check=Fals
     if check:
         done.check_returncode()
     return done
+
+
+class Program:
+    """What subprocess.Popen returns, as far as a Job needs it, for a program that runs in a fork of the server."""
+
+    def __init__(self, argv: list[str], log: str, cwd: str, env: dict[str, str]):
+        self.connection = request_of(server().path, dict(argv=argv, log=log, cwd=cwd, env=env))
+        self.pid, self.returncode = next_answer(self.connection)["pid"], None
+
+    def poll(self) -> int | None:
+        if self.returncode is None and select.select([self.connection], [], [], 0)[0]:
+            self.returncode = next_answer(self.connection)["status"]
+        return self.returncode
+
+    def send_signal(self, number: int):
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self):
+        self.send_signal(signal.SIGKILL)
+
+
+def start_program(command: list[str], log: str, cwd: str, env: dict[str, str], real=False) -> Program | subprocess.Popen:
+    """Starts a command, python or torchrun, that writes stdout and stderr to the file `log`. real: start it as it stands."""
+    with open(log, "w") as file:
+        if command[0] == sys.executable and not real:
+            return Program(command[1:], log, cwd, env)
+        return subprocess.Popen(command, cwd=cwd, env=env, stdout=file, stderr=file)
+
+
+class Rank:
+    """What torchrun needs of subprocess.Popen, for a rank that is a fork of it."""
+
+    def __init__(self, args: tuple[str], env: dict[str, str], **options):
+        self.returncode = None
+        (self.pid,) = fork_ranks(1, lambda *_: self.run(list(args[2:]), env))  # without "python -u"
+
+    def run(self, argv, env) -> int:
+        os.setsid()
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # torchrun's connections
+        atexit.register = register
+        return run_rank(argv, os.getcwd(), env, {})
+
+    def poll(self) -> int | None:
+        if self.returncode is None and (done := os.waitpid(self.pid, os.WNOHANG))[0]:
+            self.returncode = os.waitstatus_to_exitcode(done[1])
+        return self.returncode
+
+    def wait(self, timeout: float):
+        deadline = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("a rank", timeout)
+            time.sleep(0.01)
+
+
+def run_torchrun() -> None:
+    """torchrun in this process, as sys.argv says. Its ranks are forks: they must not inherit its name and what it does at its
+    end."""
+    import torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler as handler
+    import torch.distributed.run
+
+    handler.Popen, atexit.register = Rank, lambda function, *args, **options: function
+    torch.multiprocessing._set_thread_name = lambda name: None
+    torch.distributed.run.main()
 
 
 def run_nested(command, capture_output=False, text=False, **options):
@@ -159,7 +236,7 @@ def wait_for(pids: list[int], timeout: float, patience: float = 5) -> list[int]:
     return [statuses[pid] for pid in pids]
 
 
-def run_ranks(argv, nproc, cwd, env, timeout) -> dict:
+def run_ranks(argv, nproc, cwd, env, timeout):
     """Answer of the server: runs one program."""
     began, folder = time.monotonic(), tempfile.mkdtemp()  # a TemporaryDirectory would be removed at the end of each fork
     files = {"stdout": Path(folder, "stdout"), "stderr": Path(folder, "stderr")}
@@ -167,11 +244,23 @@ def run_ranks(argv, nproc, cwd, env, timeout) -> dict:
     statuses = wait_for(pids, timeout, patience=0.5)  # torchrun kills the other ranks at once
     texts = {name: path.read_text(errors="replace") if path.exists() else "" for name, path in files.items()}
     shutil.rmtree(folder)
-    return dict(statuses=statuses, late=time.monotonic() - began > timeout, **texts)
+    yield dict(statuses=statuses, late=time.monotonic() - began > timeout, **texts)
+
+
+def run_job(argv, log, cwd, env):
+    """Answers of the server: starts one program and says its process id, and when it has ended, its status."""
+    (pid,) = fork_ranks(1, lambda *_: run_rank(argv, cwd, env, {"stdout": log, "stderr": log}))
+    yield dict(pid=pid)
+    yield dict(status=os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
 def run_rank(argv: list[str], cwd: str, env: dict[str, str], files: dict[str, Path]) -> int:
     """Makes this process what `python argv[0] argv[1:]` would be, runs the program, and returns its exit status."""
+    if job := env.get("JOB_OF_THE_TEST"):  # a fork's environment is not in /proc, its name is
+        Path("/proc/self/comm").write_text(f"{job}.{env.get('RANK', '')}")
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):  # torchrun's handlers, if this is its fork
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(cwd)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for number, path in enumerate(files.values(), start=1):
@@ -186,9 +275,13 @@ def run_rank(argv: list[str], cwd: str, env: dict[str, str], files: dict[str, Pa
         os.environ["OMP_NUM_THREADS"] = threads
     more = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
     subprocess.run = run_nested
+    sys.stdout.reconfigure(line_buffering=True)
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     try:
-        if argv[0] == "-c":
+        if argv[:2] == TORCHRUN[:2]:
+            sys.argv[:], source, name = argv[1:], "run_torchrun()", "<string>"
+            main.run_torchrun = run_torchrun
+        elif argv[0] == "-c":
             sys.path[:], sys.argv[:], source, name = ["", *more, *LIBRARIES], ["-c", *argv[2:]], argv[1], "<string>"
         else:
             name = main.__file__ = os.path.abspath(argv[0])
@@ -216,8 +309,10 @@ def preload():
     import tokenizers  # noqa: F401
     import torch._dynamo
     import torch.distributed.checkpoint
+    import torch.distributed.elastic.multiprocessing.subprocess_handler
     import torch.distributed.fsdp
     import torch.distributed.pipelining
+    import torch.distributed.run
     import torch.distributed.tensor.parallel
     import torch.nn.attention.flex_attention
     import torch.utils.checkpoint  # noqa: F401
@@ -228,4 +323,4 @@ def preload():
 if __name__ == "__main__":
     preload()
     os.environ[SOCKET] = sys.argv[1]
-    serve(sys.argv[1], run_ranks)
+    serve(sys.argv[1], lambda **request: (run_job if "log" in request else run_ranks)(**request))

@@ -6,12 +6,11 @@ import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
-from programs import run_program
+from programs import run_program, start_program
 
 from support.metrics import read_lines
 
@@ -49,15 +48,14 @@ numbers = itertools.count()
 
 
 class Job:
-    """A launcher and all that it starts, found by an environment variable that they inherit."""
+    """A launcher and all that it starts, found by an environment variable that they inherit, or by the name of a fork.
+    real: start the command as it stands, not in a fork, see programs.py."""
 
-    def __init__(self, command, out, log, **env):
+    def __init__(self, command, out, log, real=False, **env):
         self.out, self.log, self.mark = Path(out), Path(log), f"{os.getpid()}.{next(numbers)}"
         env = {k: v for k, v in os.environ.items() if not NOT_OURS.match(k)} | {"OMP_NUM_THREADS": "1"} | env
         env |= {"PYTHONPATH": str(REPO), "JOB_OF_THE_TEST": self.mark}
-        with open(log, "w") as file:
-            words = [str(word) for word in command]
-            self.launcher = subprocess.Popen(words, env=env, cwd=self.log.parent, stdout=file, stderr=file)
+        self.launcher = start_program([str(word) for word in command], str(log), str(self.log.parent), env, real)
 
     def processes(self) -> dict[int, dict[str, str]]:
         """{pid: its environment} of those that are alive, the launcher too."""
@@ -65,7 +63,10 @@ class Job:
         for pid in filter(str.isdigit, os.listdir("/proc")):
             with contextlib.suppress(OSError):  # they come and go
                 words = os.fsdecode(Path("/proc", pid, "environ").read_bytes()).split("\0")
-                if f"JOB_OF_THE_TEST={self.mark}" in words:
+                job, _, rank = Path("/proc", pid, "comm").read_text().strip().rpartition(".")
+                if job == self.mark:
+                    found[int(pid)] = {"RANK": rank}
+                elif f"JOB_OF_THE_TEST={self.mark}" in words:
                     found[int(pid)] = dict(word.split("=", 1) for word in words if "=" in word)
         return found
 

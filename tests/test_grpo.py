@@ -540,9 +540,8 @@ def start(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("steps_ahead", [0, 1])
-@pytest.mark.parametrize("processes, how", [
-    (1, "SIGTERM"), (2, "SIGTERM to the workers"), (2, "SIGINT to all")])
+@pytest.mark.parametrize("processes, how, steps_ahead", [
+    (1, "SIGTERM", 0), (1, "SIGTERM", 1), (2, "SIGTERM to the workers", 1), (2, "SIGINT to all", 0)])
 def test_a_signal_saves_and_ends(tmp_path, start, processes, how, steps_ahead):
     """In place and with a generator rank, in step and one ahead: the step is finished and saved, and the run can go on."""
     flags = ["--async_steps", steps_ahead] + ["--gen_ranks", 1] * (processes > 1)

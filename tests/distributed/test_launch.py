@@ -144,13 +144,13 @@ def fork(folder, lines) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank, number, flags, torchrun", [
-    (1, signal.SIGKILL, [], []), (0, signal.SIGKILL, [], []),
+@pytest.mark.parametrize("real, rank, number, flags, torchrun", [
+    (True, 1, signal.SIGKILL, [], []), (False, 0, signal.SIGKILL, [], []),
     # the others wait for --train_timeout_s, torchrun for --shutdown-timeout; then all is as if it had died
-    pytest.param(1, signal.SIGSTOP, ["--train_timeout_s", 3], ["--shutdown-timeout", 2], id="a_rank_that_hangs")])
-def test_a_rank_that_dies(tmp_path, start, undisturbed, rank, number, flags, torchrun):
+    pytest.param(False, 1, signal.SIGSTOP, ["--train_timeout_s", 3], ["--shutdown-timeout", 2], id="a_rank_that_hangs")])
+def test_a_rank_that_dies(tmp_path, start, undisturbed, real, rank, number, flags, torchrun):
     """torchrun --max_restarts goes on by itself."""
-    job = start(tmp_path / "run", 2, *flags, torchrun=["--max_restarts", 1, *torchrun])
+    job = start(tmp_path / "run", 2, *flags, torchrun=["--max_restarts", 1, *torchrun], real=real)
     job.until_step(9)
     os.kill(job.worker(rank), number)
     assert job.end() == 0
@@ -186,7 +186,7 @@ def test_kill_9_of_the_launcher(tmp_path, start, undisturbed):
 @pytest.mark.slow
 def test_kill_9_of_the_launcher_while_it_starts(tmp_path, start):
     """Its workers notice, even if they were still importing torch when it died."""
-    job = start(tmp_path / "run", 2, *ENDLESS)
+    job = start(tmp_path / "run", 2, *ENDLESS, real=True)
     job.until(lambda: job.worker(0) and job.worker(1))
     job.launcher.kill()
     job.end(within=30)  # how long the import takes is the machine's
@@ -238,6 +238,7 @@ def test_chaos(tmp_path, start):
 def test_a_second_start_in_the_same_folder(tmp_path, start):
     first = start(tmp_path / "run", 1, *ENDLESS, "--checkpoint_every", 0)
     first.until_step(1)
+    first.launcher.send_signal(signal.SIGSTOP)  # it would take a core for these 30 seconds
     began = time.monotonic()
     second = start(tmp_path / "run", 1)
     assert second.end() == 2 and time.monotonic() - began > 30
@@ -311,7 +312,8 @@ SLURM = ["--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", "--max_
     pytest.param(2, SLURM, None, [signal.SIGUSR1], 1, "SIGUSR1", marks=pytest.mark.slow)])
 def test_a_signal_finishes_the_step_and_saves(tmp_path, start, processes, torchrun, rank, signals, status, said):
     """rank: the process that gets the signals; None: the launcher."""
-    job = start(tmp_path / "run", processes, *ENDLESS, "--checkpoint_every", 1_000_000, torchrun=torchrun)
+    real = torchrun == SLURM
+    job = start(tmp_path / "run", processes, *ENDLESS, "--checkpoint_every", 1_000_000, torchrun=torchrun, real=real)
     job.until_step(3)
     for number in signals:
         os.kill(job.launcher.pid if rank is None else job.worker(rank), number)

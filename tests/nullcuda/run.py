@@ -84,7 +84,7 @@ def preload() -> None:
     assert not torch.cuda.is_initialized()
 
 
-def run_case(**options) -> dict:
+def run_case(**options):
     """Answer to a request {"argv": [...], "nproc": 1, ... as the options above, "env": {...}}:
     {"statuses": [per rank], "texts": [what each rank printed], "seconds": ...}."""
     began, folder = time.monotonic(), tempfile.mkdtemp()  # a TemporaryDirectory would be removed at the end of each fork
@@ -92,7 +92,7 @@ def run_case(**options) -> dict:
     statuses = wait_for(pids, options.get("timeout", 600))
     texts = [Path(folder, str(rank)).read_text(errors="replace") for rank in range(len(pids))]
     shutil.rmtree(folder)
-    return dict(statuses=statuses, texts=texts, seconds=time.monotonic() - began)
+    yield dict(statuses=statuses, texts=texts, seconds=time.monotonic() - began)
 
 
 def main():
