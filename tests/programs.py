@@ -146,30 +146,17 @@ def start_program(command: list[str], log: str, cwd: str, env: dict[str, str], r
         return subprocess.Popen(command, cwd=cwd, env=env, stdout=file, stderr=file)
 
 
-class Rank:
-    """What torchrun needs of subprocess.Popen, for a rank that is a fork of it."""
+class Rank(subprocess.Popen):
+    """A rank that torchrun starts as a fork of itself."""
 
-    def __init__(self, args: tuple[str], env: dict[str, str], **options):
-        self.returncode = None
-        (self.pid,) = fork_ranks(1, lambda *_: self.run(list(args[2:]), env))  # without "python -u"
+    def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *options):
+        (self.pid,), self._child_created = fork_ranks(1, lambda *_: self.run(args[2:], env)), True  # without "python -u"
 
     def run(self, argv, env) -> int:
         os.setsid()
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # torchrun's connections
         atexit.register = register
         return run_rank(argv, os.getcwd(), env, {})
-
-    def poll(self) -> int | None:
-        if self.returncode is None and (done := os.waitpid(self.pid, os.WNOHANG))[0]:
-            self.returncode = os.waitstatus_to_exitcode(done[1])
-        return self.returncode
-
-    def wait(self, timeout: float):
-        deadline = time.monotonic() + timeout
-        while self.poll() is None:
-            if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired("a rank", timeout)
-            time.sleep(0.01)
 
 
 def run_torchrun() -> None:

@@ -155,7 +155,7 @@ def test_where_names_other_mistakes(planted, row, seam, function):
 
 
 EQUAL = [(2, dict(ep=2), dict(n=4, b=1, **MOE))]
-MORE_EQUAL = [(2, dict(tp=2), dict(n=6, b=2)), (4, dict(cp=2, tp=2), dict(n=4, b=2)), *LAYOUTS[::12]]
+MORE_EQUAL = [(2, dict(tp=2), dict(n=6, b=2)), (4, dict(cp=2, tp=2), dict(n=4, b=2)), *LAYOUTS[::20]]
 
 
 @pytest.mark.parametrize("row", EQUAL + [pytest.param(row, marks=pytest.mark.slow) for row in MORE_EQUAL], ids=row_name)
