@@ -21,6 +21,12 @@ class Exercise:
     def name(self) -> str:  # of the page and the check
         return f"ex{self.number:02}"
 
+    def parts(self) -> list[tuple[str, ...]]:
+        """Functions that are judged together: those of a class, or a single one."""
+        names = [name for group in self.blanks.values() for name in group]
+        kinds = dict.fromkeys(name.split(".")[0] for name in names)
+        return [tuple(name for name in names if name.split(".")[0] == kind) for kind in kinds]
+
     def page(self) -> tuple[str, list[str]]:
         """(task, hints); a hint is a paragraph below '## Hints'."""
         task, _, hints = (HERE / f"{self.name}.md").read_text().partition("\n## Hints\n")

@@ -4,14 +4,18 @@ import hand03
 import torch
 from feedback import ABOUT_GROUPS, FOUR, ONE_GROUP, TWO_GROUPS, Traffic, Wrong, alone, in_groups, own_group
 
-CASES = [(ONE_GROUP, 3, 6, 8), (FOUR, 2, 16, 8), (TWO_GROUPS, 2, 4, 6)]  # groups, tokens per rank, columns, rows of the weight
+CASES = [(ONE_GROUP, 3, 6, 8), (FOUR, 2, 16, 32), (TWO_GROUPS, 2, 4, 6)]  # groups, tokens per rank, columns, rows of the weight
 
 
 def problem(n: int, tokens: int, columns: int, rows: int, seed: int):
     """x of all n ranks (n * tokens, columns), weight (rows, columns), gradient of the result (n * tokens, rows)."""
     g = torch.Generator().manual_seed(seed)
     shapes = (n * tokens, columns), (rows, columns), (n * tokens, rows)
-    return [torch.randn(shape, generator=g, dtype=torch.float64) for shape in shapes]
+    return [torch.randn(shape, generator=g) for shape in shapes]
+
+
+def same(a, b) -> bool:
+    return torch.allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
 def on_a_rank(groups, *sizes):
@@ -41,7 +45,7 @@ def shards(weight, n: int) -> list:
 
 
 def check_shards(rows: int, columns: int, n: int):
-    weight = torch.randn(rows, columns, dtype=torch.float64)
+    weight = torch.randn(rows, columns)
     for rank, (shape, right, n_bytes) in enumerate(alone(shards, weight, n)):
         if not right:
             raise Wrong(f"shard_of gives rank {rank} of {n} {shape} of a weight {(rows, columns)}, and should give rows "
@@ -75,22 +79,22 @@ def check_rank(result, given, rank: int, n: int, where: str):
     (y, dx, d_shard, between, after, may_keep), (x, weight, grad) = result, given
     dw, dws = grad.T @ x, [g.T @ x_ for g, x_ in zip(grad.chunk(n), x.chunk(n))]
     right_y, right_dx = (x @ weight.T).chunk(n)[rank], (grad @ weight).chunk(n)[rank]
-    if y.shape != right_y.shape or not torch.allclose(y, right_y):
+    if y.shape != right_y.shape or not same(y, right_y):
         raise Wrong(f"ShardedLinear.forward {where}: the result {tuple(y.shape)} is not x @ weight.T {tuple(right_y.shape)} "
                     "with the whole weight and this rank's tokens")
-    if dx is None or not torch.allclose(dx, right_dx):
+    if dx is None or not same(dx, right_dx):
         raise Wrong(f"ShardedLinear.backward {where}: the gradient of x is not grad @ weight, with the whole weight. It is not "
                     "summed over ranks: each has tokens of its own")
     if d_shard is None:
         raise Wrong(f"ShardedLinear.backward {where}: the shard has no gradient")
     right = dw.chunk(n)[rank]
-    if not torch.allclose(d_shard, right):
+    if not same(d_shard, right):
         guess = next((text for value, text in (
             (dws[rank].chunk(n)[rank], "it saw this rank's tokens only; who adds up those of the others?"),
             (right / n, f"it is the mean over the ranks, 1/{n} of it. The loss is divided by the tokens of all ranks already, "
                         "so the ranks' gradients are summed"),
             (dw.chunk(n)[rank - 1], "it has rows of another rank"),
-        ) if torch.allclose(d_shard, value)), "rows of the sum of all ranks' grad.T @ x are wanted")
+        ) if same(d_shard, value)), "rows of the sum of all ranks' grad.T @ x are wanted")
         raise Wrong(f"ShardedLinear.backward {where}: the gradient of the shard is wrong: {guess}")
     kept, when = (between, "between forward and backward") if between > may_keep else (after, "after the backward")
     if kept > may_keep:

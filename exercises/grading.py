@@ -11,18 +11,18 @@ import tempfile
 import time
 from pathlib import Path
 
-from course import HERE, HOUSE
+from course import COURSE, HERE, HOUSE
 from submission import STATE, state_of, what
 
 LIMIT_S = 120
 MEMORY = 24 * 2**30  # bytes of address space of each process of a check, under grade; torch alone reserves some
 
 
-def judged(folder, limit: float, memory=0, alone=False, prints=False) -> dict:
+def judged(folder, limit: float, memory=0, alone=False, prints=False, only=()) -> dict:
     """{verdict, message, seconds, ...}. verdict: solved, not yet, error, refused, no verdict, no time.
 
     memory: bytes of address space, 0 = no limit; alone: without network where the system allows it; prints: what the student's
-    functions print is shown.
+    functions print is shown; only: names of functions, the others are the project's own.
     """
     folder, start = Path(folder).expanduser().resolve(), time.monotonic()
     nonce, (read, write) = secrets.token_hex(16), os.pipe()
@@ -35,7 +35,7 @@ def judged(folder, limit: float, memory=0, alone=False, prints=False) -> dict:
             text=True, stdin=subprocess.PIPE, stdout=None if prints else subprocess.DEVNULL, stderr=errors)
         os.close(write)
         try:
-            work = dict(nonce=nonce, folder=str(folder), clean=clean, limit=limit, memory=memory, alone=alone)
+            work = dict(nonce=nonce, folder=str(folder), only=only, clean=clean, limit=limit, memory=memory, alone=alone)
             print(json.dumps(work), file=process.stdin, flush=True)
             found = reached(read, nonce, start + limit)
             status = process.poll()
@@ -90,6 +90,16 @@ def submissions(top: Path) -> list[Path]:
     return found
 
 
+def points_of(number: int, folder: Path, limit: float, verdict: str) -> dict[str, int]:
+    """{points, of}: how many of an exercise's parts are right, each alone among the project's own functions. A submission that
+    is refused has none."""
+    parts = COURSE[number].parts()
+    if verdict == "solved" or verdict == "refused" or len(parts) == 1:
+        return {"points": len(parts) * (verdict == "solved"), "of": len(parts)}
+    alone = [judged(folder, limit, MEMORY, alone=True, only=part)["verdict"] for part in parts]
+    return {"points": alone.count("solved"), "of": len(parts)}
+
+
 def grade(top: str, out: str, limit: float):
     """One JSON line per student and exercise. student: the first folder below `top` on the way to the submission."""
     root = Path(top).expanduser()
@@ -107,11 +117,12 @@ def grade(top: str, out: str, limit: float):
             row = {"student": folder.relative_to(root).parts[0] if folder != root else folder.name,
                    "exercise": int(name) if name.isdigit() else name, "verdict": result["verdict"],
                    "message": " ".join(result["message"].split()), "seconds": result["seconds"]}
+            row |= points_of(int(name), folder, limit, row["verdict"]) if name.isdigit() else {}
             print(json.dumps(row), file=lines, flush=True)
             counts[row["verdict"]] = counts.get(row["verdict"], 0) + 1
-            print(f"{row['student']:<20} {row['exercise']!s:<10} {row['verdict']:<10} {row['seconds']:>6} s  "
-                  f"{row['message'][:70]}",
-                  flush=True)
+            points = f"{row['points']}/{row['of']}" if "of" in row else ""
+            print(f"{row['student']:<20} {row['exercise']!s:<10} {row['verdict']:<10} {points:<5} {row['seconds']:>6} s  "
+                  f"{row['message'][:70]}", flush=True)
             if not result.get("alone", True):
                 print("note: this system lets a check keep the network", file=sys.stderr)
     print(f"{len(folders)} submissions: " + ", ".join(f"{n} {verdict}" for verdict, n in sorted(counts.items())) + f"; {out}")

@@ -1,6 +1,6 @@
 """The process that checks one submission. grading.py starts it; the student's code runs in its workers only.
 
-stdin: a JSON object {nonce, folder, clean, limit, memory, alone}. Argument: the number of an open file. The verdict goes
+stdin: a JSON object {nonce, folder, only, clean, limit, memory, alone}. Argument: the number of an open file. The verdict goes
 there, one line: the nonce, then JSON. The nonce is known to this process and to the parent; nothing else that is printed, and
 no exit status, is a verdict. The workers import the student's functions from the folder `clean`; this process has imported the
 project's own modules before, computes what is right with them, and compares.
@@ -101,7 +101,7 @@ def verdict_on(work: dict) -> tuple[str, str]:
     folder = Path(work["folder"])
     try:
         state = submission.state_of(folder)
-        planted = submission.plant(state["exercise"], folder) if "exercise" in state else submission.plant_repair(folder)
+        planted = submission.plant(state["exercise"], folder, work["only"]) if "exercise" in state else submission.plant_repair(folder)
     except submission.NotWritten as e:
         return "not yet", str(e)
     except (submission.Refused, ValueError) as e:

@@ -138,10 +138,13 @@ def first_line(node: ast.stmt) -> int:
     return min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
 
 
-def plant(number: int, folder: Path) -> Planted:
-    """The project's files with the student's functions in place of the blanks. Raises NotWritten or Refused."""
+def plant(number: int, folder: Path, only=()) -> Planted:
+    """The project's files with the student's functions in place of the blanks, or of those in `only`. Raises NotWritten or
+    Refused."""
     planted, same = Planted({}, {}), []
     for file, names in COURSE[number].blanks.items():
+        if not (names := [name for name in names if not only or name in only]):
+            continue
         text, clean = text_of(folder, file), original(file).read_text()
         tree, clean_tree = parsed(text, file), ast.parse(clean)
         found, spots = functions(text), functions(clean)

@@ -167,6 +167,9 @@ def test_a_class_is_graded_unattended(tmp_path):
     assert [row["verdict"] for row in rows] == [verdict for *_, verdict, _ in SUBMISSIONS], rows
     assert all(words in row["message"] for row, (*_, words) in zip(rows, SUBMISSIONS, strict=True)), rows
     assert [row["student"] for row in rows] == [f"{i:02}" for i in range(len(rows))] and rows[0]["exercise"] == 7
+    # natural_order is right in all; a submission that is refused has no points
+    points = {"solved": 2, "refused": 0}
+    assert [(row["points"], row["of"]) for row in rows[:-1]] == [(points.get(row["verdict"], 1), 2) for row in rows[:-1]]
 
 
 def test_a_copy_does_not_hold_the_answer(tmp_path):
