@@ -101,7 +101,8 @@ def verdict_on(work: dict) -> tuple[str, str]:
     folder = Path(work["folder"])
     try:
         state = submission.state_of(folder)
-        planted = submission.plant(state["exercise"], folder, work["only"]) if "exercise" in state else submission.plant_repair(folder)
+        planted = (submission.plant(state["exercise"], folder, work["only"]) if "exercise" in state
+                   else submission.plant_repair(folder))
     except submission.NotWritten as e:
         return "not yet", str(e)
     except (submission.Refused, ValueError) as e:

@@ -36,6 +36,7 @@ class ReportConfig(PlotConfig):
     html: str = flag("", EXPLAIN)  # a file: a web page to hover and step through, with the tensors and sends of every rank
     check_parity: bool = False  # train 3 steps on one process and on the layout, in fp32, and compare; start it with python
     where: bool = flag(False, PARITY)  # in a single step, compare every activation and gradient, and name the first difference
+    advice: bool = flag(True, WHERE)  # name the functions to look at; --no-advice for an exam
     against: str = flag("", WHERE)  # a Hugging Face folder: compare with transformers, module by module, in place of a layout
 
 
@@ -100,7 +101,7 @@ def report_parity(main, cfg, options: ReportConfig) -> int:
     if options.where:
         from tools.where import check_where
 
-        return check_where(main, cfg, degrees)
+        return check_where(main, cfg, degrees, options.advice)
     from tools.parity import check_parity
 
     return check_parity(main, cfg, degrees)
@@ -126,8 +127,7 @@ def report_layout(main, cfg, options: ReportConfig) -> int:
         if counted or not options.html:
             explain(cfg, counted)
         if options.html:
-            command = shlex.join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]])
-            write_page(options.html, cfg, found, counted, command)
+            write_page(options.html, cfg, found, counted, shlex.join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]]))
     if options.plot:
         plot(cfg, found)
     return 0

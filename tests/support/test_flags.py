@@ -311,7 +311,7 @@ def printed(program: str, cfg) -> str:
     main = module.main if options.dry_run or options.explain else lambda cfg: print("trains")
     with tidy(), contextlib.redirect_stdout(text), \
             mock.patch.object(tools.parity, "check_parity", lambda main, cfg, degrees: print("parity of", degrees)), \
-            mock.patch.object(tools.where, "check_where", lambda main, cfg, degrees: print("every operation of", degrees)), \
+            mock.patch.object(tools.where, "check_where", lambda main, cfg, n, advice: print("every operation of", advice)), \
             mock.patch.object(tools.transformers_parity, "check_against", lambda main, cfg, folder: print("against", folder)):
         report_or_train(main, plain, options)
     return text.getvalue()
@@ -499,6 +499,7 @@ row("check_parity", True, lambda new, old: "parity of" in new and "trains" in ol
 row("where", True, lambda new, old: "every operation of" in new and "parity of" in old, printed, check_parity=True)
 row("against", "folder", lambda new, old: "against folder" in new and "every operation of" in old, printed, check_parity=True,
     where=True)
+row("advice", False, lambda new, old: "of False" in new and "of True" in old, printed, check_parity=True, where=True)
 row("machine", "B200", lambda new, old: seconds(new) < 0.5 * seconds(old), printed, dry_run=True)
 # --- the recipe
 row("flavor", "1B", lambda new, old: (new.n_kv_heads, new.max_seq_len, old.dim) == (8, 131072, 192), configured, model_args="")

@@ -213,3 +213,5 @@ parallel.TP_STYLES["nothing"] = Nothing
         copy.write_text(start + head + own.replace("RIGHT", str(style)) + "\n@dataclass(kw_only=True)\nclass Config(" + tail)
         run = run_program([sys.executable, copy, *flags], cwd=tmp_path)
         assert run.returncode == status and all(w in run.stdout for w in words), run.stdout + run.stderr
+    quiet = run_program([sys.executable, copy, *flags, "--no-advice"], cwd=tmp_path)
+    assert "look at: " in run.stdout and "first difference: " in quiet.stdout and "look at" not in quiet.stdout
