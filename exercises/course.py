@@ -62,6 +62,7 @@ IN_TRAINING = "parallel.py", "models/", "distributed/layout", "distributed/pipel
 COURSE[21] = Exercise(21, "everything at once", {file: sum((exercise.blanks.get(file, ()) for exercise in COURSE.values()), ())
                                                  for exercise in [*COURSE.values()] for file in exercise.blanks
                                                  if file.startswith(IN_TRAINING)})
+COURSE[22] = Exercise(22, "expert capacity and dropped tokens", {"hand22.py": ("capacity_of", "places", "moe")})
 
 
 def original(file: str) -> Path:
