@@ -132,8 +132,9 @@ def check_moe(case: str):
         raise Wrong(f"moe, {case}: the result {tuple(out.shape)} is wrong: {guess}")
     for name, got, right in (("x", dx, x.grad), ("scores", dscores, scores.grad)):
         if got is None or not torch.allclose(got, right):
-            raise Wrong(f"moe, {case}: the result is right, and the gradient of {name} is {'missing' if got is None else 'wrong'}: "
-                        "the router learns through the scores, the layers below through x. Does each step have a gradient?")
+            how = "missing" if got is None else "wrong"
+            raise Wrong(f"moe, {case}: the result is right, and the gradient of {name} is {how}: the router learns through the "
+                        "scores, the layers below through x. Does each step have a gradient?")
 
 
 def check():
