@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import saves
 import torch
-from layouts import MODELS, MOE, SMALL, build, config, full, global_batch, local_batch
+from layouts import MOE, SMALL, build, config, full, global_batch, local_batch, on_meta
 from pool import forkserver, pool
 from programs import run_program
 from saves import IDENTITY, assert_same, everything, flip, names, path, refuses, rewrite, save_run, saver, stops, trained
@@ -341,9 +341,7 @@ def test_init_from(tmp_path, capsys):
 
 def start_run(model_config, seed, out, drawn=None, **flags):
     """(model, Checkpoints) of a start. drawn: a list for the names of all drawn parameters; the others are loaded later."""
-    with torch.device("meta"):
-        model = MODELS[type(model_config)](model_config)
-    draw = parallel.draw_block
+    model, draw = on_meta(model_config), parallel.draw_block
 
     def watched(*args):
         drawn.append(args[-1].split("/")[1])
