@@ -71,6 +71,16 @@ def config(model="llama3", **changes):
     return {"llama3": Llama3Config, "qwen3": Qwen3Config}[model](**{**SMALL, **changes})
 
 
+def on_meta(model_config):
+    """A model without memory."""
+    with torch.device("meta"):
+        return MODELS[type(model_config)](model_config)
+
+
+def random_tokens(*shape, vocab=101, seed=0):
+    return torch.randint(0, vocab, shape, generator=torch.Generator().manual_seed(seed))
+
+
 def balances(stages) -> dict:
     """Layer number -> the Balance of its experts."""
     return {i: block.moe.balance for s in stages for i, block in all_blocks(s).items() if hasattr(block, "moe")}
@@ -215,8 +225,7 @@ def build(model_config, flags: dict, n: int, local_batch_size: int, seed=3):
     if cfg.compute_dtype == "bfloat16":
         layout = replace(layout, compute_dtype=torch.bfloat16)
     layout = parallel.make_mesh(layout)
-    with torch.device("meta"):
-        model = MODELS[type(model_config)](model_config)
+    model = on_meta(model_config)
     check_model(model, layout, cfg, TP_STYLES)
     stages = pipeline_stages(model, layout, cfg) if cfg.pp > 1 else [model]
     for stage in stages:

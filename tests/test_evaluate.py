@@ -3,7 +3,6 @@ import functools
 import gzip
 import json
 import math
-import os
 import random
 import re
 import shutil
@@ -17,12 +16,11 @@ import torch.distributed as dist
 from policy import hf_folder
 from pool import pool
 from safetensors.torch import load_file, save_file
-from saves import refuses
+from saves import IDENTITY, refuses, saver
 from tokenizers import Tokenizer, processors
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-import checkpoint
 import evaluate
 import parallel
 from rl import rewards
@@ -89,7 +87,7 @@ def results(capsys, folder, task, **flags) -> tuple[list[dict], dict]:
     out = Path(task).with_suffix(".out")
     out.unlink(missing_ok=True)
     evaluated(checkpoint=folder, task=task, out=str(out), **flags)
-    *items, last = map(json.loads, out.read_text().splitlines())
+    *items, last = read_lines(out)
     assert [item["index"] for item in items] == list(range(len(items))) and last["summary"]["n"] == len(items)
     assert f"({len(items)} line" in capsys.readouterr().out
     return items, last["summary"]
@@ -113,8 +111,7 @@ def their_logprob(model, context: list[int], continuation: list[int]) -> float:
 def test_scores_are_those_of_transformers(kind, folders, tasks, capsys):
     model, tokenizer = theirs(folders(kind))
     items, summary = results(capsys, folders(kind), tasks["choice"], prompt_template="{question}:")
-    lines = [json.loads(line) for line in Path(tasks["choice"]).read_text().splitlines()]
-    for line, item in zip(lines, items, strict=True):
+    for line, item in zip(read_lines(tasks["choice"]), items, strict=True):
         context, want = line["question"] + ":", []
         for choice in line["choices"]:
             ids = tokenizer.encode(f"{context} {choice}")
@@ -136,7 +133,7 @@ def test_every_token_of_a_text_is_scored_once(folders, tasks, capsys):
     """Windows of 32 tokens, against a forward over each token's own context."""
     model, tokenizer = theirs(folders("llama"))
     first = tokenizer.eos_token_id
-    texts = [json.loads(line)["text"] for line in Path(tasks["text"]).read_text().splitlines()]
+    texts = [line["text"] for line in read_lines(tasks["text"])]
     for flags, stride in [({}, 32), (dict(stride=5), 5)]:
         items, summary = results(capsys, folders("llama"), tasks["text"], seq_len=32, limit=3, **flags)
         for text, item in zip(texts[:3], items, strict=True):
@@ -160,8 +157,7 @@ def test_answers_are_those_of_transformers(kind, folders, tasks, capsys):
     ends = [i for i in ends if i is not None]
     flags = dict(prompt_template="{question}=", max_new_tokens=12, stop=["7"], local_batch_size=4)
     items, summary = results(capsys, folders(kind), tasks["answer"], **flags)
-    lines = [json.loads(line) for line in Path(tasks["answer"]).read_text().splitlines()]
-    for line, item in zip(lines, items, strict=True):
+    for line, item in zip(read_lines(tasks["answer"]), items, strict=True):
         prompt = tokenizer(line["question"] + "=", return_tensors="pt")
         ids = model.generate(**prompt, max_new_tokens=12, do_sample=False, eos_token_id=ends)
         ids = ids[0, prompt.input_ids.shape[1] :].tolist()
@@ -189,13 +185,13 @@ def test_an_answer_ends_at_the_first_stop(folders, tasks, capsys):
 # (kind, layouts of 4 ranks, tasks) for `make test`; the slow suite has the rest
 QUICK = [("llama", [dict(pp=2, cp=2)], ["text"]), ("qwen3_moe", [dict(pp=2, ep=2)], ["choice"]),
          ("deepseek_v3", [dict(ep=4)], ["choice", "answer"])]
-ALL = {
+ALL = [pytest.param(kind, layouts, ["choice", "text", "answer"], marks=pytest.mark.slow) for kind, layouts in {
     "llama": [dict(dp_shard=4), dict(tp=2), dict(pp=2, cp=2), dict(dp_replicate=2, pp=2), dict(cp=2, tp=2),
               dict(dp_replicate=4), dict(cp=2, cp_method="alltoall"), dict(pp=2, pp_microbatch_size=3, local_batch_size=3),
               dict(pp=2, pp_stage_fqns="tok_embeddings;blocks.0,blocks.1,norm,head")],
     "qwen3_moe": [dict(dp_shard=4, ep=4), dict(tp=2, ep=2), dict(pp=2, ep=2), dict(cp=4), dict(tp=2, etp=2, ep=2)],
     "deepseek_v3": [dict(dp_shard=4, ep=2), dict(tp=2, ep=4), dict(tp=2, pp=2)],
-}
+}.items()]
 
 
 def on_a_layout(runs):
@@ -211,8 +207,9 @@ def flags_of(kind_of_task: str) -> dict:
     return dict(text=dict(seq_len=32, stride=8), choice=asked, answer=asked | dict(max_new_tokens=10, seq_len=64))[kind_of_task]
 
 
-def compare(folders, tasks, tmp_path, kind, layouts, kinds_of_tasks):
-    """Compare items and summaries of layouts of 4 processes with one process."""
+@pytest.mark.parametrize("kind, layouts, kinds_of_tasks", QUICK + ALL)
+def test_layouts_give_the_numbers_of_one_process(kind, layouts, kinds_of_tasks, folders, tasks, tmp_path):
+    """Items and summaries, on 4 processes."""
     runs = []
     for i, degrees in enumerate([{}, *layouts]):
         for name in kinds_of_tasks:
@@ -230,17 +227,6 @@ def compare(folders, tasks, tmp_path, kind, layouts, kinds_of_tasks):
             for name in got.keys() - {"layout", "seconds"}:
                 same = pytest.approx(want[name], abs=1e-4) if isinstance(want[name], float | list) else want[name]
                 assert got[name] == same, (flags, name)
-
-
-@pytest.mark.parametrize("kind, layouts, kinds_of_tasks", QUICK)
-def test_a_layout_gives_the_numbers_of_one_process(kind, layouts, kinds_of_tasks, folders, tasks, tmp_path):
-    compare(folders, tasks, tmp_path, kind, layouts, kinds_of_tasks)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_layout_gives_the_numbers_of_one_process(kind, folders, tasks, tmp_path):
-    compare(folders, tasks, tmp_path, kind, ALL[kind], ["choice", "text", "answer"])
 
 
 def scores_of_a_head(V, tp):
@@ -283,11 +269,8 @@ def test_a_run_a_step_and_the_folder_that_it_came_from(folders, tasks, tmp_path,
 def test_texts_are_read_in_the_windows_of_the_training(folders, tasks, tmp_path, capsys):
     """A run's model may take more tokens than in training; questions may use the full length."""
     model, file = load_hf_model(folders("llama"))
-    identity = {"model": {"module": "models.llama3", "class": "Llama3", **asdict(model.config)}, "data": {}, "optimizer": {}}
-    saving = checkpoint.Checkpoints(checkpoint.CheckpointConfig(), str(tmp_path), modules=[model], optimizer=[],
-                                    identity=identity, config={"seq_len": 16}, source="", tokenizer_file=file)
-    saving.save(3, {}, last=True)
-    saving.close()
+    identity = IDENTITY | {"model": IDENTITY["model"] | asdict(model.config)}
+    saver(model, [], tmp_path, identity, file, config={"seq_len": 16}).save(3, {}, last=True)
     lengths = {}, dict(seq_len=16), dict(seq_len=64)
     summaries = [results(capsys, str(tmp_path), tasks["text"], **flags)[1] for flags in lengths]
     assert [summary["seq_len"] for summary in summaries] == [16, 16, 64]
@@ -335,7 +318,7 @@ def test_prompts(folders, tasks, tmp_path):
     """Shots, fields of the line, escapes, and the chat template around all parts."""
     lines = evaluate.read_task(tasks["choice"])[1][2:4]
     text, kind = Text(folders("llama")), "choice"
-    first = json.loads(Path(tasks["choice"]).read_text().splitlines()[0])
+    first = read_lines(tasks["choice"])[0]
     make = lambda **flags: evaluate.prompts_of(evaluate.Config(**flags), text, lines, kind)  # noqa: E731
     asked = [line.fields["question"] for line in lines]
     assert make() == [f"Question: {q}\nAnswer:" for q in asked]
@@ -444,9 +427,8 @@ def test_what_is_wrong_is_one_line(flags, content, name, message, folders, tmp_p
 
 
 def test_a_model_without_a_tokenizer_and_one_without_a_template(folders, tasks, tmp_path):
-    for name in os.listdir(folders("llama")):
-        if name != "chat_template.jinja" and name != "tokenizer.json":
-            shutil.copy(Path(folders("llama"), name), tmp_path)
+    without = shutil.ignore_patterns("chat_template.jinja", "tokenizer.json")
+    shutil.copytree(folders("llama"), tmp_path, ignore=without, dirs_exist_ok=True)
     refuses("has no tokenizer.json", evaluated, checkpoint=str(tmp_path), task=tasks["text"])
     shutil.copy(Path(folders("llama"), "tokenizer.json"), tmp_path)
     refuses("--chat: .* has no chat template", evaluated, checkpoint=str(tmp_path), task=tasks["choice"], chat=True)
@@ -459,8 +441,8 @@ def test_a_model_that_has_diverged_is_told(folders, tasks, tmp_path):
     tensors["model.norm.weight"][0] = math.nan
     save_file(tensors, tmp_path / "hf" / "model.safetensors")
     for name, flags in dict(choice={}, answer=dict(max_new_tokens=4)).items():
-        with pytest.raises(ValueError, match="log-probabilities are no numbers: the model has diverged, or is damaged"):
-            evaluated(checkpoint=str(tmp_path / "hf"), task=tasks[name], **flags)
+        refuses("log-probabilities are no numbers: the model has diverged, or is damaged",
+                evaluated, checkpoint=str(tmp_path / "hf"), task=tasks[name], **flags)
 
 
 @pytest.mark.parametrize("name, change", [("packed.jsonl.gz", gzip.compress), ("bom.jsonl", lambda x: b"\xef\xbb\xbf" + x)])

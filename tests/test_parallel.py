@@ -24,6 +24,7 @@ from layouts import (
     full,
     global_batch,
     local_batch,
+    on_meta,
     reference,
     relative,
     row_name,
@@ -354,10 +355,8 @@ def test_gradients_that_are_reduced_after_every_micro_batch_are_never_whole(proc
     ("8B", 8, 85, {}, True), ("8B", 8, 150, {}, False), ("8B", 1, 85, {}, False), ("70B", 64, 192, {}, True),
     ("8B", 8, 85, dict(param_dtype="bfloat16"), False), ("8B", 8, 0, {}, False), ("1B", 8, 85, {}, False)], ids=str)
 def test_gradients_are_kept_whole_where_they_fit(flavor, ranks, GB, flags, always):
-    with torch.device("meta"):
-        model = llama3.Llama3(llama3.FLAVORS[flavor])
     layout = Layout(dp_shard=ranks, global_batch_size=2 * ranks, memory=int(GB * 1e9))
-    found = reduces_always(model, layout, ParallelConfig(**flags))
+    found = reduces_always(on_meta(llama3.FLAVORS[flavor]), layout, ParallelConfig(**flags))
     assert found == always == ("gradients reduced after each" in layout.step_text(8192, found))
 
 

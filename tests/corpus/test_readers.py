@@ -86,12 +86,10 @@ def test_conversations_in_every_format(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(text)
     (tmp_path / "a.jsonl.gz").write_bytes(gzipped(text))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(chats), tmp_path / "a.parquet")
-    found = []
-    for name in ("a.jsonl", "a.jsonl.gz", "a.parquet"):
-        cfg = DataConfig(data=str(tmp_path / name), tokenizer=str(folder), cache_dir=str(tmp_path))
-        loaded = open_data(cfg, 256, Chats=ChatData)
-        found.append(tokens(loaded.folder))
-    assert found[0] == found[1] == found[2] and len(found[0]["train"]) > 1000
+    cfgs = [DataConfig(data=str(tmp_path / name), tokenizer=str(folder), cache_dir=str(tmp_path))
+            for name in ("a.jsonl", "a.jsonl.gz", "a.parquet")]
+    plain, *others = (tokens(open_data(cfg, 256, Chats=ChatData).folder) for cfg in cfgs)
+    assert others == [plain, plain] and len(plain["train"]) > 1000
     (tmp_path / "b.txt").write_text("so it is")
     refused(lambda: build_shards([tmp_path / "a.jsonl", tmp_path / "b.txt"], find_tokenizer(str(folder)), tmp_path / "x"),
             "a.jsonl holds conversations", "b.txt text", "name=path:weight")

@@ -2,7 +2,7 @@
 import pytest
 import torch
 import transformers
-from layouts import FORK_LAYOUTS, assert_samples_are_the_best_tokens, compare, drawn, equals_transformers, row_name
+from layouts import FORK_LAYOUTS, assert_samples_are_the_best_tokens, compare, drawn, equals_transformers, on_meta, row_name
 from pool import pool
 from safetensors.torch import load_file, save_file
 from saves import refuses
@@ -59,8 +59,7 @@ def test_published_sizes(module, flavor, total, active):
     """Billions, of gpt-oss as in table 1 of arXiv:2508.10925, of Llama 4 as transformers counts its text part; active without
     the embedding, and with the head."""
     config = module.FLAVORS[flavor]
-    with torch.device("meta"):
-        model = class_of(config)(config)
+    model = on_meta(config)
     assert round(sum(p.numel() for p in model.parameters()) / 1e9, 2) == total
     if hasattr(model, "n_active_params"):
         assert round((model.n_active_params() - config.vocab_size * config.dim) / 1e9, 2) == active

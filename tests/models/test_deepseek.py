@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from layouts import Flags, config, equals_transformers, global_batch
+from layouts import Flags, config, equals_transformers, global_batch, on_meta, random_tokens
 from pieces import in_pieces
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -39,10 +39,6 @@ def normal(model, std=0.1, seed=0):
 
 def tiny(**changes) -> DeepSeekConfig:
     return config("deepseek", **changes)
-
-
-def random_tokens(*shape, vocab=101, seed=0):
-    return torch.randint(0, vocab, shape, generator=torch.Generator().manual_seed(seed))
 
 
 # ---------------------------------------------------------------- transformers
@@ -193,9 +189,7 @@ def test_sequence_wise_loss_against_a_loop(case):
 # ---------------------------------------------------------------- counts
 
 def test_counts_of_multi_token_prediction_and_flops():
-    with torch.device("meta"):
-        v3, both = DeepSeek(FLAVORS["671B"]), DeepSeek(replace(FLAVORS["671B"], mtp_depth=1))
-        lite = DeepSeek(FLAVORS["16B"])
+    v3, lite, both = map(on_meta, (FLAVORS["671B"], FLAVORS["16B"], replace(FLAVORS["671B"], mtp_depth=1)))
     layer = sum(p.numel() for p in v3.blocks["60"].parameters())
     assert sum(p.numel() for p in both.mtp.parameters()) == layer + 2 * 7168 * 7168 + 3 * 7168
     # V2-Lite, by hand: matrices of attention, dense FFN, experts that one token meets, norms, head; then attention over T
@@ -335,12 +329,12 @@ def test_layers_of_multi_token_prediction_in_files(tmp_path, capsys):
     full = write(tmp_path / "full", c, tensors | copies)
     without = write(tmp_path / "without", c, {n: t for n, t in tensors.items() if n not in mtp})
 
-    def said():
-        return capsys.readouterr().out.splitlines()
+    def said() -> str:
+        (line,) = capsys.readouterr().out.splitlines()
+        return line
 
     with_mtp, _ = hf.load_hf_model(full)
-    (line,) = said()
-    assert "without what the model lacks: model.layers.4.embed_tokens.weight, model.layers.4.shared_head.head.weight" in line
+    assert "without what the model lacks: model.layers.4.embed_tokens.weight, model.layers.4.shared_head.head.weight" in said()
     for (fqn, a), b in zip(with_mtp.named_parameters(), model.parameters(), strict=True):
         assert torch.equal(a, b), fqn
     assert torch.equal(with_mtp.mtp.block.moe.balance.bias, model.mtp.block.moe.balance.bias)
@@ -348,21 +342,19 @@ def test_layers_of_multi_token_prediction_in_files(tmp_path, capsys):
 
     plain = normal(DeepSeek(replace(c, mtp_depth=0)), seed=5)
     assert hf.load_hf(plain, full) == []
-    (line,) = said()
+    line = said()
     assert f"without what the model lacks: {min(mtp)}"[:40] in line and "more" in line and torch.equal(plain(tokens), want)
 
     fresh = normal(DeepSeek(c), seed=5)
     before = fresh.mtp.eh_proj.weight.clone()
     absent = hf.load_hf(fresh, without)
-    (line,) = said()
-    assert "without what the files lack: mtp." in line
+    assert "without what the files lack: mtp." in said()
     assert set(absent) == {fqn for fqn in fresh.hf_keys() if fqn.startswith("mtp.")}
     assert torch.equal(fresh(tokens), want) and torch.equal(fresh.mtp.eh_proj.weight, before)
 
     # config.json says that there is a layer, and no file has it: not a model with an empty one
     dropped, _ = hf.load_hf_model(without)
-    (line,) = said()
-    assert "without multi-token prediction: the files lack model.layers.4.*" in line
+    assert "without multi-token prediction: the files lack model.layers.4.*" in said()
     assert dropped.config.mtp_depth == 0 and dropped.mtp is None and torch.equal(dropped(tokens), want)
 
     half = write(tmp_path / "half", c, {n: t for n, t in tensors.items() if "hnorm" not in n})
@@ -394,11 +386,7 @@ def test_fp8_blocks_of_all_linear_weights(tmp_path):
         rows, columns = t.shape
         codes = (torch.randn(t.shape, generator=g) * 60).to(torch.float8_e4m3fn)
         scale = torch.rand(math.ceil(rows / 128), math.ceil(columns / 128), generator=g) * 1e-3
-        want[n] = torch.empty(t.shape)
-        for i in range(scale.shape[0]):
-            for j in range(scale.shape[1]):
-                block = slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128)
-                want[n][block] = codes[block].float() * scale[i, j]
+        want[n] = codes.float() * scale[torch.arange(rows)[:, None] // 128, torch.arange(columns) // 128]
         files |= {n: codes, f"{n}_scale_inv": scale}
         n_quantised += 1
         n_edges += bool(rows % 128 or columns % 128)
@@ -437,7 +425,7 @@ def test_tied_embedding_with_mtp_has_no_half_backward():
     """torch's split backward walks the graph of the shared weight twice, and fails."""
     tied = override_fields(FLAVORS["debug_mtp"], "tie_embeddings=true", "--model_args")
     flags = Flags(pp=2, pp_schedule="ZBVZeroBubble")
-    with pytest.raises(ValueError, match="cannot halve the backward of a tied embedding"):
-        check_layout(flags, tied, seq_len=96, local_batch_size=16, global_batch_size=-1, device="cpu", world_size=2)
+    refuses("cannot halve the backward of a tied embedding", check_layout, flags, tied, seq_len=96, local_batch_size=16,
+            global_batch_size=-1, device="cpu", world_size=2)
 
 

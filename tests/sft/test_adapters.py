@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from layouts import MODELS, Flags, build, config, full, initialised
+from layouts import MODELS, Flags, build, config, full, initialised, random_tokens
 from pool import pool
 from saves import path, refuses
 from test_lora import ALL, LORA, MLA
@@ -56,10 +56,6 @@ def written_base(folder, problem, seed=3):
     return model, str(folder)
 
 
-def tokens():
-    return torch.randint(0, 101, (2, 24), generator=torch.Generator().manual_seed(1))
-
-
 def theirs(folder):
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
@@ -78,14 +74,15 @@ def test_merged_weights_and_the_adapter_give_the_same_logits_in_transformers_and
     assert run.load() is None
     run.save(1, {"step": 1}, last=True)
     run.close()
-    expected = model(tokens()).float()
+    tokens = random_tokens(2, 24, seed=1)
+    expected = model(tokens).float()
     for out, adapter in ("merged", False), ("adapter", True):
         checkpoint_commands.to_hf(str(tmp_path / "run"), str(tmp_path / out), "float32", adapter=adapter)
     assert (tmp_path / "adapter" / "tokenizer.json").exists() == (tmp_path / "merged" / "tokenizer.json").exists()
     found = peft.PeftModel.from_pretrained(theirs(base), tmp_path / "adapter")
     assert sum(".lora_A." in name for name, _ in found.named_parameters()) == len(lora_names(model, cfg.lora_on))
     merged, loaded = theirs(tmp_path / "merged"), load_model(str(tmp_path / "run"))[0]
-    for other in found(tokens()).logits, merged(tokens()).logits, loaded(tokens()):
+    for other in found(tokens).logits, merged(tokens).logits, loaded(tokens):
         torch.testing.assert_close(other, expected, rtol=0, atol=1e-5)
 
     cfg = flags_of(lora, init_from=str(tmp_path / "adapter"))

@@ -9,8 +9,8 @@ import pytest
 import torch
 from chats import chat_folder, conversations, judged
 from layouts import Flags, drawn, initialised
-from runs import MODEL, launch, metrics, run
-from test_data import call_cli, change_index, copy_of, refused
+from runs import MODEL, launch, metrics, run, train_lines
+from test_data import call_cli, change_index, copy_of, refused, take
 from transformers import AutoTokenizer
 
 import data
@@ -60,10 +60,7 @@ def opened(chats, seq_len=T, **flags) -> ChatData:
 
 def epoch(loaded):
     """All training sequences in the order of the first epoch, a Batch of one sequence each."""
-    batches = loaded.batches(0, 1, 1, 0, 1, "cpu")
-    found = [next(batches) for _ in range(loaded.n_samples)]
-    batches.close()
-    return found
+    return take(loaded.batches(0, 1, 1, 0, 1, "cpu"), loaded.n_samples)
 
 
 def documents_of_rows(batches, eot):
@@ -188,11 +185,6 @@ def test_padding_and_what_is_too_long_is_said(chats, capsys, monkeypatch):
     refused(lambda: opened(chats, seq_len=3), "in no conversation the assistant says anything within --seq_len 3")
 
 
-def model_of(loaded):
-    return drawn(Llama3(Llama3Config(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=64,
-                                     vocab_size=loaded.vocab_size, max_seq_len=T)))
-
-
 def test_packed_loss_is_the_unpacked_loss(chats, tmp_path):
     """Loss and gradients: no conversation sees another, each has its own positions, padding changes nothing."""
     found, few = {}, (chats[0] / "chat.jsonl").read_text().splitlines(keepends=True)[:20]
@@ -200,7 +192,9 @@ def test_packed_loss_is_the_unpacked_loss(chats, tmp_path):
     for doc_mask in (False, True):
         loaded = opened(chats, doc_mask=doc_mask, data=str(tmp_path / "few.jsonl"), cache_dir=str(tmp_path))
         assert loaded.n_samples == len(loaded.packing["train"].documents) > 15 if not doc_mask else 2 < loaded.n_samples < 10
-        model, rows = model_of(loaded), epoch(loaded)
+        model = drawn(Llama3(Llama3Config(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=64,
+                                          vocab_size=loaded.vocab_size, max_seq_len=T)))
+        rows = epoch(loaded)
         total, loss = sum(int((row.labels >= 0).sum()) for row in rows), 0.0
         for first in range(0, len(rows), 8):
             part = rows[first:first + 8]
@@ -329,12 +323,11 @@ CONFIGS = {"llama3": override_fields(Llama3Config(), MODEL, "--model_args"),
 @pytest.fixture(scope="module")
 def bases(chats, tmp_path_factory):
     """{model: a Hugging Face folder of it, with the tokenizer and template of the conversations}"""
-    root, found = tmp_path_factory.mktemp("bases"), {}
+    root = tmp_path_factory.mktemp("bases")
     for name, model_config in CONFIGS.items():
         model = initialised(model_config, Flags(), 3)
         save_hf(model, str(root / name), torch.float32, tokenizer_file=str(chats[0] / "qwen" / "tokenizer.json"))
-        found[name] = root / name
-    return found
+    return {name: root / name for name in CONFIGS}
 
 
 @pytest.fixture(scope="module")
@@ -373,12 +366,11 @@ def test_every_layout_trains_what_one_process_does(one_process, tmp_path, kind, 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["all weights", "lora"])
 def test_a_run_goes_on_in_another_layout_and_is_exported(one_process, tmp_path, kind):
-    command, _, one, out = one_process(kind)
+    command, _, _, out = one_process(kind)
     run(launch(1, *command, "--steps", 2, "--schedule_steps", 4, "--out", tmp_path / "two"))
     said = run(launch(2, *command, "--tp", 2, "--export_hf", tmp_path / "hf", "--out", tmp_path / "two"))
-    two = [line for line in metrics(tmp_path / "two") if "loss" in line]
+    one, two = train_lines(out), train_lines(tmp_path / "two")
     assert "continuing from" in said and "sample (" in said
-    one = [line for line in one if "loss" in line]
     assert [line["tokens_hash"] for line in two] == [line["tokens_hash"] for line in one]
     assert all(abs(x["loss"] - y["loss"]) <= 2e-5 * x["loss"] for x, y in zip(one, two, strict=True))
     exported, merged = load_hf_model(str(tmp_path / "hf"))[0], load_model(str(tmp_path / "two"))[0]
@@ -395,7 +387,7 @@ def test_a_chat_is_learned_and_asked(chats, one_process, tmp_path):
     out = tmp_path / "run"
     said = run(launch(1, *command, "--no-doc_mask", "--steps", 8, "--lr", "1e-2", "--out", out))
     assert f"generate.py --checkpoint {out} --prompt" in said and " --chat):\n\n" in said  # the sample is asked as trained
-    lines = [line["loss"] for line in metrics(out) if "loss" in line]
+    lines = [line["loss"] for line in train_lines(out)]
     assert "--doc_mask packs several into one" in said and "sample (" in said and lines[-1] < lines[0] - 0.5
     assert (out / "checkpoints" / "step-8" / "chat_template.jinja").read_bytes() == (
         chats[0] / "qwen" / "chat_template.jinja").read_bytes()

@@ -18,6 +18,7 @@ from layouts import (
     global_batch,
     initialised,
     local_batch,
+    on_meta,
     row_name,
     without_inductor,
 )
@@ -34,7 +35,7 @@ import sft.lora
 from distributed.cast import CastUnit
 from distributed.checks import check_memory
 from distributed.layout import Layout, local_tensor, reduces_always
-from models.llama3 import FLAVORS, Llama3
+from models.llama3 import FLAVORS
 from sft.lora import check_lora, is_adapter, lora_counts, lora_linears, lora_names
 from storage.hf import save_hf
 from support.config import override_fields
@@ -223,9 +224,7 @@ def test_flops_and_dry_run_count_what_is_trained(tmp_path):
     (dict(lora_rank=4, lora_alpha=0), "--lora_alpha 0 must be above 0"),
 ])
 def test_a_name_without_adapters_is_refused(flags, words):
-    with torch.device("meta"):
-        model = MODELS[type(config(**MOE))](config(**MOE))
-    refuses(f"^{words}", check_lora, model, Flags(**flags))
+    refuses(f"^{words}", check_lora, on_meta(config(**MOE)), Flags(**flags))
 
 
 def full_size(**flags):
@@ -233,8 +232,7 @@ def full_size(**flags):
     layout = Layout(dp_shard=8, memory=int(80e9), global_batch_size=4 * 4 * 8, compute_dtype=torch.bfloat16)
     cfg = Flags(param_dtype="float32", **flags)
     cfg.optimizer = "adamw"
-    with torch.device("meta"):
-        return Llama3(FLAVORS["8B"]), layout, cfg
+    return on_meta(FLAVORS["8B"]), layout, cfg
 
 
 @pytest.mark.parametrize("flags, GB, always", [({}, 8 * 4 * 4 / 8, True), (dict(lora_rank=16), 8 * 2 / 8, False)])

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers  # imports each model on first use: a pool's workers need not wait
 from chats import bpe
-from layouts import build, config, equals_transformers, full
+from layouts import build, config, equals_transformers, full, random_tokens
 from pool import pool
 from safetensors.torch import load_file, save_file
 from saves import refuses, saver, stops
@@ -87,10 +87,6 @@ def theirs(tmp_path_factory):
     return make
 
 
-def tokens(seed=0):
-    return torch.randint(0, 101, (2, 40), generator=torch.Generator().manual_seed(seed))
-
-
 def tensors_of(folder) -> dict:
     return {name: t for file in Path(folder).glob("*.safetensors") for name, t in load_file(file).items()}
 
@@ -112,7 +108,8 @@ def test_logits_and_gradients_are_theirs_both_ways_and_a_round_trip_is_bit_ident
     assert_equal_files(folder, tmp_path / "out")
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     assert type(back) is type(model)
-    torch.testing.assert_close(back(tokens()).logits, ours(tokens()), atol=5e-5, rtol=0)
+    tokens = random_tokens(2, 40)
+    torch.testing.assert_close(back(tokens).logits, ours(tokens), atol=5e-5, rtol=0)
     # config.json, in the spelling of transformers 4, says the same to us and to transformers 5
     assert hf.read_hf_config(str(tmp_path / "out")) == ours.config
     same = {k: v for k, v in model.config.to_dict().items() if k not in ("dtype", "use_cache", "_name_or_path", "pad_token_id")}
@@ -239,12 +236,7 @@ def test_no_rank_holds_more_than_two_files_of_an_export(tmp_path):
 def fail_to_import(flags, folder, out):
     stages, _ = build(config(), flags, n=8, local_batch_size=4)
     before = {fqn: full(p) for s in stages for fqn, p in s.named_parameters()}
-    errors = []
-    for work in (lambda: hf.load_hf(stages, folder), lambda: hf.save_hf(stages, out)):
-        try:
-            work()
-        except ValueError as error:
-            errors.append(str(error))
+    errors = refuses("", hf.load_hf, stages, folder), refuses("", hf.save_hf, stages, out)
     unchanged = all(torch.equal(before[fqn], full(p)) for s in stages for fqn, p in s.named_parameters())
     return errors, unchanged
 
@@ -414,17 +406,15 @@ def test_the_error_says_which_flavor_it_is_or_what_to_type(tmp_path):
             hf.check_hf_config, FLAVORS["debug"], write_config(tmp_path, **saved))
     folder = write_config(tmp_path, **saved | dict(max_position_embeddings=8192, rms_norm_eps=2e-5))
     said = refuses("--flavor 1B and --model_args", hf.check_hf_config, FLAVORS["1B"], folder)
-    args = said.split('--model_args "')[1].rstrip('"')
-    assert args == "norm_eps=2e-05,max_seq_len=8192"
-    hf.check_hf_config(override_fields(FLAVORS["1B"], args, "--model_args"), folder)  # typed, the flags are accepted
-    folder = write_config(tmp_path, **saved | dict(rope_scaling=None))
-    said = refuses(".", hf.check_hf_config, FLAVORS["1B"], folder)
-    args = said.split('--model_args "')[1].rstrip('"')
-    hf.check_hf_config(override_fields(FLAVORS["1B"], args, "--model_args"), folder)
+    assert said.endswith('--model_args "norm_eps=2e-05,max_seq_len=8192"')
+    for changes in dict(max_position_embeddings=8192, rms_norm_eps=2e-5), dict(rope_scaling=None):
+        folder = write_config(tmp_path, **saved | changes)
+        args = refuses(".", hf.check_hf_config, FLAVORS["1B"], folder).split('--model_args "')[1].rstrip('"')
+        hf.check_hf_config(override_fields(FLAVORS["1B"], args, "--model_args"), folder)  # typed, the flags are accepted
     hf.check_hf_config(FLAVORS["1B"], write_config(tmp_path, **saved))
 
 
-@pytest.mark.parametrize("changes, message", [
+@pytest.mark.parametrize("content, message", [  # of config.json; a dict: what is changed
     (dict(model_type="mamba"), "model_type is 'mamba'; there is a model for llama"),
     (dict(hidden_act="gelu"), "hidden_act is 'gelu'"),
     (dict(num_attention_heads="8"), "TypeError"),
@@ -434,13 +424,19 @@ def test_the_error_says_which_flavor_it_is_or_what_to_type(tmp_path):
     (dict(rms_norm_eps="1e-5"), "norm_eps would be '1e-5', not float"),
     (dict(rope_scaling=dict(SCALED, factor=[2])), "rope_scaling"),
     (dict(num_attention_heads=0), "config.json"),
+    (b'{"a":' * 100000 + b"1" + b"}" * 100000, "not JSON that can be read: RecursionError"),
+    (b"{" + b" " * (1 << 20) + b"}", "1,048,578 bytes, which is absurd"),
+    (b"[1]", "holds a JSON list, not an object"),
+    (b"\xff\xfe", "not JSON"),
 ])
-def test_values_that_are_none(theirs, tmp_path, changes, message):
-    shutil.copytree(theirs("plain")[1], tmp_path / "in")
-    saved = json.loads((tmp_path / "in" / "config.json").read_text()) | changes
-    if "rope_scaling" in changes:
-        del saved["rope_parameters"]
-    (tmp_path / "in" / "config.json").write_text(json.dumps(saved))
+def test_a_config_that_is_none(theirs, tmp_path, content, message):
+    file = Path(shutil.copytree(theirs("plain")[1], tmp_path / "in"), "config.json")
+    if isinstance(content, dict):
+        saved = json.loads(file.read_text()) | content
+        if "rope_scaling" in content:
+            del saved["rope_parameters"]
+        content = json.dumps(saved).encode()
+    file.write_bytes(content)
     said = refuses(".", hf.load_hf_model, str(tmp_path / "in"))
     assert message in said and str(tmp_path / "in") in said
 
@@ -449,7 +445,7 @@ def test_values_that_are_none(theirs, tmp_path, changes, message):
 
 
 def raw_safetensors(header, data=b"", claimed=None) -> bytes:
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    text = json.dumps(header).encode()
     return (len(text) if claimed is None else claimed).to_bytes(8, "little") + text + data
 
 
@@ -520,20 +516,8 @@ def test_only_the_files_of_the_index_are_read(theirs, tmp_path):
     index["weight_map"][a] = next(file for file in index["weight_map"].values() if file != index["weight_map"][a])
     (tmp_path / "in" / "model.safetensors.index.json").write_text(json.dumps(index))
     refuses(f"the index says that {a} is in .*, but it is not", hf.load_hf_model, str(tmp_path / "in"))
-
-
-@pytest.mark.parametrize("name, content, message", [
-    ("config.json", b'{"a":' * 100000 + b"1" + b"}" * 100000, "not JSON that can be read: RecursionError"),
-    ("config.json", b"{" + b" " * (1 << 20) + b"}", "1,048,578 bytes, which is absurd"),
-    ("config.json", b"[1]", "holds a JSON list, not an object"),
-    ("config.json", b"\xff\xfe", "not JSON"),
-    ("model.safetensors.index.json", b"{}", "has no weight_map"),
-])
-def test_json_that_is_none(theirs, tmp_path, name, content, message):
-    shutil.copytree(theirs("sharded")[1], tmp_path / "in")
-    (tmp_path / "in" / name).write_bytes(content)
-    said = refuses(message, hf.load_hf_model, str(tmp_path / "in"))
-    assert str(tmp_path / "in" / name) in said
+    (tmp_path / "in" / "model.safetensors.index.json").write_text("{}")
+    refuses(f"{tmp_path}/in/model.safetensors.index.json has no weight_map", hf.load_hf_model, str(tmp_path / "in"))
 
 
 def test_pickles_are_refused_with_the_reason(tmp_path):
@@ -653,7 +637,8 @@ def test_from_hf_and_to_hf(chat_folder, tmp_path, capsys):
     verify(f"{run}/checkpoints/step-0")
     model, state = load_model(run)
     assert state == {"step": 0, "samples": 0, "tokens": 0}
-    assert torch.equal(model(tokens()), hf.load_hf_model(str(chat_folder))[0](tokens()))
+    tokens = random_tokens(2, 40)
+    assert torch.equal(model(tokens), hf.load_hf_model(str(chat_folder))[0](tokens))
     assert checkpoint_commands.main(["to_hf", run, out, "--dtype", "float32", "--max_shard_gb", "0.00005"]) == 0
     assert_equal_files(chat_folder, out)
     theirs = transformers.AutoTokenizer.from_pretrained(out)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import ClassVar, Literal, Optional
 
 import pytest
-from saves import refuses
+from saves import refuses, stops
 
 from support.config import Need, check_range, flag, no_effect, parse_config, save_config, usage_error
 from tools.other_names import ELSEWHERE, SENTENCES, suggest_flag
@@ -112,9 +112,7 @@ def test_check_range():
 
 def test_a_newline_in_a_value_stays_on_one_line(capsys):
     assert "--steps" in refused(capsys, "--steps", "1\n2")
-    with pytest.raises(SystemExit):
-        usage_error(ValueError("first\nsecond\r\nthird"))
-    assert capsys.readouterr().err == "error: first second third\n"
+    assert stops(capsys, usage_error, ValueError("first\nsecond\r\nthird")) == "error: first second third\n"
 
 
 def test_the_first_rank_of_a_machine_speaks(capsys, monkeypatch):
@@ -128,9 +126,7 @@ def test_the_first_rank_of_a_machine_speaks(capsys, monkeypatch):
         assert stop.value.code == status
     assert capsys.readouterr() == ("", "") and waits == [5]  # until rank 0 has said what is wrong
     monkeypatch.setenv("LOCAL_RANK", "0")  # of another machine, where the cause may be
-    with pytest.raises(SystemExit):
-        parse_config(Config, ["--stpes", "5"])
-    assert re.match("error on rank 3 [(].+[)]: .*--steps", capsys.readouterr().err)
+    assert re.match("error on rank 3 [(].+[)]: .*--steps", stops(capsys, parse_config, Config, ["--stpes", "5"]))
 
 
 def test_config_file_round_trip_and_overrides(tmp_path):

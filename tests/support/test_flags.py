@@ -96,22 +96,19 @@ def places(tmp_path_factory):
                        ("slow", "completion != 'slow' or time.sleep(0.6) or False"),
                        ("threads", "quick.wait(2) if completion == 'slow' else quick.set() is not None")):
         (folder / f"{name}.py").write_text(own + code + "\n")
-        PLACES[f"<{name}>"] = str(folder / f"{name}.py")
     for name, begin in (("sums", 0), ("sums2", 50)):
         (folder / f"{name}.jsonl").write_text("".join(
             json.dumps({"prompt": f"{i} times {i}", "answer": i * i}) + "\n" for i in range(begin, begin + 50)))
     (folder / "order.csv").write_text("0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0\n")
-    PLACES.update({f"<{name}>": str(folder / name) for name in ("cache", "other_cache", "run", "new", "new_rl", "page")})
-    files = {"<text>": "a.jsonl", "<csv>": "order.csv", "<gsm8k>": "gsm8k.jsonl", "<sums>": "sums.jsonl",
-             "<sums2>": "sums2.jsonl"}
-    PLACES.update({name: str(folder / file) for name, file in files.items()})
+    files = dict(text="a.jsonl", csv="order.csv", gsm8k="gsm8k.jsonl", sums="sums.jsonl", sums2="sums2.jsonl",
+                 letters="letters.json", broken="broken.py", slow="slow.py", threads="threads.py")
+    folders = {name: name for name in ("shards", "cache", "other_cache", "run", "new", "new_rl", "page")}
+    PLACES.update({f"<{name}>": str(folder / file) for name, file in (files | folders).items()})
     shutil.copytree(open_data(DataConfig(data=PLACES["<text>"], cache_dir=PLACES["<cache>"]), 16).folder, folder / "shards")
-    PLACES["<shards>"] = str(folder / "shards")
     tokenizer = json.loads(Path(PLACES["<shards>"], "tokenizer.json").read_text())
     tokenizer["model"]["merges"], known = [], {entry["id"] for entry in tokenizer["added_tokens"]}
     tokenizer["model"]["vocab"] = {k: v for k, v in tokenizer["model"]["vocab"].items() if len(k) == 1 or v in known}
     (folder / "letters.json").write_text(json.dumps(tokenizer))
-    PLACES["<letters>"] = str(folder / "letters.json")
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch, mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
         patch.setitem(sys.modules, "wandb", WANDB)  # patch.dict would forget all modules that are imported until its end
@@ -198,9 +195,9 @@ def observed(program: str, cfg, poison=0, launched=False, continues=False, drift
     module, texts = importlib.import_module(program), io.StringIO()
     WANDB.init = mock.MagicMock()
     seen = SimpleNamespace(
-        cfg=cfg, out=cfg.out, wandb=WANDB.init, stages=[], init=None, batches=[], grads=[], evaluated=[], collected=[],
-        error="",
-        timeouts=[], dtypes=set(), writers=set(), warming=False, rollouts=[], samples=[], losses=[], lrs=[], warm_up=[])
+        cfg=cfg, out=cfg.out, error="", wandb=WANDB.init, stages=[], init=None, batches=[], grads=[], evaluated=[],
+        collected=[], timeouts=[], dtypes=set(), writers=set(), warming=False, rollouts=[], samples=[], losses=[], lrs=[],
+        warm_up=[])
 
     def forward(stages, batch):
         seen.stages, seen.init = stages, weights(stages) if seen.init is None else seen.init
@@ -428,6 +425,7 @@ def exported(run) -> dict:
 # ---------------------------------------------------------------- the table
 
 ROWS, W1, LORA_B = [], "blocks.0.moe.experts.w1", "blocks.0.attn.wq.lora_b.weight"
+ADAMW = dict(beta1=0.5, beta2=0.5, eps=0.1)  # far from the defaults
 
 
 def adapted(run) -> set[str]:
@@ -517,10 +515,8 @@ row("decay_ratio", 0.25, lambda new, old: near(rates(new), [0.003, 0.003, 0.003,
 row("decay_type", "linear", lambda new, old: near(rates(new), [0.003, 0.002325, 0.00165, 0.000975]))
 row("decay_type", "sqrt", lambda new, old: near(rates(new), [0.003, 0.00165, 0.00109081, 0.00066173]))
 row("schedule_steps", 8, lambda new, old: near(rates(new), [0.003, 0.00289723, 0.00260459, 0.00216664]))
-row("beta1", 0.5, lambda new, old: follows(new, beta1=0.5))
-row("beta2", 0.5, lambda new, old: follows(new, beta2=0.5))
-row("eps", 0.1, lambda new, old: follows(new, eps=0.1))
-row("weight_decay", 2.0, lambda new, old: follows(new, weight_decay=2.0))
+for name, value in (ADAMW | {"weight_decay": 2.0}).items():
+    row(name, value, lambda new, old, given={name: value}: follows(new, **given))
 row("wd_on", "all", lambda new, old: follows(new, decays=lambda fqn, w: True))
 row("optimizer", "adamw_sr", lambda new, old: getattr(new.optimizer, "bf16_stochastic_round", False), built,
     param_dtype="bfloat16")
@@ -671,9 +667,8 @@ rl("sft_lr", 0.02, lambda new, old: near(new.warm_up, [0.002, 0.004]))
 rl("lr", 0.01, lambda new, old: near(new.lrs, [0.01, 0.0055]))
 rl("min_lr_ratio", 0.5, lambda new, old: near(new.lrs, [5e-4, 3.75e-4]))
 rl("warmup_steps", 4, lambda new, old: near(new.lrs, [1.25e-4, 1.375e-4]))
-rl("beta1", 0.5, lambda new, old: follows(new, beta1=0.5, weight_decay=0))
-rl("beta2", 0.5, lambda new, old: follows(new, beta2=0.5, weight_decay=0))
-rl("eps", 0.1, lambda new, old: follows(new, eps=0.1, weight_decay=0))
+for name, value in ADAMW.items():
+    rl(name, value, lambda new, old, given={name: value}: follows(new, weight_decay=0, **given))
 rl("weight_decay", 2.0, lambda new, old: follows(new, weight_decay=2.0, decays=lambda fqn, w: True))
 rl("max_norm", 0.01, lambda new, old: abs(sum(g.square().sum() for g in new.grads[0].values()) ** 0.5 - 0.01) < 1e-5)
 rl("local_batch_size", 2, lambda new, old: len(new.losses) > len(old.losses) and {loss[1].shape[0] for loss in new.losses} <= {
@@ -712,16 +707,11 @@ text("device", "cuda", lambda new, old: "torch finds no GPU here" in new or torc
 
 # flags that no row can test here: the file that has their test, the command of `make gpu-report`, or the line of the checklist
 ELSEWHERE = {
-    "async_tp": "benchmarks/gpu_report.py",
-    "float8_all_gather": "benchmarks/gpu_report.py",
-    "memory_snapshot": "benchmarks/gpu_report.py",
-    "plot": "tests/support/test_metrics.py",
-    "chat": "tests/sft/test_asking.py",  # these need a model with a chat template
-    "system": "tests/sft/test_asking.py",
-    "template_args": "tests/sft/test_asking.py",
-    "gen_ranks": "tests/rl/test_rollouts.py",  # needs several processes
-    "engine": "tests/rl/test_http_engine.py",  # these need a server
-    "engine_weights": "tests/rl/test_http_engine.py",
+    "benchmarks/gpu_report.py": ["async_tp", "float8_all_gather", "memory_snapshot"],
+    "tests/support/test_metrics.py": ["plot"],
+    "tests/sft/test_asking.py": ["chat", "system", "template_args"],  # need a model with a chat template
+    "tests/rl/test_rollouts.py": ["gen_ranks"],  # needs several processes
+    "tests/rl/test_http_engine.py": ["engine", "engine_weights"],  # need a server
 }
 
 
@@ -752,16 +742,16 @@ def test_a_flag_has_its_effect(row):
 
 def test_every_flag_has_a_row():
     """Flags of one group are tested once: with train_llama3 where a recipe has them all, else with a program of their own."""
-    missing = []
+    missing, elsewhere = [], {flag: where for where, flags in ELSEWHERE.items() for flag in flags}
     for program in PROGRAMS:
         for group, fields in option_groups(config_class(program)).items():
             shared = group.__module__ not in ("grpo", "generate")  # the groups and the three recipes, which are copies
             name = group.__module__
             owner = "generate" if name == "corpus.tokenizer" else "grpo" if name.startswith("rl.") else name
             tested = {r.flag for r in ROWS if shared and r.program.startswith(("train_", "finetune")) or r.program == owner}
-            missing += [f"--{f.name} ({group.__module__})" for f in fields if f.name not in tested | ELSEWHERE.keys()]
+            missing += [f"--{f.name} ({group.__module__})" for f in fields if f.name not in tested | elsewhere.keys()]
     assert not missing, f"without a test of their effect: {', '.join(dict.fromkeys(missing))}; add a row to ROWS in this file"
-    for flag, where in ELSEWHERE.items():
+    for flag, where in elsewhere.items():
         assert f"--{flag}" in (REPO / where).read_text() or f'"{flag}"' in (REPO / where).read_text(), (flag, where)
 
 

@@ -29,12 +29,13 @@ def make(out, rank0=True, first_step=1, steps=10, log_every=1, flops_per_token=1
     return Metrics(str(out), cfg, layout, flops_per_token, first_step=first_step, steps=steps, tokens=tokens)
 
 
-def train(m, steps, loss=lambda step: torch.tensor(8.0 / step)):
+def train(m, steps, loss=lambda step: torch.tensor(8.0 / step), **more):
     for step in steps:
         m.start_step(iter([None]))
         m.end_step(100)
         if m.due(step):
-            m.log(step, loss=loss(step), loss_max=loss(step), grad_norm=torch.tensor(0.5), lr=1e-3, tokens_hash=f"h{step}")
+            now = loss(step)
+            m.log(step, loss=now, loss_max=now, grad_norm=torch.tensor(0.5), lr=1e-3, tokens_hash=f"h{step}", **more)
 
 
 def strict_lines(out):
@@ -68,10 +69,7 @@ def test_nan_is_null(tmp_path, capsys):
 
 def test_extra_fields_and_tokens_go_on_after_resume(tmp_path):
     m = make(tmp_path, first_step=6, tokens=500)
-    m.start_step(iter([None]))
-    m.end_step(100)
-    extra = {"moe_dead_experts": torch.tensor(3), "moe_load_max_over_mean": 1.5}
-    m.log(6, loss=1.0, loss_max=1.0, grad_norm=1.0, lr=0.1, tokens_hash="", extra=extra)
+    train(m, [6], extra={"moe_dead_experts": torch.tensor(3), "moe_load_max_over_mean": 1.5})
     m.close()
     (line,) = strict_lines(tmp_path)
     assert line["tokens"] == m.tokens == 600
@@ -166,13 +164,9 @@ def test_the_slowest_rank_is_told_when_the_others_wait_for_it(tmp_path, capsys, 
 
 
 @pytest.mark.parametrize("name, peak", [
-    ("NVIDIA A100-PCIE-40GB", 312e12),
-    ("NVIDIA H100 80GB HBM3", 989e12),
-    ("NVIDIA H100 NVL", 835e12),
-    ("NVIDIA B200", 2250e12),
-    ("AMD Instinct MI300X", 1307e12),
-    ("NVIDIA GB200", None),
-    ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+    ("NVIDIA A100-PCIE-40GB", 312e12), ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 NVL", 835e12),
+    ("NVIDIA B200", 2250e12), ("AMD Instinct MI300X", 1307e12),
+    ("NVIDIA GB200", None), ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
 ])
 def test_peak_table(name, peak):
     assert peak_flops(name) == peak
@@ -239,8 +233,7 @@ def test_the_named_steps_are_traced_also_by_a_run_that_stops_meanwhile(tmp_path,
 
 def test_a_step_that_never_comes_is_said(tmp_path, capsys):
     make(tmp_path, steps=9, profile="30").close()
-    said = capsys.readouterr().out
-    assert "--profile: step 30 is none of this run's, 1 to 9" in said
+    assert "--profile: step 30 is none of this run's, 1 to 9" in capsys.readouterr().out
 
 
 def test_wandb_continues_the_curves_of_a_continued_run_only(tmp_path, monkeypatch):
