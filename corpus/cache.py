@@ -2,7 +2,6 @@
 
 --init_from weights need data tokenized with the tokenizer of their training, or with an equal one: check_tokenizer.
 """
-import fcntl
 import json
 import os
 import sys
@@ -57,6 +56,8 @@ def cached_corpus(data: str, tokenizer: str, cache_dir: str, no_chats: str = "")
     folder = cache / f"{Path(data).stem.strip('*') or 'text'}-{cache_name(data == 'stdlib', rules, stats)}"
     if (folder / "index.json").is_file():
         return folder
+    import fcntl  # not at the top: on Windows support.config says that this is no place for us, and has to come first
+
     from corpus.build import build_shards, collect_stdlib, is_chat, train_tokenizer
 
     if data != "stdlib" and (no_chats or not tokenizer) and any(map(is_chat, paths)):

@@ -18,15 +18,19 @@ ELSEWHERE, SENTENCES = read_json(Path(__file__).with_suffix(".json")).values()
 def suggest_flag(name: str, flags) -> str:
     """The answer to an unknown flag, or "". flags: all flags of the program.
 
-    torchtitan writes a section before the name, training.seq_len; nanoGPT and others write use_x and enable_x for x.
+    torchtitan writes a section before the name, training.seq_len, disable_x for no-x, and enable_x for x; others write use_x.
+    A row with the section counts first: compile.enable.
     """
-    leaf = re.sub("^(use|enable)_", "", name.rpartition(".")[2])
-    for flag in (leaf, *(flag for flag, names in ELSEWHERE.items() if leaf in names.split())):
-        if flag in flags:
-            return f"did you mean --{flag}?"
-    for names, sentence in SENTENCES.items():
-        if leaf in names.split() and all(flag in flags for flag in re.findall(r"--(\w+)", sentence)[:1]):
-            return sentence
+    leaf = name.rpartition(".")[2]
+    if leaf.startswith("disable_") and leaf[8:] in flags:
+        return f"did you mean --no-{leaf[8:]}?"
+    for word in (name, leaf, re.sub("^(use|enable)_", "", leaf)):
+        for flag in (word, *(flag for flag, names in ELSEWHERE.items() if word in names.split())):
+            if flag in flags:
+                return f"did you mean --{flag}?"
+        for names, sentence in SENTENCES.items():
+            if word in names.split() and all(flag in flags for flag in re.findall(r"--(\w+)", sentence)[:1]):
+                return sentence
     return ""
 
 
@@ -48,6 +52,6 @@ def refuse_unknown(word: str, kinds: dict, helps: dict):
     """End with a usage error for the first unknown word of the command line."""
     if word.startswith("-"):
         flag, negated = word.split("=")[0], {f"no-{name}": "" for name in kinds if kinds[name] is bool}
-        usage_error(f"unknown flag {flag}; {did_you_mean(flag, helps | negated, '--')}--help lists all flags")
+        usage_error(f"unknown flag {flag}; {did_you_mean(flag, helps | negated | {'config': ''}, '--')}--help lists all flags")
     wish = f"did you mean --checkpoint {word}? " if "checkpoint" in helps else ""
     usage_error(f"unexpected argument {word!r}; {wish}flags are written --name value, see --help")

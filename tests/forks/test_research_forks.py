@@ -297,6 +297,8 @@ def test_buffers_that_drift_apart_are_not_saved():
     refuses("seen is not equal on all ranks that hold it", merge_numbers, sums)
 
 
-def test_a_start_on_windows_is_told_in_one_line():
-    done = run_program([sys.executable, "-c", "import sys; sys.platform = 'win32'; import support.config"], cwd=REPO, env=ENV)
+@pytest.mark.parametrize("program", ["data", "train_llama3"])
+def test_a_start_on_windows_is_told_in_one_line(program):
+    there = "import sys, torch; sys.platform = 'win32'; sys.modules['fcntl'] = sys.modules['resource'] = None; import "
+    done = run_program([sys.executable, "-c", there + program], cwd=REPO, env=ENV)
     assert done.returncode == 1 and done.stderr.startswith("error: nanotitan runs on Linux") and done.stderr.count("\n") == 1
