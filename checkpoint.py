@@ -25,6 +25,7 @@ storage/resume.py checks an earlier run in --out at a start.
                                  source of every local module imported by the recipe
     provenance.json              the git commit: see storage/provenance.py
     tokenizer_config.json  chat_template.jinja ...   if the tokenizer comes from a Hugging Face folder
+    __batches.json               of grpo.py --async_steps: samples for the next steps, see rl/rollouts.py
     manifest.json                size and crc32 of all other files, and a hash of the manifest
 """
 import importlib
@@ -136,7 +137,8 @@ class Checkpoints:
     def __init__(self, cfg: CheckpointConfig, out: str, *, modules: list[nn.Module], optimizer, identity: dict, config: dict,
                  source: str, tokenizer_file: str | None = None, load_base=None):
         self.cfg, self.out, self.modules, self.identity = cfg, out, modules, identity
-        self.tokenizer_file, self.load_base, self.base = tokenizer_file, load_base, None
+        # loaded: the step folder that load() continued
+        self.tokenizer_file, self.load_base, self.base, self.loaded = tokenizer_file, load_base, None, None
         self.config, self.source = config, source
         self.optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
         # Collected once, while FSDP holds the parameters sharded: after an evaluation module.parameters() may be gathered
@@ -174,8 +176,9 @@ class Checkpoints:
             for name in filter(LEFTOVER.fullmatch, os.listdir(os.path.join(out, "checkpoints"))):
                 shutil.rmtree(os.path.join(out, "checkpoints", name), ignore_errors=True)
 
-    def save(self, step: int, state: dict, last=False, model_only=False) -> bool:
-        """Writes checkpoints/step-<step>; every rank calls. state: JSON values, returned by a later load().
+    def save(self, step: int, state: dict, last=False, model_only=False, files: dict[str, bytes] | None = None) -> bool:
+        """Writes checkpoints/step-<step>; every rank calls. state: JSON values, returned by a later load(). files: of rank 0,
+        for what is large, because every rank of a start reads the state.
 
         False: nothing was saved, one line has said why, and older checkpoints are untouched; the last save of a run raises
         RuntimeError instead. With checkpoint_async save() returns as soon as the copy to CPU memory has begun.
@@ -187,7 +190,7 @@ class Checkpoints:
         about = dict(step=step, model_only=model_only, identity=self.identity, state=state)
         about |= self.on_rank_0(merge_numbers, value=self.together(
             lambda: (self.numbers.changed() if not model_only else {}, sum_copies(self.copies))))
-        about = json_bytes(about | ({"base": self.base} if self.base else {})) if self.rank == 0 else b""  # batches are large
+        about = {"state.json": json_bytes(about | ({"base": self.base} if self.base else {}))} | (files or {})
         if last or self.cfg.checkpoint_async == "off":  # the last save has nothing to overlap with
             saved = self.write(step, about, lambda: self.tensors(not model_only, saving=True))
             if last and not saved:
@@ -285,15 +288,14 @@ class Checkpoints:
         for name, (size, _) in listed.items():  # by stat: listings are cached on network file systems
             if not os.path.isfile(os.path.join(folder, name)) or os.path.getsize(os.path.join(folder, name)) != size:
                 raise OSError(f"rank 0 does not see {name}: {self.out} must be on a file system that all machines share")
-        extra = {"state.json": about, "config.json": json_bytes(self.config), "recipe.py": self.source.encode()}
-        extra |= self.tokenizer
+        extra = about | self.tokenizer | {"config.json": json_bytes(self.config), "recipe.py": self.source.encode()}
         extra |= {name: json_bytes(value) for name, value in (("code.json", self.code), ("provenance.json", self.git)) if value}
         for name, content in extra.items():
             write_file(Path(folder, name), content)
         files = listed | checksums(folder, [TABLE, *extra])
         layout = {axis: self.config[axis] for axis in (*AXES, "ep") if self.config.get(axis, 1) not in (1, -1)}
-        write_manifest(folder, files, step=step, model_only=json.loads(about)["model_only"], world_size=self.world_size,
-                       layout=layout, torch=torch.__version__)
+        write_manifest(folder, files, step=step, model_only=json.loads(about["state.json"])["model_only"], layout=layout,
+                       world_size=self.world_size, torch=torch.__version__)
         publish(folder, self.path(step))
         return sum(size for size, _ in files.values())
 
@@ -358,7 +360,8 @@ class Checkpoints:
         self.say(f"{what} {folder} (written by {manifest['world_size']} rank(s)){changed}")
         if self.code and (text := changed_code(folder, self.code)):
             self.say(text)
-        return self.on_rank_0(lambda: saved_state(folder)) if everything and not phase else None
+        self.loaded = folder if everything and not phase else None
+        return self.loaded and self.on_rank_0(lambda: saved_state(folder))
 
     def choose_checkpoint(self, source, step) -> tuple[str, dict]:
         """(folder, manifest) of the newest undamaged checkpoint: one decision for all ranks; each rank checks a share of the

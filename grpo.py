@@ -23,7 +23,6 @@ Own tasks: --env dataset, see rl/datasets.py, or --env my_env.py, see rl/environ
 rl/rollouts.py, rl/decoding.py, models/loss.py. Refusals and output are in rl/messages.py.
 """
 import hashlib
-import json
 import math
 import os
 import random
@@ -467,7 +466,7 @@ def main(cfg: Config, Trainer=Trainer):
     about = dict(identity=identity, config=asdict(cfg), source=open(__file__).read(), tokenizer_file=text.file)
     base = partial(load_base, [model], cfg) if cfg.lora_rank else None
     checkpoints = Checkpoints(cfg, cfg.out, modules=[model], optimizer=trainer.optimizer, load_base=base, **about)
-    state = checkpoints.load() or {"step": 0, "cursor": 0, "tokens": 0, "batch": None, "policy_version": 0}
+    state = checkpoints.load() or {"step": 0, "cursor": 0, "tokens": 0, "policy_version": 0}
     trainer.policy_version, first = state["policy_version"], state["step"] + 1
     if reference is not None:
         keep_reference(trainer, is_new, about)
@@ -477,7 +476,7 @@ def main(cfg: Config, Trainer=Trainer):
         messages.introduce(cfg, layout, model.reduces_always, about_run, size, left_out, state["step"])
 
     # 7. loop
-    ready, stopping = rollouts.reuse_batches(state, cfg, layout.rank == 0), False
+    ready, stopping = rollouts.reuse_batches(state, checkpoints.loaded, cfg, layout.rank == 0), False
     engine = engines.open_engine(trainer, env, text, ready[-1]["cursor"] if ready else state["cursor"], n_trainers)
     ahead = engines.Ahead(engine, ready)
     metrics = Metrics(cfg.out, cfg, layout, flops_per_token, first_step=first, steps=cfg.steps, tokens=state["tokens"])
@@ -505,7 +504,7 @@ def main(cfg: Config, Trainer=Trainer):
         metrics.end_step(sum(len(s["prompt"]) + len(s["ids"]) for s in samples))
         line = messages.sample_numbers(groups, batch) | found | balance | age | dict(
             train_s=trained_until - trained_from, train_began=trained_from, train_ended=trained_until)
-        tokens_hash = hashlib.sha256(json.dumps([s["ids"] for s in samples]).encode()).hexdigest()[:16]
+        tokens_hash = hashlib.sha256(b" ".join(s["ids"] for s in samples)).hexdigest()[:16]
         metrics.log(step, loss=line["loss"], loss_max=line["loss_max"], grad_norm=line["grad_norm"], lr=lr,
                     tokens_hash=tokens_hash, extra=line, show=False)
         recent.append(line)
@@ -516,14 +515,15 @@ def main(cfg: Config, Trainer=Trainer):
             at = step % len(groups)  # not always the first: --dynamic_sampling puts groups with a gradient first
             messages.keep_samples(cfg, step, sum(groups[at:] + groups[:at], []), text)
         state = {"step": step, "cursor": batch["cursor"], "tokens": metrics.tokens, "policy_version": trainer.policy_version,
-                 "batch": [], "made_with": rollouts.batch_flags(cfg), "bos": text.bos}
+                 "bos": text.bos}
         if step == first:
             set_timeouts(layout, cfg.train_timeout_s)
         stopping = stop.agreed(layout) and step < cfg.steps
         last = step == cfg.steps or stopping
         if cfg.checkpoint_every and (step % cfg.checkpoint_every == 0 or last or step == 1 and cfg.checkpoint_first_step):
-            state["batch"] = ahead.all()
-            checkpoints.save(step, state, last=last, model_only=cfg.last_save_model_only and step == cfg.steps)
+            state["ahead"] = len(batches := ahead.all())
+            files = rollouts.pack_batches(batches, cfg) if layout.rank == 0 else {}
+            checkpoints.save(step, state, last, cfg.last_save_model_only and step == cfg.steps, files)
         if cfg.eval_every and (step % cfg.eval_every == 0 or step == cfg.steps):
             evaluate_policy(trainer, engine, text, held_out, metrics, step)
         if stopping:

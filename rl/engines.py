@@ -99,12 +99,9 @@ def list_weights(model, compute_dtype: torch.dtype, again=False) -> list[tuple[T
 def pack_weights(tensors: list[tuple[Tensor, torch.dtype]], keep: bool) -> list[Tensor]:
     """Copy the tensors of list_weights() to the host. All trainer ranks call this function, because gathering a tensor is
     collective; ranks without `keep` return nothing."""
-    packed = []
-    for t, dtype in tensors:
-        whole = t.full_tensor() if isinstance(t, DTensor) else t  # a collective of the trainer's ranks
-        if keep:  # page-locked, so that the courier copies to the device without the CPU
-            packed.append(torch.empty(whole.shape, dtype=dtype, pin_memory=whole.is_cuda).copy_(whole))
-    return packed
+    gathered = ((t.full_tensor() if isinstance(t, DTensor) else t, dtype) for t, dtype in tensors)  # one after the other
+    # page-locked, so that the courier copies to the device without the CPU
+    return [torch.empty(t.shape, dtype=dtype, pin_memory=t.is_cuda).copy_(t) for t, dtype in gathered if keep]
 
 
 class Bridge(NamedTuple):

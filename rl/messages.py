@@ -3,7 +3,6 @@ a step and of an evaluation; some samples."""
 import json
 import math
 import os
-from dataclasses import asdict
 
 import torch
 
@@ -11,9 +10,8 @@ from distributed.refusals import refuse
 from rl.datasets import HINTS
 from rl.packing import pieces
 from sft.lora import claim_adapters
-from storage.hf import check_export
 from storage.manifest import step_folders
-from storage.resume import check_run
+from storage.resume import identify_run, list_finished
 from support.config import check_range, save_config
 from support.metrics import drop_lines_from
 
@@ -59,17 +57,11 @@ def check_flags(cfg):
 
 
 def check_own_run(cfg, Model, model_config, lr_at) -> dict:
-    """Raises ValueError if --out cannot be continued, or --export_hf cannot be written. Returns the identity of the run, equal
-    in every continued run. lr_at: the schedule, as a function of (step, cfg)."""
-    model = {"module": Model.__module__, "class": Model.__name__, **asdict(model_config)}
-    identity = {"model": model, "data": {"env": cfg.env, "seed": cfg.seed}, "optimizer": {"name": "adamw"}}
-    identity |= {"lora": claim_adapters(cfg, Model, model_config)} if cfg.lora_rank else {}
-    check_run(cfg.out, identity, cfg, lr_at)
+    """identify_run() for grpo.py. lr_at: the schedule, as a function of (step, cfg)."""
+    lora = claim_adapters(cfg, Model, model_config) if cfg.lora_rank else None
     if cfg.kl_coef and not cfg.lora_rank and step_folders(cfg.out) and not step_folders(f"{cfg.out}/reference"):
         raise ValueError(f"--kl_coef: {cfg.out} has not kept its initial policy: it was begun without this flag; leave it out")
-    if cfg.export_hf and all(step < cfg.steps for step, _ in step_folders(cfg.out)):
-        check_export(cfg.export_hf, Model, model_config)
-    return identity
+    return identify_run(cfg, Model, model_config, {"env": cfg.env, "seed": cfg.seed}, "adamw", lr_at, lora)
 
 
 # ---------------------------------------------------------------- output
@@ -83,12 +75,8 @@ def introduce(cfg, layout, reduces_always: bool, identity: dict, size: str, left
           f"{sampled_by}{', gradients reduced after each micro-batch' * reduces_always}", flush=True)
     if cfg.init_from and (cfg.max_new_tokens, cfg.seq_len) == (16, 32):
         left_out.append("--max_new_tokens 16 and --seq_len 32 suit the small model; the model of --init_from may need more")
-    for line in left_out:
+    for line in [*left_out, *list_finished(cfg, done)]:
         print(line)
-    if done >= cfg.steps:
-        print(f"{cfg.out} is finished: {done} of {cfg.steps} steps are done; use a larger --steps, or --out NEW")
-        if cfg.export_hf and os.path.exists(cfg.export_hf):
-            print(f"--export_hf {cfg.export_hf} is there already: nothing is exported; give a new folder, or remove it")
     drop_lines_from(f"{cfg.out}/samples.jsonl", done + 1)
 
 
@@ -138,7 +126,7 @@ def keep_samples(cfg, step: int, samples: list[dict], text, evaluation=False):
             prompt = text.tokenizer.decode(s["prompt"], skip_special_tokens=False)
             shown = {"step": step, "evaluation": evaluation, "prompt": prompt, "completion": s["text"]}
             shown |= {k: s[k] for k in ("answer", "reward", "advantage", "truncated", "group", "ids") if k in s}
-            file.write(json.dumps(shown, ensure_ascii=False) + "\n")
+            file.write(json.dumps(shown, ensure_ascii=False, default=list) + "\n")
 
 
 def show_evaluation(cfg, step: int, line: dict):

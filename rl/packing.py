@@ -100,8 +100,8 @@ def token_values(s: dict, first: int) -> dict[str, Tensor]:
     whole, skip, L = s["prompt"] + s["ids"], [0.0] * (len(s["prompt"]) - 1), n_read(s)
     at = [-1] * len(skip) + list(range(first, first + len(s["ids"])))
     values = dict(tokens=whole[:-1], labels=whole[1:], positions=list(range(L)), at=at)
-    values |= dict(mask=skip + s["mask"], sampled=skip + s.get("sampled", s["mask"]), mu=skip + s["logprobs"])
-    values |= dict(old=skip + s.get("old", s["logprobs"]), n=[max(sum(s["mask"]), 1.0)] * L, advantage=[s["advantage"]] * L)
+    values |= dict(mask=[*skip, *s["mask"]], sampled=[*skip, *s.get("sampled", s["mask"])], mu=[*skip, *s["logprobs"]])
+    values |= dict(old=[*skip, *s.get("old", s["logprobs"])], n=[max(sum(s["mask"]), 1.0)] * L, advantage=[s["advantage"]] * L)
     assert {len(x) for x in values.values()} == {L}, f"a sample's values are not one per token: {s}"
     integers = ("tokens", "labels", "positions", "at")
     return {name: torch.tensor(x, dtype=torch.long if name in integers else torch.float32) for name, x in values.items()}

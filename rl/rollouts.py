@@ -1,10 +1,13 @@
 """Rollouts for grpo.py: from tasks to samples with rewards, on the ranks chosen by rl/engines.py."""
 import functools
 import hashlib
+import json
 import os
 import random
 import time
 import zlib
+from array import array
+from base64 import b64decode, b64encode
 from collections import OrderedDict, deque
 from contextlib import contextmanager
 from dataclasses import fields
@@ -21,6 +24,10 @@ from rl.decoding import draw_noise, rollout
 from rl.environments import Turns, draw_task
 from rl.rewards import RewardConfig, pay_all
 from support.config import default_of
+from support.files import read_json
+
+NUMBERS = {"prompt": "i", "ids": "i", "logprobs": "f", "mask": "f"}  # values per token of a sample: the kinds of their arrays
+BATCHES = "__batches.json"  # in a step folder; a start reads no file of this name before its tensors
 
 
 def others(hooks: OrderedDict) -> OrderedDict:
@@ -126,10 +133,10 @@ def sample_groups(cfg, env, text, layout, model, tasks: list[tuple], group_size,
 
 
 def gather_samples(samples: list[dict], layout, group) -> list[dict]:
-    """The samples of all data ranks, on every rank. cp and tp ranks share a model, and must have sampled the same: all send a
-    hash of their ids, and the first of them sends the samples. Raises RuntimeError."""
-    copies, ids = layout.cp * layout.tp, repr([s["ids"] for s in samples])
-    everyone = gather((zlib.crc32(ids.encode()), samples if layout.rank % copies == 0 else []), group)
+    """The samples of all data ranks, in arrays, on every rank. cp and tp ranks share a model, and must have sampled the same:
+    all send a hash of their ids, and the first of them sends the samples. Raises RuntimeError."""
+    samples, copies = [*map(as_arrays, samples)], layout.cp * layout.tp
+    everyone = gather((zlib.crc32(b" ".join(s["ids"] for s in samples)), samples if layout.rank % copies == 0 else []), group)
     for rank, (theirs, _) in enumerate(everyone):
         if theirs != everyone[rank - rank % copies][0]:
             raise RuntimeError(f"ranks {rank - rank % copies} and {rank} share one model but sampled different tokens")
@@ -168,17 +175,30 @@ def batch_flags(cfg) -> dict:
         name: hashlib.sha256(Path(path).read_bytes()).hexdigest()[:8] for name, path in files.items() if os.path.isfile(path)}
 
 
-def reuse_batches(state: dict, cfg, rank0: bool) -> list[dict]:
-    """The checkpoint's batches if this run's flags would sample the same; else none, and the prompts are sampled again."""
-    batches, old, new = state["batch"] or [], state.get("made_with") or {}, batch_flags(cfg)
+def as_arrays(sample: dict) -> dict:
+    """With an array in place of each list of numbers, 12 bytes per token in place of 100; or of its text in a checkpoint."""
+    lists = {name: b64decode(x) if isinstance(x, str) else x for name, x in sample.items() if name in NUMBERS}
+    return sample | {name: array(NUMBERS[name], x) for name, x in lists.items()}
+
+
+def pack_batches(batches: list[dict], cfg) -> dict[str, bytes]:
+    """The file of a checkpoint with the batches that were sampled ahead: JSON, with each array as base64."""
+    content = {"made_with": batch_flags(cfg), "batch": batches}
+    return {BATCHES: json.dumps(content, default=lambda numbers: b64encode(numbers).decode()).encode()} if batches else {}
+
+
+def reuse_batches(state: dict, folder: str, cfg, rank0: bool) -> list[dict]:
+    """The batches of a step folder if this run's flags would sample the same; else none, and the prompts are sampled again."""
+    saved = read_json(folder, BATCHES) if state.get("ahead") else state  # older checkpoints have the batches in their state
+    batches, old, new = saved.get("batch") or [], saved.get("made_with") or {}, batch_flags(cfg)
     batches = [batches] if isinstance(batches, dict) else batches  # format of older checkpoints, with at most one batch
+    for batch in batches:
+        batch["samples"] = [*map(as_arrays, batch["samples"])]
     old = {f"--{f.name}": default_of(f) for f in fields(cfg) if f"--{f.name}" in new} | old  # flags newer than the checkpoint
     differ = [f"{name} {old.get(name)} -> {new.get(name)}" for name in new | old if old.get(name) != new.get(name)]
-    if not batches or not differ:
-        return batches
-    if rank0:
+    if batches and differ and rank0:
         print(f"the batch in the checkpoint was made with other flags ({', '.join(differ)}): its prompts are sampled again")
-    return []
+    return [] if differ else batches
 
 
 class InPlace:

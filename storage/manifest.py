@@ -20,8 +20,6 @@ READ = (".json", ".jinja", ".py", ".distcp", ".safetensors", ".bin", ".model")  
 ABOUT = ("state.json", "config.json")  # files of a step folder read at a start, before the tensors
 
 
-
-
 class Damaged(ValueError):
     """A step folder has changed since the save. The message names the file and the change."""
 

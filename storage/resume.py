@@ -28,25 +28,31 @@ def claim_run(cfg, Model, model_config, data, lr_at=None, lora: dict | None = No
         raise ValueError(f"the tokenizer has {ids} ids, the model {model_config.vocab_size}; use --model_args vocab_size={ids}")
     if cfg.val_every and not data.n_val_samples:
         raise ValueError(f"--data {cfg.data} has no validation text; use --val_every 0")
-    model = {"module": Model.__module__, "class": Model.__name__, **asdict(model_config)}
-    optimizer = cfg.optimizer.removesuffix("_sr")  # both kinds of AdamW load each other's moments
-    identity = {"model": model, "data": data.fingerprint, "optimizer": {"name": optimizer}}
-    identity |= {"lora": lora} if lora else {}
-    check_run(cfg.out, identity, cfg, lr_at)
+    # without _sr, because both kinds of AdamW load each other's moments
+    identity = identify_run(cfg, Model, model_config, data.fingerprint, cfg.optimizer.removesuffix("_sr"), lr_at, lora)
     if is_hf_folder(cfg.init_from):
         if not cfg.init_model_only:
             raise ValueError(f"--no-init_model_only: {cfg.init_from} holds weights and no more; leave it out")
         from storage.hf import check_hf_config
 
         check_hf_config(model_config, cfg.init_from)
-    if cfg.export_hf and all(step < cfg.steps for step, _ in step_folders(cfg.out)):
-        from storage.hf import check_export
-
-        check_export(cfg.export_hf, Model, model_config)
     seen = step_folders(cfg.out)
     lock_run(cfg.out)
     if step_folders(cfg.out) != seen:  # another start made the folder after keep_batch had looked
         raise ValueError(f"{cfg.out} got a checkpoint from another process while this start waited for it; start again")
+    return identity
+
+
+def identify_run(cfg, Model, model_config, data: dict, optimizer: str, lr_at, lora: dict | None) -> dict:
+    """The identity of a run, equal in every continued run. Raises ValueError if --out cannot be continued with it, or if
+    --export_hf cannot be written."""
+    model = {"module": Model.__module__, "class": Model.__name__, **asdict(model_config)}
+    identity = {"model": model, "data": data, "optimizer": {"name": optimizer}} | ({"lora": lora} if lora else {})
+    check_run(cfg.out, identity, cfg, lr_at)
+    if cfg.export_hf and all(step < cfg.steps for step, _ in step_folders(cfg.out)):
+        from storage.hf import check_export
+
+        check_export(cfg.export_hf, Model, model_config)
     return identity
 
 
@@ -139,13 +145,17 @@ def sign_lock(descriptor: int, out: str):
     os.pwrite(descriptor, f"{os.getpid()} on {socket.gethostname()}{job_name()}".encode(), 0)
 
 
+def list_finished(cfg, done: int) -> list[str]:
+    """Lines to print at the start of a run with all steps done, none of another run. done: steps so far."""
+    lines = [f"{cfg.out} is finished: {done} of {cfg.steps} steps are done; use a larger --steps, or --out NEW"]
+    if cfg.export_hf and os.path.exists(cfg.export_hf):
+        lines.append(f"--export_hf {cfg.export_hf} is there already: nothing is exported; give a new folder, or remove it")
+    return lines if done >= cfg.steps else []
+
+
 def list_warnings(cfg, done: int) -> str:
     """Warnings to print at the start, one per line (run finished, folder exists, warmup too long). done: steps so far."""
-    total, lines = cfg.steps if cfg.schedule_steps == -1 else cfg.schedule_steps, [""]
-    if done >= cfg.steps:
-        lines.append(f"{cfg.out} is finished: {done} of {cfg.steps} steps are done; use a larger --steps, or --out NEW")
-        if cfg.export_hf and os.path.exists(cfg.export_hf):
-            lines.append(f"--export_hf {cfg.export_hf} is there already: nothing is exported; give a new folder, or remove it")
+    total, lines = cfg.steps if cfg.schedule_steps == -1 else cfg.schedule_steps, ["", *list_finished(cfg, done)]
     if cfg.warmup_steps > total:
         lines.append(f"--warmup_steps {cfg.warmup_steps} is longer than the schedule; it is clamped to {total}")
     return "\n".join(lines)

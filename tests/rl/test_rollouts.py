@@ -149,7 +149,7 @@ def test_what_is_trained_are_the_sampled_ids():
     batch = rollouts.make_batch(cfg, env, text, trainer.layout, trainer.model, 0, 0)
     for s in batch["samples"]:
         _, packed = next(trainer.microbatches([s | {"advantage": 1.0}]))
-        assert packed["labels"][0][packed["mask"][0] > 0].tolist() == s["ids"] and s["text"] == "something else"
+        assert packed["labels"][0][packed["mask"][0] > 0].tolist() == [*s["ids"]] and s["text"] == "something else"
 
 
 WAITING = """
@@ -190,6 +190,25 @@ def test_separate_generators_equal_the_emulation(tmp_path, k):
     assert two[0]["logprob_max_diff"] < 1e-4 < two[-1]["logprob_max_diff"]  # k policies apart
 
 
+def batches_of(out, step: int) -> list[dict]:
+    """The batches that a checkpoint keeps for the next steps."""
+    return json.loads((out / "checkpoints" / f"step-{step}" / rollouts.BATCHES).read_text())["batch"]
+
+
+def test_batches_ahead_are_saved_as_arrays(tmp_path):
+    """A token has 12 bytes, as base64 16; a list in JSON had 60. The lists of an older run's state are read as well."""
+    cfg, numbers = Config(async_steps=1), torch.rand(1000).tolist()
+    sample = dict(prompt=[1, 2], ids=[*range(1000)], logprobs=numbers, mask=[1.0, 0.0] * 500, text="", reward=1.0)
+    batch = dict(samples=[rollouts.as_arrays(sample)], cursor=3, version=1)
+    assert [*batch["samples"][0]["logprobs"]] == numbers
+    ((name, content),) = rollouts.pack_batches([batch], cfg).items()
+    (tmp_path / name).write_bytes(content)
+    assert len(content) < 16 * 1000 + 3000 and rollouts.reuse_batches({"ahead": 1}, str(tmp_path), cfg, True) == [batch]
+    older = {"batch": [batch | {"samples": [sample]}], "made_with": rollouts.batch_flags(cfg)}
+    assert rollouts.reuse_batches(older, str(tmp_path), cfg, True) == [batch]
+    assert rollouts.pack_batches([], cfg) == {} and rollouts.reuse_batches({}, "", cfg, True) == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("k, processes, flags", [
     (3, 1, ["--minibatches", 2]), (3, 2, ["--gen_ranks", 1, "--dynamic_sampling", 1]), (2, 2, ["--dp_shard", 2])], ids=str)
@@ -200,9 +219,8 @@ def test_a_run_goes_on_with_all_batches_that_were_ahead(tmp_path, k, processes, 
     run(processes, *flags, "--checkpoint_every", 2, "--out", out)
     whole, updates = steps_of(out), 2 if "--minibatches" in flags else 1
     for step, n in ((2, k), (4, 2)):
-        state = json.loads((out / "checkpoints" / f"step-{step}" / "state.json").read_text())["state"]
         versions = [updates * max(0, of - 1 - k) for of in range(step + 1, step + 1 + n)]
-        assert [batch["version"] for batch in state["batch"]] == versions
+        assert [batch["version"] for batch in batches_of(out, step)] == versions
     run(processes, *flags, "--checkpoint_every", 2, "--load_step", 2, "--out", out)
     assert_same(steps_of(out), whole, 0.0)
     assert len({line["staleness"] for line in whole}) > 1
@@ -253,8 +271,7 @@ def test_a_batch_of_other_flags_is_sampled_again(tmp_path):
     assert_same(again["same"], steps_of(out)[2:], 0.0)
     assert "--async_steps 1 -> 0" not in said and "--group_size 4 -> 8" in said
     assert [line["staleness"] for line in again["step"]] == [0, 0] and [line["staleness"] for line in again["group"]] == [0, 1]
-    state = json.loads((tmp_path / "group" / "checkpoints" / "step-2" / "state.json").read_text())["state"]
-    prompts = [s["prompt"] for s in state["batch"][0]["samples"]]
+    prompts = [s["prompt"] for s in batches_of(tmp_path / "group", 2)[0]["samples"]]
     shown = [json.loads(line) for line in (tmp_path / "group" / "samples.jsonl").read_text().splitlines()]
     assert len({s["prompt"] for s in shown if s["step"] == 3}) == 1 and prompts[0] != prompts[4]  # a group has one prompt
 

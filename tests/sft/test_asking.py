@@ -152,11 +152,11 @@ def test_samples_are_made_with_it(tmp_path):
     """A batch sampled with other chat options is sampled again; with the same options the batch is kept."""
     cfg = lambda **flags: grpo.Config(init_from="hf", **flags)  # noqa: E731
     state = {"batch": [{"samples": []}], "made_with": rollouts.batch_flags(cfg(system="a"))}
-    assert rollouts.reuse_batches(state, cfg(system="a"), True) is state["batch"]
+    assert rollouts.reuse_batches(state, "", cfg(system="a"), True) is state["batch"]
     for other in (cfg(system="b"), cfg(), cfg(system="a", template_args=OFF), cfg(chat=False)):
-        assert rollouts.reuse_batches(state, other, True) == []
+        assert rollouts.reuse_batches(state, "", other, True) == []
     old = {name: value for name, value in rollouts.batch_flags(cfg()).items() if name != "--chat"}  # of before this flag
-    assert rollouts.reuse_batches(state | {"made_with": old}, cfg(), True) is state["batch"]
+    assert rollouts.reuse_batches(state | {"made_with": old}, "", cfg(), True) is state["batch"]
 
 
 @pytest.mark.slow
