@@ -493,7 +493,7 @@ def load_weights(modules: list[nn.Module], folder: str, exclude=()):
 
 def has_adapters(path: str) -> bool:
     """Whether a step folder holds the adapters of a LoRA run, not the weights of a whole model."""
-    return "lora" in read_json(path, "state.json")["identity"]
+    return "lora" in read_json(path, "state.json").get("identity", {})
 
 
 def fill_merged(modules: list[nn.Module], path: str, table):

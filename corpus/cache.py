@@ -92,7 +92,7 @@ def check_tokenizer(out: str, identity: dict, cfg):
     path, there = cfg.init_from, None
     if source:
         path = newest_readable(source.folder, source.step, ABOUT)
-        there = read_json(path, "state.json")["identity"]["data"].get("tokenizer_sha256")
+        there = read_json(path, "state.json").get("identity", {}).get("data", {}).get("tokenizer_sha256")
     if there is None and os.path.lexists(os.path.join(path, "tokenizer.json")):
         there = sha256_file(tokenizer_path(path))
     shards = next((part.path for part in parse_mixture(cfg.data) if is_shards(part.path)), cfg.data)

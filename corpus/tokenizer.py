@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from distributed.agree import reason
-from storage.manifest import is_hf_folder, step_folders
+from storage.manifest import is_hf_folder, saved_state, step_folders
 from support.files import HF_LIMIT, HF_LIMITS, hf_file, hub_hint, read_json
 
 BPE_VOCAB = 4096  # ids of a tokenizer of our own
@@ -149,8 +149,7 @@ def has_bos(folder: str) -> bool:
     """Whether texts begin with the tokenizer's beginning-of-text token: for models from Hugging Face folders, and for runs of
     grpo.py from them. Our own training text has no such token."""
     path = step_folders(folder)[0][1] if step_folders(folder) else folder
-    about = os.path.join(path, "state.json")
-    return is_hf_folder(folder) or os.path.isfile(about) and bool(read_json(about)["state"].get("bos"))
+    return is_hf_folder(folder) or os.path.isfile(os.path.join(path, "state.json")) and bool(saved_state(path).get("bos"))
 
 
 @dataclass(kw_only=True)

@@ -75,7 +75,7 @@ def check_run(out: str, identity: dict, cfg, lr_at=None):
         from storage.changes import compare_start, describe_start
 
         path = newest_readable(source.folder, source.step, ABOUT)
-        if source.folder != out and "lora" in read_json(path, "state.json")["identity"]:
+        if source.folder != out and "lora" in read_json(path, "state.json").get("identity", {}):
             merge = f"python checkpoint.py to_hf {source.folder} OUT"
             raise ValueError(f"--init_from {source.folder} holds adapters only; merge them, {merge}, and start from OUT")
         differ = compare_start(path, source, source.folder == out, identity, cfg)

@@ -29,6 +29,7 @@ import checkpoint
 import grpo
 import parallel
 from checkpoint import CheckpointConfig, Damaged, load_model, saved_model, saved_state, step_folders, verify
+from corpus.tokenizer import has_bos
 from distributed.experts import balance_experts
 from distributed.layout import Layout
 from generate import generate
@@ -816,6 +817,17 @@ def test_a_note_in_a_step_folder_is_named_and_costs_nothing(tmp_path, capsys):
     Path(path(tmp_path, 4), "chat_template.jinja").write_text("x")
     assert saver(*trained(), tmp_path).load()["step"] == 2
     assert "DAMAGED: chat_template.jinja is not in manifest.json" in capsys.readouterr().out
+
+
+def test_a_step_folder_whose_state_names_no_model_is_told_in_one_line(tmp_path):
+    """To a start, to evaluate.py and to generate.py."""
+    folder = path(save_run(tmp_path, 2), 2)
+    rewrite(folder, "state.json", json_bytes({"state": [1]}))
+    new = "module is models.llama3 but .* was trained with not set"
+    refuses(new, check_run, str(tmp_path), {"model": {"module": "models.llama3"}}, CheckpointConfig())
+    refuses("does not describe a model", load_model, folder)
+    refuses("is no place in a run", has_bos, str(tmp_path))
+    assert not checkpoint.has_adapters(folder)
 
 
 def test_a_state_that_is_no_place_in_a_run_or_describes_no_model(tmp_path):
