@@ -261,7 +261,7 @@ class Checkpoints:
             if self.rank == 0 and folder:
                 shutil.rmtree(folder, ignore_errors=True)  # or the leftovers would fill the disk
             newest = step_folders(self.out)[:1]
-            self.say(f"step-{step} is NOT SAVED: {error}; the newest is {newest[0][1] if newest else 'none yet'}")
+            self.say(f"{self.path(step)} is NOT SAVED: {error}; the newest is {newest[0][1] if newest else 'none yet'}")
             return False
         if self.cfg.after_save and self.rank == 0:
             self.copying[self.path(step)] = self.commands.submit(run_after_save, self.cfg.after_save, self.path(step))

@@ -364,8 +364,9 @@ def open_part(cfg: DataConfig, what: str, part, seq_len: int, tokenizer: str, al
             raise ValueError(no_chats)
         data = (Chats if is_chat else TokenData)(folder, seq_len, cfg.data_seed, cfg.doc_mask, part.name, all_val)
     except OSError as error:
-        rights = f"--data must be readable, --cache_dir {cache_folder(cfg.cache_dir)} writable"
-        raise ValueError(f"{error.filename}: {error.strerror}; {rights}") from error
+        cache = cache_folder(cfg.cache_dir)  # a full disk names no file
+        rights = f"--data must be readable, --cache_dir {cache} writable"
+        raise ValueError(f"{error.filename or cache}: {error.strerror}; {rights}") from error
     data.check(what, part.path, "val" if all_val else "train")
     return data
 

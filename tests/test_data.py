@@ -766,6 +766,17 @@ def run_cli(*argv):
     return run_program([sys.executable, REPO / "data.py", *argv], timeout=100)
 
 
+def test_a_full_disk_is_told_with_the_place(tmp_path, monkeypatch, capsys):
+    """Python's error has no file's name."""
+    (tmp_path / "a.txt").write_text("word " * 3000)
+    monkeypatch.setattr(texts, "write_shard", Mock(side_effect=OSError(28, "No space left on device")))
+    cfg = DataConfig(data=str(tmp_path / "a.txt"), cache_dir=str(tmp_path / "c"))
+    refuses(f"^{tmp_path}/c: No space left", open_data, cfg, 32)
+    (own,) = (tmp_path / "c").glob("*/tokenizer.json")
+    argv = ["prepare", "--input", tmp_path / "a.txt", "--tokenizer", own, "--out", tmp_path / "new", "--workers", 1]
+    assert f"error: {tmp_path}/new: No space" in call_cli(monkeypatch, capsys, *argv)[2]
+
+
 def call_cli(monkeypatch, capsys, *argv):
     """(status, stdout, stderr) of main(), without the start of another process."""
     monkeypatch.setattr(sys, "argv", ["data.py", *map(str, argv)])

@@ -117,7 +117,7 @@ def main():
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return
     except OSError as error:
-        usage_error(f"{error.filename}: {error.strerror}")
+        usage_error(f"{error.filename or vars(args).get('out', 'reading')}: {error.strerror}")  # a full disk names no file
     except ValueError as error:
         usage_error(error)
     for split, entries in index["splits"].items():
