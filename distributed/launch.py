@@ -54,8 +54,7 @@ def connect(layout: Layout, cfg, device: str = "auto", seed: int = 0, trace: str
     layout = replace(layout, compute_dtype=dtype_of_compute(cfg, layout.device.type == "cuda"))
     torch.manual_seed(seed)
 
-    # Inside of C++ a wait for other ranks hears neither Python's handler of Ctrl-C nor, before a connection, any timeout
-    interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # Before a connection a wait for other ranks, inside of C++, has no timeout
     patience = threading.Timer(cfg.init_timeout_s + 5, give_up, [cfg.init_timeout_s])
     patience.daemon = True
     patience.start()
@@ -70,7 +69,6 @@ def connect(layout: Layout, cfg, device: str = "auto", seed: int = 0, trace: str
     dist.init_process_group(backend, store=store, rank=layout.rank, world_size=layout.world_size, timeout=timeout)
     dist.distributed_c10d._get_default_store().set(f"host {layout.rank}", socket.gethostname())
     patience.cancel()
-    signal.signal(signal.SIGINT, interrupt)
     if layout.device.type == "cuda":
         memory = torch.tensor(torch.cuda.get_device_properties(layout.device).total_memory)  # on the host: sent by gloo
         dist.all_reduce(memory, op=dist.ReduceOp.MIN)
@@ -241,6 +239,7 @@ def run(main, Config) -> None:
         check_launcher()
         allow_many_ranks()
         if "RANK" in os.environ:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # waits for other ranks, inside of C++, do not hear Python's handler
             watch_launcher()
         if asked - known:
             from tools.reports import run_report
