@@ -1,4 +1,4 @@
-"""What grows with the number of ranks: sockets, messages between ranks, and the table of a checkpoint.
+"""What grows with the number of ranks: sockets, the rendezvous, the parts of a run, and the table of a checkpoint.
 
     python benchmarks/scaling.py                    # 4 to 32 processes, tables of 64, 1,024 and 16,384 ranks; 3 minutes
     python benchmarks/scaling.py --processes 4,8 --tables 64x200
@@ -8,24 +8,31 @@ ranks; plans, shards and the file tensors.json are the real ones, only the tenso
 process, so the number of cores of this machine does not matter.
 """
 import argparse
+import contextlib
 import os
+import re
 import resource
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from distributed.agree import fail_together, gather, on_rank_0  # noqa: E402
+from checkpoint import CheckpointConfig, Checkpoints  # noqa: E402
+from distributed.checks import check_replicas, reduce_hash  # noqa: E402
 from distributed.launch import StopSignal, allow_many_ranks  # noqa: E402
 from distributed.layout import Layout  # noqa: E402
-from storage.dcp import find_shards, read_table, table_bytes  # noqa: E402
-from storage.manifest import TABLE, read_manifest, write_manifest  # noqa: E402
+from parallel import make_mesh  # noqa: E402
+from storage.dcp import find_shards, import_dcp, read_table, table_bytes  # noqa: E402
+from storage.manifest import ABOUT, TABLE, newest_readable, read_manifest, write_manifest  # noqa: E402
 
 CALLS = 20
 
@@ -35,35 +42,74 @@ def open_sockets() -> int:
     return sum("socket:" in link for link in links)
 
 
-def measure_messages(rank: int, n: int, file: str, answers) -> None:
-    """In one of n processes: sockets, and CPU ms per call of the functions that a step, a save and a resume are made of."""
-    allow_many_ranks()
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=n)
-    group, stop, layout = dist.new_group(backend="gloo"), StopSignal(), Layout(dp_shard=n, rank=rank)
-    rows = {
-        "stop.agreed, each step": lambda: stop.agreed(layout),
-        "fail_together": lambda: fail_together(lambda: None, group),
-        "on_rank_0": lambda: on_rank_0(lambda: "a folder", group),
-        "on_rank_0, with values": lambda: on_rank_0(len, group, {f"__{rank}_0.distcp": [rank, "crc"]}),
-        "gather, at a start only": lambda: gather({f"__{rank}_0.distcp": [rank, "crc"]}, group),
-    }
-    found = {}
-    for name, call in rows.items():
-        call()  # connects
+def memory_mb() -> float:
+    return int(re.search(r"VmRSS:\s*(\d+)", Path("/proc/self/status").read_text())[1]) / 1e3
+
+
+def count_metadata_calls() -> Counter:
+    """Count, from now on, this process's calls that ask a file system for names: stat, listings, open."""
+    calls = Counter()
+    for name in ("stat", "lstat", "listdir", "scandir", "open"):
+        real = getattr(os, name)
+        setattr(os, name, lambda *args, real=real, **more: calls.update(["n"]) or real(*args, **more))
+    sys.addaudithook(lambda event, args: calls.update(["n"] * (event == "open" and isinstance(args[0], str))))
+    return calls
+
+
+def measure_run(rank: int, n: int, folder: str, answers) -> None:
+    """In one of n processes: what the parts of a run cost, without the model. The model: 48 matrices, split over all ranks."""
+    found, calls = {}, count_metadata_calls()
+
+    def measure(name, work, per=1, unit=1.0):
+        began, before, asked = time.process_time(), memory_mb(), calls["n"]
+        for _ in range(per):
+            result = work()
+        found[f"{name}: CPU {'ms' if unit > 1 else 's'}"] = (time.process_time() - began) / per * unit
+        found[f"{name}: MB"], found[f"{name}: files asked for"] = memory_mb() - before, (calls["n"] - asked) / per
         dist.barrier()
-        began = time.process_time()
-        for _ in range(CALLS):
-            call()
-        found[name] = (time.process_time() - began) / CALLS * 1e3
-        dist.barrier()
-    answers.put({"sockets": open_sockets()} | found)
+        return result
+
+    def start():
+        allow_many_ranks()
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=n)
+        return make_mesh(Layout(dp_shard=n, rank=rank, global_batch_size=n))
+
+    def open_run():
+        module = nn.Module()
+        for i in range(48):
+            part = DTensor.from_local(torch.ones(4, 64), layout.mesh["fsdp"], [Shard(0)])
+            module.register_parameter(f"w{i}", nn.Parameter(part))
+        optimizer = torch.optim.AdamW(module.parameters())
+        run = Checkpoints(CheckpointConfig(), f"{folder}/run", modules=[module], optimizer=optimizer, source="",
+                          identity={"model": {}, "data": {}, "optimizer": {}}, config={"checkpoint_every": 1})
+        check_replicas([module], layout)
+        return run
+
+    def save(step):
+        for p in run.params.values():
+            p.grad = torch.ones_like(p)
+        run.optimizers[0].step()
+        assert run.save(step, {"step": step})
+
+    layout = measure("join", start)
+    run = measure("open", open_run)
+    found["start: CPU s"] = found.pop("join: CPU s") + found.pop("open: CPU s")
+    found["start: MB"] = found.pop("join: MB") + found.pop("open: MB")
+    stop = StopSignal()
+    measure("step", lambda: (stop.agreed(layout), reduce_hash("0", layout)), CALLS, 1e3)
+    measure("first save", lambda: save(1))
+    measure("next save", lambda: save(2))
+    run = open_run()
+    measure("resume", lambda: (newest_readable(f"{folder}/run", names=ABOUT), run.load()))
+    found["sockets"], found["store: bytes"] = open_sockets(), os.path.getsize(f"{folder}/store") / n
+    answers.put((rank, found))
     dist.barrier()
 
 
 def measure_table(n_ranks: int, n_tensors: int) -> dict:
     """CPU seconds of rank 0 in the first save, of any rank in a resume, and the size of tensors.json and manifest.json."""
     from torch.distributed.checkpoint import default_planner, filesystem, metadata, planner, storage
-    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+    from torch.distributed.tensor import distribute_tensor, init_device_mesh
 
     rows, columns = n_ranks * 4, 64
     properties, bytes_each = metadata.TensorProperties(torch.float32), rows // n_ranks * columns * 4 + 800
@@ -94,22 +140,29 @@ def measure_table(n_ranks: int, n_tensors: int) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, TABLE).write_bytes(content)
         files = {f"__{rank}_0.distcp": [n_tensors * bytes_each, "0" * 8] for rank in range(n_ranks)}
+        for name, (size, _) in files.items():
+            Path(folder, name).touch()
+            os.truncate(f"{folder}/{name}", size)  # takes no space
         write_manifest(folder, files | {TABLE: [len(content), ""]}, step=1)
         del plans, about, results
-        found |= measure_resume(folder, n_ranks, names, (rows, columns), distribute_tensor, init_device_mesh, Shard)
+        found |= measure_resume(folder, n_ranks, names, (rows, columns), distribute_tensor, init_device_mesh)
     return found
 
 
-def measure_resume(folder, n_ranks, names, shape, distribute_tensor, init_device_mesh, Shard) -> dict:
+def measure_resume(folder, n_ranks, names, shape, distribute_tensor, init_device_mesh) -> dict:
     dist.init_process_group("fake", rank=n_ranks // 2, world_size=n_ranks)
     with torch.device("meta"):
         tensor = distribute_tensor(torch.empty(shape), init_device_mesh("cpu", (n_ranks,)), [Shard(0)])
-    began, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    began = time.process_time()
+    read_manifest(folder)  # looks at the files of all ranks
+    looked, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     manifest = read_manifest(folder, lambda name: name == TABLE)
     table = read_table(folder, manifest["files"])
+    parsed = time.process_time()
     shards = find_shards(dict.fromkeys(names, tensor), table)
     assert len(shards.storage_data) == len(names)  # of each tensor one shard: this rank's
-    return {"resume, any rank: CPU s": time.process_time() - began,
+    return {"resume, rank 0, files: CPU s": looked - began, "any rank, table: CPU s": parsed - looked,
+            "its own shards: CPU s": time.process_time() - parsed,
             "more MB": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e3}
 
 
@@ -126,23 +179,28 @@ def main():
     parser.add_argument("--tables", default="64x2000,1024x400,16384x24", help="RANKSxTENSORS of checkpoints")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    import_dcp()  # takes a second, which is not counted
     rows = []
     for n in map(int, args.processes.split(",")):
         answers = mp.get_context("fork").SimpleQueue()
         with tempfile.TemporaryDirectory() as folder:
-            task = n, f"{folder}/store", answers
-            processes = mp.start_processes(measure_messages, task, n, join=False, start_method="fork")
-            found = [answers.get() for _ in range(n)]
-            processes.join()
-        rows.append((n, {name: sum(one[name] for one in found) / n for name in found[0]}))
-    print("CPU ms per rank and call\n")
-    print_rows("processes", rows)
+            with open(f"{folder}/log", "w") as log, contextlib.redirect_stdout(log):
+                processes = mp.start_processes(measure_run, (n, folder, answers), n, join=False, start_method="fork")
+            while not processes.join(1):  # raises the error of a process
+                pass
+            found = dict(answers.get() for _ in range(n))
+        others = {name: sum(found[rank][name] for rank in range(1, n)) / (n - 1) for name in found[0]}
+        rows += [(f"{n}, rank 0", found[0]), (f"{n}, others", others)]
+    for part in ("sockets|store|start|step", "save", "resume"):
+        print(f"Processes: {part.replace('|', ', ')}\n")
+        print_rows("processes", [(label, {k: v for k, v in row.items() if re.search(part, k)}) for label, row in rows])
+        print()
     rows = []
     for text in args.tables.split(","):
         n_ranks, n_tensors = map(int, text.split("x"))
         with mp.get_context("fork").Pool(1) as pool:
             rows.append((text.replace("x", " x "), pool.apply(measure_table, (n_ranks, n_tensors))))
-    print("\nThe table of a checkpoint\n")
+    print("The table of a checkpoint\n")
     print_rows("ranks x tensors", rows)
 
 
