@@ -14,8 +14,6 @@ def read_model(cfg):
     A run with checkpoints of its own knows the model even when --init_from is gone. Raises ValueError."""
     goes_on = step_folders(cfg.out) and not os.path.isdir(cfg.init_from)
     folder = cfg.out if goes_on else cfg.init_from
-    if os.path.lexists(f"{folder}/adapter_config.json"):
-        raise ValueError(f"--init_from {folder} is a PEFT adapter; merge it first with merge_and_unload() of peft")
     if is_hf_folder(folder):
         config = override_fields(read_hf_config(folder), cfg.model_args, "--model_args")
         check_hf_config(config, folder)

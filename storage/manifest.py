@@ -148,6 +148,8 @@ def candidates(folder: str, step: int = -1) -> list[str]:
         raise ValueError(f"{folder} has no checkpoint of step {step}; it has the steps {', '.join(map(str, found)) or 'none'}")
     if not found:
         what = "holds no checkpoint" if os.path.isdir(folder) else "is no folder"
+        if os.path.lexists(os.path.join(folder, "adapter_config.json")):
+            what = "is a PEFT adapter, to be merged with its base by merge_and_unload() of peft"
         raise ValueError(f"{folder} {what}; give a run folder, or one of its folders checkpoints/step-N{hub_hint(folder)}")
     return [found[step]] if step >= 0 else list(found.values())
 

@@ -18,6 +18,7 @@ from test_parallel import MOE, V2
 import checkpoint
 from checkpoint import CheckpointConfig, Checkpoints, load_model
 from evaluate import read_checkpoint
+from generate import open_checkpoint
 from sft.base import load_base, read_model
 from sft.lora import base_hash, claim_adapters, is_adapter, lora_names, placed_sum
 from storage import hf
@@ -86,7 +87,8 @@ def test_merged_weights_and_the_adapter_give_the_same_logits_in_transformers_and
         torch.testing.assert_close(other, expected, rtol=0, atol=1e-5)
 
     cfg = flags_of(lora, init_from=str(tmp_path / "adapter"))
-    refuses("is a PEFT adapter; merge it first with merge_and_unload", read_model, cfg)
+    for read, what in (read_model, cfg), (read_checkpoint, cfg.init_from), (open_checkpoint, cfg.init_from):
+        refuses("is a PEFT adapter, to be merged with its base by merge_and_unload", read, what)  # in evaluate.py, generate.py
 
 
 def test_what_peft_would_take_for_experts_is_not_exported_for_it(tmp_path):
