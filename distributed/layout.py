@@ -173,7 +173,10 @@ class AllGather(torch.autograd.Function):
     def backward(ctx, grad):
         """grad: of the loss on this rank by the whole result. Returns the gradient of all ranks' losses together by this
         rank's x, and None for dim and group."""
-        return ReduceScatter.apply(grad, ctx.dim, ctx.group), None, None
+        grad = grad.movedim(ctx.dim, 0).contiguous()
+        out = grad.new_empty(grad.shape[0] // dist.get_world_size(ctx.group), *grad.shape[1:])
+        reduce_scatter_single(out, grad, group=ctx.group)
+        return out.movedim(0, ctx.dim), None, None
 
 
 class ReduceScatter(torch.autograd.Function):

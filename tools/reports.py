@@ -54,8 +54,7 @@ def run_report(main, Config, argv=None) -> int:
     Reports, report = (ReportConfig, report_or_train) if is_recipe else (PlotConfig, train)
     given = vars(parse_config(with_report_flags(Config, Reports), argv))
     options = Reports(**{field.name: given[field.name] for field in fields(Reports)})
-    cfg = Config(**{field.name: given[field.name] for field in fields(Config)})
-    return report(main, cfg, options)
+    return report(main, Config(**{field.name: given[field.name] for field in fields(Config)}), options)
 
 
 def train(main, cfg, options: PlotConfig) -> int:
