@@ -159,8 +159,7 @@ class Checkpoints:
         self.on_rank_0, self.plan = partial(on_rank_0, group=group), SavePlan()
         # read now: later edits of a file are not the running code
         self.code = local_code() if source and own_rank("LOCAL_RANK") == 0 else {}
-        writes = config.get("checkpoint_every") and not cfg.load_only
-        check_machines(self.code, out if writes else "", self.gather)
+        check_machines(self.code, out if config.get("checkpoint_every") and not cfg.load_only else "", self.gather)
         self.git = git_commit(code_roots()[0], [*self.code]) if self.code else {}
         self.made_from = summarize_code(self.git, self.code)  # for config.json
         # Read now, so that errors in these files appear before training.

@@ -191,7 +191,8 @@ class Balance(nn.Module):
     def choose(self, scores: Tensor, k: int, limit=lambda scores: scores) -> Tensor:
         """Indices (N, k) of the chosen experts from the router's scores (N, E); limit: puts -inf at forbidden experts."""
         if self.force:
-            return (torch.arange(scores.shape[0] * k, device=scores.device) % self.n_experts).view(-1, k)
+            n = torch.arange(scores.shape[0] * k, device=scores.device)
+            return (n % self.n_experts).view(-1, k)
         return limit(scores + self.bias).topk(k, dim=-1).indices
 
     def count(self, index: Tensor) -> Tensor:
