@@ -36,7 +36,7 @@ class ReportConfig(PlotConfig):
     html: str = flag("", EXPLAIN)  # a file: a web page to hover and step through, with the tensors and sends of every rank
     check_parity: bool = False  # train 3 steps on one process and on the layout, in fp32, and compare; start it with python
     where: bool = flag(False, PARITY)  # in a single step, compare every activation and gradient, and name the first difference
-    advice: bool = flag(True, WHERE)  # name the functions to look at; --no-advice for an exam
+    advice: bool = flag(True, WHERE, Need("with --against", lambda c: not c.against))  # say which functions to look at
     against: str = flag("", WHERE)  # a Hugging Face folder: compare with transformers, module by module, in place of a layout
 
 

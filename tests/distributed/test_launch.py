@@ -1,7 +1,8 @@
 """A run goes on after whatever ends its processes, against distributed/launch.py: kill -9, signals, NaN, hangs, lost nodes.
 
-The recipe is started as a user would start it, and disturbed from outside while it trains. What must come out is what an
-undisturbed run gives: the same metrics.jsonl and the same tensors, to the bit where the number of processes is the same.
+The recipe and torchrun run in forks of one process, see programs.py, and a few times as a user would start them (real=True).
+They are disturbed from outside while they train. What must come out is what an undisturbed run gives: the same
+metrics.jsonl and the same tensors, to the bit where the number of processes is the same.
 
     CHAOS_KILLS=20 python -m pytest tests/distributed/test_launch.py -m slow -k chaos     # make chaos
 """
