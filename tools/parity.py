@@ -93,7 +93,7 @@ def run_half(name: str, flags: dict, where: bool = False) -> int:
     if processes > 1:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     command += [os.path.join(os.path.dirname(os.path.abspath(__file__)), "parity_half.py")]
-    command += ["--where"] * where + [flags["out"] + RECORD, *sys.argv, "--no-check_parity", "--no-where"]
+    command += ["--where"] * where + [flags["out"] + RECORD, *sys.argv, "--no-check_parity", "--no-where", "--advice"]
     command += [f"--{flag}={spell(value)}" for flag, value in flags.items()]  # of a repeated flag the last value counts
     done = subprocess.run(command, capture_output=True, text=True)
     if not done.returncode:
