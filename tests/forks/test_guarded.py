@@ -18,9 +18,10 @@ FLIP = ("        if cfg.replay_every and step", """        if step == 10 and lay
 """)
 
 
-def write_guarded(path, *planted) -> None:
+def write_copy(path, heading: str, *planted) -> None:
+    """A copy of train_llama3.py with the lines under a heading of docs/fork_me.md."""
     text = (REPO / "train_llama3.py").read_text()
-    block = re.search(r"```diff\n(.*?)```", (REPO / "docs/fork_me.md").read_text(), re.S)[1]
+    block = re.search(rf"## {heading}\n.*?```diff\n(.*?)```", (REPO / "docs/fork_me.md").read_text(), re.S)[1]
     for hunk in block.strip("\n").split("\n\n"):
         old, new = ("".join(line[1:] + "\n" for line in hunk.split("\n") if line[0] == sign) for sign in "-+")
         assert text.count(old) == 1, old
@@ -34,7 +35,7 @@ def write_guarded(path, *planted) -> None:
 @pytest.mark.slow
 def test_a_spike_and_a_flipped_bit_are_caught_and_a_quiet_run_is_the_same(tmp_path):
     def train(name, *planted, flags=GUARDS):
-        write_guarded(tmp_path / f"{name}.py", *planted)
+        write_copy(tmp_path / f"{name}.py", "Guards for a long run", *planted)
         command = launch(2, tmp_path / f"{name}.py" if flags else REPO / "train_llama3.py", *FLAGS, *flags, "--out", name)
         done = run_program(command, cwd=tmp_path, env=ENV | {"PYTHONPATH": str(REPO)})
         return done.returncode, done.stdout + done.stderr
