@@ -145,22 +145,22 @@ def gather_samples(samples: list[dict], layout, group) -> list[dict]:
 
 def make_batch(cfg, env, text, layout, model, cursor: int, version: int, draw=draw_samples) -> dict:
     """(1)-(3) of a step. --dynamic_sampling: in up to so many further rounds, groups of new prompts replace groups of equal
-    rewards, because equal rewards have no gradient."""
+    rewards, because equal rewards have no gradient. A round draws as many prompts as are missing, divided by the share of
+    prompts that were useful so far."""
     began, size, groups, too_long = time.time(), cfg.prompts_per_step, [], []
-
-    def fits(prompt):
-        return text.fits(prompt, cfg.seq_len) or too_long.append(prompt)
-
+    fits = lambda prompt: text.fits(prompt, cfg.seq_len) or too_long.append(prompt)  # noqa: E731
+    n = size
     for _ in range(1 + cfg.dynamic_sampling):
         # (1) prompts
-        split = f"train/{cfg.seed}"
-        tasks = [(f"{split}/{i}", *draw_task(env, split, i, fits)) for i in range(cursor, cursor + size)]
+        tasks = [(f"train/{cfg.seed}/{i}", *draw_task(env, f"train/{cfg.seed}", i, fits)) for i in range(cursor, cursor + n)]
         samples = sample_groups(cfg, env, text, layout, model, tasks, cfg.group_size, cfg.temperature, draw)
-        cursor += size
+        cursor += n
         groups += [samples[i : i + cfg.group_size] for i in range(0, len(samples), cfg.group_size)]
         groups.sort(key=lambda group: len({s["reward"] for s in group}) == 1)  # groups with a gradient first, else as drawn
-        if not cfg.dynamic_sampling or len({s["reward"] for s in groups[size - 1]}) > 1:
+        useful = sum(len({s["reward"] for s in group}) > 1 for group in groups)
+        if useful >= size:
             break
+        n = min(size, -(-(size - useful) * len(groups) // max(useful, 1)))
     return dict(samples=sum(groups[:size], []), cursor=cursor, version=version, drawn=len(groups), too_long=len(too_long),
                 began=began, ended=time.time())
 
@@ -191,7 +191,6 @@ def reuse_batches(state: dict, folder: str, cfg, rank0: bool) -> list[dict]:
     """The batches of a step folder if this run's flags would sample the same; else none, and the prompts are sampled again."""
     saved = read_json(folder, BATCHES) if state.get("ahead") else state  # older checkpoints have the batches in their state
     batches, old, new = saved.get("batch") or [], saved.get("made_with") or {}, batch_flags(cfg)
-    batches = [batches] if isinstance(batches, dict) else batches  # format of older checkpoints, with at most one batch
     for batch in batches:
         batch["samples"] = [*map(as_arrays, batch["samples"])]
     old = {f"--{f.name}": default_of(f) for f in fields(cfg) if f"--{f.name}" in new} | old  # flags newer than the checkpoint

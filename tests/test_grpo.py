@@ -489,13 +489,16 @@ def test_dynamic_sampling_fills_the_batch(tmp_path):
     """DAPO: groups of further prompts replace groups of equal rewards; the cursor counts all prompts drawn."""
     (tmp_path / "coin.py").write_text(
         "ALPHABET = '0123456789'\nmake = lambda rng: (str(rng.randrange(10**6)), '1')\n"
-        "reward = lambda prompt, completion: float(sum(map(ord, completion)) % 2 and int(prompt) % 3 == 0)\n")
-    flags = ["--env", tmp_path / "coin.py", "--steps", 2, "--loss", "dapo", "--overlong_tokens", 4, "--dynamic_sampling", 40]
+        "reward = lambda prompt, completion: float(sum(map(ord, completion)) % 2 and int(prompt) % 3 > 0)\n")
+    flags = ["--env", tmp_path / "coin.py", "--steps", 4, "--loss", "dapo", "--overlong_tokens", 4, "--dynamic_sampling", 40]
     run(1, *TINY, *flags, "--out", tmp_path / "run")
     steps = steps_of(tmp_path / "run")
-    assert all(line["zero_variance_groups"] == 0 and line["prompts_drawn"] > 4 for line in steps)
+    drawn = [line["prompts_drawn"] for line in steps]
+    assert all(line["zero_variance_groups"] == 0 for line in steps) and max(drawn) > 4
+    assert any(n % 4 for n in drawn)  # no more prompts than are likely to suffice
     run(1, *TINY, *flags[:-2], "--out", tmp_path / "without")
-    assert all(line["zero_variance_groups"] > 0 and line["prompts_drawn"] == 4 for line in steps_of(tmp_path / "without"))
+    without = steps_of(tmp_path / "without")
+    assert any(line["zero_variance_groups"] > 0 for line in without) and {line["prompts_drawn"] for line in without} == {4}
 
 
 # ---------------------------------------------------------------- signals, hangs, patience
