@@ -39,7 +39,7 @@ TINY = dict(hidden_size=32, num_hidden_layers=4, num_attention_heads=8, num_key_
 SCALED = dict(rope_type="llama3", rope_theta=5e5, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
               original_max_position_embeddings=16)
 YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=16)
-KINDS = dict(moe="Qwen3Moe", mistral="Mistral", qwen2="Qwen2", qwen3="Qwen3")
+KINDS = dict(moe="Qwen3Moe", moe_raw="Qwen3Moe", mistral="Mistral", qwen2="Qwen2", qwen3="Qwen3")
 VARIANTS = {
     "plain": {},
     "scaled_rope": dict(rope_parameters=SCALED),
@@ -52,6 +52,7 @@ VARIANTS = {
     "mistral": dict(sliding_window=5, rope_parameters=YARN),
     "qwen2": dict(tie_word_embeddings=True),
     "qwen3": dict(rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=0.5, beta_fast=16.0)),
+    "moe_raw": dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=False),
     "moe": dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True),
 }
 
