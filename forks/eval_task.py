@@ -9,7 +9,7 @@ import evaluate
 from corpus.tokenizer import encoding_of, load_tokenizer
 
 
-def open_task(cfg, model_config, data) -> tuple[list, list]:
+def open_eval_task(cfg, model_config, data) -> tuple[list, list]:
     """(lines, requests of each line) of the file cfg.eval_task, as `evaluate.py --task` makes them. Raises ValueError."""
     kind, lines = evaluate.read_task(cfg.eval_task, "--eval_task")
     if kind != "choice" or cfg.tp > 1 and not cfg.loss_parallel:
@@ -23,7 +23,7 @@ def open_task(cfg, model_config, data) -> tuple[list, list]:
     return lines, groups
 
 
-def log_task(step: int, metrics, stages, layout, lines: list, groups: list) -> None:
+def log_eval_task(step: int, metrics, stages, layout, lines: list, groups: list) -> None:
     """Score the task on all ranks; print eval_acc, and write to metrics.jsonl eval_acc, eval_acc_norm and eval_acc_bytes with
     standard errors. Call it before parallel.evaluate, which frees the gathered weights."""
     usual = [stage.token_loss for stage in stages]

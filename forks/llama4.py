@@ -5,7 +5,7 @@ V vocab (V/tp), E experts (E/ep). Under sequence parallelism the activations bet
 
 Architecture and numbers of the flavors: ai.meta.com/blog/llama-4-multimodal-intelligence, and text_config in the config.json of
 meta-llama/Llama-4-Scout-17B-16E and -Maverick-17B-128E. A comment says where and why this differs from models/qwen3.py; all
-else is an equal copy (tests/test_copies.py).
+else is imported or an equal copy (tests/test_copies.py).
 """
 import math
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from models.attention import causal_attention
 from models.hf_config import SHARED_FIELDS, SHARED_FIXED, STRETCHES, check_sizes, config_from_hf, config_to_hf
 from models.layers import RMSNorm, cos_and_sin, rotate
-from models.llama3 import scaled
+from models.llama3 import FeedForward, scaled
 from models.loss import linear_cross_entropy
 from models.moe import Balance, Experts, Router, apply_experts, combine, grouped_linear, spread
 
@@ -130,19 +130,6 @@ class Attention(nn.Module):
             q, k = (F.rms_norm(t.float(), t.shape[-1:], eps=self.qk_eps).to(t.dtype) for t in (q, k))
         out = attend(q, k, v)  # (B, H/tp, T/cp, K)
         return self.wo(out.transpose(1, 2).flatten(-2))  # (B, T/cp, D), summed over tp
-
-
-class FeedForward(nn.Module):
-    """SwiGLU, arXiv:2002.05202: w2(silu(w1 x) * w3 x)."""
-
-    def __init__(self, dim, ffn_dim):
-        super().__init__()
-        self.w1 = nn.Linear(dim, ffn_dim, bias=False)
-        self.w2 = nn.Linear(ffn_dim, dim, bias=False)
-        self.w3 = nn.Linear(dim, ffn_dim, bias=False)
-
-    def forward(self, x):
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))  # (B, T/cp, F/tp) inside
 
 
 class StackedExperts(Experts):

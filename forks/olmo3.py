@@ -5,7 +5,7 @@ B batch, T sequence (T/cp on this rank), D dim, H heads (H/tp), G key/value head
 V vocab (V/tp). Under sequence parallelism the activations between attention and FFN are (B, T/cp/tp, D).
 
 Architecture: Olmo 3, arXiv:2512.13961, and the config.json of allenai/Olmo-3-1025-7B and -1125-32B. Comments explain each
-difference from models/llama3.py; all else is an equal copy (tests/test_copies.py).
+difference from models/llama3.py; all else is imported or an equal copy (tests/test_copies.py).
 """
 import math
 from dataclasses import dataclass, replace
@@ -19,6 +19,7 @@ from forks.norm_over_heads import NormOverHeads
 from models.attention import causal_attention
 from models.hf_config import SHARED_FIELDS, SHARED_FIXED, YARN, check_sizes, config_from_hf, config_to_hf
 from models.layers import RMSNorm, cos_and_sin, rotate
+from models.llama3 import FeedForward
 from models.loss import linear_cross_entropy
 from parallel import TP_STYLES
 
@@ -108,19 +109,6 @@ class Attention(nn.Module):
         v = self.wv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, G/tp, T/cp, K)
         out = attend(rotate(q, cos, sin), rotate(k, cos, sin), v)  # (B, H/tp, T/cp, K)
         return self.wo(out.transpose(1, 2).flatten(-2))  # (B, T/cp, D), summed over tp
-
-
-class FeedForward(nn.Module):
-    """SwiGLU, arXiv:2002.05202: w2(silu(w1 x) * w3 x)."""
-
-    def __init__(self, dim, ffn_dim):
-        super().__init__()
-        self.w1 = nn.Linear(dim, ffn_dim, bias=False)
-        self.w2 = nn.Linear(ffn_dim, dim, bias=False)
-        self.w3 = nn.Linear(dim, ffn_dim, bias=False)
-
-    def forward(self, x):
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))  # (B, T/cp, F/tp) inside
 
 
 # differs from llama3: norms after attention and FFN, none before

@@ -6,7 +6,7 @@ V vocab (V/tp), E experts (E/ep); of the delta rule: H key heads (H/tp), R value
 U linear_v_dim. Under sequence parallelism the activations between attention and experts are (B, T/cp/tp, D).
 
 Architecture: the config.json of Qwen/Qwen3-Next-80B-A3B-Instruct; the delta rule: arXiv:2412.06464. Comments explain each
-difference from models/qwen3.py; all else is an equal copy (tests/test_copies.py).
+difference from models/qwen3.py; all else is imported or an equal copy (tests/test_copies.py).
 """
 import math
 from dataclasses import dataclass, replace
@@ -23,6 +23,7 @@ from models.hf_config import SHARED_FIELDS, SHARED_FIXED, YARN, check_sizes, con
 from models.layers import RMSNorm, cos_and_sin, rotate
 from models.loss import linear_cross_entropy
 from models.moe import Balance, Experts, Router, apply_experts
+from models.qwen3 import FeedForward
 from parallel import TP_STYLES
 
 
@@ -178,19 +179,6 @@ class DeltaNet(nn.Module):
         out = self.out_norm(out.to(x.dtype).flatten(2, 3))  # (B, T/cp, H/tp * R, U)
         out = (out * F.silu(z.reshape(out.shape).float())).to(x.dtype)
         return self.wo(out.flatten(-2))  # (B, T/cp, D), summed over tp
-
-
-class FeedForward(nn.Module):
-    """SwiGLU, arXiv:2002.05202: w2(silu(w1 x) * w3 x)."""
-
-    def __init__(self, dim, ffn_dim):
-        super().__init__()
-        self.w1 = nn.Linear(dim, ffn_dim, bias=False)
-        self.w2 = nn.Linear(ffn_dim, dim, bias=False)
-        self.w3 = nn.Linear(dim, ffn_dim, bias=False)
-
-    def forward(self, x):
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))  # (B, T/cp, F/tp) inside
 
 
 class MoE(nn.Module):
