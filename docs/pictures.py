@@ -225,14 +225,14 @@ def causal_work(layout) -> tuple[str, int]:
     work = {r: sum(q + 1 for q in range(n) if owner[q] == r) for r in range(layout.cp)}
     for r in range(layout.cp):
         mine = [q for q in range(n) if owner[q] == r]
-        text = f"rank {r}: chunks {mine[0]} and {mine[1]}, {mine[0] + 1} + {mine[1] + 1} = {work[r]} squares of work"
+        text = f"rank {r}: chunks {mine[0]} and {mine[1]}, {mine[0] + 1} + {mine[1] + 1} = {work[r]} squares"
         out += rect(LEFT + n * side + 140, 34 + r * 32, 20, 20, f"r{r}") + label(LEFT + n * side + 168, 49 + r * 32, text)
     return out, n * side + 26
 
 
 def cp() -> str:
     return chapter("context parallelism on four ranks", [
-        (["activations", "each sequence in 8 chunks:", "an early and a late one"], None, ""),
+        (["activations", "a sequence in 8 chunks:", "an early and a late one"], None, ""),
         (["weight wq", "FSDP shards over cp, too"], WQ, "gathered")], extra=causal_work, cp=4)
 
 
