@@ -335,8 +335,8 @@ def overlap() -> str:
     compute, scale = seconds_of(block)[0], 20e3  # seconds; pixels per second
     for name, bandwidth in (("450 GB/s", NVLINK), ("50 GB/s", NETWORK)):
         gather, gathered, done, begun = 7 * LATENCY + 7 / 8 * size / bandwidth, 0.0, 0.0, 0.0
-        out += label(10, y, f"dp_shard 8, links of {name}: a gather takes {gather * 1e3:.2f} ms, a block {compute * 1e3:.2f} ms",
-                     "bold")
+        takes = f"a gather takes {gather * 1e3:.2f} ms, a block {compute * 1e3:.2f} ms"
+        out += label(10, y, f"dp_shard 8, links of {name}: {takes}", "bold")
         out += label(10, y + 28, "network") + label(10, y + 60, "arithmetic")
         for i in range(4):
             start = max(gathered, begun)  # one block ahead: while block i - 1 is computed, block i is gathered
@@ -369,8 +369,8 @@ def overlap() -> str:
 
 def memory() -> str:
     """What one device keeps of 32 blocks over a step, by what is recomputed."""
-    out, y, blocks, whole = label(10, 20, "Activations of Llama 3 8B on a device, over a step: 32 forwards, then 32 backwards", "bold"
-                                  ), 30, 32, None
+    out = label(10, 20, "Activations of Llama 3 8B on a device, over a step: 32 forwards, then 32 backwards", "bold")
+    y, blocks, whole = 30, 32, None
     for ac in ("none", "op", "full"):
         block = one_block(dp_shard=8, ac=ac)
         kept, again = block["activations", 0], block.get(("flops", "recompute"), 0) / block["flops", "forward"]
@@ -391,10 +391,10 @@ def memory() -> str:
 
 # ---------------------------------------------------------------- a ring
 def ring() -> str:
-    """An all-reduce among four ranks, step by step: each sends one piece to its neighbour, the neighbour adds it or keeps it."""
+    """An all-reduce among four ranks, step by step: each rank sends a piece to its neighbour, which adds or keeps it."""
     held = [[{letter} for _ in range(4)] for letter in LETTERS]  # of each rank, the ranks whose addends are in piece i
-    out, y = label(10, 20, "Letters: the ranks whose numbers are in a piece; Σ: all four. Framed: the piece that rank r sends to "
-                   "rank r + 1 next.", ""), 34
+    says = "Letters: the ranks whose numbers are in a piece; Σ: all four. Framed: the piece that goes to the next rank."
+    out, y = label(10, 20, says), 34
     for step in range(7):
         sent = [(r - step) % 4 if step < 3 else (r + 1 - (step - 3)) % 4 for r in range(4)]
         says = "begin" if step == 0 else f"after step {step}"
