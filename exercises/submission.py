@@ -2,7 +2,7 @@
 
     folder/exercise.json   says which exercise or bug: {"exercise": 4, "hints": 0}
     blanks of exercise 4   functions of the student's files, with the helpers that the student has added to these files
-    a bug                  whole files, parallel.py and distributed/*.py
+    a bug                  whole files, those of bugs.places(): parallel.py, distributed/*.py, a file of forks/
 
 Everything else in the folder is ignored: a module with the name of ours, a check of the student's own, a sitecustomize.py.
 """
@@ -12,7 +12,7 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
-from bugs import BUGS
+from bugs import BUGS, places
 from course import COURSE, HOUSE, functions, original, source_of
 
 STATE = "exercise.json"
@@ -188,9 +188,9 @@ def plant(number: int, folder: Path, only=()) -> Planted:
 
 
 def plant_repair(folder: Path) -> Planted:
-    """parallel.py and distributed/*.py of a folder with a bug. Raises NotWritten or Refused."""
+    """The files of a folder with a bug that can hold the mistake. Raises NotWritten or Refused."""
     planted = Planted({}, {})
-    for path in [HOUSE / "parallel.py", *sorted((HOUSE / "distributed").glob("*.py"))]:
+    for path in places():
         file = str(path.relative_to(HOUSE))
         text = text_of(folder, file)
         if text != (clean := path.read_text()):

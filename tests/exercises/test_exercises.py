@@ -127,7 +127,7 @@ def test_a_file_that_cannot_be_imported_is_named(tmp_path):
     (("start", 99, "--out", "{}"), "there is no exercise 99; use 1 .. "),
     (("start", "--out", "{}"), "needs the number of an exercise or --bug N or --diff FILE"),
     (("start", 1, "--bug", 1, "--out", "{}"), "needs the number of an exercise or --bug N or --diff FILE"),
-    (("start", "--bug", 99, "--out", "{}"), "there is no bug 99; use 1 .. 14"),
+    (("start", "--bug", 99, "--out", "{}"), "there is no bug 99; use 1 .. 15"),
     (("check", "{}"), "is no folder of an exercise"), (("hint", "{}"), "is no folder of an exercise"),
 ])
 def test_wrong_usage_is_one_line(argv, words, tmp_path):
