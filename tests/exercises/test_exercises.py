@@ -1,6 +1,6 @@
 """exercises/: the project's own functions pass each check, a blank does not, other right answers pass, and a typical wrong one
 is told what is wrong. The answers are in tests/answers/."""
-import importlib.util
+import importlib
 import json
 import re
 import sys
@@ -14,16 +14,9 @@ from course import COURSE, functions, original, source_of, with_blanks
 from programs import run_program
 from runs import REPO
 from test_mutants import changed_functions
+from tried import answers, table
 
 QUICK = 7  # the others are slow
-
-
-def answers(number: int):
-    path = REPO / "tests" / "answers" / f"ex{number:02}.py"
-    spec = importlib.util.spec_from_file_location(f"answers{number}", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def blanks(number: int) -> dict:
@@ -150,6 +143,10 @@ SUBMISSIONS = [  # files to write, what stands before BODY, verdict, a part of t
     ({"parallel.py": Path(REPO, "parallel.py").read_text()}, "", "refused", "the project's own lines, word for word"),
     ({"exercise.json": '{"exercise": 8, "hints": 0}'}, "", "refused", "does exercise.json name another exercise"),
 ]
+
+
+def test_the_table_of_answers_is_fresh():
+    assert table(SUBMISSIONS) == (REPO / "exercises" / "tried.md").read_text(), "run `python exercises/tried.py`"
 
 
 @pytest.mark.slow

@@ -198,7 +198,7 @@ READER = """<script>addEventListener("load", () => {
   by("next").click(); see(); by("previous").click(); see();
   by("slider").value = 5; by("slider").dispatchEvent(new Event("input")); see();
   const sizes = [...document.querySelectorAll("body *")].map(e => parseFloat(getComputedStyle(e).fontSize));
-  document.title = seen.join("; ") + "; " + Math.min(...sizes) + " " + (document.body.scrollWidth > innerWidth) + "; " + location.hash;
+  document.title = seen.join("; ") + "; " + Math.min(...sizes) + " " + (document.body.scrollWidth > 500) + "; " + location.hash;
 })</script></body>"""
 
 
