@@ -9,7 +9,7 @@ from course import COURSE, HERE, HOUSE
 
 HEAD = """# Answers that were given to the checks
 
-Made by `python exercises/tried.py` from tests/answers/. tests/exercises/test_exercises.py gives them to the checks: a right answer
+Made by `python exercises/tried.py` from tests/answers/. tests/exercises/test_exercises.py gives them to the checks: a right one
 must be accepted, and a wrong one must be told a sentence with the words on the right.
 
 | exercise | right answers accepted | wrong answers | what a wrong answer is told |
