@@ -181,7 +181,7 @@ def plant(number: int, folder: Path, only=()) -> Planted:
             at = last + 1
         planted.files[file] = "\n".join([*out, *lines[at - 1 :]]) + "\n"
         parsed(planted.files[file], file)
-    if all(same):
+    if all(same) and not only:  # a short function alone may well come out like the project's
         raise Refused("every blank holds the project's own lines, word for word, comments included. An answer of your own "
                       f"counts (or does {STATE} name another exercise than the one that you have worked on?)")
     return planted

@@ -13,6 +13,7 @@ from bugs import BUGS, planted_bug
 from course import COURSE, functions, original, source_of, with_blanks
 from programs import run_program
 from runs import REPO
+from submission import plant
 from test_mutants import changed_functions
 from tried import answers, table
 
@@ -167,6 +168,11 @@ def test_a_class_is_graded_unattended(tmp_path):
     # natural_order is right in all; a submission that is refused has no points
     points = {"solved": 2, "refused": 0}
     assert [(row["points"], row["of"]) for row in rows[:-1]] == [(points.get(row["verdict"], 1), 2) for row in rows[:-1]]
+
+
+def test_a_short_function_may_come_out_like_the_projects(tmp_path):
+    run("solution", 18, "--out", tmp_path / "a")
+    assert plant(18, tmp_path / "a", only=("moments",)).files
 
 
 def test_a_copy_does_not_hold_the_answer(tmp_path):
