@@ -17,8 +17,6 @@ from submission import plant
 from test_mutants import changed_functions
 from tried import answers, table
 
-QUICK = 7  # the others are slow
-
 
 def blanks(number: int) -> dict:
     """{file: {function: its source as a blank}}"""
@@ -36,7 +34,7 @@ def check(number: int, answer=None):
         importlib.import_module(COURSE[number].name).check()
 
 
-@pytest.mark.parametrize("number", [pytest.param(n, marks=[pytest.mark.slow] * (n != QUICK), id=str(n)) for n in COURSE])
+@pytest.mark.parametrize("number", [pytest.param(n, marks=[pytest.mark.slow] * (n != 7), id=str(n)) for n in COURSE])
 def test_an_exercise_knows_right_from_wrong(number):
     given = answers(number)
     assert given.RIGHT and given.WRONG
