@@ -16,7 +16,7 @@ from distributed.pipeline import split_stages, stage_ids
 from models.loss import IGNORE
 from parallel import replicas, sequence_index
 from tools import svg
-from tools.dryrun import dry_world, human
+from tools.dryrun import dry_world, human, make_report
 from tools.explain import axis_groups, count_block, held_part, list_collectives, place_of, shown_parameters, tokens_of
 from tools.schedule import bubble, rows_of, simulate
 from tools.svg import arrow, document, label, legend, lines, rect
@@ -225,14 +225,14 @@ def causal_work(layout) -> tuple[str, int]:
     work = {r: sum(q + 1 for q in range(n) if owner[q] == r) for r in range(layout.cp)}
     for r in range(layout.cp):
         mine = [q for q in range(n) if owner[q] == r]
-        text = f"rank {r}: chunks {mine[0]} and {mine[1]}, {mine[0] + 1} + {mine[1] + 1} = {work[r]} squares of work"
+        text = f"rank {r}: chunks {mine[0]} and {mine[1]}, {mine[0] + 1} + {mine[1] + 1} = {work[r]} squares"
         out += rect(LEFT + n * side + 140, 34 + r * 32, 20, 20, f"r{r}") + label(LEFT + n * side + 168, 49 + r * 32, text)
     return out, n * side + 26
 
 
 def cp() -> str:
     return chapter("context parallelism on four ranks", [
-        (["activations", "each sequence in 8 chunks:", "an early and a late one"], None, ""),
+        (["activations", "a sequence in 8 chunks:", "an early and a late one"], None, ""),
         (["weight wq", "FSDP shards over cp, too"], WQ, "gathered")], extra=causal_work, cp=4)
 
 
@@ -289,6 +289,134 @@ def schedule(name: str) -> str:
     return document(WIDTH, high + 16, f'<g transform="translate(10 12)">\n{drawn}</g>\n', f"the schedule {name} on four ranks")
 
 
+def in_flight(row) -> list[int]:
+    """For each unit of time, the micro-batches whose activations a rank keeps: from a forward's begin to its backward's end."""
+    begun = {m: start for start, _, kind, _, m in row if kind == "F"}
+    ended = {m: end for _, end, kind, _, m in row if kind == "B"}
+    return [sum(begun[m] <= t < ended[m] for m in begun) for t in range(max(ended.values()))]
+
+
+def gpipe() -> str:
+    """The schedule of GPipe, and what the first rank keeps under GPipe and under 1F1B."""
+    drawn, y = pictured(config(pp=4, local_batch_size=8, pp_schedule="GPipe"), 8, 4)
+    out, y = f'<g transform="translate(10 12)">\n{drawn}</g>\n', y + 44
+    out += label(10, y, "Micro-batches whose activations pp rank 0 keeps, over the same time", "bold")
+    for name in ("GPipe", "1F1B"):
+        kept = in_flight(simulate(rows_of(config(pp=4, local_batch_size=8, pp_schedule=name), 4, 8, 4))[0])
+        unit = (WIDTH - 80) / len(kept)
+        out += label(10, y + 84, name, "bold") + label(10, y + 100, f"at most {max(kept)}", "small")
+        for t, n in enumerate(kept):
+            out += rect(68 + t * unit, y + 100 - 10 * n, unit - 1, 10 * n, "kept")
+        y += 106
+    return document(WIDTH, y + 16, out, "GPipe on four ranks, and the activations that its first rank keeps")
+
+
+# ---------------------------------------------------------------- time and memory of a step
+FLOPS, NVLINK, NETWORK, LATENCY = 989e12, 450e9, 50e9, 5e-6  # the machine of chapter 11
+
+
+def one_block(**flags) -> dict:
+    """What a block adds to a step on 8 devices: a model of four layers less one of three."""
+    three, four = (make_report(train_llama3.main, config(model_args=f"n_layers={n}", **flags)).ranks[0].step for n in (3, 4))
+    return {key: n - three.get(key, 0) for key, n in four.items()}
+
+
+def seconds_of(block: dict) -> tuple[float, float]:
+    """(all, attention's scores and values) of a block's forward, at the peak. Causal attention does half of what is counted."""
+    attention = block["flops", "attention"] / 3 / 2  # a third of a step's is in the forward
+    return (block["flops", "forward"] - attention) / FLOPS, attention / FLOPS
+
+
+def overlap() -> str:
+    """Forward of four blocks: FSDP with a fast and with a slow link, and one block under tp, where nothing overlaps."""
+    block, out, y = one_block(dp_shard=8), "", 24
+    size = max(size for _, phase, axis, op, size in (k for k in block if k[0] == "moved") if (phase, axis, op) == (
+        "forward", "fsdp", "all_gather") and block["moved", phase, axis, op, size])
+    compute, scale = seconds_of(block)[0], 20e3  # seconds; pixels per second
+    for name, bandwidth in (("450 GB/s", NVLINK), ("50 GB/s", NETWORK)):
+        gather, gathered, done, begun = 7 * LATENCY + 7 / 8 * size / bandwidth, 0.0, 0.0, 0.0
+        takes = f"a gather takes {gather * 1e3:.2f} ms, a block {compute * 1e3:.2f} ms"
+        out += label(10, y, f"dp_shard 8, links of {name}: {takes}", "bold")
+        out += label(10, y + 28, "network") + label(10, y + 60, "arithmetic")
+        for i in range(4):
+            start = max(gathered, begun)  # one block ahead: while block i - 1 is computed, block i is gathered
+            gathered = start + gather
+            out += rect(90 + start * scale, y + 10, gather * scale - 1, 26, "sent")
+            out += label(90 + (start + gather / 2) * scale, y + 28, f"gather {i}" if gather * scale > 60 else i, "small dark",
+                         "middle")
+            begun = max(gathered, done)
+            done = begun + compute
+            out += rect(90 + begun * scale, y + 42, compute * scale - 1, 26, "F")
+            out += label(90 + (begun + compute / 2) * scale, y + 60, f"block {i}", "small dark", "middle")
+        out += label(90 + done * scale + 8, y + 60, f"{done * 1e3:.1f} ms", "bold")
+        y += 100
+    forward, attention = seconds_of(one_block(tp=8))
+    message, x, scale = 7 * LATENCY + 7 / 8 * 2 * 8192 * 4096 / NVLINK, 90.0, 550e3
+    out += label(10, y, "tp 8, links of 450 GB/s, one block, drawn larger: a collective takes "
+                 f"{message * 1e3:.2f} ms, and nothing runs beside it", "bold")
+    out += label(10, y + 28, "network") + label(10, y + 60, "arithmetic")
+    projections = 2 * 8192 * (2 * 4096 * 4096 + 2 * 4096 * 1024) / 8 / FLOPS  # wq, wo; wk, wv
+    for name, seconds, travels in (("gather", message, True), ("attention", projections + attention, False),
+                                   ("scatter", message, True), ("gather", message, True),
+                                   ("FFN", forward - projections - attention, False), ("scatter", message, True)):
+        out += rect(x, y + (10 if travels else 42), seconds * scale - 1, 26, "sent" if travels else "F")
+        out += label(x + seconds * scale / 2, y + (28 if travels else 60), name, "small dark", "middle")
+        x += seconds * scale
+    total = forward + 4 * message
+    out += label(x + 8, y + 60, f"{total * 1e3:.2f} ms", "bold")
+    return document(WIDTH, y + 84, out, "communication beside arithmetic, and in line with it")
+
+
+def memory() -> str:
+    """What one device keeps of 32 blocks over a step, by what is recomputed."""
+    out = label(10, 20, "Activations of Llama 3 8B on a device, over a step: 32 forwards, then 32 backwards", "bold")
+    y, blocks, whole = 30, 32, None
+    for ac in ("none", "op", "full"):
+        block = one_block(dp_shard=8, ac=ac)
+        kept, again = block["activations", 0], block.get(("flops", "recompute"), 0) / block["flops", "forward"]
+        whole = whole or kept  # a block's activations without recomputation
+        unit, x, most = (WIDTH - 110) / (blocks * 4.2), 96.0, 0
+        for i in range(2 * blocks):
+            forward = i < blocks
+            n = i + 1 if forward else 2 * blocks - i
+            held = n * kept + (0 if forward else whole - kept)  # in a backward one block is there whole
+            wide, high, most = unit * (1 if forward else 2 + again), held / whole / blocks * 84, max(most, held)
+            out += rect(x, y + 94 - high, wide - 0.6, high, "token" if forward else "kept")
+            x += wide
+        out += lines(10, y + 66, [f"--ac {ac}"], "bold") + lines(10, y + 82, [f"at most {human(most)}"], "small")
+        y += 104
+    out += legend(96, y + 14, [("token", "forward"), ("kept", "backward, with what it computes again")])
+    return document(WIDTH, y + 30, out, "activation memory over a step, without and with recomputation")
+
+
+# ---------------------------------------------------------------- a ring
+def ring() -> str:
+    """An all-reduce among four ranks, step by step: each rank sends a piece to its neighbour, which adds or keeps it."""
+    held = [[{letter} for _ in range(4)] for letter in LETTERS]  # of each rank, the ranks whose addends are in piece i
+    says = "Letters: the ranks whose numbers are in a piece; Σ: all four. Framed: the piece that goes to the next rank."
+    out, y = label(10, 20, says), 34
+    for step in range(7):
+        sent = [(r - step) % 4 if step < 3 else (r + 1 - (step - 3)) % 4 for r in range(4)]
+        says = "begin" if step == 0 else f"after step {step}"
+        does = {0: ["reduce-scatter:", "add what arrives"], 3: ["all-gather:", "keep what arrives"], 6: ["end"]}.get(step, [])
+        out += label(10, y + 14, says, "bold") + lines(10, y + 29, does, "small")
+        for r in range(4):
+            x = 130 + r * 182
+            if step == 0:
+                out += label(x, y + 6, f"rank {r}", "small soft")
+            for i, letters in enumerate(held[r]):
+                full = len(letters) == 4
+                text = "Σ" if full else "".join(sorted(letters))
+                out += rect(x + i * 41, y + 12, 39, 28, "kept" if full else f"r{LETTERS.index(min(letters))}")
+                out += label(x + i * 41 + 19.5, y + 31, text, f"bold {'on' if full else 'dark'}", "middle")
+                if step < 6 and i == sent[r]:
+                    out += rect(x + i * 41, y + 12, 39, 28, "mark")
+        held = [[held[(r - 1) % 4][i] | (held[r][i] if step < 3 else set()) if i == sent[(r - 1) % 4] else held[r][i]
+                 for i in range(4)] for r in range(4)]
+        y += 56
+    return document(WIDTH, y + 4, out, "an all-reduce as a ring of four ranks")
+
+
 # ---------------------------------------------------------------- the gradient norm
 def norm() -> str:
     """The number of ranks holding each part of a gradient: the part's squares are divided by this number."""
@@ -314,7 +442,7 @@ def norm() -> str:
 
 PICTURES = dict(collectives=collectives, mesh=mesh, tokens=tokens, fsdp=fsdp, hsdp=hsdp, tp=tp, cp=cp, pp=pp, ep=ep, norm=norm,
                 interleaved=lambda: schedule("Interleaved1F1B"), zbv=lambda: schedule("ZBVZeroBubble"),
-                dualpipev=lambda: schedule("DualPipeV"))
+                dualpipev=lambda: schedule("DualPipeV"), gpipe=gpipe, ring=ring, overlap=overlap, memory=memory)
 
 if __name__ == "__main__":
     HERE.mkdir(exist_ok=True)

@@ -5,11 +5,12 @@ diff to a copy of the project. The check accepts any repair: the layouts of BUGS
 """
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from course import HERE, HOUSE
 
 TASK = """{head}
-In this copy of the project somebody has changed a few lines of `parallel.py` or `distributed/`, comments included. Find them,
+In this copy of the project somebody has changed a few lines of {where}, comments included. Find them,
 and repair them. What helps, with the flags of the command above after it:
 
     python RECIPE.py --check_parity           one process and this layout, compared: the first parameter that differs
@@ -22,7 +23,7 @@ then they are equal: there the numbers have to be compared with what the docstri
 
 Any repair is right under which every layout trains what plain torch trains on one process.
 """
-PLAIN, TIED = dict(n=4, b=2), dict(n=4, b=2, tie_embeddings=True)
+PLAIN, TIED, OLMO = dict(n=4, b=2), dict(n=4, b=2, tie_embeddings=True), dict(n=4, b=2, model="olmo3")
 MOE = dict(model="qwen3", n_experts=8, top_k=2, moe_ffn_dim=32)
 MOE_1, MOE_2 = dict(n=4, b=1, **MOE), dict(n=4, b=2, **MOE)
 ONE, ONE_MOE = (1, {}, PLAIN), (1, {}, MOE_1)
@@ -77,7 +78,13 @@ BUGS = {n: Bug(n, mutant, rows) for n, (mutant, *rows) in enumerate([
     ("balancing_loss_per_microbatch", (2, dict(ep=2), MOE_1), ONE_MOE),
     ("own_load_only", (2, dict(ep=2), MOE_1), (2, dict(pp=2), MOE_1), ONE_MOE),
     ("norm_of_own_stage", (2, dict(pp=2), PLAIN), (2, dict(tp=2), PLAIN), ONE),
+    ("norm_of_own_heads", (2, dict(tp=2), OLMO), (1, {}, OLMO)),
 ], 1)}
+
+
+def places() -> list[Path]:
+    """The files that can hold a mistake; a repair is read from them."""
+    return [HOUSE / "parallel.py", *sorted((HOUSE / "distributed").glob("*.py")), HOUSE / "forks" / "norm_over_heads.py"]
 
 
 def planted_bug(bug: Bug) -> dict[str, str]:
@@ -90,7 +97,7 @@ def planted_diff(diff: str, name: str) -> dict[str, str]:
     diff's own output have this form. Raises ValueError unless the old lines of each change stand in the file exactly once."""
     texts = {}
     for file, hunks in re.findall(r"^--- (?:a/)?(\S+)[^\n]*\n(?:\+\+\+ [^\n]*\n)?(.*?)(?=^---|^diff |\Z)", diff, re.M | re.S):
-        if file != "parallel.py" and not (file.startswith("distributed/") and (HOUSE / file).is_file()):
+        if HOUSE / file not in places():
             raise ValueError(f"{name} changes {file}; a mistake is to be in parallel.py or in a file of distributed/")
         texts[file] = (HOUSE / file).read_text()
         for hunk in re.split(r"^@@.*\n", hunks, flags=re.M):

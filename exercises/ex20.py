@@ -14,7 +14,7 @@ MODELS = [dict(n_layers=4, dim=64), dict(n_layers=6, dim=32), dict(n_layers=5, d
 SMALL = dict(n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=96, vocab_size=256)
 BOUNDS = [  # FLOPs, ranks, bytes gathered, bytes reduced, peak, bandwidth
     (4.2e14, 8, 30_600_000_000, 32_100_000_000, 9.89e14, 4.5e11), (4.2e14, 8, 30_600_000_000, 32_100_000_000, 9.89e14, 5e10),
-    (1e15, 2, 10**9, 10**9, 1e15, 1e9), (1e15, 64, 10**9, 10**9, 1e15, 1e9),
+    (1e15, 2, 10**9, 10**9, 1e15, 1.25e9), (1e15, 64, 10**9, 10**9, 1e15, 1e9),
 ]
 
 

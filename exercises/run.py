@@ -133,7 +133,9 @@ def start(number: int, out: str, solved=False):
 def start_bug(number: int, out: str):
     bug = BUGS[number]
     head = bug.page()[0]
-    copy_of_project(out, {"bug": number}, planted_bug(bug), TASK.format(head=head))
+    changed = planted_bug(bug)
+    where = "`forks/`" if any(file.startswith("forks/") for file in changed) else "`parallel.py` or `distributed/`"
+    copy_of_project(out, {"bug": number}, changed, TASK.format(head=head, where=where))
     print(f"{head[2:]}\nRead {out}/TASK.md\nCheck your repair: python {sys.argv[0]} check {shlex.quote(out)}")
 
 
@@ -145,7 +147,7 @@ def start_diff(path: str, out: str):
         raise ValueError(f"--diff {path} cannot be read: {e.strerror}") from None
     head = ("# A mistake to find\n\n    python RECIPE.py --check_parity FLAGS\n\n"
             "RECIPE is train_llama3 or train_qwen3; FLAGS are those of an axis.\n")
-    copy_of_project(out, {"diff": True}, changed, TASK.format(head=head))
+    copy_of_project(out, {"diff": True}, changed, TASK.format(head=head, where="`parallel.py` or `distributed/`"))
     print(f"Read {out}/TASK.md\nCheck a repair: python {sys.argv[0]} check {shlex.quote(out)}")
 
 

@@ -2,7 +2,7 @@
 
     folder/exercise.json   says which exercise or bug: {"exercise": 4, "hints": 0}
     blanks of exercise 4   functions of the student's files, with the helpers that the student has added to these files
-    a bug                  whole files, parallel.py and distributed/*.py
+    a bug                  whole files, those of bugs.places(): parallel.py, distributed/*.py, a file of forks/
 
 Everything else in the folder is ignored: a module with the name of ours, a check of the student's own, a sitecustomize.py.
 """
@@ -12,7 +12,7 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
-from bugs import BUGS
+from bugs import BUGS, places
 from course import COURSE, HOUSE, functions, original, source_of
 
 STATE = "exercise.json"
@@ -181,16 +181,16 @@ def plant(number: int, folder: Path, only=()) -> Planted:
             at = last + 1
         planted.files[file] = "\n".join([*out, *lines[at - 1 :]]) + "\n"
         parsed(planted.files[file], file)
-    if all(same):
+    if all(same) and not only:  # a short function alone may well come out like the project's
         raise Refused("every blank holds the project's own lines, word for word, comments included. An answer of your own "
                       f"counts (or does {STATE} name another exercise than the one that you have worked on?)")
     return planted
 
 
 def plant_repair(folder: Path) -> Planted:
-    """parallel.py and distributed/*.py of a folder with a bug. Raises NotWritten or Refused."""
+    """The files of a folder with a bug that can hold the mistake. Raises NotWritten or Refused."""
     planted = Planted({}, {})
-    for path in [HOUSE / "parallel.py", *sorted((HOUSE / "distributed").glob("*.py"))]:
+    for path in places():
         file = str(path.relative_to(HOUSE))
         text = text_of(folder, file)
         if text != (clean := path.read_text()):

@@ -64,6 +64,7 @@ NAMED = {  # what the report must name
     "balancing_loss_per_microbatch": "gradient of",
     "own_load_only": "bias of blocks.0",
     "norm_of_own_stage": "grad norm",
+    "norm_of_own_heads": "gradient of",
 }
 # name -> (the mutant, the first layout of the bug's check)
 MUTANTS = {bug.mutant: (BY_HAND.get(bug.mutant) or partial(replaced, changed_functions(bug)), bug.rows[0])

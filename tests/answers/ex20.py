@@ -6,7 +6,8 @@ def answer(name: str, *change) -> dict:
     return {"hand20.py": {name: source_of(original("hand20.py").read_text(), name).replace(*change)}}
 
 
-RIGHT = [answer("seconds", "rounds * (n - 1)", "(n - 1) * rounds")]
+RIGHT = [answer("seconds", "rounds * (n - 1)", "(n - 1) * rounds"),
+         answer("bound", "arithmetic >= network", "arithmetic > network")]
 WRONG = [  # answer, what the feedback must say
     (answer("seconds", "2 if", "1 if"), "goes round twice: a reduce-scatter, then an all-gather"),
     (answer("seconds", "n_bytes / n /", "n_bytes /"), "a rank sends one piece of n in a step"),

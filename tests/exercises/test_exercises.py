@@ -1,6 +1,6 @@
 """exercises/: the project's own functions pass each check, a blank does not, other right answers pass, and a typical wrong one
 is told what is wrong. The answers are in tests/answers/."""
-import importlib.util
+import importlib
 import json
 import re
 import sys
@@ -13,17 +13,9 @@ from bugs import BUGS, planted_bug
 from course import COURSE, functions, original, source_of, with_blanks
 from programs import run_program
 from runs import REPO
+from submission import plant
 from test_mutants import changed_functions
-
-QUICK = 7  # the others are slow
-
-
-def answers(number: int):
-    path = REPO / "tests" / "answers" / f"ex{number:02}.py"
-    spec = importlib.util.spec_from_file_location(f"answers{number}", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from tried import answers, table
 
 
 def blanks(number: int) -> dict:
@@ -42,7 +34,7 @@ def check(number: int, answer=None):
         importlib.import_module(COURSE[number].name).check()
 
 
-@pytest.mark.parametrize("number", [pytest.param(n, marks=[pytest.mark.slow] * (n != QUICK), id=str(n)) for n in COURSE])
+@pytest.mark.parametrize("number", [pytest.param(n, marks=[pytest.mark.slow] * (n != 7), id=str(n)) for n in COURSE])
 def test_an_exercise_knows_right_from_wrong(number):
     given = answers(number)
     assert given.RIGHT and given.WRONG
@@ -127,7 +119,7 @@ def test_a_file_that_cannot_be_imported_is_named(tmp_path):
     (("start", 99, "--out", "{}"), "there is no exercise 99; use 1 .. "),
     (("start", "--out", "{}"), "needs the number of an exercise or --bug N or --diff FILE"),
     (("start", 1, "--bug", 1, "--out", "{}"), "needs the number of an exercise or --bug N or --diff FILE"),
-    (("start", "--bug", 99, "--out", "{}"), "there is no bug 99; use 1 .. 14"),
+    (("start", "--bug", 99, "--out", "{}"), "there is no bug 99; use 1 .. 15"),
     (("check", "{}"), "is no folder of an exercise"), (("hint", "{}"), "is no folder of an exercise"),
 ])
 def test_wrong_usage_is_one_line(argv, words, tmp_path):
@@ -152,6 +144,10 @@ SUBMISSIONS = [  # files to write, what stands before BODY, verdict, a part of t
 ]
 
 
+def test_the_table_of_answers_is_fresh():
+    assert table(SUBMISSIONS) == (REPO / "exercises" / "tried.md").read_text(), "run `python exercises/tried.py`"
+
+
 @pytest.mark.slow
 def test_a_class_is_graded_unattended(tmp_path):
     for i, (files, before, *_) in enumerate(SUBMISSIONS):
@@ -170,6 +166,11 @@ def test_a_class_is_graded_unattended(tmp_path):
     # natural_order is right in all; a submission that is refused has no points
     points = {"solved": 2, "refused": 0}
     assert [(row["points"], row["of"]) for row in rows[:-1]] == [(points.get(row["verdict"], 1), 2) for row in rows[:-1]]
+
+
+def test_a_short_function_may_come_out_like_the_projects(tmp_path):
+    run("solution", 18, "--out", tmp_path / "a")
+    assert plant(18, tmp_path / "a", only=("moments",)).files
 
 
 def test_a_copy_does_not_hold_the_answer(tmp_path):

@@ -27,7 +27,10 @@ pictures = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(pictures)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("hsdp", "ep", "dualpipev")))
+SLOW = "hsdp", "ep", "dualpipev", "overlap", "memory"
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW))
                                   for name in pictures.PICTURES])
 def test_a_picture_is_what_the_program_does(name):
     path = pictures.HERE / f"{name}.svg"
@@ -111,11 +114,12 @@ def test_every_exercise_has_its_chapter():
 
 def test_every_chapter_has_all_its_parts():
     chapters = {part.splitlines()[0]: part for part in re.split(r"^## (?=\d)", COURSE, flags=re.M)[1:]}
-    assert len(chapters) == 13
+    assert len(chapters) == 17
     for title, text in chapters.items():
         wanted = ["**What goes wrong silently.**", "```python", "![", "**The idea.**", "**The numbers.**", "**Exercise"]
         first = title.split()[0]
-        wanted = wanted[:3] if first == "1" else wanted[:4] if first == "2" else [] if first in ("0", "11", "12") else wanted
+        wanted = {**dict.fromkeys(("0", "11", "15", "16"), []), "1": wanted[:3], "2": wanted[:4], **dict.fromkeys(
+            ("12", "13", "14"), wanted[:1])}.get(first, wanted)
         assert not [part for part in wanted if part not in text], title
 
 
@@ -135,6 +139,16 @@ def test_the_memory_of_the_example(flags):
         counts = dryrun.totals({key[1:]: n for key, n in rank.step.items() if key[0] == "moved"})
         number, size = counts["dp_replicate", "all_reduce"]
         assert f"{number} all-reduces of {dryrun.human(size)} in a step" in COURSE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shown, flags", [
+    ("--dp_shard 64 --ac full", dict(dp_shard=64, ac="full")), ("--dp_shard 8 --tp 8", dict(dp_shard=8, tp=8)),
+    ("--ac op", dict(flavor="8B", dp_shard=8, ac="op")), ("--ac full", dict(flavor="8B", dp_shard=8, ac="full"))])
+def test_the_worked_examples(shown, flags):
+    report = report_of(**EXAMPLE | dict(flavor="70B") | flags)
+    rank, row = report.ranks[0], next(line for line in COURSE.splitlines() if line.startswith(f"| `{shown}` |"))
+    assert f" {dryrun.human(rank.activations if 'flavor' in flags else rank.peak)} |" in row
 
 
 @pytest.mark.slow

@@ -197,7 +197,8 @@ READER = """<script>addEventListener("load", () => {
   cell(1).dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowRight", bubbles: true})); see();
   by("next").click(); see(); by("previous").click(); see();
   by("slider").value = 5; by("slider").dispatchEvent(new Event("input")); see();
-  document.title = seen.join("; ") + "; " + location.hash;
+  const sizes = [...document.querySelectorAll("body *")].map(e => parseFloat(getComputedStyle(e).fontSize));
+  document.title = seen.join("; ") + "; " + Math.min(...sizes) + " " + (document.body.scrollWidth > 500) + "; " + location.hash;
 })</script></body>"""
 
 
@@ -229,8 +230,9 @@ def test_a_browser_shows_the_page(name, tmp_path):
     assert not [word for word in words if word not in dom]
     # a reader points at rank 2, goes to rank 1 with the keyboard and on with an arrow, and steps through the schedule
     page.write_text(page.read_text().replace("</body>", READER))
-    title = re.search(r"<title>(.*?)</title>", browse(tmp_path, page, "", "--dump-dom"), re.S)[1].replace("&amp;", "&")
-    *seen, address = title.split("; ")
+    dom = browse(tmp_path, page, "", "--window-size=390,900", "--dump-dom")
+    *seen, sizes, address = re.search(r"<title>(.*?)</title>", dom, re.S)[1].replace("&amp;", "&").split("; ")
+    assert sizes == "11 false"  # pixels of the smallest text; pictures scroll, the page does not
     inner = 4 if name == "dense" else 1
     after = 1 + inner
     assert seen[0].startswith("Rank 2 holds | undefined") and seen[1].startswith("Rank 1 holds | 1")

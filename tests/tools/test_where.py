@@ -66,6 +66,7 @@ NAMED = {
     "balancing_loss_per_microbatch": ("gradient of the output of blocks.3.moe.router", "expert_parallel (aux_coef"),
     "own_load_only": ("blocks.0.moe.balance.bias after the step", "balance_experts"),
     "norm_of_own_stage": ("gradient norm", "look at: clip_grad_norm"),
+    "norm_of_own_heads": ("forward of blocks.0.attn.q_norm", "style 'norm_over_heads'"),
 }
 
 
