@@ -1,11 +1,14 @@
 """Samples of a policy, in place and on ranks of their own: the same tokens and log-probabilities, against rl/rollouts.py."""
 import json
 import math
+import os
 import shutil
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from layouts import build, config
 from policy import (
     SAME,
@@ -20,7 +23,7 @@ from policy import (
     steps_of,
     trainer_of,
 )
-from pool import pool
+from pool import forkserver, pool
 
 import grpo
 from grpo import Config
@@ -224,6 +227,25 @@ def test_a_run_goes_on_with_all_batches_that_were_ahead(tmp_path, k, processes, 
     run(processes, *flags, "--checkpoint_every", 2, "--load_step", 2, "--out", out)
     assert_same(steps_of(out), whole, 0.0)
     assert len({line["staleness"] for line in whole}) > 1
+
+
+def meet(rank: int, port: int) -> float:
+    env = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RESTART_COUNT=str(rank))
+    with mock.patch.dict(os.environ, env):
+        cfg = SimpleNamespace(gen_ranks=1, init_timeout_s=60, rollout_timeout_s=5)
+        bridge = engines.open_bridge(cfg, rank, torch.device("cpu"))
+    bridge.talk.broadcast(number := torch.tensor(float(rank)), 0).wait()
+    return number.item()
+
+
+def test_trainer_and_generator_meet_whatever_their_machines_have_restarted():
+    """torchrun's agents count restarts each for themselves."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    generator = forkserver.Process(target=meet, args=(1, store.port))
+    generator.start()
+    assert meet(0, store.port) == 0
+    generator.join()
+    assert generator.exitcode == 0
 
 
 def test_a_batch_that_is_too_old_ends_the_run():
