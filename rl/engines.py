@@ -130,7 +130,6 @@ def open_bridge(cfg, rank: int, device: torch.device) -> Bridge:
     timeout = timedelta(seconds=cfg.rollout_timeout_s)  # one side waits while the other does its part of a step
     store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), timeout=timedelta(seconds=cfg.init_timeout_s))
     store = dist.PrefixStore("rollouts", store)
-    store = dist.PrefixStore("rollouts", store)
     store = dist.PrefixStore(agree_on_attempt(store, Layout(dp_shard=cfg.gen_ranks + 1, rank=rank), cfg.init_timeout_s), store)
     talk = weights = dist.ProcessGroupGloo(dist.PrefixStore("bridge", store), rank, cfg.gen_ranks + 1, timeout)
     if device.type == "cuda":
@@ -177,10 +176,9 @@ class Generators:
 
     def submit(self):
         tensors = list_weights(self.trainer.model, self.trainer.layout.compute_dtype, self.again)
-        weights, self.again = pack_weights(tensors, keep=self.bridge is not None), True
+        sent, self.again = pack_weights(tensors, keep=self.bridge is not None), True
         if self.bridge is not None:
-            job = (fetch_batch, self.bridge, self.cursor, self.trainer.policy_version, weights)
-            self.running.append(self.courier.submit(*job))
+            self.running.append(self.courier.submit(fetch_batch, self.bridge, self.cursor, self.trainer.policy_version, sent))
 
     def collect(self) -> dict:
         # the other trainers wait here as long as the generators sample

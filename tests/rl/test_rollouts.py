@@ -229,23 +229,25 @@ def test_a_run_goes_on_with_all_batches_that_were_ahead(tmp_path, k, processes, 
     assert len({line["staleness"] for line in whole}) > 1
 
 
-def meet(rank: int, port: int) -> float:
+def meet(rank: int, port: int, patience: int) -> float:
     env = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RESTART_COUNT=str(rank))
     with mock.patch.dict(os.environ, env):
-        cfg = SimpleNamespace(gen_ranks=1, init_timeout_s=60, rollout_timeout_s=5)
+        cfg = SimpleNamespace(gen_ranks=1, init_timeout_s=patience, rollout_timeout_s=3600)
         bridge = engines.open_bridge(cfg, rank, torch.device("cpu"))
     bridge.talk.broadcast(number := torch.tensor(float(rank)), 0).wait()
     return number.item()
 
 
-def test_trainer_and_generator_meet_whatever_their_machines_have_restarted():
-    """torchrun's agents count restarts each for themselves."""
+def test_trainer_and_generator_meet_at_the_start():
+    """Whatever their machines have restarted: torchrun's agents count each for themselves. One that is missing is noticed."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    generator = forkserver.Process(target=meet, args=(1, store.port))
+    generator = forkserver.Process(target=meet, args=(1, store.port, 60))
     generator.start()
-    assert meet(0, store.port) == 0
+    assert meet(0, store.port, 60) == 0
     generator.join()
     assert generator.exitcode == 0
+    with pytest.raises(TimeoutError, match="1 of 2 processes did not come in 1 s"):
+        meet(0, store.port, 1)
 
 
 def test_a_batch_that_is_too_old_ends_the_run():
