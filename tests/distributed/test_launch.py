@@ -33,7 +33,7 @@ import checkpoint
 import train_llama3
 from checkpoint import LEFTOVER, step_folders
 from data import DataConfig, open_data
-from distributed.agree import gather, new_gloo_group
+from distributed.agree import fail_together, new_gloo_group, on_rank_0, scatter
 from distributed.launch import agree_on_attempt, allow_many_ranks, connect, disconnect
 from distributed.layout import Layout
 from parallel import make_mesh
@@ -505,19 +505,21 @@ def test_an_error_is_told_once_by_a_rank_that_has_it(tmp_path, start, port, fail
 
 
 def count_sockets(rank: int, ranks: int, port: int, found):
-    """Connect as a recipe does, make the mesh and the group of checkpoints, use all of them, and count this rank's sockets."""
+    """Connect as a recipe does, make the mesh and the group of checkpoints, exchange what steps, saves and resumes exchange.
+    Count this rank's sockets, and on rank 0 the bytes in the store."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1",
                       MASTER_PORT=str(port))
     layout = Layout(dp_shard=ranks // 2, tp=2, rank=rank, global_batch_size=ranks)
     allow_many_ranks()
     layout = make_mesh(connect(layout, train_llama3.Config(), "cpu"))
     group = new_gloo_group("checkpoint")
-    assert sum(gather(rank, group)) == sum(range(ranks))
+    assert scatter(on_rank_0(lambda values: values, group, rank), group) == fail_together(lambda: rank, group)
     dist.all_reduce(torch.ones(1))
     links = [os.readlink(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd") if number.isdigit()
              and os.path.lexists(f"/proc/self/fd/{number}")]
-    keys = dist.distributed_c10d._get_default_store()
-    found.put((rank, sum(link.startswith("socket:") for link in links), keys.num_keys()))
+    store = dist.distributed_c10d._get_default_store().underlying_store.underlying_store
+    stored = sum(len(key) + len(store.get(key)) for key in store.list_keys()) if rank == 0 else 0
+    found.put((rank, sum(link.startswith("socket:") for link in links), stored))
     disconnect()
     os._exit(0)
 
@@ -525,20 +527,19 @@ def count_sockets(rank: int, ranks: int, port: int, found):
 @pytest.mark.slow
 def test_sockets_do_not_grow_with_the_ranks(port):
     """A full mesh of connections, gloo's default, has 2 sockets per rank in every rank: 1,024 file handles at 510 ranks. Only
-    the process with the store, here rank 0, under torchrun the launcher, has a socket per rank."""
-    most = set()
+    the process with the store, here rank 0, under torchrun the launcher, has a socket per rank, and rank 0 another, for what
+    all ranks tell it in a save. Twice the ranks are one neighbour more for one rank of a broadcast's tree; the mean is two."""
     for ranks in (4, 8, 16, 32):
         found = forkserver.Queue()
         workers = [forkserver.Process(target=count_sockets, args=(rank, ranks, port, found)) for rank in range(ranks)]
         for worker in workers:
             worker.start()
-        counts = [found.get(timeout=300) for _ in workers]
+        (_, first, stored), *others = sorted(found.get(timeout=300) for _ in workers)
         for worker in workers:
             worker.join()
-        assert all(keys <= 11 * ranks for _, _, keys in counts)
-        assert all(sockets <= 24 + ranks * (rank == 0) for rank, sockets, _ in counts)
-        most.add(max(sockets for rank, sockets, _ in counts if rank))
-    assert max(most) - min(most) <= 2
+        sockets = [number for _, number, _ in others]
+        assert sum(sockets) / len(sockets) < 16.5 and max(sockets) <= 14 + ranks.bit_length()
+        assert first <= 12 + 2 * ranks and stored < 1800 * ranks
 
 
 @pytest.mark.slow
