@@ -10,6 +10,7 @@ import itertools
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import runs
@@ -34,7 +36,7 @@ import train_llama3
 from checkpoint import LEFTOVER, step_folders
 from data import DataConfig, open_data
 from distributed.agree import fail_together, new_gloo_group, on_rank_0, scatter
-from distributed.launch import agree_on_attempt, allow_many_ranks, connect, disconnect
+from distributed.launch import agree_on_attempt, allow_many_ranks, connect, disconnect, usable_cores
 from distributed.layout import Layout
 from parallel import make_mesh
 from storage.manifest import STEP_FOLDER
@@ -314,12 +316,14 @@ SLURM = ["--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", "--max_
 def test_a_signal_finishes_the_step_and_saves(tmp_path, start, processes, torchrun, rank, signals, status, said):
     """rank: the process that gets the signals; None: the launcher."""
     real = torchrun == SLURM
-    job = start(tmp_path / "run", processes, *ENDLESS, "--checkpoint_every", 1_000_000, torchrun=torchrun, real=real)
+    flags = [*ENDLESS, "--checkpoint_every", 1_000_000, "--val_every", 1, "--val_batches", 1]
+    job = start(tmp_path / "run", processes, *flags, torchrun=torchrun, real=real)
     job.until_step(3)
     for number in signals:
         os.kill(job.launcher.pid if rank is None else job.worker(rank), number)
     assert job.end() == status
     assert f"{said}: stopped after step {job.last_step()}" in job.text()
+    assert job.text().rindex("checkpoint: saved") < job.text().rindex("val_loss")  # there may be little time
     assert os.listdir(job.out / "checkpoints") == [f"step-{all_good(job.out)}"] == [f"step-{job.last_step()}"]
 
 
@@ -441,6 +445,13 @@ def test_the_node_with_the_rendezvous_is_lost(tmp_path, start, undisturbed):
 # ---------------------------------------------------------------- launchers other than torchrun
 
 
+@pytest.mark.parametrize("quota, cores", [("max 100000", 3), ("150000 100000", 2), ("900000 100000", 3)])
+def test_cores_are_those_that_affinity_and_a_quota_allow(monkeypatch, quota, cores):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 2, 5})
+    monkeypatch.setattr("builtins.open", mock.mock_open(read_data=quota))
+    assert usable_cores() == cores
+
+
 @pytest.mark.parametrize("env, told", [
     (dict(SLURM_PROCID="3", SLURM_NTASKS="4", SLURM_LOCALID="3"), "srun started 4 tasks.*RANK=.SLURM_PROCID"),
     (dict(WORLD_SIZE="2"), "WORLD_SIZE=2, but RANK is not set"),
@@ -472,10 +483,7 @@ def test_machines_that_differ_do_not_train_together(tmp_path, start, port, what,
     """Two machines: each process is the first of its own."""
     other, flags = tmp_path / "other", []
     if what == "code":
-        copied = subprocess.run(["git", "ls-files", "*.py", "*.json"], cwd=REPO, capture_output=True, text=True).stdout.split()
-        for name in [name for name in copied if not name.startswith(("tests/", "forks/", "exercises/", "benchmarks/"))]:
-            (other / name).parent.mkdir(parents=True, exist_ok=True)
-            (other / name).write_text((REPO / name).read_text())
+        shutil.copytree(REPO, other, ignore=shutil.ignore_patterns(".*", "tests", "forks", "exercises", "runs", "shared"))
         with open(other / "models/llama3.py", "a") as file:
             file.write("NEW = 1\n")
     elif what == "flag":
@@ -516,11 +524,10 @@ def count_sockets(rank: int, ranks: int, port: int, found):
     group = new_gloo_group("checkpoint")
     assert scatter(on_rank_0(lambda values: values, group, rank), group) == fail_together(lambda: rank, group)
     dist.all_reduce(torch.ones(1))
-    links = [os.readlink(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd") if number.isdigit()
-             and os.path.lexists(f"/proc/self/fd/{number}")]
+    links = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
     store = dist.distributed_c10d._get_default_store().underlying_store.underlying_store
     stored = sum(len(key) + len(store.get(key)) for key in store.list_keys()) if rank == 0 else 0
-    found.put((rank, sum(link.startswith("socket:") for link in links), stored))
+    found.put((rank, sum("socket:" in link for link in links), stored))
     disconnect()
     os._exit(0)
 
