@@ -262,8 +262,6 @@ def test_each_attempt_has_a_name_of_its_own():
     names = [attempt(world_size) for world_size in (3, 3, 1, 4)]
     store.set("rank 1", "of a process that died before it was answered")
     assert len({*names, attempt(3)}) == 5
-    with pytest.raises(TimeoutError, match="1 of 2 processes did not come in 0 s"):
-        agree_on_attempt(store, SimpleNamespace(rank=0, world_size=2), 0)
 
 
 # ---------------------------------------------------------------- numbers that are not finite
@@ -327,17 +325,21 @@ def test_a_signal_finishes_the_step_and_saves(tmp_path, start, processes, torchr
     assert os.listdir(job.out / "checkpoints") == [f"step-{all_good(job.out)}"] == [f"step-{job.last_step()}"]
 
 
+def sleeper(folder, seconds: int) -> Path:
+    """The recipe with a step 5 that takes so long; each rank says that it has come there."""
+    return fork(folder, f"""
+        if step == 5:
+            import time
+            open(f"{{cfg.out}}/step 5 of rank {{layout.rank}}", "w").close()
+            time.sleep({seconds})
+    """)
+
+
 @pytest.mark.slow
 def test_ctrl_c_twice(tmp_path, start):
     """The second one, after two seconds, ends a process that does not come to the end of its step."""
-    script = fork(tmp_path, """
-        if step == 5:
-            import time
-            open(f"{cfg.out}/step 5", "w").close()
-            time.sleep(600)
-    """)
-    job = start(tmp_path / "run", 1, script=script)
-    job.until((job.out / "step 5").exists)
+    job = start(tmp_path / "run", 1, script=sleeper(tmp_path, 600))
+    job.until((job.out / "step 5 of rank 0").exists)
     began = time.monotonic()
     while job.launcher.poll() is None:
         job.launcher.send_signal(signal.SIGINT)
@@ -351,13 +353,8 @@ def test_ctrl_c_twice(tmp_path, start):
 @pytest.mark.parametrize("patience", [2, 60])
 def test_shutdown_timeout(tmp_path, start, patience):
     """torchrun kills what has not saved within --shutdown-timeout."""
-    script = fork(tmp_path, """
-        if step == 5:
-            import time
-            open(f"{cfg.out}/step 5 of rank {layout.rank}", "w").close()
-            time.sleep(5)
-    """)
-    job = start(tmp_path / "run", 2, "--checkpoint_every", 4, script=script, torchrun=["--shutdown-timeout", patience])
+    torchrun = ["--shutdown-timeout", patience]
+    job = start(tmp_path / "run", 2, "--checkpoint_every", 4, script=sleeper(tmp_path, 5), torchrun=torchrun)
     job.until(lambda: all((job.out / f"step 5 of rank {rank}").exists() for rank in (0, 1)))
     job.launcher.send_signal(signal.SIGTERM)
     assert job.end() == 1
@@ -404,8 +401,7 @@ def test_a_node_is_replaced(tmp_path, start, undisturbed):
 
 def is_pending(pid: int, number: int) -> bool:
     """Whether a stopped process will get this signal as soon as it goes on."""
-    pending = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("ShdPnd"))
-    return bool(int(pending.split()[1], 16) >> (number - 1) & 1)
+    return int(re.search(r"ShdPnd:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())[1], 16) >> (number - 1) & 1 == 1
 
 
 @pytest.mark.slow
