@@ -197,6 +197,12 @@ def batches_of(out, step: int) -> list[dict]:
     return json.loads((out / "checkpoints" / f"step-{step}" / rollouts.BATCHES).read_text())["batch"]
 
 
+def test_ranks_that_share_a_model_must_sample_the_same(monkeypatch):
+    monkeypatch.setattr(rollouts, "gather", lambda value, group: [value, (value[0] + 1, [])])
+    with pytest.raises(RuntimeError, match="ranks 0 and 1 share one model but sampled different tokens"):
+        rollouts.gather_samples([], SimpleNamespace(cp=1, tp=2, rank=0), None)
+
+
 def test_batches_ahead_are_saved_as_arrays(tmp_path):
     """A token has 12 bytes, as base64 16; a list in JSON had 60. The lists of an older run's state are read as well."""
     cfg, numbers = Config(async_steps=1), torch.rand(1000).tolist()
